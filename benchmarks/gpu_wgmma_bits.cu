@@ -1,5 +1,5 @@
 #include "wgmma.cuh"
-DEVICE void product_64_values(float (&d)[32], const u32 (&a)[4], u64 b, int add) {
+DEVICE void wgmma_m64n64_rs(float (&d)[32], const u32 (&a)[4], u64 b, int add) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
@@ -17,20 +17,20 @@ __global__ void bits(const u32* a, const u16* b, const float* c, i32* wrong, flo
     const int row = i / 8, piece = i % 8;
     ((uint4*)tile)[row * 8 + (piece ^ (row % 8))] = ((const uint4*)(b + (i64)blockIdx.x * 4096))[i];
   }
-  shared_fence();
+  fence_proxy_async_shared();
   __syncthreads();
   u32 v[2][4];
   for (int i = 0; i < 8; ++i) v[i / 4][i % 4] = a[((i64)blockIdx.x * 128 + t) * 8 + i];
   float w[32], m[8][4];
 #pragma unroll
   for (int i = 0; i < 32; ++i) w[i] = m[i / 4][i % 4] = zero ? 0.0f : c[((i64)blockIdx.x * 128 + t) * 32 + i];
-  hold(w);
-  products_fence();
+  warpgroup_fence_operand(w);
+  wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < 2; ++k) product_64_values(w, v[k], operand((const u8*)tile + k * 32, 0), k || !zero);
-  products_commit();
-  products_wait<0>();
-  hold(w);
+  for (int k = 0; k < 2; ++k) wgmma_m64n64_rs(w, v[k], smem_descriptor((const u8*)tile + k * 32, 0), k || !zero);
+  wgmma_commit();
+  wgmma_wait<0>();
+  warpgroup_fence_operand(w);
 #pragma unroll
   for (int nt = 0; nt < 8; ++nt)
 #pragma unroll

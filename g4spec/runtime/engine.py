@@ -1,12 +1,12 @@
-"""The engine: opens a target and a draft, and generates texts with them, any number at a time.
+"""The engine loads a target and a draft and runs any number of requests with continuous batching.
 
     engine = Engine.load(Path("target.gguf"), Path("draft.gguf"), parallel=4)
     request = engine.submit(prompt_ids, Options(n_predict=100))
     for cycle in request: ...              # or request.tokens(), or `async for`
     engine.close()
 
-There is no thread in the background: whoever waits for a request makes the engine work, for all
-live requests. With `start()` it works in a thread of its own instead, as a server wants it.
+By default there is no background thread: whoever waits for a request runs the steps of the engine,
+for all live requests. After `start()` a thread of the engine runs them, as a server needs it.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from g4spec.runtime.task import Task
 from g4spec.runtime.tokenizer import Tokenizer
 
 DEFAULT_CTX = 8192
-"""Context when none is asked for and the model was trained on more."""
+"""Default context length in tokens, if the model was trained on more."""
 
 
 class Engine:
-    """A loaded target, with or without a draft. Make one with `load`; usable from any thread.
+    """A loaded target, with or without a draft. Create it with `load`; usable from any thread.
 
     Attributes:
-        config: of the target.
-        tokenizer: of the target.
-        stop_ids: tokens that end a text.
-        n_ctx: positions that a text may have.
-        memory: what was computed before loading.
-        notes: what should be said about every run.
-        stepped: `time.monotonic()` when the last step ended, or work came to an idle engine.
-        failed: what ended the engine's thread; nothing runs any more.
+        config: configuration of the target.
+        tokenizer: tokenizer of the target.
+        stop_ids: tokens that end generation.
+        n_ctx: context length of a request, in tokens.
+        memory: the memory plan computed before loading.
+        notes: remarks to show with every run.
+        stepped: `time.monotonic()` when the last step ended, or when an idle engine got work.
+        failed: the exception that ended the engine's thread, after which nothing runs.
     """
 
     def __init__(
@@ -101,29 +101,30 @@ class Engine:
         prefix_cache: int = 0,
         progress: Callable[[int, int], None] | None = None,
     ) -> Engine:
-        """Open files, check the pair and the memory, load the weights.
+        """Open the files, check the pair and the memory, and load the weights.
 
         Args:
             draft: a draft GGUF, "ngram" for n-gram lookup, or None.
-            n_ctx: context of a text in tokens; 0: what the model was trained on, which is the
-                default, too, but at most 8192.
-            draft_window: bound on the context that a draft's full-attention layers see.
-            draft_p_min: least confidence of a drafted token, 0 to 1, for drafts with a confidence
-                head: a proposal ends before the first one of less. 0 keeps all; default: what the
-                draft's file says, which is 0 unless somebody wrote it there.
-            chunk: rows of a prompt read at a time; default: what the device likes. On a GPU it is
-                rounded up to whole blocks.
+            n_ctx: context length of a request in tokens; 0: the length the model was trained on.
+                Default: the trained length, at most 8192.
+            draft_window: limit of the context that full-attention layers of a draft see, in tokens.
+            draft_p_min: minimum confidence of a drafted token, 0 to 1, for drafts with a confidence
+                head: a proposal ends before the first token below it. 0 keeps all tokens. Default:
+                the value in the draft's file, which is 0 unless set.
+            chunk: number of prompt rows per prefill chunk; default: chosen by the device. On a GPU
+                it is rounded up to whole blocks.
             device, cache_type: see `devices.select`.
-            parallel: texts that may live at once; more wait.
-            pool: tokens that all texts together may keep in layers without a window; default and
-                least: `n_ctx`.
-            prefix_cache: bytes of host memory for prompts that may come again; 0 keeps none.
-            progress: called with the target's weights loaded so far, and all of them, in bytes.
+            parallel: maximum number of running requests; further ones wait.
+            pool: size of the KV cache of global layers in tokens, shared by all requests; default
+                and
+                minimum: `n_ctx`.
+            prefix_cache: host memory for the prefix cache in bytes; 0 disables it.
+            progress: called with the bytes of target weights loaded so far, and in total.
 
         Raises:
-            InputError: a file is not what it must be, or the two do not fit together.
-            UsageError: an option is out of range, or asks for what the draft cannot do.
-            EnvironmentProblem: the run does not fit into memory.
+            InputError: a file is invalid, or target and draft do not fit together.
+            UsageError: an option is out of range, or the draft does not support it.
+            EnvironmentProblem: there is not enough memory.
         """
         if parallel < 1:
             raise UsageError("parallel", expected="1 or more", found=parallel)
@@ -149,11 +150,12 @@ class Engine:
     # ---- requests
 
     def submit(self, prompt: Sequence[int], options: Options | None = None) -> Request:
-        """Queue a prompt and return its request at once. With `Options.n` > 1 the others are in its
-        `choices`.
+        """Queue a prompt and return its request immediately. With `Options.n` > 1 the other
+        requests are in its `choices`.
 
-        Raises InputError for an empty prompt, ids outside the vocabulary, or a prompt that leaves
-        no room in the context; UsageError for a bias of a token outside the vocabulary.
+        Raises:
+            InputError: the prompt is empty, too long for the context, or has ids outside the
+            vocabulary. UsageError: `logit_bias` names a token outside the vocabulary.
         """
         options = options or Options()
         check_request(prompt, options, self.config, self.n_ctx)
@@ -177,7 +179,7 @@ class Engine:
         return requests[0]
 
     def generate(self, prompt: Sequence[int], options: Options | None = None) -> Request:
-        """The short form for one text: `for cycle in engine.generate(ids, options)`."""
+        """Submit one prompt; short form: `for cycle in engine.generate(ids, options)`."""
         return self.submit(prompt, options)
 
     def _queued(self, prompt: Sequence[int], options: Options) -> Request:
@@ -200,28 +202,28 @@ class Engine:
 
     @property
     def n_slots(self) -> int:
-        """Texts that may live at once."""
+        """Maximum number of running requests."""
         return int(self.target.space.n_slots)
 
     @property
     def draft_name(self) -> str | None:
-        """Name of the draft's kind; None without a draft."""
+        """Name of the kind of draft; None without a draft."""
         return self.draft.name if self.draft is not None else None
 
     @property
     def on_cpu(self) -> bool:
-        """Whether it runs on the CPU."""
+        """Whether the engine runs on the CPU."""
         return bool(self.target.ops.device.type == "cpu")
 
     def figures(self) -> Figures:
-        """Count what it holds; from any thread."""
+        """Return counts of queues, pages and caches. Thread-safe."""
         return figures(self.scheduler, self.pool, self.stepped)
 
     def moving(self, limit: float) -> bool:
-        """Whether steps make progress, or there is nothing to do.
+        """Return True if steps make progress or there is nothing to do.
 
         Args:
-            limit: seconds that a step may take.
+            limit: maximum duration of a step, in seconds.
         """
         stalled = time.monotonic() - self.stepped > limit
         return self.failed is None and (self.scheduler.idle or not stalled)
@@ -230,8 +232,12 @@ class Engine:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Let no step begin, to submit and listen at once. Waits for one step at most: a thread
-        that works all the time would take a lock again before anybody else wakes up."""
+        """Keep the engine from starting a step, for instance to submit and add a listener
+        atomically.
+
+        Waits for at most one step. A plain lock is not enough: a thread that always works would
+        take it again before any waiting thread wakes up.
+        """
         self._count(1)
         try:
             self._changed.acquire()
@@ -248,7 +254,7 @@ class Engine:
             self._waiting += more
 
     def step(self) -> bool:
-        """Make progress on all live requests; False if there is nothing to do."""
+        """Run one step of all live requests; return False if there is nothing to do."""
         with self._changed:
             self.backend.enter()
             try:
@@ -260,7 +266,7 @@ class Engine:
                 self.stepped = time.monotonic()
 
     def advance(self, request: Request) -> None:
-        """Work, or wait for the engine's thread, until the request has something new or is done."""
+        """Run steps, or wait for the engine's thread, until the request has news or is done."""
         while not request.news:
             if self._thread is None:
                 self.step()
@@ -270,7 +276,7 @@ class Engine:
                 request.arrived.wait(timeout=1.0)
 
     def start(self) -> None:
-        """Work in a thread of its own from now on, until `close`."""
+        """Run steps in a thread of the engine from now on, until `close`."""
         if self._thread is not None:  # without the lock: nobody waits for a step here
             return
         with self.held():
@@ -292,7 +298,7 @@ class Engine:
                     raise
 
     def close(self) -> None:
-        """End all requests and free what the engine holds; what was generated stays readable."""
+        """End all requests and free the engine's memory. Generated text stays readable."""
         with self.held():
             self._closed = True
             self.scheduler.close()
@@ -310,7 +316,7 @@ class Engine:
 
 
 def check_request(prompt: Sequence[int], options: Options, config: Any, n_ctx: int) -> None:
-    """Raise what `Engine.submit` would about a request to an engine with such a target."""
+    """Raise the errors that `Engine.submit` would raise for a request with this target."""
     if not prompt:
         raise InputError("the prompt is empty", expected="at least one token")
     if bad := [t for t in prompt if not 0 <= t < config.n_vocab]:
@@ -334,13 +340,14 @@ def check_request(prompt: Sequence[int], options: Options, config: Any, n_ctx: i
 
 
 def read_tokenizer(target: Path) -> Tokenizer:
-    """Read the tokenizer alone, as `Engine.load` does."""
+    """Read only the tokenizer, in the same way as `Engine.load`."""
     with GGUF(target) as file:
         return _tokenizer(file, _target_config(file))
 
 
 def check(target: Path, n_ctx: int | None = None) -> None:
-    """Raise what `Engine.load` would about a target, as far as its header shows it."""
+    """Raise the errors that `Engine.load` would raise for a target, as far as its header shows
+    them."""
     with GGUF(target) as file:
         _context(n_ctx, _target_config(file).n_ctx)
 
@@ -373,7 +380,7 @@ def _target_config(file: GGUF) -> Any:
 
 
 def _tokenizer(file: GGUF, config: Any) -> Tokenizer:
-    """The file's tokenizer; refused if the target has no row for some token."""
+    """Read the file's tokenizer. Raise InputError if the target has no embedding for some token."""
     tokenizer = Tokenizer.from_gguf(file)
     if tokenizer.n_vocab > config.n_vocab:
         raise InputError(
@@ -388,7 +395,7 @@ def _tokenizer(file: GGUF, config: Any) -> Tokenizer:
 def _plan(
     file: GGUF, config: Any, draft: DraftFile, size: memory.Size, chunk: int, backend: Backend
 ) -> memory.MemoryPlan:
-    """Compute what the engine needs; refuse it if it cannot fit."""
+    """Compute the memory plan. Raise EnvironmentProblem if it does not fit."""
     drafted: list[Any] = []
     if draft.file is not None and draft.kind is not None:
         draft.kind.check_pair(draft.config, config)

@@ -1,4 +1,4 @@
-"""Record what the scheduler decided for one text in one cycle, and why."""
+"""The scheduler's decision for one request in one cycle, and the reason, for display."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ WHY = {
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of one text in one cycle.
+    """The decision for one request in one cycle.
 
     Attributes:
         step: number of the cycle, counted by the scheduler.
-        length: tokens that were to be drafted. why: a key of WHY.
-        expected: tokens that the policy expected of the cycle, the target's own included, or None
-            where it did not choose the length.
-        texts, rows: of the whole step; the rows of a text are its newest token and its draft.
-        seconds: what the cycle was expected to take. plain_seconds: what a step of the same texts
-            takes without any draft. Both come from measured cycles (`costs.py`); None before.
+        length: number of tokens to draft.
+        why: a key of WHY.
+        expected: number of tokens that the policy expected from the cycle, including the target's
+            own; None if the policy did not choose the length.
+        texts, rows: number of requests and rows of the whole step; the rows of a request are its
+            anchor and its draft.
+        seconds: predicted time of the cycle. plain_seconds: predicted time of a step of the same
+            requests without drafts. Both come from measured cycles (`costs.py`); None before.
     """
 
     step: int

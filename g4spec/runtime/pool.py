@@ -1,4 +1,4 @@
-"""Pages of the pool: who holds each, and which are free."""
+"""Allocation of slots and pages."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from g4spec.ops.kv_size import pages_of
 
 
 class Pool:
-    """Slots and pages of an engine, with the number of holders of each page.
+    """The slots and pages of an engine, with a reference count per page.
 
     Args:
-        space: the device's table, which this keeps up to date.
+        space: table of slots and pages on the device, which the pool keeps up to date.
 
     Attributes:
         free_slots: slots without a sequence, lowest last.
@@ -28,16 +28,16 @@ class Pool:
 
     @property
     def free(self) -> int:
-        """Pages that nobody holds."""
+        """Number of pages without a reference."""
         return len(self._free)
 
     def hold(self, pages: Iterable[int]) -> None:
-        """Add a holder to each page."""
+        """Add a reference to each page."""
         for page in pages:
             self._holders[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Take a holder from each page; the last one frees it."""
+        """Remove a reference from each page; a page without references is free."""
         for page in pages:
             self._holders[page] -= 1
             assert self._holders[page] >= 0, page
@@ -45,11 +45,12 @@ class Pool:
                 self._free.append(page)
 
     def missing(self, sequence: Sequence, positions: int) -> int:
-        """Pages that the sequence lacks to hold so many positions."""
+        """Return how many more pages the sequence needs for so many positions."""
         return max(0, pages_of(positions) - len(sequence.pages))
 
     def grow(self, sequence: Sequence, positions: int) -> None:
-        """Give the sequence the pages for so many positions; they must be free."""
+        """Allocate pages for the sequence up to so many positions. There must be enough free
+        pages."""
         count = self.missing(sequence, positions)
         if not count:
             return
@@ -60,7 +61,7 @@ class Pool:
         sequence.pages += pages
 
     def share(self, sequence: Sequence, pages: list[int]) -> None:
-        """Let a sequence without pages begin with pages that others hold, too."""
+        """Let a new sequence start with pages that have other owners as well."""
         assert not sequence.pages
         self.hold(pages)
         self.space.assign(sequence.slot, pages)

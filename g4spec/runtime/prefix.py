@@ -1,11 +1,11 @@
-"""The prefix cache: prompts that begin alike are read once.
+"""The prefix cache: shared prefixes of prompts are computed once.
 
-Prompts are read in aligned blocks of PROMPT_BLOCK rows whose bits depend on nothing but the tokens
-up to their end, so what a hit finds is what reading again would give (design decision 9). A
-*snapshot* holds the state of a sequence at a block boundary: its pages of the pool, shared with
-whoever else holds them, and copies of the rings of layers with a window and of the draft's state,
-in host memory. Snapshots are taken at the last boundary of a prompt and at branch points, where a
-prompt leaves one that was read before; they are found by a chain of hashes over the blocks.
+Prefill computes aligned blocks of PROMPT_BLOCK rows whose bits depend only on the tokens up to the
+end of the block, so a prefix hit gives the same bits as computing the prefix again (design decision
+9). A *snapshot* is the state of a sequence at a block boundary: its pages of the pool, shared by
+reference count, and copies in host memory of the ring buffers and of the draft's state. Snapshots
+are taken at the last boundary of a prompt and at branch points, where a prompt diverges from an
+earlier one. They are found by a chain of hashes over the blocks.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from g4spec.ops.kv_size import pages_of
 from g4spec.runtime.pool import Pool
 
 KNOWN = 1 << 16
-"""Block hashes that are remembered without a snapshot, to recognise branch points."""
+"""Maximum number of block hashes remembered without a snapshot, to detect branch points."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state of a sequence that has read `end` tokens.
+    """The state of a sequence after `end` tokens.
 
     Attributes:
-        pages: the pages of these tokens, of which the snapshot is a holder.
-        rings: what each ring of the target and the draft holds, in order.
-        state: the draft's state of the slot.
-        nbytes: bytes of host memory.
+        pages: pages of these tokens; the snapshot has a reference to each.
+        rings: content of every ring buffer of target and draft, in order.
+        state: state of the draft for the slot.
+        nbytes: size in host memory.
     """
 
     end: int
@@ -45,7 +45,8 @@ class Snapshot:
 
 
 def chain(ids: Seq[int], drafting: bool) -> list[bytes]:
-    """Hash of the first 1, 2, ... whole blocks of a prompt, for target alone or with a draft."""
+    """Return the hashes of the first 1, 2, ... whole blocks of a prompt, for the target alone or
+    with a draft."""
     out, before = [], b"draft" if drafting else b""
     for start in range(0, len(ids) - PROMPT_BLOCK + 1, PROMPT_BLOCK):
         block = b"".join(i.to_bytes(4, "little") for i in ids[start : start + PROMPT_BLOCK])
@@ -58,9 +59,10 @@ class PrefixCache:
     """Snapshots by hash, least recently used first.
 
     Args:
-        pool: whose pages snapshots hold.
-        caches: of the target. draft: whose caches and state belong to a snapshot, or None.
-        budget: bytes of host memory that rings and states may take; 0 keeps nothing.
+        pool: the pool whose pages snapshots refer to.
+        caches: caches of the target.
+        draft: draft whose caches and state belong to a snapshot, or None.
+        budget: host memory for ring buffers and states in bytes; 0 disables the cache.
     """
 
     def __init__(self, pool: Pool, caches: Seq[Any], draft: Draft | None, budget: int) -> None:
@@ -75,7 +77,7 @@ class PrefixCache:
         return len(self._kept)
 
     def find(self, ids: Seq[int], drafting: bool) -> Snapshot | None:
-        """The longest snapshot of a prefix that leaves at least one token to read."""
+        """Return the longest snapshot of a prefix that leaves at least one token to compute."""
         for key in reversed(chain(ids[:-1], drafting)):
             if key in self._kept:
                 self._kept.move_to_end(key)
@@ -83,8 +85,8 @@ class PrefixCache:
         return None
 
     def stops(self, ids: Seq[int], drafting: bool) -> list[int]:
-        """Boundaries at which reading this prompt should pause for a snapshot: where it leaves a
-        prompt that was read before, and its last one."""
+        """Return the boundaries at which to take a snapshot of this prompt: where it diverges from
+        an earlier prompt, and its last one."""
         if not self._budget:
             return []
         keys = chain(ids, drafting)
@@ -98,7 +100,7 @@ class PrefixCache:
         return sorted(n * PROMPT_BLOCK for n in wanted)
 
     def restore(self, snapshot: Snapshot, sequence: Sequence) -> None:
-        """Put a sequence that holds nothing where the snapshot was taken."""
+        """Restore a snapshot into a new sequence."""
         self._pool.share(sequence, snapshot.pages)
         rings = self._rings + (self._draft_rings if sequence.drafting else [])
         for kv, rows in zip(rings, snapshot.rings, strict=True):
@@ -109,7 +111,7 @@ class PrefixCache:
         sequence.n_read = snapshot.end
 
     def keep(self, sequence: Sequence) -> None:
-        """Take a snapshot of a sequence that has just read up to a block boundary of its prompt."""
+        """Take a snapshot of a sequence that has just reached a block boundary of its prompt."""
         end = sequence.n_read
         key = chain(sequence.ids[:end], sequence.drafting)[-1]
         if key in self._kept:
@@ -131,7 +133,7 @@ class PrefixCache:
         self.nbytes += nbytes
 
     def evict(self) -> bool:
-        """Drop the least recently used snapshot; False if there is none."""
+        """Evict the least recently used snapshot; return False if there is none."""
         if not self._kept:
             return False
         _, snapshot = self._kept.popitem(last=False)
@@ -140,16 +142,16 @@ class PrefixCache:
         return True
 
     def clear(self) -> None:
-        """Drop everything."""
+        """Evict all snapshots."""
         while self.evict():
             pass
 
     def close(self) -> None:
-        """Drop everything and let go of the caches."""
+        """Evict all snapshots and drop the references to the caches."""
         self.clear()
         self._rings, self._draft_rings, self._draft = [], [], None
 
 
 def _nbytes(x: Any) -> int:
-    """Bytes of a tensor, or of tensors in a list or tuple."""
+    """Return the bytes of a tensor, or of the tensors in a list or tuple."""
     return sum(map(_nbytes, x)) if isinstance(x, (list, tuple)) else x.nbytes

@@ -1,4 +1,4 @@
-"""A request: what was asked for, and what has come of it so far."""
+"""A request: its options, and its tokens, text and statistics so far."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ if TYPE_CHECKING:
 
 
 class TextStream(Protocol):
-    """Turns tokens into text as they arrive."""
+    """Decodes tokens to text incrementally."""
 
     def push(self, ids: Iterable[int]) -> str:
-        """The text that became certain with `ids`."""
+        """Return the text that is complete after `ids`."""
         ...
 
     def finish(self) -> str:
-        """What was held back."""
+        """Return the text that was held back until now."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to generate.
+    """Options of a request.
 
     Attributes:
-        n_predict: most new tokens.
-        sampler: how tokens are chosen.
-        draft_max: most drafted tokens a step, 0 to 15, or "auto".
-        stop: texts that end the generation; they are not part of it.
-        ignore_eos: go on after stop tokens.
-        logprobs: report the log-probability of each token and of so many most likely ones; None:
-            of none. They are those of the unfiltered distribution at temperature 1.
-        n: texts to generate; text i has the sampler's seed + i.
-        mask: given the tokens of the text so far, the tokens that may follow (bool [V], or None for
-            all): the hook for grammars.
-        stream: makes the decoder of the text, as `Tokenizer.stream` does, which is the default. It
-            may leave tokens out: `stop` is looked for in what it gives.
-        progress: tell how much of the prompt has been read: a cycle without tokens each time.
+        n_predict: maximum number of new tokens.
+        sampler: sampling settings.
+        draft_max: maximum number of drafted tokens per step, 0 to 15, or "auto".
+        stop: strings that end generation and are not part of the text.
+        ignore_eos: continue after stop tokens.
+        logprobs: number of top log-probabilities to report for each token; 0: only that of the
+            token, None: none. They belong to the unfiltered distribution at temperature 1.
+        n: number of completions; completion i uses the sampler's seed + i.
+        mask: function from the tokens so far to the allowed next tokens (bool [V], or None for
+            all), for grammars.
+        stream: creates the text decoder; default: `Tokenizer.stream`. It may skip tokens; `stop` is
+            searched for in its output.
+        progress: report the progress of prefill with cycles without tokens.
     """
 
     n_predict: int = 256
@@ -78,17 +78,17 @@ class Options:
 
 @dataclass(slots=True)
 class Stats:
-    """Counts and times of one text. Seconds are wall time; those of prompt and cycles include what
-    was computed for others in the same step.
+    """Counts and times of one request. Seconds are wall time; prefill and cycles include the time
+    of other requests in the same step.
 
     Attributes:
-        cached_tokens: prompt tokens that a prefix hit did not read again.
-        read_tokens: prompt tokens that have been read so far, those of a prefix hit included.
-        queue_seconds: from submission until the prompt began to be read.
-        prefill_seconds: reading the prompt, the draft's part included.
-        needed: tokens that plain decoding would have chosen too; excludes accepted tokens behind
+        cached_tokens: prompt tokens reused from the prefix cache.
+        read_tokens: prompt tokens in the KV cache so far, including reused ones.
+        queue_seconds: from submission to the start of prefill.
+        prefill_seconds: prefill of target and draft.
+        needed: tokens that plain decoding would also have chosen; excludes accepted tokens after
             the end of the text.
-        preempted: times that its memory was given to others and its tokens were read again.
+        preempted: number of preemptions.
     """
 
     prompt_tokens: int = 0
@@ -109,7 +109,7 @@ class Stats:
     stop_reason: str = ""
 
     def add(self, cycle: Cycle) -> None:
-        """Count a cycle that ran a step (the first token comes from the prompt alone)."""
+        """Count a cycle that ran a step. The first token is not one: it comes from prefill."""
         self.cycles += 1
         self.drafted += len(cycle.drafted)
         self.accepted += cycle.accepted
@@ -121,60 +121,62 @@ class Stats:
 
     @property
     def seconds(self) -> float:
-        """Decoding time."""
+        """Decoding time in seconds."""
         return self.draft_seconds + self.step_seconds
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of the text over the cycles' time; the first one belongs to the prompt."""
+        """Generated tokens per second of decoding, without the first token, which belongs to
+        prefill."""
         return self.needed / self.seconds if self.seconds else 0.0
 
     @property
     def committed_per_cycle(self) -> float:
-        """Accepted drafts plus the target's own token, a cycle; also behind the end of the text."""
+        """Mean of accepted drafted tokens plus one per cycle, including tokens after the end of the
+        text."""
         return (self.cycles + self.accepted) / self.cycles if self.cycles else 0.0
 
 
 @dataclass(slots=True)
 class Progress(Cycle):
-    """News of a prompt that is being read (`Options.progress`).
+    """Progress of the prefill of a request (`Options.progress`).
 
     Attributes:
-        read: its tokens that have been read.
+        read: number of prompt tokens computed so far.
     """
 
     read: int = 0
 
 
 class Driver(Protocol):
-    """Makes progress on requests: the engine."""
+    """What runs the steps for requests: the engine."""
 
     def advance(self, request: Request) -> None:
-        """Work, or wait for who works, until the request has something new or is done."""
+        """Run steps, or wait until somebody else does, until the request has news or is done."""
         ...
 
     def start(self) -> None:
-        """Work in a thread of its own from now on."""
+        """Run steps in a separate thread from now on."""
         ...
 
 
 class Request:
-    """One text that is being generated. Iterate over it for its cycles, or over `tokens()`; `text`,
-    `ids` and `stats` grow meanwhile. Usable from any thread; `async for` works too.
+    """A submitted request. Iterate over it for cycles, or over `tokens()`; `text`, `ids` and
+    `stats` grow meanwhile. Thread-safe; also supports `async for`.
 
-    A cycle that reaches a stop token or stop text is cut there: stop tokens are reported in
-    `stats.stop_reason`, not emitted.
+    A cycle that reaches a stop token or stop string is cut there. Stop tokens are not emitted; they
+    are reported in `stats.stop_reason`.
 
     Attributes:
-        prompt: its tokens.
-        ids: tokens of the text.
-        text: the same, decoded.
+        prompt: prompt tokens.
+        ids: generated tokens.
+        text: the generated text.
         stats: counts and times so far.
-        notes: what should be said about the run, as a draft that failed.
-        choices: with `Options.n` > 1 all of the request's texts, this one first; else itself.
-        done: whether nothing more will come.
-        error: why it ended early, or None.
-        arrived: set when something new has come.
+        notes: remarks about the run, for instance that the draft failed.
+        choices: all completions with `Options.n` > 1, this one first; otherwise only this one.
+        done: whether no more tokens will come.
+        error: the exception that ended the request, or None.
+        arrived: set when there is news.
     """
 
     def __init__(
@@ -199,7 +201,7 @@ class Request:
         self._listeners: list[Callable[[], None]] = []
 
     def cancel(self) -> None:
-        """End the request; its memory is free within two steps of the engine."""
+        """Cancel the request. Its memory is free after at most two steps of the engine."""
         self.cancelled = True
 
     def __iter__(self) -> Iterator[Cycle]:
@@ -217,7 +219,7 @@ class Request:
             raise self.error
 
     def tokens(self) -> Iterator[int]:
-        """The text's tokens as they come."""
+        """Yield generated tokens as they arrive."""
         for cycle in self:
             yield from cycle.tokens
 
@@ -248,11 +250,11 @@ class Request:
             raise self.error
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Call `listener` whenever there is something new, from the thread that brings it."""
+        """Call `listener` at every news, from the thread that produced it."""
         self._listeners.append(listener)
 
     def taken(self) -> Iterator[Cycle]:
-        """Yield the cycles that have come and nobody has taken, without waiting for more."""
+        """Yield the cycles that have arrived and were not taken yet, without waiting."""
         while self._cycles:
             yield self._cycles.popleft()
 
@@ -260,24 +262,24 @@ class Request:
 
     @property
     def news(self) -> bool:
-        """Whether iterating would yield or end without waiting."""
+        """Return True if iteration would yield or end without waiting."""
         return bool(self._cycles) or self.done
 
     def read(self, count: int) -> None:
-        """Note that the first `count` tokens of the prompt have been read."""
+        """Record that the first `count` prompt tokens have been computed."""
         self.stats.read_tokens = count
         if self.options.progress:
             self._cycles.append(Progress([], [], read=count))
             self._tell()
 
     def take(self, cycle: Cycle, *, first: bool = False) -> int:
-        """Take in a cycle; sets `stats.stop_reason` where the text ends.
+        """Append the result of a cycle; set `stats.stop_reason` if the text ends.
 
         Args:
-            first: its token comes from the prompt, without a step.
+            first: whether its token comes from prefill instead of a step.
 
         Returns:
-            How many of its tokens plain decoding would have chosen too.
+            Number of its tokens that plain decoding would also have chosen.
         """
         if not first:
             self.stats.add(cycle)
@@ -296,7 +298,7 @@ class Request:
         return needed
 
     def finish(self, reason: str = "", error: Exception | None = None) -> None:
-        """Nothing more will come."""
+        """Mark the request as done."""
         if not self.stats.stop_reason:
             self.text += self._stream.finish()
             self.stats.stop_reason = reason
@@ -304,7 +306,8 @@ class Request:
         self._tell()
 
     def _keep(self, cycle: Cycle) -> int:
-        """How many of the cycle's tokens are emitted; extends `text`, sets `stop_reason`."""
+        """Extend `text` and set `stop_reason`; return how many of the cycle's tokens are
+        emitted."""
         for i, token in enumerate(cycle.tokens):
             if token in self._tokenizer.stop_ids and not self.options.ignore_eos:
                 self.text += self._stream.finish()

@@ -1,16 +1,16 @@
-"""Decides what runs next: admission, prompts, steps, preemption.
+"""The scheduler: admission, prefill, decode steps and preemption.
 
-One `step` admits what fits, reads some of the waiting prompts, and runs one cycle of all running
-texts. The rules:
+Each `step` admits requests that fit, runs prefill for some of the waiting prompts, and runs one
+cycle of all running requests. The rules:
 
-- Requests are admitted in order of arrival, when a slot is free and the pool has the pages of their
-  prompt. Nobody overtakes, so nobody waits for ever.
-- Every running text takes part in every cycle. Between two cycles at most INTERLEAVED rows of
-  prompts are read, oldest request first, so that a long prompt does not freeze the others.
-- Where the pool has no page left, prefix snapshots go first, then the youngest text is preempted:
-  its pages and slot are freed, and it waits at its place in the order of arrival. What it had
-  generated is read again through steps, so that its text does not change. The oldest text is never
-  preempted: a pool holds at least one context.
+- Requests are admitted in order of arrival, when a slot is free and the pool has enough pages for
+  the prompt. No request overtakes another, so none starves.
+- Every running request takes part in every cycle. Between two cycles at most INTERLEAVED prompt
+  rows are computed, oldest request first, so that a long prompt does not stall the others.
+- When the pool has no free page, prefix snapshots are evicted first. Then the newest request is
+  preempted: its pages and slot are freed, and it waits at its place in the order of arrival. Its
+  generated tokens are later recomputed through steps, so that its text does not change. The oldest
+  request is never preempted, because the pool holds at least one full context.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ from g4spec.runtime.target import Target, batch_of
 from g4spec.runtime.task import Task
 
 INTERLEAVED = PROMPT_BLOCK
-"""Rows of prompts read between two cycles while texts are running."""
+"""Maximum number of prompt rows computed between two cycles while requests are running."""
 
 MOST_PENDING = 1024
-"""Rows that a draft may have missed: catching up would cost more than it can win any more."""
+"""Number of rows that a draft may lag behind. Beyond that, catching up would cost more than the
+draft can gain, so drafting stops for the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A cycle that was started and not asked for."""
+    """A cycle that was started and whose result has not been fetched."""
 
     runner: Runner
     tasks: list[Task]
@@ -53,10 +54,10 @@ class Started:
 
 
 class Scheduler:
-    """Runs the requests of an engine, a step at a time. Not for several threads at once.
+    """Runs the requests of an engine, one step at a time. Not thread-safe.
 
     Args:
-        length: how many tokens are drafted.
+        length: decides the draft length of every request.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Scheduler:
         self._steps = 0
 
     def submit(self, task: Task) -> None:
-        """Queue a request."""
+        """Add a request to the queue."""
         self.waiting.append(task)
 
     @property
@@ -86,7 +87,7 @@ class Scheduler:
         return not (self.waiting or self.live)
 
     def step(self) -> bool:
-        """Make progress; False if there was nothing to do."""
+        """Run one step; return False if there was nothing to do."""
         self._reap()
         if self.idle:
             return False
@@ -96,7 +97,7 @@ class Scheduler:
         return True
 
     def abandon(self, error: BaseException) -> None:
-        """End all requests: a step failed half-way, and nobody knows what the caches hold."""
+        """End all requests after a step failed, because the state of the caches is unknown."""
         self._drop()
         problem = error if isinstance(error, Exception) else None
         for task in [*self.live, *self.waiting]:
@@ -104,7 +105,7 @@ class Scheduler:
         self.prefix.clear()
 
     def close(self) -> None:
-        """End all requests and let go of the models."""
+        """End all requests and drop the references to the models."""
         self._drop()
         for task in [*self.live, *self.waiting]:
             self._finish(task, "closed")
@@ -114,7 +115,7 @@ class Scheduler:
     # ---- admission and memory
 
     def _reap(self) -> None:
-        """Free what cancelled requests hold."""
+        """Free the memory of cancelled requests."""
         for task in [t for t in (*self.live, *self.waiting) if t.request.cancelled]:
             self._finish(task, "cancelled")
 
@@ -126,8 +127,8 @@ class Scheduler:
             insort(self.live, task, key=lambda t: t.number)
 
     def _begin(self, task: Task) -> bool:
-        """Give a task a slot and the pages of what it has to read, if the pool has them; begin at a
-        snapshot if there is one."""
+        """Allocate a slot and the pages for the tokens of a task, if the pool has them; restore the
+        longest prefix snapshot."""
         prompt = task.request.prompt
         sequence = Sequence(self.pool.free_slots.pop(), task.ids, task.n_prompt)
         sequence.drafting = task.drafting
@@ -159,8 +160,8 @@ class Scheduler:
         return True
 
     def _make_room(self, running: list[Task]) -> list[Task]:
-        """Give each text the pages of the next cycles, oldest first; preempts the youngest where
-        there are none. Returns those that stay."""
+        """Allocate the pages of the next cycles, oldest request first, preempting the newest if
+        there are none. Return the requests that keep running."""
         for task in running:
             while task.sequence is not None and not self._grow(task):
                 if not self.prefix.evict():
@@ -168,8 +169,8 @@ class Scheduler:
         return [t for t in running if t.sequence is not None]
 
     def _grow(self, task: Task) -> bool:
-        """Give a text the pages of this cycle and of those that may be started while it is under
-        way, if the pool has them."""
+        """Allocate the pages of this cycle and of those that may be started ahead of its result.
+        Return False if the pool does not have them."""
         rows = MAX_STEP_ROWS * max(runner.depth for runner in self.runners)
         positions = task.live.position + rows
         if self.pool.missing(task.live, positions) > self.pool.free:
@@ -178,7 +179,7 @@ class Scheduler:
         return True
 
     def _preempt(self, task: Task) -> None:
-        """Free what a task holds, and let it wait for its turn again."""
+        """Free the memory of a task and put it back into the queue."""
         self._release(task)
         task.request.stats.preempted += 1
         at = sum(t.number < task.number for t in self.waiting)
@@ -190,8 +191,7 @@ class Scheduler:
         self.live.remove(task)
 
     def _finish(self, task: Task, reason: str, error: Exception | None = None) -> None:
-        """End a request, and free what it holds: cycles under way write before whoever comes next
-        does."""
+        """End a request and free its memory. Cycles in flight write before any new owner does."""
         if task.sequence is not None:
             self._release(task)
         elif task in self.waiting:
@@ -203,7 +203,7 @@ class Scheduler:
     # ---- prompts
 
     def _read_prompts(self) -> None:
-        """Read prompts, oldest first: a chunk, or less while texts are running."""
+        """Run prefill, oldest request first: one chunk, or less while requests are running."""
         reading = [t for t in self.live if t.reading]
         rows = self.target.chunk
         if len(reading) < len(self.live):
@@ -232,8 +232,8 @@ class Scheduler:
                     stats.prefill_seconds += time.perf_counter() - began
 
     def _read(self, task: Task, most: int) -> None:
-        """Read at most `most` tokens of a prompt, up to the next snapshot, or some of what was
-        generated before a preemption."""
+        """Compute at most `most` tokens of a prompt, up to the next snapshot, or part of the tokens
+        that were generated before a preemption."""
         s = task.live
         if s.n_read >= task.n_prompt:
             end = min(len(s.ids) - 1, s.n_read + MAX_STEP_ROWS)
@@ -254,7 +254,7 @@ class Scheduler:
             self.prefix.keep(s)
 
     def _first_token(self, task: Task) -> None:
-        """Choose the token after the prompt, whose last row was read just now."""
+        """Choose the first token after the prompt, from the logits of its last row."""
         logits = self.target.logits(self._tail)
         try:
             cycle = task.chooser.choose(logits, [], task.n_prompt)
@@ -268,8 +268,8 @@ class Scheduler:
     # ---- cycles
 
     def _cycle(self) -> None:
-        """Run one cycle of all running texts; where it can be, the next one is started before this
-        one is waited for."""
+        """Run one cycle of all running requests. If possible, start the next one before waiting for
+        this one."""
         began = time.perf_counter()
         if not self._started:
             running = self._make_room([t for t in self.live if not t.reading])
@@ -283,7 +283,7 @@ class Scheduler:
         self._collect()
 
     def _plan(self, running: list[Task]) -> list[int]:
-        """Tokens to draft for each text."""
+        """Return the number of tokens to draft for each request."""
         context = sum(self.target.context_bytes(t.live.position) for t in running)
         counts = self.length.plan(
             [t.text for t in running], [self._room(t) for t in running], context
@@ -294,7 +294,7 @@ class Scheduler:
         return counts
 
     def _room(self, task: Task, ahead: int = 0) -> int:
-        """Most tokens to draft for a text that has `ahead` tokens more than now."""
+        """Return the maximum draft length of a request once it has `ahead` more tokens."""
         if self.draft is None or not task.live.drafting:
             return 0
         position = task.live.position + ahead
@@ -316,8 +316,8 @@ class Scheduler:
         self._started.append(Started(runner, tasks, counts, shares, began))
 
     def _again(self, now: Started) -> bool:
-        """Whether the next cycle is certain to be of the same texts and counts, whatever this one
-        finds, and has pages, so that it may be started already."""
+        """Return True if the next cycle is certain to have the same requests and draft lengths,
+        whatever the result of this one, and has pages, so that it can be started now."""
         tasks = now.tasks
         if (
             self.waiting
@@ -335,7 +335,7 @@ class Scheduler:
         )
 
     def _collect(self) -> None:
-        """Wait for the oldest cycle and hand out what it found."""
+        """Wait for the oldest cycle and give each request its result."""
         now = self._started.popleft()
         cycles = now.runner.result()
         waited = time.perf_counter() - now.began
@@ -369,7 +369,7 @@ class Scheduler:
         self._end(task)
 
     def _stop_drafting(self, task: Task, why: str) -> str:
-        """Go on without the draft; nothing is kept for it any more."""
+        """Stop drafting for a request and drop the rows that its draft has not seen."""
         task.drafting = task.live.drafting = False
         task.live.pending.clear()
         note = f"the draft cannot be used, going on without it: {why}"
@@ -378,7 +378,7 @@ class Scheduler:
         return note
 
     def _end(self, task: Task) -> None:
-        """Finish a text that has reached its end."""
+        """End a request that has reached its stop condition."""
         if task.request.stats.stop_reason:
             self._finish(task, "")
         elif task.left <= 0:
@@ -387,7 +387,7 @@ class Scheduler:
             self._finish(task, "context")
 
     def _drop(self) -> None:
-        """Forget cycles that nobody will ask for."""
+        """Discard started cycles whose results are no longer needed."""
         while self._started:
             self._started.popleft().runner.drop()
 

@@ -111,7 +111,7 @@ def test_a_result_does_not_replace_a_model(g4spec: Cli, home: Path) -> None:
 
 def test_a_model_does_not_replace_what_is_none(g4spec: Cli, home: Path, tmp_path: Path) -> None:
     said = g4spec.refused("convert", "target", "-o", "target/config.json")
-    assert "target/config.json exists and is no GGUF file" in said
+    assert "target/config.json exists and is not a GGUF file" in said
     os.mkfifo(tmp_path / "pipe")
     assert "is a device or pipe" in g4spec.refused("convert", "target", "-o", tmp_path / "pipe")
     (tmp_path / "link.gguf").symlink_to(tmp_path / "real.gguf")

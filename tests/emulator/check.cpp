@@ -406,13 +406,13 @@ void arrived_copies(unsigned id, const void* barrier, unsigned thread, uint32_t 
   if (until) raise(b.places[barrier].come.own, b.actors[thread].copies, until);
 }
 
-void product_reads(const void* p, size_t bytes) {
+void wgmma_reads(const void* p, size_t bytes) {
   Actor& first = block_now->actors[thread_id / 32 * 32];
   if (!first.products) first.products = block_now->agent(thread_id / 32 * 32, 'p');
   access(p, bytes, READ, {first.products, actor->product_time + 1}, HERE);
 }
-void products_commit() { ++actor->product_time; }
-void products_wait(unsigned newest) {
+void wgmma_commit() { ++actor->product_time; }
+void wgmma_wait(unsigned newest) {
   const Actor& first = block_now->actors[thread_id / 32 * 32];
   if (first.products && actor->product_time > newest)
     raise(actor->known.own, first.products, actor->product_time - newest);

@@ -44,9 +44,9 @@ void copied(uint32_t until);  // seen by the current thread
 uint32_t bulk(const void* to, const void* from, size_t bytes, const void* barrier);
 void arrived_bulk(unsigned block, const void* barrier, uint32_t until);
 void arrived_copies(unsigned block, const void* barrier, unsigned thread, uint32_t until);
-void product_reads(const void* p, size_t bytes);
-void products_commit();
-void products_wait(unsigned newest);
+void wgmma_reads(const void* p, size_t bytes);
+void wgmma_commit();
+void wgmma_wait(unsigned newest);
 
 struct Quiet {  // the machine's own loads and stores
   bool was;
@@ -85,9 +85,9 @@ inline void copied(uint32_t) {}
 inline uint32_t bulk(const void*, const void*, size_t, const void*) { return 0; }
 inline void arrived_bulk(unsigned, const void*, uint32_t) {}
 inline void arrived_copies(unsigned, const void*, unsigned, uint32_t) {}
-inline void product_reads(const void*, size_t) {}
-inline void products_commit() {}
-inline void products_wait(unsigned) {}
+inline void wgmma_reads(const void*, size_t) {}
+inline void wgmma_commit() {}
+inline void wgmma_wait(unsigned) {}
 #define UNCHECKED
 #endif
 

@@ -94,9 +94,9 @@ template <class T> T atomicOr(T* p, T x) { return machine::atomic(p, [x](T old) 
 template <class T> T atomicMax(T* p, T x) { return machine::atomic(p, [x](T old) { return std::max(old, x); }); }
 inline void __threadfence() {}
 
-inline void __syncthreads() { machine::meet(0, machine::self->block->live); }
+inline void __syncthreads() { machine::named_barrier_sync(0, machine::self->block->live); }
 inline int __syncthreads_count(int x) {
-  return machine::meet(0, machine::self->block->live, x != 0);
+  return machine::named_barrier_sync(0, machine::self->block->live, x != 0);
 }
 
 namespace machine {

@@ -156,7 +156,7 @@ void together(const char* what, T& mine, Op op) {
   }
 }
 
-inline int meet(int id, int threads, int add = 0) {
+inline int named_barrier_sync(int id, int threads, int add = 0) {
   check::Quiet quiet;
   Gate& gate = self->block->named[id];
   gate.sum += add;
@@ -269,7 +269,7 @@ inline void copy(void* to, const void* from, unsigned bytes) {
   group.copies.push_back({to, from, bytes});
   group.time = check::copy(to, from, bytes);
 }
-inline void wait_copies(size_t newest) {
+inline void cp_async_wait_group(size_t newest) {
   check::Quiet quiet;
   auto& groups = self->groups;
   while (groups.size() > newest) {
@@ -278,7 +278,7 @@ inline void wait_copies(size_t newest) {
     groups.erase(groups.begin());
   }
 }
-inline void commit_copies() {
+inline void cp_async_commit() {
   check::Quiet quiet;
   self->groups.push_back(self->copies);
   self->copies.copies.clear();
@@ -297,7 +297,7 @@ inline void arrive_copied(uint64_t* bar) {
   self->copies.copies.clear(), self->groups.clear();
   self->block->arriving.push_back(std::move(item));
 }
-inline void bulk_copy(void* to, const void* from, unsigned bytes, uint64_t* bar) {
+inline void cp_async_bulk(void* to, const void* from, unsigned bytes, uint64_t* bar) {
   check::atomic(bar, sizeof *bar);
   check::Quiet quiet;
   phases(bar);

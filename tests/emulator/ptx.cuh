@@ -12,11 +12,11 @@ using i64 = int64_t;
 
 #define ARCH __CUDA_ARCH__
 #define DEVICE inline
-constexpr u32 FULL = 0xffffffffu;
+constexpr u32 FULL_MASK = 0xffffffffu;
 
 inline u16 to_half(float x) { return same_bits<u16>((_Float16)x); }
 inline float from_half(u16 h) { return (float)same_bits<_Float16>(h); }
-inline u32 pack_halves(float low, float high) { return (u32)to_half(low) | (u32)to_half(high) << 16; }
+inline u32 pack_half2(float low, float high) { return (u32)to_half(low) | (u32)to_half(high) << 16; }
 template <class Op>
 u32 halves(u32 a, u32 b, u32 c, Op op) {
   u32 out = 0;
@@ -40,13 +40,13 @@ inline u32 bf16_bits(float x) {
   return x != x ? 0x7fffu : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 inline u32 pack_bf16(float low, float high) { return bf16_bits(low) | bf16_bits(high) << 16; }
-inline float exp2_fast(float x) {
+inline float exp2_approx(float x) {
   const float y = exp2f(x);
   return y < 1.17549435e-38f ? 0.0f : y;
 }
-inline float reciprocal(float x) { return 1.0f / x; }
-inline float larger(float a, float b) { return a > b || a != a ? a : b; }
-inline u32 pack_bytes(int a, int b, int c, int d) {
+inline float rcp_approx(float x) { return 1.0f / x; }
+inline float max_nan(float a, float b) { return a > b || a != a ? a : b; }
+inline u32 pack_s8x4(int a, int b, int c, int d) {
   const auto byte = [](int x) { return u32(x < -128 ? -128 : x > 127 ? 127 : x) & 255; };
   return byte(a) | byte(b) << 8 | byte(c) << 16 | byte(d) << 24;
 }
@@ -59,33 +59,33 @@ u32 lop3(u32 a, u32 b, u32 c) {
   return out;
 }
 inline u32 and_or(u32 a, u32 b, u32 c) { return (a & b) | c; }
-inline u32 selected(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
+inline u32 permute_unmasked(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 inline u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
-inline u32 bits_from(u32 low, u32 high, u32 shift) {
+inline u32 extract_bits(u32 low, u32 high, u32 shift) {
   return u32(((u64)high << 32 | low) >> shift);
 }
-inline float small_float(u32 v) { return (float)v; }
+inline float small_uint_to_float(u32 v) { return (float)v; }
 
-inline u32 now(u32 x) { return x; }
-inline int now(int x) { return x; }
-inline float now(float x) { return x; }
-inline const float* now(const float* p) { return p; }
-inline u8* kept(const u8* p) { return (u8*)p; }
-inline u32 cycles() {  // nobody waits for long
+inline u32 materialize(u32 x) { return x; }
+inline int materialize(int x) { return x; }
+inline float materialize(float x) { return x; }
+inline const float* materialize(const float* p) { return p; }
+inline u8* materialize_shared(const u8* p) { return (u8*)p; }
+inline u32 clock_cycles() {  // nobody waits for long
   static u32 n = 0;
   return n += 4096;
 }
-inline void meet(int id, int threads) { machine::meet(id, threads); }
+inline void named_barrier_sync(int id, int threads) { machine::named_barrier_sync(id, threads); }
 template <int ID, int THREADS>
-void meet() {
-  machine::meet(ID, THREADS);
+void named_barrier_sync() {
+  machine::named_barrier_sync(ID, THREADS);
 }
 
 inline u32 shared_address(const void* p) { return machine::address(p); }
 inline void aligned(const void* p, unsigned to) {
   if ((uintptr_t)p % to) machine::fail("an address that is not a multiple of " + std::to_string(to));
 }
-inline uint4 load_stream(const void* p) {
+inline uint4 load_streaming(const void* p) {
   aligned(p, 16);
   return *(const uint4*)p;
 }
@@ -97,13 +97,13 @@ inline u32 load_acquire(const u32* p) {
   machine::leave();  // others go on
   return v;
 }
-inline void add_release(u32* p, u32 v) {
+inline void atomic_add_release(u32* p, u32 v) {
   check::atomic(p, sizeof *p);
   check::Quiet quiet;
   check::release(p);
   *p += v;
 }
-inline u32 add_acquire_release(u32* p, u32 v) {
+inline u32 atomic_add_acq_rel(u32* p, u32 v) {
   check::atomic(p, sizeof *p);
   check::Quiet quiet;
   const u32 before = *p;
@@ -170,21 +170,21 @@ inline void mma_s8(u32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 }
 
 template <int N>
-void wait_copies() {
-  machine::wait_copies(N);
+void cp_async_wait_group() {
+  machine::cp_async_wait_group(N);
 }
 template <int BYTES>
-void copy_async(u32 to, const void* from) {
+void cp_async(u32 to, const void* from) {
   char* place = machine::at(to);
   aligned(place, BYTES), aligned(from, BYTES);
   machine::copy(place, from, BYTES);
 }
 template <int BYTES>
-void copy_async(void* to, const void* from) {
-  copy_async<BYTES>(shared_address(to), from);
+void cp_async(void* to, const void* from) {
+  cp_async<BYTES>(shared_address(to), from);
 }
-inline void copy16(void* to, const void* from) { copy_async<16>(to, from); }
-inline void commit_copies() { machine::commit_copies(); }
+inline void cp_async16(void* to, const void* from) { cp_async<16>(to, from); }
+inline void cp_async_commit() { machine::cp_async_commit(); }
 
 struct Matrices {
   const void* row;
@@ -207,35 +207,35 @@ inline void load_matrices(u32 (&r)[4], const void* row, bool turned) {
       }
   });
 }
-inline void load_matrix_x4(u32 (&r)[4], const void* row) { load_matrices(r, row, false); }
-inline void load_matrix_x4_transposed(u32 (&r)[4], const void* row) { load_matrices(r, row, true); }
+inline void ldmatrix_x4(u32 (&r)[4], const void* row) { load_matrices(r, row, false); }
+inline void ldmatrix_x4_trans(u32 (&r)[4], const void* row) { load_matrices(r, row, true); }
 
-inline void barrier_init(u64* bar, u32 arrivals) {
+inline void mbarrier_init(u64* bar, u32 arrivals) {
   shared_address(bar);
   check::write(bar, sizeof *bar);
   check::Quiet quiet;
   machine::self->block->barriers[bar] = {0, 0, (int)arrivals, (int)arrivals};
 }
-inline void barrier_init_fence() {}
-inline void barrier_arrive(u64* bar) { machine::arrive(bar); }
-inline bool barrier_done(u64* bar, u32 parity) { return machine::ended(bar, parity, false); }
-inline void barrier_wait(u64* bar, u32 parity) { machine::ended(bar, parity, true); }
-inline void copy_engine_fence() { check::proxy_fence(); }
-inline void shared_fence() { check::proxy_fence(); }
-inline void barrier_expect(u64* bar, u32 bytes) { machine::arrive(bar, bytes); }
-inline void bulk_copy(void* to, const void* from, u32 bytes, u64* bar) {
+inline void mbarrier_init_fence() {}
+inline void mbarrier_arrive(u64* bar) { machine::arrive(bar); }
+inline bool mbarrier_test_wait(u64* bar, u32 parity) { return machine::ended(bar, parity, false); }
+inline void mbarrier_wait(u64* bar, u32 parity) { machine::ended(bar, parity, true); }
+inline void fence_proxy_async() { check::proxy_fence(); }
+inline void fence_proxy_async_shared() { check::proxy_fence(); }
+inline void mbarrier_arrive_expect_tx(u64* bar, u32 bytes) { machine::arrive(bar, bytes); }
+inline void cp_async_bulk(void* to, const void* from, u32 bytes, u64* bar) {
   aligned(to, 16), aligned(from, 16);
   if (bytes % 16) machine::fail("a bulk copy of " + std::to_string(bytes) + " bytes");
   shared_address(to);
-  machine::bulk_copy(to, from, bytes, bar);
+  machine::cp_async_bulk(to, from, bytes, bar);
 }
-inline void bulk_copy_once(void* to, const void* from, u32 bytes, u64* bar) {
-  bulk_copy(to, from, bytes, bar);
+inline void cp_async_bulk_evict_first(void* to, const void* from, u32 bytes, u64* bar) {
+  cp_async_bulk(to, from, bytes, bar);
 }
-inline void barrier_arrive_copied(u64* bar) { machine::arrive_copied(bar); }
-inline void grid_wait() {}
-inline void grid_launch() {}
+inline void cp_async_mbarrier_arrive(u64* bar) { machine::arrive_copied(bar); }
+inline void griddep_wait() {}
+inline void griddep_launch_dependents() {}
 template <int N>
-void fewer_registers() { machine::give_registers(N); }
+void setmaxnreg_dec() { machine::give_registers(N); }
 template <int N>
-void more_registers() { machine::take_registers(N); }
+void setmaxnreg_inc() { machine::take_registers(N); }

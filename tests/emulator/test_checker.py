@@ -10,14 +10,14 @@ from tests.emulator import kernels
 RELEASE = """
         __shared__ float s[32];
         __shared__ u64 ready;
-        if (t == 0) barrier_init(&ready, GOOD ? 32 : 1);
+        if (t == 0) mbarrier_init(&ready, GOOD ? 32 : 1);
         __syncthreads();
         if (t < 32) {{
           s[t] = x[t];
           {sync}
-          if (GOOD || t == 0) barrier_arrive(&ready);
+          if (GOOD || t == 0) mbarrier_arrive(&ready);
         }} else {{
-          barrier_wait(&ready, 0);
+          mbarrier_wait(&ready, 0);
           y[t] = s[t - 32];
         }}
         """
@@ -35,8 +35,8 @@ CASES = {
     ),
     "more registers than others gave": (
         """
-        if (t < 32) fewer_registers<GOOD ? 96 : 128>();
-        else more_registers<232>();
+        if (t < 32) setmaxnreg_dec<GOOD ? 96 : 128>();
+        else setmaxnreg_inc<232>();
         y[t] = x[t];
         """,
         "waits for registers",
@@ -45,7 +45,7 @@ CASES = {
         """
         __shared__ float s[64];
         s[t] = x[t];
-        const float other = __shfl_xor_sync(FULL, x[t], 1);
+        const float other = __shfl_xor_sync(FULL_MASK, x[t], 1);
         if (GOOD) __syncwarp();
         y[t] = s[t ^ 1] + other;
         """,
@@ -56,11 +56,11 @@ CASES = {
         __shared__ float s[64];
         if (t < 32) {
           s[t] = x[t];
-          meet(2, 64);
+          named_barrier_sync(2, 64);
         } else {
-          if (GOOD) meet(2, 64);
+          if (GOOD) named_barrier_sync(2, 64);
           y[t] = s[t - 32];
-          if (!GOOD) meet(2, 64);
+          if (!GOOD) named_barrier_sync(2, 64);
         }
         """,
         "race in declared shared memory",
@@ -68,9 +68,9 @@ CASES = {
     "a copy's end": (
         """
         __shared__ float4 s[64];
-        copy16(s + t, x + t * 4);
-        commit_copies();
-        if (GOOD) wait_copies<0>();
+        cp_async16(s + t, x + t * 4);
+        cp_async_commit();
+        if (GOOD) cp_async_wait_group<0>();
         y[t] = s[t].x;
         """,
         "its copy",
@@ -78,12 +78,12 @@ CASES = {
     "copies of others": (
         """
         __shared__ float4 s[2][64];
-        copy16(s[0] + t, x + t * 4);
-        commit_copies();
-        copy16(s[1] + t, x + t * 4);
-        commit_copies();
-        if (GOOD) wait_copies<0>();
-        else wait_copies<1>();
+        cp_async16(s[0] + t, x + t * 4);
+        cp_async_commit();
+        cp_async16(s[1] + t, x + t * 4);
+        cp_async_commit();
+        if (GOOD) cp_async_wait_group<0>();
+        else cp_async_wait_group<1>();
         __syncthreads();
         y[t] = s[1][63 - t].x;
         """,
@@ -94,23 +94,23 @@ CASES = {
         __shared__ float4 s[2][16];
         __shared__ u64 full[2], empty[2];
         if (t == 0) {
-          for (int i = 0; i < 2; ++i) barrier_init(full + i, 1), barrier_init(empty + i, 1);
-          barrier_init_fence();
+          for (int i = 0; i < 2; ++i) mbarrier_init(full + i, 1), mbarrier_init(empty + i, 1);
+          mbarrier_init_fence();
         }
         __syncthreads();
         if (t == 32)
           for (int i = 0; i < 4; ++i) {
-            if (GOOD) barrier_wait(empty + i % 2, (i / 2 + 1) % 2);
-            barrier_expect(full + i % 2, 256);
-            bulk_copy(s[i % 2], x + i * 64, 256, full + i % 2);
-            if (!GOOD) barrier_wait(full + i % 2, i / 2 % 2);
+            if (GOOD) mbarrier_wait(empty + i % 2, (i / 2 + 1) % 2);
+            mbarrier_arrive_expect_tx(full + i % 2, 256);
+            cp_async_bulk(s[i % 2], x + i * 64, 256, full + i % 2);
+            if (!GOOD) mbarrier_wait(full + i % 2, i / 2 % 2);
           }
         if (t < 32)
           for (int i = 0; i < 4; ++i) {
-            barrier_wait(full + i % 2, i / 2 % 2);
+            mbarrier_wait(full + i % 2, i / 2 % 2);
             if (t < 16) y[i * 16 + t] = s[i % 2][t].x;
             __syncwarp();
-            if (t == 0) barrier_arrive(empty + i % 2);
+            if (t == 0) mbarrier_arrive(empty + i % 2);
             if (!GOOD) break;
           }
         """,
@@ -125,13 +125,13 @@ CASES = {
         """
         __shared__ float4 s[32];
         __shared__ u64 ready;
-        if (t == 0) barrier_init(&ready, GOOD ? 32 : 1);
+        if (t == 0) mbarrier_init(&ready, GOOD ? 32 : 1);
         __syncthreads();
         if (t < 32) {
-          copy16(s + t, x + t * 4);
-          if (GOOD || t == 0) barrier_arrive_copied(&ready);
+          cp_async16(s + t, x + t * 4);
+          if (GOOD || t == 0) cp_async_mbarrier_arrive(&ready);
         } else {
-          barrier_wait(&ready, 0);
+          mbarrier_wait(&ready, 0);
           y[t] = s[t - 32].x;
         }
         """,
@@ -140,12 +140,12 @@ CASES = {
     "a barrier's beginning": (
         """
         __shared__ u64 ready;
-        if (t == 0) barrier_init(&ready, 1);
+        if (t == 0) mbarrier_init(&ready, 1);
         if (GOOD) __syncthreads();
         else __syncwarp();
-        if (t == 0) barrier_arrive(&ready);
+        if (t == 0) mbarrier_arrive(&ready);
         if (!GOOD && t >= 32) for (int i = 0; i < 50; ++i) load_acquire((const u32*)y);
-        barrier_wait(&ready, 0);
+        mbarrier_wait(&ready, 0);
         """,
         "race in declared shared memory",
     ),
@@ -155,7 +155,7 @@ CASES = {
         if (blockIdx.x == 0) {
           y[t] = x[t];
           __syncthreads();
-          if (t == 0 && GOOD) add_release(flag, 1);
+          if (t == 0 && GOOD) atomic_add_release(flag, 1);
           if (t == 1 && !GOOD) atomicAdd(flag, 1u);
         } else {
           if (t == 0) while (load_acquire(flag) != 1) {}
@@ -186,10 +186,10 @@ CASES = {
         __shared__ u64 full;
         extern __shared__ __align__(16) float all[];
         if (t == 0) {
-          barrier_init(&full, 1);
-          barrier_expect(&full, 64);
-          bulk_copy(all, x + (GOOD ? 240 : 244), 64, &full);
-          barrier_wait(&full, 0);
+          mbarrier_init(&full, 1);
+          mbarrier_arrive_expect_tx(&full, 64);
+          cp_async_bulk(all, x + (GOOD ? 240 : 244), 64, &full);
+          mbarrier_wait(&full, 0);
         }
         """,
         "out of bounds, 64 bytes, tensor 0 + 976",
@@ -198,16 +198,16 @@ CASES = {
         """
         extern __shared__ __align__(1024) u8 tile[];
         for (int i = threadIdx.x; i < 2048; i += blockDim.x) ((u32*)tile)[i] = 0;
-        shared_fence();
+        fence_proxy_async_shared();
         __syncthreads();
         float d[32] = {};
-        products_fence();
-        product_64(d, operand(tile, 0), operand(tile, 0), 0);
-        products_commit();
-        if (GOOD) products_wait<0>();
+        wgmma_fence();
+        wgmma_m64n64_ss(d, smem_descriptor(tile, 0), smem_descriptor(tile, 0), 0);
+        wgmma_commit();
+        if (GOOD) wgmma_wait<0>();
         __syncthreads();
         ((u32*)tile)[t] = 1;
-        if (!GOOD) products_wait<0>();
+        if (!GOOD) wgmma_wait<0>();
         y[t] = d[0];
         """,
         "a product",
@@ -216,14 +216,14 @@ CASES = {
         """
         extern __shared__ __align__(1024) u8 tile[];
         for (int i = threadIdx.x; i < 2048; i += blockDim.x) ((u32*)tile)[i] = 0;
-        if (GOOD) shared_fence();
+        if (GOOD) fence_proxy_async_shared();
         __syncthreads();
-        if (!GOOD && t < 64) shared_fence();
+        if (!GOOD && t < 64) fence_proxy_async_shared();
         float d[32] = {};
-        products_fence();
-        product_64(d, operand(tile, 0), operand(tile, 0), 0);
-        products_commit();
-        products_wait<0>();
+        wgmma_fence();
+        wgmma_m64n64_ss(d, smem_descriptor(tile, 0), smem_descriptor(tile, 0), 0);
+        wgmma_commit();
+        wgmma_wait<0>();
         y[t] = d[0];
         """,
         "a product",
@@ -232,17 +232,17 @@ CASES = {
         """
         __shared__ float4 s[64];
         __shared__ u64 full;
-        if (t == 0) barrier_init(&full, 1);
+        if (t == 0) mbarrier_init(&full, 1);
         s[t] = {x[t]};
         __syncthreads();
         y[t] = s[63 - t].x;
         __syncthreads();
         if (t == 0) {
-          if (GOOD) shared_fence();
-          bulk_copy(s, x, 1024, &full);
-          barrier_expect(&full, 1024);
+          if (GOOD) fence_proxy_async_shared();
+          cp_async_bulk(s, x, 1024, &full);
+          mbarrier_arrive_expect_tx(&full, 1024);
         }
-        barrier_wait(&full, 0);
+        mbarrier_wait(&full, 0);
         y[t + 64] = s[t].x;
         """,
         "a bulk copy",

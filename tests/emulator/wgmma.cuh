@@ -3,19 +3,19 @@
 #include "ptx.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-inline u64 operand(const void* p, u32 block, u32 eight = 1024) {
+inline u64 smem_descriptor(const void* p, u32 block, u32 eight = 1024) {
   return (u64)(shared_address(p) >> 4) | (u64)(block >> 4) << 16 | (u64)(eight >> 4) << 32;
 }
-inline void products_fence() {}
-inline void products_commit() { check::products_commit(); }
+inline void wgmma_fence() {}
+inline void wgmma_commit() { check::wgmma_commit(); }
 template <int N>
-void products_wait() {
+void wgmma_wait() {
   char none = 0;
   machine::together("wgmma.wait", none, [](char**) {});
-  check::products_wait(N);
+  check::wgmma_wait(N);
 }
 template <class T, int N>
-void hold(T (&)[N]) {}
+void warpgroup_fence_operand(T (&)[N]) {}
 
 // Value of 16 bits in the 128-byte swizzle.
 inline float swizzled(u32 at) {
@@ -51,22 +51,22 @@ inline void read_by_row(u64 operand, int rows = 64) {
   for (int row = 0; row < rows; ++row)
     for (u32 i = 0; i < 2; ++i) {
       const u32 at = place_of_row(operand, row) + i * 16;
-      check::product_reads(machine::at(at ^ (at >> 7 & 7) << 4), 16);
+      check::wgmma_reads(machine::at(at ^ (at >> 7 & 7) << 4), 16);
     }
 }
 inline void read_by_column(u64 operand) {
   if (machine::self->lane) return;
   for (u32 i = 0; i < 4; ++i)
-    check::product_reads(machine::at((u32)(operand & 0x3fff) * 16 +
+    check::wgmma_reads(machine::at((u32)(operand & 0x3fff) * 16 +
                                      i * (u32)(operand >> 16 & 0x3fff) * 16), 16 * 128);
 }
-inline void product_64(float (&d)[32], u64 a, u64 b, int add) {
+inline void wgmma_m64n64_ss(float (&d)[32], u64 a, u64 b, int add) {
   check::Quiet quiet;
   read_by_row(a), read_by_row(b);
   add_product(d, add, [=](int first, int row, int k) { return by_row(a, first + row, k); },
               [=](int k, int column) { return by_row(b, column, k); });
 }
-inline void product_256_weights(float (&d)[128], u64 a, u64 b, int add) {
+inline void wgmma_m64n256_ss_mn(float (&d)[128], u64 a, u64 b, int add) {
   check::Quiet quiet;
   read_by_row(a), read_by_column(b);
   add_product(d, add, [=](int first, int row, int k) { return by_row(a, first + row, k); },
@@ -87,7 +87,7 @@ struct Fragment {
     });
   }
 };
-inline void product_256_values(float (&d)[128], const u32 (&a)[4], u64 b, int add) {
+inline void wgmma_m64n256_rs_mn(float (&d)[128], const u32 (&a)[4], u64 b, int add) {
   check::Quiet quiet;
   read_by_column(b);
   const Fragment f(a);
@@ -95,7 +95,7 @@ inline void product_256_values(float (&d)[128], const u32 (&a)[4], u64 b, int ad
               [=](int k, int column) { return by_column(b, k, column); });
 }
 template <int N>  // 2 N rows of b
-void product_values(float (&d)[N], const u32 (&a)[4], u64 b, int add) {
+void wgmma_rs(float (&d)[N], const u32 (&a)[4], u64 b, int add) {
   check::Quiet quiet;
   if ((b & 0x3fff) * 16 % 1024 >= 128) machine::fail("an operand that is not on 1024 bytes");
   read_by_row(b, 2 * N);

@@ -25,8 +25,8 @@ SOURCE = """
 // y = a x + y, after a wait that lets a wrong order of kernels show.
 template <int A>
 __global__ void axpy(const float* x, float* y, int n, float b, i64 slow) {
-  grid_launch();
-  grid_wait();
+  griddep_launch_dependents();
+  griddep_wait();
   i64 start = clock64();
   while (clock64() - start < slow) {}
   int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -37,7 +37,7 @@ __global__ void axpy(const float* x, float* y, int n, float b, i64 slow) {
 __global__ void early(const float* x, float* y, int n) {
   int i = blockIdx.x * blockDim.x + threadIdx.x;
   float found = i < n ? x[i] : 0.0f;
-  grid_wait();
+  griddep_wait();
   if (i < n) y[i] = found;
 }
 

@@ -17,24 +17,25 @@ pytestmark = pytest.mark.gpu
 
 KEYS = 64
 SOURCE = """
-#include "chunks.cuh"
+#include "attention_chunks.cuh"
 template <int KEYS>
 __global__ void shares(const i64* first, const i64* last, int* found, int* costs, int sequences,
                        int tokens, int heads, int row_blocks, int shift, int growing, int most) {
-  __shared__ Work<KEYS> work;
+  __shared__ AttentionWork<KEYS> work;
   if (threadIdx.x < 32) {
     const Chunks chunks = {shift, growing};
-    const Share own = work.share(chunks, first, last, sequences, tokens, heads * row_blocks);
+    const BlockShare own =
+        work.assign_block(chunks, first, last, sequences, tokens, heads * row_blocks);
     const int row = own.sequence * tokens;
-    work.set(chunks, span_of(first + row, last + row, tokens), {nullptr, 0, 0}, 0, heads,
+    work.build_items(chunks, span_of(first + row, last + row, tokens), {nullptr, 0, 0}, 0, heads,
              row_blocks, own);
   }
   __syncthreads();
   if (threadIdx.x) return;
   int cost = 0;
   for (int i = 0; i < work.count; ++i) {
-    const Item& item = work.items[i];
-    const int pair = (work.sequence * heads + item.head) * row_blocks + item.rows;
+    const WorkItem& item = work.items[i];
+    const int pair = (work.sequence * heads + item.head) * row_blocks + item.row_block;
     atomicAdd(found + (i64)pair * most + item.chunk, 1);
     cost += (item.end - item.tile) * 4 + 1;
   }

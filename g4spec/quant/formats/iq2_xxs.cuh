@@ -1,5 +1,5 @@
 // IQ2_XXS in packed order (g4spec/runtime/cuda/weights/packing.py): codes of 3 bits (held.py), a value is d * scale / 8 * table[code].
 #pragma once
-#include "codebook_product.cuh"
+#include "gemm_codebook.cuh"
 
 using IQ2XXS = Codebook<codebook::IQ2_XXS>;

@@ -1,5 +1,5 @@
 // Q2_K in packed order (g4spec/runtime/cuda/weights/packing.py): a value is d * scale * code - dmin * minimum.
 #pragma once
-#include "codebook_product.cuh"
+#include "gemm_codebook.cuh"
 
 using Q2K = Codebook<codebook::Q2_K>;

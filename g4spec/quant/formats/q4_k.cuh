@@ -1,7 +1,7 @@
 // Q4_K in packed order (g4spec/runtime/cuda/weights/packing.py): a value is d * scale * q - dmin * min. Q5_K
 // is the same with a fifth bit.
 #pragma once
-#include "product.cuh"
+#include "gemm_tile.cuh"
 
 template <int BITS>
 struct Affine {
@@ -20,15 +20,15 @@ struct Affine {
       const float d = from_half(h.x) * share;
       const float bias = -8388608.0f * d;
       const u32 scale = h.y, scale_end = h.w & 0xffff, min = h.z, min_end = h.w >> 16;
-      dmin = from_half(h.x >> 16) * SUBNORMAL;
+      dmin = from_half(h.x >> 16) * SUBNORMAL_SCALE;
 #pragma unroll
       for (int i = 0; i < 8; ++i) {  // d * (2^23 + scale) - d * 2^23, which is exact
-        const u32 bits = and_or(bits_from(scale, scale_end, 6 * i), 63, 0x4b000000u);
+        const u32 bits = and_or(extract_bits(scale, scale_end, 6 * i), 63, 0x4b000000u);
         scales[i] = fmaf(d, __uint_as_float(bits), bias);
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const u32 two = bits_from(min, min_end, 12 * i);
+        const u32 two = extract_bits(min, min_end, 12 * i);
         mins[i] = and_or(two << 10, 0x3f0000u, two & 0x3fu);
       }
     }
@@ -46,18 +46,18 @@ struct Affine {
     DEVICE Lane(u8* scratch, int warp, int lane) {
       const int g = lane / 4, t = lane % 4, unit = warp / 4 * UNIT_BYTES;
       const int at = warp % 4 * 256 + lane;
-      share = now(SUBNORMAL * (lane & 8 ? 0.0625f : 1.0f));
-      codes = now(unit + at * 16);
-      upper = now(unit + UPPER + at * 4);
-      header = now(unit + HEADER + (warp % 4 * 32 + lane) * 16);
-      rows = now(lane * 16);
-      sums = now(t * ACT_BYTES * NT + SPLIT32 * NT + g * 8);
-      place = now(tiled_place<4>(lane));
-      tiled_sums = now((t * 8 * NT + g) * 8);
-      put = kept(scratch + row_slot(lane) * 4);
-      put_mins = kept(scratch + MINS + lane * 16);
-      scales = kept(scratch + g * 16);
-      mins = kept(scratch + MINS + (g * 4 + t) * 4);
+      share = materialize(SUBNORMAL_SCALE * (lane & 8 ? 0.0625f : 1.0f));
+      codes = materialize(unit + at * 16);
+      upper = materialize(unit + UPPER + at * 4);
+      header = materialize(unit + HEADER + (warp % 4 * 32 + lane) * 16);
+      rows = materialize(lane * 16);
+      sums = materialize(t * ACT_BYTES * NT + SPLIT32 * NT + g * 8);
+      place = materialize(ldmatrix_offset<4>(lane));
+      tiled_sums = materialize((t * 8 * NT + g) * 8);
+      put = materialize_shared(scratch + scratch_slot(lane) * 4);
+      put_mins = materialize_shared(scratch + MINS + lane * 16);
+      scales = materialize_shared(scratch + g * 16);
+      mins = materialize_shared(scratch + MINS + (g * 4 + t) * 4);
     }
 
     DEVICE void store(const Factors& f) const {
@@ -86,8 +86,8 @@ struct Affine {
     }
 
     template <int G>
-    DEVICE void multiply_groups(Acc<NT> (&acc)[G], const u8* unit, const Tiles& act) const {
-      constexpr int OF_SUMS = 4 * SUMS_BYTES * NT;  // of a group
+    DEVICE void multiply_row_groups(Acc<NT> (&acc)[G], const u8* unit, const GroupedActivations& act) const {
+      constexpr int GROUP_SUM_BYTES = 4 * SUMS_BYTES * NT;  // of a group
       const u8 *w = unit + codes, *u = unit + upper;
       const Factors factors(*(const uint4*)(unit + header), share);
       KWeights<u32, BITS == 5> next(w, u, 0);
@@ -105,38 +105,38 @@ struct Affine {
             const int step = i / 2, tile = i % 2;
             const uint4 v = own.w[tile];
             subnormal_nibbles(a[step][tile], step ? (h ? v.w : v.y) : (h ? v.z : v.x));
-            if constexpr (BITS == 5) add_fifths(a[step][tile], own.upper[tile], h * 2 + step);
+            if constexpr (BITS == 5) add_fifth_bits(a[step][tile], own.upper[tile], h * 2 + step);
           }
           const float4 s = ((const float4*)scales)[(j * 2 + h) * 8];
 #pragma unroll
           for (int g = 0; g < G; ++g) {
-            in_turn();
+            scheduling_barrier();
             add_half(acc[g], a, act.halves + (g * 4 * NT + j) * TILE_BYTES, h, s);
           }
         }
       }
 #pragma unroll
-      for (int g = 0; g < G; ++g) subtract_mins(acc[g], act.sums + tiled_sums + g * OF_SUMS);
+      for (int g = 0; g < G; ++g) subtract_mins(acc[g], act.sums + tiled_sums + g * GROUP_SUM_BYTES);
     }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     // In P parts of G / P groups each, and two tiles: so many chains of two products, one of which is
     // folded while the others are multiplied.
     template <int G, int P>
-    DEVICE void multiply_tiles(Acc<NT> (&acc)[G], const u8* unit, const Tiles& act) const {
+    DEVICE void multiply_wgmma(Acc<NT> (&acc)[G], const u8* unit, const GroupedActivations& act) const {
       constexpr int N = G / P, CHAINS = 2 * P;
       const u8 *w = unit + codes, *u = unit + upper;
-      const Halves<4> b(act.halves);
+      const ActivationDescriptors<4> b(act.halves);
       const Factors factors(*(const uint4*)(unit + header), share);
       KWeights<u32, BITS == 5> next(w, u, 0);
       store(factors);
       __syncwarp();
-      Sums64<N> c[CHAINS];
+      WgmmaAcc<N> c[CHAINS];
       float4 s, before;
       const auto finish = [&](int chain, int newest, float4 of) {
-        finish_products<N>(c[chain], newest);
+        wait_wgmmas<N>(c[chain], newest);
         const int tile = chain / P;
-        fold_all<N>(acc, tile, c[chain], tile ? of.z : of.x, tile ? of.w : of.y, chain % P * N);
+        scale_add_tiles<N>(acc, tile, c[chain], tile ? of.z : of.x, tile ? of.w : of.y, chain % P * N);
       };
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -153,13 +153,13 @@ struct Affine {
             subnormal_nibbles(a[0], h ? v.z : v.x);
             subnormal_nibbles(a[1], h ? v.w : v.y);
             if constexpr (BITS == 5) {
-              add_fifths(a[0], own.upper[tile], h * 2);
-              add_fifths(a[1], own.upper[tile], h * 2 + 1);
+              add_fifth_bits(a[0], own.upper[tile], h * 2);
+              add_fifth_bits(a[1], own.upper[tile], h * 2 + 1);
             }
 #pragma unroll
             for (int part = 0; part < P; ++part) {
               const int chain = tile * P + part, oldest = (chain + 1) % CHAINS;
-              start_products<N>(c[chain], a, b, j * 4 + h * 2, part * N);
+              issue_wgmmas<N>(c[chain], a, b, j * 4 + h * 2, part * N);
               if (oldest == 0) finish(oldest, CHAINS - 1, s);
               else if (j + h) finish(oldest, CHAINS - 1, before);
             }
@@ -179,7 +179,7 @@ struct Affine {
       float zero[4] = {0, 0, 0, 0};
       u32 b[2][NT][2];
       float c[2][NT][4];
-      tiled_fragments<NT>(b, x, place, h);
+      ldmatrix_b_fragments<NT>(b, x, place, h);
 #pragma unroll
       for (int step = 0; step < 2; ++step)
 #pragma unroll
@@ -190,8 +190,8 @@ struct Affine {
         }
 #pragma unroll
       for (int nt = 0; nt < NT; ++nt) {
-        fold(acc[0][nt], c[0][nt], s.x, s.y);
-        fold(acc[1][nt], c[1][nt], s.z, s.w);
+        scale_add(acc[0][nt], c[0][nt], s.x, s.y);
+        scale_add(acc[1][nt], c[1][nt], s.z, s.w);
       }
     }
 
@@ -207,7 +207,7 @@ struct Affine {
           const int h = i / 2, tile = i % 2;
           u32 a[4];
           subnormal_nibbles(a, step ? (h ? w[tile].w : w[tile].y) : (h ? w[tile].z : w[tile].x));
-          if constexpr (BITS == 5) add_fifths(a, of.upper[tile], h * 2 + step);
+          if constexpr (BITS == 5) add_fifth_bits(a, of.upper[tile], h * 2 + step);
 #pragma unroll
           for (int nt = 0; nt < NT; ++nt) {
             const auto& frag = of.b[h][step][nt];
@@ -219,8 +219,8 @@ struct Affine {
         const float4 s = ((const float4*)scales)[(j * 2 + h) * 8];
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt) {
-          fold(acc[0][nt], c[h][0][nt], s.x, s.y);
-          fold(acc[1][nt], c[h][1][nt], s.z, s.w);
+          scale_add(acc[0][nt], c[h][0][nt], s.x, s.y);
+          scale_add(acc[1][nt], c[h][1][nt], s.z, s.w);
         }
       }
     }
@@ -241,7 +241,7 @@ struct Affine {
         for (int nt = 0; nt < NT; ++nt) {
           float c[4] = {0, 0, 0, 0};
           mma_f16(c, a, s[nt].x, s[nt].y, c);
-          fold(acc[tile][nt], c, tile ? -dmin.z : -dmin.x, tile ? -dmin.w : -dmin.y);
+          scale_add(acc[tile][nt], c, tile ? -dmin.z : -dmin.x, tile ? -dmin.w : -dmin.y);
         }
       }
     }

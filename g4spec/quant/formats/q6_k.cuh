@@ -1,6 +1,6 @@
 // Q6_K in packed order (g4spec/runtime/cuda/weights/packing.py): a value is d * scale * (q - 32).
 #pragma once
-#include "product.cuh"
+#include "gemm_tile.cuh"
 
 struct Q6K {
   static constexpr int UNIT = 256, UNIT_BYTES = 26880, SCRATCH = 2304;
@@ -39,18 +39,18 @@ struct Q6K {
     DEVICE Lane(u8* scratch, int warp, int lane) {
       const int g = lane / 4, t = lane % 4, unit = warp / 4 * UNIT_BYTES;
       const int at = warp % 4 * 256 + lane, row = warp % 4 * 32;
-      share = now(SUBNORMAL * (lane & 8 ? 0.0625f : 1.0f));
-      codes = now(unit + at * 16);
-      upper = now(unit + UPPER + at * 8);
-      header = now(unit + SCALES + (row + lane) * 16);
-      d = now(unit + D + (row + lane) * 2);
-      rows = now(lane * 16);
-      own = now(unit + SCALES + (row + g) * 16 + t * 2);
-      sums = now(t / 2 * ACT_BYTES * NT + SPLIT16 * NT + (t % 2 * 8 * NT + g) * 8);
-      place = now(tiled_place<4>(lane));
-      tiled_sums = now((t * 8 * NT + g) * 8);
-      put = kept(scratch + row_slot(lane) * 4);
-      scales = kept(scratch + g * 16);
+      share = materialize(SUBNORMAL_SCALE * (lane & 8 ? 0.0625f : 1.0f));
+      codes = materialize(unit + at * 16);
+      upper = materialize(unit + UPPER + at * 8);
+      header = materialize(unit + SCALES + (row + lane) * 16);
+      d = materialize(unit + D + (row + lane) * 2);
+      rows = materialize(lane * 16);
+      own = materialize(unit + SCALES + (row + g) * 16 + t * 2);
+      sums = materialize(t / 2 * ACT_BYTES * NT + SPLIT16 * NT + (t % 2 * 8 * NT + g) * 8);
+      place = materialize(ldmatrix_offset<4>(lane));
+      tiled_sums = materialize((t * 8 * NT + g) * 8);
+      put = materialize_shared(scratch + scratch_slot(lane) * 4);
+      scales = materialize_shared(scratch + g * 16);
     }
 
     DEVICE void store(const Factors& f) const {
@@ -76,8 +76,8 @@ struct Q6K {
     }
 
     template <int G>
-    DEVICE void multiply_groups(Acc<NT> (&acc)[G], const u8* unit, const Tiles& act) const {
-      constexpr int OF_SUMS = 4 * SUMS_BYTES * NT;  // of a group
+    DEVICE void multiply_row_groups(Acc<NT> (&acc)[G], const u8* unit, const GroupedActivations& act) const {
+      constexpr int GROUP_SUM_BYTES = 4 * SUMS_BYTES * NT;  // of a group
       const u8 *w = unit + codes, *u = unit + upper;
       const Factors factors(unit + header, from_half(*(const u16*)(unit + d)), share);
       KWeights<uint2> next(w, u, 0);
@@ -99,9 +99,9 @@ struct Q6K {
           }
 #pragma unroll
           for (int g = 0; g < G; ++g) {
-            in_turn();
+            scheduling_barrier();
             u32 b[2][NT][2];
-            tiled_fragments<NT>(b, act.halves + (g * 4 * NT + j) * TILE_BYTES, place, h);
+            ldmatrix_b_fragments<NT>(b, act.halves + (g * 4 * NT + j) * TILE_BYTES, place, h);
 #pragma unroll
             for (int tile = 0; tile < 2; ++tile) add_half(acc[g][tile], a[tile], b, tile, s0, s1);
           }
@@ -109,19 +109,19 @@ struct Q6K {
       }
 #pragma unroll
       for (int g = 0; g < G; ++g)
-        subtract_zeros<SUMS_BYTES>(acc[g], unit + own, act.sums + tiled_sums + g * OF_SUMS);
+        subtract_zeros<SUMS_BYTES>(acc[g], unit + own, act.sums + tiled_sums + g * GROUP_SUM_BYTES);
     }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     template <int G, int>
-    DEVICE void multiply_tiles(Acc<NT> (&acc)[G], const u8* unit, const Tiles& act) const {
+    DEVICE void multiply_wgmma(Acc<NT> (&acc)[G], const u8* unit, const GroupedActivations& act) const {
       const u8 *w = unit + codes, *u = unit + upper;
-      const Halves<4> b(act.halves);
+      const ActivationDescriptors<4> b(act.halves);
       const Factors factors(unit + header, from_half(*(const u16*)(unit + d)), share);
       KWeights<uint2> next(w, u, 0);
       store(factors);
       __syncwarp();
-      Sums64<G> c[2];
+      WgmmaAcc<G> c[2];
       float4 s, before;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -140,16 +140,16 @@ struct Q6K {
             const int step = i / 2, tile = i % 2;
             if (tile == 0) before = s, s = ((const float4*)scales)[(j * 4 + h * 2 + step) * 8];
             u32(&operand)[1][4] = (u32(&)[1][4])a[tile][step];
-            start_products<G>(c[tile], operand, b, j * 4 + h * 2 + step);
+            issue_wgmmas<G>(c[tile], operand, b, j * 4 + h * 2 + step);
             if (j + h + i == 0) continue;
-            finish_products<G>(c[1 - tile], 1);
-            if (tile) fold_all<G>(acc, 0, c[0], s.x, s.y);
-            else fold_all<G>(acc, 1, c[1], before.z, before.w);
+            wait_wgmmas<G>(c[1 - tile], 1);
+            if (tile) scale_add_tiles<G>(acc, 0, c[0], s.x, s.y);
+            else scale_add_tiles<G>(acc, 1, c[1], before.z, before.w);
           }
         }
       }
-      finish_products<G>(c[1], 0);
-      fold_all<G>(acc, 1, c[1], s.z, s.w);
+      wait_wgmmas<G>(c[1], 0);
+      scale_add_tiles<G>(acc, 1, c[1], s.z, s.w);
 #pragma unroll
       for (int g = 0; g < G; ++g)
         subtract_zeros<SUMS_BYTES>(acc[g], unit + own,
@@ -167,7 +167,7 @@ struct Q6K {
           const float4 s = step ? s1 : s0;
           float c[4] = {0, 0, 0, 0};
           mma_f16(c, a[step], b[step][nt][0], b[step][nt][1], c);
-          fold(acc[nt], c, tile ? s.z : s.x, tile ? s.w : s.y);
+          scale_add(acc[nt], c, tile ? s.z : s.x, tile ? s.w : s.y);
         }
     }
 
@@ -189,7 +189,7 @@ struct Q6K {
             const auto& frag = of.b[h][step][nt];
             float c[4] = {0, 0, 0, 0};
             mma_f16(c, a[step], frag[0], frag[1], c);
-            fold(acc[tile][nt], c, tile ? s.z : s.x, tile ? s.w : s.y);
+            scale_add(acc[tile][nt], c, tile ? s.z : s.x, tile ? s.w : s.y);
           }
       }
     }
@@ -235,14 +235,14 @@ struct Q6K {
           float c[4] = {0, 0, 0, 0};
           mma_f16(c, of, s[nt][0].x, s[nt][1].x, c);
           mma_f16(c, of, s[nt][0].y, s[nt][1].y, c);
-          fold(acc[tile][nt], c, tile ? zero.z : zero.x, tile ? zero.w : zero.y);
+          scale_add(acc[tile][nt], c, tile ? zero.z : zero.x, tile ? zero.w : zero.y);
         }
       }
     }
 
     // Two signed bytes as halves: exact.
     static DEVICE u32 halves(u32 two) {
-      return sub_half2(permute(two, MAGIC, 0x5150) ^ 0x00800080u, 0x64806480u);  // 1024 + 128
+      return sub_half2(permute(two, HALF2_1024, 0x5150) ^ 0x00800080u, 0x64806480u);  // 1024 + 128
     }
   };
 };
@@ -284,14 +284,14 @@ struct Q6KUpper {
 
     DEVICE Lane(u8* scratch, int warp, int lane) {
       const int unit = warp / 4 * UNIT_BYTES, row = warp % 4 * 32;
-      upper = now(unit + (warp % 4 * 256 + lane) * 8);
-      header = now(unit + SCALES + (row + lane) * 16);
-      ds = now(unit + D + (row + lane / 4) * 2);
-      rows = now(lane * 16);
-      row_scales = now(BYTE_SCALES * NT + lane % 4 * 8);
-      odd = now(0x04040404u);
-      put = kept(scratch + row_slot(lane) * 4);
-      values = kept(scratch + lane / 4 * 16);
+      upper = materialize(unit + (warp % 4 * 256 + lane) * 8);
+      header = materialize(unit + SCALES + (row + lane) * 16);
+      ds = materialize(unit + D + (row + lane / 4) * 2);
+      rows = materialize(lane * 16);
+      row_scales = materialize(BYTE_SCALES * NT + lane % 4 * 8);
+      odd = materialize(0x04040404u);
+      put = materialize_shared(scratch + scratch_slot(lane) * 4);
+      values = materialize_shared(scratch + lane / 4 * 16);
     }
 
     // The four values a code of each group may have, one lane a row: scale times -3, -1, 1, 3.
@@ -334,9 +334,9 @@ struct Q6KUpper {
       // In four bits each: codes of the odd group (which 4 says) and of the even one in turns.
       const u32 low = and_or(bits >> 6, 0x03030303u, and_or(bits, 0x30303030u, odd));
       const u32 high = and_or(bits << 2, 0x30303030u, and_or(bits, 0x03030303u, odd));
-      const u32 a[4] = {selected(even_low, odd_low, low), selected(even_high, odd_high, high),
-                        selected(even_low, odd_low, low >> 16),
-                        selected(even_high, odd_high, high >> 16)};
+      const u32 a[4] = {permute_unmasked(even_low, odd_low, low), permute_unmasked(even_high, odd_high, high),
+                        permute_unmasked(even_low, odd_low, low >> 16),
+                        permute_unmasked(even_high, odd_high, high >> 16)};
 #pragma unroll
       for (int nt = 0; nt < NT; ++nt) mma_s8(c[nt], a, b[nt][0], b[nt][1]);
     }
@@ -359,6 +359,6 @@ struct Q6KUpper {
   };
 };
 template <>
-struct In<Q6KUpper> {
-  static constexpr int WHOLE = Q6K::UNIT_BYTES, FIRST = Q6K::UPPER, ROWS = BYTE_ROWS;
+struct PackedInput<Q6KUpper> {
+  static constexpr int UNIT_STRIDE = Q6K::UNIT_BYTES, UNIT_OFFSET = Q6K::UPPER, ROWS = BYTE_ROWS;
 };

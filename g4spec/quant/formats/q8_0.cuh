@@ -1,6 +1,6 @@
 // Q8_0 in packed order (g4spec/runtime/cuda/weights/packing.py): a value is d * (q - 128), q unsigned.
 #pragma once
-#include "product.cuh"
+#include "gemm_tile.cuh"
 
 template <int K>
 struct Q80 {
@@ -8,7 +8,7 @@ struct Q80 {
   static constexpr int SUMS = SUMS32, SUMS_BYTES = 64;  // of 8 rows of a block
 
   template <int NT>
-  using Lane = PlainLane<Q80, NT>;
+  using Lane = StatelessLane<Q80, NT>;
 
   template <int NT>
   static DEVICE void add(Acc<NT>& acc, const u8* unit, const u8* act, int warp, int lane) {
@@ -47,17 +47,17 @@ struct Q80 {
         const u32 pair = tile ? d.y : d.x;
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt)
-          fold(acc[tile][nt], c[tile][nt], from_half((u16)pair), from_half((u16)(pair >> 16)));
+          scale_add(acc[tile][nt], c[tile][nt], from_half((u16)pair), from_half((u16)(pair >> 16)));
       }
     }
   }
 
   template <int NT, int G>
-  static DEVICE void add_groups(Acc<NT> (&acc)[G], const u8* unit, const Tiles& act, int warp,
+  static DEVICE void add_row_groups(Acc<NT> (&acc)[G], const u8* unit, const GroupedActivations& act, int warp,
                                 int lane) {
-    constexpr int BLOCKS = K / 64, OF_SUMS = BLOCKS * SUMS_BYTES * NT;  // of a group
+    constexpr int BLOCKS = K / 64, GROUP_SUM_BYTES = BLOCKS * SUMS_BYTES * NT;  // of a group
     const int g = lane / 4, t = lane % 4;
-    const u32 place = tiled_place<BLOCKS>(lane);
+    const u32 place = ldmatrix_offset<BLOCKS>(lane);
     const uint4* codes = (const uint4*)unit + warp * 2 * K;
     const uint2* scales = (const uint2*)(unit + K * 128);
 #pragma unroll 2
@@ -72,12 +72,12 @@ struct Q80 {
       }
 #pragma unroll
       for (int i = 0; i < G; ++i) {
-        in_turn();
+        scheduling_barrier();
         u32 b[2][NT][2];
-        tiled_fragments<NT>(b, act.halves + (i * NT * BLOCKS + k32 / 2) * TILE_BYTES, place, k32 % 2);
+        ldmatrix_b_fragments<NT>(b, act.halves + (i * NT * BLOCKS + k32 / 2) * TILE_BYTES, place, k32 % 2);
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt) {
-          const float2 n = tiled_sums32(act.sums + i * OF_SUMS, k32, nt, t);
+          const float2 n = grouped_sums32(act.sums + i * GROUP_SUM_BYTES, k32, nt, t);
           const float start[4] = {n.x * 1.125f, n.y * 1.125f, n.x * 1.125f, n.y * 1.125f};
 #pragma unroll
           for (int tile = 0; tile < 2; ++tile) {
@@ -85,7 +85,7 @@ struct Q80 {
             float c[4];
             mma_f16(c, a[tile][0], b[0][nt][0], b[0][nt][1], start);
             mma_f16(c, a[tile][1], b[1][nt][0], b[1][nt][1], c);
-            fold(acc[i][tile][nt], c, from_half((u16)pair), from_half((u16)(pair >> 16)));
+            scale_add(acc[i][tile][nt], c, from_half((u16)pair), from_half((u16)(pair >> 16)));
           }
         }
       }
@@ -94,10 +94,10 @@ struct Q80 {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   template <int G>
-  static DEVICE void add_tiles(Acc<2> (&acc)[G], const u8* unit, const Tiles& act, int warp,
+  static DEVICE void add_wgmma(Acc<2> (&acc)[G], const u8* unit, const GroupedActivations& act, int warp,
                                int lane) {
-    constexpr int OF_SUMS = K / 32 * SUMS_BYTES;  // of a group
-    const Halves<K / 64> b(act.halves);
+    constexpr int GROUP_SUM_BYTES = K / 32 * SUMS_BYTES;  // of a group
+    const ActivationDescriptors<K / 64> b(act.halves);
     const int g = lane / 4, t = lane % 4;
     const uint4* codes = (const uint4*)unit + warp * 2 * K;
     const uint2* scales = (const uint2*)(unit + K * 128);
@@ -110,17 +110,17 @@ struct Q80 {
         u32 a[2][4];
         unpack(a[0], w.x, w.y);
         unpack(a[1], w.z, w.w);
-        Sums64<G> c;
+        WgmmaAcc<G> c;
 #pragma unroll
         for (int i = 0; i < 2 * G; ++i) {
-          const float2 n = tiled_sums32(act.sums + i / 2 * OF_SUMS, k32, i % 2, t);
+          const float2 n = grouped_sums32(act.sums + i / 2 * GROUP_SUM_BYTES, k32, i % 2, t);
           c[4 * i] = c[4 * i + 2] = n.x * 1.125f;
           c[4 * i + 1] = c[4 * i + 3] = n.y * 1.125f;
         }
-        start_products<G>(c, a, b, k32 * 2, 0, true);
-        finish_products<G>(c, 0);
+        issue_wgmmas<G>(c, a, b, k32 * 2, 0, true);
+        wait_wgmmas<G>(c, 0);
         const u32 pair = tile ? d.y : d.x;
-        fold_all<G>(acc, tile, c, from_half((u16)pair), from_half((u16)(pair >> 16)));
+        scale_add_tiles<G>(acc, tile, c, from_half((u16)pair), from_half((u16)(pair >> 16)));
       }
     }
   }
@@ -128,9 +128,9 @@ struct Q80 {
 
   // 1024 + q of two k16 rows; the sums that accumulators start at are times 1024 + 128.
   static DEVICE void unpack(u32 (&a)[4], u32 first, u32 second) {
-    a[0] = permute(first, MAGIC, 0x5150);
-    a[1] = permute(first, MAGIC, 0x5352);
-    a[2] = permute(second, MAGIC, 0x5150);
-    a[3] = permute(second, MAGIC, 0x5352);
+    a[0] = permute(first, HALF2_1024, 0x5150);
+    a[1] = permute(first, HALF2_1024, 0x5352);
+    a[2] = permute(second, HALF2_1024, 0x5150);
+    a[3] = permute(second, HALF2_1024, 0x5352);
   }
 };

@@ -1,8 +1,8 @@
 // From the product of queries, keys and values to what attention reads: norm of each head, rotation
 // by position, storage in half precision and in the cache.
 // A warp holds one head of one token; the angles of a token are shared by its block.
-#include "head.cuh"
-#include "units.cuh"
+#include "head_vector.cuh"
+#include "kv_storage.cuh"
 
 constexpr int HEADS = 4;  // a block
 
@@ -10,13 +10,13 @@ struct Plane {  // of keys or of values, scales [.., columns / 32]
   void* rows;
   u16* scales;
 
-  template <int Q8, int TURN, int D, int PAIRS>
-  DEVICE void append(const Head<D, PAIRS>& x, i64 at) const {
-    constexpr int COLUMNS = TURN ? 2 * TURN : D;
+  template <int Q8, int ROTARY_PAIRS, int D, int PAIRS>
+  DEVICE void append(const HeadVector<D, PAIRS>& x, i64 at) const {
+    constexpr int COLUMNS = ROTARY_PAIRS ? 2 * ROTARY_PAIRS : D;
     if constexpr (Q8)
-      x.template store<TURN>((u8*)rows + at * COLUMNS, scales + at * (COLUMNS / 32));
+      x.template store<ROTARY_PAIRS>((u8*)rows + at * COLUMNS, scales + at * (COLUMNS / 32));
     else
-      x.template store<TURN>((u16*)rows + at * COLUMNS);
+      x.template store<ROTARY_PAIRS>((u16*)rows + at * COLUMNS);
   }
 };
 
@@ -30,11 +30,11 @@ struct Layer {
 
 // A warp finishes a head of row blockIdx.y; y [SLICES][rows][n_read heads][D], of which the layer's
 // begin at `first`.
-template <int D, int PAIRS, int SLICES, int Q8, int TURN>
+template <int D, int PAIRS, int SLICES, int Q8, int ROTARY_PAIRS>
 DEVICE void finish(const float* y, const float* q_norm, const Layer& layer, const float* freqs,
                    const i64* positions, const i64* slots, u16* q, int rows, int n_q, int n_kv,
                    int n_read, int first, int flags, float eps) {
-  using H = Head<D, PAIRS>;
+  using H = HeadVector<D, PAIRS>;
   constexpr int ANGLES = (D / 2 + 32 * HEADS - 1) / (32 * HEADS);  // a thread
   __shared__ float2 angles[D / 2];
   const int row = blockIdx.y, head = blockIdx.x * HEADS + threadIdx.x / 32, n = n_q + 2 * n_kv;
@@ -48,47 +48,47 @@ DEVICE void finish(const float* y, const float* q_norm, const Layer& layer, cons
     freq[i] = at < D / 2 ? freqs[at] : 0.0f;
   }
   const bool is_q = head < n_q;
-  H weight, taken, x;
+  H weight, k_weight, x;
   if (norm) weight.load(norm);
-  if (TURN && is_q) taken.load(layer.k_norm);
+  if (ROTARY_PAIRS && is_q) k_weight.load(layer.k_norm);
   const i64 position = __ldcg(positions + row);
   const Units units = {layer.table, (int)layer.width, (int)__ldcg(slots + row)};
-  const int unit = n_kv ? units.of((int)position) : 0;
+  const int unit = n_kv ? units.unit_of((int)position) : 0;
 #pragma unroll
   for (int i = 0; i < ANGLES; ++i) {
     const int at = i * 32 * HEADS + threadIdx.x;
     if (at < D / 2) angles[at] = cos_sin((float)position * freq[i]);
   }
-  grid_wait();
+  griddep_wait();
   if (head < n) x.template load<SLICES>(y, row, rows, n_read, first + source);
   __syncthreads();
   if (head >= n) return;
   x.finish(is_v && flags & NORM_V, norm, weight, !is_v, angles, eps);
   if (is_q) {
-    if (TURN) x.template scale<TURN>(taken);
+    if (ROTARY_PAIRS) x.template scale<ROTARY_PAIRS>(k_weight);
     x.template store<0>(q + ((i64)row * n_q + head) * D);
     return;
   }
   const i64 at = (i64)(unit * n_kv + (head - n_q) % n_kv) * layer.capacity +
                  (u32)position % (u32)layer.capacity;
   if (is_v) layer.values.template append<Q8, 0>(x, at);
-  else layer.keys.template append<Q8, TURN>(x, at);
+  else layer.keys.template append<Q8, ROTARY_PAIRS>(x, at);
 }
 
 // y [SLICES][rows][n_q + n_kv + n_kv heads][D], without values if V_FROM_K. A head without a norm's
 // weight is not normed, but for `flags`. q [rows, n_q, D] half. TURN: columns of each half of a head
 // that the plane of keys holds; in the others queries take over the weight of the keys' norm. 0: it
 // holds all. `positions` and `slots` were written by a kernel before the one directly in front.
-template <int D, int PAIRS, int SLICES, int Q8, int TURN>
+template <int D, int PAIRS, int SLICES, int Q8, int ROTARY_PAIRS>
 __global__ __launch_bounds__(32 * HEADS, 4) void finish_heads(
     const float* y, const float* q_norm, const float* k_norm, const float* freqs,
     const i64* positions, const i64* slots, u16* q, void* keys, void* values, u16* key_scales,
     u16* value_scales, const int* table, int rows, int n_q, int n_kv, int flags, int width,
     int capacity, float eps) {
-  grid_launch();
+  griddep_launch_dependents();
   const Layer layer = {k_norm, {keys, key_scales}, {values, value_scales}, table, width, capacity};
   const int n_read = n_q + (flags & V_FROM_K ? n_kv : 2 * n_kv);
-  finish<D, PAIRS, SLICES, Q8, TURN>(y, q_norm, layer, freqs, positions, slots, q, rows, n_q, n_kv,
+  finish<D, PAIRS, SLICES, Q8, ROTARY_PAIRS>(y, q_norm, layer, freqs, positions, slots, q, rows, n_q, n_kv,
                                      n_read, 0, flags, eps);
 }
 
@@ -98,7 +98,7 @@ template <int D, int Q8>
 __global__ __launch_bounds__(32 * HEADS, 4) void append_layers(
     const float* y, const Layer* layers, const float* freqs, const i64* positions,
     const i64* slots, int rows, int n_kv, int flags, float eps) {
-  grid_launch();
+  griddep_launch_dependents();
   const Layer layer = layers[blockIdx.z];
   finish<D, 0, 1, Q8, 0>(y, nullptr, layer, freqs, positions, slots, nullptr, rows, 0, n_kv,
                          gridDim.z * 2 * n_kv, blockIdx.z * 2 * n_kv, flags, eps);

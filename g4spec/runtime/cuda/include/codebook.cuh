@@ -128,7 +128,7 @@ struct IQ4_XS : Codes<4, 32, 256, 136, 8>, Linear4 {
   static constexpr int HEADER = 8;
   static DEVICE float of(u32 first, u32 low, int i) {
     const u32 scale = (low >> (4 * i) & 15) | (first >> (16 + 2 * i) & 3) << 4;
-    return __fmul_rn(from_half((u16)first), small_float(scale) - 32.0f);
+    return __fmul_rn(from_half((u16)first), small_uint_to_float(scale) - 32.0f);
   }
   static DEVICE float raw_factor(const u8* b, int i) { return factor(b, 0, i); }
   static DEVICE float factor(const u8* header, int row, int i) {
@@ -168,13 +168,13 @@ struct Q2_K : Codes<2, 16, 256, 84, 16> {
   static DEVICE float raw_factor(const u8* b, int i) {
     return __fmul_rn(half_of(b + 80), (float)(b[i] & 15));
   }
-  static DEVICE float raw_least(const u8* b, int i) {
+  static DEVICE float raw_minimum(const u8* b, int i) {
     return __fmul_rn(half_of(b + 82), (float)(b[i] >> 4));
   }
   static DEVICE float factor(const u8* header, int row, int i) {
     return __fmul_rn(half_of(header + 2048 + row * 4), (float)(header[row * 16 + i] & 15));
   }
-  static DEVICE float least(const u8* header, int row, int i) {
+  static DEVICE float minimum(const u8* header, int row, int i) {
     return __fmul_rn(half_of(header + 2050 + row * 4), (float)(header[row * 16 + i] >> 4));
   }
   template <int N>
@@ -182,7 +182,7 @@ struct Q2_K : Codes<2, 16, 256, 84, 16> {
     const float d = half_of(header + 2048 + row * 4);
     const u32* four = (const u32*)(header + row * 16);
 #pragma unroll
-    for (int i = 0; i < N; ++i) f[i] = d * small_float(four[i / 4] >> (i % 4 * 8) & 15);
+    for (int i = 0; i < N; ++i) f[i] = d * small_uint_to_float(four[i / 4] >> (i % 4 * 8) & 15);
   }
 };
 
@@ -199,9 +199,9 @@ DEVICE constexpr int code_bytes(int columns) {
 // Entries of four codes of 4 bits each, as bytes with 128 added.
 template <class T>
 DEVICE u32 looked_up(u32 codes) {
-  if constexpr (T::BITS < 4) return selected(T::TABLE[0], T::TABLE[1], codes);
+  if constexpr (T::BITS < 4) return permute_unmasked(T::TABLE[0], T::TABLE[1], codes);
   const u32 low = codes & 0x7777u;
-  return selected(selected(T::TABLE[0], T::TABLE[1], low), selected(T::TABLE[2], T::TABLE[3], low),
+  return permute_unmasked(permute_unmasked(T::TABLE[0], T::TABLE[1], low), permute_unmasked(T::TABLE[2], T::TABLE[3], low),
                   and_or(codes >> 1, 0x4444u, 0x3210u));
 }
 

@@ -18,27 +18,27 @@ struct Logits {
   int columns, ahead;
   float cap;               // a logit is cap tanh(z / cap), or z without
   int each = 1, pitch = 1;  // rows of a sequence, and their distance in arrays of more
-  float third = 1.0f / (3.0f * cap * cap);
+  float inv_3_cap_squared = 1.0f / (3.0f * cap * cap);
 
   DEVICE int sequence(int row) const { return row / each; }
   // Index of a row in `positions` and `bad`, which have `pitch` numbers for each sequence.
-  DEVICE int place(int row) const { return row / each * pitch + row % each; }
-  DEVICE u64 position(int row) const { return (u64)(positions[place(row)] + ahead); }
+  DEVICE int row_index(int row) const { return row / each * pitch + row % each; }
+  DEVICE u64 position(int row) const { return (u64)(positions[row_index(row)] + ahead); }
 
   DEVICE float value(float x) const {
     if (x == lowest()) return x;
     return cap > 0.0f ? cap * tanhf(x / cap) : x;
   }
   // The smallest raw logit whose value may round to that of `most`.
-  DEVICE float equal_from(float most) const {
+  DEVICE float tie_lower_bound(float most) const {
     if (cap == 0.0f) return most;
     const float t = tanhf(most / cap), slope = 1.0f - t * t;
     if (!(slope > 1e-6f)) return -3.4e38f;
     return most - fabsf(most) * 5e-7f - cap * 1e-6f / slope;
   }
   // Not below the value of a raw logit: tanh(y) <= y, and below 0 tanh(y) <= min(y - y^3 / 3, 0).
-  DEVICE float at_most(float x) const {
-    return cap > 0.0f && x < 0.0f ? fminf(x - x * x * x * third, 0.0f) : x;
+  DEVICE float upper_bound(float x) const {
+    return cap > 0.0f && x < 0.0f ? fminf(x - x * x * x * inv_3_cap_squared, 0.0f) : x;
   }
   DEVICE float load(int row, int column) const {
     const bool out = column >= columns || (suppressed && suppressed[column / 32] >> column % 32 & 1);
@@ -69,7 +69,7 @@ struct Logits {
   static DEVICE float lowest() { return __int_as_float(0xff800000); }
 };
 
-DEVICE u64 key_of(float value, int column) {  // above 0
+DEVICE u64 make_key(float value, int column) {  // above 0
   const u32 bits = value != value ? 0x7fffffffu : __float_as_uint(value + 0.0f);  // -0 is 0
   return (u64)(bits >> 31 ? ~bits : bits | 0x80000000u) << 32 | (0xffffffffu - (u32)column);
 }
@@ -83,12 +83,12 @@ DEVICE bool finite(u64 key) {  // 0 is not
 }
 DEVICE int column_of(u64 key) { return (int)(0xffffffffu - (u32)key); }
 
-struct Highest {
+struct MaxKey {
   DEVICE u64 operator()(u64 a, u64 b) const { return a > b ? a : b; }
 };
-DEVICE u64 highest_of_warp(u64 key) {
+DEVICE u64 warp_max_key(u64 key) {
 #pragma unroll
-  for (int step = 16; step; step /= 2) key = Highest()(key, __shfl_xor_sync(FULL, key, step));
+  for (int step = 16; step; step /= 2) key = MaxKey()(key, __shfl_xor_sync(FULL_MASK, key, step));
   return key;
 }
 
@@ -99,7 +99,7 @@ DEVICE u64 highest_of_warp(u64 key) {
 
 // The largest bound that at least k threads reach: 0 if fewer than k have a key. Keys are unique, so
 // just k threads reach it then.
-DEVICE u64 bound_of(u64 head, int k) {
+DEVICE u64 kth_bound(u64 head, int k) {
   u64 bound = 0;
   for (int bit = 63; bit >= 0; --bit) {
     const u64 more = bound | 1ull << bit;
@@ -114,12 +114,12 @@ DEVICE u64 bound_of(u64 head, int k) {
 // What the k-th largest of the threads' own largest keys is bounds them from below; only k threads
 // hold anything above that, so there are at most k N.
 template <int N>
-DEVICE int candidates(const u64 (&keys)[N], int k, u64* list, int* count) {
+DEVICE int collect_candidates(const u64 (&keys)[N], int k, u64* list, int* count) {
   u64 head = 0;
 #pragma unroll
-  for (int i = 0; i < N; ++i) head = Highest()(head, keys[i]);
+  for (int i = 0; i < N; ++i) head = MaxKey()(head, keys[i]);
   if (threadIdx.x == 0) *count = 0;
-  const u64 bound = bound_of(head, k), least = bound ? bound : 1;
+  const u64 bound = kth_bound(head, k), least = bound ? bound : 1;
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < N; ++i)
@@ -129,7 +129,7 @@ DEVICE int candidates(const u64 (&keys)[N], int k, u64* list, int* count) {
 }
 
 // The k largest of n keys, in order. Ranks are counted: who wrote a key where makes no difference.
-DEVICE void in_order(const u64* list, int n, int k, u64* out) {
+DEVICE void sort_top_k(const u64* list, int n, int k, u64* out) {
   for (int i = threadIdx.x; i < n; i += blockDim.x) {
     int above = 0;
 #pragma unroll 8

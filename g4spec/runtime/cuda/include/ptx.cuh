@@ -13,7 +13,7 @@ using i64 = long long;
 
 #define ARCH __CUDA_ARCH__
 #define DEVICE __device__ __forceinline__
-constexpr u32 FULL = 0xffffffffu;
+constexpr u32 FULL_MASK = 0xffffffffu;
 
 // ---- half precision, held in 16 or 2 x 16 bits of an integer ----
 
@@ -27,7 +27,7 @@ DEVICE float from_half(u16 h) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(h));
   return x;
 }
-DEVICE u32 pack_halves(float low, float high) {
+DEVICE u32 pack_half2(float low, float high) {
 #if ARCH >= 800
   u32 d;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
@@ -62,12 +62,12 @@ DEVICE u32 pack_bf16(float low, float high) {
 
 // ---- approximations in one instruction ----
 
-DEVICE float exp2_fast(float x) {  // within 2 ulp; exp2(-inf) is 0
+DEVICE float exp2_approx(float x) {  // within 2 ulp; exp2(-inf) is 0
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-DEVICE float reciprocal(float x) {  // within 1 ulp
+DEVICE float rcp_approx(float x) {  // within 1 ulp
   float r;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   return r;
@@ -85,13 +85,13 @@ DEVICE u32 lop3(u32 a, u32 b, u32 c) {
 DEVICE u32 and_or(u32 a, u32 b, u32 c) { return lop3<0xea>(a, b, c); }
 DEVICE u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 // The same by a selector that is known to have no number above 7: __byte_perm masks it.
-DEVICE u32 selected(u32 a, u32 b, u32 selector) {
+DEVICE u32 permute_unmasked(u32 a, u32 b, u32 selector) {
   u32 d;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
   return d;
 }
 // The larger one, or NaN if one is.
-DEVICE float larger(float a, float b) {
+DEVICE float max_nan(float a, float b) {
 #if ARCH >= 800
   float d;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
@@ -101,7 +101,7 @@ DEVICE float larger(float a, float b) {
 #endif
 }
 // Four of -128 .. 127 as bytes, the first one lowest.
-DEVICE u32 pack_bytes(int a, int b, int c, int d) {
+DEVICE u32 pack_s8x4(int a, int b, int c, int d) {
 #if ARCH >= 750
   u32 x;
   asm("{\n.reg .b32 upper;\ncvt.pack.sat.s8.s32.b32 upper, %4, %3, 0;\n"
@@ -113,35 +113,35 @@ DEVICE u32 pack_bytes(int a, int b, int c, int d) {
 #endif
 }
 // 32 bits of high:low from bit `shift` on, 0 to 63.
-DEVICE u32 bits_from(u32 low, u32 high, u32 shift) {
+DEVICE u32 extract_bits(u32 low, u32 high, u32 shift) {
   return shift < 32 ? __funnelshift_r(low, high, shift) : high >> (shift - 32);
 }
 // An integer below 2^23 as float, in two instructions.
-DEVICE float small_float(u32 v) { return __uint_as_float(v | 0x4b000000u) - 8388608.0f; }
+DEVICE float small_uint_to_float(u32 v) { return __uint_as_float(v | 0x4b000000u) - 8388608.0f; }
 
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 // ---- what the compiler is told ----
 
 // Has a number computed here, not where it is used: before a wait.
-DEVICE u32 now(u32 x) {
+DEVICE u32 materialize(u32 x) {
   asm volatile("" : "+r"(x));
   return x;
 }
-DEVICE int now(int x) { return (int)now((u32)x); }
-DEVICE float now(float x) {
+DEVICE int materialize(int x) { return (int)materialize((u32)x); }
+DEVICE float materialize(float x) {
   asm volatile("" : "+f"(x));
   return x;
 }
-DEVICE const float* now(const float* p) {
+DEVICE const float* materialize(const float* p) {
   asm volatile("" : "+l"(p));
   return p;
 }
 
 // A place in shared memory, computed here.
-DEVICE u8* kept(const u8* p) { return (u8*)__cvta_shared_to_generic(now(shared_address(p))); }
+DEVICE u8* materialize_shared(const u8* p) { return (u8*)__cvta_shared_to_generic(materialize(shared_address(p))); }
 
-DEVICE u32 cycles() {  // of the multiprocessor's clock, so far
+DEVICE u32 clock_cycles() {  // of the multiprocessor's clock, so far
   u32 n;
   asm volatile("mov.u32 %0, %clock;" : "=r"(n));
   return n;
@@ -149,17 +149,17 @@ DEVICE u32 cycles() {  // of the multiprocessor's clock, so far
 
 // ---- barriers of some warps of a block ----
 
-DEVICE void meet(int id, int threads) {  // waits until `threads` have come
+DEVICE void named_barrier_sync(int id, int threads) {  // waits until `threads` have come
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 template <int ID, int THREADS>
-DEVICE void meet() {
+DEVICE void named_barrier_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
 }
 
 // ---- memory ----
 
-DEVICE uint4 load_stream(const void* p) {  // global memory that is read once
+DEVICE uint4 load_streaming(const void* p) {  // global memory that is read once
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
@@ -173,11 +173,11 @@ DEVICE u32 load_acquire(const u32* p) {
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
-DEVICE void add_release(u32* p, u32 v) {
+DEVICE void atomic_add_release(u32* p, u32 v) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 // Both at once; returns the sum before.
-DEVICE u32 add_acquire_release(u32* p, u32 v) {
+DEVICE u32 atomic_add_acq_rel(u32* p, u32 v) {
   u32 before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(v)
                : "memory");
@@ -206,11 +206,11 @@ DEVICE void mma_s8(u32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 }
 
 template <int N>
-DEVICE void wait_copies() {  // all but the N newest groups of this thread have arrived
+DEVICE void cp_async_wait_group() {  // all but the N newest groups of this thread have arrived
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 template <int BYTES>
-DEVICE void copy_async(u32 to_shared, const void* from_global) {  // 4, 8 or 16
+DEVICE void cp_async(u32 to_shared, const void* from_global) {  // 4, 8 or 16
   if constexpr (BYTES == 16)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to_shared), "l"(from_global)
                  : "memory");
@@ -219,19 +219,19 @@ DEVICE void copy_async(u32 to_shared, const void* from_global) {  // 4, 8 or 16
                  "n"(BYTES) : "memory");
 }
 template <int BYTES>
-DEVICE void copy_async(void* to_shared, const void* from_global) {
-  copy_async<BYTES>(shared_address(to_shared), from_global);
+DEVICE void cp_async(void* to_shared, const void* from_global) {
+  cp_async<BYTES>(shared_address(to_shared), from_global);
 }
-DEVICE void copy16(void* to_shared, const void* from_global) {
-  copy_async<16>(to_shared, from_global);
+DEVICE void cp_async16(void* to_shared, const void* from_global) {
+  cp_async<16>(to_shared, from_global);
 }
-DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-DEVICE void load_matrix_x4(u32 (&r)[4], const void* row) {
+DEVICE void ldmatrix_x4(u32 (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
 }
-DEVICE void load_matrix_x4_transposed(u32 (&r)[4], const void* row) {
+DEVICE void ldmatrix_x4_trans(u32 (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
 }
@@ -240,21 +240,21 @@ DEVICE void load_matrix_x4_transposed(u32 (&r)[4], const void* row) {
 // ---- barriers in shared memory, and the copies that complete on them ----
 
 #if ARCH >= 800
-DEVICE void barrier_init(u64* bar, u32 arrivals) {
+DEVICE void mbarrier_init(u64* bar, u32 arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals));
 }
 // Makes new barriers visible to the copy engine; before the barrier of the block.
-DEVICE void barrier_init_fence() {
+DEVICE void mbarrier_init_fence() {
 #if ARCH >= 900
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
-DEVICE void barrier_arrive(u64* bar) {
+DEVICE void mbarrier_arrive(u64* bar) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}"
                ::"r"(shared_address(bar)) : "memory");
 }
-DEVICE void barrier_wait(u64* bar, u32 parity) {  // until the phase of this parity has completed
+DEVICE void mbarrier_wait(u64* bar, u32 parity) {  // until the phase of this parity has completed
 #if ARCH >= 900
   asm volatile(
       "{\n.reg .pred done;\nagain:\n"
@@ -267,7 +267,7 @@ DEVICE void barrier_wait(u64* bar, u32 parity) {  // until the phase of this par
       ::"r"(shared_address(bar)), "r"(parity) : "memory");
 #endif
 }
-DEVICE bool barrier_done(u64* bar, u32 parity) {  // the same without waiting
+DEVICE bool mbarrier_test_wait(u64* bar, u32 parity) {  // the same without waiting
   u32 done;
   asm volatile(
       "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
@@ -278,7 +278,7 @@ DEVICE bool barrier_done(u64* bar, u32 parity) {  // the same without waiting
 #endif
 
 // Between ordinary stores to global memory and bulk copies of what they stored: on both sides.
-DEVICE void copy_engine_fence() {
+DEVICE void fence_proxy_async() {
 #if ARCH >= 900
   asm volatile("fence.proxy.async;" ::: "memory");
 #endif
@@ -287,23 +287,23 @@ DEVICE void copy_engine_fence() {
 #if ARCH >= 900
 // Between ordinary writes to shared memory and what comes after them asynchronously: tensor cores that
 // read it, bulk copies that write over it.
-DEVICE void shared_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Arrives once and awaits `bytes` more, of this thread's copies and of others. Behind its copies, so
 // that a checker of races, for which it is the thread that copies, sees these before its arrival.
-DEVICE void barrier_expect(u64* bar, u32 bytes) {
+DEVICE void mbarrier_arrive_expect_tx(u64* bar, u32 bytes) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n}"
                ::"r"(shared_address(bar)), "r"(bytes) : "memory");
 }
 // 16-byte aligned, a multiple of 16 bytes; completes on `bar`.
-DEVICE void bulk_copy(void* to_shared, const void* from_global, u32 bytes, u64* bar) {
+DEVICE void cp_async_bulk(void* to_shared, const void* from_global, u32 bytes, u64* bar) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
       ::"r"(shared_address(to_shared)), "l"(from_global), "r"(bytes), "r"(shared_address(bar))
       : "memory");
 }
 // The same of what is read once: it leaves L2 before other data.
-DEVICE void bulk_copy_once(void* to_shared, const void* from_global, u32 bytes, u64* bar) {
+DEVICE void cp_async_bulk_evict_first(void* to_shared, const void* from_global, u32 bytes, u64* bar) {
   asm volatile(
       "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy;\n"
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
@@ -314,7 +314,7 @@ DEVICE void bulk_copy_once(void* to_shared, const void* from_global, u32 bytes, 
 #endif
 
 #if ARCH >= 800
-DEVICE void barrier_arrive_copied(u64* bar) {  // arrives when this thread's copies are complete
+DEVICE void cp_async_mbarrier_arrive(u64* bar) {  // arrives when this thread's copies are complete
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(bar))
                : "memory");
 }
@@ -325,12 +325,12 @@ DEVICE void barrier_arrive_copied(u64* bar) {  // arrives when this thread's cop
 // kernel wrote, and before the first write, every thread calls `grid_wait`. `grid_launch` lets the
 // next kernel start; it says nothing about memory.
 
-DEVICE void grid_wait() {
+DEVICE void griddep_wait() {
 #if ARCH >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-DEVICE void grid_launch() {
+DEVICE void griddep_launch_dependents() {
 #if ARCH >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
@@ -340,7 +340,7 @@ DEVICE void grid_launch() {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 template <int N>
-DEVICE void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+DEVICE void setmaxnreg_dec() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N>
-DEVICE void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
+DEVICE void setmaxnreg_inc() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 #endif

@@ -5,22 +5,22 @@
 struct Sum {
   DEVICE float operator()(float a, float b) const { return a + b; }
 };
-struct Largest {  // a NaN stays
-  DEVICE float operator()(float a, float b) const { return larger(a, b); }
+struct MaxNan {  // a NaN stays
+  DEVICE float operator()(float a, float b) const { return max_nan(a, b); }
 };
 
 template <class Op>
-DEVICE float over_warp(float v, Op op) {
+DEVICE float warp_reduce(float v, Op op) {
 #pragma unroll
-  for (int step = 16; step; step /= 2) v = op(v, __shfl_xor_sync(FULL, v, step));
+  for (int step = 16; step; step /= 2) v = op(v, __shfl_xor_sync(FULL_MASK, v, step));
   return v;
 }
 
 // One value of each thread, combined; every thread gets the result. `slots` [WARPS] in shared
 // memory, others for each use.
 template <int WARPS, class Op>
-DEVICE float over_block(float v, float* slots, Op op) {
-  v = over_warp(v, op);
+DEVICE float block_reduce(float v, float* slots, Op op) {
+  v = warp_reduce(v, op);
   if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = v;
   __syncthreads();
   v = slots[0];
@@ -31,8 +31,8 @@ DEVICE float over_block(float v, float* slots, Op op) {
 
 // The sums of two values of each thread, with one wait.
 template <int WARPS>
-DEVICE float2 over_block2(float a, float b, float* slots_a, float* slots_b) {
-  a = over_warp(a, Sum()), b = over_warp(b, Sum());
+DEVICE float2 block_reduce2(float a, float b, float* slots_a, float* slots_b) {
+  a = warp_reduce(a, Sum()), b = warp_reduce(b, Sum());
   if (threadIdx.x % 32 == 0) slots_a[threadIdx.x / 32] = a, slots_b[threadIdx.x / 32] = b;
   __syncthreads();
   a = slots_a[0], b = slots_b[0];

@@ -12,26 +12,26 @@
 
 // `block`: bytes between blocks of 64 columns, which matters where the columns are the result's. `eight`:
 // bytes between blocks of 8 rows.
-DEVICE u64 operand(const void* p, u32 block, u32 eight = 1024) {
+DEVICE u64 smem_descriptor(const void* p, u32 block, u32 eight = 1024) {
   return (u64)(shared_address(p) >> 4) | (u64)(block >> 4) << 16 | (u64)(eight >> 4) << 32 |
          (u64)1 << 62;
 }
 
 // Before the first product after registers of its operands or sums were written.
-DEVICE void products_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N>
-DEVICE void products_wait() {  // all but the N newest groups have ended
+DEVICE void wgmma_wait() {  // all but the N newest groups have ended
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 // Keeps the compiler from moving uses of these across this place.
 template <int N>
-DEVICE void hold(float (&d)[N]) {
+DEVICE void warpgroup_fence_operand(float (&d)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 template <int N>
-DEVICE void hold(u32 (&d)[N]) {
+DEVICE void warpgroup_fence_operand(u32 (&d)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }
@@ -42,7 +42,7 @@ DEVICE void hold(u32 (&d)[N]) {
 #define G4_F128(d, i) G4_F32(d, i), G4_F32(d, i + 32), G4_F32(d, i + 64), G4_F32(d, i + 96)
 
 // d (+)= a [64 rows, 16] times b [64 rows, 16] transposed.
-DEVICE void product_64(float (&d)[32], u64 a, u64 b, int add) {
+DEVICE void wgmma_m64n64_ss(float (&d)[32], u64 a, u64 b, int add) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
@@ -55,7 +55,7 @@ DEVICE void product_64(float (&d)[32], u64 a, u64 b, int add) {
 #define G4_F16(d, i) G4_F8(d, i), G4_F8(d, i + 8)
 
 // d (+)= a [64 rows, 16] in registers times b [32, 48, 64 rows, 16] transposed.
-DEVICE void product_values(float (&d)[16], const u32 (&a)[4], u64 b, int add) {
+DEVICE void wgmma_rs(float (&d)[16], const u32 (&a)[4], u64 b, int add) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
@@ -63,7 +63,7 @@ DEVICE void product_values(float (&d)[16], const u32 (&a)[4], u64 b, int add) {
       "{%16, %17, %18, %19}, %20, p, 1, 1, 0;\n}"
       : G4_F16(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }
-DEVICE void product_values(float (&d)[24], const u32 (&a)[4], u64 b, int add) {
+DEVICE void wgmma_rs(float (&d)[24], const u32 (&a)[4], u64 b, int add) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %29, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n48k16.f32.f16.f16 "
@@ -73,7 +73,7 @@ DEVICE void product_values(float (&d)[24], const u32 (&a)[4], u64 b, int add) {
       : G4_F16(d, 0), G4_F8(d, 16)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }
-DEVICE void product_values(float (&d)[32], const u32 (&a)[4], u64 b, int add) {
+DEVICE void wgmma_rs(float (&d)[32], const u32 (&a)[4], u64 b, int add) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
@@ -84,7 +84,7 @@ DEVICE void product_values(float (&d)[32], const u32 (&a)[4], u64 b, int add) {
 }
 
 // d (+)= a [64 rows, 16] in registers times b [16 rows, 256].
-DEVICE void product_256_values(float (&d)[128], const u32 (&a)[4], u64 b, int add) {
+DEVICE void wgmma_m64n256_rs_mn(float (&d)[128], const u32 (&a)[4], u64 b, int add) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %133, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 "
@@ -101,7 +101,7 @@ DEVICE void product_256_values(float (&d)[128], const u32 (&a)[4], u64 b, int ad
 }
 
 // d (+)= a [64 rows, 16] times b [16 rows, 256].
-DEVICE void product_256_weights(float (&d)[128], u64 a, u64 b, int add) {
+DEVICE void wgmma_m64n256_ss_mn(float (&d)[128], u64 a, u64 b, int add) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 "

@@ -2,11 +2,11 @@
 // Same results in the same places as attention.cu: for each chunk of keys and row the largest
 // score, the sum of weights and the weighted sum of values. All arithmetic is float32. The second
 // dimension of the grid is the sequence.
-#include "chunks.cuh"
+#include "attention_chunks.cuh"
 
 constexpr int THREADS = 128, ROWS = 8, KEYS = 64;  // of a block; of a tile
 
-struct Plane {  // of keys or of values: [units, n_kv, capacity, D], scales [.., D / 32]
+struct KvPlane {  // of keys or of values: [units, n_kv, capacity, D], scales [.., D / 32]
   const char* rows;
   const u16* scales;
 
@@ -17,29 +17,29 @@ struct Plane {  // of keys or of values: [units, n_kv, capacity, D], scales [..,
   }
 };
 
-// TURN: see attend_tiles.cuh.
-template <int D, int Q8, int TURN>
-DEVICE float key_at(const Plane& k, const Plane& v, i64 row, int d) {
-  if (!TURN) return k.at<D, Q8>(row, d);
+// TURN: see attention_tiles.cuh.
+template <int D, int Q8, int ROTARY_PAIRS>
+DEVICE float key_at(const KvPlane& k, const KvPlane& v, i64 row, int d) {
+  if (!ROTARY_PAIRS) return k.at<D, Q8>(row, d);
   const int half = d / (D / 2), inside = d % (D / 2);
-  return inside < TURN ? k.at<TURN ? 2 * TURN : D, Q8>(row, half * TURN + inside)
+  return inside < ROTARY_PAIRS ? k.at<ROTARY_PAIRS ? 2 * ROTARY_PAIRS : D, Q8>(row, half * ROTARY_PAIRS + inside)
                        : v.at<D, Q8>(row, d);
 }
 
-struct Shared {
-  float scores[ROWS][KEYS], top[ROWS], sum[ROWS], fade[ROWS];
+struct SharedState {
+  float scores[ROWS][KEYS], top[ROWS], sum[ROWS], rescale[ROWS];
   int first[ROWS], last[ROWS], offset[ROWS];  // offset of a row's query, -1: no such row
 };
 
 // Scores of four rows with one key: thread -> key thread % 64, rows thread / 64 * 4 ...
-template <int D, int Q8, int TURN>
-DEVICE void score(Shared& s, const u16* q, const Plane& k, const Plane& v, i64 at, int position,
+template <int D, int Q8, int ROTARY_PAIRS>
+DEVICE void score(SharedState& s, const u16* q, const KvPlane& k, const KvPlane& v, i64 at, int position,
                   float scale) {
   const int key = threadIdx.x % KEYS, row = threadIdx.x / KEYS * 4;
   float dot[4] = {0, 0, 0, 0};
 #pragma unroll 4
   for (int d = 0; d < D; ++d) {
-    const float x = key_at<D, Q8, TURN>(k, v, at + key, d);
+    const float x = key_at<D, Q8, ROTARY_PAIRS>(k, v, at + key, d);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       if (s.offset[row + i] >= 0) dot[i] = fmaf(x, from_half(q[s.offset[row + i] + d]), dot[i]);
@@ -47,34 +47,34 @@ DEVICE void score(Shared& s, const u16* q, const Plane& k, const Plane& v, i64 a
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const bool seen = position + key >= s.first[row + i] && position + key <= s.last[row + i];
-    s.scores[row + i][key] = seen ? dot[i] * scale : NEVER;
+    s.scores[row + i][key] = seen ? dot[i] * scale : NEG_INF;
   }
 }
 
 // Scores to weights; each warp has two rows.
-DEVICE void weigh(Shared& s) {
+DEVICE void scores_to_weights(SharedState& s) {
   const int lane = threadIdx.x % 32;
   for (int row = threadIdx.x / 32 * 2; row < threadIdx.x / 32 * 2 + 2; ++row) {
     float* x = s.scores[row];
     float top = fmaxf(x[lane], x[lane + 32]);
 #pragma unroll
-    for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(FULL, top, step));
+    for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(FULL_MASK, top, step));
     const float before = s.top[row];
     top = fmaxf(top, before);
-    const float origin = top == NEVER ? 0.0f : top, fade = exp2_fast(before - origin);
-    x[lane] = exp2_fast(x[lane] - origin);
-    x[lane + 32] = exp2_fast(x[lane + 32] - origin);
+    const float origin = top == NEG_INF ? 0.0f : top, rescale = exp2_approx(before - origin);
+    x[lane] = exp2_approx(x[lane] - origin);
+    x[lane + 32] = exp2_approx(x[lane + 32] - origin);
     float sum = x[lane] + x[lane + 32];
 #pragma unroll
-    for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(FULL, sum, step);
+    for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(FULL_MASK, sum, step);
     __syncwarp();
-    if (lane == 0) s.top[row] = top, s.fade[row] = fade, s.sum[row] = fmaf(s.sum[row], fade, sum);
+    if (lane == 0) s.top[row] = top, s.rescale[row] = rescale, s.sum[row] = fmaf(s.sum[row], rescale, sum);
   }
 }
 
 // Rows of an item: which there are, what they see, nothing found yet. `start`: of the sequence.
 template <int D>
-DEVICE void open_rows(Shared& s, const i64* first, const i64* last, int start, int begin, int head,
+DEVICE void open_rows(SharedState& s, const i64* first, const i64* last, int start, int begin, int head,
                       int tokens, int n_kv, int group) {
   if (threadIdx.x >= ROWS) return;
   const int r = threadIdx.x, row = begin + r, token = start + row / group;
@@ -82,48 +82,48 @@ DEVICE void open_rows(Shared& s, const i64* first, const i64* last, int start, i
   s.offset[r] = real ? (token * n_kv * group + head * group + row % group) * D : -1;
   s.first[r] = real ? (int)__ldcg(first + token) : 0;
   s.last[r] = real ? (int)__ldcg(last + token) : -1;
-  s.top[r] = NEVER, s.sum[r] = 0;
+  s.top[r] = NEG_INF, s.sum[r] = 0;
 }
 
-template <int D, int Q8, int TURN>
+template <int D, int Q8, int ROTARY_PAIRS>
 __global__ __launch_bounds__(THREADS, 4) void attend_plain(
     const u16* q, const char* keys, const char* values, const u16* key_scales,
     const u16* value_scales, const int* table, const i64* first, const i64* last, const i64* slots,
     float* sums, float2* tops, int tokens, int n_kv, int group, int width, int capacity, int room,
     int shift, int growing, float scale) {
-  grid_launch();
-  grid_wait();
-  __shared__ Shared s;
-  constexpr int OWN = (D + THREADS - 1) / THREADS;  // values of d of a thread
-  const Plane k = {keys, key_scales}, v = {values, value_scales};
+  griddep_launch_dependents();
+  griddep_wait();
+  __shared__ SharedState s;
+  constexpr int DIMS_PER_THREAD = (D + THREADS - 1) / THREADS;  // values of d of a thread
+  const KvPlane k = {keys, key_scales}, v = {values, value_scales};
   const Chunks chunks = {shift, growing};
   const int start = blockIdx.y * tokens, rows = tokens * group;
   const Units units = {table, width, (int)__ldcg(slots + start)};
   const Span span = span_of(first + start, last + start, tokens);
   const int row_blocks = (rows + ROWS - 1) / ROWS;
-  const int low = chunks.of(span.lo), high = chunks.of(span.hi);
+  const int low = chunks.chunk_of(span.lo), high = chunks.chunk_of(span.hi);
   for (int i = blockIdx.x; i < (high - low + 1) * n_kv * row_blocks; i += gridDim.x) {
     const int begin = i % row_blocks * ROWS, head = i / row_blocks % n_kv;
     const int chunk = high - i / row_blocks / n_kv;
     const i64 place = (((i64)blockIdx.y * room + chunk - low) * n_kv + head) * rows + begin;
     open_rows<D>(s, first, last, start, begin, head, tokens, n_kv, group);
     __syncthreads();
-    float out[ROWS][OWN] = {};
-    const int from = most(chunks.start(chunk), span.lo) / KEYS;
-    const int to = least(chunks.start(chunk + 1) - 1, span.hi) / KEYS;
+    float out[ROWS][DIMS_PER_THREAD] = {};
+    const int from = max_of(chunks.start(chunk), span.lo) / KEYS;
+    const int to = min_of(chunks.start(chunk + 1) - 1, span.hi) / KEYS;
     for (int tile = from; tile <= to; ++tile) {
-      const i64 strip = (i64)units.of(tile * KEYS) * n_kv + head;
-      const i64 at = strip * capacity + tile * KEYS % capacity;
-      score<D, Q8, TURN>(s, q, k, v, at, tile * KEYS, scale * 1.44269504f);
+      const i64 kv_block = (i64)units.unit_of(tile * KEYS) * n_kv + head;
+      const i64 at = kv_block * capacity + tile * KEYS % capacity;
+      score<D, Q8, ROTARY_PAIRS>(s, q, k, v, at, tile * KEYS, scale * 1.44269504f);
       __syncthreads();
-      weigh(s);
+      scores_to_weights(s);
       __syncthreads();
 #pragma unroll
-      for (int j = 0; j < OWN; ++j) {
+      for (int j = 0; j < DIMS_PER_THREAD; ++j) {
         const int d = threadIdx.x + j * THREADS;
         if (d >= D) break;
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) out[r][j] *= s.fade[r];
+        for (int r = 0; r < ROWS; ++r) out[r][j] *= s.rescale[r];
         for (int key = 0; key < KEYS; ++key) {
           const float x = v.at<D, Q8>(at + key, d);
 #pragma unroll
@@ -138,7 +138,7 @@ __global__ __launch_bounds__(THREADS, 4) void attend_plain(
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
-      for (int j = 0; j < OWN; ++j)
+      for (int j = 0; j < DIMS_PER_THREAD; ++j)
         if (threadIdx.x + j * THREADS < D && s.offset[r] >= 0)
           sums[(place + r) * D + threadIdx.x + j * THREADS] = out[r][j];
     if (threadIdx.x < ROWS && s.offset[threadIdx.x] >= 0)

@@ -7,7 +7,7 @@
 //
 // Beside it, experts (a row times the matrix that it chose), and matrices as halves for cuBLAS.
 #include "codebook.cuh"
-#include "sixteen.cuh"
+#include "half_rows.cuh"
 
 // Bytes of 8 codes: where the file's blocks are only aligned to 2 or 4 bytes, in such pieces.
 template <int ALIGN>
@@ -117,7 +117,7 @@ struct Codebook {
     const int at = k % VALUES, group = at / T::GROUP;
     const float s = T::raw_factor(block, group);
     float least = 0.0f;
-    if constexpr (T::MINIMUM) least = T::raw_least(block, group);
+    if constexpr (T::MINIMUM) least = T::raw_minimum(block, group);
 #pragma unroll
     for (int half = 0; half < 8; half += 4) {
       const u32 codes = T::four(block, at + half), pairs = (codes | codes >> 4) & 0x00ff00ffu;
@@ -180,7 +180,7 @@ DEVICE i64 row_bytes(int k) {
 // Sums over the lanes of a warp of ROWS * T values a lane: the lane's share of the sums, each added in
 // the same order whatever their number.
 template <int T, int ROWS>
-DEVICE float over_lanes(float (&v)[ROWS][T], int lane) {
+DEVICE float transpose_reduce(float (&v)[ROWS][T], int lane) {
   float* flat = &v[0][0];
   int step = 16;
 #pragma unroll
@@ -188,12 +188,12 @@ DEVICE float over_lanes(float (&v)[ROWS][T], int lane) {
     const bool upper = lane & step;
 #pragma unroll
     for (int i = 0; i < n; ++i) {
-      const float other = __shfl_xor_sync(FULL, upper ? flat[i] : flat[i + n], step);
+      const float other = __shfl_xor_sync(FULL_MASK, upper ? flat[i] : flat[i + n], step);
       flat[i] = (upper ? flat[i + n] : flat[i]) + other;
     }
   }
 #pragma unroll
-  for (; step; step /= 2) flat[0] += __shfl_xor_sync(FULL, flat[0], step);
+  for (; step; step /= 2) flat[0] += __shfl_xor_sync(FULL_MASK, flat[0], step);
   return flat[0];
 }
 
@@ -224,15 +224,15 @@ DEVICE void multiply(const u8* weights, const float* x, float* y, int n_rows, in
   }
   constexpr int SHARE = 32 / (ROWS * T);  // lanes that end with the same sum
   const int i = lane / SHARE, r = i / T, m = i % T;
-  const float sum = over_lanes(acc, lane);
+  const float sum = transpose_reduce(acc, lane);
   if (lane % SHARE == 0 && m < tokens && first + r < n_rows) y[(i64)m * n_rows + first + r] = sum;
 }
 
 template <class F, int T, int ROWS>
 __global__ __launch_bounds__(128, 3) void portable(const u8* weights, const float* x, float* y,
                                                 int n_rows, int k, int tokens) {
-  grid_launch();
-  grid_wait();
+  griddep_launch_dependents();
+  griddep_wait();
   multiply<F, T, ROWS>(weights, x, y, n_rows, k, tokens);
 }
 
@@ -242,8 +242,8 @@ template <class F, int ROWS>
 __global__ __launch_bounds__(128, 3) void portable_visits(const u8* weights, const float* x,
                                                        const i64* ids, float* y, int n_rows,
                                                        int k, int share) {
-  grid_launch();
-  grid_wait();
+  griddep_launch_dependents();
+  griddep_wait();
   const i64 visit = blockIdx.y;
   multiply<F, 1, ROWS>(weights + ids[visit] * n_rows * row_bytes<F>(k), x + visit / share * k,
                        y + visit * n_rows, n_rows, k, 1);
@@ -253,8 +253,8 @@ __global__ __launch_bounds__(128, 3) void portable_visits(const u8* weights, con
 template <class F>
 __global__ __launch_bounds__(256) void portable_halves(const u8* weights, u16* out, u32 count,
                                                     int k) {
-  grid_launch();
-  grid_wait();
+  griddep_launch_dependents();
+  griddep_wait();
   const u32 i = blockIdx.x * 256 + threadIdx.x, row = i / (k / 8);
   if (i >= count) return;
   float w[8];

@@ -1,8 +1,8 @@
 // What happens to many rows between prefill's large products: norms with the residual, and gated
 // activations. A block takes one row, read once into registers.
 #include "reduce.cuh"
-#include "rows.cuh"
-#include "sixteen.cuh"
+#include "packed_rows.cuh"
+#include "half_rows.cuh"
 
 // A row of H values as four at a time.
 template <int H, int WARPS>
@@ -43,16 +43,16 @@ struct Row {
         v[j] = add4(v[j], mul4(mul4(other.v[j], s), ((const float4*)weight)[at(j)]));
   }
   // 1 / root mean square. One use of `sums` each.
-  DEVICE float inverse(float* sums, float eps) const {
+  DEVICE float inverse_rms(float* sums, float eps) const {
     float s = 0;
 #pragma unroll
     for (int j = 0; j < V; ++j) s += square4(v[j]);
-    return rsqrtf(over_block<WARPS>(s, sums, Sum()) * (1.0f / H) + eps);
+    return rsqrtf(block_reduce<WARPS>(s, sums, Sum()) * (1.0f / H) + eps);
   }
 };
 
 template <class T>
-DEVICE void put4(void* to, int i, float4 v) {
+DEVICE void store4(void* to, int i, float4 v) {
   if constexpr (T::BYTES == 2)
     ((uint2*)to)[i] = {T::pack(v.x, v.y), T::pack(v.z, v.w)};
   else
@@ -67,7 +67,7 @@ DEVICE void write_row(const Row<H, WARPS>& x, float s, const float* weight, void
     const int i = x.at(j);
     if (i >= Row<H, WARPS>::N) continue;
     const float4 v = mul4(x.v[j], s);
-    put4<T>(to, i, weight ? mul4(v, ((const float4*)weight)[i]) : v);
+    store4<T>(to, i, weight ? mul4(v, ((const float4*)weight)[i]) : v);
   }
 }
 
@@ -84,7 +84,7 @@ norm(const float* x, const float* weight, void* to, float eps) {
   const i64 row = blockIdx.x;
   Row<H, WARPS> r;
   r.load(x + row * H);
-  write_row<Half>(r, r.inverse(sums[0], eps), weight, row_of<Half, H>(to, row));
+  write_row<Half>(r, r.inverse_rms(sums[0], eps), weight, row_of<Half, H>(to, row));
 }
 
 // Rows of the residual as halves, each divided by a power of two that brings its largest value into
@@ -97,8 +97,8 @@ __global__ void __launch_bounds__(32 * WARPS) convert(const float* x, void* to, 
   r.load(x + row * H);
   float most = 0;
 #pragma unroll
-  for (int j = 0; j < r.V; ++j) most = Largest()(most, largest4(r.v[j]));
-  const u32 exponent = __float_as_uint(over_block<WARPS>(most, slots[0], Largest())) >> 23;  // 2^(e - 127)
+  for (int j = 0; j < r.V; ++j) most = MaxNan()(most, largest4(r.v[j]));
+  const u32 exponent = __float_as_uint(block_reduce<WARPS>(most, slots[0], MaxNan())) >> 23;  // 2^(e - 127)
   const int up = exponent ? min(max((int)exponent - 136, -126), 127) : 0;
   if (threadIdx.x == 0) powers[row] = __uint_as_float((u32)(up + 127) << 23);
   write_row<Half>(r, __uint_as_float((u32)(127 - up) << 23), nullptr, row_of<Half, H>(to, row));
@@ -115,10 +115,10 @@ add_norm(const float* h, float* x, const float* weight, const float* scale, cons
   a.load(h + row * H);
   a.scale(stored);
   r.load(x + row * H);
-  r.add_weighted(a, a.inverse(sums[0], eps), weight);
+  r.add_weighted(a, a.inverse_rms(sums[0], eps), weight);
   if (scale) r.scale(*scale);
   r.store(x + row * H);
-  if (to) write_row<Half>(r, r.inverse(sums[1], eps), next, row_of<Half, H>(to, row));
+  if (to) write_row<Half>(r, r.inverse_rms(sums[1], eps), next, row_of<Half, H>(to, row));
 }
 
 // The same before experts: three norms of one row, for the dense feed-forward, the experts, and
@@ -133,9 +133,9 @@ add_norm_experts(const float* h, float* x, const float* weight, const float* den
   Row<H, WARPS> a, r;
   a.load(h + row * H);
   r.load(x + row * H);
-  r.add_weighted(a, a.inverse(sums[0], eps), weight);
+  r.add_weighted(a, a.inverse_rms(sums[0], eps), weight);
   r.store(x + row * H);
-  const float s = r.inverse(sums[1], eps);
+  const float s = r.inverse_rms(sums[1], eps);
   write_row<Half>(r, s, dense, row_of<Half, H>(to_dense, row));
   write_row<Bfloat>(r, s, experts, row_of<Bfloat, H>(to_experts, row));
   write_row<Float>(r, s * share, router, row_of<Float, H>(to_router, row));
@@ -158,13 +158,13 @@ add_experts(const float* h, const u16* y, const i32* places, const float* weight
   a.scale(stored);
   for (int i = 0; i < k; ++i)
     b.template add<Bfloat>(y + (i64)places[row * k + i] * H, weights[row * k + i]);
-  r.add_weighted(a, a.inverse(sums[0], eps), dense);
-  r.add_weighted(b, b.inverse(sums[1], eps), experts);
+  r.add_weighted(a, a.inverse_rms(sums[0], eps), dense);
+  r.add_weighted(b, b.inverse_rms(sums[1], eps), experts);
   a.load(x + row * H);
-  a.add_weighted(r, r.inverse(sums[2], eps), post);
+  a.add_weighted(r, r.inverse_rms(sums[2], eps), post);
   if (scale) a.scale(*scale);
   a.store(x + row * H);
-  if (to) write_row<Half>(a, a.inverse(sums[3], eps), next, row_of<Half, H>(to, row));
+  if (to) write_row<Half>(a, a.inverse_rms(sums[3], eps), next, row_of<Half, H>(to, row));
 }
 
 DEVICE float gelu(float x) {

@@ -31,7 +31,7 @@ EVERYTHING = 1 << 30
 """The window of a layer without one."""
 
 TILE = 64
-"""Rows of keys and values that belong together; see cuda/include/keys.cuh."""
+"""Rows of keys and values that belong together; see cuda/include/prefill_kv_layout.cuh."""
 
 KEYS = 2048
 """Keys whose scores are computed at a time."""
@@ -52,7 +52,7 @@ WIDE_SHARED = 64 * 512 * 2 + 2 * 64 * 640 * 2 + 2048
 """Bytes of its shared memory: queries, two tiles, a few numbers of each row, barriers."""
 
 _INT = np.int32
-_CACHES = {"f16": "HalfCache", "q8_0": "ByteCache"}
+_CACHES = {"f16": "F16Cache", "q8_0": "Q8Cache"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,8 @@ class Attention:
         n_ctx: positions a sequence may have.
     """
 
-    layouts = "Plain", "Plain"
-    """Of queries, and of keys and values; see cuda/include/keys.cuh."""
+    layouts = "RowMajor", "RowMajor"
+    """Of queries, and of keys and values; see cuda/include/prefill_kv_layout.cuh."""
     fold = False
     """Whether queries take over the weights of the keys' norm."""
 
@@ -227,7 +227,7 @@ def _planes(cache: CudaKV, slot: int) -> tuple[Any, ...]:
 class Flash(Attention):
     """Scores stay in registers: heads of 256 on sm_90 (prefill_flash.cu)."""
 
-    layouts = "Tiles", "Tiles"
+    layouts = "SwizzledTiles", "SwizzledTiles"
 
     def attend(self, out: torch.Tensor, start: int) -> None:
         count = len(out)
@@ -253,7 +253,7 @@ class Wide(Attention):
     """The same for heads of 512 whose keys are their values, turned and weighted
     (prefill_flash_wide.cu). A row holds the values, and of the keys the part that turns."""
 
-    layouts = "Tiles", "Shared"
+    layouts = "SwizzledTiles", "SharedKvTiles"
     fold = True
     extra = 2 * TURNING
 

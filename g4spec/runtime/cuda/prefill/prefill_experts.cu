@@ -1,10 +1,10 @@
 // Which experts many rows visit, and the rows in the order of their experts.
-#include "sixteen.cuh"
+#include "half_rows.cuh"
 
 constexpr u32 NONE = 0;
 
 // A number that orders floats, the lower id first where two are equal.
-DEVICE u64 rank_of(float x, int id) {
+DEVICE u64 sort_key(float x, int id) {
   const u32 bits = __float_as_uint(x);
   return (u64)(bits >> 31 ? ~bits : bits | 0x80000000u) << 32 | (0xffffffffu - id);
 }
@@ -20,7 +20,7 @@ route(const float* scores, const float* gains, i32* ids, float* weights, int tok
   u64 mine[V];
 #pragma unroll
   for (int i = 0; i < V; ++i)
-    mine[i] = i * 32 + lane < E ? rank_of(scores[(i64)t * E + i * 32 + lane], i * 32 + lane) : NONE;
+    mine[i] = i * 32 + lane < E ? sort_key(scores[(i64)t * E + i * 32 + lane], i * 32 + lane) : NONE;
   float best = 0, sum = 0, weight[K];
   int chosen[K];
 #pragma unroll
@@ -30,7 +30,7 @@ route(const float* scores, const float* gains, i32* ids, float* weights, int tok
     for (int i = 1; i < V; ++i) top = mine[i] > top ? mine[i] : top;
 #pragma unroll
     for (int step = 16; step; step /= 2) {
-      const u64 other = __shfl_xor_sync(FULL, top, step);
+      const u64 other = __shfl_xor_sync(FULL_MASK, top, step);
       top = other > top ? other : top;
     }
 #pragma unroll
@@ -60,13 +60,13 @@ order(const i32* ids, i32* places, i32* visits, i32* ends, int n) {
   int less = 0;
   for (int i = threadIdx.x; i < n; i += 1024) less += ids[i] < expert;
 #pragma unroll
-  for (int step = 16; step; step /= 2) less += __shfl_xor_sync(FULL, less, step);
+  for (int step = 16; step; step /= 2) less += __shfl_xor_sync(FULL_MASK, less, step);
   if (lane == 0) atomicAdd(&below, less);
   __syncthreads();
   int at = below;
   for (int i = threadIdx.x; i - (int)threadIdx.x < n; i += 1024) {
     const bool mine = i < n && ids[i] == expert;
-    const u32 votes = __ballot_sync(FULL, mine);
+    const u32 votes = __ballot_sync(FULL_MASK, mine);
     if (lane == 0) counts[warp] = __popc(votes);
     __syncthreads();
     int before = 0, all = 0;

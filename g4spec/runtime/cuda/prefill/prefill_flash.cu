@@ -1,8 +1,8 @@
 // Attention of many rows with heads of 256 on sm_90: scores never leave the registers. A block takes
 // 128 rows of a KV head, a row being a token and one of the head's queries; each of two groups of
 // four warps 64 of them. One thread of the other group feeds tiles of 64 keys and values, from the
-// last visible to the first. Everything lies in memory as the tensor cores want it (keys.cuh, Tiles).
-#include "flash.cuh"
+// last visible to the first. Everything lies in memory as the tensor cores want it (prefill_kv_layout.cuh, Tiles).
+#include "online_softmax.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 constexpr int TILE = 64 * 256 * 2, STAGES = 2, GROUPS = 2;
@@ -20,94 +20,94 @@ DEVICE void issue_scores(float (&s)[32], u64 queries, u64 keys) {
 #pragma unroll
   for (int k = 0; k < 16; ++k) {
     const int at = k / 4 * (8192 >> 4) + k % 4 * (32 >> 4);
-    product_64(s, queries + at, keys + at, k != 0);
+    wgmma_m64n64_ss(s, queries + at, keys + at, k != 0);
   }
-  products_commit();
+  wgmma_commit();
 }
 DEVICE void issue_values(float (&o)[128], const u32 (&p)[16], u64 values, int add) {
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
     const u32 a[4] = {p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3]};
-    product_256_values(o, a, values + k * (2048 >> 4), k ? 1 : add);
+    wgmma_m64n256_rs_mn(o, a, values + k * (2048 >> 4), k ? 1 : add);
   }
-  products_commit();
+  wgmma_commit();
 }
 // Tiles of keys and values, from number `high` down to `low`.
 DEVICE void feed(Storage& sh, const u8* queries, const u8* keys, const u8* values, int low,
                  int high) {
-  bulk_copy(sh.queries, queries, GROUPS * TILE, &sh.bar.queries);
-  barrier_expect(&sh.bar.queries, GROUPS * TILE);
+  cp_async_bulk(sh.queries, queries, GROUPS * TILE, &sh.bar.queries);
+  mbarrier_arrive_expect_tx(&sh.bar.queries, GROUPS * TILE);
   for (int i = 0; i <= high - low; ++i) {
     const int s = i % STAGES, parity = (i / STAGES + 1) % 2;
     const i64 at = (i64)(high - i) * TILE;
-    barrier_wait(&sh.bar.no_keys[s], parity);
-    bulk_copy(sh.keys[s], keys + at, TILE, &sh.bar.keys[s]);
-    barrier_expect(&sh.bar.keys[s], TILE);
-    barrier_wait(&sh.bar.no_values[s], parity);
-    bulk_copy(sh.values[s], values + at, TILE, &sh.bar.values[s]);
-    barrier_expect(&sh.bar.values[s], TILE);
+    mbarrier_wait(&sh.bar.no_keys[s], parity);
+    cp_async_bulk(sh.keys[s], keys + at, TILE, &sh.bar.keys[s]);
+    mbarrier_arrive_expect_tx(&sh.bar.keys[s], TILE);
+    mbarrier_wait(&sh.bar.no_values[s], parity);
+    cp_async_bulk(sh.values[s], values + at, TILE, &sh.bar.values[s]);
+    mbarrier_arrive_expect_tx(&sh.bar.values[s], TILE);
   }
 }
 
 // While the weights of one tile meet its values, the scores of the next become weights.
-DEVICE void attend(float (&o)[128], Rows& rows, Storage& sh, int mine, int low, int high,
+DEVICE void attend(float (&o)[128], OnlineSoftmax& rows, Storage& sh, int mine, int low, int high,
                    int lane) {
   float s[32];
   u32 p[16];
-  const u64 queries = operand(sh.queries[mine], 0);
-  barrier_wait(&sh.bar.queries, 0);
+  const u64 queries = smem_descriptor(sh.queries[mine], 0);
+  mbarrier_wait(&sh.bar.queries, 0);
   for (int i = 0; i <= high - low; ++i) {
-    const int now = i % STAGES, before = (i + 1) % STAGES;
-    barrier_wait(&sh.bar.keys[now], i / STAGES % 2);
-    hold(s);
-    products_fence();
-    issue_scores(s, queries, operand(sh.keys[now], 0));
+    const int stage = i % STAGES, previous_stage = (i + 1) % STAGES;
+    mbarrier_wait(&sh.bar.keys[stage], i / STAGES % 2);
+    warpgroup_fence_operand(s);
+    wgmma_fence();
+    issue_scores(s, queries, smem_descriptor(sh.keys[stage], 0));
     if (i) {
-      barrier_wait(&sh.bar.values[before], (i - 1) / STAGES % 2);
-      hold(o);
-      hold(p);
-      products_fence();
-      issue_values(o, p, operand(sh.values[before], 8192), i > 1);
-      products_wait<1>();
+      mbarrier_wait(&sh.bar.values[previous_stage], (i - 1) / STAGES % 2);
+      warpgroup_fence_operand(o);
+      warpgroup_fence_operand(p);
+      wgmma_fence();
+      issue_values(o, p, smem_descriptor(sh.values[previous_stage], 8192), i > 1);
+      wgmma_wait<1>();
     } else {
-      products_wait<0>();
+      wgmma_wait<0>();
     }
-    hold(s);
-    release(&sh.bar.no_keys[now], lane);
-    rows.weigh(s, (high - i) * 64, lane);
+    warpgroup_fence_operand(s);
+    warp_release(&sh.bar.no_keys[stage], lane);
+    rows.update(s, (high - i) * 64, lane);
     if (i) {
-      products_wait<0>();
-      hold(o);
-      release(&sh.bar.no_values[before], lane);
-      make_smaller(o, rows.shrink);
+      wgmma_wait<0>();
+      warpgroup_fence_operand(o);
+      warp_release(&sh.bar.no_values[previous_stage], lane);
+      rescale_output(o, rows.rescale);
     }
-    to_halves(p, s);
+    pack_weights(p, s);
   }
   const int last = (high - low) % STAGES;
-  barrier_wait(&sh.bar.values[last], (high - low) / STAGES % 2);
-  hold(o);
-  hold(p);
-  products_fence();
-  issue_values(o, p, operand(sh.values[last], 8192), high > low);
-  products_wait<0>();
-  hold(o);
+  mbarrier_wait(&sh.bar.values[last], (high - low) / STAGES % 2);
+  warpgroup_fence_operand(o);
+  warpgroup_fence_operand(p);
+  wgmma_fence();
+  issue_values(o, p, smem_descriptor(sh.values[last], 8192), high > low);
+  wgmma_wait<0>();
+  warpgroup_fence_operand(o);
 }
 
 // out [tokens, heads, group, 256] halves.
-DEVICE void write(const float (&o)[128], const Rows& rows, u16* out, int row, int tokens, int group,
+DEVICE void write(const float (&o)[128], const OnlineSoftmax& rows, u16* out, int row, int tokens, int group,
                   int lane, int warp) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float sum = rows.sum[r];
-    sum += __shfl_xor_sync(FULL, sum, 1);
-    sum += __shfl_xor_sync(FULL, sum, 2);
+    sum += __shfl_xor_sync(FULL_MASK, sum, 1);
+    sum += __shfl_xor_sync(FULL_MASK, sum, 2);
     const int at = row + warp * 16 + r * 8 + lane / 4, token = at / group;
     if (token >= tokens) continue;
     const float by = 1.0f / sum;
     u16* to = out + (((i64)token * gridDim.y + blockIdx.y) * group + at % group) * 256 + lane % 4 * 2;
 #pragma unroll
     for (int j = 0; j < 32; ++j)
-      *(u32*)(to + j * 8) = pack_halves(o[4 * j + 2 * r] * by, o[4 * j + 2 * r + 1] * by);
+      *(u32*)(to + j * 8) = pack_half2(o[4 * j + 2 * r] * by, o[4 * j + 2 * r + 1] * by);
   }
 }
 #endif
@@ -121,28 +121,28 @@ flash(const u8* queries, const u8* keys, const u8* values, u16* out, int tokens,
   extern __shared__ __align__(1024) u8 bytes[];
   Storage& sh = *(Storage*)bytes;
   if (threadIdx.x == 0) {
-    barrier_init(&sh.bar.queries, 1);
+    mbarrier_init(&sh.bar.queries, 1);
     for (int s = 0; s < STAGES; ++s) {
-      barrier_init(&sh.bar.keys[s], 1), barrier_init(&sh.bar.values[s], 1);
-      barrier_init(&sh.bar.no_keys[s], 4 * GROUPS), barrier_init(&sh.bar.no_values[s], 4 * GROUPS);
+      mbarrier_init(&sh.bar.keys[s], 1), mbarrier_init(&sh.bar.values[s], 1);
+      mbarrier_init(&sh.bar.no_keys[s], 4 * GROUPS), mbarrier_init(&sh.bar.no_values[s], 4 * GROUPS);
     }
-    barrier_init_fence();
+    mbarrier_init_fence();
   }
   __syncthreads();
   const int first = (gridDim.x - 1 - blockIdx.x) * 128;  // the longest first
   const int low = max(0, first / group + offset - window + 1) / 64;
   const int high = (min((first + 127) / group, tokens - 1) + offset) / 64;
   if (threadIdx.x < 128) {
-    fewer_registers<24>();
+    setmaxnreg_dec<24>();
     const i64 head = (i64)blockIdx.y * key_rows * 512;
     if (threadIdx.x == 0)
       feed(sh, queries + ((i64)blockIdx.y * query_rows + first) * 512, keys + head, values + head,
            low, high);
   } else {
-    more_registers<240>();
+    setmaxnreg_inc<240>();
     const int mine = threadIdx.x / 128 - 1, lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const int row = first + mine * 64;
-    Rows rows(row, group, lane, warp, offset, window);
+    OnlineSoftmax rows(row, group, lane, warp, offset, window);
     float o[128];
     attend(o, rows, sh, mine, low, high, lane);
     write(o, rows, out, row, tokens, group, lane, warp);

@@ -1,12 +1,12 @@
 // Attention of many rows with heads of 512 on sm_90, for layers whose keys are their values, turned
 // and weighted. A tile holds 64 values and, of the keys, only what the rotation changed; the queries
-// carry the weights (keys.cuh, Shared). So a tile fits into shared memory twice, beside 64 queries.
+// carry the weights (prefill_kv_layout.cuh, Shared). So a tile fits into shared memory twice, beside 64 queries.
 //
 // Two groups of four warps each keep half of the columns of the result. They take turns in turning
 // scores of a tile into weights, which both need: group j % 2 computes those of tile j, continues the
 // maximum of tile j - 1, and leaves the weights where the tile's keys were. Tiles go from the last
 // visible to the first, and each group adds them in that order.
-#include "flash.cuh"
+#include "online_softmax.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 constexpr int BLOCK = 8192, VALUES = 8 * BLOCK, TILE = VALUES + 2 * BLOCK;
@@ -14,7 +14,7 @@ constexpr int BLOCK = 8192, VALUES = 8 * BLOCK, TILE = VALUES + 2 * BLOCK;
 struct Storage {
   u8 queries[VALUES];
   u8 tiles[2][TILE];
-  float most[2][64], shrink[2][64], sums[2][64];  // of rows, by group
+  float row_max[2][64], rescale[2][64], sums[2][64];  // of rows, by group
   u64 have_queries, loaded[2], weighed[2], used[2];
 };
 
@@ -23,10 +23,10 @@ DEVICE void issue_scores(float (&s)[32], u64 queries, u64 tile) {
 #pragma unroll
   for (int k = 0; k < 32; ++k) {
     const int block = k / 4, from = block == 0 ? 8 : block == 4 ? 9 : block;
-    product_64(s, queries + block * (BLOCK >> 4) + k % 4 * 2, tile + from * (BLOCK >> 4) + k % 4 * 2,
+    wgmma_m64n64_ss(s, queries + block * (BLOCK >> 4) + k % 4 * 2, tile + from * (BLOCK >> 4) + k % 4 * 2,
                k != 0);
   }
-  products_commit();
+  wgmma_commit();
 }
 
 struct Group {
@@ -38,95 +38,95 @@ struct Group {
   // The group's half of weights times values of tile j.
   DEVICE void issue_values(float (&o)[128], int j) const {
     const u8* tile = sh.tiles[j % 2];
-    const u64 weights = operand(tile + VALUES, 0), values = operand(tile + mine * 4 * BLOCK, BLOCK);
-    hold(o);
-    products_fence();
+    const u64 weights = smem_descriptor(tile + VALUES, 0), values = smem_descriptor(tile + mine * 4 * BLOCK, BLOCK);
+    warpgroup_fence_operand(o);
+    wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-      product_256_weights(o, weights + k * 2, values + k * (2048 >> 4), k ? 1 : j != 0);
-    products_commit();
+      wgmma_m64n256_ss_mn(o, weights + k * 2, values + k * (2048 >> 4), k ? 1 : j != 0);
+    wgmma_commit();
   }
   // Adds a tile that the other group has weighed.
-  DEVICE void issue_other(float (&o)[128], Rows& rows, int j) const {
-    barrier_wait(&sh.weighed[j % 2], j / 2 % 2);
+  DEVICE void issue_other(float (&o)[128], OnlineSoftmax& rows, int j) const {
+    mbarrier_wait(&sh.weighed[j % 2], j / 2 % 2);
     float by[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      rows.most[i] = sh.most[1 - mine][row(i)];
-      by[i] = sh.shrink[1 - mine][row(i)];
+      rows.row_max[i] = sh.row_max[1 - mine][row(i)];
+      by[i] = sh.rescale[1 - mine][row(i)];
       rows.sum[i] *= by[i];
     }
-    if (j) make_smaller(o, by);
+    if (j) rescale_output(o, by);
     issue_values(o, j);
   }
   // Weights of the own tile j, for both. Each thread arrives for what it wrote, and has read: what
   // one does for its warp, racecheck does not follow.
-  DEVICE void publish(const float (&s)[32], const Rows& rows, int j) const {
+  DEVICE void publish(const float (&s)[32], const OnlineSoftmax& rows, int j) const {
     u8* weights = sh.tiles[j % 2] + VALUES;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
       for (int i = 0; i < 8; ++i)
         *(u32*)(weights + row(r) * 128 + ((i ^ (row(r) % 8)) * 16) + lane % 4 * 4) =
-            pack_halves(s[4 * i + 2 * r], s[4 * i + 2 * r + 1]);
+            pack_half2(s[4 * i + 2 * r], s[4 * i + 2 * r + 1]);
       if (lane % 4 == 0) {
-        sh.most[mine][row(r)] = rows.most[r];
-        sh.shrink[mine][row(r)] = rows.shrink[r];
+        sh.row_max[mine][row(r)] = rows.row_max[r];
+        sh.rescale[mine][row(r)] = rows.rescale[r];
       }
     }
-    shared_fence();
-    barrier_arrive(&sh.weighed[j % 2]);
+    fence_proxy_async_shared();
+    mbarrier_arrive(&sh.weighed[j % 2]);
   }
 };
 
 // Tiles of this group and, between them, those of the other.
-DEVICE void attend(float (&o)[128], Rows& rows, Group& g, int count, int high) {
+DEVICE void attend(float (&o)[128], OnlineSoftmax& rows, Group& g, int count, int high) {
   Storage& sh = g.sh;
   float s[32];
-  const u64 queries = operand(sh.queries, 0);
-  barrier_wait(&sh.have_queries, 0);
+  const u64 queries = smem_descriptor(sh.queries, 0);
+  mbarrier_wait(&sh.have_queries, 0);
   for (int j = g.mine; j < count; j += 2) {
     if (j) g.issue_other(o, rows, j - 1);
-    barrier_wait(&sh.loaded[j % 2], j / 2 % 2);
-    hold(s);
-    products_fence();
-    issue_scores(s, queries, operand(sh.tiles[j % 2], 0));
+    mbarrier_wait(&sh.loaded[j % 2], j / 2 % 2);
+    warpgroup_fence_operand(s);
+    wgmma_fence();
+    issue_scores(s, queries, smem_descriptor(sh.tiles[j % 2], 0));
     if (j) {
-      products_wait<1>();
-      hold(o);
-      release(&sh.used[1 - j % 2], g.lane);
+      wgmma_wait<1>();
+      warpgroup_fence_operand(o);
+      warp_release(&sh.used[1 - j % 2], g.lane);
     }
-    products_wait<0>();
-    hold(s);
-    rows.weigh(s, (high - j) * 64, g.lane);
+    wgmma_wait<0>();
+    warpgroup_fence_operand(s);
+    rows.update(s, (high - j) * 64, g.lane);
     // All warps of the group have read the keys before one writes over them.
-    meet(1 + g.mine, 128);
+    named_barrier_sync(1 + g.mine, 128);
     g.publish(s, rows, j);
-    meet(1 + g.mine, 128);
-    if (j) make_smaller(o, rows.shrink);
+    named_barrier_sync(1 + g.mine, 128);
+    if (j) rescale_output(o, rows.rescale);
     g.issue_values(o, j);
-    products_wait<0>();
-    hold(o);
-    release(&sh.used[j % 2], g.lane);
+    wgmma_wait<0>();
+    warpgroup_fence_operand(o);
+    warp_release(&sh.used[j % 2], g.lane);
   }
   if ((count - 1) % 2 != g.mine) {
     g.issue_other(o, rows, count - 1);
-    products_wait<0>();
-    hold(o);
+    wgmma_wait<0>();
+    warpgroup_fence_operand(o);
   }
 }
 
 // out [tokens, heads, group, 512] halves: the group's half of the columns.
-DEVICE void write(const float (&o)[128], const Rows& rows, const Group& g, u16* out, int first,
+DEVICE void write(const float (&o)[128], const OnlineSoftmax& rows, const Group& g, u16* out, int first,
                   int tokens, int group) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float sum = rows.sum[r];
-    sum += __shfl_xor_sync(FULL, sum, 1);
-    sum += __shfl_xor_sync(FULL, sum, 2);
+    sum += __shfl_xor_sync(FULL_MASK, sum, 1);
+    sum += __shfl_xor_sync(FULL_MASK, sum, 2);
     if (g.lane % 4 == 0) g.sh.sums[g.mine][g.row(r)] = sum;
   }
-  meet<3, 256>();
+  named_barrier_sync<3, 256>();
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int at = first + g.row(r), token = at / group;
@@ -136,17 +136,17 @@ DEVICE void write(const float (&o)[128], const Rows& rows, const Group& g, u16* 
               g.mine * 256 + g.lane % 4 * 2;
 #pragma unroll
     for (int j = 0; j < 32; ++j)
-      *(u32*)(to + j * 8) = pack_halves(o[4 * j + 2 * r] * by, o[4 * j + 2 * r + 1] * by);
+      *(u32*)(to + j * 8) = pack_half2(o[4 * j + 2 * r] * by, o[4 * j + 2 * r + 1] * by);
   }
 }
 
 DEVICE void feed(Storage& sh, const u8* queries, const u8* tiles, int count, int high) {
-  bulk_copy(sh.queries, queries, VALUES, &sh.have_queries);
-  barrier_expect(&sh.have_queries, VALUES);
+  cp_async_bulk(sh.queries, queries, VALUES, &sh.have_queries);
+  mbarrier_arrive_expect_tx(&sh.have_queries, VALUES);
   for (int j = 0; j < count; ++j) {
-    barrier_wait(&sh.used[j % 2], (j / 2 + 1) % 2);
-    bulk_copy(sh.tiles[j % 2], tiles + (i64)(high - j) * TILE, TILE, &sh.loaded[j % 2]);
-    barrier_expect(&sh.loaded[j % 2], TILE);
+    mbarrier_wait(&sh.used[j % 2], (j / 2 + 1) % 2);
+    cp_async_bulk(sh.tiles[j % 2], tiles + (i64)(high - j) * TILE, TILE, &sh.loaded[j % 2]);
+    mbarrier_arrive_expect_tx(&sh.loaded[j % 2], TILE);
   }
 }
 #endif
@@ -160,26 +160,26 @@ flash_wide(const u8* queries, const u8* tiles, u16* out, int tokens, int group, 
   extern __shared__ __align__(1024) u8 bytes[];
   Storage& sh = *(Storage*)bytes;
   if (threadIdx.x == 0) {
-    barrier_init(&sh.have_queries, 1);
+    mbarrier_init(&sh.have_queries, 1);
     for (int s = 0; s < 2; ++s) {
-      barrier_init(&sh.loaded[s], 1), barrier_init(&sh.weighed[s], 128);
-      barrier_init(&sh.used[s], 8);
+      mbarrier_init(&sh.loaded[s], 1), mbarrier_init(&sh.weighed[s], 128);
+      mbarrier_init(&sh.used[s], 8);
     }
-    barrier_init_fence();
+    mbarrier_init_fence();
   }
   __syncthreads();
   const int first = (gridDim.x - 1 - blockIdx.x) * 64;  // the longest first
   const int low = max(0, first / group + offset - window + 1) / 64;
   const int high = (min((first + 63) / group, tokens - 1) + offset) / 64, count = high - low + 1;
   if (threadIdx.x < 128) {
-    fewer_registers<24>();
+    setmaxnreg_dec<24>();
     if (threadIdx.x == 0)
       feed(sh, queries + ((i64)blockIdx.y * query_rows + first) * 1024,
            tiles + (i64)blockIdx.y * (key_rows / 64) * TILE, count, high);
   } else {
-    more_registers<240>();
+    setmaxnreg_inc<240>();
     Group g{sh, (int)threadIdx.x / 128 - 1, (int)threadIdx.x % 32, (int)threadIdx.x / 32 % 4};
-    Rows rows(first, group, g.lane, g.warp, offset, window);
+    OnlineSoftmax rows(first, group, g.lane, g.warp, offset, window);
     float o[128];
     attend(o, rows, g, count, high);
     write(o, rows, g, out, first, tokens, group);

@@ -2,30 +2,30 @@
 // g4spec/runtime/cuda/cache/cuda_kv.py), and laid out for prefill's attention together with what the cache
 // holds of earlier rows. Keys and values are as the cache stores them, so that they are the same
 // whether a row's own chunk or an earlier one has made them. A warp takes a row of one head.
-#include "keys.cuh"
+#include "prefill_kv_layout.cuh"
 
 // A row of a plane of the cache: halves, or bytes q + 128 with a half for each 32. TURN: of each half
 // of a head the plane holds that many columns, the others of `x` are not touched; 0: it holds all.
 // Writing leaves in `x` what reading would give; a negative row is rounded and not written.
 template <int D>
-struct HalfCache {
-  template <int TURN>
+struct F16Cache {
+  template <int ROTARY_PAIRS>
   static DEVICE void write(u8* plane, u16*, i64 row, HeadRow<D>& x) {
-    u16* to = (u16*)plane + row * (TURN ? 2 * TURN : D);
+    u16* to = (u16*)plane + row * (ROTARY_PAIRS ? 2 * ROTARY_PAIRS : D);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if (!x.template stored<TURN>()) continue;
-      if (row >= 0) pack_row(to + x.template column<TURN>(h), x.x[h]);
+      if (!x.template stored<ROTARY_PAIRS>()) continue;
+      if (row >= 0) pack_row(to + x.template column<ROTARY_PAIRS>(h), x.x[h]);
 #pragma unroll
       for (int e = 0; e < x.V; ++e) x.x[h][e] = from_half(to_half(x.x[h][e]));
     }
   }
-  template <int TURN>
+  template <int ROTARY_PAIRS>
   static DEVICE void read(HeadRow<D>& x, const u8* plane, const u16*, i64 row) {
-    const u16* from = (const u16*)plane + row * (TURN ? 2 * TURN : D);
+    const u16* from = (const u16*)plane + row * (ROTARY_PAIRS ? 2 * ROTARY_PAIRS : D);
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      if (x.template stored<TURN>()) unpack_row(x.x[h], from + x.template column<TURN>(h));
+      if (x.template stored<ROTARY_PAIRS>()) unpack_row(x.x[h], from + x.template column<ROTARY_PAIRS>(h));
   }
 };
 
@@ -43,11 +43,11 @@ DEVICE void store(u8* to, const u8 (&bytes)[N]) {
 }
 
 template <int D>
-struct ByteCache {
+struct Q8Cache {
   static constexpr int V = HeadRow<D>::V;
 
   // Rounds as `quantize` in cuda_kv.py does, to the bit.
-  template <int TURN>
+  template <int ROTARY_PAIRS>
   static DEVICE void write(u8* plane, u16* scales, i64 row, HeadRow<D>& x) {
     float most[2];
 #pragma unroll
@@ -57,14 +57,14 @@ struct ByteCache {
       for (int e = 0; e < V; ++e) most[h] = fmaxf(most[h], fabsf(x.x[h][e]));
 #pragma unroll
       for (int step = 1; step * V < (D >= 64 ? 32 : D / 2); step *= 2)
-        most[h] = fmaxf(most[h], __shfl_xor_sync(FULL, most[h], step));
+        most[h] = fmaxf(most[h], __shfl_xor_sync(FULL_MASK, most[h], step));
     }
     if (D < 64) most[0] = most[1] = fmaxf(most[0], most[1]);  // one block for both halves
-    if (!x.template stored<TURN>()) return;
-    constexpr int WIDTH = TURN ? 2 * TURN : D;
+    if (!x.template stored<ROTARY_PAIRS>()) return;
+    constexpr int WIDTH = ROTARY_PAIRS ? 2 * ROTARY_PAIRS : D;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int at = x.template column<TURN>(h);
+      const int at = x.template column<ROTARY_PAIRS>(h);
       const float step = __fdiv_rn(most[h], 127.0f), inverse = __frcp_rn(step);
       const float by = inverse - inverse == 0.0f ? inverse : 0.0f;  // 0 if infinite or NaN
       const u16 scale = to_half(step);
@@ -81,13 +81,13 @@ struct ByteCache {
       if (at % 32 == 0) scales[row * (WIDTH / 32) + at / 32] = scale;
     }
   }
-  template <int TURN>
+  template <int ROTARY_PAIRS>
   static DEVICE void read(HeadRow<D>& x, const u8* plane, const u16* scales, i64 row) {
-    if (!x.template stored<TURN>()) return;
-    constexpr int WIDTH = TURN ? 2 * TURN : D;
+    if (!x.template stored<ROTARY_PAIRS>()) return;
+    constexpr int WIDTH = ROTARY_PAIRS ? 2 * ROTARY_PAIRS : D;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int at = x.template column<TURN>(h);
+      const int at = x.template column<ROTARY_PAIRS>(h);
       const float step = from_half(scales[row * (WIDTH / 32) + at / 32]);
 #pragma unroll
       for (int e = 0; e < V; ++e) x.x[h][e] = ((int)plane[row * WIDTH + at + e] - 128) * step;
@@ -96,14 +96,14 @@ struct ByteCache {
 };
 
 template <class Layout, int D>
-DEVICE void keep_key(u16* keys, int head, i64 capacity, int row, const HeadRow<D>& x) {
+DEVICE void store_key(u16* keys, int head, i64 capacity, int row, const HeadRow<D>& x) {
 #pragma unroll
   for (int h = 0; h < 2; ++h)
-    if (x.active() && Layout::keeps_key(x.at(h)))
+    if (x.active() && Layout::stores_key(x.at(h)))
       pack_row(keys + Layout::key(head, capacity, row, x.at(h)), x.x[h]);
 }
 template <class Layout, int D>
-DEVICE void keep_value(u16* values, int head, i64 capacity, int row, const HeadRow<D>& x) {
+DEVICE void store_value(u16* values, int head, i64 capacity, int row, const HeadRow<D>& x) {
 #pragma unroll
   for (int h = 0; h < 2; ++h)
     if (x.active()) pack_row(values + Layout::value(head, capacity, row, x.at(h)), x.x[h]);
@@ -112,7 +112,7 @@ DEVICE void keep_value(u16* values, int head, i64 capacity, int row, const HeadR
 // Where a sequence's rows lie in the planes of a cache: in pages of PAGE positions (`pages`: of each
 // PAGE positions), or in the ring of a slot.
 constexpr int PAGE = 128;
-struct Stored {
+struct CacheRows {
   const i32* pages;
   int slot, n_kv, capacity;
 
@@ -124,9 +124,9 @@ struct Stored {
 
 // A key as queries meet it, from what the cache holds of it and of its value: columns that it does
 // not hold are those of the value, times the weight of the keys' norm.
-template <int TURN, int D>
-DEVICE void complete(HeadRow<D>& key, const HeadRow<D>& value, const float* k_norm) {
-  if (!TURN || key.template stored<TURN>()) return;
+template <int ROTARY_PAIRS, int D>
+DEVICE void complete_key(HeadRow<D>& key, const HeadRow<D>& value, const float* k_norm) {
+  if (!ROTARY_PAIRS || key.template stored<ROTARY_PAIRS>()) return;
   key = value.times(1.0f, k_norm);
 }
 
@@ -137,7 +137,7 @@ DEVICE void complete(HeadRow<D>& key, const HeadRow<D>& value, const float* k_no
 // queries take over where the layout keeps no keys, or null. keys, values: `rows` rows a head, this
 // chunk from row `first` on, as the cache stores them. `turns`: [T, rotated]. The cache takes the
 // rows that come before `count` and that a ring has room for, of keys the columns of TURN.
-template <int D, class Q, class KV, template <int> class CacheKind, int TURN>
+template <int D, class Q, class KV, template <int> class CacheKind, int ROTARY_PAIRS>
 __global__ void __launch_bounds__(256)
 heads(const u16* qkv, int columns, int n_head, int n_kv, int own_values, const float* q_norm,
       const float* k_norm, const float* fold, const float2* turns, int rotated, u16* queries,
@@ -151,37 +151,37 @@ heads(const u16* qkv, int columns, int n_head, int n_kv, int own_values, const f
     HeadRow<D> x;
     x.load(qkv + (i64)t * columns + head * D);
     if (head < n_head) {
-      auto q = x.times(x.inverse(eps), q_norm);
+      auto q = x.times(x.inverse_rms(eps), q_norm);
       q.rotate(turns, rotated);
       if (fold) {
 #pragma unroll
         for (int h = 0; h < 2; ++h)
 #pragma unroll
           for (int e = 0; e < q.V; ++e)
-            if (!KV::keeps_key(q.at(h))) q.x[h][e] *= fold[q.at(h) + e];
+            if (!KV::stores_key(q.at(h))) q.x[h][e] *= fold[q.at(h) + e];
       }
-      keep_key<Q>(queries, head / group, query_rows, t * group + head % group, q);
+      store_key<Q>(queries, head / group, query_rows, t * group + head % group, q);
       continue;
     }
     const int kv = head - n_head;
     const bool stays = t < count && (pages || t >= count - capacity);
-    const i64 row = stays ? Stored{pages, slot, n_kv, capacity}.at(kv, start + t) : -1;
-    auto k = x.times(x.inverse(eps), k_norm);
+    const i64 row = stays ? CacheRows{pages, slot, n_kv, capacity}.at(kv, start + t) : -1;
+    auto k = x.times(x.inverse_rms(eps), k_norm);
     k.rotate(turns, rotated);
     if (own_values) x.load(qkv + (i64)t * columns + (head + n_kv) * D);
-    auto v = x.times(x.inverse(eps), nullptr);
+    auto v = x.times(x.inverse_rms(eps), nullptr);
     CacheKind<D>::template write<0>(cache_values, value_scales, row, v);
-    CacheKind<D>::template write<TURN>(cache_keys, key_scales, row, k);
-    complete<TURN>(k, v, k_norm);
-    keep_key<KV>(keys, kv, rows, first + t, k);
-    keep_value<KV>(values, kv, rows, first + t, v);
+    CacheKind<D>::template write<ROTARY_PAIRS>(cache_keys, key_scales, row, k);
+    complete_key<ROTARY_PAIRS>(k, v, k_norm);
+    store_key<KV>(keys, kv, rows, first + t, k);
+    store_value<KV>(values, kv, rows, first + t, v);
   }
 }
 
 // Rows of the cache from position `from` on become rows 0 ... of `keys` and `values`; those before
 // position `visible`, which nobody sees, become zeros. Grid: (rows, y); a block's warps share the KV
 // heads. `k_norm`: weights of the norm of keys.
-template <int D, class KV, template <int> class CacheKind, int TURN>
+template <int D, class KV, template <int> class CacheKind, int ROTARY_PAIRS>
 __global__ void __launch_bounds__(256)
 earlier(const u8* cache_keys, const u8* cache_values, const u16* key_scales,
         const u16* value_scales, const i32* pages, int slot, int capacity, int from, int visible,
@@ -190,12 +190,12 @@ earlier(const u8* cache_keys, const u8* cache_values, const u16* key_scales,
   for (int kv = blockIdx.y * 8 + threadIdx.x / 32; kv < n_kv; kv += gridDim.y * 8) {
     HeadRow<D> k{}, v{};
     if (from + row >= visible) {
-      const i64 at = Stored{pages, slot, n_kv, capacity}.at(kv, from + row);
+      const i64 at = CacheRows{pages, slot, n_kv, capacity}.at(kv, from + row);
       CacheKind<D>::template read<0>(v, cache_values, value_scales, at);
-      CacheKind<D>::template read<TURN>(k, cache_keys, key_scales, at);
-      complete<TURN>(k, v, k_norm);
+      CacheKind<D>::template read<ROTARY_PAIRS>(k, cache_keys, key_scales, at);
+      complete_key<ROTARY_PAIRS>(k, v, k_norm);
     }
-    keep_key<KV>(keys, kv, rows, row, k);
-    keep_value<KV>(values, kv, rows, row, v);
+    store_key<KV>(keys, kv, rows, row, k);
+    store_value<KV>(values, kv, rows, row, v);
   }
 }

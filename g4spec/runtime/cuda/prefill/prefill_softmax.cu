@@ -1,10 +1,10 @@
 // Attention of many rows between two products: scores [heads, rows, keys] become weights, with the
 // maximum and the sum of each row carried from one block of keys to the next.
 #include "reduce.cuh"
-#include "sixteen.cuh"
+#include "half_rows.cuh"
 
 constexpr int WARPS = 4;
-#define NEVER __int_as_float(0xff800000)  // minus infinity
+#define NEG_INF __int_as_float(0xff800000)  // minus infinity
 
 // Grid: (rows, KV heads); a block a row. Row r is of token r / group; token t sees the keys from
 // position t + offset - window + 1 to t + offset of which `keys` from `first` on are here. `scores`
@@ -19,22 +19,22 @@ softmax(const float* scores, u16* weights, float* most, float* sum, float* out, 
   const i64 row = (i64)blockIdx.y * gridDim.x + blockIdx.x;
   const int last = blockIdx.x / group + offset - first, least = last - window;  // (least, last]
   float4 v[V];
-  float top = NEVER;
+  float top = NEG_INF;
 #pragma unroll
   for (int j = 0; j < V; ++j) {
     const int i = (j * 32 * WARPS + threadIdx.x) * 4;
-    v[j] = float4{NEVER, NEVER, NEVER, NEVER};
+    v[j] = float4{NEG_INF, NEG_INF, NEG_INF, NEG_INF};
     if (i >= keys || i > last || i + 3 <= least) continue;
     v[j] = *(const float4*)(scores + row * keys + i);
-    if (i <= least) v[j].x = NEVER;
-    if (i + 1 <= least || i + 1 > last) v[j].y = NEVER;
-    if (i + 2 <= least || i + 2 > last) v[j].z = NEVER;
-    if (i + 3 > last) v[j].w = NEVER;
+    if (i <= least) v[j].x = NEG_INF;
+    if (i + 1 <= least || i + 1 > last) v[j].y = NEG_INF;
+    if (i + 2 <= least || i + 2 > last) v[j].z = NEG_INF;
+    if (i + 3 > last) v[j].w = NEG_INF;
     top = fmaxf(top, fmaxf(fmaxf(v[j].x, v[j].y), fmaxf(v[j].z, v[j].w)));
   }
-  top = over_block<WARPS>(top, slots[0], Largest());
-  const float before = begin ? NEVER : most[row], now = fmaxf(before, top);
-  const float base = now == NEVER ? 0.0f : now;
+  top = block_reduce<WARPS>(top, slots[0], MaxNan());
+  const float before = begin ? NEG_INF : most[row], now = fmaxf(before, top);
+  const float base = now == NEG_INF ? 0.0f : now;
   float total = 0;
 #pragma unroll
   for (int j = 0; j < V; ++j) {
@@ -45,8 +45,8 @@ softmax(const float* scores, u16* weights, float* most, float* sum, float* out, 
     if (i < keys)
       *(uint2*)(weights + row * keys + i) = {Half::pack(p.x, p.y), Half::pack(p.z, p.w)};
   }
-  total = over_block<WARPS>(total, slots[1], Sum());
-  const float shrink = before == NEVER ? 0.0f : __expf(before - base);
+  total = block_reduce<WARPS>(total, slots[1], Sum());
+  const float shrink = before == NEG_INF ? 0.0f : __expf(before - base);
   if (threadIdx.x == 0) {
     most[row] = now;
     sum[row] = begin ? total : sum[row] * shrink + total;

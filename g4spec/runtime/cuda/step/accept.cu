@@ -33,20 +33,20 @@ __global__ __launch_bounds__(32) void accept(const i64* chosen, const float* log
                                              const i64* ids, int rows, i64* state, int room,
                                              const i64* forced, const int* unfit, int pitch,
                                              Seen* seen, int turns) {
-  grid_launch();
-  grid_wait();
+  griddep_launch_dependents();
+  griddep_wait();
   const int s = blockIdx.x, i = threadIdx.x, at = s * rows + i;
   auto field = [&](Field f) -> i64& { return state[f * room + s]; };
   const bool is_row = i < rows;
   const i64 choice = is_row ? chosen[at] : 0, id = is_row ? ids[at] : 0;
   const int used = (int)min((i64)rows, field(ROWS));
-  const i64 following = __shfl_down_sync(FULL, id, 1);
+  const i64 following = __shfl_down_sync(FULL_MASK, id, 1);
   const bool held = i < used - 1 && (forced ? i < *forced : choice == following);
-  const int n = __ffs(~__ballot_sync(FULL, held)) - 1;
-  const i64 next = __shfl_sync(FULL, choice, n), turn = field(TURN);
+  const int n = __ffs(~__ballot_sync(FULL_MASK, held)) - 1;
+  const i64 next = __shfl_sync(FULL_MASK, choice, n), turn = field(TURN);
   const i64 position = field(POSITION) + (used ? n + 1 : 0), anchor = used ? next : field(ANCHOR);
-  const u32 without = __ballot_sync(FULL, is_row && bad[at]);
-  const u32 undrafted = __ballot_sync(FULL, unfit && i < pitch && unfit[s * pitch + i]);
+  const u32 without = __ballot_sync(FULL_MASK, is_row && bad[at]);
+  const u32 undrafted = __ballot_sync(FULL_MASK, unfit && i < pitch && unfit[s * pitch + i]);
   Seen& told = seen[turn * room + s];
   if (i < MOST) {
     told.ids[i] = id, told.chosen[i] = choice;

@@ -1,12 +1,12 @@
-// Attention of a few rows over a cache, first phase: for each chunk of keys (chunks.cuh) and row
+// Attention of a few rows over a cache, first phase: for each chunk of keys (attention_chunks.cuh) and row
 // the largest score, the sum of weights and the weighted sum of values. The second phase is
 // attention_combine.cu.
 //
-// Some warps compute scores and weights (`score`), the others sum values (`gather`), one tile
+// Some warps compute scores and weights (`run_score_warps`), the others sum values (`run_value_warps`), one tile
 // behind: all meet when a tile has its weights, and the tile before has been summed. Each side brings
 // its own operand to shared memory. A row of the 8-wide operand is a (token, head) pair: row r is
 // token r / group, head r % group of the KV head. Blocks are shared out among sequences by what these see.
-#include "attend_tiles.cuh"
+#include "attention_tiles.cuh"
 
 #if ARCH >= 800
 enum Barrier { SCORE = 1, GATHER, WEIGHED };
@@ -16,7 +16,7 @@ struct Args {    // of a sequence
   const i64 *first, *last;
   float* sums;  // [chunks, n_kv, rows, D]
   float* tops;  // [chunks, n_kv, rows, 2]: largest score in units of log 2, sum of weights
-  Planes k, v;
+  KvPlane k, v;
   int tokens, n_kv, group, capacity;
   float scale;  // log2(e) included
 };
@@ -24,21 +24,21 @@ struct Args {    // of a sequence
 // Fills the ring. Tiles that were complete before this step may be read before the kernel in front
 // of this one has ended; `between` runs when it has, its copies belong to the first part.
 template <int PARTS, int RING, class S, class Load, class Between>
-DEVICE Cursor<S, PARTS> fill(const Work<S::KEYS>& work, int settled, Load load, Between between) {
+DEVICE TileCursor<S, PARTS> fill_ring(const AttentionWork<S::KEYS>& work, int settled, Load load, Between between) {
 #pragma unroll 1
   for (int late = 0;; ++late) {
     if (late) {
-      grid_wait();
+      griddep_wait();
       between();
     }
-    Cursor<S, PARTS> at(work);
+    TileCursor<S, PARTS> at(work);
 #pragma unroll 1
     for (int i = 0; i < RING; ++i) {
       if (at.valid()) {
         if (((at.tile + 1) * S::KEYS > settled) == late) load(i, at);
         at.next(work);
       }
-      if (late) commit_copies();
+      if (late) cp_async_commit();
     }
     if (late) return at;
   }
@@ -46,171 +46,171 @@ DEVICE Cursor<S, PARTS> fill(const Work<S::KEYS>& work, int settled, Load load, 
 
 // Waits for part `i` of a ring, then hands the place of part i - 1 to the next one.
 template <int RING, class S, int PARTS, class Load>
-DEVICE void advance(int i, Cursor<S, PARTS>& ahead, const Work<S::KEYS>& work, int barrier,
+DEVICE void advance_ring(int i, TileCursor<S, PARTS>& ahead, const AttentionWork<S::KEYS>& work, int barrier,
                     int threads, Load load) {
-  if (i == 0) wait_copies<RING - 1>();
-  else wait_copies<RING - 2>();
-  meet(barrier, threads);
+  if (i == 0) cp_async_wait_group<RING - 1>();
+  else cp_async_wait_group<RING - 2>();
+  named_barrier_sync(barrier, threads);
   if (i == 0) return;
   if (ahead.valid()) {
     load((i - 1) % RING, ahead);
     ahead.next(work);
   }
-  commit_copies();
+  cp_async_commit();
 }
 
 // Where the row of a lane comes from, of those of an item that a warp loads, or -1; what it sees goes
 // to shared memory.
 template <class S>
-DEVICE int find_row(char* shared, const Args& args, const Item& item, int warp) {
-  constexpr int OWN = S::ROWS / S::QW;  // rows of a warp
-  const int lane = threadIdx.x % 32, first = item.rows * S::ROWS, rows = args.tokens * args.group;
+DEVICE int find_query_row(char* shared, const Args& args, const WorkItem& item, int warp) {
+  constexpr int OWN = S::ROWS / S::SCORE_WARPS;  // rows of a warp
+  const int lane = threadIdx.x % 32, first = item.row_block * S::ROWS, rows = args.tokens * args.group;
   const int mine = first + warp * OWN + lane;
   const int token = mine < rows ? (u32)mine / (u32)args.group : 0;
   const int head = item.head * args.group + mine - token * args.group;
   if (lane < OWN) {
     const int last = mine < rows ? (int)__ldcg(args.last + token) : -1;
-    ((int2*)(shared + S::SEES_AT))[mine - first] = {(int)__ldcg(args.first + token), last};
+    ((int2*)(shared + S::VISIBLE_AT))[mine - first] = {(int)__ldcg(args.first + token), last};
   }
   return mine < rows ? token * args.n_kv * args.group + head : -1;
 }
 
-// Rows of an item to shared memory. `row`: what `find_row` found.
+// Rows of an item to shared memory. `row`: what `find_query_row` found.
 template <class S>
-DEVICE void load_rows(char* shared, const Args& args, int row, int warp) {
-  constexpr int PIECES = S::D / 8, OWN = S::ROWS / S::QW;  // of a row, rows of a warp
+DEVICE void load_queries(char* shared, const Args& args, int row, int warp) {
+  constexpr int PIECES = S::D / 8, OWN = S::ROWS / S::SCORE_WARPS;  // of a row, rows of a warp
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < OWN; ++i) {
-    const int from = __shfl_sync(FULL, row, i);
+    const int from = __shfl_sync(FULL_MASK, row, i);
 #pragma unroll
     for (int piece = lane; piece < PIECES; piece += 32) {
-      char* to = shared + S::Q_AT + place_of_row<S>(warp * OWN + i, piece);
-      if (from >= 0) copy16(to, args.q + (i64)from * S::D + piece * 8);
+      char* to = shared + S::Q_AT + query_offset<S>(warp * OWN + i, piece);
+      if (from >= 0) cp_async16(to, args.q + (i64)from * S::D + piece * 8);
       else *(uint4*)to = {0, 0, 0, 0};
     }
   }
 }
 
 // Where the rows of an item begin among all partial results.
-DEVICE int place_of(const Args& args, const Item& item) {
+DEVICE int partial_row(const Args& args, const WorkItem& item) {
   return (item.chunk * args.n_kv + item.head) * args.tokens * args.group;
 }
 
 // The largest score of two rows so far, and by what earlier sums of them fade.
 template <class S>
-DEVICE float2 raise(float2& fade, const float* tops, float* last, int place, bool keep) {
+DEVICE float2 update_running_max(float2& rescale, const float* tops, float* last, int place, bool keep) {
   const float2 before = *(const float2*)(last + place);
   float2 top = before;
 #pragma unroll
-  for (int w = 0; w < S::QW; ++w) {
+  for (int w = 0; w < S::SCORE_WARPS; ++w) {
     const float2 x = *(const float2*)(tops + w * S::ROWS + place);
     top = {fmaxf(top.x, x.x), fmaxf(top.y, x.y)};
   }
   __syncwarp();
   if (keep) *(float2*)(last + place) = top;
-  top = {top.x == NEVER ? 0.0f : top.x, top.y == NEVER ? 0.0f : top.y};
-  fade = {exp2_fast(__fsub_rn(before.x, top.x)), exp2_fast(__fsub_rn(before.y, top.y))};
+  top = {top.x == NEG_INF ? 0.0f : top.x, top.y == NEG_INF ? 0.0f : top.y};
+  rescale = {exp2_approx(__fsub_rn(before.x, top.x)), exp2_approx(__fsub_rn(before.y, top.y))};
   return top;
 }
 
 // Weights 2^(score - top) of a tile to shared memory.
 template <class S>
-DEVICE void weigh(const float (&scores)[S::WT][S::NT][4], char* shared, int buffer, int warp) {
+DEVICE void compute_weights(const float (&scores)[S::WARP_KEY_TILES][S::ROW_TILES][4], char* shared, int buffer, int warp) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const float* tops = (const float*)(shared + S::TOP_AT + buffer * S::TOP_SIZE);
-  float* last = (float*)(shared + S::LAST_AT) + warp * S::ROWS;
-  float* fades = (float*)(shared + S::FADE_AT + buffer * S::FADE_SIZE);
+  const float* tops = (const float*)(shared + S::TILE_MAX_AT + buffer * S::TILE_MAX_SIZE);
+  float* last = (float*)(shared + S::RUNNING_MAX_AT) + warp * S::ROWS;
+  float* rescales = (float*)(shared + S::RESCALE_AT + buffer * S::RESCALE_SIZE);
   u32* p = (u32*)(shared + S::P_AT + buffer * S::P_SIZE);
 #pragma unroll
-  for (int n = 0; n < S::NT; ++n) {
-    float2 fade;
-    const float2 top = raise<S>(fade, tops, last, n * 8 + t * 2, g == 0);
-    if (warp == 0 && g == 0) *(float2*)(fades + n * 8 + t * 2) = fade;
+  for (int n = 0; n < S::ROW_TILES; ++n) {
+    float2 rescale;
+    const float2 top = update_running_max<S>(rescale, tops, last, n * 8 + t * 2, g == 0);
+    if (warp == 0 && g == 0) *(float2*)(rescales + n * 8 + t * 2) = rescale;
 #pragma unroll
-    for (int w = 0; w < S::WT; ++w)
-      put_weights(p, (warp * S::WT + w) * S::NT + n, scores[w][n], top);
+    for (int w = 0; w < S::WARP_KEY_TILES; ++w)
+      store_attention_weights(p, (warp * S::WARP_KEY_TILES + w) * S::ROW_TILES + n, scores[w][n], top);
   }
 }
 
 template <class S>
-DEVICE void store_tops(const float* tops, const Args& args, const Item& item) {
-  const int first = item.rows * S::ROWS, rows = args.tokens * args.group;
+DEVICE void store_row_max(const float* tops, const Args& args, const WorkItem& item) {
+  const int first = item.row_block * S::ROWS, rows = args.tokens * args.group;
   for (int i = threadIdx.x; i < S::ROWS && first + i < rows; i += 32)
-    args.tops[(place_of(args, item) + first + i) * 2] = tops[i];
+    args.tops[(partial_row(args, item) + first + i) * 2] = tops[i];
 }
 
 // The scores of one tile: parts part .. part + KS - 1 of this block.
 template <class S, class Load>
-DEVICE void score_tile(float (&scores)[S::WT][S::NT][4], char* shared, const Work<S::KEYS>& work,
-                       Cursor<S, S::KS>& ahead, int part, float scale, int tile, Load load) {
+DEVICE void score_tile(float (&scores)[S::WARP_KEY_TILES][S::ROW_TILES][4], char* shared, const AttentionWork<S::KEYS>& work,
+                       TileCursor<S, S::K_PARTS>& ahead, int part, float scale, int tile, Load load) {
   const int warp = threadIdx.x / 32;
 #pragma unroll 1
-  for (int i = 0; i < S::KS; ++i, ++part) {
-    advance<S::KR>(part, ahead, work, SCORE, 32 * S::QW, load);
-    multiply_keys<S>(scores, shared + S::K_AT + part % S::KR * S::K_STAGE, shared + S::Q_AT, i,
+  for (int i = 0; i < S::K_PARTS; ++i, ++part) {
+    advance_ring<S::K_STAGES>(part, ahead, work, SCORE, 32 * S::SCORE_WARPS, load);
+    accumulate_scores<S>(scores, shared + S::K_AT + part % S::K_STAGES * S::K_STAGE, shared + S::Q_AT, i,
                      warp);
   }
 #pragma unroll
-  for (int w = 0; w < S::WT; ++w)
+  for (int w = 0; w < S::WARP_KEY_TILES; ++w)
 #pragma unroll
-    for (int n = 0; n < S::NT; ++n)
+    for (int n = 0; n < S::ROW_TILES; ++n)
 #pragma unroll
       for (int c = 0; c < 4; ++c) scores[w][n][c] = __fmul_rn(scores[w][n][c], scale);
-  if (!work.whole(tile)) mask<S>(scores, shared, tile, warp);
+  if (!work.fully_visible(tile)) mask_scores<S>(scores, shared, tile, warp);
 }
 
 template <class S>
-DEVICE void score(char* shared, const Work<S::KEYS>& work, const Args& args, int settled) {
+DEVICE void run_score_warps(char* shared, const AttentionWork<S::KEYS>& work, const Args& args, int settled) {
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  constexpr int ALL = 32 * (S::QW + S::PW);
+  constexpr int ALL = 32 * (S::SCORE_WARPS + S::VALUE_WARPS);
   const u32 stages = shared_address(shared + S::K_AT);
-  auto load = [&](int stage, const Cursor<S, S::KS>& at) {
-    load_keys<S>(stages + stage * S::K_STAGE, args.k, args.v, at, args.capacity, thread);
+  auto load = [&](int stage, const TileCursor<S, S::K_PARTS>& at) {
+    load_key_tile<S>(stages + stage * S::K_STAGE, args.k, args.v, at, args.capacity, thread);
   };
-  const int row = work.count ? find_row<S>(shared, args, work.items[0], warp) : -1;
-  auto ahead = fill<S::KS, S::KR, S>(work, settled, load, [&] {
-    if (work.count) load_rows<S>(shared, args, row, warp);
+  const int row = work.count ? find_query_row<S>(shared, args, work.items[0], warp) : -1;
+  auto ahead = fill_ring<S::K_PARTS, S::K_STAGES, S>(work, settled, load, [&] {
+    if (work.count) load_queries<S>(shared, args, row, warp);
   });
-  float* last = (float*)(shared + S::LAST_AT) + warp * S::ROWS;  // each warp has its own
+  float* last = (float*)(shared + S::RUNNING_MAX_AT) + warp * S::ROWS;  // each warp has its own
   int tile = 0;  // so far, over all items
 #pragma unroll 1
   for (int round = 0; round < work.count; ++round) {
-    const Item item = work.items[round], before = work.items[most(0, round - 1)];
-    if (item.head != before.head || item.rows != before.rows) {
-      load_rows<S>(shared, args, find_row<S>(shared, args, item, warp), warp);
-      commit_copies();
-      wait_copies<0>();
+    const WorkItem item = work.items[round], before = work.items[max_of(0, round - 1)];
+    if (item.head != before.head || item.row_block != before.row_block) {
+      load_queries<S>(shared, args, find_query_row<S>(shared, args, item, warp), warp);
+      cp_async_commit();
+      cp_async_wait_group<0>();
     }
-    for (int i = lane; i < S::ROWS; i += 32) last[i] = NEVER;
+    for (int i = lane; i < S::ROWS; i += 32) last[i] = NEG_INF;
 #pragma unroll 1
     for (int at = work.items[round].tile; at < work.items[round].end; ++at, ++tile) {
-      float scores[S::WT][S::NT][4] = {};
-      score_tile<S>(scores, shared, work, ahead, tile * S::KS, args.scale, at, load);
-      find_tops<S>(scores, (float*)(shared + S::TOP_AT + tile % 2 * S::TOP_SIZE), warp);
-      meet(SCORE, 32 * S::QW);
-      weigh<S>(scores, shared, tile % 2, warp);
-      meet(WEIGHED, ALL);
+      float scores[S::WARP_KEY_TILES][S::ROW_TILES][4] = {};
+      score_tile<S>(scores, shared, work, ahead, tile * S::K_PARTS, args.scale, at, load);
+      tile_row_max<S>(scores, (float*)(shared + S::TILE_MAX_AT + tile % 2 * S::TILE_MAX_SIZE), warp);
+      named_barrier_sync(SCORE, 32 * S::SCORE_WARPS);
+      compute_weights<S>(scores, shared, tile % 2, warp);
+      named_barrier_sync(WEIGHED, ALL);
     }
     __syncwarp();
-    if (warp == 0) store_tops<S>(last, args, work.items[round]);
+    if (warp == 0) store_row_max<S>(last, args, work.items[round]);
   }
 }
 
 // Sums of one item as they stand in registers, to [rows, D].
 template <class S>
-DEVICE void store_sums(const float (&out)[S::DP / 16][S::NT][4], const Args& args, const Item& item,
+DEVICE void store_sums(const float (&out)[S::WARP_DIMS / 16][S::ROW_TILES][4], const Args& args, const WorkItem& item,
                        int warp) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, rows = args.tokens * args.group;
 #pragma unroll
-  for (int n = 0; n < S::NT; ++n)
+  for (int n = 0; n < S::ROW_TILES; ++n)
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      const int row = item.rows * S::ROWS + n * 8 + t * 2 + c;
+      const int row = item.row_block * S::ROWS + n * 8 + t * 2 + c;
       if (row >= rows) continue;
-      float* to = args.sums + (i64)(place_of(args, item) + row) * S::D + warp * S::DP;
+      float* to = args.sums + (i64)(partial_row(args, item) + row) * S::D + warp * S::WARP_DIMS;
 #pragma unroll
-      for (int b = 0; b < S::DP / 32; ++b) {
+      for (int b = 0; b < S::WARP_DIMS / 32; ++b) {
         const float x0 = out[2 * b][n][c], x1 = out[2 * b][n][c + 2];
         const float x2 = out[2 * b + 1][n][c], x3 = out[2 * b + 1][n][c + 2];
         if constexpr (S::Q8) {
@@ -225,95 +225,95 @@ DEVICE void store_sums(const float (&out)[S::DP / 16][S::NT][4], const Args& arg
 
 // Sums of weights over the warps, in their order.
 template <class S>
-DEVICE void store_weights(const float (&sums)[S::NT], char* shared, const Args& args,
-                          const Item& item, int thread) {
-  float* all = (float*)(shared + S::SUM_AT);
+DEVICE void store_weight_sums(const float (&sums)[S::ROW_TILES], char* shared, const Args& args,
+                          const WorkItem& item, int thread) {
+  float* all = (float*)(shared + S::WEIGHT_SUM_AT);
 #pragma unroll
-  for (int n = 0; n < S::NT; ++n) {
-    float x = __fadd_rn(sums[n], __shfl_xor_sync(FULL, sums[n], 1));
-    x = __fadd_rn(x, __shfl_xor_sync(FULL, x, 2));
+  for (int n = 0; n < S::ROW_TILES; ++n) {
+    float x = __fadd_rn(sums[n], __shfl_xor_sync(FULL_MASK, sums[n], 1));
+    x = __fadd_rn(x, __shfl_xor_sync(FULL_MASK, x, 2));
     if (thread % 4 == 0) all[thread / 32 * S::ROWS + n * 8 + thread % 32 / 4] = x;
   }
-  meet(GATHER, 32 * S::PW);
-  const int row = item.rows * S::ROWS + thread;
+  named_barrier_sync(GATHER, 32 * S::VALUE_WARPS);
+  const int row = item.row_block * S::ROWS + thread;
   if (thread >= S::ROWS || row >= args.tokens * args.group) return;
   float x = all[thread];
 #pragma unroll
-  for (int w = 1; w < S::PW; ++w) x = __fadd_rn(x, all[w * S::ROWS + thread]);
-  args.tops[(place_of(args, item) + row) * 2 + 1] = x;
+  for (int w = 1; w < S::VALUE_WARPS; ++w) x = __fadd_rn(x, all[w * S::ROWS + thread]);
+  args.tops[(partial_row(args, item) + row) * 2 + 1] = x;
 }
 
 template <class S>
-DEVICE void fade_sums(float (&out)[S::DP / 16][S::NT][4], float (&sums)[S::NT],
-                      const float* fades) {
+DEVICE void rescale_sums(float (&out)[S::WARP_DIMS / 16][S::ROW_TILES][4], float (&sums)[S::ROW_TILES],
+                      const float* rescales) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int n = 0; n < S::NT; ++n) {
-    const float2 by = *(const float2*)(fades + n * 8 + lane % 4 * 2);
-    sums[n] = __fmul_rn(sums[n], fades[n * 8 + lane / 4]);
+  for (int n = 0; n < S::ROW_TILES; ++n) {
+    const float2 by = *(const float2*)(rescales + n * 8 + lane % 4 * 2);
+    sums[n] = __fmul_rn(sums[n], rescales[n * 8 + lane / 4]);
 #pragma unroll
-    for (int d = 0; d < S::DP / 16; ++d)
+    for (int d = 0; d < S::WARP_DIMS / 16; ++d)
 #pragma unroll
       for (int i = 0; i < 4; ++i) out[d][n][i] = __fmul_rn(out[d][n][i], i % 2 ? by.y : by.x);
   }
 }
 
 template <class S>
-DEVICE void gather(char* shared, const Work<S::KEYS>& work, const Args& args, int settled) {
-  const int thread = threadIdx.x - 32 * S::QW, warp = thread / 32;
-  constexpr int ALL = 32 * (S::QW + S::PW);
+DEVICE void run_value_warps(char* shared, const AttentionWork<S::KEYS>& work, const Args& args, int settled) {
+  const int thread = threadIdx.x - 32 * S::SCORE_WARPS, warp = thread / 32;
+  constexpr int ALL = 32 * (S::SCORE_WARPS + S::VALUE_WARPS);
   const u32 stages = shared_address(shared + S::V_AT);
-  auto load = [&](int stage, const Cursor<S, S::VS>& at) {
-    load_values<S>(stages + stage * S::V_STAGE, args.v, at, args.capacity, thread);
+  auto load = [&](int stage, const TileCursor<S, S::V_PARTS>& at) {
+    load_value_tile<S>(stages + stage * S::V_STAGE, args.v, at, args.capacity, thread);
   };
-  auto ahead = fill<S::VS, S::VR, S>(work, settled, load, [] {});
+  auto ahead = fill_ring<S::V_PARTS, S::V_STAGES, S>(work, settled, load, [] {});
   int tile = 0;  // so far, over all items
 #pragma unroll 1
   for (int round = 0; round < work.count; ++round) {
-    float out[S::DP / 16][S::NT][4] = {}, sums[S::NT] = {};
+    float out[S::WARP_DIMS / 16][S::ROW_TILES][4] = {}, sums[S::ROW_TILES] = {};
 #pragma unroll 1
     for (int at = work.items[round].tile; at < work.items[round].end; ++at, ++tile) {
-#pragma unroll S::VS > 2 ? 1 : 2
-      for (int i = 0; i < S::VS; ++i) {
-        const int part = tile * S::VS + i;
-        char* stage = shared + S::V_AT + (S::VR == S::VS ? i : part % S::VR) * S::V_STAGE;
-        advance<S::VR>(part, ahead, work, i ? GATHER : WEIGHED, i ? 32 * S::PW : ALL, load);
-        if (!work.whole(at)) {
-          clean_values<S>(stage, work, at * S::KEYS + i * S::VKEYS, thread);
-          meet(GATHER, 32 * S::PW);
+#pragma unroll S::V_PARTS > 2 ? 1 : 2
+      for (int i = 0; i < S::V_PARTS; ++i) {
+        const int part = tile * S::V_PARTS + i;
+        char* stage = shared + S::V_AT + (S::V_STAGES == S::V_PARTS ? i : part % S::V_STAGES) * S::V_STAGE;
+        advance_ring<S::V_STAGES>(part, ahead, work, i ? GATHER : WEIGHED, i ? 32 * S::VALUE_WARPS : ALL, load);
+        if (!work.fully_visible(at)) {
+          zero_nonfinite_values<S>(stage, work, at * S::KEYS + i * S::PART_KEYS, thread);
+          named_barrier_sync(GATHER, 32 * S::VALUE_WARPS);
         }
-        if (i == 0) fade_sums<S>(out, sums, (float*)(shared + S::FADE_AT + tile % 2 * S::FADE_SIZE));
-        multiply_values<S>(out, sums, stage, (uint2*)(shared + S::P_AT + tile % 2 * S::P_SIZE), i,
+        if (i == 0) rescale_sums<S>(out, sums, (float*)(shared + S::RESCALE_AT + tile % 2 * S::RESCALE_SIZE));
+        accumulate_values<S>(out, sums, stage, (uint2*)(shared + S::P_AT + tile % 2 * S::P_SIZE), i,
                            warp);
       }
     }
     store_sums<S>(out, args, work.items[round], warp);
-    store_weights<S>(sums, shared, args, work.items[round], thread);
+    store_weight_sums<S>(sums, shared, args, work.items[round], thread);
   }
 }
 #endif
 
-// Sequences of `tokens` rows each. Planes are [units, n_kv, capacity, columns], see units.cuh; `width`:
+// Sequences of `tokens` rows each. Planes are [units, n_kv, capacity, columns], see kv_storage.cuh; `width`:
 // of the table. `room`: chunks that partial results of a sequence have room for. Keys and values from
 // the first position of a sequence on are written by this step. first, last, positions, slots and what
 // earlier steps have written were there before the kernel in front of this one started.
-template <int D, int Q8, int NT, int QW, int PW, int KS, int VS, int KR, int VR, int TURN>
-__global__ __launch_bounds__(32 * (QW + PW), 1) void attend_chunks(
+template <int D, int Q8, int ROW_TILES, int SCORE_WARPS, int VALUE_WARPS, int K_PARTS, int V_PARTS, int K_STAGES, int V_STAGES, int ROTARY_PAIRS>
+__global__ __launch_bounds__(32 * (SCORE_WARPS + VALUE_WARPS), 1) void attend_chunks(
     const u16* q, const char* keys, const char* values, const char* key_scales,
     const char* value_scales, const int* table, const i64* first, const i64* last,
     const i64* positions, const i64* slots, float* sums, float* tops, int tokens, int n_kv, int group,
     int width, int capacity, int room, int shift, int growing, int sequences, float scale) {
 #if ARCH >= 800
-  using S = Shape<D, Q8, NT, QW, PW, KS, VS, KR, VR, TURN>;
+  using S = AttentionConfig<D, Q8, ROW_TILES, SCORE_WARPS, VALUE_WARPS, K_PARTS, V_PARTS, K_STAGES, V_STAGES, ROTARY_PAIRS>;
   extern __shared__ __align__(128) char shared[];
-  __shared__ Work<S::KEYS> work;
-  grid_launch();
+  __shared__ AttentionWork<S::KEYS> work;
+  griddep_launch_dependents();
   const int rows = tokens * group, row_blocks = (rows + S::ROWS - 1) / S::ROWS;
   if (threadIdx.x < 32) {
     const Chunks chunks = {shift, growing};
-    const Share own = work.share(chunks, first, last, sequences, tokens, n_kv * row_blocks);
+    const BlockShare own = work.assign_block(chunks, first, last, sequences, tokens, n_kv * row_blocks);
     const int row = own.sequence * tokens;
-    work.set(chunks, span_of(first + row, last + row, tokens),
+    work.build_items(chunks, span_of(first + row, last + row, tokens),
              {table, width, (int)__ldcg(slots + row)}, capacity, n_kv, row_blocks, own);
   }
   const int only = sequences == 1 ? (int)__ldcg(positions) : 0;
@@ -324,7 +324,7 @@ __global__ __launch_bounds__(32 * (QW + PW), 1) void attend_chunks(
   const Args args = {q + (i64)row * n_kv * group * D, first + row, last + row, sums + partial * D,
                      tops + partial * 2, {keys, key_scales}, {values, value_scales}, tokens, n_kv,
                      group, capacity, scale * 1.44269504f};
-  if (threadIdx.x < 32 * QW) score<S>(shared, work, args, settled);
-  else gather<S>(shared, work, args, settled);
+  if (threadIdx.x < 32 * SCORE_WARPS) run_score_warps<S>(shared, work, args, settled);
+  else run_value_warps<S>(shared, work, args, settled);
 #endif
 }

@@ -34,12 +34,12 @@ _RING = {64: 65536, 128: 65536, 256: 196608, 512: 196608}
 """Most bytes of tiles in flight in a block, by head_dim."""
 LARGEST_SHIFT = 11
 """Of chunks that grow: 2048 positions, of which there are two before they do."""
-_CHUNKS = 256  # of a row at most, see attention_combine.cu and chunks.cuh
+_CHUNKS = 256  # of a row at most, see attention_combine.cu and attention_chunks.cuh
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One instance of `attend_chunks`; see the template `Shape` in attend_tiles.cuh."""
+    """One instance of `attend_chunks`; see the template `Shape` in attention_tiles.cuh."""
 
     head_dim: int
     kind: Kind
@@ -128,7 +128,7 @@ def _with_parts(head_dim: int, kind: Kind, tiles: int, arch: str) -> Shape | Non
 
 @dataclass(frozen=True)
 class Chunks:
-    """Ranges of positions that are summed by themselves; see chunks.cuh.
+    """Ranges of positions that are summed by themselves; see attention_chunks.cuh.
 
     With a window all have 2^shift positions; without, they grow with their position, so that a long
     context is not cut into many more parts than there are blocks to work on them.

@@ -1,36 +1,36 @@
 // Attention, second phase: a row's chunks added in their order (first phase: attention.cu).
-#include "chunks.cuh"
-#include "rows.cuh"
+#include "attention_chunks.cuh"
+#include "packed_rows.cuh"
 
 // A lane's values 2 lane, 2 lane + 1 of block `block` of `blocks`, rounded, and the sums that go with
 // them, of row `row` of the group that begins at `rows`.
-DEVICE void store_rows(u8* rows, const RowGroup& own, int row, int blocks, int block, float x, float y) {
+DEVICE void store_packed_block(u8* rows, const RowGroup& own, int row, int blocks, int block, float x, float y) {
   const int lane = threadIdx.x % 32, k16 = lane / 8, t = lane % 8 / 2, odd = lane % 2;
-  const u32 halves = pack_halves(x, y);
-  u8* to = own.tiled ? rows : rows + block * own.tiles * ACT_BYTES;
-  const u32 at = own.tiled        ? tiled_word(blocks, block, row, 2 * k16 + odd, t)
+  const u32 halves = pack_half2(x, y);
+  u8* to = own.swizzled ? rows : rows + block * own.tiles * ACT_BYTES;
+  const u32 at = own.swizzled        ? swizzled_word_offset(blocks, block, row, 2 * k16 + odd, t)
                  : own.tiles == 1 ? (k16 / 2 * 32 + row * 4 + t) * 16 + k16 % 2 * 8 + odd * 4
                                   : (k16 * 32 + row % 8 * 4 + t) * 16 + row / 8 * 8 + odd * 4;
   *(u32*)(to + at) = halves;
   float sum = from_half((u16)halves) + from_half((u16)(halves >> 16));
 #pragma unroll
-  for (int step = 1; step < 8; step *= 2) sum += __shfl_xor_sync(FULL, sum, step);
-  const float next16 = __shfl_xor_sync(FULL, sum, 8), sum32 = sum + next16;
-  const float next32 = __shfl_xor_sync(FULL, sum32, 16);
-  const SumPlace place = own.tiled ? SumPlace(blocks, block, row, lane / 16)
-                                   : SumPlace(own.tiles, row, lane / 16);
+  for (int step = 1; step < 8; step *= 2) sum += __shfl_xor_sync(FULL_MASK, sum, step);
+  const float next16 = __shfl_xor_sync(FULL_MASK, sum, 8), sum32 = sum + next16;
+  const float next32 = __shfl_xor_sync(FULL_MASK, sum32, 16);
+  const SumOffsets place = own.swizzled ? SumOffsets(blocks, block, row, lane / 16)
+                                   : SumOffsets(own.tiles, row, lane / 16);
   if (lane % 16 == 0) place.store32(to, sum, next16);
   if (lane == 0) place.store64(to, sum32, next32);
 }
 
-constexpr int SEGMENTS = 8;  // of 32 chunks: the most that a row sees
+constexpr int MAX_CHUNK_SEGMENTS = 8;  // of 32 chunks: the most that a row sees
 
 // A row's chunks from .. to among partial results `stride` rows apart, for 64 values of it. A warp
 // adds chunks c with c % 8 = k by themselves, for all k (WARPS = 1) or for one (8); a lane has two
 // values.
 template <int D, int WARPS>
-struct Row {
-  static constexpr int OWN = 8 / WARPS;  // values of k
+struct RowChunks {
+  static constexpr int SUMS_PER_WARP = 8 / WARPS;  // values of k
   const float* tops;
   const float* sums;
   i64 stride;
@@ -47,7 +47,7 @@ struct Row {
         part[j] = __ldcg((const float2*)(sums + (c - from) * stride * D) + threadIdx.x % 32);
     }
   }
-  DEVICE void add(float2 (&sum)[OWN], const float2 (&part)[8], const float* weights, int base) const {
+  DEVICE void add(float2 (&sum)[SUMS_PER_WARP], const float2 (&part)[8], const float* weights, int base) const {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const int c = chunk(base, j);
@@ -57,37 +57,37 @@ struct Row {
     }
   }
   // Weights of chunks from & ~31 ..., and the sum of all. Lane l adds chunks l, l + 32, ... .
-  DEVICE float weigh(float* weights) const {
+  DEVICE float chunk_weights(float* weights) const {
     const int lane = threadIdx.x % 32, base = from & ~31;
-    float2 mine[SEGMENTS];
-    float top = NEVER, sum = 0;
+    float2 mine[MAX_CHUNK_SEGMENTS];
+    float top = NEG_INF, sum = 0;
 #pragma unroll
-    for (int i = 0; i < SEGMENTS; ++i) {
+    for (int i = 0; i < MAX_CHUNK_SEGMENTS; ++i) {
       const int c = base + i * 32 + lane;
-      mine[i] = {NEVER, 0};
+      mine[i] = {NEG_INF, 0};
       if (c >= from && c <= to) mine[i] = __ldcg((const float2*)tops + (c - from) * stride);
       top = fmaxf(top, mine[i].x);
     }
 #pragma unroll
-    for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(FULL, top, step));
+    for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(FULL_MASK, top, step));
 #pragma unroll
-    for (int i = 0; i < SEGMENTS; ++i) {
+    for (int i = 0; i < MAX_CHUNK_SEGMENTS; ++i) {
       if (base + i * 32 > to) break;
-      const float weight = exp2_fast(__fsub_rn(mine[i].x, top));
+      const float weight = exp2_approx(__fsub_rn(mine[i].x, top));
       weights[i * 32 + lane] = weight;
       sum = fmaf(weight, mine[i].y, sum);
     }
 #pragma unroll
-    for (int step = 16; step; step /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(FULL, sum, step));
+    for (int step = 16; step; step /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(FULL_MASK, sum, step));
     __syncwarp();
     return sum;
   }
   DEVICE float2 run(float* weights, float2* shares, float& total) const {
     constexpr int STEP = WARPS == 1 ? 8 : 64;
-    float2 part[8], sum[OWN] = {};
+    float2 part[8], sum[SUMS_PER_WARP] = {};
     int base = from & ~7;
-    read(part, base);  // in flight beside what `weigh` reads
-    total = weigh(weights);
+    read(part, base);  // in flight beside what `chunk_weights` reads
+    total = chunk_weights(weights);
     while (true) {
       add(sum, part, weights, base);
       base += STEP;
@@ -118,27 +118,27 @@ template <int D, int WARPS>
 __global__ __launch_bounds__(256) void combine_chunks(
     const float* sums, const float* tops, const i64* first, const i64* last, float* out, u8* rows,
     int count, int tokens, int n_kv, int group, int room, int shift, int growing) {
-  grid_launch();
-  __shared__ float weights[8][32 * SEGMENTS];
+  griddep_launch_dependents();
+  __shared__ float weights[8][32 * MAX_CHUNK_SEGMENTS];
   __shared__ float2 shares[8 * 32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int width = n_kv * group * D / 64;  // blocks of 64 of a row
   const int index = blockIdx.x * (8 / WARPS) + warp / WARPS;
   const int row = (u32)index / (u32)width, block = index - row * width;
-  const int sequence = (u32)least(row, count - 1) / (u32)tokens, start = sequence * tokens;
-  const int token = least(row, count - 1) - start;
+  const int sequence = (u32)min_of(row, count - 1) / (u32)tokens, start = sequence * tokens;
+  const int token = min_of(row, count - 1) - start;
   const int first_seen = (int)__ldcg(first + start + token);
   const int last_seen = (int)__ldcg(last + start + token);
   const Chunks chunks = {shift, growing};
-  const int low = chunks.of(span_of(first + start, last + start, tokens).lo);
-  const int from = chunks.of(first_seen), to = chunks.of(last_seen);
-  grid_wait();
+  const int low = chunks.chunk_of(span_of(first + start, last + start, tokens).lo);
+  const int from = chunks.chunk_of(first_seen), to = chunks.chunk_of(last_seen);
+  griddep_wait();
   if (row >= count) return;
   const int head = block * 64 / D, pairs = tokens * group;
   const i64 stride = (i64)n_kv * pairs;
   const i64 place = ((i64)sequence * room + from - low) * stride + (i64)(head / group) * pairs +
                     token * group + head % group;
-  const Row<D, WARPS> parts = {tops + place * 2, sums + place * D + block * 64 % D, stride, from, to,
+  const RowChunks<D, WARPS> parts = {tops + place * 2, sums + place * D + block * 64 % D, stride, from, to,
                                warp};
   float total;
   float2 x = parts.run(weights[warp], shares, total);
@@ -146,8 +146,8 @@ __global__ __launch_bounds__(256) void combine_chunks(
   x = {__fdiv_rn(x.x, total), __fdiv_rn(x.y, total)};
   *(float2*)(out + ((i64)row * width + block) * 64 + lane * 2) = x;
   const RowGroup own(row, count);
-  u8* mine = own.in(rows, width);
-  store_rows(mine, own, own.row, width, block, x.x, x.y);
+  u8* mine = own.start_of(rows, width);
+  store_packed_block(mine, own, own.row, width, block, x.x, x.y);
   for (int behind = own.row + own.count; behind < 8 * own.tiles; behind += own.count)
-    store_rows(mine, own, behind, width, block, 0, 0);
+    store_packed_block(mine, own, behind, width, block, 0, 0);
 }

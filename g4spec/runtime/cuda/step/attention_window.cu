@@ -3,27 +3,27 @@
 //
 // A block has one head, four or eight tokens of a sequence, and some of the chunks (CHUNK absolute
 // positions) that they see, the newest first. What was settled before this step comes to shared memory, of the first
-// chunk before the kernel in front has ended; then each warp finishes heads (head.cuh): queries go to
+// chunk before the kernel in front has ended; then each warp finishes heads (head_vector.cuh): queries go to
 // shared memory, and the step's keys and values, which the block with their token also takes to the
 // cache. If the tokens see several chunks, the last of their blocks to arrive adds them, in their order.
 // Row r of the 8-wide operand is token r / 2 of the block's, head r % 2.
-#include "attend_tiles.cuh"
-#include "head.cuh"
-#include "rows.cuh"
+#include "attention_tiles.cuh"
+#include "head_vector.cuh"
+#include "packed_rows.cuh"
 
 #if ARCH >= 800
-constexpr int D = 256, WARPS = 16, ALL = 32 * WARPS;
-constexpr int PITCH = D + 4;  // floats of a row of sums in shared memory
+constexpr int D = 256, WARPS = 16, THREADS = 32 * WARPS;
+constexpr int SUM_PITCH = D + 4;  // floats of a row of sums in shared memory
 
 // TILES: of a chunk. Eight warps have a tile. FOURS: of tokens, that a block may have.
-template <int TILES, int FOURS_>
-struct Window : Shape<D, 1, FOURS_, 8, 8, 1, 1, TILES, TILES, 0> {
-  static constexpr int FOURS = FOURS_;
-  static constexpr int CHUNK = Window::KEYS * TILES, SUMS_AT = Window::LAST_AT;
-  static constexpr int MOST = TILES == 1 ? 10 : 6;  // chunks that a row sees
+template <int TILES, int TOKEN_GROUPS_>
+struct Window : AttentionConfig<D, 1, TOKEN_GROUPS_, 8, 8, 1, 1, TILES, TILES, 0> {
+  static constexpr int TOKEN_GROUPS = TOKEN_GROUPS_;
+  static constexpr int CHUNK = Window::KEYS * TILES, SUMS_AT = Window::RUNNING_MAX_AT;
+  static constexpr int MAX_CHUNKS = TILES == 1 ? 10 : 6;  // chunks that a row sees
   static constexpr int ANGLES_AT = Window::SHARED, WEIGHTS_AT = ANGLES_AT + 16 * (D / 2) * 8;
   static_assert(Window::K_STAGE == Window::V_STAGE && Window::K_ROW == Window::V_ROW, "");
-  static_assert(Window::ROWS * PITCH * 4 <= Window::K_STAGE, "sums take the place of keys");
+  static_assert(Window::ROWS * SUM_PITCH * 4 <= Window::K_STAGE, "sums take the place of keys");
 };
 
 struct Args {  // of a sequence
@@ -39,10 +39,10 @@ struct Args {  // of a sequence
 };
 
 // What a block works on.
-struct Part {
+struct BlockWork {
   int own, blocks;               // which of the blocks that share out the tokens of the sequence
-  int head, from, count, fours;  // its tokens; of how many fours
-  int turn, turns;               // of the blocks with these tokens, which have chunks in turn
+  int head, from, count, token_groups;  // its tokens; of how many fours
+  int first_slot, slot_stride;               // of the blocks with these tokens, which have chunks in turn
   int slot, chunks;              // chunk number `slot` of those that the tokens see
   int start, settled;            // its first position; the first position of this step
   int ring;                      // where the cache has the latter
@@ -52,21 +52,21 @@ struct Part {
   // each, two of them share eight tokens.
   template <class W>
   DEVICE void set(int first, int last, int tokens, int place) {
-    auto of = [](int x, int lane) { return __shfl_sync(FULL, x, lane); };
+    auto of = [](int x, int lane) { return __shfl_sync(FULL_MASK, x, lane); };
     const int most = of(last, tokens - 1) / W::CHUNK - of(first, 0) / W::CHUNK + 1;
-    fours = W::FOURS > 1 && most > gridDim.z ? 2 : 1;
+    token_groups = W::TOKEN_GROUPS > 1 && most > gridDim.z ? 2 : 1;
     head = blockIdx.x, blocks = (tokens + 3) / 4, own = place;
-    from = group() * 4 * fours, count = least(tokens - from, 4 * fours);
-    const int sharing = least(fours, blocks - group() * fours), end = from + count - 1;
-    turn = blockIdx.z * sharing + place % fours, turns = gridDim.z * sharing;
+    from = group() * 4 * token_groups, count = min_of(tokens - from, 4 * token_groups);
+    const int sharing = min_of(token_groups, blocks - group() * token_groups), end = from + count - 1;
+    first_slot = blockIdx.z * sharing + place % token_groups, slot_stride = gridDim.z * sharing;
     span = {of(first, from), of(last, end), of(first, end), of(last, from)};
     chunks = span.hi / W::CHUNK - span.lo / W::CHUNK + 1;
   }
   // Of tokens: which, and how many there are.
-  DEVICE int group() const { return own >> fours - 1; }
-  DEVICE int groups() const { return blocks + fours - 1 >> fours - 1; }
+  DEVICE int group() const { return own >> token_groups - 1; }
+  DEVICE int groups() const { return blocks + token_groups - 1 >> token_groups - 1; }
   DEVICE int block() const { return group() * gridDim.x + head; }
-  DEVICE int rows() const { return 8 * fours; }
+  DEVICE int rows() const { return 8 * token_groups; }
 
   template <class W>
   DEVICE void at(int chunk) { slot = chunk, start = (span.lo / W::CHUNK + chunk) * W::CHUNK; }
@@ -75,11 +75,11 @@ struct Part {
   DEVICE int place(int chunk) const { return chunk * stride() + block() * rows(); }
   DEVICE int stride() const { return groups() * gridDim.x * rows(); }
 
-  DEVICE bool whole(int position) const {  // does every row see it?
-    return position >= span.all_from && position <= span.all_to;
+  DEVICE bool visible_to_all(int position) const {  // does every row see it?
+    return position >= span.all_lo && position <= span.all_hi;
   }
   template <class S>
-  DEVICE bool live(int tile) const {  // does any row see something of it?
+  DEVICE bool tile_visible(int tile) const {  // does any row see something of it?
     const int from = start + tile * S::KEYS;
     return from <= span.hi && from + S::KEYS > span.lo;
   }
@@ -87,44 +87,44 @@ struct Part {
 
 // Codes of a row of the chunk, and its eight scales. `plane`: where keys or values begin.
 template <class W>
-DEVICE char* codes_of(char* plane, u32 row) {
+DEVICE char* row_codes(char* plane, u32 row) {
   return plane + row / W::KEYS * W::K_STAGE + row % W::KEYS * W::K_ROW;
 }
 template <class W>
-DEVICE char* scales_of(char* plane, u32 row) {
+DEVICE char* row_scales_at(char* plane, u32 row) {
   return plane + row / W::KEYS * W::K_STAGE + W::KEYS * W::K_ROW + row % W::KEYS * 16;
 }
 
 // Settled rows of the cache. Values of the chunk's other rows have scales of zero.
 template <class W>
-DEVICE void load_settled(char* shared, const Args& a, const Part& p) {
-  const int lane = threadIdx.x % 32, begin = most(0, p.span.lo - p.start);
-  const int end = least(W::CHUNK, p.settled - p.start);
+DEVICE void load_settled(char* shared, const Args& a, const BlockWork& p) {
+  const int lane = threadIdx.x % 32, begin = max_of(0, p.span.lo - p.start);
+  const int end = min_of(W::CHUNK, p.settled - p.start);
   const int slot = (u32)p.start % (u32)a.capacity;  // slots go on at 0 behind the last one
   const i64 base = (i64)p.head * a.capacity;
   const char* codes = (lane < 16 ? a.keys : a.values) + base * D + lane % 16 * 16;
   char* to = shared + (lane < 16 ? W::K_AT : W::V_AT);
   for (int row = begin + threadIdx.x / 32; row < end; row += WARPS) {
     const int from = slot + row < a.capacity ? slot + row : slot + row - a.capacity;
-    copy16(codes_of<W>(to, row) + lane % 16 * 16, codes + from * D);
+    cp_async16(row_codes<W>(to, row) + lane % 16 * 16, codes + from * D);
   }
   const bool is_key = threadIdx.x % 2 == 0;
   const char* scales = (is_key ? a.key_scales : a.value_scales) + base * 16;
   to = shared + (is_key ? W::K_AT : W::V_AT);
-  for (int row = threadIdx.x / 2; row < W::CHUNK; row += ALL / 2) {
+  for (int row = threadIdx.x / 2; row < W::CHUNK; row += THREADS / 2) {
     const int from = slot + row < a.capacity ? slot + row : slot + row - a.capacity;
-    char* own = scales_of<W>(to, row);
-    if (row >= begin && row < end) copy16(own, scales + from * 16);
+    char* own = row_scales_at<W>(to, row);
+    if (row >= begin && row < end) cp_async16(own, scales + from * 16);
     else if (!is_key) *(uint4*)own = {0, 0, 0, 0};
   }
-  commit_copies();
+  cp_async_commit();
 }
 
-using Vector = Head<D, 0>;
+using Vector = HeadVector<D, 0>;
 
 // Vector `kind` of token t as it leaves the norm and the rotation: queries 0 and 1, key 2, value 3.
 template <class W>
-DEVICE void finish(Vector& x, int kind, int t, char* shared, const Args& a, const Part& p) {
+DEVICE void finish(Vector& x, int kind, int t, char* shared, const Args& a, const BlockWork& p) {
   const float2* angles = (const float2*)(shared + W::ANGLES_AT) + t * (D / 2);
   const bool normed = a.normed >> kind & 1, weighted = normed && kind < 3;
   Vector weight;
@@ -134,8 +134,8 @@ DEVICE void finish(Vector& x, int kind, int t, char* shared, const Args& a, cons
 #pragma unroll
     for (int j = 0; j < Vector::J; ++j) {
       const int c = Vector::at(j), row = (t - p.from) * 2 + kind;
-      *(uint2*)(shared + W::Q_AT + place_of_row<W>(row, c / 8) + c % 8 * 2) = {
-          pack_halves(x.v[j][0], x.v[j][1]), pack_halves(x.v[j][2], x.v[j][3])};
+      *(uint2*)(shared + W::Q_AT + query_offset<W>(row, c / 8) + c % 8 * 2) = {
+          pack_half2(x.v[j][0], x.v[j][1]), pack_half2(x.v[j][2], x.v[j][3])};
     }
     return;
   }
@@ -145,49 +145,49 @@ DEVICE void finish(Vector& x, int kind, int t, char* shared, const Args& a, cons
   const bool own = t >= p.from && t < p.from + p.count;
   char* cache = own ? (kind == 2 ? a.keys : a.values) + at * D : nullptr;
   char* cache_scales = (kind == 2 ? a.key_scales : a.value_scales) + at * (D / 16);
-  x.store<0>((u8*)codes_of<W>(to, row), (u16*)scales_of<W>(to, row), (u8*)cache,
+  x.store<0>((u8*)row_codes<W>(to, row), (u16*)row_scales_at<W>(to, row), (u8*)cache,
              (u16*)cache_scales);
 }
 
 // The step's own heads, a warp each: queries of the block's tokens (the first warps) with its first
 // chunk, and keys and values of the tokens in a chunk that one of the block's sees.
 template <class W, int SLICES>
-struct Own {
+struct StepVectors {
   static constexpr int ROUNDS = 3;
   float freq, weight;  // of pair threadIdx.x % 128; of queries, then of keys
 
-  DEVICE Own(const float* q_norm, const float* k_norm, const float* freqs) {
+  DEVICE StepVectors(const float* q_norm, const float* k_norm, const float* freqs) {
     freq = __ldcg(freqs + threadIdx.x % (D / 2));
     const float* norm = threadIdx.x < D ? q_norm : k_norm;
     weight = norm ? __ldcg(norm + threadIdx.x % D) : 1.0f;
   }
   // Angles of the step's tokens, and weights of norms.
-  DEVICE void prepare(char* shared, const Args& a, const Part& p) const {
+  DEVICE void prepare(char* shared, const Args& a, const BlockWork& p) const {
     ((float*)(shared + W::WEIGHTS_AT))[threadIdx.x] = weight;
     float2* angles = (float2*)(shared + W::ANGLES_AT);
 #pragma unroll 1
-    for (int t = threadIdx.x / (D / 2); t < a.tokens; t += ALL / (D / 2))
+    for (int t = threadIdx.x / (D / 2); t < a.tokens; t += THREADS / (D / 2))
       angles[t * (D / 2) + threadIdx.x % (D / 2)] = cos_sin((float)(p.settled + t) * freq);
   }
   // Token and kind of a warp's vector; token -1: none.
-  DEVICE int2 vector(int round, bool queries, const Args& a, const Part& p) const {
+  DEVICE int2 vector(int round, bool queries, const Args& a, const BlockWork& p) const {
     const int warp = threadIdx.x / 32, i = round * WARPS + warp - p.rows();
     if (i < 0) return {queries && warp / 2 < p.count ? p.from + warp / 2 : -1, warp % 2};
     const int t = i / 2;
     const bool stored = (u32)(p.settled + t - p.start) < W::CHUNK && p.settled + t <= p.span.hi;
     return {t < a.tokens && stored ? t : -1, 2 + i % 2};
   }
-  DEVICE void finish_all(char* shared, bool queries, const Args& a, const Part& p) const {
+  DEVICE void finish_all(char* shared, bool queries, const Args& a, const BlockWork& p) const {
     Vector x[ROUNDS];
     int from[ROUNDS];  // before the wait: 16 warps issue all this
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
       const int2 v = vector(i, queries, a, p);
       const int head = v.y < 2 ? 2 * p.head + v.y : v.y * a.n_kv + p.head;
-      from[i] = now(v.x < 0 ? -1 : (v.x * 4 * a.n_kv + head) * D);
+      from[i] = materialize(v.x < 0 ? -1 : (v.x * 4 * a.n_kv + head) * D);
     }
-    const int apart = SLICES > 1 ? now(a.count * 4 * a.n_kv * D) : 0;
-    grid_wait();
+    const int apart = SLICES > 1 ? materialize(a.count * 4 * a.n_kv * D) : 0;
+    griddep_wait();
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i)
       if (from[i] >= 0) x[i].template load<SLICES>(a.y + from[i], apart);
@@ -202,80 +202,80 @@ struct Own {
 
 // Scales of values that some row must not see: zero times infinity or NaN would be NaN.
 template <class W>
-DEVICE void clean(char* shared, const Part& p) {
-  for (int row = threadIdx.x; row < W::CHUNK; row += ALL) {
-    if (p.whole(p.start + row)) continue;
-    uint4* at = (uint4*)scales_of<W>(shared + W::V_AT, row);
+DEVICE void zero_nonfinite_scales(char* shared, const BlockWork& p) {
+  for (int row = threadIdx.x; row < W::CHUNK; row += THREADS) {
+    if (p.visible_to_all(p.start + row)) continue;
+    uint4* at = (uint4*)row_scales_at<W>(shared + W::V_AT, row);
     const uint4 x = *at;
-    if (broken_halves(x.x) | broken_halves(x.y) | broken_halves(x.z) | broken_halves(x.w))
-      *at = {finite_halves(x.x), finite_halves(x.y), finite_halves(x.z), finite_halves(x.w)};
+    if (nonfinite_half_signs(x.x) | nonfinite_half_signs(x.y) | nonfinite_half_signs(x.z) | nonfinite_half_signs(x.w))
+      *at = {zero_nonfinite_halves(x.x), zero_nonfinite_halves(x.y), zero_nonfinite_halves(x.z), zero_nonfinite_halves(x.w)};
   }
 }
 
 // Weighted values of a tile to shared memory, where its keys were, and sums of weights.
-template <class W, int NT>
-DEVICE void sum_values(char* shared, int tile, int warp, bool live) {
+template <class W, int ROW_TILES>
+DEVICE void sum_values(char* shared, int tile, int warp, bool tile_visible) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  float out[2][W::NT][4] = {}, sums[W::NT] = {};
-  if (live)
-    multiply_values<W, NT>(out, sums, shared + W::V_AT + tile * W::V_STAGE,
+  float out[2][W::ROW_TILES][4] = {}, sums[W::ROW_TILES] = {};
+  if (tile_visible)
+    accumulate_values<W, ROW_TILES>(out, sums, shared + W::V_AT + tile * W::V_STAGE,
                            (const uint2*)(shared + W::P_AT + tile * W::P_SIZE), 0, warp);
   float* to = (float*)(shared + W::K_AT + tile * W::K_STAGE) + warp * 32 + g * 4;
   float* weights = (float*)(shared + W::SUMS_AT) + (tile * 8 + warp) * W::ROWS;
 #pragma unroll
-  for (int n = 0; n < NT; ++n) {
-    float x = __fadd_rn(sums[n], __shfl_xor_sync(FULL, sums[n], 1));
-    x = __fadd_rn(x, __shfl_xor_sync(FULL, x, 2));
+  for (int n = 0; n < ROW_TILES; ++n) {
+    float x = __fadd_rn(sums[n], __shfl_xor_sync(FULL_MASK, sums[n], 1));
+    x = __fadd_rn(x, __shfl_xor_sync(FULL_MASK, x, 2));
     if (t == 0) weights[n * 8 + g] = x;
-    if (!live) continue;
+    if (!tile_visible) continue;
 #pragma unroll
     for (int c = 0; c < 2; ++c)
-      *(float4*)(to + (n * 8 + t * 2 + c) * PITCH) = {out[0][n][c], out[0][n][c + 2], out[1][n][c],
+      *(float4*)(to + (n * 8 + t * 2 + c) * SUM_PITCH) = {out[0][n][c], out[0][n][c + 2], out[1][n][c],
                                                       out[1][n][c + 2]};
   }
 }
 
 // Four values of a row, unscaled; the sum of its weights.
 template <class W, int TILES>
-DEVICE float4 values_of(const char* shared, const Part& p, int row, int quad) {
+DEVICE float4 row_values(const char* shared, const BlockWork& p, int row, int quad) {
   float4 v = {0, 0, 0, 0};
 #pragma unroll
   for (int tile = 0; tile < TILES; ++tile)
-    if (p.live<W>(tile))
+    if (p.tile_visible<W>(tile))
       v = add4(v, *(const float4*)((const float*)(shared + W::K_AT + tile * W::K_STAGE) +
-                                   row * PITCH + quad * 4));
+                                   row * SUM_PITCH + quad * 4));
   return v;
 }
 template <class W>  // by a warp
-DEVICE float weight_of(const char* shared, int row) {
+DEVICE float row_weight_sum(const char* shared, int row) {
   const int lane = threadIdx.x % 32;
   const float* sums = (const float*)(shared + W::SUMS_AT) + row;
-  return over_warp(lane < WARPS ? sums[lane * W::ROWS] : 0.0f, Sum());
+  return warp_reduce(lane < WARPS ? sums[lane * W::ROWS] : 0.0f, Sum());
 }
 
 // The same of all chunks that a row sees, added in their order.
 template <class W>
-DEVICE float4 combined(const char* shared, const Args& a, const Part& p, int row, int quad,
+DEVICE float4 combine_chunks_of_row(const char* shared, const Args& a, const BlockWork& p, int row, int quad,
                        float& total) {
-  const int2 sees = ((const int2*)(shared + W::SEES_AT))[row];
+  const int2 sees = ((const int2*)(shared + W::VISIBLE_AT))[row];
   const int low = p.span.lo / W::CHUNK, from = sees.x / W::CHUNK, to = sees.y / W::CHUNK;
   const int stride = p.stride(), place = p.place(from - low) + row;
-  float2 tops[W::MOST];
-  float4 parts[W::MOST], v = {0, 0, 0, 0};
-  float top = NEVER;
+  float2 tops[W::MAX_CHUNKS];
+  float4 parts[W::MAX_CHUNKS], v = {0, 0, 0, 0};
+  float top = NEG_INF;
 #pragma unroll
-  for (int c = 0; c < W::MOST; ++c) {
-    tops[c] = {NEVER, 0}, parts[c] = {0, 0, 0, 0};
+  for (int c = 0; c < W::MAX_CHUNKS; ++c) {
+    tops[c] = {NEG_INF, 0}, parts[c] = {0, 0, 0, 0};
     if (from + c > to) continue;
     tops[c] = __ldcg((const float2*)a.tops + place + c * stride);
     parts[c] = __ldcg((const float4*)a.sums + (i64)(place + c * stride) * (D / 4) + quad);
   }
 #pragma unroll
-  for (int c = 0; c < W::MOST; ++c) top = fmaxf(top, tops[c].x);
+  for (int c = 0; c < W::MAX_CHUNKS; ++c) top = fmaxf(top, tops[c].x);
   total = 0;
 #pragma unroll
-  for (int c = 0; c < W::MOST; ++c) {
-    const float weight = exp2_fast(__fsub_rn(tops[c].x, top));
+  for (int c = 0; c < W::MAX_CHUNKS; ++c) {
+    const float weight = exp2_approx(__fsub_rn(tops[c].x, top));
     total = fmaf(weight, tops[c].y, total);
     v = {fmaf(weight, parts[c].x, v.x), fmaf(weight, parts[c].y, v.y),
          fmaf(weight, parts[c].z, v.z), fmaf(weight, parts[c].w, v.w)};
@@ -289,24 +289,24 @@ struct Columns {
 };
 
 template <class W, int TILES>
-DEVICE void leave(char* shared, const Args& a, const Part& p) {
+DEVICE void store_partial(char* shared, const Args& a, const BlockWork& p) {
   const Columns c;
 #pragma unroll 1
   for (int row = c.row; row < p.rows(); row += 8) {
     const i64 place = p.place(p.slot) + row;
-    const float weight = weight_of<W>(shared, row);
-    __stcg((float4*)a.sums + place * (D / 4) + c.quad, values_of<W, TILES>(shared, p, row, c.quad));
+    const float weight = row_weight_sum<W>(shared, row);
+    __stcg((float4*)a.sums + place * (D / 4) + c.quad, row_values<W, TILES>(shared, p, row, c.quad));
     if (c.quad == 0)
-      __stcg((float2*)a.tops + place, float2{((const float*)(shared + W::FADE_AT))[row], weight});
+      __stcg((float2*)a.tops + place, float2{((const float*)(shared + W::RESCALE_AT))[row], weight});
   }
 }
 
 // Whether this block is the last one of these tokens.
-DEVICE bool last_to_arrive(const Args& a, const Part& p) {
+DEVICE bool is_last_block(const Args& a, const BlockWork& p) {
   __shared__ bool last;
   __syncthreads();
   if (threadIdx.x == 0) {
-    last = add_acquire_release(a.arrived + p.block(), 1) == least(p.chunks, p.turns) - 1;
+    last = atomic_add_acq_rel(a.arrived + p.block(), 1) == min_of(p.chunks, p.slot_stride) - 1;
     if (last) a.arrived[p.block()] = 0;
   }
   __syncthreads();
@@ -314,7 +314,7 @@ DEVICE bool last_to_arrive(const Args& a, const Part& p) {
 }
 
 template <class W, int TILES>
-DEVICE void write(char* shared, const Args& a, const Part& p) {
+DEVICE void write(char* shared, const Args& a, const BlockWork& p) {
   const Columns c;
   const int column = (p.head * 2 + c.row % 2) * (D / 4) + c.quad, blocks = a.n_kv * 2 * D / 64;
   const RowGroup last(a.count - 1, a.count);  // the last sequence writes the zeros behind it
@@ -325,53 +325,53 @@ DEVICE void write(char* shared, const Args& a, const Part& p) {
       float4 v = {0, 0, 0, 0};
       if (token < a.tokens) {
         float total;
-        if (p.chunks > 1) v = combined<W>(shared, a, p, row, c.quad, total);
-        else v = values_of<W, TILES>(shared, p, row, c.quad), total = weight_of<W>(shared, row);
-        v = mul4(v, reciprocal(total));
+        if (p.chunks > 1) v = combine_chunks_of_row<W>(shared, a, p, row, c.quad, total);
+        else v = row_values<W, TILES>(shared, p, row, c.quad), total = row_weight_sum<W>(shared, row);
+        v = mul4(v, rcp_approx(total));
       }
       const RowGroup own(a.row + token, a.count);
-      RowPlace(own.tiles, own.row, column, own.tiled ? blocks : 0)
-          .store(own.in(a.rows, blocks), v, true, own.tiled);
+      QuadOffsets(own.tiles, own.row, column, own.swizzled ? blocks : 0)
+          .store(own.start_of(a.rows, blocks), v, true, own.swizzled);
     }
 }
 
-template <class W, int TILES, int NT>
-DEVICE void attend(char* shared, const Args& a, const Part& p) {
+template <class W, int TILES, int ROW_TILES>
+DEVICE void attend(char* shared, const Args& a, const BlockWork& p) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tile = warp / 8;
-  const bool live = tile < TILES && p.live<W>(tile);
-  float* tops = (float*)(shared + W::TOP_AT);
-  float* top = (float*)(shared + W::FADE_AT);
-  float scores[1][W::NT][4] = {};
-  if (live) {
-    multiply_keys<W, NT>(scores, shared + W::K_AT + tile * W::K_STAGE, shared + W::Q_AT, 0,
+  const bool tile_visible = tile < TILES && p.tile_visible<W>(tile);
+  float* tops = (float*)(shared + W::TILE_MAX_AT);
+  float* top = (float*)(shared + W::RESCALE_AT);
+  float scores[1][W::ROW_TILES][4] = {};
+  if (tile_visible) {
+    accumulate_scores<W, ROW_TILES>(scores, shared + W::K_AT + tile * W::K_STAGE, shared + W::Q_AT, 0,
                          warp % 8);
 #pragma unroll
-    for (int i = 0; i < 4 * NT; ++i)
+    for (int i = 0; i < 4 * ROW_TILES; ++i)
       scores[0][i / 4][i % 4] = __fmul_rn(scores[0][i / 4][i % 4], a.scale);
-    mask<W>(scores, shared, p.start / W::KEYS + tile, warp % 8);
-    find_tops<W, NT>(scores, tops, warp);
+    mask_scores<W>(scores, shared, p.start / W::KEYS + tile, warp % 8);
+    tile_row_max<W, ROW_TILES>(scores, tops, warp);
   } else if (lane < W::ROWS) {
-    tops[warp * W::ROWS + lane] = NEVER;
+    tops[warp * W::ROWS + lane] = NEG_INF;
   }
   __syncthreads();
   if (threadIdx.x < W::ROWS) {
-    float x = NEVER;
+    float x = NEG_INF;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) x = fmaxf(x, tops[w * W::ROWS + threadIdx.x]);
     top[threadIdx.x] = x;
   }
   __syncthreads();
-  if (live) {
+  if (tile_visible) {
 #pragma unroll
-    for (int n = 0; n < NT; ++n) {
+    for (int n = 0; n < ROW_TILES; ++n) {
       float2 origin = ((const float2*)top)[n * 4 + lane % 4];
-      origin = {origin.x == NEVER ? 0.0f : origin.x, origin.y == NEVER ? 0.0f : origin.y};
-      put_weights((u32*)(shared + W::P_AT + tile * W::P_SIZE), warp % 8 * W::NT + n, scores[0][n],
+      origin = {origin.x == NEG_INF ? 0.0f : origin.x, origin.y == NEG_INF ? 0.0f : origin.y};
+      store_attention_weights((u32*)(shared + W::P_AT + tile * W::P_SIZE), warp % 8 * W::ROW_TILES + n, scores[0][n],
                   origin);
     }
   }
   __syncthreads();
-  sum_values<W, NT>(shared, tile, warp % 8, live);
+  sum_values<W, ROW_TILES>(shared, tile, warp % 8, tile_visible);
   __syncthreads();
 }
 #endif
@@ -381,16 +381,16 @@ DEVICE void attend(char* shared, const Args& a, const Part& p) {
 // and `slots` were written by kernels that had ended before the one in front started. Grid: [n_kv,
 // sequences * blocks of four tokens, any], which changes nothing about the result, nor does FOURS, 2
 // if there are more than four tokens. `room`: rows of partial results of a sequence, over all chunks.
-template <int TILES, int SLICES, int FOURS>
+template <int TILES, int SLICES, int TOKEN_GROUPS>
 __global__ __launch_bounds__(512, 1) void attend_window(
     const float* y, const float* q_norm, const float* k_norm, const float* freqs,
     const i64* positions, const i64* slots, const i64* first, const i64* last, char* keys,
     char* values, char* key_scales, char* value_scales, float* sums, float* tops, u32* arrived,
     u8* rows, int tokens, int room, int flags, int capacity, float eps, float scale) {
 #if ARCH >= 800
-  using W = Window<TILES, FOURS>;
+  using W = Window<TILES, TOKEN_GROUPS>;
   extern __shared__ __align__(128) char shared[];
-  grid_launch();
+  griddep_launch_dependents();
   const int n_kv = gridDim.x, blocks = (tokens + 3) / 4;
   const int sequence = blockIdx.y / (u32)blocks, sequences = gridDim.y / (u32)blocks;
   const int row = sequence * tokens;
@@ -402,35 +402,35 @@ __global__ __launch_bounds__(512, 1) void attend_window(
                   tops + partial * 2, arrived + sequence * blocks * n_kv, rows, tokens, n_kv, capacity,
                   row, sequences * tokens, normed, eps, scale * 1.44269504f};
   // What was there before is all asked for at once.
-  const int lane = threadIdx.x % 32, own_token = least(lane, tokens - 1);
+  const int lane = threadIdx.x % 32, own_token = min_of(lane, tokens - 1);
   const int from = (int)__ldcg(first + own_token), to = (int)__ldcg(last + own_token);
-  Part p;
+  BlockWork p;
   p.settled = (int)__ldcg(positions), p.ring = (u32)p.settled % (u32)capacity;
-  const Own<W, SLICES> own(q_norm, k_norm, freqs);
+  const StepVectors<W, SLICES> own(q_norm, k_norm, freqs);
   p.set<W>(from, to, tokens, blockIdx.y - sequence * blocks);
   const int token = p.from + lane / 2 % p.count;
-  int2 sees = {__shfl_sync(FULL, from, token), __shfl_sync(FULL, to, token)};
-  if (p.turn >= p.chunks) return;
-  p.at<W>(p.chunks - 1 - p.turn);
+  int2 sees = {__shfl_sync(FULL_MASK, from, token), __shfl_sync(FULL_MASK, to, token)};
+  if (p.first_slot >= p.chunks) return;
+  p.at<W>(p.chunks - 1 - p.first_slot);
   load_settled<W>(shared, a, p);
   if ((int)threadIdx.x >= p.count * 2) sees = {0, -1};
-  if (threadIdx.x < W::ROWS) ((int2*)(shared + W::SEES_AT))[threadIdx.x] = sees;
+  if (threadIdx.x < W::ROWS) ((int2*)(shared + W::VISIBLE_AT))[threadIdx.x] = sees;
   own.prepare(shared, a, p);
 #pragma unroll 1
   for (bool first = true;; first = false) {
-    char* here = (char*)kept((const u8*)shared);  // registers keep no places from turn to turn
+    char* here = (char*)materialize_shared((const u8*)shared);  // registers keep no places from turn to turn
     own.finish_all(here, first, a, p);
-    wait_copies<0>();
+    cp_async_wait_group<0>();
     __syncthreads();
-    clean<W>(here, p);
-    if (p.fours == 1) attend<W, TILES, 1>(here, a, p);
-    else attend<W, TILES, FOURS>(here, a, p);
-    if (p.chunks > 1) leave<W, TILES>(here, a, p);
-    if (p.slot < p.turns) break;
-    p.at<W>(p.slot - p.turns);
+    zero_nonfinite_scales<W>(here, p);
+    if (p.token_groups == 1) attend<W, TILES, 1>(here, a, p);
+    else attend<W, TILES, TOKEN_GROUPS>(here, a, p);
+    if (p.chunks > 1) store_partial<W, TILES>(here, a, p);
+    if (p.slot < p.slot_stride) break;
+    p.at<W>(p.slot - p.slot_stride);
     __syncthreads();  // sums have been read
     load_settled<W>(shared, a, p);
   }
-  if (p.chunks == 1 || last_to_arrive(a, p)) write<W, TILES>(shared, a, p);
+  if (p.chunks == 1 || is_last_block(a, p)) write<W, TILES>(shared, a, p);
 #endif
 }

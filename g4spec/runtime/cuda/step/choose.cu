@@ -4,11 +4,11 @@
 // are kernels for each mode of a sampler: a batch with several modes launches all of theirs, and each
 // leaves out the rows of the others. Then nothing is written of those rows.
 #include "logits.cuh"
-#include "random.cuh"
+#include "gumbel_noise.cuh"
 #include "reduce.cuh"
 
 enum {
-  LAST = 512,  // threads that end a row of top-k
+  TOP_THREADS = 512,  // threads that end a row of top-k
   PER = 16,    // keys of each
 };
 
@@ -22,50 +22,50 @@ struct Sampling {  // of a sequence, in device memory
 static_assert(sizeof(Sampling) == 32, "as choose.py packs it");
 
 // True if another kernel chooses in this row. `all`: samplers [S], or null: every row is of `mode`.
-DEVICE bool others(const Sampling* all, const Logits& logits, int row, Mode mode) {
+DEVICE bool is_other_mode(const Sampling* all, const Logits& logits, int row, Mode mode) {
   return all && all[logits.sequence(row)].mode != mode;
 }
 
-DEVICE float noisy(float value, const Sampling& s, float noise) {
+DEVICE float with_noise(float value, const Sampling& s, float noise) {
   return __fdiv_rn(value, s.temperature) + noise;
 }
 
 // What a warp knows of its columns before it looks at each: the largest raw logit, and whether any
 // is NaN.
-struct Glance {
+struct ThreadMax {
   float most;
   bool nan;
 
-  DEVICE Glance(const float (&v)[QUADS][4]) : most(Logits::lowest()), nan(false) {
+  DEVICE ThreadMax(const float (&v)[QUADS][4]) : most(Logits::lowest()), nan(false) {
 #pragma unroll
     for (int j = 0; j < QUADS; ++j)
 #pragma unroll
       for (int e = 0; e < 4; ++e) most = fmaxf(most, v[j][e]), nan |= v[j][e] != v[j][e];
   }
 };
-struct Larger {
+struct MaxIgnoreNan {
   DEVICE float operator()(float a, float b) const { return fmaxf(a, b); }
 };
 
 // The best of a thread's columns: only logits that may come out equal to the warp's largest are
 // capped.
-DEVICE u64 greedy(const Logits& logits, const float (&v)[QUADS][4], int start, const Glance& seen) {
-  const float least = logits.equal_from(over_warp(seen.most, Larger()));
+DEVICE u64 best_greedy(const Logits& logits, const float (&v)[QUADS][4], int start, const ThreadMax& seen) {
+  const float least = logits.tie_lower_bound(warp_reduce(seen.most, MaxIgnoreNan()));
   u64 key = 0;
 #pragma unroll
   for (int j = 0; j < QUADS; ++j)
 #pragma unroll
     for (int e = 0; e < 4; ++e)
       if (v[j][e] >= least && v[j][e] != Logits::lowest())
-        key = Highest()(key, key_of(logits.value(v[j][e]), start + j * THREADS * 4 + e));
+        key = MaxKey()(key, make_key(logits.value(v[j][e]), start + j * THREADS * 4 + e));
   return key;
 }
 
 // The same with noise. Most logits have too little of it to win, which one exponential tells:
 // u >= exp(-exp(-g)) takes 1 - u <= exp(-g). Only what is left is computed in full. `sure`: a value
 // that some lane reaches.
-DEVICE u64 sampled(const Logits& logits, const float (&v)[QUADS][4], int row, int start,
-                   const Glance& seen, const Sampling& s, u64 position) {
+DEVICE u64 best_sampled(const Logits& logits, const float (&v)[QUADS][4], int row, int start,
+                   const ThreadMax& seen, const Sampling& s, u64 position) {
   int best = 0;  // the thread's largest
 #pragma unroll
   for (int i = QUADS * 4 - 1; i >= 0; --i)
@@ -74,9 +74,9 @@ DEVICE u64 sampled(const Logits& logits, const float (&v)[QUADS][4], int row, in
   float sure = Logits::lowest();
   if (seen.most != sure) {
     const u32 word = noise_word(s.seed, position, column_of(best));
-    sure = noisy(logits.value(seen.most), s, gumbel(word));
+    sure = with_noise(logits.value(seen.most), s, gumbel(word));
   }
-  sure = over_warp(sure, Larger());
+  sure = warp_reduce(sure, MaxIgnoreNan());
   const float slack = fabsf(sure) * 1e-6f + 1e-4f, inverse = 1.0f / s.temperature;
   u32 left = 0;
 #pragma unroll
@@ -85,7 +85,7 @@ DEVICE u64 sampled(const Logits& logits, const float (&v)[QUADS][4], int row, in
     const u32 w[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const float most = __expf(logits.at_most(v[j][e]) * inverse - sure + slack);
+      const float most = __expf(logits.upper_bound(v[j][e]) * inverse - sure + slack);
       if ((float)(0xffffffu - (w[e] >> 8)) <= most * 0x1.004p24f + 1.0f) left |= 1u << (4 * j + e);
     }
   }
@@ -95,7 +95,7 @@ DEVICE u64 sampled(const Logits& logits, const float (&v)[QUADS][4], int row, in
     const float x = logits.load(row, column);
     if (x == Logits::lowest()) continue;
     const u32 word = noise_word(s.seed, position, column);
-    key = Highest()(key, key_of(noisy(logits.value(x), s, gumbel(word)), column));
+    key = MaxKey()(key, make_key(with_noise(logits.value(x), s, gumbel(word)), column));
   }
   return key;
 }
@@ -105,33 +105,33 @@ template <int MODE>
 __global__ __launch_bounds__(THREADS, MODE == SAMPLED ? 4 : 8) void best(LOGITS,
                                                                         const Sampling* sampling,
                                                                         u64* keys) {
-  grid_launch();
+  griddep_launch_dependents();
   __shared__ u64 slots[THREADS / 32];
   const Logits logits = LOGITS_GIVEN;
   const int row = blockIdx.y, start = blockIdx.x * SPAN + threadIdx.x * 4;
-  grid_wait();
-  if (others(sampling, logits, row, (Mode)MODE)) return;
+  griddep_wait();
+  if (is_other_mode(sampling, logits, row, (Mode)MODE)) return;
   float v[QUADS][4];
   logits.load(v, row, start);
-  const Glance seen(v);
+  const ThreadMax seen(v);
   u64 key;
   if constexpr (MODE == SAMPLED)
-    key = sampled(logits, v, row, start, seen, sampling[logits.sequence(row)], logits.position(row));
+    key = best_sampled(logits, v, row, start, seen, sampling[logits.sequence(row)], logits.position(row));
   else
-    key = greedy(logits, v, start, seen);
+    key = best_greedy(logits, v, start, seen);
   if (seen.nan || (MODE == SAMPLED && isinf(logits.value(seen.most)) && seen.most > 0.0f))
-    key = key_of(__int_as_float(0x7fc00000), 0);  // the CPU refuses the row
-  key = highest_of_warp(key);
+    key = make_key(__int_as_float(0x7fc00000), 0);  // the CPU refuses the row
+  key = warp_max_key(key);
   if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = key;
   __syncthreads();
   if (threadIdx.x == 0) {
 #pragma unroll
-    for (int i = 1; i < THREADS / 32; ++i) key = Highest()(key, slots[i]);
+    for (int i = 1; i < THREADS / 32; ++i) key = MaxKey()(key, slots[i]);
     keys[(i64)row * gridDim.x + blockIdx.x] = key;
   }
 }
 
-struct Chosen {
+struct ChoiceOutput {
   i64* ids;     // [rows]
   float* values;  // [rows], the logit of each choice
   int* bad;     // at `Logits::place` of each row, 1: there is no largest logit
@@ -142,7 +142,7 @@ struct Chosen {
     ids[row] = column;
     values[row] = sampled && good ? logits.value(logits.z[(i64)row * logits.columns + column])
                                   : value_of(key);
-    bad[logits.place(row)] = !good;
+    bad[logits.row_index(row)] = !good;
   }
 };
 
@@ -150,29 +150,29 @@ struct Chosen {
 template <int MODE>
 __global__ void best_end(LOGITS, const Sampling* sampling, const u64* keys, int blocks, int rows,
                          i64* ids, float* values, int* bad) {
-  grid_launch();
-  grid_wait();
+  griddep_launch_dependents();
+  griddep_wait();
   const Logits logits = LOGITS_GIVEN;
   const int row = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
-  if (row >= rows || others(sampling, logits, row, (Mode)MODE)) return;
+  if (row >= rows || is_other_mode(sampling, logits, row, (Mode)MODE)) return;
   u64 key = 0;
   for (int i = threadIdx.x % 32; i < blocks; i += 32)
-    key = Highest()(key, __ldcg(keys + (i64)row * blocks + i));
-  key = highest_of_warp(key);
-  if (threadIdx.x % 32 == 0) Chosen{ids, values, bad}.write(logits, row, key, MODE == SAMPLED);
+    key = MaxKey()(key, __ldcg(keys + (i64)row * blocks + i));
+  key = warp_max_key(key);
+  if (threadIdx.x % 32 == 0) ChoiceOutput{ids, values, bad}.write(logits, row, key, MODE == SAMPLED);
 }
 
 // The top-k keys of each span of columns, and maybe some more, [rows, blocks, K]; 0 behind the last.
 // k is the sampler's, or K without one.
 template <int K>
 __global__ __launch_bounds__(THREADS) void top(LOGITS, const Sampling* sampling, u64* keys) {
-  grid_launch();
+  griddep_launch_dependents();
   __shared__ u64 list[K * QUADS * 4];
   __shared__ int count;
   const Logits logits = LOGITS_GIVEN;
   const int row = blockIdx.y, start = blockIdx.x * SPAN + threadIdx.x * 4;
-  grid_wait();
-  if (others(sampling, logits, row, TOP)) return;
+  griddep_wait();
+  if (is_other_mode(sampling, logits, row, TOP)) return;
   float v[QUADS][4];
   logits.load(v, row, start);
   const int k = sampling ? sampling[logits.sequence(row)].top_k : K;
@@ -180,11 +180,11 @@ __global__ __launch_bounds__(THREADS) void top(LOGITS, const Sampling* sampling,
 #pragma unroll
   for (int i = 0; i < QUADS * 4; ++i) {
     const int column = start + i / 4 * THREADS * 4 + i % 4;
-    mine[i] = column < columns ? key_of(logits.value(v[i / 4][i % 4]), column) : 0;
+    mine[i] = column < columns ? make_key(logits.value(v[i / 4][i % 4]), column) : 0;
   }
   u64* out = keys + ((i64)row * gridDim.x + blockIdx.x) * K;
-  const int n = candidates(mine, k, list, &count);
-  if (n > K) in_order(list, n, k, out);
+  const int n = collect_candidates(mine, k, list, &count);
+  if (n > K) sort_top_k(list, n, k, out);
   const int filled = n > K ? k : n;
   for (int i = threadIdx.x; i < K; i += THREADS)
     if (i >= filled) out[i] = 0;
@@ -194,7 +194,7 @@ __global__ __launch_bounds__(THREADS) void top(LOGITS, const Sampling* sampling,
 // How many of n candidates, best first, stay after top-p and min-p. Lane l of the warp that calls it
 // holds candidates K / 32 * l ...
 template <int K>
-DEVICE int kept(const u64* best, int n, const Sampling& s) {
+DEVICE int count_kept(const u64* best, int n, const Sampling& s) {
   constexpr int EACH = K / 32;
   const int lane = threadIdx.x % 32;
   float upto[EACH], sum = 0;  // mass of a candidate and of those before it
@@ -206,63 +206,63 @@ DEVICE int kept(const u64* best, int n, const Sampling& s) {
   float before = sum;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
-    const float other = __shfl_up_sync(FULL, before, step);
+    const float other = __shfl_up_sync(FULL_MASK, before, step);
     if (lane >= step) before += other;
   }
-  const float total = __shfl_sync(FULL, before, 31);
+  const float total = __shfl_sync(FULL_MASK, before, 31);
   before -= sum;
   const float least = s.min_p > 0.0f ? value_of(best[0]) + logf(s.min_p) : Logits::lowest();
   int below = 0, likely = 0;
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
     const int at = lane * EACH + i;
-    below += __popc(__ballot_sync(FULL, at < n && __fdiv_rn(before + upto[i], total) < s.top_p));
-    likely += __popc(__ballot_sync(FULL, at < n && value_of(best[at]) >= least));
+    below += __popc(__ballot_sync(FULL_MASK, at < n && __fdiv_rn(before + upto[i], total) < s.top_p));
+    likely += __popc(__ballot_sync(FULL_MASK, at < n && value_of(best[at]) >= least));
   }
   return min(min(s.top_p < 1.0f ? below + 1 : n, n), likely);
 }
 
 // The choice among the top k of a row, from those of its spans; one block a row.
 template <int K>
-__global__ __launch_bounds__(LAST) void top_end(LOGITS, const Sampling* sampling, const u64* keys,
+__global__ __launch_bounds__(TOP_THREADS) void top_end(LOGITS, const Sampling* sampling, const u64* keys,
                                                 int blocks, i64* ids, float* values, int* bad) {
-  grid_launch();
+  griddep_launch_dependents();
   __shared__ u64 list[K * PER], best[K], winners[K / 32];
   __shared__ int count, keep;
   const Logits logits = LOGITS_GIVEN;
   const int row = blockIdx.x, me = threadIdx.x;
-  grid_wait();
-  if (others(sampling, logits, row, TOP)) return;
+  griddep_wait();
+  if (is_other_mode(sampling, logits, row, TOP)) return;
   const Sampling s = sampling[logits.sequence(row)];
   const u64 position = logits.position(row);
   u64 mine[PER];
 #pragma unroll
   for (int i = 0; i < PER; ++i) {
     // Of every span other ranks: a thread with many of the largest would let through all it has.
-    const int at = i * LAST + me, block = at / K, slot = (at + block * 5) % K;
+    const int at = i * TOP_THREADS + me, block = at / K, slot = (at + block * 5) % K;
     mine[i] = block < blocks ? __ldcg(keys + ((i64)row * blocks + block) * K + slot) : 0;
   }
-  const int found = candidates(mine, s.top_k, list, &count), n = min(found, s.top_k);
-  in_order(list, found, s.top_k, best);
+  const int found = collect_candidates(mine, s.top_k, list, &count), n = min(found, s.top_k);
+  sort_top_k(list, found, s.top_k, best);
   __syncthreads();
   u64 key = 0;
   if (me < n && value_of(best[me]) != Logits::lowest()) {
     const int column = column_of(best[me]);
     const float noise = gumbel_of(s.seed, position, column);
-    key = key_of(noisy(value_of(best[me]), s, noise), column);
+    key = make_key(with_noise(value_of(best[me]), s, noise), column);
   }
-  if (me >= LAST - 32) {
-    const int stay = n ? kept<K>(best, n, s) : 0;
-    if (me == LAST - 1) keep = stay;
+  if (me >= TOP_THREADS - 32) {
+    const int stay = n ? count_kept<K>(best, n, s) : 0;
+    if (me == TOP_THREADS - 1) keep = stay;
   }
   __syncthreads();
   if (me >= keep) key = 0;
   if (me == 0 && n > 0 && !finite(best[0])) key = best[0];  // NaN, or infinite
-  key = highest_of_warp(key);
+  key = warp_max_key(key);
   if (me < K && me % 32 == 0) winners[me / 32] = key;
   __syncthreads();
   if (me == 0) {
-    for (int i = 1; i < K / 32; ++i) key = Highest()(key, winners[i]);
-    Chosen{ids, values, bad}.write(logits, row, key, true);
+    for (int i = 1; i < K / 32; ++i) key = MaxKey()(key, winners[i]);
+    ChoiceOutput{ids, values, bad}.write(logits, row, key, true);
   }
 }

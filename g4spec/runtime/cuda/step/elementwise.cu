@@ -1,6 +1,6 @@
 // What stands between products value by value.
 #include "reduce.cuh"
-#include "rows.cuh"
+#include "packed_rows.cuh"
 
 enum Activation { GELU, SILU };
 
@@ -16,12 +16,12 @@ DEVICE float activated(float x) {
 template <int ACTIVATION, int AS_ROWS>
 __global__ void gated(const float* gate, i64 gate_stride, const float* by, i64 by_stride, void* out,
                       int rows, int width) {
-  grid_launch();
+  griddep_launch_dependents();
   const int i = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y;
   const bool valid = i < width / 4;
   const RowGroup own(row, rows);
-  const RowPlace place(own, width, i);
-  grid_wait();
+  const QuadOffsets place(own, width, i);
+  griddep_wait();
   float4 v = {};
   if (valid && row < rows) {
     const float4 g = __ldcg((const float4*)(gate + row * gate_stride) + i);
@@ -29,7 +29,7 @@ __global__ void gated(const float* gate, i64 gate_stride, const float* by, i64 b
     v = mul4({activated<ACTIVATION>(g.x), activated<ACTIVATION>(g.y), activated<ACTIVATION>(g.z),
               activated<ACTIVATION>(g.w)}, b);
   }
-  if (AS_ROWS) place.store((u8*)out, mul4(v, 1.0f / 64), valid, own.tiled);
+  if (AS_ROWS) place.store((u8*)out, mul4(v, 1.0f / 64), valid, own.swizzled);
   else if (valid) ((float4*)out)[(i64)row * (width / 4) + i] = v;
 }
 
@@ -38,8 +38,8 @@ __global__ void gated(const float* gate, i64 gate_stride, const float* by, i64 b
 template <int WARPS>  // of a block
 __global__ void per_layer_inputs(const float* y, const float* tokens, const float* weight,
                                  float* out, int n, int size, float root, float eps) {
-  grid_launch();
-  grid_wait();
+  griddep_launch_dependents();
+  griddep_wait();
   const int group = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (group >= n) return;
   const i64 at = (i64)group * size;
@@ -48,7 +48,7 @@ __global__ void per_layer_inputs(const float* y, const float* tokens, const floa
     const float v = __fdiv_rn(__ldcg(y + at + i), root);
     s += v * v;
   }
-  const float r = rsqrtf(over_warp(s, Sum()) / (float)size + eps);
+  const float r = rsqrtf(warp_reduce(s, Sum()) / (float)size + eps);
   for (int i = lane; i < size; i += 32) {
     const float v = __fdiv_rn(__ldcg(y + at + i), root);
     out[at + i] = (v * r * weight[i] + __ldcg(tokens + at + i)) * 0.70710678118654752f;
@@ -64,8 +64,8 @@ DEVICE float capped(float x, float cap, float scale) {
 // cap * tanh(scale * x / cap), in place; not CAPPED: scale * x. A thread has four values.
 template <bool CAPPED>
 __global__ void softcap(float* x, i64 n, float cap, float scale) {
-  grid_launch();
-  grid_wait();
+  griddep_launch_dependents();
+  griddep_wait();
   const i64 i = 4 * ((i64)blockIdx.x * blockDim.x + threadIdx.x);
   if (i + 4 <= n) {
     float4 v = *(const float4*)(x + i);

@@ -12,10 +12,10 @@
 // be resident as a whole (so no second process may share the GPU through MPS). Products come in an
 // order in which each needs earlier ones only. The counters are zero before; the kernel that
 // finishes the layer zeroes them again.
-#include "expert_list.cuh"
-#include "formats.cuh"
+#include "moe_schedule.cuh"
+#include "gemm_formats.cuh"
 
-constexpr float STORED = 1.0f / 64;  // gelu(gate) * up as half: of its value
+constexpr float GATED_SCALE = 1.0f / 64;  // gelu(gate) * up as half: of its value
 
 DEVICE float gelu(float x) {
   const float inner = 0.7978845608028654f * (x + 0.044715f * (x * x * x));
@@ -23,10 +23,10 @@ DEVICE float gelu(float x) {
 }
 
 template <class S>
-struct WeightsRole {
+struct WeightProducer {
   using C = typename S::Base;
-  const Step& w;
-  Cursor<S> at;
+  const MoeStep& w;
+  RingCursor<S> at;
   int lane;
 
   template <class F>
@@ -36,20 +36,20 @@ struct WeightsRole {
     for (int u = 0; u < units; u += C::template UNITS<F>, at.next()) {
       const u8* from = matrix + u * F::UNIT_BYTES;
       const int bytes = min(C::template UNITS<F>, units - u) * F::UNIT_BYTES;
-      barrier_wait(at.empty(), at.phase ^ 1);
+      mbarrier_wait(at.empty(), at.phase ^ 1);
 #if ARCH >= 900
-      shared_fence();  // other types' rows, which came by ordinary copies, may have lain there
-      bulk_copy_once(at.slot(), from, bytes, at.full());
-      barrier_expect(at.full(), bytes);
+      fence_proxy_async_shared();  // other types' rows, which came by ordinary copies, may have lain there
+      cp_async_bulk_evict_first(at.slot(), from, bytes, at.full());
+      mbarrier_arrive_expect_tx(at.full(), bytes);
 #else
-      for (int b = lane * 16; b < bytes; b += 512) copy16(at.slot() + b, from + b);
-      barrier_arrive_copied(at.full());
+      for (int b = lane * 16; b < bytes; b += 512) cp_async16(at.slot() + b, from + b);
+      cp_async_mbarrier_arrive(at.full());
 #endif
     }
   }
 
   DEVICE int expert(int visit) const { return at.s.visits.visits[visit].expert; }
-  DEVICE void route() { barrier_wait(&at.s.routed, 0); }
+  DEVICE void route() { mbarrier_wait(&at.s.routed, 0); }
   DEVICE void dense_up(int, int group) {
     stream<typename C::DenseUp>(w.dense_up, group, w.width);
   }
@@ -65,10 +65,10 @@ struct WeightsRole {
 };
 
 template <class S>
-struct RowsRole {
+struct ActivationProducer {
   using C = typename S::Base;
-  const Step& w;
-  Cursor<S> at;
+  const MoeStep& w;
+  RingCursor<S> at;
   int lane;
 
   // Rows as they lie, once `needed` products have made them.
@@ -82,9 +82,9 @@ struct RowsRole {
     for (int u = 0; u < k / F::UNIT; u += UNITS, at.next()) {
       const int bytes = min(UNITS, k / F::UNIT - u) * BLOCKS;
       u8* to = at.slot() + UNITS * F::UNIT_BYTES;
-      barrier_wait(at.empty(), at.phase ^ 1);
-      for (int b = lane * 16; b < bytes; b += 512) copy16(to + b, rows + u * BLOCKS + b);
-      barrier_arrive_copied(at.full());
+      mbarrier_wait(at.empty(), at.phase ^ 1);
+      for (int b = lane * 16; b < bytes; b += 512) cp_async16(to + b, rows + u * BLOCKS + b);
+      cp_async_mbarrier_arrive(at.full());
     }
   }
 
@@ -96,7 +96,7 @@ struct RowsRole {
     constexpr int HALVES = (BLOCKS * 8 * NT + 31) / 32, SUMS = (BLOCKS * 8 + 31) / 32;
     int from[HALVES], to[HALVES], sum_from[SUMS], sum_to[SUMS];  // of row and column 0
     const int word = lane % 8;  // of a row's sums
-    const int pitch = sum_word(1, 1, word) - sum_word(1, 0, word);
+    const int pitch = sum_word_offset(1, 1, word) - sum_word_offset(1, 0, word);
 #pragma unroll
     for (int j = 0; j < HALVES; ++j) {  // 16 or 8 bytes of a row
       const int i = j * 32 + lane, block = i / (8 * NT), k16 = i / 4 % 4, t = i % 4;
@@ -107,33 +107,33 @@ struct RowsRole {
 #pragma unroll
     for (int j = 0; j < SUMS; ++j) {  // of 16 and of 32
       const int block = j * 4 + lane / 8;
-      sum_from[j] = block * ACT_BYTES * NT + sum_word(NT, 0, word);
-      sum_to[j] = block * ACT_BYTES + sum_word(1, 0, word);
+      sum_from[j] = block * ACT_BYTES * NT + sum_word_offset(NT, 0, word);
+      sum_to[j] = block * ACT_BYTES + sum_word_offset(1, 0, word);
     }
     const int all = w.width / 64;
     for (int first = 0; first < all; first += BLOCKS, at.next()) {
       const u8* x = rows + first * ACT_BYTES * NT;
       u8* tile = at.slot() + UNITS * F::UNIT_BYTES;
-      barrier_wait(at.empty(), at.phase ^ 1);
+      mbarrier_wait(at.empty(), at.phase ^ 1);
       for (int column = 0; column < count; ++column) {
         const int m = row(column), m_at = m % 8 * 64 + m / 8 * 8;
 #pragma unroll
         for (int j = 0; j < HALVES; ++j)
           if (first + (j * 32 + lane) / (8 * NT) < all && j * 32 + lane < BLOCKS * 8 * NT)
-            copy_async<16 / NT>(tile + to[j] + column * 64, x + from[j] + m_at);
+            cp_async<16 / NT>(tile + to[j] + column * 64, x + from[j] + m_at);
 #pragma unroll
         for (int j = 0; j < SUMS; ++j)
           if (first + j * 4 + lane / 8 < all && j * 4 + lane / 8 < BLOCKS)
-            copy_async<4>(tile + sum_to[j] + column * pitch, x + sum_from[j] + m * pitch);
+            cp_async<4>(tile + sum_to[j] + column * pitch, x + sum_from[j] + m * pitch);
       }
-      barrier_arrive_copied(at.full());
+      cp_async_mbarrier_arrive(at.full());
     }
   }
 
-  DEVICE void route() { barrier_wait(&at.s.routed, 0); }
+  DEVICE void route() { mbarrier_wait(&at.s.routed, 0); }
   DEVICE void dense_up(int tile, int) {
-    gather<typename C::DenseUp>(w.dense_rows, min(w.tokens - tile * COLUMNS, COLUMNS),
-                                    [=](int i) { return tile * COLUMNS + i; });
+    gather<typename C::DenseUp>(w.dense_rows, min(w.tokens - tile * TILE_ROWS, TILE_ROWS),
+                                    [=](int i) { return tile * TILE_ROWS + i; });
   }
   DEVICE void up(int visit, int) {
     const Visit& v = at.s.visits.visits[visit];
@@ -150,28 +150,28 @@ struct RowsRole {
 };
 
 template <class S>
-struct ConsumerRole {
+struct MathWarps {
   using C = typename S::Base;
-  const Step& w;
-  Cursor<S> at;
+  const MoeStep& w;
+  RingCursor<S> at;
   int warp, lane, turn = 0;
 
-  static DEVICE void sync() { meet<1, 32 * C::CONSUMERS>(); }
-  static DEVICE void team_sync() { meet<2, 32 * TEAM>(); }
-  DEVICE bool owner() const { return warp < TEAM; }
+  static DEVICE void sync() { named_barrier_sync<1, 32 * C::CONSUMERS>(); }
+  static DEVICE void team_sync() { named_barrier_sync<2, 32 * TEAM_WARPS>(); }
+  DEVICE bool owner() const { return warp < TEAM_WARPS; }
 
   // The sum over all units of a product: each team adds every TEAMS-th slot.
   template <class F>
   DEVICE void multiply(Acc<1>& acc, int k) {
     constexpr int UNITS = C::template UNITS<F>, BLOCKS = C::template BLOCKS<F>;
-    const int team = warp / TEAM, part = warp % TEAM, units = k / F::UNIT;
+    const int team = warp / TEAM_WARPS, part = warp % TEAM_WARPS, units = k / F::UNIT;
     const typename F::template Lane<1> of(at.s.scratch[warp], part, lane);
     int next = 0;
     for (int u = 0; u < units; u += UNITS, at.next()) {
       const bool mine = next == team;
       next = next + 1 == C::TEAMS ? 0 : next + 1;
       if (!mine) continue;
-      barrier_wait(at.full(), at.phase);
+      mbarrier_wait(at.full(), at.phase);
       const u8 *weights = at.slot(), *rows = weights + UNITS * F::UNIT_BYTES;
 #pragma unroll
       for (int i = 0; i < UNITS; ++i)
@@ -179,7 +179,7 @@ struct ConsumerRole {
           of.multiply(acc, weights + i * F::UNIT_BYTES, rows + i * BLOCKS);
           __syncwarp();
         }
-      if (lane == 0) barrier_arrive(at.empty());
+      if (lane == 0) mbarrier_arrive(at.empty());
     }
     add_teams(acc, team, part);
   }
@@ -214,24 +214,24 @@ struct ConsumerRole {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int m = 2 * t + j % 2;
-      const float h = gelu(acc[0][0][j]) * acc[1][0][j] * STORED;
+      const float h = gelu(acc[0][0][j]) * acc[1][0][j] * GATED_SCALE;
       halves[m * 16 + g + j / 2 * 8] = to_half(m < count ? h : 0.0f);
     }
     __syncwarp();
     const uint2 v = ((const uint2*)halves)[lane];
     float sum = from_half(v.x) + from_half(v.x >> 16) + from_half(v.y) + from_half(v.y >> 16);
-    sum += __shfl_xor_sync(FULL, sum, 1);
-    sum += __shfl_xor_sync(FULL, sum, 2);
+    sum += __shfl_xor_sync(FULL_MASK, sum, 1);
+    sum += __shfl_xor_sync(FULL_MASK, sum, 2);
     ((uint2*)block)[(warp / 2 * 32 + lane) * 2 + warp % 2] = v;
     auto& of = at.s.channel_sums;
     if (t == 0) of[warp][g] = sum;
     team_sync();
     if (warp < 2 && lane < 8)
-      SumPlace(1, lane, warp).store32(block, of[warp * 2][lane], of[warp * 2 + 1][lane]);
+      SumOffsets(1, lane, warp).store32(block, of[warp * 2][lane], of[warp * 2 + 1][lane]);
     if (warp == 2 && lane < 8)
-      SumPlace(1, lane, 0).store64(block, of[0][lane] + of[1][lane], of[2][lane] + of[3][lane]);
+      SumOffsets(1, lane, 0).store64(block, of[0][lane] + of[1][lane], of[2][lane] + of[3][lane]);
     team_sync();
-    if (threadIdx.x == 0) add_release(arrived, 1);
+    if (threadIdx.x == 0) atomic_add_release(arrived, 1);
   }
 
   // Column m times factor(m) goes to row place(m) of y [.., width].
@@ -244,11 +244,11 @@ struct ConsumerRole {
     for (int j = 0; j < 2; ++j) {
       const int m = lane % 4 * 2 + j;
       if (m >= count) continue;
-      const float s = factor(m) * (1.0f / STORED);
+      const float s = factor(m) * (1.0f / GATED_SCALE);
       float* to = y + (i64)place(m) * w.width;
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
-        const int n = group * GROUP + warp * 32 + q * 8 + lane / 4;
+        const int n = group * PACK_ROWS + warp * 32 + q * 8 + lane / 4;
         if (n < w.width) to[n] = s * acc[q / 2][0][q % 2 * 2 + j];
       }
     }
@@ -260,7 +260,7 @@ struct ConsumerRole {
     const int jobs = Router::jobs(w.tokens), grid = gridDim.x;
     const int first = grid - 1 - blockIdx.x;  // the others have products of the dense branch
     if (first < jobs) router.load(first);
-    grid_wait();
+    griddep_wait();
     for (int job = first; job < jobs; job += grid) {
       if (job != first) router.load(job);
       router.run(job, at.s.scores);
@@ -279,7 +279,7 @@ struct ConsumerRole {
     for (int row = warp; row < w.tokens; row += C::CONSUMERS) {
       int expert = 0;
       float weight;
-      choose<C::EXPERTS, C::K>(w.scores + row * C::EXPERTS, w.gains, lane, expert, weight);
+      choose_experts<C::EXPERTS, C::K>(w.scores + row * C::EXPERTS, w.gains, lane, expert, weight);
       if (lane >= C::K) continue;
       atomicOr(r.rows + expert, 1u << row);
       r.slot[row][expert] = lane;
@@ -291,13 +291,13 @@ struct ConsumerRole {
     sync();
     if (warp == 0) {
       list_visits(r, lane);
-      barrier_arrive(&at.s.routed);  // each lane for what it wrote
+      mbarrier_arrive(&at.s.routed);  // each lane for what it wrote
     }
     sync();
   }
   DEVICE void dense_up(int tile, int group) {
     gated<typename C::DenseUp>(w.dense_hidden + tile * w.dense_groups() * ACT_BYTES, group,
-                               w.tokens - tile * COLUMNS, w.tile_arrived(tile));
+                               w.tokens - tile * TILE_ROWS, w.tile_arrived(tile));
   }
   DEVICE void up(int visit, int group) {
     gated<typename C::Up>(w.hidden + visit * w.groups() * ACT_BYTES, group,
@@ -305,8 +305,8 @@ struct ConsumerRole {
   }
   DEVICE void dense_down(int tile, int group) {
     plain<typename C::DenseDown>(
-        w.dense_channels, group, w.tokens - tile * COLUMNS, w.dense_y,
-        [=](int m) { return tile * COLUMNS + m; }, [](int) { return 1.0f; });
+        w.dense_channels, group, w.tokens - tile * TILE_ROWS, w.dense_y,
+        [=](int m) { return tile * TILE_ROWS + m; }, [](int) { return 1.0f; });
   }
   DEVICE void down(int visit, int group) {
     const Visit& v = at.s.visits.visits[visit];
@@ -319,42 +319,42 @@ struct ConsumerRole {
 // y: what each row gets from each of its experts, weighted; dense_y: what the dense branch gives.
 template <class Up, class Down, class DenseUp, class DenseDown, int EXPERTS, int K, int NT,
           int TEAMS, int BYTES, int LOADS>
-__global__ __launch_bounds__(32 * (TEAM * TEAMS + 2)) void experts(
+__global__ __launch_bounds__(32 * (TEAM_WARPS * TEAMS + 2)) void experts(
     const u8* dense_rows, const u8* rows, const float* x, const float* gate, const float* norm,
     const float* gains, const u8* dense_up, const u8* dense_down, const u8* up, const u8* down,
     u8* dense_hidden, u8* hidden, float* scores, u32* arrived, float* y, float* dense_y,
     i32* chosen, float* weights, int tokens, int width, int dense_channels, int channels,
     float eps) {
-  using C = Config<Up, Down, DenseUp, DenseDown, EXPERTS, K, NT, TEAMS, LOADS>;
-  using S = Shared<C, BYTES>;
+  using C = MoeConfig<Up, Down, DenseUp, DenseDown, EXPERTS, K, NT, TEAMS, LOADS>;
+  using S = MoeStorage<C, BYTES>;
   static_assert(sizeof(S) <= BYTES, "");
   extern __shared__ __align__(128) u8 bytes[];
   S& s = *(S*)bytes;
-  const Step w = {dense_rows, rows, x, gate, norm, gains, dense_up, dense_down, up, down,
+  const MoeStep w = {dense_rows, rows, x, gate, norm, gains, dense_up, dense_down, up, down,
                   dense_hidden, hidden, scores, arrived, y, dense_y, chosen, weights, tokens,
                   width, dense_channels, channels, eps};
-  grid_launch();
+  griddep_launch_dependents();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::STAGES; ++i) {
-      barrier_init(s.full + i, ARCH >= 900 ? 33 : 64);
-      barrier_init(s.empty + i, TEAM);
+      mbarrier_init(s.full + i, ARCH >= 900 ? 33 : 64);
+      mbarrier_init(s.empty + i, TEAM_WARPS);
     }
-    barrier_init(&s.routed, 32);
-    barrier_init_fence();
+    mbarrier_init(&s.routed, 32);
+    mbarrier_init_fence();
   }
   for (int i = threadIdx.x; i < EXPERTS; i += C::THREADS) s.visits.rows[i] = 0;
   __syncthreads();
   if (warp == C::CONSUMERS) {
-    WeightsRole<S> role = {w, {s}, lane};
-    if (ARCH < 900 || lane == 0) walk(w, s, role);
+    WeightProducer<S> role = {w, {s}, lane};
+    if (ARCH < 900 || lane == 0) for_each_product(w, s, role);
   } else if (warp > C::CONSUMERS) {
-    grid_wait();
-    RowsRole<S> role = {w, {s}, lane};
-    walk(w, s, role);
+    griddep_wait();
+    ActivationProducer<S> role = {w, {s}, lane};
+    for_each_product(w, s, role);
   } else {
-    ConsumerRole<S> role = {w, {s}, warp, lane};
+    MathWarps<S> role = {w, {s}, warp, lane};
     role.scores();
-    walk(w, s, role);
+    for_each_product(w, s, role);
   }
 }

@@ -1,7 +1,7 @@
 // The end of a layer with experts: x' = (x + norm(norm(experts) + norm(dense))) * scale, and the
 // norm that the next layer begins with, as input of its products.
 #include "reduce.cuh"
-#include "rows.cuh"
+#include "packed_rows.cuh"
 
 // A row in the registers of a block: element e of v[j] is value 4 at(j) + e.
 template <int WARPS, int V>
@@ -29,8 +29,8 @@ struct Part {
     return s;
   }
   // 1 / root mean square
-  DEVICE float inverse(float* slots, int width, float eps) const {
-    return rsqrtf(over_block<WARPS>(squares(), slots, Sum()) / (float)width + eps);
+  DEVICE float inverse_rms(float* slots, int width, float eps) const {
+    return rsqrtf(block_reduce<WARPS>(squares(), slots, Sum()) / (float)width + eps);
   }
 };
 
@@ -45,7 +45,7 @@ __global__ __launch_bounds__(32 * WARPS) void finish(
     float* out, u8* to, u32* arrived, int counters, int rows, int tiles, int tiled,
     int width, float eps) {
   using P = Part<WARPS, V>;
-  grid_launch();
+  griddep_launch_dependents();
   __shared__ float slots[4][WARPS];
   const int row = blockIdx.x, n4 = width / 4;
   P experts_weight, dense_weight, weight, next, sum, other, parts[K];
@@ -54,7 +54,7 @@ __global__ __launch_bounds__(32 * WARPS) void finish(
   weight.load(norm, n4);
   if (next_norm) next.load(next_norm, n4);
   const float factor = scale ? *scale : 1.0f;
-  grid_wait();
+  griddep_wait();
   if (row == 0)
     for (int i = threadIdx.x; i < counters; i += 32 * WARPS) arrived[i] = 0;
   float r = 0;
@@ -68,11 +68,11 @@ __global__ __launch_bounds__(32 * WARPS) void finish(
     sum = parts[0];
 #pragma unroll
     for (int s = 1; s < K; ++s) sum.add(parts[s]);
-    const float2 both = over_block2<WARPS>(other.squares(), sum.squares(), slots[0], slots[1]);
+    const float2 both = block_reduce2<WARPS>(other.squares(), sum.squares(), slots[0], slots[1]);
     other.scale(rsqrtf(both.x / (float)width + eps), dense_weight);
     sum.scale(rsqrtf(both.y / (float)width + eps), experts_weight);
     other.add(sum);
-    other.scale(other.inverse(slots[2], width, eps), weight);
+    other.scale(other.inverse_rms(slots[2], width, eps), weight);
     result.add(other);
 #pragma unroll
     for (int j = 0; j < V; ++j) {
@@ -80,11 +80,11 @@ __global__ __launch_bounds__(32 * WARPS) void finish(
       if (P::at(j) >= n4) continue;
       ((float4*)(out + at))[P::at(j)] = result.v[j];
     }
-    r = result.inverse(slots[3], width, eps);
+    r = result.inverse_rms(slots[3], width, eps);
   }
   if (!next_norm) return;
 #pragma unroll
   for (int j = 0; j < V; ++j)
-    RowPlace(tiles, row, P::at(j), tiled ? width / 64 : 0)
+    QuadOffsets(tiles, row, P::at(j), tiled ? width / 64 : 0)
         .store(to, mul4(mul4(result.v[j], r), next.v[j]), P::at(j) < n4, tiled);
 }

@@ -44,7 +44,7 @@ CODEBOOKS = {
     "iq1_m": 16,
     "iq1_s": 32,
 }
-"""Types whose codes are numbers of a table's entries (codebook_product.cuh): values that share a
+"""Types whose codes are numbers of a table's entries (gemm_codebook.cuh): values that share a
 factor."""
 
 TILE_BYTES, SUMS = 1024, dict.fromkeys(CODEBOOKS, 0) | {"q6_k": 128, "q2_k": 128}

@@ -5,13 +5,13 @@
 // places computed before the kernel before this one has ended (EARLY: the residual too), and for the
 // few rows of a step V blocks compute the same row, each of which writes a part of it (SPLIT).
 #include "reduce.cuh"
-#include "rows.cuh"
+#include "packed_rows.cuh"
 
 // How a row enters: as it is; h is added; h is normed and added.
-enum Enter { PLAIN, ADD, NORM };
+enum Input { PLAIN, ADD, NORM };
 // How it leaves, beside the residual: not; normed, as float or as input of a product; as input of
 // a product with a scale of its own that is a power of two.
-enum Leave { NOTHING, FLOATS, ROWS, SCALED };
+enum Output { NOTHING, FLOATS, ROWS, SCALED };
 
 // A row in the registers of a block: element e of v[j] is value 4 at(j) + e. WHOLE: n4 is just what
 // the block holds, so nothing needs to be checked.
@@ -26,7 +26,7 @@ struct Row {
     for (int j = 0; j < V; ++j)
       v[j] = valid(j, n4) ? __ldcg((const float4*)p + at(j)) : float4{0, 0, 0, 0};
   }
-  DEVICE float4 chosen(int part) const {  // v[part], without an address
+  DEVICE float4 select(int part) const {  // v[part], without an address
     float4 own = v[0];
 #pragma unroll
     for (int j = 1; j < V; ++j)
@@ -43,19 +43,19 @@ struct Row {
     float most = 0;
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      most = Largest()(most, largest4(v[j]));
+      most = MaxNan()(most, largest4(v[j]));
       if (!finite4(v[j])) most = __int_as_float(0x7fc00000);
     }
     return most;
   }
   // 1 / root mean square; `share` is 1 / width.
-  DEVICE float inverse(float* slots, float share, float eps) const {
-    return rsqrtf(over_block<WARPS>(squares(), slots, Sum()) * share + eps);
+  DEVICE float inverse_rms(float* slots, float share, float eps) const {
+    return rsqrtf(block_reduce<WARPS>(squares(), slots, Sum()) * share + eps);
   }
 };
 
 // The power of two that brings `most` into [512, 1024); 1 for zero and for what is not finite.
-DEVICE float scale_of(float most) {
+DEVICE float power_of_two_scale(float most) {
   if (!(most > 0.0f && most < __int_as_float(0x7f800000))) return 1.0f;
   const int exponent = (int)(__float_as_uint(most) >> 23) - 127 - 9;
   return __int_as_float((max(exponent, -100) + 127) << 23);
@@ -63,14 +63,14 @@ DEVICE float scale_of(float most) {
 
 // v = (v + norm of h) * factor. `h` [SLICES], summed in order.
 template <int ENTER, int SLICES, int WARPS, int V, bool WHOLE>
-DEVICE void add(Row<WARPS, V, WHOLE>& v, Row<WARPS, V, WHOLE> (&h)[SLICES],
+DEVICE void add_residual(Row<WARPS, V, WHOLE>& v, Row<WARPS, V, WHOLE> (&h)[SLICES],
                 const Row<WARPS, V, WHOLE>& weight, float* slots, float factor, float share,
                 float eps) {
 #pragma unroll
   for (int s = 1; s < SLICES; ++s)
 #pragma unroll
     for (int j = 0; j < V; ++j) h[0].v[j] = add4(h[0].v[j], h[s].v[j]);
-  const float q = ENTER == NORM ? h[0].inverse(slots, share, eps) : 1.0f;
+  const float q = ENTER == NORM ? h[0].inverse_rms(slots, share, eps) : 1.0f;
 #pragma unroll
   for (int j = 0; j < V; ++j) {
     const float4 y = ENTER == NORM ? mul4(mul4(h[0].v[j], q), weight.v[j]) : h[0].v[j];
@@ -80,18 +80,18 @@ DEVICE void add(Row<WARPS, V, WHOLE>& v, Row<WARPS, V, WHOLE> (&h)[SLICES],
 
 // What fills tiles behind the last row is zero: values 4 i and on of a block's share of these rows.
 template <int N>
-DEVICE void fill_tile(void* const (&to)[3], const RowGroup& own, int width, int i, bool mine) {
+DEVICE void zero_padding_rows(void* const (&to)[3], const RowGroup& own, int width, int i, bool mine) {
   for (int m = own.row + own.count; m < 8 * own.tiles; m += own.count) {
-    const RowPlace place(own.with(m), width, i);
+    const QuadOffsets place(own.with_row(m), width, i);
 #pragma unroll
-    for (int o = 0; o < N; ++o) place.store((u8*)to[o], {0, 0, 0, 0}, mine, own.tiled);
+    for (int o = 0; o < N; ++o) place.store((u8*)to[o], {0, 0, 0, 0}, mine, own.swizzled);
   }
 }
 
 // Four normed values, times those of each weight, to where each output has them.
 template <int NEXT, int N, int OWN>
-DEVICE void leave(float4 normed, const float4 (&weights)[N][OWN], int q, void* const (&to)[3],
-                  u32 at, const RowPlace& place, bool mine, bool tiled) {
+DEVICE void write_outputs(float4 normed, const float4 (&weights)[N][OWN], int q, void* const (&to)[3],
+                  u32 at, const QuadOffsets& place, bool mine, bool tiled) {
 #pragma unroll
   for (int o = 0; o < N; ++o) {
     const float4 y = mul4(normed, weights[o][q]);
@@ -107,7 +107,7 @@ __global__ __launch_bounds__(32 * WARPS, SPLIT ? 1 : 0) void norm_rows(
     const float* h, const float* x, i64 x_stride, const float* weight, const float* scale,
     const float* next_a, const float* next_b, const float* next_c, void* to_a, void* to_b,
     void* to_c, float* row_scale, float* out, int rows, int width, float eps) {
-  grid_launch();
+  griddep_launch_dependents();
   // Partial sums come from linear.cu, which lets its successor start once all before it has ended.
   constexpr bool EARLY = SLICES > 1;
   __shared__ float slots[2][WARPS];
@@ -119,7 +119,7 @@ __global__ __launch_bounds__(32 * WARPS, SPLIT ? 1 : 0) void norm_rows(
   const RowGroup own(row, rows);
   R w, parts[SLICES], v;
   float4 nw[N][OWN];
-  RowPlace place[OWN];
+  QuadOffsets place[OWN];
   if (ENTER == NORM) w.load(weight, n4);
 #pragma unroll
   for (int q = 0; q < OWN; ++q) {
@@ -128,22 +128,22 @@ __global__ __launch_bounds__(32 * WARPS, SPLIT ? 1 : 0) void norm_rows(
     for (int o = 0; o < N; ++o)
       nw[o][q] = next[o] && R::valid(j, n4) ? __ldcg((const float4*)next[o] + i)
                                             : float4{1, 1, 1, 1};
-    if (NEXT == ROWS || NEXT == SCALED) place[q] = RowPlace(own, width, i);
+    if (NEXT == ROWS || NEXT == SCALED) place[q] = QuadOffsets(own, width, i);
   }
   const float factor = scale ? *scale : 1.0f, share = 1.0f / (float)width;
-  const float* old = now(x + row * x_stride);
-  const u32 start = now(row * n4);
+  const float* old = materialize(x + row * x_stride);
+  const u32 start = materialize(row * n4);
   if (EARLY) v.load(old, n4);
-  grid_wait();
+  griddep_wait();
   if (!EARLY) v.load(old, n4);
   if (ENTER != PLAIN) {
 #pragma unroll
     for (int s = 0; s < SLICES; ++s) parts[s].load(h + ((i64)s * rows + row) * width, n4);
-    add<ENTER>(v, parts, w, slots[0], factor, share, eps);
+    add_residual<ENTER>(v, parts, w, slots[0], factor, share, eps);
   }
   float r = 1.0f;
-  if (NEXT == FLOATS || NEXT == ROWS) r = v.inverse(slots[1], share, eps);
-  if (NEXT == SCALED) r = scale_of(over_block<WARPS>(v.largest(), slots[1], Largest()));
+  if (NEXT == FLOATS || NEXT == ROWS) r = v.inverse_rms(slots[1], share, eps);
+  if (NEXT == SCALED) r = power_of_two_scale(block_reduce<WARPS>(v.largest(), slots[1], MaxNan()));
   if (NEXT == SCALED && part == 0 && threadIdx.x == 0)
     for (int m = own.row; m < 8 * own.tiles; m += own.count)
       row_scale[own.index * 16 + m] = m == own.row ? r : 1.0f;
@@ -152,9 +152,9 @@ __global__ __launch_bounds__(32 * WARPS, SPLIT ? 1 : 0) void norm_rows(
   for (int q = 0; q < OWN; ++q) {
     const int j = SPLIT ? part : q, i = R::at(j);
     const bool mine = R::valid(j, n4);
-    const float4 value = SPLIT ? v.chosen(part) : v.v[q];
+    const float4 value = SPLIT ? v.select(part) : v.v[q];
     if (ENTER != PLAIN && mine) ((float4*)out)[start + i] = value;
-    leave<NEXT>(mul4(value, r), nw, q, to, start + i, place[q], mine, own.tiled);
-    if (NEXT == ROWS || NEXT == SCALED) fill_tile<N>(to, own, width, i, mine);
+    write_outputs<NEXT>(mul4(value, r), nw, q, to, start + i, place[q], mine, own.swizzled);
+    if (NEXT == ROWS || NEXT == SCALED) zero_padding_rows<N>(to, own, width, i, mine);
   }
 }

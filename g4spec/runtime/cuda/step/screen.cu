@@ -2,27 +2,27 @@
 // screen.py.
 #include "logits.cuh"
 #include "reduce.cuh"
-#include "rows.cuh"
-#include "values.cuh"
+#include "packed_rows.cuh"
+#include "dequantize_quad.cuh"
 
 enum { PER = 4 };  // keys a thread
 
 DEVICE u32 bytes(float a, float b, float c, float d) {
-  return pack_bytes((int)rintf(a), (int)rintf(b), (int)rintf(c), (int)rintf(d));
+  return pack_s8x4((int)rintf(a), (int)rintf(b), (int)rintf(c), (int)rintf(d));
 }
 
 // Rows x [rows, 256 units] as bytes, in units of 256 columns with a scale each; see screen.py. Those
 // behind the last are zero. Grid [units, tiles of 8 rows], a warp a row.
 __global__ __launch_bounds__(THREADS) void byte_rows(const float* x, int rows, u8* out) {
-  grid_launch();
+  griddep_launch_dependents();
   const int m = blockIdx.y * 8 + threadIdx.x / 32, lane = threadIdx.x % 32, tiles = gridDim.y;
   const int k32 = lane / 4, t = lane % 4, at = m % 8 * 4 + t;
   const float4* from = (const float4*)x + ((i64)m * gridDim.x + blockIdx.x) * 64 + k32 * 8 + t;
   u8* unit = out + blockIdx.x * (BYTE_ROWS * tiles);
-  grid_wait();
+  griddep_wait();
   float4 even = {}, odd = {};  // of the groups of 16
   if (m < rows) even = __ldcg(from), odd = __ldcg(from + 4);
-  const float most = over_warp(fmaxf(largest4(even), largest4(odd)), Largest());
+  const float most = warp_reduce(fmaxf(largest4(even), largest4(odd)), MaxNan());
   const float inverse = most > 0.0f ? 127.0f / most : 0.0f;
   even = mul4(even, inverse), odd = mul4(odd, inverse);
   *(uint2*)(unit + (tiles == 1 ? (k32 / 2 * 32 + at) * 16 + k32 % 2 * 8
@@ -34,18 +34,18 @@ __global__ __launch_bounds__(THREADS) void byte_rows(const float* x, int rows, u
 // The N largest of each row's keys [rows, found], in order; 0 behind the last. A block a row.
 template <int N>
 __global__ __launch_bounds__(THREADS) void largest(const u64* keys, int found, u64* out) {
-  grid_launch();
+  griddep_launch_dependents();
   __shared__ u64 list[N * PER], best[N];
   __shared__ int count;
   if (threadIdx.x < N) best[threadIdx.x] = 0;
-  grid_wait();
+  griddep_wait();
   u64 mine[PER];
 #pragma unroll
   for (int i = 0; i < PER; ++i) {
     const int at = i * THREADS + threadIdx.x;
     mine[i] = at < found ? __ldcg(keys + (i64)blockIdx.x * found + at) : 0;
   }
-  in_order(list, candidates(mine, N, list, &count), N, best);
+  sort_top_k(list, collect_candidates(mine, N, list, &count), N, best);
   __syncthreads();
   if (threadIdx.x < N) out[blockIdx.x * N + threadIdx.x] = best[threadIdx.x];
 }
@@ -55,11 +55,11 @@ __global__ __launch_bounds__(THREADS) void largest(const u64* keys, int found, u
 template <class F, int UNIT>
 __global__ __launch_bounds__(THREADS) void in_full(const u64* keys, const u8* table, const float* x,
                                                    int width, int unit_bytes, float cap, u64* out) {
-  grid_launch();
+  griddep_launch_dependents();
   __shared__ float slots[THREADS / 32];
   const int units = width / UNIT, k = threadIdx.x % 32 * 4, at = blockIdx.y * gridDim.x + blockIdx.x;
   x += (i64)blockIdx.y * width;
-  grid_wait();
+  griddep_wait();
   u64 key = __ldcg(keys + at);
   const int id = column_of(key);
   const bool any = key && value_of(key) != Logits::lowest();
@@ -73,7 +73,7 @@ __global__ __launch_bounds__(THREADS) void in_full(const u64* keys, const u8* ta
       const float4 v = __ldcg((const float4*)(x + u * UNIT + i));
       sum += (w.x * v.x + w.y * v.y) + (w.z * v.z + w.w * v.w);
     }
-  sum = over_block<THREADS / 32>(sum, slots, Sum());
+  sum = block_reduce<THREADS / 32>(sum, slots, Sum());
   const Logits logits{nullptr, nullptr, nullptr, 0, 0, cap};
-  if (threadIdx.x == 0) out[at] = any ? key_of(logits.value(sum), id) : key;
+  if (threadIdx.x == 0) out[at] = any ? make_key(logits.value(sum), id) : key;
 }

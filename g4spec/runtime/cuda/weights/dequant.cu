@@ -4,21 +4,21 @@
 // One CTA a unit of 128 rows; a warp takes a tile of 16 rows. Lane 4 g + t holds rows g and g + 8,
 // columns 4 t .. 4 t + 3 of each k16: a store of a warp fills a 32-byte sector of eight rows.
 #include "codebook.cuh"
-#include "sixteen.cuh"
+#include "half_rows.cuh"
 
 // A whole number below 2^23 in the low bits of `x`, minus `bias`, as float.
-DEVICE float whole(u32 x, u32 mask, float bias) {
+DEVICE float bits_to_float(u32 x, u32 mask, float bias) {
   return __uint_as_float(and_or(x, mask, 0x4b000000u)) - (8388608.0f + bias);
 }
 
 // Where value e of row r (0: g, 1: g + 8) stands in a word of four bits each.
-DEVICE constexpr int nibble(int r, int e) { return e % 2 * 16 + e / 2 * 8 + r * 4; }
+DEVICE constexpr int nibble_shift(int r, int e) { return e % 2 * 16 + e / 2 * 8 + r * 4; }
 // Where its fifth bit stands, for k16 number j.
-DEVICE constexpr int fifth(int r, int e, int j) {
+DEVICE constexpr int fifth_bit_shift(int r, int e, int j) {
   return e % 2 * 16 + (r ? 8 + e / 2 * 4 : 4 - e / 2 * 4) + j;
 }
 // Where its two upper bits stand; a word serves two k16.
-DEVICE constexpr int upper(int r, int e, int j) {
+DEVICE constexpr int upper_bits_shift(int r, int e, int j) {
   return e % 2 * 16 + e / 2 * 8 + (r ? 2 - j % 2 * 2 : 4 + j % 2 * 2);
 }
 
@@ -44,7 +44,7 @@ struct KQuant {
     return (u32)(((u64)high << 32 | low) >> (6 * i)) & 63;
   }
   DEVICE void values(int k64, Values& v) const {
-    const uint4 q = load_stream((const uint4*)unit + (tile * 4 + k64) * 32 + lane);
+    const uint4 q = load_streaming((const uint4*)unit + (tile * 4 + k64) * 32 + lane);
     const u32 words[4] = {q.x, q.y, q.z, q.w};
     const u32 bits = BITS == 5 ? ((const u32*)(unit + 16384))[(tile * 4 + k64) * 32 + lane] : 0;
 #pragma unroll
@@ -53,15 +53,15 @@ struct KQuant {
       const float d = from_half(h.x), least = from_half(h.x >> 16);
 #pragma unroll
       for (int k32 = 0; k32 < 2; ++k32) {
-        const float s = d * whole(six(h.y, h.w & 0xffff, k64 * 2 + k32), 63, 0);
-        const float m = -least * whole(six(h.z, h.w >> 16, k64 * 2 + k32), 63, 0);
+        const float s = d * bits_to_float(six(h.y, h.w & 0xffff, k64 * 2 + k32), 63, 0);
+        const float m = -least * bits_to_float(six(h.z, h.w >> 16, k64 * 2 + k32), 63, 0);
 #pragma unroll
         for (int j = 2 * k32; j < 2 * k32 + 2; ++j)
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            u32 code = words[j] >> nibble(r, e) & 15;
-            if (BITS == 5) code |= (bits >> fifth(r, e, j) & 1) << 4;
-            v[r][j][e] = fmaf(s, whole(code, 31, 0), m);
+            u32 code = words[j] >> nibble_shift(r, e) & 15;
+            if (BITS == 5) code |= (bits >> fifth_bit_shift(r, e, j) & 1) << 4;
+            v[r][j][e] = fmaf(s, bits_to_float(code, 31, 0), m);
           }
       }
     }
@@ -87,7 +87,7 @@ struct Q6K {
   }
   DEVICE void values(int k64, Values& v) const {
     const int at = (tile * 4 + k64) * 32 + lane;
-    const uint4 q = load_stream((const uint4*)unit + at);
+    const uint4 q = load_streaming((const uint4*)unit + at);
     const uint2 u = ((const uint2*)(unit + 16384))[at];
     const u32 words[4] = {q.x, q.y, q.z, q.w}, high[2] = {u.x, u.y};
 #pragma unroll
@@ -96,11 +96,11 @@ struct Q6K {
       const u32 mine = four[k64] ^ 0x80808080u;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const float s = d[r] * whole(mine >> (8 * j), 255, 128);
+        const float s = d[r] * bits_to_float(mine >> (8 * j), 255, 128);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const u32 low = words[j] >> nibble(r, e) & 15;
-          v[r][j][e] = s * whole((high[j / 2] >> upper(r, e, j) & 3) << 4 | low, 63, 32);
+          const u32 low = words[j] >> nibble_shift(r, e) & 15;
+          v[r][j][e] = s * bits_to_float((high[j / 2] >> upper_bits_shift(r, e, j) & 3) << 4 | low, 63, 32);
         }
       }
     }
@@ -118,7 +118,7 @@ struct Q80 {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int k32 = k64 * 2 + h;
-      const uint4 q = load_stream((const uint4*)unit + (tile * (K / 32) + k32) * 32 + lane);
+      const uint4 q = load_streaming((const uint4*)unit + (tile * (K / 32) + k32) * 32 + lane);
       const u32 words[2][2] = {{q.x, q.y}, {q.z, q.w}};
       const u32 d = plane_pair(unit + K * 128, k32, tile, lane);
 #pragma unroll
@@ -128,7 +128,7 @@ struct Q80 {
         for (int j = 0; j < 2; ++j)
 #pragma unroll
           for (int e = 0; e < 4; ++e)
-            v[r][2 * h + j][e] = s * whole(words[j][e / 2] >> (8 * (2 * r + e % 2)), 255, 128);
+            v[r][2 * h + j][e] = s * bits_to_float(words[j][e / 2] >> (8 * (2 * r + e % 2)), 255, 128);
       }
     }
   }
@@ -144,7 +144,7 @@ struct Legacy {
   DEVICE Legacy(const u8* unit, int tile, int lane) : unit(unit), tile(tile), lane(lane) {}
   DEVICE void values(int k64, Values& v) const {
     const int at = (tile * (K / 64) + k64) * 32 + lane;
-    const uint4 q = load_stream((const uint4*)unit + at);
+    const uint4 q = load_streaming((const uint4*)unit + at);
     const u32 words[4] = {q.x, q.y, q.z, q.w};
     const u32 bits = BITS == 5 ? ((const u32*)(unit + CODES))[at] : 0;
     const float bias = MINS ? 0 : BITS == 5 ? 16 : 8;
@@ -160,9 +160,9 @@ struct Legacy {
         for (int j = 2 * k32; j < 2 * k32 + 2; ++j)
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            u32 code = words[j] >> nibble(r, e) & 15;
-            if (BITS == 5) code |= (bits >> fifth(r, e, j) & 1) << 4;
-            const float x = s * whole(code, 31, bias);
+            u32 code = words[j] >> nibble_shift(r, e) & 15;
+            if (BITS == 5) code |= (bits >> fifth_bit_shift(r, e, j) & 1) << 4;
+            const float x = s * bits_to_float(code, 31, bias);
             v[r][j][e] = MINS ? x + least : x;
           }
       }
@@ -187,7 +187,7 @@ struct Codebook {
     const int at = (tile * (K / 64) + k64) * 32 + lane;
     u32 low[WORDS], high = 0;
     if constexpr (WORDS == 4) {
-      const uint4 q = load_stream((const uint4*)unit + at);
+      const uint4 q = load_streaming((const uint4*)unit + at);
       low[0] = q.x, low[1] = q.y, low[2] = q.z, low[3] = q.w;
     } else {
       const uint2 q = ((const uint2*)unit)[at];
@@ -205,10 +205,10 @@ struct Codebook {
         const int row = tile * 16 + r * 8 + lane / 4;
         const float s = T::factor(header, row, group);
         float least = 0.0f;
-        if constexpr (T::MINIMUM) least = T::least(header, row, group);
+        if constexpr (T::MINIMUM) least = T::minimum(header, row, group);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const float x = whole(entries[e / 2] >> (16 * r + 8 * (e % 2)), 255, 128);
+          const float x = bits_to_float(entries[e / 2] >> (16 * r + 8 * (e % 2)), 255, 128);
           v[r][j][e] = T::MINIMUM ? fmaf(s, x, -least) : s * x;
         }
       }
@@ -233,10 +233,10 @@ using Q3K = Codebook<codebook::Q3_K>;
 // groups of all matrices). `out`: [matrices * rows, K].
 template <class F, class T>
 __global__ void __launch_bounds__(256) dequant(const u8* packed, u16* out, int rows, int groups) {
-  grid_launch();
+  griddep_launch_dependents();
   const int tile = threadIdx.x / 32, lane = threadIdx.x % 32, k = gridDim.x * F::UNIT;
   const int matrix = blockIdx.y / groups, first = blockIdx.y % groups * 128 + tile * 16 + lane / 4;
-  grid_wait();
+  griddep_wait();
   const F f(packed + ((i64)blockIdx.y * gridDim.x + blockIdx.x) * F::BYTES, tile, lane);
   u16* to = out + ((i64)matrix * rows + first) * k + blockIdx.x * F::UNIT + lane % 4 * 4;
 #pragma unroll

@@ -1,12 +1,12 @@
 // Rows of a table, dequantized: by the file's bytes or in packed order. A thread makes four
 // consecutive values.
-#include "values.cuh"
+#include "dequantize_quad.cuh"
 
 // Rows ids [T] of the file's bytes, times `scale` -> out [T, width].
 template <class F>
 __global__ void embed(const u8* table, const i64* ids, float* out, int width, float scale) {
-  grid_launch();
-  grid_wait();
+  griddep_launch_dependents();
+  griddep_wait();
   const int k = 4 * (blockIdx.x * blockDim.x + threadIdx.x);
   if (k >= width) return;
   const i64 block = ids[blockIdx.y] * (width / F::BLOCK) + k / F::BLOCK;
@@ -19,8 +19,8 @@ __global__ void embed(const u8* table, const i64* ids, float* out, int width, fl
 template <class F>
 __global__ void embed_packed(const u8* table, const i64* ids, float* out, int width, float scale,
                              int columns, int unit_bytes) {
-  grid_launch();
-  grid_wait();
+  griddep_launch_dependents();
+  griddep_wait();
   const int k = 4 * (blockIdx.x * blockDim.x + threadIdx.x);
   if (k >= width) return;
   const i64 id = ids[blockIdx.y], unit = id / 128 * (width / columns) + k / columns;

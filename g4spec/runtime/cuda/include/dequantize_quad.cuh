@@ -3,7 +3,7 @@
 #pragma once
 #include "codebook.cuh"
 
-struct Four {  // values code * scale + offset
+struct CodeQuad {  // values code * scale + offset
   int code[4];
   float scale, offset;
 
@@ -19,7 +19,7 @@ DEVICE float half_at(const u8* p) { return from_half(*(const u16*)p); }
 DEVICE u32 word_at(const u8* p) { return ((const u16*)p)[0] | (u32)((const u16*)p)[1] << 16; }
 
 // Four values of a packed matrix: columns 64 c + 16 j + 4 t .. of row r of a group.
-struct Place {
+struct PackedQuad {
   const u8* unit;
   int columns, r, k;
 
@@ -33,11 +33,11 @@ struct Place {
   DEVICE int nibble(int e) const {
     return ((const u32*)unit)[lane64() * 4 + j()] >> (e % 2 * 16 + e / 2 * 8 + h() * 4) & 15;
   }
-  DEVICE int fifth(int e) const {
+  DEVICE int fifth_bit(int e) const {
     const int low = h() ? 8 + e / 2 * 4 : 4 - e / 2 * 4;
     return (((const u32*)(unit + columns * 64))[lane64()] >> (e % 2 * 16 + low + j()) & 1) << 4;
   }
-  DEVICE int upper(int e) const {
+  DEVICE int upper_bits(int e) const {
     const int low = (h() ? 2 - j() % 2 * 2 : 4 + j() % 2 * 2) + e / 2 * 8;
     const u32 word = ((const u32*)(unit + columns * 64))[lane64() * 2 + j() / 2];
     return (word >> (e % 2 * 16 + low) & 3) << 4;
@@ -61,7 +61,7 @@ struct Legacy {
   static constexpr int BIAS = MINIMUM ? 0 : 1 << (BITS - 1);
 
   static DEVICE float4 raw(const u8* b, int k) {
-    Four f;
+    CodeQuad f;
     f.scale = half_at(b), f.offset = MINIMUM ? half_at(b + 2) : 0.0f;
     const u32 high = BITS == 5 ? word_at(b + HEAD) : 0;
 #pragma unroll
@@ -72,13 +72,13 @@ struct Legacy {
     }
     return f.values();
   }
-  static DEVICE float4 packed(const Place& p) {
+  static DEVICE float4 packed(const PackedQuad& p) {
     const int planes = p.columns * (BITS == 5 ? 80 : 64);
-    Four f;
+    CodeQuad f;
     f.scale = p.plane(planes, 0), f.offset = MINIMUM ? p.plane(planes, 1) : 0.0f;
 #pragma unroll
     for (int e = 0; e < 4; ++e)
-      f.code[e] = (p.nibble(e) | (BITS == 5 ? p.fifth(e) : 0)) - BIAS;
+      f.code[e] = (p.nibble(e) | (BITS == 5 ? p.fifth_bit(e) : 0)) - BIAS;
     return f.values();
   }
 };
@@ -91,14 +91,14 @@ struct Q8_0 {
   static constexpr int BLOCK = 32, BYTES = 34;
 
   static DEVICE float4 raw(const u8* b, int k) {
-    Four f;
+    CodeQuad f;
     f.scale = half_at(b), f.offset = 0.0f;
 #pragma unroll
     for (int e = 0; e < 4; ++e) f.code[e] = (i8)b[2 + k + e];
     return f.values();
   }
-  static DEVICE float4 packed(const Place& p) {
-    Four f;
+  static DEVICE float4 packed(const PackedQuad& p) {
+    CodeQuad f;
     f.scale = p.plane(p.columns * 128, 0), f.offset = 0.0f;
 #pragma unroll
     for (int e = 0; e < 4; ++e) f.code[e] = p.byte(e) - 128;
@@ -111,13 +111,13 @@ template <int BITS>
 struct Affine {
   static constexpr int BLOCK = 256, CODES = BITS == 5 ? 48 : 16, BYTES = CODES + 128;
 
-  static DEVICE void factors(Four& f, float d, float dmin, int scale, int minimum) {
+  static DEVICE void factors(CodeQuad& f, float d, float dmin, int scale, int minimum) {
     f.scale = __fmul_rn(d, (float)scale), f.offset = -__fmul_rn(dmin, (float)minimum);
   }
   static DEVICE float4 raw(const u8* b, int k) {
     const u8* s = b + 4;
     const int g = k / 32;
-    Four f;
+    CodeQuad f;
     if (g < 4)
       factors(f, half_at(b), half_at(b + 2), s[g] & 63, s[g + 4] & 63);
     else
@@ -131,15 +131,15 @@ struct Affine {
     }
     return f.values();
   }
-  static DEVICE float4 packed(const Place& p) {
+  static DEVICE float4 packed(const PackedQuad& p) {
     const uint4 h = *(const uint4*)(p.unit + p.columns * (BITS == 5 ? 80 : 64) + p.r * 16);
     const u64 scales = h.y | (u64)(h.w & 0xffff) << 32, minima = h.z | (u64)(h.w >> 16) << 32;
     const int shift = 6 * (p.k / 32);
-    Four f;
+    CodeQuad f;
     factors(f, from_half((u16)h.x), from_half((u16)(h.x >> 16)), (int)(scales >> shift & 63),
             (int)(minima >> shift & 63));
 #pragma unroll
-    for (int e = 0; e < 4; ++e) f.code[e] = p.nibble(e) | (BITS == 5 ? p.fifth(e) : 0);
+    for (int e = 0; e < 4; ++e) f.code[e] = p.nibble(e) | (BITS == 5 ? p.fifth_bit(e) : 0);
     return f.values();
   }
 };
@@ -151,7 +151,7 @@ struct Q6_K {
 
   static DEVICE float4 raw(const u8* b, int k) {
     const int half = k / 128, quarter = k / 32 % 4;
-    Four f;
+    CodeQuad f;
     f.scale = __fmul_rn(half_at(b + 208), (float)(i8)b[192 + k / 16]), f.offset = 0.0f;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -161,13 +161,13 @@ struct Q6_K {
     }
     return f.values();
   }
-  static DEVICE float4 packed(const Place& p) {
+  static DEVICE float4 packed(const PackedQuad& p) {
     const u8* header = p.unit + p.columns * 96;
-    Four f;
+    CodeQuad f;
     f.scale = __fmul_rn(half_at(header + 2048 + p.r * 2), (float)(i8)header[p.r * 16 + p.k / 16]);
     f.offset = 0.0f;
 #pragma unroll
-    for (int e = 0; e < 4; ++e) f.code[e] = (p.nibble(e) | p.upper(e)) - 32;
+    for (int e = 0; e < 4; ++e) f.code[e] = (p.nibble(e) | p.upper_bits(e)) - 32;
     return f.values();
   }
 };
@@ -189,18 +189,18 @@ struct Codebook {
   static DEVICE float4 raw(const u8* b, int k) {
     const u32 codes = T::four(b, k), pairs = (codes | codes >> 4) & 0x00ff00ffu;
     float least = 0.0f;
-    if constexpr (T::MINIMUM) least = T::raw_least(b, k / T::GROUP);
+    if constexpr (T::MINIMUM) least = T::raw_minimum(b, k / T::GROUP);
     return values(codebook::looked_up<T>((pairs | pairs >> 8) & 0xffffu),
                   T::raw_factor(b, k / T::GROUP), least);
   }
-  static DEVICE float4 packed(const Place& p) {
+  static DEVICE float4 packed(const PackedQuad& p) {
     const int low_bytes = codebook::low_bytes<T>(p.columns);
     const u32* low = (const u32*)p.unit + p.lane64() * (T::BITS == 4 ? 4 : 2);
     const u32 high = T::BITS == 3 ? ((const u32*)(p.unit + low_bytes))[p.lane64()] : 0;
     const u32 codes = codebook::eight_codes<T>(low, high, p.j()) >> (8 * p.h());
     const u8* header = p.unit + codebook::code_bytes<T>(p.columns);
     float least = 0.0f;
-    if constexpr (T::MINIMUM) least = T::least(header, p.r, p.k / T::GROUP);
+    if constexpr (T::MINIMUM) least = T::minimum(header, p.r, p.k / T::GROUP);
     return values(codebook::looked_up<T>((codes & 255) | (codes >> 8 & 0xff00u)),
                   T::factor(header, p.r, p.k / T::GROUP), least);
   }

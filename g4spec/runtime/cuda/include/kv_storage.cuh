@@ -13,7 +13,7 @@ struct Units {
   int width, slot;
 
   // The unit of a position; the spare page for those before 0 and behind the table.
-  DEVICE int of(int position) const {
+  DEVICE int unit_of(int position) const {
     if (!table) return slot;
     const u32 page = (u32)position / PAGE;
     return page < (u32)width ? table[(i64)slot * width + page] : 0;

@@ -2,51 +2,51 @@
 // is held: lane l of a warp has V values from 4 l / 8 l ... of each half of the head, so that both
 // members of a rotated pair (i, i + D/2) stand in one lane.
 #pragma once
-#include "sixteen.cuh"
+#include "half_rows.cuh"
 
 // Rows of D values: [head][row][D].
 template <int D>
-struct Plain {
+struct RowMajor {
   static DEVICE i64 key(int head, i64 capacity, int row, int d) {
     return (head * capacity + row) * D + d;
   }
   static DEVICE i64 value(int head, i64 capacity, int row, int d) {
     return key(head, capacity, row, d);
   }
-  static constexpr DEVICE bool keeps_key(int) { return true; }
+  static constexpr DEVICE bool stores_key(int) { return true; }
 };
 
 // Tiles of 64 rows in the order in which tensor cores of sm_90 read shared memory: blocks of 64
 // columns [64 rows][8 pieces of 16 bytes], piece p of row r in place p ^ (r % 8).
 template <int D, int BLOCKS>
-struct Blocked {
+struct SwizzledBlocks {
   static DEVICE i64 at(int head, i64 capacity, int row, int block, int d) {
     const i64 tile = head * (capacity / 64) + row / 64;
     return (tile * BLOCKS + block) * 4096 + row % 64 * 64 + ((d / 8 % 8) ^ (row % 8)) * 8 + d % 8;
   }
 };
 template <int D>
-struct Tiles : Blocked<D, D / 64> {
+struct SwizzledTiles : SwizzledBlocks<D, D / 64> {
   static DEVICE i64 key(int head, i64 capacity, int row, int d) {
-    return Tiles::at(head, capacity, row, d / 64, d);
+    return SwizzledTiles::at(head, capacity, row, d / 64, d);
   }
   static DEVICE i64 value(int head, i64 capacity, int row, int d) {
     return key(head, capacity, row, d);
   }
-  static constexpr DEVICE bool keeps_key(int) { return true; }
+  static constexpr DEVICE bool stores_key(int) { return true; }
 };
 
 // Values, and of the keys only what the rotation made different from them (up to a weight for each
 // channel, which the queries take over): the first 64 columns of both halves.
 template <int D>
-struct Shared : Blocked<D, D / 64 + 2> {
+struct SharedKvTiles : SwizzledBlocks<D, D / 64 + 2> {
   static DEVICE i64 value(int head, i64 capacity, int row, int d) {
-    return Shared::at(head, capacity, row, d / 64, d);
+    return SharedKvTiles::at(head, capacity, row, d / 64, d);
   }
   static DEVICE i64 key(int head, i64 capacity, int row, int d) {
-    return Shared::at(head, capacity, row, D / 64 + (d >= D / 2), d);
+    return SharedKvTiles::at(head, capacity, row, D / 64 + (d >= D / 2), d);
   }
-  static constexpr DEVICE bool keeps_key(int d) { return d % (D / 2) < 64; }
+  static constexpr DEVICE bool stores_key(int d) { return d % (D / 2) < 64; }
 };
 
 template <int D>
@@ -60,10 +60,10 @@ struct HeadRow {
 
   // What a plane of the cache holds of a row: all columns, or with TURN the first TURN of both
   // halves.
-  template <int TURN>
-  static DEVICE bool stored() { return active() && (!TURN || lane() * V < TURN); }
-  template <int TURN>
-  static DEVICE int column(int half) { return TURN ? half * TURN + lane() * V : at(half); }
+  template <int ROTARY_PAIRS>
+  static DEVICE bool stored() { return active() && (!ROTARY_PAIRS || lane() * V < ROTARY_PAIRS); }
+  template <int ROTARY_PAIRS>
+  static DEVICE int column(int half) { return ROTARY_PAIRS ? half * ROTARY_PAIRS + lane() * V : at(half); }
 
   DEVICE void load(const u16* row) {
 #pragma unroll
@@ -75,14 +75,14 @@ struct HeadRow {
         for (int e = 0; e < V; ++e) x[h][e] = 0;
       }
   }
-  DEVICE float inverse(float eps) const {
+  DEVICE float inverse_rms(float eps) const {
     float s = 0;
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
       for (int e = 0; e < V; ++e) s += x[h][e] * x[h][e];
 #pragma unroll
-    for (int step = 16; step; step /= 2) s += __shfl_xor_sync(FULL, s, step);
+    for (int step = 16; step; step /= 2) s += __shfl_xor_sync(FULL_MASK, s, step);
     return rsqrtf(s * (1.0f / D) + eps);
   }
   DEVICE HeadRow times(float s, const float* weight) const {

@@ -2,7 +2,7 @@
 //
 // Waiting cannot deadlock: a CTA waits only for CTAs with a lower block index, which start earlier.
 #pragma once
-#include "consume.cuh"
+#include "gemm_consumer.cuh"
 
 // Bytes a cycle at which a CTA asks for its first weights: little more than its share of the memory's
 // rate (20 on an H200). What stands in the memory's queue stands before what the kernels in front
@@ -13,66 +13,66 @@ constexpr int PACE = 23;
 // multiply take what a whole group of warps beside them does without. A block has so many registers as
 // it starts with: to take more than were given waits for ever.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-constexpr int WIDE_THREADS = 32 * (CONSUMERS + 4), STARTED_WITH = 65536 / WIDE_THREADS / 8 * 8;
+constexpr int WIDE_THREADS = 32 * (CONSUMERS + 4), INITIAL_REGISTERS = 65536 / WIDE_THREADS / 8 * 8;
 template <int KEPT, int TAKEN>
-DEVICE void share_registers(bool gives) {
-  static_assert(4 * KEPT + CONSUMERS * TAKEN <= (CONSUMERS + 4) * STARTED_WITH, "");
-  if (gives) fewer_registers<KEPT>();
-  else more_registers<TAKEN>();
+DEVICE void redistribute_registers(bool gives) {
+  static_assert(4 * KEPT + CONSUMERS * TAKEN <= (CONSUMERS + 4) * INITIAL_REGISTERS, "");
+  if (gives) setmaxnreg_dec<KEPT>();
+  else setmaxnreg_inc<TAKEN>();
 }
 #else
 constexpr int WIDE_THREADS = THREADS;
 template <int KEPT, int TAKEN>
-DEVICE void share_registers(bool) {}
+DEVICE void redistribute_registers(bool) {}
 #endif
 
 // Groups of rows that there are.
 template <int G>
-DEVICE int groups(const Work& w) {
+DEVICE int row_group_count(const GemmWork& w) {
   return G == 1 ? 1 : w.row_groups;
 }
 
 // The units of a run, one after the other.
 template <class F, class S, int HALVES>
-struct Units {
+struct ProducerCursor {
   const u8* weights;  // of the first half of a group
   int k;              // unit of K
 
-  DEVICE Units(const Work& w, const Run& run) {
+  DEVICE ProducerCursor(const GemmWork& w, const UnitRange& run) {
     k = run.begin - run.group * w.units;
-    weights = w.weights + ((i64)run.group * HALVES * w.units + k) * In<F>::WHOLE + In<F>::FIRST;
+    weights = w.weights + ((i64)run.group * HALVES * w.units + k) * PackedInput<F>::UNIT_STRIDE + PackedInput<F>::UNIT_OFFSET;
   }
-  DEVICE void next(const Work& w) {
-    weights += In<F>::WHOLE;
+  DEVICE void next(const GemmWork& w) {
+    weights += PackedInput<F>::UNIT_STRIDE;
     if (++k < w.units) return;
     k = 0;
-    weights += (i64)(HALVES - 1) * w.units * In<F>::WHOLE;
+    weights += (i64)(HALVES - 1) * w.units * PackedInput<F>::UNIT_STRIDE;
   }
-  DEVICE void copy_weights(const Work& w, u8* to, u64* full, int lane) const {
+  DEVICE void copy_weights(const GemmWork& w, u8* to, u64* full, int lane) const {
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) {
       u8* place = to + S::WEIGHTS_AT + half * F::UNIT_BYTES;
-      const u8* from = weights + (i64)half * w.units * In<F>::WHOLE;
+      const u8* from = weights + (i64)half * w.units * PackedInput<F>::UNIT_STRIDE;
 #if ARCH >= 900
-      bulk_copy_once(place, from, F::UNIT_BYTES, full);
+      cp_async_bulk_evict_first(place, from, F::UNIT_BYTES, full);
 #else
 #pragma unroll 4
       for (int b = lane * 16; b < F::UNIT_BYTES; b += 512)
-        copy16(place + b, from + b);
+        cp_async16(place + b, from + b);
 #endif
     }
   }
   // All lanes call it, or one where the copy engine copies.
   static DEVICE void copy(u8* to, const u8* from, int bytes, u64* full, int lane) {
 #if ARCH >= 900
-    bulk_copy(to, from, bytes, full);
+    cp_async_bulk(to, from, bytes, full);
 #else
 #pragma unroll 4
-    for (int b = lane * 16; b < bytes; b += 512) copy16(to + b, from + b);
+    for (int b = lane * 16; b < bytes; b += 512) cp_async16(to + b, from + b);
 #endif
   }
   template <int G>
-  DEVICE void copy_rows(const Work& w, u8* to, u64* full, int lane) const {
+  DEVICE void copy_rows(const GemmWork& w, u8* to, u64* full, int lane) const {
     const i64 group = (i64)w.units * S::ROWS_BYTES;
     const u8* from = w.rows;
     if constexpr (G == 1) {
@@ -80,33 +80,33 @@ struct Units {
     } else {
       const i64 tile = (i64)w.units * S::HALVES;
       const u8* halves = from + (i64)k * S::HALVES;
-      const u8* sums = from + (i64)w.units * S::BLOCKS * (2 * F::SUMS) + (i64)k * S::OF_SUMS;
-      for (int g = 0; g < groups<G>(w); ++g, halves += group, sums += group) {
+      const u8* sums = from + (i64)w.units * S::BLOCKS * (2 * F::SUMS) + (i64)k * S::GROUP_SUM_BYTES;
+      for (int g = 0; g < row_group_count<G>(w); ++g, halves += group, sums += group) {
         copy(to + 2 * g * S::HALVES, halves, S::HALVES, full, lane);
         copy(to + (2 * g + 1) * S::HALVES, halves + tile, S::HALVES, full, lane);
-        if constexpr (S::OF_SUMS > 0)
-          copy(to + S::SUMS_AT + g * S::OF_SUMS, sums, S::OF_SUMS, full, lane);
+        if constexpr (S::GROUP_SUM_BYTES > 0)
+          copy(to + S::SUMS_AT + g * S::GROUP_SUM_BYTES, sums, S::GROUP_SUM_BYTES, full, lane);
       }
     }
 #if ARCH < 900
-    barrier_arrive_copied(full);
+    cp_async_mbarrier_arrive(full);
 #endif
   }
 };
 
 // Until the slot that unit i comes to is empty.
 template <int STAGES, int COUNT>
-DEVICE void wait_empty(u64* full, int i) {
+DEVICE void wait_slot_empty(u64* full, int i) {
   i -= STAGES;
-  barrier_wait(full + COUNT + i % COUNT, i / COUNT & 1);
+  mbarrier_wait(full + COUNT + i % COUNT, i / COUNT & 1);
 }
 
 template <class F, int NT, int ROWS, int STAGES, int G>
-DEVICE void feed(const Work& w, u8* stages, u64* full, const Run& run, int lane) {
+DEVICE void run_producer(const GemmWork& w, u8* stages, u64* full, const UnitRange& run, int lane) {
   using S = Stage<F, NT, ROWS, G>;
   constexpr int COUNT = RingOf<F, NT, ROWS, STAGES, G>::COUNT;
-  const u32 fill = S::WEIGHTS + S::COPIED * groups<G>(w);
-  using U = Units<F, S, ROWS / GROUP>;
+  const u32 fill = S::WEIGHTS + S::COPIED * row_group_count<G>(w);
+  using U = ProducerCursor<F, S, ROWS / PACK_ROWS>;
 #if ARCH >= 900
   if (lane) return;
 #endif
@@ -114,18 +114,18 @@ DEVICE void feed(const Work& w, u8* stages, u64* full, const Run& run, int lane)
   U at(w, run);
   // Weights are there before the kernel that makes the rows ends.
 #if ARCH >= 900
-  const u32 began = cycles();
+  const u32 began = clock_cycles();
   for (int i = 0; i < first; ++i, at.next(w)) {
-    while (cycles() - began < i * (S::WEIGHTS / PACE)) {
+    while (clock_cycles() - began < i * (S::WEIGHTS / PACE)) {
     }
     at.copy_weights(w, stages + i * S::BYTES, full + i, lane);
-    barrier_expect(full + i, fill);
+    mbarrier_arrive_expect_tx(full + i, fill);
   }
-  grid_wait();
+  griddep_wait();
 #else
   for (int i = 0; i < first; ++i, at.next(w))
     at.copy_weights(w, stages + i * S::BYTES, full + i, lane);
-  grid_wait();
+  griddep_wait();
   U early(w, run);
   for (int i = 0; i < first; ++i, early.next(w))
     early.template copy_rows<G>(w, stages + i * S::BYTES, full + i, lane);
@@ -133,15 +133,15 @@ DEVICE void feed(const Work& w, u8* stages, u64* full, const Run& run, int lane)
   for (int i = first; i < count; ++i, at.next(w)) {
     u8* to = stages + i % STAGES * S::BYTES;
     u64* filled = full + i % COUNT;
-    wait_empty<STAGES, COUNT>(full, i);
+    wait_slot_empty<STAGES, COUNT>(full, i);
     at.copy_weights(w, to, filled, lane);
     at.template copy_rows<G>(w, to, filled, lane);
 #if ARCH >= 900
-    barrier_expect(filled, fill);
+    mbarrier_arrive_expect_tx(filled, fill);
 #endif
   }
   // Not before: a kernel that starts earlier takes places away from the CTAs of the one between.
-  grid_launch();
+  griddep_launch_dependents();
   const int group = (run.end - 1) / w.units, last = last_contributor(w, run, group);
   if (last == run.cta) return;
   u32* arrived = w.arrived + group;
@@ -149,7 +149,7 @@ DEVICE void feed(const Work& w, u8* stages, u64* full, const Run& run, int lane)
     while (load_acquire(arrived) != (u32)(last - run.cta)) {
     }
     *arrived = 0;
-    copy_engine_fence();
+    fence_proxy_async();
   }
 #if ARCH < 900
   __syncwarp();
@@ -157,21 +157,21 @@ DEVICE void feed(const Work& w, u8* stages, u64* full, const Run& run, int lane)
   for (int i = count; i < count + (last - run.cta) * G; ++i) {
     u8* to = stages + i % STAGES * S::BYTES;
     u64* filled = full + i % COUNT;
-    const float* from = w.partial + (i64)((run.cta + 1) * G + i - count) * (LEFT<NT, ROWS> / 4);
-    if (i >= STAGES) wait_empty<STAGES, COUNT>(full, i);
+    const float* from = w.partial + (i64)((run.cta + 1) * G + i - count) * (PARTIAL_BYTES<NT, ROWS> / 4);
+    if (i >= STAGES) wait_slot_empty<STAGES, COUNT>(full, i);
 #if ARCH >= 900
-    bulk_copy(to, from, LEFT<NT, ROWS>, filled);
-    barrier_expect(filled, LEFT<NT, ROWS>);
+    cp_async_bulk(to, from, PARTIAL_BYTES<NT, ROWS>, filled);
+    mbarrier_arrive_expect_tx(filled, PARTIAL_BYTES<NT, ROWS>);
 #else
 #pragma unroll 4
-    for (int b = lane * 16; b < LEFT<NT, ROWS>; b += 512) copy16(to + b, (const u8*)from + b);
-    barrier_arrive_copied(filled);
+    for (int b = lane * 16; b < PARTIAL_BYTES<NT, ROWS>; b += 512) cp_async16(to + b, (const u8*)from + b);
+    cp_async_mbarrier_arrive(filled);
 #endif
   }
 }
 
 template <class F, int NT, int ROWS, int STAGES, int G = 1, int WG = 0, class Out>
-DEVICE void multiply(const Work& w, const Out& out, u8* shared, int cta) {
+DEVICE void multiply(const GemmWork& w, const Out& out, u8* shared, int cta) {
   using S = Stage<F, NT, ROWS, G>;
   using R = RingOf<F, NT, ROWS, STAGES, G>;
   u8* scratch = shared + STAGES * S::BYTES;
@@ -180,36 +180,36 @@ DEVICE void multiply(const Work& w, const Out& out, u8* shared, int cta) {
   const int warp = uniform<(WG > 0)>(threadIdx.x / 32), lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < R::COUNT; ++i) {
-      barrier_init(full + i, ARCH >= 900 ? 1 : 32);
-      barrier_init(full + R::COUNT + i, ROWS / 32);
+      mbarrier_init(full + i, ARCH >= 900 ? 1 : 32);
+      mbarrier_init(full + R::COUNT + i, ROWS / 32);
     }
-    barrier_init_fence();
+    mbarrier_init_fence();
   }
   __syncthreads();
-  const Run run(w, cta);
+  const UnitRange run(w, cta);
   if (warp >= CONSUMERS) {
-    if constexpr (G > 1) share_registers<40, 232>(true);
-    if (warp == CONSUMERS) feed<F, NT, ROWS, STAGES, G>(w, shared, full, run, lane);
+    if constexpr (G > 1) redistribute_registers<40, 232>(true);
+    if (warp == CONSUMERS) run_producer<F, NT, ROWS, STAGES, G>(w, shared, full, run, lane);
     return;
   }
-  if constexpr (G > 1) share_registers<40, 232>(false);
+  if constexpr (G > 1) redistribute_registers<40, 232>(false);
 #if ARCH >= 900
   // The first rows, a unit each warp: the copy warp may be busy with weights.
   static_assert(STAGES <= CONSUMERS, "");
-  Units<F, S, ROWS / GROUP> at(w, run);
-  at.k = now((at.k + warp) % w.units);
-  grid_wait();
+  ProducerCursor<F, S, ROWS / PACK_ROWS> at(w, run);
+  at.k = materialize((at.k + warp) % w.units);
+  griddep_wait();
   if (lane == 0 && warp < min(run.end - run.begin, STAGES))
     at.template copy_rows<G>(w, shared + warp * S::BYTES, full + warp, lane);
 #else
-  grid_wait();
+  griddep_wait();
 #endif
-  consume<F, NT, ROWS, STAGES, S::SCRATCH, G, WG>(w, out, R{shared, full},
+  run_consumer<F, NT, ROWS, STAGES, S::SCRATCH, G, WG>(w, out, R{shared, full},
                                                   scratch + warp * S::SCRATCH, sums, run);
 }
 
-#define WORK \
+#define GEMM_PARAMS \
   const u8 *weights, const u8 *rows, const float *row_scale, float *partial, u32 *arrived, \
       int units, int groups, int run
 
-DEVICE int last_first() { return gridDim.x - 1 - blockIdx.x; }
+DEVICE int reversed_block_index() { return gridDim.x - 1 - blockIdx.x; }

@@ -5,9 +5,9 @@
 // `F::Lane<NT>` adds weights [32 x F::UNIT] times rows [F::UNIT x 8 NT] to its sums; it keeps where a
 // lane reads and writes, which no unit changes. What is needed of a unit's header is unpacked into
 // F::SCRATCH bytes of shared memory a warp, while the first operands come. Between two units the
-// warp meets. `multiply_groups` does the same for G groups of 8 NT rows: what it makes of weights
+// warp meets. `multiply_row_groups` does the same for G groups of 8 NT rows: what it makes of weights
 // serves all of them, and each sum is added up in the order of `multiply`. Rows of several groups lie
-// row by row (rows.cuh). `multiply_tiles` does it by products of a warp group: tile 0 of each of its
+// row by row (packed_rows.cuh). `multiply_wgmma` does it by products of a warp group: tile 0 of each of its
 // four warps is one operand of 64 rows, tile 1 another, with each lane's registers as they are; all
 // rows of activations are the other operand, in shared memory. Bits are those of `multiply`.
 // Integer codes go into the tensor cores as bit patterns of halves, without a conversion. With
@@ -15,18 +15,18 @@
 // multiply exactly; the scales make up for the factor. Others are 1024 + code; the accumulator starts
 // at -1024 times the sum of the activations, which removes the bias again.
 #pragma once
-#include "rows.cuh"
+#include "packed_rows.cuh"
 #include "wgmma.cuh"
 
-constexpr int GROUP = 128;           // rows of weights packed together
-constexpr u32 MAGIC = 0x64006400u;   // 1024.0 twice in half precision
-constexpr int SUBNORMAL = 1 << 24;   // a code over what its bits are as a half
+constexpr int PACK_ROWS = 128;           // rows of weights packed together
+constexpr u32 HALF2_1024 = 0x64006400u;   // 1024.0 twice in half precision
+constexpr int SUBNORMAL_SCALE = 1 << 24;   // a code over what its bits are as a half
 
 // Bytes of a unit of a format in memory, of them those that are not read, at the start, and bytes of
 // 8 rows of activations.
 template <class F>
-struct In {
-  static constexpr int WHOLE = F::UNIT_BYTES, FIRST = 0, ROWS = F::UNIT / 64 * ACT_BYTES;
+struct PackedInput {
+  static constexpr int UNIT_STRIDE = F::UNIT_BYTES, UNIT_OFFSET = 0, ROWS = F::UNIT / 64 * ACT_BYTES;
 };
 
 template <int NT>
@@ -35,7 +35,7 @@ using Acc = float[2][NT][4];  // [tile][8 tokens][rows g, g, g + 8, g + 8 x toke
 // B fragments of the two k16 steps of half `h` (32 k) of k64 `k64`: b[step][nt][2]. `rows`: with
 // the lane's 16 bytes added.
 template <int NT>
-DEVICE void fragments_of(u32 (&b)[2][NT][2], const u8* rows, int k64, int h) {
+DEVICE void load_b_fragments(u32 (&b)[2][NT][2], const u8* rows, int k64, int h) {
   const uint4* p = (const uint4*)(rows + k64 * ACT_BYTES * NT);
   if constexpr (NT == 1) {
     const uint4 v = p[h * 32];
@@ -62,35 +62,35 @@ struct KOperands {
       if constexpr (HAS_UPPER) upper[tile] = ((const Upper*)uppers)[tile * 128 + k64 * 32];
     }
 #pragma unroll
-    for (int h = 0; h < 2; ++h) fragments_of<NT>(b[h], rows, k64, h);
+    for (int h = 0; h < 2; ++h) load_b_fragments<NT>(b[h], rows, k64, h);
   }
 };
 
 // Activations of a unit of several groups, in shared memory: halves [tiles][blocks of 64 k], and the
 // sums that a format needs, [G][blocks].
-struct Tiles {
+struct GroupedActivations {
   const u8 *halves, *sums;
 };
 
 // B fragments of 32 k, as above, of halves that lie row by row. `at`: of 64 k of a group's first tile;
 // `place`: of the lane among BLOCKS.
 template <int BLOCKS>
-DEVICE u32 tiled_place(int lane) {
-  return tiled_word(BLOCKS, 0, lane % 8 + lane / 16 * 8, lane / 8 % 2, 0);
+DEVICE u32 ldmatrix_offset(int lane) {
+  return swizzled_word_offset(BLOCKS, 0, lane % 8 + lane / 16 * 8, lane / 8 % 2, 0);
 }
 template <int NT>
-DEVICE void tiled_fragments(u32 (&b)[2][NT][2], const u8* at, u32 place, int h) {
+DEVICE void ldmatrix_b_fragments(u32 (&b)[2][NT][2], const u8* at, u32 place, int h) {
   static_assert(NT == 2, "");
 #pragma unroll
   for (int s = 0; s < 2; ++s) {
     u32 v[4];
-    load_matrix_x4(v, at + (place ^ (h * 2 + s) * 32));
+    ldmatrix_x4(v, at + (place ^ (h * 2 + s) * 32));
     b[s][0][0] = v[0], b[s][0][1] = v[1], b[s][1][0] = v[2], b[s][1][1] = v[3];
   }
 }
 
 // As `Activations::sums32` of a group with its sums at `sums`, of 32 k of the unit.
-DEVICE float2 tiled_sums32(const u8* sums, int k32, int nt, int t) {
+DEVICE float2 grouped_sums32(const u8* sums, int k32, int nt, int t) {
   return *(const float2*)(sums + k32 * 64 + (nt * 8 + 2 * t) * 4);
 }
 
@@ -110,7 +110,7 @@ struct KWeights {
 };
 
 // Between groups of rows: what comes later is not asked for yet, or registers are spilled for it.
-DEVICE void in_turn() {
+DEVICE void scheduling_barrier() {
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL
   __syncwarp();
 #endif
@@ -122,7 +122,7 @@ struct Activations {
   const u8* at;
 
   DEVICE void fragments(u32 (&b)[2][NT][2], int h, int lane) const {
-    fragments_of<NT>(b, at + lane * 16, 0, h);
+    load_b_fragments<NT>(b, at + lane * 16, 0, h);
   }
   // -1024 times the sums of 32 activations, for tokens 2t and 2t + 1 of tile nt.
   DEVICE float2 sums32(int h, int nt, int t) const {
@@ -138,10 +138,10 @@ DEVICE Activations<NT> activations(const u8* act, int k64) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // Halves of all groups as an operand.
 template <int BLOCKS>
-struct Halves {
+struct ActivationDescriptors {
   u64 first;
 
-  DEVICE explicit Halves(const u8* at) : first(operand(at, 0, BLOCKS * TILE_BYTES)) {}
+  DEVICE explicit ActivationDescriptors(const u8* at) : first(smem_descriptor(at, 0, BLOCKS * TILE_BYTES)) {}
   // Columns of k16 step `k16`, of groups from `group` on.
   DEVICE u64 step(int k16, int group) const {
     return first + ((group * 2 * BLOCKS + k16 / 4) * TILE_BYTES + k16 % 4 * 32) / 16;
@@ -151,35 +151,35 @@ struct Halves {
 // A tile of each warp times G groups of rows, from `group` on: c[8 g + 4 nt + i] is what
 // acc[group + g][tile][nt][i] is made from.
 template <int G>
-using Sums64 = float[8 * G];
+using WgmmaAcc = float[8 * G];
 
 // Products of 16 k with operands a[i], one behind the other, from k16 step `step` on: one group of
 // products. `add`: to what c is, or to zero.
 template <int G, int BLOCKS, int N>
-DEVICE void start_products(Sums64<G>& c, u32 (&a)[N][4], const Halves<BLOCKS>& b, int step,
+DEVICE void issue_wgmmas(WgmmaAcc<G>& c, u32 (&a)[N][4], const ActivationDescriptors<BLOCKS>& b, int step,
                            int group = 0, bool add = false) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) hold(a[i]);
-  if (add) hold(c);
-  products_fence();
+  for (int i = 0; i < N; ++i) warpgroup_fence_operand(a[i]);
+  if (add) warpgroup_fence_operand(c);
+  wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < N; ++i) product_values(c, a[i], b.step(step + i, group), add || i);
-  products_commit();
+  for (int i = 0; i < N; ++i) wgmma_rs(c, a[i], b.step(step + i, group), add || i);
+  wgmma_commit();
 }
 
 // What products made, once all but the `newest` that were started are there.
 template <int G>
-DEVICE void finish_products(Sums64<G>& c, int newest) {
-  if (newest == 0) products_wait<0>();
-  if (newest == 1) products_wait<1>();
-  if (newest == 2) products_wait<2>();
-  if (newest == 3) products_wait<3>();
-  hold(c);
+DEVICE void wait_wgmmas(WgmmaAcc<G>& c, int newest) {
+  if (newest == 0) wgmma_wait<0>();
+  if (newest == 1) wgmma_wait<1>();
+  if (newest == 2) wgmma_wait<2>();
+  if (newest == 3) wgmma_wait<3>();
+  warpgroup_fence_operand(c);
 }
 
 // acc += scale * c, for a tile.
 template <int N, int G>
-DEVICE void fold_all(Acc<2> (&acc)[G], int tile, const Sums64<N>& c, float low, float high,
+DEVICE void scale_add_tiles(Acc<2> (&acc)[G], int tile, const WgmmaAcc<N>& c, float low, float high,
                      int group = 0) {
 #pragma unroll
   for (int i = 0; i < 2 * N; ++i) {
@@ -193,12 +193,12 @@ DEVICE void fold_all(Acc<2> (&acc)[G], int tile, const Sums64<N>& c, float low, 
 #endif
 
 // A fragments from 4-bit codes: rows g as 1024 + q, rows g + 8 as 1024 + 16 q.
-DEVICE void from_nibbles(u32 (&a)[4], u32 w) {
-  a[0] = and_or(w, 0x000f000fu, MAGIC);
-  a[1] = and_or(w, 0x00f000f0u, MAGIC);
+DEVICE void biased_nibbles(u32 (&a)[4], u32 w) {
+  a[0] = and_or(w, 0x000f000fu, HALF2_1024);
+  a[1] = and_or(w, 0x00f000f0u, HALF2_1024);
   w >>= 8;
-  a[2] = and_or(w, 0x000f000fu, MAGIC);
-  a[3] = and_or(w, 0x00f000f0u, MAGIC);
+  a[2] = and_or(w, 0x000f000fu, HALF2_1024);
+  a[3] = and_or(w, 0x00f000f0u, HALF2_1024);
 }
 
 // The same with nothing added: rows g as q, rows g + 8 as 16 q, both over SUBNORMAL.
@@ -211,7 +211,7 @@ DEVICE void subnormal_nibbles(u32 (&a)[4], u32 w) {
 }
 
 // The fifth bits of the codes of k16 step j, added to what one of these made.
-DEVICE void add_fifths(u32 (&a)[4], u32 bits, int j) {
+DEVICE void add_fifth_bits(u32 (&a)[4], u32 bits, int j) {
   a[0] = and_or(bits >> j, 0x00100010u, a[0]);
   a[1] = and_or(bits >> j, 0x01000100u, a[1]);
   a[2] = and_or(bits << (4 - j), 0x00100010u, a[2]);
@@ -219,7 +219,7 @@ DEVICE void add_fifths(u32 (&a)[4], u32 bits, int j) {
 }
 
 // acc += scale * c; scale: rows g and g + 8.
-DEVICE void fold(float (&acc)[4], const float (&c)[4], float low, float high) {
+DEVICE void scale_add(float (&acc)[4], const float (&c)[4], float low, float high) {
   acc[0] += low * c[0];
   acc[1] += low * c[1];
   acc[2] += high * c[2];
@@ -228,32 +228,32 @@ DEVICE void fold(float (&acc)[4], const float (&c)[4], float low, float high) {
 
 // x * sigmoid(y). With y = x that is silu; gelu with what is twice the argument of its tanh.
 DEVICE float times_sigmoid(float x, float y) {
-  return x * reciprocal(1.0f + exp2_fast(y * -1.4426950408889634f));
+  return x * rcp_approx(1.0f + exp2_approx(y * -1.4426950408889634f));
 }
-DEVICE float gelu_inner(float x) { return 1.5957691216057308f * (x + 0.044715f * (x * x * x)); }
+DEVICE float gelu_sigmoid_arg(float x) { return 1.5957691216057308f * (x + 0.044715f * (x * x * x)); }
 
 // Where a lane finds the values of its four rows: g, g + 8 of both tiles, side by side.
-DEVICE int row_slot(int row) { return (row % 8) * 4 + row / 8; }
+DEVICE int scratch_slot(int row) { return (row % 8) * 4 + row / 8; }
 
 // Of formats whose header is read as it is: `F::add` does the work.
 template <class F, int NT>
-struct PlainLane {
+struct StatelessLane {
   u32 unit_at;
   int warp, lane;
 
-  DEVICE PlainLane(u8*, int warp, int lane)
-      : unit_at(now(warp / 4 * F::UNIT_BYTES)), warp(warp % 4), lane(lane) {}
+  DEVICE StatelessLane(u8*, int warp, int lane)
+      : unit_at(materialize(warp / 4 * F::UNIT_BYTES)), warp(warp % 4), lane(lane) {}
   DEVICE void multiply(Acc<NT>& acc, const u8* unit, const u8* act) const {
     F::template add<NT>(acc, unit + unit_at, act, warp, lane);
   }
   template <int G>
-  DEVICE void multiply_groups(Acc<NT> (&acc)[G], const u8* unit, const Tiles& act) const {
-    F::template add_groups<NT, G>(acc, unit + unit_at, act, warp, lane);
+  DEVICE void multiply_row_groups(Acc<NT> (&acc)[G], const u8* unit, const GroupedActivations& act) const {
+    F::template add_row_groups<NT, G>(acc, unit + unit_at, act, warp, lane);
   }
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   template <int G, int>
-  DEVICE void multiply_tiles(Acc<NT> (&acc)[G], const u8* unit, const Tiles& act) const {
-    F::template add_tiles<G>(acc, unit + unit_at, act, warp, lane);
+  DEVICE void multiply_wgmma(Acc<NT> (&acc)[G], const u8* unit, const GroupedActivations& act) const {
+    F::template add_wgmma<G>(acc, unit + unit_at, act, warp, lane);
   }
 #endif
 };

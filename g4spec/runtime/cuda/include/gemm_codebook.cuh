@@ -2,7 +2,7 @@
 // whole numbers, so accumulators begin at 0; the sum of a group is multiplied with its factor.
 #pragma once
 #include "codebook.cuh"
-#include "product.cuh"
+#include "gemm_tile.cuh"
 
 template <class T, int K = 256>
 struct Codebook {
@@ -32,25 +32,25 @@ struct Codebook {
       }
     }
     // The operand of a k16 step.
-    DEVICE void operand(u32 (&a)[4], int tile, int j) const {
+    DEVICE void a_fragment(u32 (&a)[4], int tile, int j) const {
       const u32 codes = codebook::eight_codes<T>(low[tile], high[tile], j);
       u32 first, second;
       if constexpr (T::BITS == 4) {
         const u32 three = codes & 0x77777777u, fourth = and_or(codes >> 1, 0x44444444u, 0x32103210u);
-        first = selected(selected(T::TABLE[0], T::TABLE[1], three),
-                         selected(T::TABLE[2], T::TABLE[3], three), fourth);
-        second = selected(selected(T::TABLE[0], T::TABLE[1], three >> 16),
-                          selected(T::TABLE[2], T::TABLE[3], three >> 16), fourth >> 16);
+        first = permute_unmasked(permute_unmasked(T::TABLE[0], T::TABLE[1], three),
+                         permute_unmasked(T::TABLE[2], T::TABLE[3], three), fourth);
+        second = permute_unmasked(permute_unmasked(T::TABLE[0], T::TABLE[1], three >> 16),
+                          permute_unmasked(T::TABLE[2], T::TABLE[3], three >> 16), fourth >> 16);
       } else {
-        first = selected(T::TABLE[0], T::TABLE[1], codes);
-        second = selected(T::TABLE[0], T::TABLE[1], codes >> 16);
+        first = permute_unmasked(T::TABLE[0], T::TABLE[1], codes);
+        second = permute_unmasked(T::TABLE[0], T::TABLE[1], codes >> 16);
       }
       a[0] = whole(first, 0x5150), a[1] = whole(first, 0x5352);
       a[2] = whole(second, 0x5150), a[3] = whole(second, 0x5352);
     }
     // Two bytes as halves, without the 128 in them: exact.
     static DEVICE u32 whole(u32 bytes, u32 which) {
-      return sub_half2(permute(bytes, MAGIC, which), 0x64806480u);  // 1024 + 128
+      return sub_half2(permute(bytes, HALF2_1024, which), 0x64806480u);  // 1024 + 128
     }
   };
 
@@ -63,18 +63,18 @@ struct Codebook {
 
     DEVICE Lane(u8* scratch, int warp, int lane) {
       const int g = lane / 4, t = lane % 4, unit = warp / 4 * UNIT_BYTES, at = warp % 4 * K + lane;
-      low = now(unit + at * (4 * WORDS));
-      high = now(unit + LOW + at * 4);
-      header = now(unit + HEADER);
-      row = now(warp % 4 * 32 + lane);
-      rows = now(lane * 16);
-      place = now(tiled_place<K / 64>(lane));
-      put = kept(scratch + row_slot(lane) * 4);
-      scales = kept(scratch + g * 16);
+      low = materialize(unit + at * (4 * WORDS));
+      high = materialize(unit + LOW + at * 4);
+      header = materialize(unit + HEADER);
+      row = materialize(warp % 4 * 32 + lane);
+      rows = materialize(lane * 16);
+      place = materialize(ldmatrix_offset<K / 64>(lane));
+      put = materialize_shared(scratch + scratch_slot(lane) * 4);
+      scales = materialize_shared(scratch + g * 16);
       if constexpr (T::MINIMUM) {
-        own = now(unit + HEADER + (warp % 4 * 32 + g) * 16 + t * 2);
-        sums = now(t / 2 * ACT_BYTES * NT + SPLIT16 * NT + (t % 2 * 8 * NT + g) * 8);
-        tiled_sums = now((t * 8 * NT + g) * 8);
+        own = materialize(unit + HEADER + (warp % 4 * 32 + g) * 16 + t * 2);
+        sums = materialize(t / 2 * ACT_BYTES * NT + SPLIT16 * NT + (t % 2 * 8 * NT + g) * 8);
+        tiled_sums = materialize((t * 8 * NT + g) * 8);
       }
     }
 
@@ -85,7 +85,7 @@ struct Codebook {
       for (int i = 0; i < GROUPS; ++i) ((float*)put)[i * 32] = f[i];
       if constexpr (T::MINIMUM)  // a minimum is a subnormal half
         ((float*)put)[GROUPS * 32] =
-            codebook::half_of(unit + header + 2050 + row * 4) * -(float)SUBNORMAL;
+            codebook::half_of(unit + header + 2050 + row * 4) * -(float)SUBNORMAL_SCALE;
       __syncwarp();
     }
 
@@ -100,11 +100,11 @@ struct Codebook {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           u32 b[2][NT][2];
-          fragments_of<NT>(b, x, k64, h);
+          load_b_fragments<NT>(b, x, k64, h);
 #pragma unroll
           for (int tile = 0; tile < 2; ++tile) {
             u32 a[2][4];
-            of.operand(a[0], tile, 2 * h), of.operand(a[1], tile, 2 * h + 1);
+            of.a_fragment(a[0], tile, 2 * h), of.a_fragment(a[1], tile, 2 * h + 1);
             add(acc[tile], a, b, tile, k64 * 2 + h);
           }
         }
@@ -116,8 +116,8 @@ struct Codebook {
     }
 
     template <int G>
-    DEVICE void multiply_groups(Acc<NT> (&acc)[G], const u8* unit, const Tiles& act) const {
-      constexpr int BLOCKS = K / 64, OF_SUMS = BLOCKS * SUMS_BYTES * NT;  // of a group
+    DEVICE void multiply_row_groups(Acc<NT> (&acc)[G], const u8* unit, const GroupedActivations& act) const {
+      constexpr int BLOCKS = K / 64, GROUP_SUM_BYTES = BLOCKS * SUMS_BYTES * NT;  // of a group
       const u8 *w = unit + low, *u = unit + high;
       Weights next(w, u, 0);
       store(unit);
@@ -129,12 +129,12 @@ struct Codebook {
         for (int h = 0; h < 2; ++h) {
           u32 a[2][2][4];  // [tile][step]
 #pragma unroll
-          for (int i = 0; i < 4; ++i) of.operand(a[i / 2][i % 2], i / 2, 2 * h + i % 2);
+          for (int i = 0; i < 4; ++i) of.a_fragment(a[i / 2][i % 2], i / 2, 2 * h + i % 2);
 #pragma unroll
           for (int g = 0; g < G; ++g) {
-            in_turn();
+            scheduling_barrier();
             u32 b[2][NT][2];
-            tiled_fragments<NT>(b, act.halves + (g * NT * BLOCKS + k64) * TILE_BYTES, place, h);
+            ldmatrix_b_fragments<NT>(b, act.halves + (g * NT * BLOCKS + k64) * TILE_BYTES, place, h);
 #pragma unroll
             for (int tile = 0; tile < 2; ++tile)
               add(acc[g][tile], a[tile], b, tile, k64 * 2 + h);
@@ -144,13 +144,13 @@ struct Codebook {
       if constexpr (T::MINIMUM)
 #pragma unroll
         for (int g = 0; g < G; ++g)
-          subtract_minima<SUMS_BYTES>(acc[g], unit + own, act.sums + tiled_sums + g * OF_SUMS);
+          subtract_minima<SUMS_BYTES>(acc[g], unit + own, act.sums + tiled_sums + g * GROUP_SUM_BYTES);
     }
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     // Warps multiply here as well.
     template <int G, int>
-    DEVICE void multiply_tiles(Acc<NT> (&acc)[G], const u8* unit, const Tiles& act) const {
-      multiply_groups<G>(acc, unit, act);
+    DEVICE void multiply_wgmma(Acc<NT> (&acc)[G], const u8* unit, const GroupedActivations& act) const {
+      multiply_row_groups<G>(acc, unit, act);
     }
 #endif
 
@@ -166,7 +166,7 @@ struct Codebook {
 #pragma unroll
           for (int step = first; step < first + STEPS; ++step)
             mma_f16(c, a[step], b[step][nt][0], b[step][nt][1], c);
-          fold(acc[nt], c, tile ? s.z : s.x, tile ? s.w : s.y);
+          scale_add(acc[nt], c, tile ? s.z : s.x, tile ? s.w : s.y);
         }
       }
     }
@@ -190,7 +190,7 @@ struct Codebook {
           float c[4] = {0, 0, 0, 0};
           mma_f16(c, a[tile], s0.x, s1.x, c);
           mma_f16(c, a[tile], s0.y, s1.y, c);
-          fold(acc[tile][nt], c, tile ? least.z : least.x, tile ? least.w : least.y);
+          scale_add(acc[tile][nt], c, tile ? least.z : least.x, tile ? least.w : least.y);
         }
       }
     }

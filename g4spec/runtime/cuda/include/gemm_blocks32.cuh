@@ -1,7 +1,7 @@
 // Formats with 4- or 5-bit codes and half-precision factors of 32 values each, in packed order
 // (g4spec/runtime/cuda/weights/packing.py). A value is d * (code - ZERO), or d * code + m if MINIMUM.
 #pragma once
-#include "product.cuh"
+#include "gemm_tile.cuh"
 
 template <int K, int BITS, bool MINIMUM>
 struct Blocks32 {
@@ -14,7 +14,7 @@ struct Blocks32 {
   static constexpr float LOW = 1.0f + ZERO, HIGH = 1.0f + 16.0f * ZERO;
 
   template <int NT>
-  using Lane = PlainLane<Blocks32, NT>;
+  using Lane = StatelessLane<Blocks32, NT>;
 
   template <int NT>
   static DEVICE void add(Acc<NT>& acc, const u8* unit, const u8* act, int warp, int lane) {
@@ -38,11 +38,11 @@ struct Blocks32 {
 #pragma unroll
       for (int tile = 0; tile < 2; ++tile) {
         u32 a0[4], a1[4];
-        from_nibbles(a0, h ? w[tile].z : w[tile].x);
-        from_nibbles(a1, h ? w[tile].w : w[tile].y);
+        biased_nibbles(a0, h ? w[tile].z : w[tile].x);
+        biased_nibbles(a1, h ? w[tile].w : w[tile].y);
         if constexpr (BITS == 5) {
-          add_fifths(a0, fifths[tile], h * 2);
-          add_fifths(a1, fifths[tile], h * 2 + 1);
+          add_fifth_bits(a0, fifths[tile], h * 2);
+          add_fifth_bits(a1, fifths[tile], h * 2 + 1);
         }
         const float2 s = halves(tile ? scales.y : scales.x, 1.0f, 0.0625f);
 #pragma unroll
@@ -51,10 +51,10 @@ struct Blocks32 {
           float c[4] = {n.x * LOW, n.y * LOW, n.x * HIGH, n.y * HIGH};
           mma_f16(c, a0, b[0][nt][0], b[0][nt][1], c);
           mma_f16(c, a1, b[1][nt][0], b[1][nt][1], c);
-          fold(acc[tile][nt], c, s.x, s.y);
+          scale_add(acc[tile][nt], c, s.x, s.y);
           if constexpr (MINIMUM) {  // m times the sum, which is there times -1024
             const float2 low = halves(tile ? least.y : least.x, -1.0f / 1024, -1.0f / 1024);
-            fold(acc[tile][nt], {n.x, n.y, n.x, n.y}, low.x, low.y);
+            scale_add(acc[tile][nt], {n.x, n.y, n.x, n.y}, low.x, low.y);
           }
         }
       }
@@ -62,11 +62,11 @@ struct Blocks32 {
   }
 
   template <int NT, int G>
-  static DEVICE void add_groups(Acc<NT> (&acc)[G], const u8* unit, const Tiles& act, int warp,
+  static DEVICE void add_row_groups(Acc<NT> (&acc)[G], const u8* unit, const GroupedActivations& act, int warp,
                                 int lane) {
-    constexpr int BLOCKS = K / 64, OF_SUMS = BLOCKS * SUMS_BYTES * NT;  // of a group
+    constexpr int BLOCKS = K / 64, GROUP_SUM_BYTES = BLOCKS * SUMS_BYTES * NT;  // of a group
     const int t = lane % 4;
-    const u32 place = tiled_place<BLOCKS>(lane);
+    const u32 place = ldmatrix_offset<BLOCKS>(lane);
     const uint4* codes = (const uint4*)unit + warp * K + lane;
     const u32* upper = (const u32*)(unit + CODES) + warp * K + lane;
     const uint2* d = (const uint2*)(unit + CODES + UPPER) + warp * 8 + lane / 4;
@@ -82,12 +82,12 @@ struct Blocks32 {
 #pragma unroll
       for (int tile = 0; tile < 2; ++tile) {
         const uint4 w = codes[tile * (K / 2) + k64 * 32];
-        from_nibbles(a[tile][0], h ? w.z : w.x);
-        from_nibbles(a[tile][1], h ? w.w : w.y);
+        biased_nibbles(a[tile][0], h ? w.z : w.x);
+        biased_nibbles(a[tile][1], h ? w.w : w.y);
         if constexpr (BITS == 5) {
           const u32 fifths = upper[tile * (K / 2) + k64 * 32];
-          add_fifths(a[tile][0], fifths, h * 2);
-          add_fifths(a[tile][1], fifths, h * 2 + 1);
+          add_fifth_bits(a[tile][0], fifths, h * 2);
+          add_fifth_bits(a[tile][1], fifths, h * 2 + 1);
         }
         s[tile] = halves(tile ? scales.y : scales.x, 1.0f, 0.0625f);
         if constexpr (MINIMUM)
@@ -95,20 +95,20 @@ struct Blocks32 {
       }
 #pragma unroll
       for (int g = 0; g < G; ++g) {
-        in_turn();
+        scheduling_barrier();
         u32 b[2][NT][2];
-        tiled_fragments<NT>(b, act.halves + (g * NT * BLOCKS + k64) * TILE_BYTES, place, h);
+        ldmatrix_b_fragments<NT>(b, act.halves + (g * NT * BLOCKS + k64) * TILE_BYTES, place, h);
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt) {
-          const float2 n = tiled_sums32(act.sums + g * OF_SUMS, k32, nt, t);
+          const float2 n = grouped_sums32(act.sums + g * GROUP_SUM_BYTES, k32, nt, t);
 #pragma unroll
           for (int tile = 0; tile < 2; ++tile) {
             float c[4] = {n.x * LOW, n.y * LOW, n.x * HIGH, n.y * HIGH};
             mma_f16(c, a[tile][0], b[0][nt][0], b[0][nt][1], c);
             mma_f16(c, a[tile][1], b[1][nt][0], b[1][nt][1], c);
-            fold(acc[g][tile][nt], c, s[tile].x, s[tile].y);
+            scale_add(acc[g][tile][nt], c, s[tile].x, s[tile].y);
             if constexpr (MINIMUM)
-              fold(acc[g][tile][nt], {n.x, n.y, n.x, n.y}, low[tile].x, low[tile].y);
+              scale_add(acc[g][tile][nt], {n.x, n.y, n.x, n.y}, low[tile].x, low[tile].y);
           }
         }
       }
@@ -117,11 +117,11 @@ struct Blocks32 {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   template <int G>
-  static DEVICE void add_tiles(Acc<2> (&acc)[G], const u8* unit, const Tiles& act, int warp,
+  static DEVICE void add_wgmma(Acc<2> (&acc)[G], const u8* unit, const GroupedActivations& act, int warp,
                                int lane) {
-    constexpr int OF_SUMS = K / 32 * SUMS_BYTES;  // of a group
+    constexpr int GROUP_SUM_BYTES = K / 32 * SUMS_BYTES;  // of a group
     const int t = lane % 4;
-    const Halves<K / 64> b(act.halves);
+    const ActivationDescriptors<K / 64> b(act.halves);
     const uint4* codes = (const uint4*)unit + warp * K + lane;
     const u32* upper = (const u32*)(unit + CODES) + warp * K + lane;
     const uint2* d = (const uint2*)(unit + CODES + UPPER) + warp * 8 + lane / 4;
@@ -136,30 +136,30 @@ struct Blocks32 {
       for (int tile = 0; tile < 2; ++tile) {
         const uint4 w = codes[tile * (K / 2) + k64 * 32];
         u32 a[2][4];
-        from_nibbles(a[0], h ? w.z : w.x);
-        from_nibbles(a[1], h ? w.w : w.y);
+        biased_nibbles(a[0], h ? w.z : w.x);
+        biased_nibbles(a[1], h ? w.w : w.y);
         if constexpr (BITS == 5) {
           const u32 fifths = upper[tile * (K / 2) + k64 * 32];
-          add_fifths(a[0], fifths, h * 2);
-          add_fifths(a[1], fifths, h * 2 + 1);
+          add_fifth_bits(a[0], fifths, h * 2);
+          add_fifth_bits(a[1], fifths, h * 2 + 1);
         }
-        Sums64<G> c;
+        WgmmaAcc<G> c;
 #pragma unroll
         for (int i = 0; i < 2 * G; ++i) {
-          const float2 n = tiled_sums32(act.sums + i / 2 * OF_SUMS, k32, i % 2, t);
+          const float2 n = grouped_sums32(act.sums + i / 2 * GROUP_SUM_BYTES, k32, i % 2, t);
           c[4 * i] = n.x * LOW, c[4 * i + 1] = n.y * LOW;
           c[4 * i + 2] = n.x * HIGH, c[4 * i + 3] = n.y * HIGH;
         }
-        start_products<G>(c, a, b, k32 * 2, 0, true);
-        finish_products<G>(c, 0);
+        issue_wgmmas<G>(c, a, b, k32 * 2, 0, true);
+        wait_wgmmas<G>(c, 0);
         const float2 s = halves(tile ? scales.y : scales.x, 1.0f, 0.0625f);
-        fold_all<G>(acc, tile, c, s.x, s.y);
+        scale_add_tiles<G>(acc, tile, c, s.x, s.y);
         if constexpr (MINIMUM) {
           const float2 low = halves(tile ? least.y : least.x, -1.0f / 1024, -1.0f / 1024);
 #pragma unroll
           for (int i = 0; i < 2 * G; ++i) {
-            const float2 n = tiled_sums32(act.sums + i / 2 * OF_SUMS, k32, i % 2, t);
-            fold(acc[i / 2][tile][i % 2], {n.x, n.y, n.x, n.y}, low.x, low.y);
+            const float2 n = grouped_sums32(act.sums + i / 2 * GROUP_SUM_BYTES, k32, i % 2, t);
+            scale_add(acc[i / 2][tile][i % 2], {n.x, n.y, n.x, n.y}, low.x, low.y);
           }
         }
       }

@@ -2,43 +2,43 @@
 // from scores that all have made together: that is quicker than telling it to the others.
 #pragma once
 #include "ptx.cuh"
-#include "rows.cuh"
+#include "packed_rows.cuh"
 
-constexpr int MOST_ROWS = 16;  // of a step
-constexpr int COLUMNS = 8;     // rows that the tensor cores multiply at once
+constexpr int MAX_ROWS = 16;  // of a step
+constexpr int TILE_ROWS = 8;     // rows that the tensor cores multiply at once
 
 // Some rows, at most COLUMNS, that visit the same expert.
 struct Visit {
   u16 expert, count;
-  u8 pair[COLUMNS];  // row * K + slot: the row, and which of its K experts this is to it
+  u8 pair[TILE_ROWS];  // row * K + slot: the row, and which of its K experts this is to it
 };
 
 template <int EXPERTS, int K>
 struct Routing {
-  static constexpr int MOST = MOST_ROWS * K < 2 * EXPERTS ? MOST_ROWS * K : 2 * EXPERTS;
-  Visit visits[MOST];          // by expert, then row
-  float weight[MOST_ROWS * K];  // of each pair
+  static constexpr int MAX_VISITS = MAX_ROWS * K < 2 * EXPERTS ? MAX_ROWS * K : 2 * EXPERTS;
+  Visit visits[MAX_VISITS];          // by expert, then row
+  float weight[MAX_ROWS * K];  // of each pair
   u32 rows[EXPERTS];           // that visit an expert, as bits
-  u8 slot[MOST_ROWS][EXPERTS];
+  u8 slot[MAX_ROWS][EXPERTS];
   int count;  // of visits
 };
 
 // Four experts' dot products with a row, and the row's squares, over a warp: lanes 0, 8, 16, 24
 // hold the products of experts 0 .. 3.
-DEVICE float four_over_warp(const float (&s)[4], int lane) {
+DEVICE float warp_reduce4(const float (&s)[4], int lane) {
   const bool upper = lane & 16, right = lane & 8;
-  const float a = (upper ? s[2] : s[0]) + __shfl_xor_sync(FULL, upper ? s[0] : s[2], 16);
-  const float b = (upper ? s[3] : s[1]) + __shfl_xor_sync(FULL, upper ? s[1] : s[3], 16);
-  float v = (right ? b : a) + __shfl_xor_sync(FULL, right ? a : b, 8);
+  const float a = (upper ? s[2] : s[0]) + __shfl_xor_sync(FULL_MASK, upper ? s[0] : s[2], 16);
+  const float b = (upper ? s[3] : s[1]) + __shfl_xor_sync(FULL_MASK, upper ? s[1] : s[3], 16);
+  float v = (right ? b : a) + __shfl_xor_sync(FULL_MASK, right ? a : b, 8);
 #pragma unroll
-  for (int step = 4; step; step /= 2) v += __shfl_xor_sync(FULL, v, step);
+  for (int step = 4; step; step /= 2) v += __shfl_xor_sync(FULL_MASK, v, step);
   return v;
 }
 
 // Scores gate [EXPERTS, width] * (rms_norm(x) * norm / sqrt(width)) of 4 experts and up to 4 rows
 // at a time: job j has experts 4 (j % (EXPERTS / 4)) and on, rows 4 (j / (EXPERTS / 4)) and on.
 template <int EXPERTS, int WARPS, int LOADS>
-struct Scores {
+struct RouterScores {
   static constexpr int BLOCKS = (EXPERTS + 3) / 4, THREADS = 32 * WARPS;
   const float *x, *gate, *norm;
   float* scores;  // [rows, EXPERTS]
@@ -87,9 +87,9 @@ struct Scores {
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[e] += sum4(mul4(v[r][j], w[e][j]));
       }
-      const float dot = four_over_warp(s, lane);
+      const float dot = warp_reduce4(s, lane);
 #pragma unroll
-      for (int step = 16; step; step /= 2) squares += __shfl_xor_sync(FULL, squares, step);
+      for (int step = 16; step; step /= 2) squares += __shfl_xor_sync(FULL_MASK, squares, step);
       float* mine = parts + (warp * 4 + r) * 5;
       if (lane % 8 == 0) mine[lane / 8] = dot;
       if (lane == 0) mine[4] = squares;
@@ -111,48 +111,48 @@ struct Scores {
       scores[row * EXPERTS + expert] = dot * rsqrtf(squares / n + eps) * rsqrtf(n);
     }
     __syncwarp();
-    if (lane == 0) add_release(arrived, 1);
+    if (lane == 0) atomic_add_release(arrived, 1);
   }
 };
 
 // A number's bits so that they compare like numbers; a real number never gives 0.
-DEVICE u32 ordered(float x) {
+DEVICE u32 float_to_ordered(float x) {
   const u32 bits = __float_as_uint(x);
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
-DEVICE float unordered(u32 key) {
+DEVICE float ordered_to_float(u32 key) {
   return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key);
 }
 
 // One warp: lane s < K gets the s-th best expert of a row (the lowest of equals) and its weight.
 template <int EXPERTS, int K>
-DEVICE void choose(const float* scores, const float* gains, int lane, int& expert, float& weight) {
+DEVICE void choose_experts(const float* scores, const float* gains, int lane, int& expert, float& weight) {
   constexpr int PER = (EXPERTS + 31) / 32;
   u32 key[PER];
 #pragma unroll
   for (int i = 0; i < PER; ++i)
-    key[i] = i * 32 + lane < EXPERTS ? ordered(__ldcg(scores + i * 32 + lane)) : 0;
+    key[i] = i * 32 + lane < EXPERTS ? float_to_ordered(__ldcg(scores + i * 32 + lane)) : 0;
   float score = 0;
 #pragma unroll
   for (int s = 0; s < K; ++s) {
     u32 best = key[0];
 #pragma unroll
     for (int i = 1; i < PER; ++i) best = max(best, key[i]);
-    const u32 most = __reduce_max_sync(FULL, best);
+    const u32 most = __reduce_max_sync(FULL_MASK, best);
     u32 mine = EXPERTS - 1;
 #pragma unroll
     for (int i = PER - 1; i >= 0; --i)
       if (key[i] == most) mine = min(i * 32 + lane, EXPERTS - 1);
-    const int winner = __reduce_min_sync(FULL, mine);
-    if (lane == s) expert = winner, score = unordered(most);
+    const int winner = __reduce_min_sync(FULL_MASK, mine);
+    if (lane == s) expert = winner, score = ordered_to_float(most);
 #pragma unroll
     for (int i = 0; i < PER; ++i)
       if (winner == i * 32 + lane) key[i] = 0;
   }
-  const float e = expf(score - __shfl_sync(FULL, score, 0));
-  float sum = __shfl_sync(FULL, e, 0);
+  const float e = expf(score - __shfl_sync(FULL_MASK, score, 0));
+  float sum = __shfl_sync(FULL_MASK, e, 0);
 #pragma unroll
-  for (int s = 1; s < K; ++s) sum += __shfl_sync(FULL, e, s);
+  for (int s = 1; s < K; ++s) sum += __shfl_sync(FULL_MASK, e, s);
   weight = lane < K ? e / sum * gains[expert] : 0.0f;
 }
 
@@ -163,13 +163,13 @@ DEVICE void list_visits(Routing<EXPERTS, K>& r, int lane) {
   for (int first = 0; first < EXPERTS; first += 32) {
     const int expert = first + lane;
     u32 rows = expert < EXPERTS ? r.rows[expert] : 0;
-    const u32 once = __ballot_sync(FULL, rows), below = (1u << lane) - 1;
-    const u32 twice = __ballot_sync(FULL, __popc(rows) > COLUMNS);
+    const u32 once = __ballot_sync(FULL_MASK, rows), below = (1u << lane) - 1;
+    const u32 twice = __ballot_sync(FULL_MASK, __popc(rows) > TILE_ROWS);
     int at = count + __popc(once & below) + __popc(twice & below);
     for (; rows; ++at) {
       Visit v = {(u16)expert, 0, {}};
 #pragma unroll
-      for (int i = 0; i < COLUMNS; ++i)
+      for (int i = 0; i < TILE_ROWS; ++i)
         if (rows) {
           const int row = __ffs(rows) - 1;
           v.pair[i] = row * K + r.slot[row][expert];

@@ -4,7 +4,7 @@
 
 struct Half {
   static constexpr int BYTES = 2;
-  static DEVICE u32 pack(float low, float high) { return pack_halves(low, high); }
+  static DEVICE u32 pack(float low, float high) { return pack_half2(low, high); }
   static DEVICE float low(u32 two) { return from_half((u16)two); }
   static DEVICE float high(u32 two) { return from_half((u16)(two >> 16)); }
 };

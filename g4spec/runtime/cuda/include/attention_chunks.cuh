@@ -2,16 +2,16 @@
 // gets depends neither on the rows beside it nor on the length of the sequence.
 #pragma once
 #include "ptx.cuh"
-#include "units.cuh"
+#include "kv_storage.cuh"
 
-#define NEVER __int_as_float(0xff800000)  // -infinity
+#define NEG_INF __int_as_float(0xff800000)  // -infinity
 
 // Chunks of 2^shift positions; `growing` ones have 2^shift below 4096 and then 2, 4, 8 ... times as
 // many in each octave: 2^(11 - shift) chunks an octave.
 struct Chunks {
   int shift, growing;
 
-  DEVICE int of(int position) const {
+  DEVICE int chunk_of(int position) const {
     if (!growing || position < 4096) return position >> shift;
     const int octave = 19 - __clz(position);  // 4096 is octave 0
     return ((2 + octave) << (11 - shift)) + ((position - (4096 << octave)) >> (shift + octave + 1));
@@ -27,13 +27,15 @@ struct Chunks {
 
 // Positions that rows see: some row sees lo .. hi, every row sees all_from .. all_to.
 struct Span {
-  int lo, hi, all_from, all_to;
+  int lo, hi, all_lo, all_hi;
 };
 
+// The smaller and the larger of two numbers. Written as selects: with the built-in min() and max()
+// nvcc schedules the loops of attention.cu differently.
 template <class T>
-DEVICE T least(T a, T b) { return a < b ? a : b; }
+DEVICE T min_of(T a, T b) { return a < b ? a : b; }
 template <class T>
-DEVICE T most(T a, T b) { return a > b ? a : b; }
+DEVICE T max_of(T a, T b) { return a > b ? a : b; }
 
 DEVICE Span span_of(const i64* first, const i64* last, int tokens) {
   const int lane = threadIdx.x % 32, t = lane < tokens ? lane : 0;
@@ -41,24 +43,24 @@ DEVICE Span span_of(const i64* first, const i64* last, int tokens) {
   Span s = {from, to, from, to};
 #pragma unroll
   for (int step = 16; step; step /= 2) {
-    s.lo = least(s.lo, __shfl_xor_sync(FULL, s.lo, step));
-    s.hi = most(s.hi, __shfl_xor_sync(FULL, s.hi, step));
-    s.all_from = most(s.all_from, __shfl_xor_sync(FULL, s.all_from, step));
-    s.all_to = least(s.all_to, __shfl_xor_sync(FULL, s.all_to, step));
+    s.lo = min_of(s.lo, __shfl_xor_sync(FULL_MASK, s.lo, step));
+    s.hi = max_of(s.hi, __shfl_xor_sync(FULL_MASK, s.hi, step));
+    s.all_lo = max_of(s.all_lo, __shfl_xor_sync(FULL_MASK, s.all_lo, step));
+    s.all_hi = min_of(s.all_hi, __shfl_xor_sync(FULL_MASK, s.all_hi, step));
   }
   return s;
 }
 
 // A part of the work: keys of one chunk (tiles tile .. end - 1), one KV head, some rows.
-struct __align__(8) Item {
+struct __align__(8) WorkItem {
   u16 tile, end;
   u16 chunk;      // from the first that some row sees
-  u8 head, rows;  // KV head; which block of rows
+  u8 head, row_block;
 };
-constexpr int ITEMS = 264;  // most of a block
+constexpr int MAX_ITEMS = 264;  // most of a block
 
 // Blocks of a launch that a sequence has, and which of them this one is.
-struct Share {
+struct BlockShare {
   int sequence, own, blocks;
 };
 
@@ -66,11 +68,11 @@ struct Share {
 // that blocks with the same keys read them at the same time. From the last chunk on, each goes to the
 // block of its pair that has least to do so far.
 template <int KEYS>  // of a tile
-struct Work {
+struct AttentionWork {
   static constexpr int COST = 4;  // of a tile, where that of a chunk by itself is 1
-  Item items[ITEMS];
+  WorkItem items[MAX_ITEMS];
   Units units;
-  int count, all_from, all_to, capacity, n_kv;
+  int count, all_lo, all_hi, capacity, n_kv;
   int sequence;
 
   // What the rows of a sequence see costs for each pair of heads and rows, and how many pairs a block
@@ -81,18 +83,18 @@ struct Work {
     // Blocks that take no longer than `time` each: a pair has several, or a block several pairs.
     DEVICE u32 blocks(u32 time, u32 all) const {
       if (time < of_pair) return all * ((of_pair + time - 1) / time);
-      const u32 some = least(least(time / of_pair, pairs), all);
+      const u32 some = min_of(min_of(time / of_pair, pairs), all);
       return (all + some - 1) / some;
     }
   };
 
   // Blocks are shared out so that the slowest is as fast as can be; what is left over does nothing. As
   // many as all sequences have pairs are enough. By one warp.
-  DEVICE Share share(const Chunks& chunks, const i64* first, const i64* last, int sequences,
+  DEVICE BlockShare assign_block(const Chunks& chunks, const i64* first, const i64* last, int sequences,
                      int tokens, int pairs) {
     if (sequences == 1) return {0, (int)blockIdx.x, (int)gridDim.x};
     const int each = gridDim.x / sequences, at = blockIdx.x;
-    if (sequences > ITEMS) return {at % sequences, at / sequences, at / sequences < each ? each : 0};
+    if (sequences > MAX_ITEMS) return {at % sequences, at / sequences, at / sequences < each ? each : 0};
     Cost* costs = (Cost*)items;  // until there are items
     const int lane = threadIdx.x % 32;
     u32 all = 0, longest = 0;
@@ -101,15 +103,15 @@ struct Work {
 #pragma unroll
       for (int t = 0; t < 16; ++t)
         if (t < tokens) {
-          lo = least(lo, (int)__ldcg(first + s * tokens + t));
-          hi = most(hi, (int)__ldcg(last + s * tokens + t));
+          lo = min_of(lo, (int)__ldcg(first + s * tokens + t));
+          hi = max_of(hi, (int)__ldcg(last + s * tokens + t));
         }
-      const u32 some = chunks.of(hi) - chunks.of(lo) + 1;
-      costs[s] = {(hi / KEYS - lo / KEYS + 1) * COST + some, ITEMS / some};
-      all += costs[s].of_pair, longest = most(longest, costs[s].of_pair);
+      const u32 some = chunks.chunk_of(hi) - chunks.chunk_of(lo) + 1;
+      costs[s] = {(hi / KEYS - lo / KEYS + 1) * COST + some, MAX_ITEMS / some};
+      all += costs[s].of_pair, longest = max_of(longest, costs[s].of_pair);
     }
     __syncwarp();
-    longest = ~__reduce_min_sync(FULL, ~longest);
+    longest = ~__reduce_min_sync(FULL_MASK, ~longest);
     u32 low = total(all) * pairs / gridDim.x, time = longest;  // too short perhaps; long enough
     for (int step = 0; step < 12 && low + 1 < time; ++step) {
       const u32 middle = (low + time) / 2;
@@ -118,69 +120,69 @@ struct Work {
       if (total(blocks) <= gridDim.x) time = middle;
       else low = middle;
     }
-    Share found = {0, 0, 0};
+    BlockShare found = {0, 0, 0};
     int begin = 0;
     for (int base = 0; base < sequences; base += 32) {
       const int n = base + lane < sequences ? costs[base + lane].blocks(time, pairs) : 0;
       int end = n;
 #pragma unroll
       for (int step = 1; step < 32; step *= 2) {
-        const int before = __shfl_up_sync(FULL, end, step);
+        const int before = __shfl_up_sync(FULL_MASK, end, step);
         if (lane >= step) end += before;
       }
       const int own = at - begin - (end - n);
-      const u32 mine = __ballot_sync(FULL, own >= 0 && own < n);
+      const u32 mine = __ballot_sync(FULL_MASK, own >= 0 && own < n);
       if (mine) {
         const int of = __ffs(mine) - 1;
-        found = {base + of, __shfl_sync(FULL, own, of), __shfl_sync(FULL, n, of)};
+        found = {base + of, __shfl_sync(FULL_MASK, own, of), __shfl_sync(FULL_MASK, n, of)};
       }
-      begin += __shfl_sync(FULL, end, 31);
+      begin += __shfl_sync(FULL_MASK, end, 31);
     }
     __syncwarp();
     return found;
   }
   static DEVICE u32 total(u32 x) {  // over a warp
 #pragma unroll
-    for (int step = 16; step; step /= 2) x += __shfl_xor_sync(FULL, x, step);
+    for (int step = 16; step; step /= 2) x += __shfl_xor_sync(FULL_MASK, x, step);
     return x;
   }
 
   // By one warp, whose lanes stand for blocks. Where there are more, 32 or fewer of them have every
   // second (third ..) chunk; where there are fewer than pairs, each has several of these.
-  DEVICE void set(const Chunks& chunks, const Span& span, const Units& where, int rows_of_unit,
-                  int heads, int row_blocks, const Share& share) {
-    const int lane = threadIdx.x % 32, low = chunks.of(span.lo), high = chunks.of(span.hi);
+  DEVICE void build_items(const Chunks& chunks, const Span& span, const Units& where, int rows_of_unit,
+                  int heads, int row_blocks, const BlockShare& share) {
+    const int lane = threadIdx.x % 32, low = chunks.chunk_of(span.lo), high = chunks.chunk_of(span.hi);
     const int found = share.blocks < heads * row_blocks
-                          ? few_blocks(chunks, span, low, high, heads * row_blocks, row_blocks, share)
-                          : many_blocks(chunks, span, low, high, heads, row_blocks, share);
+                          ? items_of_few_blocks(chunks, span, low, high, heads * row_blocks, row_blocks, share)
+                          : items_of_many_blocks(chunks, span, low, high, heads, row_blocks, share);
     if (lane) return;
-    count = found, all_from = span.all_from, all_to = span.all_to;
+    count = found, all_lo = span.all_lo, all_hi = span.all_hi;
     units = where, capacity = rows_of_unit, n_kv = heads, sequence = share.sequence;
   }
-  DEVICE int few_blocks(const Chunks& chunks, const Span& span, int low, int high, int pairs,
-                        int row_blocks, const Share& share) {
+  DEVICE int items_of_few_blocks(const Chunks& chunks, const Span& span, int low, int high, int pairs,
+                        int row_blocks, const BlockShare& share) {
     if (share.blocks == 0) return 0;
     const int each = (pairs + share.blocks - 1) / share.blocks, from = share.own * each;
-    const int some = high - low + 1, found = most(0, least(each, pairs - from)) * some;
+    const int some = high - low + 1, found = max_of(0, min_of(each, pairs - from)) * some;
     for (int i = threadIdx.x % 32; i < found; i += 32) {
       const int pair = from + i / some, chunk = high - i % some;
       items[i] = item_of(chunks, span, low, chunk, pair / row_blocks, pair % row_blocks);
     }
     return found;
   }
-  DEVICE Item item_of(const Chunks& chunks, const Span& span, int low, int chunk, int head,
+  DEVICE WorkItem item_of(const Chunks& chunks, const Span& span, int low, int chunk, int head,
                       int rows) const {
-    const int begin = most(chunks.start(chunk), span.lo) / KEYS;
-    const int end = least(chunks.start(chunk + 1) - 1, span.hi) / KEYS + 1;
+    const int begin = max_of(chunks.start(chunk), span.lo) / KEYS;
+    const int end = min_of(chunks.start(chunk + 1) - 1, span.hi) / KEYS + 1;
     return {(u16)begin, (u16)end, (u16)(chunk - low), (u8)head, (u8)rows};
   }
-  DEVICE int many_blocks(const Chunks& chunks, const Span& span, int low, int high, int heads,
-                         int row_blocks, const Share& share) {
+  DEVICE int items_of_many_blocks(const Chunks& chunks, const Span& span, int low, int high, int heads,
+                         int row_blocks, const BlockShare& share) {
     const int lane = threadIdx.x % 32;
     const u32 each = share.blocks / (u32)(heads * row_blocks), turns = (each + 31) / 32;
     const u32 blocks = each / turns, place = share.own / blocks, own = share.own - place * blocks;
     const u32 pair = place / turns, head = pair / (u32)row_blocks, rows = pair - head * row_blocks;
-    Item item;
+    WorkItem item;
     auto open = [&](int chunk) {  // what it costs; nothing if there is none
       if (chunk < low || head >= heads) return 0;
       item = item_of(chunks, span, low, chunk, head, rows);
@@ -189,12 +191,12 @@ struct Work {
     int chunk = high - (place - pair * turns) - lane * turns, found = 0;
     u32 cost = open(chunk), load = lane < blocks ? cost + lane : ~0u;  // and which block it is
     if (cost && lane == own) items[0] = item, found = 1;
-    found = __shfl_sync(FULL, found, own);
+    found = __shfl_sync(FULL_MASK, found, own);
     chunk -= blocks * turns;
-    while (__shfl_sync(FULL, cost = open(chunk), 0)) {
+    while (__shfl_sync(FULL_MASK, cost = open(chunk), 0)) {
 #pragma unroll 8
       for (int i = 0; i < 32; ++i) {
-        const u32 more = __shfl_sync(FULL, cost, i), free = __reduce_min_sync(FULL, load);
+        const u32 more = __shfl_sync(FULL_MASK, cost, i), free = __reduce_min_sync(FULL_MASK, load);
         if (load == free) load += more;
         const bool mine = more && free % 32 == own;
         if (mine && lane == i) items[found] = item;
@@ -205,9 +207,9 @@ struct Work {
     return found;
   }
   // Which [capacity] rows of a plane hold a position, for a head: those of its unit.
-  DEVICE int strip(int position, int head) const { return units.of(position) * n_kv + head; }
-  DEVICE bool whole(int tile) const {  // does every row see all of it?
-    return tile * KEYS >= all_from && tile * KEYS + KEYS - 1 <= all_to;
+  DEVICE int kv_block(int position, int head) const { return units.unit_of(position) * n_kv + head; }
+  DEVICE bool fully_visible(int tile) const {  // does every row see all of it?
+    return tile * KEYS >= all_lo && tile * KEYS + KEYS - 1 <= all_hi;
   }
-  DEVICE bool seen(int position) const { return position >= all_from && position <= all_to; }
+  DEVICE bool visible_to_all(int position) const { return position >= all_lo && position <= all_hi; }
 };

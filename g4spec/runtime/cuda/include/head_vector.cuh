@@ -6,7 +6,7 @@
 constexpr int NORM_V = 1, V_FROM_K = 2;  // flags of a layer: how its values are made
 
 // a / b rounded, where `share` is 1 / b: without the branches of a division.
-DEVICE float quotient(float a, float b, float share) {
+DEVICE float divide_rn(float a, float b, float share) {
   const float q = a * share;
   return fmaf(fmaf(-q, b, a), share, q);
 }
@@ -31,7 +31,7 @@ DEVICE float2 cos_sin(float angle) {
 // Element e of a head's vector j in a lane: value (32 j + lane) W + e. W is such that both values
 // of a rotated pair lie in the same lane.
 template <int D, int PAIRS>
-struct Head {
+struct HeadVector {
   static constexpr int W = PAIRS ? (D >= 128 ? 4 : 2) : (D >= 256 ? 4 : D / 64);
   static constexpr int J = D / (32 * W);
   float v[J][W];
@@ -69,7 +69,7 @@ struct Head {
     load(p);
 #pragma unroll
     for (int s = 1; s < SLICES; ++s) {
-      Head more;
+      HeadVector more;
       more.load(p + s * apart);
 #pragma unroll
       for (int j = 0; j < J; ++j)
@@ -77,13 +77,13 @@ struct Head {
         for (int e = 0; e < W; ++e) v[j][e] += more.v[j][e];
     }
   }
-  DEVICE float inverse(float eps) const {  // 1 / root mean square
+  DEVICE float inverse_rms(float eps) const {  // 1 / root mean square
     float s = 0;
 #pragma unroll
     for (int j = 0; j < J; ++j)
 #pragma unroll
       for (int e = 0; e < W; ++e) s += v[j][e] * v[j][e];
-    return rsqrtf(over_warp(s, Sum()) * (1.0f / D) + eps);
+    return rsqrtf(warp_reduce(s, Sum()) * (1.0f / D) + eps);
   }
   DEVICE void scale(float r) {
 #pragma unroll
@@ -91,15 +91,15 @@ struct Head {
 #pragma unroll
       for (int e = 0; e < W; ++e) v[j][e] *= r;
   }
-  template <int TURN>  // but for the first TURN columns of both halves
-  DEVICE void scale(const Head& w) {
+  template <int ROTARY_PAIRS>  // but for the first TURN columns of both halves
+  DEVICE void scale(const HeadVector& w) {
 #pragma unroll
     for (int j = 0; j < J; ++j)
 #pragma unroll
       for (int e = 0; e < W; ++e)
-        if (at(j) % (D / 2) >= TURN) v[j][e] *= w.v[j][e];
+        if (at(j) % (D / 2) >= ROTARY_PAIRS) v[j][e] *= w.v[j][e];
   }
-  static DEVICE void turn(float& a, float& b, float2 by) {  // by cosine and sine
+  static DEVICE void rotate_pair(float& a, float& b, float2 by) {  // by cosine and sine
     const float x = a * by.x - b * by.y;
     b = b * by.x + a * by.y;
     a = x;
@@ -109,57 +109,57 @@ struct Head {
 #pragma unroll
       for (int j = 0; j < J; ++j)
 #pragma unroll
-        for (int e = 0; e < W; e += 2) turn(v[j][e], v[j][e + 1], angles[(at(j) + e) / 2]);
+        for (int e = 0; e < W; e += 2) rotate_pair(v[j][e], v[j][e + 1], angles[(at(j) + e) / 2]);
     } else {
 #pragma unroll
       for (int j = 0; j < J / 2; ++j)
 #pragma unroll
-        for (int e = 0; e < W; ++e) turn(v[j][e], v[j + J / 2][e], angles[at(j) + e]);
+        for (int e = 0; e < W; ++e) rotate_pair(v[j][e], v[j + J / 2][e], angles[at(j) + e]);
     }
   }
   // Norm, with the weight or without, and rotation.
-  DEVICE void finish(bool normed, bool weighted, const Head& weight, bool turns,
+  DEVICE void finish(bool normed, bool weighted, const HeadVector& weight, bool turns,
                      const float2* angles, float eps) {
     if (normed || weighted) {
-      scale(inverse(eps));
+      scale(inverse_rms(eps));
       if (weighted) scale<0>(weight);
     }
     if (turns) rotate(angles);
   }
   // Columns that are stored: all, or with TURN the first TURN of both halves.
-  template <int TURN>
-  static DEVICE bool stored(int j) { return !TURN || at(j) % (D / 2) < TURN; }
-  template <int TURN>
+  template <int ROTARY_PAIRS>
+  static DEVICE bool stored(int j) { return !ROTARY_PAIRS || at(j) % (D / 2) < ROTARY_PAIRS; }
+  template <int ROTARY_PAIRS>
   static DEVICE int column(int j) {
-    return TURN ? at(j) % (D / 2) + (at(j) < D / 2 ? 0 : TURN) : at(j);
+    return ROTARY_PAIRS ? at(j) % (D / 2) + (at(j) < D / 2 ? 0 : ROTARY_PAIRS) : at(j);
   }
-  template <int TURN>
+  template <int ROTARY_PAIRS>
   DEVICE void store(u16* p) const {
 #pragma unroll
     for (int j = 0; j < J; ++j) {
-      if (!stored<TURN>(j)) continue;
-      u16* to = p + column<TURN>(j);
+      if (!stored<ROTARY_PAIRS>(j)) continue;
+      u16* to = p + column<ROTARY_PAIRS>(j);
       if constexpr (W == 4)
-        *(uint2*)to = {pack_halves(v[j][0], v[j][1]), pack_halves(v[j][2], v[j][3])};
+        *(uint2*)to = {pack_half2(v[j][0], v[j][1]), pack_half2(v[j][2], v[j][3])};
       else if constexpr (W == 2)
-        *(u32*)to = pack_halves(v[j][0], v[j][1]);
+        *(u32*)to = pack_half2(v[j][0], v[j][1]);
       else
         *to = to_half(v[j][0]);
     }
   }
   // Q8_0: bytes q + 128, and a scale for 32 values; rounded as `roundf` does. `also`: a second place.
-  template <int TURN>
+  template <int ROTARY_PAIRS>
   DEVICE void store(u8* p, u16* scales, u8* also = nullptr, u16* also_scales = nullptr) const {
 #pragma unroll
     for (int j = 0; j < J; ++j) {
       float most = 0;
 #pragma unroll
-      for (int e = 0; e < W; ++e) most = Largest()(most, fabsf(v[j][e]));
+      for (int e = 0; e < W; ++e) most = MaxNan()(most, fabsf(v[j][e]));
 #pragma unroll
       for (int step = 16 / W; step; step /= 2)
-        most = Largest()(most, __shfl_xor_sync(FULL, most, step));
-      const float d = quotient(most, 127.0f, 1.0f / 127.0f);
-      const float rough = reciprocal(d);
+        most = MaxNan()(most, __shfl_xor_sync(FULL_MASK, most, step));
+      const float d = divide_rn(most, 127.0f, 1.0f / 127.0f);
+      const float rough = rcp_approx(d);
       float inverse = fmaf(rough, fmaf(-d, rough, 1.0f), rough);
       if (!(inverse < __int_as_float(0x7f800000))) inverse = 0.0f;
       int codes[4] = {};
@@ -168,18 +168,18 @@ struct Head {
         const float x = __fmul_rn(v[j][e], inverse);
         codes[e] = __float2int_rz(__fadd_rn(x, copysignf(0.49999997f, x)));
       }
-      const u32 bytes = pack_bytes(codes[0], codes[1], codes[2], codes[3]) ^ 0x80808080u;
-      if (!stored<TURN>(j)) continue;
-      put<TURN>(p, scales, j, bytes, d);
-      if (also) put<TURN>(also, also_scales, j, bytes, d);
+      const u32 bytes = pack_s8x4(codes[0], codes[1], codes[2], codes[3]) ^ 0x80808080u;
+      if (!stored<ROTARY_PAIRS>(j)) continue;
+      store_q8<ROTARY_PAIRS>(p, scales, j, bytes, d);
+      if (also) store_q8<ROTARY_PAIRS>(also, also_scales, j, bytes, d);
     }
   }
-  template <int TURN>
-  static DEVICE void put(u8* p, u16* scales, int j, u32 bytes, float d) {
-    u8* to = p + column<TURN>(j);
+  template <int ROTARY_PAIRS>
+  static DEVICE void store_q8(u8* p, u16* scales, int j, u32 bytes, float d) {
+    u8* to = p + column<ROTARY_PAIRS>(j);
     if constexpr (W == 4) *(u32*)to = bytes;
     else if constexpr (W == 2) *(u16*)to = (u16)bytes;
     else *to = (u8)bytes;
-    if (at(j) % 32 == 0) scales[column<TURN>(j) / 32] = to_half(d);
+    if (at(j) % 32 == 0) scales[column<ROTARY_PAIRS>(j) / 32] = to_half(d);
   }
 };

@@ -9,9 +9,9 @@
 //
 // With G > 1 a CTA multiplies G groups of 16 rows with the same weights, each as if it were alone: what
 // is left of a sum, and what teams exchange, goes group by group. WG: warp groups multiply
-// (`multiply_tiles`), with so many products for each step of K where the format has a choice.
+// (`multiply_wgmma`), with so many products for each step of K where the format has a choice.
 #pragma once
-#include "product.cuh"
+#include "gemm_tile.cuh"
 
 constexpr int CONSUMERS = 8;  // warps: teams of ROWS / 32, which take turns with units
 constexpr int THREADS = 32 * (CONSUMERS + 1);
@@ -19,12 +19,12 @@ constexpr int THREADS = 32 * (CONSUMERS + 1);
 // The same number in all lanes; with IT the compiler knows that.
 template <bool IT>
 DEVICE int uniform(int x) {
-  return IT ? __shfl_sync(FULL, x, 0) : x;
+  return IT ? __shfl_sync(FULL_MASK, x, 0) : x;
 }
 
-DEVICE void consumers_sync() { meet<1, 32 * CONSUMERS>(); }
+DEVICE void consumers_sync() { named_barrier_sync<1, 32 * CONSUMERS>(); }
 
-struct Work {
+struct GemmWork {
   const u8* weights;       // [groups of 128][units][In<F>::WHOLE]
   const u8* rows;          // [G][units][In<F>::ROWS * NT]
   const float* row_scale;  // [16 G] or null
@@ -36,10 +36,10 @@ struct Work {
 };
 
 // Units of a CTA, computed before it waits for other kernels: divisions take long.
-struct Run {
+struct UnitRange {
   int cta, begin, end, group;  // group: of the first unit
 
-  DEVICE Run(const Work& w, int cta) : cta(cta) {
+  DEVICE UnitRange(const GemmWork& w, int cta) : cta(cta) {
     if (w.slices) {
       const int of = cta / w.slices, slice = cta - of * w.slices;
       begin = of * w.units + slice * w.units / w.slices;
@@ -49,16 +49,16 @@ struct Run {
       begin = cta * w.run, end = min(begin + w.run, w.units * w.groups);
       group = begin / w.units;
     }
-    begin = now(begin), end = now(end), group = now(group);
+    begin = materialize(begin), end = materialize(end), group = materialize(group);
   }
 };
 
 // What a lane's tokens 8 nt + 2 t and + 1 are multiplied with at the end. Read at the start.
 template <int NT>
-struct Scales {
+struct RowScales {
   float of[NT][2];
 
-  DEVICE Scales(const float* row_scale, int tokens, int lane) {
+  DEVICE RowScales(const float* row_scale, int tokens, int lane) {
 #pragma unroll
     for (int i = 0; i < 2 * NT; ++i) {
       const int m = i / 2 * 8 + lane % 4 * 2 + i % 2;
@@ -68,15 +68,15 @@ struct Scales {
 };
 
 // Results leave through one of these: value of weight row n for tokens m and m + 1.
-struct Plain {
+struct StoreFloat {
   static constexpr bool SUMS = false;
   float* y;  // [T, N], rows of y `stride` apart
   int n_rows, stride, tokens;
 
-  DEVICE Plain of(int g) const { return {y + (i64)g * 16 * stride, n_rows, stride, tokens - 16 * g}; }
+  DEVICE StoreFloat of(int g) const { return {y + (i64)g * 16 * stride, n_rows, stride, tokens - 16 * g}; }
 
   template <int NT, int ROWS>
-  DEVICE void write(const Acc<NT>& acc, int group, const Scales<NT>& scales, u8*, float*,
+  DEVICE void write(const Acc<NT>& acc, int group, const RowScales<NT>& scales, u8*, float*,
                     int warp, int lane) const {
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -97,22 +97,22 @@ struct Plain {
 
 // gelu(gate) or silu(gate), times up, where tile 0 of a warp holds gates and tile 1 the rows of up
 // beside them. The result is what the next product reads: see "Rows" in g4spec/runtime/cuda/step/packed_rows.py.
-struct Gated {
+struct StoreGated {
   static constexpr bool SUMS = true;
-  static constexpr float STORED = 1.0f / 64;  // of the value, as half; the row scale is 64
+  static constexpr float GATED_SCALE = 1.0f / 64;  // of the value, as half; the row scale is 64
   u8* y;  // [G][channels / 64][ACT_BYTES * NT]
   int channels, tokens;
-  bool silu, tiled;  // tiled: rows of several groups
+  bool silu, swizzled;  // tiled: rows of several groups
 
-  DEVICE Gated of(int g) const {
-    return {y + (i64)g * (channels / 64) * (2 * ACT_BYTES), channels, tokens - 16 * g, silu, tiled};
+  DEVICE StoreGated of(int g) const {
+    return {y + (i64)g * (channels / 64) * (2 * ACT_BYTES), channels, tokens - 16 * g, silu, swizzled};
   }
 
-  DEVICE float activated(float x) const { return times_sigmoid(x, silu ? x : gelu_inner(x)); }
+  DEVICE float activated(float x) const { return times_sigmoid(x, silu ? x : gelu_sigmoid_arg(x)); }
 
   // A warp's 16 channels are one k16 of the result. `sums`: [warp][token], for `write_sums`.
   template <int NT, int ROWS>
-  DEVICE void write(const Acc<NT>& acc, int group, const Scales<NT>& scales, u8* scratch,
+  DEVICE void write(const Acc<NT>& acc, int group, const RowScales<NT>& scales, u8* scratch,
                     float* sums, int warp, int lane) const {
     const int g = lane / 4, t = lane % 4, k16 = group * (ROWS / 32) + warp, s = k16 % 4;
     u16* halves = (u16*)scratch;  // [lane of the fragment][nt][4]
@@ -125,7 +125,7 @@ struct Gated {
         const float scale = scales.of[nt][j % 2];
         const float h = activated(scale * acc[0][nt][j]) * (scale * acc[1][nt][j]);
         halves[(((m % 8) * 4 + channel / 4) * NT + nt) * 4 + channel % 4] =
-            to_half(m < tokens ? h * STORED : 0.0f);
+            to_half(m < tokens ? h * GATED_SCALE : 0.0f);
       }
     __syncwarp();
     u8* block = y + (i64)(k16 / 4) * ACT_BYTES * NT;
@@ -133,13 +133,13 @@ struct Gated {
     for (int nt = 0; nt < NT; ++nt) {
       const uint2 v = *(const uint2*)(halves + (lane * NT + nt) * 4);
       float sum = from_half(v.x) + from_half(v.x >> 16) + from_half(v.y) + from_half(v.y >> 16);
-      sum += __shfl_xor_sync(FULL, sum, 1);
-      sum += __shfl_xor_sync(FULL, sum, 2);
+      sum += __shfl_xor_sync(FULL_MASK, sum, 1);
+      sum += __shfl_xor_sync(FULL_MASK, sum, 2);
       if (t == 0) sums[warp * 8 * NT + nt * 8 + g] = sum;
       if (k16 * 16 >= channels || tokens <= 0) continue;
-      if (tiled) {
-        const u32 at = tiled_word(channels / 64, k16 / 4, nt * 8 + g, 2 * s, t);
-        *(u32*)(y + at) = v.x, *(u32*)(y + (at ^ NEXT_PIECE)) = v.y;
+      if (swizzled) {
+        const u32 at = swizzled_word_offset(channels / 64, k16 / 4, nt * 8 + g, 2 * s, t);
+        *(u32*)(y + at) = v.x, *(u32*)(y + (at ^ NEXT_CHUNK)) = v.y;
         continue;
       }
       const int at = NT == 1 ? ((s / 2) * 32 + lane) * 8 + (s % 2) * 4
@@ -153,12 +153,12 @@ struct Gated {
   DEVICE void write_sums(int group, const float* sums, int warp, int lane) const {
     const int k16 = group * (ROWS / 32) + warp;
     if (warp % 4 || lane >= 8 * NT || k16 * 16 >= channels || tokens <= 0) return;
-    u8* to = tiled ? y : y + (i64)(k16 / 4) * ACT_BYTES * NT;
+    u8* to = swizzled ? y : y + (i64)(k16 / 4) * ACT_BYTES * NT;
     const float* of = sums + warp * 8 * NT + lane;
     const float a = of[0], b = of[8 * NT], c = of[16 * NT], d = of[24 * NT];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const SumPlace at = tiled ? SumPlace(channels / 64, k16 / 4, lane, half) : SumPlace(NT, lane, half);
+      const SumOffsets at = swizzled ? SumOffsets(channels / 64, k16 / 4, lane, half) : SumOffsets(NT, lane, half);
       at.store32(to, half ? c : a, half ? d : b);
       if (half == 0) at.store64(to, a + b, c + d);
     }
@@ -167,53 +167,53 @@ struct Gated {
 
 // Bytes of a format's sums of 8 rows and 64 k; of one that G > 1 does not take, none.
 template <class F, class = void>
-struct SumsOf {
+struct FormatSums {
   static constexpr int BYTES = 0;
 };
 template <class F>
-struct SumsOf<F, decltype(void(F::SUMS))> {
+struct FormatSums<F, decltype(void(F::SUMS))> {
   static constexpr int BYTES = F::SUMS_BYTES;
 };
 template <class F>
-constexpr int sums_of() {
-  return SumsOf<F>::BYTES;
+constexpr int format_sum_bytes() {
+  return FormatSums<F>::BYTES;
 }
 
 // Bytes a CTA leaves of a group that it does not finish, for each group of rows.
 template <int NT, int ROWS>
-constexpr int LEFT = ROWS * 8 * NT * 4;
+constexpr int PARTIAL_BYTES = ROWS * 8 * NT * 4;
 
 // Stages in shared memory: weights, then activations; for several groups halves of activations, [tiles
 // of all groups][blocks of 64 k], weights, and the sums that the format needs, [G][blocks].
 template <class F, int NT, int ROWS, int G = 1>
 struct Stage {
-  static constexpr int WEIGHTS = F::UNIT_BYTES * (ROWS / GROUP);
-  static constexpr int ROWS_BYTES = In<F>::ROWS * NT;  // of a group of rows, in memory
+  static constexpr int WEIGHTS = F::UNIT_BYTES * (ROWS / PACK_ROWS);
+  static constexpr int ROWS_BYTES = PackedInput<F>::ROWS * NT;  // of a group of rows, in memory
   static constexpr int BLOCKS = F::UNIT / 64, HALVES = TILE_BYTES * BLOCKS;  // HALVES: of a tile
-  static constexpr int OF_SUMS = sums_of<F>() * NT * BLOCKS;                 // of a group
-  static constexpr int COPIED = G > 1 ? HALVES * NT + OF_SUMS : ROWS_BYTES;  // of a group
+  static constexpr int GROUP_SUM_BYTES = format_sum_bytes<F>() * NT * BLOCKS;                 // of a group
+  static constexpr int COPIED = G > 1 ? HALVES * NT + GROUP_SUM_BYTES : ROWS_BYTES;  // of a group
   static constexpr int WEIGHTS_AT = G > 1 ? HALVES * NT * G : 0;
   static constexpr int SUMS_AT = WEIGHTS_AT + WEIGHTS;
   static constexpr int FILL = WEIGHTS + COPIED * G, ALIGN = G > 1 ? 1024 : 16;
   static constexpr int BYTES =
-      ((FILL > LEFT<NT, ROWS> ? FILL : LEFT<NT, ROWS>) + ALIGN - 1) / ALIGN * ALIGN;
+      ((FILL > PARTIAL_BYTES<NT, ROWS> ? FILL : PARTIAL_BYTES<NT, ROWS>) + ALIGN - 1) / ALIGN * ALIGN;
   static constexpr int TEAMS = CONSUMERS * 32 / ROWS;
   // of a warp: factors of a unit, the sums of a team, or an epilogue's
-  static constexpr int OTHER = TEAMS > 1 ? 1024 * NT : 512 * NT;
-  static constexpr int SCRATCH = F::SCRATCH > OTHER ? F::SCRATCH : OTHER;
+  static constexpr int EXCHANGE_BYTES = TEAMS > 1 ? 1024 * NT : 512 * NT;
+  static constexpr int SCRATCH = F::SCRATCH > EXCHANGE_BYTES ? F::SCRATCH : EXCHANGE_BYTES;
 };
 constexpr int sum_bytes(int nt) { return CONSUMERS * 8 * nt * 4; }
 
 // The CTAs that add to the last group of a run, `group`, beyond its own: those up to the returned
 // one. None if the run does not hold the group's first unit, or ends with its last.
-DEVICE int last_contributor(const Work& w, const Run& run, int group) {
+DEVICE int last_contributor(const GemmWork& w, const UnitRange& run, int group) {
   const int from = group * w.units, to = from + w.units;
   if (w.slices || run.end == to || from < run.begin) return run.cta;
   return (to - 1) / w.run;
 }
 
 template <int NT, int ROWS, int G>
-DEVICE void leave(const Work& w, const Acc<NT> (&acc)[G], int group, int cta, bool owner,
+DEVICE void publish_partial(const GemmWork& w, const Acc<NT> (&acc)[G], int group, int cta, bool owner,
                   int thread) {
   if (owner) {
     float* to = w.partial + (i64)cta * ROWS * 8 * NT * G + thread;
@@ -223,9 +223,9 @@ DEVICE void leave(const Work& w, const Acc<NT> (&acc)[G], int group, int cta, bo
       for (int i = 0; i < 8 * NT; ++i)
         __stcg(to + (g * 8 * NT + i) * ROWS, acc[g][i / (4 * NT)][i / 4 % NT][i % 4]);
   }
-  copy_engine_fence();
+  fence_proxy_async();
   consumers_sync();
-  if (threadIdx.x == 0) add_release(w.arrived + group, 1);
+  if (threadIdx.x == 0) atomic_add_release(w.arrived + group, 1);
 }
 
 // Slots of SLOT bytes. What comes n-th, for team n % TEAMS, is in slot n % STAGES. It has a barrier
@@ -240,14 +240,14 @@ struct Ring {
   int at;
   u32 phase;
 
-  DEVICE void to(int n) {
+  DEVICE void seek(int n) {
     at = n % COUNT, phase = n / COUNT & 1;
     slot = slots + n % STAGES * SLOT;
   }
-  DEVICE void wait() const { barrier_wait(full + at, phase); }
-  DEVICE void leave() const {
+  DEVICE void wait() const { mbarrier_wait(full + at, phase); }
+  DEVICE void release() const {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(full + COUNT + at);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(full + COUNT + at);
   }
   DEVICE void next() {  // of the same team
     at += TEAMS;
@@ -262,7 +262,7 @@ using RingOf = Ring<STAGES, Stage<F, NT, ROWS, G>::BYTES, Stage<F, NT, ROWS, G>:
 // acc of the first team += that of the second, by way of `mine`: scratch of this warp, SCRATCH bytes
 // from that of the next one. All consumers come here.
 template <int NT, int WARPS, int SCRATCH>
-DEVICE void join_teams(Acc<NT>& acc, u8* mine, int team, int lane) {
+DEVICE void reduce_teams(Acc<NT>& acc, u8* mine, int team, int lane) {
   float* slot = (float*)mine + lane;
   if (team) {
     __syncwarp();
@@ -277,17 +277,17 @@ DEVICE void join_teams(Acc<NT>& acc, u8* mine, int team, int lane) {
   }
 }
 
-// The consumers' side. `mine`: as of `join_teams`.
+// The consumers' side. `mine`: as of `reduce_teams`.
 template <class F, int NT, int ROWS, int STAGES, int SCRATCH, int G = 1, int WG = 0, class Out>
-DEVICE void consume(const Work& w, const Out& out, RingOf<F, NT, ROWS, STAGES, G> ring,
-                    u8* mine, float* sums, const Run& run) {
+DEVICE void run_consumer(const GemmWork& w, const Out& out, RingOf<F, NT, ROWS, STAGES, G> ring,
+                    u8* mine, float* sums, const UnitRange& run) {
   using S = Stage<F, NT, ROWS, G>;
   constexpr int WARPS = ROWS / 32, TEAMS = S::TEAMS;
   const int warp = uniform<(WG > 0)>(threadIdx.x / 32), lane = threadIdx.x % 32;
   const int team = TEAMS > 1 ? warp / WARPS : 0, part = TEAMS > 1 ? warp % WARPS : warp;
-  const Scales<NT> scales(w.row_scale, out.tokens, lane);  // of the first group of rows
+  const RowScales<NT> scales(w.row_scale, out.tokens, lane);  // of the first group of rows
   const typename F::template Lane<NT> of(mine, part, lane);
-  ring.to(team);
+  ring.seek(team);
   int own = run.begin + team;  // the team's next unit
   for (int u = run.begin, group = run.group; u < run.end; ++group) {
     const bool first = u == group * w.units;
@@ -299,13 +299,13 @@ DEVICE void consume(const Work& w, const Out& out, RingOf<F, NT, ROWS, STAGES, G
         of.multiply(acc[0], ring.slot, ring.slot + S::WEIGHTS);
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
       else if constexpr (WG > 0)
-        of.template multiply_tiles<G, G % (2 * WG) ? 1 : WG>(acc, ring.slot + S::WEIGHTS_AT,
+        of.template multiply_wgmma<G, G % (2 * WG) ? 1 : WG>(acc, ring.slot + S::WEIGHTS_AT,
                                                        {ring.slot, ring.slot + S::SUMS_AT});
 #endif
       else
-        of.template multiply_groups<G>(acc, ring.slot + S::WEIGHTS_AT,
+        of.template multiply_row_groups<G>(acc, ring.slot + S::WEIGHTS_AT,
                                        {ring.slot, ring.slot + S::SUMS_AT});
-      ring.leave();
+      ring.release();
       ring.next();
     }
     u = until;
@@ -313,12 +313,12 @@ DEVICE void consume(const Work& w, const Out& out, RingOf<F, NT, ROWS, STAGES, G
 #pragma unroll
       for (int g = 0; g < G; ++g) {
         if (g) consumers_sync();  // what came before has been read
-        join_teams<NT, WARPS, SCRATCH>(acc[g], mine, team, lane);
+        reduce_teams<NT, WARPS, SCRATCH>(acc[g], mine, team, lane);
       }
     }
     const bool owner = team == 0;
     if (!first && !w.slices) {
-      leave<NT, ROWS, G>(w, acc, group, run.cta, owner, part * 32 + lane);
+      publish_partial<NT, ROWS, G>(w, acc, group, run.cta, owner, part * 32 + lane);
       continue;
     }
     if (owner && u == run.end) {  // what the CTAs after this one have left, in order of K
@@ -326,12 +326,12 @@ DEVICE void consume(const Work& w, const Out& out, RingOf<F, NT, ROWS, STAGES, G
       for (int c = 0; c < last; ++c)
 #pragma unroll
         for (int g = 0; g < G; ++g) {
-          ring.to(run.end - run.begin + c * G + g);
+          ring.seek(run.end - run.begin + c * G + g);
           ring.wait();
           const float* from = (const float*)ring.slot + part * 32 + lane;
 #pragma unroll
           for (int j = 0; j < 8 * NT; ++j) acc[g][j / (4 * NT)][j / 4 % NT][j % 4] += from[j * ROWS];
-          ring.leave();
+          ring.release();
         }
     }
 #pragma unroll
@@ -342,7 +342,7 @@ DEVICE void consume(const Work& w, const Out& out, RingOf<F, NT, ROWS, STAGES, G
           to.template write<NT, ROWS>(acc[g], group, scales, mine, sums, part, lane);
         else
           to.template write<NT, ROWS>(
-              acc[g], group, Scales<NT>(w.row_scale ? w.row_scale + 16 * g : nullptr, to.tokens, lane),
+              acc[g], group, RowScales<NT>(w.row_scale ? w.row_scale + 16 * g : nullptr, to.tokens, lane),
               mine, sums, part, lane);
       }
       if (TEAMS > 1 || Out::SUMS) consumers_sync();  // what the teams exchanged has been read
