@@ -153,7 +153,7 @@ def test_a_window_that_means_nothing(g4spec: Cli) -> None:
 
 def test_what_validate_would_pass_over(g4spec: Cli) -> None:
     said = g4spec.refused("validate", "draft.gguf", "--upstream", "--target", "target.gguf")
-    assert "--upstream check nothing. Leave out --target" in said
+    assert "--upstream run no checks. Leave out --target" in said
     assert "Leave out FILE" in g4spec.refused("validate", "draft.gguf", "--list-rules")
     assert "a target: expected a draft" in g4spec.refused("validate", "target.gguf", "--upstream")
     said = g4spec.refused("validate", "draft.gguf", "--rule", "G4-PAIR-001")
