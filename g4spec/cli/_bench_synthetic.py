@@ -129,4 +129,4 @@ def _show(data: dict[str, Any], out: Output) -> None:
         f"Each cycle commits {data['accept_length']} tokens: this is --accept-length, not measured."
     )
     for name in data["ops_without_kernel"]:
-        out.note(f"ran as torch on the GPU: {name}")
+        out.note(f"ran as torch ops on the GPU, slower than a kernel: {name}")

@@ -1,4 +1,4 @@
-"""`serve` over HTTP: one model, or several that are loaded when they are sampling for."""
+"""`serve` over HTTP: serves one model, or a folder of models loaded on first use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HttpOptions:
-    """Where a server listens, and to whom; certificate and key are PEM files."""
+    """Address, TLS files (PEM) and access rules of a server."""
 
     host: str
     port: int
@@ -27,13 +27,13 @@ class HttpOptions:
     keys: Sequence[str]
 
     def place(self, out: Output) -> Place:
-        """Return where to listen; says so if anybody may come in."""
+        """Return the address to listen on; show a warning if everybody can use the server."""
         from g4spec.server import run
 
         place = run.Place(self.host, self.port, self.certificate, self.key)
         run.check_certificate(place)
         if run.exposed(place) and not self.keys:
-            out.note(f"anybody who reaches {self.host} may use this server: give it an --api-key")
+            out.note(f"everybody who can reach {self.host} can use this server: set an --api-key")
         return place
 
     @property
@@ -44,11 +44,12 @@ class HttpOptions:
 
 @dataclass(frozen=True, slots=True)
 class ModelLoader:
-    """Opens models alike.
+    """A loader of models that all get the same options.
 
     Attributes:
-        template: chat template instead of the models' own. sampling: sampling that the command line
-            says. more: see `EngineClient`.
+        template: chat template to use instead of the models' own.
+        sampling: sampling options of the command line.
+        engine_options: further arguments of `EngineClient`.
     """
 
     setup: _engine.Setup
@@ -64,7 +65,7 @@ class ModelLoader:
         draft: Path | str | None,
         tell: Callable[[int, int], None] = lambda read, whole: None,
     ) -> Service:
-        """Load a target in a process of its own, and serve it; `tell`: see `models.Progress`."""
+        """Load a target in a process of its own; `tell` gets the progress (`models.Progress`)."""
         from g4spec.server.engine_client import EngineClient
         from g4spec.server.service import Service
 
@@ -96,7 +97,7 @@ def serve_one(
     draft: str | None,
     alias: Sequence[str] | None,
 ) -> None:
-    """Serve a target under its file's name, or under `alias`; `limits`: of `Settings`."""
+    """Serve one target, named after its file or `alias`; `limits`: fields of `Settings`."""
     from g4spec.server import run
     from g4spec.server.service import Settings
 
@@ -117,7 +118,7 @@ def serve_folder(
     folder: Path | None,
     max_loaded: int,
 ) -> None:
-    """Serve all targets in a folder, at max_loaded so many loaded at once."""
+    """Serve all targets in a folder, at most `max_loaded` of them loaded at once."""
     from g4spec.server import models, run
     from g4spec.server.service import Settings
 

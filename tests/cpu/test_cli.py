@@ -61,9 +61,9 @@ def one_error_line(err: str) -> str:
         (type("OutOfMemoryError", (RuntimeError,), {})("CUDA"), 4, "out of memory"),
         (FileNotFoundError(errno.ENOENT, "No such file", "x.gguf"), 3, "cannot open 'x.gguf'"),
         (IsADirectoryError(errno.EISDIR, "Is a directory", "x"), 3, "cannot open 'x'"),
-        (PermissionError(errno.EACCES, "Permission denied", "x"), 4, "cannot use 'x'"),
-        (OSError(errno.ENOSPC, "No space left on device", "x"), 4, "free some disk space"),
-        (OSError(errno.EIO, "Input/output error"), 4, "cannot use: input/output error"),
+        (PermissionError(errno.EACCES, "Permission denied", "x"), 4, "cannot access 'x'"),
+        (OSError(errno.ENOSPC, "No space left on device", "x"), 4, "free disk space"),
+        (OSError(errno.EIO, "Input/output error"), 4, "cannot access: input/output error"),
     ],
 )
 def test_errors_become_one_line_and_a_code(

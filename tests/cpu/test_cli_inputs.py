@@ -111,7 +111,7 @@ def test_a_result_does_not_replace_a_model(g4spec: Cli, home: Path) -> None:
 
 def test_a_model_does_not_replace_what_is_none(g4spec: Cli, home: Path, tmp_path: Path) -> None:
     said = g4spec.refused("convert", "target", "-o", "target/config.json")
-    assert "target/config.json exists and is no GGUF file" in said
+    assert "target/config.json exists and is not a GGUF file" in said
     os.mkfifo(tmp_path / "pipe")
     assert "is a device or pipe" in g4spec.refused("convert", "target", "-o", tmp_path / "pipe")
     (tmp_path / "link.gguf").symlink_to(tmp_path / "real.gguf")
@@ -153,7 +153,7 @@ def test_a_window_that_means_nothing(g4spec: Cli) -> None:
 
 def test_what_validate_would_pass_over(g4spec: Cli) -> None:
     said = g4spec.refused("validate", "draft.gguf", "--upstream", "--target", "target.gguf")
-    assert "--upstream check nothing. Leave out --target" in said
+    assert "--upstream run no checks. Leave out --target" in said
     assert "Leave out FILE" in g4spec.refused("validate", "draft.gguf", "--list-rules")
     assert "a target: expected a draft" in g4spec.refused("validate", "target.gguf", "--upstream")
     said = g4spec.refused("validate", "draft.gguf", "--rule", "G4-PAIR-001")

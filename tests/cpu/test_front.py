@@ -83,7 +83,7 @@ def test_others_are_named_with_the_reason_all_at_once(g4spec: Cli) -> None:
     assert len(said.splitlines()) == 1
     assert "-fa: " in g4spec("generate", "-m", "x", "-p", "a", "-fa", code=2)[1]
     assert "--split-mode: " in g4spec("bench", "-m", "x", "--split-mode=row", code=2)[1]
-    assert "no --cache-type" in g4spec("inspect", "-ctk", "q8_0", "x", code=2)[1]
+    assert "no option --cache-type" in g4spec("inspect", "-ctk", "q8_0", "x", code=2)[1]
 
 
 def test_two_spellings_with_two_values_contradict_each_other(g4spec: Cli) -> None:

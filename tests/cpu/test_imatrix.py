@@ -226,7 +226,7 @@ def test_an_imatrix_of_another_model_is_refused(source: Path, tmp_path: Path) ->
         dry_run=True,
         importance=Imatrix(part, 1, 512, [], "part.gguf"),
     ).notes
-    assert "part.gguf has nothing about blk.0.attn_q.weight" in notes[0]
+    assert "part.gguf has no entry for blk.0.attn_q.weight" in notes[0]
     result = quantize(source, tmp_path / "x.gguf", "q8_0", importance=found)
     assert "made.gguf changes nothing" in result.notes[0]
     with GGUF(tmp_path / "x.gguf") as g:
