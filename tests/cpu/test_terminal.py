@@ -23,7 +23,7 @@ from tests.cpu import gguf_fixtures as fixtures
 from tests.support import tiny, tokens
 
 BAD = "x\x1b]0;PWN\x07\x1b[8m\x9b31m\x7f\r\nFORGED: 124 rules, 0 errors\u202e\x1b]52;c;UFdO\x07"
-"""Sets the title, hides text, uses C1, DEL, line breaks, right-to-left, and writes the clipboard."""
+"""Sets the title, hides text, has C1, DEL, line breaks, right-to-left, writes the clipboard."""
 OWN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 """Colours, and the cursor movements of rich's progress bars; BAD hides text with one of these."""
 FAST = settings(
