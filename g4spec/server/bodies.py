@@ -6,8 +6,8 @@ from pydantic_core import from_json
 from starlette.types import Message, Receive
 
 
-async def whole(receive: Receive) -> tuple[bytes, Receive]:
-    """Read a body; returns it, and what gives it to whoever reads it next (`replayed`)."""
+async def read_body(receive: Receive) -> tuple[bytes, Receive]:
+    """Read a body; returns it, and what gives it to whoever reads it next (`replay_body`)."""
     parts, more = [], True
     while more:
         message = await receive()
@@ -16,10 +16,10 @@ async def whole(receive: Receive) -> tuple[bytes, Receive]:
         parts.append(message.get("body", b""))
         more = message.get("more_body", False)
     body = b"".join(parts)
-    return body, replayed(body, receive)
+    return body, replay_body(body, receive)
 
 
-def replayed(body: bytes, receive: Receive) -> Receive:
+def replay_body(body: bytes, receive: Receive) -> Receive:
     """Return what gives this body to whoever reads it next, and then what `receive` does."""
     given = False
 
@@ -33,7 +33,7 @@ def replayed(body: bytes, receive: Receive) -> Receive:
     return again
 
 
-def model(body: bytes) -> str | None:
+def model_name(body: bytes) -> str | None:
     """Return the model that a body names; whoever handles it says what is wrong with it."""
     try:
         value = from_json(body)

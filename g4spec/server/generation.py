@@ -9,11 +9,11 @@ from typing import Protocol
 from g4spec.core import Cycle
 from g4spec.runtime.request import Stats
 from g4spec.runtime.tokenizer import Tokenizer
-from g4spec.server.gemma import Call, Event, Text, joined
+from g4spec.server.output_parser import CallEvent, Event, TextEvent, merge_events
 
 
 class Reader(Protocol):
-    """Turns tokens into events: `g4spec.server.gemma.Parser`, or `Plain`."""
+    """Turns tokens into events: `g4spec.server.output_parser.Parser`, or `Plain`."""
 
     @property
     def answering(self) -> bool: ...
@@ -29,7 +29,7 @@ class Reader(Protocol):
     def finish(self, *, whole: bool = True) -> list[Event]: ...
 
 
-class Plain:
+class PlainReader:
     """Reads a text without any structure."""
 
     answering, thinking, part = True, False, "text"
@@ -40,12 +40,12 @@ class Plain:
     def push(self, ids: Iterable[int]) -> list[Event]:
         """Decode tokens; returns the text that became certain."""
         text = self._stream.push(ids)
-        return [Text(text)] if text else []
+        return [TextEvent(text)] if text else []
 
     def finish(self, *, whole: bool = True) -> list[Event]:
         """Return what was held back."""
         text = self._stream.finish()
-        return [Text(text)] if text else []
+        return [TextEvent(text)] if text else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +112,9 @@ class Assembler:
             if cycle.logprobs:
                 told = Token(token, *cycle.logprobs[i])
             if not events and self._reader.answering and token not in self._special:
-                events = [Text("")]  # part of a character
+                events = [TextEvent("")]  # part of a character
             for event in events:
-                is_text = isinstance(event, Text)
+                is_text = isinstance(event, TextEvent)
                 self._held.append((event, told if is_text else None))
                 told = None if is_text else told
         return self._released(self._certain())
@@ -133,13 +133,13 @@ class Assembler:
         return delta
 
     def _length(self) -> int:
-        return sum(len(e.text) for e, _ in self._held if isinstance(e, Text))
+        return sum(len(e.text) for e, _ in self._held if isinstance(e, TextEvent))
 
     def _certain(self) -> int:
         """Count the characters of the held text that can be given out; finds the stop text."""
         if not self._stops:
             return self._length()
-        text = "".join(e.text for e, _ in self._held if isinstance(e, Text))
+        text = "".join(e.text for e, _ in self._held if isinstance(e, TextEvent))
         found = [(at, s) for s in self._stops if (at := text.find(s)) >= 0]
         if found:
             cut, self._stop = min(found)
@@ -151,25 +151,27 @@ class Assembler:
         taken, left = [], length
         while self._held:
             event, token = self._held[0]
-            size = len(event.text) if isinstance(event, Text) else 0
+            size = len(event.text) if isinstance(event, TextEvent) else 0
             if size > left:
                 break
             taken.append(self._held.pop(0))
             left -= size
         if left and self._held:
             event, token = self._held[0]
-            assert isinstance(event, Text)
-            taken.append((Text(event.text[:left]), token))
-            self._held[0] = (Text(event.text[left:]), None)
+            assert isinstance(event, TextEvent)
+            taken.append((TextEvent(event.text[:left]), token))
+            self._held[0] = (TextEvent(event.text[left:]), None)
         return taken
 
     def _released(self, length: int) -> Delta:
         taken = self._taken(length)
         if self._stop is not None:
             self._held.clear()
-        events = [event for event, _ in taken if not (isinstance(event, Text) and not event.text)]
-        self._called |= any(isinstance(event, Call) for event in events)
-        return Delta(joined(events), [token for _, token in taken if token is not None])
+        events = [
+            event for event, _ in taken if not (isinstance(event, TextEvent) and not event.text)
+        ]
+        self._called |= any(isinstance(event, CallEvent) for event in events)
+        return Delta(merge_events(events), [token for _, token in taken if token is not None])
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -21,22 +21,22 @@ from g4spec.core import Cycle
 from g4spec.runtime.plan import WHY, Share
 from g4spec.runtime.request import Request, Stats
 from g4spec.runtime.tokenizer import Tokenizer
-from g4spec.server.engine_client import AnyEngine
+from g4spec.server.engine_client import EngineLike
 
-News = tuple[str, dict[str, Any]]
+LiveEvent = tuple[str, dict[str, Any]]
 """Name and data of an event."""
 
-MOST_WATCHERS = 32
+MAX_WATCHERS = 32
 """Streams of /v1/live at once."""
 
-BACKLOG = 4096
+MAX_QUEUED_EVENTS = 4096
 """Events that wait for a slow reader; what comes then is counted as lost."""
 
-PERIOD = 1.0
+LOAD_PERIOD = 1.0
 """Seconds between two events `load`."""
 
 
-class Colours:
+class TokenOrigins:
     """Tells of each token of one text where it comes from.
 
     A piece has `kind`: "accepted" (drafted and right), "corrected" (in place of a wrong drafted
@@ -64,7 +64,7 @@ class Colours:
 
 
 @dataclass(slots=True)
-class Followed:
+class LiveText:
     """One text as it is told of.
 
     Attributes:
@@ -74,9 +74,9 @@ class Followed:
     """
 
     number: int
-    word: str | None
+    live_key: str | None
     request: Request
-    colours: Colours
+    origins: TokenOrigins
     cycles: int = 0
     plain_seconds: float | None = 0.0
 
@@ -114,23 +114,25 @@ class Live:
         model: its name.
     """
 
-    def __init__(self, engine: AnyEngine, model: str) -> None:
+    def __init__(self, engine: EngineLike, model: str) -> None:
         self._engine, self._model = engine, model
         self._numbers = itertools.count(1)
-        self._texts: dict[int, Followed] = {}
+        self._texts: dict[int, LiveText] = {}
         self._watchers: list[Watcher] = []
         self._hits = self._queries = 0
 
-    def follow(self, request: Request, word: str | None) -> Followed:
+    def follow(self, request: Request, live_key: str | None) -> LiveText:
         """Make the state of a new text; from any thread."""
-        return Followed(next(self._numbers), word, request, Colours(self._engine.tokenizer))
+        return LiveText(
+            next(self._numbers), live_key, request, TokenOrigins(self._engine.tokenizer)
+        )
 
-    def began(self, text: Followed) -> None:
+    def began(self, text: LiveText) -> None:
         """Tell that a text was queued."""
         self._texts[text.number] = text
-        self._tell(text, "text", text.head())
+        self._broadcast(text, "text", text.head())
 
-    def cycle(self, text: Followed, cycle: Cycle, parts: Sequence[str]) -> None:
+    def cycle(self, text: LiveText, cycle: Cycle, parts: Sequence[str]) -> None:
         """Tell of a cycle, or of the token that the prompt gave.
 
         Args:
@@ -144,21 +146,21 @@ class Live:
             text.add(share)
         if not self._watchers:
             return
-        told = _read(stats) if share is None else _told(share, cycle)
-        told = {"text": text.number, **told, "tokens": len(cycle.tokens), **text.speed()}
-        words = {}
-        if text.word is not None:
-            words = {
-                "pieces": text.colours.pieces(cycle, parts),
-                "rejected": text.colours.rejected(cycle),
+        data = _prompt_data(stats) if share is None else _cycle_data(share, cycle)
+        data = {"text": text.number, **data, "tokens": len(cycle.tokens), **text.speed()}
+        private = {}
+        if text.live_key is not None:
+            private = {
+                "pieces": text.origins.pieces(cycle, parts),
+                "rejected": text.origins.rejected(cycle),
             }
-        self._tell(text, "first" if share is None else "cycle", told, words)
+        self._broadcast(text, "first" if share is None else "cycle", data, private)
 
-    def ended(self, text: Followed, finish: str) -> None:
+    def ended(self, text: LiveText, finish: str) -> None:
         """Tell that a text has ended; once."""
         if self._texts.pop(text.number, None) is not None:
             stats = text.request.stats
-            self._tell(
+            self._broadcast(
                 text,
                 "end",
                 {
@@ -177,20 +179,20 @@ class Live:
                 },
             )
 
-    def _tell(
-        self, text: Followed, name: str, told: dict[str, Any], words: dict[str, Any] | None = None
+    def _broadcast(
+        self, text: LiveText, name: str, data: dict[str, Any], private: dict[str, Any] | None = None
     ) -> None:
         for watcher in self._watchers:
-            known = text.word is not None and watcher.knows(text.word)
-            watcher.put((name, {**told, **(words or {}), "yours": True} if known else told))
+            known = text.live_key is not None and watcher.may_read(text.live_key)
+            watcher.put((name, {**data, **(private or {}), "yours": True} if known else data))
 
     # ---- watchers
 
-    def watch(self, word: str | None) -> Watcher | None:
+    def watch(self, live_key: str | None) -> Watcher | None:
         """Let somebody watch, until the watcher is closed; None where too many do."""
-        if len(self._watchers) >= MOST_WATCHERS:
+        if len(self._watchers) >= MAX_WATCHERS:
             return None
-        watcher = Watcher(self, word)
+        watcher = Watcher(self, live_key)
         self._watchers.append(watcher)
         return watcher
 
@@ -204,7 +206,7 @@ class Live:
         """True if there is no text."""
         return not self._texts
 
-    def hello(self) -> News:
+    def hello(self) -> LiveEvent:
         """Describe the server and the texts that it has."""
         engine = self._engine
         return "hello", {
@@ -216,7 +218,7 @@ class Live:
             "texts": [text.head() for text in self._texts.values()],
         }
 
-    def load(self, lost: int) -> News:
+    def load(self, lost: int) -> LiveEvent:
         """Count what is in work. Prompt tokens are those of the texts that have begun so far."""
         figures = self._engine.figures()
         return "load", {
@@ -230,15 +232,15 @@ class Live:
         }
 
 
-def _read(stats: Stats) -> dict[str, Any]:
+def _prompt_data(stats: Stats) -> dict[str, Any]:
     names = ("prompt_tokens", "cached_tokens", "queue_seconds", "prefill_seconds")
     return {name: getattr(stats, name) for name in names}
 
 
-def _told(share: Share, cycle: Cycle) -> dict[str, Any]:
-    told = asdict(share)
+def _cycle_data(share: Share, cycle: Cycle) -> dict[str, Any]:
+    data = asdict(share)
     return {
-        **{k: told[k] for k in ("step", "length", "why", "expected", "texts", "plain_seconds")},
+        **{k: data[k] for k in ("step", "length", "why", "expected", "texts", "plain_seconds")},
         "rows": 1 + len(cycle.drafted),
         "step_rows": share.rows,
         "planned_seconds": share.seconds,
@@ -258,20 +260,20 @@ class Watcher:
 
     id = "live"
 
-    def __init__(self, live: Live, word: str | None) -> None:
-        self._live, self._word = live, (word or "").encode()
-        self._news: deque[News] = deque()
+    def __init__(self, live: Live, live_key: str | None) -> None:
+        self._live, self._live_key = live, (live_key or "").encode()
+        self._queue: deque[LiveEvent] = deque()
         self._arrived = asyncio.Event()
         self._lost = 0
 
-    def knows(self, word: str) -> bool:
+    def may_read(self, live_key: str) -> bool:
         """True if it may read a text with this word."""
-        return hmac.compare_digest(self._word, word.encode())
+        return hmac.compare_digest(self._live_key, live_key.encode())
 
-    def put(self, news: News) -> None:
+    def put(self, event: LiveEvent) -> None:
         """Queue an event."""
-        if len(self._news) < BACKLOG:
-            self._news.append(news)
+        if len(self._queue) < MAX_QUEUED_EVENTS:
+            self._queue.append(event)
             self._arrived.set()
         else:
             self._lost += 1
@@ -280,7 +282,7 @@ class Watcher:
         """Watch no more."""
         self._live.leave(self)
 
-    async def events(self, draining: Any) -> AsyncGenerator[News, None]:
+    async def events(self, draining: Any) -> AsyncGenerator[LiveEvent, None]:
         """Yield what happens, and `load` in between.
 
         Args:
@@ -289,10 +291,10 @@ class Watcher:
         yield self._live.hello()
         due = time.monotonic()
         while True:
-            while self._news:
-                yield self._news.popleft()
+            while self._queue:
+                yield self._queue.popleft()
             if time.monotonic() >= due:
-                due = time.monotonic() + PERIOD
+                due = time.monotonic() + LOAD_PERIOD
                 yield self._live.load(self._lost)
                 if draining() and self._live.idle:
                     return

@@ -15,9 +15,9 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from g4spec.runtime.request import Stats
-from g4spec.server.engine_client import AnyEngine
+from g4spec.server.engine_client import EngineLike
 
-SECONDS = (
+LATENCY_BUCKETS = (
     0.001,
     0.005,
     0.01,
@@ -39,7 +39,7 @@ SECONDS = (
     80,
     160,
 )
-GAPS = (
+TOKEN_LATENCY_BUCKETS = (
     0.001,
     0.0025,
     0.005,
@@ -69,7 +69,7 @@ class Metrics:
         engine: whose state the gauges show. model: its name, a label of all of vLLM's figures.
     """
 
-    def __init__(self, engine: AnyEngine, model: str) -> None:
+    def __init__(self, engine: EngineLike, model: str) -> None:
         self.registry = CollectorRegistry()
         self._label = (model,)
         names = ("model_name",)
@@ -95,10 +95,18 @@ class Metrics:
         self.preempted = counter("num_preemptions", "Times that a text gave up its memory.")
         self.ended = counter("request_success", "Texts that ended, by reason.", "finished_reason")
         self.refused = counter("request_refused", "Requests refused, by status.", "status")
-        self.first = histogram("time_to_first_token_seconds", "Until the first token.", SECONDS)
-        self.gap = histogram("inter_token_latency_seconds", "Between tokens.", GAPS)
-        self.whole = histogram("e2e_request_latency_seconds", "Until the last token.", SECONDS)
-        self.queued = histogram("request_queue_time_seconds", "Waiting for a slot.", SECONDS)
+        self.first = histogram(
+            "time_to_first_token_seconds", "Until the first token.", LATENCY_BUCKETS
+        )
+        self.gap = histogram(
+            "inter_token_latency_seconds", "Between tokens.", TOKEN_LATENCY_BUCKETS
+        )
+        self.whole = histogram(
+            "e2e_request_latency_seconds", "Until the last token.", LATENCY_BUCKETS
+        )
+        self.queued = histogram(
+            "request_queue_time_seconds", "Waiting for a slot.", LATENCY_BUCKETS
+        )
         for i in range(15):
             self.accepted_at.labels(*self._label, str(i))
         for each in (
@@ -115,7 +123,7 @@ class Metrics:
         self._gauges(engine, names)
         self.registry.register(_LlamaCpp(self, engine))
 
-    def _gauges(self, engine: AnyEngine, names: tuple[str, ...]) -> None:
+    def _gauges(self, engine: EngineLike, names: tuple[str, ...]) -> None:
         for name, text, value in (
             ("num_requests_running", "Texts in work.", lambda: engine.figures().running),
             ("num_requests_waiting", "Texts waiting.", lambda: engine.figures().waiting),
@@ -157,7 +165,7 @@ class Metrics:
         """Observe the time to the first token of a text."""
         self.first.labels(*self._label).observe(seconds)
 
-    def refuse(self, status: int) -> None:
+    def count_error(self, status: int) -> None:
         """Count a refused request."""
         self.refused.labels(*self._label, str(status)).inc()
 
@@ -179,7 +187,7 @@ class Metrics:
 class _LlamaCpp:
     """The same figures under llama.cpp's names."""
 
-    def __init__(self, metrics: Metrics, engine: AnyEngine) -> None:
+    def __init__(self, metrics: Metrics, engine: EngineLike) -> None:
         self._metrics, self._engine = metrics, engine
 
     def collect(self) -> Iterable[Metric]:

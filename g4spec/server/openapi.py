@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from g4spec import __version__
 from g4spec.server import fields
-from g4spec.server.access import OPEN
+from g4spec.server.middleware import PATHS_WITHOUT_KEY
 
 Body = TypeVar("Body", bound=BaseModel)
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -136,7 +136,7 @@ def _operation(path: str, method: str, route: Route) -> dict[str, Any]:
                 },
             },
         },
-        "security": [] if path in OPEN else [{}, {"key": []}, {"x-api-key": []}],
+        "security": [] if path in PATHS_WITHOUT_KEY else [{}, {"key": []}, {"x-api-key": []}],
     }
     if parameters:
         operation["parameters"] = parameters

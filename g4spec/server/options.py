@@ -9,10 +9,10 @@ from typing import Any
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.request import Options
 from g4spec.server.fields import OpenAI, Sampling
-from g4spec.server.refusals import Refused
+from g4spec.server.request_errors import RequestError
 from g4spec.server.service import Service
 
-MOST_STOPS = 16
+MAX_STOPS = 16
 """Stop texts of a request."""
 
 
@@ -27,7 +27,7 @@ def sampler(service: Service, fields: Sampling, *, banned: tuple[int, ...] = ())
     bias: dict[int, float] = {}
     for key, value in (fields.logit_bias or {}).items():
         if not key.isdecimal() or int(key) >= n_vocab:
-            raise Refused(
+            raise RequestError(
                 400, f"logit_bias: {key!r} is no token id, 0 to {n_vocab - 1}", param="logit_bias"
             )
         bias[int(key)] = value
@@ -62,8 +62,8 @@ def options(
     """
     stops = fields.stop if isinstance(fields.stop, list) else [fields.stop or ""]
     stops = [stop for stop in stops if stop]
-    if len(stops) > MOST_STOPS:
-        raise Refused(400, f"stop: at most {MOST_STOPS} texts", param="stop")
+    if len(stops) > MAX_STOPS:
+        raise RequestError(400, f"stop: at most {MAX_STOPS} texts", param="stop")
     draft_max = "auto" if fields.draft_max is None else fields.draft_max
     return Options(
         n_predict,
@@ -78,14 +78,14 @@ def options(
 def count(service: Service, fields: OpenAI) -> int:
     """Return how many texts a request asks for."""
     n = fields.n or 1
-    check_texts(service, n, "n")
+    check_n_texts(service, n, "n")
     return n
 
 
-def check_texts(service: Service, count: int, param: str) -> None:
+def check_n_texts(service: Service, count: int, param: str) -> None:
     """Refuse a request of more texts than one may ask for."""
-    if count > service.settings.most_texts:
-        raise Refused(400, f"{param}: at most {service.settings.most_texts} texts", param=param)
+    if count > service.settings.max_texts:
+        raise RequestError(400, f"{param}: at most {service.settings.max_texts} texts", param=param)
 
 
 def room(service: Service, prompt: list[int]) -> int:

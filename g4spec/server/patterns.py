@@ -77,20 +77,20 @@ def bounds(schema: Mapping[str, Any]) -> dict[str, Any]:
 def terminal(schema: Mapping[str, Any]) -> tuple[str | None, list[str]]:
     """Return the terminal of a text's characters (None: any), and the keywords it leaves out."""
     parts: list[str] = []
-    unheld: list[str] = []
+    unenforced: list[str] = []
     if (pattern := schema.get("pattern")) is not None:
         found = searched(pattern)
         parts += [found] if found else []
-        unheld += [] if found else ["pattern"]
+        unenforced += [] if found else ["pattern"]
     if (name := schema.get("format")) is not None:
         if name in FORMATS:
             parts.append(f"/{FORMATS[name]}/")
         else:
-            unheld.append("format")
+            unenforced.append("format")
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     if least or most is not None:
         parts.append(f"/(?s:.{{{least},{'' if most is None else most}}})/")
-    return (" & ".join(parts) if parts else None), unheld
+    return (" & ".join(parts) if parts else None), unenforced
 
 
 def searched(pattern: Any) -> str | None:

@@ -13,9 +13,9 @@ from pydantic_core import from_json
 from g4spec.errors import InputError
 from g4spec.runtime import guarding
 from g4spec.runtime.tokenizer import Tokenizer
-from g4spec.server.gemma import Marks
-from g4spec.server.refusals import Refused
-from g4spec.server.templates import Abilities, Renderer, abilities
+from g4spec.server.output_parser import Marks
+from g4spec.server.request_errors import RequestError
+from g4spec.server.templates import Renderer, TemplateFeatures, features
 
 Message = Mapping[str, Any]
 
@@ -46,7 +46,7 @@ class Prompter:
         self.marks = Marks.of(tokenizer)
         self._marks = tokenizer.marks
         self._renderer: Renderer | None = None
-        self._abilities: Abilities | None = None
+        self._features: TemplateFeatures | None = None
         if tokenizer.template:
             bos, eos = (
                 tokenizer.piece(i, special=True).decode(errors="replace")
@@ -59,15 +59,15 @@ class Prompter:
         if self._renderer is not None:
             await self._renderer.close()
 
-    async def abilities(self) -> Abilities:
+    async def features(self) -> TemplateFeatures:
         """Return what the template can do, found out once."""
-        if self._abilities is None:
-            self._abilities = await abilities(self._template())
-        return self._abilities
+        if self._features is None:
+            self._features = await features(self._template())
+        return self._features
 
     def _template(self) -> Renderer:
         if self._renderer is None:
-            raise Refused(400, "the model has no chat template: use /v1/completions")
+            raise RequestError(400, "the model has no chat template: use /v1/completions")
         return self._renderer
 
     async def chat(
@@ -88,7 +88,7 @@ class Prompter:
                 beginning of a turn of the model; that of a `continued` one is always there.
 
         Raises:
-            Refused: the template has no place for what is asked.
+            RequestError: the template has no place for what is asked.
             InputError: the template refuses the messages.
         """
         renderer = self._template()
@@ -99,11 +99,13 @@ class Prompter:
         aside: dict[str, str] = {}
         calls = any(m.get("tool_calls") or m["role"] == "tool" for m in plain)
         if thinking or tools or calls:
-            able = await self.abilities()
+            able = await self.features()
             if thinking and not (able.thinking and self.marks):
-                raise Refused(400, "the model's template has no thinking", param="reasoning_effort")
+                raise RequestError(
+                    400, "the model's template has no thinking", param="reasoning_effort"
+                )
             if (tools and not (able.tools and self.marks)) or (calls and able.results is None):
-                raise Refused(400, "the model's chat template has no tools", param="tools")
+                raise RequestError(400, "the model's chat template has no tools", param="tools")
             if able.text_last:
                 plain, aside = _set_aside(plain)
             if calls and able.results == "field":
@@ -148,7 +150,7 @@ def _begun(messages: list[dict[str, Any]]) -> str:
     """Take the last message, the beginning of the answer, off a conversation."""
     last = messages.pop()
     if last["role"] != "assistant" or last.get("tool_calls") or not messages:
-        raise Refused(
+        raise RequestError(
             400,
             "an answer can be continued only where the last of several messages is "
             "the assistant's and has no calls",
@@ -163,7 +165,9 @@ def _text(content: Any, where: str) -> str:
         return content or ""
     for part in content:
         if part["type"] not in ("text", "input_text", "output_text"):
-            raise Refused(400, f"{where}: {part['type']} is not supported, only text", param=where)
+            raise RequestError(
+                400, f"{where}: {part['type']} is not supported, only text", param=where
+            )
     return "\n".join(part["text"] for part in content)
 
 
@@ -176,7 +180,7 @@ def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
         except ValueError:
             value = None
     if not isinstance(value, dict):
-        raise Refused(400, f"{where}.function.arguments: expected a JSON object", param=where)
+        raise RequestError(400, f"{where}.function.arguments: expected a JSON object", param=where)
     return {**call, "function": {**function, "arguments": value}}
 
 
@@ -222,7 +226,9 @@ def _embedded(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             names = {c.get("id"): c["function"]["name"] for c in calls}
             name = names.get(message.get("tool_call_id")) or message.get("name") or "unknown"
             if not calls:
-                raise Refused(400, "a message of the role tool follows no call", param="messages")
+                raise RequestError(
+                    400, "a message of the role tool follows no call", param="messages"
+                )
             result = {"name": name, "response": message["content"]}
             out[-1] = {**last, "tool_responses": [*last.get("tool_responses", []), result]}
         elif (

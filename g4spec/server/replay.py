@@ -13,15 +13,15 @@ from contextlib import aclosing
 
 from starlette.requests import Request
 
-from g4spec.server.refusals import Refused
-from g4spec.server.streams import Events, Source
+from g4spec.server.request_errors import RequestError
+from g4spec.server.sse import Events, StreamSource
 
 log = logging.getLogger("g4spec.server")
 
-KEPT = 300.0
+KEEP_SECONDS = 300.0
 """Seconds that a stream is kept after its end."""
 
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """Bytes of all streams that are kept; those of the oldest that have ended go first."""
 
 
@@ -34,44 +34,44 @@ class Replay:
     """
 
     def __init__(
-        self, name: str, source: Source, events: Events, failed: Callable[[Refused], str]
+        self, name: str, source: StreamSource, events: Events, failed: Callable[[RequestError], str]
     ) -> None:
         self.id, self.size, self._source = name, 0, source
         self.ended: float | None = None
         self._events: list[str] = []
-        self._news = asyncio.Event()
+        self._arrived = asyncio.Event()
         self._failed = failed
-        self._task = asyncio.create_task(self._take(events))
+        self._task = asyncio.create_task(self._consume(events))
         self._task.add_done_callback(self._end)  # also of a task that never ran
 
     def close(self) -> None:
-        """End nothing: whoever follows may come back. See `streams.Source`."""
+        """End nothing: whoever follows may come back. See `sse.StreamSource`."""
 
-    async def _take(self, events: Events) -> None:
+    async def _consume(self, events: Events) -> None:
         async with aclosing(events):
             async for each in events:
                 self._add(each)
 
     def _end(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
-        if isinstance(error, Refused):
+        if isinstance(error, RequestError):
             self._add(self._failed(error))
         elif error is not None:
             log.error("a mistake of ours", exc_info=error)
-            refused = Refused(500, "an error inside the server, which its log describes")
+            refused = RequestError(500, "an error inside the server, which its log describes")
             self._add(self._failed(refused))
         self._source.close()
         self.ended = time.monotonic()
-        self._tell()
+        self._notify()
 
     def _add(self, event: str) -> None:
         self._events.append(f"id: {len(self._events) + 1}\n{event}")
         self.size += len(event)
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+    def _notify(self) -> None:
+        self._arrived.set()
+        self._arrived = asyncio.Event()
 
     async def stop(self) -> None:
         """End what writes the events."""
@@ -85,10 +85,10 @@ class Replay:
                 yield self._events[at]
                 at += 1
             else:
-                await self._news.wait()
+                await self._arrived.wait()
 
 
-class Replays:
+class ReplayStore:
     """Streams by owner (see `response_store.Record`) and id. Belongs to one event loop."""
 
     def __init__(self) -> None:
@@ -98,9 +98,9 @@ class Replays:
         self,
         owner: str | None,
         name: str,
-        source: Source,
+        source: StreamSource,
         events: Events,
-        failed: Callable[[Refused], str],
+        failed: Callable[[RequestError], str],
     ) -> Replay:
         """Take in a stream, see `Replay`; one of the same id before it ends."""
         if (before := self._kept.pop((owner, name), None)) is not None:
@@ -110,10 +110,10 @@ class Replays:
         return replay
 
     def get(self, owner: str | None, name: str) -> Replay:
-        """Return a stream; Refused if it is not kept."""
+        """Return a stream; RequestError if it is not kept."""
         self._drop()
         if (found := self._kept.get((owner, name))) is None:
-            raise Refused(
+            raise RequestError(
                 404,
                 f"there is no stream {name!r:.80}: it was not asked for with "
                 "X-Conversation-Id, or has ended a while ago",
@@ -127,18 +127,24 @@ class Replays:
         """Return the id that a request gives its stream, if it does."""
         name = request.headers.get("x-conversation-id")
         if name is not None and not 1 <= len(name) <= 256:
-            raise Refused(400, "X-Conversation-Id: 1 to 256 characters", param="X-Conversation-Id")
+            raise RequestError(
+                400, "X-Conversation-Id: 1 to 256 characters", param="X-Conversation-Id"
+            )
         return name
 
-    def asked(self, request: Request, owner: str | None) -> tuple[Replay, int]:
+    def requested(self, request: Request, owner: str | None) -> tuple[Replay, int]:
         """Return the stream that a request to read on is about, and how many events it has."""
         query = request.query_params
         for name in query:
             if name not in ("conv_id", "from", "model"):
-                raise Refused(400, f"unknown parameter {name}", param=name, code="unknown_field")
+                raise RequestError(
+                    400, f"unknown parameter {name}", param=name, code="unknown_field"
+                )
         at = query.get("from", request.headers.get("last-event-id", "0"))
         if not re.fullmatch("[0-9]{1,9}", at):
-            raise Refused(400, "from: expected the id of the last event that came", param="from")
+            raise RequestError(
+                400, "from: expected the id of the last event that came", param="from"
+            )
         return self.get(owner, query.get("conv_id", "")), int(at)
 
     async def delete(self, owner: str | None, name: str) -> None:
@@ -150,7 +156,7 @@ class Replays:
         """Forget streams that ended long ago, or are too much."""
         size, now = sum(each.size for each in self._kept.values()), time.monotonic()
         for key, each in list(self._kept.items()):
-            if each.ended is not None and (now - each.ended > KEPT or size > MOST_BYTES):
+            if each.ended is not None and (now - each.ended > KEEP_SECONDS or size > MAX_BYTES):
                 size -= self._kept.pop(key).size
 
     async def close(self) -> None:

@@ -15,14 +15,14 @@ from g4spec.errors import G4Error
 from g4spec.ops.logits import Mask
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.request import Options, Progress, Request
-from g4spec.server.engine_client import AnyEngine, EngineLost
-from g4spec.server.gemma import Answer, Parser
-from g4spec.server.generation import Assembler, Delta, Plain, Reader
+from g4spec.server.engine_client import EngineLike, EngineLost
+from g4spec.server.generation import Assembler, Delta, PlainReader, Reader
 from g4spec.server.grammar import Grammar, ThinkingBudget, Vocabulary
-from g4spec.server.live import Followed, Live
+from g4spec.server.live import Live, LiveText
 from g4spec.server.metrics import Metrics
+from g4spec.server.output_parser import AnswerStream, Parser
 from g4spec.server.prompt import Prompter
-from g4spec.server.refusals import Refused
+from g4spec.server.request_errors import RequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Settings:
     Attributes:
         model: name of the model. aliases: other names that requests may use for it.
         queue: texts that may wait beside those in work; more are refused.
-        most_texts: texts of one request (`n`).
+        max_texts: texts of one request (`n`).
         time_limit: seconds after which a request is ended.
         stall_limit: seconds that a step may take before /health says that nothing moves.
         ping: seconds between comments in a stream that has nothing to say.
@@ -44,7 +44,7 @@ class Settings:
     model: str
     aliases: tuple[str, ...] = ()
     queue: int = 64
-    most_texts: int = 128
+    max_texts: int = 128
     time_limit: float = 600.0
     stall_limit: float = 60.0
     ping: float = 15.0
@@ -92,7 +92,7 @@ class Job:
 class Service:
     """The engine and what endpoints need beside it. Belongs to one event loop."""
 
-    def __init__(self, engine: AnyEngine, settings: Settings) -> None:
+    def __init__(self, engine: EngineLike, settings: Settings) -> None:
         self.engine, self.settings = engine, settings
         self.tokenizer = engine.tokenizer
         self.prompter = Prompter(engine.tokenizer, engine.n_ctx)
@@ -122,7 +122,7 @@ class Service:
         """Refuse a request for another model."""
         known = (self.settings.model, *self.settings.aliases)
         if name is not None and name not in known:
-            raise Refused(
+            raise RequestError(
                 404,
                 f"the model {name!r} is not served here, only {', '.join(known)}",
                 param="model",
@@ -133,9 +133,11 @@ class Service:
         """Queue a job; refuse it when the queue is full."""
         limit = self.settings.queue + self.engine.n_slots
         if self.draining:
-            raise Refused(503, "the server is shutting down", retry_after=5)
+            raise RequestError(503, "the server is shutting down", retry_after=5)
         if self.open and self.open + job.count > limit:
-            raise Refused(429, f"the queue is full: {self.open} texts are in it", retry_after=1)
+            raise RequestError(
+                429, f"the queue is full: {self.open} texts are in it", retry_after=1
+            )
         self.open += job.count
         work = asyncio.get_running_loop().run_in_executor(None, self._submit, job)
         try:
@@ -175,28 +177,28 @@ class Service:
                 open_thought=job.open_thought,
                 inner=mask,
             )
-        stream = self._answers(job) if options.stop and job.chat else None
+        stream = self._answer_stream(job) if options.stop and job.chat else None
         options = replace(options, sampler=sampler, mask=mask, stream=stream)
         request = self.engine.submit(prompt, options)
-        assembler = Assembler(self._reader(job), options.stop, self._special)
+        assembler = Assembler(self._reader(job), options.stop, self._special_ids)
         return Text(index, request, assembler, self.live.follow(request, job.live))
 
     @cached_property
-    def _special(self) -> frozenset[int]:
+    def _special_ids(self) -> frozenset[int]:
         marks = self.prompter.marks
         more = {marks.channel, marks.channel_end, marks.call, marks.call_end} if marks else set()
         return self.tokenizer.control_ids | more
 
-    def _answers(self, job: Job) -> Callable[[], Answer] | None:
+    def _answer_stream(self, job: Job) -> Callable[[], AnswerStream] | None:
         marks = self.prompter.marks
         if marks is None:
             return None
-        return partial(Answer.of, self.tokenizer, marks, job.calls, job.open_thought)
+        return partial(AnswerStream.of, self.tokenizer, marks, job.calls, job.open_thought)
 
     def _reader(self, job: Job) -> Reader:
         marks = self.prompter.marks
         if not job.chat or marks is None:
-            return Plain(self.tokenizer)
+            return PlainReader(self.tokenizer)
         return Parser(self.tokenizer, marks, calls=job.calls, thinking=job.open_thought)
 
     async def close(self) -> None:
@@ -222,7 +224,7 @@ class Text:
     index: int
     request: Request
     assembler: Assembler
-    live: Followed
+    live: LiveText
     finish: str | None = None
     stop: str | None = None
 
@@ -262,7 +264,7 @@ class Generation:
                     self.service.live.ended(text.live, "abort")
 
     async def deltas(self) -> AsyncGenerator[tuple[Text, Delta], None]:
-        """Yield the pieces of all texts; Refused where one cannot go on."""
+        """Yield the pieces of all texts; RequestError where one cannot go on."""
         if len(self.texts) == 1:
             async with aclosing(self._run(self.texts[0])) as deltas:
                 async for delta in deltas:
@@ -318,21 +320,21 @@ class Generation:
                         delta.ids, ids = ids, []
                         yield delta
         except G4Error as error:
-            raise Refused.of(error) from error
+            raise RequestError.of(error) from error
         except BaseException as error:
             if error is text.request.error:
                 again = isinstance(error, EngineLost) and self.service.engine.failed is None
                 said = "the engine has failed" + ("; it is started again" if again else "")
-                raise Refused(
+                raise RequestError(
                     500, said, code="engine_failed", retry_after=5 if again else None
                 ) from error
             raise
         if self._expired:
             limit = self.service.settings.time_limit
-            raise Refused(408, f"the request took more than {limit:g} seconds", code="timeout")
+            raise RequestError(408, f"the request took more than {limit:g} seconds", code="timeout")
         reason = text.request.stats.stop_reason
         if reason in ("cancelled", "closed", "interrupted"):
-            raise Refused(503, f"the text was {reason}", code="unavailable")
+            raise RequestError(503, f"the text was {reason}", code="unavailable")
         delta = text.assembler.finish(text.request.stats)
         delta.ids = ids
         text.finish, text.stop = delta.finish, delta.stop

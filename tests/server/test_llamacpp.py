@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.served import TEMPLATE, Served
+from tests.server.running_server import TEMPLATE, Served
 
 
 def test_completion_whole_and_in_pieces(busy: Served, plain: Served) -> None:

@@ -11,10 +11,10 @@ import jsonschema
 import pytest
 
 from g4spec.server import app as one
-from g4spec.server.models import OWN
+from g4spec.server.model_router import OWN
 from g4spec.server.openapi import document
-from tests.server.mixed import draw
-from tests.server.served import Served
+from tests.server.mixed_requests import draw
+from tests.server.running_server import Served
 
 
 @pytest.fixture(scope="module")

@@ -17,30 +17,30 @@ from dataclasses import astuple, dataclass
 from enum import Enum, auto
 
 from g4spec.runtime.tokenizer import Tokenizer
-from g4spec.server.arguments import Arguments
+from g4spec.server.tool_arguments import Arguments
 
 _HEAD = re.compile(r"\s*(?:call\s*:|:)?\s*([^\s:]*)\s*")
 
-LONGEST_HEAD = 256
+MAX_CALL_HEAD = 256
 """Characters of what stands before the arguments of a call; more is no call."""
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TextEvent:
     """A piece of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
+class ThoughtEvent:
     """A piece of the reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CallEvent:
     """A call begins: the n-th of its text, from 0 on."""
 
     index: int
@@ -48,14 +48,14 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Argument:
+class ArgumentEvent:
     """A piece of the arguments of a call, as JSON."""
 
     index: int
     json: str
 
 
-Event = Text | Thought | Call | Argument
+Event = TextEvent | ThoughtEvent | CallEvent | ArgumentEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Marks:
         return False
 
 
-class _In(Enum):
+class _State(Enum):
     """Parser states: where the next token belongs."""
 
     TEXT = auto()
@@ -108,7 +108,7 @@ class _In(Enum):
     CALL_TAIL = auto()
 
 
-_PARTS = {_In.TEXT: "text", _In.THOUGHT: "thought", _In.HEADER: "mark"}
+_PART_NAMES = {_State.TEXT: "text", _State.THOUGHT: "thought", _State.HEADER: "mark"}
 
 
 class Parser:
@@ -125,8 +125,8 @@ class Parser:
         self._marks, self._calls = marks, calls
         self._special = tokenizer.control_ids | set(astuple(marks))
         self._bytes = tokenizer.stream(special=True)
-        self._in = _In.THOUGHT if thinking else _In.TEXT
-        self._before = _In.TEXT  # what a header that is none returns to
+        self._state = _State.THOUGHT if thinking else _State.TEXT
+        self._state_before_header = _State.TEXT  # what a header that is none returns to
         self._held = ""  # of a header, a call's head, or white space at the end of a thought
         self._thought = False  # whether the thought has begun
         self._count = 0
@@ -136,28 +136,28 @@ class Parser:
     @property
     def answering(self) -> bool:
         """True if the next token belongs to the answer, and to no thought or call."""
-        return self._in is _In.TEXT
+        return self._state is _State.TEXT
 
     @property
     def thinking(self) -> bool:
         """True if the next token belongs to a thought."""
-        return self._in in (_In.THOUGHT, _In.HEADER)
+        return self._state in (_State.THOUGHT, _State.HEADER)
 
     @property
     def part(self) -> str:
         """What the next token belongs to: "text", "thought", "call", or "mark" for none of them."""
-        return _PARTS.get(self._in, "call")
+        return _PART_NAMES.get(self._state, "call")
 
     @property
     def calling(self) -> bool:
         """True if a call has begun and not ended."""
-        return self._in in (_In.CALL_HEAD, _In.ARGUMENTS)
+        return self._state in (_State.CALL_HEAD, _State.ARGUMENTS)
 
     def push(self, ids: Iterable[int]) -> list[Event]:
         """Take in tokens; returns the events that became certain, neighbours of a kind as one."""
         for token in ids:
-            self._token(token)
-        return self._taken()
+            self._add_token(token)
+        return self._flush()
 
     def finish(self, *, whole: bool = True) -> list[Event]:
         """End the text; returns the last events.
@@ -166,91 +166,91 @@ class Parser:
             whole: the model has ended it: an open call is closed. One that was cut off stays open,
                 since its arguments may mean something else than they would have.
         """
-        self._characters(self._bytes.finish())
-        if self._in is _In.HEADER:
+        self._add_text(self._bytes.finish())
+        if self._state is _State.HEADER:
             self._header_ends()
-        elif self._in is _In.CALL_HEAD:
+        elif self._state is _State.CALL_HEAD:
             self._head_ends(whole)
-        elif self._in is _In.ARGUMENTS and whole:
+        elif self._state is _State.ARGUMENTS and whole:
             self._close_call()
-        return self._taken()
+        return self._flush()
 
     # ---- tokens
 
-    def _token(self, token: int) -> None:
+    def _add_token(self, token: int) -> None:
         m = self._marks
         shown = token == m.delimiter or (token in (m.call, m.call_end) and not self._calls)
         if token not in self._special:
-            self._characters(self._bytes.push([token]))
+            self._add_text(self._bytes.push([token]))
             return
-        self._characters(self._bytes.finish())
+        self._add_text(self._bytes.finish())
         if token == m.channel:
             self._open_channel()
         elif token == m.channel_end:
             self._close_channel()
         elif shown:
-            self._shown(token)
+            self._visible_mark(token)
         elif token == m.call:
             self._open_call()
         elif token == m.call_end:
-            if self._in is _In.CALL_HEAD:
+            if self._state is _State.CALL_HEAD:
                 self._head_ends(True)
-            elif self._in is _In.ARGUMENTS:
+            elif self._state is _State.ARGUMENTS:
                 self._close_call()
             self._leave_call()
 
-    def _shown(self, token: int) -> None:
-        if token == self._marks.delimiter and self._in is _In.ARGUMENTS:
+    def _visible_mark(self, token: int) -> None:
+        if token == self._marks.delimiter and self._state is _State.ARGUMENTS:
             assert self._arguments is not None
             self._argument(self._arguments.delimiter())
         elif token == self._marks.delimiter:
-            self._characters('"')
+            self._add_text('"')
         else:
-            self._characters(self._bytes.push([token]) + self._bytes.finish())
+            self._add_text(self._bytes.push([token]) + self._bytes.finish())
 
     def _open_channel(self) -> None:
         self._end_call()
-        if self._in is _In.HEADER:  # one more before the real one
+        if self._state is _State.HEADER:  # one more before the real one
             self._header_ends()
-        self._before = self._in
-        self._in, self._held = _In.HEADER, ""
+        self._state_before_header = self._state
+        self._state, self._held = _State.HEADER, ""
 
     def _close_channel(self) -> None:
-        if self._in in (_In.HEADER, _In.THOUGHT):
-            self._in, self._held = _In.TEXT, ""
+        if self._state in (_State.HEADER, _State.THOUGHT):
+            self._state, self._held = _State.TEXT, ""
 
     def _open_call(self) -> None:
         self._end_call()
-        if self._in is _In.HEADER:
+        if self._state is _State.HEADER:
             self._header_ends()
-        self._in, self._held = _In.CALL_HEAD, ""
+        self._state, self._held = _State.CALL_HEAD, ""
 
     def _end_call(self) -> None:
         """End an open call: another mark stands inside of it."""
-        if self._in is _In.CALL_HEAD:
+        if self._state is _State.CALL_HEAD:
             self._head_ends(True)
-        elif self._in is _In.ARGUMENTS:
+        elif self._state is _State.ARGUMENTS:
             self._close_call()
         self._leave_call()
 
     def _leave_call(self) -> None:
-        if self._in in (_In.CALL_HEAD, _In.ARGUMENTS, _In.CALL_TAIL):
-            self._in, self._held = _In.TEXT, ""
+        if self._state in (_State.CALL_HEAD, _State.ARGUMENTS, _State.CALL_TAIL):
+            self._state, self._held = _State.TEXT, ""
 
     # ---- characters
 
-    def _characters(self, text: str) -> None:
+    def _add_text(self, text: str) -> None:
         if not text:
             return
-        if self._in is _In.TEXT:
-            self._events.append(Text(text))
-        elif self._in is _In.THOUGHT:
+        if self._state is _State.TEXT:
+            self._events.append(TextEvent(text))
+        elif self._state is _State.THOUGHT:
             self._think(text)
-        elif self._in is _In.HEADER:
+        elif self._state is _State.HEADER:
             self._header(text)
-        elif self._in is _In.CALL_HEAD:
+        elif self._state is _State.CALL_HEAD:
             self._head(text)
-        elif self._in is _In.ARGUMENTS:
+        elif self._state is _State.ARGUMENTS:
             assert self._arguments is not None
             self._argument(self._arguments.text(text))
 
@@ -263,7 +263,7 @@ class Parser:
         self._held = text[len(kept) :] if kept or self._thought else ""
         if kept:
             self._thought = True
-            self._events.append(Thought(kept))
+            self._events.append(ThoughtEvent(kept))
 
     def _header(self, text: str) -> None:
         self._held += text
@@ -275,30 +275,30 @@ class Parser:
     def _begin_thought(self) -> None:
         rest = self._held.removeprefix("thought")
         again = self._thought
-        self._in, self._held = _In.THOUGHT, "\n" if again else ""
+        self._state, self._held = _State.THOUGHT, "\n" if again else ""
         self._think(rest.lstrip() if again else rest)
 
     def _header_ends(self) -> None:
         """Leave a header that is none: its text goes where it would have gone without."""
         held, self._held = self._held, ""
-        self._in = self._before
+        self._state = self._state_before_header
         if held and held != "thought":
-            self._characters(held)
+            self._add_text(held)
 
     def _head(self, text: str) -> None:
         self._held += text
         at = min((i for i in map(self._held.find, "{(") if i >= 0), default=-1)
         if at < 0:
-            if len(self._held) > LONGEST_HEAD:
-                self._no_call()
+            if len(self._held) > MAX_CALL_HEAD:
+                self._reject_call()
             return
         opener, rest = self._held[at], self._held[at + 1 :]
         name = _name(self._held[:at])
         if not name:
-            self._no_call()
+            self._reject_call()
             return
         self._begin_call(name, ")" if opener == "(" else "}")
-        self._characters(rest)
+        self._add_text(rest)
 
     def _head_ends(self, whole: bool) -> None:
         """End a call without arguments: one of none, if the model has ended it."""
@@ -308,16 +308,16 @@ class Parser:
             self._close_call()
         self._leave_call()
 
-    def _no_call(self) -> None:
+    def _reject_call(self) -> None:
         held = self._held
         self._leave_call()
-        self._characters(held)
+        self._add_text(held)
 
     def _begin_call(self, name: str, closer: str) -> None:
-        self._events.append(Call(self._count, name))
+        self._events.append(CallEvent(self._count, name))
         self._count += 1
         self._arguments = Arguments(closer)
-        self._in, self._held = _In.ARGUMENTS, ""
+        self._state, self._held = _State.ARGUMENTS, ""
         self._argument(self._arguments.text(""))
 
     def _close_call(self) -> None:
@@ -327,23 +327,23 @@ class Parser:
     def _argument(self, json: str) -> None:
         assert self._arguments is not None
         if json:
-            self._events.append(Argument(self._count - 1, json))
+            self._events.append(ArgumentEvent(self._count - 1, json))
         if self._arguments.ended:
-            self._in = _In.CALL_TAIL
+            self._state = _State.CALL_TAIL
 
-    def _taken(self) -> list[Event]:
-        events, self._events = joined(self._events), []
+    def _flush(self) -> list[Event]:
+        events, self._events = merge_events(self._events), []
         return events
 
 
-class Answer:
+class AnswerStream:
     """Streams the answer alone (`g4spec.runtime.request.TextStream`)."""
 
     def __init__(self, parser: Parser) -> None:
         self._parser = parser
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, marks: Marks, calls: bool, thinking: bool) -> Answer:
+    def of(cls, tokenizer: Tokenizer, marks: Marks, calls: bool, thinking: bool) -> AnswerStream:
         """Make it with a parser of its own; see `Parser`."""
         return cls(Parser(tokenizer, marks, calls=calls, thinking=thinking))
 
@@ -357,21 +357,21 @@ class Answer:
 
 
 def _answer(events: Iterable[Event]) -> str:
-    return "".join(event.text for event in events if isinstance(event, Text))
+    return "".join(event.text for event in events if isinstance(event, TextEvent))
 
 
-def joined(events: Iterable[Event]) -> list[Event]:
+def merge_events(events: Iterable[Event]) -> list[Event]:
     """Merge neighbouring events of a kind."""
     out: list[Event] = []
     for event in events:
         last = out[-1] if out else None
-        if isinstance(event, Text) and isinstance(last, Text):
-            out[-1] = Text(last.text + event.text)
-        elif isinstance(event, Thought) and isinstance(last, Thought):
-            out[-1] = Thought(last.text + event.text)
-        elif isinstance(event, Argument) and isinstance(last, Argument):
+        if isinstance(event, TextEvent) and isinstance(last, TextEvent):
+            out[-1] = TextEvent(last.text + event.text)
+        elif isinstance(event, ThoughtEvent) and isinstance(last, ThoughtEvent):
+            out[-1] = ThoughtEvent(last.text + event.text)
+        elif isinstance(event, ArgumentEvent) and isinstance(last, ArgumentEvent):
             assert event.index == last.index
-            out[-1] = Argument(event.index, last.json + event.json)
+            out[-1] = ArgumentEvent(event.index, last.json + event.json)
         else:
             out.append(event)
     return out

@@ -72,11 +72,11 @@ def progress(text: Text, read: int) -> dict[str, Any]:
     }
 
 
-FINGERPRINT = f"build-g4spec-{__version__}"
+SYSTEM_FINGERPRINT = f"build-g4spec-{__version__}"
 """OpenAI's `system_fingerprint`: answers depend on nothing else of a server but its files."""
 
 
-def token(tokenizer: Tokenizer, id: int, logprob: float) -> dict[str, Any]:
+def chat_logprob(tokenizer: Tokenizer, id: int, logprob: float) -> dict[str, Any]:
     """Write a token as OpenAI's chat log-probabilities have it."""
     piece = tokenizer.piece(id, special=True)
     return {
@@ -86,14 +86,14 @@ def token(tokenizer: Tokenizer, id: int, logprob: float) -> dict[str, Any]:
     }
 
 
-def tokens(tokenizer: Tokenizer, found: Iterable[Token]) -> list[dict[str, Any]]:
+def chat_logprobs(tokenizer: Tokenizer, tokens: Iterable[Token]) -> list[dict[str, Any]]:
     """Write OpenAI's `logprobs.content`."""
     return [
         {
-            **token(tokenizer, t.id, t.logprob),
-            "top_logprobs": [token(tokenizer, i, value) for i, value in t.top],
+            **chat_logprob(tokenizer, t.id, t.logprob),
+            "top_logprobs": [chat_logprob(tokenizer, i, value) for i, value in t.top],
         }
-        for t in found
+        for t in tokens
     ]
 
 
@@ -102,16 +102,18 @@ def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else -9999.0
 
 
-def legacy(tokenizer: Tokenizer, found: Sequence[Token], offset: int) -> dict[str, Any]:
+def completion_logprobs(
+    tokenizer: Tokenizer, tokens: Sequence[Token], offset: int
+) -> dict[str, Any]:
     """Write the `logprobs` of /v1/completions.
 
     Args:
         offset: characters of the text before the first of the tokens.
     """
-    words = [tokenizer.piece(t.id, special=True).decode(errors="replace") for t in found]
+    words = [tokenizer.piece(t.id, special=True).decode(errors="replace") for t in tokens]
     starts = [offset + sum(map(len, words[:i])) for i in range(len(words))]
     tops = []
-    for t in found:
+    for t in tokens:
         top: dict[str, float] = {}
         for i, value in t.top:
             name = tokenizer.piece(i, special=True).decode(errors="replace")
@@ -119,7 +121,7 @@ def legacy(tokenizer: Tokenizer, found: Sequence[Token], offset: int) -> dict[st
         tops.append(top)
     return {
         "tokens": words,
-        "token_logprobs": [finite(t.logprob) for t in found],
+        "token_logprobs": [finite(t.logprob) for t in tokens],
         "top_logprobs": tops,
         "text_offset": starts,
     }

@@ -23,7 +23,7 @@ ANTHROPIC = {**TYPES, 413: "request_too_large"}
 """Types of errors in Anthropic's API, which has `api_error` for others."""
 
 
-class Refused(Exception):
+class RequestError(Exception):
     """A request that is not answered.
 
     Args:
@@ -47,7 +47,7 @@ class Refused(Exception):
         self.retry_after, self.more = retry_after, more or {}
 
     @classmethod
-    def of(cls, error: G4Error) -> Refused:
+    def of(cls, error: G4Error) -> RequestError:
         """Convert an error of the engine."""
         if isinstance(error, NotFinite):
             return cls(500, str(error), code="model_error")

@@ -1,4 +1,4 @@
-"""Ask for answers, one after the other; here of a server, in `local.py` of an engine.
+"""Ask for answers, one after the other; here of a server, in `local_chat.py` of an engine.
 
 Nothing here imports torch: who talks with a server needs none.
 """
@@ -21,13 +21,13 @@ Message = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Some text of an answer.
+class TextPiece:
+    """A piece of the text of an answer.
 
     Attributes:
-        part: "text", "thought", "call" or "mark". kind: where it comes from, as
-            `g4spec.server.live.Colours` says, or "rejected", which is no part of the text; "" where
-            that was not asked for.
+        part: "text", "thought", "call" or "mark".
+        kind: origin of the tokens (`g4spec.server.live.TokenOrigins`); "rejected" for a drafted
+            token that is not part of the text; "" where origins were not requested.
     """
 
     text: str
@@ -36,7 +36,7 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Told:
+class Reply:
     """An answer so far.
 
     Attributes:
@@ -50,12 +50,12 @@ class Told:
     notes: list[str] = field(default_factory=list)
 
 
-class Voice(Protocol):
+class ChatBackend(Protocol):
     """What answers."""
 
     def answer(
-        self, messages: Sequence[Message], seed: int, told: Told
-    ) -> AsyncGenerator[Piece, None]:
+        self, messages: Sequence[Message], seed: int, reply: Reply
+    ) -> AsyncGenerator[TextPiece, None]:
         """Yield the next answer of a conversation in pieces, and fill `told`; to close it early
         ends the work for it. G4Error if there is none."""
 
@@ -63,17 +63,17 @@ class Voice(Protocol):
         """Free what it holds."""
 
 
-def coloured(pieces: Sequence[Mapping[str, Any]], rejected: Sequence[str]) -> list[Piece]:
+def with_rejected(pieces: Sequence[Mapping[str, Any]], rejected: Sequence[str]) -> list[TextPiece]:
     """Return pieces with the first drafted token that did not hold before its correction."""
     out = []
     for piece in pieces:
         if piece["kind"] == "corrected" and rejected:
-            out.append(Piece(str(rejected[0]), str(piece["part"]), "rejected"))
-        out.append(Piece(str(piece["text"]), str(piece["part"]), str(piece["kind"])))
+            out.append(TextPiece(str(rejected[0]), str(piece["part"]), "rejected"))
+        out.append(TextPiece(str(piece["text"]), str(piece["part"]), str(piece["kind"])))
     return out
 
 
-class Remote:
+class RemoteChat:
     """Answers with a server: ours, or another that has OpenAI's chat completions.
 
     Args:
@@ -82,10 +82,10 @@ class Remote:
     """
 
     def __init__(
-        self, url: str, key: str | None, fields: Mapping[str, Any], *, colours: bool = False
+        self, url: str, key: str | None, fields: Mapping[str, Any], *, show_origins: bool = False
     ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._fields, self._colours = dict(fields), colours
+        self._fields, self._show_origins = dict(fields), show_origins
         if key and not (key.isascii() and key.isprintable()):
             raise UsageError("--api-key", expected="printable ASCII", found=repr(key))
         headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -95,14 +95,14 @@ class Remote:
         """Return the name of the model that the server has."""
         try:
             response = await self._http.get(f"{self.url}/v1/models")
-            await _check(response)
+            await _raise_for_status(response)
             return str(response.json()["data"][0]["id"])
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise self._silent(error) from None
+            raise self._no_answer(error) from None
         except (ValueError, LookupError, TypeError, RecursionError):
             raise InputError(f"{self.url}/v1/models is no list of models") from None
 
-    def _silent(self, error: Exception) -> G4Error:
+    def _no_answer(self, error: Exception) -> G4Error:
         return EnvironmentProblem(
             f"no answer from {self.url}",
             found=str(error) or repr(error),
@@ -110,37 +110,45 @@ class Remote:
         )
 
     async def answer(
-        self, messages: Sequence[Message], seed: int, told: Told
-    ) -> AsyncGenerator[Piece, None]:
-        """See `Voice`."""
+        self, messages: Sequence[Message], seed: int, reply: Reply
+    ) -> AsyncGenerator[TextPiece, None]:
+        """See `ChatBackend`."""
         body = {"messages": list(messages), "stream": True, "seed": seed, **self._fields}
-        run = self._watched(body, told) if self._colours else self._asked(body, told)
+        run = (
+            self._stream_with_origins(body, reply)
+            if self._show_origins
+            else self._stream(body, reply)
+        )
         try:
             async with aclosing(run) as pieces:
                 async for piece in pieces:
                     yield piece
         except httpx.HTTPError as error:
-            raise self._silent(error) from None
+            raise self._no_answer(error) from None
 
-    async def _asked(self, body: Mapping[str, Any], told: Told) -> AsyncGenerator[Piece, None]:
+    async def _stream(
+        self, body: Mapping[str, Any], reply: Reply
+    ) -> AsyncGenerator[TextPiece, None]:
         url = f"{self.url}/v1/chat/completions"
         async with self._http.stream("POST", url, json=body) as response:
-            await _check(response)
+            await _raise_for_status(response)
             async for _, data in _events(response):
-                for piece in _understood(_pieces, data, told):
+                for piece in _parse_event(_delta_pieces, data, reply):
                     yield piece
 
-    async def _watched(self, body: dict[str, Any], told: Told) -> AsyncGenerator[Piece, None]:
+    async def _stream_with_origins(
+        self, body: dict[str, Any], reply: Reply
+    ) -> AsyncGenerator[TextPiece, None]:
         """Take the pieces from the live view; the answer itself comes as always."""
         word = secrets.token_hex(16)
         url = f"{self.url}/v1/live?of={word}"
 
         async def ask() -> None:
-            async for _ in self._asked({**body, "live": word}, told):
+            async for _ in self._stream({**body, "live": word}, reply):
                 pass
 
         async with self._http.stream("GET", url) as response:
-            await _check(response)
+            await _raise_for_status(response)
             events = _events(response)
             await anext(events, None)  # it listens
             asked = asyncio.ensure_future(ask())
@@ -149,7 +157,7 @@ class Remote:
                     if asked.done() and asked.exception() is not None:
                         break
                     if data.get("yours"):
-                        for piece in _understood(_coloured, data):
+                        for piece in _parse_event(_origin_pieces, data):
                             yield piece
                     if data.get("yours") and name == "end":
                         break
@@ -159,11 +167,13 @@ class Remote:
                 await asyncio.gather(asked, return_exceptions=True)
 
     async def close(self) -> None:
-        """See `Voice`."""
+        """See `ChatBackend`."""
         await self._http.aclose()
 
 
-def _understood(read: Callable[..., list[Piece]], data: dict[str, Any], *more: Any) -> list[Piece]:
+def _parse_event(
+    read: Callable[..., list[TextPiece]], data: dict[str, Any], *more: Any
+) -> list[TextPiece]:
     """Return what `read` makes of an event; InputError for one of another form."""
     try:
         return read(data, *more)
@@ -173,31 +183,33 @@ def _understood(read: Callable[..., list[Piece]], data: dict[str, Any], *more: A
         ) from None
 
 
-def _pieces(data: dict[str, Any], told: Told) -> list[Piece]:
+def _delta_pieces(data: dict[str, Any], reply: Reply) -> list[TextPiece]:
     """Return the pieces of an event of OpenAI's chat completions, and fill `told`."""
     if "error" in data:
         error = data["error"]
         raise InputError(str(error["message"] if isinstance(error, dict) else error))
     timings = data.get("timings") or {}
     if timings:
-        told.timings = {k: v for k, v in timings.items() if isinstance(v, int | float)}
-        told.notes = list(map(str, timings.get("notes", [])))
+        reply.timings = {k: v for k, v in timings.items() if isinstance(v, int | float)}
+        reply.notes = list(map(str, timings.get("notes", [])))
     out = []
     for choice in data.get("choices", [])[:1]:
         delta = choice.get("delta", {})
-        told.finish = str(choice.get("finish_reason") or told.finish)
+        reply.finish = str(choice.get("finish_reason") or reply.finish)
         thought = delta.get("reasoning_content") or delta.get("reasoning")
         text = delta.get("content")
-        told.content += text or ""
+        reply.content += text or ""
         out = [
-            Piece("" + some, part) for part, some in (("thought", thought), ("text", text)) if some
+            TextPiece("" + some, part)
+            for part, some in (("thought", thought), ("text", text))
+            if some
         ]
     return out
 
 
-def _coloured(data: dict[str, Any]) -> list[Piece]:
+def _origin_pieces(data: dict[str, Any]) -> list[TextPiece]:
     """Return the pieces of an event of the live view."""
-    return coloured(data.get("pieces", []), data.get("rejected", []))
+    return with_rejected(data.get("pieces", []), data.get("rejected", []))
 
 
 async def _events(response: httpx.Response) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
@@ -217,7 +229,7 @@ async def _events(response: httpx.Response) -> AsyncGenerator[tuple[str, dict[st
             name = "message"
 
 
-async def _check(response: httpx.Response) -> None:
+async def _raise_for_status(response: httpx.Response) -> None:
     """Raise what a server refuses, in its own words."""
     if response.status_code < 400:
         return

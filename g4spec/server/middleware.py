@@ -13,16 +13,16 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from g4spec.server.json_text import JSONAnswer, dumps
-from g4spec.server.refusals import Refused
+from g4spec.server.json_response import JsonResponse, dumps
+from g4spec.server.request_errors import RequestError
 
 log = logging.getLogger("g4spec.server")
 
-OPEN = ("/", "/health", "/v1/health", "/openapi.json")
+PATHS_WITHOUT_KEY = ("/", "/health", "/v1/health", "/openapi.json")
 """Paths that need no key; the page asks for one and sends it with its requests."""
 
 
-def refusal(refused: Refused, scope: Scope) -> JSONAnswer:
+def error_response(refused: RequestError, scope: Scope) -> JsonResponse:
     """Make the response to a refused request, in the form of the API that it speaks."""
     headers = {}
     if refused.retry_after is not None:
@@ -31,10 +31,10 @@ def refusal(refused: Refused, scope: Scope) -> JSONAnswer:
         body = {**refused.anthropic(), "request_id": scope.get("state", {}).get("id")}
     else:
         body = refused.json()
-    return JSONAnswer(body, refused.status, headers)
+    return JsonResponse(body, refused.status, headers)
 
 
-class Keys:
+class ApiKeyMiddleware:
     """Lets requests in that carry one of the keys; all, where there are none."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
@@ -43,13 +43,15 @@ class Keys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["type"] == "http" and self._known and scope["path"] not in OPEN:
+        if scope["type"] == "http" and self._known and scope["path"] not in PATHS_WITHOUT_KEY:
             given = _digest(_key(Headers(scope=scope)))
             # All are compared, so that time tells nothing of where it differs, or from which.
             known = [hmac.compare_digest(given, digest) for digest in self._known]
             if not any(known):
-                refused = Refused(401, "the API key is missing or wrong", code="invalid_api_key")
-                await refusal(refused, scope)(scope, receive, send)
+                refused = RequestError(
+                    401, "the API key is missing or wrong", code="invalid_api_key"
+                )
+                await error_response(refused, scope)(scope, receive, send)
                 return
             scope.setdefault("state", {})["key"] = given.hex()[:8]
         await self._app(scope, receive, send)
@@ -68,7 +70,7 @@ class _TooLarge(Exception):
     pass
 
 
-class BodyLimit:
+class BodyLimitMiddleware:
     """Refuses bodies of more than `limit` bytes, before they have come in."""
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
@@ -102,13 +104,15 @@ class BodyLimit:
         except _TooLarge:
             if started:
                 raise
-            refused = Refused(413, f"the body has more than {self._limit} bytes", code="too_large")
-            response = refusal(refused, scope)
+            refused = RequestError(
+                413, f"the body has more than {self._limit} bytes", code="too_large"
+            )
+            response = error_response(refused, scope)
             response.headers["connection"] = "close"
             await response(scope, receive, send)
 
 
-class Panics:
+class PanicMiddleware:
     """Turns a panic of a library written in Rust, which is no Exception, into an error that is
     answered with 500: it would end the connection without an answer."""
 
@@ -125,7 +129,7 @@ class Panics:
             raise
 
 
-class Log:
+class RequestLogMiddleware:
     """Writes a line for each request, as JSON and without any text of it."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -169,7 +173,7 @@ class Log:
             )
 
 
-class JsonLines(logging.Formatter):
+class JsonLogFormatter(logging.Formatter):
     """Formats a record as one line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:

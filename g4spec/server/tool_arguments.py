@@ -27,7 +27,7 @@ _WORDS = {
 }
 
 
-class _At(Enum):
+class _State(Enum):
     """States: where the next character belongs."""
 
     KEY = auto()
@@ -53,85 +53,85 @@ class Arguments:
         self._closer = closer
         self._open = ["{"]
         self._first = [True]
-        self._at = _At.KEY
+        self._state = _State.KEY
         self._held = ""
         self._out = ["{"]
 
     @property
     def ended(self) -> bool:
         """True once their last bracket is closed: what follows is not theirs."""
-        return self._at is _At.END
+        return self._state is _State.END
 
     def text(self, piece: str) -> str:
         """Take in characters; returns the JSON that became certain."""
         at = 0
         while at < len(piece) and not self.ended:
-            if self._at is _At.TEXT:
+            if self._state is _State.TEXT:
                 self._out.append(_escaped(piece[at:]))
                 break
             self._character(piece[at])
             at += 1
-        return self._taken()
+        return self._flush()
 
     def delimiter(self) -> str:
         """Take in a delimiter token; returns the JSON that became certain."""
         self._delimiter()
-        return self._taken()
+        return self._flush()
 
     def _delimiter(self) -> None:
-        if self._at is _At.KEY and not self._held.strip():
-            self._at, self._held = _At.KEY_TEXT, ""
-        elif self._at is _At.KEY_TEXT:
-            self._at = _At.COLON
-        elif self._at is _At.VALUE:
+        if self._state is _State.KEY and not self._held.strip():
+            self._state, self._held = _State.KEY_TEXT, ""
+        elif self._state is _State.KEY_TEXT:
+            self._state = _State.COLON
+        elif self._state is _State.VALUE:
             self._begin_value()
             self._out.append('"')
-            self._at = _At.TEXT
-        elif self._at is _At.TEXT:
+            self._state = _State.TEXT
+        elif self._state is _State.TEXT:
             self._out.append('"')
-            self._at = _At.NEXT
+            self._state = _State.NEXT
 
     def finish(self) -> str:
         """Close what is open; returns the rest of the JSON."""
         if not self.ended:
-            if self._at is _At.TEXT:
+            if self._state is _State.TEXT:
                 self._delimiter()
-            elif self._at is _At.QUOTED:
+            elif self._state is _State.QUOTED:
                 self._quoted_ends()
             self._end_member()
             while self._open:
                 self._pop()
-        return self._taken()
+        return self._flush()
 
     # ---- characters
 
     def _character(self, c: str) -> None:
-        at = self._at
-        if at in (_At.QUOTED, _At.KEY_QUOTED):
+        at = self._state
+        if at in (_State.QUOTED, _State.KEY_QUOTED):
             self._in_quotes(c)
-        elif at is _At.KEY_TEXT:
+        elif at is _State.KEY_TEXT:
             self._held += c
         elif c in "}])" and self._closes(c):
             self._close(c)
-        elif at is _At.KEY:
+        elif at is _State.KEY:
             self._in_key(c)
-        elif at is _At.COLON:
+        elif at is _State.COLON:
             if c == ":":
                 self._begin_member()
-        elif at is _At.VALUE:
+        elif at is _State.VALUE:
             self._in_value(c)
-        elif at is _At.BARE and c != ",":
+        elif at is _State.BARE and c != ",":
             self._held += c
         elif c == ",":
             self._end_member()
-            self._at = _At.KEY if self._open[-1] == "{" else _At.VALUE
+            self._state = _State.KEY if self._open[-1] == "{" else _State.VALUE
 
     def _in_key(self, c: str) -> None:
         if c == ":":
             self._held = self._held.strip()
             self._begin_member()
         elif c == '"' and not self._held.strip():
-            self._at, self._held = _At.KEY_QUOTED, ""
+            self._state, self._held = _State.KEY_QUOTED, ""
         elif c == "," and not self._held.strip():
             self._held = ""
         else:
@@ -142,32 +142,32 @@ class Arguments:
             return
         if c == ",":
             self._end_member()
-            self._at = _At.KEY if self._open[-1] == "{" else _At.VALUE
+            self._state = _State.KEY if self._open[-1] == "{" else _State.VALUE
             return
         self._begin_value()
         if c in "{[":
             self._out.append(c)
             self._open.append(c)
             self._first.append(True)
-            self._at = _At.KEY if c == "{" else _At.VALUE
+            self._state = _State.KEY if c == "{" else _State.VALUE
         elif c == '"':
-            self._at = _At.QUOTED
+            self._state = _State.QUOTED
         else:
-            self._at, self._held = _At.BARE, c
+            self._state, self._held = _State.BARE, c
 
     def _in_quotes(self, c: str) -> None:
         escaped = (len(self._held) - len(self._held.rstrip("\\"))) % 2
         if c != '"' or escaped:
             self._held += c
-        elif self._at is _At.QUOTED:
+        elif self._state is _State.QUOTED:
             self._quoted_ends()
         else:
             self._held = _unquoted(self._held)
-            self._at = _At.COLON
+            self._state = _State.COLON
 
     def _quoted_ends(self) -> None:
         self._out.append(json.dumps(_unquoted(self._held), ensure_ascii=False))
-        self._at, self._held = _At.NEXT, ""
+        self._state, self._held = _State.NEXT, ""
 
     # ---- structure
 
@@ -177,7 +177,7 @@ class Arguments:
             self._out.append(",")
         self._first[-1] = False
         self._out.append(json.dumps(self._held, ensure_ascii=False) + ":")
-        self._at, self._held = _At.VALUE, ""
+        self._state, self._held = _State.VALUE, ""
 
     def _begin_value(self) -> None:
         if self._open[-1] == "[":
@@ -187,9 +187,9 @@ class Arguments:
 
     def _end_member(self) -> None:
         """Write what is left of a value at the comma or bracket behind it."""
-        if self._at is _At.BARE:
+        if self._state is _State.BARE:
             self._out.append(_scalar(self._held.strip()))
-        elif self._at is _At.VALUE and self._open[-1] == "{":
+        elif self._state is _State.VALUE and self._open[-1] == "{":
             self._out.append("null")
         self._held = ""
 
@@ -205,14 +205,14 @@ class Arguments:
         while self._open[-1] != opener:
             self._pop()
         self._pop()
-        self._at = _At.NEXT if self._open else _At.END
+        self._state = _State.NEXT if self._open else _State.END
 
     def _pop(self) -> None:
         self._out.append("}" if self._open.pop() == "{" else "]")
         self._first.pop()
-        self._at = _At.NEXT if self._open else _At.END
+        self._state = _State.NEXT if self._open else _State.END
 
-    def _taken(self) -> str:
+    def _flush(self) -> str:
         out, self._out = "".join(self._out), []
         return out
 

@@ -10,22 +10,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from g4spec.errors import G4Error
-from g4spec.server.access import refusal
-from g4spec.server.refusals import Refused
-from g4spec.server.streams import Gone
+from g4spec.server.middleware import error_response
+from g4spec.server.request_errors import RequestError
+from g4spec.server.sse import ClientDisconnected
 
 log = logging.getLogger("g4spec.server")
 
 
 async def _refused(request: Request, refused: Exception) -> Response:
-    assert isinstance(refused, Refused)
-    request.app.state.service.metrics.refuse(refused.status)
-    return refusal(refused, request.scope)
+    assert isinstance(refused, RequestError)
+    request.app.state.service.metrics.count_error(refused.status)
+    return error_response(refused, request.scope)
 
 
 async def _error(request: Request, error: Exception) -> Response:
     assert isinstance(error, G4Error)
-    return await _refused(request, Refused.of(error))
+    return await _refused(request, RequestError.of(error))
 
 
 async def _http(request: Request, error: Exception) -> Response:
@@ -35,25 +35,25 @@ async def _http(request: Request, error: Exception) -> Response:
         405: f"{request.method} is not possible here",
     }
     return await _refused(
-        request, Refused(error.status_code, what.get(error.status_code, error.detail))
+        request, RequestError(error.status_code, what.get(error.status_code, error.detail))
     )
 
 
-async def _gone(request: Request, error: Exception) -> Response:
+async def _disconnected(request: Request, error: Exception) -> Response:
     return Response(status_code=499)
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
     log.error("a mistake of ours", exc_info=error)
-    refused = Refused(500, "an error inside the server, which its log describes")
-    return refusal(refused, request.scope)
+    refused = RequestError(500, "an error inside the server, which its log describes")
+    return error_response(refused, request.scope)
 
 
-HANDLERS: dict[Any, Any] = {
-    Refused: _refused,
+EXCEPTION_HANDLERS: dict[Any, Any] = {
+    RequestError: _refused,
     G4Error: _error,
     HTTPException: _http,
-    Gone: _gone,
+    ClientDisconnected: _disconnected,
     500: _unexpected,
 }
 """By exception, as Starlette takes them."""

@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from g4spec.server.json_text import dumps
-from g4spec.server.refusals import Refused
+from g4spec.server.json_response import dumps
+from g4spec.server.request_errors import RequestError
 from g4spec.server.service import Settings
 
 log = logging.getLogger("g4spec.server")
@@ -35,31 +35,31 @@ def event(value: Any, name: str | None = None) -> str:
     return f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n"
 
 
-class Gone(Exception):
+class ClientDisconnected(Exception):
     """The client has hung up."""
 
 
-async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """Wait for `work`; cancels it and raises Gone when the client hangs up."""
+async def cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:
+    """Wait for `work`; cancels it and raises ClientDisconnected when the client hangs up."""
     task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_until_gone(request.receive))
+    watch = asyncio.ensure_future(_wait_for_disconnect(request.receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise Gone
+        raise ClientDisconnected
     finally:
         for each in (task, watch):
             each.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-async def _until_gone(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-class Source(Protocol):
+class StreamSource(Protocol):
     """What is streamed: a generation, or a watcher of `g4spec.server.live`."""
 
     @property
@@ -81,9 +81,9 @@ class EventStream(Response):
 
     def __init__(
         self,
-        source: Source,
+        source: StreamSource,
         events: Events,
-        failed: Callable[[Refused], str],
+        failed: Callable[[RequestError], str],
         settings: Settings,
         headers: Mapping[str, str] | None = None,
         ping: str = PING,
@@ -95,7 +95,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all events, with pings in silences, until the end or the client's."""
-        watch = asyncio.ensure_future(_until_gone(receive))
+        watch = asyncio.ensure_future(_wait_for_disconnect(receive))
         work = asyncio.ensure_future(self._stream(send))
         try:
             await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -140,5 +140,5 @@ class EventStream(Response):
                 await asyncio.gather(following, return_exceptions=True)
         except StopAsyncIteration:
             return
-        except Refused as refused:
+        except RequestError as refused:
             await text(self._failed(refused))
