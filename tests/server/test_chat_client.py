@@ -58,7 +58,7 @@ def answered(voice: Any, messages: Any = HELLO, seed: int = 1) -> tuple[list[Tex
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("colours", [False, True])
+@pytest.mark.parametrize("show_origins", [False, True])
 def test_here_and_there_the_answer_is_the_servers(busy: Served, show_origins: bool) -> None:
     fields: dict[str, Any] = {"max_tokens": 40, "draft_max": 4}
     body = {"messages": HELLO, "seed": 1, **fields}

@@ -12,7 +12,7 @@ from g4spec.core import Cycle
 from g4spec.gguf import GGUF
 from g4spec.runtime.request import Options, Request
 from g4spec.runtime.tokenizer import Tokenizer
-from g4spec.server.generation import Assembler, Delta, Plain, Token
+from g4spec.server.generation import Assembler, Delta, PlainReader, Token
 from g4spec.server.output_parser import AnswerStream, Event, Marks, Parser, TextEvent, merge_events
 
 MARKS = Marks(105, 106, 100, 101, 48, 49, 50, 52)
@@ -43,7 +43,7 @@ def run(
     options = Options(len(ids), stop=stops, stream=stream)
     request = Request([2], options, None, tokenizer)  # type: ignore[arg-type]
     assembler = Assembler(
-        parser if chat else Plain(tokenizer), stops, tokenizer.control_ids | {100, 101}
+        parser if chat else PlainReader(tokenizer), stops, tokenizer.control_ids | {100, 101}
     )
     events, tokens = [], []
     for start, stop in zip([0, *cuts], [*cuts, len(ids)], strict=True):
