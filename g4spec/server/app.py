@@ -1,4 +1,4 @@
-"""The application: paths, and what happens to a request on its way."""
+"""The ASGI application of one model: routes and their handlers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from g4spec.server.sse import PING, Events, EventStream, cancel_on_disconnect, e
 log = logging.getLogger("g4spec.server")
 
 BODY_LIMIT = 32 << 20
-"""Bytes of a body."""
+"""Maximum size of a request body, in bytes."""
 
 
 def create_app(
@@ -54,12 +54,13 @@ def create_app(
     body_limit: int = BODY_LIMIT,
     mounted: bool = False,
 ) -> Starlette:
-    """Make the ASGI application of a service.
+    """Create the ASGI application of a service.
 
     Args:
-        keys: API keys, one of which a request has to carry; none: all are let in.
-        origins: of web pages that may ask from a browser.
-        mounted: it stands inside another, which has keys, limits and the log for it.
+        keys: accepted API keys; empty: requests need none.
+        origins: allowed origins of cross-origin requests (CORS).
+        body_limit: maximum size of a request body, in bytes.
+        mounted: True if an outer application has the middleware.
     """
 
     store, replays = ResponseStore(), ReplayStore()
@@ -87,7 +88,7 @@ def create_app(
 def create_middleware(
     keys: Sequence[str] = (), origins: Sequence[str] = (), body_limit: int = BODY_LIMIT
 ) -> list[Middleware]:
-    """List what is around the paths of an application; see `create_app`."""
+    """Return the middleware of an application, outermost first; arguments as in `create_app`."""
     out = [Middleware(RequestLogMiddleware), Middleware(BodyLimitMiddleware, limit=body_limit)]
     if origins:
         out.append(
@@ -102,7 +103,7 @@ def create_middleware(
 
 
 class Endpoints:
-    """The handlers of all paths."""
+    """The handlers of all routes. OpenAPI summaries are the first lines of their docstrings."""
 
     def __init__(self, service: Service, store: ResponseStore, replays: ReplayStore) -> None:
         self._service, self._store, self._replays = service, store, replays
@@ -133,7 +134,7 @@ class Endpoints:
 
     @takes(llamacpp.CompletionBody, llamacpp.read)
     async def completion(self, request: Request, body: llamacpp.CompletionBody) -> Response:
-        """Answer POST /completion, of llama.cpp; samplers that are not here may be off."""
+        """Answer POST /completion, of llama.cpp; unsupported samplers must be off."""
         return await self._generate(
             request,
             lambda: llamacpp.build_job(self._service, body),
@@ -185,7 +186,9 @@ class Endpoints:
             await responses.count(self._service, self._store, body, _owner(request))
         )
 
-    @described(stream="true: as events", starting_after="the last event's sequence_number")
+    @described(
+        stream="true: as events", starting_after="sequence_number of the last event received"
+    )
     async def response(self, request: Request) -> Response:
         """Answer GET and DELETE /v1/responses/{id}."""
         name, owner = request.path_params["id"], _owner(request)
@@ -208,7 +211,7 @@ class Endpoints:
         found = await self._store.cancel(request.path_params["id"], _owner(request))
         return JsonResponse(found)
 
-    @described(limit="1 to 100; 20 without", order="asc or desc", after="the id of an item")
+    @described(limit="1 to 100, default 20", order="asc or desc", after="id of an item")
     async def input_items(self, request: Request) -> Response:
         """Answer GET /v1/responses/{id}/input_items."""
         record = self._store.get(request.path_params["id"], _owner(request))
@@ -224,7 +227,7 @@ class Endpoints:
         failed: Callable[[RequestError], str] = lambda refused: event(refused.json()),
         ping: str = PING,
     ) -> Response:
-        """Generate what a request asks for, whole or in pieces."""
+        """Submit a job; return one response, or an event stream if `stream`."""
         service = self._service
         if stream:
             kept, generation = ReplayStore.name(request), await service.submit(await build_job())
@@ -250,7 +253,7 @@ class Endpoints:
         **{"from": "id of the last event"},  # type: ignore[arg-type]
     )
     async def stream(self, request: Request) -> Response:
-        """Answer GET and DELETE /v1/stream: go on with a dropped stream, or end it."""
+        """Answer GET and DELETE /v1/stream: resume a dropped stream, or cancel it."""
         replay, at = self._replays.requested(request, _owner(request))
         if request.method == "DELETE":
             await self._replays.delete(_owner(request), replay.id)
@@ -260,7 +263,7 @@ class Endpoints:
     async def _log_when_done(
         self, request: Request, generation: Generation, events: Events
     ) -> Events:
-        """Pass events on; in the end the log is told the figures."""
+        """Yield `events`; close the generation and log its figures at the end."""
         try:
             async for each in events:
                 yield each
@@ -269,7 +272,7 @@ class Endpoints:
             generation.close()
             _log_generation(request, generation)
 
-    # ---- texts and tokens
+    # ---- tokens and templates
 
     @takes(llamacpp.TokenizeBody)
     async def tokenize(self, request: Request, body: llamacpp.TokenizeBody) -> Response:
@@ -296,22 +299,24 @@ class Endpoints:
 
     @described("text/html")
     async def page(self, request: Request) -> Response:
-        """Answer GET /: a page to chat, which loads nothing else."""
+        """Answer GET /: a self-contained chat page."""
         return page.response()
 
     async def openapi(self, request: Request) -> Response:
         """Answer GET /openapi.json: this description of all paths."""
         return JsonResponse(document(routes(Endpoints)))
 
-    @described("text/event-stream", of="the word in `live` of the texts to be read along")
+    @described("text/event-stream", of="`live` field of the requests whose text is shown")
     async def live(self, request: Request) -> Response:
-        """Answer GET /v1/live: what happens, as events."""
+        """Answer GET /v1/live: events of all texts while they are generated."""
         service, word = self._service, request.query_params.get("of")
         if word is not None and not 16 <= len(word) <= 64:
-            raise RequestError(400, "of: a word has 16 to 64 characters", param="of")
+            raise RequestError(
+                400, "of: expected 16 to 64 characters, the `live` field of a request", param="of"
+            )
         watcher = service.live.watch(word)
         if watcher is None:
-            raise RequestError(429, "too many watch already", retry_after=5)
+            raise RequestError(429, "too many clients read /v1/live; retry later", retry_after=5)
 
         async def events() -> Events:
             async with aclosing(watcher.events(lambda: service.draining)) as found:
@@ -350,17 +355,21 @@ class Endpoints:
         }
 
     async def health(self, request: Request) -> Response:
-        """Answer GET /health: 200 while steps make progress."""
+        """Answer GET /health: 200 while steps make progress, else 503."""
         if self._service.moving and not self._service.draining:
             return JsonResponse({"status": "ok"})
-        why = "shutting down" if self._service.draining else "no step has ended for too long"
+        why = (
+            "the server is shutting down"
+            if self._service.draining
+            else "no step has ended for too long, or the engine is down"
+        )
         return JsonResponse({"status": "error", **RequestError(503, why).json()}, 503)
 
     @described("text/plain")
     async def metrics(self, request: Request) -> Response:
         """Answer GET /metrics."""
         response = Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4")
-        # In llama.cpp's spelling, which Starlette would change.
+        # Spelled as in llama.cpp; Starlette would change it to lower case.
         began = str(self._service.started).encode()
         response.raw_headers.append((b"Process-Start-Time-Unix", began))
         return response
@@ -369,17 +378,17 @@ class Endpoints:
         """Answer GET /props."""
         return JsonResponse(llamacpp.props(self._service))
 
-    @described(fail_on_no_slot="answer 503 where no slot is free")
+    @described(fail_on_no_slot="answer 503 if no slot is free")
     async def slots(self, request: Request) -> Response:
         """Answer GET /slots."""
         found = llamacpp.slots(self._service)
         if "fail_on_no_slot" in request.query_params and all(s["is_processing"] for s in found):
-            raise RequestError(503, "no slot is free")
+            raise RequestError(503, "no slot is free; retry later")
         return JsonResponse(found)
 
 
 def routes(at: Endpoints | type[Endpoints]) -> list[Route]:
-    """List the paths with their handlers; of the class, to describe them."""
+    """Return the routes; those of the class serve only to generate the OpenAPI document."""
     posts = {
         "/v1/chat/completions": at.chat,
         "/chat/completions": at.chat,
@@ -421,13 +430,13 @@ def routes(at: Endpoints | type[Endpoints]) -> list[Route]:
 
 
 def _owner(request: Request) -> str | None:
-    """Return what tells apart the keys of requests, None where none is asked for."""
+    """Return a hash prefix of the request's API key, or None if the server has no keys."""
     key: str | None = request.scope.get("state", {}).get("key")
     return key
 
 
 def _log_generation(request: Request, generation: Generation) -> None:
-    """Tell the log the figures of a generation."""
+    """Add the figures of a generation to the request log."""
     stats = [text.request.stats for text in generation.texts]
     request.scope["state"]["facts"] = {
         "prompt_tokens": sum(map(len, generation.job.prompts)),

@@ -1,4 +1,4 @@
-"""Bodies of requests that are read before it is known who answers them."""
+"""Request bodies that are read before a handler is selected."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from starlette.types import Message, Receive
 
 
 async def read_body(receive: Receive) -> tuple[bytes, Receive]:
-    """Read a body; returns it, and what gives it to whoever reads it next (`replay_body`)."""
+    """Read a request body; return it and a `receive` that delivers it again."""
     parts, more = [], True
     while more:
         message = await receive()
@@ -20,7 +20,7 @@ async def read_body(receive: Receive) -> tuple[bytes, Receive]:
 
 
 def replay_body(body: bytes, receive: Receive) -> Receive:
-    """Return what gives this body to whoever reads it next, and then what `receive` does."""
+    """Return an ASGI `receive` that first delivers `body`, then what `receive` delivers."""
     given = False
 
     async def again() -> Message:
@@ -34,7 +34,7 @@ def replay_body(body: bytes, receive: Receive) -> Receive:
 
 
 def model_name(body: bytes) -> str | None:
-    """Return the model that a body names; whoever handles it says what is wrong with it."""
+    """Return the `model` field of a body, or None; its handler reports an invalid body."""
     try:
         value = from_json(body)
     except ValueError:

@@ -75,9 +75,9 @@ def call_rules(functions: Sequence[Function], call_end: int, delimiter: int) -> 
     for function in functions:
         if not _NAME.fullmatch(function.name):
             raise InputError(
-                "the name of a function",
+                "invalid function name",
                 found=repr(function.name),
-                expected="1 to 128 letters, digits, or any of _.-",
+                expected="1 to 128 letters, digits or characters of _.-",
             )
         arguments = rules.arguments(function)
         names.append(rules.add(f"{_quoted('call:' + function.name)} {arguments}"))
@@ -123,7 +123,7 @@ class _Rules:
     def _new(self, kind: str) -> str:
         self._count += 1
         if self._count > MAX_RULES:
-            raise self._resolver.error("too large", expected=f"at most {MAX_RULES} parts")
+            raise self._resolver.error("too large", expected=f"at most {MAX_RULES} grammar rules")
         return f"{kind}{self._count}"
 
     # ---- values
@@ -226,7 +226,9 @@ class _Rules:
             if i >= least:
                 body = f"({body})?"
         if least > len(fixed) and not more:
-            raise self._resolver.error("no array is long enough")
+            raise self._resolver.error(
+                "minItems exceeds the number of items that the schema allows"
+            )
         return f'"[" {body} "]"'
 
     # ---- objects

@@ -30,7 +30,7 @@ async def build_prompt(service: Service, request: ChatRequest) -> Prompt:
     if continued and opened:
         raise RequestError(
             400,
-            "continue_final_message and add_generation_prompt exclude each other",
+            "continue_final_message and add_generation_prompt exclude each other; set only one",
             param="add_generation_prompt",
         )
     return await service.prompter.chat(
@@ -45,7 +45,7 @@ def thinks(request: ChatRequest) -> bool:
     if asked is not None and effort is not None and asked != (effort != "none"):
         raise RequestError(
             400,
-            "reasoning_effort and enable_thinking contradict each other",
+            "reasoning_effort and enable_thinking contradict each other; set only one",
             param="reasoning_effort",
         )
     return bool(asked) if effort is None else effort != "none"
@@ -57,12 +57,14 @@ async def build_job(service: Service, request: ChatRequest) -> Job:
     n = options.count(service, request)
     choice = _choice(request)
     if request.top_logprobs is not None and not request.logprobs:
-        raise RequestError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        raise RequestError(400, "top_logprobs: set `logprobs: true` too", param="top_logprobs")
     prompt = await build_prompt(service, request)
     wanted = _grammar(service, request, choice, prompt)
     if wanted is not None and request.ignore_eos:
         raise RequestError(
-            400, "ignore_eos and a grammar contradict each other", param="ignore_eos"
+            400,
+            "ignore_eos cannot be combined with a grammar, schema or tools; leave it out",
+            param="ignore_eos",
         )
     banned: tuple[int, ...] = ()
     if request.tools and choice == "none":
@@ -82,7 +84,7 @@ async def build_job(service: Service, request: ChatRequest) -> Job:
     if budget is not None and prompt.thinking == "no":
         raise RequestError(
             400,
-            "thinking_budget_tokens needs thinking, which is off",
+            "thinking_budget_tokens: thinking is off; set reasoning_effort",
             param="thinking_budget_tokens",
         )
     return Job(
@@ -104,14 +106,20 @@ def _choice(request: ChatRequest) -> str | NamedTool:
     names = [tool.function.name for tool in request.tools or []]
     if choice not in ("auto", "none") and not names:
         raise RequestError(
-            400, "tool_choice asks for a call, but there are no tools", param="tool_choice"
+            400,
+            "tool_choice requires a call, but there are no tools; send `tools`",
+            param="tool_choice",
         )
     if isinstance(choice, NamedTool) and choice.function.name not in names:
         raise RequestError(
-            400, f"tool_choice: there is no tool {choice.function.name!r}", param="tool_choice"
+            400,
+            f"tool_choice: there is no tool {choice.function.name!r} in tools",
+            param="tool_choice",
         )
     if len(set(names)) < len(names):
-        raise RequestError(400, "tools: two functions have the same name", param="tools")
+        raise RequestError(
+            400, "tools: two functions have the same name; rename one", param="tools"
+        )
     return choice
 
 
@@ -149,18 +157,26 @@ def _answer(request: ChatRequest) -> tuple[str | None, str | None]:
     if request.json_schema is not None:
         if request.grammar is not None or form is not None:
             raise RequestError(
-                400, "json_schema excludes grammar and response_format", param="json_schema"
+                400,
+                "json_schema, grammar and response_format exclude each other; set only one",
+                param="json_schema",
             )
         return grammar.json_answer(request.json_schema, strict=False), None
     if form is None or form.type == "text":
         return None, grammar.to_lark(request.grammar) if request.grammar is not None else None
     if request.grammar is not None:
-        raise RequestError(400, "grammar and response_format exclude each other", param="grammar")
+        raise RequestError(
+            400, "grammar and response_format exclude each other; set only one", param="grammar"
+        )
     if form.type == "json_object":
         wanted = form.schema_ if form.schema_ is not None else {"type": "object"}
         return grammar.json_answer(wanted, strict=form.schema_ is None), None
     if form.json_schema is None:
-        raise RequestError(400, "response_format.json_schema is missing", param="response_format")
+        raise RequestError(
+            400,
+            "response_format.json_schema: missing; required by the type json_schema",
+            param="response_format",
+        )
     named = form.json_schema
     return grammar.json_answer(named.schema_ or {}, strict=bool(named.strict)), None
 

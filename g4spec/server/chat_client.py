@@ -1,6 +1,6 @@
-"""Ask for answers, one after the other; here of a server, in `local_chat.py` of an engine.
+"""Backends of `g4spec chat`: here over HTTP; `local_chat.py` runs an engine in this process.
 
-Nothing here imports torch: who talks with a server needs none.
+This module does not import torch: a client of a remote server does not need it.
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ class TextPiece:
 
 @dataclass(slots=True)
 class Reply:
-    """An answer so far.
+    """The answer received so far.
 
     Attributes:
-        content: without thoughts. finish: as OpenAI's API has it; "" for one that has not ended.
-        timings: as llama.cpp has them, as far as they are known.
+        content: text without reasoning.
+        finish: finish reason of OpenAI's API; "" while the answer is incomplete.
+        timings: llama.cpp's `timings` fields, as far as they are known.
+        notes: remarks of the engine, such as a reduced draft length.
     """
 
     content: str = ""
@@ -51,20 +53,22 @@ class Reply:
 
 
 class ChatBackend(Protocol):
-    """What answers."""
+    """An interface that generates chat answers."""
 
     def answer(
         self, messages: Sequence[Message], seed: int, reply: Reply
     ) -> AsyncGenerator[TextPiece, None]:
-        """Yield the next answer of a conversation in pieces, and fill `told`; to close it early
-        ends the work for it. G4Error if there is none."""
+        """Yield the next answer of a conversation in pieces, and update `reply`.
+
+        Closing the generator early cancels the generation. Raise G4Error if it fails.
+        """
 
     async def close(self) -> None:
-        """Free what it holds."""
+        """Release all resources."""
 
 
 def with_rejected(pieces: Sequence[Mapping[str, Any]], rejected: Sequence[str]) -> list[TextPiece]:
-    """Return pieces with the first drafted token that did not hold before its correction."""
+    """Convert pieces of the live view; insert the first rejected token before its correction."""
     out = []
     for piece in pieces:
         if piece["kind"] == "corrected" and rejected:
@@ -74,11 +78,14 @@ def with_rejected(pieces: Sequence[Mapping[str, Any]], rejected: Sequence[str]) 
 
 
 class RemoteChat:
-    """Answers with a server: ours, or another that has OpenAI's chat completions.
+    """Chat with a server over OpenAI's chat completions API.
 
     Args:
-        url: with or without /v1. fields: of each request. colours: tell where tokens come from, by
-            our own server's /v1/live.
+        url: base URL, with or without /v1.
+        key: API key, or None.
+        fields: additional fields of each request.
+        show_origins: label each token as accepted, corrected or the target's own. Requires a
+            g4spec server, since it reads /v1/live.
     """
 
     def __init__(
@@ -92,7 +99,7 @@ class RemoteChat:
         self._http = httpx.AsyncClient(headers=headers, timeout=httpx.Timeout(None, connect=10))
 
     async def model(self) -> str:
-        """Return the name of the model that the server has."""
+        """Return the id of the first model that the server lists."""
         try:
             response = await self._http.get(f"{self.url}/v1/models")
             await _raise_for_status(response)
@@ -100,13 +107,15 @@ class RemoteChat:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._no_answer(error) from None
         except (ValueError, LookupError, TypeError, RecursionError):
-            raise InputError(f"{self.url}/v1/models is no list of models") from None
+            raise InputError(
+                f"{self.url}/v1/models: the response is not a list of models"
+            ) from None
 
     def _no_answer(self, error: Exception) -> G4Error:
         return EnvironmentProblem(
             f"no answer from {self.url}",
             found=str(error) or repr(error),
-            fix="check the address, and that the server runs",
+            fix="check the address, and that the server is running",
         )
 
     async def answer(
@@ -139,7 +148,7 @@ class RemoteChat:
     async def _stream_with_origins(
         self, body: dict[str, Any], reply: Reply
     ) -> AsyncGenerator[TextPiece, None]:
-        """Take the pieces from the live view; the answer itself comes as always."""
+        """Stream the answer, but yield the pieces that /v1/live reports, with their origins."""
         word = secrets.token_hex(16)
         url = f"{self.url}/v1/live?of={word}"
 
@@ -150,7 +159,7 @@ class RemoteChat:
         async with self._http.stream("GET", url) as response:
             await _raise_for_status(response)
             events = _events(response)
-            await anext(events, None)  # it listens
+            await anext(events, None)  # the first event: the subscription is active
             asked = asyncio.ensure_future(ask())
             try:
                 async for name, data in events:
@@ -174,17 +183,17 @@ class RemoteChat:
 def _parse_event(
     read: Callable[..., list[TextPiece]], data: dict[str, Any], *more: Any
 ) -> list[TextPiece]:
-    """Return what `read` makes of an event; InputError for one of another form."""
+    """Return `read(data, *more)`; raise InputError if the event has an unexpected format."""
     try:
         return read(data, *more)
     except (AttributeError, LookupError, TypeError, ValueError):
         raise InputError(
-            "the server sent an event that is none of a chat", found=f"{json.dumps(data):.80}"
+            "the server sent an unexpected event", found=f"{json.dumps(data):.80}"
         ) from None
 
 
 def _delta_pieces(data: dict[str, Any], reply: Reply) -> list[TextPiece]:
-    """Return the pieces of an event of OpenAI's chat completions, and fill `told`."""
+    """Return the pieces of a chat completion chunk, and update `reply`."""
     if "error" in data:
         error = data["error"]
         raise InputError(str(error["message"] if isinstance(error, dict) else error))
@@ -208,12 +217,12 @@ def _delta_pieces(data: dict[str, Any], reply: Reply) -> list[TextPiece]:
 
 
 def _origin_pieces(data: dict[str, Any]) -> list[TextPiece]:
-    """Return the pieces of an event of the live view."""
+    """Return the pieces of an event of /v1/live."""
     return with_rejected(data.get("pieces", []), data.get("rejected", []))
 
 
 async def _events(response: httpx.Response) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
-    """Yield name and data of server-sent events."""
+    """Yield (name, data) of each server-sent event."""
     name = "message"
     async for line in response.aiter_lines():
         if line.startswith("event:"):
@@ -223,14 +232,14 @@ async def _events(response: httpx.Response) -> AsyncGenerator[tuple[str, dict[st
                 yield name, dict(json.loads(line[5:]))
             except (ValueError, TypeError, RecursionError):
                 raise InputError(
-                    "the server sent an event that is no JSON object", found=f"{line:.80}"
+                    "the server sent an event that is not a JSON object", found=f"{line:.80}"
                 ) from None
         elif not line:
             name = "message"
 
 
 async def _raise_for_status(response: httpx.Response) -> None:
-    """Raise what a server refuses, in its own words."""
+    """Raise InputError with the server's message if the status is 400 or above."""
     if response.status_code < 400:
         return
     try:
@@ -238,5 +247,5 @@ async def _raise_for_status(response: httpx.Response) -> None:
         message = str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, LookupError, TypeError, RecursionError):
         message = ""
-    fix = "pass its key with --api-key" if response.status_code == 401 else None
+    fix = "pass the server's key with --api-key" if response.status_code == 401 else None
     raise InputError(f"{response.url.path}: {message or response.status_code}", fix=fix)

@@ -24,17 +24,21 @@ async def build_job(service: Service, request: CompletionRequest) -> Job:
     n = options.count(service, request)
     if request.best_of not in (None, n):
         raise RequestError(
-            400, "best_of: only the same as n; nothing is chosen from", param="best_of"
+            400, "best_of: only the value of n is supported; leave it out", param="best_of"
         )
     if request.echo and request.logprobs is not None:
         raise RequestError(
-            400, "echo with logprobs: prompts have no log-probabilities here", param="echo"
+            400,
+            "echo with logprobs is not supported (prompts have no log-probabilities); set only one",
+            param="echo",
         )
     wanted = None
     if request.grammar is not None:
         if request.ignore_eos:
             raise RequestError(
-                400, "ignore_eos and a grammar contradict each other", param="ignore_eos"
+                400,
+                "ignore_eos cannot be combined with a grammar; leave it out",
+                param="ignore_eos",
             )
         wanted = grammar.whole_text(None, user=grammar.to_lark(request.grammar))
     asked = request.max_tokens or request.n_predict or DEFAULT_TOKENS

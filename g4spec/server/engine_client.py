@@ -180,7 +180,9 @@ class EngineClient:
                 raise UsageError("the engine is closed")
             if self.failed is not None:
                 raise EnvironmentProblem(
-                    "the engine has stopped", found=self.failed, fix="start it again"
+                    "the engine has stopped",
+                    found=self.failed,
+                    fix="restart the server, or unload and load the model",
                 )
             number = next(self._ids)
             if not self._texts:
@@ -269,10 +271,10 @@ class EngineClient:
         finally:
             with self._lock:
                 if self.failed is None and not self._closing.is_set():
-                    self.failed = EnvironmentProblem("no process of the engine runs any more")
+                    self.failed = EnvironmentProblem("the engine's process does not run any more")
             if not self._loaded.is_set():  # a mistake of ours, whose traceback follows
                 self._set_load_result(
-                    EnvironmentProblem("no process of the engine could be started")
+                    EnvironmentProblem("the engine's process could not be started")
                 )
             self._finish_all("closed")
 
@@ -413,7 +415,7 @@ class EngineClient:
             for number in gone:
                 del self._texts[number]
         for text in gone.values():
-            text.request.finish("interrupted", EngineLost(f"the engine has failed: {reason}"))
+            text.request.finish("interrupted", EngineLost(f"the engine failed: {reason}"))
 
     def _finish_all(self, reason: str) -> None:
         with self._lock:

@@ -181,7 +181,7 @@ class Worker:
     def fail(self, error: Exception | None) -> None:
         """End this process: a step has failed, and nobody knows what the device still does."""
         text = describe_error(error)
-        sys.stderr.writelines([f"the engine has failed: {text}\n"])
+        sys.stderr.writelines([f"the engine failed: {text}\n"])
         self.channel.send("lost", text)
         self.channel.finish()
         os._exit(EXIT_ENGINE_FAILED)

@@ -1,4 +1,4 @@
-"""What a client gets instead of an answer when a request ends in an exception."""
+"""Error responses for the exceptions that handlers raise."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ async def _error(request: Request, error: Exception) -> Response:
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = {
-        404: f"there is nothing at {request.url.path}",
-        405: f"{request.method} is not possible here",
+        404: f"no endpoint at {request.url.path}; GET /openapi.json lists all",
+        405: f"{request.url.path} does not accept {request.method}; see GET /openapi.json",
     }
     return await _refused(
         request, RequestError(error.status_code, what.get(error.status_code, error.detail))
@@ -44,8 +44,8 @@ async def _disconnected(request: Request, error: Exception) -> Response:
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
-    log.error("a mistake of ours", exc_info=error)
-    refused = RequestError(500, "an error inside the server, which its log describes")
+    log.error("internal server error", exc_info=error)
+    refused = RequestError(500, "internal server error; see the server's log")
     return error_response(refused, request.scope)
 
 
@@ -56,4 +56,4 @@ EXCEPTION_HANDLERS: dict[Any, Any] = {
     ClientDisconnected: _disconnected,
     500: _unexpected,
 }
-"""By exception, as Starlette takes them."""
+"""Handlers by exception type or status, for Starlette."""

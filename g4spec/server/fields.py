@@ -49,7 +49,9 @@ def variant(models: Mapping[str, type[Body]], value: Any, where: str, default: s
         models: by type. where: name of the part. default: its type where it names none.
     """
     if not isinstance(value, dict):
-        raise RequestError(400, f"{where}: expected an object (found {value!r:.60})", param=where)
+        raise RequestError(
+            400, f"{where}: expected a JSON object, found {value!r:.60}", param=where
+        )
     kind = value.get("type") or default
     model = models.get(kind) if isinstance(kind, str) else None
     if model is None:
@@ -71,9 +73,11 @@ def parse(body: bytes) -> Json:
     try:
         value = from_json(body, allow_inf_nan=False)
     except ValueError as error:
-        raise RequestError(400, f"the body is no JSON: {error}", code="invalid_json") from None
+        raise RequestError(
+            400, f"the request body is not valid JSON: {error}", code="invalid_json"
+        ) from None
     if not isinstance(value, dict):
-        raise RequestError(400, "the body is no JSON object", code="invalid_json")
+        raise RequestError(400, "the request body is not a JSON object", code="invalid_json")
     return value
 
 
@@ -86,8 +90,10 @@ def check(model: type[Model], value: Json, where: str = "") -> Model:
     for part in first["loc"]:
         where += f"[{part}]" if isinstance(part, int) else f"{'.' if where else ''}{part}"
     if first["type"] == "extra_forbidden":
-        raise RequestError(400, f"unknown field {where}", param=where, code="unknown_field")
-    found = "" if first["type"] == "missing" else f" (found {first['input']!r:.60})"
+        raise RequestError(
+            400, f"unknown field {where}; remove it", param=where, code="unknown_field"
+        )
+    found = "" if first["type"] == "missing" else f", found {first['input']!r:.60}"
     raise RequestError(400, f"{where}: {first['msg']}{found}", param=where or None)
 
 

@@ -77,11 +77,13 @@ class Vocabulary:
                 return kept.deep_copy()
         failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(text, self._tokens)
         if failed:
-            raise InputError("the grammar or schema cannot be used", found=_first_line(messages[0]))
+            raise InputError(
+                "the grammar or JSON schema cannot be used", found=_first_line(messages[0])
+            )
         matcher = llguidance.LLMatcher(self._tokens, text, log_level=0)
         if matcher.is_error():
             raise InputError(
-                "the grammar or schema cannot be used", found=_first_line(matcher.get_error())
+                "the grammar or JSON schema cannot be used", found=_first_line(matcher.get_error())
             )
         with self._lock:
             self._cache[text] = matcher
@@ -201,8 +203,8 @@ class Mask:
             allowed[stops] = False
             if not allowed.any():
                 raise InputError(
-                    "no text matches the grammar or schema from here on",
-                    found=f"{len(self._ids)} tokens",
+                    "no continuation of the text matches the grammar or JSON schema",
+                    found=f"a dead end after {len(self._ids)} tokens",
                 )
         return torch.from_numpy(allowed)
 
@@ -212,7 +214,7 @@ class Mask:
         return allowed
 
     def _matcher_error(self, matcher: llguidance.LLMatcher) -> InputError:
-        return InputError("the grammar's parser gave up", found=_first_line(matcher.get_error()))
+        return InputError("the grammar parser failed", found=_first_line(matcher.get_error()))
 
 
 class ThinkingBudget:
@@ -304,9 +306,9 @@ def to_lark(grammar: str) -> str:
         return gbnf_to_lark.gbnf_to_lark(grammar)
     except Exception as error:
         if type(error) in (Exception, gbnf_to_lark.GbnfToLarkError, ValueError, RecursionError):
-            fix = "begin it with `%llguidance {}` if it is Lark"
+            fix = "correct it, or begin it with `%llguidance {}` if it is Lark"
             raise InputError(
-                "the grammar is no GBNF", found=_first_line(str(error)), fix=fix
+                "the grammar is not valid GBNF", found=_first_line(str(error)), fix=fix
             ) from None
         raise
 

@@ -87,7 +87,9 @@ def drop_disabled_samplers(value: Json) -> Json:
         if key in DISABLED_VALUES:
             if found is not None and found not in DISABLED_VALUES[key]:
                 wanted = " or ".join(map(str, DISABLED_VALUES[key]))
-                raise RequestError(400, f"{key}: only {wanted} (off) is possible here", param=key)
+                raise RequestError(
+                    400, f"{key}: only {wanted} (off) is supported; leave it out", param=key
+                )
         elif key == "speculative.n_max":
             out["draft_max"] = found
         elif key not in IGNORED_FIELDS:
@@ -122,11 +124,13 @@ async def build_job(service: Service, body: CompletionBody) -> Job:
     if penalty not in (None, 1) and last not in (0, -1):
         raise RequestError(
             400,
-            "repeat_penalty counts the whole context here: set repeat_last_n to -1",
+            "repeat_penalty always covers the whole context: set repeat_last_n to -1",
             param="repeat_last_n",
         )
     if body.grammar and body.json_schema is not None:
-        raise RequestError(400, "grammar and json_schema exclude each other", param="grammar")
+        raise RequestError(
+            400, "grammar and json_schema exclude each other; set only one", param="grammar"
+        )
     wanted = None
     if body.json_schema is not None:
         answer = grammar.json_answer(body.json_schema, strict=True)
@@ -135,14 +139,14 @@ async def build_job(service: Service, body: CompletionBody) -> Job:
         wanted = grammar.whole_text(None, user=grammar.to_lark(body.grammar))
     if wanted is not None and body.ignore_eos:
         raise RequestError(
-            400, "ignore_eos and a grammar contradict each other", param="ignore_eos"
+            400, "ignore_eos cannot be combined with a grammar; leave it out", param="ignore_eos"
         )
     first, *others = [await _prompt(service, each) for each in completions.prompts(body.prompt)]
     options.check_n_texts(service, 1 + len(others), "prompt")
     asked = body.n_predict if body.n_predict is not None else body.max_tokens
     if asked == 0:
         raise RequestError(
-            400, "n_predict: 0 asks for nothing; -1 sets no limit", param="n_predict"
+            400, "n_predict: expected 1 or more, or -1 for no limit, found 0", param="n_predict"
         )
     room = max(options.room(service, ids) for ids in (first, *others))
     bias, banned = _bias(service, body.logit_bias or {})
@@ -186,10 +190,14 @@ def _bias(
             number = float(value)
         if not (value is False or -100 <= number <= 100):
             raise RequestError(
-                400, "logit_bias: expected numbers from -100 to 100, or false", param="logit_bias"
+                400,
+                "logit_bias: expected a bias from -100 to 100 per token, or false to ban it",
+                param="logit_bias",
             )
         if bad := [i for i in ids if not 0 <= i < service.engine.config.n_vocab]:
-            raise RequestError(400, f"logit_bias: {bad[0]} is no token id", param="logit_bias")
+            raise RequestError(
+                400, f"logit_bias: {bad[0]} is not a token id of this model", param="logit_bias"
+            )
         if value is False:
             banned += ids
         else:
@@ -205,7 +213,9 @@ async def _prompt(service: Service, prompt: str | TextPrompt | list[Any]) -> lis
         return await completions.prompt_ids(service, prompt)
     if not all(isinstance(part, (int, str)) for part in prompt):
         raise RequestError(
-            400, "prompt: texts and tokens in turns, or a list of prompts", param="prompt"
+            400,
+            "prompt: expected a list of strings and token ids, or a list of prompts",
+            param="prompt",
         )
     ids: list[int] = []
     for part in prompt:
@@ -350,7 +360,7 @@ def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
     if not body.parse_special:
         raise RequestError(
             400,
-            "parse_special: marks in a text are always read as tokens here",
+            "parse_special: only true is supported; leave it out",
             param="parse_special",
         )
     ids = service.tokenizer.encode(body.content, bos=body.add_special)

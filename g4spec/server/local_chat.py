@@ -1,4 +1,4 @@
-"""Ask an engine in this process, by the path that a server's requests take."""
+"""Chat backend on an engine in this process, with the server's prompt and output parsing."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from g4spec.server.request_errors import RequestError
 
 
 class LocalChat:
-    """Answers with an engine.
+    """Chat with an engine in this process.
 
     Args:
-        sampler: its seed is given by each answer. n_predict: most tokens, or None for all there is
-            room for. thinking: let the model think first. colours: tell where tokens come from.
+        sampler: sampling parameters; each answer sets its own seed.
+        n_predict: maximum number of new tokens; None: what is left of the context.
+        thinking: enable reasoning.
+        show_origins: label each token as accepted, corrected or the target's own.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ def _content(events: Sequence[Event]) -> str:
 
 
 def _plain(events: Sequence[Event]) -> list[TextPiece]:
-    """Turn events into pieces: there are no functions that could be called."""
+    """Convert text and reasoning events; no tools are declared, so there are no calls."""
     return [
         TextPiece(e.text, "text" if isinstance(e, TextEvent) else "thought")
         for e in events

@@ -226,7 +226,11 @@ def _messages(messages: Sequence[MessageParam]) -> list[Json]:
             _add(out[-1], block)
     found = [m for m in out if m["content"] or m["role"] == "tool" or m.get("tool_calls")]
     if not found:
-        raise RequestError(400, "messages: there is no content", param="messages")
+        raise RequestError(
+            400,
+            "messages: there is no content; send at least one non-empty message",
+            param="messages",
+        )
     return found
 
 
@@ -249,7 +253,7 @@ def _result(block: ToolResultBlock, before: Sequence[Json], where: str) -> Json:
     if all(call["id"] != block.tool_use_id for call in last.get("tool_calls", [])):
         raise RequestError(
             400,
-            f"{where}: there is no tool_use {block.tool_use_id!r} in the turn before",
+            f"{where}: there is no tool_use {block.tool_use_id!r} in the turn before it",
             param=where,
         )
     text = "\n".join(_texts(block.content or [], f"{where}.content"))
@@ -276,7 +280,7 @@ def _choice(choice: ToolChoice) -> Json:
     if (choice.name is not None) != (choice.type == "tool"):
         raise RequestError(
             400,
-            "tool_choice.name: needed with the type tool, and only there",
+            "tool_choice.name: required for the type tool, not allowed for other types",
             param="tool_choice.name",
         )
     out: Json = {"tool_choice": "required" if choice.type == "any" else choice.type}
@@ -293,7 +297,7 @@ def _thinking(thinking: Thinking) -> Json:
     if thinking.budget_tokens is not None and thinking.type != "enabled":
         raise RequestError(
             400,
-            "thinking.budget_tokens: only with the type enabled",
+            "thinking.budget_tokens: only with the type enabled; change one of them",
             param="thinking.budget_tokens",
         )
     return {"reasoning_effort": "high", "thinking_budget_tokens": thinking.budget_tokens}

@@ -31,7 +31,7 @@ def check_version(request: Request) -> None:
     if wanted not in VERSIONS:
         raise RequestError(
             400,
-            f"anthropic-version: only {' or '.join(VERSIONS)} is possible here",
+            f"anthropic-version: only {' or '.join(VERSIONS)} is supported",
             param="anthropic-version",
         )
 

@@ -1,4 +1,4 @@
-"""ASGI middleware: API keys, the limit of bodies, the request log."""
+"""ASGI middleware: API keys, body size limit, panics of Rust libraries, request log."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from g4spec.server.request_errors import RequestError
 log = logging.getLogger("g4spec.server")
 
 PATHS_WITHOUT_KEY = ("/", "/health", "/v1/health", "/openapi.json")
-"""Paths that need no key; the page asks for one and sends it with its requests."""
+"""Paths that require no API key; the chat page asks for the key that its requests need."""
 
 
 def error_response(refused: RequestError, scope: Scope) -> JsonResponse:
-    """Make the response to a refused request, in the form of the API that it speaks."""
+    """Return the response for an error, in Anthropic's format under /v1/messages, else OpenAI's."""
     headers = {}
     if refused.retry_after is not None:
         headers["retry-after"] = str(refused.retry_after)
@@ -35,7 +35,7 @@ def error_response(refused: RequestError, scope: Scope) -> JsonResponse:
 
 
 class ApiKeyMiddleware:
-    """Lets requests in that carry one of the keys; all, where there are none."""
+    """Rejects requests without a valid API key (401); accepts all if no keys are configured."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
@@ -45,11 +45,13 @@ class ApiKeyMiddleware:
         """See ASGI."""
         if scope["type"] == "http" and self._known and scope["path"] not in PATHS_WITHOUT_KEY:
             given = _digest(_key(Headers(scope=scope)))
-            # All are compared, so that time tells nothing of where it differs, or from which.
+            # Compare with every key, in constant time: response times must not leak a match.
             known = [hmac.compare_digest(given, digest) for digest in self._known]
             if not any(known):
                 refused = RequestError(
-                    401, "the API key is missing or wrong", code="invalid_api_key"
+                    401,
+                    "the API key is missing or wrong; send `Authorization: Bearer KEY`",
+                    code="invalid_api_key",
                 )
                 await error_response(refused, scope)(scope, receive, send)
                 return
@@ -71,7 +73,7 @@ class _TooLarge(Exception):
 
 
 class BodyLimitMiddleware:
-    """Refuses bodies of more than `limit` bytes, before they have come in."""
+    """Rejects bodies of more than `limit` bytes (413) before reading them completely."""
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
         self._app, self._limit = app, limit
@@ -105,7 +107,9 @@ class BodyLimitMiddleware:
             if started:
                 raise
             refused = RequestError(
-                413, f"the body has more than {self._limit} bytes", code="too_large"
+                413,
+                f"the request body has more than {self._limit} bytes; send a smaller one",
+                code="too_large",
             )
             response = error_response(refused, scope)
             response.headers["connection"] = "close"
@@ -113,8 +117,10 @@ class BodyLimitMiddleware:
 
 
 class PanicMiddleware:
-    """Turns a panic of a library written in Rust, which is no Exception, into an error that is
-    answered with 500: it would end the connection without an answer."""
+    """Converts a panic of a Rust library into a RuntimeError, which is answered with 500.
+
+    A PanicException is not an Exception: Starlette would drop the connection without a response.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -130,7 +136,7 @@ class PanicMiddleware:
 
 
 class RequestLogMiddleware:
-    """Writes a line for each request, as JSON and without any text of it."""
+    """Logs one JSON line per request, without any of its text, and sets the request id headers."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -150,7 +156,9 @@ class RequestLogMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = headers["request-id"] = number  # OpenAI's, Anthropic's
+                headers["x-request-id"] = headers["request-id"] = (
+                    number  # names of OpenAI and Anthropic
+                )
             await send(message)
 
         try:
@@ -174,7 +182,7 @@ class RequestLogMiddleware:
 
 
 class JsonLogFormatter(logging.Formatter):
-    """Formats a record as one line of JSON."""
+    """Formats log records as one line of JSON each."""
 
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter`."""

@@ -122,8 +122,8 @@ def find_models(folder: Path | None) -> list[Model]:
                 drafts.append(path)
     if not targets:
         raise InputError(
-            f"{folder}: no target in it",
-            expected="at least one GGUF of a Gemma 4",
+            f"{folder}: no target model in this folder",
+            expected="at least one Gemma 4 GGUF",
             found=[path.name for path in drafts] or "none",
         )
     pairs = [name for name in validate.all_rules() if name.startswith("G4-PAIR-")]
@@ -217,7 +217,7 @@ class ModelRouter:
         own = next((each for each in ROUTER_ROUTES if path == each.path and method == "POST"), None)
         if own is not None:
             if name is None:
-                raise RequestError(400, "model: which one?", param="model")
+                raise RequestError(400, "model: name the model to load or unload", param="model")
             await own.endpoint(self, self._named(name))
             return {"success": True, "model": self._named(name).json()}
         return None
@@ -290,7 +290,7 @@ class ModelRouter:
     async def _load(self, model: Model) -> None:
         """Load a model; unload others, the least recently used first, until it can be."""
         if self._draining:
-            raise RequestError(503, "the server is shutting down", retry_after=5)
+            raise RequestError(503, "the server is shutting down; retry later", retry_after=5)
         model.status, model.problem, model.read = "loading", None, None
         began = time.perf_counter()
         log.info("loading a model", extra={"facts": {"model": model.name}})
@@ -362,7 +362,7 @@ class ModelRouter:
                 except asyncio.TimeoutError:
                     raise RequestError(
                         503,
-                        f"{model.name} is in use, and there is no memory for another model",
+                        f"no memory for another model while {model.name} is in use; retry later",
                         retry_after=10,
                     ) from None
             await self._unload(model)

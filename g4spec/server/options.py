@@ -28,7 +28,9 @@ def sampler(service: Service, fields: Sampling, *, banned: tuple[int, ...] = ())
     for key, value in (fields.logit_bias or {}).items():
         if not key.isdecimal() or int(key) >= n_vocab:
             raise RequestError(
-                400, f"logit_bias: {key!r} is no token id, 0 to {n_vocab - 1}", param="logit_bias"
+                400,
+                f"logit_bias: expected token ids from 0 to {n_vocab - 1}, found {key!r}",
+                param="logit_bias",
             )
         bias[int(key)] = value
     bias |= dict.fromkeys(banned, -math.inf)
@@ -63,7 +65,9 @@ def options(
     stops = fields.stop if isinstance(fields.stop, list) else [fields.stop or ""]
     stops = [stop for stop in stops if stop]
     if len(stops) > MAX_STOPS:
-        raise RequestError(400, f"stop: at most {MAX_STOPS} texts", param="stop")
+        raise RequestError(
+            400, f"stop: expected at most {MAX_STOPS} texts, found {len(stops)}", param="stop"
+        )
     draft_max = "auto" if fields.draft_max is None else fields.draft_max
     return Options(
         n_predict,
@@ -85,7 +89,11 @@ def count(service: Service, fields: OpenAI) -> int:
 def check_n_texts(service: Service, count: int, param: str) -> None:
     """Refuse a request of more texts than one may ask for."""
     if count > service.settings.max_texts:
-        raise RequestError(400, f"{param}: at most {service.settings.max_texts} texts", param=param)
+        raise RequestError(
+            400,
+            f"{param}: at most {service.settings.max_texts} texts per request, found {count}",
+            param=param,
+        )
 
 
 def room(service: Service, prompt: list[int]) -> int:

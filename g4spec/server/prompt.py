@@ -67,7 +67,7 @@ class Prompter:
 
     def _template(self) -> Renderer:
         if self._renderer is None:
-            raise RequestError(400, "the model has no chat template: use /v1/completions")
+            raise RequestError(400, "the model has no chat template; use /v1/completions")
         return self._renderer
 
     async def chat(
@@ -102,10 +102,16 @@ class Prompter:
             able = await self.features()
             if thinking and not (able.thinking and self.marks):
                 raise RequestError(
-                    400, "the model's template has no thinking", param="reasoning_effort"
+                    400,
+                    "the model's chat template has no thinking; leave out reasoning_effort",
+                    param="reasoning_effort",
                 )
             if (tools and not (able.tools and self.marks)) or (calls and able.results is None):
-                raise RequestError(400, "the model's chat template has no tools", param="tools")
+                raise RequestError(
+                    400,
+                    "the model's chat template has no tools; leave out tools and tool messages",
+                    param="tools",
+                )
             if able.text_last:
                 plain, aside = _set_aside(plain)
             if calls and able.results == "field":
@@ -152,8 +158,8 @@ def _begun(messages: list[dict[str, Any]]) -> str:
     if last["role"] != "assistant" or last.get("tool_calls") or not messages:
         raise RequestError(
             400,
-            "an answer can be continued only where the last of several messages is "
-            "the assistant's and has no calls",
+            "an answer can be continued only if the last of at least two messages has the "
+            "role assistant and no tool calls",
             param="messages",
         )
     return str(last["content"])
@@ -210,7 +216,9 @@ def _put_back(text: str, aside: Mapping[str, str]) -> str:
     for mark, words in aside.items():
         call = "<|tool_call>call:"
         if call + mark not in text:
-            raise InputError("the chat template failed", found="it leaves a call out")
+            raise InputError(
+                "the chat template failed", found="a tool call is missing from its output"
+            )
         text = text.replace(call + mark, words + call + mark, 1).replace(mark, "")
     return text
 
@@ -227,7 +235,9 @@ def _embedded(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             name = names.get(message.get("tool_call_id")) or message.get("name") or "unknown"
             if not calls:
                 raise RequestError(
-                    400, "a message of the role tool follows no call", param="messages"
+                    400,
+                    "a tool message follows no call; put it after its tool_calls",
+                    param="messages",
                 )
             result = {"name": name, "response": message["content"]}
             out[-1] = {**last, "tool_responses": [*last.get("tool_responses", []), result]}

@@ -57,8 +57,8 @@ class Replay:
         if isinstance(error, RequestError):
             self._add(self._failed(error))
         elif error is not None:
-            log.error("a mistake of ours", exc_info=error)
-            refused = RequestError(500, "an error inside the server, which its log describes")
+            log.error("internal server error", exc_info=error)
+            refused = RequestError(500, "internal server error; see the server's log")
             self._add(self._failed(refused))
         self._source.close()
         self.ended = time.monotonic()
@@ -115,8 +115,8 @@ class ReplayStore:
         if (found := self._kept.get((owner, name))) is None:
             raise RequestError(
                 404,
-                f"there is no stream {name!r:.80}: it was not asked for with "
-                "X-Conversation-Id, or has ended a while ago",
+                f"there is no stream {name!r:.80}: its request had no X-Conversation-Id header, "
+                f"or it ended more than {KEEP_SECONDS:g} seconds ago",
                 param="conv_id",
                 code="stream_not_found",
             )
@@ -128,7 +128,7 @@ class ReplayStore:
         name = request.headers.get("x-conversation-id")
         if name is not None and not 1 <= len(name) <= 256:
             raise RequestError(
-                400, "X-Conversation-Id: 1 to 256 characters", param="X-Conversation-Id"
+                400, "X-Conversation-Id: expected 1 to 256 characters", param="X-Conversation-Id"
             )
         return name
 
@@ -138,12 +138,15 @@ class ReplayStore:
         for name in query:
             if name not in ("conv_id", "from", "model"):
                 raise RequestError(
-                    400, f"unknown parameter {name}", param=name, code="unknown_field"
+                    400,
+                    f"unknown query parameter {name}; remove it",
+                    param=name,
+                    code="unknown_field",
                 )
         at = query.get("from", request.headers.get("last-event-id", "0"))
         if not re.fullmatch("[0-9]{1,9}", at):
             raise RequestError(
-                400, "from: expected the id of the last event that came", param="from"
+                400, "from: expected the id of the last event received, or 0 for all", param="from"
             )
         return self.get(owner, query.get("conv_id", "")), int(at)
 

@@ -229,23 +229,29 @@ def followed(query: Mapping[str, str], streamed: bool) -> int | None:
     known = {"stream": ("true", "false"), "include_obfuscation": ("false",), "starting_after": ()}
     for name, value in query.items():
         if name not in known:
-            raise RequestError(400, f"unknown parameter {name}", param=name, code="unknown_field")
+            raise RequestError(
+                400, f"unknown query parameter {name}; remove it", param=name, code="unknown_field"
+            )
         if known[name] and value not in known[name]:
-            raise RequestError(400, f"{name}: {value!r:.60} is not possible", param=name)
+            raise RequestError(
+                400, f"{name}: expected {' or '.join(known[name])}, found {value!r:.60}", param=name
+            )
     stream, after = query.get("stream", "false"), query.get("starting_after")
     if stream == "false":
         if after is not None:
-            raise RequestError(400, "starting_after needs stream=true", param="starting_after")
+            raise RequestError(400, "starting_after: only with stream=true", param="starting_after")
         return None
     if not streamed:
         raise RequestError(
             400,
-            "stream: only of a response that was made with background and stream",
+            "stream: only a response created with background and stream has events",
             param="stream",
         )
     if after is not None and not re.fullmatch("[0-9]{1,9}", after):
         raise RequestError(
-            400, "starting_after: expected a sequence_number", param="starting_after"
+            400,
+            "starting_after: expected the sequence_number of the last event received",
+            param="starting_after",
         )
     return -1 if after is None else int(after)
 
@@ -322,7 +328,9 @@ def chat_request(request: InputRequest, context: Sequence[Json]) -> ChatRequest:
     """
     messages = _messages(context)
     if not messages:
-        raise RequestError(400, "input: there is no content", param="input")
+        raise RequestError(
+            400, "input: there is no content; send at least one non-empty message", param="input"
+        )
     if request.instructions:
         messages.insert(0, {"role": "system", "content": request.instructions})
     value: Json = {

@@ -110,8 +110,8 @@ class ResponseStore:
         if record is None or record.owner != owner:
             raise RequestError(
                 404,
-                f"there is no response {name!r}: it was not stored, or deleted, or "
-                "dropped for newer ones",
+                f"there is no response {name!r}: it was not stored, was deleted, or was "
+                "evicted for newer ones",
                 code="response_not_found",
             )
         self._records.move_to_end(name)
@@ -138,8 +138,8 @@ class ResponseStore:
         if not record.response["background"]:
             raise RequestError(
                 400,
-                "only a response with background: true can be cancelled; hang up to "
-                "cancel another one",
+                "only a response with background: true can be cancelled; close the connection "
+                "to cancel any other",
             )
         if record.generation is not None and record.work is not None:
             record.cancelled = True
@@ -170,13 +170,16 @@ class ResponseStore:
         for name in query:
             if name not in known:
                 raise RequestError(
-                    400, f"unknown parameter {name}", param=name, code="unknown_field"
+                    400,
+                    f"unknown query parameter {name}; remove it",
+                    param=name,
+                    code="unknown_field",
                 )
         limit, order = query.get("limit", "20"), query.get("order", "desc")
         if not limit.isdecimal() or not 1 <= int(limit[:4]) <= 100:
-            raise RequestError(400, "limit: 1 to 100", param="limit")
+            raise RequestError(400, "limit: expected 1 to 100", param="limit")
         if order not in ("asc", "desc"):
-            raise RequestError(400, "order: asc or desc", param="order")
+            raise RequestError(400, "order: expected asc or desc", param="order")
         found = record.items if order == "asc" else record.items[::-1]
         if (after := query.get("after")) is not None:
             at = next((i for i, item in enumerate(found) if item["id"] == after), None)

@@ -34,7 +34,7 @@ def context(store: ResponseStore, request: InputRequest, owner: str | None) -> l
         if record.generation is not None:
             raise RequestError(
                 400,
-                "previous_response_id: this response has not ended yet",
+                "previous_response_id: this response has not ended yet; wait for it",
                 param="previous_response_id",
             )
         before = record.context
@@ -66,7 +66,9 @@ class Writer:
         self, service: Service, store: ResponseStore, request: ResponsesRequest, owner: str | None
     ) -> None:
         if request.background and request.store is False:
-            raise RequestError(400, "background: only with store", param="background")
+            raise RequestError(
+                400, "background: only with store; leave out `store: false`", param="background"
+            )
         self._service, self._store, self._request = service, store, request
         self._items = context(store, request, owner)
         self._chat = chat_request(request, self._items)
@@ -121,7 +123,9 @@ class Writer:
         finally:
             generation.close()
             if record.generation is not None:  # the server ends, or has made a mistake
-                record.add_event(self.failed(RequestError(500, "an error inside the server")))
+                record.add_event(
+                    self.failed(RequestError(500, "internal server error; see the server's log"))
+                )
             record.add_event(ended=True)
 
     # ---- events

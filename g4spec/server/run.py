@@ -1,4 +1,4 @@
-"""Runs the server until a signal: the first one lets it finish its work, a second one stops it."""
+"""Run the server until a signal: the first finishes running requests, the second stops at once."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from g4spec.server.middleware import JsonLogFormatter
 from g4spec.server.service import Service
 
 HEADER_LIMIT = 64 << 10
-"""Bytes of a request's line and headers."""
+"""Maximum size of the request line and headers, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """Address of the server. certificate, key: files for TLS, or None."""
+    """Host, port and TLS files (PEM) of the server; plain HTTP without a certificate."""
 
     host: str = "127.0.0.1"
     port: int = 8080
@@ -38,10 +38,10 @@ class ServerAddress:
 
 
 def check_certificate(address: ServerAddress) -> None:
-    """Raise UsageError for a key without a certificate, InputError for what TLS cannot use."""
+    """Raise UsageError for a key without a certificate, InputError for unusable files."""
     if address.certificate is None:
         if address.key is not None:
-            raise UsageError("--ssl-key-file needs the certificate, --ssl-cert-file")
+            raise UsageError("--ssl-key-file requires a certificate: add --ssl-cert-file")
         return
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
@@ -50,23 +50,23 @@ def check_certificate(address: ServerAddress) -> None:
     except OSError as error:
         files = " and ".join(map(str, filter(None, (address.certificate, address.key))))
         raise InputError(
-            f"{files}: no certificate and key for HTTPS",
+            f"{files}: not a usable certificate and key for HTTPS",
             found=error,
-            expected="PEM files that belong together, without a password",
+            expected="PEM files of a matching certificate and key, without a password",
         ) from None
 
 
 class Drainable(Protocol):
-    """What is served: it takes no more requests while `draining`."""
+    """An application that rejects new requests while `draining` is True."""
 
     draining: bool
 
 
 class Server(uvicorn.Server):
-    """Uvicorn that drains at the first signal of any kind and stops at the second.
+    """A uvicorn server that drains at the first signal and stops at the second.
 
     Args:
-        ready: called once requests are taken.
+        ready: called once the server accepts requests.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Server(uvicorn.Server):
         self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """See `uvicorn.Server`; the application is told of its end after a second signal, too."""
+        """See `uvicorn.Server`; shut the application down after a second signal, too."""
         await super().shutdown(sockets)
         if self.force_exit:
             await self.lifespan.shutdown()
@@ -97,7 +97,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def _cut(self) -> None:
-        """Close all connections: nobody is waited for any more."""
+        """Close all connections at once."""
         for connection in list(self.server_state.connections):
             transport = getattr(connection, "transport", None)
             if transport is not None:
@@ -105,7 +105,7 @@ class Server(uvicorn.Server):
 
 
 def configure_logging() -> None:
-    """Write the server's log to stderr, a line of JSON each."""
+    """Send the server's log to stderr, one line of JSON per record."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLogFormatter())
     for name, level in (("g4spec.server", logging.INFO), ("uvicorn", logging.ERROR)):
@@ -116,7 +116,7 @@ def configure_logging() -> None:
 
 
 def listen(address: ServerAddress) -> socket.socket:
-    """Bind the socket of a place; EnvironmentProblem if it cannot be had."""
+    """Bind and return a listening socket; raise EnvironmentProblem if that fails."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
         return socket.create_server((address.host, address.port), family=family, backlog=2048)
@@ -131,10 +131,10 @@ def listen(address: ServerAddress) -> socket.socket:
 def create_server(
     application: Starlette, service: Drainable, address: ServerAddress, ready: Callable[[], None]
 ) -> Server:
-    """Make the server; run it with a socket.
+    """Create the server; run it with `run(sockets=[...])`.
 
     Args:
-        ready: called once requests are taken.
+        ready: called once the server accepts requests.
     """
     config = uvicorn.Config(
         application,
@@ -159,10 +159,12 @@ def serve(
     ready: Callable[[], None],
     **more: Any,
 ) -> None:
-    """Serve until a signal.
+    """Serve one model until a signal.
 
     Args:
-        at: where to listen. ready: see `create_server`. more: see `g4spec.server.app.create_app`.
+        at: listening socket (`listen`).
+        ready: called once the server accepts requests.
+        more: arguments of `g4spec.server.app.create_app`.
     """
     configure_logging()
     service.warm_up()
@@ -182,7 +184,7 @@ def serve_models(
 
 
 def is_exposed(address: ServerAddress) -> bool:
-    """Return True if other machines can reach it."""
+    """Return True unless the host is a loopback address."""
     if address.host == "localhost":
         return False
     try:
@@ -192,7 +194,7 @@ def is_exposed(address: ServerAddress) -> bool:
 
 
 def url(address: ServerAddress, at: socket.socket) -> str:
-    """Return its URL."""
+    """Return the URL of a listening socket."""
     host, port = at.getsockname()[:2]
     scheme = "https" if address.certificate else "http"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

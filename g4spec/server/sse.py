@@ -1,4 +1,4 @@
-"""Server-sent events, and answers that end when nobody waits for them any more."""
+"""Server-sent events, and cancellation of work when the client disconnects."""
 
 from __future__ import annotations
 
@@ -20,27 +20,28 @@ from g4spec.server.service import Settings
 log = logging.getLogger("g4spec.server")
 
 PING = ": ping\n\n"
-"""A comment, which clients skip."""
+"""SSE comment that keeps an idle connection open; clients skip it."""
 
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
-"""Of every stream: nobody between keeps it or holds it back."""
+"""Headers of every stream: proxies must not cache or buffer it."""
 
 Events = AsyncGenerator[str, None]
 T = TypeVar("T")
 
 
 def event(value: Any, name: str | None = None) -> str:
-    """Write one event: JSON, or a word as it is."""
+    """Format one event; a str `value` is sent as it is, anything else as JSON."""
     data = value if isinstance(value, str) else dumps(value)
     return f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n"
 
 
 class ClientDisconnected(Exception):
-    """The client has hung up."""
+    """The client closed the connection."""
 
 
 async def cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:
-    """Wait for `work`; cancels it and raises ClientDisconnected when the client hangs up."""
+    """Return the result of `work`; if the client disconnects, cancel it and raise
+    ClientDisconnected."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_wait_for_disconnect(request.receive))
     try:
@@ -60,21 +61,24 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 class StreamSource(Protocol):
-    """What is streamed: a generation, or a watcher of `g4spec.server.live`."""
+    """The producer of a stream: a generation, or a watcher of `g4spec.server.live`."""
 
     @property
     def id(self) -> str: ...
 
     def close(self) -> None:
-        """Free what it holds."""
+        """Release all resources."""
 
 
 class EventStream(Response):
-    """A source as server-sent events. It is closed however the stream ends.
+    """A response of server-sent events. Its source is closed however the stream ends.
 
     Args:
-        source: what is streamed. events: made of it.
-        failed: an event for a reason to end early. ping: what is sent in silences.
+        source: producer of the events.
+        events: formatted events.
+        failed: formats the last event after an error.
+        settings: ping interval and send timeout.
+        ping: sent when there is no event for `settings.ping` seconds.
     """
 
     media_type = "text/event-stream"
@@ -94,7 +98,7 @@ class EventStream(Response):
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all events, with pings in silences, until the end or the client's."""
+        """Send events and pings until the stream ends or the client disconnects."""
         watch = asyncio.ensure_future(_wait_for_disconnect(receive))
         work = asyncio.ensure_future(self._stream(send))
         try:
@@ -109,7 +113,7 @@ class EventStream(Response):
 
     async def _stream(self, send: Send) -> None:
         async def put(message: Message) -> None:
-            # Not asyncio.wait_for: until Python 3.12 it may swallow that the client has hung up.
+            # Not asyncio.wait_for: before Python 3.12 it may swallow the cancellation.
             with anyio.fail_after(self._settings.send_limit):
                 await send(message)
 
@@ -122,7 +126,7 @@ class EventStream(Response):
                 await self._pump(events, text)
             await put({"type": "http.response.body", "body": b"", "more_body": False})
         except (TimeoutError, OSError):
-            log.warning("a client does not read", extra={"id": self._source.id})
+            log.warning("client does not read its stream", extra={"id": self._source.id})
 
     async def _pump(self, events: Events, text: Callable[[str], Awaitable[None]]) -> None:
         try:

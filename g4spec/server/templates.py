@@ -61,7 +61,7 @@ class Renderer:
                 raise
         if answer is None:
             await self.close()
-            raise _stopped("it was stopped, probably for the memory it took")
+            raise _stopped("its process was killed, probably for using too much memory")
         if "error" in answer:
             raise _failed(answer["error"])
         return str(answer["text"])

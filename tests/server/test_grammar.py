@@ -286,7 +286,7 @@ def test_what_is_no_schema_is_said(schema: Any) -> None:
 
 
 def test_a_name_is_one(vocabulary: Vocabulary) -> None:
-    with pytest.raises(InputError, match="name of a function"):
+    with pytest.raises(InputError, match="invalid function name"):
         grammar.whole_text(MARKS, calls=[Function("f{")])
 
 
@@ -318,7 +318,7 @@ def test_user_grammars(vocabulary: Vocabulary, tokenizer: Tokenizer, ends: list[
                 seen.add("thought")
             seen.add(tokenizer.decode(ids)[:3].rstrip("0123456789"))
         assert seen == {"thought", "yes", "no"}
-    with pytest.raises(InputError, match=r"no GBNF.*'foo' not found"):
+    with pytest.raises(InputError, match=r"not valid GBNF.*'foo' not found"):
         grammar.to_lark("root ::= foo\n")
     with pytest.raises(InputError, match="cannot be used"):
         vocabulary.mask(grammar.whole_text(MARKS, user="start: )"))
@@ -388,7 +388,7 @@ def test_calls_in_a_free_text(vocabulary: Vocabulary, tokenizer: Tokenizer) -> N
 
 def test_a_dead_end_is_an_error(vocabulary: Vocabulary) -> None:
     mask = vocabulary.mask(grammar.whole_text(MARKS, user='start: A "c"\nA: /x+/ & /y+/'))
-    with pytest.raises(InputError, match=r"gave up|no text matches"):
+    with pytest.raises(InputError, match=r"parser failed|no continuation"):
         mask([])
 
 
