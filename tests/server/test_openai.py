@@ -329,7 +329,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "not cannot be enforced",
     ),
-    "grammar": ({"grammar": "root ::= x\n"}, "no GBNF"),
+    "grammar": ({"grammar": "root ::= x\n"}, "not valid GBNF"),
     "both": (
         {"grammar": 'root ::= "x"\n', "response_format": {"type": "json_object"}},
         "exclude each other",
