@@ -1,4 +1,4 @@
-"""Predict what a cycle takes, for the policy of draft lengths (`length.py`)."""
+"""Predict what a cycle takes, for the policy of draft lengths (`draft_length.py`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 
 
-class Costs:
+class CycleCosts:
     """Predict the seconds of a cycle: interpolate what was measured first, and follow how much
     slower or faster cycles have become since.
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from g4spec.core import MAX_DRAFT
-from g4spec.runtime.costs import Costs
-from g4spec.runtime.plan import Share
+from g4spec.runtime.cycle_costs import CycleCosts
+from g4spec.runtime.draft_decision import DraftDecision
 
 MARGIN = 0.02
 """Most that `auto` may cost, as a share of the time without it."""
@@ -90,8 +90,8 @@ class Account:
         self.balance = min(self._uncapped, cap)
 
 
-class TextState:
-    """Hold what the policy knows of one text. Made by `Lengths.text`.
+class PolicyState:
+    """Hold what the policy knows of one text. Made by `DraftLengthPolicy.text`.
 
     Attributes:
         asked: drafted tokens in every cycle, or "auto".
@@ -99,7 +99,7 @@ class TextState:
             planned. since_draft: steps since the last one that drafted.
     """
 
-    def __init__(self, lengths: Lengths, asked: int | Literal["auto"]) -> None:
+    def __init__(self, lengths: DraftLengthPolicy, asked: int | Literal["auto"]) -> None:
         self.asked = asked
         self.acceptance = Acceptance(lengths.memory)
         self.account = Account()
@@ -127,7 +127,7 @@ class TextState:
             self._lengths.take_back(self, tokens)
 
 
-class Lengths:
+class DraftLengthPolicy:
     """Plan the drafts of all texts of an engine; what it learns and earns lives as long.
 
     The plan is the one with the most expected tokens per second (`Choice.best`) among those that
@@ -148,7 +148,7 @@ class Lengths:
     time pays for. No rule that keeps the bound can do better.
 
     Args:
-        padded: see `Costs`.
+        padded: see `CycleCosts`.
         memory: see `Acceptance`.
 
     Attributes:
@@ -157,11 +157,11 @@ class Lengths:
 
     def __init__(self, padded: bool = False, memory: int = 12) -> None:
         self.padded, self.memory = padded, memory
-        self.costs: Costs | None = None
+        self.costs: CycleCosts | None = None
         self.acceptance = Acceptance(memory)
         self.account = Account()
         self.since_draft = 0
-        self._plan: dict[TextState, int] = {}  # of the cycles that have not been observed yet
+        self._plan: dict[PolicyState, int] = {}  # of the cycles that have not been observed yet
         self._newest = 0.0, 1  # seconds of the base and number of texts of the last one observed
         self._why = "unmeasured"  # of the newest plan
 
@@ -173,14 +173,14 @@ class Lengths:
     def measured(self, seconds: Mapping[tuple[int, int], float], per_byte: float = 0.0) -> None:
         """Take over what cycles take: (texts, drafted tokens each) -> seconds, with short contexts;
         `per_byte`: seconds for each byte of keys and values."""
-        self.costs = Costs(seconds, self.padded, per_byte)
+        self.costs = CycleCosts(seconds, self.padded, per_byte)
 
-    def text(self, asked: int | Literal["auto"]) -> TextState:
+    def text(self, asked: int | Literal["auto"]) -> PolicyState:
         """Make the state of a new text that drafts `asked` tokens in every cycle, or what pays."""
-        return TextState(self, asked)
+        return PolicyState(self, asked)
 
     def plan(
-        self, texts: Sequence[TextState], most: Sequence[int], context: float = 0.0
+        self, texts: Sequence[PolicyState], most: Sequence[int], context: float = 0.0
     ) -> list[int]:
         """Choose the tokens to draft for each text, at most most[i]. All cycles planned before have
         been observed, or never will be.
@@ -196,7 +196,9 @@ class Lengths:
         self._commit(texts, counts)
         return counts
 
-    def again(self, texts: Sequence[TextState], counts: Sequence[int], most: Sequence[int]) -> bool:
+    def again(
+        self, texts: Sequence[PolicyState], counts: Sequence[int], most: Sequence[int]
+    ) -> bool:
         """Plan a second cycle while one of the same texts and counts is under way; True if it is
         certain to be of `counts` again, whatever that one finds, with room for `most` at least.
         Then it is planned, and `plan` is not asked.
@@ -212,8 +214,8 @@ class Lengths:
         return True
 
     def shares(
-        self, step: int, texts: Sequence[TextState], counts: Sequence[int], most: Sequence[int]
-    ) -> list[Share]:
+        self, step: int, texts: Sequence[PolicyState], counts: Sequence[int], most: Sequence[int]
+    ) -> list[DraftDecision]:
         """Tell what the newest plan, of cycle number `step`, gives each text and why."""
         seconds = plain = None
         if self.costs is not None:
@@ -228,12 +230,12 @@ class Lengths:
                 why = "asked"
             elif chosen and self._why == "pays" and not count:
                 why = "others"
-            out.append(Share(step, count, why, expected, len(counts), rows, seconds, plain))
+            out.append(DraftDecision(step, count, why, expected, len(counts), rows, seconds, plain))
         return out
 
     def observe(
         self,
-        texts: Sequence[TextState],
+        texts: Sequence[PolicyState],
         counts: Sequence[int],
         accepted: Sequence[int],
         seconds: float,
@@ -265,19 +267,19 @@ class Lengths:
         self.account.add((1 + MARGIN) * mean * step - seconds, CREDIT * base)
         self._newest = base, len(steps)
 
-    def take_back(self, text: TextState, tokens: int) -> None:
+    def take_back(self, text: PolicyState, tokens: int) -> None:
         """Take the worth of `tokens` of the newest cycle observed off the accounts."""
         base, texts = self._newest
         text.account.take_back((1 + MARGIN) * tokens * base, CREDIT * base)
         self.account.take_back((1 + MARGIN) * tokens * base / texts, CREDIT * base)
 
-    def _commit(self, texts: Sequence[TextState], counts: Sequence[int]) -> None:
+    def _commit(self, texts: Sequence[PolicyState], counts: Sequence[int]) -> None:
         self._plan = dict(zip(texts, counts, strict=True))
         self.since_draft = 0 if any(counts) else self.since_draft + 1
         for text, count in self._plan.items():
             text.since_draft = 0 if count else text.since_draft + 1
 
-    def _choose(self, texts: Sequence[TextState], most: Sequence[int], lost: float) -> list[int]:
+    def _choose(self, texts: Sequence[PolicyState], most: Sequence[int], lost: float) -> list[int]:
         """Return the counts of the best plan that can be afforded, if every account held `lost`
         seconds less."""
         fixed = [
@@ -312,7 +314,7 @@ class Choice:
     `most`."""
 
     def __init__(
-        self, costs: Costs, texts: Sequence[TextState], most: Sequence[int], fixed: list[int]
+        self, costs: CycleCosts, texts: Sequence[PolicyState], most: Sequence[int], fixed: list[int]
     ) -> None:
         self._costs, self._fixed = costs, fixed
         self._base = costs(fixed)
@@ -322,7 +324,7 @@ class Choice:
 
     def best(self, saved: float) -> tuple[list[int], str]:
         """Return the counts with the most expected tokens per second, if accounts with `saved`
-        seconds can afford them, and why it is these (`plan.WHY`).
+        seconds can afford them, and why it is these (`plan.REASONS`).
 
         Where some texts win much by their drafts, others may lose by waiting for them. If the best
         plan of all is not affordable, the next one is the best in which nobody is expected to lose:
@@ -398,6 +400,6 @@ def _rate(plan: Plan) -> float:
     return plan.rate
 
 
-def _base(texts: Sequence[TextState], counts: Sequence[int]) -> list[int]:
+def _base(texts: Sequence[PolicyState], counts: Sequence[int]) -> list[int]:
     """Return the plan without the drafts of `auto` texts."""
     return [0 if t.auto else n for t, n in zip(texts, counts, strict=True)]

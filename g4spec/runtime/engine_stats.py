@@ -9,7 +9,7 @@ from g4spec.runtime.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
-class SlotFigures:
+class SlotStats:
     """One live text.
 
     Attributes:
@@ -29,21 +29,21 @@ class SlotFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class EngineStats:
     """Counts of an engine.
 
     Attributes:
         running, waiting: texts. pages, pages_free: of the pool.
         slots: the live texts.
-        stepped: see `Engine.stepped`.
+        last_step: see `Engine.last_step`.
     """
 
     running: int
     waiting: int
     pages: int
     pages_free: int
-    slots: tuple[SlotFigures, ...]
-    stepped: float
+    slots: tuple[SlotStats, ...]
+    last_step: float
 
     @property
     def idle(self) -> bool:
@@ -51,7 +51,7 @@ class Figures:
         return not (self.running or self.waiting)
 
 
-def figures(scheduler: Scheduler, pool: Pool, stepped: float) -> Figures:
+def collect_stats(scheduler: Scheduler, pool: Pool, last_step: float) -> EngineStats:
     """Count; from any thread, while the engine works."""
     slots = []
     live = list(scheduler.live)
@@ -59,7 +59,7 @@ def figures(scheduler: Scheduler, pool: Pool, stepped: float) -> Figures:
         if (sequence := task.sequence) is not None:
             stats = task.request.stats
             slots.append(
-                SlotFigures(
+                SlotStats(
                     sequence.slot,
                     task.number,
                     stats.prompt_tokens,
@@ -71,4 +71,4 @@ def figures(scheduler: Scheduler, pool: Pool, stepped: float) -> Figures:
                 )
             )
     waiting = len(scheduler.waiting)
-    return Figures(len(live), waiting, pool.n_pages, pool.free, tuple(slots), stepped)
+    return EngineStats(len(live), waiting, pool.n_pages, pool.free, tuple(slots), last_step)
