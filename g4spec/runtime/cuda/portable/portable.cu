@@ -229,24 +229,24 @@ DEVICE void multiply(const u8* weights, const float* x, float* y, int n_rows, in
 }
 
 template <class F, int T, int ROWS>
-__global__ __launch_bounds__(128, 3) void portable(const u8* weights, const float* x, float* y,
+__global__ __launch_bounds__(128, 3) void portable(const void* weights, const float* x, float* y,
                                                 int n_rows, int k, int tokens) {
   griddep_launch_dependents();
   griddep_wait();
-  multiply<F, T, ROWS>(weights, x, y, n_rows, k, tokens);
+  multiply<F, T, ROWS>((const u8*)weights, x, y, n_rows, k, tokens);
 }
 
 // Row v of y [visits, n_rows]: row v / share of x times matrix ids[v] of the stack `weights`. The y
 // dimension of the grid takes the visits.
 template <class F, int ROWS>
-__global__ __launch_bounds__(128, 3) void portable_visits(const u8* weights, const float* x,
+__global__ __launch_bounds__(128, 3) void portable_visits(const void* weights, const float* x,
                                                        const i64* ids, float* y, int n_rows,
                                                        int k, int share) {
   griddep_launch_dependents();
   griddep_wait();
   const i64 visit = blockIdx.y;
-  multiply<F, 1, ROWS>(weights + ids[visit] * n_rows * row_bytes<F>(k), x + visit / share * k,
-                       y + visit * n_rows, n_rows, k, 1);
+  const u8* matrix = (const u8*)weights + ids[visit] * n_rows * row_bytes<F>(k);
+  multiply<F, 1, ROWS>(matrix, x + visit / share * k, y + visit * n_rows, n_rows, k, 1);
 }
 
 // `count` times 8 values, of rows of k values, as halves.

@@ -173,10 +173,10 @@ DEVICE float gelu(float x) {
 }
 
 // gelu(gate) * up: a row holds 16 gates, then the 16 values of up beside them, and so on; rows with
-// `halves` hold all gates first. Values enter divided by `in` and leave times `out`.
+// `halves` hold all gates first. Values enter multiplied by `in_scale` and leave multiplied by `out_scale`.
 template <class T, bool HALVES>
 __global__ void __launch_bounds__(256)
-gated(const u16* gate_up, u16* to, int width, float in, float out) {
+gated(const u16* gate_up, u16* to, int width, float in_scale, float out_scale) {
   const int i = (blockIdx.y * 256 + threadIdx.x) * 8;  // channel
   if (i >= width) return;
   const u16* row = gate_up + (i64)blockIdx.x * 2 * width;
@@ -185,7 +185,7 @@ gated(const u16* gate_up, u16* to, int width, float in, float out) {
   unpack_row<T>(g, gates);
   unpack_row<T>(u, gates + (HALVES ? width : 16));
 #pragma unroll
-  for (int e = 0; e < 8; ++e) g[e] = gelu(g[e] * in) * (u[e] * in) * out;
+  for (int e = 0; e < 8; ++e) g[e] = gelu(g[e] * in_scale) * (u[e] * in_scale) * out_scale;
   pack_row<T>(to + (i64)blockIdx.x * width + i, g);
 }
 

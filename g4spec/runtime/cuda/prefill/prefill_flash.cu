@@ -115,7 +115,7 @@ DEVICE void write(const float (&o)[128], const OnlineSoftmax& rows, u16* out, in
 // Grid: (blocks of 128 rows, KV heads). queries: `query_rows` a head, token t's from row t * group
 // on; keys, values: `key_rows` a head. Token t sees the `window` keys up to row t + offset.
 __global__ void __launch_bounds__(384, 1)
-flash(const u8* queries, const u8* keys, const u8* values, u16* out, int tokens, int group,
+flash(const u16* queries, const u16* keys, const u16* values, u16* out, int tokens, int group,
       int query_rows, int key_rows, int offset, int window) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) u8 bytes[];
@@ -136,8 +136,8 @@ flash(const u8* queries, const u8* keys, const u8* values, u16* out, int tokens,
     setmaxnreg_dec<24>();
     const i64 head = (i64)blockIdx.y * key_rows * 512;
     if (threadIdx.x == 0)
-      feed(sh, queries + ((i64)blockIdx.y * query_rows + first) * 512, keys + head, values + head,
-           low, high);
+      feed(sh, (const u8*)queries + ((i64)blockIdx.y * query_rows + first) * 512,
+           (const u8*)keys + head, (const u8*)values + head, low, high);
   } else {
     setmaxnreg_inc<240>();
     const int mine = threadIdx.x / 128 - 1, lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;

@@ -154,7 +154,7 @@ DEVICE void feed(Storage& sh, const u8* queries, const u8* tiles, int count, int
 // Grid: (blocks of 64 rows, KV heads). queries: `query_rows` a head, token t's from row t * group
 // on; tiles: `key_rows` keys a head. Token t sees the `window` keys up to row t + offset.
 __global__ void __launch_bounds__(384, 1)
-flash_wide(const u8* queries, const u8* tiles, u16* out, int tokens, int group, int query_rows,
+flash_wide(const u16* queries, const u16* tiles, u16* out, int tokens, int group, int query_rows,
            int key_rows, int offset, int window) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) u8 bytes[];
@@ -174,8 +174,8 @@ flash_wide(const u8* queries, const u8* tiles, u16* out, int tokens, int group, 
   if (threadIdx.x < 128) {
     setmaxnreg_dec<24>();
     if (threadIdx.x == 0)
-      feed(sh, queries + ((i64)blockIdx.y * query_rows + first) * 1024,
-           tiles + (i64)blockIdx.y * (key_rows / 64) * TILE, count, high);
+      feed(sh, (const u8*)queries + ((i64)blockIdx.y * query_rows + first) * 1024,
+           (const u8*)tiles + (i64)blockIdx.y * (key_rows / 64) * TILE, count, high);
   } else {
     setmaxnreg_inc<240>();
     Group g{sh, (int)threadIdx.x / 128 - 1, (int)threadIdx.x % 32, (int)threadIdx.x / 32 % 4};

@@ -141,8 +141,8 @@ template <int D, class Q, class KV, template <int> class CacheKind, int ROTARY_P
 __global__ void __launch_bounds__(256)
 heads(const u16* qkv, int columns, int n_head, int n_kv, int own_values, const float* q_norm,
       const float* k_norm, const float* fold, const float2* turns, int rotated, u16* queries,
-      int query_rows, u16* keys, u16* values, int rows, int first, u8* cache_keys,
-      u8* cache_values, u16* key_scales, u16* value_scales, const i32* pages, int slot,
+      int query_rows, u16* keys, u16* values, int rows, int first, void* cache_keys,
+      void* cache_values, u16* key_scales, u16* value_scales, const i32* pages, int slot,
       int capacity, int start, int count, float eps) {
   const int t = blockIdx.x, group = n_head / n_kv;
   const int total = n_head + (columns / D - n_head) / (own_values ? 2 : 1);
@@ -170,29 +170,29 @@ heads(const u16* qkv, int columns, int n_head, int n_kv, int own_values, const f
     k.rotate(turns, rotated);
     if (own_values) x.load(qkv + (i64)t * columns + (head + n_kv) * D);
     auto v = x.times(x.inverse_rms(eps), nullptr);
-    CacheKind<D>::template write<0>(cache_values, value_scales, row, v);
-    CacheKind<D>::template write<ROTARY_PAIRS>(cache_keys, key_scales, row, k);
+    CacheKind<D>::template write<0>((u8*)cache_values, value_scales, row, v);
+    CacheKind<D>::template write<ROTARY_PAIRS>((u8*)cache_keys, key_scales, row, k);
     complete_key<ROTARY_PAIRS>(k, v, k_norm);
     store_key<KV>(keys, kv, rows, first + t, k);
     store_value<KV>(values, kv, rows, first + t, v);
   }
 }
 
-// Rows of the cache from position `from` on become rows 0 ... of `keys` and `values`; those before
+// Rows of the cache from position `first` on become rows 0 ... of `keys` and `values`; those before
 // position `visible`, which nobody sees, become zeros. Grid: (rows, y); a block's warps share the KV
 // heads. `k_norm`: weights of the norm of keys.
 template <int D, class KV, template <int> class CacheKind, int ROTARY_PAIRS>
 __global__ void __launch_bounds__(256)
-earlier(const u8* cache_keys, const u8* cache_values, const u16* key_scales,
-        const u16* value_scales, const i32* pages, int slot, int capacity, int from, int visible,
+earlier(const void* cache_keys, const void* cache_values, const u16* key_scales,
+        const u16* value_scales, const i32* pages, int slot, int capacity, int first, int visible,
         u16* keys, u16* values, int rows, int n_kv, const float* k_norm) {
   const int row = blockIdx.x;
   for (int kv = blockIdx.y * 8 + threadIdx.x / 32; kv < n_kv; kv += gridDim.y * 8) {
     HeadRow<D> k{}, v{};
-    if (from + row >= visible) {
-      const i64 at = CacheRows{pages, slot, n_kv, capacity}.at(kv, from + row);
-      CacheKind<D>::template read<0>(v, cache_values, value_scales, at);
-      CacheKind<D>::template read<ROTARY_PAIRS>(k, cache_keys, key_scales, at);
+    if (first + row >= visible) {
+      const i64 at = CacheRows{pages, slot, n_kv, capacity}.at(kv, first + row);
+      CacheKind<D>::template read<0>(v, (const u8*)cache_values, value_scales, at);
+      CacheKind<D>::template read<ROTARY_PAIRS>(k, (const u8*)cache_keys, key_scales, at);
       complete_key<ROTARY_PAIRS>(k, v, k_norm);
     }
     store_key<KV>(keys, kv, rows, row, k);
