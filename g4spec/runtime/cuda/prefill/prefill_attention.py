@@ -352,7 +352,8 @@ class Scores(Attention):
 
 
 def kind(head_dim: int, rotary_pairs: int, arch: str) -> type[Attention]:
-    """The fastest way for a layer whose cache keeps keys with `rotary_pairs` pairs, or (0) whole."""
+    """Return the fastest class for a layer whose cache stores `rotary_pairs` pairs of keys (0: keys
+    are stored whole)."""
     if arch == "sm_90a" and head_dim == 256:
         return Flash
     if arch == "sm_90a" and shares(head_dim, rotary_pairs):

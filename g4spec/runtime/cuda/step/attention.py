@@ -107,8 +107,8 @@ def choose(
 ) -> tuple[Shape, int]:
     """The instance for `rows` (token, head) pairs of a KV head, and the blocks they are cut into.
 
-    As few blocks as fit, then tiles in as few parts as leave room for two of each. `rotary_pairs`: of
-    the cache.
+    As few blocks as fit, then tiles in as few parts as leave room for two of each. `rotary_pairs`:
+    see `CudaKV`.
     """
     options = (1, 2, 4)  # more would not fit in registers
     for most in reversed(options):
