@@ -75,9 +75,9 @@ def open_draft(path: Path, target: Path, out: Output) -> Path:
             if found.dialect is None:
                 return path
     with out.progress(f"converting {path.name}") as progress:
-        made, note = convert.convert_cached(path, target, cache_folder(), progress=progress)
+        gguf, note = convert.convert_cached(path, target, cache_folder(), progress=progress)
     out.note(note)
-    return made
+    return gguf
 
 
 def check_draft(path: Path, confident: bool = False) -> None:
