@@ -267,8 +267,8 @@ class Cycle:
             pairs.
         draft_failed: why the draft cannot be used for this sequence any more, or None.
         error: why this sequence has to end (logits that are not finite), or None.
-        share: the draft length planned for it, and why (`g4spec.runtime.plan.Share`); None without
-            a step.
+        decision: the planned draft length, and why (`g4spec.runtime.draft_decision.DraftDecision`);
+            None without a step.
     """
 
     tokens: list[int]
@@ -280,7 +280,7 @@ class Cycle:
     logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
     draft_failed: str | None = None
     error: Exception | None = None
-    share: Any = None
+    decision: Any = None
 
 
 class Chooser(Protocol):

@@ -12,11 +12,11 @@ import torch
 from g4spec import convert
 from g4spec.core import PROMPT_BLOCK, Batch, Cycle, Pick, Sequence, Work
 from g4spec.ops.sampling import Sampler
-from g4spec.runtime.choosing import RequestChooser
+from g4spec.runtime.chooser import RequestChooser
 from g4spec.runtime.cuda.step import graph_runner, screen
 from g4spec.runtime.cuda.step.graph_runner import GraphRunner
 from g4spec.runtime.engine import Engine
-from g4spec.runtime.pending import flush
+from g4spec.runtime.pending_rows import flush
 from g4spec.runtime.request import Options, Request
 from tests.emulator import unseen
 from tests.gpu import family

@@ -26,7 +26,7 @@ from g4spec.runtime.cuda.step import graphs
 from g4spec.runtime.cuda.step.choose import Choice, mode_of
 from g4spec.runtime.cuda.step.cycle_state import CycleState, Seen, Stand
 from g4spec.runtime.cuda.step.picks import Picks
-from g4spec.runtime.pending import flush
+from g4spec.runtime.pending_rows import flush
 
 if TYPE_CHECKING:
     from g4spec.runtime.target import Target

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence as Seq
 
 from g4spec.core import MAX_STEP_ROWS, Draft, Runner, Sequence, StepRows, Work
-from g4spec.runtime.choosing import RequestChooser
+from g4spec.runtime.chooser import RequestChooser
 from g4spec.runtime.pool import Pool
 from g4spec.runtime.request import Options
 from g4spec.runtime.target import Target, batch_of
