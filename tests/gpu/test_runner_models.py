@@ -128,7 +128,7 @@ def help_out(engine: Engine, truth: list[int], every: int = 7) -> None:
 
     def helped(batch: Batch, count: int, pick: Pick) -> torch.Tensor:
         own = propose(batch, count, pick)
-        at = batch.positions[:: batch.uniform][:, None]
+        at = batch.positions[:: batch.rows_per_sequence][:, None]
         places = (at + 1 + index[:count]).clamp(max=len(text) - 1)
         return torch.where(index[:count] < at * every % 16, text[places], own)
 
