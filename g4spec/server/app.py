@@ -356,7 +356,7 @@ class Endpoints:
 
     async def health(self, request: Request) -> Response:
         """Answer GET /health: 200 while steps make progress, else 503."""
-        if self._service.moving and not self._service.draining:
+        if self._service.is_healthy and not self._service.draining:
             return JsonResponse({"status": "ok"})
         why = (
             "the server is shutting down"

@@ -120,9 +120,9 @@ class Service:
         _ = self.vocabulary
 
     @property
-    def moving(self) -> bool:
+    def is_healthy(self) -> bool:
         """Return True while steps make progress or the engine is idle."""
-        return self.engine.moving(self.settings.stall_limit)
+        return self.engine.is_healthy(self.settings.stall_limit)
 
     def check_model(self, name: str | None) -> None:
         """Raise RequestError (404) for the name of another model."""
