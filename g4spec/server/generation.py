@@ -1,4 +1,4 @@
-"""Turn an engine's cycles into the pieces of an answer."""
+"""Convert the engine's cycles to deltas of an answer: parsed events, stop texts, logprobs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from g4spec.server.output_parser import CallEvent, Event, TextEvent, merge_event
 
 
 class Reader(Protocol):
-    """Turns tokens into events: `g4spec.server.output_parser.Parser`, or `Plain`."""
+    """Interface of output parsers: `g4spec.server.output_parser.Parser` or `PlainReader`."""
 
     @property
     def answering(self) -> bool: ...
@@ -30,7 +30,7 @@ class Reader(Protocol):
 
 
 class PlainReader:
-    """Reads a text without any structure."""
+    """A parser of unstructured text."""
 
     answering, thinking, part = True, False, "text"
 
@@ -38,19 +38,19 @@ class PlainReader:
         self._stream = tokenizer.stream()
 
     def push(self, ids: Iterable[int]) -> list[Event]:
-        """Decode tokens; returns the text that became certain."""
+        """Decode tokens; return the completed text."""
         text = self._stream.push(ids)
         return [TextEvent(text)] if text else []
 
     def finish(self, *, whole: bool = True) -> list[Event]:
-        """Return what was held back."""
+        """Return the rest of the text."""
         text = self._stream.finish()
         return [TextEvent(text)] if text else []
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token of the answer with its log-probability, and the likeliest ones in its place."""
+    """A token with its log-probability and the most likely alternatives (id, log-probability)."""
 
     id: int
     logprob: float
@@ -59,14 +59,15 @@ class Token:
 
 @dataclass(slots=True)
 class Delta:
-    """News of an answer.
+    """The increment of an answer since the previous delta.
 
     Attributes:
-        events: in order. tokens: of the answer's text, where log-probabilities are asked for.
-        finish: why it ended, "stop", "length" or "tool_calls", in the last one.
-        stop: the stop text that ended it.
-        ids: tokens that were chosen since the piece before, of text or not.
-        progress: prompt tokens that have been read, where that is asked for (`Options.progress`).
+        events: parsed events, in order.
+        tokens: tokens of the answer's text, if log-probabilities are requested.
+        finish: finish reason, "stop", "length" or "tool_calls"; only in the last delta.
+        stop: the stop text that ended the answer.
+        ids: all tokens generated since the previous delta, including marks.
+        progress: prompt tokens read so far, if requested (`Options.progress`).
     """
 
     events: list[Event] = field(default_factory=list)
@@ -81,13 +82,15 @@ class Delta:
 
 
 class Assembler:
-    """Puts one answer together. Text that may be the beginning of a stop text is held back.
+    """Assembles one answer. Text that may be the beginning of a stop text is held back.
 
     Args:
-        reader: of the tokens. stops: texts that end the answer. special: ids that are no text.
+        reader: parser of the tokens.
+        stops: texts that end the answer.
+        special: ids of control tokens.
 
     Attributes:
-        thoughts: tokens that belonged to thoughts.
+        thoughts: number of reasoning tokens.
         parts: what each token of the newest cycle belongs to: "text", "thought", "call" or "mark".
     """
 
@@ -102,7 +105,7 @@ class Assembler:
         self.parts: list[str] = []
 
     def cycle(self, cycle: Cycle) -> Delta:
-        """Take in a cycle of the engine."""
+        """Add a cycle of the engine; return its delta."""
         self.parts = []
         for i, token in enumerate(cycle.tokens):
             self.parts.append("mark" if token in self._special else self._reader.part)
@@ -112,7 +115,7 @@ class Assembler:
             if cycle.logprobs:
                 told = Token(token, *cycle.logprobs[i])
             if not events and self._reader.answering and token not in self._special:
-                events = [TextEvent("")]  # part of a character
+                events = [TextEvent("")]  # an incomplete UTF-8 character
             for event in events:
                 is_text = isinstance(event, TextEvent)
                 self._held.append((event, told if is_text else None))
@@ -120,7 +123,7 @@ class Assembler:
         return self._released(self._certain())
 
     def finish(self, stats: Stats) -> Delta:
-        """Return the last piece of a text that has ended in order."""
+        """Return the last delta of a text that ended normally."""
         reason = stats.stop_reason
         if self._stop is None:
             ended = reason.startswith("stop")
@@ -136,7 +139,7 @@ class Assembler:
         return sum(len(e.text) for e, _ in self._held if isinstance(e, TextEvent))
 
     def _certain(self) -> int:
-        """Count the characters of the held text that can be given out; finds the stop text."""
+        """Return the number of held characters that can be released; look for stop texts."""
         if not self._stops:
             return self._length()
         text = "".join(e.text for e, _ in self._held if isinstance(e, TextEvent))
@@ -147,7 +150,7 @@ class Assembler:
         return len(text) - max(_overlap(text, s) for s in self._stops)
 
     def _taken(self, length: int) -> list[tuple[Event, Token | None]]:
-        """Take the first `length` characters of text from what is held, and all before the next."""
+        """Remove and return the first `length` held characters, with the events before the next."""
         taken, left = [], length
         while self._held:
             event, token = self._held[0]
@@ -175,6 +178,6 @@ class Assembler:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Count the characters at the end of `text` that may be the beginning of `stop`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     most = min(len(text), len(stop) - 1)
     return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,7 +1,7 @@
-"""What happens to texts while it happens: the events of /v1/live.
+"""The live view: events of /v1/live about all texts while they are generated.
 
-Numbers are told to whoever may use the server, the words of a text only to who knows the word that
-its request carries (`live`).
+Every client of the server sees the figures. The words of a text are sent only to clients that know
+the secret of its request (field `live`).
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ LiveEvent = tuple[str, dict[str, Any]]
 """Name and data of an event."""
 
 MAX_WATCHERS = 32
-"""Streams of /v1/live at once."""
+"""Maximum number of concurrent streams of /v1/live."""
 
 MAX_QUEUED_EVENTS = 4096
-"""Events that wait for a slow reader; what comes then is counted as lost."""
+"""Maximum number of events queued for a slow reader; further ones are counted as lost."""
 
 LOAD_PERIOD = 1.0
-"""Seconds between two events `load`."""
+"""Seconds between two `load` events."""
 
 
 class TokenOrigins:
-    """Tells of each token of one text where it comes from.
+    """Labels each token of one text with its origin.
 
-    A piece has `kind`: "accepted" (drafted and right), "corrected" (in place of a wrong drafted
-    one) or "own" (no draft stood there); and `part`: see `Assembler.parts`.
+    A piece has `kind`: "accepted" (drafted and accepted), "corrected" (replaces a rejected token)
+    or "own" (chosen by the target where nothing was drafted); and `part`, see `Assembler.parts`.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._stream = tokenizer, tokenizer.stream(special=True)
 
     def pieces(self, cycle: Cycle, parts: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the pieces of a cycle. Bytes that form no character yet come with a later one."""
+        """Return the pieces of a cycle; incomplete UTF-8 characters come with a later piece."""
         out = []
         for i, (token, part) in enumerate(zip(cycle.tokens, parts, strict=True)):
             kind = "accepted"
@@ -59,18 +59,22 @@ class TokenOrigins:
         return out
 
     def rejected(self, cycle: Cycle) -> list[str]:
-        """Return the drafted tokens that did not hold."""
+        """Return the texts of the rejected drafted tokens."""
         return [self._tokenizer.decode([i], special=True) for i in cycle.drafted[cycle.accepted :]]
 
 
 @dataclass(slots=True)
 class LiveText:
-    """One text as it is told of.
+    """The state of one text in the live view.
 
     Attributes:
-        number: its name in the events. word: what shows its words, or None.
-        cycles, plain_seconds: steps so far, and what plain decoding would have taken for each; None
-            where that was not known for all of them.
+        number: number of the text in the events.
+        live_key: secret that shows its words, or None.
+        request: request of the engine.
+        origins: labels of its tokens.
+        cycles: steps so far.
+        plain_seconds: sum of the seconds that plain decoding would take for these steps; None if
+            unknown for any of them.
     """
 
     number: int
@@ -81,7 +85,7 @@ class LiveText:
     plain_seconds: float | None = 0.0
 
     def head(self) -> dict[str, Any]:
-        """Describe the text before it runs."""
+        """Return the data of the event `text`."""
         options = self.request.options
         return {
             "text": self.number,
@@ -91,7 +95,7 @@ class LiveText:
         }
 
     def add(self, decision: DraftDecision) -> None:
-        """Count a step."""
+        """Add the figures of a step."""
         self.cycles += 1
         if decision.plain_seconds is None or self.plain_seconds is None:
             self.plain_seconds = None
@@ -99,7 +103,7 @@ class LiveText:
             self.plain_seconds += decision.plain_seconds
 
     def speed(self) -> dict[str, Any]:
-        """Compare with plain decoding, which takes a step a token."""
+        """Return tokens per second, measured and with plain decoding (one token per step)."""
         plain, stats = self.plain_seconds, self.request.stats
         return {
             "tokens_per_second": stats.tokens_per_second,
@@ -108,10 +112,10 @@ class LiveText:
 
 
 class Live:
-    """Tells watchers what happens. Belongs to the event loop of its service.
+    """Sends events to watchers. Used from the event loop of its service only.
 
     Args:
-        model: its name.
+        model: name of the model.
     """
 
     def __init__(self, engine: EngineLike, model: str) -> None:
@@ -122,18 +126,18 @@ class Live:
         self._hits = self._queries = 0
 
     def follow(self, request: Request, live_key: str | None) -> LiveText:
-        """Make the state of a new text; from any thread."""
+        """Create the state of a new text; callable from any thread."""
         return LiveText(
             next(self._numbers), live_key, request, TokenOrigins(self._engine.tokenizer)
         )
 
     def began(self, text: LiveText) -> None:
-        """Tell that a text was queued."""
+        """Send the event `text`: a text was queued."""
         self._texts[text.number] = text
         self._broadcast(text, "text", text.head())
 
     def cycle(self, text: LiveText, cycle: Cycle, parts: Sequence[str]) -> None:
-        """Tell of a cycle, or of the token that the prompt gave.
+        """Send the event `cycle`, or `first` for the token computed by prefill.
 
         Args:
             parts: see `Assembler.parts`.
@@ -157,7 +161,7 @@ class Live:
         self._broadcast(text, "first" if decision is None else "cycle", data, private)
 
     def ended(self, text: LiveText, finish: str) -> None:
-        """Tell that a text has ended; once."""
+        """Send the event `end`, once per text."""
         if self._texts.pop(text.number, None) is not None:
             stats = text.request.stats
             self._broadcast(
@@ -189,7 +193,7 @@ class Live:
     # ---- watchers
 
     def watch(self, live_key: str | None) -> Watcher | None:
-        """Let somebody watch, until the watcher is closed; None where too many do."""
+        """Add and return a watcher, or None if there are too many. Close it after use."""
         if len(self._watchers) >= MAX_WATCHERS:
             return None
         watcher = Watcher(self, live_key)
@@ -197,17 +201,17 @@ class Live:
         return watcher
 
     def leave(self, watcher: Watcher) -> None:
-        """Forget a watcher."""
+        """Remove a watcher."""
         if watcher in self._watchers:
             self._watchers.remove(watcher)
 
     @property
     def idle(self) -> bool:
-        """True if there is no text."""
+        """Return True if there is no text."""
         return not self._texts
 
     def hello(self) -> LiveEvent:
-        """Describe the server and the texts that it has."""
+        """Return the event `hello`: the server and its current texts."""
         engine = self._engine
         return "hello", {
             "model": self._model,
@@ -219,7 +223,7 @@ class Live:
         }
 
     def load(self, lost: int) -> LiveEvent:
-        """Count what is in work. Prompt tokens are those of the texts that have begun so far."""
+        """Return the event `load`. Prompt tokens are summed over all texts started so far."""
         figures = self._engine.stats()
         return "load", {
             "running": figures.running,
@@ -252,10 +256,10 @@ def _cycle_data(decision: DraftDecision, cycle: Cycle) -> dict[str, Any]:
 
 
 class Watcher:
-    """One stream of /v1/live.
+    """One client of /v1/live.
 
     Attributes:
-        id: for the log.
+        id: name in the log.
     """
 
     id = "live"
@@ -271,7 +275,7 @@ class Watcher:
         return hmac.compare_digest(self._live_key, live_key.encode())
 
     def put(self, event: LiveEvent) -> None:
-        """Queue an event."""
+        """Queue an event, or count it as lost if the queue is full."""
         if len(self._queue) < MAX_QUEUED_EVENTS:
             self._queue.append(event)
             self._arrived.set()
@@ -279,14 +283,14 @@ class Watcher:
             self._lost += 1
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self._live.leave(self)
 
     async def events(self, draining: Any) -> AsyncGenerator[LiveEvent, None]:
-        """Yield what happens, and `load` in between.
+        """Yield events as they occur, and `load` every LOAD_PERIOD seconds.
 
         Args:
-            draining: tells, when called, that the stream is to end with the last text.
+            draining: returns True if the stream is to end after the last text.
         """
         yield self._live.hello()
         due = time.monotonic()

@@ -1,12 +1,12 @@
-"""Reads what Gemma 4 writes: thoughts, text and native calls, token by token.
+"""Parse Gemma 4's output token by token: reasoning, text and native tool calls.
 
     <|channel>thought
     ...<channel|>text<|tool_call>call:NAME{key:<|"|>text<|"|>,n:42}<tool_call|>
 
-The marks are tokens, so a text that merely looks like one is never taken for one. Events follow
-from the tokens alone, however many of them arrive at a time. What models write beside this form is
-read, too: empty or stray channel marks, a second `<|channel>` before the real one, calls without
-`call`, with `(` for `{`, without their end, or straight out of a thought.
+Marks are control tokens; text that merely looks like a mark is text. Events depend only on the
+tokens, not on how they are batched. Deviations that models produce are accepted: empty or stray
+channel marks, a second `<|channel>` before the real one, calls without `call`, with `(` instead of
+`{`, without their end, or inside reasoning.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from g4spec.server.tool_arguments import Arguments
 _HEAD = re.compile(r"\s*(?:call\s*:|:)?\s*([^\s:]*)\s*")
 
 MAX_CALL_HEAD = 256
-"""Characters of what stands before the arguments of a call; more is no call."""
+"""Maximum characters between `<|tool_call>` and the arguments; a longer head is text."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextEvent:
-    """A piece of the answer."""
+    """A piece of the answer's text."""
 
     text: str
 
@@ -41,7 +41,7 @@ class ThoughtEvent:
 
 @dataclass(frozen=True, slots=True)
 class CallEvent:
-    """A call begins: the n-th of its text, from 0 on."""
+    """The beginning of a tool call; `index` counts from 0."""
 
     index: int
     name: str
@@ -49,7 +49,7 @@ class CallEvent:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentEvent:
-    """A piece of the arguments of a call, as JSON."""
+    """A piece of a tool call's arguments, as JSON text."""
 
     index: int
     json: str
@@ -60,7 +60,7 @@ Event = TextEvent | ThoughtEvent | CallEvent | ArgumentEvent
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Ids of the tokens that give Gemma 4's texts their structure."""
+    """Token ids of Gemma 4's structural marks."""
 
     turn: int
     turn_end: int
@@ -73,7 +73,7 @@ class Marks:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Marks | None:
-        """Find those of a vocabulary; None if it lacks one."""
+        """Return the marks of a vocabulary, or None if one is missing."""
         names = (
             "<|turn>",
             "<turn|>",
@@ -88,7 +88,7 @@ class Marks:
         return cls(*(i[0] for i in ids)) if all(len(i) == 1 for i in ids) else None
 
     def thinking(self, prompt: Sequence[int]) -> bool:
-        """Return True if a prompt ends inside a thought, which the model goes on with."""
+        """Return True if a prompt ends inside reasoning, which the model continues."""
         for token in reversed(prompt):
             if token in (self.channel_end, self.turn, self.turn_end):
                 return False
@@ -98,7 +98,7 @@ class Marks:
 
 
 class _State(Enum):
-    """Parser states: where the next token belongs."""
+    """Parser states: what the next token belongs to."""
 
     TEXT = auto()
     HEADER = auto()
@@ -112,11 +112,11 @@ _PART_NAMES = {_State.TEXT: "text", _State.THOUGHT: "thought", _State.HEADER: "m
 
 
 class Parser:
-    """Turns the tokens of one text into events.
+    """An incremental parser of the tokens of one text.
 
     Args:
-        calls: read calls; otherwise they are text, marks included.
-        thinking: the prompt ends inside a thought.
+        calls: parse tool calls; otherwise they are text, including their marks.
+        thinking: the prompt ends inside reasoning.
     """
 
     def __init__(
@@ -126,45 +126,47 @@ class Parser:
         self._special = tokenizer.control_ids | set(astuple(marks))
         self._bytes = tokenizer.stream(special=True)
         self._state = _State.THOUGHT if thinking else _State.TEXT
-        self._state_before_header = _State.TEXT  # what a header that is none returns to
-        self._held = ""  # of a header, a call's head, or white space at the end of a thought
-        self._thought = False  # whether the thought has begun
+        self._state_before_header = (
+            _State.TEXT
+        )  # state to return to if a channel header turns out to be text
+        self._held = ""  # pending header, call head, or trailing white space of reasoning
+        self._thought = False  # reasoning text has been emitted
         self._count = 0
         self._arguments: Arguments | None = None
         self._events: list[Event] = []
 
     @property
     def answering(self) -> bool:
-        """True if the next token belongs to the answer, and to no thought or call."""
+        """Return True if the next token belongs to the answer's text."""
         return self._state is _State.TEXT
 
     @property
     def thinking(self) -> bool:
-        """True if the next token belongs to a thought."""
+        """Return True if the next token belongs to reasoning."""
         return self._state in (_State.THOUGHT, _State.HEADER)
 
     @property
     def part(self) -> str:
-        """What the next token belongs to: "text", "thought", "call", or "mark" for none of them."""
+        """Return what the next token belongs to: "text", "thought", "call" or "mark"."""
         return _PART_NAMES.get(self._state, "call")
 
     @property
     def calling(self) -> bool:
-        """True if a call has begun and not ended."""
+        """Return True while a call is open."""
         return self._state in (_State.CALL_HEAD, _State.ARGUMENTS)
 
     def push(self, ids: Iterable[int]) -> list[Event]:
-        """Take in tokens; returns the events that became certain, neighbours of a kind as one."""
+        """Add tokens; return the completed events, adjacent ones of one type merged."""
         for token in ids:
             self._add_token(token)
         return self._flush()
 
     def finish(self, *, whole: bool = True) -> list[Event]:
-        """End the text; returns the last events.
+        """End the text; return the last events.
 
         Args:
-            whole: the model has ended it: an open call is closed. One that was cut off stays open,
-                since its arguments may mean something else than they would have.
+            whole: True if the model ended the text: an open call is closed. An open call of a
+                truncated text stays incomplete, so that clients do not run it.
         """
         self._add_text(self._bytes.finish())
         if self._state is _State.HEADER:
@@ -210,7 +212,7 @@ class Parser:
 
     def _open_channel(self) -> None:
         self._end_call()
-        if self._state is _State.HEADER:  # one more before the real one
+        if self._state is _State.HEADER:  # a second `<|channel>` before the real one
             self._header_ends()
         self._state_before_header = self._state
         self._state, self._held = _State.HEADER, ""
@@ -226,7 +228,7 @@ class Parser:
         self._state, self._held = _State.CALL_HEAD, ""
 
     def _end_call(self) -> None:
-        """End an open call: another mark stands inside of it."""
+        """Close an open call when another mark follows."""
         if self._state is _State.CALL_HEAD:
             self._head_ends(True)
         elif self._state is _State.ARGUMENTS:
@@ -255,7 +257,7 @@ class Parser:
             self._argument(self._arguments.text(text))
 
     def _think(self, text: str) -> None:
-        """Take in text of a thought, without white space around it."""
+        """Add reasoning text, stripped of leading and trailing white space."""
         text = self._held + text
         if not self._thought:
             text = text.lstrip()
@@ -279,7 +281,7 @@ class Parser:
         self._think(rest.lstrip() if again else rest)
 
     def _header_ends(self) -> None:
-        """Leave a header that is none: its text goes where it would have gone without."""
+        """Leave a header that is not `thought`; treat its text as if the mark were absent."""
         held, self._held = self._held, ""
         self._state = self._state_before_header
         if held and held != "thought":
@@ -301,7 +303,7 @@ class Parser:
         self._add_text(rest)
 
     def _head_ends(self, whole: bool) -> None:
-        """End a call without arguments: one of none, if the model has ended it."""
+        """End a call without arguments; emit it with empty arguments if the model ended it."""
         name = _name(self._held)
         if name and whole:
             self._begin_call(name, "}")
@@ -337,22 +339,22 @@ class Parser:
 
 
 class AnswerStream:
-    """Streams the answer alone (`g4spec.runtime.request.TextStream`)."""
+    """A `g4spec.runtime.request.TextStream` of the answer without reasoning and calls."""
 
     def __init__(self, parser: Parser) -> None:
         self._parser = parser
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, marks: Marks, calls: bool, thinking: bool) -> AnswerStream:
-        """Make it with a parser of its own; see `Parser`."""
+        """Create the stream with its own parser; arguments as for `Parser`."""
         return cls(Parser(tokenizer, marks, calls=calls, thinking=thinking))
 
     def push(self, ids: Iterable[int]) -> str:
-        """Return the part of the answer that became certain with `ids`."""
+        """Add tokens; return the completed part of the answer."""
         return _answer(self._parser.push(ids))
 
     def finish(self) -> str:
-        """Return what was held back."""
+        """Return the rest of the answer."""
         return _answer(self._parser.finish())
 
 
@@ -361,7 +363,7 @@ def _answer(events: Iterable[Event]) -> str:
 
 
 def merge_events(events: Iterable[Event]) -> list[Event]:
-    """Merge neighbouring events of a kind."""
+    """Merge adjacent events of one type."""
     out: list[Event] = []
     for event in events:
         last = out[-1] if out else None
@@ -378,6 +380,6 @@ def merge_events(events: Iterable[Event]) -> list[Event]:
 
 
 def _name(head: str) -> str:
-    """Extract the function of `call:NAME`, `:NAME` or `NAME`; "" where there is none."""
+    """Return NAME of `call:NAME`, `:NAME` or `NAME`, or "" if there is none."""
     found = _HEAD.fullmatch(head)
     return found[1] if found else ""

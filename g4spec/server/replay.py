@@ -1,5 +1,7 @@
-"""Streams that go on when their client is gone, and are read again: by the id of a conversation, as
-llama.cpp has it."""
+"""Resumable streams: generation continues after a disconnect, and clients can read on.
+
+A conversation id identifies the stream, as in llama.cpp.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,20 @@ from g4spec.server.sse import Events, StreamSource
 log = logging.getLogger("g4spec.server")
 
 KEEP_SECONDS = 300.0
-"""Seconds that a stream is kept after its end."""
+"""Seconds that a stream is kept after it has ended."""
 
 MAX_BYTES = 64 << 20
-"""Bytes of all streams that are kept; those of the oldest that have ended go first."""
+"""Maximum total size of kept streams, in bytes; the oldest ended ones are dropped first."""
 
 
 class Replay:
-    """The events of one stream, as they come; each has its number as `id`, from 1 on.
+    """A recorded stream of events; each event has its number as `id`, from 1 on.
 
     Args:
-        source: what is streamed; closed with its end. events: made of it.
-        failed: an event for a reason to end early.
+        name: conversation id.
+        source: producer of the events; closed at the end of the stream.
+        events: formatted events.
+        failed: formats the last event after an error.
     """
 
     def __init__(
@@ -45,7 +49,7 @@ class Replay:
         self._task.add_done_callback(self._end)  # also of a task that never ran
 
     def close(self) -> None:
-        """End nothing: whoever follows may come back. See `sse.StreamSource`."""
+        """Do nothing: the client may reconnect. See `sse.StreamSource`."""
 
     async def _consume(self, events: Events) -> None:
         async with aclosing(events):
@@ -74,12 +78,12 @@ class Replay:
         self._arrived = asyncio.Event()
 
     async def stop(self) -> None:
-        """End what writes the events."""
+        """Cancel the task that records the events."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def follow(self, at: int) -> AsyncGenerator[str, None]:
-        """Yield what comes behind the first `at` events, up to the end."""
+        """Yield the events after the first `at` ones, until the stream ends."""
         while at < len(self._events) or self.ended is None:
             if at < len(self._events):
                 yield self._events[at]
@@ -89,7 +93,7 @@ class Replay:
 
 
 class ReplayStore:
-    """Streams by owner (see `response_store.Record`) and id. Belongs to one event loop."""
+    """Recorded streams by owner (`response_store.Record`) and id. Used from one event loop only."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[str | None, str], Replay] = OrderedDict()
@@ -102,7 +106,7 @@ class ReplayStore:
         events: Events,
         failed: Callable[[RequestError], str],
     ) -> Replay:
-        """Take in a stream, see `Replay`; one of the same id before it ends."""
+        """Record a stream (arguments as for `Replay`); stop an earlier one with the same id."""
         if (before := self._kept.pop((owner, name), None)) is not None:
             await before.stop()
         self._drop()
@@ -110,7 +114,7 @@ class ReplayStore:
         return replay
 
     def get(self, owner: str | None, name: str) -> Replay:
-        """Return a stream; RequestError if it is not kept."""
+        """Return a stream; raise RequestError (404) if it does not exist."""
         self._drop()
         if (found := self._kept.get((owner, name))) is None:
             raise RequestError(
@@ -124,7 +128,7 @@ class ReplayStore:
 
     @staticmethod
     def name(request: Request) -> str | None:
-        """Return the id that a request gives its stream, if it does."""
+        """Return the X-Conversation-Id header of a request, or None."""
         name = request.headers.get("x-conversation-id")
         if name is not None and not 1 <= len(name) <= 256:
             raise RequestError(
@@ -133,7 +137,7 @@ class ReplayStore:
         return name
 
     def requested(self, request: Request, owner: str | None) -> tuple[Replay, int]:
-        """Return the stream that a request to read on is about, and how many events it has."""
+        """Return the stream that a request resumes, and how many events the client has."""
         query = request.query_params
         for name in query:
             if name not in ("conv_id", "from", "model"):
@@ -151,17 +155,17 @@ class ReplayStore:
         return self.get(owner, query.get("conv_id", "")), int(at)
 
     async def delete(self, owner: str | None, name: str) -> None:
-        """End a stream and forget it."""
+        """Stop and remove a stream."""
         await self.get(owner, name).stop()
         self._kept.pop((owner, name), None)
 
     def _drop(self) -> None:
-        """Forget streams that ended long ago, or are too much."""
+        """Remove ended streams that are too old or exceed MAX_BYTES in total."""
         size, now = sum(each.size for each in self._kept.values()), time.monotonic()
         for key, each in list(self._kept.items()):
             if each.ended is not None and (now - each.ended > KEEP_SECONDS or size > MAX_BYTES):
                 size -= self._kept.pop(key).size
 
     async def close(self) -> None:
-        """End all."""
+        """Stop all streams."""
         await asyncio.gather(*(each.stop() for each in self._kept.values()))

@@ -1,10 +1,10 @@
-"""Arguments of Gemma 4's native calls, turned into JSON as they arrive.
+"""Convert the arguments of Gemma 4's native tool calls to JSON, incrementally.
 
     {city:<|"|>Paris<|"|>,days:3}    ->    {"city":"Paris","days":3}
 
-Keys are bare, texts stand between delimiter tokens and have no escapes, the rest is as in JSON.
-Whatever a model writes instead (quoted keys, JSON's own strings, words without delimiters, missing
-values, brackets that do not match), the output is JSON once `finish` has been called.
+Keys are unquoted, strings are enclosed in delimiter tokens and have no escapes; all else is JSON.
+Malformed input (quoted keys, JSON strings, bare words, missing values, unbalanced brackets) is
+repaired: the output is always valid JSON after `finish`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WORDS = {
 
 
 class _State(Enum):
-    """States: where the next character belongs."""
+    """Parser states: what the next character belongs to."""
 
     KEY = auto()
     KEY_TEXT = auto()
@@ -43,10 +43,10 @@ class _State(Enum):
 
 
 class Arguments:
-    """The arguments of one call, from behind their opening bracket on.
+    """A converter for the arguments of one call; input begins after the opening bracket.
 
     Args:
-        closer: the bracket that ends them, `}` or `)`.
+        closer: the bracket that ends the arguments, `}` or `)`.
     """
 
     def __init__(self, closer: str = "}") -> None:
@@ -59,11 +59,11 @@ class Arguments:
 
     @property
     def ended(self) -> bool:
-        """True once their last bracket is closed: what follows is not theirs."""
+        """Return True once the last bracket is closed; later input does not belong to the call."""
         return self._state is _State.END
 
     def text(self, piece: str) -> str:
-        """Take in characters; returns the JSON that became certain."""
+        """Add characters; return the JSON completed by them."""
         at = 0
         while at < len(piece) and not self.ended:
             if self._state is _State.TEXT:
@@ -74,7 +74,7 @@ class Arguments:
         return self._flush()
 
     def delimiter(self) -> str:
-        """Take in a delimiter token; returns the JSON that became certain."""
+        """Add a delimiter token; return the JSON completed by it."""
         self._delimiter()
         return self._flush()
 
@@ -92,7 +92,7 @@ class Arguments:
             self._state = _State.NEXT
 
     def finish(self) -> str:
-        """Close what is open; returns the rest of the JSON."""
+        """Close open strings and brackets; return the rest of the JSON."""
         if not self.ended:
             if self._state is _State.TEXT:
                 self._delimiter()
@@ -172,7 +172,7 @@ class Arguments:
     # ---- structure
 
     def _begin_member(self) -> None:
-        """Begin a member, whose key and colon have been read."""
+        """Begin an object member whose key and colon have been read."""
         if not self._first[-1]:
             self._out.append(",")
         self._first[-1] = False
@@ -186,7 +186,7 @@ class Arguments:
             self._first[-1] = False
 
     def _end_member(self) -> None:
-        """Write what is left of a value at the comma or bracket behind it."""
+        """Emit the pending value at the comma or bracket that ends it."""
         if self._state is _State.BARE:
             self._out.append(_scalar(self._held.strip()))
         elif self._state is _State.VALUE and self._open[-1] == "{":
@@ -194,7 +194,7 @@ class Arguments:
         self._held = ""
 
     def _closes(self, c: str) -> bool:
-        """Return True if a bracket closes something, and is no part of a bare word."""
+        """Return True if a bracket closes an open one; otherwise it is part of a bare word."""
         if c == ")":
             return self._closer == ")" and len(self._open) == 1
         return {"}": "{", "]": "["}[c] in self._open
@@ -229,7 +229,7 @@ def _unquoted(raw: str) -> str:
 
 
 def _scalar(word: str) -> str:
-    """Convert a value without delimiters: a number, a constant, or else a text."""
+    """Convert a bare value to JSON: a number, a constant, or else a string."""
     if word in _WORDS:
         return _WORDS[word]
     if _NUMBER.fullmatch(word):
