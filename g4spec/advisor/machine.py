@@ -128,7 +128,7 @@ def upgraded(machine: Machine, engine: str) -> Machine:
     )
 
 
-def assumption(machine: Machine) -> str:
+def assume_options(machine: Machine) -> str:
     """The options that describe what was not looked at, with a space in front; or ""."""
     supposed = "".join(f" --with {shlex.quote(pair)}" for pair in machine.supposed)
     if not machine.assumed:

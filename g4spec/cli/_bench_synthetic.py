@@ -72,14 +72,16 @@ def run(
     if device == "cpu":
         raise UsageError("--synthetic measures a GPU", fix="leave out --device cpu")
     contexts = tuple(sorted({*steps.CONTEXTS, *([n_ctx] if n_ctx else [])}))
-    protocol = steps.Protocol(type, draft=draft, contexts=contexts, accept_length=accept_length)
-    steps.check(name, protocol)
+    config = steps.SyntheticConfig(
+        type, draft=draft, contexts=contexts, accept_length=accept_length
+    )
+    steps.check_config(name, config)
     prepare(save)
     try:
         backend: Any = devices.select("cuda" if device == "auto" else device, setup.cache_type)
     except EnvironmentProblem as missing:
         raise EnvironmentProblem(missing.what, fix="see `g4spec doctor`") from None
-    data = steps.measure(name, backend, protocol)
+    data = steps.measure(name, backend, config)
     _bench_results.write_files(data, out, save, None)
     _show(data, out)
     out.result(data)

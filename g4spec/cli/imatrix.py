@@ -36,11 +36,11 @@ def command(
     gguf.check_writable(out)
     setup = _engine.Setup(ctx_size, None, None, "cpu", None)
     model, _ = _engine.files(model, None, setup, output)
-    from g4spec.measure import chunks as cutting
     from g4spec.measure import importance
+    from g4spec.measure import text_chunks as cutting
 
     engine = _engine.load(model, None, setup, output)
-    parts = cutting.cut(engine.tokenizer, text, ctx_size, chunks)
+    parts = cutting.split_text(engine.tokenizer, text, ctx_size, chunks)
     with output.progress(f"reading {file.name}") as progress:
         found = importance.collect(engine, parts, file.name, progress)
     imatrix.save(out, found)

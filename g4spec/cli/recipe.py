@@ -64,7 +64,7 @@ def command(
     from g4spec.errors import CheckFailed
 
     out, known = render.Output(json, quiet), facts()
-    name = questions.engine(engine) or engine
+    name = questions.engine_name(engine) or engine
     machine = recipe.on_nodes(selected_machine(known, assume, versions), nodes)
     question = question_from_options(known, machine, model, draft, ctx_size, kv, None, gpus)
     assert question is not None

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from g4spec.gguf.imatrix import Entry, Imatrix
-from g4spec.measure import chunks
+from g4spec.measure import text_chunks
 from g4spec.ops.reference import Ops
 from g4spec.runtime.engine import Engine
 
@@ -82,7 +82,7 @@ def collect(
     plain, model.ops = model.ops, InputSums(model.w)
     try:
         for i, ids in enumerate(parts):
-            chunks.read(engine, ids)
+            text_chunks.read_chunk(engine, ids)
             progress(i + 1, len(parts))
         found = model.ops.entries()
     finally:
