@@ -43,7 +43,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -122,14 +121,14 @@ def run(target: str, draft: str, device: str, cache_type: str) -> None:
 def plant() -> None:
     """Does what the tools have to report."""
     file, x = str(Path(__file__).with_name("gpu_planted.cu")), torch.zeros(64, device="cuda")
-    launch.kernel(file, PLANTED["racecheck"])(1, 64, x)
+    launch.kernel(file, PLANTED["racecheck"])(1, 64, x=x)
     plant_access()
 
 
 def plant_access() -> None:
     """Does what memcheck has to report."""
     file, x = str(Path(__file__).with_name("gpu_planted.cu")), torch.zeros(64, device="cuda")
-    launch.kernel(file, PLANTED["memcheck"])(1, 1, x, np.int32(64))
+    launch.kernel(file, PLANTED["memcheck"])(1, 1, x=x, n=64)
     torch.cuda.synchronize()
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import numpy as np
 import torch
 
 HERE = Path(__file__).parent
@@ -55,7 +54,7 @@ def main() -> None:
                 wrong = torch.zeros(1, dtype=torch.int32, device="cuda")
                 both = torch.zeros(2, device="cuda")
                 launch.kernel(KERNEL, "bits<0>")(
-                    BLOCKS, 128, a.contiguous(), b, c, wrong, both, np.int32(zero)
+                    BLOCKS, 128, a=a.contiguous(), b=b, c=c, wrong=wrong, both=both, zero=zero
                 )
                 print(
                     "wgmma bits:",

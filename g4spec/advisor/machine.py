@@ -42,7 +42,7 @@ class Machine:
         tools: engine or package -> version (vllm, sglang, llama.cpp, torch, transformers, ...).
         nvlink: whether the cards are linked; None if unknown.
         torch_arches: capabilities that the installed torch has code for; empty if unknown.
-        other: id of the row (`schema.Other`) of a GPU that is not NVIDIA's, or None.
+        other: id of the row (`schema.OtherGpuFact`) of a GPU that is not NVIDIA's, or None.
         supposed: versions that were asked about, as vllm=0.19.2, which need not be installed.
         notes: what could not be found out, in words.
     """

@@ -19,7 +19,8 @@ def reject_bench_options(context: typer.Context) -> None:
     """Raise UsageError for options of `bench` before `compare`, which has its own options."""
     for flag in _inputs.given_flags(context).values():
         raise UsageError(
-            f"{flag} has no effect before `compare`", fix="put it after `compare`, or leave it out"
+            f"{flag} has no effect before `compare`",
+            fix="leave it out; options of `compare` come after it",
         )
 
 

@@ -65,23 +65,23 @@ def run(
     save: Path | None,
 ) -> None:
     """Measure and show; also times the context length of `setup`."""
-    from g4spec.measure import synthetic_bench as steps
+    from g4spec.measure import synthetic_bench
     from g4spec.runtime import devices
 
     n_ctx, device = setup.n_ctx, setup.device
     if device == "cpu":
         raise UsageError("--synthetic measures a GPU", fix="leave out --device cpu")
-    contexts = tuple(sorted({*steps.CONTEXTS, *([n_ctx] if n_ctx else [])}))
-    config = steps.SyntheticConfig(
+    contexts = tuple(sorted({*synthetic_bench.CONTEXTS, *([n_ctx] if n_ctx else [])}))
+    config = synthetic_bench.SyntheticConfig(
         type, draft=draft, contexts=contexts, accept_length=accept_length
     )
-    steps.check_config(name, config)
+    synthetic_bench.check_config(name, config)
     prepare(save)
     try:
         backend: Any = devices.select("cuda" if device == "auto" else device, setup.cache_type)
     except EnvironmentProblem as missing:
         raise EnvironmentProblem(missing.what, fix="see `g4spec doctor`") from None
-    data = steps.measure(name, backend, config)
+    data = synthetic_bench.measure(name, backend, config)
     _bench_results.write_files(data, out, save, None)
     _show(data, out)
     out.result(data)
@@ -131,4 +131,4 @@ def _show(data: dict[str, Any], out: Output) -> None:
         f"Each cycle commits {data['accept_length']} tokens: this is --accept-length, not measured."
     )
     for name in data["ops_without_kernel"]:
-        out.note(f"ran as torch on the GPU: {name}")
+        out.note(f"ran as torch ops on the GPU, slower than a kernel: {name}")

@@ -1,4 +1,4 @@
-"""What is typed in a conversation: lines, and Ctrl-C."""
+"""Keyboard input of a conversation: messages and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 from g4spec.cli.render import Output
 
-HELP = """/regen          another answer to the last message
-/system TEXT    set the system message; without TEXT, none
-/clear          begin again
-/help           these lines
-/exit           end, as Ctrl-D does
+HELP = """/regen          answer the last message again
+/system TEXT    set the system message; without TEXT, remove it
+/clear          start a new conversation
+/help           show this list
+/exit           quit (or Ctrl-D)
 \"\"\"             begin and end a message of several lines
 Ctrl-C          stop the answer; at the prompt, quit"""
 
@@ -22,7 +22,7 @@ BLOCK = '"""'
 
 
 def read_message(out: Output) -> str | None:
-    """A message, or None at the end of input."""
+    """Read a message; return None at the end of input."""
     try:
         text = out.read_line("> ")
         if not text.startswith(BLOCK):
@@ -37,7 +37,7 @@ def read_message(out: Output) -> str | None:
 
 @contextmanager
 def ctrl_c_cancels(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> Iterator[None]:
-    """Let Ctrl-C cancel a task."""
+    """Make Ctrl-C cancel `task` inside this block."""
     before = signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, lambda *_: _cancel(loop, task))
     try:

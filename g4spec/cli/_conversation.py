@@ -1,4 +1,4 @@
-"""A conversation in the terminal: what is typed, and answers as they come."""
+"""A conversation in the terminal: reads messages and streams answers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ STYLES = {"accepted": "good", "rejected": "struck"}
 
 
 class Conversation:
-    """Reads messages and writes answers, until the end of input or /exit.
+    """A conversation that reads messages and prints answers until end of input or /exit.
 
     Args:
-        seed: of the first answer; the n-th has seed + n. None: each has one of its own.
-        show: mark where tokens come from.
+        seed: random seed of the first answer, increased by 1 per answer. None: random ones.
+        show: mark accepted and rejected draft tokens.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class Conversation:
             out.legend(LEGEND)
 
     def run(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Talk; answers run in `loop`."""
+        """Run the conversation; answers are generated in `loop`."""
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  (what is typed can be edited)
+            import readline  # noqa: F401  (enables line editing)
         while (text := read_message(self._out)) is not None:
             if text.startswith("/") and "\n" not in text:
                 if not self._command(*text[1:].strip().partition(" ")[::2]):
@@ -53,7 +53,7 @@ class Conversation:
             self._reply(loop)
 
     def _command(self, name: str, argument: str) -> bool:
-        """Do what a line that begins with / says; False to end."""
+        """Run a command such as /clear; return False to end the conversation."""
         if name == "clear":
             self._messages.clear()
         elif name == "system":
@@ -62,9 +62,11 @@ class Conversation:
             while self._messages and self._messages[-1]["role"] == "assistant":
                 self._messages.pop()
             if not self._messages:
-                self._out.log("there is nothing to answer")
+                self._out.log("no message to answer yet")
         elif name != "exit":
-            self._out.log(HELP if name == "help" else f"there is no /{name}; /help lists what is")
+            self._out.log(
+                HELP if name == "help" else f"unknown command /{name}; /help lists all commands"
+            )
         return name != "exit"
 
     def _reply(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -77,7 +79,7 @@ class Conversation:
                 loop.run_until_complete(task)
             except asyncio.CancelledError:
                 answer.finish = "stopped"
-            except G4Error as error:  # the next message may be better
+            except G4Error as error:  # the conversation goes on with the next message
                 self._messages.pop()
                 self._out.log(str(error))
                 return

@@ -1,4 +1,4 @@
-"""Opens the engine of a command, and says where it runs."""
+"""Loads the engine of a command and shows the device that it runs on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Options of a command that belong to the engine: see `Engine.load`."""
+    """The engine's options of a command line; see `Engine.load`."""
 
     n_ctx: int | None
     draft_window: int | None
@@ -28,9 +28,11 @@ class Setup:
 def files(
     model: Path, draft: str | None, setup: Setup, out: Output
 ) -> tuple[Path, Path | str | None]:
-    """Target and draft as files that can be loaded, fetched from the hub and converted where they
-    have to be. What shows without that is said before it, and a draft, the smaller one, is fetched
-    before its target."""
+    """Return target and draft as files that can be loaded.
+
+    Downloads them from the hub and converts the draft if necessary. Cheap checks run first. The
+    draft is smaller, so it is downloaded before its target.
+    """
     from g4spec.convert import hub
     from g4spec.runtime import devices, draft_file
 
@@ -57,7 +59,7 @@ def _target(model: Path, setup: Setup, out: Output) -> Path:
 def load(
     model: Path, draft: Path | str | None, setup: Setup, out: Output, **options: Any
 ) -> Engine:
-    """See `Engine.load`, which takes `options`, too."""
+    """Load an engine with a progress bar; `options`: further arguments of `Engine.load`."""
     with out.progress(f"loading {model.name}") as progress:
         engine = load_with_threads(
             target=model, draft=draft, **asdict(setup), **options, progress=progress
@@ -67,7 +69,7 @@ def load(
 
 
 def load_with_threads(**options: Any) -> Engine:
-    """Load an engine, and settle its threads; see `Engine.load`."""
+    """Load an engine and choose its number of CPU threads; see `Engine.load`."""
     from g4spec.runtime.engine import Engine
 
     engine = Engine.load(**options)
@@ -76,7 +78,7 @@ def load_with_threads(**options: Any) -> Engine:
 
 
 def note_device(title: str, on_cpu: bool, setup: Setup, out: Output) -> None:
-    """Say on which device an engine runs; on a CPU, why on none other if that was left open."""
+    """Show the device of an engine. With --device auto on a CPU, show why no GPU is used."""
     if not on_cpu:
         out.note(f"runs on {title}")
     elif setup.device == "auto":
@@ -87,7 +89,7 @@ def note_device(title: str, on_cpu: bool, setup: Setup, out: Output) -> None:
 
 
 def note_ops_without_kernel(engine: Engine, out: Output) -> None:
-    """What ran without a kernel of its own."""
+    """Show the ops that ran on the GPU without a kernel of their own."""
     names = sorted(engine.target.ops.without_kernel)
     if names:
-        out.note(f"ran as torch on the GPU, slower than a kernel: {', '.join(names)}")
+        out.note(f"ran as torch ops on the GPU, slower than a kernel: {', '.join(names)}")

@@ -1,5 +1,7 @@
-"""Flags of llama.cpp that are pasted as they are: taken where they mean something here, else
-refused with the reason, all at once."""
+"""Translates llama.cpp flags in a command line to options of g4spec.
+
+Flags without an equivalent are refused with a reason, all of them in one error.
+"""
 
 from __future__ import annotations
 
@@ -13,29 +15,30 @@ from g4spec.errors import UsageError
 
 
 class Command(TyperCommand):
-    """A command that own_flags pasted flags."""
+    """A command that accepts llama.cpp flags."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """See click; `args` are respelt first."""
+        """Translate `args`, then parse them as click does."""
         return super().parse_args(ctx, translate(self.params, args))
 
 
 class Group(TyperGroup):
-    """A command with commands of its own that own_flags pasted flags."""
+    """A command with subcommands that accepts llama.cpp flags."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """See click; `args` are respelt first."""
+        """Translate `args`, then parse them as click does."""
         return super().parse_args(ctx, translate(self.params, args))
 
 
 def translate(params: Sequence[Any], args: Sequence[str]) -> list[str]:
-    """Arguments with the flags of SAME spelt as the command spells them.
+    """Return `args` with the flags of SAME replaced by the command's own options.
 
     Args:
-        params: of the command, as click keeps them.
+        params: the command's parameters (click objects).
 
-    Raises UsageError for flags that the command has not and that are known here, and for two
-    spellings of one option with two values.
+    Raises:
+        UsageError: for flags of SAME or REFUSED that the command does not have, and for two
+            spellings of one option with different values.
     """
     own_flags = {
         flag: p
@@ -47,7 +50,7 @@ def translate(params: Sequence[Any], args: Sequence[str]) -> list[str]:
     values: dict[str, tuple[str, str]] = {}
     while rest:
         argument = rest.pop(0)
-        if argument == "--":  # what follows are no flags
+        if argument == "--":  # only positional arguments follow
             result += [argument, *rest]
             break
         typed, equals, value = (
@@ -57,7 +60,7 @@ def translate(params: Sequence[Any], args: Sequence[str]) -> list[str]:
         option = own_flags.get(flag)
         if option is None:
             result.append(argument)
-            if why := REFUSED.get(typed, f"this command has no {flag}" * (typed in SAME)):
+            if why := REFUSED.get(typed, f"this command has no option {flag}" * (typed in SAME)):
                 refused.append(f"{typed}: {why}")
             continue
         result.append(flag + equals + value)
@@ -68,7 +71,7 @@ def translate(params: Sequence[Any], args: Sequence[str]) -> list[str]:
         before, first = values.setdefault(option.name, (typed, value))
         if before != typed and first != value and not option.multiple:
             raise UsageError(
-                f"{before} {first} and {typed} {value} set one option, {flag}", fix="give it once"
+                f"{before} {first} and {typed} {value} both set {flag}", fix="give it once"
             )
     if refused:
         raise UsageError("; ".join(dict.fromkeys(refused)))

@@ -1,4 +1,4 @@
-"""What several commands read: prompts, token lists, and the draft behind `-md`."""
+"""Inputs of several commands: texts, token ids, and the files of -m and -md."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ NGRAM = "ngram"
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 file or pipe, or standard input for `-`, of at most 64 MiB; one newline at its end is
-    left out."""
+    """Read UTF-8 text of at most 64 MiB from a file, pipe, or stdin for `-`.
+
+    One newline at the end is removed.
+    """
     from g4spec.gguf.regular_files import MAX_READ_BYTES
 
     with nullcontext(sys.stdin.buffer) if str(path) == "-" else path.open("rb") as file:
@@ -30,27 +32,29 @@ def read_text(path: Path) -> str:
         return data.decode().removesuffix("\n")
     except UnicodeDecodeError as error:
         raise InputError(
-            f"{path}: not a text", expected="UTF-8", found=f"{error.reason} at byte {error.start}"
+            f"{path}: not a text file",
+            expected="UTF-8",
+            found=f"{error.reason} at byte {error.start}",
         ) from None
 
 
 def parse_ids(text: str, where: str) -> list[int]:
-    """Token ids between spaces, line breaks or commas; a list in brackets is fine too."""
+    """Parse token ids separated by spaces, line breaks or commas, optionally in brackets."""
     words = [w for w in re.split(r"[\s,]+", text.strip().strip("[]")) if w]
     for word in words:
         if not re.fullmatch(r"[0-9]{1,9}", word):
-            raise InputError(f"{where}: not a token id", expected="numbers", found=repr(word))
+            raise InputError(f"{where}: not a token id", expected="a number", found=repr(word))
     return [int(word) for word in words]
 
 
 def cache_folder() -> Path:
-    """Where converted drafts are kept."""
+    """Return the folder of the cache of converted drafts."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "g4spec" / "drafts"
 
 
 def resolve(name: Path, out: Output, want: Literal["any", "tokenizer", "gguf"] = "any") -> Path:
-    """What the user named: a path, or a hub id whose files are fetched into the hub's cache."""
+    """Return the path of a file or folder; download it into the hub's cache if it is a hub id."""
     from g4spec.convert import hub
 
     path, notes = hub.resolve(name, want)
@@ -60,8 +64,10 @@ def resolve(name: Path, out: Output, want: Literal["any", "tokenizer", "gguf"] =
 
 
 def open_draft(path: Path, target: Path, out: Output) -> Path:
-    """The GGUF of a draft: a checkpoint folder, or a GGUF in another program's dialect, is
-    converted once and kept in a cache."""
+    """Return the GGUF of a draft.
+
+    A checkpoint folder, or a GGUF in another program's dialect, is converted once and cached.
+    """
     from g4spec import convert
 
     if not path.is_dir():
@@ -69,14 +75,16 @@ def open_draft(path: Path, target: Path, out: Output) -> Path:
             if found.dialect is None:
                 return path
     with out.progress(f"converting {path.name}") as progress:
-        made, note = convert.convert_cached(path, target, cache_folder(), progress=progress)
+        gguf, note = convert.convert_cached(path, target, cache_folder(), progress=progress)
     out.note(note)
-    return made
+    return gguf
 
 
 def check_draft(path: Path, confident: bool = False) -> None:
-    """InputError for what is no draft; UsageError for one that lacks a confidence head, where it
-    must be `confident`."""
+    """Raise InputError unless `path` is a draft.
+
+    Raises UsageError if it must be `confident` (have a confidence head) and is not.
+    """
     from g4spec import convert, models
 
     with convert.detect(path, prefer_gguf=True) as found:
@@ -87,7 +95,7 @@ def check_draft(path: Path, confident: bool = False) -> None:
 
 
 def check_target(path: Path, n_ctx: int | None) -> None:
-    """InputError for what is no GGUF of a target, UsageError for a context that it has not."""
+    """Raise InputError unless `path` is a target's GGUF, UsageError for a too long context."""
     if not path.is_dir():
         from g4spec.runtime import engine
 
@@ -105,7 +113,7 @@ def check_target(path: Path, n_ctx: int | None) -> None:
 
 
 def given_flags(context: typer.Context) -> dict[str, str]:
-    """The options that were given: name of the parameter -> flag, in the command's order."""
+    """Return the options of the command line: parameter name -> flag, in the command's order."""
     sources = {o: context.get_parameter_source(o.name or "") for o in context.command.params}
     return {
         o.name or "": next((flag for flag in o.opts if flag[:2] == "--"), o.opts[0])
@@ -114,8 +122,8 @@ def given_flags(context: typer.Context) -> dict[str, str]:
     }
 
 
-def require_draft(draft: str | None, **given: object) -> None:
-    """UsageError for an option that is about a draft where there is none."""
-    for name, value in given.items():
+def require_draft(draft: str | None, **options: object) -> None:
+    """Raise UsageError if one of `options` is set and there is no draft."""
+    for name, value in options.items():
         if draft is None and value:
             raise UsageError(f"--{name.replace('_', '-')} needs a draft", fix="pass one with -md")

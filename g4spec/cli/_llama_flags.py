@@ -1,4 +1,4 @@
-"""Flags of llama.cpp that people paste: what they are called here, or why they are not needed."""
+"""Flags of llama.cpp: the name of the same option here, or why there is none."""
 
 from __future__ import annotations
 
@@ -24,72 +24,70 @@ SAME = {
     "--draft": "--draft-max",
     "--draft-n": "--draft-max",
 }
-"""Other spellings of options: flag -> ours."""
+"""Flag of llama.cpp -> the same option here."""
 
-_MOVED = "whole models run on one device: choose it with --device, and see `g4spec doctor`"
-_SAMPLER = "no such sampler; there are --temp, --top-k, --top-p, --min-p and penalties"
-_DRAFT = "a draft runs on its target's device; --draft-window bounds its context"
+_MOVED = "a model is not split across devices: choose one with --device, see `g4spec doctor`"
+_SAMPLER = "this sampler does not exist here; use --temp, --top-k, --top-p, --min-p or penalties"
+_DRAFT = "a draft runs on its target's device; --draft-window limits its context"
 _REFUSED = {
     "-ngl --gpu-layers --n-gpu-layers -sm --split-mode -ts --tensor-split -mg --main-gpu -dev "
     "--device-draft -ot --override-tensor -cmoe --cpu-moe -ncmoe --n-cpu-moe -fit --fit": _MOVED,
     "-ngld --gpu-layers-draft --n-gpu-layers-draft -devd -cd --ctx-size-draft -td "
     "--threads-draft": _DRAFT,
     "-ctkd --cache-type-k-draft -ctvd --cache-type-v-draft": (
-        "a draft's cache has its target's type: --cache-type"
+        "a draft's KV cache has the target's type: use --cache-type"
     ),
-    "-fa --flash-attn": "attention always works in blocks, with nothing to switch on",
+    "-fa --flash-attn": "not needed: attention is always computed in tiles",
     "-nkvo --no-kv-offload -kvo --kv-offload": (
-        "keys and values lie where the model runs; -c and --cache-type make them smaller"
+        "the KV cache is on the model's device; make it smaller with -c or --cache-type"
     ),
-    "--jinja --no-jinja": "chat templates are always read as Jinja",
+    "--jinja --no-jinja": "chat templates are always Jinja",
     "-cnv --conversation -i --interactive -if --interactive-first -st --single-turn": (
-        "`g4spec chat` is a conversation, and `generate --chat` one question"
+        "use `g4spec chat` for a conversation, or `generate --chat` for one question"
     ),
-    "-no-cnv --no-conversation": "`generate` continues a prompt as it stands unless told --chat",
-    "--chat-template": "the file's own template is used; `serve` takes --chat-template-file",
+    "-no-cnv --no-conversation": "`generate` uses no chat template unless --chat is given",
+    "--chat-template": "the template of the file is used; `serve` has --chat-template-file",
     "-sysf --system-prompt-file": "give the text with --system",
-    "-b --batch-size -ub --ubatch-size": "the device decides how many rows are read at a time",
-    "-tb --threads-batch": "prompts are read with the same threads: -t",
+    "-b --batch-size -ub --ubatch-size": "prefill chunk sizes are chosen for the device",
+    "-tb --threads-batch": "use -t; it applies to prefill, too",
     "--mlock --mmap --no-mmap -dio --direct-io --no-host --numa --prio --poll --cpu-mask -C": (
-        "nothing here to set: weights are copied to the device once"
+        "not needed: weights are copied to the device once"
     ),
-    "-np --parallel": "one text at a time; `serve`, `bench` and `verify` take --parallel",
-    "-cb --cont-batching": "`serve` always adds texts to a running batch",
-    "--warmup --no-warmup": "`bench` warms up by itself",
+    "-np --parallel": "one text at a time here; `serve`, `bench` and `verify` have --parallel",
+    "-cb --cont-batching": "`serve` always uses continuous batching",
+    "--warmup --no-warmup": "`bench` always warms up",
     "-v --verbose -lv --verbosity --log-verbosity --log-disable --log-file --verbose-prompt "
-    "--no-perf --perf": "figures and notices go to stderr; -q leaves them out",
-    "--no-display-prompt --display-prompt": "only the new text is printed",
-    "-co --color": "a terminal gets colours by itself, unless NO_COLOR is set",
-    "-e --escape --no-escape": "-p is taken as it stands; line breaks come from a file (-f)",
+    "--no-perf --perf": "figures and notices go to stderr; turn them off with -q",
+    "--no-display-prompt --display-prompt": "the prompt is never printed",
+    "-co --color": "a terminal gets colours unless NO_COLOR is set",
+    "-e --escape --no-escape": "-p has no escapes; for line breaks give a file with -f",
     "--samplers --sampling-seq --sampler-seq --mirostat --mirostat-lr --mirostat-ent --typical "
     "--typical-p --xtc-probability --xtc-threshold --dry-multiplier --dry-base "
     "--dry-allowed-length --dry-penalty-last-n --dynatemp-range --dynatemp-exp --top-nsigma "
     "--top-n-sigma": _SAMPLER,
-    "--repeat-last-n": "penalties count the whole text",
+    "--repeat-last-n": "penalties apply to the whole text",
     "--grammar --grammar-file -j --json-schema -jf --json-schema-file": (
-        "`serve` holds an answer to a grammar or schema if the request asks for it"
+        "`serve` takes a grammar or schema in the request"
     ),
-    "--reasoning-format --reasoning-budget -rea --reasoning": (
-        "--thinking (`chat`: --think) lets the model think first"
-    ),
+    "--reasoning-format --reasoning-budget -rea --reasoning": ("use --thinking (`chat`: --think)"),
     "--rope-scaling --rope-scale --rope-freq-base --rope-freq-scale --yarn-orig-ctx "
     "--yarn-ext-factor --yarn-attn-factor --yarn-beta-slow --yarn-beta-fast --override-kv": (
-        "the file says it; convert it again to change that"
+        "the value in the file is used; convert again to change it"
     ),
     "--keep --context-shift --no-context-shift -gan --grp-attn-n": (
-        "a text ends where its context does"
+        "generation ends when the context is full"
     ),
-    "-mm --mmproj --mmproj-auto --no-mmproj --image --audio": "only text is read",
-    "--lora --lora-scaled --control-vector": "no adapters: merge them into the checkpoint first",
+    "-mm --mmproj --mmproj-auto --no-mmproj --image --audio": "only text input is supported",
+    "--lora --lora-scaled --control-vector": "adapters are not supported: merge them first",
     "--draft-min --draft-n-min --spec-draft-n-min": (
-        "a proposal may have any length up to --draft-max"
+        "there is no minimum draft length; --draft-max sets the maximum"
     ),
-    "--spec-type": "-md names the draft, and its file says its kind; `-md ngram` needs no file",
-    "-hff --hf-file": "the file stands behind the repository: -m org/name:FILE.gguf",
-    "-mu --model-url": "download it, or name its hub id with -m",
-    "-hft --hf-token": "set HF_TOKEN",
-    "--metrics --props --slots": "`serve` always offers that",
-    "-sys --system-prompt": "`chat` and `generate --chat` take a system message",
+    "--spec-type": "give the draft with -md: its file contains its kind; `-md ngram` needs no file",
+    "-hff --hf-file": "name the file after the repository: -m org/name:FILE.gguf",
+    "-mu --model-url": "download the file, or give its hub id with -m",
+    "-hft --hf-token": "set the environment variable HF_TOKEN",
+    "--metrics --props --slots": "`serve` always has these endpoints",
+    "-sys --system-prompt": "use --system of `chat` or `generate --chat`",
 }
 REFUSED = {flag: why for flags, why in _REFUSED.items() for flag in flags.split()}
-"""Flag -> why it is not needed, or what to use."""
+"""Flag of llama.cpp -> why it does not exist here, or what to use instead."""

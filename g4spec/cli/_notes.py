@@ -1,24 +1,28 @@
-"""What is text about a run that may not be what was meant."""
+"""Notes about runs that probably do not do what the user wants."""
 
 from __future__ import annotations
 
 MIN_PROPOSALS, LOW_ACCEPTANCE = 16, 0.04
-"""First tokens of proposals that tell enough, and the share of them that is almost none."""
+"""Proposals needed for a statement, and acceptance of their first tokens that counts as low."""
 
 
 def low_acceptance_note(drafted: int, accepted: int) -> str | None:
-    """What to say of a draft of whose `drafted` first tokens almost none was accepted."""
+    """Return a note if almost no first token of the proposals was accepted, else None.
+
+    Args:
+        drafted, accepted: number of drafted and of accepted first tokens of proposals.
+    """
     if drafted < MIN_PROPOSALS or accepted >= LOW_ACCEPTANCE * drafted:
         return None
     return (
-        f"almost nothing of the draft was accepted: {accepted} of {drafted} first tokens "
-        f"({accepted / drafted:.1%}); it was probably not trained for this target. "
-        "g4spec validate DRAFT --target TARGET looks for the reason"
+        f"almost no drafted token was accepted: {accepted} of {drafted} first tokens "
+        f"({accepted / drafted:.1%}). The draft was probably not trained for this target. "
+        "Find the reason with `g4spec validate DRAFT --target TARGET`"
     )
 
 
 def greedy_note(**options: float) -> str | None:
-    """What to say of options that only sampling reads, where the likeliest token is taken."""
+    """Return a note on sampling options that have no effect at temperature 0, else None."""
     names = [f"--{name.replace('_', '-')}" for name, value in options.items() if value]
-    text = f"{', '.join(names)}: no effect at --temp 0, which takes the likeliest token"
+    text = f"{', '.join(names)}: no effect at --temp 0 (greedy decoding)"
     return text if names else None

@@ -1,4 +1,4 @@
-"""What `validate --probe` measures, as text."""
+"""`validate --probe`: runs the pair and shows what was measured."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ if TYPE_CHECKING:
 
 
 def check(target: Path | None) -> None:
-    """Raise what keeps --probe from running, before the files are read."""
+    """Raise an error if --probe cannot run, before any file is read."""
     if target is None:
-        raise UsageError("--probe runs the draft beside its target", fix="pass --target")
+        raise UsageError("--probe needs the draft's target", fix="pass it with --target")
     from g4spec.measure import draft_probe  # noqa: F401  (needs torch)
 
 
 def run(out: Output, path: Path, target: Path | None) -> ProbeResult:
-    """Run the pair, and show what was measured."""
+    """Run the pair and show what was measured."""
     from g4spec.measure import draft_probe
 
     assert target is not None, "see check"
     with out.progress("probing") as progress:
         found = draft_probe.probe(target, path, progress=progress)
     shares = ", ".join(f"{x:.0%}" for x in found.run.shares())
-    out.line(f"{found.run.per_step:.2f} tokens a step; accepted by position: {shares}")
+    out.line(f"{found.run.per_step:.2f} tokens per step; acceptance by position: {shares}")
     rows = [(name, f"{run.per_step:.2f}") for name, run in found.others.items()]
     out.table(
-        f"Drafts of this kind reach {found.reached:g} or more",
-        ("with this changed", "tokens a step"),
+        f"Good drafts of this kind reach {found.reached:g} tokens per step or more",
+        ("changed setting", "tokens per step"),
         rows,
     )
     for name in found.better:
-        out.line(f"better with {name}: compare that with the checkpoint", "bad")
+        out.line(f"better with {name}: compare this setting with the checkpoint", "bad")
     if not found.ok and not found.better:
         out.line(
-            "fewer than drafts of this kind reach, and no single setting explains it: "
-            "probably not trained for this target, or weights are wrong (--against)",
+            "too few tokens per step for this kind of draft, and no single setting explains it: "
+            "the draft was probably trained for another target, or has wrong weights (--against)",
             "bad",
         )
     return found

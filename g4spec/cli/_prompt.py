@@ -1,5 +1,4 @@
-"""The prompt of one text: from the command line, a file, ids or a conversation, and how it is
-tokenized."""
+"""Reads and tokenizes a prompt: text, a file, token ids, or a conversation."""
 
 from __future__ import annotations
 
@@ -18,8 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PromptOptions:
-    """What the options say about the prompt. `special`: read control tokens in it; None: in raw
-    prompts only."""
+    """The options of a command line that describe the prompt.
+
+    Attributes:
+        special: parse text such as <|turn> as control tokens; None: in raw prompts only.
+    """
 
     text: str | None = None
     file: Path | None = None
@@ -34,27 +36,27 @@ class PromptOptions:
     def __post_init__(self) -> None:
         sources = (self.text, self.file, self.tokens_file, self.messages)
         if sum(given is not None for given in sources) != 1:
-            raise UsageError(
-                "give the prompt by exactly one of -p, --file, --tokens-file and --messages"
-            )
+            raise UsageError("expected exactly one of -p, --file, --tokens-file and --messages")
         for name, given in (
             ("--system", self.system is not None),
             ("--thinking", self.thinking),
             ("--tools", self.tools is not None),
         ):
             if given and not self.uses_template:
-                raise UsageError(f"{name} needs --chat", fix="add --chat, or give --messages")
+                raise UsageError(
+                    f"{name} needs a chat template", fix="add --chat, or give --messages"
+                )
         if self.tokens_file is not None and (self.uses_template or self.special is not None):
             name = "--chat" if self.uses_template else "--parse-special"
-            raise UsageError(f"{name} needs a text: ids are read as they are", fix="leave it out")
+            raise UsageError(f"{name} has no effect on token ids", fix="leave it out")
 
     @property
     def uses_template(self) -> bool:
-        """Whether a chat template makes the prompt."""
+        """True if the prompt is formatted with the chat template."""
         return self.chat or self.messages is not None
 
     def read(self) -> Prompt:
-        """The prompt, read before anything is loaded."""
+        """Read the prompt; needs no model."""
         tools = _objects(self.tools, "type") if self.tools is not None else None
         if self.tokens_file is not None:
             ids = _inputs.parse_ids(_inputs.read_text(self.tokens_file), str(self.tokens_file))
@@ -65,8 +67,7 @@ class PromptOptions:
         if not text:
             raise UsageError(
                 "the prompt is empty",
-                fix="give a text; for one that begins with "
-                "nothing, give the id of BOS with --tokens-file",
+                fix="give a text, or the id of BOS with --tokens-file to start from nothing",
             )
         if self.chat:
             return Prompt(self, messages=[{"role": "user", "content": text}], tools=tools)
@@ -75,7 +76,7 @@ class PromptOptions:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt that was read: a text, ids, or messages."""
+    """The content of a prompt: text, token ids, or messages."""
 
     options: PromptOptions
     text: str = ""
@@ -84,7 +85,7 @@ class Prompt:
     tools: list[dict[str, Any]] | None = None
 
     def encode(self, tokenizer: Tokenizer, n_ctx: int) -> list[int]:
-        """Its tokens."""
+        """Return the token ids of the prompt."""
         if self.ids is not None:
             return self.ids
         if self.messages is not None:
@@ -99,34 +100,34 @@ class Prompt:
         return tokenizer.encode(self.text, n_ctx=n_ctx, special=self.options.special is not False)
 
     def chat_note(self, tokenizer: Tokenizer, ids: Sequence[int]) -> str | None:
-        """What to say about a plain text for a model that was trained to chat.
+        """Return a note if this is plain text for a chat model, else None.
 
         Args:
-            ids: tokens of the prompt; control tokens among them show that it is a turn already.
+            ids: tokens of the prompt. Control tokens among them mean that it is formatted already.
         """
         plain = self.ids is None and self.messages is None
         if not plain or not tokenizer.template or tokenizer.control_ids & set(ids[1:]):
             return None
         return (
-            "the model was trained to chat, and continues this text as it stands: --chat makes "
-            "it a question"
+            "this is a chat model, and it continues the prompt as plain text; "
+            "to ask it a question, add --chat"
         )
 
 
 def _objects(path: Path, key: str) -> list[dict[str, Any]]:
-    """A JSON list of objects that all have `key`."""
+    """Read a JSON list of objects that all have the text field `key`."""
     try:
         found = json.loads(_inputs.read_text(path))
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not JSON", found=str(error)[:80]) from None
+        raise InputError(f"{path}: not JSON: {str(error)[:80]}") from None
     if (
         not isinstance(found, list)
         or not found
         or not all(isinstance(x, dict) and isinstance(x.get(key), str) for x in found)
     ):
         raise InputError(
-            f"{path}: not a list of objects",
-            expected=f'each with a text "{key}"',
+            f"{path}: not a list of JSON objects",
+            expected=f'objects with a text field "{key}"',
             found=f"{found!r:.80}",
         )
     return found

@@ -1,4 +1,4 @@
-"""Sampling where the command line leaves it open: what the file itself recommends."""
+"""Default sampling options: the model file's own recommendation."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ if TYPE_CHECKING:
     from g4spec.ops.sampling import Sampler
 
 PREFIX = "general.sampling."
-"""Keys that llama.cpp reads, too. `convert` writes them from generation_config.json."""
+"""Prefix of the GGUF keys; llama.cpp reads them, too. `convert` writes them from
+generation_config.json."""
 FIELDS = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 DEFAULTS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-"""What holds where the file says nothing, too: nothing is filtered."""
+"""Values if neither the command line nor the file has one: no filtering."""
 
 
 def sampler(path: Path, out: Output, **options: float | None) -> Sampler:
-    """The sampler of a target: what was `options` (names of `Sampler`'s fields), else what its file
-    says, else DEFAULTS; and a note on what came from the file."""
+    """Return the sampler of a target, and show a note on values that come from its file.
+
+    Each value is that of `options` (field names of `Sampler`), else the file's, else DEFAULTS.
+    """
     from g4spec.gguf import GGUF
     from g4spec.ops.sampling import Sampler
 
@@ -36,7 +39,7 @@ def sampler(path: Path, out: Output, **options: float | None) -> Sampler:
     if from_file:
         out.note(f"sampling: {', '.join(from_file)}, from {PREFIX}* of {path.name}")
     if unknown := sorted(set(found) - {PREFIX + name for name in FIELDS}):
-        out.note(f"not used: {', '.join(unknown)} of {path.name}")
+        out.note(f"ignored: {', '.join(unknown)} of {path.name}")
     values |= {name: value for name, value in options.items() if value is not None}
     values["top_k"] = max(int(values["top_k"]), 0)
     return Sampler(**values)

@@ -1,4 +1,4 @@
-"""`serve` over HTTP: one model, or several that are loaded when they are sampling for."""
+"""`serve` over HTTP: serves one model, or a folder of models loaded on first use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HttpOptions:
-    """Where a server listens, and to whom; certificate and key are PEM files."""
+    """Address, TLS files (PEM) and access rules of a server."""
 
     host: str
     port: int
@@ -27,13 +27,13 @@ class HttpOptions:
     keys: Sequence[str]
 
     def place(self, out: Output) -> Place:
-        """Return where to listen; says so if anybody may come in."""
+        """Return the address to listen on; show a warning if everybody can use the server."""
         from g4spec.server import run
 
         place = run.Place(self.host, self.port, self.certificate, self.key)
         run.check_certificate(place)
         if run.exposed(place) and not self.keys:
-            out.note(f"anybody who reaches {self.host} may use this server: give it an --api-key")
+            out.note(f"everybody who can reach {self.host} can use this server: set an --api-key")
         return place
 
     @property
@@ -44,11 +44,12 @@ class HttpOptions:
 
 @dataclass(frozen=True, slots=True)
 class ModelLoader:
-    """Opens models alike.
+    """A loader of models that all get the same options.
 
     Attributes:
-        template: chat template instead of the models' own. sampling: sampling that the command line
-            says. more: see `EngineClient`.
+        template: chat template to use instead of the models' own.
+        sampling: sampling options of the command line.
+        engine_options: further arguments of `EngineClient`.
     """
 
     setup: _engine.Setup
@@ -62,9 +63,9 @@ class ModelLoader:
         settings: Settings,
         target: Path,
         draft: Path | str | None,
-        tell: Callable[[int, int], None] = lambda read, whole: None,
+        report_progress: Callable[[int, int], None] = lambda read, whole: None,
     ) -> Service:
-        """Load a target in a process of its own, and serve it; `tell`: see `models.Progress`."""
+        """Load a target in a process of its own; `report_progress`: see `models.Progress`."""
         from g4spec.server.engine_client import EngineClient
         from g4spec.server.service import Service
 
@@ -73,7 +74,7 @@ class ModelLoader:
 
             def report(read: int, whole: int) -> None:
                 progress(read, whole)
-                tell(read, whole)
+                report_progress(read, whole)
 
             engine = EngineClient(
                 target,
@@ -96,18 +97,18 @@ def serve_one(
     draft: str | None,
     alias: Sequence[str] | None,
 ) -> None:
-    """Serve a target under its file's name, or under `alias`; `limits`: of `Settings`."""
+    """Serve one target, named after its file or `alias`; `limits`: fields of `Settings`."""
     from g4spec.server import run
     from g4spec.server.service import Settings
 
     place = http.place(loader.out)
-    with run.listen(place) as at:
+    with run.listen(place) as socket:
         target, file = _engine.files(model, draft, loader.setup, loader.out)
         names = alias or [target.stem]
         service = loader.service(Settings(names[0], tuple(names[1:]), **limits), target, file)
-        note = f"{names[0]} is served at {run.address(place, at)}"
+        note = f"{names[0]} is served at {run.address(place, socket)}"
         with service.engine:
-            run.serve(service, place, at, lambda: loader.out.note(note), **http.access)
+            run.serve(service, place, socket, lambda: loader.out.note(note), **http.access)
 
 
 def serve_folder(
@@ -117,7 +118,7 @@ def serve_folder(
     folder: Path | None,
     max_loaded: int,
 ) -> None:
-    """Serve all targets in a folder, at max_loaded so many loaded at once."""
+    """Serve all targets in a folder, at most `max_loaded` of them loaded at once."""
     from g4spec.server import models, run
     from g4spec.server.service import Settings
 
@@ -128,7 +129,7 @@ def serve_folder(
 
     assert folder is not None  # see `_serve_options.check_models`
     place = http.place(loader.out)
-    with run.listen(place) as at:
-        found = models.Models(models.find(folder), load, max_loaded, limits["time_limit"])
-        note = f"{len(found.all)} models are served at {run.address(place, at)}"
-        run.serve_models(found, place, at, lambda: loader.out.note(note), **http.access)
+    with run.listen(place) as socket:
+        registry = models.Models(models.find(folder), load, max_loaded, limits["time_limit"])
+        note = f"{len(registry.all)} models are served at {run.address(place, socket)}"
+        run.serve_models(registry, place, socket, lambda: loader.out.note(note), **http.access)

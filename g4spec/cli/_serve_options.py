@@ -122,7 +122,9 @@ def check_models(
 ) -> None:
     """Raise UsageError unless the options name either one model or a folder."""
     if (model is None) == (models is None):
-        raise UsageError("no model given, or two", expected="either -m or --models")
+        raise UsageError(
+            "expected either -m or --models", fix="name a model with -m, or a folder with --models"
+        )
     if models is not None and (draft is not None or alias):
         raise UsageError("-md and -a need -m", fix="leave them out with --models")
 

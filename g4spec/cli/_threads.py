@@ -1,4 +1,4 @@
-"""Threads on the CPU: `-t`, and how torch's threads wait for each other."""
+"""CPU threads: the option `-t`, and how idle threads of torch wait."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from g4spec.runtime.engine import Engine
 
 VARIABLE = "OMP_NUM_THREADS"
-"""Environment variable that torch, OpenMP and MKL read when they are loaded."""
+"""Environment variable for the number of threads; torch, OpenMP and MKL read it on import."""
 
 SMALL_TARGET = 256 << 20
-"""Bytes of weights in memory, 4 each on a CPU, below which one thread is the better choice: an
-operation is then nearly over before another thread has been woken (benchmarks/LOG.md)."""
+"""Bytes of weights (4 per weight on a CPU) below which one thread is faster: waking another thread
+takes about as long as an operation (benchmarks/LOG.md)."""
 
 
 def _export(number: int | None) -> int | None:
-    """Hand `-t` to torch, which has not been loaded when options are read."""
+    """Set the environment variable from `-t`; torch is imported after the options are parsed."""
     if number is not None:
         os.environ[VARIABLE] = str(number)
     return number
@@ -39,14 +39,16 @@ Threads = Annotated[
 
 
 def use_passive_wait() -> None:
-    """Let idle threads sleep, unless OMP_WAIT_POLICY says otherwise. Must run before torch is
-    imported. By default they spin, and on a busy machine they then take the core from the thread
-    that they wait for: 2 tokens/s instead of 40."""
+    """Let idle threads sleep unless OMP_WAIT_POLICY is set; call it before importing torch.
+
+    By default idle threads spin. On a busy machine they take the core from the thread that they
+    wait for: 2 tokens/s instead of 40.
+    """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def limit_threads(engine: Engine) -> None:
-    """Take one thread for a small target, unless the user chose a number."""
+    """Use one thread for a small target, unless the user chose a number."""
     if VARIABLE not in os.environ and engine.memory.weights < SMALL_TARGET:
         import torch
 

@@ -1,4 +1,4 @@
-"""From published checkpoints to GGUF, and from GGUF to GGUF in another type."""
+"""Convert published checkpoints to GGUF, and requantize GGUF files."""
 
 from g4spec.convert.cache import convert_cached
 from g4spec.convert.pipeline import Result, check_arguments, convert, quantize

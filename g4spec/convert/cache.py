@@ -1,7 +1,8 @@
-"""Conversions of draft folders that are kept, so that a draft is converted once.
+"""Cache of converted drafts, so that a draft folder is converted once.
 
-An entry proves what it is: its name holds a digest of both sources with their sizes and times, and
-the file beside it the sha256 of its content. One that does not match is made again.
+The name of an entry contains a digest of both sources, their sizes and modification times. A
+`.sha256` file next to the entry holds the digest of its content. An entry that does not match its
+digest is converted again.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ def convert_cached(
     type: str = "q8_0",
     progress: Progress | None = None,
 ) -> tuple[Path, str]:
-    """The GGUF of a draft folder, and what to tell the user: it was in the folder, converted now,
-    or found in `cache_dir`.
+    """Return the GGUF of a draft and a note about its origin: the folder, `cache_dir`, or a new
+    conversion.
 
-    A changed checkpoint is converted again: its key holds size and time of change of each file
-    beside `provenance.digest`, which reads samples only.
+    A changed checkpoint is converted again: the cache key contains size and modification time of
+    each file, because `provenance.digest` only reads samples.
     """
     with sources.detect(source, prefer_gguf=True) as found:
         if isinstance(found.source, GGUF) and found.dialect is None:
@@ -42,7 +43,7 @@ def convert_cached(
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     out = Path(cache_dir) / f"{source.resolve().name}-{key}-{type}.gguf"
     for path in (out, _digest_path(out)):
-        remove_stale(path)  # what a run that was killed left
+        remove_stale(path)  # left by a killed process
     there = out.exists()
     if there and _is_intact(out):
         return out, f"{source}: using its conversion {out}"
@@ -60,7 +61,7 @@ def _digest_path(out: Path) -> Path:
 
 
 def _is_intact(out: Path) -> bool:
-    """True if an entry opens and has the content that was written."""
+    """True if the entry opens as GGUF and its content has the recorded digest."""
     try:
         expected = _digest_path(out).read_bytes()
         with GGUF(out):

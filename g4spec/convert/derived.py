@@ -1,4 +1,4 @@
-"""Values that no source tensor holds as the GGUF wants them."""
+"""Tensors and arrays of a GGUF that are computed, because no source tensor holds them as needed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from g4spec.convert.tensors import StoredTensor
 from g4spec.errors import InputError, Unsupported
 
 UNROTATED = np.float32(1e30)
-"""Divisor of a rotation angle that leaves nothing of it."""
+"""Divisor that makes a rotation angle zero, so that a pair is not rotated."""
 
 
 def rope_freqs(config: Any) -> NDArray[np.float32]:
-    """Divisors of the rotation angles of full-attention layers, [head_dim / 2]: ones for pairs
-    that rotate, 1e30 for pairs that stay.
+    """Return the divisors of the RoPE angles of full-attention layers, [head_dim / 2]: 1 for
+    rotated pairs, 1e30 for the others.
 
     Source: llama.cpp `conversion/gemma.py` (generate_extra_tensors).
     """
@@ -30,10 +30,10 @@ def rope_freqs(config: Any) -> NDArray[np.float32]:
 
 
 def absolute_d2t(d2t: StoredTensor, t2d: StoredTensor | None, n_vocab: int) -> NDArray[np.int64]:
-    """TargetInfo id of each draft id from speculators' offsets: `i + d2t[i]`, [n_draft].
+    """Return the target id of each draft id, [n_draft]: `i + d2t[i]` (speculators has offsets).
 
-    Raises InputError unless the ids lie in the vocabulary, strictly increase, and are those that
-    `t2d` marks.
+    Raises InputError unless the ids are in the vocabulary, strictly increase, and are exactly those
+    that `t2d` marks.
     """
     where = f"tensor {d2t.name}"
     if d2t.format is None or not d2t.format.integer or len(d2t.shape) != 1:
@@ -49,7 +49,7 @@ def absolute_d2t(d2t: StoredTensor, t2d: StoredTensor | None, n_vocab: int) -> N
         if np.all(np.diff(delta) > 0) and delta[0] >= 0 and delta[-1] < n_vocab:
             hint = "these look like absolute ids; speculators stores offsets (target id - draft id)"
         raise InputError(
-            f"{where}: entry {i} leads outside the vocabulary",
+            f"{where}: target id of entry {i} is outside the vocabulary",
             expected=f"0 to {n_vocab - 1}",
             found=int(ids[i]),
             fix=hint,
@@ -85,7 +85,8 @@ def _check_t2d(t2d: StoredTensor, ids: NDArray[np.int64], n_vocab: int) -> None:
 
 
 def interleave_head_rows(tensor: StoredTensor, head_dim: int) -> StoredTensor:
-    """Rows of each head reordered from halves to neighbouring pairs (`TensorSpec.pairs`).
+    """Reorder the rows of each head from halves (i, i + D/2) to neighbours (2i, 2i + 1), as in
+    `TensorSpec.pairs`.
 
     Source: llama.cpp `conversion/llama.py` (LlamaModel.permute).
     """
@@ -96,12 +97,12 @@ def interleave_head_rows(tensor: StoredTensor, head_dim: int) -> StoredTensor:
 
 
 def t2d_sha256(t2d: StoredTensor) -> str:
-    """sha256 over one byte (0 or 1) for each token of the target."""
+    """Return the sha256 over one byte (0 or 1) for each token of the target."""
     return hashlib.sha256((t2d.raw != 0).tobytes()).hexdigest()
 
 
 def as_int32(tensor: StoredTensor) -> NDArray[np.int32]:
-    """A tensor of ids as I32; InputError if one does not fit."""
+    """Return a tensor of ids as int32; InputError if an id does not fit."""
     values = tensor.array()
     if tensor.format is None or not tensor.format.integer:
         raise InputError(f"tensor {tensor.name}", expected="integers", found=tensor.dtype)

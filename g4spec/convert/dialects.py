@@ -1,8 +1,8 @@
-"""Draft GGUFs as other programs write or wrote them, as data; `rewrite.py` acts on it.
+"""GGUF dialects of other programs' drafts, as data for `rewrite.py`.
 
-A dialect is told by its architecture string and by keys and tensors that only it has. What a key
-means follows from its name alone (`target_layer_ids` counts outputs everywhere, `target_layers`
-inputs), so all dialects of a kind share one table of names.
+A dialect is recognized by its architecture string and by keys and tensors that only it has. The
+name of a key determines its meaning (`target_layer_ids` always counts layer outputs,
+`target_layers` inputs), so all dialects of a kind share one table of names.
 
 Sources: loaders and converters of lucebox, dusterbloom's fork, ik_llama.cpp, beellama.cpp, buun,
 AtomicChat, and of the upstream pull requests 22105 (DFlash) and 22738 (assistants).
@@ -19,12 +19,14 @@ MASK = "tokenizer.ggml.mask_token_id"
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One way of writing a kind of draft.
+    """One program's way of writing a kind of draft.
 
     Attributes:
-        title: whose it is. `kind`: the architecture it becomes.
+        title: name of the program.
+        kind: the architecture that it is rewritten to.
         archs: its values of `general.architecture`.
-        marks: patterns of keys (without the architecture) and tensor names; one must be there.
+        markers: patterns of keys (without the architecture) and tensor names, of which the file
+            must have one; empty if the architecture is enough.
     """
 
     title: str
@@ -35,14 +37,15 @@ class Dialect:
 
 @dataclass(frozen=True, slots=True)
 class DialectFamily:
-    """Names that the dialects of one kind use.
+    """Names that all dialects of one kind use.
 
     Attributes:
-        kept: keys (without the architecture) that mean the same in the current form.
-        keys: key -> current key; `tokenizer.` ones are whole. `unused`: patterns of keys that say
-            nothing the file still needs.
-        tensors: pattern -> current name.
-        refused: pattern of keys (if true) and tensors -> the feature for which there is no code.
+        kept_keys: keys (without the architecture) that have the same name and meaning now.
+        renamed_keys: key -> current key; the latter with prefix if it begins with `tokenizer.`.
+        ignored_keys: patterns of keys that are not needed.
+        tensor_names: (pattern, current name) pairs.
+        unsupported: (pattern, feature) pairs: a key with a true value or a tensor that matches the
+            pattern uses the feature, which has no code here.
     """
 
     kept_keys: tuple[str, ...]
@@ -53,7 +56,7 @@ class DialectFamily:
 
 
 OUTPUT_LAYER_IDS = "dflash.target_layer_ids"
-"""Layers whose output is read; the current form names layers whose input is read."""
+"""Key that lists layers whose output is read; the current key lists layers whose input is read."""
 
 DIALECTS = (
     Dialect(
@@ -90,7 +93,7 @@ DIALECTS = (
         (r"mtp\.(centroids|token_ordering)\.weight", r"n_centroids"),
     ),
 )
-"""In the order in which they are tried: those with marks before those known by a name alone."""
+"""All dialects in the order in which they are tried: those with markers come first."""
 
 _GEMMA = (
     "context_length",
@@ -132,10 +135,10 @@ FAMILIES = {
             r"dflash\.n_target_(layers|features)",
             r"dflash\.target_hidden",  # repeat fc's shape
             r"tie_word_embeddings",
-            r"attention\.causal",  # the same in every file of a fork
+            r"attention\.causal",  # constant in all files of a fork
             r"rope\.dimension_count",
             r"attention\.value_length",
-            r"dflash\.(laguna|context_kv_layer_norm|dspark\..*)",  # false, else refused below
+            r"dflash\.(laguna|context_kv_layer_norm|dspark\..*)",  # false, see `unsupported`
         ),
         tensor_names=(
             (r"dflash[._]fc\.weight", "fc.weight"),
@@ -207,7 +210,7 @@ FAMILIES = {
 
 
 def recognise(arch: object, names: Iterable[str]) -> Dialect | None:
-    """The dialect of a file with this architecture, keys and tensor names, if it is one."""
+    """Return the dialect of a file with this architecture, keys and tensor names, or None."""
     names = [n.removeprefix(f"{arch}.") for n in names]
     for dialect in DIALECTS:
         if arch in dialect.archs and (
@@ -218,7 +221,7 @@ def recognise(arch: object, names: Iterable[str]) -> Dialect | None:
 
 
 def current_name(family: DialectFamily, name: str, present: Container[str]) -> str:
-    """Current name of a tensor. A name of the present is kept where the file has both."""
+    """Return the current name of a tensor, or `name` if the file has the current name too."""
     for pattern, new in family.tensor_names:
         if re.fullmatch(pattern, name):
             current = re.sub(pattern, new, name)
@@ -227,12 +230,15 @@ def current_name(family: DialectFamily, name: str, present: Container[str]) -> s
 
 
 def markdown() -> str:
-    """The dialects as the table in docs/sources.md."""
-    rows = ["| written by | `general.architecture` | told by | becomes |", "|---|---|---|---|"]
+    """Return the table of dialects in docs/sources.md."""
+    rows = [
+        "| written by | `general.architecture` | recognized by | becomes |",
+        "|---|---|---|---|",
+    ]
     for d in DIALECTS:
         marks = ", ".join(f"`{m}`" for m in d.markers).replace("|", "\\|") or "the name"
         rows.append(
             f"| {d.title} | {', '.join(f'`{a}`' for a in d.archs)} | {marks} | `{d.kind}` |"
         )
     refused = [feature for f in FAMILIES.values() for _, feature in f.unsupported]
-    return "\n".join(rows) + f"\n\nRefused by name, for want of code: {'; '.join(refused)}.\n"
+    return "\n".join(rows) + f"\n\nUnsupported features, refused by name: {'; '.join(refused)}.\n"

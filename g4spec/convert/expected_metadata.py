@@ -1,4 +1,4 @@
-"""The metadata that converting a source would write, to hold a file against."""
+"""Metadata that converting a source would write; `validate` compares a file with it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from g4spec.errors import G4Error
 from g4spec.gguf import GGUF, KV, string, u32
 
 MODEL_PREFIXES = ("tokenizer.", "g4spec.")
-"""Prefixes, beside the architecture's own, of keys that change what a model computes."""
+"""Prefixes of keys that change what a model computes, besides the prefix of its architecture."""
 ORIGIN_KEYS = (
     provenance.SOURCE,
     provenance.REVISION,
@@ -24,21 +24,21 @@ ORIGIN_KEYS = (
     provenance.TARGET_SOURCE,
     provenance.TARGET_REVISION,
 )
-"""Keys that say where a file came from; a source may have been moved or renamed since."""
+"""Keys that record the origin of a file. They are not compared: a source may have been moved."""
 OPTIONAL_KEYS = (provenance.WEIGHTS, provenance.TARGET_WEIGHTS)
-"""Keys that are there only if the weights were at hand at conversion."""
+"""Keys that are written only if the weights were available at conversion."""
 OPTIONAL_PREFIXES = ("general.type", "general.quantization_version", "general.sampling.")
-"""Beginnings of keys that files by other tools lack, without harm."""
+"""Prefixes of keys that files of other tools may lack without harm."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedMetadata:
-    """What a conversion would say.
+    """Metadata that a conversion would write.
 
     Attributes:
         keys: metadata key -> value, of the model, its tokenizer and its target.
-        arrays: keys whose arrays are tensors of the source, compared as tensors.
-        refusal: why the source cannot be converted, or empty.
+        arrays: keys whose arrays are tensors of the source; they are compared as tensors.
+        refusal: reason why the source cannot be converted, or empty.
     """
 
     keys: KV = field(default_factory=dict)
@@ -46,14 +46,19 @@ class ExpectedMetadata:
     refusal: str = ""
 
     def covers(self, key: str, arch: str) -> bool:
-        """Whether a conversion decides if there is such a key."""
+        """True if a file must have this key exactly when the conversion writes it."""
         if key in ORIGIN_KEYS or key in self.arrays:
             return False
         return key.startswith((f"{arch}.", *MODEL_PREFIXES)) or key == "general.architecture"
 
 
 def from_source(source: Path, kind: ModuleType, target: GGUF | None) -> ExpectedMetadata:
-    """Read the source as `convert` does. `target`: of a draft."""
+    """Return the metadata that converting `source` would write.
+
+    Args:
+        kind: the module in `models/` that the file claims to be.
+        target: the target of a draft, None for a target.
+    """
     try:
         found = sources.detect(source)
         with found:
@@ -67,7 +72,7 @@ def from_source(source: Path, kind: ModuleType, target: GGUF | None) -> Expected
 
 
 def _of_gguf(file: GGUF, kind: ModuleType) -> ExpectedMetadata:
-    """Of a file that is only requantized, which keeps all keys."""
+    """Return the keys of a GGUF that is only requantized: it keeps all of them."""
     config = kind.parse_gguf(file.kv, file.shapes())
     all_keys = ExpectedMetadata(arrays=_arrays(kind, config))
     arch = str(file.get("general.architecture"))
@@ -97,7 +102,7 @@ def _converted(found: DetectedSource, target: GGUF | None) -> ExpectedMetadata:
 
 
 def _digest(tensors: Any) -> KV:
-    """Of the mask of a reduced vocabulary, which has no tensor in the file."""
+    """Return the digest of `t2d`, the mask of a reduced vocabulary; it has no tensor in a GGUF."""
     t2d = next((t for name, t in tensors.items() if name.split(".")[-1] == "t2d"), None)
     return {} if t2d is None else {provenance.T2D_SHA256: string(derived.t2d_sha256(t2d))}
 

@@ -1,5 +1,7 @@
-"""Experts that a checkpoint holds one by one, as quantizing tools leave them: put together into the
-3-D tensors of the model, gate rows before up rows, without ever holding more than a block of rows.
+"""Stack experts that a checkpoint stores as separate 2-D tensors, as quantizing tools write them.
+
+The results are the 3-D tensors of the model, with gate rows before up rows. They are read lazily:
+no more than a block of rows is in memory.
 """
 
 from __future__ import annotations
@@ -17,16 +19,16 @@ from g4spec.convert.tensors import LazyTensor, StoredTensor
 from g4spec.errors import InputError
 from g4spec.quant.format import Bytes
 
-ONE = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def stacked(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors with `experts.N.gate_proj.weight` and friends replaced by `experts.gate_up_proj`
-    and `experts.down_proj`. InputError if an expert is missing."""
+    """Replace `experts.N.{gate,up,down}_proj.weight` by `experts.gate_up_proj` and
+    `experts.down_proj`. Raises InputError if an expert is missing."""
     out = dict(tensors)
     found: dict[str, dict[tuple[int, str], str]] = {}
     for name in tensors:
-        if match := ONE.fullmatch(name):
+        if match := EXPERT.fullmatch(name):
             found.setdefault(match[1], {})[int(match[2]), match[3]] = name
     for base, names in found.items():
         count = 1 + max(i for i, _ in names)
@@ -41,7 +43,7 @@ def stacked(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
 
 
 def _joined(name: str, parts: Sequence[StoredTensor], count: int) -> StoredTensor:
-    """Matrices of one shape one below the other, as [count, rows, columns]."""
+    """Concatenate matrices of one shape along rows, as a lazy tensor [count, rows, columns]."""
     shape = parts[0].shape
     odd = next((p for p in parts if p.shape != shape or p.format is None), None)
     if odd is not None or len(shape) != 2:

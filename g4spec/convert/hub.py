@@ -1,8 +1,8 @@
-"""Models named by their id on the Hugging Face hub: `org/name[@revision][:file.gguf]`, or with the
-type of a GGUF as llama.cpp names it: `org/name:Q4_K_M`.
+"""Download models from the Hugging Face hub by id: `org/name[@revision][:file.gguf]`, or with the
+type of a GGUF `org/name:Q4_K_M`, as in llama.cpp.
 
-Downloads go through huggingface_hub: its cache, its token, its resumption, and its settings
-(HF_HUB_OFFLINE, HF_ENDPOINT, HF_HUB_DOWNLOAD_TIMEOUT). Only the files that are needed are fetched.
+Downloads use huggingface_hub with its cache, token, resumption and settings (HF_HUB_OFFLINE,
+HF_ENDPOINT, HF_HUB_DOWNLOAD_TIMEOUT). Only the files that are needed are downloaded.
 Nothing that the hub sends is trusted: `transfer.TransferGuard` checks headers, sizes and times
 before anything is written, and each downloaded file is checked against its digest.
 """
@@ -29,7 +29,7 @@ from g4spec.gguf import regular_files
 from g4spec.gguf.atomic import atomic_write
 
 Purpose = Literal["any", "tokenizer", "gguf"]
-"""What for: a checkpoint or GGUF, a target's tokenizer and configuration, or a GGUF to run."""
+"""Files needed: a checkpoint or GGUF, a target's tokenizer and configuration, or a GGUF to run."""
 
 T = TypeVar("T")
 _WORD = r"[A-Za-z0-9][A-Za-z0-9._-]*"
@@ -40,14 +40,14 @@ PART_SUFFIX = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
 HOME = "https://huggingface.co"
 INDEX = ".safetensors.index.json"
 MAX_LISTING_BYTES = 16 << 20
-"""Most bytes of the list of a repository's files."""
+"""Maximum size of the list of a repository's files in bytes."""
 TRIES = 3
 TRANSIENT = {408, 429, 500, 502, 503, 504}
 
 
 @dataclass(frozen=True, slots=True)
 class HubId:
-    """A repository on the hub, a revision of it, and maybe one file in it, by its name or type."""
+    """A repository on the hub, with an optional revision and an optional file name or type."""
 
     repo: str
     revision: str | None = None
@@ -56,7 +56,7 @@ class HubId:
 
     @classmethod
     def parse(cls, text: str) -> HubId | None:
-        """None for what can only be a path. A bare file name after a slash is one too."""
+        """Parse an id; None if `text` can only be a path, such as `folder/model.gguf`."""
         found = _ID.fullmatch(text)
         if found is None or found[1].endswith((".gguf", ".safetensors")):
             return None
@@ -66,7 +66,7 @@ class HubId:
         return cls(found[1], found[2], *((found[3], None) if named else (None, found[3])))
 
     def of_type(self, names: Iterable[str]) -> list[str]:
-        """The GGUF files of this type, which stands in their names, as `-Q4_K_M.` or `/Q4_K_M-`."""
+        """Return the GGUF files with this type in their name, as in `-Q4_K_M.` or `/Q4_K_M-`."""
         word = re.compile(rf"(?<![A-Za-z0-9_]){re.escape(self.type or '')}(?![A-Za-z0-9_])", re.I)
         return [name for name in names if name.endswith(".gguf") and word.search(name)]
 
@@ -75,16 +75,16 @@ class HubId:
 
 
 def is_remote(text: str | Path) -> bool:
-    """Whether a name is a hub id of nothing that lies here, so that the hub must be asked."""
+    """True if `text` is a hub id and not an existing path, so that the hub is needed."""
     return HubId.parse(str(text)) is not None and not Path(text).exists()
 
 
 def resolve(text: str | Path, purpose: Purpose = "any") -> tuple[Path, list[str]]:
-    """The local path of what the user named, and what to tell them.
+    """Return the local path of a path or hub id, and notes for the user.
 
-    A path that exists wins over a hub id; anything that can be neither is returned as it is.
+    An existing path has precedence over a hub id. Text that is neither is returned unchanged.
 
-    Raises InputError or EnvironmentProblem when the hub does not deliver.
+    Raises InputError or EnvironmentProblem if the download fails.
     """
     name = str(text)
     found, path = HubId.parse(name), Path(name)
@@ -97,7 +97,7 @@ def resolve(text: str | Path, purpose: Purpose = "any") -> tuple[Path, list[str]
 
 
 def fetch(id: HubId, purpose: Purpose = "any") -> Path:
-    """Download what is needed of a repository; the file, or the folder of its snapshot."""
+    """Download the files needed for `purpose`; return the file or the folder of the snapshot."""
     return _Hub(id).fetch(purpose)
 
 
@@ -109,7 +109,7 @@ class _Hub:
 
         self.id, self.hf, self.errors, self.constants = id, hf, errors, constants
         self.cache = Path(os.path.abspath(constants.HF_HUB_CACHE))
-        # Whatever the transport raises: it changed with the versions of huggingface_hub.
+        # Base class of the transport's errors; it differs between versions of huggingface_hub.
         self.transport: type[Exception] = errors.HfHubHTTPError.__mro__[1]
         if not sys.stderr.isatty():
             disable_progress_bars()
@@ -133,7 +133,7 @@ class _Hub:
         return paths[0] if chosen[0].endswith(".gguf") else paths[0].parent
 
     def _list(self) -> tuple[str, list[str]]:
-        """The commit that the revision stands for, and the files of it."""
+        """Return the commit of the revision and the names of its files."""
         api = self.hf.HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
         timeout = float(self.constants.HF_HUB_ETAG_TIMEOUT)
         try:
@@ -144,14 +144,14 @@ class _Hub:
             names = [s.rfilename for s in info.siblings or []]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             raise InputError(
-                f"{self.id}: the hub's answer makes no sense", found=f"{type(e).__name__}: {e}"
+                f"{self.id}: malformed answer of the hub", found=f"{type(e).__name__}: {e}"
             ) from e
         if not re.fullmatch(r"[0-9a-f]{40}", str(info.sha)):
-            raise InputError(f"{self.id}: the hub names no commit", found=f"{info.sha!r:.80}")
+            raise InputError(f"{self.id}: no commit in the hub's answer", found=f"{info.sha!r:.80}")
         return str(info.sha), [n for n in names if isinstance(n, str) and _safe(n)]
 
     def _choose(self, names: list[str], purpose: Purpose, revision: str) -> list[str]:
-        """The files to fetch, the one that stands for the whole first."""
+        """Return the files to download; the first one is the model or is in its folder."""
         top = [n for n in names if "/" not in n]
         small = [n for n in SMALL if n in top]
         tensors = sorted(n for n in top if n.endswith(".safetensors"))
@@ -175,13 +175,13 @@ class _Hub:
             missing = [s for s in shards if s not in top]
             if missing:
                 raise InputError(
-                    f"{self.id}: shards that its index names are not there", found=_shown(missing)
+                    f"{self.id}: shards named in its index are missing", found=_shown(missing)
                 )
             return [*small, indexes[0], *shards]
         return [*small, *(["model.safetensors"] if "model.safetensors" in tensors else tensors)]
 
     def _of_type(self, ggufs: list[str]) -> list[str]:
-        """The one file of the type that was asked for, or all parts of it."""
+        """Return the only file of the requested type, or all parts of it."""
         found = self.id.of_type(ggufs)
         if len({PART_SUFFIX.sub("", name) for name in found}) != 1:
             named = found or ggufs or ["FILE.gguf"]
@@ -209,7 +209,7 @@ class _Hub:
         raise InputError(f"{self.id} has neither safetensors nor GGUF files", found=_shown(names))
 
     def _get(self, name: str, revision: str) -> Path:
-        """One file of a commit, from the cache or downloaded and checked."""
+        """Return the path of one file of a commit, from the cache or downloaded and checked."""
         options: dict[str, Any] = {"revision": revision, "cache_dir": self.cache}
         had = self.hf.try_to_load_from_cache(self.id.repo, name, **options)
         guards: list[TransferGuard] = []
@@ -227,22 +227,23 @@ class _Hub:
             )
         )
         if self.cache.resolve() not in path.resolve().parents:
-            raise InputError(f"{self.id}: {name} leads out of the cache", found=path.resolve())
+            raise InputError(f"{self.id}: {name} is outside the cache", found=path.resolve())
         if not isinstance(had, str):
             _check_digest(path, guards[-1].digest, f"{self.id}: {name}")
         return path
 
     def _guard(self, name: str, revision: str) -> TransferGuard:
-        """Bounds of a file: what is read whole is small, all else has room on the disk."""
+        """Return the limits of a download: MAX_READ_BYTES for files that are read at once, the
+        free disk space for all others."""
         whole = name in SMALL or name.endswith(INDEX)
         there = next(p for p in (self.cache, *self.cache.parents) if p.exists())
         limit = regular_files.MAX_READ_BYTES if whole else shutil.disk_usage(there).free
-        # The Xet client has none of these bounds, so only the hub itself may use it.
+        # The Xet client ignores these limits, so it is only allowed for the official hub.
         own = os.environ.get("HF_ENDPOINT", HOME).rstrip("/") == HOME
         return TransferGuard(f"{self.id}: {name}", limit, disk=not whole, commit=revision, xet=own)
 
     def _remember(self, path: Path, revision: str) -> None:
-        """Write down in the cache what a branch or tag stands for, so that it works offline."""
+        """Record the commit of a branch or tag in the cache, so that it can be used offline."""
         name = self.id.revision or "main"
         if name != revision:
             storage = next(p for p in path.parents if p.name == "snapshots").parent
@@ -252,7 +253,7 @@ class _Hub:
                 file.write(revision.encode())
 
     def _offline(self) -> Path:
-        """What the cache holds, without asking."""
+        """Return the files from the cache, without network access."""
         try:
             if self.id.file:
                 return Path(
@@ -275,7 +276,7 @@ class _Hub:
         except (self.errors.LocalEntryNotFoundError, self.errors.HFValidationError) as e:
             raise EnvironmentProblem(
                 f"{self._what} is not in the cache, and HF_HUB_OFFLINE is set",
-                fix="unset it to download",
+                fix="unset HF_HUB_OFFLINE to download",
             ) from e
         if self.id.type:
             names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*.gguf"))
@@ -290,7 +291,7 @@ class _Hub:
         return f"{self.id}:{part}" if part else str(self.id)
 
     def _call(self, call: Callable[[], T], guarded: Callable[[], TransferGuard]) -> T:
-        """The answer; a few times, while the failure is one that passes."""
+        """Return `call()`; try up to TRIES times while errors are transient."""
         for attempt in range(TRIES):
             guard = guarded()
             try:
@@ -305,7 +306,7 @@ class _Hub:
         raise AssertionError
 
     def _is_transient(self, error: BaseException) -> bool:
-        """Whether it may work a moment later."""
+        """True if the same request may succeed a moment later."""
         status = _status(error)
         if isinstance(error, self.errors.LocalEntryNotFoundError) and error.__cause__:
             return self._is_transient(error.__cause__)
@@ -315,7 +316,7 @@ class _Hub:
         return not named and not isinstance(error, (self.errors.OfflineModeIsEnabled, ValueError))
 
     def _explain(self, error: BaseException) -> G4Error:
-        """A failure in one line, with what to do."""
+        """Turn an exception of huggingface_hub into an error of one line with a fix."""
         errors, what = self.errors, self._what
         if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__:
             return self._explain(error.__cause__)
@@ -325,21 +326,21 @@ class _Hub:
             (
                 errors.GatedRepoError,
                 f"{what} is gated",
-                f"accept its licence at {page} and set HF_TOKEN to a token of yours",
+                f"accept its licence at {page} and set HF_TOKEN to your token",
             ),
             (
                 errors.RevisionNotFoundError,
                 f"{self.id.repo} has no revision {self.id.revision!r}",
                 "name a branch, a tag or a commit",
             ),
-            (errors.EntryNotFoundError, f"{what}: the hub lacks a file that it listed", None),
+            (errors.EntryNotFoundError, f"{what}: a listed file is missing on the hub", None),
             (
                 errors.RepositoryNotFoundError,
                 f"{nowhere} no such repository on the hub",
                 "if it is private, set HF_TOKEN",
             ),
-            (errors.HFValidationError, f"{nowhere} it is no hub id", None),
-            (ValueError, f"{what}: the hub's answer makes no sense ({error!s:.200})", None),
+            (errors.HFValidationError, f"{nowhere} not a valid hub id", None),
+            (ValueError, f"{what}: malformed answer of the hub ({error!s:.200})", None),
         ):
             if isinstance(error, kind):
                 return InputError(text, fix=fix)
@@ -358,13 +359,14 @@ class _Hub:
     def _unreachable(self, error: BaseException, nowhere: str) -> G4Error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return EnvironmentProblem(
-                f"{self._what}: no space left in {self.cache}", fix="free some, or set HF_HUB_CACHE"
+                f"{self._what}: no space left in {self.cache}",
+                fix="free disk space, or set HF_HUB_CACHE",
             )
         found = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         return EnvironmentProblem(
             f"{nowhere} the hub cannot be reached",
             found=found,
-            fix="check the network; a download goes on where it stopped",
+            fix="check the network and run the command again; downloads are resumed",
         )
 
 
@@ -374,7 +376,7 @@ def _status(error: BaseException) -> int | None:
 
 
 def _safe(name: str) -> bool:
-    """Whether a file name from the hub stays inside a folder on every system."""
+    """True if a file name from the hub stays inside its folder on every operating system."""
     return all(_FILE.fullmatch(part) for part in name.split("/"))
 
 
@@ -384,12 +386,13 @@ def _shown(names: Iterable[str]) -> str:
 
 
 def _check_digest(path: Path, digest: str | None, what: str) -> None:
-    """Hold a fresh download against what the hub said of it, or the name under which the cache
-    keeps it: sha256 for large files, git's sha1 for small ones. A wrong one is removed."""
+    """Compare a download with the digest from the hub's headers, or else with the name of its blob
+    in the cache: sha256 for large files, git's sha1 for small ones. Removes a damaged file and
+    raises InputError."""
     blob = Path(os.path.join(path.parent, os.readlink(path))) if path.is_symlink() else path
     expected = digest or blob.name
     if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", expected):
-        raise InputError(f"{what}: no digest to hold it against", found=expected)
+        raise InputError(f"{what}: no digest to compare with", found=expected)
     found = hashlib.sha256() if len(expected) == 64 else hashlib.sha1(usedforsecurity=False)
     with open(blob, "rb") as f:
         if len(expected) == 40:
@@ -400,7 +403,7 @@ def _check_digest(path: Path, digest: str | None, what: str) -> None:
         path.unlink()
         blob.unlink(missing_ok=True)
         raise InputError(
-            f"{what}: damaged on the way, removed",
+            f"{what}: damaged download, removed",
             expected=f"{found.name} {expected}",
             found=found.hexdigest(),
             fix="run the command again",

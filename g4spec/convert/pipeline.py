@@ -1,4 +1,4 @@
-"""Converting and quantizing: from a plan to a file."""
+"""Convert and quantize: make a plan, then write the file."""
 
 from __future__ import annotations
 
@@ -37,11 +37,14 @@ QUANTIZATION_VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a conversion did, or would do.
+    """Result of a conversion or of a dry run.
 
     Attributes:
-        plan: every tensor. `notes`: what the user should know. `out`: the file, or the first part.
-        seconds: it took. `nbytes`: size of the file, in a dry run of its tensors.
+        plan: what was done with every tensor.
+        notes: remarks for the user.
+        out: the file, or the first part of a split model.
+        seconds: duration.
+        nbytes: size of the file; in a dry run, size of its tensors.
         written: false after a dry run.
     """
 
@@ -55,11 +58,14 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where a conversion goes.
+    """Destination of a conversion.
 
     Attributes:
-        path: the file. `max_size`: write parts of at most so many bytes, named after it.
-        dry_run: make the plan only. unchanged: raises if the source has changed meanwhile.
+        path: the file to write.
+        max_size: split the model into parts of at most this many bytes; None for one file.
+        dry_run: make the plan only.
+        progress: called with bytes done and bytes in total.
+        unchanged: called before the file appears; raises if a source has changed.
     """
 
     path: Path
@@ -69,7 +75,7 @@ class Output:
     unchanged: Callable[[], None] | None = None
 
     def write(self, kv: KV, data: list[TensorData]) -> tuple[Path, int]:
-        """The file or first part that was written, and the size of all."""
+        """Write the model; return the path of the file or first part, and the total size."""
         if self.max_size is None:
             return self.path, gguf.write(self.path, kv, data, self.progress, self.unchanged)
         paths, size = gguf.write_split(
@@ -89,20 +95,20 @@ def convert(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> Result:
-    """Turn a checkpoint folder into a GGUF for upstream llama.cpp and for this package.
+    """Convert a checkpoint folder into a GGUF for upstream llama.cpp and for this package.
 
     Args:
-        source: a target's or a draft's checkpoint; a draft GGUF in another program's dialect is
-            rewritten, any other GGUF (alone or in a folder) is requantized.
-        target: folder or GGUF of the draft's target; needed for drafts, whose tokenizer and
-            shapes come from it.
-        type: of matrices, one of `policy.names()`; vectors stay F32.
-        tensor_types: types of some tensors, see `policy.parse_type`.
-        split_max_size: write parts of at most so many bytes, named after `out`.
+        source: checkpoint of a target or a draft. A draft GGUF in another program's dialect is
+            rewritten, any other GGUF (a file or in a folder) is requantized.
+        target: folder or GGUF of the draft's target. Required for drafts: their tokenizer comes
+            from it, and their shapes are checked against it.
+        type: type or mix of matrices, one of `policy.names()`; vectors stay F32.
+        tensor_types: types of single tensors, see `policy.parse_type`.
+        split_max_size: split the model into parts of at most this many bytes, named after `out`.
         dry_run: make the plan only.
 
     Raises:
-        InputError: before anything is written, whenever the plan does not work out.
+        InputError: the source cannot be converted. Raised before anything is written.
     """
     asked = check_arguments(out, type, dry_run, tensor_types)
     to = Output(Path(out), split_max_size, dry_run, progress, UnchangedCheck(Path(source), target))
@@ -110,12 +116,12 @@ def convert(
     with found:
         if isinstance(found.source, GGUF) and found.dialect is None:
             note = f"{found.path} is a GGUF already; only its types are changed"
-            note += "; the target given is not read" if target else ""
+            note += "; --target is ignored" if target else ""
             return _requantize(found.source, to, asked, False, [*found.notes, note])
         if found.is_target and target is not None:
             raise UsageError(
                 f"{found.path} is a target; --target is for drafts",
-                fix="leave it out; a draft goes first",
+                fix="omit --target, or name the draft as the source",
             )
         files = (
             found.source.files
@@ -127,7 +133,7 @@ def convert(
 
 
 def _convert(found: DetectedSource, to: Output, asked: Mix, target: Path | None) -> Result:
-    """A checkpoint folder, or a GGUF in a dialect, becomes a file."""
+    """Convert a checkpoint folder, or a GGUF in another program's dialect."""
     start = time.perf_counter()
     pair = target_info.from_source(found) if found.is_target else _target_of(found, target)
     config, tensors, canonical_names, notes, dropped = read(found, pair)
@@ -152,8 +158,11 @@ def read(
 ) -> tuple[
     Any, Mapping[str, StoredTensor], Mapping[str, str] | None, list[str], list[PlannedTensor]
 ]:
-    """Configuration, tensors, their names in the kind's words if they have others, notes, and
-    tensors that are left out beforehand."""
+    """Read a source for the plan.
+
+    Returns the configuration, the tensors, their canonical names (None if a prefix is the only
+    difference), notes for the user, and tensors that are already planned as dropped.
+    """
     if isinstance(found.source, GGUF):
         assert found.dialect is not None
         got = rewriting.rewrite(found.source, found.dialect, found.kind, pair)
@@ -182,13 +191,15 @@ def quantize(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> Result:
-    """Write a GGUF again with matrices in another type, all metadata kept.
-
-    A quantized matrix is only turned into another type with `allow_requantize`: it loses quality
-    twice, or grows without gaining any.
+    """Rewrite a GGUF with matrices in another type; all metadata are kept.
 
     Args:
-        importance: weights of the columns' errors, see `g4spec.gguf.imatrix.read`.
+        allow_requantize: convert quantized matrices too. They lose quality twice, or grow without
+            gaining quality.
+        importance: importance matrix that weights quantization errors, see
+            `g4spec.gguf.imatrix.read`.
+
+    The other arguments are those of `convert`.
     """
     asked, unchanged = (
         check_arguments(out, type, dry_run, tensor_types),
@@ -202,7 +213,8 @@ def quantize(
 def check_arguments(
     out: Path, type: str, dry_run: bool = False, tensor_types: Sequence[str] = ()
 ) -> Mix:
-    """The mix of a type's name. UsageError for an unknown one, InputError where `out` cannot be."""
+    """Return the mix named `type`. Raises UsageError if it is unknown, InputError if `out` cannot
+    be written."""
     if not dry_run:
         gguf.check_writable(Path(out))
     return policy.parse_type(type, tensor_types)
@@ -216,34 +228,34 @@ def _target_of(found: DetectedSource, target: Path | None) -> TargetInfo:
     verifier = spec.get("verifier") if isinstance(spec, dict) else None
     name = verifier.get("name_or_path") if isinstance(verifier, dict) else None
     raise UsageError(
-        f"{found.path} is a {found.kind.TITLE}; its conversion needs the target too, for the "
-        "tokenizer and to check the shapes",
+        f"{found.path} is a {found.kind.TITLE}; its conversion also needs the target, for the "
+        "tokenizer and to check shapes",
         fix=f"pass --target DIR or --target FILE.gguf{f' (made for {name})' if name else ''}",
     )
 
 
 def _check_output(to: Output, inputs: list[Path]) -> None:
-    """Writing onto an input would destroy it while it is read; what is no GGUF file is something
-    else's, as a checkpoint's `config.json`."""
+    """Raise UsageError if the output is an input, which would be destroyed while it is read, or an
+    existing file that is no GGUF, such as a checkpoint's config.json."""
     out = to.path
     for path in inputs:
         if to.max_size and parts.unsplit_path(path.absolute()) == out.absolute():
             raise UsageError(
-                f"the output may have parts named as the input {path.name}",
+                f"parts of the output may overwrite the input {path.name}",
                 fix="choose another name",
             )
         if out.exists() and path.exists() and out.samefile(path):
             raise UsageError(f"the output is one of the inputs: {out}", fix="choose another name")
     if out.is_file() and out.stat().st_size and not gguf.is_gguf(out):
         raise UsageError(
-            f"{out} exists and is no GGUF file", fix="choose another name, or remove it"
+            f"{out} exists and is not a GGUF file", fix="choose another name, or remove it"
         )
 
 
 def _made(
     plan: Plan, tensors: Mapping[str, StoredTensor], config: Any
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Values of the rows that are computed: by tensor name, or metadata key."""
+    """Compute the values of planned tensors with action make or metadata, by name or key."""
     out: dict[str, np.ndarray[Any, Any]] = {}
     t2d = next((t for n, t in tensors.items() if n.split(".")[-1] == "t2d"), None)
     for row in plan.tensors:
@@ -289,7 +301,7 @@ def _metadata(
     out: Path,
     target: Path | None,
 ) -> KV:
-    """All keys of the file: general, the kind's own, tokenizer, provenance."""
+    """Return all keys of the file: general, those of the kind, tokenizer, provenance."""
     model = model_keys(found.kind, config, pair.tokenizer)
     kv: KV = {
         "general.architecture": model.pop("general.architecture"),
@@ -316,16 +328,17 @@ def _metadata(
 
 
 def model_keys(kind: ModuleType, config: Any, tokenizer: KV) -> KV:
-    """The keys by which a file describes its model and its tokenizer. A draft's own come last: its
-    mask token overrides the tokenizer's."""
+    """Return the keys that describe a model and its tokenizer. `tokenizer.*` keys of the kind come
+    last: the mask token of a draft overrides that of its target."""
     own: KV = kind.metadata(config)
     kv = {k: v for k, v in own.items() if not k.startswith("tokenizer.")}
     return kv | tokenizer | {k: v for k, v in own.items() if k.startswith("tokenizer.")}
 
 
 def _file_type(plan: Plan, asked: Mix) -> KV:
-    """`general.file_type`: what was asked, or what most bytes are when matrices kept theirs. No key
-    where llama.cpp has no number for it: it then goes by the tensors."""
+    """Return `general.file_type` as a dict: the requested type, or the type of most bytes if
+    quantized matrices were kept. Empty if llama.cpp has no number for it; it then looks at the
+    tensors."""
     number = asked.file_type
     sizes: dict[str, int] = {}
     for row in plan.with_action("copy"):
@@ -365,8 +378,8 @@ def _requantize(
 
 
 def _weights(file: GGUF, plan: Plan, importance: Imatrix, notes: list[str]) -> dict[str, Floats]:
-    """Weights of the columns of each matrix that becomes a quantized one; a note says which have
-    none. InputError if the imatrix is of another model."""
+    """Return the column weights of each matrix that will be quantized; matrices without weights
+    are listed in `notes`. Raises InputError if the imatrix belongs to another model."""
     out, without = {}, []
     for row in plan.tensors:
         name = row.name or ""
@@ -375,11 +388,11 @@ def _weights(file: GGUF, plan: Plan, importance: Imatrix, notes: list[str]) -> d
         found = importance.weights(name, row.shape)
         if found is not None:
             out[name] = found
-        elif name not in policy.TABLES:  # which llama-imatrix never has
+        elif name not in policy.TABLES:  # llama-imatrix never has entries for token tables
             without.append(name)
     if without and not out:
         raise InputError(
-            f"{importance.name}: nothing about any matrix of {file.path.name}",
+            f"{importance.name}: no entry for any matrix of {file.path.name}",
             expected=without[0],
             found=next(iter(importance.entries)),
             fix="use an imatrix of this model",
@@ -388,7 +401,7 @@ def _weights(file: GGUF, plan: Plan, importance: Imatrix, notes: list[str]) -> d
         notes.append(f"{importance.name} changes nothing: no matrix gets a type that uses weights")
     if without:
         notes.append(
-            f"{importance.name} has nothing about {', '.join(without[:4])}"
+            f"{importance.name} has no entry for {', '.join(without[:4])}"
             f"{f' and {len(without) - 4} more' if len(without) > 4 else ''}: quantized "
             "without weights"
         )
@@ -408,7 +421,7 @@ def _requantized(file: GGUF, name: str, choice: Policy, allow: bool) -> PlannedT
                     fix="start from a BF16 file, or use g4spec quantize with --allow-requantize",
                 )
             if form.decode is None:
-                form.dequantize(file.raw(name))  # says that there is no code for it
+                form.dequantize(file.raw(name))  # raises Unsupported
         form = to
     return PlannedTensor(
         "copy", name, name, info.shape, form.name.upper(), note, form.nbytes(info.shape, name)
@@ -416,7 +429,7 @@ def _requantized(file: GGUF, name: str, choice: Policy, allow: bool) -> PlannedT
 
 
 def tensors_of(found: DetectedSource) -> Iterator[StoredTensor]:
-    """Every tensor of a source, for inspection."""
+    """Yield every tensor of a source, for inspection."""
     if isinstance(found.source, GGUF):
         yield from (rewriting.stored_tensor(found.source, name) for name in found.source.tensors)
     else:

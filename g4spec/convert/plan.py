@@ -1,7 +1,7 @@
-"""The plan of a conversion: every source tensor and every tensor of the result, accounted for.
+"""The plan of a conversion: what happens to every source tensor and where every result comes from.
 
-A plan is made before anything is written. A source tensor without a rule, a missing one, and a
-shape that disagrees are all reported together in one error.
+A plan is made before anything is written. Source tensors without a rule, missing tensors and
+unexpected shapes are reported together in one error.
 """
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ MAX_PROBLEMS = 20
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """What happens to one tensor.
+    """What a conversion does with one tensor.
 
     Attributes:
-        action: copy (maybe in another type), make (a value computed), metadata (kept as an array
-            in a key), drop.
-        source: name in the source, None for what is made. `name`: in the result, None if dropped.
-        shape: in the result (in the source, if dropped), PyTorch order.
-        type: in the result, e.g. "Q8_0"; empty if dropped. `note`: the reason, where there is one.
-        nbytes: size in the result. `pairs`: as in `TensorSpec`.
+        action: copy (maybe into another type), make (compute the values), metadata (store as an
+            array in a key), or drop.
+        source: name in the source, None if there is no source tensor.
+        name: name in the result, None if dropped.
+        shape: shape in the result (in the source, if dropped), PyTorch order.
+        type: type in the result, e.g. "Q8_0"; empty if dropped.
+        note: reason for the action or the type, may be empty.
+        nbytes: size in the result.
+        pairs: head size if rows are reordered, see `TensorSpec.pairs`.
     """
 
     action: Literal["copy", "make", "metadata", "drop"]
@@ -48,21 +51,21 @@ class PlannedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The rows in the order of the result, dropped tensors last."""
+    """All planned tensors, in the order of the result, dropped ones last."""
 
     tensors: tuple[PlannedTensor, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors of the result."""
+        """Size of all tensors of the result in bytes."""
         return sum(r.nbytes for r in self.tensors)
 
     def with_action(self, action: str) -> list[PlannedTensor]:
-        """Rows of one action."""
+        """Return the tensors with this action."""
         return [r for r in self.tensors if r.action == action]
 
     def type_counts(self) -> dict[str, int]:
-        """Type -> how many tensors of the result have it."""
+        """Return type -> number of tensors of the result that have it."""
         kept = [r.type for r in self.tensors if r.action in ("copy", "make")]
         return {t: kept.count(t) for t in sorted(set(kept))}
 
@@ -75,12 +78,16 @@ def build(
     n_tokens: int,
     canonical_names: Mapping[str, str] | None = None,
 ) -> Plan:
-    """The plan for a checkpoint of `kind`.
+    """Plan the conversion of a checkpoint of `kind`.
 
     Args:
-        config: the kind's parsed configuration. `mix`: type or mix for matrices.
-        n_tokens: entries of the tokenizer; token tables are cut to it.
-        canonical_names: name of each tensor -> the kind's name of it, where a prefix is not all.
+        config: the kind's parsed configuration.
+        mix: the requested type or mix for matrices.
+        n_tokens: number of tokenizer entries; token tables are cut to this many rows.
+        canonical_names: source name -> name in the words of the kind, for sources whose names
+            differ by more than a prefix.
+
+    Raises InputError if a tensor is missing, unknown or of another shape.
     """
     return _Builder(kind, config, tensors, mix, n_tokens, canonical_names).build()
 
@@ -133,7 +140,7 @@ class _Builder:
         return rule(self.config) if rule else {}
 
     def _fitted(self, spec: TensorSpec) -> TensorSpec:
-        """Token tables have a row for each token of the tokenizer, not more (as upstream)."""
+        """Cut token tables to one row per token of the tokenizer, as upstream does."""
         if spec.role in ("embed", "output") and spec.shape[0] == self.config.n_vocab:
             return replace(spec, shape=(self.n_tokens, *spec.shape[1:]))
         return spec
@@ -162,9 +169,7 @@ class _Builder:
         rows, wanted = self._source_shape(spec)
         if self._usable(name, wanted):
             if rows:
-                note = f"first {self.n_tokens} of {rows} rows, as many as tokens; {note}".rstrip(
-                    "; "
-                )
+                note = f"first {self.n_tokens} of {rows} rows, one per token; {note}".rstrip("; ")
             action: Literal["copy", "make"] = "copy"
             given = self.tensors[name].format
             if spec.make:
@@ -183,7 +188,7 @@ class _Builder:
             )
 
     def _source_shape(self, spec: TensorSpec) -> tuple[int, tuple[int, ...]]:
-        """Rows of the source if they are cut (else 0), and the source's shape."""
+        """Return the number of source rows if the table is cut (else 0), and the source shape."""
         cut = spec.role in ("embed", "output") and spec.shape[0] == self.n_tokens
         rows = self.config.n_vocab if cut and self.n_tokens < self.config.n_vocab else 0
         return rows, (rows or spec.shape[0], *spec.shape[1:]) if spec.shape else ()
@@ -217,7 +222,7 @@ class _Builder:
             )
 
     def _rest(self, short: str, name: str) -> None:
-        """A source tensor that nothing mix for: dropped for a reason, or a problem."""
+        """Plan a source tensor that the kind does not use: drop it by a rule, or report it."""
         drop = next((d for d in self.kind.DROPS if re.fullmatch(d.pattern, short)), None)
         if drop is None:
             self.problems.append(f"{name} {list(self.tensors[name].shape)}: no rule for it")
@@ -243,8 +248,8 @@ class _Builder:
 
 
 def canonical_name(name: str, kind: ModuleType) -> str:
-    """`name` without the first of the kind's PREFIXES that it starts with; a beginning that is
-    in its ALIASES (other trainers' names of the same tensors) is replaced."""
+    """Return `name` without the prefix from the kind's PREFIXES, and with a beginning from its
+    ALIASES (other trainers' names of the same tensors) replaced."""
     name = name.removeprefix(next((p for p in kind.PREFIXES if name.startswith(p)), ""))
     for alias, usual in getattr(kind, "ALIASES", {}).items():
         if name.startswith(alias):

@@ -1,4 +1,4 @@
-"""Where a file came from, as `g4spec.*` keys, and the facts by which a pair is recognised."""
+"""Origin of a file as `g4spec.*` keys, and the keys by which a draft recognizes its target."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ VERSIONS = "g4spec.versions"
 
 SAMPLES, SAMPLE_BYTES = 64, 4096
 ROW_BYTES = 1 << 16
-"""Most that is read of one row for the digest of weights."""
+"""Maximum number of bytes read of one row for the digest of weights."""
 SMALL = (
     "config.json",
     "generation_config.json",
@@ -49,7 +49,7 @@ _REVISION = re.compile(r"[0-9a-f]{40}")
 
 
 def source_keys(source: CheckpointFolder | GGUF, command: str) -> KV:
-    """Provenance of a conversion."""
+    """Return the provenance keys of a conversion."""
     kv = {SOURCE: string(checkpoint_name(source.path))}
     if found := revision(source.path):
         kv[REVISION] = string(found)
@@ -62,7 +62,7 @@ def source_keys(source: CheckpointFolder | GGUF, command: str) -> KV:
 
 
 def checkpoint_name(path: Path) -> str:
-    """What a checkpoint is called: its folder, or its repository in a Hugging Face cache."""
+    """Return the name of a checkpoint: its folder, or its repository in a Hugging Face cache."""
     snapshot = _snapshot(path)
     if snapshot is not None:
         return f"{snapshot[1]}/{snapshot[2]}"
@@ -71,7 +71,7 @@ def checkpoint_name(path: Path) -> str:
 
 
 def revision(path: Path) -> str | None:
-    """The commit of a checkpoint in a Hugging Face cache, or in a folder named after one."""
+    """Return the commit of a checkpoint in a Hugging Face cache or in a folder named after it."""
     snapshot, folder = _snapshot(path), path.resolve().name
     if snapshot is not None:
         return snapshot[3]
@@ -79,17 +79,17 @@ def revision(path: Path) -> str | None:
 
 
 def _snapshot(path: Path) -> re.Match[str] | None:
-    """Organization, name and commit, if the path lies in a Hugging Face cache.
+    """Match organization, name and commit if the path is in a Hugging Face cache.
 
-    Files there are links to blobs, so the path as given is what tells."""
+    Files there are links to blobs, so the path is not resolved."""
     return _SNAPSHOT.fullmatch(path.absolute().as_posix())
 
 
 def digest(source: CheckpointFolder | GGUF) -> str:
-    """Fingerprint of a source's content, cheap enough to compute at every start.
+    """Return a fingerprint of a source's content, cheap enough to compute at every start.
 
-    sha256 over the small files in full and, of every tensor file, its size, its header and
-    64 samples of 4 KiB at even distances. Weights that were trained further differ in all samples.
+    It is a sha256 over all small files and, for every tensor file, its size, its header and
+    64 evenly spaced samples of 4 KiB. Further training changes all samples.
     """
     sha = hashlib.sha256()
     if isinstance(source, GGUF):
@@ -116,17 +116,17 @@ def digest(source: CheckpointFolder | GGUF) -> str:
 def weights_digest(
     kind: ModuleType, config: Any, tensors: Mapping[str, StoredTensor]
 ) -> str | None:
-    """Fingerprint of a model's weights as they were published; None if there are none.
+    """Return a fingerprint of a model's weights as published; None if there are no weights.
 
-    sha256 over name in the GGUF, shape, stored type and two rows of every tensor that the model
-    needs (a vector is one row). Neither the folder, its shards and small files nor what is dropped
-    (vision, audio) take part, and files made from the checkpoint carry the digest along, so a
-    quantized target has that of its source.
+    It is a sha256 over GGUF name, shape, stored type and two rows of every tensor that the model
+    uses (a vector is one row). Folder names, sharding, small files and dropped tensors (vision,
+    audio) do not count. Files made from the checkpoint copy the digest, so a quantized target has
+    the digest of its source.
 
-    Equal digests are no proof: an edit of a few rows, such as those of new tokens, may lie between
-    the samples. Training and merging change every row of the matrices they touch, so that the
-    weights of another revision, a fine-tune or a quantized checkpoint have another digest. Weights
-    stored in another type have one too, whether or not they are the same numbers.
+    Equal digests are no proof: an edit of a few rows, such as those of new tokens, may miss the
+    sampled rows. Training and merging change every row of a matrix, so another revision, a
+    fine-tune or a quantized checkpoint has another digest. The same weights stored in another type
+    have another digest too.
     """
     names = {canonical_name(name, kind): name for name in tensors}
     sha, seen = hashlib.sha256(), False
@@ -143,8 +143,11 @@ def weights_digest(
 
 
 def _row(tensor: StoredTensor, i: int, rows: int) -> bytes:
-    """The beginning of row `i` of `rows`. Through the file where it lies in one: touching a mapped
-    page brings in megabytes around it, which for 832 tensors took 16 s."""
+    """Return the first ROW_BYTES of row `i` of `rows`.
+
+    It uses file reads where possible: touching a mapped page reads megabytes around it, which took
+    16 s for 832 tensors.
+    """
     if isinstance(tensor, LazyTensor):
         return tensor.rows(i, i + 1).reshape(-1)[:ROW_BYTES].tobytes()
     size = tensor.nbytes // rows
@@ -152,8 +155,12 @@ def _row(tensor: StoredTensor, i: int, rows: int) -> bytes:
 
 
 def target_source_keys(source: CheckpointFolder | GGUF, digest: str | None) -> KV:
-    """By which keys a draft remembers the checkpoint that its target was made from. `digest`: of
-    the weights, where the source is that checkpoint; a GGUF says what it was made from, or not."""
+    """Return the keys with which a draft records the checkpoint that its target was made from.
+
+    Args:
+        source: the target; of a GGUF its own provenance keys are copied, if it has them.
+        digest: digest of the weights of a checkpoint.
+    """
     if isinstance(source, GGUF):
         said = [source.get(key) for key in (SOURCE, REVISION, WEIGHTS)]
     else:
@@ -169,8 +176,8 @@ def _slice(path: Path, start: int, count: int) -> bytes:
 
 
 def pairing_keys(tokenizer: KV, n_embd: int, n_layer: int) -> KV:
-    """What a draft remembers of its target, by which a pair is recognised. Quantizing the target
-    does not change it."""
+    """Return the keys by which a draft recognizes its target: layers, width, digest of the
+    tokenizer. Quantizing the target does not change them."""
     lists = (tokenizer["tokenizer.ggml.tokens"].data, tokenizer["tokenizer.ggml.merges"].data)
     return {
         TARGET_LAYERS: u32(n_layer),
@@ -180,7 +187,7 @@ def pairing_keys(tokenizer: KV, n_embd: int, n_layer: int) -> KV:
 
 
 def tokenizer_sha256(*lists: Iterable[str]) -> str:
-    """Digest of tokens and merges: entries joined by 0 bytes, each list ended by a byte 1."""
+    """Return the sha256 of tokens and merges: entries joined by byte 0, lists ended by byte 1."""
     sha = hashlib.sha256()
     for strings in lists:
         sha.update("\0".join(strings).encode() + b"\1")

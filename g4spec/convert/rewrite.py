@@ -1,7 +1,7 @@
-"""A draft GGUF in another program's dialect (`dialects.py`), read as if it were its checkpoint.
+"""Rewrite a draft GGUF in another program's dialect (`dialects.py`) into the form of a checkpoint.
 
-What such a file leaves out is taken from the target or follows from how its kind is trained: the
-reasons are in the notes, which the user sees.
+Metadata that such a file lacks come from the target, or from how drafts of its kind are trained.
+Each such choice is explained in a note to the user.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ CENTROIDS, ORDERING = "masked_embedding.centroids.weight", "masked_embedding.tok
 
 @dataclass(frozen=True, slots=True)
 class RewrittenDraft:
-    """A dialect's file in the words of its kind.
+    """A draft GGUF translated from its dialect.
 
     Attributes:
         config: the kind's configuration.
-        tensors: by the name in the file. `canonical_names`: that name -> the checkpoint's name.
+        tensors: name in the file -> tensor.
+        canonical_names: name in the file -> name in a checkpoint of the kind.
         dropped: tensors of the file that are not needed.
+        notes: remarks for the user.
     """
 
     config: Any
@@ -47,15 +49,18 @@ class RewrittenDraft:
 
 
 def rewrite(file: GGUF, dialect: Dialect, kind: ModuleType, pair: TargetInfo) -> RewrittenDraft:
-    """Read `file` as the checkpoint of a `kind` of draft for the target `pair`.
+    """Translate `file` for the target `pair`.
 
-    Raises Unsupported for features without code, InputError when it does not fit the target.
+    Args:
+        kind: the module in `models/` that the draft becomes.
+
+    Raises Unsupported for features that have no code, InputError if it does not fit the target.
     """
     return _Rewriter(file, dialect, kind, pair).result()
 
 
 def stored_tensor(file: GGUF, name: str) -> StoredTensor:
-    """A tensor of a GGUF."""
+    """Return a tensor of an open GGUF."""
     info = file.tensors[name]
     part = file.parts[info.part]
     place = (part.path, part.data_start + info.offset)
@@ -68,7 +73,7 @@ class _Rewriter:
     def __init__(self, file: GGUF, dialect: Dialect, kind: ModuleType, pair: TargetInfo) -> None:
         self.file, self.dialect, self.kind, self.pair = file, dialect, kind, pair
         self.family: DialectFamily = FAMILIES[dialect.kind]
-        self.notes = [f"{file.path.name} is written in the dialect of {dialect.title}: rewritten"]
+        self.notes = [f"{file.path.name} has the GGUF dialect of {dialect.title}: rewritten"]
         self.dropped: list[PlannedTensor] = []
         arch = f"{file.get('general.architecture')}."
         self.own = {
@@ -79,7 +84,9 @@ class _Rewriter:
         names = file.tensors
         self.current = {current_name(self.family, name, names): name for name in names}
         if len(self.current) != len(names):
-            raise InputError(f"{file.path}: tensors under two names at once", found=[*names][:8])
+            raise InputError(
+                f"{file.path}: a tensor is present under two names", found=[*names][:8]
+            )
         self.tensors = {name: stored_tensor(file, name) for name in names}
 
     def result(self) -> RewrittenDraft:
@@ -97,7 +104,7 @@ class _Rewriter:
         return RewrittenDraft(config, tensors, canonical_names, self.dropped, self.notes)
 
     def _refuse(self) -> None:
-        """Features that change what the draft computes and have no code here."""
+        """Raise Unsupported if the file uses a feature that has no code here."""
         said = [key for key, full in self.own.items() if self._value(full)]
         for pattern, feature in self.family.unsupported:
             found = next(
@@ -110,7 +117,7 @@ class _Rewriter:
                 )
 
     def _value(self, key: str) -> Any:
-        """A value; of long arrays only whether there is one."""
+        """Return a metadata value; of an array with over 1024 entries, its length."""
         return self.file.length(key) if self.file.length(key) > 1024 else self.file[key]
 
     def _same_tokenizer(self) -> None:
@@ -126,7 +133,7 @@ class _Rewriter:
             )
 
     def _keys(self) -> dict[str, Any]:
-        """Metadata under the current names: the target's tokenizer, then the file's own."""
+        """Return the metadata under current names: the target's tokenizer, then the file's keys."""
         kv = {key: value.data for key, value in self.pair.tokenizer.items()}
         if (mask := self.file.get("tokenizer.ggml.mask_token_id")) is not None:
             kv["tokenizer.ggml.mask_token_id"] = mask
@@ -145,7 +152,7 @@ class _Rewriter:
             name = new if new.startswith("tokenizer.") else f"{self.dialect.kind}.{new}"
             kv[name] = value
         if strange:
-            self.notes.append(f"keys without a meaning here are left out: {', '.join(strange)}")
+            self.notes.append(f"unknown keys are dropped: {', '.join(strange)}")
         return kv
 
     def _integers(self, key: str) -> list[int]:
@@ -157,7 +164,7 @@ class _Rewriter:
         return value
 
     def _pattern(self, kv: dict[str, Any], n_layer: object, always: bool) -> None:
-        """`attention.sliding_window_pattern` as a list of bool; made where it is missing."""
+        """Set `attention.sliding_window_pattern` to a list of bool, with a default if missing."""
         key = f"{self.dialect.kind}.attention.sliding_window_pattern"
         given = kv.get(key)
         if isinstance(given, list):
@@ -169,7 +176,7 @@ class _Rewriter:
         ):
             kv[key] = [True] * (n_layer - 1) + [False]
             self.notes.append(
-                "no sliding_window_pattern: all layers but the last slide, as in "
+                "no sliding_window_pattern: all layers but the last use a sliding window, as in "
                 "every published draft of this kind"
             )
 
@@ -200,19 +207,19 @@ class _Rewriter:
         return self.kind.parse_gguf(kv, self._shapes())
 
     def _default_taps(self, kv: Mapping[str, Any]) -> list[int]:
-        """Where z-lab reads its targets: from the second layer to the third from the end."""
+        """Return the taps of z-lab's formula: from the second layer to the third from the end."""
         hidden = kv.get("dflash.embedding_length")
         width = self._shapes().get("fc.weight", (0, 0))[-1]
         depth = len(self.pair.config.layers)
         count = width // hidden if isinstance(hidden, int) and hidden else 0
         if not 2 <= count <= depth:
-            raise InputError(f"{self.file.path}: names no target layers")
+            raise InputError(f"{self.file.path}: no target layer ids")
         ids = [round(1 + k * (depth - 4) / (count - 1)) for k in range(count)]
-        self.notes.append(f"no target_layer_ids: took {ids}, where z-lab's formula places them")
+        self.notes.append(f"no target_layer_ids: used {ids}, from z-lab's formula")
         return [i + 1 for i in ids]
 
     def _offsets(self, name: str) -> None:
-        """`d2t` as offsets, which a checkpoint has; forks store offsets or absolute ids."""
+        """Convert `d2t` to offsets, as in a checkpoint; forks store offsets or absolute ids."""
         tensor = self.tensors[name]
         if tensor.format is None or not tensor.format.integer or len(tensor.shape) != 1:
             raise InputError(
@@ -247,14 +254,15 @@ class _Rewriter:
             kv["g4spec.rope_partial"] = share
 
     def _check_rotation(self, config: Any) -> None:
-        """The file's divisors must be those that its configuration implies."""
+        """Raise Unsupported unless the file's RoPE divisors are those that its configuration
+        implies. They are dropped and computed again."""
         name = self.current.get("rope_freqs.weight")
         if name is None:
-            self.notes.append("rope_freqs made: a quarter of each full layer's head rotates")
+            self.notes.append("rope_freqs added: a quarter of each full-attention head rotates")
             return
         found = self._floats("rope_freqs.weight")
         full = {s.head_dim for s in config.body.layers if s.window is None}
-        # The size first: what the configuration claims may be gigabytes.
+        # Compare sizes first: the size in an untrusted configuration may be gigabytes.
         if full != {2 * found.size} or not np.array_equal(found, derived.rope_freqs(config.body)):
             raise Unsupported(
                 f"{self.file.path}: {name}",
@@ -268,7 +276,7 @@ class _Rewriter:
                 None,
                 self.tensors[name].shape,
                 "",
-                "made again from the configuration, the same",
+                "computed from the configuration, with the same values",
             )
         )
 
@@ -282,10 +290,10 @@ class _Rewriter:
             self.current[name] = name
             self.tensors[name] = _made(name, np.ones(1, np.float32), "f32")
         if missing:
-            self.notes.append(f"layer_output_scale of {len(missing)} layers made: 1")
+            self.notes.append(f"layer_output_scale added to {len(missing)} layers: 1")
 
     def _centroids(self, config: Any, kv: Mapping[str, Any]) -> Any:
-        """A centroid head; its ordering leads from cluster slot to token, or the other way."""
+        """Read a centroid head; its ordering maps slots to tokens, or tokens to clusters."""
         name = self.current[ORDERING]
         table = self._shapes().get(CENTROIDS, ())
         if len(table) != 2:
@@ -294,7 +302,7 @@ class _Rewriter:
         inverse = _slots(order, clusters)
         if inverse is not None:
             self.tensors[name] = _made(name, inverse, "i32")
-            self.notes.append(f"{name} names each token's cluster: turned into cluster slots")
+            self.notes.append(f"{name} maps tokens to clusters: inverted")
         elif not np.array_equal(np.sort(order.reshape(-1)), np.arange(config.n_vocab)):
             raise InputError(
                 f"{self.file.path}: {name}",
@@ -318,8 +326,10 @@ class _Rewriter:
 
 
 def _slots(order: NDArray[Any], clusters: int) -> NDArray[np.int32] | None:
-    """Slot -> token from token -> cluster, tokens of a cluster in ascending order; None if
-    `order` is no such map. The order within a cluster is lost there, and means nothing."""
+    """Invert a map token -> cluster into slot -> token, tokens of a cluster in ascending order.
+
+    Returns None if `order` is no such map. The order within a cluster does not matter.
+    """
     flat = order.reshape(-1)
     if flat.dtype.kind != "i" or not flat.size or clusters < 1 or flat.size % clusters:
         return None
@@ -331,7 +341,7 @@ def _slots(order: NDArray[Any], clusters: int) -> NDArray[np.int32] | None:
 
 
 def _made(name: str, values: NDArray[Any], type: str) -> StoredTensor:
-    """A tensor that stands in no file."""
+    """Return a tensor with computed values, which is in no file."""
     form = quant.get(type)
     return StoredTensor(
         name,

@@ -1,4 +1,4 @@
-"""Reads safetensors files and folders of them: headers checked, tensors mapped, nothing loaded.
+"""Read safetensors files and folders: headers are checked, tensors are memory-mapped.
 
 Source: safetensors format description; Hugging Face sharding by `model.safetensors.index.json`.
 """
@@ -41,11 +41,16 @@ DTYPES = {
     "F8_E4M3": (None, 1),
     "F8_E5M2": (None, 1),
 }
-"""safetensors type -> (quant type that reads it, bytes of one value)."""
+"""safetensors type -> (quant type that decodes it, bytes per value)."""
 
 
 def load_json(path: Path, what: str = "a JSON object") -> dict[str, Any]:
-    """A JSON object from a file of a checkpoint; InputError says what is wrong with it."""
+    """Read a JSON object from a file of a checkpoint. Raises InputError if it is missing or
+    malformed.
+
+    Args:
+        what: description of the file for the error.
+    """
     try:
         value = parse_json(regular_files.read_regular(regular_files.check_link(path)), str(path))
     except FileNotFoundError:
@@ -56,18 +61,18 @@ def load_json(path: Path, what: str = "a JSON object") -> dict[str, Any]:
 
 
 def parse_json(raw: bytes, where: str) -> dict[str, Any]:
-    """A JSON object without repeated keys."""
+    """Parse a JSON object. Raises InputError for malformed JSON and for duplicate keys."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         got = dict(pairs)
         if len(got) != len(pairs):
             twice = Counter(k for k, _ in pairs).most_common(1)[0][0]
-            raise InputError(f"{where}: {twice!r} stands there twice")
+            raise InputError(f"{where}: duplicate key {twice!r}")
         return got
 
     try:
         value = json.loads(raw, object_pairs_hook=unique)
-        if _HALF.search(raw):  # half of a surrogate pair is no text, and cannot be written
+        if _HALF.search(raw):  # a lone surrogate cannot be encoded as UTF-8
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as e:
         raise InputError(f"{where}: not valid JSON ({e})") from e
@@ -77,7 +82,8 @@ def parse_json(raw: bytes, where: str) -> dict[str, Any]:
 
 
 def files(folder: Path) -> list[Path]:
-    """The safetensors files that make up a folder's checkpoint, validated against its index."""
+    """Return the safetensors files of a folder's checkpoint. Raises InputError if they do not
+    match its index."""
     found = sorted(p for p in folder.glob("*.safetensors") if not p.is_dir())
     for path in found:
         regular_files.check_link(path)
@@ -114,30 +120,32 @@ def files(folder: Path) -> list[Path]:
 
 
 def refuse_pickles(where: str, names: Iterable[str]) -> None:
-    """Raise if weights are there, but only in files that can run code when they are loaded."""
+    """Raise Unsupported if `names` contains pickled weights, which can run code when loaded."""
     pickled = sorted(n for n in names if n.endswith(PICKLES))
     if pickled:
         raise Unsupported(
             f"{where}: its weights are pickles, which can run any code when they are "
             "loaded, so they are never opened",
             found=", ".join(pickled[:4]),
-            fix="ask for, or make, a safetensors version",
+            fix="download or make a safetensors version",
         )
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Tensor name -> file name, from an index; names that leave the folder are refused."""
+    """Read tensor name -> file name from an index. Raises InputError for names outside the
+    folder."""
     got = load_json(index).get("weight_map")
     if not isinstance(got, dict) or not got or not all(isinstance(v, str) for v in got.values()):
         raise InputError(f"{index}: weight_map", expected="tensor name -> file name")
     for name in set(got.values()):
         if Path(name).name != name or name in (".", "..") or "\\" in name:
-            raise InputError(f"{index}: shard {name!r} lies outside the folder")
+            raise InputError(f"{index}: shard {name!r} is outside the folder")
     return got
 
 
 def read_all(paths: Iterable[Path]) -> dict[str, StoredTensor]:
-    """Every tensor of these files. InputError for repeats and for a disagreeing index."""
+    """Read all tensors of these files. Raises InputError for repeated names and if the index
+    disagrees."""
     out: dict[str, StoredTensor] = {}
     place: dict[str, str] = {}
     folder = None
@@ -149,21 +157,21 @@ def read_all(paths: Iterable[Path]) -> dict[str, StoredTensor]:
             out[name], place[name] = tensor, path.name
     indexes = sorted(folder.glob("*.safetensors.index.json")) if folder else []
     if indexes:
-        promised = weight_map(indexes[0])
-        wrong = [n for n in promised.keys() | place.keys() if promised.get(n) != place.get(n)]
+        indexed = weight_map(indexes[0])
+        wrong = [n for n in indexed.keys() | place.keys() if indexed.get(n) != place.get(n)]
         if wrong:
             n = min(wrong)
             raise InputError(
                 f"{indexes[0]}: weight_map disagrees with the files about "
                 f"{len(wrong)} tensors, first {n}",
-                expected=promised.get(n, "not there"),
-                found=place.get(n, "not there"),
+                expected=indexed.get(n, "not in the index"),
+                found=place.get(n, "not in the files"),
             )
     return out
 
 
 def read(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file, mapped."""
+    """Read the header of one file and map its tensors."""
     try:
         with regular_files.open_regular(path) as f:
             size = f.seek(0, 2)

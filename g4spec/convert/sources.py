@@ -1,6 +1,6 @@
-"""What a path given by the user is: a checkpoint folder or a GGUF, and of which kind.
+"""Detect what a user's path is: a checkpoint folder or a GGUF, and of which kind of model.
 
-Judged by content, never by name.
+Detection reads the content; names of files do not matter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from g4spec.gguf import GGUF, parts, regular_files
 from g4spec.models.spec import Checkpoint
 
 MASK_ROW = "mask_embedding.pt"
-"""A file that some trainers put beside a draft's configuration: it replaces one token's row."""
+"""File of some trainers next to config.json; it replaces the embedding of the mask token."""
 UNSUPPORTED = {
     "lilicorrdraftmodel": "a LiLiCorr draft",
     "dominodraftmodel": "a Domino draft",
@@ -29,7 +29,7 @@ UNSUPPORTED = {
     "dsparkdraftmodel": "a DSpark draft",
     "qwen3dsparkmodel": "a DSpark draft",
 }
-"""Kinds that are recognised (speculators_model_type, architecture; lower case) but have no code."""
+"""Recognized but unsupported kinds: speculators_model_type or architecture, lower case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,10 @@ class CheckpointFolder:
     """A safetensors checkpoint.
 
     Attributes:
-        path: the folder. `files`: its safetensors files.
-        config, generation: its parsed JSON files. `tensors`: by stored name.
+        path: the folder.
+        files: its safetensors files.
+        config, generation: parsed config.json and generation_config.json.
+        tensors: stored name -> tensor.
     """
 
     path: Path
@@ -49,19 +51,20 @@ class CheckpointFolder:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """The folder as `models/` sees it."""
+        """Configuration and shapes, as the modules of `models/` take them."""
         shapes = {name: (t.shape, t.dtype) for name, t in self.tensors.items()}
         return Checkpoint(self.config, shapes, self.generation)
 
 
 @dataclass(frozen=True, slots=True)
 class DetectedSource:
-    """A source and its kind.
+    """A source and the kind of model it holds. As a context manager it closes an open GGUF.
 
     Attributes:
-        kind: the module in `models/`. `source`: a CheckpointFolder, or an open GGUF.
-        notes: what the user should know about how the source was chosen.
-        dialect: of a GGUF by another program that must be rewritten before anything opens it.
+        kind: the module in `models/`.
+        source: a CheckpointFolder or an open GGUF.
+        notes: remarks for the user about how the source was chosen.
+        dialect: dialect of a GGUF that another program wrote; it must be rewritten before use.
     """
 
     kind: ModuleType
@@ -86,11 +89,16 @@ class DetectedSource:
 
 
 def detect(path: str | Path, weights: bool = True, *, prefer_gguf: bool = False) -> DetectedSource:
-    """What lies at `path`. InputError when it is nothing known, Unsupported when it is known but
-    has no code; both say what was seen. Without `weights` a folder need not hold any.
+    """Detect the source at `path`.
 
-    Converters write GGUF files into the checkpoint's folder. The checkpoint is what is converted
-    then, and the GGUF what is `run`.
+    Args:
+        weights: require that a folder has weights.
+        prefer_gguf: choose the GGUF in a folder that has a checkpoint and a GGUF (to run it). By
+            default the checkpoint is chosen (to convert it): converters write their results next
+            to it.
+
+    Raises InputError if the source is not recognized, Unsupported if it is recognized but there
+    is no code for it; both errors list what was found.
     """
     path = Path(path)
     if not path.exists():
@@ -146,7 +154,7 @@ def _detect_folder(folder: CheckpointFolder, notes: Sequence[str] = ()) -> Detec
     if len(claimed) == 1:
         if (folder.path / MASK_ROW).exists() and claimed[0].ARCH not in models.TARGETS:
             raise Unsupported(
-                f"{folder.path}: {MASK_ROW} holds a row of its own for the mask token",
+                f"{folder.path}: {MASK_ROW} holds a separate embedding of the mask token",
                 found="a pickle, which may run code when it is opened",
                 fix="write the row into embed_tokens.weight of the draft, and remove the file",
             )
@@ -154,8 +162,8 @@ def _detect_folder(folder: CheckpointFolder, notes: Sequence[str] = ()) -> Detec
     seen = _seen(folder)
     if claimed:
         raise InputError(
-            f"{folder.path}: looks like several kinds at once",
-            expected="one",
+            f"{folder.path}: matches several kinds",
+            expected="one kind",
             found=f"{[m.TITLE for m in claimed]} ({seen})",
         )
     raise _unknown(f"{folder.path}", _labels(folder.config), seen)
@@ -184,7 +192,7 @@ def _unknown(where: str, labels: list[str], seen: str) -> InputError:
                 "this version has no code for it"
             )
     known = ", ".join(m.TITLE for m in models.kinds().values())
-    return InputError(f"{where}: not a kind known here", expected=f"one of {known}", found=seen)
+    return InputError(f"{where}: unknown kind of model", expected=f"one of {known}", found=seen)
 
 
 def _detect_gguf(gguf: GGUF, notes: list[str]) -> DetectedSource:

@@ -1,4 +1,4 @@
-"""What a conversion takes from a target: its configuration and its tokenizer."""
+"""Information that a conversion takes from a target: configuration, tokenizer, pairing keys."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from g4spec.gguf import GGUF, KV, Value, ValueType
 
 @dataclass(frozen=True, slots=True)
 class TargetInfo:
-    """A target, as much of it as its drafts need.
+    """The part of a target that its drafts need.
 
     Attributes:
-        config: its parsed configuration. `tokenizer`: its `tokenizer.*` keys and stop ids.
-        pairing: keys by which a draft recognises it. `sampling`: settings that its makers
-            recommend, which llama.cpp takes as defaults. `notes`: for the user.
-        weights: their digest, if this is a checkpoint that holds them.
+        config: the parsed configuration.
+        tokenizer: `tokenizer.*` keys and stop ids.
+        pairing: keys by which a draft recognizes its target.
+        sampling: recommended sampling settings; llama.cpp takes them as defaults.
+        notes: remarks for the user.
+        weights: digest of the weights, None unless the target is a checkpoint that has them.
     """
 
     config: Any
@@ -38,7 +40,7 @@ class TargetInfo:
 
 
 def load(path: Path) -> TargetInfo:
-    """The target at `path`, a checkpoint folder or a GGUF. A folder need not hold any weights."""
+    """Read the target at `path`, a checkpoint folder (weights are optional) or a GGUF."""
     found = _detect(path)
     if not found.is_target:
         fix = "this is a draft: name it as the source, and its target with --target"
@@ -53,13 +55,13 @@ def _detect(path: Path) -> DetectedSource:
     if path.is_dir() and any(path.glob("*.safetensors")):
         try:
             return sources.detect(path)
-        except InputError:  # half of a download is enough for a configuration and a tokenizer
+        except InputError:  # an incomplete download may still have configuration and tokenizer
             pass
     return sources.detect(path, weights=False)
 
 
 def from_source(found: DetectedSource) -> TargetInfo:
-    """The target that was found."""
+    """Read the target in a detected source."""
     source = found.source
     if isinstance(source, GGUF):
         config = found.kind.parse_gguf(source.kv, source.shapes())

@@ -1,4 +1,4 @@
-"""StoredTensor tensors of any source, and their bytes in another type, in blocks of rows."""
+"""Tensors of any source, read and converted to another type in blocks of rows."""
 
 from __future__ import annotations
 
@@ -19,25 +19,27 @@ from g4spec.quant import Format, Unrepresentable
 from g4spec.quant.format import Bytes, Floats
 
 BLOCK_VALUES = 1 << 18
-"""Values converted at once: the temporaries of a block stay in a core's cache."""
+"""Number of values converted at once: the temporaries of a block stay in a core's cache."""
 COPY_BYTES = 1 << 23
 MAX_PENDING = 4
-"""Blocks computed ahead of the one being written."""
+"""Maximum number of blocks computed ahead of the one being written."""
 RowReader = Callable[[int, int], Any]
-"""Something about the rows from the first number up to the second."""
+"""Function (first, last) -> array of the rows first .. last - 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as it lies in a source.
+    """A tensor in a source file.
 
     Attributes:
-        shape: PyTorch order. `dtype`: the source's name of its type, for messages.
-        format: how to read it, or None if this version cannot.
-        raw: its bytes, mapped, flat. `place`: the file, and where in it they begin.
+        shape: PyTorch order.
+        dtype: the source's name of the type, for messages.
+        format: quant type that decodes it, None if this version has none.
+        raw: the bytes, flat, memory-mapped.
+        place: path of the file and offset of the tensor in it, None if it is only in memory.
 
-    A page of a mapping that its file no longer has, because somebody truncated it, kills the
-    process (SIGBUS). So `read` and `rows` go through the file; `raw` is for what is small.
+    Reading a mapped page beyond the end of a file that was truncated meanwhile kills the process
+    (SIGBUS). So `read` and `rows` use file reads; use `raw` for small tensors only.
     """
 
     name: str
@@ -49,16 +51,16 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the source."""
+        """Size in the source in bytes."""
         return self.raw.size
 
     @property
     def note(self) -> str:
-        """What the plan should say about it."""
+        """Remark for the plan, may be empty."""
         return ""
 
     def read(self, start: int, stop: int) -> Bytes:
-        """Bytes start .. stop - 1, flat. InputError if the file has become shorter."""
+        """Read bytes start .. stop - 1. Raises InputError if the file was truncated meanwhile."""
         if self.place is None:
             return self.raw[start:stop]
         path, begin = self.place
@@ -79,29 +81,30 @@ class StoredTensor:
         return out
 
     def rows(self, first: int, last: int) -> Bytes:
-        """Bytes of rows first .. last - 1 of the tensor seen as a matrix, [last - first, row]."""
+        """Read rows first .. last - 1 of the tensor as a matrix, bytes [last - first, row size]."""
         size = self.nbytes // max(prod(self.shape[:-1]), 1)
         return self.read(first * size, last * size).reshape(last - first, size)
 
     def first_rows(self, n: int) -> StoredTensor:
-        """The tensor without the rows from `n` on."""
+        """Return the tensor cut to its first `n` rows."""
         size = self.raw.size // self.shape[0] * n
         return StoredTensor(
             self.name, (n, *self.shape[1:]), self.dtype, self.format, self.raw[:size], self.place
         )
 
     def array(self) -> NDArray[Any]:
-        """All values, in memory: float32, or integers as stored."""
+        """Decode all values: float32, or integers as stored."""
         assert self.format is not None, self.name
         return self.format.array(self.raw, self.shape)
 
 
 class LazyTensor(StoredTensor):
-    """A tensor that is put together when it is read, in blocks of rows.
+    """A tensor that is computed when it is read, in blocks of rows.
 
     Args:
-        read: `read(first, last)` are the bytes of these rows in `format`, [last - first, row].
-        note: what was done to it, for the plan. `size`: bytes in the source.
+        read: returns the bytes of rows first .. last - 1 in `format`, [last - first, row_bytes].
+        note: remark for the plan about how the tensor is computed.
+        size: size in the source in bytes.
     """
 
     __slots__ = ("_note", "_read", "_size")
@@ -134,7 +137,7 @@ class LazyTensor(StoredTensor):
 
     @property
     def raw(self) -> Bytes:
-        """All bytes, in memory."""
+        """All bytes, computed in memory."""
         return self.rows(0, prod(self.shape[:-1])).reshape(-1)
 
     @property
@@ -163,20 +166,22 @@ class LazyTensor(StoredTensor):
 
 
 def worker_pool() -> ThreadPoolExecutor:
-    """Threads for `recode`; numpy releases the interpreter while it computes."""
-    # Not cpu_count: in a container, or pinned, more threads than cores share one core's cache.
-    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return ThreadPoolExecutor(max_workers=min(mine or 1, 8))
+    """Create the threads for `recode`; numpy releases the GIL while it computes."""
+    # os.cpu_count() ignores the CPU limits of containers and of taskset.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return ThreadPoolExecutor(max_workers=min(cores or 1, 8))
 
 
 def recode(
     tensor: StoredTensor, to: Format, pool: ThreadPoolExecutor, weights: Floats | None = None
 ) -> Iterator[Bytes]:
-    """The tensor's bytes in format `to`, in order. InputError for values it cannot hold.
+    """Yield the bytes of a tensor in format `to`, in order, computed by `pool`.
 
     Args:
-        weights: of the squared errors, by column, [1 or experts, columns]; see
+        weights: weights of the squared errors of each column, [1 or experts, columns]; see
             `g4spec.quant.Format.quantize`.
+
+    Raises InputError for a value that `to` cannot hold.
     """
     source = tensor.format
     assert source is not None, tensor.name
@@ -220,7 +225,7 @@ def _unrepresentable(
 
 
 def _map_in_order(pool: ThreadPoolExecutor, work: Any, items: Iterable[int]) -> Iterator[Bytes]:
-    """`work(item)` for each item, computed by the pool a few ahead, yielded in order."""
+    """Yield `work(item)` for each item in order; the pool computes up to MAX_PENDING ahead."""
     pending: deque[Future[Bytes]] = deque()
     try:
         for item in items:
@@ -235,7 +240,7 @@ def _map_in_order(pool: ThreadPoolExecutor, work: Any, items: Iterable[int]) -> 
 
 
 def same_bytes(a: StoredTensor, b: StoredTensor) -> bool:
-    """Whether two tensors hold the same bytes."""
+    """True if two tensors have the same shape, type and bytes."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
     return all(

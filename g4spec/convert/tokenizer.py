@@ -1,4 +1,4 @@
-"""The tokenizer of a target as GGUF metadata, the way upstream's Gemma 4 converter writes it.
+"""Tokenizer of a target as GGUF metadata, in the form that upstream's Gemma 4 converter writes.
 
 Source: llama.cpp `conversion/gemma.py` (set_vocab), `gguf-py/gguf/vocab.py`.
 """
@@ -21,7 +21,7 @@ SUPPRESS = "tokenizer.ggml.suppress_tokens"
 SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 KEYS = {"unk": "unknown", "sep": "seperator", "pad": "padding"}  # upstream's spelling
 DEFAULTS = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "unk", "pad", "mask")}
-"""Roles that Gemma's tokenizer class fills where the configuration does not name them."""
+"""Special tokens that Gemma's tokenizer class uses if the configuration does not set them."""
 VISIBLE = {
     "<|channel>",
     "<channel|>",
@@ -31,17 +31,17 @@ VISIBLE = {
     "<tool_response|>",
     '<|"|>',
 }
-"""Control tokens that must appear in text, so that chat parsers can read them."""
+"""Control tokens that must be rendered as text, so that chat parsers see them."""
 NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 def from_gguf(gguf: GGUF) -> KV:
-    """The tokenizer keys of a converted target."""
+    """Return the tokenizer keys of a target GGUF. Raises InputError if it has no tokenizer."""
     for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"):
         if gguf.array_type(key) is not ValueType.STRING:
             raise InputError(
-                f"{gguf.path}: has no tokenizer, which a draft takes from its target",
+                f"{gguf.path}: the target has no tokenizer, which its draft needs",
                 expected=f"{key}, a list of texts",
             )
     kept = [k for k in gguf if k.startswith("tokenizer.") or k == STOP_IDS]
@@ -49,7 +49,11 @@ def from_gguf(gguf: GGUF) -> KV:
 
 
 def from_folder(folder: Path, config: Mapping[str, Any], generation: Mapping[str, Any]) -> KV:
-    """The tokenizer keys made from `tokenizer.json` and the files beside it."""
+    """Return the tokenizer keys made from tokenizer.json and the other files of a checkpoint.
+
+    Args:
+        config, generation: parsed config.json and generation_config.json.
+    """
     raw = load_json(folder / "tokenizer.json", "the target's tokenizer.json")
     settings_path = folder / "tokenizer_config.json"
     settings = load_json(settings_path) if settings_path.is_file() else {}
@@ -92,14 +96,14 @@ def from_folder(folder: Path, config: Mapping[str, Any], generation: Mapping[str
 
 
 def _tokens(vocab: Any, added: dict[str, Any], folder: Path) -> list[str]:
-    """Tokens by id: the vocabulary, then added tokens beyond it."""
+    """Return all tokens in order of their ids: vocabulary, then added tokens."""
     where = f"{folder}/tokenizer.json"
     if not isinstance(vocab, dict) or not vocab:
         raise InputError(f"{where}: model.vocab", expected="token -> id")
     by_id = {i: text for text, i in (*vocab.items(), *added.items()) if isinstance(i, int)}
     missing = next((i for i in range(len(by_id)) if i not in by_id), None)
     if missing is not None or len(set(by_id.values())) != len(by_id):
-        found = "a token twice" if missing is None else f"no id {missing}"
+        found = "a duplicate token" if missing is None else f"no id {missing}"
         raise InputError(f"{where}: ids", expected="0, 1, 2, ... once each", found=found)
     return [by_id[i] for i in range(len(by_id))]
 
@@ -120,7 +124,7 @@ def _types(tokens: list[str], settings: Mapping[str, Any], n_base: int) -> list[
 
 
 def _control_tokens(settings: Mapping[str, Any]) -> set[str]:
-    """Every token that `tokenizer_config.json` gives a role, as transformers counts them."""
+    """Return the special tokens of tokenizer_config.json, as transformers collects them."""
     named = [v for k, v in {**DEFAULTS, **settings}.items() if k.endswith("_token")]
     for key in ("extra_special_tokens", "additional_special_tokens"):
         more = settings.get(key) or []
@@ -129,13 +133,13 @@ def _control_tokens(settings: Mapping[str, Any]) -> set[str]:
 
 
 def _content(entry: Any) -> str:
-    """A token written as a string or as {"content": ...}."""
+    """Return the text of a token given as a string or as {"content": ...}; "" for others."""
     got = entry.get("content") if isinstance(entry, dict) else entry
     return got if isinstance(got, str) else ""
 
 
 def _merges(merges: Any, folder: Path) -> list[str]:
-    """Merges as "left right"; a space inside a half becomes U+0120."""
+    """Return merges as "left right"; a space inside a half becomes U+0120."""
     try:
         return [
             m if isinstance(m, str) else " ".join(half.replace(" ", "\u0120") for half in m)
@@ -150,7 +154,7 @@ def _merges(merges: Any, folder: Path) -> list[str]:
 def _special_ids(
     settings: Mapping[str, Any], added: dict[str, Any], config: Mapping[str, Any]
 ) -> dict[str, int]:
-    """Ids by role: from the tokenizer's configuration, then from the model's."""
+    """Return role -> id of special tokens; the tokenizer's configuration precedes the model's."""
     inner = config.get("text_config")
     text: Mapping[str, Any] = inner if isinstance(inner, dict) else {}
     out = {}
@@ -167,8 +171,11 @@ def _special_ids(
 
 
 def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """`chat_template.jinja` before `tokenizer_config.json`, as in transformers, which writes the
-    one and leaves an older other in place; `chat_template.json` is the processors' old form."""
+    """Return the chat template, or None.
+
+    As in transformers, chat_template.jinja precedes tokenizer_config.json, whose template may be
+    outdated. chat_template.json is the old form of processors.
+    """
     path, old = folder / "chat_template.jinja", folder / "chat_template.json"
     got: Any = settings.get("chat_template")
     if path.exists():
@@ -185,7 +192,7 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 def _ids(found: Any, n_tokens: int, folder: Path) -> list[int]:
-    """`suppress_tokens`: ids that the model must never be let choose."""
+    """Check and return `suppress_tokens`: ids that must never be sampled."""
     if not isinstance(found, list) or not all(type(i) is int and 0 <= i < n_tokens for i in found):
         raise InputError(
             f"{folder}/generation_config.json: suppress_tokens",
@@ -196,7 +203,7 @@ def _ids(found: Any, n_tokens: int, folder: Path) -> list[int]:
 
 
 def _stop_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> list[int]:
-    """All ids that end a turn according to the model's configurations, sorted."""
+    """Return all ids that end a turn according to the model's configurations, sorted."""
     found: set[int] = set()
     for source in (config, config.get("text_config") or {}, generation):
         ids = source.get("eos_token_id")

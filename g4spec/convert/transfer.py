@@ -1,9 +1,8 @@
-"""Bounds what a hub can do while it is asked: size and time of answers, and headers that become
-file names.
+"""Limits on what a hub server can do: size and duration of responses, and headers used in paths.
 
-huggingface_hub joins `ETag` and `X-Repo-Commit` to paths in its cache, waits as long as
-`Retry-After` says, writes down whatever `X-HF-Warning` says, and reads answers without an end. So
-each response is checked here, and reduced to the headers of `ALLOWED_HEADERS`, before it sees one.
+huggingface_hub uses `ETag` and `X-Repo-Commit` in paths of its cache, waits as long as
+`Retry-After` says, prints `X-HF-Warning`, and reads responses without a limit. So each response is
+checked here and reduced to ALLOWED_HEADERS before huggingface_hub sees it.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from typing import Any
 from g4spec.errors import EnvironmentProblem, InputError
 
 HEADER_SECONDS = 120.0
-"""For an answer without its file: a listing, or the headers of a file."""
+"""Time limit in seconds for a listing or for the headers of a file."""
 MIN_BYTES_PER_SECOND = 64 << 10
-"""Bytes a second below which a download is given up."""
+"""Minimum average speed of a download; a slower one is aborted."""
 EXTRA_BYTES = 1 << 20
-"""Bytes of bodies beside the file: pages of redirects and errors."""
+"""Allowance in bytes for bodies of redirects and errors, in addition to the file."""
 
 ALLOWED_HEADERS = {
     "accept-ranges",
@@ -40,7 +39,7 @@ ALLOWED_HEADERS = {
     "x-repo-commit",
 }
 XET_HEADERS = {"link", "x-xet-hash", "x-xet-refresh-route"}
-"""Headers that move a download to the Xet client, which has bounds of its own."""
+"""Headers that redirect a download to the Xet client."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _ETAG = re.compile(r'(?:W/)?"?([0-9a-f]{40}|[0-9a-f]{64})"?')
@@ -48,19 +47,20 @@ _SIZE = re.compile(r"[0-9]{1,20}")
 
 
 class TransferGuard:
-    """Checks all responses of huggingface_hub inside its `with` block.
+    """Context manager that checks all responses of huggingface_hub inside its `with` block.
 
     Args:
-        what: what is asked for, for messages.
-        limit: most bytes of the answer. `disk`: whether that is what the disk has room for.
-        commit: of the file that is asked for; None for a listing.
-        xet: whether the hub may move the download to its Xet storage.
+        what: description of the request for messages.
+        limit: maximum size of the response in bytes.
+        disk: the limit is the free disk space.
+        commit: commit of the requested file; None for a listing.
+        xet: allow the hub to redirect the download to its Xet storage.
 
     Attributes:
-        digest: of the file, as its headers say: sha256, or git's sha1.
+        digest: sha256 or git sha1 of the file according to its headers.
 
-    Raises, out of the calls inside: InputError for an answer that cannot be a hub's,
-    EnvironmentProblem for one that takes too long or more room than the disk has.
+    Calls inside the block raise InputError for an invalid response, EnvironmentProblem for one
+    that takes too long or does not fit on the disk.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class TransferGuard:
         from huggingface_hub.utils import _http
 
         self._set, self._before = hf.set_client_factory, _http._GLOBAL_CLIENT_FACTORY
-        self._set(self._client)  # closes the client there was, so that all connections are seen
+        self._set(self._client)  # closes the old client, so that every connection is traced
         threading.Thread(target=self._watch, daemon=True).start()
         return self
 
@@ -98,7 +98,7 @@ class TransferGuard:
         return time.monotonic() >= self._deadline
 
     def timeout_error(self) -> EnvironmentProblem:
-        """The error of an answer that does not end."""
+        """Return the error for a response that exceeds its time limit."""
         return EnvironmentProblem(
             f"{self.what}: the hub is too slow",
             expected=f"headers within {HEADER_SECONDS:.0f} s, "
@@ -124,7 +124,7 @@ class TransferGuard:
         request.extensions["trace"] = self._trace
 
     def _trace(self, event: str, info: Mapping[str, Any]) -> None:
-        """Remember sockets: closing them ends a wait for a header that never comes."""
+        """Collect sockets; shutting them down ends a blocked read."""
         if event.endswith(("connect_tcp.complete", "start_tls.complete")):
             self._sockets.append(info["return_value"].get_extra_info("socket"))
 
@@ -134,7 +134,7 @@ class TransferGuard:
                 for connection in self._sockets:
                     with suppress(OSError):
                         connection.shutdown(socket.SHUT_RDWR)
-                self._done.wait(0.1)  # those opened meanwhile come next
+                self._done.wait(0.1)  # then again, for sockets opened meanwhile
 
     # ---- after its headers
 
@@ -143,7 +143,7 @@ class TransferGuard:
         if self.expired:
             raise self.timeout_error()
         if headers.get("Content-Encoding", "identity") != "identity":
-            raise self._bad("compressed, though asked for as it is")
+            raise self._bad("compressed, although not requested")
         commit = headers.get("X-Repo-Commit")
         if commit is not None and not (_COMMIT.fullmatch(commit) and self.commit in (None, commit)):
             raise self._bad("X-Repo-Commit", self.commit or "a commit", f"{commit!r:.80}")
@@ -162,7 +162,7 @@ class TransferGuard:
             raise self._bad("redirects to a connection without encryption")
 
     def _metadata(self, headers: Any, redirect: bool) -> None:
-        """What the headers of a file say about it: its digest and its size."""
+        """Read digest and size of a file from the headers of a HEAD request."""
         linked = headers.get("X-Linked-ETag")
         tag = linked if linked is not None else headers.get("ETag")
         found = _ETAG.fullmatch(tag or "")
@@ -177,7 +177,7 @@ class TransferGuard:
             size = headers.get("Content-Length")
         if size is not None:
             self.limit = self._check_size(size)
-            # A download that is cut may begin again.
+            # An interrupted download may start again.
             self._room = 2 * self.limit + EXTRA_BYTES
             self._deadline = time.monotonic() + HEADER_SECONDS + self.limit / MIN_BYTES_PER_SECOND
 
@@ -191,24 +191,24 @@ class TransferGuard:
                 f"{self.what}: no space left in the hub's cache",
                 expected=f"{int(said):,} bytes",
                 found=f"{self.limit:,} bytes",
-                fix="free some, or set HF_HUB_CACHE",
+                fix="free disk space, or set HF_HUB_CACHE",
             )
         raise self._bad("size", f"at most {self.limit:,} bytes", f"{int(said):,}")
 
     def _count(self, n: int) -> None:
         self._room -= n
         if self._room < 0:
-            raise self._bad("more bytes than it said", f"{self.limit:,} at most")
+            raise self._bad("more bytes than announced", f"{self.limit:,} at most")
 
     def _bad(self, what: str, expected: object = None, found: object = None) -> InputError:
         return InputError(
-            f"{self.what}: the hub's answer makes no sense: {what}", expected=expected, found=found
+            f"{self.what}: invalid answer of the hub: {what}", expected=expected, found=found
         )
 
 
 def _counted(stream: Any, count: Callable[[int], None]) -> Any:
-    """`stream` with `count(bytes)` called before a chunk is given on. Its class is derived from
-    that of `stream`, because the transport asks for one of its own."""
+    """Wrap a response stream to call `count(n_bytes)` before each chunk. The wrapper is a subclass
+    of the stream's class, because the transport checks the type."""
 
     def chunks(_: object) -> Iterator[bytes]:
         for chunk in stream:

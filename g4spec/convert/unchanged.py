@@ -1,4 +1,4 @@
-"""Notices that a source changed while it was read, before what was made of it is kept."""
+"""Detect that a source changed during a conversion, before the result replaces a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Stamp = tuple[int, int, int]
 
 
 def file_stamps(source: Path) -> dict[Path, Stamp]:
-    """Inode, size and time of change (ns) of each file that a source may be read from."""
+    """Return inode, size and modification time (ns) of each file that a source may be read from."""
     inside = sorted(source.iterdir()) if source.is_dir() else [source, *parts.siblings(source)]
     files = [p for p in inside if not source.is_dir() or p.suffix in ENDINGS]
     return {p: _stamp(p) for p in files if p.exists()}
@@ -25,10 +25,10 @@ def _stamp(path: Path) -> Stamp:
 
 
 class UnchangedCheck:
-    """What some sources were when this was made. Call it to check that they still are.
+    """A callable check that sources have not changed since it was created.
 
-    Raises InputError when called, if a file was replaced, written to or removed: a file made of
-    both would carry the digest of one.
+    Calling it raises InputError if a file was replaced, written to or removed. Otherwise a
+    conversion could mix two states of a source and record the digest of one.
     """
 
     def __init__(self, *sources: Path | None) -> None:
@@ -42,5 +42,5 @@ class UnchangedCheck:
             if changed:
                 raise InputError(
                     f"{min(changed)} changed while it was read",
-                    fix="run the command again when nothing writes to it",
+                    fix="run the command again when no other program writes to it",
                 )

@@ -72,7 +72,7 @@ def collect(
     dataset: str,
     progress: Progress = lambda done, total: None,
 ) -> Imatrix:
-    """Read the chunks of `chunks.cut`, all of one size, and return what the matrices were given.
+    """Read the chunks of `text_chunks.split_text`, all of one size, and return what the matrices were given.
 
     Args:
         engine: on the CPU.

@@ -88,7 +88,7 @@ def measure(
     progress: Progress = lambda done, total: None,
     read: ReadChunk = text_chunks.read_chunk,
 ) -> PerplexityResult:
-    """Predict the second halves of the chunks of `chunks.cut`, all of one size.
+    """Predict the second halves of the chunks of `text_chunks.split_text`, all of one size.
 
     Args:
         base: another model of the same vocabulary, to compare with.

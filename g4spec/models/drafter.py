@@ -1,4 +1,4 @@
-"""Base of drafts that have weights of their own."""
+"""Base class of drafts with weights."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class WeightedDrafter:
     """A draft with weights (`g4spec.core.Draft`).
 
     Args:
-        config: what the kind's `parse_gguf` returns.
-        weights: what the backend loaded, by GGUF name.
-        file: the draft's GGUF file, for what it holds in its metadata.
-        caches: one key-value cache per entry of the kind's `caches`.
-        n_slots: sequences that may live at once.
-        window: bound on the context rows that full-attention layers see, or None.
+        config: result of the kind's `parse_gguf`.
+        weights: loaded tensors, by GGUF name.
+        file: the draft's GGUF file, for its metadata.
+        caches: one KV cache per entry of the kind's `caches`.
+        n_slots: number of slots, for state per slot.
+        window: limit of the context that full-attention layers see, in rows, or None.
     """
 
     taps: tuple[int, ...] = ()
@@ -49,11 +49,11 @@ class WeightedDrafter:
         self.taps = getattr(config, "target_layers", ())
 
     def begin(self, slot: int, ids: Sequence[int] = ()) -> None:
-        """Forget nothing: cache rows are addressed by position and overwritten."""
+        """Do nothing: cache rows are addressed by position and overwritten."""
 
     def gated(self, b: str, h: Any, *, parts: bool) -> torch.Tensor:
-        """Compute the feed-forward of a Llama- or Qwen-style layer `b` ("blk.0.") of rows `h` ->
-        [T, H]. `parts`: as of `linear`."""
+        """Compute the feed-forward of a Llama- or Qwen-style layer `b` ("blk.0.") for rows `h` ->
+        [T, H]. `parts`: see `linear`."""
         w = self.w
         return self.ops.gated(
             h,
@@ -66,12 +66,12 @@ class WeightedDrafter:
 
 
 def first_rows(batch: Batch, x: torch.Tensor) -> torch.Tensor:
-    """The first row of each sequence of rows x [T, ...] -> [S, ...]."""
+    """Return the first row of each sequence of rows x [T, ...] -> [S, ...]."""
     return x[:: batch.uniform] if batch.uniform else x[list(batch.starts)]
 
 
 def accepted_rows(batch: Batch, x: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
-    """The row of each sequence after `accepted` [S] drafted tokens, of rows x [T, ...]."""
+    """Return the row of each sequence after `accepted` [S] drafted tokens, from rows x [T, ...]."""
     if len(batch.sizes) == 1:
         return x[accepted]
     if n := batch.uniform:

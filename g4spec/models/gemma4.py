@@ -1,8 +1,8 @@
-"""Gemma 4 text targets, GGUF architecture `gemma4`: all five sizes.
+"""Gemma 4 text targets of all five sizes, GGUF architecture `gemma4`.
 
-The 26B-A4B has experts beside its dense feed-forward. E2B and E4B tell every layer about the token
-again (per-layer embeddings), and their last layers read the keys and values of earlier ones. The
-12B spells its names otherwise ("unified"). Vision and audio are left out.
+The 26B-A4B has experts beside its dense feed-forward. E2B and E4B add a per-layer token embedding
+to every layer, and their last layers read the KV cache of earlier ones. The 12B has other names
+("unified"). Vision and audio are dropped.
 
 The configuration is in `gemma4_config.py`, the forward pass in `gemma4_model.py`.
 
@@ -67,12 +67,13 @@ DROPS = (
 
 
 def claims(checkpoint: Checkpoint) -> bool:
-    """Whether the folder holds a Gemma 4 target, judged by its configuration."""
+    """Return whether the configuration is that of a Gemma 4 target."""
     return any(a in ARCHITECTURES for a in checkpoint.config.get("architectures") or ())
 
 
 def layer_tensors(spec: LayerSpec, n_embd: int, own_kv: bool = True) -> list[TensorSpec]:
-    """One layer, in file order. `own_kv` is false in assistants, which have no K and V."""
+    """Return the tensors of one layer, in file order. Assistants have no K and V (`own_kv`
+    false)."""
     i, hd, e = spec.index, spec.head_dim, n_embd
     q, k = spec.n_head * hd, spec.n_kv * hd
     shared = spec.kv_from is not None  # published files hold K and V all the same, unused
@@ -117,7 +118,7 @@ def layer_tensors(spec: LayerSpec, n_embd: int, own_kv: bool = True) -> list[Ten
 
 
 def _expert_tensors(spec: LayerSpec, e: int) -> list[TensorSpec]:
-    """Router, experts and the norms around them; nothing for a layer without experts."""
+    """Return router, experts and the norms around them; nothing for a layer without experts."""
     b, hf, n, ff = f"blk.{spec.index}.", f"layers.{spec.index}.", spec.n_expert, spec.n_ff_expert
     if not n:
         return []
@@ -150,13 +151,13 @@ def _expert_tensors(spec: LayerSpec, e: int) -> list[TensorSpec]:
 
 
 def rope_tensor(config: Config) -> TensorSpec:
-    """Divisors of the global layers' rotation: ones, then 1e30 for pairs that stay."""
+    """Return the RoPE divisors of the global layers: 1, then 1e30 for pairs that do not rotate."""
     full, _ = samples(config)
     return TensorSpec("rope_freqs.weight", (full.head_dim // 2,), "vector", None, "rope_freqs")
 
 
 def tensors(config: Config) -> list[TensorSpec]:
-    """Every tensor of the GGUF file, in order."""
+    """Return every tensor of the GGUF file, in order."""
     h, width = config.n_embd, len(config.layers) * config.n_ple
     out = [
         TensorSpec("token_embd.weight", (config.n_vocab, h), "embed", "embed_tokens.weight"),
@@ -192,8 +193,8 @@ def tensors(config: Config) -> list[TensorSpec]:
 
 
 def caches(config: Config) -> list[CacheShape]:
-    """What the layers keep that have keys and values of their own. They come first, so that a
-    cache has its layer's index."""
+    """Return the cache shapes of the layers with a KV cache of their own. These layers come first,
+    so that the index of a cache is that of its layer."""
     return [
         CacheShape(s.n_kv, s.head_dim, s.window, s.rotary_pairs if s.v_from_k else 0)
         for s in config.layers

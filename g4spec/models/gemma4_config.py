@@ -1,6 +1,6 @@
 """Hyperparameters of Gemma 4 text models: from `config.json`, from GGUF metadata, and back.
 
-Whatever differs between layers is decided here, once, as a field of its `LayerSpec`.
+Everything that differs between layers is decided here once and stored in the layer's `LayerSpec`.
 
 Sources: transformers `models/gemma4` and `models/gemma4_unified` (configuration), llama.cpp
 `conversion/gemma.py` and `src/models/gemma4.cpp` (keys).
@@ -21,7 +21,7 @@ from g4spec.models.spec import Checkpoint, LayerSpec
 GEMMA4 = "gemma4"
 SLIDING, FULL = "sliding_attention", "full_attention"
 PERIOD = 6
-"""Every so many layers one attends to everything, where the configuration does not say."""
+"""Default period of global layers, if the configuration does not give one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,9 @@ class Config:
     """Hyperparameters of a Gemma 4 text model.
 
     Attributes:
-        n_ctx: trained positions. `softcap`: final logits are cap * tanh(z / cap); 0 is none.
-        own_head: the output table is not the token table.
+        n_ctx: trained context length.
+        softcap: final logits are cap * tanh(z / cap); 0: no cap.
+        own_head: whether the output projection differs from the token embedding.
     """
 
     n_vocab: int
@@ -48,20 +49,20 @@ class Config:
 
     @property
     def n_ple(self) -> int:
-        """Values of a token's embedding for one layer; 0: there are no per-layer embeddings."""
+        """Width of the per-layer embedding of one layer; 0: none."""
         return self.layers[0].n_ple
 
     @property
     def row_width(self) -> int:
-        """Width of the widest feed-forward, experts and per-layer embeddings counted in: what a
-        row takes in memory while it is computed."""
+        """Width of the widest feed-forward including experts and per-layer embeddings: the memory
+        of a row during computation."""
         return len(self.layers) * self.n_ple + max(
             s.n_ff + s.n_expert_used * (s.n_ff_expert + self.n_embd) for s in self.layers
         )
 
     def donor(self, sliding: bool) -> int:
-        """Index of the last layer of a kind that has keys and values of its own: whose cache an
-        assistant reads, and layers that share."""
+        """Return the last layer of a kind with its own KV cache, which assistants and sharing
+        layers read."""
         return max(
             spec.index
             for spec in self.layers
@@ -70,7 +71,7 @@ class Config:
 
 
 def parse_hf(checkpoint: Checkpoint) -> Config:
-    """Hyperparameters from `config.json`, nested under `text_config` or flat."""
+    """Parse hyperparameters from `config.json`, nested under `text_config` or flat."""
     raw = checkpoint.config
     text = Fields(raw.get("text_config") or raw, "config.json")
     text.require("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
@@ -91,13 +92,15 @@ def parse_hf(checkpoint: Checkpoint) -> Config:
 
 
 def _tied(raw: Mapping[str, Any], text: Fields) -> bool:
-    """Whether the output table is the token table. It is, unless either level says otherwise."""
+    """Return whether the output projection is the token embedding: true unless either level denies
+    it."""
     outer = Fields(raw, text.where).get(bool, "tie_word_embeddings", True)
     return outer and text.get(bool, "tie_word_embeddings", True)
 
 
 def layers_hf(text: Fields) -> tuple[LayerSpec, ...]:
-    """Per-layer facts; takes `global_head_dim` and friends or `per_layer_config`."""
+    """Parse the per-layer properties from `global_head_dim` and its siblings, or
+    `per_layer_config`."""
     n_layer = text.layers("num_hidden_layers")
     types = text.list(str, "layer_types", _default_types(n_layer))
     if len(types) != n_layer:
@@ -152,8 +155,8 @@ def _layer_hf(
 
 
 def shared_kv(sliding: Sequence[bool], n_shared: int) -> list[int | None]:
-    """For each layer the one whose keys and values it reads, None for its own: the last
-    `n_shared` layers read the last layer of their kind before them."""
+    """Return for each layer the one whose KV cache it reads, None for its own. The last `n_shared`
+    layers read the last earlier layer of their kind."""
     n_own = len(sliding) - n_shared
     own = list(sliding[: max(n_own, 0)])
     if n_shared and set(own) != set(sliding):
@@ -167,7 +170,7 @@ def shared_kv(sliding: Sequence[bool], n_shared: int) -> list[int | None]:
 
 
 def _count(f: Fields, key: str) -> int:
-    """A number that may be missing, null or 0."""
+    """Return a count that may be missing, null or 0."""
     value = f.get(int, key, 0)
     if value < 0:
         raise InputError(f"{f.where}: {f.prefix + key}", expected=">= 0", found=value)
@@ -175,8 +178,8 @@ def _count(f: Fields, key: str) -> int:
 
 
 def _rope(given: Fields, kind: str) -> tuple[float, float]:
-    """Base and rotated share of a kind of layer. Both have defaults only where `rope_parameters`
-    says nothing at all, as in transformers; a key that is not read here is refused."""
+    """Parse RoPE base and rotated fraction of a kind of layer. Defaults apply only if
+    `rope_parameters` is missing, as in transformers; unknown keys are refused."""
     full = kind == FULL
     if not given.raw:
         return (1e6, 0.25) if full else (1e4, 1.0)
@@ -197,7 +200,7 @@ def _rope(given: Fields, kind: str) -> tuple[float, float]:
 def parse_gguf(
     kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]], arch: str = GEMMA4
 ) -> Config:
-    """Hyperparameters from GGUF metadata and tensor shapes (PyTorch order)."""
+    """Parse hyperparameters from GGUF metadata and tensor shapes (PyTorch order)."""
     f = Fields(kv, "GGUF metadata", f"{arch}.")
     n_layer = f.layers("block_count")
     sliding = f.list(bool, "attention.sliding_window_pattern")
@@ -273,7 +276,7 @@ def _per_layer(f: Fields, key: str, index: int) -> int:
 
 
 def samples(config: Config) -> tuple[LayerSpec, LayerSpec]:
-    """A full and a sliding layer: what they attend to is the same in all layers of a kind."""
+    """Return a global and a sliding layer, which represent all layers of their kind."""
     full = next((s for s in config.layers if s.window is None), None)
     swa = next((s for s in config.layers if s.window is not None), None)
     if full is None or swa is None:
@@ -282,7 +285,8 @@ def samples(config: Config) -> tuple[LayerSpec, LayerSpec]:
 
 
 def metadata(config: Config) -> KV:
-    """The keys that upstream's converter writes for this architecture, with its value types."""
+    """Return the keys that upstream's converter writes for this architecture, with its value
+    types."""
     a, layers = f"{config.arch}.", config.layers
     full, swa = samples(config)
     widths = [s.n_ff for s in layers]

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class Model:
-    """The forward pass. Weights are whatever `ops.load` returns, by GGUF name.
+    """The forward pass. Weights are what the backend's `load` returns, by GGUF name.
 
     Attributes:
-        freqs: radians a position [head_dim / 2] of each layer.
+        freqs: radians per position [head_dim / 2] of each layer.
     """
 
     def __init__(self, config: Config, weights: Mapping[str, Any], ops: Ops) -> None:
@@ -37,21 +37,21 @@ class Model:
         ]
 
     def embed(self, ids: torch.Tensor, scale: float | None = None) -> torch.Tensor:
-        """Token rows [T] -> [T, H], times `scale`, or else sqrt(H)."""
+        """Return token embeddings [T] -> [T, H], times `scale` (default: sqrt(H))."""
         scale = self.config.embed_scale if scale is None else scale
         return self.ops.embed(self.w["token_embd.weight"], ids, scale)
 
     def forward(
         self, batch: Batch, kv: Sequence[Any], taps: tuple[int, ...] = ()
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """Run the rows of `batch` [T], appending to `kv`.
+        """Run the rows of `batch` [T], appending to the caches `kv`.
 
         Args:
             kv: caches of the layers that have one (`gemma4.caches`), by layer.
 
         Returns:
-            The final-norm output [T, H], and the residual entering each layer of `taps`, [T, H]
-            (index n_layer is what leaves the last layer, before the final norm).
+            The output after the final norm [T, H], and the residual entering each layer of `taps`,
+            [T, H] (index n_layer is the output of the last layer before the final norm).
         """
         ops, w, eps = self.ops, self.w, self.config.eps
         x = self.embed(batch.ids)
@@ -83,15 +83,16 @@ class Model:
 
     @property
     def table(self) -> Any:
-        """Output table [V, H]: what rows after the final norm are multiplied with."""
+        """Output projection [V, H], applied after the final norm."""
         return self.w.get("output.weight", self.w["token_embd.weight"])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Rows [T, H] after the final norm -> logits [T, V], with the final softcap."""
+        """Compute logits [T, V] with the final softcap from rows [T, H] after the final norm."""
         return self.ops.logits(hidden, self.table, self.config.softcap)
 
     def _per_layer_inputs(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-        """What each layer is told about the token again, [T, L, P]; None in models without it."""
+        """Compute the per-layer embeddings of the tokens, [T, L, P]; None in models without
+        them."""
         n, w = self.config.n_ple, self.w
         if not n:
             return None
@@ -107,7 +108,8 @@ class Model:
         span: tuple[torch.Tensor, torch.Tensor],
         caches: Sequence[Any],
     ) -> torch.Tensor:
-        """The attention sublayer of rows `h` -> [T, H]. `span`: what each row sees."""
+        """Compute the attention sublayer of rows `h` -> [T, H]. `span`: positions each row attends
+        to."""
         ops, w, b = self.ops, self.w, f"blk.{spec.index}."
         own = spec.kv_from is None
         kv = caches[spec.index if spec.kv_from is None else spec.kv_from]
@@ -119,7 +121,8 @@ class Model:
 def attention(
     w: Mapping[str, Any], spec: LayerSpec, eps: float, freqs: torch.Tensor, own_kv: bool
 ) -> Attention:
-    """The projections of a Gemma 4 layer; without `own_kv` it reads the cache of another."""
+    """Collect the projection weights of a Gemma 4 layer; without `own_kv` it reads another layer's
+    cache."""
     b = f"blk.{spec.index}."
     return Attention(
         q=w[b + "attn_q.weight"],
@@ -147,12 +150,12 @@ def sandwich(
     *,
     numbers: bool = False,
 ) -> tuple[torch.Tensor, Any]:
-    """The rest of a Gemma 4 layer after attention `h` [T, H] on residual `x` [T, H].
+    """Compute the rest of a Gemma 4 layer after attention `h` [T, H] on residual `x` [T, H].
 
     Args:
-        following: weight [H] of the norm behind the layer.
+        following: norm weight [H] of the next layer.
         spec: the layer, needed if it has experts.
-        ple: what the layer is told about the tokens again, [T, P].
+        ple: per-layer embeddings of the tokens, [T, P].
         numbers: return the normed residual as numbers.
 
     Returns:

@@ -1,9 +1,9 @@
-"""The words in which targets and drafts describe themselves.
+"""The protocols by which targets and drafts describe themselves.
 
-A *noun* file in this package (gemma4, dflash, assistant, ngram) says what one kind of model is:
-how its checkpoint is recognised, its hyperparameters, its tensors under both names, and its
-forward pass written with :class:`g4spec.ops.reference.Ops`. Nothing here imports torch at run time,
-so that converting, inspecting and `--help` stay light.
+Each kind of model (gemma4, dflash, assistant, ngram, ...) is a file in this package: how its
+checkpoint is recognised, its hyperparameters, its tensors with both names, and its forward pass
+written with :class:`g4spec.ops.reference.Ops`. This module does not import torch at run time, so
+that `convert`, `inspect` and `--help` start fast.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ GEMMA_STOP_IDS = frozenset({1, 106, 50})
 """`<eos>`, `<turn|>`, `<|tool_response>`; a file's own stop ids are added to these."""
 
 Role = Literal["matrix", "embed", "output", "vector", "index"]
-"""What a tensor is for, which decides its type: `matrix`, `embed` and `output` are quantized,
-`vector` (norms, scales) stays F32, `index` stays an integer."""
+"""Role of a tensor, which decides its type: `matrix`, `embed` and `output` are quantized, `vector`
+(norms, scales) stays F32, `index` stays an integer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +33,15 @@ class TensorSpec:
 
     Attributes:
         name: GGUF tensor name.
-        shape: PyTorch order, `[out, in]` for matrices.
-        source: name in the checkpoint after its prefix was stripped, or None when the tensor is
-            made at conversion.
-        make: `rule` name of a value made or changed at conversion: "rope_freqs" (from the
-            configuration) or "absolute_d2t" (delta to absolute ids). None: copied.
-        optional: the file may lack it.
-        pairs: head size if rows of each head go from halves (0, 1, ...) to neighbouring pairs
-            (0, d/2, 1, d/2 + 1, ...), as the rotation of upstream's Llama kind wants them.
+        shape: in PyTorch order, `[out, in]` for matrices.
+        source: name in the checkpoint without its prefix, or None if the tensor is created at
+            conversion.
+        make: how a created or changed tensor is computed: "rope_freqs" (from the configuration) or
+            "absolute_d2t" (from offsets to absolute ids). None: copied.
+        optional: whether the file may lack it.
+        pairs: head size if the rows of each head have to be reordered from halves (0, 1, ...) to
+            neighbouring pairs (0, d/2, 1, d/2 + 1, ...), as RoPE of upstream's Llama architecture
+            expects them.
     """
 
     name: str
@@ -54,7 +55,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """A checkpoint tensor that is left out on purpose, and why."""
+    """A checkpoint tensor that is dropped on purpose, with the reason."""
 
     pattern: str  # regular expression matched against the whole stripped name
     reason: str
@@ -69,20 +70,21 @@ QUANTIZED_ACTIVATIONS = Drop(
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What differs between the layers of one model.
+    """Properties that differ between the layers of a model.
 
     Attributes:
-        window: sliding window in tokens, counting the query itself; None attends to everything.
-        causal: whether rows of one block see only earlier rows (always true in targets).
-        v_from_k: the value is the key projection before norm and rotation (no `attn_v`).
-        rope_base: theta. `rope_partial`: rotated share of the head, 1.0 rotates all of it.
-        kv_from: earlier layer whose keys and values are read; None: the layer has its own.
-        n_ple: values that the token's per-layer embedding adds to this layer; 0: it has none.
-        n_expert, n_expert_used, n_ff_expert: experts beside the dense feed-forward, how many a
-            token visits, and their width; 0: none. `split_experts`: their gate and up rows lie in
-            two tensors, as in older files, not in one.
+        window: sliding window in tokens, including the query; None for a global layer.
+        causal: whether rows of a block attend only to earlier rows (always true in targets).
+        v_from_k: the value is the key projection before norm and RoPE (no `attn_v`).
+        rope_base: theta. rope_partial: fraction of the head that RoPE rotates.
+        kv_from: earlier layer whose KV cache is read; None: the layer has its own.
+        n_ple: width of the per-layer embedding of this layer; 0: none.
+        n_expert, n_expert_used, n_ff_expert: number of experts beside the dense feed-forward,
+            experts per token, and their width; 0: none. split_experts: gate and up projections are
+            two tensors, as in older files.
 
-    Raises InputError where nothing could rotate such heads or choose such experts.
+    Raises:
+        InputError: RoPE or the choice of experts is impossible with these numbers.
     """
 
     index: int
@@ -123,12 +125,13 @@ class LayerSpec:
 
     @property
     def rotary_pairs(self) -> int:
-        """Pairs of a head that rotate, the first ones."""
+        """Number of pairs of a head that rotate; they are the first ones."""
         return int(self.rope_partial * self.head_dim / 2)
 
 
 def check_heads(layers: Iterable[LayerSpec]) -> None:
-    """Raise InputError unless the query heads of each layer divide among those of its keys."""
+    """Raise InputError unless the number of query heads of each layer is a multiple of its KV
+    heads."""
     for spec in layers:
         if spec.n_kv < 1 or spec.n_head < 1 or spec.n_head % spec.n_kv:
             raise InputError(
@@ -140,14 +143,16 @@ def check_heads(layers: Iterable[LayerSpec]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A source as `models/` sees it: parsed configuration and tensor names, no file access.
+    """A checkpoint as `models/` sees it: parsed configuration and tensor names, without file
+    access.
 
     Attributes:
         config: the parsed `config.json`.
-        tensors: name as stored -> (shape in PyTorch order, dtype string of safetensors).
+        tensors: stored name -> (shape in PyTorch order, dtype string of safetensors).
         generation: the parsed `generation_config.json`, or an empty dict.
 
-    Raises InputError where the configuration's outline is not what every kind expects of it.
+    Raises:
+        InputError: the configuration does not have the structure that all kinds expect.
     """
 
     config: Mapping[str, Any]
@@ -170,16 +175,16 @@ class Checkpoint:
 
 
 def stop_ids(*sources: Iterable[int]) -> frozenset[int]:
-    """Union of Gemma's stop ids and those that a file or configuration names."""
+    """Return the union of Gemma's stop ids and those of files or configurations."""
     return GEMMA_STOP_IDS.union(*sources)
 
 
 class DraftConfig(Protocol):
-    """What every verb may read of a draft's configuration.
+    """The properties of a draft's configuration that all commands use.
 
     Attributes:
         arch: `general.architecture` of its file.
-        layers: those with attention, or none.
+        layers: the layers with attention; may be empty.
     """
 
     arch: str
@@ -191,22 +196,22 @@ class DraftConfig(Protocol):
 
 
 class DraftKind(Protocol):
-    """What a file of `g4spec/models/` has that is a kind of draft. `Drafter` is its draft, called
-    as `models.drafter.WeightedDrafter` is.
+    """The members of a module of `g4spec/models/` that defines a kind of draft. `Drafter` is its
+    `core.Draft`, constructed like `models.drafter.WeightedDrafter`.
 
-    Where it needs them it also has:
-        NAME, MARKS: name of the kind and tensors that no other kind has, where kinds share ARCH.
-        ARCHS: all architectures of its files, with `upstream.OWN` behind what upstream must refuse.
-        ALIASES: other spellings of tensor names in checkpoints -> usual ones.
-        CONFIDENCE: ends of the names of tensors that say how sure the draft is of a token.
-        notes(checkpoint): what users should know about a checkpoint's configuration.
-        metadata_tensors(config): tensors that become metadata (see `models.assistant`).
+    Optional members:
+        NAME, MARKS: name of the kind, and tensors that only it has, if kinds share ARCH.
+        ARCHS: all architectures of its files, with suffix `upstream.OWN` if upstream must refuse
+        them. ALIASES: other spellings of tensor names in checkpoints -> usual ones.
+        CONFIDENCE: suffixes of the tensor names of a confidence head.
+        notes(checkpoint): remarks for users about a checkpoint's configuration.
+        metadata_tensors(config): tensors that are stored as metadata (see `models.assistant`).
 
     Attributes:
-        ARCH: `general.architecture` of its files. TITLE: what people call it.
-        PREFIXES: what is stripped from the names of a checkpoint's tensors, the first that fits.
-        DROPS: checkpoint tensors that are left out on purpose.
-        LIMITS: `upstream.Limit` of each property that upstream computes otherwise.
+        ARCH: `general.architecture` of its files. TITLE: name shown to users.
+        PREFIXES: prefixes to strip from the tensor names of a checkpoint; the first that matches.
+        DROPS: checkpoint tensors that are dropped on purpose.
+        LIMITS: `upstream.Limit` of each property that upstream computes differently.
     """
 
     ARCH: str
@@ -217,28 +222,31 @@ class DraftKind(Protocol):
     Drafter: Any
 
     def claims(self, checkpoint: Checkpoint) -> bool:
-        """Whether the checkpoint is of this kind and no other."""
+        """Return whether the checkpoint is of this kind and no other."""
 
     def parse_hf(self, checkpoint: Checkpoint, target: Any) -> DraftConfig:
-        """Configuration of a checkpoint; `target` is its gemma4.Config. InputError or Unsupported
-        for what is missing, wrong or not implemented."""
+        """Parse the configuration of a checkpoint; `target` is its gemma4.Config. Raises InputError
+        or Unsupported if something is missing, wrong or not implemented."""
 
     def parse_gguf(
         self, kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]
     ) -> DraftConfig:
-        """The same from metadata and tensor shapes (PyTorch order) of a GGUF file."""
+        """Parse the same configuration from metadata and tensor shapes (PyTorch order) of a GGUF
+        file."""
 
     def metadata(self, config: Any) -> KV:
-        """Keys from which `parse_gguf` reads the same configuration."""
+        """Return the metadata from which `parse_gguf` reads the same configuration."""
 
     def tensors(self, config: Any) -> list[TensorSpec]:
-        """Every tensor of the GGUF file, in order."""
+        """Return every tensor of the GGUF file, in order."""
 
     def caches(self, config: Any, window: int | None) -> list[CacheShape]:
-        """Caches of its own; `window` bounds those of layers without one (`--draft-window`)."""
+        """Return the shapes of its own KV caches; `window` limits global layers
+        (`--draft-window`)."""
 
     def check_pair(self, config: Any, target: Any) -> None:
-        """InputError unless the draft fits a target (its gemma4.Config)."""
+        """Raise InputError unless the draft fits a target (its gemma4.Config)."""
 
     def token_ids(self, config: Any, file: GGUF) -> dict[str, Any]:
-        """Tokens that the file names outside its index tensors, by what names them."""
+        """Return the token ids in the file outside its index tensors, by the key that contains
+        them."""

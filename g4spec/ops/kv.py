@@ -1,10 +1,11 @@
-"""Keys and values of live sequences, addressed by slot and absolute position.
+"""The KV cache of running sequences, addressed by slot and absolute position.
 
-Layers with a window keep a ring for each slot; others share a pool of pages that sequences take as
-they grow (`Space.table`). Appending does not commit: rows of rejected tokens are overwritten by the
-next step, and no read reaches past the positions it asks for. A ring therefore has room for its
-window plus the longest step or chunk, so that a rejected row never overwrites one that is still
-visible. Buffers start as NaN: whatever reads a place that was never written shows it.
+Sliding-window layers have a ring buffer per slot; global layers share a pool of pages that
+sequences allocate as they grow (`Space.table`). Appending does not commit: rows of rejected tokens
+are overwritten by the next step, and reads never go beyond the positions they ask for. A ring
+buffer therefore has room for its window plus the longest step or chunk, so that a rejected row
+never overwrites a row that is still visible. Buffers are initialized with NaN, so that a read of an
+unwritten row shows.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ Rounded = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Space:
-    """Slots and pages that the sequences of an engine share.
+    """The slots and pages that the sequences of an engine share.
 
     Args:
-        n_slots: sequences that may live at once.
-        n_ctx: positions that each may have.
-        n_pages: pages of the pool, without the spare one.
+        n_slots: maximum number of running sequences.
+        n_ctx: context length of a sequence.
+        n_pages: number of pages in the pool, without the spare one.
 
     Attributes:
-        table: int32 [n_slots, pages of a context]: page of the pool that holds each PAGE positions
-            of a slot. 0, the spare page, where it has none: rows of padding, which nobody reads,
+        table: int32 [n_slots, pages per context]: page of the pool for each PAGE positions of a
+            slot. Entries without a page are 0, the spare page: padding rows, which are never read,
             are written there.
     """
 
@@ -43,29 +44,29 @@ class Space:
 
     @classmethod
     def single(cls, n_ctx: int, device: torch.device | str = "cpu") -> Space:
-        """Space for one sequence, all of whose pages are its own."""
+        """Create the space of one sequence that owns all pages."""
         space = cls(1, n_ctx, pages_of(n_ctx + BEHIND), device)
         space.assign(0, range(1, space.n_pages + 1))
         return space
 
     def assign(self, slot: int, pages: Sequence[int], first: int = 0) -> None:
-        """Let `pages` hold the slot's positions from page `first` on."""
+        """Map the slot's positions from page index `first` on to `pages`."""
         values = torch.tensor(list(pages), dtype=torch.int32)
         self.table[slot, first : first + len(values)] = values.to(self.table.device)
 
     def clear(self, slot: int) -> None:
-        """Take all pages from the slot."""
+        """Unmap all pages of the slot."""
         self.table[slot] = 0
 
 
 class LayerKV:
-    """Keys and values of one layer, float32.
+    """The KV cache of one layer, float32.
 
     Args:
-        shape: of the layer's rows.
+        shape: shape of the layer's rows.
         space: slots and pages.
-        slack: most rows of one sequence that are appended in one call (a step or a chunk).
-        rounded: rows [T, n_kv, head_dim] -> the same as a smaller type would give them back.
+        slack: maximum number of rows of one sequence that one call appends (a step or a chunk).
+        rounded: rounds rows [T, n_kv, head_dim] as a smaller type would store them.
     """
 
     def __init__(
@@ -82,11 +83,11 @@ class LayerKV:
 
     @property
     def paged(self) -> bool:
-        """True if rows are in pages of the pool, False if each slot has a ring."""
+        """True if rows are in pages of the pool, False if each slot has a ring buffer."""
         return self.window is None
 
     def places(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Row of the buffer for each of `positions`, in the slot beside it; both [...] int64."""
+        """Return the buffer row of each position in its slot; both arguments [...] int64."""
         if not self.paged:
             return slots * self.capacity + positions % self.capacity
         page = self.space.table[slots, positions // PAGE].to(torch.int64)
@@ -105,7 +106,7 @@ class LayerKV:
         self._rows[1, at] = self._rounded(values)
 
     def read(self, slot: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of positions first .. last, both included: [n, n_kv, head_dim] each."""
+        """Return keys and values of positions first .. last inclusive: [n, n_kv, head_dim] each."""
         assert 0 <= first <= last < first + self.capacity, (first, last, self.capacity)
         positions = torch.arange(first, last + 1, device=self._rows.device)
         at = self.places(torch.full_like(positions, slot), positions)
@@ -114,14 +115,15 @@ class LayerKV:
     def blocks(
         self, slots: torch.Tensor, first: torch.Tensor, last: torch.Tensor, size: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Positions first[n] .. last[n] of slots[n], in blocks aligned to multiples of `size`.
+        """Return the keys and values of positions first[n] .. last[n] of slots[n], in blocks
+        aligned to multiples of `size`.
 
         Args:
             slots, first, last: int64 [N].
 
         Returns:
             The absolute positions [N, blocks * size], and keys and values, each
-            [N * blocks, n_kv, size, head_dim], zero outside of what was asked for.
+            [N * blocks, n_kv, size, head_dim], zero outside of the requested range.
         """
         begin = first // size * size
         count = int(((last - begin) // size).max()) + 1
@@ -134,18 +136,18 @@ class LayerKV:
         return positions, keys, values
 
     def snapshot(self, slot: int, end: int) -> torch.Tensor:
-        """Copy what a ring holds of positions before `end`, for `restore`: [2, n, n_kv, D]."""
+        """Copy the rows of a ring buffer before position `end`, for `restore`: [2, n, n_kv, D]."""
         assert not self.paged
         keys, values = self.read(slot, max(0, end - self._visible), end - 1)
         return torch.stack([keys, values])
 
     def restore(self, slot: int, end: int, rows: torch.Tensor) -> None:
-        """Put back what `snapshot` returned."""
+        """Write back what `snapshot` returned."""
         positions = torch.arange(end - rows.shape[1], end, device=self._rows.device)
         at = self.places(torch.full_like(positions, slot), positions)
         self._rows[:, at] = rows.to(self._rows.device)
 
     @property
     def _visible(self) -> int:
-        """Positions before a row that it may see."""
+        """Number of positions before a row that it can attend to."""
         return min(self.window or 0, self.capacity)

@@ -1,24 +1,25 @@
-"""Positions and pages that caches keep. Imports no torch: `doctor` counts as the engine does."""
+"""Sizes of KV caches in positions and pages. Imports no torch, so that `doctor` uses the same
+numbers."""
 
 from __future__ import annotations
 
 from g4spec.core import MAX_STEP_ROWS, PAGE
 
 BEHIND = 2 * MAX_STEP_ROWS
-"""Positions behind the last of a context that padding rows of a step and a draft's block take. A
-block's rows see each other there, so each text needs its own."""
+"""Number of positions after the end of a context that padding rows of a step and a draft's block
+use. The rows of a block attend to each other there, so each sequence needs its own."""
 
 
 def pages_of(positions: int) -> int:
-    """Pages that so many positions take."""
+    """Return the number of pages for so many positions."""
     return -(-positions // PAGE)
 
 
 def pool_positions(positions: int) -> int:
-    """Positions that a pool for texts of so many keeps: whole pages, and the spare one."""
+    """Return the positions of a pool for so many tokens: whole pages, plus the spare one."""
     return (pages_of(positions + BEHIND) + 1) * PAGE
 
 
 def capacity(n_ctx: int, window: int | None, slack: int) -> int:
-    """Positions of a sequence that a layer's cache holds."""
+    """Return the number of positions per sequence in a layer's cache."""
     return n_ctx + BEHIND if window is None else min(n_ctx + BEHIND, window + slack)

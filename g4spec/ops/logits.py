@@ -1,9 +1,9 @@
-"""Logits edited by bias, penalties and grammar masks, and log probabilities.
+"""Edits of logits (bias, penalties, grammar masks) and log-probabilities.
 
-A penalty or a mask makes a choice depend on the tokens before it, drafted ones included. Rows of a
-verification step are therefore edited one after another: row i sees the output and the drafted
-tokens 1..i, and it is looked at only where all of these were accepted. So the tokens are those of
-decoding one by one, bit for bit: an edited row depends on nothing but its logits and its history.
+A penalty or mask makes a choice depend on earlier tokens, including drafted ones. So the rows of a
+step are edited one after the other: row i sees the output and the drafted tokens 1..i, and it is
+used only if all of these were accepted. The tokens are therefore those of decoding one by one, bit
+for bit: an edited row depends only on its logits and its history.
 """
 
 from __future__ import annotations
@@ -18,34 +18,36 @@ from g4spec.errors import InputError, UsageError
 from g4spec.ops.sampling import NotFinite, Sampler
 
 Mask = Callable[[Sequence[int]], torch.Tensor | None]
-"""(output tokens so far, drafted prefix included) -> bool [V], True for tokens allowed next, or
-None where all are. It depends on nothing but the tokens; their sequence is valid during the call
-only. Applied after penalties and before filters."""
+"""(output tokens so far, including the drafted prefix) -> bool [V], True for allowed next tokens,
+or None if all are allowed. Must depend on the tokens only; their list is valid only during the
+call. Applied after penalties and before filters."""
 
 
 class RowSampler(Protocol):
-    """Chooses tokens from raw logits, as `Sampler` does."""
+    """Chooses tokens from raw logits, like `Sampler`."""
 
     def choose(self, logits: torch.Tensor, position: int) -> int:
-        """The token at absolute `position`, from its logits [V] float32."""
+        """Choose the token at absolute `position` from its logits [V] float32."""
         ...
 
     def choose_rows(self, logits: torch.Tensor, position: int) -> Iterator[int]:
-        """Tokens for `position`, `position` + 1, ... from logits [T, V]; NotFinite where there is
-        none, when that row is asked for."""
+        """Choose tokens for `position`, `position` + 1, ... from logits [T, V]. Raises NotFinite
+        when the token of a row without a largest logit is requested."""
         ...
 
 
 class History:
-    """Counts the tokens of one sequence, for penalties and masks.
+    """Token counts of one sequence, for penalties and masks.
 
     Args:
-        prompt: token ids. n_vocab: V. device: where the logits lie.
+        prompt: token ids of the prompt.
+        n_vocab: V.
+        device: device of the logits.
 
     Attributes:
-        output: tokens of the output, in order. Changed by `extend` and `truncate` only.
+        output: output tokens, in order. Changed only by `extend` and `truncate`.
         prompted: bool [V], True for tokens of the prompt.
-        counts: int32 [V], how often the output contains each token.
+        counts: int32 [V], number of occurrences in the output.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class History:
         self.output += tokens
 
     def truncate(self, length: int) -> None:
-        """Drop output tokens from index `length` on."""
+        """Remove output tokens from index `length` on."""
         assert 0 <= length <= len(self.output), (length, len(self.output))
         self._count(self.output[length:], -1)
         del self.output[length:]
@@ -76,10 +78,14 @@ def edited(logits: torch.Tensor, sampler: Sampler, history: History | None = Non
     """Apply bias, then repetition, frequency and presence penalty.
 
     Args:
-        logits: raw logits of one row, [V]; they are not changed.
-        history: what the row sees; needed where `sampler.uses_history`.
+        logits: raw logits of one row, [V]; not modified.
+        history: history that the row sees; required if `sampler.uses_history`.
 
-    Returns float32 [V]. Raises UsageError for a bias of a token outside the vocabulary.
+    Returns:
+        Edited logits, float32 [V].
+
+    Raises:
+        UsageError: the bias names a token outside the vocabulary.
     """
     assert logits.dim() == 1, logits.shape
     row = logits.to(torch.float32, copy=True)
@@ -114,17 +120,20 @@ def choose_rows(
     *,
     chooser: RowSampler | None = None,
 ) -> list[int]:
-    """Choose tokens as decoding one by one would, up to the first that was not drafted, included.
+    """Choose tokens as decoding one by one would, up to and including the first one that differs
+    from the draft.
 
     Args:
-        logits: raw logits of a verification step, [1 + len(drafted), V] float32.
-        position: absolute position of the first token that is chosen.
-        history: output up to `position`; needed for penalties and masks, and unchanged on return:
-            extend it by the tokens that are kept.
-        chooser: chooses from edited logits; made for `sampler.without_edits()`. Default: torch.
+        logits: raw logits of a step, [1 + len(drafted), V] float32.
+        position: absolute position of the first token to choose.
+        history: output up to `position`; required for penalties and masks. Unchanged on return: the
+            caller appends the tokens that it keeps.
+        chooser: chooses from edited logits; must belong to `sampler.without_edits()`. Default:
+            torch.
 
-    Raises NotFinite for a row without a largest logit, and InputError where the mask allows no
-    token that the sampler may choose.
+    Raises:
+        NotFinite: a row has no largest logit.
+        InputError: the mask allows no token that the sampler can choose.
     """
     assert len(logits) == 1 + len(drafted), (len(logits), len(drafted))
     chooser = chooser or sampler.without_edits()
@@ -154,7 +163,7 @@ def choose_rows(
 def _masked(
     row: torch.Tensor, sampler: Sampler, history: History | None, mask: Mask | None
 ) -> torch.Tensor:
-    """Set logits [V] of tokens that the mask forbids to -inf."""
+    """Set the logits [V] of forbidden tokens to -inf."""
     if mask is None:
         return row
     assert history is not None, "masks need a history"
@@ -179,14 +188,15 @@ def _masked(
 
 
 def logprobs(logits: torch.Tensor, token: int, n: int) -> tuple[float, list[tuple[int, float]]]:
-    """Compute log probabilities (natural logarithm) of raw logits at temperature 1, in float32.
+    """Compute log-probabilities (natural logarithm) of raw logits at temperature 1, in float32.
 
     Args:
         logits: one row, [V]: after the softcap, before bias, penalties, masks and filters.
-        token: whose log probability is returned first.
-        n: tokens listed, likeliest first, equal logits by lowest id; all where n > V.
+        token: token whose log-probability is returned first.
+        n: number of top tokens to return, equal logits by lowest id; all if n > V.
 
-    Raises NotFinite when there is no largest logit.
+    Raises:
+        NotFinite: there is no largest logit.
     """
     assert logits.dim() == 1 and n >= 0, (logits.shape, n)
     # A copy starts at an aligned address: kernels sum an unaligned row in another order.
@@ -200,7 +210,8 @@ def logprobs(logits: torch.Tensor, token: int, n: int) -> tuple[float, list[tupl
 
 
 def _best(row: torch.Tensor, n: int) -> list[int]:
-    """Ids of the `n` largest of [V], ties by lowest id (`topk` promises no order among them)."""
+    """Return the ids of the `n` largest values of [V], ties by lowest id (`topk` does not order
+    ties)."""
     if n == 0:
         return []
     candidates = (row >= row.topk(n).values[-1]).nonzero().flatten()

@@ -1,15 +1,16 @@
-"""The op vocabulary: what every step of a forward pass means, in plain torch.
+"""The ops that models are written in, as a reference implementation in plain torch.
 
-This class is the specification that other backends are held to. It is cut where a fast path fuses;
-the bodies here compose simple operations (`g4spec.ops.simple`, which says what holds for
-all of them).
+This class is the specification of other backends. Its methods are the units that a fast backend
+fuses; the bodies here are composed of simple operations (`g4spec.ops.simple`, which states the
+rules for all of them).
 
-Two kinds of values pass between ops. Numbers are float32 tensors [T, N]. *Rows* are what a product
-reads: a backend may keep them in another order and precision, so models hand them on and never look
-inside. Here both are the same. `linear`, `gated` and the other products take either.
+Two kinds of values pass between ops. *Numbers* are float32 tensors [T, N]. *Rows* are the inputs of
+matmuls: a backend may store them in another layout and precision, so models pass them on without
+looking inside. In this class both are the same. `linear`, `gated` and the other matmuls accept
+either.
 
-Attention sums over blocks of :data:`BLOCK` keys aligned by absolute position, in order of position,
-for tiles of 16 rows. A block that is masked for a row contributes exact zeros.
+Attention sums over blocks of :data:`BLOCK` keys, aligned by absolute position and in order of
+position, for tiles of 16 rows. A block that is masked for a row contributes exact zeros.
 """
 
 from __future__ import annotations
@@ -30,20 +31,21 @@ if TYPE_CHECKING:
 __all__ = ["BLOCK", "TILE", "Ops"]
 
 Spans = dict[Reach, tuple[torch.Tensor, torch.Tensor]]
-"""First and last position that rows see, int64 [T] each."""
+"""First and last position that each row attends to, int64 [T] each."""
 
 BLOCK = 64
-"""Keys per attention block; block b holds absolute positions [64 b, 64 b + 64)."""
+"""Number of keys per attention block; block b has absolute positions [64 b, 64 b + 64)."""
 
 TOGETHER = 64
-"""Most blocks of keys, over all tiles, that are multiplied in one call."""
+"""Maximum number of key blocks, over all tiles, in one call."""
 
 
 class Ops(SimpleOps):
-    """The reference. Every method works on any torch device; `CudaOps` overrides a subset."""
+    """The reference ops. Every method works on any torch device; `CudaOps` overrides some of
+    them."""
 
     def spans(self, batch: Batch, reaches: Iterable[Reach]) -> Spans:
-        """First and last position that each row of `batch` sees, by reach."""
+        """Return the first and last position that each row of `batch` attends to, by reach."""
         out, own = {}, batch.positions
         starts = torch.tensor(batch.starts, device=self.device)
         sizes = torch.tensor(batch.sizes, device=self.device)
@@ -55,7 +57,7 @@ class Ops(SimpleOps):
         return out
 
     def norm_rows(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
-        """`rms_norm` of x [T, H] as rows."""
+        """Apply `rms_norm` to x [T, H]; return rows."""
         return self.rms_norm(x, weight, eps)
 
     def norm_residual_norm(
@@ -69,13 +71,14 @@ class Ops(SimpleOps):
         *,
         numbers: bool = False,
     ) -> tuple[torch.Tensor, Any]:
-        """The end of a sublayer and the start of the next.
+        """Finish a sublayer and normalize for the next one.
 
         Args:
-            h: what the sublayer made, [T, H] or in parts (see `linear`), normed with `weight` [H]
-                first unless that is None.
-            x: the residual it is added to, [T, H]. `scale` [1]: factor on the sum.
-            following: weight [H] of the norm that the next sublayer begins with, or None.
+            h: output of the sublayer, [T, H] or partial sums (see `linear`); normed with `weight`
+                [H] first unless that is None.
+            x: residual [T, H], to which it is added.
+            scale: factor of the sum, [1].
+            following: norm weight [H] of the next sublayer, or None.
             numbers: return the normed rows as numbers.
 
         Returns:
@@ -94,14 +97,15 @@ class Ops(SimpleOps):
         *,
         queries: bool = True,
     ) -> torch.Tensor:
-        """Project rows h [T, H], norm and rotate heads, append keys and values to `kv`.
+        """Project rows h [T, H], norm and rotate the heads, and append keys and values to `kv`.
 
         Args:
-            kv: where keys and values go, or without keys what the queries will meet.
-            queries: whether they are wanted; rows of a draft's context have none.
+            kv: cache for keys and values; without key projection, the cache that the queries will
+                read.
+            queries: whether queries are needed; rows of a draft's context need none.
 
         Returns:
-            Queries [T, n_head, head_dim], or no heads.
+            Queries [T, n_head, head_dim], or an empty tensor.
         """
         rotate = self.rope_pairs if a.pairs else self.rope
 
@@ -130,9 +134,9 @@ class Ops(SimpleOps):
         following: torch.Tensor | None,
         scale: torch.Tensor | None,
     ) -> tuple[torch.Tensor, Any]:
-        """A layer's end after its attention h [T, H] on residual x [T, H], where experts stand
-        beside a dense branch. They are chosen by the residual itself, and read it normed with a
-        weight of their own.
+        """Finish a layer with experts beside a dense branch, after its attention h [T, H] on
+        residual x [T, H]. The router reads the residual; the experts read it normed with their own
+        weight.
 
         Returns:
             As `norm_residual_norm`: the residual times `scale` [1], and its norm by `following`.
@@ -151,7 +155,8 @@ class Ops(SimpleOps):
     def logits(
         self, hidden: torch.Tensor, table: Any, cap: float = 0.0, scale: float = 1.0
     ) -> torch.Tensor:
-        """table [V, H] times hidden [T, H], times `scale`, softcapped if `cap` -> [T, V]."""
+        """Compute table [V, H] times hidden [T, H], times `scale`, softcapped if `cap` -> [T,
+        V]."""
         z = self.linear(hidden, table)
         z = z if scale == 1.0 else z * scale
         return self.softcap(z, cap) if cap else z
@@ -159,15 +164,15 @@ class Ops(SimpleOps):
     def pick(
         self, hidden: torch.Tensor, table: Any, pick: Pick, at: int, cap: float = 0.0
     ) -> torch.Tensor:
-        """The drafted tokens at, at + 1, ... [T] that `pick` chooses from the logits of hidden
-        [T, H]. Logits that cannot win need not be exact."""
+        """Return the drafted tokens at, at + 1, ... [T] that `pick` chooses from the logits of
+        hidden [T, H]. Logits that cannot win need not be exact."""
         return pick(self.logits(hidden, table, cap), at)
 
     def keys_values(
         self, h: Any, layers: Sequence[Attention], batch: Batch, kvs: Sequence[Any]
     ) -> None:
-        """Append keys and values of rows h to the cache of each of these layers, as `qkv` does.
-        Calls with the same first layer have the same others."""
+        """Append the keys and values of rows h to the cache of each of these layers, as `qkv` does.
+        Calls with the same first layer must have the same other layers."""
         for a, kv in zip(layers, kvs, strict=True):
             self.qkv(h, a, batch, kv, queries=False)
 
@@ -180,13 +185,13 @@ class Ops(SimpleOps):
         last: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        """softmax(scale * q k) v over the keys of absolute positions first[t] .. last[t] in the
-        slot of each row.
+        """Compute softmax(scale * q k) v over the keys of absolute positions first[t] .. last[t] in
+        the slot of each row.
 
         Args:
             q: [T, n_head, D]; head h reads KV head h // (n_head / n_kv).
             batch: the rows; tiles of TILE rows never span two sequences.
-            first, last: [T] int64, both ends included, first <= last.
+            first, last: [T] int64, both inclusive, first <= last.
 
         Returns:
             [T, n_head * D].
@@ -210,7 +215,8 @@ class Ops(SimpleOps):
         rows: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        """Attention of rows [N, TILE] of q, a sequence a tile -> [N, TILE, n_head * D]."""
+        """Compute attention of rows [N, TILE] of q, one sequence per tile -> [N, TILE, n_head *
+        D]."""
         (count, _), (n_head, dim) = rows.shape, q.shape[1:]
         group = n_head // kv.n_kv
         first, last, lo, hi = spans
@@ -246,8 +252,8 @@ class Ops(SimpleOps):
         *,
         parts: bool = False,
     ) -> torch.Tensor:
-        """down(activation(gate x) * up x): x [T, H], gate and up [I, H], down [H, I]. `parts`: as
-        of `linear`."""
+        """Compute down(activation(gate x) * up x): x [T, H], gate and up [I, H], down [H, I].
+        `parts`: see `linear`."""
         inner = activation(self.linear(x, gate)) * self.linear(x, up)
         return self.linear(inner, down, parts=parts)
 
@@ -259,7 +265,7 @@ class Ops(SimpleOps):
         down: torch.Tensor,
         activation: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """down(activation(gate x) * by): x [T, H], gate [P, H], by [T, P], down [H, P]."""
+        """Compute down(activation(gate x) * by): x [T, H], gate [P, H], by [T, P], down [H, P]."""
         return self.linear(activation(self.linear(x, gate)) * by, down)
 
     def per_layer_inputs(
@@ -270,11 +276,14 @@ class Ops(SimpleOps):
         norm: torch.Tensor,
         eps: float,
     ) -> torch.Tensor:
-        """Gemma's per-layer inputs: (rms_norm(proj x / sqrt(H)) + tokens) / sqrt(2) -> [T, L, P].
+        """Compute Gemma's per-layer inputs: (rms_norm(proj x / sqrt(H)) + tokens) / sqrt(2) -> [T,
+        L, P].
 
         Args:
-            tokens: scaled rows of the per-layer token table, [T, L * P].
-            x: scaled token embeddings [T, H]. `proj`: [L * P, H]. `norm`: [P], for every layer.
+            tokens: scaled rows of the per-layer embedding table, [T, L * P].
+            x: scaled token embeddings [T, H].
+            proj: [L * P, H].
+            norm: [P], the same for every layer.
         """
         shape = (len(x), -1, norm.shape[0])
         context = (self.linear(x, proj) / math.sqrt(x.shape[1])).view(shape)
@@ -289,10 +298,10 @@ class Ops(SimpleOps):
         top_k: int,
         eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which experts each row x [T, H] visits, and their weights in the sum.
+        """Choose the experts of each row x [T, H] and their weights.
 
-        Scores are gate [E, H] times rms_norm(x) * scale [H] / sqrt(H). The `top_k` largest win
-        (lowest id on a tie); their softmax sums to one and is then multiplied by `gains` [E].
+        Scores are gate [E, H] times rms_norm(x) * scale [H] / sqrt(H). The `top_k` largest are
+        chosen (lowest id on a tie); their softmax is multiplied by `gains` [E].
 
         Returns:
             Ids [T, top_k] int64, best first, and weights [T, top_k].
@@ -313,14 +322,16 @@ class Ops(SimpleOps):
         down: torch.Tensor,
         activation: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """Weighted sum over the experts of each row, best first -> [T, H].
+        """Compute the weighted sum over the experts of each row, best first -> [T, H].
 
-        Only experts that a row visits are computed, in tiles of 16 rows like every product, so
-        that neither the rows beside a row nor the experts they visit change its bits.
+        Only chosen experts are computed, in tiles of 16 rows like every matmul, so that the bits of
+        a row do not depend on the other rows or their experts.
 
         Args:
-            x: [T, H]. `ids`, `weights`: [T, k], see `route`.
-            gate, up: [E, I, H], or all of it in `gate` [E, 2 I, H]. `down`: [E, H, I].
+            x: [T, H].
+            ids, weights: [T, k], see `route`.
+            gate, up: [E, I, H], or both in `gate` [E, 2 I, H].
+            down: [E, H, I].
         """
         if up is None:
             gate, up = gate.chunk(2, dim=1)
@@ -332,10 +343,10 @@ class Ops(SimpleOps):
 
 
 def tile_rows(sizes: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cut the rows of each sequence into tiles of TILE, the last row of a sequence repeated.
+    """Cut the rows of each sequence into tiles of TILE, repeating its last row as padding.
 
     Returns:
-        Row indices [N, TILE], and where each row of the batch is among those, [T].
+        Row indices [N, TILE], and the index of each row of the batch in them, [T].
     """
     rows: list[int] = []
     real: list[int] = []
@@ -351,7 +362,7 @@ def tile_rows(sizes: Sequence[int], device: torch.device) -> tuple[torch.Tensor,
 
 
 def similar_tiles(lo: torch.Tensor, hi: torch.Tensor) -> list[slice]:
-    """Group consecutive tiles whose spans lo[n] .. hi[n] have few blocks in all, to be computed
+    """Group consecutive tiles whose spans lo[n] .. hi[n] have few blocks in total, to be computed
     together."""
     blocks = ((hi - lo // BLOCK * BLOCK) // BLOCK + 1).tolist()
     out, begin, most = [], 0, 0

@@ -1,8 +1,8 @@
-"""From logits to a token, reproducibly.
+"""Reproducible sampling of tokens from logits.
 
-Sampling uses the Gumbel trick: the token is argmax(logits / T + noise). The noise of a token at a
-position depends only on (seed, position, token id), so decoding with and without a draft samples
-the same text, and a draft that uses the same noise is accepted often even at high temperature.
+Sampling uses the Gumbel trick: the token is argmax(logits / T + noise). The noise depends only on
+(seed, position, token id), so decoding with and without a draft samples the same text, and a draft
+that uses the same noise has a high acceptance even at high temperature.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ _LOW = np.uint64(0xFFFFFFFF)
 
 
 class NotFinite(InputError):
-    """Logits contain NaN, or nothing but -inf: the weights or a kernel are broken."""
+    """Logits contain NaN, or only -inf: the weights or a kernel are broken."""
 
     @classmethod
     def of_logits(cls) -> NotFinite:
-        """Where it was found on the GPU."""
+        """Create the error for logits on the GPU."""
         return cls("logits are not finite", fix="run `g4spec validate` on the file")
 
 
 def philox(counters: Words, key: tuple[int, int]) -> Words:
-    """Philox4x32-10 of Salmon et al. (2011): counters [n, 4] of 32-bit words -> words [n, 4]."""
+    """Compute Philox4x32-10 of Salmon et al. (2011): counters [n, 4] of 32-bit words -> words [n,
+    4]."""
     c = [counters[:, i].astype(np.uint64) for i in range(4)]
     k = list(key)
     for _ in range(10):
@@ -61,7 +62,8 @@ def philox(counters: Words, key: tuple[int, int]) -> Words:
 
 @functools.lru_cache(maxsize=64)
 def gumbel(seed: int, position: int, n_vocab: int) -> torch.Tensor:
-    """Gumbel noise [n_vocab], float32. Token t reads word t % 4 of counter (t / 4, position)."""
+    """Return Gumbel noise [n_vocab], float32. Token t uses word t % 4 of counter (t / 4,
+    position)."""
     n = -(-n_vocab // 4)
     counters = np.zeros((n, 4), dtype=np.uint64)
     counters[:, 0] = np.arange(n)
@@ -73,27 +75,27 @@ def gumbel(seed: int, position: int, n_vocab: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Chooses tokens. Logits are edited first, in this order: bias, penalties (repetition,
-    frequency, presence), a grammar's mask, suppress. Then they are filtered in the order of
-    llama.cpp: top-k, top-p, min-p, temperature.
+    """Sampling settings, and the choice of tokens. Logits are edited first, in this order: bias,
+    penalties (repetition, frequency, presence), grammar mask, suppressed tokens. Then they are
+    filtered in the order of llama.cpp: top-k, top-p, min-p, temperature.
 
     Bias and penalties need more than a row of logits: `g4spec.ops.logits.choose_rows` applies them.
-    `choose` and the GPU's kernels read raw logits and take a `plain` sampler only.
+    `choose` and the GPU kernels read raw logits and accept only a `plain` sampler.
 
     Attributes:
         temperature: 0 takes the largest logit (lowest id on a tie).
-        top_k: candidates kept; 0 keeps all.
-        top_p: smallest set of most likely candidates with at least this mass; 1 keeps all.
-        min_p: candidates at least this likely relative to the best; 0 keeps all.
+        top_k: number of candidates to keep; 0 keeps all.
+        top_p: keep the smallest set of most likely candidates with at least this mass; 1 keeps all.
+        min_p: keep candidates at least this likely relative to the best; 0 keeps all.
         suppress: tokens that are never chosen, whatever their logits.
         logit_bias: (token id, value) pairs, each id once. The value, -100 to 100, is added to the
-            logit: -100 puts a token behind all others, but a high temperature may still choose it.
+            logit: -100 puts a token below all others, but a high temperature may still choose it.
             -inf bans the token.
         repetition_penalty: a positive logit of a token that the prompt or the output contains is
-            divided by this, a negative one multiplied, as in transformers and vLLM; 1 is off.
+            divided by this, a negative one multiplied, as in transformers and vLLM; 1 disables it.
         presence_penalty: subtracted from the logit of each token that the output contains.
-        frequency_penalty: subtracted once for each time that the output contains the token. Both
-            as in OpenAI's API and vLLM: -2 to 2, 0 is off, the prompt does not count.
+        frequency_penalty: subtracted once for each occurrence of the token in the output. Both as
+            in OpenAI's API and vLLM: -2 to 2, 0 disables them, the prompt does not count.
     """
 
     temperature: float = 0.0
@@ -157,21 +159,21 @@ class Sampler:
 
     @property
     def uses_history(self) -> bool:
-        """True where a choice depends on the tokens so far: a penalty is on."""
+        """Whether a choice depends on earlier tokens, because a penalty is enabled."""
         return any(name != "logit_bias" for name in self._edits())
 
     @property
     def plain(self) -> bool:
-        """True where raw logits and a position are enough: no bias and no penalty."""
+        """Whether raw logits and a position suffice: no bias and no penalty."""
         return not self._edits()
 
     def _edits(self) -> list[str]:
-        """Names of the `EDITS` that are on."""
+        """Return the names of the enabled `EDITS`."""
         return [name for name in EDITS if getattr(self, name) != getattr(_DEFAULT, name)]
 
     def without_edits(self) -> Sampler:
-        """Return the same sampler without bias and penalties: for logits that are edited already,
-        and for drafts, whose choices the target corrects."""
+        """Return the same sampler without bias and penalties, for logits that are already
+        edited."""
         return replace(self, **{name: getattr(_DEFAULT, name) for name in EDITS})
 
     def require_plain(self) -> None:
@@ -183,9 +185,11 @@ class Sampler:
             )
 
     def choose(self, logits: torch.Tensor, position: int) -> int:
-        """The token at absolute `position`, from its logits [V] float32.
+        """Choose the token at absolute `position` from its logits [V] float32.
 
-        Raises NotFinite when there is no largest logit, Unsupported unless the sampler is `plain`.
+        Raises:
+            NotFinite: there is no largest logit.
+            Unsupported: the sampler is not `plain`.
         """
         self.require_plain()
         if self.suppress:
@@ -202,12 +206,12 @@ class Sampler:
         return int((self._filtered(logits) / self.temperature + noise).argmax())
 
     def choose_rows(self, logits: torch.Tensor, position: int) -> Iterator[int]:
-        """Tokens for `position`, `position` + 1, ... from logits [T, V]."""
+        """Choose tokens for `position`, `position` + 1, ... from logits [T, V]."""
         for i, row in enumerate(logits):
             yield self.choose(row, position + i)
 
     def _filtered(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits with filtered candidates at -inf."""
+        """Return the logits with removed candidates at -inf."""
         if not self.top_k and self.top_p == 1 and not self.min_p:
             return logits
         values, ids = logits.sort(descending=True, stable=True)

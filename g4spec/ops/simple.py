@@ -1,13 +1,12 @@
-"""The simple operations, in plain torch; `g4spec.ops.reference` composes the others from them.
+"""The simple operations in plain torch; `g4spec.ops.reference` composes the others from them.
 
 Arithmetic is float32 with float32 accumulation; nothing is rounded in between.
 
-One property holds by construction and is tested: a row's result does not depend on how many rows
-are computed beside it, nor on its place among them. Torch picks other kernels for 1, 2 or 3 rows
-than for 16, so products always compute tiles of exactly :data:`TILE` rows. Activations are composed
+One property holds by construction and is tested: the result of a row does not depend on the number
+of other rows, nor on its index among them. Torch uses other kernels for 1, 2 or 3 rows
+than for 16, so matmuls always compute tiles of exactly :data:`TILE` rows. Activations are composed
 from `exp` and `tanh`, because torch's fused `gelu`, `silu` and `sigmoid` round differently at the
-end of a vector (seen with torch 2.13 and AVX-512), which would make the result depend on the place
-in the tensor.
+end of a vector (seen with torch 2.13 and AVX-512), so that the result would depend on the index.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ import torch
 import torch.nn.functional as F
 
 TILE = 16
-"""Rows computed together, always."""
+"""Number of rows that are always computed together."""
 
 
 class SimpleOps:
-    """Operations that no other is part of."""
+    """Operations that are not composed of others."""
 
     name = "torch"
     title = "CPU"
@@ -34,51 +33,51 @@ class SimpleOps:
         self.without_kernel: set[str] = set()
 
     def array(self, data: np.ndarray[Any, Any]) -> torch.Tensor:
-        """A numpy array on the device: floats as float32, integers as int64."""
+        """Copy a numpy array to the device: floats as float32, integers as int64."""
         index = data.dtype.kind in "iu"
         dtype = np.int64 if index else np.float32
         return torch.from_numpy(np.array(data, dtype=dtype)).to(self.device)
 
     def ids(self, tokens: list[int]) -> torch.Tensor:
-        """Token ids as an index tensor [T]."""
+        """Return token ids as an index tensor [T]."""
         return torch.tensor(tokens, dtype=torch.int64, device=self.device)
 
     def positions(self, start: int, count: int) -> torch.Tensor:
-        """[start, start + 1, ...] of length `count`, int64."""
+        """Return [start, start + 1, ...] of length `count`, int64."""
         return torch.arange(start, start + count, device=self.device)
 
     def concat(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Parts [T, H_i] side by side -> [T, sum H_i]."""
+        """Concatenate parts [T, H_i] along columns -> [T, sum H_i]."""
         return torch.cat(parts, dim=-1)
 
     def columns(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Parts [S] as the columns of [S, n]."""
+        """Stack parts [S] as the columns of [S, n]."""
         return torch.stack(parts, dim=1)
 
     def keep(self, x: torch.Tensor) -> torch.Tensor:
-        """The residual x [T, H] as it is now, for a backend that updates residuals in place."""
+        """Return a copy of residual x [T, H] if the backend updates residuals in place."""
         return x
 
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Parts [T_i, H] below each other -> [sum T_i, H]."""
+        """Concatenate parts [T_i, H] along rows -> [sum T_i, H]."""
         return torch.cat(parts)
 
     def embed(self, table: torch.Tensor, ids: torch.Tensor, scale: float) -> torch.Tensor:
-        """Rows `ids` [T] of `table` [V, H], times `scale` rounded to float32 -> [T, H]."""
+        """Return rows `ids` [T] of `table` [V, H], times `scale` rounded to float32 -> [T, H]."""
         return table[ids] * torch.tensor(scale, dtype=torch.float32, device=self.device)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, *, parts: bool = False) -> torch.Tensor:
-        """x [T, K] times weight [N, K] transposed -> [T, N], in tiles of 16 rows.
+        """Multiply x [T, K] with weight [N, K] transposed -> [T, N], in tiles of 16 rows.
 
         Args:
-            parts: what is asked for goes to `norm_residual_norm` or `expert_layer` as it is, so
-                it may come as sums [S, T, N] of parts of K.
+            parts: the result is only passed to `norm_residual_norm` or `expert_layer`, so it may be
+                split-K partial sums [S, T, N].
         """
         tiles, n = _tiles(x)
         return torch.cat([F.linear(t, weight) for t in tiles])[:n]
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-        """x [..., H] times (mean(x^2) + eps)^-1/2, times `weight` [H] if given."""
+        """Compute x [..., H] times (mean(x^2) + eps)^-1/2, times `weight` [H] if given."""
         y = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
         return y if weight is None else y * weight
 
@@ -101,40 +100,40 @@ class SimpleOps:
     def rope_freqs(
         self, base: float, head_dim: int, divisors: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Angles per position, [D/2]: base^(-2i/D), divided by `divisors` [D/2] if given.
+        """Return the angle per position, [D/2]: base^(-2i/D), divided by `divisors` [D/2] if given.
 
-        Gemma's global layers use divisors of 1e30 for the pairs that must not turn.
+        Gemma's global layers use divisors of 1e30 for the pairs that must not rotate.
         """
         i = torch.arange(head_dim // 2, dtype=torch.float32, device=self.device)
         freqs = 1.0 / (base ** (2.0 * i / head_dim))
         return freqs if divisors is None else freqs / divisors
 
     def gelu_tanh(self, x: torch.Tensor) -> torch.Tensor:
-        """0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))."""
+        """Compute 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))."""
         inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * (x * x * x))
         return 0.5 * x * (1.0 + torch.tanh(inner))
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
-        """x / (1 + exp(-x))."""
+        """Compute x / (1 + exp(-x))."""
         return x / (1.0 + torch.exp(-x))
 
     def sigmoid(self, x: torch.Tensor) -> torch.Tensor:
-        """1 / (1 + exp(-x))."""
+        """Compute 1 / (1 + exp(-x))."""
         return 1.0 / (1.0 + torch.exp(-x))
 
     def tanh(self, x: torch.Tensor) -> torch.Tensor:
-        """The hyperbolic tangent."""
+        """Compute the hyperbolic tangent."""
         return torch.tanh(x)
 
     def softcap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
-        """cap * tanh(x / cap)."""
+        """Compute cap * tanh(x / cap)."""
         return cap * torch.tanh(x / cap)
 
     def convolve(
         self, x: torch.Tensor, base: torch.Tensor, delta: torch.Tensor, block: int
     ) -> torch.Tensor:
-        """Sum over taps i of x[t - i] * (base[i] + delta[t, i]), in blocks of `block` rows; nothing
-        stands before the first row of a block.
+        """Sum x[t - i] * (base[i] + delta[t, i]) over taps i, in blocks of `block` rows; rows
+        before the first one of a block count as zero.
 
         Args:
             x: [T, H]. `base`: [taps, H]. `delta`: [T, taps, G], each for H / G channels in a row.
@@ -148,8 +147,8 @@ class SimpleOps:
         return out.view_as(x)
 
     def scatter(self, z: torch.Tensor, ids: torch.Tensor, n_vocab: int) -> torch.Tensor:
-        """Reduced logits z [T, D] at columns `ids` ([D], or [T, D] for each row) of [T, n_vocab],
-        -inf elsewhere."""
+        """Write logits z [T, D] of a reduced vocabulary to columns `ids` ([D], or [T, D] per row)
+        of [T, n_vocab]; -inf elsewhere."""
         out = z.new_full((len(z), n_vocab), -math.inf)
         if ids.dim() == 2:
             return out.scatter(1, ids, z)
@@ -158,7 +157,7 @@ class SimpleOps:
 
 
 def in_order(x: torch.Tensor) -> torch.Tensor:
-    """Sum over dimension 1 of x [T, k, ...], from the first to the last."""
+    """Sum over dimension 1 of x [T, k, ...], in order from first to last."""
     total = x[:, 0]
     for i in range(1, x.shape[1]):
         total = total + x[:, i]
@@ -166,13 +165,13 @@ def in_order(x: torch.Tensor) -> torch.Tensor:
 
 
 def pad_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [n, ...] with its last row repeated up to TILE rows (always real, finite values)."""
+    """Repeat the last row of x [n, ...] up to TILE rows, so that padding has finite values."""
     missing = TILE - len(x)
     return x if missing == 0 else torch.cat([x, x[-1:].expand(missing, *x.shape[1:])])
 
 
 def _tiles(x: torch.Tensor) -> tuple[list[torch.Tensor], int]:
-    """x [T, K] cut into contiguous tiles [TILE, K], the last one padded."""
+    """Cut x [T, K] into contiguous tiles [TILE, K], the last one padded."""
     tiles = [x[i : i + TILE] for i in range(0, len(x), TILE)]
     tiles[-1] = pad_rows(tiles[-1])
     return [t.contiguous() for t in tiles], len(x)

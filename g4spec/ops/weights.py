@@ -1,4 +1,4 @@
-"""Weights of the fused operations, as a model hands them to `Ops`. Imports no torch at run time."""
+"""Weights of the fused ops, as a model passes them to `Ops`. Imports no torch at run time."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """What an attention sublayer projects its input with.
+    """Weights of the projections of an attention sublayer.
 
     Attributes:
-        q, k, v: weights [n * head_dim, H]. Without `k` the layer reads the keys and values of
-            another; without `v` (but with `k`) the value is the key projection before norm and
-            rotation.
+        q, k, v: weights [n * head_dim, H]. Without `k` the layer reads the KV cache of another;
+            without `v` (but with `k`) the value is the key projection before norm and RoPE.
         q_norm, k_norm: weights [head_dim] of the norm of each head, or None. `v_norm`: whether
             values are normed (without weight).
-        freqs: radians a position, [head_dim / 2]. `pairs`: which pairs turn together: neighbours
-            (2 i, 2 i + 1), or else halves (i, i + head_dim / 2).
+        freqs: radians per position, [head_dim / 2].
+        pairs: whether RoPE rotates neighbours (2 i, 2 i + 1) instead of halves
+            (i, i + head_dim / 2).
     """
 
     q: Any
@@ -37,15 +37,15 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayer:
-    """What a layer with experts does after its attention. Norms are weights [H].
+    """Weights of a layer with experts after its attention. Norms are weights [H].
 
     Attributes:
-        post_attention, ffn_norm, post: norms of attention's result, of what the dense branch
-            reads, and of both branches' sum.
+        post_attention, ffn_norm, post: norms of the result of attention, of the input of the dense
+            branch, and of the sum of both branches.
         gate, up, down: the dense branch, [I, H] twice and [H, I]. post_dense: norm of its result.
-        router: [E, H], of rows normed with `router_norm`. gains: [E]. n_used: experts of a row.
-        expert_norm, post_experts: norms of what experts read, and of their sum.
-        gate_exps, up_exps: [E, I, H]; or all of it in `gate_exps` [E, 2 I, H].
+        router: [E, H], for rows normed with `router_norm`. gains: [E]. n_used: experts per row.
+        expert_norm, post_experts: norms of the input of the experts, and of their sum.
+        gate_exps, up_exps: [E, I, H]; or both in `gate_exps` [E, 2 I, H].
         down_exps: [E, H, I].
     """
 

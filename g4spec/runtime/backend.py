@@ -1,4 +1,4 @@
-"""The reference backend: torch on a CPU."""
+"""The reference backend: torch on the CPU."""
 
 from __future__ import annotations
 
@@ -25,32 +25,33 @@ from g4spec.runtime.target import Target, batch_of
 
 
 class HostBudget:
-    """Bytes of a run on the CPU (`g4spec.core.Budget`): everything is float32."""
+    """Computes the memory of a run on the CPU (`g4spec.core.Budget`), where everything is
+    float32."""
 
     def weights(self, tensors: Iterable[TensorInfo]) -> int:
-        """All tensors, dequantized."""
+        """Return the size of all tensors, dequantized."""
         return memory.weight_bytes([t.shape for t in tensors])
 
     def page(self, shapes: Sequence[CacheShape]) -> int:
-        """One page of the pool, in all layers without a window."""
+        """Return the size of one page of the pool, over all global layers."""
         return sum(_row_bytes(s) * PAGE for s in shapes if s.window is None)
 
     def slot(self, shapes: Sequence[CacheShape], n_ctx: int, slack: int) -> int:
-        """The rings of one slot."""
+        """Return the size of the ring buffers of one slot."""
         return sum(
             _row_bytes(s) * capacity(n_ctx, s.window, slack) for s in shapes if s.window is not None
         )
 
     def slots(self, sequences: int) -> int:
-        """One for each sequence."""
+        """Return one slot per sequence."""
         return sequences
 
     def workspace(self, config: Any, n_ctx: int, chunk: int, sequences: int) -> int:
-        """An upper bound of what a step or a chunk holds at once."""
+        """Return an upper bound of the temporary memory of a step or prefill chunk."""
         return memory.workspace_bytes(config, n_ctx, chunk, sequences)
 
     def available(self) -> int:
-        """Bytes this process may still take."""
+        """Return the bytes that this process may still allocate."""
         return memory.available()
 
 
@@ -59,7 +60,7 @@ def _row_bytes(shape: CacheShape) -> int:
 
 
 def as_stored(form: Format, rows: torch.Tensor) -> torch.Tensor:
-    """Rows [..., D] as a cache of this type gives them back, on the CPU."""
+    """Round rows [..., D] as a KV cache of this type stores them, on the CPU."""
     if not bool(torch.isfinite(rows).all()):
         return rows  # which the logits show
     values: NDArray[np.float32] = rows.numpy()
@@ -67,11 +68,11 @@ def as_stored(form: Format, rows: torch.Tensor) -> torch.Tensor:
 
 
 class TorchBackend:
-    """Plain torch (`g4spec.core.Backend`). Any row has the same bits in every batch.
+    """Plain torch (`g4spec.core.Backend`). A row has the same bits in every batch.
 
     Args:
-        cache_type: a type whose rounding keys and values get, "f16" or "q8_0"; they take the room
-            of F32 all the same. None: F32.
+        cache_type: rounds keys and values as this type stores them, "f16" or "q8_0", while they
+            still take the memory of F32. None: F32.
     """
 
     name = "torch"
@@ -85,36 +86,36 @@ class TorchBackend:
         self._rounded = partial(as_stored, quant.get(cache_type)) if cache_type else None
 
     def enter(self) -> None:
-        """Any thread may compute."""
+        """Do nothing: any thread can compute."""
 
     def load(self, file: GGUF, name: str) -> Any:
-        """Tensor `name` dequantized to float32, or int64 for index tensors."""
+        """Load tensor `name` as float32, or as int64 if it is an index tensor."""
         return self.ops.array(file.array(name))
 
     def space(self, n_slots: int, n_ctx: int, n_pages: int) -> Space:
-        """Slots and pages."""
+        """Create the table of slots and pages."""
         return Space(n_slots, n_ctx, n_pages)
 
     def slack(self, chunk: int) -> int:
-        """Rows that a ring needs beyond its window."""
+        """Return the rows that a ring buffer needs beyond its window."""
         return max(chunk, 2 * MAX_STEP_ROWS)
 
     def cache(self, shape: CacheShape, space: Space, slack: int) -> LayerKV:
-        """An empty cache of one layer."""
+        """Create the empty KV cache of one layer."""
         return LayerKV(shape, space, slack, self._rounded)
 
     def read(self, target: Target, slot: int, ids: Sequence[int], start: int) -> StepRows:
-        """Run prompt rows; see `g4spec.core.Backend`."""
+        """Compute prompt rows; see `g4spec.core.Backend`."""
         return target.rows(batch_of(self.ops, [(slot, start, ids)]))
 
     def commit(self, draft: Draft, rows: StepRows) -> None:
-        """Give a draft the rows that `read` returned."""
+        """Update a draft with the rows that `read` returned."""
         draft.commit(rows, rows.batch.ids.new_tensor([len(rows.batch) - 1]))
 
     def sampler(self, sampler: Sampler) -> Sampler:
-        """The sampler itself: it works on any tensor."""
+        """Return the sampler itself, which works on any tensor."""
         return sampler
 
     def runners(self, target: Target, draft: Draft | None) -> Sequence[Runner]:
-        """The one that takes any work."""
+        """Return the runner that accepts any work."""
         return [EagerRunner(target, draft)]

@@ -1,4 +1,4 @@
-"""How one request turns logits into tokens (`g4spec.core.Chooser`)."""
+"""Choice of tokens from logits for one request (`g4spec.core.Chooser`)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from g4spec.runtime.request import Options
 
 
 class RequestChooser:
-    """The sampler of a request with what its choices depend on.
+    """The sampler of a request with everything else that its choices depend on.
 
     Args:
-        options: with the sampler. prompt: counts for penalties. n_vocab: width of logits.
+        options: options of the request, including the sampler.
+        prompt: prompt tokens, which penalties count.
+        n_vocab: width of the logits.
     """
 
     def __init__(
@@ -30,19 +32,20 @@ class RequestChooser:
 
     @property
     def on_host(self) -> bool:
-        """Whether choices need more than logits, sampler and position."""
+        """Whether a choice needs more than logits, sampler and position."""
         return not self.sampler.plain or self._mask is not None or self._n_logprobs is not None
 
     def pick(self, logits: torch.Tensor, position: int) -> int:
-        """Choose a drafted token with the same noise, bias and penalties; a mask may still refuse
-        it."""
+        """Choose a drafted token with the same noise, bias and penalties as the target. The mask is
+        not
+        applied: it may still reject the token."""
         if not self.sampler.plain:
             logits = edited(logits, self.sampler, self._history)
         token: int = self._rows.choose(logits, position)
         return token
 
     def choose(self, logits: torch.Tensor, drafted: Sequence[int], position: int) -> Cycle:
-        """Choose the target's tokens over a step's rows; see `g4spec.core.Chooser`."""
+        """Choose the target's tokens over the rows of a step; see `g4spec.core.Chooser`."""
         tokens = choose_rows(
             logits, drafted, position, self.sampler, self._history, self._mask, chooser=self._rows
         )

@@ -1,4 +1,4 @@
-"""Predict what a cycle takes, for the policy of draft lengths (`length.py`)."""
+"""Prediction of cycle times, for the policy of draft lengths (`length.py`)."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Callable, Mapping, Sequence
 
 
 class Costs:
-    """Predict the seconds of a cycle: interpolate what was measured first, and follow how much
+    """Predicts the time of a cycle: interpolates a table of measured times and tracks how much
     slower or faster cycles have become since.
 
-    A cycle reads the keys and values of its texts once, whatever it drafts: `context` bytes at
-    `per_byte` seconds each, on top of the table. Beyond that, cycles with a draft keep the shape of
-    their table and share one factor, plain steps have another. Where one has become faster since
-    the other was last measured, the other has too; what has become slower may have its own reasons.
+    A cycle reads the KV cache of its requests once, however much it drafts: `context` bytes at
+    `per_byte` seconds each, added to the table. Beyond that, all cycles with drafts share one
+    factor on the table, and plain steps have another. If one factor decreases since the other was
+    last measured, the other decreases too; an increase may have its own reasons.
 
     Args:
-        measured: (texts, drafted tokens each) -> seconds; plain steps have 0 tokens.
-        padded: a step has as many rows for each text as for the one that drafts most (recorded
-            graphs). Otherwise it has no more than it needs.
-        per_byte: seconds for each byte of keys and values that a step reads.
+        measured: (requests, drafted tokens each) -> seconds; plain steps have 0 tokens.
+        padded: whether every request of a step costs as many rows as the longest draft (recorded
+            CUDA graphs); otherwise only its own rows.
+        per_byte: seconds per byte of KV cache that a step reads.
 
     Attributes:
-        context: bytes of keys and values that the texts of the next cycle have.
+        context: bytes of KV cache of the requests of the next cycle.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Costs:
         self._factors = 1.0, 1.0  # of plain and drafted cycles now
 
     def __call__(self, counts: Sequence[int]) -> float:
-        """Return the seconds of a cycle in which text i drafts counts[i] tokens."""
+        """Return the seconds of a cycle in which request i drafts counts[i] tokens."""
         texts, total, reading = len(counts), sum(counts), self._per_byte * self.context
         if not total:
             return (self._measured(texts, 0) + reading) * self._factors[0]
@@ -76,7 +76,7 @@ class Costs:
         )
 
     def _measured(self, texts: int, count: float) -> float:
-        """Return the seconds for `count` drafted tokens each, as measured first."""
+        """Return the originally measured seconds for `count` drafted tokens each."""
         if (texts, count) not in self._known:
             self._known[texts, count] = self._interpolated(texts, count)
         return self._known[texts, count]
@@ -90,8 +90,8 @@ class Costs:
 
 
 def interpolated(x: float, known: Sequence[int], value: Callable[[int], float]) -> float:
-    """Return `value` at x by straight lines between the ascending `known` places. Before the first
-    one it is constant; after the last one the line goes on, if it rises."""
+    """Interpolate `value` linearly at x between the ascending points `known`. Constant before the
+    first point; after the last one the last slope continues, if it is positive."""
     at = bisect_left(known, x)
     if at == 0 or len(known) == 1:
         return value(known[0])

@@ -1,4 +1,4 @@
-"""Chooses the device that an engine runs on."""
+"""Selection of the device that an engine runs on."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ def select(device: str, cache_type: str | None = None) -> Backend:
     """Open a device.
 
     Args:
-        device: "cpu", "cuda", "cuda:1" and so on, or "auto": the first GPU if it can be used.
+        device: "cpu", "cuda", "cuda:1" and so on, or "auto": the first GPU if it is usable.
             "cuda:portable" or "cuda:1:portable": with the kernels for GPUs before sm_80, which run
-            on every other too.
-        cache_type: one of `cuda_kv_size.KINDS`; None: F16 on a GPU. A CPU keeps F32, by default
-            not rounded.
+            on all GPUs.
+        cache_type: one of `cuda_kv_size.KINDS`; None: F16 on a GPU, unrounded F32 on the CPU.
 
-    Raises UsageError or EnvironmentProblem where the device cannot be used.
+    Raises:
+        UsageError: there is no such device or cache type.
+        EnvironmentProblem: the device cannot be used.
     """
     found = check(device, cache_type)
     if found is None:
@@ -38,8 +39,8 @@ def select(device: str, cache_type: str | None = None) -> Backend:
 
 
 def check(device: str, cache_type: str | None = None) -> tuple[int, bool] | None:
-    """What `select` would raise, without taking a device. The GPU's number, and whether with
-    portable kernels only; None for the CPU."""
+    """Raise the errors of `select` without opening the device. Return the number of the GPU and
+    whether to use only portable kernels; None for the CPU."""
     if cache_type not in (None, *KINDS):
         raise UsageError("--cache-type", expected=" or ".join(KINDS), found=cache_type)
     if device == "auto":
@@ -57,7 +58,7 @@ def check(device: str, cache_type: str | None = None) -> tuple[int, bool] | None
 
 
 def _gpu(device: str) -> tuple[int, bool]:
-    """Number of the GPU, and whether with portable kernels only."""
+    """Parse the number of the GPU, and whether to use only portable kernels."""
     found = re.fullmatch(r"cuda(?::(\d+))?(:portable)?", device)
     if found is None:
         raise UsageError(
@@ -67,13 +68,13 @@ def _gpu(device: str) -> tuple[int, bool]:
 
 
 def unused() -> str | None:
-    """Why a GPU that torch sees is not used; None if there is none, or it would be."""
+    """Return why a GPU that torch sees is not used; None if there is none, or it is used."""
     found = _missing() if torch.cuda.is_available() else None
     return None if found is None else str(found)
 
 
 def _missing() -> EnvironmentProblem | None:
-    """Why no GPU can be used, or None."""
+    """Return why no GPU can be used, or None."""
     if not torch.cuda.is_available():
         return EnvironmentProblem(
             "--device cuda: torch finds no CUDA device here",

@@ -1,4 +1,4 @@
-"""A draft's file: opened, checked against the options that are about it, and built."""
+"""A draft file: opened, checked against the options, and loaded."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from g4spec.runtime.target import Target
 
 
 def check_options(p_min: float | None, window: int | None, has_file: bool) -> None:
-    """UsageError for a `draft_p_min` or `draft_window` that is out of range, or without the file of
-    a draft."""
+    """Raise UsageError if `draft_p_min` or `draft_window` is out of range or given without a draft
+    file."""
     if window is not None and not 1 <= window <= MAX_SIZE:
         raise UsageError("--draft-window", expected=f"1 to {MAX_SIZE}", found=window)
     if window is not None and not has_file:
@@ -33,7 +33,7 @@ def check_options(p_min: float | None, window: int | None, has_file: bool) -> No
 
 
 class DraftFile:
-    """A draft file and its parsed configuration; empty for no draft and for n-gram lookup."""
+    """A draft file with its parsed configuration; empty for no draft and for n-gram lookup."""
 
     def __init__(
         self, draft: Path | str | None, p_min: float | None = None, window: int | None = None
@@ -83,11 +83,11 @@ class DraftFile:
             self.file.close()
 
     def shapes(self) -> list[CacheShape]:
-        """Of its own caches."""
+        """Shapes of the draft's own caches."""
         return list(self.kind.caches(self.config, self.window)) if self.file and self.kind else []
 
     def build(self, backend: Backend, target: Target) -> Draft:
-        """The draft with its weights loaded, for a target whose slots and pages it shares."""
+        """Load the weights and create the draft for a target whose slots and pages it shares."""
         assert self.file is not None and self.kind is not None
         slack = backend.slack(target.chunk)
         caches = [backend.cache(shape, target.space, slack) for shape in self.shapes()]

@@ -1,4 +1,4 @@
-"""What an engine holds at a moment, for those who watch it."""
+"""A snapshot of the counts of an engine, for monitoring."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from g4spec.runtime.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True)
 class SlotFigures:
-    """One live text.
+    """Counts of one running request.
 
     Attributes:
-        slot, number: its slot, and its place in the order of arrival.
-        prompt_tokens, cached_tokens, tokens, drafted, accepted: see `Stats`. left: tokens that it
-            may still choose.
+        slot, number: its slot, and its position in the order of arrival.
+        prompt_tokens, cached_tokens, tokens, drafted, accepted: see `Stats`.
+        left: number of tokens that it may still generate.
     """
 
     slot: int
@@ -33,8 +33,9 @@ class Figures:
     """Counts of an engine.
 
     Attributes:
-        running, waiting: texts. pages, pages_free: of the pool.
-        slots: the live texts.
+        running, waiting: number of requests.
+        pages, pages_free: of the pool.
+        slots: the running requests.
         stepped: see `Engine.stepped`.
     """
 
@@ -52,7 +53,7 @@ class Figures:
 
 
 def figures(scheduler: Scheduler, pool: Pool, stepped: float) -> Figures:
-    """Count; from any thread, while the engine works."""
+    """Collect the counts; thread-safe while the engine works."""
     slots = []
     live = list(scheduler.live)
     for task in live:

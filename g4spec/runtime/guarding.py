@@ -1,8 +1,9 @@
-"""Keeps control tokens that users write from becoming control tokens in a chat.
+"""Keeps control tokens in user text from becoming control tokens of a chat.
 
-A character that no text holds is put into every mark (`<|turn>`) of messages and tools before the
-chat template sees them. It is left out again when the rendered text is tokenized, piece by piece,
-so that such a mark is spelled while those of the template are not (`Tokenizer.encode`, `guard`).
+Before the chat template sees messages and tools, a guard character that no text contains is
+inserted into each of their marks (such as `<|turn>`). When the rendered text is tokenized, the
+guard is removed and a mark that contained it is tokenized as plain text, while marks of the
+template become control tokens (`Tokenizer.encode`, `guard`).
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import tokenizers
 from g4spec.errors import InputError
 
 NONCHARACTERS = range(0xFDD0, 0xFDF0)
-"""Code points that never stand for a character: no text has them."""
+"""Code points that are never characters, so no text contains them."""
 
 TRUSTED = ("system", "developer")
-"""Roles of whoever runs the model: marks in their messages are control tokens."""
+"""Roles of the operator: marks in their messages are control tokens."""
 
 Object = Mapping[str, Any]
 
@@ -28,13 +29,14 @@ Object = Mapping[str, Any]
 def guarded(
     messages: Sequence[Object], tools: Sequence[Object], marks: Iterable[str], template: str
 ) -> tuple[str, list[dict[str, Any]], list[dict[str, Any]]]:
-    """Put a character into every mark of the messages, but those of TRUSTED, and of the tools:
-    into contents, thoughts, names, arguments and their keys.
+    """Insert a guard character into every mark in tools and in messages of roles other than
+    TRUSTED: in contents, thoughts, names, arguments and their keys.
 
     Returns:
-        The character, "" where there are no such marks; messages and tools with it.
+        The guard character ("" if there are no such marks), and the guarded messages and tools.
 
-    Raises InputError for marks beside all of NONCHARACTERS.
+    Raises:
+        InputError: there are marks, and the text contains all of NONCHARACTERS.
     """
     texts = sorted((m for m in marks if len(m) > 1), key=len, reverse=True)
     pattern = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
@@ -62,8 +64,8 @@ def guarded(
 
 
 def spelled(encoder: tokenizers.Tokenizer, text: str, read: Iterable[str], guard: str) -> list[int]:
-    """Tokens of a text of whose special tokens only those in `read` count as such, and none that
-    `guard` stands in; all others are spelled like any text."""
+    """Tokenize a text in which only the special tokens in `read` count, and none that contains
+    `guard`; all others are tokenized as plain text."""
     texts = sorted(read, key=len, reverse=True)
     pieces = re.split(f"({'|'.join(map(re.escape, texts))})", text) if texts else [text]
     ids: list[int] = []

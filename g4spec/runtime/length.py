@@ -1,9 +1,10 @@
-"""Choose how many tokens each text of a batch drafts in the next cycle.
+"""The policy of `--draft-max auto`: how many tokens each request of a batch drafts in the next
+cycle.
 
-One budget for the whole batch: the drafted tokens of all texts are ranked by how likely they are to
-be accepted, and as many of the best are admitted as give the most expected tokens per second, by a
-table of what cycles cost. Texts that ask for a fixed number (`--draft-max 4`) get it; those with
-`auto` are planned around them.
+The batch has one budget. The drafted tokens of all requests are ranked by their probability of
+acceptance, and the number of tokens is chosen that maximizes the expected tokens per second,
+using a table of measured cycle times. Requests with a fixed length (`--draft-max 4`) get it; those
+with `auto` are planned around them.
 """
 
 from __future__ import annotations
@@ -16,32 +17,34 @@ from g4spec.runtime.costs import Costs
 from g4spec.runtime.plan import Share
 
 MARGIN = 0.02
-"""Most that `auto` may cost, as a share of the time without it."""
+"""Maximum slowdown caused by `auto`, as a fraction of the time without it."""
 
 CREDIT = 4
-"""Steps of time that may at most be saved up and risked later: what a stretch of text can lose
-beyond `MARGIN` where a good draft turns bad. With 4 `auto` is nearly as fast as without a limit,
-with 2 it is not (`benchmarks/auto_lengths.py`)."""
+"""Maximum credit of an account, in steps: the time that a stretch of text can lose beyond `MARGIN`
+when a good draft turns bad. With 4 steps `auto` is nearly as fast as without a limit, with 2 it is
+not (`benchmarks/auto_lengths.py`)."""
 
 RISK = 0.5
-"""Share of what was saved up that one cycle may risk: a second failure must not end drafting."""
+"""Fraction of the credit that one cycle may risk, so that a second failure does not end
+drafting."""
 
 SPIKE = 1.5
-"""A cycle counts for at most this many times its expected seconds: a machine that was busy with
-something else would have held up plain decoding too."""
+"""Limit of a cycle's time, as a multiple of its predicted time. Beyond that the machine was busy
+with something else, which would have slowed down plain decoding too."""
 
 PROBE = 64
-"""Steps without a draft after which a draft that was useless is tried again."""
+"""Number of steps without a draft after which a draft that had no acceptance is tried again."""
 
 PRIOR, PRIOR_WEIGHT = 0.6, 4.0
-"""Acceptance of the first position before any was seen, and how many observations it is worth."""
+"""Prior acceptance of the first position, and its weight in observations."""
 
 
 class Acceptance:
-    """Estimate how often the drafted token of each position holds, given that those before it did.
+    """Estimates the acceptance of each draft position, given that the previous positions were
+    accepted.
 
     Args:
-        memory: cycles after which an observation's weight has halved.
+        memory: number of cycles after which the weight of an observation has halved.
     """
 
     def __init__(self, memory: int) -> None:
@@ -50,18 +53,18 @@ class Acceptance:
         self._tried = [0.0] * MAX_DRAFT
 
     def take_over(self, other: Acceptance) -> None:
-        """Go on from what another one has seen."""
+        """Start from the observations of another estimate."""
         self._held, self._tried = other._held.copy(), other._tried.copy()
 
     def observe(self, count: int, accepted: int) -> None:
-        """Learn from `count` drafted tokens of which the first `accepted` held; rejection says
-        nothing about later ones."""
+        """Record `count` drafted tokens of which the first `accepted` were accepted. A rejection
+        gives no information about later positions."""
         for i in range(min(accepted + 1, count)):
             self._tried[i] = self._tried[i] * self._keep + 1
             self._held[i] = self._held[i] * self._keep + (i < accepted)
 
     def expected(self, most: int) -> list[float]:
-        """Return the expected tokens of a cycle that drafts 0, 1, ... `most`, [most + 1]."""
+        """Return the expected tokens of a cycle that drafts 0, 1, ... `most` tokens, [most + 1]."""
         out, reach, accept = [1.0], 1.0, PRIOR
         for held, tried in zip(self._held[:most], self._tried[:most], strict=True):
             # What is not known of a position yet is taken from the one before it.
@@ -72,7 +75,7 @@ class Acceptance:
 
 
 class Account:
-    """Keep the seconds that may be lost to drafting. Negative only where a cycle took longer than
+    """Credit in seconds that drafting may lose. Negative only after a cycle took longer than
     predicted."""
 
     def __init__(self) -> None:
@@ -80,23 +83,24 @@ class Account:
         self._uncapped = 0.0
 
     def add(self, seconds: float, cap: float) -> None:
-        """Enter what a cycle has won, or lost."""
+        """Add the gain (or loss) of a cycle."""
         self._uncapped = self.balance + seconds
         self.balance = min(self._uncapped, cap)
 
     def take_back(self, seconds: float, cap: float) -> None:
-        """Take back some of what was entered last."""
+        """Subtract a part of the newest gain."""
         self._uncapped -= seconds
         self.balance = min(self._uncapped, cap)
 
 
 class TextState:
-    """Hold what the policy knows of one text. Made by `Lengths.text`.
+    """What the policy knows of one request. Created by `Lengths.text`.
 
     Attributes:
-        asked: drafted tokens in every cycle, or "auto".
-        acceptance, account, since_draft: its own; they begin with the engine's when it is first
-            planned. since_draft: steps since the last one that drafted.
+        asked: fixed number of drafted tokens per cycle, or "auto".
+        acceptance, account: of this request; initialized from the engine's when it is first
+            planned.
+        since_draft: number of steps since the last one that drafted.
     """
 
     def __init__(self, lengths: Lengths, asked: int | Literal["auto"]) -> None:
@@ -109,11 +113,11 @@ class TextState:
 
     @property
     def auto(self) -> bool:
-        """True if the policy chooses its length."""
+        """Whether the policy chooses the length."""
         return self.asked == "auto"
 
     def join(self) -> None:
-        """Begin with what the engine has learned and earned, at the first time."""
+        """Initialize acceptance and account from those of the engine, once."""
         if not self._joined:
             self._joined = True
             self.acceptance.take_over(self._lengths.acceptance)
@@ -121,38 +125,40 @@ class TextState:
             self.since_draft = self._lengths.since_draft
 
     def cut(self, tokens: int) -> None:
-        """Learn that the last `tokens` of the newest cycle observed lie behind the end of the text:
-        nobody needed them."""
+        """Record that the last `tokens` of the newest observed cycle are after the end of the text,
+        so that they gained nothing."""
         if tokens and self.auto:
             self._lengths.take_back(self, tokens)
 
 
 class Lengths:
-    """Plan the drafts of all texts of an engine; what it learns and earns lives as long.
+    """Plans the drafts of all requests of an engine.
 
-    The plan is the one with the most expected tokens per second (`Choice.best`) among those that
-    could be wasted as a whole. All texts wait for the drafts of each, so what a cycle costs beyond
-    one in which no `auto` text drafts (its *base*) must be covered by the account of the engine and
-    by that of every text in the batch (by `RISK` of it, for more than one token a text). An account
-    begins at 0, earns `MARGIN` of all time without such drafts and all time that drafts win, and
-    pays for what they lose; a text's begins with what the engine has. So at the end of every cycle
-    decoding has taken at most 1 + `MARGIN` times what it would have without `auto`: for the engine,
-    and, beyond what a text began with, for every text, whatever the drafts do, as far as costs are
-    known before a cycle; one that took longer is made up for before the next draft is asked for. An
-    account never exceeds `CREDIT` steps, so any stretch of text costs at most `MARGIN` and that
-    much.
+    The plan is the one with the most expected tokens per second (`Choice.best`) among those whose
+    complete loss is affordable. All requests wait for the drafts of each, so the time of a cycle
+    beyond one in which no `auto` request drafts (its *base*) must be covered by the account of the
+    engine and by that of every request in the batch (by `RISK` of it, for more than one token per
+    request). An account starts at 0, earns `MARGIN` of all time without such drafts and all time
+    that drafts save, and pays for what they lose; a request's account starts with the value of the
+    engine's. So after every cycle decoding has taken at most 1 + `MARGIN` times the time without
+    `auto`: for the engine, and, beyond its initial credit, for every request, whatever the drafts
+    do, as far as times are predictable. A cycle that took longer is paid back before the next
+    draft. An account never exceeds `CREDIT` steps, so any stretch of text loses at most `MARGIN`
+    and that credit.
 
-    The bound has a price. Where a draft of one token costs 1.2 steps, the first one of a new engine
-    comes after 9 tokens. A text whose draft never holds, or that drafts a fixed number, wins
-    nothing from the drafts of others: beside it they go on only at the pace that `MARGIN` of its
-    time pays for. No rule that keeps the bound can do better.
+    The bound has a price. If a draft of one token costs 1.2 steps, a new engine drafts for the
+    first time after 9 tokens. A request whose draft is never accepted, or that drafts a fixed
+    number, gains
+    nothing from the drafts of others: while it runs they continue only at the rate that `MARGIN` of
+        its
+    time pays for. No rule with this bound can do better.
 
     Args:
         padded: see `Costs`.
         memory: see `Acceptance`.
 
     Attributes:
-        costs: None until they were measured; `auto` drafts nothing before.
+        costs: None until measured; until then `auto` drafts nothing.
     """
 
     def __init__(self, padded: bool = False, memory: int = 12) -> None:
@@ -167,26 +173,26 @@ class Lengths:
 
     @property
     def wants_costs(self) -> bool:
-        """True if costs are to be measured before `auto` drafts anything."""
+        """Whether costs have to be measured before `auto` can draft."""
         return self.costs is None
 
     def measured(self, seconds: Mapping[tuple[int, int], float], per_byte: float = 0.0) -> None:
-        """Take over what cycles take: (texts, drafted tokens each) -> seconds, with short contexts;
-        `per_byte`: seconds for each byte of keys and values."""
+        """Set the measured cycle times: (requests, drafted tokens each) -> seconds, at short
+        contexts; `per_byte`: seconds per byte of KV cache that a step reads."""
         self.costs = Costs(seconds, self.padded, per_byte)
 
     def text(self, asked: int | Literal["auto"]) -> TextState:
-        """Make the state of a new text that drafts `asked` tokens in every cycle, or what pays."""
+        """Create the state of a new request that drafts a fixed number of tokens, or "auto"."""
         return TextState(self, asked)
 
     def plan(
         self, texts: Sequence[TextState], most: Sequence[int], context: float = 0.0
     ) -> list[int]:
-        """Choose the tokens to draft for each text, at most most[i]. All cycles planned before have
-        been observed, or never will be.
+        """Choose the number of tokens to draft for each request, at most most[i]. Every earlier
+        planned cycle must have been observed or discarded.
 
         Args:
-            context: bytes of keys and values that the texts have together.
+            context: bytes of KV cache that all requests have together.
         """
         for text in texts:
             text.join()
@@ -197,12 +203,13 @@ class Lengths:
         return counts
 
     def again(self, texts: Sequence[TextState], counts: Sequence[int], most: Sequence[int]) -> bool:
-        """Plan a second cycle while one of the same texts and counts is under way; True if it is
-        certain to be of `counts` again, whatever that one finds, with room for `most` at least.
-        Then it is planned, and `plan` is not asked.
+        """Plan a second cycle while one with the same requests and counts is running. Return True
+        if it is certain to have the same `counts`, whatever that cycle's result, given at least
+        `most` room; it is then planned, and `plan` is not called.
 
-        It is certain where it is the choice now, even if all of the cycle under way is wasted. What
-        would change the choice does so a cycle later then."""
+        This is certain if `counts` are the choice now even if the whole running cycle is wasted.
+        Anything that would change the choice then takes effect one cycle later.
+        """
         lost = 0.0
         if self.costs is not None:  # if nothing is accepted
             lost = self.costs(counts) - (1 + MARGIN) * self.costs(_base(texts, counts))
@@ -214,7 +221,7 @@ class Lengths:
     def shares(
         self, step: int, texts: Sequence[TextState], counts: Sequence[int], most: Sequence[int]
     ) -> list[Share]:
-        """Tell what the newest plan, of cycle number `step`, gives each text and why."""
+        """Return what the newest plan, of cycle `step`, gives each request, with the reason."""
         seconds = plain = None
         if self.costs is not None:
             seconds, plain = self.costs(counts), self.costs([0] * len(counts))
@@ -238,8 +245,9 @@ class Lengths:
         accepted: Sequence[int],
         seconds: float,
     ) -> None:
-        """Learn from the oldest cycle planned: it drafted counts[i] tokens for texts[i], of which
-        accepted[i] held, and took `seconds`. Texts that have ended since may be left out."""
+        """Learn from the oldest planned cycle: it drafted counts[i] tokens for texts[i], of which
+        accepted[i] were accepted, and took `seconds`. Requests that have ended since may be
+        missing."""
         for text, count, held in zip(texts, counts, accepted, strict=True):
             text.acceptance.observe(count, held)
             self.acceptance.observe(count, held)
@@ -266,7 +274,7 @@ class Lengths:
         self._newest = base, len(steps)
 
     def take_back(self, text: TextState, tokens: int) -> None:
-        """Take the worth of `tokens` of the newest cycle observed off the accounts."""
+        """Subtract the value of `tokens` of the newest observed cycle from the accounts."""
         base, texts = self._newest
         text.account.take_back((1 + MARGIN) * tokens * base, CREDIT * base)
         self.account.take_back((1 + MARGIN) * tokens * base / texts, CREDIT * base)
@@ -278,8 +286,8 @@ class Lengths:
             text.since_draft = 0 if count else text.since_draft + 1
 
     def _choose(self, texts: Sequence[TextState], most: Sequence[int], lost: float) -> list[int]:
-        """Return the counts of the best plan that can be afforded, if every account held `lost`
-        seconds less."""
+        """Return the counts of the best affordable plan if every account had `lost` seconds
+        less."""
         fixed = [
             0 if t.asked == "auto" else min(t.asked, m) for t, m in zip(texts, most, strict=True)
         ]
@@ -298,8 +306,8 @@ class Lengths:
 
 
 class Plan(NamedTuple):
-    """Counts of a batch and what to expect of them: the seconds of the cycle, tokens per second,
-    and `needed`, the seconds that every account must hold."""
+    """Draft lengths of a batch, with the predicted time of the cycle, tokens per second, and
+    `needed`: the seconds that every account must have."""
 
     counts: list[int]
     seconds: float
@@ -308,8 +316,8 @@ class Plan(NamedTuple):
 
 
 class Choice:
-    """Find the best plan for a batch whose texts draft at least `fixed` tokens, `auto` ones up to
-    `most`."""
+    """Finds the best plan for a batch whose requests draft at least `fixed` tokens, and `auto` ones
+    up to `most`."""
 
     def __init__(
         self, costs: Costs, texts: Sequence[TextState], most: Sequence[int], fixed: list[int]
@@ -321,12 +329,13 @@ class Choice:
         self._tokens = [t.acceptance.expected(m) for t, m in zip(texts, self._room, strict=True)]
 
     def best(self, saved: float) -> tuple[list[int], str]:
-        """Return the counts with the most expected tokens per second, if accounts with `saved`
-        seconds can afford them, and why it is these (`plan.WHY`).
+        """Return the counts with the most expected tokens per second that accounts with `saved`
+        seconds can afford, and the reason (`plan.WHY`).
 
-        Where some texts win much by their drafts, others may lose by waiting for them. If the best
-        plan of all is not affordable, the next one is the best in which nobody is expected to lose:
-        others, however cheap, would spend what is being saved for it.
+        If some requests gain much from their drafts, others may lose by waiting for them. If the
+        best plan is not affordable, the next candidate is the best one in which no request is
+        expected to
+        lose: other plans, however cheap, would spend the credit that is being saved for the best.
         """
         plain = self.plan(self._fixed)
         equal = self._costs.padded or len(self._auto) == 1
@@ -342,19 +351,19 @@ class Choice:
         return best.counts, "saving"
 
     def _fewer(self, plan: Plan) -> Plan:
-        """Return the plan without texts that slow it down: the first token of a text may cost more
-        than further ones."""
+        """Return the plan without the drafts that slow it down, because the first token of a
+        request may cost more than further ones."""
         for i in self._auto:
             counts = [n * (j != i) for j, n in enumerate(plan.counts)]
             plan = max(plan, self.plan(counts), key=_rate)
         return plan
 
     def _attainable(self, plans: Iterable[Plan]) -> list[Plan]:
-        """Return those that full accounts can afford."""
+        """Return the plans that accounts with full credit can afford."""
         return [p for p in plans if p.needed <= CREDIT * self._base]
 
     def plan(self, counts: list[int]) -> Plan:
-        """Estimate what `counts` bring."""
+        """Predict the time and tokens of `counts`."""
         seconds = self._costs(counts)
         expected = sum([t[n] for t, n in zip(self._tokens, counts, strict=True)])
         extra = seconds - (1 + MARGIN) * self._base
@@ -362,7 +371,7 @@ class Choice:
         return Plan(counts, seconds, expected / seconds, risked)
 
     def _losers(self, plan: Plan) -> list[int]:
-        """Return the texts that are expected to take more than 1 + `MARGIN` times the base."""
+        """Return the requests that are expected to take more than 1 + `MARGIN` times the base."""
         steps = plan.seconds / ((1 + MARGIN) * self._base)
         return [
             i
@@ -371,16 +380,16 @@ class Choice:
         ]
 
     def _equal(self) -> Iterator[Plan]:
-        """Yield plans in which all draft as many. Where all pay for the longest, nothing is saved
-        by drafting less than it."""
+        """Yield plans with the same length for all requests. If every request costs as much as the
+        longest draft, shorter drafts save nothing."""
         for count in range(1, max(self._room[i] for i in self._auto) + 1):
             yield self.plan(
                 [min(count, m) if i in self._auto else m for i, m in enumerate(self._room)]
             )
 
     def _ranked(self, help_losers: bool) -> Iterator[Plan]:
-        """Yield plans that draft one token more each. The one most likely to be accepted goes
-        first; with `help_losers`, one of a text that would lose otherwise, while that can help."""
+        """Yield plans with one more token each: the one most likely to be accepted, or, with
+        `help_losers`, one for a request that would lose otherwise, as long as that can help."""
         plan, losers = self.plan(self._fixed), list[int]()
         while not any(plan.counts[i] == self._room[i] for i in losers):
             open_ones = [i for i in losers or self._auto if plan.counts[i] < self._room[i]]
@@ -399,5 +408,5 @@ def _rate(plan: Plan) -> float:
 
 
 def _base(texts: Sequence[TextState], counts: Sequence[int]) -> list[int]:
-    """Return the plan without the drafts of `auto` texts."""
+    """Return the plan without drafts of `auto` requests."""
     return [0 if t.auto else n for t, n in zip(texts, counts, strict=True)]

@@ -1,7 +1,7 @@
-"""Reads the tensors of a target or a draft, checked against what its kind says there must be.
+"""Loads the tensors of a target or a draft after checking them against the list of its kind.
 
-A file may claim anything; what is used is present, of the right shape and in range before the first
-kernel sees it (H1: a bad file is an InputError at load, never a crash later).
+A file may claim anything. Whatever is used must be present, have the right shape and be in range
+before the first kernel sees it: a bad file is an InputError at load, never a crash later.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ def weights(
     backend: Backend,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Load the tensors that a kind's `tensors(config)` lists, by name; others are left alone. All
-    are checked before the first is loaded.
+    """Load the tensors listed by a kind's `tensors(config)`; ignore others. All are checked before
+    the first one is loaded.
 
     Args:
-        progress: called with bytes of the file loaded so far, and all that are listed.
+        progress: called with the bytes loaded so far, and in total.
 
-    Raises InputError for one that is missing or has another shape.
+    Raises:
+        InputError: a tensor is missing or has another shape.
     """
     there = [spec for spec in specs if _usable(file, spec)]
     out, done = {}, 0
@@ -43,7 +44,8 @@ def weights(
 
 
 def _usable(file: GGUF, spec: TensorSpec) -> bool:
-    """Return whether the file has a tensor; InputError if it cannot be used, or has to be there."""
+    """Return whether the file has a tensor. Raise InputError if it is unusable, or missing but
+    required."""
     info = file.tensors.get(spec.name)
     if info is None:
         if spec.optional:
@@ -65,8 +67,8 @@ def _usable(file: GGUF, spec: TensorSpec) -> bool:
 
 
 def _check_type(file: GGUF, spec: TensorSpec) -> None:
-    """Raise InputError unless an index tensor holds integers and any other one real numbers, and
-    vectors are finite."""
+    """Raise InputError unless index tensors are integers, other tensors real, and vectors
+    finite."""
     info = file.tensors[spec.name]
     if info.format.integer != (spec.role == "index"):
         kind = "integers" if spec.role == "index" else "real numbers"
@@ -95,10 +97,12 @@ def check_ids(file: GGUF, name: str, values: Any, n_vocab: int) -> None:
 def draft_weights(
     file: GGUF, specs: Iterable[TensorSpec], backend: Backend, n_vocab: int
 ) -> Mapping[str, Any]:
-    """Load a draft's tensors; the ids that its index tensors hold are tokens of the target.
+    """Load a draft's tensors and check that the ids in its index tensors are tokens of the target.
 
-    Raises InputError as `weights` does, and for a tensor that the kind does not know: the draft is
-    of another kind, and what told so is missing.
+    Raises:
+        InputError: as for `weights`, or the file has a tensor that the kind does not know, which
+        means
+            that it belongs to another kind whose metadata is missing.
     """
     specs = list(specs)
     known = {spec.name for spec in specs}

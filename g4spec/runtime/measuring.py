@@ -1,4 +1,4 @@
-"""Measures what cycles take, for the policy of draft lengths."""
+"""Measurement of cycle times, for the policy of draft lengths."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from g4spec.runtime.request import Options
 from g4spec.runtime.target import Target, batch_of
 
 TIMES = 3
-"""Repetitions, of which the quickest counts: the first one warms up."""
+"""Number of repetitions. The fastest counts; the first one is a warm-up."""
 
 PROMPT = [2] * MAX_STEP_ROWS
-"""What the texts have read that are timed."""
+"""Prompt of the timed requests."""
 
 NEAR, FAR = 1024, 8192
-"""Positions that a context must have, and those it is given, where its part of a step is timed."""
+"""Context lengths that are required and used when the share of attention in a step is timed."""
 
 
 def measured(
     target: Target, draft: Draft | None, pool: Pool, runners: Seq[Runner]
 ) -> tuple[dict[tuple[int, int], float], float]:
-    """Measure cycles -> what `costs` and `per_byte` return. All slots are free."""
+    """Measure the time of cycles; return the results of `costs` and `per_byte`. All slots must be
+    free."""
     found = costs(target, draft, pool, runners)
     return found, per_byte(target, pool, runners, found[1, 0])
 
 
 def per_byte(target: Target, pool: Pool, runners: Seq[Runner], plain: float) -> float:
-    """Measure the seconds that a step takes for each byte of keys and values it reads, where a
-    plain one of a short text takes `plain`. What the cache holds there does not matter."""
+    """Measure the seconds that a step takes per byte of KV cache it reads, given that a plain step
+    of a short context takes `plain`. The content of the cache does not matter."""
     far = min(target.n_ctx - 2, FAR)
     if far < NEAR:
         return 0.0
@@ -46,8 +47,8 @@ def per_byte(target: Target, pool: Pool, runners: Seq[Runner], plain: float) -> 
 def costs(
     target: Target, draft: Draft | None, pool: Pool, runners: Seq[Runner]
 ) -> dict[tuple[int, int], float]:
-    """Seconds of cycles of 1, 2, 4, ... texts without a draft, with 1 and with the most drafted
-    tokens; bringing the draft up to date is part of a cycle with one. All slots are free."""
+    """Measure the seconds of cycles of 1, 2, 4, ... requests without a draft, with 1 drafted token
+    and with the maximum; the update of the draft is part of a cycle. All slots must be free."""
     assert draft is not None
     out: dict[tuple[int, int], float] = {}
     most = min(draft.max_tokens, target.n_ctx - len(PROMPT) - 1)
@@ -66,7 +67,8 @@ def costs(
 def _sequences(
     target: Target, draft: Draft, pool: Pool, count: int
 ) -> list[tuple[Sequence, StepRows]]:
-    """Texts that have read PROMPT, and the last row of each as the draft is given it."""
+    """Create sequences that have read PROMPT, with the last row of each in the form a draft
+    reads."""
     out = []
     for _ in range(count):
         s = Sequence(pool.free_slots.pop(), [*PROMPT, PROMPT[0]], len(PROMPT), len(PROMPT))
@@ -86,8 +88,8 @@ def _cycle(
     count: int,
     runners: Seq[Runner],
 ) -> float:
-    """Seconds of a cycle of `count` drafted tokens each; on a backend that starts cycles ahead, of
-    one that follows another."""
+    """Measure the seconds of a cycle of `count` drafted tokens each; on a backend that starts
+    cycles ahead, of one that directly follows another."""
     options = Options(ignore_eos=True)
     work = []
     for s, last in sequences:

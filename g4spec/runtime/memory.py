@@ -1,4 +1,4 @@
-"""What a run needs in memory, computed before anything is loaded."""
+"""The memory plan of a run, computed before anything is loaded."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from g4spec.models.spec import LayerSpec
 from g4spec.ops.kv_size import BEHIND, pages_of
 
 FLOAT = 4
-"""Bytes of every weight and cache entry of the reference runtime (float32)."""
+"""Bytes of every weight and cache entry of the reference backend (float32)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much text an engine keeps.
+    """Capacity of an engine.
 
     Attributes:
-        n_ctx: positions of a text. slots: texts that may live at once. pages: of the pool.
+        n_ctx: context length of a request, in tokens.
+        slots: maximum number of running requests.
+        pages: number of pages in the pool.
     """
 
     n_ctx: int
@@ -32,17 +34,17 @@ class Size:
 
     @classmethod
     def of(cls, n_ctx: int, slots: int = 1, pool: int | None = None) -> Size:
-        """For texts of `n_ctx` positions, with a pool of at least so many."""
+        """Return the size for requests of `n_ctx` tokens and a pool of at least `pool` tokens."""
         return cls(n_ctx, slots, pages_of(max(pool or 0, n_ctx) + BEHIND))
 
     def smaller(self, n_ctx: int) -> Size:
-        """The same for a shorter context."""
+        """Return the same size for a shorter context."""
         return Size.of(n_ctx, self.slots)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes by purpose for one size. The caches are pages and rings."""
+    """Bytes by purpose. Caches are pages and ring buffers."""
 
     n_ctx: int
     weights: int
@@ -66,11 +68,12 @@ def plan(
     draft_tensors: Iterable[TensorInfo] = (),
     draft_caches: Sequence[CacheShape] = (),
 ) -> MemoryPlan:
-    """Compute what an engine takes of a device.
+    """Compute the memory that an engine takes on a device.
 
     Args:
-        config: of the target. tensors, draft_tensors: of the files. caches, draft_caches: layers
-            that keep keys and values.
+        config: configuration of the target.
+        tensors, draft_tensors: tensors of the files.
+        caches, draft_caches: shapes of the layers that have a KV cache.
     """
     budget = backend.budget
 
@@ -89,14 +92,15 @@ def plan(
 
 
 def weight_bytes(shapes: Sequence[tuple[int, ...]]) -> int:
-    """All tensors, dequantized, and the two copies of the largest that exist while it loads."""
+    """Return the size of all tensors, dequantized, plus two copies of the largest, which exist
+    while it is loaded."""
     sizes = [math.prod(shape) for shape in shapes]
     return FLOAT * (sum(sizes) + 2 * max(sizes, default=0))
 
 
 def workspace_bytes(config: Any, n_ctx: int, chunk: int, sequences: int) -> int:
-    """Upper bound of what a chunk or a step of so many sequences holds at once: logits,
-    activations, one attention."""
+    """Return an upper bound of the temporary memory of a prefill chunk or of a step of so many
+    sequences: logits, activations, one attention layer."""
     rows = MAX_STEP_ROWS * sequences
     logits = 3 * rows * config.n_vocab
     activations = max(rows, chunk) * (8 * config.n_embd + 3 * config.row_width)
@@ -105,15 +109,18 @@ def workspace_bytes(config: Any, n_ctx: int, chunk: int, sequences: int) -> int:
 
 
 def _attention(layer: LayerSpec, positions: int) -> int:
-    """Numbers: copies of keys and values, weights of each row, and sums of parts of the keys."""
+    """Count the numbers in copies of keys and values, attention weights of each row, and partial
+    sums."""
     heads = MAX_STEP_ROWS * layer.n_head * (layer.head_dim / 64 + 4)
     return int(positions * (6 * layer.n_kv * layer.head_dim + heads))
 
 
 def available() -> int:
-    """Bytes this process may still take: MemAvailable, and the control group's limit if lower.
+    """Return the bytes that this process may still allocate: MemAvailable, or the limit of the
+    control group if that is lower.
 
-    Returns a very large number where neither can be read, so that nothing is refused by a guess.
+    Returns a very large number if neither can be read, so that nothing is refused because of a
+    guess.
     """
     found = [2**62]
     try:
@@ -130,17 +137,19 @@ def available() -> int:
 
 
 def _cached() -> int:
-    """Bytes of files that the control group counts as used, and gives back when they are needed."""
+    """Return the bytes of file cache that the control group counts as used but frees when
+    needed."""
     stat = Path("/sys/fs/cgroup/memory.stat").read_text().split()
     sizes = dict(zip(stat[::2], stat[1::2], strict=True))
     return int(sizes.get("active_file", 0)) + int(sizes.get("inactive_file", 0))
 
 
 def require(plan: MemoryPlan, at: dict[int, MemoryPlan], free: int) -> None:
-    """Refuse a run that cannot fit, naming the largest context that would.
+    """Raise EnvironmentProblem if a run does not fit, naming the largest context that does.
 
     Args:
-        at: plans for smaller contexts. `free`: bytes available.
+        at: plans for smaller contexts.
+        free: available bytes.
     """
     if plan.total <= free:
         return

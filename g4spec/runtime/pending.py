@@ -1,6 +1,6 @@
-"""Rows that the target has read and a draft has not been given yet.
+"""Rows that the target has computed but the draft has not been given yet.
 
-Steps without drafting leave the draft alone; it catches up before it proposes again.
+Steps without drafting do not update the draft; it catches up before its next proposal.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from g4spec.core import MAX_STEP_ROWS, Batch, Draft, Sequence, StepRows
 
 
 def flush(draft: Draft, sequences: Seq[Sequence]) -> None:
-    """Bring the draft up to date, in calls of at most MAX_STEP_ROWS rows a sequence."""
+    """Update the draft with all pending rows, at most MAX_STEP_ROWS per sequence and call."""
     waiting = [list(groups(s.pending)) for s in sequences if s.pending]
     for turn in range(max(map(len, waiting), default=0)):
         rows = joined([of[turn] for of in waiting if turn < len(of)])
@@ -23,7 +23,7 @@ def flush(draft: Draft, sequences: Seq[Sequence]) -> None:
 
 
 def groups(steps: Seq[StepRows]) -> list[StepRows]:
-    """Successive steps of one sequence, joined to at most MAX_STEP_ROWS rows each."""
+    """Join successive steps of one sequence to groups of at most MAX_STEP_ROWS rows."""
     out: list[list[StepRows]] = []
     for step in steps:
         if not out or sum(len(s.batch) for s in out[-1]) + len(step.batch) > MAX_STEP_ROWS:
@@ -33,14 +33,14 @@ def groups(steps: Seq[StepRows]) -> list[StepRows]:
 
 
 def merged(steps: Seq[StepRows]) -> StepRows:
-    """Successive steps of one sequence as one."""
+    """Join successive steps of one sequence to one."""
     rows = joined(steps)
     b = rows.batch
     return StepRows(Batch(b.ids, b.positions, b.slots, (len(b),)), rows.hidden, rows.taps)
 
 
 def joined(steps: Seq[StepRows]) -> StepRows:
-    """Rows of several sequences as one batch."""
+    """Join the rows of several sequences to one batch."""
     if len(steps) == 1:
         return steps[0]
     batches = [s.batch for s in steps]
@@ -54,5 +54,5 @@ def joined(steps: Seq[StepRows]) -> StepRows:
 
 
 def count(sequence: Sequence) -> int:
-    """Rows that the draft has not been given."""
+    """Return the number of rows that the draft has not been given."""
     return sum(len(step.batch) for step in sequence.pending)

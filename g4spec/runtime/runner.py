@@ -1,4 +1,4 @@
-"""Cycles in parts, each as the backend's ops run it: takes any work on any device."""
+"""The eager runner: runs cycles op by op, for any work on any device."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class EagerRunner:
         self._done: list[Cycle] = []
 
     def takes(self, work: Seq[Work]) -> bool:
-        """Any work."""
+        """Return True: it accepts any work."""
         return True
 
     def drop(self) -> None:
-        """Nothing is under way between `start` and `result`."""
+        """Do nothing: nothing runs between `start` and `result`."""
 
     def start(self, work: Seq[Work]) -> None:
-        """Propose, step, accept; rows are left for the draft's next proposal."""
+        """Propose, step and accept; keep the rows for the draft's next update."""
         started = time.perf_counter()
         proposals = self._propose(work)
         proposed = time.perf_counter()
@@ -56,12 +56,12 @@ class EagerRunner:
             cycle.draft_seconds, cycle.step_seconds = proposed - started, ended - proposed
 
     def result(self) -> list[Cycle]:
-        """What was started last."""
+        """Return the result of the cycle that was started last."""
         done, self._done = self._done, []
         return done
 
     def _propose(self, work: Seq[Work]) -> list[_Proposal]:
-        """Drafted tokens for each sequence, none where none are wanted."""
+        """Draft tokens for each sequence; none where the requested count is 0."""
         out = [_Proposal(w) for w in work]
         asked = [p for p in out if p.work.count]
         if not asked:
@@ -93,7 +93,7 @@ class EagerRunner:
 
 
 class _Proposal:
-    """What is drafted for one sequence.
+    """The drafted tokens of one sequence.
 
     Attributes:
         failed: why the draft cannot be used, or None.
@@ -105,7 +105,7 @@ class _Proposal:
         self.failed: str | None = None
 
     def pick(self, logits: torch.Tensor, i: int) -> int:
-        """Drafted token i from logits [V]; 0 where nobody will use it."""
+        """Choose drafted token i from logits [V]; return 0 if it will not be used."""
         if i >= self.work.count or self.failed:
             return 0
         try:
@@ -115,14 +115,14 @@ class _Proposal:
             return 0
 
     def take(self, ids: list[int]) -> None:
-        """Keep what counts of a proposal."""
+        """Keep the usable part of a proposal."""
         if not self.failed:
             ids = ids[: self.work.count]
             self.tokens = ids[: ids.index(-1)] if -1 in ids else ids
 
 
 def _chosen(work: Work, proposal: _Proposal, logits: torch.Tensor) -> Cycle:
-    """The target's choice over what was drafted."""
+    """Choose the target's tokens over the drafted ones."""
     try:
         cycle = work.chooser.choose(logits, proposal.tokens, work.sequence.position + 1)
     except InputError as error:  # logits that are not finite, or a mask that allows nothing

@@ -1,4 +1,4 @@
-"""The target with its caches: what runners run and what drafts may look at."""
+"""The target model with its caches, as runners and drafts use it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from g4spec.ops.reference import Ops
 
 
 class Target:
-    """A Gemma 4 model, its caches, and the taps its draft asked for (`core.TargetView`).
+    """A Gemma 4 model, its caches, and the features that its draft reads (`core.TargetView`).
 
     Args:
         space: slots and pages of the sequences.
-        chunk: rows of a prompt that are read at a time; rings have room for it.
+        chunk: number of prompt rows per prefill chunk, for which ring buffers have room.
 
     Attributes:
-        taps: layers whose input a step hands out (`StepRows.taps`).
+        taps: layers whose inputs a step returns (`StepRows.taps`).
     """
 
     def __init__(
@@ -44,17 +44,17 @@ class Target:
 
     @property
     def n_ctx(self) -> int:
-        """Positions that a sequence may have."""
+        """Context length of a sequence, in tokens."""
         n: int = self.space.n_ctx
         return n
 
     @property
     def n_states(self) -> int:
-        """Slots that a draft keeps a state for: those of sequences, and a backend's spare one."""
+        """Number of slots for which a draft keeps state, including a spare slot of the backend."""
         return len(self.space.table)
 
     def context_bytes(self, position: int) -> float:
-        """Count the keys and values that a row at `position` sees."""
+        """Return the bytes of KV cache that a row at `position` attends to."""
         rings = self._windows * min(1.0, position / self._window)
         return self._per_position * position + rings
 
@@ -64,38 +64,39 @@ class Target:
         self.model.w = {}
 
     def embed(self, ids: torch.Tensor, scale: float | None = None) -> torch.Tensor:
-        """Token rows [T] -> [T, H], times `scale`, or else sqrt(H)."""
+        """Return token embeddings [T] -> [T, H], times `scale` (default: sqrt(H))."""
         return self.model.embed(ids, scale)
 
     @property
     def table(self) -> Any:
-        """Output table [V, H]."""
+        """Output projection [V, H]."""
         return self.model.table
 
     def kv(self, layer: int) -> Any:
-        """Cache of one layer."""
+        """Return the KV cache of one layer."""
         return self.caches[layer]
 
     def rows(self, batch: Batch) -> StepRows:
-        """Run a batch, appending to the caches; no logits."""
+        """Run a batch and append to the caches; compute no logits."""
         hidden, tapped = self.model.forward(batch, self.caches, self.taps)
         taps = [tapped[i] for i in self.taps]
         beside = self.ops.concat(taps) if taps else hidden.new_empty(len(hidden), 0)
         return StepRows(batch, hidden, beside)
 
     def run(self, batch: Batch, *, capped: bool = True) -> tuple[StepRows, torch.Tensor]:
-        """Run a step, as it may be recorded -> its rows, and logits [T, V], raw unless `capped`."""
+        """Run a step in a form that can be recorded; return its rows and the logits [T, V], without
+        softcap unless `capped`."""
         rows = self.rows(batch)
         cap = self.config.softcap if capped else 0.0
         return rows, self.ops.logits(rows.hidden, self.table, cap)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Softcapped logits of final-norm rows [T, H] -> [T, V]."""
+        """Compute softcapped logits of final-norm rows [T, H] -> [T, V]."""
         return self.model.logits(hidden)
 
 
 def batch_of(ops: Ops, parts: Iterable[tuple[int, int, Sequence[int]]]) -> Batch:
-    """Make a batch of (slot, position of the first row, tokens), a sequence each."""
+    """Create a batch from (slot, position of the first row, tokens), one per sequence."""
     ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []

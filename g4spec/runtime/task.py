@@ -11,14 +11,14 @@ from g4spec.runtime.request import Request
 
 @dataclass(slots=True)
 class Task:
-    """A request with its state: waiting, reading its prompt, or running.
+    """A request with its state: waiting, in prefill, or running.
 
     Attributes:
         number: order of arrival.
-        ids: prompt and chosen tokens.
-        drafting: whether a draft is kept up to date for it.
-        sequence: what it holds while it is live, or None while it waits.
-        stops: block boundaries of the prompt at which a snapshot is taken, in order.
+        ids: prompt and generated tokens.
+        drafting: whether the draft is kept up to date for it.
+        sequence: its slot and pages while it is admitted; None while it waits.
+        stops: block boundaries of the prompt at which to take a snapshot, in order.
     """
 
     number: int
@@ -37,16 +37,16 @@ class Task:
 
     @property
     def left(self) -> int:
-        """Tokens that it may still choose."""
+        """Number of tokens that it may still generate."""
         return self.request.options.n_predict - (len(self.ids) - self.n_prompt)
 
     @property
     def live(self) -> Sequence:
-        """Its sequence; it is live."""
+        """Its sequence; it must be admitted."""
         assert self.sequence is not None
         return self.sequence
 
     @property
     def reading(self) -> bool:
-        """Whether tokens before the newest one are yet to be read."""
+        """Whether tokens before the newest one still have to be computed."""
         return self.live.n_read < max(self.n_prompt, len(self.ids) - 1)

@@ -1,8 +1,8 @@
-"""Chat templates: Jinja text that comes with a file, so it is not trusted.
+"""Chat templates: Jinja code from a model file, and therefore untrusted.
 
-Jinja's sandbox keeps a template from the system, but not from looping for hours or from filling the
-memory in one expression. So it runs in a process of its own, with a limit on both; that costs
-about a tenth of a second.
+Jinja's sandbox keeps a template from accessing the system, but not from looping for hours or
+filling the memory in one expression. So it runs in a separate process with limits on time and
+memory; this costs about a tenth of a second.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from g4spec.errors import InputError
 
 LONGEST_TEMPLATE = 1 << 20
-"""Characters of a template; Gemma 4's has about 17,000."""
+"""Maximum length of a template in characters; Gemma 4's has about 17,000."""
 
 SPARE_TEXT = 1 << 16
-"""Characters it may write beside twice what the messages hold."""
+"""Number of characters that a template may write beyond twice the size of the messages."""
 
 SECONDS, MEMORY = 10, 256 << 20
-"""What it may take. Memory is limited where the system can (Linux)."""
+"""Limits of a template. Memory is limited where the system supports it (Linux)."""
 
 ENVIRONMENT = ("LD_LIBRARY_PATH", "PATH", "SYSTEMROOT", "TZ")
-"""What it sees of the environment, where tokens and keys may be."""
+"""The environment variables that a template process gets; others may contain keys."""
 
 _WORKER = (
     "import json, sys; job = json.load(sys.stdin); sys.path[:] = job.pop('path'); "
@@ -45,12 +45,16 @@ _WORKER = (
 def render(
     template: str, messages: Sequence[Mapping[str, Any]], *, bos: str, eos: str, **more: Any
 ) -> str:
-    """The text of a conversation, ready for the model's answer. `more`: other variables.
+    """Render a conversation up to the start of the model's answer.
+
+    Args:
+        more: other variables of the template.
 
     Templates get what transformers gives them: `messages`, `add_generation_prompt`, the tokens,
     `raise_exception`, `strftime_now` and a `tojson` that does not escape HTML.
 
-    Raises InputError when the template is wrong or refuses the messages.
+    Raises:
+        InputError: the template is invalid or refuses the messages.
     """
     if len(template) > LONGEST_TEMPLATE:
         raise InputError(
@@ -85,7 +89,7 @@ def render(
 
 
 def work(job: dict[str, Any]) -> None:
-    """Render in this process, which exists for that, and write the answer to stdout."""
+    """Render in this process, which exists for nothing else, and write the answer to stdout."""
     try:
         import resource
 
@@ -102,10 +106,10 @@ def work(job: dict[str, Any]) -> None:
 def expand(
     template: str, messages: Sequence[Mapping[str, Any]], *, bos: str, eos: str, **more: Any
 ) -> str:
-    """`render` without limits of time and memory.
+    """Render like `render`, without limits of time and memory.
 
     Args:
-        more: other variables, as `tools`.
+        more: other variables, for instance `tools`.
     """
     variables = {
         "messages": list(messages),
@@ -142,7 +146,7 @@ def expand(
 
 
 def syntax_error(template: str) -> str:
-    """What is wrong with the syntax of a template; empty if it compiles. Nothing is run."""
+    """Return the syntax error of a template, or "" if it compiles. Runs nothing."""
     if len(template) > LONGEST_TEMPLATE:
         return f"{len(template)} characters"
     try:
@@ -167,13 +171,13 @@ def _compiled(template: str) -> jinja2.Template:
 
 
 class Generation(Extension):
-    """`{% generation %}...{% endgeneration %}`, by which trainers mark what the model wrote: its
-    content is written, and what is set inside stays inside, as in transformers."""
+    """`{% generation %}...{% endgeneration %}`, which marks the model's text for training. Its
+    content is rendered, and variables set inside stay local, as in transformers."""
 
     tags = {"generation"}  # noqa: RUF012  as jinja2 declares it
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Make the block a call whose result is its content."""
+        """Parse the block as a call that returns its content."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         call = self.call_method("_written")

@@ -1,10 +1,9 @@
-"""Text to tokens and back, from what a GGUF file holds.
+"""The tokenizer: text to tokens and back, from the data in a GGUF file.
 
-Gemma 4's tokenizer: spaces become U+2581, runs of newlines are words of their own, and each word
-goes through byte-pair merges without any further splitting; a character that is no token becomes
-its UTF-8 bytes. Tokens of type control, user-defined and unknown are recognised inside the text.
-The same as llama.cpp's `gemma4` vocabulary and, for text of valid UTF-8, transformers'
-GemmaTokenizer.
+Gemma 4's tokenizer replaces spaces by U+2581, splits off runs of newlines, and applies byte-pair
+merges without any other pre-tokenization; a character without a token becomes its UTF-8 bytes.
+Tokens of type control, user-defined and unknown are recognised inside the text. Same as llama.cpp's
+`gemma4` vocabulary and, for valid UTF-8, transformers' GemmaTokenizer.
 """
 
 from __future__ import annotations
@@ -42,14 +41,15 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Tokenizer:
-    """Encodes and decodes. Make one with :meth:`from_gguf`.
+    """Encodes and decodes text. Create it with :meth:`from_gguf`.
 
     Args:
-        tokens: text of each id. `types`: their GGUF token types.
-        merges: "left right", most important first.
-        bos: id of the token every prompt begins with.
-        stops: ids that end a text, beside Gemma's own.
-        suppress: ids that must never be chosen.
+        tokens: text of each id.
+        types: GGUF token type of each id.
+        merges: "left right", highest priority first.
+        bos: id of the token at the start of every prompt.
+        stops: ids that end generation, in addition to Gemma's own.
+        suppress: ids that are never chosen.
         template: chat template in Jinja, if there is one.
         source: name of the file, for messages.
     """
@@ -84,22 +84,22 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, file: GGUF) -> Tokenizer:
-        """The tokenizer of a target file.
+        """Create the tokenizer of a target file.
 
         Raises:
             InputError: keys are missing or contradict one another.
-            Unsupported: the file holds another kind of tokenizer.
+            Unsupported: the file has another kind of tokenizer.
         """
         return _read(file)
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids that are recognised as a whole in a text: control, unknown and user-defined ones."""
+        """Ids that are recognised as a whole in text: control, unknown and user-defined tokens."""
         return self._special
 
     @property
     def control_ids(self) -> frozenset[int]:
-        """Special ids that are marks, no text: decoding leaves them out."""
+        """Special ids that are marks, not text; decoding skips them."""
         return self._hidden
 
     @property
@@ -116,14 +116,19 @@ class Tokenizer:
         special: bool = True,
         guard: str = "",
     ) -> list[int]:
-        """Tokens of `text`; with `bos` they begin with one BOS, also if the text has its own.
+        """Tokenize `text`; with `bos` the result starts with exactly one BOS, even if the text has
+        its own.
 
         Args:
-            special: read marks such as `<|turn>` as control tokens, else spell them.
-            guard: a character that is left out, and keeps a mark that it stands in from being one.
+            special: read marks such as `<|turn>` as control tokens; otherwise tokenize them as
+                text.
+            guard: a character that is removed, and that keeps a mark which contains it from being
+                one.
 
-        Raises InputError for half a surrogate pair, and for a text that cannot fit into `n_ctx`
-        tokens however long they are: the library takes 200 bytes a token.
+        Raises:
+            InputError: the text has an unpaired surrogate, or cannot fit into `n_ctx` tokens
+            whatever their
+                length. The check comes first because the library takes 200 bytes per token.
         """
         if n_ctx is not None and len(text) > n_ctx * self._longest:
             least = -(-len(text) // self._longest)
@@ -144,7 +149,7 @@ class Tokenizer:
     @property
     def marks(self) -> list[str]:
         """Texts of special tokens that mean something to the model: control tokens, and visible
-        ones in angle brackets, such as `<|tool_call>`."""
+        ones in angle brackets such as `<|tool_call>`."""
         return [self._tokens[i] for i in self._marks]
 
     @property
@@ -157,16 +162,16 @@ class Tokenizer:
         return self._hidden | frozenset(shaped)
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """Text of `ids`. Control tokens (turn marks, BOS) are left out unless `special`."""
+        """Decode `ids`. Skips control tokens (turn marks, BOS) unless `special`."""
         stream = self.stream(special=special)
         return stream.push(ids) + stream.finish()
 
     def stream(self, *, special: bool = False) -> Stream:
-        """A decoder for tokens that arrive a few at a time."""
+        """Create an incremental decoder."""
         return Stream(self, special)
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
-        """UTF-8 bytes that one token stands for; not always whole characters."""
+        """Return the UTF-8 bytes of one token; they may be part of a character."""
         if not 0 <= token < len(self._tokens):
             raise InputError(
                 "token outside the vocabulary", expected=f"0..{len(self._tokens) - 1}", found=token
@@ -188,18 +193,20 @@ class Tokenizer:
         special: bool = False,
         n_ctx: int | None = None,
     ) -> list[int]:
-        """Tokens of a conversation up to where the model answers, by the file's chat template.
+        """Tokenize a conversation up to the start of the model's answer, with the file's chat
+        template.
 
         Args:
             messages: {"role": "user" | "assistant" | ..., "content": text}, in order.
-            system: instructions put before them. `n_ctx`: see `encode`.
+            system: system message to put first. `n_ctx`: see `encode`.
             tools: functions that the model may call, as in OpenAI's API.
-            thinking: let the model think first.
-            special: read marks such as `<|turn>` in messages and tools as control tokens; without
-                it they are spelled, but in those of the role "system", so that nobody can end his
-                turn and begin the model's.
+            thinking: enable the model's thinking.
+            special: read marks such as `<|turn>` in messages and tools as control tokens. Otherwise
+                they are tokenized as text, except in messages of the role "system", so that a user
+                cannot end the turn and start the model's.
 
-        Raises InputError when the file has no template, or the template refuses or fails.
+        Raises:
+            InputError: the file has no template, or the template refuses or fails.
         """
         from g4spec.runtime import template
 
@@ -226,19 +233,19 @@ class Tokenizer:
 
 
 class Stream:
-    """Decodes tokens as they arrive; holds bytes back until they form a whole character."""
+    """Decodes tokens incrementally; holds bytes back until they form a whole character."""
 
     def __init__(self, tokenizer: Tokenizer, special: bool) -> None:
         self._tokenizer, self._show = tokenizer, special
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, ids: Iterable[int]) -> str:
-        """The text that became certain with `ids`; may be empty."""
+        """Return the text that is complete after `ids`; may be empty."""
         piece = self._tokenizer.piece
         return self._utf8.decode(b"".join(piece(i, special=self._show) for i in ids))
 
     def finish(self) -> str:
-        """What was held back; bytes that form no character become U+FFFD."""
+        """Return the text that was held back; incomplete characters become U+FFFD."""
         text = self._utf8.decode(b"", final=True)
         self._utf8.reset()
         return text
@@ -246,7 +253,7 @@ class Stream:
 
 @contextmanager
 def _no_panic(source: str) -> Iterator[None]:
-    """Turns a panic of the library, which is no Exception, into an InputError."""
+    """Turn a panic of the Rust library, which is not an Exception, into an InputError."""
     try:
         yield
     except BaseException as error:
@@ -263,7 +270,7 @@ def _where(kinds: NDArray[Any], *wanted: int) -> set[int]:
 
 
 class _Merges(Sequence[str]):
-    """The merges of a file, read again each time: kept as a list they take fifty megabytes."""
+    """The merges of a file, read again on each use: a list of them takes 50 MB."""
 
     def __init__(self, file: GGUF) -> None:
         self._file = file
@@ -368,10 +375,10 @@ def _encoder(tokens: Sequence[str], merges: Sequence[str], source: str) -> token
 
 
 class _Pairs(Sequence[tuple[str, str]]):
-    """Merges as the library asks for them, one after the other.
+    """Merges in the form that the library asks for, one after the other.
 
-    It copies each pair, so none is kept here: half a million tuples and a million strings would
-    take 130 MB, and longer to get from the system than to make.
+    The library copies each pair, so none is kept here: half a million tuples and a million strings
+    would take 130 MB, and more time to allocate than to create again.
     """
 
     def __init__(self, vocab: Mapping[str, int], merges: Sequence[str], source: str) -> None:
@@ -390,7 +397,7 @@ class _Pairs(Sequence[tuple[str, str]]):
         return tuple(self._merges[i].split(" "))
 
     def _halves(self) -> Iterator[list[str]]:
-        """Both halves of some merges in turn; many at once, because that is faster."""
+        """Yield both halves of each merge; works in blocks, which is faster."""
         entries = iter(self._merges)
         try:
             while block := list(islice(entries, BLOCK)):
@@ -403,14 +410,14 @@ class _Pairs(Sequence[tuple[str, str]]):
             raise
 
     def _too_long(self, block: Sequence[str]) -> bool:
-        """True if a merge is longer than every token: the library panics, loudly."""
+        """Return True if a merge is longer than every token, which makes the library panic."""
         if 4 * max(map(len, block)) <= self._longest:
             return False
         return max(len(m.encode()) for m in block) > self._longest + 1
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Names the merge that the library refuses: it raises an Exception, nothing narrower."""
+        """Name the merge that the library refuses, because its exception does not."""
         try:
             yield
         except Exception as error:

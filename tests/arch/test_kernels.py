@@ -3,6 +3,7 @@ GPU is needed."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import tempfile
@@ -11,7 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from g4spec.runtime.cuda.build import nvrtc, units
+from g4spec import core
+from g4spec.runtime.cuda.build import nvrtc, signature, units
+from g4spec.runtime.cuda.cache import heads
+from g4spec.runtime.cuda.step import attention, linear, packed_rows
+from g4spec.runtime.cuda.weights import packing
 
 REGISTERED = units.registered()
 
@@ -95,3 +100,64 @@ def test_units_name_architectures_that_exist() -> None:
             )
             names = (*unit.names, *unit.more)
             assert unit.max_registers <= 255 and len(set(names)) == len(names)
+
+
+def _launches() -> list[tuple[str, str, set[str], bool]]:
+    """Place, kernel file, argument names, and whether more follow in a dict (`**`), of each launch
+    that names its file."""
+    found = []
+    for path in sorted(nvrtc.CUDA.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Call)):
+                continue
+            target = node.func
+            if ast.unparse(target.func) != "launch.kernel":
+                continue
+            if not isinstance(target.args[0], ast.Constant):
+                continue
+            names = {k.arg for k in node.keywords if k.arg} - {"shared", "pdl"}
+            partial = any(k.arg is None for k in node.keywords)
+            place = f"{path.name}:{node.lineno}"
+            found.append((place, str(target.args[0].value), names, partial))
+    return found
+
+
+def test_launches_name_the_parameters_of_a_kernel() -> None:
+    """Also those that no test on this machine runs."""
+    launches = _launches()
+    assert len(launches) > 30
+    for place, file, names, partial in launches:
+        kernels = [{p.name for p in ps} for ps in signature.signatures(file).values()]
+        assert any(names <= k if partial else names == k for k in kernels), (place, names)
+
+
+def _constants(file: str) -> dict[str, int]:
+    """Constants at file level, of a header or kernel, that are plain numbers or sums of others."""
+    path = nvrtc.kernel_files().get(file, nvrtc.CUDA / "include" / file)
+    found: dict[str, int] = {}
+    for line in re.findall(r"^constexpr int ([^;]*);", path.read_text(), re.MULTILINE):
+        for name, text in re.findall(r"(\w+) = ([^,]*)", line):
+            if set(re.findall(r"[A-Za-z_]\w*", text)) <= set(found):
+                found[name] = eval(text, {}, found)
+    return found
+
+
+def test_constants_of_python_and_kernels_agree() -> None:
+    same: dict[tuple[str, str], int] = {
+        ("kv_storage.cuh", "PAGE"): core.PAGE,
+        ("prefill_heads.cu", "PAGE"): core.PAGE,
+        ("gemm_tile.cuh", "PACK_ROWS"): packing.GROUP,
+        ("packed_rows.cuh", "ACT_BYTES"): packed_rows.BLOCK_BYTES,
+        ("packed_rows.cuh", "BYTE_ROWS"): linear.UPPER_ROWS,
+        ("packed_rows.cuh", "TILE_BYTES"): linear.TILE_BYTES,
+        ("accept.cu", "MOST"): core.MAX_STEP_ROWS,
+        ("moe_routing.cuh", "MAX_ROWS"): core.MAX_STEP_ROWS,
+        ("gemm_consumer.cuh", "CONSUMERS"): linear.CONSUMERS,
+        ("gemm_consumer.cuh", "THREADS"): linear.THREADS,
+        ("heads.cu", "HEADS"): heads.HEADS,
+        ("head_vector.cuh", "NORM_V"): heads.NORM_V,
+        ("head_vector.cuh", "V_FROM_K"): heads.V_FROM_K,
+    }
+    wrong = {k: (v, _constants(k[0]).get(k[1])) for k, v in same.items()}
+    assert not {k: pair for k, pair in wrong.items() if pair[0] != pair[1]}
+    assert core.MAX_STEP_ROWS == packed_rows.MOST == attention.MAX_ROWS

@@ -362,7 +362,7 @@ BROKEN = {
     "not JSON": (header(b"{nonsense"), "not valid JSON"),
     "deep": (header(b"[" * 100000), "not valid JSON"),
     "list": (header(b"[1]"), "JSON object"),
-    "twice": (header(TWICE), "stands there twice"),
+    "twice": (header(TWICE), "duplicate key"),
     "no dtype": (header({"shape": [2], "data_offsets": [0, 8]}), "entry needs"),
     "text": (header("x"), "entry needs"),
     "negative": (header(OK | {"shape": [-2]}), "malformed"),
@@ -386,7 +386,7 @@ def test_broken_config(family: Path, tmp_path: Path) -> None:
         (b"{", "not valid JSON"),
         (b"\xff\xfe{", "not valid JSON"),
         (b"[]", "JSON object"),
-        (b'{"a": 1, "a": 2}', "twice"),
+        (b'{"a": 1, "a": 2}', "duplicate key"),
     ):
         (draft / "config.json").write_bytes(raw)
         refused(draft, tmp_path / "o.gguf", family / "target", InputError, says)

@@ -3,10 +3,12 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from g4spec.runtime.cuda.build import launch, nvrtc
+from g4spec.runtime.cuda.build.signature import Parameter, Signature, parse, signatures
 
 
 @pytest.fixture
@@ -36,10 +38,103 @@ def test_kernels_overlap_in_graphs_alone(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capability)
     resources = nvrtc.Resources(registers=32, spill=0, stack=0, shared=0)
-    kernel = launch.Kernel("a.cu: b", 0, SimpleNamespace(arguments_info=[]), resources)
+    handle = SimpleNamespace(arguments_info=[])
+    kernel = launch.Kernel(Signature("a.cu: b", ()), 0, handle, resources)
     for capturing in (not captured, captured, captured):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda c=capturing: c)
         kernel(1, 32, pdl=pdl)
     overlaps = [config["programmatic_stream_serialization"] for config in given]
     may = pdl and capability >= (9, 0)
     assert overlaps == [may and not captured, may and captured, may and captured]
+
+
+SOURCE = """
+#define COMMON \\
+  const float* x, \\
+      i64 stride
+// __global__ void in_a_comment(int n) {}
+template <int N>
+__global__ void __launch_bounds__(32 * (N + 1), 1)
+scale(COMMON, const u8* codes, float *y, void* any, Layer* layers, int n,
+      float factor) {
+}
+"""
+CPU = torch.device("cpu")
+
+
+def scale() -> Signature:
+    return Signature("scale.cu: scale<2>", parse(SOURCE)["scale"])
+
+
+def arguments() -> dict[str, Any]:
+    x = torch.zeros(4)
+    codes, any_type = torch.zeros(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.float64)
+    pointers = {"x": x, "codes": codes, "y": x, "any": any_type, "layers": any_type}
+    return {**pointers, "stride": 1, "n": 4, "factor": 0.5}
+
+
+def test_parameters_are_read_from_the_source() -> None:
+    assert list(parse(SOURCE)) == ["scale"]
+    assert scale().parameters == (
+        Parameter("x", "float", True, True),
+        Parameter("stride", "i64", False, False),
+        Parameter("codes", "u8", True, True),
+        Parameter("y", "float", True, False),
+        Parameter("any", "void", True, False),
+        Parameter("layers", "Layer", True, False),
+        Parameter("n", "int", False, False),
+        Parameter("factor", "float", False, False),
+    )
+    with pytest.raises(ValueError, match="cannot read the parameter 'Point at'"):
+        parse("__global__ void at_point(Point at) {}")
+
+
+def test_every_kernel_has_a_signature() -> None:
+    for file, path in nvrtc.kernel_files().items():
+        assert len(signatures(file)) == path.read_text().count("__global__"), file
+
+
+def test_arguments_are_bound_in_the_order_of_the_kernel() -> None:
+    given = arguments() | {"layers": None}
+    values = scale().bind(given, CPU)
+    x, codes, any_type = (given[name].data_ptr() for name in ("x", "codes", "any"))
+    assert values == [x, 1, codes, x, any_type, 0, 4, 0.5]
+    assert [type(values[i]) for i in (1, 6, 7)] == [np.int64, np.int32, np.float32]
+    strided = torch.zeros(4, 4)[:, 1:]
+    with pytest.raises(TypeError, match="argument x: expected a contiguous tensor"):
+        scale().bind(given | {"x": strided}, CPU)
+    assert scale().bind(given | {"x": launch.Strided(strided)}, CPU)[0] == strided.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"codes": "x", "x": "codes"}, "x: expected a tensor of torch.float32, found torch.uint8"),
+        ({"y": "codes"}, "y: expected a tensor of torch.float32, found torch.uint8"),
+        ({"y": "n"}, "y: expected a tensor or None, found int"),
+        ({"n": "x"}, "n: expected bool or int or int32, found Tensor"),
+        ({"n": "factor"}, "n: expected bool or int or int32, found float"),
+    ],
+)
+def test_swapped_arguments_are_refused(change: dict[str, str], message: str) -> None:
+    right = arguments()
+    wrong = right | {name: right[other] for name, other in change.items()}
+    with pytest.raises(TypeError, match=f"scale.cu: scale<2>, argument {message}"):
+        scale().bind(wrong, CPU)
+
+
+def test_numbers_of_another_size_are_refused() -> None:
+    for name, value in (("n", np.int64(1)), ("stride", np.int32(1)), ("factor", np.float64(1))):
+        with pytest.raises(TypeError, match=f"argument {name}: .* found {type(value).__name__}"):
+            scale().bind(arguments() | {name: value}, CPU)
+    with pytest.raises(OverflowError):
+        scale().bind(arguments() | {"n": 1 << 31}, CPU)
+
+
+def test_missing_and_unknown_names_are_refused() -> None:
+    given = arguments()
+    with pytest.raises(TypeError, match="missing: none; unknown: z"):
+        scale().bind(given | {"z": None}, CPU)
+    given["z"] = given.pop("y")
+    with pytest.raises(TypeError, match="missing: y; unknown: z"):
+        scale().bind(given, CPU)

@@ -148,7 +148,7 @@ def test_many_small_things_take_no_quadratic_time(tmp_path: Path) -> None:
     """A file under 1 MB whose entries are as many as it can hold."""
     start, path = time.process_time(), tmp_path / "a.gguf"
     keys = ",".join(f'"{i}":1' for i in range(90000))
-    with pytest.raises(InputError, match="twice"):
+    with pytest.raises(InputError, match="duplicate key"):
         safetensors.parse_json(f'{{{keys},"7":1}}'.encode(), "x")
     for arch, kind, size in (("dflash-draft", 0, 4), ("gemma4_mtp", 0, 4), ("dflash", 41, 18)):
         count = 18000

@@ -25,10 +25,11 @@ import numpy as np
 import pytest
 import torch
 
-from g4spec.runtime.cuda.build import launch, nvrtc
+from g4spec.runtime.cuda.build import launch, nvrtc, signature
 from tests.emulator import runtime
 
 HERE = Path(__file__).parent
+CPU = torch.device("cpu")
 HEADERS = ("check.h", "machine.h", "running.h", "cuda.h", "ptx.cuh", "wgmma.cuh")
 CHECKER = ("check.cpp", "check.h", "sanitizer.h")
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-fno-gnu-unique", "-ffp-contract=off", "-w"]
@@ -184,25 +185,27 @@ class Emulated:
         self.name = f"{file}: {name}"
         self._library = _library(file, name, arch, checked)
         self._checked = checked
+        self.signature = signature.signature(file, name)
         sizes = (ctypes.c_int * 64)()
-        self._sizes = list(sizes[: self._library.parameters(sizes)])
+        compiled = list(sizes[: self._library.parameters(sizes)])
+        assert compiled == [p.bytes for p in self.signature.parameters], (self.name, compiled)
         self._limit = nvrtc.SHARED_LIMIT[arch]
 
     def __call__(
         self,
         grid: int | tuple[int, ...],
         block: int | tuple[int, ...],
-        *args: Any,
+        /,
+        *,
         shared: int = 0,
         pdl: bool = True,
+        **arguments: Any,
     ) -> None:
-        values = [self._value(arg) for arg in args]
-        sizes = [ctypes.sizeof(v) for v in values]
-        assert sizes == self._sizes, (self.name, sizes, self._sizes)
+        values = [_c_value(value) for value in self.signature.bind(arguments, CPU)]
         assert shared <= self._limit, (self.name, shared)
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
         Emulated.seed += 1
-        ranges = self._ranges(args)
+        ranges = self._ranges(arguments)
         self._library.watch(ranges, ctypes.c_size_t(len(ranges) // 2))
         Emulated.stacks = Emulated.stacks or ctypes.c_void_p(self._library.reserve())
         failed = self._library.emulated(
@@ -215,26 +218,22 @@ class Emulated:
                 text = located(text, self._library._name)
             raise RuntimeError(f"{self.name}: {text}")
 
-    def _ranges(self, args: tuple[Any, ...]) -> Any:
+    def _ranges(self, arguments: dict[str, Any]) -> Any:
         """Address and bytes of each tensor's storage, which checked launches may touch."""
         pairs: list[int] = []
-        for arg in args:
+        for arg in arguments.values():
             x = arg.tensor if isinstance(arg, launch.Strided) else arg
             if isinstance(x, torch.Tensor):
                 storage = x.untyped_storage()
                 pairs += [storage.data_ptr(), storage.nbytes()]
         return (ctypes.c_uint64 * len(pairs))(*pairs)
 
-    def _value(self, arg: Any) -> Any:
-        if isinstance(arg, launch.Strided):
-            return ctypes.c_void_p(arg.tensor.data_ptr())
-        if arg is None:
-            return ctypes.c_void_p(0)
-        if isinstance(arg, torch.Tensor):
-            assert arg.is_contiguous() and arg.device.type == "cpu", (self.name, arg.device)
-            return ctypes.c_void_p(arg.data_ptr())
-        assert isinstance(arg, launch.SCALARS), (self.name, arg)
-        return np.ctypeslib.as_ctypes_type(type(arg))(arg.item())
+
+def _c_value(value: Any) -> Any:
+    """Return a bound argument (`Signature.bind`) as ctypes takes it."""
+    if isinstance(value, np.generic):
+        return np.ctypeslib.as_ctypes_type(type(value))(value.item())
+    return ctypes.c_void_p(value)
 
 
 def _three(size: int | tuple[int, ...]) -> Any:

@@ -261,7 +261,7 @@ def launched(folder: Path, name: str, good: bool) -> None:
     kernel = kernels.Emulated(str(file), "run", "sm_90a", checked=True)
     blocks = 2 if name == "two blocks" else 1
     product = "product" in name
-    kernel(blocks, 128 if product else 64, x, y, shared=8192 if product else 320)
+    kernel(blocks, 128 if product else 64, x=x, y=y, shared=8192 if product else 320)
 
 
 @pytest.mark.parametrize("name", CASES)

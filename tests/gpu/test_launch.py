@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,17 +67,17 @@ def vectors() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(N, device="cuda"), torch.randn(N, device="cuda")
 
 
-def scalars(b: float = 1, slow: int = 0) -> tuple[np.int32, np.float32, np.int64]:
-    return np.int32(N), np.float32(b), np.int64(slow)
+def scalars(b: float = 1, slow: int = 0) -> dict[str, float]:
+    return {"n": N, "b": b, "slow": slow}
 
 
 def test_eager(file: str, vectors: tuple[torch.Tensor, torch.Tensor]) -> None:
     x, y = vectors
     want = 3 * x + y * 0.5
     axpy = launch.kernel(file, "axpy<3>")
-    axpy(GRID, BLOCK, x, y, *scalars(0.5))
+    axpy(GRID, BLOCK, x=x, y=y, **scalars(0.5))
     assert torch.equal(y, want)
-    axpy((GRID, 1, 1), (BLOCK,), None, y, *scalars(2), pdl=False)
+    axpy((GRID, 1, 1), (BLOCK,), x=None, y=y, **scalars(2), pdl=False)
     assert torch.equal(y, want * 2)
     assert launch.kernel(file, "axpy<3>") is axpy
 
@@ -90,7 +91,7 @@ def test_current_stream_and_other_threads(file: str) -> None:
         with torch.cuda.stream(stream):
             stream.wait_stream(torch.cuda.default_stream())
             for _ in range(5):
-                axpy(GRID, BLOCK, x, y, *scalars(1, 20_000))
+                axpy(GRID, BLOCK, x=x, y=y, **scalars(1, 20_000))
             done.record()
 
     done = torch.cuda.Event()
@@ -110,9 +111,9 @@ def test_graph_keeps_the_order(file: str, pdl: bool) -> None:
 
     def chain() -> None:
         for slow in (0, 50_000, 0):
-            kernels["axpy<2>"](GRID, BLOCK, x, y, *scalars(0.5, slow), pdl=pdl)
-            kernels["axpy<5>"](GRID, BLOCK, y, z, *scalars(0.25, slow), pdl=pdl)
-            kernels["axpy<2>"](GRID, BLOCK, z, x, *scalars(0.125, 0), pdl=pdl)
+            kernels["axpy<2>"](GRID, BLOCK, x=x, y=y, **scalars(0.5, slow), pdl=pdl)
+            kernels["axpy<5>"](GRID, BLOCK, x=y, y=z, **scalars(0.25, slow), pdl=pdl)
+            kernels["axpy<2>"](GRID, BLOCK, x=z, y=x, **scalars(0.125, 0), pdl=pdl)
             y.mul_(0.75)
 
     def expected() -> list[torch.Tensor]:
@@ -143,12 +144,12 @@ def test_what_is_taken_for_a_constant_may_be_made_directly_in_front(file: str) -
     """Of few blocks, so that both kernels have room at once. A graph shows that they overlap there:
     the second reads what was before."""
     kernels = launch.module(file, ["axpy<1>", "early"])
-    n, ones = np.int32(BLOCK), torch.ones(BLOCK, device="cuda")
+    n, ones = BLOCK, torch.ones(BLOCK, device="cuda")
     x, y = torch.zeros(BLOCK, device="cuda"), torch.full((BLOCK,), torch.nan, device="cuda")
 
     def run() -> None:
-        kernels["axpy<1>"](1, BLOCK, ones, x, n, np.float32(1), np.int64(2_000_000))
-        kernels["early"](1, BLOCK, x, y, n)
+        kernels["axpy<1>"](1, BLOCK, x=ones, y=x, n=n, b=1, slow=2_000_000)
+        kernels["early"](1, BLOCK, x=x, y=y, n=n)
 
     for made in (1.0, 2.0):
         run()
@@ -167,27 +168,25 @@ def test_shared_memory_above_48_kilobytes(file: str) -> None:
     for size in (1024, limit, 65536 if limit > 65536 else 50_000):
         n = size // 4
         x, y = torch.randn(n, device="cuda"), torch.zeros(n, device="cuda")
-        through(1, 256, x, y, np.int32(n), shared=size)
+        through(1, 256, x=x, y=y, n=n, shared=size)
         assert torch.equal(y, x.flip(0)), size
     with pytest.raises(EnvironmentProblem, match=f"at most {limit} bytes"):
-        through(1, 256, x, y, np.int32(1), shared=limit + 4)
+        through(1, 256, x=x, y=y, n=1, shared=limit + 4)
 
 
 def test_wrong_arguments(file: str, vectors: tuple[torch.Tensor, torch.Tensor]) -> None:
     x, y = vectors
     before = y.clone()
     axpy = launch.kernel(file, "axpy<3>")
-    wrong = {
-        "a tensor on cuda:0, found cpu": (x.cpu(), y, *scalars()),
-        "a contiguous tensor": (x[::2], y, *scalars()),
-        "found int": (x, y, N, np.float32(1), np.int64(0)),
-        "found float64": (x, y, np.int32(N), np.float64(1), np.int64(0)),
-        r"bytes, found \[8, 8, 8, 4, 8\]": (x, y, np.int64(N), np.float32(1), np.int64(0)),
-        r"bytes, found \[8, 8, 4, 4\]": (x, y, np.int32(N), np.float32(1)),
+    right = {"x": x, "y": y, **scalars()}
+    wrong: dict[str, dict[str, Any]] = {
+        "argument x: expected a tensor on cuda:0, found cpu": {"x": x.cpu()},
+        "argument x: expected a contiguous tensor": {"x": x[::2]},
+        "argument n: expected bool or int or int32, found int64": {"n": np.int64(N)},
     }
-    for text, args in wrong.items():
+    for text, change in wrong.items():
         with pytest.raises(TypeError, match=text):
-            axpy(GRID, BLOCK, *args)
+            axpy(GRID, BLOCK, **right | change)
     torch.cuda.synchronize()
     assert torch.equal(y, before)
 
@@ -203,7 +202,7 @@ def test_warm_compiles_once(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "compile_all", lambda jobs: jobs and pytest.fail("compiled again"))
     x, y = torch.ones(N, device="cuda"), torch.zeros(N, device="cuda")
     for n, name in enumerate(names, 20):
-        launch.kernel(file, name)(GRID, BLOCK, x, y, *scalars(0))
+        launch.kernel(file, name)(GRID, BLOCK, x=x, y=y, **scalars(0))
         assert torch.equal(y, x * n)
 
 

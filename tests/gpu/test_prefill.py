@@ -412,7 +412,14 @@ def test_routing(tokens: int, experts: int, k: int) -> None:
     weights = torch.full((tokens, k), torch.nan, device=DEVICE)
     name = f"route<{experts}, {k}>"
     launch.kernel("prefill_experts.cu", name)(
-        -(-tokens // 4), 128, scores, gains, ids, weights, np.int32(tokens), pdl=False
+        -(-tokens // 4),
+        128,
+        scores=scores,
+        gains=gains,
+        ids=ids,
+        weights=weights,
+        tokens=tokens,
+        pdl=False,
     )
     best, want = scores.sort(dim=-1, descending=True, stable=True)
     assert torch.equal(ids.long(), want[:, :k])
@@ -421,7 +428,7 @@ def test_routing(tokens: int, experts: int, k: int) -> None:
     places, visits = (torch.full((n,), -1, dtype=torch.int32, device=DEVICE) for _ in range(2))
     ends = torch.full((experts,), -1, dtype=torch.int32, device=DEVICE)
     launch.kernel("prefill_experts.cu", "order")(
-        experts, 1024, ids, places, visits, ends, np.int32(n), pdl=False
+        experts, 1024, ids=ids, places=places, visits=visits, ends=ends, n=n, pdl=False
     )
     order = ids.flatten().long().sort(stable=True).indices
     assert torch.equal(visits.long(), order)

@@ -67,9 +67,20 @@ def test_every_chunk_has_one_block_and_none_has_much_more(case: str, tmp_path: P
     last = torch.tensor([[n - 2, n - 1] for n in contexts]).clamp(min=0).to(DEVICE).flatten()
     found = torch.zeros(sequences, 4, room, dtype=torch.int32, device=DEVICE)
     costs = torch.zeros(blocks, dtype=torch.int32, device=DEVICE)
-    sizes = (sequences, tokens, heads, row_blocks, chunks.shift, chunks.growing, room)
     launch.kernel(str(file), f"shares<{KEYS}>")(
-        blocks, 64, last * 0, last, found, costs, *map(np.int32, sizes)
+        blocks,
+        64,
+        first=last * 0,
+        last=last,
+        found=found,
+        costs=costs,
+        sequences=sequences,
+        tokens=tokens,
+        heads=heads,
+        row_blocks=row_blocks,
+        shift=chunks.shift,
+        growing=chunks.growing,
+        most=room,
     )
     for sequence, context in enumerate(contexts):
         seen = chunks.index(context - 1) + 1

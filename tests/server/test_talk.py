@@ -443,7 +443,7 @@ def test_files_name_their_sampling(
         made(top_k=Value(ValueType.I32, -1), mirostat=Value(ValueType.I32, 2)), out
     )
     assert found.top_k == 0
-    assert "not used: general.sampling.mirostat" in capsys.readouterr().err
+    assert "ignored: general.sampling.mirostat" in capsys.readouterr().err
     with pytest.raises(InputError, match="expected a finite number"):
         _sampling_defaults.sampler(made(temp=string("hot")), out)
 

@@ -11,7 +11,7 @@ def encode(x: Floats) -> Bytes:
     nan = out | 64 if np.isnan(x).any() else None
     out &= 1
     out += 0x7FFF
-    out += bits  # wraps for NaN only, which is replaced below
+    out += bits  # overflows for NaN only, which is replaced below
     out >>= 16
     if nan is not None:
         out = np.where(np.isnan(x), nan, out)

@@ -1,74 +1,73 @@
 """Kernels of this machine's GPU, compiled when first asked for, launched on torch's stream.
 
     scale = launch.kernel("rows.cu", "scale_rows<2>")
-    scale(grid, block, x, np.int32(n), np.float32(0.5), shared=1024)
+    scale(grid, block, x=x, n=len(x), factor=0.5, shared=1024)
 
-The same call works eagerly and inside `torch.cuda.graph`.
+Arguments have the names of the kernel's parameters (`signature`). The same call works eagerly and
+inside `torch.cuda.graph`.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from g4spec.errors import EnvironmentProblem
 from g4spec.runtime.cuda.build import nvrtc
+from g4spec.runtime.cuda.build.signature import Signature, Strided, signature
 from g4spec.runtime.cuda.build.units import Job, Unit, compile_all
 
+__all__ = ["Grid", "Kernel", "Strided", "arch", "kernel", "module", "own_arch", "warm"]
+
 Grid = int | tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Strided:
-    """An argument that need not be contiguous: the kernel is told the distances."""
-
-    tensor: torch.Tensor
-
-
-SCALARS = (np.int32, np.int64, np.uint32, np.uint64, np.float32)
 
 
 class Kernel:
     """One kernel instance on one device.
 
     Args:
-        name: file and name expression, for messages.
+        signature: file and name expression, and parameters.
         device: index of the device.
         handle: cuda.core's kernel.
-        resources: what it takes.
+        resources: registers and memory that it uses.
     """
 
-    def __init__(self, name: str, device: int, handle: Any, resources: nvrtc.Resources) -> None:
-        self.name, self.device, self.resources = name, device, resources
-        self._handle = handle
-        self._sizes = _argument_sizes(handle)
+    def __init__(
+        self, signature: Signature, device: int, handle: Any, resources: nvrtc.Resources
+    ) -> None:
+        self.name, self.device, self.resources = signature.kernel, device, resources
+        self._handle, self._signature = handle, signature
+        self._on = torch.device("cuda", device)
+        compiled, parsed = _argument_sizes(handle), [p.bytes for p in signature.parameters]
+        assert compiled in (None, parsed), (self.name, compiled, parsed)
         self._pdl = nvrtc.number(arch(device)) >= 90
         self._shared = nvrtc.STATIC_SHARED - resources.shared  # dynamic bytes allowed so far
         self._configs: dict[tuple[Grid, Grid, int, bool], Any] = {}
 
     def __call__(
-        self, grid: Grid, block: Grid, *args: Any, shared: int = 0, pdl: bool = True
+        self, grid: Grid, block: Grid, /, *, shared: int = 0, pdl: bool = True, **arguments: Any
     ) -> None:
-        """Launches on torch's current stream of the kernel's device.
+        """Launch on torch's current stream of the kernel's device.
 
         Args:
             grid, block: blocks and threads, up to three dimensions.
-            args: contiguous (or `Strided`) tensors on the kernel's device or in pinned memory of
-                the host, None for a null pointer, and numpy scalars of the kernel's exact types;
-                never Python numbers, whose width is a guess.
             shared: bytes of dynamic shared memory of a block.
             pdl: lets the kernel start before its predecessor in a graph has ended (sm_90 and
                 later); it must call `grid_wait()` before it touches what others write or read.
                 What it reads earlier (weights, norms, frequencies) was there before the graph, or
                 the kernel says why it may. Outside of graphs kernels run in order, for what has
                 just been made may be such a constant.
+            arguments: by the names of the kernel's parameters: contiguous (or `Strided`) tensors
+                on the kernel's device or in pinned memory of the host, None for a null pointer,
+                and numbers, which become the parameter's type.
+
+        Raises:
+            TypeError: a name is unknown or missing, or an argument has the wrong type.
         """
-        values = self._values(args)
+        values = self._signature.bind(arguments, self._on)
         pdl = pdl and self._pdl and torch.cuda.is_current_stream_capturing()
         key = (grid, block, shared, pdl)
         config = self._configs.get(key)
@@ -80,38 +79,6 @@ class Kernel:
         else:
             with torch.cuda.device(self.device):
                 _core().launch(stream, config, self._handle, *values)
-
-    def _values(self, args: tuple[Any, ...]) -> list[Any]:
-        """Arguments as cuda.core takes them: addresses as int, scalars as they are."""
-        values: list[Any] = []
-        sizes: list[int] = []
-        for i, given in enumerate(args):
-            strided = isinstance(given, Strided)
-            arg = given.tensor if strided else given
-            if isinstance(arg, torch.Tensor):
-                there = arg.device.type == "cuda" and arg.device.index == self.device
-                if not (there or arg.is_pinned()):
-                    raise self._wrong(i, f"a tensor on cuda:{self.device}", arg.device)
-                if not (strided or arg.is_contiguous()):
-                    raise self._wrong(i, "a contiguous tensor", f"strides {arg.stride()}")
-                values.append(arg.data_ptr())
-                sizes.append(8)
-            elif arg is None:
-                values.append(0)
-                sizes.append(8)
-            elif isinstance(arg, SCALARS):
-                values.append(arg)
-                sizes.append(arg.itemsize)
-            else:
-                raise self._wrong(i, "a tensor, None or a numpy scalar", type(arg).__name__)
-        if self._sizes is not None and sizes != self._sizes:
-            raise TypeError(
-                f"{self.name}: expected arguments of {self._sizes} bytes, found {sizes}"
-            )
-        return values
-
-    def _wrong(self, i: int, expected: str, found: object) -> TypeError:
-        return TypeError(f"{self.name}, argument {i}: expected {expected}, found {found}")
 
     def _config(self, grid: Grid, block: Grid, shared: int, pdl: bool) -> Any:
         if shared > self._shared:
@@ -217,7 +184,7 @@ def _load(job: Job, cubin: nvrtc.Cubin, index: int) -> Kernel:
         load = core.ObjectCode.from_ptx if ptx else core.ObjectCode.from_cubin
         handle = load(cubin.code, name=job.file).get_kernel(cubin.symbol)
         takes = _driver_resources(handle, index) if ptx else cubin.resources
-        return Kernel(f"{job.file}: {job.name}", index, handle, takes)
+        return Kernel(signature(job.file, job.name), index, handle, takes)
 
 
 def _driver_resources(handle: Any, index: int) -> nvrtc.Resources:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import torch
 
 from g4spec.core import Batch
@@ -20,6 +20,9 @@ HEADS = 4
 HEAD_DIMS = (64, 128, 256, 512)
 
 NORM_V, V_FROM_K = 1, 2
+
+PLANES = ("keys", "values", "key_scales", "value_scales")
+"""Parameters of heads.cu that take `CudaKV.planes`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,7 @@ class Heads:
         assert width == given * dim and dim in HEAD_DIMS, (y.shape, given, dim)
         assert len(batch) == count and batch.positions.dtype is torch.int64, (len(batch), count)
         q = torch.empty(count, self.n_q, dim, dtype=torch.float16, device=y.device)
-        planes: tuple[torch.Tensor | None, ...] = (None,) * 4
+        planes: dict[str, Any] = dict.fromkeys(PLANES)
         table, width, capacity, q8, turning, k_norm = None, 0, 1, False, 0, self.k_norm
         if kv is not None and kv.turning:
             turning, k_norm = kv.turning, self._weight(kv)
@@ -91,32 +94,27 @@ class Heads:
             assert kv is not None and (kv.n_kv, kv.head_dim) == (self.n_kv, dim), kv
             assert kv.paged or max(batch.sizes) <= kv.capacity, (batch.sizes, kv.capacity)
             table, width, capacity = kv.table, kv.space.table.shape[1], kv.capacity
-            q8, planes = kv.kind == "q8_0", kv.planes
+            q8, planes = kv.kind == "q8_0", dict(zip(PLANES, kv.planes, strict=True))
         name = instance(dim, slices, pairs=self.pairs, q8=q8, turning=turning)
         launch.kernel("heads.cu", name)(
             (-(-heads // HEADS), count),
             32 * HEADS,
-            y,
-            self.q_norm,
-            k_norm,
-            self.freqs,
-            batch.positions,
-            batch.slots,
-            q,
-            *planes,
-            table,
-            *map(
-                np.int32,
-                (
-                    count,
-                    self.n_q,
-                    self.n_kv,
-                    NORM_V * self.v_norm + V_FROM_K * self.v_from_k,
-                    width,
-                    capacity,
-                ),
-            ),
-            np.float32(self.eps),
+            y=y,
+            q_norm=self.q_norm,
+            k_norm=k_norm,
+            freqs=self.freqs,
+            positions=batch.positions,
+            slots=batch.slots,
+            q=q,
+            **planes,
+            table=table,
+            rows=count,
+            n_q=self.n_q,
+            n_kv=self.n_kv,
+            flags=NORM_V * self.v_norm + V_FROM_K * self.v_from_k,
+            width=width,
+            capacity=capacity,
+            eps=self.eps,
         )
         return q
 

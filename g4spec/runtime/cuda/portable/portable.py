@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from g4spec.runtime.cuda.build import launch
@@ -71,12 +70,12 @@ def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
         launch.kernel("portable.cu", instance(format_of(weight), tokens))(
             -(-n // (ROWS[tokens] * WARPS)),
             32 * WARPS,
-            weight.data,
-            rows,
-            y[at : at + len(rows)],
-            np.int32(n),
-            np.int32(columns),
-            np.int32(len(rows)),
+            weights=weight.data,
+            x=rows,
+            y=y[at : at + len(rows)],
+            n_rows=n,
+            k=columns,
+            tokens=len(rows),
         )
     return y
 
@@ -100,13 +99,13 @@ def visits(x: torch.Tensor, ids: torch.Tensor, stack: Weight) -> torch.Tensor:
     launch.kernel("portable.cu", instance_of_visits(format_of(stack)))(
         (-(-n // (ROWS[1] * WARPS)), count),
         32 * WARPS,
-        stack.data,
-        x.contiguous(),
-        ids,
-        y,
-        np.int32(n),
-        np.int32(stack.columns),
-        np.int32(count // len(x)),
+        weights=stack.data,
+        x=x.contiguous(),
+        ids=ids,
+        y=y,
+        n_rows=n,
+        k=stack.columns,
+        share=count // len(x),
     )
     return y
 

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from g4spec.core import PROMPT_BLOCK, Batch, Reach
@@ -47,8 +46,6 @@ HIDDEN = 2.0**-6
 
 STILL = 1e-20
 """Radians a position up to which a pair does not turn."""
-
-_INT, _FLOAT = np.int32, np.float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +151,14 @@ class LongOps(CudaOps):
         return packed_rows.rms_norm(x, weight, eps)
 
     def norm_rows(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> Scaled:
-        self._kernel("norm", len(x), x, weight, self._normed, _FLOAT(eps))
+        self._kernel(
+            "norm",
+            len(x),
+            x=x,
+            weight=weight,
+            to=self._normed,
+            eps=eps,
+        )
         return Scaled(self._normed[: len(x)])
 
     def norm_residual_norm(
@@ -173,14 +177,14 @@ class LongOps(CudaOps):
         self._kernel(
             "add_norm",
             len(x),
-            h.values,
-            x,
-            weight,
-            scale,
-            None if rows is None else following,
-            rows,
-            _FLOAT(1 / h.factor),
-            _FLOAT(eps),
+            h=h.values,
+            x=x,
+            weight=weight,
+            scale=scale,
+            next=None if rows is None else following,
+            to=rows,
+            stored=1 / h.factor,
+            eps=eps,
         )
         if rows is not None:
             return x, Scaled(rows[: len(x)])
@@ -233,11 +237,11 @@ class LongOps(CudaOps):
         launch.kernel("prefill.cu", f"gated<Half, {halves}>")(
             (n, -(-width // 2048)),
             256,
-            both,
-            inner,
-            _INT(width),
-            _FLOAT(1 / PROJECTED),
-            _FLOAT(HIDDEN),
+            gate_up=both,
+            to=inner,
+            width=width,
+            in_scale=1 / PROJECTED,
+            out_scale=HIDDEN,
             pdl=False,
         )
         return self._down(Scaled(inner, HIDDEN), down)
@@ -259,12 +263,12 @@ class LongOps(CudaOps):
         launch.kernel("prefill.cu", "modulated")(
             (n, -(-width // 256)),
             256,
-            gates,
-            powers,
-            launch.Strided(by),
-            np.int64(by.stride(0)),
-            told,
-            _INT(width),
+            gate=gates,
+            powers=powers,
+            by=launch.Strided(by),
+            stride=by.stride(0),
+            to=told,
+            width=width,
             pdl=False,
         )
         return self._down(Scaled(told), down)
@@ -277,22 +281,22 @@ class LongOps(CudaOps):
         following: torch.Tensor | None,
         scale: torch.Tensor | None,
     ) -> tuple[torch.Tensor, Any]:
-        on, n, eps = self._experts, len(x), _FLOAT(e.eps)
+        on, n, eps = self._experts, len(x), e.eps
         assert on is not None and isinstance(h, Scaled) and h.factor == 1.0
         self._kernel(
             "add_norm_experts",
             n,
-            h.values,
-            x,
-            e.post_attention,
-            e.ffn_norm,
-            self._normed,
-            e.expert_norm,
-            on.rows,
-            e.router_norm,
-            on.routed,
-            _FLOAT(x.shape[1] ** -0.5),
-            eps,
+            h=h.values,
+            x=x,
+            weight=e.post_attention,
+            dense=e.ffn_norm,
+            to_dense=self._normed,
+            experts=e.expert_norm,
+            to_experts=on.rows,
+            router=e.router_norm,
+            to_router=on.routed,
+            share=x.shape[1] ** -0.5,
+            eps=eps,
         )
         dense = self.gated(
             Scaled(self._normed[:n]), e.gate, e.up, e.down, self.gelu_tanh, parts=True
@@ -302,20 +306,20 @@ class LongOps(CudaOps):
         self._kernel(
             "add_experts",
             n,
-            dense.values,
-            y,
-            on.places,
-            on.weights,
-            _INT(e.n_used),
-            x,
-            e.post_dense,
-            e.post_experts,
-            e.post,
-            scale,
-            following,
-            rows,
-            _FLOAT(1 / dense.factor),
-            eps,
+            h=dense.values,
+            y=y,
+            places=on.places,
+            weights=on.weights,
+            k=e.n_used,
+            x=x,
+            dense=e.post_dense,
+            experts=e.post_experts,
+            post=e.post,
+            scale=scale,
+            next=following,
+            to=rows,
+            stored=1 / dense.factor,
+            eps=eps,
         )
         return x, None if rows is None else Scaled(rows[:n])
 
@@ -331,7 +335,13 @@ class LongOps(CudaOps):
         """The residual [T, H] as a product reads it, and what each row of the product is to be
         multiplied with, [T]."""
         powers = x.new_empty(len(x))
-        self._kernel("convert", len(x), x, self._normed, powers)
+        self._kernel(
+            "convert",
+            len(x),
+            x=x,
+            to=self._normed,
+            powers=powers,
+        )
         return self._normed[: len(x)], powers
 
     def _pair(self, gate: Any, up: Any) -> Sequence[Weight]:
@@ -352,10 +362,10 @@ class LongOps(CudaOps):
             made[freqs] = torch.stack((angle.cos(), angle.sin()), dim=-1)
         return made[freqs]
 
-    def _kernel(self, name: str, count: int, *args: Any) -> None:
+    def _kernel(self, name: str, count: int, **arguments: Any) -> None:
         """One of prefill.cu that takes a row a block."""
         instance, threads = row_kernel(name, self._config.n_embd)
-        launch.kernel("prefill.cu", instance)(count, threads, *args, pdl=False)
+        launch.kernel("prefill.cu", instance)(count, threads, **arguments, pdl=False)
 
     @staticmethod
     def _view(buffer: torch.Tensor, count: int, width: int) -> torch.Tensor:

@@ -16,7 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from g4spec.core import PROMPT_BLOCK, Batch
@@ -51,7 +50,6 @@ WIDE = 64
 WIDE_SHARED = 64 * 512 * 2 + 2 * 64 * 640 * 2 + 2048
 """Bytes of its shared memory: queries, two tiles, a few numbers of each row, barriers."""
 
-_INT = np.int32
 _CACHES = {"f16": "F16Cache", "q8_0": "Q8Cache"}
 
 
@@ -163,26 +161,26 @@ class Attention:
         launch.kernel("prefill_heads.cu", heads(self.dim, *kind))(
             (count, 1 if n <= 32 else 2),
             256,
-            qkv,
-            _INT(qkv.shape[1]),
-            _INT(self.n_head),
-            _INT(self.n_kv),
-            _INT(w.own_values),
-            w.q_norm,
-            w.k_norm,
-            cache.weight if self.fold else None,
-            turns,
-            _INT(turns.shape[1]),
-            self.queries,
-            _INT(self.queries.shape[1]),
-            self.keys,
-            self.values,
-            _INT(self.rows),
-            _INT(chunk.start - first),
-            *_planes(cache, chunk.slot),
-            _INT(chunk.start),
-            _INT(chunk.count),
-            np.float32(w.eps),
+            qkv=qkv,
+            columns=qkv.shape[1],
+            n_head=self.n_head,
+            n_kv=self.n_kv,
+            own_values=w.own_values,
+            q_norm=w.q_norm,
+            k_norm=w.k_norm,
+            fold=cache.weight if self.fold else None,
+            turns=turns,
+            rotated=turns.shape[1],
+            queries=self.queries,
+            query_rows=self.queries.shape[1],
+            keys=self.keys,
+            values=self.values,
+            rows=self.rows,
+            first=chunk.start - first,
+            **_planes(cache, chunk.slot),
+            start=chunk.start,
+            count=chunk.count,
+            eps=w.eps,
             pdl=False,
         )
 
@@ -194,14 +192,14 @@ class Attention:
         launch.kernel("prefill_heads.cu", earlier(self.dim, *kind))(
             (chunk.start - first, -(-self.n_kv // 8)),
             256,
-            *_planes(cache, chunk.slot),
-            _INT(first),
-            _INT(self._visible(chunk.start)),
-            self.keys,
-            self.values,
-            _INT(self.rows),
-            _INT(self.n_kv),
-            cache.weight,
+            **_planes(cache, chunk.slot),
+            first=first,
+            visible=self._visible(chunk.start),
+            keys=self.keys,
+            values=self.values,
+            rows=self.rows,
+            n_kv=self.n_kv,
+            k_norm=cache.weight,
             pdl=False,
         )
 
@@ -210,18 +208,18 @@ class Attention:
         raise NotImplementedError
 
 
-def _planes(cache: CudaKV, slot: int) -> tuple[Any, ...]:
+def _planes(cache: CudaKV, slot: int) -> dict[str, Any]:
     """Planes of a cache and where the slot's rows lie in them, as kernels take it."""
     pages = cache.space.table[slot] if cache.paged else None
-    return (
-        cache.keys,
-        cache.values,
-        cache.key_scales,
-        cache.value_scales,
-        pages,
-        _INT(slot),
-        _INT(cache.capacity),
-    )
+    return {
+        "cache_keys": cache.keys,
+        "cache_values": cache.values,
+        "key_scales": cache.key_scales,
+        "value_scales": cache.value_scales,
+        "pages": pages,
+        "slot": slot,
+        "capacity": cache.capacity,
+    }
 
 
 class Flash(Attention):
@@ -234,16 +232,16 @@ class Flash(Attention):
         launch.kernel("prefill_flash.cu", "flash")(
             (-(-count * self.group // FLASH), self.n_kv),
             384,
-            self.queries,
-            self.keys,
-            self.values,
-            out,
-            _INT(count),
-            _INT(self.group),
-            _INT(self.queries.shape[1]),
-            _INT(self.rows),
-            _INT(start - self.first(start)),
-            _INT(self.window),
+            queries=self.queries,
+            keys=self.keys,
+            values=self.values,
+            out=out,
+            tokens=count,
+            group=self.group,
+            query_rows=self.queries.shape[1],
+            key_rows=self.rows,
+            offset=start - self.first(start),
+            window=self.window,
             shared=FLASH_SHARED,
             pdl=False,
         )
@@ -262,15 +260,15 @@ class Wide(Attention):
         launch.kernel("prefill_flash_wide.cu", "flash_wide")(
             (-(-count * self.group // WIDE), self.n_kv),
             384,
-            self.queries,
-            self.keys,
-            out,
-            _INT(count),
-            _INT(self.group),
-            _INT(self.queries.shape[1]),
-            _INT(self.rows),
-            _INT(start - self.first(start)),
-            _INT(self.window),
+            queries=self.queries,
+            tiles=self.keys,
+            out=out,
+            tokens=count,
+            group=self.group,
+            query_rows=self.queries.shape[1],
+            key_rows=self.rows,
+            offset=start - self.first(start),
+            window=self.window,
             shared=WIDE_SHARED,
             pdl=False,
         )
@@ -322,17 +320,17 @@ class Scores(Attention):
             launch.kernel("prefill_softmax.cu", softmax(self.dim))(
                 (rows, heads),
                 128,
-                s,
-                p,
-                most,
-                total,
-                o,
-                _INT(n),
-                _INT(at),
-                _INT(offset),
-                _INT(self.window),
-                _INT(self.group),
-                _INT(at == low),
+                scores=s,
+                weights=p,
+                most=most,
+                sum=total,
+                out=o,
+                keys=n,
+                first=at,
+                offset=offset,
+                window=self.window,
+                group=self.group,
+                begin=at == low,
                 pdl=False,
             )
             if at == low:
@@ -340,7 +338,13 @@ class Scores(Attention):
             else:
                 torch.baddbmm(o, p, values, out_dtype=torch.float32, out=o)
         launch.kernel("prefill_softmax.cu", f"normalize<{self.dim}>")(
-            (rows, heads), self.dim // 4, o, total, out, _INT(self.group), pdl=False
+            (rows, heads),
+            self.dim // 4,
+            out=o,
+            sum=total,
+            to=out,
+            group=self.group,
+            pdl=False,
         )
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from g4spec.models.spec import LayerSpec
@@ -36,8 +35,6 @@ GROUPED_ARCHS = ("sm_90a", "sm_100")
 FULL = 4096
 """Rows whose visits the grouped product is given: the longest chunk that a GPU reads unless it is
 asked to."""
-
-_INT = np.int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,25 +130,31 @@ class Experts:
         launch.kernel(file, f"route<{spec.n_expert}, {self.k}>")(
             -(-count // 4),
             128,
-            self.scores,
-            gains,
-            self.ids,
-            self.weights,
-            _INT(count),
+            scores=self.scores,
+            gains=gains,
+            ids=self.ids,
+            weights=self.weights,
+            tokens=count,
             pdl=False,
         )
         launch.kernel(file, "order")(
             spec.n_expert,
             1024,
-            self.ids,
-            self.places,
-            self.visits,
-            self.ends,
-            _INT(visits),
+            ids=self.ids,
+            places=self.places,
+            visits=self.visits,
+            ends=self.ends,
+            n=visits,
             pdl=False,
         )
         launch.kernel(file, f"gather<{self.n_embd}>")(
-            visits, 128, self.rows, self.visits, self.sorted, _INT(self.k), pdl=False
+            visits,
+            128,
+            x=self.rows,
+            visits=self.visits,
+            to=self.sorted,
+            k=self.k,
+            pdl=False,
         )
         parts = [self._products(self.sorted, part, products, visits) for part in w.gate_up]
         both = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
@@ -159,11 +162,11 @@ class Experts:
         launch.kernel("prefill.cu", f"gated<Bfloat, {halves}>")(
             (visits, -(-spec.n_ff_expert // 2048)),
             256,
-            both,
-            self.hidden,
-            _INT(spec.n_ff_expert),
-            np.float32(1),
-            np.float32(1),
+            gate_up=both,
+            to=self.hidden,
+            width=spec.n_ff_expert,
+            in_scale=1,
+            out_scale=1,
             pdl=False,
         )
         return self._products(self.hidden, w.down, products, visits)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass, replace
+from typing import Any
 
-import numpy as np
 import torch
 
 from g4spec.core import Batch, CacheShape
@@ -194,22 +194,19 @@ def attend(
     *,
     plain: bool | None = None,
 ) -> Attended:
-    """softmax(scale * q k) v over the keys of absolute positions first[t] .. last[t] in the slot of
-    each row.
+    """Compute softmax(scale * q k) v over positions first[t] .. last[t] of each row's slot.
 
-    Keys of positions before the first row of a sequence are fetched before the kernel in front of
-    this one has ended: they, `first`, `last` and the batch's positions and slots must have been
-    written by kernels that had ended before that kernel started. The table of pages is written
-    before a step begins.
+    The kernel prefetches keys of positions before a sequence's first row while its predecessor
+    still runs. So these keys, `first`, `last`, and the batch's positions and slots must come from
+    kernels that ended before that predecessor started. The page table is written before the step.
 
     Args:
-        q: [T, n_head, D] float16; head h reads KV head h // (n_head / n_kv). They have taken over
-            `kv.weight`.
-        batch: at most 16 rows of each sequence, as many of each.
-        first, last: [T] int64, both ends included, first <= last; in a sequence at most
-            `kv.positions` positions from the smallest `first` to the largest `last`.
-        plain: whether to do without tensor cores; by default where the device has not the right
-            ones (before sm_80).
+        q: [T, n_head, D] float16, already multiplied by `kv.weight`, if any; head h reads KV head
+            h // (n_head / n_kv).
+        batch: at most 16 rows of each sequence, the same number for all.
+        first, last: [T] int64, inclusive, first <= last; a sequence spans at most `kv.positions`
+            positions from its smallest `first` to its largest `last`.
+        plain: use the kernel without tensor cores; by default on GPUs before sm_80.
     """
     _, n_head, head_dim = q.shape
     sequences, tokens = len(batch.sizes), batch.uniform
@@ -223,15 +220,25 @@ def attend(
     tops = torch.empty(sequences, room, kv.n_kv, tokens * group, 2, device=q.device)
     if plain is None:
         plain = launch.arch(q.device.index) not in TENSOR_ARCHS
-    width = kv.space.table.shape[1]
-    sizes = (tokens, kv.n_kv, group, width, kv.capacity, room, chunks.shift, chunks.growing)
-    numbers = (*map(np.int32, sizes), np.float32(scale))
-    cache, places = (*kv.planes, kv.table), (batch.positions, batch.slots)
+    common = _cache_arguments(kv) | {
+        "q": q,
+        "first": first,
+        "last": last,
+        "slots": batch.slots,
+        "sums": sums,
+        "tops": tops,
+        "tokens": tokens,
+        "group": group,
+        "room": room,
+        "shift": chunks.shift,
+        "growing": chunks.growing,
+        "scale": scale,
+    }
     if plain:
         name = plain_instance(head_dim, kv.kind, kv.turning)
         kernel = launch.kernel("attention_plain.cu", name, q.device.index)
         grid = min(room * kv.n_kv * -(-tokens * group // 8), 8 * _processors(kernel))
-        kernel((grid, sequences), 128, q, *cache, first, last, batch.slots, sums, tops, *numbers)
+        kernel((grid, sequences), 128, **common)
     else:
         arch = launch.arch(q.device.index)
         shape, blocks = choose(head_dim, kv.kind, tokens * group, arch, kv.turning)
@@ -239,18 +246,26 @@ def attend(
         kernel(
             _grid(kernel, shape, kv, chunks, blocks, batch),
             32 * sum(shape.warps),
-            q,
-            *cache,
-            first,
-            last,
-            *places,
-            sums,
-            tops,
-            *map(np.int32, (*sizes, sequences)),
-            np.float32(scale),
+            **common,
+            positions=batch.positions,
+            sequences=sequences,
             shared=shape.shared,
         )
     return _combine(sums, tops, first, last, tokens, chunks)
+
+
+def _cache_arguments(kv: CudaKV) -> dict[str, Any]:
+    """Return the arguments that describe a layer's KV cache."""
+    return {
+        "keys": kv.keys,
+        "values": kv.values,
+        "key_scales": kv.key_scales,
+        "value_scales": kv.value_scales,
+        "table": kv.table,
+        "n_kv": kv.n_kv,
+        "width": kv.space.table.shape[1],
+        "capacity": kv.capacity,
+    }
 
 
 def _grid(
@@ -293,17 +308,22 @@ def _combine(
     kernel = launch.kernel(
         "attention_combine.cu", f"combine_chunks<{head_dim}, {warps}>", sums.device.index
     )
-    sizes = (count, tokens, n_kv, group, room, chunks.shift, chunks.growing)
     kernel(
         -(-width // 64 * count * warps // 8),
         256,
-        sums,
-        tops,
-        first,
-        last,
-        out,
-        packed.data,
-        *map(np.int32, sizes),
+        sums=sums,
+        tops=tops,
+        first=first,
+        last=last,
+        out=out,
+        rows=packed.data,
+        count=count,
+        tokens=tokens,
+        n_kv=n_kv,
+        group=group,
+        room=room,
+        shift=chunks.shift,
+        growing=chunks.growing,
     )
     return Attended(out, packed)
 

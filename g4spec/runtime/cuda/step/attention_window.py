@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from g4spec.core import Batch
@@ -97,22 +96,28 @@ def attend(
     launch.kernel("attention_window.cu", instance(tiles, slices, fours), q.y.device.index)(
         (h.n_kv, blocks * sequences, turns),
         512,
-        q.y,
-        h.q_norm,
-        h.k_norm,
-        h.freqs,
-        batch.positions,
-        batch.slots,
-        first,
-        last,
-        *kv.planes,
-        sums,
-        tops,
-        arrived,
-        y.data,
-        *map(np.int32, (tokens, room, NORM_V * h.v_norm, kv.capacity)),
-        np.float32(h.eps),
-        np.float32(scale),
+        y=q.y,
+        q_norm=h.q_norm,
+        k_norm=h.k_norm,
+        freqs=h.freqs,
+        positions=batch.positions,
+        slots=batch.slots,
+        first=first,
+        last=last,
+        keys=kv.keys,
+        values=kv.values,
+        key_scales=kv.key_scales,
+        value_scales=kv.value_scales,
+        sums=sums,
+        tops=tops,
+        arrived=arrived,
+        rows=y.data,
+        tokens=tokens,
+        room=room,
+        flags=NORM_V * h.v_norm,
+        capacity=kv.capacity,
+        eps=h.eps,
+        scale=scale,
         shared=_shared(tiles, fours),
     )
     return y

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -158,7 +158,11 @@ class Choice:
         count = blocks(self.columns)
         keys = torch.empty(len(logits), count * k, dtype=torch.int64, device=logits.device)
         launch.kernel("choose.cu", f"top<{k}>")(
-            (count, len(logits)), THREADS, *self._given(logits), None, keys
+            (count, len(logits)),
+            THREADS,
+            **self._given(logits),
+            sampling=None,
+            keys=keys,
         )
         return keys
 
@@ -176,19 +180,19 @@ class Choice:
         ahead: int = 1,
         cap: float = 0.0,
         rows: RowLayout | None = None,
-    ) -> tuple[object, ...]:
-        """What all kernels are given first."""
+    ) -> dict[str, Any]:
+        """Return the arguments that all kernels share (`LOGITS` in logits.cuh)."""
         each, pitch = (rows.each, rows.distance) if rows else (1, 1)
-        return (
-            logits,
-            positions,
-            self._suppressed,
-            np.int32(self.columns),
-            np.int32(ahead),
-            np.float32(cap),
-            np.int32(each),
-            np.int32(pitch),
-        )
+        return {
+            "z": logits,
+            "positions": positions,
+            "suppressed": self._suppressed,
+            "columns": self.columns,
+            "ahead": ahead,
+            "cap": cap,
+            "each": each,
+            "pitch": pitch,
+        }
 
     def _new(self, rows: RowLayout) -> Chosen:
         device = self._sampling.device
@@ -198,38 +202,48 @@ class Choice:
             torch.empty(rows.reach, dtype=torch.int32, device=device),
         )
 
-    def _launch(
-        self, mode: Mode, given: tuple[object, ...], rows: RowLayout, chosen: Chosen
-    ) -> None:
+    def _launch(self, mode: Mode, given: dict[str, Any], rows: RowLayout, chosen: Chosen) -> None:
         """Choose in the rows of one mode."""
         assert len(chosen.ids) == rows.count and len(chosen.bad) >= rows.reach, rows
         spans = blocks(self.columns)
         grid, room = (spans, rows.count), MOST if mode == "top" else 1
         keys = torch.empty(rows.count * spans * room, dtype=torch.int64, device=chosen.ids.device)
         if mode == "top":
-            launch.kernel("choose.cu", f"top<{MOST}>")(grid, THREADS, *given, self._sampling, keys)
+            launch.kernel("choose.cu", f"top<{MOST}>")(
+                grid,
+                THREADS,
+                **given,
+                sampling=self._sampling,
+                keys=keys,
+            )
             launch.kernel("choose.cu", f"top_end<{MOST}>")(
                 rows.count,
                 LAST,
-                *given,
-                self._sampling,
-                keys,
-                np.int32(spans),
-                chosen.ids,
-                chosen.values,
-                chosen.bad,
+                **given,
+                sampling=self._sampling,
+                keys=keys,
+                blocks=spans,
+                ids=chosen.ids,
+                values=chosen.values,
+                bad=chosen.bad,
             )
             return
         # Where all rows are greedy, no sampler is looked at.
         sampling = None if self.modes == ("greedy",) else self._sampling
         best = f"best<{CODES[mode]}>"
-        launch.kernel("choose.cu", best)(grid, THREADS, *given, sampling, keys)
+        launch.kernel("choose.cu", best)(
+            grid,
+            THREADS,
+            **given,
+            sampling=sampling,
+            keys=keys,
+        )
         self._end(mode, given, sampling, keys, rows, chosen)
 
     def _end(
         self,
         mode: Mode,
-        given: tuple[object, ...],
+        given: dict[str, Any],
         sampling: torch.Tensor | None,
         keys: torch.Tensor,
         rows: RowLayout,
@@ -239,14 +253,14 @@ class Choice:
         launch.kernel("choose.cu", f"best_end<{CODES[mode]}>")(
             -(-count // 8),
             256,
-            *given,
-            sampling,
-            keys,
-            np.int32(keys.numel() // count),
-            np.int32(count),
-            into.ids,
-            into.values,
-            into.bad,
+            **given,
+            sampling=sampling,
+            keys=keys,
+            blocks=keys.numel() // count,
+            rows=count,
+            ids=into.ids,
+            values=into.values,
+            bad=into.bad,
         )
 
     def _sorted(
@@ -266,7 +280,7 @@ class Choice:
             out = (self._suppressed[:, None] >> bits & 1).flatten()[: self.columns]
             z = z.masked_fill(out.bool(), -math.inf)
         z = torch.stack([_filtered(row, self.samplers[t // rows.each]) for t, row in enumerate(z)])
-        given = z, positions, None, *self._given(ahead=ahead, rows=rows)[3:]
+        given = self._given(z, positions, ahead, rows=rows) | {"suppressed": None}
         chosen = into or self._new(rows)
         self._launch("sorted", given, rows, chosen)
         return chosen

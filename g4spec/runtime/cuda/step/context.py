@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from g4spec.ops.weights import Attention
@@ -44,13 +43,15 @@ class Context:
         launch.kernel("heads.cu", instance(h.head_dim, self.q8))(
             (-(-2 * h.n_kv // HEADS), len(x), len(self.layers)),
             32 * HEADS,
-            y,
-            self.layers,
-            h.freqs,
-            positions,
-            slots,
-            *map(np.int32, (len(x), h.n_kv, NORM_V * h.v_norm)),
-            np.float32(h.eps),
+            y=y,
+            layers=self.layers,
+            freqs=h.freqs,
+            positions=positions,
+            slots=slots,
+            rows=len(x),
+            n_kv=h.n_kv,
+            flags=NORM_V * h.v_norm,
+            eps=h.eps,
         )
 
 

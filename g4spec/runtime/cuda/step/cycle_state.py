@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from g4spec.core import MAX_STEP_ROWS, Batch
@@ -145,13 +144,13 @@ class CycleState:
         launch.kernel("accept.cu", "place")(
             sequences,
             32,
-            self.values,
-            np.int32(self.room),
-            self._step,
-            np.int32(self.width if alone else rows),
-            self._draft if draft_rows and not alone else None,
-            np.int32(draft_rows),
-            np.int64(mask),
+            state=self.values,
+            room=self.room,
+            step=self._step,
+            step_width=self.width if alone else rows,
+            draft=self._draft if draft_rows and not alone else None,
+            draft_width=draft_rows,
+            mask=mask,
             pdl=False,
         )
 
@@ -174,18 +173,18 @@ class CycleState:
         launch.kernel("accept.cu", "accept")(
             sequences,
             32,
-            chosen.ids,
-            chosen.values,
-            chosen.bad,
-            step[0],
-            np.int32(rows),
-            self.values,
-            np.int32(self.room),
-            forced,
-            self.unfit if drafted else None,
-            np.int32(self.width),
-            self.seen,
-            np.int32(self.turns),
+            chosen=chosen.ids,
+            logits=chosen.values,
+            bad=chosen.bad,
+            ids=step[0],
+            rows=rows,
+            state=self.values,
+            room=self.room,
+            forced=forced,
+            unfit=self.unfit if drafted else None,
+            pitch=self.width,
+            seen=self.seen,
+            turns=self.turns,
         )
 
     def told(self, turn: int, sequences: int) -> list[Seen]:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-import numpy as np
 import torch
 
 from g4spec.core import Batch, Reach
@@ -66,13 +65,13 @@ def _gated(
     launch.kernel("elementwise.cu", name)(
         grid,
         THREADS,
-        address(gate),
-        np.int64(gate.stride(0)),
-        address(by),
-        np.int64(by.stride(0)),
-        out,
-        np.int32(count),
-        np.int32(width),
+        gate=address(gate),
+        gate_stride=gate.stride(0),
+        by=address(by),
+        by_stride=by.stride(0),
+        out=out,
+        rows=count,
+        width=width,
     )
 
 
@@ -94,14 +93,14 @@ def per_layer_inputs(
     launch.kernel("elementwise.cu", f"per_layer_inputs<{THREADS // 32}>")(
         -(-n * 32 // THREADS),
         THREADS,
-        y,
-        tokens,
-        weight,
-        out,
-        np.int32(n),
-        np.int32(size),
-        np.float32(math.sqrt(width)),
-        np.float32(eps),
+        y=y,
+        tokens=tokens,
+        weight=weight,
+        out=out,
+        n=n,
+        size=size,
+        root=math.sqrt(width),
+        eps=eps,
     )
     return out
 
@@ -110,7 +109,12 @@ def softcap(x: torch.Tensor, cap: float, scale: float = 1.0) -> torch.Tensor:
     """cap * tanh(scale * x / cap), without cap scale * x, in place; x starts on 16 bytes."""
     assert x.data_ptr() % 16 == 0
     launch.kernel("elementwise.cu", f"softcap<{str(bool(cap)).lower()}>")(
-        -(-x.numel() // 1024), 256, x, np.int64(x.numel()), np.float32(cap), np.float32(scale)
+        -(-x.numel() // 1024),
+        256,
+        x=x,
+        n=x.numel(),
+        cap=cap,
+        scale=scale,
     )
     return x
 
@@ -128,9 +132,15 @@ def spans(batch: Batch, reaches: Sequence[Reach]) -> Spans:
     launch.kernel("elementwise.cu", "spans")(
         (-(-len(positions) // THREADS), len(reaches)),
         THREADS,
-        positions,
-        out,
-        *map(np.int32, (len(positions), batch.uniform, *back, flags)),
+        positions=positions,
+        out=out,
+        rows=len(positions),
+        tokens=batch.uniform,
+        a=back[0],
+        b=back[1],
+        c=back[2],
+        d=back[3],
+        flags=flags,
         pdl=False,
     )
     return {reach: (first, last) for reach, (first, last) in zip(reaches, out, strict=True)}

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import torch
 
 from g4spec.runtime.cuda.build import launch, nvrtc
@@ -191,7 +191,7 @@ def linear(x: Rows, weight: Weight, by: Exchange, *, parts: bool = False) -> tor
     """
     how, n = parts_of(x, weight, by.count, MOST_SLICES if parts else 1)
     y = torch.empty(max(n, 1), len(x), weight.rows, dtype=torch.float32, device=x.data.device)
-    _run("linear", how, n, x, weight, by, y, weight.rows, n)
+    _run("linear", how, n, x, weight, by, y, n_rows=weight.rows, slices=n)
     return y if n > 1 else y[0]
 
 
@@ -200,7 +200,7 @@ def linear_upper(x: Rows, weight: Weight, by: Exchange) -> torch.Tensor:
     of its codes only the upper two bits are read."""
     assert weight.type == "q6_k" and x.data.shape[1] == UPPER_ROWS * x.tiles, (weight, x)
     y = torch.empty(len(x), weight.rows, dtype=torch.float32, device=x.data.device)
-    _run("linear", cut_of(x, weight, upper=True), 0, x, weight, by, y, weight.rows, 0)
+    _run("linear", cut_of(x, weight, upper=True), 0, x, weight, by, y, n_rows=weight.rows, slices=0)
     return y
 
 
@@ -209,7 +209,7 @@ def gate_up(x: Rows, weight: Weight, by: Exchange, *, silu: bool = False) -> Row
     as rows."""
     channels = weight.rows // 2
     y = empty(len(x), channels, x.data.device)
-    _run("gate_up", cut_of(x, weight), 0, x, weight, by, y.data, channels, silu)
+    _run("gate_up", cut_of(x, weight), 0, x, weight, by, y.data, channels=channels, silu=silu)
     return Rows(y.data, y.count, y.width, gated_scale(x.data.device))
 
 
@@ -222,17 +222,24 @@ def linear_two(x: Rows, first: Weight, second: Weight, by: Exchange) -> torch.Te
     launch.kernel("linear.cu", two(a, b))(
         count,
         THREADS,
-        first.data,
-        x.data,
-        x.scale,
-        by.partial,
-        by.arrived,
-        *map(np.int32, (*of_first, runs[0])),
-        second.data,
-        *map(np.int32, (*of_second, runs[1])),
-        np.int32(others),
-        y,
-        *map(np.int32, (first.rows, second.rows, y.shape[1], len(x))),
+        weights=first.data,
+        rows=x.data,
+        row_scale=x.scale,
+        partial=by.partial,
+        arrived=by.arrived,
+        units=of_first[0],
+        groups=of_first[1],
+        run=runs[0],
+        weights_b=second.data,
+        units_b=of_second[0],
+        groups_b=of_second[1],
+        run_b=runs[1],
+        others=others,
+        y=y,
+        n_rows=first.rows,
+        n_rows_b=second.rows,
+        stride=y.shape[1],
+        tokens=len(x),
         shared=max(a.shared, b.shared),
     )
     return y
@@ -329,7 +336,7 @@ def _run(
     weight: Weight,
     by: Exchange,
     y: torch.Tensor,
-    *numbers: int,
+    **numbers: Any,
 ) -> None:
     units, groups = size(weight, how)
     run = split(units, groups, by.count)
@@ -338,14 +345,17 @@ def _run(
     launch.kernel("linear.cu", how.name(kind))(
         count,
         THREADS,
-        weight.data,
-        x.data,
-        x.scale,
-        by.partial,
-        by.arrived,
-        *map(np.int32, (units, groups, run)),
-        y,
-        *map(np.int32, (*numbers, len(x))),
+        weights=weight.data,
+        rows=x.data,
+        row_scale=x.scale,
+        partial=by.partial,
+        arrived=by.arrived,
+        units=units,
+        groups=groups,
+        run=run,
+        y=y,
+        tokens=len(x),
+        **numbers,
         shared=how.shared,
     )
 

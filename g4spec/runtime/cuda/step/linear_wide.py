@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-import numpy as np
 import torch
 
 from g4spec.runtime.cuda.build import launch, nvrtc
@@ -46,14 +45,20 @@ def linear(x: Rows, weight: Weight, by: Exchange, *, parts: bool = False) -> tor
         launch.kernel("linear_wide.cu", own.name("linear"))(
             count,
             threads(_arch(x)),
-            weight.data,
-            part.data,
-            part.scale,
-            by.partial,
-            by.arrived,
-            *map(np.int32, (units, groups, run)),
-            launch.Strided(y[:, at:]),
-            *map(np.int32, (weight.rows, n, len(part), len(x), part.groups)),
+            weights=weight.data,
+            rows=part.data,
+            row_scale=part.scale,
+            partial=by.partial,
+            arrived=by.arrived,
+            units=units,
+            groups=groups,
+            run=run,
+            y=launch.Strided(y[:, at:]),
+            n_rows=weight.rows,
+            slices=n,
+            tokens=len(part),
+            whole=len(x),
+            row_groups=part.groups,
             shared=own.shared,
         )
     return y if n > 1 else y[0]
@@ -70,14 +75,19 @@ def gate_up(x: Rows, weight: Weight, by: Exchange, *, silu: bool = False) -> Row
         launch.kernel("linear_wide.cu", own.name("gate_up"))(
             count,
             threads(_arch(x)),
-            weight.data,
-            part.data,
-            part.scale,
-            by.partial,
-            by.arrived,
-            *map(np.int32, (units, groups, run)),
-            y.data[at // MOST :],
-            *map(np.int32, (channels, silu, len(part), part.groups)),
+            weights=weight.data,
+            rows=part.data,
+            row_scale=part.scale,
+            partial=by.partial,
+            arrived=by.arrived,
+            units=units,
+            groups=groups,
+            run=run,
+            y=y.data[at // MOST :],
+            channels=channels,
+            silu=silu,
+            tokens=len(part),
+            row_groups=part.groups,
             shared=own.shared,
         )
     return replace(y, scale=gated_scale(x.data.device, y.groups))
@@ -93,17 +103,25 @@ def linear_two(x: Rows, first: Weight, second: Weight, by: Exchange) -> torch.Te
         launch.kernel("linear_wide.cu", two(a, b))(
             count,
             threads(_arch(x)),
-            first.data,
-            part.data,
-            part.scale,
-            by.partial,
-            by.arrived,
-            *map(np.int32, (*sizes[0], runs[0])),
-            second.data,
-            *map(np.int32, (*sizes[1], runs[1])),
-            np.int32(others),
-            y[at:],
-            *map(np.int32, (first.rows, second.rows, y.shape[1], len(part), part.groups)),
+            weights=first.data,
+            rows=part.data,
+            row_scale=part.scale,
+            partial=by.partial,
+            arrived=by.arrived,
+            units=sizes[0][0],
+            groups=sizes[0][1],
+            run=runs[0],
+            weights_b=second.data,
+            units_b=sizes[1][0],
+            groups_b=sizes[1][1],
+            run_b=runs[1],
+            others=others,
+            y=y[at:],
+            n_rows=first.rows,
+            n_rows_b=second.rows,
+            stride=y.shape[1],
+            tokens=len(part),
+            row_groups=part.groups,
             shared=max(a.shared, b.shared),
         )
     return y

@@ -32,7 +32,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from g4spec.runtime.cuda.build import launch
@@ -337,18 +336,22 @@ def _run(
     launch.kernel("norm.cu", name)(
         (count, loads if split else 1),
         32 * warps,
-        h,
-        address(x),
-        np.int64(x.stride(0)),
-        weight,
-        scale,
-        *weights,
-        *places,
-        row_scale,
-        out,
-        np.int32(count),
-        np.int32(width),
-        np.float32(eps),
+        h=h,
+        x=address(x),
+        x_stride=x.stride(0),
+        weight=weight,
+        scale=scale,
+        next_a=weights[0],
+        next_b=weights[1],
+        next_c=weights[2],
+        to_a=places[0],
+        to_b=places[1],
+        to_c=places[2],
+        row_scale=row_scale,
+        out=out,
+        rows=count,
+        width=width,
+        eps=eps,
     )
 
 

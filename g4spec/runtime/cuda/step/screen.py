@@ -17,7 +17,6 @@ then come float32 [8 * tiles], what each row's bytes are multiplied with.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from g4spec.runtime.cuda.build import launch
@@ -53,7 +52,13 @@ def byte_rows(x: torch.Tensor) -> Rows:
     units, n = width // 256, tiles(count)
     assert width % 256 == 0 and x.is_contiguous(), x.shape
     data = torch.empty(units, UPPER_ROWS * n, dtype=torch.uint8, device=x.device)
-    launch.kernel("screen.cu", "byte_rows")((units, n), THREADS, x, np.int32(count), data)
+    launch.kernel("screen.cu", "byte_rows")(
+        (units, n),
+        THREADS,
+        x=x,
+        rows=count,
+        out=data,
+    )
     return Rows(data, count, width)
 
 
@@ -90,16 +95,23 @@ def _tile(
     count, size = len(x), weight.data.shape[2]
     found = choice.top(linear.linear_upper(byte_rows(x), weight, by), OF_SPAN)
     keys = torch.empty_like(full)
-    launch.kernel("screen.cu", LARGEST)(count, THREADS, found, np.int32(found.shape[1]), keys)
+    launch.kernel("screen.cu", LARGEST)(
+        count,
+        THREADS,
+        keys=found,
+        found=found.shape[1],
+        out=keys,
+    )
     launch.kernel("screen.cu", IN_FULL)(
         (CANDIDATES, count),
         THREADS,
-        keys,
-        weight.data,
-        x,
-        *map(np.int32, (weight.columns, size)),
-        np.float32(cap),
-        full,
+        keys=keys,
+        table=weight.data,
+        x=x,
+        width=weight.columns,
+        unit_bytes=size,
+        cap=cap,
+        out=full,
     )
 
 

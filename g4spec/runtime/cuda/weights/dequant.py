@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from g4spec.runtime.cuda.build import launch
@@ -71,10 +70,10 @@ def dequantize(weight: Weight, out: torch.Tensor) -> None:
         launch.kernel("portable.cu", file_instance(weight.type))(
             -(-count // 256),
             256,
-            weight.data,
-            out,
-            np.uint32(count),
-            np.int32(weight.columns),
+            weights=weight.data,
+            out=out,
+            count=count,
+            k=weight.columns,
             pdl=False,
         )
         return
@@ -82,7 +81,13 @@ def dequantize(weight: Weight, out: torch.Tensor) -> None:
     count, units = weight.data.shape[:2]
     assert count == weight.matrices * groups, (weight.data.shape, weight)
     launch.kernel("dequant.cu", instance(weight.type, weight.columns // units, out.dtype))(
-        (units, count), 256, weight.data, out, np.int32(weight.rows), np.int32(groups), pdl=False
+        (units, count),
+        256,
+        packed=weight.data,
+        out=out,
+        rows=weight.rows,
+        groups=groups,
+        pdl=False,
     )
 
 

@@ -6,8 +6,8 @@ The token table is also the last product's matrix, and kept once, in that produc
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
-import numpy as np
 import torch
 
 from g4spec.runtime.cuda.build import launch
@@ -31,15 +31,21 @@ def embed(
     assert table.dtype is torch.uint8 and ids.dtype is torch.int64, (table.dtype, ids.dtype)
     out = torch.empty(len(ids), width, dtype=torch.float32, device=table.device)
     grid = (-(-width // (4 * THREADS)), len(ids))
-    common = table, ids, out, np.int32(width), np.float32(scale)
+    common: dict[str, Any] = {
+        "table": table,
+        "ids": ids,
+        "out": out,
+        "width": width,
+        "scale": scale,
+    }
     if table.dim() == 2:
         assert table.shape[1] == held_size.row_bytes(name, width), (table.shape, name, width)
-        launch.kernel("embed.cu", f"embed<{name.upper()}>")(grid, THREADS, *common)
+        launch.kernel("embed.cu", f"embed<{name.upper()}>")(grid, THREADS, **common)
         return out
     columns = width // table.shape[1]
     assert table.shape[2] == packing.unit_bytes(name, columns), (table.shape, name, width)
     launch.kernel("embed.cu", f"embed_packed<{name.upper()}>")(
-        grid, THREADS, *common, np.int32(columns), np.int32(table.shape[2])
+        grid, THREADS, **common, columns=columns, unit_bytes=table.shape[2]
     )
     return out
 
