@@ -23,7 +23,7 @@ from g4spec.measure.prompts import (
     prompts,
 )
 from g4spec.measure.recommendation import recommend
-from g4spec.runtime import choosing
+from g4spec.runtime import chooser
 from tests.support import bench_engine, bench_result, memory_models
 
 
@@ -67,13 +67,13 @@ def test_memory_is_planned_and_measured(swept: bench.SweepResult) -> None:
 
 
 def test_a_changed_text_is_a_failed_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = choosing.choose_rows
+    honest = chooser.choose_rows
 
     def careless(logits: Any, drafted: Sequence[int], *of: Any, **chooser: Any) -> list[int]:
         chosen = honest(logits, drafted, *of, **chooser)
         return [*chosen[:-1], (chosen[-1] + 1) % 100 + 20] if drafted else chosen
 
-    monkeypatch.setattr(choosing, "choose_rows", careless)
+    monkeypatch.setattr(chooser, "choose_rows", careless)
     config = bench.BenchConfig((0, 3), n_predict=24, repeats=1)
     result = bench.sweep(bench_engine.engine(bench_engine.Liar()), bench_engine.prompts(1), config)
     assert {d.length for d in result.differences} == {3}
@@ -180,9 +180,7 @@ def test_an_answer_of_one_token_does_not_count() -> None:
     assert alone.tokens_per_second == 0 and alone.ratio == 0
 
 
-def made(
-    length: object, ratio: float, scatter: float = 0.0, category: str = "code"
-) -> bench.SweepRow:
+def made(length: object, ratio: float, scatter: float = 0.0, category: str = "code") -> bench.Row:
     row = bench_result.row(category, 4 if length == "auto" else length, 0.5)
     spread = (ratio * (1 - scatter), ratio * (1 + scatter))
     return replace(row, length=length, ratio=ratio, ratio_spread=spread)  # type: ignore[arg-type]
