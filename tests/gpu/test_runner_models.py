@@ -18,7 +18,7 @@ from g4spec.runtime.cuda.step.graph_runner import GraphRunner
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.pending import flush
 from g4spec.runtime.request import Options, Request
-from tests.emulator import unseen
+from tests.emulator import capture_guard
 from tests.gpu import family
 from tests.gpu.device import DEVICE, EMULATED
 from tests.oracle import build
