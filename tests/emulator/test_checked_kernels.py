@@ -1,4 +1,4 @@
-"""The kernels with the most synchronization, run a few times under the race checker."""
+"""One launch or a few of the kernels with the most synchronisation, in a checked emulator."""
 
 from collections.abc import Iterator
 
@@ -42,7 +42,7 @@ def test_attention_of_a_few_rows(kind: Kind, dim: int, n_kv: int, turning: int) 
 
 
 def test_attention_of_sequences() -> None:
-    """27 rows, including the sequence in the spare slot: more than one group of 16."""
+    """Of 27 rows with the sequence in the spare slot: more than a group of 16."""
     sizes = (9, 9)
     test_attention.test_sequences_in_any_slots_and_pages("f16", "tensor", 128, None, 0, sizes)
     test_attention_window.test_sequences_in_any_slots(2, 300, 2, sizes)
@@ -78,7 +78,7 @@ def test_products_around_their_ring_and_side_by_side() -> None:
 
 def test_teams_that_take_turns_with_an_odd_number_of_stages() -> None:
     g, by = torch.Generator().manual_seed(0), linear.Exchange(torch.device("cpu"))
-    by.count = 1  # one CTA has all units of K
+    by.count = 1  # a CTA has all units of K
     matrix, _ = parity.matrix(g, "q6_k", 128, 24 * 256)
     how = linear.cut("q6_k", 256, 1, 2, launch.arch())
     assert how.stages % 2 and how.rows == 128, how
