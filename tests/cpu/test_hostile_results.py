@@ -63,7 +63,7 @@ def test_a_result_that_is_no_file_or_nested(tmp_path: Path) -> None:
     (tmp_path / "deep").write_text("[" * 100_000)
     for name in (tmp_path / "pipe", Path("/dev/zero"), tmp_path / "deep"):
         with pytest.raises(InputError):
-            bench_compare.read(name)
+            bench_compare.read_result(name)
 
 
 def test_questions_that_are_nested(tmp_path: Path) -> None:
@@ -81,11 +81,14 @@ def test_long_prompts_have_an_end() -> None:
 
     text = prompts.long_text(Silent(), 100, 0)  # type: ignore[arg-type]
     assert len(text) < prompts.LONGEST_TOKEN * 100 + 10_000
-    assert prompts.room(None, 4096, 64, 1024) == 1024 and prompts.room(100, 4096, 64, 1024) == 100
-    assert prompts.room(None, 512, 64, 1024) == 448
+    assert (
+        prompts.long_prompt_tokens(None, 4096, 64, 1024) == 1024
+        and prompts.long_prompt_tokens(100, 4096, 64, 1024) == 100
+    )
+    assert prompts.long_prompt_tokens(None, 512, 64, 1024) == 448
     for asked in (449, 1 << 62):
         with pytest.raises(UsageError, match="--long-tokens: expected at most 448"):
-            prompts.room(asked, 512, 64, 1024)
+            prompts.long_prompt_tokens(asked, 512, 64, 1024)
 
 
 def test_machines_that_nobody_has() -> None:
