@@ -387,45 +387,45 @@ class Endpoints:
         return JsonResponse(found)
 
 
-def routes(at: Endpoints | type[Endpoints]) -> list[Route]:
+def routes(handlers: Endpoints | type[Endpoints]) -> list[Route]:
     """Return the routes; those of the class serve only to generate the OpenAPI document."""
     posts = {
-        "/v1/chat/completions": at.chat,
-        "/chat/completions": at.chat,
-        "/v1/completions": at.completions,
-        "/completion": at.completion,
-        "/completions": at.completion,
-        "/tokenize": at.tokenize,
-        "/detokenize": at.detokenize,
-        "/v1/chat/completions/input_tokens": at.chat_tokens,
-        "/chat/completions/input_tokens": at.chat_tokens,
-        "/apply-template": at.apply_template,
-        "/v1/messages": at.messages,
-        "/v1/messages/count_tokens": at.count_tokens,
-        "/v1/responses": at.responses,
-        "/responses": at.responses,
-        "/v1/responses/input_tokens": at.input_tokens,
-        "/v1/responses/{id}/cancel": at.cancel,
+        "/v1/chat/completions": handlers.chat,
+        "/chat/completions": handlers.chat,
+        "/v1/completions": handlers.completions,
+        "/completion": handlers.completion,
+        "/completions": handlers.completion,
+        "/tokenize": handlers.tokenize,
+        "/detokenize": handlers.detokenize,
+        "/v1/chat/completions/input_tokens": handlers.chat_tokens,
+        "/chat/completions/input_tokens": handlers.chat_tokens,
+        "/apply-template": handlers.apply_template,
+        "/v1/messages": handlers.messages,
+        "/v1/messages/count_tokens": handlers.count_tokens,
+        "/v1/responses": handlers.responses,
+        "/responses": handlers.responses,
+        "/v1/responses/input_tokens": handlers.input_tokens,
+        "/v1/responses/{id}/cancel": handlers.cancel,
     }
     gets = {
-        "/": at.page,
-        "/openapi.json": at.openapi,
-        "/v1/live": at.live,
-        "/v1/models": at.models,
-        "/models": at.models,
-        "/v1/models/{id:path}": at.model,
-        "/health": at.health,
-        "/v1/health": at.health,
-        "/metrics": at.metrics,
-        "/props": at.props,
-        "/slots": at.slots,
-        "/v1/responses/{id}/input_items": at.input_items,
+        "/": handlers.page,
+        "/openapi.json": handlers.openapi,
+        "/v1/live": handlers.live,
+        "/v1/models": handlers.models,
+        "/models": handlers.models,
+        "/v1/models/{id:path}": handlers.model,
+        "/health": handlers.health,
+        "/v1/health": handlers.health,
+        "/metrics": handlers.metrics,
+        "/props": handlers.props,
+        "/slots": handlers.slots,
+        "/v1/responses/{id}/input_items": handlers.input_items,
     }
     return [
         *(Route(path, run, methods=["POST"]) for path, run in posts.items()),
         *(Route(path, run, methods=["GET"]) for path, run in gets.items()),
-        Route("/v1/stream", at.stream, methods=["GET", "DELETE"]),
-        Route("/v1/responses/{id}", at.response, methods=["GET", "DELETE"]),
+        Route("/v1/stream", handlers.stream, methods=["GET", "DELETE"]),
+        Route("/v1/responses/{id}", handlers.response, methods=["GET", "DELETE"]),
     ]
 
 

@@ -82,7 +82,7 @@ def call_rules(functions: Sequence[Function], call_end: int, delimiter: int) -> 
         arguments = rules.arguments(function)
         names.append(rules.add(f"{_quoted('call:' + function.name)} {arguments}"))
     call = f"call: ({' | '.join(names)}) <[{call_end}]>"
-    return "\n".join([call, f"text: {rules.marked('TEXT')}", FREE, *rules.lines])
+    return "\n".join([call, f"text: {rules.delimited('TEXT')}", FREE, *rules.lines])
 
 
 class _Rules:
@@ -90,10 +90,10 @@ class _Rules:
 
     def __init__(self, delimiter: int) -> None:
         self.lines: list[str] = []
-        self._mark = f"<[{delimiter}]>"
+        self._delimiter = f"<[{delimiter}]>"
         self._count = 0
         self._resolver = Resolver({}, strict=False, where="")
-        self._shared: dict[str, str] = {}  # rules by $ref pointer
+        self._reference_rules: dict[str, str] = {}  # rules by $ref pointer
 
     def arguments(self, function: Function) -> str:
         """Add the rule of a function's arguments; return its name."""
@@ -101,7 +101,7 @@ class _Rules:
             return self.add('"{" "}"')
         schema = function.parameters
         self._resolver = Resolver(schema, strict=function.strict, where=function.name)
-        self._shared = {}
+        self._reference_rules = {}
         if "object" not in types_of(self._resolver.plain(schema)):
             raise InputError(
                 f"function {function.name}: parameters",
@@ -116,9 +116,9 @@ class _Rules:
         self.lines.append(f"{name}: {body}")
         return name
 
-    def marked(self, body: str) -> str:
+    def delimited(self, body: str) -> str:
         """Enclose a string body in delimiter tokens."""
-        return f"{self._mark} {body} {self._mark}"
+        return f"{self._delimiter} {body} {self._delimiter}"
 
     def _new(self, kind: str) -> str:
         self._count += 1
@@ -133,18 +133,18 @@ class _Rules:
         if (pointer := self._resolver.pointer(schema)) is not None:
             return self._reference(pointer)
         if (branches := self._resolver.branches(schema)) is not None:
-            return self._either([self._value(b) for b in branches if b is not False])
+            return self._alternatives([self._value(b) for b in branches if b is not False])
         options = self._resolver.options(schema)
-        return self._either([rule for option in options for rule in self._option(option)])
+        return self._alternatives([rule for option in options for rule in self._option(option)])
 
     def _reference(self, pointer: str) -> str:
         """Return the rule of a $ref target; references may be recursive."""
-        if pointer not in self._shared:
-            name = self._shared[pointer] = self._new("v")
+        if pointer not in self._reference_rules:
+            name = self._reference_rules[pointer] = self._new("v")
             self.lines.append(f"{name}: {self._value(self._resolver.target(pointer))}")
-        return self._shared[pointer]
+        return self._reference_rules[pointer]
 
-    def _either(self, rules: Sequence[str]) -> str:
+    def _alternatives(self, rules: Sequence[str]) -> str:
         unique = list(dict.fromkeys(rules))
         if not unique:
             raise UnsatisfiableSchema(f"schema of {self._resolver.where}: no value is valid")
@@ -155,10 +155,12 @@ class _Rules:
         types = types_of(schema)
         if "enum" in schema:
             values = [
-                v for v in schema["enum"] if patterns.fits(v, types) and patterns.within(v, schema)
+                v
+                for v in schema["enum"]
+                if patterns.has_type(v, types) and patterns.within_bounds(v, schema)
             ]
-            for kind in {type(v) for v in values} & set(patterns.DEEP):
-                self._resolver.refuse(schema, *patterns.DEEP[kind])
+            for kind in {type(v) for v in values} & set(patterns.NESTED_KEYWORDS):
+                self._resolver.refuse(schema, *patterns.NESTED_KEYWORDS[kind])
             return [self._literal(value) for value in values]
         if len(types) > 6:  # all types, without constraints
             return ["any"]
@@ -179,15 +181,15 @@ class _Rules:
     def _literal(self, value: Any) -> str:
         """Add the rule of one constant value."""
         if isinstance(value, str):
-            return self.add(self.marked(_quoted(value)))
+            return self.add(self.delimited(_quoted(value)))
         if isinstance(value, list):
-            return self.add(f'"[" {self._listed([self._literal(v) for v in value])} "]"')
+            return self.add(f'"[" {self._join([self._literal(v) for v in value])} "]"')
         if isinstance(value, dict):
             pairs = [f"{self._key(k)} {self._literal(v)}" for k, v in value.items()]
-            return self.add(f'"{{" {self._listed(pairs)} "}}"')
+            return self.add(f'"{{" {self._join(pairs)} "}}"')
         return self.add(_quoted(json.dumps(value)))
 
-    def _listed(self, rules: Sequence[str]) -> str:
+    def _join(self, rules: Sequence[str]) -> str:
         return ' "," '.join(rules)
 
     def _number(self, schema: Schema) -> str:
@@ -202,7 +204,7 @@ class _Rules:
             self._resolver.unsupported(keyword, schema)
         if terminal is None:
             return "text"
-        return self.marked(self.add(terminal, "S"))
+        return self.delimited(self.add(terminal, "S"))
 
     def _array(self, schema: Schema) -> str:
         self._resolver.refuse(
@@ -294,12 +296,12 @@ class _Rules:
         more = f'("," {extra})*' if extra else ""
         for pair in reversed(pairs[max(required, 1) :]):
             more = self.add(f'("," {pair})? {more}')
-        body = self._listed(pairs[:required])
+        body = self._join(pairs[:required])
         if not required:  # begin with any member and continue after it
-            return f'"{{" ({self._begun(pairs, extra)})? "}}"'
+            return f'"{{" ({self._optional_members(pairs, extra)})? "}}"'
         return f'"{{" {body} {more} "}}"'
 
-    def _begun(self, pairs: Sequence[str], extra: str) -> str:
+    def _optional_members(self, pairs: Sequence[str], extra: str) -> str:
         more = self.add(f'("," {extra})*' if extra else '""')
         begun = [f"{extra} {more}"] if extra else []
         for pair in reversed(pairs):
@@ -317,7 +319,7 @@ class _Rules:
         rules = []
         for pattern, schema in others:
             terminal = "KEY"
-            parts = [] if pattern is None else [patterns.searched(pattern)]
+            parts = [] if pattern is None else [patterns.search_terminal(pattern)]
             if None in parts:
                 self._resolver.unsupported("patternProperties", {"patternProperties": pattern})
                 continue
@@ -325,12 +327,12 @@ class _Rules:
             if parts:
                 terminal = self.add(" & ".join(["KEY", *map(str, parts)]), "K")
             rules.append(self.add(f'{terminal} ":" {self._value(schema)}'))
-        return self._either(rules) if rules else ""
+        return self._alternatives(rules) if rules else ""
 
     def _key(self, name: str) -> str:
         if _PLAIN_KEY.fullmatch(name):
             return _quoted(name + ":")
-        return f'{self.marked(_quoted(name))} ":"'
+        return f'{self.delimited(_quoted(name))} ":"'
 
 
 _COMMA = '","'

@@ -32,7 +32,7 @@ async def build_job(service: Service, request: CompletionRequest) -> Job:
             "echo with logprobs is not supported (prompts have no log-probabilities); set only one",
             param="echo",
         )
-    wanted = None
+    constraint = None
     if request.grammar is not None:
         if request.ignore_eos:
             raise RequestError(
@@ -40,17 +40,19 @@ async def build_job(service: Service, request: CompletionRequest) -> Job:
                 "ignore_eos cannot be combined with a grammar; leave it out",
                 param="ignore_eos",
             )
-        wanted = grammar.whole_text(None, user=grammar.to_lark(request.grammar))
-    asked = request.max_tokens or request.n_predict or DEFAULT_TOKENS
-    made = options.options(service, request, asked, logprobs=request.logprobs)
-    made = replace(made, progress=bool(request.stream and request.return_progress))
+        constraint = grammar.whole_text(None, user=grammar.to_lark(request.grammar))
+    n_predict = request.max_tokens or request.n_predict or DEFAULT_TOKENS
+    engine_options = options.options(service, request, n_predict, logprobs=request.logprobs)
+    engine_options = replace(
+        engine_options, progress=bool(request.stream and request.return_progress)
+    )
     first, *others = prompts(request.prompt)
     options.check_n_texts(service, n * (1 + len(others)), "prompt")
     return Job(
         await prompt_ids(service, first),
-        made,
+        engine_options,
         n,
-        wanted,
+        constraint,
         live=request.live,
         others=tuple([await prompt_ids(service, each) for each in others]),
     )
@@ -103,16 +105,16 @@ async def full_response(generation: Generation, request: CompletionRequest) -> d
             tokens[text.index] += delta.tokens
     choices = []
     for text in generation.texts:
-        told = None
+        logprobs = None
         if request.logprobs is not None:
-            told = response_parts.completion_logprobs(
+            logprobs = response_parts.completion_logprobs(
                 generation.service.tokenizer, tokens[text.index], 0
             )
         choices.append(
             {
                 "index": text.index,
                 "text": texts[text.index],
-                "logprobs": told,
+                "logprobs": logprobs,
                 "finish_reason": text.finish,
             }
         )
@@ -135,13 +137,13 @@ async def stream_response(generation: Generation, request: CompletionRequest) ->
         finish: str | None = None,
         progress: int | None = None,
     ) -> str:
-        told = None
+        logprobs = None
         if tokens:
-            told = response_parts.completion_logprobs(tokenizer, tokens, offsets[text.index])
-            offsets[text.index] += sum(map(len, told["tokens"]))
+            logprobs = response_parts.completion_logprobs(tokenizer, tokens, offsets[text.index])
+            offsets[text.index] += sum(map(len, logprobs["tokens"]))
         out = _head(generation)
         out["choices"] = [
-            {"index": text.index, "text": words, "logprobs": told, "finish_reason": finish}
+            {"index": text.index, "text": words, "logprobs": logprobs, "finish_reason": finish}
         ]
         if include_usage:
             out["usage"] = None

@@ -359,8 +359,8 @@ class EngineClient:
             channel.close()
             process.kill()
             code = process.wait()
-        died = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return reason or self._hang_reason or died
+        exit_status = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return reason or self._hang_reason or exit_status
 
     def _on_message(self, channel: Channel, name: str, more: list[Any]) -> None:
         """Handle a message of the process; see `channel.Message`."""
@@ -414,14 +414,14 @@ class EngineClient:
                 self.failed = EnvironmentProblem(
                     f"the engine failed {MAX_FAILURES} times in a row", found=reason
                 )
-            gone = {
+            lost_texts = {
                 n: t
                 for n, t in self._texts.items()
                 if last or t.begun or t.tries >= MAX_TRIES or t.request.cancelled
             }
-            for number in gone:
+            for number in lost_texts:
                 del self._texts[number]
-        for text in gone.values():
+        for text in lost_texts.values():
             text.request.finish("interrupted", EngineLost(f"the engine failed: {reason}"))
 
     def _finish_all(self, reason: str) -> None:

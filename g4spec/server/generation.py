@@ -99,7 +99,7 @@ class Assembler:
     ) -> None:
         self._reader, self._stops, self._special = reader, tuple(stops), special
         self._held: list[tuple[Event, Token | None]] = []
-        self._called = False
+        self._has_calls = False
         self._stop: str | None = None
         self.thoughts = 0
         self.parts: list[str] = []
@@ -111,16 +111,16 @@ class Assembler:
             self.parts.append("mark" if token in self._special else self._reader.part)
             self.thoughts += self._reader.thinking
             events = self._reader.push([token])
-            told = None
+            text_token = None
             if cycle.logprobs:
-                told = Token(token, *cycle.logprobs[i])
+                text_token = Token(token, *cycle.logprobs[i])
             if not events and self._reader.answering and token not in self._special:
                 events = [TextEvent("")]  # an incomplete UTF-8 character
             for event in events:
                 is_text = isinstance(event, TextEvent)
-                self._held.append((event, told if is_text else None))
-                told = None if is_text else told
-        return self._released(self._certain())
+                self._held.append((event, text_token if is_text else None))
+                text_token = None if is_text else text_token
+        return self._release(self._safe_length())
 
     def finish(self, stats: Stats) -> Delta:
         """Return the last delta of a text that ended normally."""
@@ -128,20 +128,20 @@ class Assembler:
         if self._stop is None:
             ended = reason.startswith("stop")
             self._held += [(event, None) for event in self._reader.finish(whole=ended)]
-        delta = self._released(self._length())
+        delta = self._release(self._held_length())
         delta.finish = "length" if reason in ("length", "context") else "stop"
-        if delta.finish == "stop" and self._called and self._stop is None:
+        if delta.finish == "stop" and self._has_calls and self._stop is None:
             delta.finish = "tool_calls"
         delta.stop = self._stop
         return delta
 
-    def _length(self) -> int:
+    def _held_length(self) -> int:
         return sum(len(e.text) for e, _ in self._held if isinstance(e, TextEvent))
 
-    def _certain(self) -> int:
+    def _safe_length(self) -> int:
         """Return the number of held characters that can be released; look for stop texts."""
         if not self._stops:
-            return self._length()
+            return self._held_length()
         text = "".join(e.text for e, _ in self._held if isinstance(e, TextEvent))
         found = [(at, s) for s in self._stops if (at := text.find(s)) >= 0]
         if found:
@@ -149,7 +149,7 @@ class Assembler:
             return cut
         return len(text) - max(_overlap(text, s) for s in self._stops)
 
-    def _taken(self, length: int) -> list[tuple[Event, Token | None]]:
+    def _take(self, length: int) -> list[tuple[Event, Token | None]]:
         """Remove and return the first `length` held characters, with the events before the next."""
         taken, left = [], length
         while self._held:
@@ -166,14 +166,14 @@ class Assembler:
             self._held[0] = (TextEvent(event.text[left:]), None)
         return taken
 
-    def _released(self, length: int) -> Delta:
-        taken = self._taken(length)
+    def _release(self, length: int) -> Delta:
+        taken = self._take(length)
         if self._stop is not None:
             self._held.clear()
         events = [
             event for event, _ in taken if not (isinstance(event, TextEvent) and not event.text)
         ]
-        self._called |= any(isinstance(event, CallEvent) for event in events)
+        self._has_calls |= any(isinstance(event, CallEvent) for event in events)
         return Delta(merge_events(events), [token for _, token in taken if token is not None])
 
 

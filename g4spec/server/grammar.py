@@ -102,11 +102,11 @@ class _TokenizerAdapter:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         pieces = [tokenizer.piece(i, special=True) for i in range(tokenizer.n_vocab)]
-        looks = [i for i in tokenizer.special_ids if _MARK_PATTERN.fullmatch(pieces[i].decode())]
+        marks = [i for i in tokenizer.special_ids if _MARK_PATTERN.fullmatch(pieces[i].decode())]
         self.eos_token_id = min(tokenizer.stop_ids)
         self.bos_token_id = tokenizer.bos
         self.tokens = pieces
-        self.special_token_ids = sorted({*looks, *tokenizer.control_ids})
+        self.special_token_ids = sorted({*marks, *tokenizer.control_ids})
 
     def __call__(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, bos=False)

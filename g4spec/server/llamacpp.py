@@ -169,7 +169,7 @@ async def build_job(service: Service, body: CompletionBody) -> Job:
 
 
 def _bias(
-    service: Service, given: dict[str, Any] | list[list[Any]]
+    service: Service, requested: dict[str, Any] | list[list[Any]]
 ) -> tuple[dict[str, float], list[int]]:
     """Return the biases by token id, and the banned ids.
 
@@ -179,7 +179,7 @@ def _bias(
     """
     bias: dict[str, float] = {}
     banned: list[int] = []
-    for pair in given.items() if isinstance(given, dict) else given:
+    for pair in requested.items() if isinstance(requested, dict) else requested:
         where, value = pair if len(pair) == 2 else (None, None)
         if isinstance(where, str):
             an_id = re.fullmatch(r"-?[0-9]{1,12}", where)
@@ -230,19 +230,19 @@ async def _prompt(service: Service, prompt: str | TextPrompt | list[Any]) -> lis
 def _probabilities(service: Service, tokens: list[Token]) -> list[dict[str, Any]]:
     out = []
     for t in tokens:
-        told = {"id": t.id, **response_parts.chat_logprob(service.tokenizer, t.id, t.logprob)}
+        entry = {"id": t.id, **response_parts.chat_logprob(service.tokenizer, t.id, t.logprob)}
         top = [
             {"id": i, **response_parts.chat_logprob(service.tokenizer, i, value)}
             for i, value in t.top
         ]
-        out.append({**told, "top_logprobs": top})
+        out.append({**entry, "top_logprobs": top})
     return out
 
 
 def _settings(text: Text, stream: bool) -> dict[str, Any]:
     """Return `generation_settings`: the sampling parameters of a text."""
-    given = text.request.options
-    sampler = given.sampler
+    requested = text.request.options
+    sampler = requested.sampler
     bias = [
         {"token": i, "bias": value if math.isfinite(value) else None}
         for i, value in sampler.logit_bias
@@ -250,8 +250,8 @@ def _settings(text: Text, stream: bool) -> dict[str, Any]:
     return {
         **{name: values[0] for name, values in DISABLED_VALUES.items()},
         "adaptive_decay": 0.0,
-        "n_predict": given.n_predict,
-        "max_tokens": given.n_predict,
+        "n_predict": requested.n_predict,
+        "max_tokens": requested.n_predict,
         "seed": sampler.seed,
         "temperature": sampler.temperature,
         "top_k": sampler.top_k,
@@ -261,12 +261,12 @@ def _settings(text: Text, stream: bool) -> dict[str, Any]:
         "repeat_penalty": sampler.repetition_penalty,
         "presence_penalty": sampler.presence_penalty,
         "frequency_penalty": sampler.frequency_penalty,
-        "stop": list(given.stop),
-        "ignore_eos": given.ignore_eos,
-        "n_probs": given.logprobs or 0,
+        "stop": list(requested.stop),
+        "ignore_eos": requested.ignore_eos,
+        "n_probs": requested.logprobs or 0,
         "logit_bias": bias,
         "stream": stream,
-        "speculative.n_max": given.draft_max,
+        "speculative.n_max": requested.draft_max,
     }
 
 

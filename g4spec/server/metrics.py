@@ -98,22 +98,22 @@ class Metrics:
         )
         self.hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self.preempted = counter("num_preemptions", "Number of preemptions.")
-        self.ended = counter(
+        self.finished_texts = counter(
             "request_success", "Finished texts by finish reason.", "finished_reason"
         )
-        self.refused = counter(
+        self.errors = counter(
             "request_refused", "Requests answered with an error, by status.", "status"
         )
-        self.first = histogram(
+        self.time_to_first_token = histogram(
             "time_to_first_token_seconds", "Seconds until the first token.", LATENCY_BUCKETS
         )
-        self.gap = histogram(
+        self.inter_token_latency = histogram(
             "inter_token_latency_seconds", "Seconds between tokens.", TOKEN_LATENCY_BUCKETS
         )
-        self.whole = histogram(
+        self.request_latency = histogram(
             "e2e_request_latency_seconds", "Seconds until the last token.", LATENCY_BUCKETS
         )
-        self.queued = histogram(
+        self.queue_time = histogram(
             "request_queue_time_seconds", "Seconds spent waiting for a slot.", LATENCY_BUCKETS
         )
         for i in range(15):
@@ -145,17 +145,17 @@ class Metrics:
             gauge = Gauge(f"vllm:{name}", text, names, registry=self.registry)
             gauge.labels(*self._label).set_function(value)
 
-    def tokens(self, count: int, seconds: float) -> None:
+    def observe_tokens(self, count: int, seconds: float) -> None:
         """Observe `count` tokens that arrived `seconds` after the previous ones."""
         for _ in range(count):
-            self.gap.labels(*self._label).observe(seconds / count)
+            self.inter_token_latency.labels(*self._label).observe(seconds / count)
 
-    def finished(self, stats: Stats, seconds: float, reason: str) -> None:
+    def observe_end(self, stats: Stats, seconds: float, reason: str) -> None:
         """Count a text that has ended."""
         label = self._label
-        self.whole.labels(*label).observe(seconds)
-        self.queued.labels(*label).observe(stats.queue_seconds)
-        self.ended.labels(*label, reason).inc()
+        self.request_latency.labels(*label).observe(seconds)
+        self.queue_time.labels(*label).observe(stats.queue_seconds)
+        self.finished_texts.labels(*label, reason).inc()
         for counter, count in (
             (self.drafts, stats.drafted_by_position[0]),
             (self.drafted, stats.drafted),
@@ -170,13 +170,13 @@ class Metrics:
         for i, count in enumerate(stats.accepted_by_position):
             self.accepted_at.labels(*label, str(i)).inc(count)
 
-    def began(self, seconds: float) -> None:
+    def observe_first_token(self, seconds: float) -> None:
         """Observe the time to the first token of a text."""
-        self.first.labels(*self._label).observe(seconds)
+        self.time_to_first_token.labels(*self._label).observe(seconds)
 
     def count_error(self, status: int) -> None:
         """Count a refused request."""
-        self.refused.labels(*self._label, str(status)).inc()
+        self.errors.labels(*self._label, str(status)).inc()
 
     def value(self, counter: Counter, *more: str) -> float:
         """Return the value of a counter."""

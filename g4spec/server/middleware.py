@@ -39,15 +39,17 @@ class ApiKeyMiddleware:
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
-        self._known = [_digest(key) for key in keys]
+        self._key_digests = [_digest(key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["type"] == "http" and self._known and scope["path"] not in PATHS_WITHOUT_KEY:
-            given = _digest(_key(Headers(scope=scope)))
+        if scope["type"] == "http" and self._key_digests and scope["path"] not in PATHS_WITHOUT_KEY:
+            digest_sent = _digest(_key(Headers(scope=scope)))
             # Compare with every key, in constant time: response times must not leak a match.
-            known = [hmac.compare_digest(given, digest) for digest in self._known]
-            if not any(known):
+            matches = [
+                hmac.compare_digest(digest_sent, key_digest) for key_digest in self._key_digests
+            ]
+            if not any(matches):
                 refused = RequestError(
                     401,
                     "the API key is missing or wrong; send `Authorization: Bearer KEY`",
@@ -55,7 +57,7 @@ class ApiKeyMiddleware:
                 )
                 await error_response(refused, scope)(scope, receive, send)
                 return
-            scope.setdefault("state", {})["key"] = given.hex()[:8]
+            scope.setdefault("state", {})["key"] = digest_sent.hex()[:8]
         await self._app(scope, receive, send)
 
 
@@ -86,7 +88,7 @@ class BodyLimitMiddleware:
         size, started = 0, False
         length = Headers(scope=scope).get("content-length", "0")
 
-        async def limited() -> Message:
+        async def limited_receive() -> Message:
             nonlocal size
             message = await receive()
             size += len(message.get("body", b""))
@@ -94,7 +96,7 @@ class BodyLimitMiddleware:
                 raise _TooLarge
             return message
 
-        async def watched(message: Message) -> None:
+        async def tracked_send(message: Message) -> None:
             nonlocal started
             started = True
             await send(message)
@@ -102,7 +104,7 @@ class BodyLimitMiddleware:
         try:
             if length.isdecimal() and int(length[:20]) > self._limit:
                 raise _TooLarge
-            await self._app(scope, limited, watched)
+            await self._app(scope, limited_receive, tracked_send)
         except _TooLarge:
             if started:
                 raise
@@ -151,7 +153,7 @@ class RequestLogMiddleware:
         state = scope.setdefault("state", {})
         state["facts"], state["id"] = {}, number
 
-        async def numbered(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -162,7 +164,7 @@ class RequestLogMiddleware:
             await send(message)
 
         try:
-            await self._app(scope, receive, numbered)
+            await self._app(scope, receive, send_with_id)
         finally:
             seconds = time.perf_counter() - began
             log.info(

@@ -57,11 +57,11 @@ class Model:
         draft: the draft it was loaded with, or None.
         status: "unloaded", "loading" or "loaded".
         read: (bytes loaded, bytes in all) while loading.
-        users: number of running requests.
+        n_requests: number of running requests.
         used: time of the last request (`time.monotonic`).
-        leaving: True while it waits to be unloaded.
+        unloading: True while it waits to be unloaded.
         problem: error of the last attempt to load it.
-        life: exit stack of its application.
+        exit_stack: exit stack of its application.
     """
 
     name: str
@@ -72,11 +72,11 @@ class Model:
     read: tuple[int, int] | None = None
     service: Service | None = None
     app: ASGIApp | None = None
-    users: int = 0
+    n_requests: int = 0
     used: float = 0.0
-    leaving: bool = False
+    unloading: bool = False
     problem: str | None = None
-    life: AsyncExitStack = field(default_factory=AsyncExitStack)
+    exit_stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     def json(self) -> dict[str, Any]:
         """Return its entry of /v1/models."""
@@ -184,8 +184,8 @@ class ModelRouter:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        given = parse_qs(scope["query_string"].decode("latin-1")).get("model", [])
-        name = given[-1] if given else None
+        query_models = parse_qs(scope["query_string"].decode("latin-1")).get("model", [])
+        name = query_models[-1] if query_models else None
         try:
             if scope["method"] == "POST":
                 body, receive = await bodies.read_body(receive)
@@ -221,11 +221,13 @@ class ModelRouter:
             return {"status": "ok"}
         if method == "GET" and path == "/openapi.json":
             return document([*single_model.routes(single_model.Endpoints), *ROUTER_ROUTES])
-        own = next((each for each in ROUTER_ROUTES if path == each.path and method == "POST"), None)
-        if own is not None:
+        route = next(
+            (each for each in ROUTER_ROUTES if path == each.path and method == "POST"), None
+        )
+        if route is not None:
             if name is None:
                 raise RequestError(400, "model: name the model to load or unload", param="model")
-            await own.endpoint(self, self._named(name))
+            await route.endpoint(self, self._named(name))
             return {"success": True, "model": self._named(name).json()}
         return None
 
@@ -278,12 +280,12 @@ class ModelRouter:
     @contextmanager
     def _using(self, model: Model) -> Iterator[ASGIApp]:
         assert model.app is not None
-        model.users += 1
+        model.n_requests += 1
         model.used = time.monotonic()
         try:
             yield model.app
         finally:
-            model.users -= 1
+            model.n_requests -= 1
             self._changed.set()
 
     # ---- loading
@@ -291,7 +293,7 @@ class ModelRouter:
     async def _ensure_loaded(self, model: Model) -> Model:
         """Load the model if needed. There is no await between the check and the return, so that it
         is still loaded when the caller uses it."""
-        while model.status != "loaded" or model.leaving:
+        while model.status != "loaded" or model.unloading:
             async with self._lock:
                 if model.status != "loaded":
                     await self._load(model)
@@ -315,7 +317,7 @@ class ModelRouter:
                     if not await self._make_room():
                         raise
             app = single_model.create_app(service, mounted=True)
-            await model.life.enter_async_context(app.router.lifespan_context(app))
+            await model.exit_stack.enter_async_context(app.router.lifespan_context(app))
             model.service, model.app = service, app
         except G4Error as error:
             model.problem = str(error)
@@ -357,15 +359,15 @@ class ModelRouter:
         loaded = [m for m in self.all.values() if m.status == "loaded"]
         if not loaded:
             return False
-        await self._unload_when_idle(min(loaded, key=lambda m: (m.users > 0, m.used)))
+        await self._unload_when_idle(min(loaded, key=lambda m: (m.n_requests > 0, m.used)))
         return True
 
     async def _unload_when_idle(self, model: Model) -> None:
         """Unload a model once its requests have ended."""
-        model.leaving = True
+        model.unloading = True
         end = time.monotonic() + self._max_wait
         try:
-            while model.users:
+            while model.n_requests:
                 self._changed.clear()
                 try:
                     await asyncio.wait_for(self._changed.wait(), end - time.monotonic())
@@ -377,7 +379,7 @@ class ModelRouter:
                     ) from None
             await self._unload(model)
         finally:
-            model.leaving = False
+            model.unloading = False
 
     async def _unload(self, model: Model) -> None:
         if model.service is None:
@@ -385,7 +387,7 @@ class ModelRouter:
         service, model.service, model.app = model.service, None, None
         model.status = "unloaded"
         log.info("model unloaded", extra={"facts": {"model": model.name}})
-        await model.life.aclose()
+        await model.exit_stack.aclose()
         await asyncio.to_thread(service.engine.close)
 
 

@@ -50,15 +50,15 @@ def takes(
         read: parses and validates the body; default: `fields.read`.
     """
 
-    def around(handler: Callable[[Any, Request, Body], Awaitable[Response]]) -> Handler:
+    def decorate(handler: Callable[[Any, Request, Body], Awaitable[Response]]) -> Handler:
         @functools.wraps(handler)
-        async def handled(self: Any, request: Request) -> Response:
+        async def wrapper(self: Any, request: Request) -> Response:
             return await handler(self, request, read(model, await request.body()))
 
-        handled.__dict__["body"] = model
-        return handled
+        wrapper.__dict__["body"] = model
+        return wrapper
 
-    return around
+    return decorate
 
 
 def described(
@@ -72,12 +72,12 @@ def described(
         query: descriptions of the query parameters by name.
     """
 
-    def around(handler: Method) -> Method:
-        told = {"content": content, "body": body, "query": query}
-        handler.__dict__.update(told)
+    def decorate(handler: Method) -> Method:
+        attributes = {"content": content, "body": body, "query": query}
+        handler.__dict__.update(attributes)
         return handler
 
-    return around
+    return decorate
 
 
 def document(routes: Iterable[Route]) -> dict[str, Any]:
@@ -125,10 +125,10 @@ def _operation(path: str, method: str, route: Route) -> dict[str, Any]:
             "name": name,
             "in": "query",
             "required": False,
-            "description": what,
+            "description": description,
             "schema": {"type": "string"},
         }
-        for name, what in query.items()
+        for name, description in query.items()
     ]
     operation: dict[str, Any] = {
         "operationId": f"{method.lower()}_{re.sub(r'[^a-z0-9]+', '_', path.lower()).strip('_')}",

@@ -130,8 +130,8 @@ class Parser:
             _State.TEXT
         )  # state to return to if a channel header turns out to be text
         self._held = ""  # pending header, call head, or trailing white space of reasoning
-        self._thought = False  # reasoning text has been emitted
-        self._count = 0
+        self._thought_begun = False  # reasoning text has been emitted
+        self._n_calls = 0
         self._arguments: Arguments | None = None
         self._events: list[Event] = []
 
@@ -247,27 +247,27 @@ class Parser:
         if self._state is _State.TEXT:
             self._events.append(TextEvent(text))
         elif self._state is _State.THOUGHT:
-            self._think(text)
+            self._add_thought(text)
         elif self._state is _State.HEADER:
-            self._header(text)
+            self._add_to_header(text)
         elif self._state is _State.CALL_HEAD:
-            self._head(text)
+            self._add_to_call_head(text)
         elif self._state is _State.ARGUMENTS:
             assert self._arguments is not None
             self._argument(self._arguments.text(text))
 
-    def _think(self, text: str) -> None:
+    def _add_thought(self, text: str) -> None:
         """Add reasoning text, stripped of leading and trailing white space."""
         text = self._held + text
-        if not self._thought:
+        if not self._thought_begun:
             text = text.lstrip()
         kept = text.rstrip()
-        self._held = text[len(kept) :] if kept or self._thought else ""
+        self._held = text[len(kept) :] if kept or self._thought_begun else ""
         if kept:
-            self._thought = True
+            self._thought_begun = True
             self._events.append(ThoughtEvent(kept))
 
-    def _header(self, text: str) -> None:
+    def _add_to_header(self, text: str) -> None:
         self._held += text
         if self._held.startswith("thought") and len(self._held) > len("thought"):
             self._begin_thought()
@@ -276,9 +276,9 @@ class Parser:
 
     def _begin_thought(self) -> None:
         rest = self._held.removeprefix("thought")
-        again = self._thought
+        again = self._thought_begun
         self._state, self._held = _State.THOUGHT, "\n" if again else ""
-        self._think(rest.lstrip() if again else rest)
+        self._add_thought(rest.lstrip() if again else rest)
 
     def _header_ends(self) -> None:
         """Leave a header that is not `thought`; treat its text as if the mark were absent."""
@@ -287,7 +287,7 @@ class Parser:
         if held and held != "thought":
             self._add_text(held)
 
-    def _head(self, text: str) -> None:
+    def _add_to_call_head(self, text: str) -> None:
         self._held += text
         at = min((i for i in map(self._held.find, "{(") if i >= 0), default=-1)
         if at < 0:
@@ -316,8 +316,8 @@ class Parser:
         self._add_text(held)
 
     def _begin_call(self, name: str, closer: str) -> None:
-        self._events.append(CallEvent(self._count, name))
-        self._count += 1
+        self._events.append(CallEvent(self._n_calls, name))
+        self._n_calls += 1
         self._arguments = Arguments(closer)
         self._state, self._held = _State.ARGUMENTS, ""
         self._argument(self._arguments.text(""))
@@ -329,7 +329,7 @@ class Parser:
     def _argument(self, json: str) -> None:
         assert self._arguments is not None
         if json:
-            self._events.append(ArgumentEvent(self._count - 1, json))
+            self._events.append(ArgumentEvent(self._n_calls - 1, json))
         if self._arguments.ended:
             self._state = _State.CALL_TAIL
 

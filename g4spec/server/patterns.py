@@ -28,7 +28,7 @@ FORMATS = {
 """Regular expressions of `format` values (full match). Dates like 02-31 are accepted."""
 
 
-def fits(value: Any, types: Sequence[str]) -> bool:
+def has_type(value: Any, types: Sequence[str]) -> bool:
     """Return True if a JSON value has one of the types."""
     if isinstance(value, bool):
         return "boolean" in types
@@ -38,8 +38,8 @@ def fits(value: Any, types: Sequence[str]) -> bool:
     return names[type(value)] in types
 
 
-SIZES: dict[type, str] = {str: "Length", list: "Items", dict: "Properties"}
-DEEP: dict[type, tuple[str, ...]] = {
+SIZE_KEYWORDS: dict[type, str] = {str: "Length", list: "Items", dict: "Properties"}
+NESTED_KEYWORDS: dict[type, tuple[str, ...]] = {
     str: ("pattern",),
     list: ("items", "prefixItems", "additionalItems"),
     dict: ("properties", "patternProperties", "additionalProperties", "required"),
@@ -47,9 +47,9 @@ DEEP: dict[type, tuple[str, ...]] = {
 """Keywords, by type of value, that are not checked for `enum` and `const` values."""
 
 
-def within(value: Any, schema: Mapping[str, Any]) -> bool:
+def within_bounds(value: Any, schema: Mapping[str, Any]) -> bool:
     """Return True if a value is within the bounds and sizes of a schema."""
-    if (name := SIZES.get(type(value))) is not None:
+    if (name := SIZE_KEYWORDS.get(type(value))) is not None:
         least, most = schema.get(f"min{name}"), schema.get(f"max{name}")
         return (least is None or len(value) >= least) and (most is None or len(value) <= most)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -79,7 +79,7 @@ def terminal(schema: Mapping[str, Any]) -> tuple[str | None, list[str]]:
     parts: list[str] = []
     unenforced: list[str] = []
     if (pattern := schema.get("pattern")) is not None:
-        found = searched(pattern)
+        found = search_terminal(pattern)
         parts += [found] if found else []
         unenforced += [] if found else ["pattern"]
     if (name := schema.get("format")) is not None:
@@ -93,7 +93,7 @@ def terminal(schema: Mapping[str, Any]) -> tuple[str | None, list[str]]:
     return (" & ".join(parts) if parts else None), unenforced
 
 
-def searched(pattern: Any) -> str | None:
+def search_terminal(pattern: Any) -> str | None:
     """Return a terminal for strings that contain a match of an ECMA regular expression.
 
     Return None for look-around, back references and inner anchors, which are unsupported.

@@ -100,36 +100,41 @@ class Prompter:
         """
         renderer = self._template()
         guard, plain, offered = special_token_guard.guarded(
-            [_plain(m, i) for i, m in enumerate(messages)], tools, self._marks, renderer.template
+            [_template_message(m, i) for i, m in enumerate(messages)],
+            tools,
+            self._marks,
+            renderer.template,
         )
-        begun = _begun(plain) if continued else ""
-        aside: dict[str, str] = {}
+        beginning = _pop_beginning(plain) if continued else ""
+        call_texts: dict[str, str] = {}
         calls = any(m.get("tool_calls") or m["role"] == "tool" for m in plain)
         if thinking or tools or calls:
-            able = await self.features()
-            if thinking and not (able.thinking and self.marks):
+            features = await self.features()
+            if thinking and not (features.thinking and self.marks):
                 raise RequestError(
                     400,
                     "the model's chat template has no thinking; leave out reasoning_effort",
                     param="reasoning_effort",
                 )
-            if (tools and not (able.tools and self.marks)) or (calls and able.results is None):
+            if (tools and not (features.tools and self.marks)) or (
+                calls and features.results is None
+            ):
                 raise RequestError(
                     400,
                     "the model's chat template has no tools; leave out tools and tool messages",
                     param="tools",
                 )
-            if able.text_last:
-                plain, aside = _set_aside(plain)
-            if calls and able.results == "field":
-                plain = _embedded(plain)
+            if features.text_last:
+                plain, call_texts = _extract_call_texts(plain)
+            if calls and features.results == "field":
+                plain = _embed_tool_results(plain)
         text = await renderer.render(
             plain,
             tools=offered or None,
             enable_thinking=thinking,
             add_generation_prompt=opened or continued,
         )
-        text = _put_back(text, aside) + begun
+        text = _restore_call_texts(text, call_texts) + beginning
         ids = await self._encode(text, guard)
         state = "may" if thinking else "no"
         if self.marks is not None and self.marks.thinking(ids):
@@ -144,7 +149,7 @@ class Prompter:
         return await asyncio.to_thread(self._tokenizer.encode, text, n_ctx=self._n_ctx, guard=guard)
 
 
-def _plain(message: Message, index: int) -> dict[str, Any]:
+def _template_message(message: Message, index: int) -> dict[str, Any]:
     """Convert a message to the form of templates: content as str, arguments as objects."""
     role = message["role"]
     plain = {
@@ -159,7 +164,7 @@ def _plain(message: Message, index: int) -> dict[str, Any]:
     return plain
 
 
-def _begun(messages: list[dict[str, Any]]) -> str:
+def _pop_beginning(messages: list[dict[str, Any]]) -> str:
     """Remove the last message, the beginning of the answer, and return its text."""
     last = messages.pop()
     if last["role"] != "assistant" or last.get("tool_calls") or not messages:
@@ -197,7 +202,9 @@ def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": value}}
 
 
-def _set_aside(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+def _extract_call_texts(
+    messages: Sequence[dict[str, Any]],
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Remove the text of messages with calls.
 
     Some templates write this text after the calls and their results, as if it were the answer to
@@ -207,23 +214,23 @@ def _set_aside(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]]
         The messages, with a random marker before the name of the first call of each, and the texts
         by marker.
     """
-    aside: dict[str, str] = {}
+    call_texts: dict[str, str] = {}
     out = list(messages)
     for i, message in enumerate(messages):
         words = message["content"].strip()
         if words and message.get("tool_calls"):
             mark = f"{secrets.token_hex(16)}_"
-            aside[mark] = words
+            call_texts[mark] = words
             first, *others = message["tool_calls"]
             function = {**first["function"], "name": mark + first["function"]["name"]}
             calls = [{**first, "function": function}, *others]
             out[i] = {**message, "content": "", "tool_calls": calls}
-    return out, aside
+    return out, call_texts
 
 
-def _put_back(text: str, aside: Mapping[str, str]) -> str:
+def _restore_call_texts(text: str, call_texts: Mapping[str, str]) -> str:
     """Insert the removed texts before the calls of their messages, where the model writes them."""
-    for mark, words in aside.items():
+    for mark, words in call_texts.items():
         call = "<|tool_call>call:"
         if call + mark not in text:
             raise InputError(
@@ -233,7 +240,7 @@ def _put_back(text: str, aside: Mapping[str, str]) -> str:
     return text
 
 
-def _embedded(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _embed_tool_results(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Move tool results, and the answer that follows them, into the message with the calls.
 
     The first Gemma 4 templates expect this form.

@@ -27,7 +27,7 @@ MAX_BYTES = 64 << 20
 """Maximum total size of kept streams, in bytes; the oldest ended ones are dropped first."""
 
 
-class Replay:
+class RecordedStream:
     """A recorded stream of events; each event has its number as `id`, from 1 on.
 
     Args:
@@ -93,10 +93,10 @@ class Replay:
 
 
 class ReplayStore:
-    """Recorded streams by owner (`response_store.Record`) and id. Used from one event loop only."""
+    """Recorded streams by owner and id. Used from one event loop only."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str | None, str], Replay] = OrderedDict()
+        self._kept: OrderedDict[tuple[str | None, str], RecordedStream] = OrderedDict()
 
     async def begin(
         self,
@@ -105,15 +105,15 @@ class ReplayStore:
         source: StreamSource,
         events: Events,
         failed: Callable[[RequestError], str],
-    ) -> Replay:
-        """Record a stream (arguments as for `Replay`); stop an earlier one with the same id."""
+    ) -> RecordedStream:
+        """Record a stream (arguments as for `RecordedStream`); stop an earlier one with the same id."""
         if (before := self._kept.pop((owner, name), None)) is not None:
             await before.stop()
         self._drop()
-        replay = self._kept[owner, name] = Replay(name, source, events, failed)
+        replay = self._kept[owner, name] = RecordedStream(name, source, events, failed)
         return replay
 
-    def get(self, owner: str | None, name: str) -> Replay:
+    def get(self, owner: str | None, name: str) -> RecordedStream:
         """Return a stream; raise RequestError (404) if it does not exist."""
         self._drop()
         if (found := self._kept.get((owner, name))) is None:
@@ -136,7 +136,7 @@ class ReplayStore:
             )
         return name
 
-    def requested(self, request: Request, owner: str | None) -> tuple[Replay, int]:
+    def requested(self, request: Request, owner: str | None) -> tuple[RecordedStream, int]:
         """Return the stream that a request resumes, and how many events the client has."""
         query = request.query_params
         for name in query:

@@ -46,8 +46,8 @@ async def count(
 ) -> Json:
     """Return the response of /v1/responses/input_tokens."""
     service.check_model(request.model)
-    asked = chat_request(request, context(store, request, owner))
-    prompt = await chat.build_prompt(service, asked)
+    chat_body = chat_request(request, context(store, request, owner))
+    prompt = await chat.build_prompt(service, chat_body)
     return {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}
 
 
@@ -73,11 +73,11 @@ class Writer:
         self._service, self._store, self._request = service, store, request
         self._items = context(store, request, owner)
         self._chat = chat_request(request, self._items)
-        self.response = _head(service, request)
+        self.response = _new_response(service, request)
         self._record = Record(owner, self.response, self._items)
         self._number = 0
         self._open: type[Event] | None = None
-        self._told: list[Token] = []
+        self._pending_logprobs: list[Token] = []
 
     async def job(self) -> Job:
         """Build the job of the request."""
@@ -161,14 +161,14 @@ class Writer:
 
     def _pieces(self, delta: Delta) -> Iterator[Json]:
         """Yield the events of a delta."""
-        self._told += delta.tokens
+        self._pending_logprobs += delta.tokens
         for piece in delta.events:
             kind = CallEvent if isinstance(piece, ArgumentEvent) else type(piece)
             if kind is not self._open or isinstance(piece, CallEvent):
                 yield from self._close()
                 yield from self._begin(piece)
                 self._open = kind
-            yield from self._grow(piece)
+            yield from self._append(piece)
         if delta.finish:
             yield from self._close(cut=delta.finish == "length")
 
@@ -178,14 +178,14 @@ class Writer:
         item: Json = self.response["output"][-1]
         return item
 
-    def _at(self, **more: Any) -> Json:
+    def _position(self, **more: Any) -> Json:
         """Return the fields that locate an event in the output, with `more`."""
         at = {"item_id": self._item["id"], "output_index": len(self.response["output"]) - 1}
         return {**at, **({} if self._open is CallEvent else {"content_index": 0}), **more}
 
     def _begin(self, piece: Event) -> Iterator[Json]:
         output = self.response["output"]
-        item = _item(piece)
+        item = _new_item(piece)
         output.append(item)
         shown = {**item, "content": []} if "content" in item else dict(item)
         index = len(output) - 1
@@ -199,27 +199,29 @@ class Writer:
                 part=dict(item["content"][0]),
             )
 
-    def _grow(self, piece: Event) -> Iterator[Json]:
+    def _append(self, piece: Event) -> Iterator[Json]:
         item = self._item
         if isinstance(piece, TextEvent):
-            yield self._words(piece.text)
+            yield self._append_text(piece.text)
         elif isinstance(piece, ThoughtEvent):
             item["content"][0]["text"] += piece.text
-            yield self._event("response.reasoning_text.delta", **self._at(delta=piece.text))
+            yield self._event("response.reasoning_text.delta", **self._position(delta=piece.text))
         elif isinstance(piece, ArgumentEvent):
             item["arguments"] += piece.json
             yield self._event(
-                "response.function_call_arguments.delta", **self._at(delta=piece.json)
+                "response.function_call_arguments.delta", **self._position(delta=piece.json)
             )
 
-    def _words(self, text: str) -> Json:
+    def _append_text(self, text: str) -> Json:
         """Append to the text of a message, with the pending log-probabilities."""
-        tokens = response_parts.chat_logprobs(self._service.tokenizer, self._told)
-        self._told.clear()
+        tokens = response_parts.chat_logprobs(self._service.tokenizer, self._pending_logprobs)
+        self._pending_logprobs.clear()
         part = self._item["content"][0]
         part["text"] += text
         part["logprobs"] += tokens
-        return self._event("response.output_text.delta", **self._at(delta=text, logprobs=tokens))
+        return self._event(
+            "response.output_text.delta", **self._position(delta=text, logprobs=tokens)
+        )
 
     def _close(self, *, cut: bool = False) -> Iterator[Json]:
         """Finish the current item; yield its events.
@@ -230,25 +232,25 @@ class Writer:
         if self._open is None:
             return
         item = self._item
-        if self._open is TextEvent and self._told:
-            yield self._words("")
-        item["status"] = "incomplete" if cut and not _whole(item) else "completed"
+        if self._open is TextEvent and self._pending_logprobs:
+            yield self._append_text("")
+        item["status"] = "incomplete" if cut and not _is_complete_call(item) else "completed"
         if self._open is CallEvent:
             whole = {"arguments": item["arguments"], "name": item["name"]}
-            yield self._event("response.function_call_arguments.done", **self._at(**whole))
+            yield self._event("response.function_call_arguments.done", **self._position(**whole))
         else:
             part = item["content"][0]
             kind, text = part["type"], {"text": part["text"]}
             if self._open is TextEvent:
                 text["logprobs"] = part["logprobs"]
-            yield self._event(f"response.{kind}.done", **self._at(**text))
-            yield self._event("response.content_part.done", **self._at(part=part))
+            yield self._event(f"response.{kind}.done", **self._position(**text))
+            yield self._event("response.content_part.done", **self._position(part=part))
         at = len(self.response["output"]) - 1
         yield self._event("response.output_item.done", output_index=at, item=item)
         self._open = None
 
 
-def _whole(item: Json) -> bool:
+def _is_complete_call(item: Json) -> bool:
     """Return True if an item is a call with complete arguments."""
     try:
         return isinstance(from_json(item.get("arguments", "")), dict)
@@ -256,7 +258,7 @@ def _whole(item: Json) -> bool:
         return False
 
 
-def _item(piece: Event) -> Json:
+def _new_item(piece: Event) -> Json:
     """Return a new output item for an event."""
     if isinstance(piece, TextEvent):
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
@@ -286,7 +288,7 @@ def _item(piece: Event) -> Json:
     }
 
 
-def _head(service: Service, request: ResponsesRequest) -> Json:
+def _new_response(service: Service, request: ResponsesRequest) -> Json:
     """Return a new response object without output."""
     text = request.text.model_dump(exclude_none=True) if request.text is not None else {}
     reasoning = request.reasoning

@@ -155,32 +155,34 @@ def create_server(
 def serve(
     service: Service,
     address: ServerAddress,
-    at: socket.socket,
+    listener: socket.socket,
     ready: Callable[[], None],
     **more: Any,
 ) -> None:
     """Serve one model until a signal.
 
     Args:
-        at: listening socket (`listen`).
+        listener: listening socket (`listen`).
         ready: called once the server accepts requests.
         more: arguments of `g4spec.server.app.create_app`.
     """
     configure_logging()
     service.warm_up()
-    create_server(create_app(service, **more), service, address, ready).run(sockets=[at])
+    create_server(create_app(service, **more), service, address, ready).run(sockets=[listener])
 
 
 def serve_models(
-    found: model_router.ModelRouter,
+    router: model_router.ModelRouter,
     address: ServerAddress,
-    at: socket.socket,
+    listener: socket.socket,
     ready: Callable[[], None],
     **more: Any,
 ) -> None:
     """Serve several models until a signal; see `serve`."""
     configure_logging()
-    create_server(model_router.create_app(found, **more), found, address, ready).run(sockets=[at])
+    create_server(model_router.create_app(router, **more), router, address, ready).run(
+        sockets=[listener]
+    )
 
 
 def is_exposed(address: ServerAddress) -> bool:
@@ -193,8 +195,8 @@ def is_exposed(address: ServerAddress) -> bool:
         return True
 
 
-def url(address: ServerAddress, at: socket.socket) -> str:
+def url(address: ServerAddress, listener: socket.socket) -> str:
     """Return the URL of a listening socket."""
-    host, port = at.getsockname()[:2]
+    host, port = listener.getsockname()[:2]
     scheme = "https" if address.certificate else "http"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -20,7 +20,7 @@ TYPES = ("string", "object", "array", "number", "integer", "boolean", "null")
 DEPTH = 64
 """Maximum nesting of a schema; protects against accidental and malicious recursion."""
 
-_OWN = {  # keywords that apply to one type
+_TYPE_KEYWORDS = {  # keywords that apply to one type
     "string": ("minLength", "maxLength", "pattern", "format"),
     "object": (
         "properties",
@@ -33,9 +33,9 @@ _OWN = {  # keywords that apply to one type
     "array": ("items", "prefixItems", "additionalItems", "minItems", "maxItems"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 }
-_LOWER = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
-_UPPER = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
-_NOTES = (
+_LOWER_BOUNDS = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
+_UPPER_BOUNDS = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
+_ANNOTATIONS = (
     "title",
     "description",
     "default",
@@ -61,8 +61,8 @@ def types_of(schema: Schema) -> list[str]:
     if named is not None:
         found = [named] if isinstance(named, str) else list(named)
         return [t for t in TYPES if t in found and not (t == "integer" and "number" in found)]
-    told = [t for t, keywords in _OWN.items() if any(k in schema for k in keywords)]
-    return told or list(TYPES)
+    types = [t for t, keywords in _TYPE_KEYWORDS.items() if any(k in schema for k in keywords)]
+    return types or list(TYPES)
 
 
 class Resolver:
@@ -102,15 +102,17 @@ class Resolver:
 
     def pointer(self, schema: Any) -> str | None:
         """Return the pointer of a schema that consists only of a `$ref`; None for others."""
-        return self._pointer(schema) if _said(schema) == ["$ref"] else None
+        return self._pointer(schema) if _keywords(schema) == ["$ref"] else None
 
     def branches(self, schema: Any) -> list[Any] | None:
         """Return the alternatives of a schema that consists only of anyOf or oneOf; else None."""
-        said = _said(schema)
-        if said not in (["anyOf"], ["oneOf"]) and (said != ["allOf"] or len(schema["allOf"]) != 1):
+        keywords = _keywords(schema)
+        if keywords not in (["anyOf"], ["oneOf"]) and (
+            keywords != ["allOf"] or len(schema["allOf"]) != 1
+        ):
             return None
-        branches = self._list(schema, said[0])
-        if said == ["oneOf"] and not _disjoint([self.options(b) for b in branches]):
+        branches = self._list(schema, keywords[0])
+        if keywords == ["oneOf"] and not _disjoint([self.options(b) for b in branches]):
             self.unsupported("oneOf with overlapping schemas", schema)
         return branches
 
@@ -144,20 +146,20 @@ class Resolver:
             raise self.error(f"more than {DEPTH} levels deep, or a reference to itself")
         self.refuse(schema, "not", "if", "then", "else")
         own = {k: v for k, v in schema.items() if k not in ("$ref", "allOf", "anyOf", "oneOf")}
-        own = {k: v for k, v in own.items() if k not in _NOTES}
+        own = {k: v for k, v in own.items() if k not in _ANNOTATIONS}
         if "const" in own:
             own["enum"] = [v for v in own.get("enum", [own["const"]]) if v == own["const"]]
             del own["const"]
         options: list[Schema] = [self._typed(own)]
         parts = [self.target(self._pointer(schema))] if "$ref" in schema else []
         for part in (*parts, *self._list(schema, "allOf")):
-            options = self._both(options, self.options(part, depth + 1))
+            options = self._intersect(options, self.options(part, depth + 1))
         for keyword in ("anyOf", "oneOf"):
             if keyword in schema:
                 branches = [self.options(b, depth + 1) for b in self._list(schema, keyword)]
                 if keyword == "oneOf" and not _disjoint(branches):
                     self.unsupported("oneOf with overlapping schemas", schema)
-                options = self._both(options, [o for branch in branches for o in branch])
+                options = self._intersect(options, [o for branch in branches for o in branch])
         return options
 
     def plain(self, schema: Schema) -> Schema:
@@ -192,11 +194,11 @@ class Resolver:
 
     # ---- conjunctions
 
-    def _both(self, left: list[Schema], right: list[Schema]) -> list[Schema]:
+    def _intersect(self, left: list[Schema], right: list[Schema]) -> list[Schema]:
         """Intersect alternatives: values must match one of `left` and one of `right`."""
-        return [both for a in left for b in right if (both := self._merged(a, b)) is not None]
+        return [both for a in left for b in right if (both := self._merge(a, b)) is not None]
 
-    def _merged(self, a: Schema, b: Schema) -> Schema | None:
+    def _merge(self, a: Schema, b: Schema) -> Schema | None:
         """Intersect two schemas; return None if no value matches both."""
         if not a or not b:
             return a or b
@@ -204,17 +206,17 @@ class Resolver:
         for keyword in set(a) & set(b):
             x, y = a[keyword], b[keyword]
             if x != y:
-                out[keyword] = self._combined(keyword, x, y, out)
+                out[keyword] = self._combine(keyword, x, y, out)
         if "type" in a and "type" in b:
-            both = [t for t in TYPES if _has(types_of(a), t) and _has(types_of(b), t)]
+            both = [t for t in TYPES if _allows(types_of(a), t) and _allows(types_of(b), t)]
             if not both:
                 return None
             out["type"] = both
         return out if out.get("enum", True) != [] else None
 
-    def _combined(self, keyword: str, x: Any, y: Any, schema: Schema) -> Any:
-        if keyword in (*_LOWER, *_UPPER):
-            return max(x, y) if keyword in _LOWER else min(x, y)
+    def _combine(self, keyword: str, x: Any, y: Any, schema: Schema) -> Any:
+        if keyword in (*_LOWER_BOUNDS, *_UPPER_BOUNDS):
+            return max(x, y) if keyword in _LOWER_BOUNDS else min(x, y)
         if keyword == "required":
             return [*x, *(name for name in y if name not in x)]
         if keyword == "enum":
@@ -276,12 +278,12 @@ class Resolver:
         return keys, set(map(str, required)), others
 
 
-def _said(schema: Any) -> list[str]:
+def _keywords(schema: Any) -> list[str]:
     """Return the keywords of a schema, without annotations."""
-    return [k for k in schema if k not in _NOTES] if isinstance(schema, Mapping) else []
+    return [k for k in schema if k not in _ANNOTATIONS] if isinstance(schema, Mapping) else []
 
 
-def _has(types: list[str], t: str) -> bool:
+def _allows(types: list[str], t: str) -> bool:
     return t in types or (t == "integer" and "number" in types)
 
 

@@ -187,7 +187,7 @@ class Service:
         stream = self._answer_stream(job) if options.stop and job.chat else None
         options = replace(options, sampler=sampler, mask=mask, stream=stream)
         request = self.engine.submit(prompt, options)
-        assembler = Assembler(self._reader(job), options.stop, self._special_ids)
+        assembler = Assembler(self._create_reader(job), options.stop, self._special_ids)
         return Text(index, request, assembler, self.live.follow(request, job.live))
 
     @cached_property
@@ -202,7 +202,7 @@ class Service:
             return None
         return partial(AnswerStream.of, self.tokenizer, marks, job.calls, job.open_thought)
 
-    def _reader(self, job: Job) -> Reader:
+    def _create_reader(self, job: Job) -> Reader:
         marks = self.prompter.marks
         if not job.chat or marks is None:
             return PlainReader(self.tokenizer)
@@ -242,11 +242,11 @@ class Text:
 class Generation:
     """The running texts of one job. Always close it: that frees their slots and pages."""
 
-    _numbers = itertools.count()
+    _id_numbers = itertools.count()
 
     def __init__(self, service: Service, job: Job, texts: list[Text]) -> None:
         self.job, self.texts, self.service = job, texts, service
-        self.id = f"{secrets.token_hex(8)}{next(self._numbers):04x}"
+        self.id = f"{secrets.token_hex(8)}{next(self._id_numbers):04x}"
         self.created = int(time.time())
         self._began = time.perf_counter()
         self._expired = self._closed = False
@@ -270,7 +270,7 @@ class Generation:
                 if text.finish is None:
                     text.request.cancel()
                     seconds = time.perf_counter() - self._began
-                    self.service.metrics.finished(text.request.stats, seconds, "abort")
+                    self.service.metrics.observe_end(text.request.stats, seconds, "abort")
                     self.service.live.ended(text.live, "abort")
 
     async def deltas(self) -> AsyncGenerator[tuple[Text, Delta], None]:
@@ -294,15 +294,15 @@ class Generation:
 
         tasks = [asyncio.ensure_future(pump(text)) for text in self.texts]
         try:
-            left = len(tasks)
-            while left:
-                text, found = await queue.get()
-                if isinstance(found, BaseException):
-                    raise found
-                if found is None:
-                    left -= 1
+            n_running = len(tasks)
+            while n_running:
+                text, item = await queue.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is None:
+                    n_running -= 1
                 else:
-                    yield text, found
+                    yield text, item
         finally:
             for task in tasks:
                 task.cancel()
@@ -319,9 +319,9 @@ class Generation:
                         continue
                     now = time.perf_counter()
                     if first:
-                        metrics.began(now - last)
+                        metrics.observe_first_token(now - last)
                     else:
-                        metrics.tokens(len(cycle.tokens), now - last)
+                        metrics.observe_tokens(len(cycle.tokens), now - last)
                     first, last = False, now
                     ids += cycle.tokens
                     delta = text.assembler.cycle(cycle)
@@ -333,12 +333,12 @@ class Generation:
             raise RequestError.of(error) from error
         except BaseException as error:
             if error is text.request.error:
-                again = isinstance(error, EngineLost) and self.service.engine.failed is None
-                said = "the engine failed" + (
-                    "; it is restarting, retry later" if again else "; restart the server"
+                restarting = isinstance(error, EngineLost) and self.service.engine.failed is None
+                message = "the engine failed" + (
+                    "; it is restarting, retry later" if restarting else "; restart the server"
                 )
                 raise RequestError(
-                    500, said, code="engine_failed", retry_after=5 if again else None
+                    500, message, code="engine_failed", retry_after=5 if restarting else None
                 ) from error
             raise
         if self._expired:
@@ -357,6 +357,6 @@ class Generation:
         delta.ids = ids
         text.finish, text.stop = delta.finish, delta.stop
         seconds = time.perf_counter() - self._began
-        metrics.finished(text.request.stats, seconds, str(text.finish))
+        metrics.observe_end(text.request.stats, seconds, str(text.finish))
         self.service.live.ended(text.live, str(text.finish))
         yield delta

@@ -39,34 +39,34 @@ class Renderer:
 
     def __init__(self, template: str, *, bos: str, eos: str) -> None:
         self.template = template
-        self._fixed = {"template": template, "bos": bos, "eos": eos}
+        self._job_defaults = {"template": template, "bos": bos, "eos": eos}
         self._process: asyncio.subprocess.Process | None = None
         self._lock = asyncio.Lock()
 
     async def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """Render a conversation; raise InputError if the template is invalid or rejects it."""
-        job = {**self._fixed, "messages": [dict(m) for m in messages], **variables}
+        job = {**self._job_defaults, "messages": [dict(m) for m in messages], **variables}
         line = json.dumps(job).encode() + b"\n"
         async with self._lock:
             try:
                 with anyio.fail_after(START_SECONDS):  # imports take long on a busy machine
-                    await self._started()
+                    await self._ensure_started()
                 with anyio.fail_after(runtime_template.SECONDS):
-                    answer = await self._ask(line)
+                    answer = await self._exchange(line)
             except TimeoutError:
                 await self.close()
-                raise _stopped(f"no end after {runtime_template.SECONDS} s") from None
+                raise _killed_error(f"no end after {runtime_template.SECONDS} s") from None
             except asyncio.CancelledError:
                 await self.close()  # otherwise the next text would get this answer
                 raise
         if answer is None:
             await self.close()
-            raise _stopped("its process was killed, probably for using too much memory")
+            raise _killed_error("its process was killed, probably for using too much memory")
         if "error" in answer:
-            raise _failed(answer["error"])
+            raise _template_error(answer["error"])
         return str(answer["text"])
 
-    async def _started(self) -> None:
+    async def _ensure_started(self) -> None:
         """Start the process if none runs, and wait until it accepts jobs."""
         process = self._process
         if process is None or process.returncode is not None:
@@ -74,7 +74,7 @@ class Renderer:
             assert process.stdout is not None
             await process.stdout.readline()
 
-    async def _ask(self, line: bytes) -> dict[str, Any] | None:
+    async def _exchange(self, line: bytes) -> dict[str, Any] | None:
         process = self._process
         assert process is not None
         assert process.stdin is not None and process.stdout is not None
@@ -111,16 +111,16 @@ class Renderer:
             await process.wait()
 
 
-class Stopped(InputError):
+class TemplateKilled(InputError):
     """A template whose process was killed; a retry may succeed."""
 
 
-def _failed(why: str) -> InputError:
+def _template_error(why: str) -> InputError:
     return InputError("the chat template failed", found=why[:500])
 
 
-def _stopped(why: str) -> Stopped:
-    return Stopped("the chat template failed", found=why)
+def _killed_error(why: str) -> TemplateKilled:
+    return TemplateKilled("the chat template failed", found=why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ async def features(renderer: Renderer) -> TemplateFeatures:
     async def attempt(messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         try:
             return await renderer.render(messages, **variables)
-        except Stopped:
+        except TemplateKilled:
             raise
         except InputError:
             return ""

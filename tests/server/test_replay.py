@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from g4spec.server.replay import Replay
+from g4spec.server.replay import RecordedStream
 from g4spec.server.request_errors import RequestError
 from tests.server.running_server import Served, wait
 
@@ -90,9 +90,11 @@ def test_a_failure_is_the_last_event(error: Exception, said: str) -> None:
         raise error
 
     async def main() -> list[str]:
-        replay = Replay("x", Source(), events(), lambda refused: f"data: {refused.message}\n\n")
+        replay = RecordedStream(
+            "x", Source(), events(), lambda refused: f"data: {refused.message}\n\n"
+        )
         found = [each async for each in replay.follow(0)]
-        stopped = Replay("y", Source(), events(), str)
+        stopped = RecordedStream("y", Source(), events(), str)
         await stopped.stop()  # before it has begun
         assert [each async for each in stopped.follow(0)] == [] and len(closed) == 2
         return found
