@@ -106,7 +106,7 @@ class ReplayStore:
         events: Events,
         failed: Callable[[RequestError], str],
     ) -> RecordedStream:
-        """Record a stream (arguments as for `RecordedStream`); stop an earlier one with the same id."""
+        """Record a stream; stop an earlier one with the same id. See `RecordedStream`."""
         if (before := self._kept.pop((owner, name), None)) is not None:
             await before.stop()
         self._drop()
