@@ -51,7 +51,7 @@ class Meter:
 
     def __init__(self, base: Path, text: str, count: int) -> None:
         self.base = Engine.load(base, n_ctx=chunks.SIZE)
-        self.parts = chunks.cut(self.base.tokenizer, text, most=count)
+        self.parts = chunks.gemm_config(self.base.tokenizer, text, most=count)
         self._read = {id(ids): chunks.read(self.base, ids) for ids in self.parts}
 
     def read(self, engine: Engine, ids: list[int]) -> Any:
@@ -71,7 +71,7 @@ def measured(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     text, calibration = texts()
     meter = Meter(plain, text, args.chunks)
     with Engine.load(plain, n_ctx=chunks.SIZE) as engine:
-        parts = chunks.cut(engine.tokenizer, calibration, most=args.calibration)
+        parts = chunks.gemm_config(engine.tokenizer, calibration, most=args.calibration)
         imatrix.save(weighted, importance.collect(engine, parts, "held-out texts"))
     weights = imatrix.read(weighted)
     names = [n for n in policy.names() if n not in (*ALONE, "f32")]

@@ -43,21 +43,21 @@ def engine(trained: Path) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def parts(engine: Engine) -> list[list[int]]:
-    return chunks.cut(engine.tokenizer, TEXT.read_text().removesuffix("\n"), most=2)
+    return chunks.gemm_config(engine.tokenizer, TEXT.read_text().removesuffix("\n"), most=2)
 
 
 def test_chunks_are_cut_as_in_llama_cpp(engine: Engine) -> None:
     tokenizer = engine.tokenizer
     ids = tokenizer.encode("one two three four five six seven")
-    got = chunks.cut(tokenizer, "one two three four five six seven", 4)
+    got = chunks.gemm_config(tokenizer, "one two three four five six seven", 4)
     assert len(got) == len(ids) // 4 >= 2
     for i, part in enumerate(got):
         assert part == [tokenizer.bos, *ids[4 * i + 1 : 4 * i + 4]]
-    assert chunks.cut(tokenizer, "one two three four five six seven", 4, 1) == got[:1]
+    assert chunks.gemm_config(tokenizer, "one two three four five six seven", 4, 1) == got[:1]
     with pytest.raises(InputError, match="at least 1024 tokens"):
-        chunks.cut(tokenizer, "short")
+        chunks.gemm_config(tokenizer, "short")
     with pytest.raises(UsageError):
-        chunks.cut(tokenizer, "one two", 2)
+        chunks.gemm_config(tokenizer, "one two", 2)
 
 
 def test_perplexity_and_divergence_equal_llama_perplexitys(

@@ -26,7 +26,7 @@ from g4spec.runtime.cuda.cache.heads import HEAD_DIMS
 from g4spec.runtime.cuda.portable import products
 from g4spec.runtime.cuda.step import screen
 from g4spec.runtime.cuda.step.choose import Choice
-from g4spec.runtime.cuda.step.packed_rows import Rows, unpack
+from g4spec.runtime.cuda.step.packed_rows import PackedRows, unpack
 from g4spec.runtime.cuda.step.picks import Picks
 from g4spec.runtime.cuda.weights import packing, samples
 from g4spec.runtime.cuda.weights.matrix import Matrix
@@ -77,7 +77,7 @@ def there(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.to(DEVICE)
 
 
-def stored(packed: Rows) -> torch.Tensor:
+def stored(packed: PackedRows) -> torch.Tensor:
     """Halves [T, K] of rows; checks the sums beside them and the zeros behind T."""
     parts = values, sums16, sums32, floats = unpack(packed)
     assert values.shape == (packed.padded, packed.width)
