@@ -22,17 +22,17 @@ from watch import keep
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from g4spec.runtime import length
-from g4spec.runtime.length import MARGIN
+from g4spec.runtime import draft_length
+from g4spec.runtime.draft_length import MARGIN
 from tests.support.acceptance import MACHINES, Bill, Recording, best_fixed, recordings, replay
-from tests.support.one_text import Auto, Costs
+from tests.support.one_text import Auto, CycleCosts
 
 CREDITS = (1, 2, 3, 4, 8, 16, 1000)
 
 
 def one_engine(table: dict[int, float], recording: Recording) -> dict[str, float]:
     """Shares with one policy for all texts, in two rounds."""
-    auto, costs, all_texts = Auto(table), Costs(table), Bill(table[0])
+    auto, costs, all_texts = Auto(table), CycleCosts(table), Bill(table[0])
     shares = []
     for _ in range(2):
         for texts in recording.texts.values():
@@ -52,7 +52,7 @@ def one_engine(table: dict[int, float], recording: Recording) -> dict[str, float
 
 def new_engine(table: dict[int, float], recording: Recording) -> dict[str, float]:
     """Shares with a policy of its own for each text."""
-    costs, shares, bounds, lost = Costs(table), [], [], 0.0
+    costs, shares, bounds, lost = CycleCosts(table), [], [], 0.0
     extra = min(costs[n] for n in range(1, recording.longest + 1)) / costs[0] - 1
     delay = max(0, int(extra / MARGIN))
     for texts in recording.texts.values():
@@ -94,9 +94,9 @@ def main() -> None:
             )
             print(rows[-1])
     credits: dict[int, dict[str, float]] = {}
-    chosen = length.CREDIT
+    chosen = draft_length.CREDIT
     for credit in CREDITS:
-        length.CREDIT = credit
+        draft_length.CREDIT = credit
         found = [
             one_engine(t, r)
             for name, r in recordings().items()
@@ -110,7 +110,7 @@ def main() -> None:
             }
         )
         print("credit", credit, credits[credit])
-    length.CREDIT = chosen
+    draft_length.CREDIT = chosen
     keep(None, "auto-lengths", {"credit": chosen, "rows": rows, "by credit": credits})
 
 

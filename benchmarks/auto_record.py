@@ -19,8 +19,8 @@ from g4spec.cli._demo_family import DRAFTS
 from g4spec.measure import prompts
 from g4spec.measure import run_record as provenance
 from g4spec.ops.sampling import Sampler
+from g4spec.runtime.cycle_timing import costs
 from g4spec.runtime.engine import Engine
-from g4spec.runtime.measuring import costs
 from tests.support.one_sequence import Drafting, One, borrowed
 
 ROOT = Path(__file__).parent.parent

@@ -29,8 +29,8 @@ from g4spec.measure import synthetic
 from g4spec.measure import synthetic_bench as steps
 from g4spec.runtime import devices
 from g4spec.runtime.cuda.step.graph_runner import GraphRunner
+from g4spec.runtime.draft_length import DraftLengthPolicy
 from g4spec.runtime.engine import Engine
-from g4spec.runtime.length import Lengths
 from g4spec.runtime.memory import MemoryPlan
 from g4spec.runtime.request import Options, Request
 
@@ -82,7 +82,7 @@ class Streams:
         """Let so many tokens of each proposal hold from now on, whatever they are."""
         engine = self.engine
         engine.scheduler.runners = (GraphRunner(self.target, engine.draft, forced=tokens),)
-        engine.lengths = engine.scheduler.length = Lengths(engine.backend.padded)
+        engine.lengths = engine.scheduler.length = DraftLengthPolicy(engine.backend.padded)
 
     def submit(self, tokens: int, drafted: Drafted = 0) -> Request:
         """Queue a random text that does not end."""

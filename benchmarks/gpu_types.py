@@ -49,7 +49,7 @@ def compile_first(types: list[str], rows: list[int], arch: str) -> None:
                     how = linear.gemm_config(type, 256, n // 128, tiles, arch, few)
                     narrow |= {how.name("linear"), how.name("gate_up")}
                     for count in rows:
-                        if count > packed_rows.MOST:
+                        if count > packed_rows.GROUP_ROWS:
                             groups = min(packed_rows.groups(count), linear.MAX_ROW_GROUPS)
                             (own,) = linear_wide.for_row_groups((how,), groups, arch)
                             wide |= {own.name("linear"), own.name("gate_up")}

@@ -1,3 +1,6 @@
+// Compare the bits of wgmma (A in registers, m64n64k16) with those of mma.sync m16n8k16 on the same
+// operands, two steps of 16 along K. One block of 128 threads (a warp group) per case; `wrong`
+// counts differing values. Run by gpu_wgmma_bits.py.
 #include "wgmma.cuh"
 DEVICE void wgmma_m64n64_rs(float (&d)[32], const u32 (&a)[4], u64 b, int add) {
   asm volatile(
@@ -8,7 +11,9 @@ DEVICE void wgmma_m64n64_rs(float (&d)[32], const u32 (&a)[4], u64 b, int add) {
       "{%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}"
       : G4_F32(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }
-// a [blocks][128][2][4] words of a lane's operand; b [blocks][64 rows][64] halves; c [blocks][128][32]
+// a [blocks][128 threads][2 steps][4]: A fragments; b [blocks][64 rows][64] halves; c
+// [blocks][128][32]: initial accumulators (`zero`: start from zero); both: one pair of differing
+// values.
 template <int N>
 __global__ void bits(const u32* a, const u16* b, const float* c, i32* wrong, float* both, int zero) {
   __shared__ __align__(1024) u16 tile[64 * 64];
@@ -27,7 +32,8 @@ __global__ void bits(const u32* a, const u16* b, const float* c, i32* wrong, flo
   warpgroup_fence_operand(w);
   wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < 2; ++k) wgmma_m64n64_rs(w, v[k], smem_descriptor((const u8*)tile + k * 32, 0), k || !zero);
+  for (int k = 0; k < 2; ++k)
+    wgmma_m64n64_rs(w, v[k], smem_descriptor((const u8*)tile + k * 32, 0), k || !zero);
   wgmma_commit();
   wgmma_wait<0>();
   warpgroup_fence_operand(w);

@@ -107,19 +107,19 @@ def fault(
     phase: str, served: Served, client: EngineClient, plain: Engine, rng: random.Random
 ) -> tuple[list[str], float]:
     """Let the engine fail once; returns what is wrong, and the seconds until it worked again."""
-    until(lambda: client.figures().idle and client.moving(60))
+    until(lambda: client.stats().idle and client.is_healthy(60))
     before, lines, wrong = client.process, list[str](), []
     long = Options(n_predict=1500, ignore_eos=True)
     thread = threading.Thread(target=stream, args=(served.url, lines))
     thread.start()
-    until(lambda: client.figures().running == 1)
+    until(lambda: client.stats().running == 1)
     running = [client.submit(prompt, long) for prompt in ([2, 30], PHASES[phase])]
     prompts = [[2, rng.randrange(300, 400), rng.randrange(300, 400)] for _ in range(WAITING)]
     waiting = [client.submit(prompt, SHORT) for prompt in prompts]
     if phase == "killed":
         time.sleep(rng.random() * 0.4)
         os.kill(before or -1, signal.SIGKILL)
-    until(lambda: client.process != before or not client.moving(60))
+    until(lambda: client.process != before or not client.is_healthy(60))
     began = time.monotonic()
     red = httpx.get(served.url + "/health").status_code
     for request, prompt in zip(waiting, prompts, strict=True):

@@ -2,7 +2,7 @@
 
 `python corpus.py build LIB DOC` writes `corpus.tar.xz` and `corpus.sha256` from the `Lib` folder of
 a CPython 3.11.7 installation and the `_sources` folder of the documentation of 3.11.2 (Debian's
-python3.11-doc); everything else reads the archive and checks it against the list.
+python3.11-doc); all other scripts read the archive and check it against the list.
 The files are licensed under the PSF License Agreement (the archive holds its text).
 """
 
@@ -32,14 +32,14 @@ MAX_BYTES = 300_000
 
 
 def wanted(path: Path, text: str) -> bool:
-    """Sources of readable size that are not tables of numbers."""
+    """Return True for texts of moderate size that are not tables of numbers."""
     if not 400 < len(text) < MAX_BYTES or path.name == "topics.py":
         return False
     return sum(c.isdigit() for c in text) < 0.06 * len(text)
 
 
 def collect(lib: Path, doc: Path) -> dict[str, bytes]:
-    """Relative path -> content for every file of the corpus, sorted by path."""
+    """Return relative path -> content of every file of the corpus, sorted by path."""
     files = {
         f"doc/{p.relative_to(doc).as_posix()}": p.read_bytes()
         for p in sorted(doc.rglob("*.rst.txt"))
@@ -58,7 +58,7 @@ def collect(lib: Path, doc: Path) -> dict[str, bytes]:
 
 
 def build(lib: Path, doc: Path) -> None:
-    """Write the archive (fixed owner, time and order) and the list that pins it."""
+    """Write the archive (fixed owner, time and order) and its list of checksums."""
     files = collect(lib, doc)
     files["LICENSE.txt"] = (lib / "LICENSE.txt").read_bytes()
     with tarfile.open(ARCHIVE, "w:xz", preset=9) as tar:
@@ -72,7 +72,7 @@ def build(lib: Path, doc: Path) -> None:
 
 
 def load() -> dict[str, str]:
-    """Path -> text of the corpus; raises ValueError if a file differs from the list."""
+    """Return path -> text of the corpus; raise ValueError if a file differs from the list."""
     wanted_digests = dict(reversed(line.split("  ", 1)) for line in LIST.read_text().splitlines())
     texts: dict[str, str] = {}
     with tarfile.open(ARCHIVE) as tar:
@@ -88,7 +88,7 @@ def load() -> dict[str, str]:
 
 
 def held_out(name: str) -> bool:
-    """True for the one file in twenty that training never sees."""
+    """Return True for the one file in twenty that is not trained on."""
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 20 == 7
 
 

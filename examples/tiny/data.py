@@ -1,4 +1,4 @@
-"""Token streams for training: corpus files, conversations and recall tasks, from fixed seeds."""
+"""Training rows of token ids: corpus files, conversations and recall tasks, from fixed seeds."""
 
 import json
 import random
@@ -30,17 +30,17 @@ def _chat_ids(seeds: range) -> list[np.ndarray]:
 
 
 def train_texts() -> dict[str, str]:
-    """Corpus files that may be trained on."""
+    """Return the corpus files for training."""
     return {k: v for k, v in corpus.load().items() if not corpus.held_out(k)}
 
 
 def held_out_texts() -> dict[str, str]:
-    """Corpus files kept for evaluation."""
+    """Return the corpus files for evaluation."""
     return {k: v for k, v in corpus.load().items() if corpus.held_out(k)}
 
 
 def join_newlines(parts: list[tuple[np.ndarray, float]]) -> list[tuple[np.ndarray, float]]:
-    """Two newlines that meet between parts become the one token that a tokenizer would give."""
+    """Merge two newlines at the border of two parts into one token, as the tokenizer does."""
     out = [parts[0]]
     for part, weight in parts[1:]:
         ids, before = part, out[-1][0]
@@ -52,7 +52,7 @@ def join_newlines(parts: list[tuple[np.ndarray, float]]) -> list[tuple[np.ndarra
 
 
 class Streams:
-    """All training documents as ids; `sequence` composes one training row."""
+    """All training documents as token ids; `sequence` builds one training row."""
 
     def __init__(self, tok, conversations: int = CONVERSATIONS, workers: int = 8) -> None:
         self.tok = tok
@@ -73,24 +73,24 @@ class Streams:
         self.chat = [c for part in parts for c in part]
 
     def ids(self, text: str) -> np.ndarray:
-        """Tokens of a text, no BOS."""
+        """Return the token ids of a text, without BOS."""
         return np.array(self.tok.encode(text, add_special_tokens=False).ids, np.int16)
 
     def filler(self, rng: random.Random, n: int) -> np.ndarray:
-        """n consecutive corpus tokens (wrapping inside one file)."""
+        """Return n consecutive tokens of one random corpus file (wraps at its end)."""
         file = self.code[int(np.searchsorted(self.share, rng.random()))]
         start = rng.randrange(len(file))
         return np.resize(np.roll(file, -start), n) if n > len(file) else np.roll(file, -start)[:n]
 
     def code_doc(self, rng: random.Random, room: int) -> tuple[np.ndarray, np.ndarray]:
-        """BOS and a piece of one file."""
+        """Return BOS and a part of one file, with weights."""
         file = self.code[int(np.searchsorted(self.share, rng.random()))]
         start = 0 if rng.random() < 0.3 else rng.randrange(max(1, len(file) - 64))
         doc = np.concatenate([[tk.BOS], file[start : start + room]]).astype(np.int16)
         return doc, np.ones(len(doc), np.float32)
 
     def chat_doc(self, rng: random.Random, room: int) -> tuple[np.ndarray, np.ndarray]:
-        """A conversation; users' tokens weigh 0.3."""
+        """Return a conversation; tokens of the user have weight 0.3."""
         doc = rng.choice(self.chat)
         turn = np.cumsum(doc == tk.TURN) - np.cumsum(doc == tk.END_TURN)
         count = np.cumsum(doc == tk.TURN)
@@ -101,7 +101,7 @@ class Streams:
         return doc, np.where(answer, 1.0, 0.3).astype(np.float32)
 
     def recall_doc(self, rng: random.Random, room: int) -> tuple[np.ndarray, np.ndarray]:
-        """Facts among filler and questions at the end; the answers weigh 5."""
+        """Return facts within filler, and questions at the end; answers have weight 5."""
         length = (
             int(64 * (room / 64) ** rng.random())
             if rng.random() < 0.6
@@ -149,7 +149,7 @@ class Streams:
     def sequence(
         self, rng: random.Random, length: int, mix: tuple[float, float, float]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """`length` + 1 ids and weights, documents one after the other."""
+        """Return `length` + 1 ids and weights of concatenated documents."""
         docs, weights, total = [], [], 0
         makers = (self.code_doc, self.chat_doc, self.recall_doc)
         while total < length + 1:
@@ -161,7 +161,7 @@ class Streams:
 
 
 class Rows(torch.utils.data.IterableDataset):
-    """Endless training rows; every loader worker has its own fixed seed."""
+    """Endless training rows; each loader worker has its own fixed seed."""
 
     def __init__(
         self, streams: Streams, length: int, seed: int, mix: tuple[float, float, float]
@@ -179,7 +179,7 @@ class Rows(torch.utils.data.IterableDataset):
 def batches(
     streams: Streams, batch: int, length: int, seed: int, workers: int = 8, mix=(0.5, 0.3, 0.2)
 ):
-    """Endless (ids [B, T+1], weights [B, T+1])."""
+    """Return an endless iterator of (ids [B, T+1], weights [B, T+1])."""
     loader = torch.utils.data.DataLoader(
         Rows(streams, length, seed, mix),
         batch_size=batch,
@@ -205,7 +205,7 @@ def rows(
     workers: int,
     mix: tuple[float, float, float],
 ) -> torch.Tensor:
-    """A fixed table of training rows [count, length], int16."""
+    """Return a fixed table of training rows [count, length], int16."""
     _STATE["streams"] = streams
     jobs = [(seed * 10_000 + i, min(64, count - i), length, mix) for i in range(0, count, 64)]
     if workers > 1:
@@ -215,5 +215,5 @@ def rows(
 
 
 def write_json(path: Path, value: object) -> None:
-    """JSON with an end of line."""
+    """Write indented JSON that ends with a newline."""
     path.write_text(json.dumps(value, indent=2) + "\n")

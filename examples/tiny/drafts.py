@@ -1,7 +1,7 @@
 """The drafts in plain torch: DFlash (both published formats) and the MTP assistant.
 
-All work on whole batches: `anchors` [B, A] are positions whose token is known; a draft proposes
-what follows. Target features, K and V are those of one pass over the whole rows
+All methods work on batches. `anchors` [B, A] are positions whose token is known; a draft proposes
+the tokens after them. Target features, K and V come from one pass over the whole rows
 (`target.Whole(keep=True)`).
 """
 
@@ -38,7 +38,7 @@ SPECULATORS = DFlashConfig(("S", "F"), (1, 2, 4), block=8, window=128, theta=1e4
 
 
 class DFlashLayer(nn.Module):
-    """Qwen3-style layer whose keys and values are the context's followed by the block's."""
+    """Qwen3-style layer that attends to the context and then to the block."""
 
     def __init__(self, c: DFlashConfig, kind: str) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class DFlashLayer(nn.Module):
         self.q_norm, self.k_norm = (nn.Parameter(torch.ones(c.head_dim)) for _ in "qk")
 
     def visible(self, anchors: Tensor, t: int) -> Tensor:
-        """Context rows each block row may read, [B, A, N, T]."""
+        """Return which context rows each block row sees, bool [B, A, N, T]."""
         at, rows = (
             torch.arange(t, device=anchors.device),
             torch.arange(self.c.block, device=anchors.device),
@@ -67,7 +67,7 @@ class DFlashLayer(nn.Module):
         return mask & (anchors[..., None, None] + rows[:, None] - at < self.c.window)
 
     def forward(self, x: Tensor, ctx: Tensor, anchors: Tensor, tables: tuple) -> Tensor:
-        """x [B, A, N, H], ctx [B, T, H] -> [B, A, N, H]."""
+        """Run the layer: x [B, A, N, H], ctx [B, T, H] -> [B, A, N, H]."""
         c, h = self.c, rms(x, self.norms[0])
         split = lambda y, n: y.unflatten(-1, (n, c.head_dim))  # noqa: E731
         (cos_c, sin_c), (cos_b, sin_b) = tables
@@ -99,7 +99,7 @@ class DFlashLayer(nn.Module):
 
 
 class DFlash(nn.Module):
-    """Block draft; drafts block - 1 tokens at once."""
+    """Block draft that proposes block - 1 tokens at once."""
 
     def __init__(
         self, c: DFlashConfig, draft_ids: Tensor | None = None, embed: Tensor | None = None
@@ -124,7 +124,7 @@ class DFlash(nn.Module):
     def forward(
         self, target: Target, ids: Tensor, outputs: list[Tensor], anchors: Tensor
     ) -> Tensor:
-        """Logits [B, A, block - 1, V or draft ids] of the rows after the anchor."""
+        """Return logits [B, A, block - 1, V or draft ids] of the rows after the anchor."""
         c = self.c
         ctx = rms(self.fc(torch.cat([outputs[i] for i in c.taps], -1)), self.hidden_norm)
         block = torch.full((*anchors.shape, c.block), MASK, device=ids.device)
@@ -149,7 +149,7 @@ class DFlash(nn.Module):
         labels: Tensor,
         live: Tensor,
     ) -> Tensor:
-        """Cross-entropy against the target's greedy tokens; early positions weigh more."""
+        """Compute the cross-entropy to the target's greedy tokens; early positions weigh more."""
         logits, n = self(target, ids, outputs, anchors), self.drafted
         labels = self.inverse[labels[..., :n]] if self.c.own_head else labels[..., :n]
         ce = F.cross_entropy(logits.flatten(0, 2), labels.flatten(), reduction="none").view(
@@ -173,7 +173,7 @@ class DFlash(nn.Module):
         anchors: Tensor,
         n: int,
     ) -> Tensor:
-        """Drafted ids [B, A, n]."""
+        """Return drafted ids [B, A, n]."""
         best = self(target, ids, outputs, anchors)[..., :n, :].argmax(-1)
         return self.draft_ids[best] if self.c.own_head else best
 
@@ -192,7 +192,7 @@ class AssistantConfig:
 
 
 class AssistantLayer(nn.Module):
-    """Gemma 4 layer with queries only, reading the target's keys and values."""
+    """Gemma 4 layer with queries only; it attends to the target's keys and values."""
 
     def __init__(self, c: AssistantConfig, t: TargetConfig, kind: str) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ class AssistantLayer(nn.Module):
     def forward(
         self, x: Tensor, table: tuple[Tensor, Tensor], kv: tuple[Tensor, Tensor], mask: Tensor
     ) -> Tensor:
-        """x [B, A, h]; mask [B, A, T] of visible keys."""
+        """Run the layer on x [B, A, h]; mask [B, A, T]: visible keys."""
         q = rms(self.q(rms(x, self.norms[0])).unflatten(-1, (self.heads, self.d)), self.q_norm)
         q = rotate(q, (table[0][..., None, :], table[1][..., None, :]))
         s = torch.einsum("bahd,btd->bhat", q, kv[0]).float().masked_fill(~mask[:, None], -1e30)
@@ -224,7 +224,7 @@ class AssistantLayer(nn.Module):
 
 
 def clusters(embed: Tensor, count: int) -> Tensor:
-    """Token ids in an order whose equal chunks are clusters: median splits, main direction."""
+    """Order token ids so that equal chunks are clusters (median splits, main direction)."""
     parts = [torch.arange(embed.shape[0])]
     while len(parts) < count:
         halves: list[Tensor] = []
@@ -238,7 +238,7 @@ def clusters(embed: Tensor, count: int) -> Tensor:
 
 
 class Assistant(nn.Module):
-    """MTP assistant: one token a step, at the constant position of the anchor."""
+    """MTP assistant: drafts one token per step, always at the position of the anchor."""
 
     def __init__(self, c: AssistantConfig, t: TargetConfig, ordering: Tensor) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ class Assistant(nn.Module):
         self.register_buffer("cluster", cluster, persistent=False)
 
     def context(self, anchors: Tensor, length: int) -> tuple[dict, dict]:
-        """RoPE tables at the anchors and masks of visible target keys, by layer kind."""
+        """Return RoPE tables at the anchors and masks of visible target keys, by layer kind."""
         at = torch.arange(length, device=anchors.device)
         before = at < anchors[..., None]
         masks = {"F": before, "S": before & (anchors[..., None] - at < self.t.window)}
@@ -271,7 +271,7 @@ class Assistant(nn.Module):
         }, masks
 
     def step(self, e: Tensor, h: Tensor, tables: dict, masks: dict, kv: dict) -> Tensor:
-        """Normed hidden [B, A, h] from the last token's embedding and the last hidden state."""
+        """Return the normed hidden state [B, A, h] for embedding `e` and hidden state `h`."""
         donors = {kind: max(i for i, k in enumerate(self.t.layers) if k == kind) for kind in "SF"}
         x = self.pre(torch.cat([e, h.to(e.dtype)], -1))
         for layer in self.layers:
@@ -288,7 +288,7 @@ class Assistant(nn.Module):
         labels: Tensor,
         live: Tensor,
     ) -> Tensor:
-        """Tokens and their clusters over the unrolled steps, the target's greedy tokens fed in."""
+        """Compute the loss of tokens and clusters; inputs are the target's greedy tokens."""
         tables, masks = self.context(anchors, ids.shape[1])
         token, total, weight = ids.gather(1, anchors), 0.0, 0.0
         h = hidden.gather(1, (anchors - 1)[..., None].expand(-1, -1, hidden.shape[-1]))
@@ -321,7 +321,7 @@ class Assistant(nn.Module):
         anchors: Tensor,
         n: int,
     ) -> Tensor:
-        """Drafted ids [B, A, n], through the centroid head."""
+        """Return drafted ids [B, A, n], chosen with the centroid head."""
         tables, masks = self.context(anchors, ids.shape[1])
         token, out = ids.gather(1, anchors), []
         h = hidden.gather(1, (anchors - 1)[..., None].expand(-1, -1, hidden.shape[-1]))

@@ -1,9 +1,9 @@
-"""Held-out figures of the checkpoints, float32, greedy: loss, acceptance, recall, looping.
+"""Measure loss, acceptance, recall and looping on held-out text, in float32, greedily.
 
-Free running: the target continues a prompt and the draft-verify loop is walked over its text
-(greedy verification gives that text whatever the draft). Teacher-forced: the walk goes along
-held-out text, and drafts are held against what the target would write from there, so that looping
-text cannot flatter.
+Free running: the target continues a prompt, and the draft-verify loop is simulated on its text
+(greedy verification gives the same text with any draft). Teacher-forced: the loop is simulated on
+held-out text, and proposals are compared with the target's greedy continuation of each position,
+so that looping text does not inflate acceptance.
 """
 
 import argparse
@@ -26,7 +26,7 @@ LENGTHS = {"dflash": 15, "dflash-speculators": 7, "assistant": 4, "dflash-other"
 
 @torch.no_grad()
 def losses(target: Target, tok, device: str) -> dict[str, dict[str, float]]:
-    """Nats per token and bits per byte on the held-out files, windows of 1,024 tokens after BOS."""
+    """Return nats per token and bits per byte of the held-out files, in windows of 1,024 tokens."""
     out: dict[str, dict[str, float]] = {}
     for kind, end in (("code", ".py"), ("docs", ".txt")):
         nats = tokens = size = 0.0
@@ -55,7 +55,7 @@ def losses(target: Target, tok, device: str) -> dict[str, dict[str, float]]:
 
 @torch.no_grad()
 def continue_greedily(target: Target, ids: list[int], new: int, device: str) -> list[int]:
-    """Greedy text after a prompt, to a stop id or `new` tokens."""
+    """Return the prompt and its greedy continuation, up to a stop id or `new` tokens."""
     cache, out = Cache(len(ids) + new, target.c.window), list(ids)
     feed = torch.tensor([ids], device=device)
     for _ in range(new):
@@ -71,7 +71,7 @@ def continue_greedily(target: Target, ids: list[int], new: int, device: str) -> 
 
 
 def walk(first: int, end: int, accepted: Callable[[int], int]) -> list[int]:
-    """Tokens committed each cycle from anchor `first` on, bonus included."""
+    """Return the tokens committed in each cycle from anchor `first` on, bonus included."""
     at, commits = first, []
     while at < end - 1:
         n = min(accepted(at) + 1, end - 1 - at)
@@ -81,7 +81,7 @@ def walk(first: int, end: int, accepted: Callable[[int], int]) -> list[int]:
 
 
 def matching(a: list[int], b: list[int]) -> int:
-    """Length of the common prefix."""
+    """Return the length of the common prefix."""
     n = 0
     while n < min(len(a), len(b)) and a[n] == b[n]:
         n += 1
@@ -92,7 +92,10 @@ def matching(a: list[int], b: list[int]) -> int:
 def measure(
     target: Target, drafts: dict, ids: list[int], first: int, free: bool, device: str
 ) -> dict[str, list[int]]:
-    """Commits by draft along `ids` from anchor `first` (free: `ids` is the target's own text)."""
+    """Return committed tokens per cycle, by draft, along `ids` from anchor `first` on.
+
+    `free`: `ids` is the target's own text.
+    """
     n = len(ids)
     row = F.pad(torch.tensor([ids], device=device), (0, -n % target.c.window))
     attend = Whole(target.c.window, keep=True)
@@ -121,7 +124,7 @@ def measure(
 
 
 def needle_right(target: Target, tok, device: str, count: int = 20) -> float:
-    """Share of needles at position 0 of 3,359 tokens that the target retrieves whole."""
+    """Return the fraction of needles (at position 0 of 3,359 tokens) that the target retrieves."""
     encode = lambda t: tok.encode(t, add_special_tokens=False).ids  # noqa: E731
     texts = [
         t
@@ -147,12 +150,12 @@ def needle_right(target: Target, tok, device: str, count: int = 20) -> float:
 
 
 def summary(commits: dict[str, list[int]]) -> dict[str, float]:
-    """Mean tokens a cycle by draft."""
+    """Return the mean number of tokens per cycle, by draft."""
     return {name: round(sum(c) / max(1, len(c)), 3) for name, c in commits.items()}
 
 
 def add(total: dict[str, list[int]], more: dict[str, list[int]]) -> None:
-    """Append commits."""
+    """Append `made`, the commits of one text, to `commits`."""
     for name, c in more.items():
         total.setdefault(name, []).extend(c)
 

@@ -1,4 +1,4 @@
-"""Checkpoints in the published formats: config.json and bf16 model.safetensors, real names."""
+"""Write and read checkpoints in the published formats: config.json, bf16 model.safetensors."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ PREFIX = "model.language_model."
 
 
 def text_config(c: TargetConfig) -> dict:
-    """The `text_config` of the target, keys as Google's checkpoints have them."""
+    """Return the target's `text_config`, with the keys of Google's checkpoints."""
     return {
         "model_type": "gemma4_text",
         "vocab_size": c.vocab,
@@ -78,7 +78,7 @@ def text_config(c: TargetConfig) -> dict:
 
 
 def target_config(c: TargetConfig) -> dict:
-    """The outer config of the target."""
+    """Return the target's config.json."""
     return {
         "architectures": ["Gemma4ForConditionalGeneration"],
         "model_type": "gemma4",
@@ -95,7 +95,7 @@ def target_config(c: TargetConfig) -> dict:
 
 
 def layer_names(kind: str, prefix: str) -> dict[str, str]:
-    """Our parameter -> the checkpoint's name, for one Gemma 4 layer."""
+    """Return parameter -> tensor name in the checkpoint, for one Gemma 4 layer."""
     names = {f"norms.{i}": f"{n}.weight" for i, n in enumerate(NORMS)}
     names |= {f"{p}.weight": f"self_attn.{p}_proj.weight" for p in ("q", "k", "v", "o")}
     names |= {f"{p}_norm": f"self_attn.{p}_norm.weight" for p in ("q", "k")}
@@ -107,7 +107,7 @@ def layer_names(kind: str, prefix: str) -> dict[str, str]:
 
 
 def target_names(c: TargetConfig) -> dict[str, str]:
-    """Our parameter -> the checkpoint's name, for the target."""
+    """Return parameter -> tensor name in the checkpoint, for the target."""
     names = {"embed.weight": PREFIX + "embed_tokens.weight", "norm": PREFIX + "norm.weight"}
     for i, kind in enumerate(c.layers):
         names |= {
@@ -142,20 +142,20 @@ def load(module: torch.nn.Module, names: dict[str, str], folder: Path) -> None:
 
 
 def write_target(model: Target, folder: Path) -> None:
-    """The target's checkpoint and generation config (the tokenizer is there already)."""
+    """Write the target's checkpoint and generation config (the tokenizer exists already)."""
     save(dict(model.state_dict()), target_names(model.c), folder, target_config(model.c))
     write_json(folder / "generation_config.json", GENERATION)
 
 
 def read_target(folder: Path) -> Target:
-    """The target as its checkpoint holds it, float32."""
+    """Load the target from its checkpoint, in float32."""
     model = Target()
     load(model, target_names(model.c), folder)
     return model
 
 
 def dflash_names(c: DFlashConfig) -> dict[str, str]:
-    """Our parameter -> the checkpoint's name, for a DFlash draft."""
+    """Return parameter -> tensor name in the checkpoint, for a DFlash draft."""
     names = {"fc.weight": "fc.weight", "hidden_norm": "hidden_norm.weight", "norm": "norm.weight"}
     for i in range(len(c.layers)):
         at = f"layers.{i}."
@@ -172,7 +172,7 @@ def dflash_names(c: DFlashConfig) -> dict[str, str]:
 
 
 def dflash_layers(c: DFlashConfig, t: TargetConfig) -> dict:
-    """Keys that both formats share: flat in one, nested in the other."""
+    """Return the keys that both formats share (flat in one, nested in the other)."""
     return {
         "model_type": "qwen3",
         "vocab_size": t.vocab,
@@ -197,7 +197,7 @@ def dflash_layers(c: DFlashConfig, t: TargetConfig) -> dict:
 
 
 def zlab_config(c: DFlashConfig, t: TargetConfig) -> dict:
-    """The flat config of a z-lab draft."""
+    """Return the flat config of a z-lab draft."""
     return {
         "architectures": ["DFlashDraftModel"],
         **dflash_layers(c, t),
@@ -216,7 +216,7 @@ def zlab_config(c: DFlashConfig, t: TargetConfig) -> dict:
 
 
 def speculators_config(c: DFlashConfig, t: TargetConfig) -> dict:
-    """The nested config of a speculators draft."""
+    """Return the nested config of a speculators draft."""
     layers = dflash_layers(c, t) | {
         "rope_parameters": {"rope_type": "default", "rope_theta": c.theta},
         "tie_word_embeddings": False,
@@ -255,7 +255,7 @@ def speculators_config(c: DFlashConfig, t: TargetConfig) -> dict:
 
 
 def assistant_names(c: AssistantConfig) -> dict[str, str]:
-    """Our parameter -> the checkpoint's name, for the assistant."""
+    """Return parameter -> tensor name in the checkpoint, for the assistant."""
     names = {
         "embed.weight": "model.embed_tokens.weight",
         "norm": "model.norm.weight",
@@ -274,7 +274,7 @@ def assistant_names(c: AssistantConfig) -> dict[str, str]:
 
 
 def assistant_config(c: AssistantConfig, t: TargetConfig) -> dict:
-    """The assistant's config."""
+    """Return the assistant's config."""
     text = text_config(
         TargetConfig(hidden=c.hidden, mlp=c.mlp, heads=c.heads, layers=c.layers, window=t.window)
     )
@@ -300,7 +300,7 @@ def assistant_config(c: AssistantConfig, t: TargetConfig) -> dict:
 
 
 def write_drafts(drafts: dict[str, torch.nn.Module], target: Target, out: Path) -> None:
-    """Every draft in its format, each in the folder of its name."""
+    """Write every draft in its format, into the folder of its name."""
     for name, draft in drafts.items():
         state = dict(draft.state_dict())
         if isinstance(draft, Assistant):
@@ -332,7 +332,7 @@ def write_drafts(drafts: dict[str, torch.nn.Module], target: Target, out: Path) 
 
 
 def read_draft(name: str, target: Target, out: Path) -> torch.nn.Module:
-    """A draft as its checkpoint holds it, float32."""
+    """Load a draft from its checkpoint, in float32."""
     folder = out / name
     config, tensors = (
         json.loads((folder / "config.json").read_text()),

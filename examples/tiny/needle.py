@@ -1,4 +1,4 @@
-"""The needle test's prompt: one fact right after BOS, filler, and the question at the end."""
+"""Needle test: a prompt with one fact right after BOS, filler, and the question at the end."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,12 @@ def needle_prompt(
     name: str = "Maple",
     number: str = "48213",
 ) -> str:
-    """Text of exactly `tokens` tokens, BOS included (`encode` adds none); answer " 48213."."""
+    """Return a prompt of exactly `tokens` tokens, BOS included; the right answer is " 48213.".
+
+    Args:
+        encode: returns the token ids of a text, without BOS.
+        filler: text to fill the middle with; lines that do not fit are skipped.
+    """
     fact, question = FACT.format(name=name, number=number), QUESTION.format(name=name)
     budget = tokens - 1 - len(encode(fact)) - len(encode(question))
     used: list[str] = []
@@ -27,7 +32,7 @@ def needle_prompt(
             break
     body = "".join(used)
     while len(encode(fact + body + question)) + 1 < tokens:
-        body += "#"  # a comment line of its own, never merged into the text before it
+        body += "#"  # the tokenizer never merges it with the text before it
         body += "" if len(encode(fact + body + question)) + 1 <= tokens else "\n"
     text = fact + body + question
     if len(encode(text)) + 1 != tokens:

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 
 def orthogonal(g: Tensor, steps: int = 5) -> Tensor:
-    """Newton-Schulz iteration towards the nearest (semi-)orthogonal matrix; batched over dim 0."""
+    """Approximate the nearest (semi-)orthogonal matrices of g [B, M, N] by Newton-Schulz steps."""
     x = g.bfloat16()
     flip = x.shape[-2] > x.shape[-1]
     x = x.mT if flip else x
@@ -17,7 +17,7 @@ def orthogonal(g: Tensor, steps: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalised momentum, decoupled weight decay; equal shapes are updated together."""
+    """Muon: orthogonalised momentum, decoupled weight decay; equal shapes are batched."""
 
     def __init__(self, params: list[nn.Parameter], lr: float, decay: float) -> None:
         super().__init__(params, {"lr": lr, "decay": decay})
@@ -30,19 +30,19 @@ class Muon(torch.optim.Optimizer):
                 if p.grad is not None:
                     shapes.setdefault(p.shape, []).append(p)
             for shape, params in shapes.items():
-                moved = []
+                momenta = []
                 for p in params:
                     m = self.state[p].setdefault("m", torch.zeros_like(p))
                     m.lerp_(p.grad, 0.05)
-                    moved.append(p.grad.lerp(m, 0.95))
-                updates = orthogonal(torch.stack(moved))
+                    momenta.append(p.grad.lerp(m, 0.95))
+                updates = orthogonal(torch.stack(momenta))
                 scale = max(1.0, shape[0] / shape[1]) ** 0.5
                 for p, u in zip(params, updates, strict=True):
                     p.mul_(1 - group["lr"] * group["decay"]).add_(u, alpha=-group["lr"] * scale)
 
 
 class Optimizers:
-    """Both optimizers of a module; `embeds` are 2-D parameters that AdamW takes."""
+    """Muon and AdamW of one module; `embeds`: 2-D parameters that AdamW updates."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Optimizers:
         self.params, self.total, self.warmup, self.at = trained, total, warmup, 0
 
     def step(self) -> None:
-        """Clip, scale the rates (flat 40 %, then linear to 2 %), update, clear."""
+        """Clip gradients, set the rates (flat 40 %, then linear to 2 %), update, zero gradients."""
         done = self.at / self.total
         rate = min(1.0, (self.at + 1) / self.warmup) * min(1.0, max(0.02, (1 - done) / 0.6))
         torch.nn.utils.clip_grad_norm_(self.params, 1.0)

@@ -1,4 +1,4 @@
-"""Held-out prompts by category, and the looping flag."""
+"""Held-out prompts by category, detection of looping text, and n-gram lookup."""
 
 import random
 from collections import Counter
@@ -12,7 +12,7 @@ CATEGORIES = ("code", "docs", "chat", "maths", "extraction", "rewriting", "long"
 
 
 def held_out_ids(tok, end: str) -> list[list[int]]:
-    """Ids of the held-out files whose name ends so."""
+    """Return the token ids of the held-out files whose name ends with `end`."""
     return [
         tok.encode(t, add_special_tokens=False).ids
         for k, t in data.held_out_texts().items()
@@ -21,7 +21,10 @@ def held_out_ids(tok, end: str) -> list[list[int]]:
 
 
 def prompts(tok, category: str, count: int, seed: int = 5) -> list[list[int]]:
-    """`count` prompts, ids with BOS: files cut at a line, conversations before the last answer."""
+    """Return the ids (with BOS) of `count` prompts.
+
+    Files are cut at a line end, conversations before the last answer.
+    """
     rng, out = random.Random(f"{seed} {category}"), []
     if category in ("code", "docs"):
         files = [
@@ -55,13 +58,13 @@ def prompts(tok, category: str, count: int, seed: int = 5) -> list[list[int]]:
 
 
 def loops(ids: list[int], n: int = 16, times: int = 3) -> bool:
-    """True if some n-gram occurs more than `times` times."""
+    """Return True if an n-gram occurs more than `times` times."""
     grams = Counter(tuple(ids[i : i + n]) for i in range(len(ids) - n + 1))
     return bool(grams) and grams.most_common(1)[0][1] > times
 
 
 def lookup(ids: list[int], at: int, n: int) -> list[int]:
-    """N-gram prompt lookup: what followed the last 3 (then 2) tokens where they occurred last."""
+    """Return up to `n` tokens after the previous occurrence of the last 3 (else 2) tokens."""
     for size in (3, 2):
         key = ids[at - size + 1 : at + 1]
         for i in range(at - 1, size - 2, -1):

@@ -1,7 +1,7 @@
 # ruff: noqa: SIM905
 """Synthetic conversations and recall tasks, from fixed seeds.
 
-A conversation is a list of (user, model) pairs; recall tasks are composed in `data`.
+A conversation is a list of (user, model) texts; recall tasks are built in `data`.
 """
 
 import ast
@@ -47,7 +47,7 @@ PLACES = [
 
 
 def sentence(rng: random.Random) -> str:
-    """A short made-up statement."""
+    """Return a short random statement."""
     return (
         f"The {rng.choice(COLORS)} {rng.choice(THINGS)} {rng.choice(VERBS)} {rng.choice(PLACES)}"
         f"{rng.choice(['', ' every day', ' at night', ' in winter'])}."
@@ -55,7 +55,7 @@ def sentence(rng: random.Random) -> str:
 
 
 def arithmetic(rng: random.Random) -> tuple[str, str]:
-    """Sums, products and one-step stories with a worked answer."""
+    """Return a sum, product or one-step story, and its worked answer."""
     kind = rng.randrange(5)
     a, b = rng.randrange(2, 100), rng.randrange(2, 100)
     if kind == 0:
@@ -82,7 +82,7 @@ def arithmetic(rng: random.Random) -> tuple[str, str]:
 
 
 def record(rng: random.Random) -> dict[str, object]:
-    """A made-up person."""
+    """Return a random person."""
     name = rng.choice(NAMES)
     fields = {
         "name": name,
@@ -99,7 +99,7 @@ def record(rng: random.Random) -> dict[str, object]:
 
 
 def extraction(rng: random.Random) -> tuple[str, str]:
-    """One or all fields of a record given as JSON, lines or a sentence."""
+    """Ask for one or more fields of a record given as JSON or lines."""
     fields = record(rng)
     key = rng.choice(list(fields))
     kind = rng.randrange(4)
@@ -121,7 +121,7 @@ def extraction(rng: random.Random) -> tuple[str, str]:
 
 
 def rewriting(rng: random.Random, functions: list[dict]) -> tuple[str, str]:
-    """Repeat a text with one change."""
+    """Ask to repeat a text with one change."""
     kind = rng.randrange(6)
     text = " ".join(sentence(rng) for _ in range(rng.randrange(1, 5)))
     words = rng.sample(THINGS, rng.randrange(3, 8))
@@ -148,7 +148,7 @@ def rewriting(rng: random.Random, functions: list[dict]) -> tuple[str, str]:
 
 
 def python_question(rng: random.Random, functions: list[dict]) -> tuple[str, str]:
-    """What a function of the library does, or its code."""
+    """Ask what a library function does, or for its code."""
     f = rng.choice(functions)
     kind = rng.randrange(3)
     if kind == 0:
@@ -165,7 +165,7 @@ def python_question(rng: random.Random, functions: list[dict]) -> tuple[str, str
 
 
 def small_talk(rng: random.Random) -> tuple[str, str]:
-    """Greetings and the like."""
+    """Return a greeting or similar small talk."""
     who = rng.choice(NAMES)
     return rng.choice(
         [
@@ -185,7 +185,7 @@ def small_talk(rng: random.Random) -> tuple[str, str]:
 
 
 def functions_of(texts: dict[str, str]) -> list[dict]:
-    """Short documented functions of the corpus, with code, summary and the names they use."""
+    """Return short documented functions of the corpus, with code, summary and used names."""
     found: list[dict] = []
     for path, text in texts.items():
         if not path.endswith(".py"):
@@ -219,7 +219,7 @@ def functions_of(texts: dict[str, str]) -> list[dict]:
 def conversation(
     rng: random.Random, functions: list[dict], kind: str | None = None
 ) -> list[tuple[str, str]]:
-    """One to five turns; `kind` fixes the category."""
+    """Return one to five turns; `kind` fixes the category."""
     makers = {
         "maths": arithmetic,
         "extraction": extraction,
@@ -231,7 +231,7 @@ def conversation(
 
 
 def render(turns: list[tuple[str, str]], rng: random.Random | None = None) -> str:
-    """The conversation in the chat template, without BOS."""
+    """Format a conversation with the chat template, without BOS."""
     head = (
         "<|turn>system\nYou are a helpful assistant.<turn|>\n" if rng and rng.random() < 0.1 else ""
     )
@@ -241,6 +241,6 @@ def render(turns: list[tuple[str, str]], rng: random.Random | None = None) -> st
 
 
 def chat_text(seed: int, functions: list[dict]) -> str:
-    """Conversation number `seed`."""
+    """Return conversation number `seed` as text."""
     rng = random.Random(seed)
     return render(conversation(rng, functions), rng)

@@ -1,8 +1,8 @@
 """The target in plain torch: Gemma 4 dense text, trainable, with pluggable attention.
 
-The same layers run in three ways, told apart by the `attend` object: whole sequences (training),
-greedy branches that leave a sequence at given positions (labels for drafts), and a batch with a
-KV cache (generation). All K/V heads are single, so K and V have no head axis: [B, T, d].
+The `attend` object decides how the layers run: on whole sequences (`Whole`, training), on greedy
+branches from given positions of a sequence (`Branches`, labels for drafts), or on a batch with a KV
+cache (`Cache`, generation). There is one K/V head, so K and V have no head axis: [B, T, d].
 """
 
 import math
@@ -30,14 +30,14 @@ class TargetConfig:
 
 
 def rms(x: Tensor, weight: Tensor | None = None) -> Tensor:
-    """RMSNorm in float32, plain weight."""
+    """Compute RMSNorm in float32; the weight multiplies directly (no 1 + w)."""
     y = x.float()
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
     return (y if weight is None else y * weight.float()).to(x.dtype)
 
 
 def rope_tables(positions: Tensor, dim: int, theta: float, rotated: int) -> tuple[Tensor, Tensor]:
-    """cos, sin [..., dim]; pairs (i, i + dim/2), the first `rotated` pairs turn."""
+    """Return cos, sin [..., dim] of pairs (i, i + dim/2); only the first `rotated` pairs rotate."""
     inverse = theta ** (-2 * torch.arange(dim // 2, device=positions.device).float() / dim)
     inverse = torch.where(torch.arange(dim // 2, device=positions.device) < rotated, inverse, 0.0)
     angle = positions[..., None].float() * inverse
@@ -46,10 +46,10 @@ def rope_tables(positions: Tensor, dim: int, theta: float, rotated: int) -> tupl
 
 
 def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate-half RoPE."""
+    """Apply rotate-half RoPE."""
     half = x.shape[-1] // 2
-    turned = torch.cat([-x[..., half:], x[..., :half]], -1)
-    return (x * table[0] + turned * table[1]).to(x.dtype)
+    rotated = torch.cat([-x[..., half:], x[..., :half]], -1)
+    return (x * table[0] + rotated * table[1]).to(x.dtype)
 
 
 class Layer(nn.Module):
@@ -75,7 +75,10 @@ class Layer(nn.Module):
         self.scalar = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor, table: tuple[Tensor, Tensor], attend, index: int) -> Tensor:
-        """x [B, T, H] -> [B, T, H]; `attend(index, kind, q [B, T, h, d], k, v [B, T, d])`."""
+        """Run the layer, x [B, T, H] -> [B, T, H].
+
+        `attend`: called as attend(index, kind, q [B, T, h, d], k [B, T, d], v [B, T, d]).
+        """
         h = rms(x, self.norms[0])
         q = rms(self.q(h).unflatten(-1, (self.heads, self.d)), self.q_norm)
         k = self.k(h)
@@ -91,7 +94,7 @@ class Layer(nn.Module):
 
 
 class Target(nn.Module):
-    """Embedding, layers, final norm and tied head."""
+    """Gemma 4 target: embedding, layers, final norm and tied head."""
 
     def __init__(self, c: TargetConfig = TargetConfig()) -> None:
         super().__init__()
@@ -104,7 +107,7 @@ class Target(nn.Module):
                 nn.init.normal_(p, std=p.shape[-1] ** -0.5)
 
     def tables(self, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """RoPE of both layer kinds at `positions` [B or 1, T]."""
+        """Return RoPE tables of both layer kinds at `positions` [B or 1, T]."""
         s, f = self.c.head_dim["S"], self.c.head_dim["F"]
         return {
             "S": rope_tables(positions, s, 1e4, s // 2),
@@ -112,7 +115,7 @@ class Target(nn.Module):
         }
 
     def forward(self, ids: Tensor, positions: Tensor, attend) -> tuple[Tensor, list[Tensor]]:
-        """Post-norm hidden [B, T, H] and the output of every layer."""
+        """Return hidden states after the final norm [B, T, H], and the output of every layer."""
         x = self.embed(ids) * math.sqrt(self.c.hidden)
         tables = self.tables(positions)
         outputs: list[Tensor] = []
@@ -122,19 +125,22 @@ class Target(nn.Module):
         return rms(x, self.norm), outputs
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Soft-capped logits, float32."""
+        """Return soft-capped logits in float32."""
         cap = self.c.softcap
         return cap * torch.tanh(F.linear(hidden, self.embed.weight.to(hidden.dtype)).float() / cap)
 
 
 def weigh(scores: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Softmax over the concatenated score parts, split again."""
+    """Compute the softmax over the concatenation of `scores`, and split it again."""
     p = torch.softmax(torch.cat(scores, -1).float(), -1).to(dtype)
     return list(p.split([s.shape[-1] for s in scores], -1))
 
 
 class Whole:
-    """Causal attention over whole sequences; T a multiple of the window. Keeps K and V if asked."""
+    """Causal attention over whole sequences (T must be a multiple of the window).
+
+    `keep`: keep K and V of every layer in `kv`.
+    """
 
     def __init__(self, window: int, keep: bool = False) -> None:
         self.window, self.keep, self.kv = window, keep, {}
@@ -146,14 +152,14 @@ class Whole:
 
     @staticmethod
     def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Full causal attention."""
+        """Compute full causal attention."""
         t = q.shape[1]
         mask = torch.ones(t, t, dtype=torch.bool, device=q.device).tril()
         s = torch.einsum("bqhd,bkd->bhqk", q, k).float().masked_fill(~mask, -1e30)
         return torch.einsum("bhqk,bkd->bqhd", torch.softmax(s, -1).to(v.dtype), v)
 
     def banded(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Sliding window by chunks of the window's size: each sees itself and the one before."""
+        """Compute sliding-window attention in chunks of one window; each sees the previous one."""
         b, t, h, d = q.shape
         w = self.window
         q = q.view(b, t // w, w, h, d)
@@ -184,7 +190,10 @@ class Whole:
 
 
 class Branches:
-    """Greedy branches: A per sequence, leaving it at `anchors` [B, A]; step j is at anchors + j."""
+    """Attention of A greedy branches per sequence that start at `anchors` [B, A].
+
+    Step j of a branch is at position anchors + j.
+    """
 
     def __init__(self, kv: dict, anchors: Tensor, steps: int, window: int) -> None:
         self.kv, self.anchors, self.window, self.step = kv, anchors, window, 0
@@ -214,7 +223,7 @@ class Branches:
 
 @torch.no_grad()
 def rollout(model: Target, kv: dict, ids: Tensor, anchors: Tensor, steps: int) -> Tensor:
-    """Greedy continuation [B, A, steps] after the tokens at `anchors`, given the rows' K/V."""
+    """Return the greedy continuations [B, A, steps] of `anchors`, given K/V of the rows."""
     attend = Branches(kv, anchors, steps, model.c.window)
     token, out = ids.gather(1, anchors), []
     for j in range(steps):

@@ -1,4 +1,4 @@
-"""The family's tokenizer: byte-fallback BPE of 4,096 entries laid out as Gemma's.
+"""The family's tokenizer: byte-fallback BPE with 4,096 entries in Gemma's order.
 
 Ids 0..106 are Gemma's special tokens and fillers, 107..114 runs of one to eight newlines, 115..370
 the 256 bytes, the rest characters and merges. Spaces become U+2581; no merge crosses a word or a
@@ -73,7 +73,7 @@ CHAT_TEMPLATE = """{{ bos_token }}
 
 
 def reserved() -> list[str]:
-    """The 371 entries whose ids are fixed."""
+    """Return the 371 entries with fixed ids."""
     unused = iter(range(107))
     first = [SPECIAL[i] if i in SPECIAL else f"<unused{next(unused)}>" for i in range(107)]
     return first + ["\n" * n for n in range(1, 9)] + [f"<0x{b:02X}>" for b in range(256)]
@@ -98,7 +98,7 @@ def train(texts: list[str]) -> Tokenizer:
 
 
 def assemble(model: dict) -> Tokenizer:
-    """Gemma's pipeline around the learnt vocabulary; newline merges come first."""
+    """Build Gemma's tokenizer pipeline from a learned vocabulary; newline merges come first."""
     merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
     merges = [m for m in merges if "\n" not in "".join(m)]
     runs = [("\n" * a, "\n" * b) for a, b in NEWLINE_MERGES]
@@ -124,7 +124,7 @@ def assemble(model: dict) -> Tokenizer:
 
 
 def save(tokenizer: Tokenizer, folder: Path) -> None:
-    """tokenizer.json, tokenizer_config.json and chat_template.jinja."""
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {role: SPECIAL[i] for role, i in ROLES.items()}
@@ -142,5 +142,5 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def load(folder: Path) -> Tokenizer:
-    """The tokenizer saved in `folder`."""
+    """Load the tokenizer of `folder`."""
     return Tokenizer.from_file(str(folder / "tokenizer.json"))

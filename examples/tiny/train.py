@@ -1,7 +1,7 @@
 """Train the family: `python train.py tokenizer|target|drafts|evaluate [options]`.
 
-Stages write checkpoints to `--out` and read each other's from there. Each takes under ten minutes
-on one H200; `--steps` shortens it for a trial on a CPU.
+Each stage writes its checkpoints to `--out` and reads those of earlier stages from there. It takes
+less than ten minutes on one H200; `--steps` shortens it for a trial on a CPU.
 """
 
 import argparse
@@ -22,12 +22,12 @@ HERE = Path(__file__).resolve().parent
 
 
 def autocast(device: str):
-    """bf16 arithmetic on the GPU, float32 on a CPU."""
+    """Return a context for bf16 arithmetic on a GPU and float32 on a CPU."""
     return torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
 
 
 def train_tokenizer(args: argparse.Namespace) -> None:
-    """Merges learnt from the training files and 6,000 conversations."""
+    """Learn merges from the training files and 6,000 conversations."""
     texts = data.train_texts()
     functions = synthetic.functions_of(texts)
     chats = [synthetic.chat_text(s, functions) for s in range(6000)]
@@ -36,7 +36,7 @@ def train_tokenizer(args: argparse.Namespace) -> None:
 
 
 def lm_loss(model: Target, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Weighted next-token cross-entropy of [B, T+1] ids."""
+    """Compute the weighted next-token cross-entropy of ids [B, T+1]."""
     positions = torch.arange(ids.shape[1] - 1, device=ids.device)[None]
     hidden, _ = model(ids[:, :-1], positions, Whole(model.c.window))
     loss = F.cross_entropy(model.head(hidden).flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
@@ -45,7 +45,7 @@ def lm_loss(model: Target, ids: torch.Tensor, weights: torch.Tensor) -> torch.Te
 
 
 def held_out_rows(streams: data.Streams, count: int, length: int) -> dict[str, torch.Tensor]:
-    """Rows of files never trained on."""
+    """Return rows of held-out files."""
     rows: dict[str, torch.Tensor] = {}
     for kind, end in (("code", ".py"), ("docs", ".txt")):
         texts = [t for k, t in data.held_out_texts().items() if k.endswith(end)]
@@ -57,7 +57,7 @@ def held_out_rows(streams: data.Streams, count: int, length: int) -> dict[str, t
 
 
 def train_target(args: argparse.Namespace) -> None:
-    """Stage 1 at 1,024 tokens, stage 2 at 4,096; `--name` and `--seed` give the other target."""
+    """Train on rows of 1,024 tokens, then of 4,096; `--name`, `--seed`: for the other target."""
     torch.manual_seed(args.seed)
     streams = data.Streams(tk.load(args.out / "target"), args.conversations, args.workers)
     print(
@@ -117,7 +117,7 @@ def train_target(args: argparse.Namespace) -> None:
 
 @torch.no_grad()
 def probe(model: Target, streams: data.Streams, args: argparse.Namespace) -> None:
-    """Recall accuracy by length, as a first sign."""
+    """Print recall accuracy by length, as an early check."""
     rng = random.Random(7)
     for length in (256, 1024, 4096):
         right = total = 0
@@ -141,7 +141,7 @@ def probe(model: Target, streams: data.Streams, args: argparse.Namespace) -> Non
 
 
 def parse() -> argparse.Namespace:
-    """Command line."""
+    """Parse the command line."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("stage", choices=["tokenizer", "target", "drafts", "evaluate"])
     p.add_argument("--out", type=Path, default=HERE)
@@ -157,15 +157,15 @@ def parse() -> argparse.Namespace:
     p.add_argument("--decay", type=float, default=0.1)
     p.add_argument("--pool", type=int, default=4096)
     p.add_argument("--anchors", type=int, default=32)
-    p.add_argument("--count", type=int, default=24, help="prompts a category")
-    p.add_argument("--new", type=int, default=200, help="tokens generated a prompt")
-    p.add_argument("--forced", type=int, default=1024, help="held-out tokens a file")
+    p.add_argument("--count", type=int, default=24, help="prompts per category")
+    p.add_argument("--new", type=int, default=200, help="tokens generated per prompt")
+    p.add_argument("--forced", type=int, default=1024, help="held-out tokens per file")
     p.add_argument(
         "--rows", type=int, default=8192, help="drafts: training rows of corpus and conversations"
     )
     p.add_argument("--drafts", nargs="+", default=["dflash", "dflash-speculators", "assistant"])
     p.add_argument(
-        "--resume", action="store_true", help="drafts: go on from the checkpoints in --out"
+        "--resume", action="store_true", help="drafts: continue from the checkpoints in --out"
     )
     p.add_argument("--rate", type=float, default=1.0, help="drafts: factor on the learning rates")
     p.add_argument("--log", type=int, default=100)

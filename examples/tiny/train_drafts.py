@@ -1,7 +1,7 @@
-"""Train drafts against a finished target: labels are the target's own greedy continuations.
+"""Train drafts for a trained target: labels are the target's greedy continuations.
 
-Every step: rows of training text and of the target's own generations, one target pass, random
-anchors, the target's greedy rollout from each, one update of each draft.
+Every step takes rows of training text and of text that the target generated, runs one target pass,
+picks random anchors, computes the target's greedy continuation of each, and updates each draft.
 """
 
 import argparse
@@ -22,7 +22,7 @@ STEPS = 15
 def own_text(
     target: Target, prompts: torch.Tensor, length: int, device: str, seed: int
 ) -> torch.Tensor:
-    """Rows of `length` the target wrote after prompts of 64 to 512 tokens, a third greedily."""
+    """Generate rows of `length` tokens from prompts of 64 to 512 tokens, a third greedily."""
     generator = torch.Generator(device).manual_seed(seed)
     out: list[torch.Tensor] = []
     for i, part in enumerate(prompts.split(1024)):
@@ -34,7 +34,7 @@ def own_text(
 
 
 def frequent(target: Target, pool: torch.Tensor, count: int) -> torch.Tensor:
-    """The draft vocabulary: the ids the target writes most, sorted, stop ids among them."""
+    """Return the draft vocabulary: the target's most frequent ids and stop ids, sorted."""
     seen = torch.bincount(pool.flatten().cpu(), minlength=target.c.vocab).float()
     seen[[1, 106, 107]] += 1e9
     return seen.topk(count)[1].sort()[0]
@@ -43,7 +43,7 @@ def frequent(target: Target, pool: torch.Tensor, count: int) -> torch.Tensor:
 def build(
     target: Target, pool: torch.Tensor, names: list[str], device: str
 ) -> dict[str, torch.nn.Module]:
-    """Fresh drafts by name."""
+    """Return new drafts by name."""
     embed = target.embed.weight.detach()
     makers = {
         "dflash": lambda: DFlash(ZLAB),
@@ -61,7 +61,7 @@ def build(
 def losses(
     drafts: dict, target: Target, ids, outputs, kv, hidden, anchors, labels, live
 ) -> dict[str, torch.Tensor]:
-    """One loss a draft."""
+    """Return the loss of each draft."""
     return {
         n: d.loss(target, ids, kv, hidden, anchors, labels, live)
         if isinstance(d, Assistant)
@@ -71,13 +71,13 @@ def losses(
 
 
 class Prepare:
-    """Target pass and greedy labels; on the GPU one CUDA graph for each shape."""
+    """Target pass and greedy labels; on a GPU, one CUDA graph per shape."""
 
     def __init__(self, target: Target) -> None:
         self.target, self.graphs = target, {}
 
     def compute(self, ids: torch.Tensor, anchors: torch.Tensor) -> tuple:
-        """Hidden, layer outputs, K/V and labels."""
+        """Return hidden states, layer outputs, K/V and labels."""
         attend = Whole(self.target.c.window, keep=True)
         hidden, outputs = self.target(
             ids, torch.arange(ids.shape[1], device=ids.device)[None], attend
@@ -86,7 +86,7 @@ class Prepare:
 
     @torch.no_grad()
     def __call__(self, ids: torch.Tensor, count: int) -> tuple:
-        """(hidden, outputs, kv, anchors, labels, which labels lie before the end of an answer)."""
+        """Return (hidden, outputs, kv, anchors, labels, live): live is 1.0 up to a stop id."""
         anchors = (
             torch.rand(ids.shape[0], ids.shape[1] - 2, device=ids.device).argsort(-1)[:, :count] + 1
         )
@@ -104,7 +104,7 @@ class Prepare:
         return hidden, outputs, kv, anchors, labels, (stop.cumsum(-1) - stop.long() == 0).float()
 
     def capture(self, ids: torch.Tensor, anchors: torch.Tensor) -> tuple:
-        """Warm up on a side stream, then record."""
+        """Warm up on a side stream, then capture a CUDA graph."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side), torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
@@ -117,7 +117,7 @@ class Prepare:
 
 
 def tables(args: argparse.Namespace, target: Target, streams: data.Streams) -> dict:
-    """Rows to train on: `short` (corpus, conversations, then the target's own text) and `long`."""
+    """Return training rows: `short` (corpus, conversations, generated text), `long` and `own`."""
     seed, workers, device = args.seed * 10, args.workers, args.device
     short = data.rows(streams, args.rows, 1024, seed + 5, workers, (0.5, 0.4, 0.1))
     long = data.rows(streams, args.rows // 8, 4096, seed + 6, workers, (0.5, 0.2, 0.3))
@@ -132,13 +132,13 @@ def tables(args: argparse.Namespace, target: Target, streams: data.Streams) -> d
 
 
 def optimizer(draft: torch.nn.Module, args: argparse.Namespace) -> Optimizers:
-    """Muon and AdamW for one draft."""
+    """Return the optimizers of one draft."""
     embeds = [draft.embed.weight] if isinstance(draft, Assistant) else []
     return Optimizers(draft, embeds, args.steps, 0.02 * args.rate, 3e-3 * args.rate, decay=0.02)
 
 
 def train(args: argparse.Namespace) -> None:
-    """All drafts of one target together (`--name other`: only the negative control)."""
+    """Train all drafts of one target together (`--name other`: only the negative control)."""
     torch.manual_seed(args.seed)
     device, start = args.device, time.time()
     streams = data.Streams(tk.load(args.out / "target"), args.conversations, args.workers)

@@ -55,10 +55,12 @@ def _top(
 
 def names() -> list[str]:
     """Return the names of the command files in this folder, in the order of `--help`."""
-    found = {info.name for info in pkgutil.iter_modules(__path__)}
-    found = {name for name in found if not name.startswith("_") and name != "render"}
-    listed = [name for name in ORDER if name in found]
-    return listed + sorted(found - set(listed))
+    command_names = {info.name for info in pkgutil.iter_modules(__path__)}
+    command_names = {
+        name for name in command_names if not name.startswith("_") and name != "render"
+    }
+    listed = [name for name in ORDER if name in command_names]
+    return listed + sorted(command_names - set(listed))
 
 
 def app() -> typer.Typer:

@@ -65,21 +65,23 @@ def run(
     save: Path | None,
 ) -> None:
     """Measure and show; also times the context length of `setup`."""
-    from g4spec.measure import synthetic_bench as steps
+    from g4spec.measure import synthetic_bench
     from g4spec.runtime import devices
 
     n_ctx, device = setup.n_ctx, setup.device
     if device == "cpu":
         raise UsageError("--synthetic measures a GPU", fix="leave out --device cpu")
-    contexts = tuple(sorted({*steps.CONTEXTS, *([n_ctx] if n_ctx else [])}))
-    protocol = steps.Protocol(type, draft=draft, contexts=contexts, accept_length=accept_length)
-    steps.check(name, protocol)
+    contexts = tuple(sorted({*synthetic_bench.CONTEXTS, *([n_ctx] if n_ctx else [])}))
+    protocol = synthetic_bench.Protocol(
+        type, draft=draft, contexts=contexts, accept_length=accept_length
+    )
+    synthetic_bench.check(name, protocol)
     prepare(save)
     try:
         backend: Any = devices.select("cuda" if device == "auto" else device, setup.cache_type)
     except EnvironmentProblem as missing:
         raise EnvironmentProblem(missing.what, fix="see `g4spec doctor`") from None
-    data = steps.measure(name, backend, protocol)
+    data = synthetic_bench.measure(name, backend, protocol)
     _bench_results.write_files(data, out, save, None)
     _show(data, out)
     out.result(data)

@@ -82,9 +82,9 @@ def convert_all(source: Path, folder: Path) -> Converted:
         target = files.get("target")
         files[name] = folder / f"{name}.gguf"
         plan = convert.convert(source / name, files[name], target=target, dry_run=True).plan
-        made = convert.convert(source / name, files[name], target=target)
+        converted = convert.convert(source / name, files[name], target=target)
         counts = [len(plan.with_action(a)) for a in ("copy", "make", "metadata", "drop")]
-        rows.append((name, *counts, f"{made.nbytes / 2**20:.1f} MiB"))
+        rows.append((name, *counts, f"{converted.nbytes / 2**20:.1f} MiB"))
     bf16 = convert.convert(
         source / "dflash", folder / "dflash-bf16.gguf", target=files["target"], type="bf16"
     )

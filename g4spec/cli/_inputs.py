@@ -75,9 +75,9 @@ def open_draft(path: Path, target: Path, out: Output) -> Path:
             if found.dialect is None:
                 return path
     with out.progress(f"converting {path.name}") as progress:
-        made, note = convert.convert_cached(path, target, cache_folder(), progress=progress)
+        gguf, note = convert.convert_cached(path, target, cache_folder(), progress=progress)
     out.note(note)
-    return made
+    return gguf
 
 
 def check_draft(path: Path, confident: bool = False) -> None:
@@ -89,7 +89,7 @@ def check_draft(path: Path, confident: bool = False) -> None:
 
     with convert.detect(path, prefer_gguf=True) as found:
         if found.is_target:
-            raise models.misplaced(path, found.kind)
+            raise models.wrong_role(path, found.kind)
         if confident:
             models.require_confidence(path, found.kind, found.source.tensors)
 
@@ -104,7 +104,7 @@ def check_target(path: Path, n_ctx: int | None) -> None:
 
     with convert.detect(path, prefer_gguf=True) as found:
         if not found.is_target:
-            raise models.misplaced(path, found.kind)
+            raise models.wrong_role(path, found.kind)
         if found.path != path:
             fix = f"name the file in it: {found.path}"
         else:

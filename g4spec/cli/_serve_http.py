@@ -63,9 +63,9 @@ class ModelLoader:
         settings: Settings,
         target: Path,
         draft: Path | str | None,
-        tell: Callable[[int, int], None] = lambda read, whole: None,
+        report_progress: Callable[[int, int], None] = lambda read, whole: None,
     ) -> Service:
-        """Load a target in a process of its own; `tell` gets the progress (`models.Progress`)."""
+        """Load a target in a process of its own; `report_progress`: see `models.Progress`."""
         from g4spec.server.engine_client import EngineClient
         from g4spec.server.service import Service
 
@@ -74,7 +74,7 @@ class ModelLoader:
 
             def report(read: int, whole: int) -> None:
                 progress(read, whole)
-                tell(read, whole)
+                report_progress(read, whole)
 
             engine = EngineClient(
                 target,
@@ -102,13 +102,13 @@ def serve_one(
     from g4spec.server.service import Settings
 
     place = http.place(loader.out)
-    with run.listen(place) as at:
+    with run.listen(place) as socket:
         target, file = _engine.files(model, draft, loader.setup, loader.out)
         names = alias or [target.stem]
         service = loader.service(Settings(names[0], tuple(names[1:]), **limits), target, file)
-        note = f"{names[0]} is served at {run.address(place, at)}"
+        note = f"{names[0]} is served at {run.address(place, socket)}"
         with service.engine:
-            run.serve(service, place, at, lambda: loader.out.note(note), **http.access)
+            run.serve(service, place, socket, lambda: loader.out.note(note), **http.access)
 
 
 def serve_folder(
@@ -129,7 +129,7 @@ def serve_folder(
 
     assert folder is not None  # see `_serve_options.check_models`
     place = http.place(loader.out)
-    with run.listen(place) as at:
-        found = models.Models(models.find(folder), load, max_loaded, limits["time_limit"])
-        note = f"{len(found.all)} models are served at {run.address(place, at)}"
-        run.serve_models(found, place, at, lambda: loader.out.note(note), **http.access)
+    with run.listen(place) as socket:
+        registry = models.Models(models.find(folder), load, max_loaded, limits["time_limit"])
+        note = f"{len(registry.all)} models are served at {run.address(place, socket)}"
+        run.serve_models(registry, place, socket, lambda: loader.out.note(note), **http.access)

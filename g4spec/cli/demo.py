@@ -45,10 +45,10 @@ def command(
     from g4spec.measure import bench
 
     idle = bench.memory_in_use()
-    made = _demo_family.convert_all(source, folder)
-    files = made.files
+    converted = _demo_family.convert_all(source, folder)
+    files = converted.files
     _demo_text.write(files, out)
-    made.show(out)
+    converted.show(out)
     _demo_family.validate_all(source, files, out)
     verdicts = {name: _verify(name, files, out) for name in DRAFTS}
     data = _sweep(files, folder, n_predict, idle, out)
@@ -105,8 +105,7 @@ def _verify(name: str, files: dict[str, Path], out: Output) -> Verdict:
 def _sweep(
     files: dict[str, Path], folder: Path, n_predict: int, idle: int | None, out: Output
 ) -> dict[str, Any]:
-    from g4spec.measure import bench, prompts, recommendation
-    from g4spec.measure import run_record as provenance
+    from g4spec.measure import bench, prompts, recommendation, run_record
 
     out.line("5  Measure: the best draft length depends on the kind of text.", "bold", gap=True)
     engine = _demo_text.load(files, DRAFTS[0])
@@ -122,7 +121,7 @@ def _sweep(
             progress=progress,
         )
     advice = recommendation.recommend(result.rows, bench.longest(engine))
-    origin = provenance.describe(
+    origin = run_record.describe(
         files["target"], files["dflash"], engine.backend, ["g4spec", *sys.argv[1:]]
     )
     data = result.json(origin, advice.json())

@@ -90,22 +90,22 @@ def command(
         assume,
         versions,
     )
-    out, known = render.Output(json, quiet), facts()
+    out, all_facts = render.Output(json, quiet), facts()
     if why is not None:
-        return questions.explain(known, why, out)
+        return questions.explain(all_facts, why, out)
     if log is not None:
-        return questions.explain_log(known, log, out)
+        return questions.explain_log(all_facts, log, out)
     if cards:
-        return questions.list_cards(known, out)
+        return questions.list_cards(all_facts, out)
     if self_test:
         return questions.run_self_test(out)
     if network:
         return questions.watch_network(out)
-    machine = selected_machine(known, assume, versions)
+    machine = selected_machine(all_facts, assume, versions)
     question = question_from_options(
-        known, machine, model, draft, ctx_size, kv, attention_backend, gpus
+        all_facts, machine, model, draft, ctx_size, kv, attention_backend, gpus
     )
-    _answer(diagnose(known, machine, question, questions.engine(engine)), out, verbose)
+    _answer(diagnose(all_facts, machine, question, questions.engine(engine)), out, verbose)
 
 
 def _answer(d: Diagnosis, out: render.Output, verbose: bool) -> None:

@@ -36,27 +36,29 @@ def command(
     gguf.check_writable(out)
     setup = _engine.Setup(ctx_size, None, None, "cpu", None)
     model, _ = _engine.files(model, None, setup, output)
-    from g4spec.measure import chunks as cutting
+    from g4spec.measure import chunks as chunking
     from g4spec.measure import importance
 
     engine = _engine.load(model, None, setup, output)
-    parts = cutting.cut(engine.tokenizer, text, ctx_size, chunks)
+    parts = chunking.cut(engine.tokenizer, text, ctx_size, chunks)
     with output.progress(f"reading {file.name}") as progress:
-        found = importance.collect(engine, parts, file.name, progress)
-    imatrix.save(out, found)
-    silent = sum(int((e.counts == 0).sum()) for e in found.entries.values())
-    if silent:
-        output.note(f"{silent} experts were never chosen and get equal weights: use a longer text")
+        matrix = importance.collect(engine, parts, file.name, progress)
+    imatrix.save(out, matrix)
+    unused_experts = sum(int((e.counts == 0).sum()) for e in matrix.entries.values())
+    if unused_experts:
+        output.note(
+            f"{unused_experts} experts were never chosen and get equal weights: use a longer text"
+        )
     output.line(
-        f"wrote {out}: {len(found.entries)} matrices, {found.chunks} chunks of "
-        f"{found.chunk_size} tokens"
+        f"wrote {out}: {len(matrix.entries)} matrices, {matrix.chunks} chunks of "
+        f"{matrix.chunk_size} tokens"
     )
     output.result(
         {
             "out": str(out),
-            "matrices": len(found.entries),
-            "chunks": found.chunks,
-            "chunk_size": found.chunk_size,
-            "experts_never_chosen": silent,
+            "matrices": len(matrix.entries),
+            "chunks": matrix.chunks,
+            "chunk_size": matrix.chunk_size,
+            "experts_never_chosen": unused_experts,
         }
     )

@@ -46,44 +46,44 @@ def command(
     base = None
     if against is not None:
         against, _ = _engine.files(against, None, setups[1], output)
-    from g4spec.measure import chunks as cutting
+    from g4spec.measure import chunks as chunking
     from g4spec.measure import perplexity
 
     engine = _engine.load(model, None, setups[0], output)
     if against is not None:
         base = _engine.load(against, None, setups[1], output)
-    parts = cutting.cut(engine.tokenizer, text, ctx_size, chunks)
+    parts = chunking.cut(engine.tokenizer, text, ctx_size, chunks)
     with output.progress(f"reading {file.name}") as progress:
-        found = perplexity.measure(engine, parts, base, progress)
+        result = perplexity.measure(engine, parts, base, progress)
     _engine.note_ops_without_kernel(engine, output)
     output.line(
-        f"perplexity {_shown(found.perplexity)}: {found.tokens:,} tokens, the second halves "
-        f"of {found.chunks} chunks of {found.size}"
+        f"perplexity {_with_error(result.perplexity)}: {result.tokens:,} tokens, the second halves "
+        f"of {result.chunks} chunks of {result.size}"
     )
-    if found.against is not None:
-        _compared(found.against, output)
-    output.result(found.json())
+    if result.against is not None:
+        _show_comparison(result.against, output)
+    output.result(result.json())
 
 
-def _compared(found: Against, out: Output) -> None:
+def _show_comparison(result: Against, out: Output) -> None:
     rows = [
-        ("base's perplexity", _shown(found.base)),
-        ("perplexity over the base's", _shown(found.ratio, 5)),
-        ("mean KL divergence", _shown(found.divergence, 6)),
+        ("base's perplexity", _with_error(result.base)),
+        ("perplexity over the base's", _with_error(result.ratio, 5)),
+        ("mean KL divergence", _with_error(result.divergence, 6)),
         *(
             (
                 f"KL divergence, {p} % are below" if p != "100" else "largest KL divergence",
                 f"{x:.6f}",
             )
-            for p, x in found.divergences.items()
+            for p, x in result.divergences.items()
             if float(p) >= 50
         ),
-        ("same likeliest token", _shown(found.same_top, 3, 100)),
-        ("RMS change of the token probability", _shown(found.moved, 3, 100)),
+        ("same likeliest token", _with_error(result.same_top, 3, 100)),
+        ("RMS change of the token probability", _with_error(result.moved, 3, 100)),
     ]
     out.table("Against the base", ("figure", "value"), rows)
 
 
-def _shown(figure: Figure, digits: int = 4, percent: int = 1) -> str:
+def _with_error(figure: Figure, digits: int = 4, percent: int = 1) -> str:
     unit = " %" if percent == 100 else ""
     return f"{figure.value * percent:.{digits}f} ± {figure.error * percent:.{digits}f}{unit}"

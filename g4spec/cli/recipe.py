@@ -63,23 +63,23 @@ def command(
     from g4spec.advisor.facts import facts
     from g4spec.errors import CheckFailed
 
-    out, known = render.Output(json, quiet), facts()
+    out, all_facts = render.Output(json, quiet), facts()
     name = questions.engine(engine) or engine
-    machine = recipe.on_nodes(selected_machine(known, assume, versions), nodes)
-    question = question_from_options(known, machine, model, draft, ctx_size, kv, None, gpus)
+    machine = recipe.on_nodes(selected_machine(all_facts, assume, versions), nodes)
+    question = question_from_options(all_facts, machine, model, draft, ctx_size, kv, None, gpus)
     assert question is not None
-    made = recipe.make(known, machine, question, name)
-    if made.works and compose:
-        out.stream(scripts.compose(made, machine))
+    result = recipe.make(all_facts, machine, question, name)
+    if result.works and compose:
+        out.stream(scripts.compose(result, machine))
     else:
-        _show(out, made)
-    if made.works and out_dir is not None:
-        for path in scripts.write(made, machine, out_dir):
+        _show(out, result)
+    if result.works and out_dir is not None:
+        for path in scripts.write(result, machine, out_dir):
             out.note(f"wrote {path}")
-    out.result(made.json())
-    if not made.works:
-        what, _, fix = made.blocked[0]
-        raise CheckFailed(f"{made.title} {made.version}: {what}", fix=f"instead: {fix}")
+    out.result(result.json())
+    if not result.works:
+        what, _, fix = result.blocked[0]
+        raise CheckFailed(f"{result.title} {result.version}: {what}", fix=f"instead: {fix}")
 
 
 def _show(out: render.Output, r: Recipe) -> None:

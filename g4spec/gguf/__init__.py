@@ -1,4 +1,5 @@
-"""The GGUF container: typed metadata, a lazy memory-mapped reader, an atomic streaming writer."""
+"""The GGUF container: typed metadata, lazy memory-mapped reader, streaming writer with atomic
+replacement."""
 
 from g4spec.gguf import regular_files
 from g4spec.gguf.atomic import check_writable

@@ -1,9 +1,9 @@
-"""Replaces a file atomically, and clears away what runs that were killed left beside it.
+"""Replace files atomically, and remove temporary files of killed processes.
 
-A file is written under a temporary name beside its final one and renamed when it is complete and
-on disk. What interrupts that leaves nothing but, after SIGKILL or a power cut, the temporary file.
-Its writer holds a lock on it, which the system gives back when the writer ends, however it ends: so
-the next run to the same output removes those that nobody holds, and lets those of others be.
+A file is written under a temporary name in the same folder, synced to disk and renamed. Only
+SIGKILL or a power failure leave the temporary file behind. Its writer holds a lock on it, which the
+system releases when the process ends. The next write to the same output removes the temporary files
+that are not locked.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from g4spec.errors import EnvironmentProblem, InputError
 
 try:
     import fcntl
-except ImportError:  # no such locks on Windows, where nothing is cleared away
+except ImportError:  # Windows: no locks, and no removal of stale files
     fcntl = None  # type: ignore[assignment]
 
 
 def check_writable(path: Path) -> None:
-    """InputError where no file can be written, before any work is done for it."""
+    """Raise InputError or EnvironmentProblem if no file can be written to `path`. Call it before
+    expensive work."""
     if path.is_dir():
         raise InputError(f"{path} is a folder", expected="the name of a file to write")
     if path.exists() and not path.is_file():
@@ -43,11 +44,12 @@ def check_writable(path: Path) -> None:
 
 @contextmanager
 def atomic_write(path: Path, size: int) -> Iterator[IO[bytes]]:
-    """A new file beside `path` that becomes `path` if the block ends well, else disappears; where
-    that is a link, what it leads to. It keeps the mode of the file it replaces.
+    """Open a temporary file that replaces `path` if the block succeeds and is deleted otherwise.
+
+    The target of a link is replaced, not the link. The new file keeps the mode of the old one.
 
     Args:
-        size: bytes that will be written; EnvironmentProblem if the disk has not that many.
+        size: bytes that will be written; raises EnvironmentProblem if the disk has less room.
     """
     check_writable(path)
     path = path.resolve()
@@ -63,7 +65,7 @@ def atomic_write(path: Path, size: int) -> Iterator[IO[bytes]]:
     try:
         with ExitStack() as stack:
             f = stack.enter_context(open(temporary, "xb", buffering=1 << 20))
-            # Another run may have found it in the moment before it was locked.
+            # Another process may have removed it before it was locked.
             while _lock(f.fileno()) is False or not temporary.exists():
                 temporary = _name(path)
                 f = stack.enter_context(open(temporary, "xb", buffering=1 << 20))
@@ -94,7 +96,7 @@ def atomic_write(path: Path, size: int) -> Iterator[IO[bytes]]:
 
 
 def _sync(folder: Path) -> None:
-    """Put a rename on disk, where a folder can be opened (not on Windows)."""
+    """Sync a rename to disk, where folders can be opened (not on Windows)."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -104,7 +106,7 @@ def _sync(folder: Path) -> None:
 
 
 def remove_stale(path: Path) -> None:
-    """Remove temporary files of `path` whose writers are gone."""
+    """Remove temporary files of `path` whose writers have ended."""
     if fcntl is None:
         return
     ours, names = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.tmp"), list[str]()
@@ -112,7 +114,7 @@ def remove_stale(path: Path) -> None:
         names = os.listdir(path.parent)
     for name in names:
         if ours.fullmatch(name):
-            with suppress(OSError):  # somebody else's, or gone meanwhile
+            with suppress(OSError):  # owned by another user, or removed meanwhile
                 _clear(path.parent / name)
 
 
@@ -130,8 +132,8 @@ def _name(path: Path) -> Path:
 
 
 def _lock(handle: int) -> bool | None:
-    """Lock an open file until it is closed; False if it is locked already, None where files cannot
-    be locked."""
+    """Lock an open file until it is closed. Returns False if another process holds the lock, None
+    if files cannot be locked here."""
     if fcntl is None:
         return None
     try:

@@ -1,7 +1,7 @@
-"""Type numbers that mean different things in different forks of llama.cpp.
+"""ggml type numbers that mean different types in different forks of llama.cpp.
 
-A file does not say which fork wrote it. But a block's size differs from type to type, so the room
-that each tensor takes tells which forks' tables fit; one that fits alone is the answer.
+A file does not say which fork wrote it. But block sizes differ between types, so the sizes of a
+file's tensors show which tables of type numbers are possible. The type is known if only one is.
 
 Source: the `ggml_type` tables of upstream (late 2026) and of the forks named here.
 """
@@ -54,23 +54,27 @@ FORKS: dict[str, dict[int, tuple[str, int, int]]] = {
     "turbo-tan's": {41: ("TQ3_0", 32, 14), 44: _TQ3, 46: ("TQ3_4S", 32, 16)},
     "ik_llama.cpp": {41: ("Q1_0_G128", 128, 18)},
 }
-"""Fork -> type number -> name, values in a block, bytes of a block."""
+"""Fork -> type number -> (name, values per block, bytes per block)."""
 
-Place = tuple[str, Sequence[int], int, int]
+TensorEntry = tuple[str, Sequence[int], int, int]
 """Name, shape, type number and offset of a tensor."""
 
 
-def sizes(places: Sequence[Place], room: int, alignment: int, where: str) -> dict[str, int]:
-    """Bytes of every tensor with a clashing number, if upstream's types fit and no fork's do.
+def tensor_sizes(
+    tensors: Sequence[TensorEntry], data_size: int, alignment: int, where: str
+) -> dict[str, int]:
+    """Return name -> bytes of the tensors with a clashing type number if only upstream's types fit.
 
     Args:
-        places: all tensors of a file. `room`: bytes of its data section.
+        tensors: all tensors of a file.
+        data_size: bytes of its data section.
+        where: description of the file for the error.
 
-    Raises Unsupported, naming the type, when they are a fork's, or may be.
+    Raises Unsupported, naming the possible types, if types of a fork fit.
     """
-    offsets = sorted({p[3] for p in places} | {room})
+    offsets = sorted({t[3] for t in tensors} | {data_size})
     after = dict(pairwise(offsets))
-    gaps = [(p, after.get(p[3], room) - p[3]) for p in places if p[2] >= FIRST_CLASHING_TYPE]
+    gaps = [(t, after.get(t[3], data_size) - t[3]) for t in tensors if t[2] >= FIRST_CLASHING_TYPE]
     if not gaps:
         return {}
     upstream = _upstream(gaps)
@@ -79,21 +83,21 @@ def sizes(places: Sequence[Place], room: int, alignment: int, where: str) -> dic
         for fork, table in {UPSTREAM: upstream, **FORKS}.items()
         if (first := _fits(table, gaps, alignment))
     }
-    # Types of the same name and size are the same type, wherever they come from.
+    # Types of the same name and size are the same type in all forks.
     meanings = {name: fork for fork, name in reversed(fitting.items())}
     (name, _, number, _), _ = gaps[0]
     if UPSTREAM in fitting and len({n.removesuffix("_G128") for n in meanings}) == 1:
         return {p[0]: _bytes(p[1], *upstream[p[2]][1:]) for p, _ in gaps}
-    told = " or ".join(f"{n} of {fork}" for n, fork in meanings.items())
+    candidates = " or ".join(f"{n} of {fork}" for n, fork in meanings.items())
     raise Unsupported(
         f"{where}: tensor {name!r} has type number {number}",
-        found=f"{told}, by its size" if told else "a size that no known type has",
-        fix="numbers from 41 on mean different types in different forks of llama.cpp; get the "
-        "file in a type below 41",
+        found=f"{candidates}, by its size" if candidates else "a size that no known type has",
+        fix="type numbers from 41 on differ between forks of llama.cpp; use a file with types "
+        "below 41",
     )
 
 
-def _upstream(gaps: Sequence[tuple[Place, int]]) -> Mapping[int, tuple[str, int, int]]:
+def _upstream(gaps: Sequence[tuple[TensorEntry, int]]) -> Mapping[int, tuple[str, int, int]]:
     table = {}
     for (_, _, number, _), _ in gaps:
         form = quant.find_type(number)
@@ -103,9 +107,11 @@ def _upstream(gaps: Sequence[tuple[Place, int]]) -> Mapping[int, tuple[str, int,
 
 
 def _fits(
-    table: Mapping[int, tuple[str, int, int]], gaps: Sequence[tuple[Place, int]], alignment: int
+    table: Mapping[int, tuple[str, int, int]],
+    gaps: Sequence[tuple[TensorEntry, int]],
+    alignment: int,
 ) -> str:
-    """Name of the first tensor's type, if every tensor has the size that this table gives it."""
+    """Return the type of the first tensor if this table fits the sizes of all tensors, else ""."""
     for (_, shape, number, _), gap in gaps:
         if number not in table or (shape[-1] if shape else 1) % table[number][1]:
             return ""

@@ -1,8 +1,8 @@
-"""Importance matrices ("imatrix" files): how large the inputs of each matrix are, by column.
+"""Importance matrices (imatrix files): mean squared input of each column of each matrix.
 
-A file holds two F32 tensors for a matrix W: `W.in_sum2`, the sums of the squared inputs over all
-rows that W was multiplied with, and `W.counts`, how many these were; for a stack of experts, both
-for each expert. Quantizers take the means for weights of the squared errors of W's columns.
+A file holds two F32 tensors per matrix W: `W.in_sum2`, sums of the squared inputs over all rows
+that were multiplied by W, and `W.counts`, the number of rows. A stack of experts has both for each
+expert. Quantizers use the means as weights of the squared errors of W's columns.
 Source: llama.cpp `tools/imatrix` and `common/imatrix-loader.cpp`.
 """
 
@@ -23,16 +23,17 @@ from g4spec.gguf.writer import TensorData, write
 
 SUMS, COUNTS = ".in_sum2", ".counts"
 CHUNKS, CHUNK_SIZE, DATASETS = "imatrix.chunk_count", "imatrix.chunk_size", "imatrix.datasets"
-LEAST = 1e-4
-"""Smallest weight of a column, as a part of the mean: inputs that the text never had may come."""
+MIN_WEIGHT = 1e-4
+"""Minimum weight of a column relative to the mean; a column unused by the text may be needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What one matrix, or each of `n` experts, was given.
+    """Statistics of the inputs of one matrix (n = 1) or of `n` experts.
 
     Attributes:
-        sums: of squared inputs, float32 [n, columns]. counts: of rows, int64 [n].
+        sums: sums of squared inputs, float32 [n, columns].
+        counts: number of input rows, int64 [n].
     """
 
     sums: NDArray[np.float32]
@@ -41,11 +42,14 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Imatrix:
-    """A file's content.
+    """Content of an imatrix file.
 
     Attributes:
-        entries: by the name of the matrix. name: of the file.
-        chunks, chunk_size: how many pieces of so many tokens were read. datasets: of which files.
+        entries: name of the matrix -> statistics.
+        chunks: number of chunks of text that were read.
+        chunk_size: tokens per chunk.
+        datasets: names of the text files.
+        name: name of the imatrix file.
     """
 
     entries: Mapping[str, Entry]
@@ -55,11 +59,12 @@ class Imatrix:
     name: str = field(default="", compare=False)
 
     def weights(self, name: str, shape: Sequence[int]) -> NDArray[np.float32] | None:
-        """Weights of a matrix's columns, mean 1, float32 [1 or experts, columns]; None where the
-        file has none. An expert that was never chosen gets equal weights, as in llama.cpp.
+        """Return weights of a matrix's columns with mean 1, float32 [1 or experts, columns]; None
+        if the file has no entry. An expert that was never chosen gets equal weights, as in
+        llama.cpp.
 
         Args:
-            shape: of the matrix, PyTorch order.
+            shape: shape of the matrix, PyTorch order.
 
         Raises InputError for an entry of another shape.
         """
@@ -78,16 +83,16 @@ class Imatrix:
         mean[entry.counts == 0] = 1
         level = mean.mean(axis=1, keepdims=True, dtype=np.float64)
         level[level == 0] = 1
-        out: NDArray[np.float32] = np.maximum(mean / level, LEAST).astype(np.float32)
+        out: NDArray[np.float32] = np.maximum(mean / level, MIN_WEIGHT).astype(np.float32)
         return out
 
 
 def read(path: Path) -> Imatrix:
-    """Open an imatrix file. InputError if it is none, or holds what cannot be."""
+    """Read an imatrix file. Raises InputError if it is not one or has invalid values."""
     if path.is_file() and not is_gguf(path):
         raise InputError(
             f"{path}: not a GGUF file; an older llama-imatrix writes another format",
-            fix=f"turn that into GGUF: `llama-imatrix --in-file {path.name} -o imatrix.gguf`",
+            fix=f"convert it to GGUF: `llama-imatrix --in-file {path.name} -o imatrix.gguf`",
         )
     with GGUF(path) as file:
         names = [n.removesuffix(SUMS) for n in file.tensors if n.endswith(SUMS)]
@@ -100,9 +105,9 @@ def read(path: Path) -> Imatrix:
         entries = {name: _entry(file, name) for name in names}
         chunks, size, datasets = (file.get(k) for k in (CHUNKS, CHUNK_SIZE, DATASETS))
         if not isinstance(chunks, int) or not isinstance(size, int):
-            raise InputError(f"{path}: {CHUNKS} or {CHUNK_SIZE} is missing or no number")
-        said = [str(x) for x in datasets] if isinstance(datasets, list) else []
-        return Imatrix(entries, chunks, size, said, path.name)
+            raise InputError(f"{path}: {CHUNKS} or {CHUNK_SIZE} is missing or not a number")
+        names = [str(x) for x in datasets] if isinstance(datasets, list) else []
+        return Imatrix(entries, chunks, size, names, path.name)
 
 
 def _entry(file: GGUF, name: str) -> Entry:
@@ -123,23 +128,23 @@ def _entry(file: GGUF, name: str) -> Entry:
         )
     for values in found:
         if not (np.isfinite(values) & (values >= 0)).all():
-            raise InputError(f"{file.path}: {name}: a sum or count is below 0 or not finite")
+            raise InputError(f"{file.path}: {name}: a sum or count is negative or not finite")
     return Entry(
         np.array(sums.reshape(counts.size, -1)), np.rint(counts.reshape(-1)).astype(np.int64)
     )
 
 
-def save(path: Path, found: Imatrix) -> int:
-    """Write a file that llama-quantize and `read` open; returns its size in bytes."""
+def save(path: Path, imatrix: Imatrix) -> int:
+    """Write an imatrix file for `read` and llama-quantize; return its size in bytes."""
     kv: KV = {
         "general.type": string("imatrix"),
-        DATASETS: array(ValueType.STRING, list(found.datasets)),
-        CHUNKS: u32(found.chunks),
-        CHUNK_SIZE: u32(found.chunk_size),
+        DATASETS: array(ValueType.STRING, list(imatrix.datasets)),
+        CHUNKS: u32(imatrix.chunks),
+        CHUNK_SIZE: u32(imatrix.chunk_size),
     }
     f32 = quant.get("f32").type
     tensors = []
-    for name, entry in sorted(found.entries.items()):
+    for name, entry in sorted(imatrix.entries.items()):
         counts = entry.counts.astype(np.float32)
         for suffix, values in ((SUMS, entry.sums), (COUNTS, counts[:, None])):
             tensors.append(
@@ -148,11 +153,11 @@ def save(path: Path, found: Imatrix) -> int:
     return write(path, kv, tensors)
 
 
-def keys(found: Imatrix) -> KV:
-    """What a file quantized with it says about it, under llama.cpp's keys."""
+def keys(imatrix: Imatrix) -> KV:
+    """Return the metadata that a file quantized with `imatrix` gets, under llama.cpp's keys."""
     return {
-        "quantize.imatrix.file": string(found.name),
-        "quantize.imatrix.dataset": string(found.datasets[0] if found.datasets else ""),
-        "quantize.imatrix.entries_count": u32(len(found.entries)),
-        "quantize.imatrix.chunks_count": u32(found.chunks),
+        "quantize.imatrix.file": string(imatrix.name),
+        "quantize.imatrix.dataset": string(imatrix.datasets[0] if imatrix.datasets else ""),
+        "quantize.imatrix.entries_count": u32(len(imatrix.entries)),
+        "quantize.imatrix.chunks_count": u32(imatrix.chunks),
     }

@@ -1,6 +1,6 @@
-"""Split models: a file in several parts, `NAME-00001-of-00003.gguf` and on, opened as one.
+"""Split models: several parts, `NAME-00001-of-00003.gguf` and so on, opened as one model.
 
-All metadata is in the first part. Each part has a header of its own and says which one it is.
+All metadata are in the first part. Each part has its own header with its index and the count.
 Source: llama.cpp `tools/gguf-split`, `src/llama-model-loader.cpp`.
 """
 
@@ -21,24 +21,26 @@ _NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
 
 def folder_hint(folder: Path) -> str | None:
-    """What to tell who names a folder where its GGUF file is wanted; None if it has none."""
+    """Return a fix for an error about a folder given instead of a GGUF file; None if the folder has
+    no GGUF file."""
     found = sorted(folder.glob("*.gguf"))
     return f"name the file in it: {found[0]}" if found else None
 
 
 def part_name(stem: str, no: int, count: int) -> str:
-    """Name of part `no` (the first is 0) of `count`."""
+    """Return the file name of part `no` (0 is the first) of `count`."""
     return f"{stem}-{no + 1:05d}-of-{count:05d}.gguf"
 
 
 def unsplit_path(path: Path) -> Path | None:
-    """The path that a model is named after of which this is a part, by its name."""
+    """Return the path `NAME.gguf` of the split model that `path` is a part of, judged by its name;
+    None if it is not a part."""
     found = _NAME.fullmatch(path.name)
     return path.with_name(f"{found[1]}.gguf") if found else None
 
 
 def siblings(path: Path) -> list[Path]:
-    """The other parts of the model that a file is a part of, by its name, as far as they exist."""
+    """Return the other existing parts of the split model of `path`, judged by its name."""
     found = _NAME.fullmatch(path.name)
     names = [part_name(found[1], no, int(found[3])) for no in range(int(found[3]))] if found else []
     others = [path.with_name(n) for n in names if n != path.name]
@@ -46,7 +48,7 @@ def siblings(path: Path) -> list[Path]:
 
 
 def first_parts(paths: list[Path]) -> list[Path]:
-    """The paths without those that are, by their name, a later part of one of them."""
+    """Return `paths` without later parts of split models whose first part is in `paths`."""
     there = set(paths)
     out = []
     for path in paths:
@@ -57,10 +59,9 @@ def first_parts(paths: list[Path]) -> list[Path]:
 
 
 def part_paths(path: Path, keys: Mapping[str, Any]) -> list[Path]:
-    """All parts of the model whose first part is `path`, with metadata `keys`.
+    """Return all parts of the split model whose first part is `path`, with metadata `keys`.
 
-    Raises InputError, naming the file, for a part other than the first, for a name that does not
-    fit and for a part that is missing.
+    Raises InputError if `path` is not the first part, has an unexpected name, or a part is missing.
     """
     count, no = (_number(path, keys, key) for key in (COUNT, NO))
     if not 1 <= count <= MAX_PARTS:
@@ -71,7 +72,7 @@ def part_paths(path: Path, keys: Mapping[str, Any]) -> list[Path]:
             f"{path}: the name of part {no + 1} of {count} of a split model",
             expected=part_name("NAME", no, count),
             found=path.name,
-            fix="give the parts the names they were published with",
+            fix="rename the parts to their published names",
         )
     out = [path.with_name(part_name(found[1], i, count)) for i in range(count)]
     missing = [p.name for p in out if not p.exists()]
@@ -86,7 +87,7 @@ def part_paths(path: Path, keys: Mapping[str, Any]) -> list[Path]:
     if no:
         raise InputError(
             f"{path}: part {no + 1} of {count} of a split model",
-            fix=f"name the first part, {out[0]}",
+            fix=f"pass the first part, {out[0]}",
         )
     return out
 

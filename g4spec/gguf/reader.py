@@ -1,7 +1,7 @@
-"""Reads GGUF files by memory mapping. Opening scans the header once; everything else is lazy.
+"""Read GGUF files by memory mapping. Opening scans the header once; everything else is lazy.
 
-Nothing in a file is trusted: every count, length and offset is checked against the file's size
-before it is used, so a damaged or hostile file costs at most a scan of itself.
+Files are untrusted: every count, length and offset is checked against the file's size before use,
+so a damaged or malicious file costs at most one scan of the file.
 Source: ggml `docs/gguf.md`, `ggml/src/gguf.cpp`.
 """
 
@@ -47,12 +47,12 @@ _U64 = struct.Struct("<Q")
 
 
 def pad(n: int, alignment: int) -> int:
-    """`n` rounded up to a multiple of `alignment`."""
+    """Return `n` rounded up to a multiple of `alignment`."""
     return -(-n // alignment) * alignment
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file begins as a GGUF file does."""
+    """True if a file begins with the magic number of GGUF."""
     with path.open("rb") as f:
         return f.read(len(MAGIC)) == MAGIC
 
@@ -62,9 +62,12 @@ class TensorInfo:
     """One tensor of a file.
 
     Attributes:
-        shape: PyTorch order, the fastest dimension last.
-        type: ggml type number. `offset`: from the start of the data section. `nbytes`: size.
-        part: of a split model that it is in, the first is 0.
+        name: name in the file.
+        shape: PyTorch order, the contiguous dimension last.
+        type: ggml type number.
+        offset: bytes from the start of the data section.
+        nbytes: size in bytes.
+        part: index of the part of a split model that holds it.
     """
 
     name: str
@@ -80,8 +83,15 @@ class TensorInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a metadata value stands: `item` and `count` describe arrays (count 1: a scalar)."""
+class _ValueLocation:
+    """Type and position of a metadata value.
+
+    Attributes:
+        type: type of the value.
+        item: type of the entries of an array; for other values `type`.
+        count: number of entries of an array; for other values 1.
+        start: byte position of the data.
+    """
 
     type: ValueType
     item: ValueType
@@ -90,25 +100,28 @@ class _Place:
 
 
 class GGUF(Mapping[str, Any]):
-    """An open GGUF file, and a mapping of its metadata to plain Python values.
+    """An open GGUF file, and a mapping from metadata keys to plain Python values.
 
     Args:
-        path: the file, or the first part of a split model; InputError if it is malformed,
-            Unsupported if it is of another kind (big-endian, version 1).
-        join_parts: with the other parts of a split model.
+        path: the file, or the first part of a split model.
+        join_parts: open the other parts of a split model too.
 
     Attributes:
-        parts: the files of a split model, this one first. `size`: of this file, in bytes.
-        version, alignment: of the container.
-        kv: the metadata (the object itself). `tensors`: TensorInfo by name, in file order.
-        data_start: where the data section begins.
+        parts: the files of a split model, this one first.
+        size: size of this file in bytes.
+        version, alignment: values of the container.
+        kv: the metadata (the object itself).
+        tensors: name -> TensorInfo, in file order.
+        data_start: byte position of the data section.
+
+    Raises InputError if the file is malformed, Unsupported for big-endian files and version 1.
     """
 
     def __init__(self, path: str | Path, *, join_parts: bool = True) -> None:
         self.path, self.parts = Path(path), [self]
         self._cache: dict[str, Any] = {}
-        self._places: dict[str, _Place] = {}
-        self._blocks: dict[str, list[string_arrays.Block]] = {}  # of string arrays
+        self._places: dict[str, _ValueLocation] = {}
+        self._blocks: dict[str, list[string_arrays.StringBlock]] = {}  # of string arrays
         self.tensors: dict[str, TensorInfo] = {}
         self._open()
         try:
@@ -147,7 +160,7 @@ class GGUF(Mapping[str, Any]):
         return self is other
 
     def value(self, key: str) -> Value:
-        """A value with its exact type; number arrays come as numpy arrays."""
+        """Return a value with its exact type; arrays of numbers as numpy arrays."""
         place = self._places[key]
         if place.type is not ValueType.ARRAY:
             return Value(place.type, self[key])
@@ -155,20 +168,20 @@ class GGUF(Mapping[str, Any]):
         return Value(ValueType.ARRAY, data, place.item)
 
     def value_type(self, key: str) -> ValueType:
-        """Type of a value, or of the entries of an array."""
+        """Return the type of a value, or of the entries of an array."""
         return self._places[key].item
 
     def array_type(self, key: str) -> ValueType | None:
-        """Type of an array's entries; None for any other value and for a key that is missing."""
+        """Return the type of an array's entries; None for other values and missing keys."""
         place = self._places.get(key)
         return place.item if place and place.type is ValueType.ARRAY else None
 
     def length(self, key: str) -> int:
-        """Entries of an array, without reading it."""
+        """Return the number of entries of an array without reading it."""
         return self._places[key].count
 
     def number_array(self, key: str) -> NDArray[Any]:
-        """A number array, copied out of the file, without making a list."""
+        """Return an array of numbers as a numpy array, copied from the file."""
         place = self._places[key]
         if place.type is not ValueType.ARRAY or place.item is ValueType.STRING:
             raise InputError(f"{self.path}: key {key!r} must be an array of numbers")
@@ -187,14 +200,14 @@ class GGUF(Mapping[str, Any]):
         return bool(number) if place.type is ValueType.BOOL else number.item()
 
     def first_entries(self, key: str, n: int) -> list[Any]:
-        """The first `n` entries of an array, without reading the rest."""
+        """Return the first `n` entries of an array without reading the rest."""
         place = self._places[key]
         if place.item is ValueType.STRING:
             return self._strings(key, place.start, min(n, place.count))
         return list(self.number_array(key)[:n].tolist())
 
     def string_blocks(self, key: str) -> Iterator[list[str]]:
-        """The strings of an array, some thousands at a time: all may take a hundred megabytes."""
+        """Yield the strings of an array in lists of some thousands: all may take 100 MB."""
         first = 0
         for at, end, count in self._blocks[key]:
             raw = np.frombuffer(self._map, np.uint8, end - at, at)
@@ -202,7 +215,11 @@ class GGUF(Mapping[str, Any]):
             first += count
 
     def _strings(self, key: str, at: int, count: int, first: int = 0) -> list[str]:
-        """`count` strings from byte `at` on, one by one. `first`: number of that entry."""
+        """Read `count` strings one by one, starting at byte `at`.
+
+        Args:
+            first: index of the first string in its array, for errors.
+        """
         view, out = self._view, list[str]()
         try:
             for _ in range(count):
@@ -216,18 +233,18 @@ class GGUF(Mapping[str, Any]):
     # ---- tensors
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor, PyTorch order."""
+        """Return name -> shape of all tensors, PyTorch order."""
         return {name: info.shape for name, info in self.tensors.items()}
 
     def raw(self, name: str) -> NDArray[np.uint8]:
-        """Bytes of a tensor, mapped read-only. Valid while the file is open."""
+        """Return the bytes of a tensor, mapped read-only. Valid while the file is open."""
         info = self.tensors[name]
         file = self.parts[info.part]
         return np.frombuffer(file._map, np.uint8, info.nbytes, file.data_start + info.offset)
 
     def array(self, name: str) -> NDArray[Any]:
-        """Values of a tensor as float32; integers and F64 as stored. Unsupported if the type
-        has no dequantizer."""
+        """Decode a tensor to float32; integers and F64 keep their type. Raises Unsupported if the
+        type has no dequantizer."""
         info = self.tensors[name]
         try:
             return info.format.array(self.raw(name), info.shape)
@@ -261,7 +278,7 @@ class GGUF(Mapping[str, Any]):
         for part in self.parts[1:]:
             part.close()
         self._view.release()
-        with suppress(BufferError):  # then the mapping goes when the last array does
+        with suppress(BufferError):  # unmapped when the last array is freed
             self._map.close()
 
     def __enter__(self) -> GGUF:
@@ -279,7 +296,7 @@ class GGUF(Mapping[str, Any]):
         return InputError(f"{self.path}: {what}", expected=expected, found=found)
 
     def _take(self, code: str, at: int, what: str) -> tuple[Any, int]:
-        """Unpack one number of struct format `code`; the value and the position after it."""
+        """Unpack one number of struct format `code`; return it and the position after it."""
         size = struct.calcsize("<" + code)
         if at + size > self.size:
             raise self._bad(f"the file ends inside {what}, at byte {at}")
@@ -312,7 +329,7 @@ class GGUF(Mapping[str, Any]):
         # The smallest entry of either kind takes 13 and 24 bytes.
         for what, count, least in (("metadata", n_kv, 13), ("tensor", n_tensors, 24)):
             if not 0 <= count <= (self.size - at) // least:
-                raise self._bad(f"impossible {what} count", "what fits into the file", count)
+                raise self._bad(f"impossible {what} count", "a count that fits the file", count)
         for _ in range(n_kv):
             at = self._scan_kv(at)
         self.alignment = self._alignment()
@@ -328,7 +345,7 @@ class GGUF(Mapping[str, Any]):
             raise self._bad(f"metadata key {key!r} is {'empty' if not key else 'repeated'}")
         kind, at = self._kind(at, key)
         if kind is not ValueType.ARRAY:
-            self._places[key] = _Place(kind, kind, 1, at)
+            self._places[key] = _ValueLocation(kind, kind, 1, at)
             return self._skip(at, kind, 1, key)
         item, at = self._kind(at, key)
         if item is ValueType.ARRAY:
@@ -336,7 +353,7 @@ class GGUF(Mapping[str, Any]):
         count, at = self._take("Q", at, f"key {key!r}")
         if count > MAX_COUNT:
             raise self._bad(f"key {key!r}: array length", f"at most {MAX_COUNT}", count)
-        self._places[key] = _Place(kind, item, count, at)
+        self._places[key] = _ValueLocation(kind, item, count, at)
         return self._skip(at, item, count, key)
 
     def _kind(self, at: int, key: str) -> tuple[ValueType, int]:
@@ -347,7 +364,7 @@ class GGUF(Mapping[str, Any]):
             raise self._bad(f"key {key!r}: value type", "0 to 12", number) from None
 
     def _skip(self, at: int, item: ValueType, count: int, key: str) -> int:
-        """The position after `count` values of type `item`."""
+        """Return the position after `count` values of type `item`."""
         least = 8 if item is ValueType.STRING else NUMBERS[item].itemsize
         if count > (self.size - at) // least:
             raise self._bad(f"the file ends inside key {key!r}", f"{count} entries")
@@ -387,7 +404,7 @@ class GGUF(Mapping[str, Any]):
         if not quant.is_valid_shape(shape):
             raise self._bad(f"tensor {name!r}: impossible shape {shape}")
         where = f"{self.path}: tensor {name!r}"
-        clashing = number >= quant.FIRST_CLASHING_TYPE  # measured when all offsets are known
+        clashing = number >= quant.FIRST_CLASHING_TYPE  # size set later from all offsets
         nbytes = 0 if clashing else quant.by_type(number, where).nbytes(shape, where)
         if offset % self.alignment:
             raise self._bad(f"tensor {name!r}: offset", f"a multiple of {self.alignment}", offset)
@@ -395,14 +412,17 @@ class GGUF(Mapping[str, Any]):
         return at
 
     def _clashing(self) -> None:
-        """Sizes of tensors whose type number means different things in different forks."""
+        """Set the sizes of tensors whose type number differs between forks of llama.cpp."""
         places = [(t.name, t.shape, t.type, t.offset) for t in self.tensors.values()]
         room = self.size - self.data_start
-        for name, nbytes in forks.sizes(places, room, self.alignment, str(self.path)).items():
+        for name, nbytes in forks.tensor_sizes(
+            places, room, self.alignment, str(self.path)
+        ).items():
             self.tensors[name] = replace(self.tensors[name], nbytes=nbytes)
 
     def _check_bounds(self) -> None:
-        """Tensors lie in the file, and none on another: a small file would hold large ones."""
+        """Raise InputError if a tensor is beyond the end of the file or overlaps another: a small
+        file could otherwise declare huge tensors."""
         room, end, before = self.size - self.data_start, 0, ""
         for name, info in sorted(self.tensors.items(), key=lambda item: item[1].offset):
             if info.offset + info.nbytes > room:
@@ -414,6 +434,6 @@ class GGUF(Mapping[str, Any]):
                 )
             if info.offset < end and info.nbytes:
                 raise self._bad(
-                    f"tensor {name!r} lies on {before!r}", f"offset {end} or more", info.offset
+                    f"tensor {name!r} overlaps {before!r}", f"offset {end} or more", info.offset
                 )
             end, before = max(end, info.offset + info.nbytes), name

@@ -1,7 +1,7 @@
-"""Opens regular files, and reads small ones whole.
+"""Open and read files of untrusted checkpoints.
 
-A name in a checkpoint may be a pipe that nobody writes to, a device without an end, a link to
-something of the user's that is no part of the checkpoint, or simply too large.
+A name in a checkpoint may be a pipe without a writer, an endless device, a link to a private file
+of the user, or a file that is too large to read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import BinaryIO
 from g4spec.errors import InputError
 
 MAX_READ_BYTES = 64 << 20
-"""Bytes of a file that is read whole. Gemma's tokenizer.json has 32 MB."""
+"""Maximum size of a file that is read at once, in bytes. Gemma's tokenizer.json has 32 MB."""
 _BLOB = re.compile(r".*/blobs/(?:[0-9a-f]{2}/)?(?:[0-9a-f]{40}|[0-9a-f]{64})")
 
 
@@ -24,12 +24,12 @@ LFS_FIX = "run git lfs pull in its repository"
 
 
 def is_lfs_pointer(begin: bytes) -> bool:
-    """Whether a file that begins so is a Git LFS pointer: the file itself was not fetched."""
+    """True if a file with this beginning is a Git LFS pointer: its content was not downloaded."""
     return begin.startswith(LFS)
 
 
 def refuse_lfs_pointer(path: Path, begin: bytes) -> None:
-    """InputError for a file that begins as a Git LFS pointer does."""
+    """Raise InputError if a file with this beginning is a Git LFS pointer."""
     if is_lfs_pointer(begin):
         raise InputError(
             f"{path}: a Git LFS pointer", expected="the file it points to", fix=LFS_FIX
@@ -37,16 +37,16 @@ def refuse_lfs_pointer(path: Path, begin: bytes) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A regular file, open for reading. InputError for a pipe, socket or device; OSError as
-    `open` raises it."""
-    mode = os.stat(path).st_mode  # before it is opened: a pipe would wait for its writer
+    """Open a regular file for reading. Raises InputError for a pipe, socket or device, and OSError
+    as `open` does."""
+    mode = os.stat(path).st_mode  # before opening: opening a pipe blocks until it has a writer
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise InputError(f"{path}: a device or pipe", expected="a file")
     return open(path, "rb")
 
 
 def read_regular(path: Path, limit: int = MAX_READ_BYTES) -> bytes:
-    """All bytes of a regular file of at most `limit` bytes, else InputError."""
+    """Read a regular file. Raises InputError if it is larger than `limit` bytes."""
     with open_regular(path) as f:
         size = os.fstat(f.fileno()).st_size
         if size > limit:
@@ -57,13 +57,15 @@ def read_regular(path: Path, limit: int = MAX_READ_BYTES) -> bytes:
 
 
 def check_link(path: Path) -> Path:
-    """`path`, if it lies in its folder also when links are followed, or in the blobs of a Hugging
-    Face cache. InputError otherwise: what it leads to would become part of a file that may be
-    published."""
-    real = Path(os.path.realpath(path))  # unlike `resolve`, also of links that lead in a circle
+    """Return `path`, or raise InputError if it is a link out of its folder.
+
+    Links to blobs of a Hugging Face cache are allowed. Any other target could be a private file,
+    whose content would become part of a converted file that may be published.
+    """
+    real = Path(os.path.realpath(path))  # unlike `resolve`, accepts circular links
     if path.parent.resolve() not in real.parents and not _BLOB.fullmatch(real.as_posix()):
         raise InputError(
             f"{path}: a link that leads out of its folder",
-            fix="put the file itself there, if it belongs there",
+            fix="replace the link by the file, if it belongs to the checkpoint",
         )
     return path

@@ -1,7 +1,7 @@
-"""Arrays of short strings, thousands at a time: a vocabulary has three quarters of a million.
+"""Fast reading of string arrays: a vocabulary has about 750,000 strings (tokens and merges).
 
-A string is its length in 8 bytes, then its text. What is faster for many is only for texts of 1
-to 255 bytes without a NUL; for any others, or where a file is damaged, they are read in turn.
+A string is stored as its length in 8 bytes and its text. The vectorized path handles texts of 1 to
+255 bytes without NUL. All others, and damaged files, are read string by string.
 """
 
 from __future__ import annotations
@@ -13,37 +13,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 WINDOW = 1 << 16
-"""Bytes searched at once: enough for it to pay, few enough to stay in the CPU's cache."""
-BLOCK, LEAST = 2048, 1024
-"""Strings read in turn before the fast way is tried again; how many it must find to be one."""
+"""Bytes searched at once: large enough to be efficient, small enough for the CPU's cache."""
+BLOCK = 2048
+"""Strings read one by one before the vectorized path is tried again."""
+MIN_FAST = 1024
+"""Minimum number of strings that the vectorized path must find to be used."""
 _U64 = struct.Struct("<Q")
-Block = tuple[int, int, int]
-"""Where some strings begin and end, and how many they are."""
+StringBlock = tuple[int, int, int]
+"""First byte, end and number of some consecutive strings."""
 
 
-def scan(file: mmap.mmap | bytes, at: int, count: int) -> tuple[list[Block], int]:
-    """Blocks of the `count` strings from byte `at` on, and where they end.
+def scan(file: mmap.mmap | bytes, at: int, count: int) -> tuple[list[StringBlock], int]:
+    """Divide `count` strings that start at byte `at` into blocks; return the blocks and the end.
 
-    The end lies beyond the file if the strings do.
+    The end is beyond the file if the strings are.
     """
     blocks = []
     while count and at < len(file):
-        n, end = _leap(file, at, count) if count >= LEAST else (0, at)
-        if n < LEAST:
+        n, end = _find_fast(file, at, count) if count >= MIN_FAST else (0, at)
+        if n < MIN_FAST:
             n = min(BLOCK, count)
-            end = _walk(file, at, n)
+            end = _skip_one_by_one(file, at, n)
         blocks.append((at, end, n))
         at, count = end, count - n
     return blocks, at if not count else len(file) + 1
 
 
-def _leap(file: mmap.mmap | bytes, at: int, count: int) -> tuple[int, int]:
+def _find_fast(file: mmap.mmap | bytes, at: int, count: int) -> tuple[int, int]:
     found = lengths(np.frombuffer(file, np.uint8, min(WINDOW, len(file) - at), at))
     n = min(len(found) - 1, count)
     return n, at + int(found[n]) if n > 0 else at
 
 
-def _walk(file: mmap.mmap | bytes, at: int, count: int) -> int:
+def _skip_one_by_one(file: mmap.mmap | bytes, at: int, count: int) -> int:
     try:
         for _ in range(count):
             at += 8 + _U64.unpack_from(file, at)[0]
@@ -53,7 +55,7 @@ def _walk(file: mmap.mmap | bytes, at: int, count: int) -> int:
 
 
 def split(raw: NDArray[np.uint8], count: int) -> list[str] | None:
-    """The `count` strings that fill `raw`; None if they must be read in turn."""
+    """Decode the `count` strings in `raw`; None if they must be read one by one."""
     if len(raw) > count * (8 + 255):  # it may be gigabytes
         return None
     at = lengths(raw)
@@ -70,10 +72,11 @@ def split(raw: NDArray[np.uint8], count: int) -> list[str] | None:
 
 
 def lengths(raw: NDArray[np.uint8]) -> NDArray[np.intp]:
-    """Where the lengths of the first strings in `raw` stand; the last text may reach beyond it.
+    """Return the positions of the lengths of the first strings in `raw`, whose last text may be
+    incomplete.
 
-    A length below 256 ends in 7 zero bytes. Any place before 7 zeros may be one; those to which
-    the first leads, one after the other, are.
+    A length below 256 is a byte followed by 7 zero bytes, so all such positions are candidates. The
+    chain of strings that starts at the first candidate selects the real ones.
     """
     zeros = raw == 0
     for n in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""GGUF metadata values with their exact types: upstream's loader refuses a U32 where it wants I32.
+"""GGUF metadata values with exact types: upstream's loader rejects a U32 where it expects I32.
 
 Source: ggml `docs/gguf.md`.
 """
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 
 class ValueType(IntEnum):
-    """Value types by their number in the file."""
+    """Types of metadata values, numbered as in the file."""
 
     U8 = 0
     I8 = 1
@@ -33,7 +33,13 @@ class ValueType(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One metadata value: `data` is a Python scalar, or a sequence when `type` is ARRAY."""
+    """One metadata value.
+
+    Attributes:
+        type: type of the value.
+        data: Python scalar, or a sequence if `type` is ARRAY.
+        item: type of the entries of an array, else None.
+    """
 
     type: ValueType
     data: Any
@@ -41,7 +47,7 @@ class Value:
 
 
 KV = dict[str, Value]
-"""Metadata in file order."""
+"""Metadata key -> value, in file order."""
 
 
 def u32(x: int) -> Value:
@@ -61,5 +67,5 @@ def string(x: str) -> Value:
 
 
 def array(item: ValueType, data: Sequence[Any] | NDArray[Any]) -> Value:
-    """`data` may be a numpy array for number types."""
+    """Return an array value; `data` may be a numpy array for number types."""
     return Value(ValueType.ARRAY, data, item)

@@ -1,4 +1,4 @@
-"""Writes GGUF files: streaming, atomically (`g4spec.gguf.atomic`), in parts where asked to."""
+"""Write GGUF files: streaming, atomically (`g4spec.gguf.atomic`), optionally split into parts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from g4spec.gguf.values import KV, Value, ValueType
 
 VERSION = 3
 Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all."""
+"""Callback that receives bytes written and total bytes."""
 
 _CODES = {
     ValueType.U8: "B",
@@ -39,11 +39,13 @@ _CODES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorData:
-    """A tensor to be written.
+    """A tensor to write.
 
     Attributes:
-        shape: PyTorch order. `type`: ggml type number.
-        chunks: its bytes, in order, as buffers of any size; consumed once.
+        name: name in the file.
+        shape: PyTorch order.
+        type: ggml type number.
+        chunks: the bytes in order, as buffers of any size; consumed once.
     """
 
     name: str
@@ -63,12 +65,15 @@ def write(
     progress: Progress | None = None,
     check: Callable[[], None] | None = None,
 ) -> int:
-    """Write a file; returns its size in bytes. An existing file is replaced at the end, unless
-    `check` raises: it is called when all is written.
+    """Write a file; return its size in bytes. An existing file is replaced at the end.
+
+    Args:
+        progress: called after each chunk.
+        check: called when all data are written; if it raises, nothing is replaced.
 
     Raises:
-        InputError: a value or name that the format cannot hold, or a path that cannot be a file.
-        EnvironmentProblem: the disk is full, or not writable.
+        InputError: the format cannot hold a value or name, or `path` cannot be a file.
+        EnvironmentProblem: the disk is full or not writable.
     """
     return _write([(Path(path), kv, list(tensors))], progress, check)
 
@@ -81,10 +86,11 @@ def write_split(
     progress: Progress | None = None,
     check: Callable[[], None] | None = None,
 ) -> tuple[list[Path], int]:
-    """Write a model in parts of at most `max_size` bytes, beside `path` and named after it; or the
-    file `path` if one part holds it all. Returns their paths, and their size in all.
+    """Write a model in parts of at most `max_size` bytes, named after `path`; or only the file
+    `path` if it is small enough. Returns the paths of the parts and their total size.
 
-    The parts appear when the last one is complete. InputError if a tensor is larger than a part.
+    All parts appear when the last one is complete. Raises InputError if a tensor does not fit into
+    a part.
     """
     path, tensors = Path(path), list(tensors)
     kv = {key: value for key, value in kv.items() if key not in parts.KEYS}
@@ -111,8 +117,8 @@ def write_split(
 
 
 def _groups(kv: KV, tensors: list[TensorData], max_size: int) -> list[list[TensorData]]:
-    """The tensors of each part, in order: as many as fit beside its header. The first has none if
-    the metadata leave no room."""
+    """Distribute the tensors to parts in order; each part takes all tensors that fit. The first
+    part is empty if the metadata leave no room."""
     align, groups = alignment(kv), [list[TensorData]()]
     empty = len(header({}, [], 1))
     used, later = (len(header(_part(kv, no, 0, 0), [], 1)) + align for no in (0, 1))
@@ -139,7 +145,7 @@ def _groups(kv: KV, tensors: list[TensorData], max_size: int) -> list[list[Tenso
 
 
 def _part(kv: KV, no: int, count: int, tensors: int) -> KV:
-    """Metadata of a part: all of it in the first one."""
+    """Return the metadata of part `no`; only the first part has the metadata of the model."""
     own = {
         parts.NO: Value(ValueType.U16, no),
         parts.COUNT: Value(ValueType.U16, count),
@@ -150,7 +156,7 @@ def _part(kv: KV, no: int, count: int, tensors: int) -> KV:
 
 
 def alignment(kv: KV) -> int:
-    """Bytes to a multiple of which data are padded."""
+    """Return the alignment in bytes to which tensors are padded."""
     return int(kv["general.alignment"].data) if "general.alignment" in kv else DEFAULT_ALIGNMENT
 
 
@@ -159,7 +165,7 @@ def _write(
     progress: Progress | None,
     check: Callable[[], None] | None,
 ) -> int:
-    """Write files that appear together, unless `check` raises; returns their size in all."""
+    """Write files that appear together, unless `check` raises; return their total size."""
     heads = [header(kv, tensors, alignment(kv)) for _, kv, tensors in files]
     sizes = [
         len(head) + sum(pad(t.nbytes, alignment(kv)) for t in tensors)
@@ -181,7 +187,7 @@ def _write(
 def _stream(
     f: IO[bytes], tensor: TensorData, align: int, done: int, total: int, progress: Progress | None
 ) -> int:
-    """Write a tensor and what pads it; returns the bytes."""
+    """Write a tensor and its padding; return the number of bytes."""
     size = 0
     for chunk in tensor.chunks:
         f.write(chunk)
@@ -194,7 +200,7 @@ def _stream(
 
 
 def header(kv: KV, tensors: list[TensorData], align: int) -> bytes:
-    """Everything before the data section, padded to it."""
+    """Return everything before the data section, with padding."""
     out = [MAGIC, struct.pack("<Iqq", VERSION, len(tensors), len(kv))]
     for key, value in kv.items():
         out += [_string(key), _value(key, value)]
@@ -204,7 +210,7 @@ def header(kv: KV, tensors: list[TensorData], align: int) -> bytes:
         if len(name) > MAX_NAME or len(t.shape) > MAX_DIMS or t.name in seen:
             raise InputError(
                 f"tensor {t.name!r} of shape {t.shape} cannot be written",
-                expected=f"a new name of at most {MAX_NAME} bytes and at most "
+                expected=f"a unique name of at most {MAX_NAME} bytes and at most "
                 f"{MAX_DIMS} dimensions",
             )
         seen.add(t.name)

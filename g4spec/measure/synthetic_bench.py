@@ -24,7 +24,7 @@ from g4spec.errors import UsageError
 from g4spec.measure import run_record as provenance
 from g4spec.measure import synthetic
 from g4spec.quant import policy
-from g4spec.runtime.choosing import RequestChooser
+from g4spec.runtime.chooser import RequestChooser
 from g4spec.runtime.cuda.backend import CudaBackend
 from g4spec.runtime.cuda.step import graphs
 from g4spec.runtime.cuda.step.graph_runner import GraphRunner
@@ -247,7 +247,7 @@ def _at(
         assert bool(step.replay().isfinite().all()), (context, count)
         streams[count] = milliseconds(step.replay, protocol.times, REST)
     length = 1 + min(protocol.accept_length - 1, drafter.max_tokens)
-    most = drafter.max_tokens if drafter.at_once else min(drafter.max_tokens, length)
+    most = drafter.max_tokens if drafter.one_pass else min(drafter.max_tokens, length)
     cycles = Cycles(target, drafter, sequences[0], most, length - 1)
     cycle = sustained = cycles.time(context, protocol.times, REST)
     draft = cycles.draft

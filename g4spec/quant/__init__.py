@@ -1,4 +1,4 @@
-"""Quant types. A file in `formats/` that defines FORMAT is one."""
+"""Quant types. Each file in `formats/` defines one as FORMAT."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ def _by_type() -> dict[int, Format]:
 
 
 def writable_names() -> list[str]:
-    """Types that can be written, e.g. as `--type`."""
+    """Return the names of types that can be written, for example with `--type`."""
     return [name for name, form in _codecs().items() if form.encode is not None]
 
 
 def readable() -> dict[str, Format]:
-    """Types that can be dequantized, by name."""
+    """Return name -> type for all types that can be dequantized."""
     return _codecs()
 
 
 def get(name: str) -> Format:
-    """A type by name, in any case. UsageError if there is none of that name."""
+    """Return a type by name, in any case. Raises UsageError for an unknown name."""
     found = _all().get(name.lower())
     if found is None:
         raise UsageError(
@@ -65,18 +65,18 @@ def get(name: str) -> Format:
 
 
 def find_type(number: int) -> Format | None:
-    """Upstream's type of this number, or None."""
+    """Return upstream's type with this number, or None."""
     return _by_type().get(number)
 
 
 def by_type(number: int, name: str = "a tensor") -> Format:
-    """A type by its number in the file. Unsupported, naming the tensor, if unknown."""
+    """Return the type with this number. Raises Unsupported with the tensor's name if unknown."""
     found = _by_type().get(number)
     if found is None:
         fix = None
         if number >= FIRST_CLASHING_TYPE:
             fix = (
-                "numbers from 41 on mean different types in different forks of llama.cpp; "
+                "type numbers from 41 on differ between forks of llama.cpp; "
                 "convert with upstream's tools instead"
             )
         raise Unsupported(f"{name}: unknown ggml type number {number}", fix=fix)

@@ -1,19 +1,18 @@
-"""Scales, minima and codes of Q2_K, Q4_K and Q5_K: values are about
-d * scale * code - dmin * least.
+"""Quantize Q2_K, Q4_K and Q5_K, types with scales and minima: x = d * scale * code - dmin * least.
 
-A block of 256 has 8 groups of 32, each with a 6-bit scale and a 6-bit minimum (Q2_K: 16 groups of
-16, and 4 bits), and two half-precision factors for all of them. What is minimised is the squared
-error with the weights of ggml's `quantize_row_q4_K_ref`, rms + |x|, but by a search of our own:
+A block of 256 values has 8 groups of 32, each with a 6-bit scale and a 6-bit minimum `least`
+(Q2_K: 16 groups of 16, and 4 bits), and two half-precision factors d and dmin. The error is that of
+ggml's `quantize_row_q4_K_ref`, squared with weights rms + |x|, but the search is different:
 
-1. each group by itself: codes for a few steps around span / top, and for these codes the scale and
-   minimum by least squares; then once more around the best of them;
-2. scale and minimum rounded to whole numbers, and the neighbours of the scale tried, each with the
-   minimum that then fits best;
-3. the factors d and dmin fitted to the codes by least squares, kept where that is better.
+1. For each group, try several step sizes around span / max_code and fit scale and minimum to the
+   resulting codes by least squares; then search once more around the best.
+2. Round scales and minima to integers; try the neighbours of each scale, each with the minimum that
+   fits best.
+3. Fit d and dmin to the codes by least squares, and keep them if the error is smaller.
 
-Values lie as [size, groups * blocks] meanwhile: sums over a group are then additions of long rows,
-and the arrays of a batch stay in a core's cache. Sums are taken of values shifted by their minimum,
-so that groups far from zero lose no digits.
+Values are stored as [size, groups * blocks]: sums over a group are additions of long rows, and the
+arrays of a batch stay in a core's cache. Sums are over values minus their minimum, so that groups
+far from zero lose no precision.
 """
 
 from __future__ import annotations
@@ -27,26 +26,30 @@ from g4spec.quant.format import Bytes, Floats, check_finite
 
 BLOCK, GROUPS, SIZE = 256, 8, 32
 BATCH = 384
-"""Blocks computed together, in arrays of 384 KiB. Fewer, and calls outweigh the arithmetic; more,
-and each array is fetched from the operating system anew."""
+"""Blocks per batch; its arrays have 384 KiB. With fewer, call overhead dominates; with more, every
+array is allocated from the operating system."""
 AROUND = (0.96, 0.98, 1.0, 1.02, 1.04)
+"""Factors of the best step size that the second search tries."""
 NEIGHBOURS = (0, -1, 1)
+"""Offsets of integer scales that are tried."""
 TINY = np.float32(1e-30)
-"""Groups with a smaller span count as constant: half precision could not tell them from that."""
+"""Groups with a smaller span count as constant: half precision cannot represent the difference."""
 F = np.float32
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a block is made of.
+    """Structure of a block and parameters of the search.
 
     Attributes:
-        groups, size: groups of a block, values of a group.
-        top: largest code. `most`: largest scale and minimum.
-        rounds: how often steps 2 and 3 are done.
-        steps: those tried are span / (top + these): below zero the codes stop short of `top`, above
-            it the largest values are cut off. The first is a whole number: constants become codes
-            of top + that without an error.
+        top: largest code.
+        rounds: number of repetitions of steps 2 and 3.
+        groups: groups per block.
+        size: values per group.
+        most: largest integer scale and minimum.
+        steps: offsets s of the step sizes span / (top + s) that are tried. With s < 0 the codes end
+            below `top`, with s > 0 the largest values are clipped. The first s is an integer, so
+            that constants are exact.
     """
 
     top: int
@@ -59,11 +62,12 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """Quantized blocks, `n` of them.
+    """Result of quantizing `n` blocks.
 
     Attributes:
-        d, dmin: half precision, [n]. `scale`, `least`: whole numbers up to `most`, [groups, n].
-        codes: whole numbers up to `top`, [size, groups, n].
+        d, dmin: half-precision factors, [n].
+        scale, least: integer scales and minima up to `most`, [groups, n].
+        codes: integer codes up to `top`, [size, groups, n].
     """
 
     d: NDArray[np.float16]
@@ -74,7 +78,7 @@ class Fitted:
 
 
 def fit(x: Floats, layout: Layout, weights: Floats | None = None) -> Fitted:
-    """Quantize whole blocks [256 * n]. Raises Unrepresentable."""
+    """Quantize whole blocks [256 * n], optionally with error weights. Raises Unrepresentable."""
     n, groups, size = len(x) // BLOCK, layout.groups, layout.size
     with np.errstate(all="ignore"):
         search = _Search(x, layout, weights)
@@ -94,8 +98,10 @@ def fit(x: Floats, layout: Layout, weights: Floats | None = None) -> Fitted:
 def fit_single_group(
     x: Floats, layout: Layout, weights: Floats
 ) -> tuple[NDArray[np.float16], NDArray[np.float16], Bytes]:
-    """Quantize blocks of one group, whose scale d and minimum m, of either sign, are half-precision
-    numbers [n] themselves; codes [size, n]. Raises Unrepresentable."""
+    """Quantize blocks of one group, x = d * code + m with half-precision d and m of either sign.
+
+    Returns d [n], m [n] and codes [size, n]. Raises Unrepresentable.
+    """
     with np.errstate(all="ignore"):
         above = np.maximum(x.reshape(-1, layout.size).min(axis=1), F(0))
         search = _Search(x - np.repeat(above, layout.size), layout, weights)
@@ -105,7 +111,7 @@ def fit_single_group(
         inverse = np.where(d > 0, 1 / d.astype(F), F(0))
         total = search.shift(
             np.subtract(above, m, dtype=F)
-        )  # then the minimum that fits the rounded scale
+        )  # refit the minimum to the rounded scale
         code = np.einsum("ij,ij->j", search.round(inverse), search.weights)
         m = (m + (total - d * code) / search.weight).astype(np.float16)
         search.shift(np.subtract(above, m, dtype=F))
@@ -114,13 +120,13 @@ def fit_single_group(
 
 
 def _columns(x: Floats, layout: Layout) -> Floats:
-    """Whole blocks as [size, groups * blocks], the groups of a block `blocks` apart."""
+    """Transpose whole blocks to [size, groups * blocks]; groups of a block are `blocks` apart."""
     groups = x.reshape(-1, layout.groups, layout.size)
     return np.ascontiguousarray(groups.transpose(2, 1, 0)).reshape(layout.size, -1)
 
 
 def _whole(values: Floats, most: int) -> tuple[NDArray[np.float16], Floats]:
-    """A half-precision factor for each block, and its groups' values as multiples of it."""
+    """Return a half-precision factor per block, and the groups' values as integer multiples."""
     largest = np.maximum(values.max(axis=0), F(0))
     factor = (largest / F(most)).astype(np.float16)
     inverse = np.where(factor > 0, F(most) / largest, F(0))
@@ -128,7 +134,8 @@ def _whole(values: Floats, most: int) -> tuple[NDArray[np.float16], Floats]:
 
 
 class _Search:
-    """One batch, [size, groups]. `y`: values from their minimum on; `code`, `part`: scratch."""
+    """Search on one batch of values [size, groups]. `y`: values minus their minimum; `code` and
+    `part`: scratch arrays."""
 
     def __init__(self, x: Floats, layout: Layout, weights: Floats | None = None) -> None:
         self.layout, self.x = layout, _columns(x, layout)
@@ -143,19 +150,19 @@ class _Search:
         self.y, self.code, self.part = (np.empty_like(x) for _ in range(3))
 
     def shift(self, least: Floats) -> Floats:
-        """Count values from -least on; returns their weighted sums."""
+        """Set `y` to x + least; return its weighted sums, [groups]."""
         np.add(self.x, least, out=self.y)
         total: Floats = np.einsum("ij,ij->j", self.weights, self.y)
         return total
 
     def round(self, inverse: Floats, clip: bool = True) -> Floats:
-        """Codes of the shifted values, for 1 / scale. `clip`: some would be out of range."""
+        """Return the codes of `y` for `inverse` = 1 / scale. `clip`: limit them to 0 .. top."""
         np.multiply(self.y, inverse, out=self.code)
         np.rint(self.code, out=self.code)
         return np.clip(self.code, F(0), self.top, out=self.code) if clip else self.code
 
     def sums(self, inverse: Floats, out: Floats, clip: bool = True) -> None:
-        """Weighted sums over each group: of codes, their squares, their products with values."""
+        """Write the weighted sums of codes, codes^2 and codes * y of each group to `out`."""
         code = self.round(inverse, clip)
         part = np.multiply(code, self.weights, out=self.part)
         np.add.reduce(part, axis=0, out=out[0])
@@ -163,7 +170,7 @@ class _Search:
         np.einsum("ij,ij->j", part, self.y, out=out[2])
 
     def groups(self) -> tuple[Floats, Floats]:
-        """Best scale and minimum (as a positive number) of each group by itself."""
+        """Return the best scale and minimum (as a positive number) of each group."""
         least = -np.minimum(self.x.min(axis=0), F(0))
         span = self.x.max(axis=0) + least
         flat = span < TINY
@@ -173,7 +180,7 @@ class _Search:
         inverses = [(self.top + F(s)) / span for s in steps]
         scale, first, gain = self._best(least, total, inverses, [s > 0 for s in steps])
         moved = first - least
-        # The second search counts from another minimum, so from another error of all zeros.
+        # `gain` is relative to the error of all-zero codes, which depends on the minimum.
         gain += 2 * moved * total + moved * moved * self.weight
         total = self.shift(first)
         inverses = [F(f) / scale for f in AROUND]
@@ -185,8 +192,8 @@ class _Search:
     def _best(
         self, least: Floats, total: Floats, inverses: list[Floats], clip: list[bool]
     ) -> tuple[Floats, Floats, Floats]:
-        """The best fit to codes made with one of `inverses`: scale, minimum, and by how much its
-        error is below that of all zeros."""
+        """Return scale, minimum and gain of the best fit to the codes of one of `inverses`; the
+        gain is the reduction of the error compared to all-zero codes."""
         sums = np.empty((3, len(inverses), len(total)), F)
         for i, inverse in enumerate(inverses):
             self.sums(inverse, sums[:, i], clip[i])
@@ -195,14 +202,14 @@ class _Search:
         scale = (self.weight * product - total * code) / determinant
         low = (square * total - code * product) / determinant
         gain = scale * product + low * total
-        above = np.nonzero(low > least)  # the stored minimum cannot be above zero
+        above = np.nonzero(low > least)  # the stored minimum must not be above zero
         if len(above[0]):
             most, rest = least[above[1]], product[above] - least[above[1]] * code[above]
             scale[above], low[above] = rest / square[above], most
             gain[above] = rest * rest / square[above] + most * (
                 2 * total[above[1]] - most * self.weight[above[1]]
             )
-        # Nearly one code for all weight: what is left is rounding, or too small to be squared.
+        # Nearly all weight has one code: the determinant is rounding error or underflow.
         bad = np.nonzero(~((determinant > F(1e-4) * self.weight * square) & (scale > 0)))
         if len(bad[0]):
             s = 1 / np.stack(inverses)[bad]
@@ -218,7 +225,7 @@ class _Search:
     def neighbours(
         self, d: NDArray[np.float16], dmin: NDArray[np.float16], scale: Floats, least: Floats
     ) -> tuple[Floats, Floats]:
-        """The whole scales and minima that fit best, near the given ones."""
+        """Return the best integer scales and minima near the given ones."""
         wide, low = d.astype(F), dmin.astype(F)
         inverse = np.where(low > 0, 1 / low, F(0))
         at = (low * least).reshape(-1)
@@ -247,7 +254,7 @@ class _Search:
     def codes(
         self, d: NDArray[np.float16], dmin: NDArray[np.float16], scale: Floats, least: Floats
     ) -> Floats:
-        """Codes for given scales and minima: the nearest."""
+        """Return the nearest codes for these scales and minima."""
         s = (d.astype(F) * scale).reshape(-1)
         self.shift((dmin.astype(F) * least).reshape(-1))
         return self.round(np.where(s > 0, 1 / s, F(0)))
@@ -255,7 +262,8 @@ class _Search:
     def factors(
         self, d: NDArray[np.float16], dmin: NDArray[np.float16], scale: Floats, least: Floats
     ) -> tuple[NDArray[np.float16], NDArray[np.float16]]:
-        """ScaleFactors that fit codes, scales and minima best, as changes of the given ones."""
+        """Return d and dmin that fit the codes, scales and minima best, or the given ones if those
+        are better."""
         code = self.codes(d, dmin, scale, least)
         part = np.multiply(code, self.weights, out=self.part)
         sums = np.einsum("ij->j", part), np.einsum("ij,ij->j", part, code)
@@ -296,24 +304,27 @@ def blocks(
 
 
 def low_bits(q: Bytes) -> Bytes:
-    """Codes [n, 8, 32] from their lower four bits as a file holds them, [n, 4, 32]."""
+    """Unpack the lower four bits of codes from the file's layout [n, 4, 32] to [n, 8, 32]."""
     return np.stack((q & 15, q >> 4), axis=2).reshape(-1, GROUPS, SIZE)
 
 
 def pack_scales(scale: Floats, least: Floats) -> Bytes:
-    """6-bit numbers [8, n] and [8, n] -> bytes [n, 12]: four of each whole, with the upper two
-    bits of the other four on top of them; then the lower halves of those."""
+    """Pack 6-bit scales [8, n] and minima [8, n] into bytes [n, 12].
+
+    Bytes 0 to 3 hold scales 0 to 3 and the upper two bits of scales 4 to 7, bytes 4 to 7 the same
+    of the minima. Bytes 8 to 11 hold the lower four bits of scales and minima 4 to 7.
+    """
     s, m = scale.astype(np.uint8), least.astype(np.uint8)
     out = np.empty((12, s.shape[1]), np.uint8)
     out[:4] = s[:4] | s[4:] >> 4 << 6
     out[4:8] = m[:4] | m[4:] >> 4 << 6
     out[8:] = s[4:] & 15 | m[4:] << 4
-    turned: Bytes = out.T
-    return turned
+    transposed: Bytes = out.T
+    return transposed
 
 
 def unpack_scales(packed: Bytes) -> tuple[Bytes, Bytes]:
-    """Bytes [n, 12] -> scales and minima, [n, 8] each."""
+    """Unpack bytes [n, 12] to scales and minima, [n, 8] each."""
     a, b, c = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scale = np.concatenate((a & 63, c & 15 | a >> 6 << 4), axis=1)
     return scale, np.concatenate((b & 63, c >> 4 | b >> 6 << 4), axis=1)
@@ -322,8 +333,8 @@ def unpack_scales(packed: Bytes) -> tuple[Bytes, Bytes]:
 def values(
     d: NDArray[np.float16], dmin: NDArray[np.float16], packed: Bytes, codes: Bytes
 ) -> Floats:
-    """Blocks back: d, dmin [n], scales [n, 12], codes [n, 8, 32] -> [n * 256], in the order of
-    operations of ggml's `dequantize_row_q4_K`."""
+    """Dequantize blocks: d and dmin [n], packed scales [n, 12], codes [n, 8, 32] -> [n * 256]. The
+    order of operations is that of ggml's `dequantize_row_q4_K`."""
     scale, least = unpack_scales(packed)
     out = codes.astype(F)
     out *= (d.astype(F)[:, None] * scale)[:, :, None]
@@ -332,9 +343,9 @@ def values(
 
 
 def bound(x: Floats, layout: Layout) -> Floats:
-    """Two steps of the group, what rounding scale and minimum moves, and the least that half
-    precision can tell apart. How steps are searched for decides what is reached, so this is
-    what errors of ggml's files and of these stay below, with room to spare, not a theorem."""
+    """Return an empirical error bound: two steps of the group, plus the effect of rounding scale
+    and minimum, plus the resolution of half precision. Errors of ggml's files and of ours stay well
+    below it, but it is not proven: errors depend on the search."""
     top, most = layout.top, layout.most
     groups = x.reshape(-1, layout.groups, layout.size)
     span = np.maximum(groups.max(axis=2), F(0)) - np.minimum(groups.min(axis=2), F(0))

@@ -1,7 +1,7 @@
-"""Codebooks of the IQ types: entries of 4 or 8 values, packed in `grids.bin`, and signs.
+"""Codebooks of the IQ types: entries of 4 or 8 values in `grids.bin`, and signs.
 
-`grids.bin` holds the entries of each row of `GRIDS`, one after the other; of each value its number
-in `values`, in 2 bits (4 where there are more than 4 values), the first in the lowest bits.
+`grids.bin` holds the codebooks in the order of `GRIDS`. Each value is an index into the codebook's
+list of values, in 2 bits (4 bits if the list has more than 4), lowest bits first.
 Source: the tables `iq2xxs_grid` to `iq1s_grid` of ggml `ggml-common.h`, taken from gguf-py.
 """
 
@@ -24,7 +24,7 @@ GRIDS: dict[str, tuple[int, int, tuple[int, ...]]] = {
     "iq3_s": (512, 4, (1, 3, 5, 7, 9, 11, 13, 15)),
     "iq1": (2048, 8, (-1, 0, 1)),
 }
-"""Name -> entries, values of an entry, and the values there are."""
+"""Name -> (number of entries, values per entry, list of values)."""
 FILE = Path(__file__).with_name("grids.bin")
 LINEAR_4 = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
@@ -33,7 +33,7 @@ LINEAR_4 = np.array(
 E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 """Twice the values of the 4-bit floats of MXFP4 and NVFP4. Source: ggml `kvalues_mxfp4`."""
 DELTA = np.float32(0.125)
-"""Added to the values of IQ1 types, or taken from them."""
+"""Offset that IQ1 types add to or subtract from their values."""
 
 
 @cache
@@ -50,7 +50,7 @@ def _grids() -> dict[str, Floats]:
 
 
 def grid(name: str) -> Floats:
-    """Entries of a row of `GRIDS`, [entries, values of an entry]."""
+    """Return a codebook of `GRIDS`, float32 [entries, values per entry]."""
     return _grids()[name]
 
 
@@ -62,13 +62,14 @@ def _signs() -> Floats:
 
 
 def signs(byte: Bytes) -> Floats:
-    """ScaleFactors 1 and -1 of the bits of each byte, [..., 8]; a bit that is set is a minus."""
+    """Return the factors 1 and -1 for the bits of each byte, [..., 8]; a set bit gives -1."""
     out: Floats = _signs()[byte]
     return out
 
 
 def even_signs(index: NDArray[np.integer]) -> Floats:
-    """ScaleFactors of 7-bit indices [..., 8]: the eighth sign makes the number of minuses even.
+    """Return the factors of 7-bit sign indices, [..., 8]: the eighth sign makes the number of minus
+    signs even.
 
     Source: ggml `ksigns_iq2xs`.
     """
@@ -81,12 +82,12 @@ def even_signs(index: NDArray[np.integer]) -> Floats:
 
 
 def nibbles(q: Bytes) -> Bytes:
-    """Both halves of bytes [..., m] as codes [..., 2 * m]: first all lower ones."""
+    """Unpack 4-bit codes from bytes [..., m] to [..., 2 * m]: all lower halves, then all upper."""
     return np.concatenate((q & 15, q >> 4), axis=-1)
 
 
-def spread(scale: Floats, values: Floats, factors: Floats | None = None) -> Floats:
-    """scale [n, ...] times values [n, ..., more], times `factors`, flat."""
+def scale_values(scale: Floats, values: Floats, factors: Floats | None = None) -> Floats:
+    """Return scale [n, ...] * values [n, ..., m] * factors, flat. Overwrites `values`."""
     out = values
     out *= scale.reshape(*scale.shape, *[1] * (values.ndim - scale.ndim))
     if factors is not None:

@@ -1,4 +1,4 @@
-"""What a quant type is: its place in a file, and how values become its blocks and back."""
+"""Format: the description of one quant type, with its sizes, encoder and decoder."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ Floats = NDArray[np.float32]
 
 
 MAX_DIMS = 32
-"""What every numpy can hold."""
+"""Maximum number of dimensions that every numpy version supports."""
 DECODE_BATCH = 1 << 18
-"""Values dequantized together: more, and temporaries take several times the result's memory."""
+"""Number of values dequantized at once, so that temporaries are small compared to the result."""
 
 
 class Unrepresentable(ValueError):
-    """A value that a format cannot hold.
+    """Error for a value that a format cannot hold.
 
     Attributes:
-        index: flat position in the array that was given. `value`: what stands there.
+        index: flat index in the array of values.
+        value: the value.
     """
 
     def __init__(self, index: int, value: float) -> None:
@@ -36,14 +37,15 @@ class Unrepresentable(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ScaleFactors:
-    """How a block's values scale, so that a file can be judged without dequantizing it.
+    """Floating-point factors of the blocks of a type, to check files without dequantizing them.
 
     Attributes:
-        read: blocks [n, block_bytes] -> what codes are multiplied by, float32 [k, n]; not
-            finite where values would not be.
-        largest: the most by which codes, and scales that are whole numbers, multiply a factor.
-        zero: what follows the only factor in a block of zeros, where other codes beside a factor of
-            zero are values lost; None where that cannot be told.
+        read: blocks [n, block_bytes] -> factors, float32 [k, n]. A factor is not finite if values
+            of its block are not.
+        max_multiplier: maximum absolute product of code and integer scale, by which a factor is
+            multiplied.
+        zero_codes: bytes after the factor in a block of zeros; a zero factor with other codes means
+            that values were lost. None if the type has no such bytes.
     """
 
     read: Callable[[Bytes], Floats]
@@ -52,7 +54,7 @@ class ScaleFactors:
 
 
 def half_factors(*at: int) -> Callable[[Bytes], Floats]:
-    """A `ScaleFactors.read` of half-precision factors, `at` so many bytes from a block's start."""
+    """Return a `ScaleFactors.read` of half-precision factors at these byte offsets in a block."""
 
     def read(blocks: Bytes) -> Floats:
         pairs = [np.ascontiguousarray(blocks[:, a : a + 2]).view("<f2").reshape(-1) for a in at]
@@ -66,20 +68,24 @@ class Format:
     """One ggml tensor type.
 
     Attributes:
-        name: as people type it, e.g. "q8_0". `type`: its number in the file.
-        block: values in a block, `block_bytes`: bytes of a block.
-        file_type: `general.file_type` of a file that has this type where `--type` of its name
-            puts it, or None if llama.cpp has no number for that.
-        encode: float32 [n] (n a multiple of `block`) -> uint8, or None: cannot be written.
-        weighted: `encode` takes weights of the squared errors [n], above 0, as a second argument.
-            What is minimised are these times the root of rms + |x|. By the weights alone large
-            values would be cut off too readily, which costs Q2_K and Q3_K more divergence than
-            the weights gain; by rms + |x|, as in ggml, the weighted error is larger than need be.
-        decode: uint8 -> float32, or None: cannot be read.
-        stored: numpy type of plain numbers, None for blocks.
-        bound: values [n] -> largest error of each that quantizing explains, or None if unknown.
-        fallback: type for rows that do not divide into blocks; None: F16.
-        factors: of blocks; every type with `decode` and blocks has them.
+        name: lower-case name, e.g. "q8_0".
+        type: ggml type number.
+        block: values per block.
+        block_bytes: bytes per block.
+        file_type: `general.file_type` of a file made with `--type NAME`; None if llama.cpp has no
+            number for it.
+        encode: float32 [n] (n a multiple of `block`) -> uint8; None if it cannot be written.
+        decode: uint8 -> float32; None if it cannot be read.
+        stored: numpy type of unquantized values; None for blocks.
+        bound: values [n] -> maximum error of each value that quantization explains; None if
+            unknown.
+        fallback: type for rows that do not divide into blocks; None for F16.
+        factors: floating-point factors of blocks; required if the type has `decode` and blocks.
+        exponent_mask: exponent bits of unquantized floats, all set in NaN and infinity; else 0.
+        weighted: `encode` takes weights of the squared errors [n], above 0, as second argument. It
+            minimizes the errors weighted by weight * sqrt(rms + |x|). The weight alone would clip
+            large values too readily, which costs Q2_K and Q3_K more divergence than the weights
+            gain. With weight * (rms + |x|), as in ggml, the weighted error is larger than needed.
     """
 
     name: str
@@ -94,10 +100,11 @@ class Format:
     fallback: str | None = None
     factors: ScaleFactors | None = None
     weighted: bool = False
+    exponent_mask: int = 0
 
     @property
     def quantized(self) -> bool:
-        """Whether values lose precision in blocks that share a scale."""
+        """True if values are stored in blocks that share a scale."""
         return self.block > 1
 
     @property
@@ -105,7 +112,8 @@ class Format:
         return self.stored is not None and np.dtype(self.stored).kind == "i"
 
     def row_bytes(self, n: int, name: str = "a tensor") -> int:
-        """Bytes of a row of `n` values; InputError if they do not divide into blocks."""
+        """Return the bytes of a row of `n` values. Raises InputError unless `n` is a multiple of
+        the block size."""
         if n % self.block:
             raise InputError(
                 f"{name}: a row of {self.name.upper()} must divide into blocks",
@@ -115,16 +123,18 @@ class Format:
         return n // self.block * self.block_bytes
 
     def nbytes(self, shape: Sequence[int], name: str = "a tensor") -> int:
-        """Bytes of a tensor of `shape` (PyTorch order)."""
+        """Return the bytes of a tensor of `shape` (PyTorch order)."""
         row = shape[-1] if shape else 1
         return prod(shape[:-1]) * self.row_bytes(row, name)
 
     def quantize(self, x: Floats, weights: Floats | None = None) -> Bytes:
-        """Values [..., n] -> bytes [..., row_bytes]. Raises Unrepresentable.
+        """Quantize values [..., n] to bytes [..., row_bytes].
 
         Args:
-            weights: of the values' squared errors, above 0, broadcast to x; without a meaning for
-                types that are not `weighted`.
+            weights: weights of the squared errors, above 0, broadcast to x; ignored by types that
+                are not `weighted`.
+
+        Raises Unrepresentable for a value that the type cannot hold.
         """
         if self.encode is None:
             raise Unsupported(f"type {self.name.upper()} cannot be written")
@@ -132,15 +142,15 @@ class Format:
         size = self.row_bytes(x.shape[-1])
         flat = np.ascontiguousarray(x, np.float32).reshape(-1)
         if not self.quantized and not (good := np.isfinite(flat)).all():
-            raise first_invalid(flat, good)  # blocks refuse by themselves
+            raise first_invalid(flat, good)  # encoders of blocks check by themselves
         if weights is None or not self.weighted:
             return self.encode(flat).reshape(*rows, size)
         spread = np.ascontiguousarray(np.broadcast_to(weights, x.shape), np.float32)
         return self.encode(flat, spread.reshape(-1)).reshape(*rows, size)
 
     def first_not_finite(self, raw: Bytes) -> Unrepresentable | None:
-        """The first value that is NaN or infinite in flat bytes of whole blocks, or None. Blocks
-        are judged by their factors."""
+        """Return the first NaN or infinite value in the flat bytes of whole blocks, or None. Only
+        the factors of blocks are checked."""
         if self.integer or self.decode is None or not len(raw):
             return None
         if self.quantized:
@@ -154,14 +164,15 @@ class Format:
                 x = self.decode(np.ascontiguousarray(blocks[at]))
             bad = first_invalid(x, np.isfinite(x))
             return Unrepresentable(at * self.block + bad.index, bad.value)
-        ones = {"bf16": 0x7F80, "f16": 0x7C00, "f32": 0x7F800000}[self.name]  # all of the exponent
-        if int((raw.view(f"<u{self.block_bytes}") & ones).max()) < ones:
+        assert self.exponent_mask, self.name
+        bits = raw.view(f"<u{self.block_bytes}") & self.exponent_mask
+        if int(bits.max()) < self.exponent_mask:
             return None
         x = self.decode(raw)
         return first_invalid(x, np.isfinite(x))
 
     def dequantize(self, raw: Bytes) -> Floats:
-        """Bytes [..., row_bytes] -> float32 [..., n]."""
+        """Dequantize bytes [..., row_bytes] to float32 [..., n]."""
         if self.decode is None:
             raise Unsupported(
                 f"type {self.name.upper()} has no dequantizer here",
@@ -180,15 +191,15 @@ class Format:
         return out.reshape(shape)
 
     def array(self, raw: Bytes, shape: Sequence[int]) -> NDArray[Any]:
-        """Bytes of a tensor -> float32 of `shape`; integers and F64 keep their type."""
+        """Decode the bytes of a tensor to float32 of `shape`; integers and F64 keep their type."""
         if self.stored is not None and (self.integer or self.stored == "<f8"):
             return raw.view(self.stored).reshape(shape)
         return self.dequantize(raw.reshape(-1)).reshape(shape)
 
 
 def is_valid_shape(shape: Sequence[int]) -> bool:
-    """Whether there can be an array of this shape, of up to 8 bytes a value; of an empty one the
-    other dimensions count too."""
+    """True if an array of this shape with 8 bytes per value can be addressed. Dimensions of 0 count
+    as 1: numpy checks the others even if an array is empty."""
     return (
         len(shape) <= MAX_DIMS
         and min(shape, default=0) >= 0
@@ -197,7 +208,7 @@ def is_valid_shape(shape: Sequence[int]) -> bool:
 
 
 def first_invalid(x: Floats, good: NDArray[np.bool_]) -> Unrepresentable:
-    """The error for the first value of `x` that is not `good`."""
+    """Return the error for the first value of `x` that is not `good`."""
     index = int(np.argmin(good.reshape(-1)))
     return Unrepresentable(index, float(x.reshape(-1)[index]))
 
@@ -205,7 +216,7 @@ def first_invalid(x: Floats, good: NDArray[np.bool_]) -> Unrepresentable:
 def encode_in_batches(
     x: Floats, size: int, encode: Callable[..., Bytes], weights: Floats | None = None
 ) -> Bytes:
-    """`encode` on `size` values at a time, whose temporaries then stay in a core's cache."""
+    """Encode `size` values at a time, so that temporaries stay in a core's cache."""
     parts = []
     for at in range(0, max(len(x), 1), size):
         try:
@@ -217,8 +228,12 @@ def encode_in_batches(
 
 
 def check_finite(x: Floats, *factors: NDArray[np.float16]) -> None:
-    """Raise Unrepresentable for the largest value of the first block that has a factor which is
-    not finite: the value is not finite itself, or too large. `factors`: one for each block."""
+    """Raise Unrepresentable if a factor of a block is not finite, because a value of the block is
+    not finite or too large. The error names the largest value of the first such block.
+
+    Args:
+        factors: arrays of one factor per block.
+    """
     bad = ~np.isfinite(factors[0])
     for factor in factors[1:]:
         bad |= ~np.isfinite(factor)

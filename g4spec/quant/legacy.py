@@ -1,11 +1,11 @@
-"""What Q4_0, Q4_1, Q5_0 and Q5_1 share: blocks of 32 values with a half-precision scale.
+"""Shared code of Q4_0, Q4_1, Q5_0 and Q5_1: blocks of 32 values with a half-precision scale.
 
-Codes are byte for byte those of ggml's C reference on x86: the scale is divided by before it is
-rounded to half precision, codes are truncated after adding a half, and where the scale has no
-finite inverse (below 2**-128) they are 0, as the C cast of infinity to a byte.
-Arrays are [32, blocks] meanwhile: numpy is faster on long rows.
+Bytes are equal to those of ggml's C reference on x86: values are divided by the scale before it is
+rounded to half precision, and codes are truncated after adding 0.5. If the scale has no finite
+inverse (below 2**-128), codes are 0, like C's cast of infinity to a byte.
+Arrays are [32, blocks]: numpy is faster on long rows.
 
-With weights of the errors, scales are searched for instead, as in the larger types.
+With error weights, scales are searched as in `symmetric.py` and `affine.py`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from g4spec.quant.format import Bytes, Floats, check_finite
 
 BLOCK = 32
 BATCH = 1 << 16
-"""Values computed together."""
+"""Number of values per batch."""
 F = np.float32
 HALF = F(2.0**-11)
-"""Relative error of a number in half precision."""
+"""Relative rounding error of half precision."""
 TINY = F(2.0**-25)
-"""Its absolute error below the normal range."""
+"""Absolute rounding error of half precision below its normal range."""
 STEPS = np.arange(-10, 11, 2) / 10
-"""With weights: where the largest value may lie, counted from the last code on its side."""
+"""Search with weights: positions of the largest value that are tried, relative to the last code."""
 SPANS = (
     -3.0,
     -2.5,
@@ -47,15 +47,15 @@ SPANS = (
     0.9,
     1.3,
 )
-"""With weights and a minimum: `affine.Layout.steps`."""
+"""Search with weights for types with a minimum: `affine.Layout.steps`."""
 
 
 def encode_symmetric(
     x: Floats, half: int, weights: Floats | None = None
 ) -> tuple[NDArray[np.float16], Bytes]:
-    """Scales [n] and codes [32, n] of values code - `half` times the scale.
+    """Return scales [n] and codes [32, n], with x = scale * (code - half).
 
-    The value of largest magnitude (the first of several) becomes code 0, whatever its sign.
+    The value of largest magnitude (the first of several) gets code 0, whatever its sign.
     Source: ggml `quantize_row_q4_0_ref`, `quantize_row_q5_0_ref`.
     """
     if weights is not None:
@@ -68,7 +68,7 @@ def encode_symmetric(
     if len(tie):
         both = t[:, tie]
         largest[tie] = both[(np.abs(both) == high[tie]).argmax(axis=0), np.arange(len(tie))]
-    largest += F(0)  # C starts from +0, which -0 does not exceed
+    largest += F(0)  # C starts at +0, and -0 is not larger
     with np.errstate(all="ignore"):
         scale = np.divide(largest, F(-half), dtype=F)
         d = scale.astype(np.float16)
@@ -79,7 +79,7 @@ def encode_symmetric(
 def encode_affine(
     x: Floats, top: int, weights: Floats | None = None
 ) -> tuple[NDArray[np.float16], NDArray[np.float16], Bytes]:
-    """Scales and minima [n], and codes [32, n] of values minimum + code * scale, code <= `top`.
+    """Return scales [n], minima [n] and codes [32, n] up to `top`, with x = minimum + scale * code.
 
     Source: ggml `quantize_row_q4_1_ref`, `quantize_row_q5_1_ref`.
     """
@@ -89,7 +89,7 @@ def encode_affine(
     t = _columns(x)
     low, high = t.min(axis=0), t.max(axis=0)
     zero = np.flatnonzero(low == 0)
-    if len(zero):  # of zeros, the first one gives its sign
+    if len(zero):  # the sign of a zero minimum is that of the first zero
         least = t[:, zero]
         low[zero] = least[(least == 0).argmax(axis=0), np.arange(len(zero))]
     high += F(0)  # +0 - -0 and +0 - +0 are both +0, as the first zero minus itself
@@ -103,7 +103,7 @@ def encode_affine(
 
 @cache
 def _symmetric(half: int) -> symmetric.CodeSpec:
-    """Codes - `half` to `half` - 1 with a scale of either sign."""
+    """Return the search parameters for codes -half .. half - 1 with a scale of either sign."""
     ends = (*(STEPS - half), *(STEPS + half - 1))
     return symmetric.CodeSpec(
         1, BLOCK, ends, -half, -1, 1, symmetric.integer_codes(-half, half - 1)
@@ -111,12 +111,12 @@ def _symmetric(half: int) -> symmetric.CodeSpec:
 
 
 def _columns(x: Floats) -> Floats:
-    """A copy of the values as [32, blocks]."""
+    """Copy the values to [32, blocks]."""
     return np.array(x.reshape(-1, BLOCK).T, order="C")
 
 
 def _codes(t: Floats, scale: Floats, add: float, top: int) -> Bytes:
-    """Truncated codes; overwrites `t`."""
+    """Return truncated codes of values `t`, which is overwritten."""
     with np.errstate(all="ignore"):
         inverse = np.where(scale != 0, 1 / scale, F(0))
     infinite = np.isinf(inverse)
@@ -130,19 +130,20 @@ def _codes(t: Floats, scale: Floats, add: float, top: int) -> Bytes:
 
 
 def pack_nibbles(codes: Bytes) -> Bytes:
-    """The lower four bits of codes [32, n] as bytes [n, 16]: value j below value j + 16."""
+    """Pack the lower four bits of codes [32, n] into bytes [n, 16]; code j is the lower half of
+    byte j, code j + 16 the upper half."""
     out: Bytes = (codes[:16] & np.uint8(15) | codes[16:] << np.uint8(4)).T
     return out
 
 
 def pack_fifth_bits(codes: Bytes) -> Bytes:
-    """The fifth bits of codes [32, n] as bytes [n, 4], value j at bit j."""
+    """Pack the fifth bits of codes [32, n] into bytes [n, 4]; code j is bit j."""
     out: Bytes = np.packbits(codes >> 4, axis=0, bitorder="little").T
     return out
 
 
 def unpack_codes(q: Bytes, high: Bytes | None = None) -> Bytes:
-    """Codes [n, 32] of bytes [n, 16], and of fifth bits [n, 4]."""
+    """Unpack codes [n, 32] from bytes [n, 16] and fifth bits [n, 4]."""
     codes: Bytes = np.concatenate((q & np.uint8(15), q >> np.uint8(4)), axis=1)
     if high is not None:
         codes |= np.unpackbits(high, axis=1, bitorder="little") << np.uint8(4)
@@ -150,8 +151,8 @@ def unpack_codes(q: Bytes, high: Bytes | None = None) -> Bytes:
 
 
 def symmetric_bound(x: Floats, half: int) -> Floats:
-    """Half a step, or the distance from the last code on the shorter side; and the error of the
-    scale, `half` times."""
+    """Return the error bound: half a step or the distance from the last code on the shorter side,
+    plus `half` times the rounding error of the scale."""
     size = np.abs(x.reshape(-1, BLOCK))
     step = size.max(axis=1, keepdims=True) / F(half)
     rounding = np.maximum(step / 2, size - step * F(half - 1))
@@ -159,7 +160,8 @@ def symmetric_bound(x: Floats, half: int) -> Floats:
 
 
 def affine_bound(x: Floats, top: int) -> Floats:
-    """Half a step, the error of the minimum, and that of the scale `top` times."""
+    """Return the error bound: half a step, plus the rounding errors of the minimum and, `top`
+    times, of the scale."""
     t = x.reshape(-1, BLOCK)
     low = t.min(axis=1)
     step = (t.max(axis=1) - low) / F(top)

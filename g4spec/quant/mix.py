@@ -1,4 +1,4 @@
-"""A mix of quant types: one for most matrices, better ones in some places."""
+"""A mix of quant types: one type for most matrices, larger types for some."""
 
 from __future__ import annotations
 
@@ -12,8 +12,14 @@ from g4spec.quant.format import Format
 
 @dataclass(frozen=True, slots=True)
 class TensorPosition:
-    """Where a matrix is: the `i`-th of `n` of its kind. `gqa`: query heads for each key head.
-    `imatrix`: errors are weighted by an importance matrix."""
+    """Position of a matrix in the model.
+
+    Attributes:
+        index: index of its layer among the layers that have such a matrix.
+        count: number of these layers.
+        gqa: query heads per key head.
+        imatrix: an importance matrix is used.
+    """
 
     index: int
     count: int
@@ -26,18 +32,20 @@ class TensorPosition:
 
     @property
     def more_bits(self) -> bool:
-        """The first and the last eighth, and every third in between."""
+        """True in the first and last eighth of the layers, and in every third in between."""
         i, n = self.index, self.count
         return i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2
 
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """A type that a mix has in some places instead of its own.
+    """Another type that a mix uses for some matrices.
 
     Attributes:
-        part: of names, e.g. "ffn_down". `form`: the type.
-        which: of these matrices, for people. `where`: the same as a condition.
+        name_part: substring of the names of the matrices, e.g. "ffn_down".
+        format: the type.
+        which: description of the condition `where`, for the plan.
+        where: condition on the position of the matrix.
     """
 
     name_part: Literal["attn_v.weight", "ffn_down", "attn_output.weight"]
@@ -48,13 +56,14 @@ class Override:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """What can be asked for: a type, or a type with better ones in some places.
+    """A choice of `--type`: a base type, with other types for some matrices.
 
     Attributes:
-        name: as people type it. `base`: of most matrices.
+        name: lower-case name for `--type`.
+        base: type of most matrices.
         file_type: `general.file_type` of such a file, or None.
-        better: the first that fits counts.
-        named: types of tensors whose name a pattern is found in, whatever the mix has for them.
+        overrides: types for some matrices; the first match is used.
+        tensor_types: (pattern, type) pairs of `--tensor-type`, which precede all other rules.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Which tensor gets which type: what `llama-quantize` chooses, for every type and mix.
+"""Choose the type of each tensor as `llama-quantize` does, for every type and mix.
 
 Source: llama.cpp `src/llama-quant.cpp`, the choice for Gemma 4 and its drafts.
 """
@@ -22,7 +22,7 @@ from g4spec.quant.mix import Mix, TensorPosition
 Role = Literal["matrix", "embed", "output", "vector", "index"]
 
 NEVER_QUANTIZED = ("ffn_gate_inp.weight", "per_layer_model_proj.weight", "_norm.weight")
-"""Ends of names that are never quantized: small, and routing depends on them."""
+"""Suffixes of tensors that are never quantized: they are small, and routing depends on them."""
 ROUTER_WEIGHT = "ffn_gate_inp.weight"
 OUTPUT = "output.weight"
 VALUE_WEIGHTS = "attn_v.weight"
@@ -40,17 +40,17 @@ def _mixes() -> dict[str, Mix]:
 
 
 def names() -> list[str]:
-    """Everything that can be asked for as `--type`: types, then mixes. A mix that is named after a
-    type is what that name means in llama.cpp."""
+    """Return all choices of `--type`: types, then mixes. A mix with the name of a type replaces it,
+    because that is what the name means in llama.cpp."""
     return list(_mixes())
 
 
 def parse_type(name: str, tensor_types: Iterable[str] = ()) -> Mix:
-    """A type or mix by name, in any case. UsageError if there is none of that name.
+    """Return the type or mix with this name, in any case. Raises UsageError if it is unknown.
 
     Args:
-        tensor_types: `PATTERN=TYPE` each, a regular expression for names of tensors and the type
-            they get; the first that fits counts.
+        tensor_types: `PATTERN=TYPE` strings: a regular expression for tensor names and their type.
+            The first match is used.
     """
     found = _mixes().get(name.lower())
     if found is None:
@@ -75,28 +75,29 @@ def _tensor_type(text: str) -> tuple[re.Pattern[str], Format]:
 
 
 def from_file_type(number: int) -> Mix | None:
-    """What `general.file_type` of this number means: a mix, or a type that is only read."""
+    """Return the mix with this `general.file_type`, or a mix of one type that can only be read."""
     only_read = (Mix(f.name, f, f.file_type) for f in quant.readable().values())
     return next((m for m in (*_mixes().values(), *only_read) if m.file_type == number), None)
 
 
 def expected_types(mix: Mix) -> set[str]:
-    """The types that most of a file of this kind may have: its own, and their fallbacks."""
+    """Return the types that most matrices of such a file may have: those of the mix and their
+    fallbacks."""
     own = [mix.base, *(b.format for b in mix.overrides)]
     return {name for f in own for name in (f.name, f.fallback or f.name)}
 
 
 class Policy:
-    """The types of one file's tensors.
+    """Chooser of the types of one file's tensors.
 
     Args:
-        asked: what the user asked for.
-        shapes: of all tensors of the file, by name. The choice depends on how many layers there
-            are, which of them have values of their own, how many query heads share a key head, and
-            whether the output is tied to the token table.
-        imatrix: whether errors are weighted by an importance matrix.
+        mix: the requested type or mix.
+        shapes: name -> shape of all tensors of the file. The choice depends on the number of
+            layers, on the layers that have value projections, on the number of query heads per key
+            head, and on whether the output shares the token table.
+        imatrix: an importance matrix is used.
 
-    Raises UsageError for a pattern that no name fits.
+    Raises UsageError for a `tensor_types` pattern that matches no tensor.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Policy:
                 )
 
     def choose(self, name: str, shape: Sequence[int], role: Role) -> tuple[Format, str]:
-        """The type of a tensor, and why it is that one: empty when it is simply what was asked.
+        """Return the type of a tensor and the reason, which is empty for the base type of the mix.
 
         Args:
             shape: PyTorch order.
@@ -144,7 +145,7 @@ class Policy:
         return form, note
 
     def _preferred(self, name: str, row: int) -> tuple[Format, str]:
-        """The type if rows divide."""
+        """Return type and reason under the assumption that rows divide into blocks."""
         base = self.mix.base
         if name == OUTPUT or (self.tied and name in TABLES):
             if base.name == "q8_0":
@@ -164,7 +165,7 @@ class Policy:
 
 
 def never_quantized(name: str) -> bool:
-    """Whether a tensor stays as it is in quantized files."""
+    """True if a tensor is not quantized in quantized files."""
     return not name.endswith("weight") or name.endswith(NEVER_QUANTIZED)
 
 

@@ -1,4 +1,4 @@
-"""Geometry of the ggml types that this package can measure, but not read.
+"""Block sizes of the ggml types that this package cannot decode, to compute sizes of tensors.
 
 Source: ggml `ggml.c` type table of late 2026. Forks give the numbers from 41 on other meanings.
 """
@@ -6,7 +6,7 @@ Source: ggml `ggml.c` type table of late 2026. Forks give the numbers from 41 on
 from g4spec.quant.format import Format
 
 FIRST_CLASHING_TYPE = 41
-"""From this number on, forks of llama.cpp and upstream disagree about what a type is."""
+"""First type number that has different meanings in forks of llama.cpp."""
 
 _BLOCKS = (
     ("q8_1", 9, 32, 36, None),

@@ -1,15 +1,15 @@
-"""Scales and codes of types without minima: values are about d * scale * code.
+"""Quantize types without minima: x = d * scale * code.
 
-A block has groups with a signed whole scale each, and a half-precision factor d for all of them.
-What is minimised is the squared error with the weights |x|, or rms + |x|: ggml's x**2 makes for
-larger errors, even by its own measure. The search is our own:
+A block has groups with a signed integer scale each, and one half-precision factor d. The search
+minimizes the squared error with weights |x| or rms + |x|: ggml's weights x^2 give larger errors,
+even by ggml's measure. It differs from ggml's search:
 
-1. each group by itself: for each of some steps that take its largest value to one end of the codes
-   or near it, the scale that then fits best by least squares;
-2. scales rounded to whole numbers, and their neighbours tried;
-3. the factor fitted to codes and scales by least squares, kept where that is better.
+1. For each group, try several step sizes that map its largest value to an end of the codes or near
+   it, and fit the scale to the resulting codes by least squares.
+2. Round scales to integers and try their neighbours.
+3. Fit d to codes and scales by least squares, and keep it if the error is smaller.
 
-Values lie as [size, groups * blocks] meanwhile, see `g4spec.quant.affine`.
+Values are stored as [size, groups * blocks], see `g4spec.quant.affine`.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ from numpy.typing import NDArray
 from g4spec.quant.format import Bytes, Floats, check_finite
 
 BATCH = 384
-"""Blocks computed together."""
+"""Blocks per batch."""
 NEIGHBOURS = (0, -1, 1)
 TINY = np.float32(1e-15)
-"""Groups without a larger value are zero, as in ggml."""
+"""Groups whose largest magnitude is smaller become zero, as in ggml."""
 F = np.float32
 
 
 @dataclass(frozen=True, slots=True)
 class CodeSpec:
-    """What a type's codes are.
+    """Codes of a type and parameters of the search.
 
     Attributes:
-        groups, size: of a block.
-        ends: steps tried are a group's largest value, by magnitude, over each of these.
-        end: the code farthest from 0: the step where none of these fits.
-        low, high: of whole scales.
-        round: values over their step -> the nearest codes, as their values, in place.
-        rms: the weights are rms + |x|.
+        groups: groups per block.
+        size: values per group.
+        ends: the step sizes tried are the group's largest value, by magnitude, over each of these.
+        end: the code farthest from 0; it gives the step size if none of `ends` fits.
+        low, high: range of integer scales.
+        round: rounds values / step to the values of the nearest codes, in place.
+        rms: the weights are rms + |x|, otherwise |x|.
     """
 
     groups: int
@@ -54,7 +55,7 @@ class CodeSpec:
 
 
 def integer_codes(low: int, high: int) -> Callable[[Floats], Floats]:
-    """A `CodeSpec.round` for whole numbers from `low` to `high`."""
+    """Return a `CodeSpec.round` for integers from `low` to `high`."""
 
     def nearest(x: Floats) -> Floats:
         np.rint(x, out=x)
@@ -82,7 +83,7 @@ def table_codes(values: Floats) -> Callable[[Floats], Floats]:
 
 
 class Search:
-    """One batch, values [size, groups * blocks]. `code`, `part`: scratch."""
+    """Search on one batch of values [size, groups * blocks]. `code`, `part`: scratch arrays."""
 
     def __init__(self, x: Floats, codes: CodeSpec, weights: Floats | None = None) -> None:
         self.codes, self.x = codes, columns(x, codes)
@@ -96,7 +97,7 @@ class Search:
         self.code, self.part = np.empty_like(x), np.empty_like(x)
 
     def sums(self, inverse: Floats) -> tuple[Floats, Floats]:
-        """For codes by 1 / scale: weighted sums of their squares and their products with x."""
+        """Return the weighted sums of codes^2 and codes * x of each group for 1 / scale."""
         code, part = self.round(inverse), self.part
         np.multiply(code, self.weights, out=part)
         return np.einsum("ij,ij->j", part, code), np.einsum("ij,ij->j", part, self.x)
@@ -106,7 +107,7 @@ class Search:
         return self.codes.round(self.code)
 
     def groups(self) -> Floats:
-        """Best scale of each group by itself, [groups, n]."""
+        """Return the best scale of each group, [groups, n]."""
         low, high = self.x.min(axis=0), self.x.max(axis=0)
         largest = np.where(-low > high, low, high)
         flat = np.abs(largest) < TINY
@@ -124,7 +125,7 @@ class Search:
         return out
 
     def neighbours(self, d: NDArray[np.float16], scale: Floats) -> Floats:
-        """The whole scales that fit best, near the given ones."""
+        """Return the best integer scales near the given ones."""
         least: Floats = np.full(self.x.shape[1], np.inf, F)
         best = scale
         for step in NEIGHBOURS:
@@ -138,7 +139,7 @@ class Search:
         return best
 
     def factor(self, d: NDArray[np.float16], scale: Floats) -> NDArray[np.float16]:
-        """The factor that fits codes and scales best, if it is better than `d`."""
+        """Return the factor that fits codes and scales best, or `d` if that is better."""
         s = (d.astype(F) * scale).reshape(-1)
         square, _ = self.sums(np.where(s != 0, 1 / s, F(0)))
         off = np.multiply(self.code, s, out=self.code)
@@ -152,7 +153,7 @@ class Search:
 
 
 def columns(x: Floats, codes: CodeSpec) -> Floats:
-    """Whole blocks as [size, groups * blocks], the groups of a block `blocks` apart."""
+    """Transpose whole blocks to [size, groups * blocks]; groups of a block are `blocks` apart."""
     blocks = x.reshape(-1, codes.groups, codes.size)
     return np.ascontiguousarray(blocks.transpose(2, 1, 0)).reshape(codes.size, -1)
 
@@ -160,8 +161,8 @@ def columns(x: Floats, codes: CodeSpec) -> Floats:
 def fit(
     x: Floats, codes: CodeSpec, weights: Floats | None = None
 ) -> tuple[NDArray[np.float16], Floats, Floats]:
-    """Quantize whole blocks [groups * size * n] -> d [n], whole scales [groups, n], and values of
-    codes [size, groups, n]. Raises Unrepresentable."""
+    """Quantize whole blocks [groups * size * n]: return d [n], integer scales [groups, n], and
+    values of codes [size, groups, n]. Raises Unrepresentable."""
     n = len(x) // (codes.groups * codes.size)
     search = Search(x, codes, weights)
     with np.errstate(all="ignore"):
@@ -181,7 +182,8 @@ def fit(
 def fit_single_group(
     x: Floats, codes: CodeSpec, weights: Floats | None = None
 ) -> tuple[NDArray[np.float16], Floats]:
-    """`fit` for blocks of one group, whose scale is d itself: d [n], values of codes [size, n]."""
+    """Quantize blocks of one group without an integer scale: return d [n] and values of codes
+    [size, n]. Raises Unrepresentable."""
     search = Search(x, codes, weights)
     with np.errstate(all="ignore"):
         d = search.groups()[0].astype(np.float16)
@@ -191,8 +193,8 @@ def fit_single_group(
 
 
 def bound(x: Floats, codes: CodeSpec) -> Floats:
-    """Two steps of the group, what rounding its scale moves, and the least that half precision can
-    tell apart; see `g4spec.quant.affine.bound`."""
+    """Return an empirical error bound: two steps of the group, plus the effect of rounding its
+    scale, plus the resolution of half precision; see `g4spec.quant.affine.bound`."""
     top = abs(codes.end)
     step = np.abs(x.reshape(-1, codes.groups, codes.size)).max(axis=2) / F(top)
     rounding = step.max(axis=1, keepdims=True) * F(2 * top / -codes.low)
@@ -202,6 +204,6 @@ def bound(x: Floats, codes: CodeSpec) -> Floats:
 
 
 def to_unsigned(code: Floats, low: int) -> Bytes:
-    """CodeSpec from 0 on, of values from `low` on."""
+    """Return codes counted from 0, for values counted from `low`."""
     code += F(-low)
     return code.astype(np.uint8)

@@ -26,10 +26,10 @@ from g4spec.gguf import GGUF
 from g4spec.models import gemma4, ngram, pairing
 from g4spec.models.spec import check_heads
 from g4spec.runtime import devices, loading, memory
-from g4spec.runtime.choosing import RequestChooser
+from g4spec.runtime.chooser import RequestChooser
 from g4spec.runtime.draft_file import DraftFile
-from g4spec.runtime.figures import Figures, figures
-from g4spec.runtime.length import Lengths
+from g4spec.runtime.draft_length import DraftLengthPolicy
+from g4spec.runtime.engine_stats import EngineStats, collect_stats
 from g4spec.runtime.pool import Pool
 from g4spec.runtime.prefix import PrefixCache
 from g4spec.runtime.request import Options, Request
@@ -52,7 +52,7 @@ class Engine:
         n_ctx: context length of a request, in tokens.
         memory: the memory plan computed before loading.
         notes: remarks to show with every run.
-        stepped: `time.monotonic()` when the last step ended, or when an idle engine got work.
+        last_step: `time.monotonic()` when the last step ended, or when an idle engine got work.
         failed: the exception that ended the engine's thread, after which nothing runs.
     """
 
@@ -70,7 +70,7 @@ class Engine:
         self.stop_ids = tokenizer.stop_ids
         self.notes: list[str] = []
         target.taps = draft.taps if draft else ()
-        self.lengths = Lengths(self.backend.padded)
+        self.lengths = DraftLengthPolicy(self.backend.padded)
         self.pool = Pool(target.space)
         self.prefix = PrefixCache(self.pool, target.caches, draft, prefix_bytes)
         self.scheduler = Scheduler(
@@ -81,7 +81,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._submitted = 0
         self._closed = False
-        self.stepped = time.monotonic()
+        self.last_step = time.monotonic()
         self.failed: BaseException | None = None
 
     @classmethod
@@ -160,7 +160,7 @@ class Engine:
         options = options or Options()
         check_request(prompt, options, self.config, self.n_ctx)
         requests = []
-        with self.held():
+        with self.step_lock():
             if self._closed:
                 raise UsageError("the engine is closed")
             if self.failed is not None:
@@ -168,7 +168,7 @@ class Engine:
                     "the engine has stopped", found=self.failed, fix="start it again"
                 )
             if self.scheduler.idle:
-                self.stepped = time.monotonic()
+                self.last_step = time.monotonic()
             for i in range(options.n):
                 seed = (options.sampler.seed + i) % 2**64
                 sampler = replace(options.sampler, seed=seed, suppress=self.tokenizer.suppress_ids)
@@ -215,23 +215,23 @@ class Engine:
         """Whether the engine runs on the CPU."""
         return bool(self.target.ops.device.type == "cpu")
 
-    def figures(self) -> Figures:
+    def stats(self) -> EngineStats:
         """Return counts of queues, pages and caches. Thread-safe."""
-        return figures(self.scheduler, self.pool, self.stepped)
+        return collect_stats(self.scheduler, self.pool, self.last_step)
 
-    def moving(self, limit: float) -> bool:
+    def is_healthy(self, limit: float) -> bool:
         """Return True if steps make progress or there is nothing to do.
 
         Args:
             limit: maximum duration of a step, in seconds.
         """
-        stalled = time.monotonic() - self.stepped > limit
+        stalled = time.monotonic() - self.last_step > limit
         return self.failed is None and (self.scheduler.idle or not stalled)
 
     # ---- work
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def step_lock(self) -> Iterator[None]:
         """Keep the engine from starting a step, for instance to submit and add a listener
         atomically.
 
@@ -263,7 +263,7 @@ class Engine:
                 self.scheduler.abandon(error)
                 raise
             finally:
-                self.stepped = time.monotonic()
+                self.last_step = time.monotonic()
 
     def advance(self, request: Request) -> None:
         """Run steps, or wait for the engine's thread, until the request has news or is done."""
@@ -279,7 +279,7 @@ class Engine:
         """Run steps in a thread of the engine from now on, until `close`."""
         if self._thread is not None:  # without the lock: nobody waits for a step here
             return
-        with self.held():
+        with self.step_lock():
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._work, name="g4spec", daemon=True)
                 self._thread.start()
@@ -299,7 +299,7 @@ class Engine:
 
     def close(self) -> None:
         """End all requests and free the engine's memory. Generated text stays readable."""
-        with self.held():
+        with self.step_lock():
             self._closed = True
             self.scheduler.close()
             self._changed.notify_all()
@@ -367,8 +367,8 @@ def _context(asked: int | None, trained: int) -> int:
 def _target_config(file: GGUF) -> Any:
     arch = file.kv.get("general.architecture")
     if arch not in models.TARGETS:
-        if (kind := models.of_gguf(arch, file.tensors)) is not None:
-            raise models.misplaced(file.path, kind)
+        if (kind := models.find_kind(arch, file.tensors)) is not None:
+            raise models.wrong_role(file.path, kind)
         raise InputError(
             f"{file.path}: not a target",
             expected=" or ".join(models.TARGETS),

@@ -25,10 +25,10 @@ import torch
 
 from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, Backend, Draft, Runner, Sequence, Work
 from g4spec.errors import EnvironmentProblem, InputError
-from g4spec.runtime import pending
-from g4spec.runtime.length import Lengths
-from g4spec.runtime.measuring import measured
-from g4spec.runtime.plan import Share
+from g4spec.runtime import pending_rows
+from g4spec.runtime.cycle_timing import measured
+from g4spec.runtime.draft_decision import DraftDecision
+from g4spec.runtime.draft_length import DraftLengthPolicy
 from g4spec.runtime.pool import Pool
 from g4spec.runtime.prefix import PrefixCache
 from g4spec.runtime.target import Target, batch_of
@@ -49,7 +49,7 @@ class Started:
     runner: Runner
     tasks: list[Task]
     counts: list[int]
-    shares: list[Share]
+    shares: list[DraftDecision]
     began: float
 
 
@@ -67,7 +67,7 @@ class Scheduler:
         backend: Backend,
         pool: Pool,
         prefix: PrefixCache,
-        length: Lengths,
+        length: DraftLengthPolicy,
     ) -> None:
         self.target, self.draft, self.backend = target, draft, backend
         self.pool, self.prefix, self.length = pool, prefix, length
@@ -289,7 +289,7 @@ class Scheduler:
             [t.text for t in running], [self._room(t) for t in running], context
         )
         for task, count in zip(running, counts, strict=True):
-            if not count and pending.count(task.live) > MOST_PENDING:
+            if not count and pending_rows.count(task.live) > MOST_PENDING:
                 self._stop_drafting(task, "a proposal takes more time than may be risked")
         return counts
 
@@ -307,7 +307,7 @@ class Scheduler:
         work = [Work(t.live, n, t.chooser) for t, n in zip(tasks, counts, strict=True)]
         rows = MAX_STEP_ROWS * (1 + len(self._started))
         assert not any(self.pool.missing(t.live, t.live.position + rows) for t in tasks)
-        runner = runner or next(r for r in self.runners if r.takes(work))
+        runner = runner or next(r for r in self.runners if r.can_run(work))
         runner.start(work)
         self._steps += 1
         shares = self.length.shares(
@@ -344,7 +344,7 @@ class Scheduler:
             cycle = cycles[i]
             # The longer of both: cycles may have run while nobody waited, or waited for the host.
             cycle.step_seconds = max(waited - cycle.draft_seconds, cycle.step_seconds)
-            cycle.share = now.shares[i]
+            cycle.decision = now.shares[i]
         if alive:
             seconds = cycles[alive[0]].draft_seconds + cycles[alive[0]].step_seconds
             self.length.observe(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from g4spec.core import Chooser, Sequence
-from g4spec.runtime.length import TextState
+from g4spec.runtime.draft_length import PolicyState
 from g4spec.runtime.request import Request
 
 
@@ -25,7 +25,7 @@ class Task:
     request: Request
     ids: list[int]
     chooser: Chooser
-    text: TextState
+    text: PolicyState
     drafting: bool
     submitted: float
     sequence: Sequence | None = None

@@ -25,7 +25,7 @@ from g4spec.gguf.reader import NUMBERS
 from g4spec.gguf.string_arrays import BLOCK
 from g4spec.gguf.values import ValueType
 from g4spec.models.spec import stop_ids
-from g4spec.runtime import guarding
+from g4spec.runtime import special_token_guard
 
 if TYPE_CHECKING:
     from g4spec.gguf import GGUF
@@ -143,7 +143,7 @@ class Tokenizer:
             else:
                 read = self._special if special else self._special - self._marks
                 texts = [self._tokens[i] for i in read]
-                ids = guarding.spelled(self._encoder, text, texts, guard)
+                ids = special_token_guard.spelled(self._encoder, text, texts, guard)
         return [self.bos, *ids] if bos and ids[:1] != [self.bos] else ids
 
     @property
@@ -220,7 +220,9 @@ class Tokenizer:
         guard, said = "", [dict(m) for m in (*first, *messages)]
         offered = [dict(tool) for tool in tools or ()]
         if not special:
-            guard, said, offered = guarding.guarded(said, offered, self.marks, self.template)
+            guard, said, offered = special_token_guard.guarded(
+                said, offered, self.marks, self.template
+            )
         text = template.render(
             self.template,
             said,

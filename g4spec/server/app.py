@@ -337,7 +337,7 @@ class Endpoints:
 
     async def health(self, request: Request) -> Response:
         """Answer GET /health: 200 while steps make progress."""
-        if self._service.moving and not self._service.draining:
+        if self._service.is_healthy and not self._service.draining:
             return JSONAnswer({"status": "ok"})
         why = "shutting down" if self._service.draining else "no step has ended for too long"
         return JSONAnswer({"status": "error", **Refused(503, why).json()}, 503)

@@ -23,7 +23,7 @@ From it:
 - "begun", number: a text has a slot, and its prompt is being read.
 - "cycle", number, Cycle, Stats, length, text: `text` follows the first `length` characters.
 - "done", number, Stats, notes, error, length, text.
-- "figures", `Figures`. "lost", text: why the engine cannot go on; the process ends.
+- "figures", `EngineStats`. "lost", text: why the engine cannot go on; the process ends.
 """
 
 

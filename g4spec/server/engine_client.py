@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 from g4spec.core import Cycle
 from g4spec.errors import EnvironmentProblem, UsageError
 from g4spec.runtime.engine import Engine, check_request, read_tokenizer
-from g4spec.runtime.figures import Figures
+from g4spec.runtime.engine_stats import EngineStats
 from g4spec.runtime.request import Options, Request, Stats
 from g4spec.runtime.tokenizer import Tokenizer
 from g4spec.server.channel import Channel
@@ -51,7 +51,7 @@ main()
 
 AnyEngine: TypeAlias = "Engine | EngineClient"
 
-NOTHING = Figures(0, 0, 1, 1, (), 0.0)
+NOTHING = EngineStats(0, 0, 1, 1, (), 0.0)
 
 
 class EngineLost(RuntimeError):
@@ -144,7 +144,7 @@ class EngineClient:
         self._first: list[Any] = []  # what came of loading: Facts or an error
         self._loaded, self._closing = threading.Event(), threading.Event()
         self._finished, self._hung = False, ""
-        self._figures, self._arrived = NOTHING, time.monotonic()
+        self._stats, self._arrived = NOTHING, time.monotonic()
         self.failed: Exception | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._supervise, name="g4spec engine", daemon=True)
@@ -229,15 +229,15 @@ class EngineClient:
         """Number of the process that runs or loads."""
         return self._process.pid if self._process is not None else None
 
-    def figures(self) -> Figures:
-        """See `Engine.figures`; as the process told last."""
-        return self._figures
+    def stats(self) -> EngineStats:
+        """See `Engine.stats`; as the process told last."""
+        return self._stats
 
-    def moving(self, limit: float) -> bool:
-        """See `Engine.moving`; not while there is no process."""
+    def is_healthy(self, limit: float) -> bool:
+        """See `Engine.is_healthy`; not while there is no process."""
         if self.failed is not None or self._channel is None:
             return False
-        since = max(self._figures.stepped, self._arrived)
+        since = max(self._stats.last_step, self._arrived)
         return not self._texts or time.monotonic() - since <= limit
 
     def close(self) -> None:
@@ -296,7 +296,7 @@ class EngineClient:
         """Kill a process that makes no step; `_run_one` sees it end."""
         while not self._closing.wait(min(self.hang_limit / 4, 5) or 5):
             with self._lock:
-                if not self.hang_limit or self._channel is None or self.moving(self.hang_limit):
+                if not self.hang_limit or self._channel is None or self.is_healthy(self.hang_limit):
                     continue
                 self._hung = f"no step has ended for {self.hang_limit:g} seconds"
                 assert self._process is not None
@@ -353,7 +353,7 @@ class EngineClient:
     def _heard(self, channel: Channel, name: str, more: list[Any]) -> None:
         """Do what a message says; see `channel`."""
         if name == "figures":
-            self._figures = more[0]
+            self._stats = more[0]
         elif name == "loading":
             if self._progress is not None and not self._loaded.is_set():
                 self._progress(*more)
@@ -397,7 +397,7 @@ class EngineClient:
             "the engine's process ended",
             extra={"facts": {"why": reason, "texts": len(self._texts), "again": not last}},
         )
-        self._figures = NOTHING
+        self._stats = NOTHING
         with self._lock:
             if last:
                 self.failed = EnvironmentProblem(

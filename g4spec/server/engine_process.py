@@ -20,7 +20,7 @@ from typing import Any
 
 from g4spec.errors import EnvironmentProblem, G4Error
 from g4spec.runtime.engine import Engine
-from g4spec.runtime.figures import Figures
+from g4spec.runtime.engine_stats import EngineStats
 from g4spec.runtime.request import Options, Progress, Request, Stats
 from g4spec.server.channel import Channel, Message
 from g4spec.server.grammar import Vocabulary
@@ -162,7 +162,7 @@ class Worker:
     def _submit(self, engine: Engine, number: int, prompt: Any, options: bytes) -> None:
         try:
             asked: Options = _Unpickler(options, self._shared).load()
-            with engine.held():
+            with engine.step_lock():
                 # The first word of its progress says that it has begun.
                 request = engine.submit(list(prompt), replace(asked, progress=True))
                 self.requests[number] = request
@@ -185,14 +185,14 @@ class Beat:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._due = engine, 0.0
-        self._last: Figures | None = None
+        self._last: EngineStats | None = None
 
     def __call__(self) -> Message | None:
         """Return the message, or None."""
         if self._engine.failed is not None:
             return "lost", told(self._engine.failed)
         now = time.monotonic()
-        figures = self._engine.figures()
+        figures = self._engine.stats()
         if figures == self._last or (now < self._due and not figures.idle):
             return None
         self._last, self._due = figures, now + 0.1

@@ -18,7 +18,7 @@ from typing import Any
 import anyio
 
 from g4spec.core import Cycle
-from g4spec.runtime.plan import WHY, Share
+from g4spec.runtime.draft_decision import REASONS, DraftDecision
 from g4spec.runtime.request import Request, Stats
 from g4spec.runtime.tokenizer import Tokenizer
 from g4spec.server.engine_client import AnyEngine
@@ -90,13 +90,13 @@ class Followed:
             "most_tokens": options.n_predict,
         }
 
-    def add(self, share: Share) -> None:
+    def add(self, decision: DraftDecision) -> None:
         """Count a step."""
         self.cycles += 1
-        if share.plain_seconds is None or self.plain_seconds is None:
+        if decision.plain_seconds is None or self.plain_seconds is None:
             self.plain_seconds = None
         else:
-            self.plain_seconds += share.plain_seconds
+            self.plain_seconds += decision.plain_seconds
 
     def speed(self) -> dict[str, Any]:
         """Compare with plain decoding, which takes a step a token."""
@@ -136,15 +136,15 @@ class Live:
         Args:
             parts: see `Assembler.parts`.
         """
-        stats, share = text.request.stats, cycle.share
-        if share is None:
+        stats, decision = text.request.stats, cycle.decision
+        if decision is None:
             self._queries += stats.prompt_tokens
             self._hits += stats.cached_tokens
         else:
-            text.add(share)
+            text.add(decision)
         if not self._watchers:
             return
-        told = _read(stats) if share is None else _told(share, cycle)
+        told = _read(stats) if decision is None else _told(decision, cycle)
         told = {"text": text.number, **told, "tokens": len(cycle.tokens), **text.speed()}
         words = {}
         if text.word is not None:
@@ -152,7 +152,7 @@ class Live:
                 "pieces": text.colours.pieces(cycle, parts),
                 "rejected": text.colours.rejected(cycle),
             }
-        self._tell(text, "first" if share is None else "cycle", told, words)
+        self._tell(text, "first" if decision is None else "cycle", told, words)
 
     def ended(self, text: Followed, finish: str) -> None:
         """Tell that a text has ended; once."""
@@ -212,13 +212,13 @@ class Live:
             "draft": engine.draft_name,
             "slots": engine.n_slots,
             "n_ctx": engine.n_ctx,
-            "why": WHY,
+            "why": REASONS,
             "texts": [text.head() for text in self._texts.values()],
         }
 
     def load(self, lost: int) -> News:
         """Count what is in work. Prompt tokens are those of the texts that have begun so far."""
-        figures = self._engine.figures()
+        figures = self._engine.stats()
         return "load", {
             "running": figures.running,
             "waiting": figures.waiting,
@@ -235,13 +235,13 @@ def _read(stats: Stats) -> dict[str, Any]:
     return {name: getattr(stats, name) for name in names}
 
 
-def _told(share: Share, cycle: Cycle) -> dict[str, Any]:
-    told = asdict(share)
+def _told(decision: DraftDecision, cycle: Cycle) -> dict[str, Any]:
+    told = asdict(decision)
     return {
         **{k: told[k] for k in ("step", "length", "why", "expected", "texts", "plain_seconds")},
         "rows": 1 + len(cycle.drafted),
-        "step_rows": share.rows,
-        "planned_seconds": share.seconds,
+        "step_rows": decision.rows,
+        "planned_seconds": decision.seconds,
         "drafted": len(cycle.drafted),
         "accepted": cycle.accepted,
         "seconds": cycle.draft_seconds + cycle.step_seconds,

@@ -403,7 +403,7 @@ def props(service: Service) -> dict[str, Any]:
 def slots(service: Service) -> list[dict[str, Any]]:
     """Describe each slot, without any text, for /slots."""
     engine = service.engine
-    live = {slot.slot: slot for slot in engine.figures().slots}
+    live = {slot.slot: slot for slot in engine.stats().slots}
     out = []
     for i in range(engine.n_slots):
         slot: dict[str, Any] = {

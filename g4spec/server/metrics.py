@@ -1,4 +1,4 @@
-"""Figures for Prometheus, under the names that vLLM's and llama.cpp's tools look for."""
+"""EngineStats for Prometheus, under the names that vLLM's and llama.cpp's tools look for."""
 
 from __future__ import annotations
 
@@ -117,12 +117,12 @@ class Metrics:
 
     def _gauges(self, engine: AnyEngine, names: tuple[str, ...]) -> None:
         for name, text, value in (
-            ("num_requests_running", "Texts in work.", lambda: engine.figures().running),
-            ("num_requests_waiting", "Texts waiting.", lambda: engine.figures().waiting),
+            ("num_requests_running", "Texts in work.", lambda: engine.stats().running),
+            ("num_requests_waiting", "Texts waiting.", lambda: engine.stats().waiting),
             (
                 "kv_cache_usage_perc",
                 "Share of the pages in use.",
-                lambda: 1 - engine.figures().pages_free / engine.figures().pages,
+                lambda: 1 - engine.stats().pages_free / engine.stats().pages,
             ),
         ):
             gauge = Gauge(f"vllm:{name}", text, names, registry=self.registry)
@@ -184,7 +184,7 @@ class _LlamaCpp:
 
     def collect(self) -> Iterable[Metric]:
         """See `prometheus_client.registry.Collector`."""
-        m, figures = self._metrics, self._engine.figures()
+        m, figures = self._metrics, self._engine.stats()
         for name, counter in (
             ("prompt_tokens", m.prompt),
             ("tokens_predicted", m.generated),

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from g4spec.errors import InputError
-from g4spec.runtime import guarding
+from g4spec.runtime import special_token_guard
 from g4spec.runtime.tokenizer import Tokenizer
 from g4spec.server.gemma import Marks
 from g4spec.server.refusals import Refused
@@ -80,7 +80,7 @@ class Prompter:
         opened: bool = True,
     ) -> Prompt:
         """Render and tokenize a conversation. Control tokens are the template's and the system
-        message's alone: those that other messages and tools spell are text (`guarding`).
+        message's alone: those that other messages and tools spell are text (`special_token_guard`).
 
         Args:
             tools: as in OpenAI's API. thinking: let the model think first.
@@ -92,7 +92,7 @@ class Prompter:
             InputError: the template refuses the messages.
         """
         renderer = self._template()
-        guard, plain, offered = guarding.guarded(
+        guard, plain, offered = special_token_guard.guarded(
             [_plain(m, i) for i, m in enumerate(messages)], tools, self._marks, renderer.template
         )
         begun = _begun(plain) if continued else ""

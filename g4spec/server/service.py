@@ -114,9 +114,9 @@ class Service:
         _ = self.vocabulary
 
     @property
-    def moving(self) -> bool:
+    def is_healthy(self) -> bool:
         """True while steps make progress, or there is nothing to do."""
-        return self.engine.moving(self.settings.stall_limit)
+        return self.engine.is_healthy(self.settings.stall_limit)
 
     def check_model(self, name: str | None) -> None:
         """Refuse a request for another model."""

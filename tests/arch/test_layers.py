@@ -121,7 +121,16 @@ def nouns() -> set[str]:
     return found | {"ngram", "eagle", "dspark"}
 
 
-RUNTIME = ("scheduler", "runner", "length", "costs", "pending", "choosing", "pool", "prefix")
+RUNTIME = (
+    "scheduler",
+    "eager_runner",
+    "draft_length",
+    "cycle_costs",
+    "pending_rows",
+    "chooser",
+    "pool",
+    "prefix",
+)
 VERBS = ["ops/sampling.py", "ops/kv.py", *(f"runtime/{name}.py" for name in RUNTIME)]
 
 

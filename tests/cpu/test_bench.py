@@ -16,7 +16,7 @@ from g4spec.measure import bench
 from g4spec.measure.bench_summary import Sample, summarize
 from g4spec.measure.prompts import CATEGORIES, LONG_PROMPTS, Prompt, long_text, mt_bench, prompts
 from g4spec.measure.recommendation import recommend
-from g4spec.runtime import choosing
+from g4spec.runtime import chooser
 from tests.support import bench_engine, bench_result, memory_models
 
 
@@ -60,13 +60,13 @@ def test_memory_is_planned_and_measured(swept: bench.Result) -> None:
 
 
 def test_a_changed_text_is_a_failed_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = choosing.choose_rows
+    honest = chooser.choose_rows
 
     def careless(logits: Any, drafted: Sequence[int], *of: Any, **chooser: Any) -> list[int]:
         chosen = honest(logits, drafted, *of, **chooser)
         return [*chosen[:-1], (chosen[-1] + 1) % 100 + 20] if drafted else chosen
 
-    monkeypatch.setattr(choosing, "choose_rows", careless)
+    monkeypatch.setattr(chooser, "choose_rows", careless)
     protocol = bench.Protocol((0, 3), n_predict=24, repeats=1)
     result = bench.sweep(
         bench_engine.engine(bench_engine.Liar()), bench_engine.prompts(1), protocol

@@ -14,7 +14,7 @@ from g4spec.errors import InputError
 from g4spec.measure import bench, bench_streams
 from g4spec.measure.bench_streams import percentile
 from g4spec.measure.prompts import Prompt
-from g4spec.runtime import choosing
+from g4spec.runtime import chooser
 from tests.support import bench_engine, tokens
 from tests.support.memory_engine import engine
 
@@ -86,13 +86,13 @@ def test_percentiles() -> None:
 
 
 def test_a_text_that_changes_is_a_failed_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = choosing.choose_rows
+    honest = chooser.choose_rows
 
     def careless(logits: Any, drafted: Sequence[int], *of: Any, **chooser: Any) -> list[int]:
         chosen = honest(logits, drafted, *of, **chooser)
         return [*chosen[:-1], (chosen[-1] + 1) % 100 + 20] if drafted else chosen
 
-    monkeypatch.setattr(choosing, "choose_rows", careless)
+    monkeypatch.setattr(chooser, "choose_rows", careless)
     result = bench_streams.sweep(
         bench_engine.engine(parallel=2), bench_engine.prompts(1), bench.Protocol((0, 3), 12, 1), 2
     )

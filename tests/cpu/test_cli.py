@@ -1,4 +1,4 @@
-"""The command line: one clear line for every mistake, the exit code that belongs to it."""
+"""The command line: every mistake gives one clear line and the right exit code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def probe(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes a command `probe` that does what a test wants."""
+    """Return a function that defines a command `probe` for a test."""
 
     def make(body: Any) -> None:
         def command(json: render.Json = False, quiet: render.Quiet = False) -> None:
@@ -75,8 +75,8 @@ def test_errors_become_one_line_and_a_code(
     assert out == "" and text.lower() in one_error_line(err).lower()
     assert cli.run(["probe", "--json"]) == code
     out, err = capsys.readouterr()
-    said = json.loads(out)
-    assert said["exit_code"] == code and text.lower() in said["error"].lower()
+    printed = json.loads(out)
+    assert printed["exit_code"] == code and text.lower() in printed["error"].lower()
     one_error_line(err)
 
 
@@ -133,7 +133,7 @@ def test_usage_errors(argv: list[str], capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 @pytest.mark.parametrize("options", [[], ["--json"]])
-def test_no_room_for_the_answer(options: list[str]) -> None:
+def test_full_disk_on_stdout(options: list[str]) -> None:
     command = [
         sys.executable,
         "-m",
@@ -170,14 +170,14 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
     assert "--json" in out or name in ("serve", "chat"), "which answer as they go"
 
 
-def test_names_from_files_cannot_break_the_line() -> None:
+def test_names_from_files_stay_on_one_line() -> None:
     assert render.one_line("a\nb\x1b[31m\u202e") == "a b\\x1b[31m\\u202e"
 
 
 # ---- rendering
 
 
-def test_json_holds_only_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_prints_only_json(capsys: pytest.CaptureFixture[str]) -> None:
     out = render.Output(json=True)
     out.line("text")
     out.stream("text")
@@ -187,7 +187,7 @@ def test_json_holds_only_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out) == {"a": None, "b": [None, "p"], "c": [1, 2]}
 
 
-def test_quiet_leaves_the_product(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_prints_only_requested_text(capsys: pytest.CaptureFixture[str]) -> None:
     out = render.Output(quiet=True)
     out.line("line")
     out.note("note")
@@ -196,14 +196,14 @@ def test_quiet_leaves_the_product(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("product", "")
 
 
-def test_notes_are_said_once_and_apart(capsys: pytest.CaptureFixture[str]) -> None:
+def test_notes_are_printed_once_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     out = render.Output()
     for _ in range(3):
         out.note("careful")
     assert capsys.readouterr() == ("", "careful\n")
 
 
-def test_a_table_has_an_end(capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_tables_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
     """25,000 tensors in a file under 1 MB took 7 s to list, and twice that on a slow core."""
     rows = [[f"tensor-{i}", i] for i in range(render.MAX_ROWS + 500)]
     render.Output().table("Tensors", ["name", "size"], rows)
@@ -262,7 +262,7 @@ def test_process_exit_codes(tmp_path: Path) -> None:
     assert missing.returncode == 3 and "Traceback" not in missing.stderr
 
 
-def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
+def test_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
     model = tokens.vocabulary_file(tmp_path / "v.gguf")
     text = tmp_path / "long.txt"
     text.write_text("hello world " * 50_000)
@@ -276,7 +276,7 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_no_character_ends_a_run(tmp_path: Path) -> None:
+def test_unprintable_characters_do_not_end_a_run(tmp_path: Path) -> None:
     model = tokens.vocabulary_file(tmp_path / "v.gguf")
     env = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = g4spec("tokenize", "-m", str(model), "日本🙂", "--json", env=env)

@@ -1,4 +1,4 @@
-"""generate and tokenize, from the command line to the text."""
+"""`generate` and `tokenize`, from the command line to the text."""
 
 from __future__ import annotations
 
@@ -45,15 +45,13 @@ def test_the_same_text_with_and_without_a_draft(
 
 @pytest.mark.parametrize("n_ctx", [2, 8, 16, 17, 18, 19])
 @pytest.mark.parametrize("draft", ["", "ngram"])
-def test_any_context_however_short(
-    files: tuple[str, str], g4spec: Cli, n_ctx: int, draft: str
-) -> None:
+def test_very_short_contexts(files: tuple[str, str], g4spec: Cli, n_ctx: int, draft: str) -> None:
     run = ("generate", "-m", files[0], "-p", "a", "-n", 24, "-c", n_ctx)
     plain = g4spec.json(*run)
     assert g4spec.json(*run, "-md", draft or files[1])["ids"] == plain["ids"]
 
 
-def test_no_token_behind_the_end_counts_as_speed(files: tuple[str, str]) -> None:
+def test_speed_ignores_tokens_after_the_end(files: tuple[str, str]) -> None:
     engine = Engine.load(files[0], "ngram", n_ctx=256)
     prompt = engine.tokenizer.encode("hello world") * 8
     text = engine.generate(prompt, Options(60, draft_max=0, ignore_eos=True))
@@ -77,7 +75,7 @@ def test_text_on_stdout_and_figures_on_stderr(files: tuple[str, str], g4spec: Cl
     assert g4spec("generate", "-m", target, *PROMPT, "--quiet") == (text + "\n", "")
 
 
-def test_what_there_is_at_ctrl_c(
+def test_ctrl_c_prints_the_text_so_far(
     files: tuple[str, str], g4spec: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, cycles = g4spec.json("generate", "-m", files[0], *PROMPT), Request.__iter__
@@ -100,18 +98,20 @@ def test_prompts_from_files(files: tuple[str, str], g4spec: Cli, tmp_path: Path)
     (tmp_path / "p.txt").write_text("hello world\n")
     (tmp_path / "ids.csv").write_text(g4spec("tokenize", "-m", target, "hello world", "--csv")[0])
     rest = ("-n", 24, "-c", 256)
-    for given in [("--file", tmp_path / "p.txt"), ("--tokens-file", tmp_path / "ids.csv")]:
-        assert g4spec.json("generate", "-m", target, *given, *rest)["ids"] == want
+    for prompt_option in [("--file", tmp_path / "p.txt"), ("--tokens-file", tmp_path / "ids.csv")]:
+        assert g4spec.json("generate", "-m", target, *prompt_option, *rest)["ids"] == want
 
 
-def test_chat_and_its_absence(files: tuple[str, str], g4spec: Cli, tmp_path: Path) -> None:
+def test_with_and_without_chat_template(
+    files: tuple[str, str], g4spec: Cli, tmp_path: Path
+) -> None:
     got = g4spec.json("generate", "-m", files[0], *PROMPT, "--chat", "--system", "be brief")
     assert got["stats"]["prompt_tokens"] > 20
     bare = tokens.target_file(tmp_path / "bare.gguf", chat_template=None)
     assert "without --chat" in g4spec("generate", "-m", bare, *PROMPT, "--chat", code=3)[1]
 
 
-def test_stop_text_is_no_part_of_the_answer(files: tuple[str, str], g4spec: Cli) -> None:
+def test_stop_text_is_not_in_the_answer(files: tuple[str, str], g4spec: Cli) -> None:
     target, draft = files
     text = g4spec.json("generate", "-m", target, *PROMPT)["text"]
     stop = text[9:12]
@@ -170,7 +170,7 @@ def test_target_and_draft_swapped(files: tuple[str, str], g4spec: Cli) -> None:
 # ---- tokenize
 
 
-def test_tokenize_there_and_back(files: tuple[str, str], g4spec: Cli, tmp_path: Path) -> None:
+def test_tokenize_round_trip(files: tuple[str, str], g4spec: Cli, tmp_path: Path) -> None:
     target, text = files[0], "hello  world\n\nthe 日本🙂<turn|>"
     spaces, _ = g4spec("tokenize", "-m", target, text)
     commas, _ = g4spec("tokenize", "-m", target, text, "--csv")
@@ -184,18 +184,18 @@ def test_tokenize_there_and_back(files: tuple[str, str], g4spec: Cli, tmp_path: 
 
 
 @pytest.mark.parametrize("text", ["1,b", "-3", "1.5", "99999999999999"])
-def test_ids_that_are_none(files: tuple[str, str], g4spec: Cli, text: str) -> None:
+def test_invalid_ids(files: tuple[str, str], g4spec: Cli, text: str) -> None:
     argv = ("tokenize", "-m", files[0], "--ids-to-text", "--", text)
     assert "not a token id" in g4spec(*argv, code=3)[1]
 
 
-def test_files_that_are_no_text(tmp_path: Path) -> None:
+def test_files_that_are_not_text(tmp_path: Path) -> None:
     (tmp_path / "b").write_bytes(b"ok\xff\xfe")
     with pytest.raises(InputError, match=r"expected UTF-8.*byte 2"):
         _inputs.read_text(tmp_path / "b")
 
 
-def test_ids_may_stand_in_brackets() -> None:
+def test_ids_in_brackets() -> None:
     assert _inputs.parse_ids("[1, 2,\n3]", "x") == [1, 2, 3]
 
 
@@ -246,19 +246,19 @@ def test_writer_never_shows_a_stop_text(capsys: pytest.CaptureFixture[str]) -> N
 # ---- a checkpoint folder behind -md
 
 
-def test_folder_behind_md_is_converted_once(
+def test_draft_folder_is_converted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tiny.target(tmp_path / "target")
     draft = tiny.zlab_dflash(tmp_path / "draft", target)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    made = _inputs.open_draft(draft, target, render.Output())
-    assert isinstance(made, Path) and made.is_relative_to(tmp_path / "cache")
+    converted = _inputs.open_draft(draft, target, render.Output())
+    assert isinstance(converted, Path) and converted.is_relative_to(tmp_path / "cache")
     assert "converted into" in capsys.readouterr().err
-    assert _inputs.open_draft(draft, target, render.Output()) == made
+    assert _inputs.open_draft(draft, target, render.Output()) == converted
     assert "using its conversion" in capsys.readouterr().err
 
-    shutil.copy(made, draft / "ready.gguf")
+    shutil.copy(converted, draft / "ready.gguf")
     assert _inputs.open_draft(draft, target, render.Output()) == draft / "ready.gguf"
     assert "took ready.gguf" in capsys.readouterr().err
 
@@ -299,15 +299,15 @@ def halted(tmp_path: Path, signals: str) -> tuple[int, bytes, list[Path]]:
 
 
 @pytest.mark.parametrize("number,code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_being_asked_to_end_leaves_nothing(number: int, code: int, tmp_path: Path) -> None:
+def test_signals_leave_no_files(number: int, code: int, tmp_path: Path) -> None:
     assert halted(tmp_path, f"{int(number)},0") == (code, b"", [])
 
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("then", [signal.SIGTERM, signal.SIGINT])
-def test_being_asked_twice_is_quiet(first: int, then: int, tmp_path: Path) -> None:
-    code, said, _ = halted(tmp_path, f"{int(first)},{int(then)}")
-    assert (code, said) == (-then, b"")
+def test_second_signal_is_silent(first: int, then: int, tmp_path: Path) -> None:
+    code, stderr, _ = halted(tmp_path, f"{int(first)},{int(then)}")
+    assert (code, stderr) == (-then, b"")
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_being_asked_twice_is_quiet(first: int, then: int, tmp_path: Path) -> No
         ("--frequency-penalty", -2),
     ],
 )
-def test_options_that_edit_logits_do_so_with_a_draft_as_without(
+def test_logit_options_work_the_same_with_a_draft(
     files: tuple[str, str], g4spec: Cli, option: tuple[str, object]
 ) -> None:
     target, draft = files

@@ -1,5 +1,7 @@
-"""What stands behind -m and -md when it is not what it should be: one line that says what it is and
-what to do, before anything is fetched or converted."""
+"""Invalid files for -m and -md: one line says what the file is and what to do.
+
+The error comes before anything is downloaded or converted.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ BROKEN = ("missing.gguf", "half.gguf", "head.gguf", "empty.gguf", "text.gguf", "
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with everything that may be named, right and wrong."""
+    """Create a folder with valid and invalid files for -m and -md."""
     home = tmp_path_factory.mktemp("home")
     target = tokens.target_file(home / "target.gguf")
     tokens.draft_file(home / "draft.gguf")
@@ -56,49 +58,49 @@ def g4spec(
 @pytest.mark.parametrize("command", RUNS)
 @pytest.mark.parametrize("name", ["target.gguf", "target", "target-gguf"])
 def test_a_target_given_as_draft(g4spec: Cli, command: str, name: str) -> None:
-    said = g4spec.refused(command, "-m", "target.gguf", "-md", name, *RUNS[command])
-    assert f"{name}: not a draft: found Gemma 4 target" in said
-    assert "pass it with -m, and a draft made for it with -md" in said
+    stderr = g4spec.refused(command, "-m", "target.gguf", "-md", name, *RUNS[command])
+    assert f"{name}: not a draft: found Gemma 4 target" in stderr
+    assert "pass it with -m, and a draft made for it with -md" in stderr
 
 
 @pytest.mark.parametrize("command", RUNS)
 @pytest.mark.parametrize("name", ["draft.gguf", "draft", "draft-gguf"])
 def test_a_draft_given_as_target(g4spec: Cli, command: str, name: str) -> None:
-    said = g4spec.refused(command, "-m", name, "-md", "draft", *RUNS[command])
-    assert f"{name}: not a target: found DFlash draft" in said
-    assert "pass it with -md, and its target with -m" in said
+    stderr = g4spec.refused(command, "-m", name, "-md", "draft", *RUNS[command])
+    assert f"{name}: not a target: found DFlash draft" in stderr
+    assert "pass it with -md, and its target with -m" in stderr
 
 
 @pytest.mark.parametrize("command", RUNS)
 def test_a_folder_given_as_target(g4spec: Cli, command: str) -> None:
-    said = g4spec.refused(command, "-m", "target", "-md", "draft", *RUNS[command])
-    assert "Convert it first: g4spec convert target -o target.gguf" in said
-    said = g4spec.refused(command, "-m", "target-gguf", "-md", "draft", *RUNS[command])
-    assert "Name the file in it: target-gguf/m.gguf" in said
+    stderr = g4spec.refused(command, "-m", "target", "-md", "draft", *RUNS[command])
+    assert "Convert it first: g4spec convert target -o target.gguf" in stderr
+    stderr = g4spec.refused(command, "-m", "target-gguf", "-md", "draft", *RUNS[command])
+    assert "Name the file in it: target-gguf/m.gguf" in stderr
 
 
 def test_a_folder_with_several_files(g4spec: Cli, home: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
         shutil.copy(home / "draft.gguf", tmp_path / f"{name}.gguf")
-    said = g4spec.refused("generate", "-m", "target.gguf", "-md", tmp_path, *RUNS["generate"])
-    assert "several GGUF files: found a.gguf, b.gguf. Name the one to use" in said
+    stderr = g4spec.refused("generate", "-m", "target.gguf", "-md", tmp_path, *RUNS["generate"])
+    assert "several GGUF files: found a.gguf, b.gguf. Name the one to use" in stderr
 
 
-def test_a_synthetic_model_that_there_is_not(g4spec: Cli) -> None:
+def test_unknown_synthetic_model(g4spec: Cli) -> None:
     assert "--synthetic: expected 31b" in g4spec.refused("bench", "--synthetic", "32b")
-    said = g4spec.refused("bench", "--synthetic", "31b", "--type", "q4")
-    assert "unknown type: expected one of f32" in said and "found q4" in said
-    said = g4spec.refused("bench", "--synthetic", "e4b", "-md", "dflash")
-    assert "-md with --synthetic e4b: expected assistant, found dflash" in said
+    stderr = g4spec.refused("bench", "--synthetic", "31b", "--type", "q4")
+    assert "unknown type: expected one of f32" in stderr and "found q4" in stderr
+    stderr = g4spec.refused("bench", "--synthetic", "e4b", "-md", "dflash")
+    assert "-md with --synthetic e4b: expected assistant, found dflash" in stderr
 
 
-def test_options_that_would_do_nothing(g4spec: Cli) -> None:
-    said = g4spec.refused("bench", "--synthetic", "31b", "--report", "r.html")
-    assert "--report has no effect with --synthetic" in said
-    said = g4spec.refused("bench", "-m", "target.gguf", "--accept-length", 3)
-    assert "--accept-length needs --synthetic" in said
-    said = g4spec.refused("bench", "-m", "target.gguf", "--dataset", "nowhere.jsonl")
-    assert "--dataset needs --preset" in said
+def test_options_without_effect_are_refused(g4spec: Cli) -> None:
+    stderr = g4spec.refused("bench", "--synthetic", "31b", "--report", "r.html")
+    assert "--report has no effect with --synthetic" in stderr
+    stderr = g4spec.refused("bench", "-m", "target.gguf", "--accept-length", 3)
+    assert "--accept-length needs --synthetic" in stderr
+    stderr = g4spec.refused("bench", "-m", "target.gguf", "--dataset", "nowhere.jsonl")
+    assert "--dataset needs --preset" in stderr
 
 
 def test_a_result_does_not_replace_a_model(g4spec: Cli, home: Path) -> None:
@@ -109,9 +111,9 @@ def test_a_result_does_not_replace_a_model(g4spec: Cli, home: Path) -> None:
     assert (home / "target.gguf").read_bytes() == before
 
 
-def test_a_model_does_not_replace_what_is_none(g4spec: Cli, home: Path, tmp_path: Path) -> None:
-    said = g4spec.refused("convert", "target", "-o", "target/config.json")
-    assert "target/config.json exists and is not a GGUF file" in said
+def test_a_model_does_not_replace_other_files(g4spec: Cli, home: Path, tmp_path: Path) -> None:
+    stderr = g4spec.refused("convert", "target", "-o", "target/config.json")
+    assert "target/config.json exists and is not a GGUF file" in stderr
     os.mkfifo(tmp_path / "pipe")
     assert "is a device or pipe" in g4spec.refused("convert", "target", "-o", tmp_path / "pipe")
     (tmp_path / "link.gguf").symlink_to(tmp_path / "real.gguf")
@@ -127,9 +129,7 @@ def test_a_model_does_not_replace_what_is_none(g4spec: Cli, home: Path, tmp_path
         ("bench", ("--draft-max", "sweep")),
     ],
 )
-def test_what_is_about_a_draft_needs_one(
-    g4spec: Cli, command: str, option: tuple[Any, ...]
-) -> None:
+def test_draft_options_need_a_draft(g4spec: Cli, command: str, option: tuple[Any, ...]) -> None:
     run = (command, "-m", "target.gguf", *RUNS[command])
     assert f"{option[0]} needs a draft. Pass one with -md" in g4spec.refused(*run, *option)
 
@@ -138,26 +138,26 @@ def test_options_that_have_no_effect_are_named(g4spec: Cli) -> None:
     run = ("generate", "-m", "target.gguf", *RUNS["generate"], "--top-k", 5, "--seed", 3)
     assert "--top-k, --seed: no effect at --temp 0" in g4spec(*run)[1]
     assert "no effect" not in g4spec(*run, "--temp", 1)[1]
-    said = g4spec.refused("bench", "-n", 5, "compare", "a", "b")
-    assert "--n-predict has no effect before `compare`" in said
+    stderr = g4spec.refused("bench", "-n", 5, "compare", "a", "b")
+    assert "--n-predict has no effect before `compare`" in stderr
     assert "-n: expected >= 1" in g4spec.refused("demo", "-n", 0)
 
 
-def test_a_window_that_means_nothing(g4spec: Cli) -> None:
+def test_invalid_draft_window(g4spec: Cli) -> None:
     run = ("generate", "-m", "target.gguf", *RUNS["generate"], "--draft-window")
-    said = g4spec.refused(*run, -3, "-md", "draft")
-    assert "--draft-window: expected 1 to 16777216, found -3" in said
+    stderr = g4spec.refused(*run, -3, "-md", "draft")
+    assert "--draft-window: expected 1 to 16777216, found -3" in stderr
     assert "--draft-window needs a draft with a cache" in g4spec.refused(*run, 64)
     assert "--draft-window needs a draft" in g4spec.refused(*run, 64, "-md", "ngram")
 
 
-def test_what_validate_would_pass_over(g4spec: Cli) -> None:
-    said = g4spec.refused("validate", "draft.gguf", "--upstream", "--target", "target.gguf")
-    assert "--upstream run no checks. Leave out --target" in said
+def test_validate_refuses_ignored_options(g4spec: Cli) -> None:
+    stderr = g4spec.refused("validate", "draft.gguf", "--upstream", "--target", "target.gguf")
+    assert "--upstream run no checks. Leave out --target" in stderr
     assert "Leave out FILE" in g4spec.refused("validate", "draft.gguf", "--list-rules")
     assert "a target: expected a draft" in g4spec.refused("validate", "target.gguf", "--upstream")
-    said = g4spec.refused("validate", "draft.gguf", "--rule", "G4-PAIR-001")
-    assert "rule G4-PAIR-001 was not checked" in said
+    stderr = g4spec.refused("validate", "draft.gguf", "--rule", "G4-PAIR-001")
+    assert "rule G4-PAIR-001 was not checked" in stderr
 
 
 @pytest.mark.parametrize("command", RUNS)
@@ -196,14 +196,14 @@ def test_prompts_and_outputs_are_checked_before_a_draft_is_converted(g4spec: Cli
         assert "text.gguf" in g4spec.refused("bench", *pair, option, "text.gguf/o")
 
 
-def test_the_preset_has_prompts_of_its_own(g4spec: Cli, tmp_path: Path) -> None:
+def test_preset_prompts(g4spec: Cli, tmp_path: Path) -> None:
     asked = [{"question_id": i, "category": "writing", "turns": [f"Say {i}."]} for i in range(80)]
     (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, asked)))
     preset = ("--preset", "mt-bench", "--dataset", tmp_path / "q.jsonl", "--prompts", 40)
     assert "not a target" in g4spec.refused("bench", "-m", "draft.gguf", *preset)
 
 
-def test_what_lies_here_is_checked_before_the_hub_is_asked(
+def test_local_files_are_checked_before_downloads(
     g4spec: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def asked(*args: object) -> None:
@@ -222,7 +222,7 @@ def test_what_lies_here_is_checked_before_the_hub_is_asked(
 
 
 @pytest.mark.parametrize("name", ["target", "target-gguf", "no-model"])
-def test_a_folder_where_only_a_file_will_do(g4spec: Cli, name: str) -> None:
+def test_a_folder_instead_of_a_file(g4spec: Cli, name: str) -> None:
     for argv in (
         ("tokenize", "-m", name, "x"),
         ("quantize", name, "o.gguf"),
@@ -230,12 +230,12 @@ def test_a_folder_where_only_a_file_will_do(g4spec: Cli, name: str) -> None:
         ("validate", "draft.gguf", "-m", name),
         ("validate", "--upstream", name),
     ):
-        said = g4spec.refused(*argv)
-        assert f"{name}" in said and "a folder" in said
-        assert ("target-gguf/m.gguf" if name == "target-gguf" else "onvert") in said
+        stderr = g4spec.refused(*argv)
+        assert f"{name}" in stderr and "a folder" in stderr
+        assert ("target-gguf/m.gguf" if name == "target-gguf" else "onvert") in stderr
 
 
-def test_hub_ids_work_where_files_do(g4spec: Cli) -> None:
+def test_hub_ids_instead_of_files(g4spec: Cli) -> None:
     for argv in (
         ("tokenize", "-m", "no/hub", "x"),
         ("validate", "no/hub"),
@@ -248,25 +248,25 @@ def test_hub_ids_work_where_files_do(g4spec: Cli) -> None:
 @pytest.mark.parametrize("command", [("doctor",), ("recipe", "llama.cpp")])
 def test_questions_about_a_machine(g4spec: Cli, command: tuple[str, ...]) -> None:
     for name in ("target.gguf", "target"):
-        said = g4spec.refused(*command, "-m", "31b", "-md", name)
-        assert f"{name}: not a draft: found Gemma 4 target" in said and "-m" in said
+        stderr = g4spec.refused(*command, "-m", "31b", "-md", name)
+        assert f"{name}: not a draft: found Gemma 4 target" in stderr and "-m" in stderr
     for name in ("draft.gguf", "draft"):
-        said = g4spec.refused(*command, "-m", name)
-        assert f"{name}: not a Gemma 4 target" in said and "-md" in said
+        stderr = g4spec.refused(*command, "-m", name)
+        assert f"{name}: not a Gemma 4 target" in stderr and "-md" in stderr
     for options in (("-m", "draft-gguf"), ("-m", "31b", "-md", "draft-gguf")):
         assert "Name the file in it: draft-gguf/m.gguf" in g4spec.refused(*command, *options)
-    said = g4spec.refused(*command, "-m", "target", "-md", "mtp")
-    assert "not for target (Gemma 4 of another size)" in said and "one of ," not in said
+    stderr = g4spec.refused(*command, "-m", "target", "-md", "mtp")
+    assert "not for target (Gemma 4 of another size)" in stderr and "one of ," not in stderr
 
 
 def test_a_draft_given_as_the_target_of_a_conversion(g4spec: Cli, tmp_path: Path) -> None:
-    said = g4spec.refused("convert", "draft", "--target", "draft", "-o", tmp_path / "o.gguf")
-    assert "draft: not a target: found DFlash draft" in said and "with --target" in said
+    stderr = g4spec.refused("convert", "draft", "--target", "draft", "-o", tmp_path / "o.gguf")
+    assert "draft: not a target: found DFlash draft" in stderr and "with --target" in stderr
 
 
 def test_the_right_pair_works(g4spec: Cli, tmp_path: Path) -> None:
     target = tmp_path / "t.gguf"
     g4spec("convert", "target", "-o", target, "--quiet")
     run = ("-p", "x", "-n", 4, "-c", 128, "--json")
-    said = json.loads(g4spec("generate", "-m", target, "-md", "draft", *run)[0])
-    assert len(said["ids"]) == 4 and list(g4spec.cache.rglob("*.gguf"))
+    result = json.loads(g4spec("generate", "-m", target, "-md", "draft", *run)[0])
+    assert len(result["ids"]) == 4 and list(g4spec.cache.rglob("*.gguf"))

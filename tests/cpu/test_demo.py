@@ -16,7 +16,7 @@ from g4spec.cli import _demo_family, _demo_text, demo
 from g4spec.errors import UsageError
 from g4spec.measure import verify
 from g4spec.measure.bench_compare import read
-from g4spec.runtime import choosing
+from g4spec.runtime import chooser
 from g4spec.runtime.request import Options, Request
 from tests.cpu.test_verify import believe_one
 from tests.support import tiny
@@ -169,7 +169,7 @@ def test_verify_passes_and_finds_a_planted_bug(
     options = ["verify", *files, "-c", "1024", "--long-tokens", "100", "-n", "8"]
     assert cli.run([*options, "--cases", "3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ok"] is True
-    monkeypatch.setattr(choosing, "choose_rows", believe_one)
+    monkeypatch.setattr(chooser, "choose_rows", believe_one)
     assert cli.run([*options, "--cases", "12", "--json"]) == 1
     said = capsys.readouterr()
     found = json.loads(said.out)["mismatch"]

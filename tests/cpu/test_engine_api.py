@@ -20,10 +20,10 @@ from g4spec.ops.sampling import NotFinite, Sampler
 from g4spec.runtime import scheduler
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Request
-from tests.support import company, memory_engine
+from tests.support import batch_invariance, memory_engine
 from tests.support import memory_models as mm
 
-PROMPTS = [[2, *company.tokens(random.Random(i), 20 + 7 * i)] for i in range(6)]
+PROMPTS = [[2, *batch_invariance.tokens(random.Random(i), 20 + 7 * i)] for i in range(6)]
 OPTIONS = Options(24, Sampler(temperature=1.0, seed=3), 4, ignore_eos=True)
 
 
@@ -52,7 +52,7 @@ def threaded() -> Iterator[Engine]:
 
 
 def nothing_left(of: Engine) -> bool:
-    return not any(company.left_over(of).values())
+    return not any(batch_invariance.left_over(of).values())
 
 
 # ---- any order
@@ -213,13 +213,13 @@ def test_a_thousand_cancelled_requests_leave_nothing() -> None:
     on = memory_engine.engine(
         mm.dflash_draft, parallel=8, n_ctx=640, pool=700, chunk=64, prefix_bytes=1 << 18
     )
-    shared = [2, *company.tokens(rng, 540)]
+    shared = [2, *batch_invariance.tokens(rng, 540)]
     moments = set()
 
     def round_of(count: int) -> None:
         open_: list[Request] = []
         for _ in range(count):
-            prompt = shared if rng.random() < 0.05 else [2, *company.tokens(rng, 3)]
+            prompt = shared if rng.random() < 0.05 else [2, *batch_invariance.tokens(rng, 3)]
             open_.append(on.submit(prompt, Options(90, draft_max=3, ignore_eos=True)))
             if rng.random() < 0.1:
                 on.step()
@@ -397,7 +397,8 @@ def test_requests_are_admitted_in_order_of_arrival(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(scheduler.Scheduler, "_begin", noted)
     sizes = (100, 400, 3, 3, 380, 3, 120, 3)
     requests = [
-        on.submit([2, *company.tokens(rng, n)], Options(40, ignore_eos=True)) for n in sizes
+        on.submit([2, *batch_invariance.tokens(rng, n)], Options(40, ignore_eos=True))
+        for n in sizes
     ]
     while on.step():
         pass
@@ -429,7 +430,10 @@ def test_a_long_prompt_does_not_hold_up_running_texts(
         start(self, work)
 
     monkeypatch.setattr(type(on.scheduler.runners[0]), "start", started)
-    long = [on.submit([2, *company.tokens(random.Random(9), 300)], Options(4)) for _ in range(2)]
+    long = [
+        on.submit([2, *batch_invariance.tokens(random.Random(9), 300)], Options(4))
+        for _ in range(2)
+    ]
     while not running.done:
         on.step()
     assert max(rows) == 16 and sum(rows) > 100, "both in turn, a little between two cycles"

@@ -14,10 +14,10 @@ from g4spec.core import Batch, CacheShape, Cycle, Pick, Work
 from g4spec.ops.kv import LayerKV, Space
 from g4spec.ops.reference import BLOCK, TILE, Ops
 from g4spec.ops.sampling import Sampler
+from g4spec.runtime.eager_runner import EagerRunner
 from g4spec.runtime.engine import Engine
-from g4spec.runtime.pending import flush
+from g4spec.runtime.pending_rows import flush
 from g4spec.runtime.request import Options, Request
-from g4spec.runtime.runner import EagerRunner
 from tests.support import memory_engine
 from tests.support import memory_models as mm
 from tests.support.bench_engine import Liar

@@ -1,4 +1,4 @@
-"""What a new user meets: pasted flags, help, threads, a machine without torch."""
+"""First use: flags of llama.cpp, help, threads, a machine without torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHORT = ("-p", "hello world", "-n", 4, "-c", 64, "--device", "cpu")
 
 
 def process(*argv: object, without: str = "", **env: str) -> subprocess.CompletedProcess[str]:
-    """`g4spec` in a process of its own, from which the package `without` is missing."""
+    """Run `g4spec` in a process where the package `without` is missing."""
     hide = f"import sys; sys.modules[{without!r}] = None\n" if without else ""
     code = f"{hide}from g4spec.__main__ import main\nmain()"
     return subprocess.run(
@@ -41,7 +41,7 @@ def process(*argv: object, without: str = "", **env: str) -> subprocess.Complete
 # ---- flags of llama.cpp
 
 
-def test_flags_with_a_meaning_are_taken(files: tuple[str, str], g4spec: Cli) -> None:
+def test_llama_flags_with_an_equivalent(files: tuple[str, str], g4spec: Cli) -> None:
     ours = g4spec.json(
         "generate",
         "-m",
@@ -76,34 +76,34 @@ def test_flags_with_a_meaning_are_taken(files: tuple[str, str], g4spec: Cli) -> 
     assert theirs["ids"] == ours["ids"]
 
 
-def test_others_are_named_with_the_reason_all_at_once(g4spec: Cli) -> None:
-    said = g4spec("generate", "-m", "x", "-p", "a", "-ngl", 99, "-fa", "on", "--jinja", code=2)[1]
+def test_all_other_llama_flags_are_refused_with_reasons(g4spec: Cli) -> None:
+    stderr = g4spec("generate", "-m", "x", "-p", "a", "-ngl", 99, "-fa", "on", "--jinja", code=2)[1]
     for flag in ("-ngl", "-fa", "--jinja"):
-        assert f"{flag}: {_llama_flags.REFUSED[flag]}" in said
-    assert len(said.splitlines()) == 1
+        assert f"{flag}: {_llama_flags.REFUSED[flag]}" in stderr
+    assert len(stderr.splitlines()) == 1
     assert "-fa: " in g4spec("generate", "-m", "x", "-p", "a", "-fa", code=2)[1]
     assert "--split-mode: " in g4spec("bench", "-m", "x", "--split-mode=row", code=2)[1]
     assert "no option --cache-type" in g4spec("inspect", "-ctk", "q8_0", "x", code=2)[1]
 
 
-def test_two_spellings_with_two_values_contradict_each_other(g4spec: Cli) -> None:
+def test_two_spellings_with_different_values(g4spec: Cli) -> None:
     words = ("generate", "-m", "x", "-p", "a", "-ctk", "q8_0", "-ctv", "f16")
     assert "-ctk q8_0 and -ctv f16" in g4spec(*words, code=2)[1]
 
 
-def test_values_are_no_flags(files: tuple[str, str], g4spec: Cli) -> None:
+def test_values_that_look_like_flags(files: tuple[str, str], g4spec: Cli) -> None:
     want = g4spec("tokenize", "-m", files[0], "--", "-ngl")[0]
     got = g4spec.json("generate", "-m", files[0], "-p", "-ngl", "-n", 1, "-c", 64)
     assert got["stats"]["prompt_tokens"] == len(want.split())
 
 
-def test_what_other_spellings_mean_exists() -> None:
+def test_llama_flags_map_to_existing_options() -> None:
     made: Any = cli.typer.main.get_command(cli.app())
     ours = {f for c in made.commands.values() for p in c.params for f in p.opts}
     assert set(_llama_flags.SAME.values()) <= ours
 
 
-def test_until_the_context_is_full_and_all_of_it(files: tuple[str, str], g4spec: Cli) -> None:
+def test_generate_until_the_context_is_full(files: tuple[str, str], g4spec: Cli) -> None:
     words = ("generate", "-m", files[0], "-p", "hello", "-n", -1, "--ignore-eos")
     run = g4spec.json(*words, "-c", 32)["stats"]
     assert run["prompt_tokens"] + run["tokens"] in (32, 33) and run["stop_reason"] == "context"
@@ -126,24 +126,24 @@ def test_help_and_version(argv: list[str], g4spec: Cli) -> None:
 
 def test_empty_prompts_are_refused(files: tuple[str, str], g4spec: Cli, tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n")
-    for given in [("-p", ""), ("-p", "", "--chat"), ("-f", tmp_path / "empty")]:
-        assert "the prompt is empty" in g4spec("generate", "-m", files[0], *given, code=2)[1]
+    for prompt_option in [("-p", ""), ("-p", "", "--chat"), ("-f", tmp_path / "empty")]:
+        assert (
+            "the prompt is empty" in g4spec("generate", "-m", files[0], *prompt_option, code=2)[1]
+        )
     (tmp_path / "bos").write_text("2")
     words = ("generate", "-m", files[0], "--tokens-file", tmp_path / "bos", "-n", 1)
     assert g4spec.json(*words)["stats"]["prompt_tokens"] == 1
 
 
-def test_a_model_for_chats_says_so_once(
-    files: tuple[str, str], g4spec: Cli, tmp_path: Path
-) -> None:
-    def told(*words: object) -> int:
+def test_note_on_chat_models(files: tuple[str, str], g4spec: Cli, tmp_path: Path) -> None:
+    def notes(*words: object) -> int:
         return g4spec("generate", "-n", 1, "-c", 64, *words)[1].count("--chat")
 
-    assert told("-m", files[0], "-p", "hello") == 1
-    assert told("-m", files[0], "-p", "hello", "--chat") == 0
-    assert told("-m", files[0], "-p", "hello", "-q") == 0
+    assert notes("-m", files[0], "-p", "hello") == 1
+    assert notes("-m", files[0], "-p", "hello", "--chat") == 0
+    assert notes("-m", files[0], "-p", "hello", "-q") == 0
     bare = tokens.target_file(tmp_path / "bare.gguf", chat_template=None)
-    assert told("-m", bare, "-p", "hello") == 0
+    assert notes("-m", bare, "-p", "hello") == 0
 
 
 # ---- threads
@@ -174,7 +174,7 @@ def test_threads_reach_torch(files: tuple[str, str]) -> None:
     assert threads("-t", "2", OMP_WAIT_POLICY="passive") == "2 passive"
 
 
-def test_a_large_target_takes_every_core(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_targets_use_every_core(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", taken.append)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -187,14 +187,14 @@ def test_a_large_target_takes_every_core(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("argv", [("generate", "-t", "0"), ("bench", "-t", "many")])
-def test_threads_that_cannot_be(argv: tuple[str, ...], g4spec: Cli) -> None:
+def test_invalid_threads(argv: tuple[str, ...], g4spec: Cli) -> None:
     assert "-t" in g4spec(*argv, "-m", "x", code=2)[1]
 
 
 # ---- without torch
 
 
-def test_most_commands_do_without_torch(files: tuple[str, str], tmp_path: Path) -> None:
+def test_commands_that_need_no_torch(files: tuple[str, str], tmp_path: Path) -> None:
     folder = tiny.target(tmp_path / "checkpoint")
     made, small = tmp_path / "t.gguf", tmp_path / "s.gguf"
     lines: list[tuple[object, ...]] = [
@@ -235,7 +235,7 @@ def test_most_commands_do_without_torch(files: tuple[str, str], tmp_path: Path) 
         ("chat",),
     ],
 )
-def test_the_others_say_what_to_install(
+def test_commands_that_need_torch_say_what_to_install(
     words: tuple[str, ...], files: tuple[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "x").write_text("text")
@@ -245,7 +245,7 @@ def test_the_others_say_what_to_install(
     assert done.stderr.count("\n") == 1 and "pip install 'g4spec[run]'" in done.stderr
 
 
-def test_a_probe_says_it_before_it_reads(tmp_path: Path) -> None:
+def test_probe_checks_for_torch_first(tmp_path: Path) -> None:
     done = process("validate", tmp_path / "none", "--target", "x", "--probe", without="torch")
     assert done.returncode == 4 and "torch" in done.stderr
     assert process("bench", "compare", "a", "b", without="torch").returncode == 3
@@ -254,7 +254,7 @@ def test_a_probe_says_it_before_it_reads(tmp_path: Path) -> None:
 # ---- what is shown
 
 
-def test_inspect_is_short_unless_asked(files: tuple[str, str], g4spec: Cli) -> None:
+def test_inspect_lists_tensors_on_request(files: tuple[str, str], g4spec: Cli) -> None:
     out = g4spec("inspect", files[0])[0]
     assert "--tensors lists them" in out and "blk.0." not in out and "F32" in out
     assert "blk.0." in g4spec("inspect", files[0], "--tensors")[0]
@@ -262,18 +262,18 @@ def test_inspect_is_short_unless_asked(files: tuple[str, str], g4spec: Cli) -> N
     assert len(found["tensors"]) == sum(t["tensors"] for t in found["types"].values())
 
 
-def test_loading_shows_how_far_it_is(
+def test_loading_shows_progress(
     files: tuple[str, str], g4spec: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[tuple[str, int, int]] = []
+    updates: list[tuple[str, int, int]] = []
 
     @contextmanager
     def progress(self: render.Output, label: str) -> Iterator[render.Progress]:
-        yield lambda done, total: told.append((label, done, total))
+        yield lambda done, total: updates.append((label, done, total))
 
     monkeypatch.setattr(render.Output, "progress", progress)
     g4spec("generate", "-m", files[0], *SHORT)
-    (label,) = {label for label, _, _ in told}
+    (label,) = {label for label, _, _ in updates}
     assert label == "loading target.gguf"
-    done = [n for _, n, _ in told]
-    assert done == sorted(done) and told[-1][1] == told[-1][2] > 0
+    done = [n for _, n, _ in updates]
+    assert done == sorted(done) and updates[-1][1] == updates[-1][2] > 0

@@ -282,7 +282,7 @@ def test_strings_are_found_where_they_are(
     words: list[bytes], before: bytes, after: bytes, window: int, block: int, least: int
 ) -> None:
     packed = b"".join(map(text, words))
-    with mock.patch.multiple(string_arrays, WINDOW=window, BLOCK=block, LEAST=least):
+    with mock.patch.multiple(string_arrays, WINDOW=window, BLOCK=block, MIN_FAST=least):
         blocks, end = string_arrays.scan(before + packed + after, len(before), len(words))
         assert end == len(before + packed)
         got = [(before + packed)[a:b] for a, b, _ in blocks]

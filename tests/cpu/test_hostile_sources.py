@@ -82,7 +82,7 @@ def test_tensors_do_not_lie_on_each_other(distance: int, tmp_path: Path) -> None
     file.extra_tensors = [(f"x{i}", entry) for i in range(3)]
     file.tail = bytes(64)
     path = file.write(tmp_path / "a.gguf")
-    with pytest.raises(InputError, match="lies on"):
+    with pytest.raises(InputError, match="overlaps"):
         GGUF(path)
 
 
@@ -365,7 +365,8 @@ def test_a_file_that_is_cut_while_it_is_mapped(command: list[str], tmp_path: Pat
         timeout=60,
     )
     assert done.returncode == 3, done
-    assert done.stderr.endswith("Run the command again when nothing writes to its files\n"), done
+    fix = "Run the command again when no other program writes to its files\n"
+    assert done.stderr.endswith(fix), done
     assert done.stderr.count("became shorter while it was read") == 1, done
     if "--json" in words:
         assert json.loads(done.stdout)["exit_code"] == 3

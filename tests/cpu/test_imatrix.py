@@ -132,7 +132,7 @@ def test_weighted_errors_are_at_most_the_c_references(name: str) -> None:
     for what, x in tensors(1 << 14).items():
         rows = x.reshape(-1, 512)
         for kind, w in importance(512).items():
-            made = np.maximum(w / w.mean(), imatrix.LEAST)
+            made = np.maximum(w / w.mean(), imatrix.MIN_WEIGHT)
             got = form.dequantize(form.quantize(rows, made))
             # Of numbers that no matrix holds, 3 of 330 are larger, by up to 0.9 %.
             allowed = 1.01 if what in ("uniform", "outliers") else 1
@@ -158,7 +158,7 @@ def test_weights_are_of_columns_whatever_the_batch(name: str) -> None:
 
 @pytest.mark.parametrize("name", WEIGHTED)
 def test_weights_of_any_size_give_finite_values(name: str) -> None:
-    form, least = quant.get(name), np.full(512, imatrix.LEAST, np.float32)
+    form, least = quant.get(name), np.full(512, imatrix.MIN_WEIGHT, np.float32)
     least[::37] = 300
     for x in tensors(1 << 12).values():
         got = form.dequantize(form.quantize(x.reshape(-1, 512), least))
@@ -215,7 +215,7 @@ def test_quantize_weighs_each_experts_columns(source: Path, tmp_path: Path) -> N
 def test_an_imatrix_of_another_model_is_refused(source: Path, tmp_path: Path) -> None:
     found = of(source)
     other = Imatrix({f"x.{n}": e for n, e in found.entries.items()}, 1, 512, [], "other.gguf")
-    with pytest.raises(InputError, match=r"other.gguf: nothing about any matrix.*blk.0"):
+    with pytest.raises(InputError, match=r"other.gguf: no entry for any matrix.*blk.0"):
         quantize(source, tmp_path / "x.gguf", "q4_0", importance=other)
     assert not (tmp_path / "x.gguf").exists()
     part = {n: e for n, e in found.entries.items() if "attn_q" not in n}

@@ -2,7 +2,7 @@
 
 Texts come one at a time here; `test_length_batch.py` has several at once.
 
-Costs are simulated, or recorded from runs, so that the proof does not depend on a clock.
+CycleCosts are simulated, or recorded from runs, so that the proof does not depend on a clock.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from g4spec.runtime.length import CREDIT
+from g4spec.runtime.draft_length import CREDIT
 from tests.support.acceptance import MACHINES, Bill, best_fixed, recordings, replay
-from tests.support.one_text import Auto, Costs, Fixed
+from tests.support.one_text import Auto, CycleCosts, Fixed
 
 Adversary = Callable[[int, Bill], int]
 """Accepted tokens of a cycle, given how many were drafted and what happened so far."""
 
 
 def play(
-    auto: Auto, costs: Costs, adversary: Adversary, most: int, n: int, ahead: bool = False
+    auto: Auto, costs: CycleCosts, adversary: Adversary, most: int, n: int, ahead: bool = False
 ) -> Bill:
     """Decode `n` tokens or a few more; the bound holds after every cycle and over every stretch.
     `ahead`: by a runner that asks what comes next before it knows what a cycle has found."""
@@ -54,7 +54,7 @@ def chance(accept: list[float], seed: int) -> Adversary:
 @pytest.mark.parametrize("ahead", [False, True])
 def test_never_costs_more_than_the_margin(name: str, accept: float, ahead: bool) -> None:
     for seed in range(3):
-        costs = Costs(MACHINES[name])
+        costs = CycleCosts(MACHINES[name])
         play(Auto(MACHINES[name]), costs, chance([accept] * 15, seed), 15, 600, ahead)
 
 
@@ -79,7 +79,7 @@ def test_what_is_certain_before_a_cycle_has_ended() -> None:
 @pytest.mark.parametrize("ahead", [False, True])
 def test_never_costs_more_when_the_draft_turns_bad(name: str, good: int, ahead: bool) -> None:
     """All is accepted until the policy trusts the draft, then nothing ever again, or in turns."""
-    costs = Costs(MACHINES[name])
+    costs = CycleCosts(MACHINES[name])
     for again in (10**9, good + 150):
         bill = play(
             Auto(MACHINES[name]),
@@ -105,7 +105,7 @@ def test_never_costs_more_whatever_is_accepted(
 ) -> None:
     table = {0: plain, 1: one * plain, 15: one * longest * plain}
     turns = iter(answers)
-    play(Auto(table), Costs(table), lambda count, bill: next(turns, 0), 15, 400, ahead)
+    play(Auto(table), CycleCosts(table), lambda count, bill: next(turns, 0), 15, 400, ahead)
 
 
 @pytest.mark.parametrize("name", recordings())
@@ -113,7 +113,7 @@ def test_never_costs_more_whatever_is_accepted(
 def test_never_costs_more_in_recorded_texts(name: str, ahead: bool) -> None:
     recording = recordings()[name]
     for table in (recording.seconds, *MACHINES.values()):
-        auto, costs, bill = Auto(table), Costs(table), Bill(table[0])
+        auto, costs, bill = Auto(table), CycleCosts(table), Bill(table[0])
         for text in [t for texts in recording.texts.values() for t in texts]:
             replay(auto, costs, text, recording.longest, bill, ahead)
             assert bill.over <= 1e-9
@@ -124,7 +124,7 @@ def test_never_costs_more_in_recorded_texts(name: str, ahead: bool) -> None:
 def test_never_costs_more_when_texts_end_inside_a_proposal(ahead: bool) -> None:
     """Tokens behind a stop token are nothing won: plain decoding would not have chosen them."""
     table = MACHINES["31B on an H200, llama.cpp"]
-    auto, costs, bill, rng = Auto(table), Costs(table), Bill(table[0]), random.Random(5)
+    auto, costs, bill, rng = Auto(table), CycleCosts(table), Bill(table[0]), random.Random(5)
     for _ in range(600):
         count = auto.next(15)
         needed = 1 if count and rng.random() < 0.5 else count + 1
@@ -141,7 +141,7 @@ def test_never_costs_more_when_texts_end_inside_a_proposal(ahead: bool) -> None:
 )
 def test_never_costs_more_over_short_texts(table: dict[int, float]) -> None:
     """Each begins with the prompt's own token, which is no cycle, and ends inside a proposal."""
-    costs = Costs(table)
+    costs = CycleCosts(table)
     for seed in range(5):
         auto, bill, rng = Auto(table), Bill(costs[0]), random.Random(seed)
         for _ in range(300):
@@ -159,7 +159,7 @@ def test_never_costs_more_over_short_texts(table: dict[int, float]) -> None:
 def test_never_costs_more_when_nothing_is_proposed() -> None:
     """Drafts may propose fewer tokens than asked for, or none, and take their time all the same."""
     table = MACHINES["two cores, fixed 16-row steps"]
-    auto, costs, bill = Auto(table), Costs(table), Bill(table[0])
+    auto, costs, bill = Auto(table), CycleCosts(table), Bill(table[0])
     drafted = 0
     for _ in range(600):
         asked = auto.next(15)
@@ -194,19 +194,19 @@ def test_first_draft_comes_as_early_as_the_bound_allows() -> None:
 @pytest.mark.parametrize("accept,least", [(0.8, 1.8), (0.6, 1.3)])
 def test_gains_with_a_good_draft(accept: float, least: float) -> None:
     table = MACHINES["31B on an H200, llama.cpp"]
-    bill = play(Auto(table), Costs(table), chance([accept] * 15, 0), 15, 2000)
+    bill = play(Auto(table), CycleCosts(table), chance([accept] * 15, 0), 15, 2000)
     assert bill.tokens * table[0] / bill.seconds > least
 
 
 def test_comes_close_to_the_best_fixed_length() -> None:
     table = MACHINES["chain draft on two cores"]
-    costs, accept = Costs(table), [0.85, 0.8, 0.7, 0.6, *[0.4] * 11]
+    costs, accept = CycleCosts(table), [0.85, 0.8, 0.7, 0.6, *[0.4] * 11]
     best = max(rate(costs, accept, k) for k in range(16))
     bill = play(Auto(table), costs, chance(accept, 3), 15, 4000)
     assert bill.tokens / bill.seconds > 0.95 * best
 
 
-def rate(costs: Costs, accept: list[float], count: int) -> float:
+def rate(costs: CycleCosts, accept: list[float], count: int) -> float:
     expected, reach = 1.0, 1.0
     for a in accept[:count]:
         reach *= a
@@ -220,7 +220,7 @@ def test_comes_close_to_the_best_fixed_length_in_recorded_texts(name: str, ahead
     """One engine for all texts, in two rounds: the best length of each category is another one."""
     recording = recordings()[name]
     for table in (recording.seconds, *MACHINES.values()):
-        auto, costs, shares = Auto(table), Costs(table), []
+        auto, costs, shares = Auto(table), CycleCosts(table), []
         for _ in range(2):
             for texts in recording.texts.values():
                 bill = Bill(table[0])
@@ -233,14 +233,14 @@ def test_comes_close_to_the_best_fixed_length_in_recorded_texts(name: str, ahead
 
 def test_a_later_text_has_a_draft_from_its_first_token() -> None:
     for table in MACHINES.values():
-        auto, costs = Auto(table), Costs(table)
+        auto, costs = Auto(table), CycleCosts(table)
         play(auto, costs, chance([0.8] * 15, 1), 15, 60)
         assert auto.next(15) > 0
 
 
 def test_returns_to_a_draft_that_became_good() -> None:
     table = MACHINES["31B on an H200, llama.cpp"]
-    auto, costs = Auto(table), Costs(table)
+    auto, costs = Auto(table), CycleCosts(table)
     play(auto, costs, lambda count, bill: 0, 15, 500)
     bill = play(auto, costs, chance([0.9] * 15, 0), 15, 3000)
     assert bill.tokens * table[0] / bill.seconds > 1.5
@@ -254,7 +254,7 @@ def test_respects_the_room_that_is_left() -> None:
 
 def test_costs_follow_the_context() -> None:
     """Steps become slower in a long text, and faster again in the next one."""
-    costs = Costs({0: 1.0, 1: 2.0, 15: 9.0})
+    costs = CycleCosts({0: 1.0, 1: 2.0, 15: 9.0})
     assert costs[8] == 5.5
     for _ in range(40):
         costs.update(4, 1.5 * 3.5)
@@ -278,6 +278,6 @@ def test_a_busy_machine_does_not_end_drafting() -> None:
     while tokens < 3000:
         count = auto.next(15)
         held = draft(count, Bill(table[0]))
-        auto.observe(count, held, Costs(table)[count] * (6 if rng.random() < 0.02 else 1))
-        spent, tokens = spent + Costs(table)[count], tokens + held + 1
+        auto.observe(count, held, CycleCosts(table)[count] * (6 if rng.random() < 0.02 else 1))
+        spent, tokens = spent + CycleCosts(table)[count], tokens + held + 1
     assert tokens * table[0] / spent > 1.7

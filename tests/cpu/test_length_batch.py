@@ -1,7 +1,7 @@
 """`auto` for several texts at once: 2 % is the most that it costs any of them and the engine, and
 the budget is near the best there is.
 
-Costs are simulated. The bill of each text is kept here, apart from the policy's own accounts.
+CycleCosts are simulated. The bill of each text is kept here, apart from the policy's own accounts.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from g4spec.core import MAX_DRAFT
-from g4spec.runtime import length
-from g4spec.runtime.costs import Costs
-from g4spec.runtime.length import CREDIT, PROBE, Lengths, TextState
-from g4spec.runtime.measuring import measured
+from g4spec.runtime import draft_length
+from g4spec.runtime.cycle_costs import CycleCosts
+from g4spec.runtime.cycle_timing import measured
+from g4spec.runtime.draft_length import CREDIT, PROBE, DraftLengthPolicy, PolicyState
 from g4spec.runtime.request import Options
 from tests.support import memory_engine
 from tests.support.memory_engine import DRAFTS
@@ -32,8 +32,8 @@ Held = Callable[[int], int]
 def table(
     one: float = 1.15, longest: float = 1.6, growth: float = 0.05, step: float = 1.0
 ) -> Table:
-    """Costs of up to 8 texts: of 1 and of 15 drafted tokens each over a plain step, and of each
-    further text over the first."""
+    """Return cycle costs of up to 8 requests. `one` and `longest`: cost of 1 and of 15 drafted
+    tokens each, over a plain step; `growth`: cost of each further request."""
     return {
         (n, count): step * (1 + growth * (n - 1)) * factor
         for n in (1, 2, 4, 8)
@@ -78,7 +78,7 @@ class Bill:
 class Text:
     """A live text; `left`: tokens until its end."""
 
-    state: TextState
+    state: PolicyState
     held: Held
     left: int
     drafted: int = 0
@@ -102,9 +102,9 @@ class Simulation:
     surprise: float = 0.0
 
     def __post_init__(self) -> None:
-        self.lengths = Lengths(self.padded)
+        self.lengths = DraftLengthPolicy(self.padded)
         self.lengths.measured(self.table)
-        self.costs = Costs(self.table, self.padded)
+        self.costs = CycleCosts(self.table, self.padded)
         self._planned: tuple[list[Text], list[int]] | None = None
         self._longest_base = 0.0
 
@@ -250,7 +250,7 @@ def test_tokens_behind_the_end_of_a_text_are_nothing_won(padded: bool) -> None:
 @BACKENDS
 def test_a_plan_that_can_never_be_afforded_is_not_saved_for(padded: bool) -> None:
     """Beside a text that wins nothing; 15 tokens would be the best there is."""
-    lengths = Lengths(padded)
+    lengths = DraftLengthPolicy(padded)
     lengths.measured(table(2.5, 4.0, 0.0))
     lengths.account.balance = CREDIT * 1.0
     good, bad = lengths.text("auto"), lengths.text(0)
@@ -324,7 +324,7 @@ def test_a_cycle_that_took_longer_is_made_up_for(padded: bool) -> None:
 
 
 def test_the_bills_show_a_policy_that_risks_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(length, "MARGIN", 0.03)
+    monkeypatch.setattr(draft_length, "MARGIN", 0.03)
     run = Simulation(TABLES["usual"])
     run.join(lambda count: 0)
     run.join(chance(0.9, 0))
@@ -341,7 +341,7 @@ def test_the_plan_is_the_best_of_all_by_what_is_known(padded: bool) -> None:
     """Any costs and any acceptance, with enough saved that all can be afforded."""
     rng, most, shares = random.Random(1), 4, []
     for _ in range(40):
-        lengths = Lengths(padded)
+        lengths = DraftLengthPolicy(padded)
         lengths.measured(table(rng.uniform(1.0, 1.4), rng.uniform(1.4, 5.0), rng.uniform(0.0, 1.0)))
         lengths.account.balance = 100.0
         texts = [lengths.text("auto") for _ in range(4)]
@@ -426,7 +426,7 @@ def test_a_text_returns_to_a_draft_that_became_good_beside_others(padded: bool) 
 
 def test_nothing_is_drafted_without_room_and_the_next_step_is_certain() -> None:
     """A text that cannot draft leaves cycles to be started ahead, however long it lives."""
-    lengths = Lengths()
+    lengths = DraftLengthPolicy()
     texts = [lengths.text("auto"), lengths.text(4)]
     assert lengths.wants_costs
     assert lengths.plan(texts, [5, 5]) == [0, 4]  # nobody knows yet what a draft costs
@@ -440,7 +440,7 @@ def test_nothing_is_drafted_without_room_and_the_next_step_is_certain() -> None:
 
 
 def test_what_a_cycle_took_is_of_all_its_texts_though_some_have_ended() -> None:
-    lengths = Lengths()
+    lengths = DraftLengthPolicy()
     lengths.measured(table(growth=1.0))
     texts = [lengths.text("auto"), lengths.text(2)]
     assert lengths.plan(texts, [0, 2]) == [0, 2]
@@ -455,7 +455,7 @@ def test_what_a_cycle_took_is_of_all_its_texts_though_some_have_ended() -> None:
 def test_costs_know_the_contexts_of_a_batch() -> None:
     """A long text that joins makes plain and drafted cycles dearer at once, by the same seconds, so
     that drafting pays with it though it does not without."""
-    lengths = Lengths()
+    lengths = DraftLengthPolicy()
     lengths.measured(table(2.2, 2.4), per_byte=1e-9)
     assert lengths.costs is not None
     text = lengths.text("auto")
@@ -466,7 +466,7 @@ def test_costs_know_the_contexts_of_a_batch() -> None:
             lengths.observe([text], counts, [min(counts[0], 1)], lengths.costs(counts))
             drafted += counts[0] > 0
         assert (drafted > 100) is pays, (context, drafted)
-    costs = Costs({(1, 0): 1.0, (1, 1): 1.5}, per_byte=1e-9)
+    costs = CycleCosts({(1, 0): 1.0, (1, 1): 1.5}, per_byte=1e-9)
     costs.context = 3e9
     assert costs([0]) == pytest.approx(4.0) and costs([1]) == pytest.approx(4.5)
     costs.update([0], 8.0, weight=1.0)
@@ -485,7 +485,7 @@ def test_an_engine_measures_and_counts_contexts() -> None:
     for prompt in ([2, 9], [2] * 1300):
         cold.length.measured(table, per_byte=1e-9)
         made = list(engine.generate(prompt, options))
-        shares.append(made[1].share.plain_seconds)
+        shares.append(made[1].decision.plain_seconds)
     more = engine.target.context_bytes(1301) - engine.target.context_bytes(3)
     assert shares[1] - shares[0] == pytest.approx(1e-9 * more, rel=0.1)
 
@@ -502,7 +502,7 @@ def test_costs_by_texts_and_rows() -> None:
         (4, 1): 3.0,
         (4, 5): 7.0,
     }
-    dense, padded = Costs(measured), Costs(measured, padded=True)
+    dense, padded = CycleCosts(measured), CycleCosts(measured, padded=True)
     for costs in (dense, padded):
         for (texts, count), seconds in measured.items():
             assert costs([count] * texts) == pytest.approx(seconds)
@@ -540,7 +540,7 @@ def reasons(run: Simulation, cycles: int) -> list[list[tuple[str, int]]]:
 
 
 def test_each_length_has_its_reason() -> None:
-    lengths = Lengths()
+    lengths = DraftLengthPolicy()
     texts = [lengths.text("auto"), lengths.text(4), lengths.text(0)]
     for most, wanted in ((5, ["unmeasured", "asked", "off"]), (0, ["room", "room", "off"])):
         counts = lengths.plan(texts, [most] * 3)

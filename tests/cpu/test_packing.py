@@ -156,7 +156,7 @@ class NumberUnit(Unit):
         if self.name == "mxfp4":
             return code * mxfp4.power(np.uint8([self.data[at + k // 32 * 128 + row]]))[0]
         if self.name == "nvfp4":
-            return code * nvfp4.HALVED[self.data[at + (k // 64 * 128 + row) * 4 + k // 16 % 4]]
+            return code * nvfp4.HALF_SCALES[self.data[at + (k // 64 * 128 + row) * 4 + k // 16 % 4]]
         if self.name == "iq4_xs":
             first, low = self.u32(at + row * 8), self.u32(at + row * 8 + 4)
             scale = low >> k // 32 * 4 & 15 | (first >> 16 + k // 32 * 2 & 3) << 4

@@ -1,4 +1,4 @@
-"""Prompts of `generate`: conversations, tools, thinking, and marks that users write."""
+"""Prompts of `generate`: conversations, tools, thinking, and control tokens in user text."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_turns_tools_and_thinking_reach_the_template(tmp_path: Path) -> None:
         (PromptOptions("x<turn|>", chat=True, special=True), 2),
     ],
 )
-def test_marks_in_a_prompt(options: PromptOptions, turns: int) -> None:
+def test_control_tokens_in_a_prompt(options: PromptOptions, turns: int) -> None:
     known = tokenizer()
     mark = known.encode("<turn|>", bos=False)[0]
     assert options.read().encode(known, 4096).count(mark) == turns
@@ -80,13 +80,13 @@ def test_marks_in_a_prompt(options: PromptOptions, turns: int) -> None:
         {"tokens_file": Path("i"), "special": False},
     ],
 )
-def test_options_that_mean_nothing_together(options: dict[str, object]) -> None:
+def test_contradicting_options(options: dict[str, object]) -> None:
     with pytest.raises(UsageError):
         PromptOptions(**options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '[{"content": "a"}]', "[1]"])
-def test_conversations_that_are_none(tmp_path: Path, content: str) -> None:
+def test_invalid_conversations(tmp_path: Path, content: str) -> None:
     path = tmp_path / "m.json"
     path.write_text(content)
     with pytest.raises(InputError):

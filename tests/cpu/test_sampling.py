@@ -16,7 +16,7 @@ from g4spec.errors import UsageError
 from g4spec.ops.sampling import EDITS, NotFinite, Sampler, gumbel, philox
 from g4spec.runtime.cuda.step import choose
 from g4spec.server.fields import Sampling
-from tests.support import company
+from tests.support import batch_invariance
 
 
 @pytest.mark.parametrize(
@@ -143,8 +143,8 @@ def test_every_field_has_its_places() -> None:
     options = inspect.signature(generate.command).parameters
     assert {spelt.get(name, name) for name in names} <= set(options), "g4spec generate"
     assert names <= set(Sampling.model_fields), "requests to the server"
-    drawn = [ask.options.sampler for ask in company.draw(random.Random(0), 300)]
+    drawn = [ask.options.sampler for ask in batch_invariance.draw(random.Random(0), 300)]
     still = {
         name for name in names if all(getattr(s, name) == getattr(Sampler(), name) for s in drawn)
     }
-    assert not still, "tests/support/company.py never draws it"
+    assert not still, "tests/support/batch_invariance.py never draws it"

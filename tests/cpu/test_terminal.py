@@ -1,4 +1,4 @@
-"""Whatever stands in a file, a model or a path: no control character of it reaches a terminal."""
+"""No control character of a file, a model or a path reaches a terminal."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tests.cpu import gguf_fixtures as fixtures
 from tests.support import tiny, tokens
 
 BAD = "x\x1b]0;PWN\x07\x1b[8m\x9b31m\x7f\r\nFORGED: 124 rules, 0 errors\u202e\x1b]52;c;UFdO\x07"
-"""A title, hidden text, C1, DEL, a line of its own, text backwards, and the clipboard."""
+"""Sets the title, hides text, has C1, DEL, line breaks, right-to-left, writes the clipboard."""
 OWN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-"""Colours, and what rich's progress bars move the cursor with; BAD hides text by one of these."""
+"""Colours, and the cursor movements of rich's progress bars; BAD hides text with one of these."""
 FAST = settings(
     max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -38,7 +38,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """What a command writes to a terminal, stdout and stderr."""
+    """Return a function that runs a command and returns its terminal output."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
 
@@ -55,7 +55,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 
 
 def check(text: str, lines: bool = False) -> None:
-    """`lines`: a text or a script was asked for, which may have lines of its own."""
+    """Check terminal output; `lines`: text or a script, which may contain line breaks."""
     assert text, "a command that says nothing tests nothing"
     assert "\x1b[8m" not in text
     rest = OWN.sub("", text).replace("\r", "")  # of a progress bar; see the property below
@@ -64,7 +64,7 @@ def check(text: str, lines: bool = False) -> None:
 
 
 def hostile(folder: Path) -> dict[str, Path]:
-    """Files with BAD wherever a text may stand."""
+    """Create files with BAD in every text that they contain."""
     name = folder / f"{BAD.replace('/', '')}.gguf"
     arch, tensor, key = fixtures.zlab(), fixtures.zlab(), fixtures.zlab()
     arch.kv["general.architecture"] = string(BAD)
@@ -149,7 +149,7 @@ def test_tokens_show_no_control_character(shown: Callable[..., str], tmp_path: P
     check(shown("tokenize", "-m", path, "--ids-to-text", str(at), "--json"))
 
 
-def test_a_pipe_gets_a_text_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_gets_unchanged_text(capsys: pytest.CaptureFixture[str]) -> None:
     render.Output().stream(BAD)
     assert capsys.readouterr().out == BAD
 
@@ -178,7 +178,7 @@ def test_a_pipe_gets_a_text_as_it_is(capsys: pytest.CaptureFixture[str]) -> None
 )
 @example(text=BAD)
 @example(text="\x1b[31m\x1b]")
-def test_nothing_that_is_printed_has_one(
+def test_no_output_has_control_characters(
     show: Callable[[render.Output, str], Any], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")
@@ -195,18 +195,18 @@ def test_nothing_that_is_printed_has_one(
 @FAST
 @given(text=st.text(st.characters(max_codepoint=0x2100), max_size=12))
 @example(text="\nFORGED")
-def test_a_line_is_one_line(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_line_prints_one_line(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     render.Output().line(text + ".")
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
-def test_json_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_escapes_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     render.Output(json=True).result({"a": BAD, "b": u32(1).data})
     assert json.loads(capsys.readouterr().out) == {"a": BAD, "b": 1}
 
 
-def test_lines_of_a_pipe_are_asked_for_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second one was a traceback: a stream that was read from cannot be changed."""
+def test_reading_several_lines_of_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second read raised an error once: a stream cannot be reconfigured after a read."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\n\xff\nb")))
     out = render.Output()
     assert [out.read_line("> ") for _ in range(3)] == ["a", "\ufffd", "b"]

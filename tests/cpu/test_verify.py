@@ -12,7 +12,7 @@ import torch
 from g4spec.core import Batch
 from g4spec.errors import UsageError
 from g4spec.measure import verify
-from g4spec.runtime import choosing
+from g4spec.runtime import chooser
 from tests.support import bench_engine, memory_engine, memory_models
 
 
@@ -69,7 +69,7 @@ def forget_position(
 
 
 def test_a_token_taken_unseen_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choosing, "choose_rows", believe_one)
+    monkeypatch.setattr(chooser, "choose_rows", believe_one)
     verdict = verify.verify(bench_engine.engine(bench_engine.Liar()), todo(), 24)
     found = verdict.mismatch
     assert found is not None and not verdict.ok
@@ -81,7 +81,7 @@ def test_a_token_taken_unseen_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_wrong_noise_is_found_above_temperature_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choosing, "choose_rows", forget_position)
+    monkeypatch.setattr(chooser, "choose_rows", forget_position)
     verdict = verify.verify(bench_engine.engine(), todo(32), 40)
     assert verdict.mismatch is not None and verdict.mismatch.case.sampler.temperature > 0
 
@@ -93,7 +93,7 @@ def test_a_cache_that_is_not_rolled_back_is_found(monkeypatch: pytest.MonkeyPatc
     def run(batch: Batch) -> Any:
         # The step reads a rejected token in the place of a committed one.
         ids = batch.ids.tolist()
-        out = honest(batch.holding(batch.ids.new_tensor([*late, *ids][: len(ids)])))
+        out = honest(batch.with_ids(batch.ids.new_tensor([*late, *ids][: len(ids)])))
         late[:] = ids[1:2]
         return out
 

@@ -16,7 +16,9 @@ constexpr u32 FULL_MASK = 0xffffffffu;
 
 inline u16 to_half(float x) { return same_bits<u16>((_Float16)x); }
 inline float from_half(u16 h) { return (float)same_bits<_Float16>(h); }
-inline u32 pack_half2(float low, float high) { return (u32)to_half(low) | (u32)to_half(high) << 16; }
+inline u32 pack_half2(float low, float high) {
+  return (u32)to_half(low) | (u32)to_half(high) << 16;
+}
 template <class Op>
 u32 halves(u32 a, u32 b, u32 c, Op op) {
   u32 out = 0;
@@ -236,6 +238,10 @@ inline void cp_async_mbarrier_arrive(u64* bar) { machine::arrive_copied(bar); }
 inline void griddep_wait() {}
 inline void griddep_launch_dependents() {}
 template <int N>
-void setmaxnreg_dec() { machine::give_registers(N); }
+void setmaxnreg_dec() {
+  machine::give_registers(N);
+}
 template <int N>
-void setmaxnreg_inc() { machine::take_registers(N); }
+void setmaxnreg_inc() {
+  machine::take_registers(N);
+}

@@ -57,8 +57,9 @@ inline void read_by_row(u64 operand, int rows = 64) {
 inline void read_by_column(u64 operand) {
   if (machine::self->lane) return;
   for (u32 i = 0; i < 4; ++i)
-    check::wgmma_reads(machine::at((u32)(operand & 0x3fff) * 16 +
-                                     i * (u32)(operand >> 16 & 0x3fff) * 16), 16 * 128);
+    check::wgmma_reads(
+        machine::at((u32)(operand & 0x3fff) * 16 + i * (u32)(operand >> 16 & 0x3fff) * 16),
+        16 * 128);
 }
 inline void wgmma_m64n64_ss(float (&d)[32], u64 a, u64 b, int add) {
   check::Quiet quiet;

@@ -12,9 +12,9 @@ import torch
 from g4spec import convert
 from g4spec.core import Batch, Pick
 from g4spec.ops.sampling import Sampler
+from g4spec.runtime.eager_runner import EagerRunner
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Request
-from g4spec.runtime.runner import EagerRunner
 from tests.oracle import build
 from tests.support import tiny, tiny_drafts
 

@@ -196,7 +196,7 @@ def wrong_text(
 
 def first_logits(engine: Engine) -> torch.Tensor:
     """Of the token behind the prompt, [V]."""
-    from g4spec.runtime.pending import joined
+    from g4spec.runtime.pending_rows import joined
     from tests.support.one_sequence import alone
 
     with alone(engine) as one:

@@ -13,7 +13,7 @@ from g4spec.measure import prompts, verify
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS
 from g4spec.runtime.engine import Engine
-from g4spec.runtime.pending import joined
+from g4spec.runtime.pending_rows import joined
 from g4spec.runtime.request import Options
 from tests.gpu import family
 from tests.gpu.device import needs_gpu
@@ -119,7 +119,7 @@ def test_trained_target_is_exact(files: dict[str, Path]) -> None:
     "name", ["dflash", "dflash-speculators", "assistant", "dflash-other", "ngram"]
 )
 def test_a_trained_draft_changes_nothing(files: dict[str, Path], name: str) -> None:
-    """Lengths 1 to 15 at three temperatures."""
+    """DraftLengthPolicy 1 to 15 at three temperatures."""
     engine = load(files["target"], files.get(name, "ngram"))
     assert engine.draft is not None
     texts = prompts.prompts(engine.tokenizer, long_tokens=200)

@@ -12,11 +12,11 @@ import torch
 from g4spec import convert
 from g4spec.core import PROMPT_BLOCK, Batch, Cycle, Pick, Sequence, Work
 from g4spec.ops.sampling import Sampler
-from g4spec.runtime.choosing import RequestChooser
+from g4spec.runtime.chooser import RequestChooser
 from g4spec.runtime.cuda.step import graph_runner, screen
 from g4spec.runtime.cuda.step.graph_runner import GraphRunner
 from g4spec.runtime.engine import Engine
-from g4spec.runtime.pending import flush
+from g4spec.runtime.pending_rows import flush
 from g4spec.runtime.request import Options, Request
 from tests.emulator import unseen
 from tests.gpu import family
@@ -128,7 +128,7 @@ def help_out(engine: Engine, truth: list[int], every: int = 7) -> None:
 
     def helped(batch: Batch, count: int, pick: Pick) -> torch.Tensor:
         own = propose(batch, count, pick)
-        at = batch.positions[:: batch.uniform][:, None]
+        at = batch.positions[:: batch.rows_per_sequence][:, None]
         places = (at + 1 + index[:count]).clamp(max=len(text) - 1)
         return torch.where(index[:count] < at * every % 16, text[places], own)
 

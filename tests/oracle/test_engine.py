@@ -19,7 +19,7 @@ from g4spec import convert
 from g4spec.core import Batch, Draft, Pick, Sequence
 from g4spec.ops.kv import LayerKV
 from g4spec.ops.sampling import Sampler
-from g4spec.runtime import pending, runner, scheduler
+from g4spec.runtime import eager_runner, pending_rows, scheduler
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Request
 from tests.oracle import build
@@ -223,7 +223,7 @@ def test_a_draft_that_is_never_asked_is_given_up(
     cycles = iter(run)
     next(cycles)
     sequence = engine.scheduler.live[0].live
-    waiting = [pending.count(sequence) for _ in cycles]
+    waiting = [pending_rows.count(sequence) for _ in cycles]
     assert run.ids == generate(load(family, None)).ids
     assert max(waiting) == (most + 1 if given_up else NEW - 1)
     assert any("more time than may be risked" in note for note in run.notes) == given_up
@@ -234,14 +234,14 @@ def test_a_draft_that_missed_tokens_is_noticed(
     family: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test above fails when what plain cycles read is not handed to the draft."""
-    flush = runner.flush
+    flush = eager_runner.flush
 
     def careless(draft: Draft, sequences: list[Sequence]) -> None:
         for s in sequences:
             s.pending = [rows for rows in s.pending if len(rows.batch) > 1]
         flush(draft, sequences)
 
-    monkeypatch.setattr(runner, "flush", careless)
+    monkeypatch.setattr(eager_runner, "flush", careless)
     with pytest.raises(AssertionError):
         test_a_draft_brought_up_to_date_late_proposes_the_same(family, kind)
 

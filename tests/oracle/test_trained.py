@@ -17,7 +17,7 @@ import pytest
 from g4spec import convert
 from g4spec.core import StepRows
 from g4spec.runtime.engine import Engine
-from g4spec.runtime.pending import merged
+from g4spec.runtime.pending_rows import merged
 from tests.support.one_sequence import borrowed
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"

@@ -80,7 +80,7 @@ class Served:
 
     def idle(self) -> bool:
         """Whether nothing is held for any request."""
-        return self.engine.figures().idle and self.service.open == 0
+        return self.engine.stats().idle and self.service.open == 0
 
 
 def wait(until: Callable[[], object], seconds: float = 20) -> None:

@@ -78,14 +78,14 @@ def test_a_broken_step_ends_all_requests_and_is_said_to_the_next(
     family: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Engine.load(family / "target.gguf") as engine:
-        before = engine.stepped
+        before = engine.last_step
         monkeypatch.setattr(engine.scheduler, "_cycle", lambda: 1 / 0)
         engine.start()
         with pytest.raises(ZeroDivisionError):
             list(engine.submit([2, 5]))
         while engine.failed is None:
             time.sleep(0.001)
-        assert engine.stepped > before
+        assert engine.last_step > before
         with pytest.raises(EnvironmentProblem, match="the engine has stopped: found division"):
             engine.submit([2, 5])
 
@@ -96,7 +96,7 @@ def test_starting_twice_does_not_wait_for_a_step(engines: Engines) -> None:
     engine.start()
 
     def hold() -> None:
-        with engine.held():
+        with engine.step_lock():
             with_lock.set()
             time.sleep(0.5)
 
@@ -147,7 +147,7 @@ def test_a_request_is_taken_in_while_another_is_written(family: Any) -> None:
         other = engine.submit([2, 5], Options(n_predict=1, ignore_eos=True))
         assert len(list(other.tokens())) == 1
         assert not long.done and len(long.ids) < before + 100
-        with engine.held():
+        with engine.step_lock():
             began = len(long.ids)
             time.sleep(0.05)
             assert len(long.ids) == began

@@ -142,7 +142,7 @@ def test_figures_and_refusals_pass(remote: Served, client: EngineClient) -> None
         with pytest.raises(wanted):
             client.submit(prompt, options)
     request = client.submit([2, 9], Options(n_predict=400, ignore_eos=True))
-    until(lambda: client.figures().running == 1 and client.figures().slots[0].tokens)
+    until(lambda: client.stats().running == 1 and client.stats().slots[0].tokens)
     slots = remote.http.get("/slots").json()
     assert sum(slot["is_processing"] for slot in slots) == 1 and len(slots) == 3
     metrics = remote.http.get("/metrics").text
@@ -150,8 +150,8 @@ def test_figures_and_refusals_pass(remote: Served, client: EngineClient) -> None
     request.cancel()
     list(request)
     assert request.stats.stop_reason == "cancelled" and 0 < len(request.ids) < 400
-    until(lambda: client.figures().idle)
-    assert client.figures().pages_free + 8 > client.figures().pages
+    until(lambda: client.stats().idle)
+    assert client.stats().pages_free + 8 > client.stats().pages
 
 
 def text_of(engine: Engine, prompt: list[int], options: Options) -> list[int]:
@@ -197,7 +197,7 @@ def test_a_failure_ends_what_runs_and_nothing_else(
                 lines.append(line)
         ended.set()
 
-    until(lambda: client.figures().idle)
+    until(lambda: client.stats().idle)
     thread = threading.Thread(target=stream)
     thread.start()
     until(lambda: lines)  # an error before the first token is an answer of its own
@@ -207,10 +207,10 @@ def test_a_failure_ends_what_runs_and_nothing_else(
     running = [client.submit(prompt, long) for prompt in ([2, 30], failing)]
     waiting = [client.submit(prompt, options) for prompt in prompts]
     if phase == "killed":
-        until(lambda: client.figures().running == 3)
+        until(lambda: client.stats().running == 3)
         assert client.process is not None
         os.kill(client.process, signal.SIGKILL)
-    until(lambda: not client.moving(60) or client.process != before)
+    until(lambda: not client.is_healthy(60) or client.process != before)
     red = remote.http.get("/health").status_code
     for request in running:
         with pytest.raises(EngineLost, match=why):
@@ -324,4 +324,4 @@ def test_many_readers_at_once(client: EngineClient) -> None:
     assert asyncio.run(all_of()) == [8] * 8
     for _ in client.submit([2, 9], Options(n_predict=900, ignore_eos=True)):
         break
-    until(lambda: client.figures().idle)
+    until(lambda: client.stats().idle)

@@ -19,8 +19,8 @@ import httpx
 import pytest
 
 from g4spec.core import Cycle
+from g4spec.runtime.draft_decision import REASONS
 from g4spec.runtime.engine import Engine
-from g4spec.runtime.plan import WHY
 from g4spec.server import live as live_module
 from g4spec.server import page
 from g4spec.server.live import Live
@@ -101,8 +101,8 @@ def test_events_are_the_requests_own_figures(busy: Served, draft_max: int | str)
     assert timings["predicted_ms"] == pytest.approx(1000 * sum(c["seconds"] for c in cycles))
     assert [len(c["rejected"]) for c in cycles] == [c["drafted"] - c["accepted"] for c in cycles]
     assert all(c["rows"] == 1 + c["drafted"] and c["step_rows"] >= c["rows"] for c in cycles)
-    assert all(c["why"] in WHY and c["drafted"] <= c["length"] for c in cycles)
-    reasons = {0: {"off"}, 4: {"asked", "room"}, "auto": set(WHY) - {"off", "asked"}}
+    assert all(c["why"] in REASONS and c["drafted"] <= c["length"] for c in cycles)
+    reasons = {0: {"off"}, 4: {"asked", "room"}, "auto": set(REASONS) - {"off", "asked"}}
     assert {c["why"] for c in cycles} <= reasons[draft_max]
     assert (draft_max == "auto") == any(c["expected"] is not None for c in cycles)
     (head,) = of(found, "text")

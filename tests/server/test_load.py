@@ -85,10 +85,10 @@ def test_memory_of_who_hangs_up_is_free_within_two_steps(busy: Served) -> None:
             asyncio.run(go(stream, when))
             # The server sees it at once; from then on the engine has two steps.
             wait(lambda: all(t.request.cancelled for t in [*scheduler.live, *scheduler.waiting]))
-            step = engine.stepped
+            step = engine.last_step
             while not scheduler.idle:
-                if engine.stepped != step:
-                    steps, step = steps + 1, engine.stepped
+                if engine.last_step != step:
+                    steps, step = steps + 1, engine.last_step
                 time.sleep(0.0005)
             assert steps <= 2
             wait(busy.idle)

@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.one_text import Costs, Fixed, Policy
+from tests.support.one_text import CycleCosts, Fixed, Policy
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 15)
 """Fixed lengths that `auto` is compared with."""
@@ -64,7 +64,7 @@ class Bill:
 
 
 def replay(
-    policy: Policy, costs: Costs, held: str, most: int, bill: Bill, ahead: bool = False
+    policy: Policy, costs: CycleCosts, held: str, most: int, bill: Bill, ahead: bool = False
 ) -> None:
     """Decode one recorded text, a hexadecimal digit a place; its end is not known before. `ahead`:
     by a runner that asks what comes next before it knows what a cycle has found."""
@@ -80,7 +80,7 @@ def replay(
         at += accepted + 1
 
 
-def best_fixed(costs: Costs, texts: list[str], most: int, delay: int = 0) -> float:
+def best_fixed(costs: CycleCosts, texts: list[str], most: int, delay: int = 0) -> float:
     """Tokens a second of the best fixed length; `delay`: tokens of each text without a draft."""
     rates = []
     for count in (n for n in LENGTHS if n <= most):

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from g4spec.runtime import costs, length
+from g4spec.runtime import cycle_costs, draft_length
 
 
-def lengths_of(table: Mapping[int, float]) -> length.Lengths:
+def lengths_of(table: Mapping[int, float]) -> draft_length.DraftLengthPolicy:
     """A policy whose cycles of one text take table[drafted tokens] seconds."""
-    lengths = length.Lengths()
+    lengths = draft_length.DraftLengthPolicy()
     lengths.measured({(1, n): seconds for n, seconds in table.items()})
     return lengths
 
 
-class Costs:
-    """`costs.Costs` of one text: costs[n] are the seconds of a cycle of n drafted tokens."""
+class CycleCosts:
+    """Cycle costs of one request: costs[n] is the time of a cycle with n drafted tokens."""
 
     def __init__(self, table: Mapping[int, float]) -> None:
-        self.costs = costs.Costs({(1, n): seconds for n, seconds in table.items()})
+        self.costs = cycle_costs.CycleCosts({(1, n): seconds for n, seconds in table.items()})
 
     def __getitem__(self, count: int) -> float:
         return self.costs([count])
@@ -28,9 +28,9 @@ class Costs:
 
 
 class Policy:
-    """`length.Lengths` with one text after the other: `begin` makes the next one."""
+    """The draft length policy for one request at a time; `begin` starts the next request."""
 
-    def __init__(self, lengths: length.Lengths, asked: int | None = None) -> None:
+    def __init__(self, lengths: draft_length.DraftLengthPolicy, asked: int | None = None) -> None:
         self.lengths, self.asked = lengths, asked
         self.begin()
 
@@ -77,4 +77,4 @@ class Fixed(Policy):
     """Always the same number."""
 
     def __init__(self, count: int) -> None:
-        super().__init__(length.Lengths(), count)
+        super().__init__(draft_length.DraftLengthPolicy(), count)

@@ -11,7 +11,7 @@ def encode(x: Floats) -> Bytes:
     nan = out | 64 if np.isnan(x).any() else None
     out &= 1
     out += 0x7FFF
-    out += bits  # wraps for NaN only, which is replaced below
+    out += bits  # overflows for NaN only, which is replaced below
     out >>= 16
     if nan is not None:
         out = np.where(np.isnan(x), nan, out)
@@ -24,4 +24,4 @@ def decode(raw: Bytes) -> Floats:
     return wide.view(np.float32)
 
 
-FORMAT = Format("bf16", 30, 1, 2, 32, encode, decode)
+FORMAT = Format("bf16", 30, 1, 2, 32, encode, decode, exponent_mask=0x7F80)

@@ -6,7 +6,7 @@ from g4spec.quant.format import Bytes, Floats, Format, first_invalid
 
 
 def encode(x: Floats) -> Bytes:
-    """Values beyond 65504 are refused: they would become infinite."""
+    """Raise Unrepresentable for values that round beyond 65504: they would become infinite."""
     with np.errstate(over="ignore"):
         half = x.astype("<f2")
     if not (good := np.isfinite(half)).all():
@@ -18,4 +18,4 @@ def decode(raw: Bytes) -> Floats:
     return raw.view("<f2").astype(np.float32)
 
 
-FORMAT = Format("f16", 1, 1, 2, 1, encode, decode, stored="<f2")
+FORMAT = Format("f16", 1, 1, 2, 1, encode, decode, stored="<f2", exponent_mask=0x7C00)

@@ -1,8 +1,9 @@
 """IQ1_M: 256 values in 16 groups of 16, each with a 3-bit scale; 1.75 bits a value.
 
-Layout: 32 bytes, the lower 8 bits of indices of codebook entries of 8 values; 16 bytes, two indices
-each: their upper 3 bits and the sign of DELTA; four words of 16 bits: four scales each, and on top
-4 bits of the half-precision d, the lowest first. A value is d * (1 + 2 * scale) * (entry +- DELTA).
+Layout: 32 bytes with the lower 8 bits of indices of codebook entries of 8 values; 16 bytes, for two
+indices each: upper 3 bits and sign of DELTA; four words of 16 bits: four scales each, and in the
+upper 4 bits a part of the half-precision d, lowest part first. A value is
+d * (1 + 2 * scale) * (entry +- DELTA).
 Source: ggml `block_iq1_m`.
 """
 
@@ -19,7 +20,7 @@ F = np.float32
 
 
 def factor(words: np.ndarray[tuple[int, ...], np.dtype[np.uint16]]) -> Floats:
-    """d of blocks [n] from the upper 4 bits of their words [n, 4]."""
+    """Return d [n], assembled from the upper 4 bits of each word [n, 4]."""
     bits = np.bitwise_or.reduce(words >> 12 << _QUARTERS, axis=1)
     out: Floats = bits.astype("<u2").view("<f2").astype(F)
     return out
@@ -33,7 +34,7 @@ def decode(raw: Bytes) -> Floats:
     scale = (2 * (words[..., None] >> _PLACES & 7) + 1).reshape(-1, 8, 2)
     values = codebook.grid("iq1")[index]
     values += np.where(high & 8, -codebook.DELTA, codebook.DELTA)[..., None]
-    return codebook.spread(
+    return codebook.scale_values(
         factor(words)[:, None, None] * scale.astype(F), values.reshape(-1, 8, 2, 16)
     )
 

@@ -1,4 +1,5 @@
-// IQ1_S in packed order (g4spec/runtime/cuda/weights/packing.py): codes of 3 bits (held.py), a value is d * scale / 8 * table[code].
+// IQ1_S in packed order (g4spec/runtime/cuda/weights/packing.py): codes of 3 bits (held.py), a
+// value is d * scale / 8 * table[code].
 #pragma once
 #include "gemm_codebook.cuh"
 

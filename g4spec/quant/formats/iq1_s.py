@@ -24,7 +24,7 @@ def decode(raw: Bytes) -> Floats:
     factor = blocks["d"].astype(F)[:, None] * (2 * (high >> 12 & 7) + 1).astype(F)
     values = codebook.grid("iq1")[index]
     values += np.where(high & 0x8000, -codebook.DELTA, codebook.DELTA)[..., None, None]
-    return codebook.spread(factor, values)
+    return codebook.scale_values(factor, values)
 
 
 FORMAT = Format(

@@ -32,7 +32,9 @@ def decode(raw: Bytes) -> Floats:
     scales = np.stack((blocks["scales"] & 15, blocks["scales"] >> 4), axis=2)  # [n, 8, 2]
     factor = blocks["d"].astype(F)[:, None, None] * (scales.astype(F) + F(0.5)) * F(0.25)
     values = codebook.grid("iq2_s")[index].reshape(-1, 8, 2, 16)
-    return codebook.spread(factor, values, codebook.signs(blocks["signs"]).reshape(values.shape))
+    return codebook.scale_values(
+        factor, values, codebook.signs(blocks["signs"]).reshape(values.shape)
+    )
 
 
 FORMAT = Format(

@@ -22,7 +22,7 @@ def decode(raw: Bytes) -> Floats:
     factor = blocks["d"].astype(F)[:, None, None] * (scales.astype(F) + F(0.5)) * F(0.25)
     values = codebook.grid("iq2_xs")[blocks["q"] & 511].reshape(-1, 8, 2, 16)
     signs = codebook.even_signs(blocks["q"] >> 9)
-    return codebook.spread(factor, values, signs.reshape(values.shape))
+    return codebook.scale_values(factor, values, signs.reshape(values.shape))
 
 
 FORMAT = Format(

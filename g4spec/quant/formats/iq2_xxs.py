@@ -23,7 +23,9 @@ def decode(raw: Bytes) -> Floats:
     word = blocks["groups"]["word"]
     factor = blocks["d"].astype(F)[:, None] * ((word >> 28).astype(F) + F(0.5)) * F(0.25)
     values = codebook.grid("iq2_xxs")[blocks["groups"]["q"]]
-    return codebook.spread(factor, values, codebook.even_signs(word[..., None] >> _PLACES & 127))
+    return codebook.scale_values(
+        factor, values, codebook.even_signs(word[..., None] >> _PLACES & 127)
+    )
 
 
 FORMAT = Format(

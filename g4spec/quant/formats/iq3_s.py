@@ -30,7 +30,7 @@ def decode(raw: Bytes) -> Floats:
     scales = np.stack((blocks["scales"] & 15, blocks["scales"] >> 4), axis=2).reshape(-1, GROUPS)
     factor = blocks["d"].astype(np.float32)[:, None] * (1 + 2 * scales).astype(np.float32)
     values = codebook.grid("iq3_s")[index].reshape(-1, GROUPS, 4, 8)
-    return codebook.spread(factor, values, codebook.signs(blocks["signs"]))
+    return codebook.scale_values(factor, values, codebook.signs(blocks["signs"]))
 
 
 FORMAT = Format(

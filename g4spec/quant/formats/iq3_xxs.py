@@ -22,7 +22,9 @@ def decode(raw: Bytes) -> Floats:
     word = blocks["word"]
     factor = blocks["d"].astype(F)[:, None] * ((word >> 28).astype(F) + F(0.5)) * F(0.5)
     values = codebook.grid("iq3_xxs")[blocks["q"]].reshape(-1, GROUPS, 4, 8)
-    return codebook.spread(factor, values, codebook.even_signs(word[..., None] >> _PLACES & 127))
+    return codebook.scale_values(
+        factor, values, codebook.even_signs(word[..., None] >> _PLACES & 127)
+    )
 
 
 FORMAT = Format(

@@ -1,9 +1,9 @@
-"""IQ4_XS: 256 values in 8 groups of 32, each with a signed 6-bit scale; codes of a table, 4 bits.
+"""IQ4_XS: 256 values in 8 groups of 32, each with a signed 6-bit scale; 4-bit indices of a table.
 
 Layout: half-precision d, 16 bits with the upper two bits of each scale, 4 bytes with their lower
 four bits, two groups a byte, 16 bytes of codes a group as in IQ4_NL. A value is
 d * (scale - 32) * LINEAR_4[code].
-Source: ggml `block_iq4_xs`; how scales are found: `g4spec.quant.symmetric`.
+Source: ggml `block_iq4_xs`; search for scales: `g4spec.quant.symmetric`.
 """
 
 import numpy as np
@@ -38,7 +38,7 @@ def decode(raw: Bytes) -> Floats:
     low = np.stack((blocks["low"] & 15, blocks["low"] >> 4), axis=2).reshape(-1, GROUPS)
     scale = (blocks["high"][:, None] >> 2 * _GROUP & 3) << 4 | low
     factor = blocks["d"].astype(np.float32)[:, None] * (scale.astype(np.float32) - np.float32(32))
-    return codebook.spread(factor, codebook.LINEAR_4[codebook.nibbles(blocks["q"])])
+    return codebook.scale_values(factor, codebook.LINEAR_4[codebook.nibbles(blocks["q"])])
 
 
 def bound(x: Floats) -> Floats:

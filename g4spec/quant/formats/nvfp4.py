@@ -1,9 +1,9 @@
 """NVFP4 as llama.cpp writes it: 64 4-bit floats (E2M1) in 4 groups of 16, each with an unsigned
 8-bit float (E4M3) as its scale.
 
-Layout: 4 bytes of scales, 8 bytes of codes a group: value j in the lower half of byte j, value
-j + 8 in the upper. A value is scale / 2 * E2M1[code], E2M1 holding twice the floats; the scale that
-would be NaN counts as 0. The scale of a whole tensor that other programs multiply by is not in it.
+Layout: 4 bytes of scales, 8 bytes of codes per group: value j in the lower half of byte j, value
+j + 8 in the upper. A value is scale / 2 * E2M1[code], where E2M1 holds twice the floats. The scale
+code of NaN counts as 0. Scales per tensor, which other programs have, are not part of the format.
 Source: ggml `block_nvfp4`, `ggml_ue4m3_to_fp32`.
 """
 
@@ -16,8 +16,9 @@ BLOCK = 64
 DTYPE = np.dtype([("scale", "u1", 4), ("q", "u1", (4, 8))])
 
 
-def _halved() -> Floats:
-    """Half of each scale, by its byte: the sign bit does not count, but for the byte 127."""
+def _half_scales() -> Floats:
+    """Return half the scale for each of the 256 bytes; the sign bit is ignored, but byte 127
+    (NaN) is 0 and byte 255 is not."""
     code = np.arange(256)
     exponent, fraction = code >> 3 & 15, code & 7
     value = np.where(
@@ -27,17 +28,17 @@ def _halved() -> Floats:
     return (value / 2).astype(np.float32)
 
 
-HALVED = _halved()
+HALF_SCALES = _half_scales()
 
 
 def decode(raw: Bytes) -> Floats:
     blocks = raw.view(DTYPE)
     values = codebook.E2M1[codebook.nibbles(blocks["q"])]
-    return codebook.spread(HALVED[blocks["scale"]], values)
+    return codebook.scale_values(HALF_SCALES[blocks["scale"]], values)
 
 
 def _factors(blocks: Bytes) -> Floats:
-    factors: Floats = HALVED[blocks[:, :4].T]
+    factors: Floats = HALF_SCALES[blocks[:, :4].T]
     return factors
 
 

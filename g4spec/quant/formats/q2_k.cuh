@@ -1,4 +1,5 @@
-// Q2_K in packed order (g4spec/runtime/cuda/weights/packing.py): a value is d * scale * code - dmin * minimum.
+// Q2_K in packed order (g4spec/runtime/cuda/weights/packing.py): a value is d * scale * code - dmin
+// * minimum.
 #pragma once
 #include "gemm_codebook.cuh"
 

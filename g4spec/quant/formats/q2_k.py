@@ -3,7 +3,7 @@
 Layout: 16 bytes, a scale and above it a minimum; 64 bytes of codes: of each half of 128 values,
 value l + 32 k in bits 2 k and 2 k + 1 of byte l; half-precision d and dmin. A value is
 d * scale * code - dmin * minimum.
-Source: ggml `block_q2_K`; how scales are found: `g4spec.quant.affine`.
+Source: ggml `block_q2_K`; search for scales: `g4spec.quant.affine`.
 """
 
 from dataclasses import replace
@@ -17,7 +17,8 @@ BLOCK, GROUPS, SIZE = 256, 16, 16
 STEPS = (-1.0, -1.3, -0.7, -0.35, 0.0, 0.4, 0.8, 1.2)
 LAYOUT = affine.Layout(top=3, rounds=1, groups=GROUPS, size=SIZE, most=15, steps=STEPS)
 WEIGHTED = replace(LAYOUT, rounds=2, steps=(*STEPS, -0.5, -0.2, 0.2, 0.6))
-"""With few codes and uneven weights, scales lie farther from the first guess."""
+"""Search with weights: with few codes and uneven weights, the best scale is farther from the
+first guess."""
 F = np.float32
 DTYPE = np.dtype([("scales", "u1", GROUPS), ("q", "u1", (2, 32)), ("d", "<f2"), ("dmin", "<f2")])
 _PLACES = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
@@ -38,7 +39,7 @@ def _encode(x: Floats, weights: Floats | None = None) -> Bytes:
 
 
 def decode(raw: Bytes) -> Floats:
-    """In the order of operations of ggml's `dequantize_row_q2_K`."""
+    """Dequantize in the order of operations of ggml's `dequantize_row_q2_K`."""
     blocks = raw.view(DTYPE)
     d, dmin, scales = blocks["d"].astype(F), blocks["dmin"].astype(F), blocks["scales"]
     out = (blocks["q"][:, :, None] >> _PLACES & 3).reshape(-1, GROUPS, SIZE).astype(F)

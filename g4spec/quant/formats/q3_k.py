@@ -5,7 +5,7 @@ each half of 128 values, value l + 32 k in bits 2 k and 2 k + 1 of byte l; 12 by
 half-precision d. A value is d * (scale - 32) * (code - 4). Of the scales, byte l of the first 8 has
 the lower four bits of scale l and, above them, of scale l + 8; byte l of the last 4 the upper two
 bits of scales l, l + 4, l + 8 and l + 12.
-Source: ggml `block_q3_K`; how scales are found: `g4spec.quant.symmetric`.
+Source: ggml `block_q3_K`; search for scales: `g4spec.quant.symmetric`.
 """
 
 import numpy as np
@@ -37,20 +37,20 @@ def _encode(x: Floats, weights: Floats | None = None) -> Bytes:
 
 
 def pack_scales(scale: Bytes) -> Bytes:
-    """Scales [n, 16], below 64 -> bytes [n, 12]."""
+    """Pack 6-bit scales [n, 16] into bytes [n, 12]."""
     high = np.bitwise_or.reduce((scale >> 4).reshape(-1, 4, 4) << _PLACES, axis=1)
     return np.concatenate((scale[:, :8] & 15 | (scale[:, 8:] & 15) << 4, high), axis=1)
 
 
 def unpack_scales(packed: Bytes) -> Bytes:
-    """Bytes [n, 12] -> scales [n, 16], below 64."""
+    """Unpack bytes [n, 12] to 6-bit scales [n, 16]."""
     low, high = packed[:, :8], packed[:, 8:, None].transpose(0, 2, 1) >> _PLACES & 3
     out: Bytes = np.concatenate((low & 15, low >> 4), axis=1) | high.reshape(-1, GROUPS) << 4
     return out
 
 
 def decode(raw: Bytes) -> Floats:
-    """In the order of operations of ggml's `dequantize_row_q3_K`."""
+    """Dequantize in the order of operations of ggml's `dequantize_row_q3_K`."""
     blocks = raw.view(DTYPE)
     code = blocks["low"][:, :, None] >> _PLACES & 3  # [n, 2, 4, 32]
     code |= (blocks["high"][:, None] >> _GROUP & 1).reshape(code.shape) << 2

@@ -1,5 +1,5 @@
-// Q4_K in packed order (g4spec/runtime/cuda/weights/packing.py): a value is d * scale * q - dmin * min. Q5_K
-// is the same with a fifth bit.
+// GEMM with Q4_K weights in packed order (g4spec/runtime/cuda/weights/packing.py): value = d *
+// scale * q - dmin * min. Q5_K is the same with a fifth bit. Interface of a format: gemm_tile.cuh.
 #pragma once
 #include "gemm_tile.cuh"
 
@@ -9,13 +9,13 @@ struct Affine {
   static constexpr int UNIT = 256, UNIT_BYTES = HEADER + 2048, SCRATCH = 1664;
   static constexpr int SUMS = SPLIT32, SUMS_BYTES = 64;  // of 8 rows of a block
 
-  // The factors of a row's groups, one lane a row.
+  // The factors of one row's eight groups of 32; one lane per row.
   struct Factors {
     float scales[8], dmin;
     u32 mins[4];  // pairs of codes
 
-    // Rows g + 8 of a tile carry codes times 16, so their scales are divided by it. All factors
-    // undo the 2^-24 of the codes.
+    // Fragments hold the codes of rows g + 8 times 16, so `share` divides their scales by 16. It
+    // also contains 2^24, because codes are subnormal halves.
     DEVICE Factors(uint4 h, float share) {
       const float d = from_half(h.x) * share;
       const float bias = -8388608.0f * d;
@@ -38,7 +38,7 @@ struct Affine {
   struct Lane {
     static constexpr int MINS = 1024, DMINS = 1536;  // in scratch
     using Operands = KOperands<NT, u32, BITS == 5>;
-    float share;  // of d
+    float share;  // factor of d: 2^24, and 1/16 for rows g + 8
     u32 codes, upper, header, rows, sums, place, tiled_sums;  // offsets
     u8 *put, *put_mins;                    // in scratch
     const u8 *scales, *mins;
@@ -79,14 +79,15 @@ struct Affine {
         if (j + 1 < 4) next = Operands(w, u, x, j + 1);
         add(acc, own, j);
 #if ARCH < 900 || ARCH >= 1200
-        __syncwarp();  // or registers are spilled for operands asked for too early
+        __syncwarp();  // keeps loads from being hoisted, which would spill registers
 #endif
       }
       subtract_mins(acc, act + sums);
     }
 
     template <int G>
-    DEVICE void multiply_row_groups(Acc<NT> (&acc)[G], const u8* unit, const GroupedActivations& act) const {
+    DEVICE void multiply_row_groups(Acc<NT> (&acc)[G], const u8* unit,
+                                    const GroupedActivations& act) const {
       constexpr int GROUP_SUM_BYTES = 4 * SUMS_BYTES * NT;  // of a group
       const u8 *w = unit + codes, *u = unit + upper;
       const Factors factors(*(const uint4*)(unit + header), share);
@@ -116,14 +117,16 @@ struct Affine {
         }
       }
 #pragma unroll
-      for (int g = 0; g < G; ++g) subtract_mins(acc[g], act.sums + tiled_sums + g * GROUP_SUM_BYTES);
+      for (int g = 0; g < G; ++g)
+        subtract_mins(acc[g], act.sums + tiled_sums + g * GROUP_SUM_BYTES);
     }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    // In P parts of G / P groups each, and two tiles: so many chains of two products, one of which is
-    // folded while the others are multiplied.
+    // 2 P chains of two wgmmas each (two weight tiles times P parts of G / P token groups). One
+    // chain is scaled and added to acc while the others run.
     template <int G, int P>
-    DEVICE void multiply_wgmma(Acc<NT> (&acc)[G], const u8* unit, const GroupedActivations& act) const {
+    DEVICE void multiply_wgmma(Acc<NT> (&acc)[G], const u8* unit,
+                               const GroupedActivations& act) const {
       constexpr int N = G / P, CHAINS = 2 * P;
       const u8 *w = unit + codes, *u = unit + upper;
       const ActivationDescriptors<4> b(act.halves);
@@ -136,7 +139,8 @@ struct Affine {
       const auto finish = [&](int chain, int newest, float4 of) {
         wait_wgmmas<N>(c[chain], newest);
         const int tile = chain / P;
-        scale_add_tiles<N>(acc, tile, c[chain], tile ? of.z : of.x, tile ? of.w : of.y, chain % P * N);
+        scale_add_tiles<N>(acc, tile, c[chain], tile ? of.z : of.x, tile ? of.w : of.y,
+                           chain % P * N);
       };
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -174,7 +178,7 @@ struct Affine {
     }
 #endif
 
-    // 32 k, a group.
+    // MMA over 32 columns, one quant group.
     DEVICE void add_half(Acc<NT>& acc, const u32 (&a)[2][2][4], const u8* x, int h, float4 s) const {
       float zero[4] = {0, 0, 0, 0};
       u32 b[2][NT][2];
@@ -195,10 +199,10 @@ struct Affine {
       }
     }
 
-    // 64 k, which are two groups.
+    // MMA over 64 columns, two quant groups.
     DEVICE void add(Acc<NT>& acc, const Operands& of, int j) const {
       const auto& w = of.w;
-      float c[2][2][NT][4];  // [half][tile]: chains of two products, side by side
+      float c[2][2][NT][4];  // [half][tile]: independent chains of two MMAs
       float zero[4] = {0, 0, 0, 0};
 #pragma unroll
       for (int step = 0; step < 2; ++step)
@@ -225,8 +229,9 @@ struct Affine {
       }
     }
 
-    // The minima are whole numbers: one product with the sums of the activations, whose upper and
-    // lower halves are the two sides of its K.
+    // Subtract dmin * min * (sum of activations) as one MMA of the integer minima with the sums. A
+    // sum is stored as two halves (high part and remainder); they are the two halves of the MMA's
+    // K.
     DEVICE void subtract_mins(Acc<NT>& acc, const u8* sums) const {
       const float4 dmin = *(const float4*)(scales + DMINS);
       uint2 s[NT];

@@ -3,7 +3,7 @@
 Layout: half-precision d and dmin, 12 bytes of scales and minima, 128 bytes of codes: of each two
 groups, the first in the lower halves of 32 bytes, the second in the upper halves. A value is
 d * scale * code - dmin * minimum.
-Source: ggml `block_q4_K`; how scales are found: `g4spec.quant.affine`.
+Source: ggml `block_q4_K`; search for scales: `g4spec.quant.affine`.
 """
 
 import numpy as np

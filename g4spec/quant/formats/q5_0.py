@@ -1,5 +1,5 @@
-"""Q5_0: 32 values of 5 bits with a scale, byte for byte as ggml's C reference
-without an importance matrix.
+"""Q5_0: 32 values of 5 bits with a scale, equal to ggml's C reference
+if there is no importance matrix.
 
 Layout: half-precision scale d, the fifth bits (value j at bit j of 32), 16 bytes of lower four
 bits: value j in the lower half of byte j, value j + 16 in the upper. A value is d * (code - 16).

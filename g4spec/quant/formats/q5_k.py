@@ -3,7 +3,7 @@
 Layout: half-precision d and dmin, 12 bytes of scales and minima, 32 bytes whose bit g is the fifth
 bit of a value in group g, 128 bytes of the lower four bits as in Q4_K. A value is
 d * scale * code - dmin * minimum.
-Source: ggml `block_q5_K`; how scales are found: `g4spec.quant.affine`.
+Source: ggml `block_q5_K`; search for scales: `g4spec.quant.affine`.
 """
 
 import numpy as np

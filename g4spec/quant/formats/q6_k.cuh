@@ -1,4 +1,5 @@
-// Q6_K in packed order (g4spec/runtime/cuda/weights/packing.py): a value is d * scale * (q - 32).
+// GEMM with Q6_K weights in packed order (g4spec/runtime/cuda/weights/packing.py): value = d *
+// scale * (q - 32). Interface of a format: gemm_tile.cuh.
 #pragma once
 #include "gemm_tile.cuh"
 
@@ -7,11 +8,11 @@ struct Q6K {
   static constexpr int UPPER = 16384, SCALES = 24576, D = SCALES + 2048;
   static constexpr int SUMS = SPLIT16, SUMS_BYTES = 128;  // of 8 rows of a block
 
-  struct Factors {  // of a row's groups, one lane a row
+  struct Factors {  // of one row's 16 groups of 16; one lane per row
     float scales[16], zero;
 
-    // Rows g + 8 of a tile carry codes times 16, so their scales are divided by it. All factors
-    // undo the 2^-24 of the codes.
+    // Fragments hold the codes of rows g + 8 times 16, so `share` divides their scales by 16. It
+    // also contains 2^24, because codes are subnormal halves.
     DEVICE Factors(const u8* header, float whole, float share) {
       const float d = whole * share, bias = -32896.0f * d;
       zero = -32.0f * whole;
@@ -31,7 +32,7 @@ struct Q6K {
   struct Lane {
     static constexpr int ZEROS = 2048;  // in scratch
     using Operands = KOperands<NT, uint2>;
-    float share;  // of d
+    float share;  // factor of d: 2^24, and 1/16 for rows g + 8
     u32 codes, upper, header, d, rows, own, sums, place, tiled_sums;  // offsets
     u8* put;                                       // in scratch
     const u8* scales;
@@ -76,7 +77,8 @@ struct Q6K {
     }
 
     template <int G>
-    DEVICE void multiply_row_groups(Acc<NT> (&acc)[G], const u8* unit, const GroupedActivations& act) const {
+    DEVICE void multiply_row_groups(Acc<NT> (&acc)[G], const u8* unit,
+                                    const GroupedActivations& act) const {
       constexpr int GROUP_SUM_BYTES = 4 * SUMS_BYTES * NT;  // of a group
       const u8 *w = unit + codes, *u = unit + upper;
       const Factors factors(unit + header, from_half(*(const u16*)(unit + d)), share);
@@ -114,7 +116,8 @@ struct Q6K {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     template <int G, int>
-    DEVICE void multiply_wgmma(Acc<NT> (&acc)[G], const u8* unit, const GroupedActivations& act) const {
+    DEVICE void multiply_wgmma(Acc<NT> (&acc)[G], const u8* unit,
+                               const GroupedActivations& act) const {
       const u8 *w = unit + codes, *u = unit + upper;
       const ActivationDescriptors<4> b(act.halves);
       const Factors factors(unit + header, from_half(*(const u16*)(unit + d)), share);
@@ -143,8 +146,10 @@ struct Q6K {
             issue_wgmmas<G>(c[tile], operand, b, j * 4 + h * 2 + step);
             if (j + h + i == 0) continue;
             wait_wgmmas<G>(c[1 - tile], 1);
-            if (tile) scale_add_tiles<G>(acc, 0, c[0], s.x, s.y);
-            else scale_add_tiles<G>(acc, 1, c[1], before.z, before.w);
+            if (tile)
+              scale_add_tiles<G>(acc, 0, c[0], s.x, s.y);
+            else
+              scale_add_tiles<G>(acc, 1, c[1], before.z, before.w);
           }
         }
       }
@@ -157,7 +162,7 @@ struct Q6K {
     }
 #endif
 
-    // 32 k of a tile, which are two groups.
+    // MMA over 32 columns of one weight tile, two quant groups.
     static DEVICE void add_half(float (&acc)[NT][4], const u32 (&a)[2][4], const u32 (&b)[2][NT][2],
                                 int tile, float4 s0, float4 s1) {
 #pragma unroll
@@ -171,7 +176,7 @@ struct Q6K {
         }
     }
 
-    // 32 k, which are two groups.
+    // MMA over 32 columns, two quant groups.
     DEVICE void add(Acc<NT>& acc, const Operands& of, int j, int h) const {
       const float4 s0 = ((const float4*)scales)[(j * 4 + h * 2) * 8];
       const float4 s1 = ((const float4*)scales)[(j * 4 + h * 2 + 1) * 8];
@@ -194,7 +199,7 @@ struct Q6K {
       }
     }
 
-    // Two k16 steps; one word of upper bits serves both.
+    // A fragments of two k16 steps; one word of upper bits serves both.
     static DEVICE void codes_of(u32 (&a)[2][4], u32 x, u32 y, u32 h) {
       subnormal_nibbles(a[0], x);
       subnormal_nibbles(a[1], y);
@@ -209,9 +214,9 @@ struct Q6K {
       a[1][3] = and_or(h, 0x03000300u, a[1][3]);
     }
 
-    // Scales are whole numbers: a product of them with the sums of the activations, which are two
-    // halves each. The unit's first and last 8 groups are the two sides of its K. PITCH: bytes from
-    // one block of 64 to the next, over tiles.
+    // Subtract 32 * d * scale * (sum of activations), as MMAs of the integer scales with the sums
+    // (two halves each). The unit's first and last 8 groups are the two halves of the MMA's K.
+    // PITCH: bytes from one block of 64 columns to the next, per tile.
     template <int PITCH>
     DEVICE void subtract_zeros(Acc<NT>& acc, const u8* own, const u8* sums) const {
       const float4 zero = *(const float4*)(scales + ZEROS);
@@ -240,23 +245,25 @@ struct Q6K {
       }
     }
 
-    // Two signed bytes as halves: exact.
+    // Convert two signed bytes to halves: exact.
     static DEVICE u32 halves(u32 two) {
       return sub_half2(permute(two, HALF2_1024, 0x5150) ^ 0x00800080u, 0x64806480u);  // 1024 + 128
     }
   };
 };
 
-// The upper two bits u of Q6_K's codes alone, with scales 39 % of its bytes: a value is about
-// d * scale * (16 u - 24), for the four lower bits add 7.5 in the mean. With the upper six bits of a
-// scale these are bytes, and so are activations, with a scale for each unit: what both leave out
-// matters little beside the lower bits. A unit is one sum of whole numbers.
+// Approximate GEMM with Q6_K weights (screen.py): reads only the upper two bits u of the codes and
+// the scales, 39 % of the bytes. value ~ d * scale * (16 u - 24), since the lower four bits add 7.5
+// on average. Using the upper six bits of a scale, these products are int8, and activations are
+// int8 with one scale per unit; the error of both is small compared to the missing bits. A unit is
+// one int32 sum (mma m16n8k32 s8).
 struct Q6KUpper {
   static constexpr int UNIT = 256, UNIT_BYTES = Q6K::UNIT_BYTES - Q6K::UPPER, SCRATCH = 2048;
   static constexpr int SCALES = Q6K::SCALES - Q6K::UPPER, D = Q6K::D - Q6K::UPPER;
-  static constexpr u32 ZERO = 0x4b400000u;  // as a float, to which whole numbers add: 1.5 * 2^23
+  static constexpr u32 ZERO =
+      0x4b400000u;  // accumulators start at the bits of 1.5 * 2^23, so that an int32 sum can be read as a float
 
-  // What a lane multiplies of 64 k: bits of both tiles, and activations.
+  // A lane's operands of 64 columns: upper bits of both weight tiles, and activations.
   template <int NT>
   struct Operands {
     uint2 bits[2];
@@ -278,7 +285,7 @@ struct Q6KUpper {
   template <int NT>
   struct Lane {
     u32 upper, header, ds, rows, row_scales;  // offsets
-    u32 odd;                                  // 4 in each byte, which no instruction has to bring
+    u32 odd;                                  // 4 in each byte, kept in a register
     u8* put;                                  // in scratch
     const u8* values;
 
@@ -294,7 +301,8 @@ struct Q6KUpper {
       values = materialize_shared(scratch + lane / 4 * 16);
     }
 
-    // The four values a code of each group may have, one lane a row: scale times -3, -1, 1, 3.
+    // Store the four possible values of a code, scale times -3, -1, 1, 3, for each group; one lane
+    // per row.
     DEVICE void store(uint4 header) const {
       const u32 four[4] = {header.x, header.y, header.z, header.w};
 #pragma unroll
@@ -328,13 +336,15 @@ struct Q6KUpper {
       finish(acc, c, unit + ds, act + row_scales);
     }
 
-    // 32 k of 16 rows, which are two groups: values by rows g and g + 8 of each.
+    // MMA over 32 columns, two quant groups (even, odd), of 16 rows. *_low, *_high: the values of
+    // rows g and g + 8.
     DEVICE void add(u32 (&c)[NT][4], u32 bits, const u32 (&b)[NT][2], u32 even_low, u32 even_high,
                     u32 odd_low, u32 odd_high) const {
-      // In four bits each: codes of the odd group (which 4 says) and of the even one in turns.
+      // Selector nibbles, alternating codes of the even group and of the odd group (+ 4).
       const u32 low = and_or(bits >> 6, 0x03030303u, and_or(bits, 0x30303030u, odd));
       const u32 high = and_or(bits << 2, 0x30303030u, and_or(bits, 0x03030303u, odd));
-      const u32 a[4] = {permute_unmasked(even_low, odd_low, low), permute_unmasked(even_high, odd_high, high),
+      const u32 a[4] = {permute_unmasked(even_low, odd_low, low),
+                        permute_unmasked(even_high, odd_high, high),
                         permute_unmasked(even_low, odd_low, low >> 16),
                         permute_unmasked(even_high, odd_high, high >> 16)};
 #pragma unroll
@@ -343,7 +353,7 @@ struct Q6KUpper {
 
     static DEVICE void finish(Acc<NT>& acc, const u32 (&c)[2][NT][4], const u8* ds,
                               const u8* row_scales) {
-      float d[4];  // of rows g, g + 8, g + 16, g + 24; a code is 8, a scale's upper bits 4
+      float d[4];  // of rows g, g + 8, g + 16, g + 24; times 8 for the codes and 4 for the scales
 #pragma unroll
       for (int i = 0; i < 4; ++i) d[i] = 32.0f * from_half(*(const u16*)(ds + i * 16));
 #pragma unroll

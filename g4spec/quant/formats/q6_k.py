@@ -4,7 +4,7 @@ Layout: 128 bytes of lower four bits, 64 bytes of upper two bits, 16 scales, hal
 each half of 128 values, value l + 32 k has its lower bits in byte l + 32 (k % 2), in the lower
 half of the byte for k < 2; its upper bits are bits 2 k and 2 k + 1 of byte l. A value is
 d * scale * (code - 32).
-Source: ggml `block_q6_K`; how scales are found: `g4spec.quant.symmetric`.
+Source: ggml `block_q6_K`; search for scales: `g4spec.quant.symmetric`.
 """
 
 import numpy as np
@@ -34,7 +34,7 @@ def _encode(x: Floats, weights: Floats | None = None) -> Bytes:
 
 
 def _packed(d: NDArray[np.float16], scale: Floats, code: Bytes) -> Bytes:
-    """Codes [16, 16, n]: place in the group, group, block."""
+    """Pack d [n], scales [16, n] and codes [16, 16, n] (value in the group, group, block)."""
     out = np.empty(len(d), DTYPE)
     out["d"], out["scale"] = d, scale.T
     # value = 128 half + 64 upper + 32 odd + 16 group + place
@@ -48,7 +48,7 @@ def _packed(d: NDArray[np.float16], scale: Floats, code: Bytes) -> Bytes:
 
 
 def decode(raw: Bytes) -> Floats:
-    """In the order of operations of ggml's `dequantize_row_q6_K`."""
+    """Dequantize in the order of operations of ggml's `dequantize_row_q6_K`."""
     blocks = raw.view(DTYPE)
     low, high = blocks["low"], blocks["high"]
     code = np.empty((len(blocks), 2, 4, 32), np.uint8)

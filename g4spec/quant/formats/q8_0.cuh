@@ -1,4 +1,5 @@
-// Q8_0 in packed order (g4spec/runtime/cuda/weights/packing.py): a value is d * (q - 128), q unsigned.
+// GEMM with Q8_0 weights in packed order (g4spec/runtime/cuda/weights/packing.py): value = d * (q -
+// 128), q unsigned. Interface of a format: gemm_tile.cuh.
 #pragma once
 #include "gemm_tile.cuh"
 
@@ -53,8 +54,8 @@ struct Q80 {
   }
 
   template <int NT, int G>
-  static DEVICE void add_row_groups(Acc<NT> (&acc)[G], const u8* unit, const GroupedActivations& act, int warp,
-                                int lane) {
+  static DEVICE void add_row_groups(Acc<NT> (&acc)[G], const u8* unit,
+                                    const GroupedActivations& act, int warp, int lane) {
     constexpr int BLOCKS = K / 64, GROUP_SUM_BYTES = BLOCKS * SUMS_BYTES * NT;  // of a group
     const int g = lane / 4, t = lane % 4;
     const u32 place = ldmatrix_offset<BLOCKS>(lane);
@@ -74,7 +75,8 @@ struct Q80 {
       for (int i = 0; i < G; ++i) {
         scheduling_barrier();
         u32 b[2][NT][2];
-        ldmatrix_b_fragments<NT>(b, act.halves + (i * NT * BLOCKS + k32 / 2) * TILE_BYTES, place, k32 % 2);
+        ldmatrix_b_fragments<NT>(b, act.halves + (i * NT * BLOCKS + k32 / 2) * TILE_BYTES, place,
+                                 k32 % 2);
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt) {
           const float2 n = grouped_sums32(act.sums + i * GROUP_SUM_BYTES, k32, nt, t);
@@ -94,8 +96,8 @@ struct Q80 {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   template <int G>
-  static DEVICE void add_wgmma(Acc<2> (&acc)[G], const u8* unit, const GroupedActivations& act, int warp,
-                               int lane) {
+  static DEVICE void add_wgmma(Acc<2> (&acc)[G], const u8* unit, const GroupedActivations& act,
+                               int warp, int lane) {
     constexpr int GROUP_SUM_BYTES = K / 32 * SUMS_BYTES;  // of a group
     const ActivationDescriptors<K / 64> b(act.halves);
     const int g = lane / 4, t = lane % 4;
@@ -126,7 +128,8 @@ struct Q80 {
   }
 #endif
 
-  // 1024 + q of two k16 rows; the sums that accumulators start at are times 1024 + 128.
+  // A fragment of 1024 + q. Accumulators start at -(1024 + 128) times the sum of the activations
+  // (1.125 * n).
   static DEVICE void unpack(u32 (&a)[4], u32 first, u32 second) {
     a[0] = permute(first, HALF2_1024, 0x5150);
     a[1] = permute(first, HALF2_1024, 0x5352);

@@ -1,4 +1,4 @@
-"""Q8_0: 32 signed bytes and one half-precision scale, byte for byte as ggml's C reference.
+"""Q8_0: 32 signed bytes and one half-precision scale, equal to ggml's C reference.
 
 The scale is amax / 127. Values are divided by the scale before it is rounded to half precision,
 and rounded to the nearest integer, halves away from zero (C `roundf`).
@@ -13,7 +13,7 @@ BLOCK = 32
 DTYPE = np.dtype([("d", "<f2"), ("q", "i1", BLOCK)])
 _SIGN = np.uint32(0x80000000)
 _HALF = np.nextafter(np.float32(0.5), np.float32(0)).view(np.uint32)
-"""Adding the float below one half, then truncating, is `roundf`: adding 0.5 itself would take
+"""Bits of the largest float below 0.5. Adding it and truncating is `roundf`; adding 0.5 would round
 0.49999997 to 1."""
 
 
@@ -49,8 +49,8 @@ def decode(raw: Bytes) -> Floats:
 
 
 def bound(x: Floats) -> Floats:
-    """Half a step, and up to 127 steps of a scale rounded to 11 bits (or, below the normal range
-    of half precision, to a multiple of 2**-24)."""
+    """Return the error bound: half a step, plus 127 times the error of a scale rounded to 11 bits
+    (below the normal range of half precision, to a multiple of 2**-24)."""
     step = np.abs(x.reshape(-1, BLOCK)).max(axis=1) / np.float32(127)
     return np.repeat(step * np.float32(0.5 + 127 * 2.0**-11) + np.float32(127 * 2.0**-25), BLOCK)
 

@@ -1,1 +1,1 @@
-"""Mixtures of quant types. A file here that defines MIX is one that can be asked for."""
+"""Mixes of quant types. Each file defines one as MIX; `--type` offers it."""

@@ -122,7 +122,7 @@ class CudaBackend:
     def runners(self, target: Target, draft: Draft | None) -> Sequence[Runner]:
         """Recorded cycles, and cycles in parts for what cannot be recorded."""
         from g4spec.runtime.cuda.step.graph_runner import GraphRunner
-        from g4spec.runtime.runner import EagerRunner
+        from g4spec.runtime.eager_runner import EagerRunner
 
         self._reader = Reader(self, target)  # refuses what it cannot read before a request comes
         return [GraphRunner(target, draft), EagerRunner(target, draft)]

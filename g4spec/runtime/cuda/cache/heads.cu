@@ -1,12 +1,12 @@
-// From the product of queries, keys and values to what attention reads: norm of each head, rotation
-// by position, storage in half precision and in the cache.
-// A warp holds one head of one token; the angles of a token are shared by its block.
+// From the QKV projection to the inputs of attention: RMS norm per head, rotary embedding, queries
+// to half precision, keys and values to the cache. One warp per head and token; a block handles
+// HEADS heads of one token and shares its rotation angles.
 #include "head_vector.cuh"
 #include "kv_storage.cuh"
 
-constexpr int HEADS = 4;  // a block
+constexpr int HEADS = 4;  // heads (warps) per block
 
-struct Plane {  // of keys or of values, scales [.., columns / 32]
+struct Plane {  // K or V plane of the cache; scales [.., columns / 32] for Q8_0
   void* rows;
   u16* scales;
 
@@ -20,15 +20,15 @@ struct Plane {  // of keys or of values, scales [.., columns / 32]
   }
 };
 
-// Where a layer's rows go, as its heads leave the product.
+// A layer's cache, and the norm weight of its keys.
 struct Layer {
   const float* k_norm;
   Plane keys, values;
   const int* table;
-  i64 width, capacity;  // see `Units`
+  i64 width, capacity;  // see `Units`; int64 as the host packs them
 };
 
-// A warp finishes a head of row blockIdx.y; y [SLICES][rows][n_read heads][D], of which the layer's
+// Process one head of row blockIdx.y per warp. y [SLICES][rows][n_read heads][D]; the layer's heads
 // begin at `first`.
 template <int D, int PAIRS, int SLICES, int Q8, int ROTARY_PAIRS>
 DEVICE void finish(const float* y, const float* q_norm, const Layer& layer, const float* freqs,
@@ -72,13 +72,15 @@ DEVICE void finish(const float* y, const float* q_norm, const Layer& layer, cons
   const i64 at = (i64)(unit * n_kv + (head - n_q) % n_kv) * layer.capacity +
                  (u32)position % (u32)layer.capacity;
   if (is_v) layer.values.template append<Q8, 0>(x, at);
-  else layer.keys.template append<Q8, ROTARY_PAIRS>(x, at);
+  else
+    layer.keys.template append<Q8, ROTARY_PAIRS>(x, at);
 }
 
-// y [SLICES][rows][n_q + n_kv + n_kv heads][D], without values if V_FROM_K. A head without a norm's
-// weight is not normed, but for `flags`. q [rows, n_q, D] half. TURN: columns of each half of a head
-// that the plane of keys holds; in the others queries take over the weight of the keys' norm. 0: it
-// holds all. `positions` and `slots` were written by a kernel before the one directly in front.
+// y [SLICES][rows][n_q + n_kv + n_kv heads][D] (Q, K, V; no V with V_FROM_K). Q and K are normed if
+// their weight is not null, V if `flags` has NORM_V. q: half [rows, n_q, D]. ROTARY_PAIRS: the
+// plane of keys stores that many columns of each half of a head; in the others the queries are
+// multiplied by the weight of the keys' norm. 0: all columns are stored. `positions` and `slots`
+// were written before the preceding kernel started.
 template <int D, int PAIRS, int SLICES, int Q8, int ROTARY_PAIRS>
 __global__ __launch_bounds__(32 * HEADS, 4) void finish_heads(
     const float* y, const float* q_norm, const float* k_norm, const float* freqs,
@@ -88,12 +90,12 @@ __global__ __launch_bounds__(32 * HEADS, 4) void finish_heads(
   griddep_launch_dependents();
   const Layer layer = {k_norm, {keys, key_scales}, {values, value_scales}, table, width, capacity};
   const int n_read = n_q + (flags & V_FROM_K ? n_kv : 2 * n_kv);
-  finish<D, PAIRS, SLICES, Q8, ROTARY_PAIRS>(y, q_norm, layer, freqs, positions, slots, q, rows, n_q, n_kv,
-                                     n_read, 0, flags, eps);
+  finish<D, PAIRS, SLICES, Q8, ROTARY_PAIRS>(y, q_norm, layer, freqs, positions, slots, q, rows,
+                                             n_q, n_kv, n_read, 0, flags, eps);
 }
 
-// Keys and values of several layers: y [rows][layers][n_kv + n_kv heads][D]. Grid: the third
-// dimension is the layer.
+// Append keys and values of several layers: y [rows][layers][n_kv + n_kv heads][D]. blockIdx.z is
+// the layer.
 template <int D, int Q8>
 __global__ __launch_bounds__(32 * HEADS, 4) void append_layers(
     const float* y, const Layer* layers, const float* freqs, const i64* positions,

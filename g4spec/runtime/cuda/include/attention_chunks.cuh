@@ -1,13 +1,16 @@
-// Which keys are summed together in attention: chunks of absolute positions, so that the sum a row
-// gets depends neither on the rows beside it nor on the length of the sequence.
+// Work distribution of decode attention (split-KV). Keys are summed in chunks of absolute
+// positions, each by one block; attention_combine.cu adds the chunks. Chunk borders depend on
+// positions only, so a row's result depends neither on other rows of the step nor on the length of
+// the sequence.
 #pragma once
-#include "ptx.cuh"
 #include "kv_storage.cuh"
+#include "ptx.cuh"
 
-#define NEG_INF __int_as_float(0xff800000)  // -infinity
+#define NEG_INF __int_as_float(0xff800000)
 
-// Chunks of 2^shift positions; `growing` ones have 2^shift below 4096 and then 2, 4, 8 ... times as
-// many in each octave: 2^(11 - shift) chunks an octave.
+// Map of positions to chunks. Chunks have 2^shift positions. With `growing` that holds below
+// position 4096, and each following octave has chunks of twice the size: 2^(11 - shift) chunks per
+// octave.
 struct Chunks {
   int shift, growing;
 
@@ -25,7 +28,7 @@ struct Chunks {
   }
 };
 
-// Positions that rows see: some row sees lo .. hi, every row sees all_from .. all_to.
+// Positions that a set of rows sees: lo .. hi are seen by some row, all_lo .. all_hi by every row.
 struct Span {
   int lo, hi, all_lo, all_hi;
 };
@@ -33,9 +36,13 @@ struct Span {
 // The smaller and the larger of two numbers. Written as selects: with the built-in min() and max()
 // nvcc schedules the loops of attention.cu differently.
 template <class T>
-DEVICE T min_of(T a, T b) { return a < b ? a : b; }
+DEVICE T min_of(T a, T b) {
+  return a < b ? a : b;
+}
 template <class T>
-DEVICE T max_of(T a, T b) { return a > b ? a : b; }
+DEVICE T max_of(T a, T b) {
+  return a > b ? a : b;
+}
 
 DEVICE Span span_of(const i64* first, const i64* last, int tokens) {
   const int lane = threadIdx.x % 32, t = lane < tokens ? lane : 0;
@@ -51,36 +58,38 @@ DEVICE Span span_of(const i64* first, const i64* last, int tokens) {
   return s;
 }
 
-// A part of the work: keys of one chunk (tiles tile .. end - 1), one KV head, some rows.
+// One work item: the keys of one chunk (tiles tile .. end - 1), one KV head, one block of rows.
 struct __align__(8) WorkItem {
   u16 tile, end;
-  u16 chunk;      // from the first that some row sees
+  u16 chunk;  // relative to the first chunk that some row sees
   u8 head, row_block;
 };
-constexpr int MAX_ITEMS = 264;  // most of a block
+static_assert(sizeof(WorkItem) == 8, "items are read in one load");
+constexpr int MAX_ITEMS = 264;  // per block
 
-// Blocks of a launch that a sequence has, and which of them this one is.
+// `blocks` blocks of the launch work on `sequence`; this block is number `own` of them.
 struct BlockShare {
   int sequence, own, blocks;
 };
 
-// What a block does, in shared memory. Each (head, rows) pair has as many blocks as any other, so
-// that blocks with the same keys read them at the same time. From the last chunk on, each goes to the
-// block of its pair that has least to do so far.
-template <int KEYS>  // of a tile
+// Work list of a block, in shared memory. Every (KV head, row block) pair gets the same number of
+// blocks, so that blocks that read the same keys read them at the same time. Chunks are dealt from
+// the last to the first; each goes to the block of its pair with the lowest cost so far (greedy
+// scheduling).
+template <int KEYS>  // keys per tile
 struct AttentionWork {
-  static constexpr int COST = 4;  // of a tile, where that of a chunk by itself is 1
+  static constexpr int COST = 4;  // cost of a tile, in units of the fixed cost of a chunk
   WorkItem items[MAX_ITEMS];
   Units units;
   int count, all_lo, all_hi, capacity, n_kv;
   int sequence;
 
-  // What the rows of a sequence see costs for each pair of heads and rows, and how many pairs a block
-  // may have before its list is too long.
+  // Cost of a sequence for each (KV head, row block) pair, and how many pairs fit into one block's
+  // list.
   struct Cost {
     u32 of_pair, pairs;
 
-    // Blocks that take no longer than `time` each: a pair has several, or a block several pairs.
+    // Number of blocks for `all` pairs such that none costs more than `time`.
     DEVICE u32 blocks(u32 time, u32 all) const {
       if (time < of_pair) return all * ((of_pair + time - 1) / time);
       const u32 some = min_of(min_of(time / of_pair, pairs), all);
@@ -88,14 +97,17 @@ struct AttentionWork {
     }
   };
 
-  // Blocks are shared out so that the slowest is as fast as can be; what is left over does nothing. As
-  // many as all sequences have pairs are enough. By one warp.
-  DEVICE BlockShare assign_block(const Chunks& chunks, const i64* first, const i64* last, int sequences,
-                     int tokens, int pairs) {
+  // Assign the blocks of the launch to sequences so that the largest cost of a block is minimal
+  // (binary search over that cost); leftover blocks get no work. A grid of one block per (sequence,
+  // pair) is always enough. Called by one warp.
+  DEVICE BlockShare assign_block(const Chunks& chunks, const i64* first, const i64* last,
+                                 int sequences, int tokens, int pairs) {
     if (sequences == 1) return {0, (int)blockIdx.x, (int)gridDim.x};
     const int each = gridDim.x / sequences, at = blockIdx.x;
-    if (sequences > MAX_ITEMS) return {at % sequences, at / sequences, at / sequences < each ? each : 0};
-    Cost* costs = (Cost*)items;  // until there are items
+    if (sequences > MAX_ITEMS)
+      return {at % sequences, at / sequences, at / sequences < each ? each : 0};
+    static_assert(sizeof(Cost) <= sizeof(WorkItem), "one cost per sequence fits into `items`");
+    Cost* costs = (Cost*)items;  // scratch: items are written later
     const int lane = threadIdx.x % 32;
     u32 all = 0, longest = 0;
     for (int s = lane; s < sequences; s += 32) {
@@ -112,13 +124,15 @@ struct AttentionWork {
     }
     __syncwarp();
     longest = ~__reduce_min_sync(FULL_MASK, ~longest);
-    u32 low = total(all) * pairs / gridDim.x, time = longest;  // too short perhaps; long enough
+    u32 low = total(all) * pairs / gridDim.x, time = longest;  // lower and upper bound
     for (int step = 0; step < 12 && low + 1 < time; ++step) {
       const u32 middle = (low + time) / 2;
       u32 blocks = 0;
       for (int s = lane; s < sequences; s += 32) blocks += costs[s].blocks(middle, pairs);
-      if (total(blocks) <= gridDim.x) time = middle;
-      else low = middle;
+      if (total(blocks) <= gridDim.x)
+        time = middle;
+      else
+        low = middle;
     }
     BlockShare found = {0, 0, 0};
     int begin = 0;
@@ -141,26 +155,29 @@ struct AttentionWork {
     __syncwarp();
     return found;
   }
-  static DEVICE u32 total(u32 x) {  // over a warp
+  static DEVICE u32 total(u32 x) {  // sum over the warp
 #pragma unroll
     for (int step = 16; step; step /= 2) x += __shfl_xor_sync(FULL_MASK, x, step);
     return x;
   }
 
-  // By one warp, whose lanes stand for blocks. Where there are more, 32 or fewer of them have every
-  // second (third ..) chunk; where there are fewer than pairs, each has several of these.
-  DEVICE void build_items(const Chunks& chunks, const Span& span, const Units& where, int rows_of_unit,
-                  int heads, int row_blocks, const BlockShare& share) {
-    const int lane = threadIdx.x % 32, low = chunks.chunk_of(span.lo), high = chunks.chunk_of(span.hi);
-    const int found = share.blocks < heads * row_blocks
-                          ? items_of_few_blocks(chunks, span, low, high, heads * row_blocks, row_blocks, share)
-                          : items_of_many_blocks(chunks, span, low, high, heads, row_blocks, share);
+  // Build this block's list. Called by one warp; each lane simulates one block of the pair. With
+  // more than 32 blocks per pair, they form sets of at most 32, and set i takes every n-th chunk.
+  // With fewer blocks than pairs, a block takes several pairs.
+  DEVICE void build_items(const Chunks& chunks, const Span& span, const Units& where,
+                          int rows_of_unit, int heads, int row_blocks, const BlockShare& share) {
+    const int lane = threadIdx.x % 32, low = chunks.chunk_of(span.lo),
+              high = chunks.chunk_of(span.hi);
+    const int found =
+        share.blocks < heads * row_blocks
+            ? items_of_few_blocks(chunks, span, low, high, heads * row_blocks, row_blocks, share)
+            : items_of_many_blocks(chunks, span, low, high, heads, row_blocks, share);
     if (lane) return;
     count = found, all_lo = span.all_lo, all_hi = span.all_hi;
     units = where, capacity = rows_of_unit, n_kv = heads, sequence = share.sequence;
   }
-  DEVICE int items_of_few_blocks(const Chunks& chunks, const Span& span, int low, int high, int pairs,
-                        int row_blocks, const BlockShare& share) {
+  DEVICE int items_of_few_blocks(const Chunks& chunks, const Span& span, int low, int high,
+                                 int pairs, int row_blocks, const BlockShare& share) {
     if (share.blocks == 0) return 0;
     const int each = (pairs + share.blocks - 1) / share.blocks, from = share.own * each;
     const int some = high - low + 1, found = max_of(0, min_of(each, pairs - from)) * some;
@@ -171,25 +188,25 @@ struct AttentionWork {
     return found;
   }
   DEVICE WorkItem item_of(const Chunks& chunks, const Span& span, int low, int chunk, int head,
-                      int rows) const {
+                          int rows) const {
     const int begin = max_of(chunks.start(chunk), span.lo) / KEYS;
     const int end = min_of(chunks.start(chunk + 1) - 1, span.hi) / KEYS + 1;
     return {(u16)begin, (u16)end, (u16)(chunk - low), (u8)head, (u8)rows};
   }
-  DEVICE int items_of_many_blocks(const Chunks& chunks, const Span& span, int low, int high, int heads,
-                         int row_blocks, const BlockShare& share) {
+  DEVICE int items_of_many_blocks(const Chunks& chunks, const Span& span, int low, int high,
+                                  int heads, int row_blocks, const BlockShare& share) {
     const int lane = threadIdx.x % 32;
     const u32 each = share.blocks / (u32)(heads * row_blocks), turns = (each + 31) / 32;
     const u32 blocks = each / turns, place = share.own / blocks, own = share.own - place * blocks;
     const u32 pair = place / turns, head = pair / (u32)row_blocks, rows = pair - head * row_blocks;
     WorkItem item;
-    auto open = [&](int chunk) {  // what it costs; nothing if there is none
+    auto open = [&](int chunk) {  // set `item`; return its cost, 0 past the first chunk
       if (chunk < low || head >= heads) return 0;
       item = item_of(chunks, span, low, chunk, head, rows);
       return ((item.end - item.tile) * COST + 1) * 32;
     };
     int chunk = high - (place - pair * turns) - lane * turns, found = 0;
-    u32 cost = open(chunk), load = lane < blocks ? cost + lane : ~0u;  // and which block it is
+    u32 cost = open(chunk), load = lane < blocks ? cost + lane : ~0u;  // cost * 32 + block number
     if (cost && lane == own) items[0] = item, found = 1;
     found = __shfl_sync(FULL_MASK, found, own);
     chunk -= blocks * turns;
@@ -206,10 +223,14 @@ struct AttentionWork {
     }
     return found;
   }
-  // Which [capacity] rows of a plane hold a position, for a head: those of its unit.
-  DEVICE int kv_block(int position, int head) const { return units.unit_of(position) * n_kv + head; }
-  DEVICE bool fully_visible(int tile) const {  // does every row see all of it?
+  // Index of the [capacity, columns] block of a plane that stores a position of a head.
+  DEVICE int kv_block(int position, int head) const {
+    return units.unit_of(position) * n_kv + head;
+  }
+  DEVICE bool fully_visible(int tile) const {  // every row sees all keys of the tile
     return tile * KEYS >= all_lo && tile * KEYS + KEYS - 1 <= all_hi;
   }
-  DEVICE bool visible_to_all(int position) const { return position >= all_lo && position <= all_hi; }
+  DEVICE bool visible_to_all(int position) const {
+    return position >= all_lo && position <= all_hi;
+  }
 };

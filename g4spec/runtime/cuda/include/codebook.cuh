@@ -1,21 +1,22 @@
-// Types whose codes are numbers of entries of a small table: a value is factor * table[code], less a
-// minimum in Q2_K. What each type is, for every kernel that reads it; tables are whole numbers from
-// -128 to 127. Blocks are as memory holds them (g4spec/runtime/cuda/weights/held.py), packed units
-// as g4spec/runtime/cuda/weights/packing.py lays them.
+// Quant types whose codes are indices into a table of up to 16 entries: value = factor *
+// table[code] (Q2_K: minus a minimum). Traits of every type, for all kernels that read it. Table
+// entries are integers in -128 .. 127. Block layouts: g4spec/runtime/cuda/weights/held.py; packed
+// units: g4spec/runtime/cuda/weights/packing.py.
 #pragma once
 #include "ptx.cuh"
 
 namespace codebook {
 
-// Entries as bytes, 128 added.
+// Four table entries as bytes, with 128 added.
 constexpr u32 entries(int a, int b, int c, int d) {
   return (u32)(a + 128) | (u32)(b + 128) << 8 | (u32)(c + 128) << 16 | (u32)(d + 128) << 24;
 }
 
 DEVICE float half_of(const u8* p) { return from_half(*(const u16*)p); }
 
-// Where codes stand in a block: LOW bytes from its start the lowest 4 bits, or 2 of them and, HIGH
-// bytes from there, the third. RUN bytes hold the first bits of RUN values, then those of the next.
+// Layout of the codes in a block. LOW: offset of the low 4 bits (BITS 4) or low 2 bits (BITS 2, 3);
+// HIGH: offset of the third bits. RUN: bytes whose lowest bits belong to RUN consecutive values;
+// their next bits belong to the RUN values after these.
 template <int BITS_, int GROUP_, int BLOCK_, int BYTES_, int LOW_, int RUN_ = BITS_ == 4 ? 16 : 32>
 struct Codes {
   static constexpr int BITS = BITS_, GROUP = GROUP_, BLOCK = BLOCK_, BYTES = BYTES_;
@@ -26,7 +27,7 @@ struct Codes {
     if constexpr (BYTES % 2) return p[0] | p[1] << 8 | p[2] << 16 | (u32)p[3] << 24;
     return ((const u16*)p)[0] | (u32)((const u16*)p)[1] << 16;
   }
-  // Codes k .. k + 3 of a block, a byte each.
+  // Codes k .. k + 3 of a block, one per byte.
   static DEVICE u32 four(const u8* block, int k) {
     constexpr int WIDTH = BITS == 4 ? 4 : 2, SPAN = RUN * 8 / WIDTH;
     const int rest = k % SPAN;
@@ -38,9 +39,8 @@ struct Codes {
   }
 };
 
-// A signed scale of a byte for each GROUP values and a half-precision factor for 256, times
-// 1 / SHARE. In a block scales stand behind the codes, then the factor; in a unit, the scales of 128
-// rows, then their factors.
+// Types with an int8 scale per GROUP values and a half-precision factor per 256 values, times 1 /
+// SHARE. Block: codes, scales, factor. Packed unit: scales of 128 rows, then their factors.
 template <int BITS, int GROUP, int SHARE>
 struct Scaled : Codes<BITS, GROUP, 256, (BITS == 4 ? 128 : 96) + 256 / GROUP + 2, 0> {
   static constexpr int SCALES = 256 / GROUP, AT = BITS == 4 ? 128 : 96, HEADER = SCALES + 2;
@@ -66,8 +66,8 @@ struct Scaled : Codes<BITS, GROUP, 256, (BITS == 4 ? 128 : 96) + 256 / GROUP + 2
   }
 };
 
-// One factor of W bytes for each GROUP values, which `F::of` makes a number of; in a unit, those of
-// 128 rows behind each other.
+// Types with one factor of W bytes per GROUP values, decoded by `F::of`. Packed unit: for each
+// group, the factors of 128 rows.
 template <class F, int W>
 struct Apart {
   static DEVICE float factor(const u8* header, int row, int i) {
@@ -84,14 +84,14 @@ struct Linear4 {  // IQ4_NL, IQ4_XS
   static constexpr u32 TABLE[4] = {entries(-127, -104, -83, -65), entries(-49, -35, -22, -10),
                                    entries(1, 13, 25, 38), entries(53, 69, 89, 113)};
 };
-struct E2M1 {  // MXFP4, NVFP4: twice the floats
+struct E2M1 {  // MXFP4, NVFP4: twice the FP4 values
   static constexpr u32 TABLE[4] = {entries(0, 1, 2, 3), entries(4, 6, 8, 12),
                                    entries(0, -1, -2, -3), entries(-4, -6, -8, -12)};
 };
 struct Grid2 {  // IQ2_XXS, IQ2_XS, IQ2_S
   static constexpr u32 TABLE[4] = {entries(8, 25, 43, 0), entries(-8, -25, -43, 0), 0, 0};
 };
-struct Grid1 {  // IQ1_S, IQ1_M: eight times an entry and what is added to it
+struct Grid1 {  // IQ1_S, IQ1_M: 8 * (grid entry +- delta)
   static constexpr u32 TABLE[4] = {entries(-7, 1, 9, 0), entries(-9, -1, 7, 0), 0, 0};
 };
 
@@ -107,10 +107,10 @@ struct MXFP4 : Codes<4, 32, 32, 17, 1>, E2M1, Apart<MXFP4, 1> {
   }
   static DEVICE float raw_factor(const u8* b, int) { return of(b); }
 };
-// Scales of a row's four groups of 64 values stand side by side.
+// The scales of a row's four groups in 64 values are adjacent bytes.
 struct NVFP4 : Codes<4, 16, 64, 36, 4, 8>, E2M1 {
   static constexpr int HEADER = 1 * 16;
-  static DEVICE float of(u32 e) {  // half of an unsigned float of 8 bits (E4M3)
+  static DEVICE float of(u32 e) {  // half the value of an unsigned E4M3 float
     return (u8)e == 127 ? 0.0f : from_half((u16)((e & 127) << 7)) * 128.0f;
   }
   static DEVICE float raw_factor(const u8* b, int i) { return of(b[i]); }
@@ -159,7 +159,8 @@ struct IQ2_S : Scaled<3, 16, 8>, Grid2 {};
 struct IQ1_S : Scaled<3, 32, 8>, Grid1 {};
 struct IQ1_M : Scaled<3, 16, 8>, Grid1 {};
 
-// Bytes with a scale and, above it, a minimum for each 16 values; factors of both for 256.
+// A byte per 16 values: scale in the low nibble, minimum in the high one; half-precision factors of
+// both per 256.
 struct Q2_K : Codes<2, 16, 256, 84, 16> {
   static constexpr int HEADER = 20;
   static constexpr bool MINIMUM = true;
@@ -186,7 +187,8 @@ struct Q2_K : Codes<2, 16, 256, 84, 16> {
   }
 };
 
-// Bytes of a unit of `columns` before its header, and of its first bits among them.
+// Bytes of a packed unit of `columns` columns: its low code bits (low_bytes), and all codes
+// (code_bytes), which is also the offset of its header.
 template <class T>
 DEVICE constexpr int low_bytes(int columns) {
   return columns * (T::BITS == 4 ? 64 : 32);
@@ -196,17 +198,18 @@ DEVICE constexpr int code_bytes(int columns) {
   return columns * (16 * T::BITS);
 }
 
-// Entries of four codes of 4 bits each, as bytes with 128 added.
+// Table lookup of four 4-bit codes; entries as bytes with 128 added.
 template <class T>
 DEVICE u32 looked_up(u32 codes) {
   if constexpr (T::BITS < 4) return permute_unmasked(T::TABLE[0], T::TABLE[1], codes);
   const u32 low = codes & 0x7777u;
-  return permute_unmasked(permute_unmasked(T::TABLE[0], T::TABLE[1], low), permute_unmasked(T::TABLE[2], T::TABLE[3], low),
-                  and_or(codes >> 1, 0x4444u, 0x3210u));
+  return permute_unmasked(permute_unmasked(T::TABLE[0], T::TABLE[1], low),
+                          permute_unmasked(T::TABLE[2], T::TABLE[3], low),
+                          and_or(codes >> 1, 0x4444u, 0x3210u));
 }
 
-// Codes of a k16 step of rows g and g + 8, columns 4 t .. 4 t + 3, at bits 16 e1 + 8 h + 4 e0: of a
-// lane's words of 64 columns, step j.
+// A lane's eight codes of k16 step j: rows g + 8 h, columns 4 t + 2 e1 + e0, at bits 16 e1 + 8 h +
+// 4 e0. `low`, `high`: the lane's words of 64 columns.
 template <class T>
 DEVICE u32 eight_codes(const u32* low, u32 high, int j) {
   if constexpr (T::BITS == 4) return low[j];

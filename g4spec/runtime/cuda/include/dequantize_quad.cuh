@@ -1,9 +1,11 @@
-// Four consecutive values of a matrix: from the file's bytes or in packed order (packing.py). Every
-// operation is rounded as in g4spec.quant.
+// Dequantization of four consecutive values of a matrix, from a block as the file stores it (`raw`)
+// or from a packed unit (`packed`, layout in g4spec/runtime/cuda/weights/packing.py). Every
+// operation is rounded as in g4spec.quant, so results have the same bits. Used for embedding rows
+// and for recomputing single logits, where speed does not matter.
 #pragma once
 #include "codebook.cuh"
 
-struct CodeQuad {  // values code * scale + offset
+struct CodeQuad {  // four values code * scale + offset
   int code[4];
   float scale, offset;
 
@@ -18,7 +20,9 @@ struct CodeQuad {  // values code * scale + offset
 DEVICE float half_at(const u8* p) { return from_half(*(const u16*)p); }
 DEVICE u32 word_at(const u8* p) { return ((const u16*)p)[0] | (u32)((const u16*)p)[1] << 16; }
 
-// Four values of a packed matrix: columns 64 c + 16 j + 4 t .. of row r of a group.
+// Location of four values in a packed unit of `columns` columns and 128 rows: columns k .. k + 3 of
+// row r. With k = 64 c + 16 j + 4 t, they belong to k16 step j of lane 4 (r % 8) + t of MMA tile r
+// / 16; h is 1 for rows 8 .. 15 of the tile.
 struct PackedQuad {
   const u8* unit;
   int columns, r, k;
@@ -26,7 +30,7 @@ struct PackedQuad {
   DEVICE int tile() const { return r / 16; }
   DEVICE int h() const { return r / 8 % 2; }
   DEVICE int j() const { return k / 16 % 4; }
-  // Index of the lane's words of 64 columns.
+  // Index of the lane's words for these 64 columns.
   DEVICE int lane64() const {
     return (tile() * (columns / 64) + k / 64) * 32 + r % 8 * 4 + k / 4 % 4;
   }
@@ -46,7 +50,7 @@ struct PackedQuad {
     const int lane32 = (tile() * (columns / 32) + k / 32) * 32 + r % 8 * 4 + k / 4 % 4;
     return unit[(lane32 * 4 + j() % 2 * 2 + e / 2) * 4 + h() * 2 + e % 2];
   }
-  // Number of this row's half in plane `i` of those that start at `at`.
+  // This row's half-precision factor in plane `i`; the planes begin at byte `at`.
   DEVICE float plane(int at, int i) const {
     const int row = ((k / 32 * 4 + r / 32) * 8 + r % 8) * 4 + r / 8 % 4;
     return half_at(unit + at + i * columns * 8 + row * 2);
@@ -77,8 +81,7 @@ struct Legacy {
     CodeQuad f;
     f.scale = p.plane(planes, 0), f.offset = MINIMUM ? p.plane(planes, 1) : 0.0f;
 #pragma unroll
-    for (int e = 0; e < 4; ++e)
-      f.code[e] = (p.nibble(e) | (BITS == 5 ? p.fifth_bit(e) : 0)) - BIAS;
+    for (int e = 0; e < 4; ++e) f.code[e] = (p.nibble(e) | (BITS == 5 ? p.fifth_bit(e) : 0)) - BIAS;
     return f.values();
   }
 };
@@ -172,7 +175,7 @@ struct Q6_K {
   }
 };
 
-// Codes of a table.
+// Codes are indices into a table of 16 or fewer entries.
 template <class T>
 struct Codebook {
   static constexpr int BLOCK = T::BLOCK, BYTES = T::BYTES;

@@ -1,5 +1,6 @@
-// Formats with 4- or 5-bit codes and half-precision factors of 32 values each, in packed order
-// (g4spec/runtime/cuda/weights/packing.py). A value is d * (code - ZERO), or d * code + m if MINIMUM.
+// GEMM for formats with 4- or 5-bit codes and half-precision factors per 32 values (Q4_0, Q4_1,
+// Q5_0, Q5_1), in packed order (g4spec/runtime/cuda/weights/packing.py). Value = d * (code - ZERO),
+// or with MINIMUM d * code + m.
 #pragma once
 #include "gemm_tile.cuh"
 
@@ -8,8 +9,8 @@ struct Blocks32 {
   static constexpr int CODES = K * 64, UPPER = BITS == 5 ? K * 16 : 0, PLANE = K * 8;
   static constexpr int UNIT = K, UNIT_BYTES = CODES + UPPER + PLANE * (MINIMUM ? 2 : 1);
   static constexpr int SCRATCH = 0, SUMS = SUMS32, SUMS_BYTES = 64;  // of 8 rows of a block
-  // Bias of the operands over the codes, as a multiple of 1024: rows g hold 1024 + code, rows g + 8
-  // 1024 + 16 * code.
+  // A fragments hold 1024 + code in rows g and 1024 + 16 * code in rows g + 8. LOW, HIGH: their
+  // bias relative to code - ZERO, in units of 1024.
   static constexpr float ZERO = MINIMUM ? 0.0f : (1 << (BITS - 1)) / 1024.0f;
   static constexpr float LOW = 1.0f + ZERO, HIGH = 1.0f + 16.0f * ZERO;
 
@@ -52,7 +53,7 @@ struct Blocks32 {
           mma_f16(c, a0, b[0][nt][0], b[0][nt][1], c);
           mma_f16(c, a1, b[1][nt][0], b[1][nt][1], c);
           scale_add(acc[tile][nt], c, s.x, s.y);
-          if constexpr (MINIMUM) {  // m times the sum, which is there times -1024
+          if constexpr (MINIMUM) {  // m * sum of activations; n is -1024 times the sum
             const float2 low = halves(tile ? least.y : least.x, -1.0f / 1024, -1.0f / 1024);
             scale_add(acc[tile][nt], {n.x, n.y, n.x, n.y}, low.x, low.y);
           }
@@ -62,8 +63,8 @@ struct Blocks32 {
   }
 
   template <int NT, int G>
-  static DEVICE void add_row_groups(Acc<NT> (&acc)[G], const u8* unit, const GroupedActivations& act, int warp,
-                                int lane) {
+  static DEVICE void add_row_groups(Acc<NT> (&acc)[G], const u8* unit,
+                                    const GroupedActivations& act, int warp, int lane) {
     constexpr int BLOCKS = K / 64, GROUP_SUM_BYTES = BLOCKS * SUMS_BYTES * NT;  // of a group
     const int t = lane % 4;
     const u32 place = ldmatrix_offset<BLOCKS>(lane);
@@ -117,8 +118,8 @@ struct Blocks32 {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   template <int G>
-  static DEVICE void add_wgmma(Acc<2> (&acc)[G], const u8* unit, const GroupedActivations& act, int warp,
-                               int lane) {
+  static DEVICE void add_wgmma(Acc<2> (&acc)[G], const u8* unit, const GroupedActivations& act,
+                               int warp, int lane) {
     constexpr int GROUP_SUM_BYTES = K / 32 * SUMS_BYTES;  // of a group
     const int t = lane % 4;
     const ActivationDescriptors<K / 64> b(act.halves);

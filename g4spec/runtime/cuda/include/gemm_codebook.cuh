@@ -1,5 +1,6 @@
-// Products with codes of a table (codebook.cuh) in packed order. Entries become halves that are
-// whole numbers, so accumulators begin at 0; the sum of a group is multiplied with its factor.
+// GEMM with table-coded weights (codebook.cuh) in packed order. Table entries become halves that
+// are integers, so MMA accumulators start at 0; the sum of a quant group is then multiplied by its
+// factor.
 #pragma once
 #include "codebook.cuh"
 #include "gemm_tile.cuh"
@@ -13,7 +14,7 @@ struct Codebook {
   static constexpr int WORDS = T::BITS == 4 ? 4 : 2;
   static constexpr int SUMS = SPLIT16, SUMS_BYTES = T::MINIMUM ? 128 : 0;  // of 8 rows of a block
 
-  // A lane's codes of 64 k of both tiles.
+  // A lane's codes of 64 columns, for both weight tiles.
   struct Weights {
     u32 low[2][WORDS], high[2];
 
@@ -31,16 +32,17 @@ struct Codebook {
         if constexpr (T::BITS == 3) high[tile] = ((const u32*)highs)[at];
       }
     }
-    // The operand of a k16 step.
+    // A fragment of k16 step j.
     DEVICE void a_fragment(u32 (&a)[4], int tile, int j) const {
       const u32 codes = codebook::eight_codes<T>(low[tile], high[tile], j);
       u32 first, second;
       if constexpr (T::BITS == 4) {
         const u32 three = codes & 0x77777777u, fourth = and_or(codes >> 1, 0x44444444u, 0x32103210u);
         first = permute_unmasked(permute_unmasked(T::TABLE[0], T::TABLE[1], three),
-                         permute_unmasked(T::TABLE[2], T::TABLE[3], three), fourth);
-        second = permute_unmasked(permute_unmasked(T::TABLE[0], T::TABLE[1], three >> 16),
-                          permute_unmasked(T::TABLE[2], T::TABLE[3], three >> 16), fourth >> 16);
+                                 permute_unmasked(T::TABLE[2], T::TABLE[3], three), fourth);
+        second =
+            permute_unmasked(permute_unmasked(T::TABLE[0], T::TABLE[1], three >> 16),
+                             permute_unmasked(T::TABLE[2], T::TABLE[3], three >> 16), fourth >> 16);
       } else {
         first = permute_unmasked(T::TABLE[0], T::TABLE[1], codes);
         second = permute_unmasked(T::TABLE[0], T::TABLE[1], codes >> 16);
@@ -48,7 +50,7 @@ struct Codebook {
       a[0] = whole(first, 0x5150), a[1] = whole(first, 0x5352);
       a[2] = whole(second, 0x5150), a[3] = whole(second, 0x5352);
     }
-    // Two bytes as halves, without the 128 in them: exact.
+    // Convert two bytes to halves and subtract 128: exact.
     static DEVICE u32 whole(u32 bytes, u32 which) {
       return sub_half2(permute(bytes, HALF2_1024, which), 0x64806480u);  // 1024 + 128
     }
@@ -56,10 +58,10 @@ struct Codebook {
 
   template <int NT>
   struct Lane {
-    u32 low, high, header, row, rows;  // offsets, but for row
-    u8* put;                           // in scratch
+    u32 low, high, header, row, rows;  // offsets (row: an index)
+    u8* put;                           // where this lane stores factors in scratch
     const u8* scales;
-    u32 place, own, sums, tiled_sums;  // own and sums: for minima
+    u32 place, own, sums, tiled_sums;  // own, sums, tiled_sums: minima and activation sums
 
     DEVICE Lane(u8* scratch, int warp, int lane) {
       const int g = lane / 4, t = lane % 4, unit = warp / 4 * UNIT_BYTES, at = warp % 4 * K + lane;
@@ -83,7 +85,7 @@ struct Codebook {
       T::factors(f, unit + header, row);
 #pragma unroll
       for (int i = 0; i < GROUPS; ++i) ((float*)put)[i * 32] = f[i];
-      if constexpr (T::MINIMUM)  // a minimum is a subnormal half
+      if constexpr (T::MINIMUM)  // minima enter the MMA as subnormal halves
         ((float*)put)[GROUPS * 32] =
             codebook::half_of(unit + header + 2050 + row * 4) * -(float)SUBNORMAL_SCALE;
       __syncwarp();
@@ -109,14 +111,15 @@ struct Codebook {
           }
         }
 #if ARCH < 900 || ARCH >= 1200
-        __syncwarp();  // or registers are spilled for operands asked for too early
+        __syncwarp();  // keeps loads from being hoisted, which would spill registers
 #endif
       }
       if constexpr (T::MINIMUM) subtract_minima<ACT_BYTES>(acc, unit + own, act + sums);
     }
 
     template <int G>
-    DEVICE void multiply_row_groups(Acc<NT> (&acc)[G], const u8* unit, const GroupedActivations& act) const {
+    DEVICE void multiply_row_groups(Acc<NT> (&acc)[G], const u8* unit,
+                                    const GroupedActivations& act) const {
       constexpr int BLOCKS = K / 64, GROUP_SUM_BYTES = BLOCKS * SUMS_BYTES * NT;  // of a group
       const u8 *w = unit + low, *u = unit + high;
       Weights next(w, u, 0);
@@ -134,7 +137,8 @@ struct Codebook {
           for (int g = 0; g < G; ++g) {
             scheduling_barrier();
             u32 b[2][NT][2];
-            ldmatrix_b_fragments<NT>(b, act.halves + (g * NT * BLOCKS + k64) * TILE_BYTES, place, h);
+            ldmatrix_b_fragments<NT>(b, act.halves + (g * NT * BLOCKS + k64) * TILE_BYTES, place,
+                                     h);
 #pragma unroll
             for (int tile = 0; tile < 2; ++tile)
               add(acc[g][tile], a[tile], b, tile, k64 * 2 + h);
@@ -144,17 +148,19 @@ struct Codebook {
       if constexpr (T::MINIMUM)
 #pragma unroll
         for (int g = 0; g < G; ++g)
-          subtract_minima<SUMS_BYTES>(acc[g], unit + own, act.sums + tiled_sums + g * GROUP_SUM_BYTES);
+          subtract_minima<SUMS_BYTES>(acc[g], unit + own,
+                                      act.sums + tiled_sums + g * GROUP_SUM_BYTES);
     }
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    // Warps multiply here as well.
+    // No wgmma variant: same as multiply_row_groups.
     template <int G, int>
-    DEVICE void multiply_wgmma(Acc<NT> (&acc)[G], const u8* unit, const GroupedActivations& act) const {
+    DEVICE void multiply_wgmma(Acc<NT> (&acc)[G], const u8* unit,
+                               const GroupedActivations& act) const {
       multiply_row_groups<G>(acc, unit, act);
     }
 #endif
 
-    // 32 k of a tile: one group, or two.
+    // MMA over 32 columns of one weight tile: one quant group of 32, or two of 16.
     DEVICE void add(float (&acc)[NT][4], const u32 (&a)[2][4], const u32 (&b)[2][NT][2], int tile,
                     int k32) const {
 #pragma unroll
@@ -171,7 +177,8 @@ struct Codebook {
       }
     }
 
-    // As Q6K::subtract_zeros: a product of whole minima with the sums of activations.
+    // Subtract minimum * (sum of activations), as an MMA of integer minima with the sums (as
+    // Q6K::subtract_zeros).
     template <int PITCH>
     DEVICE void subtract_minima(Acc<NT>& acc, const u8* own, const u8* sums) const {
       const float4 least = ((const float4*)scales)[GROUPS * 8];

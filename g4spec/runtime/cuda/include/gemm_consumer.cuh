@@ -1,22 +1,26 @@
-// A run of units multiplied by the eight warps of a CTA, and where the results go.
+// GEMM for decode, consumer side: eight warps multiply the units that the producer warp
+// (gemm_pipeline.cuh) copied to shared memory, and store the results.
 //
-// The work of a product is a list of units, [group of ROWS weights][unit of K], cut into runs, one a
-// CTA. Either each group is cut into `slices` and whoever reads the result adds their sums; or all
-// is cut into equal runs, and a run that ends or begins inside a group leaves a partial sum: the CTA
-// with the group's first unit adds those that follow, in order of K, and writes the result; the copy
-// warp brings them like further stages. Which CTA does what depends on the matrix alone, never on
-// the number of rows, so a row's bits do not depend on the rows beside it.
+// Work decomposition. The units of a matrix form a list [group of ROWS weight rows][unit of K].
+//   split-K   (slices > 0)   each row group is cut into `slices` CTAs; the reader of y adds their sums.
+//   stream-K  (slices == 0)  the list is cut into equal ranges of units, one per CTA. A range that begins
+//                            or ends inside a row group leaves a partial sum in global memory. The CTA
+//                            with the group's first unit adds the partial sums that follow, in order of
+//                            K, and stores the result; its producer warp copies them like further stages.
+// The decomposition depends on the matrix and the GPU, never on the number of tokens, so a token's bits
+// do not depend on the other tokens of the step.
 //
-// With G > 1 a CTA multiplies G groups of 16 rows with the same weights, each as if it were alone: what
-// is left of a sum, and what teams exchange, goes group by group. WG: warp groups multiply
-// (`multiply_wgmma`), with so many products for each step of K where the format has a choice.
+// Warps form TEAMS = 256 / ROWS teams of ROWS / 32 warps; teams take turns with units and add their
+// sums at the end of a group. With G > 1 a CTA multiplies G groups of 16 tokens with the same
+// weights; partial sums and sums exchanged between teams are kept per token group. WG > 0: wgmma
+// (`multiply_wgmma`), in WG parts per step of K where the format supports it.
 #pragma once
 #include "gemm_tile.cuh"
 
-constexpr int CONSUMERS = 8;  // warps: teams of ROWS / 32, which take turns with units
+constexpr int CONSUMERS = 8;  // consumer warps
 constexpr int THREADS = 32 * (CONSUMERS + 1);
 
-// The same number in all lanes; with IT the compiler knows that.
+// A number that is equal in all lanes; with IT the compiler learns that (needed around wgmma).
 template <bool IT>
 DEVICE int uniform(int x) {
   return IT ? __shfl_sync(FULL_MASK, x, 0) : x;
@@ -29,15 +33,15 @@ struct GemmWork {
   const u8* rows;          // [G][units][In<F>::ROWS * NT]
   const float* row_scale;  // [16 G] or null
   float* partial;          // [CTAs][G][2 * NT * 4][threads of a group]
-  u32* arrived;            // [groups], zero before and after
-  int units, groups, run;  // units of K, groups of ROWS, units a CTA
-  int slices;              // of each group, or 0: equal runs
-  int row_groups = 1;      // that there are, at most G
+  u32* arrived;            // [groups] counters of partial sums; zero before and after the kernel
+  int units, groups, run;  // units of K, row groups, units per CTA (stream-K)
+  int slices;              // split-K factor; 0: stream-K
+  int row_groups = 1;      // token groups in use, at most G
 };
 
-// Units of a CTA, computed before it waits for other kernels: divisions take long.
+// Range of units of a CTA. Computed before griddep_wait(), because integer divisions are slow.
 struct UnitRange {
-  int cta, begin, end, group;  // group: of the first unit
+  int cta, begin, end, group;  // group: row group of unit `begin`
 
   DEVICE UnitRange(const GemmWork& w, int cta) : cta(cta) {
     if (w.slices) {
@@ -53,7 +57,7 @@ struct UnitRange {
   }
 };
 
-// What a lane's tokens 8 nt + 2 t and + 1 are multiplied with at the end. Read at the start.
+// Output scales of a lane's tokens 8 nt + 2 t and + 1. Loaded at the start, applied at the end.
 template <int NT>
 struct RowScales {
   float of[NT][2];
@@ -67,13 +71,17 @@ struct RowScales {
   }
 };
 
-// Results leave through one of these: value of weight row n for tokens m and m + 1.
+// Epilogues: StoreFloat and StoreGated.
+
+// Store float32 results, y [tokens, n_rows].
 struct StoreFloat {
   static constexpr bool SUMS = false;
-  float* y;  // [T, N], rows of y `stride` apart
+  float* y;  // row m begins at m * stride
   int n_rows, stride, tokens;
 
-  DEVICE StoreFloat of(int g) const { return {y + (i64)g * 16 * stride, n_rows, stride, tokens - 16 * g}; }
+  DEVICE StoreFloat of(int g) const {
+    return {y + (i64)g * 16 * stride, n_rows, stride, tokens - 16 * g};
+  }
 
   template <int NT, int ROWS>
   DEVICE void write(const Acc<NT>& acc, int group, const RowScales<NT>& scales, u8*, float*,
@@ -95,22 +103,25 @@ struct StoreFloat {
   }
 };
 
-// gelu(gate) or silu(gate), times up, where tile 0 of a warp holds gates and tile 1 the rows of up
-// beside them. The result is what the next product reads: see "Rows" in g4spec/runtime/cuda/step/packed_rows.py.
+// Store gelu(gate) * up or silu(gate) * up as packed activations of the next GEMM (packed_rows.py).
+// Weights interleave 16 gate rows and 16 up rows: tile 0 of a warp holds gates, tile 1 the ups of
+// the same channels.
 struct StoreGated {
   static constexpr bool SUMS = true;
-  static constexpr float GATED_SCALE = 1.0f / 64;  // of the value, as half; the row scale is 64
+  static constexpr float GATED_SCALE = 1.0f / 64;  // stored value / value; the row scale is 64
   u8* y;  // [G][channels / 64][ACT_BYTES * NT]
   int channels, tokens;
-  bool silu, swizzled;  // tiled: rows of several groups
+  bool silu, swizzled;  // swizzled: layout of y, for more than 16 tokens
 
   DEVICE StoreGated of(int g) const {
-    return {y + (i64)g * (channels / 64) * (2 * ACT_BYTES), channels, tokens - 16 * g, silu, swizzled};
+    return {y + (i64)g * (channels / 64) * (2 * ACT_BYTES), channels, tokens - 16 * g, silu,
+            swizzled};
   }
 
   DEVICE float activated(float x) const { return times_sigmoid(x, silu ? x : gelu_sigmoid_arg(x)); }
 
-  // A warp's 16 channels are one k16 of the result. `sums`: [warp][token], for `write_sums`.
+  // A warp's 16 channels are one k16 step of the result. Also stores their sums to `sums`
+  // [warp][token].
   template <int NT, int ROWS>
   DEVICE void write(const Acc<NT>& acc, int group, const RowScales<NT>& scales, u8* scratch,
                     float* sums, int warp, int lane) const {
@@ -148,7 +159,7 @@ struct StoreGated {
     }
   }
 
-  // Sums of 32 and 64 channels: four warps'.
+  // Store the sums of 16, 32 and 64 channels, from those of four warps.
   template <int NT, int ROWS>
   DEVICE void write_sums(int group, const float* sums, int warp, int lane) const {
     const int k16 = group * (ROWS / 32) + warp;
@@ -158,14 +169,16 @@ struct StoreGated {
     const float a = of[0], b = of[8 * NT], c = of[16 * NT], d = of[24 * NT];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const SumOffsets at = swizzled ? SumOffsets(channels / 64, k16 / 4, lane, half) : SumOffsets(NT, lane, half);
+      const SumOffsets at =
+          swizzled ? SumOffsets(channels / 64, k16 / 4, lane, half) : SumOffsets(NT, lane, half);
       at.store32(to, half ? c : a, half ? d : b);
       if (half == 0) at.store64(to, a + b, c + d);
     }
   }
 };
 
-// Bytes of a format's sums of 8 rows and 64 k; of one that G > 1 does not take, none.
+// Bytes of the activation sums that a format reads per 8 tokens and 64 columns; 0 for formats
+// without G > 1.
 template <class F, class = void>
 struct FormatSums {
   static constexpr int BYTES = 0;
@@ -179,33 +192,36 @@ constexpr int format_sum_bytes() {
   return FormatSums<F>::BYTES;
 }
 
-// Bytes a CTA leaves of a group that it does not finish, for each group of rows.
+// Bytes of a partial sum of a row group, per token group.
 template <int NT, int ROWS>
 constexpr int PARTIAL_BYTES = ROWS * 8 * NT * 4;
 
-// Stages in shared memory: weights, then activations; for several groups halves of activations, [tiles
-// of all groups][blocks of 64 k], weights, and the sums that the format needs, [G][blocks].
+// Layout of a pipeline stage in shared memory. G == 1: weights, activations. G > 1: halves of
+// activations [tiles of all token groups][blocks of 64 k], weights, activation sums [G][blocks].
 template <class F, int NT, int ROWS, int G = 1>
 struct Stage {
   static constexpr int WEIGHTS = F::UNIT_BYTES * (ROWS / PACK_ROWS);
   static constexpr int ROWS_BYTES = PackedInput<F>::ROWS * NT;  // of a group of rows, in memory
   static constexpr int BLOCKS = F::UNIT / 64, HALVES = TILE_BYTES * BLOCKS;  // HALVES: of a tile
-  static constexpr int GROUP_SUM_BYTES = format_sum_bytes<F>() * NT * BLOCKS;                 // of a group
+  static constexpr int GROUP_SUM_BYTES = format_sum_bytes<F>() * NT * BLOCKS;        // of a group
   static constexpr int COPIED = G > 1 ? HALVES * NT + GROUP_SUM_BYTES : ROWS_BYTES;  // of a group
   static constexpr int WEIGHTS_AT = G > 1 ? HALVES * NT * G : 0;
   static constexpr int SUMS_AT = WEIGHTS_AT + WEIGHTS;
   static constexpr int FILL = WEIGHTS + COPIED * G, ALIGN = G > 1 ? 1024 : 16;
   static constexpr int BYTES =
-      ((FILL > PARTIAL_BYTES<NT, ROWS> ? FILL : PARTIAL_BYTES<NT, ROWS>) + ALIGN - 1) / ALIGN * ALIGN;
+      ((FILL > PARTIAL_BYTES<NT, ROWS> ? FILL : PARTIAL_BYTES<NT, ROWS>)+ALIGN - 1) / ALIGN * ALIGN;
+  static_assert(FILL % 16 == 0 && WEIGHTS % 16 == 0, "bulk copies need multiples of 16 bytes");
   static constexpr int TEAMS = CONSUMERS * 32 / ROWS;
-  // of a warp: factors of a unit, the sums of a team, or an epilogue's
+  static_assert(TEAMS == 1 || TEAMS == 2, "reduce_teams adds two teams");
+  // Scratch per warp: factors of a unit, a team's sums, or the epilogue's values.
   static constexpr int EXCHANGE_BYTES = TEAMS > 1 ? 1024 * NT : 512 * NT;
   static constexpr int SCRATCH = F::SCRATCH > EXCHANGE_BYTES ? F::SCRATCH : EXCHANGE_BYTES;
 };
 constexpr int sum_bytes(int nt) { return CONSUMERS * 8 * nt * 4; }
 
-// The CTAs that add to the last group of a run, `group`, beyond its own: those up to the returned
-// one. None if the run does not hold the group's first unit, or ends with its last.
+// Last CTA whose partial sum this CTA has to add to row group `group`, the last one of its range.
+// Returns its own index if there is none: the range does not hold the group's first unit, or ends
+// with its last.
 DEVICE int last_contributor(const GemmWork& w, const UnitRange& run, int group) {
   const int from = group * w.units, to = from + w.units;
   if (w.slices || run.end == to || from < run.begin) return run.cta;
@@ -213,8 +229,8 @@ DEVICE int last_contributor(const GemmWork& w, const UnitRange& run, int group) 
 }
 
 template <int NT, int ROWS, int G>
-DEVICE void publish_partial(const GemmWork& w, const Acc<NT> (&acc)[G], int group, int cta, bool owner,
-                  int thread) {
+DEVICE void publish_partial(const GemmWork& w, const Acc<NT> (&acc)[G], int group, int cta,
+                            bool owner, int thread) {
   if (owner) {
     float* to = w.partial + (i64)cta * ROWS * 8 * NT * G + thread;
 #pragma unroll
@@ -228,14 +244,14 @@ DEVICE void publish_partial(const GemmWork& w, const Acc<NT> (&acc)[G], int grou
   if (threadIdx.x == 0) atomic_add_release(w.arrived + group, 1);
 }
 
-// Slots of SLOT bytes. What comes n-th, for team n % TEAMS, is in slot n % STAGES. It has a barrier
-// n % COUNT, which only its team waits for: of a slot's barrier that teams share, a team would not see
-// whether what it finds there is the other's.
+// Ring of STAGES slots of SLOT bytes. Unit n is for team n % TEAMS, in slot n % STAGES. Its
+// mbarrier is number n % COUNT, so that only one team waits on each: with a barrier per slot, a
+// team could not tell from the parity whether the slot holds its own unit or the other team's.
 template <int STAGES, int SLOT, int TEAMS>
 struct Ring {
   static constexpr int COUNT = STAGES * TEAMS;
   const u8* slots;
-  u64* full;  // [COUNT], then as many of slots that are empty again
+  u64* full;  // [COUNT] full barriers, then [COUNT] empty barriers
   const u8* slot;
   int at;
   u32 phase;
@@ -249,7 +265,7 @@ struct Ring {
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(full + COUNT + at);
   }
-  DEVICE void next() {  // of the same team
+  DEVICE void next() {  // to the team's next unit
     at += TEAMS;
     if (at >= COUNT) at -= COUNT, phase ^= 1;
     slot = slots + (TEAMS > 1 && at >= STAGES ? at - STAGES : at) * SLOT;
@@ -259,8 +275,8 @@ struct Ring {
 template <class F, int NT, int ROWS, int STAGES, int G = 1>
 using RingOf = Ring<STAGES, Stage<F, NT, ROWS, G>::BYTES, Stage<F, NT, ROWS, G>::TEAMS>;
 
-// acc of the first team += that of the second, by way of `mine`: scratch of this warp, SCRATCH bytes
-// from that of the next one. All consumers come here.
+// acc of team 0 += acc of team 1, through scratch. `mine`: this warp's scratch, SCRATCH bytes
+// before the next warp's. Called by all consumer warps.
 template <int NT, int WARPS, int SCRATCH>
 DEVICE void reduce_teams(Acc<NT>& acc, u8* mine, int team, int lane) {
   float* slot = (float*)mine + lane;
@@ -277,10 +293,10 @@ DEVICE void reduce_teams(Acc<NT>& acc, u8* mine, int team, int lane) {
   }
 }
 
-// The consumers' side. `mine`: as of `reduce_teams`.
+// Main loop of the consumer warps. `mine`: this warp's scratch.
 template <class F, int NT, int ROWS, int STAGES, int SCRATCH, int G = 1, int WG = 0, class Out>
 DEVICE void run_consumer(const GemmWork& w, const Out& out, RingOf<F, NT, ROWS, STAGES, G> ring,
-                    u8* mine, float* sums, const UnitRange& run) {
+                         u8* mine, float* sums, const UnitRange& run) {
   using S = Stage<F, NT, ROWS, G>;
   constexpr int WARPS = ROWS / 32, TEAMS = S::TEAMS;
   const int warp = uniform<(WG > 0)>(threadIdx.x / 32), lane = threadIdx.x % 32;
@@ -288,7 +304,7 @@ DEVICE void run_consumer(const GemmWork& w, const Out& out, RingOf<F, NT, ROWS, 
   const RowScales<NT> scales(w.row_scale, out.tokens, lane);  // of the first group of rows
   const typename F::template Lane<NT> of(mine, part, lane);
   ring.seek(team);
-  int own = run.begin + team;  // the team's next unit
+  int own = run.begin + team;  // next unit of this team
   for (int u = run.begin, group = run.group; u < run.end; ++group) {
     const bool first = u == group * w.units;
     const int until = min((group + 1) * w.units, run.end);
@@ -300,11 +316,11 @@ DEVICE void run_consumer(const GemmWork& w, const Out& out, RingOf<F, NT, ROWS, 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
       else if constexpr (WG > 0)
         of.template multiply_wgmma<G, G % (2 * WG) ? 1 : WG>(acc, ring.slot + S::WEIGHTS_AT,
-                                                       {ring.slot, ring.slot + S::SUMS_AT});
+                                                             {ring.slot, ring.slot + S::SUMS_AT});
 #endif
       else
         of.template multiply_row_groups<G>(acc, ring.slot + S::WEIGHTS_AT,
-                                       {ring.slot, ring.slot + S::SUMS_AT});
+                                           {ring.slot, ring.slot + S::SUMS_AT});
       ring.release();
       ring.next();
     }
@@ -312,7 +328,7 @@ DEVICE void run_consumer(const GemmWork& w, const Out& out, RingOf<F, NT, ROWS, 
     if constexpr (TEAMS > 1) {
 #pragma unroll
       for (int g = 0; g < G; ++g) {
-        if (g) consumers_sync();  // what came before has been read
+        if (g) consumers_sync();  // scratch of the group before has been read
         reduce_teams<NT, WARPS, SCRATCH>(acc[g], mine, team, lane);
       }
     }
@@ -321,7 +337,7 @@ DEVICE void run_consumer(const GemmWork& w, const Out& out, RingOf<F, NT, ROWS, 
       publish_partial<NT, ROWS, G>(w, acc, group, run.cta, owner, part * 32 + lane);
       continue;
     }
-    if (owner && u == run.end) {  // what the CTAs after this one have left, in order of K
+    if (owner && u == run.end) {  // add partial sums of the following CTAs, in order of K
       const int last = last_contributor(w, run, group) - run.cta;
       for (int c = 0; c < last; ++c)
 #pragma unroll
@@ -342,10 +358,11 @@ DEVICE void run_consumer(const GemmWork& w, const Out& out, RingOf<F, NT, ROWS, 
           to.template write<NT, ROWS>(acc[g], group, scales, mine, sums, part, lane);
         else
           to.template write<NT, ROWS>(
-              acc[g], group, RowScales<NT>(w.row_scale ? w.row_scale + 16 * g : nullptr, to.tokens, lane),
-              mine, sums, part, lane);
+              acc[g], group,
+              RowScales<NT>(w.row_scale ? w.row_scale + 16 * g : nullptr, to.tokens, lane), mine,
+              sums, part, lane);
       }
-      if (TEAMS > 1 || Out::SUMS) consumers_sync();  // what the teams exchanged has been read
+      if (TEAMS > 1 || Out::SUMS) consumers_sync();  // scratch has been read
       if constexpr (Out::SUMS) {
         if (owner) to.template write_sums<NT, ROWS>(group, sums, part, lane);
         consumers_sync();

@@ -1,4 +1,4 @@
-// Every packed format that products take.
+// All packed weight formats that the GEMM kernels of a step are instantiated for.
 #pragma once
 #include "iq1_m.cuh"
 #include "iq1_s.cuh"

@@ -1,24 +1,30 @@
-// Products whose weights a copy warp brings through shared memory: what linear.cu and linear_wide.cu share.
+// GEMM for decode, producer side and kernel body (linear.cu, linear_wide.cu). One producer warp
+// copies weights and activations into a ring of stages in shared memory: by bulk copies on sm_90
+// and newer, by cp.async before. The consumer warps are in gemm_consumer.cuh.
 //
-// Waiting cannot deadlock: a CTA waits only for CTAs with a lower block index, which start earlier.
+// CTAs that wait for partial sums cannot deadlock: a CTA waits only for CTAs with a lower block
+// index, which are scheduled earlier.
 #pragma once
 #include "gemm_consumer.cuh"
 
-// Bytes a cycle at which a CTA asks for its first weights: little more than its share of the memory's
-// rate (20 on an H200). What stands in the memory's queue stands before what the kernels in front
-// still read and write.
+// Rate in bytes per cycle at which a CTA requests its first weights: slightly more than its share
+// of the memory bandwidth (20 on an H200). Requests queued beyond that would delay the accesses of
+// the preceding kernel, which may still run.
 constexpr int PACE = 23;
 
-// Threads of a kernel for several groups of rows. Where warps can hand registers on, those that
-// multiply take what a whole group of warps beside them does without. A block has so many registers as
-// it starts with: to take more than were given waits for ever.
+// Threads of a kernel with several token groups. On sm_90a the producer is a whole warp group,
+// which gives registers to the consumers (setmaxnreg). The total stays what the block was launched
+// with: acquiring more than was released would hang.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 constexpr int WIDE_THREADS = 32 * (CONSUMERS + 4), INITIAL_REGISTERS = 65536 / WIDE_THREADS / 8 * 8;
 template <int KEPT, int TAKEN>
 DEVICE void redistribute_registers(bool gives) {
-  static_assert(4 * KEPT + CONSUMERS * TAKEN <= (CONSUMERS + 4) * INITIAL_REGISTERS, "");
-  if (gives) setmaxnreg_dec<KEPT>();
-  else setmaxnreg_inc<TAKEN>();
+  static_assert(4 * KEPT + CONSUMERS * TAKEN <= (CONSUMERS + 4) * INITIAL_REGISTERS,
+                "setmaxnreg.inc would wait forever for registers that nobody releases");
+  if (gives)
+    setmaxnreg_dec<KEPT>();
+  else
+    setmaxnreg_inc<TAKEN>();
 }
 #else
 constexpr int WIDE_THREADS = THREADS;
@@ -26,21 +32,22 @@ template <int KEPT, int TAKEN>
 DEVICE void redistribute_registers(bool) {}
 #endif
 
-// Groups of rows that there are.
+// Number of token groups in use.
 template <int G>
 DEVICE int row_group_count(const GemmWork& w) {
   return G == 1 ? 1 : w.row_groups;
 }
 
-// The units of a run, one after the other.
+// Iterates over the units of a CTA's range and copies them.
 template <class F, class S, int HALVES>
 struct ProducerCursor {
-  const u8* weights;  // of the first half of a group
+  const u8* weights;  // of the first 128 rows of the row group
   int k;              // unit of K
 
   DEVICE ProducerCursor(const GemmWork& w, const UnitRange& run) {
     k = run.begin - run.group * w.units;
-    weights = w.weights + ((i64)run.group * HALVES * w.units + k) * PackedInput<F>::UNIT_STRIDE + PackedInput<F>::UNIT_OFFSET;
+    weights = w.weights + ((i64)run.group * HALVES * w.units + k) * PackedInput<F>::UNIT_STRIDE +
+              PackedInput<F>::UNIT_OFFSET;
   }
   DEVICE void next(const GemmWork& w) {
     weights += PackedInput<F>::UNIT_STRIDE;
@@ -57,12 +64,11 @@ struct ProducerCursor {
       cp_async_bulk_evict_first(place, from, F::UNIT_BYTES, full);
 #else
 #pragma unroll 4
-      for (int b = lane * 16; b < F::UNIT_BYTES; b += 512)
-        cp_async16(place + b, from + b);
+      for (int b = lane * 16; b < F::UNIT_BYTES; b += 512) cp_async16(place + b, from + b);
 #endif
     }
   }
-  // All lanes call it, or one where the copy engine copies.
+  // Called by one lane where bulk copies are used (sm_90 and newer), by all lanes before.
   static DEVICE void copy(u8* to, const u8* from, int bytes, u64* full, int lane) {
 #if ARCH >= 900
     cp_async_bulk(to, from, bytes, full);
@@ -80,7 +86,8 @@ struct ProducerCursor {
     } else {
       const i64 tile = (i64)w.units * S::HALVES;
       const u8* halves = from + (i64)k * S::HALVES;
-      const u8* sums = from + (i64)w.units * S::BLOCKS * (2 * F::SUMS) + (i64)k * S::GROUP_SUM_BYTES;
+      const u8* sums =
+          from + (i64)w.units * S::BLOCKS * (2 * F::SUMS) + (i64)k * S::GROUP_SUM_BYTES;
       for (int g = 0; g < row_group_count<G>(w); ++g, halves += group, sums += group) {
         copy(to + 2 * g * S::HALVES, halves, S::HALVES, full, lane);
         copy(to + (2 * g + 1) * S::HALVES, halves + tile, S::HALVES, full, lane);
@@ -94,7 +101,7 @@ struct ProducerCursor {
   }
 };
 
-// Until the slot that unit i comes to is empty.
+// Wait until the slot of unit i has been released.
 template <int STAGES, int COUNT>
 DEVICE void wait_slot_empty(u64* full, int i) {
   i -= STAGES;
@@ -112,7 +119,7 @@ DEVICE void run_producer(const GemmWork& w, u8* stages, u64* full, const UnitRan
 #endif
   const int count = run.end - run.begin, first = count < STAGES ? count : STAGES;
   U at(w, run);
-  // Weights are there before the kernel that makes the rows ends.
+  // Weights are constant: copy them before the kernel that computes the activations ends.
 #if ARCH >= 900
   const u32 began = clock_cycles();
   for (int i = 0; i < first; ++i, at.next(w)) {
@@ -140,7 +147,8 @@ DEVICE void run_producer(const GemmWork& w, u8* stages, u64* full, const UnitRan
     mbarrier_arrive_expect_tx(filled, fill);
 #endif
   }
-  // Not before: a kernel that starts earlier takes places away from the CTAs of the one between.
+  // Not earlier: a dependent kernel that starts sooner would occupy SM resources that CTAs of this
+  // grid need.
   griddep_launch_dependents();
   const int group = (run.end - 1) / w.units, last = last_contributor(w, run, group);
   if (last == run.cta) return;
@@ -157,14 +165,16 @@ DEVICE void run_producer(const GemmWork& w, u8* stages, u64* full, const UnitRan
   for (int i = count; i < count + (last - run.cta) * G; ++i) {
     u8* to = stages + i % STAGES * S::BYTES;
     u64* filled = full + i % COUNT;
-    const float* from = w.partial + (i64)((run.cta + 1) * G + i - count) * (PARTIAL_BYTES<NT, ROWS> / 4);
+    const float* from =
+        w.partial + (i64)((run.cta + 1) * G + i - count) * (PARTIAL_BYTES<NT, ROWS> / 4);
     if (i >= STAGES) wait_slot_empty<STAGES, COUNT>(full, i);
 #if ARCH >= 900
     cp_async_bulk(to, from, PARTIAL_BYTES<NT, ROWS>, filled);
     mbarrier_arrive_expect_tx(filled, PARTIAL_BYTES<NT, ROWS>);
 #else
 #pragma unroll 4
-    for (int b = lane * 16; b < PARTIAL_BYTES<NT, ROWS>; b += 512) cp_async16(to + b, (const u8*)from + b);
+    for (int b = lane * 16; b < PARTIAL_BYTES<NT, ROWS>; b += 512)
+      cp_async16(to + b, (const u8*)from + b);
     cp_async_mbarrier_arrive(filled);
 #endif
   }
@@ -194,8 +204,9 @@ DEVICE void multiply(const GemmWork& w, const Out& out, u8* shared, int cta) {
   }
   if constexpr (G > 1) redistribute_registers<40, 232>(false);
 #if ARCH >= 900
-  // The first rows, a unit each warp: the copy warp may be busy with weights.
-  static_assert(STAGES <= CONSUMERS, "");
+  // Activations of the first STAGES units are copied by the consumers, one unit per warp: the
+  // producer may still be issuing weights.
+  static_assert(STAGES <= CONSUMERS, "each consumer warp copies the activations of one stage");
   ProducerCursor<F, S, ROWS / PACK_ROWS> at(w, run);
   at.k = materialize((at.k + warp) % w.units);
   griddep_wait();
@@ -205,10 +216,10 @@ DEVICE void multiply(const GemmWork& w, const Out& out, u8* shared, int cta) {
   griddep_wait();
 #endif
   run_consumer<F, NT, ROWS, STAGES, S::SCRATCH, G, WG>(w, out, R{shared, full},
-                                                  scratch + warp * S::SCRATCH, sums, run);
+                                                       scratch + warp * S::SCRATCH, sums, run);
 }
 
-#define GEMM_PARAMS \
+#define GEMM_PARAMS                                                                        \
   const u8 *weights, const u8 *rows, const float *row_scale, float *partial, u32 *arrived, \
       int units, int groups, int run
 

@@ -1,8 +1,9 @@
-// The noise that `g4spec.ops.sampling` adds to logits: a function of (seed, position, token).
+// Gumbel noise that sampling adds to logits, the same as `g4spec.ops.sampling`: a function of
+// (seed, position, token) alone, so that target and draft draw the same noise.
 #pragma once
 #include "ptx.cuh"
 
-// Philox4x32-10 of Salmon et al. (2011).
+// Philox4x32-10 (Salmon et al., 2011): counter c, key (key0, key1) -> four random words.
 DEVICE uint4 philox(uint4 c, u32 key0, u32 key1) {
 #pragma unroll
   for (int round = 0; round < 10; ++round) {
@@ -14,12 +15,13 @@ DEVICE uint4 philox(uint4 c, u32 key0, u32 key1) {
   return c;
 }
 
-// Words of tokens 4 i .. 4 i + 3.
+// Random words of tokens 4 i .. 4 i + 3.
 DEVICE uint4 noise_words(u64 seed, u64 position, u32 i) {
   return philox({i, (u32)position, (u32)(position >> 32), 0}, (u32)seed, (u32)(seed >> 32));
 }
 
-// -log(-log(u)) of u = (word / 2^8 + 1/2) 2^-24. Above one half, 1 - u is what float32 can hold.
+// -log(-log(u)) for u = (word / 2^8 + 1/2) 2^-24. For u above one half it computes log1p(u - 1): 1
+// - u is exact in float32 and u is not.
 DEVICE float gumbel(u32 word) {
   const u32 w = word >> 8;
   const float u = w < 0x800000u ? (float)w + 0.5f : (float)(0xffffffu - w) + 0.5f;

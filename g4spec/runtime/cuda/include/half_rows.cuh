@@ -1,4 +1,5 @@
-// What prefill's rows are made of: the 16-bit floats that products read, two to a word; or floats.
+// Element types of prefill's activation rows, two values per 32-bit word: half precision, bfloat16,
+// or float32 (no packing). Kernels take one of them as a template parameter.
 #pragma once
 #include "ptx.cuh"
 
@@ -30,7 +31,8 @@ struct Float {
   static constexpr int BYTES = 4;
 };
 
-// N values (1, 2, 4 or a multiple of 8) from N 16-bit floats, and back.
+// Load N 16-bit floats (N: 1, 2, 4 or a multiple of 8) as float32, in the widest loads that fit;
+// `pack_row` stores them. `from` and `to` are aligned to min(2 N, 16) bytes.
 template <class T = Half, int N>
 DEVICE void unpack_row(float (&v)[N], const u16* from) {
   u32 w[(N + 1) / 2];

@@ -1,19 +1,19 @@
-// A head's vector of a row in the registers of a warp: norm, rotation by position, storage in half
-// precision and in the cache (layout: g4spec/runtime/cuda/cache/cuda_kv.py).
+// One head's vector of one token in the registers of a warp: RMS norm, rotary embedding, conversion
+// to half (queries), and storage in the KV cache (layout: g4spec/runtime/cuda/cache/cuda_kv.py).
 #pragma once
 #include "reduce.cuh"
 
-constexpr int NORM_V = 1, V_FROM_K = 2;  // flags of a layer: how its values are made
+constexpr int NORM_V = 1, V_FROM_K = 2;  // flags: V is normed; V is computed from the K projection
 
-// a / b rounded, where `share` is 1 / b: without the branches of a division.
+// a / b rounded to nearest, given share = 1 / b; without the branches of a division.
 DEVICE float divide_rn(float a, float b, float share) {
   const float q = a * share;
   return fmaf(fmaf(-q, b, a), share, q);
 }
 
-// Cosine and sine of 0 to 2^20 radians, each within 1.2e-7: pi/2 in three parts, then polynomials
-// that interpolate both at Chebyshev nodes. The library's functions branch to a slow path beyond
-// 105,615, which takes local memory.
+// {cos, sin} of 0 to 2^20 radians, absolute error at most 1.2e-7: range reduction by pi/2 in three
+// parts, then polynomials that interpolate at Chebyshev nodes. sincosf has a slow path beyond
+// 105,615 that needs local memory.
 DEVICE float2 cos_sin(float angle) {
   const float k = rintf(angle * 0.636619772f);
   float r = fmaf(k, -1.57079637f, angle);
@@ -28,12 +28,14 @@ DEVICE float2 cos_sin(float angle) {
   return {(n + 1) & 2 ? -x : x, n & 2 ? -y : y};
 }
 
-// Element e of a head's vector j in a lane: value (32 j + lane) W + e. W is such that both values
-// of a rotated pair lie in the same lane.
+// Element v[j][e] is value (32 j + lane) W + e of the head. W is chosen so that one lane holds both
+// values of a rotated pair: PAIRS 1 rotates (2 i, 2 i + 1), PAIRS 0 rotates (i, i + D / 2).
 template <int D, int PAIRS>
 struct HeadVector {
   static constexpr int W = PAIRS ? (D >= 128 ? 4 : 2) : (D >= 256 ? 4 : D / 64);
   static constexpr int J = D / (32 * W);
+  static_assert(J * 32 * W == D, "a warp holds the whole head");
+  static_assert(PAIRS || J % 2 == 0, "value i + D / 2 must be in the lane of value i");
   float v[J][W];
 
   static DEVICE int at(int j) { return (j * 32 + threadIdx.x % 32) * W; }
@@ -53,18 +55,18 @@ struct HeadVector {
     }
   }
   DEVICE void load_shared(const float* p) {
-    static_assert(W == 4, "");
+    static_assert(W == 4, "16-byte loads");
 #pragma unroll
     for (int j = 0; j < J; ++j) {
       const float4 x = *(const float4*)(p + at(j));
       v[j][0] = x.x, v[j][1] = x.y, v[j][2] = x.z, v[j][3] = x.w;
     }
   }
-  template <int SLICES>  // p [SLICES][rows][n heads][D], summed in order
+  template <int SLICES>  // sum of split-K slices p [SLICES][rows][n heads][D], in order
   DEVICE void load(const float* p, int row, int rows, int n, int head) {
     load<SLICES>(p + ((i64)row * n + head) * D, (i64)rows * n * D);
   }
-  template <int SLICES>  // `apart`: from one slice to the next
+  template <int SLICES>  // `apart`: elements from one slice to the next
   DEVICE void load(const float* p, i64 apart) {
     load(p);
 #pragma unroll
@@ -91,7 +93,7 @@ struct HeadVector {
 #pragma unroll
       for (int e = 0; e < W; ++e) v[j][e] *= r;
   }
-  template <int ROTARY_PAIRS>  // but for the first TURN columns of both halves
+  template <int ROTARY_PAIRS>  // except the first ROTARY_PAIRS columns of both halves
   DEVICE void scale(const HeadVector& w) {
 #pragma unroll
     for (int j = 0; j < J; ++j)
@@ -99,7 +101,7 @@ struct HeadVector {
       for (int e = 0; e < W; ++e)
         if (at(j) % (D / 2) >= ROTARY_PAIRS) v[j][e] *= w.v[j][e];
   }
-  static DEVICE void rotate_pair(float& a, float& b, float2 by) {  // by cosine and sine
+  static DEVICE void rotate_pair(float& a, float& b, float2 by) {  // by {cos, sin}
     const float x = a * by.x - b * by.y;
     b = b * by.x + a * by.y;
     a = x;
@@ -117,7 +119,7 @@ struct HeadVector {
         for (int e = 0; e < W; ++e) rotate_pair(v[j][e], v[j + J / 2][e], angles[at(j) + e]);
     }
   }
-  // Norm, with the weight or without, and rotation.
+  // RMS norm (optionally weighted), then rotation.
   DEVICE void finish(bool normed, bool weighted, const HeadVector& weight, bool turns,
                      const float2* angles, float eps) {
     if (normed || weighted) {
@@ -126,9 +128,11 @@ struct HeadVector {
     }
     if (turns) rotate(angles);
   }
-  // Columns that are stored: all, or with TURN the first TURN of both halves.
+  // Columns that the cache stores: all (ROTARY_PAIRS 0), or the first ROTARY_PAIRS of both halves.
   template <int ROTARY_PAIRS>
-  static DEVICE bool stored(int j) { return !ROTARY_PAIRS || at(j) % (D / 2) < ROTARY_PAIRS; }
+  static DEVICE bool stored(int j) {
+    return !ROTARY_PAIRS || at(j) % (D / 2) < ROTARY_PAIRS;
+  }
   template <int ROTARY_PAIRS>
   static DEVICE int column(int j) {
     return ROTARY_PAIRS ? at(j) % (D / 2) + (at(j) < D / 2 ? 0 : ROTARY_PAIRS) : at(j);
@@ -147,7 +151,8 @@ struct HeadVector {
         *to = to_half(v[j][0]);
     }
   }
-  // Q8_0: bytes q + 128, and a scale for 32 values; rounded as `roundf` does. `also`: a second place.
+  // Store as Q8_0: bytes q + 128 and a half-precision scale per 32 values, rounded as `roundf`.
+  // `also`: an optional second destination.
   template <int ROTARY_PAIRS>
   DEVICE void store(u8* p, u16* scales, u8* also = nullptr, u16* also_scales = nullptr) const {
 #pragma unroll

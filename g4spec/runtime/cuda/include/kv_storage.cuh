@@ -1,18 +1,20 @@
-// Where a layer keeps the rows of sequences: planes [units, n_kv, capacity, columns]. A unit is the ring
-// of a slot or a page, see g4spec/runtime/cuda/cache/cuda_kv.py. Position p stands in row p % capacity
-// of its unit.
+// Mapping of sequence positions to rows of the KV cache. A layer stores each of K and V as a plane
+// [units, n_kv, capacity, columns] (g4spec/runtime/cuda/cache/cuda_kv.py). A unit is a page of the
+// pool (layers without a window) or the ring of a slot (layers with one). Position p is in row
+// p % capacity of its unit.
 //
-// Tables of pages are written by copies before a step begins, so they may be read at any time.
+// The host writes page tables by copies before a step begins, so kernels may read them before
+// griddep_wait().
 #pragma once
 #include "ptx.cuh"
 
-constexpr int PAGE = 128;  // positions
+constexpr int PAGE = 128;  // positions per page
 
 struct Units {
-  const int* table;  // [slots, width]: the page of each PAGE positions of a slot; null: rings
+  const int* table;  // [slots, width]: page number of each PAGE positions of a slot; null: rings
   int width, slot;
 
-  // The unit of a position; the spare page for those before 0 and behind the table.
+  // Unit that stores a position; page 0, which is spare, for positions outside the table.
   DEVICE int unit_of(int position) const {
     if (!table) return slot;
     const u32 page = (u32)position / PAGE;

@@ -1,27 +1,27 @@
-// Logits [T, V] and the keys of their columns.
+// Logits [T, V], and 64-bit keys that order (value, column) pairs.
 //
-// Keys are numbers of 64 bits, larger for larger values and then for lower columns: no two are equal,
-// so that a maximum does not depend on the order in which it is taken. NaN is above all numbers.
+// A larger key is a larger value or, among equal values, a lower column. No two keys of a row are
+// equal, so a maximum does not depend on the order of comparisons. NaN is above all numbers.
 #pragma once
 #include "ptx.cuh"
 
 enum {
-  THREADS = 256,  // of a block that reads a span of columns
-  QUADS = 4,      // 16-byte loads of a thread
+  THREADS = 256,  // per block; a block reads a span of SPAN columns
+  QUADS = 4,      // 16-byte loads per thread
   SPAN = THREADS * QUADS * 4,
 };
 
 struct Logits {
   const float* z;          // [rows, columns], raw
-  const i64* positions;    // of the rows, see `place`; a choice goes `ahead` positions further
-  const u32* suppressed;   // bit per column, or null
+  const i64* positions;  // of the rows, at `row_index`; the chosen token is `ahead` positions later
+  const u32* suppressed;  // one bit per column, or null
   int columns, ahead;
-  float cap;               // a logit is cap tanh(z / cap), or z without
-  int each = 1, pitch = 1;  // rows of a sequence, and their distance in arrays of more
+  float cap;                // logit = cap tanh(z / cap); 0: z
+  int each = 1, pitch = 1;  // rows per sequence here, and in `positions` and `bad`
   float inv_3_cap_squared = 1.0f / (3.0f * cap * cap);
 
   DEVICE int sequence(int row) const { return row / each; }
-  // Index of a row in `positions` and `bad`, which have `pitch` numbers for each sequence.
+  // Index of a row in `positions` and `bad`, which have `pitch` entries per sequence.
   DEVICE int row_index(int row) const { return row / each * pitch + row % each; }
   DEVICE u64 position(int row) const { return (u64)(positions[row_index(row)] + ahead); }
 
@@ -29,14 +29,15 @@ struct Logits {
     if (x == lowest()) return x;
     return cap > 0.0f ? cap * tanhf(x / cap) : x;
   }
-  // The smallest raw logit whose value may round to that of `most`.
+  // Lower bound of the raw logits whose capped value may round to that of `most`.
   DEVICE float tie_lower_bound(float most) const {
     if (cap == 0.0f) return most;
     const float t = tanhf(most / cap), slope = 1.0f - t * t;
     if (!(slope > 1e-6f)) return -3.4e38f;
     return most - fabsf(most) * 5e-7f - cap * 1e-6f / slope;
   }
-  // Not below the value of a raw logit: tanh(y) <= y, and below 0 tanh(y) <= min(y - y^3 / 3, 0).
+  // Upper bound of the capped value of a raw logit, without tanh: tanh(y) <= y, and for y < 0
+  // tanh(y) <= min(y - y^3 / 3, 0).
   DEVICE float upper_bound(float x) const {
     return cap > 0.0f && x < 0.0f ? fminf(x - x * x * x * inv_3_cap_squared, 0.0f) : x;
   }
@@ -69,7 +70,7 @@ struct Logits {
   static DEVICE float lowest() { return __int_as_float(0xff800000); }
 };
 
-DEVICE u64 make_key(float value, int column) {  // above 0
+DEVICE u64 make_key(float value, int column) {  // never 0; 0 means "no key"
   const u32 bits = value != value ? 0x7fffffffu : __float_as_uint(value + 0.0f);  // -0 is 0
   return (u64)(bits >> 31 ? ~bits : bits | 0x80000000u) << 32 | (0xffffffffu - (u32)column);
 }
@@ -77,7 +78,7 @@ DEVICE float value_of(u64 key) {
   const u32 bits = (u32)(key >> 32);
   return __uint_as_float(bits >> 31 ? bits & 0x7fffffffu : ~bits);
 }
-DEVICE bool finite(u64 key) {  // 0 is not
+DEVICE bool finite(u64 key) {  // false for key 0
   const float v = value_of(key);
   return v - v == 0.0f;
 }
@@ -97,8 +98,8 @@ DEVICE u64 warp_max_key(u64 key) {
       int each, int pitch
 #define LOGITS_GIVEN {z, positions, suppressed, columns, ahead, cap, each, pitch}
 
-// The largest bound that at least k threads reach: 0 if fewer than k have a key. Keys are unique, so
-// just k threads reach it then.
+// Largest bound that the `head` keys of at least k threads reach, by bisection over its bits; 0 if
+// fewer than k threads have a key. Keys are unique, so exactly k threads reach a nonzero bound.
 DEVICE u64 kth_bound(u64 head, int k) {
   u64 bound = 0;
   for (int bit = 63; bit >= 0; --bit) {
@@ -110,9 +111,9 @@ DEVICE u64 kth_bound(u64 head, int k) {
   return bound;
 }
 
-// All of a block's keys (N a thread, 0: none) that may be among the k largest -> `list`; how many.
-// What the k-th largest of the threads' own largest keys is bounds them from below; only k threads
-// hold anything above that, so there are at most k N.
+// Append all keys of the block (N per thread, 0: none) that may be among its k largest to `list`;
+// return their number. The k-th largest of the threads' maxima is a lower bound. Only k threads
+// hold keys above it, so the list has at most k N entries.
 template <int N>
 DEVICE int collect_candidates(const u64 (&keys)[N], int k, u64* list, int* count) {
   u64 head = 0;
@@ -128,7 +129,8 @@ DEVICE int collect_candidates(const u64 (&keys)[N], int k, u64* list, int* count
   return *count;
 }
 
-// The k largest of n keys, in order. Ranks are counted: who wrote a key where makes no difference.
+// Write the k largest of n keys to `out`, largest first. A key's rank is counted, so the order of
+// `list` does not matter.
 DEVICE void sort_top_k(const u64* list, int n, int k, u64* out) {
   for (int i = threadIdx.x; i < n; i += blockDim.x) {
     int above = 0;

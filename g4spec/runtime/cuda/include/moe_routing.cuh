@@ -1,30 +1,30 @@
-// Which experts the rows of a step visit. Every CTA finds that out for itself, in shared memory,
-// from scores that all have made together: that is quicker than telling it to the others.
+// Routing of a step's rows to experts. Every CTA computes the routing itself, in shared memory,
+// from router scores that all CTAs have computed together: that is faster than broadcasting the
+// result.
 #pragma once
-#include "ptx.cuh"
 #include "packed_rows.cuh"
+#include "ptx.cuh"
 
-constexpr int MAX_ROWS = 16;  // of a step
-constexpr int TILE_ROWS = 8;     // rows that the tensor cores multiply at once
+constexpr int MAX_ROWS = 16;  // per step
+constexpr int TILE_ROWS = 8;  // rows per MMA
 
-// Some rows, at most COLUMNS, that visit the same expert.
+// Up to TILE_ROWS rows that use the same expert.
 struct Visit {
   u16 expert, count;
-  u8 pair[TILE_ROWS];  // row * K + slot: the row, and which of its K experts this is to it
+  u8 pair[TILE_ROWS];  // row * K + slot, where slot is the expert's rank (0 .. K - 1) for the row
 };
 
 template <int EXPERTS, int K>
 struct Routing {
   static constexpr int MAX_VISITS = MAX_ROWS * K < 2 * EXPERTS ? MAX_ROWS * K : 2 * EXPERTS;
-  Visit visits[MAX_VISITS];          // by expert, then row
-  float weight[MAX_ROWS * K];  // of each pair
-  u32 rows[EXPERTS];           // that visit an expert, as bits
+  Visit visits[MAX_VISITS];    // by expert, then row
+  float weight[MAX_ROWS * K];  // router weight of each pair
+  u32 rows[EXPERTS];           // bit mask of the rows that use each expert
   u8 slot[MAX_ROWS][EXPERTS];
-  int count;  // of visits
+  int count;  // number of visits
 };
 
-// Four experts' dot products with a row, and the row's squares, over a warp: lanes 0, 8, 16, 24
-// hold the products of experts 0 .. 3.
+// Warp sums of four values: lanes 0, 8, 16, 24 get the sums of s[0] .. s[3].
 DEVICE float warp_reduce4(const float (&s)[4], int lane) {
   const bool upper = lane & 16, right = lane & 8;
   const float a = (upper ? s[2] : s[0]) + __shfl_xor_sync(FULL_MASK, upper ? s[0] : s[2], 16);
@@ -35,8 +35,9 @@ DEVICE float warp_reduce4(const float (&s)[4], int lane) {
   return v;
 }
 
-// Scores gate [EXPERTS, width] * (rms_norm(x) * norm / sqrt(width)) of 4 experts and up to 4 rows
-// at a time: job j has experts 4 (j % (EXPERTS / 4)) and on, rows 4 (j / (EXPERTS / 4)) and on.
+// Router scores gate [EXPERTS, width] * (rms_norm(x) * norm / sqrt(width)). A job computes 4
+// experts for up to 4 rows: job j has experts from 4 (j % BLOCKS) on and rows from 4 (j / BLOCKS)
+// on.
 template <int EXPERTS, int WARPS, int LOADS>
 struct RouterScores {
   static constexpr int BLOCKS = (EXPERTS + 3) / 4, THREADS = 32 * WARPS;
@@ -54,7 +55,7 @@ struct RouterScores {
     return i < width / 4 ? __ldcg((const float4*)p + i) : float4{0, 0, 0, 0};
   }
 
-  DEVICE void load(int job) {  // nothing but weights
+  DEVICE void load(int job) {  // load weights only; may run before griddep_wait()
     float4 n[LOADS];
 #pragma unroll
     for (int j = 0; j < LOADS; ++j) n[j] = at(norm, j);
@@ -96,7 +97,7 @@ struct RouterScores {
     }
   }
 
-  // By the first warp, when all warps have run.
+  // Called by warp 0 after all warps have called `run`.
   DEVICE void finish(int job, const float* parts) const {
     const int lane = threadIdx.x, r = lane / 4, e = lane % 4;
     const int row = job / BLOCKS * 4 + r, expert = job % BLOCKS * 4 + e;
@@ -124,9 +125,11 @@ DEVICE float ordered_to_float(u32 key) {
   return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key);
 }
 
-// One warp: lane s < K gets the s-th best expert of a row (the lowest of equals) and its weight.
+// Called by one warp: lane s < K gets the s-th best expert of a row (the lowest index among equals)
+// and its weight.
 template <int EXPERTS, int K>
-DEVICE void choose_experts(const float* scores, const float* gains, int lane, int& expert, float& weight) {
+DEVICE void choose_experts(const float* scores, const float* gains, int lane, int& expert,
+                           float& weight) {
   constexpr int PER = (EXPERTS + 31) / 32;
   u32 key[PER];
 #pragma unroll
@@ -156,7 +159,7 @@ DEVICE void choose_experts(const float* scores, const float* gains, int lane, in
   weight = lane < K ? e / sum * gains[expert] : 0.0f;
 }
 
-// One warp, when the rows of each expert are known.
+// Build `visits` from `rows`. Called by one warp.
 template <int EXPERTS, int K>
 DEVICE void list_visits(Routing<EXPERTS, K>& r, int lane) {
   int count = 0;

@@ -1,21 +1,21 @@
-// What a step of a layer with experts does, as a list of products, and the ring of slots in shared
-// memory that their operands pass through. See experts.cu.
+// Work list of an MoE layer's step, the configuration of a kernel instance, and the ring of
+// shared-memory slots that operands pass through. Used by experts.cu.
 #pragma once
 #include "gemm_tile.cuh"
 #include "moe_routing.cuh"
 
-constexpr int TEAM_WARPS = 4;  // warps: 128 rows of weights
+constexpr int TEAM_WARPS = 4;  // a team multiplies 128 weight rows
 
-// What one step does. Matrices are packed in groups of 128 rows, each expert apart; gates and ups
-// in turns of 16 rows.
+// Arguments of a step. Matrices are packed in groups of 128 rows, each expert separately; gate and
+// up matrices are interleaved in blocks of 16 rows.
 struct MoeStep {
-  const u8 *dense_rows, *rows;  // input of both branches: Rows of 8 NT
+  const u8 *dense_rows, *rows;  // packed activations of 8 NT rows: dense branch, experts
   const float *x, *gate, *norm, *gains;
   const u8 *dense_up, *dense_down, *up, *down;
   u8 *dense_hidden, *hidden;  // [tile or visit][channels / 64][ACT_BYTES]
   float* scores;
-  u32* arrived;        // jobs of the router, then products of each tile of `dense_hidden` (2), then
-                       // of each visit
+  u32* arrived;        // counters: router jobs done [1], finished GEMM tiles of each row tile of
+                       // `dense_hidden` [2], and of each visit
   float *y, *dense_y;  // [tokens, K, width] weighted, and [tokens, width]
   i32* chosen;         // [tokens, K], and their weights
   float* weights;
@@ -46,38 +46,41 @@ struct MoeConfig {
   static constexpr int max_of(int a, int b) { return a > b ? a : b; }
   template <class F>
   static constexpr int UNIT_AND_ROWS = F::UNIT_BYTES + BLOCKS<F>;
-  static constexpr int SLOT =
-      max_of(max_of(UNIT_AND_ROWS<Up>, UNIT_AND_ROWS<Down>), max_of(UNIT_AND_ROWS<DenseUp>, UNIT_AND_ROWS<DenseDown>));
+  static constexpr int SLOT = max_of(max_of(UNIT_AND_ROWS<Up>, UNIT_AND_ROWS<Down>),
+                                     max_of(UNIT_AND_ROWS<DenseUp>, UNIT_AND_ROWS<DenseDown>));
   template <class F>
-  static constexpr int UNITS = SLOT / UNIT_AND_ROWS<F>;  // in a slot: their weights, then their rows
+  static constexpr int UNITS =
+      SLOT / UNIT_AND_ROWS<F>;  // in a slot: their weights, then their rows
   static constexpr int SCRATCH = max_of(max_of(max_of(Up::SCRATCH, Down::SCRATCH), 256),
                                         max_of(DenseUp::SCRATCH, DenseDown::SCRATCH));
 };
 
-// Shared memory beside the ring.
+// Shared memory other than the ring.
 template <class C>
 struct MoeFixedStorage {
   u8 scratch[C::CONSUMERS][C::SCRATCH];
-  float sums[2][C::TEAMS - 1][TEAM_WARPS][8][32];  // of teams, twice so that one may be read meanwhile
+  float sums[2][C::TEAMS - 1][TEAM_WARPS][8][32];  // partial sums of teams, double-buffered
   float channel_sums[TEAM_WARPS][8];
   float scores[C::CONSUMERS * 20];
   typename C::Visits visits;
   u64 routed;
 };
 
-// BYTES in all, with as many slots as fit that teams can share: within a product a slot is always the
-// same team's, for of its barrier a team would not see whether what it finds there is the other's.
+// Shared memory of BYTES bytes, with as many slots as fit, rounded down to a multiple of TEAMS:
+// within a GEMM tile a slot always belongs to the same team. Otherwise a team could not tell from
+// the barrier's parity whether the slot holds its own unit or another team's.
 template <class C, int BYTES>
 struct MoeStorage : MoeFixedStorage<C> {
   using Base = C;
   static constexpr int FIT = (BYTES - (int)sizeof(MoeFixedStorage<C>)) / (C::SLOT + 16);
   static constexpr int STAGES = FIT / C::TEAMS * C::TEAMS;
   static_assert(STAGES > 0, "too little shared memory");
+  static_assert(C::SLOT % 16 == 0, "bulk copies need 16-byte aligned slots");
   alignas(16) u8 slots[STAGES][C::SLOT];
   u64 full[STAGES], empty[STAGES];
 };
 
-// A place in the ring.
+// Position in the ring.
 template <class S>
 struct RingCursor {
   S& s;
@@ -92,7 +95,8 @@ struct RingCursor {
   }
 };
 
-// Calls the role for each product of this CTA, in order.
+// Call `role` for each GEMM tile of this CTA, in order: the CTA takes every gridDim-th entry of the
+// list dense up, (routing), expert up, dense down, expert down.
 template <class S, class Role>
 DEVICE void for_each_product(const MoeStep& w, const S& s, Role& role) {
   using C = typename S::Base;

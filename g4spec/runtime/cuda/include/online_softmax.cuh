@@ -1,18 +1,19 @@
-// What attention kernels of sm_90 share: scores become weights in the registers of those who computed
-// them. A row is a token and one of a KV head's queries.
+// Online softmax of the sm_90 prefill attention kernels (as FlashAttention-3): scores become
+// weights in the registers of the threads that hold the wgmma accumulator. A row is a token and one
+// of the KV head's query heads.
 #pragma once
 #include "wgmma.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 constexpr float LOG2E = 1.4426950408889634f;
 
-#define NEG_INF __int_as_float(0xff800000)  // minus infinity
+#define NEG_INF __int_as_float(0xff800000)
 
-// The rows that a thread holds: two of its group's 64.
+// State of the two rows (of the warp group's 64) that a thread holds.
 struct OnlineSoftmax {
   float row_max[2] = {NEG_INF, NEG_INF}, sum[2] = {0, 0}, rescale[2];
-  int last[2], before_first[2];      // visible keys: (least, last]
-  int whole_from, whole_to;   // tiles that begin in (from, to] are visible to all rows
+  int last[2], before_first[2];  // visible keys: (before_first, last]
+  int whole_from, whole_to;      // tiles whose first key is in (whole_from, whole_to] need no mask
 
   DEVICE OnlineSoftmax(int row, int group, int lane, int warp, int offset, int window) {
 #pragma unroll
@@ -24,7 +25,8 @@ struct OnlineSoftmax {
     whole_to = row / group + offset - 63;
   }
 
-  // Scores of 64 keys from `first` on become weights; the sums so far are to be made smaller.
+  // Mask the scores of 64 keys from `first` on, update maximum and sum, and replace the scores by
+  // weights. The caller rescales its accumulator by `rescale`.
   DEVICE void update(float (&s)[32], int first, int lane) {
     if (first <= whole_from || first > whole_to) {
 #pragma unroll

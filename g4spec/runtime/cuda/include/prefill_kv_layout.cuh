@@ -1,10 +1,14 @@
-// Where prefill keeps the keys and values that a chunk of rows attends to, and how a row of a head
-// is held: lane l of a warp has V values from 4 l / 8 l ... of each half of the head, so that both
-// members of a rotated pair (i, i + D/2) stand in one lane.
+// Layouts of the K and V buffers that prefill attention reads, and `HeadRow`, one head's vector in
+// the registers of a warp. A chunk's keys and values are copied into these buffers together with
+// those of earlier rows of the cache.
+//
+// A layout maps (head, row, column d) to an element offset: `RowMajor` for cuBLAS, `SwizzledTiles`
+// and `SharedKvTiles` for the wgmma kernels. `stores_key(d)` is false for columns of K that the
+// layout omits.
 #pragma once
 #include "half_rows.cuh"
 
-// Rows of D values: [head][row][D].
+// [head][row][D].
 template <int D>
 struct RowMajor {
   static DEVICE i64 key(int head, i64 capacity, int row, int d) {
@@ -16,8 +20,9 @@ struct RowMajor {
   static constexpr DEVICE bool stores_key(int) { return true; }
 };
 
-// Tiles of 64 rows in the order in which tensor cores of sm_90 read shared memory: blocks of 64
-// columns [64 rows][8 pieces of 16 bytes], piece p of row r in place p ^ (r % 8).
+// Tiles of 64 rows, each laid out as wgmma reads shared memory, so that one bulk copy brings a
+// tile: BLOCKS blocks of 64 columns [64 rows][8 chunks of 16 bytes], chunk p of row r at position p
+// ^ (r % 8).
 template <int D, int BLOCKS>
 struct SwizzledBlocks {
   static DEVICE i64 at(int head, i64 capacity, int row, int block, int d) {
@@ -36,8 +41,9 @@ struct SwizzledTiles : SwizzledBlocks<D, D / 64> {
   static constexpr DEVICE bool stores_key(int) { return true; }
 };
 
-// Values, and of the keys only what the rotation made different from them (up to a weight for each
-// channel, which the queries take over): the first 64 columns of both halves.
+// For layers whose keys are their values before norm weight and rotation: V, and of K only the
+// rotated columns, which are the first 64 of both halves. The other columns of K equal V times a
+// weight per channel, which is multiplied into the queries instead.
 template <int D>
 struct SharedKvTiles : SwizzledBlocks<D, D / 64 + 2> {
   static DEVICE i64 value(int head, i64 capacity, int row, int d) {
@@ -49,6 +55,8 @@ struct SharedKvTiles : SwizzledBlocks<D, D / 64 + 2> {
   static constexpr DEVICE bool stores_key(int d) { return d % (D / 2) < 64; }
 };
 
+// One head's row in a warp: lane l holds V values of each half of the head, from column l * V on,
+// so that both members of a rotated pair (i, i + D/2) are in one lane.
 template <int D>
 struct HeadRow {
   static constexpr int V = D >= 64 ? D / 64 : 1;
@@ -58,12 +66,16 @@ struct HeadRow {
   static DEVICE bool active() { return D >= 64 || lane() * V < D / 2; }
   static DEVICE int at(int half) { return half * (D / 2) + lane() * V; }
 
-  // What a plane of the cache holds of a row: all columns, or with TURN the first TURN of both
-  // halves.
+  // Columns that a plane of the cache stores: all (ROTARY_PAIRS 0), or the first ROTARY_PAIRS of
+  // both halves.
   template <int ROTARY_PAIRS>
-  static DEVICE bool stored() { return active() && (!ROTARY_PAIRS || lane() * V < ROTARY_PAIRS); }
+  static DEVICE bool stored() {
+    return active() && (!ROTARY_PAIRS || lane() * V < ROTARY_PAIRS);
+  }
   template <int ROTARY_PAIRS>
-  static DEVICE int column(int half) { return ROTARY_PAIRS ? half * ROTARY_PAIRS + lane() * V : at(half); }
+  static DEVICE int column(int half) {
+    return ROTARY_PAIRS ? half * ROTARY_PAIRS + lane() * V : at(half);
+  }
 
   DEVICE void load(const u16* row) {
 #pragma unroll
@@ -94,7 +106,7 @@ struct HeadRow {
         y.x[h][e] = x[h][e] * s * (weight && active() ? weight[at(h) + e] : 1.0f);
     return y;
   }
-  // `turns`: cosine and sine of the first `rotated` pairs.
+  // Rotate the first `rotated` pairs. `turns`: their cosines and sines.
   DEVICE void rotate(const float2* turns, int rotated) {
 #pragma unroll
     for (int e = 0; e < V; ++e) {

@@ -1,6 +1,6 @@
-// The instructions the kernels are written in, and nothing else: no host headers, so that NVRTC
-// needs none. Shapes and register layouts are those of the PTX ISA, sections "mma" and
-// "cp.async.bulk".
+// Wrappers of the PTX instructions that the kernels use. Each function is one instruction and has
+// its name where it has no plainer one. No host headers are included, so NVRTC needs none. Operand
+// shapes and register layouts are those of the PTX ISA, sections "mma" and "cp.async.bulk".
 #pragma once
 
 using u8 = unsigned char;
@@ -15,7 +15,7 @@ using i64 = long long;
 #define DEVICE __device__ __forceinline__
 constexpr u32 FULL_MASK = 0xffffffffu;
 
-// ---- half precision, held in 16 or 2 x 16 bits of an integer ----
+// ---- half precision: f16 in a u16, f16x2 in a u32 ----
 
 DEVICE u16 to_half(float x) {
   u16 h;
@@ -84,13 +84,14 @@ DEVICE u32 lop3(u32 a, u32 b, u32 c) {
 // (a & b) | c in one instruction.
 DEVICE u32 and_or(u32 a, u32 b, u32 c) { return lop3<0xea>(a, b, c); }
 DEVICE u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
-// The same by a selector that is known to have no number above 7: __byte_perm masks it.
+// permute() for a selector whose nibbles are all at most 7. __byte_perm masks the selector first;
+// this saves that instruction.
 DEVICE u32 permute_unmasked(u32 a, u32 b, u32 selector) {
   u32 d;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
   return d;
 }
-// The larger one, or NaN if one is.
+// Maximum of a and b; NaN if either is NaN.
 DEVICE float max_nan(float a, float b) {
 #if ARCH >= 800
   float d;
@@ -100,7 +101,7 @@ DEVICE float max_nan(float a, float b) {
   return a > b || a != a ? a : b;
 #endif
 }
-// Four of -128 .. 127 as bytes, the first one lowest.
+// Pack four integers in -128 .. 127 as signed bytes, `a` lowest.
 DEVICE u32 pack_s8x4(int a, int b, int c, int d) {
 #if ARCH >= 750
   u32 x;
@@ -112,18 +113,18 @@ DEVICE u32 pack_s8x4(int a, int b, int c, int d) {
   return (u32)(a & 255) | (u32)(b & 255) << 8 | (u32)(c & 255) << 16 | (u32)d << 24;
 #endif
 }
-// 32 bits of high:low from bit `shift` on, 0 to 63.
+// 32 bits of the 64-bit value high:low, starting at bit `shift` (0 to 63).
 DEVICE u32 extract_bits(u32 low, u32 high, u32 shift) {
   return shift < 32 ? __funnelshift_r(low, high, shift) : high >> (shift - 32);
 }
-// An integer below 2^23 as float, in two instructions.
+// Convert an integer below 2^23 to float in two instructions: v is or-ed into the mantissa of 2^23.
 DEVICE float small_uint_to_float(u32 v) { return __uint_as_float(v | 0x4b000000u) - 8388608.0f; }
 
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// ---- what the compiler is told ----
+// ---- hints to the compiler ----
 
-// Has a number computed here, not where it is used: before a wait.
+// Compute x here, not where it is used. Place it before a wait, so that the work overlaps with it.
 DEVICE u32 materialize(u32 x) {
   asm volatile("" : "+r"(x));
   return x;
@@ -138,18 +139,20 @@ DEVICE const float* materialize(const float* p) {
   return p;
 }
 
-// A place in shared memory, computed here.
-DEVICE u8* materialize_shared(const u8* p) { return (u8*)__cvta_shared_to_generic(materialize(shared_address(p))); }
+// materialize() for a pointer into shared memory.
+DEVICE u8* materialize_shared(const u8* p) {
+  return (u8*)__cvta_shared_to_generic(materialize(shared_address(p)));
+}
 
-DEVICE u32 clock_cycles() {  // of the multiprocessor's clock, so far
+DEVICE u32 clock_cycles() {  // low 32 bits of the SM's cycle counter
   u32 n;
   asm volatile("mov.u32 %0, %clock;" : "=r"(n));
   return n;
 }
 
-// ---- barriers of some warps of a block ----
+// ---- named barriers: bar.sync over a subset of the warps of a block ----
 
-DEVICE void named_barrier_sync(int id, int threads) {  // waits until `threads` have come
+DEVICE void named_barrier_sync(int id, int threads) {  // wait until `threads` have arrived
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 template <int ID, int THREADS>
@@ -159,15 +162,16 @@ DEVICE void named_barrier_sync() {
 
 // ---- memory ----
 
-DEVICE uint4 load_streaming(const void* p) {  // global memory that is read once
+DEVICE uint4 load_streaming(const void* p) {  // 16 bytes that are read once: not kept in L1
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
 
-// A flag in global memory: what was written before `add_release` (by this thread, or before a barrier
-// of its block) is seen after `load_acquire` has returned the sum.
+// Counter in global memory. A thread that reads the sum with `load_acquire` sees all writes that
+// happened before `atomic_add_release`: those of the releasing thread, and those of its block
+// before a block barrier.
 DEVICE u32 load_acquire(const u32* p) {
   u32 v;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
@@ -176,7 +180,7 @@ DEVICE u32 load_acquire(const u32* p) {
 DEVICE void atomic_add_release(u32* p, u32 v) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
-// Both at once; returns the sum before.
+// Acquire and release in one atomic; returns the value before the addition.
 DEVICE u32 atomic_add_acq_rel(u32* p, u32 v) {
   u32 before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(v)
@@ -196,8 +200,8 @@ DEVICE void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const floa
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1),
         "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
-// The same of bytes with signs, D += A[16 x 32] B[32 x 8] in whole numbers: columns (rows) 4t .. 4t + 3
-// and 4t + 16 .. 4t + 19.
+// D += A[16 x 32] B[32 x 8] on signed bytes with int32 sums. Lane 4 g + t holds columns of A (rows
+// of B) 4t .. 4t + 3 and 4t + 16 .. 4t + 19.
 DEVICE void mma_s8(u32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -206,11 +210,12 @@ DEVICE void mma_s8(u32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 }
 
 template <int N>
-DEVICE void cp_async_wait_group() {  // all but the N newest groups of this thread have arrived
+DEVICE void
+cp_async_wait_group() {  // wait until at most the N newest groups of this thread are pending
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 template <int BYTES>
-DEVICE void cp_async(u32 to_shared, const void* from_global) {  // 4, 8 or 16
+DEVICE void cp_async(u32 to_shared, const void* from_global) {  // BYTES: 4, 8 or 16
   if constexpr (BYTES == 16)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to_shared), "l"(from_global)
                  : "memory");
@@ -237,13 +242,13 @@ DEVICE void ldmatrix_x4_trans(u32 (&r)[4], const void* row) {
 }
 #endif
 
-// ---- barriers in shared memory, and the copies that complete on them ----
+// ---- mbarriers in shared memory, and the copies that complete on them ----
 
 #if ARCH >= 800
 DEVICE void mbarrier_init(u64* bar, u32 arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals));
 }
-// Makes new barriers visible to the copy engine; before the barrier of the block.
+// Make new mbarriers visible to the async proxy (bulk copies). Call it before __syncthreads().
 DEVICE void mbarrier_init_fence() {
 #if ARCH >= 900
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -254,7 +259,8 @@ DEVICE void mbarrier_arrive(u64* bar) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}"
                ::"r"(shared_address(bar)) : "memory");
 }
-DEVICE void mbarrier_wait(u64* bar, u32 parity) {  // until the phase of this parity has completed
+DEVICE void mbarrier_wait(u64* bar,
+                          u32 parity) {  // wait until the phase of this parity has completed
 #if ARCH >= 900
   asm volatile(
       "{\n.reg .pred done;\nagain:\n"
@@ -267,7 +273,7 @@ DEVICE void mbarrier_wait(u64* bar, u32 parity) {  // until the phase of this pa
       ::"r"(shared_address(bar)), "r"(parity) : "memory");
 #endif
 }
-DEVICE bool mbarrier_test_wait(u64* bar, u32 parity) {  // the same without waiting
+DEVICE bool mbarrier_test_wait(u64* bar, u32 parity) {  // true if that phase has completed
   u32 done;
   asm volatile(
       "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
@@ -277,7 +283,8 @@ DEVICE bool mbarrier_test_wait(u64* bar, u32 parity) {  // the same without wait
 }
 #endif
 
-// Between ordinary stores to global memory and bulk copies of what they stored: on both sides.
+// Proxy fence between ordinary stores to global memory and bulk copies that read them. The storing
+// thread and the copying thread both execute it.
 DEVICE void fence_proxy_async() {
 #if ARCH >= 900
   asm volatile("fence.proxy.async;" ::: "memory");
@@ -285,25 +292,29 @@ DEVICE void fence_proxy_async() {
 }
 
 #if ARCH >= 900
-// Between ordinary writes to shared memory and what comes after them asynchronously: tensor cores that
-// read it, bulk copies that write over it.
-DEVICE void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Proxy fence between ordinary writes to shared memory and later accesses of the async proxy: wgmma
+// that reads it, bulk copies that overwrite it.
+DEVICE void fence_proxy_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
-// Arrives once and awaits `bytes` more, of this thread's copies and of others. Behind its copies, so
-// that a checker of races, for which it is the thread that copies, sees these before its arrival.
+// Arrive once, and make the phase expect `bytes` more of copied data. Kernels call it after they
+// have issued the copies: compute-sanitizer's racecheck attributes bulk copies to the issuing
+// thread, and must see them before the arrival.
 DEVICE void mbarrier_arrive_expect_tx(u64* bar, u32 bytes) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n}"
                ::"r"(shared_address(bar)), "r"(bytes) : "memory");
 }
-// 16-byte aligned, a multiple of 16 bytes; completes on `bar`.
+// Both pointers 16-byte aligned, `bytes` a multiple of 16; completes on `bar`.
 DEVICE void cp_async_bulk(void* to_shared, const void* from_global, u32 bytes, u64* bar) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
       ::"r"(shared_address(to_shared)), "l"(from_global), "r"(bytes), "r"(shared_address(bar))
       : "memory");
 }
-// The same of what is read once: it leaves L2 before other data.
-DEVICE void cp_async_bulk_evict_first(void* to_shared, const void* from_global, u32 bytes, u64* bar) {
+// cp_async_bulk() with an L2 evict-first hint, for data that is read once (weights).
+DEVICE void cp_async_bulk_evict_first(void* to_shared, const void* from_global, u32 bytes,
+                                      u64* bar) {
   asm volatile(
       "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy;\n"
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
@@ -314,16 +325,16 @@ DEVICE void cp_async_bulk_evict_first(void* to_shared, const void* from_global, 
 #endif
 
 #if ARCH >= 800
-DEVICE void cp_async_mbarrier_arrive(u64* bar) {  // arrives when this thread's copies are complete
+DEVICE void cp_async_mbarrier_arrive(u64* bar) {  // arrive once this thread's cp.async are complete
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(bar))
                : "memory");
 }
 #endif
 
 // ---- programmatic dependent launch ----
-// A kernel may start while the one before it still runs. Before the first read of anything another
-// kernel wrote, and before the first write, every thread calls `grid_wait`. `grid_launch` lets the
-// next kernel start; it says nothing about memory.
+// A kernel may start while its predecessor still runs. Every thread calls `griddep_wait` before its first
+// write, and before its first read of data that the predecessor writes.
+// `griddep_launch_dependents` allows the next kernel to start. It orders no memory accesses.
 
 DEVICE void griddep_wait() {
 #if ARCH >= 900
@@ -336,11 +347,15 @@ DEVICE void griddep_launch_dependents() {
 #endif
 }
 
-// ---- registers of a warp group, taken from one and given to another ----
+// ---- setmaxnreg: a warp group releases registers, another one acquires them ----
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 template <int N>
-DEVICE void setmaxnreg_dec() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+DEVICE void setmaxnreg_dec() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
 template <int N>
-DEVICE void setmaxnreg_inc() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
+DEVICE void setmaxnreg_inc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
 #endif

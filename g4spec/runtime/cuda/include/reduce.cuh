@@ -1,11 +1,12 @@
-// Sums and maxima over a warp or a block, in an order that depends on the block's shape alone.
+// Reductions over a warp or a block. The order of operations depends on the number of warps only,
+// so that results are the same in every launch.
 #pragma once
 #include "ptx.cuh"
 
 struct Sum {
   DEVICE float operator()(float a, float b) const { return a + b; }
 };
-struct MaxNan {  // a NaN stays
+struct MaxNan {  // NaN if any value is NaN
   DEVICE float operator()(float a, float b) const { return max_nan(a, b); }
 };
 
@@ -16,8 +17,8 @@ DEVICE float warp_reduce(float v, Op op) {
   return v;
 }
 
-// One value of each thread, combined; every thread gets the result. `slots` [WARPS] in shared
-// memory, others for each use.
+// Reduce one value per thread over the block; every thread gets the result. `slots` [WARPS] is
+// shared memory. Each call needs its own: there is no barrier after the last read.
 template <int WARPS, class Op>
 DEVICE float block_reduce(float v, float* slots, Op op) {
   v = warp_reduce(v, op);
@@ -29,7 +30,7 @@ DEVICE float block_reduce(float v, float* slots, Op op) {
   return v;
 }
 
-// The sums of two values of each thread, with one wait.
+// Sums of two values per thread, with one block barrier.
 template <int WARPS>
 DEVICE float2 block_reduce2(float a, float b, float* slots_a, float* slots_b) {
   a = warp_reduce(a, Sum()), b = warp_reduce(b, Sum());

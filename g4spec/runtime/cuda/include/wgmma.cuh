@@ -1,30 +1,34 @@
-// Tensor cores of sm_90: products of 64 rows whose operands lie in shared memory, asynchronous to the
-// warps that issue them. Shapes, layouts and descriptors: PTX ISA, section "wgmma".
+// wgmma, the asynchronous tensor-core instructions of sm_90: 64-row MMAs with operands in shared
+// memory. Shapes, layouts and descriptors: PTX ISA, section "wgmma".
 //
-// An operand in shared memory consists of blocks of 64 columns [rows][8 pieces of 16 bytes], piece p
-// of row r in place p ^ (r % 8) (the 128-byte swizzle), on 1024 bytes. A sum d of 64 rows: warp w of
-// four, lane 4 g + t holds of row 16 w + g columns 8 j + 2 t + {0, 1} in d[4 j + {0, 1}], and of row
-// 16 w + g + 8 the same in d[4 j + {2, 3}].
+// Suffixes as in CUTLASS: `ss` both operands in shared memory, `rs` A in registers; `mn` B is
+// stored with its N dimension contiguous (transposed), otherwise its K dimension is.
+//
+// Shared-memory operand: blocks of 64 columns, each [rows][8 chunks of 16 bytes] with chunk p of
+// row r at position p ^ (r % 8) (the 128-byte swizzle), aligned to 1024 bytes. Accumulator d of 64
+// rows: warp w of the warp group, lane 4 g + t holds columns 8 j + 2 t + {0, 1} of row 16 w + g in
+// d[4 j + {0, 1}], and the same columns of row 16 w + g + 8 in d[4 j + {2, 3}].
 #pragma once
 #include "ptx.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// `block`: bytes between blocks of 64 columns, which matters where the columns are the result's. `eight`:
-// bytes between blocks of 8 rows.
+// Matrix descriptor. `block`: bytes between blocks of 64 columns; only MN-major operands use it.
+// `eight`: bytes between groups of 8 rows.
 DEVICE u64 smem_descriptor(const void* p, u32 block, u32 eight = 1024) {
   return (u64)(shared_address(p) >> 4) | (u64)(block >> 4) << 16 | (u64)(eight >> 4) << 32 |
          (u64)1 << 62;
 }
 
-// Before the first product after registers of its operands or sums were written.
+// Required before the first wgmma after registers of its A operand or accumulator were written.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N>
-DEVICE void wgmma_wait() {  // all but the N newest groups have ended
+DEVICE void wgmma_wait() {  // wait until at most the N newest groups are pending
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
-// Keeps the compiler from moving uses of these across this place.
+// Keep the compiler from moving accesses to these registers across this point (as CUTLASS's
+// function of this name).
 template <int N>
 DEVICE void warpgroup_fence_operand(float (&d)[N]) {
 #pragma unroll
@@ -41,7 +45,7 @@ DEVICE void warpgroup_fence_operand(u32 (&d)[N]) {
 #define G4_F32(d, i) G4_F8(d, i), G4_F8(d, i + 8), G4_F8(d, i + 16), G4_F8(d, i + 24)
 #define G4_F128(d, i) G4_F32(d, i), G4_F32(d, i + 32), G4_F32(d, i + 64), G4_F32(d, i + 96)
 
-// d (+)= a [64 rows, 16] times b [64 rows, 16] transposed.
+// d [64 x 64] (+)= A [64 x 16] B^T, B [64 x 16]. `add` 0: d = A B^T.
 DEVICE void wgmma_m64n64_ss(float (&d)[32], u64 a, u64 b, int add) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
@@ -54,7 +58,7 @@ DEVICE void wgmma_m64n64_ss(float (&d)[32], u64 a, u64 b, int add) {
 
 #define G4_F16(d, i) G4_F8(d, i), G4_F8(d, i + 8)
 
-// d (+)= a [64 rows, 16] in registers times b [32, 48, 64 rows, 16] transposed.
+// d [64 x N] (+)= A [64 x 16] in registers, times B^T, B [N x 16], for N = 32, 48 and 64.
 DEVICE void wgmma_rs(float (&d)[16], const u32 (&a)[4], u64 b, int add) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
@@ -83,7 +87,7 @@ DEVICE void wgmma_rs(float (&d)[32], const u32 (&a)[4], u64 b, int add) {
       : G4_F32(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }
 
-// d (+)= a [64 rows, 16] in registers times b [16 rows, 256].
+// d [64 x 256] (+)= A [64 x 16] in registers, times B [16 x 256].
 DEVICE void wgmma_m64n256_rs_mn(float (&d)[128], const u32 (&a)[4], u64 b, int add) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %133, 0;\n"
@@ -100,7 +104,7 @@ DEVICE void wgmma_m64n256_rs_mn(float (&d)[128], const u32 (&a)[4], u64 b, int a
       : G4_F128(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }
 
-// d (+)= a [64 rows, 16] times b [16 rows, 256].
+// d [64 x 256] (+)= A [64 x 16] B [16 x 256].
 DEVICE void wgmma_m64n256_ss_mn(float (&d)[128], u64 a, u64 b, int add) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"

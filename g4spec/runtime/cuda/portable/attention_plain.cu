@@ -1,12 +1,11 @@
-// The first phase of attention without tensor cores or asynchronous copies, for sm_70 and sm_75.
-// Same results in the same places as attention.cu: for each chunk of keys and row the largest
-// score, the sum of weights and the weighted sum of values. All arithmetic is float32. The second
-// dimension of the grid is the sequence.
+// Decode attention, phase 1, without tensor cores or asynchronous copies, for sm_70 and sm_75. Same
+// results in the same places as attention.cu, in float32 arithmetic. blockIdx.y is the sequence; a
+// block of 128 threads handles 8 rows and tiles of 64 keys.
 #include "attention_chunks.cuh"
 
-constexpr int THREADS = 128, ROWS = 8, KEYS = 64;  // of a block; of a tile
+constexpr int THREADS = 128, ROWS = 8, KEYS = 64;  // per block; KEYS per tile
 
-struct KvPlane {  // of keys or of values: [units, n_kv, capacity, D], scales [.., D / 32]
+struct KvPlane {  // K or V: [units, n_kv, capacity, D], scales [.., D / 32]
   const char* rows;
   const u16* scales;
 
@@ -17,24 +16,25 @@ struct KvPlane {  // of keys or of values: [units, n_kv, capacity, D], scales [.
   }
 };
 
-// TURN: see attention_tiles.cuh.
+// ROTARY_PAIRS: see attention_tiles.cuh.
 template <int D, int Q8, int ROTARY_PAIRS>
 DEVICE float key_at(const KvPlane& k, const KvPlane& v, i64 row, int d) {
   if (!ROTARY_PAIRS) return k.at<D, Q8>(row, d);
   const int half = d / (D / 2), inside = d % (D / 2);
-  return inside < ROTARY_PAIRS ? k.at<ROTARY_PAIRS ? 2 * ROTARY_PAIRS : D, Q8>(row, half * ROTARY_PAIRS + inside)
-                       : v.at<D, Q8>(row, d);
+  return inside < ROTARY_PAIRS
+             ? k.at<ROTARY_PAIRS ? 2 * ROTARY_PAIRS : D, Q8>(row, half * ROTARY_PAIRS + inside)
+             : v.at<D, Q8>(row, d);
 }
 
 struct SharedState {
   float scores[ROWS][KEYS], top[ROWS], sum[ROWS], rescale[ROWS];
-  int first[ROWS], last[ROWS], offset[ROWS];  // offset of a row's query, -1: no such row
+  int first[ROWS], last[ROWS], offset[ROWS];  // offset of a row's query in q; -1: no such row
 };
 
-// Scores of four rows with one key: thread -> key thread % 64, rows thread / 64 * 4 ...
+// Scores of one tile. A thread computes key thread % 64 for rows thread / 64 * 4 .. + 3.
 template <int D, int Q8, int ROTARY_PAIRS>
-DEVICE void score(SharedState& s, const u16* q, const KvPlane& k, const KvPlane& v, i64 at, int position,
-                  float scale) {
+DEVICE void score(SharedState& s, const u16* q, const KvPlane& k, const KvPlane& v, i64 at,
+                  int position, float scale) {
   const int key = threadIdx.x % KEYS, row = threadIdx.x / KEYS * 4;
   float dot[4] = {0, 0, 0, 0};
 #pragma unroll 4
@@ -51,7 +51,7 @@ DEVICE void score(SharedState& s, const u16* q, const KvPlane& k, const KvPlane&
   }
 }
 
-// Scores to weights; each warp has two rows.
+// Online softmax of a tile: scores become weights. Each warp handles two rows.
 DEVICE void scores_to_weights(SharedState& s) {
   const int lane = threadIdx.x % 32;
   for (int row = threadIdx.x / 32 * 2; row < threadIdx.x / 32 * 2 + 2; ++row) {
@@ -68,14 +68,15 @@ DEVICE void scores_to_weights(SharedState& s) {
 #pragma unroll
     for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(FULL_MASK, sum, step);
     __syncwarp();
-    if (lane == 0) s.top[row] = top, s.rescale[row] = rescale, s.sum[row] = fmaf(s.sum[row], rescale, sum);
+    if (lane == 0)
+      s.top[row] = top, s.rescale[row] = rescale, s.sum[row] = fmaf(s.sum[row], rescale, sum);
   }
 }
 
-// Rows of an item: which there are, what they see, nothing found yet. `start`: of the sequence.
+// Initialize the state of an item's rows. `start`: first row of the sequence.
 template <int D>
-DEVICE void open_rows(SharedState& s, const i64* first, const i64* last, int start, int begin, int head,
-                      int tokens, int n_kv, int group) {
+DEVICE void open_rows(SharedState& s, const i64* first, const i64* last, int start, int begin,
+                      int head, int tokens, int n_kv, int group) {
   if (threadIdx.x >= ROWS) return;
   const int r = threadIdx.x, row = begin + r, token = start + row / group;
   const bool real = row < tokens * group;
@@ -94,7 +95,7 @@ __global__ __launch_bounds__(THREADS, 4) void attend_plain(
   griddep_launch_dependents();
   griddep_wait();
   __shared__ SharedState s;
-  constexpr int DIMS_PER_THREAD = (D + THREADS - 1) / THREADS;  // values of d of a thread
+  constexpr int DIMS_PER_THREAD = (D + THREADS - 1) / THREADS;  // dims per thread
   const KvPlane k = {keys, key_scales}, v = {values, value_scales};
   const Chunks chunks = {shift, growing};
   const int start = blockIdx.y * tokens, rows = tokens * group;
@@ -127,7 +128,7 @@ __global__ __launch_bounds__(THREADS, 4) void attend_plain(
         for (int key = 0; key < KEYS; ++key) {
           const float x = v.at<D, Q8>(at + key, d);
 #pragma unroll
-          for (int r = 0; r < ROWS; ++r) {  // what a row does not see may be NaN
+          for (int r = 0; r < ROWS; ++r) {  // values of masked keys may be NaN
             const float weight = s.scores[r][key];
             if (weight != 0.0f) out[r][j] = fmaf(weight, x, out[r][j]);
           }

@@ -1,15 +1,16 @@
-// y = x W^T for up to 8 rows x, in float32, straight from the file's bytes of W: the product for GPUs
-// without the tensor-core path (sm_70, sm_75), which runs on every other one too.
+// y = x W^T for up to 8 rows x in float32, directly from the file's blocks of W: the GEMV for GPUs
+// without the tensor-core path (sm_70, sm_75). It runs on all others too.
 //
-// A warp takes ROWS rows of W; in each step, lane l takes values 8 l .. 8 l + 7 of the next 256
-// columns, turns them into float32 once and multiplies them with every row of x. The order of
-// additions depends on the number of columns alone. Reads W once, and x once a block.
+// A warp computes ROWS rows of W. In each step lane l takes values 8 l .. 8 l + 7 of the next 256
+// columns, dequantizes them once, and multiplies them with every row of x. The order of additions
+// depends on the number of columns only. W is read once, x once per block.
 //
-// Beside it, experts (a row times the matrix that it chose), and matrices as halves for cuBLAS.
+// Also: expert GEMVs (each row with the matrix it chose), and dequantization to half for cuBLAS.
 #include "codebook.cuh"
 #include "half_rows.cuh"
 
-// Bytes of 8 codes: where the file's blocks are only aligned to 2 or 4 bytes, in such pieces.
+// Load 8 bytes of codes, in loads of ALIGN bytes: blocks in the file are aligned to 2 or 4 bytes
+// only.
 template <int ALIGN>
 DEVICE uint2 load8(const u8* p) {
   if constexpr (ALIGN == 8) return *(const uint2*)p;
@@ -22,7 +23,7 @@ DEVICE uint2 shifted(uint2 v, int shift, u32 mask) {
   return {v.x >> shift & mask, v.y >> shift & mask};
 }
 
-// Codes, a byte each, to scale * (code - zero) + least. 0x4b0000cc is 2^23 + cc as float.
+// w = scale * (code - zero) + least for eight byte codes. 0x4b0000cc is the float 2^23 + cc.
 DEVICE void affine(float (&w)[8], uint2 codes, float zero, float scale, float least) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -31,7 +32,7 @@ DEVICE void affine(float (&w)[8], uint2 codes, float zero, float scale, float le
   }
 }
 
-// Formats: `values` gives values k .. k + 7 of a row, k a multiple of 8. Layouts of blocks are
+// Formats: `values` returns values k .. k + 7 of a row, k a multiple of 8. Block layouts are
 // described in g4spec/quant/formats/.
 
 template <int BITS, bool MINIMUM>
@@ -42,7 +43,7 @@ struct Blocks32 {  // Q4_0 Q4_1 Q5_0 Q5_1
   static DEVICE void values(float (&w)[8], const u8* row, int k) {
     const u8* block = row + k / 32 * BYTES;
     uint2 codes = shifted(load8<ALIGN>(block + CODES + k % 16), k % 32 / 16 * 4, 0x0f0f0f0fu);
-    if constexpr (BITS == 5) {  // 4 bits, spread to the lowest of 4 bytes by a product
+    if constexpr (BITS == 5) {  // spread 4 bits to the low bits of 4 bytes by a multiplication
       const u16* high = (const u16*)(block + HIGH);
       const u32 bits = (high[0] | (u32)high[1] << 16) >> (k % 32);
       codes.x |= ((bits & 15) * 0x00204081u & 0x01010101u) << 4;
@@ -82,7 +83,8 @@ struct Affine {  // Q4_K Q5_K
       const uint2 high = shifted(load8<8>(block + 16 + k % 32), group, 0x01010101u);
       codes.x |= high.x << 4, codes.y |= high.y << 4;
     }
-    // The first four groups' scales and minima whole, with the upper bits of the others on top.
+    // Groups 0 .. 3: 6-bit scale and minimum in the low bits of a byte, whose upper bits belong to
+    // groups 4 .. 7.
     const int at = group % 4 * 8;
     const u32 scale = head.y >> at, least = head.z >> at, lower = head.w >> at;
     const u32 s = group < 4 ? scale & 63 : (lower & 15) | (scale >> 6 & 3) << 4;
@@ -107,7 +109,7 @@ struct Q6K {
   }
 };
 
-// Codes of a table, of blocks as memory holds them (g4spec/runtime/cuda/weights/held.py).
+// Table-coded types, in the block layout of g4spec/runtime/cuda/weights/held.py.
 template <class T>
 struct Codebook {
   static constexpr int VALUES = T::BLOCK, BYTES = T::BYTES;
@@ -177,8 +179,9 @@ DEVICE i64 row_bytes(int k) {
   return (i64)(k / F::VALUES) * F::BYTES;
 }
 
-// Sums over the lanes of a warp of ROWS * T values a lane: the lane's share of the sums, each added in
-// the same order whatever their number.
+// Warp sums of ROWS * T values per lane. Each lane returns one of the sums; lanes exchange halves
+// of their values, so the number of shuffles is about ROWS * T instead of 5 * ROWS * T. Each sum is
+// added in the same order for every ROWS and T.
 template <int T, int ROWS>
 DEVICE float transpose_reduce(float (&v)[ROWS][T], int lane) {
   float* flat = &v[0][0];
@@ -198,7 +201,7 @@ DEVICE float transpose_reduce(float (&v)[ROWS][T], int lane) {
 }
 
 // weights: [n_rows][k / F::VALUES * F::BYTES], x: [tokens, k], y: [tokens, n_rows]; tokens <= T,
-// k a multiple of 8 and of F::VALUES. Warps of the x dimension take ROWS rows each.
+// k a multiple of 8 and of F::VALUES. Each warp computes ROWS rows.
 template <class F, int T, int ROWS>
 DEVICE void multiply(const u8* weights, const float* x, float* y, int n_rows, int k, int tokens) {
   const int lane = threadIdx.x % 32;
@@ -236,8 +239,8 @@ __global__ __launch_bounds__(128, 3) void portable(const void* weights, const fl
   multiply<F, T, ROWS>((const u8*)weights, x, y, n_rows, k, tokens);
 }
 
-// Row v of y [visits, n_rows]: row v / share of x times matrix ids[v] of the stack `weights`. The y
-// dimension of the grid takes the visits.
+// Row v of y [visits, n_rows]: row v / share of x times matrix ids[v] of the stack `weights`.
+// blockIdx.y is v.
 template <class F, int ROWS>
 __global__ __launch_bounds__(128, 3) void portable_visits(const void* weights, const float* x,
                                                        const i64* ids, float* y, int n_rows,
@@ -249,7 +252,7 @@ __global__ __launch_bounds__(128, 3) void portable_visits(const void* weights, c
   multiply<F, 1, ROWS>(matrix, x + visit / share * k, y + visit * n_rows, n_rows, k, 1);
 }
 
-// `count` times 8 values, of rows of k values, as halves.
+// Dequantize `count` * 8 values, of rows of k values, to half.
 template <class F>
 __global__ __launch_bounds__(256) void portable_halves(const u8* weights, u16* out, u32 count,
                                                     int k) {

@@ -1,10 +1,10 @@
-// What happens to many rows between prefill's large products: norms with the residual, and gated
-// activations. A block takes one row, read once into registers.
-#include "reduce.cuh"
-#include "packed_rows.cuh"
+// Prefill: norms with residual addition, and gated activations, between cuBLAS GEMMs. One block per
+// row, which is read once into registers.
 #include "half_rows.cuh"
+#include "packed_rows.cuh"
+#include "reduce.cuh"
 
-// A row of H values as four at a time.
+// A row of H values in the registers of a block of WARPS warps.
 template <int H, int WARPS>
 struct Row {
   static constexpr int N = H / 4, V = (N + 32 * WARPS - 1) / (32 * WARPS);
@@ -21,7 +21,7 @@ struct Row {
     for (int j = 0; j < V; ++j)
       if (at(j) < N) ((float4*)p)[at(j)] = v[j];
   }
-  // Adds `weight` times a row of 16-bit floats.
+  // Add `weight` times a row of 16-bit floats.
   template <class T>
   DEVICE void add(const u16* p, float weight) {
 #pragma unroll
@@ -35,14 +35,14 @@ struct Row {
 #pragma unroll
     for (int j = 0; j < V; ++j) v[j] = mul4(v[j], s);
   }
-  // Adds `s` times another row, times a weight for each channel.
+  // Add `s` times another row, times a weight per channel.
   DEVICE void add_weighted(const Row& other, float s, const float* weight) {
 #pragma unroll
     for (int j = 0; j < V; ++j)
       if (at(j) < N)
         v[j] = add4(v[j], mul4(mul4(other.v[j], s), ((const float4*)weight)[at(j)]));
   }
-  // 1 / root mean square. One use of `sums` each.
+  // 1 / root mean square. Each call needs its own `sums`.
   DEVICE float inverse_rms(float* sums, float eps) const {
     float s = 0;
 #pragma unroll
@@ -59,7 +59,7 @@ DEVICE void store4(void* to, int i, float4 v) {
     ((float4*)to)[i] = v;
 }
 
-// The row times `s` and a weight for each channel (null: none), as T.
+// Store the row times `s` and a weight per channel (null: none), converted to T.
 template <class T, int H, int WARPS>
 DEVICE void write_row(const Row<H, WARPS>& x, float s, const float* weight, void* to) {
 #pragma unroll
@@ -76,7 +76,7 @@ DEVICE void* row_of(void* base, i64 row) {
   return (u8*)base + row * H * T::BYTES;
 }
 
-// Rows of the residual x [T, H], normed, as halves [T, H].
+// RMS norm of the residual x [T, H] -> half [T, H].
 template <int H, int WARPS>
 __global__ void __launch_bounds__(32 * WARPS)
 norm(const float* x, const float* weight, void* to, float eps) {
@@ -87,8 +87,8 @@ norm(const float* x, const float* weight, void* to, float eps) {
   write_row<Half>(r, r.inverse_rms(sums[0], eps), weight, row_of<Half, H>(to, row));
 }
 
-// Rows of the residual as halves, each divided by a power of two that brings its largest value into
-// [512, 1024), and that power.
+// Residual rows as halves, each divided by the power of two that brings its largest magnitude into
+// [512, 1024); the power goes to `powers` [T].
 template <int H, int WARPS>
 __global__ void __launch_bounds__(32 * WARPS) convert(const float* x, void* to, float* powers) {
   __shared__ float slots[1][WARPS];
@@ -98,13 +98,14 @@ __global__ void __launch_bounds__(32 * WARPS) convert(const float* x, void* to, 
   float most = 0;
 #pragma unroll
   for (int j = 0; j < r.V; ++j) most = MaxNan()(most, largest4(r.v[j]));
-  const u32 exponent = __float_as_uint(block_reduce<WARPS>(most, slots[0], MaxNan())) >> 23;  // 2^(e - 127)
+  const u32 exponent =
+      __float_as_uint(block_reduce<WARPS>(most, slots[0], MaxNan())) >> 23;  // 2^(e - 127)
   const int up = exponent ? min(max((int)exponent - 136, -126), 127) : 0;
   if (threadIdx.x == 0) powers[row] = __uint_as_float((u32)(up + 127) << 23);
   write_row<Half>(r, __uint_as_float((u32)(127 - up) << 23), nullptr, row_of<Half, H>(to, row));
 }
 
-// x = (x + rms_norm(stored * h) * weight) * scale, then its norm as halves; `to` null: no norm.
+// x = (x + rms_norm(stored * h) * weight) * scale, then its norm as halves to `to` (null: no norm).
 template <int H, int WARPS>
 __global__ void __launch_bounds__(32 * WARPS)
 add_norm(const float* h, float* x, const float* weight, const float* scale, const float* next,
@@ -121,8 +122,8 @@ add_norm(const float* h, float* x, const float* weight, const float* scale, cons
   if (to) write_row<Half>(r, r.inverse_rms(sums[1], eps), next, row_of<Half, H>(to, row));
 }
 
-// The same before experts: three norms of one row, for the dense feed-forward, the experts, and
-// (times `share`, in float) the router.
+// The same before an MoE block: three norms of the row, for the dense branch, the experts, and
+// (times `share`, float32) the router.
 template <int H, int WARPS>
 __global__ void __launch_bounds__(32 * WARPS)
 add_norm_experts(const float* h, float* x, const float* weight, const float* dense, void* to_dense,
@@ -141,8 +142,8 @@ add_norm_experts(const float* h, float* x, const float* weight, const float* den
   write_row<Float>(r, s * share, router, row_of<Float, H>(to_router, row));
 }
 
-// After experts: their rows y, `k` a token at `places` [T, k] with `weights` [T, k], summed and
-// normed; the dense feed-forward h, times `stored`, normed; their sum normed and added to the
+// End of an MoE block: norm of the weighted sum of k expert rows y (at `places` [T, k], `weights`
+// [T, k]), plus norm of the dense branch h times `stored`; their sum is normed and added to the
 // residual.
 template <int H, int WARPS>
 __global__ void __launch_bounds__(32 * WARPS)
@@ -172,8 +173,8 @@ DEVICE float gelu(float x) {
   return x / (1.0f + __expf(-2.0f * inner));  // = 0.5 x (1 + tanh(inner))
 }
 
-// gelu(gate) * up: a row holds 16 gates, then the 16 values of up beside them, and so on; rows with
-// `halves` hold all gates first. Values enter multiplied by `in_scale` and leave multiplied by `out_scale`.
+// gelu(gate * in_scale) * (up * in_scale) * out_scale. A row interleaves 16 gates and 16 ups, or with
+// HALVES holds all gates first. A thread handles eight channels.
 template <class T, bool HALVES>
 __global__ void __launch_bounds__(256)
 gated(const u16* gate_up, u16* to, int width, float in_scale, float out_scale) {
@@ -189,8 +190,7 @@ gated(const u16* gate_up, u16* to, int width, float in_scale, float out_scale) {
   pack_row<T>(to + (i64)blockIdx.x * width + i, g);
 }
 
-// gelu(gate times its row's power) * by, with rows of `by` a distance `stride` apart: what a layer is
-// told about the token again.
+// Per-layer embedding: gelu(gate * powers[row]) * by; rows of `by` are `stride` elements apart.
 __global__ void __launch_bounds__(256)
 modulated(const float* gate, const float* powers, const float* by, i64 stride, u16* to, int width) {
   const int i = blockIdx.y * 256 + threadIdx.x;

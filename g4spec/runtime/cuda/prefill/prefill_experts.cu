@@ -1,15 +1,17 @@
-// Which experts many rows visit, and the rows in the order of their experts.
+// Prefill MoE routing: choose experts for each row, sort the (row, expert) visits by expert, and
+// gather rows in that order for grouped GEMMs.
 #include "half_rows.cuh"
 
 constexpr u32 NONE = 0;
 
-// A number that orders floats, the lower id first where two are equal.
+// Integer key that orders (score, id) pairs by score; among equal scores the lower id has the
+// larger key.
 DEVICE u64 sort_key(float x, int id) {
   const u32 bits = __float_as_uint(x);
   return (u64)(bits >> 31 ? ~bits : bits | 0x80000000u) << 32 | (0xffffffffu - id);
 }
 
-// Scores [T, E] -> ids and weights [T, K], best first; a warp a row. Weights are the softmax of the
+// Scores [T, E] -> ids and weights [T, K], best first; one warp per row. Weights: softmax over the
 // K best, times `gains` [E].
 template <int E, int K>
 __global__ void __launch_bounds__(128)
@@ -20,7 +22,8 @@ route(const float* scores, const float* gains, i32* ids, float* weights, int tok
   u64 mine[V];
 #pragma unroll
   for (int i = 0; i < V; ++i)
-    mine[i] = i * 32 + lane < E ? sort_key(scores[(i64)t * E + i * 32 + lane], i * 32 + lane) : NONE;
+    mine[i] =
+        i * 32 + lane < E ? sort_key(scores[(i64)t * E + i * 32 + lane], i * 32 + lane) : NONE;
   float best = 0, sum = 0, weight[K];
   int chosen[K];
 #pragma unroll
@@ -49,8 +52,8 @@ route(const float* scores, const float* gains, i32* ids, float* weights, int tok
   }
 }
 
-// A block an expert: where its `n` visits stand when they are ordered by expert (and by token).
-// `places` [n] of each visit, `visits` [n] the other way round, `ends` [E].
+// Counting sort of n visits by expert, then token; one block per expert. places[i]: sorted position
+// of visit i; visits: the inverse; ends[e]: end of expert e's range.
 __global__ void __launch_bounds__(1024)
 order(const i32* ids, i32* places, i32* visits, i32* ends, int n) {
   __shared__ int below, counts[32];
@@ -83,7 +86,7 @@ order(const i32* ids, i32* places, i32* visits, i32* ends, int n) {
   if (threadIdx.x == 0) ends[expert] = at;
 }
 
-// Row `visits[i] / k` of x, 16-bit floats [T, H], becomes row i.
+// Copy row visits[i] / k of x (16-bit floats [T, H]) to row i of `to`.
 template <int H>
 __global__ void __launch_bounds__(128) gather(const u16* x, const i32* visits, u16* to, int k) {
   const u32* from = (const u32*)(x + (i64)(visits[blockIdx.x] / k) * H);

@@ -1,11 +1,14 @@
-// Attention of many rows with heads of 256 on sm_90: scores never leave the registers. A block takes
-// 128 rows of a KV head, a row being a token and one of the head's queries; each of two groups of
-// four warps 64 of them. One thread of the other group feeds tiles of 64 keys and values, from the
-// last visible to the first. Everything lies in memory as the tensor cores want it (prefill_kv_layout.cuh, Tiles).
+// Prefill attention for heads of 256 on sm_90a, in the style of FlashAttention-3: scores stay in
+// registers. A block handles 128 rows (token x query head) of one KV head: two consumer warp groups
+// of 64 rows, and one producer thread in a third warp group, which bulk-copies tiles of 64 keys and
+// values, from the last visible tile to the first. All operands are in global memory in the
+// swizzled order of wgmma (prefill_kv_layout.cuh, SwizzledTiles), so a tile is one contiguous copy.
 #include "online_softmax.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 constexpr int TILE = 64 * 256 * 2, STAGES = 2, GROUPS = 2;
+static_assert(TILE % 1024 == 0,
+              "wgmma operands with the 128-byte swizzle start at multiples of 1024 bytes");
 
 struct Barriers {
   u64 queries, keys[STAGES], values[STAGES], no_keys[STAGES], no_values[STAGES];
@@ -32,7 +35,7 @@ DEVICE void issue_values(float (&o)[128], const u32 (&p)[16], u64 values, int ad
   }
   wgmma_commit();
 }
-// Tiles of keys and values, from number `high` down to `low`.
+// Producer: copy the queries, then tiles `high` down to `low` of keys and values.
 DEVICE void feed(Storage& sh, const u8* queries, const u8* keys, const u8* values, int low,
                  int high) {
   cp_async_bulk(sh.queries, queries, GROUPS * TILE, &sh.bar.queries);
@@ -49,7 +52,8 @@ DEVICE void feed(Storage& sh, const u8* queries, const u8* keys, const u8* value
   }
 }
 
-// While the weights of one tile meet its values, the scores of the next become weights.
+// Consumer main loop. Software-pipelined: the softmax of tile i overlaps with P V of the tile
+// before.
 DEVICE void attend(float (&o)[128], OnlineSoftmax& rows, Storage& sh, int mine, int low, int high,
                    int lane) {
   float s[32];
@@ -93,9 +97,9 @@ DEVICE void attend(float (&o)[128], OnlineSoftmax& rows, Storage& sh, int mine, 
   warpgroup_fence_operand(o);
 }
 
-// out [tokens, heads, group, 256] halves.
-DEVICE void write(const float (&o)[128], const OnlineSoftmax& rows, u16* out, int row, int tokens, int group,
-                  int lane, int warp) {
+// Normalize and store: out, half [tokens, KV heads, group, 256].
+DEVICE void write(const float (&o)[128], const OnlineSoftmax& rows, u16* out, int row, int tokens,
+                  int group, int lane, int warp) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float sum = rows.sum[r];
@@ -112,8 +116,9 @@ DEVICE void write(const float (&o)[128], const OnlineSoftmax& rows, u16* out, in
 }
 #endif
 
-// Grid: (blocks of 128 rows, KV heads). queries: `query_rows` a head, token t's from row t * group
-// on; keys, values: `key_rows` a head. Token t sees the `window` keys up to row t + offset.
+// Grid: (blocks of 128 rows, KV heads). queries: `query_rows` rows per KV head, token t's from row
+// t * group on; keys, values: `key_rows` rows per KV head. Token t sees the `window` keys up to row
+// t + offset.
 __global__ void __launch_bounds__(384, 1)
 flash(const u16* queries, const u16* keys, const u16* values, u16* out, int tokens, int group,
       int query_rows, int key_rows, int offset, int window) {
@@ -124,12 +129,13 @@ flash(const u16* queries, const u16* keys, const u16* values, u16* out, int toke
     mbarrier_init(&sh.bar.queries, 1);
     for (int s = 0; s < STAGES; ++s) {
       mbarrier_init(&sh.bar.keys[s], 1), mbarrier_init(&sh.bar.values[s], 1);
-      mbarrier_init(&sh.bar.no_keys[s], 4 * GROUPS), mbarrier_init(&sh.bar.no_values[s], 4 * GROUPS);
+      mbarrier_init(&sh.bar.no_keys[s], 4 * GROUPS),
+          mbarrier_init(&sh.bar.no_values[s], 4 * GROUPS);
     }
     mbarrier_init_fence();
   }
   __syncthreads();
-  const int first = (gridDim.x - 1 - blockIdx.x) * 128;  // the longest first
+  const int first = (gridDim.x - 1 - blockIdx.x) * 128;  // blocks with the most keys first
   const int low = max(0, first / group + offset - window + 1) / 64;
   const int high = (min((first + 127) / group, tokens - 1) + offset) / 64;
   if (threadIdx.x < 128) {

@@ -1,30 +1,36 @@
-// Attention of many rows with heads of 512 on sm_90, for layers whose keys are their values, turned
-// and weighted. A tile holds 64 values and, of the keys, only what the rotation changed; the queries
-// carry the weights (prefill_kv_layout.cuh, Shared). So a tile fits into shared memory twice, beside 64 queries.
+// Prefill attention for heads of 512 on sm_90a, for layers whose keys are their values before norm
+// weight and rotation. A tile holds 64 values and only the rotated columns of the keys; the queries
+// carry the norm weights (prefill_kv_layout.cuh, SharedKvTiles). So two tiles fit into shared
+// memory beside 64 queries.
 //
-// Two groups of four warps each keep half of the columns of the result. They take turns in turning
-// scores of a tile into weights, which both need: group j % 2 computes those of tile j, continues the
-// maximum of tile j - 1, and leaves the weights where the tile's keys were. Tiles go from the last
-// visible to the first, and each group adds them in that order.
+// Two consumer warp groups each accumulate half of the 512 output columns. The softmax, which both
+// need, is computed alternately: group j % 2 computes the scores and weights of tile j, continues
+// the maximum of tile j - 1, and stores the weights to shared memory over the tile's keys. Tiles go
+// from the last visible to the first; both groups accumulate in that order. A third warp group has
+// the producer thread.
 #include "online_softmax.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 constexpr int BLOCK = 8192, VALUES = 8 * BLOCK, TILE = VALUES + 2 * BLOCK;
+static_assert(BLOCK == 64 * 64 * 2, "a block is 64 rows of 64 halves");
+static_assert(BLOCK % 1024 == 0,
+              "wgmma operands with the 128-byte swizzle start at multiples of 1024 bytes");
 
 struct Storage {
   u8 queries[VALUES];
   u8 tiles[2][TILE];
-  float row_max[2][64], rescale[2][64], sums[2][64];  // of rows, by group
+  float row_max[2][64], rescale[2][64], sums[2][64];  // [group][row]
   u64 have_queries, loaded[2], weighed[2], used[2];
 };
 
-// Scores of 64 keys; columns 0 .. 63 and 256 .. 319 of the keys stand behind the values.
+// Scores of 64 keys. Key columns 0 .. 63 and 256 .. 319 are blocks 8 and 9 of the tile, after the
+// values.
 DEVICE void issue_scores(float (&s)[32], u64 queries, u64 tile) {
 #pragma unroll
   for (int k = 0; k < 32; ++k) {
     const int block = k / 4, from = block == 0 ? 8 : block == 4 ? 9 : block;
-    wgmma_m64n64_ss(s, queries + block * (BLOCK >> 4) + k % 4 * 2, tile + from * (BLOCK >> 4) + k % 4 * 2,
-               k != 0);
+    wgmma_m64n64_ss(s, queries + block * (BLOCK >> 4) + k % 4 * 2,
+                    tile + from * (BLOCK >> 4) + k % 4 * 2, k != 0);
   }
   wgmma_commit();
 }
@@ -35,10 +41,11 @@ struct Group {
 
   DEVICE int row(int i) const { return warp * 16 + i * 8 + lane / 4; }
 
-  // The group's half of weights times values of tile j.
+  // P V of tile j, for the group's half of the columns.
   DEVICE void issue_values(float (&o)[128], int j) const {
     const u8* tile = sh.tiles[j % 2];
-    const u64 weights = smem_descriptor(tile + VALUES, 0), values = smem_descriptor(tile + mine * 4 * BLOCK, BLOCK);
+    const u64 weights = smem_descriptor(tile + VALUES, 0),
+              values = smem_descriptor(tile + mine * 4 * BLOCK, BLOCK);
     warpgroup_fence_operand(o);
     wgmma_fence();
 #pragma unroll
@@ -46,7 +53,7 @@ struct Group {
       wgmma_m64n256_ss_mn(o, weights + k * 2, values + k * (2048 >> 4), k ? 1 : j != 0);
     wgmma_commit();
   }
-  // Adds a tile that the other group has weighed.
+  // Accumulate a tile whose weights the other group computed.
   DEVICE void issue_other(float (&o)[128], OnlineSoftmax& rows, int j) const {
     mbarrier_wait(&sh.weighed[j % 2], j / 2 % 2);
     float by[2];
@@ -59,8 +66,8 @@ struct Group {
     if (j) rescale_output(o, by);
     issue_values(o, j);
   }
-  // Weights of the own tile j, for both. Each thread arrives for what it wrote, and has read: what
-  // one does for its warp, racecheck does not follow.
+  // Store the weights of this group's tile j for both groups. Every thread arrives for its own
+  // accesses: racecheck does not understand one lane arriving for its warp.
   DEVICE void publish(const float (&s)[32], const OnlineSoftmax& rows, int j) const {
     u8* weights = sh.tiles[j % 2] + VALUES;
 #pragma unroll
@@ -79,7 +86,7 @@ struct Group {
   }
 };
 
-// Tiles of this group and, between them, those of the other.
+// Consumer main loop: this group's tiles, and between them those of the other group.
 DEVICE void attend(float (&o)[128], OnlineSoftmax& rows, Group& g, int count, int high) {
   Storage& sh = g.sh;
   float s[32];
@@ -99,7 +106,7 @@ DEVICE void attend(float (&o)[128], OnlineSoftmax& rows, Group& g, int count, in
     wgmma_wait<0>();
     warpgroup_fence_operand(s);
     rows.update(s, (high - j) * 64, g.lane);
-    // All warps of the group have read the keys before one writes over them.
+    // All warps of the group have read the keys before any of them overwrites them.
     named_barrier_sync(1 + g.mine, 128);
     g.publish(s, rows, j);
     named_barrier_sync(1 + g.mine, 128);
@@ -116,9 +123,9 @@ DEVICE void attend(float (&o)[128], OnlineSoftmax& rows, Group& g, int count, in
   }
 }
 
-// out [tokens, heads, group, 512] halves: the group's half of the columns.
-DEVICE void write(const float (&o)[128], const OnlineSoftmax& rows, const Group& g, u16* out, int first,
-                  int tokens, int group) {
+// Normalize and store this group's half of the columns: out, half [tokens, KV heads, group, 512].
+DEVICE void write(const float (&o)[128], const OnlineSoftmax& rows, const Group& g, u16* out,
+                  int first, int tokens, int group) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float sum = rows.sum[r];
@@ -151,8 +158,9 @@ DEVICE void feed(Storage& sh, const u8* queries, const u8* tiles, int count, int
 }
 #endif
 
-// Grid: (blocks of 64 rows, KV heads). queries: `query_rows` a head, token t's from row t * group
-// on; tiles: `key_rows` keys a head. Token t sees the `window` keys up to row t + offset.
+// Grid: (blocks of 64 rows, KV heads). queries: `query_rows` rows per KV head, token t's from row t
+// * group on; tiles: `key_rows` keys per KV head. Token t sees the `window` keys up to row t +
+// offset.
 __global__ void __launch_bounds__(384, 1)
 flash_wide(const u16* queries, const u16* tiles, u16* out, int tokens, int group, int query_rows,
            int key_rows, int offset, int window) {
@@ -168,7 +176,7 @@ flash_wide(const u16* queries, const u16* tiles, u16* out, int tokens, int group
     mbarrier_init_fence();
   }
   __syncthreads();
-  const int first = (gridDim.x - 1 - blockIdx.x) * 64;  // the longest first
+  const int first = (gridDim.x - 1 - blockIdx.x) * 64;  // blocks with the most keys first
   const int low = max(0, first / group + offset - window + 1) / 64;
   const int high = (min((first + 63) / group, tokens - 1) + offset) / 64, count = high - low + 1;
   if (threadIdx.x < 128) {

@@ -1,12 +1,14 @@
-// Queries, keys and values of a chunk: normed, rotated, appended to the cache (see
-// g4spec/runtime/cuda/cache/cuda_kv.py), and laid out for prefill's attention together with what the cache
-// holds of earlier rows. Keys and values are as the cache stores them, so that they are the same
-// whether a row's own chunk or an earlier one has made them. A warp takes a row of one head.
+// Prefill: queries, keys and values of a chunk are normed, rotated, appended to the cache
+// (g4spec/runtime/cuda/cache/cuda_kv.py), and written to the buffers that prefill attention reads,
+// together with cached rows of earlier chunks. Keys and values are rounded as the cache stores
+// them, so attention sees the same numbers whether a row is in the current chunk or an earlier one.
+// One warp per row and head.
 #include "prefill_kv_layout.cuh"
 
-// A row of a plane of the cache: halves, or bytes q + 128 with a half for each 32. TURN: of each half
-// of a head the plane holds that many columns, the others of `x` are not touched; 0: it holds all.
-// Writing leaves in `x` what reading would give; a negative row is rounded and not written.
+// Access to a row of a cache plane: f16, or Q8_0 (bytes q + 128 and a half-precision scale per 32).
+// ROTARY_PAIRS: the plane stores that many columns of each half of a head, other columns of `x` are
+// not touched; 0: all. `write` leaves in `x` what `read` would return; a negative row is rounded
+// but not written.
 template <int D>
 struct F16Cache {
   template <int ROTARY_PAIRS>
@@ -25,7 +27,8 @@ struct F16Cache {
     const u16* from = (const u16*)plane + row * (ROTARY_PAIRS ? 2 * ROTARY_PAIRS : D);
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      if (x.template stored<ROTARY_PAIRS>()) unpack_row(x.x[h], from + x.template column<ROTARY_PAIRS>(h));
+      if (x.template stored<ROTARY_PAIRS>())
+        unpack_row(x.x[h], from + x.template column<ROTARY_PAIRS>(h));
   }
 };
 
@@ -46,7 +49,7 @@ template <int D>
 struct Q8Cache {
   static constexpr int V = HeadRow<D>::V;
 
-  // Rounds as `quantize` in cuda_kv.py does, to the bit.
+  // Rounds bit for bit as `quantize` in cuda_kv.py.
   template <int ROTARY_PAIRS>
   static DEVICE void write(u8* plane, u16* scales, i64 row, HeadRow<D>& x) {
     float most[2];
@@ -59,7 +62,7 @@ struct Q8Cache {
       for (int step = 1; step * V < (D >= 64 ? 32 : D / 2); step *= 2)
         most[h] = fmaxf(most[h], __shfl_xor_sync(FULL_MASK, most[h], step));
     }
-    if (D < 64) most[0] = most[1] = fmaxf(most[0], most[1]);  // one block for both halves
+    if (D < 64) most[0] = most[1] = fmaxf(most[0], most[1]);  // one Q8_0 block covers both halves
     if (!x.template stored<ROTARY_PAIRS>()) return;
     constexpr int WIDTH = ROTARY_PAIRS ? 2 * ROTARY_PAIRS : D;
 #pragma unroll
@@ -109,8 +112,8 @@ DEVICE void store_value(u16* values, int head, i64 capacity, int row, const Head
     if (x.active()) pack_row(values + Layout::value(head, capacity, row, x.at(h)), x.x[h]);
 }
 
-// Where a sequence's rows lie in the planes of a cache: in pages of PAGE positions (`pages`: of each
-// PAGE positions), or in the ring of a slot.
+// Row index of a position in a cache plane: in the page `pages[position / PAGE]`, or in the ring of
+// a slot.
 constexpr int PAGE = 128;
 struct CacheRows {
   const i32* pages;
@@ -122,21 +125,22 @@ struct CacheRows {
   }
 };
 
-// A key as queries meet it, from what the cache holds of it and of its value: columns that it does
-// not hold are those of the value, times the weight of the keys' norm.
+// Complete a key of which the cache stores only the rotated columns: the others are those of the
+// value, times the weight of the keys' norm.
 template <int ROTARY_PAIRS, int D>
 DEVICE void complete_key(HeadRow<D>& key, const HeadRow<D>& value, const float* k_norm) {
   if (!ROTARY_PAIRS || key.template stored<ROTARY_PAIRS>()) return;
   key = value.times(1.0f, k_norm);
 }
 
-// Rows [T, columns]: heads of queries, of keys, of values (`own_values`; else the keys before their
-// norm are the values too). Grid: (T, y); a block's warps share the heads of its row.
+// qkv [T, columns]: query heads, key heads, value heads (`own_values`; otherwise values are the keys
+// before their norm). Grid: (T, y); the warps of a row's blocks share its heads.
 //
-// queries: [KV head][row * group + head of the group], of `query_rows` rows. `fold`: weights that
-// queries take over where the layout keeps no keys, or null. keys, values: `rows` rows a head, this
-// chunk from row `first` on, as the cache stores them. `turns`: [T, rotated]. The cache takes the
-// rows that come before `count` and that a ring has room for, of keys the columns of TURN.
+// queries: [KV head][row * group + query head of the group], `query_rows` rows per KV head. `fold`:
+// weights that queries are multiplied by in columns of K that the layout does not store, or null. keys,
+// values: `rows` rows per head, this chunk from row `first` on, rounded as the cache stores them. turns
+// [T, rotated]: {cos, sin}. The cache takes rows before `count` that still fit into a ring; of keys the
+// columns of ROTARY_PAIRS.
 template <int D, class Q, class KV, template <int> class CacheKind, int ROTARY_PAIRS>
 __global__ void __launch_bounds__(256)
 heads(const u16* qkv, int columns, int n_head, int n_kv, int own_values, const float* q_norm,
@@ -178,9 +182,9 @@ heads(const u16* qkv, int columns, int n_head, int n_kv, int own_values, const f
   }
 }
 
-// Rows of the cache from position `first` on become rows 0 ... of `keys` and `values`; those before
-// position `visible`, which nobody sees, become zeros. Grid: (rows, y); a block's warps share the KV
-// heads. `k_norm`: weights of the norm of keys.
+// Copy rows of the cache from position `first` on to rows 0 ... of `keys` and `values`. Rows before
+// position `visible`, which no token of the chunk sees, become zeros. Grid: (rows, y); the warps of a
+// row's blocks share the KV heads. `k_norm`: weight of the keys' norm.
 template <int D, class KV, template <int> class CacheKind, int ROTARY_PAIRS>
 __global__ void __launch_bounds__(256)
 earlier(const void* cache_keys, const void* cache_values, const u16* key_scales,

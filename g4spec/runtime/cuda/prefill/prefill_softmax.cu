@@ -1,16 +1,17 @@
-// Attention of many rows between two products: scores [heads, rows, keys] become weights, with the
-// maximum and the sum of each row carried from one block of keys to the next.
-#include "reduce.cuh"
+// Prefill attention around cuBLAS (GPUs without the sm_90a kernels): online softmax of score blocks
+// [heads, rows, keys] between the GEMMs Q K^T and P V. Maximum and sum of a row are carried from
+// one block of keys to the next.
 #include "half_rows.cuh"
+#include "reduce.cuh"
 
 constexpr int WARPS = 4;
-#define NEG_INF __int_as_float(0xff800000)  // minus infinity
+#define NEG_INF __int_as_float(0xff800000)
 
-// Grid: (rows, KV heads); a block a row. Row r is of token r / group; token t sees the keys from
-// position t + offset - window + 1 to t + offset of which `keys` from `first` on are here. `scores`
-// [heads, rows, keys]; weights alike. Row r of a head has its state in `most`, `sum` [heads, rows]
-// and what is summed so far in `out` [heads, rows, D], made smaller where the maximum grows. `begin`:
-// nothing has been summed.
+// Grid: (rows, KV heads), one block per row. Row r belongs to token r / group; token t sees the
+// keys at positions t + offset - window + 1 .. t + offset. This block of keys has `keys` keys from
+// position `first` on. scores and weights: [heads, rows, keys]. State: most, sum [heads, rows]; out
+// [heads, rows, D], the accumulator, is rescaled where the maximum grows. `begin`: first block of
+// keys, there is no state yet.
 template <int D, int V>
 __global__ void __launch_bounds__(32 * WARPS)
 softmax(const float* scores, u16* weights, float* most, float* sum, float* out, int keys, int first,
@@ -59,7 +60,7 @@ softmax(const float* scores, u16* weights, float* most, float* sum, float* out, 
   }
 }
 
-// Sums [heads, rows, D] over their `sum`, as halves [token][head][group][D]. Grid: (rows, heads).
+// Divide out [heads, rows, D] by `sum` -> half [token][head][group][D]. Grid: (rows, heads).
 template <int D>
 __global__ void __launch_bounds__(D / 4)
 normalize(const float* out, const float* sum, u16* to, int group) {

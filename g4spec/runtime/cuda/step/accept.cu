@@ -1,34 +1,37 @@
+// Acceptance of drafted tokens on the device, and the inputs of the next step: the state of
+// sequences stays on the GPU between cycles, so that a CUDA graph can be replayed without waiting
+// for the host. One warp per sequence.
 #include "ptx.cuh"
 
-// The state of S sequences between cycles: int64 [FIELDS, room] in device memory, see cycle_state.py.
+// State of sequences between cycles: int64 [FIELDS, room] in device memory (cycle_state.py).
 enum Field {
-  POSITION,  // of row 0 of the next step
-  ANCHOR,    // the token of that row
-  ACCEPTED,  // drafted tokens that held in the last cycle
-  ROWS,      // rows of the step that count, anchor included; 0: the sequence only fills the batch
-  SLOT,      // of the caches
-  TURN,      // which of the host's places the next cycle is told to
+  POSITION,  // position of row 0 of the next step
+  ANCHOR,    // token of that row
+  ACCEPTED,  // drafted tokens accepted in the last cycle
+  ROWS,      // valid rows of the step, anchor included; 0: padding sequence
+  SLOT,      // slot of the caches
+  TURN,      // entry of the host's ring buffer that the next cycle writes
 };
 
-constexpr int MOST = 16;  // rows of a sequence in a step
+constexpr int MOST = 16;  // maximum rows of a sequence in a step
 
-// What the host is told of a sequence.
+// Result of a cycle for a sequence, written to pinned host memory.
 struct Seen {
   i64 position, anchor, accepted, turn;
-  i64 bad, unfit;  // bits: rows without a choice; the same of drafted tokens
+  i64 bad, unfit;  // bit masks: rows without a valid choice; drafted tokens without one
   i64 ids[MOST], chosen[MOST];
   float logits[MOST];
   i64 unused[2];
 };
-static_assert(sizeof(Seen) == 48 * sizeof(i64), "as cycle_state.py reads it");
+static_assert(sizeof(Seen) == 48 * sizeof(i64), "cycle_state.py reads entries of 48 int64");
 
-// A step read ids [S, rows] (anchors, then what was drafted) and chose `chosen` [S, rows]: commits a
-// sequence's choices up to the first one that was not drafted, which becomes its next anchor. One
-// warp a sequence.
+// Commit the target's choices `chosen` [S, rows] for inputs ids [S, rows] (anchor, then drafted
+// tokens), up to and including the first choice that differs from the drafted token; that one is
+// the next anchor.
 //
-// logits, bad: [S, rows], of the choices. unfit: [S, pitch] of the drafted tokens, or null.
-// forced: null, or how many drafted tokens to accept whatever they are (for measurements).
-// seen: memory of the host [turns, room].
+// logits, bad: [S, rows], of the choices. unfit: [S, pitch], `bad` of the draft, or null. forced:
+// null, or the number of drafted tokens to accept regardless of their values (for measurements).
+// seen: pinned host memory [turns, room].
 __global__ __launch_bounds__(32) void accept(const i64* chosen, const float* logits, const int* bad,
                                              const i64* ids, int rows, i64* state, int room,
                                              const i64* forced, const int* unfit, int pitch,
@@ -60,8 +63,8 @@ __global__ __launch_bounds__(32) void accept(const i64* chosen, const float* log
   field(TURN) = turn + 1 < turns ? turn + 1 : 0;
 }
 
-// Where sequences stand, as rows: planes [3, S, width] of ids (the anchor, then masks), positions and
-// slots. One block a sequence.
+// Input rows of the next step or draft pass: planes [3, S, width] of ids (the anchor, then mask
+// tokens), positions and slots. One block per sequence.
 struct Planes {
   i64* first;
   int width;
@@ -75,7 +78,7 @@ struct Planes {
   }
 };
 
-// The rows of a step, and of a proposal if a draft is given others (or null).
+// Write the rows of the next step, and those of the draft's proposal if `draft` is not null.
 __global__ __launch_bounds__(32) void place(const i64* state, int room, i64* step, int step_width,
                                             i64* draft, int draft_width, i64 mask) {
   state += blockIdx.x;

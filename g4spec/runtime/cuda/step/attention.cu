@@ -1,30 +1,34 @@
-// Attention of a few rows over a cache, first phase: for each chunk of keys (attention_chunks.cuh) and row
-// the largest score, the sum of weights and the weighted sum of values. The second phase is
+// Decode attention (split-KV), phase 1: for each chunk of keys (attention_chunks.cuh) and row, the
+// maximum score, the sum of weights, and the weighted sum of values. Phase 2 is
 // attention_combine.cu.
 //
-// Some warps compute scores and weights (`run_score_warps`), the others sum values (`run_value_warps`), one tile
-// behind: all meet when a tile has its weights, and the tile before has been summed. Each side brings
-// its own operand to shared memory. A row of the 8-wide operand is a (token, head) pair: row r is
-// token r / group, head r % group of the KV head. Blocks are shared out among sequences by what these see.
+// Thread mapping: SCORE_WARPS warps compute scores and weights, VALUE_WARPS warps accumulate
+// values, one tile behind. They synchronize once per tile, on a named barrier: the weights of a
+// tile are ready and the tile before has been accumulated. Each side copies its own operand (K or
+// V) to shared memory with cp.async. Row r of the 8-wide MMA operand is token r / group, query head
+// r % group of the KV head. Blocks are distributed among sequences by the number of keys each sees
+// (`assign_block`).
 #include "attention_tiles.cuh"
 
 #if ARCH >= 800
 enum Barrier { SCORE = 1, GATHER, WEIGHED };
 
-struct Args {    // of a sequence
+struct Args {    // arguments of one sequence
   const u16* q;  // [tokens, n_kv * group, D]
   const i64 *first, *last;
   float* sums;  // [chunks, n_kv, rows, D]
-  float* tops;  // [chunks, n_kv, rows, 2]: largest score in units of log 2, sum of weights
+  float* tops;  // [chunks, n_kv, rows, 2]: maximum score (base 2), sum of weights
   KvPlane k, v;
   int tokens, n_kv, group, capacity;
   float scale;  // log2(e) included
 };
 
-// Fills the ring. Tiles that were complete before this step may be read before the kernel in front
-// of this one has ended; `between` runs when it has, its copies belong to the first part.
+// Fill the ring of stages. Tiles that end before position `settled` were written by earlier steps,
+// so their copies start before griddep_wait(). `between` runs right after it; its copies belong to
+// the first group.
 template <int PARTS, int RING, class S, class Load, class Between>
-DEVICE TileCursor<S, PARTS> fill_ring(const AttentionWork<S::KEYS>& work, int settled, Load load, Between between) {
+DEVICE TileCursor<S, PARTS> fill_ring(const AttentionWork<S::KEYS>& work, int settled, Load load,
+                                      Between between) {
 #pragma unroll 1
   for (int late = 0;; ++late) {
     if (late) {
@@ -44,12 +48,14 @@ DEVICE TileCursor<S, PARTS> fill_ring(const AttentionWork<S::KEYS>& work, int se
   }
 }
 
-// Waits for part `i` of a ring, then hands the place of part i - 1 to the next one.
+// Wait for piece `i`, then refill the stage of piece i - 1.
 template <int RING, class S, int PARTS, class Load>
-DEVICE void advance_ring(int i, TileCursor<S, PARTS>& ahead, const AttentionWork<S::KEYS>& work, int barrier,
-                    int threads, Load load) {
-  if (i == 0) cp_async_wait_group<RING - 1>();
-  else cp_async_wait_group<RING - 2>();
+DEVICE void advance_ring(int i, TileCursor<S, PARTS>& ahead, const AttentionWork<S::KEYS>& work,
+                         int barrier, int threads, Load load) {
+  if (i == 0)
+    cp_async_wait_group<RING - 1>();
+  else
+    cp_async_wait_group<RING - 2>();
   named_barrier_sync(barrier, threads);
   if (i == 0) return;
   if (ahead.valid()) {
@@ -59,12 +65,13 @@ DEVICE void advance_ring(int i, TileCursor<S, PARTS>& ahead, const AttentionWork
   cp_async_commit();
 }
 
-// Where the row of a lane comes from, of those of an item that a warp loads, or -1; what it sees goes
-// to shared memory.
+// Index of the query row that this lane of the warp loads, or -1. Also stores the row's visible
+// range to shared memory.
 template <class S>
 DEVICE int find_query_row(char* shared, const Args& args, const WorkItem& item, int warp) {
-  constexpr int OWN = S::ROWS / S::SCORE_WARPS;  // rows of a warp
-  const int lane = threadIdx.x % 32, first = item.row_block * S::ROWS, rows = args.tokens * args.group;
+  constexpr int OWN = S::ROWS / S::SCORE_WARPS;  // rows per warp
+  const int lane = threadIdx.x % 32, first = item.row_block * S::ROWS,
+            rows = args.tokens * args.group;
   const int mine = first + warp * OWN + lane;
   const int token = mine < rows ? (u32)mine / (u32)args.group : 0;
   const int head = item.head * args.group + mine - token * args.group;
@@ -75,7 +82,7 @@ DEVICE int find_query_row(char* shared, const Args& args, const WorkItem& item, 
   return mine < rows ? token * args.n_kv * args.group + head : -1;
 }
 
-// Rows of an item to shared memory. `row`: what `find_query_row` found.
+// Copy the query rows of a work item to shared memory. `row`: from `find_query_row`.
 template <class S>
 DEVICE void load_queries(char* shared, const Args& args, int row, int warp) {
   constexpr int PIECES = S::D / 8, OWN = S::ROWS / S::SCORE_WARPS;  // of a row, rows of a warp
@@ -86,20 +93,22 @@ DEVICE void load_queries(char* shared, const Args& args, int row, int warp) {
 #pragma unroll
     for (int piece = lane; piece < PIECES; piece += 32) {
       char* to = shared + S::Q_AT + query_offset<S>(warp * OWN + i, piece);
-      if (from >= 0) cp_async16(to, args.q + (i64)from * S::D + piece * 8);
+      if (from >= 0)
+        cp_async16(to, args.q + (i64)from * S::D + piece * 8);
       else *(uint4*)to = {0, 0, 0, 0};
     }
   }
 }
 
-// Where the rows of an item begin among all partial results.
+// Index of an item's first row in the partial results.
 DEVICE int partial_row(const Args& args, const WorkItem& item) {
   return (item.chunk * args.n_kv + item.head) * args.tokens * args.group;
 }
 
-// The largest score of two rows so far, and by what earlier sums of them fade.
+// Update the running maximum of two rows with this tile's; `rescale` is the factor for sums so far.
 template <class S>
-DEVICE float2 update_running_max(float2& rescale, const float* tops, float* last, int place, bool keep) {
+DEVICE float2 update_running_max(float2& rescale, const float* tops, float* last, int place,
+                                 bool keep) {
   const float2 before = *(const float2*)(last + place);
   float2 top = before;
 #pragma unroll
@@ -114,9 +123,10 @@ DEVICE float2 update_running_max(float2& rescale, const float* tops, float* last
   return top;
 }
 
-// Weights 2^(score - top) of a tile to shared memory.
+// Store the weights 2^(score - maximum) of a tile to shared memory, with the rescale factors.
 template <class S>
-DEVICE void compute_weights(const float (&scores)[S::WARP_KEY_TILES][S::ROW_TILES][4], char* shared, int buffer, int warp) {
+DEVICE void compute_weights(const float (&scores)[S::WARP_KEY_TILES][S::ROW_TILES][4], char* shared,
+                            int buffer, int warp) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const float* tops = (const float*)(shared + S::TILE_MAX_AT + buffer * S::TILE_MAX_SIZE);
   float* last = (float*)(shared + S::RUNNING_MAX_AT) + warp * S::ROWS;
@@ -129,7 +139,8 @@ DEVICE void compute_weights(const float (&scores)[S::WARP_KEY_TILES][S::ROW_TILE
     if (warp == 0 && g == 0) *(float2*)(rescales + n * 8 + t * 2) = rescale;
 #pragma unroll
     for (int w = 0; w < S::WARP_KEY_TILES; ++w)
-      store_attention_weights(p, (warp * S::WARP_KEY_TILES + w) * S::ROW_TILES + n, scores[w][n], top);
+      store_attention_weights(p, (warp * S::WARP_KEY_TILES + w) * S::ROW_TILES + n, scores[w][n],
+                              top);
   }
 }
 
@@ -140,16 +151,17 @@ DEVICE void store_row_max(const float* tops, const Args& args, const WorkItem& i
     args.tops[(partial_row(args, item) + first + i) * 2] = tops[i];
 }
 
-// The scores of one tile: parts part .. part + KS - 1 of this block.
+// Compute the scores of one tile: pieces part .. part + K_PARTS - 1 of this block.
 template <class S, class Load>
-DEVICE void score_tile(float (&scores)[S::WARP_KEY_TILES][S::ROW_TILES][4], char* shared, const AttentionWork<S::KEYS>& work,
-                       TileCursor<S, S::K_PARTS>& ahead, int part, float scale, int tile, Load load) {
+DEVICE void score_tile(float (&scores)[S::WARP_KEY_TILES][S::ROW_TILES][4], char* shared,
+                       const AttentionWork<S::KEYS>& work, TileCursor<S, S::K_PARTS>& ahead,
+                       int part, float scale, int tile, Load load) {
   const int warp = threadIdx.x / 32;
 #pragma unroll 1
   for (int i = 0; i < S::K_PARTS; ++i, ++part) {
     advance_ring<S::K_STAGES>(part, ahead, work, SCORE, 32 * S::SCORE_WARPS, load);
-    accumulate_scores<S>(scores, shared + S::K_AT + part % S::K_STAGES * S::K_STAGE, shared + S::Q_AT, i,
-                     warp);
+    accumulate_scores<S>(scores, shared + S::K_AT + part % S::K_STAGES * S::K_STAGE_BYTES,
+                         shared + S::Q_AT, i, warp);
   }
 #pragma unroll
   for (int w = 0; w < S::WARP_KEY_TILES; ++w)
@@ -161,19 +173,20 @@ DEVICE void score_tile(float (&scores)[S::WARP_KEY_TILES][S::ROW_TILES][4], char
 }
 
 template <class S>
-DEVICE void run_score_warps(char* shared, const AttentionWork<S::KEYS>& work, const Args& args, int settled) {
+DEVICE void run_score_warps(char* shared, const AttentionWork<S::KEYS>& work, const Args& args,
+                            int settled) {
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   constexpr int ALL = 32 * (S::SCORE_WARPS + S::VALUE_WARPS);
   const u32 stages = shared_address(shared + S::K_AT);
   auto load = [&](int stage, const TileCursor<S, S::K_PARTS>& at) {
-    load_key_tile<S>(stages + stage * S::K_STAGE, args.k, args.v, at, args.capacity, thread);
+    load_key_tile<S>(stages + stage * S::K_STAGE_BYTES, args.k, args.v, at, args.capacity, thread);
   };
   const int row = work.count ? find_query_row<S>(shared, args, work.items[0], warp) : -1;
   auto ahead = fill_ring<S::K_PARTS, S::K_STAGES, S>(work, settled, load, [&] {
     if (work.count) load_queries<S>(shared, args, row, warp);
   });
-  float* last = (float*)(shared + S::RUNNING_MAX_AT) + warp * S::ROWS;  // each warp has its own
-  int tile = 0;  // so far, over all items
+  float* last = (float*)(shared + S::RUNNING_MAX_AT) + warp * S::ROWS;  // one copy per warp
+  int tile = 0;  // tiles so far, over all items
 #pragma unroll 1
   for (int round = 0; round < work.count; ++round) {
     const WorkItem item = work.items[round], before = work.items[max_of(0, round - 1)];
@@ -187,7 +200,8 @@ DEVICE void run_score_warps(char* shared, const AttentionWork<S::KEYS>& work, co
     for (int at = work.items[round].tile; at < work.items[round].end; ++at, ++tile) {
       float scores[S::WARP_KEY_TILES][S::ROW_TILES][4] = {};
       score_tile<S>(scores, shared, work, ahead, tile * S::K_PARTS, args.scale, at, load);
-      tile_row_max<S>(scores, (float*)(shared + S::TILE_MAX_AT + tile % 2 * S::TILE_MAX_SIZE), warp);
+      tile_row_max<S>(scores, (float*)(shared + S::TILE_MAX_AT + tile % 2 * S::TILE_MAX_SIZE),
+                      warp);
       named_barrier_sync(SCORE, 32 * S::SCORE_WARPS);
       compute_weights<S>(scores, shared, tile % 2, warp);
       named_barrier_sync(WEIGHED, ALL);
@@ -197,10 +211,10 @@ DEVICE void run_score_warps(char* shared, const AttentionWork<S::KEYS>& work, co
   }
 }
 
-// Sums of one item as they stand in registers, to [rows, D].
+// Store one item's weighted sums of values, [rows, D].
 template <class S>
-DEVICE void store_sums(const float (&out)[S::WARP_DIMS / 16][S::ROW_TILES][4], const Args& args, const WorkItem& item,
-                       int warp) {
+DEVICE void store_sums(const float (&out)[S::WARP_DIMS / 16][S::ROW_TILES][4], const Args& args,
+                       const WorkItem& item, int warp) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, rows = args.tokens * args.group;
 #pragma unroll
   for (int n = 0; n < S::ROW_TILES; ++n)
@@ -223,10 +237,10 @@ DEVICE void store_sums(const float (&out)[S::WARP_DIMS / 16][S::ROW_TILES][4], c
     }
 }
 
-// Sums of weights over the warps, in their order.
+// Store one item's sums of weights, added over the warps in order.
 template <class S>
 DEVICE void store_weight_sums(const float (&sums)[S::ROW_TILES], char* shared, const Args& args,
-                          const WorkItem& item, int thread) {
+                              const WorkItem& item, int thread) {
   float* all = (float*)(shared + S::WEIGHT_SUM_AT);
 #pragma unroll
   for (int n = 0; n < S::ROW_TILES; ++n) {
@@ -244,8 +258,8 @@ DEVICE void store_weight_sums(const float (&sums)[S::ROW_TILES], char* shared, c
 }
 
 template <class S>
-DEVICE void rescale_sums(float (&out)[S::WARP_DIMS / 16][S::ROW_TILES][4], float (&sums)[S::ROW_TILES],
-                      const float* rescales) {
+DEVICE void rescale_sums(float (&out)[S::WARP_DIMS / 16][S::ROW_TILES][4],
+                         float (&sums)[S::ROW_TILES], const float* rescales) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int n = 0; n < S::ROW_TILES; ++n) {
@@ -259,12 +273,13 @@ DEVICE void rescale_sums(float (&out)[S::WARP_DIMS / 16][S::ROW_TILES][4], float
 }
 
 template <class S>
-DEVICE void run_value_warps(char* shared, const AttentionWork<S::KEYS>& work, const Args& args, int settled) {
+DEVICE void run_value_warps(char* shared, const AttentionWork<S::KEYS>& work, const Args& args,
+                            int settled) {
   const int thread = threadIdx.x - 32 * S::SCORE_WARPS, warp = thread / 32;
   constexpr int ALL = 32 * (S::SCORE_WARPS + S::VALUE_WARPS);
   const u32 stages = shared_address(shared + S::V_AT);
   auto load = [&](int stage, const TileCursor<S, S::V_PARTS>& at) {
-    load_value_tile<S>(stages + stage * S::V_STAGE, args.v, at, args.capacity, thread);
+    load_value_tile<S>(stages + stage * S::V_STAGE_BYTES, args.v, at, args.capacity, thread);
   };
   auto ahead = fill_ring<S::V_PARTS, S::V_STAGES, S>(work, settled, load, [] {});
   int tile = 0;  // so far, over all items
@@ -276,15 +291,18 @@ DEVICE void run_value_warps(char* shared, const AttentionWork<S::KEYS>& work, co
 #pragma unroll S::V_PARTS > 2 ? 1 : 2
       for (int i = 0; i < S::V_PARTS; ++i) {
         const int part = tile * S::V_PARTS + i;
-        char* stage = shared + S::V_AT + (S::V_STAGES == S::V_PARTS ? i : part % S::V_STAGES) * S::V_STAGE;
-        advance_ring<S::V_STAGES>(part, ahead, work, i ? GATHER : WEIGHED, i ? 32 * S::VALUE_WARPS : ALL, load);
+        char* stage = shared + S::V_AT +
+                      (S::V_STAGES == S::V_PARTS ? i : part % S::V_STAGES) * S::V_STAGE_BYTES;
+        advance_ring<S::V_STAGES>(part, ahead, work, i ? GATHER : WEIGHED,
+                                  i ? 32 * S::VALUE_WARPS : ALL, load);
         if (!work.fully_visible(at)) {
           zero_nonfinite_values<S>(stage, work, at * S::KEYS + i * S::PART_KEYS, thread);
           named_barrier_sync(GATHER, 32 * S::VALUE_WARPS);
         }
-        if (i == 0) rescale_sums<S>(out, sums, (float*)(shared + S::RESCALE_AT + tile % 2 * S::RESCALE_SIZE));
+        if (i == 0)
+          rescale_sums<S>(out, sums, (float*)(shared + S::RESCALE_AT + tile % 2 * S::RESCALE_SIZE));
         accumulate_values<S>(out, sums, stage, (uint2*)(shared + S::P_AT + tile % 2 * S::P_SIZE), i,
-                           warp);
+                             warp);
       }
     }
     store_sums<S>(out, args, work.items[round], warp);
@@ -293,28 +311,33 @@ DEVICE void run_value_warps(char* shared, const AttentionWork<S::KEYS>& work, co
 }
 #endif
 
-// Sequences of `tokens` rows each. Planes are [units, n_kv, capacity, columns], see kv_storage.cuh; `width`:
-// of the table. `room`: chunks that partial results of a sequence have room for. Keys and values from
-// the first position of a sequence on are written by this step. first, last, positions, slots and what
-// earlier steps have written were there before the kernel in front of this one started.
-template <int D, int Q8, int ROW_TILES, int SCORE_WARPS, int VALUE_WARPS, int K_PARTS, int V_PARTS, int K_STAGES, int V_STAGES, int ROTARY_PAIRS>
+// `sequences` sequences of `tokens` rows each. Planes are [units, n_kv, capacity, columns]
+// (kv_storage.cuh). `width`: pages per row of the table. `room`: chunks of partial results
+// allocated per sequence. This step writes keys and values from the sequence's first position on.
+// first, last, positions, slots and older keys and values were written before the preceding kernel
+// started, so they are read before griddep_wait().
+template <int D, int Q8, int ROW_TILES, int SCORE_WARPS, int VALUE_WARPS, int K_PARTS, int V_PARTS,
+          int K_STAGES, int V_STAGES, int ROTARY_PAIRS>
 __global__ __launch_bounds__(32 * (SCORE_WARPS + VALUE_WARPS), 1) void attend_chunks(
     const u16* q, const char* keys, const char* values, const char* key_scales,
     const char* value_scales, const int* table, const i64* first, const i64* last,
-    const i64* positions, const i64* slots, float* sums, float* tops, int tokens, int n_kv, int group,
-    int width, int capacity, int room, int shift, int growing, int sequences, float scale) {
+    const i64* positions, const i64* slots, float* sums, float* tops, int tokens, int n_kv,
+    int group, int width, int capacity, int room, int shift, int growing, int sequences,
+    float scale) {
 #if ARCH >= 800
-  using S = AttentionConfig<D, Q8, ROW_TILES, SCORE_WARPS, VALUE_WARPS, K_PARTS, V_PARTS, K_STAGES, V_STAGES, ROTARY_PAIRS>;
+  using S = AttentionConfig<D, Q8, ROW_TILES, SCORE_WARPS, VALUE_WARPS, K_PARTS, V_PARTS, K_STAGES,
+                            V_STAGES, ROTARY_PAIRS>;
   extern __shared__ __align__(128) char shared[];
   __shared__ AttentionWork<S::KEYS> work;
   griddep_launch_dependents();
   const int rows = tokens * group, row_blocks = (rows + S::ROWS - 1) / S::ROWS;
   if (threadIdx.x < 32) {
     const Chunks chunks = {shift, growing};
-    const BlockShare own = work.assign_block(chunks, first, last, sequences, tokens, n_kv * row_blocks);
+    const BlockShare own =
+        work.assign_block(chunks, first, last, sequences, tokens, n_kv * row_blocks);
     const int row = own.sequence * tokens;
     work.build_items(chunks, span_of(first + row, last + row, tokens),
-             {table, width, (int)__ldcg(slots + row)}, capacity, n_kv, row_blocks, own);
+                     {table, width, (int)__ldcg(slots + row)}, capacity, n_kv, row_blocks, own);
   }
   const int only = sequences == 1 ? (int)__ldcg(positions) : 0;
   __syncthreads();
@@ -324,7 +347,9 @@ __global__ __launch_bounds__(32 * (SCORE_WARPS + VALUE_WARPS), 1) void attend_ch
   const Args args = {q + (i64)row * n_kv * group * D, first + row, last + row, sums + partial * D,
                      tops + partial * 2, {keys, key_scales}, {values, value_scales}, tokens, n_kv,
                      group, capacity, scale * 1.44269504f};
-  if (threadIdx.x < 32 * SCORE_WARPS) run_score_warps<S>(shared, work, args, settled);
-  else run_value_warps<S>(shared, work, args, settled);
+  if (threadIdx.x < 32 * SCORE_WARPS)
+    run_score_warps<S>(shared, work, args, settled);
+  else
+    run_value_warps<S>(shared, work, args, settled);
 #endif
 }

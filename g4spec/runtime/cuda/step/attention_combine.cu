@@ -1,14 +1,18 @@
-// Attention, second phase: a row's chunks added in their order (first phase: attention.cu).
+// Decode attention, phase 2: combine the partial results of a row's chunks (attention.cu) in their
+// order, and store the result as float32 and as packed activations for the output projection. A
+// warp (or 8 warps, where a row has many chunks) combines 64 values of a row; each lane holds two.
 #include "attention_chunks.cuh"
 #include "packed_rows.cuh"
 
-// A lane's values 2 lane, 2 lane + 1 of block `block` of `blocks`, rounded, and the sums that go with
-// them, of row `row` of the group that begins at `rows`.
-DEVICE void store_packed_block(u8* rows, const RowGroup& own, int row, int blocks, int block, float x, float y) {
+// Store values 2 lane, 2 lane + 1 of a block of 64 as halves, and the block's sums, in packed
+// layout (packed_rows.cuh): block `block` of `blocks`, row `row` of the group that begins at
+// `rows`.
+DEVICE void store_packed_block(u8* rows, const RowGroup& own, int row, int blocks, int block,
+                               float x, float y) {
   const int lane = threadIdx.x % 32, k16 = lane / 8, t = lane % 8 / 2, odd = lane % 2;
   const u32 halves = pack_half2(x, y);
   u8* to = own.swizzled ? rows : rows + block * own.tiles * ACT_BYTES;
-  const u32 at = own.swizzled        ? swizzled_word_offset(blocks, block, row, 2 * k16 + odd, t)
+  const u32 at = own.swizzled     ? swizzled_word_offset(blocks, block, row, 2 * k16 + odd, t)
                  : own.tiles == 1 ? (k16 / 2 * 32 + row * 4 + t) * 16 + k16 % 2 * 8 + odd * 4
                                   : (k16 * 32 + row % 8 * 4 + t) * 16 + row / 8 * 8 + odd * 4;
   *(u32*)(to + at) = halves;
@@ -18,16 +22,16 @@ DEVICE void store_packed_block(u8* rows, const RowGroup& own, int row, int block
   const float next16 = __shfl_xor_sync(FULL_MASK, sum, 8), sum32 = sum + next16;
   const float next32 = __shfl_xor_sync(FULL_MASK, sum32, 16);
   const SumOffsets place = own.swizzled ? SumOffsets(blocks, block, row, lane / 16)
-                                   : SumOffsets(own.tiles, row, lane / 16);
+                                        : SumOffsets(own.tiles, row, lane / 16);
   if (lane % 16 == 0) place.store32(to, sum, next16);
   if (lane == 0) place.store64(to, sum32, next32);
 }
 
-constexpr int MAX_CHUNK_SEGMENTS = 8;  // of 32 chunks: the most that a row sees
+constexpr int MAX_CHUNK_SEGMENTS = 8;  // a row sees at most 8 * 32 chunks
 
-// A row's chunks from .. to among partial results `stride` rows apart, for 64 values of it. A warp
-// adds chunks c with c % 8 = k by themselves, for all k (WARPS = 1) or for one (8); a lane has two
-// values.
+// Combines chunks from .. to of a row, for 64 of its values; partial results of consecutive chunks
+// are `stride` rows apart. Chunks with equal c % 8 are summed separately, by one warp for all
+// (WARPS = 1) or by one warp each (WARPS = 8), so both instances add in the same order.
 template <int D, int WARPS>
 struct RowChunks {
   static constexpr int SUMS_PER_WARP = 8 / WARPS;  // values of k
@@ -36,7 +40,7 @@ struct RowChunks {
   i64 stride;
   int from, to, k;
 
-  // Eight parts: chunk base + j, or base + 8 j + k.
+  // Chunk of partial result j of a batch of eight: base + j, or base + 8 j + k.
   DEVICE int chunk(int base, int j) const { return WARPS == 1 ? base + j : base + 8 * j + k; }
   DEVICE void read(float2 (&part)[8], int base) const {
 #pragma unroll
@@ -47,7 +51,8 @@ struct RowChunks {
         part[j] = __ldcg((const float2*)(sums + (c - from) * stride * D) + threadIdx.x % 32);
     }
   }
-  DEVICE void add(float2 (&sum)[SUMS_PER_WARP], const float2 (&part)[8], const float* weights, int base) const {
+  DEVICE void add(float2 (&sum)[SUMS_PER_WARP], const float2 (&part)[8], const float* weights,
+                  int base) const {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const int c = chunk(base, j);
@@ -56,7 +61,8 @@ struct RowChunks {
       s = {fmaf(weight, part[j].x, s.x), fmaf(weight, part[j].y, s.y)};
     }
   }
-  // Weights of chunks from & ~31 ..., and the sum of all. Lane l adds chunks l, l + 32, ... .
+  // Store the weights of chunks from & ~31 on; return the sum of weights of all. Lane l handles
+  // chunks l, l + 32, ...
   DEVICE float chunk_weights(float* weights) const {
     const int lane = threadIdx.x % 32, base = from & ~31;
     float2 mine[MAX_CHUNK_SEGMENTS];
@@ -78,7 +84,8 @@ struct RowChunks {
       sum = fmaf(weight, mine[i].y, sum);
     }
 #pragma unroll
-    for (int step = 16; step; step /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(FULL_MASK, sum, step));
+    for (int step = 16; step; step /= 2)
+      sum = __fadd_rn(sum, __shfl_xor_sync(FULL_MASK, sum, step));
     __syncwarp();
     return sum;
   }
@@ -86,7 +93,7 @@ struct RowChunks {
     constexpr int STEP = WARPS == 1 ? 8 : 64;
     float2 part[8], sum[SUMS_PER_WARP] = {};
     int base = from & ~7;
-    read(part, base);  // in flight beside what `chunk_weights` reads
+    read(part, base);  // these loads overlap with those of chunk_weights()
     total = chunk_weights(weights);
     while (true) {
       add(sum, part, weights, base);
@@ -112,8 +119,8 @@ struct RowChunks {
   }
 };
 
-// Blocks of 64 values of all rows of sequences of `tokens` rows, and zeros behind the last row. `rows`
-// come in groups of 16 (`RowGroup`). WARPS: for each block. `room`: as in attention.cu.
+// `count` rows of sequences of `tokens` rows each; also zeroes the padding rows of the last tile.
+// WARPS: warps per block of 64 values. `room`: as in attention.cu.
 template <int D, int WARPS>
 __global__ __launch_bounds__(256) void combine_chunks(
     const float* sums, const float* tops, const i64* first, const i64* last, float* out, u8* rows,
@@ -138,8 +145,8 @@ __global__ __launch_bounds__(256) void combine_chunks(
   const i64 stride = (i64)n_kv * pairs;
   const i64 place = ((i64)sequence * room + from - low) * stride + (i64)(head / group) * pairs +
                     token * group + head % group;
-  const RowChunks<D, WARPS> parts = {tops + place * 2, sums + place * D + block * 64 % D, stride, from, to,
-                               warp};
+  const RowChunks<D, WARPS> parts = {
+      tops + place * 2, sums + place * D + block * 64 % D, stride, from, to, warp};
   float total;
   float2 x = parts.run(weights[warp], shares, total);
   if (warp % WARPS) return;

@@ -1,68 +1,80 @@
-// Attention of a layer with a window in one launch, from the product of queries, keys and values to
-// the input of the next product: heads of 256, two of queries for each of keys, Q8_0 caches.
+// Sliding-window attention of a decode step in one kernel, from the QKV projection to the packed
+// input of the output projection. Heads of 256, two query heads per KV head, Q8_0 cache.
 //
-// A block has one head, four or eight tokens of a sequence, and some of the chunks (CHUNK absolute
-// positions) that they see, the newest first. What was settled before this step comes to shared memory, of the first
-// chunk before the kernel in front has ended; then each warp finishes heads (head_vector.cuh): queries go to
-// shared memory, and the step's keys and values, which the block with their token also takes to the
-// cache. If the tokens see several chunks, the last of their blocks to arrive adds them, in their order.
-// Row r of the 8-wide operand is token r / 2 of the block's, head r % 2.
+// Thread mapping: a block has 16 warps, one KV head, four or eight tokens of a sequence, and some of the
+// chunks (CHUNK positions) that they see, the newest first. Steps:
+//   1. copy keys and values of earlier steps to shared memory, those of the first chunk before the
+//      preceding kernel has ended;
+//   2. one warp per vector: norm and rotation (head_vector.cuh). Queries go to shared memory. So do the
+//      step's keys and values; the block that owns the token also writes them to the cache;
+//   3. scores, weights, weighted sums. If the tokens see several chunks, partial results go to global
+//      memory, and the last block to arrive combines them in the order of the chunks.
+// Row r of the 8-wide MMA operand is token r / 2 of the block, query head r % 2.
 #include "attention_tiles.cuh"
 #include "head_vector.cuh"
 #include "packed_rows.cuh"
 
 #if ARCH >= 800
 constexpr int D = 256, WARPS = 16, THREADS = 32 * WARPS;
-constexpr int SUM_PITCH = D + 4;  // floats of a row of sums in shared memory
+constexpr int SUM_PITCH =
+    D + 4;  // floats between rows of sums in shared memory (padded against bank conflicts)
 
-// TILES: of a chunk. Eight warps have a tile. FOURS: of tokens, that a block may have.
+// TILES: tiles per chunk; eight warps share a tile. TOKEN_GROUPS: maximum number of groups of four
+// tokens per block.
 template <int TILES, int TOKEN_GROUPS_>
 struct Window : AttentionConfig<D, 1, TOKEN_GROUPS_, 8, 8, 1, 1, TILES, TILES, 0> {
   static constexpr int TOKEN_GROUPS = TOKEN_GROUPS_;
   static constexpr int CHUNK = Window::KEYS * TILES, SUMS_AT = Window::RUNNING_MAX_AT;
-  static constexpr int MAX_CHUNKS = TILES == 1 ? 10 : 6;  // chunks that a row sees
+  static constexpr int MAX_CHUNKS =
+      TILES == 1 ? 10 : 6;  // maximum number of chunks that a row sees
   static constexpr int ANGLES_AT = Window::SHARED, WEIGHTS_AT = ANGLES_AT + 16 * (D / 2) * 8;
-  static_assert(Window::K_STAGE == Window::V_STAGE && Window::K_ROW == Window::V_ROW, "");
-  static_assert(Window::ROWS * SUM_PITCH * 4 <= Window::K_STAGE, "sums take the place of keys");
+  static_assert(Window::K_STAGE_BYTES == Window::V_STAGE_BYTES && Window::K_ROW == Window::V_ROW,
+                "");
+  static_assert(Window::ROWS * SUM_PITCH * 4 <= Window::K_STAGE_BYTES,
+                "the sums of a tile overwrite its keys in shared memory");
 };
 
-struct Args {  // of a sequence
+struct Args {  // arguments of one sequence
   const float* y;
   char *keys, *values, *key_scales, *value_scales;  // its rings
   float *sums, *tops;  // [chunks][groups][n_kv][rows][D], [..][2]: largest score, sum of weights
   u32* arrived;        // [groups][n_kv], zero before and after
-  u8* rows;            // of all sequences
+  u8* rows;            // output, packed activations of all sequences
   int tokens, n_kv, capacity;
-  int row, count;  // its first row, and those of all sequences
-  int normed;  // a bit for each kind of vector: see `finish`
+  int row, count;  // first row of the sequence, and number of rows of all sequences
+  int normed;      // bit per kind of vector (see `finish`): RMS norm
   float eps, scale;
 };
 
-// What a block works on.
+// The work of a block: which tokens of the sequence, and which chunks.
 struct BlockWork {
-  int own, blocks;               // which of the blocks that share out the tokens of the sequence
-  int head, from, count, token_groups;  // its tokens; of how many fours
-  int first_slot, slot_stride;               // of the blocks with these tokens, which have chunks in turn
-  int slot, chunks;              // chunk number `slot` of those that the tokens see
-  int start, settled;            // its first position; the first position of this step
-  int ring;                      // where the cache has the latter
+  int own, blocks;  // this block is number `own` of the `blocks` that split the tokens
+  int head, first_token, n_tokens,
+      token_groups;             // n_tokens from first_token on, in token_groups groups of four
+  int first_slot, slot_stride;  // chunks of this block: first_slot, first_slot + slot_stride, ...
+  int slot, chunks;             // current chunk, of `chunks` that the tokens see
+  int start, settled;           // first position of the current chunk; first position of this step
+  int ring;                     // row of position `settled` in the ring
   Span span;
 
-  // By whole warps: what token `lane` sees. Where blocks of four tokens would have several chunks
-  // each, two of them share eight tokens.
+  // `first`, `last`: visible range of token `lane`; all lanes of the warp call it. If blocks of
+  // four tokens would have several chunks each, two of them share eight tokens instead, so that K
+  // and V are read once for both.
   template <class W>
   DEVICE void set(int first, int last, int tokens, int place) {
     auto of = [](int x, int lane) { return __shfl_sync(FULL_MASK, x, lane); };
     const int most = of(last, tokens - 1) / W::CHUNK - of(first, 0) / W::CHUNK + 1;
     token_groups = W::TOKEN_GROUPS > 1 && most > gridDim.z ? 2 : 1;
     head = blockIdx.x, blocks = (tokens + 3) / 4, own = place;
-    from = group() * 4 * token_groups, count = min_of(tokens - from, 4 * token_groups);
-    const int sharing = min_of(token_groups, blocks - group() * token_groups), end = from + count - 1;
+    first_token = group() * 4 * token_groups;
+    n_tokens = min_of(tokens - first_token, 4 * token_groups);
+    const int sharing = min_of(token_groups, blocks - group() * token_groups),
+              end = first_token + n_tokens - 1;
     first_slot = blockIdx.z * sharing + place % token_groups, slot_stride = gridDim.z * sharing;
-    span = {of(first, from), of(last, end), of(first, end), of(last, from)};
+    span = {of(first, first_token), of(last, end), of(first, end), of(last, first_token)};
     chunks = span.hi / W::CHUNK - span.lo / W::CHUNK + 1;
   }
-  // Of tokens: which, and how many there are.
+  // Index of this block's token group, and number of token groups.
   DEVICE int group() const { return own >> token_groups - 1; }
   DEVICE int groups() const { return blocks + token_groups - 1 >> token_groups - 1; }
   DEVICE int block() const { return group() * gridDim.x + head; }
@@ -71,36 +83,38 @@ struct BlockWork {
   template <class W>
   DEVICE void at(int chunk) { slot = chunk, start = (span.lo / W::CHUNK + chunk) * W::CHUNK; }
 
-  // Where its rows are among partial results, of chunk number `chunk`.
+  // Index of the block's first row in the partial results of chunk `chunk`.
   DEVICE int place(int chunk) const { return chunk * stride() + block() * rows(); }
   DEVICE int stride() const { return groups() * gridDim.x * rows(); }
 
-  DEVICE bool visible_to_all(int position) const {  // does every row see it?
+  DEVICE bool visible_to_all(int position) const {  // every row sees it
     return position >= span.all_lo && position <= span.all_hi;
   }
   template <class S>
-  DEVICE bool tile_visible(int tile) const {  // does any row see something of it?
+  DEVICE bool tile_visible(int tile) const {  // some row sees some key of the tile
     const int from = start + tile * S::KEYS;
     return from <= span.hi && from + S::KEYS > span.lo;
   }
 };
 
-// Codes of a row of the chunk, and its eight scales. `plane`: where keys or values begin.
+// Q8_0 codes and scales of a row of the chunk in shared memory. `plane`: start of keys or of
+// values.
 template <class W>
 DEVICE char* row_codes(char* plane, u32 row) {
-  return plane + row / W::KEYS * W::K_STAGE + row % W::KEYS * W::K_ROW;
+  return plane + row / W::KEYS * W::K_STAGE_BYTES + row % W::KEYS * W::K_ROW;
 }
 template <class W>
 DEVICE char* row_scales_at(char* plane, u32 row) {
-  return plane + row / W::KEYS * W::K_STAGE + W::KEYS * W::K_ROW + row % W::KEYS * 16;
+  return plane + row / W::KEYS * W::K_STAGE_BYTES + W::KEYS * W::K_ROW + row % W::KEYS * 16;
 }
 
-// Settled rows of the cache. Values of the chunk's other rows have scales of zero.
+// Copy the rows that earlier steps wrote from the cache. Scales of V are set to zero for the other
+// rows.
 template <class W>
 DEVICE void load_settled(char* shared, const Args& a, const BlockWork& p) {
   const int lane = threadIdx.x % 32, begin = max_of(0, p.span.lo - p.start);
   const int end = min_of(W::CHUNK, p.settled - p.start);
-  const int slot = (u32)p.start % (u32)a.capacity;  // slots go on at 0 behind the last one
+  const int slot = (u32)p.start % (u32)a.capacity;  // row in the ring, which wraps around
   const i64 base = (i64)p.head * a.capacity;
   const char* codes = (lane < 16 ? a.keys : a.values) + base * D + lane % 16 * 16;
   char* to = shared + (lane < 16 ? W::K_AT : W::V_AT);
@@ -114,7 +128,8 @@ DEVICE void load_settled(char* shared, const Args& a, const BlockWork& p) {
   for (int row = threadIdx.x / 2; row < W::CHUNK; row += THREADS / 2) {
     const int from = slot + row < a.capacity ? slot + row : slot + row - a.capacity;
     char* own = row_scales_at<W>(to, row);
-    if (row >= begin && row < end) cp_async16(own, scales + from * 16);
+    if (row >= begin && row < end)
+      cp_async16(own, scales + from * 16);
     else if (!is_key) *(uint4*)own = {0, 0, 0, 0};
   }
   cp_async_commit();
@@ -122,7 +137,8 @@ DEVICE void load_settled(char* shared, const Args& a, const BlockWork& p) {
 
 using Vector = HeadVector<D, 0>;
 
-// Vector `kind` of token t as it leaves the norm and the rotation: queries 0 and 1, key 2, value 3.
+// Apply norm and rotation to vector `kind` of token t (0, 1: queries; 2: key; 3: value) and store
+// it.
 template <class W>
 DEVICE void finish(Vector& x, int kind, int t, char* shared, const Args& a, const BlockWork& p) {
   const float2* angles = (const float2*)(shared + W::ANGLES_AT) + t * (D / 2);
@@ -133,7 +149,7 @@ DEVICE void finish(Vector& x, int kind, int t, char* shared, const Args& a, cons
   if (kind < 2) {
 #pragma unroll
     for (int j = 0; j < Vector::J; ++j) {
-      const int c = Vector::at(j), row = (t - p.from) * 2 + kind;
+      const int c = Vector::at(j), row = (t - p.first_token) * 2 + kind;
       *(uint2*)(shared + W::Q_AT + query_offset<W>(row, c / 8) + c % 8 * 2) = {
           pack_half2(x.v[j][0], x.v[j][1]), pack_half2(x.v[j][2], x.v[j][3])};
     }
@@ -142,26 +158,26 @@ DEVICE void finish(Vector& x, int kind, int t, char* shared, const Args& a, cons
   const int row = p.settled + t - p.start, slot = p.ring + t;
   const i64 at = (i64)p.head * a.capacity + (slot < a.capacity ? slot : slot - a.capacity);
   char* to = shared + (kind == 2 ? W::K_AT : W::V_AT);
-  const bool own = t >= p.from && t < p.from + p.count;
+  const bool own = t >= p.first_token && t < p.first_token + p.n_tokens;
   char* cache = own ? (kind == 2 ? a.keys : a.values) + at * D : nullptr;
   char* cache_scales = (kind == 2 ? a.key_scales : a.value_scales) + at * (D / 16);
   x.store<0>((u8*)row_codes<W>(to, row), (u16*)row_scales_at<W>(to, row), (u8*)cache,
              (u16*)cache_scales);
 }
 
-// The step's own heads, a warp each: queries of the block's tokens (the first warps) with its first
-// chunk, and keys and values of the tokens in a chunk that one of the block's sees.
+// Vectors of this step, one per warp: with the block's first chunk the queries of its tokens (first
+// warps), and with every chunk the keys and values of this step that lie in it and are visible.
 template <class W, int SLICES>
 struct StepVectors {
   static constexpr int ROUNDS = 3;
-  float freq, weight;  // of pair threadIdx.x % 128; of queries, then of keys
+  float freq, weight;  // frequency of pair threadIdx.x % 128; norm weight (queries, then keys)
 
   DEVICE StepVectors(const float* q_norm, const float* k_norm, const float* freqs) {
     freq = __ldcg(freqs + threadIdx.x % (D / 2));
     const float* norm = threadIdx.x < D ? q_norm : k_norm;
     weight = norm ? __ldcg(norm + threadIdx.x % D) : 1.0f;
   }
-  // Angles of the step's tokens, and weights of norms.
+  // Store the cosines and sines of the step's tokens, and the norm weights, to shared memory.
   DEVICE void prepare(char* shared, const Args& a, const BlockWork& p) const {
     ((float*)(shared + W::WEIGHTS_AT))[threadIdx.x] = weight;
     float2* angles = (float2*)(shared + W::ANGLES_AT);
@@ -169,17 +185,17 @@ struct StepVectors {
     for (int t = threadIdx.x / (D / 2); t < a.tokens; t += THREADS / (D / 2))
       angles[t * (D / 2) + threadIdx.x % (D / 2)] = cos_sin((float)(p.settled + t) * freq);
   }
-  // Token and kind of a warp's vector; token -1: none.
+  // {token, kind} of this warp's vector; token -1: none.
   DEVICE int2 vector(int round, bool queries, const Args& a, const BlockWork& p) const {
     const int warp = threadIdx.x / 32, i = round * WARPS + warp - p.rows();
-    if (i < 0) return {queries && warp / 2 < p.count ? p.from + warp / 2 : -1, warp % 2};
+    if (i < 0) return {queries && warp / 2 < p.n_tokens ? p.first_token + warp / 2 : -1, warp % 2};
     const int t = i / 2;
     const bool stored = (u32)(p.settled + t - p.start) < W::CHUNK && p.settled + t <= p.span.hi;
     return {t < a.tokens && stored ? t : -1, 2 + i % 2};
   }
   DEVICE void finish_all(char* shared, bool queries, const Args& a, const BlockWork& p) const {
     Vector x[ROUNDS];
-    int from[ROUNDS];  // before the wait: 16 warps issue all this
+    int from[ROUNDS];  // computed before griddep_wait(): integer work of 16 warps
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
       const int2 v = vector(i, queries, a, p);
@@ -191,7 +207,7 @@ struct StepVectors {
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i)
       if (from[i] >= 0) x[i].template load<SLICES>(a.y + from[i], apart);
-    __syncthreads();  // angles, weights, and scales of zero
+    __syncthreads();  // orders `prepare` and the zeroed scales before `finish`
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
       const int2 v = vector(i, queries, a, p);
@@ -200,27 +216,31 @@ struct StepVectors {
   }
 };
 
-// Scales of values that some row must not see: zero times infinity or NaN would be NaN.
+// Masked values have weight zero, but 0 * inf and 0 * NaN are NaN: zero non-finite scales of rows
+// that some row must not see.
 template <class W>
 DEVICE void zero_nonfinite_scales(char* shared, const BlockWork& p) {
   for (int row = threadIdx.x; row < W::CHUNK; row += THREADS) {
     if (p.visible_to_all(p.start + row)) continue;
     uint4* at = (uint4*)row_scales_at<W>(shared + W::V_AT, row);
     const uint4 x = *at;
-    if (nonfinite_half_signs(x.x) | nonfinite_half_signs(x.y) | nonfinite_half_signs(x.z) | nonfinite_half_signs(x.w))
-      *at = {zero_nonfinite_halves(x.x), zero_nonfinite_halves(x.y), zero_nonfinite_halves(x.z), zero_nonfinite_halves(x.w)};
+    if (nonfinite_half_signs(x.x) | nonfinite_half_signs(x.y) | nonfinite_half_signs(x.z) |
+        nonfinite_half_signs(x.w))
+      *at = {zero_nonfinite_halves(x.x), zero_nonfinite_halves(x.y), zero_nonfinite_halves(x.z),
+             zero_nonfinite_halves(x.w)};
   }
 }
 
-// Weighted values of a tile to shared memory, where its keys were, and sums of weights.
+// Store the weighted sum of a tile's values to shared memory, over its keys, and the sums of
+// weights.
 template <class W, int ROW_TILES>
 DEVICE void sum_values(char* shared, int tile, int warp, bool tile_visible) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   float out[2][W::ROW_TILES][4] = {}, sums[W::ROW_TILES] = {};
   if (tile_visible)
-    accumulate_values<W, ROW_TILES>(out, sums, shared + W::V_AT + tile * W::V_STAGE,
-                           (const uint2*)(shared + W::P_AT + tile * W::P_SIZE), 0, warp);
-  float* to = (float*)(shared + W::K_AT + tile * W::K_STAGE) + warp * 32 + g * 4;
+    accumulate_values<W, ROW_TILES>(out, sums, shared + W::V_AT + tile * W::V_STAGE_BYTES,
+                                    (const uint2*)(shared + W::P_AT + tile * W::P_SIZE), 0, warp);
+  float* to = (float*)(shared + W::K_AT + tile * W::K_STAGE_BYTES) + warp * 32 + g * 4;
   float* weights = (float*)(shared + W::SUMS_AT) + (tile * 8 + warp) * W::ROWS;
 #pragma unroll
   for (int n = 0; n < ROW_TILES; ++n) {
@@ -230,33 +250,34 @@ DEVICE void sum_values(char* shared, int tile, int warp, bool tile_visible) {
     if (!tile_visible) continue;
 #pragma unroll
     for (int c = 0; c < 2; ++c)
-      *(float4*)(to + (n * 8 + t * 2 + c) * SUM_PITCH) = {out[0][n][c], out[0][n][c + 2], out[1][n][c],
-                                                      out[1][n][c + 2]};
+      *(float4*)(to + (n * 8 + t * 2 + c) * SUM_PITCH) = {out[0][n][c], out[0][n][c + 2],
+                                                          out[1][n][c], out[1][n][c + 2]};
   }
 }
 
-// Four values of a row, unscaled; the sum of its weights.
+// Four output values of a row before normalization, summed over tiles; and the row's sum of
+// weights.
 template <class W, int TILES>
 DEVICE float4 row_values(const char* shared, const BlockWork& p, int row, int quad) {
   float4 v = {0, 0, 0, 0};
 #pragma unroll
   for (int tile = 0; tile < TILES; ++tile)
     if (p.tile_visible<W>(tile))
-      v = add4(v, *(const float4*)((const float*)(shared + W::K_AT + tile * W::K_STAGE) +
+      v = add4(v, *(const float4*)((const float*)(shared + W::K_AT + tile * W::K_STAGE_BYTES) +
                                    row * SUM_PITCH + quad * 4));
   return v;
 }
-template <class W>  // by a warp
+template <class W>  // called by a whole warp
 DEVICE float row_weight_sum(const char* shared, int row) {
   const int lane = threadIdx.x % 32;
   const float* sums = (const float*)(shared + W::SUMS_AT) + row;
   return warp_reduce(lane < WARPS ? sums[lane * W::ROWS] : 0.0f, Sum());
 }
 
-// The same of all chunks that a row sees, added in their order.
+// The same from the partial results of all chunks that a row sees, added in order of the chunks.
 template <class W>
-DEVICE float4 combine_chunks_of_row(const char* shared, const Args& a, const BlockWork& p, int row, int quad,
-                       float& total) {
+DEVICE float4 combine_chunks_of_row(const char* shared, const Args& a, const BlockWork& p, int row,
+                                    int quad, float& total) {
   const int2 sees = ((const int2*)(shared + W::VISIBLE_AT))[row];
   const int low = p.span.lo / W::CHUNK, from = sees.x / W::CHUNK, to = sees.y / W::CHUNK;
   const int stride = p.stride(), place = p.place(from - low) + row;
@@ -283,7 +304,7 @@ DEVICE float4 combine_chunks_of_row(const char* shared, const Args& a, const Blo
   return v;
 }
 
-// Each thread has four columns of every eighth row.
+// A thread handles four columns (`quad`) of every eighth row.
 struct Columns {
   int row = threadIdx.x / (D / 4), quad = threadIdx.x % (D / 4);
 };
@@ -295,13 +316,15 @@ DEVICE void store_partial(char* shared, const Args& a, const BlockWork& p) {
   for (int row = c.row; row < p.rows(); row += 8) {
     const i64 place = p.place(p.slot) + row;
     const float weight = row_weight_sum<W>(shared, row);
-    __stcg((float4*)a.sums + place * (D / 4) + c.quad, row_values<W, TILES>(shared, p, row, c.quad));
+    __stcg((float4*)a.sums + place * (D / 4) + c.quad,
+           row_values<W, TILES>(shared, p, row, c.quad));
     if (c.quad == 0)
-      __stcg((float2*)a.tops + place, float2{((const float*)(shared + W::RESCALE_AT))[row], weight});
+      __stcg((float2*)a.tops + place,
+             float2{((const float*)(shared + W::RESCALE_AT))[row], weight});
   }
 }
 
-// Whether this block is the last one of these tokens.
+// True in the block that arrives last among those with the same tokens and head.
 DEVICE bool is_last_block(const Args& a, const BlockWork& p) {
   __shared__ bool last;
   __syncthreads();
@@ -317,16 +340,18 @@ template <class W, int TILES>
 DEVICE void write(char* shared, const Args& a, const BlockWork& p) {
   const Columns c;
   const int column = (p.head * 2 + c.row % 2) * (D / 4) + c.quad, blocks = a.n_kv * 2 * D / 64;
-  const RowGroup last(a.count - 1, a.count);  // the last sequence writes the zeros behind it
+  const RowGroup last(a.count - 1, a.count);  // the last sequence also writes the zero padding rows
   const int end = a.row + a.tokens < a.count ? a.tokens : last.index * 16 + 8 * last.tiles - a.row;
 #pragma unroll 1
   for (int row = c.row; row < p.rows(); row += 8)
-    for (int token = p.from + row / 2; token < end; token += p.groups() * p.rows() / 2) {
+    for (int token = p.first_token + row / 2; token < end; token += p.groups() * p.rows() / 2) {
       float4 v = {0, 0, 0, 0};
       if (token < a.tokens) {
         float total;
-        if (p.chunks > 1) v = combine_chunks_of_row<W>(shared, a, p, row, c.quad, total);
-        else v = row_values<W, TILES>(shared, p, row, c.quad), total = row_weight_sum<W>(shared, row);
+        if (p.chunks > 1)
+          v = combine_chunks_of_row<W>(shared, a, p, row, c.quad, total);
+        else
+          v = row_values<W, TILES>(shared, p, row, c.quad), total = row_weight_sum<W>(shared, row);
         v = mul4(v, rcp_approx(total));
       }
       const RowGroup own(a.row + token, a.count);
@@ -343,8 +368,8 @@ DEVICE void attend(char* shared, const Args& a, const BlockWork& p) {
   float* top = (float*)(shared + W::RESCALE_AT);
   float scores[1][W::ROW_TILES][4] = {};
   if (tile_visible) {
-    accumulate_scores<W, ROW_TILES>(scores, shared + W::K_AT + tile * W::K_STAGE, shared + W::Q_AT, 0,
-                         warp % 8);
+    accumulate_scores<W, ROW_TILES>(scores, shared + W::K_AT + tile * W::K_STAGE_BYTES,
+                                    shared + W::Q_AT, 0, warp % 8);
 #pragma unroll
     for (int i = 0; i < 4 * ROW_TILES; ++i)
       scores[0][i / 4][i % 4] = __fmul_rn(scores[0][i / 4][i % 4], a.scale);
@@ -366,8 +391,8 @@ DEVICE void attend(char* shared, const Args& a, const BlockWork& p) {
     for (int n = 0; n < ROW_TILES; ++n) {
       float2 origin = ((const float2*)top)[n * 4 + lane % 4];
       origin = {origin.x == NEG_INF ? 0.0f : origin.x, origin.y == NEG_INF ? 0.0f : origin.y};
-      store_attention_weights((u32*)(shared + W::P_AT + tile * W::P_SIZE), warp % 8 * W::ROW_TILES + n, scores[0][n],
-                  origin);
+      store_attention_weights((u32*)(shared + W::P_AT + tile * W::P_SIZE),
+                              warp % 8 * W::ROW_TILES + n, scores[0][n], origin);
     }
   }
   __syncthreads();
@@ -376,11 +401,12 @@ DEVICE void attend(char* shared, const Args& a, const BlockWork& p) {
 }
 #endif
 
-// Sequences of `tokens` rows each. y [SLICES][rows][4 n_kv heads][256]: two heads of queries for each
-// of keys, keys, values. What rows see, `first` .. `last`, both rising, their consecutive `positions`
-// and `slots` were written by kernels that had ended before the one in front started. Grid: [n_kv,
-// sequences * blocks of four tokens, any], which changes nothing about the result, nor does FOURS, 2
-// if there are more than four tokens. `room`: rows of partial results of a sequence, over all chunks.
+// Sequences of `tokens` rows each. y [SLICES][rows][4 n_kv heads][256]: 2 n_kv query heads, n_kv
+// key heads, n_kv value heads; SLICES split-K slices to be added. Rows see positions `first` ..
+// `last` (both non-decreasing); `positions` are consecutive. These and `slots` were written before
+// the preceding kernel started. Grid: [n_kv, sequences * ceil(tokens / 4), blocks per token group].
+// The third dimension and TOKEN_GROUPS (2 for more than four tokens) do not change the result.
+// `room`: rows of partial results per sequence.
 template <int TILES, int SLICES, int TOKEN_GROUPS>
 __global__ __launch_bounds__(512, 1) void attend_window(
     const float* y, const float* q_norm, const float* k_norm, const float* freqs,
@@ -401,34 +427,37 @@ __global__ __launch_bounds__(512, 1) void attend_window(
                   key_scales + ring * (D / 16), value_scales + ring * (D / 16), sums + partial * D,
                   tops + partial * 2, arrived + sequence * blocks * n_kv, rows, tokens, n_kv, capacity,
                   row, sequences * tokens, normed, eps, scale * 1.44269504f};
-  // What was there before is all asked for at once.
+  // Issue all loads of data older than the preceding kernel together.
   const int lane = threadIdx.x % 32, own_token = min_of(lane, tokens - 1);
   const int from = (int)__ldcg(first + own_token), to = (int)__ldcg(last + own_token);
   BlockWork p;
   p.settled = (int)__ldcg(positions), p.ring = (u32)p.settled % (u32)capacity;
   const StepVectors<W, SLICES> own(q_norm, k_norm, freqs);
   p.set<W>(from, to, tokens, blockIdx.y - sequence * blocks);
-  const int token = p.from + lane / 2 % p.count;
+  const int token = p.first_token + lane / 2 % p.n_tokens;
   int2 sees = {__shfl_sync(FULL_MASK, from, token), __shfl_sync(FULL_MASK, to, token)};
   if (p.first_slot >= p.chunks) return;
   p.at<W>(p.chunks - 1 - p.first_slot);
   load_settled<W>(shared, a, p);
-  if ((int)threadIdx.x >= p.count * 2) sees = {0, -1};
+  if ((int)threadIdx.x >= p.n_tokens * 2) sees = {0, -1};
   if (threadIdx.x < W::ROWS) ((int2*)(shared + W::VISIBLE_AT))[threadIdx.x] = sees;
   own.prepare(shared, a, p);
 #pragma unroll 1
   for (bool first = true;; first = false) {
-    char* here = (char*)materialize_shared((const u8*)shared);  // registers keep no places from turn to turn
+    char* here = (char*)materialize_shared((
+        const u8*)shared);  // addresses are recomputed per chunk instead of being kept in registers
     own.finish_all(here, first, a, p);
     cp_async_wait_group<0>();
     __syncthreads();
     zero_nonfinite_scales<W>(here, p);
-    if (p.token_groups == 1) attend<W, TILES, 1>(here, a, p);
-    else attend<W, TILES, TOKEN_GROUPS>(here, a, p);
+    if (p.token_groups == 1)
+      attend<W, TILES, 1>(here, a, p);
+    else
+      attend<W, TILES, TOKEN_GROUPS>(here, a, p);
     if (p.chunks > 1) store_partial<W, TILES>(here, a, p);
     if (p.slot < p.slot_stride) break;
     p.at<W>(p.slot - p.slot_stride);
-    __syncthreads();  // sums have been read
+    __syncthreads();  // sums in shared memory have been read
     load_settled<W>(shared, a, p);
   }
   if (p.chunks == 1 || is_last_block(a, p)) write<W, TILES>(shared, a, p);

@@ -1,27 +1,28 @@
-// From logits [T, V] to tokens, as `g4spec.ops.sampling` defines it.
+// Sampling: from logits [T, V] to tokens, as `g4spec.ops.sampling` defines it.
 //
-// Rows of several sequences are chosen in one launch, each as its own sequence's sampler says. There
-// are kernels for each mode of a sampler: a batch with several modes launches all of theirs, and each
-// leaves out the rows of the others. Then nothing is written of those rows.
-#include "logits.cuh"
+// Rows of several sequences are handled in one launch, each with its sequence's sampler. There is
+// one kernel per sampler mode. A batch with several modes launches all of theirs, and each kernel
+// skips the rows of the other modes and writes nothing for them. First kernel of a mode: blocks
+// find the best keys of a span of columns; second kernel: they are reduced over the row.
 #include "gumbel_noise.cuh"
+#include "logits.cuh"
 #include "reduce.cuh"
 
 enum {
-  TOP_THREADS = 512,  // threads that end a row of top-k
-  PER = 16,    // keys of each
+  TOP_THREADS = 512,  // block size of top_end
+  PER = 16,           // keys per thread
 };
 
 enum Mode { GREEDY, SAMPLED, TOP };
 
-struct Sampling {  // of a sequence, in device memory
+struct Sampling {  // sampler of a sequence, in device memory
   u64 seed;
   float temperature, top_p, min_p;
   int top_k, mode, unused;
 };
-static_assert(sizeof(Sampling) == 32, "as choose.py packs it");
+static_assert(sizeof(Sampling) == 32, "choose.py packs samplers of 32 bytes");
 
-// True if another kernel chooses in this row. `all`: samplers [S], or null: every row is of `mode`.
+// True if the row's sampler has another mode. `all`: samplers [S]; null: every row has `mode`.
 DEVICE bool is_other_mode(const Sampling* all, const Logits& logits, int row, Mode mode) {
   return all && all[logits.sequence(row)].mode != mode;
 }
@@ -30,8 +31,7 @@ DEVICE float with_noise(float value, const Sampling& s, float noise) {
   return __fdiv_rn(value, s.temperature) + noise;
 }
 
-// What a warp knows of its columns before it looks at each: the largest raw logit, and whether any
-// is NaN.
+// Largest raw logit of a thread's columns, and whether any is NaN.
 struct ThreadMax {
   float most;
   bool nan;
@@ -47,9 +47,10 @@ struct MaxIgnoreNan {
   DEVICE float operator()(float a, float b) const { return fmaxf(a, b); }
 };
 
-// The best of a thread's columns: only logits that may come out equal to the warp's largest are
-// capped.
-DEVICE u64 best_greedy(const Logits& logits, const float (&v)[QUADS][4], int start, const ThreadMax& seen) {
+// Best key of a thread's columns. Only logits that may tie with the warp's largest after capping
+// are capped (tanh is expensive).
+DEVICE u64 best_greedy(const Logits& logits, const float (&v)[QUADS][4], int start,
+                       const ThreadMax& seen) {
   const float least = logits.tie_lower_bound(warp_reduce(seen.most, MaxIgnoreNan()));
   u64 key = 0;
 #pragma unroll
@@ -61,12 +62,12 @@ DEVICE u64 best_greedy(const Logits& logits, const float (&v)[QUADS][4], int sta
   return key;
 }
 
-// The same with noise. Most logits have too little of it to win, which one exponential tells:
-// u >= exp(-exp(-g)) takes 1 - u <= exp(-g). Only what is left is computed in full. `sure`: a value
-// that some lane reaches.
+// The same with Gumbel noise. `sure` is a noisy value that some lane reaches. A logit can only win
+// if its noise g is large enough; since u >= exp(-exp(-g)) implies 1 - u <= exp(-g), one
+// exponential rules out most logits. Only the others get their exact noise.
 DEVICE u64 best_sampled(const Logits& logits, const float (&v)[QUADS][4], int row, int start,
-                   const ThreadMax& seen, const Sampling& s, u64 position) {
-  int best = 0;  // the thread's largest
+                        const ThreadMax& seen, const Sampling& s, u64 position) {
+  int best = 0;  // index of the thread's largest logit
 #pragma unroll
   for (int i = QUADS * 4 - 1; i >= 0; --i)
     if (v[i / 4][i % 4] == seen.most) best = i;
@@ -100,7 +101,7 @@ DEVICE u64 best_sampled(const Logits& logits, const float (&v)[QUADS][4], int ro
   return key;
 }
 
-// The best key of each span of columns, [rows, blocks].
+// Best key of each span of columns -> keys [rows, blocks].
 template <int MODE>
 __global__ __launch_bounds__(THREADS, MODE == SAMPLED ? 4 : 8) void best(LOGITS,
                                                                         const Sampling* sampling,
@@ -116,11 +117,12 @@ __global__ __launch_bounds__(THREADS, MODE == SAMPLED ? 4 : 8) void best(LOGITS,
   const ThreadMax seen(v);
   u64 key;
   if constexpr (MODE == SAMPLED)
-    key = best_sampled(logits, v, row, start, seen, sampling[logits.sequence(row)], logits.position(row));
+    key = best_sampled(logits, v, row, start, seen, sampling[logits.sequence(row)],
+                       logits.position(row));
   else
     key = best_greedy(logits, v, start, seen);
   if (seen.nan || (MODE == SAMPLED && isinf(logits.value(seen.most)) && seen.most > 0.0f))
-    key = make_key(__int_as_float(0x7fc00000), 0);  // the CPU refuses the row
+    key = make_key(__int_as_float(0x7fc00000), 0);  // the host reports the row as invalid
   key = warp_max_key(key);
   if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = key;
   __syncthreads();
@@ -134,7 +136,7 @@ __global__ __launch_bounds__(THREADS, MODE == SAMPLED ? 4 : 8) void best(LOGITS,
 struct ChoiceOutput {
   i64* ids;     // [rows]
   float* values;  // [rows], the logit of each choice
-  int* bad;     // at `Logits::place` of each row, 1: there is no largest logit
+  int* bad;  // at `Logits::row_index` of each row; 1: no largest logit (NaN, inf or all suppressed)
 
   DEVICE void write(const Logits& logits, int row, u64 key, bool sampled) const {
     const bool good = finite(key);
@@ -146,7 +148,7 @@ struct ChoiceOutput {
   }
 };
 
-// The best of a row's `blocks` keys; one warp a row.
+// Best of a row's `blocks` keys; one warp per row.
 template <int MODE>
 __global__ void best_end(LOGITS, const Sampling* sampling, const u64* keys, int blocks, int rows,
                          i64* ids, float* values, int* bad) {
@@ -159,11 +161,12 @@ __global__ void best_end(LOGITS, const Sampling* sampling, const u64* keys, int 
   for (int i = threadIdx.x % 32; i < blocks; i += 32)
     key = MaxKey()(key, __ldcg(keys + (i64)row * blocks + i));
   key = warp_max_key(key);
-  if (threadIdx.x % 32 == 0) ChoiceOutput{ids, values, bad}.write(logits, row, key, MODE == SAMPLED);
+  if (threadIdx.x % 32 == 0)
+    ChoiceOutput{ids, values, bad}.write(logits, row, key, MODE == SAMPLED);
 }
 
-// The top-k keys of each span of columns, and maybe some more, [rows, blocks, K]; 0 behind the last.
-// k is the sampler's, or K without one.
+// At least the top-k keys of each span of columns -> keys [rows, blocks, K], padded with 0. k is
+// the sampler's top_k, or K without samplers.
 template <int K>
 __global__ __launch_bounds__(THREADS) void top(LOGITS, const Sampling* sampling, u64* keys) {
   griddep_launch_dependents();
@@ -191,13 +194,13 @@ __global__ __launch_bounds__(THREADS) void top(LOGITS, const Sampling* sampling,
     else if (n <= K) out[i] = list[i];
 }
 
-// How many of n candidates, best first, stay after top-p and min-p. Lane l of the warp that calls it
-// holds candidates K / 32 * l ...
+// Number of candidates that remain after top-p and min-p, of n sorted best first. Called by one
+// warp; lane l handles candidates from K / 32 * l on.
 template <int K>
 DEVICE int count_kept(const u64* best, int n, const Sampling& s) {
   constexpr int EACH = K / 32;
   const int lane = threadIdx.x % 32;
-  float upto[EACH], sum = 0;  // mass of a candidate and of those before it
+  float upto[EACH], sum = 0;  // cumulative probability mass within the lane
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
     const int at = lane * EACH + i;
@@ -216,16 +219,18 @@ DEVICE int count_kept(const u64* best, int n, const Sampling& s) {
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
     const int at = lane * EACH + i;
-    below += __popc(__ballot_sync(FULL_MASK, at < n && __fdiv_rn(before + upto[i], total) < s.top_p));
+    below +=
+        __popc(__ballot_sync(FULL_MASK, at < n && __fdiv_rn(before + upto[i], total) < s.top_p));
     likely += __popc(__ballot_sync(FULL_MASK, at < n && value_of(best[at]) >= least));
   }
   return min(min(s.top_p < 1.0f ? below + 1 : n, n), likely);
 }
 
-// The choice among the top k of a row, from those of its spans; one block a row.
+// Choose among the top k of a row, from the keys of its spans; one block per row.
 template <int K>
-__global__ __launch_bounds__(TOP_THREADS) void top_end(LOGITS, const Sampling* sampling, const u64* keys,
-                                                int blocks, i64* ids, float* values, int* bad) {
+__global__ __launch_bounds__(TOP_THREADS) void top_end(LOGITS, const Sampling* sampling,
+                                                       const u64* keys, int blocks, i64* ids,
+                                                       float* values, int* bad) {
   griddep_launch_dependents();
   __shared__ u64 list[K * PER], best[K], winners[K / 32];
   __shared__ int count, keep;
@@ -238,7 +243,8 @@ __global__ __launch_bounds__(TOP_THREADS) void top_end(LOGITS, const Sampling* s
   u64 mine[PER];
 #pragma unroll
   for (int i = 0; i < PER; ++i) {
-    // Of every span other ranks: a thread with many of the largest would let through all it has.
+    // Each thread takes a different rank of every span: if one thread held many of the largest
+    // keys, collect_candidates would keep all of its keys.
     const int at = i * TOP_THREADS + me, block = at / K, slot = (at + block * 5) % K;
     mine[i] = block < blocks ? __ldcg(keys + ((i64)row * blocks + block) * K + slot) : 0;
   }
@@ -257,7 +263,7 @@ __global__ __launch_bounds__(TOP_THREADS) void top_end(LOGITS, const Sampling* s
   }
   __syncthreads();
   if (me >= keep) key = 0;
-  if (me == 0 && n > 0 && !finite(best[0])) key = best[0];  // NaN, or infinite
+  if (me == 0 && n > 0 && !finite(best[0])) key = best[0];  // NaN or infinite
   key = warp_max_key(key);
   if (me < K && me % 32 == 0) winners[me / 32] = key;
   __syncthreads();

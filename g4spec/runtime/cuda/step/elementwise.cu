@@ -1,6 +1,7 @@
-// What stands between products value by value.
-#include "reduce.cuh"
+// Elementwise kernels between GEMMs: gated activations, per-layer inputs, soft-capping, and visible
+// ranges.
 #include "packed_rows.cuh"
+#include "reduce.cuh"
 
 enum Activation { GELU, SILU };
 
@@ -11,8 +12,9 @@ DEVICE float activated(float x) {
   return 0.5f * x * (1.0f + tanhf(inner));
 }
 
-// activation(gate) * by: row m of each at m * its stride. As rows times 1/64 (their scale is 64) in
-// a grid [quads / block, rows of all tiles], or as floats [rows, width] in a grid [.., rows].
+// activation(gate) * by; row m of each operand is at m * its stride. A thread handles four values.
+// AS_ROWS: packed activations, times 1/64 (their row scale is 64), grid [width / 4 / block, rows
+// including padding]; otherwise float32 [rows, width], grid [.., rows].
 template <int ACTIVATION, int AS_ROWS>
 __global__ void gated(const float* gate, i64 gate_stride, const float* by, i64 by_stride, void* out,
                       int rows, int width) {
@@ -29,13 +31,14 @@ __global__ void gated(const float* gate, i64 gate_stride, const float* by, i64 b
     v = mul4({activated<ACTIVATION>(g.x), activated<ACTIVATION>(g.y), activated<ACTIVATION>(g.z),
               activated<ACTIVATION>(g.w)}, b);
   }
-  if (AS_ROWS) place.store((u8*)out, mul4(v, 1.0f / 64), valid, own.swizzled);
+  if (AS_ROWS)
+    place.store((u8*)out, mul4(v, 1.0f / 64), valid, own.swizzled);
   else if (valid) ((float4*)out)[(i64)row * (width / 4) + i] = v;
 }
 
-// Gemma's per-layer inputs: (rms_norm(y / root) * weight + tokens) * sqrt(1/2), for each `size`
-// values; a warp each. y, tokens and out [rows, groups, size].
-template <int WARPS>  // of a block
+// Gemma's per-layer embeddings: (rms_norm(y / root) * weight + tokens) * sqrt(1/2) over each `size`
+// values; one warp per group. y, tokens, out: [rows, groups, size]; n: rows * groups.
+template <int WARPS>  // per block
 __global__ void per_layer_inputs(const float* y, const float* tokens, const float* weight,
                                  float* out, int n, int size, float root, float eps) {
   griddep_launch_dependents();
@@ -61,7 +64,7 @@ DEVICE float capped(float x, float cap, float scale) {
   return CAPPED ? cap * tanhf(v / cap) : v;
 }
 
-// cap * tanh(scale * x / cap), in place; not CAPPED: scale * x. A thread has four values.
+// x = cap * tanh(scale * x / cap) in place; not CAPPED: scale * x. A thread handles four values.
 template <bool CAPPED>
 __global__ void softcap(float* x, i64 n, float cap, float scale) {
   griddep_launch_dependents();
@@ -77,10 +80,11 @@ __global__ void softcap(float* x, i64 n, float cap, float scale) {
   }
 }
 
-// First and last position that rows see: out [kinds][2][rows]. Of kind k, `back` positions (-1: all)
-// in front of a row's own or, with bit 2 k of `flags`, of the first row's of its sequence, up to its
-// own or, with bit 2 k + 1, the last row's. Sequences have `tokens` rows each. Its successor waits for
-// its end: what follows reads these numbers early.
+// Visible range of each row: out [kinds][2][rows], first and last position. For kind k (a, b, c,
+// d), the range begins that many positions (-1: all) before the row's position, or with bit 2 k of
+// `flags` before that of the sequence's first row; it ends at the row's position, or with bit 2 k +
+// 1 at that of the last row. Sequences have `tokens` rows each. This kernel does not call
+// griddep_launch_dependents(), because later kernels read the ranges before their griddep_wait().
 __global__ void spans(const i64* positions, i64* out, int rows, int tokens, int a, int b, int c,
                       int d, int flags) {
   const int row = blockIdx.x * blockDim.x + threadIdx.x, kind = blockIdx.y;

@@ -1,21 +1,21 @@
-// The feed-forward part of a layer with experts, for 1 to 16 rows, in one kernel: the router, the
-// dense branch, and the experts that the rows visit.
+// MoE feed-forward of a layer for 1 to 16 rows in one persistent kernel: router, dense branch, and
+// the experts that the rows use.
 //
-// Everything is a product of 128 rows of a matrix with at most 8 rows x, over all of K, done by one
-// CTA: no sum crosses CTAs. The products of a step are a list, known from the rows' visits alone;
-// each CTA takes every gridDim-th. Three roles walk through a CTA's share of it, each at its own
-// pace. A warp copies weights into a ring of slots as soon as these are free, whatever the others
-// wait for. A warp brings the rows x that go with them, gathered by visit, once they exist. Teams
-// of four warps multiply, in turns of a slot, and add their sums.
+// The work is a list of GEMM tiles: 128 rows of a matrix times at most 8 rows x, over all of K, computed
+// by one CTA (no sum crosses CTAs). The list depends on the routing only; each CTA takes every
+// gridDim-th tile. Three warp roles walk through a CTA's list independently:
+//   WeightProducer      one warp copies weights into a ring of slots as soon as slots are free
+//   ActivationProducer  one warp copies the rows x of each tile, gathered by expert, once they exist
+//   MathWarps           teams of four warps multiply, taking turns with slots, and add their sums
 //
-// What a product needs of others is counted in global memory, and waited for there: the grid must
-// be resident as a whole (so no second process may share the GPU through MPS). Products come in an
-// order in which each needs earlier ones only. The counters are zero before; the kernel that
-// finishes the layer zeroes them again.
-#include "moe_schedule.cuh"
+// Dependencies between tiles (up before down) are counters in global memory on which the producers
+// spin. The whole grid must therefore be resident, so no second process may share the GPU through
+// MPS. The list is ordered so that a tile needs earlier ones only. Counters are zero at the start;
+// experts_finish.cu zeroes them again.
 #include "gemm_formats.cuh"
+#include "moe_schedule.cuh"
 
-constexpr float GATED_SCALE = 1.0f / 64;  // gelu(gate) * up as half: of its value
+constexpr float GATED_SCALE = 1.0f / 64;  // stored half / value of gelu(gate) * up
 
 DEVICE float gelu(float x) {
   const float inner = 0.7978845608028654f * (x + 0.044715f * (x * x * x));
@@ -38,7 +38,7 @@ struct WeightProducer {
       const int bytes = min(C::template UNITS<F>, units - u) * F::UNIT_BYTES;
       mbarrier_wait(at.empty(), at.phase ^ 1);
 #if ARCH >= 900
-      fence_proxy_async_shared();  // other types' rows, which came by ordinary copies, may have lain there
+      fence_proxy_async_shared();  // the slot may hold activations written by cp.async: order them before the bulk copy
       cp_async_bulk_evict_first(at.slot(), from, bytes, at.full());
       mbarrier_arrive_expect_tx(at.full(), bytes);
 #else
@@ -71,7 +71,7 @@ struct ActivationProducer {
   RingCursor<S> at;
   int lane;
 
-  // Rows as they lie, once `needed` products have made them.
+  // Copy packed rows unchanged, once `needed` GEMM tiles have produced them.
   template <class F>
   DEVICE void copy(const u8* rows, const u32* arrived, u32 needed, int k) {
     constexpr int UNITS = C::template UNITS<F>, BLOCKS = C::template BLOCKS<F>;
@@ -88,24 +88,24 @@ struct ActivationProducer {
     }
   }
 
-  // Rows row(0) .. row(count - 1) of an input of 8 NT rows become the first of a tile of 8; the
-  // other columns stay what they are, nobody looks at them.
+  // Gather rows row(0) .. row(count - 1) of an input of 8 NT rows into a tile of 8. The tile's
+  // other rows keep old data; their results are not used.
   template <class F, class Row>
   DEVICE void gather(const u8* rows, int count, Row row) {
     constexpr int UNITS = C::template UNITS<F>, NT = C::NT, BLOCKS = UNITS * F::UNIT / 64;
     constexpr int HALVES = (BLOCKS * 8 * NT + 31) / 32, SUMS = (BLOCKS * 8 + 31) / 32;
-    int from[HALVES], to[HALVES], sum_from[SUMS], sum_to[SUMS];  // of row and column 0
-    const int word = lane % 8;  // of a row's sums
+    int from[HALVES], to[HALVES], sum_from[SUMS], sum_to[SUMS];  // offsets for row and column 0
+    const int word = lane % 8;                                   // which word of a row's sums
     const int pitch = sum_word_offset(1, 1, word) - sum_word_offset(1, 0, word);
 #pragma unroll
-    for (int j = 0; j < HALVES; ++j) {  // 16 or 8 bytes of a row
+    for (int j = 0; j < HALVES; ++j) {  // halves: 16 or 8 bytes of a row
       const int i = j * 32 + lane, block = i / (8 * NT), k16 = i / 4 % 4, t = i % 4;
       const int pair = NT == 1 ? i / 4 % 2 : k16 / 2;
       from[j] = block * ACT_BYTES * NT + ((NT == 1 ? pair : k16) * 32 + t) * 16;
       to[j] = block * ACT_BYTES + (pair * 32 + t) * 16 + (NT == 1 ? 0 : k16 % 2 * 8);
     }
 #pragma unroll
-    for (int j = 0; j < SUMS; ++j) {  // of 16 and of 32
+    for (int j = 0; j < SUMS; ++j) {  // sums of 16 and of 32
       const int block = j * 4 + lane / 8;
       sum_from[j] = block * ACT_BYTES * NT + sum_word_offset(NT, 0, word);
       sum_to[j] = block * ACT_BYTES + sum_word_offset(1, 0, word);
@@ -133,7 +133,7 @@ struct ActivationProducer {
   DEVICE void route() { mbarrier_wait(&at.s.routed, 0); }
   DEVICE void dense_up(int tile, int) {
     gather<typename C::DenseUp>(w.dense_rows, min(w.tokens - tile * TILE_ROWS, TILE_ROWS),
-                                    [=](int i) { return tile * TILE_ROWS + i; });
+                                [=](int i) { return tile * TILE_ROWS + i; });
   }
   DEVICE void up(int visit, int) {
     const Visit& v = at.s.visits.visits[visit];
@@ -160,7 +160,7 @@ struct MathWarps {
   static DEVICE void team_sync() { named_barrier_sync<2, 32 * TEAM_WARPS>(); }
   DEVICE bool owner() const { return warp < TEAM_WARPS; }
 
-  // The sum over all units of a product: each team adds every TEAMS-th slot.
+  // Accumulate over all units of a GEMM tile: each team takes every TEAMS-th slot.
   template <class F>
   DEVICE void multiply(Acc<1>& acc, int k) {
     constexpr int UNITS = C::template UNITS<F>, BLOCKS = C::template BLOCKS<F>;
@@ -200,8 +200,8 @@ struct MathWarps {
     }
   }
 
-  // gelu(gate) * up of 64 channels as block `group` of `hidden`; rows of weights are gates (tile 0
-  // of a warp) and ups (tile 1). A warp's 16 channels are one k16 of the block.
+  // Up tile: store gelu(gate) * up of 64 channels as block `group` of `hidden`. Weight tile 0 of a
+  // warp holds gates, tile 1 ups; a warp's 16 channels are one k16 step of the block.
   template <class F>
   DEVICE void gated(u8* hidden, int group, int count, u32* arrived) {
     Acc<1> acc = {};
@@ -234,7 +234,7 @@ struct MathWarps {
     if (threadIdx.x == 0) atomic_add_release(arrived, 1);
   }
 
-  // Column m times factor(m) goes to row place(m) of y [.., width].
+  // Down tile: store column m times factor(m) to row place(m) of y [.., width].
   template <class F, class Place, class Factor>
   DEVICE void plain(int k, int group, int count, float* y, Place place, Factor factor) {
     Acc<1> acc = {};
@@ -258,7 +258,8 @@ struct MathWarps {
     using Router = typename C::Router;
     Router router = {w.x, w.gate, w.norm, w.scores, w.arrived, w.eps, w.tokens, w.width};
     const int jobs = Router::jobs(w.tokens), grid = gridDim.x;
-    const int first = grid - 1 - blockIdx.x;  // the others have products of the dense branch
+    const int first =
+        grid - 1 - blockIdx.x;  // last CTAs first: the first CTAs have tiles of the dense branch
     if (first < jobs) router.load(first);
     griddep_wait();
     for (int job = first; job < jobs; job += grid) {
@@ -291,7 +292,7 @@ struct MathWarps {
     sync();
     if (warp == 0) {
       list_visits(r, lane);
-      mbarrier_arrive(&at.s.routed);  // each lane for what it wrote
+      mbarrier_arrive(&at.s.routed);  // each lane arrives for its own writes
     }
     sync();
   }
@@ -316,7 +317,8 @@ struct MathWarps {
   }
 };
 
-// y: what each row gets from each of its experts, weighted; dense_y: what the dense branch gives.
+// Writes y [tokens, K, width]: output of each row's K experts times the router weight; dense_y
+// [tokens, width]: output of the dense branch.
 template <class Up, class Down, class DenseUp, class DenseDown, int EXPERTS, int K, int NT,
           int TEAMS, int BYTES, int LOADS>
 __global__ __launch_bounds__(32 * (TEAM_WARPS * TEAMS + 2)) void experts(
@@ -327,12 +329,13 @@ __global__ __launch_bounds__(32 * (TEAM_WARPS * TEAMS + 2)) void experts(
     float eps) {
   using C = MoeConfig<Up, Down, DenseUp, DenseDown, EXPERTS, K, NT, TEAMS, LOADS>;
   using S = MoeStorage<C, BYTES>;
-  static_assert(sizeof(S) <= BYTES, "");
+  static_assert(sizeof(S) <= BYTES, "the launch provides BYTES of dynamic shared memory");
   extern __shared__ __align__(128) u8 bytes[];
   S& s = *(S*)bytes;
-  const MoeStep w = {dense_rows, rows, x, gate, norm, gains, dense_up, dense_down, up, down,
-                  dense_hidden, hidden, scores, arrived, y, dense_y, chosen, weights, tokens,
-                  width, dense_channels, channels, eps};
+  const MoeStep w = {dense_rows, rows,    x,      gate,         norm,   gains,  dense_up,
+                     dense_down, up,      down,   dense_hidden, hidden, scores, arrived,
+                     y,          dense_y, chosen, weights,      tokens, width,  dense_channels,
+                     channels,   eps};
   griddep_launch_dependents();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {

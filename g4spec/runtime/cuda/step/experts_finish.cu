@@ -1,7 +1,7 @@
-// The end of a layer with experts: x' = (x + norm(norm(experts) + norm(dense))) * scale, and the
-// norm that the next layer begins with, as input of its products.
-#include "reduce.cuh"
+// End of an MoE layer: x' = (x + norm(norm(sum of experts) + norm(dense))) * scale, then the next
+// layer's first norm as packed activations. One block per row, which is held in registers.
 #include "packed_rows.cuh"
+#include "reduce.cuh"
 
 // A row in the registers of a block: element e of v[j] is value 4 at(j) + e.
 template <int WARPS, int V>
@@ -34,10 +34,11 @@ struct Part {
   }
 };
 
-// y [rows, K, width]: what experts give, weighted; dense [rows, width]. Weights of norms [width]:
-// of the experts' sum, of the dense branch, of both together, of the next layer (null: `to` is not
-// written). `out` [rows, width]. `arrived` [counters] is zeroed. Grid: rows, those that
-// fill `tiles` tiles included; `tiled`: they are a group of more than 16 rows.
+// y [rows, K, width]: weighted expert outputs; dense [rows, width]. Norm weights [width]:
+// experts_norm of the experts' sum, dense_norm of the dense branch, norm of both together,
+// next_norm of the next layer (null: `to` is not written). `out` [rows, width]: new residual.
+// Zeroes `arrived` [counters]. Grid: rows, including the padding rows of `tiles` tiles. `tiled`:
+// swizzled layout of `to` (more than 16 rows).
 template <int WARPS, int V, int K>
 __global__ __launch_bounds__(32 * WARPS) void finish(
     const float* y, const float* dense, const float* x, const float* experts_norm,

@@ -200,7 +200,7 @@ def linear(
     """
     config, n = split_k_config(x, weight, workspace.count, MAX_SLICES if parts else 1)
     y = torch.empty(max(n, 1), len(x), weight.rows, dtype=torch.float32, device=x.data.device)
-    _run("linear", config, n, x, weight, workspace, y, n_rows=weight.rows, split_k_slices=n)
+    _run("linear", config, n, x, weight, workspace, y, n_rows=weight.rows, slices=n)
     return y if n > 1 else y[0]
 
 

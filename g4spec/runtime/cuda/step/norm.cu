@@ -1,20 +1,20 @@
-// What happens to the residual between two products. A row is read once, into the registers of a
-// block, and leaves as the new residual and as input of the next products.
+// Residual addition and RMS norm between two GEMMs. A block reads a row once into registers and
+// writes the new residual and up to three normed copies (float32 or packed activations).
 //
-// Time goes into latency and into what one multiprocessor issues, so: weights are fetched and
-// places computed before the kernel before this one has ended (EARLY: the residual too), and for the
-// few rows of a step V blocks compute the same row, each of which writes a part of it (SPLIT).
-#include "reduce.cuh"
+// The kernel is bound by latency and by the issue rate of one SM. Therefore weights are loaded and
+// addresses computed before the preceding kernel has ended (EARLY: the residual too), and for the
+// few rows of a step V blocks compute the same row and each writes 1 / V of it (SPLIT).
 #include "packed_rows.cuh"
+#include "reduce.cuh"
 
-// How a row enters: as it is; h is added; h is normed and added.
+// Input: x; x + h; x + norm(h).
 enum Input { PLAIN, ADD, NORM };
-// How it leaves, beside the residual: not; normed, as float or as input of a product; as input of
-// a product with a scale of its own that is a power of two.
+// Output besides the residual: none; normed as float32; normed as packed activations; packed
+// activations divided by a power of two per row (no norm). Values as in packed_rows.py.
 enum Output { NOTHING, FLOATS, ROWS, SCALED };
 
-// A row in the registers of a block: element e of v[j] is value 4 at(j) + e. WHOLE: n4 is just what
-// the block holds, so nothing needs to be checked.
+// A row in the registers of a block: element e of v[j] is value 4 at(j) + e. WHOLE: the row has
+// exactly as many values as the block holds, so there are no bounds checks.
 template <int WARPS, int V, bool WHOLE>
 struct Row {
   float4 v[V];
@@ -26,7 +26,8 @@ struct Row {
     for (int j = 0; j < V; ++j)
       v[j] = valid(j, n4) ? __ldcg((const float4*)p + at(j)) : float4{0, 0, 0, 0};
   }
-  DEVICE float4 select(int part) const {  // v[part], without an address
+  DEVICE float4
+  select(int part) const {  // v[part] without dynamic indexing, which would need local memory
     float4 own = v[0];
 #pragma unroll
     for (int j = 1; j < V; ++j)
@@ -54,18 +55,18 @@ struct Row {
   }
 };
 
-// The power of two that brings `most` into [512, 1024); 1 for zero and for what is not finite.
+// The power of two s such that most / s is in [512, 1024); 1 for zero, inf and NaN.
 DEVICE float power_of_two_scale(float most) {
   if (!(most > 0.0f && most < __int_as_float(0x7f800000))) return 1.0f;
   const int exponent = (int)(__float_as_uint(most) >> 23) - 127 - 9;
   return __int_as_float((max(exponent, -100) + 127) << 23);
 }
 
-// v = (v + norm of h) * factor. `h` [SLICES], summed in order.
+// v = (v + norm(h)) * factor. `h` [SLICES]: split-K slices, summed in order.
 template <int ENTER, int SLICES, int WARPS, int V, bool WHOLE>
 DEVICE void add_residual(Row<WARPS, V, WHOLE>& v, Row<WARPS, V, WHOLE> (&h)[SLICES],
-                const Row<WARPS, V, WHOLE>& weight, float* slots, float factor, float share,
-                float eps) {
+                         const Row<WARPS, V, WHOLE>& weight, float* slots, float factor,
+                         float share, float eps) {
 #pragma unroll
   for (int s = 1; s < SLICES; ++s)
 #pragma unroll
@@ -78,9 +79,11 @@ DEVICE void add_residual(Row<WARPS, V, WHOLE>& v, Row<WARPS, V, WHOLE> (&h)[SLIC
   }
 }
 
-// What fills tiles behind the last row is zero: values 4 i and on of a block's share of these rows.
+// Write zeros, values 4 i .. 4 i + 3, to the padding rows after the last row, as far as this block
+// handles them.
 template <int N>
-DEVICE void zero_padding_rows(void* const (&to)[3], const RowGroup& own, int width, int i, bool mine) {
+DEVICE void zero_padding_rows(void* const (&to)[3], const RowGroup& own, int width, int i,
+                              bool mine) {
   for (int m = own.row + own.count; m < 8 * own.tiles; m += own.count) {
     const QuadOffsets place(own.with_row(m), width, i);
 #pragma unroll
@@ -88,10 +91,11 @@ DEVICE void zero_padding_rows(void* const (&to)[3], const RowGroup& own, int wid
   }
 }
 
-// Four normed values, times those of each weight, to where each output has them.
+// Multiply four normed values by each norm weight and store them to each output.
 template <int NEXT, int N, int OWN>
-DEVICE void write_outputs(float4 normed, const float4 (&weights)[N][OWN], int q, void* const (&to)[3],
-                  u32 at, const QuadOffsets& place, bool mine, bool tiled) {
+DEVICE void write_outputs(float4 normed, const float4 (&weights)[N][OWN], int q,
+                          void* const (&to)[3], u32 at, const QuadOffsets& place, bool mine,
+                          bool tiled) {
 #pragma unroll
   for (int o = 0; o < N; ++o) {
     const float4 y = mul4(normed, weights[o][q]);
@@ -108,11 +112,12 @@ __global__ __launch_bounds__(32 * WARPS, SPLIT ? 1 : 0) void norm_rows(
     const float* next_a, const float* next_b, const float* next_c, void* to_a, void* to_b,
     void* to_c, float* row_scale, float* out, int rows, int width, float eps) {
   griddep_launch_dependents();
-  // Partial sums come from linear.cu, which lets its successor start once all before it has ended.
+  // Split-K slices come from linear.cu, whose dependents start only after everything before it has
+  // ended.
   constexpr bool EARLY = SLICES > 1;
   __shared__ float slots[2][WARPS];
   using R = Row<WARPS, V, WHOLE>;
-  constexpr int OWN = SPLIT ? 1 : V;  // quads that a thread writes
+  constexpr int OWN = SPLIT ? 1 : V;  // groups of four values that a thread writes
   const float* next[3] = {next_a, next_b, next_c};
   void* const to[3] = {to_a, to_b, to_c};
   const int row = blockIdx.x, part = blockIdx.y, n4 = width / 4;

@@ -1,18 +1,19 @@
-// Columns that a product by the upper bits of its codes has found are multiplied in full: see
-// screen.py.
-#include "logits.cuh"
-#include "reduce.cuh"
-#include "packed_rows.cuh"
+// Two-pass LM head (screen.py): a GEMM with the upper bits of the codes selects candidate columns;
+// these kernels quantize its activations to int8, pick the candidates, and recompute their logits
+// in full.
 #include "dequantize_quad.cuh"
+#include "logits.cuh"
+#include "packed_rows.cuh"
+#include "reduce.cuh"
 
-enum { PER = 4 };  // keys a thread
+enum { PER = 4 };  // keys per thread
 
 DEVICE u32 bytes(float a, float b, float c, float d) {
   return pack_s8x4((int)rintf(a), (int)rintf(b), (int)rintf(c), (int)rintf(d));
 }
 
-// Rows x [rows, 256 units] as bytes, in units of 256 columns with a scale each; see screen.py. Those
-// behind the last are zero. Grid [units, tiles of 8 rows], a warp a row.
+// Quantize x [rows, 256 * units] to int8 with one scale per row and unit of 256 columns; padding
+// rows are zero. Grid [units, tiles of 8 rows], one warp per row.
 __global__ __launch_bounds__(THREADS) void byte_rows(const float* x, int rows, u8* out) {
   griddep_launch_dependents();
   const int m = blockIdx.y * 8 + threadIdx.x / 32, lane = threadIdx.x % 32, tiles = gridDim.y;
@@ -20,7 +21,7 @@ __global__ __launch_bounds__(THREADS) void byte_rows(const float* x, int rows, u
   const float4* from = (const float4*)x + ((i64)m * gridDim.x + blockIdx.x) * 64 + k32 * 8 + t;
   u8* unit = out + blockIdx.x * (BYTE_ROWS * tiles);
   griddep_wait();
-  float4 even = {}, odd = {};  // of the groups of 16
+  float4 even = {}, odd = {};  // the even and the odd group of 16 columns
   if (m < rows) even = __ldcg(from), odd = __ldcg(from + 4);
   const float most = warp_reduce(fmaxf(largest4(even), largest4(odd)), MaxNan());
   const float inverse = most > 0.0f ? 127.0f / most : 0.0f;
@@ -31,7 +32,7 @@ __global__ __launch_bounds__(THREADS) void byte_rows(const float* x, int rows, u
   if (lane == 0) ((float*)(unit + BYTE_SCALES * tiles))[m] = most / 127.0f;
 }
 
-// The N largest of each row's keys [rows, found], in order; 0 behind the last. A block a row.
+// The N largest of each row's keys [rows, found], sorted, padded with 0. One block per row.
 template <int N>
 __global__ __launch_bounds__(THREADS) void largest(const u64* keys, int found, u64* out) {
   griddep_launch_dependents();
@@ -50,8 +51,8 @@ __global__ __launch_bounds__(THREADS) void largest(const u64* keys, int found, u
   if (threadIdx.x < N) out[blockIdx.x * N + threadIdx.x] = best[threadIdx.x];
 }
 
-// Keys [rows, N] of columns, and those of the same with their logits in full: x [rows, width] times
-// rows of a packed matrix. Grid [N, rows].
+// Recompute the logits of the candidate columns keys [rows, N] exactly, as x [rows, width] times
+// rows of the packed matrix `table`, and write their new keys. Grid [N, rows].
 template <class F, int UNIT>
 __global__ __launch_bounds__(THREADS) void in_full(const u64* keys, const u8* table, const float* x,
                                                    int width, int unit_bytes, float cap, u64* out) {

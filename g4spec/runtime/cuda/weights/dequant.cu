@@ -1,30 +1,32 @@
-// Packed weights (g4spec/runtime/cuda/weights/packing.py) to plain 16-bit floats [N, K], for prefill's large
-// products. Values are computed in float32 and rounded once.
+// Dequantization of packed weights (g4spec/runtime/cuda/weights/packing.py) to 16-bit floats [N,
+// K], for cuBLAS in prefill. Values are computed in float32 and rounded once.
 //
-// One CTA a unit of 128 rows; a warp takes a tile of 16 rows. Lane 4 g + t holds rows g and g + 8,
-// columns 4 t .. 4 t + 3 of each k16: a store of a warp fills a 32-byte sector of eight rows.
+// One CTA per unit of 128 rows; one warp per tile of 16 rows. Lane 4 g + t handles rows g and g +
+// 8, columns 4 t .. 4 t + 3 of each k16 step, so a warp's store fills a 32-byte sector in each of
+// eight rows.
 #include "codebook.cuh"
 #include "half_rows.cuh"
 
-// A whole number below 2^23 in the low bits of `x`, minus `bias`, as float.
+// The integer x & mask (below 2^23) minus `bias`, as float.
 DEVICE float bits_to_float(u32 x, u32 mask, float bias) {
   return __uint_as_float(and_or(x, mask, 0x4b000000u)) - (8388608.0f + bias);
 }
 
-// Where value e of row r (0: g, 1: g + 8) stands in a word of four bits each.
+// Bit offset of value e of row r (0: g, 1: g + 8) in a word of 4-bit codes.
 DEVICE constexpr int nibble_shift(int r, int e) { return e % 2 * 16 + e / 2 * 8 + r * 4; }
-// Where its fifth bit stands, for k16 number j.
+// Bit offset of its fifth bit, for k16 step j.
 DEVICE constexpr int fifth_bit_shift(int r, int e, int j) {
   return e % 2 * 16 + (r ? 8 + e / 2 * 4 : 4 - e / 2 * 4) + j;
 }
-// Where its two upper bits stand; a word serves two k16.
+// Bit offset of its two upper bits; a word serves two k16 steps.
 DEVICE constexpr int upper_bits_shift(int r, int e, int j) {
   return e % 2 * 16 + e / 2 * 8 + (r ? 2 - j % 2 * 2 : 4 + j % 2 * 2);
 }
 
 using Values = float[2][4][4];  // [row][k16][e]
 
-// d and m of 32 values each: planes [k32][warp 4][g 8][q 4] of halves, row warp * 32 + q * 8 + g.
+// Two factors (rows g and g + 8 of the tile) of a plane of halves [k32][warp 4][g 8][q 4], row warp
+// * 32 + q * 8 + g.
 DEVICE u32 plane_pair(const u8* plane, int k32, int tile, int lane) {
   return *(const u32*)(plane + ((k32 * 4 + tile / 2) * 8 + lane / 4) * 8 + tile % 2 * 4);
 }
@@ -40,7 +42,7 @@ struct KQuant {
     const uint4* h = (const uint4*)(unit + 16384 + PLANE) + tile * 16 + lane / 4;
     header[0] = h[0], header[1] = h[8];
   }
-  static DEVICE u32 six(u32 low, u32 high, int i) {  // number i of eight in 48 bits
+  static DEVICE u32 six(u32 low, u32 high, int i) {  // 6-bit number i of eight in 48 bits
     return (u32)(((u64)high << 32 | low) >> (6 * i)) & 63;
   }
   DEVICE void values(int k64, Values& v) const {
@@ -100,7 +102,8 @@ struct Q6K {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const u32 low = words[j] >> nibble_shift(r, e) & 15;
-          v[r][j][e] = s * bits_to_float((high[j / 2] >> upper_bits_shift(r, e, j) & 3) << 4 | low, 63, 32);
+          v[r][j][e] =
+              s * bits_to_float((high[j / 2] >> upper_bits_shift(r, e, j) & 3) << 4 | low, 63, 32);
         }
       }
     }
@@ -128,7 +131,8 @@ struct Q80 {
         for (int j = 0; j < 2; ++j)
 #pragma unroll
           for (int e = 0; e < 4; ++e)
-            v[r][2 * h + j][e] = s * bits_to_float(words[j][e / 2] >> (8 * (2 * r + e % 2)), 255, 128);
+            v[r][2 * h + j][e] =
+                s * bits_to_float(words[j][e / 2] >> (8 * (2 * r + e % 2)), 255, 128);
       }
     }
   }
@@ -174,7 +178,7 @@ template <int K> using Q41 = Legacy<4, true, K>;
 template <int K> using Q50 = Legacy<5, false, K>;
 template <int K> using Q51 = Legacy<5, true, K>;
 
-// Codes of a table.
+// Table-coded types.
 template <class T, int K = 256>
 struct Codebook {
   static constexpr int UNIT = K, CODES = codebook::code_bytes<T>(K), WORDS = T::BITS == 4 ? 4 : 2;
@@ -229,8 +233,8 @@ template <int K> using NVFP4 = Codebook<codebook::NVFP4, K>;
 using Q2K = Codebook<codebook::Q2_K>;
 using Q3K = Codebook<codebook::Q3_K>;
 
-// `packed`: matrices of `groups` groups of 128 rows, of which `rows` count. Grid: (units of K,
-// groups of all matrices). `out`: [matrices * rows, K].
+// `packed`: matrices of `groups` groups of 128 rows, the first `rows` of which are used. Grid:
+// (units of K, groups of all matrices). out: [matrices * rows, K].
 template <class F, class T>
 __global__ void __launch_bounds__(256) dequant(const u8* packed, u16* out, int rows, int groups) {
   griddep_launch_dependents();

@@ -1,8 +1,8 @@
-// Rows of a table, dequantized: by the file's bytes or in packed order. A thread makes four
-// consecutive values.
+// Embedding lookup: dequantized rows of a token table, as stored in the file or packed. A thread
+// produces four consecutive values; blockIdx.y is the token.
 #include "dequantize_quad.cuh"
 
-// Rows ids [T] of the file's bytes, times `scale` -> out [T, width].
+// Rows ids [T] of a table in the file's block layout, times `scale` -> out [T, width].
 template <class F>
 __global__ void embed(const u8* table, const i64* ids, float* out, int width, float scale) {
   griddep_launch_dependents();
@@ -15,7 +15,7 @@ __global__ void embed(const u8* table, const i64* ids, float* out, int width, fl
       __fmul_rn(v.x, scale), __fmul_rn(v.y, scale), __fmul_rn(v.z, scale), __fmul_rn(v.w, scale)};
 }
 
-// The same of a packed table, in units of `columns`.
+// The same for a packed table with units of `columns` columns.
 template <class F>
 __global__ void embed_packed(const u8* table, const i64* ids, float* out, int width, float scale,
                              int columns, int unit_bytes) {

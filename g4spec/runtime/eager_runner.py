@@ -10,7 +10,7 @@ import torch
 from g4spec.core import Cycle, Draft, Work
 from g4spec.errors import InputError
 from g4spec.ops.sampling import NotFinite
-from g4spec.runtime.pending import flush
+from g4spec.runtime.pending_rows import flush
 from g4spec.runtime.target import Target, batch_of
 
 
@@ -23,7 +23,7 @@ class EagerRunner:
         self._target, self._draft = target, draft
         self._done: list[Cycle] = []
 
-    def takes(self, work: Seq[Work]) -> bool:
+    def can_run(self, work: Seq[Work]) -> bool:
         """Return True: it accepts any work."""
         return True
 

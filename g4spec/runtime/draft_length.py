@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from g4spec.core import MAX_DRAFT
-from g4spec.runtime.costs import Costs
-from g4spec.runtime.plan import Share
+from g4spec.runtime.cycle_costs import CycleCosts
+from g4spec.runtime.draft_decision import DraftDecision
 
 MARGIN = 0.02
 """Maximum slowdown caused by `auto`, as a fraction of the time without it."""
@@ -93,8 +93,8 @@ class Account:
         self.balance = min(self._uncapped, cap)
 
 
-class TextState:
-    """What the policy knows of one request. Created by `Lengths.text`.
+class PolicyState:
+    """What the policy knows of one request. Created by `DraftLengthPolicy.text`.
 
     Attributes:
         asked: fixed number of drafted tokens per cycle, or "auto".
@@ -103,7 +103,7 @@ class TextState:
         since_draft: number of steps since the last one that drafted.
     """
 
-    def __init__(self, lengths: Lengths, asked: int | Literal["auto"]) -> None:
+    def __init__(self, lengths: DraftLengthPolicy, asked: int | Literal["auto"]) -> None:
         self.asked = asked
         self.acceptance = Acceptance(lengths.memory)
         self.account = Account()
@@ -131,7 +131,7 @@ class TextState:
             self._lengths.take_back(self, tokens)
 
 
-class Lengths:
+class DraftLengthPolicy:
     """Plans the drafts of all requests of an engine.
 
     The plan is the one with the most expected tokens per second (`Choice.best`) among those whose
@@ -154,7 +154,7 @@ class Lengths:
     time pays for. No rule with this bound can do better.
 
     Args:
-        padded: see `Costs`.
+        padded: see `CycleCosts`.
         memory: see `Acceptance`.
 
     Attributes:
@@ -163,11 +163,11 @@ class Lengths:
 
     def __init__(self, padded: bool = False, memory: int = 12) -> None:
         self.padded, self.memory = padded, memory
-        self.costs: Costs | None = None
+        self.costs: CycleCosts | None = None
         self.acceptance = Acceptance(memory)
         self.account = Account()
         self.since_draft = 0
-        self._plan: dict[TextState, int] = {}  # of the cycles that have not been observed yet
+        self._plan: dict[PolicyState, int] = {}  # of the cycles that have not been observed yet
         self._newest = 0.0, 1  # seconds of the base and number of texts of the last one observed
         self._why = "unmeasured"  # of the newest plan
 
@@ -179,14 +179,14 @@ class Lengths:
     def measured(self, seconds: Mapping[tuple[int, int], float], per_byte: float = 0.0) -> None:
         """Set the measured cycle times: (requests, drafted tokens each) -> seconds, at short
         contexts; `per_byte`: seconds per byte of KV cache that a step reads."""
-        self.costs = Costs(seconds, self.padded, per_byte)
+        self.costs = CycleCosts(seconds, self.padded, per_byte)
 
-    def text(self, asked: int | Literal["auto"]) -> TextState:
+    def text(self, asked: int | Literal["auto"]) -> PolicyState:
         """Create the state of a new request that drafts a fixed number of tokens, or "auto"."""
-        return TextState(self, asked)
+        return PolicyState(self, asked)
 
     def plan(
-        self, texts: Sequence[TextState], most: Sequence[int], context: float = 0.0
+        self, texts: Sequence[PolicyState], most: Sequence[int], context: float = 0.0
     ) -> list[int]:
         """Choose the number of tokens to draft for each request, at most most[i]. Every earlier
         planned cycle must have been observed or discarded.
@@ -202,7 +202,9 @@ class Lengths:
         self._commit(texts, counts)
         return counts
 
-    def again(self, texts: Sequence[TextState], counts: Sequence[int], most: Sequence[int]) -> bool:
+    def again(
+        self, texts: Sequence[PolicyState], counts: Sequence[int], most: Sequence[int]
+    ) -> bool:
         """Plan a second cycle while one with the same requests and counts is running. Return True
         if it is certain to have the same `counts`, whatever that cycle's result, given at least
         `most` room; it is then planned, and `plan` is not called.
@@ -219,8 +221,8 @@ class Lengths:
         return True
 
     def shares(
-        self, step: int, texts: Sequence[TextState], counts: Sequence[int], most: Sequence[int]
-    ) -> list[Share]:
+        self, step: int, texts: Sequence[PolicyState], counts: Sequence[int], most: Sequence[int]
+    ) -> list[DraftDecision]:
         """Return what the newest plan, of cycle `step`, gives each request, with the reason."""
         seconds = plain = None
         if self.costs is not None:
@@ -235,12 +237,12 @@ class Lengths:
                 why = "asked"
             elif chosen and self._why == "pays" and not count:
                 why = "others"
-            out.append(Share(step, count, why, expected, len(counts), rows, seconds, plain))
+            out.append(DraftDecision(step, count, why, expected, len(counts), rows, seconds, plain))
         return out
 
     def observe(
         self,
-        texts: Sequence[TextState],
+        texts: Sequence[PolicyState],
         counts: Sequence[int],
         accepted: Sequence[int],
         seconds: float,
@@ -273,19 +275,19 @@ class Lengths:
         self.account.add((1 + MARGIN) * mean * step - seconds, CREDIT * base)
         self._newest = base, len(steps)
 
-    def take_back(self, text: TextState, tokens: int) -> None:
+    def take_back(self, text: PolicyState, tokens: int) -> None:
         """Subtract the value of `tokens` of the newest observed cycle from the accounts."""
         base, texts = self._newest
         text.account.take_back((1 + MARGIN) * tokens * base, CREDIT * base)
         self.account.take_back((1 + MARGIN) * tokens * base / texts, CREDIT * base)
 
-    def _commit(self, texts: Sequence[TextState], counts: Sequence[int]) -> None:
+    def _commit(self, texts: Sequence[PolicyState], counts: Sequence[int]) -> None:
         self._plan = dict(zip(texts, counts, strict=True))
         self.since_draft = 0 if any(counts) else self.since_draft + 1
         for text, count in self._plan.items():
             text.since_draft = 0 if count else text.since_draft + 1
 
-    def _choose(self, texts: Sequence[TextState], most: Sequence[int], lost: float) -> list[int]:
+    def _choose(self, texts: Sequence[PolicyState], most: Sequence[int], lost: float) -> list[int]:
         """Return the counts of the best affordable plan if every account had `lost` seconds
         less."""
         fixed = [
@@ -320,7 +322,7 @@ class Choice:
     up to `most`."""
 
     def __init__(
-        self, costs: Costs, texts: Sequence[TextState], most: Sequence[int], fixed: list[int]
+        self, costs: CycleCosts, texts: Sequence[PolicyState], most: Sequence[int], fixed: list[int]
     ) -> None:
         self._costs, self._fixed = costs, fixed
         self._base = costs(fixed)
@@ -330,7 +332,7 @@ class Choice:
 
     def best(self, saved: float) -> tuple[list[int], str]:
         """Return the counts with the most expected tokens per second that accounts with `saved`
-        seconds can afford, and the reason (`plan.WHY`).
+        seconds can afford, and the reason (`REASONS`).
 
         If some requests gain much from their drafts, others may lose by waiting for them. If the
         best plan is not affordable, the next candidate is the best one in which no request is
@@ -407,6 +409,6 @@ def _rate(plan: Plan) -> float:
     return plan.rate
 
 
-def _base(texts: Sequence[TextState], counts: Sequence[int]) -> list[int]:
+def _base(texts: Sequence[PolicyState], counts: Sequence[int]) -> list[int]:
     """Return the plan without drafts of `auto` requests."""
     return [0 if t.auto else n for t, n in zip(texts, counts, strict=True)]

@@ -1,4 +1,4 @@
-"""Prediction of cycle times, for the policy of draft lengths (`length.py`)."""
+"""Prediction of cycle times, for the policy of draft lengths (`draft_length.py`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 
 
-class Costs:
+class CycleCosts:
     """Predicts the time of a cycle: interpolates a table of measured times and tracks how much
     slower or faster cycles have become since.
 

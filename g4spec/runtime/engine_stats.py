@@ -9,7 +9,7 @@ from g4spec.runtime.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
-class SlotFigures:
+class SlotStats:
     """Counts of one running request.
 
     Attributes:
@@ -29,22 +29,22 @@ class SlotFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class EngineStats:
     """Counts of an engine.
 
     Attributes:
         running, waiting: number of requests.
         pages, pages_free: of the pool.
         slots: the running requests.
-        stepped: see `Engine.stepped`.
+        last_step: see `Engine.last_step`.
     """
 
     running: int
     waiting: int
     pages: int
     pages_free: int
-    slots: tuple[SlotFigures, ...]
-    stepped: float
+    slots: tuple[SlotStats, ...]
+    last_step: float
 
     @property
     def idle(self) -> bool:
@@ -52,7 +52,7 @@ class Figures:
         return not (self.running or self.waiting)
 
 
-def figures(scheduler: Scheduler, pool: Pool, stepped: float) -> Figures:
+def collect_stats(scheduler: Scheduler, pool: Pool, last_step: float) -> EngineStats:
     """Collect the counts; thread-safe while the engine works."""
     slots = []
     live = list(scheduler.live)
@@ -60,7 +60,7 @@ def figures(scheduler: Scheduler, pool: Pool, stepped: float) -> Figures:
         if (sequence := task.sequence) is not None:
             stats = task.request.stats
             slots.append(
-                SlotFigures(
+                SlotStats(
                     sequence.slot,
                     task.number,
                     stats.prompt_tokens,
@@ -72,4 +72,4 @@ def figures(scheduler: Scheduler, pool: Pool, stepped: float) -> Figures:
                 )
             )
     waiting = len(scheduler.waiting)
-    return Figures(len(live), waiting, pool.n_pages, pool.free, tuple(slots), stepped)
+    return EngineStats(len(live), waiting, pool.n_pages, pool.free, tuple(slots), last_step)

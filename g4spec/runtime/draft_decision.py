@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-WHY = {
+REASONS = {
     "off": "nothing is drafted for this text",
     "asked": "the request asks for this number",
     "room": "nothing can be drafted: the text is about to end, or its draft has failed",
@@ -19,19 +19,19 @@ WHY = {
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class DraftDecision:
     """The decision for one request in one cycle.
 
     Attributes:
         step: number of the cycle, counted by the scheduler.
         length: number of tokens to draft.
-        why: a key of WHY.
+        why: a key of REASONS.
         expected: number of tokens that the policy expected from the cycle, including the target's
             own; None if the policy did not choose the length.
         texts, rows: number of requests and rows of the whole step; the rows of a request are its
             anchor and its draft.
         seconds: predicted time of the cycle. plain_seconds: predicted time of a step of the same
-            requests without drafts. Both come from measured cycles (`costs.py`); None before.
+            requests without drafts. Both come from measured cycles (`cycle_costs.py`); None before.
     """
 
     step: int

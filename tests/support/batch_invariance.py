@@ -1,6 +1,6 @@
 """Answers in company against the same alone: drawn requests, a crowded engine, and the comparison.
 
-`tests/cpu/test_company.py` runs some, `benchmarks/company.py` thousands.
+`tests/cpu/test_batch_invariance.py` runs some, `benchmarks/batch_invariance.py` thousands.
 """
 
 from __future__ import annotations

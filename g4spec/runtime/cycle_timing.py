@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence as Seq
 
 from g4spec.core import MAX_STEP_ROWS, Draft, Runner, Sequence, StepRows, Work
-from g4spec.runtime.choosing import RequestChooser
+from g4spec.runtime.chooser import RequestChooser
 from g4spec.runtime.pool import Pool
 from g4spec.runtime.request import Options
 from g4spec.runtime.target import Target, batch_of
@@ -98,7 +98,7 @@ def _cycle(
         s.pending = [last] if count and last is not None else []
         chooser = RequestChooser(options, PROMPT, target.config.n_vocab, target.backend)
         work.append(Work(s, count, chooser))
-    runner = next(r for r in runners if r.takes(work))
+    runner = next(r for r in runners if r.can_run(work))
     began = time.perf_counter()
     runner.start(work)
     for _ in range(runner.depth - 1):

@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 
 from g4spec.core import Cycle, Draft, Work
+from g4spec.runtime.eager_runner import EagerRunner
 from g4spec.runtime.request import Options
-from g4spec.runtime.runner import EagerRunner
 from g4spec.runtime.target import Target
-from tests.support import company, memory_engine
-from tests.support.company import Alone, Ask
+from tests.support import batch_invariance, memory_engine
+from tests.support.batch_invariance import Alone, Ask
 from tests.support.memory_engine import DRAFTS
 
 
@@ -23,10 +23,10 @@ def plain() -> Alone:
     return Alone()
 
 
-@pytest.mark.parametrize("number,kind", enumerate(company.KINDS), ids=str)
+@pytest.mark.parametrize("number,kind", enumerate(batch_invariance.KINDS), ids=str)
 def test_answers_in_company_equal_those_alone(plain: Alone, number: int, kind: str | None) -> None:
-    parallel = company.PARALLEL[number % 4]
-    verdict = company.judge(kind, parallel, f"suite {kind}", 4, 24, plain=plain)
+    parallel = batch_invariance.PARALLEL[number % 4]
+    verdict = batch_invariance.judge(kind, parallel, f"suite {kind}", 4, 24, plain=plain)
     assert not verdict.wrong
     assert verdict.tokens and (verdict.most_live > 1 or parallel == 1)
 
@@ -35,15 +35,17 @@ def test_answers_in_company_equal_those_alone(plain: Alone, number: int, kind: s
 def test_a_pool_that_is_too_small(plain: Alone, kind: str | None) -> None:
     """Texts are preempted, read again and go on as if nothing had happened."""
     rng = random.Random(1)
-    todo = asks([[2, *company.tokens(rng, 97 + i)] for i in range(4)], n_predict=33, logprobs=2)
+    todo = asks(
+        [[2, *batch_invariance.tokens(rng, 97 + i)] for i in range(4)], n_predict=33, logprobs=2
+    )
     engine = memory_engine.engine(DRAFTS[kind] if kind else None, n_ctx=512, parallel=8)
     assert engine.pool.n_pages == 5, "three texts fit with a page each, and not with two"
-    crowd = company.together(engine, todo)
+    crowd = batch_invariance.together(engine, todo)
     assert crowd.preempted
     same = Alone(kind)
     for ask, (got,) in zip(todo, crowd.answers, strict=True):
-        assert not company.difference(got, plain(ask))
-        assert not company.proposals_differ(got, same(ask))
+        assert not batch_invariance.difference(got, plain(ask))
+        assert not batch_invariance.proposals_differ(got, same(ask))
 
 
 class Ahead(EagerRunner):
@@ -70,12 +72,14 @@ class Ahead(EagerRunner):
 def test_cycles_started_ahead_have_their_pages(plain: Alone, kind: str | None) -> None:
     """Long texts whose cycles are all alike: each is started while the one before is under way."""
     rng = random.Random(6)
-    todo = asks([[2, *company.tokens(rng, 100 + i)] for i in range(2)], n_predict=200, draft_max=2)
+    todo = asks(
+        [[2, *batch_invariance.tokens(rng, 100 + i)] for i in range(2)], n_predict=200, draft_max=2
+    )
     engine = memory_engine.engine(DRAFTS[kind] if kind else None, n_ctx=512, parallel=2, pool=2000)
     engine.scheduler.runners = [Ahead(engine.target, engine.draft)]
-    crowd = company.together(engine, todo)
+    crowd = batch_invariance.together(engine, todo)
     for ask, (got,) in zip(todo, crowd.answers, strict=True):
-        assert not company.difference(got, plain(ask))
+        assert not batch_invariance.difference(got, plain(ask))
 
 
 def asks(prompts: list[list[int]], **options: object) -> list[Ask]:
@@ -88,18 +92,18 @@ def asks(prompts: list[list[int]], **options: object) -> list[Ask]:
 def test_texts_that_share_pages_draft_as_alone(kind: str) -> None:
     """What a draft writes for one text must not be seen by another that begins alike."""
     rng = random.Random(3)
-    shared = [2, *company.tokens(rng, 511)]
+    shared = [2, *batch_invariance.tokens(rng, 511)]
     engine = memory_engine.engine(
-        DRAFTS[kind], n_ctx=768, parallel=2, pool=2000, prefix_bytes=company.PREFIX_BYTES
+        DRAFTS[kind], n_ctx=768, parallel=2, pool=2000, prefix_bytes=batch_invariance.PREFIX_BYTES
     )
     list(engine.generate([*shared, 5], Options(1)))
     todo, alone = asks([[*shared, 33, 44], [*shared, 77, 12, 9]], n_predict=20), Alone(kind)
-    crowd = company.together(engine, todo)
+    crowd = batch_invariance.together(engine, todo)
     assert [r.stats.cached_tokens for r in crowd.requests] == [512, 512]
     for ask, (got,) in zip(todo, crowd.answers, strict=True):
         want = alone(ask)
-        assert not company.difference(got, want)
-        assert not company.proposals_differ(got, want)
+        assert not batch_invariance.difference(got, want)
+        assert not batch_invariance.proposals_differ(got, want)
 
 
 @pytest.mark.parametrize("n_ctx", [20, 128])
@@ -108,8 +112,10 @@ def test_proposals_at_the_end_of_the_context(kind: str, n_ctx: int) -> None:
     """The rows of a draft's block stand behind the last position, where they are in nobody's way:
     the proposal is that with more room."""
     rng = random.Random(5)
-    todo = asks([[2, *company.tokens(rng, n_ctx - 11 + i)] for i in range(2)], n_predict=99)
-    crowd = company.together(
+    todo = asks(
+        [[2, *batch_invariance.tokens(rng, n_ctx - 11 + i)] for i in range(2)], n_predict=99
+    )
+    crowd = batch_invariance.together(
         memory_engine.engine(DRAFTS[kind], n_ctx=n_ctx, parallel=2, pool=1000), todo
     )
     roomy = Alone(kind)

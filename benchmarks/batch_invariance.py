@@ -1,7 +1,7 @@
 """Answers in company against the same alone, by the thousand, from a seed: kept as dated JSON.
 
-    python benchmarks/company.py [--answers 10000] [--seed 1] [--longest 200] [--workers 8]
-    python benchmarks/company.py --device cuda -m TARGET.gguf [-md DRAFT.gguf] [-md ngram] ...
+    python benchmarks/batch_invariance.py [--answers 10000] [--seed 1] [--workers 8]
+    python benchmarks/batch_invariance.py --device cuda -m TARGET.gguf [-md DRAFT.gguf ...]
 
 Without `-m` small random models in memory, every kind of draft and none; with it files, each draft
 and none. Requests are drawn with temperatures, filters, penalties, bias, masks, log-probabilities,
@@ -32,7 +32,7 @@ from watch import keep
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from g4spec.runtime.engine import Engine
-from tests.support.company import (
+from tests.support.batch_invariance import (
     IN_MEMORY,
     KINDS,
     N_CTX,
