@@ -140,7 +140,7 @@ def pick(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
     for choice in (greedy, hot, None):
         ids = torch.zeros(5, dtype=torch.int64, device=DEVICE)
         own = choice and Picks(choice, torch.arange(5, device=DEVICE), ids, ids.int())
-        with patch.object(screen, "LEAST", LARGE):
+        with patch.object(screen, "MIN_COLUMNS", LARGE):
             got = cuda.pick(x.to(DEVICE), table, own or (lambda y, at: y.argmax(1)), 0, 30.0)
         yield z.gather(1, got.cpu()[:, None]), z.amax(1, keepdim=True), 1e-4
 
