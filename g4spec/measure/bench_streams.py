@@ -187,7 +187,7 @@ def answer(engine: Engine, prompts: dict[str, list[int]], options: Options, stre
 
 def _take(stream: Stream, now: float, made: Round) -> bool:
     """Note what has arrived; False if nothing more will."""
-    while stream.request.news:
+    while stream.request.has_news:
         cycle = next(stream.cycles, None)
         if cycle is None:
             return False

@@ -76,7 +76,7 @@ class RemoteRequest(Request):
         self.ids += cycle.tokens
         self.stats, self.text = stats, self.text[:length] + text
         self._cycles.append(cycle)
-        self._tell()
+        self._notify()
 
     def end(
         self, stats: Stats, notes: list[str], error: Exception | None, length: int, text: str
@@ -84,7 +84,7 @@ class RemoteRequest(Request):
         """Take in the end; see `add`."""
         self.stats, self.notes, self.text = stats, notes, self.text[:length] + text
         self.error, self.done = error, True
-        self._tell()
+        self._notify()
 
 
 @dataclass(slots=True)
@@ -214,10 +214,10 @@ class EngineClient:
     def advance(self, request: Request) -> None:
         """Wait until a request has something new."""
         assert isinstance(request, RemoteRequest)
-        while not request.news:
-            request.arrived.clear()
-            if not request.news:
-                request.arrived.wait()
+        while not request.has_news:
+            request.updated.clear()
+            if not request.has_news:
+                request.updated.wait()
 
     def start(self) -> None:
         """Do nothing: the process works all the time."""

@@ -97,7 +97,7 @@ class Relay:
         send = channel.send
         if request.stats.stop_reason == "interrupted":
             self._worker.fail(request.error)
-        for cycle in request.taken():
+        for cycle in request.drain():
             if not self._begun:
                 self._begun = True
                 channel.send_now("begun", self._number)  # the next step may be the last
