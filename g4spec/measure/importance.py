@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from g4spec.gguf.imatrix import Entry, Imatrix
-from g4spec.measure import chunks
+from g4spec.measure import text_chunks
 from g4spec.ops.reference import Ops
 from g4spec.runtime.engine import Engine
 
@@ -42,13 +42,15 @@ class InputSums(Ops):
         self.sums: dict[str, torch.Tensor] = {}
         self.counts: dict[str, torch.Tensor] = {}
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, *, parts: bool = False) -> torch.Tensor:
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, *, partial_sums: bool = False
+    ) -> torch.Tensor:
         name = self._names.get(weight.untyped_storage().data_ptr())
         if name is not None:
             expert, rest = divmod(int(weight.storage_offset()), self._size[name])
             if not rest:  # gate and up in one matrix have the same input: counted with the gate
                 self._add(name, expert, x)
-        return super().linear(x, weight, parts=parts)
+        return super().linear(x, weight, partial_sums=partial_sums)
 
     def _add(self, name: str, expert: int, x: torch.Tensor) -> None:
         if name not in self.sums:
@@ -72,7 +74,7 @@ def collect(
     dataset: str,
     progress: Progress = lambda done, total: None,
 ) -> Imatrix:
-    """Read the chunks of `chunks.cut`, all of one size, and return what the matrices were given.
+    """Read the chunks of `text_chunks.split_text` and return the importance matrix.
 
     Args:
         engine: on the CPU.
@@ -82,7 +84,7 @@ def collect(
     plain, model.ops = model.ops, InputSums(model.w)
     try:
         for i, ids in enumerate(parts):
-            chunks.read(engine, ids)
+            text_chunks.read_chunk(engine, ids)
             progress(i + 1, len(parts))
         found = model.ops.entries()
     finally:

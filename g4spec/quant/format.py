@@ -81,6 +81,7 @@ class Format:
             unknown.
         fallback: type for rows that do not divide into blocks; None for F16.
         factors: floating-point factors of blocks; required if the type has `decode` and blocks.
+        exponent_mask: exponent bits of unquantized floats, all set in NaN and infinity; else 0.
         weighted: `encode` takes weights of the squared errors [n], above 0, as second argument. It
             minimizes the errors weighted by weight * sqrt(rms + |x|). The weight alone would clip
             large values too readily, which costs Q2_K and Q3_K more divergence than the weights
@@ -99,6 +100,7 @@ class Format:
     fallback: str | None = None
     factors: ScaleFactors | None = None
     weighted: bool = False
+    exponent_mask: int = 0
 
     @property
     def quantized(self) -> bool:
@@ -162,8 +164,9 @@ class Format:
                 x = self.decode(np.ascontiguousarray(blocks[at]))
             bad = first_invalid(x, np.isfinite(x))
             return Unrepresentable(at * self.block + bad.index, bad.value)
-        ones = {"bf16": 0x7F80, "f16": 0x7C00, "f32": 0x7F800000}[self.name]  # exponent bits
-        if int((raw.view(f"<u{self.block_bytes}") & ones).max()) < ones:
+        assert self.exponent_mask, self.name
+        bits = raw.view(f"<u{self.block_bytes}") & self.exponent_mask
+        if int(bits.max()) < self.exponent_mask:
             return None
         x = self.decode(raw)
         return first_invalid(x, np.isfinite(x))

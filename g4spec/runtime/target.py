@@ -80,7 +80,7 @@ class Target:
         """Run a batch and append to the caches; compute no logits."""
         hidden, tapped = self.model.forward(batch, self.caches, self.taps)
         taps = [tapped[i] for i in self.taps]
-        tapped_rows = self.ops.concat(taps) if taps else hidden.new_empty(len(hidden), 0)
+        tapped_rows = self.ops.concat_columns(taps) if taps else hidden.new_empty(len(hidden), 0)
         return StepRows(batch, hidden, tapped_rows)
 
     def step(self, batch: Batch, *, capped: bool = True) -> tuple[StepRows, torch.Tensor]:

@@ -32,7 +32,7 @@ BLOCK_VALUES = 1 << 18
 SLACK = 1 + 1e-5  # the bounds themselves are computed in float32
 
 HOLDS = {"f32": ("f32", "f16", "bf16"), "f16": ("f16",), "bf16": ("bf16",)}
-"""StoredTensor type -> source types whose every value it holds."""
+"""Type in the file -> source types whose values it holds exactly."""
 RELATIVE = {"f32": 2.0**-24, "bf16": 2.0**-8, "f16": 2.0**-11}
 """Half a unit in the last place, relative to the value."""
 TINY = {"f32": 0.0, "bf16": 0.0, "f16": 2.0**-25}

@@ -98,3 +98,25 @@ def test_where_files_cannot_be_locked(tmp_path: Path, monkeypatch: pytest.Monkey
     left.touch()
     write(tmp_path / "o.gguf", {}, [])
     assert left.exists() and (tmp_path / "o.gguf").stat().st_size
+
+
+def test_file_and_folder_are_on_disk_before_a_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file before it is renamed, the folder after: a power loss keeps one of the two files."""
+    out, done, names = tmp_path / "o.gguf", list[str](), {tmp_path.stat().st_ino: "folder"}
+    sync, rename = os.fsync, os.replace
+
+    def synced(handle: int) -> None:
+        done.append(names.get(os.fstat(handle).st_ino, "file"))
+        sync(handle)
+
+    def renamed(source: Path, target: Path) -> None:
+        done.append("rename")
+        rename(source, target)
+
+    monkeypatch.setattr(atomic.os, "fsync", synced)
+    monkeypatch.setattr(atomic.os, "replace", renamed)
+    with atomic.atomic_write(out, 3) as f:
+        f.write(b"new")
+    assert done == ["file", "rename", "folder"] and out.read_bytes() == b"new"

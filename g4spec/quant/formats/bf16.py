@@ -24,4 +24,4 @@ def decode(raw: Bytes) -> Floats:
     return wide.view(np.float32)
 
 
-FORMAT = Format("bf16", 30, 1, 2, 32, encode, decode)
+FORMAT = Format("bf16", 30, 1, 2, 32, encode, decode, exponent_mask=0x7F80)

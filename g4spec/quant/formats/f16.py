@@ -18,4 +18,4 @@ def decode(raw: Bytes) -> Floats:
     return raw.view("<f2").astype(np.float32)
 
 
-FORMAT = Format("f16", 1, 1, 2, 1, encode, decode, stored="<f2")
+FORMAT = Format("f16", 1, 1, 2, 1, encode, decode, stored="<f2", exponent_mask=0x7C00)

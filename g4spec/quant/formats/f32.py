@@ -13,4 +13,4 @@ def decode(raw: Bytes) -> Floats:
     return raw.view("<f4")
 
 
-FORMAT = Format("f32", 0, 1, 4, 0, encode, decode, stored="<f4")
+FORMAT = Format("f32", 0, 1, 4, 0, encode, decode, stored="<f4", exponent_mask=0x7F800000)
