@@ -31,7 +31,7 @@ from benchmarks.llama_cpp import Rows, first_difference
 from benchmarks.upstream import CTX, Round, Upstream, gelu_table
 from g4spec.convert import convert
 from g4spec.gguf import GGUF
-from g4spec.models import of_gguf
+from g4spec.models import find_kind
 from g4spec.models.upstream import judge
 from g4spec.runtime.engine import Engine
 from tests.support import tiny, tiny_drafts
@@ -132,7 +132,7 @@ def one(upstream: Upstream, work: Path, name: str) -> dict[str, Any]:
     make(folder, work / "target", **({"dtype": "F32"} | options))
     convert(folder, file, target=work / "target", type="f32")
     with GGUF(file) as g:
-        module = of_gguf(g["general.architecture"], g.tensors)
+        module = find_kind(g["general.architecture"], g.tensors)
         assert module is not None
         config = module.parse_gguf(g.kv, g.shapes())
     verdict = judge(module.LIMITS, config)

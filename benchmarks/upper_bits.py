@@ -62,7 +62,7 @@ def rows(engine: Engine) -> tuple[torch.Tensor, torch.Tensor]:
 
     def noted(self: Drafter, anchor: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         hidden, logits = block(self, anchor, position)
-        every.append(self.drafting(hidden, len(logits)).clone())
+        every.append(self.draft_rows(hidden, len(logits)).clone())
         return hidden, logits
 
     Drafter.block = noted  # type: ignore[method-assign]

@@ -135,21 +135,21 @@ class Batch:
         return tuple(sum(self.sizes[:i]) for i in range(len(self.sizes)))
 
     @property
-    def uniform(self) -> int:
+    def rows_per_sequence(self) -> int:
         """Number of rows per sequence if it is the same for all, else 0."""
         return self.sizes[0] if len(set(self.sizes)) == 1 else 0
 
-    def at(self, positions: torch.Tensor) -> Batch:
+    def with_positions(self, positions: torch.Tensor) -> Batch:
         """Return the same rows at other positions [T]."""
         return replace(self, positions=positions)
 
-    def holding(self, ids: torch.Tensor) -> Batch:
+    def with_ids(self, ids: torch.Tensor) -> Batch:
         """Return the same rows with other tokens [T]."""
         return replace(self, ids=ids)
 
     def columns(self, first: int, last: int) -> Batch:
         """Return rows first .. last - 1 of every sequence; all have the same number."""
-        n, count = self.uniform, len(self.sizes)
+        n, count = self.rows_per_sequence, len(self.sizes)
         assert n, self.sizes
 
         def cut(x: torch.Tensor) -> torch.Tensor:
@@ -191,7 +191,7 @@ class Draft(Protocol):
         taps: target layers whose inputs it reads.
         max_tokens: maximum number of tokens of a proposal.
         rows: number of rows per sequence that `propose` is given.
-        at_once: whether a proposal costs the same for any number of tokens.
+        one_pass: whether a proposal costs the same for any number of tokens.
         recordable: whether the kernels that it launches depend on shapes only, not on values, so
             that a backend may record them as a CUDA graph.
         mask: token of the rows after the anchor in the batch of `propose`.
@@ -203,7 +203,7 @@ class Draft(Protocol):
     taps: tuple[int, ...]
     max_tokens: int
     rows: int
-    at_once: bool
+    one_pass: bool
     recordable: bool
     mask: int
     caches: Seq[Any]
@@ -328,7 +328,7 @@ class Runner(Protocol):
 
     depth: int
 
-    def takes(self, work: Seq[Work]) -> bool:
+    def can_run(self, work: Seq[Work]) -> bool:
         """Return True if this runner can run the cycle."""
 
     def start(self, work: Seq[Work]) -> None:

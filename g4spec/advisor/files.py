@@ -24,7 +24,7 @@ from g4spec.errors import InputError
 from g4spec.gguf import GGUF, folder_hint, regular_files
 from g4spec.models.fields import MAX_LAYERS
 from g4spec.models.spec import Checkpoint
-from g4spec.models.upstream import OWN
+from g4spec.models.upstream import REFUSED_SUFFIX
 
 ENGINES = ("vllm", "sglang")
 SHORT = 2
@@ -161,7 +161,7 @@ def _gguf_draft(facts: Facts, path: Path, given: str, of: Target) -> DraftModel:
         nbytes = sum(t.nbytes for t in file.tensors.values())
         own_head = "output.weight" in file.tensors
         made = _new_draft(path, given, of, nbytes, gguf=True)
-        known = models.of_gguf(arch, file.tensors)
+        known = models.find_kind(arch, file.tensors)
         if known is not None:
             made = replace(made, refusal=own.refusal(file, known))
         if arch == "gemma4-assistant":
@@ -170,7 +170,7 @@ def _gguf_draft(facts: Facts, path: Path, given: str, of: Target) -> DraftModel:
                 _row(facts, "mtp", "google", of.size),
             )
         if arch in models.TARGETS:
-            raise models.misplaced(path, models.kinds()[arch])
+            raise models.wrong_role(path, models.kinds()[arch])
         if known is None:
             raise InputError(
                 f"{path}: not a draft that engines know",
@@ -190,7 +190,7 @@ def _gguf_draft(facts: Facts, path: Path, given: str, of: Target) -> DraftModel:
         made = replace(
             made,
             kind=kind,
-            engines=("g4spec",) if arch.endswith(OWN) else (),
+            engines=("g4spec",) if arch.endswith(REFUSED_SUFFIX) else (),
             block=block,
             head=head,
             causal=kind == "eagle3",
@@ -352,7 +352,7 @@ def _folder_draft(facts: Facts, folder: Path, given: str, of: Target) -> DraftMo
         )
     claimed = [name for name, m in models.kinds().items() if m.claims(Checkpoint(raw, {}))]
     if "gemma4" in claimed:
-        raise models.misplaced(folder, models.kinds()["gemma4"])
+        raise models.wrong_role(folder, models.kinds()["gemma4"])
     if "gemma4-assistant" in claimed:
         return _with_row(replace(made, kind="mtp", head=512), _row(facts, "mtp", "google", of.size))
     if not claimed:

@@ -18,7 +18,7 @@ from g4spec.advisor.machine import GIB, Machine
 from g4spec.advisor.subjects import DraftModel, Option, Target
 from g4spec.core import CacheShape
 from g4spec.ops.kv_size import pool_positions
-from g4spec.runtime.cuda.cache.cuda_kv_size import SLACK, TURNING, capacity, row_columns
+from g4spec.runtime.cuda.cache.cuda_kv_size import ROTARY_PAIRS, SLACK, capacity, row_columns
 
 BITS = {
     "f32": 32.0,
@@ -98,7 +98,7 @@ def own_token_bytes(caches: Sequence[CacheShape], kv: str) -> float:
     keeps of the keys only what turns."""
     others = {c.n_kv for c in caches if c.window is not None}
     pairs = [
-        replace(c, rotary_pairs=0 if c.n_kv in others else TURNING)
+        replace(c, rotary_pairs=0 if c.n_kv in others else ROTARY_PAIRS)
         for c in caches
         if c.window is None
     ]

@@ -89,7 +89,7 @@ def check_draft(path: Path, confident: bool = False) -> None:
 
     with convert.detect(path, prefer_gguf=True) as found:
         if found.is_target:
-            raise models.misplaced(path, found.kind)
+            raise models.wrong_role(path, found.kind)
         if confident:
             models.require_confidence(path, found.kind, found.source.tensors)
 
@@ -104,7 +104,7 @@ def check_target(path: Path, n_ctx: int | None) -> None:
 
     with convert.detect(path, prefer_gguf=True) as found:
         if not found.is_target:
-            raise models.misplaced(path, found.kind)
+            raise models.wrong_role(path, found.kind)
         if found.path != path:
             fix = f"name the file in it: {found.path}"
         else:

@@ -49,14 +49,14 @@ def command(
 
 
 def _gguf(file: GGUF) -> dict[str, Any]:
-    from g4spec.models import of_gguf
+    from g4spec.models import find_kind
 
     entries = [
         {"name": t.name, "shape": t.shape, "type": t.format.name.upper(), "bytes": t.nbytes}
         for t in file.tensors.values()
     ]
     arch = str(file.get("general.architecture"))
-    kind = of_gguf(arch, file.tensors)
+    kind = find_kind(arch, file.tensors)
     return {
         "path": str(file.path),
         "kind": kind.TITLE if kind else f"unknown here ({arch})",

@@ -200,7 +200,7 @@ def _detect_gguf(gguf: GGUF, notes: list[str]) -> DetectedSource:
     dialect = dialects.recognise(arch, [*gguf, *gguf.tensors])
     if dialect is not None:
         return DetectedSource(models.kinds()[dialect.kind], gguf, notes, dialect)
-    kind = models.of_gguf(arch, gguf.tensors)
+    kind = models.find_kind(arch, gguf.tensors)
     if kind is None:
         gguf.close()
         raise _unknown(str(gguf.path), [str(arch)], f"architecture {arch!r}")

@@ -44,7 +44,7 @@ def load(path: Path) -> TargetInfo:
     found = _detect(path)
     if not found.is_target:
         fix = "this is a draft: name it as the source, and its target with --target"
-        raise models.misplaced(path, found.kind, fix)
+        raise models.wrong_role(path, found.kind, fix)
     if isinstance(found.source, GGUF):
         with found.source:
             return from_source(found)

@@ -42,13 +42,15 @@ class InputSums(Ops):
         self.sums: dict[str, torch.Tensor] = {}
         self.counts: dict[str, torch.Tensor] = {}
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, *, parts: bool = False) -> torch.Tensor:
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, *, partial_sums: bool = False
+    ) -> torch.Tensor:
         name = self._names.get(weight.untyped_storage().data_ptr())
         if name is not None:
             expert, rest = divmod(int(weight.storage_offset()), self._size[name])
             if not rest:  # gate and up in one matrix have the same input: counted with the gate
                 self._add(name, expert, x)
-        return super().linear(x, weight, parts=parts)
+        return super().linear(x, weight, partial_sums=partial_sums)
 
     def _add(self, name: str, expert: int, x: torch.Tensor) -> None:
         if name not in self.sums:

@@ -176,7 +176,7 @@ def _measure(target: Path, draft: Path, n_predict: int, count: int, device: str)
 
 def _kind(draft: Path) -> str:
     with GGUF(draft) as file:
-        kind = models.of_gguf(file.get("general.architecture"), file.tensors)
+        kind = models.find_kind(file.get("general.architecture"), file.tensors)
     assert kind is not None
     return str(getattr(kind, "NAME", kind.ARCH))
 

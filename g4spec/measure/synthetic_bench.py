@@ -247,7 +247,7 @@ def _at(
         assert bool(step.replay().isfinite().all()), (context, count)
         streams[count] = milliseconds(step.replay, protocol.times, REST)
     length = 1 + min(protocol.accept_length - 1, drafter.max_tokens)
-    most = drafter.max_tokens if drafter.at_once else min(drafter.max_tokens, length)
+    most = drafter.max_tokens if drafter.one_pass else min(drafter.max_tokens, length)
     cycles = Cycles(target, drafter, sequences[0], most, length - 1)
     cycle = sustained = cycles.time(context, protocol.times, REST)
     draft = cycles.draft

@@ -41,18 +41,20 @@ def architectures() -> list[str]:
     return sorted({arch for m in kinds().values() for arch in _archs(m)})
 
 
-def of_gguf(arch: object, tensors: Container[str]) -> ModuleType | None:
+def find_kind(arch: object, tensors: Container[str]) -> ModuleType | None:
     """The kind of a GGUF file, or None if there is no code for it.
 
-    Kinds that share an architecture are told apart by tensors that only one of them has (MARKS).
+    Kinds that share an architecture are told apart by their UNIQUE_TENSORS.
     """
     sharing = [m for m in kinds().values() if arch in _archs(m)]
-    marked = [m for m in sharing if any(name in tensors for name in getattr(m, "MARKS", ()))]
-    plain = [m for m in sharing if not getattr(m, "MARKS", ())]
+    marked = [
+        m for m in sharing if any(name in tensors for name in getattr(m, "UNIQUE_TENSORS", ()))
+    ]
+    plain = [m for m in sharing if not getattr(m, "UNIQUE_TENSORS", ())]
     return next(iter(marked + plain), None)
 
 
-def misplaced(path: object, kind: ModuleType, fix: str | None = None) -> InputError:
+def wrong_role(path: object, kind: ModuleType, fix: str | None = None) -> InputError:
     """The error for a target where a draft is wanted, or a draft where a target is. `fix`: what to
     do, where it is not a matter of -m and -md."""
     if kind.ARCH in TARGETS:

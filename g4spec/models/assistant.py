@@ -125,7 +125,7 @@ def check_pair(config: Config, target: Any) -> None:
             found=config.n_vocab,
         )
     for spec in config.layers:
-        donor = target.layers[target.donor(spec.window is not None)]
+        donor = target.layers[target.kv_source(spec.window is not None)]
         mine, its = (spec.n_kv, spec.head_dim), (donor.n_kv, donor.head_dim)
         if mine != its:
             raise InputError(
@@ -218,7 +218,7 @@ class Drafter(WeightedDrafter):
 
     name = ARCH
     config: Config
-    at_once = False
+    one_pass = False
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -248,31 +248,31 @@ class Drafter(WeightedDrafter):
             logits, hidden = self._forward(batch, hidden)
             token = pick(logits, j)
             out.append(token)
-            batch = batch.holding(token)
-        return self.ops.columns(out)
+            batch = batch.with_ids(token)
+        return self.ops.stack_columns(out)
 
     def _forward(self, batch: Batch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens [S] at the anchors' positions beside hidden rows [S, B] -> logits [S, V], and the
         next hidden rows."""
         ops, w, eps, layers = self.ops, self.w, self.config.body.eps, self.config.layers
         e = self.target.embed(batch.ids)
-        x = ops.linear(ops.concat([e, hidden]), w["nextn.pre_projection.weight"])
+        x = ops.linear(ops.concat_columns([e, hidden]), w["nextn.pre_projection.weight"])
         norms = [w[f"blk.{s.index}.attn_norm.weight"] for s in layers]
         h = ops.norm_rows(x, norms[0], eps)
         spans = ops.spans(batch, {Reach.causal(s.window) for s in layers})
         before = batch.positions - 1
-        followings = [*norms[1:], w["output_norm.weight"]]
-        for spec, freqs, following in zip(layers, self._freqs, followings, strict=True):
+        next_norms = [*norms[1:], w["output_norm.weight"]]
+        for spec, freqs, next_norm in zip(layers, self._freqs, next_norms, strict=True):
             b = f"blk.{spec.index}."
-            cache = self.target.kv(self.target.config.donor(spec.window is not None))
+            cache = self.target.kv(self.target.config.kv_source(spec.window is not None))
             q = ops.qkv(h, gemma4.attention(w, spec, eps, freqs, own_kv=False), batch, cache)
             first, _ = spans[Reach.causal(spec.window)]
             h = ops.linear(
                 ops.attend(q, cache, batch, first, before, 1.0),
                 w[b + "attn_output.weight"],
-                parts=True,
+                partial_sums=True,
             )
-            x, h = gemma4.sandwich(ops, w, b, x, h, eps, following, numbers=spec is layers[-1])
+            x, h = gemma4.finish_layer(ops, w, b, x, h, eps, next_norm, unpacked=spec is layers[-1])
         return self.logits(h), ops.linear(h, w["nextn.post_projection.weight"])
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -288,4 +288,4 @@ class Drafter(WeightedDrafter):
             ids = slots[clusters].flatten()
             z = self.ops.linear(row[None], self.ops.embed(table, ids, 1.0))
             out.append(self.ops.scatter(z, ids, self.config.n_vocab))
-        return self.ops.join(out)
+        return self.ops.concat_rows(out)

@@ -140,7 +140,7 @@ def settings(f: Fields, target: Any, *own: str) -> Fields:
             )
     inner.require("target_hidden_size", (None, target.n_embd), None)  # else an adapter comes first
     inner.require("num_target_layers", (None, len(target.layers)), None)
-    inner.known(
+    inner.reject_unknown(
         *SETTINGS,
         *own,
         *(key for _, key, _ in HEADS),
@@ -239,7 +239,7 @@ def qwen_layer(f: Fields) -> LayerSpec:
     f.require("attention_bias", (False,), False)
     f.require("rope_scaling", (None,), None)
     rope = f.sub("rope_parameters")
-    rope.known("rope_type", "rope_theta", "partial_rotary_factor", "factor")
+    rope.reject_unknown("rope_type", "rope_theta", "partial_rotary_factor", "factor")
     rope.require("factor", (None, 1, 1.0), None)
     rope.require("partial_rotary_factor", (None, 1, 1.0), None)
     f.require("partial_rotary_factor", (None, 1, 1.0), None)

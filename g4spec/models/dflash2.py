@@ -31,7 +31,7 @@ __all__ = ["ARCH", "ARCHS", "DROPS", "PREFIXES", "Config", "Drafter", "caches", 
 
 NAME = "dflash2"
 TITLE = "DFlash2 draft"
-MARKS = ("selector_hidden.weight",)
+UNIQUE_TENSORS = ("selector_hidden.weight",)
 KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 SIDES = 2  # a sublayer's input and its output
 CONVS = (("attn", "attention_conv"), ("ffn", "mlp_conv"))
@@ -171,8 +171,8 @@ class Drafter(dflash_drafter.Drafter):
 
     name = NAME
     config: Config
-    numbers = True
-    at_once = False
+    unpacked = True
+    one_pass = False
 
     def choose(
         self, rows: torch.Tensor, logits: torch.Tensor, anchors: torch.Tensor, pick: Pick
@@ -180,7 +180,7 @@ class Drafter(dflash_drafter.Drafter):
         """Tokens read from blocks [S, B, H]: of each row's best candidates the one that fits its
         hidden row and the token before it."""
         ops, w, (n, count, n_vocab) = self.ops, self.w, logits.shape
-        hidden = self.drafting(rows, count).flatten(0, 1)
+        hidden = self.draft_rows(rows, count).flatten(0, 1)
         gates = ops.linear(hidden, w["selector_hidden.weight"]).view(n, count, -1)
         previous, out = anchors, []
         for j in range(count):
@@ -193,20 +193,20 @@ class Drafter(dflash_drafter.Drafter):
             chosen = ops.scatter(z.gather(1, candidates) + scores, candidates, n_vocab)
             previous = pick(chosen, j)
             out.append(previous)
-        return ops.columns(out)
+        return ops.stack_columns(out)
 
     def logits(self, hidden: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         """Rows [T, H] -> logits [T, V], scaled, then capped."""
         return super().logits(hidden, self.config.logit_scale)
 
-    def before(self, name: str, h: Any, batch: Batch) -> tuple[Any, Any]:
+    def before_sublayer(self, name: str, h: Any, batch: Batch) -> tuple[Any, Any]:
         """The convolved input, and the coefficients of the output's convolution."""
         c, (first, second) = self.config, self.w[f"{name}_conv_base"]
         delta = self.ops.linear(h, self.w[f"{name}_conv_proj.weight"])
         inner, outer = delta.view(len(h), SIDES, c.kernel, -1).unbind(1)
         return self.ops.convolve(h, first, inner, self.config.block_size), (second, outer)
 
-    def after(self, name: str, h: torch.Tensor, kept: Any) -> torch.Tensor:
+    def after_sublayer(self, name: str, h: torch.Tensor, kept: Any) -> torch.Tensor:
         """The convolved output."""
         second, outer = kept
         return self.ops.convolve(h, second, outer, self.config.block_size)

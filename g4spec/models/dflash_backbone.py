@@ -19,10 +19,10 @@ from g4spec.gguf import GGUF, KV, ValueType, array, boolean, f32, string, u32
 from g4spec.models import gemma4
 from g4spec.models.fields import Fields
 from g4spec.models.spec import QUANTIZED_ACTIVATIONS, Drop, LayerSpec, TensorSpec
-from g4spec.models.upstream import OWN, Limit
+from g4spec.models.upstream import REFUSED_SUFFIX, Limit
 
 ARCH = "dflash"
-ARCHS = (ARCH, ARCH + OWN)
+ARCHS = (ARCH, ARCH + REFUSED_SUFFIX)
 PREFIXES = ("model.", "")
 DROPS = (
     QUANTIZED_ACTIVATIONS,

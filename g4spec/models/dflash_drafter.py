@@ -29,8 +29,8 @@ class Drafter(WeightedDrafter):
 
     name = "dflash"
     config: Config
-    numbers = False
-    at_once = True
+    unpacked = False
+    one_pass = True
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -60,8 +60,8 @@ class Drafter(WeightedDrafter):
         """See `g4spec.core.Draft`."""
         c, n = self.config, len(batch.sizes)
         rows = self.block(batch.columns(0, c.block_size))
-        drafting = self.drafting(rows, count)
-        if self.at_once and not c.n_draft:
+        drafting = self.draft_rows(rows, count)
+        if self.one_pass and not c.n_draft:
             flat = drafting.flatten(0, 1)
             return self.ops.pick(flat, self._table, pick, 0, c.softcap).view(n, count)
         logits = self.logits(drafting.flatten(0, 1)).view(n, count, -1)
@@ -72,9 +72,9 @@ class Drafter(WeightedDrafter):
     ) -> torch.Tensor:
         """Tokens [S, count] read from blocks [S, B, H] and their drafting rows' logits
         [S, count, D]; `anchors` [S]."""
-        return pick(self.widen(logits.flatten(0, 1)), 0).view(logits.shape[:2])
+        return pick(self.to_full_vocab(logits.flatten(0, 1)), 0).view(logits.shape[:2])
 
-    def drafting(self, rows: torch.Tensor, count: int) -> torch.Tensor:
+    def draft_rows(self, rows: torch.Tensor, count: int) -> torch.Tensor:
         """The `count` rows of each block [S, B, H] that draft a token each, [S, count, H]."""
         first = 0 if self.config.from_anchor else 1
         return rows[:, first : first + count]
@@ -91,17 +91,17 @@ class Drafter(WeightedDrafter):
             return self.target.table
         return self.w["output.weight" if c.own_head else "token_embd.weight"]
 
-    def widen(self, z: torch.Tensor) -> torch.Tensor:
+    def to_full_vocab(self, z: torch.Tensor) -> torch.Tensor:
         """Logits [T, D] over the target's vocabulary [T, V], -inf where undraftable."""
         c = self.config
         return self.ops.scatter(z, self.w["d2t"], c.n_vocab) if c.n_draft else z
 
-    def before(self, name: str, h: Any, batch: Batch) -> tuple[Any, Any]:
+    def before_sublayer(self, name: str, h: Any, batch: Batch) -> tuple[Any, Any]:
         """What the sublayer `name` ("blk.0.attn") is given for its normed input `h` (rows [T, H];
         see `numbers`), and what `after` wants to know."""
         return h, None
 
-    def after(self, name: str, h: torch.Tensor, kept: Any) -> torch.Tensor:
+    def after_sublayer(self, name: str, h: torch.Tensor, kept: Any) -> torch.Tensor:
         """What becomes of the sublayer's output `h` [T, H]."""
         return h
 
@@ -115,10 +115,10 @@ class Drafter(WeightedDrafter):
         reaches = [self._reach(s.window, s.causal) for s in c.layers]
         spans = ops.spans(batch, set(reaches))
         norms = [w[f"blk.{s.index}.attn_norm.weight"] for s in c.layers]
-        h = (ops.rms_norm if self.numbers else ops.norm_rows)(x, norms[0], c.eps)
-        followings = [*norms[1:], w["output_norm.weight"]]
-        for spec, reach, following in zip(c.layers, reaches, followings, strict=True):
-            x, h = self._layer(spec, x, h, batch, spans[reach], following)
+        h = (ops.rms_norm if self.unpacked else ops.norm_rows)(x, norms[0], c.eps)
+        next_norms = [*norms[1:], w["output_norm.weight"]]
+        for spec, reach, next_norm in zip(c.layers, reaches, next_norms, strict=True):
+            x, h = self._layer(spec, x, h, batch, spans[reach], next_norm)
         return h.view(len(batch.sizes), c.block_size, -1)
 
     def _attention(self, spec: LayerSpec) -> Attention:
@@ -142,29 +142,29 @@ class Drafter(WeightedDrafter):
         h: Any,
         batch: Batch,
         span: tuple[torch.Tensor, torch.Tensor],
-        following: torch.Tensor,
+        next_norm: torch.Tensor,
     ) -> tuple[torch.Tensor, Any]:
         """One layer of the block: residual `x` [T, H] and its normed rows `h`, of this layer and
         then of the next, or behind the last one numbers."""
         ops, w, b, c = self.ops, self.w, f"blk.{spec.index}.", self.config
-        h, kept = self.before(b + "attn", h, batch)
+        h, kept = self.before_sublayer(b + "attn", h, batch)
         q = ops.qkv(h, self._attention(spec), batch, self.caches[spec.index])
         scale = 1.0 if c.gemma else spec.head_dim**-0.5
         h = ops.linear(
             ops.attend(q, self.caches[spec.index], batch, *span, scale),
             w[b + "attn_output.weight"],
-            parts=not self.numbers,
+            partial_sums=not self.unpacked,
         )
-        h = self.after(b + "attn", h, kept)
-        numbers = self.numbers or spec is c.layers[-1]
+        h = self.after_sublayer(b + "attn", h, kept)
+        unpacked = self.unpacked or spec is c.layers[-1]
         if c.gemma:
-            return gemma4.sandwich(ops, w, b, x, h, c.eps, following, numbers=numbers)
+            return gemma4.finish_layer(ops, w, b, x, h, c.eps, next_norm, unpacked=unpacked)
         x, h = ops.norm_residual_norm(
-            h, x, None, c.eps, w[b + "ffn_norm.weight"], numbers=self.numbers
+            h, x, None, c.eps, w[b + "ffn_norm.weight"], unpacked=self.unpacked
         )
-        h, kept = self.before(b + "ffn", h, batch)
-        h = self.after(b + "ffn", self.gated(b, h, parts=not self.numbers), kept)
-        return ops.norm_residual_norm(h, x, None, c.eps, following, numbers=numbers)
+        h, kept = self.before_sublayer(b + "ffn", h, batch)
+        h = self.after_sublayer(b + "ffn", self.gated(b, h, partial_sums=not self.unpacked), kept)
+        return ops.norm_residual_norm(h, x, None, c.eps, next_norm, unpacked=unpacked)
 
     def _reach(self, window: int | None, causal: bool) -> Reach:
         """What the rows of a block see in a layer."""

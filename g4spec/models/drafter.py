@@ -51,9 +51,9 @@ class WeightedDrafter:
     def begin(self, slot: int, ids: Sequence[int] = ()) -> None:
         """Do nothing: cache rows are addressed by position and overwritten."""
 
-    def gated(self, b: str, h: Any, *, parts: bool) -> torch.Tensor:
+    def gated(self, b: str, h: Any, *, partial_sums: bool) -> torch.Tensor:
         """Compute the feed-forward of a Llama- or Qwen-style layer `b` ("blk.0.") for rows `h` ->
-        [T, H]. `parts`: see `linear`."""
+        [T, H]. `partial_sums`: see `linear`."""
         w = self.w
         return self.ops.gated(
             h,
@@ -61,20 +61,20 @@ class WeightedDrafter:
             w[b + "ffn_up.weight"],
             w[b + "ffn_down.weight"],
             self.ops.silu,
-            parts=parts,
+            partial_sums=partial_sums,
         )
 
 
 def first_rows(batch: Batch, x: torch.Tensor) -> torch.Tensor:
     """Return the first row of each sequence of rows x [T, ...] -> [S, ...]."""
-    return x[:: batch.uniform] if batch.uniform else x[list(batch.starts)]
+    return x[:: batch.rows_per_sequence] if batch.rows_per_sequence else x[list(batch.starts)]
 
 
 def accepted_rows(batch: Batch, x: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
     """Return the row of each sequence after `accepted` [S] drafted tokens, from rows x [T, ...]."""
     if len(batch.sizes) == 1:
         return x[accepted]
-    if n := batch.uniform:
+    if n := batch.rows_per_sequence:
         return (
             x.view(len(batch.sizes), n, *x.shape[1:])
             .take_along_dim(accepted.view(-1, *[1] * x.dim()), 1)

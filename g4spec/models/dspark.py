@@ -56,7 +56,7 @@ __all__ = [
 
 NAME = "dspark"
 TITLE = "DSpark draft"
-MARKS = ("markov_w1.weight", "conf_proj.weight")
+UNIQUE_TENSORS = ("markov_w1.weight", "conf_proj.weight")
 ALIASES = {"confidence_proj.": "confidence_head.proj."}
 ARCHITECTURES = ("Gemma4DSparkModel",)
 HEAD_KEYS = (
@@ -266,7 +266,7 @@ class Drafter(dflash_drafter.Drafter):
 
     name = NAME
     config: Config
-    at_once = False
+    one_pass = False
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -278,7 +278,7 @@ class Drafter(dflash_drafter.Drafter):
         """Tokens read from blocks [S, B, H], each biased by the one before it; -1 from the first
         one on of which the draft is less confident than the cut."""
         c, ops, count = self.config, self.ops, logits.shape[1]
-        hidden = self.drafting(rows, count)
+        hidden = self.draft_rows(rows, count)
         state, previous, out = self._state(rows, anchors), anchors, []
         ended = anchors < 0
         for j in range(count):
@@ -287,13 +287,13 @@ class Drafter(dflash_drafter.Drafter):
                 e = ops.embed(self.w["markov_w1.weight"], previous, 1.0)
                 inner, state = self._inner(e, h, state)
                 row = row + ops.linear(inner, self.w["markov_w2.weight"])
-            previous = pick(self.widen(row), j)
+            previous = pick(self.to_full_vocab(row), j)
             if self._cuts:
                 ended = ended | (self.confidence(h, e) < c.cut)
                 out.append(previous.masked_fill(ended, -1))
             else:
                 out.append(previous)
-        return ops.columns(out)
+        return ops.stack_columns(out)
 
     @property
     def _cuts(self) -> bool:
@@ -303,7 +303,7 @@ class Drafter(dflash_drafter.Drafter):
     def confidence(self, h: torch.Tensor, e: torch.Tensor) -> torch.Tensor:
         """How likely the tokens of rows h [S, H] are to be accepted, [S]; `e` [S, r]: the table's
         rows."""
-        x = self.ops.concat([h, e]) if self.config.confidence == "both" else h
+        x = self.ops.concat_columns([h, e]) if self.config.confidence == "both" else h
         return self.ops.sigmoid(self._projected(x, "conf_proj"))[:, 0]
 
     def _state(self, rows: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
@@ -321,9 +321,11 @@ class Drafter(dflash_drafter.Drafter):
         """What `markov_w2` turns into biases [S, r], and the next state [S, r]."""
         ops = self.ops
         if self.config.head == "gated":
-            return ops.sigmoid(self._projected(ops.concat([h, e]), "markov_gate")) * e, state
+            return ops.sigmoid(
+                self._projected(ops.concat_columns([h, e]), "markov_gate")
+            ) * e, state
         if self.config.head == "rnn":
-            joint = self._projected(ops.concat([state, e, h]), "markov_joint")
+            joint = self._projected(ops.concat_columns([state, e, h]), "markov_joint")
             gate, candidate, output = joint.chunk(3, dim=-1)
             gate = ops.sigmoid(gate)
             state = gate * state + (1.0 - gate) * ops.tanh(candidate)

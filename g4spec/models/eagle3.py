@@ -26,11 +26,11 @@ from g4spec.models.eagle3_config import ARCH, Config
 from g4spec.models.eagle3_drafter import Drafter
 from g4spec.models.fields import Fields
 from g4spec.models.spec import Checkpoint, LayerSpec, TensorSpec
-from g4spec.models.upstream import OWN, Limit, architecture
+from g4spec.models.upstream import REFUSED_SUFFIX, Limit, architecture
 
 __all__ = ["ARCH", "DROPS", "PREFIXES", "Config", "Drafter", "caches"]
 
-ARCHS = (ARCH, ARCH + OWN)
+ARCHS = (ARCH, ARCH + REFUSED_SUFFIX)
 TITLE = "EAGLE-3 draft"
 ALIASES = {"midlayer.": "layers.0."}
 SPECULATORS = ("eagle3", "peagle")

@@ -31,54 +31,54 @@ class Drafter(WeightedDrafter):
         super().__init__(*args, **more)
         c, ops, layer = self.config, self.ops, self.config.layers[0]
         self.max_tokens = min(c.depths or MAX_DRAFT, MAX_DRAFT)
-        self.at_once = c.depths > 0
+        self.one_pass = c.depths > 0
         self._freqs = ops.rope_freqs(layer.rope_base, layer.head_dim)
         self.mask = c.mask_token
-        self._waiting = self._freqs.new_zeros(self.n_slots, c.n_embd)
-        self.state = (self._waiting,)
+        self._last_feature = self._freqs.new_zeros(self.n_slots, c.n_embd)
+        self.state = (self._last_feature,)
 
     def commit(self, rows: StepRows, accepted: torch.Tensor) -> None:
         """Read tokens beside the features before them: the first one beside the feature that waited
         for it."""
         batch = rows.batch
         slots, g = first_rows(batch, batch.slots), self._fused(rows.taps)
-        before = self._shifted(batch, g, self._waiting[slots])
+        before = self._shifted(batch, g, self._last_feature[slots])
         self._read(batch, before, batch.positions, keys_only=True)
-        self._waiting[slots] = accepted_rows(batch, g, accepted)
+        self._last_feature[slots] = accepted_rows(batch, g, accepted)
 
     def propose(self, batch: Batch, count: int, pick: Pick) -> torch.Tensor:
         """See `g4spec.core.Draft`. The window stays where the first row put it, as in training."""
         rows = batch.columns(0, 1)
-        feature, seen_from = self._waiting[rows.slots], rows.positions
+        feature, seen_from = self._last_feature[rows.slots], rows.positions
         if self.config.depths:
             return self._block(batch.columns(0, count), feature, count, pick)
         out = []
         for j in range(count):
-            logits, feature = self._read_and_head(rows.at(seen_from + j), feature, seen_from)
+            logits, feature = self._forward(rows.with_positions(seen_from + j), feature, seen_from)
             token = pick(logits, j)
             out.append(token)
-            rows = rows.holding(token)
-        return self.ops.columns(out)
+            rows = rows.with_ids(token)
+        return self.ops.stack_columns(out)
 
     def _block(self, batch: Batch, feature: torch.Tensor, count: int, pick: Pick) -> torch.Tensor:
         """P-EAGLE's block of `count` rows: `feature` [S, E] stands beside the anchors."""
         n = len(batch.sizes)
-        features = self._unknown.expand(n, count, -1).clone()
+        features = self._mask_feature.expand(n, count, -1).clone()
         features[:, 0] = feature
-        logits, _ = self._read_and_head(batch, features.flatten(0, 1), batch.positions)
+        logits, _ = self._forward(batch, features.flatten(0, 1), batch.positions)
         return pick(logits, 0).view(n, count)
 
     @cached_property
-    def _unknown(self) -> torch.Tensor:
+    def _mask_feature(self) -> torch.Tensor:
         """P-EAGLE's feature of positions that nobody has read, [1, E]."""
         return self._fused(self.w["mask_hidden.weight"][0])
 
     def _shifted(self, batch: Batch, g: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
         """Features g [T, E] moved one row down within each sequence, `first` [S, E] on top."""
         if len(batch.sizes) == 1:
-            return self.ops.join([first, g[:-1]])
-        out = self.ops.join([g[:1], g[:-1]])
-        if n := batch.uniform:
+            return self.ops.concat_rows([first, g[:-1]])
+        out = self.ops.concat_rows([g[:1], g[:-1]])
+        if n := batch.rows_per_sequence:
             out.view(len(batch.sizes), n, -1)[:, 0] = first
         else:
             out[list(batch.starts)] = first
@@ -99,7 +99,7 @@ class Drafter(WeightedDrafter):
             taps = ops.rms_norm(taps, self.w["enc.output_norm.weight"], c.eps)
         if c.fc_norm:
             parts = taps.chunk(len(c.target_layers), dim=-1)
-            taps = ops.concat(
+            taps = ops.concat_columns(
                 [
                     ops.rms_norm(part, self.w[f"fc_norm.{i}.weight"], c.eps)
                     for i, part in enumerate(parts)
@@ -107,7 +107,7 @@ class Drafter(WeightedDrafter):
             )
         return ops.linear(taps, self.w["fc.weight"])
 
-    def _read_and_head(
+    def _forward(
         self, batch: Batch, features: torch.Tensor, seen_from: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens beside features -> their logits, and the features of the rows after them."""
@@ -137,13 +137,13 @@ class Drafter(WeightedDrafter):
         )
         x, last = features, len(c.layers) - 1
         reaches = [Reach.causal(s.window or self.window) for s in c.layers]
-        spans = ops.spans(batch.at(seen_from), set(reaches))
+        spans = ops.spans(batch.with_positions(seen_from), set(reaches))
         own = batch.positions
         for spec in c.layers:
             b = f"blk.{spec.index}."
             if spec.index == 0:
                 normed = ops.rms_norm(x, w[b + "attn_norm_2.weight"], c.eps)
-                h = ops.concat([ops.rms_norm(e, w[b + "attn_norm.weight"], c.eps), normed])
+                h = ops.concat_columns([ops.rms_norm(e, w[b + "attn_norm.weight"], c.eps), normed])
                 x = normed if c.norm_before_residual else x
             done = keys_only and spec.index == last
             q = ops.qkv(h, self._attention(spec), batch, self.caches[spec.index], queries=not done)
@@ -151,11 +151,11 @@ class Drafter(WeightedDrafter):
                 break
             first = spans[reaches[spec.index]][0].clamp(min=1).minimum(own)  # row 0 sees itself
             h = ops.attend(q, self.caches[spec.index], batch, first, own, spec.head_dim**-0.5)
-            h = ops.linear(h, w[b + "attn_output.weight"], parts=True)
+            h = ops.linear(h, w[b + "attn_output.weight"], partial_sums=True)
             x, h = ops.norm_residual_norm(h, x, None, c.eps, w[b + "ffn_norm.weight"])
-            following = w[f"blk.{spec.index + 1}.attn_norm.weight"] if spec.index < last else None
-            h = self.gated(b, h, parts=True)
-            x, h = ops.norm_residual_norm(h, x, None, c.eps, following)
+            next_norm = w[f"blk.{spec.index + 1}.attn_norm.weight"] if spec.index < last else None
+            h = self.gated(b, h, partial_sums=True)
+            x, h = ops.norm_residual_norm(h, x, None, c.eps, next_norm)
         return x
 
     def _attention(self, spec: LayerSpec) -> Attention:
@@ -170,5 +170,5 @@ class Drafter(WeightedDrafter):
             head_dim=spec.head_dim,
             eps=self.config.eps,
             freqs=self._freqs,
-            pairs=True,
+            interleaved=True,
         )

@@ -99,7 +99,7 @@ class Fields:
         """The nested mapping under `key`, empty if absent."""
         return Fields(self.get(dict, key, {}), f"{self.where}: {key}")
 
-    def known(self, *keys: str, fix: str | None = None) -> None:
+    def reject_unknown(self, *keys: str, fix: str | None = None) -> None:
         """Refuse keys that this code does not read: what they ask for would be left out in
         silence. Keys that are null say nothing."""
         unknown = sorted(str(k) for k, v in self.raw.items() if v is not None and k not in keys)

@@ -22,7 +22,7 @@ from g4spec.models.gemma4_config import (
     parse_hf,
     samples,
 )
-from g4spec.models.gemma4_model import Model, attention, sandwich
+from g4spec.models.gemma4_model import Model, attention, finish_layer
 from g4spec.models.spec import QUANTIZED_ACTIVATIONS, Checkpoint, Drop, LayerSpec, TensorSpec
 
 __all__ = [
@@ -36,13 +36,13 @@ __all__ = [
     "attention",
     "caches",
     "claims",
+    "finish_layer",
     "layer_tensors",
     "layers_hf",
     "metadata",
     "parse_gguf",
     "parse_hf",
     "rope_tensor",
-    "sandwich",
     "tensors",
 ]
 

@@ -60,7 +60,7 @@ class Config:
             s.n_ff + s.n_expert_used * (s.n_ff_expert + self.n_embd) for s in self.layers
         )
 
-    def donor(self, sliding: bool) -> int:
+    def kv_source(self, sliding: bool) -> int:
         """Return the last layer of a kind with its own KV cache, which assistants and sharing
         layers read."""
         return max(
@@ -183,9 +183,9 @@ def _rope(given: Fields, kind: str) -> tuple[float, float]:
     full = kind == FULL
     if not given.raw:
         return (1e6, 0.25) if full else (1e4, 1.0)
-    given.known(SLIDING, FULL)
+    given.reject_unknown(SLIDING, FULL)
     f = given.sub(kind)
-    f.known("rope_type", "rope_theta", "partial_rotary_factor", "factor")
+    f.reject_unknown("rope_type", "rope_theta", "partial_rotary_factor", "factor")
     f.require("factor", (None, 1, 1.0), None)
     if not full:
         f.require("partial_rotary_factor", (None, 1, 1.0), None)

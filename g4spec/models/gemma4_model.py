@@ -60,22 +60,22 @@ class Model:
         spans = ops.spans(batch, {Reach.causal(s.window) for s in layers})
         norms = [w[f"blk.{s.index}.attn_norm.weight"] for s in layers]
         h, tapped = ops.norm_rows(x, norms[0], eps), {}
-        for spec, following in zip(layers, [*norms[1:], w["output_norm.weight"]], strict=True):
+        for spec, next_norm in zip(layers, [*norms[1:], w["output_norm.weight"]], strict=True):
             if spec.index in taps:
-                tapped[spec.index] = ops.keep(x)
+                tapped[spec.index] = ops.copy_residual(x)
             h = self._attention(spec, h, batch, spans[Reach.causal(spec.window)], kv)
             ple = per_layer[:, spec.index] if per_layer is not None else None
-            x, h = sandwich(
+            x, h = finish_layer(
                 ops,
                 w,
                 f"blk.{spec.index}.",
                 x,
                 h,
                 eps,
-                following,
+                next_norm,
                 spec,
                 ple,
-                numbers=spec is layers[-1],
+                unpacked=spec is layers[-1],
             )
         if len(layers) in taps:
             tapped[len(layers)] = x
@@ -115,7 +115,7 @@ class Model:
         kv = caches[spec.index if spec.kv_from is None else spec.kv_from]
         q = ops.qkv(h, attention(w, spec, self.config.eps, self.freqs[spec.index], own), batch, kv)
         out = w[b + "attn_output.weight"]
-        return ops.linear(ops.attend(q, kv, batch, *span, 1.0), out, parts=True)
+        return ops.linear(ops.attend(q, kv, batch, *span, 1.0), out, partial_sums=True)
 
 
 def attention(
@@ -137,36 +137,36 @@ def attention(
     )
 
 
-def sandwich(
+def finish_layer(
     ops: Ops,
     w: Mapping[str, Any],
     b: str,
     x: torch.Tensor,
     h: torch.Tensor,
     eps: float,
-    following: torch.Tensor,
+    next_norm: torch.Tensor,
     spec: LayerSpec | None = None,
     ple: torch.Tensor | None = None,
     *,
-    numbers: bool = False,
+    unpacked: bool = False,
 ) -> tuple[torch.Tensor, Any]:
     """Compute the rest of a Gemma 4 layer after attention `h` [T, H] on residual `x` [T, H].
 
     Args:
-        following: norm weight [H] of the next layer.
+        next_norm: norm weight [H] of the next layer.
         spec: the layer, needed if it has experts.
         ple: per-layer embeddings of the tokens, [T, P].
-        numbers: return the normed residual as numbers.
+        unpacked: return the normed residual as a float32 tensor instead of rows.
 
     Returns:
-        The residual [T, H], and its norm by `following`.
+        The residual [T, H], and its norm by `next_norm`.
     """
     scale, last = w.get(b + "layer_output_scale.weight"), w[b + "post_ffw_norm.weight"]
     if spec is not None and spec.n_expert:
         e = _experts(w, b, eps, spec)
         if ple is None:
-            x, rows = ops.expert_layer(h, x, e, None if numbers else following, scale)
-            return x, ops.rms_norm(x, following, eps) if numbers else rows
+            x, rows = ops.expert_layer(h, x, e, None if unpacked else next_norm, scale)
+            return x, ops.rms_norm(x, next_norm, eps) if unpacked else rows
         x, _ = ops.expert_layer(h, x, e, None, None)
     else:
         x, h = ops.norm_residual_norm(
@@ -178,14 +178,14 @@ def sandwich(
             w[b + "ffn_up.weight"],
             w[b + "ffn_down.weight"],
             ops.gelu_tanh,
-            parts=True,
+            partial_sums=True,
         )
         if ple is None:
-            return ops.norm_residual_norm(h, x, last, eps, following, scale, numbers=numbers)
+            return ops.norm_residual_norm(h, x, last, eps, next_norm, scale, unpacked=unpacked)
         x, _ = ops.norm_residual_norm(h, x, last, eps, None)
     h = ops.modulated(x, w[b + "inp_gate.weight"], ple, w[b + "proj.weight"], ops.gelu_tanh)
     return ops.norm_residual_norm(
-        h, x, w[b + "post_norm.weight"], eps, following, scale, numbers=numbers
+        h, x, w[b + "post_norm.weight"], eps, next_norm, scale, unpacked=unpacked
     )
 
 

@@ -30,7 +30,7 @@ class History:
                     self.ends[tuple(self.ids[-n:])] = len(self.ids)
             self.ids.append(token)
 
-    def after(self, anchor: int, count: int) -> list[int]:
+    def continuation(self, anchor: int, count: int) -> list[int]:
         """At most `count` tokens that followed the latest earlier occurrence of the newest ones,
         the longest run first; none if there is none."""
         history = [*self.ids[-self.lengths[0] :], anchor]
@@ -53,7 +53,7 @@ class Drafter:
     taps: tuple[int, ...] = ()
     max_tokens = MAX_DRAFT
     rows = 1
-    at_once = True
+    one_pass = True
     recordable = False
     mask = 0
     caches: Sequence[Any] = ()
@@ -79,6 +79,6 @@ class Drafter:
         """See `g4spec.core.Draft`."""
         out = []
         for anchor, slot in zip(batch.ids.tolist(), batch.slots.tolist(), strict=True):
-            found = self._seen[slot].after(anchor, count)
+            found = self._seen[slot].continuation(anchor, count)
             out.append(found + [-1] * (count - len(found)))
         return batch.ids.new_tensor(out)

@@ -200,9 +200,10 @@ class DraftKind(Protocol):
     `core.Draft`, constructed like `models.drafter.WeightedDrafter`.
 
     Optional members:
-        NAME, MARKS: name of the kind, and tensors that only it has, if kinds share ARCH.
-        ARCHS: all architectures of its files, with suffix `upstream.OWN` if upstream must refuse
-        them. ALIASES: other spellings of tensor names in checkpoints -> usual ones.
+        NAME, UNIQUE_TENSORS: name of the kind, and tensors that only it has, if kinds share ARCH.
+        ARCHS: all architectures of its files; those that upstream must refuse end in
+            `upstream.REFUSED_SUFFIX`.
+        ALIASES: other spellings of tensor names in checkpoints -> usual ones.
         CONFIDENCE: suffixes of the tensor names of a confidence head.
         notes(checkpoint): remarks for users about a checkpoint's configuration.
         metadata_tensors(config): tensors that are stored as metadata (see `models.assistant`).

@@ -17,7 +17,7 @@ Case = Literal["same", "differs", "refused"]
 ARCHITECTURES = ("dflash", "eagle3", "gemma4-assistant")
 """Of drafts that upstream has code for. It refuses a file of any other."""
 
-OWN = "-g4spec"
+REFUSED_SUFFIX = "-g4spec"
 """Ends the architecture name of a file that upstream must not load."""
 
 
@@ -50,7 +50,7 @@ UNKNOWN = Limit(
     "refused",
     "an architecture of our own",
     "has no code for it",
-    lambda c: c.arch.removesuffix(OWN) not in ARCHITECTURES,
+    lambda c: c.arch.removesuffix(REFUSED_SUFFIX) not in ARCHITECTURES,
 )
 
 
@@ -66,4 +66,4 @@ def judge(limits: Iterable[Limit], config: Any) -> Verdict:
 def architecture(arch: str, limits: Iterable[Limit], config: Any) -> str:
     """`arch`, or its name that upstream refuses if upstream would compute something else."""
     refused = judge(limits, config).case == "refused"
-    return arch + OWN if refused and arch in ARCHITECTURES else arch
+    return arch + REFUSED_SUFFIX if refused and arch in ARCHITECTURES else arch

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from g4spec.core import PAGE, CacheShape
-from g4spec.ops.kv_size import BEHIND, capacity, pages_of
+from g4spec.ops.kv_size import PADDING_POSITIONS, capacity, pages_of
 
 Rounded = Callable[[torch.Tensor], torch.Tensor]
 
@@ -39,13 +39,13 @@ class Space:
         self, n_slots: int, n_ctx: int, n_pages: int, device: torch.device | str = "cpu"
     ) -> None:
         self.n_slots, self.n_ctx, self.n_pages = n_slots, n_ctx, n_pages
-        width = pages_of(n_ctx + BEHIND)
+        width = pages_of(n_ctx + PADDING_POSITIONS)
         self.table = torch.zeros(n_slots, width, dtype=torch.int32, device=device)
 
     @classmethod
     def single(cls, n_ctx: int, device: torch.device | str = "cpu") -> Space:
         """Create the space of one sequence that owns all pages."""
-        space = cls(1, n_ctx, pages_of(n_ctx + BEHIND), device)
+        space = cls(1, n_ctx, pages_of(n_ctx + PADDING_POSITIONS), device)
         space.assign(0, range(1, space.n_pages + 1))
         return space
 
@@ -86,7 +86,7 @@ class LayerKV:
         """True if rows are in pages of the pool, False if each slot has a ring buffer."""
         return self.window is None
 
-    def places(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def row_indices(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the buffer row of each position in its slot; both arguments [...] int64."""
         if not self.paged:
             return slots * self.capacity + positions % self.capacity
@@ -101,7 +101,7 @@ class LayerKV:
         values: torch.Tensor,
     ) -> None:
         """Write rows [T, n_kv, head_dim] at `positions` [T] of `slots` [T]."""
-        at = self.places(slots, positions)
+        at = self.row_indices(slots, positions)
         self._rows[0, at] = self._rounded(keys)
         self._rows[1, at] = self._rounded(values)
 
@@ -109,7 +109,7 @@ class LayerKV:
         """Return keys and values of positions first .. last inclusive: [n, n_kv, head_dim] each."""
         assert 0 <= first <= last < first + self.capacity, (first, last, self.capacity)
         positions = torch.arange(first, last + 1, device=self._rows.device)
-        at = self.places(torch.full_like(positions, slot), positions)
+        at = self.row_indices(torch.full_like(positions, slot), positions)
         return self._rows[0, at], self._rows[1, at]
 
     def blocks(
@@ -129,7 +129,7 @@ class LayerKV:
         count = int(((last - begin) // size).max()) + 1
         positions = begin[:, None] + torch.arange(count * size, device=begin.device)
         inside = (positions >= first[:, None]) & (positions <= last[:, None])
-        at = self.places(slots[:, None], positions.clamp(max=int(last.max())))
+        at = self.row_indices(slots[:, None], positions.clamp(max=int(last.max())))
         kv = self._rows[:, at.flatten()].masked_fill(~inside.flatten()[:, None, None], 0.0)
         kv = kv.view(2, len(slots) * count, size, self.n_kv, self.head_dim)
         keys, values = kv.transpose(2, 3).contiguous()
@@ -144,7 +144,7 @@ class LayerKV:
     def restore(self, slot: int, end: int, rows: torch.Tensor) -> None:
         """Write back what `snapshot` returned."""
         positions = torch.arange(end - rows.shape[1], end, device=self._rows.device)
-        at = self.places(torch.full_like(positions, slot), positions)
+        at = self.row_indices(torch.full_like(positions, slot), positions)
         self._rows[:, at] = rows.to(self._rows.device)
 
     @property

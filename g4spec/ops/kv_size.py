@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from g4spec.core import MAX_STEP_ROWS, PAGE
 
-BEHIND = 2 * MAX_STEP_ROWS
+PADDING_POSITIONS = 2 * MAX_STEP_ROWS
 """Number of positions after the end of a context that padding rows of a step and a draft's block
 use. The rows of a block attend to each other there, so each sequence needs its own."""
 
@@ -17,9 +17,13 @@ def pages_of(positions: int) -> int:
 
 def pool_positions(positions: int) -> int:
     """Return the positions of a pool for so many tokens: whole pages, plus the spare one."""
-    return (pages_of(positions + BEHIND) + 1) * PAGE
+    return (pages_of(positions + PADDING_POSITIONS) + 1) * PAGE
 
 
 def capacity(n_ctx: int, window: int | None, slack: int) -> int:
     """Return the number of positions per sequence in a layer's cache."""
-    return n_ctx + BEHIND if window is None else min(n_ctx + BEHIND, window + slack)
+    return (
+        n_ctx + PADDING_POSITIONS
+        if window is None
+        else min(n_ctx + PADDING_POSITIONS, window + slack)
+    )

@@ -74,7 +74,9 @@ class History:
         self.counts.index_add_(0, ids, torch.full_like(ids, by, dtype=torch.int32))
 
 
-def edited(logits: torch.Tensor, sampler: Sampler, history: History | None = None) -> torch.Tensor:
+def edit_logits(
+    logits: torch.Tensor, sampler: Sampler, history: History | None = None
+) -> torch.Tensor:
     """Apply bias, then repetition, frequency and presence penalty.
 
     Args:
@@ -143,7 +145,7 @@ def choose_rows(
         for i, row in enumerate(logits):
             if i and history is not None:  # asked for only where this token was accepted
                 history.extend([drafted[i - 1]])
-            allowed = _masked(edited(row, sampler, history), sampler, history, mask)
+            allowed = _masked(edit_logits(row, sampler, history), sampler, history, mask)
             yield chooser.choose(allowed, position + i)
 
     quick = sampler.plain and mask is None

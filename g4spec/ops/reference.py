@@ -23,7 +23,7 @@ import torch
 
 from g4spec.core import Batch, Pick, Reach
 from g4spec.ops.kv import LayerKV
-from g4spec.ops.simple import TILE, SimpleOps, in_order
+from g4spec.ops.simple import TILE, SimpleOps, sum_in_order
 
 if TYPE_CHECKING:
     from g4spec.ops.weights import Attention, ExpertLayer
@@ -36,7 +36,7 @@ Spans = dict[Reach, tuple[torch.Tensor, torch.Tensor]]
 BLOCK = 64
 """Number of keys per attention block; block b has absolute positions [64 b, 64 b + 64)."""
 
-TOGETHER = 64
+MAX_BLOCKS_PER_CALL = 64
 """Maximum number of key blocks, over all tiles, in one call."""
 
 
@@ -66,10 +66,10 @@ class Ops(SimpleOps):
         x: torch.Tensor,
         weight: torch.Tensor | None,
         eps: float,
-        following: torch.Tensor | None,
+        next_norm: torch.Tensor | None,
         scale: torch.Tensor | None = None,
         *,
-        numbers: bool = False,
+        unpacked: bool = False,
     ) -> tuple[torch.Tensor, Any]:
         """Finish a sublayer and normalize for the next one.
 
@@ -78,15 +78,15 @@ class Ops(SimpleOps):
                 [H] first unless that is None.
             x: residual [T, H], to which it is added.
             scale: factor of the sum, [1].
-            following: norm weight [H] of the next sublayer, or None.
-            numbers: return the normed rows as numbers.
+            next_norm: norm weight [H] of the next sublayer, or None.
+            unpacked: return the norm as a float32 tensor instead of rows.
 
         Returns:
-            The new residual [T, H], and its norm as rows (None without `following`).
+            The new residual [T, H], and its norm as rows (None without `next_norm`).
         """
         x = x + (h if weight is None else self.rms_norm(h, weight, eps))
         x = x if scale is None else x * scale
-        return x, None if following is None else self.rms_norm(x, following, eps)
+        return x, None if next_norm is None else self.rms_norm(x, next_norm, eps)
 
     def qkv(
         self,
@@ -107,7 +107,7 @@ class Ops(SimpleOps):
         Returns:
             Queries [T, n_head, head_dim], or an empty tensor.
         """
-        rotate = self.rope_pairs if a.pairs else self.rope
+        rotate = self.rope_interleaved if a.interleaved else self.rope
 
         def heads(weight: Any) -> torch.Tensor:
             return self.linear(h, weight).view(len(h), -1, a.head_dim)
@@ -131,7 +131,7 @@ class Ops(SimpleOps):
         h: torch.Tensor,
         x: torch.Tensor,
         e: ExpertLayer,
-        following: torch.Tensor | None,
+        next_norm: torch.Tensor | None,
         scale: torch.Tensor | None,
     ) -> tuple[torch.Tensor, Any]:
         """Finish a layer with experts beside a dense branch, after its attention h [T, H] on
@@ -139,7 +139,7 @@ class Ops(SimpleOps):
         weight.
 
         Returns:
-            As `norm_residual_norm`: the residual times `scale` [1], and its norm by `following`.
+            As `norm_residual_norm`: the residual times `scale` [1], and its norm by `next_norm`.
         """
         x, rows = self.norm_residual_norm(h, x, e.post_attention, e.eps, e.ffn_norm)
         dense = self.gated(rows, e.gate, e.up, e.down, self.gelu_tanh)
@@ -150,7 +150,7 @@ class Ops(SimpleOps):
         )
         dense = self.rms_norm(dense, e.post_dense, e.eps)
         both, _ = self.norm_residual_norm(routed, dense, e.post_experts, e.eps, None)
-        return self.norm_residual_norm(both, x, e.post, e.eps, following, scale)
+        return self.norm_residual_norm(both, x, e.post, e.eps, next_norm, scale)
 
     def logits(
         self, hidden: torch.Tensor, table: Any, cap: float = 0.0, scale: float = 1.0
@@ -238,7 +238,9 @@ class Ops(SimpleOps):
         weights = torch.exp(scores - scores.amax(dim=(1, 4), keepdim=True))
         parts = torch.matmul(weights.flatten(0, 1), values)
         parts = parts.view(count, blocks, kv.n_kv, TILE * group, dim)
-        y = in_order(parts) / in_order(weights.sum(-1, keepdim=True))  # whatever their number
+        y = sum_in_order(parts) / sum_in_order(
+            weights.sum(-1, keepdim=True)
+        )  # whatever their number
         y = y.view(count, kv.n_kv, TILE, group, dim).transpose(1, 2)
         return y.reshape(count, TILE, n_head * dim)
 
@@ -250,12 +252,12 @@ class Ops(SimpleOps):
         down: torch.Tensor,
         activation: Callable[[torch.Tensor], torch.Tensor],
         *,
-        parts: bool = False,
+        partial_sums: bool = False,
     ) -> torch.Tensor:
         """Compute down(activation(gate x) * up x): x [T, H], gate and up [I, H], down [H, I].
-        `parts`: see `linear`."""
+        `partial_sums`: see `linear`."""
         inner = activation(self.linear(x, gate)) * self.linear(x, up)
-        return self.linear(inner, down, parts=parts)
+        return self.linear(inner, down, partial_sums=partial_sums)
 
     def modulated(
         self,
@@ -310,7 +312,7 @@ class Ops(SimpleOps):
         best, ids = scores.sort(dim=-1, descending=True, stable=True)
         best, ids = best[:, :top_k], ids[:, :top_k]
         weights = torch.exp(best - best[:, :1])
-        return ids, weights / in_order(weights)[:, None] * gains[ids]
+        return ids, weights / sum_in_order(weights)[:, None] * gains[ids]
 
     def experts(
         self,
@@ -339,7 +341,7 @@ class Ops(SimpleOps):
         for e in sorted(set(ids.flatten().tolist())):
             rows, place = (ids == e).nonzero(as_tuple=True)
             out[rows, place] = self.gated(x[rows], gate[e], up[e], down[e], activation)
-        return in_order(out * weights[..., None])
+        return sum_in_order(out * weights[..., None])
 
 
 def tile_rows(sizes: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -368,7 +370,7 @@ def similar_tiles(lo: torch.Tensor, hi: torch.Tensor) -> list[slice]:
     out, begin, most = [], 0, 0
     for n, count in enumerate(blocks):
         most = max(most, count)
-        if n > begin and most * (n + 1 - begin) > TOGETHER:
+        if n > begin and most * (n + 1 - begin) > MAX_BLOCKS_PER_CALL:
             out.append(slice(begin, n))
             begin, most = n, count
     return [*out, slice(begin, len(blocks))]

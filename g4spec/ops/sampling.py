@@ -27,7 +27,7 @@ EDITS = {
     "frequency_penalty": "--frequency-penalty",
 }
 """Fields of `Sampler` that edit logits before they are filtered, and their options.
-`g4spec.ops.logits.edited` applies them."""
+`g4spec.ops.logits.edit_logits` applies them."""
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)

@@ -46,19 +46,19 @@ class SimpleOps:
         """Return [start, start + 1, ...] of length `count`, int64."""
         return torch.arange(start, start + count, device=self.device)
 
-    def concat(self, parts: list[torch.Tensor]) -> torch.Tensor:
+    def concat_columns(self, parts: list[torch.Tensor]) -> torch.Tensor:
         """Concatenate parts [T, H_i] along columns -> [T, sum H_i]."""
         return torch.cat(parts, dim=-1)
 
-    def columns(self, parts: list[torch.Tensor]) -> torch.Tensor:
+    def stack_columns(self, parts: list[torch.Tensor]) -> torch.Tensor:
         """Stack parts [S] as the columns of [S, n]."""
         return torch.stack(parts, dim=1)
 
-    def keep(self, x: torch.Tensor) -> torch.Tensor:
+    def copy_residual(self, x: torch.Tensor) -> torch.Tensor:
         """Return a copy of residual x [T, H] if the backend updates residuals in place."""
         return x
 
-    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+    def concat_rows(self, parts: list[torch.Tensor]) -> torch.Tensor:
         """Concatenate parts [T_i, H] along rows -> [sum T_i, H]."""
         return torch.cat(parts)
 
@@ -66,12 +66,14 @@ class SimpleOps:
         """Return rows `ids` [T] of `table` [V, H], times `scale` rounded to float32 -> [T, H]."""
         return table[ids] * torch.tensor(scale, dtype=torch.float32, device=self.device)
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, *, parts: bool = False) -> torch.Tensor:
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, *, partial_sums: bool = False
+    ) -> torch.Tensor:
         """Multiply x [T, K] with weight [N, K] transposed -> [T, N], in tiles of 16 rows.
 
         Args:
-            parts: the result is only passed to `norm_residual_norm` or `expert_layer`, so it may be
-                split-K partial sums [S, T, N].
+            partial_sums: the result is only passed to `norm_residual_norm` or `expert_layer`, so
+                it may be split-K partial sums [S, T, N].
         """
         tiles, n = _tiles(x)
         return torch.cat([F.linear(t, weight) for t in tiles])[:n]
@@ -88,7 +90,7 @@ class SimpleOps:
         a, b = x.chunk(2, dim=-1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
-    def rope_pairs(
+    def rope_interleaved(
         self, x: torch.Tensor, positions: torch.Tensor, freqs: torch.Tensor
     ) -> torch.Tensor:
         """Rotate pairs (2 i, 2 i + 1) of x [T, n, D] by positions [T] * freqs [D/2] radians."""
@@ -156,7 +158,7 @@ class SimpleOps:
         return out
 
 
-def in_order(x: torch.Tensor) -> torch.Tensor:
+def sum_in_order(x: torch.Tensor) -> torch.Tensor:
     """Sum over dimension 1 of x [T, k, ...], in order from first to last."""
     total = x[:, 0]
     for i in range(1, x.shape[1]):

@@ -19,7 +19,7 @@ class Attention:
         q_norm, k_norm: weights [head_dim] of the norm of each head, or None. `v_norm`: whether
             values are normed (without weight).
         freqs: radians per position, [head_dim / 2].
-        pairs: whether RoPE rotates neighbours (2 i, 2 i + 1) instead of halves
+        interleaved: whether RoPE rotates neighbours (2 i, 2 i + 1) instead of halves
             (i, i + head_dim / 2).
     """
 
@@ -32,7 +32,7 @@ class Attention:
     head_dim: int
     eps: float
     freqs: torch.Tensor
-    pairs: bool = False
+    interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from g4spec.core import Backend, Cycle
-from g4spec.ops.logits import History, choose_rows, edited, logprobs
+from g4spec.ops.logits import History, choose_rows, edit_logits, logprobs
 from g4spec.runtime.request import Options
 
 
@@ -40,7 +40,7 @@ class RequestChooser:
         not
         applied: it may still reject the token."""
         if not self.sampler.plain:
-            logits = edited(logits, self.sampler, self._history)
+            logits = edit_logits(logits, self.sampler, self._history)
         token: int = self._rows.choose(logits, position)
         return token
 

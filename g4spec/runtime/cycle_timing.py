@@ -98,7 +98,7 @@ def _cycle(
         s.pending = [last] if count and last is not None else []
         chooser = RequestChooser(options, PROMPT, target.config.n_vocab, target.backend)
         work.append(Work(s, count, chooser))
-    runner = next(r for r in runners if r.takes(work))
+    runner = next(r for r in runners if r.can_run(work))
     began = time.perf_counter()
     runner.start(work)
     for _ in range(runner.depth - 1):

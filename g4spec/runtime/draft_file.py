@@ -51,9 +51,9 @@ class DraftFile:
 
     def _read(self, file: GGUF, p_min: float | None) -> None:
         arch = file.kv.get("general.architecture")
-        self.kind = models.of_gguf(arch, file.tensors)
+        self.kind = models.find_kind(arch, file.tensors)
         if self.kind is not None and arch in models.TARGETS:
-            raise models.misplaced(file.path, self.kind)
+            raise models.wrong_role(file.path, self.kind)
         if self.kind is None:
             raise InputError(
                 f"{file.path}: not a draft this version knows",

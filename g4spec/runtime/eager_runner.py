@@ -23,7 +23,7 @@ class EagerRunner:
         self._target, self._draft = target, draft
         self._done: list[Cycle] = []
 
-    def takes(self, work: Seq[Work]) -> bool:
+    def can_run(self, work: Seq[Work]) -> bool:
         """Return True: it accepts any work."""
         return True
 

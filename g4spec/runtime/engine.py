@@ -367,8 +367,8 @@ def _context(asked: int | None, trained: int) -> int:
 def _target_config(file: GGUF) -> Any:
     arch = file.kv.get("general.architecture")
     if arch not in models.TARGETS:
-        if (kind := models.of_gguf(arch, file.tensors)) is not None:
-            raise models.misplaced(file.path, kind)
+        if (kind := models.find_kind(arch, file.tensors)) is not None:
+            raise models.wrong_role(file.path, kind)
         raise InputError(
             f"{file.path}: not a target",
             expected=" or ".join(models.TARGETS),

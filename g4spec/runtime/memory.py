@@ -12,7 +12,7 @@ from g4spec.core import MAX_STEP_ROWS, Backend, CacheShape
 from g4spec.errors import EnvironmentProblem
 from g4spec.gguf.reader import TensorInfo
 from g4spec.models.spec import LayerSpec
-from g4spec.ops.kv_size import BEHIND, pages_of
+from g4spec.ops.kv_size import PADDING_POSITIONS, pages_of
 
 FLOAT = 4
 """Bytes of every weight and cache entry of the reference backend (float32)."""
@@ -35,7 +35,7 @@ class Size:
     @classmethod
     def of(cls, n_ctx: int, slots: int = 1, pool: int | None = None) -> Size:
         """Return the size for requests of `n_ctx` tokens and a pool of at least `pool` tokens."""
-        return cls(n_ctx, slots, pages_of(max(pool or 0, n_ctx) + BEHIND))
+        return cls(n_ctx, slots, pages_of(max(pool or 0, n_ctx) + PADDING_POSITIONS))
 
     def smaller(self, n_ctx: int) -> Size:
         """Return the same size for a shorter context."""

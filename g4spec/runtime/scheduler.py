@@ -307,7 +307,7 @@ class Scheduler:
         work = [Work(t.live, n, t.chooser) for t, n in zip(tasks, counts, strict=True)]
         rows = MAX_STEP_ROWS * (1 + len(self._started))
         assert not any(self.pool.missing(t.live, t.live.position + rows) for t in tasks)
-        runner = runner or next(r for r in self.runners if r.takes(work))
+        runner = runner or next(r for r in self.runners if r.can_run(work))
         runner.start(work)
         self._steps += 1
         shares = self.length.shares(

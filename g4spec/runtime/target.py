@@ -80,7 +80,7 @@ class Target:
         """Run a batch and append to the caches; compute no logits."""
         hidden, tapped = self.model.forward(batch, self.caches, self.taps)
         taps = [tapped[i] for i in self.taps]
-        beside = self.ops.concat(taps) if taps else hidden.new_empty(len(hidden), 0)
+        beside = self.ops.concat_columns(taps) if taps else hidden.new_empty(len(hidden), 0)
         return StepRows(batch, hidden, beside)
 
     def run(self, batch: Batch, *, capped: bool = True) -> tuple[StepRows, torch.Tensor]:

@@ -118,7 +118,7 @@ def find(folder: Path | None) -> list[Model]:
             arch = file.kv.get("general.architecture")
             if arch in models.TARGETS:
                 targets.append(path)
-            elif models.of_gguf(arch, file.tensors) is not None:
+            elif models.find_kind(arch, file.tensors) is not None:
                 drafts.append(path)
     if not targets:
         raise InputError(

@@ -73,7 +73,7 @@ def _open_target(path: Path) -> Subject:
             found=why or target.arch,
             fix=f"see g4spec validate {path}",
         )
-    if not hasattr(target.config, "donor"):
+    if not hasattr(target.config, "kv_source"):
         raise InputError(
             f"{path} is no target",
             expected="a Gemma 4 target",

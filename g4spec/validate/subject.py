@@ -54,7 +54,7 @@ class Subject:
         self.config: Any = None
         self._find_parts()
         self.arch = self.header.text("general.architecture")
-        self.kind: ModuleType | None = models.of_gguf(self.arch, self.entries)
+        self.kind: ModuleType | None = models.find_kind(self.arch, self.entries)
 
     def _find_parts(self) -> None:
         values = {k.name: k.value for k in self.header.keys}

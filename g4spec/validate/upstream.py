@@ -41,7 +41,7 @@ def of(path: Path) -> Verdict:
     """The verdict on a GGUF file. InputError if it is none, or of no known kind."""
     with GGUF(path) as file:
         arch = file.get("general.architecture")
-        kind = models.of_gguf(arch, file.tensors)
+        kind = models.find_kind(arch, file.tensors)
         if kind is None:
             raise InputError(
                 f"{path}: not a kind known here",

@@ -91,7 +91,7 @@ def test_drafts(name: str, target: Path, tmp_path: Path) -> None:
     draft = make(tmp_path / "draft", target, **options)
     result = convert(draft, tmp_path / "d.gguf", target=target)
     with GGUF(tmp_path / "d.gguf") as g, GGUF_of(target, tmp_path) as t:
-        kind = models.of_gguf(g["general.architecture"], g.tensors)
+        kind = models.find_kind(g["general.architecture"], g.tensors)
         assert kind is not None
         config = kind.parse_gguf(g.kv, g.shapes())
         assert set(g.shapes()) == {s.name for s in kind.tensors(config)}

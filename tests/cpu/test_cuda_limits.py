@@ -18,7 +18,7 @@ from g4spec.errors import InputError, Unsupported
 from g4spec.models.spec import LayerSpec
 from g4spec.ops.kv_size import pages_of
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
-from g4spec.runtime.cuda.prefill.long_ops import STILL, turning
+from g4spec.runtime.cuda.prefill.long_ops import STILL, rotating_freqs
 from g4spec.runtime.cuda.prefill.reader import fits
 from g4spec.runtime.cuda.step import attention, packed_rows
 from tests.gpu.batches import rows_of, spread
@@ -144,6 +144,6 @@ def test_prompts_of_odd_targets_are_read_in_steps(
 
 def test_pairs_that_turn_come_first() -> None:
     freqs = torch.tensor([1.0, 0.5, STILL / 2])
-    assert turning(freqs).tolist() == [1.0, 0.5]
+    assert rotating_freqs(freqs).tolist() == [1.0, 0.5]
     with pytest.raises(InputError, match=r"rope_freqs\.weight.*pairs that turn before"):
-        turning(freqs.flip(0))
+        rotating_freqs(freqs.flip(0))

@@ -141,7 +141,7 @@ def test_only_layers_with_their_own_keys_have_a_cache() -> None:
         2 * 4 * n * c.n_kv * c.head_dim for n, c in zip(rows, made.caches, strict=True)
     )
     assert [s.kv_from for s in made.config.layers] == [None, None, None, 1, 1, 2]
-    assert (made.config.donor(True), made.config.donor(False)) == (1, 2)
+    assert (made.config.kv_source(True), made.config.kv_source(False)) == (1, 2)
 
 
 def test_suppressed_tokens_are_never_chosen() -> None:

@@ -14,7 +14,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 from g4spec.cli._logit_options import logit_bias
 from g4spec.errors import InputError, Unsupported, UsageError
-from g4spec.ops.logits import History, choose_rows, edited, logprobs
+from g4spec.ops.logits import History, choose_rows, edit_logits, logprobs
 from g4spec.ops.sampling import NotFinite, Sampler
 from g4spec.runtime.cuda.step.sampler import CudaSampler
 
@@ -43,16 +43,16 @@ def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
     want = RepetitionPenaltyLogitsProcessor(penalty)(
         torch.tensor([PROMPT + OUTPUT]), logits[None].clone()
     )[0]
-    got = edited(logits, Sampler(repetition_penalty=penalty), history())
+    got = edit_logits(logits, Sampler(repetition_penalty=penalty), history())
     assert torch.equal(got, want)
     assert not torch.equal(got, logits)
 
 
 def test_presence_and_frequency_count_the_output_only() -> None:
     logits = torch.zeros(V)
-    frequency = edited(logits, Sampler(frequency_penalty=0.5), history())
+    frequency = edit_logits(logits, Sampler(frequency_penalty=0.5), history())
     assert {i: v for i, v in enumerate(frequency.tolist()) if v} == {5: -0.5, 9: -1.5, 11: -0.5}
-    presence = edited(logits, Sampler(presence_penalty=-1.5), history())
+    presence = edit_logits(logits, Sampler(presence_penalty=-1.5), history())
     assert {i: v for i, v in enumerate(presence.tolist()) if v} == {5: 1.5, 9: 1.5, 11: 1.5}
 
 
@@ -64,7 +64,7 @@ def test_bias_comes_before_penalties_and_the_input_stays() -> None:
         presence_penalty=0.25,
         frequency_penalty=0.5,
     )
-    got = edited(logits, sampler, history()).tolist()
+    got = edit_logits(logits, sampler, history()).tolist()
     assert got[9] == (2 + 6) / 2 - 3 * 0.5 - 0.25
     assert got[8] == (2 - 4) * 2  # prompt: repetition only
     assert got[3] == (2 - 100) * 2
@@ -76,14 +76,14 @@ def test_bias_comes_before_penalties_and_the_input_stays() -> None:
 
 def test_bias_of_an_unknown_token_is_refused() -> None:
     with pytest.raises(UsageError, match=f"--logit-bias: expected token ids 0 to 36, found {V}"):
-        edited(rows(0)[0], Sampler(logit_bias=((V, 1.0),)))
+        edit_logits(rows(0)[0], Sampler(logit_bias=((V, 1.0),)))
 
 
 def test_bfloat16_logits_are_edited_in_float32() -> None:
     logits = rows(2)[0].bfloat16()
     sampler = Sampler(presence_penalty=0.001)
     assert torch.equal(
-        edited(logits, sampler, history()), edited(logits.float(), sampler, history())
+        edit_logits(logits, sampler, history()), edit_logits(logits.float(), sampler, history())
     )
 
 
@@ -126,7 +126,7 @@ def one_by_one(
     """Choose a token for every row, each in a step of its own that knows only what was chosen."""
     chosen: list[int] = []
     for row in logits:
-        alone = edited(row.clone(), sampler, history([*output, *chosen]))
+        alone = edit_logits(row.clone(), sampler, history([*output, *chosen]))
         allowed = parity([*output, *chosen]) if masked else None
         if allowed is not None:
             alone[~allowed] = -math.inf
@@ -197,7 +197,7 @@ def test_the_given_chooser_gets_edited_rows() -> None:
 
     sampler, logits = Sampler(frequency_penalty=2.0), rows(5)
     choose_rows(logits, [], 40, sampler, history(), chooser=Recorder())  # type: ignore[arg-type]
-    assert torch.equal(seen[0][0], edited(logits[0], sampler, history()))
+    assert torch.equal(seen[0][0], edit_logits(logits[0], sampler, history()))
     assert seen[0][1] == 40
 
 

@@ -11,7 +11,7 @@ import pytest
 from g4spec import models
 from g4spec.cli import run
 from g4spec.convert import convert
-from g4spec.models.upstream import OWN
+from g4spec.models.upstream import REFUSED_SUFFIX
 from g4spec.validate import upstream
 from tests.support import tiny, tiny_drafts
 
@@ -53,7 +53,7 @@ def test_case(name: str, target: Path, tmp_path: Path) -> None:
     convert(tmp_path / "draft", out, target=target)
     assert upstream.of(out).case == case
     with upstream.GGUF(out) as file:
-        assert file["general.architecture"].endswith(OWN) == (case == "refused")
+        assert file["general.architecture"].endswith(REFUSED_SUFFIX) == (case == "refused")
 
 
 def test_a_missing_residual_key_is_said(target: Path, tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_a_cache_that_is_not_rolled_back_is_found(monkeypatch: pytest.MonkeyPatc
     def run(batch: Batch) -> Any:
         # The step reads a rejected token in the place of a committed one.
         ids = batch.ids.tolist()
-        out = honest(batch.holding(batch.ids.new_tensor([*late, *ids][: len(ids)])))
+        out = honest(batch.with_ids(batch.ids.new_tensor([*late, *ids][: len(ids)])))
         late[:] = ids[1:2]
         return out
 

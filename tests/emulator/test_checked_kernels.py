@@ -32,12 +32,12 @@ def _checked() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "dim", "n_kv", "turning"),
+    ("kind", "dim", "n_kv", "rotary_pairs"),
     [("f16", 512, 1, 0), ("q8_0", 256, 2, 0), ("f16", 512, 1, 64), ("q8_0", 512, 1, 64)],
 )
-def test_attention_of_a_few_rows(kind: Kind, dim: int, n_kv: int, turning: int) -> None:
+def test_attention_of_a_few_rows(kind: Kind, dim: int, n_kv: int, rotary_pairs: int) -> None:
     n = 420
-    kv = test_attention.filled(n, n_kv, dim, kind, turning=turning)
+    kv = test_attention.filled(n, n_kv, dim, kind, rotary_pairs=rotary_pairs)
     test_attention.check(torch.randn(1, 8, dim).half(), kv, [0], [n - 1])
 
 

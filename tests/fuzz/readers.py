@@ -184,7 +184,7 @@ class Reading:
         with GGUF(self.at) as g:
             for key in g:
                 g.first_entries(key, 3) if g.length(key) > 1 else g[key]
-            kind = models.of_gguf(g.get("general.architecture"), g.tensors)
+            kind = models.find_kind(g.get("general.architecture"), g.tensors)
             if kind is not None:
                 kind.tensors(kind.parse_gguf(g.kv, g.shapes()))
             for name in list(g.tensors)[:24]:

@@ -71,7 +71,7 @@ class Chain:
     name = "chain"
     taps: tuple[int, ...] = (0,)
     max_tokens, rows, mask = 15, 16, 3
-    at_once, recordable = False, True
+    one_pass, recordable = False, True
     state: tuple[torch.Tensor, ...]
     caches: Seq[Any] = ()
 
@@ -99,7 +99,7 @@ class Chain:
         for j in range(count):
             token = pick(self._logits(rows, seen, j), j)
             out.append(token)
-            rows = rows.at(rows.positions + 1).holding(token)
+            rows = rows.with_positions(rows.positions + 1).with_ids(token)
         return torch.stack(out, dim=1)
 
     def _logits(self, rows: Batch, seen: torch.Tensor, j: int) -> torch.Tensor:
@@ -119,14 +119,14 @@ class Block(Chain):
 
     name = "block"
     max_tokens, rows = 7, 20
-    at_once = True
+    one_pass = True
 
     def propose(self, batch: Batch, count: int, pick: Pick) -> torch.Tensor:
         assert count == self.max_tokens
         rows, seen, out = batch.columns(0, 1), self.seen[batch.columns(0, 1).slots], []
         for j in range(count):
             out.append(self._logits(rows, seen, j))
-            rows = rows.at(rows.positions + 1).holding(out[-1].nan_to_num().argmax(1))
+            rows = rows.with_positions(rows.positions + 1).with_ids(out[-1].nan_to_num().argmax(1))
         logits = torch.stack(out, dim=1)
         return pick(logits.flatten(0, 1), 0).view(logits.shape[:2])
 

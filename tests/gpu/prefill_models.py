@@ -15,7 +15,7 @@ from g4spec.ops.kv import LayerKV, Space
 from g4spec.ops.reference import Ops
 from g4spec.runtime.cuda.backend import CudaBackend
 from g4spec.runtime.cuda.cache.cuda_kv import (
-    TURNING,
+    ROTARY_PAIRS,
     Kind,
     dequantize,
     quantize,
@@ -91,7 +91,7 @@ class ByteKV(LayerKV):
 
     def __init__(self, shape: CacheShape, space: Space, slack: int) -> None:
         super().__init__(shape, space, slack)
-        self._turning = shape.rotary_pairs if shares(shape.head_dim, shape.rotary_pairs) else 0
+        self._rotary_pairs = shape.rotary_pairs if shares(shape.head_dim, shape.rotary_pairs) else 0
 
     def append(
         self,
@@ -101,9 +101,9 @@ class ByteKV(LayerKV):
         values: torch.Tensor,
     ) -> None:
         stored, rounded = bytes_of(values), bytes_of(keys)
-        if self._turning:
+        if self._rotary_pairs:
             half = self.head_dim // 2
-            still = torch.arange(self.head_dim) % half >= TURNING
+            still = torch.arange(self.head_dim) % half >= ROTARY_PAIRS
             rounded[..., still] = (keys * (stored / values))[..., still]
         super().append(slots, positions, rounded, stored)
 

@@ -33,9 +33,9 @@ LAYERS = [
     (128, (32, 8), 300),
     (64, (16, 1), None),
 ]
-TURNING = 64
+ROTARY_PAIRS = 64
 """Pairs that keys have columns of, in caches whose keys are their values in the others."""
-DIMS = [(64, 0), (128, 0), (256, 0), (512, 0), (512, TURNING)]
+DIMS = [(64, 0), (128, 0), (256, 0), (512, 0), (512, ROTARY_PAIRS)]
 """Of heads, and what turns of them in such caches."""
 
 
@@ -58,19 +58,21 @@ def filled(
     kind: Kind,
     window: int | None = None,
     n_ctx: int = 0,
-    turning: int = 0,
+    rotary_pairs: int = 0,
 ) -> CudaKV:
     """A cache whose slot 0 has been given positions 0 .. n - 1; what was never written is NaN."""
-    kv = cache(n_kv, dim, n_ctx or n + 64, kind, window, turning)
+    kv = cache(n_kv, dim, n_ctx or n + 64, kind, window, rotary_pairs)
     fill(kv, 0, 0, n)
     return kv
 
 
 def cache(
-    n_kv: int, dim: int, n_ctx: int, kind: Kind, window: int | None = None, turning: int = 0
+    n_kv: int, dim: int, n_ctx: int, kind: Kind, window: int | None = None, rotary_pairs: int = 0
 ) -> CudaKV:
     """An empty cache of one sequence."""
-    return CudaKV(CacheShape(n_kv, dim, window, turning), Space.single(n_ctx, DEVICE), 16, kind)
+    return CudaKV(
+        CacheShape(n_kv, dim, window, rotary_pairs), Space.single(n_ctx, DEVICE), 16, kind
+    )
 
 
 def fill(kv: CudaKV, slot: int, start: int, end: int) -> None:
@@ -132,12 +134,12 @@ def unpacked_rows(rows: Rows) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("dim", "turning"), DIMS)
+@pytest.mark.parametrize(("dim", "rotary_pairs"), DIMS)
 @pytest.mark.parametrize("heads", HEADS)
-def test_causal_rows(kind: Kind, dim: int, turning: int, heads: tuple[int, int]) -> None:
+def test_causal_rows(kind: Kind, dim: int, rotary_pairs: int, heads: tuple[int, int]) -> None:
     n_head, n_kv = heads
     for n in (1, 2, 16, 17, 63, 64, 65, 70, 128, 129, 300):
-        kv = filled(n, n_kv, dim, kind, turning=turning)
+        kv = filled(n, n_kv, dim, kind, rotary_pairs=rotary_pairs)
         for tokens in (1, 2, 3, 5, 8, 9, 16):
             if tokens <= n:
                 q = torch.randn(tokens, n_head, dim).half()
@@ -145,9 +147,9 @@ def test_causal_rows(kind: Kind, dim: int, turning: int, heads: tuple[int, int])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("dim", "turning"), [DIMS[0], *DIMS[2:]])
-def test_any_ranges(kind: Kind, dim: int, turning: int) -> None:
-    kv = filled(700, 2, dim, kind, turning=turning)
+@pytest.mark.parametrize(("dim", "rotary_pairs"), [DIMS[0], *DIMS[2:]])
+def test_any_ranges(kind: Kind, dim: int, rotary_pairs: int) -> None:
+    kv = filled(700, 2, dim, kind, rotary_pairs=rotary_pairs)
     for tokens in (1, 4, 16):
         for _ in range(6):
             ends = torch.randint(0, 700, (2, tokens)).sort(0).values.tolist()
@@ -176,12 +178,12 @@ def test_a_ring_three_windows_out(kind: Kind, dim: int, n_kv: int, window: int) 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("dim", "n_kv", "turning"),
-    [(64, 1, 0), (128, 8, 0), (256, 4, 0), (512, 4, 0), (512, 2, 0), (512, 2, TURNING)],
+    ("dim", "n_kv", "rotary_pairs"),
+    [(64, 1, 0), (128, 8, 0), (256, 4, 0), (512, 4, 0), (512, 2, 0), (512, 2, ROTARY_PAIRS)],
 )
-def test_long_contexts(kind: Kind, dim: int, n_kv: int, turning: int) -> None:
+def test_long_contexts(kind: Kind, dim: int, n_kv: int, rotary_pairs: int) -> None:
     n = 20_000 if dim > 64 else 70_000
-    kv = cache(n_kv, dim, n, kind, turning=turning)
+    kv = cache(n_kv, dim, n, kind, rotary_pairs=rotary_pairs)
     for start in range(0, n, 4000):
         batch = one(start, min(4000, n - start))
         kv.append(batch.slots, batch.positions, *torch.randn(2, len(batch), n_kv, dim))
@@ -197,17 +199,17 @@ def test_long_contexts(kind: Kind, dim: int, n_kv: int, turning: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("dim", "heads", "window", "turning"),
+    ("dim", "heads", "window", "rotary_pairs"),
     [(*layer, 0) for layer in LAYERS[:3]]
-    + [(512, heads, None, TURNING) for heads in ((32, 4), (16, 2))]
+    + [(512, heads, None, ROTARY_PAIRS) for heads in ((32, 4), (16, 2))]
     + [(*layer, 0) for layer in LAYERS[3:]],
 )
 def test_a_row_has_the_same_bits_beside_any_others(
-    kind: Kind, dim: int, heads: tuple[int, int], window: int | None, turning: int
+    kind: Kind, dim: int, heads: tuple[int, int], window: int | None, rotary_pairs: int
 ) -> None:
     n_head, n_kv = heads
     n = 5000
-    kv = filled(n, n_kv, dim, kind, window, turning=turning)
+    kv = filled(n, n_kv, dim, kind, window, rotary_pairs=rotary_pairs)
     q = torch.randn(16, n_head, dim).half()
     last = list(range(n - 16, n))
     first = [max(0, p - (window or n) + 1) for p in last]
@@ -225,9 +227,9 @@ def test_a_row_has_the_same_bits_beside_any_others(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("dim", "turning"), DIMS[1:])
-def test_a_broken_row_harms_no_other(kind: Kind, dim: int, turning: int) -> None:
-    kv = filled(200, 2, dim, kind, turning=turning)
+@pytest.mark.parametrize(("dim", "rotary_pairs"), DIMS[1:])
+def test_a_broken_row_harms_no_other(kind: Kind, dim: int, rotary_pairs: int) -> None:
+    kv = filled(200, 2, dim, kind, rotary_pairs=rotary_pairs)
     q = torch.randn(4, 4, dim).half()
     first, last = [0] * 4, [196, 197, 198, 199]
     good = run(q, kv, first, last, 1.0).values
@@ -257,10 +259,10 @@ def test_keys_that_are_values_against_the_reference_backend(kind: Kind, plain: b
     """From the product to what rows saw, through what each backend stores; once by a layer that
     appends, once by one that only reads. And the same in torch."""
     n, n_kv, n_q, dim, ref = 150, 2, 4, 512, Ops("cpu")
-    divisors = torch.tensor([1.0] * TURNING + [1e30] * (dim // 2 - TURNING), device="cpu")
+    divisors = torch.tensor([1.0] * ROTARY_PAIRS + [1e30] * (dim // 2 - ROTARY_PAIRS), device="cpu")
     freqs = ref.rope_freqs(1e4, dim, divisors)
     q_norm, k_norm = (dim**-0.25 * (0.5 + torch.rand(dim, device="cpu")) for _ in "qk")
-    kv = cache(n_kv, dim, n, kind, turning=TURNING)
+    kv = cache(n_kv, dim, n, kind, rotary_pairs=ROTARY_PAIRS)
     reference, here = LayerKV(CacheShape(n_kv, dim, None), Space.single(n), n), one(0, n, "cpu")
     y, at = torch.randn(n, n_q + n_kv, dim, device="cpu"), torch.arange(n, device="cpu")
     wide = ref.rms_norm(y[:, n_q:], None, 1e-6)
@@ -324,10 +326,10 @@ def test_one_graph_serves_every_position(kind: Kind, window: int | None) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("dim", "turning"), DIMS)
-def test_without_tensor_cores(kind: Kind, dim: int, turning: int) -> None:
+@pytest.mark.parametrize(("dim", "rotary_pairs"), DIMS)
+def test_without_tensor_cores(kind: Kind, dim: int, rotary_pairs: int) -> None:
     window = 200 if dim == 256 else None
-    kv = filled(500, 2, dim, kind, window, turning=turning)
+    kv = filled(500, 2, dim, kind, window, rotary_pairs=rotary_pairs)
     q = torch.randn(16, 6, dim).half()
     last = list(range(484, 500))
     first = [max(0, p - (window or 500) + 1) for p in last]
@@ -342,15 +344,15 @@ SIZES = [(1, 1), (3,) * 8, (16, 16), (5, 5, 5)]
 """Rows of sequences in a batch."""
 KERNELS = [
     ("tensor", 256, None, 0),
-    ("tensor", 512, None, TURNING),
+    ("tensor", 512, None, ROTARY_PAIRS),
     ("tensor", 128, 100, 0),
     ("plain", 64, None, 0),
-    ("plain", 512, None, TURNING),
+    ("plain", 512, None, ROTARY_PAIRS),
     ("plain", 256, 200, 0),
     ("torch", 96, None, 0),
     ("torch", 96, 100, 0),
 ]
-"""Way to compute, head_dim, window, turning."""
+"""Way to compute, head_dim, window, rotary_pairs."""
 
 
 def saw(
@@ -367,16 +369,16 @@ def saw(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("way", "dim", "window", "turning"), KERNELS)
+@pytest.mark.parametrize(("way", "dim", "window", "rotary_pairs"), KERNELS)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_sequences_in_any_slots_and_pages(
-    kind: Kind, way: str, dim: int, window: int | None, turning: int, sizes: tuple[int, ...]
+    kind: Kind, way: str, dim: int, window: int | None, rotary_pairs: int, sizes: tuple[int, ...]
 ) -> None:
     """Rows have the bits that they have alone, in slot 0 with its pages in order. One sequence
     stands in a slot without pages, as those do that fill a recorded batch up."""
     n_kv, n_ctx, count = 2, 700, len(sizes)
     space = spread(count, n_ctx)
-    kv = CudaKV(CacheShape(n_kv, dim, window, turning), space, 16, kind)
+    kv = CudaKV(CacheShape(n_kv, dim, window, rotary_pairs), space, 16, kind)
     starts = torch.randint(0, n_ctx - 20, (count,), device="cpu").tolist()
     starts[0], slots = 127, torch.randperm(count, device="cpu").tolist()
     for slot, start, size in zip(slots, starts, sizes, strict=True):
@@ -388,7 +390,7 @@ def test_sequences_in_any_slots_and_pages(
     values, halves = saw(way, q, kv, batch, window)
     begin = 0
     for slot, start, size in parts[:-1]:
-        rows, lone = slice(begin, begin + size), cache(n_kv, dim, n_ctx, kind, window, turning)
+        rows, lone = slice(begin, begin + size), cache(n_kv, dim, n_ctx, kind, window, rotary_pairs)
         copy(kv, slot, lone, start + size)
         alone = saw(way, q[rows].contiguous(), lone, one(start, size), window)
         assert torch.equal(values[rows], alone[0]), (slot, start)
@@ -399,8 +401,8 @@ def test_sequences_in_any_slots_and_pages(
 def copy(kv: CudaKV, slot: int, to: CudaKV, end: int) -> None:
     """Put what a slot holds of positions before `end` into slot 0 of another cache."""
     at = torch.arange(max(0, end - kv.positions), end)
-    units, rows = kv.places(torch.full_like(at, slot), at)
-    own, into = to.places(torch.zeros_like(at), at)
+    units, rows = kv.row_indices(torch.full_like(at, slot), at)
+    own, into = to.row_indices(torch.zeros_like(at), at)
     for mine, its in zip(kv.planes, to.planes, strict=True):
         if mine.numel():
             its[own, :, into] = mine[units, :, rows]

@@ -98,7 +98,7 @@ def by_hand(
             batch = Batch(
                 ids, torch.arange(at, at + draft.rows), torch.full_like(ids, slot), (draft.rows,)
             )
-            most = draft.max_tokens if draft.at_once else count
+            most = draft.max_tokens if draft.one_pass else count
             drafted = draft.propose(batch, most, pick)[0, :count].tolist()
         ids = torch.tensor([s.anchor, *drafted])
         step = Batch(ids, torch.arange(at, at + len(ids)), torch.full_like(ids, slot), (len(ids),))
@@ -130,7 +130,7 @@ def played(
     for i, counts in enumerate(turns):
         while started <= min(i + ahead, len(turns) - 1) and turns[started] == counts:
             work = [t.work(n) for t, n in zip(texts, turns[started], strict=True)]
-            assert runner.takes(work)
+            assert runner.can_run(work)
             runner.start(work)
             started += 1
         for text, did, cycle in zip(texts, out, runner.result(), strict=True):
@@ -304,13 +304,13 @@ def test_acceptance_may_be_forced(n: int) -> None:
 def test_what_it_does_not_take() -> None:
     runner, _, draft = made("chain")
     text, wide = Text(0, GREEDY, 0), Text(1, Sampler(temperature=1.0, top_p=0.9), 1)
-    assert runner.takes([text.work(3)]) and not runner.takes([wide.work(0)])
-    assert not runner.takes([text.work(0), Text(1, Sampler(), 1).work(0)])  # suppresses others
+    assert runner.can_run([text.work(3)]) and not runner.can_run([wide.work(0)])
+    assert not runner.can_run([text.work(0), Text(1, Sampler(), 1).work(0)])  # suppresses others
     text.chooser.on_host = True
-    assert not runner.takes([text.work(0)])
+    assert not runner.can_run([text.work(0)])
     text.chooser.on_host = False
     draft.recordable = False
-    assert runner.takes([text.work(0)]) and not runner.takes([text.work(1)])
+    assert runner.can_run([text.work(0)]) and not runner.can_run([text.work(1)])
 
 
 def test_other_suppressed_tokens_are_recorded_anew() -> None:

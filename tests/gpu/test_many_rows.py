@@ -24,7 +24,7 @@ OPS: dict[str, Op] = {
     "linear of rows": lambda ops, w, x, h: ops.linear(ops.norm_rows(x, w["norm"], 1e-6), w["wide"]),
     "f16": lambda ops, w, x, h: ops.linear(x, w["plain"]),
     "parts": lambda ops, w, x, h: ops.norm_residual_norm(
-        ops.linear(x, w["tall"], parts=True), h, w["norm"], 1e-6, w["norm"]
+        ops.linear(x, w["tall"], partial_sums=True), h, w["norm"], 1e-6, w["norm"]
     ),
     "numbers": lambda ops, w, x, h: ops.norm_residual_norm(
         h, x, None, 1e-6, w["norm"], numbers=True

@@ -188,7 +188,7 @@ def heads_cache(shape: CacheShape, kind: Kind) -> CudaKV:
 def written(kv: CudaKV, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Where the rows of a batch are that have a page or a ring of their own, and a mask of the
     rows that nobody wrote."""
-    units, at = kv.places(batch.slots, batch.positions)
+    units, at = kv.row_indices(batch.slots, batch.positions)
     rest = torch.ones(kv.keys.shape[0], kv.capacity, dtype=torch.bool, device=DEVICE)
     rest[units, at] = False
     return units[:KEPT], at[:KEPT], rest
@@ -211,7 +211,7 @@ def test_heads(dim: int, pairs: bool, kind: Kind, form: str, window: int | None)
     kv = heads_cache(CacheShape(n_kv, dim, window), kind) if n_kv else None
     q = heads(y, batch, kv)
 
-    rotate = REF.rope_pairs if pairs else REF.rope
+    rotate = REF.rope_interleaved if pairs else REF.rope
 
     def turned(part: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         part = part if weight is None else REF.rms_norm(part, weight.cpu(), EPS)
@@ -244,26 +244,26 @@ def test_heads(dim: int, pairs: bool, kind: Kind, form: str, window: int | None)
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_of_keys_that_are_values(kind: Kind) -> None:
     """Only the columns that turn are stored; queries take the norm's weight over in the others."""
-    n_q, n_kv, dim, turning = 3, 2, 512, 64
+    n_q, n_kv, dim, rotary_pairs = 3, 2, 512, 64
     batch = batch_of(WHERE)
     count = len(batch)
     y, q_norm, k_norm = randn(count, (n_q + n_kv) * dim, scale=3.0), randn(dim), randn(dim)
-    divisors = torch.tensor([1.0] * turning + [1e30] * (dim // 2 - turning))
+    divisors = torch.tensor([1.0] * rotary_pairs + [1e30] * (dim // 2 - rotary_pairs))
     freqs = REF.rope_freqs(1e4, dim, divisors)
     heads = Heads(n_q, n_kv, q_norm, k_norm, True, True, freqs.to(DEVICE), EPS)
-    kv, want = (heads_cache(CacheShape(n_kv, dim, None, turning), kind) for _ in range(2))
+    kv, want = (heads_cache(CacheShape(n_kv, dim, None, rotary_pairs), kind) for _ in range(2))
     q, wide = heads(y, batch, kv), y.cpu().view(count, -1, dim)
 
     def turned(part: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return REF.rope(REF.rms_norm(part, weight.cpu(), EPS), batch.positions.cpu(), freqs)
 
     taken = k_norm.cpu().clone().view(2, -1)
-    taken[:, :turning] = 1
+    taken[:, :rotary_pairs] = 1
     close(q, turned(wide[:, :n_q], q_norm) * taken.flatten(), 6e-4)
     k = wide[:, n_q:]
     values = REF.rms_norm(k, None, EPS).to(DEVICE)
     want.append(batch.slots, batch.positions, turned(k, k_norm).to(DEVICE), values)
-    assert kv.keys.shape[-1] == 2 * turning and kv.weight is k_norm
+    assert kv.keys.shape[-1] == 2 * rotary_pairs and kv.weight is k_norm
     want.weight = k_norm
     for slot, position in WHERE[:KEPT]:
         seen = slot, position, position
@@ -274,15 +274,15 @@ def test_heads_of_keys_that_are_values(kind: Kind) -> None:
     assert bool(unwritten.transpose(1, 2)[rest].isnan().all())
 
 
-@pytest.mark.parametrize(("dim", "turning"), [(256, 0), (512, 64)])
-def test_heads_do_not_depend_on_company(dim: int, turning: int) -> None:
+@pytest.mark.parametrize(("dim", "rotary_pairs"), [(256, 0), (512, 64)])
+def test_heads_do_not_depend_on_company(dim: int, rotary_pairs: int) -> None:
     freqs = REF.rope_freqs(1e4, dim).to(DEVICE)
-    heads = Heads(4, 2, randn(dim), randn(dim), True, turning > 0, freqs, EPS)
+    heads = Heads(4, 2, randn(dim), randn(dim), True, rotary_pairs > 0, freqs, EPS)
     parts = [(1, 1000, 16), (0, 3, 16), (2, 128, 16)]
-    y, batch = randn(48, (6 if turning else 8) * dim), rows_of(parts)
+    y, batch = randn(48, (6 if rotary_pairs else 8) * dim), rows_of(parts)
 
     def cache() -> CudaKV:
-        return CudaKV(CacheShape(2, dim, None, turning), spread(3, 4096), 16)
+        return CudaKV(CacheShape(2, dim, None, rotary_pairs), spread(3, 4096), 16)
 
     whole = cache()
     q = heads(y, batch, whole)

@@ -173,7 +173,9 @@ def scale(draft: Any) -> None:
 
 def later(draft: Any) -> None:
     propose = draft.propose
-    draft.propose = lambda batch, n, pick: propose(batch.at(batch.positions + 1), n, pick)
+    draft.propose = lambda batch, n, pick: propose(
+        batch.with_positions(batch.positions + 1), n, pick
+    )
 
 
 def normed_context(draft: Any) -> None:

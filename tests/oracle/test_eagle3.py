@@ -223,7 +223,7 @@ def change(**fields: Any) -> Callable[[Any], None]:
 
 
 def halves(draft: Any) -> None:
-    draft.ops.rope_pairs = draft.ops.rope
+    draft.ops.rope_interleaved = draft.ops.rope
 
 
 BUGS: dict[str, Callable[[Any], None]] = {

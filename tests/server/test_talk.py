@@ -183,9 +183,9 @@ def test_a_conversation_in_a_terminal(busy: Served, screens: Callable[..., Scree
     said = busy.post("/v1/chat/completions", **{**body, "seed": 8})["choices"][0]["message"]
     assert said["content"].replace("\n", "\r\n") in again
     screen.type("/nonsense\n")
-    screen.until(f"no /nonsense.*{PROMPT}")
+    screen.until(f"unknown command /nonsense.*{PROMPT}")
     screen.type("/clear\n/regen\n")
-    screen.until(f"nothing to answer.*{PROMPT}")
+    screen.until(f"no message to answer yet.*{PROMPT}")
     screen.type("/exit\n")
     assert screen.end() == 0
 

@@ -24,7 +24,7 @@ class Liar:
     taps: tuple[int, ...] = ()
     max_tokens = 15
     rows = 1
-    at_once = True
+    one_pass = True
     recordable = False
     mask = 0
     caches: Sequence[Any] = ()

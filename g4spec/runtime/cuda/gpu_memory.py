@@ -11,7 +11,7 @@ import torch
 
 from g4spec.core import MAX_STEP_ROWS, PAGE, CacheShape
 from g4spec.gguf.reader import TensorInfo
-from g4spec.ops.kv_size import BEHIND, pages_of
+from g4spec.ops.kv_size import PADDING_POSITIONS, pages_of
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.cache.cuda_kv_size import Kind, page_bytes, slot_bytes, spare_slots
 from g4spec.runtime.cuda.prefill import plan
@@ -100,7 +100,7 @@ class Card:
                 attention.partial_bytes(
                     CacheShape(s.n_kv, s.head_dim, s.window),
                     s.n_head,
-                    pages_of(n_ctx + BEHIND) * PAGE,
+                    pages_of(n_ctx + PADDING_POSITIONS) * PAGE,
                     sequences,
                 )
                 for s in config.layers

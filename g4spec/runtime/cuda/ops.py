@@ -22,7 +22,7 @@ import torch
 
 from g4spec.core import Batch
 from g4spec.ops.reference import Ops, Spans
-from g4spec.ops.simple import in_order
+from g4spec.ops.simple import sum_in_order
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.cache.heads import HEAD_DIMS, Heads
 from g4spec.runtime.cuda.portable import portable, products, torch_attention, torch_experts
@@ -105,13 +105,13 @@ class CudaOps(Ops):
             data = data.view(torch.uint8)
         return embedding.embed(data, name, ids, table.columns, scale)
 
-    def linear(self, x: Any, weight: Any, *, parts: bool = False) -> torch.Tensor:
+    def linear(self, x: Any, weight: Any, *, partial_sums: bool = False) -> torch.Tensor:
         if isinstance(weight, torch.Tensor) and self.portable:
             return self._product(x, Weight("", weight, *weight.shape))
         if isinstance(weight, torch.Tensor):
             self.without_kernel.add("linear (float32)")
             return in_tiles(lambda part: products.dense(part, weight), products.numbers(x))
-        return self._product(self._rows(x), weight.alone, parts)
+        return self._product(self._rows(x), weight.alone, partial_sums)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         if not rows.fits(x.shape[-1]):
@@ -121,7 +121,7 @@ class CudaOps(Ops):
     # ---- fused operations
 
     def spans(self, batch: Batch, reaches: Iterable[Reach]) -> Spans:
-        if not batch.uniform:
+        if not batch.rows_per_sequence:
             return super().spans(batch, reaches)
         return elementwise.spans(batch, list(reaches))
 
@@ -136,19 +136,21 @@ class CudaOps(Ops):
         x: torch.Tensor,
         weight: torch.Tensor | None,
         eps: float,
-        following: torch.Tensor | None,
+        next_norm: torch.Tensor | None,
         scale: torch.Tensor | None = None,
         *,
-        numbers: bool = False,
+        unpacked: bool = False,
     ) -> tuple[torch.Tensor, Any]:
         if not rows.fits(x.shape[1]):
-            return super().norm_residual_norm(h, x, weight, eps, following, scale, numbers=numbers)
+            return super().norm_residual_norm(
+                h, x, weight, eps, next_norm, scale, unpacked=unpacked
+            )
         end = Residual(weight, eps, scale)
-        if following is None:
+        if next_norm is None:
             return end(h, x), None
-        if numbers or not self._as_rows(x):
-            return end.numbers(h, x, following)
-        y, (normed,) = end.rows(h, x, [following])
+        if unpacked or not self._as_rows(x):
+            return end.numbers(h, x, next_norm)
+        y, (normed,) = end.rows(h, x, [next_norm])
         return y, normed
 
     def qkv(self, h: Any, a: Attention, batch: Batch, kv: Any, *, queries: bool = True) -> Any:
@@ -181,7 +183,7 @@ class CudaOps(Ops):
         scale: float,
     ) -> Any:
         assert max(batch.sizes) <= rows.MOST, f"a step of {max(batch.sizes)} rows of a sequence"
-        if not batch.uniform:
+        if not batch.rows_per_sequence:
             return self._attend_each(q, kv, batch, first, last, scale)
         if isinstance(q, Unfinished):
             by = self._exchange
@@ -218,11 +220,11 @@ class CudaOps(Ops):
         down: Any,
         activation: Activation,
         *,
-        parts: bool = False,
+        partial_sums: bool = False,
     ) -> torch.Tensor:
         if isinstance(gate, torch.Tensor) or isinstance(up, torch.Tensor):
-            return super().gated(x, gate, up, down, activation, parts=parts)
-        return self.linear(self._gated(x, gate, up, activation), down, parts=parts)
+            return super().gated(x, gate, up, down, activation, partial_sums=partial_sums)
+        return self.linear(self._gated(x, gate, up, activation), down, partial_sums=partial_sums)
 
     def modulated(
         self, x: Any, gate: Any, by: torch.Tensor, down: Any, activation: Activation
@@ -275,7 +277,7 @@ class CudaOps(Ops):
         h: torch.Tensor,
         x: torch.Tensor,
         e: ExpertLayer,
-        following: torch.Tensor | None,
+        next_norm: torch.Tensor | None,
         scale: torch.Tensor | None,
     ) -> tuple[torch.Tensor, Any]:
         layer = self._layers.get(e.gate_exps) if self._as_rows(x) else None
@@ -284,16 +286,16 @@ class CudaOps(Ops):
             self._layers[e.gate_exps] = layer
         if layer is None:
             self.without_kernel.add("choice of experts")
-            return super().expert_layer(h, x, e, following, scale)
+            return super().expert_layer(h, x, e, next_norm, scale)
         end, out = Residual(e.post_attention, e.eps), torch.empty_like(x)
-        to = None if following is None else rows.empty(len(x), x.shape[1], x.device)
+        to = None if next_norm is None else rows.empty(len(x), x.shape[1], x.device)
         for group in range(rows.groups(len(x))):
             at = slice(group * rows.MOST, (group + 1) * rows.MOST)
             y, (dense, routed) = end.rows(
                 h[..., at, :].contiguous(), x[at], [e.ffn_norm, e.expert_norm]
             )
             layer(y, dense, routed)
-            layer.finish(y, following, out[at], to and to.part(group, group + 1))
+            layer.finish(y, next_norm, out[at], to and to.part(group, group + 1))
         return out, to
 
     # ---- inside
@@ -319,7 +321,7 @@ class CudaOps(Ops):
         gates, ups = parts if len(parts) == 2 else parts[0].chunk(2, dim=1)
         inner = self._activated(gates, ups, activation)
         y = portable.visits(products.numbers(inner), flat, stacks[-1])
-        return in_order(y.view(*ids.shape, -1) * weights[..., None])
+        return sum_in_order(y.view(*ids.shape, -1) * weights[..., None])
 
     def _gated(self, x: Any, gate: Any, up: Any, activation: Activation) -> Value:
         """activation(gate x) * up x [T, I] for the next product."""

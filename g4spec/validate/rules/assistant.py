@@ -202,7 +202,7 @@ def _donors(s: Subject) -> list[tuple[LayerSpec, LayerSpec]]:
     assert target is not None
     kinds = {spec.window is not None for spec in target.config.layers}
     return [
-        (spec, target.config.layers[target.config.donor(spec.window is not None)])
+        (spec, target.config.layers[target.config.kv_source(spec.window is not None)])
         for spec in s.config.layers
         if (spec.window is not None) in kinds
     ]

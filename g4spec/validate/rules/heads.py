@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from g4spec.models import upstream
 from g4spec.models.dflash_backbone import GEMMA_MARK
-from g4spec.models.dspark import MARKS
+from g4spec.models.dspark import UNIQUE_TENSORS
 from g4spec.validate.needs import Needs
 from g4spec.validate.rule import (
     DFLASH,
@@ -27,7 +27,7 @@ RECONVERT = "convert again from the original checkpoint with g4spec convert"
 def first_row(s: Subject) -> Findings:
     """DeepSpec reads from the anchor's row on, RedHat's drafts from the next one. A loader that
     guesses is off by one: only the first drafted token is ever accepted."""
-    if any(s.shape(name) for name in MARKS) and not s.has(".sample_from_anchor"):
+    if any(s.shape(name) for name in UNIQUE_TENSORS) and not s.has(".sample_from_anchor"):
         yield Finding(s.name(".sample_from_anchor"), "true or false", "nothing", RECONVERT)
 
 
@@ -58,7 +58,10 @@ def refused(s: Subject) -> Findings:
     if verdict.case == "refused" and s.arch in upstream.ARCHITECTURES:
         why = next(limit for limit in verdict.reasons if limit.case == "refused")
         yield Finding(
-            "general.architecture", f"{s.arch}{upstream.OWN}, for {why.what}", s.arch, RECONVERT
+            "general.architecture",
+            f"{s.arch}{upstream.REFUSED_SUFFIX}, for {why.what}",
+            s.arch,
+            RECONVERT,
         )
 
 
@@ -67,9 +70,12 @@ def needlessly(s: Subject) -> Findings:
     """A file under our own architecture name runs here only; when upstream would run it as it was
     trained, the name is a mistake."""
     verdict = upstream.judge(getattr(s.kind, "LIMITS", ()), s.config)
-    if verdict.case != "refused" and str(s.arch).endswith(upstream.OWN):
+    if verdict.case != "refused" and str(s.arch).endswith(upstream.REFUSED_SUFFIX):
         yield Finding(
-            "general.architecture", str(s.arch).removesuffix(upstream.OWN), s.arch, RECONVERT
+            "general.architecture",
+            str(s.arch).removesuffix(upstream.REFUSED_SUFFIX),
+            s.arch,
+            RECONVERT,
         )
 
 

@@ -31,7 +31,7 @@ from g4spec.ops.kv import Space
 from g4spec.runtime.cuda.cache.cuda_kv_size import (
     BLOCK,
     MIN_SLACK,
-    TURNING,
+    ROTARY_PAIRS,
     Kind,
     capacity,
     key_columns,
@@ -53,7 +53,7 @@ class CudaKV:
     Attributes:
         capacity: positions of a unit.
         positions: most positions of a sequence that it can hold at once.
-        turning: pairs whose columns the keys have, or 0: keys have all columns.
+        rotary_pairs: pairs whose columns the keys have, or 0: keys have all columns.
         keys, values: [units, n_kv, capacity, columns], float16 or uint8 (q + 128).
         key_scales, value_scales: [units, n_kv, capacity, columns / 32] float16; `f16`: no elements.
         weight: [head_dim] of the norm of keys, which queries take over in the columns that keys
@@ -78,7 +78,7 @@ class CudaKV:
         if shape.window is not None:
             self.capacity = self.positions = capacity(space.n_ctx, shape.window, slack)
             units = slots
-        self.turning = TURNING if shares(shape.head_dim, shape.rotary_pairs) else 0
+        self.rotary_pairs = ROTARY_PAIRS if shares(shape.head_dim, shape.rotary_pairs) else 0
         self.weight: torch.Tensor | None = None
         rows, device = (units, shape.n_kv, self.capacity), space.table.device
         self.keys, self.key_scales = _plane(rows, key_columns(shape), kind, device)
@@ -101,7 +101,7 @@ class CudaKV:
         """Keys, values, and the scales of both."""
         return self.keys, self.values, self.key_scales, self.value_scales
 
-    def places(
+    def row_indices(
         self, slots: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Unit and row in it for each of `positions`, in the slot beside it; both [...] int64.
@@ -122,9 +122,9 @@ class CudaKV:
 
         Nothing depends on values on the host, so that a CUDA graph may capture it.
         """
-        units, at = self.places(slots, positions)
-        if self.turning:
-            keys = self._turned(keys).flatten(-2)
+        units, at = self.row_indices(slots, positions)
+        if self.rotary_pairs:
+            keys = self._rotary_columns(keys).flatten(-2)
         planes = ((self.keys, self.key_scales, keys), (self.values, self.value_scales, values))
         for plane, scales, rows in planes:
             if self.kind == "f16":
@@ -138,8 +138,8 @@ class CudaKV:
         """Keys and values of positions first .. last as stored, float32 [n, n_kv, head_dim]."""
         assert 0 <= first <= last < first + self.positions, (first, last, self.positions)
         positions = torch.arange(first, last + 1, device=self.keys.device)
-        keys, values = self._numbers(*self.places(torch.full_like(positions, slot), positions))
-        if self.turning and self.weight is not None:
+        keys, values = self._numbers(*self.row_indices(torch.full_like(positions, slot), positions))
+        if self.rotary_pairs and self.weight is not None:
             keys = keys * self.taken_over(self.weight)
         return keys, values
 
@@ -147,7 +147,7 @@ class CudaKV:
         """All that `slot`, int64 [], holds, float32 [positions, n_kv, head_dim]: row i is of a
         position that is i mod `positions`. Keys are without the weight that queries take over."""
         at = torch.arange(self.positions, device=self.keys.device)
-        return self._numbers(*self.places(slot.expand_as(at), at))
+        return self._numbers(*self.row_indices(slot.expand_as(at), at))
 
     def _numbers(self, units: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of rows `at` [n] of `units` [n], float32 [n, n_kv, head_dim]."""
@@ -157,9 +157,9 @@ class CudaKV:
             f16 = self.kind == "f16"
             out.append(rows.float() if f16 else dequantize(rows, scales[units, :, at]))
         keys, values = out
-        if self.turning:
+        if self.rotary_pairs:
             turned, keys = keys, values.clone()
-            self._turned(keys).copy_(turned.view(*turned.shape[:-1], 2, self.turning))
+            self._rotary_columns(keys).copy_(turned.view(*turned.shape[:-1], 2, self.rotary_pairs))
         return keys, values
 
     def snapshot(self, slot: int, end: int) -> list[torch.Tensor]:
@@ -180,17 +180,17 @@ class CudaKV:
         """Places of the positions before `end` that a row at `end` may see in a ring."""
         first = max(0, end - min(self.window or 0, self.capacity))
         positions = torch.arange(first, end, device=self.keys.device)
-        return self.places(torch.full_like(positions, slot), positions)
+        return self.row_indices(torch.full_like(positions, slot), positions)
 
     def taken_over(self, weight: torch.Tensor) -> torch.Tensor:
         """`weight` [head_dim] in the columns where queries take it over, 1 in the others."""
         weight = weight.clone()
-        self._turned(weight).fill_(1)
+        self._rotary_columns(weight).fill_(1)
         return weight
 
-    def _turned(self, rows: torch.Tensor) -> torch.Tensor:
-        """The columns [..., 2, turning] of rows [..., head_dim] that keys have, as a view."""
-        return rows.view(*rows.shape[:-1], 2, -1)[..., : self.turning]
+    def _rotary_columns(self, rows: torch.Tensor) -> torch.Tensor:
+        """The columns [..., 2, rotary_pairs] of rows [..., head_dim] that keys have, as a view."""
+        return rows.view(*rows.shape[:-1], 2, -1)[..., : self.rotary_pairs]
 
 
 def quantize(x: torch.Tensor, levels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,7 +18,7 @@ TILE = PAGE
 BLOCK = 32
 """Values that share a scale."""
 
-TURNING = 64
+ROTARY_PAIRS = 64
 """Pairs of a head that may turn where keys are kept as what differs from the values: columns 0 ..
 63 of both its halves."""
 
@@ -69,9 +69,9 @@ def row_columns(shape: CacheShape) -> int:
 
 def shares(head_dim: int, rotary_pairs: int) -> bool:
     """True if keys are kept as what differs from the values; see `CacheShape`."""
-    return head_dim == 512 and 0 < rotary_pairs <= TURNING
+    return head_dim == 512 and 0 < rotary_pairs <= ROTARY_PAIRS
 
 
 def key_columns(shape: CacheShape) -> int:
     """Columns of a head that are kept of keys."""
-    return 2 * TURNING if shares(shape.head_dim, shape.rotary_pairs) else shape.head_dim
+    return 2 * ROTARY_PAIRS if shares(shape.head_dim, shape.rotary_pairs) else shape.head_dim

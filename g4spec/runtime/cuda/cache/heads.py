@@ -12,7 +12,7 @@ from g4spec.ops.weights import Attention
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
-from g4spec.runtime.cuda.cache.cuda_kv_size import TURNING
+from g4spec.runtime.cuda.cache.cuda_kv_size import ROTARY_PAIRS
 
 HEADS = 4
 """Heads of a block; a warp each."""
@@ -60,7 +60,7 @@ class Heads:
             v_from_k=a.k is not None and a.v is None,
             freqs=a.freqs,
             eps=a.eps,
-            pairs=a.pairs,
+            pairs=a.interleaved,
         )
 
     @property
@@ -87,15 +87,15 @@ class Heads:
         assert len(batch) == count and batch.positions.dtype is torch.int64, (len(batch), count)
         q = torch.empty(count, self.n_q, dim, dtype=torch.float16, device=y.device)
         planes: dict[str, Any] = dict.fromkeys(PLANES)
-        table, width, capacity, q8, turning, k_norm = None, 0, 1, False, 0, self.k_norm
-        if kv is not None and kv.turning:
-            turning, k_norm = kv.turning, self._weight(kv)
+        table, width, capacity, q8, rotary_pairs, k_norm = None, 0, 1, False, 0, self.k_norm
+        if kv is not None and kv.rotary_pairs:
+            rotary_pairs, k_norm = kv.rotary_pairs, self._weight(kv)
         if self.n_kv:
             assert kv is not None and (kv.n_kv, kv.head_dim) == (self.n_kv, dim), kv
             assert kv.paged or max(batch.sizes) <= kv.capacity, (batch.sizes, kv.capacity)
             table, width, capacity = kv.table, kv.space.table.shape[1], kv.capacity
             q8, planes = kv.kind == "q8_0", dict(zip(PLANES, kv.planes, strict=True))
-        name = instance(dim, slices, pairs=self.pairs, q8=q8, turning=turning)
+        name = instance(dim, slices, pairs=self.pairs, q8=q8, rotary_pairs=rotary_pairs)
         launch.kernel("heads.cu", name)(
             (-(-heads // HEADS), count),
             32 * HEADS,
@@ -133,10 +133,10 @@ def instance(
     *,
     pairs: bool = False,
     q8: bool = False,
-    turning: int = 0,
+    rotary_pairs: int = 0,
 ) -> str:
     """Name of a kernel of heads.cu."""
-    flags = (int(pairs), slices, int(q8), turning)
+    flags = (int(pairs), slices, int(q8), rotary_pairs)
     return f"finish_heads<{head_dim}, {', '.join(map(str, flags))}>"
 
 
@@ -155,7 +155,7 @@ UNITS = [
         "heads.cu",
         (
             *(instance(dim, n, q8=True) for dim in (128, 256) for n in (2, 4)),
-            *(instance(512, q8=q8, turning=TURNING) for q8 in (False, True)),
+            *(instance(512, q8=q8, rotary_pairs=ROTARY_PAIRS) for q8 in (False, True)),
         ),
         max_registers=80,
     ),

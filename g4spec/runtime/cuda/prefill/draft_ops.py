@@ -43,7 +43,7 @@ class DraftOps(CudaOps):
     def __init__(self, ops: CudaOps) -> None:
         vars(self).update(vars(ops))
 
-    def linear(self, x: torch.Tensor, weight: Any, *, parts: bool = False) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: Any, *, partial_sums: bool = False) -> torch.Tensor:
         matrix, n = plain(weight.alone) if isinstance(weight, Matrix) else weight, len(x)
         x = _block(x)
         if matrix.dtype is torch.float32:
@@ -69,12 +69,12 @@ class DraftOps(CudaOps):
         x: torch.Tensor,
         weight: torch.Tensor | None,
         eps: float,
-        following: torch.Tensor | None,
+        next_norm: torch.Tensor | None,
         scale: torch.Tensor | None = None,
         *,
-        numbers: bool = False,
+        unpacked: bool = False,
     ) -> tuple[torch.Tensor, Any]:
-        return Ops.norm_residual_norm(self, h, x, weight, eps, following, scale)
+        return Ops.norm_residual_norm(self, h, x, weight, eps, next_norm, scale)
 
     def qkv(self, h: Any, a: Attention, batch: Batch, kv: Any, *, queries: bool = True) -> Any:
         """See `Ops.qkv`; with queries nothing is appended before `attend`, which goes tile by
@@ -122,9 +122,9 @@ class DraftOps(CudaOps):
         down: Any,
         activation: Callable[[torch.Tensor], torch.Tensor],
         *,
-        parts: bool = False,
+        partial_sums: bool = False,
     ) -> torch.Tensor:
-        return Ops.gated(self, x, gate, up, down, activation, parts=parts)
+        return Ops.gated(self, x, gate, up, down, activation, partial_sums=partial_sums)
 
 
 def _part(batch: Batch, rows: slice) -> Batch:

@@ -108,7 +108,7 @@ class LongOps(CudaOps):
             setattr(self, name, buffer)
         self.products = Products(self._scratch, PROMPT_BLOCK)
         self._freqs: dict[tuple[float, int, torch.Tensor | None], torch.Tensor] = {}
-        self._turning: dict[torch.Tensor, torch.Tensor] = {}
+        self._rotating_freqs: dict[torch.Tensor, torch.Tensor] = {}
         self._turned: tuple[Chunk, dict[torch.Tensor, torch.Tensor]] | None = None
 
     # ---- around layers
@@ -131,14 +131,14 @@ class LongOps(CudaOps):
             out[reach] = first, own
         return out
 
-    def keep(self, x: torch.Tensor) -> torch.Tensor:
+    def copy_residual(self, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
 
-    def linear(self, x: Any, weight: Any, *, parts: bool = False) -> Any:
+    def linear(self, x: Any, weight: Any, *, partial_sums: bool = False) -> Any:
         """See `Ops.linear`: of `Scaled` rows -> `Scaled`, which the next call overwrites; of the
         residual [T, H] -> float32 [T, N]."""
         if isinstance(x, Scaled):
-            assert parts, "only norm_residual_norm reads scaled rows"
+            assert partial_sums, "only norm_residual_norm reads scaled rows"
             return self._down(x, weight)
         rows, powers = self._halves(x)
         out = torch.empty(len(x), weight.shape[0], device=self.device)
@@ -167,13 +167,13 @@ class LongOps(CudaOps):
         x: torch.Tensor,
         weight: torch.Tensor | None,
         eps: float,
-        following: torch.Tensor | None,
+        next_norm: torch.Tensor | None,
         scale: torch.Tensor | None = None,
         *,
-        numbers: bool = False,
+        unpacked: bool = False,
     ) -> tuple[torch.Tensor, Any]:
         assert isinstance(h, Scaled) and weight is not None, type(h)
-        rows = None if following is None or numbers else self._normed
+        rows = None if next_norm is None or unpacked else self._normed
         self._kernel(
             "add_norm",
             len(x),
@@ -181,20 +181,20 @@ class LongOps(CudaOps):
             x=x,
             weight=weight,
             scale=scale,
-            next=None if rows is None else following,
+            next=None if rows is None else next_norm,
             to=rows,
             stored=1 / h.factor,
             eps=eps,
         )
         if rows is not None:
             return x, Scaled(rows[: len(x)])
-        return x, None if following is None else self.rms_norm(x, following, eps)
+        return x, None if next_norm is None else self.rms_norm(x, next_norm, eps)
 
     def qkv(self, h: Any, a: op.Attention, batch: Batch, kv: Any, *, queries: bool = True) -> Any:
         assert isinstance(h, Scaled) and isinstance(batch, Chunk) and queries
-        assert a.q_norm is not None and a.v_norm and not a.pairs, a
+        assert a.q_norm is not None and a.v_norm and not a.interleaved, a
         n_head = a.q.shape[0] // a.head_dim
-        on = self._ways[kind_of(kv.window, n_head, kv.n_kv, kv.head_dim, kv.turning)]
+        on = self._ways[kind_of(kv.window, n_head, kv.n_kv, kv.head_dim, kv.rotary_pairs)]
         weights = _below([w for w in (a.q, a.k, a.v) if w is not None])
         x = self._view(self._wide, len(h), sum(w.rows for w in weights))
         self.products.halves(h.values, weights, x, PROJECTED)
@@ -226,9 +226,9 @@ class LongOps(CudaOps):
         down: Any,
         activation: Callable[[torch.Tensor], torch.Tensor],
         *,
-        parts: bool = False,
+        partial_sums: bool = False,
     ) -> Any:
-        assert isinstance(x, Scaled) and parts and activation == self.gelu_tanh
+        assert isinstance(x, Scaled) and partial_sums and activation == self.gelu_tanh
         n, width = len(x), gate.shape[0]
         pair, both = self._pair(gate, up), self._view(self._wide, n, 2 * width)
         self.products.halves(x.values, pair, both, PROJECTED)
@@ -278,7 +278,7 @@ class LongOps(CudaOps):
         h: Any,
         x: torch.Tensor,
         e: op.ExpertLayer,
-        following: torch.Tensor | None,
+        next_norm: torch.Tensor | None,
         scale: torch.Tensor | None,
     ) -> tuple[torch.Tensor, Any]:
         on, n, eps = self._experts, len(x), e.eps
@@ -299,10 +299,10 @@ class LongOps(CudaOps):
             eps=eps,
         )
         dense = self.gated(
-            Scaled(self._normed[:n]), e.gate, e.up, e.down, self.gelu_tanh, parts=True
+            Scaled(self._normed[:n]), e.gate, e.up, e.down, self.gelu_tanh, partial_sums=True
         )
         y = on(_stacks(e), e.router, e.gains, self.products, n)
-        rows = None if following is None else self._normed
+        rows = None if next_norm is None else self._normed
         self._kernel(
             "add_experts",
             n,
@@ -316,7 +316,7 @@ class LongOps(CudaOps):
             experts=e.post_experts,
             post=e.post,
             scale=scale,
-            next=following,
+            next=next_norm,
             to=rows,
             stored=1 / dense.factor,
             eps=eps,
@@ -356,9 +356,9 @@ class LongOps(CudaOps):
             self._turned = chunk, {}
         made = self._turned[1]
         if freqs not in made:
-            if freqs not in self._turning:
-                self._turning[freqs] = turning(freqs)
-            angle = chunk.positions.to(torch.float32)[:, None] * self._turning[freqs]
+            if freqs not in self._rotating_freqs:
+                self._rotating_freqs[freqs] = rotating_freqs(freqs)
+            angle = chunk.positions.to(torch.float32)[:, None] * self._rotating_freqs[freqs]
             made[freqs] = torch.stack((angle.cos(), angle.sin()), dim=-1)
         return made[freqs]
 
@@ -409,7 +409,7 @@ def row_kernel(name: str, width: int) -> tuple[str, int]:
     return f"{name}<{width}, {warps}>", 32 * warps
 
 
-def turning(freqs: torch.Tensor) -> torch.Tensor:
+def rotating_freqs(freqs: torch.Tensor) -> torch.Tensor:
     """The leading pairs that turn. InputError where one that does not stands between them."""
     count = int((freqs > STILL).sum())
     if not bool((freqs[:count] > STILL).all()):

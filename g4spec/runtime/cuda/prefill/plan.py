@@ -7,7 +7,7 @@ import torch
 from g4spec.core import PROMPT_BLOCK
 from g4spec.models.gemma4_config import Config
 from g4spec.models.spec import LayerSpec
-from g4spec.runtime.cuda.cache.cuda_kv_size import TURNING, shares
+from g4spec.runtime.cuda.cache.cuda_kv_size import ROTARY_PAIRS, shares
 from g4spec.runtime.cuda.prefill import prefill_attention
 from g4spec.runtime.cuda.prefill.buffers import Shapes, nbytes
 from g4spec.runtime.cuda.prefill.prefill_attention import padded
@@ -16,9 +16,9 @@ from g4spec.runtime.cuda.prefill.prefill_experts import Experts
 Kind = tuple[int, ...]
 
 
-def kind_of(window: int | None, n_head: int, n_kv: int, head_dim: int, turning: int) -> Kind:
+def kind_of(window: int | None, n_head: int, n_kv: int, head_dim: int, rotary_pairs: int) -> Kind:
     """Layers alike in this share their buffers of queries, keys and values."""
-    return window or 0, n_head, n_kv, head_dim, turning
+    return window or 0, n_head, n_kv, head_dim, rotary_pairs
 
 
 def ways(
@@ -28,9 +28,9 @@ def ways(
     out = {}
     for s in config.layers:
         if s.kv_from is None:
-            turning = TURNING if s.v_from_k and shares(s.head_dim, s.rotary_pairs) else 0
-            way = prefill_attention.kind(s.head_dim, turning, arch)
-            out[kind_of(s.window, s.n_head, s.n_kv, s.head_dim, turning)] = s, way
+            rotary_pairs = ROTARY_PAIRS if s.v_from_k and shares(s.head_dim, s.rotary_pairs) else 0
+            way = prefill_attention.kind(s.head_dim, rotary_pairs, arch)
+            out[kind_of(s.window, s.n_head, s.n_kv, s.head_dim, rotary_pairs)] = s, way
     return out
 
 

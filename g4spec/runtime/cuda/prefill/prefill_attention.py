@@ -23,7 +23,7 @@ from g4spec.models.spec import LayerSpec
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
-from g4spec.runtime.cuda.cache.cuda_kv_size import TURNING, shares
+from g4spec.runtime.cuda.cache.cuda_kv_size import ROTARY_PAIRS, shares
 from g4spec.runtime.cuda.prefill.buffers import Shapes, allocate
 
 EVERYTHING = 1 << 30
@@ -152,7 +152,10 @@ class Attention:
             turns: [T, pairs, 2] cosines and sines of the pairs that turn.
         """
         count, n = len(qkv), qkv.shape[1] // self.dim
-        first, kind = self.first(chunk.start), (*self.layouts, _CACHES[cache.kind], cache.turning)
+        first, kind = (
+            self.first(chunk.start),
+            (*self.layouts, _CACHES[cache.kind], cache.rotary_pairs),
+        )
         if w.k_norm is not None:
             cache.weight, self._gathered = w.k_norm, (cache, chunk)
             self._gather(cache, chunk, kind)
@@ -253,7 +256,7 @@ class Wide(Attention):
 
     layouts = "SwizzledTiles", "SharedKvTiles"
     fold = True
-    extra = 2 * TURNING
+    extra = 2 * ROTARY_PAIRS
 
     def attend(self, out: torch.Tensor, start: int) -> None:
         count = len(out)
@@ -348,11 +351,12 @@ class Scores(Attention):
         )
 
 
-def kind(head_dim: int, turning: int, arch: str) -> type[Attention]:
-    """The fastest way for a layer whose cache keeps keys with `turning` pairs, or (0) whole."""
+def kind(head_dim: int, rotary_pairs: int, arch: str) -> type[Attention]:
+    """Return the fastest class for a layer whose cache stores `rotary_pairs` pairs of keys (0: keys
+    are stored whole)."""
     if arch == "sm_90a" and head_dim == 256:
         return Flash
-    if arch == "sm_90a" and shares(head_dim, turning):
+    if arch == "sm_90a" and shares(head_dim, rotary_pairs):
         return Wide
     return Scores
 
@@ -362,12 +366,12 @@ def padded(rows: int, tile: int = TILE) -> int:
     return -(-rows // tile) * tile
 
 
-def heads(dim: int, queries: str, keys: str, cache: str, turning: int) -> str:
-    return f"heads<{dim}, {queries}<{dim}>, {keys}<{dim}>, {cache}, {turning}>"
+def heads(dim: int, queries: str, keys: str, cache: str, rotary_pairs: int) -> str:
+    return f"heads<{dim}, {queries}<{dim}>, {keys}<{dim}>, {cache}, {rotary_pairs}>"
 
 
-def earlier(dim: int, _: str, keys: str, cache: str, turning: int) -> str:
-    return f"earlier<{dim}, {keys}<{dim}>, {cache}, {turning}>"
+def earlier(dim: int, _: str, keys: str, cache: str, rotary_pairs: int) -> str:
+    return f"earlier<{dim}, {keys}<{dim}>, {cache}, {rotary_pairs}>"
 
 
 def softmax(dim: int) -> str:
@@ -378,15 +382,15 @@ UNITS = [
     Unit(
         "prefill_heads.cu",
         tuple(
-            name(dim, *layouts, cache, turning)
+            name(dim, *layouts, cache, rotary_pairs)
             for name in (heads, earlier)
             for cache in _CACHES.values()
-            for dim, layouts, turning in (
+            for dim, layouts, rotary_pairs in (
                 (256, Scores.layouts, 0),
                 (512, Scores.layouts, 0),
-                (512, Scores.layouts, TURNING),
+                (512, Scores.layouts, ROTARY_PAIRS),
                 (256, Flash.layouts, 0),
-                (512, Wide.layouts, TURNING),
+                (512, Wide.layouts, ROTARY_PAIRS),
             )
         ),
         max_registers=128,

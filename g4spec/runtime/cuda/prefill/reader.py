@@ -14,7 +14,7 @@ from g4spec.models.drafter import WeightedDrafter
 from g4spec.models.gemma4 import Model
 from g4spec.runtime.cuda.cache.heads import HEAD_DIMS
 from g4spec.runtime.cuda.prefill.draft_ops import DraftOps
-from g4spec.runtime.cuda.prefill.long_ops import STILL, LongOps, turning
+from g4spec.runtime.cuda.prefill.long_ops import STILL, LongOps, rotating_freqs
 from g4spec.runtime.cuda.prefill.prefill_attention import Chunk, padded
 from g4spec.runtime.cuda.step import packed_rows
 from g4spec.runtime.cuda.weights.matrix import Matrix
@@ -48,9 +48,9 @@ class Reader:
         model, caches = target.model, target.caches
         self._fits = fits(model.config)
         for spec, freqs in zip(model.config.layers, model.freqs, strict=True):
-            turning(freqs)
-            if spec.kv_from is None and caches[spec.index].turning:
-                _check_turning(spec.index, freqs, caches[spec.index].turning)
+            rotating_freqs(freqs)
+            if spec.kv_from is None and caches[spec.index].rotary_pairs:
+                _check_rotary_pairs(spec.index, freqs, caches[spec.index].rotary_pairs)
 
     def read(self, slot: int, ids: Sequence[int], start: int) -> StepRows:
         """Run prompt tokens at positions start, start + 1, ..., appending to the slot's caches.
@@ -138,7 +138,7 @@ def _for_prompts(draft: Draft, ops: CudaOps) -> tuple[Draft, int]:
     return long, PROMPT_BLOCK
 
 
-def _check_turning(layer: int, freqs: torch.Tensor, most: int) -> None:
+def _check_rotary_pairs(layer: int, freqs: torch.Tensor, most: int) -> None:
     """Raise where more of a head turns than the layer's cache was made for."""
     beyond = int((freqs[most:] > STILL).sum())
     if beyond:

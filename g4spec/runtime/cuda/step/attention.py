@@ -19,7 +19,7 @@ from g4spec.core import Batch, CacheShape
 from g4spec.runtime.cuda.build import launch, nvrtc
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
-from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS, TURNING, Kind, shares
+from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS, ROTARY_PAIRS, Kind, shares
 from g4spec.runtime.cuda.cache.heads import HEAD_DIMS
 from g4spec.runtime.cuda.step.packed_rows import Rows, empty
 
@@ -48,7 +48,7 @@ class Shape:
     value_parts: int = 1
     key_ring: int = 2
     value_ring: int = 2
-    turning: int = 0
+    rotary_pairs: int = 0
 
     @property
     def warps(self) -> tuple[int, int]:
@@ -62,7 +62,13 @@ class Shape:
 
     @property
     def name(self) -> str:
-        parts = (self.key_parts, self.value_parts, self.key_ring, self.value_ring, self.turning)
+        parts = (
+            self.key_parts,
+            self.value_parts,
+            self.key_ring,
+            self.value_ring,
+            self.rotary_pairs,
+        )
         numbers = (self.head_dim, int(self.kind != "f16"), self.row_tiles, *self.warps, *parts)
         return f"attend_chunks<{', '.join(map(str, numbers))}>"
 
@@ -96,11 +102,13 @@ def tile_keys(head_dim: int) -> int:
 
 
 @functools.cache
-def choose(head_dim: int, kind: Kind, rows: int, arch: str, turning: int = 0) -> tuple[Shape, int]:
+def choose(
+    head_dim: int, kind: Kind, rows: int, arch: str, rotary_pairs: int = 0
+) -> tuple[Shape, int]:
     """The instance for `rows` (token, head) pairs of a KV head, and the blocks they are cut into.
 
-    As few blocks as fit, then tiles in as few parts as leave room for two of each. `turning`: of
-    the cache.
+    As few blocks as fit, then tiles in as few parts as leave room for two of each. `rotary_pairs`:
+    see `CudaKV`.
     """
     options = (1, 2, 4)  # more would not fit in registers
     for most in reversed(options):
@@ -108,7 +116,7 @@ def choose(head_dim: int, kind: Kind, rows: int, arch: str, turning: int = 0) ->
         tiles = next(n for n in options if 8 * n * blocks >= rows)
         shape = _with_parts(head_dim, kind, tiles, arch)
         if shape is not None:
-            return replace(shape, turning=turning), blocks
+            return replace(shape, rotary_pairs=rotary_pairs), blocks
     raise AssertionError((head_dim, kind, rows, arch))
 
 
@@ -209,7 +217,7 @@ def attend(
         plain: use the kernel without tensor cores; by default on GPUs before sm_80.
     """
     _, n_head, head_dim = q.shape
-    sequences, tokens = len(batch.sizes), batch.uniform
+    sequences, tokens = len(batch.sizes), batch.rows_per_sequence
     assert q.dtype == torch.float16 and head_dim == kv.head_dim and head_dim in HEAD_DIMS
     assert 1 <= tokens <= MAX_ROWS and len(q) == len(batch), batch.sizes
     assert n_head % kv.n_kv == 0, (n_head, kv.n_kv)
@@ -235,13 +243,13 @@ def attend(
         "scale": scale,
     }
     if plain:
-        name = plain_instance(head_dim, kv.kind, kv.turning)
+        name = plain_instance(head_dim, kv.kind, kv.rotary_pairs)
         kernel = launch.kernel("attention_plain.cu", name, q.device.index)
         grid = min(room * kv.n_kv * -(-tokens * group // 8), 8 * _processors(kernel))
         kernel((grid, sequences), 128, **common)
     else:
         arch = launch.arch(q.device.index)
-        shape, blocks = choose(head_dim, kv.kind, tokens * group, arch, kv.turning)
+        shape, blocks = choose(head_dim, kv.kind, tokens * group, arch, kv.rotary_pairs)
         kernel = launch.kernel("attention.cu", shape.name, q.device.index)
         kernel(
             _grid(kernel, shape, kv, chunks, blocks, batch),
@@ -275,7 +283,7 @@ def _grid(
     one for each pair of heads and rows of each sequence. The kernel shares them out."""
     span = kv.positions
     if kv.window is not None:
-        span = min(kv.window + batch.uniform - 1, kv.positions)
+        span = min(kv.window + batch.rows_per_sequence - 1, kv.positions)
     work = chunks.most(span, kv.positions) * kv.n_kv * blocks  # (chunk, head, rows)
     threads = 32 * sum(shape.warps)
     limit = nvrtc.SHARED_LIMIT[launch.arch(kernel.device)] + 1024
@@ -328,21 +336,23 @@ def _combine(
     return Attended(out, packed)
 
 
-def plain_instance(head_dim: int, kind: Kind, turning: int) -> str:
-    return f"attend_plain<{head_dim}, {int(kind != 'f16')}, {turning}>"
+def plain_instance(head_dim: int, kind: Kind, rotary_pairs: int) -> str:
+    return f"attend_plain<{head_dim}, {int(kind != 'f16')}, {rotary_pairs}>"
 
 
 def _units() -> list[Unit]:
     """Every instance that `choose` can pick, by architecture, and the second phase."""
     combine = tuple(f"combine_chunks<{d}, {w}>" for d in HEAD_DIMS for w in (1, 8))
-    ways = [(d, t) for d in HEAD_DIMS for t in (0, TURNING) if not t or shares(d, t)]
+    ways = [(d, t) for d in HEAD_DIMS for t in (0, ROTARY_PAIRS) if not t or shares(d, t)]
     plain = tuple(plain_instance(d, kind, t) for d, t in ways for kind in KINDS)
     units = [Unit("attention_combine.cu", combine, max_registers=64)]
     units.append(Unit("attention_plain.cu", plain, max_registers=128))
     for arch in TENSOR_ARCHS:
-        for (head_dim, turning), kind in itertools.product(ways, KINDS):
+        for (head_dim, rotary_pairs), kind in itertools.product(ways, KINDS):
             rows = range(1, MAX_ROWS * 16 + 1)
-            shapes = sorted({choose(head_dim, kind, r, arch, turning)[0] for r in rows}, key=str)
+            shapes = sorted(
+                {choose(head_dim, kind, r, arch, rotary_pairs)[0] for r in rows}, key=str
+            )
             most = max(shape.shared for shape in shapes)
             units.append(Unit("attention.cu", tuple(s.name for s in shapes), (arch,), 255, most))
     return units

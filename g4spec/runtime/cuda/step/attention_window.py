@@ -81,7 +81,7 @@ def attend(
             afterwards.
         at_once: blocks that may run at once; it changes nothing about the result.
     """
-    h, count, tokens, sequences = q.heads, len(batch), batch.uniform, len(batch.sizes)
+    h, count, tokens, sequences = q.heads, len(batch), batch.rows_per_sequence, len(batch.sizes)
     slices = q.y.shape[0] if q.y.dim() == 3 else 1
     assert q.y.shape[-2:] == (count, (h.n_q + 2 * h.n_kv) * HEAD_DIM), (q.y.shape, count)
     assert 1 <= tokens <= MOST and not kv.paged, batch.sizes

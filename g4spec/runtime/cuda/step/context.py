@@ -64,8 +64,8 @@ def of(layers: Sequence[Attention], kvs: Sequence[CudaKV]) -> Context | None:
     heads = [Heads.of(a, queries=False) for a in layers]
     kinds = {(m.type, m.shape) for m in matrices}
     alike = {(h.n_kv, h.v_norm, h.pairs, h.eps, h.freqs, h.k_norm is None) for h in heads}
-    stored = {(kv.kind, kv.turning) for kv in kvs}
-    if len(kinds) > 1 or len(alike) > 1 or len(stored) > 1 or heads[0].pairs or kvs[0].turning:
+    stored = {(kv.kind, kv.rotary_pairs) for kv in kvs}
+    if len(kinds) > 1 or len(alike) > 1 or len(stored) > 1 or heads[0].pairs or kvs[0].rotary_pairs:
         return None
     if sum(m.rows for m in matrices) > MOST_ROWS:
         return None

@@ -124,7 +124,7 @@ def spans(batch: Batch, reaches: Sequence[Reach]) -> Spans:
     if len(reaches) > MOST_REACHES:
         return spans(batch, reaches[MOST_REACHES:]) | spans(batch, reaches[:MOST_REACHES])
     positions = batch.positions
-    assert batch.uniform and positions.is_contiguous(), batch.sizes
+    assert batch.rows_per_sequence and positions.is_contiguous(), batch.sizes
     out = torch.empty(len(reaches), 2, len(positions), dtype=torch.int64, device=positions.device)
     back = [-1 if r.back is None else r.back for r in reaches]
     back += [0] * (MOST_REACHES - len(reaches))
@@ -135,7 +135,7 @@ def spans(batch: Batch, reaches: Sequence[Reach]) -> Spans:
         positions=positions,
         out=out,
         rows=len(positions),
-        tokens=batch.uniform,
+        tokens=batch.rows_per_sequence,
         a=back[0],
         b=back[1],
         c=back[2],

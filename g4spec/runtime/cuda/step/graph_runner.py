@@ -121,7 +121,7 @@ class GraphRunner:
         self._stands: list[tuple[int, int, int]] = []
         self._counts: tuple[int, ...] = ()
 
-    def takes(self, work: Seq[Work]) -> bool:
+    def can_run(self, work: Seq[Work]) -> bool:
         """True unless a choice needs the host or sorts all logits, sequences suppress different
         tokens, or somebody drafts and the draft cannot be recorded."""
         samplers, draft = [w.chooser.sampler for w in work], self._draft
@@ -134,7 +134,7 @@ class GraphRunner:
 
     def start(self, work: Seq[Work]) -> None:
         """See `g4spec.core.Runner`."""
-        assert len(self._waiting) < DEPTH and self.takes(work), len(self._waiting)
+        assert len(self._waiting) < DEPTH and self.can_run(work), len(self._waiting)
         marks, turn = self._marks[self._turn], self._turn
         counts, most = tuple(w.count for w in work), max(w.count for w in work)
         self._enter(work, counts)
@@ -226,7 +226,7 @@ class GraphRunner:
         assert all(s.kept is None for s in self._waiting), "rows under way would be left out"
         if behind := [w.sequence for w in work if w.sequence.pending]:
             flush(draft, behind)
-        drafts = min(draft.max_tokens, MAX_DRAFT) if draft.at_once else most
+        drafts = min(draft.max_tokens, MAX_DRAFT) if draft.one_pass else most
         # The rows of one sequence's step lie over the proposal's, however many there are.
         shape = self._shape("proposal", len(work), most if len(work) > 1 else MAX_DRAFT, drafts)
         self._recorded(shape, self._proposal).replay()
