@@ -96,7 +96,11 @@ def main() -> None:
                 convert.convert(args.family / name, draft, target=target)
             found[name] = record(target, draft, args.prompts, args.n_predict)
             print(name, found[name]["seconds"], flush=True)
-    result = {"machine": provenance.machine(), "commit": provenance.commit(), "drafts": found}
+    result = {
+        "machine": provenance.describe_machine(),
+        "commit": provenance.commit(),
+        "drafts": found,
+    }
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
