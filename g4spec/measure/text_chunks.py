@@ -18,7 +18,7 @@ FEWEST = 2
 """Chunks that a text must have."""
 
 
-def cut(
+def split_text(
     tokenizer: Tokenizer, text: str, size: int = SIZE, most: int | None = None
 ) -> list[list[int]]:
     """Cut the tokens of a text into chunks of `size`, of which the first token of each is replaced
@@ -42,7 +42,7 @@ def cut(
     return [[tokenizer.bos, *ids[at + 1 : at + size]] for at in starts]
 
 
-def read(engine: Engine, ids: list[int]) -> torch.Tensor:
+def read_chunk(engine: Engine, ids: list[int]) -> torch.Tensor:
     """Read a chunk as a prompt of its own -> rows after the final norm [T, H].
 
     Nothing else may run on the engine.
@@ -56,5 +56,5 @@ def read(engine: Engine, ids: list[int]) -> torch.Tensor:
     for at in range(0, len(ids), step):
         rows = engine.backend.read(engine.target, one.slot, ids[at : at + step], at)
         found.append(rows.hidden.clone())  # the next chunk may take the same memory
-    engine.pool.leave(one)
+    engine.pool.free_sequence(one)
     return torch.cat(found)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from g4spec.advisor import choice, offload, speed
-from g4spec.advisor.choice import Question
+from g4spec.advisor import format_choice, offload, speed
+from g4spec.advisor.diagnosis import Brief
 from g4spec.advisor.engines import EngineVerdict
 from g4spec.advisor.facts import Facts
-from g4spec.advisor.figures import Speed
-from g4spec.advisor.machine import GIB, Machine, assumption, upgraded
+from g4spec.advisor.figures import SpeedFact
+from g4spec.advisor.format_choice import Question
+from g4spec.advisor.machine import GIB, Machine, assume_options, upgraded
 from g4spec.advisor.schema import Mark
 from g4spec.advisor.speed import Estimate
-from g4spec.advisor.verdict import Brief
 
 NO_SPEED = "unknown without the memory's bandwidth: measure (the recipe ends with the command)"
 SPILLED = "speed-46"
@@ -32,7 +32,7 @@ def estimate(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> E
     )
 
 
-def brief(
+def summarize(
     facts: Facts, machine: Machine, q: Question, v: EngineVerdict, works: bool, newer: bool
 ) -> Brief:
     """Sum up the engine shown in detail.
@@ -48,11 +48,11 @@ def brief(
         fix = v.blockers[0].fix if v.blockers else v.fix
         rows = [("instead", fix)] if fix else []
         if "-ngl" in fix or "-ncmoe" in fix:
-            row = facts.get(Speed, SPILLED)
+            row = facts.get(SpeedFact, SPILLED)
             rows.append(("reported", f"{row.hardware}: {row.says}"))
-        less = offload.smaller(facts, machine, q, v.engine) if v.refusal else None
+        less = offload.smaller_size(facts, machine, q, v.engine) if v.refusal else None
         pair = f" -md {q.draft.given}" if q.draft is not None and q.draft.given == "mtp" else ""
-        command = f"g4spec doctor -m {less[0].id}{pair}{assumption(machine)}" if less else ""
+        command = f"g4spec doctor -m {less[0].id}{pair}{assume_options(machine)}" if less else ""
         return Brief("bad", f"{said}: {why}", tuple(rows), command)
     n = sum(not p.cured for p in v.conditions)
     if n:
@@ -61,7 +61,7 @@ def brief(
         said = f"not as it is installed; after an upgrade: {said}"
     lines = [*_plan(v), ("speed", _speed(estimate(facts, machine, q, v)))]
     then = upgraded(machine, v.engine.name) if newer else machine
-    command = f"g4spec recipe {v.engine.name} {choice.options(q, then)}"
+    command = f"g4spec recipe {v.engine.name} {format_choice.command_options(q, then)}"
     mark: Mark = "bad" if newer else "warn" if n else "good"
     return Brief(mark, said, tuple(lines), command)
 

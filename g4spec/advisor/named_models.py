@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from g4spec.advisor import own
+from g4spec.advisor import runtime_support
 from g4spec.advisor.facts import Facts
-from g4spec.advisor.schema import Draft, Size, Weights
+from g4spec.advisor.schema import DraftFact, SizeFact, WeightsFact
 from g4spec.core import CacheShape
 
 HEAD_SLIDING, HEAD_FULL = 256, 512
@@ -19,7 +19,7 @@ HEAD_SLIDING, HEAD_FULL = 256, 512
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class WeightFormat:
     """One weight format of a target. `nbytes`: of the weights; `fact`: the row it is from; `own`:
     bytes that our runtime takes of a GPU for them, or 0: as many."""
 
@@ -33,12 +33,12 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class TargetModel:
     """A Gemma 4 target.
 
     Attributes:
         given: as typed; empty for a size that doctor goes through by itself.
-        options: weight formats to choose from, best first; one if a file or format was named.
+        formats: weight formats to choose from, best first; one if a file or format was named.
         caches: shape of every layer that keeps keys and values. `context`: trained tokens.
         active: share of the weights that is read for one token.
         notes: what is odd about the files.
@@ -49,7 +49,7 @@ class Target:
     title: str
     size: str
     given: str
-    options: tuple[Option, ...]
+    formats: tuple[WeightFormat, ...]
     caches: tuple[CacheShape, ...]
     context: int
     hub: str
@@ -105,38 +105,38 @@ class DraftModel:
         return self.kv_token * context + self.kv_fixed
 
 
-def caches_of(size: Size) -> tuple[CacheShape, ...]:
+def caches_of(size: SizeFact) -> tuple[CacheShape, ...]:
     """Cache shapes of a size from its row."""
     sliding = CacheShape(size.kv_sliding, HEAD_SLIDING, size.window)
     full = CacheShape(size.kv_full, HEAD_FULL, None)
     return (sliding,) * size.own_sliding + (full,) * size.own_full
 
 
-def options_of(facts: Facts, size: Size) -> tuple[Option, ...]:
+def formats_of(facts: Facts, size: SizeFact) -> tuple[WeightFormat, ...]:
     """Every weight format known for a size, best quality first."""
-    found = [w for w in facts.all(Weights) if w.model == size.id and w.rank < 90]
+    found = [w for w in facts.all(WeightsFact) if w.model == size.id and w.rank < 90]
     found.sort(key=lambda w: (w.rank, -w.gb))
     return tuple(
-        Option(
+        WeightFormat(
             w.format,
             int(w.gb * 1e9),
             w.engines,
             w.hub,
             w.id,
             w.cc,
-            own.scaled(w.format, int(w.gb * 1e9)),
+            runtime_support.gpu_bytes(w.format, int(w.gb * 1e9)),
         )
         for w in found
     )
 
 
-def named_target(facts: Facts, size: Size, given: str = "") -> Target:
+def named_target(facts: Facts, size: SizeFact, given: str = "") -> TargetModel:
     """A size from the facts with all its formats."""
-    return Target(
+    return TargetModel(
         title=f"Gemma 4 {size.name}",
         size=size.id,
         given=given,
-        options=options_of(facts, size),
+        formats=formats_of(facts, size),
         caches=caches_of(size),
         context=size.context,
         hub=size.hub,
@@ -145,19 +145,19 @@ def named_target(facts: Facts, size: Size, given: str = "") -> Target:
     )
 
 
-def find_size(facts: Facts, text: str) -> Size | None:
+def find_size(facts: Facts, text: str) -> SizeFact | None:
     """The size that a name speaks of: `31b`, `gemma-4-26B-A4B-it`, `E4B`."""
     low = text.lower()
-    for size in facts.all(Size):
+    for size in facts.all(SizeFact):
         if low == size.id or low in size.aliases:
             return size
-    for size in facts.all(Size):
+    for size in facts.all(SizeFact):
         if re.search(rf"(?<![a-z0-9]){re.escape(size.id)}(?![a-z0-9])", low.replace("_", "-")):
             return size
     return None
 
 
-def from_row(row: Draft, given: str) -> DraftModel:
+def from_row(row: DraftFact, given: str) -> DraftModel:
     """A draft as the facts describe it."""
     return DraftModel(
         title=row.name,

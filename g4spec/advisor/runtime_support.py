@@ -29,7 +29,7 @@ def refusal(file: GGUF, kind: ModuleType) -> str:
     return ""
 
 
-def drafts() -> tuple[str, ...]:
+def draft_kinds() -> tuple[str, ...]:
     """List the kinds of drafts that this version runs, by the words of the facts."""
     return tuple("mtp" if name == "gemma4-assistant" else name for name in models.drafts())
 
@@ -51,7 +51,7 @@ def weight_bytes(file: GGUF) -> int:
     return sum(map(tensor_bytes, file.tensors.values()))
 
 
-def rewritten(file: GGUF) -> str:
+def repacked_note(file: GGUF) -> str:
     """Say which of a file's tensors take other bytes on a GPU than in the file, or ""."""
     other = [t for t in file.tensors.values() if tensor_bytes(t) != t.nbytes]
     if not other:
@@ -66,14 +66,14 @@ def rewritten(file: GGUF) -> str:
     )
 
 
-def scaled(type: str, nbytes: int) -> int:
+def gpu_bytes(type: str, nbytes: int) -> int:
     """Bytes in a GPU's memory of so many in a file of a weight format: `IQ3_S`, `Q3_K_M`."""
     low = type.lower().split("-")[-1]
     name = next((n for n in (low, low.rsplit("_", 1)[0]) if n in BLOCKS), None)
     return nbytes if name is None else nbytes * block_bytes(name) // get(name).block_bytes
 
 
-def mix(file: GGUF) -> str:
+def mix_note(file: GGUF) -> str:
     """Say what a mixed file holds, as `12.3 GB Q4_K, 2.1 GB Q6_K`; "" for one of a single type."""
     held: dict[str, int] = {}
     for t in file.tensors.values():

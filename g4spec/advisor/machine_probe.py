@@ -18,7 +18,7 @@ from typing import Any
 from g4spec.advisor.cards import find_card
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.machine import Gpu, Machine
-from g4spec.advisor.schema import Other
+from g4spec.advisor.schema import OtherGpuFact
 
 PACKAGES = (
     "vllm",
@@ -98,7 +98,7 @@ def _other(facts: Facts, system: System) -> str | None:
         return "other-jetson"
     files = sorted((system.root / "sys/class/drm").glob("card*/device/vendor"))
     vendors = {system.text(path).strip() for path in files}
-    return next((row.id for row in facts.all(Other) if row.vendor in vendors), None)
+    return next((row.id for row in facts.all(OtherGpuFact) if row.vendor in vendors), None)
 
 
 def probe(facts: Facts, system: System | None = None) -> Machine:
@@ -198,7 +198,7 @@ def _text(value: Any) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
-def _visible(ask: _Asker, handles: list[Any], wanted: str | None) -> list[Any]:
+def _visible(ask: _NvmlCalls, handles: list[Any], wanted: str | None) -> list[Any]:
     """The devices that CUDA_VISIBLE_DEVICES leaves: indices or beginnings of UUIDs; CUDA stops at
     the first entry that it cannot use. NVML itself ignores the variable."""
     if wanted is None:
@@ -228,7 +228,7 @@ def _gpus(
         if nvml is None:
             notes.append("no NVIDIA driver answers on this machine")
             return [], None, None, None
-        ask = _Asker(nvml)
+        ask = _NvmlCalls(nvml)
         driver = ask.text("nvmlSystemGetDriverVersion")
         number = ask("nvmlSystemGetCudaDriverVersion_v2") or ask("nvmlSystemGetCudaDriverVersion")
         cuda = f"{number // 1000}.{number % 1000 // 10}" if number else None
@@ -254,7 +254,7 @@ def _gpus(
         return gpus, driver, cuda, linked
 
 
-class _Asker:
+class _NvmlCalls:
     """Calls NVML functions; None for whatever a device or driver does not support."""
 
     def __init__(self, nvml: Any) -> None:
@@ -275,7 +275,7 @@ class _Asker:
 
 
 def _gpu(
-    facts: Facts, ask: _Asker, handle: Any, memory: Mapping[str, int], notes: list[str]
+    facts: Facts, ask: _NvmlCalls, handle: Any, memory: Mapping[str, int], notes: list[str]
 ) -> Gpu:
     name = (ask.text("nvmlDeviceGetName", handle) or "unknown GPU")[:NAME_ONLY_LIMIT]
     card = find_card(facts, name)
@@ -307,7 +307,11 @@ def _gpu(
 
 
 def _bandwidth(
-    ask: _Asker, handle: Any, listed: tuple[float, ...], sizes: tuple[int, ...], total: int | None
+    ask: _NvmlCalls,
+    handle: Any,
+    listed: tuple[float, ...],
+    sizes: tuple[int, ...],
+    total: int | None,
 ) -> float | None:
     """GB/s: the vendor's figure for a known card, else from bus width and memory clock."""
     if listed:
@@ -319,7 +323,7 @@ def _bandwidth(
     return round(2 * clock * 1e6 * width / 8 / 1e9, 1) if width and clock else None
 
 
-def _processes(ask: _Asker, handle: Any) -> Iterator[str]:
+def _processes(ask: _NvmlCalls, handle: Any) -> Iterator[str]:
     """Other processes that hold memory of the card."""
     own = os.getpid()
     for kind in ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses"):

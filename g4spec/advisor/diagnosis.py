@@ -7,14 +7,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from g4spec.advisor.machine import Machine
-from g4spec.advisor.memory_needs import Plan
+from g4spec.advisor.memory_needs import MemoryPlan
 from g4spec.advisor.schema import Mark
 
 SIGNS: dict[Mark, str] = {"good": "✓", "warn": "!", "bad": "✗", "note": "·"}
 STYLES: dict[Mark, str | None] = {"good": "good", "warn": "warn", "bad": "bad", "note": "dim"}
 
 
-class Out(Protocol):
+class LineOutput(Protocol):
     """The part of `cli.render.Output` that a verdict needs."""
 
     def line(self, text: str = "", style: str | None = None) -> None: ...
@@ -79,7 +79,7 @@ class Brief:
     rows: tuple[tuple[str, str], ...] = ()
     command: str = ""
 
-    def show(self, out: Out) -> None:
+    def show(self, out: LineOutput) -> None:
         """Print them."""
         out.line(f"{SIGNS[self.mark]} {self.said}", STYLES[self.mark])
         for name, text in self.rows:
@@ -107,7 +107,7 @@ class Diagnosis:
     brief: Brief | None = None
     sections: list[Section] = field(default_factory=list)
     steps: list[str] = field(default_factory=list)
-    plans: list[Plan] = field(default_factory=list)
+    plans: list[MemoryPlan] = field(default_factory=list)
 
     def section(self, title: str, brief: bool = False) -> Section:
         made = Section(title, brief)
@@ -150,7 +150,7 @@ class Diagnosis:
                     "format": p.format,
                     "kv": p.kv,
                     "context": p.context,
-                    "steps": [asdict(s) for s in p.steps],
+                    "steps": [asdict(s) for s in p.items],
                     "total": p.total,
                     "available": p.available,
                     "fits": p.fits,
@@ -161,7 +161,7 @@ class Diagnosis:
             "next_steps": self.steps,
         }
 
-    def show(self, out: Out, verbose: bool = False) -> None:
+    def show(self, out: LineOutput, verbose: bool = False) -> None:
         """Print the answer in five lines and what to do; everything with `verbose`."""
         out.line(self.question, "bold")
         if self.brief is not None:
@@ -193,7 +193,7 @@ class Diagnosis:
             out.line(f"--verbose shows the rest: {', '.join(dict.fromkeys(hidden))}", "dim")
 
 
-def _show(out: Out, line: Line, verbose: bool) -> None:
+def _show(out: LineOutput, line: Line, verbose: bool) -> None:
     ids = f"  [{', '.join(line.facts)}]" if line.facts and verbose else ""
     out.line(f"  {SIGNS[line.mark]} {line.text}{ids}", STYLES[line.mark])
     if not (line.reason or line.fix) or not (verbose or line.mark in ("bad", "warn")):

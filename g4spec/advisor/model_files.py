@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from g4spec import models
-from g4spec.advisor import own, subjects
+from g4spec.advisor import named_models, runtime_support
 from g4spec.advisor.facts import Facts
-from g4spec.advisor.schema import Draft, Size
-from g4spec.advisor.subjects import DraftModel, Option, Target
+from g4spec.advisor.named_models import DraftModel, TargetModel, WeightFormat
+from g4spec.advisor.schema import DraftFact, SizeFact
 from g4spec.core import CacheShape
 from g4spec.errors import InputError
 from g4spec.gguf import GGUF, folder_hint, regular_files
@@ -40,14 +40,14 @@ def _malformed(path: Path) -> Iterator[None]:
         raise InputError(f"{path}: its configuration makes no sense ({problem})") from problem
 
 
-def target(facts: Facts, path: Path, given: str) -> Target:
+def read_target(facts: Facts, path: Path, given: str) -> TargetModel:
     """A target in a GGUF file or a checkpoint folder."""
     with _malformed(path):
         read = _gguf_target if path.is_file() else _folder_target
         return read(facts, path, given)
 
 
-def draft(facts: Facts, path: Path, given: str, of: Target) -> DraftModel:
+def read_draft(facts: Facts, path: Path, given: str, of: TargetModel) -> DraftModel:
     """A draft in a GGUF file or a checkpoint folder."""
     with _malformed(path):
         read = _gguf_draft if path.is_file() else _folder_draft
@@ -108,13 +108,14 @@ def _read_once(file: GGUF, kv: Mapping[str, Any], arch: str) -> float:
     return (total - idle - tables) / total if total else 1.0
 
 
-def _size_like(facts: Facts, hidden: int, layers: int) -> Size | None:
+def _size_like(facts: Facts, hidden: int, layers: int) -> SizeFact | None:
     return next(
-        (s for s in facts.all(Size) if s.hidden == hidden and s.sliding + s.full == layers), None
+        (s for s in facts.all(SizeFact) if s.hidden == hidden and s.sliding + s.full == layers),
+        None,
     )
 
 
-def _gguf_target(facts: Facts, path: Path, given: str) -> Target:
+def _gguf_target(facts: Facts, path: Path, given: str) -> TargetModel:
     with GGUF(path) as file:
         arch = file.get("general.architecture")
         if arch != "gemma4":
@@ -132,12 +133,14 @@ def _gguf_target(facts: Facts, path: Path, given: str) -> Target:
         names = [t.format.name for t in large]
         common = max(set(names), key=names.count).upper() if names else "none"
         nbytes = sum(t.nbytes for t in file.tensors.values())
-        option = Option(common, nbytes, ("llama.cpp", "g4spec"), own=own.weight_bytes(file))
-        return Target(
+        option = WeightFormat(
+            common, nbytes, ("llama.cpp", "g4spec"), own=runtime_support.weight_bytes(file)
+        )
+        return TargetModel(
             title=f"{path.name} (Gemma 4 {size.name if size else f'with {n} layers'})",
             size=size.id if size else "other",
             given=given,
-            options=(option,),
+            formats=(option,),
             caches=gguf_caches(kv, "gemma4"),
             context=_number(kv, "gemma4.context_length"),
             hub=size.hub if size else "",
@@ -145,17 +148,21 @@ def _gguf_target(facts: Facts, path: Path, given: str) -> Target:
             moe=bool(kv.get("gemma4.expert_count")),
             is_gguf=True,
             is_local=True,
-            refusal=own.refusal(file, models.kinds()["gemma4"]),
-            notes=tuple(note for note in (own.mix(file), own.rewritten(file)) if note),
+            refusal=runtime_support.refusal(file, models.kinds()["gemma4"]),
+            notes=tuple(
+                note
+                for note in (runtime_support.mix_note(file), runtime_support.repacked_note(file))
+                if note
+            ),
         )
 
 
-def _row(facts: Facts, kind: str, maker: str, size: str) -> Draft | None:
-    rows = [d for d in facts.all(Draft) if d.kind == kind and d.model == size]
+def _row(facts: Facts, kind: str, maker: str, size: str) -> DraftFact | None:
+    rows = [d for d in facts.all(DraftFact) if d.kind == kind and d.model == size]
     return next((d for d in rows if d.maker == maker), None)
 
 
-def _gguf_draft(facts: Facts, path: Path, given: str, of: Target) -> DraftModel:
+def _gguf_draft(facts: Facts, path: Path, given: str, of: TargetModel) -> DraftModel:
     with GGUF(path) as file:
         kv, arch = file.kv, str(file.get("general.architecture"))
         nbytes = sum(t.nbytes for t in file.tensors.values())
@@ -163,7 +170,7 @@ def _gguf_draft(facts: Facts, path: Path, given: str, of: Target) -> DraftModel:
         made = _new_draft(path, given, of, nbytes, gguf=True)
         known = models.find_kind(arch, file.tensors)
         if known is not None:
-            made = replace(made, refusal=own.refusal(file, known))
+            made = replace(made, refusal=runtime_support.refusal(file, known))
         if arch == "gemma4-assistant":
             return _with_row(
                 replace(made, kind="mtp", head=512, llamacpp_n=4),
@@ -203,7 +210,7 @@ def _gguf_draft(facts: Facts, path: Path, given: str, of: Target) -> DraftModel:
         return _with_row(made, _row(facts, kind, "redhat" if own_head else "zlab", of.size))
 
 
-def _new_draft(path: Path, given: str, of: Target, nbytes: int, gguf: bool) -> DraftModel:
+def _new_draft(path: Path, given: str, of: TargetModel, nbytes: int, gguf: bool) -> DraftModel:
     return DraftModel(
         title=path.name,
         kind="",
@@ -218,7 +225,7 @@ def _new_draft(path: Path, given: str, of: Target, nbytes: int, gguf: bool) -> D
     )
 
 
-def _with_row(made: DraftModel, row: Draft | None) -> DraftModel:
+def _with_row(made: DraftModel, row: DraftFact | None) -> DraftModel:
     """What a file does not say, from the row of the published draft it is like."""
     if row is None:
         return made
@@ -275,14 +282,14 @@ def folder_caches(text: Mapping[str, Any]) -> tuple[CacheShape, ...]:
     shared = text.get("num_kv_shared_layers") or 0
     heads = _integer(text, "num_key_value_heads")
     full_heads = text.get("num_global_key_value_heads") or heads
-    head = _integer(text, "head_dim", subjects.HEAD_SLIDING)
-    full_head = text.get("global_head_dim") or subjects.HEAD_FULL
+    head = _integer(text, "head_dim", named_models.HEAD_SLIDING)
+    full_head = text.get("global_head_dim") or named_models.HEAD_FULL
     window = _integer(text, "sliding_window", 1024)
     # transformers writes what differs from layer to layer under per_layer_config when it saves.
-    own = {int(k): v for k, v in (text.get("per_layer_config") or {}).items()}
+    per_layer = {int(k): v for k, v in (text.get("per_layer_config") or {}).items()}
     out = []
     for i, kind in enumerate(types[: len(types) - int(shared)]):
-        full, mine = kind == "full_attention", own.get(i, {})
+        full, mine = kind == "full_attention", per_layer.get(i, {})
         n = mine.get("num_key_value_heads", full_heads if full else heads)
         size = mine.get("head_dim", full_head if full else head)
         out.append(CacheShape(int(n), int(size), None if full else window))
@@ -308,7 +315,7 @@ def _is_target(architecture: str) -> bool:
     return "Gemma4For" in architecture
 
 
-def _folder_target(facts: Facts, folder: Path, given: str) -> Target:
+def _folder_target(facts: Facts, folder: Path, given: str) -> TargetModel:
     raw = _config(folder)
     text = raw.get("text_config") or raw
     if not any(_is_target(str(a)) for a in raw.get("architectures") or ()):
@@ -321,11 +328,11 @@ def _folder_target(facts: Facts, folder: Path, given: str) -> Target:
     hidden = _integer(text, "hidden_size")
     size = _size_like(facts, hidden, len(text.get("layer_types") or ()))
     name, notes = _folder_format(raw)
-    return Target(
+    return TargetModel(
         title=f"{folder.name} (Gemma 4 {size.name if size else 'of another size'})",
         size=size.id if size else "other",
         given=given,
-        options=(Option(name, _weights(folder), ENGINES),),
+        formats=(WeightFormat(name, _weights(folder), ENGINES),),
         caches=folder_caches(text),
         context=_integer(text, "max_position_embeddings", 131072),
         hub=size.hub if size else "",
@@ -336,7 +343,7 @@ def _folder_target(facts: Facts, folder: Path, given: str) -> Target:
     )
 
 
-def _folder_draft(facts: Facts, folder: Path, given: str, of: Target) -> DraftModel:
+def _folder_draft(facts: Facts, folder: Path, given: str, of: TargetModel) -> DraftModel:
     raw = _config(folder)
     made = _new_draft(folder, given, of, _weights(folder), gguf=False)
     ggufs = sorted(folder.glob("*.gguf"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from g4spec.advisor.schema import When
+from g4spec.advisor.schema import Conditions
 from g4spec.advisor.versions import holds, parse
 
 
@@ -68,7 +68,7 @@ def _among(wanted: tuple[str, ...], found: str | None) -> bool:
     return not wanted or found in wanted
 
 
-def matches(when: When, s: Situation) -> bool:
+def matches(when: Conditions, s: Situation) -> bool:
     """Whether every condition of `when` holds. What is unknown does not match."""
     ranges = (
         (when.versions, _version(s.version)),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
-from g4spec.advisor.machine import Machine, assumption
-from g4spec.advisor.memory_needs import Calculator, Plan
-from g4spec.advisor.subjects import DraftModel, Option, Target
+from g4spec.advisor.machine import Machine, assume_options
+from g4spec.advisor.memory_needs import Calculator, MemoryPlan
+from g4spec.advisor.named_models import DraftModel, TargetModel, WeightFormat
 
 USUAL_CONTEXT = 8192
 """Context in tokens that the arithmetic is shown for when none was asked for."""
@@ -26,7 +26,7 @@ class Question:
         backend: attention backend forced on the target. `gpus`: cards to use, None for all.
     """
 
-    target: Target
+    target: TargetModel
     draft: DraftModel | None = None
     context: int | None = None
     kv: str | None = None
@@ -35,33 +35,33 @@ class Question:
     batched: int = 2048
 
 
-def options(q: Question, machine: Machine) -> str:
+def command_options(q: Question, machine: Machine) -> str:
     """What asks the same of `doctor` and `recipe` once more."""
     said = f"-m {shlex.quote(q.target.given or q.target.size)}"
     if q.draft is not None:
         said += f" -md {shlex.quote(q.draft.given)}"
     for name, value in (("-c", q.context), ("--kv", q.kv), ("--gpus", q.gpus)):
         said += f" {name} {value}" if value else ""
-    return said + assumption(machine)
+    return said + assume_options(machine)
 
 
 def _plans(
-    calc: Calculator, name: str, option: Option, q: Question, kinds: tuple[str, ...]
-) -> tuple[Plan, ...]:
+    calc: Calculator, name: str, option: WeightFormat, q: Question, kinds: tuple[str, ...]
+) -> tuple[MemoryPlan, ...]:
     wanted = q.context or min(USUAL_CONTEXT, q.target.context)
     return tuple(calc.plan(name, option, kv, wanted) for kv in kinds)
 
 
-def choose(
-    calc: Calculator, name: str, loadable: list[Option], q: Question, kinds: tuple[str, ...]
-) -> tuple[Option | None, tuple[Plan, ...], Plan | None]:
+def choose_format(
+    calc: Calculator, name: str, loadable: list[WeightFormat], q: Question, kinds: tuple[str, ...]
+) -> tuple[WeightFormat | None, tuple[MemoryPlan, ...], MemoryPlan | None]:
     """The best format that leaves room for a useful context, else one that fits at all, else the
     smallest one. Formats that would be needlessly slow on the card come late, and those of which
     no checkpoint is known come last."""
     if not loadable:
         return None, (), None
     ordered = sorted(
-        loadable, key=lambda o: (not source(name, q.target, o), _slow(o, calc.machine))
+        loadable, key=lambda o: (not checkpoint_source(name, q.target, o), _slow(o, calc.machine))
     )
     wanted = q.context or min(COMFORTABLE_CONTEXT, q.target.context)
     tried = [(o, _plans(calc, name, o, q, kinds)) for o in ordered]
@@ -79,7 +79,7 @@ def choose(
     return option, plans, plans[-1] if plans else None
 
 
-def source(engine: str, target: Target, option: Option) -> str:
+def checkpoint_source(engine: str, target: TargetModel, option: WeightFormat) -> str:
     """The checkpoint or file that holds a format, as the engine is given it; "" if none is known.
 
     vLLM makes FP8 from the BF16 checkpoint while it loads. GGUF files are in several repositories,
@@ -97,7 +97,7 @@ def source(engine: str, target: Target, option: Option) -> str:
     return target.hub if made else ""
 
 
-def _slow(option: Option, machine: Machine) -> bool:
+def _slow(option: WeightFormat, machine: Machine) -> bool:
     """Whether a format is too many bytes for the card's bandwidth when a smaller one exists."""
     bandwidth = machine.bandwidth or 0.0
     if option.format in ("BF16", "F16"):

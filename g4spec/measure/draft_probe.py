@@ -31,7 +31,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class AcceptanceCounts:
     """What a draft did: counts by position of the proposal, the first token first."""
 
     drafted: tuple[int, ...]
@@ -48,7 +48,7 @@ class Run:
 
 
 @dataclass(slots=True)
-class Probe:
+class ProbeResult:
     """What a probe found.
 
     Attributes:
@@ -58,8 +58,8 @@ class Probe:
 
     kind: str
     reached: float
-    run: Run
-    others: dict[str, Run] = field(default_factory=dict)
+    run: AcceptanceCounts
+    others: dict[str, AcceptanceCounts] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -94,7 +94,7 @@ def probe(
     count: int = 2,
     device: str = "cpu",
     progress: Progress = lambda done, total: None,
-) -> Probe:
+) -> ProbeResult:
     """Measure a pair, and the same draft with single settings changed.
 
     Args:
@@ -102,7 +102,7 @@ def probe(
     """
     measured = _measure(target, draft, n_predict, count, device)
     kind = _kind(draft)
-    found = Probe(kind, REACHED.get(kind, LEAST), measured)
+    found = ProbeResult(kind, REACHED.get(kind, LEAST), measured)
     with GGUF(draft) as file, tempfile.TemporaryDirectory() as folder:
         made = list(variants(file))
         for i, (name, changes) in enumerate(made):
@@ -155,7 +155,9 @@ def variants(file: GGUF) -> Iterator[tuple[str, KV]]:
             yield f"{key} = {str(not flag).lower()}", {key: Value(ValueType.BOOL, not flag)}
 
 
-def _measure(target: Path, draft: Path, n_predict: int, count: int, device: str) -> Run:
+def _measure(
+    target: Path, draft: Path, n_predict: int, count: int, device: str
+) -> AcceptanceCounts:
     engine = Engine.load(target, draft, n_ctx=None, device=device)
     try:
         assert engine.draft is not None
@@ -171,7 +173,7 @@ def _measure(target: Path, draft: Path, n_predict: int, count: int, device: str)
                 accepted[i] += run.stats.accepted_by_position[i]
     finally:
         engine.close()
-    return Run(tuple(drafted), tuple(accepted))
+    return AcceptanceCounts(tuple(drafted), tuple(accepted))
 
 
 def _kind(draft: Path) -> str:
