@@ -20,9 +20,9 @@ import anyio
 from g4spec.errors import InputError
 from g4spec.runtime import template as runtime_template
 
-_WORKER = (
+_WORKER_PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.stdin.readline()); "
-    "from g4spec.server.worker import work; work()"
+    "from g4spec.server.template_worker import work; work()"
 )
 
 
@@ -51,17 +51,17 @@ class Renderer:
             try:
                 with anyio.fail_after(START_SECONDS):  # its imports take long on a busy machine
                     await self._started()
-                with anyio.fail_after(runtime_template.SECONDS):
+                with anyio.fail_after(runtime_template.TIMEOUT_SECONDS):
                     answer = await self._ask(line)
             except TimeoutError:
                 await self.close()
-                raise _stopped(f"no end after {runtime_template.SECONDS} s") from None
+                raise _stopped(f"no end after {runtime_template.TIMEOUT_SECONDS} s") from None
             except asyncio.CancelledError:
                 await self.close()  # its answer would be taken for that of the next text
                 raise
         if answer is None:
             await self.close()
-            raise _stopped("it was stopped, probably for the memory it took")
+            raise _stopped("its process was killed, probably for using too much memory")
         if "error" in answer:
             raise _failed(answer["error"])
         return str(answer["text"])
@@ -87,12 +87,12 @@ class Renderer:
         return dict(json.loads(answer)) if answer.endswith(b"\n") else None
 
     async def _start(self) -> asyncio.subprocess.Process:
-        names = runtime_template.ENVIRONMENT
+        names = runtime_template.PASSED_ENVIRONMENT
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-I",
             "-c",
-            _WORKER,
+            _WORKER_PROGRAM,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
@@ -124,7 +124,7 @@ def _stopped(why: str) -> Stopped:
 
 
 @dataclass(frozen=True, slots=True)
-class Abilities:
+class TemplateFeatures:
     """Features of a template.
 
     Attributes:
@@ -141,7 +141,7 @@ class Abilities:
     text_last: bool = False
 
 
-async def abilities(renderer: Renderer) -> Abilities:
+async def features(renderer: Renderer) -> TemplateFeatures:
     """Find out what a template can do, by rendering."""
     name = "g4spec_probe"
     user = {"role": "user", "content": "x"}
@@ -172,4 +172,6 @@ async def abilities(renderer: Renderer) -> Abilities:
         results = "field"
     talking = await attempt([user, {**calling, "content": "g4spec_text"}], tools=tools)
     text_last = 0 <= talking.find(f"<|tool_call>call:{name}") < talking.find("g4spec_text")
-    return Abilities(bool(thinking) and thinking != plain, name in declared, results, text_last)
+    return TemplateFeatures(
+        bool(thinking) and thinking != plain, name in declared, results, text_last
+    )
