@@ -218,7 +218,7 @@ def linear_upper(x: PackedRows, weight: Weight, workspace: SplitKWorkspace) -> t
         workspace,
         y,
         n_rows=weight.rows,
-        split_k_slices=0,
+        slices=0,
     )
     return y
 
