@@ -17,7 +17,7 @@ def check(target: GGUF, config: Any, draft: GGUF) -> None:
     """Raise InputError if the draft was converted with a target of another depth, hidden size or
     token list: its token ids would mean other tokens. `config`: of the target."""
     for key, what, found in (
-        (TARGET_LAYERS, "layers", len(config.layers)),
+        (TARGET_LAYERS, "number of layers", len(config.layers)),
         (TARGET_HIDDEN, "hidden size", config.n_embd),
     ):
         recorded = draft.get(key)
