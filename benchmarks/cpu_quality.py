@@ -25,7 +25,7 @@ from watch import keep  # noqa: E402
 
 from g4spec.convert import convert, quantize  # noqa: E402
 from g4spec.gguf import imatrix  # noqa: E402
-from g4spec.measure import chunks, importance, perplexity  # noqa: E402
+from g4spec.measure import importance, perplexity, text_chunks  # noqa: E402
 from g4spec.quant import policy  # noqa: E402
 from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS  # noqa: E402
 from g4spec.runtime.engine import Engine  # noqa: E402
@@ -50,16 +50,16 @@ class Meter:
     """Measures files against one base, which reads each chunk once."""
 
     def __init__(self, base: Path, text: str, count: int) -> None:
-        self.base = Engine.load(base, n_ctx=chunks.SIZE)
-        self.parts = chunks.cut(self.base.tokenizer, text, most=count)
-        self._read = {id(ids): chunks.read(self.base, ids) for ids in self.parts}
+        self.base = Engine.load(base, n_ctx=text_chunks.SIZE)
+        self.parts = text_chunks.split_text(self.base.tokenizer, text, most=count)
+        self._read = {id(ids): text_chunks.read_chunk(self.base, ids) for ids in self.parts}
 
     def read(self, engine: Engine, ids: list[int]) -> Any:
-        return self._read[id(ids)] if engine is self.base else chunks.read(engine, ids)
+        return self._read[id(ids)] if engine is self.base else text_chunks.read_chunk(engine, ids)
 
     def measure(self, path: Path, **options: Any) -> dict[str, Any]:
         """Figures of a file, in the form of `g4spec perplexity --json`."""
-        with Engine.load(path, n_ctx=chunks.SIZE, **options) as engine:
+        with Engine.load(path, n_ctx=text_chunks.SIZE, **options) as engine:
             found = perplexity.measure(engine, self.parts, self.base, read=self.read)
         return found.json()
 
@@ -70,8 +70,8 @@ def measured(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     convert(TARGET, plain, type="f32")
     text, calibration = texts()
     meter = Meter(plain, text, args.chunks)
-    with Engine.load(plain, n_ctx=chunks.SIZE) as engine:
-        parts = chunks.cut(engine.tokenizer, calibration, most=args.calibration)
+    with Engine.load(plain, n_ctx=text_chunks.SIZE) as engine:
+        parts = text_chunks.split_text(engine.tokenizer, calibration, most=args.calibration)
         imatrix.save(weighted, importance.collect(engine, parts, "held-out texts"))
     weights = imatrix.read(weighted)
     names = [n for n in policy.names() if n not in (*ALONE, "f32")]

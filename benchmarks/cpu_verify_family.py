@@ -38,7 +38,7 @@ def check(target: Path, draft: Path | str, count: int, n_predict: int) -> dict[s
         "tokens_per_cycle": 1 + verdict.accepted / max(verdict.cycles, 1),
         "seconds": time.perf_counter() - began,
         "longest_proposal": engine.draft.max_tokens,
-        "file": provenance.file(draft) if isinstance(draft, Path) else None,
+        "file": provenance.describe_file(draft) if isinstance(draft, Path) else None,
     }
 
 
@@ -72,8 +72,8 @@ def main() -> int:
         result = {
             "date": datetime.date.today().isoformat(),
             "n_predict": args.n_predict,
-            "target": provenance.file(target),
-            "machine": provenance.machine(),
+            "target": provenance.describe_file(target),
+            "machine": provenance.describe_machine(),
             "commit": provenance.commit(),
             "drafts": found,
         }

@@ -66,30 +66,30 @@ def measure(label: str, model: str, contexts: list[int], rows: list[int]) -> Non
     from g4spec.runtime.pool import Pool
 
     pynvml.nvmlInit()
-    protocol = steps.Protocol(contexts=tuple(contexts))
+    config = steps.SyntheticConfig(contexts=tuple(contexts))
     backend: Any = devices.select("cuda", "q8_0")
     backend.enter()
-    n_ctx = max(contexts) + protocol.room
-    target = synthetic.target(model, protocol.type, backend, n_ctx)
-    drafter = synthetic.draft(model, protocol.draft_type, target)
+    n_ctx = max(contexts) + config.room
+    target = synthetic.make_target(model, config.type, backend, n_ctx)
+    drafter = synthetic.make_draft(model, config.draft_type, target)
     pool = Pool(target.space)
     sequence = Sequence(pool.free_slots.pop(), [], 0)
     pool.grow(sequence, n_ctx)
     for context in contexts:
-        steps.fill(target, drafter, sequence, context)
+        steps.prefill(target, drafter, sequence, context)
         found = []
         for count in rows:
-            play = steps.Step(target, [sequence], count, context).replay
+            play = steps.RecordedStep(target, [sequence], count, context).replay
             found.append("{}: {:.3f} {:.3f} {:.2f} J".format(count, *rested_and_long(play)))
         most = drafter.max_tokens
-        cycles = steps.Cycles(target, drafter, sequence, most, protocol.accept_length - 1)
-        first, lasting = cycles.time(context, protocol.times, steps.REST), []
+        cycles = steps.CycleTimer(target, drafter, sequence, most, config.accept_length - 1)
+        first, lasting = cycles.time(context, config.times, steps.REST), []
         alone = cycles.draft
-        calls = round(METERED * 1e3 / first / (protocol.times + steps.WARM + 1))
+        calls = round(METERED * 1e3 / first / (config.times + steps.WARM + 1))
         before = energy()
         for _ in range(calls):
-            lasting.append(cycles.time(context, protocol.times))
-        joules = (energy() - before) / (calls * (protocol.times + steps.WARM + 1))
+            lasting.append(cycles.time(context, config.times))
+        joules = (energy() - before) / (calls * (config.times + steps.WARM + 1))
         found.append(f"draft {alone:.3f} cycle {first:.3f} {lasting[-1]:.3f} {joules:.2f} J")
         print(f"{label:24s} {context:6d} |", " | ".join(found), flush=True)
 

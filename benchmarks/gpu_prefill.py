@@ -41,11 +41,11 @@ class Prompts:
 
     def __init__(self, name: str, n_ctx: int, chunk: int, kind: Any) -> None:
         backend = CudaBackend(0, kind)
-        self.target = synthetic.target(name, "q4_k_m", backend, n_ctx)
+        self.target = synthetic.make_target(name, "q4_k_m", backend, n_ctx)
         self.target.chunk = self.chunk = chunk
         space = self.target.space
         space.assign(SLOT, range(1, space.n_pages + 1))
-        self.draft: Draft = synthetic.draft(name, "q8_0", self.target)
+        self.draft: Draft = synthetic.make_draft(name, "q8_0", self.target)
         self.reader = Reader(backend, self.target)
 
     def read(self, count: int, chunk: int, *, drafting: bool = False) -> torch.Tensor:

@@ -63,14 +63,16 @@ def main() -> None:
     backend: Any = devices.select("cuda", "q8_0")
     backend.enter()
     n_ctx, texts = args.context + 2 * PAGE, max(args.rows)
-    target = synthetic.target(args.model, args.type, backend, n_ctx, texts, texts * (n_ctx + PAGE))
+    target = synthetic.make_target(
+        args.model, args.type, backend, n_ctx, texts, texts * (n_ctx + PAGE)
+    )
     pool = Pool(target.space)
     sequences = [Sequence(pool.free_slots.pop(), [], 0) for _ in range(texts)]
     for sequence in sequences:
         pool.grow(sequence, n_ctx)
     for first in range(0, texts, 8):  # zeros would be cheaper to multiply
         for at in range(0, args.context, 16):
-            target.run(
+            target.step(
                 batch_of(
                     target.ops,
                     [
@@ -81,7 +83,7 @@ def main() -> None:
             )
     found: list[dict[str, Any]] = []
     for count in args.rows:
-        play = steps.Step(target, sequences[:count], 1, args.context).replay
+        play = steps.RecordedStep(target, sequences[:count], 1, args.context).replay
         assert bool(play().isfinite().all()), count
         rested, settled = steps.milliseconds(play, rest=steps.REST), sustained(play)
         found.append(
@@ -103,7 +105,7 @@ def main() -> None:
                 "model": args.model,
                 "type": args.type,
                 "context": args.context,
-                "machine": run_record.machine(),
+                "machine": run_record.describe_machine(),
                 "device": backend.title,
                 "torch": torch.__version__,
                 "commit": run_record.commit(),

@@ -129,14 +129,14 @@ def main() -> int:
     parser.add_argument("--cache-type", default="q8_0", choices=KINDS)
     parser.add_argument("--out", type=Path, default=ROOT / "results")
     args = parser.parse_args()
-    protocol = steps.Protocol(
+    config = steps.SyntheticConfig(
         type=args.type, draft=args.draft, contexts=tuple(args.contexts), streams=tuple(args.streams)
     )
     results, found = [], []
     for name in args.models:
         backend: Any = devices.select("cuda", args.cache_type)
         seen: dict[str, dict[str, Any]] = {"kernels_ms": {}, "sustained": {}}
-        result = steps.measure(name, backend, protocol, functools.partial(keep, seen))
+        result = steps.measure(name, backend, config, functools.partial(keep, seen))
         results.append(result | seen)
         found += goals(result)
         for row in result["rows"]:

@@ -72,8 +72,8 @@ class Streams:
         backend: Any = devices.select("cuda", "q8_0")
         backend.enter()
         pool = texts * (n_ctx + PAGE)
-        self.target = synthetic.target(model, "q4_k_m", backend, n_ctx, texts, pool)
-        draft: Any = synthetic.draft(model, "q8_0", self.target) if drafted else None
+        self.target = synthetic.make_target(model, "q4_k_m", backend, n_ctx, texts, pool)
+        draft: Any = synthetic.make_draft(model, "q8_0", self.target) if drafted else None
         tokenizer: Any = NoText()
         plan = MemoryPlan(n_ctx, 0, 0, 0, 0, 0)
         self.engine = Engine(self.target, draft, tokenizer, plan)

@@ -28,17 +28,19 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="31b", choices=list(synthetic.DRAFTS))
     parser.add_argument("--context", type=int, default=64)
     args = parser.parse_args()
-    protocol = steps.Protocol(contexts=(args.context,))
+    config = steps.SyntheticConfig(contexts=(args.context,))
     backend: Any = devices.select("cuda", "q8_0")
     backend.enter()
-    n_ctx = args.context + protocol.room
-    target = synthetic.target(args.model, protocol.type, backend, n_ctx)
-    drafter = synthetic.draft(args.model, protocol.draft_type, target)
+    n_ctx = args.context + config.room
+    target = synthetic.make_target(args.model, config.type, backend, n_ctx)
+    drafter = synthetic.make_draft(args.model, config.draft_type, target)
     pool = Pool(target.space)
     sequence = Sequence(pool.free_slots.pop(), [], 0)
     pool.grow(sequence, n_ctx)
-    steps.fill(target, drafter, sequence, args.context)
-    cycles = steps.Cycles(target, drafter, sequence, drafter.max_tokens, protocol.accept_length - 1)
+    steps.prefill(target, drafter, sequence, args.context)
+    cycles = steps.CycleTimer(
+        target, drafter, sequence, drafter.max_tokens, config.accept_length - 1
+    )
 
     def run() -> None:
         cycles.time(args.context, 8)

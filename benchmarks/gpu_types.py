@@ -167,7 +167,7 @@ def main() -> None:
     path.write_text(
         json.dumps(
             {
-                "machine": run_record.machine(),
+                "machine": run_record.describe_machine(),
                 "device": ops.title,
                 "torch": torch.__version__,
                 "commit": run_record.commit(),

@@ -174,7 +174,7 @@ def main() -> int:
             f"quantize{'-imatrix' if args.imatrix else ''}",
             {
                 "weights": weights,
-                "file": provenance.file(source),
+                "file": provenance.describe_file(source),
                 "tool": args.tool.name,
                 "types": found,
             },

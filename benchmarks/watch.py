@@ -87,7 +87,7 @@ def keep(out: Path | None, name: str, found: dict[str, Any]) -> dict[str, Any]:
     )
     result = {
         "date": today,
-        "machine": provenance.machine(),
+        "machine": provenance.describe_machine(),
         **gpu,
         "commit": provenance.commit(),
         **found,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from g4spec.advisor.facts import Facts
-from g4spec.advisor.schema import Backend, Capability, Release
-from g4spec.advisor.subjects import DraftModel
+from g4spec.advisor.named_models import DraftModel
+from g4spec.advisor.schema import BackendFact, CapabilityFact, ReleaseFact
 from g4spec.advisor.versions import holds, parse
 
 KIB = 1024
@@ -15,7 +15,7 @@ WIDE = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BackendVerdict:
     """One backend on one card.
 
     Attributes:
@@ -36,7 +36,7 @@ class Row:
     fact: str
 
 
-def _kv(backend: Backend, cc: tuple[int, int]) -> tuple[str, ...]:
+def _kv(backend: BackendFact, cc: tuple[int, int]) -> tuple[str, ...]:
     """Cache types that the card allows."""
     limits = {}
     for entry in backend.kv_min:
@@ -48,20 +48,22 @@ def _kv(backend: Backend, cc: tuple[int, int]) -> tuple[str, ...]:
 def shared_memory(facts: Facts, cc: tuple[int, int]) -> int | None:
     """Bytes of shared memory a block may opt in to, or None for an unknown capability."""
     name = f"{cc[0]}.{cc[1]}"
-    found = next((c for c in facts.all(Capability) if name in c.cc), None)
+    found = next((c for c in facts.all(CapabilityFact) if name in c.cc), None)
     return found.smem_block * KIB if found is not None else None
 
 
-def names(facts: Facts, engine: str) -> list[str]:
+def backend_names(facts: Facts, engine: str) -> list[str]:
     """What the engine calls its backends, without their generations."""
-    told = [b.name.split(" (")[0].split(", ") for b in facts.all(Backend) if b.engine == engine]
+    told = [b.name.split(" (")[0].split(", ") for b in facts.all(BackendFact) if b.engine == engine]
     return sorted({name for some in told for name in some})
 
 
-def rows(facts: Facts, engine: str, version: str, cc: tuple[int, int]) -> list[Row]:
+def judge_backends(
+    facts: Facts, engine: str, version: str, cc: tuple[int, int]
+) -> list[BackendVerdict]:
     """Every backend of that engine version, judged for a card of capability `cc`."""
     out = []
-    for b in facts.all(Backend):
+    for b in facts.all(BackendFact):
         if b.engine != engine or not holds(b.versions, parse(version)):
             continue
         if not holds(b.cc, cc):
@@ -70,7 +72,7 @@ def rows(facts: Facts, engine: str, version: str, cc: tuple[int, int]) -> list[R
     return out
 
 
-def _judge(facts: Facts, b: Backend, cc: tuple[int, int]) -> Row:
+def _judge(facts: Facts, b: BackendFact, cc: tuple[int, int]) -> BackendVerdict:
     reasons = []
     heads = b.heads
     memory = shared_memory(facts, cc)
@@ -96,19 +98,21 @@ def _judge(facts: Facts, b: Backend, cc: tuple[int, int]) -> Row:
     if kv != b.kv and WIDE in heads and b.noncausal == "yes":
         fix = "a bf16 cache"
     why = "; ".join(reasons)
-    return Row(b.name, heads, target, draft, b.sliding, kv, why, fix if why else "", b.id)
+    return BackendVerdict(
+        b.name, heads, target, draft, b.sliding, kv, why, fix if why else "", b.id
+    )
 
 
-def release(facts: Facts, version: str) -> Release | None:
+def find_release(facts: Facts, version: str) -> ReleaseFact | None:
     """The row of the upgrade table for a vLLM version."""
-    return next((r for r in facts.all(Release) if holds(r.versions, parse(version))), None)
+    return next((r for r in facts.all(ReleaseFact) if holds(r.versions, parse(version))), None)
 
 
-def chosen(
+def default_backends(
     facts: Facts, version: str, cc: tuple[int, int], draft: DraftModel | None
 ) -> tuple[str, str]:
     """Which backend vLLM takes by itself for the target and for the draft; "" where none fits."""
-    row = release(facts, version)
+    row = find_release(facts, version)
     if row is None:
         return "", ""
     hopper = (9, 0) <= cc < (10, 0)

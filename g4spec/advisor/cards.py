@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.machine import GIB, Gpu, Machine
-from g4spec.advisor.schema import Capability, Card, Other
+from g4spec.advisor.schema import CapabilityFact, CardFact, OtherGpuFact
 from g4spec.advisor.versions import parse
 from g4spec.errors import UsageError
 
@@ -33,11 +33,11 @@ def words(text: str) -> list[str]:
     return [w for w in found if w not in ("nvidia", "geforce", "tesla", "gpu", "graphics")]
 
 
-def find_card(facts: Facts, name: str) -> Card | None:
+def find_card(facts: Facts, name: str) -> CardFact | None:
     """Find the row of a product by its name; the longest name that occurs in it wins, as whole
     words, so that `RTX 3090 Ti` is not an `RTX 3090`."""
     asked, best, length = words(name), None, 0
-    for card in facts.all(Card):
+    for card in facts.all(CardFact):
         for alias in (card.name, *card.aliases):
             w = words(alias)
             spots = range(len(asked) - len(w) + 1)
@@ -50,12 +50,12 @@ def find_card(facts: Facts, name: str) -> Card | None:
     return best
 
 
-def other(facts: Facts, name: str) -> Other | None:
+def other(facts: Facts, name: str) -> OtherGpuFact | None:
     """Find the row of a GPU that is not one of NVIDIA's cards by its name."""
-    return next((o for o in facts.all(Other) if re.search(o.pattern, name.lower())), None)
+    return next((o for o in facts.all(OtherGpuFact) if re.search(o.pattern, name.lower())), None)
 
 
-def card_gpu(card: Card, name: str, size: float | None) -> Gpu:
+def card_gpu(card: CardFact, name: str, size: float | None) -> Gpu:
     """Make a GPU of a row; `size` in GB picks among the card's versions, by default the largest."""
     sizes = card.memory
     gb = max(sizes) if size is None else min(sizes, key=lambda s: abs(s - size))
@@ -105,7 +105,7 @@ def assume(facts: Facts, text: str, tools: Mapping[str, str] | None = None) -> M
         nodes, gpus = len(gpus), gpus[:1]
     nvlink: bool | None = None
     if len(gpus) > 1 and all(g.card for g in gpus):
-        kinds = {facts.get(Card, g.card or "").nvlink for g in gpus}
+        kinds = {facts.get(CardFact, g.card or "").nvlink for g in gpus}
         # Boards are linked in the machines that they are sold in; a bridge is bought apart.
         nvlink = None if any("boards" in k for k in kinds) else False
     if linked:
@@ -148,7 +148,7 @@ def _card(facts: Facts, name: str, text: str) -> Gpu:
     arch = _SM.search(bare)
     if arch is not None and size is not None:
         cc = (int(arch[1][:-1]), int(arch[1][-1]))
-        known = {c for row in facts.all(Capability) for c in row.cc}
+        known = {c for row in facts.all(CapabilityFact) for c in row.cc}
         if f"{cc[0]}.{cc[1]}" in known:
             return Gpu(f"a card of capability {cc[0]}.{cc[1]}", cc, int(size * GIB))
     raise _unknown(facts, bare, size, text)
@@ -163,7 +163,7 @@ def _unknown(facts: Facts, bare: str, size: float | None, text: str) -> UsageErr
             f"--assume {text!r}: {elsewhere.name}. {elsewhere.says}",
             fix=f'{elsewhere.fix}; what fits into its memory: --assume "CPU {memory}GB"',
         )
-    cards = facts.all(Card)
+    cards = facts.all(CardFact)
     if size is not None and not words(bare):
         same = [c.name for c in cards if any(abs(m - size) <= 0.5 for m in c.memory)]
         return UsageError(
@@ -179,7 +179,7 @@ def _unknown(facts: Facts, bare: str, size: float | None, text: str) -> UsageErr
     )
 
 
-def _near(name: str, cards: list[Card]) -> str:
+def _near(name: str, cards: list[CardFact]) -> str:
     """Name the cards whose names are most like `name`, else one of each generation."""
     plain = {" ".join(words(alias)): c.name for c in cards for alias in (c.name, *c.aliases)}
     asked = words(name)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from g4spec.advisor import backends, brief, engines
-from g4spec.advisor.choice import Question
+from g4spec.advisor import backends, engines, summary
+from g4spec.advisor.diagnosis import Diagnosis
 from g4spec.advisor.engines import EngineVerdict
 from g4spec.advisor.facts import Facts
-from g4spec.advisor.lengths import advice
+from g4spec.advisor.format_choice import Question
+from g4spec.advisor.lengths import advice_text
 from g4spec.advisor.machine import GIB, Machine, upgraded
 from g4spec.advisor.memory_needs import GGUF, UNKNOWN_SIZE
 from g4spec.advisor.schema import Mark
-from g4spec.advisor.survey import URGENT, general, problem_line, sizes
-from g4spec.advisor.verdict import Diagnosis
+from g4spec.advisor.survey import URGENT, general_problems, problem_line, survey_sizes
 
 
 def diagnose(
@@ -29,8 +29,8 @@ def diagnose(
     d = Diagnosis(machine, title)
     machine_section(facts, d)
     if question is None:
-        sizes(facts, d)
-        general(facts, d)
+        survey_sizes(facts, d)
+        general_problems(facts, d)
         return d
     draft = question.draft
     d.question = f"{question.target.title}{' with ' + draft.title if draft else ''} on {title}"
@@ -48,7 +48,7 @@ def diagnose(
     _engines(d, verdicts, best, after)
     if best is not None:
         works = d.works and best.works
-        d.brief = brief.brief(facts, machine, question, best, works, after is not None)
+        d.brief = summary.summarize(facts, machine, question, best, works, after is not None)
         if best.plan is not None and (best.works or machine.gpus):
             _memory(d, best)
         if best.works and best.plan is not None:
@@ -163,7 +163,7 @@ def _memory(d: Diagnosis, v: EngineVerdict) -> None:
         f"Memory{per_card}: {v.engine.title}, {plan.format}, {plan.kv} cache, "
         f"{plan.context:,} tokens (computed{like}; -c for others)"
     )
-    for step in plan.steps:
+    for step in plan.items:
         if step.nbytes or step.how == UNKNOWN_SIZE:
             s.add("note", f"{step.nbytes / GIB:7.2f} GiB  {step.name}: {step.how}")
     sign: Mark = "good" if plan.fits else "bad"
@@ -180,10 +180,10 @@ def _memory(d: Diagnosis, v: EngineVerdict) -> None:
 
 def _speed(facts: Facts, d: Diagnosis, q: Question, v: EngineVerdict) -> None:
     assert v.plan is not None
-    made = brief.estimate(facts, d.machine, q, v)
+    made = summary.estimate(facts, d.machine, q, v)
     s = d.section(f"Speed at {v.plan.context:,} tokens, one request (computed, not measured)")
     if made is None:
-        s.add("note", brief.NO_SPEED)
+        s.add("note", summary.NO_SPEED)
         return
     s.add(
         "note",
@@ -227,7 +227,7 @@ def _lengths(facts: Facts, d: Diagnosis, q: Question, verdicts: list[EngineVerdi
     for v in verdicts:
         if v.engine.name == "g4spec":
             continue
-        text, ids = advice(facts, q.draft, v.engine.name, d.machine.cc)
+        text, ids = advice_text(facts, q.draft, v.engine.name, d.machine.cc)
         s.add("note", f"{v.engine.title}: {text}", facts=ids, detail=not v.works)
 
 
@@ -250,7 +250,7 @@ def _backends(
         "needs head sizes 256 and 512 and sliding windows"
         + (", the draft non-causal attention)" if asks else ")")
     )
-    rows = backends.rows(facts, name, v.version, cc)
+    rows = backends.judge_backends(facts, name, v.version, cc)
     if not rows:
         s.add("note", "nothing known for this version and card")
         return
@@ -276,7 +276,7 @@ def _backends(
         # Backends that are beside the point are shown where the run fails, or on request.
         s.add(mark, text + use, row.why, row.fix, (row.fact,), not half and d.works)
     if name == "vllm":
-        target, draft_backend = backends.chosen(facts, v.version, cc, q.draft)
+        target, draft_backend = backends.default_backends(facts, v.version, cc, q.draft)
         if target and not any(p.when.cc and p.rank <= 2 for p in v.blockers):
             # Nothing is chosen where no code exists for the card.
             text = f"chosen by itself: target {target}"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from g4spec.advisor import engines
+from g4spec.advisor.diagnosis import Diagnosis, Section
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.machine import GIB, Gpu, Machine
-from g4spec.advisor.schema import Capability, Mark, Other, Support, Wheel
-from g4spec.advisor.verdict import Diagnosis, Section
+from g4spec.advisor.schema import CapabilityFact, Mark, OtherGpuFact, SupportFact, WheelFact
 from g4spec.advisor.versions import holds, parse
 from g4spec.runtime.cuda.build.nvrtc import INSTALL
 
@@ -42,7 +42,7 @@ def machine_section(facts: Facts, d: Diagnosis) -> None:
 def _no_gpu(facts: Facts, s: Section, m: Machine) -> None:
     """Tell what having no NVIDIA GPU means: what another vendor's does, or how to get at one."""
     if m.other is not None:
-        row = facts.get(Other, m.other)
+        row = facts.get(OtherGpuFact, m.other)
         s.add(
             "warn",
             f"this is {row.name}" if row.id == "other-mac" else f"it has {row.name}",
@@ -64,7 +64,7 @@ def _no_gpu(facts: Facts, s: Section, m: Machine) -> None:
 
 def _gpu(facts: Facts, s: Section, m: Machine, gpu: Gpu) -> None:
     cc = f"{gpu.cc[0]}.{gpu.cc[1]}" if gpu.cc is not None else "unknown"
-    row = next((c for c in facts.all(Capability) if cc in c.cc), None)
+    row = next((c for c in facts.all(CapabilityFact) if cc in c.cc), None)
     size = f"{gpu.memory / GIB:.1f} GiB" if gpu.memory is not None else "memory unknown"
     if gpu.unified:
         size += " shared with the CPU"
@@ -82,7 +82,7 @@ def _gpu(facts: Facts, s: Section, m: Machine, gpu: Gpu) -> None:
         "" if row else "this compute capability is not in the data",
         facts=ids,
     )
-    support = next((r for r in facts.all(Support) if cc in r.cc), None)
+    support = next((r for r in facts.all(SupportFact) if cc in r.cc), None)
     if support is not None:
         s.add("note", f"in short: {support.verdict}", facts=(support.id,))
     if gpu.processes:
@@ -101,7 +101,7 @@ def _software(facts: Facts, s: Section, m: Machine) -> None:
         return
     found = []
     for name in ("vllm", "sglang", "llama.cpp"):
-        title = engines.engine(facts, name).title
+        title = engines.engine_fact(facts, name).title
         found.append(f"{title} {m.tools[name]}" if name in m.tools else f"{title} not installed")
     s.add("note", ", ".join(found))
     torch = m.tools.get("torch")
@@ -136,7 +136,7 @@ def _torch(facts: Facts, s: Section, m: Machine, version: str) -> None:
         row = next(
             (
                 w
-                for w in facts.all(Wheel)
+                for w in facts.all(WheelFact)
                 if w.package == "torch" and holds(w.versions, parse(version))
             ),
             None,

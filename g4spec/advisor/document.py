@@ -7,16 +7,16 @@ from pathlib import Path
 
 from g4spec.advisor.facts import Facts, facts
 from g4spec.advisor.schema import (
-    Card,
-    Draft,
-    Error,
-    Other,
-    Problem,
-    Release,
-    Size,
-    Source,
-    Support,
-    When,
+    CardFact,
+    Conditions,
+    DraftFact,
+    ErrorFact,
+    OtherGpuFact,
+    ProblemFact,
+    ReleaseFact,
+    SizeFact,
+    SourceFact,
+    SupportFact,
 )
 
 INTRO = """\
@@ -59,11 +59,11 @@ def _gpus(known: Facts) -> str:
             f"{s.llamacpp}: {s.llamacpp_why}",
             s.verdict,
         )
-        for s in known.all(Support)
+        for s in known.all(SupportFact)
     ]
     cards = [
         (c.name, c.cc, "/".join(str(m) for m in c.memory), "/".join(f"{b:g}" for b in c.bandwidth))
-        for c in known.all(Card)
+        for c in known.all(CardFact)
     ]
     head = ("capability", "vLLM", "SGLang", "llama.cpp", "in short")
     return (
@@ -74,7 +74,7 @@ def _gpus(known: Facts) -> str:
         + "\n## Without an NVIDIA card\n\n"
         + _table(
             ("machine", "what runs", "what to do"),
-            [(o.name, o.says, o.fix) for o in known.all(Other)],
+            [(o.name, o.says, o.fix) for o in known.all(OtherGpuFact)],
         )
     )
 
@@ -90,7 +90,7 @@ def _models(known: Facts) -> str:
             f"{s.kv_sliding} / {s.kv_full}",
             f"{s.context:,}",
         )
-        for s in known.all(Size)
+        for s in known.all(SizeFact)
     ]
     drafts = [
         (
@@ -100,7 +100,7 @@ def _models(known: Facts) -> str:
             d.kind,
             *(str(n or "unknown") for n in (d.vllm_n, d.sglang_n, d.llamacpp_n)),
         )
-        for d in known.all(Draft)
+        for d in known.all(DraftFact)
     ]
     head = (
         "name",
@@ -128,7 +128,7 @@ def _releases(known: Facts) -> str:
             r.dflash2,
             r.transformers,
         )
-        for r in known.all(Release)
+        for r in known.all(ReleaseFact)
     ]
     head = (
         "vLLM",
@@ -144,7 +144,7 @@ def _releases(known: Facts) -> str:
     return "## vLLM by version\n\n" + _table(head, rows)
 
 
-def _where(when: When) -> str:
+def _where(when: Conditions) -> str:
     parts = []
     for name in (
         "engine",
@@ -171,19 +171,19 @@ def _where(when: When) -> str:
 
 
 def _problems(known: Facts) -> str:
-    rows = [(f"`{p.id}`", p.mark, p.title, _where(p.when), p.fix) for p in known.all(Problem)]
+    rows = [(f"`{p.id}`", p.mark, p.title, _where(p.when), p.fix) for p in known.all(ProblemFact)]
     return "## Known problems\n\n" + _table(("id", "mark", "what", "where", "fix"), rows)
 
 
 def _errors(known: Facts) -> str:
-    rows = [(f"`{e.id}`", f"`{e.sample[:90]}`", e.cause, e.fix) for e in known.all(Error)]
+    rows = [(f"`{e.id}`", f"`{e.sample[:90]}`", e.cause, e.fix) for e in known.all(ErrorFact)]
     return "## Error texts\n\n" + _table(("id", "as in", "cause", "fix"), rows)
 
 
 def document() -> str:
     """The page."""
     known = facts()
-    n = sum(not isinstance(r, Source) for r in known)
+    n = sum(not isinstance(r, SourceFact) for r in known)
     parts = [
         INTRO.format(n=n),
         _gpus(known),

@@ -6,23 +6,23 @@ import math
 from dataclasses import dataclass, replace
 
 from g4spec import __version__
-from g4spec.advisor import offload, own
-from g4spec.advisor.choice import LEAST_CONTEXT, USUAL_CONTEXT, Question, choose
+from g4spec.advisor import offload, runtime_support
+from g4spec.advisor.conditions import Situation, matches
 from g4spec.advisor.facts import Facts
+from g4spec.advisor.format_choice import LEAST_CONTEXT, USUAL_CONTEXT, Question, choose_format
 from g4spec.advisor.machine import GIB, Machine
 from g4spec.advisor.memory_needs import (
     GGUF,
     UNKNOWN_SIZE,
     Calculator,
-    Plan,
+    MemoryPlan,
     slot_bytes,
     token_bytes,
     window_of,
 )
-from g4spec.advisor.schema import Engine, Problem, Size
-from g4spec.advisor.subjects import Option, Target
+from g4spec.advisor.named_models import TargetModel, WeightFormat
+from g4spec.advisor.schema import EngineFact, ProblemFact, SizeFact
 from g4spec.advisor.versions import holds
-from g4spec.advisor.when import Situation, matches
 from g4spec.core import PROMPT_BLOCK
 from g4spec.errors import InputError, Unsupported
 from g4spec.models import gemma4
@@ -49,17 +49,17 @@ class EngineVerdict:
         situation: what the problems were matched against.
     """
 
-    engine: Engine
-    target: Target
+    engine: EngineFact
+    target: TargetModel
     version: str
     installed: bool
     gpus: int
-    option: Option | None
-    plan: Plan | None
-    plans: tuple[Plan, ...]
-    blockers: tuple[Problem, ...]
-    conditions: tuple[Problem, ...]
-    advice: tuple[Problem, ...]
+    option: WeightFormat | None
+    plan: MemoryPlan | None
+    plans: tuple[MemoryPlan, ...]
+    blockers: tuple[ProblemFact, ...]
+    conditions: tuple[ProblemFact, ...]
+    advice: tuple[ProblemFact, ...]
     refusal: str
     fix: str
     situation: Situation
@@ -80,24 +80,29 @@ class EngineVerdict:
     @property
     def uncounted(self) -> bool:
         """Whether the draft's weights are missing from the arithmetic."""
-        return self.plan is not None and any(s.how == UNKNOWN_SIZE for s in self.plan.steps)
+        return self.plan is not None and any(s.how == UNKNOWN_SIZE for s in self.plan.items)
 
     @property
     def refused(self) -> bool:
         return bool(self.blockers or self.refusal)
 
 
-def engine(facts: Facts, name: str) -> Engine:
+def engine_fact(facts: Facts, name: str) -> EngineFact:
     """The row of an engine by its name; what our runtime takes, it is asked itself."""
-    row = next(e for e in facts.all(Engine) if e.name == name)
+    row = next(e for e in facts.all(EngineFact) if e.name == name)
     if name == "g4spec":
-        return replace(row, newest=__version__, drafts=own.drafts(), kv_all=own.cache_types())
+        return replace(
+            row,
+            newest=__version__,
+            drafts=runtime_support.draft_kinds(),
+            kv_all=runtime_support.cache_types(),
+        )
     return row
 
 
-def _size(facts: Facts, target: Target) -> Size | None:
+def _size(facts: Facts, target: TargetModel) -> SizeFact | None:
     """The row of a target's size, if it is a known one."""
-    return next((s for s in facts.all(Size) if s.id == target.size), None)
+    return next((s for s in facts.all(SizeFact) if s.id == target.size), None)
 
 
 def version_of(facts: Facts, machine: Machine, name: str) -> tuple[str, bool]:
@@ -107,10 +112,10 @@ def version_of(facts: Facts, machine: Machine, name: str) -> tuple[str, bool]:
     found = machine.tools.get(name)
     if found and any(c.isdigit() for c in found):
         return found, True
-    return engine(facts, name).newest, found is not None
+    return engine_fact(facts, name).newest, found is not None
 
 
-def cards_for(name: str, machine: Machine, target: Target, asked: int | None) -> int:
+def n_gpus_for(name: str, machine: Machine, target: TargetModel, asked: int | None) -> int:
     """Cards that share the model: a power of two that divides the query heads for tensor
     parallelism over all nodes; every card of one node for llama.cpp's layer split; one of ours."""
     if name == "g4spec":
@@ -132,7 +137,7 @@ def situation(
     q: Question,
     name: str,
     version: str,
-    option: Option | None,
+    option: WeightFormat | None,
     kv: str | None,
     context: int | None,
     gpus: int,
@@ -168,7 +173,7 @@ def situation(
     )
 
 
-def _kv_types(facts: Facts, row: Engine, machine: Machine, q: Question) -> tuple[str, ...]:
+def _kv_types(facts: Facts, row: EngineFact, machine: Machine, q: Question) -> tuple[str, ...]:
     """Cache types worth showing: what was asked for, or what the card has kernels for."""
     if q.kv is not None:
         return (q.kv,)
@@ -183,23 +188,23 @@ def judge(facts: Facts, machine: Machine, q: Question, name: str) -> EngineVerdi
     """The verdict of one engine."""
     if name == "g4spec" and (machine.cc or (0, 0)) < OLDEST:
         return _own(facts, machine, q)
-    row = engine(facts, name)
+    row = engine_fact(facts, name)
     version, installed = version_of(facts, machine, name)
-    gpus = cards_for(name, machine, q.target, q.gpus)
+    gpus = n_gpus_for(name, machine, q.target, q.gpus)
     calc = Calculator(facts, machine, q.target, q.draft, gpus, q.batched)
     kinds = _kv_types(facts, row, machine, q)
     loadable = [
-        o for o in q.target.options if name in o.engines and holds(o.cc, machine.cc or (0,))
+        o for o in q.target.formats if name in o.engines and holds(o.cc, machine.cc or (0,))
     ]
-    option, plans, plan = choose(calc, name, loadable, q, kinds)
+    option, plans, plan = choose_format(calc, name, loadable, q, kinds)
     refusal, fix = "", ""
     size = _size(facts, q.target)
-    why = supported(size) if size is not None and name == "g4spec" else ""
+    why = unsupported_reason(size) if size is not None and name == "g4spec" else ""
     if why:
         refusal, fix = why, "convert, validate and quantize work; run it with llama.cpp"
     elif not machine.gpus and name != "llama.cpp":
         refusal, fix = "it needs an NVIDIA GPU here", 'ask about one with --assume "RTX 3090"'
-    elif not [o for o in q.target.options if name in o.engines]:
+    elif not [o for o in q.target.formats if name in o.engines]:
         kind = "GGUF files of the usual types" if name in GGUF else "checkpoint folders and hub ids"
         named = f"as {size.id} or " if size is not None else ""
         refusal, fix = f"it loads {kind}", f"name the model {named}by one of these"
@@ -208,7 +213,7 @@ def judge(facts: Facts, machine: Machine, q: Question, name: str) -> EngineVerdi
     elif plan is None or not plan.fits:
         refusal, fix = _too_large(plans, q)
         if plan is not None and not fix:
-            fix = offload.advice(facts, machine, q, row, option, plan)
+            fix = offload.advice_text(facts, machine, q, row, option, plan)
     elif name == "g4spec" and (odd := _unrun(q)):
         refusal, fix = odd, "llama.cpp, or a file of another type"
     elif q.draft is not None and q.draft.kind not in row.drafts:
@@ -220,7 +225,7 @@ def judge(facts: Facts, machine: Machine, q: Question, name: str) -> EngineVerdi
     s = situation(
         facts, machine, q, name, version, option, plan.kv if plan else kinds[0], q.context, gpus
     )
-    found = [p for p in facts.all(Problem) if matches(p.when, s)]
+    found = [p for p in facts.all(ProblemFact) if matches(p.when, s)]
     found.sort(key=lambda p: p.rank)
     return EngineVerdict(
         row,
@@ -240,7 +245,7 @@ def judge(facts: Facts, machine: Machine, q: Question, name: str) -> EngineVerdi
     )
 
 
-def _too_large(plans: tuple[Plan, ...], q: Question) -> tuple[str, str]:
+def _too_large(plans: tuple[MemoryPlan, ...], q: Question) -> tuple[str, str]:
     """Say what does not fit, and the context that would; "" where there is none."""
     if not plans:
         return "no weight format known for this card", "name one, as 31b:q4_k_m"
@@ -257,7 +262,7 @@ def _too_large(plans: tuple[Plan, ...], q: Question) -> tuple[str, str]:
 # ---- our own runtime
 
 
-def _config(size: Size) -> gemma4.Config:
+def _config(size: SizeFact) -> gemma4.Config:
     """What our parser makes of a size."""
     n = size.sliding + size.full
     every = n // size.full
@@ -284,7 +289,7 @@ def _config(size: Size) -> gemma4.Config:
     return gemma4.parse_hf(Checkpoint(config, {}))
 
 
-def supported(size: Size) -> str:
+def unsupported_reason(size: SizeFact) -> str:
     """Why g4spec's runtime cannot run a size, or "" if it can: its own parser is asked."""
     try:
         _config(size)
@@ -302,10 +307,10 @@ def _unrun(q: Question) -> str:
     return f"of the draft, {q.draft.refusal}" if q.draft.refusal else ""
 
 
-def _own_bytes(q: Question, size: Size | None, context: int) -> int:
+def _own_bytes(q: Question, size: SizeFact | None, context: int) -> int:
     """What the reference on a CPU takes: 32 bits a number, and two copies of the largest tensor
     while it loads (`runtime.memory`)."""
-    numbers = q.target.options[0].nbytes / 0.56
+    numbers = q.target.formats[0].nbytes / 0.56
     if size is not None:
         counts = [math.prod(spec.shape) for spec in gemma4.tensors(_config(size))]
         numbers = sum(counts) + 2 * max(counts)
@@ -320,15 +325,15 @@ def _own_bytes(q: Question, size: Size | None, context: int) -> int:
 
 def _own(facts: Facts, machine: Machine, q: Question) -> EngineVerdict:
     """Where there is no GPU that our kernels take: the reference on the CPU, in float32."""
-    row = engine(facts, "g4spec")
+    row = engine_fact(facts, "g4spec")
     size = _size(facts, q.target)
     refusal, fix = "", ""
-    why = supported(size) if size is not None else ""
+    why = unsupported_reason(size) if size is not None else ""
     need = _own_bytes(q, None if why else size, q.context or USUAL_CONTEXT)
     free = machine.ram_free
     if why:
         refusal, fix = why, "convert, validate and quantize work; run it with llama.cpp"
-    elif q.draft is not None and q.draft.kind not in own.drafts():
+    elif q.draft is not None and q.draft.kind not in runtime_support.draft_kinds():
         refusal, fix = f"it has no {q.draft.kind} drafts yet", "llama.cpp or vLLM"
     elif q.kv not in (None, "f32"):
         refusal, fix = f"it has no {q.kv} cache on a CPU", "leave out --kv"

@@ -14,38 +14,38 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from g4spec.advisor import figures, versions
 from g4spec.advisor import schema as rows
-from g4spec.advisor.schema import Row, Source, When
+from g4spec.advisor.schema import Conditions, Fact, SourceFact
 from g4spec.errors import G4Error
 
 tomllib: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 FOLDER = Path(__file__).with_name("data")
 
-KINDS: dict[str, type[Row]] = {
-    "source": rows.Source,
-    "note": rows.Note,
-    "card": rows.Card,
-    "other": rows.Other,
-    "capability": rows.Capability,
-    "support": rows.Support,
-    "size": rows.Size,
-    "weights": rows.Weights,
-    "draft": rows.Draft,
-    "backend": rows.Backend,
-    "release": rows.Release,
-    "problem": rows.Problem,
-    "error": rows.Error,
-    "fixed": figures.Fixed,
-    "cache": figures.CacheTable,
-    "fit": figures.Fit,
-    "reading": figures.Reading,
-    "speed": figures.Speed,
-    "efficiency": figures.Efficiency,
-    "length": figures.Length,
-    "wheel": rows.Wheel,
-    "toolkit": rows.Toolkit,
-    "engine": rows.Engine,
-    "flag": rows.Flag,
+KINDS: dict[str, type[Fact]] = {
+    "source": rows.SourceFact,
+    "note": rows.NoteFact,
+    "card": rows.CardFact,
+    "other": rows.OtherGpuFact,
+    "capability": rows.CapabilityFact,
+    "support": rows.SupportFact,
+    "size": rows.SizeFact,
+    "weights": rows.WeightsFact,
+    "draft": rows.DraftFact,
+    "backend": rows.BackendFact,
+    "release": rows.ReleaseFact,
+    "problem": rows.ProblemFact,
+    "error": rows.ErrorFact,
+    "fixed": figures.FixedCostFact,
+    "cache": figures.CacheTableFact,
+    "fit": figures.ContextFitFact,
+    "reading": figures.MemoryReadingFact,
+    "speed": figures.SpeedFact,
+    "efficiency": figures.EfficiencyFact,
+    "length": figures.DraftLengthFact,
+    "wheel": rows.WheelFact,
+    "toolkit": rows.ToolkitFact,
+    "engine": rows.EngineFact,
+    "flag": rows.FlagFact,
 }
 """Name of a TOML table -> class of its rows."""
 
@@ -70,7 +70,7 @@ RANGES = frozenset(
 _ID = re.compile(r"[a-z0-9][a-z0-9.\-]*")
 _DATE = re.compile(r"20\d\d-(0[1-9]|1[0-2])(-(0[1-9]|[12]\d|3[01]))?")
 
-R = TypeVar("R", bound=Row)
+R = TypeVar("R", bound=Fact)
 
 
 class BadFact(G4Error):
@@ -80,7 +80,7 @@ class BadFact(G4Error):
 class Facts:
     """All rows, by id and by kind."""
 
-    def __init__(self, found: Mapping[str, list[Row]]) -> None:
+    def __init__(self, found: Mapping[str, list[Fact]]) -> None:
         self._kinds = found
         self.by_id = {row.id: row for group in found.values() for row in group}
 
@@ -94,15 +94,15 @@ class Facts:
         assert isinstance(row, kind), id
         return row
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[Fact]:
         return iter(self.by_id.values())
 
-    def cite(self, row: Row) -> list[str]:
+    def cite(self, row: Fact) -> list[str]:
         """The links behind a row's sources."""
         out = []
         for key in row.source:
             known = self.by_id.get(key)
-            out.append(known.link if isinstance(known, Source) else key)
+            out.append(known.link if isinstance(known, SourceFact) else key)
         return out
 
 
@@ -114,8 +114,8 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     """`value` as the type `hint`; BadFact if it is something else."""
     if _is_optional(hint):
         hint = next(a for a in get_args(hint) if a is not type(None))
-    if hint is When:
-        return make(When, value, where)
+    if hint is Conditions:
+        return make(Conditions, value, where)
     if get_origin(hint) is Literal:
         if value not in get_args(hint):
             raise BadFact(where, expected=f"one of {', '.join(get_args(hint))}", found=value)
@@ -155,7 +155,7 @@ def make(kind: type[Any], raw: Mapping[str, Any], where: str) -> Any:
     made = {key: _value(hints[key], value, f"{where}.{key}") for key, value in raw.items()}
     for key in RANGES & set(made):
         # An error's `versions` is prose: where people saw it.
-        if isinstance(made[key], str) and kind is not rows.Error:
+        if isinstance(made[key], str) and kind is not rows.ErrorFact:
             try:
                 versions.check(made[key])
             except ValueError as problem:
@@ -163,7 +163,7 @@ def make(kind: type[Any], raw: Mapping[str, Any], where: str) -> Any:
     return kind(**made)
 
 
-def _check(row: Row, where: str) -> None:
+def _check(row: Fact, where: str) -> None:
     if not _ID.fullmatch(row.id):
         raise BadFact(f"{where}: id", expected="lower-case words and dashes", found=row.id)
     if not _DATE.fullmatch(row.date):
@@ -172,9 +172,9 @@ def _check(row: Row, where: str) -> None:
         raise BadFact(f"{where}: a row needs a source")
 
 
-def parse(raw: Mapping[str, Any], name: str, strict: bool = True) -> list[Row]:
+def parse(raw: Mapping[str, Any], name: str, strict: bool = True) -> list[Fact]:
     """The rows of one parsed TOML file. `strict` checks ids and dates as well as types."""
-    out: list[Row] = []
+    out: list[Fact] = []
     for table, entries in raw.items():
         if table not in KINDS:
             raise BadFact(f"{name}: unknown table", expected=sorted(KINDS), found=table)
@@ -189,7 +189,7 @@ def parse(raw: Mapping[str, Any], name: str, strict: bool = True) -> list[Row]:
 
 def load(folder: Path = FOLDER) -> Facts:
     """Every row of every file of `folder`. BadFact for duplicates and sources nobody declared."""
-    found: dict[str, list[Row]] = {}
+    found: dict[str, list[Fact]] = {}
     seen: dict[str, str] = {}
     for path in sorted(folder.glob("*.toml")):
         for row in parse(tomllib.loads(path.read_text(encoding="utf-8")), path.name):
@@ -200,7 +200,7 @@ def load(folder: Path = FOLDER) -> Facts:
     facts = Facts(found)
     for row in facts:
         for key in row.source:
-            if "://" not in key and not isinstance(facts.by_id.get(key), Source):
+            if "://" not in key and not isinstance(facts.by_id.get(key), SourceFact):
                 raise BadFact(f"{seen[row.id]}: {row.id}: unknown source", found=key)
     return facts
 

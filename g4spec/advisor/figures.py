@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from g4spec.advisor.schema import Row
+from g4spec.advisor.schema import Fact
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fixed(Row):
+class FixedCostFact(Fact):
     """A cost in memory that does not depend on the model's shape, GiB."""
 
     engine: str
@@ -21,7 +21,7 @@ class Fixed(Row):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheTable(Row):
+class CacheTableFact(Fact):
     """Published cache sizes, to check the formula: per-token and per-slot bytes of one size, or
     GiB at several contexts."""
 
@@ -38,7 +38,7 @@ class CacheTable(Row):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fit(Row):
+class ContextFitFact(Fact):
     """Largest context, in units of 1024 tokens, that fits on cards of several sizes.
 
     Attributes:
@@ -55,7 +55,7 @@ class Fit(Row):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading(Row):
+class MemoryReadingFact(Fact):
     """A published reading of memory.
 
     Attributes:
@@ -90,7 +90,7 @@ class Reading(Row):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Speed(Row):
+class SpeedFact(Fact):
     """A published speed. `base`: tokens/s without a draft, `best`: range with it."""
 
     hardware: str
@@ -105,7 +105,7 @@ class Speed(Row):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Efficiency(Row):
+class EfficiencyFact(Fact):
     """Share of the bandwidth ceiling that decoding without a draft reaches, and what a cycle with
     a draft costs in plain steps (`cycle_*`; 0 = not published)."""
 
@@ -118,7 +118,7 @@ class Efficiency(Row):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Length(Row):
+class DraftLengthFact(Fact):
     """How many tokens to draft: for code, for chat, with 4 to 8 concurrent requests."""
 
     model: str

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from g4spec.advisor.facts import Facts
-from g4spec.advisor.figures import Length
-from g4spec.advisor.subjects import DraftModel
+from g4spec.advisor.figures import DraftLengthFact
+from g4spec.advisor.named_models import DraftModel
 from g4spec.advisor.versions import holds
 
 OPTIONS = {
@@ -14,9 +14,11 @@ OPTIONS = {
 }
 
 
-def row(facts: Facts, draft: DraftModel, engine: str, cc: tuple[int, int] | None) -> Length | None:
+def find_advice(
+    facts: Facts, draft: DraftModel, engine: str, cc: tuple[int, int] | None
+) -> DraftLengthFact | None:
     """The first advice that fits the draft, the engine and the card."""
-    for found in facts.all(Length):
+    for found in facts.all(DraftLengthFact):
         if (
             found.model == draft.model
             and found.kind == draft.kind
@@ -28,26 +30,26 @@ def row(facts: Facts, draft: DraftModel, engine: str, cc: tuple[int, int] | None
     return None
 
 
-def full(draft: DraftModel, engine: str) -> int:
+def full_length(draft: DraftModel, engine: str) -> int:
     """The draft's whole length in this engine's count; 0 if unknown."""
     return {"vllm": draft.vllm_n, "sglang": draft.sglang_n, "llama.cpp": draft.llamacpp_n}[engine]
 
 
-def start(facts: Facts, draft: DraftModel, engine: str, cc: tuple[int, int] | None) -> int:
+def start_length(facts: Facts, draft: DraftModel, engine: str, cc: tuple[int, int] | None) -> int:
     """What to type first. SGLang is given the draft's own block: it counts the anchor, and no
     advice was published for it. 0 if unknown."""
-    most = full(draft, engine)
-    found = row(facts, draft, engine, cc)
+    most = full_length(draft, engine)
+    found = find_advice(facts, draft, engine, cc)
     if engine == "sglang" or found is None:
         return most
     return min(found.code, most) if most else found.code
 
 
-def advice(
+def advice_text(
     facts: Facts, draft: DraftModel, engine: str, cc: tuple[int, int] | None
 ) -> tuple[str, tuple[str, ...]]:
     """The line to print, and the ids behind it."""
-    most, found = full(draft, engine), row(facts, draft, engine, cc)
+    most, found = full_length(draft, engine), find_advice(facts, draft, engine, cc)
     option = OPTIONS[engine]
     if engine == "sglang":
         if not most:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from g4spec.advisor.facts import Facts
-from g4spec.advisor.schema import Error
+from g4spec.advisor.schema import ErrorFact
 
 MAX_LINE = 1 << 14
 """Bytes of a line that are looked at."""
@@ -26,10 +26,10 @@ SHOWN = 160
 
 
 @dataclass(frozen=True, slots=True)
-class Hit:
+class LogMatch:
     """A known text: where it stands first, and how often it came."""
 
-    error: Error
+    error: ErrorFact
     line: int
     text: str
     count: int
@@ -69,22 +69,22 @@ def lines(file: BinaryIO) -> Iterator[tuple[int, str]]:
         inside = not raw.endswith(b"\n")
 
 
-def match(facts: Facts, text: str) -> list[Error]:
+def match(facts: Facts, text: str) -> list[ErrorFact]:
     """Known errors in one line."""
     low = text.lower()
-    return [e for e in facts.all(Error) if e.key in low and _compiled(e.pattern).search(text)]
+    return [e for e in facts.all(ErrorFact) if e.key in low and _compiled(e.pattern).search(text)]
 
 
-def _scan(facts: Facts, file: BinaryIO) -> list[Hit]:
-    found: dict[str, Hit] = {}
-    known = facts.all(Error)
+def _scan(facts: Facts, file: BinaryIO) -> list[LogMatch]:
+    found: dict[str, LogMatch] = {}
+    known = facts.all(ErrorFact)
     for number, text in lines(file):
         low = text.lower()
         for e in known:
             if e.key not in low or not _compiled(e.pattern).search(text):
                 continue
             old = found.get(e.id)
-            found[e.id] = Hit(
+            found[e.id] = LogMatch(
                 e,
                 old.line if old else number,
                 old.text if old else shorten(text, e),
@@ -93,7 +93,7 @@ def _scan(facts: Facts, file: BinaryIO) -> list[Hit]:
     return sorted(found.values(), key=lambda h: (h.error.harmless, h.line))
 
 
-def shorten(text: str, error: Error) -> str:
+def shorten(text: str, error: ErrorFact) -> str:
     """The part of a line around the match, printable."""
     hit = _compiled(error.pattern).search(text)
     start = max(0, (hit.start() if hit else 0) - SHOWN // 3)
@@ -102,7 +102,7 @@ def shorten(text: str, error: Error) -> str:
     return ("... " if start else "") + clean
 
 
-def scan(facts: Facts, path: Path) -> list[Hit]:
+def scan(facts: Facts, path: Path) -> list[LogMatch]:
     """Known errors in a file, or in standard input for `-`; harmless ones last."""
     if str(path) == "-":
         return _scan(facts, sys.stdin.buffer)

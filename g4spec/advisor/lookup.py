@@ -6,20 +6,27 @@ import os
 from pathlib import Path
 
 from g4spec import quant
-from g4spec.advisor import files, own
+from g4spec.advisor import model_files, runtime_support
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.memory_needs import GGUF
-from g4spec.advisor.schema import Draft, Size, Weights
-from g4spec.advisor.subjects import DraftModel, Option, Target, find_size, from_row, named_target
+from g4spec.advisor.named_models import (
+    DraftModel,
+    TargetModel,
+    WeightFormat,
+    find_size,
+    from_row,
+    named_target,
+)
+from g4spec.advisor.schema import DraftFact, SizeFact, WeightsFact
 from g4spec.convert import hub
 from g4spec.errors import InputError, UsageError
 
 
-def target(facts: Facts, text: str) -> Target:
+def find_target(facts: Facts, text: str) -> TargetModel:
     """The target behind -m. UsageError for a name nobody knows."""
     path = Path(os.path.expanduser(text))  # which takes a user that there is not
     if path.exists():
-        return files.target(facts, path, text)
+        return model_files.read_target(facts, path, text)
     id = hub.HubId.parse(text)
     if text.lower().endswith(".gguf") and (id is None or id.file is None):
         raise InputError(f"{text}: no such file")
@@ -27,7 +34,7 @@ def target(facts: Facts, text: str) -> Target:
     name, wanted = name.partition("@")[0], wanted.removesuffix(".gguf")
     size = find_size(facts, name)
     if size is None:
-        sizes = ", ".join(s.id for s in facts.all(Size))
+        sizes = ", ".join(s.id for s in facts.all(SizeFact))
         raise UsageError(
             f"-m {text!r}: not a file, and not a Gemma 4 size",
             found=text,
@@ -36,28 +43,28 @@ def target(facts: Facts, text: str) -> Target:
         )
     whole = named_target(facts, size, text)
     rest = wanted or (name if name.lower() not in (size.id, *size.aliases) else "")
-    options = _formats(whole, rest, facts) if rest else whole.options
+    formats = _named_formats(whole, rest, facts) if rest else whole.formats
     notes: tuple[str, ...] = ()
-    if wanted and len(options) == len(whole.options):
-        options = (estimated(size, wanted, whole),)
+    if wanted and len(formats) == len(whole.formats):
+        formats = (estimated(size, wanted, whole),)
         notes = (
-            f"{options[0].format}: no file of this size is in the data; "
-            f"{options[0].nbytes / 1e9:.1f} GB are computed from its bits a weight, files are "
+            f"{formats[0].format}: no file of this size is in the data; "
+            f"{formats[0].nbytes / 1e9:.1f} GB are computed from its bits a weight, files are "
             "a few per cent larger",
         )
-    elif rest and len(options) == len(whole.options):
+    elif rest and len(formats) == len(whole.formats):
         notes = (f"the name {name} does not say its weight format; every format is considered",)
     gguf = "/" in name and "gguf" in text.lower()
     if gguf:
-        options = tuple(o for o in options if set(GGUF) & set(o.engines)) or options
+        formats = tuple(o for o in formats if set(GGUF) & set(o.engines)) or formats
     where = name if "/" in name and not gguf else size.hub
-    if len(options) == 1 and options[0].hub:
-        where = options[0].hub
-    return Target(
+    if len(formats) == 1 and formats[0].hub:
+        where = formats[0].hub
+    return TargetModel(
         whole.title,
         whole.size,
         text,
-        options,
+        formats,
         whole.caches,
         whole.context,
         where,
@@ -68,37 +75,37 @@ def target(facts: Facts, text: str) -> Target:
     )
 
 
-def estimated(size: Size, wanted: str, whole: Target) -> Option:
+def estimated(size: SizeFact, wanted: str, whole: TargetModel) -> WeightFormat:
     """A weight format of which no file's size is known, from the bits that its type takes.
     UsageError for a name that the runtime does not know either."""
     low = wanted.lower().split("-")[-1]
     forms = quant.readable()
     form = next((forms[n] for n in (low, low.rsplit("_", 1)[0]) if n in forms), None)
     if form is None:
-        known = ", ".join(o.format for o in whole.options)
+        known = ", ".join(o.format for o in whole.formats)
         raise UsageError(
             f"-m: no weight format {wanted!r}",
             found=wanted,
             expected=f"one of {known}, or a type: {', '.join(forms)}",
         )
     nbytes = int(size.params * 1e9 * form.block_bytes / form.block)
-    return Option(wanted.upper(), nbytes, GGUF, own=own.scaled(wanted, nbytes))
+    return WeightFormat(wanted.upper(), nbytes, GGUF, own=runtime_support.gpu_bytes(wanted, nbytes))
 
 
-def _row_of(facts: Facts, text: str, size: str) -> Draft | None:
+def _row_of(facts: Facts, text: str, size: str) -> DraftFact | None:
     low = text.lower()
-    rows = [d for d in facts.all(Draft) if d.model == size]
+    rows = [d for d in facts.all(DraftFact) if d.model == size]
     for row in rows:
         if low in (row.id, row.hub.lower(), row.hub.lower().split("/")[-1], *row.aliases):
             return row
     return next((r for r in rows if r.hub.lower().split("/")[-1] in low), None)
 
 
-def draft(facts: Facts, text: str, of: Target) -> DraftModel:
+def find_draft(facts: Facts, text: str, of: TargetModel) -> DraftModel:
     """The draft behind -md for a target. UsageError for a name nobody knows."""
     path = Path(os.path.expanduser(text))  # which takes a user that there is not
     if path.exists():
-        return files.draft(facts, path, text, of)
+        return model_files.read_draft(facts, path, text, of)
     if text.lower().endswith(".gguf"):
         raise InputError(f"{text}: no such file")
     row = _row_of(facts, text, of.size)
@@ -106,10 +113,10 @@ def draft(facts: Facts, text: str, of: Target) -> DraftModel:
         return from_row(row, text)
     others = [
         d
-        for d in facts.all(Draft)
+        for d in facts.all(DraftFact)
         if text.lower() in (d.id, d.hub.lower(), d.hub.lower().split("/")[-1], *d.aliases)
     ]
-    known = ", ".join(d.id for d in facts.all(Draft) if d.model == of.size)
+    known = ", ".join(d.id for d in facts.all(DraftFact) if d.model == of.size)
     whose = of.title if of.size == "other" else f"the {of.size}"
     if others:
         raise UsageError(
@@ -123,15 +130,15 @@ def draft(facts: Facts, text: str, of: Target) -> DraftModel:
     )
 
 
-def _formats(target: Target, text: str, facts: Facts) -> tuple[Option, ...]:
+def _named_formats(target: TargetModel, text: str, facts: Facts) -> tuple[WeightFormat, ...]:
     """The formats of a size that a name speaks of; all when it names none."""
     low = text.lower().replace("_", "-")
-    by_hub = tuple(o for o in target.options if o.hub and o.hub.lower() == text.lower())
+    by_hub = tuple(o for o in target.formats if o.hub and o.hub.lower() == text.lower())
     if by_hub:
         return by_hub
-    rows = {w.id: w for w in facts.all(Weights)}
-    hits: list[tuple[int, Option]] = []
-    for option in target.options:
+    rows = {w.id: w for w in facts.all(WeightsFact)}
+    hits: list[tuple[int, WeightFormat]] = []
+    for option in target.formats:
         parts = [n.replace("_", "-") for n in rows[option.fact].names]
         longest = max((len(p) for p in parts if p in low), default=0)
         if longest:
@@ -140,5 +147,5 @@ def _formats(target: Target, text: str, facts: Facts) -> tuple[Option, ...]:
         best = max(n for n, _ in hits)
         return tuple(o for n, o in hits if n == best)
     if "/" in text and "gguf" not in low:  # a checkpoint whose name says nothing is in BF16
-        return tuple(o for o in target.options if o.format == "BF16")
-    return target.options
+        return tuple(o for o in target.formats if o.format == "BF16")
+    return target.formats

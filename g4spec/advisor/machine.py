@@ -42,7 +42,7 @@ class Machine:
         tools: engine or package -> version (vllm, sglang, llama.cpp, torch, transformers, ...).
         nvlink: whether the cards are linked; None if unknown.
         torch_arches: capabilities that the installed torch has code for; empty if unknown.
-        other: id of the row (`schema.Other`) of a GPU that is not NVIDIA's, or None.
+        other: id of the row (`schema.OtherGpuFact`) of a GPU that is not NVIDIA's, or None.
         supposed: versions that were asked about, as vllm=0.19.2, which need not be installed.
         notes: what could not be found out, in words.
     """
@@ -128,7 +128,7 @@ def upgraded(machine: Machine, engine: str) -> Machine:
     )
 
 
-def assumption(machine: Machine) -> str:
+def assume_options(machine: Machine) -> str:
     """The options that describe what was not looked at, with a space in front; or ""."""
     supposed = "".join(f" --with {shlex.quote(pair)}" for pair in machine.supposed)
     if not machine.assumed:

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from g4spec.advisor.facts import Facts
-from g4spec.advisor.figures import Fixed
+from g4spec.advisor.figures import FixedCostFact
 from g4spec.advisor.machine import GIB, Machine
-from g4spec.advisor.subjects import DraftModel, Option, Target
+from g4spec.advisor.named_models import DraftModel, TargetModel, WeightFormat
 from g4spec.core import CacheShape
 from g4spec.ops.kv_size import pool_positions
 from g4spec.runtime.cuda.cache.cuda_kv_size import ROTARY_PAIRS, SLACK, capacity, row_columns
@@ -52,7 +52,7 @@ UBATCH = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class MemoryItem:
     """One line of the arithmetic: bytes a card, and how they come about."""
 
     name: str
@@ -61,7 +61,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MemoryPlan:
     """What a run needs on one card.
 
     Attributes:
@@ -73,13 +73,13 @@ class Plan:
     format: str
     kv: str
     context: int
-    steps: tuple[Step, ...]
+    items: tuple[MemoryItem, ...]
     available: int
     largest: int
 
     @property
     def total(self) -> int:
-        return sum(s.nbytes for s in self.steps)
+        return sum(s.nbytes for s in self.items)
 
     @property
     def fits(self) -> bool:
@@ -92,7 +92,7 @@ def token_bytes(caches: Sequence[CacheShape], kv: str, kv_v: str | None = None) 
     return sum(c.n_kv * c.head_dim for c in caches if c.window is None) * bits / 8
 
 
-def own_token_bytes(caches: Sequence[CacheShape], kv: str) -> float:
+def g4spec_token_bytes(caches: Sequence[CacheShape], kv: str) -> float:
     """As `token_bytes`, of our runtime on a GPU. Global layers whose KV heads are not as many as
     those of sliding layers are the ones whose values are their keys (`attention_k_eq_v`); there it
     keeps of the keys only what turns."""
@@ -121,7 +121,7 @@ def llamacpp_slots(caches: Sequence[CacheShape], context: int, sequences: int = 
     return -(-wanted // 256) * 256
 
 
-def own_slots(caches: Sequence[CacheShape], context: int) -> int:
+def g4spec_slots(caches: Sequence[CacheShape], context: int) -> int:
     """Positions that our runtime keeps there on a GPU: prompts go around the rings."""
     return capacity(context, window_of(caches), SLACK)
 
@@ -145,28 +145,30 @@ def vllm_pages(caches: Sequence[CacheShape], context: int, batched: int) -> int:
     return math.ceil(context / per_page) + int(groups) * blocks
 
 
-def shard(n_kv: int, tp: int) -> float:
+def heads_per_card(n_kv: int, tp: int) -> float:
     """KV heads on one card: divided, but never less than one."""
     return max(n_kv / tp, 1.0)
 
 
-def sharded(caches: Sequence[CacheShape], tp: int) -> tuple[CacheShape, ...]:
+def shapes_per_card(caches: Sequence[CacheShape], tp: int) -> tuple[CacheShape, ...]:
     """Cache shapes on one card of a tensor-parallel group."""
-    return tuple(CacheShape(math.ceil(shard(c.n_kv, tp)), c.head_dim, c.window) for c in caches)
+    return tuple(
+        CacheShape(math.ceil(heads_per_card(c.n_kv, tp)), c.head_dim, c.window) for c in caches
+    )
 
 
 def vllm_cache(
     caches: Sequence[CacheShape], context: int, kv: str, tp: int, batched: int
 ) -> tuple[int, int]:
     """Bytes a card for one sequence: global layers, sliding layers."""
-    mine = sharded(caches, tp)
+    mine = shapes_per_card(caches, tp)
     slots = vllm_slots(window_of(caches), batched, context)
     return int(token_bytes(mine, kv) * context), int(slot_bytes(mine, kv) * slots)
 
 
-def gib(facts: Facts, id: str) -> int:
+def fixed_cost(facts: Facts, id: str) -> int:
     """A fixed cost in bytes."""
-    return int(facts.get(Fixed, id).gib * GIB)
+    return int(facts.get(FixedCostFact, id).gib * GIB)
 
 
 def _how(n: float, unit: str, count: int, what: str) -> str:
@@ -185,7 +187,7 @@ class Calculator:
         self,
         facts: Facts,
         machine: Machine,
-        target: Target,
+        target: TargetModel,
         draft: DraftModel | None,
         gpus: int,
         batched: int = 2048,
@@ -200,7 +202,9 @@ class Calculator:
     def available(self, engine: str) -> int:
         """Bytes of a card that an engine may fill."""
         if engine in GGUF:
-            reserve = 8 * GIB if self.machine.unified else gib(self.facts, "fixed-llamacpp-margin")
+            reserve = (
+                8 * GIB if self.machine.unified else fixed_cost(self.facts, "fixed-llamacpp-margin")
+            )
             return max((self.machine.free or 0) - reserve, 0)
         total = self.machine.memory or 0
         free = self.machine.free
@@ -218,25 +222,25 @@ class Calculator:
             return self.draft.gguf_bytes or (self.draft.nbytes * 17 // 32)
         return self.draft.nbytes
 
-    def plan(self, engine: str, option: Option, kv: str, context: int) -> Plan:
+    def plan(self, engine: str, option: WeightFormat, kv: str, context: int) -> MemoryPlan:
         """The arithmetic for one context, and the largest context that fits."""
-        steps = self._steps(engine, option, kv, context)
+        items = self._items(engine, option, kv, context)
         available = self.available(engine)
-        return Plan(
+        return MemoryPlan(
             engine,
             option.format,
             kv,
             context,
-            steps,
+            items,
             available,
             self._largest(engine, option, kv, available),
         )
 
-    def _largest(self, engine: str, option: Option, kv: str, available: int) -> int:
+    def _largest(self, engine: str, option: WeightFormat, kv: str, available: int) -> int:
         """By bisection over multiples of 256."""
 
         def fits(n: int) -> bool:
-            return sum(s.nbytes for s in self._steps(engine, option, kv, n * 256)) <= available
+            return sum(s.nbytes for s in self._items(engine, option, kv, n * 256)) <= available
 
         low, high = 0, self.target.context // 256
         if fits(high):
@@ -246,7 +250,9 @@ class Calculator:
             low, high = (middle, high) if fits(middle) else (low, middle)
         return low * 256
 
-    def _steps(self, engine: str, option: Option, kv: str, context: int) -> tuple[Step, ...]:
+    def _items(
+        self, engine: str, option: WeightFormat, kv: str, context: int
+    ) -> tuple[MemoryItem, ...]:
         if engine in GGUF:
             return self._gguf(engine, option, kv, context)
         return self._vllm(option, kv, context)
@@ -256,44 +262,48 @@ class Calculator:
         large = (self.machine.memory or 0) >= LARGE
         size = self.target.size if self.target.size in OWN_SIZES else OWN_SIZES[0]
         how = f"prompts in chunks of up to {4096 if large else 1024}"
-        return gib(self.facts, f"fixed-g4spec-{size}{'-large' * large}"), how
+        return fixed_cost(self.facts, f"fixed-g4spec-{size}{'-large' * large}"), how
 
-    def _weights(self, option: Option, own: bool, n: int, share: str) -> Step:
+    def _weights(self, option: WeightFormat, own: bool, n: int, share: str) -> MemoryItem:
         """A card's share of the weights; our runtime rewrites some types for a GPU."""
         held = option.own or option.nbytes if own and self.machine.gpus else option.nbytes
         how = " as the GPU holds them" if held != option.nbytes else ""
-        return Step("weights", held // n, f"{option.format}, {held / 1e9:.2f} GB{how}{share}")
+        return MemoryItem("weights", held // n, f"{option.format}, {held / 1e9:.2f} GB{how}{share}")
 
-    def _gguf(self, engine: str, option: Option, kv: str, context: int) -> tuple[Step, ...]:
+    def _gguf(
+        self, engine: str, option: WeightFormat, kv: str, context: int
+    ) -> tuple[MemoryItem, ...]:
         """llama.cpp splits by layer: weights and cache are shared, buffers are on every card."""
         n, caches = self.gpus, self.target.caches
         own = engine == "g4spec"
-        slots = own_slots(caches, context) if own else llamacpp_slots(caches, context)
+        slots = g4spec_slots(caches, context) if own else llamacpp_slots(caches, context)
         tokens = pool_positions(context) if own else context
         share = f" / {n} cards" if n > 1 else ""
-        per_token = (own_token_bytes if own else token_bytes)(caches, kv)
+        per_token = (g4spec_token_bytes if own else token_bytes)(caches, kv)
         per_slot = slot_bytes(caches, kv)
-        steps = [
+        items = [
             self._weights(option, own, n, share),
-            Step(
+            MemoryItem(
                 "global cache",
                 int(per_token * tokens) // n,
                 _how(per_token, "token", tokens, f"tokens{', one page spare' * own}") + share,
             ),
-            Step(
+            MemoryItem(
                 "sliding cache",
                 int(per_slot * slots) // n,
                 _how(per_slot, "slot", slots, "slots") + share,
             ),
         ]
-        work, how = self._work() if own else (gib(self.facts, "fixed-llamacpp-compute"), FITTED)
+        work, how = (
+            self._work() if own else (fixed_cost(self.facts, "fixed-llamacpp-compute"), FITTED)
+        )
         if self.draft is not None:
             size = self.draft_bytes(engine)
             if not own:
                 chain = self.draft.kind == "mtp"
-                work += gib(self.facts, f"fixed-llamacpp-{'mtp' if chain else 'dflash'}")
-            steps.append(
-                Step(
+                work += fixed_cost(self.facts, f"fixed-llamacpp-{'mtp' if chain else 'dflash'}")
+            items.append(
+                MemoryItem(
                     "draft",
                     size,
                     "Q8_0 file"
@@ -304,8 +314,8 @@ class Calculator:
                 )
             )
             cached = self.draft.own_cache(context)
-            steps.append(
-                Step(
+            items.append(
+                MemoryItem(
                     "draft cache",
                     cached,
                     "reads the target's"
@@ -314,30 +324,34 @@ class Calculator:
                     + (f" + {self.draft.kv_fixed / 2**20:.0f} MiB" if self.draft.kv_fixed else ""),
                 )
             )
-        steps.append(Step("working buffers", work, how))
+        items.append(MemoryItem("working buffers", work, how))
         if self.machine.gpus:
-            steps.append(
-                Step("CUDA context", gib(self.facts, "fixed-cuda-context"), "on every card")
+            items.append(
+                MemoryItem(
+                    "CUDA context", fixed_cost(self.facts, "fixed-cuda-context"), "on every card"
+                )
             )
-        return tuple(steps)
+        return tuple(items)
 
-    def _vllm(self, option: Option, kv: str, context: int) -> tuple[Step, ...]:
+    def _vllm(self, option: WeightFormat, kv: str, context: int) -> tuple[MemoryItem, ...]:
         """vLLM (and, as an estimate, SGLang): tensor parallel, cache for one full sequence."""
         tp, caches = self.gpus, self.target.caches
         share = f" / {tp} cards" if tp > 1 else ""
         slots = vllm_slots(window_of(caches), self.batched, context)
-        mine = sharded(caches, tp)
+        mine = shapes_per_card(caches, tp)
         whole, sliding = vllm_cache(caches, context, kv, tp, self.batched)
-        overhead = gib(self.facts, "fixed-vllm-overhead") + int(self.util * 1e9)
-        overhead += gib(self.facts, "fixed-vllm-tp") * (tp - 1)
-        steps = [
-            Step(
+        overhead = fixed_cost(self.facts, "fixed-vllm-overhead") + int(self.util * 1e9)
+        overhead += fixed_cost(self.facts, "fixed-vllm-tp") * (tp - 1)
+        items = [
+            MemoryItem(
                 "weights",
                 option.nbytes // tp,
                 f"{option.format}, {option.nbytes / 1e9:.2f} GB{share}",
             ),
-            Step("global cache", whole, _how(token_bytes(mine, kv), "token", context, "tokens")),
-            Step(
+            MemoryItem(
+                "global cache", whole, _how(token_bytes(mine, kv), "token", context, "tokens")
+            ),
+            MemoryItem(
                 "sliding cache",
                 sliding,
                 _how(slot_bytes(mine, kv), "slot", slots, "slots")
@@ -346,8 +360,8 @@ class Calculator:
         ]
         if self.draft is not None:
             size = self.draft_bytes("vllm") // tp
-            steps.append(
-                Step(
+            items.append(
+                MemoryItem(
                     "draft",
                     size,
                     f"{self.draft.nbytes / 1e9:.2f} GB{share}"
@@ -356,8 +370,8 @@ class Calculator:
                 )
             )
             own = self.draft.own_cache(context) // tp
-            steps.append(
-                Step(
+            items.append(
+                MemoryItem(
                     "draft cache",
                     own,
                     "reads the target's"
@@ -365,18 +379,18 @@ class Calculator:
                     else _how(self.draft.kv_token / tp, "token", context, "tokens"),
                 )
             )
-        steps.append(
-            Step(
+        items.append(
+            MemoryItem(
                 "overhead",
                 overhead,
                 "0.5 GB + utilization" + (f" + 0.3 GB x {tp - 1}" if tp > 1 else ""),
             )
         )
-        steps.append(
-            Step(
+        items.append(
+            MemoryItem(
                 "activations",
-                gib(self.facts, "fixed-vllm-activation"),
+                fixed_cost(self.facts, "fixed-vllm-activation"),
                 "peak while vLLM measures itself",
             )
         )
-        return tuple(steps)
+        return tuple(items)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from g4spec.advisor.probe import System
+from g4spec.advisor.machine_probe import System
 
 SECONDS = 15
 NOISE = 0
@@ -33,7 +33,7 @@ Counters = dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class CounterLine:
     """One counter or link."""
 
     text: str
@@ -41,10 +41,10 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class LinkReport:
     """What was seen. `ok`: nothing rose."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[CounterLine, ...]
     summary: str
     ok: bool
     changes: Mapping[str, tuple[int, int]]
@@ -90,34 +90,34 @@ def ethtool(text: str) -> Counters:
     return {name.strip(): int(value) for name, value in found if ERRORS.search(name)}
 
 
-def compare(before: Counters, after: Counters) -> Watch:
+def compare(before: Counters, after: Counters) -> LinkReport:
     """Which counters rose."""
     rising = {k: (before[k], v) for k, v in after.items() if k in before and v - before[k] > NOISE}
     lines = [
-        Line(f"{name}: {a:,} -> {b:,} (+{b - a:,} in {SECONDS} s)", True)
+        CounterLine(f"{name}: {a:,} -> {b:,} (+{b - a:,} in {SECONDS} s)", True)
         for name, (a, b) in rising.items()
     ]
     links = sorted({k.split(" ")[0] for k in after})
     if not links:
-        return Watch((), "No network links with counters were found.", True, {})
+        return LinkReport((), "No network links with counters were found.", True, {})
     lines += [
-        Line(f"{link}: no errors rising", False)
+        CounterLine(f"{link}: no errors rising", False)
         for link in links
         if not any(k.split(" ")[0] == link for k in rising)
     ]
     summary = (
         f"{len(rising)} error counters are rising: {FIX}." if rising else "No link counts errors."
     )
-    return Watch(tuple(lines), summary, not rising, rising)
+    return LinkReport(tuple(lines), summary, not rising, rising)
 
 
 def watch(
     take: Callable[[], Counters] = sample, sleep: Callable[[float], None] = time.sleep
-) -> Watch:
+) -> LinkReport:
     """Two samples, SECONDS apart."""
     before = take()
     sleep(SECONDS)
     return compare(before, take())
 
 
-__all__ = ["FIX", "SECONDS", "Path", "Watch", "compare", "ethtool", "sample", "watch"]
+__all__ = ["FIX", "SECONDS", "LinkReport", "Path", "compare", "ethtool", "sample", "watch"]

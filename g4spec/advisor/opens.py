@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from g4spec import models, quant
-from g4spec.advisor import own
+from g4spec.advisor import runtime_support
 from g4spec.convert import dialects
 from g4spec.quant import policy
 from g4spec.runtime.cuda.weights.held_size import block_bytes
@@ -33,7 +33,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def types() -> list[tuple[str, str, str, str, str, str]]:
     """One row a tensor type: name, bits a weight in a file and in a GPU's memory, opens, has CUDA
     kernels, can be written."""
-    writable, kernels = set(quant.writable_names()), own.with_kernels()
+    writable, kernels = set(quant.writable_names()), runtime_support.with_kernels()
     forms = sorted(quant.readable().values(), key=lambda f: -f.block_bytes / f.block)
     return [
         (

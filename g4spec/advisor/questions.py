@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from g4spec.advisor import backends, cards, engines, lookup, versions
-from g4spec.advisor.choice import Question
 from g4spec.advisor.facts import Facts
+from g4spec.advisor.format_choice import Question
 from g4spec.advisor.machine import Machine
 from g4spec.advisor.memory_needs import BITS
-from g4spec.advisor.schema import Card, Row, When
+from g4spec.advisor.schema import CardFact, Conditions, Fact
 from g4spec.errors import CheckFailed, UsageError
 
 ALIASES = {"llamacpp": "llama.cpp", "llama-cpp": "llama.cpp", "llama_cpp": "llama.cpp"}
 
 
-class Out(Protocol):
+class TableOutput(Protocol):
     """The part of `cli.render.Output` that answers need."""
 
     def line(self, text: str = "", style: str | None = None) -> None: ...
@@ -29,7 +29,7 @@ class Out(Protocol):
     def result(self, value: dict[str, Any]) -> None: ...
 
 
-def engine(name: str | None) -> str | None:
+def engine_name(name: str | None) -> str | None:
     """An engine's name. UsageError for one nobody knows."""
     if name is None:
         return None
@@ -39,7 +39,7 @@ def engine(name: str | None) -> str | None:
     return known
 
 
-def build(
+def build_question(
     facts: Facts,
     model: str | None,
     draft: str | None,
@@ -72,15 +72,15 @@ def build(
         if kv not in alias:
             raise UsageError(f"--kv {kv!r}", expected=f"one of {', '.join(BITS)}")
         kv = alias[kv]
-    target = lookup.target(facts, model)
-    pair = lookup.draft(facts, draft, target) if draft is not None else None
+    target = lookup.find_target(facts, model)
+    pair = lookup.find_draft(facts, draft, target) if draft is not None else None
     if context is not None and context > target.context:
         raise UsageError(
             f"-c {context}: {target.title} was trained on fewer positions",
             expected=f"at most {target.context}",
         )
     if backend is not None:
-        backend, known = backend.upper(), backends.names(facts, "vllm")
+        backend, known = backend.upper(), backends.backend_names(facts, "vllm")
         if backend not in known:
             raise UsageError(
                 "--attention-backend", expected=f"one of {', '.join(known)}", found=backend
@@ -88,9 +88,9 @@ def build(
     return Question(target, pair, context, kv, backend, gpus)
 
 
-def machine(facts: Facts, assume: str | None, given: Iterable[str]) -> Machine:
+def build_machine(facts: Facts, assume: str | None, given: Iterable[str]) -> Machine:
     """This machine, or the assumed one, with the versions that were supposed."""
-    from g4spec.advisor.probe import PACKAGES, probe
+    from g4spec.advisor.machine_probe import PACKAGES, probe
 
     known = sorted({*engines.NAMES, *PACKAGES, "nvcc", "driver"} - {"g4spec"})
     tools, driver, supposed = {}, None, tuple[str, ...]()
@@ -112,7 +112,7 @@ def machine(facts: Facts, assume: str | None, given: Iterable[str]) -> Machine:
     )
 
 
-def explain(facts: Facts, id: str, out: Out) -> None:
+def explain(facts: Facts, id: str, out: TableOutput) -> None:
     """One row with its source and date."""
     row = facts.by_id.get(id)
     if row is None:
@@ -131,13 +131,13 @@ def explain(facts: Facts, id: str, out: Out) -> None:
     out.result({**asdict(row), "links": facts.cite(row)})
 
 
-def _fields(row: Row) -> list[tuple[str, str]]:
+def _fields(row: Fact) -> list[tuple[str, str]]:
     """What a row says, without what is empty."""
     out = []
     for name, value in asdict(row).items():
         if name in ("id", "source", "date", "ref") or value in ("", (), 0, None):
             continue
-        if isinstance(getattr(row, name), When):
+        if isinstance(getattr(row, name), Conditions):
             text = ", ".join(
                 f"{k} {' or '.join(v) if isinstance(v, tuple) else v}"
                 for k, v in value.items()
@@ -152,7 +152,7 @@ def _fields(row: Row) -> list[tuple[str, str]]:
     return out
 
 
-def explain_log(facts: Facts, path: Path, out: Out) -> None:
+def explain_log(facts: Facts, path: Path, out: TableOutput) -> None:
     """Known errors in a log."""
     from g4spec.advisor import logs
 
@@ -175,9 +175,9 @@ def explain_log(facts: Facts, path: Path, out: Out) -> None:
     out.result({"errors": [hit.json() for hit in found]})
 
 
-def list_cards(facts: Facts, out: Out) -> None:
+def list_cards(facts: Facts, out: TableOutput) -> None:
     """Cards of the data by capability, then what else has a sentence of its own."""
-    rows = sorted(facts.all(Card), key=lambda c: versions.parse(c.cc))
+    rows = sorted(facts.all(CardFact), key=lambda c: versions.parse(c.cc))
     table = [
         (c.name, c.cc, "/".join(f"{m}" for m in c.memory), "/".join(f"{b:g}" for b in c.bandwidth))
         for c in rows
@@ -190,7 +190,7 @@ def list_cards(facts: Facts, out: Out) -> None:
     out.result({"cards": [asdict(c) for c in rows]})
 
 
-def run_self_test(out: Out) -> None:
+def run_self_test(out: TableOutput) -> None:
     """What g4spec itself can do here."""
     from g4spec.advisor import selftest
 
@@ -205,7 +205,7 @@ def run_self_test(out: Out) -> None:
         raise CheckFailed("the self-test found a problem")
 
 
-def watch_network(out: Out) -> None:
+def watch_network(out: TableOutput) -> None:
     """Error counters of links, sampled twice."""
     from g4spec.advisor import network
 

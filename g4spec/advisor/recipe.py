@@ -10,15 +10,15 @@ import shlex
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from g4spec.advisor import backends, choice, engines, lengths
-from g4spec.advisor.choice import Question
+from g4spec.advisor import backends, engines, format_choice, lengths
+from g4spec.advisor.conditions import Situation, matches
 from g4spec.advisor.engines import EngineVerdict
 from g4spec.advisor.facts import Facts
+from g4spec.advisor.format_choice import Question
 from g4spec.advisor.machine import Machine, upgraded
 from g4spec.advisor.memory_needs import GGUF
-from g4spec.advisor.schema import Flag
-from g4spec.advisor.subjects import Target
-from g4spec.advisor.when import Situation, matches
+from g4spec.advisor.named_models import TargetModel
+from g4spec.advisor.schema import FlagFact
 from g4spec.errors import UsageError
 
 PORTS = {"vllm": 8000, "sglang": 30000, "llama.cpp": 8080, "g4spec": 8080}
@@ -35,7 +35,7 @@ CONTEXT = 32768
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RecipePart:
     """One flag, variable or command: text, reason, the rows and versions behind it."""
 
     part: str
@@ -51,7 +51,7 @@ class Recipe:
 
     Attributes:
         commands: one a node, complete, with environment variables.
-        prepare: before it; bench: after it. `pieces`: every flag with its reason.
+        prepare: before it; bench: after it. `parts`: every flag with its reason.
         blocked: reasons why it cannot work; then there are no commands. `instead`: what can.
         unknown: what the facts do not say. `image`: for a compose file, or "".
         model: the target as the engine is given it.
@@ -61,7 +61,7 @@ class Recipe:
     title: str
     version: str
     installed: bool
-    pieces: list[Piece] = field(default_factory=list)
+    parts: list[RecipePart] = field(default_factory=list)
     prepare: list[str] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
     bench: list[str] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Recipe:
     def reasons(self) -> list[str]:
         """One line a piece: what, why, since when, and the row behind it."""
         out = []
-        for p in self.pieces:
+        for p in self.parts:
             if p.part in ("prepare", "bench"):
                 out.append(f"{p.text.split(' -')[0]}: {p.reason}  [{p.fact}]")
             elif p.part != "image":
@@ -108,7 +108,7 @@ class Recipe:
                     "versions": p.versions,
                     "fact": p.fact,
                 }
-                for p in self.pieces
+                for p in self.parts
             ],
             "blocked": [{"what": a, "why": b, "fix": c} for a, b, c in self.blocked],
             "conditions": [{"what": a, "why": b, "fix": c} for a, b, c in self.conditions],
@@ -136,11 +136,11 @@ def make(facts: Facts, machine: Machine, q: Question, engine: str) -> Recipe:
             f"the hub id of a checkpoint in {v.option.format if v.option else ''}: "
             f"put yours in place of {r.model}"
         )
-    for flag in sorted(facts.all(Flag), key=lambda f: f.order):
+    for flag in sorted(facts.all(FlagFact), key=lambda f: f.order):
         if flag.engine == engine and matches(flag.when, _situation(v, q, values)):
             _take(r, flag, values, q, v)
     _assemble(r, machine, values, engine)
-    taken = {p.fact for p in r.pieces}
+    taken = {p.fact for p in r.parts}
     r.conditions = [(p.title, p.says, p.fix) for p in v.conditions if not taken & set(p.cured)]
     return r
 
@@ -172,22 +172,22 @@ def _lacks(r: Recipe, v: EngineVerdict, q: Question) -> None:
 def _instead(facts: Facts, machine: Machine, q: Question, engine: str) -> str:
     """What works for the same pair: a newer version of the engine, or another one."""
     if engine in machine.tools:
-        newest, then = engines.engine(facts, engine).newest, upgraded(machine, engine)
+        newest, then = engines.engine_fact(facts, engine).newest, upgraded(machine, engine)
         if engines.judge(facts, then, q, engine).works:
-            pair = choice.options(q, then)
+            pair = format_choice.command_options(q, then)
             return f"g4spec recipe {engine} {pair} --with {engine}={newest}"
     for name in ("vllm", "llama.cpp", "sglang", "g4spec"):
         if name == engine or (machine.nodes > 1 and name in GGUF):
             continue
         if engines.judge(facts, machine, q, name).works:
-            return f"g4spec recipe {name} {choice.options(q, machine)}"
+            return f"g4spec recipe {name} {format_choice.command_options(q, machine)}"
     return ""
 
 
 # ---- values
 
 
-def _model(v: EngineVerdict, target: Target) -> str:
+def _model(v: EngineVerdict, target: TargetModel) -> str:
     """The target as the engine is given it."""
     name, option = v.engine.name, v.option
     if name == "g4spec" and target.gguf_hub:
@@ -197,7 +197,7 @@ def _model(v: EngineVerdict, target: Target) -> str:
     if option is None:
         return "target.gguf"
     made_up = f"YOUR_{target.size}_{option.format.replace(' ', '_')}_CHECKPOINT".upper()
-    return choice.source(name, target, option) or made_up
+    return format_choice.checkpoint_source(name, target, option) or made_up
 
 
 def _values(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> dict[str, str]:
@@ -208,10 +208,10 @@ def _values(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> di
     model = _model(v, target)
     hub = target.gguf_hub if v.engine.name == "llama.cpp" else ""
     most = plan.largest if plan is not None else target.context
-    usual = CONTEXT if plan is not None else choice.USUAL_CONTEXT
+    usual = CONTEXT if plan is not None else format_choice.USUAL_CONTEXT
     ctx = q.context or min(usual, most, target.context)
     n = (
-        lengths.start(facts, draft, v.engine.name, machine.cc)
+        lengths.start_length(facts, draft, v.engine.name, machine.cc)
         if (draft is not None and v.engine.name in lengths.OPTIONS)
         else 0
     )
@@ -223,7 +223,9 @@ def _values(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> di
     cc = machine.cc or (0, 0)
     arch = f"{cc[0]}{cc[1]}" + ("a" if cc >= (12, 0) else "")
     chosen, _ = (
-        backends.chosen(facts, v.version, cc, draft) if v.engine.name == "vllm" else ("", "")
+        backends.default_backends(facts, v.version, cc, draft)
+        if v.engine.name == "vllm"
+        else ("", "")
     )
     return {
         "model": shlex.quote(model),
@@ -267,7 +269,7 @@ def _situation(v: EngineVerdict, q: Question, values: dict[str, str]) -> Situati
     )
 
 
-def _skip(flag: Flag, q: Question, v: EngineVerdict) -> bool:
+def _skip(flag: FlagFact, q: Question, v: EngineVerdict) -> bool:
     """Rows that hold only in a way that their conditions cannot say."""
     local = q.draft is None or q.draft.is_local
     return {
@@ -287,7 +289,7 @@ def _skip(flag: Flag, q: Question, v: EngineVerdict) -> bool:
     }.get(flag.id, False)
 
 
-def _take(r: Recipe, flag: Flag, values: dict[str, str], q: Question, v: EngineVerdict) -> None:
+def _take(r: Recipe, flag: FlagFact, values: dict[str, str], q: Question, v: EngineVerdict) -> None:
     """Adds one row to the recipe."""
     if _skip(flag, q, v):
         return
@@ -297,7 +299,7 @@ def _take(r: Recipe, flag: Flag, values: dict[str, str], q: Question, v: EngineV
     text = flag.text.format_map(values | {"rank": "{rank}"})
     reason = flag.reason.format_map(values)
     versions = flag.when.versions
-    r.pieces.append(Piece(flag.part, text, reason, versions or "all versions read", flag.id))
+    r.parts.append(RecipePart(flag.part, text, reason, versions or "all versions read", flag.id))
     if flag.part == "prepare":
         r.prepare.append(text)
     elif flag.part == "bench":
@@ -311,9 +313,9 @@ def _take(r: Recipe, flag: Flag, values: dict[str, str], q: Question, v: EngineV
 
 def _assemble(r: Recipe, machine: Machine, values: dict[str, str], engine: str) -> None:
     """Commands, one a node."""
-    words = [w for p in r.pieces if p.part == "arg" for w in _split(p.text)]
+    words = [w for p in r.parts if p.part == "arg" for w in _split(p.text)]
     spec: dict[str, object] = {}
-    for p in r.pieces:
+    for p in r.parts:
         if p.part == "spec":
             key, _, value = p.text.partition("=")
             spec[key] = int(value) if value.isdigit() else value
@@ -328,8 +330,8 @@ def _assemble(r: Recipe, machine: Machine, values: dict[str, str], engine: str) 
         env = [f"{k}={v}" for k, v in r.env.items()]
         r.commands.append(_wrap([*env, start, *_joined(mine)]))
     if engine == "vllm" and machine.nodes > 1:
-        r.pieces.append(
-            Piece(
+        r.parts.append(
+            RecipePart(
                 "note",
                 f"{HEAD}: the address of the first node; every other node "
                 "adds --headless and its own rank",

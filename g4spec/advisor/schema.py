@@ -16,7 +16,7 @@ Maybe = Literal["yes", "no", "condition", "unknown"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class When:
+class Conditions:
     """Where a row applies. A condition that is not given holds everywhere; one about something
     that is not known of a machine does not hold.
 
@@ -60,7 +60,7 @@ class When:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Fact:
     """What every kind has.
 
     Attributes:
@@ -77,14 +77,14 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source(Row):
+class SourceFact(Fact):
     """A document that rows cite by `id`."""
 
     link: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Note(Row):
+class NoteFact(Fact):
     """A statement that no rule evaluates; shown by `--why` and in docs."""
 
     topic: str
@@ -93,7 +93,7 @@ class Note(Row):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Card(Row):
+class CardFact(Fact):
     """One product. `memory` lists its sizes in GB; `bandwidth` is GB/s, one for each size or one
     for all; `visible` is GiB that programs see where that differs. `ceiling_*`: published tokens/s
     that bandwidth allows for the 31B and the 26B in Q4_K_M, one for each bandwidth."""
@@ -111,7 +111,7 @@ class Card(Row):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Other(Row):
+class OtherGpuFact(Fact):
     """A kind of machine whose GPU is not an NVIDIA card that engines here are asked about.
 
     Attributes:
@@ -127,7 +127,7 @@ class Other(Row):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Capability(Row):
+class CapabilityFact(Fact):
     """Limits of one compute capability. Shared memory in KiB."""
 
     cc: tuple[str, ...]
@@ -145,7 +145,7 @@ class Capability(Row):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Support(Row):
+class SupportFact(Fact):
     """What one engine does on one capability."""
 
     cc: tuple[str, ...]
@@ -160,7 +160,7 @@ class Support(Row):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Size(Row):
+class SizeFact(Fact):
     """One Gemma 4 size. Layers counted are those that keep keys and values of their own.
 
     Attributes:
@@ -188,7 +188,7 @@ class Size(Row):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weights(Row):
+class WeightsFact(Fact):
     """How many bytes one size takes in one format. `gb` is 10^9 bytes.
 
     Attributes:
@@ -209,7 +209,7 @@ class Weights(Row):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draft(Row):
+class DraftFact(Fact):
     """One published draft, or a kind of draft for one size.
 
     Attributes:
@@ -244,7 +244,7 @@ class Draft(Row):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Backend(Row):
+class BackendFact(Fact):
     """One attention backend of one engine in a range of versions.
 
     Attributes:
@@ -270,7 +270,7 @@ class Backend(Row):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Release(Row):
+class ReleaseFact(Fact):
     """What a range of vLLM versions does with Gemma 4 (the upgrade table)."""
 
     engine: str
@@ -289,7 +289,7 @@ class Release(Row):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem(Row):
+class ProblemFact(Fact):
     """A known problem, condition or advice, matched to a machine and its versions by `when`.
 
     Attributes:
@@ -304,12 +304,12 @@ class Problem(Row):
     unknown: bool = False
     fix: str = ""
     cured: tuple[str, ...] = ()
-    when: When = When()
+    when: Conditions = Conditions()
     rank: int = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Error(Row):
+class ErrorFact(Fact):
     """A text that appears in logs.
 
     Attributes:
@@ -329,7 +329,7 @@ class Error(Row):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wheel(Row):
+class WheelFact(Fact):
     """Which architectures a published build holds machine code (`sass`) or PTX for."""
 
     package: str
@@ -340,7 +340,7 @@ class Wheel(Row):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Toolkit(Row):
+class ToolkitFact(Fact):
     """A rule about CUDA and drivers: `driver` is the oldest that works with `cuda`."""
 
     cuda: str = ""
@@ -350,7 +350,7 @@ class Toolkit(Row):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Engine(Row):
+class EngineFact(Fact):
     """An engine that people run Gemma 4 with. `newest`: the newest version that the facts know,
     taken where none is installed. `drafts`: kinds it is known to run with Gemma 4. `kv`: cache
     types worth comparing; `kv_all`: every type it knows."""
@@ -364,7 +364,7 @@ class Engine(Row):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flag(Row):
+class FlagFact(Fact):
     """One piece of a recipe.
 
     Attributes:
@@ -378,4 +378,4 @@ class Flag(Row):
     text: str
     reason: str
     order: int = 50
-    when: When = When()
+    when: Conditions = Conditions()

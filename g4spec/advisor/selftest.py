@@ -54,14 +54,14 @@ print("RESULT " + json.dumps(out))
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class CheckResult:
     """One result. `ok` None: a figure, or something that does not exist in this version."""
 
     ok: bool | None
     text: str
 
 
-def run() -> list[Check]:
+def run() -> list[CheckResult]:
     """Every check there is."""
     try:
         done = subprocess.run(
@@ -72,11 +72,11 @@ def run() -> list[Check]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return [Check(False, f"no answer within {TIMEOUT} s")]
+        return [CheckResult(False, f"no answer within {TIMEOUT} s")]
     line = next((s for s in done.stdout.splitlines() if s.startswith("RESULT ")), None)
     if done.returncode or line is None:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         if last == "ModuleNotFoundError: No module named 'torch'":
             last = "no torch here, which running a model needs: pip install 'g4spec[run]'"
-        return [Check(False, f"failed in a child process: {last}")]
-    return [Check(ok, text) for ok, text in json.loads(line.removeprefix("RESULT "))]
+        return [CheckResult(False, f"failed in a child process: {last}")]
+    return [CheckResult(ok, text) for ok, text in json.loads(line.removeprefix("RESULT "))]

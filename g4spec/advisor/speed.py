@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from g4spec.advisor.facts import Facts
-from g4spec.advisor.figures import Efficiency, Speed
+from g4spec.advisor.figures import EfficiencyFact, SpeedFact
 from g4spec.advisor.machine import Machine
 from g4spec.advisor.memory_needs import slot_bytes, token_bytes, window_of
-from g4spec.advisor.subjects import DraftModel, Option, Target
+from g4spec.advisor.named_models import DraftModel, TargetModel, WeightFormat
 from g4spec.advisor.versions import holds, parse
 
 
@@ -39,28 +39,28 @@ class Estimate:
     cycle: tuple[float, float]
     basis: str
     facts: tuple[str, ...]
-    reports: tuple[Speed, ...]
+    reports: tuple[SpeedFact, ...]
 
 
-def step_bytes(target: Target, option: Option, kv: str, context: int) -> float:
+def step_bytes(target: TargetModel, option: WeightFormat, kv: str, context: int) -> float:
     """Bytes that one decoding step reads: active weights and the cache at `context`."""
     cache = token_bytes(target.caches, kv) * context
     ring = slot_bytes(target.caches, kv) * min(context, window_of(target.caches))
     return option.nbytes * target.active + cache + ring
 
 
-def share(facts: Facts, moe: bool, bandwidth: float) -> Efficiency:
+def find_efficiency(facts: Facts, moe: bool, bandwidth: float) -> EfficiencyFact:
     """The share of the ceiling for this kind of model and card."""
-    rows = [e for e in facts.all(Efficiency) if e.moe == moe]
+    rows = [e for e in facts.all(EfficiencyFact) if e.moe == moe]
     return next(e for e in rows if holds(e.bandwidth, parse(f"{bandwidth:.0f}")))
 
 
 def estimate(
     facts: Facts,
     machine: Machine,
-    target: Target,
+    target: TargetModel,
     draft: DraftModel | None,
-    option: Option,
+    option: WeightFormat,
     kv: str,
     context: int,
     gpus: int,
@@ -74,7 +74,7 @@ def estimate(
         return None
     speed = machine.bandwidth * 1e9 * gpus
     need = step_bytes(target, option, kv, context)
-    reach = share(facts, target.moe, machine.bandwidth)
+    reach = find_efficiency(facts, target.moe, machine.bandwidth)
     ceiling = speed / need
     low = high = 0.0
     if draft is not None and draft.accepted and reach.cycle_low:
@@ -100,13 +100,13 @@ def estimate(
 
 
 def _reports(
-    facts: Facts, machine: Machine, target: Target, draft: DraftModel | None
-) -> Sequence[Speed]:
+    facts: Facts, machine: Machine, target: TargetModel, draft: DraftModel | None
+) -> Sequence[SpeedFact]:
     cards = {g.card for g in machine.gpus}
     ids = draft.ids if draft is not None else ()
     return [
         row
-        for row in facts.all(Speed)
+        for row in facts.all(SpeedFact)
         if cards & set(row.cards)
         and row.gpus == machine.total_gpus
         and row.model == target.size

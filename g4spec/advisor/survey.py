@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from g4spec.advisor import engines
-from g4spec.advisor.brief import estimate
-from g4spec.advisor.choice import Question
+from g4spec.advisor.conditions import Situation, matches
+from g4spec.advisor.diagnosis import Diagnosis, Section
 from g4spec.advisor.engines import EngineVerdict
 from g4spec.advisor.facts import Facts
-from g4spec.advisor.lengths import start
-from g4spec.advisor.machine import GIB, assumption
-from g4spec.advisor.offload import assistant
-from g4spec.advisor.schema import Draft, Mark, Problem, Size
-from g4spec.advisor.subjects import DraftModel, from_row, named_target
-from g4spec.advisor.verdict import Diagnosis, Section
-from g4spec.advisor.when import Situation, matches
+from g4spec.advisor.format_choice import Question
+from g4spec.advisor.lengths import start_length
+from g4spec.advisor.machine import GIB, assume_options
+from g4spec.advisor.named_models import DraftModel, from_row, named_target
+from g4spec.advisor.offload import mtp_assistant
+from g4spec.advisor.schema import DraftFact, Mark, ProblemFact, SizeFact
+from g4spec.advisor.summary import estimate
 
 URGENT = 5
 """Problems of this rank or less are shown for every engine, not only for the one in detail."""
 
 
-def problem_line(s: Section, p: Problem, engine: str, detail: bool) -> None:
+def problem_line(s: Section, p: ProblemFact, engine: str, detail: bool) -> None:
     prefix = (
         f"{engine}: "
         if engine and engine.split(" ", maxsplit=1)[0].lower() not in p.title.lower()
@@ -35,14 +35,14 @@ def problem_line(s: Section, p: Problem, engine: str, detail: bool) -> None:
     )
 
 
-def sizes(facts: Facts, d: Diagnosis) -> None:
+def survey_sizes(facts: Facts, d: Diagnosis) -> None:
     """One line a size: what runs, with the assistant that Google publishes for it."""
     names = ("llama.cpp", "vllm") if d.machine.gpus else ("llama.cpp", "g4spec")
     where = "" if d.machine.gpus else ", on the CPU"
     s = d.section(f"Gemma 4 on this machine{where} (with Google's MTP assistant; computed)")
     runs = ""
-    for size in facts.all(Size):
-        draft = assistant(facts, size)
+    for size in facts.all(SizeFact):
+        draft = mtp_assistant(facts, size)
         question = Question(named_target(facts, size), draft)
         found = {n: engines.judge(facts, d.machine, question, n) for n in names}
         works = [v for v in found.values() if v.works]
@@ -59,7 +59,7 @@ def sizes(facts: Facts, d: Diagnosis) -> None:
             "g4spec's own runtime computes in 32-bit floats on a CPU: it is for checking "
             "drafts, not for these sizes",
         )
-    again = assumption(d.machine)
+    again = assume_options(d.machine)
     if runs:
         d.steps.append(f"g4spec doctor -m {runs} -md mtp{again}")
     if not d.machine.gpus and not d.machine.assumed:
@@ -88,15 +88,15 @@ def _pace(
         made = estimate(facts, d.machine, Question(target), v)
         text = f"; {made.low:.0f} to {made.high:.0f} tokens/s without a draft" if made else ""
         if draft is not None:
-            n = start(facts, draft, name, d.machine.cc)
+            n = start_length(facts, draft, name, d.machine.cc)
             text += f"{',' if made else ';'} start with {n} drafted"
         return text
     return ""
 
 
-def _other_drafts(facts: Facts, d: Diagnosis, s: Section, size: Size) -> None:
+def _other_drafts(facts: Facts, d: Diagnosis, s: Section, size: SizeFact) -> None:
     """The other published drafts of a size; shown when everything is asked for."""
-    for row in facts.all(Draft):
+    for row in facts.all(DraftFact):
         if row.model != size.id or row.kind == "mtp":
             continue
         question = Question(named_target(facts, size), from_row(row, row.id))
@@ -118,7 +118,7 @@ def _short(v: EngineVerdict) -> str:
     return f"to {v.plan.largest:,} tokens"
 
 
-def general(facts: Facts, d: Diagnosis) -> None:
+def general_problems(facts: Facts, d: Diagnosis) -> None:
     """Problems that depend on the machine alone."""
     m = d.machine
     if not m.gpus:
@@ -143,7 +143,7 @@ def general(facts: Facts, d: Diagnosis) -> None:
             versions=dict(m.tools),
             cards=tuple(g.card for g in m.gpus if g.card),
         )
-        for p in sorted(facts.all(Problem), key=lambda p: p.rank):
+        for p in sorted(facts.all(ProblemFact), key=lambda p: p.rank):
             if p.id not in seen and matches(p.when, base):
                 seen.add(p.id)
                 quiet = p.mark == "note" or p.rank > URGENT

@@ -12,7 +12,7 @@ from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import CheckFailed, UsageError
 
 if TYPE_CHECKING:
-    from g4spec.measure.bench_compare import Comparison
+    from g4spec.measure.bench_compare import BenchComparison
 
 
 def reject_bench_options(context: typer.Context) -> None:
@@ -37,7 +37,10 @@ def compare(
 
     out = Output(json, quiet)
     comparison = comparing.compare(
-        comparing.read(old), comparing.read(new), comparing.tolerance(tolerance), force=force
+        comparing.read_result(old),
+        comparing.read_result(new),
+        comparing.tolerance(tolerance),
+        force=force,
     )
     _show(comparison, out)
     out.result(comparison.json())
@@ -47,7 +50,7 @@ def compare(
         )
 
 
-def _show(comparison: Comparison, out: Output) -> None:
+def _show(comparison: BenchComparison, out: Output) -> None:
     """Show the table of ratios, the warnings and the regressions."""
     rows = [
         (

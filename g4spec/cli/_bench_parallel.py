@@ -15,8 +15,8 @@ from g4spec.cli.render import Output
 from g4spec.errors import UsageError
 
 if TYPE_CHECKING:
-    from g4spec.measure.bench import Protocol
-    from g4spec.measure.prompts import Prompt
+    from g4spec.measure.bench import BenchConfig
+    from g4spec.measure.prompts import BenchPrompt
     from g4spec.runtime.engine import Engine
 
 Parallel = Annotated[
@@ -34,8 +34,8 @@ def check(streams: int, report: Path | None = None) -> None:
 
 def run(
     engine: Engine,
-    texts: Sequence[Prompt],
-    protocol: Protocol,
+    texts: Sequence[BenchPrompt],
+    config: BenchConfig,
     streams: int,
     origin: dict[str, Any],
     out: Output,
@@ -45,7 +45,7 @@ def run(
     from g4spec.measure import bench_streams
 
     with out.progress("measuring") as progress:
-        result = bench_streams.sweep(engine, texts, protocol, streams, progress=progress)
+        result = bench_streams.sweep(engine, texts, config, streams, progress=progress)
     data = result.json(origin)
     show(data, out)
     if save is not None:

@@ -12,8 +12,8 @@ from g4spec.cli.render import Output
 from g4spec.errors import CheckFailed
 
 if TYPE_CHECKING:
-    from g4spec.measure.bench import Protocol
-    from g4spec.measure.prompts import Prompt
+    from g4spec.measure.bench import BenchConfig
+    from g4spec.measure.prompts import BenchPrompt
     from g4spec.runtime.engine import Engine
 
 
@@ -97,8 +97,8 @@ def require_identical(data: Mapping[str, Any]) -> None:
 
 def run(
     engine: Engine,
-    texts: Sequence[Prompt],
-    protocol: Protocol,
+    texts: Sequence[BenchPrompt],
+    config: BenchConfig,
     idle: int | None,
     origin: dict[str, Any],
     out: Output,
@@ -110,8 +110,8 @@ def run(
     from g4spec.measure import bench, recommendation
 
     with out.progress("measuring") as progress:
-        result = bench.sweep(engine, texts, protocol, idle=idle, progress=progress)
-    advice = recommendation.recommend(result.rows, bench.longest(engine))
+        result = bench.sweep(engine, texts, config, idle=idle, progress=progress)
+    advice = recommendation.recommend(result.rows, bench.longest_proposal(engine))
     data = result.json(origin, advice.json())
     show(data, out)
     if names := data["provenance"]["ops_without_kernel"]:

@@ -72,16 +72,16 @@ def run(
     if device == "cpu":
         raise UsageError("--synthetic measures a GPU", fix="leave out --device cpu")
     contexts = tuple(sorted({*synthetic_bench.CONTEXTS, *([n_ctx] if n_ctx else [])}))
-    protocol = synthetic_bench.Protocol(
+    config = synthetic_bench.SyntheticConfig(
         type, draft=draft, contexts=contexts, accept_length=accept_length
     )
-    synthetic_bench.check(name, protocol)
+    synthetic_bench.check_config(name, config)
     prepare(save)
     try:
         backend: Any = devices.select("cuda" if device == "auto" else device, setup.cache_type)
     except EnvironmentProblem as missing:
         raise EnvironmentProblem(missing.what, fix="see `g4spec doctor`") from None
-    data = synthetic_bench.measure(name, backend, protocol)
+    data = synthetic_bench.measure(name, backend, config)
     _bench_results.write_files(data, out, save, None)
     _show(data, out)
     out.result(data)

@@ -9,8 +9,8 @@ import typer
 from g4spec.errors import UsageError
 
 if TYPE_CHECKING:
-    from g4spec.advisor.choice import Question
     from g4spec.advisor.facts import Facts
+    from g4spec.advisor.format_choice import Question
     from g4spec.advisor.machine import Machine
 
 Model = Annotated[
@@ -78,11 +78,11 @@ def question_from_options(
         raise UsageError(
             "--gpus", expected=f"at most {machine.total_gpus}, the number of GPUs", found=gpus
         )
-    return questions.build(facts, model, draft, context, kv, backend, gpus)
+    return questions.build_question(facts, model, draft, context, kv, backend, gpus)
 
 
 def selected_machine(facts: Facts, assume: str | None, versions: list[str] | None) -> Machine:
     """Return the machine to answer for: this one, or the assumed one."""
     from g4spec.advisor import questions
 
-    return questions.machine(facts, assume, versions or ())
+    return questions.build_machine(facts, assume, versions or ())

@@ -9,23 +9,23 @@ from g4spec.cli.render import Output
 from g4spec.errors import UsageError
 
 if TYPE_CHECKING:
-    from g4spec.measure.probe import Probe
+    from g4spec.measure.draft_probe import ProbeResult
 
 
 def check(target: Path | None) -> None:
     """Raise an error if --probe cannot run, before any file is read."""
     if target is None:
         raise UsageError("--probe needs the draft's target", fix="pass it with --target")
-    from g4spec.measure import probe  # noqa: F401  (needs torch)
+    from g4spec.measure import draft_probe  # noqa: F401  (needs torch)
 
 
-def run(out: Output, path: Path, target: Path | None) -> Probe:
+def run(out: Output, path: Path, target: Path | None) -> ProbeResult:
     """Run the pair and show what was measured."""
-    from g4spec.measure import probe
+    from g4spec.measure import draft_probe
 
     assert target is not None, "see check"
     with out.progress("probing") as progress:
-        found = probe.probe(target, path, progress=progress)
+        found = draft_probe.probe(target, path, progress=progress)
     shares = ", ".join(f"{x:.0%}" for x in found.run.shares())
     out.line(f"{found.run.per_step:.2f} tokens per step; acceptance by position: {shares}")
     rows = [(name, f"{run.per_step:.2f}") for name, run in found.others.items()]

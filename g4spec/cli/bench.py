@@ -23,7 +23,7 @@ from g4spec.cli import (
 from g4spec.cli.render import Json, Output, Quiet
 
 if TYPE_CHECKING:
-    from g4spec.measure.prompts import Prompt
+    from g4spec.measure.prompts import BenchPrompt
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -82,23 +82,23 @@ def measure(
 
     wanted = ("8" if preset else "sweep") if draft_max is None else draft_max
     most, sampler = n_predict or (2048 if preset else 128), Sampler(temp, top_k, top_p, min_p, seed)
-    protocol = bench.Protocol(bench.lengths_of(wanted, 15), most, repeats, sampler, ignore_eos)
+    config = bench.BenchConfig(bench.parse_lengths(wanted, 15), most, repeats, sampler, ignore_eos)
     names, questions = _questions(dataset, categories, count, preset is not None)
     model, draft_file = _engine.files(model, draft, setup, out)
     idle = bench.memory_in_use()
     engine = _engine.load(model, draft_file, setup, out)
-    protocol = replace(protocol, lengths=bench.lengths_of(wanted, bench.longest(engine)))
-    room = prompts.room(long_tokens, engine.n_ctx, protocol.n_predict, 2048)
+    config = replace(config, lengths=bench.parse_lengths(wanted, bench.longest_proposal(engine)))
+    room = prompts.long_prompt_tokens(long_tokens, engine.n_ctx, config.n_predict, 2048)
     texts = questions or prompts.prompts(engine.tokenizer, names, count, room)
     origin = run_record.describe(model, draft_file, engine.backend, ["g4spec", *sys.argv[1:]])
     if parallel > 1:
-        return _bench_parallel.run(engine, texts, protocol, parallel, origin, out, save)
-    _bench_results.run(engine, texts, protocol, idle, origin, out, save, report, preset is not None)
+        return _bench_parallel.run(engine, texts, config, parallel, origin, out, save)
+    _bench_results.run(engine, texts, config, idle, origin, out, save, report, preset is not None)
 
 
 def _questions(
     dataset: Path | None, categories: str | None, count: int | None, preset: bool
-) -> tuple[Sequence[str], list[Prompt]]:
+) -> tuple[Sequence[str], list[BenchPrompt]]:
     """Return the categories, and the prompts of the preset ([] without one).
 
     Raises an error if a category or the number of prompts does not exist.
@@ -108,7 +108,7 @@ def _questions(
     names = categories.split(",") if categories else prompts.CATEGORIES
     if preset:
         return names, prompts.mt_bench(dataset or Path("question.jsonl"), count)
-    prompts.check(names, count)
+    prompts.check_categories(names, count)
     return names, []
 
 

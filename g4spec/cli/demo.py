@@ -15,7 +15,7 @@ from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import CheckFailed
 
 if TYPE_CHECKING:
-    from g4spec.measure.verify import Verdict
+    from g4spec.measure.verify import VerifyResult
 
 LENGTHS = "2,5,10,15,auto"
 """Draft lengths that are measured, up to the longest block."""
@@ -72,7 +72,7 @@ def command(
     _bench_results.require_identical(data)
 
 
-def _verify(name: str, files: dict[str, Path], out: Output) -> Verdict:
+def _verify(name: str, files: dict[str, Path], out: Output) -> VerifyResult:
     from g4spec.measure import prompts, verify
 
     if name == DRAFTS[0]:
@@ -110,17 +110,17 @@ def _sweep(
     out.line("5  Measure: the best draft length depends on the kind of text.", "bold", gap=True)
     engine = _demo_text.load(files, DRAFTS[0])
     assert engine.draft is not None
-    lengths = bench.lengths_of(LENGTHS, engine.draft.max_tokens)
+    lengths = bench.parse_lengths(LENGTHS, engine.draft.max_tokens)
     texts = prompts.prompts(engine.tokenizer, count=PROMPTS, long_tokens=LONG)
     with out.progress("measuring") as progress:
         result = bench.sweep(
             engine,
             texts,
-            bench.Protocol(lengths, n_predict, repeats=2),
+            bench.BenchConfig(lengths, n_predict, repeats=2),
             idle=idle,
             progress=progress,
         )
-    advice = recommendation.recommend(result.rows, bench.longest(engine))
+    advice = recommendation.recommend(result.rows, bench.longest_proposal(engine))
     origin = run_record.describe(
         files["target"], files["dflash"], engine.backend, ["g4spec", *sys.argv[1:]]
     )

@@ -22,7 +22,7 @@ from g4spec.cli._host_options import (
 from g4spec.errors import CheckFailed, UsageError
 
 if TYPE_CHECKING:
-    from g4spec.advisor.verdict import Diagnosis
+    from g4spec.advisor.diagnosis import Diagnosis
 
 
 def command(
@@ -105,7 +105,7 @@ def command(
     question = question_from_options(
         all_facts, machine, model, draft, ctx_size, kv, attention_backend, gpus
     )
-    _answer(diagnose(all_facts, machine, question, questions.engine(engine)), out, verbose)
+    _answer(diagnose(all_facts, machine, question, questions.engine_name(engine)), out, verbose)
 
 
 def _answer(d: Diagnosis, out: render.Output, verbose: bool) -> None:

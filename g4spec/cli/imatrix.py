@@ -36,11 +36,11 @@ def command(
     gguf.check_writable(out)
     setup = _engine.Setup(ctx_size, None, None, "cpu", None)
     model, _ = _engine.files(model, None, setup, output)
-    from g4spec.measure import chunks as chunking
     from g4spec.measure import importance
+    from g4spec.measure import text_chunks as chunking
 
     engine = _engine.load(model, None, setup, output)
-    parts = chunking.cut(engine.tokenizer, text, ctx_size, chunks)
+    parts = chunking.split_text(engine.tokenizer, text, ctx_size, chunks)
     with output.progress(f"reading {file.name}") as progress:
         matrix = importance.collect(engine, parts, file.name, progress)
     imatrix.save(out, matrix)

@@ -11,7 +11,7 @@ from g4spec.cli import _engine, _inputs, _options
 from g4spec.cli.render import Json, Output, Quiet
 
 if TYPE_CHECKING:
-    from g4spec.measure.perplexity import Against, Figure
+    from g4spec.measure.perplexity import BaseComparison, ValueWithError
 
 
 def command(
@@ -46,13 +46,13 @@ def command(
     base = None
     if against is not None:
         against, _ = _engine.files(against, None, setups[1], output)
-    from g4spec.measure import chunks as chunking
     from g4spec.measure import perplexity
+    from g4spec.measure import text_chunks as chunking
 
     engine = _engine.load(model, None, setups[0], output)
     if against is not None:
         base = _engine.load(against, None, setups[1], output)
-    parts = chunking.cut(engine.tokenizer, text, ctx_size, chunks)
+    parts = chunking.split_text(engine.tokenizer, text, ctx_size, chunks)
     with output.progress(f"reading {file.name}") as progress:
         result = perplexity.measure(engine, parts, base, progress)
     _engine.note_ops_without_kernel(engine, output)
@@ -65,7 +65,7 @@ def command(
     output.result(result.json())
 
 
-def _show_comparison(result: Against, out: Output) -> None:
+def _show_comparison(result: BaseComparison, out: Output) -> None:
     rows = [
         ("base's perplexity", _with_error(result.base)),
         ("perplexity over the base's", _with_error(result.ratio, 5)),
@@ -84,6 +84,6 @@ def _show_comparison(result: Against, out: Output) -> None:
     out.table("Against the base", ("figure", "value"), rows)
 
 
-def _with_error(figure: Figure, digits: int = 4, percent: int = 1) -> str:
+def _with_error(figure: ValueWithError, digits: int = 4, percent: int = 1) -> str:
     unit = " %" if percent == 100 else ""
     return f"{figure.value * percent:.{digits}f} ± {figure.error * percent:.{digits}f}{unit}"

@@ -64,7 +64,7 @@ def command(
     from g4spec.errors import CheckFailed
 
     out, all_facts = render.Output(json, quiet), facts()
-    name = questions.engine(engine) or engine
+    name = questions.engine_name(engine) or engine
     machine = recipe.on_nodes(selected_machine(all_facts, assume, versions), nodes)
     question = question_from_options(all_facts, machine, model, draft, ctx_size, kv, None, gpus)
     assert question is not None

@@ -13,7 +13,7 @@ from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import CheckFailed, UsageError
 
 if TYPE_CHECKING:
-    from g4spec.measure.verify import Verdict
+    from g4spec.measure.verify import VerifyResult
 
 Temperature = Annotated[
     float | None, typer.Option("--temp", help="Test only this temperature. Default: several.")
@@ -79,15 +79,15 @@ def command(
     Options(n_predict, Sampler(temp or 0.0), "auto" if length is None else length)
     if length == 0:
         raise UsageError("--draft-max 0 drafts no tokens to verify", fix="pass 1 or more, or auto")
-    verify.check(cases, parallel)
+    verify.check_counts(cases, parallel)
     setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type, parallel)
     model, draft_file = _engine.files(model, draft, setup, out)
     engine = _engine.load(model, draft_file, setup, out)
     assert engine.draft is not None
     if own is not None:
-        texts = [prompts.Prompt("the prompt", "own", "raw", own)]
+        texts = [prompts.BenchPrompt("the prompt", "own", "raw", own)]
     else:
-        room = prompts.room(long_tokens, engine.n_ctx, n_predict, 1024)
+        room = prompts.long_prompt_tokens(long_tokens, engine.n_ctx, n_predict, 1024)
         texts = prompts.prompts(engine.tokenizer, long_tokens=room)
     cases_to_run = verify.cases(
         texts, cases, engine.draft.max_tokens, seed, length=length, temperature=temp
@@ -109,7 +109,7 @@ def _own_prompt(prompt: str | None, file: Path | None, long_tokens: int | None) 
     return _prompt.PromptOptions(prompt, file).read().text
 
 
-def _show(verdict: Verdict, out: Output) -> None:
+def _show(verdict: VerifyResult, out: Output) -> None:
     """Show notes, verdict and acceptance; raise CheckFailed for a bad verdict."""
     for note in verdict.notes:
         out.note(note)

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 from g4spec.core import MAX_DRAFT
 from g4spec.errors import InputError, UsageError
-from g4spec.measure.bench_summary import ALL, SCHEMA, Length, Row, Sample, summarize
-from g4spec.measure.prompts import Prompt
+from g4spec.measure.bench_summary import ALL, SCHEMA, DraftLength, Sample, SweepRow, summarize
+from g4spec.measure.prompts import BenchPrompt
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Stats
@@ -41,10 +41,10 @@ WARM_UP = "A list of words, one word a line:\napple\nbridge\ncandle\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Protocol:
+class BenchConfig:
     """What is measured. `lengths` always begin with 0, plain decoding."""
 
-    lengths: tuple[Length, ...]
+    lengths: tuple[DraftLength, ...]
     n_predict: int = 128
     repeats: int = 3
     sampler: Sampler = field(default_factory=Sampler)
@@ -58,11 +58,11 @@ class Protocol:
         if self.lengths[:1] != (0,) or len(set(self.lengths)) != len(self.lengths):
             raise UsageError("--draft-max", expected="different lengths", found=self.lengths)
 
-    def options(self, length: Length, n_predict: int | None = None) -> Options:
+    def options(self, length: DraftLength, n_predict: int | None = None) -> Options:
         return Options(n_predict or self.n_predict, self.sampler, length, (), self.ignore_eos)
 
 
-def lengths_of(text: str, most: int | None) -> tuple[Length, ...]:
+def parse_lengths(text: str, most: int | None) -> tuple[DraftLength, ...]:
     """Draft lengths from "sweep", "auto", "4" or "2,4,auto"; plain decoding is added in front.
 
     Args:
@@ -70,7 +70,7 @@ def lengths_of(text: str, most: int | None) -> tuple[Length, ...]:
 
     Raises UsageError for anything else, and for a number above what a step can hold.
     """
-    chosen: list[Length] = [0]
+    chosen: list[DraftLength] = [0]
     for word in ("sweep",) if text == "sweep" else text.split(","):
         if word.strip() == "sweep":
             chosen += [*LENGTHS, "auto"]
@@ -91,24 +91,24 @@ def lengths_of(text: str, most: int | None) -> tuple[Length, ...]:
     return (*numbers, "auto") if "auto" in chosen else tuple(numbers)
 
 
-def longest(engine: Engine) -> int | None:
+def longest_proposal(engine: Engine) -> int | None:
     """Tokens of the longest proposal of an engine's draft; None without one."""
     return engine.draft.max_tokens if engine.draft else None
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class TextDifference:
     """A text that is not the plain one; `index` of the first token, None past an end."""
 
     prompt: str
-    length: Length
+    length: DraftLength
     index: int
     plain: int | None
     speculative: int | None
 
 
 @dataclass(slots=True)
-class Result:
+class SweepResult:
     """A sweep. `texts`: digest of each prompt's ids and of the plain output's ids.
 
     Attributes:
@@ -116,15 +116,15 @@ class Result:
             first, the prompts that were measured with every setting.
     """
 
-    protocol: Protocol
-    rows: list[Row]
-    differences: list[Difference]
+    config: BenchConfig
+    rows: list[SweepRow]
+    differences: list[TextDifference]
     texts: dict[str, dict[str, str]]
     notes: list[str]
     memory: dict[str, int | None]
     interrupted: bool = False
 
-    def row(self, category: str, length: Length) -> Row | None:
+    def row(self, category: str, length: DraftLength) -> SweepRow | None:
         """One row, or None if it was not measured."""
         found = (r for r in self.rows if (r.category, r.length) == (category, length))
         return next(found, None)
@@ -134,7 +134,7 @@ class Result:
         return {
             "schema": SCHEMA,
             "provenance": provenance,
-            "options": asdict(self.protocol),
+            "options": asdict(self.config),
             "recommendation": advice,
             "identical": not self.differences,
             "interrupted": self.interrupted,
@@ -148,12 +148,12 @@ class Result:
 
 def sweep(
     engine: Engine,
-    prompts: Sequence[Prompt],
-    protocol: Protocol,
+    prompts: Sequence[BenchPrompt],
+    config: BenchConfig,
     *,
     idle: int | None = None,
     progress: Progress = lambda done, total: None,
-) -> Result:
+) -> SweepResult:
     """Measure every length on every prompt; Ctrl-C ends it early (`Result.interrupted`).
 
     Args:
@@ -162,27 +162,27 @@ def sweep(
     Raises InputError when two prompts are the same, and KeyboardInterrupt where nothing was
     measured before it.
     """
-    ids_of = encoded(engine, prompts, protocol.n_predict)
-    result = Result(protocol, [], [], {}, list(engine.notes), {})
-    peak, turns = 0, list[Turn]()
-    total = protocol.repeats * len(prompts) * len(protocol.lengths)
+    ids_of = encode_prompts(engine, prompts, config.n_predict)
+    result = SweepResult(config, [], [], {}, list(engine.notes), {})
+    peak, turns = 0, list[PromptRuns]()
+    total = config.repeats * len(prompts) * len(config.lengths)
     try:
-        _warm_up(engine, protocol)
-        for repeat in range(protocol.repeats):
+        _warm_up(engine, config)
+        for repeat in range(config.repeats):
             for number, prompt in enumerate(prompts):
-                runs: dict[Length, Run] = {}
-                for length in rotated(protocol.lengths, repeat + number):
-                    runs[length] = _measure(engine, ids_of[prompt.name], protocol.options(length))
+                runs: dict[DraftLength, TimedRun] = {}
+                for length in rotate(config.lengths, repeat + number):
+                    runs[length] = _measure(engine, ids_of[prompt.name], config.options(length))
                     peak = max(peak, memory_in_use() or 0)
-                    progress(len(turns) * len(protocol.lengths) + len(runs), total)
-                turns.append(Turn(prompt, runs))
+                    progress(len(turns) * len(config.lengths) + len(runs), total)
+                turns.append(PromptRuns(prompt, runs))
     except KeyboardInterrupt:
         if not turns:
             raise
         result.interrupted = True
         turns = turns[: len(turns) // len(prompts) * len(prompts) or None]  # whole repeats, if any
         result.notes.append(
-            f"interrupted: {len(turns)} of {protocol.repeats * len(prompts)} "
+            f"interrupted: {len(turns)} of {config.repeats * len(prompts)} "
             "measurements of a prompt count"
         )
     _sum_up(turns, result, ids_of)
@@ -191,24 +191,24 @@ def sweep(
     return result
 
 
-def _sum_up(turns: Sequence[Turn], result: Result, ids_of: dict[str, list[int]]) -> None:
+def _sum_up(turns: Sequence[PromptRuns], result: SweepResult, ids_of: dict[str, list[int]]) -> None:
     """Fill rows, differences and digests of a result."""
-    samples: dict[tuple[str, Length], Sample] = {}
+    samples: dict[tuple[str, DraftLength], Sample] = {}
     for prompt, runs in turns:
         ids = ids_of[prompt.name]
-        for length in result.protocol.lengths:
+        for length in result.config.lengths:
             sample = Sample(prompt, length, len(ids))
             _add(runs[length], samples.setdefault((prompt.name, length), sample))
         result.differences += differences(prompt.name, {n: run.ids for n, run in runs.items()})
         result.texts[prompt.name] = {"prompt": _digest(ids), "text": _digest(runs[0].ids)}
-    result.rows = summarize(list(samples.values()), result.protocol.lengths)
+    result.rows = summarize(list(samples.values()), result.config.lengths)
 
 
-def _warm_up(engine: Engine, protocol: Protocol) -> None:
+def _warm_up(engine: Engine, config: BenchConfig) -> None:
     """Run every setting once on another prompt."""
     warm = engine.tokenizer.encode(WARM_UP)
-    for length in protocol.lengths:
-        list(engine.generate(warm, protocol.options(length, min(16, protocol.n_predict))))
+    for length in config.lengths:
+        list(engine.generate(warm, config.options(length, min(16, config.n_predict))))
 
 
 def repetition(ids: Sequence[int], n: int = 4) -> float:
@@ -238,7 +238,9 @@ def memory_in_use() -> int | None:
     return next((int(x.split()[1]) * 1024 for x in lines if x.startswith("RssAnon:")), None)
 
 
-def encoded(engine: Engine, prompts: Sequence[Prompt], n_predict: int) -> dict[str, list[int]]:
+def encode_prompts(
+    engine: Engine, prompts: Sequence[BenchPrompt], n_predict: int
+) -> dict[str, list[int]]:
     """Tokens by prompt name; refuses repetitions and prompts that leave no room."""
     found: dict[str, list[int]] = {}
     seen: dict[tuple[int, ...], str] = {}
@@ -260,14 +262,14 @@ def encoded(engine: Engine, prompts: Sequence[Prompt], n_predict: int) -> dict[s
     return found
 
 
-def rotated(lengths: tuple[Length, ...], by: int) -> tuple[Length, ...]:
+def rotate(lengths: tuple[DraftLength, ...], by: int) -> tuple[DraftLength, ...]:
     """The same, another one first."""
     by %= len(lengths)
     return lengths[by:] + lengths[:by]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TimedRun:
     """One text of one setting. `accepted_lengths`: cycles by number of accepted tokens."""
 
     ids: list[int]
@@ -275,23 +277,23 @@ class Run:
     accepted_lengths: Counter[int]
 
 
-class Turn(NamedTuple):
+class PromptRuns(NamedTuple):
     """A prompt, and its run with every setting."""
 
-    prompt: Prompt
-    runs: dict[Length, Run]
+    prompt: BenchPrompt
+    runs: dict[DraftLength, TimedRun]
 
 
-def _measure(engine: Engine, prompt: list[int], options: Options) -> Run:
+def _measure(engine: Engine, prompt: list[int], options: Options) -> TimedRun:
     """Generate once."""
     run = engine.generate(prompt, options)
     # The first token comes from the prompt alone.
     counts = Counter(cycle.accepted for number, cycle in enumerate(run) if number)
     engine.notes += [n for n in run.notes if n not in engine.notes]
-    return Run(run.ids, run.stats, counts)
+    return TimedRun(run.ids, run.stats, counts)
 
 
-def _add(run: Run, sample: Sample) -> None:
+def _add(run: TimedRun, sample: Sample) -> None:
     """Add what was counted and timed in a run."""
     stats = run.stats
     sample.seconds.append(stats.seconds)
@@ -309,7 +311,7 @@ def _add(run: Run, sample: Sample) -> None:
     sample.looping = repetition(run.ids) > LOOPING
 
 
-def differences(prompt: str, ids: dict[Length, list[int]]) -> Iterable[Difference]:
+def differences(prompt: str, ids: dict[DraftLength, list[int]]) -> Iterable[TextDifference]:
     """Where texts part from the plain one, ids[0]."""
     plain = ids[0]
     for length, other in ids.items():
@@ -317,17 +319,17 @@ def differences(prompt: str, ids: dict[Length, list[int]]) -> Iterable[Differenc
             pairs = zip(plain, other, strict=False)
             at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(plain), len(other)))
             a, b = (x[at] if at < len(x) else None for x in (plain, other))
-            yield Difference(prompt, length, at, a, b)
+            yield TextDifference(prompt, length, at, a, b)
 
 
-def _remarks(result: Result) -> list[str]:
+def _remarks(result: SweepResult) -> list[str]:
     """What a reader must know to judge the numbers."""
     notes = [
         f"{r.category}: {r.looping} of {r.prompts} outputs repeat themselves, which flatters drafts"
         for r in result.rows
         if r.looping and r.length == 0 and r.category != ALL
     ]
-    if result.protocol.repeats == 1:
+    if result.config.repeats == 1:
         notes.append("one repeat: how much the timing scatters is not known")
     return notes
 

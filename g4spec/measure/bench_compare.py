@@ -63,7 +63,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class BenchComparison:
     """All settings of both files; `regressions` in words, empty when nothing became worse."""
 
     changes: list[Change]
@@ -74,7 +74,7 @@ class Comparison:
         return {**asdict(self), "ok": not self.regressions}
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_result(path: Path) -> dict[str, Any]:
     """A result file, checked. Raises InputError for anything else."""
     try:
         data: dict[str, Any] = json.loads(regular_files.read_regular(path))
@@ -144,7 +144,7 @@ def tolerance(text: str) -> float:
 
 def compare(
     old: Mapping[str, Any], new: Mapping[str, Any], allowed: float = 0.05, *, force: bool = False
-) -> Comparison:
+) -> BenchComparison:
     """Compare two results that `read` returned.
 
     Slower counts when the speed drops by more than `allowed` and the repeats of the two do not
@@ -178,7 +178,7 @@ def compare(
             regressions.append(f"the text of prompt {name} changed")
     if not new["identical"]:
         regressions.append("the new result's own texts differ between draft lengths")
-    return Comparison(changes, sorted(regressions), sorted(unlike + retyped))
+    return BenchComparison(changes, sorted(regressions), sorted(unlike + retyped))
 
 
 def _change(old: Mapping[str, Any], new: Mapping[str, Any], allowed: float) -> Change:

@@ -42,7 +42,7 @@ def page(data: Mapping[str, Any]) -> str:
         committed=[
             c for c in (_committed(n, rows, data["recommendation"]["lengths"]) for n in single) if c
         ],
-        times=charts.split(
+        times=charts.stacked_bars(
             [(str(r["length"]), r["draft_ms"], r["step_ms"]) for r in whole],
             "milliseconds of a cycle by draft length",
         ),
@@ -73,7 +73,7 @@ def _speed(category: str, rows: Rows, chosen: Mapping[str, int | str]) -> tuple[
     fixed = [point(r) for r in mine if r["length"] != "auto"]
     auto = next((point(r) for r in mine if r["length"] == "auto"), None)
     label = f"tokens per second by draft length, {category}"
-    return category, charts.lines(fixed, auto, highest, label, "drafted tokens a step")
+    return category, charts.line_chart(fixed, auto, highest, label, "drafted tokens a step")
 
 
 def _positions(category: str, rows: Rows) -> tuple[str, Markup] | None:
@@ -91,7 +91,7 @@ def _positions(category: str, rows: Rows) -> tuple[str, Markup] | None:
     titles = [f"position {n}: {a} of {d} accepted" for n, (a, d) in zip(names, pairs, strict=True)]
     shares = [a / d for a, d in pairs]
     label = f"acceptance by position, {category}"
-    return category, charts.bars(shares, names, titles, label, "position of the drafted token")
+    return category, charts.bar_chart(shares, names, titles, label, "position of the drafted token")
 
 
 def _committed(
@@ -108,7 +108,7 @@ def _committed(
     names = [str(i + 1) for i in range(len(counts))]
     titles = [f"{n} tokens: {c} of {total} cycles" for n, c in zip(names, counts, strict=True)]
     label = f"cycles by committed tokens, {category}"
-    chart = charts.bars([c / total for c in counts], names, titles, label, "tokens of a cycle")
+    chart = charts.bar_chart([c / total for c in counts], names, titles, label, "tokens of a cycle")
     return category, chart, row["length"]
 
 

@@ -22,15 +22,15 @@ from typing import Any
 from g4spec.core import Cycle
 from g4spec.measure.bench import (
     WARM_UP,
-    Difference,
+    BenchConfig,
     Progress,
-    Protocol,
+    TextDifference,
     differences,
-    encoded,
-    rotated,
+    encode_prompts,
+    rotate,
 )
-from g4spec.measure.bench_summary import Length
-from g4spec.measure.prompts import Prompt
+from g4spec.measure.bench_summary import DraftLength
+from g4spec.measure.prompts import BenchPrompt
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Request
 
@@ -38,7 +38,7 @@ SCHEMA = "g4spec.bench-streams/1"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class StreamsRow:
     """One draft length. Seconds of first tokens and between tokens are over all repeats.
 
     Attributes:
@@ -49,7 +49,7 @@ class Row:
         preempted: texts whose memory was given to others for a while.
     """
 
-    length: Length
+    length: DraftLength
     streams: int
     requests: int
     tokens: int
@@ -66,13 +66,13 @@ class Row:
 
 
 @dataclass(slots=True)
-class Result:
+class StreamsResult:
     """A measurement. `interrupted`: by Ctrl-C; it then counts whole repeats of every setting, or
     the settings that were measured once."""
 
-    protocol: Protocol
-    rows: list[Row]
-    differences: list[Difference]
+    config: BenchConfig
+    rows: list[StreamsRow]
+    differences: list[TextDifference]
     notes: list[str]
     interrupted: bool = False
 
@@ -81,7 +81,7 @@ class Result:
         return {
             "schema": SCHEMA,
             "provenance": provenance,
-            "options": asdict(self.protocol),
+            "options": asdict(self.config),
             "identical": not self.differences,
             "interrupted": self.interrupted,
             "rows": [asdict(row) for row in self.rows],
@@ -109,7 +109,7 @@ class Round:
 
 
 @dataclass(slots=True)
-class Stream:
+class ActiveRequest:
     """A request under way, and when something of it arrived last."""
 
     request: Request
@@ -120,27 +120,29 @@ class Stream:
 
 def sweep(
     engine: Engine,
-    prompts: Sequence[Prompt],
-    protocol: Protocol,
+    prompts: Sequence[BenchPrompt],
+    config: BenchConfig,
     streams: int,
     *,
     progress: Progress = lambda done, total: None,
-) -> Result:
+) -> StreamsResult:
     """Measure every length with `streams` requests at once.
 
     Raises InputError when two prompts are the same, and KeyboardInterrupt where plain decoding was
     not measured before it.
     """
     assert streams <= engine.pool.space.n_slots, streams
-    ids_of = encoded(engine, prompts, protocol.n_predict)
-    result = Result(protocol, [], [], list(engine.notes))
-    rounds: dict[Length, list[Round]] = {length: [] for length in protocol.lengths}
+    ids_of = encode_prompts(engine, prompts, config.n_predict)
+    result = StreamsResult(config, [], [], list(engine.notes))
+    rounds: dict[DraftLength, list[Round]] = {length: [] for length in config.lengths}
     try:
-        _warm_up(engine, protocol, streams)
-        for repeat in range(protocol.repeats):
-            for done, length in enumerate(rotated(protocol.lengths, repeat)):
-                rounds[length].append(answer(engine, ids_of, protocol.options(length), streams))
-                progress(repeat * len(rounds) + done + 1, protocol.repeats * len(rounds))
+        _warm_up(engine, config, streams)
+        for repeat in range(config.repeats):
+            for done, length in enumerate(rotate(config.lengths, repeat)):
+                rounds[length].append(
+                    answer_prompts(engine, ids_of, config.options(length), streams)
+                )
+                progress(repeat * len(rounds) + done + 1, config.repeats * len(rounds))
     except KeyboardInterrupt:
         if not rounds[0]:
             raise
@@ -148,8 +150,8 @@ def sweep(
         whole = min(map(len, rounds.values())) or 1
         rounds = {length: made[:whole] for length, made in rounds.items() if made}
         result.notes.append(
-            f"interrupted: {whole} of {protocol.repeats} repeats count, of "
-            f"{len(rounds)} of {len(protocol.lengths)} settings"
+            f"interrupted: {whole} of {config.repeats} repeats count, of "
+            f"{len(rounds)} of {len(config.lengths)} settings"
         )
     for repeat in range(len(rounds[0])):
         for name in ids_of:
@@ -160,24 +162,26 @@ def sweep(
     return result
 
 
-def _warm_up(engine: Engine, protocol: Protocol, streams: int) -> None:
+def _warm_up(engine: Engine, config: BenchConfig, streams: int) -> None:
     """Run every setting once on another prompt."""
     warm = engine.tokenizer.encode(WARM_UP)
-    for length in protocol.lengths:
-        few = protocol.options(length, min(16, protocol.n_predict))
-        answer(engine, {str(i): warm for i in range(streams)}, few, streams)
+    for length in config.lengths:
+        few = config.options(length, min(16, config.n_predict))
+        answer_prompts(engine, {str(i): warm for i in range(streams)}, few, streams)
 
 
-def answer(engine: Engine, prompts: dict[str, list[int]], options: Options, streams: int) -> Round:
+def answer_prompts(
+    engine: Engine, prompts: dict[str, list[int]], options: Options, streams: int
+) -> Round:
     """Answer each prompt once, `streams` at a time."""
-    made, waiting, live = Round(), deque(prompts.items()), list[Stream]()
+    made, waiting, live = Round(), deque(prompts.items()), list[ActiveRequest]()
     began = time.perf_counter()
     while waiting or live:
         while waiting and len(live) < streams:
             name, ids = waiting.popleft()
             now, request = time.perf_counter(), engine.submit(ids, options)
             made.answers[name] = request
-            live.append(Stream(request, iter(request), now))
+            live.append(ActiveRequest(request, iter(request), now))
         engine.step()
         now = time.perf_counter()
         live = [stream for stream in live if _take(stream, now, made)]
@@ -185,9 +189,9 @@ def answer(engine: Engine, prompts: dict[str, list[int]], options: Options, stre
     return made
 
 
-def _take(stream: Stream, now: float, made: Round) -> bool:
+def _take(stream: ActiveRequest, now: float, made: Round) -> bool:
     """Note what has arrived; False if nothing more will."""
-    while stream.request.news:
+    while stream.request.has_news:
         cycle = next(stream.cycles, None)
         if cycle is None:
             return False
@@ -200,7 +204,7 @@ def _take(stream: Stream, now: float, made: Round) -> bool:
     return True
 
 
-def _row(length: Length, streams: int, rounds: list[Round], plain: list[Round]) -> Row:
+def _row(length: DraftLength, streams: int, rounds: list[Round], plain: list[Round]) -> StreamsRow:
     speeds = [r.tokens / r.seconds for r in rounds]
     ratios = [a / (b.tokens / b.seconds) for a, b in zip(speeds, plain, strict=True)]
     first = [s for r in rounds for s in r.first]
@@ -209,7 +213,7 @@ def _row(length: Length, streams: int, rounds: list[Round], plain: list[Round]) 
         sum(r.total(name) for r in rounds)
         for name in ("cycles", "drafted", "accepted", "preempted")
     )
-    return Row(
+    return StreamsRow(
         length=length,
         streams=streams,
         requests=len(rounds[0].answers),
@@ -234,7 +238,7 @@ def percentile(values: Sequence[float], share: int) -> float:
 
 
 def _remarks(
-    result: Result, rounds: dict[Length, list[Round]], engine: Engine, streams: int
+    result: StreamsResult, rounds: dict[DraftLength, list[Round]], engine: Engine, streams: int
 ) -> list[str]:
     """What a reader must know to judge the numbers."""
     notes = [
@@ -254,6 +258,6 @@ def _remarks(
             f"{result.rows[0].requests} prompts for {streams} streams: most of the time "
             "fewer were busy"
         )
-    if result.protocol.repeats == 1:
+    if result.config.repeats == 1:
         notes.append("one repeat: how much the timing scatters is not known")
     return [note for note in dict.fromkeys(notes) if note not in result.notes]

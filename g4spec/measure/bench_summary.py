@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from g4spec.core import MAX_DRAFT
-from g4spec.measure.prompts import Prompt
+from g4spec.measure.prompts import BenchPrompt
 
 SCHEMA = "g4spec.bench/1"
 """Of a result file."""
@@ -16,7 +16,7 @@ SCHEMA = "g4spec.bench/1"
 ALL = "all"
 """Name of the row that sums up the categories."""
 
-Length = int | Literal["auto"]
+DraftLength = int | Literal["auto"]
 
 
 @dataclass(slots=True)
@@ -24,8 +24,8 @@ class Sample:
     """One setting on one prompt. Lists of seconds and cycles have one entry a repeat; counts are
     over all repeats, because `auto` may choose otherwise each time."""
 
-    prompt: Prompt
-    length: Length
+    prompt: BenchPrompt
+    length: DraftLength
     prompt_tokens: int
     tokens: int = 0  # chosen after the prompt's own; the same for every setting of a prompt
     seconds: list[float] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SweepRow:
     """One setting on one category.
 
     Attributes:
@@ -68,7 +68,7 @@ class Row:
     """
 
     category: str
-    length: Length
+    length: DraftLength
     prompts: int
     tokens: int
     tokens_per_second: float
@@ -89,7 +89,7 @@ class Row:
     looping: int
 
 
-def summarize(samples: Sequence[Sample], lengths: Sequence[Length]) -> list[Row]:
+def summarize(samples: Sequence[Sample], lengths: Sequence[DraftLength]) -> list[SweepRow]:
     """A row for every category and length; with several categories also for all of them."""
     categories = list(dict.fromkeys(s.prompt.category for s in samples))
     rows = []
@@ -101,7 +101,9 @@ def summarize(samples: Sequence[Sample], lengths: Sequence[Length]) -> list[Row]
     return rows
 
 
-def _row(category: str, length: Length, samples: list[Sample], plain: list[Sample]) -> Row:
+def _row(
+    category: str, length: DraftLength, samples: list[Sample], plain: list[Sample]
+) -> SweepRow:
     # A prompt whose answer ends with its first token has nothing to time.
     timed = [s for s in samples if any(s.cycles)]
     speeds, base = _speeds(timed), _speeds([s for s in plain if any(s.cycles)])
@@ -110,7 +112,7 @@ def _row(category: str, length: Length, samples: list[Sample], plain: list[Sampl
     cycles = sum(sum(s.cycles) for s in timed)
     drafted = _summed(s.drafted for s in timed)
     accepted = _summed(s.accepted for s in timed)
-    return Row(
+    return SweepRow(
         category=category,
         length=length,
         prompts=len(samples),

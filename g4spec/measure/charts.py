@@ -36,7 +36,7 @@ def ticks(highest: float, about: int = 4) -> list[float]:
     return [i * step for i in range(math.ceil(highest / step - 1e-9) + 1)]
 
 
-def lines(
+def line_chart(
     points: Sequence[Point], apart: Point | None, highest: float, label: str, x_label: str
 ) -> Markup:
     """A line through `points`, a dashed line at the first one's value, and one mark on its own.
@@ -74,7 +74,7 @@ def lines(
     return _svg(out, label)
 
 
-def bars(
+def bar_chart(
     values: Sequence[float], names: Sequence[str], titles: Sequence[str], label: str, x_label: str
 ) -> Markup:
     """Shares between 0 and 1 as columns."""
@@ -94,7 +94,7 @@ def bars(
     return _svg(out, label)
 
 
-def split(rows: Sequence[tuple[str, float, float]], label: str) -> Markup:
+def stacked_bars(rows: Sequence[tuple[str, float, float]], label: str) -> Markup:
     """Two quantities a row (draft and step, in milliseconds) as one stacked bar each."""
     top, high, left, wide = 6, 24, 46, 640
     most = max((a + b for _, a, b in rows), default=0) or 1.0

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from g4spec.gguf.imatrix import Entry, Imatrix
-from g4spec.measure import chunks
+from g4spec.measure import text_chunks
 from g4spec.ops.reference import Ops
 from g4spec.runtime.engine import Engine
 
@@ -74,7 +74,7 @@ def collect(
     dataset: str,
     progress: Progress = lambda done, total: None,
 ) -> Imatrix:
-    """Read the chunks of `chunks.cut`, all of one size, and return what the matrices were given.
+    """Read the chunks of `text_chunks.split_text` and return the importance matrix.
 
     Args:
         engine: on the CPU.
@@ -84,7 +84,7 @@ def collect(
     plain, model.ops = model.ops, InputSums(model.w)
     try:
         for i, ids in enumerate(parts):
-            chunks.read(engine, ids)
+            text_chunks.read_chunk(engine, ids)
             progress(i + 1, len(parts))
         found = model.ops.entries()
     finally:

@@ -21,35 +21,35 @@ from numpy.typing import NDArray
 
 from g4spec.core import MAX_STEP_ROWS
 from g4spec.errors import InputError
-from g4spec.measure import chunks
+from g4spec.measure import text_chunks
 from g4spec.runtime.engine import Engine
 
 Progress = Callable[[int, int], None]
-Read = Callable[[Engine, list[int]], torch.Tensor]
+ReadChunk = Callable[[Engine, list[int]], torch.Tensor]
 Values = NDArray[np.float64]
 PERCENTILES = (100.0, 99.9, 99.0, 95.0, 90.0, 50.0, 10.0, 5.0, 1.0, 0.1, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class ValueWithError:
     """A number and its standard error."""
 
     value: float
     error: float
 
     @classmethod
-    def mean(cls, values: Values) -> Figure:
+    def mean(cls, values: Values) -> ValueWithError:
         """Of independent values [n]."""
         return cls(float(values.mean()), math.sqrt(values.var() / max(len(values) - 1, 1)))
 
-    def exp(self) -> Figure:
+    def exp(self) -> ValueWithError:
         """e to the number."""
         grown = math.exp(self.value)
-        return Figure(grown, grown * self.error)
+        return ValueWithError(grown, grown * self.error)
 
 
 @dataclass(frozen=True, slots=True)
-class Against:
+class BaseComparison:
     """A model beside a base, over the same tokens.
 
     Attributes:
@@ -59,23 +59,23 @@ class Against:
         moved: root mean square of what the probability of the text's token changed by.
     """
 
-    base: Figure
-    ratio: Figure
-    divergence: Figure
+    base: ValueWithError
+    ratio: ValueWithError
+    divergence: ValueWithError
     divergences: dict[str, float]
-    same_top: Figure
-    moved: Figure
+    same_top: ValueWithError
+    moved: ValueWithError
 
 
 @dataclass(frozen=True, slots=True)
-class Quality:
+class PerplexityResult:
     """What was measured over `tokens` predicted tokens of `chunks` chunks of `size` tokens."""
 
     chunks: int
     size: int
     tokens: int
-    perplexity: Figure
-    against: Against | None
+    perplexity: ValueWithError
+    against: BaseComparison | None
 
     def json(self) -> dict[str, Any]:
         return asdict(self)
@@ -86,9 +86,9 @@ def measure(
     parts: Sequence[list[int]],
     base: Engine | None = None,
     progress: Progress = lambda done, total: None,
-    read: Read = chunks.read,
-) -> Quality:
-    """Predict the second halves of the chunks of `chunks.cut`, all of one size.
+    read: ReadChunk = text_chunks.read_chunk,
+) -> PerplexityResult:
+    """Predict the second halves of the chunks of `text_chunks.split_text`, all of one size.
 
     Args:
         base: another model of the same vocabulary, to compare with.
@@ -108,10 +108,12 @@ def measure(
         progress(i + 1, len(parts))
     own, *beside = np.concatenate(rows, axis=1)
     against = None if base is None else _against(own, *beside)
-    return Quality(len(parts), len(parts[0]), len(own), Figure.mean(own).exp(), against)
+    return PerplexityResult(
+        len(parts), len(parts[0]), len(own), ValueWithError.mean(own).exp(), against
+    )
 
 
-def _chunk(engine: Engine, base: Engine | None, ids: list[int], read: Read) -> Values:
+def _chunk(engine: Engine, base: Engine | None, ids: list[int], read: ReadChunk) -> Values:
     """Of each predicted token: its negative log-probability; with a base also the base's, the
     divergence, and 1 where the likeliest token is the same; [1 or 4, n]."""
     both = [_log_probs(e, ids, read) for e in (engine, base) if e is not None]
@@ -131,7 +133,7 @@ def _starts(ids: list[int]) -> range:
     return range(len(ids) // 2, len(ids) - 1, MAX_STEP_ROWS)
 
 
-def _log_probs(engine: Engine, ids: list[int], read: Read) -> Iterator[torch.Tensor]:
+def _log_probs(engine: Engine, ids: list[int], read: ReadChunk) -> Iterator[torch.Tensor]:
     """Log-probabilities float64 [up to 16, V] after the rows of `_starts`, on the CPU."""
     hidden = read(engine, ids)
     for at in _starts(ids):
@@ -144,15 +146,15 @@ def _log_probs(engine: Engine, ids: list[int], read: Read) -> Iterator[torch.Ten
         yield torch.log_softmax(logits.double(), 1).cpu()
 
 
-def _against(own: Values, base: Values, divergence: Values, same: Values) -> Against:
-    top, ratio = Figure.mean(same), Figure.mean(own - base).exp()
-    square = Figure.mean(np.square(np.exp(-own) - np.exp(-base)))
+def _against(own: Values, base: Values, divergence: Values, same: Values) -> BaseComparison:
+    top, ratio = ValueWithError.mean(same), ValueWithError.mean(own - base).exp()
+    square = ValueWithError.mean(np.square(np.exp(-own) - np.exp(-base)))
     moved = math.sqrt(square.value)
-    return Against(
-        base=Figure.mean(base).exp(),
+    return BaseComparison(
+        base=ValueWithError.mean(base).exp(),
         ratio=ratio,
-        divergence=Figure.mean(divergence),
+        divergence=ValueWithError.mean(divergence),
         divergences={f"{p:g}": float(np.percentile(divergence, p)) for p in PERCENTILES},
         same_top=top,
-        moved=Figure(moved, square.error / (2 * moved) if moved else 0.0),
+        moved=ValueWithError(moved, square.error / (2 * moved) if moved else 0.0),
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from g4spec.measure.bench_summary import ALL, Length, Row
+from g4spec.measure.bench_summary import ALL, DraftLength, SweepRow
 from g4spec.measure.prompts import TITLES
 
 NOISE = 0.02
@@ -25,7 +25,7 @@ class Recommendation:
             although the draft allows longer ones: the maximum was not seen.
     """
 
-    lengths: dict[str, Length]
+    lengths: dict[str, DraftLength]
     auto: dict[str, float]
     words: str
     auto_words: str
@@ -35,7 +35,7 @@ class Recommendation:
         return asdict(self)
 
 
-def recommend(rows: Sequence[Row], longest: int | None = None) -> Recommendation:
+def recommend(rows: Sequence[SweepRow], longest: int | None = None) -> Recommendation:
     """Choose the fastest setting of each category, `auto` included.
 
     A length at which no draft was accepted cannot gain; whatever the clock said, it was noise.
@@ -46,14 +46,14 @@ def recommend(rows: Sequence[Row], longest: int | None = None) -> Recommendation
     Args:
         longest: tokens of the draft's longest proposal.
     """
-    by_category: dict[str, list[Row]] = {}
+    by_category: dict[str, list[SweepRow]] = {}
     for row in rows:
         by_category.setdefault(row.category, []).append(row)
     if len(by_category) > 1:
         by_category.pop(ALL, None)
     if all(row.length in (0, "auto") for row in rows):
         return Recommendation({}, {}, _unfixed(by_category), "")
-    lengths: dict[str, Length] = {}
+    lengths: dict[str, DraftLength] = {}
     auto: dict[str, float] = {}
     unmeasured: dict[str, int] = {}
     for category, mine in by_category.items():
@@ -78,7 +78,7 @@ def recommend(rows: Sequence[Row], longest: int | None = None) -> Recommendation
     )
 
 
-def _unfixed(by_category: dict[str, list[Row]]) -> str:
+def _unfixed(by_category: dict[str, list[SweepRow]]) -> str:
     """Without a fixed length there is none to recommend."""
     autos = {
         name: row.ratio
@@ -95,8 +95,8 @@ def _unfixed(by_category: dict[str, list[Row]]) -> str:
     return text + "."
 
 
-def _words(lengths: dict[str, Length]) -> str:
-    groups: dict[Length, list[str]] = {}
+def _words(lengths: dict[str, DraftLength]) -> str:
+    groups: dict[DraftLength, list[str]] = {}
     for category, length in lengths.items():
         groups.setdefault(length, []).append(TITLES.get(category, category))
     if list(groups) == [0]:

@@ -34,15 +34,15 @@ def describe(
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(without_folders(command)),
-        "target": file(target),
-        "draft": file(draft)
+        "target": describe_file(target),
+        "draft": describe_file(draft)
         if isinstance(draft, Path)
         else draft and {"kind": draft, "name": draft},
         "g4spec": g4spec.__version__,
         "commit": commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "machine": machine(),
+        "machine": describe_machine(),
         "ops": type(backend.ops).__name__,
         "device": backend.title,
         "overridden_ops": overridden(backend.ops),
@@ -62,7 +62,7 @@ def without_folders(command: Sequence[str]) -> list[str]:
     return shown
 
 
-def file(path: Path) -> dict[str, Any]:
+def describe_file(path: Path) -> dict[str, Any]:
     """Name, size, SHA-256, architecture and quantization types of a GGUF file; of a split model
     size and SHA-256 are those of its parts behind each other."""
     digest = hashlib.sha256()
@@ -83,7 +83,7 @@ def file(path: Path) -> dict[str, Any]:
     }
 
 
-def machine() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
     """Processor, threads and operating system; no host or user name."""
     return {
         "cpu": _cpu(),

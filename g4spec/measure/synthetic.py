@@ -95,7 +95,7 @@ CENTROIDS = 2048
 """Clusters of tokens that the assistants of the small sizes have."""
 
 
-def target(
+def make_target(
     name: str, type: str, backend: CudaBackend, n_ctx: int, n_slots: int = 1, pool: int = 0
 ) -> Target:
     """Make a target of a size in `TARGETS`, its matrices of the types that `type` gives them, with
@@ -107,20 +107,20 @@ def target(
     return Target(config, weights, backend, space, backend.chunk)
 
 
-def drafts(name: str) -> list[str]:
+def draft_kinds(name: str) -> list[str]:
     """The kinds of draft that there are for a size, the one to take first."""
     return [kind for kind, of in (("dflash", DRAFTS), ("assistant", ASSISTANTS)) if name in of]
 
 
-def draft(
+def make_draft(
     name: str, type: str, on: Target, kind: str | None = None
 ) -> dflash.Drafter | assistant.Drafter:
     """A draft for a target of this size, of a kind in `drafts`, or of the first one."""
-    make = _dflash if (kind or drafts(name)[0]) == "dflash" else _assistant
+    make = _dflash if (kind or draft_kinds(name)[0]) == "dflash" else _assistant
     return make(name, type, on)
 
 
-class _Head:
+class _AssistantHead:
     """What a file of an assistant holds of its head in the metadata."""
 
     def __init__(self, config: assistant.Config) -> None:
@@ -153,7 +153,7 @@ def _assistant(name: str, type: str, on: Target) -> assistant.Drafter:
         on.config,
     )
     weights: Any = _turning(assistant.tensors(config), type, on.backend.ops)
-    head: Any = _Head(config)
+    head: Any = _AssistantHead(config)
     return assistant.Drafter(config, weights, on.ops, on, head, [], on.n_states)
 
 

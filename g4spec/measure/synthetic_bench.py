@@ -45,7 +45,7 @@ LABEL = "random weights, made on the GPU; acceptance forced: speed only, nothing
 
 
 @dataclass(frozen=True, slots=True)
-class Protocol:
+class SyntheticConfig:
     """What is measured.
 
     Attributes:
@@ -80,11 +80,11 @@ class Protocol:
             )
 
 
-Watch = Callable[[int, int, Callable[[], Any]], Any]
+StepObserver = Callable[[int, int, Callable[[], Any]], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SyntheticRow:
     """Figures at one context, in milliseconds: `steps` of one text by rows, `streams` of several
     texts by their number; of cycles those after a rest and `sustained` ones, from which
     `tokens_per_second` follows."""
@@ -100,32 +100,32 @@ class Row:
 
 
 def measure(
-    name: str, backend: CudaBackend, protocol: Protocol, watch: Watch | None = None
+    name: str, backend: CudaBackend, config: SyntheticConfig, watch: StepObserver | None = None
 ) -> dict[str, Any]:
     """Build a model of a size in `synthetic.TARGETS`, with a draft; the result file's contents.
 
     Args:
         watch: is given each context and number of rows, and what plays a step of so many there.
     """
-    kind, ops = check(name, protocol), backend.ops
+    kind, ops = check_config(name, config), backend.ops
     backend.enter()
     read = bandwidth(ops.device)
     torch.cuda.empty_cache()
-    n_ctx = max(protocol.contexts) + protocol.room
-    texts = max((1, *protocol.streams))
-    target = synthetic.target(name, protocol.type, backend, n_ctx, texts, texts * (n_ctx + PAGE))
-    drafter = synthetic.draft(name, protocol.draft_type, target, kind)
+    n_ctx = max(config.contexts) + config.room
+    texts = max((1, *config.streams))
+    target = synthetic.make_target(name, config.type, backend, n_ctx, texts, texts * (n_ctx + PAGE))
+    drafter = synthetic.make_draft(name, config.draft_type, target, kind)
     pool = Pool(target.space)
     sequences = [Sequence(pool.free_slots.pop(), [], 0) for _ in range(texts)]
     for sequence in sequences:
         pool.grow(sequence, n_ctx)
-    Step(target, sequences[:1], 1, 0)  # packs what a step reads
+    RecordedStep(target, sequences[:1], 1, 0)  # packs what a step reads
     pairs, rows = ops.pairs.nbytes, []
-    for context in protocol.contexts:
-        rows.append(_at(context, target, drafter, sequences, protocol))
+    for context in config.contexts:
+        rows.append(_at(context, target, drafter, sequences, config))
         if watch is not None:
             for count in ROWS:
-                watch(context, count, Step(target, sequences[:1], count, context).replay)
+                watch(context, count, RecordedStep(target, sequences[:1], count, context).replay)
     held = weight_bytes(target.model.w) + pairs
     step = held - _idle_bytes(target.model.w, target.config.layers[0])
     plain = rows[0].steps[1]
@@ -133,12 +133,12 @@ def measure(
         "schema": SCHEMA,
         "label": LABEL,
         "model": name,
-        "type": protocol.type,
+        "type": config.type,
         "draft": kind,
-        "draft_type": protocol.draft_type,
+        "draft_type": config.draft_type,
         "cache_type": backend.cache_type,
-        "accept_length": protocol.accept_length,
-        "machine": provenance.machine(),
+        "accept_length": config.accept_length,
+        "machine": provenance.describe_machine(),
         "device": backend.title,
         "driver": provenance.driver(),
         "commit": provenance.commit(),
@@ -153,7 +153,7 @@ def measure(
     }
 
 
-class Step:
+class RecordedStep:
     """A recorded step of the target: `count` rows of each sequence from position `start` on."""
 
     def __init__(self, target: Target, sequences: Seq[Sequence], count: int, start: int) -> None:
@@ -161,7 +161,7 @@ class Step:
         self.batch = batch_of(target.ops, parts)
 
         def run() -> tuple[torch.Tensor, ...]:
-            rows, logits = target.run(self.batch, capped=False)
+            rows, logits = target.step(self.batch, capped=False)
             return rows.hidden, rows.taps, logits
 
         for _ in range(2):
@@ -174,17 +174,17 @@ class Step:
         return self.graph.outputs[2]
 
 
-def check(name: str, protocol: Protocol) -> str:
+def check_config(name: str, config: SyntheticConfig) -> str:
     """The kind of draft; raises unless there are such a size, draft, and type or mix of weights."""
-    policy.parse_type(protocol.type)
+    policy.parse_type(config.type)
     if name not in synthetic.TARGETS:
         raise UsageError("--synthetic", expected=", ".join(synthetic.TARGETS), found=name)
-    kinds = synthetic.drafts(name)
-    if protocol.draft not in (None, *kinds):
+    kinds = synthetic.draft_kinds(name)
+    if config.draft not in (None, *kinds):
         raise UsageError(
-            f"-md with --synthetic {name}", expected=" or ".join(kinds), found=protocol.draft
+            f"-md with --synthetic {name}", expected=" or ".join(kinds), found=config.draft
         )
-    return protocol.draft or kinds[0]
+    return config.draft or kinds[0]
 
 
 def milliseconds(run: Callable[[], Any], times: int = 20, rest: float = 0.0) -> float:
@@ -234,28 +234,28 @@ def _idle_bytes(weights: Mapping[str, Any], layer: Any) -> int:
 
 
 def _at(
-    context: int, target: Target, drafter: Any, sequences: Seq[Sequence], protocol: Protocol
-) -> Row:
-    speed = max(fill(target, drafter, s, context) for s in sequences)
+    context: int, target: Target, drafter: Any, sequences: Seq[Sequence], config: SyntheticConfig
+) -> SyntheticRow:
+    speed = max(prefill(target, drafter, s, context) for s in sequences)
     steps, streams = {}, {}
     for rows in ROWS:
-        step = Step(target, sequences[:1], rows, context)
+        step = RecordedStep(target, sequences[:1], rows, context)
         assert bool(step.replay().isfinite().all()), (context, rows)
-        steps[rows] = milliseconds(step.replay, protocol.times, REST)
-    for count in protocol.streams:
-        step = Step(target, sequences[:count], 1, context)
+        steps[rows] = milliseconds(step.replay, config.times, REST)
+    for count in config.streams:
+        step = RecordedStep(target, sequences[:count], 1, context)
         assert bool(step.replay().isfinite().all()), (context, count)
-        streams[count] = milliseconds(step.replay, protocol.times, REST)
-    length = 1 + min(protocol.accept_length - 1, drafter.max_tokens)
+        streams[count] = milliseconds(step.replay, config.times, REST)
+    length = 1 + min(config.accept_length - 1, drafter.max_tokens)
     most = drafter.max_tokens if drafter.one_pass else min(drafter.max_tokens, length)
-    cycles = Cycles(target, drafter, sequences[0], most, length - 1)
-    cycle = sustained = cycles.time(context, protocol.times, REST)
+    cycles = CycleTimer(target, drafter, sequences[0], most, length - 1)
+    cycle = sustained = cycles.time(context, config.times, REST)
     draft = cycles.draft
     end = time.perf_counter() + SUSTAIN
     while time.perf_counter() < end:
-        sustained = cycles.time(context, protocol.times)
+        sustained = cycles.time(context, config.times)
     rate = round(length / sustained * 1e3, 1)
-    return Row(context, speed, steps, streams, draft, cycle, sustained, rate)
+    return SyntheticRow(context, speed, steps, streams, draft, cycle, sustained, rate)
 
 
 def random_tokens(target: Target, n: int) -> list[int]:
@@ -264,7 +264,7 @@ def random_tokens(target: Target, n: int) -> list[int]:
     return ids
 
 
-def fill(target: Target, drafter: Any, sequence: Sequence, tokens: int) -> float:
+def prefill(target: Target, drafter: Any, sequence: Sequence, tokens: int) -> float:
     """Read random tokens so that caches are real; tokens a second."""
     ids = random_tokens(target, tokens)
     torch.cuda.synchronize()
@@ -277,7 +277,7 @@ def fill(target: Target, drafter: Any, sequence: Sequence, tokens: int) -> float
     return round(tokens / (time.perf_counter() - begin))
 
 
-class Cycles:
+class CycleTimer:
     """Cycles of one text: draft, step, choice, and the draft brought up to date with what is said
     to be accepted, each started before the one before it is read.
 
@@ -314,7 +314,7 @@ class Cycles:
         return round(median(b - a for a, b in pairwise(ends[WARM - 1 :])) * 1e3, 3)
 
 
-def _json(row: Row) -> dict[str, Any]:
+def _json(row: SyntheticRow) -> dict[str, Any]:
     return {
         "context": row.context,
         "prefill_tokens_per_second": row.prefill_tokens_per_second,

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from g4spec.errors import UsageError
-from g4spec.measure.prompts import Prompt
+from g4spec.measure.prompts import BenchPrompt
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Request
@@ -40,7 +40,7 @@ Progress = Callable[[int, int], None]
 class Case:
     """One comparison."""
 
-    prompt: Prompt
+    prompt: BenchPrompt
     length: int | Literal["auto"]
     sampler: Sampler
 
@@ -49,7 +49,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class MismatchToken:
     """One side of a difference; all None where that text had already ended."""
 
     id: int | None
@@ -63,11 +63,11 @@ class Mismatch:
 
     case: Case
     index: int
-    plain: Token
-    speculative: Token
+    plain: MismatchToken
+    speculative: MismatchToken
 
     def __str__(self) -> str:
-        def side(token: Token) -> str:
+        def side(token: MismatchToken) -> str:
             return f"{token.id} {token.text!r} (logit {token.logit})"
 
         s = self.case.sampler
@@ -83,7 +83,7 @@ class Mismatch:
 
 
 @dataclass(slots=True)
-class Verdict:
+class VerifyResult:
     """What `verify` found.
 
     Attributes:
@@ -118,7 +118,7 @@ class Verdict:
         return {**asdict(self), "mismatch": found, "ok": self.ok}
 
 
-def check(count: int, parallel: int = 1) -> None:
+def check_counts(count: int, parallel: int = 1) -> None:
     """UsageError for a number of cases, in all or at once, that cannot be."""
     for flag, number in (("--cases", count), ("--parallel", parallel)):
         if number < 1:
@@ -126,7 +126,7 @@ def check(count: int, parallel: int = 1) -> None:
 
 
 def cases(
-    prompts: Sequence[Prompt],
+    prompts: Sequence[BenchPrompt],
     count: int,
     most: int,
     seed: int = 0,
@@ -142,7 +142,7 @@ def cases(
         length: the only draft length, at most `most`; None: LENGTHS.
         temperature: the only one; None: those of SETTINGS.
     """
-    check(count)
+    check_counts(count)
     lengths = [n for n in LENGTHS if n == "auto" or n <= most]
     if length is not None:
         lengths = [length if length == "auto" else min(length, most)]
@@ -178,7 +178,7 @@ def verify(
     *,
     parallel: int = 1,
     progress: Progress = lambda done, total: None,
-) -> Verdict:
+) -> VerifyResult:
     """Compare until the first difference or Ctrl-C, `parallel` cases at once with the draft.
 
     Raises UsageError when the engine has no draft, and KeyboardInterrupt where nothing was compared
@@ -186,7 +186,7 @@ def verify(
     """
     if engine.draft is None:
         raise UsageError("nothing to verify without a draft", fix="pass one with -md")
-    verdict = Verdict(0, 0, 0, 0, 0, 0, None, [], parallel)
+    verdict = VerifyResult(0, 0, 0, 0, 0, 0, None, [], parallel)
     try:
         _compare(engine, todo, n_predict, verdict, progress)
     except KeyboardInterrupt:
@@ -198,7 +198,7 @@ def verify(
 
 
 def _compare(
-    engine: Engine, todo: Sequence[Case], n_predict: int, verdict: Verdict, progress: Progress
+    engine: Engine, todo: Sequence[Case], n_predict: int, verdict: VerifyResult, progress: Progress
 ) -> None:
     """Compare, and count in `verdict`, until the first difference."""
     parallel = verdict.parallel
@@ -218,7 +218,7 @@ def _compare(
             progress(verdict.cases, len(todo))
 
 
-Text = tuple[list[int], list[float]]
+TokensAndLogits = tuple[list[int], list[float]]
 """Tokens and their logits."""
 
 
@@ -228,12 +228,12 @@ def _submit(engine: Engine, case: Case, length: int | Literal["auto"], n_predict
     return engine.submit(case.prompt.encode(engine.tokenizer), options)
 
 
-def _text(request: Request) -> Text:
+def _text(request: Request) -> TokensAndLogits:
     logits = [value for cycle in request for value in cycle.logits]
     return request.ids, logits
 
 
-def _count(verdict: Verdict, request: Request) -> None:
+def _count(verdict: VerifyResult, request: Request) -> None:
     """Add what the draft did."""
     verdict.cycles += request.stats.cycles
     verdict.drafted += request.stats.drafted
@@ -243,15 +243,17 @@ def _count(verdict: Verdict, request: Request) -> None:
     verdict.notes += [note for note in request.notes if note not in verdict.notes]
 
 
-def _mismatch(engine: Engine, case: Case, plain: Text, speculative: Text) -> Mismatch:
+def _mismatch(
+    engine: Engine, case: Case, plain: TokensAndLogits, speculative: TokensAndLogits
+) -> Mismatch:
     pairs = zip(plain[0], speculative[0], strict=False)
     shorter = min(len(plain[0]), len(speculative[0]))
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
 
-    def side(text: Text) -> Token:
+    def side(text: TokensAndLogits) -> MismatchToken:
         ids, logits = text
         if at >= len(ids):
-            return Token(None, None, None)
-        return Token(ids[at], engine.tokenizer.decode([ids[at]], special=True), logits[at])
+            return MismatchToken(None, None, None)
+        return MismatchToken(ids[at], engine.tokenizer.decode([ids[at]], special=True), logits[at])
 
     return Mismatch(case, at, side(plain), side(speculative))

@@ -1,7 +1,7 @@
-"""An engine in a process of its own, as the server uses it: it may fail, and is started again.
+"""The server's interface to an engine in a subprocess, which is restarted after a crash.
 
-Texts that it was writing end with an error. Those that had not begun wait, and are given to the
-next process: a text depends on its request alone, so it is the one that it would have been.
+Running texts end with an error. Texts whose prefill has not begun are submitted to the next
+process: a text depends only on its request, so the result is the same.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from g4spec.runtime.engine_stats import EngineStats
 from g4spec.runtime.request import Options, Request, Stats
 from g4spec.runtime.tokenizer import Tokenizer
 from g4spec.server.channel import Channel
-from g4spec.server.engine_process import Facts
+from g4spec.server.engine_process import EngineInfo
 from g4spec.server.grammar import Vocabulary
 
 log = logging.getLogger("g4spec.server")
 
-MOST_FAILURES = 5
-"""Failures in a row, no text finished between them, after which no process is started any more."""
+MAX_FAILURES = 5
+"""Consecutive failures without a finished text after which the engine is not restarted."""
 
-MOST_TRIES = 3
-"""Processes that a text which never began is given to."""
+MAX_TRIES = 3
+"""Maximum number of processes to which a text that never began is submitted."""
 
 _PROGRAM = """import json, sys
 sys.path[:] = json.loads(sys.argv.pop(1))
@@ -49,17 +49,17 @@ from g4spec.server.engine_process import main
 main()
 """
 
-AnyEngine: TypeAlias = "Engine | EngineClient"
+EngineLike: TypeAlias = "Engine | EngineClient"
 
-NOTHING = EngineStats(0, 0, 1, 1, (), 0.0)
+NO_STATS = EngineStats(0, 0, 1, 1, (), 0.0)
 
 
 class EngineLost(RuntimeError):
-    """The process of the engine ended while it wrote a text."""
+    """The engine's process ended while it generated a text."""
 
 
 class RemoteRequest(Request):
-    """A request whose text is written in another process."""
+    """A request whose text is generated in another process."""
 
     def __init__(self, prompt: Sequence[int], options: Options, client: EngineClient) -> None:
         super().__init__(prompt, options, client, client.tokenizer, client.notes)
@@ -72,19 +72,19 @@ class RemoteRequest(Request):
             self._client.cancelled(self)
 
     def add(self, cycle: Cycle, stats: Stats, length: int, text: str) -> None:
-        """Take in a cycle, the counts behind it, and text behind the first `length` characters."""
+        """Add a cycle; replace the text after its first `length` characters by `text`."""
         self.ids += cycle.tokens
         self.stats, self.text = stats, self.text[:length] + text
         self._cycles.append(cycle)
-        self._tell()
+        self._notify()
 
     def end(
         self, stats: Stats, notes: list[str], error: Exception | None, length: int, text: str
     ) -> None:
-        """Take in the end; see `add`."""
+        """Mark the request as ended; arguments as for `add`."""
         self.stats, self.notes, self.text = stats, notes, self.text[:length] + text
         self.error, self.done = error, True
-        self._tell()
+        self._notify()
 
 
 @dataclass(slots=True)
@@ -92,7 +92,9 @@ class _Text:
     """A request that has not ended.
 
     Attributes:
-        options: pickled. begun: its prompt is being read. tries: processes it was given to.
+        options: pickled `Options`.
+        begun: True once prefill has begun.
+        tries: number of processes to which it was submitted.
     """
 
     request: RemoteRequest
@@ -102,7 +104,7 @@ class _Text:
 
 
 class _Pickler(pickle.Pickler):
-    """Names what the other process has itself."""
+    """A pickler that replaces the tokenizer and vocabulary by names: the other process has them."""
 
     def persistent_id(self, value: Any) -> str | None:
         known = {Tokenizer: "tokenizer", Vocabulary: "vocabulary"}
@@ -110,19 +112,23 @@ class _Pickler(pickle.Pickler):
 
 
 class EngineClient:
-    """What `Service` uses of an `Engine`, whose fields it has; usable from any thread.
+    """A proxy with the part of the `Engine` interface that `Service` uses. Thread-safe.
 
     Args:
-        target: its tokenizer is read here, too. draft, options: see `Engine.load`.
-        make: loads the engine in the other process; a function at the top of a module.
-        hang_limit: seconds in which no step ends, while there are texts, after which the process
-            is killed, and another one started; 0: never. Default: 300, on a CPU never.
+        target: GGUF of the target; its tokenizer is read in this process, too.
+        draft, options: see `Engine.load`.
+        make: function that loads the engine in the subprocess; must be importable.
+        progress: called with tensors read and tensors in all.
+        hang_limit: seconds without a finished step, while there are texts, after which the process
+            is killed and restarted; 0: never. Default: 300; on a CPU 0.
 
-    Raises what `Engine.load` would, and EnvironmentProblem if the process ends while it loads.
+    Raises:
+        G4Error: `Engine.load` failed.
+        EnvironmentProblem: the process ended while loading.
 
     Attributes:
-        title, on_cpu: see `Facts`.
-        failed: why no process is started any more.
+        title, on_cpu: see `EngineInfo`.
+        failed: the reason why the engine is not restarted any more, or None.
     """
 
     def __init__(
@@ -139,12 +145,12 @@ class EngineClient:
         self._make, self._arguments = make, {"target": target, "draft": draft, **options}
         self._lock = threading.Lock()
         self._texts: dict[int, _Text] = {}
-        self._numbers = itertools.count()
-        self._channel: Channel | None = None  # of a process that is ready
-        self._first: list[Any] = []  # what came of loading: Facts or an error
+        self._ids = itertools.count()
+        self._channel: Channel | None = None  # set while a process is ready
+        self._load_result: list[Any] = []  # EngineInfo or an error, once loaded
         self._loaded, self._closing = threading.Event(), threading.Event()
-        self._finished, self._hung = False, ""
-        self._stats, self._arrived = NOTHING, time.monotonic()
+        self._text_finished, self._hang_reason = False, ""
+        self._stats, self._last_activity = NO_STATS, time.monotonic()
         self.failed: Exception | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._supervise, name="g4spec engine", daemon=True)
@@ -152,12 +158,12 @@ class EngineClient:
         try:
             self.tokenizer = read_tokenizer(target)
             self._loaded.wait()
-            if isinstance(self._first[0], BaseException):
-                raise self._first[0]
+            if isinstance(self._load_result[0], BaseException):
+                raise self._load_result[0]
         except BaseException:
             self.close()
             raise
-        facts: Facts = self._first[0]
+        facts: EngineInfo = self._load_result[0]
         self.config, self.n_ctx, self.n_slots = facts.config, facts.n_ctx, facts.n_slots
         self.draft_name, self.notes = facts.draft_name, facts.notes
         self.title, self.on_cpu = facts.title, facts.on_cpu
@@ -168,7 +174,7 @@ class EngineClient:
     # ---- requests
 
     def submit(self, prompt: Sequence[int], options: Options | None = None) -> Request:
-        """See `Engine.submit`; one text, `Options.n` = 1."""
+        """See `Engine.submit`; `Options.n` must be 1."""
         options = options or Options()
         assert options.n == 1, options.n
         check_request(prompt, options, self.config, self.n_ctx)
@@ -180,20 +186,22 @@ class EngineClient:
                 raise UsageError("the engine is closed")
             if self.failed is not None:
                 raise EnvironmentProblem(
-                    "the engine has stopped", found=self.failed, fix="start it again"
+                    "the engine has stopped",
+                    found=self.failed,
+                    fix="restart the server, or unload and load the model",
                 )
-            number = next(self._numbers)
+            number = next(self._ids)
             if not self._texts:
-                self._arrived = time.monotonic()
+                self._last_activity = time.monotonic()
             self._texts[number] = _Text(request, data.getvalue())
             if self._channel is not None:
-                self._give(number)
+                self._send_text(number)
         return request
 
     generate = submit
 
     def cancelled(self, request: Request) -> None:
-        """Pass on that a request is not wanted any more."""
+        """Cancel a request in the process, or remove it if no process runs."""
         with self._lock:
             number = next((n for n, t in self._texts.items() if t.request is request), None)
             if number is None:
@@ -204,51 +212,51 @@ class EngineClient:
             del self._texts[number]
         request.finish("cancelled")
 
-    def _give(self, number: int) -> None:
-        """Send a text to the process that runs; with the lock."""
+    def _send_text(self, number: int) -> None:
+        """Send a text to the running process. The caller holds the lock."""
         text = self._texts[number]
         text.tries += 1
         assert self._channel is not None
         self._channel.send("submit", number, array("q", text.request.prompt), text.options)
 
     def advance(self, request: Request) -> None:
-        """Wait until a request has something new."""
+        """Wait until a request has news."""
         assert isinstance(request, RemoteRequest)
-        while not request.news:
-            request.arrived.clear()
-            if not request.news:
-                request.arrived.wait()
+        while not request.has_news:
+            request.updated.clear()
+            if not request.has_news:
+                request.updated.wait()
 
     def start(self) -> None:
-        """Do nothing: the process works all the time."""
+        """Do nothing: the process runs its own loop."""
 
-    # ---- what others may know
+    # ---- state
 
     @property
     def process(self) -> int | None:
-        """Number of the process that runs or loads."""
+        """Return the process id of the running or loading process."""
         return self._process.pid if self._process is not None else None
 
     def stats(self) -> EngineStats:
-        """See `Engine.stats`; as the process told last."""
+        """See `Engine.stats`; as last reported by the process."""
         return self._stats
 
     def is_healthy(self, limit: float) -> bool:
-        """See `Engine.is_healthy`; not while there is no process."""
+        """See `Engine.is_healthy`; False while no process is ready."""
         if self.failed is not None or self._channel is None:
             return False
-        since = max(self._stats.last_step, self._arrived)
+        since = max(self._stats.last_step, self._last_activity)
         return not self._texts or time.monotonic() - since <= limit
 
     def close(self) -> None:
-        """End the process and all requests."""
+        """Stop the process and end all requests."""
         self._closing.set()
         with self._lock:
             channel = self._channel
         if channel is not None:
             channel.send("close")
             self._thread.join(10)
-        while self._thread.is_alive():  # it loads, or does not listen any more
+        while self._thread.is_alive():  # it is loading, or does not respond
             if self._process is not None:
                 self._process.kill()
             self._thread.join(0.1)
@@ -262,53 +270,57 @@ class EngineClient:
     # ---- the process
 
     def _supervise(self) -> None:
-        """Keep a process running, and end all requests when there will be no other one. In one
-        thread, because the kernel ends the process with the thread that started it."""
+        """Restart the process until it is closed or has failed too often, then end all requests.
+
+        Runs in one thread: the kernel kills the process when the thread that started it ends.
+        """
         try:
-            self._run_all()
+            self._restart_loop()
         finally:
             with self._lock:
                 if self.failed is None and not self._closing.is_set():
-                    self.failed = EnvironmentProblem("no process of the engine runs any more")
-            if not self._loaded.is_set():  # a mistake of ours, whose traceback follows
-                self._told(EnvironmentProblem("no process of the engine could be started"))
-            self._end_all("closed")
+                    self.failed = EnvironmentProblem("the engine's process does not run any more")
+            if not self._loaded.is_set():  # a bug; its traceback follows
+                self._set_load_result(
+                    EnvironmentProblem("the engine's process could not be started")
+                )
+            self._finish_all("closed")
 
-    def _run_all(self) -> None:
-        """Start a process, and another one whenever it ends."""
+    def _restart_loop(self) -> None:
+        """Run processes one after another, with exponential back-off after repeated failures."""
         failures = 0
         while not self._closing.is_set():
-            self._finished, self._hung = False, ""
-            reason = self._run_one()
-            failures = 1 if self._finished else failures + 1
+            self._text_finished, self._hang_reason = False, ""
+            reason = self._run_process()
+            failures = 1 if self._text_finished else failures + 1
             if not self._loaded.is_set():
-                self._told(
+                self._set_load_result(
                     EnvironmentProblem("the engine's process ended while it loaded", found=reason)
                 )
-            if self._closing.is_set() or isinstance(self._first[0], BaseException):
+            if self._closing.is_set() or isinstance(self._load_result[0], BaseException):
                 break
-            last = failures >= MOST_FAILURES
-            self._lost(reason, last)
+            last = failures >= MAX_FAILURES
+            self._on_process_end(reason, last)
             if last or self._closing.wait(min(2 ** (failures - 2), 30) if failures > 1 else 0):
                 break
 
     def _watch(self) -> None:
-        """Kill a process that makes no step; `_run_one` sees it end."""
+        """Kill a process that hangs; `_run_process` notices its end."""
         while not self._closing.wait(min(self.hang_limit / 4, 5) or 5):
             with self._lock:
                 if not self.hang_limit or self._channel is None or self.is_healthy(self.hang_limit):
                     continue
-                self._hung = f"no step has ended for {self.hang_limit:g} seconds"
+                self._hang_reason = f"no step has ended for {self.hang_limit:g} seconds"
                 assert self._process is not None
                 self._process.kill()
 
-    def _told(self, what: Facts | BaseException) -> None:
-        """Tell `__init__` what came of loading, the first time."""
-        self._first.append(what)
+    def _set_load_result(self, what: EngineInfo | BaseException) -> None:
+        """Pass the result of the first load to `__init__`."""
+        self._load_result.append(what)
         self._loaded.set()
 
-    def _run_one(self) -> str:
-        """Run one process to its end; returns why it ended."""
+    def _run_process(self) -> str:
+        """Run one process until it ends; return the reason."""
         ours, theirs = socket.socketpair()
         with ours, theirs:
             command = [
@@ -333,14 +345,14 @@ class EngineClient:
         channel.send("load", self._make, self._arguments)
         reason = None
         try:
-            for name, *more in channel.received():
+            for name, *more in channel.messages():
                 if name in ("lost", "refused"):
                     reason = str(more[0])
                 if name == "refused" and not self._loaded.is_set():
-                    self._told(more[0])
+                    self._set_load_result(more[0])
                 if name == "lost":
                     break
-                self._heard(channel, name, more)
+                self._on_message(channel, name, more)
         finally:
             with self._lock:
                 self._channel = None
@@ -348,10 +360,10 @@ class EngineClient:
             process.kill()
             code = process.wait()
         died = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return reason or self._hung or died
+        return reason or self._hang_reason or died
 
-    def _heard(self, channel: Channel, name: str, more: list[Any]) -> None:
-        """Do what a message says; see `channel`."""
+    def _on_message(self, channel: Channel, name: str, more: list[Any]) -> None:
+        """Handle a message of the process; see `channel.Message`."""
         if name == "figures":
             self._stats = more[0]
         elif name == "loading":
@@ -360,22 +372,22 @@ class EngineClient:
         elif name == "ready":
             self._ready(channel, more[0])
         elif name in ("begun", "cycle", "done"):
-            self._news(name, *more)
+            self._on_text_message(name, *more)
 
-    def _ready(self, channel: Channel, facts: Facts) -> None:
+    def _ready(self, channel: Channel, facts: EngineInfo) -> None:
         with self._lock:
             self._channel = channel
-            self._arrived = time.monotonic()
+            self._last_activity = time.monotonic()
             for number in list(self._texts):
-                self._give(number)
+                self._send_text(number)
         if self._loaded.is_set():
             log.info("the engine runs again", extra={"facts": {"process": self.process}})
         else:
-            self._told(facts)
+            self._set_load_result(facts)
         if self._closing.is_set():
             channel.send("close")
 
-    def _news(self, name: str, number: int, *more: Any) -> None:
+    def _on_text_message(self, name: str, number: int, *more: Any) -> None:
         with self._lock:
             text = self._texts.get(number)
             if text is None:
@@ -387,33 +399,32 @@ class EngineClient:
         elif name == "cycle":
             text.request.add(*more)
         else:
-            self._finished = True
+            self._text_finished = True
             text.request.end(*more)
 
-    def _lost(self, reason: str, last: bool) -> None:
-        """Tell the texts that were being written; all, and that there is no other process, if it
-        was the last."""
+    def _on_process_end(self, reason: str, last: bool) -> None:
+        """End the running texts with EngineLost; if `last`, end all texts and set `failed`."""
         log.error(
             "the engine's process ended",
             extra={"facts": {"why": reason, "texts": len(self._texts), "again": not last}},
         )
-        self._stats = NOTHING
+        self._stats = NO_STATS
         with self._lock:
             if last:
                 self.failed = EnvironmentProblem(
-                    f"the engine failed {MOST_FAILURES} times in a row", found=reason
+                    f"the engine failed {MAX_FAILURES} times in a row", found=reason
                 )
             gone = {
                 n: t
                 for n, t in self._texts.items()
-                if last or t.begun or t.tries >= MOST_TRIES or t.request.cancelled
+                if last or t.begun or t.tries >= MAX_TRIES or t.request.cancelled
             }
             for number in gone:
                 del self._texts[number]
         for text in gone.values():
-            text.request.finish("interrupted", EngineLost(f"the engine has failed: {reason}"))
+            text.request.finish("interrupted", EngineLost(f"the engine failed: {reason}"))
 
-    def _end_all(self, reason: str) -> None:
+    def _finish_all(self, reason: str) -> None:
         with self._lock:
             texts = list(self._texts.values())
             self._texts.clear()

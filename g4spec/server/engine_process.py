@@ -1,7 +1,7 @@
-"""The process of an engine, which `engine_client.EngineClient` starts.
+"""The engine's subprocess, started by `engine_client.EngineClient`.
 
-A failed CUDA call leaves a process that no other call can be made in. So it ends then, and whoever
-started it starts another one.
+After a failed CUDA call, all further CUDA calls of a process fail. The process exits then, and its
+parent starts a new one.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from g4spec.runtime.request import Options, Progress, Request, Stats
 from g4spec.server.channel import Channel, Message
 from g4spec.server.grammar import Vocabulary
 
-FAILED = 70
-"""Exit code of a process whose engine has failed."""
+EXIT_ENGINE_FAILED = 70
+"""Exit code of the process after an engine failure."""
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """What is known of an engine once it is loaded; see the fields of `Engine`.
+class EngineInfo:
+    """Properties of a loaded engine; fields as in `Engine`.
 
     Attributes:
-        title: of its device. on_cpu: whether that is none but the CPU.
+        title: name of the device.
+        on_cpu: True if the device is the CPU.
     """
 
     config: Any
@@ -46,9 +47,9 @@ class Facts:
     on_cpu: bool
 
 
-def facts(engine: Engine) -> Facts:
-    """Describe an engine."""
-    return Facts(
+def engine_info(engine: Engine) -> EngineInfo:
+    """Return the properties of an engine."""
+    return EngineInfo(
         engine.config,
         engine.n_ctx,
         engine.n_slots,
@@ -59,8 +60,8 @@ def facts(engine: Engine) -> Facts:
     )
 
 
-def copied(stats: Stats) -> Stats:
-    """Copy counts that go on."""
+def copy_stats(stats: Stats) -> Stats:
+    """Return a copy of counters that continue to change."""
     return replace(
         stats,
         drafted_by_position=list(stats.drafted_by_position),
@@ -68,13 +69,13 @@ def copied(stats: Stats) -> Stats:
     )
 
 
-def told(error: BaseException | None) -> str:
-    """Describe an error in words."""
+def describe_error(error: BaseException | None) -> str:
+    """Return type and message of an error, or "interrupted" for None."""
     return f"{type(error).__name__}: {error}" if error is not None else "interrupted"
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts this process' objects in the places where `engine_client` named them."""
+    """An unpickler that resolves the names of `engine_client._Pickler` to local objects."""
 
     def __init__(self, data: bytes, shared: dict[str, Any]) -> None:
         super().__init__(io.BytesIO(data))
@@ -84,34 +85,43 @@ class _Unpickler(pickle.Unpickler):
         return self._shared[name]
 
 
-class Relay:
-    """Sends what comes of one request."""
+class RequestRelay:
+    """Sends the progress of one request to the server."""
 
     def __init__(self, number: int, request: Request, progress: bool, worker: Worker) -> None:
         self._number, self._request, self._progress = number, request, progress
         self._worker, self._begun, self._sent = worker, False, 0
 
     def __call__(self) -> None:
-        """Send news; called by the engine's thread."""
+        """Send new cycles and the end; called in the engine's thread."""
         request, channel = self._request, self._worker.channel
         send = channel.send
         if request.stats.stop_reason == "interrupted":
             self._worker.fail(request.error)
-        for cycle in request.taken():
+        for cycle in request.drain():
             if not self._begun:
                 self._begun = True
-                channel.send_now("begun", self._number)  # the next step may be the last
+                channel.send_now(
+                    "begun", self._number
+                )  # unqueued: the next step may crash the process
             if self._progress or not isinstance(cycle, Progress):
-                send("cycle", self._number, cycle, copied(request.stats), *self._more())
+                send("cycle", self._number, cycle, copy_stats(request.stats), *self._new_text())
         if request.done:
             error = request.error
             if error is not None and not isinstance(error, G4Error):
-                error = RuntimeError(told(error))  # others need not survive the way
-            send("done", self._number, copied(request.stats), request.notes, error, *self._more())
+                error = RuntimeError(describe_error(error))  # other types may not be picklable
+            send(
+                "done",
+                self._number,
+                copy_stats(request.stats),
+                request.notes,
+                error,
+                *self._new_text(),
+            )
             self._worker.requests.pop(self._number, None)
 
-    def _more(self) -> tuple[int, str]:
-        """Return the text that is new, and what it follows: a stop text cuts what was there."""
+    def _new_text(self) -> tuple[int, str]:
+        """Return (length to keep, new text): a stop text may shorten what was sent before."""
         text = self._request.text
         kept = min(self._sent, len(text))
         self._sent = len(text)
@@ -119,7 +129,7 @@ class Relay:
 
 
 class Worker:
-    """Does what the server asks for, until it is gone."""
+    """Handles the messages of the server until the connection is closed."""
 
     def __init__(self, connection: Connection) -> None:
         self._shared: dict[str, Any] = {}
@@ -127,26 +137,28 @@ class Worker:
         self.requests: dict[int, Request] = {}
 
     def run(self) -> int:
-        """Load an engine, then take requests; returns the exit code."""
-        messages = self.channel.received()
+        """Load an engine, then handle requests; return the exit code."""
+        messages = self.channel.messages()
         name, make, arguments = next(messages)
         assert name == "load", name
         try:
             engine: Engine = make(**arguments, progress=partial(self.channel.send, "loading"))
-            list(engine.generate([engine.tokenizer.bos], Options(n_predict=2)))  # measures costs
-        except (G4Error, MemoryError, RuntimeError) as error:  # the last two: of torch
+            list(
+                engine.generate([engine.tokenizer.bos], Options(n_predict=2))
+            )  # measures step costs
+        except (G4Error, MemoryError, RuntimeError) as error:  # torch raises the last two
             known = (
                 error
                 if isinstance(error, G4Error)
-                else EnvironmentProblem("the engine cannot be loaded", found=told(error))
+                else EnvironmentProblem("the engine cannot be loaded", found=describe_error(error))
             )
             self.channel.send("refused", known)
             self.channel.finish()
             return known.exit_code
         vocabulary = Vocabulary(engine.tokenizer, engine.config.n_vocab)
         self._shared |= {"tokenizer": engine.tokenizer, "vocabulary": vocabulary}
-        self.channel.beat = Beat(engine)
-        self.channel.send("ready", facts(engine))
+        self.channel.periodic = FigureUpdates(engine)
+        self.channel.send("ready", engine_info(engine))
         engine.start()
         for name, *more in messages:
             if name == "close":
@@ -161,27 +173,27 @@ class Worker:
 
     def _submit(self, engine: Engine, number: int, prompt: Any, options: bytes) -> None:
         try:
-            asked: Options = _Unpickler(options, self._shared).load()
+            requested: Options = _Unpickler(options, self._shared).load()
             with engine.step_lock():
-                # The first word of its progress says that it has begun.
-                request = engine.submit(list(prompt), replace(asked, progress=True))
+                # The first progress report shows that prefill has begun.
+                request = engine.submit(list(prompt), replace(requested, progress=True))
                 self.requests[number] = request
-                request.listen(Relay(number, request, asked.progress, self))
+                request.listen(RequestRelay(number, request, requested.progress, self))
         except G4Error as error:
-            if engine.failed is None:  # else it waits for the next process
+            if engine.failed is None:  # otherwise the text is submitted to the next process
                 self.channel.send("done", number, Stats(len(prompt)), [], error, 0, "")
 
     def fail(self, error: Exception | None) -> None:
-        """End this process: a step has failed, and nobody knows what the device still does."""
-        text = told(error)
-        sys.stderr.writelines([f"the engine has failed: {text}\n"])
+        """Exit the process after a failed step: the state of the device is undefined."""
+        text = describe_error(error)
+        sys.stderr.writelines([f"the engine failed: {text}\n"])
         self.channel.send("lost", text)
         self.channel.finish()
-        os._exit(FAILED)
+        os._exit(EXIT_ENGINE_FAILED)
 
 
-class Beat:
-    """Makes "figures" when they have changed, at most ten times a second."""
+class FigureUpdates:
+    """Creates "figures" messages when they have changed, at most ten times a second."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._due = engine, 0.0
@@ -190,7 +202,7 @@ class Beat:
     def __call__(self) -> Message | None:
         """Return the message, or None."""
         if self._engine.failed is not None:
-            return "lost", told(self._engine.failed)
+            return "lost", describe_error(self._engine.failed)
         now = time.monotonic()
         figures = self._engine.stats()
         if figures == self._last or (now < self._due and not figures.idle):
@@ -200,18 +212,20 @@ class Beat:
 
 
 def end_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends (Linux); elsewhere the
-    end of the socket says so, to a process that can still listen."""
+    """Let the kernel kill this process when the thread that started it ends (Linux only).
+
+    On other systems the process exits when it notices that the socket is closed.
+    """
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def main() -> None:
-    """Serve the socket whose number is the first argument."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the server says when to end
+    """Run a worker; arguments: file descriptor of the socket, process id of the parent."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the server stops this process
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()
     if os.getppid() != int(sys.argv[2]):
-        os._exit(0)  # it ended before
+        os._exit(0)  # the parent has already ended
     os._exit(Worker(Connection(int(sys.argv[1]))).run())

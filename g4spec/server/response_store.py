@@ -1,5 +1,4 @@
-"""Responses that are kept for a while, so that requests can go on from them, and those that are
-worked on in the background."""
+"""Storage of responses for `previous_response_id` and GET, and background responses."""
 
 from __future__ import annotations
 
@@ -10,27 +9,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from g4spec.server.fields import Json
-from g4spec.server.json_text import dumps
-from g4spec.server.refusals import Refused
+from g4spec.server.json_response import dumps
+from g4spec.server.request_errors import RequestError
 from g4spec.server.service import Generation
 
-MOST = 1000
-"""Responses that are kept."""
+MAX_RESPONSES = 1000
+"""Maximum number of stored responses."""
 
-MOST_BYTES = 64 << 20
-"""Bytes of JSON that they may have together; the least recently used are dropped first."""
+MAX_BYTES = 64 << 20
+"""Maximum total size of stored responses as JSON, in bytes; least recently used go first."""
 
 
 @dataclass(slots=True)
 class Record:
-    """A response.
+    """A stored response.
 
     Attributes:
-        owner: the key of the request, whose bearers alone see it.
-        response: as it is answered. It grows while it is worked on.
-        items: what the model was given: those of the responses before it, and the request's own.
-        generation, work: of one in the background, until it has ended.
-        events: of one in the background that is streamed, as they are sent; None of others.
+        owner: hash of the API key; only requests with the same key can access it.
+        response: the response object, updated during generation.
+        items: input items: those of previous responses and of the request.
+        generation, work: of a running background response; None otherwise.
+        events: formatted events of a streamed background response; None otherwise.
     """
 
     owner: str | None
@@ -50,10 +49,10 @@ class Record:
         return str(self.response["id"])
 
     def close(self) -> None:
-        """End nothing: whoever follows may come back. See `streams.Source`."""
+        """Do nothing: the client may reconnect. See `sse.StreamSource`."""
 
-    def tell(self, event: str = "", *, ended: bool = False) -> None:
-        """Add an event for all who follow, or say that there are no more."""
+    def add_event(self, event: str = "", *, ended: bool = False) -> None:
+        """Record an event and wake all readers; `ended`: it was the last one."""
         if event and self.events is not None:
             self.events.append(event)
         self._ended |= ended
@@ -61,7 +60,7 @@ class Record:
         self._news = asyncio.Event()
 
     async def follow(self, after: int) -> AsyncGenerator[str, None]:
-        """Yield the events behind number `after`, and those to come, up to the last."""
+        """Yield the events after number `after`, until the response ends."""
         assert self.events is not None
         at = max(after + 1, 0)
         while at < len(self.events) or not self._ended:
@@ -73,27 +72,27 @@ class Record:
 
     @property
     def context(self) -> list[Json]:
-        """Return the items of the conversation up to the end of the response."""
+        """Return all items of the conversation, including the response."""
         return [*self.items, *self.response["output"]]
 
 
 class ResponseStore:
-    """Responses by their id, in memory. Belongs to one event loop."""
+    """Responses by id, in memory. Used from one event loop only."""
 
-    def __init__(self, most: int = MOST, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, most: int = MAX_RESPONSES, most_bytes: int = MAX_BYTES) -> None:
         self._most, self._most_bytes = most, most_bytes
         self._records: OrderedDict[str, Record] = OrderedDict()
         self._size = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     def run(self, record: Record, work: Coroutine[Any, Any, None]) -> None:
-        """Work on a response in the background."""
+        """Run `work`, which generates a response, in the background."""
         record.work = asyncio.create_task(work)
         self._tasks.add(record.work)
         record.work.add_done_callback(self._tasks.discard)
 
     def put(self, record: Record) -> None:
-        """Keep a response, or what has become of it."""
+        """Store a response, or replace it by its new state."""
         name = record.response["id"]
         if name in self._records:
             self._drop(name)
@@ -105,20 +104,20 @@ class ResponseStore:
             self._drop(next(iter(self._records)))
 
     def get(self, name: str, owner: str | None) -> Record:
-        """Return a response; Refused if there is none, or it is somebody else's."""
+        """Return a response; raise RequestError (404) if it is unknown or has another owner."""
         record = self._records.get(name)
         if record is None or record.owner != owner:
-            raise Refused(
+            raise RequestError(
                 404,
-                f"there is no response {name!r}: it was not stored, or deleted, or "
-                "dropped for newer ones",
+                f"there is no response {name!r}: it was not stored, was deleted, or was "
+                "evicted for newer ones",
                 code="response_not_found",
             )
         self._records.move_to_end(name)
         return record
 
     def delete(self, name: str, owner: str | None) -> Json:
-        """Delete a response; one that is worked on is cancelled."""
+        """Delete a response; cancel it if it is running."""
         record = self.get(name, owner)
         if record.generation is not None:
             record.generation.close()
@@ -129,17 +128,17 @@ class ResponseStore:
         self._size -= self._records.pop(name).size
 
     def keeps(self, record: Record) -> bool:
-        """Return True if a response is still kept."""
+        """Return True if a response is still stored."""
         return self._records.get(record.response["id"]) is record
 
     async def cancel(self, name: str, owner: str | None) -> Json:
-        """Cancel a response that is worked on in the background; one that has ended stays."""
+        """Cancel a background response; a finished one is returned unchanged."""
         record = self.get(name, owner)
         if not record.response["background"]:
-            raise Refused(
+            raise RequestError(
                 400,
-                "only a response with background: true can be cancelled; hang up to "
-                "cancel another one",
+                "only a response with background: true can be cancelled; close the connection "
+                "to cancel any other",
             )
         if record.generation is not None and record.work is not None:
             record.cancelled = True
@@ -148,7 +147,7 @@ class ResponseStore:
         return record.response
 
     def find(self, items: Sequence[Json], owner: str | None) -> list[Json]:
-        """Replace references by the items of stored responses."""
+        """Replace item references by the items of stored responses."""
         return [self._found(i["id"], owner) if i["type"] == "item_reference" else i for i in items]
 
     def _found(self, name: str, owner: str | None) -> Json:
@@ -156,12 +155,12 @@ class ResponseStore:
             for item in record.context if record.owner == owner else ():
                 if item["id"] == name:
                     return item
-        raise Refused(
+        raise RequestError(
             400, f"item_reference: there is no item {name!r} in the stored responses", param="input"
         )
 
     def list_items(self, record: Record, query: Any) -> Json:
-        """Return a page of the items that a response was made from.
+        """Return a page of the input items of a response.
 
         Args:
             query: parameters `limit` (1 to 100), `order` ("asc" or "desc"), `after` (an id).
@@ -169,17 +168,22 @@ class ResponseStore:
         known = {"limit", "order", "after"}
         for name in query:
             if name not in known:
-                raise Refused(400, f"unknown parameter {name}", param=name, code="unknown_field")
+                raise RequestError(
+                    400,
+                    f"unknown query parameter {name}; remove it",
+                    param=name,
+                    code="unknown_field",
+                )
         limit, order = query.get("limit", "20"), query.get("order", "desc")
         if not limit.isdecimal() or not 1 <= int(limit[:4]) <= 100:
-            raise Refused(400, "limit: 1 to 100", param="limit")
+            raise RequestError(400, "limit: expected 1 to 100", param="limit")
         if order not in ("asc", "desc"):
-            raise Refused(400, "order: asc or desc", param="order")
+            raise RequestError(400, "order: expected asc or desc", param="order")
         found = record.items if order == "asc" else record.items[::-1]
         if (after := query.get("after")) is not None:
             at = next((i for i, item in enumerate(found) if item["id"] == after), None)
             if at is None:
-                raise Refused(400, f"after: there is no item {after!r}", param="after")
+                raise RequestError(400, f"after: there is no item {after!r}", param="after")
             found = found[at + 1 :]
         page = found[: int(limit)]
         return {
@@ -191,7 +195,7 @@ class ResponseStore:
         }
 
     async def close(self) -> None:
-        """End what is worked on in the background."""
+        """Cancel all background responses."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""/v1/responses, of OpenAI's API."""
+"""/v1/responses of OpenAI's API: responses and streams."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from g4spec.server import chat, shapes
+from g4spec.server import chat, response_parts
 from g4spec.server.fields import Json
-from g4spec.server.gemma import Argument, Call, Event, Thought
-from g4spec.server.gemma import Text as Words
 from g4spec.server.generation import Delta, Token
-from g4spec.server.refusals import Refused
+from g4spec.server.output_parser import ArgumentEvent, CallEvent, Event, TextEvent, ThoughtEvent
+from g4spec.server.request_errors import RequestError
 from g4spec.server.response_fields import (
     InputRequest,
     ResponsesRequest,
@@ -24,18 +23,18 @@ from g4spec.server.response_fields import (
 )
 from g4spec.server.response_store import Record, ResponseStore
 from g4spec.server.service import Generation, Job, Service
-from g4spec.server.streams import Events, event
+from g4spec.server.sse import Events, event
 
 
 def context(store: ResponseStore, request: InputRequest, owner: str | None) -> list[Json]:
-    """Return the items that a request is about: those it goes on from, and its own."""
+    """Return the items of the conversation: those of the previous response, and the request's."""
     before: list[Json] = []
     if request.previous_response_id is not None:
         record = store.get(request.previous_response_id, owner)
         if record.generation is not None:
-            raise Refused(
+            raise RequestError(
                 400,
-                "previous_response_id: this response has not ended yet",
+                "previous_response_id: this response has not ended yet; wait for it",
                 param="previous_response_id",
             )
         before = record.context
@@ -45,16 +44,17 @@ def context(store: ResponseStore, request: InputRequest, owner: str | None) -> l
 async def count(
     service: Service, store: ResponseStore, request: InputRequest, owner: str | None
 ) -> Json:
-    """Return the answer of /v1/responses/input_tokens."""
+    """Return the response of /v1/responses/input_tokens."""
     service.check_model(request.model)
     asked = chat_request(request, context(store, request, owner))
-    prompt = await chat.prompt_of(service, asked)
+    prompt = await chat.build_prompt(service, asked)
     return {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}
 
 
 class Writer:
-    """Writes one response: as a stream of events, which all others are made of, as a whole, or
-    into the store.
+    """Generates one response: as events, as a complete body, or in the background.
+
+    The other forms are built from the events.
 
     Args:
         owner: see `Record`.
@@ -67,7 +67,9 @@ class Writer:
         self, service: Service, store: ResponseStore, request: ResponsesRequest, owner: str | None
     ) -> None:
         if request.background and request.store is False:
-            raise Refused(400, "background: only with store", param="background")
+            raise RequestError(
+                400, "background: only with store; leave out `store: false`", param="background"
+            )
         self._service, self._store, self._request = service, store, request
         self._items = context(store, request, owner)
         self._chat = chat_request(request, self._items)
@@ -79,28 +81,28 @@ class Writer:
 
     async def job(self) -> Job:
         """Build the job of the request."""
-        return await chat.job_of(self._service, self._chat)
+        return await chat.build_job(self._service, self._chat)
 
-    async def answer(self, generation: Generation) -> Json:
-        """Return the whole response body."""
+    async def full_response(self, generation: Generation) -> Json:
+        """Return the complete response body."""
         async with aclosing(self._events(generation)) as events:
             async for _ in events:
                 pass
         return self.response
 
-    async def chunks(self, generation: Generation) -> Events:
+    async def stream_response(self, generation: Generation) -> Events:
         """Yield the response as events."""
         async with aclosing(self._events(generation)) as events:
             async for each in events:
                 yield event(each, each["type"])
 
-    def failed(self, refused: Refused) -> str:
-        """Write the event that says why a stream ends early."""
+    def failed(self, refused: RequestError) -> str:
+        """Mark the response as failed; return the event `response.failed`."""
         self._end("failed", {"error": {"code": "server_error", "message": refused.message}})
         return event(self._event("response.failed", response=self.response), "response.failed")
 
     async def start(self) -> Record:
-        """Begin to work in the background."""
+        """Start the generation in the background."""
         generation = await self._service.submit(await self.job())
         self._record.generation = generation
         self._record.events = [] if self._request.stream else None
@@ -111,19 +113,21 @@ class Writer:
     async def _work(self, generation: Generation) -> None:
         record = self._record
         try:
-            async with aclosing(self.chunks(generation)) as events:
+            async with aclosing(self.stream_response(generation)) as events:
                 async for each in events:
-                    record.tell(each)
-        except Refused as refused:
+                    record.add_event(each)
+        except RequestError as refused:
             if record.cancelled:
                 self._end("cancelled", {})
             else:
-                record.tell(self.failed(refused))
+                record.add_event(self.failed(refused))
         finally:
             generation.close()
-            if record.generation is not None:  # the server ends, or has made a mistake
-                record.tell(self.failed(Refused(500, "an error inside the server")))
-            record.tell(ended=True)
+            if record.generation is not None:  # shutdown or a bug
+                record.add_event(
+                    self.failed(RequestError(500, "internal server error; see the server's log"))
+                )
+            record.add_event(ended=True)
 
     # ---- events
 
@@ -141,14 +145,14 @@ class Writer:
                     yield each
         text = generation.texts[0]
         status = "incomplete" if text.finish == "length" else "completed"
-        more: Json = {"usage": _usage(generation), "timings": shapes.timings(text)}
+        more: Json = {"usage": _usage(generation), "timings": response_parts.timings(text)}
         if status == "incomplete":
             more["incomplete_details"] = {"reason": "max_output_tokens"}
         self._end(status, more)
         yield self._event(f"response.{status}", response=self.response)
 
     def _end(self, status: str, more: Json) -> None:
-        """End the response, and keep it if that is wanted."""
+        """Set the final status of the response, and store it if requested."""
         self.response |= {"status": status, "completed_at": int(time.time()), **more}
         running, self._record.generation = self._record.generation, None
         kept = self._store.keeps(self._record) if running else self._request.store is not False
@@ -156,11 +160,11 @@ class Writer:
             self._store.put(self._record)
 
     def _pieces(self, delta: Delta) -> Iterator[Json]:
-        """Write the events of a piece."""
+        """Yield the events of a delta."""
         self._told += delta.tokens
         for piece in delta.events:
-            kind = Call if isinstance(piece, Argument) else type(piece)
-            if kind is not self._open or isinstance(piece, Call):
+            kind = CallEvent if isinstance(piece, ArgumentEvent) else type(piece)
+            if kind is not self._open or isinstance(piece, CallEvent):
                 yield from self._close()
                 yield from self._begin(piece)
                 self._open = kind
@@ -170,14 +174,14 @@ class Writer:
 
     @property
     def _item(self) -> Json:
-        """Return the item that is being written."""
+        """Return the current output item."""
         item: Json = self.response["output"][-1]
         return item
 
     def _at(self, **more: Any) -> Json:
-        """Return the fields that say where an event belongs."""
+        """Return the fields that locate an event in the output, with `more`."""
         at = {"item_id": self._item["id"], "output_index": len(self.response["output"]) - 1}
-        return {**at, **({} if self._open is Call else {"content_index": 0}), **more}
+        return {**at, **({} if self._open is CallEvent else {"content_index": 0}), **more}
 
     def _begin(self, piece: Event) -> Iterator[Json]:
         output = self.response["output"]
@@ -197,20 +201,20 @@ class Writer:
 
     def _grow(self, piece: Event) -> Iterator[Json]:
         item = self._item
-        if isinstance(piece, Words):
+        if isinstance(piece, TextEvent):
             yield self._words(piece.text)
-        elif isinstance(piece, Thought):
+        elif isinstance(piece, ThoughtEvent):
             item["content"][0]["text"] += piece.text
             yield self._event("response.reasoning_text.delta", **self._at(delta=piece.text))
-        elif isinstance(piece, Argument):
+        elif isinstance(piece, ArgumentEvent):
             item["arguments"] += piece.json
             yield self._event(
                 "response.function_call_arguments.delta", **self._at(delta=piece.json)
             )
 
     def _words(self, text: str) -> Json:
-        """Add to the text of a message, with the tokens that were told since."""
-        tokens = shapes.tokens(self._service.tokenizer, self._told)
+        """Append to the text of a message, with the pending log-probabilities."""
+        tokens = response_parts.chat_logprobs(self._service.tokenizer, self._told)
         self._told.clear()
         part = self._item["content"][0]
         part["text"] += text
@@ -218,24 +222,24 @@ class Writer:
         return self._event("response.output_text.delta", **self._at(delta=text, logprobs=tokens))
 
     def _close(self, *, cut: bool = False) -> Iterator[Json]:
-        """End the item that is being written.
+        """Finish the current item; yield its events.
 
         Args:
-            cut: the text ended for its length.
+            cut: the text was truncated by the token limit.
         """
         if self._open is None:
             return
         item = self._item
-        if self._open is Words and self._told:
+        if self._open is TextEvent and self._told:
             yield self._words("")
         item["status"] = "incomplete" if cut and not _whole(item) else "completed"
-        if self._open is Call:
+        if self._open is CallEvent:
             whole = {"arguments": item["arguments"], "name": item["name"]}
             yield self._event("response.function_call_arguments.done", **self._at(**whole))
         else:
             part = item["content"][0]
             kind, text = part["type"], {"text": part["text"]}
-            if self._open is Words:
+            if self._open is TextEvent:
                 text["logprobs"] = part["logprobs"]
             yield self._event(f"response.{kind}.done", **self._at(**text))
             yield self._event("response.content_part.done", **self._at(part=part))
@@ -245,7 +249,7 @@ class Writer:
 
 
 def _whole(item: Json) -> bool:
-    """Return True if an item is known to be complete: a call whose arguments have been closed."""
+    """Return True if an item is a call with complete arguments."""
     try:
         return isinstance(from_json(item.get("arguments", "")), dict)
     except ValueError:
@@ -253,8 +257,8 @@ def _whole(item: Json) -> bool:
 
 
 def _item(piece: Event) -> Json:
-    """Make the item that begins with a piece."""
-    if isinstance(piece, Words):
+    """Return a new output item for an event."""
+    if isinstance(piece, TextEvent):
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         return {
             "id": new_id("msg"),
@@ -263,7 +267,7 @@ def _item(piece: Event) -> Json:
             "content": [part],
             "status": "in_progress",
         }
-    if isinstance(piece, Thought):
+    if isinstance(piece, ThoughtEvent):
         return {
             "id": new_id("rs"),
             "type": "reasoning",
@@ -271,7 +275,7 @@ def _item(piece: Event) -> Json:
             "content": [{"type": "reasoning_text", "text": ""}],
             "status": "in_progress",
         }
-    assert isinstance(piece, Call)
+    assert isinstance(piece, CallEvent)
     return {
         "id": new_id("fc"),
         "type": "function_call",
@@ -283,7 +287,7 @@ def _item(piece: Event) -> Json:
 
 
 def _head(service: Service, request: ResponsesRequest) -> Json:
-    """Make a response with nothing in it yet."""
+    """Return a new response object without output."""
     text = request.text.model_dump(exclude_none=True) if request.text is not None else {}
     reasoning = request.reasoning
     tools = [{"parameters": None, "strict": None, **tool} for tool in request.tools or []]
@@ -317,8 +321,8 @@ def _head(service: Service, request: ResponsesRequest) -> Json:
 
 
 def _usage(generation: Generation) -> Json:
-    """Write the `usage` of the Responses API."""
-    usage = shapes.usage(generation)
+    """Return the `usage` object of the Responses API."""
+    usage = response_parts.usage(generation)
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": usage["prompt_tokens"],

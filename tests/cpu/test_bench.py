@@ -14,26 +14,33 @@ from g4spec.core import MAX_DRAFT, Batch, Pick
 from g4spec.errors import InputError, UsageError
 from g4spec.measure import bench
 from g4spec.measure.bench_summary import Sample, summarize
-from g4spec.measure.prompts import CATEGORIES, LONG_PROMPTS, Prompt, long_text, mt_bench, prompts
+from g4spec.measure.prompts import (
+    CATEGORIES,
+    LONG_PROMPTS,
+    BenchPrompt,
+    long_text,
+    mt_bench,
+    prompts,
+)
 from g4spec.measure.recommendation import recommend
 from g4spec.runtime import chooser
 from tests.support import bench_engine, bench_result, memory_models
 
 
 @pytest.fixture(scope="module")
-def swept() -> bench.Result:
+def swept() -> bench.SweepResult:
     engine = bench_engine.engine()
-    protocol = bench.Protocol((0, 2, 4, "auto"), n_predict=40, repeats=2)
-    return bench.sweep(engine, bench_engine.prompts(), protocol, idle=0)
+    config = bench.BenchConfig((0, 2, 4, "auto"), n_predict=40, repeats=2)
+    return bench.sweep(engine, bench_engine.prompts(), config, idle=0)
 
 
-def test_rows_cover_every_setting(swept: bench.Result) -> None:
+def test_rows_cover_every_setting(swept: bench.SweepResult) -> None:
     keys = [(r.category, r.length) for r in swept.rows]
     assert keys == [(c, n) for c in ("code", "chat", "all") for n in (0, 2, 4, "auto")]
     assert not swept.differences
 
 
-def test_counts_add_up(swept: bench.Result) -> None:
+def test_counts_add_up(swept: bench.SweepResult) -> None:
     for row in swept.rows:
         cycles = sum(row.accepted_lengths)
         assert row.tokens == row.prompts * 39  # the first token comes from the prompt
@@ -49,12 +56,12 @@ def test_counts_add_up(swept: bench.Result) -> None:
     assert plain is not None and plain.committed == 1 and plain.ratio == 1
 
 
-def test_a_looping_target_is_flagged(swept: bench.Result) -> None:
+def test_a_looping_target_is_flagged(swept: bench.SweepResult) -> None:
     # Random weights go in circles at temperature 0.
     assert any("repeat themselves" in note for note in swept.notes)
 
 
-def test_memory_is_planned_and_measured(swept: bench.Result) -> None:
+def test_memory_is_planned_and_measured(swept: bench.SweepResult) -> None:
     assert swept.memory["total"] == (1 << 20) + (1 << 19) + (1 << 18)
     assert swept.memory["grown"] is None or swept.memory["grown"] > 0
 
@@ -67,10 +74,8 @@ def test_a_changed_text_is_a_failed_benchmark(monkeypatch: pytest.MonkeyPatch) -
         return [*chosen[:-1], (chosen[-1] + 1) % 100 + 20] if drafted else chosen
 
     monkeypatch.setattr(chooser, "choose_rows", careless)
-    protocol = bench.Protocol((0, 3), n_predict=24, repeats=1)
-    result = bench.sweep(
-        bench_engine.engine(bench_engine.Liar()), bench_engine.prompts(1), protocol
-    )
+    config = bench.BenchConfig((0, 3), n_predict=24, repeats=1)
+    result = bench.sweep(bench_engine.engine(bench_engine.Liar()), bench_engine.prompts(1), config)
     assert {d.length for d in result.differences} == {3}
     first = result.differences[0]
     assert first.index is not None and first.plain != first.speculative
@@ -78,10 +83,8 @@ def test_a_changed_text_is_a_failed_benchmark(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_useless_draft_is_slower_and_not_recommended() -> None:
-    protocol = bench.Protocol((0, 8), n_predict=24, repeats=2)
-    result = bench.sweep(
-        bench_engine.engine(bench_engine.Liar()), bench_engine.prompts(1), protocol
-    )
+    config = bench.BenchConfig((0, 8), n_predict=24, repeats=2)
+    result = bench.sweep(bench_engine.engine(bench_engine.Liar()), bench_engine.prompts(1), config)
     row = result.row("all", 8)
     assert row is not None and row.acceptance == 0 and row.committed == 1
     assert set(recommend(result.rows).lengths.values()) == {0}
@@ -94,26 +97,28 @@ def test_an_unusable_draft_is_recorded() -> None:
 
     draft = bench_engine.Liar()
     draft.propose = broken  # type: ignore[method-assign]
-    protocol = bench.Protocol((0, 4), n_predict=8, repeats=1)
-    result = bench.sweep(bench_engine.engine(draft), bench_engine.prompts(1), protocol)
+    config = bench.BenchConfig((0, 4), n_predict=8, repeats=1)
+    result = bench.sweep(bench_engine.engine(draft), bench_engine.prompts(1), config)
     assert any("cannot be used" in note for note in result.notes) and not result.differences
     row = result.row("all", 4)
     assert row is not None and sum(row.drafted_by_position) == 0
 
 
 def test_the_same_prompt_twice_is_refused() -> None:
-    twice = [Prompt("a", "code", "raw", "x"), Prompt("b", "code", "raw", "x")]
+    twice = [BenchPrompt("a", "code", "raw", "x"), BenchPrompt("b", "code", "raw", "x")]
     with pytest.raises(InputError, match="same text"):
-        bench.sweep(bench_engine.engine(), twice, bench.Protocol((0,), 8, 1))
+        bench.sweep(bench_engine.engine(), twice, bench.BenchConfig((0,), 8, 1))
 
 
 def test_a_prompt_without_room_is_refused() -> None:
     with pytest.raises(UsageError, match="do not fit"):
-        bench.sweep(bench_engine.engine(n_ctx=64), bench_engine.prompts(), bench.Protocol((0,), 64))
+        bench.sweep(
+            bench_engine.engine(n_ctx=64), bench_engine.prompts(), bench.BenchConfig((0,), 64)
+        )
 
 
 def test_orders_rotate() -> None:
-    assert bench.rotated((0, 1, 2), 4) == (1, 2, 0)
+    assert bench.rotate((0, 1, 2), 4) == (1, 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -129,13 +134,13 @@ def test_orders_rotate() -> None:
     ],
 )
 def test_lengths(text: str, most: int | None, expected: tuple[object, ...]) -> None:
-    assert bench.lengths_of(text, most) == expected
+    assert bench.parse_lengths(text, most) == expected
 
 
 @pytest.mark.parametrize("text", ["", "16", "-1", "two", "1;2"])
 def test_wrong_lengths(text: str) -> None:
     with pytest.raises(UsageError, match="--draft-max"):
-        bench.lengths_of(text, MAX_DRAFT)
+        bench.parse_lengths(text, MAX_DRAFT)
 
 
 def test_repetition_knows_loops() -> None:
@@ -148,7 +153,9 @@ def test_repetition_knows_loops() -> None:
 
 
 def sample(length: object, seconds: list[float], name: str = "a") -> Sample:
-    made = Sample(Prompt(name, "code", "raw", name), length, 10, 30, seconds, [0.5] * len(seconds))  # type: ignore[arg-type]
+    made = Sample(
+        BenchPrompt(name, "code", "raw", name), length, 10, 30, seconds, [0.5] * len(seconds)
+    )  # type: ignore[arg-type]
     made.draft, made.step = [0.0] * len(seconds), seconds
     made.cycles = [10] * len(seconds)
     made.drafted, made.accepted = [10, 10], [8, 4]
@@ -209,7 +216,7 @@ def test_a_maximum_that_was_not_seen_is_said() -> None:
 
 def test_the_demo_sweeps_to_the_block_of_its_draft() -> None:
     for most in (4, 7, MAX_DRAFT):
-        assert max(n for n in bench.lengths_of(demo.LENGTHS, most) if n != "auto") == most
+        assert max(n for n in bench.parse_lengths(demo.LENGTHS, most) if n != "auto") == most
 
 
 def test_ties_take_the_smaller_length() -> None:

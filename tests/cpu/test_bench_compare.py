@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from g4spec.errors import InputError, UsageError
-from g4spec.measure.bench_compare import compare, read, tolerance
+from g4spec.measure.bench_compare import compare, read_result, tolerance
 from tests.support import bench_result
 
 Data = dict[str, Any]
@@ -95,7 +95,7 @@ def test_missing_settings_are_said(pair: tuple[Data, Data]) -> None:
 def test_read_accepts_what_bench_writes(tmp_path: Path, pair: tuple[Data, Data]) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps(pair[0]))
-    assert read(path) == pair[0]
+    assert read_result(path) == pair[0]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_read_refuses_other_files(
     path = tmp_path / "a.json"
     path.write_text(json.dumps(pair[0]))
     with pytest.raises(InputError, match=words):
-        read(path)
+        read_result(path)
 
 
 def test_settings_that_took_no_time_or_are_in_one_file_alone(pair: tuple[Data, Data]) -> None:
@@ -137,7 +137,7 @@ def test_read_refuses_what_is_no_result(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(data)
     with pytest.raises(InputError, match=r"a\.json"):
-        read(path)
+        read_result(path)
 
 
 def test_tolerance() -> None:

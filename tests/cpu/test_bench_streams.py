@@ -13,20 +13,20 @@ from g4spec import cli
 from g4spec.errors import InputError
 from g4spec.measure import bench, bench_streams
 from g4spec.measure.bench_streams import percentile
-from g4spec.measure.prompts import Prompt
+from g4spec.measure.prompts import BenchPrompt
 from g4spec.runtime import chooser
 from tests.support import bench_engine, tokens
 from tests.support.memory_engine import engine
 
 
 @pytest.fixture(scope="module")
-def swept() -> bench_streams.Result:
+def swept() -> bench_streams.StreamsResult:
     made = bench_engine.engine(parallel=3)
-    protocol = bench.Protocol((0, 4, "auto"), n_predict=20, repeats=2, ignore_eos=True)
-    return bench_streams.sweep(made, bench_engine.prompts(3), protocol, 3)
+    config = bench.BenchConfig((0, 4, "auto"), n_predict=20, repeats=2, ignore_eos=True)
+    return bench_streams.sweep(made, bench_engine.prompts(3), config, 3)
 
 
-def test_rows_by_length(swept: bench_streams.Result) -> None:
+def test_rows_by_length(swept: bench_streams.StreamsResult) -> None:
     assert [(r.length, r.streams, r.requests, r.tokens) for r in swept.rows] == [
         (n, 3, 6, 6 * 20) for n in (0, 4, "auto")
     ]
@@ -45,13 +45,13 @@ def test_each_stream_has_one_request_under_way() -> None:
     step = on.scheduler.step
 
     def watched() -> bool:
-        live.append(len(on.scheduler.live) + len(on.scheduler.waiting))
+        live.append(len(on.scheduler.running) + len(on.scheduler.waiting))
         return step()
 
     on.scheduler.step = watched  # type: ignore[method-assign]
     prompts = {str(i): [2, *range(20 + i, 30)] for i in range(5)}
-    options = bench.Protocol((0,), 8, ignore_eos=True).options(0)
-    made = bench_streams.answer(on, prompts, options, 2)
+    options = bench.BenchConfig((0,), 8, ignore_eos=True).options(0)
+    made = bench_streams.answer_prompts(on, prompts, options, 2)
     assert set(live) == {1, 2} and list(made.answers) == list(prompts)
     assert len(made.first) == 5 and len(made.between) == 5 * 7 and made.tokens == 40
     spent = sum(made.first) + sum(made.between)
@@ -70,8 +70,8 @@ def test_the_time_of_a_cycle_is_shared_by_its_tokens(monkeypatch: pytest.MonkeyP
 
     on.scheduler.step = tick  # type: ignore[method-assign]
     monkeypatch.setattr(bench_streams.time, "perf_counter", lambda: clock[0])
-    options = bench.Protocol((0, 4), 12, ignore_eos=True).options(4)
-    made = bench_streams.answer(on, {"a": [2, *[30, 31, 32] * 6]}, options, 1)
+    options = bench.BenchConfig((0, 4), 12, ignore_eos=True).options(4)
+    made = bench_streams.answer_prompts(on, {"a": [2, *[30, 31, 32] * 6]}, options, 1)
     stats = made.answers["a"].stats
     assert stats.accepted and made.seconds == clock[0]
     assert made.first == [1] and len(made.between) == 11
@@ -94,23 +94,26 @@ def test_a_text_that_changes_is_a_failed_benchmark(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(chooser, "choose_rows", careless)
     result = bench_streams.sweep(
-        bench_engine.engine(parallel=2), bench_engine.prompts(1), bench.Protocol((0, 3), 12, 1), 2
+        bench_engine.engine(parallel=2),
+        bench_engine.prompts(1),
+        bench.BenchConfig((0, 3), 12, 1),
+        2,
     )
     assert {d.length for d in result.differences} == {3}
     assert result.json({})["identical"] is False
 
 
 def test_remarks() -> None:
-    prompts = [Prompt(f"{i}", "code", "raw", f"{i} " + "abc" * 30) for i in range(4)]
+    prompts = [BenchPrompt(f"{i}", "code", "raw", f"{i} " + "abc" * 30) for i in range(4)]
     result = bench_streams.sweep(
-        engine(n_ctx=512, parallel=8), prompts, bench.Protocol((0,), 45, 1, ignore_eos=True), 4
+        engine(n_ctx=512, parallel=8), prompts, bench.BenchConfig((0,), 45, 1, ignore_eos=True), 4
     )
     said = "\n".join(result.notes)
     assert "preempted" in said and "4 prompts for 4 streams" in said and "one repeat" in said
     assert result.rows[0].preempted
-    twice = [Prompt("a", "code", "raw", "x"), Prompt("b", "code", "raw", "x")]
+    twice = [BenchPrompt("a", "code", "raw", "x"), BenchPrompt("b", "code", "raw", "x")]
     with pytest.raises(InputError, match="same text"):
-        bench_streams.sweep(engine(), twice, bench.Protocol((0,), 8, 1), 1)
+        bench_streams.sweep(engine(), twice, bench.BenchConfig((0,), 8, 1), 1)
 
 
 # ---- the commands

@@ -15,7 +15,7 @@ import torch
 from g4spec.convert import convert, convert_cached, detect, quantize
 from g4spec.errors import G4Error, InputError, Unsupported, UsageError
 from g4spec.gguf import GGUF
-from g4spec.measure import chunks
+from g4spec.measure import text_chunks
 from g4spec.runtime.engine import Engine
 from g4spec.validate import validate
 from tests.support import tiny
@@ -165,7 +165,7 @@ def test_a_target_with_an_output_table_of_its_own(level: str, family: Path, tmp_
     with GGUF(out) as g:
         assert np.array_equal(g.array("output.weight"), g.array("token_embd.weight")[::-1])
     with Engine.load(out, n_ctx=64) as one, Engine.load(plain, n_ctx=64) as other:
-        own, tied = (chunks.read(e, [2, 9, 11]) for e in (one, other))
+        own, tied = (text_chunks.read_chunk(e, [2, 9, 11]) for e in (one, other))
         assert torch.equal(own, tied)
         assert torch.equal(one.target.logits(own), other.target.logits(tied).flip(1))
     assert validate(out).ok

@@ -8,7 +8,7 @@ import torch
 
 from g4spec import quant
 from g4spec.advisor.facts import facts
-from g4spec.advisor.figures import Fixed
+from g4spec.advisor.figures import FixedCostFact
 from g4spec.advisor.memory_needs import LARGE
 from g4spec.core import MAX_STEP_ROWS, PAGE, CacheShape
 from g4spec.gguf.reader import TensorInfo
@@ -188,7 +188,7 @@ def test_doctor_counts_what_prompts_take(
         config = gemma4.parse_hf(Checkpoint(shape, {}))
         needed = card.workspace(config, 8192, memory.chunk(gib << 30), 1)
         large = gib << 30 >= LARGE
-        row = facts().get(Fixed, f"fixed-g4spec-{size.split('-')[0]}{'-large' * large}")
+        row = facts().get(FixedCostFact, f"fixed-g4spec-{size.split('-')[0]}{'-large' * large}")
         assert needed <= row.gib * 2**30
         assert large or needed > 0.8 * row.gib * 2**30
 

@@ -15,7 +15,7 @@ from g4spec import cli, convert
 from g4spec.cli import _demo_family, _demo_text, demo
 from g4spec.errors import UsageError
 from g4spec.measure import verify
-from g4spec.measure.bench_compare import read
+from g4spec.measure.bench_compare import read_result
 from g4spec.runtime import chooser
 from g4spec.runtime.request import Options, Request
 from tests.cpu.test_verify import believe_one
@@ -64,7 +64,7 @@ def test_demo_does_the_whole_job(
     assert url and " drafted tokens accepted. `g4spec serve" in said
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url[1]}/health")
-    data = read(out / "bench.json")
+    data = read_result(out / "bench.json")
     assert data["identical"] and len(data["provenance"]["target"]["sha256"]) == 64
     assert data["provenance"]["overridden_ops"] == []
     assert data["recommendation"]["words"] in (out / "report.html").read_text()
@@ -85,7 +85,7 @@ def test_demo_replaces_only_its_own_files(family: Path, tmp_path: Path) -> None:
         )
         if name == "target":
             _demo_family._check_replaceable(tmp_path / "target.gguf", family / "target")
-    with pytest.raises(UsageError, match="not made by this demo"):
+    with pytest.raises(UsageError, match="not written by this demo"):
         _demo_family._check_replaceable(tmp_path / "target.gguf", family / "target")
 
 
@@ -100,7 +100,7 @@ def test_demo_replaces_only_its_own_results(family: Path, tmp_path: Path, name: 
     _demo_family.check_folder(family, tmp_path)
     path.unlink()
     path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UsageError, match="not made by this demo"):
+    with pytest.raises(UsageError, match="not written by this demo"):
         _demo_family.check_folder(family, tmp_path)
 
 
@@ -118,13 +118,13 @@ def test_bench_and_compare(
     what = ["--draft-max", "2,auto", "--categories", "maths,long", "--prompts", "1", "-n", "6"]
     options = [*files, *SMALL, *what, "--repeats", "1"]
     assert cli.run(["bench", *options, "-o", str(a), "--report", str(page), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == read(a)
+    assert json.loads(capsys.readouterr().out) == read_result(a)
     assert page.stat().st_size > 10_000
-    assert [(r["category"], r["length"]) for r in read(a)["rows"]] == [
+    assert [(r["category"], r["length"]) for r in read_result(a)["rows"]] == [
         (c, n) for c in ("maths", "long", "all") for n in (0, 2, "auto")
     ]
     assert cli.run(["bench", "compare", str(a), str(a)]) == 0
-    better = read(a)
+    better = read_result(a)
     assert better["rows"][1]["acceptance"] < 1
     better["rows"][1]["acceptance"] = 1.0
     (tmp_path / "b.json").write_text(json.dumps(better))
@@ -215,7 +215,7 @@ def test_bench_keeps_what_was_measured(
     a, page = tmp_path / "a.json", tmp_path / "a.html"
     words = ["bench", *files, *SMALL, *BENCH, "--prompts", str(prompts), "--repeats", "2"]
     assert cli.run([*words, "-o", str(a), "--report", str(page)]) == 130
-    data = read(a)
+    data = read_result(a)
     assert data["interrupted"] and {r["prompts"] for r in data["rows"]} == {left}
     assert len(data["texts"]) == left and page.stat().st_size > 10_000
     said = capsys.readouterr()

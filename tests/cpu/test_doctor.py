@@ -15,11 +15,11 @@ import pytest
 
 from g4spec.advisor import backends, questions
 from g4spec.advisor.cards import assume
+from g4spec.advisor.diagnosis import Diagnosis
 from g4spec.advisor.doctor import diagnose
 from g4spec.advisor.facts import facts
 from g4spec.advisor.machine import Gpu, Machine
-from g4spec.advisor.schema import Card
-from g4spec.advisor.verdict import Diagnosis
+from g4spec.advisor.schema import CardFact
 from g4spec.cli import run
 from g4spec.errors import UsageError
 
@@ -38,8 +38,8 @@ def ask(
     kv: str | None = None,
     backend: str | None = None,
 ) -> Diagnosis:
-    m = questions.machine(FACTS, machine, given)
-    q = questions.build(FACTS, model, draft, c, kv, backend, None)
+    m = questions.build_machine(FACTS, machine, given)
+    q = questions.build_question(FACTS, model, draft, c, kv, backend, None)
     return diagnose(FACTS, m, q, engine)
 
 
@@ -82,7 +82,7 @@ def test_ampere_report_as_it_was() -> None:
 
 def test_ampere_table_is_reproduced_with_its_true_cause() -> None:
     """The report's table: backend, non-causal, head size."""
-    rows = {r.name: r for r in backends.rows(FACTS, "vllm", "0.19.2", (8, 6))}
+    rows = {r.name: r for r in backends.judge_backends(FACTS, "vllm", "0.19.2", (8, 6))}
     table = {name: (r.draft, 512 in r.heads) for name, r in rows.items()}
     assert table == {
         "FLASH_ATTN": (True, False),
@@ -98,15 +98,15 @@ def test_ampere_table_is_reproduced_with_its_true_cause() -> None:
 
 
 def test_ampere_table_is_corrected_for_newer_versions() -> None:
-    rows = {r.name: r for r in backends.rows(FACTS, "vllm", "0.33.0", (8, 6))}
+    rows = {r.name: r for r in backends.judge_backends(FACTS, "vllm", "0.33.0", (8, 6))}
     for name in ("FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"):
         assert rows[name].draft and rows[name].target, name
     assert rows["FLASH_ATTN (FA2)"].draft and not rows["FLASH_ATTN (FA2)"].target
     assert "TREE_ATTN" not in rows
     assert "fp8" not in rows["TRITON_ATTN"].kv, "an fp8 cache needs capability 8.9 in Triton"
-    ada = {r.name: r for r in backends.rows(FACTS, "vllm", "0.33.0", (8, 9))}
+    ada = {r.name: r for r in backends.judge_backends(FACTS, "vllm", "0.33.0", (8, 9))}
     assert "fp8" in ada["TRITON_ATTN"].kv
-    flex = {r.name: r for r in backends.rows(FACTS, "vllm", "0.20.2", (8, 6))}
+    flex = {r.name: r for r in backends.judge_backends(FACTS, "vllm", "0.20.2", (8, 6))}
     assert [n for n, r in flex.items() if r.draft and r.target] == ["FLEX_ATTENTION"]
 
 
@@ -209,7 +209,7 @@ def test_volta() -> None:
 
 def test_volta_shared_memory_is_just_enough() -> None:
     assert backends.shared_memory(FACTS, (7, 0)) == 98304
-    turing = {r.name: r for r in backends.rows(FACTS, "vllm", "0.33.0", (7, 5))}
+    turing = {r.name: r for r in backends.judge_backends(FACTS, "vllm", "0.33.0", (7, 5))}
     assert not turing["TRITON_ATTN"].target
     assert "98,304" in turing["TRITON_ATTN"].why and "65,536" in turing["TRITON_ATTN"].why
 
@@ -259,7 +259,7 @@ def test_nccl_typo_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_unknown_card_says_unknown() -> None:
     machine = Machine((Gpu("NVIDIA Tomorrow 9000", (8, 6), 24 << 30),))
-    q = questions.build(FACTS, "31b:q4_k_m", "mtp", 8192, None, None, None)
+    q = questions.build_question(FACTS, "31b:q4_k_m", "mtp", 8192, None, None, None)
     d = diagnose(FACTS, machine, q)
     assert d.works
     assert "bandwidth unknown" in texts(d, "Machine")
@@ -338,7 +338,7 @@ def test_what_is_no_known_card_gets_what_helps(text: str, says: str) -> None:
 
 
 def test_every_known_card_can_be_assumed() -> None:
-    for number, card in enumerate(FACTS.all(Card)):
+    for number, card in enumerate(FACTS.all(CardFact)):
         m = assume(FACTS, card.name)
         assert m.gpus[0].card == card.id, card.name
         if number % 8 == 0:
@@ -415,7 +415,7 @@ def test_five_lines_and_everything(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_without_a_card_llamacpp_runs_on_the_cpu() -> None:
-    assert questions.machine(FACTS, "cpu64gb", ()).ram == 64 << 30
+    assert questions.build_machine(FACTS, "cpu64gb", ()).ram == 64 << 30
     d = ask("CPU 64GB")
     marks = {
         x.facts[0]: x.mark

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from g4spec import convert
-from g4spec.advisor import files, lookup, questions, subjects
+from g4spec.advisor import lookup, model_files, named_models, questions
 from g4spec.advisor import memory_needs as memory
 from g4spec.advisor.cards import assume
 from g4spec.advisor.doctor import diagnose
 from g4spec.advisor.engines import judge
 from g4spec.advisor.facts import facts
-from g4spec.advisor.schema import Size
+from g4spec.advisor.schema import SizeFact
 from g4spec.core import CacheShape
 from g4spec.errors import InputError, UsageError
 from tests.cpu.gguf_fixtures import Entry
@@ -45,20 +45,20 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_folder_and_file_agree(family: dict[str, Path]) -> None:
-    folder = lookup.target(FACTS, str(family["target"]))
-    file = lookup.target(FACTS, str(family["target.gguf"]))
+    folder = lookup.find_target(FACTS, str(family["target"]))
+    file = lookup.find_target(FACTS, str(family["target.gguf"]))
     assert folder.caches == file.caches and len(file.caches) > 1
     assert file.is_gguf and not folder.is_gguf
-    assert file.options[0].engines == ("llama.cpp", "g4spec")
-    assert folder.options[0].engines == ("vllm", "sglang")
-    assert 0 < file.options[0].nbytes <= family["target.gguf"].stat().st_size
+    assert file.formats[0].engines == ("llama.cpp", "g4spec")
+    assert folder.formats[0].engines == ("vllm", "sglang")
+    assert 0 < file.formats[0].nbytes <= family["target.gguf"].stat().st_size
 
 
 def test_drafts_in_files(family: dict[str, Path]) -> None:
-    target = lookup.target(FACTS, str(family["target"]))
+    target = lookup.find_target(FACTS, str(family["target"]))
     for name, kind in (("zlab", "dflash"), ("redhat", "dflash"), ("mtp", "mtp")):
-        folder = lookup.draft(FACTS, str(family[name]), target)
-        file = lookup.draft(FACTS, str(family[f"{name}.gguf"]), target)
+        folder = lookup.find_draft(FACTS, str(family[name]), target)
+        file = lookup.find_draft(FACTS, str(family[f"{name}.gguf"]), target)
         assert folder.kind == file.kind == kind, name
         assert folder.block == file.block
         assert folder.kv_token == file.kv_token, name
@@ -83,11 +83,11 @@ def test_every_kind_is_told_from_the_others(
 ) -> None:
     kind, make = KINDS[name]
     made = make(tmp_path / name, family["target"])
-    target = lookup.target(FACTS, str(family["target"]))
-    folder = lookup.draft(FACTS, str(made), target)
+    target = lookup.find_target(FACTS, str(family["target"]))
+    folder = lookup.find_draft(FACTS, str(made), target)
     out = tmp_path / "draft.gguf"
     convert.convert(made, out, target=family["target"])
-    file = lookup.draft(FACTS, str(out), target)
+    file = lookup.find_draft(FACTS, str(out), target)
     assert folder.kind == file.kind == kind
     assert folder.causal == file.causal == (kind == "eagle3")
     assert folder.head == file.head > 0
@@ -103,7 +103,7 @@ def test_a_draft_that_only_we_run(family: dict[str, Path], tmp_path: Path) -> No
     made = tiny_drafts.deepspec_dspark(tmp_path / "draft", family["target"], head="rnn")
     out = tmp_path / "draft.gguf"
     convert.convert(made, out, target=family["target"])
-    q = questions.build(FACTS, str(family["target.gguf"]), str(out), 512, None, None, None)
+    q = questions.build_question(FACTS, str(family["target.gguf"]), str(out), 512, None, None, None)
     assert q is not None
     verdicts = [judge(FACTS, assume(FACTS, "RTX 3090"), q, name) for name in memory.GGUF]
     assert [v.refusal for v in verdicts] == ["it would compute this draft wrongly", ""]
@@ -115,7 +115,7 @@ def test_the_runtime_is_asked_what_it_takes(family: dict[str, Path], tmp_path: P
     machine = assume(FACTS, "RTX 3090")
 
     def refusal(target: Path, draft: Path | None = None) -> str:
-        q = questions.build(
+        q = questions.build_question(
             FACTS, str(target), str(draft) if draft else None, 512, None, None, None
         )
         assert q is not None
@@ -138,12 +138,12 @@ def test_the_runtime_is_asked_what_it_takes(family: dict[str, Path], tmp_path: P
 
 def test_lengths_are_read_from_the_draft(family: dict[str, Path]) -> None:
     """speculators name their number; a z-lab block of n gives n - 1; SGLang counts the anchor."""
-    target = lookup.target(FACTS, str(family["target"]))
-    redhat = lookup.draft(FACTS, str(family["redhat"]), target)
+    target = lookup.find_target(FACTS, str(family["target"]))
+    redhat = lookup.find_draft(FACTS, str(family["redhat"]), target)
     raw = json.loads((family["redhat"] / "config.json").read_text())
     named = raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
     assert redhat.vllm_n == named
-    zlab = lookup.draft(FACTS, str(family["zlab"]), target)
+    zlab = lookup.find_draft(FACTS, str(family["zlab"]), target)
     assert (zlab.vllm_n, zlab.sglang_n, zlab.llamacpp_n) == (
         zlab.block - 1,
         zlab.block,
@@ -152,7 +152,7 @@ def test_lengths_are_read_from_the_draft(family: dict[str, Path]) -> None:
 
 
 def test_doctor_on_files(family: dict[str, Path]) -> None:
-    q = questions.build(
+    q = questions.build_question(
         FACTS, str(family["target.gguf"]), str(family["zlab.gguf"]), 512, None, None, None
     )
     assert q is not None
@@ -166,21 +166,21 @@ def test_a_draft_folder_with_both_formats(family: dict[str, Path], tmp_path: Pat
     folder.mkdir()
     for path in [*family["zlab"].iterdir(), family["zlab.gguf"]]:
         (folder / path.name).write_bytes(path.read_bytes())
-    target = lookup.target(FACTS, str(family["target"]))
-    made = lookup.draft(FACTS, str(folder), target)
+    target = lookup.find_target(FACTS, str(family["target"]))
+    made = lookup.find_draft(FACTS, str(folder), target)
     assert "holds zlab.gguf and safetensors" in made.notes[0]
 
 
 def test_wrong_way_round(family: dict[str, Path]) -> None:
     with pytest.raises(InputError, match="not a Gemma 4 target"):
-        lookup.target(FACTS, str(family["zlab.gguf"]))
+        lookup.find_target(FACTS, str(family["zlab.gguf"]))
     with pytest.raises(InputError, match="not a Gemma 4 target"):
-        lookup.target(FACTS, str(family["zlab"]))
-    target = lookup.target(FACTS, str(family["target"]))
+        lookup.find_target(FACTS, str(family["zlab"]))
+    target = lookup.find_target(FACTS, str(family["target"]))
     with pytest.raises(InputError, match="not a draft"):
-        lookup.draft(FACTS, str(family["target.gguf"]), target)
+        lookup.find_draft(FACTS, str(family["target.gguf"]), target)
     with pytest.raises(InputError, match="not a draft"):
-        lookup.draft(FACTS, str(family["target"]), target)
+        lookup.find_draft(FACTS, str(family["target"]), target)
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"\x00" * 100, b"not a file of any kind" * 9])
@@ -188,7 +188,7 @@ def test_broken_files(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(content)
     with pytest.raises(InputError):
-        lookup.target(FACTS, str(path))
+        lookup.find_target(FACTS, str(path))
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_broken_folders(config: str | None, tmp_path: Path) -> None:
     if config is not None:
         (tmp_path / "config.json").write_text(config)
     with pytest.raises(InputError):
-        lookup.target(FACTS, str(tmp_path))
+        lookup.find_target(FACTS, str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["target", "zlab", "redhat", "mtp"])
@@ -214,7 +214,7 @@ def test_broken_folders(config: str | None, tmp_path: Path) -> None:
 def test_hostile_values(name: str, junk: object, family: dict[str, Path], tmp_path: Path) -> None:
     """Any value in place of any other: an answer or one of our errors, never a traceback."""
     raw = json.loads((family[name] / "config.json").read_text())
-    target = lookup.target(FACTS, str(family["target"]))
+    target = lookup.find_target(FACTS, str(family["target"]))
     spots = [(raw, k) for k in raw]
     spots += [(v, k) for v in raw.values() if isinstance(v, dict) for k in v]
     for where, key in spots:
@@ -224,12 +224,12 @@ def test_hostile_values(name: str, junk: object, family: dict[str, Path], tmp_pa
         where[key] = kept
         with suppress(InputError):
             if name == "target":
-                lookup.target(FACTS, str(tmp_path))
+                lookup.find_target(FACTS, str(tmp_path))
             else:
-                lookup.draft(FACTS, str(tmp_path), target)
+                lookup.find_draft(FACTS, str(tmp_path), target)
 
 
-def gemma_config(size: Size, per_layer: bool) -> dict[str, Any]:
+def gemma_config(size: SizeFact, per_layer: bool) -> dict[str, Any]:
     n, every = size.sliding + size.full, (size.sliding + size.full) // size.full
     types = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(n)]
     raw: dict[str, Any] = {
@@ -250,11 +250,11 @@ def gemma_config(size: Size, per_layer: bool) -> dict[str, Any]:
     return raw
 
 
-@pytest.mark.parametrize("size", FACTS.all(Size), ids=lambda s: s.id)
+@pytest.mark.parametrize("size", FACTS.all(SizeFact), ids=lambda s: s.id)
 @pytest.mark.parametrize("per_layer", [False, True])
-def test_real_configurations_give_the_sizes_of_the_facts(size: Size, per_layer: bool) -> None:
-    got = files.folder_caches(gemma_config(size, per_layer))
-    assert sorted(got, key=str) == sorted(subjects.caches_of(size), key=str)
+def test_real_configurations_give_the_sizes_of_the_facts(size: SizeFact, per_layer: bool) -> None:
+    got = model_files.folder_caches(gemma_config(size, per_layer))
+    assert sorted(got, key=str) == sorted(named_models.caches_of(size), key=str)
 
 
 def test_gguf_metadata_of_shared_layers() -> None:
@@ -268,11 +268,11 @@ def test_gguf_metadata_of_shared_layers() -> None:
         "gemma4.attention.shared_kv_layers": 2,
     }
     expected = (CacheShape(2, 256, 512), CacheShape(1, 512, None))
-    assert files.gguf_caches(kv, "gemma4") == expected
+    assert model_files.gguf_caches(kv, "gemma4") == expected
     with pytest.raises(InputError):
-        files.gguf_caches({**kv, "gemma4.block_count": "many"}, "gemma4")
+        model_files.gguf_caches({**kv, "gemma4.block_count": "many"}, "gemma4")
     with pytest.raises(InputError):
-        files.gguf_caches({**kv, "gemma4.attention.head_count_kv": [2]}, "gemma4")
+        model_files.gguf_caches({**kv, "gemma4.attention.head_count_kv": [2]}, "gemma4")
 
 
 # ---- names
@@ -295,10 +295,10 @@ def test_gguf_metadata_of_shared_layers() -> None:
     ],
 )
 def test_names_of_targets(text: str, size: str, formats: int | None) -> None:
-    found = lookup.target(FACTS, text)
+    found = lookup.find_target(FACTS, text)
     assert found.size == size and not found.is_local
     if formats is not None:
-        assert len(found.options) == formats, [o.format for o in found.options]
+        assert len(found.formats) == formats, [o.format for o in found.formats]
 
 
 @pytest.mark.parametrize(
@@ -313,8 +313,8 @@ def test_names_of_targets(text: str, size: str, formats: int | None) -> None:
 )
 def test_types_as_the_hub_spells_them(text: str, format: str, known: bool) -> None:
     """Sizes come from the data, else from the bits of a type that the runtime reads."""
-    found = lookup.target(FACTS, text)
-    (option,) = found.options
+    found = lookup.find_target(FACTS, text)
+    (option,) = found.formats
     assert option.format == format and set(option.engines) == {"llama.cpp", "g4spec"}
     assert bool(found.notes) != known and found.gguf_hub == (text if "/" in text else "")
     assert 6e9 < option.nbytes < 30e9
@@ -323,10 +323,10 @@ def test_types_as_the_hub_spells_them(text: str, format: str, known: bool) -> No
 
 
 def test_a_repository_without_a_type_takes_the_best_gguf() -> None:
-    found = lookup.target(FACTS, "unsloth/gemma-4-31B-it-GGUF")
-    assert len(found.options) > 3 and all("llama.cpp" in o.engines for o in found.options)
+    found = lookup.find_target(FACTS, "unsloth/gemma-4-31B-it-GGUF")
+    assert len(found.formats) > 3 and all("llama.cpp" in o.engines for o in found.formats)
     with pytest.raises(UsageError, match="iq4_xs"):
-        lookup.target(FACTS, "31b:q9_z")
+        lookup.find_target(FACTS, "31b:q9_z")
 
 
 @pytest.mark.parametrize(
@@ -343,23 +343,23 @@ def test_a_repository_without_a_type_takes_the_best_gguf() -> None:
     ],
 )
 def test_names_of_drafts(model: str, text: str, id: str) -> None:
-    assert lookup.draft(FACTS, text, lookup.target(FACTS, model)).ids == (id,)
+    assert lookup.find_draft(FACTS, text, lookup.find_target(FACTS, model)).ids == (id,)
 
 
 def test_a_draft_for_another_size_is_refused() -> None:
     with pytest.raises(UsageError, match="for the 31b, not for the 12b"):
-        lookup.draft(FACTS, "redhat-dflash", lookup.target(FACTS, "12b"))
+        lookup.find_draft(FACTS, "redhat-dflash", lookup.find_target(FACTS, "12b"))
 
 
 def test_too_long_a_context() -> None:
     with pytest.raises(UsageError, match="fewer positions"):
-        questions.build(FACTS, "e4b", None, 200_000, None, None, None)
+        questions.build_question(FACTS, "e4b", None, 200_000, None, None, None)
     with pytest.raises(UsageError, match="--kv"):
-        questions.build(FACTS, "e4b", None, None, "q3_x", None, None)
+        questions.build_question(FACTS, "e4b", None, None, "q3_x", None, None)
 
 
 def test_windows_and_slots() -> None:
-    caches = subjects.caches_of(FACTS.get(Size, "31b"))
+    caches = named_models.caches_of(FACTS.get(SizeFact, "31b"))
     assert memory.llamacpp_slots(caches, 1 << 17) == 1536
     assert memory.llamacpp_slots(caches, 1 << 17, sequences=4) == 4608
     assert memory.llamacpp_slots(caches, 600) == 768
@@ -376,7 +376,7 @@ def test_only_active_experts_and_no_token_tables_are_read() -> None:
 
     moe = file(blk__0__ffn_up_exps__weight=1280, token_embd__weight=120)
     kv = {"gemma4.expert_count": 128, "gemma4.expert_used_count": 8}
-    assert files._read_once(moe, kv, "gemma4") == pytest.approx((80 + 120) / 1400)
+    assert model_files._read_once(moe, kv, "gemma4") == pytest.approx((80 + 120) / 1400)
     small = file(per_layer_token_embd__weight=300, token_embd__weight=100)
-    assert files._read_once(small, {}, "gemma4") == pytest.approx(0.25)
-    assert files._read_once(file(), {}, "gemma4") == 1.0
+    assert model_files._read_once(small, {}, "gemma4") == pytest.approx(0.25)
+    assert model_files._read_once(file(), {}, "gemma4") == 1.0

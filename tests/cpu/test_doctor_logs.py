@@ -185,7 +185,7 @@ def test_shown_text_is_short_and_printable(tmp_path: Path) -> None:
 
 def test_patterns_are_quick_on_long_lines() -> None:
     """No pattern may backtrack: each sees its own key many times in one long line."""
-    for e in FACTS.all(logs.Error):
+    for e in FACTS.all(logs.ErrorFact):
         line = (e.key + " ") * (logs.MAX_LINE // (len(e.key) + 1))
         started = time.process_time()
         logs.match(FACTS, line)

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from g4spec.advisor import doctor_report as report
-from g4spec.advisor import network, probe
+from g4spec.advisor import machine_probe, network
 from g4spec.advisor.cards import assume, find_card
 from g4spec.advisor.doctor import diagnose
 from g4spec.advisor.facts import facts
-from g4spec.advisor.machine import GIB, Machine, assumption
-from g4spec.advisor.probe import System
+from g4spec.advisor.machine import GIB, Machine, assume_options
+from g4spec.advisor.machine_probe import System
 from g4spec.cli import run
 
 FACTS = facts()
@@ -103,7 +103,7 @@ def system(tmp_path: Path) -> System:
 
 def look(monkeypatch: pytest.MonkeyPatch, nvml: Nvml, system: System) -> Machine:
     monkeypatch.setitem(sys.modules, "pynvml", nvml)  # type: ignore[arg-type]
-    return probe.probe(FACTS, system)
+    return machine_probe.probe(FACTS, system)
 
 
 def test_no_driver(monkeypatch: pytest.MonkeyPatch, system: System) -> None:
@@ -138,7 +138,7 @@ def test_driver_without_a_gpu(monkeypatch: pytest.MonkeyPatch, system: System) -
 
 def test_package_missing(monkeypatch: pytest.MonkeyPatch, system: System) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert probe.probe(FACTS, system).gpus == ()
+    assert machine_probe.probe(FACTS, system).gpus == ()
 
 
 def test_two_cards(monkeypatch: pytest.MonkeyPatch, system: System) -> None:
@@ -234,11 +234,11 @@ def test_names_of_products(name: str, card: str | None) -> None:
 def test_torch_arches(tmp_path: Path) -> None:
     library = tmp_path / "libtorch_python.so"
     library.write_bytes(b"\x00" * 999 + b"sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120\x00")
-    assert probe._arch_list(library) == ["75", "80", "86", "90", "100", "120"]
+    assert machine_probe._arch_list(library) == ["75", "80", "86", "90", "100", "120"]
     library.write_bytes(b"\x00sm_80 alone\x00")
-    assert probe._arch_list(library) == []
+    assert machine_probe._arch_list(library) == []
     library.write_bytes(b"")
-    assert probe._arch_list(library) == []
+    assert machine_probe._arch_list(library) == []
 
 
 def test_which_code_runs_where() -> None:
@@ -259,7 +259,7 @@ def lines(m: Machine) -> str:
 def test_torch_without_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     from g4spec.advisor import questions
 
-    m = questions.machine(FACTS, "V100", ("torch=2.14.0",))
+    m = questions.build_machine(FACTS, "V100", ("torch=2.14.0",))
     text = lines(m)
     assert "bad torch 2.14.0" in text and "cu126" in text
 
@@ -276,7 +276,7 @@ def test_torch_without_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_own_kernels_need(
     monkeypatch: pytest.MonkeyPatch, system: System, installed: dict[str, str], said: str
 ) -> None:
-    monkeypatch.setattr(probe, "_packages", lambda: installed)
+    monkeypatch.setattr(machine_probe, "_packages", lambda: installed)
     m = look(monkeypatch, Nvml([("NVIDIA H200", (9, 0), 139 * GIB, 138 * GIB)]), system)
     text = lines(m)
     assert said in text
@@ -352,7 +352,7 @@ def test_units() -> None:
 )
 def test_what_is_printed_assumes_the_same_machine(text: str) -> None:
     asked = assume(FACTS, text)
-    printed = shlex.split(assumption(asked))
+    printed = shlex.split(assume_options(asked))
     again = assume(FACTS, printed[1])
     assert printed[0] == "--assume" and again.gpus == asked.gpus and again.nvlink == asked.nvlink
     assert printed[2:] == (["--nodes", "4"] if text == "4x GB10" else [])

@@ -12,19 +12,19 @@ import torch
 from g4spec.advisor import engines, speed
 from g4spec.advisor import memory_needs as memory
 from g4spec.advisor.cards import assume
-from g4spec.advisor.choice import Question
 from g4spec.advisor.facts import facts
-from g4spec.advisor.figures import CacheTable, Fit, Reading
+from g4spec.advisor.figures import CacheTableFact, ContextFitFact, MemoryReadingFact
+from g4spec.advisor.format_choice import Question
 from g4spec.advisor.machine import GIB, Gpu, Machine
 from g4spec.advisor.memory_needs import Calculator
-from g4spec.advisor.schema import Card, Draft, Size
-from g4spec.advisor.subjects import (
+from g4spec.advisor.named_models import (
     DraftModel,
-    Option,
-    Target,
+    TargetModel,
+    WeightFormat,
     from_row,
     named_target,
 )
+from g4spec.advisor.schema import CardFact, DraftFact, SizeFact
 from g4spec.core import MAX_STEP_ROWS
 from g4spec.measure import synthetic
 from g4spec.models import gemma4
@@ -36,25 +36,25 @@ from g4spec.runtime.cuda.gpu_memory import Card as CardMemory
 FACTS = facts()
 
 
-def target(size: str) -> Target:
-    return named_target(FACTS, FACTS.get(Size, size))
+def target(size: str) -> TargetModel:
+    return named_target(FACTS, FACTS.get(SizeFact, size))
 
 
 def draft(id: str) -> DraftModel:
-    return from_row(FACTS.get(Draft, id), id)
+    return from_row(FACTS.get(DraftFact, id), id)
 
 
 def machine(gib: float, n: int = 1) -> Machine:
     return Machine((Gpu("card", (8, 6), int(gib * GIB)),) * n)
 
 
-READINGS = [r for r in FACTS.all(Reading) if r.check]
+READINGS = [r for r in FACTS.all(MemoryReadingFact) if r.check]
 
 
-def computed(r: Reading) -> float:
+def computed(r: MemoryReadingFact) -> float:
     """What the arithmetic gives for a reading, in its unit."""
     caches = target(r.model).caches
-    mine = memory.sharded(caches, r.tp)
+    mine = memory.shapes_per_card(caches, r.tp)
     kv = r.kv or "bf16"
     context = r.context or 1 << 18
     one = sum(memory.vllm_cache(caches, context, kv, r.tp, r.batched))
@@ -74,13 +74,13 @@ def computed(r: Reading) -> float:
     return ways[r.check]()
 
 
-def llamacpp_total(r: Reading) -> float:
+def llamacpp_total(r: MemoryReadingFact) -> float:
     pair = draft(r.draft) if r.draft else None
     if pair is not None:
         pair = replace(pair, gguf_bytes=int(r.draft_gb * 1e9))
     calc = Calculator(FACTS, machine(24), target(r.model), pair, 1)
-    option = Option("Q4_K_S", int(r.weights_gb * 1e9), ("llama.cpp",))
-    steps = calc.plan("llama.cpp", option, r.kv, r.context).steps
+    option = WeightFormat("Q4_K_S", int(r.weights_gb * 1e9), ("llama.cpp",))
+    steps = calc.plan("llama.cpp", option, r.kv, r.context).items
     rest = sum(s.nbytes for s in steps if s.name not in ("global cache", "sliding cache"))
     caches = target(r.model).caches
     cache = memory.token_bytes(caches, r.kv, r.kv_v) * r.context
@@ -88,7 +88,7 @@ def llamacpp_total(r: Reading) -> float:
     return (rest + cache + ring) / GIB
 
 
-def vllm_card(r: Reading) -> float:
+def vllm_card(r: MemoryReadingFact) -> float:
     """Weights, draft, the pool that vLLM reported, and 0.5 + utilization + 0.3 GB for each
     further card."""
     caches = target(r.model).caches
@@ -100,7 +100,7 @@ def vllm_card(r: Reading) -> float:
 
 
 @pytest.mark.parametrize("r", READINGS, ids=[r.id for r in READINGS])
-def test_within_five_percent(r: Reading) -> None:
+def test_within_five_percent(r: MemoryReadingFact) -> None:
     assert r.tolerance <= 0.05
     got = computed(r)
     assert abs(got / r.value - 1) <= r.tolerance, f"{got:.4g} computed, {r.value:.4g} read"
@@ -111,8 +111,8 @@ def test_readings_of_both_engines_are_covered() -> None:
     assert len(READINGS) >= 15
 
 
-@pytest.mark.parametrize("row", FACTS.all(CacheTable), ids=lambda r: r.id)
-def test_cache_tables(row: CacheTable) -> None:
+@pytest.mark.parametrize("row", FACTS.all(CacheTableFact), ids=lambda r: r.id)
+def test_cache_tables(row: CacheTableFact) -> None:
     caches = target(row.model).caches
     if row.global_token:
         assert memory.token_bytes(caches, row.kv) == row.global_token
@@ -133,13 +133,13 @@ def test_cache_tables(row: CacheTable) -> None:
         assert got / GIB == pytest.approx(gib, rel=0.01, abs=0.006), context
 
 
-def fit_option(t: Target, name: str) -> Option:
+def fit_option(t: TargetModel, name: str) -> WeightFormat:
     wanted = "QAT UD-Q4_K_XL" if name.startswith("QAT") else name.removeprefix("UD-")
-    return next(o for o in t.options if o.format == wanted)
+    return next(o for o in t.formats if o.format == wanted)
 
 
-@pytest.mark.parametrize("row", FACTS.all(Fit), ids=lambda r: r.id)
-def test_largest_contexts(row: Fit) -> None:
+@pytest.mark.parametrize("row", FACTS.all(ContextFitFact), ids=lambda r: r.id)
+def test_largest_contexts(row: ContextFitFact) -> None:
     """430 cells: a card, a format, a draft and a cache type; within 1K or 5 %."""
     t = target(row.model)
     pair = None
@@ -147,7 +147,7 @@ def test_largest_contexts(row: Fit) -> None:
         maker = {"mtp": "google", "dflash": "zlab"}[row.draft]
         found = next(
             d
-            for d in FACTS.all(Draft)
+            for d in FACTS.all(DraftFact)
             if (d.model, d.kind, d.maker) == (row.model, row.draft, maker)
         )
         pair = from_row(found, "")
@@ -187,21 +187,21 @@ def test_our_caches_are_those_that_the_engine_plans(size: str, context: int) -> 
     for kv in ("f16", "q8_0"):
         card = Device(CardMemory(torch.device("cpu"), kv, portable=True), 2 * MAX_STEP_ROWS)
         plan = Calculator(FACTS, machine(80), known, None, 1).plan(
-            "g4spec", known.options[0], kv, context
+            "g4spec", known.formats[0], kv, context
         )
-        told = sum(s.nbytes for s in plan.steps if s.name in ("global cache", "sliding cache"))
+        told = sum(s.nbytes for s in plan.items if s.name in ("global cache", "sliding cache"))
         assert told == planned(card, 4096)
     cpu = TorchBackend()
     told = engines._own_bytes(Question(known), None, context)
-    numbers = int(4 * known.options[0].nbytes / 0.56) + engines.OWN_WORK
+    numbers = int(4 * known.formats[0].nbytes / 0.56) + engines.OWN_WORK
     assert abs(told - numbers - planned(cpu, cpu.chunk)) <= 4
 
 
 def test_steps_add_up_and_name_everything() -> None:
     calc = Calculator(FACTS, machine(24), target("31b"), draft("zlab-31b"), 1)
-    plan = calc.plan("llama.cpp", target("31b").options[5], "q8_0", 32768)
-    assert plan.total == sum(s.nbytes for s in plan.steps)
-    names = [s.name for s in plan.steps]
+    plan = calc.plan("llama.cpp", target("31b").formats[5], "q8_0", 32768)
+    assert plan.total == sum(s.nbytes for s in plan.items)
+    names = [s.name for s in plan.items]
     assert names == [
         "weights",
         "global cache",
@@ -223,17 +223,17 @@ def test_the_largest_context_fits_and_the_next_does_not() -> None:
 
 def test_one_global_head_is_repeated_on_every_card() -> None:
     caches = target("12b").caches
-    assert memory.token_bytes(memory.sharded(caches, 2), "bf16") == 16384
-    assert memory.token_bytes(memory.sharded(target("31b").caches, 2), "bf16") == 40960
+    assert memory.token_bytes(memory.shapes_per_card(caches, 2), "bf16") == 16384
+    assert memory.token_bytes(memory.shapes_per_card(target("31b").caches, 2), "bf16") == 40960
 
 
 # ---- speed
 
 
 @pytest.mark.parametrize(
-    "card", [c for c in FACTS.all(Card) if c.ceiling_31b or c.ceiling_26b], ids=lambda c: c.id
+    "card", [c for c in FACTS.all(CardFact) if c.ceiling_31b or c.ceiling_26b], ids=lambda c: c.id
 )
-def test_published_ceilings(card: Card) -> None:
+def test_published_ceilings(card: CardFact) -> None:
     """Bandwidth / bytes of the weights that one token reads, without cache."""
     for size, listed, gb in (("31b", card.ceiling_31b, 18.324), ("26b", card.ceiling_26b, 2.5)):
         del size
@@ -258,4 +258,4 @@ def test_measured_speeds_lie_in_the_range() -> None:
 
 def test_no_bandwidth_no_estimate() -> None:
     t = target("31b")
-    assert speed.estimate(FACTS, machine(24), t, None, t.options[0], "f16", 1024, 1) is None
+    assert speed.estimate(FACTS, machine(24), t, None, t.formats[0], "f16", 1024, 1) is None

@@ -13,8 +13,17 @@ from g4spec.advisor import facts as loader
 from g4spec.advisor import schema as rows
 from g4spec.advisor import versions
 from g4spec.advisor.facts import FOLDER, BadFact, Facts, facts
-from g4spec.advisor.figures import CacheTable, Fit, Reading
-from g4spec.advisor.schema import Card, Error, Flag, Problem, Row, Size, Source, When
+from g4spec.advisor.figures import CacheTableFact, ContextFitFact, MemoryReadingFact
+from g4spec.advisor.schema import (
+    CardFact,
+    Conditions,
+    ErrorFact,
+    Fact,
+    FlagFact,
+    ProblemFact,
+    SizeFact,
+    SourceFact,
+)
 
 
 @pytest.fixture(scope="module")
@@ -24,24 +33,24 @@ def known() -> Facts:
 
 def test_every_row_says_something(known: Facts) -> None:
     silent = (
-        rows.Card,
-        rows.Capability,
-        rows.Support,
-        rows.Size,
-        rows.Weights,
-        rows.Backend,
-        Flag,
-        Error,
-        CacheTable,
-        Fit,
-        Reading,
+        rows.CardFact,
+        rows.CapabilityFact,
+        rows.SupportFact,
+        rows.SizeFact,
+        rows.WeightsFact,
+        rows.BackendFact,
+        FlagFact,
+        ErrorFact,
+        CacheTableFact,
+        ContextFitFact,
+        MemoryReadingFact,
     )
     empty = [
         r.id
         for r in known
         if not r.says
-        and not isinstance(r, (*silent, Source))
-        and type(r).__name__ not in ("Length", "Draft")
+        and not isinstance(r, (*silent, SourceFact))
+        and type(r).__name__ not in ("DraftLengthFact", "DraftFact")
     ]
     assert empty == []
 
@@ -73,29 +82,33 @@ def test_sizes_of_files() -> None:
 
 
 def test_ids_that_rows_mention_exist(known: Facts) -> None:
-    for p in known.all(Problem):
-        assert [c for c in p.cured if not isinstance(known.by_id.get(c), Flag)] == [], p.id
-        assert [c for c in p.when.cards if not isinstance(known.by_id.get(c), Card)] == [], p.id
-        assert [m for m in p.when.model if not isinstance(known.by_id.get(m), Size)] == [], p.id
-        assert [d for d in p.when.drafts if not isinstance(known.by_id.get(d), rows.Draft)] == []
+    for p in known.all(ProblemFact):
+        assert [c for c in p.cured if not isinstance(known.by_id.get(c), FlagFact)] == [], p.id
+        assert [c for c in p.when.cards if not isinstance(known.by_id.get(c), CardFact)] == [], p.id
+        assert [m for m in p.when.model if not isinstance(known.by_id.get(m), SizeFact)] == [], p.id
+        assert [
+            d for d in p.when.drafts if not isinstance(known.by_id.get(d), rows.DraftFact)
+        ] == []
 
 
 def test_bad_problems_have_a_fix(known: Facts) -> None:
-    assert [p.id for p in known.all(Problem) if p.mark in ("bad", "warn") and not p.fix] == []
+    assert [p.id for p in known.all(ProblemFact) if p.mark in ("bad", "warn") and not p.fix] == []
 
 
 # ---- error texts
 
 
 def test_enough_error_texts(known: Facts) -> None:
-    assert len(known.all(Error)) >= 40
+    assert len(known.all(ErrorFact)) >= 40
 
 
 def test_each_sample_is_recognised_as_itself(known: Facts) -> None:
-    for e in known.all(Error):
+    for e in known.all(ErrorFact):
         line = f"(EngineCore pid=4711) ERROR 08-10 12:34:56 [core.py:946] {e.sample}"
         hits = [
-            x.id for x in known.all(Error) if x.key in line.lower() and re.search(x.pattern, line)
+            x.id
+            for x in known.all(ErrorFact)
+            if x.key in line.lower() and re.search(x.pattern, line)
         ]
         assert hits == [e.id]
         assert e.key == e.key.lower()
@@ -142,7 +155,7 @@ def test_a_bad_row_is_refused(raw: dict[str, Any], words: str) -> None:
 
 def test_a_good_row_is_taken() -> None:
     (made,) = loader.parse({"note": [row(versions=">=0.24,<0.33")]}, "test.toml")
-    assert isinstance(made, rows.Note) and made.source == ("https://a.example/b",)
+    assert isinstance(made, rows.NoteFact) and made.source == ("https://a.example/b",)
 
 
 def test_unknown_table() -> None:
@@ -203,36 +216,36 @@ def test_ranges(text: str, version: str, inside: bool) -> None:
 
 
 def test_defaults_do_not_restrict() -> None:
-    from g4spec.advisor.when import Situation, matches
+    from g4spec.advisor.conditions import Situation, matches
 
-    assert matches(When(), Situation())
-    assert not matches(When(cc="<8.9"), Situation()), "what is unknown does not match"
-    assert matches(When(cc="<8.9", draft=("mtp",)), Situation(cc=(8, 6), draft="mtp"))
+    assert matches(Conditions(), Situation())
+    assert not matches(Conditions(cc="<8.9"), Situation()), "what is unknown does not match"
+    assert matches(Conditions(cc="<8.9", draft=("mtp",)), Situation(cc=(8, 6), draft="mtp"))
 
 
 def test_every_kind_of_row_is_used(known: Facts) -> None:
     used = {type(r) for r in known}
     assert [k for k, c in loader.KINDS.items() if c not in used] == []
-    assert all(issubclass(c, Row) for c in loader.KINDS.values())
+    assert all(issubclass(c, Fact) for c in loader.KINDS.values())
 
 
 def test_what_opens_is_what_the_code_opens() -> None:
     """The page comes from the code; types with kernels are those that weights are packed for."""
-    from g4spec.advisor import opens, own
+    from g4spec.advisor import opens, runtime_support
     from g4spec.runtime.cuda.weights import packing
 
     path = Path(__file__).resolve().parents[2] / "docs" / "opens.md"
     assert path.read_text(encoding="utf-8") == opens.document(), "python -m g4spec.advisor.opens"
-    assert own.with_kernels() == {*packing.PARTS, "f32", "f16", "bf16"}
+    assert runtime_support.with_kernels() == {*packing.PARTS, "f32", "f16", "bf16"}
     assert {row[0].lower() for row in opens.types()} == set(quant.readable())
 
 
 def test_what_is_said_of_g4spec_is_what_it_takes(known: Facts) -> None:
-    from g4spec.advisor import engines, own
+    from g4spec.advisor import engines, runtime_support
 
-    row, said = engines.engine(known, "g4spec"), known.get(rows.Engine, "engine-g4spec")
-    assert set(said.drafts) == set(row.drafts) == set(own.drafts())
-    assert set(said.kv_all) == set(row.kv_all) == set(own.cache_types())
+    row, said = engines.engine_fact(known, "g4spec"), known.get(rows.EngineFact, "engine-g4spec")
+    assert set(said.drafts) == set(row.drafts) == set(runtime_support.draft_kinds())
+    assert set(said.kv_all) == set(row.kv_all) == set(runtime_support.cache_types())
 
 
 def test_the_page_is_up_to_date() -> None:

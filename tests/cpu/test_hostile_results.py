@@ -63,7 +63,7 @@ def test_a_result_that_is_no_file_or_nested(tmp_path: Path) -> None:
     (tmp_path / "deep").write_text("[" * 100_000)
     for name in (tmp_path / "pipe", Path("/dev/zero"), tmp_path / "deep"):
         with pytest.raises(InputError):
-            bench_compare.read(name)
+            bench_compare.read_result(name)
 
 
 def test_questions_that_are_nested(tmp_path: Path) -> None:
@@ -81,11 +81,14 @@ def test_long_prompts_have_an_end() -> None:
 
     text = prompts.long_text(Silent(), 100, 0)  # type: ignore[arg-type]
     assert len(text) < prompts.LONGEST_TOKEN * 100 + 10_000
-    assert prompts.room(None, 4096, 64, 1024) == 1024 and prompts.room(100, 4096, 64, 1024) == 100
-    assert prompts.room(None, 512, 64, 1024) == 448
+    assert (
+        prompts.long_prompt_tokens(None, 4096, 64, 1024) == 1024
+        and prompts.long_prompt_tokens(100, 4096, 64, 1024) == 100
+    )
+    assert prompts.long_prompt_tokens(None, 512, 64, 1024) == 448
     for asked in (449, 1 << 62):
         with pytest.raises(UsageError, match="--long-tokens: expected at most 448"):
-            prompts.room(asked, 512, 64, 1024)
+            prompts.long_prompt_tokens(asked, 512, 64, 1024)
 
 
 def test_machines_that_nobody_has() -> None:
@@ -316,7 +319,7 @@ def test_a_panic_of_a_library_is_answered() -> None:
 
     import httpx
 
-    from g4spec.server.app import app
+    from g4spec.server.app import create_app
 
     class PanicException(BaseException):
         pass
@@ -329,7 +332,7 @@ def test_a_panic_of_a_library_is_answered() -> None:
             raise PanicException("range end index 32 out of range")
 
     async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(app(Service()), raise_app_exceptions=False)  # type: ignore[arg-type]
+        transport = httpx.ASGITransport(create_app(Service()), raise_app_exceptions=False)  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
             return await client.get("/health")
 
@@ -345,16 +348,16 @@ def test_the_json_of_the_server_has_no_control_character() -> None:
     """Events, answers and log lines held DEL and C1 as they were (H4)."""
     import logging
 
-    from g4spec.server.access import JsonLines
-    from g4spec.server.json_text import JSONAnswer
-    from g4spec.server.streams import event
+    from g4spec.server.json_response import JsonResponse
+    from g4spec.server.middleware import JsonLogFormatter
+    from g4spec.server.sse import event
 
     bad = {"text": "\x1b]0;t\x07\x7f\x9b31m\n\u00e9"}
     record = logging.makeLogRecord({"msg": "m", "levelname": "INFO", "facts": bad})
     for text in (
         event(bad)[6:].strip(),
-        bytes(JSONAnswer(bad).body).decode(),
-        JsonLines().format(record),
+        bytes(JsonResponse(bad).body).decode(),
+        JsonLogFormatter().format(record),
     ):
         assert not re.search("[\x00-\x1f\x7f-\x9f]", text) and "\u00e9" in text
         assert json.loads(text)["text"] == bad["text"]

@@ -17,7 +17,7 @@ from g4spec.convert import convert, quantize
 from g4spec.core import CacheShape
 from g4spec.errors import InputError, UsageError
 from g4spec.gguf import imatrix
-from g4spec.measure import chunks, importance, perplexity
+from g4spec.measure import importance, perplexity, text_chunks
 from g4spec.ops.kv import Space
 from g4spec.runtime.backend import TorchBackend
 from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS
@@ -43,21 +43,21 @@ def engine(trained: Path) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def parts(engine: Engine) -> list[list[int]]:
-    return chunks.cut(engine.tokenizer, TEXT.read_text().removesuffix("\n"), most=2)
+    return text_chunks.split_text(engine.tokenizer, TEXT.read_text().removesuffix("\n"), most=2)
 
 
 def test_chunks_are_cut_as_in_llama_cpp(engine: Engine) -> None:
     tokenizer = engine.tokenizer
     ids = tokenizer.encode("one two three four five six seven")
-    got = chunks.cut(tokenizer, "one two three four five six seven", 4)
+    got = text_chunks.split_text(tokenizer, "one two three four five six seven", 4)
     assert len(got) == len(ids) // 4 >= 2
     for i, part in enumerate(got):
         assert part == [tokenizer.bos, *ids[4 * i + 1 : 4 * i + 4]]
-    assert chunks.cut(tokenizer, "one two three four five six seven", 4, 1) == got[:1]
+    assert text_chunks.split_text(tokenizer, "one two three four five six seven", 4, 1) == got[:1]
     with pytest.raises(InputError, match="at least 1024 tokens"):
-        chunks.cut(tokenizer, "short")
+        text_chunks.split_text(tokenizer, "short")
     with pytest.raises(UsageError):
-        chunks.cut(tokenizer, "one two", 2)
+        text_chunks.split_text(tokenizer, "one two", 2)
 
 
 def test_perplexity_and_divergence_equal_llama_perplexitys(
@@ -163,10 +163,10 @@ def test_a_cache_type_rounds_keys_and_values_on_a_cpu(kind: str) -> None:
 def test_the_engine_takes_the_cache_type(
     trained: Path, engine: Engine, parts: list[list[int]]
 ) -> None:
-    whole, errors = chunks.read(engine, parts[0][:64]), []
+    whole, errors = text_chunks.read_chunk(engine, parts[0][:64]), []
     for kind in ("f16", "q8_0"):
         with Engine.load(trained, n_ctx=512, cache_type=kind) as other:
-            errors.append(float((chunks.read(other, parts[0][:64]) - whole).abs().max()))
+            errors.append(float((text_chunks.read_chunk(other, parts[0][:64]) - whole).abs().max()))
     assert 0 < errors[0] < errors[1]
 
 

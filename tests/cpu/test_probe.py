@@ -11,7 +11,7 @@ import pytest
 from g4spec.cli import run
 from g4spec.convert import convert
 from g4spec.gguf import ValueType
-from g4spec.measure import probe
+from g4spec.measure import draft_probe
 from tests.support import faults
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
@@ -25,15 +25,17 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def probed(family: Path, draft: Path, monkeypatch: Any, keep: tuple[str, ...]) -> probe.Probe:
+def probed(
+    family: Path, draft: Path, monkeypatch: Any, keep: tuple[str, ...]
+) -> draft_probe.ProbeResult:
     """A short probe that tries only settings whose name begins with one of `keep`."""
-    every = probe.variants
+    every = draft_probe.variants
     monkeypatch.setattr(
-        probe,
+        draft_probe,
         "variants",
         lambda file: [(name, kv) for name, kv in every(file) if name.startswith(keep)],
     )
-    return probe.probe(family / "target.gguf", draft, n_predict=24, count=1)
+    return draft_probe.probe(family / "target.gguf", draft, n_predict=24, count=1)
 
 
 def test_the_costly_setting_is_named(family: Path, tmp_path: Path, monkeypatch: Any) -> None:

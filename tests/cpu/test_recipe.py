@@ -11,12 +11,12 @@ import pytest
 import typer
 
 from g4spec import cli
-from g4spec.advisor import engines, lengths, questions, recipe, scripts, subjects
+from g4spec.advisor import engines, lengths, named_models, questions, recipe, scripts
 from g4spec.advisor.doctor import diagnose
 from g4spec.advisor.facts import facts
 from g4spec.advisor.machine import Machine
 from g4spec.advisor.recipe import Recipe
-from g4spec.advisor.schema import Card, Draft, Flag, Size
+from g4spec.advisor.schema import CardFact, DraftFact, FlagFact, SizeFact
 from g4spec.cli import run
 from g4spec.errors import UsageError
 
@@ -34,8 +34,8 @@ def make(
     kv: str | None = None,
     nodes: int | None = None,
 ) -> Recipe:
-    m = recipe.on_nodes(questions.machine(FACTS, machine, given), nodes)
-    q = questions.build(FACTS, model, draft, c, kv, None, None)
+    m = recipe.on_nodes(questions.build_machine(FACTS, machine, given), nodes)
+    q = questions.build_question(FACTS, model, draft, c, kv, None, None)
     assert q is not None
     return recipe.make(FACTS, m, q, engine)
 
@@ -179,7 +179,7 @@ def test_hub_spellings_go_to_llamacpp_as_they_are() -> None:
     given = "unsloth/gemma-4-31B-it-GGUF:Q4_K_M"
     r = make("llama.cpp", "RTX 3090 24GB", given, "mtp", c=8192)
     assert r.commands[0].startswith(f"llama-server -hf {given} ")
-    assert not any(p.fact == "flag-lc-target" for p in r.pieces)
+    assert not any(p.fact == "flag-lc-target" for p in r.parts)
     assert any("--target google/gemma-4-31B-it" in p for p in r.prepare), "for its tokenizer"
 
 
@@ -203,8 +203,8 @@ def test_our_runtime_on_a_card() -> None:
     assert r.works and r.commands[0].startswith("g4spec serve -m 31b-q4_k_m.gguf")
     words = shlex.split(r.commands[0].replace("\\\n", " "))
     assert words[4:] == ["-md", "draft.gguf", "-c", "8192", "--parallel", "1"]
-    assert {p.fact for p in r.pieces} >= {"flag-g4-draft", "flag-g4-ctx", "flag-g4-parallel"}
-    assert all(p.reason for p in r.pieces)
+    assert {p.fact for p in r.parts} >= {"flag-g4-draft", "flag-g4-ctx", "flag-g4-parallel"}
+    assert all(p.reason for p in r.parts)
     pair = "g4spec bench -m 31b-q4_k_m.gguf -md draft.gguf"
     ask, measure = r.bench
     assert measure == f"{pair} -c 8192" and "/v1/chat/completions" in ask
@@ -221,26 +221,28 @@ def test_our_runtime_on_a_card() -> None:
 def test_versions_that_were_supposed_are_asked_about_again() -> None:
     """But for those that an upgrade replaces."""
     given = ["driver=580", "transformers=5.10", "vllm=0.28.1"]
-    q = questions.build(FACTS, "31b", "zlab", None, None, None, None)
+    q = questions.build_question(FACTS, "31b", "zlab", None, None, None, None)
     assert q is not None
 
     def steps(version: str) -> str:
         given[2] = f"vllm={version}"
-        machine = questions.machine(FACTS, "2x RTX 3090", given)
+        machine = questions.build_machine(FACTS, "2x RTX 3090", given)
         return next(s for s in diagnose(FACTS, machine, q).steps if s.startswith("g4spec recipe"))
 
     pair = 'g4spec recipe vllm -m 31b -md zlab --assume "2x RTX 3090 24GB" --with driver=580'
     assert steps("0.28.1") == f"{pair} --with transformers=5.10 --with vllm=0.28.1"
     assert steps("0.20.1") == pair
-    old = recipe.make(FACTS, questions.machine(FACTS, "2x RTX 3090", given), q, "vllm")
+    old = recipe.make(FACTS, questions.build_machine(FACTS, "2x RTX 3090", given), q, "vllm")
     assert not old.works and old.instead.startswith(f"{pair} --with vllm=0.3")
     with pytest.raises(UsageError, match="one of"):
-        questions.machine(FACTS, None, ["g4spec=9.9"])
+        questions.build_machine(FACTS, None, ["g4spec=9.9"])
 
 
 def test_a_folder_is_converted_first() -> None:
     tiny = Path(__file__).resolve().parents[2] / "examples" / "tiny"
-    q = questions.build(FACTS, str(tiny / "target"), str(tiny / "dflash"), None, None, None, None)
+    q = questions.build_question(
+        FACTS, str(tiny / "target"), str(tiny / "dflash"), None, None, None, None
+    )
     assert q is not None
     r = recipe.make(FACTS, Machine((), ram=16 << 30), q, "g4spec")
     assert r.prepare[1:3] == [
@@ -259,7 +261,7 @@ def test_two_v100() -> None:
     assert r.instead == 'g4spec recipe llama.cpp -m 31b -md mtp --assume "2x V100 32GB"'
     r = make("llama.cpp", "2x V100", "31b:q4_k_m", "mtp", c=8192)
     assert "CMAKE_CUDA_ARCHITECTURES=70" in r.prepare[1]
-    assert any("CUDA 12.9 or older" in p.reason for p in r.pieces)
+    assert any("CUDA 12.9 or older" in p.reason for p in r.parts)
     assert "--spec-type draft-mtp" in r.commands[0]
     assert not make("sglang", "2x V100", "31b", "mtp").works
 
@@ -269,19 +271,19 @@ def test_two_v100() -> None:
 
 def test_each_engine_counts_in_its_own_way() -> None:
     """vLLM: block - 1 for z-lab, 8 of 8 for RedHat; SGLang: the block; llama.cpp: block - 1."""
-    zlab = subjects.from_row(FACTS.get(Draft, "zlab-31b"), "")
-    redhat = subjects.from_row(FACTS.get(Draft, "redhat-dflash"), "")
-    assert [lengths.full(zlab, e) for e in lengths.OPTIONS] == [15, 16, 15]
-    assert [lengths.full(redhat, e) for e in lengths.OPTIONS] == [8, 0, 7]
-    assert lengths.start(FACTS, zlab, "sglang", (8, 6)) == 16
-    assert lengths.start(FACTS, zlab, "vllm", (8, 6)) == 7
-    assert lengths.start(FACTS, zlab, "vllm", (9, 0)) == 15
+    zlab = named_models.from_row(FACTS.get(DraftFact, "zlab-31b"), "")
+    redhat = named_models.from_row(FACTS.get(DraftFact, "redhat-dflash"), "")
+    assert [lengths.full_length(zlab, e) for e in lengths.OPTIONS] == [15, 16, 15]
+    assert [lengths.full_length(redhat, e) for e in lengths.OPTIONS] == [8, 0, 7]
+    assert lengths.start_length(FACTS, zlab, "sglang", (8, 6)) == 16
+    assert lengths.start_length(FACTS, zlab, "vllm", (8, 6)) == 7
+    assert lengths.start_length(FACTS, zlab, "vllm", (9, 0)) == 15
 
 
 def test_a_length_nobody_knows_is_not_written() -> None:
     r = make("sglang", "RTX 4090", "12b", "mtp")
     assert r.works and "--speculative-num-draft-tokens" not in r.commands[0]
-    assert any("unknown" in p.text for p in r.pieces)
+    assert any("unknown" in p.text for p in r.parts)
     r = make("sglang", "2x RTX 4090", "31b", "redhat-dflash")
     assert not r.works and r.unknown
 
@@ -297,7 +299,7 @@ def test_a_length_nobody_knows_is_not_written() -> None:
 def test_llama_cpp_is_told_the_kind_of_draft(draft: str, type: str) -> None:
     r = make("llama.cpp", "RTX 4090", "31b:q4_k_m", draft, c=8192)
     assert f"--spec-type {type} " in " ".join(r.commands[0].split()) + " "
-    assert not any("unknown" in p.text for p in r.pieces)
+    assert not any("unknown" in p.text for p in r.parts)
 
 
 # ---- versions
@@ -333,12 +335,12 @@ def test_fp8_cache_with_a_draft_gets_its_key() -> None:
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_the_checkpoint_has_the_format_that_was_counted(engine: str) -> None:
     """A BF16 checkpoint must not be served where the arithmetic took a smaller format."""
-    for card in FACTS.all(Card):
-        for size in FACTS.all(Size):
+    for card in FACTS.all(CardFact):
+        for size in FACTS.all(SizeFact):
             for n in ("", "2x "):
                 r = make(engine, n + card.name, size.id, None)
-                m = questions.machine(FACTS, n + card.name, ())
-                q = questions.build(FACTS, size.id, None, None, None, None, None)
+                m = questions.build_machine(FACTS, n + card.name, ())
+                q = questions.build_question(FACTS, size.id, None, None, None, None, None)
                 assert q is not None
                 option = engines.judge(FACTS, m, q, engine).option
                 if r.works and r.model == size.hub:
@@ -356,13 +358,13 @@ def test_a_checkpoint_nobody_named_is_asked_for() -> None:
 
 @pytest.mark.parametrize("engine", engines.NAMES)
 def test_nothing_is_written_without_a_reason(engine: str) -> None:
-    for card in FACTS.all(Card):
-        for size in FACTS.all(Size):
-            draft = next((d.id for d in FACTS.all(Draft) if d.model == size.id), None)
+    for card in FACTS.all(CardFact):
+        for size in FACTS.all(SizeFact):
+            draft = next((d.id for d in FACTS.all(DraftFact) if d.model == size.id), None)
             r = make(engine, card.name, size.id, draft)
             assert r.works != bool(r.blocked), (card.name, size.id)
-            for p in r.pieces:
-                flag = FACTS.get(Flag, p.fact)
+            for p in r.parts:
+                flag = FACTS.get(FlagFact, p.fact)
                 assert p.reason and flag.source and flag.date
                 assert "{" not in p.text.replace("{rank}", "").replace('{"', ""), p.text
             for command in r.commands:
@@ -423,14 +425,14 @@ def test_compose(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_compose_where_no_image_is_known() -> None:
-    m = questions.machine(FACTS, "V100", ())
-    q = questions.build(FACTS, "12b:q8_0", "mtp", 8192, None, None, None)
+    m = questions.build_machine(FACTS, "V100", ())
+    q = questions.build_question(FACTS, "12b:q8_0", "mtp", 8192, None, None, None)
     assert q is not None
     made = recipe.make(FACTS, m, q, "llama.cpp")
     with pytest.raises(UsageError, match="no image"):
         scripts.compose(made, m)
-    m = questions.machine(FACTS, "2x GB10", ())
-    q = questions.build(FACTS, "12b", "mtp", 8192, None, None, None)
+    m = questions.build_machine(FACTS, "2x GB10", ())
+    q = questions.build_question(FACTS, "12b", "mtp", 8192, None, None, None)
     assert q is not None
     with pytest.raises(UsageError, match="one node"):
         scripts.compose(recipe.make(FACTS, m, q, "vllm"), m)
@@ -459,7 +461,7 @@ def test_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_our_own_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:
     """Every `g4spec ...` that a recipe or a fix tells to type is understood by this version."""
     commands = typer.main.get_command(cli.app()).commands  # type: ignore[attr-defined]
-    for flag in FACTS.all(Flag):
+    for flag in FACTS.all(FlagFact):
         if not flag.text.startswith("g4spec "):
             continue
         words = shlex.split(flag.text)

@@ -124,6 +124,6 @@ def test_ticks_are_round_and_reach_the_top() -> None:
 
 def test_marks_stay_inside_the_drawing() -> None:
     points = [charts.Point(str(i), v, v * 0.9, v * 1.1, "") for i, v in enumerate((1, 50, 100))]
-    svg = str(charts.lines(points, points[0], 100, "x", "y"))
+    svg = str(charts.line_chart(points, points[0], 100, "x", "y"))
     for value in re.findall(r'c?y[12]?="([-\d.]+)"', svg):
         assert 0 <= float(value) <= charts.HEIGHT

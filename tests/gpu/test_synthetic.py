@@ -64,8 +64,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_measures_steps_and_cycles(name: str) -> None:
-    protocol = steps.Protocol(contexts=(64,), times=2, accept_length=3, streams=(1, 3))
-    result = steps.measure(name, CudaBackend(DEVICE), protocol)
+    config = steps.SyntheticConfig(contexts=(64,), times=2, accept_length=3, streams=(1, 3))
+    result = steps.measure(name, CudaBackend(DEVICE), config)
     (row,) = result["rows"]
     assert all(row[f"step_{n}_ms"] > 0 for n in steps.ROWS)
     assert row["streams_1_ms"] > 0 and row["streams_3_ms"] > 0
@@ -82,8 +82,8 @@ def test_measures_steps_and_cycles(name: str) -> None:
 
 def test_an_assistant_drafts_as_many_tokens_as_a_cycle_commits() -> None:
     backend = CudaBackend(DEVICE)
-    protocol = steps.Protocol(draft="assistant", contexts=(64, 200), times=2, accept_length=3)
-    result = steps.measure("31b", backend, protocol)
+    config = steps.SyntheticConfig(draft="assistant", contexts=(64, 200), times=2, accept_length=3)
+    result = steps.measure("31b", backend, config)
     assert result["draft"] == "assistant" and not result["ops_without_kernel"]
     for row in result["rows"]:
         assert 0 < row["draft_ms"] < row["cycle_ms"]

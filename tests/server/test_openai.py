@@ -9,8 +9,8 @@ import jsonschema
 import openai
 import pytest
 
-from tests.server.mixed import TOOLS, WEATHER
-from tests.server.served import Served
+from tests.server.mixed_requests import TOOLS, WEATHER
+from tests.server.running_server import Served
 
 CLOCK = {"type": "object", "properties": {}}
 SCHEMAS = {"weather": WEATHER, "clock": CLOCK}
@@ -256,8 +256,8 @@ def test_completions_whole_in_pieces_and_without_a_draft(
         if choice.logprobs:
             told = [c.logprobs for c in parts if c.logprobs]
             for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-                joined = [x for t in told for x in getattr(t, key)]
-                assert joined == getattr(choice.logprobs, key)
+                merge_events = [x for t in told for x in getattr(t, key)]
+                assert merge_events == getattr(choice.logprobs, key)
             assert "".join(choice.logprobs.tokens) == choice.text
     assert stream[-1].usage and whole.usage
     assert stream[-1].usage.completion_tokens == whole.usage.completion_tokens
@@ -290,10 +290,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         "image_url is not supported",
     ),
-    "bias": ({"logit_bias": {"99999": 1}}, "logit_bias: '99999' is no token id"),
-    "top": ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
+    "bias": (
+        {"logit_bias": {"99999": 1}},
+        "logit_bias: expected token ids from 0 to 4095, found '99999'",
+    ),
+    "top": ({"top_logprobs": 2}, "top_logprobs: set"),
     "many": ({"n": 999}, "n: at most 128 texts"),
-    "stops": ({"stop": ["a"] * 17}, "stop: at most 16"),
+    "stops": ({"stop": ["a"] * 17}, "stop: expected at most 16 texts"),
     "choice": ({"tool_choice": "required"}, "there are no tools"),
     "tool": (
         {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
@@ -313,7 +316,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "cannot be used: found.*uniqueItems",
     ),
-    "no schema": ({"response_format": {"type": "json_schema"}}, "json_schema is missing"),
+    "no schema": ({"response_format": {"type": "json_schema"}}, "json_schema: missing"),
     "strict": (
         {
             "tools": [
@@ -329,13 +332,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "not cannot be enforced",
     ),
-    "grammar": ({"grammar": "root ::= x\n"}, "no GBNF"),
+    "grammar": ({"grammar": "root ::= x\n"}, "not valid GBNF"),
     "both": (
         {"grammar": 'root ::= "x"\n', "response_format": {"type": "json_object"}},
         "exclude each other",
     ),
-    "eos": ({"grammar": 'root ::= "x"\n', "ignore_eos": True}, "contradict each other"),
-    "budget": ({"thinking_budget_tokens": 9}, "needs thinking, which is off"),
+    "eos": ({"grammar": 'root ::= "x"\n', "ignore_eos": True}, "cannot be combined with a grammar"),
+    "budget": ({"thinking_budget_tokens": 9}, "thinking is off"),
     "continued": ({"continue_final_message": True}, "can be continued only"),
     "thinking": (
         {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from g4spec.core import Batch, Draft, Pick, StepRows
-from g4spec.measure.prompts import Prompt
+from g4spec.measure.prompts import BenchPrompt
 from g4spec.models import ngram
 from g4spec.runtime.engine import Engine
 from tests.support import memory_engine
@@ -43,10 +43,10 @@ def engine(draft: Draft | None = None, n_ctx: int = 512, parallel: int = 1) -> E
     )
 
 
-def prompts(count: int = 2) -> list[Prompt]:
+def prompts(count: int = 2) -> list[BenchPrompt]:
     """`count` short prompts in each of two categories."""
     return [
-        Prompt(f"{c}-{i}", c, f, f"{c} {i} abcabc")
+        BenchPrompt(f"{c}-{i}", c, f, f"{c} {i} abcabc")
         for c, f in (("code", "raw"), ("chat", "chat"))
         for i in range(count)
     ]

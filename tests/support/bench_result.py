@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from g4spec.measure.bench import LENGTHS, Protocol, Result
-from g4spec.measure.bench_summary import Row
+from g4spec.measure.bench import LENGTHS, BenchConfig, SweepResult
+from g4spec.measure.bench_summary import SweepRow
 from g4spec.measure.recommendation import recommend
 
 HOLDS = {
@@ -19,7 +19,7 @@ HOLDS = {
 }
 
 
-def row(category: str, length: Any, hold: float, scatter: float = 0.01) -> Row:
+def row(category: str, length: Any, hold: float, scatter: float = 0.01) -> SweepRow:
     """A draft whose every token holds with probability `hold`; costs grow with the length."""
     n = 4 if length == "auto" else length
     cycles = 200
@@ -31,7 +31,7 @@ def row(category: str, length: Any, hold: float, scatter: float = 0.01) -> Row:
     speed = 1000 * committed / (draft + step)
     ratio = speed / (1000 / 9.0)
     spread = (speed * (1 - scatter), speed * (1 + scatter))
-    return Row(
+    return SweepRow(
         category=category,
         length=length,
         prompts=8,
@@ -70,7 +70,7 @@ def result() -> dict[str, Any]:
         "grown": 61 << 20,
     }
     texts = {f"{c}-{i}": {"prompt": f"p{c}{i}", "text": f"t{c}{i}"} for c in HOLDS for i in (0, 1)}
-    done = Result(Protocol(lengths), rows, [], texts, ["a <b>note</b>"], memory)
+    done = SweepResult(BenchConfig(lengths), rows, [], texts, ["a <b>note</b>"], memory)
     file = {
         "name": "target.gguf",
         "bytes": 30_000_000,

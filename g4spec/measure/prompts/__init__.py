@@ -34,7 +34,7 @@ MT_BENCH_QUESTIONS = 80
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class BenchPrompt:
     """A text to begin with.
 
     Attributes:
@@ -59,7 +59,7 @@ def prompts(
     categories: Sequence[str] = CATEGORIES,
     count: int | None = None,
     long_tokens: int = 2048,
-) -> list[Prompt]:
+) -> list[BenchPrompt]:
     """The first `count` prompts of each category, or all of them.
 
     Args:
@@ -67,8 +67,8 @@ def prompts(
 
     Raises UsageError for an unknown category, or when there are fewer prompts.
     """
-    check(categories, count)
-    found: list[Prompt] = []
+    check_categories(categories, count)
+    found: list[BenchPrompt] = []
     for category in categories:
         if category == "long":
             texts = [long_text(tokenizer, long_tokens, i) for i in range(count or LONG_PROMPTS)]
@@ -76,12 +76,13 @@ def prompts(
         else:
             texts, form = _category(category)
         found += [
-            Prompt(f"{category}-{i}", category, form, text) for i, text in enumerate(texts[:count])
+            BenchPrompt(f"{category}-{i}", category, form, text)
+            for i, text in enumerate(texts[:count])
         ]
     return found
 
 
-def check(categories: Sequence[str], count: int | None = None) -> None:
+def check_categories(categories: Sequence[str], count: int | None = None) -> None:
     """UsageError for an unknown category, or more prompts than there are."""
     for category in categories:
         if category not in CATEGORIES:
@@ -103,7 +104,7 @@ def _category(name: str) -> tuple[list[str], str]:
     return data["prompts"], data["form"]
 
 
-def room(asked: int | None, n_ctx: int, n_predict: int, usual: int) -> int:
+def long_prompt_tokens(asked: int | None, n_ctx: int, n_predict: int, usual: int) -> int:
     """Tokens of long prompts: as many as asked for, or the usual number, as far as they fit.
 
     Raises UsageError for more than a context of `n_ctx` has beside `n_predict` new ones.
@@ -153,7 +154,7 @@ def _endless(functions: list[str]) -> Iterator[str]:
         number += 1
 
 
-def mt_bench(path: Path, count: int | None = None) -> list[Prompt]:
+def mt_bench(path: Path, count: int | None = None) -> list[BenchPrompt]:
     """First turns of the MT-Bench questions (Zheng et al., 2023), as serving benchmarks use them.
 
     Args:
@@ -170,7 +171,7 @@ def mt_bench(path: Path, count: int | None = None) -> list[Prompt]:
             fix="it is part of FastChat, in fastchat/llm_judge/data/mt_bench; pass it with "
             "--dataset",
         )
-    found: list[Prompt] = []
+    found: list[BenchPrompt] = []
     for number, line in enumerate(
         regular_files.read_regular(path).decode(errors="replace").splitlines()
     ):
@@ -180,7 +181,7 @@ def mt_bench(path: Path, count: int | None = None) -> list[Prompt]:
                 raise InputError(f"{path}, line {number + 1}", expected=wanted, found=line[:40])
             category = str(row.get("category", "mt-bench"))
             name = f"mt-bench-{row.get('question_id', number)}"
-            found.append(Prompt(name, category, "chat", row["turns"][0]))
+            found.append(BenchPrompt(name, category, "chat", row["turns"][0]))
     if len({p.name for p in found}) != len(found):
         raise InputError(f"{path}: question_id", expected="different ones", found="one twice")
     if not found:

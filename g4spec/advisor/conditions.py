@@ -1,0 +1,110 @@
+"""Matches the conditions of facts against one situation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from g4spec.advisor.schema import Conditions
+from g4spec.advisor.versions import holds, parse
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """Everything that a condition can ask about; None where it is not known.
+
+    Attributes:
+        engine, version: as `vllm`, `0.33.0`.
+        cc: compute capability of the weakest card. `gpus`: cards on one node.
+        memory: GiB of the smallest card. `quant`: weight format in lower case.
+        drafts: ids of the draft's row; `draft` is its kind.
+        env: names of environment variables that are set.
+        versions: package -> version, for transformers, torch and others.
+    """
+
+    engine: str | None = None
+    version: str | None = None
+    cc: tuple[int, ...] | None = None
+    gpus: int | None = None
+    nodes: int = 1
+    memory: float | None = None
+    context: int | None = None
+    streams: int | None = None
+    driver: str | None = None
+    unified: bool | None = None
+    wsl: bool | None = None
+    mixed: bool | None = None
+    nvlink: bool | None = None
+    moe: bool | None = None
+    cards: tuple[str, ...] = ()
+    model: str | None = None
+    quant: str | None = None
+    draft: str | None = None
+    drafts: tuple[str, ...] = ()
+    kv: str | None = None
+    backend: str | None = None
+    env: frozenset[str] = field(default_factory=frozenset)
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+def _number(value: float | int | None) -> tuple[int, ...] | None:
+    return (
+        None if value is None else parse(f"{value:.2f}" if isinstance(value, float) else str(value))
+    )
+
+
+def _in_range(text: str, value: tuple[int, ...] | None) -> bool:
+    return not text or (value is not None and holds(text, value))
+
+
+def _version(text: str | None) -> tuple[int, ...] | None:
+    return parse(text) if text else None
+
+
+def _same(wanted: bool | None, found: bool | None) -> bool:
+    return wanted is None or wanted is found
+
+
+def _among(wanted: tuple[str, ...], found: str | None) -> bool:
+    return not wanted or found in wanted
+
+
+def matches(when: Conditions, s: Situation) -> bool:
+    """Whether every condition of `when` holds. What is unknown does not match."""
+    ranges = (
+        (when.versions, _version(s.version)),
+        (when.cc, s.cc),
+        (when.gpus, _number(s.gpus)),
+        (when.nodes, _number(s.nodes)),
+        (when.memory, _number(s.memory)),
+        (when.context, _number(s.context)),
+        (when.streams, _number(s.streams)),
+        (when.driver, _version(s.driver)),
+        (when.torch, _version(s.versions.get("torch"))),
+        (when.transformers, _version(s.versions.get("transformers"))),
+        (when.nvcc, _version(s.versions.get("nvcc"))),
+    )
+    flags = (
+        (when.unified, s.unified),
+        (when.wsl, s.wsl),
+        (when.mixed, s.mixed),
+        (when.nvlink, s.nvlink),
+        (when.moe, s.moe),
+    )
+    words = (
+        (when.engine, s.engine),
+        (when.model, s.model),
+        (when.draft, s.draft),
+        (when.kv, s.kv),
+        (when.backend, s.backend),
+    )
+    quant = (s.quant or "").lower()
+    return (
+        all(_in_range(text, value) for text, value in ranges)
+        and all(_same(wanted, found) for wanted, found in flags)
+        and all(_among(wanted, found) for wanted, found in words)
+        and (not when.cards or bool(set(when.cards) & set(s.cards)))
+        and (not when.drafts or bool(set(when.drafts) & set(s.drafts)))
+        and (not when.quant or any(part in quant for part in when.quant))
+        and (not when.env or bool(set(when.env) & s.env))
+        and (not when.tools or bool(set(when.tools) & set(s.versions)))
+    )

@@ -1,0 +1,204 @@
+"""What a diagnosis consists of, and how it reads."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from g4spec.advisor.machine import Machine
+from g4spec.advisor.memory_needs import MemoryPlan
+from g4spec.advisor.schema import Mark
+
+SIGNS: dict[Mark, str] = {"good": "✓", "warn": "!", "bad": "✗", "note": "·"}
+STYLES: dict[Mark, str | None] = {"good": "good", "warn": "warn", "bad": "bad", "note": "dim"}
+
+
+class LineOutput(Protocol):
+    """The part of `cli.render.Output` that a verdict needs."""
+
+    def line(self, text: str = "", style: str | None = None) -> None: ...
+    def command(self, before: str, text: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One statement.
+
+    Attributes:
+        mark: good, warn (works with a condition), bad (does not work), note.
+        reason, fix: why, and what to do; empty where there is nothing to add.
+        facts: ids of the rows behind it, for `--why`.
+        detail: shown only when everything is asked for.
+    """
+
+    mark: Mark
+    text: str
+    reason: str = ""
+    fix: str = ""
+    facts: tuple[str, ...] = ()
+    detail: bool = False
+
+
+@dataclass(slots=True)
+class Section:
+    """A heading with its lines. `brief`: shown beside the answer in five lines, too."""
+
+    title: str
+    brief: bool = False
+    lines: list[Line] = field(default_factory=list)
+
+    @property
+    def topic(self) -> str:
+        """The first words of the title."""
+        return re.split(r":| \(| at |,| for | on ", self.title)[0].lower()
+
+    def add(
+        self,
+        mark: Mark,
+        text: str,
+        reason: str = "",
+        fix: str = "",
+        facts: tuple[str, ...] = (),
+        detail: bool = False,
+    ) -> None:
+        self.lines.append(Line(mark, text, reason, fix, facts, detail))
+
+
+@dataclass(frozen=True, slots=True)
+class Brief:
+    """The answer in five lines.
+
+    Attributes:
+        said: the engine, or why none runs it. `rows`: names and what they say, in order.
+        command: what to type next, or "".
+    """
+
+    mark: Mark
+    said: str
+    rows: tuple[tuple[str, str], ...] = ()
+    command: str = ""
+
+    def show(self, out: LineOutput) -> None:
+        """Print them."""
+        out.line(f"{SIGNS[self.mark]} {self.said}", STYLES[self.mark])
+        for name, text in self.rows:
+            out.line(f"  {name:10}{text}")
+        if self.command:
+            out.command("  command   ", self.command)
+
+
+@dataclass(slots=True)
+class Diagnosis:
+    """The whole answer.
+
+    Attributes:
+        asked: whether a run was asked for at all.
+        works: whether the run that was asked for can work; true when none was asked for.
+        brief: the answer in five lines, if a run was asked for.
+        steps: what to do next, in order.
+        plans: the memory arithmetic that was shown.
+    """
+
+    machine: Machine
+    question: str
+    asked: bool = False
+    works: bool = True
+    brief: Brief | None = None
+    sections: list[Section] = field(default_factory=list)
+    steps: list[str] = field(default_factory=list)
+    plans: list[MemoryPlan] = field(default_factory=list)
+
+    def section(self, title: str, brief: bool = False) -> Section:
+        made = Section(title, brief)
+        self.sections.append(made)
+        return made
+
+    def marks(self, mark: Mark) -> list[Line]:
+        return [line for s in self.sections for line in s.lines if line.mark == mark]
+
+    def json(self) -> dict[str, Any]:
+        m = self.machine
+        return {
+            "question": self.question,
+            "works": self.works,
+            "brief": asdict(self.brief) if self.brief else None,
+            "machine": {
+                "title": m.title,
+                "assumed": m.assumed,
+                "nodes": m.nodes,
+                "driver": m.driver,
+                "cuda": m.cuda,
+                "gpus": [asdict(g) for g in m.gpus],
+                "ram": m.ram,
+                "ram_free": m.ram_free,
+                "disk_free": m.disk_free,
+                "wsl": m.wsl,
+                "container": m.container,
+                "nvlink": m.nvlink,
+                "tools": dict(m.tools),
+                "torch_arches": m.torch_arches,
+                "notes": m.notes,
+            },
+            "sections": [
+                {"title": s.title, "lines": [asdict(line) for line in s.lines]}
+                for s in self.sections
+            ],
+            "memory": [
+                {
+                    "engine": p.engine,
+                    "format": p.format,
+                    "kv": p.kv,
+                    "context": p.context,
+                    "steps": [asdict(s) for s in p.items],
+                    "total": p.total,
+                    "available": p.available,
+                    "fits": p.fits,
+                    "largest_context": p.largest,
+                }
+                for p in self.plans
+            ],
+            "next_steps": self.steps,
+        }
+
+    def show(self, out: LineOutput, verbose: bool = False) -> None:
+        """Print the answer in five lines and what to do; everything with `verbose`."""
+        out.line(self.question, "bold")
+        if self.brief is not None:
+            self.brief.show(out)
+        hidden: list[str] = []
+        for section in self.sections:
+            brief = section.brief or self.brief is None
+            shown = [x for x in section.lines if verbose or (brief and not x.detail)]
+            if len(shown) < len(section.lines):
+                hidden.append(section.topic)
+            if not shown:
+                continue
+            out.line()
+            out.line(section.title, "bold")
+            for line in shown:
+                _show(out, line, verbose)
+        said = self.brief.command if self.brief is not None and not verbose else ""
+        steps = [] if said and self.works else [step for step in self.steps if step != said]
+        if steps:
+            out.line()
+            out.line("Next steps", "bold")
+            for i, step in enumerate(steps, 1):
+                if step.startswith("g4spec "):
+                    out.command(f"  {i}. ", step)
+                else:
+                    out.line(f"  {i}. {step}")
+        if hidden:
+            out.line()
+            out.line(f"--verbose shows the rest: {', '.join(dict.fromkeys(hidden))}", "dim")
+
+
+def _show(out: LineOutput, line: Line, verbose: bool) -> None:
+    ids = f"  [{', '.join(line.facts)}]" if line.facts and verbose else ""
+    out.line(f"  {SIGNS[line.mark]} {line.text}{ids}", STYLES[line.mark])
+    if not (line.reason or line.fix) or not (verbose or line.mark in ("bad", "warn")):
+        return
+    text = line.reason
+    if line.fix:
+        text += f"{'' if not text else ' ' if text.endswith('.') else '. '}Fix: {line.fix}"
+    out.line(f"      {text}")

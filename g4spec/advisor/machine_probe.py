@@ -1,0 +1,380 @@
+"""Finds out what a real machine has. Nothing here imports torch, and nothing fails because
+something is missing: what could not be found out is said in `Machine.notes`."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from g4spec.advisor.cards import find_card
+from g4spec.advisor.facts import Facts
+from g4spec.advisor.machine import Gpu, Machine
+from g4spec.advisor.schema import OtherGpuFact
+
+PACKAGES = (
+    "vllm",
+    "sglang",
+    "torch",
+    "transformers",
+    "triton",
+    "flashinfer-python",
+    "llama-cpp-python",
+    "cuda-core",
+    "nvidia-cuda-nvrtc",
+    "nvidia-cuda-nvrtc-cu12",
+)
+PROGRAMS = ("llama-server", "nvcc", "docker", "ethtool")
+ENVIRONMENT = (
+    "CUDA_VISIBLE_DEVICES",
+    "NCCL_IP_DISABLE",
+    "NCCL_P2P_DISABLE",
+    "NCCL_IB_DISABLE",
+    "VLLM_USE_V2_MODEL_RUNNER",
+    "VLLM_USE_RAY_COMPILED_DAG",
+)
+NAME_ONLY_LIMIT = 96
+
+
+@dataclass(slots=True)
+class System:
+    """Where things are read from; tests put other folders and programs here."""
+
+    proc: Path = Path("/proc")
+    root: Path = Path("/")
+    platform: str = field(default_factory=platform.system)
+    env: Mapping[str, str] = field(default_factory=lambda: os.environ)
+
+    def text(self, path: Path) -> str:
+        """A file's text, or "" if it cannot be read."""
+        try:
+            return path.read_text(errors="replace")
+        except OSError:
+            return ""
+
+    def run(self, *command: str) -> str:
+        """What a program prints, or "" if it is missing, fails or takes more than a second."""
+        if shutil.which(command[0]) is None:
+            return ""
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=1.0, check=False, errors="replace"
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
+        return done.stdout + done.stderr
+
+
+def meminfo(system: System) -> dict[str, int]:
+    """Bytes by name from /proc/meminfo."""
+    found = re.findall(r"^(\w+):\s+(\d+) kB", system.text(system.proc / "meminfo"), re.M)
+    return {name: int(kib) * 1024 for name, kib in found}
+
+
+def _physical(system: System) -> dict[str, int]:
+    """Bytes of memory by the names of /proc/meminfo; where there is no such file (macOS), all of it
+    counts as free."""
+    found = meminfo(system)
+    if not found and platform.system() == system.platform == "Darwin":
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        found = {"MemTotal": total, "MemAvailable": total}
+    return found
+
+
+def _other(facts: Facts, system: System) -> str | None:
+    """Find the id of the row of a GPU that is not an NVIDIA card: by operating system, Jetson's
+    release file or PCI vendor."""
+    if system.platform == "Darwin":
+        return "other-mac"
+    if (system.root / "etc/nv_tegra_release").exists():
+        return "other-jetson"
+    files = sorted((system.root / "sys/class/drm").glob("card*/device/vendor"))
+    vendors = {system.text(path).strip() for path in files}
+    return next((row.id for row in facts.all(OtherGpuFact) if row.vendor in vendors), None)
+
+
+def probe(facts: Facts, system: System | None = None) -> Machine:
+    """This machine."""
+    system = system or System()
+    memory = _physical(system)
+    notes: list[str] = []
+    visible = system.env.get("CUDA_VISIBLE_DEVICES")
+    gpus, driver, cuda, nvlink = _gpus(facts, memory, notes, visible)
+    tools = _packages() | _programs(system)
+    kernel = system.text(system.proc / "version").lower()
+    return Machine(
+        gpus=tuple(gpus),
+        driver=driver,
+        cuda=cuda,
+        ram=memory.get("MemTotal"),
+        ram_free=memory.get("MemAvailable"),
+        disk_free=_disk(),
+        wsl="microsoft" in kernel or "wsl" in kernel,
+        container=_container(system),
+        nvlink=nvlink,
+        tools=tools,
+        torch_arches=torch_arches() if "torch" in tools else (),
+        env=frozenset(name for name in ENVIRONMENT if system.env.get(name)),
+        other=None if gpus else _other(facts, system),
+        notes=tuple(notes),
+    )
+
+
+def _disk() -> int | None:
+    try:
+        return shutil.disk_usage(Path.cwd()).free
+    except OSError:
+        return None
+
+
+def _container(system: System) -> str | None:
+    if (system.root / ".dockerenv").exists():
+        return "Docker"
+    if (system.root / "run/.containerenv").exists():
+        return "Podman"
+    group = system.text(system.proc / "1/cgroup")
+    named = (("kubepods", "Kubernetes"), ("docker", "Docker"), ("lxc", "LXC"))
+    return next((name for key, name in named if key in group), None)
+
+
+def _packages() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _programs(system: System) -> dict[str, str]:
+    """Versions of programs: llama.cpp's build number as `b9831`, nvcc's release."""
+    found = {}
+    for name in PROGRAMS:
+        if shutil.which(name) is None:
+            continue
+        if name == "llama-server":
+            build = re.search(r"version:\s*(\d+)", system.run(name, "--version"))
+            found["llama.cpp"] = f"b{build[1]}" if build else "unknown"
+        elif name == "nvcc":
+            release = re.search(r"release (\d+\.\d+), V(\S+)", system.run(name, "--version"))
+            found[name] = release[2] if release else "unknown"
+        else:
+            found[name] = "installed"
+    return found
+
+
+# ---- GPUs
+
+
+@contextmanager
+def _nvml() -> Iterator[Any]:
+    """The initialized NVML module, or None when there is no driver."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except ImportError:
+        yield None
+        return
+    except pynvml.NVMLError:
+        yield None
+        return
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _text(value: Any) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+
+
+def _visible(ask: _NvmlCalls, handles: list[Any], wanted: str | None) -> list[Any]:
+    """The devices that CUDA_VISIBLE_DEVICES leaves: indices or beginnings of UUIDs; CUDA stops at
+    the first entry that it cannot use. NVML itself ignores the variable."""
+    if wanted is None:
+        return handles
+    ids = [ask.text("nvmlDeviceGetUUID", h) or "" for h in handles]
+    out = []
+    for word in wanted.split(","):
+        name = word.strip()
+        if name.isdigit() and int(name) < len(handles):
+            found = handles[int(name)]
+        else:
+            starts = [h for h, id in zip(handles, ids, strict=True) if name and id.startswith(name)]
+            if len(starts) != 1:
+                break
+            found = starts[0]
+        if found in out:
+            break
+        out.append(found)
+    return out
+
+
+def _gpus(
+    facts: Facts, memory: Mapping[str, int], notes: list[str], visible: str | None
+) -> tuple[list[Gpu], str | None, str | None, bool | None]:
+    """Cards, driver, its CUDA version and whether cards are linked."""
+    with _nvml() as nvml:
+        if nvml is None:
+            notes.append("no NVIDIA driver answers on this machine")
+            return [], None, None, None
+        ask = _NvmlCalls(nvml)
+        driver = ask.text("nvmlSystemGetDriverVersion")
+        number = ask("nvmlSystemGetCudaDriverVersion_v2") or ask("nvmlSystemGetCudaDriverVersion")
+        cuda = f"{number // 1000}.{number % 1000 // 10}" if number else None
+        handles = []
+        for i in range(ask("nvmlDeviceGetCount") or 0):
+            handle = ask("nvmlDeviceGetHandleByIndex", i)
+            if handle is not None:
+                handles.append(handle)
+        every = len(handles)
+        handles = _visible(ask, handles, visible)
+        if len(handles) < every:
+            notes.append(
+                f"CUDA_VISIBLE_DEVICES={visible}: {len(handles)} of {every} cards are used"
+            )
+        gpus = [_gpu(facts, ask, handle, memory, notes) for handle in handles]
+        linked = (
+            any(ask("nvmlDeviceGetNvLinkState", handles[0], link) == 1 for link in range(4))
+            if len(handles) > 1
+            else None
+        )
+        if not gpus:
+            notes.append("the NVIDIA driver answers, but shows no GPU to this process")
+        return gpus, driver, cuda, linked
+
+
+class _NvmlCalls:
+    """Calls NVML functions; None for whatever a device or driver does not support."""
+
+    def __init__(self, nvml: Any) -> None:
+        self.nvml = nvml
+
+    def __call__(self, name: str, *args: Any) -> Any:
+        function = getattr(self.nvml, name, None)
+        if function is None:
+            return None
+        try:
+            return function(*args)
+        except self.nvml.NVMLError:
+            return None
+
+    def text(self, name: str, *args: Any) -> str | None:
+        value = self(name, *args)
+        return None if value is None else _text(value)
+
+
+def _gpu(
+    facts: Facts, ask: _NvmlCalls, handle: Any, memory: Mapping[str, int], notes: list[str]
+) -> Gpu:
+    name = (ask.text("nvmlDeviceGetName", handle) or "unknown GPU")[:NAME_ONLY_LIMIT]
+    card = find_card(facts, name)
+    cc = ask("nvmlDeviceGetCudaComputeCapability", handle)
+    info = ask("nvmlDeviceGetMemoryInfo", handle)
+    total, free = (info.total, info.free) if info is not None else (None, None)
+    unified = bool(card and card.unified)
+    ram = memory.get("MemTotal")
+    if total and ram and abs(total - ram) < 0.1 * ram and card is None:
+        unified = True
+    if unified or total is None:
+        # NVML says nothing on GB10, and its figure would count the page cache as used.
+        total, free = ram, memory.get("MemAvailable")
+        notes.append(f"{name}: memory is shared with the CPU and read from /proc/meminfo")
+    others = tuple(_processes(ask, handle))
+    bandwidth = _bandwidth(
+        ask, handle, card.bandwidth if card else (), card.memory if card else (), total
+    )
+    return Gpu(
+        name,
+        tuple(cc) if cc is not None else None,
+        total,
+        free,
+        bandwidth,
+        card.id if card else None,
+        unified,
+        others,
+    )
+
+
+def _bandwidth(
+    ask: _NvmlCalls,
+    handle: Any,
+    listed: tuple[float, ...],
+    sizes: tuple[int, ...],
+    total: int | None,
+) -> float | None:
+    """GB/s: the vendor's figure for a known card, else from bus width and memory clock."""
+    if listed:
+        if len(listed) != len(sizes) or total is None:
+            return listed[-1]
+        return listed[min(range(len(sizes)), key=lambda i: abs(sizes[i] - total / 2**30))]
+    width = ask("nvmlDeviceGetMemoryBusWidth", handle)
+    clock = ask("nvmlDeviceGetMaxClockInfo", handle, 2)  # NVML_CLOCK_MEM, MHz
+    return round(2 * clock * 1e6 * width / 8 / 1e9, 1) if width and clock else None
+
+
+def _processes(ask: _NvmlCalls, handle: Any) -> Iterator[str]:
+    """Other processes that hold memory of the card."""
+    own = os.getpid()
+    for kind in ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses"):
+        for process in ask(kind, handle) or ():
+            if process.pid == own:
+                continue
+            used = (
+                f"{process.usedGpuMemory / 2**20:.0f} MiB" if process.usedGpuMemory else "unknown"
+            )
+            name = ask.text("nvmlSystemGetProcessName", process.pid) or f"process {process.pid}"
+            yield f"{Path(name).name[:40]} ({used})"
+
+
+# ---- torch, without importing it
+
+
+def torch_arches() -> tuple[str, ...]:
+    """Capabilities of the machine code in the installed torch, as `8.6`.
+
+    torch is not imported: that takes seconds and a CUDA context. The list is compiled into its
+    Python library as one string, `sm_75 sm_80 ... compute_120`; `()` for builds without CUDA.
+    """
+    try:
+        files = metadata.files("torch") or []
+    except metadata.PackageNotFoundError:
+        return ()
+    library = next((f for f in files if f.name in ("libtorch_python.so", "torch_python.dll")), None)
+    if library is None:
+        return ()
+    try:
+        found = _arch_list(Path(str(library.locate())))
+    except OSError:
+        return ()
+    return tuple(f"{a[:-1]}.{a[-1]}" for a in found)
+
+
+_ARCHES = re.compile(rb"sm_(\d{2,3})[af]?(?: (?:sm|compute)_\d{2,3}[af]?)+")
+
+
+def _arch_list(path: Path) -> list[str]:
+    """The architectures that a shared library (tens of MB) names in a row."""
+    import mmap
+
+    with path.open("rb") as file:
+        if not file.seek(0, 2):
+            return []
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            found = _ARCHES.search(data)
+            return re.findall(r"sm_(\d{2,3})", found[0].decode()) if found else []
+
+
+def system_line() -> str:
+    """Operating system and Python, for reports."""
+    return f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"

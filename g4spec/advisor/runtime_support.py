@@ -1,0 +1,84 @@
+"""Ask g4spec's own runtime what it makes of a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+from g4spec import models
+from g4spec.errors import InputError, Unsupported
+from g4spec.gguf import GGUF
+from g4spec.quant import formats, get, readable
+from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS
+from g4spec.runtime.cuda.weights.held_size import BLOCKS, block_bytes, tensor_bytes
+
+
+def refusal(file: GGUF, kind: ModuleType) -> str:
+    """Why the runtime cannot run a GGUF of this kind, or "": tensor types without code, or what its
+    parser does not take. Other damage is for `g4spec validate`."""
+    forms = {t.format for t in file.tensors.values()}
+    unread = sorted(f.name.upper() for f in forms if f.decode is None and f.stored is None)
+    if unread:
+        return f"it has no code for tensors in {', '.join(unread)}"
+    try:
+        kind.parse_gguf(file.kv, file.shapes())
+    except Unsupported as problem:
+        return str(problem)
+    except InputError:
+        return ""
+    return ""
+
+
+def draft_kinds() -> tuple[str, ...]:
+    """List the kinds of drafts that this version runs, by the words of the facts."""
+    return tuple("mtp" if name == "gemma4-assistant" else name for name in models.drafts())
+
+
+def cache_types() -> tuple[str, ...]:
+    """List the cache types of a GPU."""
+    return tuple(KINDS)
+
+
+def with_kernels() -> frozenset[str]:
+    """List the tensor types that CUDA kernels know: plain ones, and those with a `.cuh` file."""
+    folder = Path(formats.__file__).parent
+    plain = (f.name for f in readable().values() if f.block == 1)
+    return frozenset((*(path.stem for path in folder.glob("*.cuh")), *plain))
+
+
+def weight_bytes(file: GGUF) -> int:
+    """Bytes that the weights of a file take in a GPU's memory."""
+    return sum(map(tensor_bytes, file.tensors.values()))
+
+
+def repacked_note(file: GGUF) -> str:
+    """Say which of a file's tensors take other bytes on a GPU than in the file, or ""."""
+    other = [t for t in file.tensors.values() if tensor_bytes(t) != t.nbytes]
+    if not other:
+        return ""
+    types = ", ".join(sorted({t.format.name.upper() for t in other}))
+    there, here = (
+        sum(sizes) / 1e9 for sizes in (map(tensor_bytes, other), (t.nbytes for t in other))
+    )
+    return (
+        f"on a GPU g4spec holds its tensors in {types} in {there:.2f} GB instead of "
+        f"{here:.2f}: codes of 3 or 4 bits, the same values"
+    )
+
+
+def gpu_bytes(type: str, nbytes: int) -> int:
+    """Bytes in a GPU's memory of so many in a file of a weight format: `IQ3_S`, `Q3_K_M`."""
+    low = type.lower().split("-")[-1]
+    name = next((n for n in (low, low.rsplit("_", 1)[0]) if n in BLOCKS), None)
+    return nbytes if name is None else nbytes * block_bytes(name) // get(name).block_bytes
+
+
+def mix_note(file: GGUF) -> str:
+    """Say what a mixed file holds, as `12.3 GB Q4_K, 2.1 GB Q6_K`; "" for one of a single type."""
+    held: dict[str, int] = {}
+    for t in file.tensors.values():
+        held[t.format.name.upper()] = held.get(t.format.name.upper(), 0) + t.nbytes
+    large = [(n, name) for name, n in held.items() if n > max(held.values()) / 100]
+    if len(large) < 2:
+        return ""
+    return "it holds " + ", ".join(f"{n / 1e9:.2f} GB {name}" for n, name in sorted(large)[::-1])

@@ -1,0 +1,60 @@
+"""A text in chunks of as many tokens as llama-perplexity and llama-imatrix cut, and reading one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from g4spec.core import PROMPT_BLOCK, Sequence
+from g4spec.errors import InputError, UsageError
+from g4spec.runtime.engine import Engine
+from g4spec.runtime.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+SIZE = PROMPT_BLOCK
+"""Tokens of a chunk where none are asked for, as in llama.cpp."""
+FEWEST = 2
+"""Chunks that a text must have."""
+
+
+def split_text(
+    tokenizer: Tokenizer, text: str, size: int = SIZE, most: int | None = None
+) -> list[list[int]]:
+    """Cut the tokens of a text into chunks of `size`, of which the first token of each is replaced
+    by BOS; what is left over at the end is left out. At most the first `most` chunks.
+
+    Raises InputError for a text of less than two chunks.
+    """
+    if size < 4 or (most is not None and most < 1):
+        raise UsageError(
+            "chunks", expected="at least 1, of at least 4 tokens", found=f"{most} of {size}"
+        )
+    ids = tokenizer.encode(text)
+    if len(ids) < FEWEST * size:
+        raise InputError(
+            "the text is too short",
+            expected=f"at least {FEWEST * size} tokens",
+            found=len(ids),
+            fix="take a longer one, or a smaller -c",
+        )
+    starts = range(0, len(ids) - size + 1, size)[:most]
+    return [[tokenizer.bos, *ids[at + 1 : at + size]] for at in starts]
+
+
+def read_chunk(engine: Engine, ids: list[int]) -> torch.Tensor:
+    """Read a chunk as a prompt of its own -> rows after the final norm [T, H].
+
+    Nothing else may run on the engine.
+    """
+    import torch
+
+    engine.backend.enter()
+    one = Sequence(engine.pool.free_slots.pop(), ids, len(ids))
+    engine.pool.grow(one, len(ids))
+    step, found = engine.target.chunk, []
+    for at in range(0, len(ids), step):
+        rows = engine.backend.read(engine.target, one.slot, ids[at : at + step], at)
+        found.append(rows.hidden.clone())  # the next chunk may take the same memory
+    engine.pool.free_sequence(one)
+    return torch.cat(found)

@@ -1,0 +1,88 @@
+"""Errors that a request is answered with: an HTTP status and one sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from g4spec.errors import EnvironmentProblem, G4Error, PromptTooLong
+from g4spec.ops.sampling import NotFinite
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+ANTHROPIC = {**TYPES, 413: "request_too_large"}
+"""Error types of Anthropic's API by HTTP status; all others are `api_error`."""
+
+
+class RequestError(Exception):
+    """An error response to a request.
+
+    Args:
+        status: HTTP status.
+        message: one sentence that says what is wrong and what to do.
+        param: name of the invalid field.
+        code: machine-readable error code.
+        retry_after: value of the Retry-After header, in seconds.
+        more: additional fields of the error object, which override the standard ones.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+        more: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.retry_after, self.more = retry_after, more or {}
+
+    @classmethod
+    def of(cls, error: G4Error) -> RequestError:
+        """Convert an error raised by the engine."""
+        if isinstance(error, NotFinite):
+            return cls(500, str(error), code="model_error")
+        if isinstance(error, EnvironmentProblem):
+            return cls(503, str(error), code="unavailable")
+        if isinstance(error, PromptTooLong):  # the code of OpenAI, the type of llama.cpp
+            message = (
+                f"the prompt does not fit: {error.found} exceeds the available context size of "
+                f"{error.n_ctx} tokens"
+            )
+            more = {
+                "type": "exceed_context_size_error",
+                "n_prompt_tokens": error.tokens,
+                "n_ctx": error.n_ctx,
+            }
+            return cls(400, message, code="context_length_exceeded", more=more)
+        return cls(400, str(error))
+
+    def json(self) -> dict[str, Any]:
+        """Return the response body in OpenAI's format."""
+        kind = TYPES.get(self.status, "server_error")
+        return {
+            "error": {
+                "message": self.message,
+                "type": kind,
+                "param": self.param,
+                "code": self.code,
+                **self.more,
+            }
+        }
+
+    def anthropic(self) -> dict[str, Any]:
+        """Return the response body in Anthropic's format."""
+        kind = ANTHROPIC.get(self.status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}

@@ -1,0 +1,127 @@
+"""Response fields that several APIs share: usage, timings, log-probabilities."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from g4spec import __version__
+from g4spec.runtime.tokenizer import Tokenizer
+from g4spec.server.generation import Token
+from g4spec.server.service import Generation, Text
+
+
+def usage(generation: Generation) -> dict[str, Any]:
+    """Return OpenAI's `usage` of a finished generation; it does not depend on the draft."""
+    texts = generation.texts
+    prompt = sum(map(len, generation.job.prompts))
+    completion = sum(text.request.stats.tokens for text in texts)
+    cached = sum(text.request.stats.cached_tokens for text in texts[:: generation.job.n])
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(text.assembler.thoughts for text in texts)
+        },
+    }
+
+
+def timings(text: Text, read: int | None = None) -> dict[str, Any]:
+    """Return llama.cpp's `timings` of a text, with drafted and accepted token counts.
+
+    Args:
+        read: prompt tokens processed at the time of the event; default: those processed so far.
+    """
+    stats = text.request.stats
+    read = (stats.read_tokens if read is None else read) - stats.cached_tokens
+    per = {
+        "prompt": (read, stats.prefill_seconds if read else 0.0),
+        "predicted": (stats.tokens, stats.seconds),
+    }
+    out: dict[str, Any] = {"cache_n": stats.cached_tokens}
+    for name, (count, seconds) in per.items():
+        timed = count - 1 if name == "predicted" else count  # prefill computes the first one
+        out |= {
+            f"{name}_n": count,
+            f"{name}_ms": seconds * 1000,
+            f"{name}_per_token_ms": seconds * 1000 / timed if timed > 0 else 0.0,
+            f"{name}_per_second": timed / seconds if timed > 0 and seconds else 0.0,
+        }
+    used = max((i + 1 for i, n in enumerate(stats.drafted_by_position) if n), default=0)
+    out |= {
+        "draft_n": stats.drafted,
+        "draft_n_accepted": stats.accepted,
+        "queue_ms": stats.queue_seconds * 1000,
+    }
+    if used:
+        out["draft_n_accepted_per_pos"] = stats.accepted_by_position[:used]
+    return out | ({"notes": text.request.notes} if text.request.notes else {})
+
+
+def progress(text: Text, read: int) -> dict[str, Any]:
+    """Return llama.cpp's `prompt_progress` after `read` prompt tokens."""
+    stats = text.request.stats
+    return {
+        "total": stats.prompt_tokens,
+        "cache": stats.cached_tokens,
+        "processed": read,
+        "time_ms": int(stats.prefill_seconds * 1000),
+    }
+
+
+SYSTEM_FINGERPRINT = f"build-g4spec-{__version__}"
+"""OpenAI's `system_fingerprint`. Answers depend only on the version and the model files."""
+
+
+def chat_logprob(tokenizer: Tokenizer, id: int, logprob: float) -> dict[str, Any]:
+    """Return one entry of OpenAI's `logprobs.content`."""
+    piece = tokenizer.piece(id, special=True)
+    return {
+        "token": piece.decode(errors="replace"),
+        "logprob": finite(logprob),
+        "bytes": list(piece),
+    }
+
+
+def chat_logprobs(tokenizer: Tokenizer, tokens: Iterable[Token]) -> list[dict[str, Any]]:
+    """Return OpenAI's `logprobs.content`."""
+    return [
+        {
+            **chat_logprob(tokenizer, t.id, t.logprob),
+            "top_logprobs": [chat_logprob(tokenizer, i, value) for i, value in t.top],
+        }
+        for t in tokens
+    ]
+
+
+def finite(logprob: float) -> float:
+    """Replace -inf by -9999: JSON has no infinity."""
+    return logprob if math.isfinite(logprob) else -9999.0
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer, tokens: Sequence[Token], offset: int
+) -> dict[str, Any]:
+    """Return the `logprobs` object of /v1/completions.
+
+    Args:
+        offset: number of characters before the first token.
+    """
+    words = [tokenizer.piece(t.id, special=True).decode(errors="replace") for t in tokens]
+    starts = [offset + sum(map(len, words[:i])) for i in range(len(words))]
+    tops = []
+    for t in tokens:
+        top: dict[str, float] = {}
+        for i, value in t.top:
+            name = tokenizer.piece(i, special=True).decode(errors="replace")
+            top.setdefault(name, finite(value))
+        tops.append(top)
+    return {
+        "tokens": words,
+        "token_logprobs": [finite(t.logprob) for t in tokens],
+        "top_logprobs": tops,
+        "text_offset": starts,
+    }

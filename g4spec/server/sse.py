@@ -1,0 +1,148 @@
+"""Server-sent events, and cancellation of work when the client disconnects."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from typing import Any, Protocol, TypeVar
+
+import anyio
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from g4spec.server.json_response import dumps
+from g4spec.server.request_errors import RequestError
+from g4spec.server.service import Settings
+
+log = logging.getLogger("g4spec.server")
+
+PING = ": ping\n\n"
+"""SSE comment that keeps an idle connection open; clients skip it."""
+
+HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+"""Headers of every stream: proxies must not cache or buffer it."""
+
+Events = AsyncGenerator[str, None]
+T = TypeVar("T")
+
+
+def event(value: Any, name: str | None = None) -> str:
+    """Format one event; a str `value` is sent as it is, anything else as JSON."""
+    data = value if isinstance(value, str) else dumps(value)
+    return f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n"
+
+
+class ClientDisconnected(Exception):
+    """The client closed the connection."""
+
+
+async def cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:
+    """Return the result of `work`; if the client disconnects, cancel it and raise
+    ClientDisconnected."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_wait_for_disconnect(request.receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnected
+    finally:
+        for each in (task, watch):
+            each.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class StreamSource(Protocol):
+    """The producer of a stream: a generation, or a watcher of `g4spec.server.live`."""
+
+    @property
+    def id(self) -> str: ...
+
+    def close(self) -> None:
+        """Release all resources."""
+
+
+class EventStream(Response):
+    """A response of server-sent events. Its source is closed however the stream ends.
+
+    Args:
+        source: producer of the events.
+        events: formatted events.
+        failed: formats the last event after an error.
+        settings: ping interval and send timeout.
+        ping: sent when there is no event for `settings.ping` seconds.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        source: StreamSource,
+        events: Events,
+        failed: Callable[[RequestError], str],
+        settings: Settings,
+        headers: Mapping[str, str] | None = None,
+        ping: str = PING,
+    ) -> None:
+        self._source, self._events, self._failed = source, events, failed
+        self._settings, self._ping = settings, ping
+        super().__init__(headers={**HEADERS, **(headers or {})})
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send events and pings until the stream ends or the client disconnects."""
+        watch = asyncio.ensure_future(_wait_for_disconnect(receive))
+        work = asyncio.ensure_future(self._stream(send))
+        try:
+            await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+        finally:
+            for each in (work, watch):
+                each.cancel()
+            await asyncio.gather(work, watch, return_exceptions=True)
+            self._source.close()
+
+    async def _stream(self, send: Send) -> None:
+        async def put(message: Message) -> None:
+            # Not asyncio.wait_for: before Python 3.12 it may swallow the cancellation.
+            with anyio.fail_after(self._settings.send_limit):
+                await send(message)
+
+        async def text(piece: str) -> None:
+            await put({"type": "http.response.body", "body": piece.encode(), "more_body": True})
+
+        try:
+            await put({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async with aclosing(self._events) as events:
+                await self._pump(events, text)
+            await put({"type": "http.response.body", "body": b"", "more_body": False})
+        except (TimeoutError, OSError):
+            log.warning("client does not read its stream", extra={"id": self._source.id})
+
+    async def _pump(self, events: Events, text: Callable[[str], Awaitable[None]]) -> None:
+        try:
+            following = asyncio.ensure_future(anext(events))
+            try:
+                while True:
+                    done, _ = await asyncio.wait({following}, timeout=self._settings.ping)
+                    if not done:
+                        await text(self._ping)
+                        continue
+                    await text(following.result())
+                    following = asyncio.ensure_future(anext(events))
+            finally:
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
+        except StopAsyncIteration:
+            return
+        except RequestError as refused:
+            await text(self._failed(refused))

@@ -1,0 +1,75 @@
+"""Engines that fail in the process that they are made in; see `EngineClient`'s `make`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from g4spec.core import StepRows
+from g4spec.errors import InputError
+from g4spec.runtime.engine import Engine
+
+RAISES, CRASHES, READING, HANGS = 5, 6, 7, 8
+"""Tokens: a prompt that ends in RAISES, CRASHES or HANGS lets the engine fail: in a step after 4
+tokens or, with READING before it, while the prompt is read."""
+
+
+def _fail(token: int) -> None:
+    if token == CRASHES:
+        ctypes.string_at(0)  # SIGSEGV
+    if token == HANGS:
+        time.sleep(3600)
+    if token == RAISES:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def load(**options: Any) -> Engine:
+    """Load an engine that fails where a prompt asks for it. After a failure while a prompt is read,
+    nothing works any more, as after an error of CUDA that stays."""
+    engine = Engine.load(**options)
+    read, collect = engine.backend.read, engine.scheduler._finish_cycle
+    drop = engine.scheduler._discard_started
+
+    def failing() -> None:
+        raise RuntimeError("CUDA error: it stays")
+
+    def reading(target: Any, slot: int, ids: Sequence[int], start: int) -> StepRows:
+        if list(ids[-2:-1]) == [READING]:
+            engine.scheduler._discard_started = failing  # type: ignore[method-assign]
+            _fail(ids[-1])
+            engine.scheduler._discard_started = drop  # type: ignore[method-assign]
+        return read(target, slot, ids, start)
+
+    def collecting() -> None:
+        collect()
+        for task in engine.scheduler.running:
+            if len(task.ids) > task.n_prompt + 4 and READING not in task.request.prompt:
+                _fail(task.request.prompt[-1])
+
+    engine.backend.read = reading  # type: ignore[method-assign]
+    engine.scheduler._finish_cycle = collecting  # type: ignore[method-assign]
+    return engine
+
+
+def load_once(flag: Path, **options: Any) -> Engine:
+    """Load as `load` the first time; refuse afterwards."""
+    if flag.exists():
+        raise InputError("the file is gone")
+    flag.write_text("")
+    return load(**options)
+
+
+def end(**options: Any) -> Engine:
+    """End the process."""
+    os._exit(9)
+
+
+def no_memory(**options: Any) -> Engine:
+    """Load weights into a GPU that is full."""
+    raise torch.OutOfMemoryError("GPU 0 has a total capacity of 1 GiB")

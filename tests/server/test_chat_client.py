@@ -1,0 +1,529 @@
+"""Conversations in a terminal, with an engine here and with a server; the daemon's protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.server
+import io
+import json
+import math
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from g4spec import cli
+from g4spec.cli import _sampling_defaults
+from g4spec.cli.render import Output
+from g4spec.errors import EnvironmentProblem, InputError, UsageError
+from g4spec.gguf import Value, ValueType, string, write
+from g4spec.ops.sampling import Sampler
+from g4spec.runtime.engine import Engine
+from g4spec.runtime.request import Options
+from g4spec.server.chat_client import RemoteChat, Reply, TextPiece
+from g4spec.server.local_chat import LocalChat
+from tests.fuzz import stand_ins
+from tests.server.running_server import Served
+
+ROOT = Path(__file__).resolve().parents[2]
+HELLO = [{"role": "user", "content": "Tell me about numbers."}]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm"}
+ENVIRONMENT.pop("NO_COLOR", None)
+IN_TERMINAL = (
+    "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "from g4spec.cli import main; main()"
+)
+"""Makes the terminal the one whose Ctrl-C reaches the program."""
+
+
+def answered(voice: Any, messages: Any = HELLO, seed: int = 1) -> tuple[list[TextPiece], Reply]:
+    async def run() -> tuple[list[TextPiece], Reply]:
+        told = Reply()
+        try:
+            return [p async for p in voice.answer(messages, seed, told)], told
+        finally:
+            await voice.close()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("show_origins", [False, True])
+def test_here_and_there_the_answer_is_the_servers(busy: Served, show_origins: bool) -> None:
+    fields: dict[str, Any] = {"max_tokens": 40, "draft_max": 4}
+    body = {"messages": HELLO, "seed": 1, **fields}
+    whole = busy.post("/v1/chat/completions", **body)
+    sampler = busy.service.settings.sampler
+    here = LocalChat(busy.engine, sampler, n_predict=40, draft_max=4, show_origins=show_origins)
+    there = RemoteChat(busy.url + "/v1", None, fields, show_origins=show_origins)
+    for voice in (here, there):
+        pieces, told = answered(voice)
+        assert told.content == whole["choices"][0]["message"]["content"]
+        assert told.finish == whole["choices"][0]["finish_reason"]
+        assert told.timings["draft_n"] == whole["timings"]["draft_n"] > 0
+        kinds = {p.kind for p in pieces}
+        assert kinds <= ({"accepted", "corrected", "own", "rejected"} if show_origins else {""})
+        shown = "".join(p.text for p in pieces if p.part == "text" and p.kind != "rejected")
+        assert shown.startswith(told.content)
+        accepted = sum(p.kind == "accepted" for p in pieces)
+        assert accepted <= told.timings["draft_n_accepted"] or not show_origins
+
+
+def test_what_a_server_refuses_is_said_in_its_words(busy: Served) -> None:
+    with pytest.raises(InputError, match="presence_penalty"):
+        answered(RemoteChat(busy.url, None, {"presence_penalty": 9}))
+    for show_origins in (False, True):
+        with pytest.raises(InputError, match="unknown field nonsense"):
+            answered(RemoteChat(busy.url, None, {"nonsense": 9}, show_origins=show_origins))
+    with pytest.raises(EnvironmentProblem, match="no answer from"):
+        answered(RemoteChat("http://127.0.0.1:9", None, {}))
+    with pytest.raises(InputError, match="context"):
+        answered(LocalChat(busy.engine, Sampler()), [{"role": "user", "content": "x" * 100_000}])
+
+
+# ---- the command
+
+
+class Screen:
+    """`g4spec chat` in a terminal of its own."""
+
+    def __init__(self, *argv: str) -> None:
+        self._far, near = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", IN_TERMINAL, "chat", *argv],
+            stdin=near,
+            stdout=near,
+            stderr=near,
+            env=ENVIRONMENT,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+        os.close(near)
+        self.text = ""
+
+    def until(self, pattern: str, seconds: float = 60) -> str:
+        """Read until the screen's new text matches; returns and forgets it."""
+        deadline = time.monotonic() + seconds
+        while not (found := re.search(pattern, self.text, re.DOTALL)):
+            assert time.monotonic() < deadline, (pattern, self.text[-2000:])
+            if select.select([self._far], [], [], 0.1)[0]:
+                try:
+                    self.text += os.read(self._far, 65536).decode(errors="replace")
+                except OSError:
+                    raise AssertionError(("ended", self.text[-2000:])) from None
+        text, self.text = self.text[: found.end()], self.text[found.end() :]
+        return text
+
+    def type(self, text: str) -> None:
+        os.write(self._far, text.encode())
+
+    def end(self) -> int:
+        """Wait for the end, reading what is left."""
+        deadline = time.monotonic() + 60
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline
+            if select.select([self._far], [], [], 0.1)[0]:
+                with contextlib.suppress(OSError):
+                    self.text += os.read(self._far, 65536).decode(errors="replace")
+        os.close(self._far)
+        return self.process.returncode
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+@pytest.fixture
+def screens() -> Iterator[Callable[..., Screen]]:
+    made: list[Screen] = []
+
+    def start(*argv: object) -> Screen:
+        made.append(Screen(*map(str, argv)))
+        return made[-1]
+
+    yield start
+    for screen in made:
+        screen.kill()
+
+
+PROMPT = "(?<!>)> $"
+
+
+def test_a_conversation_in_a_terminal(busy: Served, screens: Callable[..., Screen]) -> None:
+    screen = screens("--url", busy.url, "-n", "12", "--seed", "7", "--temp", "0.7")
+    screen.until(f"model tiny at {busy.url}.*{PROMPT}")
+    screen.type("/system be brief\n")
+    screen.until(PROMPT)
+    screen.type('"""one\ntwo"""\n')
+    first = screen.until(f"ended by (length|stop).*{PROMPT}")
+    body = {
+        "messages": [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": "one\ntwo"},
+        ],
+        "seed": 7,
+        "temperature": 0.7,
+        "max_tokens": 12,
+    }
+    said = busy.post("/v1/chat/completions", **body)["choices"][0]["message"]["content"]
+    assert said.replace("\n", "\r\n") in first
+    screen.type("/regen\n")
+    again = screen.until(f"ended by (length|stop).*{PROMPT}")
+    said = busy.post("/v1/chat/completions", **{**body, "seed": 8})["choices"][0]["message"]
+    assert said["content"].replace("\n", "\r\n") in again
+    screen.type("/nonsense\n")
+    screen.until(f"unknown command /nonsense.*{PROMPT}")
+    screen.type("/clear\n/regen\n")
+    screen.until(f"no message to answer yet.*{PROMPT}")
+    screen.type("/exit\n")
+    assert screen.end() == 0
+
+
+def test_ctrl_c_stops_the_answer_and_then_the_program(
+    busy: Served, screens: Callable[..., Screen]
+) -> None:
+    screen = screens("--url", busy.url, "-n", "900", "--seed", "3", "--temp", "30")
+    screen.until(PROMPT)
+    screen.type("hello\n")
+    screen.until("hello\r\n.{40}")
+    screen.type("\x03")
+    screen.until(f"ended by stopped.*{PROMPT}")
+    deadline = time.monotonic() + 20
+    while not busy.idle():
+        assert time.monotonic() < deadline, "the server goes on"
+        time.sleep(0.02)
+    screen.type("\x03")
+    assert screen.end() == 130
+
+
+class Hostile(http.server.BaseHTTPRequestHandler):
+    """A server whose model writes escape sequences and thoughts."""
+
+    def do_GET(self) -> None:
+        self._send(json.dumps({"data": [{"id": "evil\x1b]0;PWN\x07"}]}).encode())
+
+    def do_POST(self) -> None:
+        bad = "x\x1b]0;PWN\x07\x1b[8m\x9b31m\x7f\rY"
+        deltas = [{"reasoning_content": "hm " + bad}, {"content": "so " + bad}]
+        chunks = [{"choices": [{"delta": d, "finish_reason": None}]} for d in deltas]
+        chunks.append(
+            {"choices": [{"delta": {}, "finish_reason": bad}], "timings": {"notes": [bad]}}
+        )
+        events = [json.dumps(chunk) for chunk in chunks] + ["[DONE]"]
+        self._send("".join(f"data: {event}\n\n" for event in events).encode())
+
+    def _send(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def hostile() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hostile)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_no_control_character_of_a_model_reaches_the_terminal(
+    hostile: str, screens: Callable[..., Screen]
+) -> None:
+    screen = screens("--url", hostile)
+    shown = screen.until(PROMPT)
+    screen.type("hi\n")
+    shown += screen.until(f"ended by.*{PROMPT}")
+    screen.type("/exit\n")
+    assert screen.end() == 0
+    assert "\x1b[2mhm x" in shown, "thoughts are dim"
+    assert "so x" in shown and r"\x1b]0;PWN\x07" in shown
+    rest = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.replace("\r\n", "\n")).replace("\r", "")
+    assert "\x1b[8m" not in shown
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", rest), repr(rest)
+
+
+def test_with_a_model_in_this_process(
+    family: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def chat(*argv: object, typed: str) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+        assert cli.run(["chat", *map(str, argv)]) == 0
+        out, err = capsys.readouterr()
+        return out, err
+
+    typed = "Tell me about numbers.\n/system x\n/regen\n"
+    model = ("-m", family / "target.gguf")
+    plain, told = chat(*model, "-n", 12, "--seed", 5, typed=typed)
+    drafted, more = chat(
+        *model, "-md", "ngram", "--draft-max", 3, "-n", 12, "--seed", 5, "--quiet", typed=typed
+    )
+    assert plain == drafted and more == ""
+    assert "top_k 64, top_p 0.95, from general.sampling.* of target.gguf" in told
+    with Engine.load(family / "target.gguf", n_ctx=512) as engine:
+        ids = engine.tokenizer.chat(HELLO)
+        request = engine.submit(ids, Options(12, Sampler(1.0, 64, 0.95, seed=5)))
+        assert list(request)
+        assert plain.startswith(request.text)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ((), "either -m or --url"),
+        (("-m", "x", "--url", "http://127.0.0.1:9"), "either -m or --url"),
+        (("--url", "http://127.0.0.1:9", "-c", "100"), "--ctx-size: no effect with --url"),
+        (("-m", "x", "--show-draft"), "needs a draft"),
+    ],
+)
+def test_options_that_cannot_mean_anything(
+    argv: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["chat", *argv]) == UsageError.exit_code
+    assert said in capsys.readouterr().err
+
+
+# ---- the daemon
+
+
+class Client:
+    """A client of the daemon's protocol, written from its description alone: it starts a program
+    by name, with the options that such clients give, which is the script of the docs."""
+
+    def __init__(self, folder: Path, *argv: object) -> None:
+        (script,) = re.findall("```sh\n(.*?)```", (ROOT / "docs/serving.md").read_text(), re.DOTALL)
+        g4spec = f'#!/bin/sh\nexec {sys.executable} -m g4spec "$@"\n'
+        for name, text in (("daemon", script), ("g4spec", g4spec)):
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o700)
+        self.tokens, write = os.pipe()
+        path = {"PATH": f"{folder}:{os.environ['PATH']}"}
+        self.process = subprocess.Popen(
+            [
+                folder / "daemon",
+                *map(str, argv),
+                "--daemon",
+                "--fast-rollback",
+                "--ddtree",
+                "--ddtree-budget=22",
+                "--max-ctx=512",
+                f"--stream-fd={write}",
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=(write,),
+            env=ENVIRONMENT | path,
+            cwd=ROOT,
+        )
+        os.close(write)
+        assert self.process.stdin is not None and self.process.stdout is not None
+        assert self.process.stdout.readline() == b"[daemon] ready\n"
+
+    def ask(self, line: str) -> list[int]:
+        """Send a line; returns the tokens before -1."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(line.encode() + b"\n")
+        self.process.stdin.flush()
+        out: list[int] = []
+        while True:
+            data = b""
+            while len(data) < 4:
+                piece = os.read(self.tokens, 4 - len(data))
+                assert piece, "the stream ended"
+                data += piece
+            (token,) = struct.unpack("<i", data)
+            if token == -1:
+                return out
+            out.append(token)
+
+    def end(self) -> str:
+        """Close stdin; returns what stderr said."""
+        _, err = self.process.communicate(timeout=60)
+        assert self.process.returncode == 0, err
+        os.close(self.tokens)
+        return err.decode()
+
+
+def test_the_daemon_speaks_the_line_protocol(family: Path, tmp_path: Path) -> None:
+    client = Client(tmp_path, "--model", family / "target.gguf", "--draft", family / "dflash.gguf")
+    with Engine.load(family / "target.gguf", n_ctx=512) as engine:
+        ids = engine.tokenizer.encode("The quick brown fox")
+
+        def alone(count: int, **sampler: Any) -> list[int]:
+            return list(engine.submit(ids, Options(count, Sampler(**sampler))).tokens())
+
+        path = tmp_path / "a prompt.bin"
+        path.write_bytes(struct.pack(f"<{len(ids)}i", *ids))
+        assert client.ask(f"{path} 12") == alone(12)
+        sampled = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.1}
+        assert client.ask(f"{path} 8 samp=0.8,0.9,40,1.1,77") == alone(8, seed=77, **sampled)
+        new = [client.ask(f"{path} 9 samp=9,1,0,1") for _ in range(2)]
+        assert new[0] != new[1], "without a seed each text is another one"
+        (tmp_path / "odd.bin").write_bytes(b"12345")
+        for wrong in (
+            "RESTORE 3",
+            f"{path}",
+            f"{path} 0",
+            f"{path} 5000",
+            f"{path} 5 samp=1,2",
+            f"{tmp_path}/none.bin 5",
+            f"{tmp_path}/odd.bin 5",
+            f"{path} 5 snap=1:2",
+        ):
+            assert client.ask(wrong) == [], wrong
+        assert client.ask(f"{path} 4 samp=0,1,0,1") == alone(4)
+    said = client.end()
+    assert len(re.findall(r"^\[daemon\] ", said, re.MULTILINE)) == 8, said
+
+
+def test_the_daemon_ends_when_nobody_reads(
+    family: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    (tmp_path / "p.bin").write_bytes(struct.pack("<2i", 2, 9))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{tmp_path}/p.bin 400\n"))
+    target = str(family / "target.gguf")
+    assert cli.run(["serve", "--daemon", f"--stream-fd={write}", "-m", target, "-c", "512"]) == 0
+    assert "closed by its reader" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("--daemon",), "need each other"),
+        (("--stream-fd", "1"), "need each other"),
+        (("--daemon", "--stream-fd", "1", "--port", "80"), "--port: no effect with --daemon"),
+        (("--daemon", "--stream-fd", "999"), "an open file descriptor"),
+    ],
+)
+def test_options_that_no_daemon_has(
+    argv: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["serve", "-m", "x", *argv]) == UsageError.exit_code
+    assert said in capsys.readouterr().err
+
+
+def test_files_name_their_sampling(
+    family: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def made(**keys: Value) -> Path:
+        path = tmp_path / "x.gguf"
+        kv = {f"general.sampling.{name}": value for name, value in keys.items()}
+        write(path, {"general.architecture": string("gemma4"), **kv}, {})
+        return path
+
+    out = Output()
+    found = _sampling_defaults.sampler(family / "target.gguf", out, temperature=0.5)
+    assert (found.temperature, found.top_k, found.top_p) == (0.5, 64, pytest.approx(0.95))
+    assert "top_k 64, top_p 0.95, from" in capsys.readouterr().err, "temp was given"
+    assert _sampling_defaults.sampler(made(), out) == Sampler(1.0) and not capsys.readouterr().err
+    found = _sampling_defaults.sampler(
+        made(top_k=Value(ValueType.I32, -1), mirostat=Value(ValueType.I32, 2)), out
+    )
+    assert found.top_k == 0
+    assert "ignored: general.sampling.mirostat" in capsys.readouterr().err
+    with pytest.raises(InputError, match="expected a finite number"):
+        _sampling_defaults.sampler(made(temp=string("hot")), out)
+
+
+# ---- servers that are none, and files that ask for what cannot be
+
+NO_EVENTS: list[Any] = [
+    {"choices": 1},
+    {"choices": {"a": 1}},
+    {"choices": ["x"]},
+    {"choices": [{"delta": []}]},
+    {"choices": [{"delta": {"content": 7}}]},
+    {"choices": [{"delta": {"reasoning": [1]}}]},
+    {"timings": [1]},
+    {"timings": {"notes": 3}},
+    {"error": 5},
+    {"error": {"code": 1}},
+    [1],
+]
+
+
+@pytest.mark.parametrize("event", NO_EVENTS)
+@pytest.mark.parametrize("live", [False, True])
+def test_what_is_no_chat_ends_an_answer_and_not_the_conversation(
+    event: Any,
+    live: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Each of them was a traceback."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\nb\n")))
+    Path("models.json").write_text('{"data": [{"id": "tiny"}]}')
+    Path("answer.sse").write_text(f"data: {json.dumps(event)}\n\n")
+    pieces = {"yours": True, "pieces": event} if live else {"yours": True}
+    Path("live.sse").write_text(f"data: {{}}\n\nevent: end\ndata: {json.dumps(pieces)}\n\n")
+    with stand_ins.installed():
+        line = ["chat", "--url", "http://127.0.0.1:9", *(["--show-draft"] if live else [])]
+        assert cli.run(line) == 0
+    assert len(re.findall(r"the server sent an event|^5$", capsys.readouterr().err, re.M)) == 2
+
+
+def test_a_live_view_that_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("live.sse").write_text("")
+    Path("answer.sse").write_text('data: {"choices": [{"delta": {"content": "a"}}]}\n\n')
+    with stand_ins.installed():
+        assert (
+            answered(RemoteChat("http://127.0.0.1:9", None, {}, show_origins=True))[1].content
+            == "a"
+        )
+
+
+def test_a_key_that_no_header_can_hold() -> None:
+    with pytest.raises(UsageError, match="--api-key"):
+        RemoteChat("http://127.0.0.1:9", "schl\u00fcssel", {})
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_file_that_recommends_no_number(value: float, tmp_path: Path) -> None:
+    write(
+        tmp_path / "t.gguf",
+        {
+            "general.architecture": string("gemma4"),
+            "general.sampling.top_k": Value(ValueType.F32, value),
+        },
+        [],
+    )
+    with pytest.raises(InputError, match=r"sampling\.top_k: expected a finite number"):
+        _sampling_defaults.sampler(tmp_path / "t.gguf", Output())
+
+
+def test_certificates_are_looked_at_before_models(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.pem").write_text("no certificate")
+    line = ["serve", "-m", "there-is-none.gguf", "--port", "0"]
+    assert cli.run([*line, "--ssl-key-file", str(tmp_path / "c.pem")]) == 2
+    assert "needs the certificate" in capsys.readouterr().err
+    for name in ("c.pem", "nowhere.pem"):
+        assert cli.run([*line, "--ssl-cert-file", str(tmp_path / name)]) == 3
+        assert f"{name}: no certificate" in capsys.readouterr().err
