@@ -318,6 +318,10 @@ class Engine:
 
 def check_request(prompt: Sequence[int], options: Options, config: Any, n_ctx: int) -> None:
     """Raise the errors that `Engine.submit` would raise for a request with this target."""
+    if isinstance(prompt, str | bytes):
+        raise UsageError(
+            "the prompt is text", expected="token ids", fix="use engine.tokenizer.encode(text)"
+        )
     if not prompt:
         raise InputError("the prompt is empty", expected="at least one token")
     if bad := [t for t in prompt if not 0 <= t < config.n_vocab]:

@@ -335,6 +335,11 @@ def test_a_bias_outside_the_vocabulary_is_refused_at_once(texts: list[str]) -> N
     assert good.text == texts[0]
 
 
+def test_text_instead_of_ids_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"engine\.tokenizer\.encode"):
+        memory_engine.engine().submit("def area(r):")  # type: ignore[arg-type]
+
+
 def test_a_step_that_fails_ends_all_and_the_engine_goes_on(
     texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
