@@ -1,4 +1,4 @@
-"""Puts facts, machine and question together: what runs, what does not, and the fix."""
+"""Builds a diagnosis from facts, machine and question: what runs, what does not, and the fix."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from g4spec.advisor.survey import URGENT, general_problems, problem_line, survey
 def diagnose(
     facts: Facts, machine: Machine, question: Question | None, engine: str | None = None
 ) -> Diagnosis:
-    """The whole answer; without a question, every Gemma 4 size.
+    """Return the diagnosis of a question; without a question, an overview of all Gemma 4 sizes.
 
     Args:
-        engine: the engine that is asked about; None asks all, and the run counts as possible if
-            one that is installed can do it, or any if none is installed.
+        engine: the engine to check; None checks all. The run then counts as possible if an
+            installed engine can do it, or any engine if none is installed.
     """
     from g4spec.advisor.doctor_report import machine_section
 
@@ -65,7 +65,7 @@ def diagnose(
 def _asked(
     verdicts: list[EngineVerdict], machine: Machine, engine: str | None
 ) -> list[EngineVerdict]:
-    """The verdicts that decide whether the run can work."""
+    """Return the verdicts that decide whether the run can work."""
     if engine:
         return verdicts
     installed = [v for v in verdicts if v.installed and v.engine.name != "g4spec"]
@@ -73,13 +73,13 @@ def _asked(
 
 
 ORDER = ("vllm", "llama.cpp", "sglang", "g4spec")
-"""Which engine is shown in detail when several work and none is installed: most is known first."""
+"""Engines by how much is known about them: the first that works is shown in detail."""
 FAILING = ("llama.cpp", "g4spec", "vllm", "sglang")
-"""The same where none works: the one that runs most comes first."""
+"""Engines by how much they can run: the first is shown in detail if none works."""
 
 
 def _best(verdicts: list[EngineVerdict], asked: list[EngineVerdict]) -> EngineVerdict | None:
-    """The engine to show in detail: one that works, among those asked about if possible."""
+    """Return the verdict to show in detail: one that works, preferably one in `asked`."""
     order = ORDER if any(v.works for v in verdicts) else FAILING
     ranked = sorted(
         verdicts,
@@ -91,7 +91,7 @@ def _best(verdicts: list[EngineVerdict], asked: list[EngineVerdict]) -> EngineVe
 def _upgraded(
     facts: Facts, machine: Machine, q: Question, asked: list[EngineVerdict]
 ) -> EngineVerdict | None:
-    """The first engine that was asked about and that would work in its newest known version."""
+    """Return the first verdict in `asked` that would work with the engine's newest version."""
     for v in asked:
         if v.engine.name not in machine.tools:
             continue
@@ -238,7 +238,7 @@ def _backends(
     asked: list[EngineVerdict],
     best: EngineVerdict | None,
 ) -> None:
-    """The table of the engine that was asked about, or of the one shown in detail."""
+    """Add the table of attention backends: vLLM's if it was asked about, else that of `best`."""
     cc = d.machine.cc
     v = next((a for a in asked if a.engine.name == "vllm"), best)
     if v is None or cc is None:
@@ -313,7 +313,7 @@ def _notes(d: Diagnosis, q: Question, best: EngineVerdict | None) -> None:
 
 
 def _conditions(d: Diagnosis, best: EngineVerdict | None) -> None:
-    """Tell what the engine shown in detail needs beside its recipe, which does the rest."""
+    """Add the conditions of the engine shown in detail, and whether the recipe meets them."""
     if best is None or not best.works:
         return
     s = d.section("Conditions", brief=True)
@@ -325,7 +325,7 @@ def _conditions(d: Diagnosis, best: EngineVerdict | None) -> None:
 def _steps(
     d: Diagnosis, asked: list[EngineVerdict], best: EngineVerdict | None, engine: str | None
 ) -> None:
-    """List what to do, in order: cure what was asked for, then measure."""
+    """Add the next steps in order: fix what blocks the requested run, then measure."""
     for v in asked:
         if v.refused and (engine or (v.installed and v.engine.name != "g4spec")):
             for fix in dict.fromkeys([p.fix for p in v.blockers] + ([v.fix] if v.refusal else [])):

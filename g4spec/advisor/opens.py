@@ -25,14 +25,14 @@ TYPES = "type", "bits a weight", "on a GPU", "opens", "CUDA kernels", "written b
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Write a Markdown table."""
+    """Return a Markdown table."""
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
 
 
 def types() -> list[tuple[str, str, str, str, str, str]]:
-    """One row a tensor type: name, bits a weight in a file and in a GPU's memory, opens, has CUDA
-    kernels, can be written."""
+    """Return one row per tensor type: name, bits per weight in a file and in GPU memory, opens, has
+    CUDA kernels, can be written."""
     writable, kernels = set(quant.writable_names()), runtime_support.with_kernels()
     forms = sorted(quant.readable().values(), key=lambda f: -f.block_bytes / f.block)
     return [
@@ -49,17 +49,17 @@ def types() -> list[tuple[str, str, str, str, str, str]]:
 
 
 def kinds() -> list[tuple[str, str]]:
-    """One row a kind of model: title, architecture in GGUF files."""
+    """Return one row per kind of model: title, architecture in GGUF files."""
     return [(m.TITLE, m.ARCH) for m in models.kinds().values()]
 
 
 def others() -> list[tuple[str, str, str]]:
-    """One row a dialect of draft files by other programs: whose, architectures, what it becomes."""
+    """Return one row per dialect of other programs: program, architectures, resulting kind."""
     return [(d.title, ", ".join(f"`{a}`" for a in d.archs), d.kind) for d in dialects.DIALECTS]
 
 
 def document() -> str:
-    """Write the page."""
+    """Return the page as Markdown."""
     mixes = sorted(set(policy.names()) - set(quant.writable_names()))
     return "\n".join(
         [
