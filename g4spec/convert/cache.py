@@ -44,15 +44,15 @@ def convert_cached(
     out = Path(cache_dir) / f"{source.resolve().name}-{key}-{type}.gguf"
     for path in (out, _digest_path(out)):
         remove_stale(path)  # left by a killed process
-    there = out.exists()
-    if there and _is_intact(out):
+    exists = out.exists()
+    if exists and _is_intact(out):
         return out, f"{source}: using its conversion {out}"
     out.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     convert(source, out, target=target, type=type, progress=progress)
     digest = _sha256(out).encode()
     with atomic_write(_digest_path(out), len(digest)) as f:
         f.write(digest)
-    again = "damaged in the cache, " if there else ""
+    again = "damaged in the cache, " if exists else ""
     return out, f"{source}: {again}converted into {out}"
 
 

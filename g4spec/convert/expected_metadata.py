@@ -82,21 +82,21 @@ def _of_gguf(file: GGUF, kind: ModuleType) -> ExpectedMetadata:
 
 def _converted(found: DetectedSource, target: GGUF | None) -> ExpectedMetadata:
     if found.is_target:
-        pair = target_info.from_source(found)
+        info = target_info.from_source(found)
     else:
         assert target is not None
-        pair = target_info.from_source(DetectedSource(models.targets()[models.TARGETS[0]], target))
-    config, tensors, *_ = pipeline.read(found, pair)
-    keys = pipeline.model_keys(found.kind, config, pair.tokenizer)
+        info = target_info.from_source(DetectedSource(models.targets()[models.TARGETS[0]], target))
+    config, tensors, *_ = pipeline.read(found, info)
+    keys = pipeline.model_keys(found.kind, config, info.tokenizer)
     keys |= {
         "general.type": string("model"),
         "general.quantization_version": u32(pipeline.QUANTIZATION_VERSION),
     }
     if found.is_target:
-        keys |= pair.sampling
-        keys |= {provenance.WEIGHTS: string(pair.weights)} if pair.weights else {}
+        keys |= info.sampling
+        keys |= {provenance.WEIGHTS: string(info.weights)} if info.weights else {}
     else:
-        keys |= {k: v for k, v in pair.pairing.items() if k not in ORIGIN_KEYS}
+        keys |= {k: v for k, v in info.pairing.items() if k not in ORIGIN_KEYS}
     keys |= _digest(tensors)
     return ExpectedMetadata(keys, _arrays(found.kind, config))
 

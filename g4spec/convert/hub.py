@@ -92,8 +92,8 @@ def resolve(text: str | Path, purpose: Purpose = "any") -> tuple[Path, list[str]
         return path, []
     if path.exists():
         return path, [f"{name} is a local path; the hub was not asked"]
-    got = fetch(found, purpose)
-    return got, [f"{name}: took {got} from the hub"]
+    downloaded = fetch(found, purpose)
+    return downloaded, [f"{name}: took {downloaded} from the hub"]
 
 
 def fetch(id: HubId, purpose: Purpose = "any") -> Path:
@@ -211,7 +211,7 @@ class _Hub:
     def _get(self, name: str, revision: str) -> Path:
         """Return the path of one file of a commit, from the cache or downloaded and checked."""
         options: dict[str, Any] = {"revision": revision, "cache_dir": self.cache}
-        had = self.hf.try_to_load_from_cache(self.id.repo, name, **options)
+        cached = self.hf.try_to_load_from_cache(self.id.repo, name, **options)
         guards: list[TransferGuard] = []
 
         def guarded() -> TransferGuard:
@@ -228,7 +228,7 @@ class _Hub:
         )
         if self.cache.resolve() not in path.resolve().parents:
             raise InputError(f"{self.id}: {name} is outside the cache", found=path.resolve())
-        if not isinstance(had, str):
+        if not isinstance(cached, str):
             _check_digest(path, guards[-1].digest, f"{self.id}: {name}")
         return path
 
@@ -236,11 +236,13 @@ class _Hub:
         """Return the limits of a download: MAX_READ_BYTES for files that are read at once, the
         free disk space for all others."""
         whole = name in SMALL or name.endswith(INDEX)
-        there = next(p for p in (self.cache, *self.cache.parents) if p.exists())
-        limit = regular_files.MAX_READ_BYTES if whole else shutil.disk_usage(there).free
+        existing = next(p for p in (self.cache, *self.cache.parents) if p.exists())
+        limit = regular_files.MAX_READ_BYTES if whole else shutil.disk_usage(existing).free
         # The Xet client ignores these limits, so it is only allowed for the official hub.
-        own = os.environ.get("HF_ENDPOINT", HOME).rstrip("/") == HOME
-        return TransferGuard(f"{self.id}: {name}", limit, disk=not whole, commit=revision, xet=own)
+        official = os.environ.get("HF_ENDPOINT", HOME).rstrip("/") == HOME
+        return TransferGuard(
+            f"{self.id}: {name}", limit, disk=not whole, commit=revision, xet=official
+        )
 
     def _remember(self, path: Path, revision: str) -> None:
         """Record the commit of a branch or tag in the cache, so that it can be used offline."""
@@ -282,8 +284,8 @@ class _Hub:
             names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*.gguf"))
             return folder / self._of_type(names)[0]
         ggufs = sorted(folder.glob("*.gguf"))
-        alone = len(ggufs) == 1 and not any(folder.glob("*.safetensors"))
-        return ggufs[0] if alone else folder
+        only_gguf = len(ggufs) == 1 and not any(folder.glob("*.safetensors"))
+        return ggufs[0] if only_gguf else folder
 
     @property
     def _what(self) -> str:
@@ -312,8 +314,10 @@ class _Hub:
             return self._is_transient(error.__cause__)
         if status is not None:
             return status in TRANSIENT
-        named = isinstance(error, OSError) and error.errno is not None
-        return not named and not isinstance(error, (self.errors.OfflineModeIsEnabled, ValueError))
+        local_error = isinstance(error, OSError) and error.errno is not None
+        return not local_error and not isinstance(
+            error, (self.errors.OfflineModeIsEnabled, ValueError)
+        )
 
     def _explain(self, error: BaseException) -> G4Error:
         """Turn an exception of huggingface_hub into an error of one line with a fix."""

@@ -110,14 +110,16 @@ def convert(
     Raises:
         InputError: the source cannot be converted. Raised before anything is written.
     """
-    asked = check_arguments(out, type, dry_run, tensor_types)
-    to = Output(Path(out), split_max_size, dry_run, progress, UnchangedCheck(Path(source), target))
+    mix = check_arguments(out, type, dry_run, tensor_types)
+    output = Output(
+        Path(out), split_max_size, dry_run, progress, UnchangedCheck(Path(source), target)
+    )
     found = sources.detect(Path(source))
     with found:
         if isinstance(found.source, GGUF) and found.dialect is None:
             note = f"{found.path} is a GGUF already; only its types are changed"
             note += "; --target is ignored" if target else ""
-            return _requantize(found.source, to, asked, False, [*found.notes, note])
+            return _requantize(found.source, output, mix, False, [*found.notes, note])
         if found.is_target and target is not None:
             raise UsageError(
                 f"{found.path} is a target; --target is for drafts",
@@ -128,33 +130,33 @@ def convert(
             if isinstance(found.source, CheckpointFolder)
             else [part.path for part in found.source.parts]
         )
-        _check_output(to, [*files, *([target] if target else [])])
-        return _convert(found, to, asked, target)
+        _check_output(output, [*files, *([target] if target else [])])
+        return _convert(found, output, mix, target)
 
 
-def _convert(found: DetectedSource, to: Output, asked: Mix, target: Path | None) -> Result:
+def _convert(found: DetectedSource, output: Output, mix: Mix, target: Path | None) -> Result:
     """Convert a checkpoint folder, or a GGUF in another program's dialect."""
     start = time.perf_counter()
-    pair = target_info.from_source(found) if found.is_target else _target_of(found, target)
-    config, tensors, canonical_names, notes, dropped = read(found, pair)
-    plan = planning.build(found.kind, config, tensors, asked, pair.n_tokens, canonical_names)
+    info = target_info.from_source(found) if found.is_target else _target_of(found, target)
+    config, tensors, canonical_names, notes, dropped = read(found, info)
+    plan = planning.build(found.kind, config, tensors, mix, info.n_tokens, canonical_names)
     plan = Plan((*plan.tensors, *dropped))
-    made = _made(plan, tensors, config)
-    kv = _metadata(found, config, asked, pair, made, plan, to.path, target)
-    notes = [*found.notes, *pair.notes, *notes]
-    if to.dry_run:
-        return Result(plan, notes, to.path, time.perf_counter() - start, plan.nbytes, False)
+    computed = _computed_values(plan, tensors, config)
+    kv = _metadata(found, config, mix, info, computed, plan, output.path, target)
+    notes = [*found.notes, *info.notes, *notes]
+    if output.dry_run:
+        return Result(plan, notes, output.path, time.perf_counter() - start, plan.nbytes, False)
     with worker_pool() as pool:
         rows = plan.with_action("copy") + plan.with_action("make")
         order = {r.name: i for i, r in enumerate(plan.tensors)}
         rows.sort(key=lambda r: order[r.name])
-        data = [_data(r, tensors, made, pool) for r in rows]
-        out, size = to.write(kv, data)
+        data = [_tensor_data(r, tensors, computed, pool) for r in rows]
+        out, size = output.write(kv, data)
     return Result(plan, notes, out, time.perf_counter() - start, size, True)
 
 
 def read(
-    found: DetectedSource, pair: TargetInfo
+    found: DetectedSource, info: TargetInfo
 ) -> tuple[
     Any, Mapping[str, StoredTensor], Mapping[str, str] | None, list[str], list[PlannedTensor]
 ]:
@@ -165,18 +167,24 @@ def read(
     """
     if isinstance(found.source, GGUF):
         assert found.dialect is not None
-        got = rewriting.rewrite(found.source, found.dialect, found.kind, pair)
-        check_heads(got.config.layers)
-        return got.config, got.tensors, got.canonical_names, got.notes, got.dropped
+        rewritten = rewriting.rewrite(found.source, found.dialect, found.kind, info)
+        check_heads(rewritten.config.layers)
+        return (
+            rewritten.config,
+            rewritten.tensors,
+            rewritten.canonical_names,
+            rewritten.notes,
+            rewritten.dropped,
+        )
     checkpoint = found.source.checkpoint
     config = (
         found.kind.parse_hf(checkpoint)
         if found.is_target
-        else found.kind.parse_hf(checkpoint, pair.config)
+        else found.kind.parse_hf(checkpoint, info.config)
     )
     check_heads(config.layers)
-    said = getattr(found.kind, "notes", None)
-    return config, found.source.tensors, None, said(checkpoint) if said else [], []
+    describe = getattr(found.kind, "notes", None)
+    return config, found.source.tensors, None, describe(checkpoint) if describe else [], []
 
 
 def quantize(
@@ -201,13 +209,13 @@ def quantize(
 
     The other arguments are those of `convert`.
     """
-    asked, unchanged = (
+    mix, unchanged = (
         check_arguments(out, type, dry_run, tensor_types),
         UnchangedCheck(Path(source)),
     )
     with GGUF(source) as file:
-        to = Output(Path(out), split_max_size, dry_run, progress, unchanged)
-        return _requantize(file, to, asked, allow_requantize, [], importance)
+        output = Output(Path(out), split_max_size, dry_run, progress, unchanged)
+        return _requantize(file, output, mix, allow_requantize, [], importance)
 
 
 def check_arguments(
@@ -234,12 +242,12 @@ def _target_of(found: DetectedSource, target: Path | None) -> TargetInfo:
     )
 
 
-def _check_output(to: Output, inputs: list[Path]) -> None:
+def _check_output(output: Output, inputs: list[Path]) -> None:
     """Raise UsageError if the output is an input, which would be destroyed while it is read, or an
     existing file that is no GGUF, such as a checkpoint's config.json."""
-    out = to.path
+    out = output.path
     for path in inputs:
-        if to.max_size and parts.unsplit_path(path.absolute()) == out.absolute():
+        if output.max_size and parts.unsplit_path(path.absolute()) == out.absolute():
             raise UsageError(
                 f"parts of the output may overwrite the input {path.name}",
                 fix="choose another name",
@@ -252,7 +260,7 @@ def _check_output(to: Output, inputs: list[Path]) -> None:
         )
 
 
-def _made(
+def _computed_values(
     plan: Plan, tensors: Mapping[str, StoredTensor], config: Any
 ) -> dict[str, np.ndarray[Any, Any]]:
     """Compute the values of planned tensors with action make or metadata, by name or key."""
@@ -272,17 +280,17 @@ def _made(
     return out
 
 
-def _data(
+def _tensor_data(
     row: PlannedTensor,
     tensors: Mapping[str, StoredTensor],
-    made: Mapping[str, Any],
+    computed: Mapping[str, Any],
     pool: ThreadPoolExecutor,
     weights: Floats | None = None,
 ) -> TensorData:
     form = quant.get(row.type)
     assert row.name is not None
     if row.action == "make":
-        return TensorData(row.name, row.shape, form.type, [made[row.name]])
+        return TensorData(row.name, row.shape, form.type, [computed[row.name]])
     tensor = tensors[row.source or ""]
     if tensor.shape != row.shape:
         tensor = tensor.first_rows(row.shape[0])
@@ -294,36 +302,36 @@ def _data(
 def _metadata(
     found: DetectedSource,
     config: Any,
-    asked: Mix,
-    pair: TargetInfo,
-    made: Mapping[str, Any],
+    mix: Mix,
+    info: TargetInfo,
+    computed: Mapping[str, Any],
     plan: Plan,
     out: Path,
     target: Path | None,
 ) -> KV:
     """Return all keys of the file: general, those of the kind, tokenizer, provenance."""
-    model = model_keys(found.kind, config, pair.tokenizer)
+    model = model_keys(found.kind, config, info.tokenizer)
     kv: KV = {
         "general.architecture": model.pop("general.architecture"),
         "general.type": string("model"),
         "general.name": string(provenance.checkpoint_name(found.path).split("/")[-1]),
-        **_file_type(plan, asked),
+        **_file_type(plan, mix),
         "general.quantization_version": u32(QUANTIZATION_VERSION),
     }
     kv |= model
     for row in plan.with_action("metadata"):
         assert row.name is not None
         kv[row.name] = array(
-            ValueType.I32 if row.type == "I32" else ValueType.F32, made[row.name].reshape(-1)
+            ValueType.I32 if row.type == "I32" else ValueType.F32, computed[row.name].reshape(-1)
         )
-    if provenance.T2D_SHA256 in made:
-        kv[provenance.T2D_SHA256] = string(str(made[provenance.T2D_SHA256]))
-    kv |= pair.pairing if target else pair.sampling
-    if found.is_target and pair.weights:
-        kv[provenance.WEIGHTS] = string(pair.weights)
+    if provenance.T2D_SHA256 in computed:
+        kv[provenance.T2D_SHA256] = string(str(computed[provenance.T2D_SHA256]))
+    kv |= info.pairing if target else info.sampling
+    if found.is_target and info.weights:
+        kv[provenance.WEIGHTS] = string(info.weights)
     with_target = f" --target {provenance.checkpoint_name(Path(target))}" if target else ""
-    command = f"g4spec convert {found.path.name}{with_target} -o {out.name} --type {asked.name}"
-    command += "".join(f" --tensor-type {p.pattern}={f.name}" for p, f in asked.tensor_types)
+    command = f"g4spec convert {found.path.name}{with_target} -o {out.name} --type {mix.name}"
+    command += "".join(f" --tensor-type {p.pattern}={f.name}" for p, f in mix.tensor_types)
     return kv | provenance.source_keys(found.source, command)
 
 
@@ -335,11 +343,11 @@ def model_keys(kind: ModuleType, config: Any, tokenizer: KV) -> KV:
     return kv | tokenizer | {k: v for k, v in own.items() if k.startswith("tokenizer.")}
 
 
-def _file_type(plan: Plan, asked: Mix) -> KV:
+def _file_type(plan: Plan, mix: Mix) -> KV:
     """Return `general.file_type` as a dict: the requested type, or the type of most bytes if
     quantized matrices were kept. Empty if llama.cpp has no number for it; it then looks at the
     tensors."""
-    number = asked.file_type
+    number = mix.file_type
     sizes: dict[str, int] = {}
     for row in plan.with_action("copy"):
         sizes[row.type] = sizes.get(row.type, 0) + row.nbytes
@@ -351,29 +359,31 @@ def _file_type(plan: Plan, asked: Mix) -> KV:
 
 def _requantize(
     file: GGUF,
-    to: Output,
-    asked: Mix,
+    output: Output,
+    mix: Mix,
     allow: bool,
     notes: list[str],
     importance: Imatrix | None = None,
 ) -> Result:
     start = time.perf_counter()
-    _check_output(to, [part.path for part in file.parts])
-    choice = Policy(asked, file.shapes(), importance is not None)
+    _check_output(output, [part.path for part in file.parts])
+    choice = Policy(mix, file.shapes(), importance is not None)
     rows = tuple(_requantized(file, name, choice, allow) for name in file.tensors)
     plan = Plan(rows)
     weights = _weights(file, plan, importance, notes) if importance else {}
-    if to.dry_run:
-        return Result(plan, notes, to.path, time.perf_counter() - start, plan.nbytes, False)
-    named = _file_type(plan, asked)
-    kv = {key: file.value(key) for key in file if named or key != "general.file_type"} | named
+    if output.dry_run:
+        return Result(plan, notes, output.path, time.perf_counter() - start, plan.nbytes, False)
+    file_type = _file_type(plan, mix)
+    kv = {
+        key: file.value(key) for key in file if file_type or key != "general.file_type"
+    } | file_type
     kv["general.quantization_version"] = u32(QUANTIZATION_VERSION)
     kv |= imatrix.keys(importance) if importance and weights else {}
     with ExitStack() as stack:
         pool = stack.enter_context(worker_pool())
         stored = {name: rewriting.stored_tensor(file, name) for name in file.tensors}
-        data = [_data(r, stored, {}, pool, weights.get(r.name or "")) for r in rows]
-        out, size = to.write(kv, data)
+        data = [_tensor_data(r, stored, {}, pool, weights.get(r.name or "")) for r in rows]
+        out, size = output.write(kv, data)
     return Result(plan, notes, out, time.perf_counter() - start, size, True)
 
 
@@ -413,8 +423,8 @@ def _requantized(file: GGUF, name: str, choice: Policy, allow: bool) -> PlannedT
     form, note = info.format, ""
     kept = len(info.shape) > 1 and not form.quantized and policy.never_quantized(name)
     if not (form.integer or kept):
-        to, note = choice.choose(name, info.shape, "matrix")
-        if form.quantized and to is not form:
+        new_form, note = choice.choose(name, info.shape, "matrix")
+        if form.quantized and new_form is not form:
             if not allow:
                 raise InputError(
                     f"{file.path}: tensor {name} is quantized already, as {form.name.upper()}",
@@ -422,7 +432,7 @@ def _requantized(file: GGUF, name: str, choice: Policy, allow: bool) -> PlannedT
                 )
             if form.decode is None:
                 form.dequantize(file.raw(name))  # raises Unsupported
-        form = to
+        form = new_form
     return PlannedTensor(
         "copy", name, name, info.shape, form.name.upper(), note, form.nbytes(info.shape, name)
     )

@@ -110,9 +110,9 @@ class _Builder:
             if short in self.names:
                 self.problems.append(f"{name} and {self.names[short]} are the same tensor")
             self.names[short] = name
-        self.specs = [self._fitted(spec) for spec in kind.tensors(config)]
-        there = {s.name: s.shape for s in self.specs if s.source is None or s.source in self.names}
-        self.policy = policy.Policy(mix, there)
+        self.specs = [self._cut_table(spec) for spec in kind.tensors(config)]
+        shapes = {s.name: s.shape for s in self.specs if s.source is None or s.source in self.names}
+        self.policy = policy.Policy(mix, shapes)
 
     def build(self) -> Plan:
         if self.config.n_vocab < self.n_tokens:
@@ -122,15 +122,15 @@ class _Builder:
                 found=self.n_tokens,
                 fix="use the tokenizer that belongs to this model",
             )
-        left = dict(self.names)
+        unused = dict(self.names)
         for spec in self.specs:
-            left.pop(spec.source or "", None)
+            unused.pop(spec.source or "", None)
             self._tensor(spec)
         for short, (key, shape) in self._metadata().items():
-            left.pop(short, None)
+            unused.pop(short, None)
             self._array(short, key, shape)
-        for short, name in left.items():
-            self._rest(short, name)
+        for short, name in unused.items():
+            self._plan_unused(short, name)
         if self.problems:
             self._fail()
         return Plan(tuple(self.rows))
@@ -139,7 +139,7 @@ class _Builder:
         rule = getattr(self.kind, "metadata_tensors", None)
         return rule(self.config) if rule else {}
 
-    def _fitted(self, spec: TensorSpec) -> TensorSpec:
+    def _cut_table(self, spec: TensorSpec) -> TensorSpec:
         """Cut token tables to one row per token of the tokenizer, as upstream does."""
         if spec.role in ("embed", "output") and spec.shape[0] == self.config.n_vocab:
             return replace(spec, shape=(self.n_tokens, *spec.shape[1:]))
@@ -166,16 +166,20 @@ class _Builder:
             if not spec.optional:
                 self.problems.append(f"{spec.source} {list(spec.shape)} is missing")
             return
-        rows, wanted = self._source_shape(spec)
-        if self._usable(name, wanted):
+        rows, source_shape = self._source_shape(spec)
+        if self._is_usable(name, source_shape):
             if rows:
                 note = f"first {self.n_tokens} of {rows} rows, one per token; {note}".rstrip("; ")
             action: Literal["copy", "make"] = "copy"
-            given = self.tensors[name].format
+            stored = self.tensors[name].format
             if spec.make:
                 action, note = "make", spec.make
-            elif given and given.quantized and given is not form and spec.role != "vector":
-                form, note, size = given, "quantized already, kept", given.nbytes(wanted, name)
+            elif stored and stored.quantized and stored is not form and spec.role != "vector":
+                form, note, size = (
+                    stored,
+                    "quantized already, kept",
+                    stored.nbytes(source_shape, name),
+                )
             note = "; ".join(
                 x for x in (prequantized.loss_note(self.tensors[name], form), note) if x
             )
@@ -193,7 +197,7 @@ class _Builder:
         rows = self.config.n_vocab if cut and self.n_tokens < self.config.n_vocab else 0
         return rows, (rows or spec.shape[0], *spec.shape[1:]) if spec.shape else ()
 
-    def _usable(self, name: str, shape: Sequence[int]) -> bool:
+    def _is_usable(self, name: str, shape: Sequence[int]) -> bool:
         tensor = self.tensors[name]
         if tensor.shape != tuple(shape):
             self.problems.append(f"{name}: expected {list(shape)}, found {list(tensor.shape)}")
@@ -207,7 +211,7 @@ class _Builder:
         name = self.names.get(short)
         if name is None:
             self.problems.append(f"{short} {list(shape)} is missing")
-        elif self._usable(name, shape):
+        elif self._is_usable(name, shape):
             integer = self.tensors[name].format.integer  # type: ignore[union-attr]
             self.rows.append(
                 PlannedTensor(
@@ -221,7 +225,7 @@ class _Builder:
                 )
             )
 
-    def _rest(self, short: str, name: str) -> None:
+    def _plan_unused(self, short: str, name: str) -> None:
         """Plan a source tensor that the kind does not use: drop it by a rule, or report it."""
         drop = next((d for d in self.kind.DROPS if re.fullmatch(d.pattern, short)), None)
         if drop is None:

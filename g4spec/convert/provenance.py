@@ -162,11 +162,11 @@ def target_source_keys(source: CheckpointFolder | GGUF, digest: str | None) -> K
         digest: digest of the weights of a checkpoint.
     """
     if isinstance(source, GGUF):
-        said = [source.get(key) for key in (SOURCE, REVISION, WEIGHTS)]
+        values = [source.get(key) for key in (SOURCE, REVISION, WEIGHTS)]
     else:
-        said = [checkpoint_name(source.path), revision(source.path), digest]
+        values = [checkpoint_name(source.path), revision(source.path), digest]
     keys = (TARGET_SOURCE, TARGET_REVISION, TARGET_WEIGHTS)
-    return {k: string(v) for k, v in zip(keys, said, strict=True) if isinstance(v, str)}
+    return {k: string(v) for k, v in zip(keys, values, strict=True) if isinstance(v, str)}
 
 
 def _slice(path: Path, start: int, count: int) -> bytes:

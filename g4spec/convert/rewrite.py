@@ -48,15 +48,15 @@ class RewrittenDraft:
     notes: list[str]
 
 
-def rewrite(file: GGUF, dialect: Dialect, kind: ModuleType, pair: TargetInfo) -> RewrittenDraft:
-    """Translate `file` for the target `pair`.
+def rewrite(file: GGUF, dialect: Dialect, kind: ModuleType, target: TargetInfo) -> RewrittenDraft:
+    """Translate `file` for `target`.
 
     Args:
         kind: the module in `models/` that the draft becomes.
 
     Raises Unsupported for features that have no code, InputError if it does not fit the target.
     """
-    return _Rewriter(file, dialect, kind, pair).result()
+    return _Rewriter(file, dialect, kind, target).result()
 
 
 def stored_tensor(file: GGUF, name: str) -> StoredTensor:
@@ -70,13 +70,13 @@ def stored_tensor(file: GGUF, name: str) -> StoredTensor:
 
 
 class _Rewriter:
-    def __init__(self, file: GGUF, dialect: Dialect, kind: ModuleType, pair: TargetInfo) -> None:
-        self.file, self.dialect, self.kind, self.pair = file, dialect, kind, pair
+    def __init__(self, file: GGUF, dialect: Dialect, kind: ModuleType, target: TargetInfo) -> None:
+        self.file, self.dialect, self.kind, self.target = file, dialect, kind, target
         self.family: DialectFamily = FAMILIES[dialect.kind]
         self.notes = [f"{file.path.name} has the GGUF dialect of {dialect.title}: rewritten"]
         self.dropped: list[PlannedTensor] = []
         arch = f"{file.get('general.architecture')}."
-        self.own = {
+        self.own_keys = {
             key.removeprefix(arch): key
             for key in file
             if not key.startswith(("general.", "tokenizer.", "g4spec."))
@@ -94,21 +94,27 @@ class _Rewriter:
         self._same_tokenizer()
         kv = self._keys()
         config = (self._dflash if self.dialect.kind == "dflash" else self._assistant)(kv)
-        self.kind.check_pair(config, self.pair.config)
+        self.kind.check_pair(config, self.target.config)
         sources = {s.name: s.source for s in self.kind.tensors(config) if s.source}
-        gone = {row.source for row in self.dropped}
+        dropped = {row.source for row in self.dropped}
         canonical_names = {
-            name: sources.get(now, now) for now, name in self.current.items() if name not in gone
+            name: sources.get(current, current)
+            for current, name in self.current.items()
+            if name not in dropped
         }
-        tensors = {n: t for n, t in self.tensors.items() if n not in gone}
+        tensors = {n: t for n, t in self.tensors.items() if n not in dropped}
         return RewrittenDraft(config, tensors, canonical_names, self.dropped, self.notes)
 
     def _refuse(self) -> None:
         """Raise Unsupported if the file uses a feature that has no code here."""
-        said = [key for key, full in self.own.items() if self._value(full)]
+        used_keys = [key for key, full in self.own_keys.items() if self._value(full)]
         for pattern, feature in self.family.unsupported:
             found = next(
-                (n for n in (*self.current, *self.file.tensors, *said) if re.fullmatch(pattern, n)),
+                (
+                    n
+                    for n in (*self.current, *self.file.tensors, *used_keys)
+                    if re.fullmatch(pattern, n)
+                ),
                 None,
             )
             if found is not None:
@@ -121,28 +127,28 @@ class _Rewriter:
         return self.file.length(key) if self.file.length(key) > 1024 else self.file[key]
 
     def _same_tokenizer(self) -> None:
-        mine = self.file.get(TOKENS)
-        if mine is not None and not isinstance(mine, list):
+        tokens = self.file.get(TOKENS)
+        if tokens is not None and not isinstance(tokens, list):
             raise InputError(f"{self.file.path}: {TOKENS}", expected="a list of texts")
-        if mine is not None and mine != list(self.pair.tokenizer[TOKENS].data):
+        if tokens is not None and tokens != list(self.target.tokenizer[TOKENS].data):
             raise InputError(
                 f"{self.file.path}: its tokens are not the target's",
-                expected=f"{self.pair.n_tokens} tokens, the same ones",
-                found=f"{len(mine)} tokens",
+                expected=f"{self.target.n_tokens} tokens, the same ones",
+                found=f"{len(tokens)} tokens",
                 fix="pass the target this draft was made for",
             )
 
     def _keys(self) -> dict[str, Any]:
         """Return the metadata under current names: the target's tokenizer, then the file's keys."""
-        kv = {key: value.data for key, value in self.pair.tokenizer.items()}
+        kv = {key: value.data for key, value in self.target.tokenizer.items()}
         if (mask := self.file.get("tokenizer.ggml.mask_token_id")) is not None:
             kv["tokenizer.ggml.mask_token_id"] = mask
-        strange = []
-        for key, full in self.own.items():
+        unknown = []
+        for key, full in self.own_keys.items():
             new = self.family.renamed_keys.get(key, key)
             if new == key and key not in self.family.kept_keys:
                 if not any(re.fullmatch(p, key) for p in self.family.ignored_keys):
-                    strange.append(key)
+                    unknown.append(key)
                 continue
             value = self.file[full]
             if new == "target_layers" and key in (OUTPUT_LAYER_IDS, "target_layer_ids"):
@@ -151,8 +157,8 @@ class _Rewriter:
                 value = self._integers(full)
             name = new if new.startswith("tokenizer.") else f"{self.dialect.kind}.{new}"
             kv[name] = value
-        if strange:
-            self.notes.append(f"unknown keys are dropped: {', '.join(strange)}")
+        if unknown:
+            self.notes.append(f"unknown keys are dropped: {', '.join(unknown)}")
         return kv
 
     def _integers(self, key: str) -> list[int]:
@@ -166,9 +172,9 @@ class _Rewriter:
     def _pattern(self, kv: dict[str, Any], n_layer: object, always: bool) -> None:
         """Set `attention.sliding_window_pattern` to a list of bool, with a default if missing."""
         key = f"{self.dialect.kind}.attention.sliding_window_pattern"
-        given = kv.get(key)
-        if isinstance(given, list):
-            kv[key] = [bool(x) for x in given]
+        pattern = kv.get(key)
+        if isinstance(pattern, list):
+            kv[key] = [bool(x) for x in pattern]
         elif (
             isinstance(n_layer, int)
             and 0 < n_layer <= 512
@@ -186,7 +192,7 @@ class _Rewriter:
         own_table = "token_embd.weight" in self.current or "d2t" in self.current
         if (activation := kv.get("dflash.hidden_activation", "silu")) != "silu":
             raise Unsupported(f"{self.file.path}: activation", expected="silu", found=activation)
-        kv.setdefault("dflash.vocab_size", self.pair.config.n_vocab)
+        kv.setdefault("dflash.vocab_size", self.target.config.n_vocab)
         self._pattern(kv, kv.get("dflash.block_count"), always=False)
         pattern = kv.get("dflash.attention.sliding_window_pattern")
         if pattern is not None:  # sliding layers are causal inside a block, full ones are not
@@ -195,13 +201,13 @@ class _Rewriter:
         if "dflash.target_layers" not in kv:
             kv["dflash.target_layers"] = self._default_taps(kv)
         if not own_table and "dflash.embedding_scale" not in kv:
-            scale = math.sqrt(self.pair.config.n_embd)
+            scale = math.sqrt(self.target.config.n_embd)
             kv["dflash.embedding_scale"] = scale
             self.notes.append(
                 f"embedding_scale {scale:.4f} added: trained on Gemma's scaled embedding"
             )
         if not own_table and "dflash.final_logit_softcapping" not in kv:
-            kv["dflash.final_logit_softcapping"] = self.pair.config.softcap
+            kv["dflash.final_logit_softcapping"] = self.target.config.softcap
         if "d2t" in self.current:
             self._offsets(self.current["d2t"])
         return self.kind.parse_gguf(kv, self._shapes())
@@ -210,7 +216,7 @@ class _Rewriter:
         """Return the taps of z-lab's formula: from the second layer to the third from the end."""
         hidden = kv.get("dflash.embedding_length")
         width = self._shapes().get("fc.weight", (0, 0))[-1]
-        depth = len(self.pair.config.layers)
+        depth = len(self.target.config.layers)
         count = width // hidden if isinstance(hidden, int) and hidden else 0
         if not 2 <= count <= depth:
             raise InputError(f"{self.file.path}: no target layer ids")
@@ -239,7 +245,7 @@ class _Rewriter:
         n_layer = kv.get(f"{arch}.block_count")
         self._pattern(kv, n_layer, always=True)
         if "rope_freqs.weight" in self.current:
-            self._rotated_share(kv)
+            self._rotated_fraction(kv)
         config = self.kind.parse_gguf(kv, self._shapes())
         self._scales(len(config.layers))
         self._check_rotation(config)
@@ -247,11 +253,11 @@ class _Rewriter:
             config = self._centroids(config, kv)
         return config
 
-    def _rotated_share(self, kv: dict[str, Any]) -> None:
+    def _rotated_fraction(self, kv: dict[str, Any]) -> None:
         values = self._floats("rope_freqs.weight")
-        share = float(np.count_nonzero(values == 1)) / max(values.size, 1)
-        if share != 0.25:
-            kv["g4spec.rope_partial"] = share
+        fraction = float(np.count_nonzero(values == 1)) / max(values.size, 1)
+        if fraction != 0.25:
+            kv["g4spec.rope_partial"] = fraction
 
     def _check_rotation(self, config: Any) -> None:
         """Raise Unsupported unless the file's RoPE divisors are those that its configuration
@@ -319,10 +325,10 @@ class _Rewriter:
     # ----
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return {now: self.tensors[name].shape for now, name in self.current.items()}
+        return {current: self.tensors[name].shape for current, name in self.current.items()}
 
-    def _floats(self, now: str) -> NDArray[Any]:
-        return np.asarray(self.tensors[self.current[now]].array()).reshape(-1)
+    def _floats(self, current: str) -> NDArray[Any]:
+        return np.asarray(self.tensors[self.current[current]].array()).reshape(-1)
 
 
 def _slots(order: NDArray[Any], clusters: int) -> NDArray[np.int32] | None:

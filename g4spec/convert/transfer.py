@@ -84,14 +84,14 @@ class TransferGuard:
         import huggingface_hub as hf
         from huggingface_hub.utils import _http
 
-        self._set, self._before = hf.set_client_factory, _http._GLOBAL_CLIENT_FACTORY
-        self._set(self._client)  # closes the old client, so that every connection is traced
+        self._set_factory, self._old_factory = hf.set_client_factory, _http._GLOBAL_CLIENT_FACTORY
+        self._set_factory(self._client)  # closes the old client, so that every connection is traced
         threading.Thread(target=self._watch, daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._done.set()
-        self._set(self._before)
+        self._set_factory(self._old_factory)
 
     @property
     def expired(self) -> bool:
@@ -107,7 +107,7 @@ class TransferGuard:
         )
 
     def _client(self) -> Any:
-        client = self._before()
+        client = self._old_factory()
         hooks = client.event_hooks
         client.event_hooks = {
             "request": [*hooks["request"], self._request],
@@ -181,19 +181,19 @@ class TransferGuard:
             self._room = 2 * self.limit + EXTRA_BYTES
             self._deadline = time.monotonic() + HEADER_SECONDS + self.limit / MIN_BYTES_PER_SECOND
 
-    def _check_size(self, said: str) -> int:
-        if not _SIZE.fullmatch(said):
-            raise self._bad("size", "a number of bytes", f"{said!r:.80}")
-        if int(said) <= self.limit:
-            return int(said)
+    def _check_size(self, size: str) -> int:
+        if not _SIZE.fullmatch(size):
+            raise self._bad("size", "a number of bytes", f"{size!r:.80}")
+        if int(size) <= self.limit:
+            return int(size)
         if self.disk:
             raise EnvironmentProblem(
                 f"{self.what}: no space left in the hub's cache",
-                expected=f"{int(said):,} bytes",
+                expected=f"{int(size):,} bytes",
                 found=f"{self.limit:,} bytes",
                 fix="free disk space, or set HF_HUB_CACHE",
             )
-        raise self._bad("size", f"at most {self.limit:,} bytes", f"{int(said):,}")
+        raise self._bad("size", f"at most {self.limit:,} bytes", f"{int(size):,}")
 
     def _count(self, n: int) -> None:
         self._room -= n

@@ -109,11 +109,11 @@ def remove_stale(path: Path) -> None:
     """Remove temporary files of `path` whose writers have ended."""
     if fcntl is None:
         return
-    ours, names = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.tmp"), list[str]()
+    pattern, names = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.tmp"), list[str]()
     with suppress(OSError):  # a folder that may be written but not listed
         names = os.listdir(path.parent)
     for name in names:
-        if ours.fullmatch(name):
+        if pattern.fullmatch(name):
             with suppress(OSError):  # owned by another user, or removed meanwhile
                 _clear(path.parent / name)
 

@@ -49,11 +49,13 @@ def siblings(path: Path) -> list[Path]:
 
 def first_parts(paths: list[Path]) -> list[Path]:
     """Return `paths` without later parts of split models whose first part is in `paths`."""
-    there = set(paths)
+    present = set(paths)
     out = []
     for path in paths:
         found = _NAME.fullmatch(path.name)
-        if not found or path.with_name(part_name(found[1], 0, int(found[3]))) not in there - {path}:
+        if not found or path.with_name(part_name(found[1], 0, int(found[3]))) not in present - {
+            path
+        }:
             out.append(path)
     return out
 

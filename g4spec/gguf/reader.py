@@ -120,7 +120,7 @@ class GGUF(Mapping[str, Any]):
     def __init__(self, path: str | Path, *, join_parts: bool = True) -> None:
         self.path, self.parts = Path(path), [self]
         self._cache: dict[str, Any] = {}
-        self._places: dict[str, _ValueLocation] = {}
+        self._locations: dict[str, _ValueLocation] = {}
         self._blocks: dict[str, list[string_arrays.StringBlock]] = {}  # of string arrays
         self.tensors: dict[str, TensorInfo] = {}
         self._open()
@@ -128,7 +128,7 @@ class GGUF(Mapping[str, Any]):
             self._header()
             if join_parts:
                 parts.join(self)
-                self._places = {k: v for k, v in self._places.items() if k not in parts.KEYS}
+                self._locations = {k: v for k, v in self._locations.items() if k not in parts.KEYS}
                 self._cache.clear()
         except BaseException:
             self.close()
@@ -146,13 +146,13 @@ class GGUF(Mapping[str, Any]):
         return self._cache[key]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._locations)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._locations)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._places
+        return key in self._locations
 
     __hash__ = object.__hash__
 
@@ -161,49 +161,49 @@ class GGUF(Mapping[str, Any]):
 
     def value(self, key: str) -> Value:
         """Return a value with its exact type; arrays of numbers as numpy arrays."""
-        place = self._places[key]
-        if place.type is not ValueType.ARRAY:
-            return Value(place.type, self[key])
-        data = self[key] if place.item is ValueType.STRING else self.number_array(key)
-        return Value(ValueType.ARRAY, data, place.item)
+        location = self._locations[key]
+        if location.type is not ValueType.ARRAY:
+            return Value(location.type, self[key])
+        data = self[key] if location.item is ValueType.STRING else self.number_array(key)
+        return Value(ValueType.ARRAY, data, location.item)
 
     def value_type(self, key: str) -> ValueType:
         """Return the type of a value, or of the entries of an array."""
-        return self._places[key].item
+        return self._locations[key].item
 
     def array_type(self, key: str) -> ValueType | None:
         """Return the type of an array's entries; None for other values and missing keys."""
-        place = self._places.get(key)
-        return place.item if place and place.type is ValueType.ARRAY else None
+        location = self._locations.get(key)
+        return location.item if location and location.type is ValueType.ARRAY else None
 
     def length(self, key: str) -> int:
         """Return the number of entries of an array without reading it."""
-        return self._places[key].count
+        return self._locations[key].count
 
     def number_array(self, key: str) -> NDArray[Any]:
         """Return an array of numbers as a numpy array, copied from the file."""
-        place = self._places[key]
-        if place.type is not ValueType.ARRAY or place.item is ValueType.STRING:
+        location = self._locations[key]
+        if location.type is not ValueType.ARRAY or location.item is ValueType.STRING:
             raise InputError(f"{self.path}: key {key!r} must be an array of numbers")
-        got = np.frombuffer(self._map, NUMBERS[place.item], place.count, place.start)
-        return got.astype(bool) if place.item is ValueType.BOOL else got.copy()
+        numbers = np.frombuffer(self._map, NUMBERS[location.item], location.count, location.start)
+        return numbers.astype(bool) if location.item is ValueType.BOOL else numbers.copy()
 
     def _read(self, key: str) -> Any:
-        place = self._places[key]
-        if place.type is ValueType.ARRAY:
-            if place.item is ValueType.STRING:
+        location = self._locations[key]
+        if location.type is ValueType.ARRAY:
+            if location.item is ValueType.STRING:
                 return list(chain.from_iterable(self.string_blocks(key)))
             return self.number_array(key).tolist()
-        if place.type is ValueType.STRING:
-            return self._string(place.start, f"key {key!r}")[0]
-        number = np.frombuffer(self._map, NUMBERS[place.type], 1, place.start)[0]
-        return bool(number) if place.type is ValueType.BOOL else number.item()
+        if location.type is ValueType.STRING:
+            return self._string(location.start, f"key {key!r}")[0]
+        number = np.frombuffer(self._map, NUMBERS[location.type], 1, location.start)[0]
+        return bool(number) if location.type is ValueType.BOOL else number.item()
 
     def first_entries(self, key: str, n: int) -> list[Any]:
         """Return the first `n` entries of an array without reading the rest."""
-        place = self._places[key]
-        if place.item is ValueType.STRING:
-            return self._strings(key, place.start, min(n, place.count))
+        location = self._locations[key]
+        if location.item is ValueType.STRING:
+            return self._strings(key, location.start, min(n, location.count))
         return list(self.number_array(key)[:n].tolist())
 
     def string_blocks(self, key: str) -> Iterator[list[str]]:
@@ -336,16 +336,16 @@ class GGUF(Mapping[str, Any]):
         for _ in range(n_tensors):
             at = self._scan_tensor(at)
         self.data_start = pad(at, self.alignment)
-        self._clashing()
+        self._set_clashing_sizes()
         self._check_bounds()
 
     def _scan_kv(self, at: int) -> int:
-        key, at = self._string(at, f"metadata key {len(self._places)}")
-        if not key or key in self._places:
+        key, at = self._string(at, f"metadata key {len(self._locations)}")
+        if not key or key in self._locations:
             raise self._bad(f"metadata key {key!r} is {'empty' if not key else 'repeated'}")
         kind, at = self._kind(at, key)
         if kind is not ValueType.ARRAY:
-            self._places[key] = _ValueLocation(kind, kind, 1, at)
+            self._locations[key] = _ValueLocation(kind, kind, 1, at)
             return self._skip(at, kind, 1, key)
         item, at = self._kind(at, key)
         if item is ValueType.ARRAY:
@@ -353,7 +353,7 @@ class GGUF(Mapping[str, Any]):
         count, at = self._take("Q", at, f"key {key!r}")
         if count > MAX_COUNT:
             raise self._bad(f"key {key!r}: array length", f"at most {MAX_COUNT}", count)
-        self._places[key] = _ValueLocation(kind, item, count, at)
+        self._locations[key] = _ValueLocation(kind, item, count, at)
         return self._skip(at, item, count, key)
 
     def _kind(self, at: int, key: str) -> tuple[ValueType, int]:
@@ -376,11 +376,15 @@ class GGUF(Mapping[str, Any]):
         return at
 
     def _alignment(self) -> int:
-        place = self._places.get("general.alignment")
-        if place is None:
+        location = self._locations.get("general.alignment")
+        if location is None:
             return DEFAULT_ALIGNMENT
         value = self["general.alignment"]
-        if place.type is not ValueType.U32 or not 0 < value <= MAX_ALIGNMENT or value & (value - 1):
+        if (
+            location.type is not ValueType.U32
+            or not 0 < value <= MAX_ALIGNMENT
+            or value & (value - 1)
+        ):
             expected = f"a power of two up to {MAX_ALIGNMENT}, of type U32"
             raise self._bad("general.alignment", expected, value)
         return int(value)
@@ -411,25 +415,25 @@ class GGUF(Mapping[str, Any]):
         self.tensors[name] = TensorInfo(name, shape, number, offset, nbytes)
         return at
 
-    def _clashing(self) -> None:
+    def _set_clashing_sizes(self) -> None:
         """Set the sizes of tensors whose type number differs between forks of llama.cpp."""
-        places = [(t.name, t.shape, t.type, t.offset) for t in self.tensors.values()]
-        room = self.size - self.data_start
+        entries = [(t.name, t.shape, t.type, t.offset) for t in self.tensors.values()]
+        data_size = self.size - self.data_start
         for name, nbytes in forks.tensor_sizes(
-            places, room, self.alignment, str(self.path)
+            entries, data_size, self.alignment, str(self.path)
         ).items():
             self.tensors[name] = replace(self.tensors[name], nbytes=nbytes)
 
     def _check_bounds(self) -> None:
         """Raise InputError if a tensor is beyond the end of the file or overlaps another: a small
         file could otherwise declare huge tensors."""
-        room, end, before = self.size - self.data_start, 0, ""
+        data_size, end, before = self.size - self.data_start, 0, ""
         for name, info in sorted(self.tensors.items(), key=lambda item: item[1].offset):
-            if info.offset + info.nbytes > room:
+            if info.offset + info.nbytes > data_size:
                 raise self._bad(
                     f"tensor {name!r} reaches beyond the end of the file; it is "
                     "truncated or damaged",
-                    f"{max(room, 0)} bytes of data at most",
+                    f"{max(data_size, 0)} bytes of data at most",
                     info.offset + info.nbytes,
                 )
             if info.offset < end and info.nbytes:

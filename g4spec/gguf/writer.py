@@ -106,14 +106,14 @@ def write_split(
             found=count,
             fix="allow larger parts",
         )
-    named = [
+    paths = [
         path.with_name(parts.part_name(path.name.removesuffix(".gguf"), no, count))
         for no in range(count)
     ]
     files = [
-        (named[no], _part(kv, no, count, len(tensors)), group) for no, group in enumerate(groups)
+        (paths[no], _part(kv, no, count, len(tensors)), group) for no, group in enumerate(groups)
     ]
-    return named, _write(files, progress, check)
+    return paths, _write(files, progress, check)
 
 
 def _groups(kv: KV, tensors: list[TensorData], max_size: int) -> list[list[TensorData]]:
@@ -146,13 +146,13 @@ def _groups(kv: KV, tensors: list[TensorData], max_size: int) -> list[list[Tenso
 
 def _part(kv: KV, no: int, count: int, tensors: int) -> KV:
     """Return the metadata of part `no`; only the first part has the metadata of the model."""
-    own = {
+    split_keys = {
         parts.NO: Value(ValueType.U16, no),
         parts.COUNT: Value(ValueType.U16, count),
         parts.TENSORS: Value(ValueType.I32, tensors),
     }
     kept = {k: v for k, v in kv.items() if k == "general.alignment"}
-    return {**(kept if no else kv), **own}
+    return {**(kept if no else kv), **split_keys}
 
 
 def alignment(kv: KV) -> int:
@@ -247,8 +247,8 @@ def _value(key: str, value: Value) -> bytes:
 def _items(item: ValueType, data: Any) -> bytes:
     if item is ValueType.STRING:
         return b"".join(map(_string, data))
-    given = np.asarray(data)
-    packed = given.astype(NUMBERS[item])
-    if NUMBERS[item].kind in "iu" and not np.array_equal(given, packed):
+    numbers = np.asarray(data)
+    packed = numbers.astype(NUMBERS[item])
+    if NUMBERS[item].kind in "iu" and not np.array_equal(numbers, packed):
         raise OverflowError(f"does not fit {item.name}")
     return packed.tobytes()

@@ -83,8 +83,8 @@ def from_file_type(number: int) -> Mix | None:
 def expected_types(mix: Mix) -> set[str]:
     """Return the types that most matrices of such a file may have: those of the mix and their
     fallbacks."""
-    own = [mix.base, *(b.format for b in mix.overrides)]
-    return {name for f in own for name in (f.name, f.fallback or f.name)}
+    formats = [mix.base, *(b.format for b in mix.overrides)]
+    return {name for f in formats for name in (f.name, f.fallback or f.name)}
 
 
 class Policy:

@@ -105,7 +105,7 @@ def test_parts_of_gguf_py_open(tmp_path: Path) -> None:
         ("missing", r"part t-00002-of-0000\d.gguf of this split model is missing.*Download all"),
         ("several missing", r"t-00002-of-0000\d.gguf and 1 more"),
         ("renamed", r"name of part 1 of \d.*expected NAME-00001-of-0000\d.gguf, found other.gguf"),
-        ("later part", r"part 2 of \d.*Name the first part, .*t-00001"),
+        ("later part", r"part 2 of \d.*Pass the first part, .*t-00001"),
         ("same part twice", r"00002-of.*split.no: expected 1, found 0"),
         ("another count", r"00002-of.*split.count: expected \d+, found 300"),
         ("no number", r"00002-of.*split.no of a split model: expected a number"),
@@ -190,6 +190,6 @@ def test_command_line(
 
 def test_parts_are_not_written_onto_the_parts_they_are_made_of(split: list[Path]) -> None:
     before = [p.read_bytes() for p in split]
-    with pytest.raises(UsageError, match=r"parts named as the input t-00001"):
+    with pytest.raises(UsageError, match=r"parts of the output may overwrite the input t-00001"):
         quantize(split[0], split[0].with_name("t.gguf"), "q8_0", split_max_size=LIMIT)
     assert [p.read_bytes() for p in split] == before

@@ -1,1 +1,1 @@
-"""The CUDA kernels run on the CPU: compiled by the system's C++ compiler, threads as fibers."""
+"""Emulator: compiles the CUDA kernels with g++ and runs them on a CPU, with threads as fibers."""

@@ -1,14 +1,15 @@
-// Finds accesses outside of memory and data races in what the machine runs. Stands in for the
-// library of the compiler's thread sanitizer: loads and stores of kernels come as calls.
+// Detector of out-of-bounds accesses and data races in emulated kernels. Replaces the runtime of
+// -fsanitize=thread: loads and stores of kernels arrive as calls (sanitizer.h).
 //
-// Races by vector clocks. Every thread of a block has a clock, and so has each kind of asynchronous
-// work: a thread's copies, the bulk copies of a barrier, a warp's products. An access is (whose,
-// time); another one comes later if it knows that time. Knowledge passes where memory is made
-// visible: barriers, mbarriers, __syncwarp, flags in global memory, and waits for asynchronous work.
-// Shuffles and votes pass none. Bulk copies and products of groups of warps are made by another proxy:
-// what others wrote to shared memory they know only if a proxy fence came between. And as racecheck
-// has it, who arrives at an mbarrier speaks of what threads have read and written for itself alone, not
-// for its warp behind a __syncwarp. A word of 4 bytes remembers accesses that no later one replaces.
+// Races are found by vector clocks. Each agent has a clock: a thread, a thread's cp.async, the bulk
+// copies on one mbarrier, a warp's wgmmas. An access is (agent, time). It happens before another
+// access if the agent of the latter knows that time. Knowledge passes at barriers, mbarriers,
+// __syncwarp, counters with release / acquire, and waits for asynchronous work; not at shuffles and
+// votes. Bulk copies and wgmma use the async proxy: they know writes of threads to shared memory
+// only after a proxy fence. In addition, compute-sanitizer's racecheck takes an arrival at an
+// mbarrier to cover the arriving thread's own accesses only, not those of its warp before a
+// __syncwarp; such cases are reported separately. Each 4-byte word keeps the accesses that no later
+// one replaces. The happens-before table is in README.md.
 #define CHECKED
 #include "check.h"
 #include <algorithm>
@@ -32,53 +33,55 @@ namespace {
 
 using u32 = uint32_t;
 const char* const image = (const char*)&__ehdr_start;
-const char* const image_end = [] {  // of this library, code and data
+const char* const image_end = [] {  // code and data of this library
   size_t end = 0;
   const auto* parts = (const Elf64_Phdr*)(image + __ehdr_start.e_phoff);
   for (int i = 0; i < __ehdr_start.e_phnum; ++i)
-    if (parts[i].p_type == PT_LOAD) end = std::max<size_t>(end, parts[i].p_vaddr + parts[i].p_memsz);
+    if (parts[i].p_type == PT_LOAD)
+      end = std::max<size_t>(end, parts[i].p_vaddr + parts[i].p_memsz);
   return image + end;
 }();
-constexpr unsigned MOST_READERS = 24;  // remembered of a word in global memory
-constexpr size_t MOST_REPORTS = 12, PAGE = 1024, DEPTH = 64;
+constexpr unsigned MAX_READERS = 24;  // remembered per word of global memory
+constexpr size_t MAX_REPORTS = 12, PAGE = 1024, DEPTH = 64;
 
-using Times = std::vector<u32>;  // by agent: thread or asynchronous work
-void raise(Times& all, u32 agent, u32 time) {
+using Clock = std::vector<u32>;  // time by agent
+void raise(Clock& all, u32 agent, u32 time) {
   if (all.size() <= agent) all.resize(agent + 8);
   all[agent] = std::max(all[agent], time);
 }
-void join(Times& all, const Times& more) {
+void join(Clock& all, const Clock& more) {
   if (all.size() < more.size()) all.resize(more.size());
   u32* to = all.data();
   const u32* from = more.data();
   for (size_t i = 0, n = more.size(); i < n; ++i) to[i] = std::max(to[i], from[i]);
 }
-bool has(const Times& all, u32 agent, u32 time) { return agent < all.size() && all[agent] >= time; }
+bool has(const Clock& all, u32 agent, u32 time) { return agent < all.size() && all[agent] >= time; }
 
-struct Known {
-  Times own, fenced, told;  // of this block; before a proxy fence; as racecheck has it
-  std::map<unsigned, std::shared_ptr<const Times>> others;  // of other blocks
-  void take(unsigned block, const std::shared_ptr<const Times>& times) {
+struct Knowledge {
+  Clock own, fenced,
+      told;  // agents of this block; before the last proxy fence; as racecheck sees it
+  std::map<unsigned, std::shared_ptr<const Clock>> others;  // of other blocks
+  void take(unsigned block, const std::shared_ptr<const Clock>& times) {
     auto& mine = others[block];
     if (!mine) mine = times;
     if (mine == times) return;
-    auto both = std::make_shared<Times>(*mine);
+    auto both = std::make_shared<Clock>(*mine);
     join(*both, *times);
     mine = both;
   }
-  void take(const Known& more) {
+  void take(const Knowledge& more) {
     join(own, more.own), join(fenced, more.fenced), join(told, more.told);
     for (auto& [block, times] : more.others) take(block, times);
   }
 };
 
-struct Place {  // where threads meet
-  Known come, opened;
+struct SyncPoint {  // a barrier, mbarrier or warp
+  Knowledge come, opened;
   u32 agent = 0, time = 0;  // of bulk copies
 };
 
 struct Actor {
-  Known known;
+  Knowledge known;
   std::vector<u32> calls;  // of `call_paths`
   size_t depth = 0;
   u32 copies = 0, copy_time = 0;      // agent, time
@@ -98,7 +101,7 @@ struct Block {
   std::vector<Actor> actors;
   std::vector<u32> owner;  // thread of each agent
   std::vector<char> what;
-  std::unordered_map<const void*, Place> places;
+  std::unordered_map<const void*, SyncPoint> places;
   const char *base = nullptr, *own_from = nullptr, *own_to = nullptr;
   size_t dynamic = 0, rounded = 0, declared = 0;
   std::vector<u32> words;
@@ -116,7 +119,7 @@ struct Range {
 
 std::vector<Range> ranges;
 std::map<unsigned, Block> blocks;
-std::map<const void*, Known> flags;
+std::map<const void*, Knowledge> flags;
 std::vector<std::string> reports;
 std::vector<std::tuple<u32, u32, Kind, u32, u32, Kind>> seen;
 std::string text;
@@ -126,7 +129,7 @@ Actor* actor;
 unsigned block_id, thread_id;
 size_t last_range;
 
-struct By {  // who makes an access, knowing what
+struct AgentTime {  // the agent of an access, and its time
   u32 agent, time;
 };
 
@@ -170,7 +173,7 @@ std::string story(unsigned block, u32 agent, Kind kind, u32 at, u32 from) {
   return std::string(names[kind]) + " by " + who + " in {" + way + "}";
 }
 void report(const std::string& what) {
-  if (reports.size() < MOST_REPORTS) reports.push_back(what);
+  if (reports.size() < MAX_REPORTS) reports.push_back(what);
 }
 
 bool other_proxy(u32 agent) {
@@ -178,8 +181,9 @@ bool other_proxy(u32 agent) {
   return what == 'b' || what == 'p';
 }
 
-void touch(u32& head, By by, Kind kind, uint8_t mask, const char* word, u32 at, bool global) {
-  const Known& known = actor->known;
+void touch(u32& head, AgentTime by, Kind kind, uint8_t mask, const char* word, u32 at,
+           bool global) {
+  const Knowledge& known = actor->known;
   const bool other = !global && other_proxy(by.agent);
   u32 readers = 0, *link = &head;
   for (u32 i = head; i; i = *link) {
@@ -218,7 +222,7 @@ void touch(u32& head, By by, Kind kind, uint8_t mask, const char* word, u32 at, 
     readers += a.kind == READ;
     link = &a.next;
   }
-  if (global && kind == READ && readers >= MOST_READERS) return;
+  if (global && kind == READ && readers >= MAX_READERS) return;
   u32 i = free_list;
   if (i) {
     free_list = pool[i].next;
@@ -239,7 +243,7 @@ void each_word(const char* p, size_t bytes, Head head) {
   }
 }
 
-[[noreturn]] void outside(const char* p, size_t bytes, Kind kind, By by, u32 at) {
+[[noreturn]] void outside(const char* p, size_t bytes, Kind kind, AgentTime by, u32 at) {
   report("out of bounds, " + std::to_string(bytes) + " bytes, " + place_of(p) + ": " +
          story(block_id, by.agent, kind, at, caller()));
   stop_machine("stopped");
@@ -247,7 +251,7 @@ void each_word(const char* p, size_t bytes, Head head) {
 
 bool in_range(size_t i, const char* p) { return p >= ranges[i].from && p < ranges[i].to; }
 
-void access(const void* address, size_t bytes, Kind kind, By by, u32 at) {
+void access(const void* address, size_t bytes, Kind kind, AgentTime by, u32 at) {
   const char* p = (const char*)address;
   if (!bytes || (p >= stacks && p < stacks_end) || (p >= image && p < image_end) ||
       (p >= own_from && p < own_to))
@@ -279,7 +283,7 @@ void access(const void* address, size_t bytes, Kind kind, By by, u32 at) {
   });
 }
 
-By me() { return {thread_id, actor->known.own[thread_id]}; }
+AgentTime me() { return {thread_id, actor->known.own[thread_id]}; }
 void tick() { ++actor->known.own[thread_id], ++actor->known.told[thread_id]; }
 
 }  // namespace
@@ -322,7 +326,7 @@ void block(unsigned id, unsigned threads, const char* base, size_t dynamic, size
 }
 void own(const void* from, const void* to) { own_from = (const char*)from, own_to = (const char*)to; }
 void declared(size_t used) { block_now->declared = std::max(block_now->declared, used); }
-void leave_block(unsigned id) {  // its accesses stay, and who made them
+void leave_block(unsigned id) {  // its accesses and agents are kept for reports
   Block& b = blocks[id];
   b.places.clear(), b.actors.clear(), b.words.clear();
 }
@@ -337,28 +341,28 @@ void read(const void* p, size_t n) { if (active) access(p, n, READ, me(), HERE);
 void write(const void* p, size_t n) { if (active) access(p, n, WRITE, me(), HERE); }
 void atomic(const void* p, size_t n) { if (active) access(p, n, ATOMIC, me(), HERE); }
 
-void come(const void* place) {
+void barrier_arrive(const void* place) {
   block_now->places[place].come.take(actor->known);
   tick();
 }
-void arrive(const void* place) {
-  Known& come = block_now->places[place].come;
-  Times told = come.told;
+void mbarrier_arrive(const void* place) {
+  Knowledge& come = block_now->places[place].come;
+  Clock told = come.told;
   raise(told, thread_id, actor->known.told[thread_id]);
   come.take(actor->known);
   come.told = std::move(told);
   tick();
 }
-void open(const void* place) {
-  Place& p = block_now->places[place];
+void barrier_release(const void* place) {
+  SyncPoint& p = block_now->places[place];
   p.opened = std::move(p.come);
   p.come = {};
 }
-void go(const void* place) { actor->known.take(block_now->places[place].opened); }
+void barrier_pass(const void* place) { actor->known.take(block_now->places[place].opened); }
 
 void release(const void* flag) {
-  Known& f = flags[flag];
-  f.take(block_id, std::make_shared<const Times>(actor->known.own));
+  Knowledge& f = flags[flag];
+  f.take(block_id, std::make_shared<const Clock>(actor->known.own));
   for (auto& [other, times] : actor->known.others) f.take(other, times);
   tick();
 }
@@ -381,7 +385,7 @@ void proxy_fence() {
 
 uint32_t copy(const void* to, const void* from, size_t bytes) {
   if (!actor->copies) actor->copies = block_now->agent(thread_id, 'c');
-  const By by = {actor->copies, ++actor->copy_time};
+  const AgentTime by = {actor->copies, ++actor->copy_time};
   access(from, bytes, READ, by, HERE);
   access(to, bytes, WRITE, by, HERE);
   return by.time;
@@ -390,15 +394,15 @@ void copied(uint32_t until) {
   if (until) raise(actor->known.own, actor->copies, until);
 }
 uint32_t bulk(const void* to, const void* from, size_t bytes, const void* barrier) {
-  Place& p = block_now->places[barrier];
+  SyncPoint& p = block_now->places[barrier];
   if (!p.agent) p.agent = block_now->agent(thread_id, 'b');
-  const By by = {p.agent, ++p.time};
+  const AgentTime by = {p.agent, ++p.time};
   access(from, bytes, READ, by, HERE);
   access(to, bytes, WRITE, by, HERE);
   return by.time;
 }
 void arrived_bulk(unsigned id, const void* barrier, uint32_t until) {
-  Place& p = blocks[id].places[barrier];
+  SyncPoint& p = blocks[id].places[barrier];
   raise(p.come.own, p.agent, until);
 }
 void arrived_copies(unsigned id, const void* barrier, unsigned thread, uint32_t until) {

@@ -1,5 +1,6 @@
-// What a checked run is told by the machine; nothing in an ordinary run. Loads and stores of a
-// kernel come by themselves: it is compiled for a thread sanitizer that check.cpp stands in for.
+// Interface of the race checker (check.cpp); empty functions in unchecked runs. The machine reports
+// synchronization and asynchronous work here. Loads and stores of kernels are reported by
+// -fsanitize=thread instrumentation (sanitizer.h).
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -7,13 +8,15 @@
 namespace check {
 
 #ifdef CHECKED
-// Loads and stores are those of a kernel. Volatile: the compiler does not know who asks.
+// True while kernel code runs, whose loads and stores are checked. Volatile: instrumentation reads
+// it anywhere.
 extern volatile bool active;
 
-// Memory that a launch may touch beside shared memory: `ranges` are pairs (address, bytes).
+// Begin a launch. `ranges`: pairs (address, bytes) of global memory that it may access.
 void start(const uint64_t* ranges, size_t n, const char* stacks, size_t bytes);
-const char* finish();  // what was found, or null
-// A block comes to life. What lies in [own, own_end) is the machine's, but kernels read it.
+const char* finish();  // reports of the launch, or null
+// Register a block. [own, own_end) is memory of the machine that kernels read (thread indices); it
+// is not checked.
 void block(unsigned id, unsigned threads, const char* base, size_t dynamic, size_t rounded,
            const void* own, const void* own_end);
 void own(const void* from, const void* to);
@@ -25,22 +28,21 @@ void read(const void* p, size_t bytes);
 void write(const void* p, size_t bytes);
 void atomic(const void* p, size_t bytes);
 
-// A place to meet: who has come, to an mbarrier by arriving, what those know once it opens, who goes
-// on.
-void come(const void* place);
-void arrive(const void* place);
-void open(const void* place);
-void go(const void* place);
-// Flags in global memory.
+// Barriers and mbarriers: a thread arrives, the barrier completes, a waiting thread passes.
+void barrier_arrive(const void* place);
+void mbarrier_arrive(const void* place);
+void barrier_release(const void* place);
+void barrier_pass(const void* place);
+// Counters in global memory.
 void release(const void* flag);
 void acquire(const void* flag);
 
-// Between accesses of threads and those of bulk copies and products.
+// fence.proxy.async: orders accesses of threads and of the async proxy (bulk copies, wgmma).
 void proxy_fence();
 
-// Asynchronous work has a clock of its own; these return its time.
+// Asynchronous work has its own clocks; these functions return its time.
 uint32_t copy(const void* to, const void* from, size_t bytes);
-void copied(uint32_t until);  // seen by the current thread
+void copied(uint32_t until);  // completed for the current thread
 uint32_t bulk(const void* to, const void* from, size_t bytes, const void* barrier);
 void arrived_bulk(unsigned block, const void* barrier, uint32_t until);
 void arrived_copies(unsigned block, const void* barrier, unsigned thread, uint32_t until);
@@ -73,10 +75,10 @@ inline void current(unsigned, unsigned) {}
 inline void read(const void*, size_t) {}
 inline void write(const void*, size_t) {}
 inline void atomic(const void*, size_t) {}
-inline void come(const void*) {}
-inline void arrive(const void*) {}
-inline void open(const void*) {}
-inline void go(const void*) {}
+inline void barrier_arrive(const void*) {}
+inline void mbarrier_arrive(const void*) {}
+inline void barrier_release(const void*) {}
+inline void barrier_pass(const void*) {}
 inline void release(const void*) {}
 inline void acquire(const void*) {}
 inline void proxy_fence() {}

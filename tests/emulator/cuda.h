@@ -1,4 +1,4 @@
-// The words of CUDA C++ that the kernels use, over machine.h.
+// CUDA C++ keywords, types and built-in functions that the kernels use, implemented on machine.h.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -100,22 +100,22 @@ inline int __syncthreads_count(int x) {
 }
 
 namespace machine {
-inline void whole(unsigned mask) {
+inline void require_full_mask(unsigned mask) {
   if (mask != 0xffffffffu) fail("a part of a warp");
 }
-// Every lane brings a value and reads that of lane `from`.
+// Return the value of lane `from`.
 template <class T>
-T lane_of(const char* what, T value, int from) {
+T shuffle_from(const char* what, T value, int from) {
   struct Lane { T value; int from; T found; } mine{value, from, value};
-  together(what, mine, [](Lane** all) {
+  warp_collective(what, mine, [](Lane** all) {
     for (int i = 0; i < 32; ++i) all[i]->found = all[all[i]->from]->value;
   });
   return mine.found;
 }
 template <class T, class Op>
-T folded(const char* what, T value, Op op) {
+T warp_fold(const char* what, T value, Op op) {
   struct Lane { T value, found; } mine{value, value};
-  together(what, mine, [op](Lane** all) {
+  warp_collective(what, mine, [op](Lane** all) {
     T x = all[0]->value;
     for (int i = 1; i < 32; ++i) x = op(x, all[i]->value);
     for (int i = 0; i < 32; ++i) all[i]->found = x;
@@ -125,53 +125,55 @@ T folded(const char* what, T value, Op op) {
 }  // namespace machine
 
 inline void __syncwarp(unsigned mask = 0xffffffffu) {
-  machine::whole(mask);
+  machine::require_full_mask(mask);
   machine::Warp* warp = machine::self->warp;
-  check::come(warp);
+  check::barrier_arrive(warp);
   char none = 0;
-  machine::together("__syncwarp", none, [warp](char**) { check::open(warp); });
-  check::go(warp);
+  machine::warp_collective("__syncwarp", none, [warp](char**) { check::barrier_release(warp); });
+  check::barrier_pass(warp);
 }
 template <class T>
 T __shfl_sync(unsigned mask, T x, int from) {
-  machine::whole(mask);
-  return machine::lane_of("shfl", x, from & 31);
+  machine::require_full_mask(mask);
+  return machine::shuffle_from("shfl", x, from & 31);
 }
 template <class T>
 T __shfl_xor_sync(unsigned mask, T x, int flip) {
-  machine::whole(mask);
-  return machine::lane_of("shfl.xor", x, machine::self->lane ^ flip);
+  machine::require_full_mask(mask);
+  return machine::shuffle_from("shfl.xor", x, machine::self->lane ^ flip);
 }
 template <class T>
 T __shfl_up_sync(unsigned mask, T x, int by) {
-  machine::whole(mask);
-  return machine::lane_of("shfl.up", x, std::max(0, machine::self->lane - by) + (machine::self->lane < by ? machine::self->lane : 0));
+  machine::require_full_mask(mask);
+  return machine::shuffle_from(
+      "shfl.up", x,
+      std::max(0, machine::self->lane - by) + (machine::self->lane < by ? machine::self->lane : 0));
 }
 template <class T>
 T __shfl_down_sync(unsigned mask, T x, int by) {
-  machine::whole(mask);
+  machine::require_full_mask(mask);
   const int from = machine::self->lane + by;
-  return machine::lane_of("shfl.down", x, from < 32 ? from : machine::self->lane);
+  return machine::shuffle_from("shfl.down", x, from < 32 ? from : machine::self->lane);
 }
 inline unsigned __ballot_sync(unsigned mask, int x) {
-  machine::whole(mask);
-  return machine::folded("ballot", x ? 1u << machine::self->lane : 0u,
-                         [](unsigned a, unsigned b) { return a | b; });
+  machine::require_full_mask(mask);
+  return machine::warp_fold("ballot", x ? 1u << machine::self->lane : 0u,
+                            [](unsigned a, unsigned b) { return a | b; });
 }
 inline int __any_sync(unsigned mask, int x) { return __ballot_sync(mask, x) != 0; }
 inline int __all_sync(unsigned mask, int x) { return __ballot_sync(mask, x) == 0xffffffffu; }
 template <class T>
 T __reduce_min_sync(unsigned mask, T x) {
-  machine::whole(mask);
-  return machine::folded("redux.min", x, [](T a, T b) { return std::min(a, b); });
+  machine::require_full_mask(mask);
+  return machine::warp_fold("redux.min", x, [](T a, T b) { return std::min(a, b); });
 }
 template <class T>
 T __reduce_max_sync(unsigned mask, T x) {
-  machine::whole(mask);
-  return machine::folded("redux.max", x, [](T a, T b) { return std::max(a, b); });
+  machine::require_full_mask(mask);
+  return machine::warp_fold("redux.max", x, [](T a, T b) { return std::max(a, b); });
 }
 template <class T>
 T __reduce_add_sync(unsigned mask, T x) {
-  machine::whole(mask);
-  return machine::folded("redux.add", x, [](T a, T b) { return a + b; });
+  machine::require_full_mask(mask);
+  return machine::warp_fold("redux.add", x, [](T a, T b) { return a + b; });
 }

@@ -1,11 +1,11 @@
-"""Stands in for `g4spec.runtime.cuda.build.launch` on a machine without a GPU.
+"""Replacement of `g4spec.runtime.cuda.build.launch` on a machine without a GPU.
 
     with kernels.installed("sm_90a"):
         attend(q, kv, first, last, scale)  # tensors on the CPU
 
-Kernels are compiled from the same files by g++, with the two headers of instructions (ptx.cuh,
-wgmma.cuh) replaced by those beside this file. `installed(arch, checked=True)` finds accesses
-outside of a launch's tensors and of shared memory, and data races (check.cpp), but is slower.
+Kernels are compiled from the same files by g++, with ptx.cuh and wgmma.cuh replaced by the files
+in this folder. `installed(arch, checked=True)` is slower and also reports out-of-bounds accesses
+and data races (check.cpp). See README.md.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ from tests.emulator import runtime
 
 HERE = Path(__file__).parent
 CPU = torch.device("cpu")
-HEADERS = ("check.h", "machine.h", "running.h", "cuda.h", "ptx.cuh", "wgmma.cuh")
+HEADERS = ("check.h", "machine.h", "scheduler.h", "cuda.h", "ptx.cuh", "wgmma.cuh")
 CHECKER = ("check.cpp", "check.h", "sanitizer.h")
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-fno-gnu-unique", "-ffp-contract=off", "-w"]
 CHECKED = ["-DCHECKED", "-g1", "-fsanitize=thread", "-fno-threadsafe-statics"]
 
 _MAIN = """
 #include "{file}"
-#include "running.h"
+#include "scheduler.h"
 static auto chosen = &{name};
 extern "C" const char* emulated(const unsigned* grid, const unsigned* block, size_t dynamic,
                                 unsigned seed, char* stacks, void** args) {{
@@ -53,7 +53,7 @@ extern "C" int parameters(int* out) {{ return machine::sizes(chosen, out); }}
 
 
 def adapted(text: str) -> str:
-    """A kernel's source with its shared memory taken from the machine."""
+    """Return a kernel's source with shared variables replaced by references into the machine."""
     text = re.sub(
         r"extern __shared__ __align__\(\d+\) (\w+) (\w+)\[\];",
         r"\1* \2 = (\1*)machine::dynamic();",
@@ -72,7 +72,7 @@ def adapted(text: str) -> str:
 
 
 def _sources(file: str, name: str) -> dict[str, str]:
-    """What an instance is made from; `file` may be a path, in tests."""
+    """Return the sources of an instance by name; `file` may be a path, in tests."""
     sources = {Path(k).name: adapted(v) for k, v in nvrtc.closure(file).items()}
     sources = {k: v for k, v in sources.items() if k not in HEADERS}
     return sources | {"main.cpp": _MAIN.format(file=Path(file).name, name=name)}
@@ -84,9 +84,9 @@ def _flags(arch: str, checked: bool) -> list[str]:
     return [*FLAGS, *(CHECKED if checked else ()), f"-D__CUDA_ARCH__={number}0", *feature]
 
 
-def _made(sources: dict[str, str], commands: Sequence[Sequence[str]], what: str) -> Path:
-    """A folder of these files in which these commands have run; now or before, several processes
-    may ask at once."""
+def _build(sources: dict[str, str], commands: Sequence[Sequence[str]], what: str) -> Path:
+    """Return a folder with these files in which the commands have run. Cached; safe to call from
+    several processes at once."""
     text = repr((sorted(sources.items()), commands))
     folder = Path(tempfile.gettempdir()) / f"g4spec-emulator-{os.getuid()}"
     made = folder / hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -111,15 +111,15 @@ def _checker() -> str:
     sources = {name: (HERE / name).read_text() for name in CHECKER}
     flags = ["-std=c++17", "-O3", "-fPIC", "-fno-gnu-unique", "-w"]
     command = ["g++", *flags, "-c", "check.cpp", "-o", "check.o"]
-    return str(_made(sources, [command], "check.cpp") / "check.o")
+    return str(_build(sources, [command], "check.cpp") / "check.o")
 
 
 @functools.cache
 def _headers(flags: tuple[str, ...]) -> str:
-    """The folder of the headers, with most of them compiled: they take longer than a kernel."""
+    """Return the folder of the headers, precompiled because they take longer than a kernel."""
     sources = {h: (HERE / h).read_text() for h in HEADERS}
     command = ["g++", *flags, "-x", "c++-header", "cuda.h", "-o", "cuda.h.gch"]
-    return str(_made(sources, [command], "cuda.h"))
+    return str(_build(sources, [command], "cuda.h"))
 
 
 def _compile(flags: Sequence[str]) -> list[str]:
@@ -128,9 +128,9 @@ def _compile(flags: Sequence[str]) -> list[str]:
 
 @functools.cache
 def _runner(flags: tuple[str, ...]) -> str:
-    sources = {"running.cpp": (HERE / "running.cpp").read_text()}
-    command = [*_compile(flags), "running.cpp", "-o", "running.o"]
-    return str(_made(sources, [command], "running.cpp") / "running.o")
+    sources = {"scheduler.cpp": (HERE / "scheduler.cpp").read_text()}
+    command = [*_compile(flags), "scheduler.cpp", "-o", "scheduler.o"]
+    return str(_build(sources, [command], "scheduler.cpp") / "scheduler.o")
 
 
 @functools.cache
@@ -140,17 +140,17 @@ def _library(file: str, name: str, arch: str, checked: bool) -> ctypes.CDLL:
     link = ["g++", "-shared", "-Wl,--no-undefined,-Bsymbolic", "main.o", runner]
     link += [*([_checker()] if checked else ()), "-o", "kernel.so"]
     commands = [[*compile, "main.cpp"], link]
-    made = _made(_sources(file, name), commands, f"{file}: {name}") / "kernel.so"
+    made = _build(_sources(file, name), commands, f"{file}: {name}") / "kernel.so"
     library = ctypes.CDLL(str(made))
     library.emulated.restype = ctypes.c_char_p
     library.reserve.restype = ctypes.c_void_p
     return library
 
 
-def located(text: str, library: str) -> str:
-    """A report with its paths of calls, `{@place @place ...}`, as functions and lines."""
+def symbolized(text: str, library: str) -> str:
+    """Return a report with its call paths `{@address ...}` as function names and lines."""
     places = sorted(set(re.findall(r"@([0-9a-f]+)", text)))
-    # A place is where a call returns to: the call is before. No more than an argument list holds.
+    # Addresses are return addresses: the call is one byte before. Argument lists are limited.
     before = [hex(max(int(place, 16) - 1, 0)) for place in places[:999]]
     command = ["addr2line", "-aCsfie", library, *before]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -166,15 +166,15 @@ def located(text: str, library: str) -> str:
                 found.append(f"{function} {line.split(' ')[0]}")
             function = ""
 
-    def told(path: re.Match[str]) -> str:
+    def frames_of(path: re.Match[str]) -> str:
         names = [f for place in re.findall(r"@([0-9a-f]+)", path[1]) for f in frames.get(place, [])]
         return " < ".join(names[:4]) or "the machine"
 
-    return re.sub(r"\{(@.*?)\}", told, text)
+    return re.sub(r"\{(@.*?)\}", frames_of, text)
 
 
 class Emulated:
-    """One instance; launched like `launch.Kernel`, seeds count up."""
+    """One kernel instance, launched like `launch.Kernel`. The seed counts up per launch."""
 
     seed = 0
     stacks: Any = None
@@ -215,11 +215,11 @@ class Emulated:
         if failed:
             text = failed.decode()
             if self._checked:
-                text = located(text, self._library._name)
+                text = symbolized(text, self._library._name)
             raise RuntimeError(f"{self.name}: {text}")
 
     def _ranges(self, arguments: dict[str, Any]) -> Any:
-        """Address and bytes of each tensor's storage, which checked launches may touch."""
+        """Return address and bytes of each tensor's storage, which a checked launch may access."""
         pairs: list[int] = []
         for arg in arguments.values():
             x = arg.tensor if isinstance(arg, launch.Strided) else arg
@@ -243,7 +243,7 @@ def _three(size: int | tuple[int, ...]) -> Any:
 
 @contextlib.contextmanager
 def installed(arch: str, checked: bool = False) -> Iterator[None]:
-    """Everything that launches kernels launches these."""
+    """Make all launches use emulated kernels, as on a GPU of architecture `arch`."""
 
     @functools.cache
     def kernel(file: str, name: str) -> Emulated:

@@ -1,4 +1,4 @@
-// What cuda/include/ptx.cuh has, on the machine of machine.h.
+// Replacement of cuda/include/ptx.cuh: the same functions, implemented on machine.h.
 #pragma once
 #include "cuda.h"
 
@@ -32,7 +32,8 @@ inline u32 mul_half2(u32 a, u32 b) {
 inline u32 sub_half2(u32 a, u32 b) {
   return halves(a, b, 0, [](float x, float y, float) { return x - y; });
 }
-// Half precision times half precision is exact in 32 bits; the sum is then rounded twice.
+// The product is exact; the sum is rounded to float and then to half (twice), unlike the
+// instruction.
 inline u32 fma_half2(u32 a, u32 b, u32 c) {
   return halves(a, b, c, [](double x, double y, double z) { return float(x * y + z); });
 }
@@ -73,7 +74,7 @@ inline int materialize(int x) { return x; }
 inline float materialize(float x) { return x; }
 inline const float* materialize(const float* p) { return p; }
 inline u8* materialize_shared(const u8* p) { return (u8*)p; }
-inline u32 clock_cycles() {  // nobody waits for long
+inline u32 clock_cycles() {  // advances fast, so that pacing loops end
   static u32 n = 0;
   return n += 4096;
 }
@@ -96,7 +97,7 @@ inline u32 load_acquire(const u32* p) {
   check::Quiet quiet;
   const u32 v = *p;
   check::acquire(p);
-  machine::leave();  // others go on
+  machine::yield();  // let other threads run
   return v;
 }
 inline void atomic_add_release(u32* p, u32 v) {
@@ -115,7 +116,7 @@ inline u32 atomic_add_acq_rel(u32* p, u32 v) {
   return before;
 }
 
-struct Product {
+struct Mma {
   const u32* a;
   u32 b[2];
   const float* c;
@@ -123,8 +124,8 @@ struct Product {
 };
 inline void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const float (&c)[4]) {
   float sum[4];
-  Product mine{a, {b0, b1}, c, sum};
-  machine::together("mma", mine, [](Product** all) {
+  Mma mine{a, {b0, b1}, c, sum};
+  machine::warp_collective("mma", mine, [](Mma** all) {
     float A[16][16], B[16][8];
     for (int lane = 0; lane < 32; ++lane) {
       const int g = lane / 4, t = lane % 4;
@@ -145,15 +146,15 @@ inline void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const floa
   std::copy(sum, sum + 4, d);
 }
 
-struct WholeProduct {
+struct IntegerMma {
   const u32* a;
   u32 b[2];
   u32* d;
 };
 inline void mma_s8(u32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   u32 sum[4] = {d[0], d[1], d[2], d[3]};
-  WholeProduct mine{a, {b0, b1}, sum};
-  machine::together("mma", mine, [](WholeProduct** all) {
+  IntegerMma mine{a, {b0, b1}, sum};
+  machine::warp_collective("mma", mine, [](IntegerMma** all) {
     i8 A[16][32], B[32][8];
     for (int lane = 0; lane < 32; ++lane) {
       const int g = lane / 4, t = lane % 4;
@@ -188,19 +189,19 @@ void cp_async(void* to, const void* from) {
 inline void cp_async16(void* to, const void* from) { cp_async<16>(to, from); }
 inline void cp_async_commit() { machine::cp_async_commit(); }
 
-struct Matrices {
+struct LdmatrixLane {
   const void* row;
   u32* out;
 };
-inline void load_matrices(u32 (&r)[4], const void* row, bool turned) {
+inline void ldmatrix(u32 (&r)[4], const void* row, bool turned) {
   aligned(row, 16);
   machine::address(row);
   check::read(row, 16);
-  Matrices mine{row, r};
-  const auto read = [](Matrices** all, int m, int row, int column) {
+  LdmatrixLane mine{row, r};
+  const auto read = [](LdmatrixLane** all, int m, int row, int column) {
     return (u32)((const u16*)all[m * 8 + row]->row)[column];
   };
-  machine::together(turned ? "ldmatrix.trans" : "ldmatrix", mine, [=](Matrices** all) {
+  machine::warp_collective(turned ? "ldmatrix.trans" : "ldmatrix", mine, [=](LdmatrixLane** all) {
     for (int lane = 0; lane < 32; ++lane)
       for (int m = 0; m < 4; ++m) {
         const int i = lane / 4, j = lane % 4 * 2;
@@ -209,8 +210,8 @@ inline void load_matrices(u32 (&r)[4], const void* row, bool turned) {
       }
   });
 }
-inline void ldmatrix_x4(u32 (&r)[4], const void* row) { load_matrices(r, row, false); }
-inline void ldmatrix_x4_trans(u32 (&r)[4], const void* row) { load_matrices(r, row, true); }
+inline void ldmatrix_x4(u32 (&r)[4], const void* row) { ldmatrix(r, row, false); }
+inline void ldmatrix_x4_trans(u32 (&r)[4], const void* row) { ldmatrix(r, row, true); }
 
 inline void mbarrier_init(u64* bar, u32 arrivals) {
   shared_address(bar);
@@ -220,8 +221,10 @@ inline void mbarrier_init(u64* bar, u32 arrivals) {
 }
 inline void mbarrier_init_fence() {}
 inline void mbarrier_arrive(u64* bar) { machine::arrive(bar); }
-inline bool mbarrier_test_wait(u64* bar, u32 parity) { return machine::ended(bar, parity, false); }
-inline void mbarrier_wait(u64* bar, u32 parity) { machine::ended(bar, parity, true); }
+inline bool mbarrier_test_wait(u64* bar, u32 parity) {
+  return machine::mbarrier_phase_done(bar, parity, false);
+}
+inline void mbarrier_wait(u64* bar, u32 parity) { machine::mbarrier_phase_done(bar, parity, true); }
 inline void fence_proxy_async() { check::proxy_fence(); }
 inline void fence_proxy_async_shared() { check::proxy_fence(); }
 inline void mbarrier_arrive_expect_tx(u64* bar, u32 bytes) { machine::arrive(bar, bytes); }
@@ -239,9 +242,9 @@ inline void griddep_wait() {}
 inline void griddep_launch_dependents() {}
 template <int N>
 void setmaxnreg_dec() {
-  machine::give_registers(N);
+  machine::release_registers(N);
 }
 template <int N>
 void setmaxnreg_inc() {
-  machine::take_registers(N);
+  machine::acquire_registers(N);
 }

@@ -1,4 +1,4 @@
-"""What of `torch.cuda` and of graphs the runtime uses, for tensors on the CPU."""
+"""Replacements of the parts of `torch.cuda` and of CUDA graphs that the runtime uses."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,10 +12,10 @@ from g4spec.runtime import devices
 from g4spec.runtime.cuda import backend, gpu_memory
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.step import graphs
-from tests.emulator import unseen
+from tests.emulator import capture_guard
 
 PROCESSORS = 3
-"""Multiprocessors of the machine: few, so that blocks have several parts of the work."""
+"""Number of emulated multiprocessors: few, so that each block gets several work items."""
 
 
 class Event:
@@ -33,15 +33,15 @@ class Event:
 
 
 class Capture:
-    """`graphs.Capture` that plays by doing the same again: into the same outputs, with the kernels
-    it had, and without a look at what tensors hold."""
+    """Emulation of `graphs.Capture`: a replay runs the captured function again and writes into the
+    same outputs. Fails if the replay launches other kernels or reads values of tensors."""
 
     def __init__(self, run: Any, pool: Any) -> None:
         self._run, self.outputs = run, ()
         self._names: list[str] | None = None
 
     def replay(self) -> None:
-        with launched() as names, unseen.capturing():
+        with launched() as names, capture_guard.capturing():
             found = self._run()
         if self._names is None:
             self._names, self.outputs = names, found
@@ -52,7 +52,7 @@ class Capture:
 
 @contextlib.contextmanager
 def launched() -> Iterator[list[str]]:
-    """Names of the kernels that are launched meanwhile."""
+    """Collect the names of the kernels that are launched inside the context."""
     names: list[str] = []
     before = launch.kernel
 
@@ -68,7 +68,7 @@ def launched() -> Iterator[list[str]]:
 
 
 def select(device: str, cache_type: Any = None) -> Any:
-    """As `devices.select`, with the emulated GPU in place of one."""
+    """Return the backend as `devices.select` does, with the emulated GPU as GPU."""
     if device == "cpu":
         return _select(device, cache_type)
     return backend.CudaBackend("cpu", cache_type or "f16")
@@ -78,7 +78,7 @@ _select = devices.select
 
 
 def mm(a: torch.Tensor, b: torch.Tensor, out_dtype: Any = None, *, out: Any = None) -> Any:
-    """As cuBLAS does it: exact products, sums in float32."""
+    """Multiply as cuBLAS does: exact products, float32 sums."""
     return _mm(a.float(), b.float(), out=out) if out_dtype else _mm(a, b, out=out)
 
 
@@ -100,6 +100,7 @@ _mm, _bmm, _baddbmm = torch.mm, torch.bmm, torch.baddbmm
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
+    """Replace these functions of torch and of the runtime."""
     for product in (mm, bmm, baddbmm):
         patch.setattr(torch, product.__name__, product)
     properties = SimpleNamespace(multi_processor_count=PROCESSORS, total_memory=141 << 30)

@@ -1,4 +1,5 @@
-// What the compiler calls at each load, store, beginning and end of a function (see check.cpp).
+// The functions that -fsanitize=thread makes the compiler call at each load, store, function entry
+// and exit.
 #pragma once
 
 extern "C" {

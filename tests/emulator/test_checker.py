@@ -1,4 +1,4 @@
-"""The checker of the emulator finds what is wrong in small kernels, and nothing in right ones."""
+"""The race checker reports the fault of small wrong kernels, and nothing for the corrected ones."""
 
 from pathlib import Path
 
@@ -21,8 +21,8 @@ RELEASE = """
           y[t] = s[t - 32];
         }}
         """
-# Of each: its body with `GOOD` 1 or 0, and what is said of the latter. One block of 64 threads;
-# x and y hold 256 numbers.
+# Kernel body (correct if GOOD is 1, wrong if 0), and text of the report for the wrong one. Block
+# of 64 threads; x and y hold 256 floats.
 CASES = {
     "barrier": (
         """
@@ -265,12 +265,12 @@ def launched(folder: Path, name: str, good: bool) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_right_passes(name: str, tmp_path: Path) -> None:
+def test_correct_kernel_passes(name: str, tmp_path: Path) -> None:
     launched(tmp_path, name, True)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_wrong_is_told(name: str, tmp_path: Path) -> None:
+def test_wrong_kernel_is_reported(name: str, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"case\.cu: run: ") as error:
         launched(tmp_path, name, False)
     assert CASES[name][1] in str(error.value)

@@ -1,7 +1,7 @@
-"""Recorded cycles of every kind of draft, under the engine, do what eager ones do.
+"""Captured cycles of every kind of draft give the same texts as eager ones.
 
-Models compute with the reference's ops; places, choices and acceptance are the kernels'. A
-recording is played by doing the same again.
+Models compute with the reference ops; row placement, sampling and acceptance use the kernels. A
+replay runs the captured function again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SAMPLERS = [Sampler(), Sampler(temperature=1.0, seed=3), Sampler(temperature=0.8
 
 
 class Again:
-    """`graphs.Capture` for ops that look at values."""
+    """`graphs.Capture` whose replay may read values of tensors (reference ops do)."""
 
     def __init__(self, run: Any, pool: Any) -> None:
         self._run, self.outputs = run, ()
@@ -62,7 +62,7 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def load(folder: Path, draft: str) -> Engine:
-    """An engine with a slot that no text gets."""
+    """Return an engine with one slot that no request uses."""
     path = folder / f"{draft}.gguf"
     engine = Engine.load(folder / "target.gguf", path, n_ctx=CTX, parallel=SLOTS + 1)
     engine.target.space.n_slots = SLOTS
@@ -71,11 +71,11 @@ def load(folder: Path, draft: str) -> Engine:
 
 
 Did = tuple[list[int], list[tuple[list[int], int]], list[float]]
-"""Of a text: its tokens, what each cycle drafted and how many held, and logits."""
+"""Result of a request: its tokens, (drafted tokens, number accepted) per cycle, and logits."""
 
 
 def texts(engine: Engine, counts: tuple[int, ...]) -> list[Did]:
-    """More texts than there are slots, with samplers and drafted tokens of their own."""
+    """Run more requests than slots, each with its own sampler and draft length."""
     requests = [
         engine.submit(
             build.prompt(5 + 9 * i, VOCAB, i),
@@ -92,8 +92,7 @@ def texts(engine: Engine, counts: tuple[int, ...]) -> list[Did]:
 
 
 def help_out(draft: Any, plain: list[Did]) -> None:
-    """Proposals begin with some of the right tokens, where these are known by position and
-    anchor."""
+    """Make proposals begin with some correct tokens, looked up by position and anchor."""
     known = {}
     for i, (ids, _, _) in enumerate(plain):
         for at in range(len(ids)):
@@ -114,7 +113,7 @@ def help_out(draft: Any, plain: list[Did]) -> None:
 
 @pytest.mark.parametrize("draft", MAKE)
 def test_every_kind_under_the_engine(folder: Path, draft: str) -> None:
-    """Texts that come and go, one of which never drafts."""
+    """Requests of different lengths, one of which never drafts."""
     plain, found = texts(load(folder, draft), (0,) * 4), []
     for recorded in (False, True):
         engine = load(folder, draft)

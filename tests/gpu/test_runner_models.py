@@ -18,7 +18,7 @@ from g4spec.runtime.cuda.step.graph_runner import GraphRunner
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.pending_rows import flush
 from g4spec.runtime.request import Options, Request
-from tests.emulator import unseen
+from tests.emulator import capture_guard
 from tests.gpu import family
 from tests.gpu.device import DEVICE, EMULATED
 from tests.oracle import build
@@ -334,7 +334,7 @@ def test_what_cannot_be_recorded_runs_eagerly(
 )
 def test_a_recording_that_looks_at_values_fails(read: Any) -> None:
     x = torch.arange(4, device=DEVICE)
-    with pytest.raises(unseen.NotCapturable), unseen.capturing():
+    with pytest.raises(capture_guard.NotCapturable), capture_guard.capturing():
         read(x)
-    with unseen.capturing():
+    with capture_guard.capturing():
         torch.where(x > 1, x[x], x * 2).masked_fill(x > 2, 0)

@@ -29,8 +29,8 @@ DEVICE int uniform(int x) {
 DEVICE void consumers_sync() { named_barrier_sync<1, 32 * CONSUMERS>(); }
 
 struct GemmWork {
-  const u8* weights;       // [groups of 128][units][In<F>::WHOLE]
-  const u8* rows;          // [G][units][In<F>::ROWS * NT]
+  const u8* weights;       // [groups of 128][units][PackedInput<F>::UNIT_STRIDE]
+  const u8* rows;          // [G][units][PackedInput<F>::ROWS * NT]
   const float* row_scale;  // [16 G] or null
   float* partial;          // [CTAs][G][2 * NT * 4][threads of a group]
   u32* arrived;            // [groups] counters of partial sums; zero before and after the kernel

@@ -16,14 +16,14 @@ enum Field {
 constexpr int MOST = 16;  // maximum rows of a sequence in a step
 
 // Result of a cycle for a sequence, written to pinned host memory.
-struct Seen {
+struct CycleResult {
   i64 position, anchor, accepted, turn;
   i64 bad, unfit;  // bit masks: rows without a valid choice; drafted tokens without one
   i64 ids[MOST], chosen[MOST];
   float logits[MOST];
   i64 unused[2];
 };
-static_assert(sizeof(Seen) == 48 * sizeof(i64), "cycle_state.py reads entries of 48 int64");
+static_assert(sizeof(CycleResult) == 48 * sizeof(i64), "cycle_state.py reads entries of 48 int64");
 
 // Commit the target's choices `chosen` [S, rows] for inputs ids [S, rows] (anchor, then drafted
 // tokens), up to and including the first choice that differs from the drafted token; that one is
@@ -35,7 +35,7 @@ static_assert(sizeof(Seen) == 48 * sizeof(i64), "cycle_state.py reads entries of
 __global__ __launch_bounds__(32) void accept(const i64* chosen, const float* logits, const int* bad,
                                              const i64* ids, int rows, i64* state, int room,
                                              const i64* forced, const int* unfit, int pitch,
-                                             Seen* seen, int turns) {
+                                             CycleResult* seen, int turns) {
   griddep_launch_dependents();
   griddep_wait();
   const int s = blockIdx.x, i = threadIdx.x, at = s * rows + i;
@@ -50,15 +50,15 @@ __global__ __launch_bounds__(32) void accept(const i64* chosen, const float* log
   const i64 position = field(POSITION) + (used ? n + 1 : 0), anchor = used ? next : field(ANCHOR);
   const u32 without = __ballot_sync(FULL_MASK, is_row && bad[at]);
   const u32 undrafted = __ballot_sync(FULL_MASK, unfit && i < pitch && unfit[s * pitch + i]);
-  Seen& told = seen[turn * room + s];
+  CycleResult& result = seen[turn * room + s];
   if (i < MOST) {
-    told.ids[i] = id, told.chosen[i] = choice;
-    told.logits[i] = is_row ? logits[at] : 0.0f;
+    result.ids[i] = id, result.chosen[i] = choice;
+    result.logits[i] = is_row ? logits[at] : 0.0f;
   }
   __syncwarp();
   if (i) return;
-  told.position = position, told.anchor = anchor, told.accepted = n, told.turn = turn;
-  told.bad = without, told.unfit = undrafted;
+  result.position = position, result.anchor = anchor, result.accepted = n, result.turn = turn;
+  result.bad = without, result.unfit = undrafted;
   field(POSITION) = position, field(ANCHOR) = anchor, field(ACCEPTED) = n;
   field(TURN) = turn + 1 < turns ? turn + 1 : 0;
 }

@@ -16,8 +16,8 @@
 
 #if ARCH >= 800
 constexpr int D = 256, WARPS = 16, THREADS = 32 * WARPS;
-constexpr int SUM_PITCH =
-    D + 4;  // floats between rows of sums in shared memory (padded against bank conflicts)
+// Floats between rows of sums in shared memory, padded against bank conflicts.
+constexpr int SUM_PITCH = D + 4;
 
 // TILES: tiles per chunk; eight warps share a tile. TOKEN_GROUPS: maximum number of groups of four
 // tokens per block.
@@ -25,11 +25,10 @@ template <int TILES, int TOKEN_GROUPS_>
 struct Window : AttentionConfig<D, 1, TOKEN_GROUPS_, 8, 8, 1, 1, TILES, TILES, 0> {
   static constexpr int TOKEN_GROUPS = TOKEN_GROUPS_;
   static constexpr int CHUNK = Window::KEYS * TILES, SUMS_AT = Window::RUNNING_MAX_AT;
-  static constexpr int MAX_CHUNKS =
-      TILES == 1 ? 10 : 6;  // maximum number of chunks that a row sees
+  static constexpr int MAX_CHUNKS = TILES == 1 ? 10 : 6;  // that a row sees
   static constexpr int ANGLES_AT = Window::SHARED, WEIGHTS_AT = ANGLES_AT + 16 * (D / 2) * 8;
   static_assert(Window::K_STAGE_BYTES == Window::V_STAGE_BYTES && Window::K_ROW == Window::V_ROW,
-                "");
+                "row_codes() and row_scales_at() address tiles of K and of V alike");
   static_assert(Window::ROWS * SUM_PITCH * 4 <= Window::K_STAGE_BYTES,
                 "the sums of a tile overwrite its keys in shared memory");
 };
@@ -49,8 +48,9 @@ struct Args {  // arguments of one sequence
 // The work of a block: which tokens of the sequence, and which chunks.
 struct BlockWork {
   int own, blocks;  // this block is number `own` of the `blocks` that split the tokens
-  int head, first_token, n_tokens,
-      token_groups;             // n_tokens from first_token on, in token_groups groups of four
+  int head;
+  int first_token, n_tokens;    // tokens of the block
+  int token_groups;             // groups of four that they form
   int first_slot, slot_stride;  // chunks of this block: first_slot, first_slot + slot_stride, ...
   int slot, chunks;             // current chunk, of `chunks` that the tokens see
   int start, settled;           // first position of the current chunk; first position of this step

@@ -1,12 +1,12 @@
-// Launches as a library of one kernel does them.
+// Entry points of a compiled kernel library: launch, parameter sizes, stack allocation.
 #pragma once
 #include "machine.h"
 
 namespace machine {
 
-// Stacks for any launch, kept from one to the next; pages that nobody touches take no memory.
+// Reserve address space for the stacks of any launch; untouched pages take no memory.
 char* reserve();
-// Why it failed, or null.
+// Run a grid; return the error message, or null.
 const char* run(Index grid, Index block, size_t dynamic, unsigned seed, char* stacks,
                 const std::function<void()>& call);
 

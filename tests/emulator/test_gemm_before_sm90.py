@@ -1,4 +1,4 @@
-"""Products as GPUs before sm_90 run them, whose threads copy weights and rows piece by piece."""
+"""GEMM kernels of GPUs before sm_90, which copy weights and activations with cp.async."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.gpu.parity import HALF, matrix
 
 @pytest.mark.parametrize("type", ["q4_k", "q8_0", "q2_k"])
 def test_few_rows_and_many(type: str) -> None:
-    """An arrival at a barrier waits for all copies of its thread, also for those of another stage:
-    weights of all stages are asked for before any rows are."""
+    """cp.async.mbarrier.arrive waits for all earlier copies of its thread, including those of other
+    stages: weights of all stages are requested before any activations."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty is NaN
     g = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""Products of warp groups: each row has the bits that products of 16 rows give it."""
+"""wgmma GEMM: each row has the same bits as with the kernels for at most 16 rows."""
 
 from __future__ import annotations
 

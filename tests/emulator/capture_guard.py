@@ -1,5 +1,5 @@
-"""What fails while a CUDA graph is captured fails here too: anything that must know on the host
-what a tensor on the GPU holds, and copies of host memory to the GPU."""
+"""Errors for operations that fail while a CUDA graph is captured: those that read values of GPU
+tensors on the host, and copies of host memory to the GPU."""
 
 import contextlib
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ READS = ("tolist", "numpy", "cpu")
 
 
 class NotCapturable(AssertionError):
-    pass
+    """An operation that fails during the capture of a CUDA graph."""
 
 
 class _Mode(TorchDispatchMode):
@@ -40,7 +40,7 @@ class _Mode(TorchDispatchMode):
 
 @contextlib.contextmanager
 def capturing() -> Iterator[None]:
-    """As if a stream were captured."""
+    """Raise NotCapturable for operations that a stream capture would refuse."""
 
     def refuse(name: str) -> Any:
         def call(x: torch.Tensor, *args: Any, **more: Any) -> Any:

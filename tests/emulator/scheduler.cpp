@@ -1,5 +1,6 @@
-// Runs the blocks of a launch, some side by side: threads in turns, in a random order of warps.
-#include "running.h"
+// Scheduler: runs the blocks of a launch, up to RESIDENT concurrently, resuming warps in random
+// order.
+#include "scheduler.h"
 #include <algorithm>
 #include <sys/mman.h>
 
@@ -12,9 +13,9 @@ void enter() {
   me->done = true;
   Block& b = *me->block;
   --b.live;
-  if (me->warp->gate.count) failed = std::string("a lane left before ") + me->warp->doing;
+  if (me->warp->barrier.count) failed = std::string("a lane left before ") + me->warp->doing;
   if (b.named[0].count && b.named[0].count == b.live)
-    open(b.named[0]), check::open(&b.named[0]);
+    open(b.named[0]), check::barrier_release(&b.named[0]);
   _longjmp(scheduler, 1);
 }
 
@@ -50,14 +51,14 @@ void prepare(Block& b, unsigned id, Index index, size_t dynamic) {
   check::block(id, n, b.base, dynamic, b.dynamic, b.threads.data(), b.threads.data() + n);
 }
 
-// Runs blocks side by side to their end; false after a failure.
+// Run blocks concurrently until all threads end; return false after a failure.
 bool finish(std::vector<Block>& blocks, char* stacks) {
   const size_t n = block_size.x * block_size.y * block_size.z, warps = (n + 31) / 32;
   std::vector<size_t> order(blocks.size() * warps);
   for (size_t i = 0; i < order.size(); ++i) order[i] = i;
-  const unsigned slow = 1u << chance() % 16;  // copies arrive soon, or late and in any order
+  const unsigned slow = 1u << random_engine() % 16;  // mean delay of copies in this launch
   for (;;) {
-    std::shuffle(order.begin(), order.end(), chance);
+    std::shuffle(order.begin(), order.end(), random_engine);
     bool moved = false, left = false;
     for (size_t w : order) {
       Block& b = blocks[w / warps];
@@ -70,17 +71,17 @@ bool finish(std::vector<Block>& blocks, char* stacks) {
         resume(t, stacks + (w / warps * n + i) * STACK);
         if (!failed.empty()) return false;
       }
-      if (chance() % slow == 0) moved |= deliver(b);
+      if (random_engine() % slow == 0) moved |= deliver_one(b);
     }
     if (!left) return true;
     if (moved) continue;
-    for (Block& b : blocks) moved |= deliver(b);
+    for (Block& b : blocks) moved |= deliver_one(b);
     if (moved) continue;
     for (Block& b : blocks)
       for (Thread& t : b.threads)
         if (!t.done) {
-          failed = std::string("nothing goes on: thread ") + std::to_string(t.index.x) +
-                   " of block " + std::to_string(b.index.x) + " waits for " + t.what;
+          failed = std::string("deadlock: thread ") + std::to_string(t.index.x) + " of block " +
+                   std::to_string(b.index.x) + " waits for " + t.what;
           return false;
         }
   }
@@ -98,7 +99,7 @@ char* reserve() {
 const char* run(Index grid, Index block, size_t dynamic, unsigned seed, char* stacks,
                 const std::function<void()>& call) {
   grid_size = grid, block_size = block, body = &call;
-  chance.seed(seed);
+  random_engine.seed(seed);
   failed.clear();
   const size_t n = block.x * block.y * block.z, all = size_t(grid.x) * grid.y * grid.z;
   if (n > 1024) std::abort();
