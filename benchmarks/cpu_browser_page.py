@@ -36,7 +36,7 @@ from cpu_browser_report import SCHEMES, browser
 from g4spec import convert
 from g4spec.runtime.engine import Engine
 from g4spec.server import run as serving
-from g4spec.server.app import app
+from g4spec.server.app import create_app
 from g4spec.server.service import Service, Settings
 
 TINY = Path(__file__).parent.parent / "examples" / "tiny"
@@ -193,10 +193,12 @@ class Page:
         self.engine = engine
         self.service = Service(engine, Settings("tiny"))
         self.service.warm_up()
-        place, ready = serving.Place(port=0), threading.Event()
-        self._socket = serving.listen(place)
-        self.url = serving.address(place, self._socket)
-        self._server = serving.server(app(self.service, keys=keys), self.service, place, ready.set)
+        address, ready = serving.ServerAddress(port=0), threading.Event()
+        self._socket = serving.listen(address)
+        self.url = serving.url(address, self._socket)
+        self._server = serving.create_server(
+            create_app(self.service, keys=keys), self.service, address, ready.set
+        )
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True
         )

@@ -35,8 +35,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from g4spec import convert
 from g4spec.runtime.engine import Engine
 from g4spec.server.service import Settings
-from tests.server.mixed import CHAT, RAW, TOOLS, Ask, Said, ask
-from tests.server.served import Served
+from tests.server.mixed_requests import CHAT, RAW, TOOLS, Ask, Said, ask
+from tests.server.running_server import Served
 
 TINY = Path(__file__).resolve().parents[1] / "examples" / "tiny"
 SLOTS = 4

@@ -34,9 +34,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from g4spec import convert
 from g4spec.runtime.engine import Engine
 from g4spec.server import bodies, run
-from g4spec.server.app import app
+from g4spec.server.app import create_app
 from g4spec.server.service import Service, Settings
-from tests.server.served import TEMPLATE
+from tests.server.running_server import TEMPLATE
 
 TINY = Path(__file__).resolve().parents[1] / "examples" / "tiny"
 QUESTION = "What is 2 + 3?"
@@ -66,7 +66,7 @@ class Between:
         if scope["type"] != "http":
             await self._inner(scope, receive, send)
             return
-        raw, _ = await bodies.whole(receive)
+        raw, _ = await bodies.read_body(receive)
         note: dict[str, Any] = {"path": scope["path"]}
         if scope["method"] == "POST":
             raw = self._changed(scope["path"], raw, note)
@@ -82,7 +82,7 @@ class Between:
         headers = [(k, v) for k, v in scope["headers"] if k != b"content-length"]
         await self._inner(
             {**scope, "headers": [*headers, (b"content-length", b"%d" % len(raw))]},
-            bodies.replayed(raw, receive),
+            bodies.replay_body(raw, receive),
             noted,
         )
 
@@ -259,16 +259,16 @@ def main() -> int:
         ) as engine:
             engine.tokenizer.template = TEMPLATE
             service = Service(engine, Settings("tiny", time_limit=3_600, n_predict=MOST))
-            place, ready = run.Place(port=0), threading.Event()
-            socket = run.listen(place)
-            between = Between(app(service), args.log)
-            server = run.server(between, service, place, ready.set)  # type: ignore[arg-type]
+            address, ready = run.ServerAddress(port=0), threading.Event()
+            socket = run.listen(address)
+            between = Between(create_app(service), args.log)
+            server = run.create_server(between, service, address, ready.set)  # type: ignore[arg-type]
             thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]})
             thread.start()
             ready.wait(60)
             for agent in args.only:
                 found[agent] = tried(
-                    agent, args.folder.resolve(), run.address(place, socket), between, args.seconds
+                    agent, args.folder.resolve(), run.url(address, socket), between, args.seconds
                 )
                 print(agent, json.dumps(found[agent], indent=1), flush=True)
             server.should_exit = True

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from g4spec import convert
 from g4spec.runtime.engine import Engine
-from tests.server.served import Served
+from tests.server.running_server import Served
 
 FAMILY = Path(__file__).parent.parent / "examples" / "tiny"
 HELLO = "What is 2 + 3?"

@@ -4,7 +4,7 @@
         [--own-process] [--workers 16] [--device cuda]
 
 The bundled family, served with each of its drafts, with n-gram lookup, and with kept prefixes.
-Requests are drawn (`tests/server/mixed.py`): chat with and without tools, JSON schemas, grammars,
+Requests are random (`tests/server/mixed_requests.py`): chat, tools, JSON schemas, grammars,
 thoughts, log-probabilities, stop texts, several texts, penalties, three endpoints, whole or in
 pieces, any draft length. They are sent 1 to 32 at once, in random order, while other clients hang
 up at random. Each text, call, log-probability and usage figure must be that of the same request
@@ -36,8 +36,8 @@ from g4spec import convert
 from g4spec.runtime.engine import Engine
 from g4spec.server.engine_client import EngineClient
 from g4spec.server.service import Settings
-from tests.server.mixed import Ask, Said, ask, draw, hang_up
-from tests.server.served import Served
+from tests.server.mixed_requests import Ask, Said, ask, draw, hang_up
+from tests.server.running_server import Served
 
 TINY = Path(__file__).resolve().parents[1] / "examples" / "tiny"
 DRAFTS = ("dflash", "assistant", "dflash-speculators", "ngram")

@@ -33,8 +33,8 @@ from g4spec import convert
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options
 from g4spec.server.engine_client import EngineClient
-from tests.server import faulty
-from tests.server.served import Served
+from tests.server import faulty_engines as faulty
+from tests.server.running_server import Served
 
 TINY = Path(__file__).resolve().parents[1] / "examples" / "tiny"
 PATH, SLOTS, WAITING = "/v1/completions", 3, 5

@@ -3,13 +3,13 @@
     python benchmarks/serve_soak.py [--minutes 60] [--streams 16] [--seed 1] [--device cpu]
 
 `g4spec serve` runs as its users run it, with the bundled family and a draft. Clients ask at once,
-again and again: every kind of `tests/server/mixed.py`, /v1/responses and /v1/messages, two thirds
-as streams, and one in ten hangs up. Every 10 seconds the memory, threads and open files of the
-server and of its other processes are noted. An answer that is not what the same request got the
-first time is an error, as are a status other than 200 and a line in the server's log that reports
-one. Exit code 1 at any error, or if something grows: the median of the last quarter against that of
-the second (memory: by more than 3 % and 4 MB), or files and threads at rest after the end against
-those at rest before.
+again and again: every kind of `tests/server/mixed_requests.py`, /v1/responses and
+/v1/messages. Two thirds stream; one in ten hangs up. Every 10 seconds the memory, threads and
+open files of the server and its subprocesses are recorded. Errors are: an answer that differs from
+the first answer to the same request, a status other than 200, and an error line in the server's
+log. Exit code 1 for any error, or if something grows: the median of the last quarter compared with
+that of the second quarter (memory: by more than 3 % and 4 MB), or files and threads of the idle
+server after the run compared with before.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from watch import keep
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from g4spec import convert
-from tests.server.mixed import QUESTIONS, Ask, ask, draw, hang_up
+from tests.server.mixed_requests import QUESTIONS, Ask, ask, draw, hang_up
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "examples" / "tiny"

@@ -50,9 +50,9 @@ from g4spec.runtime.request import Options
 from g4spec.runtime.tokenizer import Tokenizer
 from g4spec.server import grammar
 from g4spec.server.call_grammar import Function
-from g4spec.server.gemma import Argument, Call, Marks, Parser
 from g4spec.server.grammar import Grammar, Vocabulary
-from tests.server.walks import walk
+from g4spec.server.output_parser import ArgumentEvent, CallEvent, Marks, Parser
+from tests.server.random_texts import random_text
 
 TINY = Path(__file__).resolve().parents[1] / "examples" / "tiny"
 DRAFTS = (None, "dflash", "assistant", "dflash-speculators", "ngram")
@@ -144,9 +144,9 @@ def checked(
     """Count the calls of a whole text, and list what is wrong with them."""
     parser, said = Parser(tokenizer, marks), []
     for event in [*parser.push(ids), *parser.finish()]:
-        if isinstance(event, Call):
+        if isinstance(event, CallEvent):
             said.append([event.name, ""])
-        elif isinstance(event, Argument):
+        elif isinstance(event, ArgumentEvent):
             said[-1][1] += event.json
         else:
             return 0, [f"{event!r} is no call"]
@@ -181,7 +181,7 @@ class Made:
     def grammar(self, offered: Sequence[Function], most: int | None = None) -> Grammar | None:
         """Make and compile the grammar of `required`; None where it is refused."""
         try:
-            made = grammar.whole(self.marks, calls=offered, most=most)
+            made = grammar.whole_text(self.marks, calls=offered, most=most)
             self.vocabulary.compile(made.text)
         except G4Error as error:
             self.counts["refused"] += 1
@@ -193,7 +193,7 @@ class Made:
     def drawn(self, made: Grammar, offered: Sequence[Function], seed: str) -> None:
         """Draw a text and check its calls."""
         try:
-            ids = walk(self.vocabulary.mask(made), random.Random(seed), self._ends)
+            ids = random_text(self.vocabulary.mask(made), random.Random(seed), self._ends)
         except AssertionError:  # longer than a walk may be
             self.counts["walks cut"] += 1
             return
@@ -349,7 +349,7 @@ def main() -> int:
         result["schemas of hypothesis-jsonschema"] = drawn_schemas(made, args.schemas)
         keep(args.out, "serve-tool-sets", result)
         chosen = random.Random(7).sample(usable, min(args.sets or len(usable), len(usable)))
-        asked = [(o, grammar.whole(made.marks, calls=o, most=1)) for o in chosen]
+        asked = [(o, grammar.whole_text(made.marks, calls=o, most=1)) for o in chosen]
         result |= {"limit": args.limit, "called": len(asked), "drafts": {}}
         alone: list[Any] = []
         for draft in DRAFTS:

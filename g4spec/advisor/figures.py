@@ -60,10 +60,10 @@ class MemoryReadingFact(Fact):
 
     Attributes:
         check: the formula that must reproduce it: `total` (a llama.cpp process, GiB), `slope`
-            (GiB between two contexts), `pool` (GiB of one sequence), `token` (bytes), `tokens` (in a pool), `pages`,
-            `unwindowed` (bytes a token with sliding layers kept whole), `unwindowed-tokens`,
-            `full-sliding` (GiB of that), `card` (GiB on one card); empty for an anchor that no
-            formula covers.
+            (GiB between two contexts), `pool` (GiB of one sequence), `token` (bytes), `tokens` (in
+            a pool), `pages`, `unwindowed` (bytes per token with sliding layers stored in full),
+            `unwindowed-tokens`, `full-sliding` (GiB of that), `card` (GiB on one card); empty if
+            no formula covers it.
         kv_v: type of the values, where it differs. `tp`: cards. `batched`: vLLM's
             max_num_batched_tokens. `pool_gib`, `tokens`: size of the cache pool. `util`: vLLM's
             gpu-memory-utilization.

@@ -14,7 +14,7 @@ from g4spec.cli.render import Output
 from g4spec.errors import G4Error
 
 if TYPE_CHECKING:
-    from g4spec.server.talk import Piece, Told, Voice
+    from g4spec.server.chat_client import ChatBackend, Reply, TextPiece
 
 STYLES = {"accepted": "good", "rejected": "struck"}
 
@@ -28,7 +28,7 @@ class Conversation:
     """
 
     def __init__(
-        self, voice: Voice, out: Output, *, system: str | None, seed: int | None, show: bool
+        self, voice: ChatBackend, out: Output, *, system: str | None, seed: int | None, show: bool
     ) -> None:
         self._voice, self._out, self._system, self._seed = voice, out, system, seed
         self._messages: list[dict[str, str]] = []
@@ -70,9 +70,9 @@ class Conversation:
         return name != "exit"
 
     def _reply(self, loop: asyncio.AbstractEventLoop) -> None:
-        from g4spec.server.talk import Told
+        from g4spec.server.chat_client import Reply
 
-        answer = Told()
+        answer = Reply()
         task = loop.create_task(self._stream_answer(answer))
         with ctrl_c_cancels(loop, task):
             try:
@@ -89,7 +89,7 @@ class Conversation:
         for note in [*answer.notes, answer_stats_line(answer)]:
             self._out.log(note)
 
-    async def _stream_answer(self, answer: Told) -> None:
+    async def _stream_answer(self, answer: Reply) -> None:
         first = [{"role": "system", "content": self._system}] if self._system else []
         seed = secrets.randbits(63) if self._seed is None else self._seed
         self._seed = None if self._seed is None else self._seed + 1
@@ -98,7 +98,7 @@ class Conversation:
             async for piece in pieces:
                 self._write(piece)
 
-    def _write(self, piece: Piece) -> None:
+    def _write(self, piece: TextPiece) -> None:
         if piece.part == "mark":
             return
         if self._part == "thought" and piece.part == "text":

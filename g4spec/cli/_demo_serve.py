@@ -32,17 +32,17 @@ def serve_and_ask(
 
     from g4spec.runtime.engine import Engine
     from g4spec.server import run
-    from g4spec.server.app import app
+    from g4spec.server.app import create_app
     from g4spec.server.service import Service, Settings
 
     with Engine.load(target, draft, n_ctx=n_ctx, parallel=2) as engine:
-        service, place = Service(engine, Settings("tiny")), run.Place(port=0)
-        socket, ready = run.listen(place), threading.Event()
-        server = run.server(app(service), service, place, ready.set)
+        service, address = Service(engine, Settings("tiny")), run.ServerAddress(port=0)
+        socket, ready = run.listen(address), threading.Event()
+        server = run.create_server(create_app(service), service, address, ready.set)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]}, daemon=True)
         thread.start()
         ready.wait()
-        url = f"{run.address(place, socket)}/v1/completions"
+        url = f"{run.url(address, socket)}/v1/completions"
         body = {"model": "tiny", "prompt": PROMPT, "max_tokens": n_predict, "temperature": 0}
         response = httpx.post(url, json=body, timeout=120)
         server.should_exit = True

@@ -11,7 +11,7 @@ from g4spec.cli import _engine, _sampling_defaults
 from g4spec.cli.render import Output
 
 if TYPE_CHECKING:
-    from g4spec.server.run import Place
+    from g4spec.server.run import ServerAddress
     from g4spec.server.service import Service, Settings
 
 
@@ -26,19 +26,19 @@ class HttpOptions:
     origins: Sequence[str]
     keys: Sequence[str]
 
-    def place(self, out: Output) -> Place:
+    def address(self, out: Output) -> ServerAddress:
         """Return the address to listen on; show a warning if everybody can use the server."""
         from g4spec.server import run
 
-        place = run.Place(self.host, self.port, self.certificate, self.key)
-        run.check_certificate(place)
-        if run.exposed(place) and not self.keys:
+        address = run.ServerAddress(self.host, self.port, self.certificate, self.key)
+        run.check_certificate(address)
+        if run.is_exposed(address) and not self.keys:
             out.note(f"everybody who can reach {self.host} can use this server: set an --api-key")
-        return place
+        return address
 
     @property
     def access(self) -> dict[str, Any]:
-        """Arguments of `g4spec.server.app.around`."""
+        """Arguments of `g4spec.server.app.create_middleware`."""
         return {"keys": self.keys, "origins": self.origins}
 
 
@@ -65,7 +65,7 @@ class ModelLoader:
         draft: Path | str | None,
         report_progress: Callable[[int, int], None] = lambda read, whole: None,
     ) -> Service:
-        """Load a target in a process of its own; `report_progress`: see `models.Progress`."""
+        """Load a target in a process of its own; `report_progress`: see `model_router.Progress`."""
         from g4spec.server.engine_client import EngineClient
         from g4spec.server.service import Service
 
@@ -101,14 +101,14 @@ def serve_one(
     from g4spec.server import run
     from g4spec.server.service import Settings
 
-    place = http.place(loader.out)
-    with run.listen(place) as socket:
+    address = http.address(loader.out)
+    with run.listen(address) as socket:
         target, file = _engine.files(model, draft, loader.setup, loader.out)
         names = alias or [target.stem]
         service = loader.service(Settings(names[0], tuple(names[1:]), **limits), target, file)
-        note = f"{names[0]} is served at {run.address(place, socket)}"
+        note = f"{names[0]} is served at {run.url(address, socket)}"
         with service.engine:
-            run.serve(service, place, socket, lambda: loader.out.note(note), **http.access)
+            run.serve(service, address, socket, lambda: loader.out.note(note), **http.access)
 
 
 def serve_folder(
@@ -119,17 +119,19 @@ def serve_folder(
     max_loaded: int,
 ) -> None:
     """Serve all targets in a folder, at most `max_loaded` of them loaded at once."""
-    from g4spec.server import models, run
+    from g4spec.server import model_router, run
     from g4spec.server.service import Settings
 
     def load(
-        names: Sequence[str], target: Path, draft: Path | None, tell: models.Progress
+        names: Sequence[str], target: Path, draft: Path | None, tell: model_router.Progress
     ) -> Service:
         return loader.service(Settings(names[0], tuple(names[1:]), **limits), target, draft, tell)
 
     assert folder is not None  # see `_serve_options.check_models`
-    place = http.place(loader.out)
-    with run.listen(place) as socket:
-        registry = models.Models(models.find(folder), load, max_loaded, limits["time_limit"])
-        note = f"{len(registry.all)} models are served at {run.address(place, socket)}"
-        run.serve_models(registry, place, socket, lambda: loader.out.note(note), **http.access)
+    address = http.address(loader.out)
+    with run.listen(address) as socket:
+        registry = model_router.ModelRouter(
+            model_router.find_models(folder), load, max_loaded, limits["time_limit"]
+        )
+        note = f"{len(registry.all)} models are served at {run.url(address, socket)}"
+        run.serve_models(registry, address, socket, lambda: loader.out.note(note), **http.access)

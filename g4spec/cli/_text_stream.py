@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from g4spec.core import Cycle
     from g4spec.runtime.request import Stats
     from g4spec.runtime.tokenizer import Tokenizer
-    from g4spec.server.talk import Told
+    from g4spec.server.chat_client import Reply
 
 Marking = Literal["", "first", "all"]
 """Tokens to mark: none; accepted ones and the first rejected one of each proposal; all."""
@@ -95,7 +95,7 @@ def stats_line(stats: Stats, drafting: bool) -> str:
     return " | ".join(parts)
 
 
-def answer_stats_line(answer: Told) -> str:
+def answer_stats_line(answer: Reply) -> str:
     """Return one line about an answer in a conversation."""
     t, parts = answer.timings, []
     if "predicted_n" in t:

@@ -15,7 +15,7 @@ from g4spec.errors import UsageError
 if TYPE_CHECKING:
     import asyncio
 
-    from g4spec.server.talk import Voice
+    from g4spec.server.chat_client import ChatBackend
 
 
 def command(
@@ -63,7 +63,7 @@ def command(
     from g4spec.cli._conversation import Conversation
 
     with _loop() as loop, ExitStack() as stack:
-        voice: Voice
+        voice: ChatBackend
         if url is not None:
             voice = _remote(
                 url,
@@ -76,7 +76,7 @@ def command(
                 sampling | {"draft_max": length if "draft_max" in flags else None},
             )
         else:
-            from g4spec.server.local import Local
+            from g4spec.server.local_chat import LocalChat
 
             assert model is not None
             setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type)
@@ -84,13 +84,13 @@ def command(
             sampler = _sampling_defaults.sampler(path, out, **sampling)
             engine = _engine.load(path, file, setup, out, prefix_cache=256 << 20)
             stack.enter_context(engine)
-            voice = Local(
+            voice = LocalChat(
                 engine,
                 sampler,
                 n_predict=n_predict,
                 draft_max=length,
                 thinking=think,
-                colours=show_draft,
+                show_origins=show_draft,
             )
         stack.callback(lambda: loop.run_until_complete(voice.close()))
         Conversation(voice, out, system=system, seed=seed, show=show_draft).run(loop)
@@ -112,14 +112,16 @@ def _remote(
     key: str | None,
     think: bool,
     max_tokens: int | None,
-    colours: bool,
+    show_origins: bool,
     out: Output,
     loop: asyncio.AbstractEventLoop,
     fields: dict[str, Any],
-) -> Voice:
-    from g4spec.server.talk import Remote
+) -> ChatBackend:
+    from g4spec.server.chat_client import RemoteChat
 
     fields |= {"max_tokens": max_tokens, "reasoning_effort": "high" if think else None}
-    voice = Remote(url, key, {k: v for k, v in fields.items() if v is not None}, colours=colours)
+    voice = RemoteChat(
+        url, key, {k: v for k, v in fields.items() if v is not None}, show_origins=show_origins
+    )
     out.note(f"model {loop.run_until_complete(voice.model())} at {voice.url}")
     return voice

@@ -1,1 +1,1 @@
-"""`g4spec serve`: the engine behind HTTP, in the dialects that clients already speak."""
+"""`g4spec serve`: an HTTP server with the APIs of OpenAI, Anthropic and llama.cpp."""

@@ -1,4 +1,4 @@
-"""The application: paths, and what happens to a request on its way."""
+"""The ASGI application of one model: routes and their handlers."""
 
 from __future__ import annotations
 
@@ -25,39 +25,45 @@ from g4spec.server import (
     response_fields,
     responses,
 )
-from g4spec.server.access import BodyLimit, Keys, Log, Panics
-from g4spec.server.handlers import HANDLERS
-from g4spec.server.json_text import JSONAnswer
+from g4spec.server.exception_handlers import EXCEPTION_HANDLERS
+from g4spec.server.json_response import JsonResponse
+from g4spec.server.middleware import (
+    ApiKeyMiddleware,
+    BodyLimitMiddleware,
+    PanicMiddleware,
+    RequestLogMiddleware,
+)
 from g4spec.server.openapi import described, document, takes
-from g4spec.server.refusals import Refused
-from g4spec.server.replay import Replays
+from g4spec.server.replay import ReplayStore
+from g4spec.server.request_errors import RequestError
 from g4spec.server.response_store import Record, ResponseStore
 from g4spec.server.service import Generation, Job, Service
-from g4spec.server.streams import PING, Events, EventStream, event, unless_gone
+from g4spec.server.sse import PING, Events, EventStream, cancel_on_disconnect, event
 
 log = logging.getLogger("g4spec.server")
 
 BODY_LIMIT = 32 << 20
-"""Bytes of a body."""
+"""Maximum size of a request body, in bytes."""
 
 
-def app(
+def create_app(
     service: Service,
     *,
     keys: Sequence[str] = (),
     origins: Sequence[str] = (),
     body_limit: int = BODY_LIMIT,
-    inner: bool = False,
+    mounted: bool = False,
 ) -> Starlette:
-    """Make the ASGI application of a service.
+    """Create the ASGI application of a service.
 
     Args:
-        keys: API keys, one of which a request has to carry; none: all are let in.
-        origins: of web pages that may ask from a browser.
-        inner: it stands inside another, which has keys, limits and the log for it.
+        keys: accepted API keys; empty: requests need none.
+        origins: allowed origins of cross-origin requests (CORS).
+        body_limit: maximum size of a request body, in bytes.
+        mounted: True if an outer application has the middleware.
     """
 
-    store, replays = ResponseStore(), Replays()
+    store, replays = ResponseStore(), ReplayStore()
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
@@ -68,22 +74,22 @@ def app(
         await replays.close()
         await service.close()
 
-    middleware = [] if inner else around(keys, origins, body_limit)
+    middleware = [] if mounted else create_middleware(keys, origins, body_limit)
     made = Starlette(
         routes=routes(Endpoints(service, store, replays)),
         middleware=middleware,
         lifespan=lifespan,
-        exception_handlers=HANDLERS,
+        exception_handlers=EXCEPTION_HANDLERS,
     )
     made.state.service = service
     return made
 
 
-def around(
+def create_middleware(
     keys: Sequence[str] = (), origins: Sequence[str] = (), body_limit: int = BODY_LIMIT
 ) -> list[Middleware]:
-    """List what is around the paths of an application; see `app`."""
-    out = [Middleware(Log), Middleware(BodyLimit, limit=body_limit)]
+    """Return the middleware of an application, outermost first; arguments as in `create_app`."""
+    out = [Middleware(RequestLogMiddleware), Middleware(BodyLimitMiddleware, limit=body_limit)]
     if origins:
         out.append(
             Middleware(
@@ -93,13 +99,13 @@ def around(
                 allow_headers=["*"],
             )
         )
-    return [*out, Middleware(Keys, keys=keys), Middleware(Panics)]
+    return [*out, Middleware(ApiKeyMiddleware, keys=keys), Middleware(PanicMiddleware)]
 
 
 class Endpoints:
-    """The handlers of all paths."""
+    """The handlers of all routes. OpenAPI summaries are the first lines of their docstrings."""
 
-    def __init__(self, service: Service, store: ResponseStore, replays: Replays) -> None:
+    def __init__(self, service: Service, store: ResponseStore, replays: ReplayStore) -> None:
         self._service, self._store, self._replays = service, store, replays
 
     # ---- generation
@@ -107,46 +113,46 @@ class Endpoints:
     @takes(fields.ChatRequest)
     async def chat(self, request: Request, body: fields.ChatRequest) -> Response:
         """Answer POST /v1/chat/completions."""
-        return await self._run(
+        return await self._generate(
             request,
-            lambda: chat.job_of(self._service, body),
+            lambda: chat.build_job(self._service, body),
             bool(body.stream),
-            lambda g: chat.answer(g, body),
-            lambda g: chat.chunks(g, body),
+            lambda g: chat.full_response(g, body),
+            lambda g: chat.stream_response(g, body),
         )
 
     @takes(fields.CompletionRequest)
     async def completions(self, request: Request, body: fields.CompletionRequest) -> Response:
         """Answer POST /v1/completions."""
-        return await self._run(
+        return await self._generate(
             request,
-            lambda: completions.job_of(self._service, body),
+            lambda: completions.build_job(self._service, body),
             bool(body.stream),
-            lambda g: completions.answer(g, body),
-            lambda g: completions.chunks(g, body),
+            lambda g: completions.full_response(g, body),
+            lambda g: completions.stream_response(g, body),
         )
 
     @takes(llamacpp.CompletionBody, llamacpp.read)
     async def completion(self, request: Request, body: llamacpp.CompletionBody) -> Response:
-        """Answer POST /completion, of llama.cpp; samplers that are not here may be off."""
-        return await self._run(
+        """Answer POST /completion, of llama.cpp; unsupported samplers must be off."""
+        return await self._generate(
             request,
-            lambda: llamacpp.job_of(self._service, body),
+            lambda: llamacpp.build_job(self._service, body),
             bool(body.stream),
-            lambda g: llamacpp.answer(g, body),
-            lambda g: llamacpp.chunks(g, body),
+            lambda g: llamacpp.full_response(g, body),
+            lambda g: llamacpp.stream_response(g, body),
         )
 
     @takes(message_fields.MessagesRequest)
     async def messages(self, request: Request, body: message_fields.MessagesRequest) -> Response:
         """Answer POST /v1/messages, of Anthropic."""
         messages.check_version(request)
-        return await self._run(
+        return await self._generate(
             request,
-            lambda: messages.job_of(self._service, body),
+            lambda: messages.build_job(self._service, body),
             bool(body.stream),
-            lambda g: messages.answer(g, body),
-            lambda g: messages.chunks(g, body),
+            lambda g: messages.full_response(g, body),
+            lambda g: messages.stream_response(g, body),
             lambda refused: event(refused.anthropic(), "error"),
             messages.PING,
         )
@@ -155,7 +161,7 @@ class Endpoints:
     async def count_tokens(self, request: Request, body: message_fields.CountRequest) -> Response:
         """Answer POST /v1/messages/count_tokens, of Anthropic."""
         messages.check_version(request)
-        return JSONAnswer(await messages.count(self._service, body))
+        return JsonResponse(await messages.count(self._service, body))
 
     @takes(response_fields.ResponsesRequest)
     async def responses(self, request: Request, body: response_fields.ResponsesRequest) -> Response:
@@ -163,25 +169,34 @@ class Endpoints:
         writer = responses.Writer(self._service, self._store, body, _owner(request))
         if body.background:
             record = await writer.start()
-            return self._follow(record, -1) if body.stream else JSONAnswer(record.response)
-        return await self._run(
-            request, writer.job, bool(body.stream), writer.answer, writer.chunks, writer.failed
+            return self._follow(record, -1) if body.stream else JsonResponse(record.response)
+        return await self._generate(
+            request,
+            writer.job,
+            bool(body.stream),
+            writer.full_response,
+            writer.stream_response,
+            writer.failed,
         )
 
     @takes(response_fields.InputRequest)
     async def input_tokens(self, request: Request, body: response_fields.InputRequest) -> Response:
         """Answer POST /v1/responses/input_tokens."""
-        return JSONAnswer(await responses.count(self._service, self._store, body, _owner(request)))
+        return JsonResponse(
+            await responses.count(self._service, self._store, body, _owner(request))
+        )
 
-    @described(stream="true: as events", starting_after="the last event's sequence_number")
+    @described(
+        stream="true: as events", starting_after="sequence_number of the last event received"
+    )
     async def response(self, request: Request) -> Response:
         """Answer GET and DELETE /v1/responses/{id}."""
         name, owner = request.path_params["id"], _owner(request)
         if request.method == "DELETE":
-            return JSONAnswer(self._store.delete(name, owner))
+            return JsonResponse(self._store.delete(name, owner))
         record = self._store.get(name, owner)
         after = response_fields.followed(request.query_params, record.events is not None)
-        return JSONAnswer(record.response) if after is None else self._follow(record, after)
+        return JsonResponse(record.response) if after is None else self._follow(record, after)
 
     def _follow(self, record: Record, after: int) -> Response:
         return EventStream(
@@ -194,43 +209,43 @@ class Endpoints:
     async def cancel(self, request: Request) -> Response:
         """Answer POST /v1/responses/{id}/cancel."""
         found = await self._store.cancel(request.path_params["id"], _owner(request))
-        return JSONAnswer(found)
+        return JsonResponse(found)
 
-    @described(limit="1 to 100; 20 without", order="asc or desc", after="the id of an item")
+    @described(limit="1 to 100, default 20", order="asc or desc", after="id of an item")
     async def input_items(self, request: Request) -> Response:
         """Answer GET /v1/responses/{id}/input_items."""
         record = self._store.get(request.path_params["id"], _owner(request))
-        return JSONAnswer(self._store.list_items(record, request.query_params))
+        return JsonResponse(self._store.list_items(record, request.query_params))
 
-    async def _run(
+    async def _generate(
         self,
         request: Request,
-        job_of: Callable[[], Awaitable[Job]],
+        build_job: Callable[[], Awaitable[Job]],
         stream: bool,
         answer: Callable[[Generation], Awaitable[Any]],
         chunks: Callable[[Generation], Events],
-        failed: Callable[[Refused], str] = lambda refused: event(refused.json()),
+        failed: Callable[[RequestError], str] = lambda refused: event(refused.json()),
         ping: str = PING,
     ) -> Response:
-        """Generate what a request asks for, whole or in pieces."""
+        """Submit a job; return one response, or an event stream if `stream`."""
         service = self._service
         if stream:
-            kept, generation = Replays.name(request), await service.submit(await job_of())
-            events = self._noted(request, generation, chunks(generation))
+            kept, generation = ReplayStore.name(request), await service.submit(await build_job())
+            events = self._log_when_done(request, generation, chunks(generation))
             if kept is None:
                 return EventStream(generation, events, failed, service.settings, ping=ping)
             replay = await self._replays.begin(_owner(request), kept, generation, events, failed)
             return EventStream(replay, replay.follow(0), failed, service.settings, ping=ping)
 
         async def whole() -> Any:
-            generation = await service.submit(await job_of())
+            generation = await service.submit(await build_job())
             try:
                 return await answer(generation)
             finally:
                 generation.close()
-                _note(request, generation)
+                _log_generation(request, generation)
 
-        return JSONAnswer(await unless_gone(request, whole()))
+        return JsonResponse(await cancel_on_disconnect(request, whole()))
 
     @described(
         "text/event-stream",
@@ -238,66 +253,70 @@ class Endpoints:
         **{"from": "id of the last event"},  # type: ignore[arg-type]
     )
     async def stream(self, request: Request) -> Response:
-        """Answer GET and DELETE /v1/stream: go on with a dropped stream, or end it."""
-        replay, at = self._replays.asked(request, _owner(request))
+        """Answer GET and DELETE /v1/stream: resume a dropped stream, or cancel it."""
+        replay, at = self._replays.requested(request, _owner(request))
         if request.method == "DELETE":
             await self._replays.delete(_owner(request), replay.id)
             return Response(status_code=204)
         return EventStream(replay, replay.follow(at), str, self._service.settings)
 
-    async def _noted(self, request: Request, generation: Generation, events: Events) -> Events:
-        """Pass events on; in the end the log is told the figures."""
+    async def _log_when_done(
+        self, request: Request, generation: Generation, events: Events
+    ) -> Events:
+        """Yield `events`; close the generation and log its figures at the end."""
         try:
             async for each in events:
                 yield each
         finally:
             await events.aclose()
             generation.close()
-            _note(request, generation)
+            _log_generation(request, generation)
 
-    # ---- texts and tokens
+    # ---- tokens and templates
 
     @takes(llamacpp.TokenizeBody)
     async def tokenize(self, request: Request, body: llamacpp.TokenizeBody) -> Response:
         """Answer POST /tokenize."""
-        return JSONAnswer(llamacpp.tokenize(self._service, body))
+        return JsonResponse(llamacpp.tokenize(self._service, body))
 
     @takes(llamacpp.DetokenizeBody)
     async def detokenize(self, request: Request, body: llamacpp.DetokenizeBody) -> Response:
         """Answer POST /detokenize."""
-        return JSONAnswer(llamacpp.detokenize(self._service, body))
+        return JsonResponse(llamacpp.detokenize(self._service, body))
 
     @takes(fields.ChatRequest)
     async def apply_template(self, request: Request, body: fields.ChatRequest) -> Response:
         """Answer POST /apply-template."""
-        return JSONAnswer(await llamacpp.apply_template(self._service, body))
+        return JsonResponse(await llamacpp.apply_template(self._service, body))
 
     @takes(fields.ChatRequest)
     async def chat_tokens(self, request: Request, body: fields.ChatRequest) -> Response:
         """Answer POST /v1/chat/completions/input_tokens, of llama.cpp."""
-        prompt = await chat.prompt_of(self._service, body)
-        return JSONAnswer({"object": "response.input_tokens", "input_tokens": len(prompt.ids)})
+        prompt = await chat.build_prompt(self._service, body)
+        return JsonResponse({"object": "response.input_tokens", "input_tokens": len(prompt.ids)})
 
     # ---- the server
 
     @described("text/html")
     async def page(self, request: Request) -> Response:
-        """Answer GET /: a page to chat, which loads nothing else."""
+        """Answer GET /: a self-contained chat page."""
         return page.response()
 
     async def openapi(self, request: Request) -> Response:
         """Answer GET /openapi.json: this description of all paths."""
-        return JSONAnswer(document(routes(Endpoints)))
+        return JsonResponse(document(routes(Endpoints)))
 
-    @described("text/event-stream", of="the word in `live` of the texts to be read along")
+    @described("text/event-stream", of="`live` field of the requests whose text is shown")
     async def live(self, request: Request) -> Response:
-        """Answer GET /v1/live: what happens, as events."""
+        """Answer GET /v1/live: events of all texts while they are generated."""
         service, word = self._service, request.query_params.get("of")
         if word is not None and not 16 <= len(word) <= 64:
-            raise Refused(400, "of: a word has 16 to 64 characters", param="of")
+            raise RequestError(
+                400, "of: expected 16 to 64 characters, the `live` field of a request", param="of"
+            )
         watcher = service.live.watch(word)
         if watcher is None:
-            raise Refused(429, "too many watch already", retry_after=5)
+            raise RequestError(429, "too many clients read /v1/live; retry later", retry_after=5)
 
         async def events() -> Events:
             async with aclosing(watcher.events(lambda: service.draining)) as found:
@@ -310,12 +329,12 @@ class Endpoints:
 
     async def models(self, request: Request) -> Response:
         """Answer GET /v1/models."""
-        return JSONAnswer({"object": "list", "data": [self._model()]})
+        return JsonResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
         """Answer GET /v1/models/{id}."""
         self._service.check_model(request.path_params["id"])
-        return JSONAnswer(self._model())
+        return JsonResponse(self._model())
 
     def _model(self) -> dict[str, Any]:
         service = self._service
@@ -336,36 +355,40 @@ class Endpoints:
         }
 
     async def health(self, request: Request) -> Response:
-        """Answer GET /health: 200 while steps make progress."""
+        """Answer GET /health: 200 while steps make progress, else 503."""
         if self._service.is_healthy and not self._service.draining:
-            return JSONAnswer({"status": "ok"})
-        why = "shutting down" if self._service.draining else "no step has ended for too long"
-        return JSONAnswer({"status": "error", **Refused(503, why).json()}, 503)
+            return JsonResponse({"status": "ok"})
+        why = (
+            "the server is shutting down"
+            if self._service.draining
+            else "no step has ended for too long, or the engine is down"
+        )
+        return JsonResponse({"status": "error", **RequestError(503, why).json()}, 503)
 
     @described("text/plain")
     async def metrics(self, request: Request) -> Response:
         """Answer GET /metrics."""
         response = Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4")
-        # In llama.cpp's spelling, which Starlette would change.
+        # Spelled as in llama.cpp; Starlette would change it to lower case.
         began = str(self._service.started).encode()
         response.raw_headers.append((b"Process-Start-Time-Unix", began))
         return response
 
     async def props(self, request: Request) -> Response:
         """Answer GET /props."""
-        return JSONAnswer(llamacpp.props(self._service))
+        return JsonResponse(llamacpp.props(self._service))
 
-    @described(fail_on_no_slot="answer 503 where no slot is free")
+    @described(fail_on_no_slot="answer 503 if no slot is free")
     async def slots(self, request: Request) -> Response:
         """Answer GET /slots."""
         found = llamacpp.slots(self._service)
         if "fail_on_no_slot" in request.query_params and all(s["is_processing"] for s in found):
-            raise Refused(503, "no slot is free")
-        return JSONAnswer(found)
+            raise RequestError(503, "no slot is free; retry later")
+        return JsonResponse(found)
 
 
 def routes(at: Endpoints | type[Endpoints]) -> list[Route]:
-    """List the paths with their handlers; of the class, to describe them."""
+    """Return the routes; those of the class serve only to generate the OpenAPI document."""
     posts = {
         "/v1/chat/completions": at.chat,
         "/chat/completions": at.chat,
@@ -407,13 +430,13 @@ def routes(at: Endpoints | type[Endpoints]) -> list[Route]:
 
 
 def _owner(request: Request) -> str | None:
-    """Return what tells apart the keys of requests, None where none is asked for."""
+    """Return a hash prefix of the request's API key, or None if the server has no keys."""
     key: str | None = request.scope.get("state", {}).get("key")
     return key
 
 
-def _note(request: Request, generation: Generation) -> None:
-    """Tell the log the figures of a generation."""
+def _log_generation(request: Request, generation: Generation) -> None:
+    """Add the figures of a generation to the request log."""
     stats = [text.request.stats for text in generation.texts]
     request.scope["state"]["facts"] = {
         "prompt_tokens": sum(map(len, generation.job.prompts)),

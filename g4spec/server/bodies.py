@@ -1,4 +1,4 @@
-"""Bodies of requests that are read before it is known who answers them."""
+"""Request bodies that are read before a handler is selected."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pydantic_core import from_json
 from starlette.types import Message, Receive
 
 
-async def whole(receive: Receive) -> tuple[bytes, Receive]:
-    """Read a body; returns it, and what gives it to whoever reads it next (`replayed`)."""
+async def read_body(receive: Receive) -> tuple[bytes, Receive]:
+    """Read a request body; return it and a `receive` that delivers it again."""
     parts, more = [], True
     while more:
         message = await receive()
@@ -16,11 +16,11 @@ async def whole(receive: Receive) -> tuple[bytes, Receive]:
         parts.append(message.get("body", b""))
         more = message.get("more_body", False)
     body = b"".join(parts)
-    return body, replayed(body, receive)
+    return body, replay_body(body, receive)
 
 
-def replayed(body: bytes, receive: Receive) -> Receive:
-    """Return what gives this body to whoever reads it next, and then what `receive` does."""
+def replay_body(body: bytes, receive: Receive) -> Receive:
+    """Return an ASGI `receive` that first delivers `body`, then what `receive` delivers."""
     given = False
 
     async def again() -> Message:
@@ -33,8 +33,8 @@ def replayed(body: bytes, receive: Receive) -> Receive:
     return again
 
 
-def model(body: bytes) -> str | None:
-    """Return the model that a body names; whoever handles it says what is wrong with it."""
+def model_name(body: bytes) -> str | None:
+    """Return the `model` field of a body, or None; its handler reports an invalid body."""
     try:
         value = from_json(body)
     except ValueError:

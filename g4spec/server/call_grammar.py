@@ -32,11 +32,11 @@ any_array: "[" (any ("," any)*)? "]"
 """
 """Values without a schema."""
 
-MOST_RULES = 20_000
+MAX_RULES = 20_000
 """Rules of a request's functions together: schemas can grow without end where they refer to
 themselves."""
 
-MOST_BITS = 64
+MAX_UNORDERED_KEYS = 64
 """Keys that may come in any order: a rule has a parameter of so many bits."""
 
 _PLAIN_KEY = re.compile(r"[^\s:,\"{}()\[\]]+")
@@ -58,11 +58,11 @@ class Function:
     strict: bool = False
 
 
-class NoValue(InputError):
+class UnsatisfiableSchema(InputError):
     """A schema that no value is valid against; a key that has it, and need not be there, is not."""
 
 
-def calls(functions: Sequence[Function], call_end: int, delimiter: int) -> str:
+def call_rules(functions: Sequence[Function], call_end: int, delimiter: int) -> str:
     """Write rules, of which `call` is what follows `<|tool_call>`, `<tool_call|>` included.
 
     Args:
@@ -75,9 +75,9 @@ def calls(functions: Sequence[Function], call_end: int, delimiter: int) -> str:
     for function in functions:
         if not _NAME.fullmatch(function.name):
             raise InputError(
-                "the name of a function",
+                "invalid function name",
                 found=repr(function.name),
-                expected="1 to 128 letters, digits, or any of _.-",
+                expected="1 to 128 letters, digits or characters of _.-",
             )
         arguments = rules.arguments(function)
         names.append(rules.add(f"{_quoted('call:' + function.name)} {arguments}"))
@@ -122,8 +122,8 @@ class _Rules:
 
     def _new(self, kind: str) -> str:
         self._count += 1
-        if self._count > MOST_RULES:
-            raise self._resolver.error("too large", expected=f"at most {MOST_RULES} parts")
+        if self._count > MAX_RULES:
+            raise self._resolver.error("too large", expected=f"at most {MAX_RULES} grammar rules")
         return f"{kind}{self._count}"
 
     # ---- values
@@ -147,7 +147,7 @@ class _Rules:
     def _either(self, rules: Sequence[str]) -> str:
         unique = list(dict.fromkeys(rules))
         if not unique:
-            raise NoValue(f"schema of {self._resolver.where}: no value is valid")
+            raise UnsatisfiableSchema(f"schema of {self._resolver.where}: no value is valid")
         return unique[0] if len(unique) == 1 else self.add(" | ".join(unique))
 
     def _option(self, schema: Schema) -> list[str]:
@@ -197,8 +197,8 @@ class _Rules:
         return f"%json {json.dumps({'type': schema['type'], **bounds})}"
 
     def _text(self, schema: Schema) -> str:
-        terminal, unheld = patterns.terminal(schema)
-        for keyword in unheld:
+        terminal, unenforced = patterns.terminal(schema)
+        for keyword in unenforced:
             self._resolver.unsupported(keyword, schema)
         if terminal is None:
             return "text"
@@ -226,7 +226,9 @@ class _Rules:
             if i >= least:
                 body = f"({body})?"
         if least > len(fixed) and not more:
-            raise self._resolver.error("no array is long enough")
+            raise self._resolver.error(
+                "minItems exceeds the number of items that the schema allows"
+            )
         return f'"[" {body} "]"'
 
     # ---- objects
@@ -249,17 +251,17 @@ class _Rules:
             tail = f'("," {extra}){{{max(least - 1, 0)},{"" if most is None else most - 1}}}'
             body = f"{extra} {tail}" if least else f"({extra} {tail})?"
             return '"{" "}"' if most == 0 else f'"{{" {body} "}}"'
-        if counted and (extra or len(keys) > MOST_BITS):
+        if counted and (extra or len(keys) > MAX_UNORDERED_KEYS):
             self._resolver.unsupported("minProperties/maxProperties", schema)
             least, most = 0, None
         pairs = []
         for key in sorted(keys, key=lambda k: k not in required):
             try:
                 pairs.append(self.add(f"{self._key(key)} {self._value(keys[key])}"))
-            except NoValue:
+            except UnsatisfiableSchema:
                 if key in required:
                     raise
-        if len(pairs) > MOST_BITS:
+        if len(pairs) > MAX_UNORDERED_KEYS:
             return self._ordered(pairs, len(required), extra)
         return self._any_order(pairs, len(required), extra, least, most)
 

@@ -19,7 +19,7 @@ Message = tuple[Any, ...]
 
 From it:
 
-- "loading", tensors read, of all. "ready", `Facts`: it was made. "refused", G4Error: it cannot be.
+- "loading", tensors read, tensors in all. "ready", `EngineInfo`. "refused", G4Error: load failed.
 - "begun", number: a text has a slot, and its prompt is being read.
 - "cycle", number, Cycle, Stats, length, text: `text` follows the first `length` characters.
 - "done", number, Stats, notes, error, length, text.
@@ -31,7 +31,7 @@ class Channel:
     """One end. `send` never waits: a thread writes what has come together since it last did.
 
     Attributes:
-        beat: makes a message to send with others and every `PERIOD` seconds; None: no message.
+        periodic: makes a message to send with others and every `PERIOD` seconds; None: no message.
     """
 
     PERIOD = 0.2
@@ -39,8 +39,8 @@ class Channel:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._queue: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self.beat: Callable[[], Message | None] = lambda: None
-        self._writing = threading.Lock()
+        self.periodic: Callable[[], Message | None] = lambda: None
+        self._write_lock = threading.Lock()
         self._thread = threading.Thread(target=self._write, name="g4spec channel", daemon=True)
         self._thread.start()
 
@@ -55,13 +55,13 @@ class Channel:
     def _send(self, batch: list[Message]) -> bool:
         """Write messages; False if the other end is gone."""
         try:
-            with self._writing:
+            with self._write_lock:
                 self._connection.send_bytes(pickle.dumps(batch))
         except OSError:
             return False
         return True
 
-    def received(self) -> Iterator[Message]:
+    def messages(self) -> Iterator[Message]:
         """Yield what comes, until the other end is gone."""
         while True:
             try:
@@ -85,8 +85,8 @@ class Channel:
         while more:
             batch: list[Message] = []
             more = self._collect(batch)
-            if (beat := self.beat()) is not None:
-                batch.append(beat)
+            if (periodic := self.periodic()) is not None:
+                batch.append(periodic)
             if batch and not self._send(batch):
                 return
 

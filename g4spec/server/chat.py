@@ -8,20 +8,19 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from g4spec.server import grammar, options, shapes
+from g4spec.server import grammar, options, response_parts
 from g4spec.server.call_grammar import Function
 from g4spec.server.fields import ChatRequest, NamedTool
-from g4spec.server.gemma import Argument, Call, Event, Thought
-from g4spec.server.gemma import Text as Words
 from g4spec.server.generation import Delta, Token
 from g4spec.server.grammar import Grammar
+from g4spec.server.output_parser import ArgumentEvent, CallEvent, Event, TextEvent, ThoughtEvent
 from g4spec.server.prompt import Prompt
-from g4spec.server.refusals import Refused
+from g4spec.server.request_errors import RequestError
 from g4spec.server.service import Generation, Job, Service, Text
-from g4spec.server.streams import Events, event
+from g4spec.server.sse import Events, event
 
 
-async def prompt_of(service: Service, request: ChatRequest) -> Prompt:
+async def build_prompt(service: Service, request: ChatRequest) -> Prompt:
     """Render and tokenize the messages of a request."""
     messages = [m.model_dump(exclude_none=True) for m in request.messages]
     tools = [t.model_dump(exclude_none=True) for t in request.tools or []]
@@ -29,9 +28,9 @@ async def prompt_of(service: Service, request: ChatRequest) -> Prompt:
         tool["function"].setdefault("description", "")
     continued, opened = bool(request.continue_final_message), request.add_generation_prompt
     if continued and opened:
-        raise Refused(
+        raise RequestError(
             400,
-            "continue_final_message and add_generation_prompt exclude each other",
+            "continue_final_message and add_generation_prompt exclude each other; set only one",
             param="add_generation_prompt",
         )
     return await service.prompter.chat(
@@ -44,25 +43,29 @@ def thinks(request: ChatRequest) -> bool:
     asked = request.chat_template_kwargs and request.chat_template_kwargs.enable_thinking
     effort = request.reasoning_effort
     if asked is not None and effort is not None and asked != (effort != "none"):
-        raise Refused(
+        raise RequestError(
             400,
-            "reasoning_effort and enable_thinking contradict each other",
+            "reasoning_effort and enable_thinking contradict each other; set only one",
             param="reasoning_effort",
         )
     return bool(asked) if effort is None else effort != "none"
 
 
-async def job_of(service: Service, request: ChatRequest) -> Job:
+async def build_job(service: Service, request: ChatRequest) -> Job:
     """Build the job of a request."""
     service.check_model(request.model)
     n = options.count(service, request)
     choice = _choice(request)
     if request.top_logprobs is not None and not request.logprobs:
-        raise Refused(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    prompt = await prompt_of(service, request)
+        raise RequestError(400, "top_logprobs: set `logprobs: true` too", param="top_logprobs")
+    prompt = await build_prompt(service, request)
     wanted = _grammar(service, request, choice, prompt)
     if wanted is not None and request.ignore_eos:
-        raise Refused(400, "ignore_eos and a grammar contradict each other", param="ignore_eos")
+        raise RequestError(
+            400,
+            "ignore_eos cannot be combined with a grammar, schema or tools; leave it out",
+            param="ignore_eos",
+        )
     banned: tuple[int, ...] = ()
     if request.tools and choice == "none":
         assert service.prompter.marks is not None
@@ -79,9 +82,9 @@ async def job_of(service: Service, request: ChatRequest) -> Job:
     made = replace(made, progress=bool(request.stream and request.return_progress))
     budget = request.thinking_budget_tokens
     if budget is not None and prompt.thinking == "no":
-        raise Refused(
+        raise RequestError(
             400,
-            "thinking_budget_tokens needs thinking, which is off",
+            "thinking_budget_tokens: thinking is off; set reasoning_effort",
             param="thinking_budget_tokens",
         )
     return Job(
@@ -102,15 +105,21 @@ def _choice(request: ChatRequest) -> str | NamedTool:
     choice = request.tool_choice or ("auto" if request.tools else "none")
     names = [tool.function.name for tool in request.tools or []]
     if choice not in ("auto", "none") and not names:
-        raise Refused(
-            400, "tool_choice asks for a call, but there are no tools", param="tool_choice"
+        raise RequestError(
+            400,
+            "tool_choice requires a call, but there are no tools; send `tools`",
+            param="tool_choice",
         )
     if isinstance(choice, NamedTool) and choice.function.name not in names:
-        raise Refused(
-            400, f"tool_choice: there is no tool {choice.function.name!r}", param="tool_choice"
+        raise RequestError(
+            400,
+            f"tool_choice: there is no tool {choice.function.name!r} in tools",
+            param="tool_choice",
         )
     if len(set(names)) < len(names):
-        raise Refused(400, "tools: two functions have the same name", param="tools")
+        raise RequestError(
+            400, "tools: two functions have the same name; rename one", param="tools"
+        )
     return choice
 
 
@@ -129,16 +138,16 @@ def _grammar(
     marks, thinking = service.prompter.marks, prompt.thinking
     if isinstance(choice, NamedTool):
         calls = [f for f in calls if f.name == choice.function.name]
-        return grammar.whole(marks, calls=calls, most=1, thinking=thinking)
+        return grammar.whole_text(marks, calls=calls, most=1, thinking=thinking)
     if choice == "required":
-        return grammar.whole(marks, calls=calls, most=most, thinking=thinking)
+        return grammar.whole_text(marks, calls=calls, most=most, thinking=thinking)
     if answer is not None or user is not None:
-        return grammar.whole(
+        return grammar.whole_text(
             marks, answer=answer, user=user, calls=calls, most=most, thinking=thinking
         )
     if calls:
         assert marks is not None
-        return grammar.in_calls(marks, calls, parallel=most is None)
+        return grammar.inside_calls(marks, calls, parallel=most is None)
     return None
 
 
@@ -147,19 +156,27 @@ def _answer(request: ChatRequest) -> tuple[str | None, str | None]:
     form = request.response_format
     if request.json_schema is not None:
         if request.grammar is not None or form is not None:
-            raise Refused(
-                400, "json_schema excludes grammar and response_format", param="json_schema"
+            raise RequestError(
+                400,
+                "json_schema, grammar and response_format exclude each other; set only one",
+                param="json_schema",
             )
         return grammar.json_answer(request.json_schema, strict=False), None
     if form is None or form.type == "text":
-        return None, grammar.written(request.grammar) if request.grammar is not None else None
+        return None, grammar.to_lark(request.grammar) if request.grammar is not None else None
     if request.grammar is not None:
-        raise Refused(400, "grammar and response_format exclude each other", param="grammar")
+        raise RequestError(
+            400, "grammar and response_format exclude each other; set only one", param="grammar"
+        )
     if form.type == "json_object":
         wanted = form.schema_ if form.schema_ is not None else {"type": "object"}
         return grammar.json_answer(wanted, strict=form.schema_ is None), None
     if form.json_schema is None:
-        raise Refused(400, "response_format.json_schema is missing", param="response_format")
+        raise RequestError(
+            400,
+            "response_format.json_schema: missing; required by the type json_schema",
+            param="response_format",
+        )
     named = form.json_schema
     return grammar.json_answer(named.schema_ or {}, strict=bool(named.strict)), None
 
@@ -180,11 +197,11 @@ class Answered:
         """Take in a piece."""
         self.tokens += delta.tokens
         for piece in delta.events:
-            if isinstance(piece, Words):
+            if isinstance(piece, TextEvent):
                 self.content += piece.text
-            elif isinstance(piece, Thought):
+            elif isinstance(piece, ThoughtEvent):
                 self.reasoning += piece.text
-            elif isinstance(piece, Call):
+            elif isinstance(piece, CallEvent):
                 self.calls.append(_called(piece.name))
             else:
                 self.calls[piece.index]["function"]["arguments"] += piece.json
@@ -209,7 +226,7 @@ def _head(generation: Generation, kind: str) -> dict[str, Any]:
         "object": kind,
         "created": generation.created,
         "model": generation.service.settings.model,
-        "system_fingerprint": shapes.FINGERPRINT,
+        "system_fingerprint": response_parts.SYSTEM_FINGERPRINT,
     }
 
 
@@ -221,7 +238,7 @@ def _verbose(generation: Generation, request: ChatRequest) -> dict[str, Any]:
     return {"__verbose": {"prompt": prompt}}
 
 
-async def answer(generation: Generation, request: ChatRequest) -> dict[str, Any]:
+async def full_response(generation: Generation, request: ChatRequest) -> dict[str, Any]:
     """Return the whole response body."""
     messages = [Answered() for _ in generation.texts]
     async with aclosing(generation.deltas()) as deltas:
@@ -231,7 +248,7 @@ async def answer(generation: Generation, request: ChatRequest) -> dict[str, Any]
     for text, message in zip(generation.texts, messages, strict=True):
         told = None
         if generation.job.options.logprobs is not None:
-            found = shapes.tokens(generation.service.tokenizer, message.tokens)
+            found = response_parts.chat_logprobs(generation.service.tokenizer, message.tokens)
             told = {"content": found, "refusal": None}
         choices.append(
             {
@@ -244,13 +261,15 @@ async def answer(generation: Generation, request: ChatRequest) -> dict[str, Any]
     out = {
         **_head(generation, "chat.completion"),
         "choices": choices,
-        "usage": shapes.usage(generation),
+        "usage": response_parts.usage(generation),
         **_verbose(generation, request),
     }
-    return out | ({"timings": shapes.timings(generation.texts[0])} if len(choices) == 1 else {})
+    return out | (
+        {"timings": response_parts.timings(generation.texts[0])} if len(choices) == 1 else {}
+    )
 
 
-async def chunks(generation: Generation, request: ChatRequest) -> Events:
+async def stream_response(generation: Generation, request: ChatRequest) -> Events:
     """Yield the response as events."""
     writer = _Chunks(generation, request)
     for text in generation.texts:
@@ -263,10 +282,10 @@ async def chunks(generation: Generation, request: ChatRequest) -> Events:
         last = {
             **_head(generation, "chat.completion.chunk"),
             "choices": [],
-            "usage": shapes.usage(generation),
+            "usage": response_parts.usage(generation),
         }
         if len(generation.texts) == 1:
-            last["timings"] = shapes.timings(generation.texts[0])
+            last["timings"] = response_parts.timings(generation.texts[0])
         yield event(last)
     yield event("[DONE]")
 
@@ -286,10 +305,10 @@ class _Chunks:
         told += delta.tokens
         out = []
         if delta.progress is not None:
-            news = {"prompt_progress": shapes.progress(text, delta.progress)}
+            news = {"prompt_progress": response_parts.progress(text, delta.progress)}
             out.append(self.chunk(text, {}, more=news))
         for piece in delta.events:
-            tokens = list(told) if isinstance(piece, Words) else []
+            tokens = list(told) if isinstance(piece, TextEvent) else []
             if tokens:
                 told.clear()
             out.append(self.chunk(text, _delta(piece), tokens))
@@ -312,7 +331,7 @@ class _Chunks:
         """
         told = None
         if tokens:
-            found = shapes.tokens(self._generation.service.tokenizer, tokens)
+            found = response_parts.chat_logprobs(self._generation.service.tokenizer, tokens)
             told = {"content": found, "refusal": None}
         out = _head(self._generation, "chat.completion.chunk")
         out["choices"] = [
@@ -322,16 +341,16 @@ class _Chunks:
             out["usage"] = None
         single, asked = len(self._generation.texts) == 1, self._request.timings_per_token
         if single and (finish or (asked and "role" not in delta)):
-            out["timings"] = shapes.timings(text)
+            out["timings"] = response_parts.timings(text)
         return event(out | (more or {}))
 
 
 def _delta(piece: Event) -> dict[str, Any]:
-    if isinstance(piece, Words):
+    if isinstance(piece, TextEvent):
         return {"content": piece.text}
-    if isinstance(piece, Thought):
+    if isinstance(piece, ThoughtEvent):
         return {"reasoning_content": piece.text}
-    if isinstance(piece, Call):
+    if isinstance(piece, CallEvent):
         return {"tool_calls": [{"index": piece.index, **_called(piece.name)}]}
-    assert isinstance(piece, Argument)
+    assert isinstance(piece, ArgumentEvent)
     return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.json}}]}

@@ -6,38 +6,46 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from g4spec.server import grammar, options, shapes
+from g4spec.server import grammar, options, response_parts
 from g4spec.server.fields import CompletionRequest
-from g4spec.server.gemma import Text as Words
 from g4spec.server.generation import Delta, Token
-from g4spec.server.refusals import Refused
+from g4spec.server.output_parser import TextEvent
+from g4spec.server.request_errors import RequestError
 from g4spec.server.service import Generation, Job, Service, Text
-from g4spec.server.streams import Events, event
+from g4spec.server.sse import Events, event
 
 DEFAULT_TOKENS = 16
 """New tokens where a request names no limit, as OpenAI's API has it."""
 
 
-async def job_of(service: Service, request: CompletionRequest) -> Job:
+async def build_job(service: Service, request: CompletionRequest) -> Job:
     """Build the job of a request."""
     service.check_model(request.model)
     n = options.count(service, request)
     if request.best_of not in (None, n):
-        raise Refused(400, "best_of: only the same as n; nothing is chosen from", param="best_of")
+        raise RequestError(
+            400, "best_of: only the value of n is supported; leave it out", param="best_of"
+        )
     if request.echo and request.logprobs is not None:
-        raise Refused(
-            400, "echo with logprobs: prompts have no log-probabilities here", param="echo"
+        raise RequestError(
+            400,
+            "echo with logprobs is not supported (prompts have no log-probabilities); set only one",
+            param="echo",
         )
     wanted = None
     if request.grammar is not None:
         if request.ignore_eos:
-            raise Refused(400, "ignore_eos and a grammar contradict each other", param="ignore_eos")
-        wanted = grammar.whole(None, user=grammar.written(request.grammar))
+            raise RequestError(
+                400,
+                "ignore_eos cannot be combined with a grammar; leave it out",
+                param="ignore_eos",
+            )
+        wanted = grammar.whole_text(None, user=grammar.to_lark(request.grammar))
     asked = request.max_tokens or request.n_predict or DEFAULT_TOKENS
     made = options.options(service, request, asked, logprobs=request.logprobs)
     made = replace(made, progress=bool(request.stream and request.return_progress))
     first, *others = prompts(request.prompt)
-    options.check_texts(service, n * (1 + len(others)), "prompt")
+    options.check_n_texts(service, n * (1 + len(others)), "prompt")
     return Job(
         await prompt_ids(service, first),
         made,
@@ -70,12 +78,12 @@ def _head(generation: Generation) -> dict[str, Any]:
         "object": "text_completion",
         "created": generation.created,
         "model": generation.service.settings.model,
-        "system_fingerprint": shapes.FINGERPRINT,
+        "system_fingerprint": response_parts.SYSTEM_FINGERPRINT,
     }
 
 
 def _words(delta: Delta) -> str:
-    return "".join(piece.text for piece in delta.events if isinstance(piece, Words))
+    return "".join(piece.text for piece in delta.events if isinstance(piece, TextEvent))
 
 
 def _echo(generation: Generation, request: CompletionRequest, text: Text) -> str:
@@ -85,7 +93,7 @@ def _echo(generation: Generation, request: CompletionRequest, text: Text) -> str
     return prompt if isinstance(prompt, str) else generation.service.tokenizer.decode(prompt)
 
 
-async def answer(generation: Generation, request: CompletionRequest) -> dict[str, Any]:
+async def full_response(generation: Generation, request: CompletionRequest) -> dict[str, Any]:
     """Return the whole response body."""
     texts = [_echo(generation, request, text) for text in generation.texts]
     tokens: list[list[Token]] = [[] for _ in texts]
@@ -97,7 +105,9 @@ async def answer(generation: Generation, request: CompletionRequest) -> dict[str
     for text in generation.texts:
         told = None
         if request.logprobs is not None:
-            told = shapes.legacy(generation.service.tokenizer, tokens[text.index], 0)
+            told = response_parts.completion_logprobs(
+                generation.service.tokenizer, tokens[text.index], 0
+            )
         choices.append(
             {
                 "index": text.index,
@@ -106,11 +116,13 @@ async def answer(generation: Generation, request: CompletionRequest) -> dict[str
                 "finish_reason": text.finish,
             }
         )
-    out = {**_head(generation), "choices": choices, "usage": shapes.usage(generation)}
-    return out | ({"timings": shapes.timings(generation.texts[0])} if len(choices) == 1 else {})
+    out = {**_head(generation), "choices": choices, "usage": response_parts.usage(generation)}
+    return out | (
+        {"timings": response_parts.timings(generation.texts[0])} if len(choices) == 1 else {}
+    )
 
 
-async def chunks(generation: Generation, request: CompletionRequest) -> Events:
+async def stream_response(generation: Generation, request: CompletionRequest) -> Events:
     """Yield the response as events."""
     include_usage = bool(request.stream_options and request.stream_options.include_usage)
     tokenizer = generation.service.tokenizer
@@ -125,7 +137,7 @@ async def chunks(generation: Generation, request: CompletionRequest) -> Events:
     ) -> str:
         told = None
         if tokens:
-            told = shapes.legacy(tokenizer, tokens, offsets[text.index])
+            told = response_parts.completion_logprobs(tokenizer, tokens, offsets[text.index])
             offsets[text.index] += sum(map(len, told["tokens"]))
         out = _head(generation)
         out["choices"] = [
@@ -134,9 +146,9 @@ async def chunks(generation: Generation, request: CompletionRequest) -> Events:
         if include_usage:
             out["usage"] = None
         if len(offsets) == 1 and (finish or request.timings_per_token):
-            out["timings"] = shapes.timings(text)
+            out["timings"] = response_parts.timings(text)
         if progress is not None:
-            out["prompt_progress"] = shapes.progress(text, progress)
+            out["prompt_progress"] = response_parts.progress(text, progress)
         return event(out)
 
     for text in generation.texts:
@@ -146,5 +158,5 @@ async def chunks(generation: Generation, request: CompletionRequest) -> Events:
         async for text, delta in deltas:
             yield chunk(text, _words(delta), delta.tokens, delta.finish, delta.progress)
     if include_usage:
-        yield event({**_head(generation), "choices": [], "usage": shapes.usage(generation)})
+        yield event({**_head(generation), "choices": [], "usage": response_parts.usage(generation)})
     yield event("[DONE]")

@@ -63,14 +63,14 @@ def serve(
                 complain(f"[daemon] {error}")
             _send(stream, [-1])
     except BrokenPipeError:
-        complain("[daemon] nobody reads the stream any more")
+        complain("[daemon] the token stream was closed by its reader")
 
 
 def _answer(engine: Engine, line: str, stream: Stream, sampler: Sampler) -> None:
     found = _LINE.fullmatch(line)
     if found is None:
         raise UsageError(
-            "a line that asks for nothing known here",
+            "unknown request line",
             expected="PROMPT_BIN N_GEN [samp=...]",
             found=repr(line[:200]),
         )
@@ -80,8 +80,8 @@ def _answer(engine: Engine, line: str, stream: Stream, sampler: Sampler) -> None
         raise InputError(
             "N_GEN",
             found=count,
-            expected=f"1 to {engine.n_ctx - len(prompt)}, what the context has left "
-            f"behind {len(prompt)} tokens",
+            expected=f"1 to {engine.n_ctx - len(prompt)} (context {engine.n_ctx}, "
+            f"prompt {len(prompt)} tokens)",
         )
     if found["samp"] is not None:
         sampler = _sampler(found["samp"])
@@ -96,8 +96,8 @@ def _prompt(path: Path, n_ctx: int) -> list[int]:
         data = file.read(4 * (n_ctx + 1))
     if not data or len(data) % 4:
         raise InputError(
-            f"{path}: no list of tokens",
-            expected="int32 numbers, at least one",
+            f"{path}: not a list of token ids",
+            expected="at least one int32",
             found=f"{len(data)} bytes",
         )
     return [token for (token,) in struct.iter_unpack("<i", data)]

@@ -32,15 +32,15 @@ from g4spec.runtime.engine_stats import EngineStats
 from g4spec.runtime.request import Options, Request, Stats
 from g4spec.runtime.tokenizer import Tokenizer
 from g4spec.server.channel import Channel
-from g4spec.server.engine_process import Facts
+from g4spec.server.engine_process import EngineInfo
 from g4spec.server.grammar import Vocabulary
 
 log = logging.getLogger("g4spec.server")
 
-MOST_FAILURES = 5
+MAX_FAILURES = 5
 """Failures in a row, no text finished between them, after which no process is started any more."""
 
-MOST_TRIES = 3
+MAX_TRIES = 3
 """Processes that a text which never began is given to."""
 
 _PROGRAM = """import json, sys
@@ -49,9 +49,9 @@ from g4spec.server.engine_process import main
 main()
 """
 
-AnyEngine: TypeAlias = "Engine | EngineClient"
+EngineLike: TypeAlias = "Engine | EngineClient"
 
-NOTHING = EngineStats(0, 0, 1, 1, (), 0.0)
+NO_STATS = EngineStats(0, 0, 1, 1, (), 0.0)
 
 
 class EngineLost(RuntimeError):
@@ -121,7 +121,7 @@ class EngineClient:
     Raises what `Engine.load` would, and EnvironmentProblem if the process ends while it loads.
 
     Attributes:
-        title, on_cpu: see `Facts`.
+        title, on_cpu: see `EngineInfo`.
         failed: why no process is started any more.
     """
 
@@ -139,12 +139,12 @@ class EngineClient:
         self._make, self._arguments = make, {"target": target, "draft": draft, **options}
         self._lock = threading.Lock()
         self._texts: dict[int, _Text] = {}
-        self._numbers = itertools.count()
+        self._ids = itertools.count()
         self._channel: Channel | None = None  # of a process that is ready
-        self._first: list[Any] = []  # what came of loading: Facts or an error
+        self._load_result: list[Any] = []  # what came of loading: EngineInfo or an error
         self._loaded, self._closing = threading.Event(), threading.Event()
-        self._finished, self._hung = False, ""
-        self._stats, self._arrived = NOTHING, time.monotonic()
+        self._text_finished, self._hang_reason = False, ""
+        self._stats, self._last_activity = NO_STATS, time.monotonic()
         self.failed: Exception | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._supervise, name="g4spec engine", daemon=True)
@@ -152,12 +152,12 @@ class EngineClient:
         try:
             self.tokenizer = read_tokenizer(target)
             self._loaded.wait()
-            if isinstance(self._first[0], BaseException):
-                raise self._first[0]
+            if isinstance(self._load_result[0], BaseException):
+                raise self._load_result[0]
         except BaseException:
             self.close()
             raise
-        facts: Facts = self._first[0]
+        facts: EngineInfo = self._load_result[0]
         self.config, self.n_ctx, self.n_slots = facts.config, facts.n_ctx, facts.n_slots
         self.draft_name, self.notes = facts.draft_name, facts.notes
         self.title, self.on_cpu = facts.title, facts.on_cpu
@@ -180,14 +180,16 @@ class EngineClient:
                 raise UsageError("the engine is closed")
             if self.failed is not None:
                 raise EnvironmentProblem(
-                    "the engine has stopped", found=self.failed, fix="start it again"
+                    "the engine has stopped",
+                    found=self.failed,
+                    fix="restart the server, or unload and load the model",
                 )
-            number = next(self._numbers)
+            number = next(self._ids)
             if not self._texts:
-                self._arrived = time.monotonic()
+                self._last_activity = time.monotonic()
             self._texts[number] = _Text(request, data.getvalue())
             if self._channel is not None:
-                self._give(number)
+                self._send_text(number)
         return request
 
     generate = submit
@@ -204,7 +206,7 @@ class EngineClient:
             del self._texts[number]
         request.finish("cancelled")
 
-    def _give(self, number: int) -> None:
+    def _send_text(self, number: int) -> None:
         """Send a text to the process that runs; with the lock."""
         text = self._texts[number]
         text.tries += 1
@@ -237,7 +239,7 @@ class EngineClient:
         """See `Engine.is_healthy`; not while there is no process."""
         if self.failed is not None or self._channel is None:
             return False
-        since = max(self._stats.last_step, self._arrived)
+        since = max(self._stats.last_step, self._last_activity)
         return not self._texts or time.monotonic() - since <= limit
 
     def close(self) -> None:
@@ -265,49 +267,51 @@ class EngineClient:
         """Keep a process running, and end all requests when there will be no other one. In one
         thread, because the kernel ends the process with the thread that started it."""
         try:
-            self._run_all()
+            self._restart_loop()
         finally:
             with self._lock:
                 if self.failed is None and not self._closing.is_set():
-                    self.failed = EnvironmentProblem("no process of the engine runs any more")
+                    self.failed = EnvironmentProblem("the engine's process does not run any more")
             if not self._loaded.is_set():  # a mistake of ours, whose traceback follows
-                self._told(EnvironmentProblem("no process of the engine could be started"))
-            self._end_all("closed")
+                self._set_load_result(
+                    EnvironmentProblem("the engine's process could not be started")
+                )
+            self._finish_all("closed")
 
-    def _run_all(self) -> None:
+    def _restart_loop(self) -> None:
         """Start a process, and another one whenever it ends."""
         failures = 0
         while not self._closing.is_set():
-            self._finished, self._hung = False, ""
-            reason = self._run_one()
-            failures = 1 if self._finished else failures + 1
+            self._text_finished, self._hang_reason = False, ""
+            reason = self._run_process()
+            failures = 1 if self._text_finished else failures + 1
             if not self._loaded.is_set():
-                self._told(
+                self._set_load_result(
                     EnvironmentProblem("the engine's process ended while it loaded", found=reason)
                 )
-            if self._closing.is_set() or isinstance(self._first[0], BaseException):
+            if self._closing.is_set() or isinstance(self._load_result[0], BaseException):
                 break
-            last = failures >= MOST_FAILURES
-            self._lost(reason, last)
+            last = failures >= MAX_FAILURES
+            self._on_process_end(reason, last)
             if last or self._closing.wait(min(2 ** (failures - 2), 30) if failures > 1 else 0):
                 break
 
     def _watch(self) -> None:
-        """Kill a process that makes no step; `_run_one` sees it end."""
+        """Kill a process that makes no step; `_run_process` sees it end."""
         while not self._closing.wait(min(self.hang_limit / 4, 5) or 5):
             with self._lock:
                 if not self.hang_limit or self._channel is None or self.is_healthy(self.hang_limit):
                     continue
-                self._hung = f"no step has ended for {self.hang_limit:g} seconds"
+                self._hang_reason = f"no step has ended for {self.hang_limit:g} seconds"
                 assert self._process is not None
                 self._process.kill()
 
-    def _told(self, what: Facts | BaseException) -> None:
+    def _set_load_result(self, what: EngineInfo | BaseException) -> None:
         """Tell `__init__` what came of loading, the first time."""
-        self._first.append(what)
+        self._load_result.append(what)
         self._loaded.set()
 
-    def _run_one(self) -> str:
+    def _run_process(self) -> str:
         """Run one process to its end; returns why it ended."""
         ours, theirs = socket.socketpair()
         with ours, theirs:
@@ -333,14 +337,14 @@ class EngineClient:
         channel.send("load", self._make, self._arguments)
         reason = None
         try:
-            for name, *more in channel.received():
+            for name, *more in channel.messages():
                 if name in ("lost", "refused"):
                     reason = str(more[0])
                 if name == "refused" and not self._loaded.is_set():
-                    self._told(more[0])
+                    self._set_load_result(more[0])
                 if name == "lost":
                     break
-                self._heard(channel, name, more)
+                self._on_message(channel, name, more)
         finally:
             with self._lock:
                 self._channel = None
@@ -348,9 +352,9 @@ class EngineClient:
             process.kill()
             code = process.wait()
         died = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return reason or self._hung or died
+        return reason or self._hang_reason or died
 
-    def _heard(self, channel: Channel, name: str, more: list[Any]) -> None:
+    def _on_message(self, channel: Channel, name: str, more: list[Any]) -> None:
         """Do what a message says; see `channel`."""
         if name == "figures":
             self._stats = more[0]
@@ -360,22 +364,22 @@ class EngineClient:
         elif name == "ready":
             self._ready(channel, more[0])
         elif name in ("begun", "cycle", "done"):
-            self._news(name, *more)
+            self._on_text_message(name, *more)
 
-    def _ready(self, channel: Channel, facts: Facts) -> None:
+    def _ready(self, channel: Channel, facts: EngineInfo) -> None:
         with self._lock:
             self._channel = channel
-            self._arrived = time.monotonic()
+            self._last_activity = time.monotonic()
             for number in list(self._texts):
-                self._give(number)
+                self._send_text(number)
         if self._loaded.is_set():
             log.info("the engine runs again", extra={"facts": {"process": self.process}})
         else:
-            self._told(facts)
+            self._set_load_result(facts)
         if self._closing.is_set():
             channel.send("close")
 
-    def _news(self, name: str, number: int, *more: Any) -> None:
+    def _on_text_message(self, name: str, number: int, *more: Any) -> None:
         with self._lock:
             text = self._texts.get(number)
             if text is None:
@@ -387,33 +391,33 @@ class EngineClient:
         elif name == "cycle":
             text.request.add(*more)
         else:
-            self._finished = True
+            self._text_finished = True
             text.request.end(*more)
 
-    def _lost(self, reason: str, last: bool) -> None:
+    def _on_process_end(self, reason: str, last: bool) -> None:
         """Tell the texts that were being written; all, and that there is no other process, if it
         was the last."""
         log.error(
             "the engine's process ended",
             extra={"facts": {"why": reason, "texts": len(self._texts), "again": not last}},
         )
-        self._stats = NOTHING
+        self._stats = NO_STATS
         with self._lock:
             if last:
                 self.failed = EnvironmentProblem(
-                    f"the engine failed {MOST_FAILURES} times in a row", found=reason
+                    f"the engine failed {MAX_FAILURES} times in a row", found=reason
                 )
             gone = {
                 n: t
                 for n, t in self._texts.items()
-                if last or t.begun or t.tries >= MOST_TRIES or t.request.cancelled
+                if last or t.begun or t.tries >= MAX_TRIES or t.request.cancelled
             }
             for number in gone:
                 del self._texts[number]
         for text in gone.values():
-            text.request.finish("interrupted", EngineLost(f"the engine has failed: {reason}"))
+            text.request.finish("interrupted", EngineLost(f"the engine failed: {reason}"))
 
-    def _end_all(self, reason: str) -> None:
+    def _finish_all(self, reason: str) -> None:
         with self._lock:
             texts = list(self._texts.values())
             self._texts.clear()

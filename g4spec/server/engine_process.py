@@ -25,12 +25,12 @@ from g4spec.runtime.request import Options, Progress, Request, Stats
 from g4spec.server.channel import Channel, Message
 from g4spec.server.grammar import Vocabulary
 
-FAILED = 70
+EXIT_ENGINE_FAILED = 70
 """Exit code of a process whose engine has failed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class EngineInfo:
     """What is known of an engine once it is loaded; see the fields of `Engine`.
 
     Attributes:
@@ -46,9 +46,9 @@ class Facts:
     on_cpu: bool
 
 
-def facts(engine: Engine) -> Facts:
+def engine_info(engine: Engine) -> EngineInfo:
     """Describe an engine."""
-    return Facts(
+    return EngineInfo(
         engine.config,
         engine.n_ctx,
         engine.n_slots,
@@ -59,7 +59,7 @@ def facts(engine: Engine) -> Facts:
     )
 
 
-def copied(stats: Stats) -> Stats:
+def copy_stats(stats: Stats) -> Stats:
     """Copy counts that go on."""
     return replace(
         stats,
@@ -68,7 +68,7 @@ def copied(stats: Stats) -> Stats:
     )
 
 
-def told(error: BaseException | None) -> str:
+def describe_error(error: BaseException | None) -> str:
     """Describe an error in words."""
     return f"{type(error).__name__}: {error}" if error is not None else "interrupted"
 
@@ -84,7 +84,7 @@ class _Unpickler(pickle.Unpickler):
         return self._shared[name]
 
 
-class Relay:
+class RequestRelay:
     """Sends what comes of one request."""
 
     def __init__(self, number: int, request: Request, progress: bool, worker: Worker) -> None:
@@ -102,15 +102,22 @@ class Relay:
                 self._begun = True
                 channel.send_now("begun", self._number)  # the next step may be the last
             if self._progress or not isinstance(cycle, Progress):
-                send("cycle", self._number, cycle, copied(request.stats), *self._more())
+                send("cycle", self._number, cycle, copy_stats(request.stats), *self._new_text())
         if request.done:
             error = request.error
             if error is not None and not isinstance(error, G4Error):
-                error = RuntimeError(told(error))  # others need not survive the way
-            send("done", self._number, copied(request.stats), request.notes, error, *self._more())
+                error = RuntimeError(describe_error(error))  # others need not survive the way
+            send(
+                "done",
+                self._number,
+                copy_stats(request.stats),
+                request.notes,
+                error,
+                *self._new_text(),
+            )
             self._worker.requests.pop(self._number, None)
 
-    def _more(self) -> tuple[int, str]:
+    def _new_text(self) -> tuple[int, str]:
         """Return the text that is new, and what it follows: a stop text cuts what was there."""
         text = self._request.text
         kept = min(self._sent, len(text))
@@ -128,7 +135,7 @@ class Worker:
 
     def run(self) -> int:
         """Load an engine, then take requests; returns the exit code."""
-        messages = self.channel.received()
+        messages = self.channel.messages()
         name, make, arguments = next(messages)
         assert name == "load", name
         try:
@@ -138,15 +145,15 @@ class Worker:
             known = (
                 error
                 if isinstance(error, G4Error)
-                else EnvironmentProblem("the engine cannot be loaded", found=told(error))
+                else EnvironmentProblem("the engine cannot be loaded", found=describe_error(error))
             )
             self.channel.send("refused", known)
             self.channel.finish()
             return known.exit_code
         vocabulary = Vocabulary(engine.tokenizer, engine.config.n_vocab)
         self._shared |= {"tokenizer": engine.tokenizer, "vocabulary": vocabulary}
-        self.channel.beat = Beat(engine)
-        self.channel.send("ready", facts(engine))
+        self.channel.periodic = FigureUpdates(engine)
+        self.channel.send("ready", engine_info(engine))
         engine.start()
         for name, *more in messages:
             if name == "close":
@@ -161,26 +168,26 @@ class Worker:
 
     def _submit(self, engine: Engine, number: int, prompt: Any, options: bytes) -> None:
         try:
-            asked: Options = _Unpickler(options, self._shared).load()
+            requested: Options = _Unpickler(options, self._shared).load()
             with engine.step_lock():
                 # The first word of its progress says that it has begun.
-                request = engine.submit(list(prompt), replace(asked, progress=True))
+                request = engine.submit(list(prompt), replace(requested, progress=True))
                 self.requests[number] = request
-                request.listen(Relay(number, request, asked.progress, self))
+                request.listen(RequestRelay(number, request, requested.progress, self))
         except G4Error as error:
             if engine.failed is None:  # else it waits for the next process
                 self.channel.send("done", number, Stats(len(prompt)), [], error, 0, "")
 
     def fail(self, error: Exception | None) -> None:
         """End this process: a step has failed, and nobody knows what the device still does."""
-        text = told(error)
-        sys.stderr.writelines([f"the engine has failed: {text}\n"])
+        text = describe_error(error)
+        sys.stderr.writelines([f"the engine failed: {text}\n"])
         self.channel.send("lost", text)
         self.channel.finish()
-        os._exit(FAILED)
+        os._exit(EXIT_ENGINE_FAILED)
 
 
-class Beat:
+class FigureUpdates:
     """Makes "figures" when they have changed, at most ten times a second."""
 
     def __init__(self, engine: Engine) -> None:
@@ -190,7 +197,7 @@ class Beat:
     def __call__(self) -> Message | None:
         """Return the message, or None."""
         if self._engine.failed is not None:
-            return "lost", told(self._engine.failed)
+            return "lost", describe_error(self._engine.failed)
         now = time.monotonic()
         figures = self._engine.stats()
         if figures == self._last or (now < self._due and not figures.idle):

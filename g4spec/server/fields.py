@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import from_json
 
 from g4spec.core import MAX_DRAFT
-from g4spec.server.refusals import Refused
+from g4spec.server.request_errors import RequestError
 
 Text = Annotated[str, Field(max_length=1 << 26)]
 Json = dict[str, Any]
@@ -49,11 +49,13 @@ def variant(models: Mapping[str, type[Body]], value: Any, where: str, default: s
         models: by type. where: name of the part. default: its type where it names none.
     """
     if not isinstance(value, dict):
-        raise Refused(400, f"{where}: expected an object (found {value!r:.60})", param=where)
+        raise RequestError(
+            400, f"{where}: expected a JSON object, found {value!r:.60}", param=where
+        )
     kind = value.get("type") or default
     model = models.get(kind) if isinstance(kind, str) else None
     if model is None:
-        raise Refused(
+        raise RequestError(
             400,
             f"{where}.type: {kind!r:.60} is not supported here, only {', '.join(models)}",
             param=f"{where}.type",
@@ -62,7 +64,7 @@ def variant(models: Mapping[str, type[Body]], value: Any, where: str, default: s
 
 
 def read(model: type[Model], body: bytes) -> Model:
-    """Parse and validate a body; Refused, naming the field, for a wrong one."""
+    """Parse and validate a body; RequestError, naming the field, for a wrong one."""
     return check(model, parse(body))
 
 
@@ -71,9 +73,11 @@ def parse(body: bytes) -> Json:
     try:
         value = from_json(body, allow_inf_nan=False)
     except ValueError as error:
-        raise Refused(400, f"the body is no JSON: {error}", code="invalid_json") from None
+        raise RequestError(
+            400, f"the request body is not valid JSON: {error}", code="invalid_json"
+        ) from None
     if not isinstance(value, dict):
-        raise Refused(400, "the body is no JSON object", code="invalid_json")
+        raise RequestError(400, "the request body is not a JSON object", code="invalid_json")
     return value
 
 
@@ -86,9 +90,11 @@ def check(model: type[Model], value: Json, where: str = "") -> Model:
     for part in first["loc"]:
         where += f"[{part}]" if isinstance(part, int) else f"{'.' if where else ''}{part}"
     if first["type"] == "extra_forbidden":
-        raise Refused(400, f"unknown field {where}", param=where, code="unknown_field")
-    found = "" if first["type"] == "missing" else f" (found {first['input']!r:.60})"
-    raise Refused(400, f"{where}: {first['msg']}{found}", param=where or None)
+        raise RequestError(
+            400, f"unknown field {where}; remove it", param=where, code="unknown_field"
+        )
+    found = "" if first["type"] == "missing" else f", found {first['input']!r:.60}"
+    raise RequestError(400, f"{where}: {first['msg']}{found}", param=where or None)
 
 
 class Sampling(Body):

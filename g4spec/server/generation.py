@@ -1,4 +1,4 @@
-"""Turn an engine's cycles into the pieces of an answer."""
+"""Convert the engine's cycles to deltas of an answer: parsed events, stop texts, logprobs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Protocol
 from g4spec.core import Cycle
 from g4spec.runtime.request import Stats
 from g4spec.runtime.tokenizer import Tokenizer
-from g4spec.server.gemma import Call, Event, Text, joined
+from g4spec.server.output_parser import CallEvent, Event, TextEvent, merge_events
 
 
 class Reader(Protocol):
-    """Turns tokens into events: `g4spec.server.gemma.Parser`, or `Plain`."""
+    """Interface of output parsers: `g4spec.server.output_parser.Parser` or `PlainReader`."""
 
     @property
     def answering(self) -> bool: ...
@@ -29,8 +29,8 @@ class Reader(Protocol):
     def finish(self, *, whole: bool = True) -> list[Event]: ...
 
 
-class Plain:
-    """Reads a text without any structure."""
+class PlainReader:
+    """A parser of unstructured text."""
 
     answering, thinking, part = True, False, "text"
 
@@ -38,19 +38,19 @@ class Plain:
         self._stream = tokenizer.stream()
 
     def push(self, ids: Iterable[int]) -> list[Event]:
-        """Decode tokens; returns the text that became certain."""
+        """Decode tokens; return the completed text."""
         text = self._stream.push(ids)
-        return [Text(text)] if text else []
+        return [TextEvent(text)] if text else []
 
     def finish(self, *, whole: bool = True) -> list[Event]:
-        """Return what was held back."""
+        """Return the rest of the text."""
         text = self._stream.finish()
-        return [Text(text)] if text else []
+        return [TextEvent(text)] if text else []
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token of the answer with its log-probability, and the likeliest ones in its place."""
+    """A token with its log-probability and the most likely alternatives (id, log-probability)."""
 
     id: int
     logprob: float
@@ -59,14 +59,15 @@ class Token:
 
 @dataclass(slots=True)
 class Delta:
-    """News of an answer.
+    """The increment of an answer since the previous delta.
 
     Attributes:
-        events: in order. tokens: of the answer's text, where log-probabilities are asked for.
-        finish: why it ended, "stop", "length" or "tool_calls", in the last one.
-        stop: the stop text that ended it.
-        ids: tokens that were chosen since the piece before, of text or not.
-        progress: prompt tokens that have been read, where that is asked for (`Options.progress`).
+        events: parsed events, in order.
+        tokens: tokens of the answer's text, if log-probabilities are requested.
+        finish: finish reason, "stop", "length" or "tool_calls"; only in the last delta.
+        stop: the stop text that ended the answer.
+        ids: all tokens generated since the previous delta, including marks.
+        progress: prompt tokens read so far, if requested (`Options.progress`).
     """
 
     events: list[Event] = field(default_factory=list)
@@ -81,13 +82,15 @@ class Delta:
 
 
 class Assembler:
-    """Puts one answer together. Text that may be the beginning of a stop text is held back.
+    """Assembles one answer. Text that may be the beginning of a stop text is held back.
 
     Args:
-        reader: of the tokens. stops: texts that end the answer. special: ids that are no text.
+        reader: parser of the tokens.
+        stops: texts that end the answer.
+        special: ids of control tokens.
 
     Attributes:
-        thoughts: tokens that belonged to thoughts.
+        thoughts: number of reasoning tokens.
         parts: what each token of the newest cycle belongs to: "text", "thought", "call" or "mark".
     """
 
@@ -102,7 +105,7 @@ class Assembler:
         self.parts: list[str] = []
 
     def cycle(self, cycle: Cycle) -> Delta:
-        """Take in a cycle of the engine."""
+        """Add a cycle of the engine; return its delta."""
         self.parts = []
         for i, token in enumerate(cycle.tokens):
             self.parts.append("mark" if token in self._special else self._reader.part)
@@ -112,15 +115,15 @@ class Assembler:
             if cycle.logprobs:
                 told = Token(token, *cycle.logprobs[i])
             if not events and self._reader.answering and token not in self._special:
-                events = [Text("")]  # part of a character
+                events = [TextEvent("")]  # an incomplete UTF-8 character
             for event in events:
-                is_text = isinstance(event, Text)
+                is_text = isinstance(event, TextEvent)
                 self._held.append((event, told if is_text else None))
                 told = None if is_text else told
         return self._released(self._certain())
 
     def finish(self, stats: Stats) -> Delta:
-        """Return the last piece of a text that has ended in order."""
+        """Return the last delta of a text that ended normally."""
         reason = stats.stop_reason
         if self._stop is None:
             ended = reason.startswith("stop")
@@ -133,13 +136,13 @@ class Assembler:
         return delta
 
     def _length(self) -> int:
-        return sum(len(e.text) for e, _ in self._held if isinstance(e, Text))
+        return sum(len(e.text) for e, _ in self._held if isinstance(e, TextEvent))
 
     def _certain(self) -> int:
-        """Count the characters of the held text that can be given out; finds the stop text."""
+        """Return the number of held characters that can be released; look for stop texts."""
         if not self._stops:
             return self._length()
-        text = "".join(e.text for e, _ in self._held if isinstance(e, Text))
+        text = "".join(e.text for e, _ in self._held if isinstance(e, TextEvent))
         found = [(at, s) for s in self._stops if (at := text.find(s)) >= 0]
         if found:
             cut, self._stop = min(found)
@@ -147,32 +150,34 @@ class Assembler:
         return len(text) - max(_overlap(text, s) for s in self._stops)
 
     def _taken(self, length: int) -> list[tuple[Event, Token | None]]:
-        """Take the first `length` characters of text from what is held, and all before the next."""
+        """Remove and return the first `length` held characters, with the events before the next."""
         taken, left = [], length
         while self._held:
             event, token = self._held[0]
-            size = len(event.text) if isinstance(event, Text) else 0
+            size = len(event.text) if isinstance(event, TextEvent) else 0
             if size > left:
                 break
             taken.append(self._held.pop(0))
             left -= size
         if left and self._held:
             event, token = self._held[0]
-            assert isinstance(event, Text)
-            taken.append((Text(event.text[:left]), token))
-            self._held[0] = (Text(event.text[left:]), None)
+            assert isinstance(event, TextEvent)
+            taken.append((TextEvent(event.text[:left]), token))
+            self._held[0] = (TextEvent(event.text[left:]), None)
         return taken
 
     def _released(self, length: int) -> Delta:
         taken = self._taken(length)
         if self._stop is not None:
             self._held.clear()
-        events = [event for event, _ in taken if not (isinstance(event, Text) and not event.text)]
-        self._called |= any(isinstance(event, Call) for event in events)
-        return Delta(joined(events), [token for _, token in taken if token is not None])
+        events = [
+            event for event, _ in taken if not (isinstance(event, TextEvent) and not event.text)
+        ]
+        self._called |= any(isinstance(event, CallEvent) for event in events)
+        return Delta(merge_events(events), [token for _, token in taken if token is not None])
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Count the characters at the end of `text` that may be the beginning of `stop`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     most = min(len(text), len(stop) - 1)
     return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)

@@ -25,15 +25,15 @@ from g4spec.ops import logits
 from g4spec.runtime.tokenizer import Tokenizer
 from g4spec.server import call_grammar
 from g4spec.server.call_grammar import Function
-from g4spec.server.gemma import Marks
+from g4spec.server.output_parser import Marks
 
 COMPACT = {"whitespace_flexible": False}
 """JSON without white space: so no answer ends in it up to the limit."""
 
-KEPT = 64
+CACHED_GRAMMARS = 64
 """Compiled grammars that are kept: agents send the same tools with every request."""
 
-_MARK = re.compile(r"<[^\s<>]+>")
+_MARK_PATTERN = re.compile(r"<[^\s<>]+>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,29 +63,32 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer, n_vocab: int) -> None:
         self.stop_ids, self.n_vocab = tokenizer.stop_ids, n_vocab
         self._tokens = llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(_Words(tokenizer)), eos_token=sorted(tokenizer.stop_ids)
+            llguidance.TokenizerWrapper(_TokenizerAdapter(tokenizer)),
+            eos_token=sorted(tokenizer.stop_ids),
         )
-        self._kept: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._cache: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
     def compile(self, text: str) -> llguidance.LLMatcher:
         """Return a matcher at the beginning of a grammar; InputError if the grammar is wrong."""
         with self._lock:
-            if (kept := self._kept.get(text)) is not None:
-                self._kept.move_to_end(text)
+            if (kept := self._cache.get(text)) is not None:
+                self._cache.move_to_end(text)
                 return kept.deep_copy()
         failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(text, self._tokens)
         if failed:
-            raise InputError("the grammar or schema cannot be used", found=_first(messages[0]))
+            raise InputError(
+                "the grammar or JSON schema cannot be used", found=_first_line(messages[0])
+            )
         matcher = llguidance.LLMatcher(self._tokens, text, log_level=0)
         if matcher.is_error():
             raise InputError(
-                "the grammar or schema cannot be used", found=_first(matcher.get_error())
+                "the grammar or JSON schema cannot be used", found=_first_line(matcher.get_error())
             )
         with self._lock:
-            self._kept[text] = matcher
-            while len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
+            self._cache[text] = matcher
+            while len(self._cache) > CACHED_GRAMMARS:
+                self._cache.popitem(last=False)
         return matcher.deep_copy()
 
     def mask(self, grammar: Grammar) -> Mask:
@@ -93,13 +96,13 @@ class Vocabulary:
         return Mask(self, grammar)
 
 
-class _Words:
+class _TokenizerAdapter:
     """A tokenizer as llguidance's wrapper wants it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         pieces = [tokenizer.piece(i, special=True) for i in range(tokenizer.n_vocab)]
-        looks = [i for i in tokenizer.special_ids if _MARK.fullmatch(pieces[i].decode())]
+        looks = [i for i in tokenizer.special_ids if _MARK_PATTERN.fullmatch(pieces[i].decode())]
         self.eos_token_id = min(tokenizer.stop_ids)
         self.bos_token_id = tokenizer.bos
         self.tokens = pieces
@@ -110,7 +113,7 @@ class _Words:
 
 
 @dataclass(slots=True)
-class _Part:
+class _Span:
     """A part of the text that the grammar holds for: tokens start .. end - 1.
 
     Attributes:
@@ -128,12 +131,12 @@ class Mask:
 
     def __init__(self, vocabulary: Vocabulary, grammar: Grammar) -> None:
         self._vocabulary, self._grammar = vocabulary, grammar
-        self._first = vocabulary.compile(grammar.text)
+        self._start_matcher = vocabulary.compile(grammar.text)
         self._ids: list[int] = []
-        self._parts: list[_Part] = []
+        self._spans: list[_Span] = []
         self._stopped: int | None = None  # index of the token that ended the text
         if grammar.trigger is None:
-            self._parts.append(_Part(0, self._first.deep_copy()))
+            self._spans.append(_Span(0, self._start_matcher.deep_copy()))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle it as of before the first token: another process compiles the grammar again."""
@@ -141,56 +144,56 @@ class Mask:
 
     def __call__(self, tokens: Sequence[int]) -> torch.Tensor | None:
         """Return bool [V] of the tokens that may follow `tokens`, or None where all may."""
-        self._back(_shared(self._ids, tokens))
+        self._roll_back(_common_prefix(self._ids, tokens))
         for token in tokens[len(self._ids) :]:
-            self._take(token)
+            self._consume(token)
         if self._stopped is not None:
             return None  # behind the end, where a step still has rows
-        part = self._parts[-1] if self._parts else None
-        if part is not None and part.end is None:
-            return self._allowed(part.matcher)
-        if part is not None and self._grammar.once:
-            return self._only(self._vocabulary.stop_ids)
+        span = self._spans[-1] if self._spans else None
+        if span is not None and span.end is None:
+            return self._allowed(span.matcher)
+        if span is not None and self._grammar.once:
+            return self._allow_only(self._vocabulary.stop_ids)
         return None
 
-    def _back(self, length: int) -> None:
+    def _roll_back(self, length: int) -> None:
         """Forget all but the first `length` tokens."""
         if self._stopped is not None and self._stopped >= length:
             self._stopped = None
-        while self._parts and self._grammar.trigger is not None and self._parts[-1].start > length:
-            self._parts.pop()
-        if self._parts:
-            part = self._parts[-1]
-            if part.end is not None and part.end > length:
-                part.end = None
-            back = max(0, part.start + part.read - length)
-            if back and not part.matcher.rollback(back):
-                raise self._broken(part.matcher)
-            part.read -= back
+        while self._spans and self._grammar.trigger is not None and self._spans[-1].start > length:
+            self._spans.pop()
+        if self._spans:
+            span = self._spans[-1]
+            if span.end is not None and span.end > length:
+                span.end = None
+            back = max(0, span.start + span.read - length)
+            if back and not span.matcher.rollback(back):
+                raise self._matcher_error(span.matcher)
+            span.read -= back
         del self._ids[length:]
 
-    def _take(self, token: int) -> None:
+    def _consume(self, token: int) -> None:
         grammar = self._grammar
-        part = self._parts[-1] if self._parts else None
+        span = self._spans[-1] if self._spans else None
         at = len(self._ids)
         self._ids.append(token)
         if self._stopped is not None:
             return
         if token in self._vocabulary.stop_ids:
             self._stopped = at
-        elif part is not None and part.end is None:
-            if not part.matcher.consume_token(token):
-                raise self._broken(part.matcher)
-            part.read += 1
+        elif span is not None and span.end is None:
+            if not span.matcher.consume_token(token):
+                raise self._matcher_error(span.matcher)
+            span.read += 1
             if grammar.trigger is not None and token == grammar.closer:
-                part.end = at + 1
+                span.end = at + 1
         elif token == grammar.trigger:
-            self._parts.append(_Part(at + 1, self._first.deep_copy()))
+            self._spans.append(_Span(at + 1, self._start_matcher.deep_copy()))
 
     def _allowed(self, matcher: llguidance.LLMatcher) -> torch.Tensor:
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         if matcher.is_error():
-            raise self._broken(matcher)
+            raise self._matcher_error(matcher)
         n = self._vocabulary.n_vocab
         allowed = np.zeros(n, np.bool_)
         known = np.unpackbits(bits, bitorder="little")[:n]
@@ -200,18 +203,18 @@ class Mask:
             allowed[stops] = False
             if not allowed.any():
                 raise InputError(
-                    "no text matches the grammar or schema from here on",
-                    found=f"{len(self._ids)} tokens",
+                    "no continuation of the text matches the grammar or JSON schema",
+                    found=f"a dead end after {len(self._ids)} tokens",
                 )
         return torch.from_numpy(allowed)
 
-    def _only(self, ids: Iterable[int]) -> torch.Tensor:
+    def _allow_only(self, ids: Iterable[int]) -> torch.Tensor:
         allowed = torch.zeros(self._vocabulary.n_vocab, dtype=torch.bool)
         allowed[list(ids)] = True
         return allowed
 
-    def _broken(self, matcher: llguidance.LLMatcher) -> InputError:
-        return InputError("the grammar's parser gave up", found=_first(matcher.get_error()))
+    def _matcher_error(self, matcher: llguidance.LLMatcher) -> InputError:
+        return InputError("the grammar parser failed", found=_first_line(matcher.get_error()))
 
 
 class ThinkingBudget:
@@ -243,7 +246,7 @@ class ThinkingBudget:
 
     def __call__(self, tokens: Sequence[int]) -> torch.Tensor | None:
         """Return bool [V] of the tokens that may follow `tokens`, or None where all may."""
-        shared = _shared(self._ids, tokens)
+        shared = _common_prefix(self._ids, tokens)
         del self._ids[shared:], self._states[shared + 1 :]
         for token in tokens[shared:]:
             inside, spent = self._states[-1]
@@ -266,7 +269,7 @@ class ThinkingBudget:
         return allowed
 
 
-def _shared(a: Sequence[int], b: Sequence[int]) -> int:
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """Count the tokens that both begin with. They differ near the end, if at all."""
     n = min(len(a), len(b))
     if a[:n] == b[:n]:
@@ -276,7 +279,7 @@ def _shared(a: Sequence[int], b: Sequence[int]) -> int:
     return next(i for i in range(start, n) if a[i] != b[i])
 
 
-def _first(message: str) -> str:
+def _first_line(message: str) -> str:
     return message.strip().splitlines()[0][:300] if message.strip() else "no reason given"
 
 
@@ -295,7 +298,7 @@ def json_answer(schema: Mapping[str, Any] | bool, *, strict: bool) -> str:
     return "answer: %json " + json.dumps({**schema, "x-guidance": options})
 
 
-def written(grammar: str) -> str:
+def to_lark(grammar: str) -> str:
     """Convert a user's grammar to Lark: GBNF, or Lark that begins with `%llguidance`."""
     if grammar.lstrip().startswith("%llguidance"):
         return grammar
@@ -303,12 +306,14 @@ def written(grammar: str) -> str:
         return gbnf_to_lark.gbnf_to_lark(grammar)
     except Exception as error:
         if type(error) in (Exception, gbnf_to_lark.GbnfToLarkError, ValueError, RecursionError):
-            fix = "begin it with `%llguidance {}` if it is Lark"
-            raise InputError("the grammar is no GBNF", found=_first(str(error)), fix=fix) from None
+            fix = "correct it, or begin it with `%llguidance {}` if it is Lark"
+            raise InputError(
+                "the grammar is not valid GBNF", found=_first_line(str(error)), fix=fix
+            ) from None
         raise
 
 
-def whole(
+def whole_text(
     marks: Marks | None,
     *,
     answer: str | None = None,
@@ -333,7 +338,7 @@ def whole(
         options.append("@user")
     if calls:
         assert marks is not None
-        rules.append(call_grammar.calls(calls, marks.call_end, marks.delimiter))
+        rules.append(call_grammar.call_rules(calls, marks.call_end, marks.delimiter))
         limit = "" if most is None else str(most)
         options.append(f"(<[{marks.call}]> call){{{max(least, 1)},{limit}}}")
     before = ""
@@ -349,11 +354,11 @@ def whole(
     return Grammar(json.dumps({"grammars": parts}))
 
 
-def in_calls(marks: Marks, functions: Sequence[Function], *, parallel: bool) -> Grammar:
+def inside_calls(marks: Marks, functions: Sequence[Function], *, parallel: bool) -> Grammar:
     """Make the grammar of calls alone, in a text that is free otherwise.
 
     Args:
         parallel: several calls may follow each other; else the text ends behind the first.
     """
-    rules = call_grammar.calls(functions, marks.call_end, marks.delimiter)
+    rules = call_grammar.call_rules(functions, marks.call_end, marks.delimiter)
     return Grammar(f"start: call\n{rules}", marks.call, marks.call_end, once=not parallel)

@@ -1,7 +1,7 @@
-"""What happens to texts while it happens: the events of /v1/live.
+"""The live view: events of /v1/live about all texts while they are generated.
 
-Numbers are told to whoever may use the server, the words of a text only to who knows the word that
-its request carries (`live`).
+Every client of the server sees the figures. The words of a text are sent only to clients that know
+the secret of its request (field `live`).
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from g4spec.core import Cycle
 from g4spec.runtime.draft_decision import REASONS, DraftDecision
 from g4spec.runtime.request import Request, Stats
 from g4spec.runtime.tokenizer import Tokenizer
-from g4spec.server.engine_client import AnyEngine
+from g4spec.server.engine_client import EngineLike
 
-News = tuple[str, dict[str, Any]]
+LiveEvent = tuple[str, dict[str, Any]]
 """Name and data of an event."""
 
-MOST_WATCHERS = 32
-"""Streams of /v1/live at once."""
+MAX_WATCHERS = 32
+"""Maximum number of concurrent streams of /v1/live."""
 
-BACKLOG = 4096
-"""Events that wait for a slow reader; what comes then is counted as lost."""
+MAX_QUEUED_EVENTS = 4096
+"""Maximum number of events queued for a slow reader; further ones are counted as lost."""
 
-PERIOD = 1.0
-"""Seconds between two events `load`."""
+LOAD_PERIOD = 1.0
+"""Seconds between two `load` events."""
 
 
-class Colours:
-    """Tells of each token of one text where it comes from.
+class TokenOrigins:
+    """Labels each token of one text with its origin.
 
-    A piece has `kind`: "accepted" (drafted and right), "corrected" (in place of a wrong drafted
-    one) or "own" (no draft stood there); and `part`: see `Assembler.parts`.
+    A piece has `kind`: "accepted" (drafted and accepted), "corrected" (replaces a rejected token)
+    or "own" (chosen by the target where nothing was drafted); and `part`, see `Assembler.parts`.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._stream = tokenizer, tokenizer.stream(special=True)
 
     def pieces(self, cycle: Cycle, parts: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the pieces of a cycle. Bytes that form no character yet come with a later one."""
+        """Return the pieces of a cycle; incomplete UTF-8 characters come with a later piece."""
         out = []
         for i, (token, part) in enumerate(zip(cycle.tokens, parts, strict=True)):
             kind = "accepted"
@@ -59,29 +59,33 @@ class Colours:
         return out
 
     def rejected(self, cycle: Cycle) -> list[str]:
-        """Return the drafted tokens that did not hold."""
+        """Return the texts of the rejected drafted tokens."""
         return [self._tokenizer.decode([i], special=True) for i in cycle.drafted[cycle.accepted :]]
 
 
 @dataclass(slots=True)
-class Followed:
-    """One text as it is told of.
+class LiveText:
+    """The state of one text in the live view.
 
     Attributes:
-        number: its name in the events. word: what shows its words, or None.
-        cycles, plain_seconds: steps so far, and what plain decoding would have taken for each; None
-            where that was not known for all of them.
+        number: number of the text in the events.
+        live_key: secret that shows its words, or None.
+        request: request of the engine.
+        origins: labels of its tokens.
+        cycles: steps so far.
+        plain_seconds: sum of the seconds that plain decoding would take for these steps; None if
+            unknown for any of them.
     """
 
     number: int
-    word: str | None
+    live_key: str | None
     request: Request
-    colours: Colours
+    origins: TokenOrigins
     cycles: int = 0
     plain_seconds: float | None = 0.0
 
     def head(self) -> dict[str, Any]:
-        """Describe the text before it runs."""
+        """Return the data of the event `text`."""
         options = self.request.options
         return {
             "text": self.number,
@@ -91,7 +95,7 @@ class Followed:
         }
 
     def add(self, decision: DraftDecision) -> None:
-        """Count a step."""
+        """Add the figures of a step."""
         self.cycles += 1
         if decision.plain_seconds is None or self.plain_seconds is None:
             self.plain_seconds = None
@@ -99,7 +103,7 @@ class Followed:
             self.plain_seconds += decision.plain_seconds
 
     def speed(self) -> dict[str, Any]:
-        """Compare with plain decoding, which takes a step a token."""
+        """Return tokens per second, measured and with plain decoding (one token per step)."""
         plain, stats = self.plain_seconds, self.request.stats
         return {
             "tokens_per_second": stats.tokens_per_second,
@@ -108,30 +112,32 @@ class Followed:
 
 
 class Live:
-    """Tells watchers what happens. Belongs to the event loop of its service.
+    """Sends events to watchers. Used from the event loop of its service only.
 
     Args:
-        model: its name.
+        model: name of the model.
     """
 
-    def __init__(self, engine: AnyEngine, model: str) -> None:
+    def __init__(self, engine: EngineLike, model: str) -> None:
         self._engine, self._model = engine, model
         self._numbers = itertools.count(1)
-        self._texts: dict[int, Followed] = {}
+        self._texts: dict[int, LiveText] = {}
         self._watchers: list[Watcher] = []
         self._hits = self._queries = 0
 
-    def follow(self, request: Request, word: str | None) -> Followed:
-        """Make the state of a new text; from any thread."""
-        return Followed(next(self._numbers), word, request, Colours(self._engine.tokenizer))
+    def follow(self, request: Request, live_key: str | None) -> LiveText:
+        """Create the state of a new text; callable from any thread."""
+        return LiveText(
+            next(self._numbers), live_key, request, TokenOrigins(self._engine.tokenizer)
+        )
 
-    def began(self, text: Followed) -> None:
-        """Tell that a text was queued."""
+    def began(self, text: LiveText) -> None:
+        """Send the event `text`: a text was queued."""
         self._texts[text.number] = text
-        self._tell(text, "text", text.head())
+        self._broadcast(text, "text", text.head())
 
-    def cycle(self, text: Followed, cycle: Cycle, parts: Sequence[str]) -> None:
-        """Tell of a cycle, or of the token that the prompt gave.
+    def cycle(self, text: LiveText, cycle: Cycle, parts: Sequence[str]) -> None:
+        """Send the event `cycle`, or `first` for the token computed by prefill.
 
         Args:
             parts: see `Assembler.parts`.
@@ -144,21 +150,21 @@ class Live:
             text.add(decision)
         if not self._watchers:
             return
-        told = _read(stats) if decision is None else _told(decision, cycle)
-        told = {"text": text.number, **told, "tokens": len(cycle.tokens), **text.speed()}
-        words = {}
-        if text.word is not None:
-            words = {
-                "pieces": text.colours.pieces(cycle, parts),
-                "rejected": text.colours.rejected(cycle),
+        data = _prompt_data(stats) if decision is None else _cycle_data(decision, cycle)
+        data = {"text": text.number, **data, "tokens": len(cycle.tokens), **text.speed()}
+        private = {}
+        if text.live_key is not None:
+            private = {
+                "pieces": text.origins.pieces(cycle, parts),
+                "rejected": text.origins.rejected(cycle),
             }
-        self._tell(text, "first" if decision is None else "cycle", told, words)
+        self._broadcast(text, "first" if decision is None else "cycle", data, private)
 
-    def ended(self, text: Followed, finish: str) -> None:
-        """Tell that a text has ended; once."""
+    def ended(self, text: LiveText, finish: str) -> None:
+        """Send the event `end`, once per text."""
         if self._texts.pop(text.number, None) is not None:
             stats = text.request.stats
-            self._tell(
+            self._broadcast(
                 text,
                 "end",
                 {
@@ -177,35 +183,35 @@ class Live:
                 },
             )
 
-    def _tell(
-        self, text: Followed, name: str, told: dict[str, Any], words: dict[str, Any] | None = None
+    def _broadcast(
+        self, text: LiveText, name: str, data: dict[str, Any], private: dict[str, Any] | None = None
     ) -> None:
         for watcher in self._watchers:
-            known = text.word is not None and watcher.knows(text.word)
-            watcher.put((name, {**told, **(words or {}), "yours": True} if known else told))
+            known = text.live_key is not None and watcher.may_read(text.live_key)
+            watcher.put((name, {**data, **(private or {}), "yours": True} if known else data))
 
     # ---- watchers
 
-    def watch(self, word: str | None) -> Watcher | None:
-        """Let somebody watch, until the watcher is closed; None where too many do."""
-        if len(self._watchers) >= MOST_WATCHERS:
+    def watch(self, live_key: str | None) -> Watcher | None:
+        """Add and return a watcher, or None if there are too many. Close it after use."""
+        if len(self._watchers) >= MAX_WATCHERS:
             return None
-        watcher = Watcher(self, word)
+        watcher = Watcher(self, live_key)
         self._watchers.append(watcher)
         return watcher
 
     def leave(self, watcher: Watcher) -> None:
-        """Forget a watcher."""
+        """Remove a watcher."""
         if watcher in self._watchers:
             self._watchers.remove(watcher)
 
     @property
     def idle(self) -> bool:
-        """True if there is no text."""
+        """Return True if there is no text."""
         return not self._texts
 
-    def hello(self) -> News:
-        """Describe the server and the texts that it has."""
+    def hello(self) -> LiveEvent:
+        """Return the event `hello`: the server and its current texts."""
         engine = self._engine
         return "hello", {
             "model": self._model,
@@ -216,8 +222,8 @@ class Live:
             "texts": [text.head() for text in self._texts.values()],
         }
 
-    def load(self, lost: int) -> News:
-        """Count what is in work. Prompt tokens are those of the texts that have begun so far."""
+    def load(self, lost: int) -> LiveEvent:
+        """Return the event `load`. Prompt tokens are summed over all texts started so far."""
         figures = self._engine.stats()
         return "load", {
             "running": figures.running,
@@ -230,15 +236,15 @@ class Live:
         }
 
 
-def _read(stats: Stats) -> dict[str, Any]:
+def _prompt_data(stats: Stats) -> dict[str, Any]:
     names = ("prompt_tokens", "cached_tokens", "queue_seconds", "prefill_seconds")
     return {name: getattr(stats, name) for name in names}
 
 
-def _told(decision: DraftDecision, cycle: Cycle) -> dict[str, Any]:
-    told = asdict(decision)
+def _cycle_data(decision: DraftDecision, cycle: Cycle) -> dict[str, Any]:
+    data = asdict(decision)
     return {
-        **{k: told[k] for k in ("step", "length", "why", "expected", "texts", "plain_seconds")},
+        **{k: data[k] for k in ("step", "length", "why", "expected", "texts", "plain_seconds")},
         "rows": 1 + len(cycle.drafted),
         "step_rows": decision.rows,
         "planned_seconds": decision.seconds,
@@ -250,49 +256,49 @@ def _told(decision: DraftDecision, cycle: Cycle) -> dict[str, Any]:
 
 
 class Watcher:
-    """One stream of /v1/live.
+    """One client of /v1/live.
 
     Attributes:
-        id: for the log.
+        id: name in the log.
     """
 
     id = "live"
 
-    def __init__(self, live: Live, word: str | None) -> None:
-        self._live, self._word = live, (word or "").encode()
-        self._news: deque[News] = deque()
+    def __init__(self, live: Live, live_key: str | None) -> None:
+        self._live, self._live_key = live, (live_key or "").encode()
+        self._queue: deque[LiveEvent] = deque()
         self._arrived = asyncio.Event()
         self._lost = 0
 
-    def knows(self, word: str) -> bool:
+    def may_read(self, live_key: str) -> bool:
         """True if it may read a text with this word."""
-        return hmac.compare_digest(self._word, word.encode())
+        return hmac.compare_digest(self._live_key, live_key.encode())
 
-    def put(self, news: News) -> None:
-        """Queue an event."""
-        if len(self._news) < BACKLOG:
-            self._news.append(news)
+    def put(self, event: LiveEvent) -> None:
+        """Queue an event, or count it as lost if the queue is full."""
+        if len(self._queue) < MAX_QUEUED_EVENTS:
+            self._queue.append(event)
             self._arrived.set()
         else:
             self._lost += 1
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self._live.leave(self)
 
-    async def events(self, draining: Any) -> AsyncGenerator[News, None]:
-        """Yield what happens, and `load` in between.
+    async def events(self, draining: Any) -> AsyncGenerator[LiveEvent, None]:
+        """Yield events as they occur, and `load` every LOAD_PERIOD seconds.
 
         Args:
-            draining: tells, when called, that the stream is to end with the last text.
+            draining: returns True if the stream is to end after the last text.
         """
         yield self._live.hello()
         due = time.monotonic()
         while True:
-            while self._news:
-                yield self._news.popleft()
+            while self._queue:
+                yield self._queue.popleft()
             if time.monotonic() >= due:
-                due = time.monotonic() + PERIOD
+                due = time.monotonic() + LOAD_PERIOD
                 yield self._live.load(self._lost)
                 if draining() and self._live.idle:
                     return

@@ -14,15 +14,15 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from g4spec.server import chat, completions, fields, grammar, options, shapes
+from g4spec.server import chat, completions, fields, grammar, options, response_parts
 from g4spec.server.fields import Body, ChatRequest, Json, LlamaCpp, Sampling
-from g4spec.server.gemma import Text as Words
 from g4spec.server.generation import Token
-from g4spec.server.refusals import Refused
+from g4spec.server.output_parser import TextEvent
+from g4spec.server.request_errors import RequestError
 from g4spec.server.service import Generation, Job, Service, Text
-from g4spec.server.streams import Events, event
+from g4spec.server.sse import Events, event
 
-NEUTRAL: dict[str, tuple[float, ...]] = {
+DISABLED_VALUES: dict[str, tuple[float, ...]] = {
     "typical_p": (1,),
     "mirostat": (0,),
     "dynatemp_range": (0,),
@@ -37,7 +37,7 @@ NEUTRAL: dict[str, tuple[float, ...]] = {
 }
 """Fields with the values that ask for nothing."""
 
-IDLE = (
+IGNORED_FIELDS = (
     "mirostat_tau",
     "mirostat_eta",
     "dynatemp_exponent",
@@ -80,24 +80,26 @@ class CompletionBody(Sampling, LlamaCpp):
     logit_bias: dict[str, Any] | list[list[Any]] | None = None  # type: ignore[assignment]
 
 
-def without_neutral(value: Json) -> Json:
-    """Drop the fields that ask for nothing; Refused where one asks for something."""
+def drop_disabled_samplers(value: Json) -> Json:
+    """Drop the fields that ask for nothing; RequestError where one asks for something."""
     out = {}
     for key, found in value.items():
-        if key in NEUTRAL:
-            if found is not None and found not in NEUTRAL[key]:
-                wanted = " or ".join(map(str, NEUTRAL[key]))
-                raise Refused(400, f"{key}: only {wanted} (off) is possible here", param=key)
+        if key in DISABLED_VALUES:
+            if found is not None and found not in DISABLED_VALUES[key]:
+                wanted = " or ".join(map(str, DISABLED_VALUES[key]))
+                raise RequestError(
+                    400, f"{key}: only {wanted} (off) is supported; leave it out", param=key
+                )
         elif key == "speculative.n_max":
             out["draft_max"] = found
-        elif key not in IDLE:
+        elif key not in IGNORED_FIELDS:
             out[key] = found
     return out
 
 
 def read(model: type[CompletionBody], body: bytes) -> CompletionBody:
     """Parse and validate a body, as `fields.read` does, in which samplers may be turned off."""
-    return fields.check(model, without_neutral(fields.parse(body)))
+    return fields.check(model, drop_disabled_samplers(fields.parse(body)))
 
 
 class TokenizeBody(Body):
@@ -115,31 +117,37 @@ class DetokenizeBody(Body):
     tokens: list[int]
 
 
-async def job_of(service: Service, body: CompletionBody) -> Job:
+async def build_job(service: Service, body: CompletionBody) -> Job:
     """Build the job of a request."""
     service.check_model(body.model)
     penalty, last = body.repeat_penalty, body.repeat_last_n
     if penalty not in (None, 1) and last not in (0, -1):
-        raise Refused(
+        raise RequestError(
             400,
-            "repeat_penalty counts the whole context here: set repeat_last_n to -1",
+            "repeat_penalty always covers the whole context: set repeat_last_n to -1",
             param="repeat_last_n",
         )
     if body.grammar and body.json_schema is not None:
-        raise Refused(400, "grammar and json_schema exclude each other", param="grammar")
+        raise RequestError(
+            400, "grammar and json_schema exclude each other; set only one", param="grammar"
+        )
     wanted = None
     if body.json_schema is not None:
         answer = grammar.json_answer(body.json_schema, strict=True)
-        wanted = grammar.whole(None, answer=answer)
+        wanted = grammar.whole_text(None, answer=answer)
     elif body.grammar:
-        wanted = grammar.whole(None, user=grammar.written(body.grammar))
+        wanted = grammar.whole_text(None, user=grammar.to_lark(body.grammar))
     if wanted is not None and body.ignore_eos:
-        raise Refused(400, "ignore_eos and a grammar contradict each other", param="ignore_eos")
+        raise RequestError(
+            400, "ignore_eos cannot be combined with a grammar; leave it out", param="ignore_eos"
+        )
     first, *others = [await _prompt(service, each) for each in completions.prompts(body.prompt)]
-    options.check_texts(service, 1 + len(others), "prompt")
+    options.check_n_texts(service, 1 + len(others), "prompt")
     asked = body.n_predict if body.n_predict is not None else body.max_tokens
     if asked == 0:
-        raise Refused(400, "n_predict: 0 asks for nothing; -1 sets no limit", param="n_predict")
+        raise RequestError(
+            400, "n_predict: expected 1 or more, or -1 for no limit, found 0", param="n_predict"
+        )
     room = max(options.room(service, ids) for ids in (first, *others))
     bias, banned = _bias(service, body.logit_bias or {})
     if body.ignore_eos:  # here it means that no text ends by itself
@@ -181,11 +189,15 @@ def _bias(
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             number = float(value)
         if not (value is False or -100 <= number <= 100):
-            raise Refused(
-                400, "logit_bias: expected numbers from -100 to 100, or false", param="logit_bias"
+            raise RequestError(
+                400,
+                "logit_bias: expected a bias from -100 to 100 per token, or false to ban it",
+                param="logit_bias",
             )
         if bad := [i for i in ids if not 0 <= i < service.engine.config.n_vocab]:
-            raise Refused(400, f"logit_bias: {bad[0]} is no token id", param="logit_bias")
+            raise RequestError(
+                400, f"logit_bias: {bad[0]} is not a token id of this model", param="logit_bias"
+            )
         if value is False:
             banned += ids
         else:
@@ -200,8 +212,10 @@ async def _prompt(service: Service, prompt: str | TextPrompt | list[Any]) -> lis
     if isinstance(prompt, str) or all(isinstance(part, int) for part in prompt):
         return await completions.prompt_ids(service, prompt)
     if not all(isinstance(part, (int, str)) for part in prompt):
-        raise Refused(
-            400, "prompt: texts and tokens in turns, or a list of prompts", param="prompt"
+        raise RequestError(
+            400,
+            "prompt: expected a list of strings and token ids, or a list of prompts",
+            param="prompt",
         )
     ids: list[int] = []
     for part in prompt:
@@ -215,8 +229,11 @@ async def _prompt(service: Service, prompt: str | TextPrompt | list[Any]) -> lis
 def _probabilities(service: Service, tokens: list[Token]) -> list[dict[str, Any]]:
     out = []
     for t in tokens:
-        told = {"id": t.id, **shapes.token(service.tokenizer, t.id, t.logprob)}
-        top = [{"id": i, **shapes.token(service.tokenizer, i, value)} for i, value in t.top]
+        told = {"id": t.id, **response_parts.chat_logprob(service.tokenizer, t.id, t.logprob)}
+        top = [
+            {"id": i, **response_parts.chat_logprob(service.tokenizer, i, value)}
+            for i, value in t.top
+        ]
         out.append({**told, "top_logprobs": top})
     return out
 
@@ -230,7 +247,7 @@ def _settings(text: Text, stream: bool) -> dict[str, Any]:
         for i, value in sampler.logit_bias
     ]
     return {
-        **{name: values[0] for name, values in NEUTRAL.items()},
+        **{name: values[0] for name, values in DISABLED_VALUES.items()},
         "adaptive_decay": 0.0,
         "n_predict": given.n_predict,
         "max_tokens": given.n_predict,
@@ -285,11 +302,11 @@ def _last(generation: Generation, text: Text, stream: bool) -> dict[str, Any]:
         "stop_type": kinds.get(reason, "eos"),
         "stopping_word": text.stop or "",
         "has_new_line": "\n" in text.request.text,
-        "timings": shapes.timings(text),
+        "timings": response_parts.timings(text),
     }
 
 
-def _chosen(answer: dict[str, Any], names: list[str] | None) -> dict[str, Any]:
+def _selected(answer: dict[str, Any], names: list[str] | None) -> dict[str, Any]:
     """Return the fields of an answer that `response_fields` names, as `a/b` inside others."""
     if not names:
         return answer
@@ -297,42 +314,42 @@ def _chosen(answer: dict[str, Any], names: list[str] | None) -> dict[str, Any]:
     for name in names:
         found: Any = answer
         for part in name.split("/"):
-            found = found.get(part, _chosen) if isinstance(found, dict) else _chosen
-        if found is not _chosen:
+            found = found.get(part, _selected) if isinstance(found, dict) else _selected
+        if found is not _selected:
             out[name] = found
     return out
 
 
-async def answer(generation: Generation, body: CompletionBody) -> Any:
+async def full_response(generation: Generation, body: CompletionBody) -> Any:
     """Return the whole response body; a list of them for several prompts."""
     words = [""] * len(generation.texts)
     tokens: list[list[Token]] = [[] for _ in words]
     async with aclosing(generation.deltas()) as deltas:
         async for text, delta in deltas:
-            words[text.index] += "".join(p.text for p in delta.events if isinstance(p, Words))
+            words[text.index] += "".join(p.text for p in delta.events if isinstance(p, TextEvent))
             tokens[text.index] += delta.tokens
     out = []
     for text in generation.texts:
         ids = list(text.request.ids) if body.return_tokens else []
         piece = _piece(generation, text, words[text.index], tokens[text.index], ids)
         whole = {**piece, **_last(generation, text, stream=False)}
-        out.append(_chosen(whole, body.response_fields))
+        out.append(_selected(whole, body.response_fields))
     return out if completions.several(body.prompt) else out[0]
 
 
-async def chunks(generation: Generation, body: CompletionBody) -> Events:
+async def stream_response(generation: Generation, body: CompletionBody) -> Events:
     """Yield the response as events; without one for the end, as llama.cpp has it."""
     async with aclosing(generation.deltas()) as deltas:
         async for text, delta in deltas:
-            words = "".join(p.text for p in delta.events if isinstance(p, Words))
+            words = "".join(p.text for p in delta.events if isinstance(p, TextEvent))
             piece = _piece(generation, text, words, delta.tokens, delta.ids)
             if body.timings_per_token:
-                piece["timings"] = shapes.timings(text, delta.progress)
+                piece["timings"] = response_parts.timings(text, delta.progress)
             if delta.progress is not None:
-                piece["prompt_progress"] = shapes.progress(text, delta.progress)
+                piece["prompt_progress"] = response_parts.progress(text, delta.progress)
             if delta.finish:
                 piece |= _last(generation, text, stream=True)
-            yield event(_chosen(piece, body.response_fields))
+            yield event(_selected(piece, body.response_fields))
 
 
 # ---- texts and tokens
@@ -341,9 +358,9 @@ async def chunks(generation: Generation, body: CompletionBody) -> Events:
 def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
     """Answer /tokenize."""
     if not body.parse_special:
-        raise Refused(
+        raise RequestError(
             400,
-            "parse_special: marks in a text are always read as tokens here",
+            "parse_special: only true is supported; leave it out",
             param="parse_special",
         )
     ids = service.tokenizer.encode(body.content, bos=body.add_special)
@@ -366,7 +383,7 @@ def detokenize(service: Service, body: DetokenizeBody) -> dict[str, Any]:
 
 async def apply_template(service: Service, body: ChatRequest) -> dict[str, Any]:
     """Answer /apply-template."""
-    return {"prompt": (await chat.prompt_of(service, body)).text}
+    return {"prompt": (await chat.build_prompt(service, body)).text}
 
 
 # ---- the server
@@ -394,7 +411,7 @@ def props(service: Service) -> dict[str, Any]:
         "chat_template": tokenizer.template or "",
         "bos_token": tokenizer.piece(tokenizer.bos, special=True).decode(),
         "eos_token": tokenizer.piece(min(tokenizer.stop_ids), special=True).decode(),
-        "build_info": shapes.FINGERPRINT,
+        "build_info": response_parts.SYSTEM_FINGERPRINT,
         "is_sleeping": False,
         "speculative": engine.draft_name,
     }

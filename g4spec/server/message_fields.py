@@ -10,8 +10,8 @@ from pydantic import Field
 
 from g4spec.server import fields
 from g4spec.server.fields import Body, ChatRequest, Content, Json, Sampling
-from g4spec.server.options import MOST_STOPS
-from g4spec.server.refusals import Refused
+from g4spec.server.options import MAX_STOPS
+from g4spec.server.request_errors import RequestError
 
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 """A line that Claude Code puts before its system prompt. It holds a hash of the request, and would
@@ -166,7 +166,7 @@ class MessagesRequest(CountRequest, Sampling):
     """A body of /v1/messages; with the sampling fields of the other endpoints."""
 
     max_tokens: int = Field(ge=1)
-    stop_sequences: list[str] | None = Field(None, max_length=MOST_STOPS)
+    stop_sequences: list[str] | None = Field(None, max_length=MAX_STOPS)
     stop: None = None
     stream: bool | None = None
     metadata: Json | None = None
@@ -226,7 +226,11 @@ def _messages(messages: Sequence[MessageParam]) -> list[Json]:
             _add(out[-1], block)
     found = [m for m in out if m["content"] or m["role"] == "tool" or m.get("tool_calls")]
     if not found:
-        raise Refused(400, "messages: there is no content", param="messages")
+        raise RequestError(
+            400,
+            "messages: there is no content; send at least one non-empty message",
+            param="messages",
+        )
     return found
 
 
@@ -247,9 +251,9 @@ def _result(block: ToolResultBlock, before: Sequence[Json], where: str) -> Json:
     """Convert a result to a message of its own."""
     last = next((m for m in reversed(before) if m["role"] != "tool"), {})
     if all(call["id"] != block.tool_use_id for call in last.get("tool_calls", [])):
-        raise Refused(
+        raise RequestError(
             400,
-            f"{where}: there is no tool_use {block.tool_use_id!r} in the turn before",
+            f"{where}: there is no tool_use {block.tool_use_id!r} in the turn before it",
             param=where,
         )
     text = "\n".join(_texts(block.content or [], f"{where}.content"))
@@ -274,9 +278,9 @@ def _tool(tool: Any, where: str) -> Json:
 
 def _choice(choice: ToolChoice) -> Json:
     if (choice.name is not None) != (choice.type == "tool"):
-        raise Refused(
+        raise RequestError(
             400,
-            "tool_choice.name: needed with the type tool, and only there",
+            "tool_choice.name: required for the type tool, not allowed for other types",
             param="tool_choice.name",
         )
     out: Json = {"tool_choice": "required" if choice.type == "any" else choice.type}
@@ -291,9 +295,9 @@ def _thinking(thinking: Thinking) -> Json:
     if thinking.type == "disabled":
         return {"reasoning_effort": "none"}
     if thinking.budget_tokens is not None and thinking.type != "enabled":
-        raise Refused(
+        raise RequestError(
             400,
-            "thinking.budget_tokens: only with the type enabled",
+            "thinking.budget_tokens: only with the type enabled; change one of them",
             param="thinking.budget_tokens",
         )
     return {"reasoning_effort": "high", "thinking_budget_tokens": thinking.budget_tokens}

@@ -12,13 +12,12 @@ from starlette.requests import Request
 
 from g4spec.server import chat
 from g4spec.server.fields import Json
-from g4spec.server.gemma import Argument, Call, Event, Thought
-from g4spec.server.gemma import Text as Words
 from g4spec.server.generation import Delta
 from g4spec.server.message_fields import CountRequest, MessagesRequest, chat_request
-from g4spec.server.refusals import Refused
+from g4spec.server.output_parser import ArgumentEvent, CallEvent, Event, TextEvent, ThoughtEvent
+from g4spec.server.request_errors import RequestError
 from g4spec.server.service import Generation, Job, Service, Text
-from g4spec.server.streams import Events, event
+from g4spec.server.sse import Events, event
 
 VERSIONS = ("2023-06-01", "2026-10-21")
 """Versions of the API. The second one takes fields away, which stay fields of this server's."""
@@ -30,26 +29,26 @@ def check_version(request: Request) -> None:
     """Refuse a request that wants another version of the API."""
     wanted = request.headers.get("anthropic-version", VERSIONS[0])
     if wanted not in VERSIONS:
-        raise Refused(
+        raise RequestError(
             400,
-            f"anthropic-version: only {' or '.join(VERSIONS)} is possible here",
+            f"anthropic-version: only {' or '.join(VERSIONS)} is supported",
             param="anthropic-version",
         )
 
 
-async def job_of(service: Service, request: MessagesRequest) -> Job:
+async def build_job(service: Service, request: MessagesRequest) -> Job:
     """Build the job of a request."""
-    return await chat.job_of(service, chat_request(request))
+    return await chat.build_job(service, chat_request(request))
 
 
 async def count(service: Service, request: CountRequest) -> Json:
     """Return the answer of /v1/messages/count_tokens."""
     service.check_model(request.model)
-    prompt = await chat.prompt_of(service, chat_request(request))
+    prompt = await chat.build_prompt(service, chat_request(request))
     return {"input_tokens": len(prompt.ids)}
 
 
-async def answer(generation: Generation, request: MessagesRequest) -> Json:
+async def full_response(generation: Generation, request: MessagesRequest) -> Json:
     """Return the whole response body: the events of a stream, put together."""
     message: Json = {}
     arguments: dict[int, str] = {}
@@ -72,7 +71,7 @@ async def answer(generation: Generation, request: MessagesRequest) -> Json:
     return message
 
 
-async def chunks(generation: Generation, request: MessagesRequest) -> Events:
+async def stream_response(generation: Generation, request: MessagesRequest) -> Events:
     """Yield the response as events."""
     async with aclosing(_events(generation, request)) as events:
         async for each in events:
@@ -142,8 +141,8 @@ class _Blocks:
     def events(self, delta: Delta) -> Iterator[Json]:
         """Write the events of a piece."""
         for piece in delta.events:
-            kind = Call if isinstance(piece, Argument) else type(piece)
-            if kind is not self._open or isinstance(piece, Call):
+            kind = CallEvent if isinstance(piece, ArgumentEvent) else type(piece)
+            if kind is not self._open or isinstance(piece, CallEvent):
                 yield from self._close()
                 self._open, self._index = kind, self._index + 1
                 yield {
@@ -156,17 +155,17 @@ class _Blocks:
             yield from self._close()
 
     def _delta(self, piece: Event) -> Iterator[Json]:
-        if isinstance(piece, Words):
+        if isinstance(piece, TextEvent):
             yield self._part("text_delta", text=piece.text)
-        elif isinstance(piece, Argument):
+        elif isinstance(piece, ArgumentEvent):
             yield self._part("input_json_delta", partial_json=piece.json)
-        elif isinstance(piece, Thought) and not self._hidden:
+        elif isinstance(piece, ThoughtEvent) and not self._hidden:
             yield self._part("thinking_delta", thinking=piece.text)
 
     def _close(self) -> Iterator[Json]:
         if self._open is None:
             return
-        if self._open is Thought:  # clients take it for granted; nothing is signed here
+        if self._open is ThoughtEvent:  # clients take it for granted; nothing is signed here
             yield self._part("signature_delta", signature="")
         yield {"type": "content_block_stop", "index": self._index}
         self._open = None
@@ -177,11 +176,11 @@ class _Blocks:
 
 
 def _block(piece: Event) -> Json:
-    if isinstance(piece, Words):
+    if isinstance(piece, TextEvent):
         return {"type": "text", "text": ""}
-    if isinstance(piece, Thought):
+    if isinstance(piece, ThoughtEvent):
         return {"type": "thinking", "thinking": "", "signature": ""}
-    assert isinstance(piece, Call)
+    assert isinstance(piece, CallEvent)
     return {
         "type": "tool_use",
         "id": f"toolu_{secrets.token_hex(12)}",

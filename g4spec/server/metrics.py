@@ -1,4 +1,4 @@
-"""EngineStats for Prometheus, under the names that vLLM's and llama.cpp's tools look for."""
+"""Prometheus metrics, under the names of vLLM and llama.cpp."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from g4spec.runtime.request import Stats
-from g4spec.server.engine_client import AnyEngine
+from g4spec.server.engine_client import EngineLike
 
-SECONDS = (
+LATENCY_BUCKETS = (
     0.001,
     0.005,
     0.01,
@@ -39,7 +39,7 @@ SECONDS = (
     80,
     160,
 )
-GAPS = (
+TOKEN_LATENCY_BUCKETS = (
     0.001,
     0.0025,
     0.005,
@@ -63,13 +63,14 @@ GAPS = (
 
 
 class Metrics:
-    """Counts what requests did.
+    """Counters, histograms and gauges of one model.
 
     Args:
-        engine: whose state the gauges show. model: its name, a label of all of vLLM's figures.
+        engine: source of the gauges.
+        model: value of the label `model_name` of vLLM's metrics.
     """
 
-    def __init__(self, engine: AnyEngine, model: str) -> None:
+    def __init__(self, engine: EngineLike, model: str) -> None:
         self.registry = CollectorRegistry()
         self._label = (model,)
         names = ("model_name",)
@@ -80,25 +81,41 @@ class Metrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"vllm:{name}", text, names, buckets=buckets, registry=self.registry)
 
-        self.drafts = counter("spec_decode_num_drafts", "Proposals of drafts.")
-        self.drafted = counter("spec_decode_num_draft_tokens", "Drafted tokens.")
-        self.accepted = counter("spec_decode_num_accepted_tokens", "Accepted drafted tokens.")
+        self.drafts = counter("spec_decode_num_drafts", "Number of draft proposals.")
+        self.drafted = counter("spec_decode_num_draft_tokens", "Number of drafted tokens.")
+        self.accepted = counter(
+            "spec_decode_num_accepted_tokens", "Number of accepted drafted tokens."
+        )
         self.accepted_at = counter(
             "spec_decode_num_accepted_tokens_per_pos",
             "Accepted drafted tokens by position.",
             "position",
         )
-        self.prompt = counter("prompt_tokens", "Tokens of prompts.")
-        self.generated = counter("generation_tokens", "Generated tokens.")
-        self.queries = counter("prefix_cache_queries", "Prompt tokens looked up.")
-        self.hits = counter("prefix_cache_hits", "Prompt tokens that were not read again.")
-        self.preempted = counter("num_preemptions", "Times that a text gave up its memory.")
-        self.ended = counter("request_success", "Texts that ended, by reason.", "finished_reason")
-        self.refused = counter("request_refused", "Requests refused, by status.", "status")
-        self.first = histogram("time_to_first_token_seconds", "Until the first token.", SECONDS)
-        self.gap = histogram("inter_token_latency_seconds", "Between tokens.", GAPS)
-        self.whole = histogram("e2e_request_latency_seconds", "Until the last token.", SECONDS)
-        self.queued = histogram("request_queue_time_seconds", "Waiting for a slot.", SECONDS)
+        self.prompt = counter("prompt_tokens", "Number of prompt tokens.")
+        self.generated = counter("generation_tokens", "Number of generated tokens.")
+        self.queries = counter(
+            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
+        )
+        self.hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self.preempted = counter("num_preemptions", "Number of preemptions.")
+        self.ended = counter(
+            "request_success", "Finished texts by finish reason.", "finished_reason"
+        )
+        self.refused = counter(
+            "request_refused", "Requests answered with an error, by status.", "status"
+        )
+        self.first = histogram(
+            "time_to_first_token_seconds", "Seconds until the first token.", LATENCY_BUCKETS
+        )
+        self.gap = histogram(
+            "inter_token_latency_seconds", "Seconds between tokens.", TOKEN_LATENCY_BUCKETS
+        )
+        self.whole = histogram(
+            "e2e_request_latency_seconds", "Seconds until the last token.", LATENCY_BUCKETS
+        )
+        self.queued = histogram(
+            "request_queue_time_seconds", "Seconds spent waiting for a slot.", LATENCY_BUCKETS
+        )
         for i in range(15):
             self.accepted_at.labels(*self._label, str(i))
         for each in (
@@ -115,13 +132,13 @@ class Metrics:
         self._gauges(engine, names)
         self.registry.register(_LlamaCpp(self, engine))
 
-    def _gauges(self, engine: AnyEngine, names: tuple[str, ...]) -> None:
+    def _gauges(self, engine: EngineLike, names: tuple[str, ...]) -> None:
         for name, text, value in (
-            ("num_requests_running", "Texts in work.", lambda: engine.stats().running),
-            ("num_requests_waiting", "Texts waiting.", lambda: engine.stats().waiting),
+            ("num_requests_running", "Running texts.", lambda: engine.stats().running),
+            ("num_requests_waiting", "Waiting texts.", lambda: engine.stats().waiting),
             (
                 "kv_cache_usage_perc",
-                "Share of the pages in use.",
+                "Used fraction of the KV cache pages (0 to 1).",
                 lambda: 1 - engine.stats().pages_free / engine.stats().pages,
             ),
         ):
@@ -129,7 +146,7 @@ class Metrics:
             gauge.labels(*self._label).set_function(value)
 
     def tokens(self, count: int, seconds: float) -> None:
-        """Observe `count` tokens, `seconds` after the ones before them."""
+        """Observe `count` tokens that arrived `seconds` after the previous ones."""
         for _ in range(count):
             self.gap.labels(*self._label).observe(seconds / count)
 
@@ -157,7 +174,7 @@ class Metrics:
         """Observe the time to the first token of a text."""
         self.first.labels(*self._label).observe(seconds)
 
-    def refuse(self, status: int) -> None:
+    def count_error(self, status: int) -> None:
         """Count a refused request."""
         self.refused.labels(*self._label, str(status)).inc()
 
@@ -172,14 +189,14 @@ class Metrics:
         )
 
     def text(self) -> bytes:
-        """Write all figures in Prometheus' format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
 class _LlamaCpp:
-    """The same figures under llama.cpp's names."""
+    """The same metrics under llama.cpp's names."""
 
-    def __init__(self, metrics: Metrics, engine: AnyEngine) -> None:
+    def __init__(self, metrics: Metrics, engine: EngineLike) -> None:
         self._metrics, self._engine = metrics, engine
 
     def collect(self) -> Iterable[Metric]:

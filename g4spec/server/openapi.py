@@ -1,4 +1,4 @@
-"""The OpenAPI document: each path with the fields that its requests may have."""
+"""Generate the OpenAPI document: all paths with the fields of their requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from g4spec import __version__
 from g4spec.server import fields
-from g4spec.server.access import OPEN
+from g4spec.server.middleware import PATHS_WITHOUT_KEY
 
 Body = TypeVar("Body", bound=BaseModel)
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -43,10 +43,11 @@ _ERROR = {
 def takes(
     model: type[Body], read: Callable[[type[Body], bytes], Body] = fields.read
 ) -> Callable[[Callable[[Any, Request, Body], Awaitable[Response]]], Handler]:
-    """Make a handler of a method with a body: it is read before, and described in the document.
+    """Return a decorator for handlers that take a validated request body.
 
     Args:
-        read: parses and validates the body, as `fields.read` does.
+        model: schema of the body, also used in the OpenAPI document.
+        read: parses and validates the body; default: `fields.read`.
     """
 
     def around(handler: Callable[[Any, Request, Body], Awaitable[Response]]) -> Handler:
@@ -63,8 +64,13 @@ def takes(
 def described(
     content: str = "application/json", body: type[BaseModel] | None = None, **query: str
 ) -> Callable[[Method], Method]:
-    """Describe the type of a handler's answers, a body that it does not read by `takes`, and the
-    query parameters that it reads."""
+    """Return a decorator that documents a handler.
+
+    Args:
+        content: media type of the response.
+        body: schema of a body that the handler reads without `takes`.
+        query: descriptions of the query parameters by name.
+    """
 
     def around(handler: Method) -> Method:
         told = {"content": content, "body": body, "query": query}
@@ -75,7 +81,7 @@ def described(
 
 
 def document(routes: Iterable[Route]) -> dict[str, Any]:
-    """Describe routes as OpenAPI 3.1; the first line of a handler's docstring says what it does."""
+    """Return the OpenAPI 3.1 document; summaries are the first lines of handler docstrings."""
     listed = list(routes)
     bodies = {model for route in listed if (model := getattr(route.endpoint, "body", None))}
     models = [(model, "validation") for model in sorted(bodies, key=lambda m: str(m.__name__))]
@@ -102,7 +108,7 @@ def document(routes: Iterable[Route]) -> dict[str, Any]:
 
 
 def _operation(path: str, method: str, route: Route) -> dict[str, Any]:
-    """Describe a method of a path. Answers are those of the APIs; only their form is told."""
+    """Return the operation object of a route. Response schemas are left open."""
     handler = route.endpoint
     body, query = getattr(handler, "body", None), getattr(handler, "query", {})
     summary = (handler.__doc__ or "").strip().splitlines()[0]
@@ -128,15 +134,15 @@ def _operation(path: str, method: str, route: Route) -> dict[str, Any]:
         "operationId": f"{method.lower()}_{re.sub(r'[^a-z0-9]+', '_', path.lower()).strip('_')}",
         "summary": summary,
         "responses": {
-            "200": {"description": "the answer", "content": content},
+            "200": {"description": "Successful response.", "content": content},
             "default": {
-                "description": "what is wrong, in one sentence",
+                "description": "Error: one sentence that says what is wrong and what to do.",
                 "content": {
                     "application/json": {"schema": {"$ref": _SCHEMAS.format(model="Error")}}
                 },
             },
         },
-        "security": [] if path in OPEN else [{}, {"key": []}, {"x-api-key": []}],
+        "security": [] if path in PATHS_WITHOUT_KEY else [{}, {"key": []}, {"x-api-key": []}],
     }
     if parameters:
         operation["parameters"] = parameters

@@ -1,4 +1,4 @@
-"""Turn the fields of a request into the engine's options."""
+"""Convert the sampling fields of a request to engine options."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from typing import Any
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.request import Options
 from g4spec.server.fields import OpenAI, Sampling
-from g4spec.server.refusals import Refused
+from g4spec.server.request_errors import RequestError
 from g4spec.server.service import Service
 
-MOST_STOPS = 16
-"""Stop texts of a request."""
+MAX_STOPS = 16
+"""Maximum number of stop texts per request."""
 
 
 def sampler(service: Service, fields: Sampling, *, banned: tuple[int, ...] = ()) -> Sampler:
-    """Build the sampler of a request; what it does not name is the server's default.
+    """Return the sampler of a request; missing fields take the server's defaults.
 
     Args:
-        banned: tokens that are never chosen.
+        banned: token ids that are never sampled.
     """
     default = service.settings.sampler
     n_vocab = service.engine.config.n_vocab
     bias: dict[int, float] = {}
     for key, value in (fields.logit_bias or {}).items():
         if not key.isdecimal() or int(key) >= n_vocab:
-            raise Refused(
-                400, f"logit_bias: {key!r} is no token id, 0 to {n_vocab - 1}", param="logit_bias"
+            raise RequestError(
+                400,
+                f"logit_bias: expected token ids from 0 to {n_vocab - 1}, found {key!r}",
+                param="logit_bias",
             )
         bias[int(key)] = value
     bias |= dict.fromkeys(banned, -math.inf)
@@ -37,7 +39,9 @@ def sampler(service: Service, fields: Sampling, *, banned: tuple[int, ...] = ())
     return Sampler(
         temperature=_or(fields.temperature, default.temperature),
         top_k=max(top_k, 0),
-        top_p=max(_or(fields.top_p, default.top_p), 1e-9),  # 0 keeps the best, as 1e-9 does
+        top_p=max(
+            _or(fields.top_p, default.top_p), 1e-9
+        ),  # 0 means the single best token, as 1e-9 does
         min_p=_or(fields.min_p, default.min_p),
         seed=secrets.randbits(63) if seed is None else seed % 2**64,
         logit_bias=tuple(sorted(bias.items())),
@@ -55,15 +59,18 @@ def options(
     logprobs: int | None = None,
     banned: tuple[int, ...] = (),
 ) -> Options:
-    """Build the engine's options for a request.
+    """Return the engine options of a request.
 
     Args:
-        n_predict: most new tokens. logprobs: see `Options`.
+        n_predict: maximum number of new tokens.
+        logprobs: see `Options`.
     """
     stops = fields.stop if isinstance(fields.stop, list) else [fields.stop or ""]
     stops = [stop for stop in stops if stop]
-    if len(stops) > MOST_STOPS:
-        raise Refused(400, f"stop: at most {MOST_STOPS} texts", param="stop")
+    if len(stops) > MAX_STOPS:
+        raise RequestError(
+            400, f"stop: expected at most {MAX_STOPS} texts, found {len(stops)}", param="stop"
+        )
     draft_max = "auto" if fields.draft_max is None else fields.draft_max
     return Options(
         n_predict,
@@ -76,20 +83,24 @@ def options(
 
 
 def count(service: Service, fields: OpenAI) -> int:
-    """Return how many texts a request asks for."""
+    """Return `n` of a request; raise RequestError if it is too large."""
     n = fields.n or 1
-    check_texts(service, n, "n")
+    check_n_texts(service, n, "n")
     return n
 
 
-def check_texts(service: Service, count: int, param: str) -> None:
-    """Refuse a request of more texts than one may ask for."""
-    if count > service.settings.most_texts:
-        raise Refused(400, f"{param}: at most {service.settings.most_texts} texts", param=param)
+def check_n_texts(service: Service, count: int, param: str) -> None:
+    """Raise RequestError if a request has too many texts; `param` is named in the error."""
+    if count > service.settings.max_texts:
+        raise RequestError(
+            400,
+            f"{param}: at most {service.settings.max_texts} texts per request, found {count}",
+            param=param,
+        )
 
 
 def room(service: Service, prompt: list[int]) -> int:
-    """Count the tokens that a text may have behind a prompt if its request names no limit."""
+    """Return the default limit of new tokens after a prompt."""
     left = max(1, service.engine.n_ctx - len(prompt))
     return min(left, service.settings.n_predict or left)
 

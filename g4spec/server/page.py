@@ -1,4 +1,4 @@
-"""The page at `/`: one file, and a policy under which nothing else runs or loads."""
+"""The chat page at `/`: one file, with a Content-Security-Policy that blocks all else."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _page() -> tuple[bytes, dict[str, str]]:
             "base-uri 'none'",
             "form-action 'none'",
             "frame-ancestors 'none'",
-            "require-trusted-types-for 'script'",  # a text can never become markup or a script
+            "require-trusted-types-for 'script'",  # text can never become markup or a script
             "trusted-types 'none'",
         ]
     )
@@ -39,12 +39,12 @@ def _page() -> tuple[bytes, dict[str, str]]:
 
 
 def _hash(text: str, tag: str) -> str:
-    """Return the source expression of the one element of this kind."""
+    """Return the CSP hash expression of the single <tag> element."""
     (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
 def response() -> Response:
-    """Make the response that carries the page."""
+    """Return the response with the page."""
     text, headers = _page()
     return Response(text, media_type="text/html", headers=headers)

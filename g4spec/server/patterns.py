@@ -1,4 +1,4 @@
-"""Turn JSON Schema's keywords for numbers and texts into parts of a grammar."""
+"""Convert JSON Schema keywords for numbers and strings to grammar terminals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FORMATS = {
     "hostname": rf"{_LABEL}(\.{_LABEL}){{0,8}}",
     "email": rf"{_ATOM}(\.{_ATOM}){{0,4}}@{_LABEL}(\.{_LABEL}){{1,8}}",
 }
-"""Regular expressions of formats, for whole texts. Days that a month has not are let through."""
+"""Regular expressions of `format` values (full match). Dates like 02-31 are accepted."""
 
 
 def fits(value: Any, types: Sequence[str]) -> bool:
@@ -44,11 +44,11 @@ DEEP: dict[type, tuple[str, ...]] = {
     list: ("items", "prefixItems", "additionalItems"),
     dict: ("properties", "patternProperties", "additionalProperties", "required"),
 }
-"""Keywords that are not looked at where a value is given, by its type."""
+"""Keywords, by type of value, that are not checked for `enum` and `const` values."""
 
 
 def within(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Return True if a value keeps to the bounds and sizes of a schema."""
+    """Return True if a value is within the bounds and sizes of a schema."""
     if (name := SIZES.get(type(value))) is not None:
         least, most = schema.get(f"min{name}"), schema.get(f"max{name}")
         return (least is None or len(value) >= least) and (most is None or len(value) <= most)
@@ -65,37 +65,39 @@ def within(value: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def bounds(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Collect the keywords of a number's range, in the form of draft 6."""
+    """Return the range keywords of a number schema, in the form of JSON Schema draft 6."""
     names = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
     found = {k: schema[k] for k in names if schema.get(k) is not None}
     for edge, limit in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
         if isinstance(found.get(edge), bool) and found.pop(edge) and limit in found:
-            found[edge] = found.pop(limit)  # draft 4: a word about the limit
+            found[edge] = found.pop(limit)  # draft 4: a boolean modifier of the limit
     return found
 
 
 def terminal(schema: Mapping[str, Any]) -> tuple[str | None, list[str]]:
-    """Return the terminal of a text's characters (None: any), and the keywords it leaves out."""
+    """Return the terminal of a string schema (None: any), and the keywords it does not enforce."""
     parts: list[str] = []
-    unheld: list[str] = []
+    unenforced: list[str] = []
     if (pattern := schema.get("pattern")) is not None:
         found = searched(pattern)
         parts += [found] if found else []
-        unheld += [] if found else ["pattern"]
+        unenforced += [] if found else ["pattern"]
     if (name := schema.get("format")) is not None:
         if name in FORMATS:
             parts.append(f"/{FORMATS[name]}/")
         else:
-            unheld.append("format")
+            unenforced.append("format")
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     if least or most is not None:
         parts.append(f"/(?s:.{{{least},{'' if most is None else most}}})/")
-    return (" & ".join(parts) if parts else None), unheld
+    return (" & ".join(parts) if parts else None), unenforced
 
 
 def searched(pattern: Any) -> str | None:
-    """Make a terminal of the texts in which ECMA's `pattern` is found; None where it has
-    look-around, back references, or anchors within."""
+    """Return a terminal for strings that contain a match of an ECMA regular expression.
+
+    Return None for look-around, back references and inner anchors, which are unsupported.
+    """
     if not isinstance(pattern, str):
         return None
     branches = []
@@ -113,7 +115,7 @@ def searched(pattern: Any) -> str | None:
 
 
 def alternatives(pattern: str) -> list[str]:
-    """Split a regular expression at its outermost `|`."""
+    """Split a regular expression at its top-level `|`."""
     branches, depth, in_class, at = [""], 0, False, 0
     while at < len(pattern):
         c = pattern[at]

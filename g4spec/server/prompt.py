@@ -1,4 +1,4 @@
-"""Turn messages in the form of OpenAI's API into the tokens of a prompt."""
+"""Render chat messages (OpenAI's format) with the chat template, and tokenize them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from pydantic_core import from_json
 from g4spec.errors import InputError
 from g4spec.runtime import special_token_guard
 from g4spec.runtime.tokenizer import Tokenizer
-from g4spec.server.gemma import Marks
-from g4spec.server.refusals import Refused
-from g4spec.server.templates import Abilities, Renderer, abilities
+from g4spec.server.output_parser import Marks
+from g4spec.server.request_errors import RequestError
+from g4spec.server.templates import Renderer, TemplateFeatures, features
 
 Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A conversation up to where the model goes on.
+    """A rendered and tokenized conversation.
 
     Attributes:
-        thinking: "no", "may" begin with a thought, or "open": it ends inside of one.
+        text: rendered text.
+        ids: token ids.
+        thinking: "no" reasoning, the answer "may" begin with reasoning, or "open": the prompt ends
+            inside reasoning.
     """
 
     text: str
@@ -34,11 +37,11 @@ class Prompt:
 
 
 class Prompter:
-    """Makes prompts of one model.
+    """Renders and tokenizes prompts for one model.
 
     Attributes:
-        marks: of Gemma 4's format, or None if the vocabulary lacks them: then there are no tools
-            and no thinking.
+        marks: structural tokens, or None if the vocabulary lacks them: tools and thinking are then
+            unavailable.
     """
 
     def __init__(self, tokenizer: Tokenizer, n_ctx: int) -> None:
@@ -46,7 +49,7 @@ class Prompter:
         self.marks = Marks.of(tokenizer)
         self._marks = tokenizer.marks
         self._renderer: Renderer | None = None
-        self._abilities: Abilities | None = None
+        self._features: TemplateFeatures | None = None
         if tokenizer.template:
             bos, eos = (
                 tokenizer.piece(i, special=True).decode(errors="replace")
@@ -55,19 +58,19 @@ class Prompter:
             self._renderer = Renderer(tokenizer.template, bos=bos, eos=eos)
 
     async def close(self) -> None:
-        """End the process of the template."""
+        """Stop the template process."""
         if self._renderer is not None:
             await self._renderer.close()
 
-    async def abilities(self) -> Abilities:
-        """Return what the template can do, found out once."""
-        if self._abilities is None:
-            self._abilities = await abilities(self._template())
-        return self._abilities
+    async def features(self) -> TemplateFeatures:
+        """Return the features of the template; probe them on the first call."""
+        if self._features is None:
+            self._features = await features(self._template())
+        return self._features
 
     def _template(self) -> Renderer:
         if self._renderer is None:
-            raise Refused(400, "the model has no chat template: use /v1/completions")
+            raise RequestError(400, "the model has no chat template; use /v1/completions")
         return self._renderer
 
     async def chat(
@@ -79,17 +82,21 @@ class Prompter:
         continued: bool = False,
         opened: bool = True,
     ) -> Prompt:
-        """Render and tokenize a conversation. Control tokens are the template's and the system
-        message's alone: those that other messages and tools spell are text (`special_token_guard`).
+        """Render and tokenize a conversation.
+
+        Only the template and the system message can contain control tokens: those spelled in
+        other messages and tools are tokenized as text.
 
         Args:
-            tools: as in OpenAI's API. thinking: let the model think first.
-            continued: the last message is the beginning of the answer. opened: end with the
-                beginning of a turn of the model; that of a `continued` one is always there.
+            messages: messages in OpenAI's format.
+            tools: tools in OpenAI's format.
+            thinking: enable reasoning.
+            continued: the last message is the beginning of the answer.
+            opened: add the generation prompt; always added if `continued`.
 
         Raises:
-            Refused: the template has no place for what is asked.
-            InputError: the template refuses the messages.
+            RequestError: the template does not support the requested features.
+            InputError: the template rejects the messages.
         """
         renderer = self._template()
         guard, plain, offered = special_token_guard.guarded(
@@ -99,11 +106,19 @@ class Prompter:
         aside: dict[str, str] = {}
         calls = any(m.get("tool_calls") or m["role"] == "tool" for m in plain)
         if thinking or tools or calls:
-            able = await self.abilities()
+            able = await self.features()
             if thinking and not (able.thinking and self.marks):
-                raise Refused(400, "the model's template has no thinking", param="reasoning_effort")
+                raise RequestError(
+                    400,
+                    "the model's chat template has no thinking; leave out reasoning_effort",
+                    param="reasoning_effort",
+                )
             if (tools and not (able.tools and self.marks)) or (calls and able.results is None):
-                raise Refused(400, "the model's chat template has no tools", param="tools")
+                raise RequestError(
+                    400,
+                    "the model's chat template has no tools; leave out tools and tool messages",
+                    param="tools",
+                )
             if able.text_last:
                 plain, aside = _set_aside(plain)
             if calls and able.results == "field":
@@ -122,7 +137,7 @@ class Prompter:
         return Prompt(text.replace(guard, "") if guard else text, ids, state)
 
     async def encode(self, text: str) -> list[int]:
-        """Tokenize a text and the control tokens that it spells; the tokens begin with BOS."""
+        """Tokenize a text, including control tokens that it spells, and prepend BOS."""
         return await self._encode(text)
 
     async def _encode(self, text: str, guard: str = "") -> list[int]:
@@ -130,7 +145,7 @@ class Prompter:
 
 
 def _plain(message: Message, index: int) -> dict[str, Any]:
-    """Convert a message to what templates expect: one text, arguments as objects."""
+    """Convert a message to the form of templates: content as str, arguments as objects."""
     role = message["role"]
     plain = {
         **message,
@@ -145,25 +160,27 @@ def _plain(message: Message, index: int) -> dict[str, Any]:
 
 
 def _begun(messages: list[dict[str, Any]]) -> str:
-    """Take the last message, the beginning of the answer, off a conversation."""
+    """Remove the last message, the beginning of the answer, and return its text."""
     last = messages.pop()
     if last["role"] != "assistant" or last.get("tool_calls") or not messages:
-        raise Refused(
+        raise RequestError(
             400,
-            "an answer can be continued only where the last of several messages is "
-            "the assistant's and has no calls",
+            "an answer can be continued only if the last of at least two messages has the "
+            "role assistant and no tool calls",
             param="messages",
         )
     return str(last["content"])
 
 
 def _text(content: Any, where: str) -> str:
-    """Join the text of a message."""
+    """Join the text parts of a message."""
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
         if part["type"] not in ("text", "input_text", "output_text"):
-            raise Refused(400, f"{where}: {part['type']} is not supported, only text", param=where)
+            raise RequestError(
+                400, f"{where}: {part['type']} is not supported, only text", param=where
+            )
     return "\n".join(part["text"] for part in content)
 
 
@@ -176,16 +193,19 @@ def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
         except ValueError:
             value = None
     if not isinstance(value, dict):
-        raise Refused(400, f"{where}.function.arguments: expected a JSON object", param=where)
+        raise RequestError(400, f"{where}.function.arguments: expected a JSON object", param=where)
     return {**call, "function": {**function, "arguments": value}}
 
 
 def _set_aside(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Take the text out of messages with calls, for templates that would write it behind the calls
-    and their results, as if it was the answer to them, and end the turn there.
+    """Remove the text of messages with calls.
+
+    Some templates write this text after the calls and their results, as if it were the answer to
+    them, and end the turn there.
 
     Returns:
-        The messages, the first call of each marked by its name, and the texts by their marks.
+        The messages, with a random marker before the name of the first call of each, and the texts
+        by marker.
     """
     aside: dict[str, str] = {}
     out = list(messages)
@@ -202,18 +222,22 @@ def _set_aside(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]]
 
 
 def _put_back(text: str, aside: Mapping[str, str]) -> str:
-    """Write texts that were set aside before the calls of their messages, as the model does."""
+    """Insert the removed texts before the calls of their messages, where the model writes them."""
     for mark, words in aside.items():
         call = "<|tool_call>call:"
         if call + mark not in text:
-            raise InputError("the chat template failed", found="it leaves a call out")
+            raise InputError(
+                "the chat template failed", found="a tool call is missing from its output"
+            )
         text = text.replace(call + mark, words + call + mark, 1).replace(mark, "")
     return text
 
 
 def _embedded(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Move results of functions into the message that called them, and the answer that follows
-    as its text: the form of Gemma 4's first templates."""
+    """Move tool results, and the answer that follows them, into the message with the calls.
+
+    The first Gemma 4 templates expect this form.
+    """
     out: list[dict[str, Any]] = []
     for message in messages:
         last = out[-1] if out else {}
@@ -222,7 +246,11 @@ def _embedded(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             names = {c.get("id"): c["function"]["name"] for c in calls}
             name = names.get(message.get("tool_call_id")) or message.get("name") or "unknown"
             if not calls:
-                raise Refused(400, "a message of the role tool follows no call", param="messages")
+                raise RequestError(
+                    400,
+                    "a tool message follows no call; put it after its tool_calls",
+                    param="messages",
+                )
             result = {"name": name, "response": message["content"]}
             out[-1] = {**last, "tool_responses": [*last.get("tool_responses", []), result]}
         elif (

@@ -1,5 +1,7 @@
-"""Streams that go on when their client is gone, and are read again: by the id of a conversation, as
-llama.cpp has it."""
+"""Resumable streams: generation continues after a disconnect, and clients can read on.
+
+A conversation id identifies the stream, as in llama.cpp.
+"""
 
 from __future__ import annotations
 
@@ -13,83 +15,85 @@ from contextlib import aclosing
 
 from starlette.requests import Request
 
-from g4spec.server.refusals import Refused
-from g4spec.server.streams import Events, Source
+from g4spec.server.request_errors import RequestError
+from g4spec.server.sse import Events, StreamSource
 
 log = logging.getLogger("g4spec.server")
 
-KEPT = 300.0
-"""Seconds that a stream is kept after its end."""
+KEEP_SECONDS = 300.0
+"""Seconds that a stream is kept after it has ended."""
 
-MOST_BYTES = 64 << 20
-"""Bytes of all streams that are kept; those of the oldest that have ended go first."""
+MAX_BYTES = 64 << 20
+"""Maximum total size of kept streams, in bytes; the oldest ended ones are dropped first."""
 
 
 class Replay:
-    """The events of one stream, as they come; each has its number as `id`, from 1 on.
+    """A recorded stream of events; each event has its number as `id`, from 1 on.
 
     Args:
-        source: what is streamed; closed with its end. events: made of it.
-        failed: an event for a reason to end early.
+        name: conversation id.
+        source: producer of the events; closed at the end of the stream.
+        events: formatted events.
+        failed: formats the last event after an error.
     """
 
     def __init__(
-        self, name: str, source: Source, events: Events, failed: Callable[[Refused], str]
+        self, name: str, source: StreamSource, events: Events, failed: Callable[[RequestError], str]
     ) -> None:
         self.id, self.size, self._source = name, 0, source
         self.ended: float | None = None
         self._events: list[str] = []
-        self._news = asyncio.Event()
+        self._arrived = asyncio.Event()
         self._failed = failed
-        self._task = asyncio.create_task(self._take(events))
+        self._task = asyncio.create_task(self._consume(events))
         self._task.add_done_callback(self._end)  # also of a task that never ran
 
     def close(self) -> None:
-        """End nothing: whoever follows may come back. See `streams.Source`."""
+        """Do nothing: the client may reconnect. See `sse.StreamSource`."""
 
-    async def _take(self, events: Events) -> None:
+    async def _consume(self, events: Events) -> None:
         async with aclosing(events):
             async for each in events:
                 self._add(each)
 
     def _end(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
-        if isinstance(error, Refused):
+        if isinstance(error, RequestError):
             self._add(self._failed(error))
         elif error is not None:
-            log.error("a mistake of ours", exc_info=error)
-            refused = Refused(500, "an error inside the server, which its log describes")
+            log.error("internal server error", exc_info=error)
+            refused = RequestError(500, "internal server error; see the server's log")
             self._add(self._failed(refused))
         self._source.close()
         self.ended = time.monotonic()
-        self._tell()
+        self._notify()
 
     def _add(self, event: str) -> None:
         self._events.append(f"id: {len(self._events) + 1}\n{event}")
         self.size += len(event)
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+    def _notify(self) -> None:
+        self._arrived.set()
+        self._arrived = asyncio.Event()
 
     async def stop(self) -> None:
-        """End what writes the events."""
+        """Cancel the task that records the events."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def follow(self, at: int) -> AsyncGenerator[str, None]:
-        """Yield what comes behind the first `at` events, up to the end."""
+        """Yield the events after the first `at` ones, until the stream ends."""
         while at < len(self._events) or self.ended is None:
             if at < len(self._events):
                 yield self._events[at]
                 at += 1
             else:
-                await self._news.wait()
+                await self._arrived.wait()
 
 
-class Replays:
-    """Streams by owner (see `response_store.Record`) and id. Belongs to one event loop."""
+class ReplayStore:
+    """Recorded streams by owner (`response_store.Record`) and id. Used from one event loop only."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[str | None, str], Replay] = OrderedDict()
@@ -98,11 +102,11 @@ class Replays:
         self,
         owner: str | None,
         name: str,
-        source: Source,
+        source: StreamSource,
         events: Events,
-        failed: Callable[[Refused], str],
+        failed: Callable[[RequestError], str],
     ) -> Replay:
-        """Take in a stream, see `Replay`; one of the same id before it ends."""
+        """Record a stream (arguments as for `Replay`); stop an earlier one with the same id."""
         if (before := self._kept.pop((owner, name), None)) is not None:
             await before.stop()
         self._drop()
@@ -110,13 +114,13 @@ class Replays:
         return replay
 
     def get(self, owner: str | None, name: str) -> Replay:
-        """Return a stream; Refused if it is not kept."""
+        """Return a stream; raise RequestError (404) if it does not exist."""
         self._drop()
         if (found := self._kept.get((owner, name))) is None:
-            raise Refused(
+            raise RequestError(
                 404,
-                f"there is no stream {name!r:.80}: it was not asked for with "
-                "X-Conversation-Id, or has ended a while ago",
+                f"there is no stream {name!r:.80}: its request had no X-Conversation-Id header, "
+                f"or it ended more than {KEEP_SECONDS:g} seconds ago",
                 param="conv_id",
                 code="stream_not_found",
             )
@@ -124,35 +128,44 @@ class Replays:
 
     @staticmethod
     def name(request: Request) -> str | None:
-        """Return the id that a request gives its stream, if it does."""
+        """Return the X-Conversation-Id header of a request, or None."""
         name = request.headers.get("x-conversation-id")
         if name is not None and not 1 <= len(name) <= 256:
-            raise Refused(400, "X-Conversation-Id: 1 to 256 characters", param="X-Conversation-Id")
+            raise RequestError(
+                400, "X-Conversation-Id: expected 1 to 256 characters", param="X-Conversation-Id"
+            )
         return name
 
-    def asked(self, request: Request, owner: str | None) -> tuple[Replay, int]:
-        """Return the stream that a request to read on is about, and how many events it has."""
+    def requested(self, request: Request, owner: str | None) -> tuple[Replay, int]:
+        """Return the stream that a request resumes, and how many events the client has."""
         query = request.query_params
         for name in query:
             if name not in ("conv_id", "from", "model"):
-                raise Refused(400, f"unknown parameter {name}", param=name, code="unknown_field")
+                raise RequestError(
+                    400,
+                    f"unknown query parameter {name}; remove it",
+                    param=name,
+                    code="unknown_field",
+                )
         at = query.get("from", request.headers.get("last-event-id", "0"))
         if not re.fullmatch("[0-9]{1,9}", at):
-            raise Refused(400, "from: expected the id of the last event that came", param="from")
+            raise RequestError(
+                400, "from: expected the id of the last event received, or 0 for all", param="from"
+            )
         return self.get(owner, query.get("conv_id", "")), int(at)
 
     async def delete(self, owner: str | None, name: str) -> None:
-        """End a stream and forget it."""
+        """Stop and remove a stream."""
         await self.get(owner, name).stop()
         self._kept.pop((owner, name), None)
 
     def _drop(self) -> None:
-        """Forget streams that ended long ago, or are too much."""
+        """Remove ended streams that are too old or exceed MAX_BYTES in total."""
         size, now = sum(each.size for each in self._kept.values()), time.monotonic()
         for key, each in list(self._kept.items()):
-            if each.ended is not None and (now - each.ended > KEPT or size > MOST_BYTES):
+            if each.ended is not None and (now - each.ended > KEEP_SECONDS or size > MAX_BYTES):
                 size -= self._kept.pop(key).size
 
     async def close(self) -> None:
-        """End all."""
+        """Stop all streams."""
         await asyncio.gather(*(each.stop() for each in self._kept.values()))

@@ -13,7 +13,7 @@ from pydantic_core import from_json
 from g4spec.server import fields
 from g4spec.server.fields import Body, ChatRequest, Content, Effort, Hints, Json, Sampling
 from g4spec.server.message_fields import Caller
-from g4spec.server.refusals import Refused
+from g4spec.server.request_errors import RequestError
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -229,22 +229,30 @@ def followed(query: Mapping[str, str], streamed: bool) -> int | None:
     known = {"stream": ("true", "false"), "include_obfuscation": ("false",), "starting_after": ()}
     for name, value in query.items():
         if name not in known:
-            raise Refused(400, f"unknown parameter {name}", param=name, code="unknown_field")
+            raise RequestError(
+                400, f"unknown query parameter {name}; remove it", param=name, code="unknown_field"
+            )
         if known[name] and value not in known[name]:
-            raise Refused(400, f"{name}: {value!r:.60} is not possible", param=name)
+            raise RequestError(
+                400, f"{name}: expected {' or '.join(known[name])}, found {value!r:.60}", param=name
+            )
     stream, after = query.get("stream", "false"), query.get("starting_after")
     if stream == "false":
         if after is not None:
-            raise Refused(400, "starting_after needs stream=true", param="starting_after")
+            raise RequestError(400, "starting_after: only with stream=true", param="starting_after")
         return None
     if not streamed:
-        raise Refused(
+        raise RequestError(
             400,
-            "stream: only of a response that was made with background and stream",
+            "stream: only a response created with background and stream has events",
             param="stream",
         )
     if after is not None and not re.fullmatch("[0-9]{1,9}", after):
-        raise Refused(400, "starting_after: expected a sequence_number", param="starting_after")
+        raise RequestError(
+            400,
+            "starting_after: expected the sequence_number of the last event received",
+            param="starting_after",
+        )
     return -1 if after is None else int(after)
 
 
@@ -291,7 +299,9 @@ def _check_arguments(item: CallItem, where: str) -> None:
     except ValueError:
         whole = False
     if not whole and item.status != "incomplete":
-        raise Refused(400, f"{where}.arguments: expected a JSON object", param=f"{where}.arguments")
+        raise RequestError(
+            400, f"{where}.arguments: expected a JSON object", param=f"{where}.arguments"
+        )
 
 
 def _parts(item: MessageItem, where: str) -> list[Json]:
@@ -318,7 +328,9 @@ def chat_request(request: InputRequest, context: Sequence[Json]) -> ChatRequest:
     """
     messages = _messages(context)
     if not messages:
-        raise Refused(400, "input: there is no content", param="input")
+        raise RequestError(
+            400, "input: there is no content; send at least one non-empty message", param="input"
+        )
     if request.instructions:
         messages.insert(0, {"role": "system", "content": request.instructions})
     value: Json = {
@@ -369,7 +381,7 @@ def _messages(context: Sequence[Json]) -> list[Json]:
         kind = item["type"]
         if kind == "function_call_output":
             if item["call_id"] not in called:
-                raise Refused(
+                raise RequestError(
                     400,
                     "function_call_output: there is no function_call before it with "
                     f"the call_id {item['call_id']!r}",

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from g4spec.server.fields import Json
-from g4spec.server.json_text import dumps
-from g4spec.server.refusals import Refused
+from g4spec.server.json_response import dumps
+from g4spec.server.request_errors import RequestError
 from g4spec.server.service import Generation
 
-MOST = 1000
+MAX_RESPONSES = 1000
 """Responses that are kept."""
 
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 """Bytes of JSON that they may have together; the least recently used are dropped first."""
 
 
@@ -50,9 +50,9 @@ class Record:
         return str(self.response["id"])
 
     def close(self) -> None:
-        """End nothing: whoever follows may come back. See `streams.Source`."""
+        """End nothing: whoever follows may come back. See `sse.StreamSource`."""
 
-    def tell(self, event: str = "", *, ended: bool = False) -> None:
+    def add_event(self, event: str = "", *, ended: bool = False) -> None:
         """Add an event for all who follow, or say that there are no more."""
         if event and self.events is not None:
             self.events.append(event)
@@ -80,7 +80,7 @@ class Record:
 class ResponseStore:
     """Responses by their id, in memory. Belongs to one event loop."""
 
-    def __init__(self, most: int = MOST, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, most: int = MAX_RESPONSES, most_bytes: int = MAX_BYTES) -> None:
         self._most, self._most_bytes = most, most_bytes
         self._records: OrderedDict[str, Record] = OrderedDict()
         self._size = 0
@@ -105,13 +105,13 @@ class ResponseStore:
             self._drop(next(iter(self._records)))
 
     def get(self, name: str, owner: str | None) -> Record:
-        """Return a response; Refused if there is none, or it is somebody else's."""
+        """Return a response; RequestError if there is none, or it is somebody else's."""
         record = self._records.get(name)
         if record is None or record.owner != owner:
-            raise Refused(
+            raise RequestError(
                 404,
-                f"there is no response {name!r}: it was not stored, or deleted, or "
-                "dropped for newer ones",
+                f"there is no response {name!r}: it was not stored, was deleted, or was "
+                "evicted for newer ones",
                 code="response_not_found",
             )
         self._records.move_to_end(name)
@@ -136,10 +136,10 @@ class ResponseStore:
         """Cancel a response that is worked on in the background; one that has ended stays."""
         record = self.get(name, owner)
         if not record.response["background"]:
-            raise Refused(
+            raise RequestError(
                 400,
-                "only a response with background: true can be cancelled; hang up to "
-                "cancel another one",
+                "only a response with background: true can be cancelled; close the connection "
+                "to cancel any other",
             )
         if record.generation is not None and record.work is not None:
             record.cancelled = True
@@ -156,7 +156,7 @@ class ResponseStore:
             for item in record.context if record.owner == owner else ():
                 if item["id"] == name:
                     return item
-        raise Refused(
+        raise RequestError(
             400, f"item_reference: there is no item {name!r} in the stored responses", param="input"
         )
 
@@ -169,17 +169,22 @@ class ResponseStore:
         known = {"limit", "order", "after"}
         for name in query:
             if name not in known:
-                raise Refused(400, f"unknown parameter {name}", param=name, code="unknown_field")
+                raise RequestError(
+                    400,
+                    f"unknown query parameter {name}; remove it",
+                    param=name,
+                    code="unknown_field",
+                )
         limit, order = query.get("limit", "20"), query.get("order", "desc")
         if not limit.isdecimal() or not 1 <= int(limit[:4]) <= 100:
-            raise Refused(400, "limit: 1 to 100", param="limit")
+            raise RequestError(400, "limit: expected 1 to 100", param="limit")
         if order not in ("asc", "desc"):
-            raise Refused(400, "order: asc or desc", param="order")
+            raise RequestError(400, "order: expected asc or desc", param="order")
         found = record.items if order == "asc" else record.items[::-1]
         if (after := query.get("after")) is not None:
             at = next((i for i, item in enumerate(found) if item["id"] == after), None)
             if at is None:
-                raise Refused(400, f"after: there is no item {after!r}", param="after")
+                raise RequestError(400, f"after: there is no item {after!r}", param="after")
             found = found[at + 1 :]
         page = found[: int(limit)]
         return {

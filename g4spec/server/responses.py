@@ -9,12 +9,11 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from g4spec.server import chat, shapes
+from g4spec.server import chat, response_parts
 from g4spec.server.fields import Json
-from g4spec.server.gemma import Argument, Call, Event, Thought
-from g4spec.server.gemma import Text as Words
 from g4spec.server.generation import Delta, Token
-from g4spec.server.refusals import Refused
+from g4spec.server.output_parser import ArgumentEvent, CallEvent, Event, TextEvent, ThoughtEvent
+from g4spec.server.request_errors import RequestError
 from g4spec.server.response_fields import (
     InputRequest,
     ResponsesRequest,
@@ -24,7 +23,7 @@ from g4spec.server.response_fields import (
 )
 from g4spec.server.response_store import Record, ResponseStore
 from g4spec.server.service import Generation, Job, Service
-from g4spec.server.streams import Events, event
+from g4spec.server.sse import Events, event
 
 
 def context(store: ResponseStore, request: InputRequest, owner: str | None) -> list[Json]:
@@ -33,9 +32,9 @@ def context(store: ResponseStore, request: InputRequest, owner: str | None) -> l
     if request.previous_response_id is not None:
         record = store.get(request.previous_response_id, owner)
         if record.generation is not None:
-            raise Refused(
+            raise RequestError(
                 400,
-                "previous_response_id: this response has not ended yet",
+                "previous_response_id: this response has not ended yet; wait for it",
                 param="previous_response_id",
             )
         before = record.context
@@ -48,7 +47,7 @@ async def count(
     """Return the answer of /v1/responses/input_tokens."""
     service.check_model(request.model)
     asked = chat_request(request, context(store, request, owner))
-    prompt = await chat.prompt_of(service, asked)
+    prompt = await chat.build_prompt(service, asked)
     return {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}
 
 
@@ -67,7 +66,9 @@ class Writer:
         self, service: Service, store: ResponseStore, request: ResponsesRequest, owner: str | None
     ) -> None:
         if request.background and request.store is False:
-            raise Refused(400, "background: only with store", param="background")
+            raise RequestError(
+                400, "background: only with store; leave out `store: false`", param="background"
+            )
         self._service, self._store, self._request = service, store, request
         self._items = context(store, request, owner)
         self._chat = chat_request(request, self._items)
@@ -79,22 +80,22 @@ class Writer:
 
     async def job(self) -> Job:
         """Build the job of the request."""
-        return await chat.job_of(self._service, self._chat)
+        return await chat.build_job(self._service, self._chat)
 
-    async def answer(self, generation: Generation) -> Json:
+    async def full_response(self, generation: Generation) -> Json:
         """Return the whole response body."""
         async with aclosing(self._events(generation)) as events:
             async for _ in events:
                 pass
         return self.response
 
-    async def chunks(self, generation: Generation) -> Events:
+    async def stream_response(self, generation: Generation) -> Events:
         """Yield the response as events."""
         async with aclosing(self._events(generation)) as events:
             async for each in events:
                 yield event(each, each["type"])
 
-    def failed(self, refused: Refused) -> str:
+    def failed(self, refused: RequestError) -> str:
         """Write the event that says why a stream ends early."""
         self._end("failed", {"error": {"code": "server_error", "message": refused.message}})
         return event(self._event("response.failed", response=self.response), "response.failed")
@@ -111,19 +112,21 @@ class Writer:
     async def _work(self, generation: Generation) -> None:
         record = self._record
         try:
-            async with aclosing(self.chunks(generation)) as events:
+            async with aclosing(self.stream_response(generation)) as events:
                 async for each in events:
-                    record.tell(each)
-        except Refused as refused:
+                    record.add_event(each)
+        except RequestError as refused:
             if record.cancelled:
                 self._end("cancelled", {})
             else:
-                record.tell(self.failed(refused))
+                record.add_event(self.failed(refused))
         finally:
             generation.close()
             if record.generation is not None:  # the server ends, or has made a mistake
-                record.tell(self.failed(Refused(500, "an error inside the server")))
-            record.tell(ended=True)
+                record.add_event(
+                    self.failed(RequestError(500, "internal server error; see the server's log"))
+                )
+            record.add_event(ended=True)
 
     # ---- events
 
@@ -141,7 +144,7 @@ class Writer:
                     yield each
         text = generation.texts[0]
         status = "incomplete" if text.finish == "length" else "completed"
-        more: Json = {"usage": _usage(generation), "timings": shapes.timings(text)}
+        more: Json = {"usage": _usage(generation), "timings": response_parts.timings(text)}
         if status == "incomplete":
             more["incomplete_details"] = {"reason": "max_output_tokens"}
         self._end(status, more)
@@ -159,8 +162,8 @@ class Writer:
         """Write the events of a piece."""
         self._told += delta.tokens
         for piece in delta.events:
-            kind = Call if isinstance(piece, Argument) else type(piece)
-            if kind is not self._open or isinstance(piece, Call):
+            kind = CallEvent if isinstance(piece, ArgumentEvent) else type(piece)
+            if kind is not self._open or isinstance(piece, CallEvent):
                 yield from self._close()
                 yield from self._begin(piece)
                 self._open = kind
@@ -177,7 +180,7 @@ class Writer:
     def _at(self, **more: Any) -> Json:
         """Return the fields that say where an event belongs."""
         at = {"item_id": self._item["id"], "output_index": len(self.response["output"]) - 1}
-        return {**at, **({} if self._open is Call else {"content_index": 0}), **more}
+        return {**at, **({} if self._open is CallEvent else {"content_index": 0}), **more}
 
     def _begin(self, piece: Event) -> Iterator[Json]:
         output = self.response["output"]
@@ -197,12 +200,12 @@ class Writer:
 
     def _grow(self, piece: Event) -> Iterator[Json]:
         item = self._item
-        if isinstance(piece, Words):
+        if isinstance(piece, TextEvent):
             yield self._words(piece.text)
-        elif isinstance(piece, Thought):
+        elif isinstance(piece, ThoughtEvent):
             item["content"][0]["text"] += piece.text
             yield self._event("response.reasoning_text.delta", **self._at(delta=piece.text))
-        elif isinstance(piece, Argument):
+        elif isinstance(piece, ArgumentEvent):
             item["arguments"] += piece.json
             yield self._event(
                 "response.function_call_arguments.delta", **self._at(delta=piece.json)
@@ -210,7 +213,7 @@ class Writer:
 
     def _words(self, text: str) -> Json:
         """Add to the text of a message, with the tokens that were told since."""
-        tokens = shapes.tokens(self._service.tokenizer, self._told)
+        tokens = response_parts.chat_logprobs(self._service.tokenizer, self._told)
         self._told.clear()
         part = self._item["content"][0]
         part["text"] += text
@@ -226,16 +229,16 @@ class Writer:
         if self._open is None:
             return
         item = self._item
-        if self._open is Words and self._told:
+        if self._open is TextEvent and self._told:
             yield self._words("")
         item["status"] = "incomplete" if cut and not _whole(item) else "completed"
-        if self._open is Call:
+        if self._open is CallEvent:
             whole = {"arguments": item["arguments"], "name": item["name"]}
             yield self._event("response.function_call_arguments.done", **self._at(**whole))
         else:
             part = item["content"][0]
             kind, text = part["type"], {"text": part["text"]}
-            if self._open is Words:
+            if self._open is TextEvent:
                 text["logprobs"] = part["logprobs"]
             yield self._event(f"response.{kind}.done", **self._at(**text))
             yield self._event("response.content_part.done", **self._at(part=part))
@@ -254,7 +257,7 @@ def _whole(item: Json) -> bool:
 
 def _item(piece: Event) -> Json:
     """Make the item that begins with a piece."""
-    if isinstance(piece, Words):
+    if isinstance(piece, TextEvent):
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         return {
             "id": new_id("msg"),
@@ -263,7 +266,7 @@ def _item(piece: Event) -> Json:
             "content": [part],
             "status": "in_progress",
         }
-    if isinstance(piece, Thought):
+    if isinstance(piece, ThoughtEvent):
         return {
             "id": new_id("rs"),
             "type": "reasoning",
@@ -271,7 +274,7 @@ def _item(piece: Event) -> Json:
             "content": [{"type": "reasoning_text", "text": ""}],
             "status": "in_progress",
         }
-    assert isinstance(piece, Call)
+    assert isinstance(piece, CallEvent)
     return {
         "id": new_id("fc"),
         "type": "function_call",
@@ -318,7 +321,7 @@ def _head(service: Service, request: ResponsesRequest) -> Json:
 
 def _usage(generation: Generation) -> Json:
     """Write the `usage` of the Responses API."""
-    usage = shapes.usage(generation)
+    usage = response_parts.usage(generation)
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": usage["prompt_tokens"],

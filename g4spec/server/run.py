@@ -1,4 +1,4 @@
-"""Runs the server until a signal: the first one lets it finish its work, a second one stops it."""
+"""Run the server until a signal: the first finishes running requests, the second stops at once."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ import uvicorn
 from starlette.applications import Starlette
 
 from g4spec.errors import EnvironmentProblem, InputError, UsageError
-from g4spec.server import models
-from g4spec.server.access import JsonLines
-from g4spec.server.app import app
+from g4spec.server import model_router
+from g4spec.server.app import create_app
+from g4spec.server.middleware import JsonLogFormatter
 from g4spec.server.service import Service
 
 HEADER_LIMIT = 64 << 10
-"""Bytes of a request's line and headers."""
+"""Maximum size of the request line and headers, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Address of the server. certificate, key: files for TLS, or None."""
+class ServerAddress:
+    """Host, port and TLS files (PEM) of the server; plain HTTP without a certificate."""
 
     host: str = "127.0.0.1"
     port: int = 8080
@@ -37,39 +37,41 @@ class Place:
     key: Path | None = None
 
 
-def check_certificate(place: Place) -> None:
-    """Raise UsageError for a key without a certificate, InputError for what TLS cannot use."""
-    if place.certificate is None:
-        if place.key is not None:
-            raise UsageError("--ssl-key-file needs the certificate, --ssl-cert-file")
+def check_certificate(address: ServerAddress) -> None:
+    """Raise UsageError for a key without a certificate, InputError for unusable files."""
+    if address.certificate is None:
+        if address.key is not None:
+            raise UsageError("--ssl-key-file requires a certificate: add --ssl-cert-file")
         return
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
-            place.certificate, place.key, lambda: ""
+            address.certificate, address.key, lambda: ""
         )
     except OSError as error:
-        files = " and ".join(map(str, filter(None, (place.certificate, place.key))))
+        files = " and ".join(map(str, filter(None, (address.certificate, address.key))))
         raise InputError(
-            f"{files}: no certificate and key for HTTPS",
+            f"{files}: not a usable certificate and key for HTTPS",
             found=error,
-            expected="PEM files that belong together, without a password",
+            expected="PEM files of a matching certificate and key, without a password",
         ) from None
 
 
-class Drains(Protocol):
-    """What is served: it takes no more requests while `draining`."""
+class Drainable(Protocol):
+    """An application that rejects new requests while `draining` is True."""
 
     draining: bool
 
 
 class Server(uvicorn.Server):
-    """Uvicorn that drains at the first signal of any kind and stops at the second.
+    """A uvicorn server that drains at the first signal and stops at the second.
 
     Args:
-        ready: called once requests are taken.
+        ready: called once the server accepts requests.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Drains, ready: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, service: Drainable, ready: Callable[[], None]
+    ) -> None:
         super().__init__(config)
         self._service, self._ready = service, ready
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -81,7 +83,7 @@ class Server(uvicorn.Server):
         self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """See `uvicorn.Server`; the application is told of its end after a second signal, too."""
+        """See `uvicorn.Server`; shut the application down after a second signal, too."""
         await super().shutdown(sockets)
         if self.force_exit:
             await self.lifespan.shutdown()
@@ -95,17 +97,17 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def _cut(self) -> None:
-        """Close all connections: nobody is waited for any more."""
+        """Close all connections at once."""
         for connection in list(self.server_state.connections):
             transport = getattr(connection, "transport", None)
             if transport is not None:
                 transport.abort()
 
 
-def logs() -> None:
-    """Write the server's log to stderr, a line of JSON each."""
+def configure_logging() -> None:
+    """Send the server's log to stderr, one line of JSON per record."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines())
+    handler.setFormatter(JsonLogFormatter())
     for name, level in (("g4spec.server", logging.INFO), ("uvicorn", logging.ERROR)):
         log = logging.getLogger(name)
         log.handlers[:] = [handler]
@@ -113,33 +115,33 @@ def logs() -> None:
         log.propagate = False
 
 
-def listen(place: Place) -> socket.socket:
-    """Bind the socket of a place; EnvironmentProblem if it cannot be had."""
-    family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
+def listen(address: ServerAddress) -> socket.socket:
+    """Bind and return a listening socket; raise EnvironmentProblem if that fails."""
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
-        return socket.create_server((place.host, place.port), family=family, backlog=2048)
+        return socket.create_server((address.host, address.port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
         raise EnvironmentProblem(
-            f"cannot listen on {place.host}:{place.port}",
+            f"cannot listen on {address.host}:{address.port}",
             found=error,
             fix="choose another --port or --host",
         ) from None
 
 
-def server(
-    application: Starlette, service: Drains, place: Place, ready: Callable[[], None]
+def create_server(
+    application: Starlette, service: Drainable, address: ServerAddress, ready: Callable[[], None]
 ) -> Server:
-    """Make the server; run it with a socket.
+    """Create the server; run it with `run(sockets=[...])`.
 
     Args:
-        ready: called once requests are taken.
+        ready: called once the server accepts requests.
     """
     config = uvicorn.Config(
         application,
         log_config=None,
         access_log=False,
-        ssl_certfile=place.certificate,
-        ssl_keyfile=place.key,
+        ssl_certfile=address.certificate,
+        ssl_keyfile=address.key,
         server_header=False,
         h11_max_incomplete_event_size=HEADER_LIMIT,
         http="h11",
@@ -151,38 +153,48 @@ def server(
 
 
 def serve(
-    service: Service, place: Place, at: socket.socket, ready: Callable[[], None], **more: Any
+    service: Service,
+    address: ServerAddress,
+    at: socket.socket,
+    ready: Callable[[], None],
+    **more: Any,
 ) -> None:
-    """Serve until a signal.
+    """Serve one model until a signal.
 
     Args:
-        at: where to listen. ready: see `server`. more: see `g4spec.server.app.app`.
+        at: listening socket (`listen`).
+        ready: called once the server accepts requests.
+        more: arguments of `g4spec.server.app.create_app`.
     """
-    logs()
+    configure_logging()
     service.warm_up()
-    server(app(service, **more), service, place, ready).run(sockets=[at])
+    create_server(create_app(service, **more), service, address, ready).run(sockets=[at])
 
 
 def serve_models(
-    found: models.Models, place: Place, at: socket.socket, ready: Callable[[], None], **more: Any
+    found: model_router.ModelRouter,
+    address: ServerAddress,
+    at: socket.socket,
+    ready: Callable[[], None],
+    **more: Any,
 ) -> None:
     """Serve several models until a signal; see `serve`."""
-    logs()
-    server(models.app(found, **more), found, place, ready).run(sockets=[at])
+    configure_logging()
+    create_server(model_router.create_app(found, **more), found, address, ready).run(sockets=[at])
 
 
-def exposed(place: Place) -> bool:
-    """Return True if other machines can reach it."""
-    if place.host == "localhost":
+def is_exposed(address: ServerAddress) -> bool:
+    """Return True unless the host is a loopback address."""
+    if address.host == "localhost":
         return False
     try:
-        return not ipaddress.ip_address(place.host).is_loopback
+        return not ipaddress.ip_address(address.host).is_loopback
     except ValueError:
         return True
 
 
-def address(place: Place, at: socket.socket) -> str:
-    """Return its URL."""
+def url(address: ServerAddress, at: socket.socket) -> str:
+    """Return the URL of a listening socket."""
     host, port = at.getsockname()[:2]
-    scheme = "https" if place.certificate else "http"
+    scheme = "https" if address.certificate else "http"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

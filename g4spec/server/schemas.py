@@ -90,7 +90,7 @@ class Resolver:
             raise Unsupported(
                 f"schema of {self.where}: {keyword} cannot be enforced",
                 found=json.dumps(schema, default=str)[:120],
-                fix="leave it out, or strict",
+                fix="remove the keyword, or `strict: true`",
             )
 
     def refuse(self, schema: Schema, *keywords: str) -> None:
@@ -113,14 +113,14 @@ class Resolver:
             return None
         branches = self._list(schema, said[0])
         if said == ["oneOf"] and not _disjoint([self.options(b) for b in branches]):
-            self.unsupported("oneOf of overlapping schemas", schema)
+            self.unsupported("oneOf with overlapping schemas", schema)
         return branches
 
     def _pointer(self, schema: Schema) -> str:
         pointer = schema["$ref"]
         if not isinstance(pointer, str) or not pointer.startswith("#"):
             raise self.error(
-                "$ref", expected="one into the schema itself, #/...", found=repr(pointer)
+                "$ref", expected="a reference into the same schema, #/...", found=repr(pointer)
             )
         return pointer
 
@@ -143,7 +143,7 @@ class Resolver:
         if isinstance(schema, bool):
             return [{}] if schema else []
         if depth > DEPTH:
-            raise self.error(f"more than {DEPTH} levels, or a reference to itself")
+            raise self.error(f"more than {DEPTH} levels deep, or a reference to itself")
         self.refuse(schema, "not", "if", "then", "else")
         own = {k: v for k, v in schema.items() if k not in ("$ref", "allOf", "anyOf", "oneOf")}
         own = {k: v for k, v in own.items() if k not in _NOTES}
@@ -158,7 +158,7 @@ class Resolver:
             if keyword in schema:
                 branches = [self.options(b, depth + 1) for b in self._list(schema, keyword)]
                 if keyword == "oneOf" and not _disjoint(branches):
-                    self.unsupported("oneOf of overlapping schemas", schema)
+                    self.unsupported("oneOf with overlapping schemas", schema)
                 options = self._both(options, [o for branch in branches for o in branch])
         return options
 
@@ -187,7 +187,9 @@ class Resolver:
 
     def _checked(self, schema: Any) -> Schema | bool:
         if not isinstance(schema, (Mapping, bool)):
-            raise self.error("not a schema", expected="an object", found=f"{schema!r:.80}")
+            raise self.error(
+                "not a schema", expected="an object or a boolean", found=f"{schema!r:.80}"
+            )
         return schema
 
     # ---- conjunctions
@@ -224,7 +226,7 @@ class Resolver:
         if keyword in ("items", "additionalProperties"):
             return False if x is False or y is False else {"allOf": [x, y]}
         if keyword != "type":
-            self.unsupported(f"allOf with two of {keyword}", schema)
+            self.unsupported(f"allOf with two different {keyword}", schema)
         return x
 
     # ---- parts
@@ -244,7 +246,7 @@ class Resolver:
         for value in (least, most):
             if value is not None and (not isinstance(value, int) or value < 0):
                 raise self.error(
-                    f"min{what}, max{what}", expected="numbers from 0 on", found=repr(value)
+                    f"min{what}, max{what}", expected="integers of 0 or more", found=repr(value)
                 )
         if most is not None and most < least:
             raise self.error(f"min{what} is larger than max{what}")
@@ -270,7 +272,7 @@ class Resolver:
             keys.setdefault(str(name), schema.get("additionalProperties", True))
         others: list[tuple[str | None, Any]] = list(schema.get("patternProperties", {}).items())
         if others and more is not False:
-            self.unsupported("patternProperties beside additionalProperties", schema)
+            self.unsupported("patternProperties together with additionalProperties", schema)
             others = []
         others += [] if more is False else [(None, more)]
         return keys, set(map(str, required)), others

@@ -1,4 +1,4 @@
-"""One engine behind the endpoints: what may come in, and how its answers come out."""
+"""One engine and its request queue: admission, submission, and the deltas of each text."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from g4spec.errors import G4Error
 from g4spec.ops.logits import Mask
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.request import Options, Progress, Request
-from g4spec.server.engine_client import AnyEngine, EngineLost
-from g4spec.server.gemma import Answer, Parser
-from g4spec.server.generation import Assembler, Delta, Plain, Reader
+from g4spec.server.engine_client import EngineLike, EngineLost
+from g4spec.server.generation import Assembler, Delta, PlainReader, Reader
 from g4spec.server.grammar import Grammar, ThinkingBudget, Vocabulary
-from g4spec.server.live import Followed, Live
+from g4spec.server.live import Live, LiveText
 from g4spec.server.metrics import Metrics
+from g4spec.server.output_parser import AnswerStream, Parser
 from g4spec.server.prompt import Prompter
-from g4spec.server.refusals import Refused
+from g4spec.server.request_errors import RequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,21 +30,23 @@ class Settings:
     """Limits and defaults of a server.
 
     Attributes:
-        model: name of the model. aliases: other names that requests may use for it.
-        queue: texts that may wait beside those in work; more are refused.
-        most_texts: texts of one request (`n`).
-        time_limit: seconds after which a request is ended.
-        stall_limit: seconds that a step may take before /health says that nothing moves.
-        ping: seconds between comments in a stream that has nothing to say.
-        send_limit: seconds that a client may take to accept a piece of a stream.
-        sampler: defaults of requests. seed: of requests that name none; None draws one for each.
-        n_predict: new tokens of requests that name no limit; None: what the context has room for.
+        model: name of the model.
+        aliases: other names that requests may use for it.
+        queue: maximum number of waiting texts; more are rejected with 429.
+        max_texts: maximum number of texts per request (`n` times prompts).
+        time_limit: seconds after which a request is aborted.
+        stall_limit: seconds without a finished step after which /health is 503.
+        ping: seconds between SSE comments on an idle stream.
+        send_limit: seconds that a client may take to accept a chunk of a stream.
+        sampler: default sampling parameters.
+        seed: default seed; None: random for each request.
+        n_predict: default limit of new tokens; None: the rest of the context.
     """
 
     model: str
     aliases: tuple[str, ...] = ()
     queue: int = 64
-    most_texts: int = 128
+    max_texts: int = 128
     time_limit: float = 600.0
     stall_limit: float = 60.0
     ping: float = 15.0
@@ -56,15 +58,19 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A generation that was asked for.
+    """The engine's work for one request.
 
     Attributes:
-        options: of each text; the n-th has the seed + n. A mask is made for each from `grammar`.
-        n: texts of each prompt. others: more prompts; their texts follow those of the first.
-        chat: read thoughts and calls; else the text is all there is.
-        calls: functions were given. open_thought: the prompt ends inside a thought.
-        live: word of those who may read it at /v1/live, or None.
-        thinking_budget: tokens of thoughts, after which they are ended; None: no limit.
+        prompt: token ids of the first prompt.
+        options: engine options of each text; text n uses the seed + n.
+        n: number of texts per prompt.
+        grammar: constrains each text; each gets its own mask.
+        chat: parse reasoning and tool calls; otherwise the output is plain text.
+        calls: parse tool calls.
+        open_thought: the prompt ends inside reasoning.
+        live: secret that allows reading the text at /v1/live, or None.
+        thinking_budget: maximum number of reasoning tokens; None: no limit.
+        others: further prompts; their texts follow those of the first.
     """
 
     prompt: list[int]
@@ -80,19 +86,19 @@ class Job:
 
     @property
     def prompts(self) -> tuple[list[int], ...]:
-        """All prompts."""
+        """Return all prompts."""
         return (self.prompt, *self.others)
 
     @property
     def count(self) -> int:
-        """Texts in all."""
+        """Return the number of texts."""
         return self.n * len(self.prompts)
 
 
 class Service:
-    """The engine and what endpoints need beside it. Belongs to one event loop."""
+    """An engine with its tokenizer, prompts, metrics and queue. Used from one event loop only."""
 
-    def __init__(self, engine: AnyEngine, settings: Settings) -> None:
+    def __init__(self, engine: EngineLike, settings: Settings) -> None:
         self.engine, self.settings = engine, settings
         self.tokenizer = engine.tokenizer
         self.prompter = Prompter(engine.tokenizer, engine.n_ctx)
@@ -104,25 +110,25 @@ class Service:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """Make the grammars' vocabulary; takes a moment the first time."""
+        """Build the vocabulary for grammars on first use, which takes a moment."""
         return Vocabulary(self.tokenizer, self.engine.config.n_vocab)
 
     def warm_up(self) -> None:
-        """Measure costs and list tokens, so that no request has to wait for it."""
+        """Measure step costs and build the vocabulary before the first request."""
         for _ in self.engine.generate([self.tokenizer.bos], Options(n_predict=2)):
             pass
         _ = self.vocabulary
 
     @property
     def is_healthy(self) -> bool:
-        """True while steps make progress, or there is nothing to do."""
+        """Return True while steps make progress or the engine is idle."""
         return self.engine.is_healthy(self.settings.stall_limit)
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a request for another model."""
+        """Raise RequestError (404) for the name of another model."""
         known = (self.settings.model, *self.settings.aliases)
         if name is not None and name not in known:
-            raise Refused(
+            raise RequestError(
                 404,
                 f"the model {name!r} is not served here, only {', '.join(known)}",
                 param="model",
@@ -130,12 +136,14 @@ class Service:
             )
 
     async def submit(self, job: Job) -> Generation:
-        """Queue a job; refuse it when the queue is full."""
+        """Queue a job; raise RequestError if the queue is full (429) or the server stops (503)."""
         limit = self.settings.queue + self.engine.n_slots
         if self.draining:
-            raise Refused(503, "the server is shutting down", retry_after=5)
+            raise RequestError(503, "the server is shutting down; retry later", retry_after=5)
         if self.open and self.open + job.count > limit:
-            raise Refused(429, f"the queue is full: {self.open} texts are in it", retry_after=1)
+            raise RequestError(
+                429, f"the request queue is full ({self.open} texts); retry later", retry_after=1
+            )
         self.open += job.count
         work = asyncio.get_running_loop().run_in_executor(None, self._submit, job)
         try:
@@ -150,7 +158,8 @@ class Service:
         return Generation(self, job, texts)
 
     def _submit(self, job: Job) -> list[Text]:
-        """Submit each text. Runs in a thread: a step may hold the lock, and grammars take time."""
+        """Submit each text. Runs in a thread, since it waits for the engine's lock and compiles
+        grammars."""
         texts: list[Text] = []
         try:
             for prompt in job.prompts:
@@ -175,32 +184,32 @@ class Service:
                 open_thought=job.open_thought,
                 inner=mask,
             )
-        stream = self._answers(job) if options.stop and job.chat else None
+        stream = self._answer_stream(job) if options.stop and job.chat else None
         options = replace(options, sampler=sampler, mask=mask, stream=stream)
         request = self.engine.submit(prompt, options)
-        assembler = Assembler(self._reader(job), options.stop, self._special)
+        assembler = Assembler(self._reader(job), options.stop, self._special_ids)
         return Text(index, request, assembler, self.live.follow(request, job.live))
 
     @cached_property
-    def _special(self) -> frozenset[int]:
+    def _special_ids(self) -> frozenset[int]:
         marks = self.prompter.marks
         more = {marks.channel, marks.channel_end, marks.call, marks.call_end} if marks else set()
         return self.tokenizer.control_ids | more
 
-    def _answers(self, job: Job) -> Callable[[], Answer] | None:
+    def _answer_stream(self, job: Job) -> Callable[[], AnswerStream] | None:
         marks = self.prompter.marks
         if marks is None:
             return None
-        return partial(Answer.of, self.tokenizer, marks, job.calls, job.open_thought)
+        return partial(AnswerStream.of, self.tokenizer, marks, job.calls, job.open_thought)
 
     def _reader(self, job: Job) -> Reader:
         marks = self.prompter.marks
         if not job.chat or marks is None:
-            return Plain(self.tokenizer)
+            return PlainReader(self.tokenizer)
         return Parser(self.tokenizer, marks, calls=job.calls, thinking=job.open_thought)
 
     async def close(self) -> None:
-        """Free what requests do not own; the engine is its maker's."""
+        """Close the template process; the caller closes the engine."""
         await self.prompter.close()
 
 
@@ -212,23 +221,26 @@ def _cancel(work: asyncio.Future[list[Text]]) -> None:
 
 @dataclass(slots=True)
 class Text:
-    """One of the texts of a job.
+    """One text of a job.
 
     Attributes:
-        live: how it is told of at /v1/live.
-        finish, stop: see `Delta`; of a text that has ended.
+        index: position among the texts of the job.
+        request: request of the engine.
+        assembler: converts tokens into deltas.
+        live: state for /v1/live.
+        finish, stop: see `Delta`; None until the text has ended.
     """
 
     index: int
     request: Request
     assembler: Assembler
-    live: Followed
+    live: LiveText
     finish: str | None = None
     stop: str | None = None
 
 
 class Generation:
-    """The texts of one job as they come. Close it, whatever happens: that frees their memory."""
+    """The running texts of one job. Always close it: that frees their slots and pages."""
 
     _numbers = itertools.count()
 
@@ -249,7 +261,7 @@ class Generation:
             text.request.cancel()
 
     def close(self) -> None:
-        """End what has not ended."""
+        """Cancel the texts that have not ended, and count them as aborted."""
         if not self._closed:
             self._closed = True
             self._timer.cancel()
@@ -262,7 +274,7 @@ class Generation:
                     self.service.live.ended(text.live, "abort")
 
     async def deltas(self) -> AsyncGenerator[tuple[Text, Delta], None]:
-        """Yield the pieces of all texts; Refused where one cannot go on."""
+        """Yield (text, delta) of all texts as they arrive; raise RequestError if one fails."""
         if len(self.texts) == 1:
             async with aclosing(self._run(self.texts[0])) as deltas:
                 async for delta in deltas:
@@ -318,21 +330,29 @@ class Generation:
                         delta.ids, ids = ids, []
                         yield delta
         except G4Error as error:
-            raise Refused.of(error) from error
+            raise RequestError.of(error) from error
         except BaseException as error:
             if error is text.request.error:
                 again = isinstance(error, EngineLost) and self.service.engine.failed is None
-                said = "the engine has failed" + ("; it is started again" if again else "")
-                raise Refused(
+                said = "the engine failed" + (
+                    "; it is restarting, retry later" if again else "; restart the server"
+                )
+                raise RequestError(
                     500, said, code="engine_failed", retry_after=5 if again else None
                 ) from error
             raise
         if self._expired:
             limit = self.service.settings.time_limit
-            raise Refused(408, f"the request took more than {limit:g} seconds", code="timeout")
+            raise RequestError(
+                408,
+                f"the request took more than {limit:g} seconds; lower max_tokens",
+                code="timeout",
+            )
         reason = text.request.stats.stop_reason
         if reason in ("cancelled", "closed", "interrupted"):
-            raise Refused(503, f"the text was {reason}", code="unavailable")
+            raise RequestError(
+                503, f"generation was {reason} by the server; retry later", code="unavailable"
+            )
         delta = text.assembler.finish(text.request.stats)
         delta.ids = ids
         text.finish, text.stop = delta.finish, delta.stop

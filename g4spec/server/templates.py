@@ -20,9 +20,9 @@ import anyio
 from g4spec.errors import InputError
 from g4spec.runtime import template as runtime_template
 
-_WORKER = (
+_WORKER_PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.stdin.readline()); "
-    "from g4spec.server.worker import work; work()"
+    "from g4spec.server.template_worker import work; work()"
 )
 
 
@@ -61,7 +61,7 @@ class Renderer:
                 raise
         if answer is None:
             await self.close()
-            raise _stopped("it was stopped, probably for the memory it took")
+            raise _stopped("its process was killed, probably for using too much memory")
         if "error" in answer:
             raise _failed(answer["error"])
         return str(answer["text"])
@@ -92,7 +92,7 @@ class Renderer:
             sys.executable,
             "-I",
             "-c",
-            _WORKER,
+            _WORKER_PROGRAM,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
@@ -124,7 +124,7 @@ def _stopped(why: str) -> Stopped:
 
 
 @dataclass(frozen=True, slots=True)
-class Abilities:
+class TemplateFeatures:
     """Features of a template.
 
     Attributes:
@@ -141,7 +141,7 @@ class Abilities:
     text_last: bool = False
 
 
-async def abilities(renderer: Renderer) -> Abilities:
+async def features(renderer: Renderer) -> TemplateFeatures:
     """Find out what a template can do, by rendering."""
     name = "g4spec_probe"
     user = {"role": "user", "content": "x"}
@@ -172,4 +172,6 @@ async def abilities(renderer: Renderer) -> Abilities:
         results = "field"
     talking = await attempt([user, {**calling, "content": "g4spec_text"}], tools=tools)
     text_last = 0 <= talking.find(f"<|tool_call>call:{name}") < talking.find("g4spec_text")
-    return Abilities(bool(thinking) and thinking != plain, name in declared, results, text_last)
+    return TemplateFeatures(
+        bool(thinking) and thinking != plain, name in declared, results, text_last
+    )

@@ -180,7 +180,9 @@ def test_an_answer_of_one_token_does_not_count() -> None:
     assert alone.tokens_per_second == 0 and alone.ratio == 0
 
 
-def made(length: object, ratio: float, scatter: float = 0.0, category: str = "code") -> bench.SweepRow:
+def made(
+    length: object, ratio: float, scatter: float = 0.0, category: str = "code"
+) -> bench.SweepRow:
     row = bench_result.row(category, 4 if length == "auto" else length, 0.5)
     spread = (ratio * (1 - scatter), ratio * (1 + scatter))
     return replace(row, length=length, ratio=ratio, ratio_spread=spread)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from g4spec.runtime.draft_file import DraftFile
 from g4spec.runtime.engine import Engine, read_tokenizer
 from g4spec.runtime.target import Target
 from g4spec.runtime.tokenizer import SUPPRESS
-from g4spec.server.models import find
+from g4spec.server.model_router import find_models
 from tests.support import malformed, tiny, tiny_drafts
 from tests.support.malformed import MASK, Change, changed, missing, not_finite, pointing, shorter
 
@@ -166,7 +166,7 @@ def test_an_architecture_that_is_no_text(home: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="not a target"):
         read_tokenizer(broken)
     with pytest.raises(InputError, match="no target in it"):
-        find(tmp_path)
+        find_models(tmp_path)
 
 
 def test_the_command_ends_with_3(

@@ -319,7 +319,7 @@ def test_a_panic_of_a_library_is_answered() -> None:
 
     import httpx
 
-    from g4spec.server.app import app
+    from g4spec.server.app import create_app
 
     class PanicException(BaseException):
         pass
@@ -332,7 +332,7 @@ def test_a_panic_of_a_library_is_answered() -> None:
             raise PanicException("range end index 32 out of range")
 
     async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(app(Service()), raise_app_exceptions=False)  # type: ignore[arg-type]
+        transport = httpx.ASGITransport(create_app(Service()), raise_app_exceptions=False)  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
             return await client.get("/health")
 
@@ -348,16 +348,16 @@ def test_the_json_of_the_server_has_no_control_character() -> None:
     """Events, answers and log lines held DEL and C1 as they were (H4)."""
     import logging
 
-    from g4spec.server.access import JsonLines
-    from g4spec.server.json_text import JSONAnswer
-    from g4spec.server.streams import event
+    from g4spec.server.json_response import JsonResponse
+    from g4spec.server.middleware import JsonLogFormatter
+    from g4spec.server.sse import event
 
     bad = {"text": "\x1b]0;t\x07\x7f\x9b31m\n\u00e9"}
     record = logging.makeLogRecord({"msg": "m", "levelname": "INFO", "facts": bad})
     for text in (
         event(bad)[6:].strip(),
-        bytes(JSONAnswer(bad).body).decode(),
-        JsonLines().format(record),
+        bytes(JsonResponse(bad).body).decode(),
+        JsonLogFormatter().format(record),
     ):
         assert not re.search("[\x00-\x1f\x7f-\x9f]", text) and "\u00e9" in text
         assert json.loads(text)["text"] == bad["text"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from g4spec.runtime.engine import Engine
-from g4spec.server.app import app
+from g4spec.server.app import create_app
 from g4spec.server.service import Service, Settings
 from tests.fuzz.coverage import Lines
 from tests.fuzz.mutation import ODD, mutate_bytes, mutate_json
@@ -309,9 +309,9 @@ class Serving:
         self.engine = Engine.load(target, draft, n_ctx=96, parallel=2, prefix_cache=8 << 20)
         self.engine.tokenizer.template = TEMPLATE
         # 50 texts of 96 tokens are 10 s of honest work on a busy core.
-        settings = Settings("tiny", queue=8, time_limit=60, most_texts=16)
+        settings = Settings("tiny", queue=8, time_limit=60, max_texts=16)
         self.service = Service(self.engine, settings)
-        self.app = app(self.service, body_limit=1 << 20)
+        self.app = create_app(self.service, body_limit=1 << 20)
         self.loop = asyncio.new_event_loop()
         self._life = self.app.router.lifespan_context(self.app)
         self.loop.run_until_complete(self._life.__aenter__())

@@ -10,7 +10,7 @@ import pytest
 
 from g4spec import convert
 from g4spec.runtime.engine import Engine
-from tests.server.served import Served
+from tests.server.running_server import Served
 
 TINY = Path(__file__).resolve().parents[2] / "examples" / "tiny"
 

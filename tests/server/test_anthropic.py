@@ -14,12 +14,12 @@ import pytest
 from g4spec.runtime.engine import Engine
 from g4spec.server import chat, messages
 from g4spec.server.fields import read
-from g4spec.server.gemma import Argument, Call, Event, Thought
-from g4spec.server.gemma import Text as Words
 from g4spec.server.generation import Delta
 from g4spec.server.message_fields import MessagesRequest, chat_request
+from g4spec.server.output_parser import ArgumentEvent, CallEvent, Event, ThoughtEvent
+from g4spec.server.output_parser import TextEvent as Words
 from g4spec.server.service import Settings
-from tests.server.served import Served
+from tests.server.running_server import Served
 from tests.server.test_openai import SCHEMAS, WEATHER
 
 TOOLS: Any = [
@@ -178,14 +178,14 @@ def check(name: str, message: Any) -> None:
 
 def test_blocks_follow_the_model() -> None:
     pieces: list[Event] = [
-        Thought("Hm"),
-        Thought("."),
+        ThoughtEvent("Hm"),
+        ThoughtEvent("."),
         Words("a"),
-        Call(0, "f"),
-        Argument(0, "{"),
-        Argument(0, "}"),
-        Call(1, "g"),
-        Argument(1, "{}"),
+        CallEvent(0, "f"),
+        ArgumentEvent(0, "{"),
+        ArgumentEvent(0, "}"),
+        CallEvent(1, "g"),
+        ArgumentEvent(1, "{}"),
         Words("b"),
     ]
 

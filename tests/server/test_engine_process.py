@@ -30,10 +30,10 @@ from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Request
 from g4spec.server import engine_client
 from g4spec.server.engine_client import EngineClient, EngineLost
-from g4spec.server.models import Model
-from tests.server import faulty
+from g4spec.server.model_router import Model
+from tests.server import faulty_engines as faulty
 from tests.server.conftest import TINY
-from tests.server.served import Served, wait
+from tests.server.running_server import Served, wait
 
 ROOT = TINY.parents[1]
 SETUP: dict[str, Any] = {"n_ctx": 2048, "parallel": 3, "prefix_cache": 64 << 20}
@@ -228,7 +228,7 @@ def test_a_failure_ends_what_runs_and_nothing_else(
 def test_what_fails_again_and_again_is_given_up(
     family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_client, "MOST_FAILURES", 2)
+    monkeypatch.setattr(engine_client, "MAX_FAILURES", 2)
     make = partial(faulty.load_once, tmp_path / "flag")
     with EngineClient(family / "target.gguf", None, make=make, n_ctx=256) as client:
         served = Served(client)

@@ -12,8 +12,8 @@ from g4spec.core import Cycle
 from g4spec.gguf import GGUF
 from g4spec.runtime.request import Options, Request
 from g4spec.runtime.tokenizer import Tokenizer
-from g4spec.server.gemma import Answer, Event, Marks, Parser, Text, joined
-from g4spec.server.generation import Assembler, Delta, Plain, Token
+from g4spec.server.generation import Assembler, Delta, PlainReader, Token
+from g4spec.server.output_parser import AnswerStream, Event, Marks, Parser, TextEvent, merge_events
 
 MARKS = Marks(105, 106, 100, 101, 48, 49, 50, 52)
 
@@ -39,11 +39,11 @@ def run(
 ) -> tuple[list[Event], Delta, list[Token], Request]:
     """What a client gets of a request that chose `ids` in cycles that end at `cuts`."""
     parser = Parser(tokenizer, MARKS)
-    stream = (lambda: Answer(Parser(tokenizer, MARKS))) if chat else None
+    stream = (lambda: AnswerStream(Parser(tokenizer, MARKS))) if chat else None
     options = Options(len(ids), stop=stops, stream=stream)
     request = Request([2], options, None, tokenizer)  # type: ignore[arg-type]
     assembler = Assembler(
-        parser if chat else Plain(tokenizer), stops, tokenizer.control_ids | {100, 101}
+        parser if chat else PlainReader(tokenizer), stops, tokenizer.control_ids | {100, 101}
     )
     events, tokens = [], []
     for start, stop in zip([0, *cuts], [*cuts, len(ids)], strict=True):
@@ -62,7 +62,7 @@ def run(
 
 
 def answer(events: list[Event]) -> str:
-    return "".join(e.text for e in events if isinstance(e, Text))
+    return "".join(e.text for e in events if isinstance(e, TextEvent))
 
 
 CALL = '<|tool_call>call:f{a:<|"|>STOP<|"|>}<tool_call|>'
@@ -95,7 +95,7 @@ def test_cycles_do_not_show(tokenizer: Tokenizer, data: st.DataObject) -> None:
     each = list(range(1, len(ids)))
     one = run(tokenizer, ids, each, stops, chat)
     got = run(tokenizer, ids, cuts, stops, chat)
-    assert joined(got[0]) == joined(one[0])
+    assert merge_events(got[0]) == merge_events(one[0])
     assert (got[1].finish, got[1].stop, got[2]) == (one[1].finish, one[1].stop, one[2])
     # The engine stopped where the client's text ends.
     assert answer(got[0]) == got[3].text

@@ -17,9 +17,9 @@ from g4spec.runtime.request import Options
 from g4spec.runtime.tokenizer import Tokenizer
 from g4spec.server import grammar
 from g4spec.server.call_grammar import Function
-from g4spec.server.gemma import Argument, Call, Marks, Parser
 from g4spec.server.grammar import Vocabulary
-from tests.server.walks import walk
+from g4spec.server.output_parser import ArgumentEvent, CallEvent, Marks, Parser
+from tests.server.random_texts import random_text
 
 MARKS = Marks(105, 106, 100, 101, 48, 49, 50, 52)
 
@@ -47,8 +47,8 @@ def arguments(tokenizer: Tokenizer, ids: list[int]) -> list[tuple[str, Any]]:
     parser = Parser(tokenizer, MARKS)
     out: list[tuple[str, str]] = []
     for event in [*parser.push(ids), *parser.finish(whole=False)]:
-        assert isinstance(event, (Call, Argument)), event
-        if isinstance(event, Call):
+        assert isinstance(event, (CallEvent, ArgumentEvent)), event
+        if isinstance(event, CallEvent):
             out.append((event.name, ""))
         else:
             out[-1] = (out[-1][0], out[-1][1] + event.json)
@@ -222,8 +222,8 @@ def test_calls_are_valid_against_their_schema(
     functions = [Function("f-1.x", parameters=schema), Function("other")]
     seen = set()
     for seed in range(16):
-        wanted = grammar.whole(MARKS, calls=functions[: 1 + seed % 2])
-        text = walk(vocabulary.mask(wanted), random.Random(f"{name} {seed}"), ends, 6 * seed)
+        wanted = grammar.whole_text(MARKS, calls=functions[: 1 + seed % 2])
+        text = random_text(vocabulary.mask(wanted), random.Random(f"{name} {seed}"), ends, 6 * seed)
         for called, value in arguments(tokenizer, text):
             jsonschema.validate(value, schema if called == "f-1.x" else objects())
             seen.add((called, json.dumps(value, sort_keys=False)))
@@ -246,11 +246,11 @@ def test_a_function_that_cannot_be_called_is_refused() -> None:
     schema = {**objects(a={"type": "array", "enum": ["x"]}), "required": ["a"]}
     for strict in (False, True):
         with pytest.raises(InputError, match="schema of f: no value is valid"):
-            grammar.whole(MARKS, calls=[Function("f", parameters=schema, strict=strict)])
+            grammar.whole_text(MARKS, calls=[Function("f", parameters=schema, strict=strict)])
     schema = objects(a={"enum": ["x"], "pattern": "y"})
-    grammar.whole(MARKS, calls=[Function("f", parameters=schema)])
+    grammar.whole_text(MARKS, calls=[Function("f", parameters=schema)])
     with pytest.raises(Unsupported, match="pattern cannot be enforced"):
-        grammar.whole(MARKS, calls=[Function("f", parameters=schema, strict=True)])
+        grammar.whole_text(MARKS, calls=[Function("f", parameters=schema, strict=True)])
 
 
 @pytest.mark.parametrize("keyword", REFUSED)
@@ -259,8 +259,8 @@ def test_what_cannot_be_held_is_refused_where_it_has_to_be(
 ) -> None:
     schema = REFUSED[keyword]
     with pytest.raises(Unsupported, match=f"schema of f: {keyword}.*cannot be enforced"):
-        grammar.whole(MARKS, calls=[Function("f", parameters=schema, strict=True)])
-    vocabulary.mask(grammar.whole(MARKS, calls=[Function("f", parameters=schema)]))
+        grammar.whole_text(MARKS, calls=[Function("f", parameters=schema, strict=True)])
+    vocabulary.mask(grammar.whole_text(MARKS, calls=[Function("f", parameters=schema)]))
 
 
 @pytest.mark.parametrize(
@@ -282,12 +282,12 @@ def test_what_cannot_be_held_is_refused_where_it_has_to_be(
 )
 def test_what_is_no_schema_is_said(schema: Any) -> None:
     with pytest.raises(InputError, match="f"):
-        grammar.whole(MARKS, calls=[Function("f", parameters=schema)])
+        grammar.whole_text(MARKS, calls=[Function("f", parameters=schema)])
 
 
 def test_a_name_is_one(vocabulary: Vocabulary) -> None:
-    with pytest.raises(InputError, match="name of a function"):
-        grammar.whole(MARKS, calls=[Function("f{")])
+    with pytest.raises(InputError, match="invalid function name"):
+        grammar.whole_text(MARKS, calls=[Function("f{")])
 
 
 # ---- answers
@@ -297,9 +297,9 @@ def test_a_name_is_one(vocabulary: Vocabulary) -> None:
 def test_json_is_compact_and_valid(
     vocabulary: Vocabulary, tokenizer: Tokenizer, ends: list[int], name: str
 ) -> None:
-    wanted = grammar.whole(MARKS, answer=grammar.json_answer(SCHEMAS[name], strict=True))
+    wanted = grammar.whole_text(MARKS, answer=grammar.json_answer(SCHEMAS[name], strict=True))
     for seed in range(6):
-        text = tokenizer.decode(walk(vocabulary.mask(wanted), random.Random(seed), ends))
+        text = tokenizer.decode(random_text(vocabulary.mask(wanted), random.Random(seed), ends))
         value = json.loads(text)
         jsonschema.validate(value, SCHEMAS[name])
         assert not any(c.isspace() for c in text.replace(" ", "")) or "\\n" not in text
@@ -308,35 +308,35 @@ def test_json_is_compact_and_valid(
 
 def test_user_grammars(vocabulary: Vocabulary, tokenizer: Tokenizer, ends: list[int]) -> None:
     for text in ('root ::= "yes" | "no" [0-9]\n', '%llguidance {}\nstart: "yes" | "no" /[0-9]/'):
-        wanted = grammar.whole(MARKS, user=grammar.written(text), thinking="may")
+        wanted = grammar.whole_text(MARKS, user=grammar.to_lark(text), thinking="may")
         seen = set()
         for seed in range(30):
-            ids = walk(vocabulary.mask(wanted), random.Random(seed), [101, *ends])
+            ids = random_text(vocabulary.mask(wanted), random.Random(seed), [101, *ends])
             if ids[0] == 100:
                 assert tokenizer.decode(ids).startswith("<|channel>thought\n")
                 ids = ids[ids.index(101) + 1 :]
                 seen.add("thought")
             seen.add(tokenizer.decode(ids)[:3].rstrip("0123456789"))
         assert seen == {"thought", "yes", "no"}
-    with pytest.raises(InputError, match=r"no GBNF.*'foo' not found"):
-        grammar.written("root ::= foo\n")
+    with pytest.raises(InputError, match=r"not valid GBNF.*'foo' not found"):
+        grammar.to_lark("root ::= foo\n")
     with pytest.raises(InputError, match="cannot be used"):
-        vocabulary.mask(grammar.whole(MARKS, user="start: )"))
+        vocabulary.mask(grammar.whole_text(MARKS, user="start: )"))
     with pytest.raises(InputError, match=r"cannot be used.*uniqueItems"):
         schema = {"type": "array", "uniqueItems": True}
-        vocabulary.mask(grammar.whole(MARKS, answer=grammar.json_answer(schema, strict=True)))
+        vocabulary.mask(grammar.whole_text(MARKS, answer=grammar.json_answer(schema, strict=True)))
 
 
 def test_an_answer_or_calls(vocabulary: Vocabulary, tokenizer: Tokenizer, ends: list[int]) -> None:
     tools = [Function("f", parameters=SCHEMAS["text"])]
     rule = grammar.json_answer({"type": "boolean"}, strict=True)
     for wanted in (
-        grammar.whole(MARKS, answer=rule, calls=tools, most=1),
-        grammar.whole(MARKS, user='start: "true" | "false"', calls=tools, most=1),
+        grammar.whole_text(MARKS, answer=rule, calls=tools, most=1),
+        grammar.whole_text(MARKS, user='start: "true" | "false"', calls=tools, most=1),
     ):
         seen = set()
         for seed in range(12):
-            ids = walk(vocabulary.mask(wanted), random.Random(seed), ends)
+            ids = random_text(vocabulary.mask(wanted), random.Random(seed), ends)
             if ids[0] == MARKS.call:
                 [(name, value)] = arguments(tokenizer, ids)
                 jsonschema.validate(value, SCHEMAS["text"])
@@ -350,8 +350,8 @@ def test_an_open_thought_ends_before_the_answer(
     vocabulary: Vocabulary, tokenizer: Tokenizer, ends: list[int]
 ) -> None:
     answer = grammar.json_answer({"type": "boolean"}, strict=True)
-    mask = vocabulary.mask(grammar.whole(MARKS, answer=answer, thinking="open"))
-    ids = walk(mask, random.Random(1), [101, *ends])
+    mask = vocabulary.mask(grammar.whole_text(MARKS, answer=answer, thinking="open"))
+    ids = random_text(mask, random.Random(1), [101, *ends])
     assert tokenizer.decode(ids[ids.index(101) + 1 :]) in ("true", "false")
 
 
@@ -362,7 +362,7 @@ def test_calls_in_a_free_text(vocabulary: Vocabulary, tokenizer: Tokenizer) -> N
     tools = [Function("f", parameters=SCHEMAS["text"])]
     call = tokenizer.encode('<|tool_call>call:f{city:<|"|>x<|"|>}<tool_call|>', bos=False)
     for parallel in (True, False):
-        mask = vocabulary.mask(grammar.in_calls(MARKS, tools, parallel=parallel))
+        mask = vocabulary.mask(grammar.inside_calls(MARKS, tools, parallel=parallel))
         text = [*tokenizer.encode("Hi", bos=False), *call]
         start = text.index(48)
         for n in [*range(len(text) + 1), 3, len(text), 0, len(text) - 1, start + 1]:
@@ -387,21 +387,21 @@ def test_calls_in_a_free_text(vocabulary: Vocabulary, tokenizer: Tokenizer) -> N
 
 
 def test_a_dead_end_is_an_error(vocabulary: Vocabulary) -> None:
-    mask = vocabulary.mask(grammar.whole(MARKS, user='start: A "c"\nA: /x+/ & /y+/'))
-    with pytest.raises(InputError, match=r"gave up|no text matches"):
+    mask = vocabulary.mask(grammar.whole_text(MARKS, user='start: A "c"\nA: /x+/ & /y+/'))
+    with pytest.raises(InputError, match=r"parser failed|no continuation"):
         mask([])
 
 
 def test_compiled_grammars_are_kept(vocabulary: Vocabulary) -> None:
-    wanted = grammar.whole(MARKS, user='start: "a" "b"')
+    wanted = grammar.whole_text(MARKS, user='start: "a" "b"')
     first, second = vocabulary.mask(wanted), vocabulary.mask(wanted)
-    before = len(vocabulary._kept)
+    before = len(vocabulary._cache)
     allowed = first([])
     assert allowed is not None
     first([int(allowed.nonzero()[0])])
     again = second([])
     assert again is not None and again.equal(allowed)
-    assert len(vocabulary._kept) == before <= grammar.KEPT
+    assert len(vocabulary._cache) == before <= grammar.CACHED_GRAMMARS
 
 
 @pytest.mark.parametrize("name", ["arrays", "tree"])
@@ -415,8 +415,8 @@ def test_a_draft_changes_nothing_under_a_mask(
     texts = []
     for draft, count in ((None, 0), ("dflash.gguf", 3), ("ngram", 4)):
         engine = engines(draft, parallel=2)
-        free = grammar.in_calls(MARKS, tools, parallel=True)
-        for wanted in (grammar.whole(MARKS, calls=tools), free):
+        free = grammar.inside_calls(MARKS, tools, parallel=True)
+        for wanted in (grammar.whole_text(MARKS, calls=tools), free):
             options = Options(
                 16,
                 Sampler(1.0, seed=7),
@@ -449,9 +449,9 @@ def test_thoughts_have_a_budget(vocabulary: Vocabulary) -> None:
     assert budget(thought[:3]) is None and only(budget(thought)) == [end]  # drafts are taken back
     assert only(grammar.ThinkingBudget(1, MARKS, 4096, open_thought=True)([300])) == [end]
     # A grammar that does not let a thought end yet is waited for.
-    inner = vocabulary.mask(grammar.whole(MARKS, user='start: "x"', thinking="may"))
+    inner = vocabulary.mask(grammar.whole_text(MARKS, user='start: "x"', thinking="may"))
     under = grammar.ThinkingBudget(0, MARKS, 4096, inner=inner)
-    alone = vocabulary.mask(grammar.whole(MARKS, user='start: "x"', thinking="may"))
+    alone = vocabulary.mask(grammar.whole_text(MARKS, user='start: "x"', thinking="may"))
     assert only(under([channel])) == only(alone([channel])) != [end]
     ids = [channel]
     while (allowed := only(under(ids))) != [end]:

@@ -25,7 +25,7 @@ from g4spec.server import live as live_module
 from g4spec.server import page
 from g4spec.server.live import Live
 from g4spec.server.service import Settings
-from tests.server.served import Served
+from tests.server.running_server import Served
 
 WORD, OTHER = "w" * 16, "v" * 16
 PAGE = Path(page.__file__).with_name("page.html").read_text()
@@ -168,7 +168,7 @@ def test_a_text_that_nobody_waits_for_ends_here_too(busy: Served) -> None:
 
 
 def test_watchers_are_bounded_and_forgotten(busy: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_module, "MOST_WATCHERS", 1)
+    monkeypatch.setattr(live_module, "MAX_WATCHERS", 1)
     with watching(busy):
         assert busy.http.get("/v1/live").status_code == 429
     deadline = time.monotonic() + 10
@@ -180,7 +180,7 @@ def test_watchers_are_bounded_and_forgotten(busy: Served, monkeypatch: pytest.Mo
 def test_a_slow_reader_loses_events_and_is_told(
     busy: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live_module, "BACKLOG", 2)
+    monkeypatch.setattr(live_module, "MAX_QUEUED_EVENTS", 2)
     hub = Live(busy.engine, "x")
     request = busy.engine.submit([2, 5])
     watcher, text = live_module.Watcher(hub, None), hub.follow(request, None)

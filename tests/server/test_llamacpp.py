@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.served import TEMPLATE, Served
+from tests.server.running_server import TEMPLATE, Served
 
 
 def test_completion_whole_and_in_pieces(busy: Served, plain: Served) -> None:
@@ -72,7 +72,7 @@ def test_a_prompt_of_texts_and_tokens(busy: Served) -> None:
 @pytest.mark.parametrize(
     "more,said",
     [
-        ({"mirostat": 2}, "mirostat: only 0 (off) is possible here"),
+        ({"mirostat": 2}, "mirostat: only 0 (off) is supported"),
         ({"typical_p": 0.9}, "typical_p: only 1"),
         ({"fo": 1}, "unknown field fo"),
         ({"repeat_penalty": 1.2}, "repeat_last_n"),

@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 
-from tests.server.mixed import KINDS, Ask, Said, ask, draw, hang_up
-from tests.server.served import Served, wait
+from tests.server.mixed_requests import KINDS, Ask, Said, ask, draw, hang_up
+from tests.server.running_server import Served, wait
 
 
 def test_company_and_drafts_change_nothing(plain: Served, busy: Served) -> None:

@@ -16,10 +16,10 @@ import pytest
 from g4spec import convert
 from g4spec.errors import EnvironmentProblem, InputError
 from g4spec.runtime.engine import Engine
-from g4spec.server import models, run
+from g4spec.server import model_router, run
 from g4spec.server.service import Service, Settings
 from tests.server.conftest import TINY
-from tests.server.served import Served
+from tests.server.running_server import Served
 
 ASK: dict[str, Any] = {"prompt": "import os\n", "max_tokens": 8, "temperature": 0, "draft_max": 3}
 
@@ -44,7 +44,7 @@ class Room:
         self.live: list[Engine] = []
 
     def __call__(
-        self, names: list[str], target: Path, draft: Path | None, tell: models.Progress
+        self, names: list[str], target: Path, draft: Path | None, tell: model_router.Progress
     ) -> Service:
         self.live = [engine for engine in self.live if not engine._closed]
         if len(self.live) >= self.most:
@@ -59,15 +59,15 @@ class Several:
     """A folder behind HTTP."""
 
     def __init__(self, folder: Path, room: Room, **more: Any) -> None:
-        self.models = models.Models(models.find(folder), room, **more)
-        place, ready = run.Place(port=0), threading.Event()
-        socket = run.listen(place)
-        application = models.app(self.models)
-        self.server = run.server(application, self.models, place, ready.set)
+        self.models = model_router.ModelRouter(model_router.find_models(folder), room, **more)
+        address, ready = run.ServerAddress(port=0), threading.Event()
+        socket = run.listen(address)
+        application = model_router.create_app(self.models)
+        self.server = run.create_server(application, self.models, address, ready.set)
         self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [socket]})
         self._thread.start()
         assert ready.wait(20)
-        self.http = httpx.Client(base_url=run.address(place, socket), timeout=120)
+        self.http = httpx.Client(base_url=run.url(address, socket), timeout=120)
 
     def status(self) -> dict[str, str]:
         data = self.http.get("/v1/models").json()["data"]
@@ -94,14 +94,17 @@ def several(folder: Path, room: Room) -> Iterator[Several]:
 
 
 def test_each_target_finds_its_draft(folder: Path, family: Path) -> None:
-    found = {model.name: [path.name for path in model.drafts] for model in models.find(folder)}
+    found = {
+        model.name: [path.name for path in model.drafts]
+        for model in model_router.find_models(folder)
+    }
     assert found == {"first": ["dflash.gguf"], "second": ["dflash.gguf"]}
     for wrong, said in (
         (folder / "sub" / "notes.txt", "not a folder"),
         (folder / "none", "not a folder"),
     ):
         with pytest.raises(InputError, match=said):
-            models.find(wrong)
+            model_router.find_models(wrong)
 
 
 def test_requests_choose_a_model(several: Several, room: Room, plain: Served) -> None:

@@ -9,8 +9,8 @@ import jsonschema
 import openai
 import pytest
 
-from tests.server.mixed import TOOLS, WEATHER
-from tests.server.served import Served
+from tests.server.mixed_requests import TOOLS, WEATHER
+from tests.server.running_server import Served
 
 CLOCK = {"type": "object", "properties": {}}
 SCHEMAS = {"weather": WEATHER, "clock": CLOCK}
@@ -256,8 +256,8 @@ def test_completions_whole_in_pieces_and_without_a_draft(
         if choice.logprobs:
             told = [c.logprobs for c in parts if c.logprobs]
             for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-                joined = [x for t in told for x in getattr(t, key)]
-                assert joined == getattr(choice.logprobs, key)
+                merge_events = [x for t in told for x in getattr(t, key)]
+                assert merge_events == getattr(choice.logprobs, key)
             assert "".join(choice.logprobs.tokens) == choice.text
     assert stream[-1].usage and whole.usage
     assert stream[-1].usage.completion_tokens == whole.usage.completion_tokens
@@ -329,7 +329,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "not cannot be enforced",
     ),
-    "grammar": ({"grammar": "root ::= x\n"}, "no GBNF"),
+    "grammar": ({"grammar": "root ::= x\n"}, "not valid GBNF"),
     "both": (
         {"grammar": 'root ::= "x"\n', "response_format": {"type": "json_object"}},
         "exclude each other",

@@ -11,10 +11,10 @@ import jsonschema
 import pytest
 
 from g4spec.server import app as one
-from g4spec.server.models import OWN
+from g4spec.server.model_router import ROUTER_ROUTES
 from g4spec.server.openapi import document
-from tests.server.mixed import draw
-from tests.server.served import Served
+from tests.server.mixed_requests import draw
+from tests.server.running_server import Served
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_every_route_is_listed(told: Any) -> None:
     }
     assert {(path, method) for path, method, _ in operations(told)} == routes
     assert ("/openapi.json", "get") in routes and ("/v1/responses/{id}", "delete") in routes
-    several = document([*one.routes(one.Endpoints), *OWN])
+    several = document([*one.routes(one.Endpoints), *ROUTER_ROUTES])
     own = {"/models/events", "/models/load", "/models/unload"}
     assert set(several["paths"]) - set(told["paths"]) == own
 

@@ -25,9 +25,9 @@ from hypothesis import strategies as st
 from g4spec.errors import EnvironmentProblem
 from g4spec.runtime.engine import Engine
 from g4spec.server import run
-from g4spec.server.access import JsonLines
+from g4spec.server.middleware import JsonLogFormatter
 from g4spec.server.service import Settings
-from tests.server.served import Served
+from tests.server.running_server import Served
 
 ROOT = Path(__file__).resolve().parents[2]
 POSTS = [
@@ -226,7 +226,7 @@ def test_keys_origins_and_the_log(
         assert allowed.headers["access-control-allow-origin"] == "http://page.example"
     finally:
         served.stop()
-    lines = [JsonLines().format(record) for record in caplog.records]
+    lines = [JsonLogFormatter().format(record) for record in caplog.records]
     found = [json.loads(line) for line in lines]
     last = next(f for f in found if f.get("path") == "/v1/completions")
     assert last["status"] == 200 and last["completion_tokens"] == 2 and last["prompt_tokens"] > 1
@@ -320,13 +320,17 @@ def test_health_is_green_only_while_steps_make_progress(
 
 
 def test_places(capfd: pytest.CaptureFixture[str]) -> None:
-    assert not run.exposed(run.Place()) and not run.exposed(run.Place("localhost"))
-    assert not run.exposed(run.Place("::1"))
-    assert run.exposed(run.Place("0.0.0.0")) and run.exposed(run.Place("my.host"))
+    assert not run.is_exposed(run.ServerAddress()) and not run.is_exposed(
+        run.ServerAddress("localhost")
+    )
+    assert not run.is_exposed(run.ServerAddress("::1"))
+    assert run.is_exposed(run.ServerAddress("0.0.0.0")) and run.is_exposed(
+        run.ServerAddress("my.host")
+    )
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(EnvironmentProblem, match=f"cannot listen on 127.0.0.1:{port}"):
-            run.listen(run.Place(port=port))
+            run.listen(run.ServerAddress(port=port))
 
 
 def start(family: Path, *more: str) -> tuple[subprocess.Popen[str], str]:

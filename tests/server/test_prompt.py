@@ -13,9 +13,9 @@ from g4spec.gguf import GGUF
 from g4spec.runtime import template as runtime_template
 from g4spec.runtime.tokenizer import Tokenizer
 from g4spec.server.prompt import Prompt, Prompter
-from g4spec.server.refusals import Refused
-from g4spec.server.templates import Abilities, Renderer
-from tests.server.served import TEMPLATE
+from g4spec.server.request_errors import RequestError
+from g4spec.server.templates import Renderer, TemplateFeatures
+from tests.server.running_server import TEMPLATE
 
 LATE = """\
 {% if tools %}{{ tools[0].function.name }}{% endif %}
@@ -73,15 +73,15 @@ def run(
 
 
 def test_what_templates_can_do_is_found_out(tokenizer: Tokenizer) -> None:
-    def able(template: str | None) -> Abilities:
-        found = run(tokenizer, template, lambda p: p.abilities())
-        assert isinstance(found, Abilities)
+    def able(template: str | None) -> TemplateFeatures:
+        found = run(tokenizer, template, lambda p: p.features())
+        assert isinstance(found, TemplateFeatures)
         return found
 
-    assert able(TEMPLATE) == Abilities(True, True, "messages", True)
-    assert able(FIRST) == Abilities(False, True, "field")
-    assert able(tokenizer.template) == Abilities(False, False, None)
-    assert able("{{ raise_exception('no') }}") == Abilities(False, False, None)
+    assert able(TEMPLATE) == TemplateFeatures(True, True, "messages", True)
+    assert able(FIRST) == TemplateFeatures(False, True, "field")
+    assert able(tokenizer.template) == TemplateFeatures(False, False, None)
+    assert able("{{ raise_exception('no') }}") == TemplateFeatures(False, False, None)
 
 
 def test_results_go_where_the_template_takes_them(tokenizer: Tokenizer) -> None:
@@ -104,10 +104,10 @@ def test_what_the_template_has_no_place_for_is_refused(tokenizer: Tokenizer) -> 
         (own, {"messages": CALLED}, "no tools"),
     ):
         given: dict[str, Any] = {"messages": [USER], **how}
-        with pytest.raises(Refused, match=said):
+        with pytest.raises(RequestError, match=said):
             run(tokenizer, template, lambda p, given=given: p.chat(**given))
     stray = [USER, CALLED[2]]
-    with pytest.raises(Refused, match="follows no call"):
+    with pytest.raises(RequestError, match="follows no call"):
         run(tokenizer, FIRST, lambda p: p.chat(stray))
     with pytest.raises(InputError, match="template failed: found no more"):
         run(tokenizer, "{{ raise_exception('no more') }}", lambda p: p.chat([USER]))
@@ -154,7 +154,7 @@ def test_an_answer_is_continued(tokenizer: Tokenizer) -> None:
     asked: Prompt = run(tokenizer, TEMPLATE, lambda p: p.chat([USER]))
     assert prompt.text == asked.text + "Well, " and prompt.thinking == "no"
     for messages in ([USER], begun[1:], CALLED[:2]):
-        with pytest.raises(Refused, match="can be continued only"):
+        with pytest.raises(RequestError, match="can be continued only"):
             run(tokenizer, TEMPLATE, lambda p, m=messages: p.chat(m, continued=True))
 
 
@@ -239,5 +239,5 @@ def test_arguments_are_objects_of_json(tokenizer: Tokenizer) -> None:
             **CALLED[1],
             "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": arguments}}],
         }
-        with pytest.raises(Refused, match="expected a JSON object"):
+        with pytest.raises(RequestError, match="expected a JSON object"):
             run(tokenizer, TEMPLATE, lambda p, m=called: p.chat([USER, m]))

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from g4spec.server.refusals import Refused
 from g4spec.server.replay import Replay
-from tests.server.served import Served, wait
+from g4spec.server.request_errors import RequestError
+from tests.server.running_server import Served, wait
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Count: 1, 2, 3,"}], "seed": 3}
 ASKED = [
@@ -72,7 +72,7 @@ def test_a_dropped_stream_goes_on(busy: Served, path: str, body: dict[str, Any])
 @pytest.mark.parametrize(
     "error, said",
     [
-        (Refused(408, "too long"), "too long"),
+        (RequestError(408, "too long"), "too long"),
         (ValueError("secret"), "an error inside"),
     ],
 )

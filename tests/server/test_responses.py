@@ -13,15 +13,15 @@ import openai
 import pytest
 
 from g4spec.runtime.engine import Engine
-from g4spec.server.gemma import Argument, Call, Event, Thought
-from g4spec.server.gemma import Text as Words
 from g4spec.server.generation import Delta
-from g4spec.server.refusals import Refused
+from g4spec.server.output_parser import ArgumentEvent, CallEvent, Event, ThoughtEvent
+from g4spec.server.output_parser import TextEvent as Words
+from g4spec.server.request_errors import RequestError
 from g4spec.server.response_fields import ResponsesRequest, chat_request, items
 from g4spec.server.response_store import Record, ResponseStore
 from g4spec.server.responses import Writer
 from g4spec.server.service import Settings
-from tests.server.served import Served
+from tests.server.running_server import Served
 from tests.server.test_openai import SCHEMAS, WEATHER
 
 TOOLS: Any = [
@@ -192,14 +192,14 @@ def check(name: str, response: Any) -> None:
 
 def test_items_follow_the_model(busy: Served) -> None:
     pieces: list[Event] = [
-        Thought("Hm"),
-        Thought("."),
+        ThoughtEvent("Hm"),
+        ThoughtEvent("."),
         Words("a"),
-        Call(0, "f"),
-        Argument(0, "{"),
-        Argument(0, "}"),
-        Call(1, "g"),
-        Argument(1, '{"a'),
+        CallEvent(0, "f"),
+        ArgumentEvent(0, "{"),
+        ArgumentEvent(0, "}"),
+        CallEvent(1, "g"),
+        ArgumentEvent(1, '{"a'),
     ]
     request = ResponsesRequest.model_validate({"input": "x"})
     writer = Writer(busy.service, ResponseStore(), request, None)
@@ -363,25 +363,25 @@ def test_what_is_kept_is_bounded_and_its_owners() -> None:
     store = ResponseStore(most=3, most_bytes=2000)
     for i in range(4):
         store.put(record(i))
-    with pytest.raises(Refused):
+    with pytest.raises(RequestError):
         store.get("r0", None)
     store.get("r1", None)  # used last
     store.put(record(4))
     assert store.get("r1", None)
-    with pytest.raises(Refused):
+    with pytest.raises(RequestError):
         store.get("r2", None)
     store.put(record(5, text="x" * 1880))  # takes nearly all there is
-    with pytest.raises(Refused):
+    with pytest.raises(RequestError):
         store.get("r1", None)
     store.put(record(5))
     store.put(record(6, "a"))
     assert store.get("r6", "a")
     for owner in ("b", None):
-        with pytest.raises(Refused):
+        with pytest.raises(RequestError):
             store.get("r6", owner)
     refer = [{"type": "item_reference", "id": "m6"}]
     assert store.find(refer, "a")[0]["id"] == "m6"
-    with pytest.raises(Refused):
+    with pytest.raises(RequestError):
         store.find(refer, "b")
 
 

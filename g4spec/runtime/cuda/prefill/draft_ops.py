@@ -1,7 +1,7 @@
-"""The op vocabulary for what drafts make of prompts: rows of one prompt block.
+"""The ops that drafts use for prompts: rows of one prompt block.
 
-Whatever has a shape computes PROMPT_BLOCK rows, the missing ones zero, so that a row's bits depend
-on no other row. Rows between ops are float32 numbers; matrices are dequantized for each block.
+Every op computes PROMPT_BLOCK rows, with missing rows as zeros, so that the bits of a row do not
+depend on other rows. Rows between ops are float32 numbers; matrices are dequantized for each block.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ from g4spec.runtime.cuda.weights.dequant import plain
 from g4spec.runtime.cuda.weights.matrix import Matrix, join
 
 LARGEST = 512.0
-"""Rows in half precision are divided by a power of two that brings their values below this."""
+"""Maximum of values in half precision; rows are divided by a power of two to stay below."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """Products y [T, heads * D] of queries, keys and values, whose heads are yet to be normed and
-    rotated."""
+    """Projections y [T, heads * D] of queries, keys and values, before their norms and RoPE."""
 
     heads: Heads
     y: torch.Tensor
 
 
 class DraftOps(CudaOps):
-    """`Ops` for at most PROMPT_BLOCK rows of one sequence. `ops`: of steps, with the same
+    """`Ops` for at most PROMPT_BLOCK rows of one sequence. `ops`: the ops of steps, with the same
     weights."""
 
     def __init__(self, ops: CudaOps) -> None:
@@ -77,8 +76,8 @@ class DraftOps(CudaOps):
         return Ops.norm_residual_norm(self, h, x, weight, eps, next_norm, scale)
 
     def qkv(self, h: Any, a: Attention, batch: Batch, kv: Any, *, queries: bool = True) -> Any:
-        """See `Ops.qkv`; with queries nothing is appended before `attend`, which goes tile by
-        tile, so that a ring needs no more room than for steps."""
+        """See `Ops.qkv`. With queries, keys and values are appended by `attend`, tile by tile, so
+        that a ring buffer needs no more room than for steps."""
         weights = [w for w in (a.q, a.k, a.v) if w is not None]
         if all(isinstance(w, Matrix) for w in weights):
             join(weights)  # as steps read them
@@ -104,7 +103,7 @@ class DraftOps(CudaOps):
         last: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        """See `Ops.attend`: 16 rows at a time, as in a step."""
+        """See `Ops.attend`; computes 16 rows at a time, as in a step."""
         assert isinstance(q, Unfinished)
         out = []
         for at in range(0, len(batch), MOST):
@@ -128,13 +127,13 @@ class DraftOps(CudaOps):
 
 
 def _part(batch: Batch, rows: slice) -> Batch:
-    """These rows of one sequence."""
+    """Return a batch with these rows of one sequence."""
     ids = batch.ids[rows]
     return Batch(ids, batch.positions[rows], batch.slots[rows], (len(ids),))
 
 
 def _block(x: torch.Tensor) -> torch.Tensor:
-    """Rows x [T, N] and zeros up to a whole block."""
+    """Pad rows x [T, N] with zeros to a whole block."""
     assert len(x) <= PROMPT_BLOCK, len(x)
     missing = PROMPT_BLOCK - len(x)
     return torch.cat([x, x.new_zeros(missing, x.shape[1])]) if missing else x

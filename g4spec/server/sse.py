@@ -1,4 +1,4 @@
-"""Server-sent events, and answers that end when nobody waits for them any more."""
+"""Server-sent events, and cancellation of work when the client disconnects."""
 
 from __future__ import annotations
 
@@ -13,77 +13,81 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from g4spec.server.json_text import dumps
-from g4spec.server.refusals import Refused
+from g4spec.server.json_response import dumps
+from g4spec.server.request_errors import RequestError
 from g4spec.server.service import Settings
 
 log = logging.getLogger("g4spec.server")
 
 PING = ": ping\n\n"
-"""A comment, which clients skip."""
+"""SSE comment that keeps an idle connection open; clients skip it."""
 
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
-"""Of every stream: nobody between keeps it or holds it back."""
+"""Headers of every stream: proxies must not cache or buffer it."""
 
 Events = AsyncGenerator[str, None]
 T = TypeVar("T")
 
 
 def event(value: Any, name: str | None = None) -> str:
-    """Write one event: JSON, or a word as it is."""
+    """Format one event; a str `value` is sent as it is, anything else as JSON."""
     data = value if isinstance(value, str) else dumps(value)
     return f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n"
 
 
-class Gone(Exception):
-    """The client has hung up."""
+class ClientDisconnected(Exception):
+    """The client closed the connection."""
 
 
-async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """Wait for `work`; cancels it and raises Gone when the client hangs up."""
+async def cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:
+    """Return the result of `work`; if the client disconnects, cancel it and raise
+    ClientDisconnected."""
     task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_until_gone(request.receive))
+    watch = asyncio.ensure_future(_wait_for_disconnect(request.receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise Gone
+        raise ClientDisconnected
     finally:
         for each in (task, watch):
             each.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-async def _until_gone(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-class Source(Protocol):
-    """What is streamed: a generation, or a watcher of `g4spec.server.live`."""
+class StreamSource(Protocol):
+    """The producer of a stream: a generation, or a watcher of `g4spec.server.live`."""
 
     @property
     def id(self) -> str: ...
 
     def close(self) -> None:
-        """Free what it holds."""
+        """Release all resources."""
 
 
 class EventStream(Response):
-    """A source as server-sent events. It is closed however the stream ends.
+    """A response of server-sent events. Its source is closed however the stream ends.
 
     Args:
-        source: what is streamed. events: made of it.
-        failed: an event for a reason to end early. ping: what is sent in silences.
+        source: producer of the events.
+        events: formatted events.
+        failed: formats the last event after an error.
+        settings: ping interval and send timeout.
+        ping: sent when there is no event for `settings.ping` seconds.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        source: Source,
+        source: StreamSource,
         events: Events,
-        failed: Callable[[Refused], str],
+        failed: Callable[[RequestError], str],
         settings: Settings,
         headers: Mapping[str, str] | None = None,
         ping: str = PING,
@@ -94,8 +98,8 @@ class EventStream(Response):
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all events, with pings in silences, until the end or the client's."""
-        watch = asyncio.ensure_future(_until_gone(receive))
+        """Send events and pings until the stream ends or the client disconnects."""
+        watch = asyncio.ensure_future(_wait_for_disconnect(receive))
         work = asyncio.ensure_future(self._stream(send))
         try:
             await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -109,7 +113,7 @@ class EventStream(Response):
 
     async def _stream(self, send: Send) -> None:
         async def put(message: Message) -> None:
-            # Not asyncio.wait_for: until Python 3.12 it may swallow that the client has hung up.
+            # Not asyncio.wait_for: before Python 3.12 it may swallow the cancellation.
             with anyio.fail_after(self._settings.send_limit):
                 await send(message)
 
@@ -122,7 +126,7 @@ class EventStream(Response):
                 await self._pump(events, text)
             await put({"type": "http.response.body", "body": b"", "more_body": False})
         except (TimeoutError, OSError):
-            log.warning("a client does not read", extra={"id": self._source.id})
+            log.warning("client does not read its stream", extra={"id": self._source.id})
 
     async def _pump(self, events: Events, text: Callable[[str], Awaitable[None]]) -> None:
         try:
@@ -140,5 +144,5 @@ class EventStream(Response):
                 await asyncio.gather(following, return_exceptions=True)
         except StopAsyncIteration:
             return
-        except Refused as refused:
+        except RequestError as refused:
             await text(self._failed(refused))

@@ -1,12 +1,12 @@
-"""Reads what Gemma 4 writes: thoughts, text and native calls, token by token.
+"""Parse Gemma 4's output token by token: reasoning, text and native tool calls.
 
     <|channel>thought
     ...<channel|>text<|tool_call>call:NAME{key:<|"|>text<|"|>,n:42}<tool_call|>
 
-The marks are tokens, so a text that merely looks like one is never taken for one. Events follow
-from the tokens alone, however many of them arrive at a time. What models write beside this form is
-read, too: empty or stray channel marks, a second `<|channel>` before the real one, calls without
-`call`, with `(` for `{`, without their end, or straight out of a thought.
+Marks are control tokens; text that merely looks like a mark is text. Events depend only on the
+tokens, not on how they are batched. Deviations that models produce are accepted: empty or stray
+channel marks, a second `<|channel>` before the real one, calls without `call`, with `(` instead of
+`{`, without their end, or inside reasoning.
 """
 
 from __future__ import annotations
@@ -17,50 +17,50 @@ from dataclasses import astuple, dataclass
 from enum import Enum, auto
 
 from g4spec.runtime.tokenizer import Tokenizer
-from g4spec.server.arguments import Arguments
+from g4spec.server.tool_arguments import Arguments
 
 _HEAD = re.compile(r"\s*(?:call\s*:|:)?\s*([^\s:]*)\s*")
 
-LONGEST_HEAD = 256
-"""Characters of what stands before the arguments of a call; more is no call."""
+MAX_CALL_HEAD = 256
+"""Maximum characters between `<|tool_call>` and the arguments; a longer head is text."""
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
-    """A piece of the answer."""
+class TextEvent:
+    """A piece of the answer's text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
+class ThoughtEvent:
     """A piece of the reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A call begins: the n-th of its text, from 0 on."""
+class CallEvent:
+    """The beginning of a tool call; `index` counts from 0."""
 
     index: int
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Argument:
-    """A piece of the arguments of a call, as JSON."""
+class ArgumentEvent:
+    """A piece of a tool call's arguments, as JSON text."""
 
     index: int
     json: str
 
 
-Event = Text | Thought | Call | Argument
+Event = TextEvent | ThoughtEvent | CallEvent | ArgumentEvent
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Ids of the tokens that give Gemma 4's texts their structure."""
+    """Token ids of Gemma 4's structural marks."""
 
     turn: int
     turn_end: int
@@ -73,7 +73,7 @@ class Marks:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Marks | None:
-        """Find those of a vocabulary; None if it lacks one."""
+        """Return the marks of a vocabulary, or None if one is missing."""
         names = (
             "<|turn>",
             "<turn|>",
@@ -88,7 +88,7 @@ class Marks:
         return cls(*(i[0] for i in ids)) if all(len(i) == 1 for i in ids) else None
 
     def thinking(self, prompt: Sequence[int]) -> bool:
-        """Return True if a prompt ends inside a thought, which the model goes on with."""
+        """Return True if a prompt ends inside reasoning, which the model continues."""
         for token in reversed(prompt):
             if token in (self.channel_end, self.turn, self.turn_end):
                 return False
@@ -97,8 +97,8 @@ class Marks:
         return False
 
 
-class _In(Enum):
-    """Parser states: where the next token belongs."""
+class _State(Enum):
+    """Parser states: what the next token belongs to."""
 
     TEXT = auto()
     HEADER = auto()
@@ -108,15 +108,15 @@ class _In(Enum):
     CALL_TAIL = auto()
 
 
-_PARTS = {_In.TEXT: "text", _In.THOUGHT: "thought", _In.HEADER: "mark"}
+_PART_NAMES = {_State.TEXT: "text", _State.THOUGHT: "thought", _State.HEADER: "mark"}
 
 
 class Parser:
-    """Turns the tokens of one text into events.
+    """An incremental parser of the tokens of one text.
 
     Args:
-        calls: read calls; otherwise they are text, marks included.
-        thinking: the prompt ends inside a thought.
+        calls: parse tool calls; otherwise they are text, including their marks.
+        thinking: the prompt ends inside reasoning.
     """
 
     def __init__(
@@ -125,137 +125,139 @@ class Parser:
         self._marks, self._calls = marks, calls
         self._special = tokenizer.control_ids | set(astuple(marks))
         self._bytes = tokenizer.stream(special=True)
-        self._in = _In.THOUGHT if thinking else _In.TEXT
-        self._before = _In.TEXT  # what a header that is none returns to
-        self._held = ""  # of a header, a call's head, or white space at the end of a thought
-        self._thought = False  # whether the thought has begun
+        self._state = _State.THOUGHT if thinking else _State.TEXT
+        self._state_before_header = (
+            _State.TEXT
+        )  # state to return to if a channel header turns out to be text
+        self._held = ""  # pending header, call head, or trailing white space of reasoning
+        self._thought = False  # reasoning text has been emitted
         self._count = 0
         self._arguments: Arguments | None = None
         self._events: list[Event] = []
 
     @property
     def answering(self) -> bool:
-        """True if the next token belongs to the answer, and to no thought or call."""
-        return self._in is _In.TEXT
+        """Return True if the next token belongs to the answer's text."""
+        return self._state is _State.TEXT
 
     @property
     def thinking(self) -> bool:
-        """True if the next token belongs to a thought."""
-        return self._in in (_In.THOUGHT, _In.HEADER)
+        """Return True if the next token belongs to reasoning."""
+        return self._state in (_State.THOUGHT, _State.HEADER)
 
     @property
     def part(self) -> str:
-        """What the next token belongs to: "text", "thought", "call", or "mark" for none of them."""
-        return _PARTS.get(self._in, "call")
+        """Return what the next token belongs to: "text", "thought", "call" or "mark"."""
+        return _PART_NAMES.get(self._state, "call")
 
     @property
     def calling(self) -> bool:
-        """True if a call has begun and not ended."""
-        return self._in in (_In.CALL_HEAD, _In.ARGUMENTS)
+        """Return True while a call is open."""
+        return self._state in (_State.CALL_HEAD, _State.ARGUMENTS)
 
     def push(self, ids: Iterable[int]) -> list[Event]:
-        """Take in tokens; returns the events that became certain, neighbours of a kind as one."""
+        """Add tokens; return the completed events, adjacent ones of one type merged."""
         for token in ids:
-            self._token(token)
-        return self._taken()
+            self._add_token(token)
+        return self._flush()
 
     def finish(self, *, whole: bool = True) -> list[Event]:
-        """End the text; returns the last events.
+        """End the text; return the last events.
 
         Args:
-            whole: the model has ended it: an open call is closed. One that was cut off stays open,
-                since its arguments may mean something else than they would have.
+            whole: True if the model ended the text: an open call is closed. An open call of a
+                truncated text stays incomplete, so that clients do not run it.
         """
-        self._characters(self._bytes.finish())
-        if self._in is _In.HEADER:
+        self._add_text(self._bytes.finish())
+        if self._state is _State.HEADER:
             self._header_ends()
-        elif self._in is _In.CALL_HEAD:
+        elif self._state is _State.CALL_HEAD:
             self._head_ends(whole)
-        elif self._in is _In.ARGUMENTS and whole:
+        elif self._state is _State.ARGUMENTS and whole:
             self._close_call()
-        return self._taken()
+        return self._flush()
 
     # ---- tokens
 
-    def _token(self, token: int) -> None:
+    def _add_token(self, token: int) -> None:
         m = self._marks
         shown = token == m.delimiter or (token in (m.call, m.call_end) and not self._calls)
         if token not in self._special:
-            self._characters(self._bytes.push([token]))
+            self._add_text(self._bytes.push([token]))
             return
-        self._characters(self._bytes.finish())
+        self._add_text(self._bytes.finish())
         if token == m.channel:
             self._open_channel()
         elif token == m.channel_end:
             self._close_channel()
         elif shown:
-            self._shown(token)
+            self._visible_mark(token)
         elif token == m.call:
             self._open_call()
         elif token == m.call_end:
-            if self._in is _In.CALL_HEAD:
+            if self._state is _State.CALL_HEAD:
                 self._head_ends(True)
-            elif self._in is _In.ARGUMENTS:
+            elif self._state is _State.ARGUMENTS:
                 self._close_call()
             self._leave_call()
 
-    def _shown(self, token: int) -> None:
-        if token == self._marks.delimiter and self._in is _In.ARGUMENTS:
+    def _visible_mark(self, token: int) -> None:
+        if token == self._marks.delimiter and self._state is _State.ARGUMENTS:
             assert self._arguments is not None
             self._argument(self._arguments.delimiter())
         elif token == self._marks.delimiter:
-            self._characters('"')
+            self._add_text('"')
         else:
-            self._characters(self._bytes.push([token]) + self._bytes.finish())
+            self._add_text(self._bytes.push([token]) + self._bytes.finish())
 
     def _open_channel(self) -> None:
         self._end_call()
-        if self._in is _In.HEADER:  # one more before the real one
+        if self._state is _State.HEADER:  # a second `<|channel>` before the real one
             self._header_ends()
-        self._before = self._in
-        self._in, self._held = _In.HEADER, ""
+        self._state_before_header = self._state
+        self._state, self._held = _State.HEADER, ""
 
     def _close_channel(self) -> None:
-        if self._in in (_In.HEADER, _In.THOUGHT):
-            self._in, self._held = _In.TEXT, ""
+        if self._state in (_State.HEADER, _State.THOUGHT):
+            self._state, self._held = _State.TEXT, ""
 
     def _open_call(self) -> None:
         self._end_call()
-        if self._in is _In.HEADER:
+        if self._state is _State.HEADER:
             self._header_ends()
-        self._in, self._held = _In.CALL_HEAD, ""
+        self._state, self._held = _State.CALL_HEAD, ""
 
     def _end_call(self) -> None:
-        """End an open call: another mark stands inside of it."""
-        if self._in is _In.CALL_HEAD:
+        """Close an open call when another mark follows."""
+        if self._state is _State.CALL_HEAD:
             self._head_ends(True)
-        elif self._in is _In.ARGUMENTS:
+        elif self._state is _State.ARGUMENTS:
             self._close_call()
         self._leave_call()
 
     def _leave_call(self) -> None:
-        if self._in in (_In.CALL_HEAD, _In.ARGUMENTS, _In.CALL_TAIL):
-            self._in, self._held = _In.TEXT, ""
+        if self._state in (_State.CALL_HEAD, _State.ARGUMENTS, _State.CALL_TAIL):
+            self._state, self._held = _State.TEXT, ""
 
     # ---- characters
 
-    def _characters(self, text: str) -> None:
+    def _add_text(self, text: str) -> None:
         if not text:
             return
-        if self._in is _In.TEXT:
-            self._events.append(Text(text))
-        elif self._in is _In.THOUGHT:
+        if self._state is _State.TEXT:
+            self._events.append(TextEvent(text))
+        elif self._state is _State.THOUGHT:
             self._think(text)
-        elif self._in is _In.HEADER:
+        elif self._state is _State.HEADER:
             self._header(text)
-        elif self._in is _In.CALL_HEAD:
+        elif self._state is _State.CALL_HEAD:
             self._head(text)
-        elif self._in is _In.ARGUMENTS:
+        elif self._state is _State.ARGUMENTS:
             assert self._arguments is not None
             self._argument(self._arguments.text(text))
 
     def _think(self, text: str) -> None:
-        """Take in text of a thought, without white space around it."""
+        """Add reasoning text, stripped of leading and trailing white space."""
         text = self._held + text
         if not self._thought:
             text = text.lstrip()
@@ -263,7 +265,7 @@ class Parser:
         self._held = text[len(kept) :] if kept or self._thought else ""
         if kept:
             self._thought = True
-            self._events.append(Thought(kept))
+            self._events.append(ThoughtEvent(kept))
 
     def _header(self, text: str) -> None:
         self._held += text
@@ -275,49 +277,49 @@ class Parser:
     def _begin_thought(self) -> None:
         rest = self._held.removeprefix("thought")
         again = self._thought
-        self._in, self._held = _In.THOUGHT, "\n" if again else ""
+        self._state, self._held = _State.THOUGHT, "\n" if again else ""
         self._think(rest.lstrip() if again else rest)
 
     def _header_ends(self) -> None:
-        """Leave a header that is none: its text goes where it would have gone without."""
+        """Leave a header that is not `thought`; treat its text as if the mark were absent."""
         held, self._held = self._held, ""
-        self._in = self._before
+        self._state = self._state_before_header
         if held and held != "thought":
-            self._characters(held)
+            self._add_text(held)
 
     def _head(self, text: str) -> None:
         self._held += text
         at = min((i for i in map(self._held.find, "{(") if i >= 0), default=-1)
         if at < 0:
-            if len(self._held) > LONGEST_HEAD:
-                self._no_call()
+            if len(self._held) > MAX_CALL_HEAD:
+                self._reject_call()
             return
         opener, rest = self._held[at], self._held[at + 1 :]
         name = _name(self._held[:at])
         if not name:
-            self._no_call()
+            self._reject_call()
             return
         self._begin_call(name, ")" if opener == "(" else "}")
-        self._characters(rest)
+        self._add_text(rest)
 
     def _head_ends(self, whole: bool) -> None:
-        """End a call without arguments: one of none, if the model has ended it."""
+        """End a call without arguments; emit it with empty arguments if the model ended it."""
         name = _name(self._held)
         if name and whole:
             self._begin_call(name, "}")
             self._close_call()
         self._leave_call()
 
-    def _no_call(self) -> None:
+    def _reject_call(self) -> None:
         held = self._held
         self._leave_call()
-        self._characters(held)
+        self._add_text(held)
 
     def _begin_call(self, name: str, closer: str) -> None:
-        self._events.append(Call(self._count, name))
+        self._events.append(CallEvent(self._count, name))
         self._count += 1
         self._arguments = Arguments(closer)
-        self._in, self._held = _In.ARGUMENTS, ""
+        self._state, self._held = _State.ARGUMENTS, ""
         self._argument(self._arguments.text(""))
 
     def _close_call(self) -> None:
@@ -327,57 +329,57 @@ class Parser:
     def _argument(self, json: str) -> None:
         assert self._arguments is not None
         if json:
-            self._events.append(Argument(self._count - 1, json))
+            self._events.append(ArgumentEvent(self._count - 1, json))
         if self._arguments.ended:
-            self._in = _In.CALL_TAIL
+            self._state = _State.CALL_TAIL
 
-    def _taken(self) -> list[Event]:
-        events, self._events = joined(self._events), []
+    def _flush(self) -> list[Event]:
+        events, self._events = merge_events(self._events), []
         return events
 
 
-class Answer:
-    """Streams the answer alone (`g4spec.runtime.request.TextStream`)."""
+class AnswerStream:
+    """A `g4spec.runtime.request.TextStream` of the answer without reasoning and calls."""
 
     def __init__(self, parser: Parser) -> None:
         self._parser = parser
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, marks: Marks, calls: bool, thinking: bool) -> Answer:
-        """Make it with a parser of its own; see `Parser`."""
+    def of(cls, tokenizer: Tokenizer, marks: Marks, calls: bool, thinking: bool) -> AnswerStream:
+        """Create the stream with its own parser; arguments as for `Parser`."""
         return cls(Parser(tokenizer, marks, calls=calls, thinking=thinking))
 
     def push(self, ids: Iterable[int]) -> str:
-        """Return the part of the answer that became certain with `ids`."""
+        """Add tokens; return the completed part of the answer."""
         return _answer(self._parser.push(ids))
 
     def finish(self) -> str:
-        """Return what was held back."""
+        """Return the rest of the answer."""
         return _answer(self._parser.finish())
 
 
 def _answer(events: Iterable[Event]) -> str:
-    return "".join(event.text for event in events if isinstance(event, Text))
+    return "".join(event.text for event in events if isinstance(event, TextEvent))
 
 
-def joined(events: Iterable[Event]) -> list[Event]:
-    """Merge neighbouring events of a kind."""
+def merge_events(events: Iterable[Event]) -> list[Event]:
+    """Merge adjacent events of one type."""
     out: list[Event] = []
     for event in events:
         last = out[-1] if out else None
-        if isinstance(event, Text) and isinstance(last, Text):
-            out[-1] = Text(last.text + event.text)
-        elif isinstance(event, Thought) and isinstance(last, Thought):
-            out[-1] = Thought(last.text + event.text)
-        elif isinstance(event, Argument) and isinstance(last, Argument):
+        if isinstance(event, TextEvent) and isinstance(last, TextEvent):
+            out[-1] = TextEvent(last.text + event.text)
+        elif isinstance(event, ThoughtEvent) and isinstance(last, ThoughtEvent):
+            out[-1] = ThoughtEvent(last.text + event.text)
+        elif isinstance(event, ArgumentEvent) and isinstance(last, ArgumentEvent):
             assert event.index == last.index
-            out[-1] = Argument(event.index, last.json + event.json)
+            out[-1] = ArgumentEvent(event.index, last.json + event.json)
         else:
             out.append(event)
     return out
 
 
 def _name(head: str) -> str:
-    """Extract the function of `call:NAME`, `:NAME` or `NAME`; "" where there is none."""
+    """Return NAME of `call:NAME`, `:NAME` or `NAME`, or "" if there is none."""
     found = _HEAD.fullmatch(head)
     return found[1] if found else ""

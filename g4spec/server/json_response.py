@@ -25,7 +25,7 @@ def dumps(value: Any, default: Callable[[Any], Any] | None = None) -> str:
     return _UNSHOWN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
-class JSONAnswer(JSONResponse):
+class JsonResponse(JSONResponse):
     """A response of JSON."""
 
     def render(self, content: Any) -> bytes:

@@ -2,7 +2,7 @@
 
 A folder is looked through once: targets, and for each the drafts that fit it. A request chooses by
 `model`, in its body or in the query; one that names none gets the model that was used last. Each
-loaded model is an application of its own (`app.app`), to which requests are handed on.
+loaded model is an application of its own (`app.create_app`), to which requests are handed on.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from g4spec import models, validate
 from g4spec.errors import EnvironmentProblem, G4Error, InputError
 from g4spec.gguf import GGUF
-from g4spec.server import app as one
+from g4spec.server import app as single_model
 from g4spec.server import bodies, fields, page
-from g4spec.server.access import refusal
-from g4spec.server.json_text import JSONAnswer
+from g4spec.server.json_response import JsonResponse
+from g4spec.server.middleware import error_response
 from g4spec.server.openapi import described, document
-from g4spec.server.refusals import Refused
+from g4spec.server.request_errors import RequestError
 from g4spec.server.service import Service
-from g4spec.server.streams import HEADERS, event
+from g4spec.server.sse import HEADERS, event
 
 log = logging.getLogger("g4spec.server")
 
@@ -42,8 +42,8 @@ Progress = Callable[[int, int], None]
 Load = Callable[[list[str], Path, "Path | None", Progress], Service]
 """Opens (names, target, draft). Raises EnvironmentProblem where they do not fit into memory."""
 
-WATCH = 0.2
-"""Seconds between two looks for `Models.events`."""
+EVENT_POLL_SECONDS = 0.2
+"""Seconds between two looks for `ModelRouter.events`."""
 
 
 @dataclass(slots=True)
@@ -101,11 +101,11 @@ class Model:
         return out
 
 
-def find(folder: Path | None) -> list[Model]:
+def find_models(folder: Path | None) -> list[Model]:
     """List the targets in a folder and in the folders in it, each with the drafts that fit it.
 
     A draft fits if the rules on pairs find no error; among several the one with the fewest
-    warnings comes first: one that was converted beside this very target has none.
+    warnings comes first: one that was converted beside this very target has nsingle_model.
 
     Raises:
         InputError: there is no such folder, or no target in it.
@@ -122,8 +122,8 @@ def find(folder: Path | None) -> list[Model]:
                 drafts.append(path)
     if not targets:
         raise InputError(
-            f"{folder}: no target in it",
-            expected="at least one GGUF of a Gemma 4",
+            f"{folder}: no target model in this folder",
+            expected="at least one Gemma 4 GGUF",
             found=[path.name for path in drafts] or "none",
         )
     pairs = [name for name in validate.all_rules() if name.startswith("G4-PAIR-")]
@@ -139,19 +139,19 @@ def find(folder: Path | None) -> list[Model]:
     return out
 
 
-class Models:
+class ModelRouter:
     """ASGI application that hands requests on to the model that they name.
 
     Args:
-        found: see `find`. load: see `Load`. most: models that may be loaded at once.
-        patience: seconds that a request may wait until others have left a model.
+        found: see `find_models`. load: see `Load`. max_loaded: models that may be loaded at once.
+        max_wait: seconds that a request may wait until others have left a model.
     """
 
     def __init__(
-        self, found: Sequence[Model], load: Load, most: int, patience: float = 600.0
+        self, found: Sequence[Model], load: Load, max_loaded: int, max_wait: float = 600.0
     ) -> None:
         self.all = {model.name: model for model in found}
-        self._opened, self._most, self._patience = load, most, patience
+        self._load_service, self._max_loaded, self._max_wait = load, max_loaded, max_wait
         self._draining = False
         self._lock = asyncio.Lock()
         self._changed = asyncio.Event()
@@ -181,11 +181,11 @@ class Models:
         name = given[-1] if given else None
         try:
             if scope["method"] == "POST":
-                body, receive = await bodies.whole(receive)
-                name = bodies.model(body) or name
+                body, receive = await bodies.read_body(receive)
+                name = bodies.model_name(body) or name
             answer = await self._answer(scope["method"], scope["path"], name)
             if answer is not None:
-                await JSONAnswer(answer)(scope, receive, send)
+                await JsonResponse(answer)(scope, receive, send)
                 return
             if scope["path"] == "/":
                 await page.response()(scope, receive, send)
@@ -195,14 +195,14 @@ class Models:
                     self.events(), media_type="text/event-stream", headers=HEADERS
                 )(scope, receive, send)
                 return
-            model = await self._loaded(self._chosen(name))
+            model = await self._ensure_loaded(self._select(name))
             # Who only watches does not keep a model from leaving; its stream ends then.
             watching = scope["path"] == "/v1/live"
             with nullcontext(model.app) if watching else self._using(model) as app:
                 assert app is not None
                 await app(scope, receive, send)
-        except Refused as refused:
-            await refusal(refused, scope)(scope, receive, send)
+        except RequestError as refused:
+            await error_response(refused, scope)(scope, receive, send)
 
     async def _answer(self, method: str, path: str, name: str | None) -> Any:
         """Answer what is about the models themselves; None for what one of them has to answer."""
@@ -213,11 +213,11 @@ class Models:
         if method == "GET" and path in ("/health", "/v1/health") and self._current() is None:
             return {"status": "ok"}
         if method == "GET" and path == "/openapi.json":
-            return document([*one.routes(one.Endpoints), *OWN])
-        own = next((each for each in OWN if path == each.path and method == "POST"), None)
+            return document([*single_model.routes(single_model.Endpoints), *ROUTER_ROUTES])
+        own = next((each for each in ROUTER_ROUTES if path == each.path and method == "POST"), None)
         if own is not None:
             if name is None:
-                raise Refused(400, "model: which one?", param="model")
+                raise RequestError(400, "model: name the model to load or unload", param="model")
             await own.endpoint(self, self._named(name))
             return {"success": True, "model": self._named(name).json()}
         return None
@@ -233,22 +233,22 @@ class Models:
                 if told.get(model.name) != now:
                     told[model.name] = now
                     yield event(now, "model")
-            await asyncio.sleep(WATCH)
+            await asyncio.sleep(EVENT_POLL_SECONDS)
 
     @described(body=fields.ModelRequest)
     async def load(self, model: Model) -> None:
         """Answer POST /models/load: load a model now, as a request that names it would."""
-        await self._loaded(model)
+        await self._ensure_loaded(model)
 
     @described(body=fields.ModelRequest)
     async def unload(self, model: Model) -> None:
         """Answer POST /models/unload, once the requests in the model have ended."""
         async with self._lock:
-            await self._emptied(model)
+            await self._unload_when_idle(model)
 
     def _named(self, name: str) -> Model:
         if name not in self.all:
-            raise Refused(
+            raise RequestError(
                 404,
                 f"the model {name!r} is not served here, only {', '.join(self.all)}",
                 param="model",
@@ -256,7 +256,7 @@ class Models:
             )
         return self.all[name]
 
-    def _chosen(self, name: str | None) -> Model:
+    def _select(self, name: str | None) -> Model:
         if name is not None:
             return self._named(name)
         return self._current() or next(iter(self.all.values()))
@@ -279,7 +279,7 @@ class Models:
 
     # ---- loading
 
-    async def _loaded(self, model: Model) -> Model:
+    async def _ensure_loaded(self, model: Model) -> Model:
         """Return the model once it is loaded; nothing else happens before its caller uses it."""
         while model.status != "loaded" or model.leaving:
             async with self._lock:
@@ -290,12 +290,12 @@ class Models:
     async def _load(self, model: Model) -> None:
         """Load a model; unload others, the least recently used first, until it can be."""
         if self._draining:
-            raise Refused(503, "the server is shutting down", retry_after=5)
+            raise RequestError(503, "the server is shutting down; retry later", retry_after=5)
         model.status, model.problem, model.read = "loading", None, None
         began = time.perf_counter()
         log.info("loading a model", extra={"facts": {"model": model.name}})
         try:
-            while sum(m.status == "loaded" for m in self.all.values()) >= self._most:
+            while sum(m.status == "loaded" for m in self.all.values()) >= self._max_loaded:
                 await self._make_room()
             while True:
                 try:
@@ -304,12 +304,12 @@ class Models:
                 except EnvironmentProblem:
                     if not await self._make_room():
                         raise
-            app = one.app(service, inner=True)
+            app = single_model.create_app(service, mounted=True)
             await model.life.enter_async_context(app.router.lifespan_context(app))
             model.service, model.app = service, app
         except G4Error as error:
             model.problem = str(error)
-            raise Refused(
+            raise RequestError(
                 503, f"{model.name} cannot be loaded: {error}", code="not_loaded", retry_after=5
             ) from None
         finally:
@@ -338,7 +338,7 @@ class Models:
         def progress(read: int, whole: int) -> None:
             model.read = read, whole
 
-        service = self._opened([model.name], model.target, model.draft, progress)
+        service = self._load_service([model.name], model.target, model.draft, progress)
         service.warm_up()
         return service
 
@@ -347,22 +347,22 @@ class Models:
         loaded = [m for m in self.all.values() if m.status == "loaded"]
         if not loaded:
             return False
-        await self._emptied(min(loaded, key=lambda m: (m.users > 0, m.used)))
+        await self._unload_when_idle(min(loaded, key=lambda m: (m.users > 0, m.used)))
         return True
 
-    async def _emptied(self, model: Model) -> None:
+    async def _unload_when_idle(self, model: Model) -> None:
         """Unload a model when those who use it have done so."""
         model.leaving = True
-        end = time.monotonic() + self._patience
+        end = time.monotonic() + self._max_wait
         try:
             while model.users:
                 self._changed.clear()
                 try:
                     await asyncio.wait_for(self._changed.wait(), end - time.monotonic())
                 except asyncio.TimeoutError:
-                    raise Refused(
+                    raise RequestError(
                         503,
-                        f"{model.name} is in use, and there is no memory for another model",
+                        f"no memory for another model while {model.name} is in use; retry later",
                         retry_after=10,
                     ) from None
             await self._unload(model)
@@ -379,19 +379,19 @@ class Models:
         await asyncio.to_thread(service.engine.close)
 
 
-OWN = [
-    Route("/models/events", Models.events, methods=["GET"]),
-    Route("/models/load", Models.load, methods=["POST"]),
-    Route("/models/unload", Models.unload, methods=["POST"]),
+ROUTER_ROUTES = [
+    Route("/models/events", ModelRouter.events, methods=["GET"]),
+    Route("/models/load", ModelRouter.load, methods=["POST"]),
+    Route("/models/unload", ModelRouter.unload, methods=["POST"]),
 ]
 """Paths about the models, beside those of each."""
 
 
-def app(found: Models, **more: Any) -> Starlette:
+def create_app(found: ModelRouter, **more: Any) -> Starlette:
     """Make the application of several models.
 
     Args:
-        more: see `app.around`.
+        more: see `app.create_middleware`.
     """
 
     @asynccontextmanager
@@ -400,4 +400,8 @@ def app(found: Models, **more: Any) -> Starlette:
         found.draining = True
         await found.close()
 
-    return Starlette(routes=[Mount("/", found)], middleware=one.around(**more), lifespan=lifespan)
+    return Starlette(
+        routes=[Mount("/", found)],
+        middleware=single_model.create_middleware(**more),
+        lifespan=lifespan,
+    )

@@ -11,8 +11,18 @@ from hypothesis import strategies as st
 
 from g4spec.gguf import GGUF
 from g4spec.runtime.tokenizer import Tokenizer
-from g4spec.server.arguments import Arguments
-from g4spec.server.gemma import Answer, Argument, Call, Event, Marks, Parser, Text, Thought, joined
+from g4spec.server.output_parser import (
+    AnswerStream,
+    ArgumentEvent,
+    CallEvent,
+    Event,
+    Marks,
+    Parser,
+    TextEvent,
+    ThoughtEvent,
+    merge_events,
+)
+from g4spec.server.tool_arguments import Arguments
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +42,14 @@ def parse(tokenizer: Tokenizer, text: str, whole: bool = True, **how: Any) -> li
     marks = Marks.of(tokenizer)
     assert marks
     parser = Parser(tokenizer, marks, **how)
-    return joined([*parser.push(tokenizer.encode(text, bos=False)), *parser.finish(whole=whole)])
+    return merge_events(
+        [*parser.push(tokenizer.encode(text, bos=False)), *parser.finish(whole=whole)]
+    )
 
 
 def called(index: int, name: str, arguments: Any) -> list[Event]:
     compact = json.dumps(arguments, separators=(",", ":"), ensure_ascii=False)
-    return [Call(index, name), Argument(index, compact)]
+    return [CallEvent(index, name), ArgumentEvent(index, compact)]
 
 
 THOUGHT = "<|channel>thought\nLet me see.\n<channel|>"
@@ -45,29 +57,33 @@ F = '<|tool_call>call:f{a:<|"|>x<|"|>}<tool_call|>'
 F_CALLED = called(0, "f", {"a": "x"})
 
 CASES: dict[str, list[Event]] = {
-    "Hello.\nYou": [Text("Hello.\nYou")],
-    THOUGHT + "Hi": [Thought("Let me see."), Text("Hi")],
-    "<|channel>thought\n<channel|>Hi": [Text("Hi")],
-    "Hi<|channel>thought\n<channel|>": [Text("Hi")],
-    "Hi<channel|>": [Text("Hi")],
-    "<channel|>Hi": [Text("Hi")],
-    "<|channel>" + THOUGHT + "Hi": [Thought("Let me see."), Text("Hi")],
-    "<|channel><|channel>" + THOUGHT + "Hi": [Thought("Let me see."), Text("Hi")],
-    "<|channel><channel|>Hi": [Text("Hi")],
-    "<|channel>thoughtLet me see.<channel|>Hi": [Thought("Let me see."), Text("Hi")],
-    "<|channel>Hi": [Text("Hi")],
-    "<|channel>Hi" + THOUGHT: [Text("Hi"), Thought("Let me see.")],
-    "<|channel>thought\nLet me see.": [Thought("Let me see.")],
-    THOUGHT + "Hi" + THOUGHT: [Thought("Let me see."), Text("Hi"), Thought("\nLet me see.")],
-    "<|channel>thought\nA<|channel>thought\nB<channel|>C": [Thought("A\nB"), Text("C")],
+    "Hello.\nYou": [TextEvent("Hello.\nYou")],
+    THOUGHT + "Hi": [ThoughtEvent("Let me see."), TextEvent("Hi")],
+    "<|channel>thought\n<channel|>Hi": [TextEvent("Hi")],
+    "Hi<|channel>thought\n<channel|>": [TextEvent("Hi")],
+    "Hi<channel|>": [TextEvent("Hi")],
+    "<channel|>Hi": [TextEvent("Hi")],
+    "<|channel>" + THOUGHT + "Hi": [ThoughtEvent("Let me see."), TextEvent("Hi")],
+    "<|channel><|channel>" + THOUGHT + "Hi": [ThoughtEvent("Let me see."), TextEvent("Hi")],
+    "<|channel><channel|>Hi": [TextEvent("Hi")],
+    "<|channel>thoughtLet me see.<channel|>Hi": [ThoughtEvent("Let me see."), TextEvent("Hi")],
+    "<|channel>Hi": [TextEvent("Hi")],
+    "<|channel>Hi" + THOUGHT: [TextEvent("Hi"), ThoughtEvent("Let me see.")],
+    "<|channel>thought\nLet me see.": [ThoughtEvent("Let me see.")],
+    THOUGHT + "Hi" + THOUGHT: [
+        ThoughtEvent("Let me see."),
+        TextEvent("Hi"),
+        ThoughtEvent("\nLet me see."),
+    ],
+    "<|channel>thought\nA<|channel>thought\nB<channel|>C": [ThoughtEvent("A\nB"), TextEvent("C")],
     F: F_CALLED,
-    THOUGHT + F: [Thought("Let me see."), *F_CALLED],
-    THOUGHT + "Now." + F: [Thought("Let me see."), Text("Now."), *F_CALLED],
-    "<|channel>thought\nLet me see." + F: [Thought("Let me see."), *F_CALLED],
+    THOUGHT + F: [ThoughtEvent("Let me see."), *F_CALLED],
+    THOUGHT + "Now." + F: [ThoughtEvent("Let me see."), TextEvent("Now."), *F_CALLED],
+    "<|channel>thought\nLet me see." + F: [ThoughtEvent("Let me see."), *F_CALLED],
     F + F.replace("call:f", "call:g"): [*F_CALLED, *called(1, "g", {"a": "x"})],
-    F + "Done": [*F_CALLED, Text("Done")],
-    F + "<tool_call|>" + "Done": [*F_CALLED, Text("Done")],
-    "<tool_call|>Hi": [Text("Hi")],
+    F + "Done": [*F_CALLED, TextEvent("Done")],
+    F + "<tool_call|>" + "Done": [*F_CALLED, TextEvent("Done")],
+    "<tool_call|>Hi": [TextEvent("Hi")],
     '<|tool_call>:f{a:<|"|>x<|"|>}<tool_call|>': F_CALLED,
     '<|tool_call>f{a:<|"|>x<|"|>}<tool_call|>': F_CALLED,
     '<|tool_call>call:f(a:<|"|>x<|"|>)<tool_call|>': F_CALLED,
@@ -76,13 +92,13 @@ CASES: dict[str, list[Event]] = {
     '<|tool_call>call:f{a:<|"|>x<|"|><tool_call|>': F_CALLED,
     '<|tool_call>call:f{a:<|"|>x<tool_call|>': F_CALLED,
     '<|tool_call>call:f{a:<|"|>x<|"|>' + F: [*F_CALLED, *called(1, "f", {"a": "x"})],
-    '<|tool_call>call:f{a:<|"|>x<|"|>' + THOUGHT: [*F_CALLED, Thought("Let me see.")],
+    '<|tool_call>call:f{a:<|"|>x<|"|>' + THOUGHT: [*F_CALLED, ThoughtEvent("Let me see.")],
     "<|tool_call><|tool_call>call:callback{}<tool_call|>": called(0, "callback", {}),
     "<|tool_call>callback{}<tool_call|>": called(0, "callback", {}),
     "<|tool_call>call:f<tool_call|>": called(0, "f", {}),
     "<|tool_call><tool_call|>": [],
-    "<|tool_call>I will {": [Text("I will {")],
-    'say <|"|>so<|"|>': [Text('say "so"')],
+    "<|tool_call>I will {": [TextEvent("I will {")],
+    'say <|"|>so<|"|>': [TextEvent('say "so"')],
 }
 
 ARGUMENTS = {
@@ -114,19 +130,19 @@ def test_shapes(tokenizer: Tokenizer, text: str) -> None:
 @pytest.mark.parametrize("text", ARGUMENTS, ids=range(len(ARGUMENTS)))
 def test_arguments(tokenizer: Tokenizer, text: str) -> None:
     events = parse(tokenizer, "<|tool_call>call:f{" + text + "}<tool_call|>")
-    assert events[0] == Call(0, "f") and len(events) == 2
-    assert isinstance(events[1], Argument) and json.loads(events[1].json) == ARGUMENTS[text]
+    assert events[0] == CallEvent(0, "f") and len(events) == 2
+    assert isinstance(events[1], ArgumentEvent) and json.loads(events[1].json) == ARGUMENTS[text]
 
 
 def test_a_call_that_was_cut_off_stays_open(tokenizer: Tokenizer) -> None:
     text = '<|tool_call>call:rm{path:<|"|>/tmp'
-    assert parse(tokenizer, text, False) == [Call(0, "rm"), Argument(0, '{"path":"/tmp')]
-    assert parse(tokenizer, text)[1] == Argument(0, '{"path":"/tmp"}')
+    assert parse(tokenizer, text, False) == [CallEvent(0, "rm"), ArgumentEvent(0, '{"path":"/tmp')]
+    assert parse(tokenizer, text)[1] == ArgumentEvent(0, '{"path":"/tmp"}')
     assert parse(tokenizer, "<|tool_call>call:rm", False) == []
 
 
 def test_without_tools_calls_are_text(tokenizer: Tokenizer) -> None:
-    assert parse(tokenizer, F, calls=False) == [Text('<|tool_call>call:f{a:"x"}<tool_call|>')]
+    assert parse(tokenizer, F, calls=False) == [TextEvent('<|tool_call>call:f{a:"x"}<tool_call|>')]
 
 
 def test_a_prompt_may_end_in_a_thought(tokenizer: Tokenizer, marks: Marks) -> None:
@@ -137,14 +153,17 @@ def test_a_prompt_may_end_in_a_thought(tokenizer: Tokenizer, marks: Marks) -> No
     assert not marks.thinking(ids("<|turn>model\n<|channel>thought\n<channel|>"))
     assert not marks.thinking(ids("<|channel>x<|turn>model\n"))
     assert not marks.thinking([])
-    assert parse(tokenizer, "So.<channel|>Hi", thinking=True) == [Thought("So."), Text("Hi")]
+    assert parse(tokenizer, "So.<channel|>Hi", thinking=True) == [
+        ThoughtEvent("So."),
+        TextEvent("Hi"),
+    ]
     # The model may open it once more.
     again = "<|channel>thought\nSo.<channel|>Hi"
-    assert parse(tokenizer, again, thinking=True) == [Thought("So."), Text("Hi")]
+    assert parse(tokenizer, again, thinking=True) == [ThoughtEvent("So."), TextEvent("Hi")]
 
 
 def test_the_answer_alone_is_a_stream(tokenizer: Tokenizer, marks: Marks) -> None:
-    stream = Answer(Parser(tokenizer, marks))
+    stream = AnswerStream(Parser(tokenizer, marks))
     ids = tokenizer.encode(THOUGHT + "Hi é" + F + "!", bos=False)
     assert "".join(stream.push([i]) for i in ids) + stream.finish() == "Hi é!"
 
@@ -193,20 +212,20 @@ def test_every_way_to_cut_gives_the_same_events(tokenizer: Tokenizer, data: st.D
     marks = Marks.of(tokenizer)
     assert marks
     once = Parser(tokenizer, marks, **how)
-    wanted = joined([*once.push(ids), *once.finish(whole=whole)])
+    wanted = merge_events([*once.push(ids), *once.finish(whole=whole)])
     cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=8)))
     parser, events = Parser(tokenizer, marks, **how), []
     for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True):
         events += parser.push(ids[start:end])
     events += parser.finish(whole=whole)
-    assert joined(events) == wanted
+    assert merge_events(events) == wanted
 
     arguments: dict[int, str] = {}
     for event in wanted:
-        if isinstance(event, Call):
+        if isinstance(event, CallEvent):
             assert event.name and event.index == len(arguments)
             arguments[event.index] = ""
-        elif isinstance(event, Argument):
+        elif isinstance(event, ArgumentEvent):
             arguments[event.index] += event.json
     for i, made in arguments.items():
         if whole or i < len(arguments) - 1:
@@ -248,5 +267,5 @@ def native(value: Any) -> str:
 @given(st.dictionaries(st.from_regex(r"[\w$@.-]+", fullmatch=True), JSON, max_size=4))
 def test_what_the_template_writes_is_read(tokenizer: Tokenizer, value: dict[str, Any]) -> None:
     events = parse(tokenizer, f"<|tool_call>call:f{native(value)}<tool_call|>")
-    assert events[0] == Call(0, "f") and isinstance(events[1], Argument)
+    assert events[0] == CallEvent(0, "f") and isinstance(events[1], ArgumentEvent)
     assert json.loads(events[1].json) == value

@@ -1,10 +1,10 @@
-"""Arguments of Gemma 4's native calls, turned into JSON as they arrive.
+"""Convert the arguments of Gemma 4's native tool calls to JSON, incrementally.
 
     {city:<|"|>Paris<|"|>,days:3}    ->    {"city":"Paris","days":3}
 
-Keys are bare, texts stand between delimiter tokens and have no escapes, the rest is as in JSON.
-Whatever a model writes instead (quoted keys, JSON's own strings, words without delimiters, missing
-values, brackets that do not match), the output is JSON once `finish` has been called.
+Keys are unquoted, strings are enclosed in delimiter tokens and have no escapes; all else is JSON.
+Malformed input (quoted keys, JSON strings, bare words, missing values, unbalanced brackets) is
+repaired: the output is always valid JSON after `finish`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _WORDS = {
 }
 
 
-class _At(Enum):
-    """States: where the next character belongs."""
+class _State(Enum):
+    """Parser states: what the next character belongs to."""
 
     KEY = auto()
     KEY_TEXT = auto()
@@ -43,95 +43,95 @@ class _At(Enum):
 
 
 class Arguments:
-    """The arguments of one call, from behind their opening bracket on.
+    """A converter for the arguments of one call; input begins after the opening bracket.
 
     Args:
-        closer: the bracket that ends them, `}` or `)`.
+        closer: the bracket that ends the arguments, `}` or `)`.
     """
 
     def __init__(self, closer: str = "}") -> None:
         self._closer = closer
         self._open = ["{"]
         self._first = [True]
-        self._at = _At.KEY
+        self._state = _State.KEY
         self._held = ""
         self._out = ["{"]
 
     @property
     def ended(self) -> bool:
-        """True once their last bracket is closed: what follows is not theirs."""
-        return self._at is _At.END
+        """Return True once the last bracket is closed; later input does not belong to the call."""
+        return self._state is _State.END
 
     def text(self, piece: str) -> str:
-        """Take in characters; returns the JSON that became certain."""
+        """Add characters; return the JSON completed by them."""
         at = 0
         while at < len(piece) and not self.ended:
-            if self._at is _At.TEXT:
+            if self._state is _State.TEXT:
                 self._out.append(_escaped(piece[at:]))
                 break
             self._character(piece[at])
             at += 1
-        return self._taken()
+        return self._flush()
 
     def delimiter(self) -> str:
-        """Take in a delimiter token; returns the JSON that became certain."""
+        """Add a delimiter token; return the JSON completed by it."""
         self._delimiter()
-        return self._taken()
+        return self._flush()
 
     def _delimiter(self) -> None:
-        if self._at is _At.KEY and not self._held.strip():
-            self._at, self._held = _At.KEY_TEXT, ""
-        elif self._at is _At.KEY_TEXT:
-            self._at = _At.COLON
-        elif self._at is _At.VALUE:
+        if self._state is _State.KEY and not self._held.strip():
+            self._state, self._held = _State.KEY_TEXT, ""
+        elif self._state is _State.KEY_TEXT:
+            self._state = _State.COLON
+        elif self._state is _State.VALUE:
             self._begin_value()
             self._out.append('"')
-            self._at = _At.TEXT
-        elif self._at is _At.TEXT:
+            self._state = _State.TEXT
+        elif self._state is _State.TEXT:
             self._out.append('"')
-            self._at = _At.NEXT
+            self._state = _State.NEXT
 
     def finish(self) -> str:
-        """Close what is open; returns the rest of the JSON."""
+        """Close open strings and brackets; return the rest of the JSON."""
         if not self.ended:
-            if self._at is _At.TEXT:
+            if self._state is _State.TEXT:
                 self._delimiter()
-            elif self._at is _At.QUOTED:
+            elif self._state is _State.QUOTED:
                 self._quoted_ends()
             self._end_member()
             while self._open:
                 self._pop()
-        return self._taken()
+        return self._flush()
 
     # ---- characters
 
     def _character(self, c: str) -> None:
-        at = self._at
-        if at in (_At.QUOTED, _At.KEY_QUOTED):
+        at = self._state
+        if at in (_State.QUOTED, _State.KEY_QUOTED):
             self._in_quotes(c)
-        elif at is _At.KEY_TEXT:
+        elif at is _State.KEY_TEXT:
             self._held += c
         elif c in "}])" and self._closes(c):
             self._close(c)
-        elif at is _At.KEY:
+        elif at is _State.KEY:
             self._in_key(c)
-        elif at is _At.COLON:
+        elif at is _State.COLON:
             if c == ":":
                 self._begin_member()
-        elif at is _At.VALUE:
+        elif at is _State.VALUE:
             self._in_value(c)
-        elif at is _At.BARE and c != ",":
+        elif at is _State.BARE and c != ",":
             self._held += c
         elif c == ",":
             self._end_member()
-            self._at = _At.KEY if self._open[-1] == "{" else _At.VALUE
+            self._state = _State.KEY if self._open[-1] == "{" else _State.VALUE
 
     def _in_key(self, c: str) -> None:
         if c == ":":
             self._held = self._held.strip()
             self._begin_member()
         elif c == '"' and not self._held.strip():
-            self._at, self._held = _At.KEY_QUOTED, ""
+            self._state, self._held = _State.KEY_QUOTED, ""
         elif c == "," and not self._held.strip():
             self._held = ""
         else:
@@ -142,42 +142,42 @@ class Arguments:
             return
         if c == ",":
             self._end_member()
-            self._at = _At.KEY if self._open[-1] == "{" else _At.VALUE
+            self._state = _State.KEY if self._open[-1] == "{" else _State.VALUE
             return
         self._begin_value()
         if c in "{[":
             self._out.append(c)
             self._open.append(c)
             self._first.append(True)
-            self._at = _At.KEY if c == "{" else _At.VALUE
+            self._state = _State.KEY if c == "{" else _State.VALUE
         elif c == '"':
-            self._at = _At.QUOTED
+            self._state = _State.QUOTED
         else:
-            self._at, self._held = _At.BARE, c
+            self._state, self._held = _State.BARE, c
 
     def _in_quotes(self, c: str) -> None:
         escaped = (len(self._held) - len(self._held.rstrip("\\"))) % 2
         if c != '"' or escaped:
             self._held += c
-        elif self._at is _At.QUOTED:
+        elif self._state is _State.QUOTED:
             self._quoted_ends()
         else:
             self._held = _unquoted(self._held)
-            self._at = _At.COLON
+            self._state = _State.COLON
 
     def _quoted_ends(self) -> None:
         self._out.append(json.dumps(_unquoted(self._held), ensure_ascii=False))
-        self._at, self._held = _At.NEXT, ""
+        self._state, self._held = _State.NEXT, ""
 
     # ---- structure
 
     def _begin_member(self) -> None:
-        """Begin a member, whose key and colon have been read."""
+        """Begin an object member whose key and colon have been read."""
         if not self._first[-1]:
             self._out.append(",")
         self._first[-1] = False
         self._out.append(json.dumps(self._held, ensure_ascii=False) + ":")
-        self._at, self._held = _At.VALUE, ""
+        self._state, self._held = _State.VALUE, ""
 
     def _begin_value(self) -> None:
         if self._open[-1] == "[":
@@ -186,15 +186,15 @@ class Arguments:
             self._first[-1] = False
 
     def _end_member(self) -> None:
-        """Write what is left of a value at the comma or bracket behind it."""
-        if self._at is _At.BARE:
+        """Emit the pending value at the comma or bracket that ends it."""
+        if self._state is _State.BARE:
             self._out.append(_scalar(self._held.strip()))
-        elif self._at is _At.VALUE and self._open[-1] == "{":
+        elif self._state is _State.VALUE and self._open[-1] == "{":
             self._out.append("null")
         self._held = ""
 
     def _closes(self, c: str) -> bool:
-        """Return True if a bracket closes something, and is no part of a bare word."""
+        """Return True if a bracket closes an open one; otherwise it is part of a bare word."""
         if c == ")":
             return self._closer == ")" and len(self._open) == 1
         return {"}": "{", "]": "["}[c] in self._open
@@ -205,14 +205,14 @@ class Arguments:
         while self._open[-1] != opener:
             self._pop()
         self._pop()
-        self._at = _At.NEXT if self._open else _At.END
+        self._state = _State.NEXT if self._open else _State.END
 
     def _pop(self) -> None:
         self._out.append("}" if self._open.pop() == "{" else "]")
         self._first.pop()
-        self._at = _At.NEXT if self._open else _At.END
+        self._state = _State.NEXT if self._open else _State.END
 
-    def _taken(self) -> str:
+    def _flush(self) -> str:
         out, self._out = "".join(self._out), []
         return out
 
@@ -229,7 +229,7 @@ def _unquoted(raw: str) -> str:
 
 
 def _scalar(word: str) -> str:
-    """Convert a value without delimiters: a number, a constant, or else a text."""
+    """Convert a bare value to JSON: a number, a constant, or else a string."""
     if word in _WORDS:
         return _WORDS[word]
     if _NUMBER.fullmatch(word):

@@ -31,10 +31,10 @@ from g4spec.gguf import Value, ValueType, string, write
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options
-from g4spec.server.local import Local
-from g4spec.server.talk import Piece, Remote, Told
+from g4spec.server.chat_client import RemoteChat, Reply, TextPiece
+from g4spec.server.local_chat import LocalChat
 from tests.fuzz import stand_ins
-from tests.server.served import Served
+from tests.server.running_server import Served
 
 ROOT = Path(__file__).resolve().parents[2]
 HELLO = [{"role": "user", "content": "Tell me about numbers."}]
@@ -47,9 +47,9 @@ IN_TERMINAL = (
 """Makes the terminal the one whose Ctrl-C reaches the program."""
 
 
-def answered(voice: Any, messages: Any = HELLO, seed: int = 1) -> tuple[list[Piece], Told]:
-    async def run() -> tuple[list[Piece], Told]:
-        told = Told()
+def answered(voice: Any, messages: Any = HELLO, seed: int = 1) -> tuple[list[TextPiece], Reply]:
+    async def run() -> tuple[list[TextPiece], Reply]:
+        told = Reply()
         try:
             return [p async for p in voice.answer(messages, seed, told)], told
         finally:
@@ -58,37 +58,37 @@ def answered(voice: Any, messages: Any = HELLO, seed: int = 1) -> tuple[list[Pie
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("colours", [False, True])
-def test_here_and_there_the_answer_is_the_servers(busy: Served, colours: bool) -> None:
+@pytest.mark.parametrize("show_origins", [False, True])
+def test_here_and_there_the_answer_is_the_servers(busy: Served, show_origins: bool) -> None:
     fields: dict[str, Any] = {"max_tokens": 40, "draft_max": 4}
     body = {"messages": HELLO, "seed": 1, **fields}
     whole = busy.post("/v1/chat/completions", **body)
     sampler = busy.service.settings.sampler
-    here = Local(busy.engine, sampler, n_predict=40, draft_max=4, colours=colours)
-    there = Remote(busy.url + "/v1", None, fields, colours=colours)
+    here = LocalChat(busy.engine, sampler, n_predict=40, draft_max=4, show_origins=show_origins)
+    there = RemoteChat(busy.url + "/v1", None, fields, show_origins=show_origins)
     for voice in (here, there):
         pieces, told = answered(voice)
         assert told.content == whole["choices"][0]["message"]["content"]
         assert told.finish == whole["choices"][0]["finish_reason"]
         assert told.timings["draft_n"] == whole["timings"]["draft_n"] > 0
         kinds = {p.kind for p in pieces}
-        assert kinds <= ({"accepted", "corrected", "own", "rejected"} if colours else {""})
+        assert kinds <= ({"accepted", "corrected", "own", "rejected"} if show_origins else {""})
         shown = "".join(p.text for p in pieces if p.part == "text" and p.kind != "rejected")
         assert shown.startswith(told.content)
         accepted = sum(p.kind == "accepted" for p in pieces)
-        assert accepted <= told.timings["draft_n_accepted"] or not colours
+        assert accepted <= told.timings["draft_n_accepted"] or not show_origins
 
 
 def test_what_a_server_refuses_is_said_in_its_words(busy: Served) -> None:
     with pytest.raises(InputError, match="presence_penalty"):
-        answered(Remote(busy.url, None, {"presence_penalty": 9}))
-    for colours in (False, True):
+        answered(RemoteChat(busy.url, None, {"presence_penalty": 9}))
+    for show_origins in (False, True):
         with pytest.raises(InputError, match="unknown field nonsense"):
-            answered(Remote(busy.url, None, {"nonsense": 9}, colours=colours))
+            answered(RemoteChat(busy.url, None, {"nonsense": 9}, show_origins=show_origins))
     with pytest.raises(EnvironmentProblem, match="no answer from"):
-        answered(Remote("http://127.0.0.1:9", None, {}))
+        answered(RemoteChat("http://127.0.0.1:9", None, {}))
     with pytest.raises(InputError, match="context"):
-        answered(Local(busy.engine, Sampler()), [{"role": "user", "content": "x" * 100_000}])
+        answered(LocalChat(busy.engine, Sampler()), [{"role": "user", "content": "x" * 100_000}])
 
 
 # ---- the command
@@ -406,7 +406,7 @@ def test_the_daemon_ends_when_nobody_reads(
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{tmp_path}/p.bin 400\n"))
     target = str(family / "target.gguf")
     assert cli.run(["serve", "--daemon", f"--stream-fd={write}", "-m", target, "-c", "512"]) == 0
-    assert "nobody reads" in capsys.readouterr().err
+    assert "closed by its reader" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -492,12 +492,15 @@ def test_a_live_view_that_says_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     Path("live.sse").write_text("")
     Path("answer.sse").write_text('data: {"choices": [{"delta": {"content": "a"}}]}\n\n')
     with stand_ins.installed():
-        assert answered(Remote("http://127.0.0.1:9", None, {}, colours=True))[1].content == "a"
+        assert (
+            answered(RemoteChat("http://127.0.0.1:9", None, {}, show_origins=True))[1].content
+            == "a"
+        )
 
 
 def test_a_key_that_no_header_can_hold() -> None:
     with pytest.raises(UsageError, match="--api-key"):
-        Remote("http://127.0.0.1:9", "schl\u00fcssel", {})
+        RemoteChat("http://127.0.0.1:9", "schl\u00fcssel", {})
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])

@@ -1,4 +1,4 @@
-"""Refusals: a status and one sentence."""
+"""Errors that a request is answered with: an HTTP status and one sentence."""
 
 from __future__ import annotations
 
@@ -20,16 +20,19 @@ TYPES = {
 
 
 ANTHROPIC = {**TYPES, 413: "request_too_large"}
-"""Types of errors in Anthropic's API, which has `api_error` for others."""
+"""Error types of Anthropic's API by HTTP status; all others are `api_error`."""
 
 
-class Refused(Exception):
-    """A request that is not answered.
+class RequestError(Exception):
+    """An error response to a request.
 
     Args:
-        status: of HTTP. param: the field that is to blame. code: a word for programs.
-        retry_after: seconds after which it may be worth another try.
-        more: other fields of the error, or other values of those that all have.
+        status: HTTP status.
+        message: one sentence that says what is wrong and what to do.
+        param: name of the invalid field.
+        code: machine-readable error code.
+        retry_after: value of the Retry-After header, in seconds.
+        more: additional fields of the error object, which override the standard ones.
     """
 
     def __init__(
@@ -47,14 +50,14 @@ class Refused(Exception):
         self.retry_after, self.more = retry_after, more or {}
 
     @classmethod
-    def of(cls, error: G4Error) -> Refused:
-        """Convert an error of the engine."""
+    def of(cls, error: G4Error) -> RequestError:
+        """Convert an error raised by the engine."""
         if isinstance(error, NotFinite):
             return cls(500, str(error), code="model_error")
         if isinstance(error, EnvironmentProblem):
             return cls(503, str(error), code="unavailable")
-        if isinstance(error, PromptTooLong):  # as OpenAI's and llama.cpp's clients know it
-            said = (
+        if isinstance(error, PromptTooLong):  # the code of OpenAI, the type of llama.cpp
+            message = (
                 f"the prompt does not fit: {error.found} exceeds the available context size of "
                 f"{error.n_ctx} tokens"
             )
@@ -63,11 +66,11 @@ class Refused(Exception):
                 "n_prompt_tokens": error.tokens,
                 "n_ctx": error.n_ctx,
             }
-            return cls(400, said, code="context_length_exceeded", more=more)
+            return cls(400, message, code="context_length_exceeded", more=more)
         return cls(400, str(error))
 
     def json(self) -> dict[str, Any]:
-        """Return the body as OpenAI's API has it."""
+        """Return the response body in OpenAI's format."""
         kind = TYPES.get(self.status, "server_error")
         return {
             "error": {
@@ -80,6 +83,6 @@ class Refused(Exception):
         }
 
     def anthropic(self) -> dict[str, Any]:
-        """Return the body as Anthropic's API has it."""
+        """Return the response body in Anthropic's format."""
         kind = ANTHROPIC.get(self.status, "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 
 from g4spec.server import run
-from g4spec.server.app import app
-from g4spec.server.engine_client import AnyEngine
+from g4spec.server.app import create_app
+from g4spec.server.engine_client import EngineLike
 from g4spec.server.service import Service, Settings
 
 TEMPLATE = (Path(__file__).parent / "template.jinja").read_text()
@@ -22,16 +22,16 @@ TEMPLATE = (Path(__file__).parent / "template.jinja").read_text()
 class Served:
     """An engine behind HTTP, until `stop`."""
 
-    def __init__(self, engine: AnyEngine, settings: Settings | None = None, **more: Any) -> None:
+    def __init__(self, engine: EngineLike, settings: Settings | None = None, **more: Any) -> None:
         engine.tokenizer.template = TEMPLATE
         self.engine = engine
         self.service = Service(engine, settings or Settings("tiny", ("small",)))
         ready = threading.Event()
-        place = run.Place(port=0)
-        self._socket = run.listen(place)
-        self.url = run.address(place, self._socket)
-        application = app(self.service, **more)
-        self.server = run.server(application, self.service, place, ready.set)
+        address = run.ServerAddress(port=0)
+        self._socket = run.listen(address)
+        self.url = run.url(address, self._socket)
+        application = create_app(self.service, **more)
+        self.server = run.create_server(application, self.service, address, ready.set)
         self._thread = threading.Thread(
             target=self.server.run, kwargs={"sockets": [self._socket]}, daemon=True
         )

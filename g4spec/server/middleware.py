@@ -1,4 +1,4 @@
-"""ASGI middleware: API keys, the limit of bodies, the request log."""
+"""ASGI middleware: API keys, body size limit, panics of Rust libraries, request log."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from g4spec.server.json_text import JSONAnswer, dumps
-from g4spec.server.refusals import Refused
+from g4spec.server.json_response import JsonResponse, dumps
+from g4spec.server.request_errors import RequestError
 
 log = logging.getLogger("g4spec.server")
 
-OPEN = ("/", "/health", "/v1/health", "/openapi.json")
-"""Paths that need no key; the page asks for one and sends it with its requests."""
+PATHS_WITHOUT_KEY = ("/", "/health", "/v1/health", "/openapi.json")
+"""Paths that require no API key; the chat page asks for the key that its requests need."""
 
 
-def refusal(refused: Refused, scope: Scope) -> JSONAnswer:
-    """Make the response to a refused request, in the form of the API that it speaks."""
+def error_response(refused: RequestError, scope: Scope) -> JsonResponse:
+    """Return the response for an error, in Anthropic's format under /v1/messages, else OpenAI's."""
     headers = {}
     if refused.retry_after is not None:
         headers["retry-after"] = str(refused.retry_after)
@@ -31,11 +31,11 @@ def refusal(refused: Refused, scope: Scope) -> JSONAnswer:
         body = {**refused.anthropic(), "request_id": scope.get("state", {}).get("id")}
     else:
         body = refused.json()
-    return JSONAnswer(body, refused.status, headers)
+    return JsonResponse(body, refused.status, headers)
 
 
-class Keys:
-    """Lets requests in that carry one of the keys; all, where there are none."""
+class ApiKeyMiddleware:
+    """Rejects requests without a valid API key (401); accepts all if no keys are configured."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
@@ -43,13 +43,17 @@ class Keys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["type"] == "http" and self._known and scope["path"] not in OPEN:
+        if scope["type"] == "http" and self._known and scope["path"] not in PATHS_WITHOUT_KEY:
             given = _digest(_key(Headers(scope=scope)))
-            # All are compared, so that time tells nothing of where it differs, or from which.
+            # Compare with every key, in constant time: response times must not leak a match.
             known = [hmac.compare_digest(given, digest) for digest in self._known]
             if not any(known):
-                refused = Refused(401, "the API key is missing or wrong", code="invalid_api_key")
-                await refusal(refused, scope)(scope, receive, send)
+                refused = RequestError(
+                    401,
+                    "the API key is missing or wrong; send `Authorization: Bearer KEY`",
+                    code="invalid_api_key",
+                )
+                await error_response(refused, scope)(scope, receive, send)
                 return
             scope.setdefault("state", {})["key"] = given.hex()[:8]
         await self._app(scope, receive, send)
@@ -68,8 +72,8 @@ class _TooLarge(Exception):
     pass
 
 
-class BodyLimit:
-    """Refuses bodies of more than `limit` bytes, before they have come in."""
+class BodyLimitMiddleware:
+    """Rejects bodies of more than `limit` bytes (413) before reading them completely."""
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
         self._app, self._limit = app, limit
@@ -102,15 +106,21 @@ class BodyLimit:
         except _TooLarge:
             if started:
                 raise
-            refused = Refused(413, f"the body has more than {self._limit} bytes", code="too_large")
-            response = refusal(refused, scope)
+            refused = RequestError(
+                413,
+                f"the request body has more than {self._limit} bytes; send a smaller one",
+                code="too_large",
+            )
+            response = error_response(refused, scope)
             response.headers["connection"] = "close"
             await response(scope, receive, send)
 
 
-class Panics:
-    """Turns a panic of a library written in Rust, which is no Exception, into an error that is
-    answered with 500: it would end the connection without an answer."""
+class PanicMiddleware:
+    """Converts a panic of a Rust library into a RuntimeError, which is answered with 500.
+
+    A PanicException is not an Exception: Starlette would drop the connection without a response.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -125,8 +135,8 @@ class Panics:
             raise
 
 
-class Log:
-    """Writes a line for each request, as JSON and without any text of it."""
+class RequestLogMiddleware:
+    """Logs one JSON line per request, without any of its text, and sets the request id headers."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -146,7 +156,9 @@ class Log:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = headers["request-id"] = number  # OpenAI's, Anthropic's
+                headers["x-request-id"] = headers["request-id"] = (
+                    number  # names of OpenAI and Anthropic
+                )
             await send(message)
 
         try:
@@ -169,8 +181,8 @@ class Log:
             )
 
 
-class JsonLines(logging.Formatter):
-    """Formats a record as one line of JSON."""
+class JsonLogFormatter(logging.Formatter):
+    """Formats log records as one line of JSON each."""
 
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter`."""

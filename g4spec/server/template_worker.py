@@ -24,6 +24,6 @@ def work() -> None:
         try:
             answer = {"text": expand(job.pop("template"), **job)}
         except (InputError, MemoryError) as error:
-            answer = {"error": getattr(error, "found", None) or "it takes too much memory"}
+            answer = {"error": getattr(error, "found", None) or "it uses too much memory"}
         sys.stdout.writelines([json.dumps(answer), "\n"])
         sys.stdout.flush()

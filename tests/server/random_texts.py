@@ -11,7 +11,7 @@ MARKS = {1, 49, 52, 101, 106}
 Mask = Callable[[Sequence[int]], torch.Tensor | None]
 
 
-def walk(mask: Mask, rng: random.Random, ends: Sequence[int], slow: int = 0) -> list[int]:
+def random_text(mask: Mask, rng: random.Random, ends: Sequence[int], slow: int = 0) -> list[int]:
     """Tokens up to a stop token, which is left out.
 
     Args:

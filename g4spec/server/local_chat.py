@@ -1,4 +1,4 @@
-"""Ask an engine in this process, by the path that a server's requests take."""
+"""Chat backend on an engine in this process, with the server's prompt and output parsing."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from g4spec.errors import InputError
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Stats
-from g4spec.server.gemma import Event, Parser, Text, Thought
-from g4spec.server.generation import Assembler, Plain, Reader
-from g4spec.server.live import Colours
+from g4spec.server.chat_client import Message, Reply, TextPiece, with_rejected
+from g4spec.server.generation import Assembler, PlainReader, Reader
+from g4spec.server.live import TokenOrigins
+from g4spec.server.output_parser import Event, Parser, TextEvent, ThoughtEvent
 from g4spec.server.prompt import Prompter
-from g4spec.server.refusals import Refused
-from g4spec.server.talk import Message, Piece, Told, coloured
+from g4spec.server.request_errors import RequestError
 
 
-class Local:
-    """Answers with an engine.
+class LocalChat:
+    """Chat with an engine in this process.
 
     Args:
-        sampler: its seed is given by each answer. n_predict: most tokens, or None for all there is
-            room for. thinking: let the model think first. colours: tell where tokens come from.
+        sampler: sampling parameters; each answer sets its own seed.
+        n_predict: maximum number of new tokens; None: what is left of the context.
+        thinking: enable reasoning.
+        show_origins: label each token as accepted, corrected or the target's own.
     """
 
     def __init__(
@@ -35,66 +37,66 @@ class Local:
         n_predict: int | None = None,
         draft_max: int | Literal["auto"] = "auto",
         thinking: bool = False,
-        colours: bool = False,
+        show_origins: bool = False,
     ) -> None:
         self._engine, self._sampler = engine, sampler
         self._n_predict, self._draft_max = n_predict, draft_max
-        self._thinking, self._colours = thinking, colours
+        self._thinking, self._show_origins = thinking, show_origins
         self._prompter = Prompter(engine.tokenizer, engine.n_ctx)
 
     async def answer(
-        self, messages: Sequence[Message], seed: int, told: Told
-    ) -> AsyncGenerator[Piece, None]:
-        """See `Voice`."""
+        self, messages: Sequence[Message], seed: int, reply: Reply
+    ) -> AsyncGenerator[TextPiece, None]:
+        """See `ChatBackend`."""
         tokenizer, marks = self._engine.tokenizer, self._prompter.marks
         try:
             prompt = await self._prompter.chat(messages, thinking=self._thinking)
-        except Refused as refused:
+        except RequestError as refused:
             raise InputError(refused.message) from None
         room = max(1, self._engine.n_ctx - len(prompt.ids))
         options = Options(
             self._n_predict or room, replace(self._sampler, seed=seed), self._draft_max
         )
-        reader: Reader = Plain(tokenizer)
+        reader: Reader = PlainReader(tokenizer)
         special = tokenizer.control_ids
         if marks is not None:
             inside = prompt.thinking == "open"
             reader = Parser(tokenizer, marks, calls=False, thinking=inside)
             special |= {marks.channel, marks.channel_end}
-        assembler, colours = Assembler(reader, special=special), Colours(tokenizer)
+        assembler, show_origins = Assembler(reader, special=special), TokenOrigins(tokenizer)
         request = self._engine.submit(prompt.ids, options)
         async with aclosing(request.__aiter__()) as cycles:
             async for cycle in cycles:
                 delta = assembler.cycle(cycle)
-                told.content += _content(delta.events)
-                told.timings, told.notes = _timings(request.stats), request.notes
+                reply.content += _content(delta.events)
+                reply.timings, reply.notes = _timings(request.stats), request.notes
                 pieces = _plain(delta.events)
-                if self._colours:
-                    told_of = colours.pieces(cycle, assembler.parts)
-                    pieces = coloured(told_of, colours.rejected(cycle))
+                if self._show_origins:
+                    with_origins = show_origins.pieces(cycle, assembler.parts)
+                    pieces = with_rejected(with_origins, show_origins.rejected(cycle))
                 for piece in pieces:
                     yield piece
         delta = assembler.finish(request.stats)
-        told.content += _content(delta.events)
-        told.finish = delta.finish or ""
-        for piece in [] if self._colours else _plain(delta.events):
+        reply.content += _content(delta.events)
+        reply.finish = delta.finish or ""
+        for piece in [] if self._show_origins else _plain(delta.events):
             yield piece
 
     async def close(self) -> None:
-        """See `Voice`."""
+        """See `ChatBackend`."""
         await self._prompter.close()
 
 
 def _content(events: Sequence[Event]) -> str:
-    return "".join(event.text for event in events if isinstance(event, Text))
+    return "".join(event.text for event in events if isinstance(event, TextEvent))
 
 
-def _plain(events: Sequence[Event]) -> list[Piece]:
-    """Turn events into pieces: there are no functions that could be called."""
+def _plain(events: Sequence[Event]) -> list[TextPiece]:
+    """Convert text and reasoning events; no tools are declared, so there are no calls."""
     return [
-        Piece(e.text, "text" if isinstance(e, Text) else "thought")
+        TextPiece(e.text, "text" if isinstance(e, TextEvent) else "thought")
         for e in events
-        if isinstance(e, Text | Thought)
+        if isinstance(e, TextEvent | ThoughtEvent)
     ]
 
 

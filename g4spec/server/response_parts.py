@@ -1,4 +1,4 @@
-"""Parts that answers of several dialects have in common."""
+"""Response fields that several APIs share: usage, timings, log-probabilities."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from g4spec.server.service import Generation, Text
 
 
 def usage(generation: Generation) -> dict[str, Any]:
-    """Write OpenAI's `usage` of a generation that has ended. Drafts change nothing of it."""
+    """Return OpenAI's `usage` of a finished generation; it does not depend on the draft."""
     texts = generation.texts
     prompt = sum(map(len, generation.job.prompts))
     completion = sum(text.request.stats.tokens for text in texts)
@@ -30,10 +30,10 @@ def usage(generation: Generation) -> dict[str, Any]:
 
 
 def timings(text: Text, read: int | None = None) -> dict[str, Any]:
-    """Write llama.cpp's `timings` of a text, with what was drafted and accepted.
+    """Return llama.cpp's `timings` of a text, with drafted and accepted token counts.
 
     Args:
-        read: tokens of the prompt that had been read then; default: those that have been by now.
+        read: prompt tokens processed at the time of the event; default: those processed so far.
     """
     stats = text.request.stats
     read = (stats.read_tokens if read is None else read) - stats.cached_tokens
@@ -43,7 +43,7 @@ def timings(text: Text, read: int | None = None) -> dict[str, Any]:
     }
     out: dict[str, Any] = {"cache_n": stats.cached_tokens}
     for name, (count, seconds) in per.items():
-        timed = count - 1 if name == "predicted" else count  # the first one comes with the prompt
+        timed = count - 1 if name == "predicted" else count  # prefill computes the first one
         out |= {
             f"{name}_n": count,
             f"{name}_ms": seconds * 1000,
@@ -62,7 +62,7 @@ def timings(text: Text, read: int | None = None) -> dict[str, Any]:
 
 
 def progress(text: Text, read: int) -> dict[str, Any]:
-    """Write llama.cpp's `prompt_progress`, after `read` tokens of the prompt."""
+    """Return llama.cpp's `prompt_progress` after `read` prompt tokens."""
     stats = text.request.stats
     return {
         "total": stats.prompt_tokens,
@@ -72,12 +72,12 @@ def progress(text: Text, read: int) -> dict[str, Any]:
     }
 
 
-FINGERPRINT = f"build-g4spec-{__version__}"
-"""OpenAI's `system_fingerprint`: answers depend on nothing else of a server but its files."""
+SYSTEM_FINGERPRINT = f"build-g4spec-{__version__}"
+"""OpenAI's `system_fingerprint`. Answers depend only on the version and the model files."""
 
 
-def token(tokenizer: Tokenizer, id: int, logprob: float) -> dict[str, Any]:
-    """Write a token as OpenAI's chat log-probabilities have it."""
+def chat_logprob(tokenizer: Tokenizer, id: int, logprob: float) -> dict[str, Any]:
+    """Return one entry of OpenAI's `logprobs.content`."""
     piece = tokenizer.piece(id, special=True)
     return {
         "token": piece.decode(errors="replace"),
@@ -86,32 +86,34 @@ def token(tokenizer: Tokenizer, id: int, logprob: float) -> dict[str, Any]:
     }
 
 
-def tokens(tokenizer: Tokenizer, found: Iterable[Token]) -> list[dict[str, Any]]:
-    """Write OpenAI's `logprobs.content`."""
+def chat_logprobs(tokenizer: Tokenizer, tokens: Iterable[Token]) -> list[dict[str, Any]]:
+    """Return OpenAI's `logprobs.content`."""
     return [
         {
-            **token(tokenizer, t.id, t.logprob),
-            "top_logprobs": [token(tokenizer, i, value) for i, value in t.top],
+            **chat_logprob(tokenizer, t.id, t.logprob),
+            "top_logprobs": [chat_logprob(tokenizer, i, value) for i, value in t.top],
         }
-        for t in found
+        for t in tokens
     ]
 
 
 def finite(logprob: float) -> float:
-    """Replace -inf, which JSON has not."""
+    """Replace -inf by -9999: JSON has no infinity."""
     return logprob if math.isfinite(logprob) else -9999.0
 
 
-def legacy(tokenizer: Tokenizer, found: Sequence[Token], offset: int) -> dict[str, Any]:
-    """Write the `logprobs` of /v1/completions.
+def completion_logprobs(
+    tokenizer: Tokenizer, tokens: Sequence[Token], offset: int
+) -> dict[str, Any]:
+    """Return the `logprobs` object of /v1/completions.
 
     Args:
-        offset: characters of the text before the first of the tokens.
+        offset: number of characters before the first token.
     """
-    words = [tokenizer.piece(t.id, special=True).decode(errors="replace") for t in found]
+    words = [tokenizer.piece(t.id, special=True).decode(errors="replace") for t in tokens]
     starts = [offset + sum(map(len, words[:i])) for i in range(len(words))]
     tops = []
-    for t in found:
+    for t in tokens:
         top: dict[str, float] = {}
         for i, value in t.top:
             name = tokenizer.piece(i, special=True).decode(errors="replace")
@@ -119,7 +121,7 @@ def legacy(tokenizer: Tokenizer, found: Sequence[Token], offset: int) -> dict[st
         tops.append(top)
     return {
         "tokens": words,
-        "token_logprobs": [finite(t.logprob) for t in found],
+        "token_logprobs": [finite(t.logprob) for t in tokens],
         "top_logprobs": tops,
         "text_offset": starts,
     }

@@ -1,0 +1,59 @@
+"""Error responses for the exceptions that handlers raise."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from g4spec.errors import G4Error
+from g4spec.server.middleware import error_response
+from g4spec.server.request_errors import RequestError
+from g4spec.server.sse import ClientDisconnected
+
+log = logging.getLogger("g4spec.server")
+
+
+async def _refused(request: Request, refused: Exception) -> Response:
+    assert isinstance(refused, RequestError)
+    request.app.state.service.metrics.count_error(refused.status)
+    return error_response(refused, request.scope)
+
+
+async def _error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, G4Error)
+    return await _refused(request, RequestError.of(error))
+
+
+async def _http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = {
+        404: f"no endpoint at {request.url.path}; GET /openapi.json lists all",
+        405: f"{request.url.path} does not accept {request.method}; see GET /openapi.json",
+    }
+    return await _refused(
+        request, RequestError(error.status_code, what.get(error.status_code, error.detail))
+    )
+
+
+async def _disconnected(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    log.error("internal server error", exc_info=error)
+    refused = RequestError(500, "internal server error; see the server's log")
+    return error_response(refused, request.scope)
+
+
+EXCEPTION_HANDLERS: dict[Any, Any] = {
+    RequestError: _refused,
+    G4Error: _error,
+    HTTPException: _http,
+    ClientDisconnected: _disconnected,
+    500: _unexpected,
+}
+"""Handlers by exception type or status, for Starlette."""
