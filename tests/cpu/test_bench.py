@@ -58,7 +58,7 @@ def test_counts_add_up(swept: bench.SweepResult) -> None:
 
 def test_a_looping_target_is_flagged(swept: bench.SweepResult) -> None:
     # Random weights go in circles at temperature 0.
-    assert any("repeat themselves" in note for note in swept.notes)
+    assert any("outputs loop" in note for note in swept.notes)
 
 
 def test_memory_is_planned_and_measured(swept: bench.SweepResult) -> None:
