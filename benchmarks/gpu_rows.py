@@ -72,7 +72,7 @@ def main() -> None:
         pool.grow(sequence, n_ctx)
     for first in range(0, texts, 8):  # zeros would be cheaper to multiply
         for at in range(0, args.context, 16):
-            target.run(
+            target.step(
                 batch_of(
                     target.ops,
                     [

@@ -191,7 +191,7 @@ def answer_prompts(
 
 def _take(stream: ActiveRequest, now: float, made: Round) -> bool:
     """Record the arrived tokens; return False if the request is done."""
-    while stream.request.news:
+    while stream.request.has_news:
         cycle = next(stream.cycles, None)
         if cycle is None:
             return False

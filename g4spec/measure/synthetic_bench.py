@@ -167,7 +167,7 @@ class RecordedStep:
         self.batch = batch_of(target.ops, parts)
 
         def run() -> tuple[torch.Tensor, ...]:
-            rows, logits = target.run(self.batch, capped=False)
+            rows, logits = target.step(self.batch, capped=False)
             return rows.hidden, rows.taps, logits
 
         for _ in range(2):

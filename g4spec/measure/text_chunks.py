@@ -56,5 +56,5 @@ def read_chunk(engine: Engine, ids: list[int]) -> torch.Tensor:
     for at in range(0, len(ids), step):
         rows = engine.backend.read(engine.target, one.slot, ids[at : at + step], at)
         found.append(rows.hidden.clone())  # the next chunk may take the same memory
-    engine.pool.leave(one)
+    engine.pool.free_sequence(one)
     return torch.cat(found)

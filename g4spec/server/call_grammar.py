@@ -1,11 +1,11 @@
-"""Make a grammar of Gemma 4's own call syntax from a function's JSON schema.
+"""Convert JSON schemas of functions to a grammar of Gemma 4's tool call syntax.
 
     call:NAME{city:<|"|>Paris<|"|>,days:3}
 
-The grammar is in llguidance's Lark. What it lets through is a call whose arguments are valid
-against the schema; it may let through less (no other keys than the ones that are listed, unless the
-schema names a type for them). Keys come in any order, each once. `format` is held for the formats
-of `FORMATS`; it is a note to the reader otherwise, as JSON Schema has it.
+The grammar is in llguidance's Lark dialect. It accepts only calls whose arguments are valid against
+the schema. It may accept fewer: unlisted keys are allowed only if the schema gives a type for them.
+Keys may come in any order, each once. `format` is enforced for `patterns.FORMATS` and otherwise an
+annotation, as JSON Schema allows.
 """
 
 from __future__ import annotations
@@ -30,14 +30,13 @@ any_object: "{" (any_pair ("," any_pair)*)? "}"
 any_pair: KEY ":" any
 any_array: "[" (any ("," any)*)? "]"
 """
-"""Values without a schema."""
+"""Rules of values without a schema."""
 
 MAX_RULES = 20_000
-"""Rules of a request's functions together: schemas can grow without end where they refer to
-themselves."""
+"""Maximum number of rules per request; expanding self-referencing schemas could be endless."""
 
 MAX_UNORDERED_KEYS = 64
-"""Keys that may come in any order: a rule has a parameter of so many bits."""
+"""Maximum number of keys in any order; llguidance rule parameters have this many bits."""
 
 _PLAIN_KEY = re.compile(r"[^\s:,\"{}()\[\]]+")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
@@ -45,11 +44,11 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function that may be called.
+    """The declaration of a function.
 
     Attributes:
-        parameters: JSON schema of its arguments, or None for a function without any.
-        strict: every keyword of the schema has to be held; otherwise those that cannot are notes.
+        parameters: JSON schema of the arguments; None: no arguments.
+        strict: reject schema keywords that cannot be enforced; otherwise ignore them.
     """
 
     name: str
@@ -59,16 +58,17 @@ class Function:
 
 
 class UnsatisfiableSchema(InputError):
-    """A schema that no value is valid against; a key that has it, and need not be there, is not."""
+    """A schema without valid values; optional keys with such a schema are omitted."""
 
 
 def call_rules(functions: Sequence[Function], call_end: int, delimiter: int) -> str:
-    """Write rules, of which `call` is what follows `<|tool_call>`, `<tool_call|>` included.
+    """Return Lark rules; the rule `call` matches from after `<|tool_call>` to `<tool_call|>`.
 
     Args:
-        call_end, delimiter: ids of `<tool_call|>` and `<|"|>`.
+        call_end, delimiter: token ids of `<tool_call|>` and `<|"|>`.
 
-    Raises InputError for a schema that is none, or that is strict and cannot be held.
+    Raises:
+        InputError: a schema is invalid, or strict and not enforceable.
     """
     rules = _Rules(delimiter)
     names = []
@@ -86,17 +86,17 @@ def call_rules(functions: Sequence[Function], call_end: int, delimiter: int) -> 
 
 
 class _Rules:
-    """Collects the rules of a grammar, a value's rule each."""
+    """A builder that collects the rules of a grammar."""
 
     def __init__(self, delimiter: int) -> None:
         self.lines: list[str] = []
         self._mark = f"<[{delimiter}]>"
         self._count = 0
         self._resolver = Resolver({}, strict=False, where="")
-        self._shared: dict[str, str] = {}  # rules of what a $ref points to
+        self._shared: dict[str, str] = {}  # rules by $ref pointer
 
     def arguments(self, function: Function) -> str:
-        """Add the rule of a function's arguments; returns its name."""
+        """Add the rule of a function's arguments; return its name."""
         if function.parameters is None:
             return self.add('"{" "}"')
         schema = function.parameters
@@ -111,13 +111,13 @@ class _Rules:
         return self._value({**schema, "type": "object"})
 
     def add(self, body: str, kind: str = "v") -> str:
-        """Add a rule or terminal for `body`; returns its name."""
+        """Add a rule or terminal for `body`; return its name."""
         name = self._new(kind)
         self.lines.append(f"{name}: {body}")
         return name
 
     def marked(self, body: str) -> str:
-        """Put a text between its delimiters."""
+        """Enclose a string body in delimiter tokens."""
         return f"{self._mark} {body} {self._mark}"
 
     def _new(self, kind: str) -> str:
@@ -129,7 +129,7 @@ class _Rules:
     # ---- values
 
     def _value(self, schema: Schema | bool) -> str:
-        """Add the rule of a value; returns its name."""
+        """Add the rule of a value; return its name."""
         if (pointer := self._resolver.pointer(schema)) is not None:
             return self._reference(pointer)
         if (branches := self._resolver.branches(schema)) is not None:
@@ -138,7 +138,7 @@ class _Rules:
         return self._either([rule for option in options for rule in self._option(option)])
 
     def _reference(self, pointer: str) -> str:
-        """Return the rule of what a $ref points to, which may be what it stands in."""
+        """Return the rule of a $ref target; references may be recursive."""
         if pointer not in self._shared:
             name = self._shared[pointer] = self._new("v")
             self.lines.append(f"{name}: {self._value(self._resolver.target(pointer))}")
@@ -151,7 +151,7 @@ class _Rules:
         return unique[0] if len(unique) == 1 else self.add(" | ".join(unique))
 
     def _option(self, schema: Schema) -> list[str]:
-        """Add the rules of a plain schema, one a type or value."""
+        """Add the rules of a plain schema, one per type or enum value."""
         types = types_of(schema)
         if "enum" in schema:
             values = [
@@ -160,7 +160,7 @@ class _Rules:
             for kind in {type(v) for v in values} & set(patterns.DEEP):
                 self._resolver.refuse(schema, *patterns.DEEP[kind])
             return [self._literal(value) for value in values]
-        if len(types) > 6:  # all of them, and nothing said of any
+        if len(types) > 6:  # all types, without constraints
             return ["any"]
         make: dict[str, Callable[[Schema], str]] = {
             "string": self._text,
@@ -177,7 +177,7 @@ class _Rules:
         return '"true" | "false"'
 
     def _literal(self, value: Any) -> str:
-        """Add the rule of one value."""
+        """Add the rule of one constant value."""
         if isinstance(value, str):
             return self.add(self.marked(_quoted(value)))
         if isinstance(value, list):
@@ -268,7 +268,8 @@ class _Rules:
     def _any_order(
         self, pairs: Sequence[str], required: int, extra: str, least: int, most: int | None
     ) -> str:
-        """Write members in any order, each once; the first `required` ones have to be there."""
+        """Return the body of an object with members in any order; the first `required` ones must
+        be present."""
         if not pairs and not extra:
             return '"{" "}"'
         first, more = self._new("m"), self._new("m")
@@ -289,12 +290,12 @@ class _Rules:
         return f'"{{" {first}::0x0 "}}"'
 
     def _ordered(self, pairs: Sequence[str], required: int, extra: str) -> str:
-        """Write members in the order given: the `required` ones are the first."""
+        """Return the body of an object with members in the given order, required ones first."""
         more = f'("," {extra})*' if extra else ""
         for pair in reversed(pairs[max(required, 1) :]):
             more = self.add(f'("," {pair})? {more}')
         body = self._listed(pairs[:required])
-        if not required:  # begin with any of them, and go on behind it
+        if not required:  # begin with any member and continue after it
             return f'"{{" ({self._begun(pairs, extra)})? "}}"'
         return f'"{{" {body} {more} "}}"'
 
@@ -307,10 +308,11 @@ class _Rules:
         return " | ".join(begun)
 
     def _extra(self, others: Sequence[tuple[str | None, Any]], names: Sequence[str]) -> str:
-        """Add the rule of members that are not listed; "" if there may be none.
+        """Add the rule of unlisted members; return "" if none are allowed.
 
         Args:
-            others: patterns of keys, None for any, and the schemas of their values.
+            others: key patterns (None: any key) with the schemas of their values.
+            names: listed keys, which are excluded.
         """
         rules = []
         for pattern, schema in others:
@@ -342,5 +344,5 @@ def _all(conditions: Sequence[str]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Write a text as a Lark literal; nothing for an empty one."""
+    """Return a Lark string literal, or "" for an empty text."""
     return json.dumps(text) if text else ""

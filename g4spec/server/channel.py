@@ -1,5 +1,7 @@
-"""Messages between the server and the process of an engine: tuples, pickled, over a socket of
-their own. Both ends are this program, so what comes is trusted."""
+"""Messages between the server and an engine's process: pickled tuples over a private socket pair.
+
+Both ends are this program, so received data is trusted.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +13,29 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 Message = tuple[Any, ...]
-"""What it is, and what belongs to it. To an engine's process:
+"""Name and arguments. Sent to an engine's process:
 
-- "load", function, arguments: make the engine.
+- "load", function, arguments: create the engine.
 - "submit", number, prompt (array), Options (pickled): queue a text.
 - "cancel", number. "close".
 
-From it:
+Sent by it:
 
 - "loading", tensors read, tensors in all. "ready", `EngineInfo`. "refused", G4Error: load failed.
-- "begun", number: a text has a slot, and its prompt is being read.
-- "cycle", number, Cycle, Stats, length, text: `text` follows the first `length` characters.
+- "begun", number: a text has a slot, and its prefill has begun.
+- "cycle", number, Cycle, Stats, length, text: `text` replaces what follows
+  the first `length` characters.
 - "done", number, Stats, notes, error, length, text.
-- "figures", `EngineStats`. "lost", text: why the engine cannot go on; the process ends.
+- "figures", `EngineStats`. "lost", text: the engine failed; the process ends.
 """
 
 
 class Channel:
-    """One end. `send` never waits: a thread writes what has come together since it last did.
+    """One end of the connection. `send` never blocks: a thread writes queued messages in batches.
 
     Attributes:
-        periodic: makes a message to send with others and every `PERIOD` seconds; None: no message.
+        periodic: returns a message to add to each batch and to send every `PERIOD` seconds, or
+            None for no message.
     """
 
     PERIOD = 0.2
@@ -45,15 +49,15 @@ class Channel:
         self._thread.start()
 
     def send(self, *message: Any) -> None:
-        """Queue a message; it is lost if the other end is gone."""
+        """Queue a message; it is dropped if the other end is closed."""
         self._queue.put(message)
 
     def send_now(self, *message: Any) -> None:
-        """Write a message before what is queued: it arrives even if this process crashes next."""
+        """Write a message now, ahead of the queue, so that it survives a crash of this process."""
         self._send([message])
 
     def _send(self, batch: list[Message]) -> bool:
-        """Write messages; False if the other end is gone."""
+        """Write messages; return False if the other end is closed."""
         try:
             with self._write_lock:
                 self._connection.send_bytes(pickle.dumps(batch))
@@ -62,7 +66,7 @@ class Channel:
         return True
 
     def messages(self) -> Iterator[Message]:
-        """Yield what comes, until the other end is gone."""
+        """Yield received messages until the other end is closed."""
         while True:
             try:
                 data = self._connection.recv_bytes()
@@ -71,12 +75,12 @@ class Channel:
             yield from pickle.loads(data)
 
     def finish(self, timeout: float = 5.0) -> None:
-        """Write what was queued, and no more."""
+        """Write all queued messages, then stop the thread."""
         self._queue.put(None)
         self._thread.join(timeout)
 
     def close(self) -> None:
-        """Close the socket; the other end reads the end of it."""
+        """Write all queued messages and close the socket."""
         self.finish()
         self._connection.close()
 
@@ -91,7 +95,7 @@ class Channel:
                 return
 
     def _collect(self, batch: list[Message]) -> bool:
-        """Wait for messages and take all there are; False behind the last one."""
+        """Wait for messages and move all of them to `batch`; return False after the last one."""
         try:
             message = self._queue.get(timeout=self.PERIOD)
             while message is not None:

@@ -1,4 +1,4 @@
-"""/v1/chat/completions."""
+"""/v1/chat/completions: jobs, responses and streams."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def build_prompt(service: Service, request: ChatRequest) -> Prompt:
     """Render and tokenize the messages of a request."""
     messages = [m.model_dump(exclude_none=True) for m in request.messages]
     tools = [t.model_dump(exclude_none=True) for t in request.tools or []]
-    for tool in tools:  # templates take a description for granted
+    for tool in tools:  # templates require a description
         tool["function"].setdefault("description", "")
     continued, opened = bool(request.continue_final_message), request.add_generation_prompt
     if continued and opened:
@@ -39,7 +39,7 @@ async def build_prompt(service: Service, request: ChatRequest) -> Prompt:
 
 
 def thinks(request: ChatRequest) -> bool:
-    """Return True if the model shall think first; Gemma 4 knows thinking on and off only."""
+    """Return True if reasoning is requested; Gemma 4 has no reasoning levels, only on and off."""
     asked = request.chat_template_kwargs and request.chat_template_kwargs.enable_thinking
     effort = request.reasoning_effort
     if asked is not None and effort is not None and asked != (effort != "none"):
@@ -101,7 +101,7 @@ async def build_job(service: Service, request: ChatRequest) -> Job:
 
 
 def _choice(request: ChatRequest) -> str | NamedTool:
-    """`tool_choice`, or what it is where it is not given."""
+    """Return `tool_choice`, or its default."""
     choice = request.tool_choice or ("auto" if request.tools else "none")
     names = [tool.function.name for tool in request.tools or []]
     if choice not in ("auto", "none") and not names:
@@ -152,7 +152,7 @@ def _grammar(
 
 
 def _answer(request: ChatRequest) -> tuple[str | None, str | None]:
-    """Return the rule of answers, or the grammar that the user has written for them."""
+    """Return (Lark rule of the answer, grammar of the user); at most one is not None."""
     form = request.response_format
     if request.json_schema is not None:
         if request.grammar is not None or form is not None:
@@ -181,12 +181,12 @@ def _answer(request: ChatRequest) -> tuple[str | None, str | None]:
     return grammar.json_answer(named.schema_ or {}, strict=bool(named.strict)), None
 
 
-# ---- answers
+# ---- responses
 
 
 @dataclass(slots=True)
 class Answered:
-    """The message of one text, as it grows."""
+    """The message of one text, assembled from its deltas."""
 
     content: str = ""
     reasoning: str = ""
@@ -194,7 +194,7 @@ class Answered:
     tokens: list[Token] = field(default_factory=list)
 
     def add(self, delta: Delta) -> None:
-        """Take in a piece."""
+        """Add a delta."""
         self.tokens += delta.tokens
         for piece in delta.events:
             if isinstance(piece, TextEvent):
@@ -207,7 +207,7 @@ class Answered:
                 self.calls[piece.index]["function"]["arguments"] += piece.json
 
     def json(self) -> dict[str, Any]:
-        """Return the message as OpenAI's API has it."""
+        """Return the message in OpenAI's format."""
         content = None if self.calls and not self.content else self.content
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if self.reasoning:
@@ -231,7 +231,7 @@ def _head(generation: Generation, kind: str) -> dict[str, Any]:
 
 
 def _verbose(generation: Generation, request: ChatRequest) -> dict[str, Any]:
-    """Return what llama.cpp adds where `verbose` is true."""
+    """Return the additional fields of llama.cpp if `verbose` is true."""
     if not request.verbose:
         return {}
     prompt = generation.service.tokenizer.decode(generation.job.prompt, special=True)
@@ -239,7 +239,7 @@ def _verbose(generation: Generation, request: ChatRequest) -> dict[str, Any]:
 
 
 async def full_response(generation: Generation, request: ChatRequest) -> dict[str, Any]:
-    """Return the whole response body."""
+    """Return the complete response body."""
     messages = [Answered() for _ in generation.texts]
     async with aclosing(generation.deltas()) as deltas:
         async for text, delta in deltas:
@@ -291,8 +291,7 @@ async def stream_response(generation: Generation, request: ChatRequest) -> Event
 
 
 class _Chunks:
-    """Writes the chunks of a generation; one for each event, since there are clients that take no
-    more than one kind of news at a time."""
+    """Converts deltas to chunks, one per event: some clients handle only one change per chunk."""
 
     def __init__(self, generation: Generation, request: ChatRequest) -> None:
         self._generation, self._request = generation, request
@@ -300,7 +299,7 @@ class _Chunks:
         self._told: list[list[Token]] = [[] for _ in generation.texts]
 
     def pieces(self, text: Text, delta: Delta) -> Sequence[str]:
-        """Write the chunks of a piece."""
+        """Return the chunks of a delta."""
         told = self._told[text.index]
         told += delta.tokens
         out = []
@@ -324,10 +323,10 @@ class _Chunks:
         finish: str | None = None,
         more: dict[str, Any] | None = None,
     ) -> str:
-        """Write one chunk, as an event.
+        """Return one chunk, formatted as an event.
 
         Args:
-            more: fields beside those of OpenAI's API.
+            more: fields in addition to OpenAI's.
         """
         told = None
         if tokens:

@@ -1,4 +1,4 @@
-"""/v1/completions."""
+"""/v1/completions: jobs, responses and streams."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from g4spec.server.service import Generation, Job, Service, Text
 from g4spec.server.sse import Events, event
 
 DEFAULT_TOKENS = 16
-"""New tokens where a request names no limit, as OpenAI's API has it."""
+"""Default of `max_tokens`, as in OpenAI's API."""
 
 
 async def build_job(service: Service, request: CompletionRequest) -> Job:
@@ -57,18 +57,18 @@ async def build_job(service: Service, request: CompletionRequest) -> Job:
 
 
 def prompts(prompt: Any) -> list[Any]:
-    """List the prompts of a field that holds one, a text or its tokens, or several."""
+    """Return the prompts of the `prompt` field as a list."""
     return list(prompt) if several(prompt) else [prompt]
 
 
 def several(prompt: Any) -> bool:
-    """Return True for a list of prompts, False for one prompt, which may be a list of tokens."""
+    """Return True for a list of prompts, False for one prompt (a str or a list of token ids)."""
     listed = isinstance(prompt, list) and len(prompt) > 0
     return listed and not any(isinstance(part, int) for part in prompt)
 
 
 async def prompt_ids(service: Service, prompt: str | list[int]) -> list[int]:
-    """Return the tokens of a prompt: a text, or its tokens."""
+    """Return the token ids of a prompt, which is a str or a list of token ids."""
     return await service.prompter.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
 
@@ -94,7 +94,7 @@ def _echo(generation: Generation, request: CompletionRequest, text: Text) -> str
 
 
 async def full_response(generation: Generation, request: CompletionRequest) -> dict[str, Any]:
-    """Return the whole response body."""
+    """Return the complete response body."""
     texts = [_echo(generation, request, text) for text in generation.texts]
     tokens: list[list[Token]] = [[] for _ in texts]
     async with aclosing(generation.deltas()) as deltas:

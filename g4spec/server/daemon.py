@@ -1,12 +1,12 @@
-"""A line protocol for programs that drive the engine, as lucebox' Gemma 4 daemon speaks it.
+"""The line protocol of lucebox' Gemma 4 daemon, for programs that drive the engine.
 
-A line on stdin asks for a text:
+Each line on stdin is a request:
 
     PROMPT_BIN N_GEN [samp=TEMPERATURE,TOP_P,TOP_K,REPETITION_PENALTY[,SEED]]
 
-PROMPT_BIN is a file of token ids, int32, little-endian. Chosen tokens come in the same form on a
-file descriptor, -1 after the last one; a stop token is not sent. Seed 0 means a new one. What
-cannot be done is answered by -1 alone, and a line on stderr.
+PROMPT_BIN is a file of token ids (int32, little-endian). Generated tokens are written in the same
+form to a file descriptor, followed by -1; a stop token is not sent. Seed 0 draws a random seed.
+An invalid request is answered by -1 alone and an error on stderr.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options
 
 READY = "[daemon] ready"
-"""What stdout says once lines are read."""
+"""Line on stdout that says that the daemon accepts requests."""
 
 _LINE = re.compile(r"(?P<path>\S.*?)\s+(?P<count>\d{1,9})(?:\s+samp=(?P<samp>\S+))?")
 _SAMP = "TEMPERATURE,TOP_P,TOP_K,REPETITION_PENALTY[,SEED]"
 
 
 class Stream(Protocol):
-    """A file without a buffer, as `open(..., buffering=0)` gives it."""
+    """An unbuffered binary file, as opened with `buffering=0`."""
 
     def write(self, data: bytes, /) -> int:
-        """Write some bytes, and return how many."""
+        """Write some of the bytes and return their number."""
 
 
 def serve(
@@ -46,10 +46,13 @@ def serve(
     sampler: Sampler,
     complain: Callable[[str], None],
 ) -> None:
-    """Answer lines until they end, or nobody reads the stream any more.
+    """Answer request lines until stdin ends or the stream is closed by its reader.
 
     Args:
-        sampler: of lines without `samp`. complain: told why a line was not answered.
+        lines: request lines.
+        stream: destination of the tokens.
+        sampler: sampling parameters of lines without `samp`.
+        complain: called with a message for each failed request.
     """
     try:
         for line in lines:
@@ -91,7 +94,7 @@ def _answer(engine: Engine, line: str, stream: Stream, sampler: Sampler) -> None
 
 
 def _prompt(path: Path, n_ctx: int) -> list[int]:
-    """Read the ids of a file, one more than fit into the context at most."""
+    """Read token ids from a file, at most `n_ctx + 1`."""
     with open_regular(path) as file:
         data = file.read(4 * (n_ctx + 1))
     if not data or len(data) % 4:

@@ -1,7 +1,7 @@
-"""An engine in a process of its own, as the server uses it: it may fail, and is started again.
+"""The server's interface to an engine in a subprocess, which is restarted after a crash.
 
-Texts that it was writing end with an error. Those that had not begun wait, and are given to the
-next process: a text depends on its request alone, so it is the one that it would have been.
+Running texts end with an error. Texts whose prefill has not begun are submitted to the next
+process: a text depends only on its request, so the result is the same.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from g4spec.server.grammar import Vocabulary
 log = logging.getLogger("g4spec.server")
 
 MAX_FAILURES = 5
-"""Failures in a row, no text finished between them, after which no process is started any more."""
+"""Consecutive failures without a finished text after which the engine is not restarted."""
 
 MAX_TRIES = 3
-"""Processes that a text which never began is given to."""
+"""Maximum number of processes to which a text that never began is submitted."""
 
 _PROGRAM = """import json, sys
 sys.path[:] = json.loads(sys.argv.pop(1))
@@ -55,11 +55,11 @@ NO_STATS = EngineStats(0, 0, 1, 1, (), 0.0)
 
 
 class EngineLost(RuntimeError):
-    """The process of the engine ended while it wrote a text."""
+    """The engine's process ended while it generated a text."""
 
 
 class RemoteRequest(Request):
-    """A request whose text is written in another process."""
+    """A request whose text is generated in another process."""
 
     def __init__(self, prompt: Sequence[int], options: Options, client: EngineClient) -> None:
         super().__init__(prompt, options, client, client.tokenizer, client.notes)
@@ -72,19 +72,19 @@ class RemoteRequest(Request):
             self._client.cancelled(self)
 
     def add(self, cycle: Cycle, stats: Stats, length: int, text: str) -> None:
-        """Take in a cycle, the counts behind it, and text behind the first `length` characters."""
+        """Add a cycle; replace the text after its first `length` characters by `text`."""
         self.ids += cycle.tokens
         self.stats, self.text = stats, self.text[:length] + text
         self._cycles.append(cycle)
-        self._tell()
+        self._notify()
 
     def end(
         self, stats: Stats, notes: list[str], error: Exception | None, length: int, text: str
     ) -> None:
-        """Take in the end; see `add`."""
+        """Mark the request as ended; arguments as for `add`."""
         self.stats, self.notes, self.text = stats, notes, self.text[:length] + text
         self.error, self.done = error, True
-        self._tell()
+        self._notify()
 
 
 @dataclass(slots=True)
@@ -92,7 +92,9 @@ class _Text:
     """A request that has not ended.
 
     Attributes:
-        options: pickled. begun: its prompt is being read. tries: processes it was given to.
+        options: pickled `Options`.
+        begun: True once prefill has begun.
+        tries: number of processes to which it was submitted.
     """
 
     request: RemoteRequest
@@ -102,7 +104,7 @@ class _Text:
 
 
 class _Pickler(pickle.Pickler):
-    """Names what the other process has itself."""
+    """A pickler that replaces the tokenizer and vocabulary by names: the other process has them."""
 
     def persistent_id(self, value: Any) -> str | None:
         known = {Tokenizer: "tokenizer", Vocabulary: "vocabulary"}
@@ -110,19 +112,23 @@ class _Pickler(pickle.Pickler):
 
 
 class EngineClient:
-    """What `Service` uses of an `Engine`, whose fields it has; usable from any thread.
+    """A proxy with the part of the `Engine` interface that `Service` uses. Thread-safe.
 
     Args:
-        target: its tokenizer is read here, too. draft, options: see `Engine.load`.
-        make: loads the engine in the other process; a function at the top of a module.
-        hang_limit: seconds in which no step ends, while there are texts, after which the process
-            is killed, and another one started; 0: never. Default: 300, on a CPU never.
+        target: GGUF of the target; its tokenizer is read in this process, too.
+        draft, options: see `Engine.load`.
+        make: function that loads the engine in the subprocess; must be importable.
+        progress: called with tensors read and tensors in all.
+        hang_limit: seconds without a finished step, while there are texts, after which the process
+            is killed and restarted; 0: never. Default: 300; on a CPU 0.
 
-    Raises what `Engine.load` would, and EnvironmentProblem if the process ends while it loads.
+    Raises:
+        G4Error: `Engine.load` failed.
+        EnvironmentProblem: the process ended while loading.
 
     Attributes:
         title, on_cpu: see `EngineInfo`.
-        failed: why no process is started any more.
+        failed: the reason why the engine is not restarted any more, or None.
     """
 
     def __init__(
@@ -140,8 +146,8 @@ class EngineClient:
         self._lock = threading.Lock()
         self._texts: dict[int, _Text] = {}
         self._ids = itertools.count()
-        self._channel: Channel | None = None  # of a process that is ready
-        self._load_result: list[Any] = []  # what came of loading: EngineInfo or an error
+        self._channel: Channel | None = None  # set while a process is ready
+        self._load_result: list[Any] = []  # EngineInfo or an error, once loaded
         self._loaded, self._closing = threading.Event(), threading.Event()
         self._text_finished, self._hang_reason = False, ""
         self._stats, self._last_activity = NO_STATS, time.monotonic()
@@ -168,7 +174,7 @@ class EngineClient:
     # ---- requests
 
     def submit(self, prompt: Sequence[int], options: Options | None = None) -> Request:
-        """See `Engine.submit`; one text, `Options.n` = 1."""
+        """See `Engine.submit`; `Options.n` must be 1."""
         options = options or Options()
         assert options.n == 1, options.n
         check_request(prompt, options, self.config, self.n_ctx)
@@ -195,7 +201,7 @@ class EngineClient:
     generate = submit
 
     def cancelled(self, request: Request) -> None:
-        """Pass on that a request is not wanted any more."""
+        """Cancel a request in the process, or remove it if no process runs."""
         with self._lock:
             number = next((n for n, t in self._texts.items() if t.request is request), None)
             if number is None:
@@ -207,50 +213,50 @@ class EngineClient:
         request.finish("cancelled")
 
     def _send_text(self, number: int) -> None:
-        """Send a text to the process that runs; with the lock."""
+        """Send a text to the running process. The caller holds the lock."""
         text = self._texts[number]
         text.tries += 1
         assert self._channel is not None
         self._channel.send("submit", number, array("q", text.request.prompt), text.options)
 
     def advance(self, request: Request) -> None:
-        """Wait until a request has something new."""
+        """Wait until a request has news."""
         assert isinstance(request, RemoteRequest)
-        while not request.news:
-            request.arrived.clear()
-            if not request.news:
-                request.arrived.wait()
+        while not request.has_news:
+            request.updated.clear()
+            if not request.has_news:
+                request.updated.wait()
 
     def start(self) -> None:
-        """Do nothing: the process works all the time."""
+        """Do nothing: the process runs its own loop."""
 
-    # ---- what others may know
+    # ---- state
 
     @property
     def process(self) -> int | None:
-        """Number of the process that runs or loads."""
+        """Return the process id of the running or loading process."""
         return self._process.pid if self._process is not None else None
 
     def stats(self) -> EngineStats:
-        """See `Engine.stats`; as the process told last."""
+        """See `Engine.stats`; as last reported by the process."""
         return self._stats
 
     def is_healthy(self, limit: float) -> bool:
-        """See `Engine.is_healthy`; not while there is no process."""
+        """See `Engine.is_healthy`; False while no process is ready."""
         if self.failed is not None or self._channel is None:
             return False
         since = max(self._stats.last_step, self._last_activity)
         return not self._texts or time.monotonic() - since <= limit
 
     def close(self) -> None:
-        """End the process and all requests."""
+        """Stop the process and end all requests."""
         self._closing.set()
         with self._lock:
             channel = self._channel
         if channel is not None:
             channel.send("close")
             self._thread.join(10)
-        while self._thread.is_alive():  # it loads, or does not listen any more
+        while self._thread.is_alive():  # it is loading, or does not respond
             if self._process is not None:
                 self._process.kill()
             self._thread.join(0.1)
@@ -264,22 +270,24 @@ class EngineClient:
     # ---- the process
 
     def _supervise(self) -> None:
-        """Keep a process running, and end all requests when there will be no other one. In one
-        thread, because the kernel ends the process with the thread that started it."""
+        """Restart the process until it is closed or has failed too often, then end all requests.
+
+        Runs in one thread: the kernel kills the process when the thread that started it ends.
+        """
         try:
             self._restart_loop()
         finally:
             with self._lock:
                 if self.failed is None and not self._closing.is_set():
                     self.failed = EnvironmentProblem("the engine's process does not run any more")
-            if not self._loaded.is_set():  # a mistake of ours, whose traceback follows
+            if not self._loaded.is_set():  # a bug; its traceback follows
                 self._set_load_result(
                     EnvironmentProblem("the engine's process could not be started")
                 )
             self._finish_all("closed")
 
     def _restart_loop(self) -> None:
-        """Start a process, and another one whenever it ends."""
+        """Run processes one after another, with exponential back-off after repeated failures."""
         failures = 0
         while not self._closing.is_set():
             self._text_finished, self._hang_reason = False, ""
@@ -297,7 +305,7 @@ class EngineClient:
                 break
 
     def _watch(self) -> None:
-        """Kill a process that makes no step; `_run_process` sees it end."""
+        """Kill a process that hangs; `_run_process` notices its end."""
         while not self._closing.wait(min(self.hang_limit / 4, 5) or 5):
             with self._lock:
                 if not self.hang_limit or self._channel is None or self.is_healthy(self.hang_limit):
@@ -307,12 +315,12 @@ class EngineClient:
                 self._process.kill()
 
     def _set_load_result(self, what: EngineInfo | BaseException) -> None:
-        """Tell `__init__` what came of loading, the first time."""
+        """Pass the result of the first load to `__init__`."""
         self._load_result.append(what)
         self._loaded.set()
 
     def _run_process(self) -> str:
-        """Run one process to its end; returns why it ended."""
+        """Run one process until it ends; return the reason."""
         ours, theirs = socket.socketpair()
         with ours, theirs:
             command = [
@@ -355,7 +363,7 @@ class EngineClient:
         return reason or self._hang_reason or died
 
     def _on_message(self, channel: Channel, name: str, more: list[Any]) -> None:
-        """Do what a message says; see `channel`."""
+        """Handle a message of the process; see `channel.Message`."""
         if name == "figures":
             self._stats = more[0]
         elif name == "loading":
@@ -395,8 +403,7 @@ class EngineClient:
             text.request.end(*more)
 
     def _on_process_end(self, reason: str, last: bool) -> None:
-        """Tell the texts that were being written; all, and that there is no other process, if it
-        was the last."""
+        """End the running texts with EngineLost; if `last`, end all texts and set `failed`."""
         log.error(
             "the engine's process ended",
             extra={"facts": {"why": reason, "texts": len(self._texts), "again": not last}},

@@ -1,7 +1,7 @@
-"""The process of an engine, which `engine_client.EngineClient` starts.
+"""The engine's subprocess, started by `engine_client.EngineClient`.
 
-A failed CUDA call leaves a process that no other call can be made in. So it ends then, and whoever
-started it starts another one.
+After a failed CUDA call, all further CUDA calls of a process fail. The process exits then, and its
+parent starts a new one.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from g4spec.server.channel import Channel, Message
 from g4spec.server.grammar import Vocabulary
 
 EXIT_ENGINE_FAILED = 70
-"""Exit code of a process whose engine has failed."""
+"""Exit code of the process after an engine failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What is known of an engine once it is loaded; see the fields of `Engine`.
+    """Properties of a loaded engine; fields as in `Engine`.
 
     Attributes:
-        title: of its device. on_cpu: whether that is none but the CPU.
+        title: name of the device.
+        on_cpu: True if the device is the CPU.
     """
 
     config: Any
@@ -47,7 +48,7 @@ class EngineInfo:
 
 
 def engine_info(engine: Engine) -> EngineInfo:
-    """Describe an engine."""
+    """Return the properties of an engine."""
     return EngineInfo(
         engine.config,
         engine.n_ctx,
@@ -60,7 +61,7 @@ def engine_info(engine: Engine) -> EngineInfo:
 
 
 def copy_stats(stats: Stats) -> Stats:
-    """Copy counts that go on."""
+    """Return a copy of counters that continue to change."""
     return replace(
         stats,
         drafted_by_position=list(stats.drafted_by_position),
@@ -69,12 +70,12 @@ def copy_stats(stats: Stats) -> Stats:
 
 
 def describe_error(error: BaseException | None) -> str:
-    """Describe an error in words."""
+    """Return type and message of an error, or "interrupted" for None."""
     return f"{type(error).__name__}: {error}" if error is not None else "interrupted"
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts this process' objects in the places where `engine_client` named them."""
+    """An unpickler that resolves the names of `engine_client._Pickler` to local objects."""
 
     def __init__(self, data: bytes, shared: dict[str, Any]) -> None:
         super().__init__(io.BytesIO(data))
@@ -85,28 +86,30 @@ class _Unpickler(pickle.Unpickler):
 
 
 class RequestRelay:
-    """Sends what comes of one request."""
+    """Sends the progress of one request to the server."""
 
     def __init__(self, number: int, request: Request, progress: bool, worker: Worker) -> None:
         self._number, self._request, self._progress = number, request, progress
         self._worker, self._begun, self._sent = worker, False, 0
 
     def __call__(self) -> None:
-        """Send news; called by the engine's thread."""
+        """Send new cycles and the end; called in the engine's thread."""
         request, channel = self._request, self._worker.channel
         send = channel.send
         if request.stats.stop_reason == "interrupted":
             self._worker.fail(request.error)
-        for cycle in request.taken():
+        for cycle in request.drain():
             if not self._begun:
                 self._begun = True
-                channel.send_now("begun", self._number)  # the next step may be the last
+                channel.send_now(
+                    "begun", self._number
+                )  # unqueued: the next step may crash the process
             if self._progress or not isinstance(cycle, Progress):
                 send("cycle", self._number, cycle, copy_stats(request.stats), *self._new_text())
         if request.done:
             error = request.error
             if error is not None and not isinstance(error, G4Error):
-                error = RuntimeError(describe_error(error))  # others need not survive the way
+                error = RuntimeError(describe_error(error))  # other types may not be picklable
             send(
                 "done",
                 self._number,
@@ -118,7 +121,7 @@ class RequestRelay:
             self._worker.requests.pop(self._number, None)
 
     def _new_text(self) -> tuple[int, str]:
-        """Return the text that is new, and what it follows: a stop text cuts what was there."""
+        """Return (length to keep, new text): a stop text may shorten what was sent before."""
         text = self._request.text
         kept = min(self._sent, len(text))
         self._sent = len(text)
@@ -126,7 +129,7 @@ class RequestRelay:
 
 
 class Worker:
-    """Does what the server asks for, until it is gone."""
+    """Handles the messages of the server until the connection is closed."""
 
     def __init__(self, connection: Connection) -> None:
         self._shared: dict[str, Any] = {}
@@ -134,14 +137,16 @@ class Worker:
         self.requests: dict[int, Request] = {}
 
     def run(self) -> int:
-        """Load an engine, then take requests; returns the exit code."""
+        """Load an engine, then handle requests; return the exit code."""
         messages = self.channel.messages()
         name, make, arguments = next(messages)
         assert name == "load", name
         try:
             engine: Engine = make(**arguments, progress=partial(self.channel.send, "loading"))
-            list(engine.generate([engine.tokenizer.bos], Options(n_predict=2)))  # measures costs
-        except (G4Error, MemoryError, RuntimeError) as error:  # the last two: of torch
+            list(
+                engine.generate([engine.tokenizer.bos], Options(n_predict=2))
+            )  # measures step costs
+        except (G4Error, MemoryError, RuntimeError) as error:  # torch raises the last two
             known = (
                 error
                 if isinstance(error, G4Error)
@@ -170,16 +175,16 @@ class Worker:
         try:
             requested: Options = _Unpickler(options, self._shared).load()
             with engine.step_lock():
-                # The first word of its progress says that it has begun.
+                # The first progress report shows that prefill has begun.
                 request = engine.submit(list(prompt), replace(requested, progress=True))
                 self.requests[number] = request
                 request.listen(RequestRelay(number, request, requested.progress, self))
         except G4Error as error:
-            if engine.failed is None:  # else it waits for the next process
+            if engine.failed is None:  # otherwise the text is submitted to the next process
                 self.channel.send("done", number, Stats(len(prompt)), [], error, 0, "")
 
     def fail(self, error: Exception | None) -> None:
-        """End this process: a step has failed, and nobody knows what the device still does."""
+        """Exit the process after a failed step: the state of the device is undefined."""
         text = describe_error(error)
         sys.stderr.writelines([f"the engine failed: {text}\n"])
         self.channel.send("lost", text)
@@ -188,7 +193,7 @@ class Worker:
 
 
 class FigureUpdates:
-    """Makes "figures" when they have changed, at most ten times a second."""
+    """Creates "figures" messages when they have changed, at most ten times a second."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._due = engine, 0.0
@@ -207,18 +212,20 @@ class FigureUpdates:
 
 
 def end_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends (Linux); elsewhere the
-    end of the socket says so, to a process that can still listen."""
+    """Let the kernel kill this process when the thread that started it ends (Linux only).
+
+    On other systems the process exits when it notices that the socket is closed.
+    """
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def main() -> None:
-    """Serve the socket whose number is the first argument."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the server says when to end
+    """Run a worker; arguments: file descriptor of the socket, process id of the parent."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the server stops this process
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()
     if os.getppid() != int(sys.argv[2]):
-        os._exit(0)  # it ended before
+        os._exit(0)  # the parent has already ended
     os._exit(Worker(Connection(int(sys.argv[1]))).run())

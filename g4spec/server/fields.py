@@ -1,4 +1,4 @@
-"""The fields of requests. What is not listed here is refused by name."""
+"""Schemas of OpenAI-style request bodies. Unknown fields are rejected by name."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ Content = Annotated[
     BeforeValidator(_blocks),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
 ]
-"""Blocks of content, each for `variant`; a text is one block."""
+"""Content blocks, to be validated by `variant`; a str is converted to one text block."""
 
 
 class Body(BaseModel):
-    """A body: no other fields, and no value is taken for one of another type."""
+    """A request body or part of one: no unknown fields, no type coercion."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
 
 class Loose(BaseModel):
-    """A part of a body of which only some fields mean anything here."""
+    """A part of a body that may have additional fields, which are ignored."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -43,10 +43,13 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def variant(models: Mapping[str, type[Body]], value: Any, where: str, default: str = "") -> Body:
-    """Validate a part of a body by the model that its `type` names.
+    """Validate a part of a body by its `type` field.
 
     Args:
-        models: by type. where: name of the part. default: its type where it names none.
+        models: schemas by type.
+        value: the part.
+        where: path of the part, for errors.
+        default: type of a part without the field.
     """
     if not isinstance(value, dict):
         raise RequestError(
@@ -64,12 +67,12 @@ def variant(models: Mapping[str, type[Body]], value: Any, where: str, default: s
 
 
 def read(model: type[Model], body: bytes) -> Model:
-    """Parse and validate a body; RequestError, naming the field, for a wrong one."""
+    """Parse and validate a body; raise RequestError naming the invalid field."""
     return check(model, parse(body))
 
 
 def parse(body: bytes) -> Json:
-    """Parse a body, which has to be an object."""
+    """Parse a body; raise RequestError unless it is a JSON object."""
     try:
         value = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -82,7 +85,7 @@ def parse(body: bytes) -> Json:
 
 
 def check(model: type[Model], value: Json, where: str = "") -> Model:
-    """Validate a body that has been parsed, or the part of it at `where`."""
+    """Validate a parsed body, or the part of it at path `where`."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
@@ -98,10 +101,10 @@ def check(model: type[Model], value: Json, where: str = "") -> Model:
 
 
 class Sampling(Body):
-    """Sampling parameters, in all requests.
+    """Sampling parameters of all requests.
 
-    Fields of other servers: top_k, min_p, repetition_penalty, ignore_eos (vLLM); our own:
-    draft_max, most drafted tokens a step; live, a word that shows the text at /v1/live.
+    top_k, min_p, repetition_penalty and ignore_eos are vLLM's. Specific to g4spec are draft_max,
+    the maximum draft length, and live, a secret that allows reading the text at /v1/live.
     """
 
     temperature: float | None = Field(None, ge=0, le=100)
@@ -133,7 +136,7 @@ class StreamOptions(Body):
 
 
 class Hints(Body):
-    """Fields that say something about a request and ask for nothing."""
+    """Fields that are accepted and have no effect."""
 
     user: str | None = None
     metadata: Json | None = None
@@ -146,9 +149,9 @@ class Hints(Body):
 
 
 class LlamaCpp(Body):
-    """Fields of llama.cpp that all its endpoints take.
+    """Fields of llama.cpp's server.
 
-    timings_per_token, return_progress: in streams. id_slot: a hint, since no text depends on it.
+    timings_per_token and return_progress apply to streams; id_slot has no effect.
     """
 
     timings_per_token: bool | None = None
@@ -158,7 +161,7 @@ class LlamaCpp(Body):
 
 
 class OpenAI(Sampling, Hints, LlamaCpp):
-    """Fields that chat completions and completions share."""
+    """Common fields of chat completions and completions."""
 
     model: str | None = None
     n: int | None = Field(None, ge=1)
@@ -182,14 +185,14 @@ class Part(Loose):
 
 
 class CalledFunction(Body):
-    """A function that was called, its arguments as JSON text."""
+    """Name and arguments (JSON text or object) of a tool call."""
 
     name: str
     arguments: str | Json | None = None
 
 
 class ToolCall(Body):
-    """A call in a message of the assistant."""
+    """A tool call in an assistant message."""
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -198,7 +201,7 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """A message of a conversation."""
+    """A chat message."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
@@ -214,7 +217,7 @@ class Message(Body):
 
 
 class FunctionDeclaration(Body):
-    """A function that may be called."""
+    """The declaration of a function."""
 
     name: str
     description: str | None = None
@@ -223,7 +226,7 @@ class FunctionDeclaration(Body):
 
 
 class Tool(Body):
-    """A tool; functions are the only kind there is."""
+    """A tool; only functions are supported."""
 
     type: Literal["function"]
     function: FunctionDeclaration
@@ -236,14 +239,14 @@ class NamedFunction(Body):
 
 
 class NamedTool(Body):
-    """The function that has to be called."""
+    """A `tool_choice` that requires a call of one function."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 class NamedSchema(Body):
-    """A schema of answers."""
+    """A JSON schema for the answer."""
 
     name: str | None = None
     description: str | None = None

@@ -1,7 +1,7 @@
-"""Masks that keep a text to a grammar, by llguidance, over a model's own vocabulary.
+"""Token masks that constrain a text to a grammar, computed by llguidance.
 
-A mask depends on the text's tokens alone, so it allows the same with a draft as without. Its state
-follows the tokens: a step of sixteen rows costs sixteen steps of the parser, not sixteen texts.
+A mask depends only on the text's tokens, so it is the same with and without a draft. The parser
+keeps its state and rolls back: a step of 16 rows costs 16 parser steps, not 16 parses of the text.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from g4spec.server.call_grammar import Function
 from g4spec.server.output_parser import Marks
 
 COMPACT = {"whitespace_flexible": False}
-"""JSON without white space: so no answer ends in it up to the limit."""
+"""JSON without white space: a model could emit it until the token limit."""
 
 CACHED_GRAMMARS = 64
-"""Compiled grammars that are kept: agents send the same tools with every request."""
+"""Number of compiled grammars in the cache: agents send the same tools with every request."""
 
 _MARK_PATTERN = re.compile(r"<[^\s<>]+>")
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar that a text, or parts of it, have to match.
+    """A grammar that constrains a text, or spans of it.
 
     Attributes:
-        text: for llguidance.
-        trigger: the token behind which it holds; None: from the beginning, to the end.
-        closer: with a trigger, the token behind which the text is free again.
-        once: with a trigger, the text ends behind `closer`.
+        text: grammar in llguidance's format.
+        trigger: token after which the constraint begins; None: the whole text is constrained.
+        closer: with a trigger, the token after which the text is free again.
+        once: with a trigger, the text ends after `closer`.
     """
 
     text: str
@@ -54,7 +54,7 @@ class Grammar:
 
 
 class Vocabulary:
-    """The tokens of a model, as llguidance reads them, and grammars compiled for them.
+    """A model's vocabulary for llguidance, and a cache of compiled grammars.
 
     Args:
         n_vocab: width of the model's logits.
@@ -70,7 +70,7 @@ class Vocabulary:
         self._lock = threading.Lock()
 
     def compile(self, text: str) -> llguidance.LLMatcher:
-        """Return a matcher at the beginning of a grammar; InputError if the grammar is wrong."""
+        """Return a matcher in its initial state; raise InputError for an invalid grammar."""
         with self._lock:
             if (kept := self._cache.get(text)) is not None:
                 self._cache.move_to_end(text)
@@ -92,12 +92,12 @@ class Vocabulary:
         return matcher.deep_copy()
 
     def mask(self, grammar: Grammar) -> Mask:
-        """Make the mask of one text; InputError if the grammar is wrong."""
+        """Return the mask of one text; raise InputError for an invalid grammar."""
         return Mask(self, grammar)
 
 
 class _TokenizerAdapter:
-    """A tokenizer as llguidance's wrapper wants it."""
+    """An adapter of `Tokenizer` to the interface of `llguidance.TokenizerWrapper`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -114,10 +114,12 @@ class _TokenizerAdapter:
 
 @dataclass(slots=True)
 class _Span:
-    """A part of the text that the grammar holds for: tokens start .. end - 1.
+    """A constrained span of the text: tokens `start` to `end - 1`.
 
     Attributes:
-        read: how many of them the matcher has taken.
+        matcher: parser state after `read` tokens.
+        read: number of tokens that the matcher has consumed.
+        end: None while the span is open.
     """
 
     start: int
@@ -127,7 +129,7 @@ class _Span:
 
 
 class Mask:
-    """Tokens that may follow, of one text (`g4spec.ops.logits.Mask`)."""
+    """The grammar mask of one text (implements `g4spec.ops.logits.Mask`)."""
 
     def __init__(self, vocabulary: Vocabulary, grammar: Grammar) -> None:
         self._vocabulary, self._grammar = vocabulary, grammar
@@ -139,16 +141,16 @@ class Mask:
             self._spans.append(_Span(0, self._start_matcher.deep_copy()))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle it as of before the first token: another process compiles the grammar again."""
+        """Pickle the initial state; the other process compiles the grammar again."""
         return Mask, (self._vocabulary, self._grammar)
 
     def __call__(self, tokens: Sequence[int]) -> torch.Tensor | None:
-        """Return bool [V] of the tokens that may follow `tokens`, or None where all may."""
+        """Return bool [V], True for tokens allowed after `tokens`, or None if all are allowed."""
         self._roll_back(_common_prefix(self._ids, tokens))
         for token in tokens[len(self._ids) :]:
             self._consume(token)
         if self._stopped is not None:
-            return None  # behind the end, where a step still has rows
+            return None  # after the end: a step may still have rows there
         span = self._spans[-1] if self._spans else None
         if span is not None and span.end is None:
             return self._allowed(span.matcher)
@@ -157,7 +159,7 @@ class Mask:
         return None
 
     def _roll_back(self, length: int) -> None:
-        """Forget all but the first `length` tokens."""
+        """Roll back to the first `length` tokens."""
         if self._stopped is not None and self._stopped >= length:
             self._stopped = None
         while self._spans and self._grammar.trigger is not None and self._spans[-1].start > length:
@@ -218,12 +220,14 @@ class Mask:
 
 
 class ThinkingBudget:
-    """Ends thoughts after so many tokens, of one text (`g4spec.ops.logits.Mask`).
+    """A mask that ends reasoning after a number of tokens (implements `g4spec.ops.logits.Mask`).
 
     Args:
-        budget: tokens of all thoughts together, their header included.
-        open_thought: the text begins inside a thought.
-        inner: a mask that holds, too; where it refuses the end of a thought, that waits.
+        budget: maximum number of reasoning tokens in the text, headers included.
+        marks: structural tokens.
+        n_vocab: width of the model's logits.
+        open_thought: the text begins inside reasoning.
+        inner: another mask to apply; while it forbids the end of reasoning, reasoning continues.
     """
 
     def __init__(
@@ -237,15 +241,15 @@ class ThinkingBudget:
     ) -> None:
         self._budget, self._marks, self._n_vocab, self._inner = budget, marks, n_vocab, inner
         self._ids: list[int] = []
-        self._states = [(open_thought, 0)]  # before each token: inside a thought, tokens spent
+        self._states = [(open_thought, 0)]  # before each token: (inside reasoning, tokens spent)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle it as of before the first token."""
+        """Pickle the initial state."""
         make = partial(ThinkingBudget, open_thought=self._states[0][0], inner=self._inner)
         return make, (self._budget, self._marks, self._n_vocab)
 
     def __call__(self, tokens: Sequence[int]) -> torch.Tensor | None:
-        """Return bool [V] of the tokens that may follow `tokens`, or None where all may."""
+        """Return bool [V], True for tokens allowed after `tokens`, or None if all are allowed."""
         shared = _common_prefix(self._ids, tokens)
         del self._ids[shared:], self._states[shared + 1 :]
         for token in tokens[shared:]:
@@ -270,7 +274,7 @@ class ThinkingBudget:
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Count the tokens that both begin with. They differ near the end, if at all."""
+    """Return the length of the common prefix; fast if the lists differ only near the end."""
     n = min(len(a), len(b))
     if a[:n] == b[:n]:
         return n
@@ -283,14 +287,14 @@ def _first_line(message: str) -> str:
     return message.strip().splitlines()[0][:300] if message.strip() else "no reason given"
 
 
-# ---- what requests ask for
+# ---- grammars of requests
 
 
 def json_answer(schema: Mapping[str, Any] | bool, *, strict: bool) -> str:
-    """Write the Lark rule `answer` of JSON that fits a schema, in compact form.
+    """Return the Lark rule `answer` for compact JSON that is valid against a schema.
 
     Args:
-        strict: refuse keywords that cannot be held, which are notes otherwise.
+        strict: reject keywords that cannot be enforced; otherwise ignore them.
     """
     if isinstance(schema, bool):
         schema = {}
@@ -323,12 +327,13 @@ def whole_text(
     most: int | None = None,
     thinking: str = "no",
 ) -> Grammar:
-    """Make the grammar of a whole text: a thought, and then an answer or calls.
+    """Return the grammar of a complete text: optional reasoning, then an answer or calls.
 
     Args:
-        answer: rule of that name. user: a grammar of its own, in its place.
+        answer: Lark rule named `answer`.
+        user: the user's grammar, instead of `answer`.
         calls: functions that may be called instead, `least` to `most` times.
-        thinking: "no", "may" begin with a thought, or "open": the prompt has begun it.
+        thinking: "no", the text "may" begin with reasoning, or "open": it continues reasoning.
     """
     rules, options = [], []
     if answer is not None:
@@ -355,10 +360,10 @@ def whole_text(
 
 
 def inside_calls(marks: Marks, functions: Sequence[Function], *, parallel: bool) -> Grammar:
-    """Make the grammar of calls alone, in a text that is free otherwise.
+    """Return a grammar that constrains only the tool calls of a text.
 
     Args:
-        parallel: several calls may follow each other; else the text ends behind the first.
+        parallel: allow several calls; otherwise the text ends after the first.
     """
     rules = call_grammar.call_rules(functions, marks.call_end, marks.delimiter)
     return Grammar(f"start: call\n{rules}", marks.call, marks.call_end, once=not parallel)

@@ -1,7 +1,6 @@
-"""JSON that goes out: answers, events and log lines, without a raw control character.
+"""JSON output of responses, events and log lines, without raw control characters.
 
-Clients parse it, and people read it in a terminal: DEL and C1 are escaped as JSON escapes the other
-ones.
+The json module escapes C0 only; DEL and C1 are escaped here, since terminals show output too.
 """
 
 from __future__ import annotations
@@ -17,8 +16,11 @@ _UNSHOWN = re.compile("[\x7f-\x9f]")
 
 
 def dumps(value: Any, default: Callable[[Any], Any] | None = None) -> str:
-    """Write compact JSON. ValueError for numbers that JSON has not; `default` makes something of
-    what it does not know."""
+    """Return compact JSON; raise ValueError for NaN and infinity.
+
+    Args:
+        default: converts values of unsupported types.
+    """
     text = json.dumps(
         value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=default
     )
@@ -26,7 +28,7 @@ def dumps(value: Any, default: Callable[[Any], Any] | None = None) -> str:
 
 
 class JsonResponse(JSONResponse):
-    """A response of JSON."""
+    """A JSON response."""
 
     def render(self, content: Any) -> bytes:
         """See `starlette.responses.Response`."""

@@ -1,6 +1,6 @@
-"""The endpoints of llama.cpp's server: /completion, /tokenize, /props and their like.
+"""The endpoints of llama.cpp's server: /completion, /tokenize, /props, /slots and others.
 
-Samplers that this engine does not have are refused, unless the value turns them off.
+Unsupported samplers are rejected unless their value turns them off.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DISABLED_VALUES: dict[str, tuple[float, ...]] = {
     "min_keep": (0, 1),
     "adaptive_target": (-1,),
 }
-"""Fields with the values that ask for nothing."""
+"""Unsupported fields, with the values that turn them off."""
 
 IGNORED_FIELDS = (
     "mirostat_tau",
@@ -51,7 +51,7 @@ IGNORED_FIELDS = (
     "speculative.n_min",
     "speculative.p_min",
 )
-"""Fields that mean something only beside others, which are off, or are hints."""
+"""Ignored fields: parameters of unsupported samplers, and hints."""
 
 
 class TextPrompt(Body):
@@ -81,7 +81,7 @@ class CompletionBody(Sampling, LlamaCpp):
 
 
 def drop_disabled_samplers(value: Json) -> Json:
-    """Drop the fields that ask for nothing; RequestError where one asks for something."""
+    """Remove unsupported fields that are off; raise RequestError for one that is on."""
     out = {}
     for key, found in value.items():
         if key in DISABLED_VALUES:
@@ -98,7 +98,7 @@ def drop_disabled_samplers(value: Json) -> Json:
 
 
 def read(model: type[CompletionBody], body: bytes) -> CompletionBody:
-    """Parse and validate a body, as `fields.read` does, in which samplers may be turned off."""
+    """Parse and validate a body like `fields.read`; accept unsupported samplers that are off."""
     return fields.check(model, drop_disabled_samplers(fields.parse(body)))
 
 
@@ -150,7 +150,7 @@ async def build_job(service: Service, body: CompletionBody) -> Job:
         )
     room = max(options.room(service, ids) for ids in (first, *others))
     bias, banned = _bias(service, body.logit_bias or {})
-    if body.ignore_eos:  # here it means that no text ends by itself
+    if body.ignore_eos:  # in llama.cpp: stop tokens are never sampled
         banned += sorted(service.engine.stop_ids)
     changed = {
         "seed": None if body.seed == -1 else body.seed,
@@ -171,10 +171,11 @@ async def build_job(service: Service, body: CompletionBody) -> Job:
 def _bias(
     service: Service, given: dict[str, Any] | list[list[Any]]
 ) -> tuple[dict[str, float], list[int]]:
-    """Return the biases of token ids, and the ids that are never chosen.
+    """Return the biases by token id, and the banned ids.
 
     Args:
-        given: biases of ids or texts, whose tokens all get it; false bans them.
+        given: biases by token id or text; a text's bias applies to all of its tokens, and false
+            bans them.
     """
     bias: dict[str, float] = {}
     banned: list[int] = []
@@ -206,7 +207,7 @@ def _bias(
 
 
 async def _prompt(service: Service, prompt: str | TextPrompt | list[Any]) -> list[int]:
-    """Tokenize a prompt: a text, tokens, or both in turns."""
+    """Tokenize a prompt: a str, token ids, or a mixed list."""
     if isinstance(prompt, TextPrompt):
         prompt = prompt.prompt_string
     if isinstance(prompt, str) or all(isinstance(part, int) for part in prompt):
@@ -239,7 +240,7 @@ def _probabilities(service: Service, tokens: list[Token]) -> list[dict[str, Any]
 
 
 def _settings(text: Text, stream: bool) -> dict[str, Any]:
-    """Return `generation_settings`: what the text was sampled with."""
+    """Return `generation_settings`: the sampling parameters of a text."""
     given = text.request.options
     sampler = given.sampler
     bias = [
@@ -285,7 +286,7 @@ def _piece(
 
 
 def _last(generation: Generation, text: Text, stream: bool) -> dict[str, Any]:
-    """Return the fields that only the last piece has."""
+    """Return the fields of the last chunk only."""
     stats = text.request.stats
     reason = stats.stop_reason
     kinds = {"stop text": "word", "length": "limit", "context": "limit"}
@@ -307,7 +308,7 @@ def _last(generation: Generation, text: Text, stream: bool) -> dict[str, Any]:
 
 
 def _selected(answer: dict[str, Any], names: list[str] | None) -> dict[str, Any]:
-    """Return the fields of an answer that `response_fields` names, as `a/b` inside others."""
+    """Return only the fields in `names`; `a/b` selects the nested field b of a."""
     if not names:
         return answer
     out = {}
@@ -321,7 +322,7 @@ def _selected(answer: dict[str, Any], names: list[str] | None) -> dict[str, Any]
 
 
 async def full_response(generation: Generation, body: CompletionBody) -> Any:
-    """Return the whole response body; a list of them for several prompts."""
+    """Return the complete response body; a list for several prompts."""
     words = [""] * len(generation.texts)
     tokens: list[list[Token]] = [[] for _ in words]
     async with aclosing(generation.deltas()) as deltas:
@@ -338,7 +339,7 @@ async def full_response(generation: Generation, body: CompletionBody) -> Any:
 
 
 async def stream_response(generation: Generation, body: CompletionBody) -> Events:
-    """Yield the response as events; without one for the end, as llama.cpp has it."""
+    """Yield the response as events, without `[DONE]`, as llama.cpp does."""
     async with aclosing(generation.deltas()) as deltas:
         async for text, delta in deltas:
             words = "".join(p.text for p in delta.events if isinstance(p, TextEvent))
@@ -352,7 +353,7 @@ async def stream_response(generation: Generation, body: CompletionBody) -> Event
             yield event(_selected(piece, body.response_fields))
 
 
-# ---- texts and tokens
+# ---- tokens and templates
 
 
 def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
@@ -390,7 +391,7 @@ async def apply_template(service: Service, body: ChatRequest) -> dict[str, Any]:
 
 
 def props(service: Service) -> dict[str, Any]:
-    """Describe the server, for /props."""
+    """Return the response of /props."""
     tokenizer, engine, sampler = service.tokenizer, service.engine, service.settings.sampler
     return {
         "default_generation_settings": {
@@ -406,7 +407,7 @@ def props(service: Service) -> dict[str, Any]:
         },
         "total_slots": engine.n_slots,
         "model_alias": service.settings.model,
-        "model_path": Path(tokenizer.source).name,  # not where on the machine
+        "model_path": Path(tokenizer.source).name,  # not the path on this machine
         "modalities": {"vision": False, "audio": False},
         "chat_template": tokenizer.template or "",
         "bos_token": tokenizer.piece(tokenizer.bos, special=True).decode(),
@@ -418,7 +419,7 @@ def props(service: Service) -> dict[str, Any]:
 
 
 def slots(service: Service) -> list[dict[str, Any]]:
-    """Describe each slot, without any text, for /slots."""
+    """Return the response of /slots, without any text."""
     engine = service.engine
     live = {slot.slot: slot for slot in engine.stats().slots}
     out = []

@@ -1,4 +1,4 @@
-"""The fields of Anthropic's Messages API, converted to a request of chat completions."""
+"""Schemas of Anthropic's Messages API, and conversion to chat completion requests."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from g4spec.server.options import MAX_STOPS
 from g4spec.server.request_errors import RequestError
 
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
-"""A line that Claude Code puts before its system prompt. It holds a hash of the request, and would
-so keep every prompt from having a prefix in common with the one before."""
+"""Header line of Claude Code's system prompt. It is removed: it contains a hash of the request, so
+no two prompts would share a cached prefix."""
 
 
 class TextBlock(Body):
-    """A text."""
+    """A text block."""
 
     type: Literal["text"]
     text: str
@@ -28,7 +28,7 @@ class TextBlock(Body):
 
 
 class ThinkingBlock(Body):
-    """A thought of the assistant's; its signature means nothing here."""
+    """Reasoning of the assistant; the signature is ignored."""
 
     type: Literal["thinking"]
     thinking: str
@@ -36,20 +36,20 @@ class ThinkingBlock(Body):
 
 
 class RedactedBlock(Body):
-    """A thought that only Anthropic can read: left out."""
+    """Encrypted reasoning, which is dropped: only Anthropic can read it."""
 
     type: Literal["redacted_thinking"]
     data: str
 
 
 class Caller(Body):
-    """Who made a call: the model itself."""
+    """The caller of a tool; only the model itself (`direct`) is supported."""
 
     type: Literal["direct"]
 
 
 class ToolUseBlock(Body):
-    """A call."""
+    """A tool call."""
 
     type: Literal["tool_use"]
     id: str
@@ -61,7 +61,7 @@ class ToolUseBlock(Body):
 
 
 class ToolResultBlock(Body):
-    """The result of a call; one that `is_error` begins with "Error: "."""
+    """The result of a tool call; with `is_error` its text is prefixed with "Error: "."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -80,18 +80,18 @@ ASSISTANT: dict[str, type[Body]] = {
     "tool_use": ToolUseBlock,
 }
 BLOCKS = {"system": TEXT, "user": USER, "assistant": ASSISTANT}
-"""Content blocks by the role of their message."""
+"""Allowed content blocks by message role."""
 
 
 class MessageParam(Body):
-    """A message of a conversation."""
+    """A chat message."""
 
     role: Literal["system", "user", "assistant"]
     content: Content
 
 
 class ToolParam(Body):
-    """A function that may be called. Arguments are always streamed as they come."""
+    """The declaration of a function. Arguments are always streamed incrementally."""
 
     name: str
     description: str | None = None
@@ -105,7 +105,7 @@ class ToolParam(Body):
 
 
 class ToolChoice(Body):
-    """Whether functions are called, and which."""
+    """Whether the model may or must call tools, and which."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -113,7 +113,7 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """Whether the model thinks first, for how many tokens, and whether its thoughts are shown."""
+    """Reasoning: on or off, token budget, and whether it is part of the response."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = Field(None, ge=1)
@@ -121,28 +121,28 @@ class Thinking(Body):
 
 
 class AnswerFormat(Body):
-    """A schema of answers."""
+    """A JSON schema for the answer."""
 
     type: Literal["json_schema"]
     schema_: Json = Field(alias="schema")
 
 
 class OutputConfig(Body):
-    """What answers are like; `effort` is a hint, since Gemma 4 knows thinking on and off only."""
+    """Format of the answer; `effort` has no effect: Gemma 4 has no reasoning levels."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: AnswerFormat | None = None
 
 
 class KeepThinking(Body):
-    """An edit of the context that changes nothing: all thoughts are kept."""
+    """A context edit without effect: keep all reasoning."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"]
 
 
 class ContextManagement(Body):
-    """Edits of the context."""
+    """Context edits."""
 
     edits: list[KeepThinking] | None = None
 
@@ -163,7 +163,7 @@ class CountRequest(Body):
 
 
 class MessagesRequest(CountRequest, Sampling):
-    """A body of /v1/messages; with the sampling fields of the other endpoints."""
+    """A body of /v1/messages, with the sampling fields of the other endpoints."""
 
     max_tokens: int = Field(ge=1)
     stop_sequences: list[str] | None = Field(None, max_length=MAX_STOPS)
@@ -174,7 +174,7 @@ class MessagesRequest(CountRequest, Sampling):
 
 
 def chat_request(request: CountRequest) -> ChatRequest:
-    """Convert a request to that of chat completions which asks for the same."""
+    """Convert a request to the equivalent chat completion request."""
     messages = [*_system(request.system or []), *_messages(request.messages)]
     value: Json = {"model": request.model, "messages": messages}
     value["continue_final_message"] = messages[-1]["role"] == "assistant"
@@ -201,7 +201,7 @@ def _system(blocks: Sequence[Any]) -> list[Json]:
 
 
 def _texts(blocks: Sequence[Any], where: str) -> list[str]:
-    """Return the texts of blocks that are nothing else."""
+    """Return the texts of text blocks; raise RequestError for other blocks."""
     found = [fields.variant(TEXT, block, f"{where}[{i}]") for i, block in enumerate(blocks)]
     return [block.text for block in found if isinstance(block, TextBlock)]
 
@@ -211,7 +211,7 @@ def _parts(texts: Sequence[str]) -> list[Json]:
 
 
 def _messages(messages: Sequence[MessageParam]) -> list[Json]:
-    """Convert messages; neighbours of one role are one turn, in which results come first."""
+    """Convert messages; merge adjacent messages of one role and put tool results first."""
     out: list[Json] = []
     for i, message in enumerate(messages):
         for j, value in enumerate(message.content):
@@ -235,7 +235,7 @@ def _messages(messages: Sequence[MessageParam]) -> list[Json]:
 
 
 def _add(message: Json, block: Body) -> None:
-    """Add a block to the message it belongs to."""
+    """Append a block to a chat message."""
     if isinstance(block, TextBlock):
         message["content"] += _parts([block.text])
     elif isinstance(block, ThinkingBlock) and block.thinking:
@@ -248,7 +248,7 @@ def _add(message: Json, block: Body) -> None:
 
 
 def _result(block: ToolResultBlock, before: Sequence[Json], where: str) -> Json:
-    """Convert a result to a message of its own."""
+    """Convert a tool result to a message with the role tool."""
     last = next((m for m in reversed(before) if m["role"] != "tool"), {})
     if all(call["id"] != block.tool_use_id for call in last.get("tool_calls", [])):
         raise RequestError(

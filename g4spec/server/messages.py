@@ -1,4 +1,4 @@
-"""/v1/messages, of Anthropic's API."""
+"""/v1/messages of Anthropic's API: responses and streams."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from g4spec.server.service import Generation, Job, Service, Text
 from g4spec.server.sse import Events, event
 
 VERSIONS = ("2023-06-01", "2026-10-21")
-"""Versions of the API. The second one takes fields away, which stay fields of this server's."""
+"""Supported API versions. The second removes fields, which this server still accepts."""
 
 PING = event({"type": "ping"}, "ping")
 
 
 def check_version(request: Request) -> None:
-    """Refuse a request that wants another version of the API."""
+    """Raise RequestError for an unsupported `anthropic-version` header."""
     wanted = request.headers.get("anthropic-version", VERSIONS[0])
     if wanted not in VERSIONS:
         raise RequestError(
@@ -42,14 +42,14 @@ async def build_job(service: Service, request: MessagesRequest) -> Job:
 
 
 async def count(service: Service, request: CountRequest) -> Json:
-    """Return the answer of /v1/messages/count_tokens."""
+    """Return the response of /v1/messages/count_tokens."""
     service.check_model(request.model)
     prompt = await chat.build_prompt(service, chat_request(request))
     return {"input_tokens": len(prompt.ids)}
 
 
 async def full_response(generation: Generation, request: MessagesRequest) -> Json:
-    """Return the whole response body: the events of a stream, put together."""
+    """Return the complete response body, assembled from the events of a stream."""
     message: Json = {}
     arguments: dict[int, str] = {}
     async for each in _events(generation, request):
@@ -66,7 +66,7 @@ async def full_response(generation: Generation, request: MessagesRequest) -> Jso
         elif kind == "message_delta":
             message |= {**delta, "usage": each["usage"]}
     for index, text in arguments.items():
-        # Of arguments that were cut off, what is whole: so the clients of streams read them, too.
+        # Truncated arguments: keep the complete part, as clients of streams do.
         message["content"][index]["input"] = from_json(text, allow_partial=True)
     return message
 
@@ -84,7 +84,7 @@ async def _events(generation: Generation, request: MessagesRequest) -> AsyncGene
     started = False
     async with aclosing(generation.deltas()) as deltas:
         async for _, delta in deltas:
-            if not started:  # not before: only now it is known how much of the prompt was cached
+            if not started:  # not earlier: prefill reports how much of the prompt was cached
                 yield {"type": "message_start", "message": _head(generation)}
                 started = True
             for each in blocks.events(delta):
@@ -111,7 +111,7 @@ def _head(generation: Generation) -> Json:
 
 
 def _usage(text: Text) -> Json:
-    """Write Anthropic's `usage`: its input tokens are those that were not cached."""
+    """Return Anthropic's `usage`; its input tokens exclude cached ones."""
     stats = text.request.stats
     return {
         "input_tokens": stats.prompt_tokens - stats.cached_tokens,
@@ -131,7 +131,7 @@ def _stop_reason(text: Text, delta: Delta) -> str:
 
 
 class _Blocks:
-    """Writes the content blocks of an answer as events."""
+    """Converts deltas to events of content blocks."""
 
     def __init__(self, request: MessagesRequest) -> None:
         self._index = -1
@@ -139,7 +139,7 @@ class _Blocks:
         self._hidden = request.thinking is not None and request.thinking.display == "omitted"
 
     def events(self, delta: Delta) -> Iterator[Json]:
-        """Write the events of a piece."""
+        """Yield the events of a delta."""
         for piece in delta.events:
             kind = CallEvent if isinstance(piece, ArgumentEvent) else type(piece)
             if kind is not self._open or isinstance(piece, CallEvent):
@@ -165,7 +165,7 @@ class _Blocks:
     def _close(self) -> Iterator[Json]:
         if self._open is None:
             return
-        if self._open is ThoughtEvent:  # clients take it for granted; nothing is signed here
+        if self._open is ThoughtEvent:  # clients expect one; this server signs nothing
             yield self._part("signature_delta", signature="")
         yield {"type": "content_block_stop", "index": self._index}
         self._open = None

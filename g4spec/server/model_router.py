@@ -1,8 +1,8 @@
-"""Several models behind one port: loaded when they are asked for, the least recently used one out.
+"""Serve several models on one port: load on demand, unload the least recently used.
 
-A folder is looked through once: targets, and for each the drafts that fit it. A request chooses by
-`model`, in its body or in the query; one that names none gets the model that was used last. Each
-loaded model is an application of its own (`app.create_app`), to which requests are handed on.
+The folder is scanned once for targets and their matching drafts. A request selects a model by
+`model`, in its body or query; without it, the most recently used model answers. Each loaded model
+has its own application (`app.create_app`), to which requests are forwarded.
 """
 
 from __future__ import annotations
@@ -37,26 +37,31 @@ from g4spec.server.sse import HEADERS, event
 log = logging.getLogger("g4spec.server")
 
 Progress = Callable[[int, int], None]
-"""Is told how many bytes of a file are loaded, and of how many."""
+"""Callback with bytes loaded and bytes in all."""
 
 Load = Callable[[list[str], Path, "Path | None", Progress], Service]
-"""Opens (names, target, draft). Raises EnvironmentProblem where they do not fit into memory."""
+"""Loader of (names, target, draft). Raises EnvironmentProblem if memory is insufficient."""
 
 EVENT_POLL_SECONDS = 0.2
-"""Seconds between two looks for `ModelRouter.events`."""
+"""Seconds between two polls of `ModelRouter.events`."""
 
 
 @dataclass(slots=True)
 class Model:
-    """A target that may be loaded.
+    """A target that can be loaded, and its state.
 
     Attributes:
-        drafts: files that may be its draft, the likeliest first; those that turn out wrong are
-            taken out. draft: the one it was loaded with.
-        status: "unloaded", "loading" or "loaded". users: requests in it. used: when it was asked
-            for, as `time.monotonic` has it.
-        read: bytes of the target that are loaded, and all, while it is loading.
-        leaving: it is unloaded as soon as nobody uses it. life: ends what its application began.
+        name: id of the model.
+        target: GGUF of the target.
+        drafts: candidate drafts, best first; those that fail validation are removed.
+        draft: the draft it was loaded with, or None.
+        status: "unloaded", "loading" or "loaded".
+        read: (bytes loaded, bytes in all) while loading.
+        users: number of running requests.
+        used: time of the last request (`time.monotonic`).
+        leaving: True while it waits to be unloaded.
+        problem: error of the last attempt to load it.
+        life: exit stack of its application.
     """
 
     name: str
@@ -74,7 +79,7 @@ class Model:
     life: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     def json(self) -> dict[str, Any]:
-        """Describe it, for /v1/models."""
+        """Return its entry of /v1/models."""
         draft = self.draft or (self.drafts[0] if self.drafts else None)
         failed = self.service.engine.failed if self.service is not None else None
         status = "failed" if failed is not None else self.status
@@ -102,13 +107,13 @@ class Model:
 
 
 def find_models(folder: Path | None) -> list[Model]:
-    """List the targets in a folder and in the folders in it, each with the drafts that fit it.
+    """Return the targets in a folder and its subfolders, each with its matching drafts.
 
-    A draft fits if the rules on pairs find no error; among several the one with the fewest
-    warnings comes first: one that was converted beside this very target has nsingle_model.
+    A draft matches if the pair rules of `validate` find no error. Drafts with the fewest warnings
+    come first; one converted for this very target has none.
 
     Raises:
-        InputError: there is no such folder, or no target in it.
+        InputError: the folder does not exist or has no target.
     """
     if folder is None or not folder.is_dir():
         raise InputError(f"{folder}: not a folder", expected="a folder of GGUF files")
@@ -140,11 +145,13 @@ def find_models(folder: Path | None) -> list[Model]:
 
 
 class ModelRouter:
-    """ASGI application that hands requests on to the model that they name.
+    """An ASGI application that forwards requests to the model that they name.
 
     Args:
-        found: see `find_models`. load: see `Load`. max_loaded: models that may be loaded at once.
-        max_wait: seconds that a request may wait until others have left a model.
+        found: models, from `find_models`.
+        load: see `Load`.
+        max_loaded: maximum number of loaded models.
+        max_wait: seconds that a request waits for a busy model to be unloaded.
     """
 
     def __init__(
@@ -158,7 +165,7 @@ class ModelRouter:
 
     @property
     def draining(self) -> bool:
-        """Whether nothing new is taken; see `Service`."""
+        """True while new requests are rejected; applies to all models."""
         return self._draining
 
     @draining.setter
@@ -169,7 +176,7 @@ class ModelRouter:
                 model.service.draining = value
 
     async def close(self) -> None:
-        """Unload all."""
+        """Unload all models."""
         for model in self.all.values():
             await self._unload(model)
 
@@ -196,7 +203,7 @@ class ModelRouter:
                 )(scope, receive, send)
                 return
             model = await self._ensure_loaded(self._select(name))
-            # Who only watches does not keep a model from leaving; its stream ends then.
+            # A watcher does not keep a model loaded; its stream ends when the model is unloaded.
             watching = scope["path"] == "/v1/live"
             with nullcontext(model.app) if watching else self._using(model) as app:
                 assert app is not None
@@ -205,7 +212,7 @@ class ModelRouter:
             await error_response(refused, scope)(scope, receive, send)
 
     async def _answer(self, method: str, path: str, name: str | None) -> Any:
-        """Answer what is about the models themselves; None for what one of them has to answer."""
+        """Return the response of a router endpoint, or None if a model must answer."""
         if method == "GET" and path in ("/v1/models", "/models"):
             return {"object": "list", "data": [model.json() for model in self.all.values()]}
         if method == "GET" and path.startswith("/v1/models/"):
@@ -224,8 +231,10 @@ class ModelRouter:
 
     @described("text/event-stream")
     async def events(self) -> AsyncGenerator[str, None]:
-        """Answer GET /models/events: each model as in /v1/models, at once and whenever it changes,
-        bytes read while it is loading included."""
+        """Answer GET /models/events: the /v1/models entry of each model, first and on changes.
+
+        While a model is loading, its entry includes the bytes read.
+        """
         told: dict[str, Any] = {}
         while not self._draining:
             for model in self.all.values():
@@ -237,12 +246,12 @@ class ModelRouter:
 
     @described(body=fields.ModelRequest)
     async def load(self, model: Model) -> None:
-        """Answer POST /models/load: load a model now, as a request that names it would."""
+        """Answer POST /models/load: load a model now."""
         await self._ensure_loaded(model)
 
     @described(body=fields.ModelRequest)
     async def unload(self, model: Model) -> None:
-        """Answer POST /models/unload, once the requests in the model have ended."""
+        """Answer POST /models/unload: unload a model once its requests have ended."""
         async with self._lock:
             await self._unload_when_idle(model)
 
@@ -262,7 +271,7 @@ class ModelRouter:
         return self._current() or next(iter(self.all.values()))
 
     def _current(self) -> Model | None:
-        """Return the model that was used last, of those that are loaded."""
+        """Return the most recently used loaded model, or None."""
         loaded = [m for m in self.all.values() if m.status == "loaded"]
         return max(loaded, key=lambda m: m.used, default=None)
 
@@ -280,7 +289,8 @@ class ModelRouter:
     # ---- loading
 
     async def _ensure_loaded(self, model: Model) -> Model:
-        """Return the model once it is loaded; nothing else happens before its caller uses it."""
+        """Load the model if needed. There is no await between the check and the return, so that it
+        is still loaded when the caller uses it."""
         while model.status != "loaded" or model.leaving:
             async with self._lock:
                 if model.status != "loaded":
@@ -288,7 +298,7 @@ class ModelRouter:
         return model
 
     async def _load(self, model: Model) -> None:
-        """Load a model; unload others, the least recently used first, until it can be."""
+        """Load a model; unload others, least recently used first, until there is room."""
         if self._draining:
             raise RequestError(503, "the server is shutting down; retry later", retry_after=5)
         model.status, model.problem, model.read = "loading", None, None
@@ -327,7 +337,7 @@ class ModelRouter:
             )
 
     def _open(self, model: Model) -> Service:
-        """Load a target with the first of its drafts that all rules are content with."""
+        """Load a target with its first draft that passes all rules."""
         while model.drafts and not validate.validate(model.drafts[0], model.target).ok:
             log.warning(
                 "a draft does not validate",
@@ -343,7 +353,7 @@ class ModelRouter:
         return service
 
     async def _make_room(self) -> bool:
-        """Unload the least recently used model; False if none is loaded."""
+        """Unload the least recently used model; return False if none is loaded."""
         loaded = [m for m in self.all.values() if m.status == "loaded"]
         if not loaded:
             return False
@@ -351,7 +361,7 @@ class ModelRouter:
         return True
 
     async def _unload_when_idle(self, model: Model) -> None:
-        """Unload a model when those who use it have done so."""
+        """Unload a model once its requests have ended."""
         model.leaving = True
         end = time.monotonic() + self._max_wait
         try:
@@ -384,14 +394,15 @@ ROUTER_ROUTES = [
     Route("/models/load", ModelRouter.load, methods=["POST"]),
     Route("/models/unload", ModelRouter.unload, methods=["POST"]),
 ]
-"""Paths about the models, beside those of each."""
+"""Routes of the router itself, in addition to those of each model."""
 
 
 def create_app(found: ModelRouter, **more: Any) -> Starlette:
-    """Make the application of several models.
+    """Create the application of several models.
 
     Args:
-        more: see `app.create_middleware`.
+        found: the router.
+        more: arguments of `app.create_middleware`.
     """
 
     @asynccontextmanager

@@ -1,4 +1,4 @@
-"""The fields of OpenAI's Responses API, converted to a request of chat completions."""
+"""Schemas of OpenAI's Responses API, and conversion to chat completion requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class TextPart(Body):
-    """A text of a message."""
+    """A text part of a message."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
@@ -29,14 +29,14 @@ class TextPart(Body):
 
 
 class RefusalPart(Body):
-    """A refusal of the assistant's, which is text here."""
+    """A refusal by the assistant, treated as text."""
 
     type: Literal["refusal"]
     refusal: str
 
 
 class ThoughtPart(Body):
-    """A thought, or what was summed up of one."""
+    """A piece of reasoning, or a summary of it."""
 
     type: Literal["reasoning_text", "summary_text", "text"]
     text: str
@@ -50,14 +50,14 @@ THOUGHT: dict[str, type[Body]] = dict.fromkeys(
 
 
 class Item(Body):
-    """What all items have."""
+    """Common fields of items."""
 
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
 class MessageItem(Item):
-    """A message; its phase is a hint."""
+    """A message; `phase` is ignored."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -66,7 +66,7 @@ class MessageItem(Item):
 
 
 class CallItem(Item):
-    """A call."""
+    """A function call."""
 
     type: Literal["function_call"]
     call_id: str
@@ -77,7 +77,7 @@ class CallItem(Item):
 
 
 class CallOutputItem(Item):
-    """The result of a call."""
+    """The result of a function call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -89,7 +89,7 @@ class CallOutputItem(Item):
 
 
 class ReasoningItem(Item):
-    """A thought of the assistant's. What is encrypted was not written here and is left out."""
+    """Reasoning of the assistant; `encrypted_content` is ignored."""
 
     type: Literal["reasoning"]
     summary: Content = Field(default_factory=list)
@@ -98,7 +98,7 @@ class ReasoningItem(Item):
 
 
 class ReferenceItem(Body):
-    """An item of a stored response."""
+    """A reference to an item of a stored response."""
 
     type: Literal["item_reference"]
     id: str
@@ -114,7 +114,7 @@ ITEMS: dict[str, type[Body]] = {
 
 
 class FunctionTool(Body):
-    """A function that may be called."""
+    """The declaration of a function."""
 
     type: Literal["function"]
     name: str
@@ -126,20 +126,20 @@ class FunctionTool(Body):
 
 
 class NamedFunction(Body):
-    """The function that has to be called."""
+    """A `tool_choice` that requires a call of one function."""
 
     type: Literal["function"]
     name: str
 
 
 class PlainFormat(Body):
-    """Answers of free text, or of any JSON object."""
+    """A format without a schema: free text, or any JSON object."""
 
     type: Literal["text", "json_object"]
 
 
 class SchemaFormat(Body):
-    """A schema of answers."""
+    """A JSON schema for the answer."""
 
     type: Literal["json_schema"]
     name: str
@@ -156,14 +156,14 @@ FORMATS: dict[str, type[Body]] = {
 
 
 class TextOptions(Body):
-    """What answers are like."""
+    """Format of the answer."""
 
     format: Any = None
     verbosity: Literal["medium"] | None = None
 
 
 class Reasoning(Body):
-    """Whether the model thinks first. Nothing is summed up: thoughts come whole, as `content`."""
+    """Reasoning options. Reasoning is not summarized: it is returned in full, as `content`."""
 
     effort: Effort | None = None
     summary: Literal["auto"] | None = None
@@ -203,8 +203,10 @@ class StreamOptions(Body):
 
 
 class ResponsesRequest(InputRequest, Sampling, Hints):
-    """A body of /v1/responses; with the sampling fields of the other endpoints. Codex says in
-    `client_metadata` what it runs on: a hint."""
+    """A body of /v1/responses, with the sampling fields of the other endpoints.
+
+    `client_metadata`, sent by Codex, is ignored.
+    """
 
     client_metadata: Json | None = None
     max_output_tokens: int | None = Field(None, ge=1)
@@ -220,11 +222,12 @@ class ResponsesRequest(InputRequest, Sampling, Hints):
 
 
 def followed(query: Mapping[str, str], streamed: bool) -> int | None:
-    """Return the number of the event after which a response's events are asked for, -1 for all;
-    None where it is asked for as a whole.
+    """Return the sequence number after which events are requested (-1: all), or None if no
+    stream is requested.
 
     Args:
-        query: parameters of the request. streamed: its events are kept.
+        query: query parameters.
+        streamed: True if the response has recorded events.
     """
     known = {"stream": ("true", "false"), "include_obfuscation": ("false",), "starting_after": ()}
     for name, value in query.items():
@@ -257,7 +260,7 @@ def followed(query: Mapping[str, str], streamed: bool) -> int | None:
 
 
 def new_id(prefix: str) -> str:
-    """Make an id."""
+    """Return a random id."""
     return f"{prefix}_{secrets.token_hex(16)}"
 
 
@@ -270,7 +273,7 @@ _PREFIXES = {
 
 
 def items(request: InputRequest) -> list[Json]:
-    """Return the items of a request's input in the form in which responses keep them."""
+    """Validate the input items of a request, and return them in the stored form."""
     out = []
     for i, value in enumerate(request.input):
         where = f"input[{i}]"
@@ -321,10 +324,10 @@ def _texts(models: dict[str, type[Body]], parts: Sequence[Any], where: str) -> l
 
 
 def chat_request(request: InputRequest, context: Sequence[Json]) -> ChatRequest:
-    """Convert a request to that of chat completions which asks for the same.
+    """Convert a request to the equivalent chat completion request.
 
     Args:
-        context: items of the conversation, the request's own included.
+        context: items of the conversation, including those of the request.
     """
     messages = _messages(context)
     if not messages:
@@ -374,7 +377,7 @@ def _format(value: Any) -> Json:
 
 
 def _messages(context: Sequence[Json]) -> list[Json]:
-    """Convert items; a thought, a text and calls behind each other are one message."""
+    """Convert items to chat messages; adjacent reasoning, text and calls form one message."""
     out: list[Json] = []
     called: set[str] = set()
     for item in context:
@@ -399,7 +402,7 @@ def _messages(context: Sequence[Json]) -> list[Json]:
 
 
 def _turn(out: list[Json], kind: str) -> Json:
-    """Return the assistant's message that an item of this kind belongs to, a new one if none."""
+    """Return the assistant message that an item belongs to; append a new one if needed."""
     last = out[-1] if out else {"role": None}
     begun = kind != "function_call" and (last.get("content") or last.get("tool_calls"))
     if last["role"] != "assistant" or begun:
@@ -412,7 +415,7 @@ def _plain(parts: Sequence[Json]) -> list[Json]:
 
 
 def _add(message: Json, item: Json) -> None:
-    """Add an item to the assistant's message that it belongs to."""
+    """Add an item to its assistant message."""
     if item["type"] == "message":
         message["content"] = _plain(item["content"])
     elif item["type"] == "function_call":

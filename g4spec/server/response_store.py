@@ -1,5 +1,4 @@
-"""Responses that are kept for a while, so that requests can go on from them, and those that are
-worked on in the background."""
+"""Storage of responses for `previous_response_id` and GET, and background responses."""
 
 from __future__ import annotations
 
@@ -15,22 +14,22 @@ from g4spec.server.request_errors import RequestError
 from g4spec.server.service import Generation
 
 MAX_RESPONSES = 1000
-"""Responses that are kept."""
+"""Maximum number of stored responses."""
 
 MAX_BYTES = 64 << 20
-"""Bytes of JSON that they may have together; the least recently used are dropped first."""
+"""Maximum total size of stored responses as JSON, in bytes; least recently used go first."""
 
 
 @dataclass(slots=True)
 class Record:
-    """A response.
+    """A stored response.
 
     Attributes:
-        owner: the key of the request, whose bearers alone see it.
-        response: as it is answered. It grows while it is worked on.
-        items: what the model was given: those of the responses before it, and the request's own.
-        generation, work: of one in the background, until it has ended.
-        events: of one in the background that is streamed, as they are sent; None of others.
+        owner: hash of the API key; only requests with the same key can access it.
+        response: the response object, updated during generation.
+        items: input items: those of previous responses and of the request.
+        generation, work: of a running background response; None otherwise.
+        events: formatted events of a streamed background response; None otherwise.
     """
 
     owner: str | None
@@ -50,10 +49,10 @@ class Record:
         return str(self.response["id"])
 
     def close(self) -> None:
-        """End nothing: whoever follows may come back. See `sse.StreamSource`."""
+        """Do nothing: the client may reconnect. See `sse.StreamSource`."""
 
     def add_event(self, event: str = "", *, ended: bool = False) -> None:
-        """Add an event for all who follow, or say that there are no more."""
+        """Record an event and wake all readers; `ended`: it was the last one."""
         if event and self.events is not None:
             self.events.append(event)
         self._ended |= ended
@@ -61,7 +60,7 @@ class Record:
         self._news = asyncio.Event()
 
     async def follow(self, after: int) -> AsyncGenerator[str, None]:
-        """Yield the events behind number `after`, and those to come, up to the last."""
+        """Yield the events after number `after`, until the response ends."""
         assert self.events is not None
         at = max(after + 1, 0)
         while at < len(self.events) or not self._ended:
@@ -73,12 +72,12 @@ class Record:
 
     @property
     def context(self) -> list[Json]:
-        """Return the items of the conversation up to the end of the response."""
+        """Return all items of the conversation, including the response."""
         return [*self.items, *self.response["output"]]
 
 
 class ResponseStore:
-    """Responses by their id, in memory. Belongs to one event loop."""
+    """Responses by id, in memory. Used from one event loop only."""
 
     def __init__(self, most: int = MAX_RESPONSES, most_bytes: int = MAX_BYTES) -> None:
         self._most, self._most_bytes = most, most_bytes
@@ -87,13 +86,13 @@ class ResponseStore:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def run(self, record: Record, work: Coroutine[Any, Any, None]) -> None:
-        """Work on a response in the background."""
+        """Run `work`, which generates a response, in the background."""
         record.work = asyncio.create_task(work)
         self._tasks.add(record.work)
         record.work.add_done_callback(self._tasks.discard)
 
     def put(self, record: Record) -> None:
-        """Keep a response, or what has become of it."""
+        """Store a response, or replace it by its new state."""
         name = record.response["id"]
         if name in self._records:
             self._drop(name)
@@ -105,7 +104,7 @@ class ResponseStore:
             self._drop(next(iter(self._records)))
 
     def get(self, name: str, owner: str | None) -> Record:
-        """Return a response; RequestError if there is none, or it is somebody else's."""
+        """Return a response; raise RequestError (404) if it is unknown or has another owner."""
         record = self._records.get(name)
         if record is None or record.owner != owner:
             raise RequestError(
@@ -118,7 +117,7 @@ class ResponseStore:
         return record
 
     def delete(self, name: str, owner: str | None) -> Json:
-        """Delete a response; one that is worked on is cancelled."""
+        """Delete a response; cancel it if it is running."""
         record = self.get(name, owner)
         if record.generation is not None:
             record.generation.close()
@@ -129,11 +128,11 @@ class ResponseStore:
         self._size -= self._records.pop(name).size
 
     def keeps(self, record: Record) -> bool:
-        """Return True if a response is still kept."""
+        """Return True if a response is still stored."""
         return self._records.get(record.response["id"]) is record
 
     async def cancel(self, name: str, owner: str | None) -> Json:
-        """Cancel a response that is worked on in the background; one that has ended stays."""
+        """Cancel a background response; a finished one is returned unchanged."""
         record = self.get(name, owner)
         if not record.response["background"]:
             raise RequestError(
@@ -148,7 +147,7 @@ class ResponseStore:
         return record.response
 
     def find(self, items: Sequence[Json], owner: str | None) -> list[Json]:
-        """Replace references by the items of stored responses."""
+        """Replace item references by the items of stored responses."""
         return [self._found(i["id"], owner) if i["type"] == "item_reference" else i for i in items]
 
     def _found(self, name: str, owner: str | None) -> Json:
@@ -161,7 +160,7 @@ class ResponseStore:
         )
 
     def list_items(self, record: Record, query: Any) -> Json:
-        """Return a page of the items that a response was made from.
+        """Return a page of the input items of a response.
 
         Args:
             query: parameters `limit` (1 to 100), `order` ("asc" or "desc"), `after` (an id).
@@ -196,7 +195,7 @@ class ResponseStore:
         }
 
     async def close(self) -> None:
-        """End what is worked on in the background."""
+        """Cancel all background responses."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

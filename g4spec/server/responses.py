@@ -1,4 +1,4 @@
-"""/v1/responses, of OpenAI's API."""
+"""/v1/responses of OpenAI's API: responses and streams."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from g4spec.server.sse import Events, event
 
 
 def context(store: ResponseStore, request: InputRequest, owner: str | None) -> list[Json]:
-    """Return the items that a request is about: those it goes on from, and its own."""
+    """Return the items of the conversation: those of the previous response, and the request's."""
     before: list[Json] = []
     if request.previous_response_id is not None:
         record = store.get(request.previous_response_id, owner)
@@ -44,7 +44,7 @@ def context(store: ResponseStore, request: InputRequest, owner: str | None) -> l
 async def count(
     service: Service, store: ResponseStore, request: InputRequest, owner: str | None
 ) -> Json:
-    """Return the answer of /v1/responses/input_tokens."""
+    """Return the response of /v1/responses/input_tokens."""
     service.check_model(request.model)
     asked = chat_request(request, context(store, request, owner))
     prompt = await chat.build_prompt(service, asked)
@@ -52,8 +52,9 @@ async def count(
 
 
 class Writer:
-    """Writes one response: as a stream of events, which all others are made of, as a whole, or
-    into the store.
+    """Generates one response: as events, as a complete body, or in the background.
+
+    The other forms are built from the events.
 
     Args:
         owner: see `Record`.
@@ -83,7 +84,7 @@ class Writer:
         return await chat.build_job(self._service, self._chat)
 
     async def full_response(self, generation: Generation) -> Json:
-        """Return the whole response body."""
+        """Return the complete response body."""
         async with aclosing(self._events(generation)) as events:
             async for _ in events:
                 pass
@@ -96,12 +97,12 @@ class Writer:
                 yield event(each, each["type"])
 
     def failed(self, refused: RequestError) -> str:
-        """Write the event that says why a stream ends early."""
+        """Mark the response as failed; return the event `response.failed`."""
         self._end("failed", {"error": {"code": "server_error", "message": refused.message}})
         return event(self._event("response.failed", response=self.response), "response.failed")
 
     async def start(self) -> Record:
-        """Begin to work in the background."""
+        """Start the generation in the background."""
         generation = await self._service.submit(await self.job())
         self._record.generation = generation
         self._record.events = [] if self._request.stream else None
@@ -122,7 +123,7 @@ class Writer:
                 record.add_event(self.failed(refused))
         finally:
             generation.close()
-            if record.generation is not None:  # the server ends, or has made a mistake
+            if record.generation is not None:  # shutdown or a bug
                 record.add_event(
                     self.failed(RequestError(500, "internal server error; see the server's log"))
                 )
@@ -151,7 +152,7 @@ class Writer:
         yield self._event(f"response.{status}", response=self.response)
 
     def _end(self, status: str, more: Json) -> None:
-        """End the response, and keep it if that is wanted."""
+        """Set the final status of the response, and store it if requested."""
         self.response |= {"status": status, "completed_at": int(time.time()), **more}
         running, self._record.generation = self._record.generation, None
         kept = self._store.keeps(self._record) if running else self._request.store is not False
@@ -159,7 +160,7 @@ class Writer:
             self._store.put(self._record)
 
     def _pieces(self, delta: Delta) -> Iterator[Json]:
-        """Write the events of a piece."""
+        """Yield the events of a delta."""
         self._told += delta.tokens
         for piece in delta.events:
             kind = CallEvent if isinstance(piece, ArgumentEvent) else type(piece)
@@ -173,12 +174,12 @@ class Writer:
 
     @property
     def _item(self) -> Json:
-        """Return the item that is being written."""
+        """Return the current output item."""
         item: Json = self.response["output"][-1]
         return item
 
     def _at(self, **more: Any) -> Json:
-        """Return the fields that say where an event belongs."""
+        """Return the fields that locate an event in the output, with `more`."""
         at = {"item_id": self._item["id"], "output_index": len(self.response["output"]) - 1}
         return {**at, **({} if self._open is CallEvent else {"content_index": 0}), **more}
 
@@ -212,7 +213,7 @@ class Writer:
             )
 
     def _words(self, text: str) -> Json:
-        """Add to the text of a message, with the tokens that were told since."""
+        """Append to the text of a message, with the pending log-probabilities."""
         tokens = response_parts.chat_logprobs(self._service.tokenizer, self._told)
         self._told.clear()
         part = self._item["content"][0]
@@ -221,10 +222,10 @@ class Writer:
         return self._event("response.output_text.delta", **self._at(delta=text, logprobs=tokens))
 
     def _close(self, *, cut: bool = False) -> Iterator[Json]:
-        """End the item that is being written.
+        """Finish the current item; yield its events.
 
         Args:
-            cut: the text ended for its length.
+            cut: the text was truncated by the token limit.
         """
         if self._open is None:
             return
@@ -248,7 +249,7 @@ class Writer:
 
 
 def _whole(item: Json) -> bool:
-    """Return True if an item is known to be complete: a call whose arguments have been closed."""
+    """Return True if an item is a call with complete arguments."""
     try:
         return isinstance(from_json(item.get("arguments", "")), dict)
     except ValueError:
@@ -256,7 +257,7 @@ def _whole(item: Json) -> bool:
 
 
 def _item(piece: Event) -> Json:
-    """Make the item that begins with a piece."""
+    """Return a new output item for an event."""
     if isinstance(piece, TextEvent):
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         return {
@@ -286,7 +287,7 @@ def _item(piece: Event) -> Json:
 
 
 def _head(service: Service, request: ResponsesRequest) -> Json:
-    """Make a response with nothing in it yet."""
+    """Return a new response object without output."""
     text = request.text.model_dump(exclude_none=True) if request.text is not None else {}
     reasoning = request.reasoning
     tools = [{"parameters": None, "strict": None, **tool} for tool in request.tools or []]
@@ -320,7 +321,7 @@ def _head(service: Service, request: ResponsesRequest) -> Json:
 
 
 def _usage(generation: Generation) -> Json:
-    """Write the `usage` of the Responses API."""
+    """Return the `usage` object of the Responses API."""
     usage = response_parts.usage(generation)
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {

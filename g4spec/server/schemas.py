@@ -1,7 +1,7 @@
-"""Takes JSON schemas apart: references, alternatives, conjunctions.
+"""Resolve references, alternatives and conjunctions of JSON schemas.
 
-What comes out are plain schemas, without `$ref`, `allOf`, `anyOf` and `oneOf`, of which a grammar
-can be made. Keywords that no grammar can hold are refused in a strict schema, else left out.
+The result are plain schemas, without `$ref`, `allOf`, `anyOf` and `oneOf`, from which grammars are
+built. Keywords that no grammar can enforce are errors in a strict schema and ignored otherwise.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Schema = Mapping[str, Any]
 TYPES = ("string", "object", "array", "number", "integer", "boolean", "null")
 
 DEPTH = 64
-"""Levels that a schema may have: more is a mistake, or an attack."""
+"""Maximum nesting of a schema; protects against accidental and malicious recursion."""
 
-_OWN = {  # keywords that say something of values of one type
+_OWN = {  # keywords that apply to one type
     "string": ("minLength", "maxLength", "pattern", "format"),
     "object": (
         "properties",
@@ -56,8 +56,7 @@ _NOTES = (
 
 
 def types_of(schema: Schema) -> list[str]:
-    """List the types that a plain schema allows; those of which it says something, where it
-    names none."""
+    """Return the types that a plain schema allows; without `type`, those its keywords apply to."""
     named = schema.get("type")
     if named is not None:
         found = [named] if isinstance(named, str) else list(named)
@@ -67,12 +66,12 @@ def types_of(schema: Schema) -> list[str]:
 
 
 class Resolver:
-    """Reads the parts of one schema.
+    """A resolver for the parts of one schema.
 
     Args:
-        root: the whole schema, which `$ref` points into.
-        strict: refuse what cannot be held.
-        where: name for messages.
+        root: the complete schema, the target of `$ref`.
+        strict: raise Unsupported for keywords that cannot be enforced.
+        where: name of the schema in errors.
     """
 
     def __init__(self, root: Schema, *, strict: bool, where: str) -> None:
@@ -81,11 +80,11 @@ class Resolver:
     # ---- errors
 
     def error(self, what: str, **more: Any) -> InputError:
-        """Make an error about this schema."""
+        """Return an error about this schema."""
         return InputError(f"schema of {self.where}: {what}", **more)
 
     def unsupported(self, keyword: str, schema: Schema) -> None:
-        """Refuse a keyword in a strict schema; otherwise it is a note."""
+        """Raise Unsupported in a strict schema; otherwise do nothing."""
         if self._strict:
             raise Unsupported(
                 f"schema of {self.where}: {keyword} cannot be enforced",
@@ -94,7 +93,7 @@ class Resolver:
             )
 
     def refuse(self, schema: Schema, *keywords: str) -> None:
-        """`unsupported` for those of the keywords that the schema has."""
+        """Call `unsupported` for each of the keywords that the schema has."""
         for keyword in keywords:
             if schema.get(keyword) not in (None, False):
                 self.unsupported(keyword, schema)
@@ -102,12 +101,11 @@ class Resolver:
     # ---- alternatives
 
     def pointer(self, schema: Any) -> str | None:
-        """Return the pointer of a schema that is nothing but a `$ref`; None for others."""
+        """Return the pointer of a schema that consists only of a `$ref`; None for others."""
         return self._pointer(schema) if _said(schema) == ["$ref"] else None
 
     def branches(self, schema: Any) -> list[Any] | None:
-        """Return the alternatives of a schema that says nothing else; None for
-        others."""
+        """Return the alternatives of a schema that consists only of anyOf or oneOf; else None."""
         said = _said(schema)
         if said not in (["anyOf"], ["oneOf"]) and (said != ["allOf"] or len(schema["allOf"]) != 1):
             return None
@@ -138,7 +136,7 @@ class Resolver:
         return self._checked(at)
 
     def options(self, schema: Schema | bool, depth: int = 0) -> list[Schema]:
-        """Expand a schema into plain ones, one of which a value has to fit."""
+        """Expand a schema into plain alternatives, at least one of which a value must match."""
         schema = self._checked(schema)
         if isinstance(schema, bool):
             return [{}] if schema else []
@@ -163,7 +161,7 @@ class Resolver:
         return options
 
     def plain(self, schema: Schema) -> Schema:
-        """Return the one plain schema of `schema`, or an empty one if there are several."""
+        """Return the plain schema of `schema`, or an empty one if it has alternatives."""
         options = self.options(schema)
         return options[0] if len(options) == 1 else {}
 
@@ -195,11 +193,11 @@ class Resolver:
     # ---- conjunctions
 
     def _both(self, left: list[Schema], right: list[Schema]) -> list[Schema]:
-        """Intersect alternatives: schemas of values that fit one of `left` and one of `right`."""
+        """Intersect alternatives: values must match one of `left` and one of `right`."""
         return [both for a in left for b in right if (both := self._merged(a, b)) is not None]
 
     def _merged(self, a: Schema, b: Schema) -> Schema | None:
-        """Intersect two schemas; None if no value fits both."""
+        """Intersect two schemas; return None if no value matches both."""
         if not a or not b:
             return a or b
         out: dict[str, Any] = {**b, **a}
@@ -232,7 +230,7 @@ class Resolver:
     # ---- parts
 
     def items(self, schema: Schema) -> tuple[list[Any], Any]:
-        """Return the schemas of an array's first values, one each, and of all others."""
+        """Return the schemas of an array's first items, and the schema of all further items."""
         items = schema.get("items", True)
         if isinstance(items, list):  # until draft 7
             return items, schema.get("additionalItems", True)
@@ -241,7 +239,7 @@ class Resolver:
         return first, items if more else False
 
     def counts(self, schema: Schema, what: str) -> tuple[int, int | None]:
-        """`min...` and `max...`."""
+        """Return the values of `min<what>` and `max<what>`, checked."""
         least, most = schema.get(f"min{what}", 0), schema.get(f"max{what}")
         for value in (least, most):
             if value is not None and (not isinstance(value, int) or value < 0):
@@ -255,8 +253,8 @@ class Resolver:
     def members(
         self, schema: Schema
     ) -> tuple[dict[str, Any], set[str], list[tuple[str | None, Any]]]:
-        """Return an object's listed keys with their schemas, the required ones among them,
-        and patterns with schemas of other keys (None: any key)."""
+        """Return the listed keys with their schemas, the required keys, and the (pattern, schema)
+        pairs of other keys (pattern None: any key)."""
         keys = schema.get("properties", {})
         required = schema.get("required", [])
         if not isinstance(keys, Mapping) or not isinstance(required, list):
@@ -279,7 +277,7 @@ class Resolver:
 
 
 def _said(schema: Any) -> list[str]:
-    """List the keywords of a schema that are no annotations."""
+    """Return the keywords of a schema, without annotations."""
     return [k for k in schema if k not in _NOTES] if isinstance(schema, Mapping) else []
 
 
@@ -288,13 +286,13 @@ def _has(types: list[str], t: str) -> bool:
 
 
 def _disjoint(branches: list[list[Schema]]) -> bool:
-    """Return True if types and listed values show that no value fits two of them."""
+    """Return True if types and enum values show that no value matches two branches."""
     tags = [{tag for option in branch for tag in _tags(option)} for branch in branches]
     return not any(_overlap(x, y) for a, b in combinations(tags, 2) for x in a for y in b)
 
 
 def _tags(schema: Schema) -> list[tuple[str, ...]]:
-    """(type,) or, where values are listed, (type, value) of each."""
+    """Return (type,) for each type, or (type, value) for each enum value."""
     types = ["number" if t == "integer" else t for t in types_of(schema)]
     values = [json.dumps(v, sort_keys=True) for v in schema.get("enum", ())]
     return [(t, v) for t in types for v in values] if "enum" in schema else [(t,) for t in types]

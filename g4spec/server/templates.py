@@ -1,8 +1,7 @@
-"""Renders conversations by the chat template of a file, in a process of its own that stays.
+"""Render chat templates in a persistent, sandboxed subprocess.
 
-Templates are not trusted: see `g4spec.runtime.template`, which starts a process a text. A server
-has no tenth of a second for that, so its process renders one text after the other, and is replaced
-when one takes too long or too much.
+Templates are untrusted: `g4spec.runtime.template` starts a process per text, which takes 0.1 s. The
+server reuses one process, and replaces it when a template takes too much time or memory.
 """
 
 from __future__ import annotations
@@ -27,14 +26,15 @@ _WORKER_PROGRAM = (
 
 
 START_SECONDS = 120
-"""Time that the process may take to start."""
+"""Maximum time for starting the process, in seconds."""
 
 
 class Renderer:
-    """The process that renders. Usable from one event loop.
+    """The template process. Used from one event loop only.
 
     Args:
-        template: Jinja. bos, eos: texts of these tokens.
+        template: Jinja source.
+        bos, eos: texts of the BOS and EOS tokens.
     """
 
     def __init__(self, template: str, *, bos: str, eos: str) -> None:
@@ -44,20 +44,20 @@ class Renderer:
         self._lock = asyncio.Lock()
 
     async def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """Render a conversation; InputError where the template is wrong or refuses it."""
+        """Render a conversation; raise InputError if the template is invalid or rejects it."""
         job = {**self._fixed, "messages": [dict(m) for m in messages], **variables}
         line = json.dumps(job).encode() + b"\n"
         async with self._lock:
             try:
-                with anyio.fail_after(START_SECONDS):  # its imports take long on a busy machine
+                with anyio.fail_after(START_SECONDS):  # imports take long on a busy machine
                     await self._started()
-                with anyio.fail_after(runtime_template.SECONDS):
+                with anyio.fail_after(runtime_template.TIMEOUT_SECONDS):
                     answer = await self._ask(line)
             except TimeoutError:
                 await self.close()
-                raise _stopped(f"no end after {runtime_template.SECONDS} s") from None
+                raise _stopped(f"no end after {runtime_template.TIMEOUT_SECONDS} s") from None
             except asyncio.CancelledError:
-                await self.close()  # its answer would be taken for that of the next text
+                await self.close()  # otherwise the next text would get this answer
                 raise
         if answer is None:
             await self.close()
@@ -67,7 +67,7 @@ class Renderer:
         return str(answer["text"])
 
     async def _started(self) -> None:
-        """Start the process if there is none, and wait until it takes jobs."""
+        """Start the process if none runs, and wait until it accepts jobs."""
         process = self._process
         if process is None or process.returncode is not None:
             process = self._process = await self._start()
@@ -82,12 +82,12 @@ class Renderer:
             process.stdin.write(line)
             await process.stdin.drain()
             answer = await process.stdout.readline()
-        except (ConnectionError, ValueError):  # it has ended, or answers without end
+        except (ConnectionError, ValueError):  # it has exited, or its answer exceeds the limit
             return None
         return dict(json.loads(answer)) if answer.endswith(b"\n") else None
 
     async def _start(self) -> asyncio.subprocess.Process:
-        names = runtime_template.ENVIRONMENT
+        names = runtime_template.PASSED_ENVIRONMENT
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-I",
@@ -104,7 +104,7 @@ class Renderer:
         return process
 
     async def close(self) -> None:
-        """End the process; the next text starts another one."""
+        """Kill the process; the next text starts a new one."""
         process, self._process = self._process, None
         if process is not None and process.returncode is None:
             process.kill()
@@ -112,7 +112,7 @@ class Renderer:
 
 
 class Stopped(InputError):
-    """A template that was stopped: another try may succeed."""
+    """A template whose process was killed; a retry may succeed."""
 
 
 def _failed(why: str) -> InputError:
@@ -125,14 +125,14 @@ def _stopped(why: str) -> Stopped:
 
 @dataclass(frozen=True, slots=True)
 class TemplateFeatures:
-    """Features of a template.
+    """Features of a chat template.
 
     Attributes:
-        thinking: `enable_thinking` changes what it writes.
-        tools: it writes what functions there are.
-        results: how it takes a function's results: as messages of the role `tool`, as
-            `tool_responses` of the message with the calls, or not at all.
-        text_last: it writes the text of a message behind its calls, and their results.
+        thinking: `enable_thinking` changes the output.
+        tools: tool declarations appear in the output.
+        results: form of tool results: "messages" with the role tool, a "field" `tool_responses` of
+            the message with the calls, or None if unsupported.
+        text_last: the text of a message is written after its calls and their results.
     """
 
     thinking: bool
@@ -142,7 +142,7 @@ class TemplateFeatures:
 
 
 async def features(renderer: Renderer) -> TemplateFeatures:
-    """Find out what a template can do, by rendering."""
+    """Probe the features of a template by rendering test conversations."""
     name = "g4spec_probe"
     user = {"role": "user", "content": "x"}
     function = {"name": name, "description": "x", "parameters": {"type": "object"}}

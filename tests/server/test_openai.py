@@ -290,10 +290,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         "image_url is not supported",
     ),
-    "bias": ({"logit_bias": {"99999": 1}}, "logit_bias: '99999' is no token id"),
-    "top": ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
+    "bias": (
+        {"logit_bias": {"99999": 1}},
+        "logit_bias: expected token ids from 0 to 4095, found '99999'",
+    ),
+    "top": ({"top_logprobs": 2}, "top_logprobs: set"),
     "many": ({"n": 999}, "n: at most 128 texts"),
-    "stops": ({"stop": ["a"] * 17}, "stop: at most 16"),
+    "stops": ({"stop": ["a"] * 17}, "stop: expected at most 16 texts"),
     "choice": ({"tool_choice": "required"}, "there are no tools"),
     "tool": (
         {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
@@ -313,7 +316,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "cannot be used: found.*uniqueItems",
     ),
-    "no schema": ({"response_format": {"type": "json_schema"}}, "json_schema is missing"),
+    "no schema": ({"response_format": {"type": "json_schema"}}, "json_schema: missing"),
     "strict": (
         {
             "tools": [
@@ -334,8 +337,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"grammar": 'root ::= "x"\n', "response_format": {"type": "json_object"}},
         "exclude each other",
     ),
-    "eos": ({"grammar": 'root ::= "x"\n', "ignore_eos": True}, "contradict each other"),
-    "budget": ({"thinking_budget_tokens": 9}, "needs thinking, which is off"),
+    "eos": ({"grammar": 'root ::= "x"\n', "ignore_eos": True}, "cannot be combined with a grammar"),
+    "budget": ({"thinking_budget_tokens": 9}, "thinking is off"),
     "continued": ({"continue_final_message": True}, "can be continued only"),
     "thinking": (
         {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},

@@ -224,7 +224,7 @@ def together(engine: Engine, asks: Sequence[Ask]) -> Crowd:
                 choice.cancel()
         if not engine.step() and not waiting:
             break
-        most = max(most, len(engine.scheduler.live))
+        most = max(most, len(engine.scheduler.running))
         step += 1
     answers = [[Answer.of(r) for r in request.choices] for request in requests]
     return Crowd(answers, requests, most)
@@ -338,10 +338,10 @@ def left_over(engine: Engine) -> dict[str, int]:
     engine.prefix.clear()
     pool = engine.pool
     return {
-        "pages": pool.n_pages - pool.free,
+        "pages": pool.n_pages - pool.n_free,
         "slots": pool.space.n_slots - len(pool.free_slots),
         "pages in the table": int((pool.space.table != 0).sum()),
-        "tasks": len(engine.scheduler.live) + len(engine.scheduler.waiting),
+        "tasks": len(engine.scheduler.running) + len(engine.scheduler.waiting),
     }
 
 

@@ -270,7 +270,7 @@ class GraphRunner:
         if plain:
             state.place(n, rows)
         batch = state.step(n, rows)
-        read, logits = target.run(batch, capped=False)
+        read, logits = target.step(batch, capped=False)
         self._choice(
             logits.contiguous(),
             batch.positions,
