@@ -82,7 +82,7 @@ def _judge(facts: Facts, b: BackendFact, cc: tuple[int, int]) -> BackendVerdict:
     if b.smem and memory is not None and memory < b.smem:
         heads = tuple(h for h in heads if h < WIDE)
         reasons.append(
-            f"head size 512 needs {b.smem:,} bytes of shared memory a block, "
+            f"head size 512 needs {b.smem:,} bytes of shared memory per block, "
             f"this card has {memory:,}"
         )
     elif WIDE not in heads and b.head_why:

@@ -157,11 +157,11 @@ def _memory(d: Diagnosis, v: EngineVerdict) -> None:
     assert v.plan is not None
     plan = v.plan
     d.plans.extend(v.plans)
-    per_card = " a card" if v.gpus > 1 else ""
+    per_card = " per card" if v.gpus > 1 else ""
     like = " with vLLM's figures, an estimate" if v.engine.name == "sglang" else ""
     s = d.section(
         f"Memory{per_card}: {v.engine.title}, {plan.format}, {plan.kv} cache, "
-        f"{plan.context:,} tokens (computed{like}; -c for others)"
+        f"{plan.context:,} tokens (computed{like}; change with -c)"
     )
     for step in plan.items:
         if step.nbytes or step.how == UNKNOWN_SIZE:
@@ -197,16 +197,16 @@ def _speed(facts: Facts, d: Diagnosis, q: Question, v: EngineVerdict) -> None:
             s.add(
                 "note",
                 f"{made.draft_low:.0f} to {made.draft_high:.0f} tokens/s with the draft: "
-                f"published are {min(q.draft.accepted):g} to {max(q.draft.accepted):g} accepted "
-                f"tokens a cycle, and a cycle costs {cost} plain steps",
+                f"{min(q.draft.accepted):g} to {max(q.draft.accepted):g} tokens per cycle are "
+                f"published, and a cycle costs {cost} plain steps",
                 facts=(*q.draft.ids, *made.facts),
             )
         else:
             s.add(
                 "note",
-                "with the draft: unknown, no acceptance was published for this pair"
+                "with the draft: unknown, no acceptance is published for this pair"
                 if not q.target.moe
-                else "with the draft: unknown; a longer step reads more experts: measure",
+                else "with the draft: unknown, as a longer step reads more experts; measure it",
                 facts=q.draft.ids,
             )
     for report in made.reports:
@@ -252,7 +252,7 @@ def _backends(
     )
     rows = backends.judge_backends(facts, name, v.version, cc)
     if not rows:
-        s.add("note", "nothing known for this version and card")
+        s.add("note", "nothing is known for this version and card")
         return
     for row in rows:
         heads = "/".join(str(h) for h in row.heads) or "none"
@@ -273,13 +273,13 @@ def _backends(
             if half
             else ""
         )
-        # Backends that are beside the point are shown where the run fails, or on request.
+        # Unsuitable backends are shown if the run fails, or with --verbose.
         s.add(mark, text + use, row.why, row.fix, (row.fact,), not half and d.works)
     if name == "vllm":
         target, draft_backend = backends.default_backends(facts, v.version, cc, q.draft)
         if target and not any(p.when.cc and p.rank <= 2 for p in v.blockers):
-            # Nothing is chosen where no code exists for the card.
-            text = f"chosen by itself: target {target}"
+            # If the card is unsupported, vLLM does not get to choose a backend.
+            text = f"default choice: target {target}"
             if q.draft is not None:
                 text += f", draft {draft_backend or 'none that can (it inherits the target)'}"
             s.add("note", text, facts=("vllm-selection", "vllm-needs"))

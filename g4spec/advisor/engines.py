@@ -259,7 +259,7 @@ def _too_large(plans: tuple[MemoryPlan, ...], q: Question) -> tuple[str, str]:
             f"-c {best.largest}, the largest context that fits ({best.format}, {best.kv} cache)",
         )
     need, have = best.total / GIB, best.available / GIB
-    return f"{best.format} needs {need:.1f} GiB a card, {have:.1f} are usable", ""
+    return f"{best.format} needs {need:.1f} GiB per card, {have:.1f} are usable", ""
 
 
 # ---- our own runtime

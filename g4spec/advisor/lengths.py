@@ -56,7 +56,11 @@ def advice_text(
             return "unknown how it counts this draft; keep its default", ("sglang-dflash",)
         return f"{option} {most}, the block with its anchor", ("sglang-dflash",)
     if found is None:
-        text = f"{option} {most} is the draft's own; nothing published" if most else "unknown"
+        text = (
+            f"{option} {most} is the draft's maximum; no recommendation is published"
+            if most
+            else "unknown"
+        )
         return text, draft.ids
     top = most or found.code
     code, chat, streams = (min(n, top) for n in (found.code, found.chat, found.streams))

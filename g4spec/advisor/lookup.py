@@ -49,7 +49,7 @@ def find_target(facts: Facts, text: str) -> TargetModel:
         formats = (estimated(size, wanted, whole),)
         notes = (
             f"{formats[0].format}: no file of this size is in the data; "
-            f"{formats[0].nbytes / 1e9:.1f} GB are computed from its bits a weight, files are "
+            f"{formats[0].nbytes / 1e9:.1f} GB are computed from its bits per weight; files are "
             "a few per cent larger",
         )
     elif rest and len(formats) == len(whole.formats):

@@ -173,7 +173,7 @@ def fixed_cost(facts: Facts, id: str) -> int:
 
 
 def _how(n: float, unit: str, count: int, what: str) -> str:
-    return f"{n:,.0f} bytes a {unit} x {count:,} {what}"
+    return f"{n:,.0f} bytes per {unit} x {count:,} {what}"
 
 
 class Calculator:

@@ -300,7 +300,9 @@ def _take(r: Recipe, flag: FlagFact, values: dict[str, str], q: Question, v: Eng
     if _skip(flag, q, v):
         return
     if "{n}" in flag.text and values["n"] == "0":
-        r.unknown.append("the draft length: nothing read says how this engine counts it here")
+        r.unknown.append(
+            "the draft length: no source says how this engine counts it for this draft"
+        )
         return
     text = flag.text.format_map(values | {"rank": "{rank}"})
     reason = flag.reason.format_map(values)

@@ -82,8 +82,8 @@ def estimate(
         high = ceiling * reach.high * max(draft.accepted) / reach.cycle_low
     cards = f"{gpus} x " if gpus > 1 else ""
     basis = (
-        f"{cards}{machine.bandwidth:.0f} GB/s / {need / 1e9:.1f} GB a token = {ceiling:.0f} "
-        f"at most; {reach.low:.0%} to {reach.high:.0%} of that is what people reach"
+        f"{cards}{machine.bandwidth:.0f} GB/s / {need / 1e9:.1f} GB per token = {ceiling:.0f} "
+        f"at most; published speeds reach {reach.low:.0%} to {reach.high:.0%} of that"
     )
     reports = tuple(_reports(facts, machine, target, draft))
     return Estimate(

@@ -12,7 +12,9 @@ from g4spec.advisor.machine import GIB, Machine, assume_options, upgraded
 from g4spec.advisor.schema import Mark
 from g4spec.advisor.speed import Estimate
 
-NO_SPEED = "unknown without the memory's bandwidth: measure (the recipe ends with the command)"
+NO_SPEED = (
+    "unknown, as the memory bandwidth is unknown: measure it (the recipe ends with the command)"
+)
 SPILLED = "speed-46"
 """Id of the row with reported speeds of models larger than the card's memory."""
 
@@ -59,7 +61,7 @@ def summarize(
     if n:
         said += f", with {n} condition{'s' * (n != 1)} (below)"
     if newer:
-        said = f"not as it is installed; after an upgrade: {said}"
+        said = f"not with the installed version; after an upgrade: {said}"
     lines = [*_plan(v), ("speed", _speed(estimate(facts, machine, q, v)))]
     then = upgraded(machine, v.engine.name) if newer else machine
     command = f"g4spec recipe {v.engine.name} {format_choice.command_options(q, then)}"
@@ -71,7 +73,7 @@ def _plan(v: EngineVerdict) -> list[tuple[str, str]]:
     """Return the summary's rows on weight type and context."""
     plan, option = v.plan, v.option
     if plan is None or option is None:
-        return [("type", "whatever the file holds, computed in 32-bit floats on the CPU")]
+        return [("type", "the file's type, computed in float32 on the CPU")]
     cards = f" on {v.gpus} cards" if v.gpus > 1 else "" if v.on_gpu else " on the CPU"
     text = f"up to {plan.largest:,} tokens with {plan.kv} cache; {plan.context:,} take "
     text += f"{plan.total / GIB:.1f} of {plan.available / GIB:.1f} GiB"
