@@ -352,7 +352,7 @@ def test_a_draft_for_another_size_is_refused() -> None:
 
 
 def test_too_long_a_context() -> None:
-    with pytest.raises(UsageError, match="fewer positions"):
+    with pytest.raises(UsageError, match="training context"):
         questions.build_question(FACTS, "e4b", None, 200_000, None, None, None)
     with pytest.raises(UsageError, match="--kv"):
         questions.build_question(FACTS, "e4b", None, None, "q3_x", None, None)
