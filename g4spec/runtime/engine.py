@@ -6,7 +6,7 @@
     engine.close()
 
 By default there is no background thread: whoever waits for a request runs the steps of the engine,
-for all live requests. After `start()` a thread of the engine runs them, as a server needs it.
+for all running requests. After `start()` a thread of the engine runs them, as a server needs it.
 """
 
 from __future__ import annotations
@@ -116,8 +116,7 @@ class Engine:
             device, cache_type: see `devices.select`.
             parallel: maximum number of running requests; further ones wait.
             pool: size of the KV cache of global layers in tokens, shared by all requests; default
-                and
-                minimum: `n_ctx`.
+                and minimum: `n_ctx`.
             prefix_cache: host memory for the prefix cache in bytes; 0 disables it.
             progress: called with the bytes of target weights loaded so far, and in total.
 
@@ -186,10 +185,12 @@ class Engine:
         request = Request(prompt, options, self, self.tokenizer, self.notes)
         drafting = self.draft is not None and options.draft_max != 0
         chooser = RequestChooser(options, prompt, self.config.n_vocab, self.backend)
-        # A context too short to measure in is too short to gain in.
+        # In a context too short to measure costs, drafts cannot gain much either.
         short = self.n_ctx < MAX_STEP_ROWS + 2
-        asked = 0 if not drafting or (options.draft_max == "auto" and short) else options.draft_max
-        text = self.lengths.new_state(asked)
+        requested = (
+            0 if not drafting or (options.draft_max == "auto" and short) else options.draft_max
+        )
+        text = self.lengths.new_state(requested)
         self._submitted += 1
         self.scheduler.submit(
             Task(
@@ -198,7 +199,7 @@ class Engine:
         )
         return request
 
-    # ---- what others may know
+    # ---- state
 
     @property
     def n_slots(self) -> int:
@@ -254,7 +255,7 @@ class Engine:
             self._lock_waiters += more
 
     def step(self) -> bool:
-        """Run one step of all live requests; return False if there is nothing to do."""
+        """Run one step of all running requests; return False if there is nothing to do."""
         with self._condition:
             self.backend.enter()
             try:
@@ -352,16 +353,16 @@ def check(target: Path, n_ctx: int | None = None) -> None:
         _context(n_ctx, _target_config(file).n_ctx)
 
 
-def _context(asked: int | None, trained: int) -> int:
-    if asked is None:
+def _context(requested: int | None, trained: int) -> int:
+    if requested is None:
         return min(trained, DEFAULT_CTX)
-    if asked == 0:
+    if requested == 0:
         return trained
-    if not 1 <= asked <= trained:
+    if not 1 <= requested <= trained:
         raise UsageError(
-            "-c", expected=f"1 to {trained}, what the model was trained on", found=asked
+            "-c", expected=f"1 to {trained}, what the model was trained on", found=requested
         )
-    return asked
+    return requested
 
 
 def _target_config(file: GGUF) -> Any:
@@ -414,7 +415,7 @@ def _plan(
             draft.shapes(),
         )
 
-    asked = plan(size)
+    requested = plan(size)
     shorter = {n: plan(size.smaller(n)) for n in range(256, size.n_ctx, 256)}
-    memory.require_fits(asked, shorter, backend.budget.available())
-    return asked
+    memory.require_fits(requested, shorter, backend.budget.available())
+    return requested

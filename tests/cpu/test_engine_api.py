@@ -52,7 +52,7 @@ def threaded() -> Iterator[Engine]:
 
 
 def nothing_left(of: Engine) -> bool:
-    return not any(batch_invariance.left_over(of).values())
+    return not any(batch_invariance.leaked_resources(of).values())
 
 
 # ---- any order
