@@ -128,7 +128,7 @@ def test_settings_that_took_no_time_or_are_in_one_file_alone(pair: tuple[Data, D
     found = compare(old, new)
     assert len(found.changes) == 1 and any("not timed" in w for w in found.warnings)
     new["rows"] = []
-    with pytest.raises(InputError, match="no .category, draft length. pair"):
+    with pytest.raises(InputError, match=r"no .category, draft length. pair"):
         compare(old, new)
 
 
