@@ -238,7 +238,7 @@ def _matrix(form: Format, shape: tuple[int, ...], ops: CudaOps) -> Matrix:
         blocks[..., at : at + 2] = bits.to(ops.device)
     for at, byte in _BYTES.get(form.name, ()):
         blocks[..., at] = byte
-    return Matrix(form.name, raw, shape[-2], columns, rows // shape[-2], keeps=ops.portable)
+    return Matrix(form.name, raw, shape[-2], columns, rows // shape[-2], file_order=ops.portable)
 
 
 _FACTORS = {

@@ -88,11 +88,11 @@ def test_heads_that_are_no_blocks(dim: int) -> None:
 
 
 def test_rows_that_no_block_of_threads_holds() -> None:
-    for width in (4, 5376, 26880, packed_rows.WIDEST):
+    for width in (4, 5376, 26880, packed_rows.MAX_WIDTH):
         assert packed_rows.fits(width)
         warps, loads = packed_rows.shape(width)
         assert warps <= 32 and warps * 32 * loads * 4 >= width
-    for width in (33, 5378, packed_rows.WIDEST + 4, 1 << 20):
+    for width in (33, 5378, packed_rows.MAX_WIDTH + 4, 1 << 20):
         assert not packed_rows.fits(width)
 
 

@@ -19,7 +19,7 @@ from g4spec.runtime.cuda.cache.heads import Heads
 from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.cuda.portable.products import numbers
 from g4spec.runtime.cuda.step import packed_rows
-from g4spec.runtime.cuda.step.packed_rows import MOST
+from g4spec.runtime.cuda.step.packed_rows import GROUP_ROWS
 from g4spec.runtime.cuda.weights.dequant import plain
 from g4spec.runtime.cuda.weights.matrix import Matrix, join
 
@@ -28,7 +28,7 @@ LARGEST = 512.0
 
 
 @dataclass(frozen=True, slots=True)
-class Unfinished:
+class ProjectedQkv:
     """Projections y [T, heads * D] of queries, keys and values, before their norms and RoPE."""
 
     heads: Heads
@@ -43,7 +43,7 @@ class DraftOps(CudaOps):
         vars(self).update(vars(ops))
 
     def linear(self, x: torch.Tensor, weight: Any, *, partial_sums: bool = False) -> torch.Tensor:
-        matrix, n = plain(weight.alone) if isinstance(weight, Matrix) else weight, len(x)
+        matrix, n = plain(weight.weight) if isinstance(weight, Matrix) else weight, len(x)
         x = _block(x)
         if matrix.dtype is torch.float32:
             return torch.mm(x, matrix.t())[:n]
@@ -84,7 +84,7 @@ class DraftOps(CudaOps):
         weights = weights if queries else weights[1:]
         y = torch.cat([self.linear(h, w) for w in weights], dim=1)
         if queries:
-            return Unfinished(Heads.of(a), y)
+            return ProjectedQkv(Heads.of(a), y)
         rows = slice(0 if kv.paged else max(0, len(batch) - kv.capacity), len(batch))
         return Heads.of(a, queries=False)(y[rows], _part(batch, rows), kv)
 
@@ -104,10 +104,10 @@ class DraftOps(CudaOps):
         scale: float,
     ) -> torch.Tensor:
         """See `Ops.attend`; computes 16 rows at a time, as in a step."""
-        assert isinstance(q, Unfinished)
+        assert isinstance(q, ProjectedQkv)
         out = []
-        for at in range(0, len(batch), MOST):
-            rows = slice(at, at + MOST)
+        for at in range(0, len(batch), GROUP_ROWS):
+            rows = slice(at, at + GROUP_ROWS)
             tile = _part(batch, rows)
             turned = q.heads(q.y[rows], tile, kv)
             out.append(numbers(super().attend(turned, kv, tile, first[rows], last[rows], scale)))

@@ -35,7 +35,7 @@ from g4spec.runtime.cuda.prefill.prefill_attention import Chunk, HeadWeights
 from g4spec.runtime.cuda.prefill.prefill_experts import Experts, Stacks
 from g4spec.runtime.cuda.step import packed_rows
 from g4spec.runtime.cuda.weights.dequant import Products, Weight
-from g4spec.runtime.cuda.weights.matrix import Matrix, below, in_turns, join
+from g4spec.runtime.cuda.weights.matrix import Matrix, concat_rows, interleave_experts, join
 
 PROJECTED = 2.0**-4
 """Factor of projections, to stay within half precision."""
@@ -195,7 +195,7 @@ class LongOps(CudaOps):
         assert a.q_norm is not None and a.v_norm and not a.interleaved, a
         n_head = a.q.shape[0] // a.head_dim
         on = self._ways[kind_of(kv.window, n_head, kv.n_kv, kv.head_dim, kv.rotary_pairs)]
-        weights = _below([w for w in (a.q, a.k, a.v) if w is not None])
+        weights = _concat_rows([w for w in (a.q, a.k, a.v) if w is not None])
         x = self._view(self._wide, len(h), sum(w.rows for w in weights))
         self.products.halves(h.values, weights, x, PROJECTED)
         norms = HeadWeights(
@@ -375,16 +375,16 @@ class LongOps(CudaOps):
 def _weight(x: Any) -> Weight:
     """Return the packed data of a matrix or a stack of matrices."""
     if isinstance(x, Matrix):
-        return x.alone
+        return x.weight
     return Weight("", x, x.shape[-2], x.shape[-1], x.shape[0] if x.dim() == 3 else 1)
 
 
-def _below(matrices: Sequence[Any]) -> list[Weight]:
+def _concat_rows(matrices: Sequence[Any]) -> list[Weight]:
     """Concatenate matrices along rows, into as few as their layout allows."""
     if not all(isinstance(m, Matrix) for m in matrices):
         return [_weight(m) for m in matrices]
     join(matrices)
-    return below(matrices)
+    return concat_rows(matrices)
 
 
 def _stacks(e: op.ExpertLayer) -> Stacks:
@@ -392,7 +392,7 @@ def _stacks(e: op.ExpertLayer) -> Stacks:
     stacks = [w for w in (e.gate_exps, e.up_exps) if w is not None]
     turned = None
     if all(isinstance(stack, Matrix) for stack in stacks):
-        turned = in_turns(e.gate_exps, e.up_exps)
+        turned = interleave_experts(e.gate_exps, e.up_exps)
     parts = [_weight(stack) for stack in stacks] if turned is None else [turned]
     return Stacks(parts, _weight(e.down_exps), interleaved=turned is not None)
 

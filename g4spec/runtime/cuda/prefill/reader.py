@@ -85,7 +85,7 @@ class Reader:
         """Return the target's model with the ops for chunks, created at first use."""
         target = self.target
         if isinstance(target.model.table, Matrix):
-            _ = target.model.table.alone  # packed before buffers take the room for it
+            _ = target.model.table.weight  # packed before buffers take the room for it
         long = LongOps(self._ops, target.config, target.chunk, target.n_ctx)
         return Model(target.config, target.model.w, long)
 
@@ -107,8 +107,8 @@ class Reader:
     def _forward(self, model: Model, batch: Batch) -> StepRows:
         hidden, tapped = model.forward(batch, self.target.caches, self.target.taps)
         taps = [tapped[i] for i in self.target.taps]
-        beside = torch.cat(taps, dim=1) if taps else hidden.new_empty(len(hidden), 0)
-        return StepRows(batch, hidden, beside)
+        interleave_gate_up = torch.cat(taps, dim=1) if taps else hidden.new_empty(len(hidden), 0)
+        return StepRows(batch, hidden, interleave_gate_up)
 
     def _batch(self, slot: int, ids: Sequence[int], start: int) -> Batch:
         tokens = self._ops.ids(list(ids))
