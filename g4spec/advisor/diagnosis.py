@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from g4spec.advisor.machine import Machine
-from g4spec.advisor.memory_needs import MemoryPlan
+from g4spec.advisor.memory_needs import CardMemoryPlan
 from g4spec.advisor.schema import Mark
 
 SIGNS: dict[Mark, str] = {"good": "✓", "warn": "!", "bad": "✗", "note": "·"}
@@ -107,7 +107,7 @@ class Diagnosis:
     brief: Brief | None = None
     sections: list[Section] = field(default_factory=list)
     steps: list[str] = field(default_factory=list)
-    plans: list[MemoryPlan] = field(default_factory=list)
+    plans: list[CardMemoryPlan] = field(default_factory=list)
 
     def section(self, title: str, brief: bool = False) -> Section:
         made = Section(title, brief)

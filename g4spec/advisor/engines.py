@@ -15,7 +15,7 @@ from g4spec.advisor.memory_needs import (
     GGUF,
     UNKNOWN_SIZE,
     Calculator,
-    MemoryPlan,
+    CardMemoryPlan,
     slot_bytes,
     token_bytes,
     window_of,
@@ -57,8 +57,8 @@ class EngineVerdict:
     installed: bool
     gpus: int
     option: WeightFormat | None
-    plan: MemoryPlan | None
-    plans: tuple[MemoryPlan, ...]
+    plan: CardMemoryPlan | None
+    plans: tuple[CardMemoryPlan, ...]
     blockers: tuple[ProblemFact, ...]
     conditions: tuple[ProblemFact, ...]
     advice: tuple[ProblemFact, ...]
@@ -248,7 +248,7 @@ def judge(facts: Facts, machine: Machine, q: Question, name: str) -> EngineVerdi
     )
 
 
-def _too_large(plans: tuple[MemoryPlan, ...], q: Question) -> tuple[str, str]:
+def _too_large(plans: tuple[CardMemoryPlan, ...], q: Question) -> tuple[str, str]:
     """Return what does not fit, and as the fix a context that does, or ""."""
     if not plans:
         return "no weight format known for this card", "name one, as 31b:q4_k_m"

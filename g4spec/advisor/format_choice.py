@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass
 
 from g4spec.advisor.machine import Machine, assume_options
-from g4spec.advisor.memory_needs import Calculator, MemoryPlan
+from g4spec.advisor.memory_needs import Calculator, CardMemoryPlan
 from g4spec.advisor.named_models import DraftModel, TargetModel, WeightFormat
 
 USUAL_CONTEXT = 8192
@@ -50,14 +50,14 @@ def command_options(q: Question, machine: Machine) -> str:
 
 def _plans(
     calc: Calculator, name: str, option: WeightFormat, q: Question, kinds: tuple[str, ...]
-) -> tuple[MemoryPlan, ...]:
+) -> tuple[CardMemoryPlan, ...]:
     wanted = q.context or min(USUAL_CONTEXT, q.target.context)
     return tuple(calc.plan(name, option, kv, wanted) for kv in kinds)
 
 
 def choose_format(
     calc: Calculator, name: str, loadable: list[WeightFormat], q: Question, kinds: tuple[str, ...]
-) -> tuple[WeightFormat | None, tuple[MemoryPlan, ...], MemoryPlan | None]:
+) -> tuple[WeightFormat | None, tuple[CardMemoryPlan, ...], CardMemoryPlan | None]:
     """Choose a weight format: the best one that leaves room for a useful context, or else one that
     fits at all, or else the smallest. Formats that are too large for the card's bandwidth rank
     lower; formats without a known checkpoint rank last.

@@ -61,7 +61,7 @@ class MemoryItem:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryPlan:
+class CardMemoryPlan:
     """The memory that a run needs on one card.
 
     Attributes:
@@ -223,11 +223,11 @@ class Calculator:
             return self.draft.gguf_bytes or (self.draft.nbytes * 17 // 32)
         return self.draft.nbytes
 
-    def plan(self, engine: str, option: WeightFormat, kv: str, context: int) -> MemoryPlan:
+    def plan(self, engine: str, option: WeightFormat, kv: str, context: int) -> CardMemoryPlan:
         """Return the plan for one context, with the largest context that fits."""
         items = self._items(engine, option, kv, context)
         available = self.available(engine)
-        return MemoryPlan(
+        return CardMemoryPlan(
             engine,
             option.format,
             kv,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.format_choice import Question, choose_format
 from g4spec.advisor.machine import GIB, Machine
-from g4spec.advisor.memory_needs import Calculator, MemoryPlan
+from g4spec.advisor.memory_needs import Calculator, CardMemoryPlan
 from g4spec.advisor.named_models import (
     DraftModel,
     TargetModel,
@@ -42,7 +42,7 @@ class Offload:
 
 
 def split_layers(
-    facts: Facts, target: TargetModel, option: WeightFormat, plan: MemoryPlan
+    facts: Facts, target: TargetModel, option: WeightFormat, plan: CardMemoryPlan
 ) -> Offload | None:
     """Split a model so that its part on the card fits into `plan.available` bytes. None if no layer
     fits or the number of layers is unknown. An estimate: all layers count as equally large."""
@@ -71,7 +71,7 @@ def mtp_assistant(facts: Facts, size: SizeFact) -> DraftModel | None:
 
 def smaller_size(
     facts: Facts, machine: Machine, q: Question, row: EngineFact
-) -> tuple[SizeFact, MemoryPlan] | None:
+) -> tuple[SizeFact, CardMemoryPlan] | None:
     """Find the largest smaller model that an engine runs on the machine, with its MTP assistant if
     the question has a draft."""
     sizes = facts.all(SizeFact)
@@ -97,7 +97,7 @@ def advice_text(
     q: Question,
     row: EngineFact,
     option: WeightFormat | None,
-    plan: MemoryPlan,
+    plan: CardMemoryPlan,
 ) -> str:
     """Describe alternatives to a plan that does not fit: layers in RAM, a smaller size."""
     parts = []
