@@ -19,7 +19,7 @@ from g4spec.cli._demo_family import DRAFTS
 from g4spec.measure import prompts
 from g4spec.measure import run_record as provenance
 from g4spec.ops.sampling import Sampler
-from g4spec.runtime.cycle_timing import costs
+from g4spec.runtime.cycle_timing import measure_cycles
 from g4spec.runtime.engine import Engine
 from tests.support.one_sequence import Drafting, One, borrowed
 
@@ -68,7 +68,7 @@ def record(target: Path, draft: Path | str, count: int, n_predict: int) -> dict[
     texts = prompts.prompts(engine.tokenizer, count=count, long_tokens=LONG_TOKENS)
     measured = []
     for _ in range(MEASURED):
-        found = costs(engine.target, engine.draft, engine.pool, engine.scheduler.runners)
+        found = measure_cycles(engine.target, engine.draft, engine.pool, engine.scheduler.runners)
         measured.append({count: s for (texts, count), s in found.items() if texts == 1})
     return {
         "longest": engine.draft.max_tokens,

@@ -1,14 +1,14 @@
-"""Answers in company against the same alone, by the thousand, from a seed: kept as dated JSON.
+"""Test batch invariance with thousands of random requests; write the results as dated JSON.
 
     python benchmarks/batch_invariance.py [--answers 10000] [--seed 1] [--workers 8]
     python benchmarks/batch_invariance.py --device cuda -m TARGET.gguf [-md DRAFT.gguf ...]
 
-Without `-m` small random models in memory, every kind of draft and none; with it files, each draft
-and none. Requests are drawn with temperatures, filters, penalties, bias, masks, log-probabilities,
-stop texts, prompts of 1 to 600 tokens and some that share 512 or 1024; they arrive, end and are
-cancelled at random, 1 to 32 live, in pools that are large enough or not. Each text, each logit of a
-chosen token, each log-probability and each proposal must be, bit for bit, that of the same request
-alone, cold, without a draft (proposals: with it). Exit code 1 if one is not.
+Without `-m` the models are small, random and in memory, with every kind of draft and none; with
+`-m`, each draft given and none. Requests have random temperatures, filters, penalties, bias, masks,
+log-probabilities, stop strings, and prompts of 1 to 600 tokens, some with a shared prefix of 512 or
+1024. They arrive, end and are cancelled at random, 1 to 32 at a time, in large and small pools.
+Each text, logit of a chosen token, log-probability and proposal must have the same bits as a single
+run without prefix cache and draft (proposals: with the draft). The exit code is 1 if any differs.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from tests.support.batch_invariance import (
     KINDS,
     N_CTX,
     PARALLEL,
-    Alone,
-    Engines,
-    Verdict,
-    judge,
-    pool_of,
+    Comparison,
+    EngineFactory,
+    ReferenceRuns,
+    compare_with_reference,
+    pool_tokens,
 )
 
 
-class Files(Engines):
-    """Engines over files. All are kept for further rounds, with their recorded cycles."""
+class FileEngineFactory(EngineFactory):
+    """EngineFactory over files. All are kept for further rounds, with their recorded cycles."""
 
     def __init__(self, target: Path, device: str, cache_type: str | None) -> None:
         def load(kind: str | None, **more: int) -> Engine:
@@ -58,18 +58,18 @@ class Files(Engines):
         self._load = lru_cache(maxsize=None)(load)
         self.vocab = load(None).target.config.n_vocab
 
-    def alone(self, kind: str | None) -> Engine:
+    def single(self, kind: str | None) -> Engine:
         return self._load(kind)
 
-    def crowded(self, kind: str | None, parallel: int, tight: bool) -> Engine:
+    def batched(self, kind: str | None, parallel: int, small_pool: bool) -> Engine:
         return self._load(
-            kind, parallel=parallel, pool=pool_of(parallel, tight), prefix_cache=1 << 28
+            kind, parallel=parallel, pool=pool_tokens(parallel, small_pool), prefix_cache=1 << 28
         )
 
 
 @dataclass
-class Found:
-    """What rounds have shown so far."""
+class Totals:
+    """Sums over all rounds."""
 
     rounds: int = 0
     most_live: int = 0
@@ -77,8 +77,8 @@ class Found:
     drafts: dict[str, Counter[str]] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
 
-    def add(self, kind: str | None, verdict: Verdict) -> None:
-        """Count a round with a kind of draft."""
+    def add(self, kind: str | None, verdict: Comparison) -> None:
+        """Add a round with one kind of draft."""
         figures = {k: v for k, v in asdict(verdict).items() if isinstance(v, int)}
         self.rounds += 1
         self.most_live = max(self.most_live, figures.pop("most_live"))
@@ -86,8 +86,8 @@ class Found:
         self.drafts.setdefault(Path(str(kind)).stem, Counter()).update(figures)
         self.wrong += verdict.wrong
 
-    def join(self, other: Found) -> None:
-        """Count what another process has found."""
+    def join(self, other: Totals) -> None:
+        """Add the totals of another process."""
         self.rounds += other.rounds
         self.most_live = max(self.most_live, other.most_live)
         self.total.update(other.total)
@@ -96,29 +96,29 @@ class Found:
         self.wrong += other.wrong
 
 
-def rounds(args: argparse.Namespace, seed: int, answers: int, gpu: int | None) -> Found:
-    """Rounds over all kinds and sizes until there are enough answers, or time is up. The whole ones
-    are kept on Ctrl-C."""
+def rounds(args: argparse.Namespace, seed: int, answers: int, gpu: int | None) -> Totals:
+    """Run rounds of random kind and size until there are enough outputs or time is up. Return the
+    completed rounds on Ctrl-C."""
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
     torch.set_num_threads(1)
     engines, choices = IN_MEMORY, KINDS
     if args.model:
-        engines = Files(args.model, args.device, args.cache_type)
+        engines = FileEngineFactory(args.model, args.device, args.cache_type)
         choices = (None, *args.draft)
-    rng, plain, began = random.Random(seed), Alone(engines=engines), time.perf_counter()
-    found = Found()
+    rng, plain, began = random.Random(seed), ReferenceRuns(engines=engines), time.perf_counter()
+    found = Totals()
     try:
         while found.total["answers"] < answers and time.perf_counter() - began < args.seconds:
             kind, parallel = rng.choice(choices), rng.choice(PARALLEL)
             count = min(3 + 3 * parallel // 2, answers - found.total["answers"])
-            verdict = judge(
+            verdict = compare_with_reference(
                 kind,
                 parallel,
                 f"{seed}/{found.rounds}",
                 count,
                 args.longest,
-                tight=rng.random() < 0.3,
+                small_pool=rng.random() < 0.3,
                 plain=plain,
                 engines=engines,
             )
@@ -132,20 +132,22 @@ def rounds(args: argparse.Namespace, seed: int, answers: int, gpu: int | None) -
 
 
 def main() -> int:
-    """Run rounds in one process or several."""
+    """Run rounds in one or more processes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-m", "--model", type=Path)
     parser.add_argument("-md", "--draft", action="append", default=[])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--cache-type")
     parser.add_argument("--answers", type=int, default=10_000)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="when to stop")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="time limit in seconds")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--longest", type=int, default=200, help="most tokens of an answer")
-    parser.add_argument("--workers", type=int, default=1, help="processes, each from its own seed")
+    parser.add_argument("--longest", type=int, default=200, help="maximum tokens of an output")
+    parser.add_argument(
+        "--workers", type=int, default=1, help="number of processes, each with its own seed"
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    found, began = Found(), time.perf_counter()
+    found, began = Totals(), time.perf_counter()
     gpus = torch.cuda.device_count() if args.device.startswith("cuda") else 0
     spawned = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.workers, mp_context=spawned) as pool:
@@ -161,7 +163,7 @@ def main() -> int:
     total = found.total
     keep(
         args.out,
-        f"company-{args.device}",
+        f"batch-invariance-{args.device}",
         {
             "device": args.device,
             "seed": args.seed,

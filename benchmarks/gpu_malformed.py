@@ -40,17 +40,17 @@ from tests.emulator import runtime
 from tests.gpu import family, hostile
 from tests.support import malformed
 
-Rows = list[dict[str, Any]]
+PackedRows = list[dict[str, Any]]
 PARTS = ("targets", "drafts", "odd targets", "odd drafts")
 
 
-def note(rows: Rows, part: str, what: str, why: str | None) -> None:
+def note(rows: PackedRows, part: str, what: str, why: str | None) -> None:
     rows.append({"part": part, "what": what, "wrong": why})
     if why:
         print(f"WRONG {part}: {what}: {why}", flush=True)
 
 
-def targets(folder: Path, rows: Rows) -> None:
+def targets(folder: Path, rows: PackedRows) -> None:
     for kind, shape in hostile.KINDS.items():
         at = folder / kind
         at.mkdir()
@@ -64,7 +64,7 @@ def targets(folder: Path, rows: Rows) -> None:
             )
 
 
-def drafts(folder: Path, rows: Rows) -> None:
+def drafts(folder: Path, rows: PackedRows) -> None:
     target = hostile.made(folder, hostile.KINDS["dense"])
     engine = hostile.load_target(target)
     for kind, make in family.DRAFTS.items():
@@ -79,7 +79,7 @@ def drafts(folder: Path, rows: Rows) -> None:
         subprocess.run(["rm", "-r", str(folder / "draft")], check=True)
 
 
-def odd_targets(folder: Path, rows: Rows) -> None:
+def odd_targets(folder: Path, rows: PackedRows) -> None:
     for i, (kind, shape) in enumerate(hostile.ODD_TARGETS.items()):
         (folder / str(i)).mkdir()
         target = hostile.made(folder / str(i), shape)
@@ -87,7 +87,7 @@ def odd_targets(folder: Path, rows: Rows) -> None:
         note(rows, "unusual target", kind, tried(hostile.wrong_text, target, None, cache))
 
 
-def odd_drafts(folder: Path, rows: Rows) -> None:
+def odd_drafts(folder: Path, rows: PackedRows) -> None:
     for i, (kind, make) in enumerate(hostile.ODD_DRAFTS.items()):
         (folder / str(i)).mkdir()
         target = hostile.made(folder / str(i), hostile.ON.get(kind, {}))
@@ -107,7 +107,7 @@ def run(part: str, out: Path) -> None:
     """The program: what memcheck looks at."""
     if gpu_sanitize.APART in os.environ:  # graphs need torch's own memory
         graphs.Capture = runtime.Capture  # type: ignore[assignment, misc]
-    rows: Rows = []
+    rows: PackedRows = []
     work = {
         "targets": targets,
         "drafts": drafts,

@@ -29,11 +29,11 @@ from g4spec.measure.synthetic_bench import milliseconds
 from g4spec.runtime.cuda.build import launch, units
 from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.cuda.step import graphs, linear, linear_wide, packed_rows
-from g4spec.runtime.cuda.step.packed_rows import MOST, Rows
+from g4spec.runtime.cuda.step.packed_rows import GROUP_ROWS, PackedRows
 from g4spec.runtime.cuda.weights.dequant import Weight
 
 SHAPES = {"qkv": (16384, 5376), "o": (5376, 8192), "gate_up": (43008, 5376), "down": (5376, 21504)}
-STAGES = dict(linear.MOST_STAGES)
+STAGES = dict(linear.MAX_STAGES)
 BEGAN = time.perf_counter()
 
 
@@ -53,57 +53,62 @@ class Form:
     @classmethod
     def of(cls, name: str) -> Form:
         kind, *numbers = name.split(":")
-        groups, stages = (*map(int, numbers), *(linear.MOST_GROUPS, 8)[len(numbers) :])
+        groups, stages = (*map(int, numbers), *(linear.MAX_ROW_GROUPS, 8)[len(numbers) :])
         return cls(name, {"wg": 1, "wg2": 2, "mma": 0}[kind], groups, stages)
 
     def take(self) -> None:
         """All products are made so from now on."""
-        linear_wide.WARP_GROUPS, linear_wide.MOST_GROUPS = self.warp_groups, self.groups
+        linear_wide.WARP_GROUPS, linear_wide.MAX_ROW_GROUPS = self.warp_groups, self.groups
         for rows, most in STAGES.items():
-            linear.MOST_STAGES[rows] = min(most, self.stages)
-        linear_wide.widened.cache_clear()
+            linear.MAX_STAGES[rows] = min(most, self.stages)
+        linear_wide.for_row_groups.cache_clear()
 
     def jobs(self, type: str, rows: list[int], arch: str) -> set[units.Job]:
         """What is to be compiled."""
         self.take()
         names = set()
         for count in rows:
-            left = packed_rows.groups(count) if count > MOST else 0
+            left = packed_rows.groups(count) if count > GROUP_ROWS else 0
             while left:
                 most = min(left, self.groups)
                 for narrow in (False, True):
-                    how = linear.cut(type, 256, 2, 2, arch, narrow)
-                    (own,) = linear_wide.widened((how,), most, arch, self.warp_groups)
+                    how = linear.gemm_config(type, 256, 2, 2, arch, narrow)
+                    (own,) = linear_wide.for_row_groups((how,), most, arch, self.warp_groups)
                     names |= {own.name("linear"), own.name("gate_up")}
                 left -= most
         return {units.Job("linear_wide.cu", name, arch) for name in names}
 
 
-def run(name: str, x: Rows, weight: Weight, by: linear.Exchange) -> torch.Tensor | Rows:
+def run(
+    name: str, x: PackedRows, weight: Weight, by: linear.SplitKWorkspace
+) -> torch.Tensor | PackedRows:
     """The product of this name; what it leaves."""
     if name == "gate_up":
         return linear_wide.gate_up(x, weight, by)
     return linear_wide.linear(x, weight, by, parts=True)
 
 
-def values(found: torch.Tensor | Rows) -> torch.Tensor:
+def values(found: torch.Tensor | PackedRows) -> torch.Tensor:
     """Numbers [..., T, N]."""
-    return packed_rows.unpack(found)[0][: len(found)] if isinstance(found, Rows) else found
+    return packed_rows.unpack(found)[0][: len(found)] if isinstance(found, PackedRows) else found
 
 
-def wrong(x: torch.Tensor, name: str, weight: Weight, by: linear.Exchange) -> int:
+def wrong(x: torch.Tensor, name: str, weight: Weight, by: linear.SplitKWorkspace) -> int:
     """Numbers of all rows that differ from those of 16 rows at a time."""
     got = values(run(name, packed_rows.pack_rows(x), weight, by))
     few = [
-        values(run(name, packed_rows.pack_rows(x[at : at + MOST].contiguous()), weight, by))
-        for at in range(0, len(x), MOST)
+        values(run(name, packed_rows.pack_rows(x[at : at + GROUP_ROWS].contiguous()), weight, by))
+        for at in range(0, len(x), GROUP_ROWS)
     ]
     want = torch.cat(few, dim=-2)
     return int((got.view(want.dtype) != want).sum()) + int((~got.isfinite()).sum())
 
 
 def timed(
-    names: list[str], x: dict[str, Rows], layers: list[dict[str, Weight]], by: linear.Exchange
+    names: list[str],
+    x: dict[str, PackedRows],
+    layers: list[dict[str, Weight]],
+    by: linear.SplitKWorkspace,
 ) -> float:
     """Microseconds a layer."""
 
@@ -134,8 +139,8 @@ def main() -> None:
     if args.compile:
         return
     ops = CudaOps("cuda")
-    by, format = linear.Exchange(ops.device), quant.get(args.type)
-    first = {n: synthetic._matrix(format, shape, ops).alone for n, shape in SHAPES.items()}
+    by, format = linear.SplitKWorkspace(ops.device), quant.get(args.type)
+    first = {n: synthetic._matrix(format, shape, ops).weight for n, shape in SHAPES.items()}
     layers = [first] + [
         {n: replace(w, data=w.data.clone()) for n, w in first.items()}
         for _ in range(args.layers - 1)
@@ -146,7 +151,7 @@ def main() -> None:
     for form in forms:
         form.take()
         for count in args.rows:
-            if count > MOST:
+            if count > GROUP_ROWS:
                 bad = {n: wrong(numbers[n][:count], n, w, by) for n, w in first.items()}
                 say(f"{form.name}, {count} rows: numbers with other bits", bad)
             x = {n: packed_rows.pack_rows(v[:count]) for n, v in numbers.items()}

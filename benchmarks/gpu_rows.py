@@ -36,17 +36,21 @@ from g4spec.runtime.target import batch_of  # noqa: E402
 def compile_first(rows: list[int]) -> None:
     """Compile in parallel what steps of Q4_K_M files launch of linear_wide.cu."""
     arch, names = launch.arch(), set()
-    for groups in {min(-(-count // 16), linear.MOST_GROUPS) for count in rows if count > 16}:
+    for groups in {min(-(-count // 16), linear.MAX_ROW_GROUPS) for count in rows if count > 16}:
         cuts = [
-            linear.cut(type, 256, 2, 2, arch, narrow)
+            linear.gemm_config(type, 256, 2, 2, arch, narrow)
             for type in ("q4_k", "q6_k")
             for narrow in (False, True)
         ]
-        cuts.append(linear.cut("q6_k", 256, linear.HUGE, 2, arch))
+        cuts.append(linear.gemm_config("q6_k", 256, linear.MANY_GROUPS, 2, arch))
         for how in cuts:
-            (own,) = linear_wide.widened((how,), groups, arch)
+            (own,) = linear_wide.for_row_groups((how,), groups, arch)
             names |= {own.name("linear"), own.name("gate_up")}
-        names.add(linear_wide.two(*linear_wide.widened((cuts[0], cuts[2]), groups, arch)))
+        names.add(
+            linear_wide.two_matrix_instance(
+                *linear_wide.for_row_groups((cuts[0], cuts[2]), groups, arch)
+            )
+        )
     jobs = [units.Job("linear_wide.cu", name, arch) for name in sorted(names)]
     units.compile_all(jobs, workers=16)
 
@@ -72,7 +76,7 @@ def main() -> None:
         pool.grow(sequence, n_ctx)
     for first in range(0, texts, 8):  # zeros would be cheaper to multiply
         for at in range(0, args.context, 16):
-            target.run(
+            target.step(
                 batch_of(
                     target.ops,
                     [

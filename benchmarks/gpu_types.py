@@ -46,12 +46,12 @@ def compile_first(types: list[str], rows: list[int], arch: str) -> None:
         for n, _ in SHAPES.values():
             for tiles in {packed_rows.tiles(count) for count in rows}:
                 for few in (False, True):
-                    how = linear.cut(type, 256, n // 128, tiles, arch, few)
+                    how = linear.gemm_config(type, 256, n // 128, tiles, arch, few)
                     narrow |= {how.name("linear"), how.name("gate_up")}
                     for count in rows:
-                        if count > packed_rows.MOST:
-                            groups = min(packed_rows.groups(count), linear.MOST_GROUPS)
-                            (own,) = linear_wide.widened((how,), groups, arch)
+                        if count > packed_rows.GROUP_ROWS:
+                            groups = min(packed_rows.groups(count), linear.MAX_ROW_GROUPS)
+                            (own,) = linear_wide.for_row_groups((how,), groups, arch)
                             wide |= {own.name("linear"), own.name("gate_up")}
     jobs = [
         units.Job(file, name, arch)
@@ -61,7 +61,9 @@ def compile_first(types: list[str], rows: list[int], arch: str) -> None:
     units.compile_all(jobs, workers=16)
 
 
-def run(name: str, x: packed_rows.Rows, weight: Weight, by: linear.Exchange) -> torch.Tensor:
+def run(
+    name: str, x: packed_rows.PackedRows, weight: Weight, by: linear.SplitKWorkspace
+) -> torch.Tensor:
     """The product of this name; what it leaves."""
     if name == "gate_up":
         return linear_wide.gate_up(x, weight, by).data
@@ -71,7 +73,7 @@ def run(name: str, x: packed_rows.Rows, weight: Weight, by: linear.Exchange) -> 
 def layer(type: str, ops: CudaOps) -> dict[str, Weight]:
     """A layer's matrices."""
     form = quant.get(type)
-    return {n: synthetic._matrix(form, shape, ops).alone for n, shape in SHAPES.items()}
+    return {n: synthetic._matrix(form, shape, ops).weight for n, shape in SHAPES.items()}
 
 
 def load_rate(type: str) -> float:
@@ -93,7 +95,7 @@ def file_bytes(type: str) -> int:
     return sum(quant.get(type).nbytes(shape) for shape in SHAPES.values())
 
 
-def right(weights: dict[str, Weight], by: linear.Exchange) -> dict[str, Any]:
+def right(weights: dict[str, Weight], by: linear.SplitKWorkspace) -> dict[str, Any]:
     """Whether one row has its bits among 16, and the largest error of a product, relatively."""
     w = weights["o"]
     x = torch.randn(16, w.columns, device=w.data.device)
@@ -104,7 +106,7 @@ def right(weights: dict[str, Weight], by: linear.Exchange) -> dict[str, Any]:
     return {"same_bits": torch.equal(torch.cat(alone), many), "error": float(error.max())}
 
 
-def microseconds(layers: list[dict[str, Weight]], count: int, by: linear.Exchange) -> float:
+def microseconds(layers: list[dict[str, Weight]], count: int, by: linear.SplitKWorkspace) -> float:
     """Of the products of a layer, for so many rows."""
     x = {
         n: packed_rows.pack_rows(torch.randn(count, k, device=by.partial.device))
@@ -136,7 +138,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "results")
     args = parser.parse_args()
     ops = CudaOps("cuda")
-    by = linear.Exchange(ops.device)
+    by = linear.SplitKWorkspace(ops.device)
     compile_first([*dict.fromkeys([BASE, *args.types])], args.rows, launch.arch())
     base = copies(layer(BASE, ops), args.layers)
     rows = []

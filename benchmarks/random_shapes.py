@@ -48,7 +48,7 @@ def shape(draw: random.Random) -> dict[str, Any]:
     heads = kv * global_kv * draw.choice([1, 2, 3, 5])
     large = draw.random() < 0.3
     out: dict[str, Any] = {
-        "layers": draw.randint(2, 6),
+        "layers": draw.randint(3, 6),
         "period": draw.randint(2, 4),
         "hidden": draw.choice([33, 36, 64, 66, 96, 128, 130, 256, 260, 320]),
         "inter": draw.choice([draw.randint(8, 300), 64, 256]),

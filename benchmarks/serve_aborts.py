@@ -74,7 +74,7 @@ def request(phase: str, rng: random.Random) -> tuple[str, dict[str, Any]]:
 def reached(phase: str, served: Served) -> bool:
     """Return True if some request is in the phase now."""
     scheduler = served.engine.scheduler
-    live = [task for task in list(scheduler.live) if not task.request.cancelled]
+    live = [task for task in list(scheduler.running) if not task.request.cancelled]
     if phase == "queued":
         return any(not task.request.cancelled for task in list(scheduler.waiting))
     if phase == "prefill":
@@ -141,7 +141,7 @@ async def batch(
 async def aborts(served: Served, count: int, rng: random.Random) -> dict[str, Any]:
     """Run batches in all phases until `count` clients have hung up."""
     engine = served.engine
-    free, wrong = engine.pool.free, []
+    free, wrong = engine.pool.n_free, []
     async with httpx.AsyncClient(base_url=served.url, timeout=None) as client:
         wanted = await ask(client, BYSTANDER)
     total: Counter[str] = Counter()
@@ -156,9 +156,9 @@ async def aborts(served: Served, count: int, rng: random.Random) -> dict[str, An
         engine.prefix.clear()
         if said.told != wanted.told:
             wrong.append(f"{turn} {phase}: the bystander got another text")
-        if not idle or engine.pool.free != free or len(engine.pool.free_slots) != SLOTS:
+        if not idle or engine.pool.n_free != free or len(engine.pool.free_slots) != SLOTS:
             wrong.append(
-                f"{turn} {phase}: {engine.pool.free} of {free} pages, "
+                f"{turn} {phase}: {engine.pool.n_free} of {free} pages, "
                 f"{len(engine.pool.free_slots)} slots are free"
             )
         by[phase].update({**found, "hung up": many, "batches": 1})

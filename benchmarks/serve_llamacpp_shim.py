@@ -25,7 +25,7 @@ import torch  # noqa: F401 - imported once, before children are forked
 
 from g4spec import cli
 from g4spec.gguf import GGUF
-from g4spec.runtime.template import expand
+from g4spec.runtime.template import render_in_process
 from g4spec.runtime.tokenizer import Tokenizer
 from g4spec.server import run  # noqa: F401
 
@@ -242,7 +242,7 @@ class Facts:
         piece = self._tokenizer.piece
         bos, eos = (piece(i, special=True).decode() for i in (self._tokenizer.bos, 1))
         messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
-        text = expand(
+        text = render_in_process(
             template or self._tokenizer.template or "",
             messages=messages,
             bos=bos,

@@ -1,4 +1,4 @@
-"""Which attention backend of an engine takes what Gemma 4 and its drafts need, on one card."""
+"""Decides which attention backends of an engine can run Gemma 4 and its drafts on one card."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from g4spec.advisor.versions import holds, parse
 
 KIB = 1024
 WIDE = 512
-"""Head size of the target's global layers."""
+"""Head size of the target's global attention layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackendVerdict:
-    """One backend on one card.
+    """What one attention backend can run on one card.
 
     Attributes:
-        target: whether the whole target can run on it (head sizes 256 and 512, sliding).
-        draft: whether a non-causal draft can; None if that is not known.
-        heads: the sizes of 128, 256 and 512 it takes. `kv`: cache types on this card.
-        why: reasons for every no. `fix`: what to do about it.
+        heads: supported head sizes among 128, 256 and 512.
+        target: True if it can run the whole target (head sizes 256 and 512, sliding window).
+        draft: True if it can run a non-causal draft; None if unknown.
+        sliding: "yes", "no", "condition" or "unknown": support for sliding windows.
+        kv: cache types available on this card.
+        why: reasons for everything it cannot run. `fix`: what to do about it.
+        fact: id of the backend's row.
     """
 
     name: str
@@ -37,7 +40,7 @@ class BackendVerdict:
 
 
 def _kv(backend: BackendFact, cc: tuple[int, int]) -> tuple[str, ...]:
-    """Cache types that the card allows."""
+    """Return the cache types that the card supports."""
     limits = {}
     for entry in backend.kv_min:
         kind, _, least = entry.partition(">=")
@@ -46,14 +49,14 @@ def _kv(backend: BackendFact, cc: tuple[int, int]) -> tuple[str, ...]:
 
 
 def shared_memory(facts: Facts, cc: tuple[int, int]) -> int | None:
-    """Bytes of shared memory a block may opt in to, or None for an unknown capability."""
+    """Return the opt-in shared memory per thread block in bytes; None for an unknown capability."""
     name = f"{cc[0]}.{cc[1]}"
     found = next((c for c in facts.all(CapabilityFact) if name in c.cc), None)
     return found.smem_block * KIB if found is not None else None
 
 
 def backend_names(facts: Facts, engine: str) -> list[str]:
-    """What the engine calls its backends, without their generations."""
+    """Return the engine's names for its backends, without the generation in parentheses."""
     told = [b.name.split(" (")[0].split(", ") for b in facts.all(BackendFact) if b.engine == engine]
     return sorted({name for some in told for name in some})
 
@@ -61,7 +64,7 @@ def backend_names(facts: Facts, engine: str) -> list[str]:
 def judge_backends(
     facts: Facts, engine: str, version: str, cc: tuple[int, int]
 ) -> list[BackendVerdict]:
-    """Every backend of that engine version, judged for a card of capability `cc`."""
+    """Return a verdict on every backend of that engine version for compute capability `cc`."""
     out = []
     for b in facts.all(BackendFact):
         if b.engine != engine or not holds(b.versions, parse(version)):
@@ -79,7 +82,7 @@ def _judge(facts: Facts, b: BackendFact, cc: tuple[int, int]) -> BackendVerdict:
     if b.smem and memory is not None and memory < b.smem:
         heads = tuple(h for h in heads if h < WIDE)
         reasons.append(
-            f"head size 512 needs {b.smem:,} bytes of shared memory a block, "
+            f"head size 512 needs {b.smem:,} bytes of shared memory per block, "
             f"this card has {memory:,}"
         )
     elif WIDE not in heads and b.head_why:
@@ -104,14 +107,14 @@ def _judge(facts: Facts, b: BackendFact, cc: tuple[int, int]) -> BackendVerdict:
 
 
 def find_release(facts: Facts, version: str) -> ReleaseFact | None:
-    """The row of the upgrade table for a vLLM version."""
+    """Return the row of the upgrade table for a vLLM version, or None."""
     return next((r for r in facts.all(ReleaseFact) if holds(r.versions, parse(version))), None)
 
 
 def default_backends(
     facts: Facts, version: str, cc: tuple[int, int], draft: DraftModel | None
 ) -> tuple[str, str]:
-    """Which backend vLLM takes by itself for the target and for the draft; "" where none fits."""
+    """Return the backends that vLLM selects by default for target and draft; "" if none fits."""
     row = find_release(facts, version)
     if row is None:
         return "", ""

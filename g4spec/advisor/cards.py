@@ -1,4 +1,4 @@
-"""Finds the card that a driver or a user names; builds the machine that `--assume` describes."""
+"""Looks up GPUs by name, and builds the machine that `--assume` describes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from g4spec.advisor.versions import parse
 from g4spec.errors import UsageError
 
 MOST = 64
-"""Cards of an assumed machine."""
+"""Maximum number of cards of an assumed machine."""
 VARIANTS = frozenset({"ti", "tis", "super", "laptop", "mobile", "max", "d", "s", "m", "x"})
-"""Words that make another product of a name."""
+"""Suffixes that distinguish products, as the Ti in RTX 3090 Ti."""
 
 _NUMBERS = {"dual": 2, "two": 2, "three": 3, "quad": 4, "four": 4}
 _FIRST = re.compile(r"^(\d{1,3})\s*[x×*]\s*(.+)$", re.IGNORECASE)
@@ -27,15 +27,15 @@ _CPU = re.compile(r"^(cpu( only)?|no (nvidia )?gpu|ram)$", re.IGNORECASE)
 
 
 def words(text: str) -> list[str]:
-    """Split a product name into lower-case words and numbers without the vendor's own words:
+    """Split a product name into lower-case words and numbers, without vendor words:
     `NVIDIA GeForce RTX3090` -> rtx, 3090."""
     found = re.findall(r"[a-z]+|\d+", text.lower())
     return [w for w in found if w not in ("nvidia", "geforce", "tesla", "gpu", "graphics")]
 
 
 def find_card(facts: Facts, name: str) -> CardFact | None:
-    """Find the row of a product by its name; the longest name that occurs in it wins, as whole
-    words, so that `RTX 3090 Ti` is not an `RTX 3090`."""
+    """Find a product's row by name. The longest known name that `name` contains as whole words
+    wins, so that `RTX 3090 Ti` is not an `RTX 3090`."""
     asked, best, length = words(name), None, 0
     for card in facts.all(CardFact):
         for alias in (card.name, *card.aliases):
@@ -51,12 +51,12 @@ def find_card(facts: Facts, name: str) -> CardFact | None:
 
 
 def other(facts: Facts, name: str) -> OtherGpuFact | None:
-    """Find the row of a GPU that is not one of NVIDIA's cards by its name."""
+    """Find the row of a GPU of another vendor (or a Jetson) by its name."""
     return next((o for o in facts.all(OtherGpuFact) if re.search(o.pattern, name.lower())), None)
 
 
 def card_gpu(card: CardFact, name: str, size: float | None) -> Gpu:
-    """Make a GPU of a row; `size` in GB picks among the card's versions, by default the largest."""
+    """Build a GPU from its row. `size` in GB selects the memory version; default: the largest."""
     sizes = card.memory
     gb = max(sizes) if size is None else min(sizes, key=lambda s: abs(s - size))
     if size is not None and abs(gb - size) > max(1.5, 0.05 * gb):
@@ -81,11 +81,11 @@ def card_gpu(card: CardFact, name: str, size: float | None) -> Gpu:
 
 
 def assume(facts: Facts, text: str, tools: Mapping[str, str] | None = None) -> Machine:
-    """Make a machine of words: `2x RTX 3090`, `3090 x2`, `V100 16GB`, `4x GB10`, `sm_86 24GB`,
-    `RTX 4090 + RTX 3090`, `CPU 64GB`. UsageError, naming what to write instead, for anything else.
+    """Parse a machine: `2x RTX 3090`, `3090 x2`, `V100 16GB`, `4x GB10`, `sm_86 24GB`,
+    `RTX 4090 + RTX 3090`, `CPU 64GB`. Raise UsageError with suggestions for anything else.
 
-    Cards that share memory with the CPU (GB10) are one a node, so `4x GB10` is four nodes. Cards
-    that can be bridged are taken without a bridge, unless the text says nvlink.
+    A node has one card that shares memory with the CPU (GB10), so `4x GB10` is four nodes. NVLink
+    bridges are assumed to be absent unless the text says nvlink.
     """
     gpus: list[Gpu] = []
     linked = bool(re.search(r"\bnvlink\b", text, re.IGNORECASE))
@@ -125,13 +125,13 @@ def _counted(part: str) -> tuple[int, str]:
 
 
 def _size(name: str) -> float | None:
-    """Read a size in GB out of a name."""
+    """Return the memory size in GB that a name contains, or None."""
     found = _SIZE.search(name)
     return float(found[1]) if found else None
 
 
 def _without_gpu(bare: str, text: str, tools: Mapping[str, str] | None) -> Machine:
-    """Make a machine that has no NVIDIA card, of which the memory is known."""
+    """Build a machine without an NVIDIA card, with the RAM that the text gives."""
     size = _size(bare)
     if not size:
         raise UsageError(f"--assume {text!r}: how much memory?", expected='a size, as "CPU 64GB"')
@@ -140,7 +140,7 @@ def _without_gpu(bare: str, text: str, tools: Mapping[str, str] | None) -> Machi
 
 
 def _card(facts: Facts, name: str, text: str) -> Gpu:
-    """Find one card by name, or by capability and size; UsageError if there is none."""
+    """Find one card by name, or by capability and size; raise UsageError if there is none."""
     size, bare = _size(name), _SIZE.sub("", name).strip()
     card = find_card(facts, bare)
     if card is not None:
@@ -155,7 +155,7 @@ def _card(facts: Facts, name: str, text: str) -> Gpu:
 
 
 def _unknown(facts: Facts, bare: str, size: float | None, text: str) -> UsageError:
-    """Say what to write instead of a name that no row has."""
+    """Return the error for an unknown card, with suggestions."""
     elsewhere = other(facts, bare)
     if elsewhere is not None:
         memory = f"{size:g}" if size else "64"
@@ -180,7 +180,7 @@ def _unknown(facts: Facts, bare: str, size: float | None, text: str) -> UsageErr
 
 
 def _near(name: str, cards: list[CardFact]) -> str:
-    """Name the cards whose names are most like `name`, else one of each generation."""
+    """Suggest cards with similar names, or else one card per generation."""
     plain = {" ".join(words(alias)): c.name for c in cards for alias in (c.name, *c.aliases)}
     asked = words(name)
     numbers = {w for w in asked if w.isdigit() and len(w) > 1}

@@ -1,4 +1,4 @@
-"""Matches the conditions of facts against one situation."""
+"""Matches the conditions of facts against a situation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from g4spec.advisor.versions import holds, parse
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """Everything that a condition can ask about; None where it is not known.
+    """The values that conditions are matched against; None where unknown.
 
     Attributes:
         engine, version: as `vllm`, `0.33.0`.
@@ -69,7 +69,7 @@ def _among(wanted: tuple[str, ...], found: str | None) -> bool:
 
 
 def matches(when: Conditions, s: Situation) -> bool:
-    """Whether every condition of `when` holds. What is unknown does not match."""
+    """Return True if every condition of `when` holds. An unknown value matches no condition."""
     ranges = (
         (when.versions, _version(s.version)),
         (when.cc, s.cc),

@@ -1,4 +1,4 @@
-"""What a diagnosis consists of, and how it reads."""
+"""The parts of a diagnosis, and how they are printed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from g4spec.advisor.machine import Machine
-from g4spec.advisor.memory_needs import MemoryPlan
+from g4spec.advisor.memory_needs import CardMemoryPlan
 from g4spec.advisor.schema import Mark
 
 SIGNS: dict[Mark, str] = {"good": "✓", "warn": "!", "bad": "✗", "note": "·"}
@@ -15,7 +15,7 @@ STYLES: dict[Mark, str | None] = {"good": "good", "warn": "warn", "bad": "bad", 
 
 
 class LineOutput(Protocol):
-    """The part of `cli.render.Output` that a verdict needs."""
+    """The methods of `cli.render.Output` used here."""
 
     def line(self, text: str = "", style: str | None = None) -> None: ...
     def command(self, before: str, text: str) -> None: ...
@@ -27,9 +27,9 @@ class Line:
 
     Attributes:
         mark: good, warn (works with a condition), bad (does not work), note.
-        reason, fix: why, and what to do; empty where there is nothing to add.
-        facts: ids of the rows behind it, for `--why`.
-        detail: shown only when everything is asked for.
+        reason, fix: why, and what to do; may be empty.
+        facts: ids of the facts it is based on, for `--why`.
+        detail: True if shown only with --verbose.
     """
 
     mark: Mark
@@ -42,7 +42,7 @@ class Line:
 
 @dataclass(slots=True)
 class Section:
-    """A heading with its lines. `brief`: shown beside the answer in five lines, too."""
+    """A heading with its lines. `brief`: True if also shown without --verbose after a summary."""
 
     title: str
     brief: bool = False
@@ -50,7 +50,7 @@ class Section:
 
     @property
     def topic(self) -> str:
-        """The first words of the title."""
+        """First words of the title."""
         return re.split(r":| \(| at |,| for | on ", self.title)[0].lower()
 
     def add(
@@ -67,11 +67,11 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Brief:
-    """The answer in five lines.
+    """The five-line summary of a diagnosis.
 
     Attributes:
-        said: the engine, or why none runs it. `rows`: names and what they say, in order.
-        command: what to type next, or "".
+        said: the engine that runs it, or why none does. `rows`: (name, text) in order.
+        command: the command to run next, or "".
     """
 
     mark: Mark
@@ -80,7 +80,7 @@ class Brief:
     command: str = ""
 
     def show(self, out: LineOutput) -> None:
-        """Print them."""
+        """Print the summary."""
         out.line(f"{SIGNS[self.mark]} {self.said}", STYLES[self.mark])
         for name, text in self.rows:
             out.line(f"  {name:10}{text}")
@@ -90,14 +90,14 @@ class Brief:
 
 @dataclass(slots=True)
 class Diagnosis:
-    """The whole answer.
+    """The result of `doctor`.
 
     Attributes:
-        asked: whether a run was asked for at all.
-        works: whether the run that was asked for can work; true when none was asked for.
-        brief: the answer in five lines, if a run was asked for.
+        asked: True if the question names a model.
+        works: True if the requested run can work, or none was requested.
+        brief: the summary, if a run was requested.
         steps: what to do next, in order.
-        plans: the memory arithmetic that was shown.
+        plans: the memory plans that were shown.
     """
 
     machine: Machine
@@ -107,7 +107,7 @@ class Diagnosis:
     brief: Brief | None = None
     sections: list[Section] = field(default_factory=list)
     steps: list[str] = field(default_factory=list)
-    plans: list[MemoryPlan] = field(default_factory=list)
+    plans: list[CardMemoryPlan] = field(default_factory=list)
 
     def section(self, title: str, brief: bool = False) -> Section:
         made = Section(title, brief)
@@ -162,7 +162,7 @@ class Diagnosis:
         }
 
     def show(self, out: LineOutput, verbose: bool = False) -> None:
-        """Print the answer in five lines and what to do; everything with `verbose`."""
+        """Print the summary and the next steps; with `verbose`, everything."""
         out.line(self.question, "bold")
         if self.brief is not None:
             self.brief.show(out)

@@ -1,4 +1,4 @@
-"""Puts facts, machine and question together: what runs, what does not, and the fix."""
+"""Builds a diagnosis from facts, machine and question: what runs, what does not, and the fix."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from g4spec.advisor.survey import URGENT, general_problems, problem_line, survey
 def diagnose(
     facts: Facts, machine: Machine, question: Question | None, engine: str | None = None
 ) -> Diagnosis:
-    """The whole answer; without a question, every Gemma 4 size.
+    """Return the diagnosis of a question; without a question, an overview of all Gemma 4 sizes.
 
     Args:
-        engine: the engine that is asked about; None asks all, and the run counts as possible if
-            one that is installed can do it, or any if none is installed.
+        engine: the engine to check; None checks all. The run then counts as possible if an
+            installed engine can do it, or any engine if none is installed.
     """
     from g4spec.advisor.doctor_report import machine_section
 
@@ -65,7 +65,7 @@ def diagnose(
 def _asked(
     verdicts: list[EngineVerdict], machine: Machine, engine: str | None
 ) -> list[EngineVerdict]:
-    """The verdicts that decide whether the run can work."""
+    """Return the verdicts that decide whether the run can work."""
     if engine:
         return verdicts
     installed = [v for v in verdicts if v.installed and v.engine.name != "g4spec"]
@@ -73,13 +73,13 @@ def _asked(
 
 
 ORDER = ("vllm", "llama.cpp", "sglang", "g4spec")
-"""Which engine is shown in detail when several work and none is installed: most is known first."""
+"""Engines by how much is known about them: the first that works is shown in detail."""
 FAILING = ("llama.cpp", "g4spec", "vllm", "sglang")
-"""The same where none works: the one that runs most comes first."""
+"""Engines by how much they can run: the first is shown in detail if none works."""
 
 
 def _best(verdicts: list[EngineVerdict], asked: list[EngineVerdict]) -> EngineVerdict | None:
-    """The engine to show in detail: one that works, among those asked about if possible."""
+    """Return the verdict to show in detail: one that works, preferably one in `asked`."""
     order = ORDER if any(v.works for v in verdicts) else FAILING
     ranked = sorted(
         verdicts,
@@ -91,7 +91,7 @@ def _best(verdicts: list[EngineVerdict], asked: list[EngineVerdict]) -> EngineVe
 def _upgraded(
     facts: Facts, machine: Machine, q: Question, asked: list[EngineVerdict]
 ) -> EngineVerdict | None:
-    """The first engine that was asked about and that would work in its newest known version."""
+    """Return the first verdict in `asked` that would work with the engine's newest version."""
     for v in asked:
         if v.engine.name not in machine.tools:
             continue
@@ -157,11 +157,11 @@ def _memory(d: Diagnosis, v: EngineVerdict) -> None:
     assert v.plan is not None
     plan = v.plan
     d.plans.extend(v.plans)
-    per_card = " a card" if v.gpus > 1 else ""
+    per_card = " per card" if v.gpus > 1 else ""
     like = " with vLLM's figures, an estimate" if v.engine.name == "sglang" else ""
     s = d.section(
         f"Memory{per_card}: {v.engine.title}, {plan.format}, {plan.kv} cache, "
-        f"{plan.context:,} tokens (computed{like}; -c for others)"
+        f"{plan.context:,} tokens (computed{like}; change with -c)"
     )
     for step in plan.items:
         if step.nbytes or step.how == UNKNOWN_SIZE:
@@ -197,16 +197,16 @@ def _speed(facts: Facts, d: Diagnosis, q: Question, v: EngineVerdict) -> None:
             s.add(
                 "note",
                 f"{made.draft_low:.0f} to {made.draft_high:.0f} tokens/s with the draft: "
-                f"published are {min(q.draft.accepted):g} to {max(q.draft.accepted):g} accepted "
-                f"tokens a cycle, and a cycle costs {cost} plain steps",
+                f"{min(q.draft.accepted):g} to {max(q.draft.accepted):g} tokens per cycle are "
+                f"published, and a cycle costs {cost} plain steps",
                 facts=(*q.draft.ids, *made.facts),
             )
         else:
             s.add(
                 "note",
-                "with the draft: unknown, no acceptance was published for this pair"
+                "with the draft: unknown, no acceptance is published for this pair"
                 if not q.target.moe
-                else "with the draft: unknown; a longer step reads more experts: measure",
+                else "with the draft: unknown, as a longer step reads more experts; measure it",
                 facts=q.draft.ids,
             )
     for report in made.reports:
@@ -238,7 +238,7 @@ def _backends(
     asked: list[EngineVerdict],
     best: EngineVerdict | None,
 ) -> None:
-    """The table of the engine that was asked about, or of the one shown in detail."""
+    """Add the table of attention backends: vLLM's if it was asked about, else that of `best`."""
     cc = d.machine.cc
     v = next((a for a in asked if a.engine.name == "vllm"), best)
     if v is None or cc is None:
@@ -252,7 +252,7 @@ def _backends(
     )
     rows = backends.judge_backends(facts, name, v.version, cc)
     if not rows:
-        s.add("note", "nothing known for this version and card")
+        s.add("note", "nothing is known for this version and card")
         return
     for row in rows:
         heads = "/".join(str(h) for h in row.heads) or "none"
@@ -273,13 +273,13 @@ def _backends(
             if half
             else ""
         )
-        # Backends that are beside the point are shown where the run fails, or on request.
+        # Unsuitable backends are shown if the run fails, or with --verbose.
         s.add(mark, text + use, row.why, row.fix, (row.fact,), not half and d.works)
     if name == "vllm":
         target, draft_backend = backends.default_backends(facts, v.version, cc, q.draft)
         if target and not any(p.when.cc and p.rank <= 2 for p in v.blockers):
-            # Nothing is chosen where no code exists for the card.
-            text = f"chosen by itself: target {target}"
+            # If the card is unsupported, vLLM does not get to choose a backend.
+            text = f"default choice: target {target}"
             if q.draft is not None:
                 text += f", draft {draft_backend or 'none that can (it inherits the target)'}"
             s.add("note", text, facts=("vllm-selection", "vllm-needs"))
@@ -313,7 +313,7 @@ def _notes(d: Diagnosis, q: Question, best: EngineVerdict | None) -> None:
 
 
 def _conditions(d: Diagnosis, best: EngineVerdict | None) -> None:
-    """Tell what the engine shown in detail needs beside its recipe, which does the rest."""
+    """Add the conditions of the engine shown in detail, and whether the recipe meets them."""
     if best is None or not best.works:
         return
     s = d.section("Conditions", brief=True)
@@ -325,7 +325,7 @@ def _conditions(d: Diagnosis, best: EngineVerdict | None) -> None:
 def _steps(
     d: Diagnosis, asked: list[EngineVerdict], best: EngineVerdict | None, engine: str | None
 ) -> None:
-    """List what to do, in order: cure what was asked for, then measure."""
+    """Add the next steps in order: fix what blocks the requested run, then measure."""
     for v in asked:
         if v.refused and (engine or (v.installed and v.engine.name != "g4spec")):
             for fix in dict.fromkeys([p.fix for p in v.blockers] + ([v.fix] if v.refusal else [])):

@@ -1,4 +1,4 @@
-"""The section about the machine itself."""
+"""The section of a diagnosis about the machine itself."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from g4spec.advisor.versions import holds, parse
 from g4spec.runtime.cuda.build.nvrtc import INSTALL
 
 PER_PROCESS = 3
-"""Processes that are named before the rest is counted."""
+"""Maximum number of processes listed by name."""
 
 
 def machine_section(facts: Facts, d: Diagnosis) -> None:
-    """What there is, and what follows from it whatever is run."""
+    """Add the section on hardware and software, independent of any model."""
     m = d.machine
     s = d.section(
         "Machine" + (" (assumed: drivers and software are not known)" if m.assumed else "")
@@ -40,7 +40,7 @@ def machine_section(facts: Facts, d: Diagnosis) -> None:
 
 
 def _no_gpu(facts: Facts, s: Section, m: Machine) -> None:
-    """Tell what having no NVIDIA GPU means: what another vendor's does, or how to get at one."""
+    """Add what runs without an NVIDIA GPU, and how to make one visible."""
     if m.other is not None:
         row = facts.get(OtherGpuFact, m.other)
         s.add(
@@ -117,7 +117,7 @@ def _software(facts: Facts, s: Section, m: Machine) -> None:
 
 
 def _kernels(s: Section, m: Machine) -> None:
-    """Whether g4spec has what compiles and launches its own kernels."""
+    """Add which packages are missing to compile and launch g4spec's CUDA kernels."""
     missing = [name for name in ("torch", "cuda-core") if name not in m.tools]
     if missing:
         s.add("warn", f"g4spec's CUDA kernels need {' and '.join(missing)}", fix=INSTALL)
@@ -161,7 +161,7 @@ def _torch(facts: Facts, s: Section, m: Machine, version: str) -> None:
 
 
 def covered(cc: tuple[int, int], arches: tuple[str, ...]) -> bool:
-    """Whether machine code for one of `arches` runs on `cc`: same major, not newer minor."""
+    """Return True if machine code for one of `arches` runs on `cc`: same major, minor <= cc's."""
     return any(a[0] == cc[0] and a[1] <= cc[1] for a in map(parse, arches) if len(a) > 1)
 
 

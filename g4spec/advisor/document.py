@@ -181,7 +181,7 @@ def _errors(known: Facts) -> str:
 
 
 def document() -> str:
-    """The page."""
+    """Return the page as Markdown."""
     known = facts()
     n = sum(not isinstance(r, SourceFact) for r in known)
     parts = [

@@ -1,4 +1,4 @@
-"""One engine's verdict on one pair and machine."""
+"""Judges whether one engine can run a pair on a machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from g4spec.advisor.memory_needs import (
     GGUF,
     UNKNOWN_SIZE,
     Calculator,
-    MemoryPlan,
+    CardMemoryPlan,
     slot_bytes,
     token_bytes,
     window_of,
@@ -31,21 +31,23 @@ from g4spec.ops.kv_size import capacity, pool_positions
 
 VOCABULARY = 262144
 OWN_WORK = 512 << 20
-"""What our runtime takes on a CPU beside weights and caches, at most up to 8,192 tokens."""
+"""Bytes that g4spec's CPU runtime needs beside weights and caches, for up to 8,192 tokens."""
 NAMES = ("vllm", "sglang", "llama.cpp", "g4spec")
 OLDEST = (7, 0)
-"""Compute capability that our kernels need."""
+"""Lowest compute capability that g4spec's kernels support."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineVerdict:
-    """Whether one engine runs it.
+    """One engine's verdict on a question.
 
     Attributes:
-        version: installed, or the newest known (`installed` false).
-        option: the weight format taken, None if no format fits or none is loadable.
-        plans: one for each cache type; `plan` is the one taken.
-        blockers, conditions, advice: matched problems. `refusal`: any other reason for no.
+        version: the installed version, or the newest known one if `installed` is False.
+        gpus: number of cards that share the model.
+        option: chosen weight format; None if the engine can load none.
+        plans: one memory plan per cache type; `plan` is the chosen one.
+        blockers, conditions, advice: matching problems marked bad, warn, and note or good.
+        refusal: any other reason why it cannot run, or ""; `fix`: what to do about it.
         situation: what the problems were matched against.
     """
 
@@ -55,8 +57,8 @@ class EngineVerdict:
     installed: bool
     gpus: int
     option: WeightFormat | None
-    plan: MemoryPlan | None
-    plans: tuple[MemoryPlan, ...]
+    plan: CardMemoryPlan | None
+    plans: tuple[CardMemoryPlan, ...]
     blockers: tuple[ProblemFact, ...]
     conditions: tuple[ProblemFact, ...]
     advice: tuple[ProblemFact, ...]
@@ -70,7 +72,7 @@ class EngineVerdict:
 
     @property
     def unknown(self) -> str:
-        """What nobody published about it, if that decides whether it runs."""
+        """Title of a problem that leaves open whether it runs (nothing is published), or ""."""
         return next((p.title for p in self.conditions if p.unknown), "")
 
     @property
@@ -79,7 +81,7 @@ class EngineVerdict:
 
     @property
     def uncounted(self) -> bool:
-        """Whether the draft's weights are missing from the arithmetic."""
+        """True if the draft's size is unknown and missing from the memory plan."""
         return self.plan is not None and any(s.how == UNKNOWN_SIZE for s in self.plan.items)
 
     @property
@@ -88,7 +90,7 @@ class EngineVerdict:
 
 
 def engine_fact(facts: Facts, name: str) -> EngineFact:
-    """The row of an engine by its name; what our runtime takes, it is asked itself."""
+    """Return an engine's row. For g4spec, drafts and cache types come from the runtime itself."""
     row = next(e for e in facts.all(EngineFact) if e.name == name)
     if name == "g4spec":
         return replace(
@@ -101,12 +103,12 @@ def engine_fact(facts: Facts, name: str) -> EngineFact:
 
 
 def _size(facts: Facts, target: TargetModel) -> SizeFact | None:
-    """The row of a target's size, if it is a known one."""
+    """Return the row of a target's size, or None."""
     return next((s for s in facts.all(SizeFact) if s.id == target.size), None)
 
 
 def version_of(facts: Facts, machine: Machine, name: str) -> tuple[str, bool]:
-    """The installed version, or the newest one known; whether it is installed."""
+    """Return the installed or else newest known version, and whether it is installed."""
     if name == "g4spec":
         return __version__, True
     found = machine.tools.get(name)
@@ -116,8 +118,9 @@ def version_of(facts: Facts, machine: Machine, name: str) -> tuple[str, bool]:
 
 
 def n_gpus_for(name: str, machine: Machine, target: TargetModel, asked: int | None) -> int:
-    """Cards that share the model: a power of two that divides the query heads for tensor
-    parallelism over all nodes; every card of one node for llama.cpp's layer split; one of ours."""
+    """Return how many cards share the model: a power of two over all nodes for tensor parallelism
+    (it must divide the query heads), all cards of one node for llama.cpp's layer split, one for
+    g4spec."""
     if name == "g4spec":
         return 1
     total = machine.total_gpus if name in ("vllm", "sglang") else len(machine.gpus)
@@ -142,7 +145,7 @@ def situation(
     context: int | None,
     gpus: int,
 ) -> Situation:
-    """What conditions of facts are matched against."""
+    """Collect the values that the conditions of facts are matched against."""
     memory = machine.memory
     quant = (option.format if option is not None else "") + " " + (option.hub if option else "")
     if name == "vllm" and option is not None and option.format == "FP8" and not q.target.is_local:
@@ -174,7 +177,7 @@ def situation(
 
 
 def _kv_types(facts: Facts, row: EngineFact, machine: Machine, q: Question) -> tuple[str, ...]:
-    """Cache types worth showing: what was asked for, or what the card has kernels for."""
+    """Return the cache types to plan for: the requested one, or all that the card supports."""
     if q.kv is not None:
         return (q.kv,)
     cc = machine.cc or (0, 0)
@@ -185,7 +188,7 @@ def _kv_types(facts: Facts, row: EngineFact, machine: Machine, q: Question) -> t
 
 
 def judge(facts: Facts, machine: Machine, q: Question, name: str) -> EngineVerdict:
-    """The verdict of one engine."""
+    """Return one engine's verdict on a question."""
     if name == "g4spec" and (machine.cc or (0, 0)) < OLDEST:
         return _own(facts, machine, q)
     row = engine_fact(facts, name)
@@ -219,7 +222,7 @@ def judge(facts: Facts, machine: Machine, q: Question, name: str) -> EngineVerdi
     elif q.draft is not None and q.draft.kind not in row.drafts:
         refusal, fix = f"it has no {q.draft.kind} drafts for Gemma 4", "another engine"
     elif q.draft is not None and q.draft.engines and name not in q.draft.engines:
-        refusal, fix = "it would compute this draft wrongly", "g4spec (`g4spec inspect` says why)"
+        refusal, fix = "it computes this draft incorrectly", "g4spec (`g4spec inspect` says why)"
     if q.kv is not None and q.kv not in row.kv_all:
         refusal, fix = f"it has no {q.kv} cache", f"--kv with one of {', '.join(row.kv_all)}"
     s = situation(
@@ -245,8 +248,8 @@ def judge(facts: Facts, machine: Machine, q: Question, name: str) -> EngineVerdi
     )
 
 
-def _too_large(plans: tuple[MemoryPlan, ...], q: Question) -> tuple[str, str]:
-    """Say what does not fit, and the context that would; "" where there is none."""
+def _too_large(plans: tuple[CardMemoryPlan, ...], q: Question) -> tuple[str, str]:
+    """Return what does not fit, and as the fix a context that does, or ""."""
     if not plans:
         return "no weight format known for this card", "name one, as 31b:q4_k_m"
     best = max(plans, key=lambda p: p.largest)
@@ -256,14 +259,14 @@ def _too_large(plans: tuple[MemoryPlan, ...], q: Question) -> tuple[str, str]:
             f"-c {best.largest}, the largest context that fits ({best.format}, {best.kv} cache)",
         )
     need, have = best.total / GIB, best.available / GIB
-    return f"{best.format} needs {need:.1f} GiB a card, {have:.1f} are usable", ""
+    return f"{best.format} needs {need:.1f} GiB per card, {have:.1f} are usable", ""
 
 
 # ---- our own runtime
 
 
 def _config(size: SizeFact) -> gemma4.Config:
-    """What our parser makes of a size."""
+    """Return the target configuration of a published size."""
     n = size.sliding + size.full
     every = n // size.full
     config = {
@@ -290,7 +293,7 @@ def _config(size: SizeFact) -> gemma4.Config:
 
 
 def unsupported_reason(size: SizeFact) -> str:
-    """Why g4spec's runtime cannot run a size, or "" if it can: its own parser is asked."""
+    """Return why g4spec's own parser rejects a size, or "" if it accepts it."""
     try:
         _config(size)
     except Unsupported as problem:
@@ -301,15 +304,15 @@ def unsupported_reason(size: SizeFact) -> str:
 
 
 def _unrun(q: Question) -> str:
-    """Name what our runtime has no code for in the files that were named, or ""."""
+    """Return why g4spec's runtime cannot run the named files, or ""."""
     if q.target.refusal or q.draft is None:
         return q.target.refusal
     return f"of the draft, {q.draft.refusal}" if q.draft.refusal else ""
 
 
 def _own_bytes(q: Question, size: SizeFact | None, context: int) -> int:
-    """What the reference on a CPU takes: 32 bits a number, and two copies of the largest tensor
-    while it loads (`runtime.memory`)."""
+    """Return the bytes that the CPU reference needs: float32 weights, plus two copies of the
+    largest tensor while loading (see `runtime.memory`)."""
     numbers = q.target.formats[0].nbytes / 0.56
     if size is not None:
         counts = [math.prod(spec.shape) for spec in gemma4.tensors(_config(size))]
@@ -324,7 +327,7 @@ def _own_bytes(q: Question, size: SizeFact | None, context: int) -> int:
 
 
 def _own(facts: Facts, machine: Machine, q: Question) -> EngineVerdict:
-    """Where there is no GPU that our kernels take: the reference on the CPU, in float32."""
+    """Return g4spec's verdict without a supported GPU: the float32 reference on the CPU."""
     row = engine_fact(facts, "g4spec")
     size = _size(facts, q.target)
     refusal, fix = "", ""

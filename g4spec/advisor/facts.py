@@ -65,7 +65,7 @@ RANGES = frozenset(
         "bandwidth",
     }
 )
-"""Fields that hold a range (see `versions.holds`) when their type is str."""
+"""Names of the str fields that hold a range (see `versions.holds`)."""
 
 _ID = re.compile(r"[a-z0-9][a-z0-9.\-]*")
 _DATE = re.compile(r"20\d\d-(0[1-9]|1[0-2])(-(0[1-9]|[12]\d|3[01]))?")
@@ -74,22 +74,22 @@ R = TypeVar("R", bound=Fact)
 
 
 class BadFact(G4Error):
-    """A row that does not follow the schema: a mistake in g4spec's own data."""
+    """Raised for a row that violates the schema: a mistake in g4spec's own data."""
 
 
 class Facts:
-    """All rows, by id and by kind."""
+    """The loaded facts, indexed by id and by class."""
 
     def __init__(self, found: Mapping[str, list[Fact]]) -> None:
         self._kinds = found
         self.by_id = {row.id: row for group in found.values() for row in group}
 
     def all(self, kind: type[R]) -> list[R]:
-        """Rows of one kind, in file order."""
+        """Return the rows of one class, in file order."""
         return [row for row in self._kinds.get(kind.__name__, []) if isinstance(row, kind)]
 
     def get(self, kind: type[R], id: str) -> R:
-        """A row that must exist."""
+        """Return the row `id`, which must exist and be of class `kind`."""
         row = self.by_id[id]
         assert isinstance(row, kind), id
         return row
@@ -98,7 +98,7 @@ class Facts:
         return iter(self.by_id.values())
 
     def cite(self, row: Fact) -> list[str]:
-        """The links behind a row's sources."""
+        """Return the links of a row's sources."""
         out = []
         for key in row.source:
             known = self.by_id.get(key)
@@ -111,7 +111,7 @@ def _is_optional(hint: Any) -> bool:
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
-    """`value` as the type `hint`; BadFact if it is something else."""
+    """Convert `value` to the type `hint`; raise BadFact if it has another type."""
     if _is_optional(hint):
         hint = next(a for a in get_args(hint) if a is not type(None))
     if hint is Conditions:
@@ -136,7 +136,7 @@ _HINTS: dict[Any, tuple[dict[str, Any], frozenset[str]]] = {}
 
 
 def _schema(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
-    """Types of a class by key, and the keys that it needs."""
+    """Return the field types of a class, and its required fields."""
     if kind not in _HINTS:
         needed = frozenset(
             f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING
@@ -146,7 +146,7 @@ def _schema(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
 
 
 def make(kind: type[Any], raw: Mapping[str, Any], where: str) -> Any:
-    """An object of `kind` from a TOML table. BadFact for unknown, missing or wrong keys."""
+    """Build a `kind` from a TOML table; raise BadFact for unknown, missing or mistyped keys."""
     hints, needed = _schema(kind)
     if unknown := sorted(set(raw) - set(hints)):
         raise BadFact(f"{where}: unknown keys", expected=sorted(hints), found=unknown)
@@ -173,7 +173,7 @@ def _check(row: Fact, where: str) -> None:
 
 
 def parse(raw: Mapping[str, Any], name: str, strict: bool = True) -> list[Fact]:
-    """The rows of one parsed TOML file. `strict` checks ids and dates as well as types."""
+    """Return the rows of one parsed TOML file. `strict` also checks ids, dates and sources."""
     out: list[Fact] = []
     for table, entries in raw.items():
         if table not in KINDS:
@@ -188,13 +188,13 @@ def parse(raw: Mapping[str, Any], name: str, strict: bool = True) -> list[Fact]:
 
 
 def load(folder: Path = FOLDER) -> Facts:
-    """Every row of every file of `folder`. BadFact for duplicates and sources nobody declared."""
+    """Load all TOML files of `folder`; raise BadFact for duplicate ids and undeclared sources."""
     found: dict[str, list[Fact]] = {}
     seen: dict[str, str] = {}
     for path in sorted(folder.glob("*.toml")):
         for row in parse(tomllib.loads(path.read_text(encoding="utf-8")), path.name):
             if row.id in seen:
-                raise BadFact(f"{path.name}: id {row.id!r} is used in {seen[row.id]} too")
+                raise BadFact(f"{path.name}: id {row.id!r} is also used in {seen[row.id]}")
             seen[row.id] = path.name
             found.setdefault(type(row).__name__, []).append(row)
     facts = Facts(found)
@@ -207,5 +207,5 @@ def load(folder: Path = FOLDER) -> Facts:
 
 @cache
 def facts() -> Facts:
-    """The facts that ship with g4spec."""
+    """Return the facts that ship with g4spec."""
     return load()

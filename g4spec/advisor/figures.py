@@ -1,6 +1,6 @@
-"""Rows that hold figures: costs in memory, published readings, speeds, draft lengths.
+"""Facts that hold numbers: memory costs, published measurements, speeds, draft lengths.
 
-The arithmetic is built from some of them and tested against the others.
+Some are constants of the memory and speed arithmetic; tests check it against the others.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from g4spec.advisor.schema import Fact
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedCostFact(Fact):
-    """A cost in memory that does not depend on the model's shape, GiB."""
+    """A fixed memory cost in GiB, independent of the model's shape."""
 
     engine: str
     what: str
@@ -22,8 +22,8 @@ class FixedCostFact(Fact):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheTableFact(Fact):
-    """Published cache sizes, to check the formula: per-token and per-slot bytes of one size, or
-    GiB at several contexts."""
+    """Published cache sizes that tests compare with the formula: bytes per token and per slot of
+    one model size, or GiB at several contexts."""
 
     engine: str
     model: str
@@ -39,11 +39,11 @@ class CacheTableFact(Fact):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextFitFact(Fact):
-    """Largest context, in units of 1024 tokens, that fits on cards of several sizes.
+    """Published largest contexts, in units of 1024 tokens, on cards of several memory sizes.
 
     Attributes:
-        cards: GiB. `f16`, `q8_0`: one entry a card; 0 = does not fit, -1 = the model's maximum,
-            -2 = not stated.
+        cards: memory in GiB. `f16`, `q8_0`: one entry per card; 0 = does not fit, -1 = the
+            model's maximum, -2 = not stated.
     """
 
     model: str
@@ -56,18 +56,18 @@ class ContextFitFact(Fact):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReadingFact(Fact):
-    """A published reading of memory.
+    """A published memory measurement.
 
     Attributes:
-        check: which formula gives it: `total` (a llama.cpp process, GiB), `slope` (GiB between two
-            contexts), `pool` (GiB of one sequence), `token` (bytes), `tokens` (in a pool), `pages`,
-            `unwindowed` (bytes a token with sliding layers kept whole), `unwindowed-tokens`,
-            `full-sliding` (GiB of that), `card` (GiB on one card); empty for an anchor that no
-            formula covers.
+        check: the formula that must reproduce it: `total` (a llama.cpp process, GiB), `slope`
+            (GiB between two contexts), `pool` (GiB of one sequence), `token` (bytes), `tokens` (in
+            a pool), `pages`, `unwindowed` (bytes per token with sliding layers stored in full),
+            `unwindowed-tokens`, `full-sliding` (GiB of that), `card` (GiB on one card); empty if
+            no formula covers it.
         kv_v: type of the values, where it differs. `tp`: cards. `batched`: vLLM's
             max_num_batched_tokens. `pool_gib`, `tokens`: size of the cache pool. `util`: vLLM's
             gpu-memory-utilization.
-        value: what was read. `tolerance`: relative.
+        value: the measured value. `tolerance`: relative.
     """
 
     engine: str
@@ -91,7 +91,7 @@ class MemoryReadingFact(Fact):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedFact(Fact):
-    """A published speed. `base`: tokens/s without a draft, `best`: range with it."""
+    """A published speed. `base`: tokens/s without a draft; `best`: range with a draft."""
 
     hardware: str
     engine: str = ""
@@ -106,8 +106,8 @@ class SpeedFact(Fact):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EfficiencyFact(Fact):
-    """Share of the bandwidth ceiling that decoding without a draft reaches, and what a cycle with
-    a draft costs in plain steps (`cycle_*`; 0 = not published)."""
+    """Fraction of the bandwidth ceiling that plain decoding reaches (`low` to `high`), and the cost
+    of a cycle with a draft in plain steps (`cycle_*`; 0 = not published)."""
 
     moe: bool
     bandwidth: str
@@ -119,7 +119,7 @@ class EfficiencyFact(Fact):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftLengthFact(Fact):
-    """How many tokens to draft: for code, for chat, with 4 to 8 concurrent requests."""
+    """Recommended draft lengths: for code, for chat, and with 4 to 8 concurrent requests."""
 
     model: str
     kind: str

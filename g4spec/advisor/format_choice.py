@@ -1,4 +1,4 @@
-"""What is asked, and which weight format answers it best on a machine."""
+"""The question put to doctor and recipe, and the choice of a weight format for a machine."""
 
 from __future__ import annotations
 
@@ -6,24 +6,27 @@ import shlex
 from dataclasses import dataclass
 
 from g4spec.advisor.machine import Machine, assume_options
-from g4spec.advisor.memory_needs import Calculator, MemoryPlan
+from g4spec.advisor.memory_needs import Calculator, CardMemoryPlan
 from g4spec.advisor.named_models import DraftModel, TargetModel, WeightFormat
 
 USUAL_CONTEXT = 8192
-"""Context in tokens that the arithmetic is shown for when none was asked for."""
+"""Default context in tokens of the memory arithmetic."""
 LEAST_CONTEXT = 2048
-"""A context below this is no answer to "does not fit"."""
+"""Smallest context in tokens that is suggested when the requested one does not fit."""
 COMFORTABLE_CONTEXT = 32768
-"""Context that a format should allow to be suggested, when none was asked for."""
+"""Context in tokens that a format should leave room for when none was requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked.
+    """A target, an optional draft, and how to run them.
 
     Attributes:
-        context: tokens, or None. `kv`: cache type, or None for the engine's choice.
-        backend: attention backend forced on the target. `gpus`: cards to use, None for all.
+        context: tokens, or None for the default.
+        kv: cache type, or None for the engine's default.
+        backend: attention backend that the user forces on the target, or None.
+        gpus: number of cards to use; None for all.
+        batched: vLLM's max_num_batched_tokens.
     """
 
     target: TargetModel
@@ -36,7 +39,7 @@ class Question:
 
 
 def command_options(q: Question, machine: Machine) -> str:
-    """What asks the same of `doctor` and `recipe` once more."""
+    """Return the command-line options that repeat this question."""
     said = f"-m {shlex.quote(q.target.given or q.target.size)}"
     if q.draft is not None:
         said += f" -md {shlex.quote(q.draft.given)}"
@@ -47,17 +50,20 @@ def command_options(q: Question, machine: Machine) -> str:
 
 def _plans(
     calc: Calculator, name: str, option: WeightFormat, q: Question, kinds: tuple[str, ...]
-) -> tuple[MemoryPlan, ...]:
+) -> tuple[CardMemoryPlan, ...]:
     wanted = q.context or min(USUAL_CONTEXT, q.target.context)
     return tuple(calc.plan(name, option, kv, wanted) for kv in kinds)
 
 
 def choose_format(
     calc: Calculator, name: str, loadable: list[WeightFormat], q: Question, kinds: tuple[str, ...]
-) -> tuple[WeightFormat | None, tuple[MemoryPlan, ...], MemoryPlan | None]:
-    """The best format that leaves room for a useful context, else one that fits at all, else the
-    smallest one. Formats that would be needlessly slow on the card come late, and those of which
-    no checkpoint is known come last."""
+) -> tuple[WeightFormat | None, tuple[CardMemoryPlan, ...], CardMemoryPlan | None]:
+    """Choose a weight format: the best one that leaves room for a useful context, or else one that
+    fits at all, or else the smallest. Formats that are too large for the card's bandwidth rank
+    lower; formats without a known checkpoint rank last.
+
+    Returns the format, its plans (one per cache type), and the plan to use.
+    """
     if not loadable:
         return None, (), None
     ordered = sorted(
@@ -80,10 +86,10 @@ def choose_format(
 
 
 def checkpoint_source(engine: str, target: TargetModel, option: WeightFormat) -> str:
-    """The checkpoint or file that holds a format, as the engine is given it; "" if none is known.
+    """Return the checkpoint or file to pass to the engine for a format; "" if none is known.
 
-    vLLM makes FP8 from the BF16 checkpoint while it loads. GGUF files are in several repositories,
-    so that for llama.cpp every format counts as known.
+    vLLM quantizes the BF16 checkpoint to FP8 while loading. GGUF files exist in several
+    repositories, so every format counts as known for llama.cpp.
     """
     if target.is_local:
         return target.given
@@ -98,7 +104,7 @@ def checkpoint_source(engine: str, target: TargetModel, option: WeightFormat) ->
 
 
 def _slow(option: WeightFormat, machine: Machine) -> bool:
-    """Whether a format is too many bytes for the card's bandwidth when a smaller one exists."""
+    """Return True if a format is too large for the card's bandwidth (smaller ones exist)."""
     bandwidth = machine.bandwidth or 0.0
     if option.format in ("BF16", "F16"):
         return bandwidth < 2000

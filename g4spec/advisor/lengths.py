@@ -1,4 +1,4 @@
-"""How many tokens to draft, as each engine counts them."""
+"""Recommended draft lengths, in each engine's own counting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPTIONS = {
 def find_advice(
     facts: Facts, draft: DraftModel, engine: str, cc: tuple[int, int] | None
 ) -> DraftLengthFact | None:
-    """The first advice that fits the draft, the engine and the card."""
+    """Return the first published recommendation for the draft, engine and card, or None."""
     for found in facts.all(DraftLengthFact):
         if (
             found.model == draft.model
@@ -31,13 +31,13 @@ def find_advice(
 
 
 def full_length(draft: DraftModel, engine: str) -> int:
-    """The draft's whole length in this engine's count; 0 if unknown."""
+    """Return the draft's maximum length in this engine's counting; 0 if unknown."""
     return {"vllm": draft.vllm_n, "sglang": draft.sglang_n, "llama.cpp": draft.llamacpp_n}[engine]
 
 
 def start_length(facts: Facts, draft: DraftModel, engine: str, cc: tuple[int, int] | None) -> int:
-    """What to type first. SGLang is given the draft's own block: it counts the anchor, and no
-    advice was published for it. 0 if unknown."""
+    """Return the draft length to start with; 0 if unknown. For SGLang it is the draft's block size:
+    SGLang counts the anchor, and no recommendation is published for it."""
     most = full_length(draft, engine)
     found = find_advice(facts, draft, engine, cc)
     if engine == "sglang" or found is None:
@@ -48,7 +48,7 @@ def start_length(facts: Facts, draft: DraftModel, engine: str, cc: tuple[int, in
 def advice_text(
     facts: Facts, draft: DraftModel, engine: str, cc: tuple[int, int] | None
 ) -> tuple[str, tuple[str, ...]]:
-    """The line to print, and the ids behind it."""
+    """Return the recommendation as text, and the ids of the facts it is based on."""
     most, found = full_length(draft, engine), find_advice(facts, draft, engine, cc)
     option = OPTIONS[engine]
     if engine == "sglang":
@@ -56,7 +56,11 @@ def advice_text(
             return "unknown how it counts this draft; keep its default", ("sglang-dflash",)
         return f"{option} {most}, the block with its anchor", ("sglang-dflash",)
     if found is None:
-        text = f"{option} {most} is the draft's own; nothing published" if most else "unknown"
+        text = (
+            f"{option} {most} is the draft's maximum; no recommendation is published"
+            if most
+            else "unknown"
+        )
         return text, draft.ids
     top = most or found.code
     code, chat, streams = (min(n, top) for n in (found.code, found.chat, found.streams))

@@ -1,7 +1,7 @@
-"""Recognises known error texts in a log: cause and fix.
+"""Recognizes known error texts in a log, and gives cause and fix.
 
-A log may be anything: binary, endless lines, gigabytes. It is read in blocks; a pattern is tried
-only on lines that contain its literal key, and only on the first part of a long line.
+A log may be binary, have very long lines, or be gigabytes large. At most MAX_BYTES of it and
+MAX_LINE bytes of each line are read; a pattern is tried only on lines that contain its key.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from g4spec.advisor.facts import Facts
 from g4spec.advisor.schema import ErrorFact
 
 MAX_LINE = 1 << 14
-"""Bytes of a line that are looked at."""
+"""Maximum bytes of a line that are searched."""
 MAX_BYTES = 1 << 30
-"""Bytes of a log that are read."""
+"""Maximum bytes of a log that are read."""
 SHOWN = 160
 
 
 @dataclass(frozen=True, slots=True)
 class LogMatch:
-    """A known text: where it stands first, and how often it came."""
+    """A known error found in a log: the line of its first occurrence, and how often it occurs."""
 
     error: ErrorFact
     line: int
@@ -56,7 +56,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def lines(file: BinaryIO) -> Iterator[tuple[int, str]]:
-    """Numbered lines as text; the rest of a line beyond MAX_LINE is skipped."""
+    """Yield line number and text; bytes of a line beyond MAX_LINE are skipped."""
     number, read, inside = 0, 0, False
     while read < MAX_BYTES:
         raw = file.readline(MAX_LINE)
@@ -70,7 +70,7 @@ def lines(file: BinaryIO) -> Iterator[tuple[int, str]]:
 
 
 def match(facts: Facts, text: str) -> list[ErrorFact]:
-    """Known errors in one line."""
+    """Return the known errors in one line."""
     low = text.lower()
     return [e for e in facts.all(ErrorFact) if e.key in low and _compiled(e.pattern).search(text)]
 
@@ -94,7 +94,7 @@ def _scan(facts: Facts, file: BinaryIO) -> list[LogMatch]:
 
 
 def shorten(text: str, error: ErrorFact) -> str:
-    """The part of a line around the match, printable."""
+    """Return the part of a line around the match, with unprintable characters replaced."""
     hit = _compiled(error.pattern).search(text)
     start = max(0, (hit.start() if hit else 0) - SHOWN // 3)
     piece = " ".join(text[start : start + SHOWN].split())
@@ -103,7 +103,7 @@ def shorten(text: str, error: ErrorFact) -> str:
 
 
 def scan(facts: Facts, path: Path) -> list[LogMatch]:
-    """Known errors in a file, or in standard input for `-`; harmless ones last."""
+    """Return the known errors in a file, or in standard input for `-`; harmless ones last."""
     if str(path) == "-":
         return _scan(facts, sys.stdin.buffer)
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Finds the target and the draft that a user named: a file, a folder, a hub id, or a short name."""
+"""Resolves -m and -md: a file, a folder, a hub id, or a short name."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from g4spec.errors import InputError, UsageError
 
 
 def find_target(facts: Facts, text: str) -> TargetModel:
-    """The target behind -m. UsageError for a name nobody knows."""
-    path = Path(os.path.expanduser(text))  # which takes a user that there is not
+    """Return the target that -m names; raise UsageError for an unknown name."""
+    path = Path(os.path.expanduser(text))  # accepts unknown user names
     if path.exists():
         return model_files.read_target(facts, path, text)
     id = hub.HubId.parse(text)
@@ -49,7 +49,7 @@ def find_target(facts: Facts, text: str) -> TargetModel:
         formats = (estimated(size, wanted, whole),)
         notes = (
             f"{formats[0].format}: no file of this size is in the data; "
-            f"{formats[0].nbytes / 1e9:.1f} GB are computed from its bits a weight, files are "
+            f"{formats[0].nbytes / 1e9:.1f} GB are computed from its bits per weight; files are "
             "a few per cent larger",
         )
     elif rest and len(formats) == len(whole.formats):
@@ -76,8 +76,8 @@ def find_target(facts: Facts, text: str) -> TargetModel:
 
 
 def estimated(size: SizeFact, wanted: str, whole: TargetModel) -> WeightFormat:
-    """A weight format of which no file's size is known, from the bits that its type takes.
-    UsageError for a name that the runtime does not know either."""
+    """Estimate the size of a weight format that no known file has, from its bits per weight.
+    Raise UsageError for a type that the runtime does not know either."""
     low = wanted.lower().split("-")[-1]
     forms = quant.readable()
     form = next((forms[n] for n in (low, low.rsplit("_", 1)[0]) if n in forms), None)
@@ -102,8 +102,8 @@ def _row_of(facts: Facts, text: str, size: str) -> DraftFact | None:
 
 
 def find_draft(facts: Facts, text: str, of: TargetModel) -> DraftModel:
-    """The draft behind -md for a target. UsageError for a name nobody knows."""
-    path = Path(os.path.expanduser(text))  # which takes a user that there is not
+    """Return the draft that -md names for a target; raise UsageError for an unknown name."""
+    path = Path(os.path.expanduser(text))  # accepts unknown user names
     if path.exists():
         return model_files.read_draft(facts, path, text, of)
     if text.lower().endswith(".gguf"):
@@ -131,7 +131,7 @@ def find_draft(facts: Facts, text: str, of: TargetModel) -> DraftModel:
 
 
 def _named_formats(target: TargetModel, text: str, facts: Facts) -> tuple[WeightFormat, ...]:
-    """The formats of a size that a name speaks of; all when it names none."""
+    """Return the formats of a size that a name mentions; all if it mentions none."""
     low = text.lower().replace("_", "-")
     by_hub = tuple(o for o in target.formats if o.hub and o.hub.lower() == text.lower())
     if by_hub:

@@ -1,5 +1,5 @@
-"""The machine that facts are evaluated for. A real one (`probe`) and an assumed one are the same
-object and go through the same code."""
+"""The machine that facts are evaluated for. A probed machine and an assumed one (`--assume`) are
+the same type and take the same code path."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ class Gpu:
     """One card.
 
     Attributes:
-        cc: compute capability, as (8, 6); None if it could not be read.
-        memory, free: bytes; None where nothing reports them. `bandwidth`: GB/s or None.
-        card: id of its row, or None for a card that is not in the data.
-        processes: what others run on it, as `name (MiB)`.
+        cc: compute capability, as (8, 6); None if unknown.
+        memory, free: bytes; None if unknown. `bandwidth`: GB/s or None.
+        card: id of its row, or None if the facts do not have the card.
+        unified: True if it shares memory with the CPU.
+        processes: other processes that use it, as `name (MiB)`.
     """
 
     name: str
@@ -34,17 +35,18 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One node, or several equal ones.
+    """One node, or several identical nodes.
 
     Attributes:
-        nodes: nodes with these cards each. `driver`: of NVIDIA, as 580.159.04.
-        cuda: newest CUDA that the driver knows. `ram`, `ram_free`, `disk_free`: bytes.
+        gpus: the cards of one node. `nodes`: number of nodes.
+        driver: NVIDIA driver version, as 580.159.04. `cuda`: newest CUDA version it supports.
+        ram, ram_free, disk_free: bytes.
         tools: engine or package -> version (vllm, sglang, llama.cpp, torch, transformers, ...).
-        nvlink: whether the cards are linked; None if unknown.
+        nvlink: True if the cards are connected by NVLink; None if unknown.
         torch_arches: capabilities that the installed torch has code for; empty if unknown.
         other: id of the row (`schema.OtherGpuFact`) of a GPU that is not NVIDIA's, or None.
-        supposed: versions that were asked about, as vllm=0.19.2, which need not be installed.
-        notes: what could not be found out, in words.
+        supposed: versions given with --with, as vllm=0.19.2; they need not be installed.
+        notes: messages about what could not be determined.
     """
 
     gpus: tuple[Gpu, ...]
@@ -67,7 +69,7 @@ class Machine:
 
     @property
     def cc(self) -> tuple[int, int] | None:
-        """Capability of the weakest card."""
+        """Compute capability of the weakest card."""
         known = [g.cc for g in self.gpus if g.cc is not None]
         return min(known) if known else None
 
@@ -81,14 +83,14 @@ class Machine:
 
     @property
     def memory(self) -> int | None:
-        """Bytes of the smallest card."""
+        """Memory of the smallest card, in bytes."""
         known = [g.memory for g in self.gpus if g.memory is not None]
         return min(known) if known else None
 
     @property
     def free(self) -> int | None:
-        """Bytes free on the fullest card, its size where free memory is not known; the system's
-        memory where there is no card."""
+        """Lowest free memory of the cards in bytes (total memory where free is unknown); without
+        a card, free RAM."""
         if not self.gpus:
             return self.ram_free
         known = [g.free if g.free is not None else g.memory for g in self.gpus]
@@ -96,7 +98,7 @@ class Machine:
 
     @property
     def bandwidth(self) -> float | None:
-        """GB/s of the slowest card."""
+        """Memory bandwidth of the slowest card in GB/s; None unless all are known."""
         known = [g.bandwidth for g in self.gpus if g.bandwidth]
         return min(known) if known and len(known) == len(self.gpus) else None
 
@@ -106,7 +108,7 @@ class Machine:
 
     @property
     def title(self) -> str:
-        """As `2x RTX 3090`, or `a machine without an NVIDIA GPU`."""
+        """Short description, as `2x RTX 3090` or `a machine without an NVIDIA GPU`."""
         if not self.gpus:
             ram = f", {self.ram / GIB:.0f} GiB of RAM" if self.ram is not None else ""
             return f"a machine without an NVIDIA GPU{ram}"
@@ -119,7 +121,7 @@ class Machine:
 
 
 def upgraded(machine: Machine, engine: str) -> Machine:
-    """With the newest version of an engine, which brings its own torch and transformers."""
+    """Return the machine with the newest version of an engine, torch and transformers."""
     old = {engine, "torch", "transformers"}
     return replace(
         machine,
@@ -129,7 +131,8 @@ def upgraded(machine: Machine, engine: str) -> Machine:
 
 
 def assume_options(machine: Machine) -> str:
-    """The options that describe what was not looked at, with a space in front; or ""."""
+    """Return the options --assume, --nodes and --with that describe the machine, each preceded by a
+    space; "" for a probed machine."""
     supposed = "".join(f" --with {shlex.quote(pair)}" for pair in machine.supposed)
     if not machine.assumed:
         return supposed

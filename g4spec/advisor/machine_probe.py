@@ -1,5 +1,5 @@
-"""Finds out what a real machine has. Nothing here imports torch, and nothing fails because
-something is missing: what could not be found out is said in `Machine.notes`."""
+"""Probes the real machine. It does not import torch, and a missing tool is not an error: what could
+not be determined is noted in `Machine.notes`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ NAME_ONLY_LIMIT = 96
 
 @dataclass(slots=True)
 class System:
-    """Where things are read from; tests put other folders and programs here."""
+    """The folders, environment and programs that are read; tests substitute their own."""
 
     proc: Path = Path("/proc")
     root: Path = Path("/")
@@ -54,14 +54,14 @@ class System:
     env: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
     def text(self, path: Path) -> str:
-        """A file's text, or "" if it cannot be read."""
+        """Return a file's text, or "" if it cannot be read."""
         try:
             return path.read_text(errors="replace")
         except OSError:
             return ""
 
     def run(self, *command: str) -> str:
-        """What a program prints, or "" if it is missing, fails or takes more than a second."""
+        """Return a program's output, or "" if it is missing or takes more than a second."""
         if shutil.which(command[0]) is None:
             return ""
         try:
@@ -74,14 +74,14 @@ class System:
 
 
 def meminfo(system: System) -> dict[str, int]:
-    """Bytes by name from /proc/meminfo."""
+    """Return the entries of /proc/meminfo in bytes."""
     found = re.findall(r"^(\w+):\s+(\d+) kB", system.text(system.proc / "meminfo"), re.M)
     return {name: int(kib) * 1024 for name, kib in found}
 
 
 def _physical(system: System) -> dict[str, int]:
-    """Bytes of memory by the names of /proc/meminfo; where there is no such file (macOS), all of it
-    counts as free."""
+    """Return memory sizes in bytes by the names of /proc/meminfo. Without that file (macOS) all
+    memory counts as free."""
     found = meminfo(system)
     if not found and platform.system() == system.platform == "Darwin":
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -90,8 +90,8 @@ def _physical(system: System) -> dict[str, int]:
 
 
 def _other(facts: Facts, system: System) -> str | None:
-    """Find the id of the row of a GPU that is not an NVIDIA card: by operating system, Jetson's
-    release file or PCI vendor."""
+    """Return the id of the row of a GPU that is not an NVIDIA card, or None; found by operating
+    system, Jetson's release file or PCI vendor."""
     if system.platform == "Darwin":
         return "other-mac"
     if (system.root / "etc/nv_tegra_release").exists():
@@ -102,7 +102,7 @@ def _other(facts: Facts, system: System) -> str | None:
 
 
 def probe(facts: Facts, system: System | None = None) -> Machine:
-    """This machine."""
+    """Return a description of this machine."""
     system = system or System()
     memory = _physical(system)
     notes: list[str] = []
@@ -156,7 +156,7 @@ def _packages() -> dict[str, str]:
 
 
 def _programs(system: System) -> dict[str, str]:
-    """Versions of programs: llama.cpp's build number as `b9831`, nvcc's release."""
+    """Return the versions of installed programs: llama.cpp's build as `b9831`, nvcc's release."""
     found = {}
     for name in PROGRAMS:
         if shutil.which(name) is None:
@@ -177,7 +177,7 @@ def _programs(system: System) -> dict[str, str]:
 
 @contextmanager
 def _nvml() -> Iterator[Any]:
-    """The initialized NVML module, or None when there is no driver."""
+    """Yield the initialized NVML module, or None without a driver."""
     try:
         import pynvml
 
@@ -199,8 +199,8 @@ def _text(value: Any) -> str:
 
 
 def _visible(ask: _NvmlCalls, handles: list[Any], wanted: str | None) -> list[Any]:
-    """The devices that CUDA_VISIBLE_DEVICES leaves: indices or beginnings of UUIDs; CUDA stops at
-    the first entry that it cannot use. NVML itself ignores the variable."""
+    """Return the devices that CUDA_VISIBLE_DEVICES selects, by index or UUID prefix. As CUDA does,
+    stop at the first invalid entry. NVML itself ignores the variable."""
     if wanted is None:
         return handles
     ids = [ask.text("nvmlDeviceGetUUID", h) or "" for h in handles]
@@ -223,10 +223,10 @@ def _visible(ask: _NvmlCalls, handles: list[Any], wanted: str | None) -> list[An
 def _gpus(
     facts: Facts, memory: Mapping[str, int], notes: list[str], visible: str | None
 ) -> tuple[list[Gpu], str | None, str | None, bool | None]:
-    """Cards, driver, its CUDA version and whether cards are linked."""
+    """Return the cards, driver version, newest supported CUDA, and True if NVLink is active."""
     with _nvml() as nvml:
         if nvml is None:
-            notes.append("no NVIDIA driver answers on this machine")
+            notes.append("no NVIDIA driver was found on this machine")
             return [], None, None, None
         ask = _NvmlCalls(nvml)
         driver = ask.text("nvmlSystemGetDriverVersion")
@@ -250,12 +250,12 @@ def _gpus(
             else None
         )
         if not gpus:
-            notes.append("the NVIDIA driver answers, but shows no GPU to this process")
+            notes.append("the NVIDIA driver is loaded, but no GPU is visible to this process")
         return gpus, driver, cuda, linked
 
 
 class _NvmlCalls:
-    """Calls NVML functions; None for whatever a device or driver does not support."""
+    """Calls NVML functions; returns None if the device or driver does not support one."""
 
     def __init__(self, nvml: Any) -> None:
         self.nvml = nvml
@@ -287,7 +287,7 @@ def _gpu(
     if total and ram and abs(total - ram) < 0.1 * ram and card is None:
         unified = True
     if unified or total is None:
-        # NVML says nothing on GB10, and its figure would count the page cache as used.
+        # NVML does not report memory on GB10; elsewhere it counts the page cache as used.
         total, free = ram, memory.get("MemAvailable")
         notes.append(f"{name}: memory is shared with the CPU and read from /proc/meminfo")
     others = tuple(_processes(ask, handle))
@@ -313,7 +313,7 @@ def _bandwidth(
     sizes: tuple[int, ...],
     total: int | None,
 ) -> float | None:
-    """GB/s: the vendor's figure for a known card, else from bus width and memory clock."""
+    """Return GB/s: the vendor's figure of a known card, else bus width x memory clock."""
     if listed:
         if len(listed) != len(sizes) or total is None:
             return listed[-1]
@@ -324,7 +324,7 @@ def _bandwidth(
 
 
 def _processes(ask: _NvmlCalls, handle: Any) -> Iterator[str]:
-    """Other processes that hold memory of the card."""
+    """Yield the other processes that use the card, as `name (MiB)`."""
     own = os.getpid()
     for kind in ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses"):
         for process in ask(kind, handle) or ():
@@ -341,7 +341,7 @@ def _processes(ask: _NvmlCalls, handle: Any) -> Iterator[str]:
 
 
 def torch_arches() -> tuple[str, ...]:
-    """Capabilities of the machine code in the installed torch, as `8.6`.
+    """Return the compute capabilities that the installed torch has machine code for, as `8.6`.
 
     torch is not imported: that takes seconds and a CUDA context. The list is compiled into its
     Python library as one string, `sm_75 sm_80 ... compute_120`; `()` for builds without CUDA.
@@ -364,7 +364,7 @@ _ARCHES = re.compile(rb"sm_(\d{2,3})[af]?(?: (?:sm|compute)_\d{2,3}[af]?)+")
 
 
 def _arch_list(path: Path) -> list[str]:
-    """The architectures that a shared library (tens of MB) names in a row."""
+    """Return the first list of architectures in a shared library (tens of MB)."""
     import mmap
 
     with path.open("rb") as file:
@@ -376,5 +376,5 @@ def _arch_list(path: Path) -> list[str]:
 
 
 def system_line() -> str:
-    """Operating system and Python, for reports."""
+    """Return operating system and Python version, for reports."""
     return f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"

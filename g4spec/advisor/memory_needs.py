@@ -1,9 +1,9 @@
-"""Memory arithmetic for the engines people have, step by step.
+"""Memory arithmetic for vLLM, SGLang, llama.cpp and g4spec, item by item.
 
 need = weights + draft + cache of global layers + cache of sliding layers + the draft's cache +
-working buffers + CUDA context. The facts hold the constants and published readings; tests hold
-the arithmetic against them. Sources: llama.cpp `llama-kv-cache-iswa.cpp` and `tools/fit-params`,
-vLLM `SlidingWindowSpec` and `max_in_flight_tokens`.
+working buffers + CUDA context. The facts hold the constants and published measurements; tests
+compare the arithmetic with them. Sources: llama.cpp `llama-kv-cache-iswa.cpp` and
+`tools/fit-params`, vLLM `SlidingWindowSpec` and `max_in_flight_tokens`.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ BITS = {
     "int8": 8.1,
     "nvfp4": 4.5,
 }
-"""Bits a cached value takes, block scales included."""
+"""Bits per cached value, block scales included."""
 
 GGUF = ("llama.cpp", "g4spec")
 """Engines that load GGUF files."""
 LLAMACPP_KV = ("f16", "q8_0", "q4_0")
 VLLM_KV = ("bf16", "fp8")
 BLOCK = 16
-"""Tokens of a vLLM cache block."""
+"""Tokens per vLLM cache block."""
 UNKNOWN_SIZE = "its size is not known"
-"""How a step reads that counts nothing."""
+"""`how` of an item that counts 0 bytes because the size is unknown."""
 FITTED = "fitted to published readings"
 OWN_SIZES = ("26b", "31b", "12b", "e4b", "e2b")  # the first takes most
 LARGE = 36 << 30
-"""Bytes of a card from which our runtime reads prompts in chunks of more than 1,024."""
+"""Card memory in bytes from which g4spec prefills in chunks of more than 1,024 rows."""
 UBATCH = 512
 """llama.cpp's default micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryItem:
-    """One line of the arithmetic: bytes a card, and how they come about."""
+    """One item of the arithmetic: bytes per card, and how they are computed."""
 
     name: str
     nbytes: int
@@ -61,12 +61,13 @@ class MemoryItem:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """What a run needs on one card.
+class CardMemoryPlan:
+    """The memory that a run needs on one card.
 
     Attributes:
-        available: bytes that the engine may use there.
-        largest: most tokens that fit, at most the model's context; 0 = not even 256.
+        context: tokens that the items are computed for.
+        available: bytes that the engine may use on the card.
+        largest: largest context in tokens that fits, up to the model's; 0 if 256 do not fit.
     """
 
     engine: str
@@ -87,15 +88,15 @@ class MemoryPlan:
 
 
 def token_bytes(caches: Sequence[CacheShape], kv: str, kv_v: str | None = None) -> float:
-    """Bytes of keys and values that global layers add for one token. `kv_v`: type of values."""
+    """Return the cache bytes per token of the global layers. `kv_v`: cache type of the values."""
     bits = BITS[kv] + BITS[kv_v or kv]
     return sum(c.n_kv * c.head_dim for c in caches if c.window is None) * bits / 8
 
 
 def g4spec_token_bytes(caches: Sequence[CacheShape], kv: str) -> float:
-    """As `token_bytes`, of our runtime on a GPU. Global layers whose KV heads are not as many as
-    those of sliding layers are the ones whose values are their keys (`attention_k_eq_v`); there it
-    keeps of the keys only what turns."""
+    """Return the cache bytes per token of the global layers in g4spec's GPU runtime. Global layers
+    whose number of KV heads differs from that of sliding layers have values equal to their keys
+    (`attention_k_eq_v`); of their keys only the rotated dimensions are stored."""
     others = {c.n_kv for c in caches if c.window is not None}
     pairs = [
         replace(c, rotary_pairs=0 if c.n_kv in others else ROTARY_PAIRS)
@@ -106,7 +107,7 @@ def g4spec_token_bytes(caches: Sequence[CacheShape], kv: str) -> float:
 
 
 def slot_bytes(caches: Sequence[CacheShape], kv: str, kv_v: str | None = None) -> float:
-    """Bytes of one position in all sliding layers."""
+    """Return the cache bytes per position of all sliding layers."""
     bits = BITS[kv] + BITS[kv_v or kv]
     return sum(c.n_kv * c.head_dim for c in caches if c.window is not None) * bits / 8
 
@@ -116,26 +117,26 @@ def window_of(caches: Sequence[CacheShape]) -> int:
 
 
 def llamacpp_slots(caches: Sequence[CacheShape], context: int, sequences: int = 1) -> int:
-    """Positions that llama.cpp keeps in sliding layers, padded to 256."""
+    """Return the positions that llama.cpp stores per sliding layer, padded to 256."""
     wanted = min(context, window_of(caches) * sequences + UBATCH)
     return -(-wanted // 256) * 256
 
 
 def g4spec_slots(caches: Sequence[CacheShape], context: int) -> int:
-    """Positions that our runtime keeps there on a GPU: prompts go around the rings."""
+    """Return the positions that g4spec's GPU runtime stores per sliding layer (ring size)."""
     return capacity(context, window_of(caches), SLACK)
 
 
 def vllm_slots(window: int, batched: int, context: int, batches: int = 2) -> int:
-    """Positions that vLLM keeps in sliding layers for one sequence of at most `context` tokens;
-    `batches` in flight (2 with asynchronous scheduling)."""
+    """Return the positions that vLLM stores per sliding layer for one sequence of at most `context`
+    tokens, with `batches` batches in flight (2 with asynchronous scheduling)."""
     blocks = math.ceil((window - 1 + batches * batched) / BLOCK) + 1
     return min(blocks, math.ceil(context / BLOCK)) * BLOCK
 
 
 def vllm_pages(caches: Sequence[CacheShape], context: int, batched: int) -> int:
-    """Pages of one sequence: vLLM puts as many layers into a group as there are global ones; a
-    page holds 16 sliding tokens or as many global ones as take the same bytes."""
+    """Return the pages of one sequence. vLLM groups as many layers as there are global layers; a
+    page holds 16 tokens of sliding layers, or as many of global layers as take the same bytes."""
     groups = sum(c.window is not None for c in caches) / sum(c.window is None for c in caches)
     sliding = next(c for c in caches if c.window is not None)
     full = next(c for c in caches if c.window is None)
@@ -146,12 +147,12 @@ def vllm_pages(caches: Sequence[CacheShape], context: int, batched: int) -> int:
 
 
 def heads_per_card(n_kv: int, tp: int) -> float:
-    """KV heads on one card: divided, but never less than one."""
+    """Return the KV heads per card with tensor parallelism: n_kv / tp, at least 1."""
     return max(n_kv / tp, 1.0)
 
 
 def shapes_per_card(caches: Sequence[CacheShape], tp: int) -> tuple[CacheShape, ...]:
-    """Cache shapes on one card of a tensor-parallel group."""
+    """Return the cache shapes on one card of a tensor-parallel group."""
     return tuple(
         CacheShape(math.ceil(heads_per_card(c.n_kv, tp)), c.head_dim, c.window) for c in caches
     )
@@ -160,26 +161,26 @@ def shapes_per_card(caches: Sequence[CacheShape], tp: int) -> tuple[CacheShape, 
 def vllm_cache(
     caches: Sequence[CacheShape], context: int, kv: str, tp: int, batched: int
 ) -> tuple[int, int]:
-    """Bytes a card for one sequence: global layers, sliding layers."""
+    """Return vLLM's cache bytes per card for one sequence: (global layers, sliding layers)."""
     mine = shapes_per_card(caches, tp)
     slots = vllm_slots(window_of(caches), batched, context)
     return int(token_bytes(mine, kv) * context), int(slot_bytes(mine, kv) * slots)
 
 
 def fixed_cost(facts: Facts, id: str) -> int:
-    """A fixed cost in bytes."""
+    """Return a fixed cost in bytes."""
     return int(facts.get(FixedCostFact, id).gib * GIB)
 
 
 def _how(n: float, unit: str, count: int, what: str) -> str:
-    return f"{n:,.0f} bytes a {unit} x {count:,} {what}"
+    return f"{n:,.0f} bytes per {unit} x {count:,} {what}"
 
 
 class Calculator:
-    """Plans for one machine and pair.
+    """Computes memory plans for one machine and pair.
 
     Args:
-        gpus: cards that share the model. `batched`: vLLM's max_num_batched_tokens.
+        gpus: number of cards that share the model. `batched`: vLLM's max_num_batched_tokens.
         util: vLLM's gpu-memory-utilization.
     """
 
@@ -200,7 +201,7 @@ class Calculator:
         return 0.80 if self.machine.unified else 0.92
 
     def available(self, engine: str) -> int:
-        """Bytes of a card that an engine may fill."""
+        """Return the bytes of a card that an engine may use."""
         if engine in GGUF:
             reserve = (
                 8 * GIB if self.machine.unified else fixed_cost(self.facts, "fixed-llamacpp-margin")
@@ -215,18 +216,18 @@ class Calculator:
         return max(wanted - (total - left), 0)
 
     def draft_bytes(self, engine: str) -> int:
-        """Weights of the draft as the engine loads it."""
+        """Return the bytes of the draft's weights as the engine loads them."""
         if self.draft is None:
             return 0
         if engine in GGUF:
             return self.draft.gguf_bytes or (self.draft.nbytes * 17 // 32)
         return self.draft.nbytes
 
-    def plan(self, engine: str, option: WeightFormat, kv: str, context: int) -> MemoryPlan:
-        """The arithmetic for one context, and the largest context that fits."""
+    def plan(self, engine: str, option: WeightFormat, kv: str, context: int) -> CardMemoryPlan:
+        """Return the plan for one context, with the largest context that fits."""
         items = self._items(engine, option, kv, context)
         available = self.available(engine)
-        return MemoryPlan(
+        return CardMemoryPlan(
             engine,
             option.format,
             kv,
@@ -237,7 +238,7 @@ class Calculator:
         )
 
     def _largest(self, engine: str, option: WeightFormat, kv: str, available: int) -> int:
-        """By bisection over multiples of 256."""
+        """Find the largest context that fits by bisection over multiples of 256 tokens."""
 
         def fits(n: int) -> bool:
             return sum(s.nbytes for s in self._items(engine, option, kv, n * 256)) <= available
@@ -258,14 +259,14 @@ class Calculator:
         return self._vllm(option, kv, context)
 
     def _work(self) -> tuple[int, str]:
-        """What our runtime takes beside weights and caches, and why so much."""
+        """Return the bytes of g4spec's working buffers, and a note on the prefill chunk size."""
         large = (self.machine.memory or 0) >= LARGE
         size = self.target.size if self.target.size in OWN_SIZES else OWN_SIZES[0]
         how = f"prompts in chunks of up to {4096 if large else 1024}"
         return fixed_cost(self.facts, f"fixed-g4spec-{size}{'-large' * large}"), how
 
     def _weights(self, option: WeightFormat, own: bool, n: int, share: str) -> MemoryItem:
-        """A card's share of the weights; our runtime rewrites some types for a GPU."""
+        """Return one card's share of the weights; g4spec repacks some types on a GPU."""
         held = option.own or option.nbytes if own and self.machine.gpus else option.nbytes
         how = " as the GPU holds them" if held != option.nbytes else ""
         return MemoryItem("weights", held // n, f"{option.format}, {held / 1e9:.2f} GB{how}{share}")
@@ -273,7 +274,8 @@ class Calculator:
     def _gguf(
         self, engine: str, option: WeightFormat, kv: str, context: int
     ) -> tuple[MemoryItem, ...]:
-        """llama.cpp splits by layer: weights and cache are shared, buffers are on every card."""
+        """Return the items of llama.cpp or g4spec. llama.cpp splits by layer: weights and cache are
+        divided by the number of cards, buffers are on every card."""
         n, caches = self.gpus, self.target.caches
         own = engine == "g4spec"
         slots = g4spec_slots(caches, context) if own else llamacpp_slots(caches, context)
@@ -334,7 +336,7 @@ class Calculator:
         return tuple(items)
 
     def _vllm(self, option: WeightFormat, kv: str, context: int) -> tuple[MemoryItem, ...]:
-        """vLLM (and, as an estimate, SGLang): tensor parallel, cache for one full sequence."""
+        """Return the items of vLLM (an estimate for SGLang): tensor parallel, one full sequence."""
         tp, caches = self.gpus, self.target.caches
         share = f" / {tp} cards" if tp > 1 else ""
         slots = vllm_slots(window_of(caches), self.batched, context)

@@ -1,7 +1,7 @@
-"""Measures targets and drafts that lie on disk: GGUF files and checkpoint folders.
+"""Reads sizes and shapes of local targets and drafts: GGUF files and checkpoint folders.
 
-Only headers and sizes are read. Unlike the runtime's own parsers these take every Gemma 4 file,
-also of sizes that g4spec cannot run yet: the question here is what other engines do with it.
+Only headers are read. Unlike the runtime's parsers, these accept every Gemma 4 file, including
+sizes that g4spec cannot run, because other engines may run them.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from g4spec.models.upstream import REFUSED_SUFFIX
 
 ENGINES = ("vllm", "sglang")
 SHORT = 2
-"""Bytes of a cache value in 16 bits."""
+"""Bytes per 16-bit cache value."""
 
 
 @contextmanager
 def _malformed(path: Path) -> Iterator[None]:
-    """A configuration may hold anything: numbers as words, words as lists."""
+    """Turn errors caused by malformed configuration values into InputError."""
     try:
         yield
     except (ValueError, TypeError, AttributeError, KeyError, IndexError, OverflowError) as problem:
-        raise InputError(f"{path}: its configuration makes no sense ({problem})") from problem
+        raise InputError(f"{path}: malformed configuration ({problem})") from problem
 
 
 def read_target(facts: Facts, path: Path, given: str) -> TargetModel:
-    """A target in a GGUF file or a checkpoint folder."""
+    """Read a target from a GGUF file or a checkpoint folder."""
     with _malformed(path):
         read = _gguf_target if path.is_file() else _folder_target
         return read(facts, path, given)
 
 
 def read_draft(facts: Facts, path: Path, given: str, of: TargetModel) -> DraftModel:
-    """A draft in a GGUF file or a checkpoint folder."""
+    """Read a draft of target `of` from a GGUF file or a checkpoint folder."""
     with _malformed(path):
         read = _gguf_draft if path.is_file() else _folder_draft
         return read(facts, path, given, of)
@@ -58,7 +58,7 @@ def read_draft(facts: Facts, path: Path, given: str, of: TargetModel) -> DraftMo
 
 
 def _list(kv: Mapping[str, Any], key: str, n: int) -> list[Any]:
-    """A per-layer value: a list of n entries, or one number for all layers."""
+    """Return a per-layer value as a list of n entries; a scalar applies to all layers."""
     value = kv.get(key)
     if value is None:
         raise InputError(f"GGUF metadata: {key} is missing")
@@ -83,7 +83,7 @@ def _layers(kv: Mapping[str, Any], prefix: str) -> int:
 
 
 def gguf_caches(kv: Mapping[str, Any], arch: str) -> tuple[CacheShape, ...]:
-    """Cache shapes of a gemma4 file: layers that share an earlier layer's cache are left out."""
+    """Return the cache shapes of a gemma4 file, without layers that share an earlier cache."""
     a = f"{arch}."
     n = _layers(kv, arch)
     heads = _list(kv, a + "attention.head_count_kv", n)
@@ -99,7 +99,8 @@ def gguf_caches(kv: Mapping[str, Any], arch: str) -> tuple[CacheShape, ...]:
 
 
 def _read_once(file: GGUF, kv: Mapping[str, Any], arch: str) -> float:
-    """Share of the weights that one token reads: active experts, no per-layer token tables."""
+    """Return the fraction of the weights that one token reads: no inactive experts, no per-layer
+    token tables."""
     total = sum(t.nbytes for t in file.tensors.values())
     experts = sum(t.nbytes for name, t in file.tensors.items() if "_exps" in name)
     tables = sum(t.nbytes for name, t in file.tensors.items() if "per_layer_token_embd" in name)
@@ -226,7 +227,7 @@ def _new_draft(path: Path, given: str, of: TargetModel, nbytes: int, gguf: bool)
 
 
 def _with_row(made: DraftModel, row: DraftFact | None) -> DraftModel:
-    """What a file does not say, from the row of the published draft it is like."""
+    """Fill in what the file does not say from the row of the similar published draft."""
     if row is None:
         return made
     return replace(
@@ -275,7 +276,7 @@ def _integer(text: Mapping[str, Any], key: str, default: int | None = None) -> i
 
 
 def folder_caches(text: Mapping[str, Any]) -> tuple[CacheShape, ...]:
-    """Cache shapes from a Gemma 4 text configuration."""
+    """Return the cache shapes of a Gemma 4 text configuration."""
     types = text.get("layer_types")
     if not isinstance(types, list):
         raise InputError("config.json: layer_types", expected="a list", found=types)
@@ -297,7 +298,7 @@ def folder_caches(text: Mapping[str, Any]) -> tuple[CacheShape, ...]:
 
 
 def _folder_format(raw: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """Name of the weight format, and what is to be said about it."""
+    """Return the name of the weight format, and notes about it."""
     quant = raw.get("quantization_config")
     if not isinstance(quant, dict):
         return str(raw.get("dtype") or raw.get("torch_dtype") or "BF16").upper(), ()
@@ -382,7 +383,7 @@ def _folder_draft(facts: Facts, folder: Path, given: str, of: TargetModel) -> Dr
 
 
 def _block_draft(made: DraftModel, layer: Mapping[str, Any], block: int, n: int) -> DraftModel:
-    """A draft with layers of its own: its cache from the layers' configuration."""
+    """Fill in draft lengths and cache sizes from the draft's own layer configuration."""
     if "global_head_dim" in layer:
         shapes = folder_caches(layer)
     else:

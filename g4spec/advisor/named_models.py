@@ -1,7 +1,7 @@
-"""What stands behind -m and -md: a file, a folder, a hub id or a short name.
+"""Target and draft of a question, and their sizes and shapes as the facts describe them.
 
-Files and folders are measured (`files`). For names the facts know sizes and shapes, so that a
-question can be asked before anything is downloaded.
+Sizes come from the facts for names and hub ids, so that nothing needs to be downloaded, and from
+the files themselves for local models (`model_files`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,13 @@ HEAD_SLIDING, HEAD_FULL = 256, 512
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """One weight format of a target. `nbytes`: of the weights; `fact`: the row it is from; `own`:
-    bytes that our runtime takes of a GPU for them, or 0: as many."""
+    """One weight format of a target.
+
+    Attributes:
+        nbytes: size of the weights in bytes. `own`: their bytes in g4spec's GPU memory; 0 if equal.
+        engines: engines that load it. `hub`: hub id of a checkpoint, or "".
+        fact: id of its row, or "". `cc`: range of compute capabilities that can run it.
+    """
 
     format: str
     nbytes: int
@@ -37,11 +42,11 @@ class TargetModel:
     """A Gemma 4 target.
 
     Attributes:
-        given: as typed; empty for a size that doctor goes through by itself.
-        formats: weight formats to choose from, best first; one if a file or format was named.
-        caches: shape of every layer that keeps keys and values. `context`: trained tokens.
-        active: share of the weights that is read for one token.
-        notes: what is odd about the files.
+        given: the text after -m; empty for the sizes that doctor surveys.
+        formats: candidate weight formats, best first; one if a file or format was named.
+        caches: cache shape of every layer that has a cache. `context`: training context.
+        active: fraction of the weights that one token reads.
+        notes: warnings about the files.
         refusal: why g4spec's own runtime cannot run the file, or empty.
         gguf_hub: `org/name:TYPE` of a GGUF repository on the hub, as llama.cpp's -hf takes it.
     """
@@ -64,15 +69,15 @@ class TargetModel:
 
 @dataclass(frozen=True, slots=True)
 class DraftModel:
-    """A draft. Sizes are bytes; 0 means that they are not known.
+    """A draft. Sizes are in bytes; 0 if unknown.
 
     Attributes:
-        kind: mtp, dflash, dspark, dflash2, eagle3. `ids`: rows that describe it.
+        kind: mtp, dflash, dspark, dflash2, eagle3. `ids`: ids of the rows that describe it.
         block: rows of a block, anchor included; 0 for chains.
-        vllm_n, sglang_n, llamacpp_n: its full length as each engine counts; 0 if unknown.
-        kv_token: bytes a token of its own cache in 16 bits, `kv_fixed`: the rest of it.
-        head: head size; 0 unknown. `accepted`: published tokens a step, lowest and highest.
-        engines: those that run it, where others would compute it wrongly; empty otherwise.
+        vllm_n, sglang_n, llamacpp_n: its maximum length as each engine counts; 0 if unknown.
+        kv_token: bytes per token of its own 16-bit cache. `kv_fixed`: constant bytes of it.
+        head: head size; 0 if unknown. `accepted`: lowest and highest published tokens per step.
+        engines: the only engines that compute it correctly; empty if not restricted.
         refusal: why g4spec's own runtime cannot run the file, or empty.
     """
 
@@ -101,19 +106,19 @@ class DraftModel:
     refusal: str = ""
 
     def own_cache(self, context: int) -> int:
-        """Bytes of its own keys and values at `context` tokens, in 16 bits."""
+        """Return the bytes of its own 16-bit cache at `context` tokens."""
         return self.kv_token * context + self.kv_fixed
 
 
 def caches_of(size: SizeFact) -> tuple[CacheShape, ...]:
-    """Cache shapes of a size from its row."""
+    """Return the cache shapes of a size."""
     sliding = CacheShape(size.kv_sliding, HEAD_SLIDING, size.window)
     full = CacheShape(size.kv_full, HEAD_FULL, None)
     return (sliding,) * size.own_sliding + (full,) * size.own_full
 
 
 def formats_of(facts: Facts, size: SizeFact) -> tuple[WeightFormat, ...]:
-    """Every weight format known for a size, best quality first."""
+    """Return the known weight formats of a size, best quality first."""
     found = [w for w in facts.all(WeightsFact) if w.model == size.id and w.rank < 90]
     found.sort(key=lambda w: (w.rank, -w.gb))
     return tuple(
@@ -131,7 +136,7 @@ def formats_of(facts: Facts, size: SizeFact) -> tuple[WeightFormat, ...]:
 
 
 def named_target(facts: Facts, size: SizeFact, given: str = "") -> TargetModel:
-    """A size from the facts with all its formats."""
+    """Return a size of the facts as a target, with all its formats."""
     return TargetModel(
         title=f"Gemma 4 {size.name}",
         size=size.id,
@@ -146,7 +151,7 @@ def named_target(facts: Facts, size: SizeFact, given: str = "") -> TargetModel:
 
 
 def find_size(facts: Facts, text: str) -> SizeFact | None:
-    """The size that a name speaks of: `31b`, `gemma-4-26B-A4B-it`, `E4B`."""
+    """Find the size that a name contains: `31b`, `gemma-4-26B-A4B-it`, `E4B`; or None."""
     low = text.lower()
     for size in facts.all(SizeFact):
         if low == size.id or low in size.aliases:
@@ -158,7 +163,7 @@ def find_size(facts: Facts, text: str) -> SizeFact | None:
 
 
 def from_row(row: DraftFact, given: str) -> DraftModel:
-    """A draft as the facts describe it."""
+    """Return a draft of the facts."""
     return DraftModel(
         title=row.name,
         kind=row.kind,

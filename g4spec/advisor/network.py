@@ -1,7 +1,6 @@
-"""Error counters of network links, sampled twice: a bad cable shows only there.
+"""Samples the error counters of network links twice, to detect a bad cable.
 
-One of the reports behind this ended at a cable whose lanes counted thousands of errors in 15 s,
-while the engine showed nothing but timeouts.
+In one report a cable counted thousands of errors in 15 s while the engine showed only timeouts.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from g4spec.advisor.machine_probe import System
 
 SECONDS = 15
 NOISE = 0
-"""Errors that a link may count in that time."""
+"""Errors that a link may count in SECONDS without being reported."""
 FIX = "reseat or replace the cable (DAC) of that port, then watch again"
 ERRORS = re.compile(r"(err|crc|symbol|discard|link_downed|fault|bad|corrected)", re.IGNORECASE)
 STATISTICS = (
@@ -34,7 +33,7 @@ Counters = dict[str, int]
 
 @dataclass(frozen=True, slots=True)
 class CounterLine:
-    """One counter or link."""
+    """A line of the report: one counter or link."""
 
     text: str
     rising: bool
@@ -42,7 +41,7 @@ class CounterLine:
 
 @dataclass(frozen=True, slots=True)
 class LinkReport:
-    """What was seen. `ok`: nothing rose."""
+    """Result of `watch`. `changes`: rising counters -> (before, after); `ok`: none is rising."""
 
     lines: tuple[CounterLine, ...]
     summary: str
@@ -64,8 +63,8 @@ def _number(text: str) -> int | None:
 
 
 def sample(system: System | None = None) -> Counters:
-    """Every error counter of every port: kernel statistics, InfiniBand, and ethtool's, which
-    holds those of the lanes."""
+    """Read all error counters of all ports: kernel statistics, InfiniBand, and `ethtool -S`, which
+    has the counters of the lanes."""
     system = system or System()
     out: Counters = {}
     for folder in sorted((system.root / "sys/class/net").glob("*")):
@@ -85,13 +84,13 @@ def sample(system: System | None = None) -> Counters:
 
 
 def ethtool(text: str) -> Counters:
-    """Error counters in the output of `ethtool -S`."""
+    """Parse the error counters in the output of `ethtool -S`."""
     found = re.findall(r"^\s*([\w\[\]. -]+?):\s*(\d+)\s*$", text, re.MULTILINE)
     return {name.strip(): int(value) for name, value in found if ERRORS.search(name)}
 
 
 def compare(before: Counters, after: Counters) -> LinkReport:
-    """Which counters rose."""
+    """Report the counters that rose between two samples."""
     rising = {k: (before[k], v) for k, v in after.items() if k in before and v - before[k] > NOISE}
     lines = [
         CounterLine(f"{name}: {a:,} -> {b:,} (+{b - a:,} in {SECONDS} s)", True)
@@ -114,7 +113,7 @@ def compare(before: Counters, after: Counters) -> LinkReport:
 def watch(
     take: Callable[[], Counters] = sample, sleep: Callable[[float], None] = time.sleep
 ) -> LinkReport:
-    """Two samples, SECONDS apart."""
+    """Take two samples, SECONDS apart, and compare them."""
     before = take()
     sleep(SECONDS)
     return compare(before, take())

@@ -1,5 +1,5 @@
-"""Find what runs where a model does not fit on the card: layers in the system's memory with
-llama.cpp, or a size that fits."""
+"""Finds alternatives for a model that does not fit on the card: layers in RAM with llama.cpp, or a
+smaller model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.format_choice import Question, choose_format
 from g4spec.advisor.machine import GIB, Machine
-from g4spec.advisor.memory_needs import Calculator, MemoryPlan
+from g4spec.advisor.memory_needs import Calculator, CardMemoryPlan
 from g4spec.advisor.named_models import (
     DraftModel,
     TargetModel,
@@ -20,19 +20,19 @@ from g4spec.advisor.schema import DraftFact, EngineFact, SizeFact
 from g4spec.advisor.versions import holds
 
 EXPERTS_USED = 8 / 128
-"""Share of the experts of the 26B-A4B that one token reads."""
+"""Fraction of the experts of the 26B-A4B that one token reads."""
 LAYERED = ("weights", "global cache", "sliding cache")
-"""Steps of the arithmetic that lie where their layer lies."""
+"""Names of the memory items that move to RAM together with their layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """How llama.cpp splits a model that a card cannot hold.
+    """llama.cpp's split of a model between card and RAM.
 
     Attributes:
-        flag: `-ngl N`: layers on the card; `-ncmoe N`: layers whose experts are not.
-        on_card, layers: layers that lie on the card in whole, and all of them.
-        ram: bytes of the system's memory that the rest takes.
+        flag: `-ngl N`: number of layers on the card; `-ncmoe N`: layers with experts in RAM.
+        on_card, layers: number of layers entirely on the card, and of all layers.
+        ram: bytes of RAM that the rest needs.
     """
 
     flag: str
@@ -42,10 +42,10 @@ class Offload:
 
 
 def split_layers(
-    facts: Facts, target: TargetModel, option: WeightFormat, plan: MemoryPlan
+    facts: Facts, target: TargetModel, option: WeightFormat, plan: CardMemoryPlan
 ) -> Offload | None:
-    """Split `option` so that a card with `plan.available` bytes holds its part; None where not even
-    one layer fits, or the number of layers is not known. An estimate: layers count as equal."""
+    """Split a model so that its part on the card fits into `plan.available` bytes. None if no layer
+    fits or the number of layers is unknown. An estimate: all layers count as equally large."""
     size = next((s for s in facts.all(SizeFact) if s.id == target.size), None)
     if size is None or plan.fits:
         return None
@@ -64,16 +64,16 @@ def split_layers(
 
 
 def mtp_assistant(facts: Facts, size: SizeFact) -> DraftModel | None:
-    """Find the MTP assistant that Google publishes for a size."""
+    """Return the MTP assistant that Google publishes for a size, or None."""
     row = next((r for r in facts.all(DraftFact) if r.model == size.id and r.kind == "mtp"), None)
     return from_row(row, "mtp") if row is not None else None
 
 
 def smaller_size(
     facts: Facts, machine: Machine, q: Question, row: EngineFact
-) -> tuple[SizeFact, MemoryPlan] | None:
-    """Find the largest size below the one asked about that an engine runs on the machine, with its
-    assistant where a draft was asked for."""
+) -> tuple[SizeFact, CardMemoryPlan] | None:
+    """Find the largest smaller model that an engine runs on the machine, with its MTP assistant if
+    the question has a draft."""
     sizes = facts.all(SizeFact)
     names = [s.id for s in sizes]
     for size in sizes[names.index(q.target.size) + 1 if q.target.size in names else 0 :]:
@@ -97,9 +97,9 @@ def advice_text(
     q: Question,
     row: EngineFact,
     option: WeightFormat | None,
-    plan: MemoryPlan,
+    plan: CardMemoryPlan,
 ) -> str:
-    """Say what runs where `plan` does not fit: llama.cpp with layers in memory, a smaller size."""
+    """Describe alternatives to a plan that does not fit: layers in RAM, a smaller size."""
     parts = []
     split = split_layers(facts, q.target, option, plan) if option is not None else None
     if split is not None and row.name == "llama.cpp" and machine.gpus and not machine.unified:

@@ -1,4 +1,4 @@
-"""Turns what was typed into questions, and answers those that need no diagnosis."""
+"""Builds questions from command-line options; runs doctor options that need no diagnosis."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALIASES = {"llamacpp": "llama.cpp", "llama-cpp": "llama.cpp", "llama_cpp": "llam
 
 
 class TableOutput(Protocol):
-    """The part of `cli.render.Output` that answers need."""
+    """The methods of `cli.render.Output` used here."""
 
     def line(self, text: str = "", style: str | None = None) -> None: ...
     def note(self, text: str) -> None: ...
@@ -30,7 +30,7 @@ class TableOutput(Protocol):
 
 
 def engine_name(name: str | None) -> str | None:
-    """An engine's name. UsageError for one nobody knows."""
+    """Return the canonical name of an engine; raise UsageError for an unknown one."""
     if name is None:
         return None
     known = ALIASES.get(name.lower(), name.lower())
@@ -48,7 +48,7 @@ def build_question(
     backend: str | None,
     gpus: int | None,
 ) -> Question | None:
-    """The question behind the options, or None when no model was named."""
+    """Build the question from the options; None without a model."""
     if model is None:
         given = {
             "-md": draft,
@@ -76,7 +76,7 @@ def build_question(
     pair = lookup.find_draft(facts, draft, target) if draft is not None else None
     if context is not None and context > target.context:
         raise UsageError(
-            f"-c {context}: {target.title} was trained on fewer positions",
+            f"-c {context}: {target.title} has a smaller training context",
             expected=f"at most {target.context}",
         )
     if backend is not None:
@@ -89,7 +89,7 @@ def build_question(
 
 
 def build_machine(facts: Facts, assume: str | None, given: Iterable[str]) -> Machine:
-    """This machine, or the assumed one, with the versions that were supposed."""
+    """Return this machine or the assumed one, with the versions of --with."""
     from g4spec.advisor.machine_probe import PACKAGES, probe
 
     known = sorted({*engines.NAMES, *PACKAGES, "nvcc", "driver"} - {"g4spec"})
@@ -113,12 +113,12 @@ def build_machine(facts: Facts, assume: str | None, given: Iterable[str]) -> Mac
 
 
 def explain(facts: Facts, id: str, out: TableOutput) -> None:
-    """One row with its source and date."""
+    """Print one row with its source and date."""
     row = facts.by_id.get(id)
     if row is None:
         near = [k for k in facts.by_id if id.lower() in k][:8]
         raise UsageError(
-            f"no fact is called {id!r}",
+            f"no fact has the id {id!r}",
             fix="ids are shown by doctor --verbose",
             expected=f"perhaps one of {', '.join(near)}" if near else None,
         )
@@ -132,7 +132,7 @@ def explain(facts: Facts, id: str, out: TableOutput) -> None:
 
 
 def _fields(row: Fact) -> list[tuple[str, str]]:
-    """What a row says, without what is empty."""
+    """Return the non-empty fields of a row as text."""
     out = []
     for name, value in asdict(row).items():
         if name in ("id", "source", "date", "ref") or value in ("", (), 0, None):
@@ -153,7 +153,7 @@ def _fields(row: Fact) -> list[tuple[str, str]]:
 
 
 def explain_log(facts: Facts, path: Path, out: TableOutput) -> None:
-    """Known errors in a log."""
+    """Print the known errors in a log with cause and fix."""
     from g4spec.advisor import logs
 
     found = logs.scan(facts, path)
@@ -176,7 +176,7 @@ def explain_log(facts: Facts, path: Path, out: TableOutput) -> None:
 
 
 def list_cards(facts: Facts, out: TableOutput) -> None:
-    """Cards of the data by capability, then what else has a sentence of its own."""
+    """Print the known cards, sorted by compute capability."""
     rows = sorted(facts.all(CardFact), key=lambda c: versions.parse(c.cc))
     table = [
         (c.name, c.cc, "/".join(f"{m}" for m in c.memory), "/".join(f"{b:g}" for b in c.bandwidth))
@@ -191,7 +191,7 @@ def list_cards(facts: Facts, out: TableOutput) -> None:
 
 
 def run_self_test(out: TableOutput) -> None:
-    """What g4spec itself can do here."""
+    """Run the self-test and print its results; raise CheckFailed if a check fails."""
     from g4spec.advisor import selftest
 
     results = selftest.run()
@@ -206,7 +206,7 @@ def run_self_test(out: TableOutput) -> None:
 
 
 def watch_network(out: TableOutput) -> None:
-    """Error counters of links, sampled twice."""
+    """Watch the error counters of network links; raise CheckFailed if one rises."""
     from g4spec.advisor import network
 
     out.note(f"watching link error counters for {network.SECONDS} s")

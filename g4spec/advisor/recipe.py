@@ -1,6 +1,6 @@
-"""Complete commands for one pair on one machine: which flags, why, and since when.
+"""Builds the complete commands for one pair on one machine, with the reason for every flag.
 
-Every piece is a row (`data/recipes.toml`) whose condition holds here; nothing else is written.
+Every part is a row of `data/recipes.toml` whose condition holds.
 """
 
 from __future__ import annotations
@@ -29,14 +29,18 @@ SERVER = {
     "g4spec": "g4spec serve -m {model}",
 }
 HEAD = "HEAD_IP"
-"""Stands for the address of the first node."""
+"""Placeholder for the address of the first node."""
 CONTEXT = 32768
-"""Context in tokens that a recipe takes when none was asked for, if it fits."""
+"""Default context in tokens, if it fits."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecipePart:
-    """One flag, variable or command: text, reason, the rows and versions behind it."""
+    """One flag, environment variable or command, with its reason and the id of its row.
+
+    Attributes:
+        part: as `FlagFact.part`. `versions`: the engine versions it applies to.
+    """
 
     part: str
     text: str
@@ -47,14 +51,16 @@ class RecipePart:
 
 @dataclass(slots=True)
 class Recipe:
-    """What to type.
+    """The commands to run a pair with one engine.
 
     Attributes:
-        commands: one a node, complete, with environment variables.
-        prepare: before it; bench: after it. `parts`: every flag with its reason.
-        blocked: reasons why it cannot work; then there are no commands. `instead`: what can.
-        unknown: what the facts do not say. `image`: for a compose file, or "".
-        model: the target as the engine is given it.
+        commands: complete start commands with environment variables, one per node.
+        prepare, bench: commands to run before and after. `parts`: every flag with its reason.
+        blocked: (what, why, fix) of every reason why it cannot work; then `commands` is empty.
+        conditions: (what, why, fix) that the commands do not meet by themselves.
+        instead: a g4spec command for an alternative that works, or "".
+        unknown: what the facts do not cover. `image`: container image, or "".
+        model: the target as passed to the engine.
     """
 
     engine: str
@@ -79,7 +85,7 @@ class Recipe:
         return bool(self.commands)
 
     def reasons(self) -> list[str]:
-        """One line a piece: what, why, since when, and the row behind it."""
+        """Return one line per part: text, reason, versions and id."""
         out = []
         for p in self.parts:
             if p.part in ("prepare", "bench"):
@@ -118,7 +124,7 @@ class Recipe:
 
 
 def make(facts: Facts, machine: Machine, q: Question, engine: str) -> Recipe:
-    """The recipe of one engine, or the reasons why there is none."""
+    """Return the recipe of one engine, or one with the reasons why there is none."""
     v = engines.judge(facts, machine, q, engine)
     r = Recipe(engine, v.engine.title, v.version, v.installed)
     r.blocked = [(p.title, p.says, p.fix) for p in v.blockers]
@@ -146,7 +152,7 @@ def make(facts: Facts, machine: Machine, q: Question, engine: str) -> Recipe:
 
 
 def _nodes(r: Recipe, machine: Machine, q: Question, engine: str) -> None:
-    """Several nodes go to vLLM or SGLang only."""
+    """Block several nodes for every engine except vLLM and SGLang."""
     if machine.nodes > 1 and engine in GGUF:
         why = {
             "llama.cpp": "its own project calls its RPC between hosts fragile and insecure",
@@ -162,7 +168,7 @@ def _nodes(r: Recipe, machine: Machine, q: Question, engine: str) -> None:
 
 
 def _lacks(r: Recipe, v: EngineVerdict, q: Question) -> None:
-    """What cannot be written because nothing is known about it."""
+    """Block the recipe if it is unknown whether it works."""
     for p in v.conditions:
         if p.unknown:
             r.unknown.append(f"{p.title}. {p.says}")
@@ -170,7 +176,7 @@ def _lacks(r: Recipe, v: EngineVerdict, q: Question) -> None:
 
 
 def _instead(facts: Facts, machine: Machine, q: Question, engine: str) -> str:
-    """What works for the same pair: a newer version of the engine, or another one."""
+    """Return the command for a working alternative: a newer version, or another engine; or ""."""
     if engine in machine.tools:
         newest, then = engines.engine_fact(facts, engine).newest, upgraded(machine, engine)
         if engines.judge(facts, then, q, engine).works:
@@ -188,7 +194,7 @@ def _instead(facts: Facts, machine: Machine, q: Question, engine: str) -> str:
 
 
 def _model(v: EngineVerdict, target: TargetModel) -> str:
-    """The target as the engine is given it."""
+    """Return the target as passed to the engine."""
     name, option = v.engine.name, v.option
     if name == "g4spec" and target.gguf_hub:
         return target.gguf_hub
@@ -201,7 +207,7 @@ def _model(v: EngineVerdict, target: TargetModel) -> str:
 
 
 def _values(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> dict[str, str]:
-    """What {names} in rows stand for."""
+    """Return the values of the {placeholders} in rows."""
     target, draft = q.target, q.draft
     plan = v.plan
     gguf = v.engine.name in GGUF
@@ -270,7 +276,7 @@ def _situation(v: EngineVerdict, q: Question, values: dict[str, str]) -> Situati
 
 
 def _skip(flag: FlagFact, q: Question, v: EngineVerdict) -> bool:
-    """Rows that hold only in a way that their conditions cannot say."""
+    """Return True for rows to leave out for reasons that their conditions cannot express."""
     local = q.draft is None or q.draft.is_local
     return {
         "flag-vllm-tp": v.gpus < 2,
@@ -290,11 +296,13 @@ def _skip(flag: FlagFact, q: Question, v: EngineVerdict) -> bool:
 
 
 def _take(r: Recipe, flag: FlagFact, values: dict[str, str], q: Question, v: EngineVerdict) -> None:
-    """Adds one row to the recipe."""
+    """Add one row to the recipe."""
     if _skip(flag, q, v):
         return
     if "{n}" in flag.text and values["n"] == "0":
-        r.unknown.append("the draft length: nothing read says how this engine counts it here")
+        r.unknown.append(
+            "the draft length: no source says how this engine counts it for this draft"
+        )
         return
     text = flag.text.format_map(values | {"rank": "{rank}"})
     reason = flag.reason.format_map(values)
@@ -312,7 +320,7 @@ def _take(r: Recipe, flag: FlagFact, values: dict[str, str], q: Question, v: Eng
 
 
 def _assemble(r: Recipe, machine: Machine, values: dict[str, str], engine: str) -> None:
-    """Commands, one a node."""
+    """Assemble the start commands, one per node."""
     words = [w for p in r.parts if p.part == "arg" for w in _split(p.text)]
     spec: dict[str, object] = {}
     for p in r.parts:
@@ -343,12 +351,12 @@ def _assemble(r: Recipe, machine: Machine, values: dict[str, str], engine: str) 
 
 
 def _split(text: str) -> list[str]:
-    """Words of a piece, each still quoted as a shell needs it."""
+    """Split a part into words, keeping each quoted for the shell."""
     return [shlex.quote(w) for w in shlex.split(text)] if "'" in text else text.split(" ")
 
 
 def _joined(words: list[str]) -> list[str]:
-    """Options together with their values."""
+    """Join each option with its values."""
     out: list[str] = []
     for w in words:
         if w.startswith("-") and not w.lstrip("-").isdigit():
@@ -359,16 +367,16 @@ def _joined(words: list[str]) -> list[str]:
 
 
 def _wrap(parts: list[str]) -> str:
-    """A command over several lines."""
+    """Format a command over several lines."""
     return " \\\n  ".join(parts)
 
 
 MAX_NODES = 64
-"""A recipe has commands for each."""
+"""Maximum number of nodes."""
 
 
 def on_nodes(machine: Machine, nodes: int | None) -> Machine:
-    """The machine repeated over nodes. A 4x GB10 is four nodes already."""
+    """Return the machine with `nodes` nodes. `4x GB10` already has four."""
     if nodes is None or nodes == machine.nodes:
         return machine
     if nodes > MAX_NODES:

@@ -1,4 +1,4 @@
-"""Ask g4spec's own runtime what it makes of a file."""
+"""Queries g4spec's own runtime: which files it can run, and how much GPU memory they take."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from g4spec.runtime.cuda.weights.held_size import BLOCKS, block_bytes, tensor_by
 
 
 def refusal(file: GGUF, kind: ModuleType) -> str:
-    """Why the runtime cannot run a GGUF of this kind, or "": tensor types without code, or what its
-    parser does not take. Other damage is for `g4spec validate`."""
+    """Return why the runtime cannot run a GGUF of this kind, or "": a tensor type without a
+    decoder, or metadata that its parser does not support. `g4spec validate` finds other damage."""
     forms = {t.format for t in file.tensors.values()}
     unread = sorted(f.name.upper() for f in forms if f.decode is None and f.stored is None)
     if unread:
@@ -30,29 +30,29 @@ def refusal(file: GGUF, kind: ModuleType) -> str:
 
 
 def draft_kinds() -> tuple[str, ...]:
-    """List the kinds of drafts that this version runs, by the words of the facts."""
+    """Return the kinds of drafts that this version runs, by their names in the facts."""
     return tuple("mtp" if name == "gemma4-assistant" else name for name in models.drafts())
 
 
 def cache_types() -> tuple[str, ...]:
-    """List the cache types of a GPU."""
+    """Return the cache types that the GPU runtime supports."""
     return tuple(KINDS)
 
 
 def with_kernels() -> frozenset[str]:
-    """List the tensor types that CUDA kernels know: plain ones, and those with a `.cuh` file."""
+    """Return the tensor types with CUDA kernels: unquantized ones, and those with a `.cuh` file."""
     folder = Path(formats.__file__).parent
     plain = (f.name for f in readable().values() if f.block == 1)
     return frozenset((*(path.stem for path in folder.glob("*.cuh")), *plain))
 
 
 def weight_bytes(file: GGUF) -> int:
-    """Bytes that the weights of a file take in a GPU's memory."""
+    """Return the bytes that the weights of a file take in GPU memory."""
     return sum(map(tensor_bytes, file.tensors.values()))
 
 
 def repacked_note(file: GGUF) -> str:
-    """Say which of a file's tensors take other bytes on a GPU than in the file, or ""."""
+    """Describe the tensors whose size in GPU memory differs from that in the file, or ""."""
     other = [t for t in file.tensors.values() if tensor_bytes(t) != t.nbytes]
     if not other:
         return ""
@@ -67,14 +67,14 @@ def repacked_note(file: GGUF) -> str:
 
 
 def gpu_bytes(type: str, nbytes: int) -> int:
-    """Bytes in a GPU's memory of so many in a file of a weight format: `IQ3_S`, `Q3_K_M`."""
+    """Convert bytes in a file of a weight format (`IQ3_S`, `Q3_K_M`) to bytes in GPU memory."""
     low = type.lower().split("-")[-1]
     name = next((n for n in (low, low.rsplit("_", 1)[0]) if n in BLOCKS), None)
     return nbytes if name is None else nbytes * block_bytes(name) // get(name).block_bytes
 
 
 def mix_note(file: GGUF) -> str:
-    """Say what a mixed file holds, as `12.3 GB Q4_K, 2.1 GB Q6_K`; "" for one of a single type."""
+    """Describe a mix of types, as `12.3 GB Q4_K, 2.1 GB Q6_K`; "" for a single type."""
     held: dict[str, int] = {}
     for t in file.tensors.values():
         held[t.format.name.upper()] = held.get(t.format.name.upper(), 0) + t.nbytes

@@ -1,9 +1,7 @@
-"""What a fact looks like: one class a kind of row, one field a TOML key.
+"""The schema of the facts: one class per kind of row, one field per TOML key.
 
-A row is a line of data in `data/*.toml`: `[[card]]` makes a :class:`Card`, and so on. Every row
-says where it comes from (`source`: keys of `sources.toml` or links) and when that was true
-(`date`). `ref` names the rows of the collection of facts it was made from, so that a test can show
-that none was lost.
+A row is a table in `data/*.toml`: `[[card]]` becomes a `CardFact`, and so on. Every row has a
+`source` (ids of `sources.toml`, or links) and the `date` when it was true.
 """
 
 from __future__ import annotations
@@ -17,8 +15,8 @@ Maybe = Literal["yes", "no", "condition", "unknown"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """Where a row applies. A condition that is not given holds everywhere; one about something
-    that is not known of a machine does not hold.
+    """The conditions under which a row applies. An omitted condition always holds; a condition on a
+    value that is unknown for a machine does not hold.
 
     Attributes:
         versions, transformers, driver, torch, nvcc: version ranges; `versions` is the engine's.
@@ -61,12 +59,11 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """What every kind has.
+    """Base class of all rows.
 
     Attributes:
-        source: keys of `sources.toml`, or links. `date`: ISO date, or year and month.
-        says: the statement in plain words.
-        sure: what weakens the statement, if anything.
+        source: ids of `sources.toml`, or links. `date`: ISO date, or year and month.
+        says: the statement. `sure`: a caveat, or "".
     """
 
     id: str
@@ -85,7 +82,7 @@ class SourceFact(Fact):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoteFact(Fact):
-    """A statement that no rule evaluates; shown by `--why` and in docs."""
+    """A statement without conditions; shown by `--why` and in the docs."""
 
     topic: str
     fix: str = ""
@@ -94,9 +91,14 @@ class NoteFact(Fact):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardFact(Fact):
-    """One product. `memory` lists its sizes in GB; `bandwidth` is GB/s, one for each size or one
-    for all; `visible` is GiB that programs see where that differs. `ceiling_*`: published tokens/s
-    that bandwidth allows for the 31B and the 26B in Q4_K_M, one for each bandwidth."""
+    """One NVIDIA card.
+
+    Attributes:
+        memory: its memory sizes in GB. `bandwidth`: GB/s, one per size or one for all.
+        visible: memory in GiB that programs see, where it differs from `memory`; else 0.
+        ceiling_31b, ceiling_26b: published bandwidth-limited tokens/s of the 31B and the 26B in
+            Q4_K_M, one per bandwidth.
+    """
 
     name: str
     aliases: tuple[str, ...] = ()
@@ -112,12 +114,12 @@ class CardFact(Fact):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherGpuFact(Fact):
-    """A kind of machine whose GPU is not an NVIDIA card that engines here are asked about.
+    """A kind of machine whose GPU is not a supported NVIDIA card.
 
     Attributes:
-        pattern: regular expression that is searched in a lower-case name.
-        vendor: PCI vendor of its display controllers, as 0x1002, or "".
-        fix: what to do there; `says` what runs.
+        pattern: regular expression searched for in a lower-case name.
+        vendor: PCI vendor id of its display controllers, as 0x1002, or "".
+        fix: what to do on it. `says`: what runs on it.
     """
 
     name: str
@@ -128,7 +130,7 @@ class OtherGpuFact(Fact):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapabilityFact(Fact):
-    """Limits of one compute capability. Shared memory in KiB."""
+    """Limits of a compute capability. `smem_block`, `smem_sm`: shared memory in KiB."""
 
     cc: tuple[str, ...]
     generation: str
@@ -146,7 +148,7 @@ class CapabilityFact(Fact):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupportFact(Fact):
-    """What one engine does on one capability."""
+    """What the engines support on a compute capability."""
 
     cc: tuple[str, ...]
     vllm: Maybe
@@ -161,11 +163,12 @@ class SupportFact(Fact):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeFact(Fact):
-    """One Gemma 4 size. Layers counted are those that keep keys and values of their own.
+    """One Gemma 4 size.
 
     Attributes:
-        params, active: billions; `active` are read for one token.
-        sliding, full: layers of each kind in all; `own_*`: with their own cache.
+        params: parameters in billions. `active`: those that one token reads.
+        sliding, full: number of layers of each kind; `own_*`: those with a cache of their own.
+        kv_sliding, kv_full: KV heads of each kind of layer.
     """
 
     name: str
@@ -189,12 +192,12 @@ class SizeFact(Fact):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsFact(Fact):
-    """How many bytes one size takes in one format. `gb` is 10^9 bytes.
+    """The size of one Gemma 4 model in one weight format. `gb`: 10^9 bytes.
 
     Attributes:
-        engines: which engines load it. `exact`: the size of a published file.
-        names: parts of a hub id or file name by which it is recognised.
-        rank: best quality first among the formats of one size.
+        engines: engines that load it. `exact`: True if `gb` is the size of a published file.
+        names: parts of a hub id or file name that identify it.
+        rank: order among the formats of one size, best quality first.
     """
 
     model: str
@@ -213,14 +216,14 @@ class DraftFact(Fact):
     """One published draft, or a kind of draft for one size.
 
     Attributes:
-        kind: mtp, dflash, dspark, dflash2, eagle3. `maker`: whose layout it has.
+        kind: mtp, dflash, dspark, dflash2, eagle3. `maker`: the publisher whose layout it has.
         block: rows of a block, anchor included; 0 for chains.
         vllm_n: `num_speculative_tokens`; sglang_n: `--speculative-num-draft-tokens`;
             llamacpp_n: `--spec-draft-n-max`; 0 where the engine cannot run it.
         gb: weights as vLLM loads them; `gguf_gb` as a Q8_0 file, 0 when there is none.
-        kv_token: bytes a token of its own cache in 16 bits; `kv_fixed`: bytes independent of the
-            context. `head`: head size. `causal`: whether all layers are causal.
-        accepted: published tokens a step, bonus included: lowest and highest.
+        kv_token: bytes per token of its own 16-bit cache; `kv_fixed`: bytes independent of the
+            context. `head`: head size. `causal`: True if all layers are causal.
+        accepted: lowest and highest published tokens per step, bonus included.
     """
 
     name: str
@@ -248,10 +251,11 @@ class BackendFact(Fact):
     """One attention backend of one engine in a range of versions.
 
     Attributes:
-        cc: range of capabilities. `heads`: head sizes among 128, 256, 512 that it takes.
-        noncausal, sliding: whether it takes such layers. `kv`: cache types.
-        kv_min: cache type -> lowest capability, as `fp8>=8.9`.
-        head_why, noncausal_why: the reason where the answer is no. `fix`: what to do then.
+        cc: range of compute capabilities. `heads`: supported sizes among 128, 256, 512.
+        noncausal, sliding: support for such layers. `kv`: cache types.
+        kv_min: lowest capability of a cache type, as `fp8>=8.9`.
+        head_why, noncausal_why: reasons for no support. `fix`: what to do then.
+        smem: shared memory in bytes that head size 512 needs, or 0.
     """
 
     engine: str
@@ -271,7 +275,7 @@ class BackendFact(Fact):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseFact(Fact):
-    """What a range of vLLM versions does with Gemma 4 (the upgrade table)."""
+    """Gemma 4 support in a range of vLLM versions (a row of the upgrade table)."""
 
     engine: str
     versions: str
@@ -294,9 +298,9 @@ class ProblemFact(Fact):
 
     Attributes:
         mark: bad = the run cannot work; warn = works with a condition or badly; note = advice.
-        unknown: nobody published whether it works at all.
-        fix: what to do, complete. `cured`: recipe flags that do it, so that a recipe which has
-            one of them need not say it again.
+        unknown: True if nothing is published about whether it works.
+        fix: complete instructions. `cured`: ids of recipe flags that apply the fix; a recipe
+            with one of them does not list the problem as a condition.
     """
 
     title: str
@@ -310,13 +314,13 @@ class ProblemFact(Fact):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorFact(Fact):
-    """A text that appears in logs.
+    """An error text that appears in logs.
 
     Attributes:
-        key: a literal piece in lower case that every match contains; searched first.
+        key: a lower-case substring of every match; searched for first.
         pattern: regular expression, matched against one line.
-        sample: a line as it appears in a log. `harmless`: nothing needs to be done.
-        versions: where it was seen, in words.
+        sample: a line of a real log. `harmless`: True if no action is needed.
+        versions: where it was seen, as prose.
     """
 
     key: str
@@ -330,7 +334,7 @@ class ErrorFact(Fact):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WheelFact(Fact):
-    """Which architectures a published build holds machine code (`sass`) or PTX for."""
+    """The architectures that a published build has machine code (`sass`) or PTX for."""
 
     package: str
     versions: str
@@ -341,7 +345,7 @@ class WheelFact(Fact):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolkitFact(Fact):
-    """A rule about CUDA and drivers: `driver` is the oldest that works with `cuda`."""
+    """A rule about CUDA and drivers. `driver`: the oldest that works with `cuda`."""
 
     cuda: str = ""
     driver: str = ""
@@ -351,9 +355,13 @@ class ToolkitFact(Fact):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFact(Fact):
-    """An engine that people run Gemma 4 with. `newest`: the newest version that the facts know,
-    taken where none is installed. `drafts`: kinds it is known to run with Gemma 4. `kv`: cache
-    types worth comparing; `kv_all`: every type it knows."""
+    """An inference engine.
+
+    Attributes:
+        newest: newest version that the facts cover; assumed where none is installed.
+        drafts: kinds of drafts that it runs with Gemma 4.
+        kv: cache types to compare. `kv_all`: all cache types it supports.
+    """
 
     name: str
     title: str
@@ -365,12 +373,13 @@ class EngineFact(Fact):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlagFact(Fact):
-    """One piece of a recipe.
+    """One part of a recipe.
 
     Attributes:
-        engine: whose. `part`: arg, env, spec (a key of vLLM's speculative config) or step.
-        text: what is typed, with {model}, {draft}, {n}, {ctx}, {tp}, {nodes}, {kv}, ...
-        reason: why. `versions` inside `when` says where it holds; `order` sorts.
+        part: arg (argument), env (variable), spec (key of vLLM's speculative config), prepare or
+            bench (a command before or after), image (container image), note.
+        text: the text, with placeholders {model}, {draft}, {n}, {ctx}, {tp}, {nodes}, {kv}, ...
+        order: position in the command, lowest first.
     """
 
     engine: str

@@ -1,4 +1,4 @@
-"""A recipe as files: scripts and a compose file."""
+"""Writes a recipe as shell scripts and a compose file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from g4spec.gguf.atomic import atomic_write
 
 
 def compose(r: Recipe, machine: Machine) -> str:
-    """A compose file of one node. UsageError where no image is known, or for several nodes."""
+    """Return a compose file for one node; raise UsageError without an image or for more nodes."""
     if not r.image:
         raise UsageError(
             f"no image of {r.title} is known for this card", fix="use the commands instead"
@@ -58,8 +58,8 @@ def compose(r: Recipe, machine: Machine) -> str:
 
 
 def write(r: Recipe, machine: Machine, folder: Path) -> list[Path]:
-    """Scripts: prepare, one start script a node, the benchmark, and a compose file if there is an
-    image. Returns what was written."""
+    """Write prepare.sh, one start script per node, bench.sh, and a compose file if an image is
+    known; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = {"prepare.sh": _script(r.prepare), "bench.sh": _script(r.bench)}
     for rank, command in enumerate(r.commands):

@@ -1,6 +1,6 @@
-"""`doctor --self-test`: what g4spec itself can do on this machine.
+"""`doctor --self-test`: checks g4spec's own runtime on this machine.
 
-Torch is imported in a child process only, so that a broken installation becomes a line of text.
+Only a child process imports torch, so that a broken installation is reported as a failed check.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ print("RESULT " + json.dumps(out))
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """One result. `ok` None: a figure, or something that does not exist in this version."""
+    """Result of one check. `ok`: None for information, as a measured bandwidth."""
 
     ok: bool | None
     text: str
 
 
 def run() -> list[CheckResult]:
-    """Every check there is."""
+    """Run all checks."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", CHILD],

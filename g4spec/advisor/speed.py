@@ -1,9 +1,8 @@
-"""Expected tokens/s: what bandwidth allows, and the share of it that people measured.
+"""Estimates tokens/s from memory bandwidth and published efficiencies.
 
-A step reads the weights that one token needs and the cache. A cycle with a draft gives several
-tokens and costs more than a step; how much more is taken from published figures, because it
-depends on kernels rather than on bytes. Nothing here is measured on this machine: `g4spec bench`
-does that.
+A step reads the active weights and the cache. A cycle with a draft commits several tokens and
+costs more than a plain step; its cost comes from published figures, because it depends on kernels
+rather than on bytes. Nothing is measured on this machine: use `g4spec bench` for that.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from g4spec.advisor.versions import holds, parse
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Tokens/s by arithmetic.
+    """Estimated tokens/s.
 
     Attributes:
-        ceiling: bandwidth / bytes; `low`, `high`: with the share that people reach.
-        draft_low, draft_high: with the draft, from published accepted tokens a step and cycle
-            costs; 0 if none were published. `cycle`: those costs in plain steps.
-        basis: the arithmetic in words. `facts`: ids behind it.
-        reports: published figures for the same card, size and draft.
+        ceiling: bandwidth / bytes per step. `low`, `high`: times the published efficiencies.
+        draft_low, draft_high: tokens/s with the draft, from published tokens per step and cycle
+            costs; 0 if none are published. `cycle`: lowest and highest cycle cost in plain steps.
+        basis: the arithmetic as text. `facts`: ids of the facts it uses.
+        reports: published speeds for the same card, size and draft.
     """
 
     ceiling: float
@@ -43,14 +42,14 @@ class Estimate:
 
 
 def step_bytes(target: TargetModel, option: WeightFormat, kv: str, context: int) -> float:
-    """Bytes that one decoding step reads: active weights and the cache at `context`."""
+    """Return the bytes that one decode step reads: active weights and the cache at `context`."""
     cache = token_bytes(target.caches, kv) * context
     ring = slot_bytes(target.caches, kv) * min(context, window_of(target.caches))
     return option.nbytes * target.active + cache + ring
 
 
 def find_efficiency(facts: Facts, moe: bool, bandwidth: float) -> EfficiencyFact:
-    """The share of the ceiling for this kind of model and card."""
+    """Return the published efficiency for this kind of model and bandwidth (GB/s)."""
     rows = [e for e in facts.all(EfficiencyFact) if e.moe == moe]
     return next(e for e in rows if holds(e.bandwidth, parse(f"{bandwidth:.0f}")))
 
@@ -65,10 +64,11 @@ def estimate(
     context: int,
     gpus: int,
 ) -> Estimate | None:
-    """Tokens/s with `context` tokens in the cache, or None when the bandwidth is not known.
+    """Estimate tokens/s with `context` tokens in the cache; None if the bandwidth is unknown.
 
-    Tensor parallelism (`gpus` of vLLM) reads from all cards at once; llama.cpp's layer split
-    reads from one after the other, so that `gpus` is 1 for it.
+    Args:
+        gpus: cards that are read in parallel: all with tensor parallelism, 1 with llama.cpp's
+            layer split, which reads them one after the other.
     """
     if not machine.bandwidth:
         return None
@@ -82,8 +82,8 @@ def estimate(
         high = ceiling * reach.high * max(draft.accepted) / reach.cycle_low
     cards = f"{gpus} x " if gpus > 1 else ""
     basis = (
-        f"{cards}{machine.bandwidth:.0f} GB/s / {need / 1e9:.1f} GB a token = {ceiling:.0f} "
-        f"at most; {reach.low:.0%} to {reach.high:.0%} of that is what people reach"
+        f"{cards}{machine.bandwidth:.0f} GB/s / {need / 1e9:.1f} GB per token = {ceiling:.0f} "
+        f"at most; published speeds reach {reach.low:.0%} to {reach.high:.0%} of that"
     )
     reports = tuple(_reports(facts, machine, target, draft))
     return Estimate(

@@ -1,4 +1,4 @@
-"""The first five lines of an answer: whether it runs, type, context, speed, and the command."""
+"""Builds the five-line summary of a diagnosis: verdict, type, context, speed, command."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from g4spec.advisor.machine import GIB, Machine, assume_options, upgraded
 from g4spec.advisor.schema import Mark
 from g4spec.advisor.speed import Estimate
 
-NO_SPEED = "unknown without the memory's bandwidth: measure (the recipe ends with the command)"
+NO_SPEED = (
+    "unknown, as the memory bandwidth is unknown: measure it (the recipe ends with the command)"
+)
 SPILLED = "speed-46"
-"""Row of what was reported for models that a card could not hold."""
+"""Id of the row with reported speeds of models larger than the card's memory."""
 
 
 def gpus_at_once(v: EngineVerdict) -> int:
-    """Cards whose memory a step reads at the same time: all with tensor parallelism, one with
-    llama.cpp's split by layer."""
+    """Return the number of cards that a step reads in parallel: all of them with tensor
+    parallelism, one with llama.cpp's layer split."""
     return v.gpus if v.engine.name in ("vllm", "sglang") else 1
 
 
 def estimate(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> Estimate | None:
-    """Tokens/s of a verdict with a plan; None where the bandwidth is not known."""
+    """Estimate tokens/s; None without a memory plan or a known bandwidth."""
     if v.plan is None or v.option is None or not v.on_gpu:
         return None
     return speed.estimate(
@@ -35,10 +37,11 @@ def estimate(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> E
 def summarize(
     facts: Facts, machine: Machine, q: Question, v: EngineVerdict, works: bool, newer: bool
 ) -> Brief:
-    """Sum up the engine shown in detail.
+    """Summarize the verdict that is shown in detail.
 
     Args:
-        works: whether the run that was asked for can work. newer: `v` is what an upgrade gives.
+        works: True if the requested run can work as installed.
+        newer: True if `v` is the verdict after an upgrade.
     """
     said = f"{v.engine.title} {v.version}"
     if not v.installed:
@@ -58,7 +61,7 @@ def summarize(
     if n:
         said += f", with {n} condition{'s' * (n != 1)} (below)"
     if newer:
-        said = f"not as it is installed; after an upgrade: {said}"
+        said = f"not with the installed version; after an upgrade: {said}"
     lines = [*_plan(v), ("speed", _speed(estimate(facts, machine, q, v)))]
     then = upgraded(machine, v.engine.name) if newer else machine
     command = f"g4spec recipe {v.engine.name} {format_choice.command_options(q, then)}"
@@ -67,10 +70,10 @@ def summarize(
 
 
 def _plan(v: EngineVerdict) -> list[tuple[str, str]]:
-    """Type and context of the plan that was taken."""
+    """Return the summary's rows on weight type and context."""
     plan, option = v.plan, v.option
     if plan is None or option is None:
-        return [("type", "whatever the file holds, computed in 32-bit floats on the CPU")]
+        return [("type", "the file's type, computed in float32 on the CPU")]
     cards = f" on {v.gpus} cards" if v.gpus > 1 else "" if v.on_gpu else " on the CPU"
     text = f"up to {plan.largest:,} tokens with {plan.kv} cache; {plan.context:,} take "
     text += f"{plan.total / GIB:.1f} of {plan.available / GIB:.1f} GiB"
@@ -82,7 +85,7 @@ def _plan(v: EngineVerdict) -> list[tuple[str, str]]:
 
 
 def _speed(made: Estimate | None) -> str:
-    """Expected tokens/s in words."""
+    """Format the expected tokens/s."""
     if made is None:
         return NO_SPEED
     text = f"{made.low:.0f} to {made.high:.0f} tokens/s"

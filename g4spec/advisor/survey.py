@@ -1,4 +1,4 @@
-"""A machine without a question: every Gemma 4 size, and what is known about the machine."""
+"""Overview of a machine without a question: all Gemma 4 sizes, and known problems."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from g4spec.advisor.schema import DraftFact, Mark, ProblemFact, SizeFact
 from g4spec.advisor.summary import estimate
 
 URGENT = 5
-"""Problems of this rank or less are shown for every engine, not only for the one in detail."""
+"""Highest rank of problems that are shown for every engine, not only for the best one."""
 
 
 def problem_line(s: Section, p: ProblemFact, engine: str, detail: bool) -> None:
@@ -36,7 +36,7 @@ def problem_line(s: Section, p: ProblemFact, engine: str, detail: bool) -> None:
 
 
 def survey_sizes(facts: Facts, d: Diagnosis) -> None:
-    """One line a size: what runs, with the assistant that Google publishes for it."""
+    """Add one line per size: which engines run it with Google's MTP assistant."""
     names = ("llama.cpp", "vllm") if d.machine.gpus else ("llama.cpp", "g4spec")
     where = "" if d.machine.gpus else ", on the CPU"
     s = d.section(f"Gemma 4 on this machine{where} (with Google's MTP assistant; computed)")
@@ -67,7 +67,7 @@ def survey_sizes(facts: Facts, d: Diagnosis) -> None:
 
 
 def _fits(v: EngineVerdict) -> str:
-    """Say what an engine runs of a size, or why it does not, in a few words."""
+    """Describe briefly how an engine runs a size, or why it cannot."""
     if v.engine.name == "g4spec" and not v.works:
         return "g4spec no"
     if not v.works:
@@ -80,7 +80,7 @@ def _fits(v: EngineVerdict) -> str:
 def _pace(
     facts: Facts, d: Diagnosis, found: dict[str, EngineVerdict], draft: DraftModel | None
 ) -> str:
-    """Tokens/s without a draft and the length to start with, by the first engine that works."""
+    """Return plain tokens/s and the initial draft length, for the first engine that works."""
     for name, v in found.items():
         if not v.works or v.plan is None:
             continue
@@ -95,7 +95,7 @@ def _pace(
 
 
 def _other_drafts(facts: Facts, d: Diagnosis, s: Section, size: SizeFact) -> None:
-    """The other published drafts of a size; shown when everything is asked for."""
+    """Add the other published drafts of a size; shown with --verbose."""
     for row in facts.all(DraftFact):
         if row.model != size.id or row.kind == "mtp":
             continue
@@ -119,7 +119,7 @@ def _short(v: EngineVerdict) -> str:
 
 
 def general_problems(facts: Facts, d: Diagnosis) -> None:
-    """Problems that depend on the machine alone."""
+    """Add the problems that depend only on the machine."""
     m = d.machine
     if not m.gpus:
         return

@@ -1,4 +1,4 @@
-"""Versions and ranges of numbers, as the facts write them: `>=0.24,<0.33`, `<b9549`, `8.6`."""
+"""Parses versions and ranges as the facts write them: `>=0.24,<0.33`, `<b9549`, `8.6`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _TERM = re.compile(r"(>=|<=|==|!=|>|<|)\s*b?(\d+(?:\.\d+)*)$")
 
 
 def parse(text: str) -> tuple[int, ...]:
-    """The numbers at the start of a version: `0.19.2rc1.dev21+g89` gives (0, 19, 2).
+    """Return the numbers at the start of a version: `0.19.2rc1.dev21+g89` gives (0, 19, 2).
 
-    Build numbers of llama.cpp (`b9549`) are versions of one number. Empty for no number at all.
+    A build of llama.cpp (`b9549`) gives one number; a text without a number gives ().
     """
     found = re.match(r"\s*[vb]?(\d+(?:\.\d+)*)", text)
     return tuple(int(part) for part in found[1].split(".")) if found else ()
@@ -29,7 +29,7 @@ def _terms(text: str) -> list[tuple[str, tuple[int, ...]]]:
 
 @lru_cache(maxsize=2048)
 def holds(text: str, version: tuple[int, ...]) -> bool:
-    """Whether `version` lies in the range `text`; an empty range holds for everything.
+    """Return True if `version` is in the range `text`; an empty range contains everything.
 
     `==0.25` means 0.25 and every 0.25.x; so does `<=`. Raises ValueError for a malformed range.
     """

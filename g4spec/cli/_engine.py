@@ -84,7 +84,7 @@ def note_device(title: str, on_cpu: bool, setup: Setup, out: Output) -> None:
     elif setup.device == "auto":
         from g4spec.runtime import devices
 
-        if (why := devices.unused()) is not None:
+        if (why := devices.unused_gpu_reason()) is not None:
             out.note(f"runs on the CPU: {why}")
 
 

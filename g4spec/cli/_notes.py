@@ -17,7 +17,7 @@ def low_acceptance_note(drafted: int, accepted: int) -> str | None:
     return (
         f"almost no drafted token was accepted: {accepted} of {drafted} first tokens "
         f"({accepted / drafted:.1%}). The draft was probably not trained for this target. "
-        "Find the reason with `g4spec validate DRAFT --target TARGET`"
+        "Find the reason with `g4spec validate DRAFT --target TARGET --probe`"
     )
 
 

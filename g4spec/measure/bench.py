@@ -1,15 +1,15 @@
-"""Measures drafts: every draft length on every category of prompts, against plain decoding.
+"""Benchmarks a draft: every draft length on every category of prompts, against plain decoding.
 
-How a number comes about:
+Method:
 
-- All settings of a prompt run one after the other, in an order that rotates from prompt to prompt
-  and repeat to repeat, so that a machine that slows down slows all of them. A speed-up compares
-  the runs of one repeat with one another. Repeats time the same prompts again; counts of tokens
-  come from the first.
-- A first run of every setting on another prompt warms up and is not counted.
-- Prefill is timed apart. Speed is emitted tokens over the time of drafting and steps.
-- The text of every run must equal the plain text. If not, the benchmark has failed.
-- Ctrl-C ends it early; what was measured with every setting counts (`Result.interrupted`).
+- All draft lengths of a prompt run one after the other, in an order that rotates from prompt to
+  prompt and repeat to repeat, so that thermal throttling affects all of them. A speed-up compares
+  runs of the same repeat. Repeats time the same prompts again; counts of tokens come from the
+  first.
+- Every draft length first runs once on another prompt as a warm-up.
+- Prefill is timed separately. Speed is emitted tokens over the time of drafting and steps.
+- The text of every run must equal the plain text; otherwise the benchmark has failed.
+- Ctrl-C stops early; prompts measured with every draft length count (`SweepResult.interrupted`).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Stats
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 15)
-"""Draft lengths of a sweep; `auto` is measured beside them."""
+"""Draft lengths of a sweep, in addition to `auto`."""
 
 LOOPING = 0.5
-"""Share of repeated n-grams above which an output counts as looping."""
+"""Fraction of repeated n-grams above which an output counts as looping."""
 
 Progress = Callable[[int, int], None]
 
@@ -42,7 +42,7 @@ WARM_UP = "A list of words, one word a line:\napple\nbridge\ncandle\n"
 
 @dataclass(frozen=True, slots=True)
 class BenchConfig:
-    """What is measured. `lengths` always begin with 0, plain decoding."""
+    """Settings of a benchmark. `lengths` begin with 0, plain decoding."""
 
     lengths: tuple[DraftLength, ...]
     n_predict: int = 128
@@ -63,12 +63,12 @@ class BenchConfig:
 
 
 def parse_lengths(text: str, most: int | None) -> tuple[DraftLength, ...]:
-    """Draft lengths from "sweep", "auto", "4" or "2,4,auto"; plain decoding is added in front.
+    """Parse draft lengths: "sweep", "auto", "4" or "2,4,auto"; put plain decoding (0) first.
 
     Args:
-        most: longest proposal of the draft; None without a draft, then only plain remains.
+        most: maximum draft length; None without a draft, which leaves only plain decoding.
 
-    Raises UsageError for anything else, and for a number above what a step can hold.
+    Raises UsageError for anything else, and for numbers above MAX_DRAFT.
     """
     chosen: list[DraftLength] = [0]
     for word in ("sweep",) if text == "sweep" else text.split(","):
@@ -92,13 +92,14 @@ def parse_lengths(text: str, most: int | None) -> tuple[DraftLength, ...]:
 
 
 def longest_proposal(engine: Engine) -> int | None:
-    """Tokens of the longest proposal of an engine's draft; None without one."""
+    """Return the maximum draft length of an engine's draft; None without a draft."""
     return engine.draft.max_tokens if engine.draft else None
 
 
 @dataclass(frozen=True, slots=True)
 class TextDifference:
-    """A text that is not the plain one; `index` of the first token, None past an end."""
+    """A text that differs from the plain one. `index`: of the first differing token; `plain` and
+    `speculative`: its ids, None after the end of a text."""
 
     prompt: str
     length: DraftLength
@@ -109,11 +110,12 @@ class TextDifference:
 
 @dataclass(slots=True)
 class SweepResult:
-    """A sweep. `texts`: digest of each prompt's ids and of the plain output's ids.
+    """The result of a sweep.
 
     Attributes:
-        interrupted: ended by Ctrl-C; it then counts whole repeats only, or, before the end of the
-            first, the prompts that were measured with every setting.
+        texts: prompt name -> digests of the ids of the prompt and of the plain output.
+        interrupted: True if Ctrl-C stopped it. Only whole repeats count, or, within the first
+            repeat, prompts that were measured with every draft length.
     """
 
     config: BenchConfig
@@ -125,12 +127,12 @@ class SweepResult:
     interrupted: bool = False
 
     def row(self, category: str, length: DraftLength) -> SweepRow | None:
-        """One row, or None if it was not measured."""
+        """Return one row, or None if it was not measured."""
         found = (r for r in self.rows if (r.category, r.length) == (category, length))
         return next(found, None)
 
     def json(self, provenance: dict[str, Any], advice: dict[str, Any]) -> dict[str, Any]:
-        """The result file."""
+        """Return the contents of the result file."""
         return {
             "schema": SCHEMA,
             "provenance": provenance,
@@ -154,13 +156,13 @@ def sweep(
     idle: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> SweepResult:
-    """Measure every length on every prompt; Ctrl-C ends it early (`Result.interrupted`).
+    """Measure every draft length on every prompt; Ctrl-C stops early (`SweepResult.interrupted`).
 
     Args:
-        idle: `memory_in_use()` before the engine was loaded, to report its growth.
+        idle: `memory_in_use()` before the engine was loaded, to report the growth.
 
-    Raises InputError when two prompts are the same, and KeyboardInterrupt where nothing was
-    measured before it.
+    Raises InputError if two prompts are equal, and KeyboardInterrupt if it comes before the first
+    prompt is measured.
     """
     ids_of = encode_prompts(engine, prompts, config.n_predict)
     result = SweepResult(config, [], [], {}, list(engine.notes), {})
@@ -192,7 +194,7 @@ def sweep(
 
 
 def _sum_up(turns: Sequence[PromptRuns], result: SweepResult, ids_of: dict[str, list[int]]) -> None:
-    """Fill rows, differences and digests of a result."""
+    """Fill in rows, differences and digests of a result."""
     samples: dict[tuple[str, DraftLength], Sample] = {}
     for prompt, runs in turns:
         ids = ids_of[prompt.name]
@@ -212,9 +214,9 @@ def _warm_up(engine: Engine, config: BenchConfig) -> None:
 
 
 def repetition(ids: Sequence[int], n: int = 4) -> float:
-    """Share of the n-grams ending in the second half of `ids` that were there before.
+    """Return the fraction of n-grams ending in the second half of `ids` that occurred before.
 
-    Near 1 for text that goes in circles, which any draft predicts; 0 for fewer than 32 tokens.
+    Near 1 for looping text, which any draft predicts; 0 for fewer than 32 tokens.
     """
     if len(ids) < 32:
         return 0.0
@@ -230,7 +232,7 @@ def repetition(ids: Sequence[int], n: int = 4) -> float:
 
 
 def memory_in_use() -> int | None:
-    """Bytes of this process that are not pages of files; None where Linux cannot be asked."""
+    """Return this process's anonymous memory in bytes; None except on Linux."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -241,7 +243,7 @@ def memory_in_use() -> int | None:
 def encode_prompts(
     engine: Engine, prompts: Sequence[BenchPrompt], n_predict: int
 ) -> dict[str, list[int]]:
-    """Tokens by prompt name; refuses repetitions and prompts that leave no room."""
+    """Tokenize prompts, by name; reject equal prompts and prompts that do not fit the context."""
     found: dict[str, list[int]] = {}
     seen: dict[tuple[int, ...], str] = {}
     for prompt in prompts:
@@ -263,14 +265,14 @@ def encode_prompts(
 
 
 def rotate(lengths: tuple[DraftLength, ...], by: int) -> tuple[DraftLength, ...]:
-    """The same, another one first."""
+    """Rotate `lengths` to the left by `by` places."""
     by %= len(lengths)
     return lengths[by:] + lengths[:by]
 
 
 @dataclass(frozen=True, slots=True)
 class TimedRun:
-    """One text of one setting. `accepted_lengths`: cycles by number of accepted tokens."""
+    """One timed text. `accepted_lengths`: number of cycles by number of accepted tokens."""
 
     ids: list[int]
     stats: Stats
@@ -278,14 +280,14 @@ class TimedRun:
 
 
 class PromptRuns(NamedTuple):
-    """A prompt, and its run with every setting."""
+    """A prompt with one run per draft length."""
 
     prompt: BenchPrompt
     runs: dict[DraftLength, TimedRun]
 
 
 def _measure(engine: Engine, prompt: list[int], options: Options) -> TimedRun:
-    """Generate once."""
+    """Generate a text once."""
     run = engine.generate(prompt, options)
     # The first token comes from the prompt alone.
     counts = Counter(cycle.accepted for number, cycle in enumerate(run) if number)
@@ -294,7 +296,7 @@ def _measure(engine: Engine, prompt: list[int], options: Options) -> TimedRun:
 
 
 def _add(run: TimedRun, sample: Sample) -> None:
-    """Add what was counted and timed in a run."""
+    """Add the counts and timings of a run to a sample."""
     stats = run.stats
     sample.seconds.append(stats.seconds)
     sample.prefill.append(stats.prefill_seconds)
@@ -312,7 +314,7 @@ def _add(run: TimedRun, sample: Sample) -> None:
 
 
 def differences(prompt: str, ids: dict[DraftLength, list[int]]) -> Iterable[TextDifference]:
-    """Where texts part from the plain one, ids[0]."""
+    """Yield the first difference of each text from the plain one, ids[0]."""
     plain = ids[0]
     for length, other in ids.items():
         if other != plain:
@@ -323,14 +325,14 @@ def differences(prompt: str, ids: dict[DraftLength, list[int]]) -> Iterable[Text
 
 
 def _remarks(result: SweepResult) -> list[str]:
-    """What a reader must know to judge the numbers."""
+    """Return notes on how reliable the numbers are."""
     notes = [
-        f"{r.category}: {r.looping} of {r.prompts} outputs repeat themselves, which flatters drafts"
+        f"{r.category}: {r.looping} of {r.prompts} outputs loop, which inflates acceptance"
         for r in result.rows
         if r.looping and r.length == 0 and r.category != ALL
     ]
     if result.config.repeats == 1:
-        notes.append("one repeat: how much the timing scatters is not known")
+        notes.append("one repeat: the spread of the timing is unknown")
     return notes
 
 

@@ -1,4 +1,4 @@
-"""Compares two result files of `g4spec bench`: has anything become worse?"""
+"""Compares two result files of `g4spec bench` and finds regressions."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from g4spec.gguf import regular_files
 from g4spec.measure.bench_summary import SCHEMA
 
 ACCEPTANCE = 0.001
-"""A fixed length accepts the same tokens every time; more than this less is another draft."""
+"""Largest drop in acceptance of a fixed length that is not a regression: acceptance is
+deterministic, so a larger drop means another draft."""
 
 _NUMBER, LARGEST = (int, float), 1e15
-"""A JSON number may be too large for a float; no measured one is."""
+"""Accepted JSON number types, and the upper limit of a plausible speed."""
 
 _FIELDS: dict[str, type] = {
     "provenance": dict,
@@ -50,7 +51,8 @@ _FILE: dict[str, type | tuple[type, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One setting in both files. `speed`: new over old. `worse`: why it counts as regression."""
+    """One category and draft length in both files. `speed`: new over old. `worse`: why it is a
+    regression, or None."""
 
     category: str
     length: int | str
@@ -64,7 +66,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class BenchComparison:
-    """All settings of both files; `regressions` in words, empty when nothing became worse."""
+    """The result of a comparison. `regressions`: messages, empty without a regression."""
 
     changes: list[Change]
     regressions: list[str]
@@ -75,7 +77,7 @@ class BenchComparison:
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """A result file, checked. Raises InputError for anything else."""
+    """Read and check a result file; raise InputError for anything else."""
     try:
         data: dict[str, Any] = json.loads(regular_files.read_regular(path))
     except (ValueError, RecursionError) as error:
@@ -105,7 +107,7 @@ def read_result(path: Path) -> dict[str, Any]:
 
 
 def _check_origin(data: Mapping[str, Any], where: str) -> None:
-    """Raise InputError unless the two files and the texts are described as `bench` does it."""
+    """Raise InputError unless target, draft and texts are described as `bench` does."""
     for name, text in data["texts"].items():
         if not isinstance(text, dict):
             raise InputError(f"{where}: texts: {name}", expected="an object", found=f"{text!r:.80}")
@@ -131,7 +133,7 @@ def _check(data: Mapping[str, Any], fields: Mapping[str, Any], where: str) -> No
 
 
 def tolerance(text: str) -> float:
-    """A share from "5%", "5 %" or "0.05". Raises UsageError for anything else."""
+    """Parse a fraction: "5%", "5 %" or "0.05"; raise UsageError for anything else."""
     number, percent, rest = text.strip().partition("%")
     try:
         value = float(number) / (100 if percent else 1)
@@ -147,16 +149,16 @@ def compare(
 ) -> BenchComparison:
     """Compare two results that `read` returned.
 
-    Slower counts when the speed drops by more than `allowed` and the repeats of the two do not
-    overlap. Lower acceptance counts for fixed lengths; another text always does.
+    A regression is a drop in speed by more than `allowed` if the spreads of the repeats do not
+    overlap, lower acceptance of a fixed draft length, or a changed text.
 
-    Raises InputError when they were measured in different ways, unless `force`.
+    Raises InputError if the settings of the two differ, unless `force`.
     """
     unlike, retyped = _unlike(old, new), _retyped(old, new)
     if unlike and not force:
         raise InputError(
             "the two results cannot be compared: " + "; ".join(unlike),
-            fix="measure both in the same way, or pass --force",
+            fix="measure both with the same settings, or pass --force",
         )
     ours = {(r["category"], r["length"]): r for r in old["rows"]}
     theirs = {(r["category"], r["length"]): r for r in new["rows"]}
@@ -164,11 +166,9 @@ def compare(
     timed = [pair for pair in both if all(row["tokens_per_second"] for row in pair)]
     changes = [_change(*pair, allowed) for pair in timed]
     if not changes:
-        raise InputError(
-            "the two results have no kind of prompt and draft length in common that took any time"
-        )
+        raise InputError("the two results have no (category, draft length) pair to compare")
     if untimed := len(both) - len(timed):
-        unlike.append(f"{untimed} settings took no time: their texts are one token")
+        unlike.append(f"{untimed} pairs were not timed: their texts have one token")
     regressions = [f"{c.category}, length {c.length}: {c.worse}" for c in changes if c.worse]
     if missing := len(ours.keys() - theirs.keys()):
         unlike.append(f"{missing} of {len(ours)} settings are only in the old file")
@@ -202,7 +202,7 @@ def _change(old: Mapping[str, Any], new: Mapping[str, Any], allowed: float) -> C
 
 
 def _unlike(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What was different about the two measurements, beside the program."""
+    """Return the differences between the two measurements' settings, files and machines."""
     found = []
     for name in ("machine", "device", "ops"):
         a, b = old["provenance"].get(name), new["provenance"].get(name)
@@ -225,8 +225,8 @@ def _unlike(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def _retyped(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """The drafts are of one kind but stored in other types: what that costs can be compared, as
-    the texts are the target's."""
+    """Return a warning if the drafts have the same kind but other quant types, or []. Such results
+    can be compared, because the texts are the target's."""
     one, two = (side["provenance"].get("draft") or {} for side in (old, new))
     types = [side.get("types") or {} for side in (one, two)]
     if one.get("kind") != two.get("kind") or set(types[0]) == set(types[1]) or not all(types):

@@ -1,4 +1,4 @@
-"""The result of a sweep as one HTML page that needs nothing else: no network, no scripts."""
+"""Renders the result of a sweep as a self-contained HTML page without scripts."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Rows = list[dict[str, Any]]
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """The page for a result file's content (`bench_compare.read` checks foreign ones), whose text
-    is escaped."""
+    """Return the HTML page of a result file's contents, with all text escaped. Check untrusted
+    files with `bench_compare.read_result` first."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters["bytes"] = _bytes
     environment.filters["title_of"] = lambda name: TITLES.get(name, name)
@@ -50,7 +50,7 @@ def page(data: Mapping[str, Any]) -> str:
 
 
 def _best(data: Mapping[str, Any], rows: Rows) -> Rows:
-    """The row of the recommended length of each category."""
+    """Return the row of the recommended length of each category."""
     chosen = data["recommendation"]["lengths"]
     return [r for r in rows if chosen.get(r["category"]) == r["length"]]
 
@@ -77,7 +77,7 @@ def _speed(category: str, rows: Rows, chosen: Mapping[str, int | str]) -> tuple[
 
 
 def _positions(category: str, rows: Rows) -> tuple[str, Markup] | None:
-    """Share of drafted tokens accepted at each position, from the longest fixed length."""
+    """Chart the acceptance at each position, from the longest fixed draft length."""
     mine = [r for r in rows if r["category"] == category and r["length"] not in (0, "auto")]
     if not mine:
         return None
@@ -97,7 +97,7 @@ def _positions(category: str, rows: Rows) -> tuple[str, Markup] | None:
 def _committed(
     category: str, rows: Rows, chosen: Mapping[str, int | str]
 ) -> tuple[str, Markup, int | str] | None:
-    """Share of cycles by tokens committed, at the recommended length (else the shortest)."""
+    """Chart the cycles by committed tokens, at the recommended (else shortest) length."""
     mine = [r for r in rows if r["category"] == category and r["length"] != 0]
     if not mine:
         return None

@@ -1,13 +1,13 @@
-"""Measures several streams at once: what an engine gives in all, and what each reader waits for.
+"""Benchmarks concurrent streams: total throughput, and the latency of each stream.
 
-Each of N streams has one request under way and makes the next one when it is done, until every
-prompt was answered once. Settings take turns as in `bench`, after a warm-up that is not counted.
-The text of every answer must equal the plain one.
+Each of N streams has one request in flight and submits the next when it is done, until every
+prompt was answered once. Draft lengths alternate as in `bench`, after a warm-up that is not
+counted. The text of every answer must equal the plain one.
 
-- *First token*: from submitting a request until its first token arrived. No stream waits for a
-  slot; it does wait for the prompts of the others.
-- *Between tokens*: of each cycle, the time since what arrived before it, over its tokens; one entry
-  a token.
+- *First token*: time from submitting a request to its first token. A stream never waits for a
+  slot, but it waits for the prefill of other streams.
+- *Between tokens*: for each cycle, the time since the previous arrival divided by the number of
+  its tokens; one entry per token.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ SCHEMA = "g4spec.bench-streams/1"
 
 @dataclass(frozen=True, slots=True)
 class StreamsRow:
-    """One draft length. Seconds of first tokens and between tokens are over all repeats.
+    """Summary of one draft length. Latencies are in seconds, over all repeats.
 
     Attributes:
-        tokens: of one repeat, all streams together, and so are `tokens_per_second`, the median of
-            the repeats; `spread`: lowest and highest of them.
+        tokens: generated in one repeat by all streams.
+        tokens_per_second: of all streams, median of the repeats; `spread`: lowest and highest.
         ratio: speed over plain, median of the repeats.
-        committed: tokens of a cycle of one text. acceptance: accepted over drafted tokens.
-        preempted: texts whose memory was given to others for a while.
+        committed: mean tokens per cycle of one text. acceptance: accepted over drafted tokens.
+        preempted: number of preemptions.
     """
 
     length: DraftLength
@@ -67,8 +67,8 @@ class StreamsRow:
 
 @dataclass(slots=True)
 class StreamsResult:
-    """A measurement. `interrupted`: by Ctrl-C; it then counts whole repeats of every setting, or
-    the settings that were measured once."""
+    """The result of a sweep. `interrupted`: True if Ctrl-C stopped it; then only whole repeats
+    count, or the draft lengths that were measured once."""
 
     config: BenchConfig
     rows: list[StreamsRow]
@@ -77,7 +77,7 @@ class StreamsResult:
     interrupted: bool = False
 
     def json(self, provenance: dict[str, Any]) -> dict[str, Any]:
-        """The result file."""
+        """Return the contents of the result file."""
         return {
             "schema": SCHEMA,
             "provenance": provenance,
@@ -92,7 +92,7 @@ class StreamsResult:
 
 @dataclass(slots=True)
 class Round:
-    """All prompts answered once."""
+    """Measurements of answering all prompts once. `first`, `between`: latencies in seconds."""
 
     seconds: float = 0.0
     first: list[float] = field(default_factory=list)
@@ -104,13 +104,13 @@ class Round:
         return sum(len(request.ids) for request in self.answers.values())
 
     def total(self, name: str) -> int:
-        """Sum of a count of `Stats`."""
+        """Return the sum of a `Stats` field over all requests."""
         return sum(getattr(request.stats, name) for request in self.answers.values())
 
 
 @dataclass(slots=True)
 class ActiveRequest:
-    """A request under way, and when something of it arrived last."""
+    """A request in flight. `submitted`, `arrived`: times of submission and of the last tokens."""
 
     request: Request
     cycles: Iterator[Cycle]
@@ -126,10 +126,10 @@ def sweep(
     *,
     progress: Progress = lambda done, total: None,
 ) -> StreamsResult:
-    """Measure every length with `streams` requests at once.
+    """Measure every draft length with `streams` concurrent requests.
 
-    Raises InputError when two prompts are the same, and KeyboardInterrupt where plain decoding was
-    not measured before it.
+    Raises InputError if two prompts are equal, and KeyboardInterrupt if it comes before plain
+    decoding is measured.
     """
     assert streams <= engine.pool.space.n_slots, streams
     ids_of = encode_prompts(engine, prompts, config.n_predict)
@@ -190,8 +190,8 @@ def answer_prompts(
 
 
 def _take(stream: ActiveRequest, now: float, made: Round) -> bool:
-    """Note what has arrived; False if nothing more will."""
-    while stream.request.news:
+    """Record the arrived tokens; return False if the request is done."""
+    while stream.request.has_news:
         cycle = next(stream.cycles, None)
         if cycle is None:
             return False
@@ -232,7 +232,7 @@ def _row(length: DraftLength, streams: int, rounds: list[Round], plain: list[Rou
 
 
 def percentile(values: Sequence[float], share: int) -> float:
-    """The smallest value that at least `share` percent of all do not exceed; 0 of none."""
+    """Return the `share`-th percentile (nearest rank); 0 for no values."""
     ordered = sorted(values)
     return ordered[max(0, -(-len(ordered) * share // 100) - 1)] if ordered else 0.0
 
@@ -240,7 +240,7 @@ def percentile(values: Sequence[float], share: int) -> float:
 def _remarks(
     result: StreamsResult, rounds: dict[DraftLength, list[Round]], engine: Engine, streams: int
 ) -> list[str]:
-    """What a reader must know to judge the numbers."""
+    """Return notes on how reliable the numbers are."""
     notes = [
         note
         for made in rounds.values()
@@ -250,14 +250,14 @@ def _remarks(
     ]
     if any(row.preempted for row in result.rows):
         notes.append(
-            "texts were preempted: all together have the cache of one context, "
+            "texts were preempted: all streams share a cache of one context, "
             f"{engine.n_ctx} tokens; raise -c"
         )
     if result.rows[0].requests < 2 * streams:
         notes.append(
-            f"{result.rows[0].requests} prompts for {streams} streams: most of the time "
-            "fewer were busy"
+            f"{result.rows[0].requests} prompts for {streams} streams: fewer were busy "
+            "most of the time"
         )
     if result.config.repeats == 1:
-        notes.append("one repeat: how much the timing scatters is not known")
+        notes.append("one repeat: the spread of the timing is unknown")
     return [note for note in dict.fromkeys(notes) if note not in result.notes]

@@ -1,4 +1,4 @@
-"""What one setting of a sweep measured on one prompt, and its summary over a category."""
+"""Measurements of one draft length on one prompt, and their summary over a category."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from g4spec.core import MAX_DRAFT
 from g4spec.measure.prompts import BenchPrompt
 
 SCHEMA = "g4spec.bench/1"
-"""Of a result file."""
+"""Schema version of a result file."""
 
 ALL = "all"
 """Name of the row that sums up the categories."""
@@ -21,13 +21,13 @@ DraftLength = int | Literal["auto"]
 
 @dataclass(slots=True)
 class Sample:
-    """One setting on one prompt. Lists of seconds and cycles have one entry a repeat; counts are
-    over all repeats, because `auto` may choose otherwise each time."""
+    """Measurements of one draft length on one prompt. Lists of seconds and cycles have one entry
+    per repeat; counts are over all repeats, because `auto` may choose differently each time."""
 
     prompt: BenchPrompt
     length: DraftLength
     prompt_tokens: int
-    tokens: int = 0  # chosen after the prompt's own; the same for every setting of a prompt
+    tokens: int = 0  # generated; the same for every draft length of a prompt
     seconds: list[float] = field(default_factory=list)
     prefill: list[float] = field(default_factory=list)
     draft: list[float] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Sample:
 
     @property
     def committed(self) -> float:
-        """Tokens of a cycle."""
+        """Mean tokens per cycle."""
         return 1 + sum(self.accepted) / sum(self.cycles) if any(self.cycles) else 0.0
 
     @property
@@ -51,20 +51,20 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class SweepRow:
-    """One setting on one category.
+    """Summary of one draft length on one category.
 
     Attributes:
         tokens_per_second: median of the repeats; `spread`: lowest and highest of them.
         prompt_range: lowest and highest prompt, medians of the repeats.
         ratio: speed over plain, median of the repeats; `ratio_spread`: lowest and highest.
-        committed: tokens of a cycle on average (accepted ones and the target's own);
+        committed: mean tokens per cycle (accepted ones and the target's own);
             `committed_range`: lowest and highest prompt.
         acceptance: accepted over drafted tokens; `acceptance_range`: as above.
-        tokens: of one repeat; all other counts are over all repeats.
+        tokens: generated in one repeat; all other counts are over all repeats.
         drafted_by_position, accepted_by_position: first drafted token first.
         accepted_lengths: cycles by number of accepted tokens, from 0.
-        draft_ms, step_ms: milliseconds of a cycle.
-        looping: prompts whose output repeats itself.
+        draft_ms, step_ms: milliseconds per cycle.
+        looping: number of prompts whose output loops.
     """
 
     category: str
@@ -90,7 +90,7 @@ class SweepRow:
 
 
 def summarize(samples: Sequence[Sample], lengths: Sequence[DraftLength]) -> list[SweepRow]:
-    """A row for every category and length; with several categories also for all of them."""
+    """Return a row per category and draft length; with several categories also rows for ALL."""
     categories = list(dict.fromkeys(s.prompt.category for s in samples))
     rows = []
     for category in categories if len(categories) == 1 else [*categories, ALL]:
@@ -139,13 +139,13 @@ def _row(
 
 
 def _speeds(samples: list[Sample]) -> list[float]:
-    """Tokens per second over all samples, one entry a repeat."""
+    """Return tokens per second over all samples, one entry per repeat."""
     tokens = sum(s.tokens for s in samples)
     return [tokens / sum(times) for times in zip(*(s.seconds for s in samples), strict=True)]
 
 
 def _milliseconds(times: list[list[float]], samples: list[Sample]) -> float:
-    """Time of a cycle, median of the repeats."""
+    """Return milliseconds per cycle, median of the repeats."""
     seconds = [sum(column) for column in zip(*times, strict=True)]
     cycles = [sum(column) for column in zip(*(s.cycles for s in samples), strict=True)]
     each = [1000 * t / n for t, n in zip(seconds, cycles, strict=True)]

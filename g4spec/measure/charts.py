@@ -1,5 +1,5 @@
-"""Small charts as inline SVG. Colours and fonts come from the page's style sheet, so one drawing
-serves light and dark; every mark has a `<title>`, which browsers show as a tooltip."""
+"""Draws charts as inline SVG. Colours and fonts come from the page's style sheet, for light and
+dark mode; every mark has a `<title>`, which browsers show as a tooltip."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from markupsafe import Markup, escape
 
 WIDTH, HEIGHT = 320, 190
 LEFT, RIGHT, TOP, BOTTOM = 38, 12, 14, 34
-"""Margins that hold the axis labels."""
+"""Margins in pixels, for the axis labels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One mark: `low` and `high` draw a whisker, `strong` marks the recommended one."""
+    """One data point. `low`, `high`: ends of its whisker; `strong`: True to highlight it."""
 
     label: str
     value: float
@@ -27,7 +27,7 @@ class Point:
 
 
 def ticks(highest: float, about: int = 4) -> list[float]:
-    """Round numbers from 0 to at least `highest`."""
+    """Return round axis values from 0 to at least `highest`."""
     if highest <= 0:
         return [0.0, 1.0]
     raw = highest / about
@@ -39,11 +39,11 @@ def ticks(highest: float, about: int = 4) -> list[float]:
 def line_chart(
     points: Sequence[Point], apart: Point | None, highest: float, label: str, x_label: str
 ) -> Markup:
-    """A line through `points`, a dashed line at the first one's value, and one mark on its own.
+    """Draw a line through `points`, with a dashed baseline at the value of the first.
 
     Args:
-        apart: drawn to the right as a diamond (`auto`).
-        highest: top of the axis, shared by neighbouring charts.
+        apart: an extra point, drawn to the right as a diamond (`auto`).
+        highest: maximum of the axis, the same for neighbouring charts.
     """
     scale = ticks(highest)
     marks = [*points, apart] if apart else list(points)
@@ -77,7 +77,7 @@ def line_chart(
 def bar_chart(
     values: Sequence[float], names: Sequence[str], titles: Sequence[str], label: str, x_label: str
 ) -> Markup:
-    """Shares between 0 and 1 as columns."""
+    """Draw fractions between 0 and 1 as columns."""
     scale = [0.0, 0.25, 0.5, 0.75, 1.0]
     xs = _columns(len(values))
     wide = min(26.0, (WIDTH - LEFT - RIGHT) / max(len(values), 1) * 0.7)
@@ -95,7 +95,7 @@ def bar_chart(
 
 
 def stacked_bars(rows: Sequence[tuple[str, float, float]], label: str) -> Markup:
-    """Two quantities a row (draft and step, in milliseconds) as one stacked bar each."""
+    """Draw one stacked bar per row (name, draft ms, step ms)."""
     top, high, left, wide = 6, 24, 46, 640
     most = max((a + b for _, a, b in rows), default=0) or 1.0
     out = []

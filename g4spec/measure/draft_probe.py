@@ -1,7 +1,7 @@
-"""Runs a pair on a few shipped prompts and compares acceptance with what drafts of its kind reach.
+"""Runs a pair on a few built-in prompts and compares acceptance with published drafts of its kind.
 
-Then single settings that no tensor and no other key can show to be wrong are tried the other way:
-one that raises acceptance clearly names a fault, also in a draft that is still fairly good.
+It also changes, one at a time, settings that cannot be verified from the tensors or other keys: one
+that clearly raises acceptance is wrong in the file, even if the draft works fairly well.
 """
 
 from __future__ import annotations
@@ -20,40 +20,41 @@ from g4spec.runtime.request import Options
 
 CATEGORIES = ("code", "chat", "maths")
 REACHED = {"dflash": 2.08, "gemma4-assistant": 2.3}
-"""Fewest tokens a step that are published for right Gemma 4 drafts of a kind (z-lab beside the
-26B-A4B; an assistant beside a quantized 31B). Of other kinds no such figure is known."""
+"""Lowest published tokens per step of correct Gemma 4 drafts by kind (z-lab with the 26B-A4B; an
+assistant with a quantized 31B). No such figure is known for other kinds."""
 LEAST = 1.1
-"""Tokens a step below which any draft is of no use."""
+"""Tokens per step below which a draft is useless."""
 BETTER = 1.15
-"""A setting is named if it commits so many times the tokens."""
+"""Factor in tokens per step from which a changed setting counts as better."""
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceCounts:
-    """What a draft did: counts by position of the proposal, the first token first."""
+    """Numbers of drafted and accepted tokens by position in the proposal."""
 
     drafted: tuple[int, ...]
     accepted: tuple[int, ...]
 
     @property
     def per_step(self) -> float:
-        """Tokens committed in a step, the target's own included."""
+        """Mean tokens committed per step, the target's own included."""
         return 1 + sum(self.accepted) / max(self.drafted[0], 1)
 
     def shares(self) -> list[float]:
-        """Share of the tokens drafted at each position that was accepted."""
+        """Return the acceptance at each position."""
         return [a / d for a, d in zip(self.accepted, self.drafted, strict=True) if d]
 
 
 @dataclass(slots=True)
 class ProbeResult:
-    """What a probe found.
+    """The result of a probe.
 
     Attributes:
-        kind: of draft. reached: fewest tokens a step of right drafts of the kind, or LEAST.
-        run: of the file as it is. others: setting -> run of the file with it, best first.
+        kind: kind of draft. reached: lowest tokens per step of correct drafts of this kind, or
+            LEAST.
+        run: counts of the unchanged file. others: changed setting -> counts, best first.
     """
 
     kind: str
@@ -63,12 +64,12 @@ class ProbeResult:
 
     @property
     def ok(self) -> bool:
-        """Whether the draft does what its kind does, and no other setting does better."""
+        """True if the draft reaches `reached` and no changed setting is better."""
         return self.run.per_step >= self.reached and not self.better
 
     @property
     def better(self) -> list[str]:
-        """Settings with which the draft commits clearly more."""
+        """Changed settings that clearly raise tokens per step."""
         return [
             name for name, run in self.others.items() if run.per_step >= BETTER * self.run.per_step
         ]
@@ -98,7 +99,7 @@ def probe(
     """Measure a pair, and the same draft with single settings changed.
 
     Args:
-        n_predict: tokens of each text. count: prompts of each of CATEGORIES.
+        n_predict: tokens per text. count: prompts per category of CATEGORIES.
     """
     measured = _measure(target, draft, n_predict, count, device)
     kind = _kind(draft)
@@ -115,7 +116,7 @@ def probe(
 
 
 def variants(file: GGUF) -> Iterator[tuple[str, KV]]:
-    """Each setting that may be wrong in silence, the other way: what to call it, and its keys."""
+    """Yield a description and the changed keys for each setting whose error would go unnoticed."""
     a = f"{file.get('general.architecture')}."
     ids = file.get(f"{a}target_layers")
     if isinstance(ids, list):

@@ -1,7 +1,7 @@
-"""Collects an importance matrix: sums of the squared inputs of every matrix over a text.
+"""Computes an importance matrix: the sum of squared inputs of every matrix column over a text.
 
-What llama-imatrix does (llama.cpp `tools/imatrix`): the matrices of the layers, in chunks of 512
-tokens with BOS first; a stack of experts counts each expert's rows by themselves.
+As llama-imatrix (llama.cpp `tools/imatrix`): for the matrices of the layers, in chunks of 512
+tokens that begin with BOS; experts are counted separately.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from g4spec.runtime.engine import Engine
 
 Progress = Callable[[int, int], None]
 PREFIX = "blk."
-"""Of the names of matrices that are counted: the token table's rows are no products."""
+"""Name prefix of the counted matrices: the token embedding is not used in a matmul."""
 
 
 class InputSums(Ops):
-    """The reference ops, which add up the squared inputs of the matrices of a model.
+    """The reference ops, which also sum the squared inputs of the model's matrices.
 
     Args:
-        weights: of the model, by name. A matrix is known again by the memory that it is in, and an
-            expert by its place there.
+        weights: the model's weights by name. `linear` identifies a matrix by its storage address,
+            and an expert by its offset there.
     """
 
     def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -61,7 +61,7 @@ class InputSums(Ops):
         self.counts[name][expert] += len(x)
 
     def entries(self) -> dict[str, Entry]:
-        """What was counted, by matrix."""
+        """Return the sums and counts by matrix."""
         return {
             name: Entry(np.asarray(sums, np.float32), np.asarray(self.counts[name]))
             for name, sums in self.sums.items()

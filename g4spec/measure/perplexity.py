@@ -1,10 +1,10 @@
-"""Perplexity of a target on a text, and how far its distributions are from another's.
+"""Measures the perplexity of a target on a text, and its divergence from a base model.
 
-Chunks, rows and figures are those of `llama-perplexity --kl-divergence`: of each chunk the second
-half is predicted, and of the predicted distributions are reported the Kullback-Leibler divergence
-from the base's, how often both have the same likeliest token, and by how much the probability of
-the text's token changed. The base's distributions are kept whole here, there in 16 bits and cut off
-16 nats below the likeliest, which moves the base's perplexity in the third digit.
+Chunks, rows and metrics are those of `llama-perplexity --kl-divergence`: the second half of each
+chunk is predicted; reported are the Kullback-Leibler divergence from the base's distribution, how
+often both have the same top token, and the change in probability of the text's token. Here the
+base's distributions are exact; llama-perplexity stores them in 16 bits and cuts them off 16 nats
+below the top token, which changes the base's perplexity in the third digit.
 Source: llama.cpp `tools/perplexity/perplexity.cpp`.
 """
 
@@ -39,24 +39,25 @@ class ValueWithError:
 
     @classmethod
     def mean(cls, values: Values) -> ValueWithError:
-        """Of independent values [n]."""
+        """Return the mean of independent values [n] and its standard error."""
         return cls(float(values.mean()), math.sqrt(values.var() / max(len(values) - 1, 1)))
 
     def exp(self) -> ValueWithError:
-        """e to the number."""
+        """Return exp(value), with the error propagated."""
         grown = math.exp(self.value)
         return ValueWithError(grown, grown * self.error)
 
 
 @dataclass(frozen=True, slots=True)
 class BaseComparison:
-    """A model beside a base, over the same tokens.
+    """A model compared with a base model on the same tokens.
 
     Attributes:
-        base: the base's perplexity. ratio: of the perplexities, their errors correlated.
-        divergence: mean divergence in nats; divergences: by percentile.
-        same_top: share of rows with the same likeliest token.
-        moved: root mean square of what the probability of the text's token changed by.
+        base: the base's perplexity. ratio: model / base perplexity; its error is that of the
+            paired differences.
+        divergence: mean KL divergence in nats; divergences: its percentiles.
+        same_top: fraction of rows with the same top token.
+        moved: root mean square change in the probability of the text's token.
     """
 
     base: ValueWithError
@@ -69,7 +70,7 @@ class BaseComparison:
 
 @dataclass(frozen=True, slots=True)
 class PerplexityResult:
-    """What was measured over `tokens` predicted tokens of `chunks` chunks of `size` tokens."""
+    """Perplexity over `tokens` predicted tokens of `chunks` chunks of `size` tokens each."""
 
     chunks: int
     size: int
@@ -91,10 +92,10 @@ def measure(
     """Predict the second halves of the chunks of `text_chunks.split_text`, all of one size.
 
     Args:
-        base: another model of the same vocabulary, to compare with.
-        read: reads a chunk; for who compares several models with one base.
+        base: a base model with the same vocabulary, or None.
+        read: reads a chunk. A caller that compares several models with one base may cache it.
 
-    Raises InputError if the vocabularies differ, or logits are not finite.
+    Raises InputError if the vocabularies differ or logits are not finite.
     """
     if base is not None and base.config.n_vocab != engine.config.n_vocab:
         raise InputError(
@@ -114,8 +115,8 @@ def measure(
 
 
 def _chunk(engine: Engine, base: Engine | None, ids: list[int], read: ReadChunk) -> Values:
-    """Of each predicted token: its negative log-probability; with a base also the base's, the
-    divergence, and 1 where the likeliest token is the same; [1 or 4, n]."""
+    """Return for each predicted token the negative log-probability; with a base also the base's,
+    the divergence, and 1 if the top token is the same; [1 or 4, n]."""
     both = [_log_probs(e, ids, read) for e in (engine, base) if e is not None]
     found = []
     for at, *parts in zip(_starts(ids), *both, strict=True):
@@ -129,12 +130,12 @@ def _chunk(engine: Engine, base: Engine | None, ids: list[int], read: ReadChunk)
 
 
 def _starts(ids: list[int]) -> range:
-    """First rows of what is computed together: the rows that predict the second half."""
+    """Return the first row of each batch of up to 16 rows that predict the second half."""
     return range(len(ids) // 2, len(ids) - 1, MAX_STEP_ROWS)
 
 
 def _log_probs(engine: Engine, ids: list[int], read: ReadChunk) -> Iterator[torch.Tensor]:
-    """Log-probabilities float64 [up to 16, V] after the rows of `_starts`, on the CPU."""
+    """Yield log-probabilities float64 [up to 16, V] for each batch of `_starts`, on the CPU."""
     hidden = read(engine, ids)
     for at in _starts(ids):
         last = min(at + MAX_STEP_ROWS, len(ids) - 1)

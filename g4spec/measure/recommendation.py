@@ -1,4 +1,4 @@
-"""Choose the draft length to use from a sweep, and say it in words."""
+"""Chooses the draft length to use from a sweep, and describes it in a sentence."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from g4spec.measure.bench_summary import ALL, DraftLength, SweepRow
 from g4spec.measure.prompts import TITLES
 
 NOISE = 0.02
-"""Differences in speed below this say nothing, even when the repeats agree better."""
+"""Smallest relative difference in speed that counts, even if the spread is smaller."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """What to draft, by category and in words.
+    """The recommended draft lengths.
 
     Attributes:
-        lengths: the fastest setting of each category: a length or "auto"; empty where no fixed
-            length was measured.
-        auto: what `auto` reaches of the best fixed length that was measured.
-        unmeasured: longest measured length of the categories in which it was the fastest fixed one
-            although the draft allows longer ones: the maximum was not seen.
+        lengths: category -> fastest draft length or "auto"; empty if no fixed length was measured.
+        auto: category -> speed of `auto` as a fraction of the best measured fixed length.
+        words, auto_words: the recommendation as text.
+        unmeasured: category -> longest measured length, if it was the fastest fixed one although
+            the draft supports longer ones, which may be faster.
     """
 
     lengths: dict[str, DraftLength]
@@ -36,15 +36,15 @@ class Recommendation:
 
 
 def recommend(rows: Sequence[SweepRow], longest: int | None = None) -> Recommendation:
-    """Choose the fastest setting of each category, `auto` included.
+    """Choose the fastest draft length of each category, `auto` included.
 
-    A length at which no draft was accepted cannot gain; whatever the clock said, it was noise.
-    Lengths whose speed-up lies within the spread of the fastest one's repeats, or within `NOISE`,
-    are ties; the smallest of them is taken, because it wastes the least. `auto` is taken where each
-    of its repeats beat the fastest fixed length by more than that.
+    Lengths without any accepted token are excluded: their speed-up is noise. Lengths whose speed-up
+    is within the spread of the fastest one's repeats, or within NOISE, are ties; the smallest wins,
+    because it drafts the fewest tokens. `auto` wins if each of its repeats beats the fastest fixed
+    length by more than that.
 
     Args:
-        longest: tokens of the draft's longest proposal.
+        longest: maximum draft length.
     """
     by_category: dict[str, list[SweepRow]] = {}
     for row in rows:
@@ -79,7 +79,7 @@ def recommend(rows: Sequence[SweepRow], longest: int | None = None) -> Recommend
 
 
 def _unfixed(by_category: dict[str, list[SweepRow]]) -> str:
-    """Without a fixed length there is none to recommend."""
+    """Describe a sweep in which no fixed draft length was measured."""
     autos = {
         name: row.ratio
         for name, rows in by_category.items()
@@ -113,7 +113,7 @@ def _words(lengths: dict[str, DraftLength]) -> str:
 
 
 def _unmeasured_words(unmeasured: dict[str, int]) -> str:
-    """Say where a longer draft may be faster still."""
+    """Describe where a longer draft may be faster."""
     if not unmeasured:
         return ""
     names = [TITLES.get(name, name) for name in unmeasured]
@@ -124,7 +124,7 @@ def _unmeasured_words(unmeasured: dict[str, int]) -> str:
 
 
 def _auto_words(auto: dict[str, float]) -> str:
-    """Empty when `auto` was not measured."""
+    """Describe the speed of `auto`; "" if it was not measured."""
     if not auto:
         return ""
     mean = sum(auto.values()) / len(auto)

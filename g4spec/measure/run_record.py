@@ -1,4 +1,4 @@
-"""Where a result comes from: files, versions, machine, command."""
+"""Records where a result comes from: files, versions, machine, command."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from g4spec.ops.reference import Ops
 def describe(
     target: Path, draft: Path | str | None, backend: Backend, command: Sequence[str]
 ) -> dict[str, Any]:
-    """Everything needed to judge and repeat a measurement; JSON types only.
+    """Return everything needed to judge and repeat a measurement, as JSON types.
 
     Args:
         draft: a draft file, "ngram", or None.
-        command: the arguments as they were typed; paths are cut to their last part.
+        command: the command-line arguments; paths are reduced to their file names.
     """
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -51,8 +51,8 @@ def describe(
 
 
 def without_folders(command: Sequence[str]) -> list[str]:
-    """Arguments with the folders of every path left out: a result is shared, and folders name the
-    user, the machine and other work. Hub ids stay."""
+    """Remove the folders from paths in arguments: results are shared, and folders may identify the
+    user, the machine or other work. Hub ids are kept."""
     shown = []
     for argument in command:
         flag, equals, value = argument.partition("=") if argument[:1] == "-" else ("", "", argument)
@@ -63,8 +63,8 @@ def without_folders(command: Sequence[str]) -> list[str]:
 
 
 def describe_file(path: Path) -> dict[str, Any]:
-    """Name, size, SHA-256, architecture and quantization types of a GGUF file; of a split model
-    size and SHA-256 are those of its parts behind each other."""
+    """Return name, size, SHA-256, architecture and quant types of a GGUF file. For a split model,
+    size and SHA-256 are those of the concatenated parts."""
     digest = hashlib.sha256()
     with GGUF(path) as opened:
         for part in opened.parts:
@@ -84,7 +84,7 @@ def describe_file(path: Path) -> dict[str, Any]:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, threads and operating system; no host or user name."""
+    """Return processor, threads and operating system, without host or user name."""
     return {
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0))
@@ -96,7 +96,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def driver() -> str | None:
-    """Version of NVIDIA's driver; None where there is none."""
+    """Return the version of NVIDIA's driver, or None."""
     import pynvml
 
     try:
@@ -116,7 +116,7 @@ def _cpu() -> str:
 
 
 def commit() -> str | None:
-    """Commit of the source tree that runs, "+" behind it if something was changed; None for an
+    """Return the commit of the running source tree, with a "+" if it has changes; None for an
     installed package."""
     root = Path(g4spec.__file__).parent.parent
     if not (root / ".git").exists():
@@ -137,6 +137,6 @@ def _git(root: Path, *args: str) -> str:
 
 
 def overridden(ops: object) -> list[str]:
-    """Names of the operations that a backend replaces; empty for the reference."""
+    """Return the names of the ops that a backend overrides; [] for the reference."""
     kind = type(ops)
     return sorted(n for n in dir(Ops) if n[0] != "_" and getattr(kind, n) is not getattr(Ops, n))

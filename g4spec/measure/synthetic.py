@@ -1,5 +1,5 @@
-"""Models of the published shapes with random weights, made on the GPU: for measuring speed where
-no checkpoint is at hand. What they say means nothing; what they cost is what the real ones cost.
+"""Builds models of the published shapes with random weights on the GPU, to measure speed without a
+checkpoint. Their output is meaningless; their speed is that of the real models.
 
 Shapes: config.json of google/gemma-4-{E2B,E4B,12B,26B-A4B,31B}, of their assistants, and of z-lab's
 DFlash drafts.
@@ -92,14 +92,14 @@ ASSISTANTS = {
 """Hidden size, heads and feed-forward width of Google's assistant for a size."""
 
 CENTROIDS = 2048
-"""Clusters of tokens that the assistants of the small sizes have."""
+"""Number of token clusters in the assistants of the small sizes."""
 
 
 def make_target(
     name: str, type: str, backend: CudaBackend, n_ctx: int, n_slots: int = 1, pool: int = 0
 ) -> Target:
-    """Make a target of a size in `TARGETS`, its matrices of the types that `type` gives them, with
-    room for `n_slots` texts of `n_ctx` tokens, `pool` in all."""
+    """Build a target of a size in TARGETS, quantized as `--type` does, with a cache for `n_slots`
+    texts of up to `n_ctx` tokens, `pool` tokens in total."""
     config = gemma4.parse_hf(Checkpoint({"text_config": TARGETS[name]}, {}))
     size = Size.of(n_ctx, n_slots, pool)
     space = backend.space(size.slots, size.n_ctx, size.pages)
@@ -108,20 +108,20 @@ def make_target(
 
 
 def draft_kinds(name: str) -> list[str]:
-    """The kinds of draft that there are for a size, the one to take first."""
+    """Return the kinds of draft available for a size, the default first."""
     return [kind for kind, of in (("dflash", DRAFTS), ("assistant", ASSISTANTS)) if name in of]
 
 
 def make_draft(
     name: str, type: str, on: Target, kind: str | None = None
 ) -> dflash.Drafter | assistant.Drafter:
-    """A draft for a target of this size, of a kind in `drafts`, or of the first one."""
+    """Build a draft for a target of this size; `kind`: one of `draft_kinds`, default the first."""
     make = _dflash if (kind or draft_kinds(name)[0]) == "dflash" else _assistant
     return make(name, type, on)
 
 
 class _AssistantHead:
-    """What a file of an assistant holds of its head in the metadata."""
+    """Stands in for an assistant's file: its centroid head with random contents."""
 
     def __init__(self, config: assistant.Config) -> None:
         rng = np.random.default_rng(0)
@@ -204,7 +204,7 @@ def _turning(specs: Sequence[TensorSpec], type: str, ops: CudaOps) -> dict[str, 
 
 
 def _weights(specs: Sequence[TensorSpec], type: str, ops: CudaOps) -> dict[str, Any]:
-    """What `CudaBackend.load` returns for a file of these tensors."""
+    """Return random weights as `CudaBackend.load` does for a file with these tensors."""
     choice = policy.Policy(
         policy.parse_type(type), {s.name: s.shape for s in specs if not s.optional}
     )
@@ -221,13 +221,13 @@ def _weights(specs: Sequence[TensorSpec], type: str, ops: CudaOps) -> dict[str, 
 
 
 def _numbers(spec: TensorSpec, ops: CudaOps) -> torch.Tensor:
-    """Vectors near one; matrices that stay F32 of values that keep sizes as they are."""
+    """Return a random F32 tensor: a vector near 1, or a matrix that preserves magnitudes."""
     x = torch.randn(spec.shape, device=ops.device)
     return x * spec.shape[-1] ** -0.5 if len(spec.shape) > 1 else 1 + 0.1 * x
 
 
 def _matrix(form: Format, shape: tuple[int, ...], ops: CudaOps) -> Matrix:
-    """Random codes; scales such that a product keeps the size of its input."""
+    """Return a matrix of random codes, scaled so that a matmul preserves magnitudes."""
     columns, rows = shape[-1], math.prod(shape[:-1])
     raw = torch.randint(
         0, 256, (rows, form.row_bytes(columns)), dtype=torch.uint8, device=ops.device
@@ -238,7 +238,7 @@ def _matrix(form: Format, shape: tuple[int, ...], ops: CudaOps) -> Matrix:
         blocks[..., at : at + 2] = bits.to(ops.device)
     for at, byte in _BYTES.get(form.name, ()):
         blocks[..., at] = byte
-    return Matrix(form.name, raw, shape[-2], columns, rows // shape[-2], keeps=ops.portable)
+    return Matrix(form.name, raw, shape[-2], columns, rows // shape[-2], file_order=ops.portable)
 
 
 _FACTORS = {
@@ -261,10 +261,10 @@ _FACTORS = {
     "iq2_xxs": ((0, 1 / 64),),
     "iq1_s": ((0, 1 / 8),),
 }
-"""Where a block's half-precision factors stand, and what they are for one column."""
+"""Format -> (byte offset, value for one column) of a block's half-precision scales."""
 _BYTES = {
     "mxfp4": ((0, 118),),
     "nvfp4": tuple((at, 0x08) for at in range(4)),
     "iq1_m": tuple((at, byte) for at, byte in ((49, 0x02), (51, 0x02), (53, 0x02), (55, 0x22))),
 }
-"""The same of bytes of other factors, for about 5,000 columns."""
+"""Format -> (byte offset, byte) of a block's other scales, for about 5,000 columns."""

@@ -1,10 +1,10 @@
 """Times steps and cycles of models with random weights on a GPU (`bench --synthetic`).
 
-A step's time is that of its recording played again (CUDA events, median): what the GPU does, and
-not what Python adds. A draft's is that of its part of cycles. A cycle is timed by the clock with
-everything in it, and accepts as many drafts as it is told to: random weights predict nothing.
-Before each of these the GPU rests, so that its clock does not depend on what ran before; what
-cycles take once power limits the clock is measured after a second of them.
+The time of a step is the median replay time of its CUDA graph (CUDA events): GPU time without
+Python overhead. The time of a draft is that of its part of the cycles. A cycle is timed by wall
+clock, and accepts a forced number of tokens, because random weights predict nothing. The GPU idles
+before each measurement, so that its clock does not depend on earlier work; sustained cycles are
+timed after a second of cycles, when the power limit determines the clock.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ ROWS = (1, 2, 4, 8, 16)
 CONTEXTS = (64, 4096)
 WARM = 3
 REST = 0.5
-"""Seconds without work before something is timed."""
+"""Idle seconds before a measurement."""
 SUSTAIN = 1.0
-"""Seconds of cycles, one after the other, before sustained ones are timed."""
+"""Seconds of back-to-back cycles before sustained cycles are timed."""
 
 LABEL = "random weights, made on the GPU; acceptance forced: speed only, nothing about quality"
 
 
 @dataclass(frozen=True, slots=True)
 class SyntheticConfig:
-    """What is measured.
+    """Settings of a synthetic benchmark.
 
     Attributes:
-        type, draft_type: of the matrices, as `--type` of `quantize`.
-        draft: "dflash", which proposes a block at once, "assistant": a token after the other, as
-            many as a cycle commits, or None: the first of these that there is for the size.
-        contexts: tokens in front of the steps that are timed.
-        accept_length: tokens a cycle commits, the target's own included.
-        times: repetitions whose median counts.
-        streams: numbers of texts whose common step of a row each is timed.
+        type, draft_type: quant types or mixes, as `--type` of `quantize`.
+        draft: "dflash" (proposes a block at once), "assistant" (proposes one token after the
+            other, as many as a cycle commits), or None for the size's default.
+        contexts: context lengths in tokens at which steps are timed.
+        accept_length: tokens committed per cycle, the target's own included.
+        times: number of repetitions; the median counts.
+        streams: batch sizes (texts with one row each) whose step is timed.
     """
 
     type: str = "q4_k_m"
@@ -68,7 +68,7 @@ class SyntheticConfig:
 
     @property
     def room(self) -> int:
-        """Positions that cycles reach behind a context."""
+        """Positions that the timed cycles need after a context."""
         return (self.times + WARM + 1) * self.accept_length + 2 * MAX_STEP_ROWS
 
     def __post_init__(self) -> None:
@@ -85,9 +85,14 @@ StepObserver = Callable[[int, int, Callable[[], Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class SyntheticRow:
-    """Figures at one context, in milliseconds: `steps` of one text by rows, `streams` of several
-    texts by their number; of cycles those after a rest and `sustained` ones, from which
-    `tokens_per_second` follows."""
+    """Measurements at one context, in milliseconds.
+
+    Attributes:
+        steps: number of rows -> step time of one text.
+        streams: number of texts -> step time with one row each.
+        draft, cycle: times of the draft and of a cycle after idling.
+        sustained: time of a sustained cycle, which gives `tokens_per_second`.
+    """
 
     context: int
     prefill_tokens_per_second: float
@@ -102,10 +107,11 @@ class SyntheticRow:
 def measure(
     name: str, backend: CudaBackend, config: SyntheticConfig, watch: StepObserver | None = None
 ) -> dict[str, Any]:
-    """Build a model of a size in `synthetic.TARGETS`, with a draft; the result file's contents.
+    """Build a model of a size in `synthetic.TARGETS` with a draft, time it, and return the
+    contents of the result file.
 
     Args:
-        watch: is given each context and number of rows, and what plays a step of so many there.
+        watch: called with each context, number of rows, and a function that replays that step.
     """
     kind, ops = check_config(name, config), backend.ops
     backend.enter()
@@ -119,7 +125,7 @@ def measure(
     sequences = [Sequence(pool.free_slots.pop(), [], 0) for _ in range(texts)]
     for sequence in sequences:
         pool.grow(sequence, n_ctx)
-    RecordedStep(target, sequences[:1], 1, 0)  # packs what a step reads
+    RecordedStep(target, sequences[:1], 1, 0)  # packs the weights that a step reads
     pairs, rows = ops.pairs.nbytes, []
     for context in config.contexts:
         rows.append(_at(context, target, drafter, sequences, config))
@@ -154,14 +160,14 @@ def measure(
 
 
 class RecordedStep:
-    """A recorded step of the target: `count` rows of each sequence from position `start` on."""
+    """A captured step of the target: `count` rows of each sequence, from position `start` on."""
 
     def __init__(self, target: Target, sequences: Seq[Sequence], count: int, start: int) -> None:
         parts = [(s.slot, start, random_tokens(target, count)) for s in sequences]
         self.batch = batch_of(target.ops, parts)
 
         def run() -> tuple[torch.Tensor, ...]:
-            rows, logits = target.run(self.batch, capped=False)
+            rows, logits = target.step(self.batch, capped=False)
             return rows.hidden, rows.taps, logits
 
         for _ in range(2):
@@ -169,13 +175,13 @@ class RecordedStep:
         self.graph = graphs.Capture(run, torch.cuda.graph_pool_handle())
 
     def replay(self) -> torch.Tensor:
-        """Run it again; logits [T, V]."""
+        """Replay the graph; return logits [T, V]."""
         self.graph.replay()
         return self.graph.outputs[2]
 
 
 def check_config(name: str, config: SyntheticConfig) -> str:
-    """The kind of draft; raises unless there are such a size, draft, and type or mix of weights."""
+    """Return the kind of draft; raise UsageError for an unknown size, draft or type."""
     policy.parse_type(config.type)
     if name not in synthetic.TARGETS:
         raise UsageError("--synthetic", expected=", ".join(synthetic.TARGETS), found=name)
@@ -188,9 +194,8 @@ def check_config(name: str, config: SyntheticConfig) -> str:
 
 
 def milliseconds(run: Callable[[], Any], times: int = 20, rest: float = 0.0) -> float:
-    """Median time on the GPU of what `run` launches, once it has done so and then rested for so
-    many seconds. As in use, the host starts each while the one before it runs: what that takes the
-    host, a tenth of a millisecond on some, is not in it."""
+    """Return the median GPU time of `run` in milliseconds, after one warm-up run and `rest` idle
+    seconds. Runs are launched back to back, so launch overhead (0.1 ms on some hosts) is hidden."""
     run()
     torch.cuda.synchronize()
     time.sleep(rest)
@@ -209,14 +214,14 @@ def _mark() -> torch.cuda.Event:
 
 
 def bandwidth(device: torch.device | str = "cuda") -> float:
-    """Bytes a second that a sum over most of a GPU's free memory, at most 8 GiB, reads."""
+    """Measure the read bandwidth in bytes/s: a sum over half of the free memory, at most 8 GiB."""
     count = min(1 << 31, torch.cuda.mem_get_info()[0] // 8)
     x = torch.ones(count, dtype=torch.float32, device=device)
     return float(x.nbytes / (milliseconds(x.sum, 5) * 1e-3))
 
 
 def weight_bytes(weights: Mapping[str, Any]) -> int:
-    """Bytes of the weights as they lie in memory, each counted once."""
+    """Return the bytes of the weights in GPU memory; shared storage counts once."""
     seen = {}
     for w in weights.values():
         data = w if isinstance(w, torch.Tensor) else w.table
@@ -225,7 +230,7 @@ def weight_bytes(weights: Mapping[str, Any]) -> int:
 
 
 def _idle_bytes(weights: Mapping[str, Any], layer: Any) -> int:
-    """Bytes of the experts that one row does not visit."""
+    """Return the bytes of the experts that one row does not use."""
     stacks = {name: w for name, w in weights.items() if name.endswith("_exps.weight")}
     if not stacks:
         return 0
@@ -259,13 +264,13 @@ def _at(
 
 
 def random_tokens(target: Target, n: int) -> list[int]:
-    """Any `n` tokens."""
+    """Return `n` random token ids."""
     ids: list[int] = torch.randint(10, target.config.n_vocab, (n,)).tolist()
     return ids
 
 
 def prefill(target: Target, drafter: Any, sequence: Sequence, tokens: int) -> float:
-    """Read random tokens so that caches are real; tokens a second."""
+    """Prefill `tokens` random tokens, to fill the caches; return tokens per second."""
     ids = random_tokens(target, tokens)
     torch.cuda.synchronize()
     begin = time.perf_counter()
@@ -278,14 +283,14 @@ def prefill(target: Target, drafter: Any, sequence: Sequence, tokens: int) -> fl
 
 
 class CycleTimer:
-    """Cycles of one text: draft, step, choice, and the draft brought up to date with what is said
-    to be accepted, each started before the one before it is read.
+    """Times pipelined cycles of one text: propose, step, sample, and commit to the draft. Each
+    cycle is launched before the result of the previous one is read.
 
     Args:
-        count: drafted tokens. accepted: of these, whatever they are.
+        count: draft length. accepted: forced number of accepted tokens.
 
     Attributes:
-        draft: median milliseconds of the draft's part of cycles that were timed last.
+        draft: median milliseconds of the draft's part of the cycles that were timed last.
     """
 
     def __init__(
@@ -297,7 +302,7 @@ class CycleTimer:
         self.work = [Work(sequence, count, chooser)]
 
     def time(self, at: int, times: int, rest: float = 0.0) -> float:
-        """Median milliseconds of cycles from position `at` on."""
+        """Return the median milliseconds per cycle, from position `at` on."""
         self.sequence.ids = [7] * (at + 1)
         self.sequence.drafting = True
         self.runner.start(self.work)

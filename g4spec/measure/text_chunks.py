@@ -1,4 +1,4 @@
-"""A text in chunks of as many tokens as llama-perplexity and llama-imatrix cut, and reading one."""
+"""Splits a text into chunks as llama-perplexity and llama-imatrix do, and reads a chunk."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     import torch
 
 SIZE = PROMPT_BLOCK
-"""Tokens of a chunk where none are asked for, as in llama.cpp."""
+"""Default tokens per chunk, as in llama.cpp."""
 FEWEST = 2
-"""Chunks that a text must have."""
+"""Minimum number of chunks of a text."""
 
 
 def split_text(
     tokenizer: Tokenizer, text: str, size: int = SIZE, most: int | None = None
 ) -> list[list[int]]:
-    """Cut the tokens of a text into chunks of `size`, of which the first token of each is replaced
-    by BOS; what is left over at the end is left out. At most the first `most` chunks.
+    """Tokenize a text and split it into chunks of `size` tokens; replace the first token of each by
+    BOS and drop the incomplete last chunk. Return at most the first `most` chunks.
 
-    Raises InputError for a text of less than two chunks.
+    Raises InputError for a text of fewer than two chunks.
     """
     if size < 4 or (most is not None and most < 1):
         raise UsageError(
@@ -43,9 +43,9 @@ def split_text(
 
 
 def read_chunk(engine: Engine, ids: list[int]) -> torch.Tensor:
-    """Read a chunk as a prompt of its own -> rows after the final norm [T, H].
+    """Prefill a chunk as its own prompt; return the hidden states after the final norm [T, H].
 
-    Nothing else may run on the engine.
+    No other request may run on the engine.
     """
     import torch
 
@@ -56,5 +56,5 @@ def read_chunk(engine: Engine, ids: list[int]) -> torch.Tensor:
     for at in range(0, len(ids), step):
         rows = engine.backend.read(engine.target, one.slot, ids[at : at + step], at)
         found.append(rows.hidden.clone())  # the next chunk may take the same memory
-    engine.pool.leave(one)
+    engine.pool.free_sequence(one)
     return torch.cat(found)

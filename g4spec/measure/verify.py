@@ -1,9 +1,9 @@
-"""Proof by comparison that a draft changes nothing about the text.
+"""Verifies by comparison that a draft does not change the text.
 
-Every case generates twice, alone without the draft and with it, from the same prompt and sampler,
-and the two texts must be the same tokens. With the draft several cases may run at once: company
-must not change a text either. It stops at the first difference. That alone would also hold for a
-draft that never proposes anything, so what was drafted and accepted is counted and reported.
+Every case generates twice from the same prompt and sampler, alone without the draft and with it,
+and the two texts must have the same tokens. With the draft several cases may run in one batch,
+which must not change a text either. It stops at the first difference. Drafted and accepted tokens
+are reported too, because a draft that proposes nothing would also pass.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "min_p": 0.05},
     {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.02},
 )
-"""Fields of `Sampler`; each case has a seed of its own."""
+"""Sampler settings (fields of `Sampler`); each case has its own seed."""
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One comparison."""
+    """One comparison: prompt, draft length and sampler."""
 
     prompt: BenchPrompt
     length: int | Literal["auto"]
@@ -50,7 +50,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class MismatchToken:
-    """One side of a difference; all None where that text had already ended."""
+    """The token of one text at the first difference; all None if that text had already ended."""
 
     id: int | None
     text: str | None
@@ -59,7 +59,7 @@ class MismatchToken:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Where two texts part: `index` counts generated tokens from 0."""
+    """The first difference of two texts. `index`: number of the generated token, from 0."""
 
     case: Case
     index: int
@@ -84,15 +84,15 @@ class Mismatch:
 
 @dataclass(slots=True)
 class VerifyResult:
-    """What `verify` found.
+    """The result of `verify`.
 
     Attributes:
-        cases, tokens: compared before the first difference, or in all.
-        same_logits: tokens whose logit was the same float both times.
-        cycles, drafted, accepted: of the runs with the draft.
-        parallel: cases that ran at once with the draft.
-        first_drafted, first_accepted: of the first tokens of proposals.
-        interrupted: ended by Ctrl-C before all cases were compared.
+        cases, tokens: number compared before the first difference, or in total.
+        same_logits: number of tokens whose logit was the same float in both runs.
+        cycles, drafted, accepted: totals of the runs with the draft.
+        parallel: number of cases per batch with the draft.
+        first_drafted, first_accepted: counts of the first tokens of proposals.
+        interrupted: True if Ctrl-C stopped it before all cases were compared.
     """
 
     cases: int
@@ -110,7 +110,7 @@ class VerifyResult:
 
     @property
     def ok(self) -> bool:
-        """Whether all texts were the same and the draft took part."""
+        """True if all texts were the same and the draft proposed tokens."""
         return self.mismatch is None and self.drafted > 0
 
     def json(self) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class VerifyResult:
 
 
 def check_counts(count: int, parallel: int = 1) -> None:
-    """UsageError for a number of cases, in all or at once, that cannot be."""
+    """Raise UsageError unless the number of cases and the number per batch are positive."""
     for flag, number in (("--cases", count), ("--parallel", parallel)):
         if number < 1:
             raise UsageError(flag, expected=">= 1", found=number)
@@ -134,20 +134,20 @@ def cases(
     length: int | Literal["auto"] | None = None,
     temperature: float | None = None,
 ) -> list[Case]:
-    """`count` cases that go through all prompts, draft lengths and sampler settings evenly.
+    """Return `count` cases that cover all prompts, draft lengths and sampler settings evenly.
 
     Args:
-        most: longest proposal of the draft.
-        seed: of the order; case i samples with seed + i.
-        length: the only draft length, at most `most`; None: LENGTHS.
-        temperature: the only one; None: those of SETTINGS.
+        most: maximum draft length.
+        seed: seed of the order; case i samples with seed + i.
+        length: use only this draft length, capped at `most`; None: LENGTHS.
+        temperature: use only this temperature; None: those of SETTINGS.
     """
     check_counts(count)
     lengths = [n for n in LENGTHS if n == "auto" or n <= most]
     if length is not None:
         lengths = [length if length == "auto" else min(length, most)]
     order = random.Random(seed)
-    # Three decks of cards, each shuffled anew when it is used up: the pairs keep changing.
+    # Each of the three lists is reshuffled when exhausted, so that combinations vary.
     decks = [_deck(list(source), order) for source in (prompts, lengths, _settings(temperature))]
     made = []
     for i in range(count):
@@ -157,7 +157,7 @@ def cases(
 
 
 def _settings(temperature: float | None) -> list[dict[str, Any]]:
-    """SETTINGS, or as many of them as differ at one temperature; only greedy at 0."""
+    """Return SETTINGS, or their distinct variants at one temperature; only greedy at 0."""
     if temperature is None:
         return list(SETTINGS)
     if temperature == 0:
@@ -179,10 +179,10 @@ def verify(
     parallel: int = 1,
     progress: Progress = lambda done, total: None,
 ) -> VerifyResult:
-    """Compare until the first difference or Ctrl-C, `parallel` cases at once with the draft.
+    """Compare until the first difference or Ctrl-C, with `parallel` cases per batch with the draft.
 
-    Raises UsageError when the engine has no draft, and KeyboardInterrupt where nothing was compared
-    before it.
+    Raises UsageError if the engine has no draft, and KeyboardInterrupt if it comes before the first
+    comparison.
     """
     if engine.draft is None:
         raise UsageError("nothing to verify without a draft", fix="pass one with -md")
@@ -200,7 +200,7 @@ def verify(
 def _compare(
     engine: Engine, todo: Sequence[Case], n_predict: int, verdict: VerifyResult, progress: Progress
 ) -> None:
-    """Compare, and count in `verdict`, until the first difference."""
+    """Compare until the first difference, and count in `verdict`."""
     parallel = verdict.parallel
     for start in range(0, len(todo), parallel):
         group = todo[start : start + parallel]
@@ -219,7 +219,7 @@ def _compare(
 
 
 TokensAndLogits = tuple[list[int], list[float]]
-"""Tokens and their logits."""
+"""Token ids and their logits."""
 
 
 def _submit(engine: Engine, case: Case, length: int | Literal["auto"], n_predict: int) -> Request:
@@ -234,7 +234,7 @@ def _text(request: Request) -> TokensAndLogits:
 
 
 def _count(verdict: VerifyResult, request: Request) -> None:
-    """Add what the draft did."""
+    """Add the statistics of a run with the draft."""
     verdict.cycles += request.stats.cycles
     verdict.drafted += request.stats.drafted
     verdict.accepted += request.stats.accepted

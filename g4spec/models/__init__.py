@@ -1,4 +1,4 @@
-"""What targets and drafts are. A file in this folder that can claim a checkpoint is a kind."""
+"""Registry of target and draft kinds. Every module in this folder with `claims` is a kind."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ TARGETS = ("gemma4",)
 
 @functools.cache
 def kinds() -> dict[str, ModuleType]:
-    """Name -> module, for every kind that has files. The name is the GGUF architecture, or NAME
-    where several kinds share one."""
+    """Return name -> module of every kind that has model files. The name is the GGUF architecture,
+    or NAME if several kinds share one."""
     found = {}
     for info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{info.name}")
@@ -27,24 +27,24 @@ def kinds() -> dict[str, ModuleType]:
 
 
 def targets() -> dict[str, ModuleType]:
-    """Name -> module of each kind of target."""
+    """Return name -> module of every target kind."""
     return {name: m for name, m in kinds().items() if name in TARGETS}
 
 
 def drafts() -> dict[str, ModuleType]:
-    """Name -> module of each kind of draft that lives in a file."""
+    """Return name -> module of every draft kind that has model files."""
     return {name: m for name, m in kinds().items() if name not in TARGETS}
 
 
 def architectures() -> list[str]:
-    """Every `general.architecture` that a file may have."""
+    """Return every supported `general.architecture`."""
     return sorted({arch for m in kinds().values() for arch in _archs(m)})
 
 
 def find_kind(arch: object, tensors: Container[str]) -> ModuleType | None:
-    """The kind of a GGUF file, or None if there is no code for it.
+    """Return the kind of a GGUF file, or None if it is not supported.
 
-    Kinds that share an architecture are told apart by their UNIQUE_TENSORS.
+    Kinds that share an architecture are distinguished by their UNIQUE_TENSORS.
     """
     sharing = [m for m in kinds().values() if arch in _archs(m)]
     marked = [
@@ -55,8 +55,8 @@ def find_kind(arch: object, tensors: Container[str]) -> ModuleType | None:
 
 
 def wrong_role(path: object, kind: ModuleType, fix: str | None = None) -> InputError:
-    """The error for a target where a draft is wanted, or a draft where a target is. `fix`: what to
-    do, where it is not a matter of -m and -md."""
+    """Return the error for a target given as draft, or a draft given as target. `fix` replaces the
+    default hint about -m and -md."""
     if kind.ARCH in TARGETS:
         fix = fix or "this is a target: pass it with -m, and a draft made for it with -md"
         return InputError(f"{path}: not a draft", found=kind.TITLE, fix=fix)
@@ -65,15 +65,15 @@ def wrong_role(path: object, kind: ModuleType, fix: str | None = None) -> InputE
 
 
 def require_confidence(path: object, kind: ModuleType, tensors: Iterable[str]) -> None:
-    """UsageError for a draft that does not say how sure it is of a token: a kind that never does
-    (no CONFIDENCE), or one without that head, as the names of its tensors show."""
+    """Raise UsageError unless the draft has a confidence head, judged by the names of its tensors
+    and the CONFIDENCE suffixes of its kind."""
     heads = getattr(kind, "CONFIDENCE", ())
     if not any(name.endswith(heads) for name in tensors if heads):
         raise UsageError(
             f"--draft-p-min: {path} has no confidence head",
             found=kind.TITLE,
             expected="a DSpark draft with one",
-            fix="leave it out; --draft-max bounds how much is drafted",
+            fix="remove --draft-p-min; --draft-max limits the draft length",
         )
 
 

@@ -1,9 +1,9 @@
 """Google's MTP assistants for Gemma 4, GGUF architecture `gemma4-assistant`.
 
-Four Gemma 4 layers without keys and values of their own: they read the target's cache, at one
-constant position for every drafted token of a step. Small assistants have a centroid head that
-scores clusters of tokens first. Upstream's loader refuses its tensors, so they travel as `g4spec.*`
-metadata, and upstream uses the dense head instead.
+Four Gemma 4 layers that compute no keys and values: they read the KV cache of the target, and all
+drafted tokens of a step use the position of the anchor. Small assistants have a centroid head: it
+scores clusters of tokens first, then the tokens of the best clusters. Upstream's loader refuses the
+tensors of this head, so they are stored as `g4spec.*` metadata; upstream uses the dense head.
 
 Sources: transformers `models/gemma4_assistant` and `SinglePositionMultiTokenCandidateGenerator`,
 llama.cpp `src/models/gemma4-assistant.cpp`.
@@ -38,7 +38,7 @@ LIMITS = (
     Limit(
         "differs",
         "a centroid head",
-        "scores the whole vocabulary instead",
+        "computes logits of the whole vocabulary instead",
         lambda c: c.n_centroids > 0,
     ),
 )
@@ -50,7 +50,8 @@ METADATA_TENSORS = {
     "masked_embedding.centroids.weight": CENTROIDS,
     "masked_embedding.token_ordering": ORDERING,
 }
-"""Checkpoint tensors that become metadata arrays: F32 [n * h], I32 [V] cluster slot -> token."""
+"""Checkpoint tensor -> metadata array: centroids F32 [n * h]; ordering I32 [V], which lists the
+token ids of cluster 0, then of cluster 1, ..."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +59,10 @@ class Config:
     """Hyperparameters of an assistant.
 
     Attributes:
-        body: its layers, as a Gemma 4 configuration (no keys and values of their own).
+        body: its layers, as a Gemma 4 configuration; they have no K and V projections.
         backbone: the target's hidden size.
-        n_centroids, centroid_top_k: centroid head, or 0 when the head is dense.
+        n_centroids, centroid_top_k: number of clusters, and number of clusters whose logits are
+            computed per row; 0 for a dense head.
     """
 
     body: gemma4.Config
@@ -83,15 +85,15 @@ class Config:
 
 
 def claims(checkpoint: Checkpoint) -> bool:
-    """Whether the folder holds an MTP assistant."""
+    """Return True if the checkpoint is an MTP assistant."""
     return any(a in ARCHITECTURES for a in checkpoint.config.get("architectures") or ())
 
 
 def parse_hf(checkpoint: Checkpoint, target: Any) -> Config:
-    """Hyperparameters from `config.json`; `target` is its gemma4.Config."""
+    """Parse `config.json`; `target` is the gemma4.Config of its target."""
     raw = checkpoint.config
     text = dict(raw.get("text_config") or raw)
-    # Published files say 0 or nothing here; all layers share, whatever the number.
+    # Published files have 0 or no value here, but every layer reads the target's cache.
     text["num_kv_shared_layers"] = 0
     body = gemma4.parse_hf(replace(checkpoint, config=text))
     body = replace(
@@ -110,10 +112,10 @@ def parse_hf(checkpoint: Checkpoint, target: Any) -> Config:
 
 
 def check_pair(config: Config, target: Any) -> None:
-    """Raise unless the assistant's shapes fit this target's cache and hidden size."""
+    """Raise InputError unless the shapes match this target's KV cache and hidden size."""
     if config.backbone != target.n_embd:
         raise InputError(
-            "the assistant's backbone width must equal its target's hidden size",
+            "the assistant's backbone hidden size must equal its target's hidden size",
             expected=target.n_embd,
             found=config.backbone,
             fix="pass the target this assistant was made for",
@@ -125,32 +127,32 @@ def check_pair(config: Config, target: Any) -> None:
             found=config.n_vocab,
         )
     for spec in config.layers:
-        donor = target.layers[target.kv_source(spec.window is not None)]
-        mine, its = (spec.n_kv, spec.head_dim), (donor.n_kv, donor.head_dim)
-        if mine != its:
+        source = target.layers[target.kv_source(spec.window is not None)]
+        found, expected = (spec.n_kv, spec.head_dim), (source.n_kv, source.head_dim)
+        if found != expected:
             raise InputError(
                 f"assistant layer {spec.index} must match KV heads and head size of "
-                f"target layer {donor.index}, whose cache it reads",
-                expected=its,
-                found=mine,
+                f"target layer {source.index}, whose KV cache it reads",
+                expected=expected,
+                found=found,
             )
 
 
 def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> Config:
-    """Hyperparameters from GGUF metadata and tensor shapes (PyTorch order)."""
+    """Parse GGUF metadata and tensor shapes (PyTorch order)."""
     body = gemma4.parse_gguf(kv, tensors, ARCH)
     f = Fields(kv, "GGUF metadata")
-    centres, ordering = f.list(float, CENTROIDS, []), f.list(int, ORDERING, [])
-    n_centroids = len(centres) // body.n_embd
-    if len(centres) % body.n_embd:
+    centroids, ordering = f.list(float, CENTROIDS, []), f.list(int, ORDERING, [])
+    n_centroids = len(centroids) // body.n_embd
+    if len(centroids) % body.n_embd:
         raise InputError(
             f"GGUF metadata: {CENTROIDS}: rows of {body.n_embd} values",
             expected=n_centroids * body.n_embd,
-            found=len(centres),
+            found=len(centroids),
         )
-    if not all(map(math.isfinite, centres)):
+    if not all(map(math.isfinite, centroids)):
         raise InputError(
-            f"GGUF metadata: {CENTROIDS} holds values that are not finite",
+            f"GGUF metadata: {CENTROIDS} has NaN or infinite values",
             fix="convert the assistant again",
         )
     if n_centroids and (len(ordering) != body.n_vocab or body.n_vocab % n_centroids):
@@ -168,7 +170,7 @@ def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) ->
 
 
 def metadata(config: Config) -> KV:
-    """Upstream's keys; the centroid head's arrays are added by the converter."""
+    """Return the keys of upstream. The converter adds the arrays of the centroid head."""
     n_layer = len(config.layers)
     kv = gemma4.metadata(config.body)
     kv[f"{ARCH}.attention.shared_kv_layers"] = u32(n_layer)
@@ -180,7 +182,7 @@ def metadata(config: Config) -> KV:
 
 
 def metadata_tensors(config: Config) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Checkpoint tensor -> (metadata key, shape) of the centroid head; empty if dense."""
+    """Return checkpoint tensor -> (metadata key, shape) of the centroid head; empty if dense."""
     if not config.n_centroids:
         return {}
     shapes = ((config.n_centroids, config.n_embd), (config.n_vocab,))
@@ -189,7 +191,7 @@ def metadata_tensors(config: Config) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def tensors(config: Config) -> list[TensorSpec]:
-    """Every tensor of the GGUF file, in order."""
+    """Return every tensor of the GGUF file, in order."""
     h, b = config.n_embd, config.backbone
     out = [
         TensorSpec("token_embd.weight", (config.n_vocab, h), "embed", "embed_tokens.weight"),
@@ -204,17 +206,18 @@ def tensors(config: Config) -> list[TensorSpec]:
 
 
 def token_ids(config: Config, file: GGUF) -> dict[str, Any]:
-    """Tokens that the file names outside its index tensors, by what names them."""
+    """Return metadata key -> token ids stored in metadata."""
     return {ORDERING: file.number_array(ORDERING)} if config.n_centroids else {}
 
 
 def caches(config: Config, window: int | None) -> list[CacheShape]:
-    """None: an assistant reads its target's cache."""
+    """Return []: an assistant reads its target's cache."""
     return []
 
 
 class Drafter(WeightedDrafter):
-    """Drafts a chain of tokens from the target's last hidden row (`g4spec.core.Draft`)."""
+    """Drafts one token per pass, starting from the target's last hidden row
+    (`g4spec.core.Draft`)."""
 
     name = ARCH
     config: Config
@@ -224,26 +227,26 @@ class Drafter(WeightedDrafter):
         super().__init__(*args, **more)
         c, ops, file = self.config, self.ops, args[4]
         self.centroids: tuple[torch.Tensor, torch.Tensor] | None = None
-        if n := c.n_centroids:  # centres [n, h], and the tokens of each cluster [n, V / n]
-            centres = ops.array(file.number_array(CENTROIDS)).view(n, c.n_embd)
-            self.centroids = centres, ops.array(file.number_array(ORDERING)).view(n, -1)
+        if n := c.n_centroids:  # centroids [n, h], token ids of each cluster [n, V / n]
+            centroids = ops.array(file.number_array(CENTROIDS)).view(n, c.n_embd)
+            self.centroids = centroids, ops.array(file.number_array(ORDERING)).view(n, -1)
         divisors = self.w["rope_freqs.weight"]
         self._freqs = [
             ops.rope_freqs(s.rope_base, s.head_dim, divisors if s.window is None else None)
             for s in c.layers
         ]
-        self._newest = self._freqs[0].new_zeros(self.n_slots, c.backbone)
-        self.state = (self._newest,)
+        self._last_hidden = self._freqs[0].new_zeros(self.n_slots, c.backbone)
+        self.state = (self._last_hidden,)
 
     def commit(self, rows: StepRows, accepted: torch.Tensor) -> None:
-        """Keep the target's final-norm output of the newest verified position."""
+        """Store the target's final-norm output of the last verified position."""
         slots = first_rows(rows.batch, rows.batch.slots)
-        self._newest[slots] = accepted_rows(rows.batch, rows.hidden, accepted)
+        self._last_hidden[slots] = accepted_rows(rows.batch, rows.hidden, accepted)
 
     def propose(self, batch: Batch, count: int, pick: Pick) -> torch.Tensor:
-        """See `g4spec.core.Draft`. Every pass stands at the anchor's position."""
+        """See `g4spec.core.Draft`. Every pass uses the position of the anchor."""
         batch = batch.columns(0, 1)
-        hidden, out = self._newest[batch.slots], []
+        hidden, out = self._last_hidden[batch.slots], []
         for j in range(count):
             logits, hidden = self._forward(batch, hidden)
             token = pick(logits, j)
@@ -252,15 +255,21 @@ class Drafter(WeightedDrafter):
         return self.ops.stack_columns(out)
 
     def _forward(self, batch: Batch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens [S] at the anchors' positions beside hidden rows [S, B] -> logits [S, V], and the
-        next hidden rows."""
+        """Compute one pass over tokens [S] at the positions of the anchors.
+
+        Args:
+            hidden: rows [S, B] to concatenate to the token embeddings.
+
+        Returns:
+            Logits [S, V] and the hidden rows [S, B] of the next pass.
+        """
         ops, w, eps, layers = self.ops, self.w, self.config.body.eps, self.config.layers
         e = self.target.embed(batch.ids)
         x = ops.linear(ops.concat_columns([e, hidden]), w["nextn.pre_projection.weight"])
         norms = [w[f"blk.{s.index}.attn_norm.weight"] for s in layers]
         h = ops.norm_rows(x, norms[0], eps)
         spans = ops.spans(batch, {Reach.causal(s.window) for s in layers})
-        before = batch.positions - 1
+        last = batch.positions - 1  # the anchor is not in the target's cache yet
         next_norms = [*norms[1:], w["output_norm.weight"]]
         for spec, freqs, next_norm in zip(layers, self._freqs, next_norms, strict=True):
             b = f"blk.{spec.index}."
@@ -268,7 +277,7 @@ class Drafter(WeightedDrafter):
             q = ops.qkv(h, gemma4.attention(w, spec, eps, freqs, own_kv=False), batch, cache)
             first, _ = spans[Reach.causal(spec.window)]
             h = ops.linear(
-                ops.attend(q, cache, batch, first, before, 1.0),
+                ops.attend(q, cache, batch, first, last, 1.0),
                 w[b + "attn_output.weight"],
                 partial_sums=True,
             )
@@ -276,13 +285,13 @@ class Drafter(WeightedDrafter):
         return self.logits(h), ops.linear(h, w["nextn.post_projection.weight"])
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows [S, h] -> logits [S, V]. A centroid head reads those of its best clusters, and
-        gives -inf for all others."""
+        """Compute logits [S, V] of rows [S, h]. A centroid head computes those of its best
+        clusters; all others are -inf."""
         table = self.w["token_embd.weight"]
         if self.centroids is None:
             return self.ops.logits(x, table)
-        centres, slots = self.centroids
-        best = self.ops.linear(x, centres).topk(self.config.centroid_top_k).indices
+        centroids, slots = self.centroids
+        best = self.ops.linear(x, centroids).topk(self.config.centroid_top_k).indices
         out = []
         for row, clusters in zip(x.unbind(), best, strict=True):
             ids = slots[clusters].flatten()

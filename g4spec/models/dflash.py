@@ -1,8 +1,9 @@
 """DFlash drafts, GGUF architecture `dflash`: z-lab and speculators checkpoints.
 
 A draft of a few Qwen3-style layers fills a block [anchor, mask, mask, ...] in one pass. Its keys
-and values of earlier positions come from target features: layer inputs of the target, fused by
-`fc`. The forward pass is in `dflash_drafter.py`, what the GGUF file holds in `dflash_backbone.py`.
+and values of earlier positions are computed from target features: inputs of some target layers,
+projected by `fc`. The forward pass is in `dflash_drafter.py`, the GGUF side in
+`dflash_backbone.py`.
 
 Sources: z-lab/dflash `model.py`, speculators 0.9.0 `models/dflash`.
 """
@@ -66,24 +67,24 @@ SETTINGS = (
     "final_logit_softcapping",
     SCALE,
 )
-"""Keys of `dflash_config` that are read, or say what is known anyway."""
+"""Keys of `dflash_config` that are read or are redundant."""
 HEADS = (
     ("LiLiCorr", "lilicorr_enabled", (None, False)),
     ("Domino", "projector_type", (None, "none")),
 )
-"""Heads that have no code here: name, the key that asks for one, its values that do not."""
+"""Unsupported heads: (name, key that enables it, values of the key that do not)."""
 
-READS_ROW_ONE = Limit(
+DRAFTS_FROM_ANCHOR = Limit(
     "refused",
-    "drafts read from the anchor's row on",
-    "reads them from the next row on, so that every draft is off by one",
+    "drafts that start in the anchor's row",
+    "starts in the next row, so every drafted token is off by one",
     lambda c: c.from_anchor,
 )
-LIMITS = (*backbone.LIMITS, READS_ROW_ONE)
+LIMITS = (*backbone.LIMITS, DRAFTS_FROM_ANCHOR)
 
 
 def claims(checkpoint: Checkpoint) -> bool:
-    """Whether the folder holds a DFlash draft of a layout known here."""
+    """Return True if the checkpoint is a DFlash draft in a supported layout."""
     raw = checkpoint.config
     if "speculators_model_type" in raw:
         return bool(raw["speculators_model_type"] == "dflash")
@@ -91,22 +92,23 @@ def claims(checkpoint: Checkpoint) -> bool:
 
 
 def parse_hf(checkpoint: Checkpoint, target: Any) -> Config:
-    """Hyperparameters from `config.json` and tensor names; `target` is its gemma4.Config."""
+    """Parse `config.json` and tensor names; `target` is the gemma4.Config of its target."""
     nested = "speculators_model_type" in checkpoint.config
     config = (parse_speculators if nested else parse_zlab)(checkpoint, target)
     check_pair(config, target)
     return replace(config, arch=architecture(ARCH, LIMITS, config))
 
 
-def parse_zlab(checkpoint: Checkpoint, target: Any, *own: str) -> Config:
-    """A flat configuration with a `dflash_config`; `own`: keys of it that another kind reads."""
+def parse_zlab(checkpoint: Checkpoint, target: Any, *extra: str) -> Config:
+    """Parse a flat configuration with a `dflash_config`. `extra`: keys of it that the calling kind
+    reads."""
     f = Fields(checkpoint.config, "config.json")
-    inner = settings(f, target, *own)
+    inner = settings(f, target, *extra)
     ids = inner.list(int, "target_layer_ids")
     names = stripped(checkpoint)
     window = f.positive("sliding_window") if f.get(bool, "use_sliding_window", False) else None
-    everywhere = inner.get(bool, "use_swa", False)
-    if everywhere:
+    all_sliding = inner.get(bool, "use_swa", False)
+    if all_sliding:
         window = inner.positive("swa_window_size")
     return Config(
         n_vocab=f.positive("vocab_size"),
@@ -116,7 +118,7 @@ def parse_zlab(checkpoint: Checkpoint, target: Any, *own: str) -> Config:
         softcap=inner.get(
             float, "final_logit_softcapping", f.get(float, "final_logit_softcapping", 0.0)
         ),
-        layers=_layers(f, window, causality(f, inner), everywhere),
+        layers=_layers(f, window, causality(f, inner), all_sliding),
         target_layers=tuple(i + 1 for i in ids),
         block_size=inner.get(int, "block_size", f.get(int, "block_size", 16)),
         mask_token=inner.get(int, "mask_token_id"),
@@ -128,9 +130,9 @@ def parse_zlab(checkpoint: Checkpoint, target: Any, *own: str) -> Config:
     )
 
 
-def settings(f: Fields, target: Any, *own: str) -> Fields:
-    """`dflash_config`, every key of it read or refused. Heads that have no code here are refused by
-    name. `own`: more keys that the kind reads."""
+def settings(f: Fields, target: Any, *extra: str) -> Fields:
+    """Return `dflash_config`. Raise Unsupported for unknown keys and unsupported heads. `extra`:
+    more keys that the calling kind reads."""
     inner = f.sub("dflash_config")
     for name, key, off in HEADS:
         if inner.raw.get(key) not in off:
@@ -138,32 +140,34 @@ def settings(f: Fields, target: Any, *own: str) -> Fields:
                 f"config.json: a draft with a {name} head (dflash_config.{key})",
                 fix="use a draft without it",
             )
-    inner.require("target_hidden_size", (None, target.n_embd), None)  # else an adapter comes first
+    inner.require(
+        "target_hidden_size", (None, target.n_embd), None
+    )  # otherwise an adapter is needed
     inner.require("num_target_layers", (None, len(target.layers)), None)
     inner.reject_unknown(
         *SETTINGS,
-        *own,
+        *extra,
         *(key for _, key, _ in HEADS),
-        fix="the draft would be computed otherwise than it was trained; see docs/kinds.md",
+        fix="see docs/kinds.md for the supported settings",
     )
     return inner
 
 
 def causality(f: Fields, inner: Fields) -> bool | None:
-    """One causality for all layers, if the configuration says so: `is_causal` before `causal`, as
-    upstream reads them. JetSpec's `causal_head` makes all layers causal."""
-    said = (
+    """Return whether all layers are causal, or None if the configuration does not say. `is_causal`
+    has priority over `causal`, as upstream reads them. JetSpec's `causal_head` makes all causal."""
+    flags = (
         f.get(bool, "is_causal", None),
         inner.get(bool, "is_causal", None),
         inner.get(bool, "causal", None),
     )
-    first = next((x for x in said if x is not None), None)
+    first = next((x for x in flags if x is not None), None)
     if not inner.get(bool, "causal_head", False):
         return first
     if first is False:
         raise InputError(
             "config.json: dflash_config.causal_head contradicts is_causal",
-            expected="both true, or one of them",
+            expected="equal values, or only one of them",
             found="true and false",
         )
     return True
@@ -172,8 +176,8 @@ def causality(f: Fields, inner: Fields) -> bool | None:
 def parse_speculators(
     checkpoint: Checkpoint, target: Any, *, from_anchor: bool = False, non_causal: bool = False
 ) -> Config:
-    """A configuration with a nested `transformer_layer_config`; `from_anchor` and `non_causal` are
-    what the kind's configuration class assumes when a key is missing."""
+    """Parse a configuration with a nested `transformer_layer_config`. `from_anchor` and
+    `non_causal` are the defaults of the kind's configuration class for missing keys."""
     f = Fields(checkpoint.config, "config.json")
     inner = f.sub("transformer_layer_config")
     names = stripped(checkpoint)
@@ -184,7 +188,7 @@ def parse_speculators(
     ids = f.list(int, "aux_hidden_state_layer_ids", default_taps(len(target.layers)))
     mask = f.get(int, "mask_token_id", None)
     if mask is None:
-        raise InputError("config.json: mask_token_id is missing; a DFlash block needs it")
+        raise InputError("config.json: mask_token_id is missing; a DFlash block is filled with it")
     sliding = "sliding_attention" in (inner.raw.get("layer_types") or ["full_attention"] * n_layer)
     causal = False if f.get(bool, "sliding_window_non_causal", non_causal) else None
     return Config(
@@ -207,34 +211,36 @@ def parse_speculators(
 
 
 def default_taps(n_layer: int) -> list[int]:
-    """What speculators assumes when the configuration names no layers."""
+    """Return the target layers that speculators reads if the configuration names none."""
     return [2, n_layer // 2, n_layer - 3]
 
 
 def stripped(checkpoint: Checkpoint) -> set[str]:
-    """Tensor names without prefix."""
+    """Return the tensor names without the prefix "model."."""
     return {name.removeprefix("model.") for name in checkpoint.tensors}
 
 
 def _layers(
-    f: Fields, window: int | None, causal: bool | None, everywhere: bool = False
+    f: Fields, window: int | None, causal: bool | None, all_sliding: bool = False
 ) -> tuple[LayerSpec, ...]:
-    """`causal` None: sliding layers are causal inside the block, full layers are not.
-    `everywhere`: all layers slide, whatever `layer_types` says."""
+    """Return the layers. `causal` None: sliding layers are causal inside the block, full layers are
+    not. `all_sliding`: ignore `layer_types`."""
     n_layer = f.layers("num_hidden_layers")
     types = f.list(str, "layer_types", ["full_attention"] * n_layer)
     if len(types) != n_layer:
         raise InputError(f"{f.where}: layer_types", expected=n_layer, found=len(types))
-    sliding = [everywhere or (window is not None and t == "sliding_attention") for t in types]
-    like = qwen_layer(f)
+    sliding = [all_sliding or (window is not None and t == "sliding_attention") for t in types]
+    template = qwen_layer(f)
     return tuple(
-        replace(like, index=i, window=window if s else None, causal=s if causal is None else causal)
+        replace(
+            template, index=i, window=window if s else None, causal=s if causal is None else causal
+        )
         for i, s in enumerate(sliding)
     )
 
 
 def qwen_layer(f: Fields) -> LayerSpec:
-    """What all layers of a Llama- or Qwen-style configuration have in common."""
+    """Return the fields shared by all layers of a Llama- or Qwen-style configuration."""
     f.require("hidden_act", ("silu",), "silu")
     f.require("attention_bias", (False,), False)
     f.require("rope_scaling", (None,), None)

@@ -1,8 +1,9 @@
 """DFlash2 drafts, GGUF architecture `dflash` with a selector: speculators and z-lab checkpoints.
 
-A DFlash block whose sublayers are wrapped in short causal convolutions over the block's rows, with
-coefficients that depend on the row, and whose tokens are chosen one after the other: the best
-candidates of each row are scored again beside the token before them. Full vocabulary only.
+A DFlash block with two additions. Short causal convolutions over the rows of the block, with
+row-dependent coefficients, are applied before and after each sublayer. A selector chooses the
+tokens one after the other: it re-scores the top candidates of each row given the previous token.
+Full vocabulary only.
 
 Sources: speculators 0.9.0 `models/dflash2` (adapted from z-lab/dflash), llama.cpp
 `conversion/qwen.py` and `src/models/dflash.cpp` (build_dflash2_conv, build_dflash2_selector).
@@ -33,20 +34,20 @@ NAME = "dflash2"
 TITLE = "DFlash2 draft"
 UNIQUE_TENSORS = ("selector_hidden.weight",)
 KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-SIDES = 2  # a sublayer's input and its output
+SIDES = 2  # convolutions per sublayer: before and after it
 CONVS = (("attn", "attention_conv"), ("ffn", "mlp_conv"))
 """Sublayer in the file -> its convolution in a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Config(backbone.Config):
-    """A backbone, its convolutions and its selector.
+    """Hyperparameters of the backbone, the convolutions and the selector.
 
     Attributes:
-        kernel: taps of a convolution, the row itself included. `group`: channels that share the
-            part of a coefficient that depends on the row.
-        rank, top_k: of the selector: width of its tables, and candidates a row.
-        logit_scale: factor on the head's logits, before the cap.
+        kernel: taps of a convolution, including the row itself.
+        group: channels that share the row-dependent part of a coefficient.
+        rank, top_k: width of the selector's tables, and its candidates per row.
+        logit_scale: factor on the logits before the softcap.
     """
 
     kernel: int = 2
@@ -58,18 +59,18 @@ class Config(backbone.Config):
 
 LIMITS = (
     *backbone.LIMITS,
-    dflash.READS_ROW_ONE,
+    dflash.DRAFTS_FROM_ANCHOR,
     Limit(
         "refused",
-        "more candidates than its table of scores holds",
-        "wants top_k (top_k + 1) <= hidden size",
+        "too many candidates for upstream's table of scores",
+        "requires top_k (top_k + 1) <= hidden size",
         lambda c: c.n_embd < c.top_k * (c.top_k + 1),
     ),
 )
 
 
 def claims(checkpoint: Checkpoint) -> bool:
-    """Whether the folder holds a DFlash2 draft of a layout known here."""
+    """Return True if the checkpoint is a DFlash2 draft in a supported layout."""
     raw = checkpoint.config
     if "speculators_model_type" in raw:
         return bool(raw["speculators_model_type"] == "dflash2")
@@ -77,7 +78,7 @@ def claims(checkpoint: Checkpoint) -> bool:
 
 
 def parse_hf(checkpoint: Checkpoint, target: Any) -> Config:
-    """Hyperparameters from `config.json` and tensor names; `target` is its gemma4.Config."""
+    """Parse `config.json` and tensor names; `target` is the gemma4.Config of its target."""
     f = Fields(checkpoint.config, "config.json")
     if "speculators_model_type" in checkpoint.config:
         base = dflash.parse_speculators(checkpoint, target, non_causal=True)
@@ -97,26 +98,28 @@ def parse_hf(checkpoint: Checkpoint, target: Any) -> Config:
 
 
 def check_pair(config: Config, target: Any) -> None:
-    """Raise unless the draft fits this target (its gemma4.Config), and itself."""
+    """Raise unless the draft matches this target (its gemma4.Config) and is consistent."""
     backbone.check_pair(config, target)
     if config.n_draft is not None:
-        raise Unsupported("a DFlash2 draft with a reduced vocabulary: its tables have no such rows")
+        raise Unsupported(
+            "a DFlash2 draft with a reduced vocabulary: the selector needs all tokens"
+        )
     if config.n_embd % config.group:
         raise InputError(
             "the hidden size must be a multiple of conv_group_size",
             expected=f"a multiple of {config.group}",
             found=config.n_embd,
         )
-    for what, mine, most in (
+    for what, found, most in (
         ("conv_kernel_size", config.kernel, config.block_size),
         ("selector_top_k", config.top_k, config.n_vocab),
     ):
-        if mine > most:
-            raise InputError(what, expected=f"at most {most}", found=mine)
+        if found > most:
+            raise InputError(what, expected=f"at most {most}", found=found)
 
 
 def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> Config:
-    """Hyperparameters from GGUF metadata and tensor shapes (PyTorch order)."""
+    """Parse GGUF metadata and tensor shapes (PyTorch order)."""
     base = backbone.parse_gguf(kv, tensors)
     f = Fields(kv, "GGUF metadata", f"{base.arch}.")
     kernel, group, rank, top_k = (f.positive(key) for key in KEYS)
@@ -132,7 +135,7 @@ def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) ->
 
 
 def metadata(config: Config) -> KV:
-    """The backbone's keys, and upstream's for what is added."""
+    """Return the keys of the backbone, and upstream's keys of convolutions and selector."""
     kv = backbone.metadata(config)
     values = (config.kernel, config.group, config.rank, config.top_k)
     for key, value in zip(KEYS, values, strict=True):
@@ -143,7 +146,7 @@ def metadata(config: Config) -> KV:
 
 
 def tensors(config: Config) -> list[TensorSpec]:
-    """Every tensor of the GGUF file, in order."""
+    """Return every tensor of the GGUF file, in order."""
     e, v, r, out = config.n_embd, config.n_vocab, config.rank, backbone.tensors(config)
     s = "candidate_selector."
     out += [
@@ -167,7 +170,7 @@ def tensors(config: Config) -> list[TensorSpec]:
 
 
 class Drafter(dflash_drafter.Drafter):
-    """Fills a block in one pass and walks through its candidates (`g4spec.core.Draft`)."""
+    """Computes a block in one pass, then selects tokens one by one (`g4spec.core.Draft`)."""
 
     name = NAME
     config: Config
@@ -177,8 +180,8 @@ class Drafter(dflash_drafter.Drafter):
     def choose(
         self, rows: torch.Tensor, logits: torch.Tensor, anchors: torch.Tensor, pick: Pick
     ) -> torch.Tensor:
-        """Tokens read from blocks [S, B, H]: of each row's best candidates the one that fits its
-        hidden row and the token before it."""
+        """Choose tokens [S, count] from blocks [S, B, H]: re-score the top candidates of each row
+        given its hidden row and the previous token."""
         ops, w, (n, count, n_vocab) = self.ops, self.w, logits.shape
         hidden = self.draft_rows(rows, count).flatten(0, 1)
         gates = ops.linear(hidden, w["selector_hidden.weight"]).view(n, count, -1)
@@ -186,27 +189,28 @@ class Drafter(dflash_drafter.Drafter):
         for j in range(count):
             z = logits[:, j]
             candidates = z.topk(self.config.top_k).indices  # [S, k]
-            before = ops.embed(w["selector_predecessor.weight"], previous, 1.0)
-            after = ops.embed(w["selector_successor.weight"], candidates.flatten(), 1.0)
-            after = after.view(*candidates.shape, -1)
-            scores = (after * (before * gates[:, j])[:, None]).sum(-1)
+            predecessor = ops.embed(w["selector_predecessor.weight"], previous, 1.0)
+            successors = ops.embed(w["selector_successor.weight"], candidates.flatten(), 1.0)
+            successors = successors.view(*candidates.shape, -1)
+            scores = (successors * (predecessor * gates[:, j])[:, None]).sum(-1)
             chosen = ops.scatter(z.gather(1, candidates) + scores, candidates, n_vocab)
             previous = pick(chosen, j)
             out.append(previous)
         return ops.stack_columns(out)
 
     def logits(self, hidden: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        """Rows [T, H] -> logits [T, V], scaled, then capped."""
+        """Compute logits [T, V] of rows [T, H]: scaled, then softcapped."""
         return super().logits(hidden, self.config.logit_scale)
 
     def before_sublayer(self, name: str, h: Any, batch: Batch) -> tuple[Any, Any]:
-        """The convolved input, and the coefficients of the output's convolution."""
+        """Convolve the input; also return the coefficients of the convolution after the
+        sublayer."""
         c, (first, second) = self.config, self.w[f"{name}_conv_base"]
         delta = self.ops.linear(h, self.w[f"{name}_conv_proj.weight"])
         inner, outer = delta.view(len(h), SIDES, c.kernel, -1).unbind(1)
         return self.ops.convolve(h, first, inner, self.config.block_size), (second, outer)
 
-    def after_sublayer(self, name: str, h: torch.Tensor, kept: Any) -> torch.Tensor:
-        """The convolved output."""
-        second, outer = kept
+    def after_sublayer(self, name: str, h: torch.Tensor, coefficients: Any) -> torch.Tensor:
+        """Convolve the output."""
+        second, outer = coefficients
         return self.ops.convolve(h, second, outer, self.config.block_size)

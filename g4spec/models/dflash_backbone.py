@@ -1,4 +1,4 @@
-"""What DFlash, DSpark and DFlash2 drafts have in common, on the side of the GGUF file.
+"""GGUF metadata and tensors shared by DFlash, DSpark and DFlash2 drafts.
 
 Layers are Qwen 3's (two norms, SiLU, 1/sqrt(d)) or, in DeepSpec's checkpoints, Gemma 4's (four
 norms, output scale, GELU, attention scale 1, values from keys).
@@ -26,7 +26,7 @@ ARCHS = (ARCH, ARCH + REFUSED_SUFFIX)
 PREFIXES = ("model.", "")
 DROPS = (
     QUANTIZED_ACTIVATIONS,
-    Drop(r"t2d", "a mask that repeats what d2t says; its digest is kept"),
+    Drop(r"t2d", "a mask with the same information as d2t; its digest is kept"),
     Drop(r"verifier_(norm|lm_head)\..*", "a copy of the target's own tensor"),
 )
 ROPE_PARTIAL = "g4spec.rope_partial"
@@ -39,17 +39,18 @@ class Config:
     """Hyperparameters of the backbone.
 
     Attributes:
-        target_layers: layers of the target whose *input* is a feature, in the order of `fc`.
-        block_size: rows of one pass, anchor included.
+        target_layers: target layers whose *input* is read, in the order of the columns of `fc`.
+        block_size: rows of one pass, including the anchor.
         embed_scale: factor on token rows: sqrt(H) for drafts trained on Gemma's scaled embedding
             (z-lab, DeepSpec), 1 for those trained on the raw table (speculators).
-        own_embed, own_head: whether the file brings its own tables or borrows the target's.
-        n_draft: rows of a reduced head (`d2t` present), or None.
-        window_from_anchor: a sliding layer's window is counted from the anchor (speculators: W
-            context rows for every row of the block) or from each row (z-lab, as engines run it).
-        from_anchor: row j of the block drafts the token after its position, so that the anchor's
-            row drafts too; otherwise the masked rows draft the token at their own position.
-        gemma: layers are Gemma 4's instead of Qwen 3's.
+        own_embed, own_head: whether the file has its own token table and output projection;
+            otherwise those of the target are used.
+        n_draft: number of rows of a head with a reduced vocabulary (`d2t`), or None.
+        window_from_anchor: whether the window of a sliding layer is counted from the anchor
+            (speculators: W context rows for every row of the block) or from each row (z-lab).
+        from_anchor: whether row j of the block predicts the token after its position, so that the
+            anchor's row predicts too; otherwise mask rows predict the token at their position.
+        gemma: whether layers are Gemma 4's instead of Qwen 3's.
     """
 
     n_vocab: int
@@ -72,7 +73,7 @@ class Config:
 
     @property
     def n_drafted(self) -> int:
-        """Most tokens of one proposal."""
+        """Maximum number of tokens of a proposal."""
         return min(self.block_size - (not self.from_anchor), MAX_DRAFT)
 
 
@@ -80,13 +81,12 @@ C = TypeVar("C", bound=Config)
 
 
 def shared_causality(layers: Sequence[bool]) -> bool:
-    """What to tell upstream, which has one causality for all layers: that of most of them; causal
-    where both are as many.
+    """Return the causality of most layers (causal on a tie), for upstream, which has only one flag.
 
-    A layer that is made causal only loses sight of later rows. One that is not causal any more sees
-    mask tokens that it never saw in training, and what is lost then is most of the draft: trained
-    with two causal layers and a full one, 3.9 tokens a cycle at 15 drafted, 3.9 with all layers
-    causal, 2.1 with none (`benchmarks/LOG.md`).
+    A layer made causal only stops attending to later rows. A causal layer made non-causal attends
+    to mask tokens that it never saw in training, which costs most of the acceptance. A draft
+    trained with two causal layers and a full one gave 3.9 tokens a cycle at 15 drafted, 3.9 with
+    all layers causal, and 2.1 with none (`benchmarks/LOG.md`).
     """
     return 2 * sum(layers) >= len(layers)
 
@@ -94,8 +94,8 @@ def shared_causality(layers: Sequence[bool]) -> bool:
 LIMITS = (
     Limit(
         "differs",
-        "layers of both causalities",
-        "gives all layers the causality of most of them",
+        "causal and non-causal layers",
+        "uses the causality of most layers for all",
         lambda c: len({s.causal for s in c.layers}) > 1,
     ),
     Limit(
@@ -105,24 +105,27 @@ LIMITS = (
         lambda c: c.window_from_anchor and any(s.window for s in c.layers),
     ),
 )
-"""Of every draft with this backbone."""
+"""Limits of every draft with this backbone."""
 
 
 def extended(kind: type[C], base: Config, **more: Any) -> C:
-    """A configuration with more fields than `base`."""
+    """Return a `kind` with the fields of `base` and `more`."""
     return kind(**({f.name: getattr(base, f.name) for f in fields(base)} | more))
 
 
 def check_pair(config: Config, target: Any) -> None:
-    """Raise unless the draft's shapes and layer ids fit this target (its gemma4.Config)."""
+    """Raise unless the draft's shapes and layer ids match this target (its gemma4.Config)."""
     fix = "pass the target this draft was trained for"
-    for what, mine, its in (
+    for what, found, expected in (
         ("hidden size", config.n_embd, target.n_embd),
         ("vocabulary", config.n_vocab, target.n_vocab),
     ):
-        if mine != its:
+        if found != expected:
             raise InputError(
-                f"the draft's {what} must equal its target's", expected=its, found=mine, fix=fix
+                f"the draft's {what} must equal its target's",
+                expected=expected,
+                found=found,
+                fix=fix,
             )
     check_taps(config.target_layers, target)
     if config.block_size > MAX_STEP_ROWS:
@@ -132,21 +135,21 @@ def check_pair(config: Config, target: Any) -> None:
 
 
 def require_head(tensors: Container[str]) -> None:
-    """Raise for a file that maps the rows of a head (d2t) and does not hold it."""
+    """Raise InputError if the file has a map of a reduced head (d2t) but not the head."""
     if "d2t" in tensors and "output.weight" not in tensors:
         raise InputError(
-            "tensor output.weight is missing: d2t says which tokens its rows are",
+            "tensor output.weight is missing, but d2t maps its rows to tokens",
             fix="convert the draft again",
         )
 
 
 def token_ids(config: Config, file: GGUF) -> dict[str, Any]:
-    """Tokens that the file names outside its index tensors, by what names them."""
+    """Return metadata key -> token ids stored in metadata."""
     return {"tokenizer.ggml.mask_token_id": [config.mask_token]}
 
 
 def check_taps(ids: tuple[int, ...], target: Any) -> None:
-    """Raise unless `ids` are layer inputs of this target."""
+    """Raise InputError unless `ids` are layer inputs of this target."""
     n_layer = len(target.layers)
     if not all(1 <= i <= n_layer for i in ids):
         raise InputError(
@@ -158,7 +161,7 @@ def check_taps(ids: tuple[int, ...], target: Any) -> None:
 
 
 def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> Config:
-    """Hyperparameters from GGUF metadata and tensor shapes (PyTorch order)."""
+    """Parse GGUF metadata and tensor shapes (PyTorch order)."""
     arch = str(kv.get("general.architecture", ARCH))
     f = Fields(kv, "GGUF metadata", f"{arch}.")
     own = Fields(kv, "GGUF metadata", "g4spec.dflash.")
@@ -195,7 +198,7 @@ def _layers(
     causal = own.list(bool, "layer_causal", [every] * n_layer)
     if len(sliding) != n_layer or len(causal) != n_layer:
         raise InputError(
-            "GGUF metadata: per-layer arrays must have one entry a layer",
+            "GGUF metadata: per-layer arrays must have one entry per layer",
             expected=n_layer,
             found=(len(sliding), len(causal)),
         )
@@ -220,7 +223,7 @@ def _layers(
 
 
 def metadata(config: Config) -> KV:
-    """Upstream's keys, and under `g4spec.` what upstream has no key for."""
+    """Return upstream's keys, and `g4spec.` keys where upstream has none."""
     layer, a = config.layers[0], f"{config.arch}."
     causal = [s.causal for s in config.layers]
     kv: KV = {
@@ -264,7 +267,7 @@ def metadata(config: Config) -> KV:
 
 
 def tensors(config: Config) -> list[TensorSpec]:
-    """The backbone's tensors, in order."""
+    """Return the tensors of the backbone, in order."""
     e = config.n_embd
     out = [
         TensorSpec("fc.weight", (e, len(config.target_layers) * e), "matrix", "fc.weight"),
@@ -285,7 +288,7 @@ def tensors(config: Config) -> list[TensorSpec]:
 def tables(
     n_vocab: int, n_embd: int, own_embed: bool, own_head: bool, n_draft: int | None
 ) -> list[TensorSpec]:
-    """A draft's own token table, head and map of a reduced vocabulary, as far as it has them."""
+    """Return the draft's own token table, head and map of a reduced vocabulary, if it has them."""
     out = []
     if own_embed:
         out.append(
@@ -328,5 +331,5 @@ def _layer_tensors(spec: LayerSpec, e: int) -> list[TensorSpec]:
 
 
 def caches(config: Config, window: int | None) -> list[CacheShape]:
-    """What each layer's cache holds; `window` bounds layers with full attention."""
+    """Return the cache shape of each layer; `window` bounds layers with full attention."""
     return [CacheShape(s.n_kv, s.head_dim, s.window or window) for s in config.layers]

@@ -1,7 +1,7 @@
-"""How a DFlash draft computes: context from target features, one block a proposal.
+"""Forward pass of DFlash drafts: a KV cache of target features, one block per proposal.
 
-DSpark and DFlash2 change what is read from the block (`choose`) and wrap the sublayers of its rows
-(`before`, `after`).
+DSpark and DFlash2 override how tokens are chosen from the block (`choose`); DFlash2 also hooks into
+the sublayers (`before_sublayer`, `after_sublayer`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Drafter(WeightedDrafter):
     """Proposes a block of tokens in one pass.
 
     Attributes:
-        numbers: whether `before` and `after` compute with the sublayers' input themselves.
+        unpacked: whether the sublayer hooks need float32 tensors instead of packed rows.
     """
 
     name = "dflash"
@@ -44,7 +44,7 @@ class Drafter(WeightedDrafter):
         self.rows = max(c.block_size, MAX_STEP_ROWS)
 
     def commit(self, rows: StepRows, accepted: torch.Tensor) -> None:
-        """Append the context keys and values of all rows."""
+        """Append the keys and values of all rows, computed from the target's features."""
         ops, w, layers = self.ops, self.w, self.config.layers
         context = ops.norm_rows(
             ops.linear(rows.taps, w["fc.weight"]), w["enc.output_norm.weight"], self.config.eps
@@ -60,53 +60,59 @@ class Drafter(WeightedDrafter):
         """See `g4spec.core.Draft`."""
         c, n = self.config, len(batch.sizes)
         rows = self.block(batch.columns(0, c.block_size))
-        drafting = self.draft_rows(rows, count)
+        predicting = self.draft_rows(rows, count)
         if self.one_pass and not c.n_draft:
-            flat = drafting.flatten(0, 1)
+            flat = predicting.flatten(0, 1)
             return self.ops.pick(flat, self._table, pick, 0, c.softcap).view(n, count)
-        logits = self.logits(drafting.flatten(0, 1)).view(n, count, -1)
+        logits = self.logits(predicting.flatten(0, 1)).view(n, count, -1)
         return self.choose(rows, logits, batch.columns(0, 1).ids, pick)
 
     def choose(
         self, rows: torch.Tensor, logits: torch.Tensor, anchors: torch.Tensor, pick: Pick
     ) -> torch.Tensor:
-        """Tokens [S, count] read from blocks [S, B, H] and their drafting rows' logits
-        [S, count, D]; `anchors` [S]."""
+        """Choose tokens [S, count].
+
+        Args:
+            rows: final-norm output of the blocks, [S, B, H].
+            logits: logits of the predicting rows, [S, count, D].
+            anchors: token ids [S].
+        """
         return pick(self.to_full_vocab(logits.flatten(0, 1)), 0).view(logits.shape[:2])
 
     def draft_rows(self, rows: torch.Tensor, count: int) -> torch.Tensor:
-        """The `count` rows of each block [S, B, H] that draft a token each, [S, count, H]."""
+        """Return the `count` rows of each block [S, B, H] that predict a token: [S, count, H]."""
         first = 0 if self.config.from_anchor else 1
         return rows[:, first : first + count]
 
     def logits(self, hidden: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        """Rows [T, H] -> capped logits of the head's own rows [T, D]."""
+        """Compute softcapped logits [T, D] of rows [T, H], over the draft's own vocabulary."""
         return self.ops.logits(hidden, self._table, self.config.softcap, scale)
 
     @property
     def _table(self) -> Any:
-        """What the head multiplies with: the draft's own, or the target's."""
+        """Output projection: the draft's own, or the target's."""
         c = self.config
         if not (c.own_head or c.own_embed):
             return self.target.table
         return self.w["output.weight" if c.own_head else "token_embd.weight"]
 
     def to_full_vocab(self, z: torch.Tensor) -> torch.Tensor:
-        """Logits [T, D] over the target's vocabulary [T, V], -inf where undraftable."""
+        """Expand logits [T, D] to the target's vocabulary [T, V]; -inf for tokens it cannot
+        draft."""
         c = self.config
         return self.ops.scatter(z, self.w["d2t"], c.n_vocab) if c.n_draft else z
 
     def before_sublayer(self, name: str, h: Any, batch: Batch) -> tuple[Any, Any]:
-        """What the sublayer `name` ("blk.0.attn") is given for its normed input `h` (rows [T, H];
-        see `numbers`), and what `after` wants to know."""
+        """Hook before sublayer `name` ("blk.0.attn"): return its input, computed from the normed
+        rows `h` [T, H], and a value for `after_sublayer`."""
         return h, None
 
-    def after_sublayer(self, name: str, h: torch.Tensor, kept: Any) -> torch.Tensor:
-        """What becomes of the sublayer's output `h` [T, H]."""
+    def after_sublayer(self, name: str, h: torch.Tensor, saved: Any) -> torch.Tensor:
+        """Hook after a sublayer: return its output, computed from `h` [T, H]."""
         return h
 
     def block(self, batch: Batch) -> torch.Tensor:
-        """Rows of S blocks after the final norm, [S, B, H]; `batch`: anchors and masks."""
+        """Compute S blocks -> [S, B, H] after the final norm. `batch`: anchors and mask tokens."""
         c, ops, w = self.config, self.ops, self.w
         if c.own_embed:
             x = ops.embed(w["token_embd.weight"], batch.ids, c.embed_scale)
@@ -144,10 +150,17 @@ class Drafter(WeightedDrafter):
         span: tuple[torch.Tensor, torch.Tensor],
         next_norm: torch.Tensor,
     ) -> tuple[torch.Tensor, Any]:
-        """One layer of the block: residual `x` [T, H] and its normed rows `h`, of this layer and
-        then of the next, or behind the last one numbers."""
+        """Compute one layer of the block.
+
+        Args:
+            x, h: residual [T, H] and its norm as rows.
+            next_norm: weight [H] of the norm after the layer.
+
+        Returns:
+            Residual and norm for the next layer; the norm is float32 after the last layer.
+        """
         ops, w, b, c = self.ops, self.w, f"blk.{spec.index}.", self.config
-        h, kept = self.before_sublayer(b + "attn", h, batch)
+        h, saved = self.before_sublayer(b + "attn", h, batch)
         q = ops.qkv(h, self._attention(spec), batch, self.caches[spec.index])
         scale = 1.0 if c.gemma else spec.head_dim**-0.5
         h = ops.linear(
@@ -155,19 +168,19 @@ class Drafter(WeightedDrafter):
             w[b + "attn_output.weight"],
             partial_sums=not self.unpacked,
         )
-        h = self.after_sublayer(b + "attn", h, kept)
+        h = self.after_sublayer(b + "attn", h, saved)
         unpacked = self.unpacked or spec is c.layers[-1]
         if c.gemma:
             return gemma4.finish_layer(ops, w, b, x, h, c.eps, next_norm, unpacked=unpacked)
         x, h = ops.norm_residual_norm(
             h, x, None, c.eps, w[b + "ffn_norm.weight"], unpacked=self.unpacked
         )
-        h, kept = self.before_sublayer(b + "ffn", h, batch)
-        h = self.after_sublayer(b + "ffn", self.gated(b, h, partial_sums=not self.unpacked), kept)
+        h, saved = self.before_sublayer(b + "ffn", h, batch)
+        h = self.after_sublayer(b + "ffn", self.gated(b, h, partial_sums=not self.unpacked), saved)
         return ops.norm_residual_norm(h, x, None, c.eps, next_norm, unpacked=unpacked)
 
     def _reach(self, window: int | None, causal: bool) -> Reach:
-        """What the rows of a block see in a layer."""
+        """Return the range of positions that rows of a block attend to in a layer."""
         if window is not None and not self.config.window_from_anchor:
             return Reach(window - 1, to_last=not causal)
         return Reach(window or self.window, from_first=True, to_last=not causal)

@@ -1,14 +1,15 @@
 """DSpark drafts, GGUF architecture `dflash` with a Markov head: speculators and DeepSpec.
 
-A DFlash block whose logits at each row are shifted by a low-rank table of the token before it, so
-that tokens are chosen one after the other, and a confidence head that says where to stop. A head
-that upstream does not compute (gated, rnn, confidence from the hidden row alone) gives the file
-the architecture `dflash-g4spec`, which upstream refuses.
+A DFlash block with two heads. The Markov head adds a low-rank bias to the logits of each row, which
+depends on the previous token, so tokens are chosen one after the other. The confidence head
+predicts whether a token will be accepted. Files with a head that upstream does not support (gated,
+rnn, confidence from the hidden row alone) get the architecture `dflash-g4spec`, which upstream
+refuses.
 
-Where `--draft-p-min` or the file's `g4spec.dspark.confidence_cut` says so, a proposal ends before
-the first row of less confidence. The converter does not write the key: without a cut proposals are
-those of the trainer's own code and of upstream's default, and what a rejected row costs only the
-machine knows.
+With `--draft-p-min`, or the key `g4spec.dspark.confidence_cut`, a proposal ends before the first
+row of lower confidence. The converter does not write the key: the best cut depends on what a
+rejected row costs on the machine, and without it proposals equal those of the trainer's own code
+and of upstream's default.
 
 Sources: speculators 0.9.0 `models/dspark`, llama.cpp `conversion/gemma.py` (Gemma4DSparkModel),
 `conversion/qwen.py` (DSparkModel) and `src/models/dflash.cpp` (build_dspark_markov_head).
@@ -67,25 +68,25 @@ HEAD_KEYS = (
 )
 CUT = "g4spec.dspark.confidence_cut"
 CONFIDENCE = ("conf_proj.weight", "confidence_head.proj.weight", "confidence_proj.weight")
-"""How the confidence head is called, in a file and in checkpoints (behind a prefix)."""
+"""Names of the confidence head in GGUF files and in checkpoints (after a prefix)."""
 
 Head = Literal["none", "vanilla", "gated", "rnn"]
 GATES: dict[str, tuple[str, str]] = {
     "gated": ("markov_gate", "markov_head.gate_proj"),
     "rnn": ("markov_joint", "markov_head.joint_proj"),
 }
-"""Head -> its projection's name in the file, and in a checkpoint."""
+"""Head -> name of its projection in the GGUF file, and in a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Config(backbone.Config):
-    """A backbone and its two heads.
+    """Hyperparameters of the backbone and the two heads.
 
     Attributes:
-        head: kind of Markov head. `rank`: of its table; 0 without one.
-        confidence: inputs of the confidence head: "hidden", "both" (hidden row and table row), or
-            "none" without one.
-        cut: least confidence of a drafted token; 0 keeps all.
+        head: kind of Markov head. `rank`: width of its table; 0 without one.
+        confidence: inputs of the confidence head: "hidden" (hidden row), "both" (hidden row and row
+            of the Markov table), or "none" without one.
+        cut: minimum confidence of a drafted token; 0 keeps all.
     """
 
     head: Head = "vanilla"
@@ -98,39 +99,39 @@ LIMITS = (
     *backbone.LIMITS,
     Limit(
         "differs",
-        "logits capped before the Markov bias",
-        "adds the bias to uncapped logits",
+        "logits softcapped before the Markov bias",
+        "adds the bias to logits without softcap",
         lambda c: c.softcap > 0 and c.head != "none",
     ),
     Limit(
         "refused",
-        "Gemma 4 layers with values that are not their keys",
-        "does not norm such values",
+        "Gemma 4 layers with a separate V projection",
+        "does not apply the norm to their values",
         lambda c: c.gemma and any(not s.v_from_k for s in c.layers),
     ),
     Limit(
         "refused",
         "a gated or recurrent Markov head",
-        "knows the plain table only",
+        "supports only the plain table",
         lambda c: c.head in GATES,
     ),
     Limit(
         "refused",
-        "confidence from the hidden row alone, or without a Markov head",
-        "wants the table's row too",
+        "a confidence head without Markov input",
+        "requires the row of the Markov table as input",
         lambda c: c.confidence == "hidden",
     ),
     Limit(
         "refused",
-        "drafts read from the anchor's row on, without a Markov head",
-        "takes it for a DFlash draft and reads from the next row on",
+        "drafts that start in the anchor's row, without a Markov head",
+        "treats it as a DFlash draft and starts in the next row",
         lambda c: c.from_anchor and c.head == "none",
     ),
 )
 
 
 def claims(checkpoint: Checkpoint) -> bool:
-    """Whether the folder holds a DSpark draft of a layout known here."""
+    """Return True if the checkpoint is a DSpark draft in a supported layout."""
     raw = checkpoint.config
     if "speculators_model_type" in raw:
         return bool(raw["speculators_model_type"] == "dspark")
@@ -138,7 +139,7 @@ def claims(checkpoint: Checkpoint) -> bool:
 
 
 def parse_hf(checkpoint: Checkpoint, target: Any) -> Config:
-    """Hyperparameters from `config.json` and tensor names; `target` is its gemma4.Config."""
+    """Parse `config.json` and tensor names; `target` is the gemma4.Config of its target."""
     if "speculators_model_type" in checkpoint.config:
         base = dflash.parse_speculators(checkpoint, target, from_anchor=True)
     else:
@@ -165,7 +166,7 @@ def parse_hf(checkpoint: Checkpoint, target: Any) -> Config:
 
 
 def _parse_deepspec(checkpoint: Checkpoint, target: Any) -> backbone.Config:
-    """DeepSpec's flat configuration, in the terms of Gemma 4's own."""
+    """Parse DeepSpec's flat configuration, which uses the keys of Gemma 4."""
     f = Fields(checkpoint.config, "config.json")
     inner = dflash.settings(f, target, *HEAD_KEYS)
     for key in HEAD_KEYS:  # NVIDIA's exports write them twice
@@ -179,11 +180,11 @@ def _parse_deepspec(checkpoint: Checkpoint, target: Any) -> backbone.Config:
     f.require("draft_vocab_size", (None, f.positive("vocab_size")), None)
     if any(s.window is not None for s in layers):
         raise Unsupported(
-            "config.json: a DeepSpec draft with sliding layers: what they see of a "
-            "block is not documented"
+            "config.json: a DeepSpec draft with sliding layers: their attention inside "
+            "a block is not documented"
         )
     if len({s.v_from_k for s in layers}) > 1:
-        raise Unsupported("config.json: a DeepSpec draft whose values are its keys in some layers")
+        raise Unsupported("config.json: a DeepSpec draft with K=V in some layers only")
     return backbone.Config(
         n_vocab=f.positive("vocab_size"),
         n_embd=f.positive("hidden_size"),
@@ -205,7 +206,7 @@ def _parse_deepspec(checkpoint: Checkpoint, target: Any) -> backbone.Config:
 
 
 def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> Config:
-    """Hyperparameters from GGUF metadata and tensor shapes (PyTorch order)."""
+    """Parse GGUF metadata and tensor shapes (PyTorch order)."""
     base = backbone.parse_gguf(kv, tensors)
     table = tensors.get("markov_w1.weight", (0, 0))
     heads = [head for head, (name, _) in GATES.items() if f"{name}.weight" in tensors]
@@ -223,7 +224,7 @@ def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) ->
 
 
 def metadata(config: Config) -> KV:
-    """The backbone's keys, and those of the heads."""
+    """Return the keys of the backbone and of the heads."""
     a = f"{config.arch}."
     kv = backbone.metadata(config)
     kv[a + backbone.FROM_ANCHOR] = boolean(config.from_anchor)
@@ -234,7 +235,7 @@ def metadata(config: Config) -> KV:
 
 
 def tensors(config: Config) -> list[TensorSpec]:
-    """Every tensor of the GGUF file, in order."""
+    """Return every tensor of the GGUF file, in order."""
     e, r, out = config.n_embd, config.rank, backbone.tensors(config)
     if r:
         rows = config.n_draft or config.n_vocab
@@ -262,7 +263,7 @@ def tensors(config: Config) -> list[TensorSpec]:
 
 
 class Drafter(dflash_drafter.Drafter):
-    """Fills a block in one pass and reads it as a chain (`g4spec.core.Draft`)."""
+    """Computes a block in one pass, then chooses tokens one by one (`g4spec.core.Draft`)."""
 
     name = NAME
     config: Config
@@ -270,13 +271,13 @@ class Drafter(dflash_drafter.Drafter):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self.recordable = not self._cuts
+        self.recordable = not self._has_cut
 
     def choose(
         self, rows: torch.Tensor, logits: torch.Tensor, anchors: torch.Tensor, pick: Pick
     ) -> torch.Tensor:
-        """Tokens read from blocks [S, B, H], each biased by the one before it; -1 from the first
-        one on of which the draft is less confident than the cut."""
+        """Choose tokens [S, count] from blocks [S, B, H], with a bias that depends on the previous
+        token; -1 from the first token on whose confidence is below the cut."""
         c, ops, count = self.config, self.ops, logits.shape[1]
         hidden = self.draft_rows(rows, count)
         state, previous, out = self._state(rows, anchors), anchors, []
@@ -288,7 +289,7 @@ class Drafter(dflash_drafter.Drafter):
                 inner, state = self._inner(e, h, state)
                 row = row + ops.linear(inner, self.w["markov_w2.weight"])
             previous = pick(self.to_full_vocab(row), j)
-            if self._cuts:
+            if self._has_cut:
                 ended = ended | (self.confidence(h, e) < c.cut)
                 out.append(previous.masked_fill(ended, -1))
             else:
@@ -296,19 +297,19 @@ class Drafter(dflash_drafter.Drafter):
         return ops.stack_columns(out)
 
     @property
-    def _cuts(self) -> bool:
-        """Whether a proposal ends where confidence does."""
+    def _has_cut(self) -> bool:
+        """Whether low confidence ends a proposal."""
         return bool(self.config.cut) and self.config.confidence != "none"
 
     def confidence(self, h: torch.Tensor, e: torch.Tensor) -> torch.Tensor:
-        """How likely the tokens of rows h [S, H] are to be accepted, [S]; `e` [S, r]: the table's
-        rows."""
+        """Predict the probability [S] that the tokens of rows h [S, H] are accepted. `e` [S, r]:
+        rows of the Markov table."""
         x = self.ops.concat_columns([h, e]) if self.config.confidence == "both" else h
         return self.ops.sigmoid(self._projected(x, "conf_proj"))[:, 0]
 
     def _state(self, rows: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
-        """The recurrence [S, r] before the first drafting row. It starts at the anchor's row, also
-        when that row drafts nothing."""
+        """Return the recurrent state [S, r] before the first predicting row. The recurrence starts
+        in the anchor's row even if that row predicts nothing."""
         state = rows.new_zeros(len(rows), self.config.rank)
         if self.config.head == "rnn" and not self.config.from_anchor:
             e = self.ops.embed(self.w["markov_w1.weight"], anchors, 1.0)
@@ -318,7 +319,7 @@ class Drafter(dflash_drafter.Drafter):
     def _inner(
         self, e: torch.Tensor, h: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `markov_w2` turns into biases [S, r], and the next state [S, r]."""
+        """Return the input of `markov_w2` [S, r] and the next recurrent state [S, r]."""
         ops = self.ops
         if self.config.head == "gated":
             return ops.sigmoid(

@@ -1,11 +1,12 @@
 """EAGLE-3 and P-EAGLE drafts, GGUF architecture `eagle3`: speculators and SpecForge.
 
-A Llama-style layer reads each token beside a feature of the position before it (layer inputs of the
-target, fused by `fc`), and drafts one token after the other from its own output. P-EAGLE drafts
-them in one pass instead, from mask tokens beside a learned feature. What upstream has no code for
-gives the file the architecture `eagle3-g4spec`, which upstream refuses.
+The input of the Llama-style layer is each token concatenated with the feature of the previous
+position (inputs of some target layers, projected by `fc`). EAGLE-3 drafts one token per pass and
+feeds its own output back as the next feature. P-EAGLE drafts all tokens in one pass, from mask
+tokens with a learned feature. Files that upstream does not support get the architecture
+`eagle3-g4spec`, which upstream refuses.
 
-Rows of the query and key projections lie as upstream's Llama kind wants them, in pairs.
+The rows of the query and key projections are stored interleaved, as upstream's Llama models are.
 
 Sources: speculators 0.9.0 `models/eagle3` and `models/peagle`, llama.cpp `conversion/llama.py`,
 `src/models/eagle3.cpp` and `common/speculative.cpp`. The forward pass is in `eagle3_drafter.py`.
@@ -46,35 +47,35 @@ LIMITS = (
     Limit(
         "differs",
         "a sliding window",
-        "lets the draft see everything",
+        "attends to all positions",
         lambda c: any(s.window for s in c.layers),
     ),
     Limit(
         "refused",
-        "features of other than three layers",
-        "wants exactly three",
+        "features of more or fewer than three layers",
+        "requires exactly three",
         lambda c: len(c.target_layers) != 3,
     ),
     Limit("refused", "several layers", "runs one", lambda c: len(c.layers) != 1),
     Limit("refused", "a norm for each feature (fc_norm)", "has none", lambda c: c.fc_norm),
-    Limit("refused", "queries and keys normed by head", "does not norm them", lambda c: c.qk_norm),
+    Limit("refused", "a norm for each head of queries and keys", "has none", lambda c: c.qk_norm),
     Limit(
         "refused",
         "feedback after the final norm (norm_output)",
-        "feeds back before it",
+        "feeds back the output before it",
         lambda c: c.norm_output,
     ),
     Limit(
         "refused",
-        "a block drafted at once (P-EAGLE)",
-        "drafts one token after the other",
+        "a block drafted in one pass (P-EAGLE)",
+        "drafts one token per pass",
         lambda c: c.depths > 0,
     ),
 )
 
 
 def claims(checkpoint: Checkpoint) -> bool:
-    """Whether the folder holds an EAGLE-3 or P-EAGLE draft of a layout known here."""
+    """Return True if the checkpoint is an EAGLE-3 or P-EAGLE draft in a supported layout."""
     raw = checkpoint.config
     if "speculators_model_type" in raw:
         return raw["speculators_model_type"] in SPECULATORS
@@ -82,17 +83,17 @@ def claims(checkpoint: Checkpoint) -> bool:
 
 
 def notes(checkpoint: Checkpoint) -> list[str]:
-    """What the user should know about a checkpoint's configuration."""
+    """Return remarks for users about a checkpoint's configuration."""
     if "norm_before_residual" in checkpoint.config:
         return []
     return [
-        "config.json does not say norm_before_residual: taken as false, as speculators and "
-        "llama.cpp do; vLLM takes true"
+        "config.json has no norm_before_residual: using false, the default of speculators and "
+        "llama.cpp; the default of vLLM is true"
     ]
 
 
 def parse_hf(checkpoint: Checkpoint, target: Any) -> Config:
-    """Hyperparameters from `config.json` and tensor names; `target` is its gemma4.Config."""
+    """Parse `config.json` and tensor names; `target` is the gemma4.Config of its target."""
     f = Fields(checkpoint.config, "config.json")
     nested = "speculators_model_type" in checkpoint.config
     inner = f.sub("transformer_layer_config") if nested else f
@@ -120,13 +121,14 @@ def parse_hf(checkpoint: Checkpoint, target: Any) -> Config:
         depths=_depths(f) if parallel else 0,
     )
     if config.norm_before_fc and config.fc_norm:
-        raise InputError("config.json: norm_before_fc and fc_norm exclude each other")
+        raise InputError("config.json: norm_before_fc and fc_norm must not both be true")
     check_pair(config, target)
     return replace(config, arch=architecture(ARCH, LIMITS, config))
 
 
 def _taps(f: Fields, target: Any) -> tuple[int, ...]:
-    """speculators names layer inputs; SpecForge's `eagle_config` names outputs, one less."""
+    """Return the target layers whose inputs are read. speculators stores inputs; SpecForge's
+    `eagle_config` stores outputs, which are one less."""
     key = "eagle_aux_hidden_state_layer_ids"
     outputs = f.sub("eagle_config")
     if not f.has(key) and outputs.has(key):
@@ -147,40 +149,44 @@ def _layers(f: Fields) -> tuple[LayerSpec, ...]:
     types = f.list(str, "layer_types", ["full_attention"] * n_layer)
     if len(types) != n_layer:
         raise InputError(f"{f.where}: layer_types", expected=n_layer, found=len(types))
-    like = dflash.qwen_layer(f)
+    template = dflash.qwen_layer(f)
     return tuple(
         replace(
-            like, index=i, window=f.positive("sliding_window") if t == "sliding_attention" else None
+            template,
+            index=i,
+            window=f.positive("sliding_window") if t == "sliding_attention" else None,
         )
         for i, t in enumerate(types)
     )
 
 
 def check_pair(config: Config, target: Any) -> None:
-    """Raise unless the draft's shapes and layer ids fit this target (its gemma4.Config)."""
-    for what, mine, its in (
+    """Raise unless the draft's shapes and layer ids match this target (its gemma4.Config)."""
+    for what, found, expected in (
         ("target's hidden size", config.n_target, target.n_embd),
         ("vocabulary", config.n_vocab, target.n_vocab),
     ):
-        if mine != its:
+        if found != expected:
             raise InputError(
                 f"the draft's {what} must equal its target's",
-                expected=its,
-                found=mine,
+                expected=expected,
+                found=found,
                 fix="pass the target this draft was trained for",
             )
     check_taps(config.target_layers, target)
     if config.n_embd != target.n_embd and not (config.own_embed and config.own_head):
-        raise Unsupported("a draft of another width than its target, without tables of its own")
+        raise Unsupported(
+            "a draft of another hidden size than its target, without its own token table and head"
+        )
 
 
 def token_ids(config: Config, file: GGUF) -> dict[str, Any]:
-    """Tokens that the file names outside its index tensors, by what names them."""
+    """Return metadata key -> token ids stored in metadata."""
     return {"tokenizer.ggml.mask_token_id": [config.mask_token]} if config.depths else {}
 
 
 def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> Config:
-    """Hyperparameters from GGUF metadata and tensor shapes (PyTorch order)."""
+    """Parse GGUF metadata and tensor shapes (PyTorch order)."""
     arch = str(kv.get("general.architecture", ARCH))
     f, own = Fields(kv, "GGUF metadata", f"{arch}."), Fields(kv, "GGUF metadata")
     n_layer = f.layers("block_count")
@@ -188,7 +194,7 @@ def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) ->
     sliding = f.list(bool, "attention.sliding_window_pattern", [bool(window)] * n_layer)
     if len(sliding) != n_layer:
         raise InputError(
-            "GGUF metadata: per-layer arrays must have one entry a layer",
+            "GGUF metadata: per-layer arrays must have one entry per layer",
             expected=n_layer,
             found=len(sliding),
         )
@@ -196,7 +202,7 @@ def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) ->
     require_head(tensors)
     if DEPTHS in kv and MASK not in tensors:
         raise InputError(
-            f"tensor {MASK} is missing: the file says that it is a P-EAGLE draft",
+            f"tensor {MASK} is missing, but the metadata describes a P-EAGLE draft",
             fix="convert the draft again",
         )
     depths = own.get(int, DEPTHS, 1) if MASK in tensors else 0
@@ -234,7 +240,7 @@ def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) ->
 
 
 def metadata(config: Config) -> KV:
-    """Upstream's keys, and under `g4spec.` what upstream has no key for."""
+    """Return upstream's keys, and `g4spec.` keys where upstream has none."""
     layer, a = config.layers[0], f"{config.arch}."
     kv: KV = {
         "general.architecture": string(config.arch),
@@ -270,7 +276,7 @@ def metadata(config: Config) -> KV:
 
 
 def tensors(config: Config) -> list[TensorSpec]:
-    """Every tensor of the GGUF file, in order."""
+    """Return every tensor of the GGUF file, in order."""
     e, n = config.n_embd, len(config.target_layers)
     wide = n * config.n_target
     out = [TensorSpec("fc.weight", (e, wide), "matrix", "fc.weight")]

@@ -14,15 +14,16 @@ class Config:
     """Hyperparameters of an EAGLE-3 draft.
 
     Attributes:
-        target_layers: layers of the target whose *input* is a feature, in the order of `fc`.
+        target_layers: target layers whose *input* is read, in the order of the columns of `fc`.
         n_target: hidden size of the target.
-        n_draft: rows of a reduced head (`d2t` present), or None.
-        norm_before_residual: the residual is the normed feature instead of the feature.
-        norm_before_fc, fc_norm: a norm over all features together, or one for each.
-        norm_output: the draft feeds back its output after the final norm instead of before.
-        qk_norm: queries and keys are normed by head (Qwen 3).
-        mask_token, depths: of P-EAGLE: what stands for tokens not drafted yet, and how many tokens
-            are drafted at once; 0 depths is EAGLE-3.
+        n_draft: number of rows of a head with a reduced vocabulary (`d2t`), or None.
+        norm_before_residual: whether the residual is the feature after its norm.
+        norm_before_fc, fc_norm: whether a norm over all features, or one per feature, precedes
+            `fc`.
+        norm_output: whether the draft feeds back its output after the final norm.
+        qk_norm: whether each head of queries and keys has a norm (Qwen 3).
+        mask_token, depths: P-EAGLE's mask token, and its number of tokens per pass; `depths` is 0
+            for EAGLE-3.
     """
 
     n_vocab: int

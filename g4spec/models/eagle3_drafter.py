@@ -1,4 +1,4 @@
-"""How an EAGLE-3 draft computes: tokens beside features, a cache of its own, a chain of tokens."""
+"""Forward pass of EAGLE-3 and P-EAGLE drafts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 
 class Drafter(WeightedDrafter):
-    """Proposes a chain of tokens, or P-EAGLE's block (`g4spec.core.Draft`).
+    """Drafts one token per pass, or P-EAGLE's block in one pass (`g4spec.core.Draft`).
 
-    Row p of the cache holds token p beside the feature of position p - 1; row 0, which has no
-    feature, is never seen. So a row depends on no token behind it, and texts that begin alike share
-    their pages. The feature of the newest position waits for the next anchor.
+    Row p of the cache is computed from token p and the feature of position p - 1; row 0 has no
+    feature, and other rows do not attend to it. So a row depends only on tokens up to its own, and
+    sequences with a common prefix can share pages. The feature of the last position is stored until
+    the next anchor is known.
     """
 
     name = "eagle3"
@@ -38,30 +39,33 @@ class Drafter(WeightedDrafter):
         self.state = (self._last_feature,)
 
     def commit(self, rows: StepRows, accepted: torch.Tensor) -> None:
-        """Read tokens beside the features before them: the first one beside the feature that waited
-        for it."""
+        """Append the cache rows of tokens with the features of their previous positions; the first
+        token uses the stored feature."""
         batch = rows.batch
         slots, g = first_rows(batch, batch.slots), self._fused(rows.taps)
-        before = self._shifted(batch, g, self._last_feature[slots])
-        self._read(batch, before, batch.positions, keys_only=True)
+        previous = self._shifted(batch, g, self._last_feature[slots])
+        self._layers(batch, previous, batch.positions, keys_only=True)
         self._last_feature[slots] = accepted_rows(batch, g, accepted)
 
     def propose(self, batch: Batch, count: int, pick: Pick) -> torch.Tensor:
-        """See `g4spec.core.Draft`. The window stays where the first row put it, as in training."""
+        """See `g4spec.core.Draft`. The window of all rows starts where that of the anchor does, as
+        in training."""
         rows = batch.columns(0, 1)
-        feature, seen_from = self._last_feature[rows.slots], rows.positions
+        feature, window_position = self._last_feature[rows.slots], rows.positions
         if self.config.depths:
             return self._block(batch.columns(0, count), feature, count, pick)
         out = []
         for j in range(count):
-            logits, feature = self._forward(rows.with_positions(seen_from + j), feature, seen_from)
+            logits, feature = self._forward(
+                rows.with_positions(window_position + j), feature, window_position
+            )
             token = pick(logits, j)
             out.append(token)
             rows = rows.with_ids(token)
         return self.ops.stack_columns(out)
 
     def _block(self, batch: Batch, feature: torch.Tensor, count: int, pick: Pick) -> torch.Tensor:
-        """P-EAGLE's block of `count` rows: `feature` [S, E] stands beside the anchors."""
+        """Draft P-EAGLE's block of `count` rows. `feature` [S, E]: features of the anchors."""
         n = len(batch.sizes)
         features = self._mask_feature.expand(n, count, -1).clone()
         features[:, 0] = feature
@@ -70,11 +74,12 @@ class Drafter(WeightedDrafter):
 
     @cached_property
     def _mask_feature(self) -> torch.Tensor:
-        """P-EAGLE's feature of positions that nobody has read, [1, E]."""
+        """P-EAGLE's learned feature of mask tokens, [1, E]."""
         return self._fused(self.w["mask_hidden.weight"][0])
 
     def _shifted(self, batch: Batch, g: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-        """Features g [T, E] moved one row down within each sequence, `first` [S, E] on top."""
+        """Shift features g [T, E] one row down within each sequence; its first row is `first`
+        [S, E]."""
         if len(batch.sizes) == 1:
             return self.ops.concat_rows([first, g[:-1]])
         out = self.ops.concat_rows([g[:1], g[:-1]])
@@ -85,7 +90,8 @@ class Drafter(WeightedDrafter):
         return out
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Rows [T, H] -> logits over the target's vocabulary [T, V], -inf where undraftable."""
+        """Compute logits over the target's vocabulary [T, V] of rows [T, H]; -inf for tokens that
+        it cannot draft."""
         c = self.config
         if not c.own_head:
             return self.ops.logits(hidden, self.target.table)
@@ -93,7 +99,7 @@ class Drafter(WeightedDrafter):
         return self.ops.scatter(z, self.w["d2t"], c.n_vocab) if c.n_draft else z
 
     def _fused(self, taps: torch.Tensor) -> torch.Tensor:
-        """Features of the target [T, n * B] -> [T, E]."""
+        """Project features of the target [T, n * B] -> [T, E]."""
         c, ops = self.config, self.ops
         if c.norm_before_fc:
             taps = ops.rms_norm(taps, self.w["enc.output_norm.weight"], c.eps)
@@ -108,26 +114,27 @@ class Drafter(WeightedDrafter):
         return ops.linear(taps, self.w["fc.weight"])
 
     def _forward(
-        self, batch: Batch, features: torch.Tensor, seen_from: torch.Tensor
+        self, batch: Batch, features: torch.Tensor, window_position: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens beside features -> their logits, and the features of the rows after them."""
-        x = self._read(batch, features, seen_from)
+        """Compute logits [T, V] of tokens and features, and the features for the next pass [T,
+        E]."""
+        x = self._layers(batch, features, window_position)
         h = self.ops.rms_norm(x, self.w["output_norm.weight"], self.config.eps)
         return self.logits(h), h if self.config.norm_output else x
 
-    def _read(
+    def _layers(
         self,
         batch: Batch,
         features: torch.Tensor,
-        seen_from: torch.Tensor,
+        window_position: torch.Tensor,
         *,
         keys_only: bool = False,
     ) -> torch.Tensor:
-        """Tokens beside features [T, E] -> hidden rows before the norm [T, E].
+        """Compute all layers over tokens and features [T, E] -> rows before the final norm [T, E].
 
         Args:
-            seen_from: the row from which the window of each row is counted, [T].
-            keys_only: stop when the last layer has its keys and values.
+            window_position: position from which the window of each row is counted back, [T].
+            keys_only: stop once the last layer has appended its keys and values.
         """
         c, ops, w = self.config, self.ops, self.w
         e = (
@@ -137,7 +144,7 @@ class Drafter(WeightedDrafter):
         )
         x, last = features, len(c.layers) - 1
         reaches = [Reach.causal(s.window or self.window) for s in c.layers]
-        spans = ops.spans(batch.with_positions(seen_from), set(reaches))
+        spans = ops.spans(batch.with_positions(window_position), set(reaches))
         own = batch.positions
         for spec in c.layers:
             b = f"blk.{spec.index}."
@@ -149,7 +156,9 @@ class Drafter(WeightedDrafter):
             q = ops.qkv(h, self._attention(spec), batch, self.caches[spec.index], queries=not done)
             if done:
                 break
-            first = spans[reaches[spec.index]][0].clamp(min=1).minimum(own)  # row 0 sees itself
+            first = (
+                spans[reaches[spec.index]][0].clamp(min=1).minimum(own)
+            )  # row 0 attends to itself only
             h = ops.attend(q, self.caches[spec.index], batch, first, own, spec.head_dim**-0.5)
             h = ops.linear(h, w[b + "attn_output.weight"], partial_sums=True)
             x, h = ops.norm_residual_norm(h, x, None, c.eps, w[b + "ffn_norm.weight"])

@@ -1,4 +1,4 @@
-"""Typed access to a configuration: required or optional is explicit, a wrong type is an error."""
+"""Typed access to a configuration. Callers state which keys are required; a wrong type raises."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from g4spec.errors import InputError, Unsupported
 MAX_LAYERS = 512
 """llama.cpp's LLAMA_MAX_LAYERS."""
 MAX_SIZE = 1 << 24
-"""Of a width, a count or a context: a hundred times what any model has, and vectors of that size
-still fit into memory."""
+"""Maximum of a width, a count or a context length: a hundred times that of any model, and vectors
+of this size still fit into memory."""
 
 T = TypeVar("T")
 _MISSING = object()
 
 
 class Fields:
-    """A mapping (config.json or GGUF metadata) read by type.
+    """A mapping (config.json or GGUF metadata) with typed getters.
 
     Args:
-        raw: the mapping. `where`: how errors call it, e.g. "config.json".
+        raw: the mapping. `where`: its name in errors, e.g. "config.json".
         prefix: put before each key, e.g. "gemma4." for GGUF metadata.
     """
 
@@ -38,9 +38,9 @@ class Fields:
     @overload
     def get(self, kind: type[T], key: str, default: T) -> T: ...
     def get(self, kind: type[Any], key: str, default: Any = _MISSING) -> Any:
-        """The value of `key` as `kind` (int, float, bool, str, dict); ints serve as floats.
+        """Return the value of `key` as `kind` (int, float, bool, str, dict); ints become floats.
 
-        Raises InputError if it is missing without a default, or of another type.
+        Raise InputError if it is missing without a default, or has another type.
         """
         value = self.raw.get(self.prefix + key)
         if value is None:
@@ -61,7 +61,7 @@ class Fields:
         return value
 
     def list(self, kind: type[T], key: str, default: list[T] | None = None) -> list[T]:
-        """The value of `key` as a list of `kind`."""
+        """Return the value of `key` as a list of `kind`."""
         value = self.raw.get(self.prefix + key)
         if value is None and default is not None:
             return default
@@ -76,7 +76,7 @@ class Fields:
         return [v for v in value if isinstance(v, kind)]
 
     def positive(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
-        """A positive int of at most `most`."""
+        """Return an int in 1 .. `most`; raise InputError otherwise."""
         value = self.get(int, key) if default is None else self.get(int, key, default)
         if not 0 < value <= most:
             raise InputError(
@@ -87,32 +87,32 @@ class Fields:
         return value
 
     def layers(self, key: str) -> int:
-        """A number of layers: positive, and no more than upstream can hold."""
+        """Return a number of layers, 1 .. MAX_LAYERS."""
         return self.positive(key, most=MAX_LAYERS)
 
     def vocabulary(self) -> int:
-        """`vocab_size`, or in a GGUF without it the number of its tokens."""
+        """Return `vocab_size`, or the number of tokens of a GGUF file without it."""
         tokens = Fields(self.raw, self.where).list(str, "tokenizer.ggml.tokens", [])
         return self.get(int, "vocab_size", len(tokens))
 
     def sub(self, key: str) -> Fields:
-        """The nested mapping under `key`, empty if absent."""
+        """Return the nested mapping under `key`, empty if absent."""
         return Fields(self.get(dict, key, {}), f"{self.where}: {key}")
 
     def reject_unknown(self, *keys: str, fix: str | None = None) -> None:
-        """Refuse keys that this code does not read: what they ask for would be left out in
-        silence. Keys that are null say nothing."""
+        """Raise Unsupported for keys that are not in `keys`, which would be ignored silently. Keys
+        that are null are allowed."""
         unknown = sorted(str(k) for k, v in self.raw.items() if v is not None and k not in keys)
         if unknown:
             raise Unsupported(
-                f"{self.where}: key {unknown[0]!r} is not understood",
+                f"{self.where}: key {unknown[0]!r} is not supported",
                 expected=", ".join(keys),
                 found=f"{self.raw[unknown[0]]!r:.80}",
                 fix=fix,
             )
 
     def require(self, key: str, allowed: tuple[Any, ...], default: Any) -> None:
-        """Refuse values that this code does not implement."""
+        """Raise InputError unless the value is one of `allowed`."""
         value = self.raw.get(self.prefix + key, default)
         if value not in allowed:
             raise InputError(

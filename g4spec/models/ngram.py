@@ -1,4 +1,5 @@
-"""N-gram lookup: proposes what followed the last time these tokens were seen. Needs no file."""
+"""N-gram lookup: proposes the tokens that followed the latest earlier occurrence of the last n
+tokens. Needs no file."""
 
 from __future__ import annotations
 
@@ -15,27 +16,27 @@ TITLE = "n-gram lookup"
 
 
 class History:
-    """Tokens of one sequence, and where each short run of them ended last."""
+    """Tokens of one sequence, with an index of where each n-gram occurred last."""
 
     def __init__(self, shortest: int, longest: int) -> None:
         self.lengths = range(longest, shortest - 1, -1)
         self.ids: list[int] = []
-        self.ends: dict[tuple[int, ...], int] = {}
+        self.n_gram_ends: dict[tuple[int, ...], int] = {}
 
     def add(self, ids: Sequence[int]) -> None:
         """Append verified tokens."""
         for token in ids:
             for n in self.lengths:
                 if len(self.ids) >= n:
-                    self.ends[tuple(self.ids[-n:])] = len(self.ids)
+                    self.n_gram_ends[tuple(self.ids[-n:])] = len(self.ids)
             self.ids.append(token)
 
     def continuation(self, anchor: int, count: int) -> list[int]:
-        """At most `count` tokens that followed the latest earlier occurrence of the newest ones,
-        the longest run first; none if there is none."""
+        """Return at most `count` tokens that followed the latest earlier occurrence of the last n
+        tokens, trying the longest n first; [] if there is none."""
         history = [*self.ids[-self.lengths[0] :], anchor]
         for n in self.lengths:
-            end = self.ends.get(tuple(history[-n:]))
+            end = self.n_gram_ends.get(tuple(history[-n:]))
             if end is not None:
                 return [*self.ids, anchor][end : end + count]
         return []
@@ -46,7 +47,7 @@ class Drafter:
     (`g4spec.core.Draft`).
 
     Args:
-        longest, shortest: lengths of the suffix that is searched for.
+        longest, shortest: maximum and minimum length of the n-gram to search for.
     """
 
     name = "ngram"
@@ -61,24 +62,24 @@ class Drafter:
 
     def __init__(self, longest: int = 4, shortest: int = 2) -> None:
         self.longest, self.shortest = longest, shortest
-        self._seen: dict[int, History] = {}
+        self._histories: dict[int, History] = {}
 
     def begin(self, slot: int, ids: Sequence[int] = ()) -> None:
-        """Start a new sequence that has read `ids`."""
-        self._seen[slot] = History(self.shortest, self.longest)
-        self._seen[slot].add(ids)
+        """Start a new sequence with tokens `ids`."""
+        self._histories[slot] = History(self.shortest, self.longest)
+        self._histories[slot].add(ids)
 
     def commit(self, rows: StepRows, accepted: torch.Tensor) -> None:
-        """Remember verified tokens."""
+        """Add verified tokens to the history."""
         batch, ids = rows.batch, rows.batch.ids.tolist()
         slots = batch.slots.tolist()
         for start, count in zip(batch.starts, accepted.tolist(), strict=True):
-            self._seen[slots[start]].add(ids[start : start + count + 1])
+            self._histories[slots[start]].add(ids[start : start + count + 1])
 
     def propose(self, batch: Batch, count: int, pick: Pick) -> torch.Tensor:
         """See `g4spec.core.Draft`."""
         out = []
         for anchor, slot in zip(batch.ids.tolist(), batch.slots.tolist(), strict=True):
-            found = self._seen[slot].continuation(anchor, count)
+            found = self._histories[slot].continuation(anchor, count)
             out.append(found + [-1] * (count - len(found)))
         return batch.ids.new_tensor(out)

@@ -1,4 +1,4 @@
-"""What must be equal between the files of a draft and its target, whatever the kind of draft."""
+"""Checks that the files of a draft and a target belong together, for all kinds of drafts."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ FIX = "use the target this draft was made for, or convert the draft again with t
 
 
 def check(target: GGUF, config: Any, draft: GGUF) -> None:
-    """InputError where the draft was converted beside a target of another depth, width or with
-    other tokens: its proposals are then other words than it meant. `config`: the target's."""
-    for key, what, its in (
-        (TARGET_LAYERS, "layers", len(config.layers)),
+    """Raise InputError if the draft was converted with a target of another depth, hidden size or
+    token list: its token ids would mean other tokens. `config`: of the target."""
+    for key, what, found in (
+        (TARGET_LAYERS, "number of layers", len(config.layers)),
         (TARGET_HIDDEN, "hidden size", config.n_embd),
     ):
-        said = draft.get(key)
-        if isinstance(said, int) and said != its:
+        recorded = draft.get(key)
+        if isinstance(recorded, int) and recorded != found:
             raise InputError(
-                f"{draft.path}: converted beside a target of another {what}",
-                expected=said,
-                found=its,
+                f"{draft.path}: converted with a target of another {what}",
+                expected=recorded,
+                found=found,
                 fix=FIX,
             )
     if (
@@ -33,12 +33,14 @@ def check(target: GGUF, config: Any, draft: GGUF) -> None:
         or target.array_type(TOKENS) is not ValueType.STRING
     ):
         return
-    mine, its = draft.kv[TOKENS], target.kv[TOKENS]
-    if len(mine) == len(its) and mine != its:
-        at = next(i for i, (a, b) in enumerate(zip(mine, its, strict=True)) if a != b)
+    draft_tokens, target_tokens = draft.kv[TOKENS], target.kv[TOKENS]
+    if len(draft_tokens) == len(target_tokens) and draft_tokens != target_tokens:
+        at = next(
+            i for i, (a, b) in enumerate(zip(draft_tokens, target_tokens, strict=True)) if a != b
+        )
         raise InputError(
-            f"{draft.path}: its tokens are not the target's",
-            expected=f"{its[at]!r:.40} as token {at}",
-            found=f"{mine[at]!r:.40}",
+            f"{draft.path}: its tokens differ from the target's",
+            expected=f"{target_tokens[at]!r:.40} as token {at}",
+            found=f"{draft_tokens[at]!r:.40}",
             fix=FIX,
         )

@@ -1,9 +1,9 @@
-"""What upstream llama.cpp makes of a draft: the same drafts, slightly different ones, or nonsense.
+"""How upstream llama.cpp runs a draft: with the same proposals, slightly different ones, or not.
 
-A file that upstream would load and compute otherwise than it was trained gets an architecture name
-that upstream does not know, so that it is refused there instead of being slow for no visible reason
-(the text is right either way: the target checks every token). Each kind lists its `LIMITS`; they
-are checked against llama.cpp commit 0c1e57098.
+If upstream would load a file but compute it differently from training, the file gets an
+architecture name that upstream does not know. Upstream then refuses it instead of running slowly
+for no visible reason (the text would be correct: the target verifies every token). Each kind lists
+its `LIMITS`, checked against llama.cpp commit 0c1e57098.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any, Literal
 Case = Literal["same", "differs", "refused"]
 
 ARCHITECTURES = ("dflash", "eagle3", "gemma4-assistant")
-"""Of drafts that upstream has code for. It refuses a file of any other."""
+"""Draft architectures that upstream supports; it refuses all others."""
 
 REFUSED_SUFFIX = "-g4spec"
-"""Ends the architecture name of a file that upstream must not load."""
+"""Suffix of the architecture name of files that upstream must refuse."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Something drafts may be that upstream does not compute as they were trained.
+    """A property of drafts that upstream computes differently from training.
 
     Attributes:
-        case: "differs" where upstream's drafts are a little worse, "refused" where they would be
-            something else.
-        what: the property of the draft. `does`: what upstream makes of it.
+        case: "differs" if upstream's proposals are slightly worse, "refused" if they would be
+            wrong.
+        what: the property, a noun phrase. `does`: what upstream does instead, a verb phrase.
         applies: whether a configuration of the kind has the property.
     """
 
@@ -40,7 +40,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The case of one draft, and each limit that led to it."""
+    """The case of one draft, and the limits that apply to it."""
 
     case: Case
     reasons: tuple[Limit, ...] = ()
@@ -48,14 +48,14 @@ class Verdict:
 
 UNKNOWN = Limit(
     "refused",
-    "an architecture of our own",
-    "has no code for it",
+    "an architecture that only g4spec has",
+    "does not support it",
     lambda c: c.arch.removesuffix(REFUSED_SUFFIX) not in ARCHITECTURES,
 )
 
 
 def judge(limits: Iterable[Limit], config: Any) -> Verdict:
-    """What upstream makes of a draft of this configuration; the worst limit decides."""
+    """Return how upstream runs a draft of this configuration; the worst limit decides."""
     hit = tuple(limit for limit in (*limits, UNKNOWN) if limit.applies(config))
     cases = {limit.case for limit in hit}
     if "refused" in cases:
@@ -64,6 +64,6 @@ def judge(limits: Iterable[Limit], config: Any) -> Verdict:
 
 
 def architecture(arch: str, limits: Iterable[Limit], config: Any) -> str:
-    """`arch`, or its name that upstream refuses if upstream would compute something else."""
+    """Return `arch`, with REFUSED_SUFFIX if upstream would compute wrong proposals."""
     refused = judge(limits, config).case == "refused"
     return arch + REFUSED_SUFFIX if refused and arch in ARCHITECTURES else arch

@@ -1,1 +1,1 @@
-"""Runs a target with a draft: reference ops, the one loop, sampling, measurement."""
+"""The engine: loads a target and a draft, schedules requests, runs decode steps."""

@@ -59,7 +59,7 @@ def _row_bytes(shape: CacheShape) -> int:
     return 2 * memory.FLOAT * shape.n_kv * shape.head_dim
 
 
-def as_stored(form: Format, rows: torch.Tensor) -> torch.Tensor:
+def round_to_type(form: Format, rows: torch.Tensor) -> torch.Tensor:
     """Round rows [..., D] as a KV cache of this type stores them, on the CPU."""
     if not bool(torch.isfinite(rows).all()):
         return rows  # which the logits show
@@ -83,7 +83,7 @@ class TorchBackend:
     def __init__(self, cache_type: str | None = None) -> None:
         self.ops = Ops()
         self.budget = HostBudget()
-        self._rounded = partial(as_stored, quant.get(cache_type)) if cache_type else None
+        self._rounded = partial(round_to_type, quant.get(cache_type)) if cache_type else None
 
     def enter(self) -> None:
         """Do nothing: any thread can compute."""
@@ -106,7 +106,7 @@ class TorchBackend:
 
     def read(self, target: Target, slot: int, ids: Sequence[int], start: int) -> StepRows:
         """Compute prompt rows; see `g4spec.core.Backend`."""
-        return target.rows(batch_of(self.ops, [(slot, start, ids)]))
+        return target.forward(batch_of(self.ops, [(slot, start, ids)]))
 
     def commit(self, draft: Draft, rows: StepRows) -> None:
         """Update a draft with the rows that `read` returned."""

@@ -78,18 +78,18 @@ class CycleCosts:
     def _measured(self, texts: int, count: float) -> float:
         """Return the originally measured seconds for `count` drafted tokens each."""
         if (texts, count) not in self._known:
-            self._known[texts, count] = self._interpolated(texts, count)
+            self._known[texts, count] = self._interpolate_counts(texts, count)
         return self._known[texts, count]
 
-    def _interpolated(self, texts: int, count: float) -> float:
+    def _interpolate_counts(self, texts: int, count: float) -> float:
         if texts not in self._tables:
-            return interpolated(texts, self._texts, lambda t: self._measured(t, count))
+            return interpolate(texts, self._texts, lambda t: self._measured(t, count))
         if count == 0:
             return self._tables[texts][0]
-        return interpolated(count, self._counts[texts], self._tables[texts].__getitem__)
+        return interpolate(count, self._counts[texts], self._tables[texts].__getitem__)
 
 
-def interpolated(x: float, known: Sequence[int], value: Callable[[int], float]) -> float:
+def interpolate(x: float, known: Sequence[int], value: Callable[[int], float]) -> float:
     """Interpolate `value` linearly at x between the ascending points `known`. Constant before the
     first point; after the last one the last slope continues, if it is positive."""
     at = bisect_left(known, x)

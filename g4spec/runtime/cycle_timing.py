@@ -11,40 +11,42 @@ from g4spec.runtime.pool import Pool
 from g4spec.runtime.request import Options
 from g4spec.runtime.target import Target, batch_of
 
-TIMES = 3
+REPEATS = 3
 """Number of repetitions. The fastest counts; the first one is a warm-up."""
 
 PROMPT = [2] * MAX_STEP_ROWS
 """Prompt of the timed requests."""
 
-NEAR, FAR = 1024, 8192
+MIN_LONG_CONTEXT, LONG_CONTEXT = 1024, 8192
 """Context lengths that are required and used when the share of attention in a step is timed."""
 
 
-def measured(
+def measure_costs(
     target: Target, draft: Draft | None, pool: Pool, runners: Seq[Runner]
 ) -> tuple[dict[tuple[int, int], float], float]:
-    """Measure the time of cycles; return the results of `costs` and `per_byte`. All slots must be
-    free."""
-    found = costs(target, draft, pool, runners)
-    return found, per_byte(target, pool, runners, found[1, 0])
+    """Measure the time of cycles; return the results of `measure_cycles` and
+    `measure_seconds_per_byte`. All slots must be free."""
+    found = measure_cycles(target, draft, pool, runners)
+    return found, measure_seconds_per_byte(target, pool, runners, found[1, 0])
 
 
-def per_byte(target: Target, pool: Pool, runners: Seq[Runner], plain: float) -> float:
+def measure_seconds_per_byte(
+    target: Target, pool: Pool, runners: Seq[Runner], plain: float
+) -> float:
     """Measure the seconds that a step takes per byte of KV cache it reads, given that a plain step
     of a short context takes `plain`. The content of the cache does not matter."""
-    far = min(target.n_ctx - 2, FAR)
-    if far < NEAR:
+    far = min(target.n_ctx - 2, LONG_CONTEXT)
+    if far < MIN_LONG_CONTEXT:
         return 0.0
     s = Sequence(pool.free_slots.pop(), PROMPT[:1] * (far + 1), far, far)
     pool.grow(s, far + MAX_STEP_ROWS * max(r.depth for r in runners))
-    seconds = min(_cycle(target, [(s, None)], 0, runners) for _ in range(TIMES))
-    pool.leave(s)
+    seconds = min(_time_cycle(target, [(s, None)], 0, runners) for _ in range(REPEATS))
+    pool.free_sequence(s)
     more = target.context_bytes(far) - target.context_bytes(len(PROMPT))
     return max(0.0, seconds - plain) / more
 
 
-def costs(
+def measure_cycles(
     target: Target, draft: Draft | None, pool: Pool, runners: Seq[Runner]
 ) -> dict[tuple[int, int], float]:
     """Measure the seconds of cycles of 1, 2, 4, ... requests without a draft, with 1 drafted token
@@ -53,18 +55,18 @@ def costs(
     out: dict[tuple[int, int], float] = {}
     most = min(draft.max_tokens, target.n_ctx - len(PROMPT) - 1)
     texts = 1
-    while texts <= min(len(pool.free_slots), pool.free):
-        sequences = _sequences(target, draft, pool, texts)
-        for count in [0, 1, most] * TIMES:
-            seconds = _cycle(target, sequences, count, runners)
+    while texts <= min(len(pool.free_slots), pool.n_free):
+        sequences = _start_sequences(target, draft, pool, texts)
+        for count in [0, 1, most] * REPEATS:
+            seconds = _time_cycle(target, sequences, count, runners)
             out[texts, count] = min(out.get((texts, count), 1e9), seconds)
         for s, _ in sequences:
-            pool.leave(s)
+            pool.free_sequence(s)
         texts *= 2
     return out
 
 
-def _sequences(
+def _start_sequences(
     target: Target, draft: Draft, pool: Pool, count: int
 ) -> list[tuple[Sequence, StepRows]]:
     """Create sequences that have read PROMPT, with the last row of each in the form a draft
@@ -74,7 +76,7 @@ def _sequences(
         s = Sequence(pool.free_slots.pop(), [*PROMPT, PROMPT[0]], len(PROMPT), len(PROMPT))
         pool.grow(s, len(PROMPT) + 1)
         draft.begin(s.slot)
-        rows = target.rows(batch_of(target.ops, [(s.slot, 0, PROMPT)]))
+        rows = target.forward(batch_of(target.ops, [(s.slot, 0, PROMPT)]))
         n = len(PROMPT) - 1
         head = rows.rows(0, n, (n,))
         draft.commit(head, head.batch.ids.new_tensor([n - 1]))
@@ -82,7 +84,7 @@ def _sequences(
     return out
 
 
-def _cycle(
+def _time_cycle(
     target: Target,
     sequences: Seq[tuple[Sequence, StepRows | None]],
     count: int,

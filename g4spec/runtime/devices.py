@@ -44,11 +44,11 @@ def check(device: str, cache_type: str | None = None) -> tuple[int, bool] | None
     if cache_type not in (None, *KINDS):
         raise UsageError("--cache-type", expected=" or ".join(KINDS), found=cache_type)
     if device == "auto":
-        device = "cpu" if _missing() else "cuda"
+        device = "cpu" if _why_no_gpu() else "cuda"
     if device == "cpu":
         return None
     index, portable = _gpu(device)
-    if (missing := _missing()) is not None:
+    if (missing := _why_no_gpu()) is not None:
         raise missing
     if index >= torch.cuda.device_count():
         raise UsageError(
@@ -67,13 +67,13 @@ def _gpu(device: str) -> tuple[int, bool]:
     return int(found[1] or 0), found[2] is not None
 
 
-def unused() -> str | None:
+def unused_gpu_reason() -> str | None:
     """Return why a GPU that torch sees is not used; None if there is none, or it is used."""
-    found = _missing() if torch.cuda.is_available() else None
+    found = _why_no_gpu() if torch.cuda.is_available() else None
     return None if found is None else str(found)
 
 
-def _missing() -> EnvironmentProblem | None:
+def _why_no_gpu() -> EnvironmentProblem | None:
     """Return why no GPU can be used, or None."""
     if not torch.cuda.is_available():
         return EnvironmentProblem(

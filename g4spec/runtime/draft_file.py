@@ -94,7 +94,9 @@ class DraftFile:
         n_vocab = target.config.n_vocab
         for name, ids in self.kind.token_ids(self.config, self.file).items():
             loading.check_ids(self.file, name, ids, n_vocab)
-        weights = loading.draft_weights(self.file, self.kind.tensors(self.config), backend, n_vocab)
+        weights = loading.load_draft_weights(
+            self.file, self.kind.tensors(self.config), backend, n_vocab
+        )
         draft: Draft = self.kind.Drafter(
             self.config,
             weights,

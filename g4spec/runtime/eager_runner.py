@@ -43,7 +43,7 @@ class EagerRunner:
                 for w, p in zip(work, proposals, strict=True)
             ],
         )
-        rows, logits = self._target.run(batch)
+        rows, logits = self._target.step(batch)
         self._done = []
         for w, p, first in zip(work, proposals, batch.starts, strict=True):
             cycle = _chosen(w, p, logits[first : first + 1 + len(p.tokens)])

@@ -6,7 +6,7 @@
     engine.close()
 
 By default there is no background thread: whoever waits for a request runs the steps of the engine,
-for all live requests. After `start()` a thread of the engine runs them, as a server needs it.
+for all running requests. After `start()` a thread of the engine runs them, as a server needs it.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Engine:
         self.scheduler = Scheduler(
             target, draft, self.backend, self.pool, self.prefix, self.lengths
         )
-        self._changed = threading.Condition(threading.RLock())
-        self._waiting, self._counting = 0, threading.Lock()  # how many want the other lock
+        self._condition = threading.Condition(threading.RLock())
+        self._lock_waiters, self._waiters_lock = 0, threading.Lock()  # how many want the other lock
         self._thread: threading.Thread | None = None
         self._submitted = 0
         self._closed = False
@@ -116,8 +116,7 @@ class Engine:
             device, cache_type: see `devices.select`.
             parallel: maximum number of running requests; further ones wait.
             pool: size of the KV cache of global layers in tokens, shared by all requests; default
-                and
-                minimum: `n_ctx`.
+                and minimum: `n_ctx`.
             prefix_cache: host memory for the prefix cache in bytes; 0 disables it.
             progress: called with the bytes of target weights loaded so far, and in total.
 
@@ -139,7 +138,7 @@ class Engine:
             with DraftFile(draft, draft_p_min, draft_window) as other:
                 plan = _plan(file, config, other, size, chunk, backend)
                 space = backend.space(parallel, context, size.pages)
-                weights = loading.weights(file, gemma4.tensors(config), backend, progress)
+                weights = loading.load_weights(file, gemma4.tensors(config), backend, progress)
                 tokenizer = _tokenizer(file, config)
                 loaded = Target(config, weights, backend, space, chunk)
                 drafter: Draft | None = ngram.Drafter() if draft == "ngram" else None
@@ -172,8 +171,8 @@ class Engine:
             for i in range(options.n):
                 seed = (options.sampler.seed + i) % 2**64
                 sampler = replace(options.sampler, seed=seed, suppress=self.tokenizer.suppress_ids)
-                requests.append(self._queued(prompt, replace(options, sampler=sampler)))
-            self._changed.notify_all()
+                requests.append(self._enqueue(prompt, replace(options, sampler=sampler)))
+            self._condition.notify_all()
         for request in requests:
             request.choices = requests
         return requests[0]
@@ -182,14 +181,16 @@ class Engine:
         """Submit one prompt; short form: `for cycle in engine.generate(ids, options)`."""
         return self.submit(prompt, options)
 
-    def _queued(self, prompt: Sequence[int], options: Options) -> Request:
+    def _enqueue(self, prompt: Sequence[int], options: Options) -> Request:
         request = Request(prompt, options, self, self.tokenizer, self.notes)
         drafting = self.draft is not None and options.draft_max != 0
         chooser = RequestChooser(options, prompt, self.config.n_vocab, self.backend)
-        # A context too short to measure in is too short to gain in.
+        # In a context too short to measure costs, drafts cannot gain much either.
         short = self.n_ctx < MAX_STEP_ROWS + 2
-        asked = 0 if not drafting or (options.draft_max == "auto" and short) else options.draft_max
-        text = self.lengths.text(asked)
+        requested = (
+            0 if not drafting or (options.draft_max == "auto" and short) else options.draft_max
+        )
+        text = self.lengths.new_state(requested)
         self._submitted += 1
         self.scheduler.submit(
             Task(
@@ -198,7 +199,7 @@ class Engine:
         )
         return request
 
-    # ---- what others may know
+    # ---- state
 
     @property
     def n_slots(self) -> int:
@@ -238,24 +239,24 @@ class Engine:
         Waits for at most one step. A plain lock is not enough: a thread that always works would
         take it again before any waiting thread wakes up.
         """
-        self._count(1)
+        self._add_waiters(1)
         try:
-            self._changed.acquire()
+            self._condition.acquire()
         finally:
-            self._count(-1)
+            self._add_waiters(-1)
         try:
-            self._changed.notify_all()
+            self._condition.notify_all()
             yield
         finally:
-            self._changed.release()
+            self._condition.release()
 
-    def _count(self, more: int) -> None:
-        with self._counting:
-            self._waiting += more
+    def _add_waiters(self, more: int) -> None:
+        with self._waiters_lock:
+            self._lock_waiters += more
 
     def step(self) -> bool:
-        """Run one step of all live requests; return False if there is nothing to do."""
-        with self._changed:
+        """Run one step of all running requests; return False if there is nothing to do."""
+        with self._condition:
             self.backend.enter()
             try:
                 return self.scheduler.step()
@@ -267,13 +268,13 @@ class Engine:
 
     def advance(self, request: Request) -> None:
         """Run steps, or wait for the engine's thread, until the request has news or is done."""
-        while not request.news:
+        while not request.has_news:
             if self._thread is None:
                 self.step()
                 continue
-            request.arrived.clear()
-            if not request.news:
-                request.arrived.wait(timeout=1.0)
+            request.updated.clear()
+            if not request.has_news:
+                request.updated.wait(timeout=1.0)
 
     def start(self) -> None:
         """Run steps in a thread of the engine from now on, until `close`."""
@@ -281,14 +282,14 @@ class Engine:
             return
         with self.step_lock():
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._work, name="g4spec", daemon=True)
+                self._thread = threading.Thread(target=self._run_steps, name="g4spec", daemon=True)
                 self._thread.start()
 
-    def _work(self) -> None:
+    def _run_steps(self) -> None:
         while True:
-            with self._changed:
-                while (self.scheduler.idle and not self._closed) or self._waiting:
-                    self._changed.wait(1.0 if self._waiting else None)
+            with self._condition:
+                while (self.scheduler.idle and not self._closed) or self._lock_waiters:
+                    self._condition.wait(1.0 if self._lock_waiters else None)
                 if self._closed:
                     return
                 try:
@@ -302,7 +303,7 @@ class Engine:
         with self.step_lock():
             self._closed = True
             self.scheduler.close()
-            self._changed.notify_all()
+            self._condition.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self.target.close()
@@ -317,6 +318,10 @@ class Engine:
 
 def check_request(prompt: Sequence[int], options: Options, config: Any, n_ctx: int) -> None:
     """Raise the errors that `Engine.submit` would raise for a request with this target."""
+    if isinstance(prompt, str | bytes):
+        raise UsageError(
+            "the prompt is text", expected="token ids", fix="use engine.tokenizer.encode(text)"
+        )
     if not prompt:
         raise InputError("the prompt is empty", expected="at least one token")
     if bad := [t for t in prompt if not 0 <= t < config.n_vocab]:
@@ -352,16 +357,16 @@ def check(target: Path, n_ctx: int | None = None) -> None:
         _context(n_ctx, _target_config(file).n_ctx)
 
 
-def _context(asked: int | None, trained: int) -> int:
-    if asked is None:
+def _context(requested: int | None, trained: int) -> int:
+    if requested is None:
         return min(trained, DEFAULT_CTX)
-    if asked == 0:
+    if requested == 0:
         return trained
-    if not 1 <= asked <= trained:
+    if not 1 <= requested <= trained:
         raise UsageError(
-            "-c", expected=f"1 to {trained}, what the model was trained on", found=asked
+            "-c", expected=f"1 to {trained}, what the model was trained on", found=requested
         )
-    return asked
+    return requested
 
 
 def _target_config(file: GGUF) -> Any:
@@ -414,7 +419,7 @@ def _plan(
             draft.shapes(),
         )
 
-    asked = plan(size)
+    requested = plan(size)
     shorter = {n: plan(size.smaller(n)) for n in range(256, size.n_ctx, 256)}
-    memory.require(asked, shorter, backend.budget.available())
-    return asked
+    memory.require_fits(requested, shorter, backend.budget.available())
+    return requested

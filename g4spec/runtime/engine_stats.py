@@ -55,7 +55,7 @@ class EngineStats:
 def collect_stats(scheduler: Scheduler, pool: Pool, last_step: float) -> EngineStats:
     """Collect the counts; thread-safe while the engine works."""
     slots = []
-    live = list(scheduler.live)
+    live = list(scheduler.running)
     for task in live:
         if (sequence := task.sequence) is not None:
             stats = task.request.stats
@@ -66,10 +66,10 @@ def collect_stats(scheduler: Scheduler, pool: Pool, last_step: float) -> EngineS
                     stats.prompt_tokens,
                     stats.cached_tokens,
                     stats.tokens,
-                    task.left,
+                    task.tokens_left,
                     stats.drafted,
                     stats.accepted,
                 )
             )
     waiting = len(scheduler.waiting)
-    return EngineStats(len(live), waiting, pool.n_pages, pool.free, tuple(slots), last_step)
+    return EngineStats(len(live), waiting, pool.n_pages, pool.n_free, tuple(slots), last_step)

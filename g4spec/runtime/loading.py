@@ -17,7 +17,7 @@ from g4spec.gguf import GGUF
 from g4spec.models.spec import TensorSpec
 
 
-def weights(
+def load_weights(
     file: GGUF,
     specs: Iterable[TensorSpec],
     backend: Backend,
@@ -32,10 +32,10 @@ def weights(
     Raises:
         InputError: a tensor is missing or has another shape.
     """
-    there = [spec for spec in specs if _usable(file, spec)]
+    present = [spec for spec in specs if _usable(file, spec)]
     out, done = {}, 0
-    total = sum(file.tensors[spec.name].nbytes for spec in there)
-    for spec in there:
+    total = sum(file.tensors[spec.name].nbytes for spec in present)
+    for spec in present:
         out[spec.name] = backend.load(file, spec.name)
         done += file.tensors[spec.name].nbytes
         if progress is not None:
@@ -94,7 +94,7 @@ def check_ids(file: GGUF, name: str, values: Any, n_vocab: int) -> None:
         )
 
 
-def draft_weights(
+def load_draft_weights(
     file: GGUF, specs: Iterable[TensorSpec], backend: Backend, n_vocab: int
 ) -> Mapping[str, Any]:
     """Load a draft's tensors and check that the ids in its index tensors are tokens of the target.
@@ -116,4 +116,4 @@ def draft_weights(
     for spec in specs:
         if spec.role == "index" and spec.name in file.tensors:
             check_ids(file, spec.name, file.array(spec.name), n_vocab)
-    return weights(file, specs, backend)
+    return load_weights(file, specs, backend)

@@ -144,7 +144,7 @@ def _cached() -> int:
     return int(sizes.get("active_file", 0)) + int(sizes.get("inactive_file", 0))
 
 
-def require(plan: MemoryPlan, at: dict[int, MemoryPlan], free: int) -> None:
+def require_fits(plan: MemoryPlan, at: dict[int, MemoryPlan], free: int) -> None:
     """Raise EnvironmentProblem if a run does not fit, naming the largest context that does.
 
     Args:

@@ -14,32 +14,32 @@ from g4spec.core import MAX_STEP_ROWS, Batch, Draft, Sequence, StepRows
 
 def flush(draft: Draft, sequences: Seq[Sequence]) -> None:
     """Update the draft with all pending rows, at most MAX_STEP_ROWS per sequence and call."""
-    waiting = [list(groups(s.pending)) for s in sequences if s.pending]
+    waiting = [list(group_steps(s.pending)) for s in sequences if s.pending]
     for turn in range(max(map(len, waiting), default=0)):
-        rows = joined([of[turn] for of in waiting if turn < len(of)])
+        rows = concat_steps([of[turn] for of in waiting if turn < len(of)])
         draft.commit(rows, rows.batch.ids.new_tensor([n - 1 for n in rows.batch.sizes]))
     for sequence in sequences:
         sequence.pending.clear()
 
 
-def groups(steps: Seq[StepRows]) -> list[StepRows]:
+def group_steps(steps: Seq[StepRows]) -> list[StepRows]:
     """Join successive steps of one sequence to groups of at most MAX_STEP_ROWS rows."""
     out: list[list[StepRows]] = []
     for step in steps:
         if not out or sum(len(s.batch) for s in out[-1]) + len(step.batch) > MAX_STEP_ROWS:
             out.append([])
         out[-1].append(step)
-    return [merged(group) for group in out]
+    return [merge_steps(group) for group in out]
 
 
-def merged(steps: Seq[StepRows]) -> StepRows:
+def merge_steps(steps: Seq[StepRows]) -> StepRows:
     """Join successive steps of one sequence to one."""
-    rows = joined(steps)
+    rows = concat_steps(steps)
     b = rows.batch
     return StepRows(Batch(b.ids, b.positions, b.slots, (len(b),)), rows.hidden, rows.taps)
 
 
-def joined(steps: Seq[StepRows]) -> StepRows:
+def concat_steps(steps: Seq[StepRows]) -> StepRows:
     """Join the rows of several sequences to one batch."""
     if len(steps) == 1:
         return steps[0]
@@ -53,6 +53,6 @@ def joined(steps: Seq[StepRows]) -> StepRows:
     return StepRows(batch, torch.cat([s.hidden for s in steps]), torch.cat([s.taps for s in steps]))
 
 
-def count(sequence: Sequence) -> int:
+def n_pending(sequence: Sequence) -> int:
     """Return the number of rows that the draft has not been given."""
     return sum(len(step.batch) for step in sequence.pending)

@@ -24,34 +24,34 @@ class Pool:
         self.n_pages = space.n_pages
         self.free_slots = list(reversed(range(space.n_slots)))
         self._free = list(range(space.n_pages, 0, -1))
-        self._holders = [0] * (space.n_pages + 1)
+        self._ref_counts = [0] * (space.n_pages + 1)
 
     @property
-    def free(self) -> int:
+    def n_free(self) -> int:
         """Number of pages without a reference."""
         return len(self._free)
 
     def hold(self, pages: Iterable[int]) -> None:
         """Add a reference to each page."""
         for page in pages:
-            self._holders[page] += 1
+            self._ref_counts[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
         """Remove a reference from each page; a page without references is free."""
         for page in pages:
-            self._holders[page] -= 1
-            assert self._holders[page] >= 0, page
-            if not self._holders[page]:
+            self._ref_counts[page] -= 1
+            assert self._ref_counts[page] >= 0, page
+            if not self._ref_counts[page]:
                 self._free.append(page)
 
-    def missing(self, sequence: Sequence, positions: int) -> int:
+    def pages_needed(self, sequence: Sequence, positions: int) -> int:
         """Return how many more pages the sequence needs for so many positions."""
         return max(0, pages_of(positions) - len(sequence.pages))
 
     def grow(self, sequence: Sequence, positions: int) -> None:
         """Allocate pages for the sequence up to so many positions. There must be enough free
         pages."""
-        count = self.missing(sequence, positions)
+        count = self.pages_needed(sequence, positions)
         if not count:
             return
         assert count <= len(self._free), (count, len(self._free))
@@ -60,14 +60,14 @@ class Pool:
         self.space.assign(sequence.slot, pages, len(sequence.pages))
         sequence.pages += pages
 
-    def share(self, sequence: Sequence, pages: list[int]) -> None:
+    def share_pages(self, sequence: Sequence, pages: list[int]) -> None:
         """Let a new sequence start with pages that have other owners as well."""
         assert not sequence.pages
         self.hold(pages)
         self.space.assign(sequence.slot, pages)
         sequence.pages = list(pages)
 
-    def leave(self, sequence: Sequence) -> None:
+    def free_sequence(self, sequence: Sequence) -> None:
         """Free the sequence's pages and its slot."""
         self.release(sequence.pages)
         sequence.pages = []

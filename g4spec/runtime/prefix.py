@@ -22,7 +22,7 @@ from g4spec.core import PAGE, PROMPT_BLOCK, Draft, Sequence
 from g4spec.ops.kv_size import pages_of
 from g4spec.runtime.pool import Pool
 
-KNOWN = 1 << 16
+MAX_KNOWN_HASHES = 1 << 16
 """Maximum number of block hashes remembered without a snapshot, to detect branch points."""
 
 
@@ -44,7 +44,7 @@ class Snapshot:
     nbytes: int
 
 
-def chain(ids: Seq[int], drafting: bool) -> list[bytes]:
+def block_hashes(ids: Seq[int], drafting: bool) -> list[bytes]:
     """Return the hashes of the first 1, 2, ... whole blocks of a prompt, for the target alone or
     with a draft."""
     out, before = [], b"draft" if drafting else b""
@@ -69,39 +69,39 @@ class PrefixCache:
         self._pool, self._draft, self._budget = pool, draft, budget
         self._rings = [kv for kv in caches if not kv.paged]
         self._draft_rings = [kv for kv in draft.caches if not kv.paged] if draft else []
-        self._kept: OrderedDict[bytes, Snapshot] = OrderedDict()
+        self._snapshots: OrderedDict[bytes, Snapshot] = OrderedDict()
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self.nbytes = 0
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._snapshots)
 
     def find(self, ids: Seq[int], drafting: bool) -> Snapshot | None:
         """Return the longest snapshot of a prefix that leaves at least one token to compute."""
-        for key in reversed(chain(ids[:-1], drafting)):
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
+        for key in reversed(block_hashes(ids[:-1], drafting)):
+            if key in self._snapshots:
+                self._snapshots.move_to_end(key)
+                return self._snapshots[key]
         return None
 
-    def stops(self, ids: Seq[int], drafting: bool) -> list[int]:
+    def snapshot_points(self, ids: Seq[int], drafting: bool) -> list[int]:
         """Return the boundaries at which to take a snapshot of this prompt: where it diverges from
         an earlier prompt, and its last one."""
         if not self._budget:
             return []
-        keys = chain(ids, drafting)
+        keys = block_hashes(ids, drafting)
         shared = next((i for i, key in enumerate(keys) if key not in self._known), len(keys))
         for key in keys:
             self._known[key] = None
             self._known.move_to_end(key)
-        while len(self._known) > KNOWN:
+        while len(self._known) > MAX_KNOWN_HASHES:
             self._known.popitem(last=False)
-        wanted = {n for n in (shared, len(keys)) if n and keys[n - 1] not in self._kept}
+        wanted = {n for n in (shared, len(keys)) if n and keys[n - 1] not in self._snapshots}
         return sorted(n * PROMPT_BLOCK for n in wanted)
 
     def restore(self, snapshot: Snapshot, sequence: Sequence) -> None:
         """Restore a snapshot into a new sequence."""
-        self._pool.share(sequence, snapshot.pages)
+        self._pool.share_pages(sequence, snapshot.pages)
         rings = self._rings + (self._draft_rings if sequence.drafting else [])
         for kv, rows in zip(rings, snapshot.rings, strict=True):
             kv.restore(sequence.slot, snapshot.end, rows)
@@ -110,11 +110,11 @@ class PrefixCache:
                 state[sequence.slot] = row.to(state.device)
         sequence.n_read = snapshot.end
 
-    def keep(self, sequence: Sequence) -> None:
+    def take_snapshot(self, sequence: Sequence) -> None:
         """Take a snapshot of a sequence that has just reached a block boundary of its prompt."""
         end = sequence.n_read
-        key = chain(sequence.ids[:end], sequence.drafting)[-1]
-        if key in self._kept:
+        key = block_hashes(sequence.ids[:end], sequence.drafting)[-1]
+        if key in self._snapshots:
             return
         rings = self._rings + (self._draft_rings if sequence.drafting else [])
         rows = [kv.snapshot(sequence.slot, end) for kv in rings]
@@ -124,19 +124,19 @@ class PrefixCache:
         nbytes = sum(_nbytes(x) for x in [*rows, *state])
         if nbytes > self._budget:
             return
-        while self._kept and self.nbytes + nbytes > self._budget:
+        while self._snapshots and self.nbytes + nbytes > self._budget:
             self.evict()
         pages = sequence.pages[: pages_of(end)]
         assert end % PAGE == 0 and len(pages) == end // PAGE
         self._pool.hold(pages)
-        self._kept[key] = Snapshot(end, pages, rows, state, nbytes)
+        self._snapshots[key] = Snapshot(end, pages, rows, state, nbytes)
         self.nbytes += nbytes
 
     def evict(self) -> bool:
         """Evict the least recently used snapshot; return False if there is none."""
-        if not self._kept:
+        if not self._snapshots:
             return False
-        _, snapshot = self._kept.popitem(last=False)
+        _, snapshot = self._snapshots.popitem(last=False)
         self._pool.release(snapshot.pages)
         self.nbytes -= snapshot.nbytes
         return True

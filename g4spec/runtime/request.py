@@ -176,7 +176,7 @@ class Request:
         choices: all completions with `Options.n` > 1, this one first; otherwise only this one.
         done: whether no more tokens will come.
         error: the exception that ended the request, or None.
-        arrived: set when there is news.
+        updated: set when there is news.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class Request:
         self.choices: list[Request] = [self]
         self.done = False
         self.error: Exception | None = None
-        self.cancelled, self.arrived = False, threading.Event()
+        self.cancelled, self.updated = False, threading.Event()
         self._driver, self._tokenizer = driver, tokenizer
         self._stream: TextStream = (options.stream or tokenizer.stream)()
         self._cycles: deque[Cycle] = deque()
@@ -226,13 +226,13 @@ class Request:
     async def __aiter__(self) -> AsyncGenerator[Cycle, None]:
         loop, arrived = asyncio.get_running_loop(), asyncio.Event()
 
-        def tell() -> None:
+        def wake() -> None:
             try:
                 loop.call_soon_threadsafe(arrived.set)
             except RuntimeError:  # the loop was closed under its reader
                 self.cancel()
 
-        self.listen(tell)
+        self.listen(wake)
         self._driver.start()
         try:
             while True:
@@ -243,7 +243,7 @@ class Request:
                     break
                 await arrived.wait()
         finally:
-            self._listeners.remove(tell)
+            self._listeners.remove(wake)
             if not self.done:
                 self.cancel()
         if self.error is not None:
@@ -253,7 +253,7 @@ class Request:
         """Call `listener` at every news, from the thread that produced it."""
         self._listeners.append(listener)
 
-    def taken(self) -> Iterator[Cycle]:
+    def drain(self) -> Iterator[Cycle]:
         """Yield the cycles that have arrived and were not taken yet, without waiting."""
         while self._cycles:
             yield self._cycles.popleft()
@@ -261,18 +261,18 @@ class Request:
     # ---- called by the engine
 
     @property
-    def news(self) -> bool:
+    def has_news(self) -> bool:
         """Return True if iteration would yield or end without waiting."""
         return bool(self._cycles) or self.done
 
-    def read(self, count: int) -> None:
+    def record_prefill(self, count: int) -> None:
         """Record that the first `count` prompt tokens have been computed."""
         self.stats.read_tokens = count
         if self.options.progress:
             self._cycles.append(Progress([], [], read=count))
-            self._tell()
+            self._notify()
 
-    def take(self, cycle: Cycle, *, first: bool = False) -> int:
+    def append(self, cycle: Cycle, *, first: bool = False) -> int:
         """Append the result of a cycle; set `stats.stop_reason` if the text ends.
 
         Args:
@@ -285,7 +285,7 @@ class Request:
             self.stats.add(cycle)
         if cycle.draft_failed and cycle.draft_failed not in self.notes:
             self.notes.append(cycle.draft_failed)
-        kept = self._keep(cycle)
+        kept = self._append_text(cycle)
         # Plain decoding would have chosen the stop token too, and nothing after it.
         needed = kept + self.stats.stop_reason.startswith("stop token")
         self.stats.needed += 0 if first else needed
@@ -294,7 +294,7 @@ class Request:
         self.ids += cycle.tokens
         self.stats.tokens += kept
         self._cycles.append(cycle)
-        self._tell()
+        self._notify()
         return needed
 
     def finish(self, reason: str = "", error: Exception | None = None) -> None:
@@ -303,9 +303,9 @@ class Request:
             self.text += self._stream.finish()
             self.stats.stop_reason = reason
         self.error, self.done = error, True
-        self._tell()
+        self._notify()
 
-    def _keep(self, cycle: Cycle) -> int:
+    def _append_text(self, cycle: Cycle) -> int:
         """Extend `text` and set `stop_reason`; return how many of the cycle's tokens are
         emitted."""
         for i, token in enumerate(cycle.tokens):
@@ -321,7 +321,7 @@ class Request:
                 return i + 1
         return len(cycle.tokens)
 
-    def _tell(self) -> None:
-        self.arrived.set()
+    def _notify(self) -> None:
+        self.updated.set()
         for listener in tuple(self._listeners):  # readers come and go in threads of their own
             listener()

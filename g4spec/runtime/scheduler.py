@@ -5,8 +5,8 @@ cycle of all running requests. The rules:
 
 - Requests are admitted in order of arrival, when a slot is free and the pool has enough pages for
   the prompt. No request overtakes another, so none starves.
-- Every running request takes part in every cycle. Between two cycles at most INTERLEAVED prompt
-  rows are computed, oldest request first, so that a long prompt does not stall the others.
+- Every running request takes part in every cycle. Between two cycles at most INTERLEAVED_ROWS
+  prompt rows are computed, oldest request first, so that a long prompt does not stall the others.
 - When the pool has no free page, prefix snapshots are evicted first. Then the newest request is
   preempted: its pages and slot are freed, and it waits at its place in the order of arrival. Its
   generated tokens are later recomputed through steps, so that its text does not change. The oldest
@@ -26,7 +26,7 @@ import torch
 from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, Backend, Draft, Runner, Sequence, Work
 from g4spec.errors import EnvironmentProblem, InputError
 from g4spec.runtime import pending_rows
-from g4spec.runtime.cycle_timing import measured
+from g4spec.runtime.cycle_timing import measure_costs
 from g4spec.runtime.draft_decision import DraftDecision
 from g4spec.runtime.draft_length import DraftLengthPolicy
 from g4spec.runtime.pool import Pool
@@ -34,22 +34,22 @@ from g4spec.runtime.prefix import PrefixCache
 from g4spec.runtime.target import Target, batch_of
 from g4spec.runtime.task import Task
 
-INTERLEAVED = PROMPT_BLOCK
+INTERLEAVED_ROWS = PROMPT_BLOCK
 """Maximum number of prompt rows computed between two cycles while requests are running."""
 
-MOST_PENDING = 1024
+MAX_PENDING_ROWS = 1024
 """Number of rows that a draft may lag behind. Beyond that, catching up would cost more than the
 draft can gain, so drafting stops for the request."""
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class StartedCycle:
     """A cycle that was started and whose result has not been fetched."""
 
     runner: Runner
     tasks: list[Task]
     counts: list[int]
-    shares: list[DraftDecision]
+    decisions: list[DraftDecision]
     began: float
 
 
@@ -73,8 +73,8 @@ class Scheduler:
         self.pool, self.prefix, self.length = pool, prefix, length
         self.runners = backend.runners(target, draft)
         self.waiting: deque[Task] = deque()
-        self.live: list[Task] = []
-        self._started: deque[Started] = deque()
+        self.running: list[Task] = []
+        self._started: deque[StartedCycle] = deque()
         self._steps = 0
 
     def submit(self, task: Task) -> None:
@@ -84,49 +84,53 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
-        return not (self.waiting or self.live)
+        return not (self.waiting or self.running)
 
     def step(self) -> bool:
         """Run one step; return False if there was nothing to do."""
-        self._reap()
+        self._free_cancelled()
         if self.idle:
             return False
         self._admit()
-        self._read_prompts()
+        self._prefill()
         self._cycle()
         return True
 
     def abandon(self, error: BaseException) -> None:
         """End all requests after a step failed, because the state of the caches is unknown."""
-        self._drop()
+        self._discard_started()
         problem = error if isinstance(error, Exception) else None
-        for task in [*self.live, *self.waiting]:
+        for task in [*self.running, *self.waiting]:
             self._finish(task, "interrupted", problem)
         self.prefix.clear()
 
     def close(self) -> None:
         """End all requests and drop the references to the models."""
-        self._drop()
-        for task in [*self.live, *self.waiting]:
+        self._discard_started()
+        for task in [*self.running, *self.waiting]:
             self._finish(task, "closed")
         self.prefix.close()
         self.draft, self.runners = None, ()
 
     # ---- admission and memory
 
-    def _reap(self) -> None:
+    def _free_cancelled(self) -> None:
         """Free the memory of cancelled requests."""
-        for task in [t for t in (*self.live, *self.waiting) if t.request.cancelled]:
+        for task in [t for t in (*self.running, *self.waiting) if t.request.cancelled]:
             self._finish(task, "cancelled")
 
     def _admit(self) -> None:
-        if not self.live and self.length.wants_costs and any(t.text.auto for t in self.waiting):
-            self.length.measured(*measured(self.target, self.draft, self.pool, self.runners))
-        while self.waiting and self.pool.free_slots and self._begin(self.waiting[0]):
+        if (
+            not self.running
+            and self.length.wants_costs
+            and any(t.draft_state.auto for t in self.waiting)
+        ):
+            self.length.set_costs(*measure_costs(self.target, self.draft, self.pool, self.runners))
+        while self.waiting and self.pool.free_slots and self._try_admit(self.waiting[0]):
             task = self.waiting.popleft()
-            insort(self.live, task, key=lambda t: t.number)
+            insort(self.running, task, key=lambda t: t.number)
 
-    def _begin(self, task: Task) -> bool:
+    def _try_admit(self, task: Task) -> bool:
         """Allocate a slot and the pages for the tokens of a task, if the pool has them; restore the
         longest prefix snapshot."""
         prompt = task.request.prompt
@@ -136,27 +140,29 @@ class Scheduler:
         if snapshot is not None:
             try:
                 self.prefix.restore(snapshot, sequence)
-            except torch.OutOfMemoryError:  # a miss
-                self.pool.leave(sequence)
+            except torch.OutOfMemoryError:  # treat it as a cache miss
+                self.pool.free_sequence(sequence)
                 self.pool.free_slots.remove(sequence.slot)
                 sequence.n_read = 0
         positions = len(task.ids) + MAX_STEP_ROWS
-        spare = len(self.live)  # each may need a page before long
-        while self.pool.free < self.pool.missing(sequence, positions) + spare:
+        spare = len(self.running)  # each may need a page before long
+        while self.pool.n_free < self.pool.pages_needed(sequence, positions) + spare:
             if not self.prefix.evict():
-                if self.live:
-                    self.pool.leave(sequence)
+                if self.running:
+                    self.pool.free_sequence(sequence)
                     return False
                 break
         self.pool.grow(sequence, positions)
         if task.drafting and self.draft is not None:
             self.draft.begin(sequence.slot, prompt[: sequence.n_read])
         task.sequence = sequence
-        task.stops = [n for n in self.prefix.stops(prompt, task.drafting) if n > sequence.n_read]
+        task.snapshot_points = [
+            n for n in self.prefix.snapshot_points(prompt, task.drafting) if n > sequence.n_read
+        ]
         if not task.request.stats.preempted:
             task.request.stats.cached_tokens = sequence.n_read
             task.request.stats.queue_seconds = time.perf_counter() - task.submitted
-            task.request.read(sequence.n_read)
+            task.request.record_prefill(sequence.n_read)
         return True
 
     def _make_room(self, running: list[Task]) -> list[Task]:
@@ -165,17 +171,17 @@ class Scheduler:
         for task in running:
             while task.sequence is not None and not self._grow(task):
                 if not self.prefix.evict():
-                    self._preempt(self.live[-1])
+                    self._preempt(self.running[-1])
         return [t for t in running if t.sequence is not None]
 
     def _grow(self, task: Task) -> bool:
         """Allocate the pages of this cycle and of those that may be started ahead of its result.
         Return False if the pool does not have them."""
         rows = MAX_STEP_ROWS * max(runner.depth for runner in self.runners)
-        positions = task.live.position + rows
-        if self.pool.missing(task.live, positions) > self.pool.free:
+        positions = task.seq.position + rows
+        if self.pool.pages_needed(task.seq, positions) > self.pool.n_free:
             return False
-        self.pool.grow(task.live, positions)
+        self.pool.grow(task.seq, positions)
         return True
 
     def _preempt(self, task: Task) -> None:
@@ -186,9 +192,9 @@ class Scheduler:
         self.waiting.insert(at, task)
 
     def _release(self, task: Task) -> None:
-        self.pool.leave(task.live)
+        self.pool.free_sequence(task.seq)
         task.sequence = None
-        self.live.remove(task)
+        self.running.remove(task)
 
     def _finish(self, task: Task, reason: str, error: Exception | None = None) -> None:
         """End a request and free its memory. Cycles in flight write before any new owner does."""
@@ -198,72 +204,72 @@ class Scheduler:
             self.waiting.remove(task)
         task.request.finish(reason, error)
         if all(t.request.done for s in self._started for t in s.tasks):
-            self._drop()
+            self._discard_started()
 
     # ---- prompts
 
-    def _read_prompts(self) -> None:
+    def _prefill(self) -> None:
         """Run prefill, oldest request first: one chunk, or less while requests are running."""
-        reading = [t for t in self.live if t.reading]
+        prefilling = [t for t in self.running if t.in_prefill]
         rows = self.target.chunk
-        if len(reading) < len(self.live):
-            rows = min(rows, INTERLEAVED)
-        while reading and rows > 0:
-            task = reading[0]
+        if len(prefilling) < len(self.running):
+            rows = min(rows, INTERLEAVED_ROWS)
+        while prefilling and rows > 0:
+            task = prefilling[0]
             began = time.perf_counter()
-            before = task.live.n_read
+            before = task.seq.n_read
             try:
-                self._read(task, rows)
-            except torch.OutOfMemoryError as error:  # its rows are read by nobody
+                self._prefill_part(task, rows)
+            except torch.OutOfMemoryError as error:  # no other request reads its rows
                 self._finish(task, "error", _no_memory(error))
-                reading.pop(0)
+                prefilling.pop(0)
                 continue
-            read = task.live.n_read - before
+            read = task.seq.n_read - before
             rows -= -(-read // PROMPT_BLOCK) * PROMPT_BLOCK if self.backend.padded else read
             stats = task.request.stats
             stats.prefill_seconds += time.perf_counter() - began
-            if stats.read_tokens < task.live.n_read <= task.n_prompt:
-                task.request.read(task.live.n_read)
-            if not task.reading:
-                reading.pop(0)
+            if stats.read_tokens < task.seq.n_read <= task.n_prompt:
+                task.request.record_prefill(task.seq.n_read)
+            if not task.in_prefill:
+                prefilling.pop(0)
                 if len(task.ids) == task.n_prompt:
                     began = time.perf_counter()
                     self._first_token(task)
                     stats.prefill_seconds += time.perf_counter() - began
 
-    def _read(self, task: Task, most: int) -> None:
-        """Compute at most `most` tokens of a prompt, up to the next snapshot, or part of the tokens
-        that were generated before a preemption."""
-        s = task.live
+    def _prefill_part(self, task: Task, max_rows: int) -> None:
+        """Compute at most `max_rows` tokens of a prompt, up to the next snapshot, or part of the
+        tokens that were generated before a preemption."""
+        s = task.seq
         if s.n_read >= task.n_prompt:
             end = min(len(s.ids) - 1, s.n_read + MAX_STEP_ROWS)
             part = (s.slot, s.n_read, s.ids[s.n_read : end])
-            rows = self.target.rows(batch_of(self.target.ops, [part]))
+            rows = self.target.forward(batch_of(self.target.ops, [part]))
             if s.drafting and self.draft is not None:
                 self.draft.commit(rows, rows.batch.ids.new_tensor([end - s.n_read - 1]))
         else:
-            end = min(task.n_prompt, s.n_read + most, *task.stops[:1])
+            end = min(task.n_prompt, s.n_read + max_rows, *task.snapshot_points[:1])
             rows = self.backend.read(self.target, s.slot, s.ids[s.n_read : end], s.n_read)
             if s.drafting and self.draft is not None:
                 self.backend.commit(self.draft, rows)
         s.n_read = end
         if end == task.n_prompt:
-            self._tail = rows.hidden[-1:]
-        if task.stops and end == task.stops[0]:
-            task.stops.pop(0)
-            self.prefix.keep(s)
+            self._last_hidden = rows.hidden[-1:]
+        if task.snapshot_points and end == task.snapshot_points[0]:
+            task.snapshot_points.pop(0)
+            self.prefix.take_snapshot(s)
 
     def _first_token(self, task: Task) -> None:
         """Choose the first token after the prompt, from the logits of its last row."""
-        logits = self.target.logits(self._tail)
+        logits = self.target.logits(self._last_hidden)
         try:
             cycle = task.chooser.choose(logits, [], task.n_prompt)
         except InputError as error:  # logits that are not finite, or a mask that allows nothing
             self._finish(task, "error", error)
             return
         task.ids += cycle.tokens
-        task.request.take(cycle, first=True)
-        self._end(task)
+        task.request.append(cycle, first=True)
+        self._finish_if_done(task)
 
     # ---- cycles
 
@@ -272,121 +278,121 @@ class Scheduler:
         this one."""
         began = time.perf_counter()
         if not self._started:
-            running = self._make_room([t for t in self.live if not t.reading])
+            running = self._make_room([t for t in self.running if not t.in_prefill])
             if not running:
                 return
             counts = self._plan(running)
             self._start(running, counts, began)
-        now = self._started[0]
-        if len(self._started) < now.runner.depth and self._again(now):
-            self._start(now.tasks, now.counts, began, now.runner)
-        self._collect()
+        oldest = self._started[0]
+        if len(self._started) < oldest.runner.depth and self._next_is_certain(oldest):
+            self._start(oldest.tasks, oldest.counts, began, oldest.runner)
+        self._finish_cycle()
 
     def _plan(self, running: list[Task]) -> list[int]:
         """Return the number of tokens to draft for each request."""
-        context = sum(self.target.context_bytes(t.live.position) for t in running)
+        context = sum(self.target.context_bytes(t.seq.position) for t in running)
         counts = self.length.plan(
-            [t.text for t in running], [self._room(t) for t in running], context
+            [t.draft_state for t in running], [self._max_draft(t) for t in running], context
         )
         for task, count in zip(running, counts, strict=True):
-            if not count and pending_rows.count(task.live) > MOST_PENDING:
+            if not count and pending_rows.n_pending(task.seq) > MAX_PENDING_ROWS:
                 self._stop_drafting(task, "a proposal takes more time than may be risked")
         return counts
 
-    def _room(self, task: Task, ahead: int = 0) -> int:
+    def _max_draft(self, task: Task, ahead: int = 0) -> int:
         """Return the maximum draft length of a request once it has `ahead` more tokens."""
-        if self.draft is None or not task.live.drafting:
+        if self.draft is None or not task.seq.drafting:
             return 0
-        position = task.live.position + ahead
-        room = min(task.left - ahead - 1, self.target.n_ctx - 1 - position)
+        position = task.seq.position + ahead
+        room = min(task.tokens_left - ahead - 1, self.target.n_ctx - 1 - position)
         return max(0, min(room, self.draft.max_tokens))
 
     def _start(
         self, tasks: list[Task], counts: list[int], began: float, runner: Runner | None = None
     ) -> None:
-        work = [Work(t.live, n, t.chooser) for t, n in zip(tasks, counts, strict=True)]
+        work = [Work(t.seq, n, t.chooser) for t, n in zip(tasks, counts, strict=True)]
         rows = MAX_STEP_ROWS * (1 + len(self._started))
-        assert not any(self.pool.missing(t.live, t.live.position + rows) for t in tasks)
+        assert not any(self.pool.pages_needed(t.seq, t.seq.position + rows) for t in tasks)
         runner = runner or next(r for r in self.runners if r.can_run(work))
         runner.start(work)
         self._steps += 1
-        shares = self.length.shares(
-            self._steps, [t.text for t in tasks], counts, [self._room(t) for t in tasks]
+        decisions = self.length.decisions(
+            self._steps, [t.draft_state for t in tasks], counts, [self._max_draft(t) for t in tasks]
         )
-        self._started.append(Started(runner, tasks, counts, shares, began))
+        self._started.append(StartedCycle(runner, tasks, counts, decisions, began))
 
-    def _again(self, now: Started) -> bool:
+    def _next_is_certain(self, oldest: StartedCycle) -> bool:
         """Return True if the next cycle is certain to have the same requests and draft lengths,
         whatever the result of this one, and has pages, so that it can be started now."""
-        tasks = now.tasks
+        tasks = oldest.tasks
         if (
             self.waiting
-            or tasks != [t for t in self.live if not t.reading]
-            or len(tasks) < len(self.live)
+            or tasks != [t for t in self.running if not t.in_prefill]
+            or len(tasks) < len(self.running)
         ):
             return False
-        most = [self._room(t, ahead=1 + n) for t, n in zip(tasks, now.counts, strict=True)]
-        for task, count, room in zip(tasks, now.counts, most, strict=True):
-            position = task.live.position + 1 + count
-            if task.left <= 1 + count or position >= self.target.n_ctx or room < count:
+        most = [self._max_draft(t, ahead=1 + n) for t, n in zip(tasks, oldest.counts, strict=True)]
+        for task, count, room in zip(tasks, oldest.counts, most, strict=True):
+            position = task.seq.position + 1 + count
+            if task.tokens_left <= 1 + count or position >= self.target.n_ctx or room < count:
                 return False
-        return all(map(self._grow, tasks)) and self.length.again(
-            [t.text for t in tasks], now.counts, most
+        return all(map(self._grow, tasks)) and self.length.plan_ahead(
+            [t.draft_state for t in tasks], oldest.counts, most
         )
 
-    def _collect(self) -> None:
+    def _finish_cycle(self) -> None:
         """Wait for the oldest cycle and give each request its result."""
-        now = self._started.popleft()
-        cycles = now.runner.result()
-        waited = time.perf_counter() - now.began
-        alive = [i for i, t in enumerate(now.tasks) if not t.request.done]
+        oldest = self._started.popleft()
+        cycles = oldest.runner.result()
+        waited = time.perf_counter() - oldest.began
+        alive = [i for i, t in enumerate(oldest.tasks) if not t.request.done]
         for i in alive:
             cycle = cycles[i]
-            # The longer of both: cycles may have run while nobody waited, or waited for the host.
+            # Take the longer time: the cycle may have run before this wait, or waited for the host.
             cycle.step_seconds = max(waited - cycle.draft_seconds, cycle.step_seconds)
-            cycle.decision = now.shares[i]
+            cycle.decision = oldest.decisions[i]
         if alive:
             seconds = cycles[alive[0]].draft_seconds + cycles[alive[0]].step_seconds
             self.length.observe(
-                [now.tasks[i].text for i in alive],
+                [oldest.tasks[i].draft_state for i in alive],
                 [len(cycles[i].drafted) for i in alive],
                 [cycles[i].accepted for i in alive],
                 seconds,
             )
         for i in alive:
-            self._take(now.tasks[i], cycles[i])
+            self._append(oldest.tasks[i], cycles[i])
 
-    def _take(self, task: Task, cycle: Any) -> None:
+    def _append(self, task: Task, cycle: Any) -> None:
         if cycle.error is not None:
             self._finish(task, "error", cycle.error)
             return
         task.ids += cycle.tokens
-        task.live.n_read += len(cycle.tokens)
+        task.seq.n_read += len(cycle.tokens)
         if cycle.draft_failed:
             cycle.draft_failed = self._stop_drafting(task, cycle.draft_failed)
         chosen = len(cycle.tokens)
-        task.text.cut(chosen - task.request.take(cycle))
-        self._end(task)
+        task.draft_state.discard(chosen - task.request.append(cycle))
+        self._finish_if_done(task)
 
     def _stop_drafting(self, task: Task, why: str) -> str:
         """Stop drafting for a request and drop the rows that its draft has not seen."""
-        task.drafting = task.live.drafting = False
-        task.live.pending.clear()
+        task.drafting = task.seq.drafting = False
+        task.seq.pending.clear()
         note = f"the draft cannot be used, going on without it: {why}"
         if note not in task.request.notes:
             task.request.notes.append(note)
         return note
 
-    def _end(self, task: Task) -> None:
+    def _finish_if_done(self, task: Task) -> None:
         """End a request that has reached its stop condition."""
         if task.request.stats.stop_reason:
             self._finish(task, "")
-        elif task.left <= 0:
+        elif task.tokens_left <= 0:
             self._finish(task, "length")
-        elif task.live.position >= self.target.n_ctx:
+        elif task.seq.position >= self.target.n_ctx:
             self._finish(task, "context")
 
-    def _drop(self) -> None:
+    def _discard_started(self) -> None:
         """Discard started cycles whose results are no longer needed."""
         while self._started:
             self._started.popleft().runner.drop()
@@ -394,7 +400,7 @@ class Scheduler:
 
 def _no_memory(error: torch.OutOfMemoryError) -> EnvironmentProblem:
     return EnvironmentProblem(
-        "out of GPU memory while a prompt was read",
+        "out of GPU memory during prefill",
         found=str(error)[:200],
         fix="use a shorter -c, a smaller --pool or less --parallel",
     )

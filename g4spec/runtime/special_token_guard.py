@@ -26,7 +26,7 @@ TRUSTED = ("system", "developer")
 Object = Mapping[str, Any]
 
 
-def guarded(
+def guard_messages(
     messages: Sequence[Object], tools: Sequence[Object], marks: Iterable[str], template: str
 ) -> tuple[str, list[dict[str, Any]], list[dict[str, Any]]]:
     """Insert a guard character into every mark in tools and in messages of roles other than
@@ -44,26 +44,28 @@ def guarded(
     guard = next((chr(c) for c in NONCHARACTERS if chr(c) not in whole), None)
     found = False
 
-    def broken(mark: re.Match[str]) -> str:
+    def break_mark(mark: re.Match[str]) -> str:
         nonlocal found
         found = True
         if guard is None:
             raise InputError("the messages hold every noncharacter of Unicode", fix="remove them")
         return mark[0][:1] + guard + mark[0][1:]
 
-    def walked(value: Any) -> Any:
+    def guard_strings(value: Any) -> Any:
         if isinstance(value, str):
-            return pattern.sub(broken, value)
+            return pattern.sub(break_mark, value)
         if isinstance(value, Mapping):
-            return {walked(key): walked(each) for key, each in value.items()}
-        return [walked(each) for each in value] if isinstance(value, list | tuple) else value
+            return {guard_strings(key): guard_strings(each) for key, each in value.items()}
+        return [guard_strings(each) for each in value] if isinstance(value, list | tuple) else value
 
-    said = [dict(m) if m.get("role") in TRUSTED else walked(m) for m in messages]
-    offered = [walked(tool) for tool in tools]
+    said = [dict(m) if m.get("role") in TRUSTED else guard_strings(m) for m in messages]
+    offered = [guard_strings(tool) for tool in tools]
     return guard if found and guard else "", said, offered
 
 
-def spelled(encoder: tokenizers.Tokenizer, text: str, read: Iterable[str], guard: str) -> list[int]:
+def encode_guarded(
+    encoder: tokenizers.Tokenizer, text: str, read: Iterable[str], guard: str
+) -> list[int]:
     """Tokenize a text in which only the special tokens in `read` count, and none that contains
     `guard`; all others are tokenized as plain text."""
     texts = sorted(read, key=len, reverse=True)

@@ -76,17 +76,17 @@ class Target:
         """Return the KV cache of one layer."""
         return self.caches[layer]
 
-    def rows(self, batch: Batch) -> StepRows:
+    def forward(self, batch: Batch) -> StepRows:
         """Run a batch and append to the caches; compute no logits."""
         hidden, tapped = self.model.forward(batch, self.caches, self.taps)
         taps = [tapped[i] for i in self.taps]
-        beside = self.ops.concat_columns(taps) if taps else hidden.new_empty(len(hidden), 0)
-        return StepRows(batch, hidden, beside)
+        tapped_rows = self.ops.concat_columns(taps) if taps else hidden.new_empty(len(hidden), 0)
+        return StepRows(batch, hidden, tapped_rows)
 
-    def run(self, batch: Batch, *, capped: bool = True) -> tuple[StepRows, torch.Tensor]:
+    def step(self, batch: Batch, *, capped: bool = True) -> tuple[StepRows, torch.Tensor]:
         """Run a step in a form that can be recorded; return its rows and the logits [T, V], without
         softcap unless `capped`."""
-        rows = self.rows(batch)
+        rows = self.forward(batch)
         cap = self.config.softcap if capped else 0.0
         return rows, self.ops.logits(rows.hidden, self.table, cap)
 

@@ -18,35 +18,35 @@ class Task:
         ids: prompt and generated tokens.
         drafting: whether the draft is kept up to date for it.
         sequence: its slot and pages while it is admitted; None while it waits.
-        stops: block boundaries of the prompt at which to take a snapshot, in order.
+        snapshot_points: block boundaries of the prompt at which to take a snapshot, in order.
     """
 
     number: int
     request: Request
     ids: list[int]
     chooser: Chooser
-    text: PolicyState
+    draft_state: PolicyState
     drafting: bool
     submitted: float
     sequence: Sequence | None = None
-    stops: list[int] = field(default_factory=list)
+    snapshot_points: list[int] = field(default_factory=list)
 
     @property
     def n_prompt(self) -> int:
         return len(self.request.prompt)
 
     @property
-    def left(self) -> int:
+    def tokens_left(self) -> int:
         """Number of tokens that it may still generate."""
         return self.request.options.n_predict - (len(self.ids) - self.n_prompt)
 
     @property
-    def live(self) -> Sequence:
+    def seq(self) -> Sequence:
         """Its sequence; it must be admitted."""
         assert self.sequence is not None
         return self.sequence
 
     @property
-    def reading(self) -> bool:
+    def in_prefill(self) -> bool:
         """Whether tokens before the newest one still have to be computed."""
-        return self.live.n_read < max(self.n_prompt, len(self.ids) - 1)
+        return self.seq.n_read < max(self.n_prompt, len(self.ids) - 1)

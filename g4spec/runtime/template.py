@@ -24,21 +24,21 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from g4spec.errors import InputError
 
-LONGEST_TEMPLATE = 1 << 20
+MAX_TEMPLATE_CHARS = 1 << 20
 """Maximum length of a template in characters; Gemma 4's has about 17,000."""
 
-SPARE_TEXT = 1 << 16
+MAX_EXTRA_CHARS = 1 << 16
 """Number of characters that a template may write beyond twice the size of the messages."""
 
-SECONDS, MEMORY = 10, 256 << 20
+TIMEOUT_SECONDS, MEMORY_LIMIT = 10, 256 << 20
 """Limits of a template. Memory is limited where the system supports it (Linux)."""
 
-ENVIRONMENT = ("LD_LIBRARY_PATH", "PATH", "SYSTEMROOT", "TZ")
+PASSED_ENVIRONMENT = ("LD_LIBRARY_PATH", "PATH", "SYSTEMROOT", "TZ")
 """The environment variables that a template process gets; others may contain keys."""
 
 _WORKER = (
     "import json, sys; job = json.load(sys.stdin); sys.path[:] = job.pop('path'); "
-    "from g4spec.runtime import template; template.work(job)"
+    "from g4spec.runtime import template; template.run_worker(job)"
 )
 
 
@@ -56,9 +56,9 @@ def render(
     Raises:
         InputError: the template is invalid or refuses the messages.
     """
-    if len(template) > LONGEST_TEMPLATE:
+    if len(template) > MAX_TEMPLATE_CHARS:
         raise InputError(
-            "chat template too long", expected=f"at most {LONGEST_TEMPLATE}", found=len(template)
+            "chat template too long", expected=f"at most {MAX_TEMPLATE_CHARS}", found=len(template)
         )
     job = {
         "path": sys.path,
@@ -74,12 +74,12 @@ def render(
             input=json.dumps(job),
             capture_output=True,
             encoding="utf-8",
-            timeout=SECONDS,
+            timeout=TIMEOUT_SECONDS,
             check=False,
-            env={k: os.environ[k] for k in ENVIRONMENT if k in os.environ},
+            env={k: os.environ[k] for k in PASSED_ENVIRONMENT if k in os.environ},
         )
     except subprocess.TimeoutExpired:
-        raise _failed(f"no end after {SECONDS} s") from None
+        raise _failed(f"no end after {TIMEOUT_SECONDS} s") from None
     if done.returncode:
         raise _failed("it was stopped, probably for the memory it took")
     answer = json.loads(done.stdout)
@@ -88,22 +88,22 @@ def render(
     return str(answer["text"])
 
 
-def work(job: dict[str, Any]) -> None:
+def run_worker(job: dict[str, Any]) -> None:
     """Render in this process, which exists for nothing else, and write the answer to stdout."""
     try:
         import resource
 
-        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT, MEMORY_LIMIT))
     except (ImportError, ValueError, OSError):
         pass  # a system without such limits
     try:
-        answer = {"text": expand(job.pop("template"), **job)}
+        answer = {"text": render_in_process(job.pop("template"), **job)}
     except (InputError, MemoryError) as error:
         answer = {"error": getattr(error, "found", None) or "it takes too much memory"}
     json.dump(answer, sys.stdout)
 
 
-def expand(
+def render_in_process(
     template: str, messages: Sequence[Mapping[str, Any]], *, bos: str, eos: str, **more: Any
 ) -> str:
     """Render like `render`, without limits of time and memory.
@@ -122,7 +122,7 @@ def expand(
     }
     parts: list[str] = []
     given = json.dumps([variables["messages"], variables["tools"]], ensure_ascii=False)
-    size, limit = 0, SPARE_TEXT + 2 * len(given)
+    size, limit = 0, MAX_EXTRA_CHARS + 2 * len(given)
     try:
         for part in _compiled(template).generate(**variables):
             size += len(part)
@@ -147,7 +147,7 @@ def expand(
 
 def syntax_error(template: str) -> str:
     """Return the syntax error of a template, or "" if it compiles. Runs nothing."""
-    if len(template) > LONGEST_TEMPLATE:
+    if len(template) > MAX_TEMPLATE_CHARS:
         return f"{len(template)} characters"
     try:
         _environment().parse(template)

@@ -76,7 +76,7 @@ class Tokenizer:
         self._bytes = _where(kinds, BYTE)
         self._longest = max(map(len, tokens), default=0)
         added = sorted(self._special, key=lambda i: (-len(tokens[i]), i))
-        with _no_panic(source):
+        with _panic_as_error(source):
             self._encoder = _encoder(tokens, merges, source)
             self._encoder.add_special_tokens(
                 [tokenizers.AddedToken(tokens[i], special=True, normalized=False) for i in added]
@@ -137,13 +137,13 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise InputError("the text is not valid Unicode", found=error.reason) from None
-        with _no_panic(self.source):
+        with _panic_as_error(self.source):
             if special and not guard:
                 ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
             else:
                 read = self._special if special else self._special - self._marks
                 texts = [self._tokens[i] for i in read]
-                ids = special_token_guard.spelled(self._encoder, text, texts, guard)
+                ids = special_token_guard.encode_guarded(self._encoder, text, texts, guard)
         return [self.bos, *ids] if bos and ids[:1] != [self.bos] else ids
 
     @property
@@ -220,7 +220,7 @@ class Tokenizer:
         guard, said = "", [dict(m) for m in (*first, *messages)]
         offered = [dict(tool) for tool in tools or ()]
         if not special:
-            guard, said, offered = special_token_guard.guarded(
+            guard, said, offered = special_token_guard.guard_messages(
                 said, offered, self.marks, self.template
             )
         text = template.render(
@@ -254,7 +254,7 @@ class Stream:
 
 
 @contextmanager
-def _no_panic(source: str) -> Iterator[None]:
+def _panic_as_error(source: str) -> Iterator[None]:
     """Turn a panic of the Rust library, which is not an Exception, into an InputError."""
     try:
         yield
@@ -366,7 +366,7 @@ def _encoder(tokens: Sequence[str], merges: Sequence[str], source: str) -> token
         raise InputError(
             f"{source}: {_KEY}tokens", expected="different texts", found=f"{twice!r} twice"
         )
-    pairs = _Pairs(vocab, merges, source)
+    pairs = _MergePairs(vocab, merges, source)
     with pairs.explained():
         model = models.BPE(vocab, pairs, byte_fallback=True, fuse_unk=True)
     encoder = tokenizers.Tokenizer(model)
@@ -376,7 +376,7 @@ def _encoder(tokens: Sequence[str], merges: Sequence[str], source: str) -> token
     return encoder
 
 
-class _Pairs(Sequence[tuple[str, str]]):
+class _MergePairs(Sequence[tuple[str, str]]):
     """Merges in the form that the library asks for, one after the other.
 
     The library copies each pair, so none is kept here: half a million tuples and a million strings

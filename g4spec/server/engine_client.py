@@ -76,7 +76,7 @@ class RemoteRequest(Request):
         self.ids += cycle.tokens
         self.stats, self.text = stats, self.text[:length] + text
         self._cycles.append(cycle)
-        self._tell()
+        self._notify()
 
     def end(
         self, stats: Stats, notes: list[str], error: Exception | None, length: int, text: str
@@ -84,7 +84,7 @@ class RemoteRequest(Request):
         """Mark the request as ended; arguments as for `add`."""
         self.stats, self.notes, self.text = stats, notes, self.text[:length] + text
         self.error, self.done = error, True
-        self._tell()
+        self._notify()
 
 
 @dataclass(slots=True)
@@ -222,10 +222,10 @@ class EngineClient:
     def advance(self, request: Request) -> None:
         """Wait until a request has news."""
         assert isinstance(request, RemoteRequest)
-        while not request.news:
-            request.arrived.clear()
-            if not request.news:
-                request.arrived.wait()
+        while not request.has_news:
+            request.updated.clear()
+            if not request.has_news:
+                request.updated.wait()
 
     def start(self) -> None:
         """Do nothing: the process runs its own loop."""

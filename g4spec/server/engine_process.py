@@ -98,7 +98,7 @@ class RequestRelay:
         send = channel.send
         if request.stats.stop_reason == "interrupted":
             self._worker.fail(request.error)
-        for cycle in request.taken():
+        for cycle in request.drain():
             if not self._begun:
                 self._begun = True
                 channel.send_now(

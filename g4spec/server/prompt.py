@@ -99,7 +99,7 @@ class Prompter:
             InputError: the template rejects the messages.
         """
         renderer = self._template()
-        guard, plain, offered = special_token_guard.guarded(
+        guard, plain, offered = special_token_guard.guard_messages(
             [_template_message(m, i) for i, m in enumerate(messages)],
             tools,
             self._marks,

@@ -6,7 +6,7 @@ import json
 import sys
 
 from g4spec.errors import InputError
-from g4spec.runtime.template import MEMORY, expand
+from g4spec.runtime.template import MEMORY_LIMIT, render_in_process
 
 
 def work() -> None:
@@ -14,7 +14,7 @@ def work() -> None:
     try:
         import resource
 
-        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT, MEMORY_LIMIT))
     except (ImportError, ValueError, OSError):
         pass  # not supported by this system
     sys.stdout.writelines(["ready\n"])
@@ -22,7 +22,7 @@ def work() -> None:
     for line in sys.stdin:
         job = json.loads(line)
         try:
-            answer = {"text": expand(job.pop("template"), **job)}
+            answer = {"text": render_in_process(job.pop("template"), **job)}
         except (InputError, MemoryError) as error:
             answer = {"error": getattr(error, "found", None) or "it uses too much memory"}
         sys.stdout.writelines([json.dumps(answer), "\n"])

@@ -51,11 +51,11 @@ class Renderer:
             try:
                 with anyio.fail_after(START_SECONDS):  # imports take long on a busy machine
                     await self._ensure_started()
-                with anyio.fail_after(runtime_template.SECONDS):
+                with anyio.fail_after(runtime_template.TIMEOUT_SECONDS):
                     answer = await self._exchange(line)
             except TimeoutError:
                 await self.close()
-                raise _killed_error(f"no end after {runtime_template.SECONDS} s") from None
+                raise _killed_error(f"no end after {runtime_template.TIMEOUT_SECONDS} s") from None
             except asyncio.CancelledError:
                 await self.close()  # otherwise the next text would get this answer
                 raise
@@ -87,7 +87,7 @@ class Renderer:
         return dict(json.loads(answer)) if answer.endswith(b"\n") else None
 
     async def _start(self) -> asyncio.subprocess.Process:
-        names = runtime_template.ENVIRONMENT
+        names = runtime_template.PASSED_ENVIRONMENT
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-I",

@@ -1,6 +1,6 @@
-"""Finds what makes a target or draft fail, above all what makes it fail silently.
+"""Validation of target and draft files, above all for errors that do not show in the output.
 
-A rule (`rule.py`) is one function in `rules/`; `docs/rules.md` lists them all.
+Each rule (`rule.py`) is one function in `rules/`; `docs/rules.md` lists them all.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ def validate(
     only: Collection[str] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
-    """Examine a GGUF file of a target or draft.
+    """Check a GGUF file of a target or draft.
 
     Args:
-        target: the target GGUF that a draft is paired with.
-        against: the checkpoint folder the file was converted from, to compare every tensor.
-        only: ids of the rules to ask; all by default.
-        progress: called with bytes done and bytes in all while tensor data is read.
+        target: the target GGUF of a draft.
+        against: the checkpoint that the file was converted from, to compare every tensor.
+        only: ids of the rules to run; default: all.
+        progress: called with bytes read and total bytes while tensor data is read.
 
-    Returns a report, also for a file so broken that it cannot be opened. Raises InputError if the
-    file is missing or unreadable, or if the target is no valid target.
+    Return a report, even for a file that cannot be parsed. Raise InputError if the file is missing
+    or unreadable, or if `target` is not a valid target.
     """
     chosen = _chosen(only)
     other = _open_target(Path(target)) if target is not None else None
@@ -75,7 +75,7 @@ def _open_target(path: Path) -> Subject:
         )
     if not hasattr(target.config, "kv_source"):
         raise InputError(
-            f"{path} is no target",
+            f"{path} is not a target",
             expected="a Gemma 4 target",
             found=f"architecture {target.arch}",
             fix="give the draft first and its target after --target",
@@ -84,27 +84,25 @@ def _open_target(path: Path) -> Subject:
 
 
 def _examine(s: Subject, chosen: list[Rule], report: Report) -> None:
-    """Ask the rules in the order of what they need, opening the file a step further each time.
-
-    The next step is taken only from solid ground: data is not read through a broken header, nor a
-    configuration from keys of the wrong type.
+    """Run the rules. Open and parse the file only if the rules that guard each step pass: tensor
+    data is not read after a broken header, nor a configuration with keys of the wrong type.
     """
-    ask = [r for r in chosen if not r.fallback and (not r.on or s.arch in r.on)]
+    rules = [r for r in chosen if not r.fallback and (not r.on or s.arch in r.on)]
     if not any(list(r.check(s)) for r in _gate(Needs.HEADER, "GGUF")):
         s.open()
     if s.file is not None and not any(list(r.check(s)) for r in _gate(Needs.FILE, "KEY", "CEN")):
         s.configure()
-    for r in ask:
-        _ask(s, r, report)
+    for r in rules:
+        _run_rule(s, r, report)
     for r in chosen:
         if r.fallback and report.ok:
-            _ask(s, r, report)
+            _run_rule(s, r, report)
     if s.source is not None and s.config is not None:
         report.tensors = [c.json() for c in s.comparison.tensors]
 
 
 def _gate(needs: Needs, *families: str) -> list[Rule]:
-    """Rules that must hold before the next step is taken."""
+    """Return the rules that must pass before the next step."""
     return [
         r
         for r in all_rules().values()
@@ -112,7 +110,7 @@ def _gate(needs: Needs, *families: str) -> list[Rule]:
     ]
 
 
-def _ask(s: Subject, r: Rule, report: Report) -> None:
+def _run_rule(s: Subject, r: Rule, report: Report) -> None:
     reason = s.missing(r.needs)
     if reason is not None:
         report.skipped[r.id] = reason

@@ -1,7 +1,7 @@
-"""A GGUF held against the checkpoint it came from, tensor by tensor.
+"""Comparison of a GGUF file with the checkpoint it was converted from, tensor by tensor.
 
-A type that can hold the source's values must hold exactly those. Of other types no value may be
-further off than rounding to the format explains.
+Tensors of a type that can represent the source's values must equal them exactly. For other types,
+no error may exceed the rounding error of the format.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from g4spec.models.spec import TensorSpec
 from g4spec.quant import Format
 
 BLOCK_VALUES = 1 << 18
-SLACK = 1 + 1e-5  # the bounds themselves are computed in float32
+SLACK = 1 + 1e-5  # factor on the error bounds, which are computed in float32
 
 HOLDS = {"f32": ("f32", "f16", "bf16"), "f16": ("f16",), "bf16": ("bf16",)}
 """Type in the file -> source types whose values it holds exactly."""
@@ -40,13 +40,13 @@ TINY = {"f32": 0.0, "bf16": 0.0, "f16": 2.0**-25}
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How one tensor differs from its source.
+    """The difference between one tensor and its source.
 
     Attributes:
         max_abs: largest error; `relative_rms`: RMS of the error over RMS of the source.
-        first: coordinate of the first value that is further off than its type allows, or None.
-        expected, found: the values there.
-        exact: the type holds the source's values, so that any error is one too many.
+        first: index of the first value whose error exceeds the bound of its type, or None.
+        expected, found: the source's and the file's value at `first`.
+        exact: whether the type can represent the source's values, so no error is allowed.
     """
 
     name: str
@@ -73,15 +73,15 @@ class Difference:
 
 @dataclass(slots=True)
 class Comparison:
-    """All of it.
+    """The comparison of all tensors.
 
     Attributes:
-        kind: title of the source's kind when it is another one than the file's, else None.
-        unused: source tensors that have no place in the file and no reason to be dropped.
-        sourceless: tensors of the file that the source lacks.
+        kind: title of the source's kind if it differs from the file's, else None.
+        unused: source tensors that are not in the file and are not dropped on purpose.
+        sourceless: tensors of the file that are not in the source.
         shapes: name -> (shape in the source, shape in the file), where they differ.
-        refused: tensor -> why its source makes no sense.
-        digest: of a checkpoint folder, as a conversion records it.
+        refused: tensor -> why its source is invalid.
+        digest: digest of a checkpoint folder, as recorded by a conversion.
     """
 
     kind: str | None = None
@@ -112,7 +112,7 @@ class Converted(Protocol):
 
 
 def compare(s: Converted) -> Comparison:
-    """Hold the file of `s` against its source. InputError if the source cannot be read."""
+    """Compare the file of `s` with its source. Raise InputError if the source cannot be read."""
     assert s.source is not None and s.kind is not None
     found = sources.detect(s.source)
     out = Comparison()
@@ -151,7 +151,7 @@ class _Compare:
             left.discard(name or "")
             source = self._source(spec, name)
             if info is None:
-                continue  # a rule of its own says so
+                continue  # reported by G4-TNS-001
             if source is None or source.format is None:
                 if spec.name not in self.out.refused:
                     self.out.sourceless.append(spec.name)
@@ -165,7 +165,7 @@ class _Compare:
         return self.out
 
     def _source(self, spec: TensorSpec, name: str | None) -> StoredTensor | None:
-        """The source tensor as the file should hold it."""
+        """Return the source tensor, transformed as a conversion would."""
         tensor = self.source.get(name or "")
         if not self.same_names and spec.make == "rope_freqs":
             return _made(spec.name, derived.rope_freqs(self.s.config))
@@ -191,7 +191,7 @@ class _Compare:
     def _arrays(
         self, left: set[str]
     ) -> Iterator[tuple[str, Format, NDArray[np.uint8], StoredTensor]]:
-        """Source tensors that became metadata."""
+        """Yield comparison jobs of source tensors that are stored as metadata."""
         rule = getattr(self.s.kind, "metadata_tensors", None)
         for name, (key, shape) in (rule(self.s.config) if rule else {}).items():
             source, values = self.source.get(name), self.s.numbers(key)
@@ -225,7 +225,7 @@ class _Compare:
 
 
 def _made(name: str, values: NDArray[Any]) -> StoredTensor:
-    """Values that were computed, as if they had been stored."""
+    """Wrap computed values as a stored tensor."""
     form = quant.get("f32" if values.dtype.kind == "f" else "i64")
     values = np.ascontiguousarray(values, np.float32 if form.name == "f32" else np.int64)
     return StoredTensor(
@@ -234,7 +234,7 @@ def _made(name: str, values: NDArray[Any]) -> StoredTensor:
 
 
 def difference(name: str, form: Format, raw: NDArray[np.uint8], source: StoredTensor) -> Difference:
-    """One tensor against its source, in blocks of rows."""
+    """Compare one tensor with its source, in blocks of rows."""
     assert source.format is not None
     exact = form.integer or source.format.name in HOLDS.get(form.name, ()) or form is source.format
     width = source.shape[-1] if source.shape else 1
@@ -275,7 +275,7 @@ def difference(name: str, form: Format, raw: NDArray[np.uint8], source: StoredTe
 
 
 def _allowed(form: Format, want: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Largest error of each value that rounding to the format explains."""
+    """Return the maximum rounding error of the format for each value."""
     if form.name in RELATIVE:
         relative, tiny = RELATIVE[form.name] * SLACK, TINY[form.name]
         size: NDArray[np.float32] = np.abs(want)

@@ -1,7 +1,7 @@
-"""A second, forgiving walk over a GGUF header.
+"""A tolerant reader of GGUF headers.
 
-The strict reader stops at the first thing wrong; this one writes everything down, so that the
-container rules can say all that is wrong with a broken file, and where. It reads no tensor data.
+The strict reader stops at the first error. This one records what it can parse and where it had to
+stop, so that the container rules can report all errors of a file. It reads no tensor data.
 
 Source: ggml `docs/gguf.md` and `ggml/src/gguf.cpp`.
 """
@@ -20,7 +20,7 @@ from g4spec.gguf import ValueType, folder_hint
 
 MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 20
-MAX_STRINGS = 1 << 24  # of one array: 64 times Gemma's vocabulary
+MAX_STRINGS = 1 << 24  # strings per array: 64 times Gemma's vocabulary
 MAX_NAME = 64  # ggml's limit, terminating zero included
 
 _SCALARS = {
@@ -79,7 +79,7 @@ class Tensor:
 
 @dataclass(slots=True)
 class Header:
-    """What the walk saw. `broken` says where it had to stop, and is None when it did not."""
+    """A parsed header. `broken` says where and why parsing stopped; None if it is complete."""
 
     size: int
     magic: bytes = b""
@@ -93,7 +93,7 @@ class Header:
     _by_name: dict[str, Key] = field(default_factory=dict)
 
     def add(self, key: Key) -> None:
-        """Note a key; of two of one name, lookups find the first."""
+        """Add a key; lookups find the first of several with one name."""
         self.keys.append(key)
         self._by_name.setdefault(key.name, key)
 
@@ -117,17 +117,17 @@ class Header:
         return self.pad(self.end)
 
     def pad(self, n: int) -> int:
-        """`n` rounded up to the alignment; unchanged when the alignment makes no sense."""
+        """Return `n` rounded up to the alignment; unchanged if the alignment is not positive."""
         a = self.alignment
         return -(-n // a) * a if a > 0 else n
 
 
 class _Broken(Exception):
-    """The bytes ran out or cannot be what they are meant to be."""
+    """The file ends early or has an invalid value."""
 
 
 def read(path: Path) -> Header:
-    """Walk the header of `path`. Raises InputError only if the file cannot be read at all."""
+    """Parse the header of `path`. Raise InputError only if the file cannot be read at all."""
     if path.is_dir():
         fix = folder_hint(path) or "convert it first"
         raise InputError(f"{path} cannot be read: a folder", expected="a GGUF file", fix=fix)
@@ -140,13 +140,13 @@ def read(path: Path) -> Header:
                 return Header(0, broken="the file is empty")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 header = Header(size)
-                _Walk(data, header).run()
+                _Parser(data, header).run()
                 return header
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-class _Walk:
+class _Parser:
     def __init__(self, data: mmap.mmap, header: Header) -> None:
         self.data, self.h, self.at, self.what = data, header, 0, "magic"
 
@@ -161,7 +161,7 @@ class _Walk:
             self.what = "counts"
             h.n_tensors, h.n_keys = int(self.scalar("<q")), int(self.scalar("<q"))
             if not (0 <= h.n_tensors <= MAX_TENSORS and 0 <= h.n_keys <= MAX_KEYS):
-                raise _Broken(f"{h.n_tensors} tensors and {h.n_keys} keys cannot be")
+                raise _Broken(f"{h.n_tensors} tensors and {h.n_keys} keys: too many")
             for i in range(h.n_keys):
                 self.what = f"metadata key {i}"
                 h.add(self.key())
@@ -218,7 +218,7 @@ class _Walk:
 
     def skip_strings(self, count: int) -> None:
         if count > MAX_STRINGS:
-            raise _Broken(f"an array of {count} strings cannot be")
+            raise _Broken(f"an array of {count} strings: too many")
         length, data, at, size = struct.Struct("<Q").unpack_from, self.data, self.at, self.h.size
         for _ in range(count):
             if at + 8 > size:

@@ -1,4 +1,4 @@
-"""What quantizing cost: the error of each tensor that is stored in another type than before."""
+"""Quantization error of each tensor whose type changed between two GGUF files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """All of them. `relative_rms`: root mean square of the tensors', by their sizes."""
+    """Error of all tensors. `relative_rms`: RMS over the tensors, weighted by their sizes."""
 
     relative_rms: float
     max_abs: float
@@ -53,7 +53,7 @@ class Total:
 def losses(
     source: Path, out: Path, progress: Callable[[int, int], None] | None = None
 ) -> list[Loss]:
-    """Hold each retyped tensor of GGUF `out` against GGUF `source`, which it was made from."""
+    """Compare each tensor of GGUF `out` whose type changed with GGUF `source`."""
     with GGUF(source) as old, GGUF(out) as new, worker_pool() as pool:
         changed = [n for n, t in new.tensors.items() if old.tensors[n].format is not t.format]
 
@@ -74,7 +74,7 @@ def losses(
 
 
 def total(found: list[Loss]) -> Total | None:
-    """The sum of it, or None if no tensor changed its type."""
+    """Return the error of all tensors, or None if no type changed."""
     count = sum(loss.count for loss in found)
     if not count:
         return None

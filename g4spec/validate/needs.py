@@ -1,4 +1,4 @@
-"""What must be at hand before a rule can be asked."""
+"""Inputs that a rule requires."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from enum import IntEnum
 
 
 class Needs(IntEnum):
-    """What must be at hand before a rule can be asked; each level includes those above it,
-    except that SOURCE does not need a TARGET, and CONVERSION no CONFIG."""
+    """The inputs that a rule requires. Each level includes those above it, except that SOURCE does
+    not require a TARGET, and CONVERSION no CONFIG."""
 
-    HEADER = 0  # bytes that may be anything
-    FILE = 1  # a container that our reader opens
-    CONFIG = 2  # metadata that describes a known kind of model
-    TARGET = 3  # the target the draft is paired with
+    HEADER = 0  # the header, possibly broken
+    FILE = 1  # a container that the strict reader opens
+    CONFIG = 2  # a configuration parsed from the metadata
+    TARGET = 3  # the target of the draft
     SOURCE = 4  # the checkpoint it was converted from
-    CONVERSION = 5  # all that a conversion reads: the checkpoint, and of a draft the target too
+    CONVERSION = 5  # all inputs of a conversion: the checkpoint, and for a draft its target
 
 
 NO_TARGET, NO_SOURCE = "no target was given", "no source was given"
 NOT_GIVEN = (NO_TARGET, NO_SOURCE)
-"""Why a rule was not asked that nobody asked for; any other reason is the file's."""
+"""Reasons to skip a rule because an optional input was not given; any other reason is a defect of
+the file."""

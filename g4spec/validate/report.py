@@ -1,4 +1,4 @@
-"""What a validation found."""
+"""Report of a validation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from g4spec.validate.needs import NO_SOURCE, NO_TARGET, NOT_GIVEN
 from g4spec.validate.rule import Finding, Rule, Severity
 
 GIVE = {NO_TARGET: "--target", NO_SOURCE: "--against"}
-"""Why a rule was not asked -> the option that helps."""
+"""Reason why a rule was skipped -> option that provides the input."""
 
 
 class Out(Protocol):
@@ -24,7 +24,7 @@ class Out(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A rule and what it found."""
+    """A rule and one of its findings."""
 
     rule: Rule
     finding: Finding
@@ -48,10 +48,10 @@ class Report:
     """Findings about one file.
 
     Attributes:
-        failures: worst first, then by rule id.
-        checked: ids of the rules that were asked.
-        skipped: rule id -> why it could not be asked.
-        tensors: with a source, one row a tensor: name, type, largest and relative error.
+        failures: sorted by severity, worst first, then by rule id.
+        checked: ids of the rules that ran.
+        skipped: rule id -> why it did not run.
+        tensors: with a source, one entry per tensor: name, type, maximum and relative error.
     """
 
     path: Path
@@ -63,7 +63,7 @@ class Report:
 
     @property
     def unable(self) -> dict[str, str]:
-        """Skipped rules that were due: it is the file that kept them from being asked."""
+        """Rules that could not run because of a defect of the file, with the reason."""
         return {i: why for i, why in self.skipped.items() if why not in NOT_GIVEN}
 
     def count(self, severity: Severity) -> int:
@@ -75,8 +75,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """No errors, though rules may not have been asked (`skipped`); warnings and notes may
-        remain."""
+        """True if there are no errors. Warnings, notes and skipped rules are possible."""
         return not self.count(Severity.ERROR)
 
     def add(self, rule: Rule, finding: Finding) -> None:
@@ -96,13 +95,13 @@ class Report:
         }
 
     def summary(self) -> str:
-        """One line: what was checked and how it went."""
+        """Return one line with the number of rules and findings."""
         counts = [f"{self.count(s)} {s}{'s' * (self.count(s) != 1)}" for s in Severity]
         left = f", {len(self.skipped)} rules not checked" if self.skipped else ""
         return f"{self.path}: {len(self.checked)} rules, {', '.join(counts)}{left}"
 
     def show(self, out: Out) -> None:
-        """The findings as text, worst first."""
+        """Print the findings, worst first."""
         style = {Severity.ERROR: "bad", Severity.WARNING: "warn", Severity.NOTE: "dim"}
         for failure in self.failures:
             r, f = failure.rule, failure.finding

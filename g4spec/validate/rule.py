@@ -1,12 +1,12 @@
-"""What a rule is. A rule is one function in `rules/<family>.py` under the `rule` decorator:
+"""Definition and registry of rules. A rule is one function in `rules/<family>.py`:
 
     @rule("G4-D2T-004", ERROR, "d2t stays inside the target's vocabulary", on=DFLASH)
     def in_range(s: Subject) -> Findings:
-        '''The failure this rule comes from.'''
+        '''Why: the failure that this rule detects.'''
         if <wrong>:
             yield Finding("d2t", expected=..., found=..., fix=...)
 
-Ids are stable: a rule that goes away leaves its number unused.
+Ids are stable: the id of a removed rule is not reused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from g4spec.validate.subject import Subject
 
 
 class Severity(IntEnum):
-    """How bad a finding is; reports are sorted by it."""
+    """Severity of a finding; reports are sorted by it."""
 
     ERROR = 0
     WARNING = 1
@@ -48,11 +48,11 @@ GEMMA = (*TARGETS, *ASSISTANT)
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong.
+    """One error found by a rule.
 
     Attributes:
-        where: the key, tensor or byte it is about.
-        expected, found: both sides. `fix`: what the user can do about it.
+        where: the key, tensor or byte position.
+        expected, found: correct and actual value. `fix`: what the user can do about it.
     """
 
     where: str
@@ -67,11 +67,11 @@ Check = Callable[["Subject"], Findings]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A check with its name. `why` is the docstring of the check: the failure it comes from.
+    """A check with its id. `title` states what must be true; `why` is the docstring of the check.
 
     Attributes:
-        on: architectures it applies to; empty applies to every file.
-        fallback: speaks only when no other error was found (it repeats what a reader said).
+        on: architectures that it applies to; empty: all.
+        fallback: whether it runs only if no other error was found (it repeats a parser's error).
     """
 
     id: str
@@ -105,7 +105,7 @@ def rule(
 
     def register(check: Check) -> Check:
         why = inspect.getdoc(check)
-        assert why, f"{id} does not say which failure it comes from"
+        assert why, f"{id}: the docstring that says why is missing"
         _registry[id] = Rule(id, severity, title, why, check, needs, on, fallback)
         return check
 
@@ -114,7 +114,7 @@ def rule(
 
 @cache
 def all_rules() -> dict[str, Rule]:
-    """Every rule by id, sorted; importing the family files registers them."""
+    """Return every rule by id, sorted; importing the family modules registers them."""
     package = importlib.import_module("g4spec.validate.rules")
     for info in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{info.name}")

@@ -1,8 +1,8 @@
-"""One pass over the tensor data: what is not finite, all zero, or the same everywhere.
+"""One pass over the tensor data: finds values that are not finite, all zero, or all equal.
 
-Floats are judged by their bits and quantized blocks by their factors, so that nothing is
-dequantized; the pass is bound by reading the file. Blocks of a few hundred KB stay in cache, and
-numpy lets threads run side by side.
+Floats are checked by their bits and quantized blocks by their scales, without dequantizing, so the
+pass is limited by reading the file. Chunks of a few hundred KB fit into the CPU cache, and numpy
+releases the GIL, so tensors are processed in parallel.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from g4spec import quant
 from g4spec.gguf import GGUF
 from g4spec.validate.header import Tensor
 
-CHUNK = 1 << 19  # bytes looked at together
-SAMPLE = 4096  # bytes at either end that stand for a tensor until two of them agree
+CHUNK = 1 << 19  # bytes per chunk
+SAMPLE = 4096  # bytes at each end, compared first to find duplicates
 
 
 @dataclass(frozen=True, slots=True)
 class Float:
-    """A float format by its bits: dtype of the pattern, all bits but the sign, infinity."""
+    """A float format: dtype of its bits, mask of all bits but the sign, bits of infinity."""
 
     dtype: str
     magnitude: int
@@ -38,20 +38,20 @@ FLOATS = {
     "BF16": Float("<u2", 0x7FFF, 0x7F80),
 }
 BLOCKS = {f.name.upper(): f for f in quant.readable().values() if f.quantized}
-"""Types in blocks, which are judged by their factors."""
+"""Quantized types, which are checked by the scales of their blocks."""
 
 
 @dataclass(slots=True)
 class Stats:
-    """What the pass saw of one tensor.
+    """Statistics of one tensor.
 
     Attributes:
-        first_bad: index of the first element (or block, of quantized types) that is not finite.
-        zero, constant: every element is zero; every element (or block) is the same.
-        blocks, lost_blocks: blocks in all, and those whose scale underflowed to zero while their
-            codes did not.
-        largest: the largest magnitude, of quantized types what the largest scale allows.
-        sample: bytes at both ends, to find duplicates.
+        first_bad: index of the first element (quantized types: block) that is not finite.
+        zero, constant: whether all elements are zero; whether all elements (or blocks) are equal.
+        blocks, lost_blocks: number of blocks, and of those whose scale underflowed to zero although
+            their codes are not zero.
+        largest: maximum magnitude; for quantized types the bound given by the largest scale.
+        sample: bytes of both ends, to find duplicates.
     """
 
     first_bad: int | None = None
@@ -66,7 +66,7 @@ class Stats:
 def scan(
     file: GGUF, tensors: Iterable[Tensor], progress: Callable[[int, int], None] | None
 ) -> dict[str, Stats]:
-    """Stats of every tensor whose type is known here, by name."""
+    """Return tensor name -> Stats, for every tensor of a supported type."""
     entries = [t for t in tensors if t.type_name in FLOATS or t.type_name in BLOCKS]
     total = sum(t.nbytes or 0 for t in entries)
     done, out = 0, {}
@@ -75,7 +75,7 @@ def scan(
         return _tensor(file, entry)
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        # Handing a small one to a thread takes longer than it takes.
+        # Small tensors are faster without a thread.
         ahead = {t.name: pool.submit(look, t) for t in entries if (t.nbytes or 0) > CHUNK // 16}
         for entry in entries:
             future = ahead.pop(entry.name, None)

@@ -1,5 +1,5 @@
-"""The file under examination, as rules see it: accessors that answer None instead of raising,
-because what they read may be anything."""
+"""The file to validate, as rules access it. Getters return None for missing or malformed values
+instead of raising."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ Progress = Callable[[int, int], None]
 
 
 class Subject:
-    """One GGUF file. `target` and `source` are what it is compared with, when given.
+    """One GGUF file to validate, with the optional target and source to compare it with.
 
     Attributes:
-        header: what a forgiving walk over the header saw. `headers`: of all parts of a split
-            model, the file's own first; `split_refusal`: why others were not found, or empty.
-        file: the open file, or None when the strict reader refused it (`refusal` says why).
-        unsupported: what a valid file needs that this version has no code for, or empty.
-        arch, kind: its architecture and the module that knows it, or None.
-        config: parsed configuration, or None when `config_refusal` says why not.
+        header: the header, read by the tolerant parser.
+        headers: headers of all parts of a split model, the file's own first.
+        split_refusal: why other parts were not found, or "".
+        file: the open file, or None if the strict reader refused it (`refusal` says why).
+        unsupported: the feature of a valid file that this version does not support, or "".
+        arch, kind: its architecture and the module of its kind, or None.
+        config: parsed configuration, or None (`config_refusal` says why).
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Subject:
             self.file.close()
 
     def missing(self, needs: Needs) -> str | None:
-        """Why a rule with these needs cannot be asked, or None when it can."""
+        """Return why a rule with these needs cannot run, or None if it can."""
         if needs >= Needs.FILE and self.file is None:
             return "the container is broken"
         if needs == Needs.CONVERSION:
@@ -102,7 +103,7 @@ class Subject:
         return None
 
     def _cannot_convert(self) -> str | None:
-        """Why the source cannot be converted again for comparison, or None if it can."""
+        """Return why the source cannot be converted again for comparison, or None if it can."""
         if self.source is None:
             return NO_SOURCE
         if self.kind is None:
@@ -117,7 +118,8 @@ class Subject:
         return self.file
 
     def name(self, key: str) -> str:
-        """A key; one that begins with a dot is put under the architecture."""
+        """Return the full name of a key: the architecture is put before one that begins with a
+        dot."""
         return f"{self.arch}{key}" if key.startswith(".") else key
 
     def has(self, key: str) -> bool:
@@ -129,7 +131,7 @@ class Subject:
         return {k.name: k for k in self.header.keys}
 
     def number(self, key: str) -> int | float | None:
-        """A scalar number, or None."""
+        """Return the scalar number `key`, or None."""
         entry = self.keys.get(self.name(key))
         value = entry.value if entry is not None else None
         return value if isinstance(value, int | float) and not isinstance(value, bool) else None
@@ -147,7 +149,7 @@ class Subject:
         return entry.value if entry is not None and isinstance(entry.value, str) else None
 
     def numbers(self, key: str) -> NDArray[Any] | None:
-        """An array of numbers or booleans, or None."""
+        """Return the array of numbers or booleans `key`, or None."""
         entry = self.keys.get(self.name(key))
         if (
             entry is None
@@ -158,7 +160,7 @@ class Subject:
         return np.asarray(self.open_file.number_array(entry.name))
 
     def strings(self, key: str) -> list[str] | None:
-        """An array of strings, or None; also when they are no text (G4-GGUF-016 says so)."""
+        """Return the array of strings `key`; None also if it is not UTF-8 (see G4-GGUF-016)."""
         entry = self.keys.get(self.name(key))
         if entry is None or entry.item is not ValueType.STRING:
             return None
@@ -169,7 +171,7 @@ class Subject:
         return found
 
     def count(self, key: str) -> int | None:
-        """Length of an array, or None."""
+        """Return the length of the array `key`, or None."""
         entry = self.keys.get(self.name(key))
         return entry.count if entry is not None and entry.type is ValueType.ARRAY else None
 
@@ -188,34 +190,35 @@ class Subject:
 
     @cached_property
     def specs(self) -> dict[str, TensorSpec]:
-        """The tensors that a file of this configuration has."""
+        """The tensors that a file of this configuration must have, by name."""
         assert self.kind is not None
         return {spec.name: spec for spec in self.kind.tensors(self.config)}
 
     @cached_property
     def d2t(self) -> NDArray[np.int64] | None:
-        """Draft row -> target id, if there is a usable one."""
+        """Row of the draft's head -> target token id; None if missing or of a wrong type."""
         if self.type_name("d2t") not in ("I64", "I32"):
             return None
         return np.asarray(self.open_file.array("d2t")).reshape(-1).astype(np.int64)
 
     @cached_property
     def n_vocab(self) -> int | None:
-        """Tokens the target knows: the target's own count, else the file's token list."""
+        """Vocabulary size of the target, or the length of the file's token list without a
+        target."""
         if self.target is not None and self.target.config is not None:
             return int(self.target.config.n_vocab)
         return self.count("tokenizer.ggml.tokens")
 
     @cached_property
     def n_target_layers(self) -> int | None:
-        """Layers of the target: its own count, else what was recorded at conversion."""
+        """Number of target layers, or the number recorded at conversion without a target."""
         if self.target is not None and self.target.config is not None:
             return len(self.target.config.layers)
         return self.integer(provenance.TARGET_LAYERS)
 
     @cached_property
     def stats(self) -> dict[str, scan.Stats]:
-        """One pass over the data of every tensor."""
+        """Statistics of every tensor, from one pass over the data."""
         return scan.scan(self.open_file, self.entries.values(), self.progress)
 
     @cached_property
@@ -228,7 +231,7 @@ class Subject:
 
     @cached_property
     def comparison(self) -> Comparison:
-        """Every tensor held against the source checkpoint."""
+        """Comparison of every tensor with the source checkpoint."""
         from g4spec.validate import compare
 
         assert self.source is not None

@@ -160,4 +160,4 @@ def test_constants_of_python_and_kernels_agree() -> None:
     }
     wrong = {k: (v, _constants(k[0]).get(k[1])) for k, v in same.items()}
     assert not {k: pair for k, pair in wrong.items() if pair[0] != pair[1]}
-    assert core.MAX_STEP_ROWS == packed_rows.MOST == attention.MAX_ROWS
+    assert core.MAX_STEP_ROWS == packed_rows.GROUP_ROWS == attention.MAX_ROWS

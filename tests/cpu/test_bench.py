@@ -58,7 +58,7 @@ def test_counts_add_up(swept: bench.SweepResult) -> None:
 
 def test_a_looping_target_is_flagged(swept: bench.SweepResult) -> None:
     # Random weights go in circles at temperature 0.
-    assert any("repeat themselves" in note for note in swept.notes)
+    assert any("outputs loop" in note for note in swept.notes)
 
 
 def test_memory_is_planned_and_measured(swept: bench.SweepResult) -> None:
@@ -180,7 +180,9 @@ def test_an_answer_of_one_token_does_not_count() -> None:
     assert alone.tokens_per_second == 0 and alone.ratio == 0
 
 
-def made(length: object, ratio: float, scatter: float = 0.0, category: str = "code") -> bench.Row:
+def made(
+    length: object, ratio: float, scatter: float = 0.0, category: str = "code"
+) -> bench.SweepRow:
     row = bench_result.row(category, 4 if length == "auto" else length, 0.5)
     spread = (ratio * (1 - scatter), ratio * (1 + scatter))
     return replace(row, length=length, ratio=ratio, ratio_spread=spread)  # type: ignore[arg-type]

@@ -45,7 +45,7 @@ def test_each_stream_has_one_request_under_way() -> None:
     step = on.scheduler.step
 
     def watched() -> bool:
-        live.append(len(on.scheduler.live) + len(on.scheduler.waiting))
+        live.append(len(on.scheduler.running) + len(on.scheduler.waiting))
         return step()
 
     on.scheduler.step = watched  # type: ignore[method-assign]

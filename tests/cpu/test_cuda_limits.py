@@ -88,11 +88,11 @@ def test_heads_that_are_no_blocks(dim: int) -> None:
 
 
 def test_rows_that_no_block_of_threads_holds() -> None:
-    for width in (4, 5376, 26880, packed_rows.WIDEST):
+    for width in (4, 5376, 26880, packed_rows.MAX_WIDTH):
         assert packed_rows.fits(width)
-        warps, loads = packed_rows.shape(width)
+        warps, loads = packed_rows.block_shape(width)
         assert warps <= 32 and warps * 32 * loads * 4 >= width
-    for width in (33, 5378, packed_rows.WIDEST + 4, 1 << 20):
+    for width in (33, 5378, packed_rows.MAX_WIDTH + 4, 1 << 20):
         assert not packed_rows.fits(width)
 
 
@@ -105,7 +105,7 @@ def test_any_context_has_few_chunks(n_ctx: int, n_kv: int, window: int | None) -
         held = pages_of(min(n_ctx, (window or n_ctx) + 64)) * 64
         cache: Any = SimpleNamespace(head_dim=head_dim, n_kv=n_kv, window=window, positions=held)
         chunks = attention.Chunks.of(cache, cache.positions)
-        assert chunks.most(cache.positions, cache.positions) <= attention._CHUNKS
+        assert chunks.most(cache.positions, cache.positions) <= attention._MAX_CHUNKS
         assert not chunks.growing or chunks.shift <= attention.LARGEST_SHIFT
 
 
@@ -115,7 +115,7 @@ def test_chunks_of_known_contexts_are_as_they_were() -> None:
         for n_kv in (1, 4, 16, 64):
             cache: Any = SimpleNamespace(head_dim=512, n_kv=n_kv, window=None, positions=n_ctx)
             first = max(attention.tile_keys(512), 32 * n_kv).bit_length() - 1
-            many = attention.Chunks(first, True).most(n_ctx, n_ctx) > attention._CHUNKS
+            many = attention.Chunks(first, True).most(n_ctx, n_ctx) > attention._MAX_CHUNKS
             assert attention.Chunks.of(cache, cache.positions).shift == first + many
 
 

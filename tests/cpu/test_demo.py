@@ -85,7 +85,7 @@ def test_demo_replaces_only_its_own_files(family: Path, tmp_path: Path) -> None:
         )
         if name == "target":
             _demo_family._check_replaceable(tmp_path / "target.gguf", family / "target")
-    with pytest.raises(UsageError, match="not made by this demo"):
+    with pytest.raises(UsageError, match="not written by this demo"):
         _demo_family._check_replaceable(tmp_path / "target.gguf", family / "target")
 
 
@@ -100,7 +100,7 @@ def test_demo_replaces_only_its_own_results(family: Path, tmp_path: Path, name: 
     _demo_family.check_folder(family, tmp_path)
     path.unlink()
     path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UsageError, match="not made by this demo"):
+    with pytest.raises(UsageError, match="not written by this demo"):
         _demo_family.check_folder(family, tmp_path)
 
 

@@ -106,7 +106,7 @@ def test_a_draft_that_only_we_run(family: dict[str, Path], tmp_path: Path) -> No
     q = questions.build_question(FACTS, str(family["target.gguf"]), str(out), 512, None, None, None)
     assert q is not None
     verdicts = [judge(FACTS, assume(FACTS, "RTX 3090"), q, name) for name in memory.GGUF]
-    assert [v.refusal for v in verdicts] == ["it would compute this draft wrongly", ""]
+    assert [v.refusal for v in verdicts] == ["it computes this draft incorrectly", ""]
 
 
 def test_the_runtime_is_asked_what_it_takes(family: dict[str, Path], tmp_path: Path) -> None:
@@ -352,7 +352,7 @@ def test_a_draft_for_another_size_is_refused() -> None:
 
 
 def test_too_long_a_context() -> None:
-    with pytest.raises(UsageError, match="fewer positions"):
+    with pytest.raises(UsageError, match="training context"):
         questions.build_question(FACTS, "e4b", None, 200_000, None, None, None)
     with pytest.raises(UsageError, match="--kv"):
         questions.build_question(FACTS, "e4b", None, None, "q3_x", None, None)

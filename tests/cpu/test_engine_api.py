@@ -52,7 +52,7 @@ def threaded() -> Iterator[Engine]:
 
 
 def nothing_left(of: Engine) -> bool:
-    return not any(batch_invariance.left_over(of).values())
+    return not any(batch_invariance.leaked_resources(of).values())
 
 
 # ---- any order
@@ -177,14 +177,14 @@ def test_cancelled_requests_are_gone_within_two_steps(texts: list[str]) -> None:
     keep, *doomed = [on.submit(p, OPTIONS) for p in PROMPTS]
     for _ in range(5):
         on.step()
-    held = on.pool.free
+    held = on.pool.n_free
     for request in doomed:
         request.cancel()
     on.step()
     on.step()
     assert all(r.done and r.stats.stop_reason == "cancelled" for r in doomed)
-    assert len(on.scheduler.live) == 1 and not on.scheduler.waiting
-    assert on.pool.free > held and len(on.pool.free_slots) == 2
+    assert len(on.scheduler.running) == 1 and not on.scheduler.waiting
+    assert on.pool.n_free > held and len(on.pool.free_slots) == 2
     list(keep)
     assert keep.text == texts[0] and nothing_left(on)
 
@@ -225,8 +225,10 @@ def test_a_thousand_cancelled_requests_leave_nothing() -> None:
                 on.step()
             if len(open_) > 12 or rng.random() < 0.5:
                 request = open_.pop(rng.randrange(len(open_)))
-                task = next((t for t in on.scheduler.live if t.request is request), None)
-                moments.add("waiting" if task is None else "reading" if task.reading else "running")
+                task = next((t for t in on.scheduler.running if t.request is request), None)
+                moments.add(
+                    "waiting" if task is None else "reading" if task.in_prefill else "running"
+                )
                 request.cancel()
         for request in open_:
             request.cancel()
@@ -299,11 +301,11 @@ def test_logits_that_are_not_finite_end_their_request_alone(
 ) -> None:
     on = engine(3)
     requests = [on.submit(p, OPTIONS) for p in PROMPTS[:3]]
-    honest, first = on.target.run, on.target.logits
+    honest, first = on.target.step, on.target.logits
 
     def run(batch: Batch) -> Any:
         rows, logits = honest(batch)
-        broken = on.scheduler.live[1].live.slot
+        broken = on.scheduler.running[1].seq.slot
         return rows, logits.masked_fill((batch.slots == broken)[:, None], torch.nan)
 
     turns = iter(range(99))
@@ -312,7 +314,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(
         return first(hidden) * (torch.nan if next(turns) == 1 else 1.0)
 
     monkeypatch.setattr(
-        on.target, *(("logits", of_prompt) if when == "first token" else ("run", run))
+        on.target, *(("logits", of_prompt) if when == "first token" else ("step", run))
     )
     while not requests[1].done:
         on.step()
@@ -333,6 +335,11 @@ def test_a_bias_outside_the_vocabulary_is_refused_at_once(texts: list[str]) -> N
     assert good.text == texts[0]
 
 
+def test_text_instead_of_ids_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"engine\.tokenizer\.encode"):
+        memory_engine.engine().submit("def area(r):")  # type: ignore[arg-type]
+
+
 def test_a_step_that_fails_ends_all_and_the_engine_goes_on(
     texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,7 +350,7 @@ def test_a_step_that_fails_ends_all_and_the_engine_goes_on(
     def broken(batch: Batch) -> Any:
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(on.target, "run", broken)
+    monkeypatch.setattr(on.target, "step", broken)
     with pytest.raises(torch.OutOfMemoryError):
         on.step()
     monkeypatch.undo()
@@ -386,7 +393,7 @@ def test_requests_are_admitted_in_order_of_arrival(monkeypatch: pytest.MonkeyPat
     rng = random.Random(2)
     on = memory_engine.engine(parallel=4, n_ctx=512)
     begun: list[int] = []
-    begin = scheduler.Scheduler._begin
+    begin = scheduler.Scheduler._try_admit
 
     def noted(self: Any, task: Any) -> bool:
         fits = begin(self, task)
@@ -394,7 +401,7 @@ def test_requests_are_admitted_in_order_of_arrival(monkeypatch: pytest.MonkeyPat
             begun.append(task.number)
         return fits
 
-    monkeypatch.setattr(scheduler.Scheduler, "_begin", noted)
+    monkeypatch.setattr(scheduler.Scheduler, "_try_admit", noted)
     sizes = (100, 400, 3, 3, 380, 3, 120, 3)
     requests = [
         on.submit([2, *batch_invariance.tokens(rng, n)], Options(40, ignore_eos=True))
@@ -408,7 +415,7 @@ def test_requests_are_admitted_in_order_of_arrival(monkeypatch: pytest.MonkeyPat
 def test_a_long_prompt_does_not_hold_up_running_texts(
     texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "INTERLEAVED", 16)
+    monkeypatch.setattr(scheduler, "INTERLEAVED_ROWS", 16)
     on = engine(3)
     running = on.submit(PROMPTS[0], OPTIONS)
     while not running.ids:

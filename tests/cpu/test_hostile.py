@@ -232,7 +232,7 @@ def test_a_template_cannot_fill_the_memory(name: str) -> None:
 
 
 def test_a_template_cannot_run_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template, "SECONDS", 1)
+    monkeypatch.setattr(template, "TIMEOUT_SECONDS", 1)
     loop = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
     start = time.perf_counter()
     with pytest.raises(InputError, match="no end after 1 s"):

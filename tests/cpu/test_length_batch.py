@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from g4spec.core import MAX_DRAFT
 from g4spec.runtime import draft_length
 from g4spec.runtime.cycle_costs import CycleCosts
-from g4spec.runtime.cycle_timing import measured
+from g4spec.runtime.cycle_timing import measure_costs
 from g4spec.runtime.draft_length import CREDIT, PROBE, DraftLengthPolicy, PolicyState
 from g4spec.runtime.request import Options
 from tests.support import memory_engine
@@ -103,13 +103,13 @@ class Simulation:
 
     def __post_init__(self) -> None:
         self.lengths = DraftLengthPolicy(self.padded)
-        self.lengths.measured(self.table)
+        self.lengths.set_costs(self.table)
         self.costs = CycleCosts(self.table, self.padded)
         self._planned: tuple[list[Text], list[int]] | None = None
         self._longest_base = 0.0
 
     def join(self, held: Held, asked: int | None = None, left: int = 10**9) -> Text:
-        text = Text(self.lengths.text("auto" if asked is None else asked), held, left)
+        text = Text(self.lengths.new_state("auto" if asked is None else asked), held, left)
         self.live.append(text)
         return text
 
@@ -135,7 +135,7 @@ class Simulation:
         if self.ahead and texts == self.live:
             room = [self._room(t) - 1 - n for t, n in zip(texts, counts, strict=True)]
             if all(r >= n for r, n in zip(room, counts, strict=True)):
-                again = self.lengths.again(states, counts, room)
+                again = self.lengths.plan_ahead(states, counts, room)
                 self._planned = (texts, counts) if again else None
         now = [i for i, t in enumerate(texts) if t in self.live]
         if not now:
@@ -167,7 +167,7 @@ class Simulation:
         steps = 0
         for text, count, held in zip(texts, counts, accepted, strict=True):
             needed = min(held + 1, text.left)
-            text.state.cut(held + 1 - needed)
+            text.state.discard(held + 1 - needed)
             text.left, text.drafted = text.left - needed, text.drafted + count
             self.tokens += needed
             worth = needed if text.state.auto else 1
@@ -251,9 +251,9 @@ def test_tokens_behind_the_end_of_a_text_are_nothing_won(padded: bool) -> None:
 def test_a_plan_that_can_never_be_afforded_is_not_saved_for(padded: bool) -> None:
     """Beside a text that wins nothing; 15 tokens would be the best there is."""
     lengths = DraftLengthPolicy(padded)
-    lengths.measured(table(2.5, 4.0, 0.0))
-    lengths.account.balance = CREDIT * 1.0
-    good, bad = lengths.text("auto"), lengths.text(0)
+    lengths.set_costs(table(2.5, 4.0, 0.0))
+    lengths.credit.balance = CREDIT * 1.0
+    good, bad = lengths.new_state("auto"), lengths.new_state(0)
     lengths.plan([good, bad], [0, 0])
     for _ in range(50):
         good.acceptance.observe(MAX_DRAFT, MAX_DRAFT)
@@ -342,9 +342,11 @@ def test_the_plan_is_the_best_of_all_by_what_is_known(padded: bool) -> None:
     rng, most, shares = random.Random(1), 4, []
     for _ in range(40):
         lengths = DraftLengthPolicy(padded)
-        lengths.measured(table(rng.uniform(1.0, 1.4), rng.uniform(1.4, 5.0), rng.uniform(0.0, 1.0)))
-        lengths.account.balance = 100.0
-        texts = [lengths.text("auto") for _ in range(4)]
+        lengths.set_costs(
+            table(rng.uniform(1.0, 1.4), rng.uniform(1.4, 5.0), rng.uniform(0.0, 1.0))
+        )
+        lengths.credit.balance = 100.0
+        texts = [lengths.new_state("auto") for _ in range(4)]
         lengths.plan(texts, [0] * 4)
         for text in texts:
             accept = chance(rng.random(), rng.randrange(1000))
@@ -403,13 +405,13 @@ def test_texts_that_draft_well_get_more_of_the_budget() -> None:
 def test_a_text_begins_with_what_was_learned_until_it_runs() -> None:
     """However long it has been waiting."""
     run = Simulation(table())
-    waiting = run.lengths.text("auto")
+    waiting = run.lengths.new_state("auto")
     text = run.join(chance(0.9, 0))
     run.run(100)
     run.leave(text)
     assert run.lengths.plan([waiting], [MAX_DRAFT])[0] > 1
     run = Simulation(table())
-    assert run.lengths.plan([run.lengths.text("auto")], [MAX_DRAFT]) == [0]
+    assert run.lengths.plan([run.lengths.new_state("auto")], [MAX_DRAFT]) == [0]
 
 
 @BACKENDS
@@ -427,22 +429,22 @@ def test_a_text_returns_to_a_draft_that_became_good_beside_others(padded: bool) 
 def test_nothing_is_drafted_without_room_and_the_next_step_is_certain() -> None:
     """A text that cannot draft leaves cycles to be started ahead, however long it lives."""
     lengths = DraftLengthPolicy()
-    texts = [lengths.text("auto"), lengths.text(4)]
+    texts = [lengths.new_state("auto"), lengths.new_state(4)]
     assert lengths.wants_costs
     assert lengths.plan(texts, [5, 5]) == [0, 4]  # nobody knows yet what a draft costs
     lengths.observe(texts, [0, 4], [0, 2], 1.0)
-    lengths.measured(table())
+    lengths.set_costs(table())
     for _ in range(2 * PROBE):
         assert lengths.plan(texts, [0, 0]) == [0, 0]
-        assert lengths.again(texts, [0, 0], [0, 0])
+        assert lengths.plan_ahead(texts, [0, 0], [0, 0])
         lengths.observe(texts, [0, 0], [0, 0], 1.05)
         lengths.observe(texts, [0, 0], [0, 0], 1.05)
 
 
 def test_what_a_cycle_took_is_of_all_its_texts_though_some_have_ended() -> None:
     lengths = DraftLengthPolicy()
-    lengths.measured(table(growth=1.0))
-    texts = [lengths.text("auto"), lengths.text(2)]
+    lengths.set_costs(table(growth=1.0))
+    texts = [lengths.new_state("auto"), lengths.new_state(2)]
     assert lengths.plan(texts, [0, 2]) == [0, 2]
     assert lengths.costs is not None
     before = lengths.costs([0, 2])
@@ -456,9 +458,9 @@ def test_costs_know_the_contexts_of_a_batch() -> None:
     """A long text that joins makes plain and drafted cycles dearer at once, by the same seconds, so
     that drafting pays with it though it does not without."""
     lengths = DraftLengthPolicy()
-    lengths.measured(table(2.2, 2.4), per_byte=1e-9)
+    lengths.set_costs(table(2.2, 2.4), per_byte=1e-9)
     assert lengths.costs is not None
-    text = lengths.text("auto")
+    text = lengths.new_state("auto")
     for context, pays in ((0.0, False), (1e9, True)):
         drafted = 0
         for _ in range(200):
@@ -477,13 +479,13 @@ def test_costs_know_the_contexts_of_a_batch() -> None:
 def test_an_engine_measures_and_counts_contexts() -> None:
     engine = memory_engine.engine(DRAFTS["dflash"], n_ctx=1400, parallel=2, pool=2800)
     cold = engine.scheduler
-    table, seconds = measured(engine.target, engine.draft, engine.pool, cold.runners)
+    table, seconds = measure_costs(engine.target, engine.draft, engine.pool, cold.runners)
     assert {texts for texts, _ in table} == {1, 2} and 0 <= seconds < 1e-3
-    assert len(engine.pool.free_slots) == 2 and engine.pool.free == engine.pool.n_pages
+    assert len(engine.pool.free_slots) == 2 and engine.pool.n_free == engine.pool.n_pages
     options = Options(n_predict=4, ignore_eos=True, draft_max=0)
     shares = []
     for prompt in ([2, 9], [2] * 1300):
-        cold.length.measured(table, per_byte=1e-9)
+        cold.length.set_costs(table, per_byte=1e-9)
         made = list(engine.generate(prompt, options))
         shares.append(made[1].decision.plain_seconds)
     more = engine.target.context_bytes(1301) - engine.target.context_bytes(3)
@@ -525,7 +527,7 @@ def reasons(run: Simulation, cycles: int) -> list[list[tuple[str, int]]]:
         run._planned = run._planned or run._plan()
         texts, counts = run._planned
         most = [MAX_DRAFT] * len(texts)
-        shares = run.lengths.shares(number, [t.state for t in texts], counts, most)
+        shares = run.lengths.decisions(number, [t.state for t in texts], counts, most)
         assert [s.length for s in shares] == counts
         assert {(s.step, s.texts, s.rows) for s in shares} == {
             (number, len(texts), len(texts) + sum(counts))
@@ -541,10 +543,10 @@ def reasons(run: Simulation, cycles: int) -> list[list[tuple[str, int]]]:
 
 def test_each_length_has_its_reason() -> None:
     lengths = DraftLengthPolicy()
-    texts = [lengths.text("auto"), lengths.text(4), lengths.text(0)]
+    texts = [lengths.new_state("auto"), lengths.new_state(4), lengths.new_state(0)]
     for most, wanted in ((5, ["unmeasured", "asked", "off"]), (0, ["room", "room", "off"])):
         counts = lengths.plan(texts, [most] * 3)
-        shares = lengths.shares(1, texts, counts, [most] * 3)
+        shares = lengths.decisions(1, texts, counts, [most] * 3)
         assert [s.why for s in shares] == wanted
         assert [s.expected is None for s in shares] == [most == 0, True, True]
         assert {s.plain_seconds for s in shares} == {None}
@@ -557,13 +559,13 @@ def test_each_length_has_its_reason() -> None:
     told = [why for (why,) in reasons(bad, 6 * PROBE)]
     assert {why for why, count in told[-3 * PROBE :]} == {"plain", "probe"}
     assert all((why == "probe") == bool(count) for why, count in told[-3 * PROBE :])
-    lengths.measured(table(1.06, 3.0, 1.0))
-    lengths.account.balance = CREDIT * 1.0
-    both = [lengths.text("auto"), lengths.text("auto")]
+    lengths.set_costs(table(1.06, 3.0, 1.0))
+    lengths.credit.balance = CREDIT * 1.0
+    both = [lengths.new_state("auto"), lengths.new_state("auto")]
     lengths.plan(both, [0, 0])
     for _ in range(50):
         both[0].acceptance.observe(MAX_DRAFT, MAX_DRAFT)
         both[1].acceptance.observe(MAX_DRAFT, 0)
     counts = lengths.plan(both, [MAX_DRAFT] * 2)
-    told = lengths.shares(1, both, counts, [MAX_DRAFT] * 2)
+    told = lengths.decisions(1, both, counts, [MAX_DRAFT] * 2)
     assert [(s.why, s.length > 0) for s in told] == [("pays", True), ("others", False)]

@@ -10,7 +10,13 @@ import torch
 
 from g4spec import quant
 from g4spec.runtime.cuda.weights import packing
-from g4spec.runtime.cuda.weights.matrix import Matrix, Pairs, below, in_turns, join
+from g4spec.runtime.cuda.weights.matrix import (
+    GateUpPairs,
+    Matrix,
+    concat_rows,
+    interleave_experts,
+    join,
+)
 
 ROWS, COLUMNS = 256, 512
 Pack = Callable[[Sequence[Matrix]], object]
@@ -30,11 +36,11 @@ def matrix(type: str, matrices: int = 1) -> Matrix:
 
 
 CASES: dict[str, tuple[int, int, Pack]] = {
-    "alone": (1, 1, lambda m: m[0].alone),
-    "joined": (3, 1, lambda m: (join(m), below(m))),
-    "a pair": (2, 1, lambda m: Pairs()(m[0], m[1])),
-    "experts": (1, 4, lambda m: in_turns(m[0], None)),
-    "experts, gates and ups apart": (2, 4, lambda m: in_turns(m[0], m[1])),
+    "alone": (1, 1, lambda m: m[0].weight),
+    "joined": (3, 1, lambda m: (join(m), concat_rows(m))),
+    "a pair": (2, 1, lambda m: GateUpPairs()(m[0], m[1])),
+    "experts": (1, 4, lambda m: interleave_experts(m[0], None)),
+    "experts, gates and ups apart": (2, 4, lambda m: interleave_experts(m[0], m[1])),
 }
 
 
@@ -62,6 +68,6 @@ def test_nothing_is_kept_twice(case: str, type: str, monkeypatch: pytest.MonkeyP
 
 def test_a_matrix_of_a_pair_is_not_there_by_itself() -> None:
     gate, up = matrix("q4_k"), matrix("q4_k")
-    Pairs()(gate, up)
+    GateUpPairs()(gate, up)
     with pytest.raises(AssertionError, match="lies in a pair"):
-        _ = gate.alone
+        _ = gate.weight

@@ -72,7 +72,9 @@ def test_a_plan_for_a_gpu_counts_weights_as_it_holds_them(portable: bool) -> Non
         for shape in ((40, 512), (3, 40, 256)):
             raw = torch.zeros(math.prod(shape[:-1]), quant.get(name).row_bytes(shape[-1])).byte()
             info = TensorInfo("w", shape, quant.get(name).type, 0, raw.numel())
-            there = Matrix(name, raw, shape[-2], shape[-1], len(raw) // shape[-2], keeps=portable)
+            there = Matrix(
+                name, raw, shape[-2], shape[-1], len(raw) // shape[-2], file_order=portable
+            )
             assert card.weights([info]) == there.table.nbytes, name
 
 

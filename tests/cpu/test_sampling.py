@@ -143,7 +143,7 @@ def test_every_field_has_its_places() -> None:
     options = inspect.signature(generate.command).parameters
     assert {spelt.get(name, name) for name in names} <= set(options), "g4spec generate"
     assert names <= set(Sampling.model_fields), "requests to the server"
-    drawn = [ask.options.sampler for ask in batch_invariance.draw(random.Random(0), 300)]
+    drawn = [ask.options.sampler for ask in batch_invariance.random_requests(random.Random(0), 300)]
     still = {
         name for name in names if all(getattr(s, name) == getattr(Sampler(), name) for s in drawn)
     }

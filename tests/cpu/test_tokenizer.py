@@ -326,7 +326,7 @@ BAD_TEMPLATES = {
     "more than it was given": "{{ 'é😀' * 1500000 }}",
     "long loop": "{% for i in range(10 ** 9) %}{% endfor %}",
     "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "too long": "x" * (template.LONGEST_TEMPLATE + 1),
+    "too long": "x" * (template.MAX_TEMPLATE_CHARS + 1),
 }
 
 
@@ -367,7 +367,7 @@ def test_generation_blocks_are_written() -> None:
         "{% endgeneration %}{{ x is defined }}{% endfor %}"
     )
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert template.expand(text, said, bos="", eos="") == "[a]False[b]False"
+    assert template.render_in_process(text, said, bos="", eos="") == "[a]False[b]False"
     assert template.render(text, said, bos="", eos="") == "[a]False[b]False"
     assert not template.syntax_error(text)
     assert template.syntax_error("{% generation %}")

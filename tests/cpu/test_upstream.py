@@ -69,7 +69,7 @@ def test_the_command(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     said = json.loads(capsys.readouterr().out)
     assert said["case"] == "differs" and len(said["reasons"]) == 2
     assert run(["validate", str(tmp_path / "d.gguf"), "--upstream"]) == 0
-    assert "little different" in "".join(capsys.readouterr())
+    assert "slightly different" in "".join(capsys.readouterr())
 
 
 def test_every_kind_is_on_the_page() -> None:

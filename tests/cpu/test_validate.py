@@ -112,7 +112,7 @@ def test_damaged_files_never_end_in_a_traceback(tmp_path: Path, good: Path) -> N
 def test_what_cannot_be_read_is_an_error(tmp_path: Path, good: Path) -> None:
     with pytest.raises(InputError, match="cannot be read"):
         validate(tmp_path / "missing.gguf")
-    with pytest.raises(InputError, match="is no target"):
+    with pytest.raises(InputError, match="is not a target"):
         validate(good / "zlab.gguf", good / "assistant.gguf")
     with pytest.raises(UsageError, match="unknown rule"):
         validate(good / "zlab.gguf", only=["G4-NOT-001"])

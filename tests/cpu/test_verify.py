@@ -88,7 +88,7 @@ def test_wrong_noise_is_found_above_temperature_0(monkeypatch: pytest.MonkeyPatc
 
 def test_a_cache_that_is_not_rolled_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = bench_engine.engine(bench_engine.Liar())
-    honest, late = engine.target.run, list[int]()
+    honest, late = engine.target.step, list[int]()
 
     def run(batch: Batch) -> Any:
         # The step reads a rejected token in the place of a committed one.
@@ -97,7 +97,7 @@ def test_a_cache_that_is_not_rolled_back_is_found(monkeypatch: pytest.MonkeyPatc
         late[:] = ids[1:2]
         return out
 
-    monkeypatch.setattr(engine.target, "run", run)
+    monkeypatch.setattr(engine.target, "step", run)
     assert verify.verify(engine, todo(), 24).mismatch is not None
 
 
@@ -141,7 +141,7 @@ def test_cases_at_once_change_nothing(parallel: int) -> None:
     step = engine.scheduler.step
 
     def watched() -> bool:
-        live.append(len(engine.scheduler.live))
+        live.append(len(engine.scheduler.running))
         return step()
 
     engine.scheduler.step = watched  # type: ignore[method-assign]
@@ -156,7 +156,7 @@ def test_cases_at_once_change_nothing(parallel: int) -> None:
 def test_a_text_that_company_changes_is_found() -> None:
     """Nothing is wrong with one text at a time: only several at once show it."""
     engine = memory_engine.engine(memory_models.dflash_draft, parallel=3, pool=2000)
-    honest = engine.target.run
+    honest = engine.target.step
 
     def run(batch: Batch) -> Any:
         rows, logits = honest(batch)
@@ -165,7 +165,7 @@ def test_a_text_that_company_changes_is_found() -> None:
             logits[-n:] = logits[-n - 1 : -n]
         return rows, logits
 
-    engine.target.run = run  # type: ignore[method-assign]
+    engine.target.step = run  # type: ignore[method-assign]
     assert verify.verify(engine, todo(6), 12).ok
     verdict = verify.verify(engine, todo(6), 12, parallel=3)
     assert not verdict.ok and verdict.mismatch is not None

@@ -36,8 +36,8 @@ def other_width(file: File) -> None:
 @pytest.mark.parametrize(
     ("change", "said", "rule"),
     [
-        (other_token, "tokens are not the target's", "G4-PAIR-003"),
-        (other_depth, "another layers", "G4-PAIR-006"),
+        (other_token, "tokens differ from the target's", "G4-PAIR-003"),
+        (other_depth, "another number of layers", "G4-PAIR-006"),
         (other_width, "another hidden size", "G4-PAIR-013"),
     ],
 )

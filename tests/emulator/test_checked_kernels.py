@@ -55,7 +55,7 @@ def test_attention_of_a_layer_with_a_window(start: int, count: int, at_once: int
 
 
 def test_experts_of_a_layer() -> None:
-    shape = test_experts.Shape(experts=16, k=4, width=768, dense=256, expert=320)
+    shape = test_experts.ExpertShape(experts=16, k=4, width=768, dense=256, expert=320)
     layer = test_experts.make(shape, ("iq4_xs", "q5_0", "q4_k", "q8_0"))
     test_experts.check(layer, test_experts.randn(16, 768))
 
@@ -67,33 +67,33 @@ def test_a_product() -> None:
 
 
 def test_products_around_their_ring_and_side_by_side() -> None:
-    g, by = torch.Generator().manual_seed(0), linear.Exchange(torch.device("cpu"))
+    g, by = torch.Generator().manual_seed(0), linear.SplitKWorkspace(torch.device("cpu"))
     sizes = (("q8_0", 256, 1088), ("q4_k", 256, 512), ("q6_k", 128, 512))
     small, first, second = (parity.matrix(g, *of)[0] for of in sizes)
     x = rows.pack_rows(torch.randn(12, 1088, generator=g))
-    assert linear.linear(x, small.alone, by).isfinite().all()
+    assert linear.linear(x, small.weight, by).isfinite().all()
     x = rows.pack_rows(torch.randn(3, 512, generator=g))
-    assert linear.linear_two(x, first.alone, second.alone, by).isfinite().all()
+    assert linear.linear_two(x, first.weight, second.weight, by).isfinite().all()
 
 
 def test_teams_that_take_turns_with_an_odd_number_of_stages() -> None:
-    g, by = torch.Generator().manual_seed(0), linear.Exchange(torch.device("cpu"))
+    g, by = torch.Generator().manual_seed(0), linear.SplitKWorkspace(torch.device("cpu"))
     by.count = 1  # a CTA has all units of K
     matrix, _ = parity.matrix(g, "q6_k", 128, 24 * 256)
-    how = linear.cut("q6_k", 256, 1, 2, launch.arch())
+    how = linear.gemm_config("q6_k", 256, 1, 2, launch.arch())
     assert how.stages % 2 and how.rows == 128, how
     x = rows.pack_rows(torch.randn(12, 24 * 256, generator=g))
-    first, *more = (linear.linear(x, matrix.alone, by) for _ in range(8))
+    first, *more = (linear.linear(x, matrix.weight, by) for _ in range(8))
     assert all(torch.equal(first, y) for y in more)  # in whatever order copies arrive
 
 
 def test_the_best_of_a_table_by_its_upper_bits() -> None:
-    g, by = torch.Generator().manual_seed(0), linear.Exchange(torch.device("cpu"))
+    g, by = torch.Generator().manual_seed(0), linear.SplitKWorkspace(torch.device("cpu"))
     by.count = 3  # CTAs share groups, and more units come than there are stages
     table, values = parity.matrix(g, "q6_k", 300, 9 * 256)
     wanted = torch.randint(300, (9,), generator=g)
     into = Chosen(torch.zeros_like(wanted), torch.zeros(9), torch.zeros(9, dtype=torch.int32))
-    screen.best(values[wanted].contiguous(), table.alone, Choice(300, "cpu"), by, 30.0, into)
+    screen.best(values[wanted].contiguous(), table.weight, Choice(300, "cpu"), by, 30.0, into)
     assert torch.equal(into.ids, wanted) and not into.bad.any()
 
 

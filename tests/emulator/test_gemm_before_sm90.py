@@ -20,9 +20,9 @@ def test_few_rows_and_many(type: str) -> None:
     g = torch.Generator().manual_seed(1)
     with kernels.installed("sm_86"):
         weight, values = matrix(g, type, 128, 1024)
-        by, x = linear.Exchange(torch.device("cpu")), torch.randn(20, 1024, generator=g)
-        one = linear.linear(rows.pack_rows(x[:1]), weight.alone, by)
-        many = linear_wide.linear(rows.pack_rows(x), weight.alone, by)
+        by, x = linear.SplitKWorkspace(torch.device("cpu")), torch.randn(20, 1024, generator=g)
+        one = linear.linear(rows.pack_rows(x[:1]), weight.weight, by)
+        many = linear_wide.linear(rows.pack_rows(x), weight.weight, by)
     torch.use_deterministic_algorithms(deterministic)
     want = x @ values.t()
     assert float((many - want).abs().max() / want.abs().max()) < HALF

@@ -38,7 +38,7 @@ def test_bits_of_16_rows(
     g = torch.Generator().manual_seed(1)
     x = torch.randn(count, size[1], generator=g)
     with kernels.installed("sm_90a", checked=checked):
-        weight, by = matrix(g, type, *size)[0].alone, linear.Exchange(torch.device("cpu"))
+        weight, by = matrix(g, type, *size)[0].weight, linear.SplitKWorkspace(torch.device("cpu"))
         got = linear_wide.linear(rows.pack_rows(x), weight, by)
         parts = (rows.pack_rows(x[at : at + 16].contiguous()) for at in range(0, count, 16))
         want = torch.cat([linear.linear(part, weight, by) for part in parts])

@@ -257,7 +257,9 @@ class Reading:
 
     def template(self, data: bytes) -> None:
         text = data.decode("utf-8", "replace")[:20000]
-        template.expand(text, [{"role": "user", "content": "hi"}], bos="<bos>", eos="<eos>")
+        template.render_in_process(
+            text, [{"role": "user", "content": "hi"}], bos="<bos>", eos="<eos>"
+        )
 
 
 SHAPES: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {}

@@ -51,7 +51,7 @@ class FakeTarget:
         self.poison = torch.zeros(n_slots + 1, device=device)
         self.head = _HEAD.to(device)
 
-    def run(self, batch: Batch, *, capped: bool = True) -> tuple[StepRows, torch.Tensor]:
+    def step(self, batch: Batch, *, capped: bool = True) -> tuple[StepRows, torch.Tensor]:
         self.memory.write(batch)
         codes = self.memory.codes(batch)
         raw = self.head[codes] + self.poison[batch.slots][:, None]

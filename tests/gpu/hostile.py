@@ -196,9 +196,9 @@ def wrong_text(
 
 def first_logits(engine: Engine) -> torch.Tensor:
     """Of the token behind the prompt, [V]."""
-    from g4spec.runtime.pending_rows import joined
+    from g4spec.runtime.pending_rows import concat_steps
     from tests.support.one_sequence import alone
 
     with alone(engine) as one:
-        read = joined(list(one.prefill(PROMPT)))
+        read = concat_steps(list(one.prefill(PROMPT)))
     return engine.target.logits(read.hidden[-1:])[0].float().cpu()

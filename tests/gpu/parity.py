@@ -26,7 +26,7 @@ from g4spec.runtime.cuda.cache.heads import HEAD_DIMS
 from g4spec.runtime.cuda.portable import products
 from g4spec.runtime.cuda.step import screen
 from g4spec.runtime.cuda.step.choose import Choice
-from g4spec.runtime.cuda.step.packed_rows import Rows, unpack
+from g4spec.runtime.cuda.step.packed_rows import PackedRows, unpack
 from g4spec.runtime.cuda.step.picks import Picks
 from g4spec.runtime.cuda.weights import packing, samples
 from g4spec.runtime.cuda.weights.matrix import Matrix
@@ -77,7 +77,7 @@ def there(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.to(DEVICE)
 
 
-def stored(packed: Rows) -> torch.Tensor:
+def stored(packed: PackedRows) -> torch.Tensor:
     """Halves [T, K] of rows; checks the sums beside them and the zeros behind T."""
     parts = values, sums16, sums32, floats = unpack(packed)
     assert values.shape == (packed.padded, packed.width)
@@ -140,7 +140,7 @@ def pick(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
     for choice in (greedy, hot, None):
         ids = torch.zeros(5, dtype=torch.int64, device=DEVICE)
         own = choice and Picks(choice, torch.arange(5, device=DEVICE), ids, ids.int())
-        with patch.object(screen, "LEAST", LARGE):
+        with patch.object(screen, "MIN_COLUMNS", LARGE):
             got = cuda.pick(x.to(DEVICE), table, own or (lambda y, at: y.argmax(1)), 0, 30.0)
         yield z.gather(1, got.cpu()[:, None]), z.amax(1, keepdim=True), 1e-4
 

@@ -80,7 +80,7 @@ class Small:
             data = data.view(torch.float16) if fmt == "f16" else data
             stack = shape[0] if len(shape) == 3 else 1
             out[name] = Matrix(
-                "" if fmt == "f16" else fmt, data, shape[-2], shape[-1], stack, keeps=portable
+                "" if fmt == "f16" else fmt, data, shape[-2], shape[-1], stack, file_order=portable
             )
         return out
 

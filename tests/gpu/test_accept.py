@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from g4spec.runtime.cuda.step.cycle_state import CycleState, Stand
+from g4spec.runtime.cuda.step.cycle_state import CycleState, SequenceState
 from tests.gpu.device import DEVICE
 
 pytestmark = pytest.mark.gpu
 
 ROOM, WIDTH = 8, 20
-SPARE = Stand(6, 1, 0, 0)
+SPARE = SequenceState(6, 1, 0, 0)
 
 
-def begun(stands: list[Stand], turn: int = 0) -> CycleState:
+def begun(stands: list[SequenceState], turn: int = 0) -> CycleState:
     state = CycleState(ROOM, DEVICE, width=WIDTH, turns=2)
     state.set(stands, SPARE, turn)
     return state
@@ -42,18 +42,18 @@ def stepped(state: CycleState, rows: int, right: list[int], *, forced: int | Non
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_rejections(rows: int, n: int) -> None:
     """Every pattern of one sequence, with others beside it that are rejected elsewhere."""
-    stands = [Stand(5 - s, 50 + 20 * s, 9, rows) for s in range(n)]
+    stands = [SequenceState(5 - s, 50 + 20 * s, 9, rows) for s in range(n)]
     state = begun(stands, turn=1)
     at = [s.position for s in stands]
     for turn in range(rows):
         right = [(turn + 3 * s) % rows for s in range(n)]
         stepped(state, rows, right)
         torch.cuda.synchronize()
-        told = state.told((1 + turn) % 2, n)
+        results = state.results((1 + turn) % 2, n)
         at = [p + held + 1 for p, held in zip(at, right, strict=True)]
         assert state.accepted(n).tolist() == right
         assert state.slots(n).tolist() == [s.slot for s in stands]
-        for s, seen in enumerate(told):
+        for s, seen in enumerate(results):
             assert seen[:4] == (at[s], 7, right[s], (1 + turn) % 2)
             assert seen.ids[:rows] == [100 * (s + 1) + i for i in range(rows)]
             assert seen.chosen[: right[s] + 1] == [*seen.ids[1 : right[s] + 1], 7]
@@ -62,7 +62,9 @@ def test_rejections(rows: int, n: int) -> None:
 
 
 def test_rows_that_do_not_count_and_sequences_that_fill_up() -> None:
-    state = begun([Stand(0, 10, 5, 3), Stand(1, 20, 6, 1), Stand(2, 30, 8, 8)])
+    state = begun(
+        [SequenceState(0, 10, 5, 3), SequenceState(1, 20, 6, 1), SequenceState(2, 30, 8, 8)]
+    )
     stepped(state, 8, [8, 8, 8, 8])  # all is as drafted: what counts is accepted
     assert state.values[:4].tolist() == [
         [13, 21, 38, 1, 1, 1, 1, 1],
@@ -78,7 +80,7 @@ def test_rows_that_do_not_count_and_sequences_that_fill_up() -> None:
 
 @pytest.mark.parametrize("forced,want", [(0, 0), (5, 5), (7, 7), (12, 7)])
 def test_forced_lengths(forced: int, want: int) -> None:
-    state = begun([Stand(0, 0, 5, 16), Stand(1, 0, 5, 3)])
+    state = begun([SequenceState(0, 0, 5, 16), SequenceState(1, 0, 5, 3)])
     stepped(state, 8, [0, 0], forced=forced)
     assert state.accepted(2).tolist() == [want, min(want, 2)]
 
@@ -86,7 +88,7 @@ def test_forced_lengths(forced: int, want: int) -> None:
 @pytest.mark.parametrize("n,rows", [(1, 4), (1, 16), (2, 1), (5, 4)])
 def test_where_rows_stand(n: int, rows: int) -> None:
     """Of a step, and of a proposal; what fills a batch up stands in the spare slot."""
-    stands = [Stand(5 - s, 50 + 20 * s, 9 + s, rows) for s in range(n - (n > 1))]
+    stands = [SequenceState(5 - s, 50 + 20 * s, 9 + s, rows) for s in range(n - (n > 1))]
     state = begun(stands)
     state.place(n, rows, WIDTH, mask=3)
     every = [*stands, *[SPARE] * (n - len(stands))]
@@ -101,7 +103,7 @@ def test_where_rows_stand(n: int, rows: int) -> None:
 
 
 def test_what_is_not_finite_is_told() -> None:
-    state = begun([Stand(0, 10, 5, 4), Stand(1, 20, 6, 2)])
+    state = begun([SequenceState(0, 10, 5, 4), SequenceState(1, 20, 6, 2)])
     state.unfit[[2, WIDTH, WIDTH + 15]] = 1
     state.place(2, 4, WIDTH)
     into = state.chosen(2, 4)
@@ -109,8 +111,8 @@ def test_what_is_not_finite_is_told() -> None:
     into.bad[[3, 4]] = 1
     state.accept(2, 4, drafted=True)
     torch.cuda.synchronize()
-    assert [(s.bad, s.unfit) for s in state.told(0, 2)] == [(8, 4), (1, 1 | 1 << 15)]
+    assert [(s.bad, s.unfit) for s in state.results(0, 2)] == [(8, 4), (1, 1 | 1 << 15)]
     state.place(2, 4)
     state.accept(2, 4, drafted=False)
     torch.cuda.synchronize()
-    assert [s.unfit for s in state.told(1, 2)] == [0, 0]
+    assert [s.unfit for s in state.results(1, 2)] == [0, 0]

@@ -15,8 +15,8 @@ from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS
 from g4spec.runtime.cuda.cache.heads import Heads
 from g4spec.runtime.cuda.portable import torch_attention
 from g4spec.runtime.cuda.step import attention
-from g4spec.runtime.cuda.step.attention import Attended, attend
-from g4spec.runtime.cuda.step.packed_rows import Rows, regrouped, unpack
+from g4spec.runtime.cuda.step.attention import AttentionOutput, attend
+from g4spec.runtime.cuda.step.packed_rows import PackedRows, concat_rows, unpack
 from tests.gpu.batches import one, rows_of, spread
 from tests.gpu.device import DEVICE, EMULATED, needs_gpu
 from tests.gpu.parity import stored
@@ -106,7 +106,7 @@ def run(
     last: list[int],
     scale: float,
     **more: Any,
-) -> Attended:
+) -> AttentionOutput:
     """Rows of the sequence in slot 0."""
     return attend(q, kv, one(0, len(q)), torch.tensor(first), torch.tensor(last), scale, **more)
 
@@ -122,13 +122,13 @@ def check(q: torch.Tensor, kv: CudaKV, first: list[int], last: list[int]) -> tor
     return got.values
 
 
-def unpacked(got: Attended, tokens: int) -> torch.Tensor:
+def unpacked(got: AttentionOutput, tokens: int) -> torch.Tensor:
     """Halves of `rows` as [T, N], checked."""
     assert len(got.rows) == tokens
     return unpacked_rows(got.rows)
 
 
-def unpacked_rows(rows: Rows) -> torch.Tensor:
+def unpacked_rows(rows: PackedRows) -> torch.Tensor:
     """Halves [T, N] of rows, checked."""
     return stored(rows)
 
@@ -297,7 +297,7 @@ def test_one_graph_serves_every_position(kind: Kind, window: int | None) -> None
     k, v = torch.zeros(2, tokens, n_kv, dim)
     q = torch.zeros(tokens, 4, dim).half()
 
-    def step() -> Attended:
+    def step() -> AttentionOutput:
         kv.append(batch.slots, positions, k, v)
         first = (
             torch.zeros_like(positions) if window is None else (positions - window + 1).clamp(min=0)
@@ -429,6 +429,6 @@ def test_rows_of_sequences_keep_their_bits_in_other_groups(sizes: tuple[int, ...
         ).rows
         for end, size in zip(ends, sizes, strict=True)
     ]
-    again = regrouped(parts)
+    again = concat_rows(parts)
     assert (len(whole), len(again)) == (n, n) and (whole.width, again.width) == (width, width)
     assert all(torch.equal(x, y) for x, y in zip(unpack(whole), unpack(again), strict=True))

@@ -18,7 +18,7 @@ from g4spec.runtime.cuda.cache.cuda_kv import CudaKV, Kind
 from g4spec.runtime.cuda.cache.heads import Heads
 from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.cuda.step import attention_window
-from g4spec.runtime.cuda.step.attention_window import Unfinished, takes
+from g4spec.runtime.cuda.step.attention_window import ProjectedQkv, takes
 from tests.gpu import parity
 from tests.gpu.batches import one, rows_of, spread
 from tests.gpu.device import DEVICE, EMULATED
@@ -80,7 +80,7 @@ class Layer:
         first, at = self.span(y.shape[1], skip)
         junk = torch.full((1 << 22,), 0xFF, dtype=torch.uint8)
         del junk  # what the kernel leaves unwritten is NaN
-        q, last = Unfinished(self.heads, y), at if last is None else last
+        q, last = ProjectedQkv(self.heads, y), at if last is None else last
         batch = one(self.start + skip, len(at))
         blocks = at_once or torch.cuda.get_device_properties(DEVICE).multi_processor_count
         out = attention_window.attend(q, self.kv, batch, first, last, SCALE, self.arrived, blocks)
@@ -203,7 +203,7 @@ def test_sequences_in_any_slots(
         last, arrived = batch.positions, torch.zeros(4 * n_kv * 9, dtype=torch.int32)
         first = (last - window + 1).clamp(min=0)
         out = attention_window.attend(
-            Unfinished(layer.heads, y), kv, batch, first, last, SCALE, arrived, at_once
+            ProjectedQkv(layer.heads, y), kv, batch, first, last, SCALE, arrived, at_once
         )
         assert not arrived.any()
         return unpacked_rows(out)
@@ -248,7 +248,7 @@ def test_through_the_operations() -> None:
             for plane, its in zip(theirs.planes, mine.planes, strict=True):
                 plane.copy_(its)
             q = cuda.qkv(x, ours, batch, mine)
-            assert isinstance(q, Unfinished)
+            assert isinstance(q, ProjectedQkv)
             got = parity.numbers(cuda.attend(q, mine, batch, first, last, SCALE))
             assert (got.cpu() - want).abs().max() < 0.02 * want.abs().max()  # of Q8_0
             for i in range(16) if start in (112, 336) else ():

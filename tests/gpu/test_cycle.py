@@ -63,7 +63,7 @@ class Text:
             torch.full((len(ids),), s.slot, device=device),
             (len(ids),),
         )
-        rows, _ = target.run(batch)
+        rows, _ = target.step(batch)
         if draft is not None:
             draft.begin(s.slot)
             draft.commit(rows, torch.tensor([len(ids) - 1], device=device))
@@ -102,7 +102,7 @@ def by_hand(
             drafted = draft.propose(batch, most, pick)[0, :count].tolist()
         ids = torch.tensor([s.anchor, *drafted])
         step = Batch(ids, torch.arange(at, at + len(ids)), torch.full_like(ids, slot), (len(ids),))
-        rows, logits = target.run(step)
+        rows, logits = target.step(step)
         tokens = list[int]()
         for i, row in enumerate(logits):
             tokens.append(sampler.choose(row, at + 1 + i))

@@ -13,7 +13,7 @@ from g4spec.measure import prompts, verify
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS
 from g4spec.runtime.engine import Engine
-from g4spec.runtime.pending_rows import joined
+from g4spec.runtime.pending_rows import concat_steps
 from g4spec.runtime.request import Options
 from tests.gpu import family
 from tests.gpu.device import needs_gpu
@@ -60,7 +60,7 @@ def near(
     cpu.target.taps = gpu.target.taps = taps
     hidden, logits = [], []
     with alone(cpu) as reference, alone(gpu) as one:
-        a, b = (joined(list(x.prefill(ids))) for x in (reference, one))
+        a, b = (concat_steps(list(x.prefill(ids))) for x in (reference, one))
         close(b.hidden, a.hidden, share)
         close(b.taps, a.taps, share)
         got, want = gpu.target.logits(b.hidden[-16:]).cpu(), cpu.target.logits(a.hidden[-16:])

@@ -13,7 +13,7 @@ import torch
 from g4spec import quant
 from g4spec.ops.reference import Ops
 from g4spec.runtime.cuda.step import packed_rows as rows
-from g4spec.runtime.cuda.step.experts import Buffers, Experts, Shape, fits
+from g4spec.runtime.cuda.step.experts import Buffers, Experts, ExpertShape, fits
 from g4spec.runtime.cuda.weights import held, packing
 from g4spec.runtime.cuda.weights.dequant import Weight
 from g4spec.runtime.cuda.weights.matrix import TILE
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.gpu
 
 EPS = 1e-6
 REF = Ops("cpu")
-MANY = Shape(experts=128, k=8, width=512, dense=320, expert=192)
-FEW = Shape(experts=12, k=3, width=320, dense=128, expert=64)
+MANY = ExpertShape(experts=128, k=8, width=512, dense=320, expert=192)
+FEW = ExpertShape(experts=12, k=3, width=320, dense=128, expert=64)
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Layer:
     before: tuple[torch.Tensor, torch.Tensor]
     following: torch.Tensor
 
-    def run(self, x: torch.Tensor) -> tuple[torch.Tensor, rows.Rows]:
+    def run(self, x: torch.Tensor) -> tuple[torch.Tensor, rows.PackedRows]:
         """x [T, H] on the GPU -> the new residual, and its norm."""
         b = self.gpu.buffers
         for buffer in (b.scores, b.y, b.dense, b.weights):
@@ -97,7 +97,7 @@ def _turns(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.stack(parts, dim=2).flatten(1, 3)
 
 
-def make(shape: Shape, types: tuple[str, str, str, str], seed: int = 0) -> Layer:
+def make(shape: ExpertShape, types: tuple[str, str, str, str], seed: int = 0) -> Layer:
     """`types`: of experts (up and gate, down), and of the dense branch."""
     g = np.random.default_rng(seed)
     up_type, down_type, dense_up_type, dense_down_type = types
@@ -192,7 +192,7 @@ def test_steps(layer: Layer, count: int) -> None:
     ],
 )
 def test_types(types: tuple[str, str, str, str]) -> None:
-    small = make(Shape(experts=16, k=4, width=768, dense=256, expert=320), types)
+    small = make(ExpertShape(experts=16, k=4, width=768, dense=256, expert=320), types)
     for count in (1, 16):
         check(small, randn(count, 768))
 
@@ -239,7 +239,7 @@ def test_the_lowest_of_equals(layer: Layer) -> None:
 
 
 def _same(
-    layer: Layer, x: torch.Tensor, whole: tuple[torch.Tensor, rows.Rows], part: list[int]
+    layer: Layer, x: torch.Tensor, whole: tuple[torch.Tensor, rows.PackedRows], part: list[int]
 ) -> bool:
     """Whether rows `part` of x, computed alone, give the bits that they have in `whole`."""
     out, normed = layer.run(x[part].contiguous())

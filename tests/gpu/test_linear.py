@@ -19,10 +19,10 @@ def test_two_side_by_side(types: tuple[str, str], sizes: tuple[int, int]) -> Non
     """Right, and no row depends on those beside it."""
     g = torch.Generator().manual_seed(sum(sizes))
     both = [matrix(g, type, n, 512) for type, n in zip(types, sizes, strict=True)]
-    by = linear.Exchange(torch.device(DEVICE))
+    by = linear.SplitKWorkspace(torch.device(DEVICE))
     x = torch.randn(16, 512, generator=g).to(DEVICE)
     want = torch.cat([x.cpu() @ values.t() for _, values in both], dim=1)
-    first, second = (m.alone for m, _ in both)
+    first, second = (m.weight for m, _ in both)
     whole = linear.linear_two(rows.pack_rows(x), first, second, by)
     assert float((whole.cpu() - want).abs().max() / want.abs().max()) < HALF
     for count in (1, 7, 8, 9):
@@ -44,8 +44,8 @@ def test_gates_activated_by_either(silu: bool) -> None:
         else lambda y: torch.nn.functional.gelu(y, approximate="tanh")
     )
     want = act(gates) * ups
-    by = linear.Exchange(torch.device(DEVICE))
-    got = linear.gate_up(rows.pack_rows(x.to(DEVICE)), weight.alone, by, silu=silu)
+    by = linear.SplitKWorkspace(torch.device(DEVICE))
+    got = linear.gate_up(rows.pack_rows(x.to(DEVICE)), weight.weight, by, silu=silu)
     assert got.scale is not None
     found = rows.unpack(got)[0][:9].float().cpu() * float(got.scale[0])
     assert float((found - want).abs().max() / want.abs().max()) < 2 * HALF
@@ -53,7 +53,7 @@ def test_gates_activated_by_either(silu: bool) -> None:
 
 def test_shares() -> None:
     """Every unit is done, and no CTA has much more than its share of the bytes."""
-    others, run, run_b = linear.shares(21, 48, 36864, 21, 32, 26880, 132)
+    others, run, run_b = linear.share_ctas(21, 48, 36864, 21, 32, 26880, 132)
     assert others * run >= 21 * 48 and (132 - others) * run_b >= 21 * 32
     share = (21 * 48 * 36864 + 21 * 32 * 26880) / 132
     assert max(run * 36864, run_b * 26880) < 1.15 * share
@@ -64,14 +64,14 @@ def test_sums_of_parts(type: str) -> None:
     """Parts that a reader adds are the whole product; no row depends on those beside it."""
     g = torch.Generator().manual_seed(5)
     weight, values = matrix(g, type, 128, 2304)
-    by = linear.Exchange(torch.device(DEVICE))
+    by = linear.SplitKWorkspace(torch.device(DEVICE))
     x = torch.randn(16, 2304, generator=g).to(DEVICE)
-    parts = linear.linear(rows.pack_rows(x), weight.alone, by, parts=True)
-    assert parts.dim() == 3 and 2 <= len(parts) <= linear.MOST_SLICES
+    parts = linear.linear(rows.pack_rows(x), weight.weight, by, parts=True)
+    assert parts.dim() == 3 and 2 <= len(parts) <= linear.MAX_SLICES
     want = x.cpu() @ values.t()
     assert float((parts.sum(0).cpu() - want).abs().max() / want.abs().max()) < HALF
     for count in (1, 7, 8, 9):
-        few = linear.linear(rows.pack_rows(x[:count].contiguous()), weight.alone, by, parts=True)
+        few = linear.linear(rows.pack_rows(x[:count].contiguous()), weight.weight, by, parts=True)
         assert torch.equal(few, parts[:, :count]), count
     assert not by.arrived.any()
 
@@ -80,7 +80,7 @@ def test_slices() -> None:
     """The matrices of Gemma 4 31B on 132 multiprocessors: o, queries to values, down, gate and up,
     lm_head. Only where a CTA has not much more to do."""
     shapes = [(32, 21), (21, 64), (84, 21), (84, 42), (21, 168), (21, 1024), (21, 72)]
-    assert [linear.slices(*s, 132, 8) for s in shapes] == [6, 2, 6, 3, 0, 0, 0]
+    assert [linear.split_k_slices(*s, 132, 8) for s in shapes] == [6, 2, 6, 3, 0, 0, 0]
     for units, groups in shapes:
-        n = linear.slices(units, groups, 132, 8)
+        n = linear.split_k_slices(units, groups, 132, 8)
         assert n * groups <= 132

@@ -27,7 +27,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(linear_wide, "WARP_GROUPS", request.param)
 
 
-def alone(x: torch.Tensor) -> list[tuple[slice, rows.Rows]]:
+def alone(x: torch.Tensor) -> list[tuple[slice, rows.PackedRows]]:
     """Rows of x by themselves: one, and groups of 16 from there on."""
     begin = [(0, 1), (1, 16), *((at, min(at + 16, len(x))) for at in range(16, len(x), 16))]
     return [(slice(*at), rows.pack_rows(x[slice(*at)].contiguous())) for at in begin]
@@ -42,12 +42,12 @@ def test_a_row_has_the_bits_that_it_has_alone(type: str, size: tuple[int, int]) 
         k = max(k, 256)
     g = torch.Generator().manual_seed(n)
     weight, values = matrix(g, type, n, k)
-    by = narrow.Exchange(torch.device(DEVICE))
+    by = narrow.SplitKWorkspace(torch.device(DEVICE))
     x = torch.randn(MOST, k, generator=g).to(DEVICE)
     for parts in (False, True):
-        want = [(at, narrow.linear(r, weight.alone, by, parts=parts)) for at, r in alone(x)]
+        want = [(at, narrow.linear(r, weight.weight, by, parts=parts)) for at, r in alone(x)]
         for count in COUNTS:
-            got = linear_wide.linear(rows.pack_rows(x[:count]), weight.alone, by, parts=parts)
+            got = linear_wide.linear(rows.pack_rows(x[:count]), weight.weight, by, parts=parts)
             for at, each in want:
                 have = got[..., at, :]
                 assert torch.equal(have, each[..., : have.shape[-2], :]), (count, at, parts)
@@ -62,9 +62,9 @@ def test_a_row_has_the_bits_that_it_has_alone(type: str, size: tuple[int, int]) 
 def test_two_side_by_side(types: tuple[str, str]) -> None:
     g = torch.Generator().manual_seed(3)
     first, second = (
-        matrix(g, type, n, 512)[0].alone for type, n in zip(types, (512, 1000), strict=True)
+        matrix(g, type, n, 512)[0].weight for type, n in zip(types, (512, 1000), strict=True)
     )
-    by = narrow.Exchange(torch.device(DEVICE))
+    by = narrow.SplitKWorkspace(torch.device(DEVICE))
     x = torch.randn(MOST, 512, generator=g).to(DEVICE)
     want = torch.cat([narrow.linear_two(r, first, second, by) for _, r in alone(x)])
     for count in COUNTS:
@@ -78,8 +78,8 @@ def test_two_side_by_side(types: tuple[str, str]) -> None:
 def test_gates_and_ups(type: str) -> None:
     """Their product is what the next one reads: halves, sums and zeros behind the last row."""
     g = torch.Generator().manual_seed(4)
-    weight = matrix(g, type, 1280, 256)[0].alone
-    by = narrow.Exchange(torch.device(DEVICE))
+    weight = matrix(g, type, 1280, 256)[0].weight
+    by = narrow.SplitKWorkspace(torch.device(DEVICE))
     x = torch.randn(MOST, 256, generator=g).to(DEVICE)
     want = torch.cat([stored(narrow.gate_up(r, weight, by)) for _, r in alone(x)])
     for count in COUNTS:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from g4spec.runtime.cuda.ops import CudaOps
-from g4spec.runtime.cuda.step.packed_rows import Rows
+from g4spec.runtime.cuda.step.packed_rows import PackedRows
 from tests.gpu.device import DEVICE
 from tests.gpu.parity import matrix, numbers, randn
 
@@ -76,4 +76,4 @@ def test_a_row_has_the_bits_that_it_has_alone(portable: bool) -> None:
             for many, alone in zip(together, parts(op(ops, w, x[at], h[at])), strict=True):
                 assert torch.equal(many[at], alone), (name, row)
     rows = ops.norm_rows(x, w["norm"], 1e-6)
-    assert len(rows) == ROWS and isinstance(rows, torch.Tensor if portable else Rows)
+    assert len(rows) == ROWS and isinstance(rows, torch.Tensor if portable else PackedRows)

@@ -94,7 +94,7 @@ CASES = (
 @pytest.mark.parametrize("name", CASES)
 def test_parity(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Operations against the reference."""
-    monkeypatch.setattr(parity, "Matrix", functools.partial(Matrix, keeps=True))
+    monkeypatch.setattr(parity, "Matrix", functools.partial(Matrix, file_order=True))
     cuda = CudaOps(DEVICE, portable=True)
     g = torch.Generator().manual_seed(0)
     for got, want, tolerance in parity.CASES[name](cuda, Ops(), g):

@@ -52,14 +52,14 @@ def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
     assert float(error.max()) <= tolerance, float(error.max())
 
 
-def check_rows(packed: rows.Rows, want: torch.Tensor, tolerance: float = HALF) -> None:
+def check_rows(packed: rows.PackedRows, want: torch.Tensor, tolerance: float = HALF) -> None:
     """Values, sums and padding of rows against float64 values [T, K]."""
     n, values = packed.count, stored(packed)
     scale = 1.0 if packed.scale is None else packed.scale[:n, None].double()
     close(values[:n].double() * scale, want, tolerance)
 
 
-def same_rows(a: rows.Rows, first: int, b: rows.Rows) -> bool:
+def same_rows(a: rows.PackedRows, first: int, b: rows.PackedRows) -> bool:
     """Whether rows first ... of `a` are bit by bit all rows of `b`."""
     pairs = zip(rows.unpack(a), rows.unpack(b), strict=True)
     return all(torch.equal(x[first : first + b.count], y[: b.count]) for x, y in pairs)

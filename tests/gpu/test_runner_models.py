@@ -242,7 +242,7 @@ def test_a_large_table_is_read_in_part(tmp_path: Path, monkeypatch: pytest.Monke
         done.append(1)
         return best(*args)
 
-    monkeypatch.setattr(screen, "LEAST", VOCAB)
+    monkeypatch.setattr(screen, "MIN_COLUMNS", VOCAB)
     monkeypatch.setattr(screen, "best", noted)
     engine = load(tmp_path)
     for sampler in (HOT, GREEDY):

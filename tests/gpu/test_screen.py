@@ -44,23 +44,23 @@ def chosen(count: int) -> Chosen:
 @pytest.fixture
 def huge(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small matrices are multiplied as large ones are."""
-    monkeypatch.setattr(linear, "HUGE", 2)
-    linear.cut.cache_clear()
+    monkeypatch.setattr(linear, "MANY_GROUPS", 2)
+    linear.gemm_config.cache_clear()
     yield
-    linear.cut.cache_clear()
+    linear.gemm_config.cache_clear()
 
 
 @pytest.mark.parametrize("n,k", [(200, 256), (1280, 512), (512, 1280)])
 def test_upper_bits(n: int, k: int, huge: None) -> None:
     """Right, and no row depends on those beside it."""
     weight, _, coarse = table(n, k)
-    by = linear.Exchange(torch.device(DEVICE))
+    by = linear.SplitKWorkspace(torch.device(DEVICE))
     x = 3 * torch.randn(16, k, generator=torch.Generator().manual_seed(k)).to(DEVICE)
-    whole = linear.linear_upper(screen.byte_rows(x), weight.alone, by)
+    whole = linear.linear_upper(screen.byte_rows(x), weight.weight, by)
     want = in_bytes(x.cpu()) @ coarse.t()
     assert float((whole.cpu() - want).abs().max() / want.abs().max()) < 1e-5
     for count in (1, 8, 9):
-        part = linear.linear_upper(screen.byte_rows(x[:count].contiguous()), weight.alone, by)
+        part = linear.linear_upper(screen.byte_rows(x[:count].contiguous()), weight.weight, by)
         assert torch.equal(part, whole[:count]), count
     assert not by.arrived.any()
 
@@ -70,13 +70,13 @@ def test_the_best_of_those_that_can_win() -> None:
     depends on those beside it."""
     n, k, cap = 8192, 256, 30.0
     weight, exact, coarse = table(n, k)
-    by = linear.Exchange(torch.device(DEVICE))
+    by = linear.SplitKWorkspace(torch.device(DEVICE))
     x = 3 * torch.randn(16, k, generator=torch.Generator().manual_seed(2))
     suppressed = int((x[0] @ exact.t()).argmax())
     choice = Choice(n, DEVICE, suppress=(suppressed,))
     z, found = x @ exact.t(), in_bytes(x) @ coarse.t()
     z[:, suppressed] = found[:, suppressed] = -torch.inf
-    got = screen.best(x.to(DEVICE), weight.alone, choice, by, cap, chosen(16))
+    got = screen.best(x.to(DEVICE), weight.weight, choice, by, cap, chosen(16))
     assert not got.bad.any()
     ids, best = got.ids.cpu(), z.argmax(1)
     spans = [part.topk(screen.OF_SPAN).indices for part in found.split(SPAN, dim=1)]
@@ -87,7 +87,7 @@ def test_the_best_of_those_that_can_win() -> None:
     value = cap * torch.tanh(value / cap)
     assert torch.allclose(got.values.cpu(), value, rtol=1e-5, atol=1e-5)
     for count in (1, 15):
-        part = screen.best(x[:count].to(DEVICE), weight.alone, choice, by, cap, chosen(count))
+        part = screen.best(x[:count].to(DEVICE), weight.weight, choice, by, cap, chosen(count))
         assert torch.equal(part.ids, got.ids[:count])
         assert torch.equal(part.values, got.values[:count])
 
@@ -99,37 +99,37 @@ def test_rows_of_several_sequences(
     """More than one product has, by the drafts' choice of tokens: as each alone."""
     n, k, pitch = 8192, 256, 16
     weight, exact, _ = table(n, k)
-    by, count = linear.Exchange(torch.device(DEVICE)), sequences * each
+    by, count = linear.SplitKWorkspace(torch.device(DEVICE)), sequences * each
     x = 3 * exact[torch.arange(count) * 7].contiguous()
     x[count - 1, 3] = torch.nan
     bad = torch.full((sequences * pitch,), 7, dtype=torch.int32, device=DEVICE)
     positions = torch.zeros(sequences * pitch, dtype=torch.int64, device=DEVICE)
-    monkeypatch.setattr(screen, "LEAST", n)
+    monkeypatch.setattr(screen, "MIN_COLUMNS", n)
     pick = Picks(Choice(n, DEVICE, room=sequences), positions, positions, bad, sequences)
-    ids = pick.best(x.to(DEVICE), weight.alone, by, 2, 30.0)
+    ids = pick.best(x.to(DEVICE), weight.weight, by, 2, 30.0)
     assert ids is not None and ids.is_contiguous()
     for t in range(count):
         alone = chosen(1)
-        screen.best(x[t : t + 1].to(DEVICE), weight.alone, pick.choice, by, 30.0, alone)
+        screen.best(x[t : t + 1].to(DEVICE), weight.weight, pick.choice, by, 30.0, alone)
         assert torch.equal(alone.ids, ids[t : t + 1])
         assert int(alone.bad) == int(bad[t // each * pitch + 2 + t % each])
     assert int((bad == 7).sum()) == sequences * (pitch - each) and int((bad == 1).sum()) == 1
     pick.choice.set(Sampler(temperature=1.0))
-    assert pick.best(x.to(DEVICE), weight.alone, by, 2, 30.0) is None
+    assert pick.best(x.to(DEVICE), weight.weight, by, 2, 30.0) is None
 
 
 def test_what_is_not_finite_is_reported() -> None:
     n, k = 8192, 256
     weight, exact, _ = table(n, k)
-    by, x = linear.Exchange(torch.device(DEVICE)), exact[[77, 5, 8000]] * 16
+    by, x = linear.SplitKWorkspace(torch.device(DEVICE)), exact[[77, 5, 8000]] * 16
     x[1, 5] = torch.nan
-    got = screen.best(x.to(DEVICE), weight.alone, Choice(n, DEVICE), by, 0.0, chosen(3))
+    got = screen.best(x.to(DEVICE), weight.weight, Choice(n, DEVICE), by, 0.0, chosen(3))
     assert got.bad.tolist() == [0, 1, 0]
     assert got.ids[::2].tolist() == [77, 8000]
 
 
 def test_what_it_takes() -> None:
-    weight = table(256, 256)[0].alone
+    weight = table(256, 256)[0].weight
     assert not screen.takes(weight, 256)  # small
     large = type(weight)("q6_k", weight.data, 262_144, 5376)
     assert screen.takes(large, 262_144) and not screen.takes(large, 262_143)

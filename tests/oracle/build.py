@@ -76,7 +76,7 @@ class Arrays:
     def __init__(self, stored: dict[str, torch.Tensor]) -> None:
         self._stored = stored
 
-    def numbers(self, key: str) -> Any:
+    def number_array(self, key: str) -> Any:
         source = {v: k for k, v in assistant.METADATA_TENSORS.items()}[key]
         return self._stored[source].numpy()
 

@@ -134,7 +134,7 @@ def one_by_one(draft: Any, anchor: int, r: Round, chooser: Any) -> list[int]:
     """Each token from what transformers' assistant read for it."""
     out: list[int] = []
     for token, hidden in zip([anchor, *r.drafted[:-1]], r.hidden, strict=True):
-        draft._newest.copy_(hidden)
+        draft._last_hidden.copy_(hidden)
         out += draft.propose(token, r.position, 1, chooser)
     return out
 

@@ -216,14 +216,14 @@ def test_a_draft_that_is_never_asked_is_given_up(
     family: Path, most: int, given_up: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it would have to read takes memory."""
-    monkeypatch.setattr(scheduler, "MOST_PENDING", most)
+    monkeypatch.setattr(scheduler, "MAX_PENDING_ROWS", most)
     engine = load(family, "zlab")
     plan_lengths(engine, lambda most: 0)
     run = engine.generate(PROMPT, Options(NEW, draft_max=6, ignore_eos=True))
     cycles = iter(run)
     next(cycles)
-    sequence = engine.scheduler.live[0].live
-    waiting = [pending_rows.count(sequence) for _ in cycles]
+    sequence = engine.scheduler.running[0].seq
+    waiting = [pending_rows.n_pending(sequence) for _ in cycles]
     assert run.ids == generate(load(family, None)).ids
     assert max(waiting) == (most + 1 if given_up else NEW - 1)
     assert any("more time than may be risked" in note for note in run.notes) == given_up

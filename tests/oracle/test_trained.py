@@ -17,7 +17,7 @@ import pytest
 from g4spec import convert
 from g4spec.core import StepRows
 from g4spec.runtime.engine import Engine
-from g4spec.runtime.pending_rows import merged
+from g4spec.runtime.pending_rows import merge_steps
 from tests.support.one_sequence import borrowed
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
@@ -59,7 +59,7 @@ def agreement(engine: Engine, before: list[int], lines: list[int]) -> float:
     start = 1 + len(before) + 24  # the first lines tell what text this is
     with borrowed(engine) as (target, draft):
         # The target's rings are long enough to hold the lines and the windows before them.
-        read = merged(list(target.prefill(ids)))
+        read = merge_steps(list(target.prefill(ids)))
         for at in range(0, start, 256):
             draft.commit(part(read, at, min(start, at + 256)))
         right = cycles = 0

@@ -33,27 +33,27 @@ def load(**options: Any) -> Engine:
     """Load an engine that fails where a prompt asks for it. After a failure while a prompt is read,
     nothing works any more, as after an error of CUDA that stays."""
     engine = Engine.load(**options)
-    read, collect = engine.backend.read, engine.scheduler._collect
-    drop = engine.scheduler._drop
+    read, collect = engine.backend.read, engine.scheduler._finish_cycle
+    drop = engine.scheduler._discard_started
 
     def failing() -> None:
         raise RuntimeError("CUDA error: it stays")
 
     def reading(target: Any, slot: int, ids: Sequence[int], start: int) -> StepRows:
         if list(ids[-2:-1]) == [READING]:
-            engine.scheduler._drop = failing  # type: ignore[method-assign]
+            engine.scheduler._discard_started = failing  # type: ignore[method-assign]
             _fail(ids[-1])
-            engine.scheduler._drop = drop  # type: ignore[method-assign]
+            engine.scheduler._discard_started = drop  # type: ignore[method-assign]
         return read(target, slot, ids, start)
 
     def collecting() -> None:
         collect()
-        for task in engine.scheduler.live:
+        for task in engine.scheduler.running:
             if len(task.ids) > task.n_prompt + 4 and READING not in task.request.prompt:
                 _fail(task.request.prompt[-1])
 
     engine.backend.read = reading  # type: ignore[method-assign]
-    engine.scheduler._collect = collecting  # type: ignore[method-assign]
+    engine.scheduler._finish_cycle = collecting  # type: ignore[method-assign]
     return engine
 
 

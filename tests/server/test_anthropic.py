@@ -307,7 +307,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "role": ({"messages": [{"role": "tool", "content": "x"}]}, r"messages\[0\].role"),
     "nothing": ({"messages": [{"role": "user", "content": []}]}, "there is no content"),
-    "block": ({"messages": [{"role": "user", "content": ["x"]}]}, "expected an object"),
+    "block": ({"messages": [{"role": "user", "content": ["x"]}]}, "expected a JSON object"),
     "kind": ({"messages": [{"role": "user", "content": [{"type": ["text"]}]}]}, "not supported"),
     "server tool": (
         {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},

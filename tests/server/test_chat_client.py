@@ -484,7 +484,7 @@ def test_what_is_no_chat_ends_an_answer_and_not_the_conversation(
     with stand_ins.installed():
         line = ["chat", "--url", "http://127.0.0.1:9", *(["--show-draft"] if live else [])]
         assert cli.run(line) == 0
-    assert len(re.findall(r"the server sent an event|^5$", capsys.readouterr().err, re.M)) == 2
+    assert len(re.findall(r"the server sent an|^5$", capsys.readouterr().err, re.M)) == 2
 
 
 def test_a_live_view_that_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -523,7 +523,7 @@ def test_certificates_are_looked_at_before_models(
     (tmp_path / "c.pem").write_text("no certificate")
     line = ["serve", "-m", "there-is-none.gguf", "--port", "0"]
     assert cli.run([*line, "--ssl-key-file", str(tmp_path / "c.pem")]) == 2
-    assert "needs the certificate" in capsys.readouterr().err
+    assert "requires a certificate" in capsys.readouterr().err
     for name in ("c.pem", "nowhere.pem"):
         assert cli.run([*line, "--ssl-cert-file", str(tmp_path / name)]) == 3
-        assert f"{name}: no certificate" in capsys.readouterr().err
+        assert f"{name}: not a usable certificate" in capsys.readouterr().err

@@ -43,7 +43,7 @@ def test_a_mask_that_allows_nothing_ends_its_own_request_only(
     assert good.text == alone
     with pytest.raises(InputError, match="at least one allowed token"):
         list(bad)
-    assert len(bad.ids) == 3 and not engine.scheduler.live
+    assert len(bad.ids) == 3 and not engine.scheduler.running
 
 
 def test_a_first_token_that_nothing_allows_ends_its_own_request_only(engines: Engines) -> None:
@@ -138,7 +138,7 @@ class Late:
 def test_a_request_is_taken_in_while_another_is_written(family: Any) -> None:
     """It waits for a step, not for the end of the other text."""
     with Engine.load(family / "target.gguf", n_ctx=512, parallel=2) as engine:
-        engine._changed = threading.Condition(Late())  # type: ignore[arg-type]
+        engine._condition = threading.Condition(Late())  # type: ignore[arg-type]
         engine.start()
         long = engine.submit([2, 9], Options(n_predict=500, ignore_eos=True))
         while not long.ids:

@@ -50,7 +50,7 @@ def run(
         if not request.stats.stop_reason and start < stop:
             part = ids[start:stop]
             cycle = Cycle(part, [0.0] * len(part), logprobs=[logprobs(t) for t in part])
-            request.take(cycle)
+            request.append(cycle)
             if not told:
                 cycle.logprobs = []
             delta = assembler.cycle(cycle)

@@ -188,7 +188,7 @@ def test_a_slow_reader_loses_events_and_is_told(
     hub.began(text)
     for _ in range(3):
         hub.cycle(text, Cycle([5], [0.0]), ["text"])
-    assert watcher._lost == 2 and len(watcher._news) == 2
+    assert watcher._lost == 2 and len(watcher._queue) == 2
     request.cancel()
 
 

@@ -52,7 +52,7 @@ def test_memory_of_who_hangs_up_is_free_within_two_steps(busy: Served) -> None:
     engine, scheduler = busy.engine, busy.engine.scheduler
     busy.engine.prefix.clear()
     wait(busy.idle)
-    free = engine.pool.free
+    free = engine.pool.n_free
     for stream in (True, False):
         for when in ("waiting", "reading", "writing"):
             steps = 0
@@ -75,7 +75,7 @@ def test_memory_of_who_hangs_up_is_free_within_two_steps(busy: Served) -> None:
                     await asyncio.gather(task, return_exceptions=True)
 
             def reached(when: str) -> bool:
-                live = list(scheduler.live)
+                live = list(scheduler.running)
                 if when == "waiting":
                     return len(scheduler.waiting) >= 3
                 if when == "reading":
@@ -84,7 +84,7 @@ def test_memory_of_who_hangs_up_is_free_within_two_steps(busy: Served) -> None:
 
             asyncio.run(go(stream, when))
             # The server sees it at once; from then on the engine has two steps.
-            wait(lambda: all(t.request.cancelled for t in [*scheduler.live, *scheduler.waiting]))
+            wait(lambda: all(t.request.cancelled for t in [*scheduler.running, *scheduler.waiting]))
             step = engine.last_step
             while not scheduler.idle:
                 if engine.last_step != step:
@@ -93,7 +93,7 @@ def test_memory_of_who_hangs_up_is_free_within_two_steps(busy: Served) -> None:
             assert steps <= 2
             wait(busy.idle)
             engine.prefix.clear()  # what was read may be kept, for the next one
-            assert engine.pool.free == free and len(engine.pool.free_slots) == 3
+            assert engine.pool.n_free == free and len(engine.pool.free_slots) == 3
 
 
 def test_a_full_queue_says_when_to_come_again(busy: Served) -> None:

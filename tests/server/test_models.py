@@ -87,7 +87,7 @@ def room() -> Room:
 
 @pytest.fixture
 def several(folder: Path, room: Room) -> Iterator[Several]:
-    served = Several(folder, room, most=2)
+    served = Several(folder, room, max_loaded=2)
     yield served
     served.stop()
     assert all(engine._closed for engine in room.live)
@@ -165,7 +165,7 @@ def test_events_tell_what_loads(several: Several) -> None:
 @pytest.mark.parametrize("by", ["count", "memory"])
 def test_the_least_recently_used_one_goes(folder: Path, by: str) -> None:
     room = Room(1 if by == "memory" else 9)
-    served = Several(folder, room, most=1 if by == "count" else 9)
+    served = Several(folder, room, max_loaded=1 if by == "count" else 9)
     try:
         http, seen = served.http, set()
         with http.stream(
@@ -221,7 +221,7 @@ def test_who_watches_keeps_no_model(several: Several) -> None:
 
 
 def test_a_model_that_cannot_be_loaded_says_why(folder: Path) -> None:
-    served = Several(folder, Room(0), most=2)
+    served = Several(folder, Room(0), max_loaded=2)
     try:
         refused = served.http.post("/v1/completions", json={**ASK, "model": "first"})
         assert refused.status_code == 503 and refused.headers["retry-after"]

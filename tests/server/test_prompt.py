@@ -126,7 +126,7 @@ def test_thinking_is_seen_in_the_prompt(tokenizer: Tokenizer) -> None:
 def test_a_template_that_does_not_end_is_replaced(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime_template, "SECONDS", 1)
+    monkeypatch.setattr(runtime_template, "TIMEOUT_SECONDS", 1)
     endless = "{% if messages[0].content == 'x' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}ok"  # noqa: E501
 
     async def work() -> None:

@@ -73,7 +73,7 @@ def test_a_dropped_stream_goes_on(busy: Served, path: str, body: dict[str, Any])
     "error, said",
     [
         (RequestError(408, "too long"), "too long"),
-        (ValueError("secret"), "an error inside"),
+        (ValueError("secret"), "internal server error"),
     ],
 )
 def test_a_failure_is_the_last_event(error: Exception, said: str) -> None:

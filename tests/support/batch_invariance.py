@@ -1,6 +1,6 @@
-"""Answers in company against the same alone: drawn requests, a crowded engine, and the comparison.
+"""Batch invariance: random requests run in one batched engine are compared with single runs.
 
-`tests/cpu/test_batch_invariance.py` runs some, `benchmarks/batch_invariance.py` thousands.
+`tests/cpu/test_batch_invariance.py` runs a few, `benchmarks/batch_invariance.py` thousands.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ PREFIX_BYTES = 1 << 22
 PARALLEL = (1, 3, 8, 32)
 
 KINDS: tuple[str | None, ...] = (None, *DRAFTS)
-"""Every kind of draft, and none."""
+"""Every kind of draft, and no draft."""
 
 
-class Alternating:
-    """A mask that depends on the text so far: tokens of every residue but one, which its length and
-    newest token choose."""
+class AlternatingMask:
+    """A mask that depends on the output so far: it forbids the tokens of one residue class, chosen
+    by the length of the output and its newest token."""
 
     def __init__(self, modulus: int, vocab: int) -> None:
         self.modulus, self.vocab = modulus, vocab
@@ -45,23 +45,24 @@ class Alternating:
 
 
 @dataclass(frozen=True)
-class Ask:
-    """A request that is made.
+class RequestSpec:
+    """A request to submit.
 
     Attributes:
-        wait: steps of the engine between the request before it and this one.
-        patience: steps after which it is cancelled, or None.
+        delay: number of steps between the previous request and this one.
+        cancel_after: number of steps after which it is cancelled, or None.
     """
 
     prompt: list[int]
     options: Options
-    wait: int
-    patience: int | None
+    delay: int
+    cancel_after: int | None
 
 
 @dataclass
-class Answer:
-    """What came of a request. `proposals`, `sizes`: drafted and chosen tokens of each cycle."""
+class Output:
+    """The output of a request. `proposals`: drafted tokens per cycle; `sizes`: number of new tokens
+    per cycle."""
 
     ids: list[int] = field(default_factory=list)
     logits: list[float] = field(default_factory=list)
@@ -72,8 +73,8 @@ class Answer:
     reason: str = ""
 
     @classmethod
-    def of(cls, request: Request) -> Answer:
-        """Run a request to its end; `reason` is the error that ended it, if one did."""
+    def of(cls, request: Request) -> Output:
+        """Run a request to its end; `reason` is the stop reason or the error."""
         cycles: list[Cycle] = []
         error = None
         try:
@@ -92,35 +93,38 @@ class Answer:
         return made
 
 
-def draw(
+def random_requests(
     rng: random.Random, count: int, longest: int = 200, vocab: int = mm.V, growing: float = 0.0
-) -> list[Ask]:
-    """`count` requests of at most `longest` tokens each. Some prompts share 512 tokens or more.
+) -> list[RequestSpec]:
+    """Return `count` random requests of at most `longest` tokens each. Some prompts share a prefix
+    of 512 tokens or more.
 
     Args:
-        growing: share of texts that need two pages more than at admission, which keeps one for each
-            (where `longest` is over PAGE + 32), so that a small pool preempts.
+        growing: fraction of requests that need two more pages than at admission (if `longest` is
+            over PAGE + 32), so that a small pool preempts.
     """
     bases = [tokens(rng, 1100, vocab) for _ in range(2)]
-    asks = [
-        Ask(
+    specs = [
+        RequestSpec(
             prompt=_prompt(rng, bases, vocab),
             options=_options(rng, longest, vocab),
-            wait=rng.choice((0, 0, 0, 0, 1, 4)),
-            patience=rng.choice((0, 2, 9, 40)) if rng.random() < 0.15 else None,
+            delay=rng.choice((0, 0, 0, 0, 1, 4)),
+            cancel_after=rng.choice((0, 2, 9, 40)) if rng.random() < 0.15 else None,
         )
         for _ in range(count)
     ]
-    return [_grown(rng, ask, longest, vocab) if rng.random() < growing else ask for ask in asks]
+    return [
+        _growing(rng, spec, longest, vocab) if rng.random() < growing else spec for spec in specs
+    ]
 
 
-def _grown(rng: random.Random, ask: Ask, longest: int, vocab: int) -> Ask:
+def _growing(rng: random.Random, spec: RequestSpec, longest: int, vocab: int) -> RequestSpec:
     prompt = [2, *tokens(rng, PAGE * rng.choice((1, 2, 3, 3, 4)) - rng.randint(17, 33), vocab)]
     return replace(
-        ask,
+        spec,
         prompt=prompt,
         options=replace(
-            ask.options, n_predict=longest - rng.randrange(40), ignore_eos=True, stop=()
+            spec.options, n_predict=longest - rng.randrange(40), ignore_eos=True, stop=()
         ),
     )
 
@@ -130,7 +134,7 @@ def _log_uniform(rng: random.Random, most: int) -> int:
 
 
 def tokens(rng: random.Random, count: int, vocab: int = mm.V) -> list[int]:
-    """Random tokens in which short runs come again."""
+    """Return random tokens in which short sequences repeat."""
     runs = [[rng.randrange(5, vocab) for _ in range(rng.randint(2, 9))] for _ in range(8)]
     out: list[int] = []
     while len(out) < count:
@@ -175,20 +179,20 @@ def _options(rng: random.Random, longest: int, vocab: int) -> Options:
         ignore_eos=rng.random() < 0.7,
         logprobs=rng.choice((None, None, 0, 3, vocab + 5)),
         n=rng.choice((1, 1, 1, 1, 2)),
-        mask=Alternating(rng.randint(2, 7), vocab) if rng.random() < 0.15 else None,
+        mask=AlternatingMask(rng.randint(2, 7), vocab) if rng.random() < 0.15 else None,
     )
 
 
 @dataclass
-class Crowd:
-    """What happened in an engine.
+class BatchedRun:
+    """The result of running requests together in one engine.
 
     Attributes:
-        answers: of each request, and of each of its `Options.n` texts.
-        most_live: texts that were live at once.
+        answers: outputs per request and choice (`Options.n`).
+        most_live: maximum number of requests running at once.
     """
 
-    answers: list[list[Answer]]
+    answers: list[list[Output]]
     requests: list[Request]
     most_live: int
 
@@ -198,7 +202,7 @@ class Crowd:
 
     @property
     def cached(self) -> int:
-        """Prompts that began with a prefix hit."""
+        """Number of requests with a prefix cache hit."""
         return sum(r.stats.cached_tokens > 0 for request in self.requests for r in request.choices)
 
     @property
@@ -206,75 +210,75 @@ class Crowd:
         return sum(a.reason == "cancelled" for answers in self.answers for a in answers)
 
 
-def together(engine: Engine, asks: Sequence[Ask]) -> Crowd:
-    """Make requests while others run, and cancel some; ends when nothing is left to do."""
+def run_batched(engine: Engine, specs: Sequence[RequestSpec]) -> BatchedRun:
+    """Submit requests while others run, cancel some, and step until the engine is idle."""
     requests: list[Request] = []
-    doomed: list[tuple[int, Request]] = []
+    to_cancel: list[tuple[int, Request]] = []
     step = due = most = 0
-    waiting = list(asks)
+    waiting = list(specs)
     while True:
         while waiting and step >= due:
-            ask = waiting.pop(0)
-            requests.append(engine.submit(ask.prompt, ask.options))
-            if ask.patience is not None:
-                doomed.append((step + ask.patience, requests[-1]))
-            due = step + (waiting[0].wait if waiting else 0)
-        for _, request in (d for d in doomed if d[0] <= step):
+            spec = waiting.pop(0)
+            requests.append(engine.submit(spec.prompt, spec.options))
+            if spec.cancel_after is not None:
+                to_cancel.append((step + spec.cancel_after, requests[-1]))
+            due = step + (waiting[0].delay if waiting else 0)
+        for _, request in (d for d in to_cancel if d[0] <= step):
             for choice in request.choices:
                 choice.cancel()
         if not engine.step() and not waiting:
             break
-        most = max(most, len(engine.scheduler.live))
+        most = max(most, len(engine.scheduler.running))
         step += 1
-    answers = [[Answer.of(r) for r in request.choices] for request in requests]
-    return Crowd(answers, requests, most)
+    answers = [[Output.of(r) for r in request.choices] for request in requests]
+    return BatchedRun(answers, requests, most)
 
 
-class Engines:
-    """Where engines come from: small random models in memory, on the CPU.
+class EngineFactory:
+    """Creates engines over small random models in memory, on the CPU.
 
     Attributes:
-        vocab: of the target.
+        vocab: vocabulary size of the target.
     """
 
     vocab = mm.V
 
-    def alone(self, kind: str | None) -> Engine:
-        """Make one for a text at a time, without a prefix cache."""
+    def single(self, kind: str | None) -> Engine:
+        """Return an engine for one request at a time, without a prefix cache."""
         return memory_engine.engine(DRAFTS[kind] if kind else None, n_ctx=N_CTX)
 
-    def crowded(self, kind: str | None, parallel: int, tight: bool) -> Engine:
-        """Make one with a prefix cache; `tight`: its pool is too small for all that may be live."""
-        make, pool = DRAFTS[kind] if kind else None, pool_of(parallel, tight)
+    def batched(self, kind: str | None, parallel: int, small_pool: bool) -> Engine:
+        """Return an engine with a prefix cache; with `small_pool`, not all requests fit at once."""
+        make, pool = DRAFTS[kind] if kind else None, pool_tokens(parallel, small_pool)
         return memory_engine.engine(
             make, n_ctx=N_CTX, parallel=parallel, pool=pool, prefix_bytes=PREFIX_BYTES
         )
 
 
-def pool_of(parallel: int, tight: bool) -> int:
-    """Tokens of the pool of a crowded engine."""
-    return N_CTX if tight else N_CTX * min(parallel, 6)
+def pool_tokens(parallel: int, small_pool: bool) -> int:
+    """Return the pool size of a batched engine, in tokens."""
+    return N_CTX if small_pool else N_CTX * min(parallel, 6)
 
 
-IN_MEMORY = Engines()
+IN_MEMORY = EngineFactory()
 
 
-class Alone:
-    """The same requests one at a time, each as if the engine were new: nothing is reused."""
+class ReferenceRuns:
+    """Runs requests one at a time; nothing is reused between them."""
 
-    def __init__(self, kind: str | None = None, engines: Engines = IN_MEMORY) -> None:
-        self._engine = engines.alone(kind)
+    def __init__(self, kind: str | None = None, engines: EngineFactory = IN_MEMORY) -> None:
+        self._engine = engines.single(kind)
 
-    def __call__(self, ask: Ask, choice: int = 0) -> Answer:
-        seed = ask.options.sampler.seed + choice
-        options = replace(ask.options, n=1, sampler=replace(ask.options.sampler, seed=seed))
-        request = self._engine.generate(ask.prompt, options)
-        return Answer.of(request)
+    def __call__(self, spec: RequestSpec, choice: int = 0) -> Output:
+        seed = spec.options.sampler.seed + choice
+        options = replace(spec.options, n=1, sampler=replace(spec.options.sampler, seed=seed))
+        request = self._engine.generate(spec.prompt, options)
+        return Output.of(request)
 
 
 @dataclass
-class Verdict:
-    """What a round of company showed. `wrong`: what differed, and where."""
+class Comparison:
+    """Counts of a round, and `wrong`: descriptions of differences."""
 
     answers: int
     tokens: int
@@ -287,67 +291,69 @@ class Verdict:
     wrong: list[str]
 
 
-def judge(
+def compare_with_reference(
     kind: str | None,
     parallel: int,
     seed: str,
     count: int,
     longest: int,
     *,
-    tight: bool = False,
-    plain: Alone | None = None,
-    engines: Engines = IN_MEMORY,
-) -> Verdict:
-    """Draw `count` requests from a seed, answer them in company and alone, and compare.
+    small_pool: bool = False,
+    plain: ReferenceRuns | None = None,
+    engines: EngineFactory = IN_MEMORY,
+) -> Comparison:
+    """Run `count` random requests batched and one at a time, and compare the outputs.
 
     Args:
-        plain: answers without a draft, if there is such an engine already.
+        plain: reference runs without a draft, to share an engine between calls.
     """
-    asks = draw(random.Random(seed), count, longest, engines.vocab, growing=0.6 * tight)
-    engine = engines.crowded(kind, parallel, tight)
-    crowd = together(engine, asks)
-    wrong = [f"{name}: {n}" for name, n in left_over(engine).items() if n]
-    plain = plain or Alone(engines=engines)
-    same = Alone(kind, engines) if kind else None
-    for number, (ask, answers) in enumerate(zip(asks, crowd.answers, strict=True)):
+    specs = random_requests(
+        random.Random(seed), count, longest, engines.vocab, growing=0.6 * small_pool
+    )
+    engine = engines.batched(kind, parallel, small_pool)
+    run = run_batched(engine, specs)
+    wrong = [f"{name}: {n}" for name, n in leaked_resources(engine).items() if n]
+    plain = plain or ReferenceRuns(engines=engines)
+    same = ReferenceRuns(kind, engines) if kind else None
+    for number, (spec, answers) in enumerate(zip(specs, run.answers, strict=True)):
         for choice, got in enumerate(answers):
-            found = difference(got, plain(ask, choice))
-            if same is not None and ask.options.draft_max != "auto":  # which goes by the clock
-                found = found or proposals_differ(got, same(ask, choice))
+            found = output_difference(got, plain(spec, choice))
+            if same is not None and spec.options.draft_max != "auto":  # `auto` depends on timing
+                found = found or proposal_difference(got, same(spec, choice))
             if found:
                 wrong.append(
-                    f"{kind}, {parallel} at once{', tight' * tight}, seed {seed}, "
+                    f"{kind}, {parallel} at once{', small_pool' * small_pool}, seed {seed}, "
                     f"request {number}: {found}"
                 )
-    stats = [r.stats for request in crowd.requests for r in request.choices]
-    return Verdict(
+    stats = [r.stats for request in run.requests for r in request.choices]
+    return Comparison(
         answers=len(stats),
         tokens=sum(s.tokens for s in stats),
-        preempted=crowd.preempted,
-        cached=crowd.cached,
-        cancelled=crowd.cancelled,
-        most_live=crowd.most_live,
+        preempted=run.preempted,
+        cached=run.cached,
+        cancelled=run.cancelled,
+        most_live=run.most_live,
         drafted=sum(s.drafted for s in stats),
         accepted=sum(s.accepted for s in stats),
         wrong=wrong,
     )
 
 
-def left_over(engine: Engine) -> dict[str, int]:
-    """What an engine without requests still holds."""
+def leaked_resources(engine: Engine) -> dict[str, int]:
+    """Return what an idle engine still holds; all counts must be 0."""
     engine.prefix.clear()
     pool = engine.pool
     return {
-        "pages": pool.n_pages - pool.free,
+        "pages": pool.n_pages - pool.n_free,
         "slots": pool.space.n_slots - len(pool.free_slots),
         "pages in the table": int((pool.space.table != 0).sum()),
-        "tasks": len(engine.scheduler.live) + len(engine.scheduler.waiting),
+        "tasks": len(engine.scheduler.running) + len(engine.scheduler.waiting),
     }
 
 
-def difference(got: Answer, want: Answer) -> str | None:
-    """How an answer in company differs from the same alone, or None. One that was cancelled is a
-    beginning of it."""
+def output_difference(got: Output, want: Output) -> str | None:
+    """Return how a batched output differs from the reference, or None. The output of a cancelled
+    request must be a prefix of the reference."""
     if got.reason == "cancelled":
         n = len(got.ids)
         whole = (got.ids, got.logits, got.logprobs)
@@ -356,12 +362,12 @@ def difference(got: Answer, want: Answer) -> str | None:
     for name in ("ids", "logits", "logprobs", "text", "reason"):
         a, b = getattr(got, name), getattr(want, name)
         if a != b:
-            return f"{name}: {a} in company, {b} alone"
+            return f"{name}: {a} batched, {b} alone"
     return None
 
 
-def proposals_differ(got: Answer, want: Answer) -> str | None:
-    """How proposals in company differ from those alone, or None."""
+def proposal_difference(got: Output, want: Output) -> str | None:
+    """Return how batched proposals differ from the reference, or None."""
     a, b = got.proposals, want.proposals[: len(got.proposals)]
     at = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
-    return None if at is None else f"proposal {at}: {a[at]} in company, {b[at]} alone"
+    return None if at is None else f"proposal {at}: {a[at]} batched, {b[at]} alone"

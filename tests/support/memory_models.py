@@ -104,7 +104,7 @@ class _Arrays:
     def __init__(self, **arrays: Any) -> None:
         self.arrays = arrays
 
-    def numbers(self, key: str) -> Any:
+    def number_array(self, key: str) -> Any:
         return self.arrays[key.rsplit(".", 1)[1]]
 
 

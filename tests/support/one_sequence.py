@@ -54,7 +54,7 @@ def alone(engine: Engine) -> Iterator[One]:
     try:
         yield One(engine.target)
     finally:
-        pool.leave(sequence)
+        pool.free_sequence(sequence)
 
 
 @contextmanager
@@ -83,11 +83,11 @@ class One:
 
     def read(self, ids: Seq[int], start: int) -> StepRows:
         """Rows of tokens at positions start ..., without logits."""
-        return self.target.rows(batch_of(self.target.ops, [(0, start, list(ids))]))
+        return self.target.forward(batch_of(self.target.ops, [(0, start, list(ids))]))
 
     def step(self, ids: Seq[int], start: int) -> StepOutput:
         """A step of tokens at positions start ...."""
-        rows, logits = self.target.run(batch_of(self.target.ops, [(0, start, list(ids))]))
+        rows, logits = self.target.step(batch_of(self.target.ops, [(0, start, list(ids))]))
         return StepOutput(logits, rows)
 
     def prefill(self, ids: Seq[int]) -> Iterator[StepRows]:

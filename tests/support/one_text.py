@@ -10,7 +10,7 @@ from g4spec.runtime import cycle_costs, draft_length
 def lengths_of(table: Mapping[int, float]) -> draft_length.DraftLengthPolicy:
     """A policy whose cycles of one text take table[drafted tokens] seconds."""
     lengths = draft_length.DraftLengthPolicy()
-    lengths.measured({(1, n): seconds for n, seconds in table.items()})
+    lengths.set_costs({(1, n): seconds for n, seconds in table.items()})
     return lengths
 
 
@@ -36,7 +36,7 @@ class Policy:
 
     def begin(self) -> None:
         self._certain: int | None = None
-        self.text = self.lengths.text("auto" if self.asked is None else self.asked)
+        self.text = self.lengths.new_state("auto" if self.asked is None else self.asked)
 
     def next(self, most: int) -> int:
         """Tokens to draft now."""
@@ -49,7 +49,7 @@ class Policy:
     def again(self, count: int, most: int) -> bool:
         """True if the next answer is certain to be `count`."""
         assert self._certain is None
-        certain = self.lengths.again([self.text], [count], [most])
+        certain = self.lengths.plan_ahead([self.text], [count], [most])
         self._certain = count if certain else None
         return certain
 
@@ -57,7 +57,7 @@ class Policy:
         self.lengths.observe([self.text], [count], [accepted], seconds)
 
     def cut(self, tokens: int) -> None:
-        self.text.cut(tokens)
+        self.text.discard(tokens)
 
 
 class Auto(Policy):

@@ -1,8 +1,8 @@
-"""Prompts for benchmarks, written for this project and shipped with it.
+"""Built-in benchmark prompts, written for this project.
 
-A category is one kind of work, because acceptance depends on it more than on anything else. `code`
-and `long` are the raw beginning of a source file that the model continues, which every model can
-do, trained for chat or not; the others are requests in the model's chat template.
+A category is one kind of task, because acceptance depends on the task more than on anything else.
+Prompts of `code` and `long` are raw beginnings of source files, which base models can continue too;
+the others are requests in the model's chat template.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from g4spec.gguf import regular_files
 from g4spec.runtime.tokenizer import Tokenizer
 
 CATEGORIES = ("code", "chat", "maths", "extraction", "rewriting", "long")
-"""In the order of every table."""
+"""Categories in the order of all tables."""
 
 TITLES = {"long": "long context", "all": "all prompts"}
-"""How a category is called in sentences, where its name does not say it."""
+"""Display names of categories whose id is not clear."""
 
 LONG_PROMPTS = 8
 
 LONGEST_TOKEN = 64
-"""Characters of a token in what a long prompt is made of, more than there are."""
+"""Upper bound on the characters per token of a long prompt."""
 
 MT_BENCH_QUESTIONS = 80
 
 
 @dataclass(frozen=True, slots=True)
 class BenchPrompt:
-    """A text to begin with.
+    """A benchmark prompt.
 
     Attributes:
-        name: unique, such as "code-0"; results of two runs are matched by it.
+        name: unique name, such as "code-0"; comparisons of two results match prompts by it.
         form: "raw" text, or one "chat" message of the user.
     """
 
@@ -48,7 +48,7 @@ class BenchPrompt:
     text: str
 
     def encode(self, tokenizer: Tokenizer) -> list[int]:
-        """Its tokens. A chat prompt is used as raw text when the model has no chat template."""
+        """Return its tokens. Without a chat template, a chat prompt is encoded as raw text."""
         if self.form == "chat" and tokenizer.template:
             return tokenizer.chat([{"role": "user", "content": self.text}])
         return tokenizer.encode(self.text)
@@ -60,12 +60,12 @@ def prompts(
     count: int | None = None,
     long_tokens: int = 2048,
 ) -> list[BenchPrompt]:
-    """The first `count` prompts of each category, or all of them.
+    """Return the first `count` prompts of each category, or all of them.
 
     Args:
-        long_tokens: length of the prompts of category `long`.
+        long_tokens: length of `long` prompts in tokens.
 
-    Raises UsageError for an unknown category, or when there are fewer prompts.
+    Raises UsageError for an unknown category, or if a category has fewer prompts.
     """
     check_categories(categories, count)
     found: list[BenchPrompt] = []
@@ -83,13 +83,13 @@ def prompts(
 
 
 def check_categories(categories: Sequence[str], count: int | None = None) -> None:
-    """UsageError for an unknown category, or more prompts than there are."""
+    """Raise UsageError for an unknown category, or if a category has fewer than `count` prompts."""
     for category in categories:
         if category not in CATEGORIES:
             raise UsageError("--categories", expected=", ".join(CATEGORIES), found=category)
         if count is None:
             continue
-        # Long prompts are put together, as many as are wanted.
+        # Any number of long prompts can be generated.
         texts = [] if category == "long" else _category(category)[0]
         if not 1 <= count <= (len(texts) or count):
             raise UsageError(
@@ -99,15 +99,15 @@ def check_categories(categories: Sequence[str], count: int | None = None) -> Non
 
 @functools.cache
 def _category(name: str) -> tuple[list[str], str]:
-    """The shipped prompts of a category, and their form."""
+    """Return the built-in prompts of a category, and their form."""
     data = json.loads(_shipped(f"{name}.json"))
     return data["prompts"], data["form"]
 
 
 def long_prompt_tokens(asked: int | None, n_ctx: int, n_predict: int, usual: int) -> int:
-    """Tokens of long prompts: as many as asked for, or the usual number, as far as they fit.
+    """Return the length of long prompts in tokens: `asked`, or `usual` capped to what fits.
 
-    Raises UsageError for more than a context of `n_ctx` has beside `n_predict` new ones.
+    Raises UsageError if `asked` plus `n_predict` new tokens exceed the context `n_ctx`.
     """
     free = n_ctx - n_predict
     if asked is not None and asked > max(free, 0):
@@ -121,11 +121,11 @@ def long_prompt_tokens(asked: int | None, n_ctx: int, n_predict: int, usual: int
 
 
 def long_text(tokenizer: Tokenizer, tokens: int, index: int) -> str:
-    """A Python module of at most `tokens` tokens that breaks off inside its last function.
+    """Return a Python module of at most `tokens` tokens that ends inside its last function.
 
-    Prompt `index` breaks off in shipped function `index`, which is nowhere before it. When the
-    other functions do not suffice they come again under other names; with a tokenizer that makes
-    no tokens of them the text ends, too.
+    Prompt `index` ends in built-in function `index`, which does not occur earlier in the module.
+    If the other functions are too short, they are repeated under other names, up to LONGEST_TOKEN
+    characters per token.
     """
     functions = _shipped("long.txt").strip("\n").split("\n\ndef ")
     functions = [f if f.startswith("def ") else f"def {f}" for f in functions]
@@ -155,15 +155,15 @@ def _endless(functions: list[str]) -> Iterator[str]:
 
 
 def mt_bench(path: Path, count: int | None = None) -> list[BenchPrompt]:
-    """First turns of the MT-Bench questions (Zheng et al., 2023), as serving benchmarks use them.
+    """Read the first turns of the MT-Bench questions (Zheng et al., 2023).
 
     Args:
-        path: `question.jsonl`: one object a line with `question_id`, `category`, `turns`.
-        count: only the first ones.
+        path: `question.jsonl`: one JSON object per line with `question_id`, `category`, `turns`.
+        count: maximum number of questions, or None for all.
 
-    Raises InputError when the file is missing or is something else.
+    Raises InputError if the file is missing or malformed.
     """
-    wanted = "one JSON object a line with question_id, category and turns"
+    wanted = "one JSON object per line with question_id, category and turns"
     if not path.is_file():
         raise InputError(
             f"{path}: no such file",

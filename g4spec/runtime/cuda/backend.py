@@ -85,7 +85,7 @@ class CudaBackend:
             rows_,
             columns,
             len(raw) // rows_,
-            keeps=ops.portable,
+            file_order=ops.portable,
         )
 
     def space(self, n_slots: int, n_ctx: int, n_pages: int) -> Space:

@@ -20,7 +20,7 @@ from g4spec.runtime.cuda.weights.matrix import Matrix
 
 COLUMNS, ROWS = 512, 768
 POSITIONS = 640
-MANY, SUMMED_OTHERWISE = 40, ("q4_k", "q8_0")
+MANY, OTHER_SUM_ORDER = 40, ("q4_k", "q8_0")
 """Rows that other products take, and types that stand for all: their sums begin at zero and at a
 number. That both add to the same bits is a property of the GPU (benchmarks/gpu_wgmma_bits.py)."""
 TOLERANCE = 2.0**-8
@@ -32,7 +32,7 @@ def checks(ops: CudaOps) -> Iterator[tuple[bool, str]]:
     seed = torch.Generator().manual_seed(1)
     for type in (name for name in packing.PARTS if quant.get(name).encode):
         same, error = _product(ops, type, seed)
-        most = MANY if type in SUMMED_OTHERWISE else MAX_STEP_ROWS
+        most = MANY if type in OTHER_SUM_ORDER else MAX_STEP_ROWS
         yield same and error < TOLERANCE, _said(f"{type.upper()} product", same, error, most)
     for head_dim, window in ((256, 512), (512, None)):
         same, error = _attention(ops, head_dim, window, seed)
@@ -53,7 +53,7 @@ def _product(ops: CudaOps, type: str, seed: torch.Generator) -> tuple[bool, floa
     there = x.to(ops.device)
     whole = ops.linear(there, matrix).clone()
     same = all(torch.equal(ops.linear(there[:n], matrix), whole[:n]) for n in range(1, len(x)))
-    if type in SUMMED_OTHERWISE:
+    if type in OTHER_SUM_ORDER:
         repeated = torch.arange(MANY, device=there.device) % len(x)
         same = same and torch.equal(ops.linear(there[repeated], matrix), whole[repeated])
     return same, _error(whole, want)

@@ -1,9 +1,9 @@
 """The op vocabulary on an NVIDIA GPU, for steps.
 
-A step has any number of rows, at most 16 of each sequence. Rows between products are
-`cuda.step.packed_rows.Rows`, in groups of 16 where there are more, and float32 numbers for widths
-that kernels do not take. Products read a weight once for up to 64 rows, whoever they belong to; a
-row has the same bits in any company. Experts, and what torch multiplies, take 16 rows at a time.
+A step has any number of rows, at most 16 of each sequence. Inputs of matmuls are `PackedRows`, in
+groups of 16 rows, or float32 tensors for widths that kernels do not support. A matmul reads each
+weight once for up to 64 rows of any sequences; a row has the same bits in a batch of any size.
+Expert layers, and what torch multiplies, take 16 rows at a time.
 Long chunks of prompts have a vocabulary of their own
 (`cuda.prefill`). What has no kernel runs as torch on the GPU and is named in
 `CudaOps.without_kernel`.
@@ -34,20 +34,20 @@ from g4spec.runtime.cuda.step import (
     linear_wide,
 )
 from g4spec.runtime.cuda.step import packed_rows as rows
-from g4spec.runtime.cuda.step.attention_window import Unfinished
-from g4spec.runtime.cuda.step.experts import Buffers, Experts, Shape
-from g4spec.runtime.cuda.step.linear import Exchange
-from g4spec.runtime.cuda.step.packed_rows import Residual, Rows
+from g4spec.runtime.cuda.step.attention_window import ProjectedQkv
+from g4spec.runtime.cuda.step.experts import Buffers, Experts, ExpertShape
+from g4spec.runtime.cuda.step.linear import SplitKWorkspace
+from g4spec.runtime.cuda.step.packed_rows import PackedRows, Residual
 from g4spec.runtime.cuda.step.tiles import in_tiles
 from g4spec.runtime.cuda.weights import embedding
 from g4spec.runtime.cuda.weights.dequant import Weight
-from g4spec.runtime.cuda.weights.matrix import Matrix, Pairs, below, join, weight_of
+from g4spec.runtime.cuda.weights.matrix import GateUpPairs, Matrix, concat_rows, join, weight_of
 
 if TYPE_CHECKING:
     from g4spec.core import Pick, Reach
     from g4spec.ops.weights import Attention, ExpertLayer
 
-Value = torch.Tensor | Rows
+Value = torch.Tensor | PackedRows
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -56,7 +56,7 @@ class TablePick(Protocol):
     """A `Pick` that may choose from rows and the table their logits come from."""
 
     def best(
-        self, hidden: torch.Tensor, table: Weight, by: Exchange, at: int, cap: float
+        self, hidden: torch.Tensor, table: Weight, by: SplitKWorkspace, at: int, cap: float
     ) -> torch.Tensor | None:
         """Tokens of rows [T, H] by the table [V, H]; None where all logits are needed."""
         ...
@@ -84,10 +84,10 @@ class CudaOps(Ops):
         arch = launch.arch(self.device.index)
         self.title += f", kernels of {arch}" if arch != launch.own_arch(self.device.index) else ""
         self.title += ", portable kernels" if self.portable else ""
-        self._exchange = Exchange(self.device)
-        self.pairs = Pairs()
+        self._exchange = SplitKWorkspace(self.device)
+        self.pairs = GateUpPairs()
         self._layers: dict[Any, Experts | None] = {}
-        self._buffers: dict[Shape, Buffers] = {}
+        self._buffers: dict[ExpertShape, Buffers] = {}
         self._contexts: dict[Any, context.Context | None] = {}
 
     # ---- simple operations
@@ -111,7 +111,7 @@ class CudaOps(Ops):
         if isinstance(weight, torch.Tensor):
             self.without_kernel.add("linear (float32)")
             return in_tiles(lambda part: products.dense(part, weight), products.numbers(x))
-        return self._product(self._rows(x), weight.alone, partial_sums)
+        return self._product(self._rows(x), weight.weight, partial_sums)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         if not rows.fits(x.shape[-1]):
@@ -161,7 +161,7 @@ class CudaOps(Ops):
         y = self._products(h, weights, weights if queries else weights[1:], parts=True)
         heads = Heads.of(a, queries)
         if not self.portable and attention_window.takes(heads, kv):
-            return Unfinished(heads, y)
+            return ProjectedQkv(heads, y)
         return heads(y, batch, kv)
 
     def keys_values(
@@ -182,10 +182,12 @@ class CudaOps(Ops):
         last: torch.Tensor,
         scale: float,
     ) -> Any:
-        assert max(batch.sizes) <= rows.MOST, f"a step of {max(batch.sizes)} rows of a sequence"
+        assert max(batch.sizes) <= rows.GROUP_ROWS, (
+            f"a step of {max(batch.sizes)} rows of a sequence"
+        )
         if not batch.rows_per_sequence:
             return self._attend_each(q, kv, batch, first, last, scale)
-        if isinstance(q, Unfinished):
+        if isinstance(q, ProjectedQkv):
             by = self._exchange
             return attention_window.attend(q, kv, batch, first, last, scale, by.arrived, by.count)
         if q.dtype is torch.float16:
@@ -208,9 +210,9 @@ class CudaOps(Ops):
         for begin, size in zip(batch.starts, batch.sizes, strict=True):
             at = slice(begin, begin + size)
             one = Batch(batch.ids[at], batch.positions[at], batch.slots[at], (size,))
-            own = q.rows(begin, begin + size) if isinstance(q, Unfinished) else q[at]
+            own = q.rows(begin, begin + size) if isinstance(q, ProjectedQkv) else q[at]
             out.append(self.attend(own, kv, one, first[at], last[at], scale))
-        return rows.regrouped(out) if isinstance(out[0], Rows) else torch.cat(out)
+        return rows.concat_rows(out) if isinstance(out[0], PackedRows) else torch.cat(out)
 
     def gated(
         self,
@@ -249,7 +251,7 @@ class CudaOps(Ops):
         self, hidden: torch.Tensor, table: Any, pick: Pick, at: int, cap: float = 0.0
     ) -> torch.Tensor:
         if isinstance(pick, TablePick) and isinstance(table, Matrix) and self._as_rows(hidden):
-            ids = pick.best(hidden, table.alone, self._exchange, at, cap)
+            ids = pick.best(hidden, table.weight, self._exchange, at, cap)
             if ids is not None:
                 return ids
         return super().pick(hidden, table, pick, at, cap)
@@ -290,7 +292,7 @@ class CudaOps(Ops):
         end, out = Residual(e.post_attention, e.eps), torch.empty_like(x)
         to = None if next_norm is None else rows.empty(len(x), x.shape[1], x.device)
         for group in range(rows.groups(len(x))):
-            at = slice(group * rows.MOST, (group + 1) * rows.MOST)
+            at = slice(group * rows.GROUP_ROWS, (group + 1) * rows.GROUP_ROWS)
             y, (dense, routed) = end.rows(
                 h[..., at, :].contiguous(), x[at], [e.ffn_norm, e.expert_norm]
             )
@@ -329,7 +331,7 @@ class CudaOps(Ops):
             pair = self.pairs(gate, up)
             y = self._rows(x)
             fits = len(pair) == 1 and gate.rows % rows.BLOCK == 0
-            if fits and isinstance(y, Rows) and pair[0].type:
+            if fits and isinstance(y, PackedRows) and pair[0].type:
                 return linear_wide.gate_up(y, pair[0], self._exchange, silu=activation == self.silu)
             if len(pair) == 1:
                 both = self._product(y, pair[0])
@@ -349,7 +351,7 @@ class CudaOps(Ops):
 
     def _rows(self, x: Value) -> Value:
         """Rows for products, where their width allows."""
-        if isinstance(x, Rows) or not self._as_rows(x):
+        if isinstance(x, PackedRows) or not self._as_rows(x):
             return x
         return rows.pack_rows(x)
 
@@ -360,10 +362,10 @@ class CudaOps(Ops):
         if any(isinstance(w, torch.Tensor) for w in wanted):
             return torch.cat([self.linear(x, w) for w in wanted], dim=1)
         join(together)
-        x, weights = self._rows(x), below(wanted)
+        x, weights = self._rows(x), concat_rows(wanted)
         if len(weights) == 1:
             return self._product(x, weights[0], parts)
-        if len(weights) == 2 and isinstance(x, Rows) and all(w.type for w in weights):
+        if len(weights) == 2 and isinstance(x, PackedRows) and all(w.type for w in weights):
             return linear_wide.linear_two(x, weights[0], weights[1], self._exchange)
         return torch.cat([self._product(x, w) for w in weights], dim=1)
 
@@ -374,7 +376,7 @@ class CudaOps(Ops):
 
     def _product(self, x: Value, weight: Weight, parts: bool = False) -> torch.Tensor:
         """Rows x [T, K] times a matrix as it lies in memory -> [T, N]. `parts`: as of `linear`."""
-        if isinstance(x, Rows) and weight.type:
+        if isinstance(x, PackedRows) and weight.type:
             parts = parts and weight.rows % 4 == 0
             return linear_wide.linear(x, weight, self._exchange, parts=parts)
         if self.portable and portable.takes(weight):

@@ -1,4 +1,4 @@
-"""MTP assistants: they read their target's keys and values, so their shapes are its shapes."""
+"""MTP assistants: they read the KV cache of their target, so their shapes must match."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ def windows(s: Subject) -> Findings:
 
 @rule("G4-DON-004", ERROR, "rotation is the donor layer's", on=ASSISTANT, needs=TARGET)
 def rotation(s: Subject) -> Findings:
-    """Cached keys are already rotated: a query turned by another base meets them at the wrong
-    angle, and nearly every draft is rejected."""
+    """Cached keys are already rotated: a query rotated with another base has the wrong
+    angle to them, and nearly every draft is rejected."""
     for spec, donor in _donors(s):
         mine, its = (spec.rope_base, spec.rope_partial), (donor.rope_base, donor.rope_partial)
         if mine != its:
             yield Finding(
                 f"assistant layer {spec.index}",
-                f"base {its[0]:g}, part {its[1]:g}",
-                f"base {mine[0]:g}, part {mine[1]:g}",
+                f"base {its[0]:g}, rotated share {its[1]:g}",
+                f"base {mine[0]:g}, rotated share {mine[1]:g}",
                 OTHER,
             )
 
@@ -178,9 +178,9 @@ def finite(s: Subject) -> Findings:
         )
 
 
-@rule("G4-CEN-007", ERROR, "as many clusters are chosen as there are", on=ASSISTANT, needs=FILE)
+@rule("G4-CEN-007", ERROR, "no more clusters are chosen than there are", on=ASSISTANT, needs=FILE)
 def top_k(s: Subject) -> Findings:
-    """A top-k beyond the number of clusters reads behind the scores."""
+    """A top-k beyond the number of clusters reads beyond the scores."""
     length, hidden, k = s.count(CENTROIDS), s.integer(".embedding_length"), s.integer(TOP_K)
     if length is not None and hidden and k is not None and not 1 <= k <= length // hidden:
         yield Finding(TOP_K, f"1 to {length // hidden}", k, RECONVERT)
@@ -197,7 +197,7 @@ def _is_inverse(order: NDArray[Any]) -> bool:
 
 
 def _donors(s: Subject) -> list[tuple[LayerSpec, LayerSpec]]:
-    """Each layer with the target layer whose cache it reads."""
+    """Return each layer with the target layer whose KV cache it reads."""
     target = s.target
     assert target is not None
     kinds = {spec.window is not None for spec in target.config.layers}

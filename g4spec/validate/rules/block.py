@@ -1,4 +1,4 @@
-"""How a DFlash draft fills its block: length, embedding scale, window and causality."""
+"""Blocks of DFlash drafts: length, embedding scale, window and causality."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ WINDOW = ".attention.sliding_window"
 
 
 def from_speculators(s: Subject) -> bool:
-    """Lineage, recorded by our converter; in other files a draft with tables of its own."""
+    """Return whether the draft is from speculators: recorded by our converter; in other files, a
+    draft with its own tables."""
     said = s.flag(FROM_ANCHOR)
     if said is not None:
         return said
@@ -45,7 +46,7 @@ def long_enough(s: Subject) -> Findings:
 
 @rule("G4-BLK-002", ERROR, f"a block drafts at most {MAX_DRAFT} tokens", on=DFLASH, needs=FILE)
 def short_enough(s: Subject) -> Findings:
-    """A step has at most 16 rows, so that every row is computed alike; the runtime refuses more.
+    """A step has at most 16 rows, so that all rows use the same kernels; the runtime refuses more.
     Files by other tools hold the context length here."""
     size = s.integer(".block_size")
     if size is not None and size > MAX_STEP_ROWS:
@@ -117,7 +118,7 @@ def causal_unknown(s: Subject) -> Findings:
         )
 
 
-@rule("G4-BLK-008", WARNING, "full layers see the whole block", on=DFLASH, needs=FILE)
+@rule("G4-BLK-008", WARNING, "full layers are not causal", on=DFLASH, needs=FILE)
 def full_is_causal(s: Subject) -> Findings:
     """No trainer makes full-attention layers causal: the array is inverted, or one flag was
     taken for all layers."""
@@ -134,9 +135,8 @@ def full_is_causal(s: Subject) -> Findings:
 
 @rule("G4-BLK-009", NOTE, "upstream runs the same draft", on=DFLASH, needs=FILE)
 def mixed(s: Subject) -> Findings:
-    """Upstream applies one causality to all layers: that of most of them, as the file tells it. A
-    file with both kinds loads there, and its drafts differ a little from ours; the text is the
-    same."""
+    """Upstream applies one causality to all layers: that of most layers. A file with both
+    kinds loads there, and its proposals differ slightly from ours; the text is the same."""
     causal = causality(s)
     if len(set(causal)) > 1:
         yield Finding(
@@ -147,10 +147,13 @@ def mixed(s: Subject) -> Findings:
         )
 
 
-@rule("G4-BLK-015", WARNING, "upstream is told what most layers are", on=DFLASH, needs=FILE)
+@rule(
+    "G4-BLK-015", WARNING, "upstream's causality flag is that of most layers", on=DFLASH, needs=FILE
+)
 def shared(s: Subject) -> Findings:
-    """Upstream's one flag, off where it is missing. A draft of causal layers that is run without
-    causality loses half of its tokens; our own runtime does not look at the flag."""
+    """Upstream has one flag for all layers; a missing flag means not causal. A draft of causal
+    layers that runs without causality loses half of its tokens. Our own runtime ignores the
+    flag."""
     causal, found = causality(s), bool(s.flag(".attention.causal"))
     if causal and shared_causality(causal) != found:
         yield Finding(
@@ -164,7 +167,7 @@ def shared(s: Subject) -> Findings:
 @rule("G4-BLK-010", ERROR, "window and pattern come together", on=DFLASH, needs=FILE)
 def window(s: Subject) -> Findings:
     """A window without a pattern: upstream refuses it, one fork runs all layers without window.
-    A pattern without a window makes sliding layers see nothing or everything."""
+    A pattern without a window makes sliding layers attend to nothing or everything."""
     size, sliding = s.integer(WINDOW) or 0, pattern(s)
     if size > 0 and not s.has(".attention.sliding_window_pattern"):
         yield Finding(
@@ -192,7 +195,7 @@ def window_holds_block(s: Subject) -> Findings:
         )
 
 
-@rule("G4-BLK-012", ERROR, "a draft with two norms a layer uses SiLU", on=DFLASH, needs=FILE)
+@rule("G4-BLK-012", ERROR, "a draft with two norms per layer uses SiLU", on=DFLASH, needs=FILE)
 def activation(s: Subject) -> Findings:
     """z-lab's layers are Qwen's. A fork ran them with the target's GELU and scale 1.0: fluent
     text, 28 to 44 % acceptance."""
@@ -204,7 +207,7 @@ def activation(s: Subject) -> Findings:
 @rule(
     "G4-BLK-013",
     ERROR,
-    "a draft with four norms a layer uses GELU and scale 1",
+    "a draft with four norms per layer uses GELU and scale 1",
     on=DFLASH,
     needs=FILE,
 )

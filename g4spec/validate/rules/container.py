@@ -1,6 +1,6 @@
-"""The GGUF container: what makes a file unreadable, or readable by one loader and not another.
+"""The GGUF container: errors that make a file unreadable, at least for some loaders.
 
-Source of the limits: ggml `src/gguf.cpp`, each tried against a build of llama.cpp.
+Source of the limits: ggml `src/gguf.cpp`; each was tested with a build of llama.cpp.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def version(s: Subject) -> Findings:
         )
 
 
-@rule("G4-GGUF-003", ERROR, "the header is whole", needs=HEADER)
+@rule("G4-GGUF-003", ERROR, "the header is complete", needs=HEADER)
 def whole(s: Subject) -> Findings:
     """An interrupted copy or a damaged length field ends the header in the middle; parsers
     without bounds checks then read garbage sizes and allocate gigabytes."""
@@ -64,10 +64,10 @@ def unique_tensors(s: Subject) -> Findings:
     """A second tensor of the same name hides the first one."""
     for name, n in Counter(t.name for h in s.headers for t in h.tensors).items():
         if n > 1 or not 0 < len(name.encode()) < MAX_NAME:
-            yield Finding(f"{name!r:.80}", "one short name a tensor", n, "write the file again")
+            yield Finding(f"{name!r:.80}", "one short name per tensor", n, "write the file again")
 
 
-@rule("G4-GGUF-006", ERROR, "tensor types are ggml's", needs=HEADER)
+@rule("G4-GGUF-006", ERROR, "tensor types are defined by ggml", needs=HEADER)
 def known_types(s: Subject) -> Findings:
     """Type numbers from 41 on mean different things in TurboQuant forks: 42 is Q2_0 upstream,
     TQ3_0 in one fork, TURBO3_0 in another; the wrong guess decodes to noise."""
@@ -102,7 +102,7 @@ def alignment(s: Subject) -> Findings:
         yield Finding("general.alignment", expected, n, "write the file again")
 
 
-@rule("G4-GGUF-009", ERROR, "tensors lie one after the other", needs=HEADER)
+@rule("G4-GGUF-009", ERROR, "tensors are stored without gaps or overlaps", needs=HEADER)
 def running_sum(s: Subject) -> Findings:
     """A tool that dropped or swapped tensors and kept the old offsets makes a file that its own
     reader accepts and ggml refuses; reading it without the check gives weights of other layers."""
@@ -166,7 +166,7 @@ def split(s: Subject) -> Findings:
 
 @rule("G4-GGUF-014", ERROR, "the reader opens the file", needs=HEADER, fallback=True)
 def opens(s: Subject) -> Findings:
-    """What the rules above do not name: whatever the reader refuses, the runtime cannot load."""
+    """Reports errors that no other rule covers: the runtime cannot load what the reader refuses."""
     if s.refusal:
         yield Finding("header", "a file that opens", s.refusal, AGAIN)
 
@@ -191,15 +191,15 @@ def architecture(s: Subject) -> Findings:
         )
 
 
-@rule("G4-GGUF-016", ERROR, "texts are UTF-8", needs=Needs.FILE)
+@rule("G4-GGUF-016", ERROR, "strings are UTF-8", needs=Needs.FILE)
 def utf8(s: Subject) -> Findings:
     """Token lists are read late, so a damaged one passes for a good file until the first prompt."""
     for key in s.header.keys:
         if key.item is ValueType.STRING and s.strings(key.name) is None:
-            yield Finding(key.name, "UTF-8", "bytes that are not", AGAIN)
+            yield Finding(key.name, "UTF-8", "invalid bytes", AGAIN)
 
 
 def _data_end(header: Header) -> int:
-    """First byte after the last tensor, as far as offsets and sizes make sense."""
+    """Return the position after the last tensor, from all offsets and sizes that are valid."""
     ends = [t.offset + t.nbytes for t in header.tensors if t.nbytes is not None]
     return header.data_start + max(ends, default=0)

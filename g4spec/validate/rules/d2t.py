@@ -40,7 +40,7 @@ def is_i64(s: Subject) -> Findings:
 
 @rule("G4-D2T-002", ERROR, "d2t has one entry for each row of the head", on=TAPPED, needs=FILE)
 def length(s: Subject) -> Findings:
-    """A head and a map of different exports: the last rows propose tokens of no row at all."""
+    """A head and a map of different exports: the last rows have no token id."""
     head, d2t = s.shape("output.weight"), s.shape("d2t")
     if head and d2t is not None and d2t != head[:1]:
         yield Finding("d2t", list(head[:1]), list(d2t), RECONVERT)
@@ -114,9 +114,9 @@ def own_map(s: Subject) -> Findings:
         yield Finding("d2t", f"{head[0]} target ids", "nothing", RECONVERT)
 
 
-@rule("G4-D2T-009", ERROR, "d2t is the one that was converted", on=TAPPED, needs=FILE)
+@rule("G4-D2T-009", ERROR, "d2t did not change since the conversion", on=TAPPED, needs=FILE)
 def digest(s: Subject) -> Findings:
-    """t2d says the same as d2t from the other side and is dropped at conversion; its digest is
+    """t2d is the inverse of d2t and is dropped at conversion; its digest is
     kept, so that a map exchanged or edited later is noticed."""
     said = s.text(provenance.T2D_SHA256)
     if said and s.d2t is not None and s.n_vocab is not None:
@@ -140,12 +140,11 @@ def stop_tokens(s: Subject) -> Findings:
             "d2t",
             f"rows for {sorted(GEMMA_STOP_IDS)}",
             f"none for {lacking}",
-            "harmless but for one wasted draft at the end of each answer; "
-            "nothing can be done short of training",
+            "no fix but retraining; it costs one wasted draft at the end of each answer",
         )
 
 
-@rule("G4-D2T-011", WARNING, "row numbers were added to d2t once", on=TAPPED, needs=FILE)
+@rule("G4-D2T-011", WARNING, "row numbers were not added to d2t twice", on=TAPPED, needs=FILE)
 def added_twice(s: Subject) -> Findings:
     """Ids that go through a delta-to-absolute step again grow by their row: no two neighbours of
     the vocabulary are left, which no real selection of frequent tokens looks like."""

@@ -1,4 +1,4 @@
-"""Heads of DSpark and EAGLE-3 drafts, and what upstream makes of a draft."""
+"""Heads of DSpark and EAGLE-3 drafts, and how upstream runs a draft."""
 
 from __future__ import annotations
 
@@ -23,7 +23,13 @@ FILE = Needs.FILE
 RECONVERT = "convert again from the original checkpoint with g4spec convert"
 
 
-@rule("G4-HEAD-001", ERROR, "a DSpark draft says which row drafts first", on=DFLASH, needs=FILE)
+@rule(
+    "G4-HEAD-001",
+    ERROR,
+    "the metadata of a DSpark draft says which row drafts first",
+    on=DFLASH,
+    needs=FILE,
+)
 def first_row(s: Subject) -> Findings:
     """DeepSpec reads from the anchor's row on, RedHat's drafts from the next one. A loader that
     guesses is off by one: only the first drafted token is ever accepted."""
@@ -32,17 +38,27 @@ def first_row(s: Subject) -> Findings:
 
 
 @rule(
-    "G4-HEAD-002", ERROR, "the confidence head is there if the file says so", on=DFLASH, needs=FILE
+    "G4-HEAD-002",
+    ERROR,
+    "the confidence head is there if the metadata says so",
+    on=DFLASH,
+    needs=FILE,
 )
 def confidence(s: Subject) -> Findings:
-    """Upstream with --spec-draft-p-min drafts nothing at all, without a word, when the key is
+    """Upstream with --spec-draft-p-min drafts nothing, without an error, when the key is
     true or missing and the head is not there."""
     there, said = s.shape("conf_proj.weight") is not None, s.flag(".has_confidence_head")
     if said is not None and said != there:
         yield Finding(s.name(".has_confidence_head"), there, said, RECONVERT)
 
 
-@rule("G4-HEAD-003", WARNING, "an EAGLE-3 draft says what its residual is", on=EAGLE, needs=FILE)
+@rule(
+    "G4-HEAD-003",
+    WARNING,
+    "the metadata of an EAGLE-3 draft has norm_before_residual",
+    on=EAGLE,
+    needs=FILE,
+)
 def residual(s: Subject) -> Findings:
     """`norm_before_residual` is false by default in speculators and llama.cpp and true in vLLM;
     RedHat's drafts are trained with true. The wrong one drafts noise."""
@@ -50,10 +66,10 @@ def residual(s: Subject) -> Findings:
         yield Finding(s.name(".norm_before_residual"), "true or false", "nothing", RECONVERT)
 
 
-@rule("G4-HEAD-004", ERROR, "what upstream would compute otherwise, it refuses", on=DRAFTS)
+@rule("G4-HEAD-004", ERROR, "upstream refuses a draft that it would compute wrongly", on=DRAFTS)
 def refused(s: Subject) -> Findings:
-    """A gated Markov head, a P-EAGLE block or drafts read from another row load in an engine that
-    does not know them, and are slow there for no visible reason."""
+    """A gated Markov head, a P-EAGLE block or a draft that starts in another row also loads in an
+    engine without support for it, and is slow there for no visible reason."""
     verdict = upstream.judge(getattr(s.kind, "LIMITS", ()), s.config)
     if verdict.case == "refused" and s.arch in upstream.ARCHITECTURES:
         why = next(limit for limit in verdict.reasons if limit.case == "refused")
@@ -65,7 +81,7 @@ def refused(s: Subject) -> Findings:
         )
 
 
-@rule("G4-HEAD-005", NOTE, "nothing keeps upstream from loading the draft", on=DRAFTS)
+@rule("G4-HEAD-005", NOTE, "upstream can load a draft that it computes correctly", on=DRAFTS)
 def needlessly(s: Subject) -> Findings:
     """A file under our own architecture name runs here only; when upstream would run it as it was
     trained, the name is a mistake."""
@@ -79,7 +95,7 @@ def needlessly(s: Subject) -> Findings:
         )
 
 
-@rule("G4-HEAD-006", WARNING, "a DeepSpec draft begins in its anchor's row", on=DFLASH, needs=FILE)
+@rule("G4-HEAD-006", WARNING, "a DeepSpec draft starts in its anchor's row", on=DFLASH, needs=FILE)
 def anchored(s: Subject) -> Findings:
     """DeepSpec's layers, with four norms, were trained to draft from the anchor's row on. A rewrite
     by a tool that knows RedHat's drafts only says false, and every token is one place late."""

@@ -1,7 +1,7 @@
-"""Metadata keys: there, of the exact type, one entry a layer.
+"""Metadata keys: presence, exact type, one entry per layer.
 
-Upstream's loader compares the stored type with the one it wants and refuses any other width; the
-table is what it reads (llama.cpp `src/llama-model.cpp` and `src/models/*.cpp`).
+Upstream's loader refuses any other type or width than the one it expects; the table lists what it
+reads (llama.cpp `src/llama-model.cpp` and `src/models/*.cpp`).
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ PER_LAYER = (
     ".attention.sliding_window_pattern",
 )
 REMOVED_FILE_TYPES = (4, 5, 6)
-"""Numbers that llama.cpp gave to types which it removed in 2023."""
+"""`general.file_type` values of types that llama.cpp removed in 2023."""
 POSITIVE = (
     ".block_count",
     ".context_length",
@@ -141,7 +141,7 @@ def types(s: Subject) -> Findings:
             yield Finding(entry.name, _types(want), found, REWRITE)
 
 
-@rule("G4-KEY-003", ERROR, "per-layer arrays have one entry a layer", needs=FILE)
+@rule("G4-KEY-003", ERROR, "per-layer arrays have one entry per layer", needs=FILE)
 def per_layer(s: Subject) -> Findings:
     """An array cut from another size of the model gives the last layers the wrong head count."""
     n = s.integer(".block_count")
@@ -204,9 +204,9 @@ def most_type(s: Subject) -> str | None:
     return max(sizes, key=lambda name: sizes[name], default=None)
 
 
-@rule("G4-KEY-008", WARNING, "file_type names the type that most weights have", needs=FILE)
+@rule("G4-KEY-008", WARNING, "file_type is the type of most weights", needs=FILE)
 def file_type(s: Subject) -> Findings:
-    """A requantized file that kept the old number is listed, and chosen, as what it is not."""
+    """A requantized file that kept the old number is listed, and chosen, as another type."""
     number = s.integer("general.file_type")
     said = policy.from_file_type(number) if number is not None else None
     most = most_type(s)
@@ -231,15 +231,15 @@ def file_type(s: Subject) -> Findings:
     fallback=True,
 )
 def describes(s: Subject) -> Findings:
-    """What the rules above do not name: whatever the model's own parser refuses."""
+    """Reports errors of the configuration parser that no other rule covers."""
     if s.config_refusal:
         yield Finding("metadata", "a complete configuration", s.config_refusal, REWRITE)
 
 
 @rule("G4-KEY-010", ERROR, "there are sliding and full layers", on=GEMMA, needs=FILE)
 def both_kinds(s: Subject) -> Findings:
-    """Every Gemma 4 has both, and an assistant reads one donor of each. Exports of a text model
-    without `layer_types` came out as all sliding, or all full."""
+    """Every Gemma 4 has both, and an assistant reads the KV cache of one layer of each. Exports of
+    a text model without `layer_types` came out as all sliding, or all full."""
     found = s.numbers(".attention.sliding_window_pattern")
     if found is not None and (found.all() or not found.any()):
         kind = "only sliding ones" if len(found) and found.all() else "only full ones"
@@ -254,13 +254,13 @@ def both_kinds(s: Subject) -> Findings:
 @rule(
     "G4-KEY-011",
     WARNING,
-    "this version has code for all that the file uses",
+    "this version supports all features of the file",
     needs=FILE,
     fallback=True,
 )
 def supported(s: Subject) -> Findings:
-    """A valid file of a kind that is not implemented here: most rules could not be asked, and
-    silence must not pass for health."""
+    """A valid file of a kind that is not implemented here: most rules could not run, so
+    the absence of findings means nothing."""
     if s.unsupported:
         yield Finding(
             "metadata",

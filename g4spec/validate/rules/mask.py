@@ -1,4 +1,4 @@
-"""The mask token: what a DFlash block holds where tokens are to be drafted."""
+"""The mask token, which fills the rows of a DFlash block that are to be drafted."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def in_range(s: Subject) -> Findings:
 
 @rule("G4-MASK-003", WARNING, "the mask token is `<mask>`", on=DFLASH, needs=FILE)
 def named(s: Subject) -> Findings:
-    """A draft trained with `<mask>` and run with another token fills its block with words that
-    mean something: acceptance falls and nothing else shows it."""
+    """A draft trained with `<mask>` and run with another token fills its block with ordinary
+    words: acceptance falls, with no other symptom."""
     i, tokens = s.integer(KEY), s.strings(TOKENS) or []
     if i is not None and 0 <= i < len(tokens) and "mask" not in tokens[i].lower():
         yield Finding(KEY, "<mask>", f"{i}, {tokens[i]!r:.40}", FIX)
 
 
-@rule("G4-MASK-004", ERROR, "the mask token has no other duty", on=DFLASH, needs=FILE)
+@rule("G4-MASK-004", ERROR, "the mask token has no other use", on=DFLASH, needs=FILE)
 def no_other_duty(s: Subject) -> Findings:
     """A tokenizer without a mask made tools reuse padding or end-of-text for it, whose rows were
     trained to mean the opposite of "to be filled"."""

@@ -1,4 +1,4 @@
-"""Tensors that stand out among their like: of the same name and shape in the other layers."""
+"""Tensors that differ from those of the same name and shape in other layers."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def repeated(s: Subject) -> Findings:
 
 @rule("G4-VAL-013", WARNING, "norms are positive", needs=FILE)
 def positive(s: Subject) -> Findings:
-    """Trained norms are hardly ever negative. One with its sign turned, or less one, turns its
-    layer's input around; that of a single layer hides among the others."""
+    """Trained norms are hardly ever negative. One with its sign turned, or less one, inverts its
+    layer's input; that of a single layer hides among the others."""
     below = {name: float((s.open_file.array(name) < 0).mean()) for name in _norms(s)}
     turned = {name: x for name, x in below.items() if x > 0.25 and (s.shape(name) or (1,))[-1] > 1}
     if 4 * len(turned) < len(below):  # else G4-VAL-009 says so once
@@ -88,7 +88,7 @@ def lengths(s: Subject) -> Findings:
 
 
 def like(s: Subject) -> Like:
-    """Names of tensors in layers, by what follows `blk.N.` and shape."""
+    """Return names of layer tensors, grouped by the name after `blk.N.` and the shape."""
     out: Like = {}
     for name, info in s.open_file.tensors.items():
         match = LAYER.fullmatch(name)
@@ -98,7 +98,7 @@ def like(s: Subject) -> Like:
 
 
 def _size(s: Subject, name: str) -> float | None:
-    """The power of two that is a tensor's root mean square, of a sample of its rows."""
+    """Return log2 of the RMS of a sample of a tensor's rows."""
     info = s.open_file.tensors[name]
     if info.format.name.upper() not in {**FLOATS, **BLOCKS} or info.format.integer:
         return None

@@ -1,4 +1,4 @@
-"""A draft beside its target (`--target`), and what the target itself must be."""
+"""A draft and its target (`--target`), and requirements on the target itself."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def tokens(s: Subject) -> Findings:
 @rule("G4-PAIR-004", WARNING, "both have the same merges", on=DRAFTS, needs=TARGET)
 def merges(s: Subject) -> Findings:
     """The target's tokenizer is the one that counts; another one in the draft shows that it was
-    made beside another revision."""
+    converted with another revision."""
     mine, its = s.strings(MERGES), _target(s).strings(MERGES)
     if mine is not None and its is not None and mine != its:
         yield Finding(MERGES, f"the target's {len(its)}", f"{len(mine)} others", FROM_TARGET)
@@ -62,7 +62,7 @@ def merges(s: Subject) -> Findings:
 
 @rule("G4-PAIR-005", WARNING, "special tokens have the same ids", on=DRAFTS, needs=TARGET)
 def special(s: Subject) -> Findings:
-    """A draft that says another end-of-text id was converted beside another checkpoint."""
+    """A draft with another end-of-text id was converted with another checkpoint."""
     mine, its = special_ids(s), special_ids(_target(s))
     for role in ("bos", "eos", "unknown", "padding"):
         if role in mine and role in its and mine[role] != its[role]:
@@ -87,7 +87,7 @@ def depth(s: Subject) -> Findings:
     needs=TARGET,
 )
 def tokenizer(s: Subject) -> Findings:
-    """The draft was converted beside another revision of the target. Quantizing a target does
+    """The draft was converted with another revision of the target. Quantizing a target does
     not change its tokenizer."""
     said, target = s.text(provenance.TARGET_TOKENIZER), _target(s)
     if said:
@@ -105,7 +105,7 @@ def tokenizer(s: Subject) -> Findings:
     needs=TARGET,
 )
 def weights(s: Subject) -> Findings:
-    """The draft was converted beside another revision of the target, a fine-tune, or a checkpoint
+    """The draft was converted with another revision of the target, a fine-tune, or a checkpoint
     that was quantized already. It runs, and accepts as much as the two targets agree. Judged by a
     digest over two rows of every published tensor, which quantizing a GGUF does not change; files
     by other tools do not carry it."""
@@ -170,10 +170,10 @@ def context(s: Subject) -> Findings:
         )
 
 
-@rule("G4-LAY-002", WARNING, "the target says whether it caps its logits", on=TARGETS)
+@rule("G4-LAY-002", WARNING, "the target has final_logit_softcapping", on=TARGETS)
 def capped(s: Subject) -> Findings:
     """Gemma 4 caps at 30. Where the key is missing upstream caps at 30 and this runtime does not
-    cap at all: what the model was trained with, nobody can tell. 0 says that there is no cap."""
+    cap at all: the correct value is unknown. 0 says that there is no cap."""
     if not s.has(".final_logit_softcapping"):
         yield Finding(
             "gemma4.final_logit_softcapping",
@@ -184,7 +184,7 @@ def capped(s: Subject) -> Findings:
 
 
 def _origin(digest: str, name: str | None, revision: str | None) -> str:
-    """A checkpoint in words: its name, commit and digest, as far as they are known."""
+    """Describe a checkpoint by its name, commit and digest, as far as they are known."""
     commit = f"@{revision[:12]}" if revision else ""
     return f"{name or 'a checkpoint'}{commit} ({digest[:20]})"
 

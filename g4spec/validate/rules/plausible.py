@@ -1,6 +1,6 @@
-"""Values that no published model has: off by one, doubled, halved, of another family.
+"""Values that no published model has: off by one, doubled, halved, or of another model family.
 
-Asked without the source, so most of these are warnings: a model trained otherwise may be right.
+These rules run without the source. Most are warnings, because an unusual model may be correct.
 `--against` compares every key with what the source says.
 """
 
@@ -35,7 +35,7 @@ BASES = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)
 """Rotation bases of Llama, Qwen and Gemma models."""
 GEMMA_BASES = {".rope.freq_base": 1e6, ".rope.freq_base_swa": 1e4}
 PERIODS = {35: 5, 42: 6, 48: 6, 30: 6, 60: 6}
-"""Layers of a published target -> every so many of them attend to everything."""
+"""Number of layers of a published target -> period of its full-attention layers."""
 CAP = 30.0
 DIGESTS = {
     provenance.WEIGHTS: r"rows-sha256:[0-9a-f]{64}",
@@ -46,12 +46,12 @@ DIGESTS = {
 COMPARE = "compare with the checkpoint: g4spec validate --against DIR"
 
 
-@rule("G4-KEY-013", ERROR, "full layers lie where a Gemma 4 has them", on=GEMMA, needs=FILE)
+@rule("G4-KEY-013", ERROR, "full layers are where a Gemma 4 has them", on=GEMMA, needs=FILE)
 def pattern(s: Subject) -> Findings:
     """Every Gemma 4 has one full layer after each four or five sliding ones, and a full one at the
     end. An array that was shifted, inverted or cut from another size sends layers of one kind
     through the shapes and caches of the other: the file describes no model, and most other rules
-    cannot be asked."""
+    cannot run."""
     found = s.numbers(PATTERN)
     n = 0 if found is None else len(found)
     if found is None or not 0 < n <= MAX_LAYERS:
@@ -107,7 +107,7 @@ def container(s: Subject) -> Findings:
         )
 
 
-@rule("G4-KEY-017", WARNING, "digests are whole", needs=FILE)
+@rule("G4-KEY-017", WARNING, "digests are complete", needs=FILE)
 def digests(s: Subject) -> Findings:
     """A digest that was cut or edited can never be equal to the one that it is compared with, so
     that a wrong target would pass for one of unknown origin."""
@@ -119,7 +119,13 @@ def digests(s: Subject) -> Findings:
             )
 
 
-@rule("G4-KEY-018", WARNING, "a converted draft knows its target", on=DRAFTS, needs=FILE)
+@rule(
+    "G4-KEY-018",
+    WARNING,
+    "a converted draft has recorded facts about its target",
+    on=DRAFTS,
+    needs=FILE,
+)
 def remembers(s: Subject) -> Findings:
     """Without the facts that were recorded at conversion a target of another depth, width or
     tokenizer cannot be told from the right one. Files by other tools do not have them."""
@@ -132,7 +138,7 @@ def remembers(s: Subject) -> Findings:
                 )
 
 
-@rule("G4-KEY-019", WARNING, "recommended sampling is possible", on=TARGETS, needs=FILE)
+@rule("G4-KEY-019", WARNING, "recommended sampling settings are valid", on=TARGETS, needs=FILE)
 def sampling(s: Subject) -> Findings:
     """llama.cpp takes these as defaults: a top-p above 1 or a negative temperature is a value in
     the wrong key."""

@@ -1,4 +1,4 @@
-"""Chat template, BOS and stop ids: what a file says, and draft and target side by side."""
+"""Chat template, BOS and stop ids of a file, and their equality between draft and target."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ MARKS = (
 """Marks of turns that chat templates write; those of Gemma 4 are the last two."""
 
 
-@rule("G4-VOC-012", ERROR, "a chat begins with a BOS", needs=FILE)
+@rule("G4-VOC-012", ERROR, "chat prompts begin with a BOS", needs=FILE)
 def chat_bos(s: Subject) -> Findings:
     """The template leaves the BOS to the tokenizer and the tokenizer leaves it to the template: no
     prompt gets one, and the model writes degenerate text."""
@@ -67,8 +67,8 @@ def chat_bos(s: Subject) -> Findings:
 
 @rule("G4-VOC-013", ERROR, "the BOS is `<bos>`", needs=FILE)
 def bos(s: Subject) -> Findings:
-    """Position 0 is where Gemma's attention rests. Another token there, such as the end of text
-    that other tokenizers use for both, and the first words are already wrong."""
+    """Gemma's attention relies on `<bos>` at position 0. Another token there, such as the end of
+    text that other tokenizers use for both, and the first words are already wrong."""
     tokens, i = s.strings(TOKENS) or [], special_ids(s).get("bos")
     if i is not None and 0 <= i < len(tokens) and tokens[i] != "<bos>":
         yield Finding(
@@ -76,7 +76,7 @@ def bos(s: Subject) -> Findings:
         )
 
 
-@rule("G4-VOC-014", WARNING, "no EOS is put after a prompt", needs=FILE)
+@rule("G4-VOC-014", WARNING, "no EOS is appended to prompts", needs=FILE)
 def add_eos(s: Subject) -> Findings:
     """With an end of text after it every prompt is a finished one: answers are empty, or about
     something else."""
@@ -101,8 +101,9 @@ def marks(s: Subject) -> Findings:
 
 @rule("G4-PAIR-010", WARNING, "both have the same chat template", on=DRAFTS, needs=TARGET)
 def template(s: Subject) -> Findings:
-    """The target's template counts; another one in the draft shows that it was made beside another
-    revision, and a server that reads the draft's writes prompts the target does not know."""
+    """The target's template counts; another one in the draft shows that it was converted with
+    another revision, and a server that reads the draft's writes prompts the target does not
+    know."""
     mine, its = s.text(TEMPLATE), _target(s).text(TEMPLATE)
     if mine and its and mine != its:
         same = next(
@@ -162,8 +163,8 @@ def _target(s: Subject) -> Subject:
 @rule("G4-PAIR-017", WARNING, "both have the same tokenizer settings", on=DRAFTS, needs=TARGET)
 def settings(s: Subject) -> Findings:
     """Scores, token types, roles and suppressed tokens are copied from the target at conversion;
-    another value shows that the draft was made beside another revision, or edited. Its mask token
-    is the draft's own."""
+    another value shows that the draft was converted with another revision, or edited. Its mask
+    token is the draft's own."""
     target = _target(s)
     named = (key for key in {**target.keys, **s.keys} if key.startswith("tokenizer.ggml."))
     for key in named:
@@ -176,7 +177,7 @@ def settings(s: Subject) -> Findings:
             )
 
 
-@rule("G4-VOC-016", WARNING, "tokens have the type of their text", needs=FILE)
+@rule("G4-VOC-016", WARNING, "token types match the tokens", needs=FILE)
 def token_types(s: Subject) -> Findings:
     """`<0x41>` is a byte and `<bos>` a control token. Types that were shifted make control tokens
     writable by users, and bytes come out as their names."""
@@ -195,7 +196,7 @@ def token_types(s: Subject) -> Findings:
             return
 
 
-@rule("G4-VOC-017", WARNING, "merges make tokens, each once", needs=FILE)
+@rule("G4-VOC-017", WARNING, "merges produce tokens, and each occurs once", needs=FILE)
 def merged(s: Subject) -> Findings:
     """A list of merges that belongs to another vocabulary, or that was joined twice."""
     found, tokens = s.strings("tokenizer.ggml.merges") or [], set(s.strings(TOKENS) or [])
@@ -219,7 +220,7 @@ def merged(s: Subject) -> Findings:
 
 @rule("G4-VOC-018", WARNING, "special tokens are Gemma's", needs=FILE)
 def roles(s: Subject) -> Findings:
-    """A role that names the token beside the right one: padding that is a real token is attended
+    """A role with an id that is off by one: padding that is a real token is attended
     to, and an unknown-token id of a word puts that word into the text."""
     tokens = s.strings(TOKENS) or []
     for role, text in ROLES.items():
@@ -233,9 +234,9 @@ def roles(s: Subject) -> Findings:
             )
 
 
-@rule("G4-VOC-019", WARNING, "recorded stop tokens end texts", needs=FILE)
+@rule("G4-VOC-019", WARNING, "recorded stop tokens are control tokens", needs=FILE)
 def recorded_stops(s: Subject) -> Findings:
-    """Ids beside the right ones: a text then ends at a word, or runs on behind its end."""
+    """Ids that are off by one: a text then ends at an ordinary word, or continues after its end."""
     tokens, found = s.strings(TOKENS) or [], s.numbers(STOP_IDS)
     for i in found if found is not None else ():
         if 0 <= i < len(tokens) and not (tokens[i].startswith("<") and tokens[i].endswith(">")):

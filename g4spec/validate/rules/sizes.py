@@ -1,4 +1,4 @@
-"""What only some sizes of Gemma 4 have: experts (26B-A4B), per-layer embeddings and shared keys and
+"""Features of some sizes of Gemma 4: experts (26B-A4B), per-layer embeddings and shared keys and
 values (E2B, E4B), suppressed tokens (12B)."""
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def per_layer(s: Subject) -> Findings:
 @rule(
     "G4-PLE-002",
     ERROR,
-    "layers that share keys and values find them where upstream looks",
+    "layers that share keys and values read them where upstream does",
     on=TARGETS,
 )
 def donors(s: Subject) -> Findings:
@@ -91,7 +91,7 @@ def donors(s: Subject) -> Findings:
     "G4-PLE-003", NOTE, "layers that share keys and values have no projections for them", on=TARGETS
 )
 def spare(s: Subject) -> Findings:
-    """Published checkpoints bring them along; nothing reads them, but they take memory."""
+    """Published checkpoints contain them; nothing reads them, but they take memory."""
     shared = {spec.index for spec in s.config.layers if spec.kv_from is not None}
     found = [
         name
@@ -111,7 +111,7 @@ def spare(s: Subject) -> Findings:
 @rule("G4-SUP-001", ERROR, "suppressed tokens are tokens, and none of them ends a text", needs=FILE)
 def suppressed(s: Subject) -> Findings:
     """The 12B must not choose the marks of images and sound. A list that holds a stop token makes
-    it write on forever; ids of another tokenizer silence words."""
+    it generate forever; ids of another tokenizer silence words."""
     found, n = s.numbers(SUPPRESS), s.count("tokenizer.ggml.tokens") or 0
     stops = s.numbers(STOP_IDS)
     for i in () if found is None else found.tolist():

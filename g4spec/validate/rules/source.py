@@ -1,4 +1,4 @@
-"""A file beside the checkpoint it was converted from (`--against`)."""
+"""A file and the checkpoint it was converted from (`--against`)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def same_kind(s: Subject) -> Findings:
         )
 
 
-@rule("G4-CMP-002", ERROR, "every tensor of the source has a place in the file", needs=SOURCE)
+@rule("G4-CMP-002", ERROR, "every tensor of the source is in the file", needs=SOURCE)
 def used(s: Subject) -> Findings:
     """Converters skip names they do not know, such as a new norm, and the file still loads."""
     for name in s.comparison.unused:
@@ -55,10 +55,10 @@ def shapes(s: Subject) -> Findings:
         yield Finding(name, list(source), list(found), RECONVERT)
 
 
-@rule("G4-CMP-005", ERROR, "exact types hold exactly the source's values", needs=SOURCE)
+@rule("G4-CMP-005", ERROR, "values of exact types equal the source's", needs=SOURCE)
 def equal(s: Subject) -> Findings:
     """Norms shifted by one, q and k rows permuted for another architecture, a matrix of the
-    neighbouring layer, an edited map: everything that a conversion changes unasked."""
+    neighbouring layer, an edited map: all unintended changes of a conversion."""
     for t in s.comparison.tensors:
         if t.exact and t.first is not None:
             yield Finding(f"{t.name}{list(t.first)}", f"{t.expected!r}", f"{t.found!r}", RECONVERT)
@@ -78,7 +78,7 @@ def bounded(s: Subject) -> Findings:
             )
 
 
-@rule("G4-CMP-007", ERROR, "the source's own maps make sense", needs=SOURCE)
+@rule("G4-CMP-007", ERROR, "the source's own maps are consistent", needs=SOURCE)
 def sensible(s: Subject) -> Findings:
     """d2t and t2d of the checkpoint must say the same; one export had them sorted apart."""
     for name, reason in s.comparison.refused.items():

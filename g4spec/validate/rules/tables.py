@@ -1,4 +1,4 @@
-"""Token tables by a sample of their rows: held against the target's, and against the clusters."""
+"""Token tables: a sample of rows compared with the target's, and with the clusters."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def same_table(s: Subject) -> Findings:
         )
 
 
-@rule("G4-CEN-008", WARNING, "clusters hold tokens that are alike", on=ASSISTANT, needs=FILE)
+@rule("G4-CEN-008", WARNING, "tokens of a cluster are similar", on=ASSISTANT, needs=FILE)
 def alike(s: Subject) -> Findings:
     """The inverse of an ordering, token to slot, is a permutation too and passes every count. Read
     as an ordering its clusters are tokens at random, and the right one is rarely among them."""
@@ -93,7 +93,7 @@ def alike(s: Subject) -> Findings:
 
 
 def _likeness(s: Subject, clusters: NDArray[np.integer]) -> float | None:
-    """Mean cosine between tokens of one cluster, less that between tokens of any."""
+    """Return the mean cosine between tokens of one cluster, less that between any tokens."""
     step = max(1, len(clusters) // CLUSTERS)
     picked = clusters[::step][:CLUSTERS, :: max(1, clusters.shape[1] // MEMBERS)][:, :MEMBERS]
     found = rows(s, picked.reshape(-1))
@@ -109,7 +109,7 @@ def _likeness(s: Subject, clusters: NDArray[np.integer]) -> float | None:
 
 
 def both_tables(s: Subject) -> tuple[Rows, Rows] | None:
-    """The same rows of the draft's own table and the target's, or None if they do not fit."""
+    """Return the same rows of the draft's and the target's table, or None if shapes differ."""
     target = s.target
     assert target is not None
     mine, its = s.shape(TABLE), target.shape(TABLE)
@@ -121,7 +121,7 @@ def both_tables(s: Subject) -> tuple[Rows, Rows] | None:
 
 
 def rows(s: Subject, picked: NDArray[np.integer]) -> Rows | None:
-    """Some rows of the token table, or None if it cannot be read or is not finite."""
+    """Return rows `picked` of the token table; None if it is unreadable or not finite."""
     shape, name = s.shape(TABLE), s.type_name(TABLE) or ""
     if shape is None or len(shape) != 2 or name not in {**FLOATS, **BLOCKS}:
         return None

@@ -1,4 +1,4 @@
-"""Layer ids: whose input the draft was trained to read.
+"""Layer ids: the target layers whose inputs a draft reads.
 
 The most common silent failure of DFlash and EAGLE-3 drafts: an id that is off by one gives
 features of the neighbouring layer, correct text and poor acceptance. GGUF holds the index of the
@@ -58,7 +58,7 @@ def width(s: Subject) -> Findings:
 
 @rule("G4-TAP-002", ERROR, "layer ids are unique", on=TAPPED, needs=FILE)
 def unique(s: Subject) -> Findings:
-    """Upstream accepts a repeated id without a word; one block of fc then reads the wrong layer."""
+    """Upstream accepts a repeated id silently; one block of fc then reads the wrong layer."""
     found = ids(s)
     if len(set(found)) != len(found):
         yield Finding(s.name(KEY), "different layers", found, "take the ids from the checkpoint")
@@ -142,7 +142,13 @@ def other_depth(s: Subject) -> Findings:
         )
 
 
-@rule("G4-TAP-008", WARNING, "layer ids were read, not computed", on=TAPPED, needs=FILE)
+@rule(
+    "G4-TAP-008",
+    WARNING,
+    "layer ids come from a configuration, not from a formula",
+    on=TAPPED,
+    needs=FILE,
+)
 def computed(s: Subject) -> Findings:
     """An engine that computed evenly spaced ids instead of reading them had the wrong ones for
     both sizes of target, and drafts that were mostly rejected."""
@@ -158,17 +164,17 @@ def computed(s: Subject) -> Findings:
 
 
 def _trained(found: tuple[int, ...], n: int) -> bool:
-    """Whether ids are a published set, off by one at most, or those EAGLE-3 trainers default to."""
+    """Return whether ids are a published set, off by at most one, or the EAGLE-3 default."""
     return bool(_near(found)) or found == (2, n // 2, n - 3)
 
 
 def _near(found: tuple[int, ...]) -> list[Published]:
-    """Published sets that these ids are, or are off by one."""
+    """Return the published sets that these ids equal, or differ from by one."""
     return [p for p in PUBLISHED if any(found == tuple(i + d for i in p.ids) for d in (-1, 0, 1))]
 
 
 def _computed(found: tuple[int, ...], n: int) -> str | None:
-    """The formula by which these ids come from the target's depth and their number alone."""
+    """Return the formula that gives these ids from the number of layers and of ids, or None."""
     k = len(found)
     if k < 3 or n < k:
         return None

@@ -1,4 +1,4 @@
-"""The set of tensors: exactly those of the architecture, with its shapes and storage types."""
+"""The set of tensors: those of the architecture, with the expected shapes and types."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KNOWN_EXTRAS = (
     (r"dflash[._].*", "the file is in a fork's dialect; convert from the original checkpoint"),
     (r"(v|a|mm)\..*", "vision and audio belong into a separate mmproj file"),
 )
-"""Extra tensors that files in the wild carry, and what to do about each."""
+"""Extra tensors that published files contain, and the fix for each."""
 
 
 @rule("G4-TNS-001", ERROR, "no tensor is missing")
@@ -40,7 +40,7 @@ def missing(s: Subject) -> Findings:
             yield Finding(spec.name, list(spec.shape), "nothing", RECONVERT)
 
 
-@rule("G4-TNS-002", ERROR, "there is no tensor that upstream does not know")
+@rule("G4-TNS-002", ERROR, "there are no tensors that upstream does not expect")
 def extra(s: Subject) -> Findings:
     """Upstream refuses a file with a single tensor too many ("wrong number of tensors"); an
     assistant's centroid tensors even crash it."""
@@ -75,7 +75,7 @@ def vectors(s: Subject) -> Findings:
             yield Finding(spec.name, "F32", found, "quantize again with g4spec quantize")
 
 
-@rule("G4-TNS-005", ERROR, "matrices hold numbers, not indices")
+@rule("G4-TNS-005", ERROR, "matrices do not have an integer type")
 def matrices(s: Subject) -> Findings:
     """An integer type on a weight is a converter's cast gone wrong; it loads and computes 0."""
     for spec in s.specs.values():
@@ -100,10 +100,10 @@ def empty_success(s: Subject) -> Findings:
         )
 
 
-@rule("G4-TNS-007", ERROR, "tensor types are ones that can be read", needs=Needs.FILE)
+@rule("G4-TNS-007", ERROR, "tensor types can be dequantized", needs=Needs.FILE)
 def readable(s: Subject) -> Findings:
     """Ternary and 1-bit types, and those that llama.cpp only computes with, have no code here: the
-    file cannot run, and nothing was said about the numbers in such a tensor."""
+    file cannot run, and the values of such a tensor were not checked."""
     for name, info in s.open_file.tensors.items():
         form = info.format
         if form.decode is None and form.stored is None:

@@ -1,4 +1,4 @@
-"""The numbers in the tensors. One pass over the data (`scan.py`) answers all of these."""
+"""The values of tensors. One pass over the data (`scan.py`) serves all rules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from g4spec.validate.scan import BLOCKS, FLOATS
 from g4spec.validate.subject import Subject
 
 FILE = Needs.FILE
-LOST = 0.01  # of the blocks of a tensor
+LOST = 0.01  # allowed share of lost blocks in a tensor
 LARGEST_WEIGHT = 4096.0
 SHIFTED = "convert again: norms are stored as the checkpoint has them, nothing added"
 RECONVERT = "convert again from the original checkpoint, and check that file's digest first"
@@ -110,10 +110,10 @@ def implausible(s: Subject) -> Findings:
             )
 
 
-@rule("G4-VAL-009", WARNING, "one was not taken from the norms", needs=FILE)
+@rule("G4-VAL-009", WARNING, "1 was not subtracted from the norms", needs=FILE)
 def norms_centred(s: Subject) -> Findings:
-    """Gemma 2 and 3 store their norms less one, Gemma 4 and Qwen as they are. Trained norms are
-    hardly ever negative; less one, a quarter of them has negative weights in number."""
+    """Gemma 2 and 3 store norms minus 1, Gemma 4 and Qwen unchanged. Trained norms are hardly ever
+    negative; minus 1, a quarter of them have many negative weights."""
     norms = _norms(s)
     negative = [name for name, x in norms.items() if float((x < 0).mean()) > 0.25]
     if norms and len(negative) * 4 >= len(norms):
@@ -121,7 +121,7 @@ def norms_centred(s: Subject) -> Findings:
         yield Finding(negative[0], "norms around 1", found, SHIFTED)
 
 
-@rule("G4-VAL-010", WARNING, "one was not added to the norms", needs=FILE)
+@rule("G4-VAL-010", WARNING, "1 was not added to the norms", needs=FILE)
 def norms_shifted(s: Subject) -> Findings:
     """A converter made for Gemma 3 adds one to every norm, which is right there: the draft still
     writes, from activations twice as large. Unshifted, some weight of some norm is below 0.9."""
@@ -133,7 +133,7 @@ def norms_shifted(s: Subject) -> Findings:
 
 
 def _norms(s: Subject) -> dict[str, NDArray[np.float32]]:
-    """The finite norm vectors by name."""
+    """Return the finite norm vectors by name."""
     names = [n for n in s.open_file.tensors if n.endswith("norm.weight")]
     found = {n: s.open_file.array(n).reshape(-1) for n in names if s.type_name(n) == "F32"}
     return {n: x for n, x in found.items() if x.size and np.isfinite(x).all()}

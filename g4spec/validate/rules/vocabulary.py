@@ -20,7 +20,7 @@ FROM_TARGET = "convert again with --target, which copies the target's tokenizer"
 
 
 def special_ids(s: Subject) -> dict[str, int]:
-    """Special token ids that the file names, by role."""
+    """Return role -> special token id, for the roles in the file."""
     found = {role: s.integer(f"tokenizer.ggml.{role}_token_id") for role in SPECIAL}
     return {role: i for role, i in found.items() if i is not None}
 
@@ -34,7 +34,7 @@ def model(s: Subject) -> Findings:
         yield Finding("tokenizer.ggml.model", "gemma4", found or "nothing", FROM_TARGET)
 
 
-@rule("G4-VOC-002", ERROR, "scores and types have one entry a token", needs=FILE)
+@rule("G4-VOC-002", ERROR, "scores and types have one entry per token", needs=FILE)
 def lengths(s: Subject) -> Findings:
     """Lists of different tokenizers: types then mark the wrong tokens as control."""
     n = s.count(TOKENS)
@@ -78,7 +78,7 @@ def in_range(s: Subject) -> Findings:
             yield Finding(key, f"0 to {n - 1}", i, FROM_TARGET)
 
 
-@rule("G4-VOC-006", WARNING, "a BOS is added to raw prompts", needs=FILE)
+@rule("G4-VOC-006", WARNING, "a BOS is prepended to prompts", needs=FILE)
 def add_bos(s: Subject) -> Findings:
     """Gemma without `<bos>` at position 0 writes degenerate text, and its draft proposes
     nothing that is accepted. Instruction-tuned checkpoints say false, as their template adds it."""
@@ -103,9 +103,9 @@ def template(s: Subject) -> Findings:
         )
 
 
-@rule("G4-VOC-008", ERROR, "the token table has one row a token", needs=FILE)
+@rule("G4-VOC-008", ERROR, "the token table has one row per token", needs=FILE)
 def table(s: Subject) -> Findings:
-    """A table padded to a round number, or of another size of model, gives rows to no token."""
+    """A table padded to a round number, or of another size of model, has rows without a token."""
     shape, n = s.shape("token_embd.weight"), s.count(TOKENS)
     if shape and n is not None and shape[0] != n:
         yield Finding("token_embd.weight", f"{n} rows", shape[0], FROM_TARGET)
@@ -138,7 +138,7 @@ def newline(s: Subject) -> Findings:
             )
 
 
-@rule("G4-VOC-011", ERROR, "no space is put before a prompt", needs=FILE)
+@rule("G4-VOC-011", ERROR, "no space is prepended to prompts", needs=FILE)
 def space_prefix(s: Subject) -> Findings:
     """Upstream's default for a missing key is false, a true one changes the first token."""
     if s.flag("tokenizer.ggml.add_space_prefix"):

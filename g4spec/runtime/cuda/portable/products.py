@@ -10,14 +10,14 @@ import torch.nn.functional as F
 
 from g4spec.ops.simple import pad_rows
 from g4spec.runtime.cuda.step import packed_rows as rows_of
-from g4spec.runtime.cuda.step.packed_rows import MOST, Rows
+from g4spec.runtime.cuda.step.packed_rows import GROUP_ROWS, PackedRows
 from g4spec.runtime.cuda.weights.dequant import Weight, plain
 
 LARGEST = 512.0
 """Rows in half precision are divided by a power of two that brings their values below this."""
 
 
-def numbers(x: torch.Tensor | Rows) -> torch.Tensor:
+def numbers(x: torch.Tensor | PackedRows) -> torch.Tensor:
     """Rows as float32 [T, K]."""
     if isinstance(x, torch.Tensor):
         return x
@@ -30,7 +30,7 @@ def dense(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.linear(pad_rows(x), weight)[: len(x)]
 
 
-def product(x: torch.Tensor | Rows, weight: Weight, split: bool = True) -> torch.Tensor:
+def product(x: torch.Tensor | PackedRows, weight: Weight, split: bool = True) -> torch.Tensor:
     """x [T, K], T <= 16, times a weight [N, K] -> float32 [T, N], in torch.
 
     Args:
@@ -47,12 +47,12 @@ def product(x: torch.Tensor | Rows, weight: Weight, split: bool = True) -> torch
     return (y if scale is None else y * scale)[: len(x)]
 
 
-def _halves(x: torch.Tensor | Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _halves(x: torch.Tensor | PackedRows) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rows as float16 [16, K], and what each row of the product is multiplied with."""
-    if isinstance(x, Rows):
+    if isinstance(x, PackedRows):
         half = rows_of.unpack(x)[0]
-        if len(half) < MOST:
-            half = torch.cat([half, half.new_zeros(MOST - len(half), half.shape[1])])
+        if len(half) < GROUP_ROWS:
+            half = torch.cat([half, half.new_zeros(GROUP_ROWS - len(half), half.shape[1])])
         return half, None if x.scale is None else x.scale[:, None]
     x = pad_rows(x)
     exponent = torch.frexp(x.abs().amax(dim=1, keepdim=True) / LARGEST).exponent.clamp(min=0)

@@ -23,7 +23,7 @@ def experts(
     activation: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """See `Ops.experts`: every expert for every row, in tiles of 16."""
-    turned = isinstance(gate, Matrix) and gate.turned
+    turned = isinstance(gate, Matrix) and gate.interleaved
     stacks = [_stack(w) for w in (gate, None if turned else up, down) if w is not None]
     if turned:
         both = stacks[0].view(len(stacks[0]), -1, 2, TILE, stacks[0].shape[2])
@@ -31,8 +31,8 @@ def experts(
     elif up is None:
         stacks[:1] = stacks[0].chunk(2, dim=1)
     out = []
-    for start in range(0, len(x), rows.MOST):
-        tile = x[start : start + rows.MOST]
+    for start in range(0, len(x), rows.GROUP_ROWS):
+        tile = x[start : start + rows.GROUP_ROWS]
         n = len(tile)
         tile = pad_rows(tile)
         inner = [torch.matmul(tile.to(w.dtype), w.transpose(1, 2)).float() for w in stacks[:2]]
@@ -49,4 +49,4 @@ def _stack(weight: Any) -> torch.Tensor:
     """All experts' matrices as numbers [E, rows, columns]."""
     if isinstance(weight, torch.Tensor):
         return weight
-    return plain(weight.alone).view(weight.shape)
+    return plain(weight.weight).view(weight.shape)

@@ -1,4 +1,4 @@
-"""Buffers by name, so that what they take is known before they are made."""
+"""Named buffers, whose size is known before they are allocated."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from math import prod
 import torch
 
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shape and type of each buffer."""
+"""Shape and dtype of each buffer."""
 
 
 def allocate(shapes: Shapes, device: torch.device) -> dict[str, torch.Tensor]:
-    """The buffers, with whatever is in memory."""
+    """Allocate the buffers, uninitialized."""
     return {
         name: torch.empty(shape, dtype=dtype, device=device)
         for name, (shape, dtype) in shapes.items()
@@ -20,5 +20,5 @@ def allocate(shapes: Shapes, device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def nbytes(shapes: Shapes) -> int:
-    """Bytes they take."""
+    """Return the size of the buffers in bytes."""
     return sum(prod(shape) * dtype.itemsize for shape, dtype in shapes.values())

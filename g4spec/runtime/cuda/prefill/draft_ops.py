@@ -1,7 +1,7 @@
-"""The op vocabulary for what drafts make of prompts: rows of one prompt block.
+"""The ops that drafts use for prompts: rows of one prompt block.
 
-Whatever has a shape computes PROMPT_BLOCK rows, the missing ones zero, so that a row's bits depend
-on no other row. Rows between ops are float32 numbers; matrices are dequantized for each block.
+Every op computes PROMPT_BLOCK rows, with missing rows as zeros, so that the bits of a row do not
+depend on other rows. Rows between ops are float32 numbers; matrices are dequantized for each block.
 """
 
 from __future__ import annotations
@@ -19,32 +19,31 @@ from g4spec.runtime.cuda.cache.heads import Heads
 from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.cuda.portable.products import numbers
 from g4spec.runtime.cuda.step import packed_rows
-from g4spec.runtime.cuda.step.packed_rows import MOST
+from g4spec.runtime.cuda.step.packed_rows import GROUP_ROWS
 from g4spec.runtime.cuda.weights.dequant import plain
 from g4spec.runtime.cuda.weights.matrix import Matrix, join
 
 LARGEST = 512.0
-"""Rows in half precision are divided by a power of two that brings their values below this."""
+"""Maximum of values in half precision; rows are divided by a power of two to stay below."""
 
 
 @dataclass(frozen=True, slots=True)
-class Unfinished:
-    """Products y [T, heads * D] of queries, keys and values, whose heads are yet to be normed and
-    rotated."""
+class ProjectedQkv:
+    """Projections y [T, heads * D] of queries, keys and values, before their norms and RoPE."""
 
     heads: Heads
     y: torch.Tensor
 
 
 class DraftOps(CudaOps):
-    """`Ops` for at most PROMPT_BLOCK rows of one sequence. `ops`: of steps, with the same
+    """`Ops` for at most PROMPT_BLOCK rows of one sequence. `ops`: the ops of steps, with the same
     weights."""
 
     def __init__(self, ops: CudaOps) -> None:
         vars(self).update(vars(ops))
 
     def linear(self, x: torch.Tensor, weight: Any, *, partial_sums: bool = False) -> torch.Tensor:
-        matrix, n = plain(weight.alone) if isinstance(weight, Matrix) else weight, len(x)
+        matrix, n = plain(weight.weight) if isinstance(weight, Matrix) else weight, len(x)
         x = _block(x)
         if matrix.dtype is torch.float32:
             return torch.mm(x, matrix.t())[:n]
@@ -77,15 +76,15 @@ class DraftOps(CudaOps):
         return Ops.norm_residual_norm(self, h, x, weight, eps, next_norm, scale)
 
     def qkv(self, h: Any, a: Attention, batch: Batch, kv: Any, *, queries: bool = True) -> Any:
-        """See `Ops.qkv`; with queries nothing is appended before `attend`, which goes tile by
-        tile, so that a ring needs no more room than for steps."""
+        """See `Ops.qkv`. With queries, keys and values are appended by `attend`, tile by tile, so
+        that a ring buffer needs no more room than for steps."""
         weights = [w for w in (a.q, a.k, a.v) if w is not None]
         if all(isinstance(w, Matrix) for w in weights):
             join(weights)  # as steps read them
         weights = weights if queries else weights[1:]
         y = torch.cat([self.linear(h, w) for w in weights], dim=1)
         if queries:
-            return Unfinished(Heads.of(a), y)
+            return ProjectedQkv(Heads.of(a), y)
         rows = slice(0 if kv.paged else max(0, len(batch) - kv.capacity), len(batch))
         return Heads.of(a, queries=False)(y[rows], _part(batch, rows), kv)
 
@@ -104,11 +103,11 @@ class DraftOps(CudaOps):
         last: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        """See `Ops.attend`: 16 rows at a time, as in a step."""
-        assert isinstance(q, Unfinished)
+        """See `Ops.attend`; computes 16 rows at a time, as in a step."""
+        assert isinstance(q, ProjectedQkv)
         out = []
-        for at in range(0, len(batch), MOST):
-            rows = slice(at, at + MOST)
+        for at in range(0, len(batch), GROUP_ROWS):
+            rows = slice(at, at + GROUP_ROWS)
             tile = _part(batch, rows)
             turned = q.heads(q.y[rows], tile, kv)
             out.append(numbers(super().attend(turned, kv, tile, first[rows], last[rows], scale)))
@@ -128,13 +127,13 @@ class DraftOps(CudaOps):
 
 
 def _part(batch: Batch, rows: slice) -> Batch:
-    """These rows of one sequence."""
+    """Return a batch with these rows of one sequence."""
     ids = batch.ids[rows]
     return Batch(ids, batch.positions[rows], batch.slots[rows], (len(ids),))
 
 
 def _block(x: torch.Tensor) -> torch.Tensor:
-    """Rows x [T, N] and zeros up to a whole block."""
+    """Pad rows x [T, N] with zeros to a whole block."""
     assert len(x) <= PROMPT_BLOCK, len(x)
     missing = PROMPT_BLOCK - len(x)
     return torch.cat([x, x.new_zeros(missing, x.shape[1])]) if missing else x

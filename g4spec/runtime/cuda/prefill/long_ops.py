@@ -1,16 +1,15 @@
-"""The op vocabulary for prompts: chunks of whole prompt blocks, of one sequence.
+"""The ops for prefill: chunks of whole prompt blocks of one sequence.
 
-The same forward pass is computed as in steps, in half precision with float32 sums, on matrices
-that are dequantized when their turn comes; nothing here has to give the bits of a step. The
-residual and what norms read stay float32. What could leave half precision's range is divided by a
-power of two, which loses nothing: projections by 16 (norms and gelu take it back), the
-feed-forward's inner values by 64, and residuals that are multiplied as they are (per-layer
-embeddings) by one of each row.
+They compute the same forward pass as steps, in half precision with float32 sums, on matrices that
+are dequantized just before use; the bits need not be those of a step. The residual and the inputs
+of norms stay float32. Values that could exceed half precision are divided by a power of two, which
+is exact: projections by 16 (norms and GELU compensate), the inner values of the feed-forward by 64,
+and residuals that are inputs of matmuls (per-layer embeddings) by one factor per row.
 
-The bits of a row depend on nothing but the tokens up to the end of its block (design decision 9):
-matrices are dequantized once a chunk, but multiplied with one block after another (`Products`),
-attention goes by absolute position (`prefill_attention`), and experts give a row what they would
-give it in any company (`prefill_experts`).
+The bits of a row depend only on the tokens up to the end of its block (design decision 9): matrices
+are dequantized once per chunk but multiplied block by block (`Products`), attention is aligned by
+absolute position (`prefill_attention`), and experts give a row the same result in any batch
+(`prefill_experts`).
 """
 
 from __future__ import annotations
@@ -36,25 +35,25 @@ from g4spec.runtime.cuda.prefill.prefill_attention import Chunk, HeadWeights
 from g4spec.runtime.cuda.prefill.prefill_experts import Experts, Stacks
 from g4spec.runtime.cuda.step import packed_rows
 from g4spec.runtime.cuda.weights.dequant import Products, Weight
-from g4spec.runtime.cuda.weights.matrix import Matrix, below, in_turns, join
+from g4spec.runtime.cuda.weights.matrix import Matrix, concat_rows, interleave_experts, join
 
 PROJECTED = 2.0**-4
-"""What projections are multiplied with, to fit half precision."""
+"""Factor of projections, to stay within half precision."""
 
 HIDDEN = 2.0**-6
-"""What gelu(gate) * up is multiplied with, for the same reason."""
+"""Factor of gelu(gate) * up, to stay within half precision."""
 
 STILL = 1e-20
-"""Radians a position up to which a pair does not turn."""
+"""Angle per position, in radians, up to which a pair counts as not rotated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """Rows [T, N] between two ops, in a buffer that a later op writes again.
+    """Rows [T, N] between two ops, in a buffer that a later op overwrites.
 
     Attributes:
-        values: float16, what a product reads; or float32, what it gave.
-        factor: `values` are the numbers that are meant, times this.
+        values: float16 inputs of a matmul, or its float32 results.
+        factor: `values` are the actual numbers times this factor.
     """
 
     values: torch.Tensor
@@ -66,7 +65,7 @@ class Scaled:
 
 @dataclass(frozen=True, slots=True)
 class Queries:
-    """Queries that were laid out for attention, `heads` of them a row."""
+    """Queries in the layout of attention, `heads` of them per row."""
 
     on: prefill_attention.Attention
     heads: int
@@ -75,14 +74,14 @@ class Queries:
 class LongOps(CudaOps):
     """`Ops` for chunks (`Chunk`) of a Gemma 4 target.
 
-    The residual is updated in place; `keep` copies it. Ops that Gemma's targets do not use are
-    those of steps.
+    The residual is updated in place; `keep` copies it. Ops that Gemma targets do not use are those
+    of steps.
 
     Args:
-        ops: of steps; weights are packed once, for both.
-        config: of the target.
-        chunk: most rows of a call, a multiple of PROMPT_BLOCK.
-        n_ctx: positions a sequence may have.
+        ops: the ops of steps; weights are packed once, for both.
+        config: configuration of the target.
+        chunk: maximum number of rows of a call, a multiple of PROMPT_BLOCK.
+        n_ctx: context length of a sequence.
     """
 
     _normed: torch.Tensor  # [T, H] float16: what the next product reads
@@ -116,14 +115,15 @@ class LongOps(CudaOps):
     def rope_freqs(
         self, base: float, head_dim: int, divisors: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See `Ops.rope_freqs`; layers alike share one tensor, by which `_turns` knows them."""
+        """See `Ops.rope_freqs`. Equal layers share one tensor, which is the key of the cosines in
+        `_turns`."""
         key = base, head_dim, divisors
         if key not in self._freqs:
             self._freqs[key] = super().rope_freqs(*key)
         return self._freqs[key]
 
     def spans(self, batch: Batch, reaches: Iterable[Reach]) -> Spans:
-        """See `Ops.spans`. Attention goes by the window of each layer's cache."""
+        """See `Ops.spans`. Attention uses the window of each layer's cache instead."""
         own, out = batch.positions, {}
         for reach in reaches:
             assert not (reach.from_first or reach.to_last), reach
@@ -135,8 +135,8 @@ class LongOps(CudaOps):
         return x.clone()
 
     def linear(self, x: Any, weight: Any, *, partial_sums: bool = False) -> Any:
-        """See `Ops.linear`: of `Scaled` rows -> `Scaled`, which the next call overwrites; of the
-        residual [T, H] -> float32 [T, N]."""
+        """See `Ops.linear`. `Scaled` rows give `Scaled`, which the next call overwrites; the
+        residual [T, H] gives float32 [T, N]."""
         if isinstance(x, Scaled):
             assert partial_sums, "only norm_residual_norm reads scaled rows"
             return self._down(x, weight)
@@ -195,7 +195,7 @@ class LongOps(CudaOps):
         assert a.q_norm is not None and a.v_norm and not a.interleaved, a
         n_head = a.q.shape[0] // a.head_dim
         on = self._ways[kind_of(kv.window, n_head, kv.n_kv, kv.head_dim, kv.rotary_pairs)]
-        weights = _below([w for w in (a.q, a.k, a.v) if w is not None])
+        weights = _concat_rows([w for w in (a.q, a.k, a.v) if w is not None])
         x = self._view(self._wide, len(h), sum(w.rows for w in weights))
         self.products.halves(h.values, weights, x, PROJECTED)
         norms = HeadWeights(
@@ -326,14 +326,14 @@ class LongOps(CudaOps):
     # ---- inside
 
     def _down(self, x: Scaled, weight: Any) -> Scaled:
-        """Rows times a matrix [H, N], as what a sublayer gives."""
+        """Multiply rows with a matrix [H, N]; return the result of a sublayer."""
         out = self._sums[: len(x)]
         self.products.floats(x.values, [_weight(weight)], out)
         return Scaled(out, x.factor)
 
     def _halves(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual [T, H] as a product reads it, and what each row of the product is to be
-        multiplied with, [T]."""
+        """Convert the residual [T, H] to the input of a matmul; return it and the factor [T] of its
+        result."""
         powers = x.new_empty(len(x))
         self._kernel(
             "convert",
@@ -345,13 +345,13 @@ class LongOps(CudaOps):
         return self._normed[: len(x)], powers
 
     def _pair(self, gate: Any, up: Any) -> Sequence[Weight]:
-        """Gates and ups as one matrix in turns of 16 rows, or as two."""
+        """Return gate and up projections as one matrix, interleaved by 16 rows, or as two."""
         if isinstance(gate, Matrix) and isinstance(up, Matrix):
             return self.pairs(gate, up)
         return [_weight(gate), _weight(up)]
 
     def _turns(self, freqs: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-        """Cosines and sines [T, pairs, 2] of the pairs that turn."""
+        """Return cosines and sines [T, pairs, 2] of the pairs that rotate."""
         if self._turned is None or self._turned[0] is not chunk:
             self._turned = chunk, {}
         made = self._turned[1]
@@ -363,7 +363,7 @@ class LongOps(CudaOps):
         return made[freqs]
 
     def _kernel(self, name: str, count: int, **arguments: Any) -> None:
-        """One of prefill.cu that takes a row a block."""
+        """Launch a kernel of prefill.cu that processes one row per block."""
         instance, threads = row_kernel(name, self._config.n_embd)
         launch.kernel("prefill.cu", instance)(count, threads, **arguments, pdl=False)
 
@@ -373,33 +373,33 @@ class LongOps(CudaOps):
 
 
 def _weight(x: Any) -> Weight:
-    """A matrix, or a stack of them, as it lies in memory."""
+    """Return the packed data of a matrix or a stack of matrices."""
     if isinstance(x, Matrix):
-        return x.alone
+        return x.weight
     return Weight("", x, x.shape[-2], x.shape[-1], x.shape[0] if x.dim() == 3 else 1)
 
 
-def _below(matrices: Sequence[Any]) -> list[Weight]:
-    """Matrices below each other, as few as how they lie allows."""
+def _concat_rows(matrices: Sequence[Any]) -> list[Weight]:
+    """Concatenate matrices along rows, into as few as their layout allows."""
     if not all(isinstance(m, Matrix) for m in matrices):
         return [_weight(m) for m in matrices]
     join(matrices)
-    return below(matrices)
+    return concat_rows(matrices)
 
 
 def _stacks(e: op.ExpertLayer) -> Stacks:
-    """The experts' matrices, packed for both vocabularies when they are first asked for."""
+    """Return the experts' matrices, packed for both kinds of ops at first use."""
     stacks = [w for w in (e.gate_exps, e.up_exps) if w is not None]
     turned = None
     if all(isinstance(stack, Matrix) for stack in stacks):
-        turned = in_turns(e.gate_exps, e.up_exps)
+        turned = interleave_experts(e.gate_exps, e.up_exps)
     parts = [_weight(stack) for stack in stacks] if turned is None else [turned]
     return Stacks(parts, _weight(e.down_exps), interleaved=turned is not None)
 
 
 def row_kernel(name: str, width: int) -> tuple[str, int]:
-    """Instance and threads of a kernel of prefill.cu that takes a row of `width` a block: the
-    shape that wastes least, with about six warps."""
+    """Return the instance and thread count of a kernel of prefill.cu for rows of `width`: the shape
+    with the least idle threads, with about six warps."""
     quads = width // 4
     assert width % 4 == 0, width
     shapes = [(warps, -(-quads // (32 * warps))) for warps in range(1, 33)]
@@ -410,7 +410,8 @@ def row_kernel(name: str, width: int) -> tuple[str, int]:
 
 
 def rotating_freqs(freqs: torch.Tensor) -> torch.Tensor:
-    """The leading pairs that turn. InputError where one that does not stands between them."""
+    """Return the frequencies of the leading pairs that rotate. Raise InputError if a pair without
+    rotation lies between them."""
     count = int((freqs > STILL).sum())
     if not bool((freqs[:count] > STILL).all()):
         raise InputError(

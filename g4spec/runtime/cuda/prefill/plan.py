@@ -1,4 +1,4 @@
-"""What reading prompts takes of a GPU's memory, known before anything is made."""
+"""The GPU memory that prefill needs, computed before anything is allocated."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Kind = tuple[int, ...]
 
 
 def kind_of(window: int | None, n_head: int, n_kv: int, head_dim: int, rotary_pairs: int) -> Kind:
-    """Layers alike in this share their buffers of queries, keys and values."""
+    """Return the key by which equal layers share buffers for queries, keys and values."""
     return window or 0, n_head, n_kv, head_dim, rotary_pairs
 
 
 def ways(
     config: Config, arch: str
 ) -> dict[Kind, tuple[LayerSpec, type[prefill_attention.Attention]]]:
-    """A layer of each kind that has keys, and how it attends on `arch` ("": on any)."""
+    """Return a layer of each kind that has keys, with its attention class on `arch` ("": any)."""
     out = {}
     for s in config.layers:
         if s.kv_from is None:
@@ -35,12 +35,12 @@ def ways(
 
 
 def most_rows(chunk: int, n_ctx: int) -> int:
-    """Rows of the longest chunk of a context, padding included."""
+    """Return the number of rows of the longest chunk of a context, including padding."""
     return padded(min(chunk, n_ctx), PROMPT_BLOCK)
 
 
 def shared(config: Config, rows: int) -> Shapes:
-    """What all layers use in turn."""
+    """Return the buffers that all layers share."""
     h, layers, half = config.n_embd, config.layers, torch.float16
     wide = max(max(s.n_ff * 2, (s.n_head + 2 * s.n_kv) * s.head_dim) for s in layers)
     inner = max(max(s.n_ff, s.n_head * s.head_dim, s.n_ple) for s in layers)
@@ -62,8 +62,8 @@ def shared(config: Config, rows: int) -> Shapes:
 
 
 def workspace(config: Config, chunk: int, n_ctx: int, arch: str) -> tuple[int, int]:
-    """Bytes that `LongOps` keeps beside weights and caches, and bytes that a pass takes for
-    a moment beside residual and taps (cuBLAS's own workspace not counted)."""
+    """Return the bytes that `LongOps` allocates beside weights and caches, and the temporary bytes
+    of a pass beside residual and taps (without the workspace of cuBLAS)."""
     first, rows = config.layers[0], most_rows(chunk, n_ctx)
     kept = nbytes(shared(config, rows)) + sum(
         nbytes(way.buffers(spec, rows, n_ctx)) for spec, way in ways(config, arch).values()

@@ -1,14 +1,14 @@
-"""Attention of a chunk of rows to itself and to what the cache holds of earlier rows.
+"""Attention of a prefill chunk over itself and the KV cache of earlier rows.
 
-Keys and values that the chunk may see are gathered once a layer: those of the cache from the first
-visible position on (a multiple of 64), then the chunk's own, as the cache stores them. A sliding
-layer's ring may therefore be smaller than a chunk: it takes the chunk's last rows when everything
-is gathered.
+The visible keys and values are gathered once per layer: those of the cache from the first visible
+position on (a multiple of 64), then those of the chunk, in the form in which the cache stores them.
+The ring buffer of a sliding layer may therefore be smaller than a chunk: it takes the last rows of
+the chunk after everything is gathered.
 
-A chunk is whole blocks of PROMPT_BLOCK rows and begins at a multiple of it. What is computed
-together and in which order then depends on absolute positions alone: blocks of queries never span
-two prompt blocks, and tiles of keys are aligned. A key that a row does not see has a weight of
-exactly zero, whatever else is in its tile.
+A chunk consists of whole blocks of PROMPT_BLOCK rows and starts at a multiple of it. So what is
+computed together, and in which order, depends only on absolute positions: blocks of queries never
+span two prompt blocks, and tiles of keys are aligned. A key that a row does not attend to has a
+weight of exactly zero, whatever else is in its tile.
 """
 
 from __future__ import annotations
@@ -27,39 +27,41 @@ from g4spec.runtime.cuda.cache.cuda_kv_size import ROTARY_PAIRS, shares
 from g4spec.runtime.cuda.prefill.buffers import Shapes, allocate
 
 EVERYTHING = 1 << 30
-"""The window of a layer without one."""
+"""Window of a global layer."""
 
 TILE = 64
-"""Rows of keys and values that belong together; see cuda/include/prefill_kv_layout.cuh."""
+"""Rows of keys and values in a tile; see cuda/include/prefill_kv_layout.cuh."""
 
 KEYS = 2048
-"""Keys whose scores are computed at a time."""
+"""Number of keys whose scores are computed at a time."""
 
 ROWS = 8192
-"""Rows (of all heads) whose scores are computed at a time: with KEYS, 64 MB of scores."""
+"""Number of rows (over all heads) whose scores are computed at a time; with KEYS, 64 MB of
+scores."""
 
 FLASH = 128
-"""Rows of a block of prefill_flash.cu."""
+"""Rows per CTA of prefill_flash.cu."""
 
 FLASH_SHARED = 6 * 64 * 256 * 2 + 256
-"""Bytes of shared memory of such a block: queries, two tiles of keys and of values, barriers."""
+"""Shared memory of such a CTA in bytes: queries, two tiles of keys and of values, barriers."""
 
 WIDE = 64
-"""Rows of a block of prefill_flash_wide.cu."""
+"""Rows per CTA of prefill_flash_wide.cu."""
 
 WIDE_SHARED = 64 * 512 * 2 + 2 * 64 * 640 * 2 + 2048
-"""Bytes of its shared memory: queries, two tiles, a few numbers of each row, barriers."""
+"""Shared memory of such a CTA in bytes: queries, two tiles, a few numbers per row, barriers."""
 
 _CACHES = {"f16": "F16Cache", "q8_0": "Q8Cache"}
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk(Batch):
-    """Consecutive rows of one sequence's prompt, whole blocks of PROMPT_BLOCK.
+    """Consecutive rows of one prompt, in whole blocks of PROMPT_BLOCK.
 
     Attributes:
-        slot, start: on the host: its slot, and the first position, a multiple of PROMPT_BLOCK.
-        count: rows of the prompt; those behind them are padding, which is computed and not kept.
+        slot, start: on the host: slot of the sequence, and first position, a multiple of
+            PROMPT_BLOCK.
+        count: number of prompt rows; the rest is padding, which is computed and discarded.
     """
 
     slot: int
@@ -73,12 +75,12 @@ class Chunk(Batch):
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """Norms of a layer's heads, float32 [head_dim].
+    """Norm weights of a layer's heads, float32 [head_dim].
 
     Attributes:
-        k_norm: None where the layer reads the keys and values of another.
-        own_values: whether values are projected; else keys before their norm are the values too.
-        eps: of the norms, for projections as they are scaled here.
+        k_norm: None if the layer reads the KV cache of another.
+        own_values: whether values are projected; otherwise keys before their norm are the values.
+        eps: epsilon of the norms, for projections with their scale here.
     """
 
     q_norm: torch.Tensor
@@ -88,21 +90,22 @@ class HeadWeights:
 
 
 class Attention:
-    """One kind of layer: buffers for its queries, and for the keys and values they see.
+    """Base class for one kind of layer: buffers for its queries and for the keys and values they
+    read.
 
     Args:
         spec: a layer of this kind.
-        chunk: most rows.
-        n_ctx: positions a sequence may have.
+        chunk: maximum number of rows.
+        n_ctx: context length of a sequence.
     """
 
     layouts = "RowMajor", "RowMajor"
-    """Of queries, and of keys and values; see cuda/include/prefill_kv_layout.cuh."""
+    """Layouts of queries, and of keys and values; see cuda/include/prefill_kv_layout.cuh."""
     fold = False
-    """Whether queries take over the weights of the keys' norm."""
+    """Whether the norm weights of keys are folded into the queries."""
 
     extra = 0
-    """Values of a row of `keys` beyond those of a head."""
+    """Values per row of `keys` beyond those of a head."""
 
     queries: torch.Tensor
     keys: torch.Tensor
@@ -120,7 +123,7 @@ class Attention:
 
     @classmethod
     def buffers(cls, spec: LayerSpec, chunk: int, n_ctx: int) -> Shapes:
-        """What it keeps. Without `values`, they are part of the keys."""
+        """Return the shapes of its buffers. Without `values`, the values are part of the keys."""
         chunk = padded(chunk, PROMPT_BLOCK)
         before = n_ctx if spec.window is None else spec.window - 1 + TILE
         rows = padded(min(padded(n_ctx, PROMPT_BLOCK), before + chunk))
@@ -133,23 +136,24 @@ class Attention:
         return found if cls.extra else found | {"values": ((spec.n_kv, rows, dim), half)}
 
     def first(self, start: int) -> int:
-        """Position of row 0 of `keys` for a chunk at `start`."""
+        """Return the position of row 0 of `keys` for a chunk at `start`."""
         return self._visible(start) // TILE * TILE
 
     def _visible(self, start: int) -> int:
-        """First position that the row at `start` sees."""
+        """Return the first position that the row at `start` attends to."""
         return max(0, start - self.window + 1)
 
     def prepare(
         self, qkv: torch.Tensor, w: HeadWeights, turns: torch.Tensor, cache: CudaKV, chunk: Chunk
     ) -> None:
-        """Lay out the queries, and all keys and values they see; append the chunk's own to the
-        cache. A layer without keys must follow the one whose keys it reads, with no other of its
-        kind that has keys in between: a ring no longer holds what the chunk's first rows see.
+        """Lay out the queries and all keys and values that they read; append those of the chunk to
+        the cache. A layer without keys must follow the one whose keys it reads, with no other layer
+        of its kind in between, because a ring buffer no longer has what the first rows of the chunk
+        read.
 
         Args:
             qkv: projections [T, heads * D] float16: queries, then keys and values, if any.
-            turns: [T, pairs, 2] cosines and sines of the pairs that turn.
+            turns: [T, pairs, 2] cosines and sines of the pairs that rotate.
         """
         count, n = len(qkv), qkv.shape[1] // self.dim
         first, kind = (
@@ -188,7 +192,7 @@ class Attention:
         )
 
     def _gather(self, cache: CudaKV, chunk: Chunk, kind: tuple[Any, ...]) -> None:
-        """Lay out what the cache holds of positions before the chunk."""
+        """Lay out the cache entries of positions before the chunk."""
         first = self.first(chunk.start)
         if chunk.start == first:
             return
@@ -207,12 +211,13 @@ class Attention:
         )
 
     def attend(self, out: torch.Tensor, start: int) -> None:
-        """Attention of the prepared rows -> `out` [T, n_head * D] float16."""
+        """Compute attention of the prepared rows -> `out` [T, n_head * D] float16."""
         raise NotImplementedError
 
 
 def _planes(cache: CudaKV, slot: int) -> dict[str, Any]:
-    """Planes of a cache and where the slot's rows lie in them, as kernels take it."""
+    """Return the planes of a cache and the location of the slot's rows in them, as kernel
+    arguments."""
     pages = cache.space.table[slot] if cache.paged else None
     return {
         "cache_keys": cache.keys,
@@ -226,7 +231,7 @@ def _planes(cache: CudaKV, slot: int) -> dict[str, Any]:
 
 
 class Flash(Attention):
-    """Scores stay in registers: heads of 256 on sm_90 (prefill_flash.cu)."""
+    """Keeps scores in registers: heads of 256 on sm_90 (prefill_flash.cu)."""
 
     layouts = "SwizzledTiles", "SwizzledTiles"
 
@@ -251,8 +256,8 @@ class Flash(Attention):
 
 
 class Wide(Attention):
-    """The same for heads of 512 whose keys are their values, turned and weighted
-    (prefill_flash_wide.cu). A row holds the values, and of the keys the part that turns."""
+    """Keeps scores in registers: heads of 512 of K=V layers (prefill_flash_wide.cu). A row has the
+    values, and of the keys only the rotated part."""
 
     layouts = "SwizzledTiles", "SharedKvTiles"
     fold = True
@@ -278,7 +283,7 @@ class Wide(Attention):
 
 
 class Scores(Attention):
-    """Scores of a block of rows with a block of keys lie in memory between two products."""
+    """Keeps the scores of a block of rows and keys in memory between two matmuls."""
 
     scores: torch.Tensor
     weights: torch.Tensor
@@ -298,7 +303,7 @@ class Scores(Attention):
 
     @staticmethod
     def block(n_head: int) -> int:
-        """Tokens computed at a time, a divisor of PROMPT_BLOCK."""
+        """Return the number of tokens computed at a time, a divisor of PROMPT_BLOCK."""
         return min(PROMPT_BLOCK, 1 << (ROWS // n_head).bit_length() - 1)
 
     def attend(self, out: torch.Tensor, start: int) -> None:
@@ -307,7 +312,7 @@ class Scores(Attention):
             self._block(out[begin : begin + step], begin, offset + begin)
 
     def _block(self, out: torch.Tensor, begin: int, offset: int) -> None:
-        """Rows from `begin` on, the first of which stands in row `offset` of the keys."""
+        """Compute the rows from `begin` on, the first of which is row `offset` of the keys."""
         rows, heads = len(out) * self.group, self.n_kv
         queries = self.queries[:, begin * self.group : begin * self.group + rows]
         o = self.sums[: heads * rows].view(heads, rows, self.dim)
@@ -352,8 +357,8 @@ class Scores(Attention):
 
 
 def kind(head_dim: int, rotary_pairs: int, arch: str) -> type[Attention]:
-    """Return the fastest class for a layer whose cache stores `rotary_pairs` pairs of keys (0: keys
-    are stored whole)."""
+    """Return the fastest class for a layer whose cache stores `rotary_pairs` pairs of keys (0:
+    whole keys)."""
     if arch == "sm_90a" and head_dim == 256:
         return Flash
     if arch == "sm_90a" and shares(head_dim, rotary_pairs):
@@ -362,7 +367,7 @@ def kind(head_dim: int, rotary_pairs: int, arch: str) -> type[Attention]:
 
 
 def padded(rows: int, tile: int = TILE) -> int:
-    """Rows of whole tiles."""
+    """Round up to whole tiles."""
     return -(-rows // tile) * tile
 
 

@@ -1,12 +1,10 @@
-"""Experts of many rows: rows are put in the order of their experts, whose matrices are
-dequantized all together, and multiplied group by group. In bf16, see `dequant`; where a GPU has no
-fast product in bf16, in half precision.
+"""Experts in prefill: rows are sorted by expert, all matrices are dequantized, and a grouped matmul
+multiplies group by group. Uses bf16 (see `dequant`), or half precision on GPUs without fast bf16.
 
-What a row gets does not depend on the rows beside it. Torch's grouped product finds the sizes of
-groups in device memory. So the kernel that it takes, and how that cuts rows and columns into tiles,
-can only follow from the shapes, and these are always the same: the visits of FULL rows, whatever
-comes behind the last group. Within a tile, rows are independent and K is summed in order.
-Where torch has none and would multiply group by group, each product has RUN rows, which may reach
+The result of a row does not depend on other rows. Torch's grouped matmul reads the group sizes from
+device memory, so its choice of kernel and tiles can only follow from the shapes, and these are
+always those of FULL rows, whatever follows the last group. Within a tile, rows are independent and
+K is summed in order. Where torch has no grouped matmul, each matmul has RUN rows, which may reach
 into the next group.
 """
 
@@ -24,26 +22,26 @@ from g4spec.runtime.cuda.step.attention import TENSOR_ARCHS
 from g4spec.runtime.cuda.weights.dequant import Products, Weight
 
 SHRUNK = 2.0**-6
-"""What rows are multiplied with to fit half precision, where bfloat16 is not used."""
+"""Factor of rows in half precision, where bfloat16 is not used."""
 
 RUN = 64
-"""Rows of one expert that are multiplied at a time where experts are taken one by one."""
+"""Rows of one expert per matmul where there is no grouped matmul."""
 
 GROUPED_ARCHS = ("sm_90a", "sm_100")
-"""GPUs for which torch has a grouped product."""
+"""Architectures for which torch has a grouped matmul."""
 
 FULL = 4096
-"""Rows whose visits the grouped product is given: the longest chunk that a GPU reads unless it is
-asked to."""
+"""Number of rows in the shape of the grouped matmul: the longest chunk that a GPU chooses by
+default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stacks:
-    """The matrices of a layer's experts, as they lie in memory.
+    """The packed matrices of a layer's experts.
 
     Attributes:
-        gate_up: E matrices [2 I, H]: gates and ups in turns of 16 rows (`interleaved`), or all
-            gates first; or E of gates and E of ups [I, H]. down: E matrices [H, I].
+        gate_up: E matrices [2 I, H] with gate and up interleaved by 16 rows (`interleaved`) or all
+            gate rows first; or E gate and E up matrices [I, H]. down: E matrices [H, I].
     """
 
     gate_up: Sequence[Weight]
@@ -55,12 +53,12 @@ class Experts:
     """Buffers for the experts of a chunk.
 
     Args:
-        arch: of the GPU, or "" to do only what every GPU can.
+        arch: architecture of the GPU, or "" to use only what every GPU supports.
 
     Attributes:
-        halves: whether products are in half precision.
-        rows: [T, H] bfloat16, what they read. `routed`: [T, H] float32, what the router reads.
-        places, weights: [T * k], where the results of each row stand, and their weights.
+        halves: whether matmuls are in half precision.
+        rows: [T, H] bfloat16, input of the experts. routed: [T, H] float32, input of the router.
+        places, weights: [T * k], index of the result of each (row, expert), and its weight.
     """
 
     rows: torch.Tensor
@@ -84,7 +82,8 @@ class Experts:
 
     @staticmethod
     def buffers(spec: LayerSpec, n_embd: int, chunk: int, arch: str) -> Shapes:
-        """What it keeps. `ids`, `places` and `visits` are of each visit of a row to an expert."""
+        """Return the shapes of its buffers. `ids`, `places` and `visits` have one entry per (row,
+        expert)."""
         visits, brief = chunk * spec.n_expert_used, torch.bfloat16
         given = _given(chunk, arch) * spec.n_expert_used
         whole, floats = torch.int32, torch.float32
@@ -103,8 +102,8 @@ class Experts:
 
     @staticmethod
     def passing(spec: LayerSpec, n_embd: int, chunk: int, arch: str) -> int:
-        """Bytes of the results of products, those of gates and ups together with those of `down`;
-        without bf16 also of their rows in half precision."""
+        """Return the bytes of the results of gate and up, and of `down`; without bf16 also of their
+        rows in half precision."""
         gate_up = 2 * spec.n_ff_expert * (2 if spec.split_experts else 1)
         widths = max(gate_up, 2 * spec.n_ff_expert + n_embd)
         widths += n_embd if _without_bf16(arch) else 0
@@ -118,8 +117,8 @@ class Experts:
         products: Products,
         count: int,
     ) -> torch.Tensor:
-        """What `count` rows get from each of their experts, [count * k, H] bfloat16 in the order
-        of `places`.
+        """Compute the result of `count` rows for each of their experts, [count * k, H] bfloat16 in
+        the order of `places`.
 
         Args:
             router: float32 [E, H], for rows normed with the router's weight. `gains`: [E].
@@ -174,8 +173,8 @@ class Experts:
     def _products(
         self, x: torch.Tensor, weight: Weight, products: Products, visits: int
     ) -> torch.Tensor:
-        """Rows in the order of their experts, the first `visits` of x, times their expert's
-        matrix; what the result holds behind them is undefined."""
+        """Multiply the first `visits` rows of x, sorted by expert, with the matrix of their expert.
+        Results after them are undefined."""
         stack = products.matrix([weight], torch.float16 if self.halves else torch.bfloat16)
         stack = stack.view(weight.matrices, weight.rows, weight.columns)
         if self.grouped:
@@ -183,7 +182,7 @@ class Experts:
         return self._one_by_one(x[:visits], stack)
 
     def _one_by_one(self, x: torch.Tensor, stack: torch.Tensor) -> torch.Tensor:
-        """The same expert by expert, RUN rows at a time; the host waits for their sizes."""
+        """Multiply expert by expert, RUN rows at a time; the host waits for the group sizes."""
         out, begin = x.new_empty(len(x), stack.shape[1]), 0
         rows = (x * SHRUNK).to(torch.float16) if self.halves else x
         for matrix, end in zip(stack, self.ends.tolist(), strict=True):
@@ -197,10 +196,10 @@ class Experts:
 
 
 def _without_bf16(arch: str) -> bool:
-    """Whether a GPU has no fast product in bf16: those before sm_80."""
+    """Return whether a GPU has no fast bf16 matmul: those before sm_80."""
     return arch not in TENSOR_ARCHS
 
 
 def _given(chunk: int, arch: str) -> int:
-    """Rows whose visits a product is given."""
+    """Return the number of rows in the shape of a matmul."""
     return max(chunk, FULL) if arch in GROUPED_ARCHS else chunk

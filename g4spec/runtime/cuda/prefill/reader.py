@@ -1,4 +1,4 @@
-"""How prompts are read: in chunks of whole blocks, where kernels take the model's shape."""
+"""Prefill of prompts: in chunks of whole blocks if the kernels support the model's shape."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from g4spec.runtime.target import Target
 
 LONG_HEADS = (256, 512)
-"""Head sizes of targets that are read in chunks."""
+"""Head sizes of targets that chunks support."""
 
 PADDING = 0
-"""Token of the rows behind a prompt's last."""
+"""Token of padding rows after the prompt."""
 
 
 class Reader:
-    """Reads prompts of a target. The buffers of long chunks are made when the first one comes.
+    """Runs prefill of a target. The buffers of long chunks are allocated at first use.
 
     Args:
         backend: its `ops` compute steps.
-        target: read with its `model`, `caches` and `taps`, at most `chunk` rows a call.
+        target: its `model`, `caches` and `taps` are used, with at most `chunk` rows per call.
     """
 
     def __init__(self, backend: Backend, target: Target) -> None:
@@ -53,10 +53,11 @@ class Reader:
                 _check_rotary_pairs(spec.index, freqs, caches[spec.index].rotary_pairs)
 
     def read(self, slot: int, ids: Sequence[int], start: int) -> StepRows:
-        """Run prompt tokens at positions start, start + 1, ..., appending to the slot's caches.
+        """Compute prompt tokens at positions start, start + 1, ..., appending to the slot's caches.
 
         Args:
-            ids: at most `chunk` of them. start: a multiple of PROMPT_BLOCK.
+            ids: at most `chunk` tokens.
+            start: a multiple of PROMPT_BLOCK.
         """
         assert 0 < len(ids) <= self.target.chunk and start % PROMPT_BLOCK == 0, (len(ids), start)
         if not self._fits:
@@ -70,8 +71,8 @@ class Reader:
         return read if rows == count else read.rows(0, count, (count,))
 
     def commit(self, draft: Draft, rows: StepRows) -> None:
-        """Give a draft what `read` returned: block by block, or as in steps where kernels do not
-        take its heads."""
+        """Update a draft with the result of `read`: block by block, or as in steps if kernels do
+        not support its heads."""
         if self._draft is None or self._draft[0] is not draft:
             self._draft = draft, *_for_prompts(draft, self._ops)
         _, long, size = self._draft
@@ -81,15 +82,15 @@ class Reader:
             long.commit(rows.rows(at, at + n, (n,)), self._ops.ids([n - 1]))
 
     def _made(self) -> Model:
-        """The target's forward pass in the vocabulary of chunks."""
+        """Return the target's model with the ops for chunks, created at first use."""
         target = self.target
         if isinstance(target.model.table, Matrix):
-            _ = target.model.table.alone  # packed before buffers take the room for it
+            _ = target.model.table.weight  # packed before buffers take the room for it
         long = LongOps(self._ops, target.config, target.chunk, target.n_ctx)
         return Model(target.config, target.model.w, long)
 
     def _in_steps(self, slot: int, ids: Sequence[int], start: int) -> StepRows:
-        """16 rows at a time, as a step is computed."""
+        """Compute 16 rows at a time, as in a step."""
         self._ops.without_kernel.add("prompts in long chunks")
         parts = [
             self._forward(
@@ -106,8 +107,8 @@ class Reader:
     def _forward(self, model: Model, batch: Batch) -> StepRows:
         hidden, tapped = model.forward(batch, self.target.caches, self.target.taps)
         taps = [tapped[i] for i in self.target.taps]
-        beside = torch.cat(taps, dim=1) if taps else hidden.new_empty(len(hidden), 0)
-        return StepRows(batch, hidden, beside)
+        interleave_gate_up = torch.cat(taps, dim=1) if taps else hidden.new_empty(len(hidden), 0)
+        return StepRows(batch, hidden, interleave_gate_up)
 
     def _batch(self, slot: int, ids: Sequence[int], start: int) -> Batch:
         tokens = self._ops.ids(list(ids))
@@ -116,8 +117,8 @@ class Reader:
 
 
 def fits(config: Config) -> bool:
-    """Whether prompts of this target are read in long chunks: kernels there take whole vectors of
-    4 values of a row and of 8 of an inner one."""
+    """Return whether long chunks support this target: their kernels read rows by vectors of 4
+    values, and inner values by vectors of 8."""
     widths = [w for s in config.layers for w in (s.n_ff, s.n_ff_expert, s.n_ple)]
     return (
         packed_rows.fits(config.n_embd)
@@ -127,8 +128,8 @@ def fits(config: Config) -> bool:
 
 
 def _for_prompts(draft: Draft, ops: CudaOps) -> tuple[Draft, int]:
-    """The same draft, state and caches included, with ops for prompts; and how many rows it takes
-    at a time."""
+    """Return a copy of the draft that shares its state and caches but has ops for prompts, and the
+    number of rows it takes at a time."""
     if not isinstance(draft, WeightedDrafter):
         return draft, PROMPT_BLOCK
     if not all(kv.head_dim in HEAD_DIMS for kv in draft.caches):
@@ -139,7 +140,7 @@ def _for_prompts(draft: Draft, ops: CudaOps) -> tuple[Draft, int]:
 
 
 def _check_rotary_pairs(layer: int, freqs: torch.Tensor, most: int) -> None:
-    """Raise where more of a head turns than the layer's cache was made for."""
+    """Raise an error if more pairs rotate than the layer's cache stores."""
     beyond = int((freqs[most:] > STILL).sum())
     if beyond:
         raise InputError(

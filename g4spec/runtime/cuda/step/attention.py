@@ -21,7 +21,7 @@ from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
 from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS, ROTARY_PAIRS, Kind, shares
 from g4spec.runtime.cuda.cache.heads import HEAD_DIMS
-from g4spec.runtime.cuda.step.packed_rows import Rows, empty
+from g4spec.runtime.cuda.step.packed_rows import PackedRows, empty
 
 MAX_ROWS = 16
 """Tokens of a sequence in a step."""
@@ -34,12 +34,12 @@ _RING = {64: 65536, 128: 65536, 256: 196608, 512: 196608}
 """Most bytes of tiles in flight in a block, by head_dim."""
 LARGEST_SHIFT = 11
 """Of chunks that grow: 2048 positions, of which there are two before they do."""
-_CHUNKS = 256  # of a row at most, see attention_combine.cu and attention_chunks.cuh
+_MAX_CHUNKS = 256  # of a row at most, see attention_combine.cu and attention_chunks.cuh
 
 
 @dataclass(frozen=True)
-class Shape:
-    """One instance of `attend_chunks`; see the template `Shape` in attention_tiles.cuh."""
+class AttentionConfig:
+    """One instance of `attend_chunks`; see its template in attention_tiles.cuh."""
 
     head_dim: int
     kind: Kind
@@ -104,7 +104,7 @@ def tile_keys(head_dim: int) -> int:
 @functools.cache
 def choose(
     head_dim: int, kind: Kind, rows: int, arch: str, rotary_pairs: int = 0
-) -> tuple[Shape, int]:
+) -> tuple[AttentionConfig, int]:
     """The instance for `rows` (token, head) pairs of a KV head, and the blocks they are cut into.
 
     As few blocks as fit, then tiles in as few parts as leave room for two of each. `rotary_pairs`:
@@ -120,17 +120,19 @@ def choose(
     raise AssertionError((head_dim, kind, rows, arch))
 
 
-def _with_parts(head_dim: int, kind: Kind, tiles: int, arch: str) -> Shape | None:
-    """`Shape` with its tiles cut into as few parts as leave room for two of each."""
+def _with_parts(head_dim: int, kind: Kind, tiles: int, arch: str) -> AttentionConfig | None:
+    """`AttentionConfig` with its tiles cut into as few parts as leave room for two of each."""
     keys = tile_keys(head_dim)
     for parts in (1, 2, 4, 8):
         if head_dim // parts < 64 or keys // parts < 16:
             continue
-        shape = Shape(head_dim, kind, tiles, parts, parts)
+        shape = AttentionConfig(head_dim, kind, tiles, parts, parts)
         room = min(nvrtc.SHARED_LIMIT[arch] - _STATIC - shape.fixed, _RING[head_dim])
         count = room // max(shape.stages)
         if count >= 4:
-            return Shape(head_dim, kind, tiles, parts, parts, count // 2, (count + 1) // 2)
+            return AttentionConfig(
+                head_dim, kind, tiles, parts, parts, count // 2, (count + 1) // 2
+            )
     return None
 
 
@@ -151,7 +153,7 @@ class Chunks:
         tile = tile_keys(kv.head_dim)
         if kv.window is None:
             chunks = cls(min(_log2(max(tile, 32 * kv.n_kv)), LARGEST_SHIFT), True)
-            while chunks.most(positions, positions) > _CHUNKS:
+            while chunks.most(positions, positions) > _MAX_CHUNKS:
                 chunks = cls(chunks.shift + 1, True)
             return chunks
         each = max(1, 128 // kv.n_kv - 1)  # about 128 parts in all
@@ -185,11 +187,11 @@ def _log2(n: int) -> int:
 
 
 @dataclass(frozen=True)
-class Attended:
+class AttentionOutput:
     """What rows saw. `values`: [T, n_head * D] float32; `rows`: the same as a product reads it."""
 
     values: torch.Tensor
-    rows: Rows
+    rows: PackedRows
 
 
 def attend(
@@ -201,7 +203,7 @@ def attend(
     scale: float,
     *,
     plain: bool | None = None,
-) -> Attended:
+) -> AttentionOutput:
     """Compute softmax(scale * q k) v over positions first[t] .. last[t] of each row's slot.
 
     The kernel prefetches keys of positions before a sequence's first row while its predecessor
@@ -223,7 +225,7 @@ def attend(
     assert n_head % kv.n_kv == 0, (n_head, kv.n_kv)
     group, chunks = n_head // kv.n_kv, Chunks.of(kv, kv.positions)
     room = chunks.most(kv.positions, kv.positions)
-    assert room <= _CHUNKS, (room, kv.positions)
+    assert room <= _MAX_CHUNKS, (room, kv.positions)
     sums = torch.empty(sequences, room, kv.n_kv, tokens * group, head_dim, device=q.device)
     tops = torch.empty(sequences, room, kv.n_kv, tokens * group, 2, device=q.device)
     if plain is None:
@@ -277,7 +279,12 @@ def _cache_arguments(kv: CudaKV) -> dict[str, Any]:
 
 
 def _grid(
-    kernel: launch.Kernel, shape: Shape, kv: CudaKV, chunks: Chunks, blocks: int, batch: Batch
+    kernel: launch.Kernel,
+    shape: AttentionConfig,
+    kv: CudaKV,
+    chunks: Chunks,
+    blocks: int,
+    batch: Batch,
 ) -> int:
     """Blocks of `attend_chunks`: as many as run at once, or as there is work at most, and at least
     one for each pair of heads and rows of each sequence. The kernel shares them out."""
@@ -305,7 +312,7 @@ def _combine(
     last: torch.Tensor,
     tokens: int,
     chunks: Chunks,
-) -> Attended:
+) -> AttentionOutput:
     """The second phase: sums [S, chunks, n_kv, rows, D], tops [S, chunks, n_kv, rows, 2]."""
     _, room, n_kv, rows, head_dim = sums.shape
     count, group = len(first), rows // tokens
@@ -333,7 +340,7 @@ def _combine(
         shift=chunks.shift,
         growing=chunks.growing,
     )
-    return Attended(out, packed)
+    return AttentionOutput(out, packed)
 
 
 def plain_instance(head_dim: int, kind: Kind, rotary_pairs: int) -> str:

@@ -16,22 +16,22 @@ from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
 from g4spec.runtime.cuda.cache.cuda_kv_size import TILE
 from g4spec.runtime.cuda.cache.heads import NORM_V, Heads
-from g4spec.runtime.cuda.step.attention import TENSOR_ARCHS, Chunks, Shape
-from g4spec.runtime.cuda.step.packed_rows import MOST, Rows, empty
+from g4spec.runtime.cuda.step.attention import TENSOR_ARCHS, AttentionConfig, Chunks
+from g4spec.runtime.cuda.step.packed_rows import GROUP_ROWS, PackedRows, empty
 
 HEAD_DIM, GROUP = 256, 2
-TOKENS, FOURS = 4, (1, 2)
+GROUP_TOKENS, TOKEN_GROUPS = 4, (1, 2)
 """Of a block, and how many times as many it may have where a step has more."""
-MOST_HEADS = 16
+MAX_KV_HEADS = 16
 """Of keys, Gemma's most: there are counters for so many of 256 sequences."""
-MOST_CHUNKS = {1: 10, 2: 6}
+MAX_CHUNKS = {1: 10, 2: 6}
 """That a step may see, by tiles of a chunk."""
 
 _STATIC = 1024  # bytes of shared memory that the kernel declares, and that the GPU keeps
 
 
 @dataclass(frozen=True, slots=True)
-class Unfinished:
+class ProjectedQkv:
     """Queries, keys and values as they leave the product: `attend` finishes and stores them.
 
     Attributes:
@@ -42,9 +42,9 @@ class Unfinished:
     heads: Heads
     y: torch.Tensor
 
-    def rows(self, first: int, last: int) -> Unfinished:
+    def rows(self, first: int, last: int) -> ProjectedQkv:
         """Rows first .. last - 1."""
-        return Unfinished(self.heads, self.y[..., first:last, :].contiguous())
+        return ProjectedQkv(self.heads, self.y[..., first:last, :].contiguous())
 
 
 def takes(heads: Heads, kv: CudaKV | None) -> bool:
@@ -53,14 +53,14 @@ def takes(heads: Heads, kv: CudaKV | None) -> bool:
         return False
     arch = launch.arch(kv.keys.device.index)
     shape = heads.head_dim == HEAD_DIM and heads.n_q == GROUP * heads.n_kv and heads.n_kv > 0
-    if not shape or heads.n_kv > MOST_HEADS or heads.pairs or heads.v_from_k:
+    if not shape or heads.n_kv > MAX_KV_HEADS or heads.pairs or heads.v_from_k:
         return False
     tiles = _tiles(kv)
-    return _chunks(kv) <= MOST_CHUNKS.get(tiles, 0) and arch in _archs(tiles)
+    return _chunks(kv) <= MAX_CHUNKS.get(tiles, 0) and arch in _archs(tiles)
 
 
 def attend(
-    q: Unfinished,
+    q: ProjectedQkv,
     kv: CudaKV,
     batch: Batch,
     first: torch.Tensor,
@@ -68,7 +68,7 @@ def attend(
     scale: float,
     arrived: torch.Tensor,
     at_once: int,
-) -> Rows:
+) -> PackedRows:
     """softmax(scale * q k) v over positions first[t] .. last[t] in the slot of each row, after the
     rows' own keys and values have gone to `kv`.
 
@@ -84,16 +84,16 @@ def attend(
     h, count, tokens, sequences = q.heads, len(batch), batch.rows_per_sequence, len(batch.sizes)
     slices = q.y.shape[0] if q.y.dim() == 3 else 1
     assert q.y.shape[-2:] == (count, (h.n_q + 2 * h.n_kv) * HEAD_DIM), (q.y.shape, count)
-    assert 1 <= tokens <= MOST and not kv.paged, batch.sizes
-    tiles, chunks, blocks = _tiles(kv), _chunks(kv), -(-tokens // TOKENS)
+    assert 1 <= tokens <= GROUP_ROWS and not kv.paged, batch.sizes
+    tiles, chunks, blocks = _tiles(kv), _chunks(kv), -(-tokens // GROUP_TOKENS)
     assert len(arrived) >= sequences * blocks * h.n_kv
     y = empty(count, h.n_q * HEAD_DIM, q.y.device)
-    fours = min(blocks, max(FOURS))
-    room = chunks * -(-blocks // fours) * fours * h.n_kv * GROUP * TOKENS
+    token_groups = min(blocks, max(TOKEN_GROUPS))
+    room = chunks * -(-blocks // token_groups) * token_groups * h.n_kv * GROUP * GROUP_TOKENS
     sums = torch.empty(sequences, room, HEAD_DIM, device=q.y.device)
     tops = torch.empty(sequences, room, 2, device=q.y.device)
     turns = max(1, min(chunks, at_once // (h.n_kv * blocks * sequences)))
-    launch.kernel("attention_window.cu", instance(tiles, slices, fours), q.y.device.index)(
+    launch.kernel("attention_window.cu", instance(tiles, slices, token_groups), q.y.device.index)(
         (h.n_kv, blocks * sequences, turns),
         512,
         y=q.y,
@@ -118,14 +118,14 @@ def attend(
         capacity=kv.capacity,
         eps=h.eps,
         scale=scale,
-        shared=_shared(tiles, fours),
+        shared=_shared(tiles, token_groups),
     )
     return y
 
 
-def instance(tiles: int, slices: int, fours: int) -> str:
+def instance(tiles: int, slices: int, token_groups: int) -> str:
     """Name of a kernel of attention_window.cu."""
-    return f"attend_window<{tiles}, {slices}, {fours}>"
+    return f"attend_window<{tiles}, {slices}, {token_groups}>"
 
 
 def _tiles(kv: CudaKV) -> int:
@@ -137,18 +137,18 @@ def _chunks(kv: CudaKV) -> int:
     """Most chunks that the rows of a step see: at most the window in front of the first row, and as
     many positions as there are rows."""
     assert kv.window is not None
-    return Chunks.of(kv, kv.positions).most(min(kv.window + MOST, kv.positions), kv.positions)
+    return Chunks.of(kv, kv.positions).most(min(kv.window + GROUP_ROWS, kv.positions), kv.positions)
 
 
-def _shared(tiles: int, fours: int) -> int:
+def _shared(tiles: int, token_groups: int) -> int:
     """Bytes of dynamic shared memory: whole tiles, a step's angles, weights of two norms."""
-    shape = Shape(HEAD_DIM, "q8_0", fours, key_ring=tiles, value_ring=tiles)
-    return shape.shared + MOST * HEAD_DIM // 2 * 8 + 2 * HEAD_DIM * 4
+    shape = AttentionConfig(HEAD_DIM, "q8_0", token_groups, key_ring=tiles, value_ring=tiles)
+    return shape.shared + GROUP_ROWS * HEAD_DIM // 2 * 8 + 2 * HEAD_DIM * 4
 
 
 def _archs(tiles: int) -> tuple[str, ...]:
     """Where chunks of so many tiles fit."""
-    most = _shared(tiles, max(FOURS)) + _STATIC
+    most = _shared(tiles, max(TOKEN_GROUPS)) + _STATIC
     return tuple(a for a in TENSOR_ARCHS if most <= nvrtc.SHARED_LIMIT[a])
 
 
@@ -156,10 +156,10 @@ def _archs(tiles: int) -> tuple[str, ...]:
 UNITS = [
     Unit(
         "attention_window.cu",
-        tuple(instance(tiles, n, f) for n in slices for f in FOURS),
+        tuple(instance(tiles, n, f) for n in slices for f in TOKEN_GROUPS),
         _archs(tiles),
         128,
-        _shared(tiles, max(FOURS)),
+        _shared(tiles, max(TOKEN_GROUPS)),
     )
     for tiles, slices in ((2, (1, 2)), (1, (1, 2, 4)))
 ]

@@ -29,7 +29,7 @@ NUMBERS = {"seed": "Q", "temperature": "f", "top_p": "f", "min_p": "f", "top_k":
 as `struct` spells them. `suppress` is a mask of the columns; fields of `sampling.EDITS` do not come
 here, and a filter that is missing here would be left out on a GPU without a word."""
 
-MOST = 128
+MAX_TOP_K = 128
 """Largest top-k that has a kernel; and room for each block's candidates."""
 
 LAST = 512
@@ -49,7 +49,7 @@ def mode_of(sampler: Sampler, columns: int) -> Mode:
         return "greedy"
     if not s.top_k and s.top_p == 1 and not s.min_p:
         return "sampled"
-    if 1 <= s.top_k <= MOST and blocks(columns) * MOST <= 16 * LAST:
+    if 1 <= s.top_k <= MAX_TOP_K and blocks(columns) * MAX_TOP_K <= 16 * LAST:
         return "top"
     return "sorted"
 
@@ -206,17 +206,17 @@ class Choice:
         """Choose in the rows of one mode."""
         assert len(chosen.ids) == rows.count and len(chosen.bad) >= rows.reach, rows
         spans = blocks(self.columns)
-        grid, room = (spans, rows.count), MOST if mode == "top" else 1
+        grid, room = (spans, rows.count), MAX_TOP_K if mode == "top" else 1
         keys = torch.empty(rows.count * spans * room, dtype=torch.int64, device=chosen.ids.device)
         if mode == "top":
-            launch.kernel("choose.cu", f"top<{MOST}>")(
+            launch.kernel("choose.cu", f"top<{MAX_TOP_K}>")(
                 grid,
                 THREADS,
                 **given,
                 sampling=self._sampling,
                 keys=keys,
             )
-            launch.kernel("choose.cu", f"top_end<{MOST}>")(
+            launch.kernel("choose.cu", f"top_end<{MAX_TOP_K}>")(
                 rows.count,
                 LAST,
                 **given,
@@ -347,8 +347,8 @@ UNITS = [
             "best<1>",
             "best_end<0>",
             "best_end<1>",
-            *(f"top<{k}>" for k in (16, MOST)),
-            f"top_end<{MOST}>",
+            *(f"top<{k}>" for k in (16, MAX_TOP_K)),
+            f"top_end<{MAX_TOP_K}>",
         ),
         max_registers=80,
     ),

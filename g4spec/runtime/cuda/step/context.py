@@ -13,8 +13,8 @@ from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
 from g4spec.runtime.cuda.cache.heads import HEAD_DIMS, HEADS, NORM_V, Heads
 from g4spec.runtime.cuda.step import linear_wide
-from g4spec.runtime.cuda.step.linear import Exchange
-from g4spec.runtime.cuda.step.packed_rows import Rows
+from g4spec.runtime.cuda.step.linear import SplitKWorkspace
+from g4spec.runtime.cuda.step.packed_rows import PackedRows
 from g4spec.runtime.cuda.weights.dequant import Weight
 from g4spec.runtime.cuda.weights.matrix import Matrix, join
 from g4spec.runtime.cuda.weights.packing import GROUP, MOST_ROWS
@@ -36,10 +36,16 @@ class Context:
     heads: Heads
     q8: bool
 
-    def __call__(self, x: Rows, positions: torch.Tensor, slots: torch.Tensor, by: Exchange) -> None:
+    def __call__(
+        self,
+        x: PackedRows,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        workspace: SplitKWorkspace,
+    ) -> None:
         """Append the keys and values of rows x [T, H] at `positions` [T] of `slots` [T]
         (as in `Heads`)."""
-        h, y = self.heads, linear_wide.linear(x, self.weight, by)
+        h, y = self.heads, linear_wide.linear(x, self.weight, workspace)
         launch.kernel("heads.cu", instance(h.head_dim, self.q8))(
             (-(-2 * h.n_kv // HEADS), len(x), len(self.layers)),
             32 * HEADS,
@@ -80,7 +86,7 @@ def of(layers: Sequence[Attention], kvs: Sequence[CudaKV]) -> Context | None:
         [*(0 if x is None else x.data_ptr() for x in held), kv.space.table.shape[1], kv.capacity]
         for held, kv in zip(planes, kvs, strict=True)
     ]
-    weight = matrices[0].through(matrices[-1], sum(m.rows for m in matrices))
+    weight = matrices[0].span_to(matrices[-1], sum(m.rows for m in matrices))
     made = torch.tensor(rows, device=kvs[0].keys.device)
     return Context(weight, made, [x for p in planes for x in p], heads[0], kvs[0].kind == "q8_0")
 

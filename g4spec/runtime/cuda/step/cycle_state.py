@@ -21,7 +21,7 @@ FIELDS = ("position", "anchor", "accepted", "rows", "slot", "turn")
 """Lines of the state, see accept.cu."""
 
 SEEN = 48
-"""int64 numbers that the host is told of a sequence: `Seen` in accept.cu."""
+"""int64 numbers that the host is told of a sequence: `CycleResult` in accept.cu."""
 
 IDS, CHOSEN, LOGITS, END = 6, 22, 38, 46
 """Where these begin among them; logits are float32, two in each number."""
@@ -30,7 +30,7 @@ PLANES = 3
 """Arrays of rows that a batch has: ids, positions, slots."""
 
 
-class Stand(NamedTuple):
+class SequenceState(NamedTuple):
     """Where a sequence begins a cycle: `rows` of its step count."""
 
     slot: int
@@ -39,7 +39,7 @@ class Stand(NamedTuple):
     rows: int
 
 
-class Seen(NamedTuple):
+class CycleResult(NamedTuple):
     """What a cycle did with a sequence.
 
     Attributes:
@@ -90,7 +90,7 @@ class CycleState:
         self._logits = zeros(rows, torch.float32)
         self.seen = torch.zeros(turns, room, SEEN, dtype=torch.int64).pin_memory()
 
-    def set(self, stands: Seq[Stand], spare: Stand, turn: int) -> None:
+    def set(self, stands: Seq[SequenceState], spare: SequenceState, turn: int) -> None:
         """Begin the next cycle at `stands`, the host's next place being `turn`. What fills a batch
         behind them stands at `spare`, whose rows are 0: it never moves."""
         assert len(stands) <= self.room and spare.rows == 0, (len(stands), spare)
@@ -187,7 +187,7 @@ class CycleState:
             turns=self.turns,
         )
 
-    def told(self, turn: int, sequences: int) -> list[Seen]:
+    def results(self, turn: int, sequences: int) -> list[CycleResult]:
         """What the cycle with this turn did, once it has ended."""
         at = self.seen[turn, :sequences]
         logits = at[:, LOGITS:END].contiguous().view(torch.float32).tolist()
@@ -195,7 +195,9 @@ class CycleState:
         for row, values in zip(at.tolist(), logits, strict=True):
             position, anchor, accepted, turn, bad, unfit = row[:IDS]
             ids, chosen = row[IDS:CHOSEN], row[CHOSEN:LOGITS]
-            out.append(Seen(position, anchor, accepted, turn, bad, unfit, ids, chosen, values))
+            out.append(
+                CycleResult(position, anchor, accepted, turn, bad, unfit, ids, chosen, values)
+            )
         return out
 
     def _line(self, name: str) -> torch.Tensor:

@@ -14,7 +14,7 @@ from g4spec.core import Batch, Reach
 from g4spec.ops.reference import Spans
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.units import Unit
-from g4spec.runtime.cuda.step.packed_rows import MOST, Rows, address
+from g4spec.runtime.cuda.step.packed_rows import GROUP_ROWS, PackedRows, address
 from g4spec.runtime.cuda.step.packed_rows import empty as empty_rows
 
 Activation = Literal["gelu_tanh", "silu"]
@@ -25,17 +25,17 @@ GATED_SCALE = 64.0
 
 THREADS = 128
 
-MOST_REACHES = 4
+MAX_REACHES = 4
 """Of one launch of `spans`."""
 
 
 @functools.cache
 def gated_scale(device: torch.device, groups: int = 1) -> torch.Tensor:
     """`GATED_SCALE` for each row of groups of 16."""
-    return torch.full((MOST * groups,), GATED_SCALE, dtype=torch.float32, device=device)
+    return torch.full((GROUP_ROWS * groups,), GATED_SCALE, dtype=torch.float32, device=device)
 
 
-def gated_rows(gate: torch.Tensor, by: torch.Tensor, activation: Activation) -> Rows:
+def gated_rows(gate: torch.Tensor, by: torch.Tensor, activation: Activation) -> PackedRows:
     """activation(gate) * by as rows. Both float32 [T, I], of any distance between rows: parts of
     one product, or one layer's of the per-layer inputs."""
     out = empty_rows(len(gate), gate.shape[1], gate.device)
@@ -121,13 +121,13 @@ def softcap(x: torch.Tensor, cap: float, scale: float = 1.0) -> torch.Tensor:
 
 def spans(batch: Batch, reaches: Sequence[Reach]) -> Spans:
     """See `Ops.spans`, of sequences with as many rows each."""
-    if len(reaches) > MOST_REACHES:
-        return spans(batch, reaches[MOST_REACHES:]) | spans(batch, reaches[:MOST_REACHES])
+    if len(reaches) > MAX_REACHES:
+        return spans(batch, reaches[MAX_REACHES:]) | spans(batch, reaches[:MAX_REACHES])
     positions = batch.positions
     assert batch.rows_per_sequence and positions.is_contiguous(), batch.sizes
     out = torch.empty(len(reaches), 2, len(positions), dtype=torch.int64, device=positions.device)
     back = [-1 if r.back is None else r.back for r in reaches]
-    back += [0] * (MOST_REACHES - len(reaches))
+    back += [0] * (MAX_REACHES - len(reaches))
     flags = sum((r.from_first + 2 * r.to_last) << 2 * i for i, r in enumerate(reaches))
     launch.kernel("elementwise.cu", "spans")(
         (-(-len(positions) // THREADS), len(reaches)),

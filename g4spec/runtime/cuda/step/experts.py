@@ -16,9 +16,9 @@ from g4spec.ops.weights import ExpertLayer
 from g4spec.runtime.cuda.build import launch, nvrtc
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.step import packed_rows as rows
-from g4spec.runtime.cuda.step.packed_rows import BLOCK, BLOCK_BYTES, MOST, Rows
+from g4spec.runtime.cuda.step.packed_rows import BLOCK, BLOCK_BYTES, GROUP_ROWS, PackedRows
 from g4spec.runtime.cuda.weights.dequant import Weight
-from g4spec.runtime.cuda.weights.matrix import Matrix, Pairs, in_turns
+from g4spec.runtime.cuda.weights.matrix import GateUpPairs, Matrix, interleave_experts
 from g4spec.runtime.cuda.weights.packing import GROUP, format_name
 
 ARCHS = tuple(arch for arch in nvrtc.ARCHS if arch not in ("sm_70", "sm_75"))
@@ -35,7 +35,7 @@ COUNTERS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ExpertShape:
     """Sizes of a layer.
 
     Attributes:
@@ -52,7 +52,7 @@ class Shape:
     @property
     def visits(self) -> int:
         """Most pairs of an expert and up to 8 of its rows in a step."""
-        return min(MOST * self.k, 2 * self.experts)
+        return min(GROUP_ROWS * self.k, 2 * self.experts)
 
 
 class Buffers:
@@ -66,7 +66,7 @@ class Buffers:
         chosen, weights: int32 and float32 [16, k], the experts of each row in a step, best first.
     """
 
-    def __init__(self, shape: Shape, device: torch.device) -> None:
+    def __init__(self, shape: ExpertShape, device: torch.device) -> None:
         def floats(*sizes: int) -> torch.Tensor:
             return torch.empty(*sizes, dtype=torch.float32, device=device)
 
@@ -76,13 +76,13 @@ class Buffers:
 
         count = COUNTERS + shape.visits
         self.arrived = torch.zeros(count, dtype=torch.int32, device=device)
-        self.scores = floats(MOST, shape.experts)
+        self.scores = floats(GROUP_ROWS, shape.experts)
         self.dense_hidden = hidden(2, shape.dense)
         self.hidden = hidden(shape.visits, shape.expert)
-        self.y = floats(MOST, shape.k, shape.width)
-        self.dense = floats(MOST, shape.width)
-        self.chosen = torch.empty(MOST, shape.k, dtype=torch.int32, device=device)
-        self.weights = floats(MOST, shape.k)
+        self.y = floats(GROUP_ROWS, shape.k, shape.width)
+        self.dense = floats(GROUP_ROWS, shape.width)
+        self.chosen = torch.empty(GROUP_ROWS, shape.k, dtype=torch.int32, device=device)
+        self.weights = floats(GROUP_ROWS, shape.k)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Experts:
         buffers: shared by layers of the same shape.
     """
 
-    shape: Shape
+    shape: ExpertShape
     router: torch.Tensor
     router_norm: torch.Tensor
     gains: torch.Tensor
@@ -118,18 +118,20 @@ class Experts:
         cls,
         e: ExpertLayer,
         scale: torch.Tensor | None,
-        pairs: Pairs,
-        buffers: dict[Shape, Buffers],
+        pairs: GateUpPairs,
+        buffers: dict[ExpertShape, Buffers],
         device: torch.device,
     ) -> Experts | None:
         """The kernels' view of a layer, if they take its shape. `buffers`: of all layers."""
         matrices = (e.gate, e.up, e.down, e.gate_exps, e.up_exps, e.down_exps)
         if not all(isinstance(m, Matrix) for m in matrices if m is not None):
             return None
-        dense, up = pairs(e.gate, e.up), in_turns(e.gate_exps, e.up_exps)
-        down = e.down_exps.alone
-        shape = Shape(up.matrices if up else 0, e.n_used, e.down.rows, e.gate.rows, down.columns)
-        if up is None or len(dense) > 1 or not fits(shape, up, down, dense[0], e.down.alone):
+        dense, up = pairs(e.gate, e.up), interleave_experts(e.gate_exps, e.up_exps)
+        down = e.down_exps.weight
+        shape = ExpertShape(
+            up.matrices if up else 0, e.n_used, e.down.rows, e.gate.rows, down.columns
+        )
+        if up is None or len(dense) > 1 or not fits(shape, up, down, dense[0], e.down.weight):
             return None
         if shape not in buffers:
             buffers[shape] = Buffers(shape, device)
@@ -139,7 +141,7 @@ class Experts:
             e.router_norm,
             e.gains,
             dense[0],
-            e.down.alone,
+            e.down.weight,
             up,
             down,
             e.post_dense,
@@ -150,7 +152,7 @@ class Experts:
             buffers[shape],
         )
 
-    def __call__(self, x: torch.Tensor, dense_rows: Rows, expert_rows: Rows) -> None:
+    def __call__(self, x: torch.Tensor, dense_rows: PackedRows, expert_rows: PackedRows) -> None:
         """Fills `buffers`.
 
         Args:
@@ -192,7 +194,11 @@ class Experts:
         )
 
     def finish(
-        self, x: torch.Tensor, following: torch.Tensor | None, out: torch.Tensor, to: Rows | None
+        self,
+        x: torch.Tensor,
+        following: torch.Tensor | None,
+        out: torch.Tensor,
+        to: PackedRows | None,
     ) -> None:
         """The end of the layer, after `__call__`.
 
@@ -204,7 +210,7 @@ class Experts:
         b, (count, width) = self.buffers, x.shape
         launch.kernel("experts_finish.cu", finish_instance(self.shape))(
             count if to is None else 8 * to.tiles,
-            32 * rows.shape(width)[0],
+            32 * rows.block_shape(width)[0],
             y=b.y,
             dense=b.dense,
             x=x,
@@ -228,7 +234,7 @@ class Experts:
 THREADS = 32 * (4 * TEAMS + 2)
 
 
-def instance(types: list[tuple[str, int]], shape: Shape, tiles: int, arch: str) -> str:
+def instance(types: list[tuple[str, int]], shape: ExpertShape, tiles: int, arch: str) -> str:
     """Name of a kernel of experts.cu.
 
     Args:
@@ -241,9 +247,9 @@ def instance(types: list[tuple[str, int]], shape: Shape, tiles: int, arch: str) 
     return f"experts<{', '.join([*(format_name(*t) for t in types), *map(str, numbers)])}>"
 
 
-def finish_instance(shape: Shape) -> str:
+def finish_instance(shape: ExpertShape) -> str:
     """Name of a kernel of experts_finish.cu."""
-    warps, loads = rows.shape(shape.width)
+    warps, loads = rows.block_shape(shape.width)
     return f"finish<{warps}, {loads}, {shape.k}>"
 
 
@@ -252,7 +258,7 @@ def _bytes(arch: str) -> int:
     return nvrtc.SHARED_LIMIT[arch] - KEPT
 
 
-def fits(shape: Shape, *weights: Weight) -> bool:
+def fits(shape: ExpertShape, *weights: Weight) -> bool:
     """Whether the kernels take a layer of this shape with these matrices."""
     return (
         all(w.type and w.rows % GROUP in (0, GROUP // 2) for w in weights)
@@ -263,7 +269,7 @@ def fits(shape: Shape, *weights: Weight) -> bool:
     )
 
 
-SHAPE = Shape(128, 8, 2816, 2112, 704)
+SHAPE = ExpertShape(128, 8, 2816, 2112, 704)
 """Gemma 4 26B-A4B."""
 
 _FILES = [

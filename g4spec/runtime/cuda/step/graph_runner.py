@@ -24,7 +24,7 @@ from g4spec.core import MAX_DRAFT, MAX_STEP_ROWS, Batch, Cycle, Draft, Sequence,
 from g4spec.ops.sampling import NotFinite
 from g4spec.runtime.cuda.step import graphs
 from g4spec.runtime.cuda.step.choose import Choice, mode_of
-from g4spec.runtime.cuda.step.cycle_state import CycleState, Seen, Stand
+from g4spec.runtime.cuda.step.cycle_state import CycleResult, CycleState, SequenceState
 from g4spec.runtime.cuda.step.picks import Picks
 from g4spec.runtime.pending_rows import flush
 
@@ -42,7 +42,7 @@ SPARE_POSITION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class GraphKey:
     """What a graph is recorded for.
 
     Attributes:
@@ -101,7 +101,7 @@ class GraphRunner:
     def __init__(self, target: Target, draft: Draft | None, *, forced: int | None = None) -> None:
         self._target, self._draft = target, draft
         device, n_slots = target.ops.device, target.space.n_slots
-        self._spare = Stand(n_slots, SPARE_POSITION, 0, 0)
+        self._spare = SequenceState(n_slots, SPARE_POSITION, 0, 0)
         room = bucket(n_slots)
         recorded = draft if draft and draft.recordable else None
         if n_slots > 2:  # batches of fewer are never filled up
@@ -114,7 +114,7 @@ class GraphRunner:
         self._choice = Choice(target.config.n_vocab, device, room=room)
         self._forced = None if forced is None else torch.tensor([forced], device=device)
         self._pool: Any = torch.cuda.graph_pool_handle()
-        self._graphs: dict[Shape, graphs.Capture] = {}
+        self._graphs: dict[GraphKey, graphs.Capture] = {}
         self._marks = [Marks.new() for _ in range(DEPTH)]
         self._waiting: deque[Started] = deque()
         self._turn = 0
@@ -159,16 +159,16 @@ class GraphRunner:
         started = self._waiting.popleft()
         marks, sequences = started.marks, started.sequences
         marks.ended.synchronize()
-        told = self._state.told(started.turn, len(sequences))
-        assert all(seen.turn == started.turn for seen in told), (started.turn, told)
+        results = self._state.results(started.turn, len(sequences))
+        assert all(seen.turn == started.turn for seen in results), (started.turn, results)
         self._stands = [
-            (s.slot, seen.position, seen.anchor) for s, seen in zip(sequences, told, strict=True)
+            (s.slot, seen.position, seen.anchor) for s, seen in zip(sequences, results, strict=True)
         ]
         seconds = [
             1e-3 * begin.elapsed_time(end)
             for begin, end in ((marks.begun, marks.proposed), (marks.proposed, marks.ended))
         ]
-        cycles = [_cycle(*of, *seconds) for of in zip(told, started.counts, strict=True)]
+        cycles = [_cycle(*of, *seconds) for of in zip(results, started.counts, strict=True)]
         if started.kept is not None:
             for i, (sequence, cycle) in enumerate(zip(sequences, cycles, strict=True)):
                 if sequence.drafting and cycle.error is None:
@@ -187,7 +187,7 @@ class GraphRunner:
         """Let the device know where sequences begin, as far as it does not know it already."""
         rows = [1 + count for count in counts]
         stands = [
-            Stand(s.slot, s.position, s.anchor, n)
+            SequenceState(s.slot, s.position, s.anchor, n)
             for s, n in zip((w.sequence for w in work), rows, strict=True)
         ]
         if self._waiting:  # they begin where the cycle under way will have ended
@@ -215,9 +215,9 @@ class GraphRunner:
             )
         self._choice.set(*samplers)
 
-    def _shape(self, part: str, sequences: int, most: int, drafts: int = 0) -> Shape:
+    def _shape(self, part: str, sequences: int, most: int, drafts: int = 0) -> GraphKey:
         rows = next(size for size in STEPS if size > most)
-        return Shape(part, bucket(sequences), rows, drafts, self._choice.modes)
+        return GraphKey(part, bucket(sequences), rows, drafts, self._choice.modes)
 
     def _propose(self, work: Seq[Work], most: int) -> None:
         """Bring the draft up to date, and start a proposal."""
@@ -232,7 +232,7 @@ class GraphRunner:
         self._recorded(shape, self._proposal).replay()
 
     def _recorded(
-        self, shape: Shape, run: Callable[[Shape], tuple[torch.Tensor, ...]]
+        self, shape: GraphKey, run: Callable[[GraphKey], tuple[torch.Tensor, ...]]
     ) -> graphs.Capture:
         """A part as a graph. It runs twice for real before, from the numbers that the first replay
         finds: the first run packs weights and compiles kernels, and a weight that was read before
@@ -249,7 +249,7 @@ class GraphRunner:
             self._graphs[shape] = graphs.Capture(lambda: run(shape), self._pool)
         return self._graphs[shape]
 
-    def _proposal(self, shape: Shape) -> tuple[()]:
+    def _proposal(self, shape: GraphKey) -> tuple[()]:
         """The first half: what the step reads."""
         state, draft, n, rows = self._state, self._draft, shape.sequences, shape.rows
         assert draft is not None
@@ -262,7 +262,7 @@ class GraphRunner:
             ids.view(n, rows)[:, 1 : 1 + count].copy_(drafted[:, :count])
         return ()
 
-    def _step(self, shape: Shape) -> tuple[torch.Tensor, ...]:
+    def _step(self, shape: GraphKey) -> tuple[torch.Tensor, ...]:
         """The second half: a step, and what follows from it. Returns what a draft is given of it,
         if it takes no part."""
         state, target, n, rows = self._state, self._target, shape.sequences, shape.rows
@@ -270,7 +270,7 @@ class GraphRunner:
         if plain:
             state.place(n, rows)
         batch = state.step(n, rows)
-        read, logits = target.run(batch, capped=False)
+        read, logits = target.step(batch, capped=False)
         self._choice(
             logits.contiguous(),
             batch.positions,
@@ -285,7 +285,7 @@ class GraphRunner:
         self._draft.commit(read, state.accepted(n))
         return ()
 
-    def _kept(self, shape: Shape, hidden: torch.Tensor, taps: torch.Tensor) -> StepRows:
+    def _kept(self, shape: GraphKey, hidden: torch.Tensor, taps: torch.Tensor) -> StepRows:
         """Copies of the rows of a plain step, before the next one writes there."""
         ids, positions, slots = self._state.rows(shape.sequences, shape.rows).clone()
         batch = Batch(ids, positions, slots, (shape.rows,) * shape.sequences)
@@ -297,7 +297,7 @@ def bucket(sequences: int) -> int:
     return 1 << (sequences - 1).bit_length()
 
 
-def _cycle(seen: Seen, count: int, draft_seconds: float, step_seconds: float) -> Cycle:
+def _cycle(seen: CycleResult, count: int, draft_seconds: float, step_seconds: float) -> Cycle:
     """What a cycle of `count` drafted tokens did with a sequence."""
     used, drafted = 1 + seen.accepted, seen.ids[1 : 1 + count]
     failed = bool(seen.unfit & ((1 << count) - 1))

@@ -1,12 +1,16 @@
-"""Products of at most 16 rows with a packed matrix, on tensor cores: see linear.cu. Of more rows:
-`linear_wide`.
+"""GEMM of at most 16 rows with a packed quantized matrix, on tensor cores (linear.cu). For more
+rows see `linear_wide`.
 
-How a matrix is cut depends on the matrix and the GPU, never on the number of rows.
+Tiling and split-K depend on the matrix and the GPU, never on the number of rows: a row has the same
+bits in a batch of any size. K is counted in units: a unit is the columns of a pipeline stage. N is
+counted in groups: a group is the weight rows of a stage. Work is distributed in (group, unit)
+pairs.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,43 +19,32 @@ import torch
 from g4spec.runtime.cuda.build import launch, nvrtc
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.step.elementwise import gated_scale
-from g4spec.runtime.cuda.step.packed_rows import BLOCK, BLOCK_BYTES, Rows, empty
+from g4spec.runtime.cuda.step.packed_rows import BLOCK, BLOCK_BYTES, PackedRows, empty
 from g4spec.runtime.cuda.weights import packing, samples
 from g4spec.runtime.cuda.weights.dequant import Weight
 from g4spec.runtime.cuda.weights.packing import GROUP
 
 ARCHS = tuple(a for a in nvrtc.ARCHS if a not in ("sm_70", "sm_75"))
-"""Those whose tensor cores and copies the kernels are made of."""
+"""Architectures with the tensor-core and copy instructions that the kernels use."""
 
 CONSUMERS = 8
+"""Warps of a block that multiply; one more warp copies."""
 THREADS = 32 * (CONSUMERS + 1)
+"""Threads of a block."""
 
 SCRATCH = {"q4_k": 1664, "q5_k": 1664, "q6_k": 2304}
-"""Bytes of shared memory in which a warp keeps a unit's factors, at most."""
+"""Maximum bytes of shared memory that a warp uses for the scales of a unit."""
 
-CODEBOOKS = {
-    "iq4_nl": 32,
-    "iq4_xs": 32,
-    "mxfp4": 32,
-    "nvfp4": 16,
-    "iq3_s": 32,
-    "iq3_xxs": 32,
-    "q3_k": 16,
-    "q2_k": 16,
-    "iq2_s": 16,
-    "iq2_xs": 16,
-    "iq2_xxs": 32,
-    "iq1_m": 16,
-    "iq1_s": 32,
-}
-"""Types whose codes are numbers of a table's entries (gemm_codebook.cuh): values that share a
-factor."""
+CODEBOOKS = dict.fromkeys(("iq4_nl", "iq4_xs", "mxfp4", "iq3_s", "iq3_xxs", "iq2_xxs", "iq1_s"), 32)
+CODEBOOKS |= dict.fromkeys(("nvfp4", "q3_k", "q2_k", "iq2_s", "iq2_xs", "iq1_m"), 16)
+"""Types whose codes are indices into a table (gemm_codebook.cuh) -> values that share a scale."""
 
 TILE_BYTES, SUMS = 1024, dict.fromkeys(CODEBOOKS, 0) | {"q6_k": 128, "q2_k": 128}
-"""Bytes of 8 rows of a block: their halves, and sums that warp groups need; 64 for others."""
+"""Bytes for 8 activation rows of a 64-column block: halves, and the sums that warp groups need (64
+for types not listed)."""
 
 UPPER_ROWS = 2048 + 32
-"""Bytes of a unit of 8 rows as `linear_upper` reads them."""
+"""Bytes of a unit of 8 activation rows in the format of `linear_upper`."""
 
 WIDE = (
     "q4_k",
@@ -67,28 +60,32 @@ WIDE = (
     "iq1_m",
     "iq1_s",
 )
-"""Types whose stages hold 256 rows where they can."""
+"""Types whose stages hold 256 weight rows if shared memory allows."""
 
-MOST_STAGES = {128: 8, 256: 5}
-"""In shared memory, by the rows of a stage."""
-MOST_SLICES, FEW_SLICES = 8, 2
-"""Partial sums that a reader adds; beyond few, it takes long to read them."""
-MOST_GROUPS = 4
-"""Of 16 rows that are multiplied at once: 8 at once took longer than twice 4."""
-HUGE = 1024
-"""Groups from which on stages of Q6_K hold 256 rows."""
+MAX_STAGES = {128: 8, 256: 5}
+"""Weight rows of a stage -> maximum number of stages in shared memory."""
+MAX_SLICES, FEW_SLICES = 8, 2
+"""Maximum split-K factor whose partial sums the next kernel adds, and the factor above which
+reading them costs more than it saves."""
+MAX_ROW_GROUPS = 4
+"""Maximum groups of 16 activation rows per read of the weights: 8 took longer than twice 4."""
+MANY_GROUPS = 1024
+"""Number of 128-row groups from which stages of Q6_K hold 256 rows."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """An instance of the kernels.
+class GemmConfig:
+    """Tile sizes of one kernel instance.
 
     Attributes:
-        type, unit: quant type, and columns of a unit.
-        tiles: of 8 rows of activations. rows: of weights in a stage. stages: in shared memory.
-        upper: only the upper two bits of the codes are read, and activations are bytes.
-        groups: of 16 rows of activations that are multiplied at once (linear_wide.cu).
-        warp_groups: products of warp groups (sm_90a) that take all of these; 0: those of warps.
+        type, unit: quant type, and columns per unit.
+        tiles: tiles of 8 activation rows.
+        rows: weight rows of a stage.
+        stages: stages in shared memory.
+        upper: read only the upper two bits of the codes; activations are bytes.
+        groups: groups of 16 activation rows per read of the weights (linear_wide.cu).
+        warp_groups: `wgmma` instructions per step of K that cover all groups (sm_90a); 0: use
+            `mma.sync`.
     """
 
     type: str
@@ -102,7 +99,7 @@ class Cut:
 
     @property
     def format(self) -> str:
-        """Of the weights, as kernels name it."""
+        """Name of the weight format in the kernels."""
         return packing.format_name(self.type, self.unit) + "Upper" * self.upper
 
     def name(self, kind: str) -> str:
@@ -123,7 +120,7 @@ class Cut:
 
     @property
     def stage(self) -> int:
-        """Bytes of a unit: weights and activations."""
+        """Bytes of a stage: weights and activations of a unit."""
         rows = UPPER_ROWS if self.upper else self.unit // BLOCK * BLOCK_BYTES
         if self.groups > 1:  # on 1024 bytes
             rows = self.unit // BLOCK * (TILE_BYTES + SUMS.get(self.type, 64))
@@ -132,20 +129,20 @@ class Cut:
 
     @property
     def weights(self) -> int:
-        """Bytes that are read of a unit's weights."""
+        """Bytes read from a unit's weights."""
         lower = packing.PARTS[self.type][1][0].nbytes(self.unit) if self.upper else 0
         return (packing.unit_bytes(self.type, self.unit) - lower) * (self.rows // GROUP)
 
 
 def scratch_of(type: str, unit: int) -> int:
-    """Bytes of a warp for the factors of a unit: of its groups, of 32 rows each."""
+    """Return the bytes of shared memory that a warp uses for the scales of a unit."""
     if type in CODEBOOKS:
         return 128 * (unit // CODEBOOKS[type] + (type == "q2_k"))
     return SCRATCH.get(type, 0)
 
 
 @functools.cache
-def cut(
+def gemm_config(
     type: str,
     unit: int,
     groups: int,
@@ -153,80 +150,116 @@ def cut(
     arch: str,
     narrow: bool = False,
     upper: bool = False,
-) -> Cut:
-    """How a matrix of so many groups is multiplied, `narrow`: by stages of 128 rows. The rows of a
-    stage are a matter of the matrix and its use: they decide how its K is shared out."""
-    wide = groups % 2 == 0 and not narrow and (type in WIDE or (type == "q6_k" and groups >= HUGE))
+) -> GemmConfig:
+    """Return the tile sizes for a matrix of `groups` groups of 128 rows.
+
+    `narrow` forces stages of 128 rows. The rows of a stage decide the order of sums, so they must
+    not depend on the number of activation rows.
+    """
+    wide = (
+        groups % 2 == 0
+        and not narrow
+        and (type in WIDE or (type == "q6_k" and groups >= MANY_GROUPS))
+    )
     room = nvrtc.SHARED_LIMIT[arch]
     least = 3 if type in CODEBOOKS else 2
-    rows = 256 if wide and Cut(type, unit, 2, 256, least).shared <= room else 128
+    rows = 256 if wide and GemmConfig(type, unit, 2, 256, least).shared <= room else 128
     # A fourth stage of 256 rows gained 0.6 % with one tile and lost 1.5 % with two.
     few = rows == 256 and tiles == 2 and not upper
-    for stages in range(3 if few else MOST_STAGES[rows], 0, -1):
-        found = Cut(type, unit, tiles, rows, stages, upper)
+    for stages in range(3 if few else MAX_STAGES[rows], 0, -1):
+        found = GemmConfig(type, unit, tiles, rows, stages, upper)
         if found.shared <= room:
             return found
     raise AssertionError(f"{type} does not fit into the shared memory of {arch}")
 
 
-class Exchange:
-    """Where CTAs that share a group of rows leave their sums; kernels take turns with it.
+class SplitKWorkspace:
+    """Buffers for partial sums of CTAs that share a group of weight rows. Used by one kernel at a
+    time.
 
     Attributes:
-        partial: float32, for so many `groups` of 16 rows. arrived: counters, zero between kernels.
+        count: CTAs that run at once (multiprocessors).
+        partial: partial sums, float32, for `groups` groups of 16 activation rows.
+        arrived: counters of finished CTAs, zero between kernels.
     """
 
-    def __init__(self, device: torch.device, groups: int = MOST_GROUPS) -> None:
+    def __init__(self, device: torch.device, groups: int = MAX_ROW_GROUPS) -> None:
         self.count = torch.cuda.get_device_properties(device).multi_processor_count
         room = self.count * groups * 16 * 256
         self.partial = torch.empty(room, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(1 << 14, dtype=torch.int32, device=device)
 
 
-def linear(x: Rows, weight: Weight, by: Exchange, *, parts: bool = False) -> torch.Tensor:
-    """x [T, K] times a packed matrix [N, K] -> float32 [T, N].
+def linear(
+    x: PackedRows, weight: Weight, workspace: SplitKWorkspace, *, parts: bool = False
+) -> torch.Tensor:
+    """Return x [T, K] times a packed matrix [N, K] transposed, float32 [T, N].
 
     Args:
-        parts: the result may come as sums [S, T, N] of parts of K, to be added in order.
+        parts: allow split-K partial sums [S, T, N] as the result, which the caller adds in order.
     """
-    how, n = parts_of(x, weight, by.count, MOST_SLICES if parts else 1)
+    config, n = split_k_config(x, weight, workspace.count, MAX_SLICES if parts else 1)
     y = torch.empty(max(n, 1), len(x), weight.rows, dtype=torch.float32, device=x.data.device)
-    _run("linear", how, n, x, weight, by, y, n_rows=weight.rows, slices=n)
+    _run("linear", config, n, x, weight, workspace, y, n_rows=weight.rows, slices=n)
     return y if n > 1 else y[0]
 
 
-def linear_upper(x: Rows, weight: Weight, by: Exchange) -> torch.Tensor:
+def linear_upper(x: PackedRows, weight: Weight, workspace: SplitKWorkspace) -> torch.Tensor:
     """About x [T, K], as bytes (see `screen`), times a packed Q6_K matrix [N, K] -> float32 [T, N]:
     of its codes only the upper two bits are read."""
     assert weight.type == "q6_k" and x.data.shape[1] == UPPER_ROWS * x.tiles, (weight, x)
     y = torch.empty(len(x), weight.rows, dtype=torch.float32, device=x.data.device)
-    _run("linear", cut_of(x, weight, upper=True), 0, x, weight, by, y, n_rows=weight.rows, slices=0)
+    _run(
+        "linear",
+        config_of(x, weight, upper=True),
+        0,
+        x,
+        weight,
+        workspace,
+        y,
+        n_rows=weight.rows,
+        slices=0,
+    )
     return y
 
 
-def gate_up(x: Rows, weight: Weight, by: Exchange, *, silu: bool = False) -> Rows:
-    """gelu(gates) or silu(gates), times ups, of x [T, K], from gates and ups in turns of 16 rows,
-    as rows."""
+def gate_up(
+    x: PackedRows, weight: Weight, workspace: SplitKWorkspace, *, silu: bool = False
+) -> PackedRows:
+    """Return gelu(gate) * up (or silu) of x [T, K] as packed rows. `weight` interleaves gate and up
+    in blocks of 16 rows."""
     channels = weight.rows // 2
     y = empty(len(x), channels, x.data.device)
-    _run("gate_up", cut_of(x, weight), 0, x, weight, by, y.data, channels=channels, silu=silu)
-    return Rows(y.data, y.count, y.width, gated_scale(x.data.device))
+    _run(
+        "gate_up",
+        config_of(x, weight),
+        0,
+        x,
+        weight,
+        workspace,
+        y.data,
+        channels=channels,
+        silu=silu,
+    )
+    return PackedRows(y.data, y.count, y.width, gated_scale(x.data.device))
 
 
-def linear_two(x: Rows, first: Weight, second: Weight, by: Exchange) -> torch.Tensor:
-    """x [T, K] times two packed matrices of different types -> float32 [T, N1 + N2], in one
+def linear_two(
+    x: PackedRows, first: Weight, second: Weight, workspace: SplitKWorkspace
+) -> torch.Tensor:
+    """Return x [T, K] times two packed matrices of different types, float32 [T, N1 + N2], in one
     launch."""
     y = torch.empty(len(x), first.rows + second.rows, dtype=torch.float32, device=x.data.device)
-    a, b = cut_of(x, first), cut_of(x, second)
-    others, count, runs, (of_first, of_second) = halves(first, a, second, b, by)
-    launch.kernel("linear.cu", two(a, b))(
+    a, b = config_of(x, first), config_of(x, second)
+    first_ctas, count, runs, (of_first, of_second) = two_matrix_grid(first, a, second, b, workspace)
+    launch.kernel("linear.cu", two_matrix_instance(a, b))(
         count,
         THREADS,
         weights=first.data,
         rows=x.data,
         row_scale=x.scale,
-        partial=by.partial,
-        arrived=by.arrived,
+        partial=workspace.partial,
+        arrived=workspace.arrived,
         units=of_first[0],
         groups=of_first[1],
         run=runs[0],
@@ -234,7 +267,7 @@ def linear_two(x: Rows, first: Weight, second: Weight, by: Exchange) -> torch.Te
         units_b=of_second[0],
         groups_b=of_second[1],
         run_b=runs[1],
-        others=others,
+        others=first_ctas,
         y=y,
         n_rows=first.rows,
         n_rows_b=second.rows,
@@ -245,39 +278,43 @@ def linear_two(x: Rows, first: Weight, second: Weight, by: Exchange) -> torch.Te
     return y
 
 
-def halves(
-    first: Weight, a: Cut, second: Weight, b: Cut, by: Exchange
+def two_matrix_grid(
+    first: Weight, a: GemmConfig, second: Weight, b: GemmConfig, workspace: SplitKWorkspace
 ) -> tuple[int, int, list[int], tuple[tuple[int, int], tuple[int, int]]]:
-    """How CTAs are shared out among two products: those of the first, all of them, units a CTA of
-    each, and `size` of each."""
+    """Return how CTAs are divided between two matrices: CTAs of the first, all CTAs, units per CTA
+    for each, and `size` of each."""
     of_first, of_second = size(first, a), size(second, b)
-    others, *runs = shares(*of_first, a.weights, *of_second, b.weights, by.count)
-    assert of_first[1] + of_second[1] <= len(by.arrived)
-    return others, others + split(*of_second, runs[1]), runs, (of_first, of_second)
+    first_ctas, *runs = share_ctas(*of_first, a.weights, *of_second, b.weights, workspace.count)
+    assert of_first[1] + of_second[1] <= len(workspace.arrived)
+    return (
+        first_ctas,
+        first_ctas + ceil_div(math.prod(of_second), runs[1]),
+        runs,
+        (of_first, of_second),
+    )
 
 
-def two(a: Cut, b: Cut) -> str:
-    """Name of the instance that multiplies both."""
+def two_matrix_instance(a: GemmConfig, b: GemmConfig) -> str:
+    """Return the name of the instance that multiplies both matrices."""
     numbers = (a.tiles, a.rows, a.stages, b.rows, b.stages)
     return f"linear_two<{a.format}, {b.format}, {', '.join(map(str, numbers))}>"
 
 
-def split(units: int, groups: int, by: int) -> int:
-    """All units of all groups over `by`, rounded up: units of each where so many CTAs have equal
-    runs, or CTAs where each has so many units."""
-    return -(-units * groups // by)
+def ceil_div(n: int, divisor: int) -> int:
+    """Return n / divisor, rounded up: units per CTA for a number of CTAs, or CTAs for units per
+    CTA."""
+    return -(-n // divisor)
 
 
 @functools.cache
-def slices(units: int, groups: int, count: int, most: int) -> int:
-    """Parts, `most` at most, that K of every group of rows is cut into, a CTA each, so that none
-    waits for another; or 0: CTAs have equal runs of units and share groups, where slices would
-    give one more than a unit beyond that.
+def split_k_slices(units: int, groups: int, count: int, most: int) -> int:
+    """Return the split-K factor (at most `most`), or 0 for stream-K.
 
-    Args:
-        units: of K. groups: of a stage's rows. count: CTAs that run at once.
+    Split-K: each CTA has one slice of K of one group and waits for no other. Stream-K: CTAs have
+    equal runs of units and share groups; chosen where a slice would be more than one unit longer
+    than an equal run. `count`: CTAs that run at once.
     """
-    run = split(units, groups, count)
+    run = ceil_div(units * groups, count)
     found = min(most, count // groups)
     if not found or -(-units // found) > run + 1:
         return 0
@@ -285,108 +322,112 @@ def slices(units: int, groups: int, count: int, most: int) -> int:
 
 
 @functools.cache
-def shares(
+def share_ctas(
     units: int, groups: int, stage: int, units_b: int, groups_b: int, stage_b: int, count: int
 ) -> tuple[int, int, int]:
-    """CTAs of the first of two products, and units a CTA of each, so that the CTA with the most
-    bytes has as few as can be. `stage`: bytes of a unit's weights."""
+    """Return the CTAs of the first of two matrices, and units per CTA of each, that minimize the
+    bytes of the busiest CTA. `stage`, `stage_b`: bytes of a unit's weights."""
 
-    def runs(others: int) -> tuple[int, int]:
-        return split(units, groups, others), split(units_b, groups_b, count - others)
+    def runs(first_ctas: int) -> tuple[int, int]:
+        return ceil_div(units * groups, first_ctas), ceil_div(
+            units_b * groups_b, count - first_ctas
+        )
 
-    def most(others: int) -> int:
-        run, run_b = runs(others)
+    def most(first_ctas: int) -> int:
+        run, run_b = runs(first_ctas)
         return max(run * stage, run_b * stage_b)
 
     best = runs(min(range(1, count), key=most))
-    return split(units, groups, best[0]), *best
+    return ceil_div(units * groups, best[0]), *best
 
 
-def parts_of(x: Rows, weight: Weight, count: int, most: int) -> tuple[Cut, int]:
-    """How a product is cut, and `slices` of it. The fewer rows a stage has, the more groups there
-    are, and the fewer slices of each it takes."""
-    how = cut_of(x, weight)
-    n = slices(*size(weight, how), count, most)
+def split_k_config(x: PackedRows, weight: Weight, count: int, most: int) -> tuple[GemmConfig, int]:
+    """Return tile sizes and `split_k_slices`. Stages of fewer rows make more groups, which need
+    fewer slices of K each."""
+    config = config_of(x, weight)
+    n = split_k_slices(*size(weight, config), count, most)
     if n > FEW_SLICES:
-        narrow = cut_of(x, weight, narrow=True)
-        fewer = slices(*size(weight, narrow), count, most)
+        narrow = config_of(x, weight, narrow=True)
+        fewer = split_k_slices(*size(weight, narrow), count, most)
         if fewer:
             return narrow, fewer
-    return how, n
+    return config, n
 
 
-def cut_of(x: Rows, weight: Weight, **how: bool) -> Cut:
+def config_of(x: PackedRows, weight: Weight, **options: bool) -> GemmConfig:
+    """Return `gemm_config` for this input and matrix on its GPU."""
     groups, units = weight.data.shape[:2]
     assert x.width == weight.columns and weight.matrices == 1, (x.width, weight.columns)
     arch = launch.arch(x.data.device.index)
-    return cut(weight.type, weight.columns // units, groups, x.tiles, arch, **how)
+    return gemm_config(weight.type, weight.columns // units, groups, x.tiles, arch, **options)
 
 
-def size(weight: Weight, how: Cut) -> tuple[int, int]:
-    """Units of K, and groups of a stage's rows."""
+def size(weight: Weight, config: GemmConfig) -> tuple[int, int]:
+    """Return the units of K and the groups of weight rows."""
     groups, units = weight.data.shape[:2]
-    return units, groups * GROUP // how.rows
+    return units, groups * GROUP // config.rows
 
 
 def _run(
     kind: str,
-    how: Cut,
+    config: GemmConfig,
     parts: int,
-    x: Rows,
+    x: PackedRows,
     weight: Weight,
-    by: Exchange,
+    workspace: SplitKWorkspace,
     y: torch.Tensor,
     **numbers: Any,
 ) -> None:
-    units, groups = size(weight, how)
-    run = split(units, groups, by.count)
-    assert groups <= len(by.arrived)
-    count = groups * parts or split(units, groups, run)
-    launch.kernel("linear.cu", how.name(kind))(
+    units, groups = size(weight, config)
+    run = ceil_div(units * groups, workspace.count)
+    assert groups <= len(workspace.arrived)
+    count = groups * parts or ceil_div(units * groups, run)
+    launch.kernel("linear.cu", config.name(kind))(
         count,
         THREADS,
         weights=weight.data,
         rows=x.data,
         row_scale=x.scale,
-        partial=by.partial,
-        arrived=by.arrived,
+        partial=workspace.partial,
+        arrived=workspace.arrived,
         units=units,
         groups=groups,
         run=run,
         y=y,
         tokens=len(x),
         **numbers,
-        shared=how.shared,
+        shared=config.shared,
     )
 
 
 def _units() -> list[Unit]:
-    """Every instance of one matrix, by architecture; of two, those of common files."""
+    """Return all instances for one matrix, by architecture, and the common ones for two
+    matrices."""
     out = []
     for arch in ARCHS:
         cuts = {
-            cut(type, unit, groups, tiles, arch)
+            gemm_config(type, unit, groups, tiles, arch)
             for type in packing.PARTS
             for unit in packing.units_of(type)
-            for groups in (1, 2, HUGE)
+            for groups in (1, 2, MANY_GROUPS)
             for tiles in (1, 2)
         }
         names = {c.name(kind): c.shared for c in cuts for kind in ("linear", "gate_up")}
         shown = {
-            cut(type, 256, 2, 2, arch).name("linear")
+            gemm_config(type, 256, 2, 2, arch).name("linear")
             for type in samples.SAMPLES
             if arch in ("sm_86", "sm_90a")
         }
         more = {
             c.name(kind) for c in cuts for kind in ("linear", "gate_up") if c.type in CODEBOOKS
         } - shown
-        for groups, tiles in ((1, 1), (1, 2), (HUGE, 1), (HUGE, 2)):
-            part = cut("q6_k", 256, groups, tiles, arch, upper=True)
+        for groups, tiles in ((1, 1), (1, 2), (MANY_GROUPS, 1), (MANY_GROUPS, 2)):
+            part = gemm_config("q6_k", 256, groups, tiles, arch, upper=True)
             names[part.name("linear")] = part.shared
         for tiles in (1, 2):
             for types in (("q4_k", "q6_k"), ("q8_0", "q8_0")):
-                a, b = (cut(type, 256, 2, tiles, arch) for type in types)
-                names[two(a, b)] = max(a.shared, b.shared)
+                a, b = (gemm_config(type, 256, 2, tiles, arch) for type in types)
+                names[two_matrix_instance(a, b)] = max(a.shared, b.shared)
         spill = 36 if arch == "sm_120" else 16  # there gate_up<Q4K, 2, 128, 2> needs as much
         out.append(
             Unit(

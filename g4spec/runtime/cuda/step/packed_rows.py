@@ -37,11 +37,11 @@ import torch
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.units import Unit
 
-MOST = 16
+GROUP_ROWS = 16
 """Rows of a group."""
 
-WIDEST = 32 * 32 * 8 * 4
-"""Columns of a row that the threads of a block hold in registers: see `shape`."""
+MAX_WIDTH = 32 * 32 * 8 * 4
+"""Columns of a row that the threads of a block hold in registers: see `block_shape`."""
 
 BLOCK, BLOCK_BYTES = 64, 1280
 """Columns of a block, and bytes for each tile of 8 rows."""
@@ -55,7 +55,7 @@ NOTHING, FLOATS, ROWS, SCALED = 0, 1, 2, 3
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class PackedRows:
     """Rows [T, K] as a product reads them.
 
     Attributes:
@@ -90,14 +90,14 @@ class Rows:
         """Rows there is room for."""
         return 8 * self.tiles * self.groups
 
-    def part(self, first: int, last: int) -> Rows:
+    def part(self, first: int, last: int) -> PackedRows:
         """Groups first .. last - 1, a view."""
         if self.groups == 1:
             return self
         data = self.data[first] if last == first + 1 else self.data[first:last]
-        scale = None if self.scale is None else self.scale[first * MOST : last * MOST]
-        count = min(self.count, last * MOST) - first * MOST
-        return Rows(data, count, self.width, scale, self.tiled)
+        scale = None if self.scale is None else self.scale[first * GROUP_ROWS : last * GROUP_ROWS]
+        count = min(self.count, last * GROUP_ROWS) - first * GROUP_ROWS
+        return PackedRows(data, count, self.width, scale, self.tiled)
 
 
 def tiles(count: int) -> int:
@@ -107,36 +107,36 @@ def tiles(count: int) -> int:
 
 def groups(count: int) -> int:
     """Groups of 16 rows that hold `count` rows."""
-    return -(-count // MOST)
+    return -(-count // GROUP_ROWS)
 
 
-def empty(count: int, width: int, device: torch.device, *, scaled: bool = False) -> Rows:
+def empty(count: int, width: int, device: torch.device, *, scaled: bool = False) -> PackedRows:
     """Rows [count, width] that are yet to be written, any number of them."""
     assert count >= 1 and width % BLOCK == 0, (count, width)
     n = groups(count)
     sizes = (*([n] if n > 1 else []), width // BLOCK, BLOCK_BYTES * tiles(count))
     data = torch.empty(sizes, dtype=torch.uint8, device=device)
-    scale = torch.empty(MOST * n, dtype=torch.float32, device=device) if scaled else None
-    return Rows(data, count, width, scale, n > 1)
+    scale = torch.empty(GROUP_ROWS * n, dtype=torch.float32, device=device) if scaled else None
+    return PackedRows(data, count, width, scale, n > 1)
 
 
-def regrouped(parts: Sequence[Rows]) -> Rows:
+def concat_rows(parts: Sequence[PackedRows]) -> PackedRows:
     """Rows without scale, of several sequences, below each other; each keeps its bits."""
     assert all(part.scale is None for part in parts)
     if len(parts) == 1:
         return parts[0]
     raw = [[x[: len(part)] for x in _fields(part)] for part in parts]
     fields, count = [torch.cat(x) for x in zip(*raw, strict=True)], sum(map(len, parts))
-    tiled = count > MOST
+    tiled = count > GROUP_ROWS
     data = [
-        _packed([x[at : at + MOST] for x in fields], tiles(count), tiled)
-        for at in range(0, count, MOST)
+        _packed([x[at : at + GROUP_ROWS] for x in fields], tiles(count), tiled)
+        for at in range(0, count, GROUP_ROWS)
     ]
     whole = torch.stack(data) if tiled else data[0]
-    return Rows(whole, count, parts[0].width, tiled=tiled)
+    return PackedRows(whole, count, parts[0].width, tiled=tiled)
 
 
-def _fields(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _fields(rows: PackedRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """What is stored, row by row, padding included: half [R, B, 64] for B blocks; half
     [R, B, 2, 2, 2] and [R, B, 2, 2], sums of 16 and of 32, rounded and what that leaves; float32
     [R, B, 2]."""
@@ -191,7 +191,7 @@ def _packed(fields: Sequence[torch.Tensor], n: int, tiled: bool) -> torch.Tensor
     return torch.cat(raw, dim=1).view(blocks, -1)
 
 
-def unpack(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def unpack(rows: PackedRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """What is stored, padding included and unscaled.
 
     Returns:
@@ -205,10 +205,10 @@ def unpack(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.
 
 def fits(width: int) -> bool:
     """Whether norm.cu takes rows of so many values; others are computed in torch."""
-    return width % 4 == 0 and width <= WIDEST
+    return width % 4 == 0 and width <= MAX_WIDTH
 
 
-def shape(width: int) -> tuple[int, int]:
+def block_shape(width: int) -> tuple[int, int]:
     """Warps of a block and 16-byte loads of a thread that hold a row of `width` floats."""
     quads = -(-width // 4)
     for warps_at_most in (16, 32):
@@ -229,13 +229,13 @@ def instance(
     split: bool = True,
 ) -> str:
     """Name of a kernel of norm.cu."""
-    warps, loads = shape(width)
+    warps, loads = block_shape(width)
     flags = (split, width == 128 * warps * loads)
     numbers = (warps, loads, slices, enter, leave, outputs)
     return f"norm_rows<{', '.join([*map(str, numbers), *(str(f).lower() for f in flags)])}>"
 
 
-def pack_rows(x: torch.Tensor) -> Rows:
+def pack_rows(x: torch.Tensor) -> PackedRows:
     """x float32 [T, K] as rows; each with the power of two as scale that brings its largest value
     into [512, 1024)."""
     to = empty(len(x), x.shape[1], x.device, scaled=True)
@@ -243,7 +243,7 @@ def pack_rows(x: torch.Tensor) -> Rows:
     return to
 
 
-def rms_norm_rows(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> Rows:
+def rms_norm_rows(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> PackedRows:
     """rms_norm of x float32 [T, H] as rows."""
     to = empty(len(x), x.shape[1], x.device)
     _run(x, eps=eps, leave=ROWS, following=[weight], outputs=[to.data])
@@ -283,7 +283,7 @@ class Residual:
 
     def rows(
         self, h: torch.Tensor, x: torch.Tensor, following: Sequence[torch.Tensor | None]
-    ) -> tuple[torch.Tensor, list[Rows]]:
+    ) -> tuple[torch.Tensor, list[PackedRows]]:
         """x', and rms_norm(x') with each of at most three weights as rows."""
         out, to = torch.empty_like(x), [empty(len(x), x.shape[1], x.device) for _ in following]
         _run(
@@ -330,7 +330,7 @@ def _run(
     assert width % (4 if leave in (NOTHING, FLOATS) else BLOCK) == 0, width
     split = count <= SPLIT
     name = instance(width, slices, enter, leave, max(1, len(outputs)), split=split)
-    warps, loads = shape(width)
+    warps, loads = block_shape(width)
     weights = [*following, None, None, None][:3]
     places = [*outputs, None, None, None][:3]
     launch.kernel("norm.cu", name)(

@@ -8,7 +8,7 @@ import torch
 
 from g4spec.runtime.cuda.step import screen
 from g4spec.runtime.cuda.step.choose import Choice, Chosen
-from g4spec.runtime.cuda.step.linear import Exchange
+from g4spec.runtime.cuda.step.linear import SplitKWorkspace
 from g4spec.runtime.cuda.weights.dequant import Weight
 
 
@@ -41,7 +41,7 @@ class Picks:
         ).ids
 
     def best(
-        self, hidden: torch.Tensor, table: Weight, by: Exchange, at: int, cap: float
+        self, hidden: torch.Tensor, table: Weight, by: SplitKWorkspace, at: int, cap: float
     ) -> torch.Tensor | None:
         """The same from rows [S * n, H] and the table [V, H] their logits come from; None where
         these are needed all."""

@@ -23,8 +23,8 @@ from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.step import linear, packed_rows
 from g4spec.runtime.cuda.step.choose import SPAN, THREADS, Choice, Chosen
-from g4spec.runtime.cuda.step.linear import UPPER_ROWS, Exchange
-from g4spec.runtime.cuda.step.packed_rows import Rows, tiles
+from g4spec.runtime.cuda.step.linear import UPPER_ROWS, SplitKWorkspace
+from g4spec.runtime.cuda.step.packed_rows import PackedRows, tiles
 from g4spec.runtime.cuda.weights.dequant import Weight
 
 CANDIDATES = 64
@@ -36,17 +36,17 @@ OF_SPAN = 16
 LARGEST, IN_FULL = f"largest<{CANDIDATES}>", "in_full<Q6_K, 256>"
 """Kernels of screen.cu."""
 
-LEAST, MOST = 32_768, 4 * THREADS // OF_SPAN * SPAN
+MIN_COLUMNS, MAX_COLUMNS = 32_768, 4 * THREADS // OF_SPAN * SPAN
 """Columns from which on it pays, and for which the kernel has room."""
 
 
 def takes(weight: Weight, columns: int) -> bool:
     """Whether a table [V, H] of logits [T, columns] has upper bits apart, and enough rows to gain
     from it."""
-    return weight.type == "q6_k" and LEAST <= weight.rows == columns <= MOST
+    return weight.type == "q6_k" and MIN_COLUMNS <= weight.rows == columns <= MAX_COLUMNS
 
 
-def byte_rows(x: torch.Tensor) -> Rows:
+def byte_rows(x: torch.Tensor) -> PackedRows:
     """x float32 [T, K] as bytes; T <= 16."""
     count, width = x.shape
     units, n = width // 256, tiles(count)
@@ -59,14 +59,14 @@ def byte_rows(x: torch.Tensor) -> Rows:
         rows=count,
         out=data,
     )
-    return Rows(data, count, width)
+    return PackedRows(data, count, width)
 
 
 def best(
     x: torch.Tensor,
     weight: Weight,
     choice: Choice,
-    by: Exchange,
+    workspace: SplitKWorkspace,
     cap: float,
     into: Chosen,
     sequences: int = 1,
@@ -82,18 +82,23 @@ def best(
     """
     assert choice.modes == ("greedy",) and weight.rows == choice.columns, (choice.modes, weight)
     full = torch.empty(len(x), CANDIDATES, dtype=torch.int64, device=x.device)
-    for first in range(0, len(x), packed_rows.MOST):
-        rows = slice(first, first + packed_rows.MOST)
-        _tile(x[rows], weight, choice, by, cap, full[rows])
+    for first in range(0, len(x), packed_rows.GROUP_ROWS):
+        rows = slice(first, first + packed_rows.GROUP_ROWS)
+        _tile(x[rows], weight, choice, workspace, cap, full[rows])
     return choice.end(full, into, sequences, pitch)
 
 
 def _tile(
-    x: torch.Tensor, weight: Weight, choice: Choice, by: Exchange, cap: float, full: torch.Tensor
+    x: torch.Tensor,
+    weight: Weight,
+    choice: Choice,
+    workspace: SplitKWorkspace,
+    cap: float,
+    full: torch.Tensor,
 ) -> None:
     """Keys `full` [T, CANDIDATES] of at most 16 rows x: their candidates, by logits in full."""
     count, size = len(x), weight.data.shape[2]
-    found = choice.top(linear.linear_upper(byte_rows(x), weight, by), OF_SPAN)
+    found = choice.top(linear.linear_upper(byte_rows(x), weight, workspace), OF_SPAN)
     keys = torch.empty_like(full)
     launch.kernel("screen.cu", LARGEST)(
         count,

@@ -6,17 +6,21 @@ from collections.abc import Callable
 
 import torch
 
-from g4spec.runtime.cuda.step.packed_rows import MOST, Rows
+from g4spec.runtime.cuda.step.packed_rows import GROUP_ROWS, PackedRows
 
 
-def in_tiles(op: Callable[..., torch.Tensor], *args: torch.Tensor | Rows) -> torch.Tensor:
+def in_tiles(op: Callable[..., torch.Tensor], *args: torch.Tensor | PackedRows) -> torch.Tensor:
     """Compute `op` of `args` that have a row for each token, 16 rows at a time -> [T, N]."""
     count = len(args[0])
-    if count <= MOST:
+    if count <= GROUP_ROWS:
         return op(*args)
-    return torch.cat([op(*(_tile(a, at) for a in args)) for at in range(0, count, MOST)])
+    return torch.cat([op(*(_tile(a, at) for a in args)) for at in range(0, count, GROUP_ROWS)])
 
 
-def _tile(x: torch.Tensor | Rows, at: int) -> torch.Tensor | Rows:
+def _tile(x: torch.Tensor | PackedRows, at: int) -> torch.Tensor | PackedRows:
     """Rows `at` and on, 16 at most."""
-    return x[at : at + MOST] if isinstance(x, torch.Tensor) else x.part(at // MOST, at // MOST + 1)
+    return (
+        x[at : at + GROUP_ROWS]
+        if isinstance(x, torch.Tensor)
+        else x.part(at // GROUP_ROWS, at // GROUP_ROWS + 1)
+    )

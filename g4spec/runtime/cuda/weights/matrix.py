@@ -26,7 +26,7 @@ class Matrix:
         type: quant type, e.g. "q4_k"; "" for plain numbers.
         raw: the file's bytes, uint8 [matrices * rows, bytes of a row], or float16 or bfloat16
             [matrices * rows, columns].
-        keeps: rows stay as in the file: bytes are not packed, gates and ups do not take turns.
+        file_order: rows stay as in the file: bytes are not packed, gates and ups do not take turns.
 
     Attributes:
         grouped: whether it is packed in groups of rows.
@@ -40,14 +40,14 @@ class Matrix:
         columns: int,
         matrices: int = 1,
         *,
-        keeps: bool = False,
+        file_order: bool = False,
     ) -> None:
-        self.keeps, self.grouped = keeps, bool(type) and not keeps
+        self.file_order, self.grouped = file_order, bool(type) and not file_order
         self.type, self.rows, self.columns, self.matrices = type, rows, columns, matrices
         raw = held.held(type, raw) if type else raw
         self._raw: torch.Tensor | None = raw
         self._whole, self._first = raw, 0
-        self.turned = False  # rows are gates and ups in turns
+        self.interleaved = False  # rows are gates and ups in turns
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -62,7 +62,7 @@ class Matrix:
     @property
     def table(self) -> torch.Tensor:
         """As it lies in memory now: the file's bytes [rows, bytes], or packed, or numbers. Empty
-        if it lies in one of `Pairs`."""
+        if it lies in one of `GateUpPairs`."""
         if self._raw is not None:
             return self._raw
         return self._whole[self._first : self._first + self.groups]
@@ -75,21 +75,21 @@ class Matrix:
         return self.matrices * -(-self.rows // packing.GROUP)
 
     @property
-    def alone(self) -> Weight:
+    def weight(self) -> Weight:
         """This matrix by itself."""
         if not self.packed:
-            self.put(_pack(self, self.take(), self.rows), 0)
+            self.place(_pack(self, self.release_raw(), self.rows), 0)
         assert len(self.table) == self.groups, "lies in a pair"
         return Weight(self.type, self.table, self.rows, self.columns, self.matrices)
 
-    def take(self) -> torch.Tensor:
+    def release_raw(self) -> torch.Tensor:
         """The file's bytes, which are the caller's from now on; nothing is kept of them."""
         assert self._raw is not None, "packed already, for another product"
         raw, self._raw = self._raw, None
-        self.put(raw.new_empty(0), 0)
+        self.place(raw.new_empty(0), 0)
         return raw
 
-    def put(self, whole: torch.Tensor, first: int) -> None:
+    def place(self, whole: torch.Tensor, first: int) -> None:
         """It lies in `whole` from group `first` on."""
         self._whole, self._first = whole, first
 
@@ -101,7 +101,7 @@ class Matrix:
             and (not self.grouped or self.rows % packing.GROUP == 0)
         )
 
-    def through(self, last: Matrix, rows: int) -> Weight:
+    def span_to(self, last: Matrix, rows: int) -> Weight:
         """From this matrix to `last` behind it, `rows` in all."""
         data = self._whole[self._first : last._first + last.groups]
         return Weight(self.type, data, rows, self.columns)
@@ -110,7 +110,7 @@ class Matrix:
 def weight_of(w: Matrix | torch.Tensor) -> Weight:
     """Matrices by themselves, or numbers [matrices, rows, columns]."""
     if isinstance(w, Matrix):
-        return w.alone
+        return w.weight
     return Weight("", w.flatten(0, 1), w.shape[1], w.shape[2], len(w))
 
 
@@ -126,42 +126,42 @@ def join(matrices: Sequence[Matrix]) -> None:
         groups = [m.groups for m in same]
         whole = _pack(same[0], _all_of(same), sum(m.rows for m in same))
         for i, m in enumerate(same):
-            m.put(whole, sum(groups[:i]))
+            m.place(whole, sum(groups[:i]))
 
 
 def _all_of(matrices: Sequence[Matrix]) -> torch.Tensor:
     """Their bytes behind each other, in one place only."""
-    raw = [m.take() for m in matrices]
+    raw = [m.release_raw() for m in matrices]
     return torch.cat(raw) if len(raw) > 1 else raw[0]
 
 
-def below(matrices: Sequence[Matrix]) -> list[Weight]:
+def concat_rows(matrices: Sequence[Matrix]) -> list[Weight]:
     """Matrices below each other, as few as how they lie allows."""
     out, at = list[Weight](), 0
-    weights = [m.alone for m in matrices]
+    weights = [m.weight for m in matrices]
     while at < len(matrices):
         end = at + 1
         while end < len(matrices) and matrices[end - 1].precedes(matrices[end]):
             end += 1
         rows = sum(w.rows for w in weights[at:end])
-        joined = matrices[at].through(matrices[end - 1], rows)
+        joined = matrices[at].span_to(matrices[end - 1], rows)
         out.append(weights[at] if end == at + 1 else joined)
         at = end
     return out
 
 
-def beside(gate: Matrix, up: Matrix) -> list[Weight]:
+def interleave_gate_up(gate: Matrix, up: Matrix) -> list[Weight]:
     """Gates and ups in turns of 16 rows as one matrix; two if their types differ."""
     if gate.packed or up.packed or gate.type != up.type or gate.rows % TILE:
-        return [gate.alone, up.alone]
-    raws = [m.take() for m in (gate, up)]
+        return [gate.weight, up.weight]
+    raws = [m.release_raw() for m in (gate, up)]
     pair = torch.stack([x.view(-1, TILE, x.shape[1]) for x in raws], dim=1)
     del raws
     data = _pack(gate, pair.view(2 * gate.rows, -1), gate.rows * 2)
     return [Weight(gate.type, data, 2 * gate.rows, gate.columns)]
 
 
-class Pairs:
+class GateUpPairs:
     """Gates and ups as steps read them: one matrix in turns of 16 rows, or two (those that stay in
     the file's order one behind the other)."""
 
@@ -174,41 +174,43 @@ class Pairs:
         return sum(w.data.nbytes for made in self._made.values() if len(made) == 1 for w in made)
 
     def __call__(self, gate: Matrix, up: Matrix) -> list[Weight]:
-        if gate.keeps and up.keeps:
+        if gate.file_order and up.file_order:
             join([gate, up])
-            return [gate.alone, up.alone]
+            return [gate.weight, up.weight]
         if (gate, up) not in self._made:
-            self._made[gate, up] = beside(gate, up)
+            self._made[gate, up] = interleave_gate_up(gate, up)
         return self._made[gate, up]
 
 
-def in_turns(gate: Matrix, up: Matrix | None) -> Weight | None:
+def interleave_experts(gate: Matrix, up: Matrix | None) -> Weight | None:
     """Gates and ups of experts, each matrix in turns of 16 rows; None if their rows do not allow
     it, they stay in the file's order, or are packed already in another way.
 
     Args:
         up: None: `gate` holds both, each matrix its gates first. It then is in turns from now on.
     """
-    if gate.turned:
-        return gate.alone
+    if gate.interleaved:
+        return gate.weight
     channels = gate.rows // 2 if up is None else gate.rows
     both = [m for m in (gate, up) if m is not None]
     if channels % TILE or len({m.type for m in both}) > 1:
         return None
-    if any(m.packed or m.keeps for m in both):
+    if any(m.packed or m.file_order for m in both):
         return None
     halves = [
         half
         for m in both
-        for half in m.take().view(m.matrices, 2 // len(both), channels // TILE, TILE, -1).unbind(1)
+        for half in m.release_raw()
+        .view(m.matrices, 2 // len(both), channels // TILE, TILE, -1)
+        .unbind(1)
     ]
     turned, rows = torch.stack(halves, dim=2).flatten(0, 3), 2 * channels
     del halves
     data = _pack(gate, turned, rows)
     for m in both:
-        m.put(data, 0)
-    gate.turned, gate.rows = True, rows
-    return gate.alone
+        m.place(data, 0)
+    gate.interleaved, gate.rows = True, rows
+    return gate.weight
 
 
 def _pack(like: Matrix, raw: torch.Tensor, rows: int) -> torch.Tensor:
