@@ -154,19 +154,19 @@ class Seldom:
     wants_costs = False
 
     def __init__(self, lengths: Any) -> None:
-        self.text, self._steps = lengths.text, 0
+        self.new_state, self._steps = lengths.new_state, 0
 
     def plan(self, texts: Seq[Any], most: Seq[int], *args: object) -> list[int]:
         self._steps += 1
         return [0 if self._steps % 21 else min(5, m) for m in most]
 
-    def again(self, *args: object) -> bool:
+    def plan_ahead(self, *args: object) -> bool:
         return False
 
     def observe(self, *args: object) -> None: ...
 
-    def shares(self, step: int, texts: Seq[Any], *args: object) -> list[None]:
-        return [None] * len(texts)
+    def decisions(self, step: int, states: Seq[Any], *args: object) -> list[None]:
+        return [None] * len(states)
 
 
 @pytest.mark.parametrize("name", DRAFTS)
