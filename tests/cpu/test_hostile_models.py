@@ -165,7 +165,7 @@ def test_an_architecture_that_is_no_text(home: Path, tmp_path: Path) -> None:
             Engine.load(target, draft, n_ctx=64)
     with pytest.raises(InputError, match="not a target"):
         read_tokenizer(broken)
-    with pytest.raises(InputError, match="no target in it"):
+    with pytest.raises(InputError, match="no target model"):
         find_models(tmp_path)
 
 
