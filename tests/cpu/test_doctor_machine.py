@@ -133,7 +133,7 @@ def test_gpus_of_other_vendors(monkeypatch: pytest.MonkeyPatch, system: System) 
 
 def test_driver_without_a_gpu(monkeypatch: pytest.MonkeyPatch, system: System) -> None:
     m = look(monkeypatch, Nvml([]), system)
-    assert m.gpus == () and m.driver == "580.159.04" and "shows no GPU" in m.notes[0]
+    assert m.gpus == () and m.driver == "580.159.04" and "no GPU is visible" in m.notes[0]
 
 
 def test_package_missing(monkeypatch: pytest.MonkeyPatch, system: System) -> None:
