@@ -27,7 +27,7 @@ OPS: dict[str, Op] = {
         ops.linear(x, w["tall"], partial_sums=True), h, w["norm"], 1e-6, w["norm"]
     ),
     "numbers": lambda ops, w, x, h: ops.norm_residual_norm(
-        h, x, None, 1e-6, w["norm"], numbers=True
+        h, x, None, 1e-6, w["norm"], unpacked=True
     ),
     "residual alone": lambda ops, w, x, h: ops.norm_residual_norm(h, x, w["norm"], 1e-6, None)[0],
     "rms_norm": lambda ops, w, x, h: ops.rms_norm(x, w["norm"], 1e-6),
