@@ -30,7 +30,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import watch
-from g4spec.errors import G4Error
+from g4spec.errors import InputError, UsageError
 from tests.emulator import kernels
 from tests.gpu import family, hostile
 from tests.gpu.device import EMULATED
@@ -83,7 +83,7 @@ def outcome(folder: Path, draw: random.Random) -> tuple[str, dict[str, Any]]:
         if wrong is None:
             draft = hostile.made_draft(folder, family.DRAFTS[kind])
             wrong = hostile.wrong_text(target, draft, cache)
-    except G4Error as refused:
+    except (InputError, UsageError) as refused:
         return "refused", case | {"message": str(refused)}
     except Exception:  # noqa: BLE001  whatever it is, it is what the script looks for
         return "failed", case | {"traceback": traceback.format_exc(limit=-6)}
