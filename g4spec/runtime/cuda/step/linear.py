@@ -190,6 +190,22 @@ class SplitKWorkspace:
         self.arrived = torch.zeros(1 << 14, dtype=torch.int32, device=device)
 
 
+def gemm_arguments(
+    weight: Weight, x: PackedRows, workspace: SplitKWorkspace, units: int, groups: int, run: int
+) -> dict[str, Any]:
+    """Return the arguments that all GEMM kernels share: `GEMM_PARAMS` of gemm_pipeline.cuh."""
+    return {
+        "weights": weight.data,
+        "rows": x.data,
+        "row_scale": x.scale,
+        "partial": workspace.partial,
+        "arrived": workspace.arrived,
+        "units": units,
+        "groups": groups,
+        "run": run,
+    }
+
+
 def linear(
     x: PackedRows, weight: Weight, workspace: SplitKWorkspace, *, parts: bool = False
 ) -> torch.Tensor:
@@ -255,14 +271,7 @@ def linear_two(
     launch.kernel("linear.cu", two_matrix_instance(a, b))(
         count,
         THREADS,
-        weights=first.data,
-        rows=x.data,
-        row_scale=x.scale,
-        partial=workspace.partial,
-        arrived=workspace.arrived,
-        units=of_first[0],
-        groups=of_first[1],
-        run=runs[0],
+        **gemm_arguments(first, x, workspace, of_first[0], of_first[1], runs[0]),
         weights_b=second.data,
         units_b=of_second[0],
         groups_b=of_second[1],
@@ -385,14 +394,7 @@ def _run(
     launch.kernel("linear.cu", config.name(kind))(
         count,
         THREADS,
-        weights=weight.data,
-        rows=x.data,
-        row_scale=x.scale,
-        partial=workspace.partial,
-        arrived=workspace.arrived,
-        units=units,
-        groups=groups,
-        run=run,
+        **gemm_arguments(weight, x, workspace, units, groups, run),
         y=y,
         tokens=len(x),
         **numbers,
