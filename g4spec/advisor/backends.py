@@ -16,7 +16,7 @@ WIDE = 512
 
 @dataclass(frozen=True, slots=True)
 class BackendVerdict:
-    """What one attention backend can run on one card.
+    """The verdict on one attention backend for one card.
 
     Attributes:
         heads: supported head sizes among 128, 256 and 512.

@@ -148,7 +148,7 @@ class CapabilityFact(Fact):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupportFact(Fact):
-    """What the engines support on a compute capability."""
+    """The features that engines support on a compute capability."""
 
     cc: tuple[str, ...]
     vllm: Maybe

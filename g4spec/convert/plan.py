@@ -25,7 +25,7 @@ MAX_PROBLEMS = 20
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """What a conversion does with one tensor.
+    """The planned conversion of one tensor.
 
     Attributes:
         action: copy (maybe into another type), make (compute the values), metadata (store as an

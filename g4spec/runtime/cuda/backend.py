@@ -116,7 +116,7 @@ class CudaBackend:
         self._reader.commit(draft, rows)
 
     def sampler(self, sampler: Sampler) -> CudaSampler:
-        """What chooses tokens from raw logits [V] on the GPU."""
+        """Create what samples tokens from raw logits [V] on the GPU."""
         return CudaSampler(sampler, self.device)
 
     def runners(self, target: Target, draft: Draft | None) -> Sequence[Runner]:

@@ -1,4 +1,4 @@
-"""What a run takes of a GPU's memory, computed before anything is loaded."""
+"""The GPU memory of a run, computed before anything is loaded."""
 
 from __future__ import annotations
 

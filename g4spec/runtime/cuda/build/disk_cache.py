@@ -41,7 +41,7 @@ def encode(cubin: Cubin) -> bytes:
 
 
 def decode(data: bytes) -> Cubin | None:
-    """What `encode` was given; None for anything else, whatever its checksum says."""
+    """Decode the result of `encode`; return None for anything else, whatever its checksum."""
     start = len(MAGIC) + 32
     body = data[start:]
     if data[:start] != MAGIC + hashlib.sha256(body).digest():

@@ -188,7 +188,7 @@ def _load(job: Job, cubin: nvrtc.Cubin, index: int) -> Kernel:
 
 
 def _driver_resources(handle: Any, index: int) -> nvrtc.Resources:
-    """What a kernel takes that the driver has compiled; spills are part of its stack."""
+    """Return the resources of a kernel that the driver compiled; spills are part of its stack."""
     from cuda.bindings import driver
 
     def of(name: str) -> int:

@@ -51,7 +51,7 @@ _ENTRY = re.compile(
 
 @dataclass(frozen=True)
 class Resources:
-    """What one thread or block of a kernel takes, as ptxas reports it.
+    """The resources of one thread or block of a kernel, as ptxas reports them.
 
     Args:
         registers: 32-bit registers of a thread.
@@ -302,7 +302,7 @@ def _check(status: Any, what: str) -> None:
 
 
 def resources(log: str) -> dict[str, Resources]:
-    """What each kernel takes, from the log that `--ptxas-options=-v` writes; by symbol."""
+    """Parse the resources of each kernel, by symbol, from the log of `--ptxas-options=-v`."""
     found = {}
     for match in _ENTRY.finditer(log):
         text = match["text"]

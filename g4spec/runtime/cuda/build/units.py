@@ -184,5 +184,5 @@ def _work() -> None:
 
 
 def jobs_for(units: Iterable[Unit], arch: str) -> list[Job]:
-    """What is compiled of these units for one architecture."""
+    """Return the compilations of these units for one architecture."""
     return [Job(u.file, name, arch) for u in units if arch in u.archs for name in u.names]

@@ -27,7 +27,7 @@ PLANES = ("keys", "values", "key_scales", "value_scales")
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What a layer does with its heads.
+    """Norms and RoPE of the heads of a layer.
 
     Attributes:
         n_q, n_kv: heads of queries, and of keys and values, in the product; either may be 0.

@@ -40,7 +40,7 @@ class SequenceState(NamedTuple):
 
 
 class CycleResult(NamedTuple):
-    """What a cycle did with a sequence.
+    """The result of a cycle for a sequence.
 
     Attributes:
         position, anchor: where the next cycle begins.

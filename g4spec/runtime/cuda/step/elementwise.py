@@ -1,4 +1,4 @@
-"""What stands between products value by value: activations, per-layer inputs, the softcap."""
+"""Elementwise kernels between matmuls: activations, per-layer inputs, the softcap."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ SPARE_POSITION = 1
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """What a graph is recorded for.
+    """The key under which a CUDA graph is recorded.
 
     Attributes:
         part: "proposal", "step" (with the draft's commit) or "plain" (a step without a draft).
@@ -298,7 +298,7 @@ def bucket(sequences: int) -> int:
 
 
 def _cycle(seen: CycleResult, count: int, draft_seconds: float, step_seconds: float) -> Cycle:
-    """What a cycle of `count` drafted tokens did with a sequence."""
+    """Return the result of a cycle of `count` drafted tokens for a sequence."""
     used, drafted = 1 + seen.accepted, seen.ids[1 : 1 + count]
     failed = bool(seen.unfit & ((1 << count) - 1))
     cycle = Cycle([], [], drafted, 0, draft_seconds, step_seconds)
