@@ -98,7 +98,11 @@ class Subject:
             return "the metadata does not describe a known model"
         if needs == Needs.TARGET and (self.target is None or self.target.config is None):
             return NO_TARGET
-        if needs >= Needs.SOURCE and self.source is None:
+        return self._source_missing(needs) if needs >= Needs.SOURCE else None
+
+    def _source_missing(self, needs: Needs) -> str | None:
+        """Return why a rule that compares with the source cannot run, or None if it can."""
+        if self.source is None:
             return NO_SOURCE
         if needs == Needs.OWN_SOURCE and self.comparison.other:
             return OTHER_SOURCE
