@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,35 +12,43 @@ from g4spec.cli import _engine, _sampling_defaults
 from g4spec.cli.render import Output
 
 if TYPE_CHECKING:
+    import socket
+
     from g4spec.server.run import ServerAddress
     from g4spec.server.service import Service, Settings
 
 
 @dataclass(frozen=True, slots=True)
 class HttpOptions:
-    """Address, TLS files (PEM) and access rules of a server."""
+    """Addresses, TLS files (PEM) and access rules of a server.
 
-    host: str
+    Attributes:
+        disabled: see `g4spec.server.middleware.DisabledPathsMiddleware`.
+    """
+
+    hosts: tuple[str, ...]
     port: int
     certificate: Path | None
     key: Path | None
     origins: Sequence[str]
     keys: Sequence[str]
+    disabled: Mapping[str, str]
 
     def address(self, out: Output) -> ServerAddress:
         """Return the address to listen on; show a warning if everybody can use the server."""
         from g4spec.server import run
 
-        address = run.ServerAddress(self.host, self.port, self.certificate, self.key)
+        address = run.ServerAddress(self.hosts, self.port, self.certificate, self.key)
         run.check_certificate(address)
         if run.is_exposed(address) and not self.keys:
-            out.note(f"everybody who can reach {self.host} can use this server: set an --api-key")
+            hosts = ", ".join(self.hosts)
+            out.note(f"everybody who can reach {hosts} can use this server: set an --api-key")
         return address
 
     @property
     def access(self) -> dict[str, Any]:
-        """Arguments of `g4spec.server.app.create_middleware`."""
-        return {"keys": self.keys, "origins": self.origins}
+        """Arguments of `g4spec.server.middleware.create_middleware`."""
+        return {"keys": self.keys, "origins": self.origins, "disabled": self.disabled}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,26 +98,35 @@ class ModelLoader:
         return Service(engine, replace(settings, sampler=sampler))
 
 
+@contextmanager
+def _listening(address: ServerAddress) -> Iterator[list[socket.socket]]:
+    """Listen on all hosts of `address`; close the sockets at the end."""
+    from g4spec.server import run
+
+    with ExitStack() as stack:
+        yield [stack.enter_context(listener) for listener in run.listen(address)]
+
+
 def serve_one(
     loader: ModelLoader,
     http: HttpOptions,
     limits: dict[str, Any],
     model: Path,
     draft: str | None,
-    alias: Sequence[str] | None,
+    alias: Sequence[str],
 ) -> None:
     """Serve one target, named after its file or `alias`; `limits`: fields of `Settings`."""
     from g4spec.server import run
     from g4spec.server.service import Settings
 
     address = http.address(loader.out)
-    with run.listen(address) as socket:
+    with _listening(address) as listeners:
         target, file = _engine.files(model, draft, loader.setup, loader.out)
         names = alias or [target.stem]
         service = loader.service(Settings(names[0], tuple(names[1:]), **limits), target, file)
-        note = f"{names[0]} is served at {run.url(address, socket)}"
+        note = f"{names[0]} is served at {run.url(address, listeners)}"
         with service.engine:
-            run.serve(service, address, socket, lambda: loader.out.note(note), **http.access)
+            run.serve(service, address, listeners, lambda: loader.out.note(note), **http.access)
 
 
 def serve_folder(
@@ -129,9 +147,9 @@ def serve_folder(
 
     assert folder is not None  # see `_serve_options.check_models`
     address = http.address(loader.out)
-    with run.listen(address) as socket:
+    with _listening(address) as listeners:
         registry = model_router.ModelRouter(
             model_router.find_models(folder), load, max_loaded, limits["time_limit"]
         )
-        note = f"{len(registry.all)} models are served at {run.url(address, socket)}"
-        run.serve_models(registry, address, socket, lambda: loader.out.note(note), **http.access)
+        note = f"{len(registry.all)} models are served at {run.url(address, listeners)}"
+        run.serve_models(registry, address, listeners, lambda: loader.out.note(note), **http.access)

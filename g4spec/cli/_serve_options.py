@@ -29,7 +29,9 @@ ModelsMax = Annotated[
         "one is unloaded first.",
     ),
 ]
-Host = Annotated[str, typer.Option("--host", help="Address to listen on.")]
+Host = Annotated[
+    str, typer.Option("--host", help="Address to listen on; several are separated by commas.")
+]
 Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 picks a free one.")]
 Parallel = Annotated[
     int, typer.Option("-np", "--parallel", min=1, help="Texts generated at once; others wait.")
@@ -52,14 +54,35 @@ KeyFile = Annotated[Path | None, typer.Option("--api-key-file", help="API keys, 
 Alias = Annotated[
     list[str] | None,
     typer.Option(
-        "-a", "--alias", help="Model name in requests; may be repeated. Default: the file's name."
+        "-a",
+        "--alias",
+        help="Model name in requests; may be repeated, or separated by commas. Default: the file's "
+        "name.",
+    ),
+]
+Tags = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tags",
+        help="Tag of the model in /v1/models; may be repeated, or separated by commas.",
     ),
 ]
 Origin = Annotated[
     list[str] | None,
     typer.Option(
-        "--cors-origin", help="Origin of web pages that may send requests (CORS); may be repeated."
+        "--cors-origin",
+        help="Origin of web pages that may send requests (CORS); may be repeated. `localhost`: "
+        "pages of this machine; `*`: all.",
     ),
+]
+Slots = Annotated[
+    bool, typer.Option("--slots/--no-slots", help="Answer GET /slots; without it, with 501.")
+]
+Metrics = Annotated[
+    bool, typer.Option("--metrics/--no-metrics", help="Answer GET /metrics; without it, with 501.")
+]
+Page = Annotated[
+    bool, typer.Option("--ui/--no-ui", help="Serve the chat page at /; without it, 404.")
 ]
 Certificate = Annotated[
     Path | None, typer.Option("--ssl-cert-file", help="TLS certificate (PEM); enables HTTPS.")
@@ -118,15 +141,40 @@ Pool = Annotated[
 
 
 def check_models(
-    model: Path | None, models: Path | None, draft: str | None, alias: list[str] | None
+    model: Path | None,
+    models: Path | None,
+    draft: str | None,
+    alias: list[str] | None,
+    tags: list[str] | None,
 ) -> None:
     """Raise UsageError unless the options name either one model or a folder."""
     if (model is None) == (models is None):
         raise UsageError(
             "expected either -m or --models", fix="name a model with -m, or a folder with --models"
         )
-    if models is not None and (draft is not None or alias):
-        raise UsageError("-md and -a need -m", fix="leave them out with --models")
+    if models is not None and (draft is not None or alias or tags):
+        raise UsageError("-md, -a and --tags need -m", fix="leave them out with --models")
+
+
+def split_commas(values: list[str] | None) -> tuple[str, ...]:
+    """Return the values of a repeatable option whose values are also separated by commas."""
+    words = [word.strip() for value in values or [] for word in value.split(",")]
+    return tuple(word for word in words if word)
+
+
+def hosts(text: str) -> tuple[str, ...]:
+    """Return the hosts of --host."""
+    found = split_commas([text])
+    if not found:
+        raise UsageError("--host", expected="at least one address", found=repr(text))
+    return found
+
+
+def disabled_paths(*, slots: bool, metrics: bool, page: bool) -> dict[str, str]:
+    """Return the disabled paths of the server, each with the option that disables it."""
+    paths = {"/slots": ("--no-slots", slots), "/metrics": ("--no-metrics", metrics)}
+    paths["/"] = ("--no-ui", page)
+    return {path: option for path, (option, enabled) in paths.items() if not enabled}
 
 
 def template(file: Path | None) -> str | None:

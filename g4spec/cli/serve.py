@@ -31,7 +31,11 @@ def command(
     api_key: _serve_options.ApiKey = None,
     api_key_file: _serve_options.KeyFile = None,
     alias: _serve_options.Alias = None,
+    tags: _serve_options.Tags = None,
     cors_origin: _serve_options.Origin = None,
+    slots: _serve_options.Slots = True,
+    metrics: _serve_options.Metrics = True,
+    ui: _serve_options.Page = True,
     ssl_cert_file: _serve_options.Certificate = None,
     ssl_key_file: _serve_options.Key = None,
     timeout: _serve_options.Timeout = 600,
@@ -60,7 +64,7 @@ def command(
     Includes a web page to chat. A draft makes answers faster and never changes them. The first
     SIGTERM or Ctrl-C lets running requests finish; a second one stops at once.
     """
-    _serve_options.check_models(model, models, draft, alias)
+    _serve_options.check_models(model, models, draft, alias, tags)
     out = Output(quiet=quiet)
     setup = _engine.Setup(
         ctx_size, draft_window, draft_p_min, device, cache_type, 1 if daemon else parallel
@@ -81,15 +85,24 @@ def command(
         setup, out, _serve_options.template(chat_template_file), sampling, engine_options
     )
     http = _serve_http.HttpOptions(
-        host,
+        _serve_options.hosts(host),
         port,
         ssl_cert_file,
         ssl_key_file,
         cors_origin or (),
         _serve_options.keys(api_key, api_key_file),
+        _serve_options.disabled_paths(slots=slots, metrics=metrics, page=ui),
     )
-    limits = {"queue": queue, "time_limit": timeout, "seed": seed, "n_predict": n_predict}
+    limits: dict[str, Any] = {
+        "queue": queue,
+        "time_limit": timeout,
+        "seed": seed,
+        "n_predict": n_predict,
+        "tags": _serve_options.split_commas(tags),
+    }
     if model is not None:
-        _serve_http.serve_one(loader, http, limits, model, draft, alias)
+        _serve_http.serve_one(
+            loader, http, limits, model, draft, _serve_options.split_commas(alias)
+        )
     else:
         _serve_http.serve_folder(loader, http, limits, models, models_max)
