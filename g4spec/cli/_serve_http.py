@@ -2,53 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from g4spec.cli import _engine, _sampling_defaults
+from g4spec.cli import _engine, _http_options, _sampling_defaults
 from g4spec.cli.render import Output
 
 if TYPE_CHECKING:
-    import socket
-
-    from g4spec.server.run import ServerAddress
     from g4spec.server.service import Service, Settings
-
-
-@dataclass(frozen=True, slots=True)
-class HttpOptions:
-    """Addresses, TLS files (PEM) and access rules of a server.
-
-    Attributes:
-        disabled: see `g4spec.server.middleware.DisabledPathsMiddleware`.
-    """
-
-    hosts: tuple[str, ...]
-    port: int
-    certificate: Path | None
-    key: Path | None
-    origins: Sequence[str]
-    keys: Sequence[str]
-    disabled: Mapping[str, str]
-
-    def address(self, out: Output) -> ServerAddress:
-        """Return the address to listen on; show a warning if everybody can use the server."""
-        from g4spec.server import run
-
-        address = run.ServerAddress(self.hosts, self.port, self.certificate, self.key)
-        run.check_certificate(address)
-        if run.is_exposed(address) and not self.keys:
-            hosts = ", ".join(self.hosts)
-            out.note(f"everybody who can reach {hosts} can use this server: set an --api-key")
-        return address
-
-    @property
-    def access(self) -> dict[str, Any]:
-        """Arguments of `g4spec.server.middleware.create_middleware`."""
-        return {"keys": self.keys, "origins": self.origins, "disabled": self.disabled}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,18 +61,9 @@ class ModelLoader:
         return Service(engine, replace(settings, sampler=sampler))
 
 
-@contextmanager
-def _listening(address: ServerAddress) -> Iterator[list[socket.socket]]:
-    """Listen on all hosts of `address`; close the sockets at the end."""
-    from g4spec.server import run
-
-    with ExitStack() as stack:
-        yield [stack.enter_context(listener) for listener in run.listen(address)]
-
-
 def serve_one(
     loader: ModelLoader,
-    http: HttpOptions,
+    http: _http_options.HttpOptions,
     limits: dict[str, Any],
     model: Path,
     draft: str | None,
@@ -120,7 +74,7 @@ def serve_one(
     from g4spec.server.service import Settings
 
     address = http.address(loader.out)
-    with _listening(address) as listeners:
+    with _http_options.listening(address) as listeners:
         target, file = _engine.files(model, draft, loader.setup, loader.out)
         names = alias or [target.stem]
         service = loader.service(Settings(names[0], tuple(names[1:]), **limits), target, file)
@@ -131,7 +85,7 @@ def serve_one(
 
 def serve_folder(
     loader: ModelLoader,
-    http: HttpOptions,
+    http: _http_options.HttpOptions,
     limits: dict[str, Any],
     folder: Path | None,
     max_loaded: int,
@@ -147,7 +101,7 @@ def serve_folder(
 
     assert folder is not None  # see `_serve_options.check_models`
     address = http.address(loader.out)
-    with _listening(address) as listeners:
+    with _http_options.listening(address) as listeners:
         registry = model_router.ModelRouter(
             model_router.find_models(folder), load, max_loaded, limits["time_limit"]
         )

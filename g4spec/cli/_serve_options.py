@@ -29,10 +29,6 @@ ModelsMax = Annotated[
         "one is unloaded first.",
     ),
 ]
-Host = Annotated[
-    str, typer.Option("--host", help="Address to listen on; several are separated by commas.")
-]
-Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 picks a free one.")]
 Parallel = Annotated[
     int, typer.Option("-np", "--parallel", min=1, help="Texts generated at once; others wait.")
 ]
@@ -42,15 +38,6 @@ Queue = Annotated[
         "--queue", min=0, help="Requests that may wait; further ones are refused with 429."
     ),
 ]
-ApiKey = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--api-key",
-        envvar="G4SPEC_API_KEY",
-        help="API key that requests must send; may be repeated. Default: no key is needed.",
-    ),
-]
-KeyFile = Annotated[Path | None, typer.Option("--api-key-file", help="API keys, one per line.")]
 Alias = Annotated[
     list[str] | None,
     typer.Option(
@@ -66,29 +53,6 @@ Tags = Annotated[
         "--tags",
         help="Tag of the model in /v1/models; may be repeated, or separated by commas.",
     ),
-]
-Origin = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--cors-origin",
-        help="Origin of web pages that may send requests (CORS); may be repeated. `localhost`: "
-        "pages of this machine; `*`: all.",
-    ),
-]
-Slots = Annotated[
-    bool, typer.Option("--slots/--no-slots", help="Answer GET /slots; without it, with 501.")
-]
-Metrics = Annotated[
-    bool, typer.Option("--metrics/--no-metrics", help="Answer GET /metrics; without it, with 501.")
-]
-Page = Annotated[
-    bool, typer.Option("--ui/--no-ui", help="Serve the chat page at /; without it, 404.")
-]
-Certificate = Annotated[
-    Path | None, typer.Option("--ssl-cert-file", help="TLS certificate (PEM); enables HTTPS.")
-]
-Key = Annotated[
-    Path | None, typer.Option("--ssl-key-file", help="Private key of the certificate (PEM).")
 ]
 Timeout = Annotated[
     float, typer.Option("--timeout", min=1, help="Time limit of a request in seconds.")
@@ -162,21 +126,6 @@ def split_commas(values: list[str] | None) -> tuple[str, ...]:
     return tuple(word for word in words if word)
 
 
-def hosts(text: str) -> tuple[str, ...]:
-    """Return the hosts of --host."""
-    found = split_commas([text])
-    if not found:
-        raise UsageError("--host", expected="at least one address", found=repr(text))
-    return found
-
-
-def disabled_paths(*, slots: bool, metrics: bool, page: bool) -> dict[str, str]:
-    """Return the disabled paths of the server, each with the option that disables it."""
-    paths = {"/slots": ("--no-slots", slots), "/metrics": ("--no-metrics", metrics)}
-    paths["/"] = ("--no-ui", page)
-    return {path: option for path, (option, enabled) in paths.items() if not enabled}
-
-
 def template(file: Path | None) -> str | None:
     """Return the chat template in `file`, or None without a file."""
     return _inputs.read_text(file) if file is not None else None
@@ -190,9 +139,3 @@ def require_packages() -> None:
         except ModuleNotFoundError:
             fix = "install it: pip install 'g4spec[serve]'"
             raise EnvironmentProblem(f"serving needs the package {name}", fix=fix) from None
-
-
-def keys(given: list[str] | None, file: Path | None) -> list[str]:
-    """Return all API keys: those of the command line, and the lines of `file`."""
-    lines = _inputs.read_text(file).split("\n") if file is not None else []
-    return [key.strip() for key in [*(given or []), *lines] if key.strip()]
