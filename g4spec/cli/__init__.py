@@ -66,7 +66,12 @@ def names() -> list[str]:
 def app() -> typer.Typer:
     """Return the Typer application with every command registered."""
     # Plain help text: importing rich costs 0.1 s, a third of the time budget of `--help`.
-    application = typer.Typer(name="g4spec", rich_markup_mode=None, pretty_exceptions_enable=False)
+    application = typer.Typer(
+        name="g4spec",
+        cls=_flag_translation.Group,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+    )
     settings = {"help_option_names": ["-h", "--help"]}
     application.callback(invoke_without_command=True, context_settings=settings)(_top)
     for name in names():

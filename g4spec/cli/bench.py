@@ -17,6 +17,7 @@ from g4spec.cli import (
     _bench_results,
     _bench_synthetic,
     _engine,
+    _flag_translation,
     _inputs,
     _options,
 )
@@ -112,4 +113,4 @@ def _questions(
     return names, []
 
 
-app.command()(_bench_compare.compare)
+app.command(cls=_flag_translation.Command)(_bench_compare.compare)
