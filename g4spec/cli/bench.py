@@ -16,8 +16,8 @@ from g4spec.cli import (
     _bench_parallel,
     _bench_results,
     _bench_synthetic,
+    _command_classes,
     _engine,
-    _flag_translation,
     _inputs,
     _options,
 )
@@ -113,4 +113,4 @@ def _questions(
     return names, []
 
 
-app.command(cls=_flag_translation.Command)(_bench_compare.compare)
+app.command(cls=_command_classes.Command)(_bench_compare.compare)
