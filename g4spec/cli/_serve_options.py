@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from g4spec.cli import _inputs
 from g4spec.errors import EnvironmentProblem, UsageError
 
 Models = Annotated[
@@ -88,12 +87,6 @@ NPredict = Annotated[
         help="Maximum number of new tokens of requests that set none. Default: what fits.",
     ),
 ]
-Template = Annotated[
-    Path | None,
-    typer.Option(
-        "--chat-template-file", help="File with a chat template to use instead of the model's own."
-    ),
-]
 Pool = Annotated[
     int | None,
     typer.Option(
@@ -124,11 +117,6 @@ def split_commas(values: list[str] | None) -> tuple[str, ...]:
     """Return the values of a repeatable option whose values are also separated by commas."""
     words = [word.strip() for value in values or [] for word in value.split(",")]
     return tuple(word for word in words if word)
-
-
-def template(file: Path | None) -> str | None:
-    """Return the chat template in `file`, or None without a file."""
-    return _inputs.read_text(file) if file is not None else None
 
 
 def require_packages() -> None:

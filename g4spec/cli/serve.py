@@ -15,6 +15,7 @@ from g4spec.cli import (
     _options,
     _serve_http,
     _serve_options,
+    _template_options,
 )
 from g4spec.cli.render import Output, Quiet
 
@@ -50,7 +51,9 @@ def command(
     min_p: _chat_options.MinP = None,
     seed: _serve_options.Seed = None,
     n_predict: _serve_options.NPredict = None,
-    chat_template_file: _serve_options.Template = None,
+    reasoning: _template_options.Reasoning = "off",
+    prefill_assistant: _template_options.PrefillAssistant = False,
+    chat_template_file: _template_options.Template = None,
     draft_window: _options.DraftWindow = None,
     draft_p_min: _options.DraftPMin = None,
     device: _options.Device = "auto",
@@ -83,7 +86,7 @@ def command(
     _serve_options.require_packages()
     engine_options["hang_limit"] = hang_timeout
     loader = _serve_http.ModelLoader(
-        setup, out, _serve_options.template(chat_template_file), sampling, engine_options
+        setup, out, _template_options.template(chat_template_file), sampling, engine_options
     )
     http = _http_options.HttpOptions(
         _http_options.hosts(host),
@@ -99,6 +102,8 @@ def command(
         "time_limit": timeout,
         "seed": seed,
         "n_predict": n_predict,
+        "reasoning": {"off": False, "on": True, "auto": None}[reasoning],
+        "prefill_assistant": prefill_assistant,
         "tags": _serve_options.split_commas(tags),
     }
     if model is not None:

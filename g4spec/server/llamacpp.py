@@ -384,7 +384,7 @@ def detokenize(service: Service, body: DetokenizeBody) -> dict[str, Any]:
 
 async def apply_template(service: Service, body: ChatRequest) -> dict[str, Any]:
     """Answer /apply-template."""
-    return {"prompt": (await chat.build_prompt(service, body)).text}
+    return {"prompt": (await chat.build_prompt(service, body, generates=False)).text}
 
 
 # ---- the server

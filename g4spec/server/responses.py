@@ -47,7 +47,7 @@ async def count(
     """Return the response of /v1/responses/input_tokens."""
     service.check_model(request.model)
     chat_body = chat_request(request, context(store, request, owner))
-    prompt = await chat.build_prompt(service, chat_body)
+    prompt = await chat.build_prompt(service, chat_body, generates=False)
     return {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}
 
 

@@ -42,6 +42,8 @@ class Settings:
         sampler: default sampling parameters.
         seed: default seed; None: random for each request.
         n_predict: default limit of new tokens; None: the rest of the context.
+        reasoning: default of reasoning; None: that of the chat template.
+        prefill_assistant: continue the last message of a chat if it is the assistant's.
     """
 
     model: str
@@ -56,6 +58,8 @@ class Settings:
     sampler: Sampler = field(default_factory=lambda: Sampler(temperature=1.0))
     seed: int | None = None
     n_predict: int | None = None
+    reasoning: bool | None = False
+    prefill_assistant: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from g4spec.runtime.engine import Engine
+from g4spec.server.service import Settings
 from tests.server.running_server import TEMPLATE, Served
 
 
@@ -110,6 +113,31 @@ def test_templates_are_applied(busy: Served) -> None:
     )
     thinking = busy.post("/apply-template", messages=messages, reasoning_effort="low")["prompt"]
     assert "<|think|>" in thinking and thinking.endswith("<|turn>model\n")
+
+
+def test_defaults_of_chats_can_be_those_of_llama_cpp(engines: Callable[..., Engine]) -> None:
+    """Options of `serve` turn reasoning on, and continue a last message of the assistant."""
+    served = Served(
+        engines(None, parallel=2), Settings("tiny", reasoning=True, prefill_assistant=True)
+    )
+    ask = [{"role": "user", "content": "Hi"}]
+    begun = [*ask, {"role": "assistant", "content": "Well"}]
+
+    def prompt(messages: Any = ask, **more: Any) -> str:
+        return str(served.post("/apply-template", messages=messages, **more)["prompt"])
+
+    try:
+        assert "<|think|>" in prompt() and "<|think|>" not in prompt(reasoning_effort="none")
+        assert prompt(begun) == prompt() + "Well"
+        assert prompt(begun) == prompt(begun, continue_final_message=True)
+        turned = prompt(begun, continue_final_message=False)
+        assert turned == prompt(begun, add_generation_prompt=True) != prompt(begun)
+        twice = [*begun, begun[1]]
+        said = served.refused("/v1/chat/completions", {"messages": twice, "max_tokens": 1})
+        assert "the last two are the assistant's" in said["message"]
+        assert prompt(twice, continue_final_message=False)
+    finally:
+        served.stop()
 
 
 def test_raw_prompts_are_read_as_llama_cpp_reads_them(busy: Served) -> None:
