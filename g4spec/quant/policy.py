@@ -14,7 +14,7 @@ from functools import cache
 from typing import Literal
 
 from g4spec import quant
-from g4spec.errors import UsageError
+from g4spec.errors import UsageError, did_you_mean
 from g4spec.quant import mixes
 from g4spec.quant.format import Format
 from g4spec.quant.mix import Mix, TensorPosition
@@ -54,7 +54,12 @@ def parse_type(name: str, tensor_types: Iterable[str] = ()) -> Mix:
     """
     found = _mixes().get(name.lower())
     if found is None:
-        raise UsageError("unknown type", expected=f"one of {', '.join(names())}", found=name)
+        raise UsageError(
+            "unknown type",
+            expected=f"one of {', '.join(names())}",
+            found=name,
+            fix=did_you_mean(name, names()),
+        )
     return replace(found, tensor_types=tuple(map(_tensor_type, tensor_types)))
 
 
@@ -67,6 +72,7 @@ def _tensor_type(text: str) -> tuple[re.Pattern[str], Format]:
             f"--tensor-type {text}: unknown type",
             expected=f"one of {', '.join(quant.writable_names())}",
             found=name,
+            fix=did_you_mean(name, quant.writable_names()),
         )
     try:
         return re.compile(pattern), quant.get(name)

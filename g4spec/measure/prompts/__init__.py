@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from g4spec.errors import InputError, UsageError
+from g4spec.errors import InputError, UsageError, did_you_mean
 from g4spec.gguf import regular_files
 from g4spec.runtime.tokenizer import Tokenizer
 
@@ -86,7 +86,12 @@ def check_categories(categories: Sequence[str], count: int | None = None) -> Non
     """Raise UsageError for an unknown category, or if a category has fewer than `count` prompts."""
     for category in categories:
         if category not in CATEGORIES:
-            raise UsageError("--categories", expected=", ".join(CATEGORIES), found=category)
+            raise UsageError(
+                "--categories",
+                expected=", ".join(CATEGORIES),
+                found=repr(category),
+                fix=did_you_mean(category, CATEGORIES),
+            )
         if count is None:
             continue
         # Any number of long prompts can be generated.
