@@ -49,7 +49,7 @@ def repacked_note(file: GGUF) -> str:
     return ""."""
     matrices = [t for t in file.tensors.values() if t.format.quantized and len(t.shape) > 1]
     other = [t for t in matrices if tensor_bytes(t) != t.nbytes]
-    floats = [t for t in other if unpackable(t.format.name, *t.shape[:-3:-1], portable=False)]
+    floats = [t for t in other if unpackable(t.format.name, t.shape[-1], t.shape[-2], False)]
     rewritten = [t for t in other if t not in floats]
     parts = [
         _sizes_text(rewritten, "codes of 3 or 4 bits, the same values"),
