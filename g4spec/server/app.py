@@ -22,6 +22,7 @@ from g4spec.server import (
     page,
     response_fields,
     responses,
+    server_info,
 )
 from g4spec.server.exception_handlers import EXCEPTION_HANDLERS
 from g4spec.server.json_response import JsonResponse
@@ -304,30 +305,12 @@ class Endpoints:
 
     async def models(self, request: Request) -> Response:
         """Answer GET /v1/models."""
-        return JsonResponse({"object": "list", "data": [self._model()]})
+        return JsonResponse({"object": "list", "data": [server_info.model(self._service)]})
 
     async def model(self, request: Request) -> Response:
         """Answer GET /v1/models/{id}."""
         self._service.check_model(request.path_params["id"])
-        return JsonResponse(self._model())
-
-    def _model(self) -> dict[str, Any]:
-        service = self._service
-        config = service.engine.config
-        return {
-            "id": service.settings.model,
-            "object": "model",
-            "created": service.started,
-            "owned_by": "g4spec",
-            "tags": list(service.settings.tags),
-            "aliases": [service.settings.model, *service.settings.aliases],
-            "meta": {
-                "n_ctx": service.engine.n_ctx,
-                "n_ctx_train": config.n_ctx,
-                "n_vocab": config.n_vocab,
-                "n_embd": config.n_embd,
-            },
-        }
+        return JsonResponse(server_info.model(self._service))
 
     async def health(self, request: Request) -> Response:
         """Answer GET /health: 200 while steps make progress, else 503."""
@@ -351,12 +334,12 @@ class Endpoints:
 
     async def props(self, request: Request) -> Response:
         """Answer GET /props."""
-        return JsonResponse(llamacpp.props(self._service))
+        return JsonResponse(server_info.props(self._service))
 
     @described(fail_on_no_slot="answer 503 if no slot is free")
     async def slots(self, request: Request) -> Response:
         """Answer GET /slots."""
-        found = llamacpp.slots(self._service)
+        found = server_info.slots(self._service)
         if "fail_on_no_slot" in request.query_params and all(s["is_processing"] for s in found):
             raise RequestError(503, "no slot is free; retry later")
         return JsonResponse(found)

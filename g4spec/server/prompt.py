@@ -116,19 +116,8 @@ class Prompter:
             features = await self.features()
             if thinking is None:
                 thinks = features.thinks_by_default and self.marks is not None
-            if thinking and generates and not (features.thinking and self.marks):
-                raise RequestError(
-                    400,
-                    "the model's chat template has no thinking; leave out reasoning_effort",
-                    param="reasoning_effort",
-                )
-            has_tools = features.tools and self.marks
-            if generates and ((tools and not has_tools) or (calls and features.results is None)):
-                raise RequestError(
-                    400,
-                    "the model's chat template has no tools; leave out tools and tool messages",
-                    param="tools",
-                )
+            if generates:
+                self._check_features(features, thinking=thinks, tools=bool(tools), calls=calls)
             if features.text_last:
                 plain, call_texts = _extract_call_texts(plain)
             if calls and features.results == "field":
@@ -145,6 +134,23 @@ class Prompter:
         if self.marks is not None and self.marks.thinking(ids):
             state = "open"
         return Prompt(text.replace(guard, "") if guard else text, ids, state)
+
+    def _check_features(
+        self, features: TemplateFeatures, *, thinking: bool, tools: bool, calls: bool
+    ) -> None:
+        """Raise RequestError unless the template has the features that a request needs."""
+        if thinking and not (features.thinking and self.marks):
+            raise RequestError(
+                400,
+                "the model's chat template has no thinking; leave out reasoning_effort",
+                param="reasoning_effort",
+            )
+        if (tools and not (features.tools and self.marks)) or (calls and features.results is None):
+            raise RequestError(
+                400,
+                "the model's chat template has no tools; leave out tools and tool messages",
+                param="tools",
+            )
 
     async def encode(self, text: str) -> list[int]:
         """Tokenize a text, including control tokens that it spells, and prepend BOS."""

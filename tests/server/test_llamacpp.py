@@ -79,12 +79,41 @@ def test_a_prompt_of_texts_and_tokens(busy: Served) -> None:
         ({"typical_p": 0.9}, "typical_p: only 1"),
         ({"fo": 1}, "unknown field fo"),
         ({"repeat_penalty": 1.2}, "repeat_last_n"),
-        ({"post_sampling_probs": True}, "post_sampling"),
         ({"grammar": 'root ::= "a"\n', "json_schema": {}}, "exclude each other"),
     ],
 )
 def test_samplers_that_are_not_there_are_refused(busy: Served, more: Any, said: str) -> None:
     assert said in busy.refused("/completion", {"prompt": "x", **more})["message"]
+
+
+def test_probabilities_after_the_filters(busy: Served, plain: Served) -> None:
+    """`post_sampling_probs` are those that the token was sampled with, with and without a draft."""
+    body: dict[str, Any] = {
+        "prompt": "def main():",
+        "n_predict": 12,
+        "n_probs": 8,
+        "seed": 3,
+        "temperature": 1.5,
+        "top_k": 4,
+        "repeat_penalty": 1.3,
+        "repeat_last_n": -1,
+    }
+    ask = {**body, "post_sampling_probs": True, "backend_sampling": True}
+    answer = busy.post("/completion", **ask, draft_max=3)
+    tokens = answer["completion_probabilities"]
+    assert tokens == plain.post("/completion", **ask)["completion_probabilities"]
+    assert len(tokens) == 12 and answer["generation_settings"]["post_sampling_probs"]
+    for token in tokens:
+        probs = {top["id"]: top["prob"] for top in token["top_probs"]}
+        assert len(probs) == 4 and sum(probs.values()) == pytest.approx(1)
+        assert probs[token["id"]] == token["prob"] > 0 and "logprob" not in token
+    (greedy,) = busy.post("/completion", **{**ask, "temperature": 0, "n_predict": 1})[
+        "completion_probabilities"
+    ]
+    assert greedy["prob"] == 1 and [top["prob"] for top in greedy["top_probs"]] == [1]
+    constrained = busy.post("/completion", **ask, grammar='root ::= "a" | "b"')
+    words = {top["token"] for top in constrained["completion_probabilities"][0]["top_probs"]}
+    assert words <= {"a", "b"}
 
 
 def test_texts_and_tokens(busy: Served) -> None:
@@ -237,6 +266,16 @@ def test_progress_of_a_long_prompt(busy: Served) -> None:
         assert read[0] == told[0]["cache"] == told[-1]["cache"] and read[-1] == 1101
         assert read == sorted(set(read)) and len(read) > 1
         assert all("timings" in p for p in pieces)
+    busy.engine.prefix.clear()
+    words = "import os\n" * 400
+    asked = {k: v for k, v in body.items() if k not in ("prompt", "n_predict", "max_tokens")}
+    events = busy.stream("/v1/responses", input=words, max_output_tokens=9, **asked)
+    told = [e for e in events if "prompt_progress" in e]
+    assert {e["type"] for e in told} == {"response.in_progress"} and len(told) > 1
+    last = told[-1]["prompt_progress"]
+    assert last["processed"] == last["total"] == told[-1]["timings"]["prompt_n"] > 512
+    assert all("timings" in e for e in events if e["type"].endswith(".delta"))
+    assert events[-1]["timings"] == events[-1]["response"]["timings"]
     first = next(p for p in busy.stream("/completion", **body) if "prompt_progress" in p)
     assert first["timings"]["prompt_n"] == 0 and first["timings"]["predicted_n"] == 0
     alone = busy.post("/completion", **body)
