@@ -65,6 +65,15 @@ HangTimeout = Annotated[
         "Default: 300, on a CPU never.",
     ),
 ]
+SleepSeconds = Annotated[
+    float | None,
+    typer.Option(
+        "--sleep-idle-seconds",
+        min=1,
+        help="Free the memory of a model after this many seconds without a request; the next one "
+        "loads it again. Default: never.",
+    ),
+]
 PrefixCache = Annotated[
     int,
     typer.Option(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -26,7 +28,7 @@ from g4spec.server import (
 )
 from g4spec.server.exception_handlers import EXCEPTION_HANDLERS
 from g4spec.server.json_response import JsonResponse
-from g4spec.server.middleware import BODY_LIMIT, create_middleware
+from g4spec.server.middleware import BODY_LIMIT, WakeMiddleware, create_middleware
 from g4spec.server.openapi import described, document, takes
 from g4spec.server.replay import ReplayStore
 from g4spec.server.request_errors import RequestError
@@ -61,13 +63,20 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
         service.engine.start()
+        sleeper = None
+        if service.settings.sleep_seconds is not None:
+            sleeper = asyncio.ensure_future(service.sleep_when_idle())
         yield
         service.draining = True
+        if sleeper is not None:
+            sleeper.cancel()
         await store.close()
         await replays.close()
         await service.close()
 
     middleware = [] if mounted else create_middleware(keys, origins, body_limit, disabled)
+    if service.settings.sleep_seconds is not None:
+        middleware.append(Middleware(WakeMiddleware, wake=service.wake))
     made = Starlette(
         routes=routes(Endpoints(service, store, replays)),
         middleware=middleware,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -12,10 +9,10 @@ from prometheus_client import (
     Histogram,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from g4spec.runtime.request import Stats
 from g4spec.server.engine_client import EngineLike
+from g4spec.server.llamacpp_metrics import LlamaCppMetrics
 
 LATENCY_BUCKETS = (
     0.001,
@@ -130,7 +127,8 @@ class Metrics:
         ):
             each.labels(*self._label)
         self._gauges(engine, names)
-        self.registry.register(_LlamaCpp(self, engine))
+        self._llama = LlamaCppMetrics(engine)
+        self.registry.register(self._llama)
 
     def _gauges(self, engine: EngineLike, names: tuple[str, ...]) -> None:
         for name, text, value in (
@@ -152,6 +150,7 @@ class Metrics:
 
     def observe_end(self, stats: Stats, seconds: float, reason: str) -> None:
         """Count a text that has ended."""
+        self._llama.observe_end(stats)
         label = self._label
         self.request_latency.labels(*label).observe(seconds)
         self.queue_time.labels(*label).observe(stats.queue_seconds)
@@ -189,38 +188,8 @@ class Metrics:
         )
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
-
-
-class _LlamaCpp:
-    """The same metrics under llama.cpp's names."""
-
-    def __init__(self, metrics: Metrics, engine: EngineLike) -> None:
-        self._metrics, self._engine = metrics, engine
-
-    def collect(self) -> Iterable[Metric]:
-        """See `prometheus_client.registry.Collector`."""
-        m, figures = self._metrics, self._engine.stats()
-        for name, counter in (
-            ("prompt_tokens", m.prompt),
-            ("tokens_predicted", m.generated),
-            ("spec_decode_num_drafts", m.drafts),
-            ("spec_decode_num_draft_tokens", m.drafted),
-            ("spec_decode_num_accepted_tokens", m.accepted),
-        ):
-            yield CounterMetricFamily(f"llamacpp:{name}", name, m.value(counter))
-        by = CounterMetricFamily(
-            "llamacpp:spec_decode_num_accepted_tokens_per_pos",
-            "accepted by position",
-            labels=["position"],
-        )
-        for i in range(15):
-            by.add_metric([str(i)], m.value(m.accepted_at, str(i)))
-        yield by
-        gauges: tuple[tuple[str, Any], ...] = (
-            ("requests_processing", figures.running),
-            ("requests_deferred", figures.waiting),
-        )
-        for name, value in gauges:
-            yield GaugeMetricFamily(f"llamacpp:{name}", name, value)
+        """Return all metrics in Prometheus' text format, and begin a new window of llama.cpp's
+        averages."""
+        text = generate_latest(self.registry) + self._llama.longest_text()
+        self._llama.begin_window()
+        return text

@@ -51,7 +51,7 @@ def props(service: Service) -> dict[str, Any]:
         "bos_token": tokenizer.piece(tokenizer.bos, special=True).decode(),
         "eos_token": tokenizer.piece(min(tokenizer.stop_ids), special=True).decode(),
         "build_info": response_parts.SYSTEM_FINGERPRINT,
-        "is_sleeping": False,
+        "is_sleeping": service.is_sleeping,
         "speculative": engine.draft_name,
     }
 
