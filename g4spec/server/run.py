@@ -41,7 +41,7 @@ def check_certificate(address: ServerAddress) -> None:
     """Raise UsageError for a key without a certificate, InputError for unusable files."""
     if address.certificate is None:
         if address.key is not None:
-            raise UsageError("--ssl-key-file requires a certificate: add --ssl-cert-file")
+            raise UsageError("`key` needs a certificate", fix="pass it as `certificate`")
         return
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
@@ -124,7 +124,7 @@ def listen(address: ServerAddress) -> socket.socket:
         raise EnvironmentProblem(
             f"cannot listen on {address.host}:{address.port}",
             found=error,
-            fix="choose another --port or --host",
+            fix="choose another `port` or `host`",
         ) from None
 
 

@@ -499,7 +499,7 @@ def test_a_live_view_that_says_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_key_that_no_header_can_hold() -> None:
-    with pytest.raises(UsageError, match="--api-key"):
+    with pytest.raises(UsageError, match="`key`"):
         RemoteChat("http://127.0.0.1:9", "schl\u00fcssel", {})
 
 
