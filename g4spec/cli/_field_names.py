@@ -19,7 +19,7 @@ SAME = {
     "tensor_types": ("tensor_type",),
     "type": ("mix",),
 }
-"""Parameter of the library -> parameters of commands with another name."""
+"""Parameter of the library -> parameters of commands with another name; the first one counts."""
 
 USUAL = {
     "allow_requantize": "--allow-requantize",
@@ -39,6 +39,9 @@ def flags(params: Sequence[Any]) -> dict[str, str]:
     """
     own = {p.name: p.opts[0] for p in params if p.param_type_name == "option"}
     other = {
-        name: own[alias] for name, aliases in SAME.items() for alias in aliases if alias in own
+        name: own[alias]
+        for name, aliases in SAME.items()
+        for alias in reversed(aliases)
+        if alias in own
     }
     return {**USUAL, **other, **own}

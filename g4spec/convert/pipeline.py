@@ -238,7 +238,7 @@ def _target_of(found: DetectedSource, target: Path | None) -> TargetInfo:
     raise UsageError(
         f"{found.path} is a {found.kind.TITLE}; its conversion also needs the target, for the "
         "tokenizer and to check shapes",
-        fix=f"pass a folder or GGUF file as `target`{f' (made for {name})' if name else ''}",
+        fix=f"pass a folder or GGUF file with `target`{f' (made for {name})' if name else ''}",
     )
 
 

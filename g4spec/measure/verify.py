@@ -185,7 +185,7 @@ def verify(
     comparison.
     """
     if engine.draft is None:
-        raise UsageError("nothing to verify without a draft", fix="pass one as `draft`")
+        raise UsageError("nothing to verify without a draft", fix="pass one with `draft`")
     verdict = VerifyResult(0, 0, 0, 0, 0, 0, None, [], parallel)
     try:
         _compare(engine, todo, n_predict, verdict, progress)

@@ -58,9 +58,9 @@ def wrong_role(path: object, kind: ModuleType, fix: str | None = None) -> InputE
     """Return the error for a target given as draft, or a draft given as target. `fix` replaces the
     default hint."""
     if kind.ARCH in TARGETS:
-        fix = fix or "this is a target: pass it as `target`, and a draft made for it as `draft`"
+        fix = fix or "this is a target: pass it with `target`, and a draft made for it with `draft`"
         return InputError(f"{path}: not a draft", found=kind.TITLE, fix=fix)
-    fix = fix or "this is a draft: pass it as `draft`, and its target as `target`"
+    fix = fix or "this is a draft: pass it with `draft`, and its target with `target`"
     return InputError(f"{path}: not a target", found=kind.TITLE, fix=fix)
 
 

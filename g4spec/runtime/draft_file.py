@@ -22,13 +22,13 @@ def check_options(p_min: float | None, window: int | None, has_file: bool) -> No
     if window is not None and not 1 <= window <= MAX_SIZE:
         raise UsageError("`draft_window`", expected=f"1 to {MAX_SIZE}", found=window)
     if window is not None and not has_file:
-        raise UsageError("`draft_window` needs a draft with a cache", fix="pass one as `draft`")
+        raise UsageError("`draft_window` needs a draft with a cache", fix="pass one with `draft`")
     if p_min is not None and not 0 <= p_min <= 1:
         raise UsageError("`draft_p_min`", expected="0 to 1", found=p_min)
     if p_min and not has_file:
         raise UsageError(
             "`draft_p_min` needs a draft that has a confidence head",
-            fix="pass a DSpark draft as `draft`",
+            fix="pass a DSpark draft with `draft`",
         )
 
 

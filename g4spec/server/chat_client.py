@@ -247,5 +247,5 @@ async def _raise_for_status(response: httpx.Response) -> None:
         message = str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, LookupError, TypeError, RecursionError):
         message = ""
-    fix = "pass the server's key as `key`" if response.status_code == 401 else None
+    fix = "pass the server's key with `key`" if response.status_code == 401 else None
     raise InputError(f"{response.url.path}: {message or response.status_code}", fix=fix)

@@ -41,7 +41,7 @@ def check_certificate(address: ServerAddress) -> None:
     """Raise UsageError for a key without a certificate, InputError for unusable files."""
     if address.certificate is None:
         if address.key is not None:
-            raise UsageError("`key` needs a certificate", fix="pass it as `certificate`")
+            raise UsageError("`key` needs a certificate", fix="pass it with `certificate`")
         return
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(

@@ -102,7 +102,7 @@ def test_logits_without_a_largest_one_are_refused(bad: list[float]) -> None:
     ],
 )
 def test_settings_out_of_range_are_usage_errors(kw: dict[str, float]) -> None:
-    with pytest.raises(UsageError, match="^`.*`: expected"):
+    with pytest.raises(UsageError, match=r"^`\w+`: expected"):
         Sampler(**kw)  # type: ignore[arg-type]
 
 
