@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -27,12 +25,7 @@ from g4spec.server import (
 )
 from g4spec.server.exception_handlers import EXCEPTION_HANDLERS
 from g4spec.server.json_response import JsonResponse
-from g4spec.server.middleware import (
-    ApiKeyMiddleware,
-    BodyLimitMiddleware,
-    PanicMiddleware,
-    RequestLogMiddleware,
-)
+from g4spec.server.middleware import BODY_LIMIT, create_middleware
 from g4spec.server.openapi import described, document, takes
 from g4spec.server.replay import ReplayStore
 from g4spec.server.request_errors import RequestError
@@ -42,9 +35,6 @@ from g4spec.server.sse import PING, Events, EventStream, cancel_on_disconnect, e
 
 log = logging.getLogger("g4spec.server")
 
-BODY_LIMIT = 32 << 20
-"""Maximum size of a request body, in bytes."""
-
 
 def create_app(
     service: Service,
@@ -52,14 +42,16 @@ def create_app(
     keys: Sequence[str] = (),
     origins: Sequence[str] = (),
     body_limit: int = BODY_LIMIT,
+    disabled: Mapping[str, str] | None = None,
     mounted: bool = False,
 ) -> Starlette:
     """Create the ASGI application of a service.
 
     Args:
         keys: accepted API keys; empty: requests need none.
-        origins: allowed origins of cross-origin requests (CORS).
+        origins: allowed origins of cross-origin requests (CORS); see `OriginMiddleware`.
         body_limit: maximum size of a request body, in bytes.
+        disabled: see `DisabledPathsMiddleware`.
         mounted: True if an outer application has the middleware.
     """
 
@@ -74,7 +66,7 @@ def create_app(
         await replays.close()
         await service.close()
 
-    middleware = [] if mounted else create_middleware(keys, origins, body_limit)
+    middleware = [] if mounted else create_middleware(keys, origins, body_limit, disabled)
     made = Starlette(
         routes=routes(Endpoints(service, store, replays)),
         middleware=middleware,
@@ -83,23 +75,6 @@ def create_app(
     )
     made.state.service = service
     return made
-
-
-def create_middleware(
-    keys: Sequence[str] = (), origins: Sequence[str] = (), body_limit: int = BODY_LIMIT
-) -> list[Middleware]:
-    """Return the middleware of an application, outermost first; arguments as in `create_app`."""
-    out = [Middleware(RequestLogMiddleware), Middleware(BodyLimitMiddleware, limit=body_limit)]
-    if origins:
-        out.append(
-            Middleware(
-                CORSMiddleware,
-                allow_origins=list(origins),
-                allow_methods=["*"],
-                allow_headers=["*"],
-            )
-        )
-    return [*out, Middleware(ApiKeyMiddleware, keys=keys), Middleware(PanicMiddleware)]
 
 
 class Endpoints:
@@ -344,7 +319,7 @@ class Endpoints:
             "object": "model",
             "created": service.started,
             "owned_by": "g4spec",
-            "tags": [],
+            "tags": list(service.settings.tags),
             "aliases": [service.settings.model, *service.settings.aliases],
             "meta": {
                 "n_ctx": service.engine.n_ctx,

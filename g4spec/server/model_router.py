@@ -28,7 +28,7 @@ from g4spec.gguf import GGUF
 from g4spec.server import app as single_model
 from g4spec.server import bodies, fields, page
 from g4spec.server.json_response import JsonResponse
-from g4spec.server.middleware import error_response
+from g4spec.server.middleware import create_middleware, error_response
 from g4spec.server.openapi import described, document
 from g4spec.server.request_errors import RequestError
 from g4spec.server.service import Service
@@ -404,7 +404,7 @@ def create_app(found: ModelRouter, **more: Any) -> Starlette:
 
     Args:
         found: the router.
-        more: arguments of `app.create_middleware`.
+        more: arguments of `middleware.create_middleware`.
     """
 
     @asynccontextmanager
@@ -415,6 +415,6 @@ def create_app(found: ModelRouter, **more: Any) -> Starlette:
 
     return Starlette(
         routes=[Mount("/", found)],
-        middleware=single_model.create_middleware(**more),
+        middleware=create_middleware(**more),
         lifespan=lifespan,
     )

@@ -32,6 +32,7 @@ class Settings:
     Attributes:
         model: name of the model.
         aliases: other names that requests may use for it.
+        tags: tags of the model, shown by /v1/models.
         queue: maximum number of waiting texts; more are rejected with 429.
         max_texts: maximum number of texts per request (`n` times prompts).
         time_limit: seconds after which a request is aborted.
@@ -45,6 +46,7 @@ class Settings:
 
     model: str
     aliases: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
     queue: int = 64
     max_texts: int = 128
     time_limit: float = 600.0

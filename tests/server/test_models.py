@@ -61,13 +61,13 @@ class Several:
     def __init__(self, folder: Path, room: Room, **more: Any) -> None:
         self.models = model_router.ModelRouter(model_router.find_models(folder), room, **more)
         address, ready = run.ServerAddress(port=0), threading.Event()
-        socket = run.listen(address)
+        listeners = run.listen(address)
         application = model_router.create_app(self.models)
         self.server = run.create_server(application, self.models, address, ready.set)
-        self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [socket]})
+        self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": listeners})
         self._thread.start()
         assert ready.wait(20)
-        self.http = httpx.Client(base_url=run.url(address, socket), timeout=120)
+        self.http = httpx.Client(base_url=run.url(address, listeners), timeout=120)
 
     def status(self) -> dict[str, str]:
         data = self.http.get("/v1/models").json()["data"]
