@@ -73,8 +73,8 @@ def drafts(kind: str, folder: Path, rows: Rows) -> None:
 
 def odd_target(kind: str, folder: Path, rows: Rows) -> None:
     target = hostile.made(folder, hostile.ODD_TARGETS[kind])
-    cache = hostile.CACHE.get(kind, "f16")
-    note(rows, "unusual target", kind, tried(hostile.wrong_text, target, None, cache))
+    cache, near = hostile.CACHE.get(kind, "f16"), hostile.NEAR.get(kind, 0.05)
+    note(rows, "unusual target", kind, tried(hostile.wrong_text, target, None, cache, near))
 
 
 def odd_draft(kind: str, folder: Path, rows: Rows) -> None:

@@ -65,6 +65,13 @@ ODD_TARGETS: dict[str, dict[str, Any]] = {
         "expert_inter": 36,
         **LARGE,
     },
+    "260 columns, 8 experts": {
+        "hidden": 260,
+        "experts": 8,
+        "top_k": 5,
+        "expert_inter": 32,
+        **LARGE,
+    },
     "64 columns, 36 in experts": {
         "hidden": 64,
         "inter": 36,
