@@ -126,11 +126,10 @@ class Metrics:
             self.preempted,
         ):
             each.labels(*self._label)
-        self._gauges(engine, names)
-        self._llama = LlamaCppMetrics(engine)
-        self.registry.register(self._llama)
+        self._llama = self._register_others(engine, names)
 
-    def _gauges(self, engine: EngineLike, names: tuple[str, ...]) -> None:
+    def _register_others(self, engine: EngineLike, names: tuple[str, ...]) -> LlamaCppMetrics:
+        """Register the gauges and llama.cpp's metrics; return the latter."""
         for name, text, value in (
             ("num_requests_running", "Running texts.", lambda: engine.stats().running),
             ("num_requests_waiting", "Waiting texts.", lambda: engine.stats().waiting),
@@ -142,6 +141,9 @@ class Metrics:
         ):
             gauge = Gauge(f"vllm:{name}", text, names, registry=self.registry)
             gauge.labels(*self._label).set_function(value)
+        llama = LlamaCppMetrics(engine)
+        self.registry.register(llama)
+        return llama
 
     def observe_tokens(self, count: int, seconds: float) -> None:
         """Observe `count` tokens that arrived `seconds` after the previous ones."""
