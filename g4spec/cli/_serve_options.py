@@ -28,6 +28,14 @@ ModelsMax = Annotated[
         "one is unloaded first.",
     ),
 ]
+Autoload = Annotated[
+    bool,
+    typer.Option(
+        "--models-autoload/--no-models-autoload",
+        help="Load one of --models when a request names it; otherwise only POST /models/load "
+        "loads it.",
+    ),
+]
 Parallel = Annotated[
     int, typer.Option("-np", "--parallel", min=1, help="Texts generated at once; others wait.")
 ]

@@ -26,6 +26,7 @@ def command(
     draft: _options.DraftModel = None,
     models: _serve_options.Models = None,
     models_max: _serve_options.ModelsMax = 4,
+    models_autoload: _serve_options.Autoload = True,
     host: _http_options.Host = "127.0.0.1",
     port: _http_options.Port = 8080,
     parallel: _serve_options.Parallel = 4,
@@ -113,4 +114,4 @@ def command(
             loader, http, limits, model, draft, _serve_options.split_commas(alias)
         )
     else:
-        _serve_http.serve_folder(loader, http, limits, models, models_max)
+        _serve_http.serve_folder(loader, http, limits, models, models_max, autoload=models_autoload)

@@ -230,7 +230,7 @@ class Endpoints:
                 generation.close()
                 _log_generation(request, generation)
 
-        return JsonResponse(await cancel_on_disconnect(request, whole()))
+        return JsonResponse(await cancel_on_disconnect(request.receive, whole()))
 
     @described(
         "text/event-stream",

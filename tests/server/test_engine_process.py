@@ -30,7 +30,7 @@ from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Request
 from g4spec.server import engine_client
 from g4spec.server.engine_client import EngineClient
-from g4spec.server.model_router import Model
+from g4spec.server.model_folder import Model
 from g4spec.server.remote_request import EngineLost
 from g4spec.server.service import Settings
 from tests.server import faulty_engines as faulty
