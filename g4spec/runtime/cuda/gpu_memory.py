@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.cache.cuda_kv_size import Kind, page_bytes, slot_bytes, spare_slots
 from g4spec.runtime.cuda.prefill import plan
 from g4spec.runtime.cuda.step import attention
-from g4spec.runtime.cuda.weights import held_size, packing
+from g4spec.runtime.cuda.weights import held_size
 
 FLOAT = 4
 
@@ -59,25 +58,9 @@ class Card:
         self.device, self.cache_type, self.portable = device, cache_type, portable
 
     def weights(self, tensors: Iterable[TensorInfo]) -> int:
-        """As in the file, but for rows that packing adds to whole groups; types whose blocks are
-        rewritten (`held`) as they lie then; integers as 64 bits, and as 32 what is no matrix, or
-        one of a type or width that kernels do not take."""
-        return sum(self._weight(t) for t in tensors)
-
-    def _weight(self, t: TensorInfo) -> int:
-        number = self._number(t)
-        return max(t.nbytes, number * math.prod(t.shape)) if number else held_size.tensor_bytes(t)
-
-    def _number(self, t: TensorInfo) -> int:
-        """Bytes of each number that `CudaBackend.load` unpacks; 0 if it keeps the file's bytes."""
-        if t.format.integer:
-            return 8
-        if len(t.shape) < 2:
-            return FLOAT
-        if not t.format.quantized:
-            return 0
-        *_, rows, columns = t.shape
-        return FLOAT if packing.unpackable(t.format.name, columns, rows, self.portable) else 0
+        """Bytes of all tensors (`held_size.tensor_bytes`), without the rows that packing adds to
+        fill groups."""
+        return sum(held_size.tensor_bytes(t, self.portable) for t in tensors)
 
     def page(self, shapes: Sequence[CacheShape]) -> int:
         """One page of the pool, in all layers without a window."""

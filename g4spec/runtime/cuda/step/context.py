@@ -16,8 +16,9 @@ from g4spec.runtime.cuda.step import linear_wide
 from g4spec.runtime.cuda.step.linear import SplitKWorkspace
 from g4spec.runtime.cuda.step.packed_rows import PackedRows
 from g4spec.runtime.cuda.weights.dequant import Weight
+from g4spec.runtime.cuda.weights.held_size import MOST_ROWS
 from g4spec.runtime.cuda.weights.matrix import Matrix, join
-from g4spec.runtime.cuda.weights.packing import GROUP, MOST_ROWS
+from g4spec.runtime.cuda.weights.packing import GROUP
 
 
 @dataclass(frozen=True, slots=True)

@@ -253,20 +253,6 @@ PARTS: dict[str, tuple[np.dtype[np.void], tuple[Part, ...]]] = {
 """Blocks as memory holds them, and the parts of a unit in order."""
 
 
-MOST_ROWS = 1 << 19
-"""Of a packed matrix, twice Gemma's tokens: products count groups of 128, of four matrices."""
-
-
-def unpackable(name: str, columns: int, rows: int, portable: bool) -> str:
-    """Name of the matrices of a quantized type that no kernel takes, for people; empty where one
-    does. Portable kernels read any number of columns."""
-    if name not in PARTS:
-        return f"{name} matrices"
-    if rows > MOST_ROWS:
-        return f"{name} matrices of {rows} rows"
-    return "" if portable or columns % 64 == 0 else f"{name} matrices of {columns} columns"
-
-
 def unit_of(name: str, columns: int) -> int:
     """Columns of a unit for a matrix of `columns`. Unsupported if they do not divide into units,
     or if this type is not packed."""
