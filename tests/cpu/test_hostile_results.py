@@ -339,7 +339,7 @@ def test_a_panic_of_a_library_is_answered() -> None:
     raised = []
 
     class Service:
-        draining, settings = False, Settings()
+        draining, settings = False, Settings("m")
 
         @property
         def is_healthy(self) -> bool:
