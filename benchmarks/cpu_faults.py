@@ -31,7 +31,7 @@ LEAST = {"target and source": 0.99, "target alone": 0.60}
 
 
 def sources(work: Path, wanted: list[str]) -> Iterator[tuple[str, Path, Path | None]]:
-    """Name, checkpoint and the target's checkpoint of each kind, made as they are asked for."""
+    """Yield name, checkpoint and target checkpoint of each kind, made on demand."""
     for name in TRAINED:
         if not wanted or name in wanted:
             yield name, FAMILY / name, None if name == "target" else FAMILY / "target"
@@ -51,7 +51,8 @@ def sources(work: Path, wanted: list[str]) -> Iterator[tuple[str, Path, Path | N
 
 
 def examine(name: str, source: Path, target: Path | None, work: Path, every: int) -> dict[str, Any]:
-    """Plant the faults of one kind; returns shares and what was missed."""
+    """Plant the faults of one kind. Return the shares that are reported, and the missed
+    faults."""
     good, pair = work / f"{name}.gguf", None
     if target is not None:
         pair = work / f"target-of-{name}.gguf"
@@ -82,7 +83,7 @@ def examine(name: str, source: Path, target: Path | None, work: Path, every: int
 
 
 def main() -> int:
-    """Examine each kind and write the result; 1 if a share is below its goal."""
+    """Examine each kind and write the result. Return 1 if a share is below its requirement."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kinds", nargs="*", default=[])
     parser.add_argument("--every", type=int, default=1, help="plant every so many of the faults")
