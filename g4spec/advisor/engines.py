@@ -26,10 +26,8 @@ from g4spec.advisor.versions import holds
 from g4spec.core import PROMPT_BLOCK
 from g4spec.errors import InputError, Unsupported
 from g4spec.models import gemma4
-from g4spec.models.spec import Checkpoint
 from g4spec.ops.kv_size import capacity, pool_positions
 
-VOCABULARY = 262144
 OWN_WORK = 512 << 20
 """Bytes that g4spec's CPU runtime needs beside weights and caches, for up to 8,192 tokens."""
 NAMES = ("vllm", "sglang", "llama.cpp", "g4spec")
@@ -222,7 +220,11 @@ def judge(facts: Facts, machine: Machine, q: Question, name: str) -> EngineVerdi
     elif q.draft is not None and q.draft.kind not in row.drafts:
         refusal, fix = f"it has no {q.draft.kind} drafts for Gemma 4", "another engine"
     elif q.draft is not None and q.draft.engines and name not in q.draft.engines:
-        refusal, fix = "it computes this draft incorrectly", "g4spec (`g4spec inspect` says why)"
+        refusal = "it has no code for a property of this draft, and would draft wrong tokens"
+        fix = (
+            "run it with g4spec; `g4spec validate --upstream DRAFT.gguf` names the property "
+            "(after `g4spec convert`)"
+        )
     if q.kv is not None and q.kv not in row.kv_all:
         refusal, fix = f"it has no {q.kv} cache", f"--kv with one of {', '.join(row.kv_all)}"
     s = situation(
@@ -265,37 +267,10 @@ def _too_large(plans: tuple[CardMemoryPlan, ...], q: Question) -> tuple[str, str
 # ---- our own runtime
 
 
-def _config(size: SizeFact) -> gemma4.Config:
-    """Return the target configuration of a published size."""
-    n = size.sliding + size.full
-    every = n // size.full
-    config = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": size.hidden,
-        "num_attention_heads": size.heads,
-        "num_hidden_layers": n,
-        "num_key_value_heads": size.kv_sliding,
-        "num_global_key_value_heads": size.kv_full,
-        "global_head_dim": 512,
-        "layer_types": [
-            "sliding_attention" if (i + 1) % every else "full_attention" for i in range(n)
-        ],
-        "sliding_window": size.window,
-        "intermediate_size": size.ff,
-        "enable_moe_block": size.moe,
-        "num_kv_shared_layers": n - size.own_sliding - size.own_full,
-        "hidden_size_per_layer_input": 256 if size.own_sliding < size.sliding else 0,
-        "vocab_size_per_layer_input": VOCABULARY,
-    }
-    if size.moe:
-        config |= {"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
-    return gemma4.parse_hf(Checkpoint(config, {}))
-
-
 def unsupported_reason(size: SizeFact) -> str:
     """Return why g4spec's own parser rejects a size, or "" if it accepts it."""
     try:
-        _config(size)
+        runtime_support.target_config(size)
     except Unsupported as problem:
         return str(problem).removeprefix("config.json: ")
     except InputError:
@@ -315,7 +290,9 @@ def _own_bytes(q: Question, size: SizeFact | None, context: int) -> int:
     largest tensor while loading (see `runtime.memory`)."""
     numbers = q.target.formats[0].nbytes / 0.56
     if size is not None:
-        counts = [math.prod(spec.shape) for spec in gemma4.tensors(_config(size))]
+        counts = [
+            math.prod(spec.shape) for spec in gemma4.tensors(runtime_support.target_config(size))
+        ]
         numbers = sum(counts) + 2 * max(counts)
     caches = q.target.caches
     rows = capacity(context, window_of(caches), PROMPT_BLOCK)

@@ -142,6 +142,8 @@ def make(facts: Facts, machine: Machine, q: Question, engine: str) -> Recipe:
             f"the hub id of a checkpoint in {v.option.format if v.option else ''}: "
             f"put yours in place of {r.model}"
         )
+    if v.uncounted:
+        r.unknown.append("the memory of the draft, which is not counted: its size is not known")
     for flag in sorted(facts.all(FlagFact), key=lambda f: f.order):
         if flag.engine == engine and matches(flag.when, _situation(v, q, values)):
             _take(r, flag, values, q, v)

@@ -95,6 +95,9 @@ def test_every_kind_is_told_from_the_others(
     assert folder.kind == file.kind == kind
     assert folder.causal == file.causal == (kind == "eagle3")
     assert folder.head == file.head > 0
+    refused = [bool(d.engines) and "llama.cpp" not in d.engines for d in (folder, file)]
+    assert refused == [name == "p-eagle"] * 2
+    assert folder.llamacpp_n == file.llamacpp_n
     assert (folder.kv_token, folder.kv_fixed, folder.block) == (
         file.kv_token,
         file.kv_fixed,

@@ -47,6 +47,17 @@ def speculative(command: str) -> dict[str, object]:
     return found
 
 
+def test_eagle_3_runs_in_llama_cpp() -> None:
+    """`benchmarks/llama_cpp_drafts.py` found upstream's proposals equal to ours."""
+    (command,) = make("llama.cpp", "RTX 5090", "31b", "redhat-eagle3").commands
+    words = shlex.split(command)
+    assert words[words.index("--spec-type") + 1] == "draft-eagle3"
+    assert words[words.index("--spec-draft-n-max") + 1] == "5"
+    old = make("llama.cpp", "RTX 5090", "31b", "redhat-eagle3", given=("llama.cpp=b9500",))
+    unknown = make("llama.cpp", "RTX 4090", "12b", "deepseek-eagle3-12b")
+    assert not old.works and not unknown.works
+
+
 # ---- report 1
 
 
