@@ -10,12 +10,16 @@
         └── KernelCompileError       NVRTC failed to compile a CUDA kernel
 
 A message says what failed, what was expected, what was found, and what to do.
+
+Messages of the library name parameters and fields in backticks: `draft_max`. Interfaces with other
+names (options of the command line, fields of a request) replace them with `spell`.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -23,6 +27,12 @@ def _joined(value: object) -> object:
     if isinstance(value, list) and all(isinstance(x, str) for x in value):
         return ", ".join(value)
     return value
+
+
+def spell(text: str, names: Mapping[str, str]) -> str:
+    """Replace each parameter name in backticks that `names` contains: "`draft_max`" becomes
+    "--draft-max" in the command line."""
+    return re.sub(r"`(\w+)`", lambda found: names.get(found[1], found[0]), text)
 
 
 def did_you_mean(found: object, choices: Iterable[str]) -> str | None:

@@ -86,7 +86,7 @@ def app() -> typer.Typer:
 def run(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
     json = "--json" in argv
-    render.Output.printed = False
+    render.Output.printed, render.Output.field_names = False, {}
     if list(argv[:1]) == ["help"]:
         argv = [*argv[1:], "--help"]
     try:

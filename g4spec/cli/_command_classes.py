@@ -7,9 +7,10 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
-from g4spec.cli import _argument_errors, _likely_options
+from g4spec.cli import _argument_errors, _field_names, _likely_options
 from g4spec.cli._flag_translation import CommandLine
 from g4spec.cli._os_errors import CLICK_ERROR
+from g4spec.cli.render import Output
 
 
 class Command(TyperCommand):
@@ -20,6 +21,7 @@ class Command(TyperCommand):
         if ctx.resilient_parsing:  # completion in a shell
             return super().parse_args(ctx, args)
         params = self.get_params(ctx)
+        Output.field_names = _field_names.flags(params)
         line = CommandLine.read(ctx, params, args)
         if line.asks_for_help:
             return super().parse_args(ctx, ["--help"])
@@ -38,6 +40,7 @@ class Group(TyperGroup):
         if ctx.resilient_parsing:
             return super().parse_args(ctx, args)
         params = self.get_params(ctx)
+        Output.field_names = _field_names.flags(params)
         line = CommandLine.read(ctx, params, args, has_subcommands=True)
         if line.asks_for_help:
             return super().parse_args(ctx, ["--help"])

@@ -120,9 +120,9 @@ class VerifyResult:
 
 def check_counts(count: int, parallel: int = 1) -> None:
     """Raise UsageError unless the number of cases and the number per batch are positive."""
-    for flag, number in (("--cases", count), ("--parallel", parallel)):
+    for name, number in (("count", count), ("parallel", parallel)):
         if number < 1:
-            raise UsageError(flag, expected=">= 1", found=number)
+            raise UsageError(f"`{name}`", expected=">= 1", found=number)
 
 
 def cases(
@@ -185,7 +185,7 @@ def verify(
     comparison.
     """
     if engine.draft is None:
-        raise UsageError("nothing to verify without a draft", fix="pass one with -md")
+        raise UsageError("nothing to verify without a draft", fix="pass one with `draft`")
     verdict = VerifyResult(0, 0, 0, 0, 0, 0, None, [], parallel)
     try:
         _compare(engine, todo, n_predict, verdict, progress)

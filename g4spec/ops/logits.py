@@ -95,7 +95,7 @@ def edit_logits(
         ids, values = zip(*sampler.logit_bias, strict=True)
         if max(ids) >= len(row):
             raise UsageError(
-                "--logit-bias", expected=f"token ids 0 to {len(row) - 1}", found=max(ids)
+                "`logit_bias`", expected=f"token ids 0 to {len(row) - 1}", found=max(ids)
             )
         row[list(ids)] += torch.tensor(values, dtype=torch.float32, device=row.device)
     if not sampler.uses_history:

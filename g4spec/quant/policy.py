@@ -55,7 +55,7 @@ def parse_type(name: str, tensor_types: Iterable[str] = ()) -> Mix:
     found = _mixes().get(name.lower())
     if found is None:
         raise UsageError(
-            "unknown type",
+            "`type`",
             expected=f"one of {', '.join(names())}",
             found=name,
             fix=did_you_mean(name, names()),
@@ -66,10 +66,10 @@ def parse_type(name: str, tensor_types: Iterable[str] = ()) -> Mix:
 def _tensor_type(text: str) -> tuple[re.Pattern[str], Format]:
     pattern, _, name = text.rpartition("=")
     if not (pattern and name):
-        raise UsageError("--tensor-type", expected="PATTERN=TYPE, as ffn_down=q6_k", found=text)
+        raise UsageError("`tensor_types`", expected="PATTERN=TYPE, as ffn_down=q6_k", found=text)
     if name.lower() not in quant.writable_names():
         raise UsageError(
-            f"--tensor-type {text}: unknown type",
+            f"`tensor_types` {text}: unknown type",
             expected=f"one of {', '.join(quant.writable_names())}",
             found=name,
             fix=did_you_mean(name, quant.writable_names()),
@@ -77,7 +77,7 @@ def _tensor_type(text: str) -> tuple[re.Pattern[str], Format]:
     try:
         return re.compile(pattern), quant.get(name)
     except re.error as e:
-        raise UsageError(f"--tensor-type {text}: not a regular expression: {e}") from None
+        raise UsageError(f"`tensor_types` {text}: not a regular expression: {e}") from None
 
 
 def from_file_type(number: int) -> Mix | None:
@@ -119,7 +119,7 @@ class Policy:
         for pattern, _ in mix.tensor_types:
             if not any(map(pattern.search, shapes)):
                 raise UsageError(
-                    f"--tensor-type {pattern.pattern}: no tensor has such a name",
+                    f"`tensor_types` {pattern.pattern}: no tensor has such a name",
                     fix="`g4spec inspect FILE` lists them",
                 )
 

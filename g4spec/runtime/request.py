@@ -63,17 +63,17 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.n_predict < 1:
-            raise UsageError("-n", expected=">= 1", found=self.n_predict)
+            raise UsageError("`n_predict`", expected=">= 1", found=self.n_predict)
         if self.draft_max != "auto" and not 0 <= self.draft_max <= MAX_DRAFT:
             raise UsageError(
-                "--draft-max", expected=f"0 to {MAX_DRAFT}, or auto", found=self.draft_max
+                "`draft_max`", expected=f"0 to {MAX_DRAFT}, or auto", found=self.draft_max
             )
         if "" in self.stop:
-            raise UsageError("--stop: an empty text would stop everything")
+            raise UsageError("`stop`: an empty text would stop everything")
         if self.logprobs is not None and self.logprobs < 0:
-            raise UsageError("logprobs", expected=">= 0", found=self.logprobs)
+            raise UsageError("`logprobs`", expected=">= 0", found=self.logprobs)
         if self.n < 1:
-            raise UsageError("n", expected=">= 1", found=self.n)
+            raise UsageError("`n`", expected=">= 1", found=self.n)
 
 
 @dataclass(slots=True)

@@ -402,5 +402,5 @@ def _no_memory(error: torch.OutOfMemoryError) -> EnvironmentProblem:
     return EnvironmentProblem(
         "out of GPU memory during prefill",
         found=str(error)[:200],
-        fix="use a shorter -c, a smaller --pool or less --parallel",
+        fix="use a smaller `n_ctx`, `pool` or `parallel`",
     )

@@ -160,8 +160,7 @@ def _failed(why: str) -> InputError:
     return InputError(
         "the chat template failed",
         found=why[:500],
-        fix="repair tokenizer.chat_template, or give generate the whole prompt as "
-        "text, without --chat",
+        fix="repair tokenizer.chat_template, or give the whole prompt as text, without `chat`",
     )
 
 

@@ -41,7 +41,7 @@ def check_certificate(address: ServerAddress) -> None:
     """Raise UsageError for a key without a certificate, InputError for unusable files."""
     if address.certificate is None:
         if address.key is not None:
-            raise UsageError("--ssl-key-file requires a certificate: add --ssl-cert-file")
+            raise UsageError("`key` needs a certificate", fix="pass it with `certificate`")
         return
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
@@ -132,7 +132,7 @@ def listen(address: ServerAddress) -> list[socket.socket]:
             raise EnvironmentProblem(
                 f"cannot listen on {host}:{port}",
                 found=error,
-                fix="choose another --port or --host",
+                fix="choose another `port` or `host`",
             ) from None
         port = listeners[0].getsockname()[1]
     return listeners

@@ -87,7 +87,7 @@ def test_long_prompts_have_an_end() -> None:
     )
     assert prompts.long_prompt_tokens(None, 512, 64, 1024) == 448
     for asked in (449, 1 << 62):
-        with pytest.raises(UsageError, match="--long-tokens: expected at most 448"):
+        with pytest.raises(UsageError, match="`long_tokens`: expected at most 448"):
             prompts.long_prompt_tokens(asked, 512, 64, 1024)
 
 

@@ -92,7 +92,7 @@ def arch_of(major: int, minor: int) -> str:
             "CUDA kernels",
             expected="compute capability 7.0 (Volta) or newer",
             found=f"{major}.{minor}",
-            fix="use --device cpu",
+            fix="use `device` cpu",
         )
     runs = [a for a in ARCHS if major * 10 <= number(a) <= major * 10 + minor]
     return runs[-1] if runs and (major, minor) not in TEGRA else f"sm_{major}{minor}"

@@ -69,7 +69,7 @@ class CudaKV:
             raise Unsupported(
                 f"a cache of type {kind} for heads of {shape.head_dim} values",
                 expected=f"a multiple of {BLOCK}",
-                fix="pass --cache-type f16",
+                fix="use `cache_type` f16",
             )
         self.n_kv, self.head_dim, self.window = shape.n_kv, shape.head_dim, shape.window
         self.space, self.kind = space, kind

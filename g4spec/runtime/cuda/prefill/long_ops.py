@@ -417,7 +417,7 @@ def rotating_freqs(freqs: torch.Tensor) -> torch.Tensor:
         raise InputError(
             "rope_freqs.weight",
             expected="pairs that turn before those that do not",
-            fix="run it with --device cpu",
+            fix="use `device` cpu",
         )
     return freqs[:count].contiguous()
 
