@@ -337,33 +337,10 @@ class Calculator:
         work, how = (
             self._work() if own else (fixed_cost(self.facts, "fixed-llamacpp-compute"), FITTED)
         )
-        if self.draft is not None:
-            size = self.draft_bytes(engine)
-            if not own:
-                chain = self.draft.kind == "mtp"
-                work += fixed_cost(self.facts, f"fixed-llamacpp-{'mtp' if chain else 'dflash'}")
-            items.append(
-                MemoryItem(
-                    "draft",
-                    size,
-                    "Q8_0 file"
-                    if self.draft.gguf_bytes
-                    else "Q8_0, estimated from its 16-bit size"
-                    if size
-                    else UNKNOWN_SIZE,
-                )
-            )
-            cached = self.draft.own_cache(context)
-            items.append(
-                MemoryItem(
-                    "draft cache",
-                    cached,
-                    "reads the target's"
-                    if not cached
-                    else _how(self.draft.kv_token, "token", context, "tokens")
-                    + (f" + {self.draft.kv_fixed / 2**20:.0f} MiB" if self.draft.kv_fixed else ""),
-                )
-            )
+        if self.draft is not None and not own:
+            kind = "mtp" if self.draft.kind == "mtp" else "dflash"
+            work += fixed_cost(self.facts, f"fixed-llamacpp-{kind}")
+        items += self._gguf_draft(engine, context)
         items.append(MemoryItem("working buffers", work, how))
         if self.machine.gpus:
             items.append(
@@ -372,6 +349,22 @@ class Calculator:
                 )
             )
         return tuple(items)
+
+    def _gguf_draft(self, engine: str, context: int) -> list[MemoryItem]:
+        """Return the items of a draft in llama.cpp or g4spec; none without a draft."""
+        draft = self.draft
+        if draft is None:
+            return []
+        size, cached = self.draft_bytes(engine), draft.own_cache(context)
+        how = "Q8_0, estimated from its 16-bit size" if size else UNKNOWN_SIZE
+        cache_how = "reads the target's"
+        if cached:
+            cache_how = _how(draft.kv_token, "token", context, "tokens")
+            cache_how += f" + {draft.kv_fixed / 2**20:.0f} MiB" if draft.kv_fixed else ""
+        return [
+            MemoryItem("draft", size, "Q8_0 file" if draft.gguf_bytes else how),
+            MemoryItem("draft cache", cached, cache_how),
+        ]
 
     def _vllm(self, option: WeightFormat, kv: str, context: int) -> tuple[MemoryItem, ...]:
         """Return the items of vLLM (an estimate for SGLang): tensor parallel, one full sequence."""
