@@ -245,17 +245,6 @@ def _values(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> di
         "version": v.version,
         "batched": str(q.batched),
         "util": "0.80" if machine.unified else "0.92",
-        "ctx_reason": _context_reason(q, v, ctx),
-        "kv": plan.kv if plan is not None else "f16",
-        "kv_vllm": "int8_per_token_head" if q.kv == "int8" else plan.kv if plan else "auto",
-        "kv_reason": _cache_reason(q, v),
-        "ngl": str(q.split.n_gpu_layers or 99),
-        "ngl_reason": (
-            "the layers on the GPU, output included; the first others stay in RAM"
-            if q.split.n_gpu_layers
-            else "all layers on the GPU"
-        ),
-        "ncmoe": str(q.split.n_cpu_moe or 0),
         "arch": arch,
         "target_backend": chosen or "a backend that takes head size 512",
         "build_note": (
@@ -275,6 +264,33 @@ def _values(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> di
         else "draft",
         "port": str(PORTS[v.engine.name]),
         "served": shlex.quote((gguf and target.hub) or model),
+        **_cache_values(q, v, ctx),
+        **_split_values(q),
+    }
+
+
+def _cache_values(q: Question, v: EngineVerdict, ctx: int) -> dict[str, str]:
+    """Return the values for context and cache type, with their reasons."""
+    plan = v.plan
+    return {
+        "ctx_reason": _context_reason(q, v, ctx),
+        "kv": plan.kv if plan is not None else "f16",
+        "kv_vllm": "int8_per_token_head" if q.kv == "int8" else plan.kv if plan else "auto",
+        "kv_reason": _cache_reason(q, v),
+    }
+
+
+def _split_values(q: Question) -> dict[str, str]:
+    """Return the values for llama.cpp's split between GPU and RAM."""
+    layers = q.split.n_gpu_layers
+    return {
+        "ngl": str(layers or 99),
+        "ngl_reason": (
+            "the layers on the GPU, output included; the first others stay in RAM"
+            if layers
+            else "all layers on the GPU"
+        ),
+        "ncmoe": str(q.split.n_cpu_moe or 0),
     }
 
 
