@@ -1,10 +1,10 @@
-"""Plants every plausible fault into a good file of every kind, and counts what `validate` names.
+"""Plant plausible faults in valid files of every kind and count those that `validate` reports.
 
     python benchmarks/cpu_faults.py [--kinds dflash eagle3] [--every 1] [--out benchmarks/results]
 
-Faults are those of `tests/support/faults.py`: for every key and every tensor. Each is looked for
-twice: with target and source, and with the target alone. What stays silent is listed. The trained
-family stands for its kinds; the others are small random checkpoints.
+The faults are those of `tests/support/faults.py`, for every key and every tensor. Each file is
+validated twice: with target and source, and with the target alone. Faults that are not reported are
+listed. Kinds of the trained family use its checkpoints; the others use small random ones.
 """
 
 import argparse
@@ -31,7 +31,7 @@ LEAST = {"target and source": 0.99, "target alone": 0.60}
 
 
 def sources(work: Path, wanted: list[str]) -> Iterator[tuple[str, Path, Path | None]]:
-    """Name, checkpoint and the target's checkpoint of each kind, made as they are asked for."""
+    """Yield name, checkpoint and target checkpoint of each kind, made on demand."""
     for name in TRAINED:
         if not wanted or name in wanted:
             yield name, FAMILY / name, None if name == "target" else FAMILY / "target"
@@ -51,7 +51,8 @@ def sources(work: Path, wanted: list[str]) -> Iterator[tuple[str, Path, Path | N
 
 
 def examine(name: str, source: Path, target: Path | None, work: Path, every: int) -> dict[str, Any]:
-    """Plant the faults of one kind; returns shares and what was missed."""
+    """Plant the faults of one kind. Return the shares that are reported, and the missed
+    faults."""
     good, pair = work / f"{name}.gguf", None
     if target is not None:
         pair = work / f"target-of-{name}.gguf"
@@ -82,7 +83,7 @@ def examine(name: str, source: Path, target: Path | None, work: Path, every: int
 
 
 def main() -> int:
-    """Examine each kind and write the result; 1 if a share is below its goal."""
+    """Examine each kind and write the result. Return 1 if a share is below its requirement."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kinds", nargs="*", default=[])
     parser.add_argument("--every", type=int, default=1, help="plant every so many of the faults")
