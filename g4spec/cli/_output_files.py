@@ -34,6 +34,17 @@ def prepare(*paths: Path | None) -> None:
                 raise EnvironmentProblem(f"cannot write {path}: permission denied")
 
 
+def check_folder(folder: Path) -> None:
+    """Raise UsageError if the folder for results, or a folder above it, is a file."""
+    for path in (folder, *folder.parents):
+        if path.exists() and not path.is_dir():
+            raise UsageError(
+                f"-o {folder}: {path} is a file",
+                expected="a folder, which may be new",
+                fix="choose another folder",
+            )
+
+
 def write(path: Path, text: str, out: Output) -> None:
     """Write a result: replace regular files atomically, write devices and pipes directly."""
     from g4spec.gguf.atomic import atomic_write

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from g4spec.cli import _bench_results, _demo_family, _demo_serve, _demo_text
+from g4spec.cli import _bench_results, _demo_family, _demo_serve, _demo_text, _output_files
 from g4spec.cli._demo_family import DRAFTS
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import CheckFailed
@@ -41,6 +41,7 @@ def command(
 
     Options(n_predict)  # raises for a wrong number before anything is converted
     source = _demo_family.find(family)
+    _output_files.check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     from g4spec.measure import bench
 
