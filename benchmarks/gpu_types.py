@@ -30,6 +30,7 @@ from g4spec import quant  # noqa: E402
 from g4spec.measure import run_record, synthetic  # noqa: E402
 from g4spec.measure.synthetic_bench import milliseconds  # noqa: E402
 from g4spec.runtime.cuda.build import launch, units  # noqa: E402
+from g4spec.runtime.cuda.build.constants import GROUP_ROWS  # noqa: E402
 from g4spec.runtime.cuda.ops import CudaOps  # noqa: E402
 from g4spec.runtime.cuda.step import graphs, linear, linear_wide, packed_rows  # noqa: E402
 from g4spec.runtime.cuda.weights import held, packing  # noqa: E402
@@ -49,7 +50,7 @@ def compile_first(types: list[str], rows: list[int], arch: str) -> None:
                     how = linear.gemm_config(type, 256, n // 128, tiles, arch, few)
                     narrow |= {how.name("linear"), how.name("gate_up")}
                     for count in rows:
-                        if count > packed_rows.GROUP_ROWS:
+                        if count > GROUP_ROWS:
                             groups = min(packed_rows.groups(count), linear.MAX_ROW_GROUPS)
                             (own,) = linear_wide.for_row_groups((how,), groups, arch)
                             wide |= {own.name("linear"), own.name("gate_up")}

@@ -18,7 +18,8 @@ from g4spec.advisor.machine import GIB, Machine
 from g4spec.advisor.named_models import DraftModel, TargetModel, WeightFormat
 from g4spec.core import CacheShape
 from g4spec.ops.kv_size import pool_positions
-from g4spec.runtime.cuda.cache.cuda_kv_size import ROTARY_PAIRS, SLACK, capacity, row_columns
+from g4spec.runtime.cuda.build.constants import CACHE_ROTARY_PAIRS
+from g4spec.runtime.cuda.cache.cuda_kv_size import SLACK, capacity, row_columns
 
 BITS = {
     "f32": 32.0,
@@ -99,7 +100,7 @@ def g4spec_token_bytes(caches: Sequence[CacheShape], kv: str) -> float:
     (`attention_k_eq_v`); of their keys only the rotated dimensions are stored."""
     others = {c.n_kv for c in caches if c.window is not None}
     pairs = [
-        replace(c, rotary_pairs=0 if c.n_kv in others else ROTARY_PAIRS)
+        replace(c, rotary_pairs=0 if c.n_kv in others else CACHE_ROTARY_PAIRS)
         for c in caches
         if c.window is None
     ]

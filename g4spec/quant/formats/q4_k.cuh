@@ -6,7 +6,7 @@
 template <int BITS>
 struct Affine {
   static constexpr int UPPER = 16384, HEADER = UPPER + (BITS - 4) * 4096;
-  static constexpr int UNIT = 256, UNIT_BYTES = HEADER + 2048, SCRATCH = 1664;
+  static constexpr int UNIT = 256, UNIT_BYTES = HEADER + 2048, SCRATCH = Q4_K_SCRATCH;
   static constexpr int SUMS = SPLIT32, SUMS_BYTES = 64;  // of 8 rows of a block
 
   // The factors of one row's eight groups of 32; one lane per row.

@@ -4,7 +4,7 @@
 #include "gemm_tile.cuh"
 
 struct Q6K {
-  static constexpr int UNIT = 256, UNIT_BYTES = 26880, SCRATCH = 2304;
+  static constexpr int UNIT = 256, UNIT_BYTES = 26880, SCRATCH = Q6_K_SCRATCH;
   static constexpr int UPPER = 16384, SCALES = 24576, D = SCALES + 2048;
   static constexpr int SUMS = SPLIT16, SUMS_BYTES = 128;  // of 8 rows of a block
 

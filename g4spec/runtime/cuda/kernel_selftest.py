@@ -11,8 +11,8 @@ from g4spec import quant
 from g4spec.core import MAX_STEP_ROWS, Batch, CacheShape
 from g4spec.ops.kv import LayerKV, Space
 from g4spec.ops.reference import Ops
+from g4spec.runtime.cuda.build.constants import CACHE_ROTARY_PAIRS
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
-from g4spec.runtime.cuda.cache.cuda_kv_size import ROTARY_PAIRS
 from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.cuda.portable import products
 from g4spec.runtime.cuda.weights import packing
@@ -62,7 +62,8 @@ def _product(ops: CudaOps, type: str, seed: torch.Generator) -> tuple[bool, floa
 def _attention(
     ops: CudaOps, head_dim: int, window: int | None, seed: torch.Generator
 ) -> tuple[bool, float]:
-    pairs = 0 if window else ROTARY_PAIRS  # as in the models: global layers' keys are their values
+    # As in the models: keys of global layers are their values.
+    pairs = 0 if window else CACHE_ROTARY_PAIRS
     shape = CacheShape(2, head_dim, window, pairs)
     ours = CudaKV(shape, Space.single(POSITIONS, ops.device))
     reference = LayerKV(shape, Space.single(POSITIONS), 16)

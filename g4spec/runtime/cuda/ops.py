@@ -24,6 +24,7 @@ from g4spec.core import Batch
 from g4spec.ops.reference import Ops, Spans
 from g4spec.ops.simple import sum_in_order
 from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build.constants import ACT_COLUMNS, GROUP_ROWS
 from g4spec.runtime.cuda.cache.heads import HEAD_DIMS, Heads
 from g4spec.runtime.cuda.portable import portable, products, torch_attention, torch_experts
 from g4spec.runtime.cuda.step import (
@@ -182,9 +183,7 @@ class CudaOps(Ops):
         last: torch.Tensor,
         scale: float,
     ) -> Any:
-        assert max(batch.sizes) <= rows.GROUP_ROWS, (
-            f"a step of {max(batch.sizes)} rows of a sequence"
-        )
+        assert max(batch.sizes) <= GROUP_ROWS, f"a step of {max(batch.sizes)} rows of a sequence"
         if not batch.rows_per_sequence:
             return self._attend_each(q, kv, batch, first, last, scale)
         if isinstance(q, ProjectedQkv):
@@ -292,7 +291,7 @@ class CudaOps(Ops):
         end, out = Residual(e.post_attention, e.eps), torch.empty_like(x)
         to = None if next_norm is None else rows.empty(len(x), x.shape[1], x.device)
         for group in range(rows.groups(len(x))):
-            at = slice(group * rows.GROUP_ROWS, (group + 1) * rows.GROUP_ROWS)
+            at = slice(group * GROUP_ROWS, (group + 1) * GROUP_ROWS)
             y, (dense, routed) = end.rows(
                 h[..., at, :].contiguous(), x[at], [e.ffn_norm, e.expert_norm]
             )
@@ -330,7 +329,7 @@ class CudaOps(Ops):
         if activation in (self.gelu_tanh, self.silu) and not self.portable:
             pair = self.pairs(gate, up)
             y = self._rows(x)
-            fits = len(pair) == 1 and gate.rows % rows.BLOCK == 0
+            fits = len(pair) == 1 and gate.rows % ACT_COLUMNS == 0
             if fits and isinstance(y, PackedRows) and pair[0].type:
                 return linear_wide.gate_up(y, pair[0], self._exchange, silu=activation == self.silu)
             if len(pair) == 1:
@@ -372,7 +371,7 @@ class CudaOps(Ops):
     def _as_rows(self, x: torch.Tensor) -> bool:
         """Whether x [T, K] becomes rows for products."""
         width = x.shape[1]
-        return not self.portable and width % rows.BLOCK == 0 and rows.fits(width)
+        return not self.portable and width % ACT_COLUMNS == 0 and rows.fits(width)
 
     def _product(self, x: Value, weight: Weight, parts: bool = False) -> torch.Tensor:
         """Rows x [T, K] times a matrix as it lies in memory -> [T, N]. `parts`: as of `linear`."""

@@ -1,9 +1,9 @@
 """Kernel files to machine code: one template instance for one architecture, a cubin.
 
 Done on the user's machine by NVRTC, which needs neither a GPU nor nvcc nor any header. A kernel
-stands beside its `.py` and includes only files of `cuda/include/` and `quant/formats/`, by their
-bare names; they are given to the compiler in memory, so that what a cubin was made from is known
-exactly (`closure`).
+is in the folder of its `.py` and includes, by bare names, only files of `cuda/include/` and
+`quant/formats/` and the generated header of `constants`. The compiler gets them in memory, so that
+the complete source of a cubin is known (`closure`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from g4spec.errors import EnvironmentProblem, KernelCompileError, Unsupported, UsageError
+from g4spec.runtime.cuda.build import constants
 
 # What every kernel is compiled for in the tests. A cubin runs on its own architecture and on later
 # minor versions of the same major one; sm_90a has what Hopper has alone.
@@ -142,9 +143,10 @@ def kernel_files() -> dict[str, Path]:
 
 
 def closure(file: str) -> dict[str, str]:
-    """Everything a kernel is made from: name -> text, the kernel's own file first.
+    """Return all sources of a kernel, name -> text: its own file first, then every header.
 
-    An include that is in none of the folders is an error here, also inside an `#if`.
+    Raises:
+        KernelCompileError: an include is in none of the folders, even if it is inside an `#if`.
     """
     path = source_path(file)
     found = {file: _read(path, file)}
@@ -155,6 +157,9 @@ def closure(file: str) -> dict[str, str]:
             quoted = re.match(r'\s*"([\w.]+)"', text)
             name = quoted[1] if quoted else ""
             if name in found:
+                continue
+            if name == constants.HEADER:
+                found[name] = constants.header()
                 continue
             places = [folder / name for folder in INCLUDES if (folder / name).is_file()]
             if not name or len(places) != 1:

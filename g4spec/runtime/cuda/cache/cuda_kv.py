@@ -28,10 +28,10 @@ import torch
 from g4spec.core import PAGE, CacheShape
 from g4spec.errors import Unsupported
 from g4spec.ops.kv import Space
+from g4spec.runtime.cuda.build.constants import CACHE_ROTARY_PAIRS
 from g4spec.runtime.cuda.cache.cuda_kv_size import (
     BLOCK,
     MIN_SLACK,
-    ROTARY_PAIRS,
     Kind,
     capacity,
     key_columns,
@@ -78,7 +78,7 @@ class CudaKV:
         if shape.window is not None:
             self.capacity = self.positions = capacity(space.n_ctx, shape.window, slack)
             units = slots
-        self.rotary_pairs = ROTARY_PAIRS if shares(shape.head_dim, shape.rotary_pairs) else 0
+        self.rotary_pairs = CACHE_ROTARY_PAIRS if shares(shape.head_dim, shape.rotary_pairs) else 0
         self.weight: torch.Tensor | None = None
         rows, device = (units, shape.n_kv, self.capacity), space.table.device
         self.keys, self.key_scales = _plane(rows, key_columns(shape), kind, device)

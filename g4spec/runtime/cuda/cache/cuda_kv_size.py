@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 from g4spec.core import MAX_STEP_ROWS, PAGE, CacheShape
 from g4spec.ops.kv_size import pages_of
+from g4spec.runtime.cuda.build.constants import CACHE_ROTARY_PAIRS
 
 Kind = Literal["f16", "q8_0"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -17,10 +18,6 @@ TILE = PAGE
 
 BLOCK = 32
 """Values that share a scale."""
-
-ROTARY_PAIRS = 64
-"""Pairs of a head that may turn where keys are kept as what differs from the values: columns 0 ..
-63 of both its halves."""
 
 MIN_SLACK = MAX_STEP_ROWS
 """Rows a ring holds beyond its window: a step's rows never overwrite one that is still visible."""
@@ -69,9 +66,9 @@ def row_columns(shape: CacheShape) -> int:
 
 def shares(head_dim: int, rotary_pairs: int) -> bool:
     """True if keys are kept as what differs from the values; see `CacheShape`."""
-    return head_dim == 512 and 0 < rotary_pairs <= ROTARY_PAIRS
+    return head_dim == 512 and 0 < rotary_pairs <= CACHE_ROTARY_PAIRS
 
 
 def key_columns(shape: CacheShape) -> int:
     """Columns of a head that are kept of keys."""
-    return 2 * ROTARY_PAIRS if shares(shape.head_dim, shape.rotary_pairs) else shape.head_dim
+    return 2 * CACHE_ROTARY_PAIRS if shares(shape.head_dim, shape.rotary_pairs) else shape.head_dim

@@ -10,16 +10,16 @@ import torch
 from g4spec.core import Batch
 from g4spec.ops.weights import Attention
 from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build.constants import (
+    CACHE_ROTARY_PAIRS,
+    HEADS_PER_BLOCK,
+    NORM_V,
+    V_FROM_K,
+)
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
-from g4spec.runtime.cuda.cache.cuda_kv_size import ROTARY_PAIRS
-
-HEADS = 4
-"""Heads of a block; a warp each."""
 
 HEAD_DIMS = (64, 128, 256, 512)
-
-NORM_V, V_FROM_K = 1, 2
 
 PLANES = ("keys", "values", "key_scales", "value_scales")
 """Parameters of heads.cu that take `CudaKV.planes`."""
@@ -97,8 +97,8 @@ class Heads:
             q8, planes = kv.kind == "q8_0", dict(zip(PLANES, kv.planes, strict=True))
         name = instance(dim, slices, pairs=self.pairs, q8=q8, rotary_pairs=rotary_pairs)
         launch.kernel("heads.cu", name)(
-            (-(-heads // HEADS), count),
-            32 * HEADS,
+            (-(-heads // HEADS_PER_BLOCK), count),
+            32 * HEADS_PER_BLOCK,
             y=y,
             q_norm=self.q_norm,
             k_norm=k_norm,
@@ -155,7 +155,7 @@ UNITS = [
         "heads.cu",
         (
             *(instance(dim, n, q8=True) for dim in (128, 256) for n in (2, 4)),
-            *(instance(512, q8=q8, rotary_pairs=ROTARY_PAIRS) for q8 in (False, True)),
+            *(instance(512, q8=q8, rotary_pairs=CACHE_ROTARY_PAIRS) for q8 in (False, True)),
         ),
         max_registers=80,
     ),

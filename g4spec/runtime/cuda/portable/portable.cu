@@ -232,7 +232,7 @@ DEVICE void multiply(const u8* weights, const float* x, float* y, int n_rows, in
 }
 
 template <class F, int T, int ROWS>
-__global__ __launch_bounds__(128, 3) void portable(const void* weights, const float* x, float* y,
+__global__ __launch_bounds__(32 * PORTABLE_WARPS, 3) void portable(const void* weights, const float* x, float* y,
                                                 int n_rows, int k, int tokens) {
   griddep_launch_dependents();
   griddep_wait();
@@ -242,7 +242,7 @@ __global__ __launch_bounds__(128, 3) void portable(const void* weights, const fl
 // Row v of y [visits, n_rows]: row v / share of x times matrix ids[v] of the stack `weights`.
 // blockIdx.y is v.
 template <class F, int ROWS>
-__global__ __launch_bounds__(128, 3) void portable_visits(const void* weights, const float* x,
+__global__ __launch_bounds__(32 * PORTABLE_WARPS, 3) void portable_visits(const void* weights, const float* x,
                                                        const i64* ids, float* y, int n_rows,
                                                        int k, int share) {
   griddep_launch_dependents();
@@ -254,11 +254,11 @@ __global__ __launch_bounds__(128, 3) void portable_visits(const void* weights, c
 
 // Dequantize `count` * 8 values, of rows of k values, to half.
 template <class F>
-__global__ __launch_bounds__(256) void portable_halves(const u8* weights, u16* out, u32 count,
+__global__ __launch_bounds__(DEQUANT_THREADS) void portable_halves(const u8* weights, u16* out, u32 count,
                                                     int k) {
   griddep_launch_dependents();
   griddep_wait();
-  const u32 i = blockIdx.x * 256 + threadIdx.x, row = i / (k / 8);
+  const u32 i = blockIdx.x * DEQUANT_THREADS + threadIdx.x, row = i / (k / 8);
   if (i >= count) return;
   float w[8];
   F::values(w, weights + row * row_bytes<F>(k), (i - row * (k / 8)) * 8);

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build.constants import PORTABLE_WARPS
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.weights import packing, samples
 from g4spec.runtime.cuda.weights.dequant import FILE_TYPES, Weight, in_file_order
@@ -24,8 +25,6 @@ FORMATS = (*PLAIN.values(), *FILE_TYPES)
 ROWS = {1: 2, 4: 4, 8: 4}
 """Rows of x that an instance computes -> rows of the matrix a warp takes. More than 8 rows of x
 take several launches."""
-WARPS = 4
-"""Of a block."""
 
 
 def format_of(weight: Weight) -> str:
@@ -68,8 +67,8 @@ def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
         rows = x[at : at + max(ROWS)]
         tokens = next(t for t in ROWS if t >= len(rows))
         launch.kernel("portable.cu", instance(format_of(weight), tokens))(
-            -(-n // (ROWS[tokens] * WARPS)),
-            32 * WARPS,
+            -(-n // (ROWS[tokens] * PORTABLE_WARPS)),
+            32 * PORTABLE_WARPS,
             weights=weight.data,
             x=rows,
             y=y[at : at + len(rows)],
@@ -97,8 +96,8 @@ def visits(x: torch.Tensor, ids: torch.Tensor, stack: Weight) -> torch.Tensor:
     assert x.shape[1] == stack.columns, (x.shape, stack.columns)
     y = x.new_empty(count, n)
     launch.kernel("portable.cu", instance_of_visits(format_of(stack)))(
-        (-(-n // (ROWS[1] * WARPS)), count),
-        32 * WARPS,
+        (-(-n // (ROWS[1] * PORTABLE_WARPS)), count),
+        32 * PORTABLE_WARPS,
         weights=stack.data,
         x=x.contiguous(),
         ids=ids,

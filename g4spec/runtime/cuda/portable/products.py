@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from g4spec.ops.simple import pad_rows
+from g4spec.runtime.cuda.build.constants import GROUP_ROWS
 from g4spec.runtime.cuda.step import packed_rows as rows_of
-from g4spec.runtime.cuda.step.packed_rows import GROUP_ROWS, PackedRows
+from g4spec.runtime.cuda.step.packed_rows import PackedRows
 from g4spec.runtime.cuda.weights.dequant import Weight, plain
 
 LARGEST = 512.0

@@ -26,6 +26,7 @@ from g4spec.models.gemma4_config import Config
 from g4spec.ops import weights as op
 from g4spec.ops.reference import Spans
 from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build.constants import GATED_CHANNELS, GATED_THREADS
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.cuda.prefill import prefill_attention
@@ -235,8 +236,8 @@ class LongOps(CudaOps):
         inner = self._view(self._inner, n, width)
         halves = "false" if len(pair) == 1 else "true"
         launch.kernel("prefill.cu", f"gated<Half, {halves}>")(
-            (n, -(-width // 2048)),
-            256,
+            (n, -(-width // (GATED_THREADS * GATED_CHANNELS))),
+            GATED_THREADS,
             gate_up=both,
             to=inner,
             width=width,
@@ -261,8 +262,8 @@ class LongOps(CudaOps):
         self.products.floats(rows, [_weight(gate)], gates)
         told = self._view(self._inner, n, width)
         launch.kernel("prefill.cu", "modulated")(
-            (n, -(-width // 256)),
-            256,
+            (n, -(-width // GATED_THREADS)),
+            GATED_THREADS,
             gate=gates,
             powers=powers,
             by=launch.Strided(by),

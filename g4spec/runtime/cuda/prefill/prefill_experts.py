@@ -17,6 +17,13 @@ import torch
 
 from g4spec.models.spec import LayerSpec
 from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build.constants import (
+    GATED_CHANNELS,
+    GATED_THREADS,
+    GATHER_THREADS,
+    ORDER_THREADS,
+    ROUTE_WARPS,
+)
 from g4spec.runtime.cuda.prefill.buffers import Shapes, allocate
 from g4spec.runtime.cuda.step.attention import TENSOR_ARCHS
 from g4spec.runtime.cuda.weights.dequant import Products, Weight
@@ -127,8 +134,8 @@ class Experts:
         products.plain(self.routed[:count], router, self.scores[:count])
         file = "prefill_experts.cu"
         launch.kernel(file, f"route<{spec.n_expert}, {self.k}>")(
-            -(-count // 4),
-            128,
+            -(-count // ROUTE_WARPS),
+            32 * ROUTE_WARPS,
             scores=self.scores,
             gains=gains,
             ids=self.ids,
@@ -138,7 +145,7 @@ class Experts:
         )
         launch.kernel(file, "order")(
             spec.n_expert,
-            1024,
+            ORDER_THREADS,
             ids=self.ids,
             places=self.places,
             visits=self.visits,
@@ -148,7 +155,7 @@ class Experts:
         )
         launch.kernel(file, f"gather<{self.n_embd}>")(
             visits,
-            128,
+            GATHER_THREADS,
             x=self.rows,
             visits=self.visits,
             to=self.sorted,
@@ -159,8 +166,8 @@ class Experts:
         both = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         halves = "false" if w.interleaved and len(parts) == 1 else "true"
         launch.kernel("prefill.cu", f"gated<Bfloat, {halves}>")(
-            (visits, -(-spec.n_ff_expert // 2048)),
-            256,
+            (visits, -(-spec.n_ff_expert // (GATED_THREADS * GATED_CHANNELS))),
+            GATED_THREADS,
             gate_up=both,
             to=self.hidden,
             width=spec.n_ff_expert,

@@ -114,7 +114,6 @@ DEVICE void store_value(u16* values, int head, i64 capacity, int row, const Head
 
 // Row index of a position in a cache plane: in the page `pages[position / PAGE]`, or in the ring of
 // a slot.
-constexpr int PAGE = 128;
 struct CacheRows {
   const i32* pages;
   int slot, n_kv, capacity;
@@ -142,7 +141,7 @@ DEVICE void complete_key(HeadRow<D>& key, const HeadRow<D>& value, const float* 
 // [T, rotated]: {cos, sin}. The cache takes rows before `count` that still fit into a ring; of keys the
 // columns of ROTARY_PAIRS.
 template <int D, class Q, class KV, template <int> class CacheKind, int ROTARY_PAIRS>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(32 * PREFILL_HEAD_WARPS)
 heads(const u16* qkv, int columns, int n_head, int n_kv, int own_values, const float* q_norm,
       const float* k_norm, const float* fold, const float2* turns, int rotated, u16* queries,
       int query_rows, u16* keys, u16* values, int rows, int first, void* cache_keys,
@@ -151,7 +150,8 @@ heads(const u16* qkv, int columns, int n_head, int n_kv, int own_values, const f
   const int t = blockIdx.x, group = n_head / n_kv;
   const int total = n_head + (columns / D - n_head) / (own_values ? 2 : 1);
   turns += (i64)t * rotated;
-  for (int head = blockIdx.y * 8 + threadIdx.x / 32; head < total; head += gridDim.y * 8) {
+  for (int head = blockIdx.y * PREFILL_HEAD_WARPS + threadIdx.x / 32; head < total;
+       head += gridDim.y * PREFILL_HEAD_WARPS) {
     HeadRow<D> x;
     x.load(qkv + (i64)t * columns + head * D);
     if (head < n_head) {
@@ -186,12 +186,13 @@ heads(const u16* qkv, int columns, int n_head, int n_kv, int own_values, const f
 // position `visible`, which no token of the chunk sees, become zeros. Grid: (rows, y); the warps of a
 // row's blocks share the KV heads. `k_norm`: weight of the keys' norm.
 template <int D, class KV, template <int> class CacheKind, int ROTARY_PAIRS>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(32 * PREFILL_HEAD_WARPS)
 earlier(const void* cache_keys, const void* cache_values, const u16* key_scales,
         const u16* value_scales, const i32* pages, int slot, int capacity, int first, int visible,
         u16* keys, u16* values, int rows, int n_kv, const float* k_norm) {
   const int row = blockIdx.x;
-  for (int kv = blockIdx.y * 8 + threadIdx.x / 32; kv < n_kv; kv += gridDim.y * 8) {
+  for (int kv = blockIdx.y * PREFILL_HEAD_WARPS + threadIdx.x / 32; kv < n_kv;
+       kv += gridDim.y * PREFILL_HEAD_WARPS) {
     HeadRow<D> k{}, v{};
     if (first + row >= visible) {
       const i64 at = CacheRows{pages, slot, n_kv, capacity}.at(kv, first + row);

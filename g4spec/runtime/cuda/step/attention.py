@@ -17,14 +17,22 @@ import torch
 
 from g4spec.core import Batch, CacheShape
 from g4spec.runtime.cuda.build import launch, nvrtc
+from g4spec.runtime.cuda.build.constants import (
+    ACT_COLUMNS,
+    CACHE_ROTARY_PAIRS,
+    COMBINE_WARPS,
+    GROWTH_SHIFT,
+    GROWTH_START,
+    MAX_ROW_CHUNKS,
+    MAX_STEP_ROWS,
+    PLAIN_ROWS,
+    PLAIN_THREADS,
+)
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
-from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS, ROTARY_PAIRS, Kind, shares
+from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS, Kind, shares
 from g4spec.runtime.cuda.cache.heads import HEAD_DIMS
 from g4spec.runtime.cuda.step.packed_rows import PackedRows, empty
-
-MAX_ROWS = 16
-"""Tokens of a sequence in a step."""
 
 TENSOR_ARCHS = tuple(a for a in nvrtc.ARCHS if a not in ("sm_70", "sm_75"))
 """Architectures with the products and copies of `attention.cu`; others take the plain kernel."""
@@ -32,9 +40,6 @@ TENSOR_ARCHS = tuple(a for a in nvrtc.ARCHS if a not in ("sm_70", "sm_75"))
 _STATIC = 2176  # bytes of shared memory that the kernel declares beside the rest
 _RING = {64: 65536, 128: 65536, 256: 196608, 512: 196608}
 """Most bytes of tiles in flight in a block, by head_dim."""
-LARGEST_SHIFT = 11
-"""Of chunks that grow: 2048 positions, of which there are two before they do."""
-_MAX_CHUNKS = 256  # of a row at most, see attention_combine.cu and attention_chunks.cuh
 
 
 @dataclass(frozen=True)
@@ -152,20 +157,20 @@ class Chunks:
         """A constant of a layer that holds so many positions: it decides the order of sums."""
         tile = tile_keys(kv.head_dim)
         if kv.window is None:
-            chunks = cls(min(_log2(max(tile, 32 * kv.n_kv)), LARGEST_SHIFT), True)
-            while chunks.most(positions, positions) > _MAX_CHUNKS:
+            chunks = cls(min(_log2(max(tile, 32 * kv.n_kv)), GROWTH_SHIFT), True)
+            while chunks.most(positions, positions) > MAX_ROW_CHUNKS:
                 chunks = cls(chunks.shift + 1, True)
             return chunks
         each = max(1, 128 // kv.n_kv - 1)  # about 128 parts in all
-        return cls(_log2(max(tile, -(-(kv.window + MAX_ROWS - 1) // each))), False)
+        return cls(_log2(max(tile, -(-(kv.window + MAX_STEP_ROWS - 1) // each))), False)
 
     def index(self, position: int) -> int:
         """The chunk of a position."""
-        if not self.growing or position < 4096:
+        if not self.growing or position < GROWTH_START:
             return position >> self.shift
-        octave = position.bit_length() - 13
-        inside = (position - (4096 << octave)) >> (self.shift + octave + 1)
-        return ((2 + octave) << (11 - self.shift)) + inside
+        octave = position.bit_length() - GROWTH_START.bit_length()
+        inside = (position - (GROWTH_START << octave)) >> (self.shift + octave + 1)
+        return ((2 + octave) << (GROWTH_SHIFT - self.shift)) + inside
 
     def most(self, span: int, positions: int) -> int:
         """Most chunks that `span` consecutive ones of `positions` touch."""
@@ -178,7 +183,7 @@ def partial_bytes(shape: CacheShape, n_head: int, positions: int, sequences: int
     """Bytes of the sums of chunks (`attend`) in the largest step of so many sequences, each of
     which may have so many positions."""
     chunks = Chunks.of(shape, positions).most(positions, positions)
-    return sequences * MAX_ROWS * n_head * chunks * (shape.head_dim + 2) * 4
+    return sequences * MAX_STEP_ROWS * n_head * chunks * (shape.head_dim + 2) * 4
 
 
 def _log2(n: int) -> int:
@@ -221,11 +226,11 @@ def attend(
     _, n_head, head_dim = q.shape
     sequences, tokens = len(batch.sizes), batch.rows_per_sequence
     assert q.dtype == torch.float16 and head_dim == kv.head_dim and head_dim in HEAD_DIMS
-    assert 1 <= tokens <= MAX_ROWS and len(q) == len(batch), batch.sizes
+    assert 1 <= tokens <= MAX_STEP_ROWS and len(q) == len(batch), batch.sizes
     assert n_head % kv.n_kv == 0, (n_head, kv.n_kv)
     group, chunks = n_head // kv.n_kv, Chunks.of(kv, kv.positions)
     room = chunks.most(kv.positions, kv.positions)
-    assert room <= _MAX_CHUNKS, (room, kv.positions)
+    assert room <= MAX_ROW_CHUNKS, (room, kv.positions)
     sums = torch.empty(sequences, room, kv.n_kv, tokens * group, head_dim, device=q.device)
     tops = torch.empty(sequences, room, kv.n_kv, tokens * group, 2, device=q.device)
     if plain is None:
@@ -247,8 +252,8 @@ def attend(
     if plain:
         name = plain_instance(head_dim, kv.kind, kv.rotary_pairs)
         kernel = launch.kernel("attention_plain.cu", name, q.device.index)
-        grid = min(room * kv.n_kv * -(-tokens * group // 8), 8 * _processors(kernel))
-        kernel((grid, sequences), 128, **common)
+        grid = min(room * kv.n_kv * -(-tokens * group // PLAIN_ROWS), 8 * _processors(kernel))
+        kernel((grid, sequences), PLAIN_THREADS, **common)
     else:
         arch = launch.arch(q.device.index)
         shape, blocks = choose(head_dim, kv.kind, tokens * group, arch, kv.rotary_pairs)
@@ -319,13 +324,13 @@ def _combine(
     width = n_kv * group * head_dim
     out = torch.empty(count, width, device=sums.device)
     packed = empty(count, width, sums.device)
-    warps = 8 if chunks.growing and count <= 4 else 1
+    warps = COMBINE_WARPS if chunks.growing and count <= 4 else 1
     kernel = launch.kernel(
         "attention_combine.cu", f"combine_chunks<{head_dim}, {warps}>", sums.device.index
     )
     kernel(
-        -(-width // 64 * count * warps // 8),
-        256,
+        -(-width // ACT_COLUMNS * count * warps // COMBINE_WARPS),
+        32 * COMBINE_WARPS,
         sums=sums,
         tops=tops,
         first=first,
@@ -349,14 +354,14 @@ def plain_instance(head_dim: int, kind: Kind, rotary_pairs: int) -> str:
 
 def _units() -> list[Unit]:
     """Every instance that `choose` can pick, by architecture, and the second phase."""
-    combine = tuple(f"combine_chunks<{d}, {w}>" for d in HEAD_DIMS for w in (1, 8))
-    ways = [(d, t) for d in HEAD_DIMS for t in (0, ROTARY_PAIRS) if not t or shares(d, t)]
+    combine = tuple(f"combine_chunks<{d}, {w}>" for d in HEAD_DIMS for w in (1, COMBINE_WARPS))
+    ways = [(d, t) for d in HEAD_DIMS for t in (0, CACHE_ROTARY_PAIRS) if not t or shares(d, t)]
     plain = tuple(plain_instance(d, kind, t) for d, t in ways for kind in KINDS)
     units = [Unit("attention_combine.cu", combine, max_registers=64)]
     units.append(Unit("attention_plain.cu", plain, max_registers=128))
     for arch in TENSOR_ARCHS:
         for (head_dim, rotary_pairs), kind in itertools.product(ways, KINDS):
-            rows = range(1, MAX_ROWS * 16 + 1)
+            rows = range(1, MAX_STEP_ROWS * 16 + 1)
             shapes = sorted(
                 {choose(head_dim, kind, r, arch, rotary_pairs)[0] for r in rows}, key=str
             )

@@ -12,20 +12,29 @@ import torch
 
 from g4spec.core import Batch
 from g4spec.runtime.cuda.build import launch, nvrtc
+from g4spec.runtime.cuda.build.constants import (
+    GROUP_ROWS,
+    NORM_V,
+    WINDOW_GROUP,
+    WINDOW_HEAD_DIM,
+    WINDOW_MAX_CHUNKS_1,
+    WINDOW_MAX_CHUNKS_2,
+    WINDOW_TOKENS,
+    WINDOW_WARPS,
+)
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
 from g4spec.runtime.cuda.cache.cuda_kv_size import TILE
-from g4spec.runtime.cuda.cache.heads import NORM_V, Heads
+from g4spec.runtime.cuda.cache.heads import Heads
 from g4spec.runtime.cuda.step.attention import TENSOR_ARCHS, AttentionConfig, Chunks
-from g4spec.runtime.cuda.step.packed_rows import GROUP_ROWS, PackedRows, empty
+from g4spec.runtime.cuda.step.packed_rows import PackedRows, empty
 
-HEAD_DIM, GROUP = 256, 2
-GROUP_TOKENS, TOKEN_GROUPS = 4, (1, 2)
-"""Of a block, and how many times as many it may have where a step has more."""
+TOKEN_GROUPS = (1, 2)
+"""Groups of `WINDOW_TOKENS` tokens that a block may have; two where a step has more tokens."""
 MAX_KV_HEADS = 16
 """Of keys, Gemma's most: there are counters for so many of 256 sequences."""
-MAX_CHUNKS = {1: 10, 2: 6}
-"""That a step may see, by tiles of a chunk."""
+MAX_CHUNKS = {1: WINDOW_MAX_CHUNKS_1, 2: WINDOW_MAX_CHUNKS_2}
+"""Maximum chunks that a step may see, by tiles of a chunk."""
 
 _STATIC = 1024  # bytes of shared memory that the kernel declares, and that the GPU keeps
 
@@ -52,7 +61,11 @@ def takes(heads: Heads, kv: CudaKV | None) -> bool:
     if kv is None or kv.window is None or kv.kind != "q8_0":
         return False
     arch = launch.arch(kv.keys.device.index)
-    shape = heads.head_dim == HEAD_DIM and heads.n_q == GROUP * heads.n_kv and heads.n_kv > 0
+    shape = (
+        heads.head_dim == WINDOW_HEAD_DIM
+        and heads.n_q == WINDOW_GROUP * heads.n_kv
+        and heads.n_kv > 0
+    )
     if not shape or heads.n_kv > MAX_KV_HEADS or heads.pairs or heads.v_from_k:
         return False
     tiles = _tiles(kv)
@@ -83,19 +96,21 @@ def attend(
     """
     h, count, tokens, sequences = q.heads, len(batch), batch.rows_per_sequence, len(batch.sizes)
     slices = q.y.shape[0] if q.y.dim() == 3 else 1
-    assert q.y.shape[-2:] == (count, (h.n_q + 2 * h.n_kv) * HEAD_DIM), (q.y.shape, count)
+    assert q.y.shape[-2:] == (count, (h.n_q + 2 * h.n_kv) * WINDOW_HEAD_DIM), (q.y.shape, count)
     assert 1 <= tokens <= GROUP_ROWS and not kv.paged, batch.sizes
-    tiles, chunks, blocks = _tiles(kv), _chunks(kv), -(-tokens // GROUP_TOKENS)
+    tiles, chunks, blocks = _tiles(kv), _chunks(kv), -(-tokens // WINDOW_TOKENS)
     assert len(arrived) >= sequences * blocks * h.n_kv
-    y = empty(count, h.n_q * HEAD_DIM, q.y.device)
+    y = empty(count, h.n_q * WINDOW_HEAD_DIM, q.y.device)
     token_groups = min(blocks, max(TOKEN_GROUPS))
-    room = chunks * -(-blocks // token_groups) * token_groups * h.n_kv * GROUP * GROUP_TOKENS
-    sums = torch.empty(sequences, room, HEAD_DIM, device=q.y.device)
+    room = (
+        chunks * -(-blocks // token_groups) * token_groups * h.n_kv * WINDOW_GROUP * WINDOW_TOKENS
+    )
+    sums = torch.empty(sequences, room, WINDOW_HEAD_DIM, device=q.y.device)
     tops = torch.empty(sequences, room, 2, device=q.y.device)
     turns = max(1, min(chunks, at_once // (h.n_kv * blocks * sequences)))
     launch.kernel("attention_window.cu", instance(tiles, slices, token_groups), q.y.device.index)(
         (h.n_kv, blocks * sequences, turns),
-        512,
+        32 * WINDOW_WARPS,
         y=q.y,
         q_norm=h.q_norm,
         k_norm=h.k_norm,
@@ -142,8 +157,8 @@ def _chunks(kv: CudaKV) -> int:
 
 def _shared(tiles: int, token_groups: int) -> int:
     """Bytes of dynamic shared memory: whole tiles, a step's angles, weights of two norms."""
-    shape = AttentionConfig(HEAD_DIM, "q8_0", token_groups, key_ring=tiles, value_ring=tiles)
-    return shape.shared + GROUP_ROWS * HEAD_DIM // 2 * 8 + 2 * HEAD_DIM * 4
+    shape = AttentionConfig(WINDOW_HEAD_DIM, "q8_0", token_groups, key_ring=tiles, value_ring=tiles)
+    return shape.shared + GROUP_ROWS * WINDOW_HEAD_DIM // 2 * 8 + 2 * WINDOW_HEAD_DIM * 4
 
 
 def _archs(tiles: int) -> tuple[str, ...]:

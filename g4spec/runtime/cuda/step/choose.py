@@ -19,10 +19,15 @@ import torch
 
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build.constants import (
+    LOGIT_SPAN,
+    LOGIT_THREADS,
+    SAMPLER_BYTES,
+    TOP_KEYS,
+    TOP_THREADS,
+    SampleMode,
+)
 from g4spec.runtime.cuda.build.units import Unit
-
-SPAN, THREADS = 4096, 256
-"""Columns and threads of a block."""
 
 NUMBERS = {"seed": "Q", "temperature": "f", "top_p": "f", "min_p": "f", "top_k": "i"}
 """Fields of `Sampler` that kernels read, in the order of `Sampling` in choose.cu, and their types
@@ -32,13 +37,15 @@ here, and a filter that is missing here would be left out on a GPU without a wor
 MAX_TOP_K = 128
 """Largest top-k that has a kernel; and room for each block's candidates."""
 
-LAST = 512
-"""Threads that choose among the candidates of a row, 16 each."""
-
 Mode = Literal["greedy", "sampled", "top", "sorted"]
 
-CODES: dict[Mode, int] = {"greedy": 0, "sampled": 1, "top": 2, "sorted": 1}
-"""`Mode` in choose.cu. What is sorted is filtered by torch and then sampled."""
+CODES: dict[Mode, SampleMode] = {
+    "greedy": SampleMode.GREEDY,
+    "sampled": SampleMode.SAMPLED,
+    "top": SampleMode.TOP,
+    "sorted": SampleMode.SAMPLED,
+}
+"""Mode of the kernels for each mode: torch filters sorted rows, which are then sampled."""
 
 
 def mode_of(sampler: Sampler, columns: int) -> Mode:
@@ -49,14 +56,14 @@ def mode_of(sampler: Sampler, columns: int) -> Mode:
         return "greedy"
     if not s.top_k and s.top_p == 1 and not s.min_p:
         return "sampled"
-    if 1 <= s.top_k <= MAX_TOP_K and blocks(columns) * MAX_TOP_K <= 16 * LAST:
+    if 1 <= s.top_k <= MAX_TOP_K and blocks(columns) * MAX_TOP_K <= TOP_KEYS * TOP_THREADS:
         return "top"
     return "sorted"
 
 
 def blocks(columns: int) -> int:
     """Spans of columns in a row of logits."""
-    return -(-columns // SPAN)
+    return -(-columns // LOGIT_SPAN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +104,7 @@ class Choice:
     ) -> None:
         self.columns, self.suppress, self.room = columns, suppress, room
         self._suppressed = _mask(columns, suppress, device)
-        self._sampling = torch.zeros(room, 32, dtype=torch.uint8, device=device)
+        self._sampling = torch.zeros(room, SAMPLER_BYTES, dtype=torch.uint8, device=device)
         self.samplers: tuple[Sampler, ...] = (Sampler(),)
         self.modes: tuple[Mode, ...] = ("greedy",)
 
@@ -159,7 +166,7 @@ class Choice:
         keys = torch.empty(len(logits), count * k, dtype=torch.int64, device=logits.device)
         launch.kernel("choose.cu", f"top<{k}>")(
             (count, len(logits)),
-            THREADS,
+            LOGIT_THREADS,
             **self._given(logits),
             sampling=None,
             keys=keys,
@@ -211,14 +218,14 @@ class Choice:
         if mode == "top":
             launch.kernel("choose.cu", f"top<{MAX_TOP_K}>")(
                 grid,
-                THREADS,
+                LOGIT_THREADS,
                 **given,
                 sampling=self._sampling,
                 keys=keys,
             )
             launch.kernel("choose.cu", f"top_end<{MAX_TOP_K}>")(
                 rows.count,
-                LAST,
+                TOP_THREADS,
                 **given,
                 sampling=self._sampling,
                 keys=keys,
@@ -230,10 +237,10 @@ class Choice:
             return
         # Where all rows are greedy, no sampler is looked at.
         sampling = None if self.modes == ("greedy",) else self._sampling
-        best = f"best<{CODES[mode]}>"
+        best = f"best<{int(CODES[mode])}>"
         launch.kernel("choose.cu", best)(
             grid,
-            THREADS,
+            LOGIT_THREADS,
             **given,
             sampling=sampling,
             keys=keys,
@@ -250,7 +257,7 @@ class Choice:
         into: Chosen,
     ) -> None:
         count = rows.count
-        launch.kernel("choose.cu", f"best_end<{CODES[mode]}>")(
+        launch.kernel("choose.cu", f"best_end<{int(CODES[mode])}>")(
             -(-count // 8),
             256,
             **given,

@@ -9,15 +9,16 @@ import torch
 
 from g4spec.ops.weights import Attention
 from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build.constants import HEADS_PER_BLOCK, NORM_V, PACK_ROWS
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
-from g4spec.runtime.cuda.cache.heads import HEAD_DIMS, HEADS, NORM_V, Heads
+from g4spec.runtime.cuda.cache.heads import HEAD_DIMS, Heads
 from g4spec.runtime.cuda.step import linear_wide
 from g4spec.runtime.cuda.step.linear import SplitKWorkspace
 from g4spec.runtime.cuda.step.packed_rows import PackedRows
 from g4spec.runtime.cuda.weights.dequant import Weight
 from g4spec.runtime.cuda.weights.matrix import Matrix, join
-from g4spec.runtime.cuda.weights.packing import GROUP, MOST_ROWS
+from g4spec.runtime.cuda.weights.packing import MOST_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,8 @@ class Context:
         (as in `Heads`)."""
         h, y = self.heads, linear_wide.linear(x, self.weight, workspace)
         launch.kernel("heads.cu", instance(h.head_dim, self.q8))(
-            (-(-2 * h.n_kv // HEADS), len(x), len(self.layers)),
-            32 * HEADS,
+            (-(-2 * h.n_kv // HEADS_PER_BLOCK), len(x), len(self.layers)),
+            32 * HEADS_PER_BLOCK,
             y=y,
             layers=self.layers,
             freqs=h.freqs,
@@ -75,7 +76,7 @@ def of(layers: Sequence[Attention], kvs: Sequence[CudaKV]) -> Context | None:
         return None
     if sum(m.rows for m in matrices) > MOST_ROWS:
         return None
-    if matrices[0].rows % GROUP or heads[0].head_dim not in HEAD_DIMS:
+    if matrices[0].rows % PACK_ROWS or heads[0].head_dim not in HEAD_DIMS:
         return None
     join(matrices)
     planes = [

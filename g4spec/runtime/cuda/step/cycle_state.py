@@ -14,17 +14,15 @@ import torch
 
 from g4spec.core import MAX_STEP_ROWS, Batch
 from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build.constants import (
+    RESULT_CHOSEN,
+    RESULT_IDS,
+    RESULT_LOGITS,
+    RESULT_WORDS,
+    CycleField,
+)
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.step.choose import Chosen
-
-FIELDS = ("position", "anchor", "accepted", "rows", "slot", "turn")
-"""Lines of the state, see accept.cu."""
-
-SEEN = 48
-"""int64 numbers that the host is told of a sequence: `CycleResult` in accept.cu."""
-
-IDS, CHOSEN, LOGITS, END = 6, 22, 38, 46
-"""Where these begin among them; logits are float32, two in each number."""
 
 PLANES = 3
 """Arrays of rows that a batch has: ids, positions, slots."""
@@ -70,9 +68,9 @@ class CycleState:
         turns: places on the host, used one after the other.
 
     Attributes:
-        values: int64 [FIELDS, room].
+        values: int64 [fields, room], a line for each `CycleField`.
         unfit: int32 [room * width], of the drafted tokens (`Chosen.bad`).
-        seen: int64 [turns, room, SEEN] in pinned memory.
+        seen: int64 [turns, room, RESULT_WORDS] in pinned memory.
     """
 
     def __init__(self, room: int, device: torch.device | str, *, width: int, turns: int) -> None:
@@ -81,14 +79,14 @@ class CycleState:
         def zeros(count: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(count, dtype=dtype, device=device)
 
-        self.values = zeros(len(FIELDS) * room).view(len(FIELDS), room)
+        self.values = zeros(len(CycleField) * room).view(len(CycleField), room)
         self.unfit = zeros(room * self.width, torch.int32)
         self._step = zeros(PLANES * room * self.width)
         self._draft = zeros(PLANES * room * self.width)
         rows = room * MAX_STEP_ROWS
         self._chosen, self._bad = zeros(rows), zeros(rows, torch.int32)
         self._logits = zeros(rows, torch.float32)
-        self.seen = torch.zeros(turns, room, SEEN, dtype=torch.int64).pin_memory()
+        self.seen = torch.zeros(turns, room, RESULT_WORDS, dtype=torch.int64).pin_memory()
 
     def set(self, stands: Seq[SequenceState], spare: SequenceState, turn: int) -> None:
         """Begin the next cycle at `stands`, the host's next place being `turn`. What fills a batch
@@ -96,26 +94,26 @@ class CycleState:
         assert len(stands) <= self.room and spare.rows == 0, (len(stands), spare)
         every = [*stands, *[spare] * (self.room - len(stands))]
         lines = {
-            "position": [s.position for s in every],
-            "anchor": [s.anchor for s in every],
-            "accepted": [0] * self.room,
-            "rows": [s.rows for s in every],
-            "slot": [s.slot for s in every],
-            "turn": [turn] * self.room,
+            CycleField.POSITION: [s.position for s in every],
+            CycleField.ANCHOR: [s.anchor for s in every],
+            CycleField.ACCEPTED: [0] * self.room,
+            CycleField.ROWS: [s.rows for s in every],
+            CycleField.SLOT: [s.slot for s in every],
+            CycleField.TURN: [turn] * self.room,
         }
-        _write(self.values, [lines[name] for name in FIELDS])
+        _write(self.values, [lines[field] for field in CycleField])
 
     def set_rows(self, rows: Seq[int]) -> None:
         """Let so many rows of each sequence count from the next cycle on."""
-        _write(self._line("rows")[: len(rows)], rows)
+        _write(self.values[CycleField.ROWS][: len(rows)], rows)
 
     def accepted(self, sequences: int) -> torch.Tensor:
         """Drafted tokens that held in the newest cycle, int64 [S]."""
-        return self._line("accepted")[:sequences]
+        return self.values[CycleField.ACCEPTED][:sequences]
 
     def slots(self, sequences: int) -> torch.Tensor:
         """Slots of the sequences, int64 [S]."""
-        return self._line("slot")[:sequences]
+        return self.values[CycleField.SLOT][:sequences]
 
     def step(self, sequences: int, rows: int) -> Batch:
         """The batch of a step."""
@@ -190,18 +188,16 @@ class CycleState:
     def results(self, turn: int, sequences: int) -> list[CycleResult]:
         """What the cycle with this turn did, once it has ended."""
         at = self.seen[turn, :sequences]
-        logits = at[:, LOGITS:END].contiguous().view(torch.float32).tolist()
+        words = at[:, RESULT_LOGITS : RESULT_LOGITS + MAX_STEP_ROWS // 2]
+        logits = words.contiguous().view(torch.float32).tolist()
         out = []
         for row, values in zip(at.tolist(), logits, strict=True):
-            position, anchor, accepted, turn, bad, unfit = row[:IDS]
-            ids, chosen = row[IDS:CHOSEN], row[CHOSEN:LOGITS]
+            position, anchor, accepted, turn, bad, unfit = row[:RESULT_IDS]
+            ids, chosen = row[RESULT_IDS:RESULT_CHOSEN], row[RESULT_CHOSEN:RESULT_LOGITS]
             out.append(
                 CycleResult(position, anchor, accepted, turn, bad, unfit, ids, chosen, values)
             )
         return out
-
-    def _line(self, name: str) -> torch.Tensor:
-        return self.values[FIELDS.index(name)]
 
 
 def _batch(planes: torch.Tensor, sequences: int) -> Batch:

@@ -13,15 +13,18 @@ import torch
 from g4spec.core import Batch, Reach
 from g4spec.ops.reference import Spans
 from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build.constants import GATED_SCALE, GROUP_ROWS
+from g4spec.runtime.cuda.build.constants import Activation as KernelActivation
 from g4spec.runtime.cuda.build.units import Unit
-from g4spec.runtime.cuda.step.packed_rows import GROUP_ROWS, PackedRows, address
+from g4spec.runtime.cuda.step.packed_rows import PackedRows, address
 from g4spec.runtime.cuda.step.packed_rows import empty as empty_rows
 
 Activation = Literal["gelu_tanh", "silu"]
-ACTIVATIONS = ("gelu_tanh", "silu")
-
-GATED_SCALE = 64.0
-"""Row scale of products of an activation: they may exceed half precision."""
+ACTIVATIONS: dict[Activation, KernelActivation] = {
+    "gelu_tanh": KernelActivation.GELU,
+    "silu": KernelActivation.SILU,
+}
+"""Activation function of the kernels for each activation."""
 
 THREADS = 128
 
@@ -61,7 +64,7 @@ def _gated(
     (count, width) = gate.shape
     assert by.shape == gate.shape and width % 4 == 0, (gate.shape, by.shape)
     grid = (-(-width // (4 * THREADS)), padded or count)
-    name = f"gated<{ACTIVATIONS.index(activation)}, {int(padded > 0)}>"
+    name = f"gated<{int(ACTIVATIONS[activation])}, {int(padded > 0)}>"
     launch.kernel("elementwise.cu", name)(
         grid,
         THREADS,

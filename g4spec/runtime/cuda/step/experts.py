@@ -14,12 +14,21 @@ import torch
 
 from g4spec.ops.weights import ExpertLayer
 from g4spec.runtime.cuda.build import launch, nvrtc
+from g4spec.runtime.cuda.build.constants import (
+    ACT_BYTES,
+    ACT_COLUMNS,
+    GROUP_ROWS,
+    MOE_COPY_WARPS,
+    MOE_COUNTERS,
+    MOE_TEAM_WARPS,
+    PACK_ROWS,
+)
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.step import packed_rows as rows
-from g4spec.runtime.cuda.step.packed_rows import BLOCK, BLOCK_BYTES, GROUP_ROWS, PackedRows
+from g4spec.runtime.cuda.step.packed_rows import PackedRows
 from g4spec.runtime.cuda.weights.dequant import Weight
 from g4spec.runtime.cuda.weights.matrix import GateUpPairs, Matrix, interleave_experts
-from g4spec.runtime.cuda.weights.packing import GROUP, format_name
+from g4spec.runtime.cuda.weights.packing import format_name
 
 ARCHS = tuple(arch for arch in nvrtc.ARCHS if arch not in ("sm_70", "sm_75"))
 """Those whose tensor cores have the product."""
@@ -29,9 +38,6 @@ TEAMS = 2
 
 KEPT = 3072
 """Bytes of shared memory left to the kernel that finishes the layer, which waits beside."""
-
-COUNTERS = 3
-"""Of `Buffers.arrived`, before those of visits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +77,10 @@ class Buffers:
             return torch.empty(*sizes, dtype=torch.float32, device=device)
 
         def hidden(count: int, channels: int) -> torch.Tensor:
-            size = (count, channels // BLOCK, BLOCK_BYTES)
+            size = (count, channels // ACT_COLUMNS, ACT_BYTES)
             return torch.empty(size, dtype=torch.uint8, device=device)
 
-        count = COUNTERS + shape.visits
+        count = MOE_COUNTERS + shape.visits
         self.arrived = torch.zeros(count, dtype=torch.int32, device=device)
         self.scores = floats(GROUP_ROWS, shape.experts)
         self.dense_hidden = hidden(2, shape.dense)
@@ -231,7 +237,7 @@ class Experts:
         )
 
 
-THREADS = 32 * (4 * TEAMS + 2)
+THREADS = 32 * (MOE_TEAM_WARPS * TEAMS + MOE_COPY_WARPS)
 
 
 def instance(types: list[tuple[str, int]], shape: ExpertShape, tiles: int, arch: str) -> str:
@@ -242,7 +248,7 @@ def instance(types: list[tuple[str, int]], shape: ExpertShape, tiles: int, arch:
             same of the dense branch.
         tiles: of 8 rows, in the inputs.
     """
-    loads = -(-shape.width // (4 * 32 * 4 * TEAMS))
+    loads = -(-shape.width // (4 * 32 * MOE_TEAM_WARPS * TEAMS))
     numbers = (shape.experts, shape.k, tiles, TEAMS, _bytes(arch), loads)
     return f"experts<{', '.join([*(format_name(*t) for t in types), *map(str, numbers)])}>"
 
@@ -261,10 +267,10 @@ def _bytes(arch: str) -> int:
 def fits(shape: ExpertShape, *weights: Weight) -> bool:
     """Whether the kernels take a layer of this shape with these matrices."""
     return (
-        all(w.type and w.rows % GROUP in (0, GROUP // 2) for w in weights)
-        and shape.dense % BLOCK == 0
-        and shape.expert % BLOCK == 0
-        and shape.width % BLOCK == 0
+        all(w.type and w.rows % PACK_ROWS in (0, PACK_ROWS // 2) for w in weights)
+        and shape.dense % ACT_COLUMNS == 0
+        and shape.expert % ACT_COLUMNS == 0
+        and shape.width % ACT_COLUMNS == 0
         and shape.k <= min(shape.experts, 16)
     )
 

@@ -17,34 +17,37 @@ from typing import Any
 import torch
 
 from g4spec.runtime.cuda.build import launch, nvrtc
+from g4spec.runtime.cuda.build.constants import (
+    ACT_BYTES,
+    ACT_COLUMNS,
+    BYTE_ROWS,
+    GEMM_CONSUMERS,
+    GEMM_THREADS,
+    GROUP_ROWS,
+    PACK_ROWS,
+    Q4_K_SCRATCH,
+    Q6_K_SCRATCH,
+    TILE_BYTES,
+)
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.step.elementwise import gated_scale
-from g4spec.runtime.cuda.step.packed_rows import BLOCK, BLOCK_BYTES, PackedRows, empty
+from g4spec.runtime.cuda.step.packed_rows import PackedRows, empty
 from g4spec.runtime.cuda.weights import packing, samples
 from g4spec.runtime.cuda.weights.dequant import Weight
-from g4spec.runtime.cuda.weights.packing import GROUP
 
 ARCHS = tuple(a for a in nvrtc.ARCHS if a not in ("sm_70", "sm_75"))
 """Architectures with the tensor-core and copy instructions that the kernels use."""
 
-CONSUMERS = 8
-"""Warps of a block that multiply; one more warp copies."""
-THREADS = 32 * (CONSUMERS + 1)
-"""Threads of a block."""
-
-SCRATCH = {"q4_k": 1664, "q5_k": 1664, "q6_k": 2304}
+SCRATCH = {"q4_k": Q4_K_SCRATCH, "q5_k": Q4_K_SCRATCH, "q6_k": Q6_K_SCRATCH}
 """Maximum bytes of shared memory that a warp uses for the scales of a unit."""
 
 CODEBOOKS = dict.fromkeys(("iq4_nl", "iq4_xs", "mxfp4", "iq3_s", "iq3_xxs", "iq2_xxs", "iq1_s"), 32)
 CODEBOOKS |= dict.fromkeys(("nvfp4", "q3_k", "q2_k", "iq2_s", "iq2_xs", "iq1_m"), 16)
 """Types whose codes are indices into a table (gemm_codebook.cuh) -> values that share a scale."""
 
-TILE_BYTES, SUMS = 1024, dict.fromkeys(CODEBOOKS, 0) | {"q6_k": 128, "q2_k": 128}
-"""Bytes for 8 activation rows of a 64-column block: halves, and the sums that warp groups need (64
-for types not listed)."""
-
-UPPER_ROWS = 2048 + 32
-"""Bytes of a unit of 8 activation rows in the format of `linear_upper`."""
+SUMS = dict.fromkeys(CODEBOOKS, 0) | {"q6_k": 128, "q2_k": 128}
+"""Bytes of the sums of 8 activation rows of a 64-column block that warp groups need (64 for types
+not listed)."""
 
 WIDE = (
     "q4_k",
@@ -112,18 +115,18 @@ class GemmConfig:
     def shared(self) -> int:
         """Bytes of dynamic shared memory."""
         stage = max(self.stage, self.rows * 8 * self.tiles * 4)
-        teams = CONSUMERS * 32 // self.rows
+        teams = GEMM_CONSUMERS * 32 // self.rows
         other = (1024 if teams > 1 else 512) * self.tiles
         scratch = max(scratch_of(self.type, self.unit), other)
-        sums = CONSUMERS * 8 * self.tiles * 4
-        return self.stages * (stage + 16 * teams) + CONSUMERS * scratch + sums
+        sums = GEMM_CONSUMERS * 8 * self.tiles * 4
+        return self.stages * (stage + 16 * teams) + GEMM_CONSUMERS * scratch + sums
 
     @property
     def stage(self) -> int:
         """Bytes of a stage: weights and activations of a unit."""
-        rows = UPPER_ROWS if self.upper else self.unit // BLOCK * BLOCK_BYTES
+        rows = BYTE_ROWS if self.upper else self.unit // ACT_COLUMNS * ACT_BYTES
         if self.groups > 1:  # on 1024 bytes
-            rows = self.unit // BLOCK * (TILE_BYTES + SUMS.get(self.type, 64))
+            rows = self.unit // ACT_COLUMNS * (TILE_BYTES + SUMS.get(self.type, 64))
             return -(-(self.weights + rows * self.tiles * self.groups) // 1024) * 1024
         return self.weights + rows * self.tiles * self.groups
 
@@ -131,7 +134,7 @@ class GemmConfig:
     def weights(self) -> int:
         """Bytes read from a unit's weights."""
         lower = packing.PARTS[self.type][1][0].nbytes(self.unit) if self.upper else 0
-        return (packing.unit_bytes(self.type, self.unit) - lower) * (self.rows // GROUP)
+        return (packing.unit_bytes(self.type, self.unit) - lower) * (self.rows // PACK_ROWS)
 
 
 def scratch_of(type: str, unit: int) -> int:
@@ -185,7 +188,7 @@ class SplitKWorkspace:
 
     def __init__(self, device: torch.device, groups: int = MAX_ROW_GROUPS) -> None:
         self.count = torch.cuda.get_device_properties(device).multi_processor_count
-        room = self.count * groups * 16 * 256
+        room = self.count * groups * GROUP_ROWS * 256
         self.partial = torch.empty(room, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(1 << 14, dtype=torch.int32, device=device)
 
@@ -223,7 +226,7 @@ def linear(
 def linear_upper(x: PackedRows, weight: Weight, workspace: SplitKWorkspace) -> torch.Tensor:
     """About x [T, K], as bytes (see `screen`), times a packed Q6_K matrix [N, K] -> float32 [T, N]:
     of its codes only the upper two bits are read."""
-    assert weight.type == "q6_k" and x.data.shape[1] == UPPER_ROWS * x.tiles, (weight, x)
+    assert weight.type == "q6_k" and x.data.shape[1] == BYTE_ROWS * x.tiles, (weight, x)
     y = torch.empty(len(x), weight.rows, dtype=torch.float32, device=x.data.device)
     _run(
         "linear",
@@ -270,7 +273,7 @@ def linear_two(
     first_ctas, count, runs, (of_first, of_second) = two_matrix_grid(first, a, second, b, workspace)
     launch.kernel("linear.cu", two_matrix_instance(a, b))(
         count,
-        THREADS,
+        GEMM_THREADS,
         **gemm_arguments(first, x, workspace, of_first[0], of_first[1], runs[0]),
         weights_b=second.data,
         units_b=of_second[0],
@@ -374,7 +377,7 @@ def config_of(x: PackedRows, weight: Weight, **options: bool) -> GemmConfig:
 def size(weight: Weight, config: GemmConfig) -> tuple[int, int]:
     """Return the units of K and the groups of weight rows."""
     groups, units = weight.data.shape[:2]
-    return units, groups * GROUP // config.rows
+    return units, groups * PACK_ROWS // config.rows
 
 
 def _run(
@@ -393,7 +396,7 @@ def _run(
     count = groups * parts or ceil_div(units * groups, run)
     launch.kernel("linear.cu", config.name(kind))(
         count,
-        THREADS,
+        GEMM_THREADS,
         **gemm_arguments(weight, x, workspace, units, groups, run),
         y=y,
         tokens=len(x),

@@ -15,6 +15,7 @@ from types import MappingProxyType
 import torch
 
 from g4spec.runtime.cuda.build import launch, nvrtc
+from g4spec.runtime.cuda.build.constants import GEMM_CONSUMERS, GEMM_PRODUCER_WARPS, GROUP_ROWS
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.step import linear as narrow
 from g4spec.runtime.cuda.step.elementwise import gated_scale
@@ -26,7 +27,7 @@ from g4spec.runtime.cuda.step.linear import (
     SplitKWorkspace,
     ceil_div,
 )
-from g4spec.runtime.cuda.step.packed_rows import GROUP_ROWS, PackedRows, empty
+from g4spec.runtime.cuda.step.packed_rows import PackedRows, empty
 from g4spec.runtime.cuda.weights import packing, samples
 from g4spec.runtime.cuda.weights.dequant import Weight
 
@@ -123,7 +124,8 @@ def linear_two(
 
 def threads(arch: str) -> int:
     """Return the threads of a block."""
-    return narrow.THREADS + 32 * 3 * (arch == WARP_GROUP_ARCH)
+    warps = GEMM_PRODUCER_WARPS if arch == WARP_GROUP_ARCH else 1
+    return 32 * (GEMM_CONSUMERS + warps)
 
 
 def two_matrix_instance(a: GemmConfig, b: GemmConfig) -> str:

@@ -35,23 +35,28 @@ from dataclasses import dataclass
 import torch
 
 from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build.constants import (
+    ACT_BYTES,
+    ACT_COLUMNS,
+    GROUP_ROWS,
+    SPLIT16,
+    SPLIT32,
+    SUMS32,
+    NormInput,
+    NormOutput,
+)
 from g4spec.runtime.cuda.build.units import Unit
-
-GROUP_ROWS = 16
-"""Rows of a group."""
 
 MAX_WIDTH = 32 * 32 * 8 * 4
 """Columns of a row that the threads of a block hold in registers: see `block_shape`."""
-
-BLOCK, BLOCK_BYTES = 64, 1280
-"""Columns of a block, and bytes for each tile of 8 rows."""
 
 SPLIT = 40
 """Rows up to which several blocks compute the same row, each to write a part of it. One writes all
 of a row where there are enough of them for a GPU."""
 
-PLAIN, ADD, NORM = 0, 1, 2
-NOTHING, FLOATS, ROWS, SCALED = 0, 1, 2, 3
+
+PLAIN, ADD, NORM = NormInput
+NOTHING, FLOATS, ROWS, SCALED = NormOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ class PackedRows:
     """Rows [T, K] as a product reads them.
 
     Attributes:
-        data: uint8 [K / 64, BLOCK_BYTES * tiles], or [groups, K / 64, BLOCK_BYTES * 2] for more
+        data: uint8 [K / 64, ACT_BYTES * tiles], or [groups, K / 64, ACT_BYTES * 2] for more
             than 16 rows.
         count, width: T and K.
         scale: float32 [16 * groups], what the product multiplies each row with, or None.
@@ -78,7 +83,7 @@ class PackedRows:
     @property
     def tiles(self) -> int:
         """Tiles of 8 rows, of each group."""
-        return 2 if self.data.shape[-1] == 2 * BLOCK_BYTES else tiles(self.count)
+        return 2 if self.data.shape[-1] == 2 * ACT_BYTES else tiles(self.count)
 
     @property
     def groups(self) -> int:
@@ -112,9 +117,9 @@ def groups(count: int) -> int:
 
 def empty(count: int, width: int, device: torch.device, *, scaled: bool = False) -> PackedRows:
     """Rows [count, width] that are yet to be written, any number of them."""
-    assert count >= 1 and width % BLOCK == 0, (count, width)
+    assert count >= 1 and width % ACT_COLUMNS == 0, (count, width)
     n = groups(count)
-    sizes = (*([n] if n > 1 else []), width // BLOCK, BLOCK_BYTES * tiles(count))
+    sizes = (*([n] if n > 1 else []), width // ACT_COLUMNS, ACT_BYTES * tiles(count))
     data = torch.empty(sizes, dtype=torch.uint8, device=device)
     scale = torch.empty(GROUP_ROWS * n, dtype=torch.float32, device=device) if scaled else None
     return PackedRows(data, count, width, scale, n > 1)
@@ -140,14 +145,14 @@ def _fields(rows: PackedRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor,
     """What is stored, row by row, padding included: half [R, B, 64] for B blocks; half
     [R, B, 2, 2, 2] and [R, B, 2, 2], sums of 16 and of 32, rounded and what that leaves; float32
     [R, B, 2]."""
-    n, blocks, several = rows.tiles, rows.width // BLOCK, rows.groups
+    n, blocks, several = rows.tiles, rows.width // ACT_COLUMNS, rows.groups
     whole = blocks if rows.tiled else 1  # blocks of which each part lies together
     data = rows.data.view(several, blocks // whole, -1)
 
     def part(first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
         return data[..., first * n * whole : last * n * whole].contiguous().view(dtype)
 
-    halves = part(0, 1024, torch.float16)
+    halves = part(0, SPLIT16, torch.float16)
     if rows.tiled:
         halves = _swizzled(halves.view(several, 2, blocks, 8, 8, 8))
         # tile, block, row, k16, e / 2, t, e % 2
@@ -156,11 +161,11 @@ def _fields(rows: PackedRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor,
         halves = halves.view(several, blocks, 2, 8, 4, 2, 4).permute(0, 3, 1, 2, 5, 4, 6)
     else:  # k16, row % 8, t, row / 8, e
         halves = halves.view(several, blocks, 4, 8, 4, 2, 4).permute(0, 5, 3, 1, 2, 4, 6)
-    of16 = part(1024, 1152, torch.float16).view(several, blocks, 2, 8 * n, 2, 2)
-    of32 = part(1216, 1280, torch.float16).view(several, blocks, 8 * n, 2, 2)
-    floats = part(1152, 1216, torch.float32).view(several, blocks, 2, 8 * n)
+    of16 = part(SPLIT16, SUMS32, torch.float16).view(several, blocks, 2, 8 * n, 2, 2)
+    of32 = part(SPLIT32, ACT_BYTES, torch.float16).view(several, blocks, 8 * n, 2, 2)
+    floats = part(SUMS32, SPLIT32, torch.float32).view(several, blocks, 2, 8 * n)
     return (
-        halves.reshape(rows.padded, blocks, BLOCK),
+        halves.reshape(rows.padded, blocks, ACT_COLUMNS),
         of16.permute(0, 3, 1, 2, 4, 5).flatten(0, 1),
         of32.permute(0, 2, 1, 3, 4).flatten(0, 1),
         floats.permute(0, 3, 1, 2).flatten(0, 1),
@@ -231,7 +236,7 @@ def instance(
     """Name of a kernel of norm.cu."""
     warps, loads = block_shape(width)
     flags = (split, width == 128 * warps * loads)
-    numbers = (warps, loads, slices, enter, leave, outputs)
+    numbers = (warps, loads, slices, int(enter), int(leave), outputs)
     return f"norm_rows<{', '.join([*map(str, numbers), *(str(f).lower() for f in flags)])}>"
 
 
@@ -253,7 +258,13 @@ def rms_norm_rows(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> P
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """rms_norm of x float32 [..., H], the same shape; any number of rows."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _run(x.reshape(-1, x.shape[-1]), eps=eps, leave=FLOATS, following=[weight], outputs=[y])
+    _run(
+        x.reshape(-1, x.shape[-1]),
+        eps=eps,
+        leave=FLOATS,
+        following=[weight],
+        outputs=[y],
+    )
     return y
 
 
@@ -303,7 +314,16 @@ class Residual:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x', and rms_norm(x') as float32 [T, H]; any number of rows."""
         out, y = torch.empty_like(x), torch.empty_like(x)
-        _run(x, h, self, out=out, leave=FLOATS, eps=self.eps, following=[following], outputs=[y])
+        _run(
+            x,
+            h,
+            self,
+            out=out,
+            leave=FLOATS,
+            eps=self.eps,
+            following=[following],
+            outputs=[y],
+        )
         return out, y
 
 
@@ -312,7 +332,7 @@ def _run(
     h: torch.Tensor | None = None,
     residual: Residual | None = None,
     *,
-    leave: int,
+    leave: NormOutput,
     eps: float = 0.0,
     following: Sequence[torch.Tensor | None] = (),
     outputs: Sequence[torch.Tensor] = (),
@@ -327,7 +347,7 @@ def _run(
         assert h.shape[-2:] == x.shape and slices <= 8, (h.shape, x.shape)
         weight, scale, eps = residual.weight, residual.scale, residual.eps
         enter = ADD if weight is None else NORM
-    assert width % (4 if leave in (NOTHING, FLOATS) else BLOCK) == 0, width
+    assert width % (4 if leave in (NOTHING, FLOATS) else ACT_COLUMNS) == 0, width
     split = count <= SPLIT
     name = instance(width, slices, enter, leave, max(1, len(outputs)), split=split)
     warps, loads = block_shape(width)
@@ -380,17 +400,37 @@ UNITS = [
                 (1, PLAIN, FLOATS),
             ],
         ),
-        (5376, 96, [(3, NORM, ROWS), (3, NORM, FLOATS), (3, ADD, ROWS), (3, ADD, FLOATS)]),
+        (
+            5376,
+            96,
+            [
+                (3, NORM, ROWS),
+                (3, NORM, FLOATS),
+                (3, ADD, ROWS),
+                (3, ADD, FLOATS),
+            ],
+        ),
         (5376, 128, [(6, NORM, ROWS), (6, NORM, FLOATS)]),
-        (2816, 112, [(1, NORM, ROWS, 3), (6, NORM, ROWS, 2)]),
-        (2816, 128, [(4, NORM, ROWS), (8, NORM, ROWS, 2)]),
+        (
+            2816,
+            112,
+            [(1, NORM, ROWS, 3), (6, NORM, ROWS, 2)],
+        ),
+        (
+            2816,
+            128,
+            [(4, NORM, ROWS), (8, NORM, ROWS, 2)],
+        ),
         (16128, 96, [(1, PLAIN, ROWS)]),
         (26880, 64, [(1, PLAIN, SCALED)]),
     )
 ] + [
     Unit(
         "norm.cu",
-        (instance(5376, 1, NORM, FLOATS, split=False), instance(5376, 3, NORM, ROWS, split=False)),
+        (
+            instance(5376, 1, NORM, FLOATS, split=False),
+            instance(5376, 3, NORM, ROWS, split=False),
+        ),
         max_registers=128,
     ),
 ]

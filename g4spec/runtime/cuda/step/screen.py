@@ -20,10 +20,17 @@ from __future__ import annotations
 import torch
 
 from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build.constants import (
+    BYTE_ROWS,
+    GROUP_ROWS,
+    LOGIT_SPAN,
+    LOGIT_THREADS,
+    SCREEN_KEYS,
+)
 from g4spec.runtime.cuda.build.units import Unit
-from g4spec.runtime.cuda.step import linear, packed_rows
-from g4spec.runtime.cuda.step.choose import SPAN, THREADS, Choice, Chosen
-from g4spec.runtime.cuda.step.linear import UPPER_ROWS, SplitKWorkspace
+from g4spec.runtime.cuda.step import linear
+from g4spec.runtime.cuda.step.choose import Choice, Chosen
+from g4spec.runtime.cuda.step.linear import SplitKWorkspace
 from g4spec.runtime.cuda.step.packed_rows import PackedRows, tiles
 from g4spec.runtime.cuda.weights.dequant import Weight
 
@@ -36,7 +43,7 @@ OF_SPAN = 16
 LARGEST, IN_FULL = f"largest<{CANDIDATES}>", "in_full<Q6_K, 256>"
 """Kernels of screen.cu."""
 
-MIN_COLUMNS, MAX_COLUMNS = 32_768, 4 * THREADS // OF_SPAN * SPAN
+MIN_COLUMNS, MAX_COLUMNS = 32_768, SCREEN_KEYS * LOGIT_THREADS // OF_SPAN * LOGIT_SPAN
 """Columns from which on it pays, and for which the kernel has room."""
 
 
@@ -51,10 +58,10 @@ def byte_rows(x: torch.Tensor) -> PackedRows:
     count, width = x.shape
     units, n = width // 256, tiles(count)
     assert width % 256 == 0 and x.is_contiguous(), x.shape
-    data = torch.empty(units, UPPER_ROWS * n, dtype=torch.uint8, device=x.device)
+    data = torch.empty(units, BYTE_ROWS * n, dtype=torch.uint8, device=x.device)
     launch.kernel("screen.cu", "byte_rows")(
         (units, n),
-        THREADS,
+        LOGIT_THREADS,
         x=x,
         rows=count,
         out=data,
@@ -82,8 +89,8 @@ def best(
     """
     assert choice.modes == ("greedy",) and weight.rows == choice.columns, (choice.modes, weight)
     full = torch.empty(len(x), CANDIDATES, dtype=torch.int64, device=x.device)
-    for first in range(0, len(x), packed_rows.GROUP_ROWS):
-        rows = slice(first, first + packed_rows.GROUP_ROWS)
+    for first in range(0, len(x), GROUP_ROWS):
+        rows = slice(first, first + GROUP_ROWS)
         _tile(x[rows], weight, choice, workspace, cap, full[rows])
     return choice.end(full, into, sequences, pitch)
 
@@ -102,14 +109,14 @@ def _tile(
     keys = torch.empty_like(full)
     launch.kernel("screen.cu", LARGEST)(
         count,
-        THREADS,
+        LOGIT_THREADS,
         keys=found,
         found=found.shape[1],
         out=keys,
     )
     launch.kernel("screen.cu", IN_FULL)(
         (CANDIDATES, count),
-        THREADS,
+        LOGIT_THREADS,
         keys=keys,
         table=weight.data,
         x=x,

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from g4spec.runtime.cuda.step.packed_rows import GROUP_ROWS, PackedRows
+from g4spec.runtime.cuda.build.constants import GROUP_ROWS
+from g4spec.runtime.cuda.step.packed_rows import PackedRows
 
 
 def in_tiles(op: Callable[..., torch.Tensor], *args: torch.Tensor | PackedRows) -> torch.Tensor:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build.constants import DEQUANT_THREADS, PACK_ROWS
 from g4spec.runtime.cuda.build.units import Unit
-from g4spec.runtime.cuda.weights.packing import GROUP, PARTS, format_name, spelt, units_of
+from g4spec.runtime.cuda.weights.packing import PARTS, format_name, spelt, units_of
 from g4spec.runtime.cuda.weights.samples import ALIKE, COMPILED, SAMPLES
 
 FILE_TYPES = tuple(PARTS)
@@ -68,8 +69,8 @@ def dequantize(weight: Weight, out: torch.Tensor) -> None:
         assert out.dtype is torch.float16 and weight.columns % 8 == 0, (out.dtype, weight.columns)
         count = out.numel() // 8
         launch.kernel("portable.cu", file_instance(weight.type))(
-            -(-count // 256),
-            256,
+            -(-count // DEQUANT_THREADS),
+            DEQUANT_THREADS,
             weights=weight.data,
             out=out,
             count=count,
@@ -77,12 +78,12 @@ def dequantize(weight: Weight, out: torch.Tensor) -> None:
             pdl=False,
         )
         return
-    groups = -(-weight.rows // GROUP)
+    groups = -(-weight.rows // PACK_ROWS)
     count, units = weight.data.shape[:2]
     assert count == weight.matrices * groups, (weight.data.shape, weight)
     launch.kernel("dequant.cu", instance(weight.type, weight.columns // units, out.dtype))(
         (units, count),
-        256,
+        DEQUANT_THREADS,
         packed=weight.data,
         out=out,
         rows=weight.rows,

@@ -12,11 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
+from g4spec.runtime.cuda.build.constants import INTERLEAVE_ROWS, PACK_ROWS
 from g4spec.runtime.cuda.weights import held, packing
 from g4spec.runtime.cuda.weights.dequant import Weight
-
-TILE = 16
-"""Rows of gates, then of ups beside them."""
 
 
 class Matrix:
@@ -72,7 +70,7 @@ class Matrix:
         """Entries of the packed tensor, or rows of one that is not packed."""
         if not self.grouped:
             return self.matrices * self.rows
-        return self.matrices * -(-self.rows // packing.GROUP)
+        return self.matrices * -(-self.rows // PACK_ROWS)
 
     @property
     def weight(self) -> Weight:
@@ -98,7 +96,7 @@ class Matrix:
         return (
             self._whole is other._whole
             and self._first + self.groups == other._first
-            and (not self.grouped or self.rows % packing.GROUP == 0)
+            and (not self.grouped or self.rows % PACK_ROWS == 0)
         )
 
     def span_to(self, last: Matrix, rows: int) -> Weight:
@@ -121,7 +119,7 @@ def join(matrices: Sequence[Matrix]) -> None:
     kinds = [(m.type, m.table.dtype) for m in matrices]
     for kind in dict.fromkeys(kinds):
         same = [m for m, other in zip(matrices, kinds, strict=True) if other == kind]
-        if any(m.grouped and m.rows % packing.GROUP for m in same[:-1]):
+        if any(m.grouped and m.rows % PACK_ROWS for m in same[:-1]):
             continue
         groups = [m.groups for m in same]
         whole = _pack(same[0], _all_of(same), sum(m.rows for m in same))
@@ -152,10 +150,10 @@ def concat_rows(matrices: Sequence[Matrix]) -> list[Weight]:
 
 def interleave_gate_up(gate: Matrix, up: Matrix) -> list[Weight]:
     """Gates and ups in turns of 16 rows as one matrix; two if their types differ."""
-    if gate.packed or up.packed or gate.type != up.type or gate.rows % TILE:
+    if gate.packed or up.packed or gate.type != up.type or gate.rows % INTERLEAVE_ROWS:
         return [gate.weight, up.weight]
     raws = [m.release_raw() for m in (gate, up)]
-    pair = torch.stack([x.view(-1, TILE, x.shape[1]) for x in raws], dim=1)
+    pair = torch.stack([x.view(-1, INTERLEAVE_ROWS, x.shape[1]) for x in raws], dim=1)
     del raws
     data = _pack(gate, pair.view(2 * gate.rows, -1), gate.rows * 2)
     return [Weight(gate.type, data, 2 * gate.rows, gate.columns)]
@@ -193,7 +191,7 @@ def interleave_experts(gate: Matrix, up: Matrix | None) -> Weight | None:
         return gate.weight
     channels = gate.rows // 2 if up is None else gate.rows
     both = [m for m in (gate, up) if m is not None]
-    if channels % TILE or len({m.type for m in both}) > 1:
+    if channels % INTERLEAVE_ROWS or len({m.type for m in both}) > 1:
         return None
     if any(m.packed or m.file_order for m in both):
         return None
@@ -201,7 +199,7 @@ def interleave_experts(gate: Matrix, up: Matrix | None) -> Weight | None:
         half
         for m in both
         for half in m.release_raw()
-        .view(m.matrices, 2 // len(both), channels // TILE, TILE, -1)
+        .view(m.matrices, 2 // len(both), channels // INTERLEAVE_ROWS, INTERLEAVE_ROWS, -1)
         .unbind(1)
     ]
     turned, rows = torch.stack(halves, dim=2).flatten(0, 3), 2 * channels
@@ -221,6 +219,6 @@ def _pack(like: Matrix, raw: torch.Tensor, rows: int) -> torch.Tensor:
     type = like.type
     unit = packing.unit_of(type, like.columns)
     count = len(raw) // rows
-    if count == 1 or rows % packing.GROUP == 0:
+    if count == 1 or rows % PACK_ROWS == 0:
         return packing.pack(type, raw, unit)
     return torch.cat([packing.pack(type, one, unit) for one in raw.view(count, rows, -1)])

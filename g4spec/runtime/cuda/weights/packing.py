@@ -46,10 +46,9 @@ from g4spec.quant.formats import (
     q6_k,
     q8_0,
 )
+from g4spec.runtime.cuda.build.constants import PACK_ROWS
 from g4spec.runtime.cuda.weights import held_size
 
-GROUP = 128
-"""Rows of a group."""
 CHUNK = 1 << 27
 """Values rearranged at a time, which bounds the memory it takes beside the result."""
 
@@ -305,13 +304,13 @@ def unit_bytes(name: str, unit: int) -> int:
 def pack(name: str, raw: torch.Tensor, unit: int) -> torch.Tensor:
     """Bytes of a matrix as memory holds them, uint8 [N, bytes of a row] -> uint8 [ceil(N / 128),
     K / unit, bytes of a unit], on the same device."""
-    units = raw.shape[1] * GROUP // unit_bytes(name, unit)
-    groups = -(-len(raw) // GROUP)
+    units = raw.shape[1] * PACK_ROWS // unit_bytes(name, unit)
+    groups = -(-len(raw) // PACK_ROWS)
     out = raw.new_zeros(groups, units, unit_bytes(name, unit))
     step = _groups_at_once(units * unit)
     for at in range(0, groups, step):
-        rows = raw[at * GROUP : (at + step) * GROUP]
-        missing = -len(rows) % GROUP
+        rows = raw[at * PACK_ROWS : (at + step) * PACK_ROWS]
+        missing = -len(rows) % PACK_ROWS
         if missing:
             rows = torch.cat((rows, rows.new_zeros(missing, rows.shape[1])))
         packed = out[at : at + step]
@@ -327,10 +326,10 @@ def pack(name: str, raw: torch.Tensor, unit: int) -> torch.Tensor:
 def unpack(name: str, packed: torch.Tensor, unit: int, rows: int) -> torch.Tensor:
     """The inverse of :func:`pack`: uint8 [groups, units, bytes of a unit] -> [rows, bytes]."""
     groups, units, size = packed.shape
-    raw = packed.new_empty(groups * GROUP, units * size // GROUP)
+    raw = packed.new_empty(groups * PACK_ROWS, units * size // PACK_ROWS)
     step = _groups_at_once(units * unit)
     for at in range(0, groups, step):
-        inside, outside = packed[at : at + step], raw[at * GROUP : (at + step) * GROUP]
+        inside, outside = packed[at : at + step], raw[at * PACK_ROWS : (at + step) * PACK_ROWS]
         for part, file, place in _pairs(name, outside, inside, unit):
             words = torch.zeros(file.shape, dtype=torch.uint8, device=file.device).flatten(1)
             words = words.view(_WORDS[part.word])
@@ -343,7 +342,7 @@ def unpack(name: str, packed: torch.Tensor, unit: int, rows: int) -> torch.Tenso
 
 
 def _groups_at_once(columns: int) -> int:
-    return max(1, CHUNK // (GROUP * columns))
+    return max(1, CHUNK // (PACK_ROWS * columns))
 
 
 def _pairs(
