@@ -146,5 +146,5 @@ def test_prompts_of_odd_targets_are_read_in_steps(
 def test_pairs_that_turn_come_first() -> None:
     freqs = torch.tensor([1.0, 0.5, STILL / 2])
     assert rotating_freqs(freqs).tolist() == [1.0, 0.5]
-    with pytest.raises(InputError, match=r"rope_freqs\.weight.*pairs that turn before"):
+    with pytest.raises(InputError, match=r"rope_freqs\.weight.*pairs that rotate before"):
         rotating_freqs(freqs.flip(0))

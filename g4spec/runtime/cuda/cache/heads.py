@@ -1,4 +1,4 @@
-"""From the product of queries, keys and values to what attention reads, in one kernel."""
+"""From the QKV projection to the inputs of attention, in one kernel."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ PLANES = ("keys", "values", "key_scales", "value_scales")
 @dataclass(frozen=True, slots=True)
 class Heads:
     """Norms and RoPE of the heads of a layer.
-
     Attributes:
-        n_q, n_kv: heads of queries, and of keys and values, in the product; either may be 0.
+        n_q, n_kv: query heads and KV heads in the projection; either may be 0.
         q_norm, k_norm: weights [head_dim] of their norms, or None: not normed.
-        v_norm: whether values are normed, without weight.
-        v_from_k: values are keys before norm and rotation; the product has none of its own.
-        freqs: radians a position, float32 [head_dim / 2]. `pairs`: which values turn together:
-            neighbours (2 i, 2 i + 1), or else (i, i + head_dim / 2).
+        v_norm: values are normed, without weight.
+        v_from_k: values are keys before norm and rotation; the projection has no values.
+        freqs: radians per position, float32 [head_dim / 2].
+        pairs: values that are rotated together are neighbours (2 i, 2 i + 1); otherwise (i, i +
+            head_dim / 2).
     """
 
     n_q: int
@@ -50,7 +50,7 @@ class Heads:
 
     @classmethod
     def of(cls, a: Attention, queries: bool = True) -> Heads:
-        """Those of an attention sublayer, with or without queries."""
+        """Return the heads of an attention sublayer, with or without queries."""
         return cls(
             n_q=a.q.shape[0] // a.head_dim if queries else 0,
             n_kv=0 if a.k is None else a.k.shape[0] // a.head_dim,
@@ -68,22 +68,21 @@ class Heads:
         return 2 * len(self.freqs)
 
     def __call__(self, y: torch.Tensor, batch: Batch, kv: CudaKV | None) -> torch.Tensor:
-        """Norm, rotate, append to `kv`.
-
+        """Norm and rotate; append keys and values to `kv`.
         Args:
             y: float32 [T, (n_q + 2 n_kv) * head_dim] (n_kv if `v_from_k`): queries, keys, values;
-                or partial sums [S, T, ...], added in order. Any T.
-            batch: the rows; positions and slots were written by a kernel before the one directly
-                before (see packed_rows.py).
-            kv: where rows are appended, or else what the queries will meet.
+                or split-K partial sums [S, T, ...], added in order. Any T.
+            batch: the rows. The predecessor of the preceding kernel, or an earlier one, wrote
+                positions and slots (see packed_rows.py).
+            kv: cache that rows are appended to, or, without keys, that queries will read.
 
         Returns:
-            Queries, half [T, n_q, head_dim]; they have taken over `kv.weight`.
+            Queries, half [T, n_q, head_dim], multiplied by `kv.weight`.
         """
         dim, heads = self.head_dim, self.n_q + 2 * self.n_kv
         slices, (count, width) = y.shape[0] if y.dim() == 3 else 1, y.shape[-2:]
-        given = heads - self.n_kv if self.v_from_k else heads
-        assert width == given * dim and dim in HEAD_DIMS, (y.shape, given, dim)
+        projected = heads - self.n_kv if self.v_from_k else heads
+        assert width == projected * dim and dim in HEAD_DIMS, (y.shape, projected, dim)
         assert len(batch) == count and batch.positions.dtype is torch.int64, (len(batch), count)
         q = torch.empty(count, self.n_q, dim, dtype=torch.float16, device=y.device)
         planes: dict[str, Any] = dict.fromkeys(PLANES)
@@ -119,7 +118,8 @@ class Heads:
         return q
 
     def _weight(self, kv: CudaKV) -> torch.Tensor:
-        """What queries take over; rows that are appended bring it along."""
+        """Return the weight that queries are multiplied by, and set `kv.weight` if rows are
+        appended."""
         if self.n_kv:
             assert self.v_from_k and self.v_norm and not self.pairs, self
             kv.weight = self.k_norm
@@ -135,7 +135,7 @@ def instance(
     q8: bool = False,
     rotary_pairs: int = 0,
 ) -> str:
-    """Name of a kernel of heads.cu."""
+    """Return the name of a kernel of heads.cu."""
     flags = (int(pairs), slices, int(q8), rotary_pairs)
     return f"finish_heads<{head_dim}, {', '.join(map(str, flags))}>"
 

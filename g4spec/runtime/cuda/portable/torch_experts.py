@@ -22,10 +22,10 @@ def experts(
     down: Any,
     activation: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """See `Ops.experts`: every expert for every row, in tiles of 16."""
-    turned = isinstance(gate, Matrix) and gate.interleaved
-    stacks = [_stack(w) for w in (gate, None if turned else up, down) if w is not None]
-    if turned:
+    """Compute `Ops.experts`: every expert for every row, in tiles of 16."""
+    interleaved = isinstance(gate, Matrix) and gate.interleaved
+    stacks = [_stack(w) for w in (gate, None if interleaved else up, down) if w is not None]
+    if interleaved:
         both = stacks[0].view(len(stacks[0]), -1, 2, INTERLEAVE_ROWS, stacks[0].shape[2])
         stacks[:1] = [both[:, :, i].flatten(1, 2) for i in (0, 1)]
     elif up is None:
@@ -46,7 +46,7 @@ def experts(
 
 
 def _stack(weight: Any) -> torch.Tensor:
-    """All experts' matrices as numbers [E, rows, columns]."""
+    """Return the matrices of all experts as floats [E, rows, columns]."""
     if isinstance(weight, torch.Tensor):
         return weight
     return plain(weight.weight).view(weight.shape)

@@ -260,7 +260,7 @@ class LongOps(CudaOps):
         n, width = len(x), gate.shape[0]
         gates = x.new_empty(n, width)
         self.products.floats(rows, [_weight(gate)], gates)
-        told = self._view(self._inner, n, width)
+        inner = self._view(self._inner, n, width)
         launch.kernel("prefill.cu", "modulated")(
             (n, -(-width // GATED_THREADS)),
             GATED_THREADS,
@@ -268,11 +268,11 @@ class LongOps(CudaOps):
             powers=powers,
             by=launch.Strided(by),
             stride=by.stride(0),
-            to=told,
+            to=inner,
             width=width,
             pdl=False,
         )
-        return self._down(Scaled(told), down)
+        return self._down(Scaled(inner), down)
 
     def expert_layer(
         self,
@@ -355,13 +355,13 @@ class LongOps(CudaOps):
         """Return cosines and sines [T, pairs, 2] of the pairs that rotate."""
         if self._turned is None or self._turned[0] is not chunk:
             self._turned = chunk, {}
-        made = self._turned[1]
-        if freqs not in made:
+        turns = self._turned[1]
+        if freqs not in turns:
             if freqs not in self._rotating_freqs:
                 self._rotating_freqs[freqs] = rotating_freqs(freqs)
             angle = chunk.positions.to(torch.float32)[:, None] * self._rotating_freqs[freqs]
-            made[freqs] = torch.stack((angle.cos(), angle.sin()), dim=-1)
-        return made[freqs]
+            turns[freqs] = torch.stack((angle.cos(), angle.sin()), dim=-1)
+        return turns[freqs]
 
     def _kernel(self, name: str, count: int, **arguments: Any) -> None:
         """Launch a kernel of prefill.cu that processes one row per block."""
@@ -417,7 +417,7 @@ def rotating_freqs(freqs: torch.Tensor) -> torch.Tensor:
     if not bool((freqs[:count] > STILL).all()):
         raise InputError(
             "rope_freqs.weight",
-            expected="pairs that turn before those that do not",
+            expected="pairs that rotate before pairs that do not",
             fix="run it with --device cpu",
         )
     return freqs[:count].contiguous()

@@ -98,7 +98,7 @@ class Attention:
     layouts = "RowMajor", "RowMajor"
     """Layouts of queries, and of keys and values; see cuda/include/prefill_kv_layout.cuh."""
     fold = False
-    """Whether the norm weights of keys are folded into the queries."""
+    """True if the norm weights of keys are folded into the queries."""
 
     extra = 0
     """Values per row of `keys` beyond those of a head."""
@@ -125,11 +125,11 @@ class Attention:
         rows = padded(min(padded(n_ctx, PROMPT_BLOCK), before + chunk))
         queries = padded(chunk * (spec.n_head // spec.n_kv), FLASH_ROWS)
         half, dim = torch.float16, spec.head_dim
-        found = {
+        buffers = {
             "queries": ((spec.n_kv, queries, dim), half),
             "keys": ((spec.n_kv, rows, dim + cls.extra), half),
         }
-        return found if cls.extra else found | {"values": ((spec.n_kv, rows, dim), half)}
+        return buffers if cls.extra else buffers | {"values": ((spec.n_kv, rows, dim), half)}
 
     def first(self, start: int) -> int:
         """Return the position of row 0 of `keys` for a chunk at `start`."""

@@ -92,7 +92,7 @@ class Experts:
         """Return the shapes of its buffers. `ids`, `places` and `visits` have one entry per (row,
         expert)."""
         visits, brief = chunk * spec.n_expert_used, torch.bfloat16
-        given = _given(chunk, arch) * spec.n_expert_used
+        sorted_rows = _matmul_rows(chunk, arch) * spec.n_expert_used
         whole, floats = torch.int32, torch.float32
         return {
             "rows": ((chunk, n_embd), brief),
@@ -103,8 +103,8 @@ class Experts:
             "places": ((visits,), whole),
             "visits": ((visits,), whole),
             "ends": ((spec.n_expert,), whole),
-            "sorted": ((given, n_embd), brief),
-            "hidden": ((given, spec.n_ff_expert), brief),
+            "sorted": ((sorted_rows, n_embd), brief),
+            "hidden": ((sorted_rows, spec.n_ff_expert), brief),
         }
 
     @staticmethod
@@ -114,7 +114,7 @@ class Experts:
         gate_up = 2 * spec.n_ff_expert * (2 if spec.split_experts else 1)
         widths = max(gate_up, 2 * spec.n_ff_expert + n_embd)
         widths += n_embd if _without_bf16(arch) else 0
-        return 2 * _given(chunk, arch) * spec.n_expert_used * widths
+        return 2 * _matmul_rows(chunk, arch) * spec.n_expert_used * widths
 
     def __call__(
         self,
@@ -207,6 +207,6 @@ def _without_bf16(arch: str) -> bool:
     return arch not in TENSOR_ARCHS
 
 
-def _given(chunk: int, arch: str) -> int:
+def _matmul_rows(chunk: int, arch: str) -> int:
     """Return the number of rows in the shape of a matmul."""
     return max(chunk, FULL) if arch in GROUPED_ARCHS else chunk

@@ -1,10 +1,8 @@
 """Attention of the rows of a step over a cache, in two kernels: chunks of keys, then their sum.
-
-Chunks are ranges of absolute positions and each is summed by itself, in order, so that a row's
-result depends neither on the rows and sequences beside it, nor on its slot and pages, nor on how
-long its sequence is. Which rows share a block, how tiles come to shared memory and how many blocks
-run changes nothing about the numbers.
-"""
+Chunks are ranges of absolute positions, and each is summed by itself, in order. So a row's result
+depends neither on the other rows and sequences of the batch, nor on its slot and pages, nor on the
+length of its sequence. It does not depend on which rows share a block, how tiles are copied to
+shared memory, or how many blocks run either."""
 
 from __future__ import annotations
 
@@ -35,11 +33,12 @@ from g4spec.runtime.cuda.cache.heads import HEAD_DIMS
 from g4spec.runtime.cuda.step.packed_rows import PackedRows, empty
 
 TENSOR_ARCHS = tuple(a for a in nvrtc.ARCHS if a not in ("sm_70", "sm_75"))
-"""Architectures with the products and copies of `attention.cu`; others take the plain kernel."""
+"""Architectures with the MMA and copy instructions of `attention.cu`; others use the plain kernel.
+"""
 
-_STATIC = 2176  # bytes of shared memory that the kernel declares beside the rest
+_STATIC = 2176  # bytes of shared memory that the kernel declares statically
 _RING = {64: 65536, 128: 65536, 256: 196608, 512: 196608}
-"""Most bytes of tiles in flight in a block, by head_dim."""
+"""Maximum bytes of tiles in flight in a block, by head_dim."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class AttentionConfig:
 
     @property
     def warps(self) -> tuple[int, int]:
-        """Warps for scores and for sums."""
+        """Warps that compute scores, and warps that accumulate values."""
         return {64: (4, 2), 128: (4, 4), 256: (8, 8), 512: (8, 8)}[self.head_dim]
 
     @property
@@ -102,7 +101,7 @@ class AttentionConfig:
 
 
 def tile_keys(head_dim: int) -> int:
-    """Keys of a tile."""
+    """Return the number of keys of a tile."""
     return 128 if head_dim >= 256 else 64
 
 
@@ -110,11 +109,10 @@ def tile_keys(head_dim: int) -> int:
 def choose(
     head_dim: int, kind: Kind, rows: int, arch: str, rotary_pairs: int = 0
 ) -> tuple[AttentionConfig, int]:
-    """The instance for `rows` (token, head) pairs of a KV head, and the blocks they are cut into.
-
-    As few blocks as fit, then tiles in as few parts as leave room for two of each. `rotary_pairs`:
-    see `CudaKV`.
-    """
+    """Return the instance for `rows` (token, head) pairs of a KV head, and the number of blocks
+    that share them.
+    As few blocks as possible, then tiles in as few parts as leave room for two of each.
+    `rotary_pairs`: see `CudaKV`."""
     options = (1, 2, 4)  # more would not fit in registers
     for most in reversed(options):
         blocks = -(-rows // (8 * most))
@@ -126,7 +124,8 @@ def choose(
 
 
 def _with_parts(head_dim: int, kind: Kind, tiles: int, arch: str) -> AttentionConfig | None:
-    """`AttentionConfig` with its tiles cut into as few parts as leave room for two of each."""
+    """Return a config with its tiles cut into as few parts as leave room for two of each, or
+    None."""
     keys = tile_keys(head_dim)
     for parts in (1, 2, 4, 8):
         if head_dim // parts < 64 or keys // parts < 16:
@@ -144,17 +143,16 @@ def _with_parts(head_dim: int, kind: Kind, tiles: int, arch: str) -> AttentionCo
 @dataclass(frozen=True)
 class Chunks:
     """Ranges of positions that are summed by themselves; see attention_chunks.cuh.
-
-    With a window all have 2^shift positions; without, they grow with their position, so that a long
-    context is not cut into many more parts than there are blocks to work on them.
-    """
+    With a window all have 2^shift positions. Without, they grow with their position, so that a long
+    context is not cut into many more chunks than there are blocks."""
 
     shift: int
     growing: bool
 
     @classmethod
     def of(cls, kv: CudaKV | CacheShape, positions: int) -> Chunks:
-        """A constant of a layer that holds so many positions: it decides the order of sums."""
+        """Return the chunks of a layer for so many positions. They decide the order of sums, so
+        they are constant for a layer."""
         tile = tile_keys(kv.head_dim)
         if kv.window is None:
             chunks = cls(min(_log2(max(tile, 32 * kv.n_kv)), GROWTH_SHIFT), True)
@@ -165,7 +163,7 @@ class Chunks:
         return cls(_log2(max(tile, -(-(kv.window + MAX_STEP_ROWS - 1) // each))), False)
 
     def index(self, position: int) -> int:
-        """The chunk of a position."""
+        """Return the chunk of a position."""
         if not self.growing or position < GROWTH_START:
             return position >> self.shift
         octave = position.bit_length() - GROWTH_START.bit_length()
@@ -173,27 +171,28 @@ class Chunks:
         return ((2 + octave) << (GROWTH_SHIFT - self.shift)) + inside
 
     def most(self, span: int, positions: int) -> int:
-        """Most chunks that `span` consecutive ones of `positions` touch."""
+        """Return the maximum number of chunks that `span` consecutive ones of `positions` touch."""
         if self.growing:
             return self.index(positions - 1) + 1
         return (span - 1 + (1 << self.shift) - 1 >> self.shift) + 1
 
 
 def partial_bytes(shape: CacheShape, n_head: int, positions: int, sequences: int) -> int:
-    """Bytes of the sums of chunks (`attend`) in the largest step of so many sequences, each of
-    which may have so many positions."""
+    """Return the bytes of the partial results (`attend`) in the largest step of so many sequences,
+    each with up to so many positions."""
     chunks = Chunks.of(shape, positions).most(positions, positions)
     return sequences * MAX_STEP_ROWS * n_head * chunks * (shape.head_dim + 2) * 4
 
 
 def _log2(n: int) -> int:
-    """The smallest power of two that is at least n, as its exponent."""
+    """Return the exponent of the smallest power of two that is at least n."""
     return (n - 1).bit_length()
 
 
 @dataclass(frozen=True)
 class AttentionOutput:
-    """What rows saw. `values`: [T, n_head * D] float32; `rows`: the same as a product reads it."""
+    """Result of attention. `values`: [T, n_head * D] float32; `rows`: the same as packed
+    activations."""
 
     values: torch.Tensor
     rows: PackedRows
@@ -210,14 +209,13 @@ def attend(
     plain: bool | None = None,
 ) -> AttentionOutput:
     """Compute softmax(scale * q k) v over positions first[t] .. last[t] of each row's slot.
-
     The kernel prefetches keys of positions before a sequence's first row while its predecessor
     still runs. So these keys, `first`, `last`, and the batch's positions and slots must come from
     kernels that ended before that predecessor started. The page table is written before the step.
 
     Args:
-        q: [T, n_head, D] float16, already multiplied by `kv.weight`, if any; head h reads KV head
-            h // (n_head / n_kv).
+        q: [T, n_head, D] float16, already multiplied by `kv.weight`, if any; head h reads KV head h
+            // (n_head / n_kv).
         batch: at most 16 rows of each sequence, the same number for all.
         first, last: [T] int64, inclusive, first <= last; a sequence spans at most `kv.positions`
             positions from its smallest `first` to its largest `last`.
@@ -291,8 +289,9 @@ def _grid(
     blocks: int,
     batch: Batch,
 ) -> int:
-    """Blocks of `attend_chunks`: as many as run at once, or as there is work at most, and at least
-    one for each pair of heads and rows of each sequence. The kernel shares them out."""
+    """Return the number of blocks of `attend_chunks`: as many as run at once, but no more than
+    there is work, and at least one for each (head, rows) pair of each sequence. The kernel
+    distributes the work among them."""
     span = kv.positions
     if kv.window is not None:
         span = min(kv.window + batch.rows_per_sequence - 1, kv.positions)
@@ -318,7 +317,7 @@ def _combine(
     tokens: int,
     chunks: Chunks,
 ) -> AttentionOutput:
-    """The second phase: sums [S, chunks, n_kv, rows, D], tops [S, chunks, n_kv, rows, 2]."""
+    """Launch the second phase: sums [S, chunks, n_kv, rows, D], tops [S, chunks, n_kv, rows, 2]."""
     _, room, n_kv, rows, head_dim = sums.shape
     count, group = len(first), rows // tokens
     width = n_kv * group * head_dim
@@ -353,7 +352,8 @@ def plain_instance(head_dim: int, kind: Kind, rotary_pairs: int) -> str:
 
 
 def _units() -> list[Unit]:
-    """Every instance that `choose` can pick, by architecture, and the second phase."""
+    """Return every instance that `choose` can return, by architecture, and those of the second
+    phase."""
     combine = tuple(f"combine_chunks<{d}, {w}>" for d in HEAD_DIMS for w in (1, COMBINE_WARPS))
     ways = [(d, t) for d in HEAD_DIMS for t in (0, CACHE_ROTARY_PAIRS) if not t or shares(d, t)]
     plain = tuple(plain_instance(d, kind, t) for d, t in ways for kind in KINDS)

@@ -23,12 +23,12 @@ from g4spec.runtime.cuda.weights.packing import MOST_ROWS
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Layers whose keys and values are made alike.
-
+    """Layers of one shape whose keys and values are computed together.
     Attributes:
-        weight: keys and values of each layer, below each other.
-        layers: int64 [L, 8], what heads.cu calls `Layer`; `held` is what it points to.
-        heads: what all layers do with their heads. q8: whether their caches are Q8_0.
+        weight: projections of keys and values of each layer, concatenated.
+        layers: int64 [L, 8], structs `Layer` of heads.cu; `held` keeps what they point to alive.
+        heads: norms and RoPE of all layers.
+        q8: their caches are Q8_0.
     """
 
     weight: Weight
@@ -44,8 +44,8 @@ class Context:
         slots: torch.Tensor,
         workspace: SplitKWorkspace,
     ) -> None:
-        """Append the keys and values of rows x [T, H] at `positions` [T] of `slots` [T]
-        (as in `Heads`)."""
+        """Append the keys and values of rows x [T, H] at `positions` [T] of `slots` [T] (as in
+        `Heads`)."""
         h, y = self.heads, linear_wide.linear(x, self.weight, workspace)
         launch.kernel("heads.cu", instance(h.head_dim, self.q8))(
             (-(-2 * h.n_kv // HEADS_PER_BLOCK), len(x), len(self.layers)),
@@ -63,8 +63,8 @@ class Context:
 
 
 def of(layers: Sequence[Attention], kvs: Sequence[CudaKV]) -> Context | None:
-    """These layers together, their keys and values packed behind each other; None if they differ,
-    or are packed already."""
+    """Return these layers as a context, their projections packed together. Return None if they
+    differ or are already packed."""
     matrices = [m for a in layers for m in (a.k, a.v)]
     if not all(isinstance(m, Matrix) and m.grouped and not m.packed for m in matrices):
         return None
@@ -88,12 +88,12 @@ def of(layers: Sequence[Attention], kvs: Sequence[CudaKV]) -> Context | None:
         for held, kv in zip(planes, kvs, strict=True)
     ]
     weight = matrices[0].span_to(matrices[-1], sum(m.rows for m in matrices))
-    made = torch.tensor(rows, device=kvs[0].keys.device)
-    return Context(weight, made, [x for p in planes for x in p], heads[0], kvs[0].kind == "q8_0")
+    structs = torch.tensor(rows, device=kvs[0].keys.device)
+    return Context(weight, structs, [x for p in planes for x in p], heads[0], kvs[0].kind == "q8_0")
 
 
 def instance(head_dim: int, q8: bool) -> str:
-    """Name of a kernel of heads.cu."""
+    """Return the name of a kernel of heads.cu."""
     return f"append_layers<{head_dim}, {int(q8)}>"
 
 

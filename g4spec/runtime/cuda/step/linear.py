@@ -170,9 +170,9 @@ def gemm_config(
     # A fourth stage of 256 rows gained 0.6 % with one tile and lost 1.5 % with two.
     few = rows == 256 and tiles == 2 and not upper
     for stages in range(3 if few else MAX_STAGES[rows], 0, -1):
-        found = GemmConfig(type, unit, tiles, rows, stages, upper)
-        if found.shared <= room:
-            return found
+        config = GemmConfig(type, unit, tiles, rows, stages, upper)
+        if config.shared <= room:
+            return config
     raise AssertionError(f"{type} does not fit into the shared memory of {arch}")
 
 
@@ -224,8 +224,10 @@ def linear(
 
 
 def linear_upper(x: PackedRows, weight: Weight, workspace: SplitKWorkspace) -> torch.Tensor:
-    """About x [T, K], as bytes (see `screen`), times a packed Q6_K matrix [N, K] -> float32 [T, N]:
-    of its codes only the upper two bits are read."""
+    """Return x [T, K] as int8 (see `screen`) times a packed Q6_K matrix [N, K], float32 [T, N].
+
+    Approximate: only the upper two bits of the codes are read.
+    """
     assert weight.type == "q6_k" and x.data.shape[1] == BYTE_ROWS * x.tiles, (weight, x)
     y = torch.empty(len(x), weight.rows, dtype=torch.float32, device=x.data.device)
     _run(
@@ -327,10 +329,10 @@ def split_k_slices(units: int, groups: int, count: int, most: int) -> int:
     than an equal run. `count`: CTAs that run at once.
     """
     run = ceil_div(units * groups, count)
-    found = min(most, count // groups)
-    if not found or -(-units // found) > run + 1:
+    slices = min(most, count // groups)
+    if not slices or -(-units // slices) > run + 1:
         return 0
-    return -(-units // -(-units // found))  # no more of them than it takes
+    return -(-units // -(-units // slices))  # the smallest factor with slices of that length
 
 
 @functools.cache

@@ -143,9 +143,9 @@ def for_row_groups(
     enough = [n for n in GROUPS if n >= groups][:1]
     for least in (2, 1):
         for n in (*enough, *(n for n in reversed(GROUPS) if n < groups)):
-            found = [_staged(config, n, arch, warp_groups) for config in configs]
-            if all(config.stages >= least for config in found):
-                return tuple(found)
+            staged = [_staged(config, n, arch, warp_groups) for config in configs]
+            if all(config.stages >= least for config in staged):
+                return tuple(staged)
     raise AssertionError(f"{configs} of 32 rows do not fit into the shared memory of {arch}")
 
 
@@ -186,9 +186,8 @@ def _grid(
 
 
 def _units() -> list[Unit]:
-    """Common types in as many groups as fit, and one instance of each kernel. What other products
-    than those of warp groups spill with registers handed on is outside of the loop over a unit,
-    but for a few words."""
+    """Return instances for common types in as many row groups as fit, and one of each kernel.
+    Kernels without `wgmma` spill registers, nearly all of them outside of the loop over a unit."""
     out = []
     for arch in ARCHS:
         q4, q5k, q6, q8, q5, q40 = (
@@ -220,7 +219,7 @@ def _units() -> list[Unit]:
 def _singles(
     configs: tuple[GemmConfig, ...], arch: str, warp_groups: int, *kinds: str
 ) -> dict[str, int]:
-    """Products with one matrix, "linear" or of `kinds`, and their shared memory."""
+    """Return the names of kernels for one matrix, "linear" or `kinds`, and their shared memory."""
     config = [for_row_groups((config,), MAX_ROW_GROUPS, arch, warp_groups)[0] for config in configs]
     return {config.name(kind): config.shared for config in config for kind in kinds or ("linear",)}
 

@@ -1,7 +1,6 @@
-"""Rows of a token table as the model reads them, from whatever order the table lies in.
-
-The token table is also the last product's matrix, and kept once, in that product's order.
-"""
+"""Rows of a token table as the model reads them, from any layout of the table.
+The token table is also the matrix of the last matmul. It is stored once, in the layout of that
+matmul."""
 
 from __future__ import annotations
 
@@ -15,14 +14,13 @@ from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.weights import held_size, packing, samples
 
 THREADS = 128
-"""Of a block; four values each."""
+"""Threads of a block; four values each."""
 
 
 def embed(
     table: torch.Tensor, name: str, ids: torch.Tensor, width: int, scale: float
 ) -> torch.Tensor:
-    """Rows `ids` of a table, dequantized and times `scale` -> float32 [T, width].
-
+    """Return rows `ids` of a table, dequantized and times `scale`, float32 [T, width].
     Args:
         table: bytes as `held`, uint8 [N, bytes of a row], or packed, uint8 [groups, units, bytes].
         name: the table's quant type.

@@ -1,4 +1,4 @@
-"""Bytes of quantized matrices in GPU memory; how they come to lie so is in `held`."""
+"""Bytes of quantized matrices in GPU memory; `held` defines their layout."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ BLOCKS: dict[str, np.dtype[np.void]] = {
     "iq1_m": _dtype(3, 16),
     "iq1_s": _dtype(3, 8),
 }
-"""Of the types whose blocks are rewritten."""
+"""Blocks of the types that are rewritten."""
 
 
 def block_bytes(name: str) -> int:
-    """Bytes in memory of a block of a quantized type."""
+    """Return the bytes in memory of a block of a quantized type."""
     return BLOCKS[name].itemsize if name in BLOCKS else quant.get(name).block_bytes
 
 
 def row_bytes(name: str, columns: int) -> int:
-    """Bytes in memory of a row of `columns` values."""
+    """Return the bytes in memory of a row of `columns` values."""
     form = quant.get(name)
     return form.row_bytes(columns) // form.block_bytes * block_bytes(name)
 
 
 def tensor_bytes(t: TensorInfo) -> int:
-    """Bytes in memory of a tensor that is not unpacked."""
+    """Return the bytes in memory of a tensor that stays quantized."""
     form = t.format
     return t.nbytes // form.block_bytes * block_bytes(form.name) if form.quantized else t.nbytes
