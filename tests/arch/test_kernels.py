@@ -130,7 +130,7 @@ def test_launches_name_the_parameters_of_a_kernel() -> None:
 def test_constants_are_stated_once() -> None:
     """No kernel defines a name of the generated header again. Each name has users on both sides or
     makes up another constant."""
-    names = set(re.findall(r"(?:int|struct) (\w+)", constants.header()))
+    names = set(re.findall(r"^(?:struct |  )(\w+)", constants.header(), re.MULTILINE))
     kernels = [
         *nvrtc.kernel_files().values(),
         *(path for folder in nvrtc.INCLUDES for path in folder.glob("*.cuh")),

@@ -1,7 +1,7 @@
 """Constants that Python and the kernels share, each stated once, here.
 
 Kernels include them as the header `g4spec_constants.cuh`, which `header` generates in memory: every
-number becomes a `constexpr`, every `IntEnum` a struct with the same members. A name is the same on
+number becomes an enumerator, every `IntEnum` a struct with the same members. A name is the same on
 both sides, so a search finds all users.
 """
 
@@ -200,12 +200,16 @@ GATHER_THREADS = 128
 
 @functools.cache
 def header() -> str:
-    """Return the text of the header: every constant and enum of this module."""
-    lines = ["// Generated from g4spec/runtime/cuda/build/constants.py.", "#pragma once"]
+    """Return the text of the header: every constant and enum of this module.
+
+    Constants are enumerators, because NVRTC would store a `constexpr` variable in every cubin.
+    """
+    numbers, enums = [], []
     for name, value in globals().items():
         if name.isupper() and isinstance(value, int):
-            lines.append(f"constexpr int {name} = {value};")
+            numbers.append(f"  {name} = {value},")
         elif isinstance(value, type) and issubclass(value, IntEnum) and value is not IntEnum:
             members = ", ".join(f"{member.name} = {member.value}" for member in value)
-            lines.append(f"struct {name} {{ enum Value {{ {members} }}; }};")
-    return "\n".join(lines) + "\n"
+            enums.append(f"struct {name} {{ enum Value : int {{ {members} }}; }};")
+    first = "// Generated from g4spec/runtime/cuda/build/constants.py."
+    return "\n".join([first, "#pragma once", "enum : int {", *numbers, "};", *enums]) + "\n"

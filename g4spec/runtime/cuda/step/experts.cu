@@ -242,7 +242,7 @@ struct MathWarps {
     for (int j = 0; j < 2; ++j) {
       const int m = lane % 4 * 2 + j;
       if (m >= count) continue;
-      const float s = factor(m) * (1.0f / GATED_SCALE);
+      const float s = factor(m) * GATED_SCALE;
       float* to = y + (i64)place(m) * w.width;
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
