@@ -44,12 +44,12 @@ def takes(weight: Weight) -> bool:
 
 def instance(name: str, tokens: int) -> str:
     """Return the kernel for a type and this number of rows of x."""
-    return f"portable<{spelt(name)}, {tokens}, {ROWS[tokens]}>"
+    return f"portable<raw::{spelt(name)}, {tokens}, {ROWS[tokens]}>"
 
 
 def instance_of_visits(name: str) -> str:
     """Return the kernel for a type in which each row has a matrix of its own."""
-    return f"portable_visits<{spelt(name)}, {ROWS[1]}>"
+    return f"portable_visits<raw::{spelt(name)}, {ROWS[1]}>"
 
 
 def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:

@@ -12,7 +12,7 @@
 // spin. The whole grid must therefore be resident, so no second process may share the GPU through
 // MPS. The list is ordered so that a tile needs earlier ones only. Counters are zero at the start;
 // experts_finish.cu zeroes them again.
-#include "gemm_formats.cuh"
+#include "formats.cuh"
 #include "moe_schedule.cuh"
 
 DEVICE float gelu(float x) {

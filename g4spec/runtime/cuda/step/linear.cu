@@ -3,7 +3,7 @@
 // warps multiply (gemm_consumer.cuh). F: weight format; NT: tiles of 8 rows of x; ROWS: weight rows
 // per stage.
 #include "gemm_pipeline.cuh"
-#include "gemm_formats.cuh"
+#include "formats.cuh"
 
 // y [T, N], or with split-K partial sums [slices, T, N].
 template <class F, int NT, int ROWS, int STAGES>

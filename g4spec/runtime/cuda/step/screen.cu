@@ -1,7 +1,7 @@
 // Two-pass LM head (screen.py): a GEMM with the upper bits of the codes selects candidate columns;
 // these kernels quantize its activations to int8, pick the candidates, and recompute their logits
 // in full.
-#include "dequantize_quad.cuh"
+#include "formats.cuh"
 #include "logits.cuh"
 #include "packed_rows.cuh"
 #include "reduce.cuh"

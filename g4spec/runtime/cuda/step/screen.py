@@ -40,7 +40,7 @@ CANDIDATES = 64
 OF_SPAN = 16
 """Maximum number of them in one span of columns."""
 
-LARGEST, IN_FULL = f"largest<{CANDIDATES}>", "in_full<Q6_K, 256>"
+LARGEST, IN_FULL = f"largest<{CANDIDATES}>", "in_full<quad::Q6K, 256>"
 """Kernels of screen.cu."""
 
 MIN_COLUMNS, MAX_COLUMNS = 32_768, SCREEN_KEYS * LOGIT_THREADS // OF_SPAN * LOGIT_SPAN

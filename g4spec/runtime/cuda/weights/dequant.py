@@ -46,12 +46,12 @@ def in_file_order(weight: Weight) -> bool:
 def instance(type: str, unit: int, dtype: torch.dtype) -> str:
     """Return the name of a kernel of dequant.cu."""
     to = "Half" if dtype == torch.float16 else "Bfloat"
-    return f"dequant<{format_name(type, unit)}, {to}>"
+    return f"dequant<fragment::{format_name(type, unit)}, {to}>"
 
 
 def file_instance(type: str) -> str:
     """Return the name of a kernel of portable.cu that reads a matrix in the file's order."""
-    return f"portable_halves<{spelt(type)}>"
+    return f"portable_halves<raw::{spelt(type)}>"
 
 
 def dequantize(weight: Weight, out: torch.Tensor) -> None:

@@ -1,6 +1,6 @@
 // Embedding lookup: dequantized rows of a token table, as stored in the file or packed. A thread
 // produces four consecutive values; blockIdx.y is the token.
-#include "dequantize_quad.cuh"
+#include "formats.cuh"
 
 // Rows ids [T] of a table in the file's block layout, times `scale` -> out [T, width].
 template <class F>

@@ -38,18 +38,20 @@ def embed(
     }
     if table.dim() == 2:
         assert table.shape[1] == held_size.row_bytes(name, width), (table.shape, name, width)
-        launch.kernel("embed.cu", f"embed<{name.upper()}>")(grid, THREADS, **common)
+        launch.kernel("embed.cu", f"embed<quad::{packing.spelt(name)}>")(grid, THREADS, **common)
         return out
     columns = width // table.shape[1]
     assert table.shape[2] == packing.unit_bytes(name, columns), (table.shape, name, width)
-    launch.kernel("embed.cu", f"embed_packed<{name.upper()}>")(
+    launch.kernel("embed.cu", f"embed_packed<quad::{packing.spelt(name)}>")(
         grid, THREADS, **common, columns=columns, unit_bytes=table.shape[2]
     )
     return out
 
 
 def _all(types: Iterable[str]) -> tuple[str, ...]:
-    return tuple(f"{of}<{n.upper()}>" for of in ("embed", "embed_packed") for n in types)
+    return tuple(
+        f"{kernel}<quad::{packing.spelt(n)}>" for kernel in ("embed", "embed_packed") for n in types
+    )
 
 
 UNITS = [
@@ -57,7 +59,7 @@ UNITS = [
         "embed.cu",
         (
             *_all((*samples.COMPILED, "iq4_xs")),
-            *(f"embed<{n.upper()}>" for n in ("f16", "bf16", "f32")),
+            *(f"embed<quad::{n.upper()}>" for n in ("f16", "bf16", "f32")),
         ),
         max_registers=64,
         more=_all(n for n in (*samples.SAMPLES, *samples.ALIKE) if n != "iq4_xs"),
