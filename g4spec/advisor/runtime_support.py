@@ -9,7 +9,7 @@ from g4spec import models
 from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import GGUF
 from g4spec.quant import formats, get, readable
-from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS
+from g4spec.runtime.cuda.cache.cache_types import KINDS
 from g4spec.runtime.cuda.weights.held_size import BLOCKS, block_bytes, tensor_bytes
 
 

@@ -10,8 +10,9 @@ import torch
 from g4spec.core import CacheShape
 from g4spec.ops.kv import Space
 from g4spec.runtime.cuda import gpu_memory
+from g4spec.runtime.cuda.cache.cache_types import Kind
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
-from g4spec.runtime.cuda.cache.cuda_kv_size import SLACK, Kind, spare_slots
+from g4spec.runtime.cuda.cache.cuda_kv_size import SLACK, spare_slots
 from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.cuda.prefill.reader import Reader
 from g4spec.runtime.cuda.step.sampler import CudaSampler

@@ -13,7 +13,8 @@ from g4spec.core import MAX_STEP_ROWS, PAGE, CacheShape
 from g4spec.gguf.reader import TensorInfo
 from g4spec.ops.kv_size import PADDING_POSITIONS, pages_of
 from g4spec.runtime.cuda.build import launch
-from g4spec.runtime.cuda.cache.cuda_kv_size import Kind, page_bytes, slot_bytes, spare_slots
+from g4spec.runtime.cuda.cache.cache_types import Kind
+from g4spec.runtime.cuda.cache.cuda_kv_size import page_bytes, slot_bytes, spare_slots
 from g4spec.runtime.cuda.prefill import plan
 from g4spec.runtime.cuda.step import attention
 from g4spec.runtime.cuda.weights import held_size, packing

@@ -29,14 +29,15 @@ from g4spec.core import PAGE, CacheShape
 from g4spec.errors import Unsupported
 from g4spec.ops.kv import Space
 from g4spec.runtime.cuda.build.constants import CACHE_ROTARY_PAIRS
+from g4spec.runtime.cuda.cache.cache_types import TYPES, Kind
 from g4spec.runtime.cuda.cache.cuda_kv_size import (
-    BLOCK,
     MIN_SLACK,
-    Kind,
     capacity,
     key_columns,
     shares,
 )
+
+Q8_BLOCK = TYPES["q8_0"].block
 
 _HALF = 0.49999997
 """The largest float32 below one half: adding it and truncating is C `roundf`, see
@@ -66,14 +67,15 @@ class CudaKV:
     def __init__(
         self, shape: CacheShape, space: Space, slack: int = MIN_SLACK, kind: Kind = "f16"
     ) -> None:
-        if kind != "f16" and shape.head_dim % BLOCK:
+        self.kind, self.type = kind, TYPES[kind]
+        if self.type.block and shape.head_dim % self.type.block:
             raise Unsupported(
                 f"a cache of type {kind} for heads of {shape.head_dim} values",
-                expected=f"a multiple of {BLOCK}",
+                expected=f"a multiple of {self.type.block}",
                 fix="pass --cache-type f16",
             )
         self.n_kv, self.head_dim, self.window = shape.n_kv, shape.head_dim, shape.window
-        self.space, self.kind = space, kind
+        self.space = space
         slots, width = space.table.shape
         self.capacity, units, self.positions = PAGE, space.n_pages + 1, width * PAGE
         if shape.window is not None:
@@ -126,10 +128,10 @@ class CudaKV:
             keys = self._rotary_columns(keys).flatten(-2)
         planes = ((self.keys, self.key_scales, keys), (self.values, self.value_scales, values))
         for plane, scales, rows in planes:
-            if self.kind == "f16":
+            if not self.type.block:
                 plane[units, :, at] = rows.to(torch.float16)
             else:
-                codes, steps = quantize(rows, self._levels)
+                codes, steps = quantize(rows, self._levels, self.type.block)
                 plane[units, :, at] = codes
                 scales[units, :, at] = steps
 
@@ -155,8 +157,8 @@ class CudaKV:
         out = []
         for plane, scales in ((self.keys, self.key_scales), (self.values, self.value_scales)):
             rows = plane[units, :, at]
-            f16 = self.kind == "f16"
-            out.append(rows.float() if f16 else dequantize(rows, scales[units, :, at]))
+            block = self.type.block
+            out.append(dequantize(rows, scales[units, :, at], block) if block else rows.float())
         keys, values = out
         if self.rotary_pairs:
             turned, keys = keys, values.clone()
@@ -195,12 +197,14 @@ class CudaKV:
         return rows.view(*rows.shape[:-1], 2, -1)[..., : self.rotary_pairs]
 
 
-def quantize(x: torch.Tensor, levels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize x [..., D] to Q8_0: bytes q + 128 [..., D] and scales [..., D / 32] float16.
+def quantize(
+    x: torch.Tensor, levels: torch.Tensor, block: int = Q8_BLOCK
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize x [..., D] to Q8_0: bytes q + 128 [..., D] and scales [..., D / block] float16.
     Args:
         levels: 127 as a float32 scalar on x's device.
     """
-    blocks = x.float().reshape(*x.shape[:-1], -1, BLOCK)
+    blocks = x.float().reshape(*x.shape[:-1], -1, block)
     step = blocks.abs().amax(-1, keepdim=True) / levels
     inverse = 1.0 / step
     inverse = torch.where(torch.isfinite(inverse), inverse, torch.zeros_like(inverse))
@@ -209,9 +213,9 @@ def quantize(x: torch.Tensor, levels: torch.Tensor) -> tuple[torch.Tensor, torch
     return (codes + 128.0).to(torch.uint8).flatten(-2), step.squeeze(-1).to(torch.float16)
 
 
-def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return the values of bytes q + 128 [..., D] and scales [..., D / 32], float32."""
-    blocks = (codes.float() - 128.0).reshape(*codes.shape[:-1], -1, BLOCK)
+def dequantize(codes: torch.Tensor, scales: torch.Tensor, block: int = Q8_BLOCK) -> torch.Tensor:
+    """Return the values of bytes q + 128 [..., D] and scales [..., D / block], float32."""
+    blocks = (codes.float() - 128.0).reshape(*codes.shape[:-1], -1, block)
     return (blocks * scales.float().unsqueeze(-1)).view(codes.shape)
 
 
@@ -220,8 +224,9 @@ def _plane(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a plane of rows [units, n_kv, capacity] that were never written, and their scales."""
     half = torch.float16
-    if kind == "f16":
+    block = TYPES[kind].block
+    if not block:
         plane = torch.full((*rows, columns), math.nan, dtype=half, device=device)
         return plane, torch.empty(0, dtype=half, device=device)
-    steps = torch.full((*rows, columns // BLOCK), math.nan, dtype=half, device=device)
+    steps = torch.full((*rows, columns // block), math.nan, dtype=half, device=device)
     return torch.full((*rows, columns), 128, dtype=torch.uint8, device=device), steps

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 from g4spec.core import MAX_STEP_ROWS, PAGE, CacheShape
 from g4spec.ops.kv_size import pages_of
 from g4spec.runtime.cuda.build.constants import CACHE_ROTARY_PAIRS
-
-Kind = Literal["f16", "q8_0"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
-"""Cache types on a GPU: the values of `--cache-type`. On a CPU the cache is always F32."""
+from g4spec.runtime.cuda.cache.cache_types import TYPES, Kind
 
 TILE = PAGE
 """Positions of an aligned tile, consecutive in memory."""
-
-BLOCK = 32
-"""Values that share a scale in Q8_0."""
 
 MIN_SLACK = MAX_STEP_ROWS
 """Rows of a ring beyond its window, so that the rows of a step never overwrite a visible one."""
@@ -56,8 +48,7 @@ def slot_bytes(shape: CacheShape, n_ctx: int, slack: int, kind: Kind) -> int:
 
 def row_bytes(shape: CacheShape, kind: Kind) -> int:
     """Return the bytes of one position, keys and values."""
-    columns = row_columns(shape)
-    return columns * 2 if kind == "f16" else columns + columns // BLOCK * 2
+    return TYPES[kind].row_bytes(row_columns(shape))
 
 
 def row_columns(shape: CacheShape) -> int:

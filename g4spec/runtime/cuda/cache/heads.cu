@@ -1,22 +1,8 @@
 // From the QKV projection to the inputs of attention: RMS norm per head, rotary embedding, queries
 // to half precision, keys and values to the cache. One warp per head and token; a block handles
 // HEADS_PER_BLOCK heads of one token and shares its rotation angles.
-#include "head_vector.cuh"
+#include "cache_types.cuh"
 #include "kv_storage.cuh"
-
-struct Plane {  // K or V plane of the cache; scales [.., columns / 32] for Q8_0
-  void* rows;
-  u16* scales;
-
-  template <int Q8, int ROTARY_PAIRS, int D, int PAIRS>
-  DEVICE void append(const HeadVector<D, PAIRS>& x, i64 at) const {
-    constexpr int COLUMNS = ROTARY_PAIRS ? 2 * ROTARY_PAIRS : D;
-    if constexpr (Q8)
-      x.template store<ROTARY_PAIRS>((u8*)rows + at * COLUMNS, scales + at * (COLUMNS / 32));
-    else
-      x.template store<ROTARY_PAIRS>((u16*)rows + at * COLUMNS);
-  }
-};
 
 // A layer's cache, and the norm weight of its keys.
 struct Layer {

@@ -17,9 +17,12 @@ from g4spec.runtime.cuda.build.constants import (
     V_FROM_K,
 )
 from g4spec.runtime.cuda.build.units import Unit
+from g4spec.runtime.cuda.cache.cache_types import TYPES
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
 
 HEAD_DIMS = (64, 128, 256, 512)
+
+CACHE_NUMBERS = tuple(type.number for type in TYPES.values())
 
 PLANES = ("keys", "values", "key_scales", "value_scales")
 """Parameters of heads.cu that take `CudaKV.planes`."""
@@ -86,15 +89,22 @@ class Heads:
         assert len(batch) == count and batch.positions.dtype is torch.int64, (len(batch), count)
         q = torch.empty(count, self.n_q, dim, dtype=torch.float16, device=y.device)
         planes: dict[str, Any] = dict.fromkeys(PLANES)
-        table, width, capacity, q8, rotary_pairs, k_norm = None, 0, 1, False, 0, self.k_norm
+        table, width, capacity, type, rotary_pairs, k_norm = (
+            None,
+            0,
+            1,
+            TYPES["f16"],
+            0,
+            self.k_norm,
+        )
         if kv is not None and kv.rotary_pairs:
             rotary_pairs, k_norm = kv.rotary_pairs, self._weight(kv)
         if self.n_kv:
             assert kv is not None and (kv.n_kv, kv.head_dim) == (self.n_kv, dim), kv
             assert kv.paged or max(batch.sizes) <= kv.capacity, (batch.sizes, kv.capacity)
             table, width, capacity = kv.table, kv.space.table.shape[1], kv.capacity
-            q8, planes = kv.kind == "q8_0", dict(zip(PLANES, kv.planes, strict=True))
-        name = instance(dim, slices, pairs=self.pairs, q8=q8, rotary_pairs=rotary_pairs)
+            type, planes = kv.type, dict(zip(PLANES, kv.planes, strict=True))
+        name = instance(dim, slices, pairs=self.pairs, q8=type.number, rotary_pairs=rotary_pairs)
         launch.kernel("heads.cu", name)(
             (-(-heads // HEADS_PER_BLOCK), count),
             32 * HEADS_PER_BLOCK,
@@ -132,11 +142,11 @@ def instance(
     slices: int = 1,
     *,
     pairs: bool = False,
-    q8: bool = False,
+    q8: int = 0,
     rotary_pairs: int = 0,
 ) -> str:
     """Return the name of a kernel of heads.cu."""
-    flags = (int(pairs), slices, int(q8), rotary_pairs)
+    flags = (int(pairs), slices, q8, rotary_pairs)
     return f"finish_heads<{head_dim}, {', '.join(map(str, flags))}>"
 
 
@@ -147,15 +157,15 @@ UNITS = [
             instance(dim, pairs=pairs, q8=q8)
             for dim in HEAD_DIMS
             for pairs in (False, True)
-            for q8 in (False, True)
+            for q8 in CACHE_NUMBERS
         ),
         max_registers=80,
     ),
     Unit(
         "heads.cu",
         (
-            *(instance(dim, n, q8=True) for dim in (128, 256) for n in (2, 4)),
-            *(instance(512, q8=q8, rotary_pairs=CACHE_ROTARY_PAIRS) for q8 in (False, True)),
+            *(instance(dim, n, q8=TYPES["q8_0"].number) for dim in (128, 256) for n in (2, 4)),
+            *(instance(512, q8=q8, rotary_pairs=CACHE_ROTARY_PAIRS) for q8 in CACHE_NUMBERS),
         ),
         max_registers=80,
     ),

@@ -2,23 +2,13 @@
 // results in the same places as attention.cu, in float32 arithmetic. blockIdx.y is the sequence; a
 // block of PLAIN_THREADS threads handles PLAIN_ROWS rows and tiles of KEYS keys.
 #include "attention_chunks.cuh"
+#include "cache_types.cuh"
 
 constexpr int KEYS = 64;  // per tile
 
-struct KvPlane {  // K or V: [units, n_kv, capacity, D], scales [.., D / 32]
-  const char* rows;
-  const u16* scales;
-
-  template <int D, int Q8>
-  DEVICE float at(i64 row, int d) const {
-    if (Q8) return ((int)((const u8*)rows)[row * D + d] - 128) * from_half(scales[row * (D / 32) + d / 32]);
-    return from_half(((const u16*)rows)[row * D + d]);
-  }
-};
-
 // ROTARY_PAIRS: see attention_tiles.cuh.
 template <int D, int Q8, int ROTARY_PAIRS>
-DEVICE float key_at(const KvPlane& k, const KvPlane& v, i64 row, int d) {
+DEVICE float key_at(const PlaneReader& k, const PlaneReader& v, i64 row, int d) {
   if (!ROTARY_PAIRS) return k.at<D, Q8>(row, d);
   const int half = d / (D / 2), inside = d % (D / 2);
   return inside < ROTARY_PAIRS
@@ -34,7 +24,7 @@ struct SharedState {
 
 // Scores of one tile. A thread computes key thread % 64 for rows thread / 64 * 4 .. + 3.
 template <int D, int Q8, int ROTARY_PAIRS>
-DEVICE void score(SharedState& s, const u16* q, const KvPlane& k, const KvPlane& v, i64 at,
+DEVICE void score(SharedState& s, const u16* q, const PlaneReader& k, const PlaneReader& v, i64 at,
                   int position, float scale) {
   const int key = threadIdx.x % KEYS, row = threadIdx.x / KEYS * 4;
   float dot[4] = {0, 0, 0, 0};
@@ -97,7 +87,7 @@ __global__ __launch_bounds__(PLAIN_THREADS, 4) void attend_plain(
   griddep_wait();
   __shared__ SharedState s;
   constexpr int DIMS_PER_THREAD = (D + PLAIN_THREADS - 1) / PLAIN_THREADS;  // dims per thread
-  const KvPlane k = {keys, key_scales}, v = {values, value_scales};
+  const PlaneReader k = {keys, key_scales}, v = {values, value_scales};
   const Chunks chunks = {shift, growing};
   const int start = blockIdx.y * tokens, rows = tokens * group;
   const Units units = {table, width, (int)__ldcg(slots + start)};

@@ -33,6 +33,7 @@ from g4spec.runtime.cuda.build.constants import (
     SOFTMAX_WARPS,
 )
 from g4spec.runtime.cuda.build.units import Unit
+from g4spec.runtime.cuda.cache.cache_types import TYPES
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
 from g4spec.runtime.cuda.cache.cuda_kv_size import shares
 from g4spec.runtime.cuda.prefill.buffers import Shapes, allocate
@@ -46,8 +47,6 @@ KEYS = 2048
 ROWS = 8192
 """Number of rows (over all heads) whose scores are computed at a time; with KEYS, 64 MB of
 scores."""
-
-_CACHES = {"f16": "F16Cache", "q8_0": "Q8Cache"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +153,7 @@ class Attention:
         count, n = len(qkv), qkv.shape[1] // self.dim
         first, kind = (
             self.first(chunk.start),
-            (*self.layouts, _CACHES[cache.kind], cache.rotary_pairs),
+            (*self.layouts, cache.type.struct, cache.rotary_pairs),
         )
         if w.k_norm is not None:
             cache.weight, self._gathered = w.k_norm, (cache, chunk)
@@ -385,7 +384,7 @@ UNITS = [
         tuple(
             name(dim, *layouts, cache, rotary_pairs)
             for name in (heads, earlier)
-            for cache in _CACHES.values()
+            for cache in (type.struct for type in TYPES.values())
             for dim, layouts, rotary_pairs in (
                 (256, Scores.layouts, 0),
                 (512, Scores.layouts, 0),

@@ -27,8 +27,9 @@ from g4spec.runtime.cuda.build.constants import (
     PLAIN_THREADS,
 )
 from g4spec.runtime.cuda.build.units import Unit
+from g4spec.runtime.cuda.cache.cache_types import KINDS, TYPES, Kind
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
-from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS, Kind, shares
+from g4spec.runtime.cuda.cache.cuda_kv_size import shares
 from g4spec.runtime.cuda.cache.heads import HEAD_DIMS
 from g4spec.runtime.cuda.step.packed_rows import PackedRows, empty
 
@@ -73,18 +74,18 @@ class AttentionConfig:
             self.value_ring,
             self.rotary_pairs,
         )
-        numbers = (self.head_dim, int(self.kind != "f16"), self.row_tiles, *self.warps, *parts)
+        numbers = (self.head_dim, TYPES[self.kind].number, self.row_tiles, *self.warps, *parts)
         return f"attend_chunks<{', '.join(map(str, numbers))}>"
 
     @property
     def stages(self) -> tuple[int, int]:
         """Bytes of a part of a tile, of keys and of values."""
         dims, keys = self.head_dim // self.key_parts, self.keys // self.value_parts
-        if self.kind == "f16":
-            return self.keys * dims * 2, keys * self.head_dim * 2
+        type = TYPES[self.kind]
+        padding = 32 if type.block else 0  # against bank conflicts
         return (
-            self.keys * (dims + 32 + dims // 16),
-            keys * (self.head_dim + 32 + self.head_dim // 16),
+            self.keys * (type.row_bytes(dims) + padding),
+            keys * (type.row_bytes(self.head_dim) + padding),
         )
 
     @property
@@ -348,7 +349,7 @@ def _combine(
 
 
 def plain_instance(head_dim: int, kind: Kind, rotary_pairs: int) -> str:
-    return f"attend_plain<{head_dim}, {int(kind != 'f16')}, {rotary_pairs}>"
+    return f"attend_plain<{head_dim}, {TYPES[kind].number}, {rotary_pairs}>"
 
 
 def _units() -> list[Unit]:

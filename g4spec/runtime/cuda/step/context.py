@@ -12,7 +12,7 @@ from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.constants import HEADS_PER_BLOCK, NORM_V, PACK_ROWS
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
-from g4spec.runtime.cuda.cache.heads import HEAD_DIMS, Heads
+from g4spec.runtime.cuda.cache.heads import CACHE_NUMBERS, HEAD_DIMS, Heads
 from g4spec.runtime.cuda.step import linear_wide
 from g4spec.runtime.cuda.step.linear import SplitKWorkspace
 from g4spec.runtime.cuda.step.packed_rows import PackedRows
@@ -28,14 +28,14 @@ class Context:
         weight: projections of keys and values of each layer, concatenated.
         layers: int64 [L, 8], structs `Layer` of heads.cu; `held` keeps what they point to alive.
         heads: norms and RoPE of all layers.
-        q8: their caches are Q8_0.
+        q8: `CacheType.number` of their caches.
     """
 
     weight: Weight
     layers: torch.Tensor
     held: list[torch.Tensor | None]
     heads: Heads
-    q8: bool
+    q8: int
 
     def __call__(
         self,
@@ -89,18 +89,18 @@ def of(layers: Sequence[Attention], kvs: Sequence[CudaKV]) -> Context | None:
     ]
     weight = matrices[0].span_to(matrices[-1], sum(m.rows for m in matrices))
     structs = torch.tensor(rows, device=kvs[0].keys.device)
-    return Context(weight, structs, [x for p in planes for x in p], heads[0], kvs[0].kind == "q8_0")
+    return Context(weight, structs, [x for p in planes for x in p], heads[0], kvs[0].type.number)
 
 
-def instance(head_dim: int, q8: bool) -> str:
+def instance(head_dim: int, q8: int) -> str:
     """Return the name of a kernel of heads.cu."""
-    return f"append_layers<{head_dim}, {int(q8)}>"
+    return f"append_layers<{head_dim}, {q8}>"
 
 
 UNITS = [
     Unit(
         "heads.cu",
-        tuple(instance(dim, q8) for dim in HEAD_DIMS for q8 in (False, True)),
+        tuple(instance(dim, q8) for dim in HEAD_DIMS for q8 in CACHE_NUMBERS),
         max_registers=80,
     ),
 ]
