@@ -194,13 +194,13 @@ class Page:
         self.service = Service(engine, Settings("tiny"))
         self.service.warm_up()
         address, ready = serving.ServerAddress(port=0), threading.Event()
-        self._socket = serving.listen(address)
-        self.url = serving.url(address, self._socket)
+        self._listeners = serving.listen(address)
+        self.url = serving.url(address, self._listeners)
         self._server = serving.create_server(
             create_app(self.service, keys=keys), self.service, address, ready.set
         )
         self._thread = threading.Thread(
-            target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True
+            target=self._server.run, kwargs={"sockets": self._listeners}, daemon=True
         )
         self._thread.start()
         assert ready.wait(30)

@@ -1,6 +1,7 @@
 """Malformed and unusual targets and drafts on a GPU, under compute-sanitizer's memcheck.
 
-    python benchmarks/gpu_malformed.py [--plain] [--limit 500] [--out DIR]
+    python benchmarks/gpu_malformed.py [NAME ...] [--plain] [--at-once 8] [--limit 500]
+        [--out DIR]
 
 Of every kind of target and draft: each tensor missing, shorter, of another type and not finite, and
 each list of ids out of range. All have to be refused by an InputError before one of this project's
@@ -8,10 +9,11 @@ kernels is launched. Then drafts whose blocks hold no numbers, and targets and d
 no kernel takes: those have to generate what the target does alone, targets near what the reference
 computes. What: `tests/gpu/hostile.py`.
 
-memcheck looks at all kernels, torch's included, with each tensor an allocation of its own; the four
-parts are programs of their own, at once. A planted access out of bounds at the end has to be its
-one report, for a tool that lost the program says 0 errors too. `--plain` does without the tool.
-Writes `results/<date>-gpu-malformed.json`; exit code 1 if anything is not as it has to be.
+memcheck looks at all kernels, torch's included, with each tensor an allocation of its own. Each
+kind is a program of its own. A planted access out of bounds at the end has to be its one report,
+for a tool that lost the program says 0 errors too. `--plain` does without the tool; run it first,
+so that kernels are compiled before. Writes `results/<date>-gpu-malformed.json`; exit code 1 if
+anything is not as it has to be.
 """
 
 from __future__ import annotations
@@ -40,59 +42,54 @@ from tests.emulator import runtime
 from tests.gpu import family, hostile
 from tests.support import malformed
 
-PackedRows = list[dict[str, Any]]
-PARTS = ("targets", "drafts", "odd targets", "odd drafts")
+Rows = list[dict[str, Any]]
 
 
-def note(rows: PackedRows, part: str, what: str, why: str | None) -> None:
+def note(rows: Rows, part: str, what: str, why: str | None) -> None:
     rows.append({"part": part, "what": what, "wrong": why})
     if why:
         print(f"WRONG {part}: {what}: {why}", flush=True)
 
 
-def targets(folder: Path, rows: PackedRows) -> None:
-    for kind, shape in hostile.KINDS.items():
-        at = folder / kind
-        at.mkdir()
-        for what, write in hostile.broken_targets(hostile.made(at, shape)):
-            path = write(at / "broken.gguf")
-            note(
-                rows,
-                f"malformed target, {kind}",
-                what,
-                hostile.refused(partial(hostile.load_target, path)),
-            )
+def targets(kind: str, folder: Path, rows: Rows) -> None:
+    for what, write in hostile.broken_targets(hostile.made(folder, hostile.KINDS[kind])):
+        path = write(folder / "broken.gguf")
+        wrong = hostile.refused(partial(hostile.load_target, path))
+        note(rows, f"malformed target, {kind}", what, wrong)
 
 
-def drafts(folder: Path, rows: PackedRows) -> None:
+def drafts(kind: str, folder: Path, rows: Rows) -> None:
     target = hostile.made(folder, hostile.KINDS["dense"])
     engine = hostile.load_target(target)
-    for kind, make in family.DRAFTS.items():
-        source = hostile.made_draft(folder, make)
-        for what, write in hostile.broken_drafts(kind, source):
-            path = write(folder / "broken.gguf")
-            load = partial(hostile.build, path, engine.backend, engine.target)
-            note(rows, f"malformed draft, {kind}", what, hostile.refused(load))
-        name = malformed.blocks(source)[0]
-        path = malformed.changed(source, folder / "blocks.gguf", name, malformed.bad_blocks)
-        note(rows, f"draft of no numbers, {kind}", name, tried(hostile.wrong_text, target, path))
-        subprocess.run(["rm", "-r", str(folder / "draft")], check=True)
+    source = hostile.made_draft(folder, family.DRAFTS[kind])
+    for what, write in hostile.broken_drafts(kind, source):
+        path = write(folder / "broken.gguf")
+        load = partial(hostile.build, path, engine.backend, engine.target)
+        note(rows, f"malformed draft, {kind}", what, hostile.refused(load))
+    name = malformed.blocks(source)[0]
+    path = malformed.changed(source, folder / "blocks.gguf", name, malformed.bad_blocks)
+    note(rows, f"draft of no numbers, {kind}", name, tried(hostile.wrong_text, target, path))
 
 
-def odd_targets(folder: Path, rows: PackedRows) -> None:
-    for i, (kind, shape) in enumerate(hostile.ODD_TARGETS.items()):
-        (folder / str(i)).mkdir()
-        target = hostile.made(folder / str(i), shape)
-        cache = hostile.CACHE.get(kind, "f16")
-        note(rows, "unusual target", kind, tried(hostile.wrong_text, target, None, cache))
+def odd_target(kind: str, folder: Path, rows: Rows) -> None:
+    target = hostile.made(folder, hostile.ODD_TARGETS[kind])
+    cache, near = hostile.CACHE.get(kind, "f16"), hostile.NEAR.get(kind, 0.05)
+    note(rows, "unusual target", kind, tried(hostile.wrong_text, target, None, cache, near))
 
 
-def odd_drafts(folder: Path, rows: PackedRows) -> None:
-    for i, (kind, make) in enumerate(hostile.ODD_DRAFTS.items()):
-        (folder / str(i)).mkdir()
-        target = hostile.made(folder / str(i), hostile.ON.get(kind, {}))
-        draft = hostile.made_draft(folder / str(i), make)
-        note(rows, "unusual draft", kind, tried(hostile.wrong_text, target, draft))
+def odd_draft(kind: str, folder: Path, rows: Rows) -> None:
+    target = hostile.made(folder, hostile.ON.get(kind, {}))
+    draft = hostile.made_draft(folder, hostile.ODD_DRAFTS[kind])
+    note(rows, "unusual draft", kind, tried(hostile.wrong_text, target, draft))
+
+
+PROGRAMS: dict[str, Callable[[Path, Rows], None]] = {
+    **{f"unusual draft: {kind}": partial(odd_draft, kind) for kind in hostile.ODD_DRAFTS},
+    **{f"unusual target: {kind}": partial(odd_target, kind) for kind in hostile.ODD_TARGETS},
+    **{f"draft {kind}": partial(drafts, kind) for kind in family.DRAFTS},
+    **{f"target {kind}": partial(targets, kind) for kind in hostile.KINDS},
+}
+"""What each program looks at, by name; the slow ones first."""
 
 
 def tried(run: Callable[..., str | None], *args: Any) -> str | None:
@@ -107,27 +104,22 @@ def run(part: str, out: Path) -> None:
     """The program: what memcheck looks at."""
     if gpu_sanitize.APART in os.environ:  # graphs need torch's own memory
         graphs.Capture = runtime.Capture  # type: ignore[assignment, misc]
-    rows: PackedRows = []
-    work = {
-        "targets": targets,
-        "drafts": drafts,
-        "odd targets": odd_targets,
-        "odd drafts": odd_drafts,
-    }[part]
+    rows: Rows = []
     with tempfile.TemporaryDirectory() as folder:
-        work(Path(folder), rows)
+        PROGRAMS[part](Path(folder), rows)
     torch.cuda.synchronize()
     out.write_text(json.dumps(rows))
     if gpu_sanitize.APART in os.environ:
         gpu_sanitize.plant_access()
 
 
-def watched(part: str, tool: str | None, port: int, limit: float, out: Path) -> dict[str, Any]:
-    """A part, under the tool or alone, and what the tool says."""
+def watched(part: str, tool: str | None, number: int, limit: float, out: Path) -> dict[str, Any]:
+    """Run a program, under the tool or alone. Return its rows and what the tool reported."""
     command = [sys.executable, __file__, "--run", part, str(out)]
-    more = {}
+    more = {"CUDA_VISIBLE_DEVICES": str(number % max(torch.cuda.device_count(), 1))}
+    port = gpu_sanitize.FIRST_PORT + number * gpu_sanitize.PORTS
     if tool is not None:
-        more = {gpu_sanitize.APART: "1"}
+        more[gpu_sanitize.APART] = "1"
         command = [
             tool,
             "--tool",
@@ -168,24 +160,25 @@ def watched(part: str, tool: str | None, port: int, limit: float, out: Path) -> 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", default=list(PARTS), help=", ".join(PARTS))
+    parser.add_argument("programs", nargs="*", default=list(PROGRAMS))
+    parser.add_argument("--at-once", type=int, default=8, help="programs, shared among the GPUs")
     parser.add_argument("--plain", action="store_true", help="without compute-sanitizer")
     parser.add_argument("--sanitizer", default=gpu_sanitize.sanitizer())
     parser.add_argument("--limit", type=float, default=500)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     tool = None if args.plain else args.sanitizer
-    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(len(PARTS)) as pool:
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(args.at_once) as pool:
         jobs = [
             pool.submit(
                 watched,
                 part,
                 tool,
-                gpu_sanitize.FIRST_PORT + i * gpu_sanitize.PORTS,
+                i,
                 args.limit,
                 Path(name) / f"{i}.json",
             )
-            for i, part in enumerate(args.parts)
+            for i, part in enumerate(args.programs)
         ]
         results = [job.result() for job in jobs]
     fine = all(r["clean"] and not r["wrong"] for r in results)

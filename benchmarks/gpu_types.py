@@ -1,13 +1,14 @@
-"""Products of a layer of the 31B by quant type on a GPU, against Q4_K.
+"""Compare the GEMMs of a 31B layer in each quantized type with those in Q4_K on a GPU.
 
     python benchmarks/gpu_types.py [--types iq4_xs q3_k ...] [--rows 1 16] [--layers 4]
 
-Queries to values, output, gates and ups, down, all of one type, random codes and scales, of so
-many layers, which do not fit into L2. For each type and number of rows: microseconds of a layer's
-products one behind the other (a CUDA graph); milliseconds for each GB that the file has of them,
-and that memory holds, both over those of Q4_K, which is measured again beside each type; GB/s of
-packing. First that rows keep their bits among more and that values are right. Writes
-`results/<date>-gpu-types.json`.
+The matrices of a layer (qkv, o, gate_up, down) have the shapes of Gemma 4 31B, one type each time,
+random codes and fixed scales; several layers, so that they do not fit into L2. For each type and
+number of rows: microseconds of a layer's GEMMs in one CUDA graph; time per byte of the file
+(`per_file_byte`) and per byte in GPU memory (`per_held_byte`), both divided by Q4_K's, which is
+timed again beside each type; GB/s of packing (`pack_gb_s`). Before that: whether a row has the same
+bits alone and among 16 (`same_bits`), and the largest relative error of a GEMM (`error`).
+Writes `results/<date>-gpu-types.json`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import datetime
 import json
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,158 +33,184 @@ from g4spec import quant  # noqa: E402
 from g4spec.measure import run_record, synthetic  # noqa: E402
 from g4spec.measure.synthetic_bench import milliseconds  # noqa: E402
 from g4spec.runtime.cuda.build import launch, units  # noqa: E402
-from g4spec.runtime.cuda.build.constants import GROUP_ROWS  # noqa: E402
+from g4spec.runtime.cuda.build.constants import GROUP_ROWS, PACK_ROWS  # noqa: E402
 from g4spec.runtime.cuda.ops import CudaOps  # noqa: E402
 from g4spec.runtime.cuda.step import graphs, linear, linear_wide, packed_rows  # noqa: E402
-from g4spec.runtime.cuda.weights import held, packing  # noqa: E402
+from g4spec.runtime.cuda.weights import dequant, held, packing  # noqa: E402
 from g4spec.runtime.cuda.weights.dequant import Weight, plain  # noqa: E402
 
 SHAPES = {"qkv": (16384, 5376), "o": (5376, 8192), "gate_up": (43008, 5376), "down": (5376, 21504)}
-BASE = "q4_k"
+BASE, DEVICE = "q4_k", "cuda"
 
 
 def compile_first(types: list[str], rows: list[int], arch: str) -> None:
-    """Compile what is measured in several processes."""
-    narrow, wide = set(), set()
-    for type in types:
-        for n, _ in SHAPES.values():
-            for tiles in {packed_rows.tiles(count) for count in rows}:
-                for few in (False, True):
-                    how = linear.gemm_config(type, 256, n // 128, tiles, arch, few)
-                    narrow |= {how.name("linear"), how.name("gate_up")}
-                    for count in rows:
-                        if count > GROUP_ROWS:
-                            groups = min(packed_rows.groups(count), linear.MAX_ROW_GROUPS)
-                            (own,) = linear_wide.for_row_groups((how,), groups, arch)
-                            wide |= {own.name("linear"), own.name("gate_up")}
-    jobs = [
-        units.Job(file, name, arch)
-        for file, names in (("linear.cu", narrow), ("linear_wide.cu", wide))
-        for name in sorted(names)
-    ]
-    units.compile_all(jobs, workers=16)
+    """Compile all kernels that are launched, in parallel."""
+    warp_groups = linear_wide.WARP_GROUPS if arch == linear_wide.WARP_GROUP_ARCH else 0
+    plain_scaled = packed_rows.PLAIN, packed_rows.SCALED
+    jobs = {
+        units.Job("norm.cu", packed_rows.instance(k, 1, *plain_scaled), arch)
+        for _, k in SHAPES.values()
+    }
+    for type, (name, (n, k)) in product(types, SHAPES.items()):
+        unit, kind = packing.unit_of(type, k), name if name == "gate_up" else "linear"
+        jobs.add(units.Job("dequant.cu", dequant.instance(type, unit, torch.float16), arch))
+        for tiles, few in product({1, *map(packed_rows.tiles, rows)}, (False, True)):
+            if kind == "gate_up" and few:
+                continue
+            config = linear.gemm_config(type, unit, n // PACK_ROWS, tiles, arch, few)
+            jobs.add(units.Job("linear.cu", config.name(kind), arch))
+            if tiles == 2:
+                wide = wide_configs(config, rows, arch, warp_groups)
+                jobs |= {units.Job("linear_wide.cu", c.name(kind), arch) for c in wide}
+    units.compile_all(sorted(jobs, key=str), workers=16)
 
 
-def run(
-    name: str, x: packed_rows.PackedRows, weight: Weight, by: linear.SplitKWorkspace
+def wide_configs(
+    config: linear.GemmConfig, rows: list[int], arch: str, warp_groups: int
+) -> Iterator[linear.GemmConfig]:
+    """Yield the configs of linear_wide.cu for all numbers of rows above 16."""
+    for count in rows:
+        left = packed_rows.groups(count) if count > GROUP_ROWS else 0
+        while left > 0:
+            groups = min(left, linear.MAX_ROW_GROUPS)
+            (found,) = linear_wide.for_row_groups((config,), groups, arch, warp_groups)
+            yield found
+            left -= found.groups
+
+
+def multiply(
+    name: str, x: packed_rows.PackedRows, weight: Weight, workspace: linear.SplitKWorkspace
 ) -> torch.Tensor:
-    """The product of this name; what it leaves."""
+    """Launch the GEMM of one matrix of the layer as a decode step does and return its output."""
     if name == "gate_up":
-        return linear_wide.gate_up(x, weight, by).data
-    return linear_wide.linear(x, weight, by, parts=True)
+        return linear_wide.gate_up(x, weight, workspace).data
+    return linear_wide.linear(x, weight, workspace, parts=True)
 
 
-def layer(type: str, ops: CudaOps) -> dict[str, Weight]:
-    """A layer's matrices."""
+def make_layer(type: str, ops: CudaOps) -> dict[str, Weight]:
+    """Return the packed matrices of one layer, by name."""
     form = quant.get(type)
     return {n: synthetic._matrix(form, shape, ops).weight for n, shape in SHAPES.items()}
 
 
-def load_rate(type: str) -> float:
-    """GB/s of the file's bytes, already on the GPU, at which matrices are packed."""
+def pack_rate(type: str) -> float:
+    """Return the GB/s, in bytes of the file already on the GPU, at which a matrix is packed."""
     n, k = SHAPES["down"]
     size = n, quant.get(type).row_bytes(k)
-    raw = torch.randint(0, 256, size, dtype=torch.uint8, device="cuda")
-    took = []
-    for _ in range(3):  # the first time memory is allocated
+    raw = torch.randint(0, 256, size, dtype=torch.uint8, device=DEVICE)
+    seconds = []
+    for _ in range(3):  # the first time also allocates memory
         torch.cuda.synchronize()
         began = time.perf_counter()
         packing.pack(type, held.held(type, raw), packing.unit_of(type, k))
         torch.cuda.synchronize()
-        took.append(time.perf_counter() - began)
-    return raw.numel() / 1e9 / min(took)
+        seconds.append(time.perf_counter() - began)
+    return raw.numel() / 1e9 / min(seconds)
 
 
 def file_bytes(type: str) -> int:
+    """Return the bytes of a layer's matrices in a file of this type."""
     return sum(quant.get(type).nbytes(shape) for shape in SHAPES.values())
 
 
-def right(weights: dict[str, Weight], by: linear.SplitKWorkspace) -> dict[str, Any]:
-    """Whether one row has its bits among 16, and the largest error of a product, relatively."""
-    w = weights["o"]
-    x = torch.randn(16, w.columns, device=w.data.device)
-    many = linear.linear(packed_rows.pack_rows(x), w, by)
-    alone = [linear.linear(packed_rows.pack_rows(row.contiguous()), w, by) for row in x.split(1)]
-    want = x.double() @ plain(w).double().t()
-    error = (many - want).abs().amax(1) / want.abs().amax(1)
-    return {"same_bits": torch.equal(torch.cat(alone), many), "error": float(error.max())}
+def check(weights: dict[str, Weight], workspace: linear.SplitKWorkspace) -> dict[str, Any]:
+    """Return whether a row has the same bits alone and among 16, and the largest relative error of
+    a GEMM against float64."""
+    weight = weights["o"]
+    x = torch.randn(16, weight.columns, device=weight.data.device)
+    together = linear.linear(packed_rows.pack_rows(x), weight, workspace)
+    alone = [
+        linear.linear(packed_rows.pack_rows(x[i : i + 1]), weight, workspace) for i in range(len(x))
+    ]
+    expected = x.double() @ plain(weight).double().t()
+    error = (together - expected).abs().amax(1) / expected.abs().amax(1)
+    return {"same_bits": torch.equal(torch.cat(alone), together), "error": float(error.max())}
 
 
-def microseconds(layers: list[dict[str, Weight]], count: int, by: linear.SplitKWorkspace) -> float:
-    """Of the products of a layer, for so many rows."""
+def microseconds(
+    layers: list[dict[str, Weight]], count: int, workspace: linear.SplitKWorkspace
+) -> float:
+    """Return the microseconds of one layer's GEMMs for `count` rows."""
     x = {
-        n: packed_rows.pack_rows(torch.randn(count, k, device=by.partial.device))
+        n: packed_rows.pack_rows(torch.randn(count, k, device=workspace.partial.device))
         for n, (_, k) in SHAPES.items()
     }
 
-    def chain() -> tuple[()]:
-        for each in layers:
+    def all_layers() -> tuple[()]:
+        for layer in layers:
             for n in SHAPES:
-                run(n, x[n], each[n], by)
+                multiply(n, x[n], layer[n], workspace)
         return ()
 
-    play = graphs.Capture(chain, torch.cuda.graph_pool_handle()).replay
-    return milliseconds(play, 20, 0.1) * 1e3 / len(layers)
+    all_layers()  # loads the kernels, which a capture must not do
+    replay = graphs.Capture(all_layers, torch.cuda.graph_pool_handle()).replay
+    return milliseconds(replay, 20, 0.1) * 1e3 / len(layers)
 
 
-def copies(first: dict[str, Weight], count: int) -> list[dict[str, Weight]]:
-    return [
-        first,
-        *({n: replace(w, data=w.data.clone()) for n, w in first.items()} for _ in range(count - 1)),
+def copies(layer: dict[str, Weight], count: int) -> list[dict[str, Weight]]:
+    """Return `count` layers with the same values in different memory."""
+    clones = [
+        {n: replace(w, data=w.data.clone()) for n, w in layer.items()} for _ in range(count - 1)
     ]
+    return [layer, *clones]
+
+
+def measure(
+    type: str,
+    ops: CudaOps,
+    base: list[dict[str, Weight]],
+    rows: list[int],
+    workspace: linear.SplitKWorkspace,
+) -> dict[str, Any]:
+    """Return the figures of one type; `base`: layers of Q4_K, as many as are measured."""
+    layer = make_layer(type, ops)
+    figures: dict[str, Any] = {
+        "type": type,
+        "file_gb": file_bytes(type) / 1e9,
+        "held_gb": sum(w.data.nbytes for w in layer.values()) / 1e9,
+        "pack_gb_s": pack_rate(type),
+        **check(layer, workspace),
+    }
+    layers, base_gb = copies(layer, len(base)), file_bytes(BASE) / 1e9
+    for count in rows:
+        us, base_us = (microseconds(of, count, workspace) for of in (layers, base))
+        figures |= {
+            f"us_{count}": us,
+            f"us_{count}_q4_k": base_us,
+            f"per_file_byte_{count}": us / figures["file_gb"] / (base_us / base_gb),
+            f"per_held_byte_{count}": us / figures["held_gb"] / (base_us / base_gb),
+        }
+    return figures
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--types", nargs="*", default=[*packing.PARTS], choices=[*packing.PARTS])
-    parser.add_argument("--rows", type=int, nargs="*", default=[1, 16])
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--out", type=Path, default=ROOT / "results")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    types = [*packing.PARTS]
+    parser.add_argument("--types", nargs="*", default=types, choices=types, metavar="TYPE")
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 16], help="rows per GEMM")
+    parser.add_argument("--layers", type=int, default=4, help="layers of each type in GPU memory")
+    parser.add_argument("--out", type=Path, default=ROOT / "results", help="folder of the result")
     args = parser.parse_args()
-    ops = CudaOps("cuda")
-    by = linear.SplitKWorkspace(ops.device)
+    ops = CudaOps(DEVICE)
+    workspace = linear.SplitKWorkspace(ops.device)
     compile_first([*dict.fromkeys([BASE, *args.types])], args.rows, launch.arch())
-    base = copies(layer(BASE, ops), args.layers)
-    rows = []
-    for type in args.types:
-        weights = layer(type, ops)
-        row: dict[str, Any] = {
-            "type": type,
-            "file_gb": file_bytes(type) / 1e9,
-            "held_gb": sum(w.data.nbytes for w in weights.values()) / 1e9,
-            "pack_gb_s": load_rate(type),
-            **right(weights, by),
-        }
-        layers = copies(weights, args.layers)
-        for count in args.rows:
-            own, other = (microseconds(of, count, by) for of in (layers, base))
-            per = own / row["file_gb"], other / (file_bytes(BASE) / 1e9)
-            row |= {
-                f"us_{count}": own,
-                f"us_{count}_q4_k": other,
-                f"per_file_byte_{count}": per[0] / per[1],
-                f"per_held_byte_{count}": own / row["held_gb"] / per[1],
-            }
-        del layers, weights
-        rows.append(row)
-        print(json.dumps(row), flush=True)
+    base = copies(make_layer(BASE, ops), args.layers)
+    result = {
+        "machine": run_record.describe_machine(),
+        "device": ops.title,
+        "torch": torch.__version__,
+        "commit": run_record.commit(),
+        "layers": args.layers,
+        "shapes": SHAPES,
+        "rows": [],
+    }
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{datetime.date.today()}-gpu-types.json"
-    path.write_text(
-        json.dumps(
-            {
-                "machine": run_record.describe_machine(),
-                "device": ops.title,
-                "torch": torch.__version__,
-                "commit": run_record.commit(),
-                "layers": args.layers,
-                "shapes": SHAPES,
-                "rows": rows,
-            },
-            indent=1,
-        )
-        + "\n"
-    )
+    for type in args.types:
+        figures = measure(type, ops, base, args.rows, workspace)
+        print(json.dumps(figures), flush=True)
+        result["rows"].append(figures)
+        path.write_text(json.dumps(result, indent=1) + "\n")  # kept if the time runs out
     print(f"wrote {path}")
 
 

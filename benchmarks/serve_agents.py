@@ -260,15 +260,15 @@ def main() -> int:
             engine.tokenizer.template = TEMPLATE
             service = Service(engine, Settings("tiny", time_limit=3_600, n_predict=MOST))
             address, ready = run.ServerAddress(port=0), threading.Event()
-            socket = run.listen(address)
+            listeners = run.listen(address)
             between = Between(create_app(service), args.log)
             server = run.create_server(between, service, address, ready.set)  # type: ignore[arg-type]
-            thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]})
+            thread = threading.Thread(target=server.run, kwargs={"sockets": listeners})
             thread.start()
             ready.wait(60)
             for agent in args.only:
                 found[agent] = tried(
-                    agent, args.folder.resolve(), run.url(address, socket), between, args.seconds
+                    agent, args.folder.resolve(), run.url(address, listeners), between, args.seconds
                 )
                 print(agent, json.dumps(found[agent], indent=1), flush=True)
             server.should_exit = True

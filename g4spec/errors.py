@@ -10,10 +10,16 @@
         └── KernelCompileError       NVRTC failed to compile a CUDA kernel
 
 A message says what failed, what was expected, what was found, and what to do.
+
+Messages of the library name parameters and fields in backticks: `draft_max`. Interfaces with other
+names (options of the command line, fields of a request) replace them with `spell`.
 """
 
 from __future__ import annotations
 
+import difflib
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -21,6 +27,30 @@ def _joined(value: object) -> object:
     if isinstance(value, list) and all(isinstance(x, str) for x in value):
         return ", ".join(value)
     return value
+
+
+def spell(text: str, names: Mapping[str, str]) -> str:
+    """Replace each parameter name in backticks that `names` contains: "`draft_max`" becomes
+    "--draft-max" in the command line."""
+    return re.sub(r"`(\w+)`", lambda found: names.get(found[1], found[0]), text)
+
+
+def did_you_mean(found: object, choices: Iterable[str]) -> str | None:
+    """Return "did you mean A, B or C?" with the choices most similar to `found`; None without one.
+
+    Case and leading dashes do not count. Choices that begin with `found` follow the similar ones.
+    """
+    word = str(found).strip().lower().lstrip("-")
+    known = {choice.lower().lstrip("-"): choice for choice in choices}
+    scores = {name: difflib.SequenceMatcher(None, word, name).ratio() for name in known}
+    best = max(scores.values(), default=0)
+    similar = [name for name in known if scores[name] >= max(0.6, best - 0.1)]
+    similar.sort(key=lambda name: -scores[name])
+    begins = [name for name in known if word and name.startswith(word)]
+    names = [known[name] for name in dict.fromkeys([*similar, *begins])][:3]
+    if not names:
+        return None
+    return f"did you mean {' or '.join(filter(None, (', '.join(names[:-1]), names[-1])))}?"
 
 
 class G4Error(Exception):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import ModuleType
 
 from g4spec import models
 from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import GGUF
-from g4spec.quant import formats, get, readable
+from g4spec.gguf.reader import TensorInfo
+from g4spec.quant import get, readable
 from g4spec.runtime.cuda.cache.cache_types import KINDS
-from g4spec.runtime.cuda.weights.held_size import BLOCKS, block_bytes, tensor_bytes
+from g4spec.runtime.cuda.weights.held_size import block_bytes, tensor_bytes, unpackable
 
 
 def refusal(file: GGUF, kind: ModuleType) -> str:
@@ -39,37 +39,38 @@ def cache_types() -> tuple[str, ...]:
     return tuple(KINDS)
 
 
-def with_kernels() -> frozenset[str]:
-    """Return the tensor types with CUDA kernels: unquantized ones, and those with a `.cuh` file."""
-    folder = Path(formats.__file__).parent
-    plain = (f.name for f in readable().values() if f.block == 1)
-    return frozenset((*(path.stem for path in folder.glob("*.cuh")), *plain))
-
-
 def weight_bytes(file: GGUF) -> int:
     """Return the bytes that the weights of a file take in GPU memory."""
     return sum(map(tensor_bytes, file.tensors.values()))
 
 
 def repacked_note(file: GGUF) -> str:
-    """Describe the tensors whose size in GPU memory differs from that in the file, or ""."""
-    other = [t for t in file.tensors.values() if tensor_bytes(t) != t.nbytes]
-    if not other:
+    """Describe the quantized matrices whose size in GPU memory differs from that in the file, or
+    return ""."""
+    matrices = [t for t in file.tensors.values() if t.format.quantized and len(t.shape) > 1]
+    other = [t for t in matrices if tensor_bytes(t) != t.nbytes]
+    floats = [t for t in other if unpackable(t.format.name, t.shape[-1], t.shape[-2], False)]
+    rewritten = [t for t in other if t not in floats]
+    parts = [
+        _sizes_text(rewritten, "codes of 3 or 4 bits, the same values"),
+        _sizes_text(floats, "float32, because no CUDA kernel reads this type or width"),
+    ]
+    return "; ".join(p for p in parts if p)
+
+
+def _sizes_text(tensors: list[TensorInfo], how: str) -> str:
+    """Describe the size of some tensors in GPU memory and in the file; "" without tensors."""
+    if not tensors:
         return ""
-    types = ", ".join(sorted({t.format.name.upper() for t in other}))
-    there, here = (
-        sum(sizes) / 1e9 for sizes in (map(tensor_bytes, other), (t.nbytes for t in other))
-    )
-    return (
-        f"on a GPU g4spec holds its tensors in {types} in {there:.2f} GB instead of "
-        f"{here:.2f}: codes of 3 or 4 bits, the same values"
-    )
+    types = ", ".join(sorted({t.format.name.upper() for t in tensors}))
+    held, stored = sum(map(tensor_bytes, tensors)) / 1e9, sum(t.nbytes for t in tensors) / 1e9
+    return f"on a GPU g4spec holds {types} tensors in {held:.2f} GB instead of {stored:.2f}: {how}"
 
 
 def gpu_bytes(type: str, nbytes: int) -> int:
     """Convert bytes in a file of a weight format (`IQ3_S`, `Q3_K_M`) to bytes in GPU memory."""
     low = type.lower().split("-")[-1]
-    name = next((n for n in (low, low.rsplit("_", 1)[0]) if n in BLOCKS), None)
+    name = next((n for n in (low, low.rsplit("_", 1)[0]) if n in readable()), None)
     return nbytes if name is None else nbytes * block_bytes(name) // get(name).block_bytes
 
 

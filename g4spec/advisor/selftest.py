@@ -48,7 +48,7 @@ try:
 
     out += selftest.checks(gpu)
 except EnvironmentProblem as missing:
-    out.append([None, f"CUDA kernels: not checked: {missing.what.removeprefix('--device cuda: ')}"])
+    out.append([None, f"CUDA kernels: not checked: {missing.what.removeprefix('`device` cuda: ')}"])
 print("RESULT " + json.dumps(out))
 """  # noqa: E501
 

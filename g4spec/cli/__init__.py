@@ -20,7 +20,7 @@ from typing import Annotated
 import typer
 
 from g4spec import __version__
-from g4spec.cli import _flag_translation, _signals, render
+from g4spec.cli import _command_classes, _signals, render
 from g4spec.cli._os_errors import CLICK_ERROR, as_error
 from g4spec.errors import G4Error
 
@@ -66,22 +66,27 @@ def names() -> list[str]:
 def app() -> typer.Typer:
     """Return the Typer application with every command registered."""
     # Plain help text: importing rich costs 0.1 s, a third of the time budget of `--help`.
-    application = typer.Typer(name="g4spec", rich_markup_mode=None, pretty_exceptions_enable=False)
+    application = typer.Typer(
+        name="g4spec",
+        cls=_command_classes.Group,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+    )
     settings = {"help_option_names": ["-h", "--help"]}
     application.callback(invoke_without_command=True, context_settings=settings)(_top)
     for name in names():
         module = importlib.import_module(f"{__name__}.{name}")
         if hasattr(module, "app"):
-            application.add_typer(module.app, name=name, cls=_flag_translation.Group)
+            application.add_typer(module.app, name=name, cls=_command_classes.Group)
         elif hasattr(module, "command"):
-            application.command(name, cls=_flag_translation.Command)(module.command)
+            application.command(name, cls=_command_classes.Command)(module.command)
     return application
 
 
 def run(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
     json = "--json" in argv
-    render.Output.printed = False
+    render.Output.printed, render.Output.field_names = False, {}
     if list(argv[:1]) == ["help"]:
         argv = [*argv[1:], "--help"]
     try:
@@ -103,6 +108,6 @@ def main() -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     code = 130
-    with _signals.handled(), suppress(KeyboardInterrupt):  # before or after a command
+    with suppress(KeyboardInterrupt), _signals.handled():  # a signal before or after the command
         code = run(sys.argv[1:])
     sys.exit(code)

@@ -37,12 +37,12 @@ def serve_and_ask(
 
     with Engine.load(target, draft, n_ctx=n_ctx, parallel=2) as engine:
         service, address = Service(engine, Settings("tiny")), run.ServerAddress(port=0)
-        socket, ready = run.listen(address), threading.Event()
+        listeners, ready = run.listen(address), threading.Event()
         server = run.create_server(create_app(service), service, address, ready.set)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]}, daemon=True)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": listeners}, daemon=True)
         thread.start()
         ready.wait()
-        url = f"{run.url(address, socket)}/v1/completions"
+        url = f"{run.url(address, listeners)}/v1/completions"
         body = {"model": "tiny", "prompt": PROMPT, "max_tokens": n_predict, "temperature": 0}
         response = httpx.post(url, json=body, timeout=120)
         server.should_exit = True

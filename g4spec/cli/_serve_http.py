@@ -7,39 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from g4spec.cli import _engine, _sampling_defaults
+from g4spec.cli import _engine, _http_options, _sampling_defaults
 from g4spec.cli.render import Output
 
 if TYPE_CHECKING:
-    from g4spec.server.run import ServerAddress
     from g4spec.server.service import Service, Settings
-
-
-@dataclass(frozen=True, slots=True)
-class HttpOptions:
-    """Address, TLS files (PEM) and access rules of a server."""
-
-    host: str
-    port: int
-    certificate: Path | None
-    key: Path | None
-    origins: Sequence[str]
-    keys: Sequence[str]
-
-    def address(self, out: Output) -> ServerAddress:
-        """Return the address to listen on; show a warning if everybody can use the server."""
-        from g4spec.server import run
-
-        address = run.ServerAddress(self.host, self.port, self.certificate, self.key)
-        run.check_certificate(address)
-        if run.is_exposed(address) and not self.keys:
-            out.note(f"everybody who can reach {self.host} can use this server: set an --api-key")
-        return address
-
-    @property
-    def access(self) -> dict[str, Any]:
-        """Arguments of `g4spec.server.app.create_middleware`."""
-        return {"keys": self.keys, "origins": self.origins}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,35 +63,38 @@ class ModelLoader:
 
 def serve_one(
     loader: ModelLoader,
-    http: HttpOptions,
+    http: _http_options.HttpOptions,
     limits: dict[str, Any],
     model: Path,
     draft: str | None,
-    alias: Sequence[str] | None,
+    alias: Sequence[str],
 ) -> None:
     """Serve one target, named after its file or `alias`; `limits`: fields of `Settings`."""
     from g4spec.server import run
     from g4spec.server.service import Settings
 
     address = http.address(loader.out)
-    with run.listen(address) as socket:
+    with _http_options.listening(address) as listeners:
         target, file = _engine.files(model, draft, loader.setup, loader.out)
         names = alias or [target.stem]
         service = loader.service(Settings(names[0], tuple(names[1:]), **limits), target, file)
-        note = f"{names[0]} is served at {run.url(address, socket)}"
+        note = f"{names[0]} is served at {run.url(address, listeners)}"
         with service.engine:
-            run.serve(service, address, socket, lambda: loader.out.note(note), **http.access)
+            run.serve(service, address, listeners, lambda: loader.out.note(note), **http.access)
 
 
 def serve_folder(
     loader: ModelLoader,
-    http: HttpOptions,
+    http: _http_options.HttpOptions,
     limits: dict[str, Any],
     folder: Path | None,
     max_loaded: int,
+    *,
+    autoload: bool,
 ) -> None:
     """Serve all targets in a folder, at most `max_loaded` of them loaded at once."""
     from g4spec.server import model_router, run
+    from g4spec.server.model_folder import find_models
     from g4spec.server.service import Settings
 
     def load(
@@ -127,11 +102,17 @@ def serve_folder(
     ) -> Service:
         return loader.service(Settings(names[0], tuple(names[1:]), **limits), target, draft, tell)
 
+    sleep_seconds = limits.pop("sleep_seconds")  # the router unloads idle models
     assert folder is not None  # see `_serve_options.check_models`
     address = http.address(loader.out)
-    with run.listen(address) as socket:
+    with _http_options.listening(address) as listeners:
         registry = model_router.ModelRouter(
-            model_router.find_models(folder), load, max_loaded, limits["time_limit"]
+            find_models(folder),
+            load,
+            max_loaded,
+            limits["time_limit"],
+            autoload=autoload,
+            sleep_seconds=sleep_seconds,
         )
-        note = f"{len(registry.all)} models are served at {run.url(address, socket)}"
-        run.serve_models(registry, address, socket, lambda: loader.out.note(note), **http.access)
+        note = f"{len(registry.all)} models are served at {run.url(address, listeners)}"
+        run.serve_models(registry, address, listeners, lambda: loader.out.note(note), **http.access)

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from g4spec.cli import _inputs
 from g4spec.errors import EnvironmentProblem, UsageError
 
 Models = Annotated[
@@ -29,8 +28,14 @@ ModelsMax = Annotated[
         "one is unloaded first.",
     ),
 ]
-Host = Annotated[str, typer.Option("--host", help="Address to listen on.")]
-Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 picks a free one.")]
+Autoload = Annotated[
+    bool,
+    typer.Option(
+        "--models-autoload/--no-models-autoload",
+        help="Load one of --models when a request names it; otherwise only POST /models/load "
+        "loads it.",
+    ),
+]
 Parallel = Annotated[
     int, typer.Option("-np", "--parallel", min=1, help="Texts generated at once; others wait.")
 ]
@@ -40,32 +45,21 @@ Queue = Annotated[
         "--queue", min=0, help="Requests that may wait; further ones are refused with 429."
     ),
 ]
-ApiKey = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--api-key",
-        envvar="G4SPEC_API_KEY",
-        help="API key that requests must send; may be repeated. Default: no key is needed.",
-    ),
-]
-KeyFile = Annotated[Path | None, typer.Option("--api-key-file", help="API keys, one per line.")]
 Alias = Annotated[
     list[str] | None,
     typer.Option(
-        "-a", "--alias", help="Model name in requests; may be repeated. Default: the file's name."
+        "-a",
+        "--alias",
+        help="Model name in requests; may be repeated, or separated by commas. Default: the file's "
+        "name.",
     ),
 ]
-Origin = Annotated[
+Tags = Annotated[
     list[str] | None,
     typer.Option(
-        "--cors-origin", help="Origin of web pages that may send requests (CORS); may be repeated."
+        "--tags",
+        help="Tag of the model in /v1/models; may be repeated, or separated by commas.",
     ),
-]
-Certificate = Annotated[
-    Path | None, typer.Option("--ssl-cert-file", help="TLS certificate (PEM); enables HTTPS.")
-]
-Key = Annotated[
-    Path | None, typer.Option("--ssl-key-file", help="Private key of the certificate (PEM).")
 ]
 Timeout = Annotated[
     float, typer.Option("--timeout", min=1, help="Time limit of a request in seconds.")
@@ -77,6 +71,15 @@ HangTimeout = Annotated[
         min=0,
         help="Restart the engine if a step takes longer than this many seconds; 0: never. "
         "Default: 300, on a CPU never.",
+    ),
+]
+SleepSeconds = Annotated[
+    float | None,
+    typer.Option(
+        "--sleep-idle-seconds",
+        min=1,
+        help="Free the memory of a model after this many seconds without a request; the next one "
+        "loads it again. Default: never.",
     ),
 ]
 PrefixCache = Annotated[
@@ -101,12 +104,6 @@ NPredict = Annotated[
         help="Maximum number of new tokens of requests that set none. Default: what fits.",
     ),
 ]
-Template = Annotated[
-    Path | None,
-    typer.Option(
-        "--chat-template-file", help="File with a chat template to use instead of the model's own."
-    ),
-]
 Pool = Annotated[
     int | None,
     typer.Option(
@@ -118,20 +115,25 @@ Pool = Annotated[
 
 
 def check_models(
-    model: Path | None, models: Path | None, draft: str | None, alias: list[str] | None
+    model: Path | None,
+    models: Path | None,
+    draft: str | None,
+    alias: list[str] | None,
+    tags: list[str] | None,
 ) -> None:
     """Raise UsageError unless the options name either one model or a folder."""
     if (model is None) == (models is None):
         raise UsageError(
             "expected either -m or --models", fix="name a model with -m, or a folder with --models"
         )
-    if models is not None and (draft is not None or alias):
-        raise UsageError("-md and -a need -m", fix="leave them out with --models")
+    if models is not None and (draft is not None or alias or tags):
+        raise UsageError("-md, -a and --tags need -m", fix="leave them out with --models")
 
 
-def template(file: Path | None) -> str | None:
-    """Return the chat template in `file`, or None without a file."""
-    return _inputs.read_text(file) if file is not None else None
+def split_commas(values: list[str] | None) -> tuple[str, ...]:
+    """Return the values of a repeatable option whose values are also separated by commas."""
+    words = [word.strip() for value in values or [] for word in value.split(",")]
+    return tuple(word for word in words if word)
 
 
 def require_packages() -> None:
@@ -142,9 +144,3 @@ def require_packages() -> None:
         except ModuleNotFoundError:
             fix = "install it: pip install 'g4spec[serve]'"
             raise EnvironmentProblem(f"serving needs the package {name}", fix=fix) from None
-
-
-def keys(given: list[str] | None, file: Path | None) -> list[str]:
-    """Return all API keys: those of the command line, and the lines of `file`."""
-    lines = _inputs.read_text(file).split("\n") if file is not None else []
-    return [key.strip() for key in [*(given or []), *lines] if key.strip()]

@@ -16,6 +16,7 @@ from g4spec.cli import (
     _bench_parallel,
     _bench_results,
     _bench_synthetic,
+    _command_classes,
     _engine,
     _inputs,
     _options,
@@ -112,4 +113,4 @@ def _questions(
     return names, []
 
 
-app.command()(_bench_compare.compare)
+app.command(cls=_command_classes.Command)(_bench_compare.compare)

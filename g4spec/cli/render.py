@@ -18,11 +18,12 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal, TextIO
+from typing import Annotated, Any, ClassVar, Literal, TextIO
 
 import typer
 
 from g4spec.cli import _layout
+from g4spec.errors import spell
 
 Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on stdout instead of text.")
@@ -161,6 +162,8 @@ class Output:
     """
 
     printed = False  # of this process: an error after a result must not add a second object
+    field_names: ClassVar[Mapping[str, str]] = {}
+    """Parameter of the library -> option of the command that runs, for notices and errors."""
 
     def __init__(self, json: bool = False, quiet: bool = False) -> None:
         self.json, self.quiet = json, quiet
@@ -181,7 +184,8 @@ class Output:
         """Print a notice on stderr, each text once per run; nothing for None."""
         if text is not None and not self.quiet and text not in self._noted:
             self._noted.add(text)
-            text = _layout.wrap(one_line(text), _layout.width(sys.stderr))
+            text = one_line(spell(text, self.field_names))
+            text = _layout.wrap(text, _layout.width(sys.stderr))
             _print(styled(text, "dim", sys.stderr), sys.stderr)
 
     def stream(self, text: str, style: str | None = None) -> None:
@@ -210,7 +214,7 @@ class Output:
     def log(self, text: str) -> None:
         """Print lines about the run on stderr, every time (`note`: only once)."""
         if not self.quiet:
-            for line in text.split("\n"):
+            for line in spell(text, self.field_names).split("\n"):
                 shown = _layout.wrap(flat(line), _layout.width(sys.stderr))
                 _print(styled(shown, "dim", sys.stderr), sys.stderr)
 
@@ -308,6 +312,7 @@ def error(text: str, exit_code: int, *, json: bool = False) -> int:
 
     Prints one line on stderr and, with `json`, an object on stdout unless a result was printed.
     """
+    text = spell(text, Output.field_names)
     try:
         shown = _layout.wrap(f"error: {one_line(text)}", _layout.width(sys.stderr))
         _print(styled("error:", "bad", sys.stderr) + shown.removeprefix("error:"), sys.stderr)

@@ -10,10 +10,12 @@ from g4spec.cli import (
     _chat_options,
     _daemon,
     _engine,
+    _http_options,
     _inputs,
     _options,
     _serve_http,
     _serve_options,
+    _template_options,
 )
 from g4spec.cli.render import Output, Quiet
 
@@ -24,18 +26,24 @@ def command(
     draft: _options.DraftModel = None,
     models: _serve_options.Models = None,
     models_max: _serve_options.ModelsMax = 4,
-    host: _serve_options.Host = "127.0.0.1",
-    port: _serve_options.Port = 8080,
+    models_autoload: _serve_options.Autoload = True,
+    host: _http_options.Host = "127.0.0.1",
+    port: _http_options.Port = 8080,
     parallel: _serve_options.Parallel = 4,
     queue: _serve_options.Queue = 64,
-    api_key: _serve_options.ApiKey = None,
-    api_key_file: _serve_options.KeyFile = None,
+    api_key: _http_options.ApiKey = None,
+    api_key_file: _http_options.KeyFile = None,
     alias: _serve_options.Alias = None,
-    cors_origin: _serve_options.Origin = None,
-    ssl_cert_file: _serve_options.Certificate = None,
-    ssl_key_file: _serve_options.Key = None,
+    tags: _serve_options.Tags = None,
+    cors_origin: _http_options.Origin = None,
+    slots: _http_options.Slots = True,
+    metrics: _http_options.Metrics = True,
+    ui: _http_options.Page = True,
+    ssl_cert_file: _http_options.Certificate = None,
+    ssl_key_file: _http_options.Key = None,
     timeout: _serve_options.Timeout = 600,
     hang_timeout: _serve_options.HangTimeout = None,
+    sleep_idle_seconds: _serve_options.SleepSeconds = None,
     prefix_cache: _serve_options.PrefixCache = 1024,
     pool: _serve_options.Pool = None,
     ctx_size: _options.ContextSize = None,
@@ -45,7 +53,9 @@ def command(
     min_p: _chat_options.MinP = None,
     seed: _serve_options.Seed = None,
     n_predict: _serve_options.NPredict = None,
-    chat_template_file: _serve_options.Template = None,
+    reasoning: _template_options.Reasoning = "off",
+    prefill_assistant: _template_options.PrefillAssistant = False,
+    chat_template_file: _template_options.Template = None,
     draft_window: _options.DraftWindow = None,
     draft_p_min: _options.DraftPMin = None,
     device: _options.Device = "auto",
@@ -60,7 +70,7 @@ def command(
     Includes a web page to chat. A draft makes answers faster and never changes them. The first
     SIGTERM or Ctrl-C lets running requests finish; a second one stops at once.
     """
-    _serve_options.check_models(model, models, draft, alias)
+    _serve_options.check_models(model, models, draft, alias, tags)
     out = Output(quiet=quiet)
     setup = _engine.Setup(
         ctx_size, draft_window, draft_p_min, device, cache_type, 1 if daemon else parallel
@@ -78,18 +88,30 @@ def command(
     _serve_options.require_packages()
     engine_options["hang_limit"] = hang_timeout
     loader = _serve_http.ModelLoader(
-        setup, out, _serve_options.template(chat_template_file), sampling, engine_options
+        setup, out, _template_options.template(chat_template_file), sampling, engine_options
     )
-    http = _serve_http.HttpOptions(
-        host,
+    http = _http_options.HttpOptions(
+        _http_options.hosts(host),
         port,
         ssl_cert_file,
         ssl_key_file,
         cors_origin or (),
-        _serve_options.keys(api_key, api_key_file),
+        _http_options.keys(api_key, api_key_file),
+        _http_options.disabled_paths(slots=slots, metrics=metrics, page=ui),
     )
-    limits = {"queue": queue, "time_limit": timeout, "seed": seed, "n_predict": n_predict}
+    limits: dict[str, Any] = {
+        "queue": queue,
+        "time_limit": timeout,
+        "seed": seed,
+        "n_predict": n_predict,
+        "sleep_seconds": sleep_idle_seconds,
+        "reasoning": {"off": False, "on": True, "auto": None}[reasoning],
+        "prefill_assistant": prefill_assistant,
+        "tags": _serve_options.split_commas(tags),
+    }
     if model is not None:
-        _serve_http.serve_one(loader, http, limits, model, draft, alias)
+        _serve_http.serve_one(
+            loader, http, limits, model, draft, _serve_options.split_commas(alias)
+        )
     else:
-        _serve_http.serve_folder(loader, http, limits, models, models_max)
+        _serve_http.serve_folder(loader, http, limits, models, models_max, autoload=models_autoload)

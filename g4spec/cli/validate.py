@@ -64,7 +64,7 @@ def command(
     errors, and if the file prevents a rule from being checked. docs/rules.md explains each rule.
     """
     from g4spec import validate
-    from g4spec.validate.needs import NO_TARGET
+    from g4spec.validate.needs import NO_TARGET, OTHER_SOURCE
     from g4spec.validate.rule import Severity
 
     out = render.Output(json, quiet)
@@ -99,7 +99,7 @@ def command(
         why = report.skipped.get(unchecked[0], "it is not about this kind of file")
         raise UsageError(f"{path}: rule {unchecked[0]} was not checked", found=why)
     report.show(out)
-    if report.tensors and not json:
+    if report.tensors and not json and OTHER_SOURCE not in report.skipped.values():
         worst = sorted(report.tensors, key=lambda t: -t["relative_rms"])[:10]
         columns = ("tensor", "type", "largest error", "relative RMS")
         rows = [
@@ -143,7 +143,7 @@ def _list(out: render.Output) -> None:
     rows = [
         (r.id, str(r.severity), ", ".join(r.on) or "all", r.title) for r in all_rules().values()
     ]
-    out.table("Rules", ("id", "severity", "applies to", "what must hold"), rows)
+    out.table("Rules", ("id", "severity", "applies to", "requirement"), rows)
     out.result(
         {"rules": [dict(zip(("id", "severity", "on", "title"), row, strict=True)) for row in rows]}
     )

@@ -118,12 +118,12 @@ def convert(
     with found:
         if isinstance(found.source, GGUF) and found.dialect is None:
             note = f"{found.path} is a GGUF already; only its types are changed"
-            note += "; --target is ignored" if target else ""
+            note += "; `target` is ignored" if target else ""
             return _requantize(found.source, output, mix, False, [*found.notes, note])
         if found.is_target and target is not None:
             raise UsageError(
-                f"{found.path} is a target; --target is for drafts",
-                fix="omit --target, or name the draft as the source",
+                f"{found.path} is a target; `target` is for drafts",
+                fix="omit `target`, or name the draft as the source",
             )
         files = (
             found.source.files
@@ -238,7 +238,7 @@ def _target_of(found: DetectedSource, target: Path | None) -> TargetInfo:
     raise UsageError(
         f"{found.path} is a {found.kind.TITLE}; its conversion also needs the target, for the "
         "tokenizer and to check shapes",
-        fix=f"pass --target DIR or --target FILE.gguf{f' (made for {name})' if name else ''}",
+        fix=f"pass a folder or GGUF file with `target`{f' (made for {name})' if name else ''}",
     )
 
 
@@ -428,7 +428,7 @@ def _requantized(file: GGUF, name: str, choice: Policy, allow: bool) -> PlannedT
             if not allow:
                 raise InputError(
                     f"{file.path}: tensor {name} is quantized already, as {form.name.upper()}",
-                    fix="start from a BF16 file, or use g4spec quantize with --allow-requantize",
+                    fix="start from a BF16 file, or quantize it with `allow_requantize`",
                 )
             if form.decode is None:
                 form.dequantize(file.raw(name))  # raises Unsupported

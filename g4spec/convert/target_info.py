@@ -43,7 +43,7 @@ def load(path: Path) -> TargetInfo:
     """Read the target at `path`, a checkpoint folder (weights are optional) or a GGUF."""
     found = _detect(path)
     if not found.is_target:
-        fix = "this is a draft: name it as the source, and its target with --target"
+        fix = "this is a draft: name it as the source, and its target with `target`"
         raise models.wrong_role(path, found.kind, fix)
     if isinstance(found.source, GGUF):
         with found.source:

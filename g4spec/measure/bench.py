@@ -52,11 +52,11 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         if self.n_predict < 1:
-            raise UsageError("-n", expected=">= 1", found=self.n_predict)
+            raise UsageError("`n_predict`", expected=">= 1", found=self.n_predict)
         if self.repeats < 1:
-            raise UsageError("--repeats", expected=">= 1", found=self.repeats)
+            raise UsageError("`repeats`", expected=">= 1", found=self.repeats)
         if self.lengths[:1] != (0,) or len(set(self.lengths)) != len(self.lengths):
-            raise UsageError("--draft-max", expected="different lengths", found=self.lengths)
+            raise UsageError("`lengths`", expected="different lengths", found=self.lengths)
 
     def options(self, length: DraftLength, n_predict: int | None = None) -> Options:
         return Options(n_predict or self.n_predict, self.sampler, length, (), self.ignore_eos)
@@ -80,7 +80,7 @@ def parse_lengths(text: str, most: int | None) -> tuple[DraftLength, ...]:
             chosen.append(int(word))
         else:
             raise UsageError(
-                "--draft-max",
+                "`lengths`",
                 expected=f'"sweep", "auto" or 0 to {MAX_DRAFT}, '
                 "or several with commas between them",
                 found=word,
@@ -255,10 +255,10 @@ def encode_prompts(
             )
         if len(ids) + n_predict > engine.n_ctx:
             raise UsageError(
-                f"prompt {prompt.name} and -n {n_predict} do not fit",
+                f"prompt {prompt.name} and `n_predict` {n_predict} do not fit",
                 expected=f"at most {engine.n_ctx} tokens",
                 found=len(ids) + n_predict,
-                fix="raise -c or lower -n",
+                fix="raise `n_ctx` or lower `n_predict`",
             )
         found[prompt.name] = ids
     return found

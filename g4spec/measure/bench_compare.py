@@ -140,7 +140,7 @@ def tolerance(text: str) -> float:
     except ValueError:
         value = math.nan
     if rest.strip() or not 0 <= value < 1:
-        raise UsageError("--tolerance", expected="0% to 99%", found=text)
+        raise UsageError("`tolerance`", expected="0% to 99%", found=text)
     return value
 
 
@@ -158,7 +158,7 @@ def compare(
     if unlike and not force:
         raise InputError(
             "the two results cannot be compared: " + "; ".join(unlike),
-            fix="measure both with the same settings, or pass --force",
+            fix="measure both with the same settings, or pass `force`",
         )
     ours = {(r["category"], r["length"]): r for r in old["rows"]}
     theirs = {(r["category"], r["length"]): r for r in new["rows"]}

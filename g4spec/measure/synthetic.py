@@ -129,7 +129,7 @@ class _AssistantHead:
         order = rng.permutation(config.n_vocab).astype(np.int32)
         self.arrays = {assistant.CENTROIDS: centres, assistant.ORDERING: order}
 
-    def numbers(self, key: str) -> Any:
+    def number_array(self, key: str) -> Any:
         return self.arrays[key]
 
 

@@ -74,7 +74,7 @@ class SyntheticConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.accept_length <= MAX_DRAFT + 1:
             raise UsageError(
-                "--accept-length",
+                "`accept_length`",
                 expected=f"1 to {MAX_DRAFT + 1}, the target's own token included",
                 found=self.accept_length,
             )
@@ -184,11 +184,11 @@ def check_config(name: str, config: SyntheticConfig) -> str:
     """Return the kind of draft; raise UsageError for an unknown size, draft or type."""
     policy.parse_type(config.type)
     if name not in synthetic.TARGETS:
-        raise UsageError("--synthetic", expected=", ".join(synthetic.TARGETS), found=name)
+        raise UsageError("`synthetic`", expected=", ".join(synthetic.TARGETS), found=name)
     kinds = synthetic.draft_kinds(name)
     if config.draft not in (None, *kinds):
         raise UsageError(
-            f"-md with --synthetic {name}", expected=" or ".join(kinds), found=config.draft
+            f"`draft` with `synthetic` {name}", expected=" or ".join(kinds), found=config.draft
         )
     return config.draft or kinds[0]
 

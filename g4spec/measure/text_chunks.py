@@ -36,7 +36,7 @@ def split_text(
             "the text is too short",
             expected=f"at least {FEWEST * size} tokens",
             found=len(ids),
-            fix="take a longer one, or a smaller -c",
+            fix="take a longer one, or smaller chunks (`size`)",
         )
     starts = range(0, len(ids) - size + 1, size)[:most]
     return [[tokenizer.bos, *ids[at + 1 : at + size]] for at in starts]

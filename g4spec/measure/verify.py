@@ -118,11 +118,15 @@ class VerifyResult:
         return {**asdict(self), "mismatch": found, "ok": self.ok}
 
 
+MAX_CASES = 100_000
+"""Largest number of comparisons in one run."""
+
+
 def check_counts(count: int, parallel: int = 1) -> None:
-    """Raise UsageError unless the number of cases and the number per batch are positive."""
-    for flag, number in (("--cases", count), ("--parallel", parallel)):
-        if number < 1:
-            raise UsageError(flag, expected=">= 1", found=number)
+    """Raise UsageError unless the number of cases and the number per batch are in range."""
+    for name, number in (("count", count), ("parallel", parallel)):
+        if not 1 <= number <= MAX_CASES:
+            raise UsageError(f"`{name}`", expected=f"1 to {MAX_CASES}", found=number)
 
 
 def cases(
@@ -185,7 +189,7 @@ def verify(
     comparison.
     """
     if engine.draft is None:
-        raise UsageError("nothing to verify without a draft", fix="pass one with -md")
+        raise UsageError("nothing to verify without a draft", fix="pass one with `draft`")
     verdict = VerifyResult(0, 0, 0, 0, 0, 0, None, [], parallel)
     try:
         _compare(engine, todo, n_predict, verdict, progress)

@@ -56,11 +56,11 @@ def find_kind(arch: object, tensors: Container[str]) -> ModuleType | None:
 
 def wrong_role(path: object, kind: ModuleType, fix: str | None = None) -> InputError:
     """Return the error for a target given as draft, or a draft given as target. `fix` replaces the
-    default hint about -m and -md."""
+    default hint."""
     if kind.ARCH in TARGETS:
-        fix = fix or "this is a target: pass it with -m, and a draft made for it with -md"
+        fix = fix or "this is a target: pass it with `target`, and a draft made for it with `draft`"
         return InputError(f"{path}: not a draft", found=kind.TITLE, fix=fix)
-    fix = fix or "this is a draft: pass it with -md, and its target with -m"
+    fix = fix or "this is a draft: pass it with `draft`, and its target with `target`"
     return InputError(f"{path}: not a target", found=kind.TITLE, fix=fix)
 
 
@@ -70,10 +70,10 @@ def require_confidence(path: object, kind: ModuleType, tensors: Iterable[str]) -
     heads = getattr(kind, "CONFIDENCE", ())
     if not any(name.endswith(heads) for name in tensors if heads):
         raise UsageError(
-            f"--draft-p-min: {path} has no confidence head",
+            f"`draft_p_min`: {path} has no confidence head",
             found=kind.TITLE,
             expected="a DSpark draft with one",
-            fix="remove --draft-p-min; --draft-max limits the draft length",
+            fix="leave out `draft_p_min`; `draft_max` limits the draft length",
         )
 
 

@@ -155,11 +155,17 @@ def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) ->
             f"GGUF metadata: {CENTROIDS} has NaN or infinite values",
             fix="convert the assistant again",
         )
-    if n_centroids and (len(ordering) != body.n_vocab or body.n_vocab % n_centroids):
+    if n_centroids and len(ordering) != body.n_vocab:
         raise InputError(
-            "the centroid head's token ordering must cover the vocabulary in equal clusters",
+            "the centroid head's token ordering must have one entry per token",
             expected=body.n_vocab,
             found=len(ordering),
+        )
+    if n_centroids and body.n_vocab % n_centroids:
+        raise InputError(
+            "the centroid head's clusters must be of equal size",
+            expected=f"a vocabulary of a multiple of {n_centroids} tokens",
+            found=body.n_vocab,
         )
     return Config(
         body=body,

@@ -10,7 +10,7 @@ from g4spec.gguf import GGUF, ValueType
 TARGET_LAYERS = "g4spec.target.block_count"
 TARGET_HIDDEN = "g4spec.target.embedding_length"
 TOKENS = "tokenizer.ggml.tokens"
-FIX = "use the target this draft was made for, or convert the draft again with this one as --target"
+FIX = "use the target this draft was made for, or convert the draft again for this one"
 
 
 def check(target: GGUF, config: Any, draft: GGUF) -> None:

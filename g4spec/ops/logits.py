@@ -95,7 +95,7 @@ def edit_logits(
         ids, values = zip(*sampler.logit_bias, strict=True)
         if max(ids) >= len(row):
             raise UsageError(
-                "--logit-bias", expected=f"token ids 0 to {len(row) - 1}", found=max(ids)
+                "`logit_bias`", expected=f"token ids 0 to {len(row) - 1}", found=max(ids)
             )
         row[list(ids)] += torch.tensor(values, dtype=torch.float32, device=row.device)
     if not sampler.uses_history:
@@ -209,6 +209,27 @@ def logprobs(logits: torch.Tensor, token: int, n: int) -> tuple[float, list[tupl
     ids = _best(row, min(n, len(row)))
     values = logs[[token, *ids]].tolist()
     return values[0], list(zip(ids, values[1:], strict=True))
+
+
+def sampled_logprobs(
+    logits: torch.Tensor,
+    token: int,
+    n: int,
+    sampler: Sampler,
+    history: History | None = None,
+    mask: Mask | None = None,
+) -> tuple[float, list[tuple[int, float]]]:
+    """Compute log-probabilities of the distribution that the token was sampled from: after bias,
+    penalties, mask, filters and temperature.
+
+    Args:
+        logits: raw logits of one row, [V].
+        token, n: see `logprobs`; tokens of probability 0 are left out.
+        sampler, history, mask: see `choose_rows`; the history ends before this token.
+    """
+    edited = _masked(edit_logits(logits, sampler, history), sampler, history, mask)
+    value, best = logprobs(sampler.sampled_logits(edited), token, n)
+    return value, [(i, logprob) for i, logprob in best if logprob > -math.inf]
 
 
 def _best(row: torch.Tensor, n: int) -> list[int]:

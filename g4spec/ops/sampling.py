@@ -20,13 +20,8 @@ from g4spec.errors import InputError, Unsupported, UsageError
 
 Words = np.ndarray[Any, np.dtype[np.uint64]]
 
-EDITS = {
-    "logit_bias": "--logit-bias",
-    "repetition_penalty": "--repeat-penalty",
-    "presence_penalty": "--presence-penalty",
-    "frequency_penalty": "--frequency-penalty",
-}
-"""Fields of `Sampler` that edit logits before they are filtered, and their options.
+EDITS = ("logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty")
+"""Fields of `Sampler` that edit logits before they are filtered.
 `g4spec.ops.logits.edit_logits` applies them."""
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -110,50 +105,50 @@ class Sampler:
     frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
-        for flag, value, ok, want in (
+        for name, value, ok, want in (
             (
-                "temp",
+                "temperature",
                 self.temperature,
                 math.isfinite(self.temperature) and self.temperature >= 0,
                 ">= 0",
             ),
-            ("top-k", self.top_k, self.top_k >= 0, ">= 0 (0 keeps all)"),
-            ("top-p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]"),
-            ("min-p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("top_k", self.top_k, self.top_k >= 0, ">= 0 (0 keeps all)"),
+            ("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]"),
             ("seed", self.seed, 0 <= self.seed < 2**64, "in [0, 2^64)"),
             (
-                "repeat-penalty",
+                "repetition_penalty",
                 self.repetition_penalty,
                 0.01 <= self.repetition_penalty <= 100,
                 "in [0.01, 100] (1 is off)",
             ),
             (
-                "presence-penalty",
+                "presence_penalty",
                 self.presence_penalty,
                 -2 <= self.presence_penalty <= 2,
                 "in [-2, 2]",
             ),
             (
-                "frequency-penalty",
+                "frequency_penalty",
                 self.frequency_penalty,
                 -2 <= self.frequency_penalty <= 2,
                 "in [-2, 2]",
             ),
         ):
             if not ok:
-                raise UsageError(f"--{flag}", expected=want, found=value)
+                raise UsageError(f"`{name}`", expected=want, found=value)
         self._check_bias()
 
     def _check_bias(self) -> None:
         seen: set[int] = set()
         for token, value in self.logit_bias:
             if token < 0:
-                raise UsageError("--logit-bias", expected="a token id >= 0", found=token)
+                raise UsageError("`logit_bias`", expected="a token id >= 0", found=token)
             if token in seen:
-                raise UsageError("--logit-bias", expected="each token id once", found=token)
+                raise UsageError("`logit_bias`", expected="each token id once", found=token)
             if not (-100 <= value <= 100 or value == -math.inf):
                 raise UsageError(
-                    f"--logit-bias of token {token}", expected="-100 to 100, or -inf", found=value
+                    f"`logit_bias` of token {token}", expected="-100 to 100, or -inf", found=value
                 )
             seen.add(token)
 
@@ -177,11 +172,11 @@ class Sampler:
         return replace(self, **{name: getattr(_DEFAULT, name) for name in EDITS})
 
     def require_plain(self) -> None:
-        """Raise Unsupported, naming the options, unless the sampler is `plain`."""
-        given = [EDITS[name] for name in self._edits()]
-        if given:
+        """Raise Unsupported, naming the fields, unless the sampler is `plain`."""
+        edits = [f"`{name}`" for name in self._edits()]
+        if edits:
             raise Unsupported(
-                f"{', '.join(given)}: not applied where raw logits are sampled", fix="leave it out"
+                f"{', '.join(edits)}: not applied where raw logits are sampled", fix="leave it out"
             )
 
     def choose(self, logits: torch.Tensor, position: int) -> int:
@@ -209,6 +204,20 @@ class Sampler:
         """Choose tokens for `position`, `position` + 1, ... from logits [T, V]."""
         for i, row in enumerate(logits):
             yield self.choose(row, position + i)
+
+    def sampled_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits [V] whose softmax is the distribution that `choose` samples from.
+
+        Tokens that are never chosen have -inf; at temperature 0, all but the chosen one.
+        """
+        if self.suppress:
+            logits = logits.clone()
+            logits[list(self.suppress)] = -math.inf
+        if self.temperature == 0:
+            only = torch.full_like(logits, -math.inf)
+            only[logits.argmax()] = 0
+            return only
+        return self._filtered(logits) / self.temperature
 
     def _filtered(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits with removed candidates at -inf."""

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Literal
 
 from g4spec import quant
-from g4spec.errors import UsageError
+from g4spec.errors import UsageError, did_you_mean
 from g4spec.quant import mixes
 from g4spec.quant.format import Format
 from g4spec.quant.mix import Mix, TensorPosition
@@ -54,24 +54,30 @@ def parse_type(name: str, tensor_types: Iterable[str] = ()) -> Mix:
     """
     found = _mixes().get(name.lower())
     if found is None:
-        raise UsageError("unknown type", expected=f"one of {', '.join(names())}", found=name)
+        raise UsageError(
+            "`type`",
+            expected=f"one of {', '.join(names())}",
+            found=name,
+            fix=did_you_mean(name, names()),
+        )
     return replace(found, tensor_types=tuple(map(_tensor_type, tensor_types)))
 
 
 def _tensor_type(text: str) -> tuple[re.Pattern[str], Format]:
     pattern, _, name = text.rpartition("=")
     if not (pattern and name):
-        raise UsageError("--tensor-type", expected="PATTERN=TYPE, as ffn_down=q6_k", found=text)
+        raise UsageError("`tensor_types`", expected="PATTERN=TYPE, as ffn_down=q6_k", found=text)
     if name.lower() not in quant.writable_names():
         raise UsageError(
-            f"--tensor-type {text}: unknown type",
+            f"`tensor_types` {text}: unknown type",
             expected=f"one of {', '.join(quant.writable_names())}",
             found=name,
+            fix=did_you_mean(name, quant.writable_names()),
         )
     try:
         return re.compile(pattern), quant.get(name)
     except re.error as e:
-        raise UsageError(f"--tensor-type {text}: not a regular expression: {e}") from None
+        raise UsageError(f"`tensor_types` {text}: not a regular expression: {e}") from None
 
 
 def from_file_type(number: int) -> Mix | None:
@@ -113,7 +119,7 @@ class Policy:
         for pattern, _ in mix.tensor_types:
             if not any(map(pattern.search, shapes)):
                 raise UsageError(
-                    f"--tensor-type {pattern.pattern}: no tensor has such a name",
+                    f"`tensor_types` {pattern.pattern}: no tensor has such a name",
                     fix="`g4spec inspect FILE` lists them",
                 )
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from g4spec.core import Backend
-from g4spec.errors import EnvironmentProblem, UsageError
+from g4spec.errors import EnvironmentProblem, UsageError, did_you_mean
 from g4spec.runtime.backend import TorchBackend
 from g4spec.runtime.cuda.cache.cache_types import KINDS
 
@@ -42,7 +42,12 @@ def check(device: str, cache_type: str | None = None) -> tuple[int, bool] | None
     """Raise the errors of `select` without opening the device. Return the number of the GPU and
     whether to use only portable kernels; None for the CPU."""
     if cache_type not in (None, *KINDS):
-        raise UsageError("--cache-type", expected=" or ".join(KINDS), found=cache_type)
+        raise UsageError(
+            "`cache_type`",
+            expected=" or ".join(KINDS),
+            found=cache_type,
+            fix=did_you_mean(cache_type, KINDS),
+        )
     if device == "auto":
         device = "cpu" if _why_no_gpu() else "cuda"
     if device == "cpu":
@@ -52,7 +57,7 @@ def check(device: str, cache_type: str | None = None) -> tuple[int, bool] | None
         raise missing
     if index >= torch.cuda.device_count():
         raise UsageError(
-            "--device", expected=f"at most cuda:{torch.cuda.device_count() - 1}", found=device
+            "`device`", expected=f"at most cuda:{torch.cuda.device_count() - 1}", found=device
         )
     return index, portable
 
@@ -62,7 +67,10 @@ def _gpu(device: str) -> tuple[int, bool]:
     found = re.fullmatch(r"cuda(?::(\d+))?(:portable)?", device)
     if found is None:
         raise UsageError(
-            "--device", expected="cpu, cuda, cuda:1, cuda:portable or auto", found=device
+            "`device`",
+            expected="cpu, cuda, cuda:1, cuda:portable or auto",
+            found=device,
+            fix="use cuda for the first GPU" if "gpu" in device.lower() else None,
         )
     return int(found[1] or 0), found[2] is not None
 
@@ -77,10 +85,10 @@ def _why_no_gpu() -> EnvironmentProblem | None:
     """Return why no GPU can be used, or None."""
     if not torch.cuda.is_available():
         return EnvironmentProblem(
-            "--device cuda: torch finds no CUDA device here",
-            fix="use --device cpu, or see `g4spec doctor`",
+            "`device` cuda: torch finds no CUDA device here",
+            fix="use `device` cpu, or see `g4spec doctor`",
         )
     found = importlib.util.find_spec("cuda")
     if found is None or importlib.util.find_spec("cuda.core") is None:
-        return EnvironmentProblem("--device cuda: the package cuda-core is missing", fix=EXTRA)
+        return EnvironmentProblem("`device` cuda: the package cuda-core is missing", fix=EXTRA)
     return None

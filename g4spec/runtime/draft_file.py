@@ -20,15 +20,15 @@ def check_options(p_min: float | None, window: int | None, has_file: bool) -> No
     """Raise UsageError if `draft_p_min` or `draft_window` is out of range or given without a draft
     file."""
     if window is not None and not 1 <= window <= MAX_SIZE:
-        raise UsageError("--draft-window", expected=f"1 to {MAX_SIZE}", found=window)
+        raise UsageError("`draft_window`", expected=f"1 to {MAX_SIZE}", found=window)
     if window is not None and not has_file:
-        raise UsageError("--draft-window needs a draft with a cache", fix="pass one with -md")
+        raise UsageError("`draft_window` needs a draft with a cache", fix="pass one with `draft`")
     if p_min is not None and not 0 <= p_min <= 1:
-        raise UsageError("--draft-p-min", expected="0 to 1", found=p_min)
+        raise UsageError("`draft_p_min`", expected="0 to 1", found=p_min)
     if p_min and not has_file:
         raise UsageError(
-            "--draft-p-min needs a draft that has a confidence head",
-            fix="pass a DSpark draft with -md",
+            "`draft_p_min` needs a draft that has a confidence head",
+            fix="pass a DSpark draft with `draft`",
         )
 
 
@@ -66,7 +66,7 @@ class DraftFile:
         caches, window = self.kind.caches, self.window
         if window is not None and caches(self.config, window) == caches(self.config, None):
             raise UsageError(
-                "--draft-window does nothing with this draft: it has no cache of all "
+                "`draft_window` does nothing with this draft: it has no cache of all "
                 "of the context",
                 fix="leave it out",
             )

@@ -333,14 +333,14 @@ def check_request(prompt: Sequence[int], options: Options, config: Any, n_ctx: i
     if len(prompt) > n_ctx:
         needed, trained = len(prompt) + options.n_predict, config.n_ctx
         fix = (
-            f"use -c {needed}"
+            f"use `n_ctx` {needed}"
             if needed <= trained
             else (f"use a shorter one: the model was trained on {trained} tokens")
         )
         raise PromptTooLong(len(prompt), n_ctx, len(prompt), fix)
     if bad := [t for t, _ in options.sampler.logit_bias if t >= config.n_vocab]:
         raise UsageError(
-            "--logit-bias", expected=f"token ids 0 to {config.n_vocab - 1}", found=bad[0]
+            "`logit_bias`", expected=f"token ids 0 to {config.n_vocab - 1}", found=bad[0]
         )
 
 
@@ -364,7 +364,7 @@ def _context(requested: int | None, trained: int) -> int:
         return trained
     if not 1 <= requested <= trained:
         raise UsageError(
-            "-c", expected=f"1 to {trained}, what the model was trained on", found=requested
+            "`n_ctx`", expected=f"1 to {trained}, what the model was trained on", found=requested
         )
     return requested
 

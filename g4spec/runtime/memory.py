@@ -155,7 +155,7 @@ def require_fits(plan: MemoryPlan, at: dict[int, MemoryPlan], free: int) -> None
         return
     fitting = [n for n, p in at.items() if p.total <= free]
     if fitting:
-        fix = f"use -c {max(fitting)}, the largest context that fits"
+        fix = f"use `n_ctx` {max(fitting)}, the largest context that fits"
     elif plan.weights + plan.draft_weights > free:
         fix = "no context fits: the weights alone need more; use a smaller type or model"
     else:

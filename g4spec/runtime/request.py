@@ -42,6 +42,8 @@ class Options:
         ignore_eos: continue after stop tokens.
         logprobs: number of top log-probabilities to report for each token; 0: only that of the
             token, None: none. They belong to the unfiltered distribution at temperature 1.
+        sampled_logprobs: `logprobs` belong to the distribution that tokens are sampled from: after
+            bias, penalties, mask, filters and temperature.
         n: number of completions; completion i uses the sampler's seed + i.
         mask: function from the tokens so far to the allowed next tokens (bool [V], or None for
             all), for grammars.
@@ -56,6 +58,7 @@ class Options:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    sampled_logprobs: bool = False
     n: int = 1
     mask: Mask | None = None
     stream: Callable[[], TextStream] | None = None
@@ -63,17 +66,17 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.n_predict < 1:
-            raise UsageError("-n", expected=">= 1", found=self.n_predict)
+            raise UsageError("`n_predict`", expected=">= 1", found=self.n_predict)
         if self.draft_max != "auto" and not 0 <= self.draft_max <= MAX_DRAFT:
             raise UsageError(
-                "--draft-max", expected=f"0 to {MAX_DRAFT}, or auto", found=self.draft_max
+                "`draft_max`", expected=f"0 to {MAX_DRAFT}, or auto", found=self.draft_max
             )
         if "" in self.stop:
-            raise UsageError("--stop: an empty text would stop everything")
+            raise UsageError("`stop`: an empty text would stop everything")
         if self.logprobs is not None and self.logprobs < 0:
-            raise UsageError("logprobs", expected=">= 0", found=self.logprobs)
+            raise UsageError("`logprobs`", expected=">= 0", found=self.logprobs)
         if self.n < 1:
-            raise UsageError("n", expected=">= 1", found=self.n)
+            raise UsageError("`n`", expected=">= 1", found=self.n)
 
 
 @dataclass(slots=True)

@@ -213,7 +213,7 @@ class Tokenizer:
         if not self.template:
             raise InputError(
                 f"{self.source}: no chat template (tokenizer.chat_template)",
-                fix="give the whole prompt as text, without --chat",
+                fix="give the whole prompt as text, without `chat`",
             )
         first = [{"role": "system", "content": system}] if system else []
         eos = self._tokens[min(self.stop_ids)] if self.stop_ids else ""

@@ -94,7 +94,7 @@ class RemoteChat:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._fields, self._show_origins = dict(fields), show_origins
         if key and not (key.isascii() and key.isprintable()):
-            raise UsageError("--api-key", expected="printable ASCII", found=repr(key))
+            raise UsageError("`key`", expected="printable ASCII", found=repr(key))
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._http = httpx.AsyncClient(headers=headers, timeout=httpx.Timeout(None, connect=10))
 
@@ -247,5 +247,5 @@ async def _raise_for_status(response: httpx.Response) -> None:
         message = str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, LookupError, TypeError, RecursionError):
         message = ""
-    fix = "pass the server's key with --api-key" if response.status_code == 401 else None
+    fix = "pass the server's key with `key`" if response.status_code == 401 else None
     raise InputError(f"{response.url.path}: {message or response.status_code}", fix=fix)

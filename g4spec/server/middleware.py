@@ -5,18 +5,25 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from g4spec.server.json_response import JsonResponse, dumps
 from g4spec.server.request_errors import RequestError
 
 log = logging.getLogger("g4spec.server")
+
+BODY_LIMIT = 32 << 20
+"""Default of the maximum size of a request body, in bytes."""
 
 PATHS_WITHOUT_KEY = ("/", "/health", "/v1/health", "/openapi.json")
 """Paths that require no API key; the chat page asks for the key that its requests need."""
@@ -118,6 +125,72 @@ class BodyLimitMiddleware:
             await response(scope, receive, send)
 
 
+LOOPBACK_ORIGIN = re.compile(r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?")
+"""Origins that `localhost` stands for in `--cors-origin`."""
+
+
+class OriginMiddleware(CORSMiddleware):
+    """Allows cross-origin requests (CORS) of some origins.
+
+    A preflight request of another origin is answered with 200 and without the CORS headers, as
+    llama.cpp does: the browser then blocks the request.
+
+    Args:
+        origins: allowed origins; `*` allows all, `localhost` those of this machine on any port.
+    """
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
+        super().__init__(
+            app,
+            allow_origins=[origin for origin in origins if origin != "localhost"],
+            allow_origin_regex=LOOPBACK_ORIGIN.pattern if "localhost" in origins else None,
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """See `CORSMiddleware`."""
+        if self.is_allowed_origin(request_headers["origin"]):
+            return super().preflight_response(request_headers)
+        return Response(headers={"vary": "Origin"})
+
+
+class DisabledPathsMiddleware:
+    """Answers requests to disabled paths with an error: 404 for the page, otherwise 501.
+
+    Args:
+        paths: disabled paths, each with the option of `serve` that disables it.
+    """
+
+    def __init__(self, app: ASGIApp, paths: Mapping[str, str]) -> None:
+        self._app, self._paths = app, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        option = self._paths.get(scope["path"]) if scope["type"] == "http" else None
+        if option is None:
+            await self._app(scope, receive, send)
+            return
+        status = 404 if scope["path"] == "/" else 501
+        refused = RequestError(
+            status, f"{scope['path']} is disabled; start the server without {option}"
+        )
+        await error_response(refused, scope)(scope, receive, send)
+
+
+class WakeMiddleware:
+    """Calls `wake` for each POST request: GET requests show the state of a sleeping server."""
+
+    def __init__(self, app: ASGIApp, wake: Callable[[], None]) -> None:
+        self._app, self._wake = app, wake
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] == "http" and scope["method"] == "POST":
+            self._wake()
+        await self._app(scope, receive, send)
+
+
 class PanicMiddleware:
     """Converts a panic of a Rust library into a RuntimeError, which is answered with 500.
 
@@ -181,6 +254,23 @@ class RequestLogMiddleware:
                     }
                 },
             )
+
+
+def create_middleware(
+    keys: Sequence[str] = (),
+    origins: Sequence[str] = (),
+    body_limit: int = BODY_LIMIT,
+    disabled: Mapping[str, str] | None = None,
+) -> list[Middleware]:
+    """Return the middleware of an application, outermost first; arguments as in
+    `g4spec.server.app.create_app`."""
+    out = [Middleware(RequestLogMiddleware), Middleware(BodyLimitMiddleware, limit=body_limit)]
+    if origins:
+        out.append(Middleware(OriginMiddleware, origins=origins))
+    out.append(Middleware(ApiKeyMiddleware, keys=keys))
+    if disabled:
+        out.append(Middleware(DisabledPathsMiddleware, paths=disabled))
+    return [*out, Middleware(PanicMiddleware)]
 
 
 class JsonLogFormatter(logging.Formatter):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from g4spec.errors import EnvironmentProblem, G4Error, PromptTooLong
+from g4spec.errors import EnvironmentProblem, G4Error, PromptTooLong, spell
 from g4spec.ops.sampling import NotFinite
 
 TYPES = {
@@ -15,9 +16,18 @@ TYPES = {
     408: "timeout_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
+    501: "not_supported_error",
     503: "overloaded_error",
 }
 
+FIELDS = {
+    name: name
+    for name in (
+        *("temperature", "top_k", "top_p", "min_p", "seed", "stop", "n", "logprobs", "logit_bias"),
+        *("repetition_penalty", "presence_penalty", "frequency_penalty", "draft_max"),
+    )
+} | {"n_predict": "max_tokens"}
+"""Parameter of the engine -> field of a request, for messages (see `g4spec.errors.spell`)."""
 
 ANTHROPIC = {**TYPES, 413: "request_too_large"}
 """Error types of Anthropic's API by HTTP status; all others are `api_error`."""
@@ -52,10 +62,11 @@ class RequestError(Exception):
     @classmethod
     def of(cls, error: G4Error) -> RequestError:
         """Convert an error raised by the engine."""
+        message = spell(str(error), FIELDS)
         if isinstance(error, NotFinite):
-            return cls(500, str(error), code="model_error")
+            return cls(500, message, code="model_error")
         if isinstance(error, EnvironmentProblem):
-            return cls(503, str(error), code="unavailable")
+            return cls(503, message, code="unavailable")
         if isinstance(error, PromptTooLong):  # the code of OpenAI, the type of llama.cpp
             message = (
                 f"the prompt does not fit: {error.found} exceeds the available context size of "
@@ -67,7 +78,8 @@ class RequestError(Exception):
                 "n_ctx": error.n_ctx,
             }
             return cls(400, message, code="context_length_exceeded", more=more)
-        return cls(400, str(error))
+        name = re.match(r"`(\w+)`", error.what)
+        return cls(400, message, param=FIELDS.get(name[1]) if name else None)
 
     def json(self) -> dict[str, Any]:
         """Return the response body in OpenAI's format."""

@@ -29,9 +29,9 @@ HEADER_LIMIT = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """Host, port and TLS files (PEM) of the server; plain HTTP without a certificate."""
+    """Hosts, port and TLS files (PEM) of the server; plain HTTP without a certificate."""
 
-    host: str = "127.0.0.1"
+    hosts: tuple[str, ...] = ("127.0.0.1",)
     port: int = 8080
     certificate: Path | None = None
     key: Path | None = None
@@ -41,7 +41,7 @@ def check_certificate(address: ServerAddress) -> None:
     """Raise UsageError for a key without a certificate, InputError for unusable files."""
     if address.certificate is None:
         if address.key is not None:
-            raise UsageError("--ssl-key-file requires a certificate: add --ssl-cert-file")
+            raise UsageError("`key` needs a certificate", fix="pass it with `certificate`")
         return
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
@@ -115,17 +115,27 @@ def configure_logging() -> None:
         log.propagate = False
 
 
-def listen(address: ServerAddress) -> socket.socket:
-    """Bind and return a listening socket; raise EnvironmentProblem if that fails."""
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    try:
-        return socket.create_server((address.host, address.port), family=family, backlog=2048)
-    except (OSError, OverflowError) as error:
-        raise EnvironmentProblem(
-            f"cannot listen on {address.host}:{address.port}",
-            found=error,
-            fix="choose another --port or --host",
-        ) from None
+def listen(address: ServerAddress) -> list[socket.socket]:
+    """Bind and return one listening socket per host, all on the same port.
+
+    Raises:
+        EnvironmentProblem: a socket cannot be bound; none is left open.
+    """
+    port, listeners = address.port, list[socket.socket]()
+    for host in address.hosts:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            listeners.append(socket.create_server((host, port), family=family, backlog=2048))
+        except (OSError, OverflowError) as error:
+            for listener in listeners:
+                listener.close()
+            raise EnvironmentProblem(
+                f"cannot listen on {host}:{port}",
+                found=error,
+                fix="choose another `port` or `host`",
+            ) from None
+        port = listeners[0].getsockname()[1]
+    return listeners
 
 
 def create_server(
@@ -155,48 +165,52 @@ def create_server(
 def serve(
     service: Service,
     address: ServerAddress,
-    listener: socket.socket,
+    listeners: list[socket.socket],
     ready: Callable[[], None],
     **more: Any,
 ) -> None:
     """Serve one model until a signal.
 
     Args:
-        listener: listening socket (`listen`).
+        listeners: listening sockets (`listen`).
         ready: called once the server accepts requests.
         more: arguments of `g4spec.server.app.create_app`.
     """
     configure_logging()
     service.warm_up()
-    create_server(create_app(service, **more), service, address, ready).run(sockets=[listener])
+    create_server(create_app(service, **more), service, address, ready).run(sockets=listeners)
 
 
 def serve_models(
     router: model_router.ModelRouter,
     address: ServerAddress,
-    listener: socket.socket,
+    listeners: list[socket.socket],
     ready: Callable[[], None],
     **more: Any,
 ) -> None:
     """Serve several models until a signal; see `serve`."""
     configure_logging()
     create_server(model_router.create_app(router, **more), router, address, ready).run(
-        sockets=[listener]
+        sockets=listeners
     )
 
 
 def is_exposed(address: ServerAddress) -> bool:
-    """Return True unless the host is a loopback address."""
-    if address.host == "localhost":
-        return False
-    try:
-        return not ipaddress.ip_address(address.host).is_loopback
-    except ValueError:
+    """Return True unless all hosts are loopback addresses."""
+    return not all(map(_is_loopback, address.hosts))
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
         return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
-def url(address: ServerAddress, listener: socket.socket) -> str:
-    """Return the URL of a listening socket."""
-    host, port = listener.getsockname()[:2]
+def url(address: ServerAddress, listeners: list[socket.socket]) -> str:
+    """Return the URL of the first listening socket."""
+    host, port = listeners[0].getsockname()[:2]
     scheme = "https" if address.certificate else "http"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -35,6 +35,8 @@ HOLDS = {"f32": ("f32", "f16", "bf16"), "f16": ("f16",), "bf16": ("bf16",)}
 """Type in the file -> source types whose values it holds exactly."""
 RELATIVE = {"f32": 2.0**-24, "bf16": 2.0**-8, "f16": 2.0**-11}
 """Half a unit in the last place, relative to the value."""
+UNRELATED = 1.1
+"""Relative RMS error above which two tensors have nothing to do with each other."""
 TINY = {"f32": 0.0, "bf16": 0.0, "f16": 2.0**-25}
 
 
@@ -76,7 +78,7 @@ class Comparison:
     """The comparison of all tensors.
 
     Attributes:
-        kind: title of the source's kind if it differs from the file's, else None.
+        other: what the source is if it is not the file's, as another kind of model; else "".
         unused: source tensors that are not in the file and are not dropped on purpose.
         sourceless: tensors of the file that are not in the source.
         shapes: name -> (shape in the source, shape in the file), where they differ.
@@ -84,7 +86,7 @@ class Comparison:
         digest: digest of a checkpoint folder, as recorded by a conversion.
     """
 
-    kind: str | None = None
+    other: str = ""
     tensors: list[Difference] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     sourceless: list[str] = field(default_factory=list)
@@ -109,6 +111,7 @@ class Converted(Protocol):
     def open_file(self) -> GGUF: ...
     def shape(self, name: str) -> tuple[int, ...] | None: ...
     def numbers(self, key: str) -> Any: ...
+    def text(self, key: str) -> str | None: ...
 
 
 def compare(s: Converted) -> Comparison:
@@ -117,14 +120,40 @@ def compare(s: Converted) -> Comparison:
     found = sources.detect(s.source)
     out = Comparison()
     if found.kind is not s.kind:
-        out.kind = found.kind.TITLE
+        out.other = found.kind.TITLE
         return out
     if isinstance(found.source, GGUF):
         with found.source as file:
-            return _Compare(s, _from_gguf(file), True, out).run()
-    out.digest = provenance.digest(found.source)
-    names = {canonical_name(n, found.kind): t for n, t in found.source.tensors.items()}
-    return _Compare(s, names, False, out).run()
+            _Compare(s, _from_gguf(file), True, out).run()
+    else:
+        out.digest = provenance.digest(found.source)
+        names = {canonical_name(n, found.kind): t for n, t in found.source.tensors.items()}
+        _Compare(s, names, False, out).run()
+    out.other = _other_model(out, s.text(provenance.DIGEST) or "")
+    return out
+
+
+def _other_model(c: Comparison, recorded: str) -> str:
+    """Describe a source of the file's kind that is another model; "" if it can be the file's own.
+
+    More than half of the tensors must differ. Without a digest of the source in the file, only
+    values that have nothing to do with each other count (independent ones have an error of 1.41):
+    a conversion with a wrong scale differs everywhere and has the right source.
+    """
+    if recorded and recorded == c.digest:
+        return ""
+    differing = [t for t in c.tensors if t.first is not None]
+    missing, reshaped = len(c.sourceless), len(c.shapes)
+    total = len(c.tensors) + missing + reshaped
+    known = recorded and c.digest
+    counted = [t for t in differing if known or t.relative_rms > UNRELATED]
+    if 2 * (len(counted) + missing + reshaped) <= total:
+        return ""
+    return (
+        f"another model or revision: {len(differing) + missing + reshaped} of {total} tensors "
+        f"differ ({missing} missing there, {reshaped} of another shape, {len(differing)} with "
+        "other values)"
+    )
 
 
 def _from_gguf(file: GGUF) -> dict[str, StoredTensor]:
@@ -142,7 +171,7 @@ class _Compare:
     ) -> None:
         self.s, self.source, self.same_names, self.out = s, source, same_names, out
 
-    def run(self) -> Comparison:
+    def run(self) -> None:
         left = set(self.source)
         jobs: list[tuple[str, Format, NDArray[np.uint8], StoredTensor]] = []
         for spec in self.s.specs.values():
@@ -162,7 +191,6 @@ class _Compare:
         jobs += list(self._arrays(left))
         self.out.unused = sorted(n for n in left if not self._dropped(n))
         self._differences(jobs)
-        return self.out
 
     def _source(self, spec: TensorSpec, name: str | None) -> StoredTensor | None:
         """Return the source tensor, transformed as a conversion would."""

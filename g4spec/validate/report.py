@@ -107,7 +107,7 @@ class Report:
             r, f = failure.rule, failure.finding
             out.line(f"{r.severity} {r.id}: {r.title}", style[r.severity])
             out.line(f"  {f.where}: expected {f.expected}, found {f.found}")
-            out.line(f"  to do: {f.fix}")
+            out.line(f"  fix: {f.fix}")
         for reason, n in Counter(self.skipped.values()).items():
             how = f"; pass {GIVE[reason]}" if reason in GIVE else ""
             out.line(f"NOT CHECKED: {n} rules, as {reason}{how}", "warn")

@@ -1,6 +1,6 @@
 """Definition and registry of rules. A rule is one function in `rules/<family>.py`:
 
-    @rule("G4-D2T-004", ERROR, "d2t stays inside the target's vocabulary", on=DFLASH)
+    @rule("G4-D2T-004", ERROR, "d2t must stay inside the target's vocabulary", on=DFLASH)
     def in_range(s: Subject) -> Findings:
         '''Why: the failure that this rule detects.'''
         if <wrong>:

@@ -18,7 +18,7 @@ from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import GGUF, ValueType, parts
 from g4spec.models.spec import TensorSpec
 from g4spec.validate import header, scan
-from g4spec.validate.needs import NO_SOURCE, NO_TARGET, Needs
+from g4spec.validate.needs import NO_SOURCE, NO_TARGET, OTHER_SOURCE, Needs
 
 if TYPE_CHECKING:
     from g4spec.validate.compare import Comparison
@@ -98,8 +98,14 @@ class Subject:
             return "the metadata does not describe a known model"
         if needs == Needs.TARGET and (self.target is None or self.target.config is None):
             return NO_TARGET
-        if needs == Needs.SOURCE and self.source is None:
+        return self._source_missing(needs) if needs >= Needs.SOURCE else None
+
+    def _source_missing(self, needs: Needs) -> str | None:
+        """Return why a rule that compares with the source cannot run, or None if it can."""
+        if self.source is None:
             return NO_SOURCE
+        if needs == Needs.OWN_SOURCE and self.comparison.other:
+            return OTHER_SOURCE
         return None
 
     def _cannot_convert(self) -> str | None:
@@ -110,6 +116,8 @@ class Subject:
             return "the architecture is not known"
         if self.arch not in models.TARGETS and self.target is None:
             return NO_TARGET
+        if self.config is not None and self.comparison.other:
+            return OTHER_SOURCE
         return None
 
     @property

@@ -139,7 +139,7 @@ def test_lengths(text: str, most: int | None, expected: tuple[object, ...]) -> N
 
 @pytest.mark.parametrize("text", ["", "16", "-1", "two", "1;2"])
 def test_wrong_lengths(text: str) -> None:
-    with pytest.raises(UsageError, match="--draft-max"):
+    with pytest.raises(UsageError, match="`lengths`"):
         bench.parse_lengths(text, MAX_DRAFT)
 
 
@@ -271,9 +271,9 @@ def test_long_prompts_have_the_length_and_end_inside_a_new_function(tokens: int)
 
 def test_unknown_category_and_too_many_prompts() -> None:
     tokenizer = bench_engine.Characters()
-    with pytest.raises(UsageError, match="--categories"):
+    with pytest.raises(UsageError, match="`categories`"):
         prompts(tokenizer, ["poems"])  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="--prompts"):
+    with pytest.raises(UsageError, match="`count`"):
         prompts(tokenizer, ["code"], 99)  # type: ignore[arg-type]
 
 
@@ -302,5 +302,5 @@ def test_mt_bench_refuses_other_files(tmp_path, text: str) -> None:  # type: ign
 
 
 def test_mt_bench_says_where_the_file_comes_from(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(InputError, match=r"question\.jsonl.*FastChat.*--dataset"):
+    with pytest.raises(InputError, match=r"question\.jsonl.*FastChat.*`dataset`"):
         mt_bench(tmp_path / "question.jsonl")

@@ -89,7 +89,7 @@ def test_a_folder_with_several_files(g4spec: Cli, home: Path, tmp_path: Path) ->
 def test_unknown_synthetic_model(g4spec: Cli) -> None:
     assert "--synthetic: expected 31b" in g4spec.refused("bench", "--synthetic", "32b")
     stderr = g4spec.refused("bench", "--synthetic", "31b", "--type", "q4")
-    assert "unknown type: expected one of f32" in stderr and "found q4" in stderr
+    assert "--type: expected one of f32" in stderr and "found q4" in stderr
     stderr = g4spec.refused("bench", "--synthetic", "e4b", "-md", "dflash")
     assert "-md with --synthetic e4b: expected assistant, found dflash" in stderr
 

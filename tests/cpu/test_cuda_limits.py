@@ -81,7 +81,7 @@ def test_heads_that_are_no_blocks(dim: int) -> None:
     cache.append(batch.slots, batch.positions, rows, -rows)
     keys, values = cache.read(0, 0, 19)
     assert torch.equal(keys, rows.half().float()) and torch.equal(values, -rows.half().float())
-    with pytest.raises(Unsupported, match=f"q8_0 for heads of {dim}.*--cache-type f16"):
+    with pytest.raises(Unsupported, match=f"q8_0 for heads of {dim}.*`cache_type` f16"):
         CudaKV(shape, spread(2, 256, device="cpu"), kind="q8_0")
 
 

@@ -6,14 +6,16 @@ import functools
 import json
 from collections.abc import Callable
 from contextlib import suppress
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from g4spec import convert
-from g4spec.advisor import lookup, model_files, named_models, questions
+from g4spec.advisor import lookup, model_files, named_models, questions, runtime_support
 from g4spec.advisor import memory_needs as memory
 from g4spec.advisor.cards import assume
 from g4spec.advisor.doctor import diagnose
@@ -22,6 +24,8 @@ from g4spec.advisor.facts import facts
 from g4spec.advisor.schema import SizeFact
 from g4spec.core import CacheShape
 from g4spec.errors import InputError, UsageError
+from g4spec.gguf import GGUF
+from g4spec.runtime.cuda import gpu_memory
 from tests.cpu.gguf_fixtures import Entry
 from tests.support import faults, tiny, tiny_drafts
 
@@ -380,3 +384,17 @@ def test_only_active_experts_and_no_token_tables_are_read() -> None:
     small = file(per_layer_token_embd__weight=300, token_embd__weight=100)
     assert model_files._read_once(small, {}, "gemma4") == pytest.approx(0.25)
     assert model_files._read_once(file(), {}, "gemma4") == 1.0
+
+
+def test_weights_are_counted_as_the_runtime_holds_them(family: dict[str, Path]) -> None:
+    """Columns that are not a multiple of 64 have no kernel: such matrices are held as float32."""
+    with GGUF(family["target.gguf"]) as file:
+        card = gpu_memory.Card(torch.device("cpu"), "f16")
+        assert runtime_support.weight_bytes(file) == card.weights(file.tensors.values())
+        odd = [t for t in file.tensors.values() if t.format.quantized and t.shape[-1] % 64]
+        assert odd
+        least = sum(t.nbytes for t in file.tensors.values() if t not in odd)
+        assert runtime_support.weight_bytes(file) >= least + sum(4 * prod(t.shape) for t in odd)
+    target = lookup.find_target(FACTS, str(family["target.gguf"]))
+    assert target.formats[0].own > target.formats[0].nbytes
+    assert any("float32" in note for note in target.notes)

@@ -329,7 +329,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(
 def test_a_bias_outside_the_vocabulary_is_refused_at_once(texts: list[str]) -> None:
     on = engine()
     good = on.submit(PROMPTS[0], OPTIONS)
-    with pytest.raises(UsageError, match="--logit-bias"):
+    with pytest.raises(UsageError, match="`logit_bias`"):
         on.submit(PROMPTS[1], Options(4, Sampler(logit_bias=((mm.V, 1.0),))))
     list(good)
     assert good.text == texts[0]

@@ -231,12 +231,12 @@ def test_every_kind_of_row_is_used(known: Facts) -> None:
 
 def test_what_opens_is_what_the_code_opens() -> None:
     """The page comes from the code; types with kernels are those that weights are packed for."""
-    from g4spec.advisor import opens, runtime_support
-    from g4spec.runtime.cuda.weights import packing
+    from g4spec.advisor import opens
+    from g4spec.runtime.cuda.weights import held_size, packing
 
     path = Path(__file__).resolve().parents[2] / "docs" / "opens.md"
     assert path.read_text(encoding="utf-8") == opens.document(), "python -m g4spec.advisor.opens"
-    assert runtime_support.with_kernels() == {*packing.PARTS, "f32", "f16", "bf16"}
+    assert held_size.with_kernels() == {*packing.PARTS, "f32", "f16", "bf16"}
     assert {row[0].lower() for row in opens.types()} == set(quant.readable())
 
 

@@ -19,7 +19,7 @@ from g4spec.runtime.draft_file import DraftFile
 from g4spec.runtime.engine import Engine, read_tokenizer
 from g4spec.runtime.target import Target
 from g4spec.runtime.tokenizer import SUPPRESS
-from g4spec.server.model_router import find_models
+from g4spec.server.model_folder import find_models
 from tests.support import kinds, malformed, tiny
 from tests.support.malformed import MASK, Change, changed, missing, not_finite, pointing, shorter
 

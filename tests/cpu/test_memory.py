@@ -97,9 +97,9 @@ def test_a_run_that_cannot_fit_names_the_largest_context(
     plans = [Engine.load(target, n_ctx=n).memory for n in (1024, 2048)]
     (small, large), weights = (p.total for p in plans), plans[0].weights
     monkeypatch.setattr(memory, "available", lambda: (small + large) // 2)
-    with pytest.raises(EnvironmentProblem, match=r"Use -c \d+") as refused:
+    with pytest.raises(EnvironmentProblem, match=r"Use `n_ctx` \d+") as refused:
         Engine.load(target, n_ctx=2048)
-    found = re.search(r"-c (\d+)", str(refused.value))
+    found = re.search(r"`n_ctx` (\d+)", str(refused.value))
     assert found and 1024 <= int(found[1]) < 2048
     assert Engine.load(target, n_ctx=int(found[1])).n_ctx == int(found[1])
 
@@ -157,7 +157,7 @@ print(engine.memory.total, peak() - before)
 
 @pytest.mark.parametrize("n_ctx", [-1, 10**9])
 def test_impossible_contexts_are_usage_errors(tmp_path: Path, n_ctx: int) -> None:
-    with pytest.raises(UsageError, match="-c"):
+    with pytest.raises(UsageError, match="`n_ctx`"):
         Engine.load(tokens.target_file(tmp_path / "t.gguf"), n_ctx=n_ctx)
 
 
@@ -173,7 +173,7 @@ def test_prompts_that_cannot_be_read(tmp_path: Path, prompt: list[int], match: s
 def test_a_target_is_not_a_draft_and_a_draft_not_a_target(tmp_path: Path) -> None:
     target = tokens.target_file(tmp_path / "t.gguf")
     draft = tokens.draft_file(tmp_path / "d.gguf")
-    with pytest.raises(InputError, match="pass it with -md"):
+    with pytest.raises(InputError, match="pass it with `draft`"):
         Engine.load(draft)
     with pytest.raises(InputError, match="not a draft"):
         Engine.load(target, target)

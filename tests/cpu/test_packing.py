@@ -213,11 +213,12 @@ def test_values_lie_where_the_layout_says(name: str, unit: int) -> None:
 
 
 def test_matrices_that_no_kernel_takes_are_named() -> None:
-    assert packing.unpackable("q8_0", 128, 9, False) == ""
-    assert packing.unpackable("q8_0", 96, 9, True) == ""
-    assert packing.unpackable("q8_0", 96, 9, False) == "q8_0 matrices of 96 columns"
-    assert packing.unpackable("q8_0", 64, 1 << 20, False) == "q8_0 matrices of 1048576 rows"
-    assert packing.unpackable("tq1_0", 256, 9, True) == "tq1_0 matrices"
+    assert held_size.unpackable("q8_0", 128, 9, False) == ""
+    assert held_size.unpackable("q8_0", 96, 9, True) == ""
+    assert held_size.unpackable("q8_0", 96, 9, False) == "q8_0 matrices of 96 columns"
+    assert held_size.unpackable("q8_0", 64, 1 << 20, False) == "q8_0 matrices of 1048576 rows"
+    assert held_size.unpackable("tq1_0", 256, 9, True) == "tq1_0 matrices"
+    assert held_size.block_bytes("tq1_0") == 4 * quant.get("tq1_0").block
     with pytest.raises(Unsupported, match="TQ1_0"):
         packing.unit_of("tq1_0", 256)
 

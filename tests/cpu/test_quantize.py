@@ -240,7 +240,7 @@ def test_names_of_what_can_be_asked_for() -> None:
 def test_quantized_files_need_permission(type: str, full: Path, tmp_path: Path) -> None:
     once, twice = tmp_path / "once.gguf", tmp_path / "twice.gguf"
     quantize(full, once, type)
-    with pytest.raises(InputError, match=r"quantized already.*--allow-requantize"):
+    with pytest.raises(InputError, match=r"quantized already.*`allow_requantize`"):
         quantize(once, twice, "q5_k_m")
     assert not twice.exists()
     quantize(once, twice, "q5_k_m", allow_requantize=True)

@@ -102,23 +102,23 @@ def test_logits_without_a_largest_one_are_refused(bad: list[float]) -> None:
     ],
 )
 def test_settings_out_of_range_are_usage_errors(kw: dict[str, float]) -> None:
-    with pytest.raises(UsageError, match="--"):
+    with pytest.raises(UsageError, match=r"^`\w+`: expected"):
         Sampler(**kw)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     "message,kw",
     [
-        ("--repeat-penalty: expected", {"repetition_penalty": 0.0}),
-        ("--repeat-penalty: expected", {"repetition_penalty": math.inf}),
-        ("--presence-penalty: expected", {"presence_penalty": 2.1}),
-        ("--presence-penalty: expected", {"presence_penalty": math.nan}),
-        ("--frequency-penalty: expected", {"frequency_penalty": -2.1}),
-        ("--logit-bias: expected a token id", {"logit_bias": ((-1, 0.0),)}),
-        ("--logit-bias: expected each token id once", {"logit_bias": ((1, 0.0), (1, 2.0))}),
-        ("--logit-bias of token 7", {"logit_bias": ((7, 100.5),)}),
-        ("--logit-bias of token 7", {"logit_bias": ((7, math.inf),)}),
-        ("--logit-bias of token 7", {"logit_bias": ((7, math.nan),)}),
+        ("`repetition_penalty`: expected", {"repetition_penalty": 0.0}),
+        ("`repetition_penalty`: expected", {"repetition_penalty": math.inf}),
+        ("`presence_penalty`: expected", {"presence_penalty": 2.1}),
+        ("`presence_penalty`: expected", {"presence_penalty": math.nan}),
+        ("`frequency_penalty`: expected", {"frequency_penalty": -2.1}),
+        ("`logit_bias`: expected a token id", {"logit_bias": ((-1, 0.0),)}),
+        ("`logit_bias`: expected each token id once", {"logit_bias": ((1, 0.0), (1, 2.0))}),
+        ("`logit_bias` of token 7", {"logit_bias": ((7, 100.5),)}),
+        ("`logit_bias` of token 7", {"logit_bias": ((7, math.inf),)}),
+        ("`logit_bias` of token 7", {"logit_bias": ((7, math.nan),)}),
     ],
 )
 def test_edits_out_of_range_name_their_option(message: str, kw: dict[str, float]) -> None:

@@ -297,7 +297,7 @@ def test_chat() -> None:
 
 def test_chat_without_a_template() -> None:
     tokens, types, merges = tiny.vocabulary()
-    with pytest.raises(InputError, match=r"no chat template.*--chat"):
+    with pytest.raises(InputError, match=r"no chat template.*`chat`"):
         Tokenizer(tokens, types, merges, bos=2).chat([{"role": "user", "content": "x"}])
 
 

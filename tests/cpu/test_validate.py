@@ -164,6 +164,14 @@ def test_titles_differ() -> None:
     assert len(set(titles)) == len(titles)
 
 
+@pytest.mark.parametrize("rule_id", all_rules())
+def test_the_title_of_a_failed_rule_reads_as_a_requirement(rule_id: str) -> None:
+    """It is printed beside a finding: a statement ("d2t increases") would say the opposite."""
+    rule = all_rules()[rule_id]
+    modal = "must" if rule.severity is Severity.ERROR else "should"
+    assert modal in rule.title.split(), rule.title
+
+
 def test_the_document_is_up_to_date() -> None:
     path = ROOT / "docs" / "rules.md"
     if os.environ.get("G4SPEC_WRITE_DOCS"):

@@ -17,8 +17,10 @@ from g4spec.models import assistant, dflash, gemma4
 from g4spec.quant import policy
 from g4spec.validate import all_rules, validate
 from g4spec.validate.compare import difference
+from g4spec.validate.needs import OTHER_SOURCE
+from g4spec.validate.rule import Severity
 from tests.cpu import gguf_fixtures as fx
-from tests.support import tiny
+from tests.support import faults, tiny
 
 Tensors = dict[str, tuple[np.ndarray, str]]
 
@@ -135,6 +137,34 @@ def test_the_wrong_folder_is_named(tmp_path: Path) -> None:
     source = folder(tmp_path / "source", *checkpoint("target"))
     report = validate(fx.zlab().write(tmp_path / "x.gguf"), against=source)
     assert [f.rule.id for f in report.failures if f.rule.family == "CMP"] == ["G4-CMP-001"]
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_another_model_of_the_same_kind_is_one_finding(tmp_path: Path, recorded: bool) -> None:
+    family = Path(__file__).parents[2] / "examples" / "tiny"
+    target, draft = tmp_path / "target.gguf", tmp_path / "draft.gguf"
+    convert(family / "target", target)
+    convert(family / "dflash", draft, target=target)
+    if not recorded:
+        file = faults.read(draft)
+        del file.kv["g4spec.source_digest"]
+        draft = file.write(tmp_path / "foreign.gguf")
+    report = validate(draft, target, family / "dflash-other")
+    found = [f for f in report.failures if f.rule.severity is Severity.ERROR]
+    assert [f.rule.id for f in found] == ["G4-CMP-001"]
+    assert "36 of 36" in str(found[0].finding.found)
+    assert {i for i, why in report.skipped.items() if why == OTHER_SOURCE} == {
+        f"G4-CMP-00{n}" for n in (2, 3, 4, 5, 6, 8, 9)
+    }
+
+
+def test_a_wrong_scale_everywhere_is_not_another_model(tmp_path: Path) -> None:
+    config, tensors = checkpoint("zlab")
+    tensors = {name: (values * 2, dtype) for name, (values, dtype) in tensors.items()}
+    path = fx.zlab().write(tmp_path / "x.gguf")
+    report = validate(path, against=folder(tmp_path / "source", config, tensors))
+    found = {f.rule.id for f in report.failures}
+    assert "G4-CMP-006" in found and "G4-CMP-001" not in found
 
 
 def test_another_revision_is_noticed(tmp_path: Path) -> None:

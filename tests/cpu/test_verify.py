@@ -123,11 +123,11 @@ def test_cases_cover_everything_evenly() -> None:
 
 
 def test_wrong_use() -> None:
-    with pytest.raises(UsageError, match="--cases"):
+    with pytest.raises(UsageError, match="`count`"):
         todo(0)
     engine = bench_engine.engine()
     engine.draft = None
-    with pytest.raises(UsageError, match="-md"):
+    with pytest.raises(UsageError, match="`draft`"):
         verify.verify(engine, todo(1))
 
 

@@ -43,6 +43,7 @@ ODD_TARGETS: dict[str, dict[str, Any]] = {
     "heads of 2": {"head_dim": 2, "global_head_dim": 6},
     "33 columns": {"hidden": 33, "inter": 35},
     "5 experts": {"experts": 5, "top_k": 5, "expert_inter": 33},
+    "1 expert": {"experts": 1, "top_k": 1, "expert_inter": 32, "hidden": 320},
     "3 experts": {"experts": 3, "top_k": 1, "expert_inter": 64, "hidden": 256},
     "129 experts": {"experts": 129, "top_k": 17, "expert_inter": 32},
     "per-layer 10": {"layers": 6, "ple": 10, "shared": 2, "k_eq_v": False},
@@ -62,6 +63,13 @@ ODD_TARGETS: dict[str, dict[str, Any]] = {
         "experts": 5,
         "top_k": 5,
         "expert_inter": 36,
+        **LARGE,
+    },
+    "260 columns, 8 experts": {
+        "hidden": 260,
+        "experts": 8,
+        "top_k": 5,
+        "expert_inter": 32,
         **LARGE,
     },
     "64 columns, 36 in experts": {

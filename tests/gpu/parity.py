@@ -171,7 +171,7 @@ def norm_residual_norm(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair
             there_ = [a if isinstance(a, float) else there(a) for a in args]
             for exact in (False, True):
                 want = ref.norm_residual_norm(h, x, *args)
-                got = cuda.norm_residual_norm(h.to(DEVICE), x.to(DEVICE), *there_, numbers=exact)
+                got = cuda.norm_residual_norm(h.to(DEVICE), x.to(DEVICE), *there_, unpacked=exact)
                 yield got[0], want[0], 1e-5
                 if args[2] is not None:
                     yield numbers(got[1]), want[1], 1e-5 if exact else HALF

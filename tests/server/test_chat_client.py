@@ -499,7 +499,7 @@ def test_a_live_view_that_says_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_key_that_no_header_can_hold() -> None:
-    with pytest.raises(UsageError, match="--api-key"):
+    with pytest.raises(UsageError, match="`key`"):
         RemoteChat("http://127.0.0.1:9", "schl\u00fcssel", {})
 
 
@@ -523,7 +523,7 @@ def test_certificates_are_looked_at_before_models(
     (tmp_path / "c.pem").write_text("no certificate")
     line = ["serve", "-m", "there-is-none.gguf", "--port", "0"]
     assert cli.run([*line, "--ssl-key-file", str(tmp_path / "c.pem")]) == 2
-    assert "requires a certificate" in capsys.readouterr().err
+    assert "--ssl-key-file needs a certificate" in capsys.readouterr().err
     for name in ("c.pem", "nowhere.pem"):
         assert cli.run([*line, "--ssl-cert-file", str(tmp_path / name)]) == 3
         assert f"{name}: not a usable certificate" in capsys.readouterr().err

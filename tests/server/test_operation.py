@@ -25,8 +25,9 @@ from hypothesis import strategies as st
 from g4spec.errors import EnvironmentProblem
 from g4spec.runtime.engine import Engine
 from g4spec.server import run
+from g4spec.server.app import create_app
 from g4spec.server.middleware import JsonLogFormatter
-from g4spec.server.service import Settings
+from g4spec.server.service import Service, Settings
 from tests.server.running_server import Served
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -239,6 +240,38 @@ def test_origins_are_not_let_in_by_default(busy: Served) -> None:
     assert not any(name.startswith("access-control") for name in response.headers)
 
 
+def test_origins_of_this_machine_and_disabled_paths(engines: Callable[..., Engine]) -> None:
+    """`localhost` allows pages of this machine; disabled paths name the option."""
+    disabled = {"/slots": "--no-slots", "/metrics": "--no-metrics", "/": "--no-ui"}
+    served = Served(
+        engines(None, parallel=2),
+        Settings("tiny", tags=("chat", "small")),
+        origins=["localhost", "https://page.example"],
+        disabled=disabled,
+    )
+
+    def asked(origin: str) -> httpx.Response:
+        headers = {"origin": origin, "access-control-request-method": "POST"}
+        return served.http.options("/completions", headers=headers)
+
+    try:
+        for origin in ("http://localhost", "http://127.0.0.1:3000", "https://[::1]:1"):
+            assert asked(origin).headers["access-control-allow-origin"] == origin
+        assert asked("https://page.example").headers["access-control-allow-origin"]
+        for origin in ("http://notlocalhost", "http://localhost.evil.com", "localhost", "http://x"):
+            refused = asked(origin)
+            assert refused.status_code == 200
+            assert "access-control-allow-origin" not in refused.headers
+        for path, option in disabled.items():
+            response = served.http.get(path)
+            assert response.status_code == (404 if path == "/" else 501)
+            assert option in response.json()["error"]["message"]
+        (model,) = served.http.get("/v1/models").json()["data"]
+        assert model["tags"] == ["chat", "small"]
+    finally:
+        served.stop()
+
+
 def test_figures(busy: Served) -> None:
     def read() -> dict[str, float]:
         text = busy.http.get("/metrics").text
@@ -278,6 +311,17 @@ def test_figures(busy: Served) -> None:
     ):
         assert f"vllm:{name}{label}" in after
     assert grown("llamacpp:tokens_predicted_total") == 20
+    assert grown("llamacpp:prompt_tokens_total") == told["prompt_n"]
+    assert grown("llamacpp:prompt_tokens_cached_total") == told["cache_n"]
+    assert grown("llamacpp:prompt_seconds_total") == pytest.approx(told["prompt_ms"] / 1e3)
+    seconds = grown("llamacpp:tokens_predicted_seconds_total")
+    assert seconds == pytest.approx(told["predicted_ms"] / 1e3)
+    assert 0 < grown("llamacpp:n_decode_total") < 20
+    assert after["llamacpp:n_tokens_max"] >= answer["usage"]["total_tokens"]
+    assert after["llamacpp:n_busy_slots_per_decode"] >= 1
+    speed = after["llamacpp:predicted_tokens_seconds"]
+    assert speed == pytest.approx(told["predicted_per_second"])
+    assert read()["llamacpp:predicted_tokens_seconds"] == 0, "of texts since the last request"
     assert grown("llamacpp:spec_decode_num_accepted_tokens_total") == accepted
     assert after["llamacpp:requests_processing"] == 0
     refused = 'vllm:request_refused_total{model_name="tiny",status="400"}'
@@ -321,16 +365,45 @@ def test_health_is_green_only_while_steps_make_progress(
 
 def test_places(capfd: pytest.CaptureFixture[str]) -> None:
     assert not run.is_exposed(run.ServerAddress()) and not run.is_exposed(
-        run.ServerAddress("localhost")
+        run.ServerAddress(("localhost", "127.0.0.2"))
     )
-    assert not run.is_exposed(run.ServerAddress("::1"))
-    assert run.is_exposed(run.ServerAddress("0.0.0.0")) and run.is_exposed(
-        run.ServerAddress("my.host")
+    assert not run.is_exposed(run.ServerAddress(("::1",)))
+    assert run.is_exposed(run.ServerAddress(("0.0.0.0",))) and run.is_exposed(
+        run.ServerAddress(("::1", "my.host"))
     )
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(EnvironmentProblem, match=f"cannot listen on 127.0.0.1:{port}"):
             run.listen(run.ServerAddress(port=port))
+
+
+def test_several_hosts_share_a_port(engines: Callable[..., Engine]) -> None:
+    """A server with an IPv4 and an IPv6 host answers on both, on the same port."""
+    address = run.ServerAddress(("127.0.0.1", "::1"), port=0)
+    try:
+        listeners = run.listen(address)
+    except EnvironmentProblem:
+        pytest.skip("this machine has no IPv6")
+    assert len({listener.getsockname()[1] for listener in listeners}) == 1
+    service, ready = Service(engines(None, parallel=2), Settings("tiny")), threading.Event()
+    server = run.create_server(create_app(service), service, address, ready.set)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": listeners})
+    thread.start()
+    try:
+        assert ready.wait(20)
+        port = listeners[0].getsockname()[1]
+        assert run.url(address, listeners) == f"http://127.0.0.1:{port}"
+        for host in ("127.0.0.1", "[::1]"):
+            assert httpx.get(f"http://{host}:{port}/health").status_code == 200
+    finally:
+        server.should_exit = True
+        thread.join(20)
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(EnvironmentProblem, match=f"cannot listen on ::1:{port}"):
+            run.listen(run.ServerAddress(("127.0.0.1", "::1"), port=port))
+    with socket.create_server(("127.0.0.1", port)):
+        pass  # the first socket was closed again
 
 
 def start(family: Path, *more: str) -> tuple[subprocess.Popen[str], str]:

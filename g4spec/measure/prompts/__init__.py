@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from g4spec.errors import InputError, UsageError
+from g4spec.errors import InputError, UsageError, did_you_mean
 from g4spec.gguf import regular_files
 from g4spec.runtime.tokenizer import Tokenizer
 
@@ -86,15 +86,18 @@ def check_categories(categories: Sequence[str], count: int | None = None) -> Non
     """Raise UsageError for an unknown category, or if a category has fewer than `count` prompts."""
     for category in categories:
         if category not in CATEGORIES:
-            raise UsageError("--categories", expected=", ".join(CATEGORIES), found=category)
+            raise UsageError(
+                "`categories`",
+                expected=", ".join(CATEGORIES),
+                found=repr(category),
+                fix=did_you_mean(category, CATEGORIES),
+            )
         if count is None:
             continue
         # Any number of long prompts can be generated.
         texts = [] if category == "long" else _category(category)[0]
         if not 1 <= count <= (len(texts) or count):
-            raise UsageError(
-                "--prompts", expected=f"1 to {len(texts) or LONG_PROMPTS}", found=count
-            )
+            raise UsageError("`count`", expected=f"1 to {len(texts) or LONG_PROMPTS}", found=count)
 
 
 @functools.cache
@@ -112,10 +115,10 @@ def long_prompt_tokens(asked: int | None, n_ctx: int, n_predict: int, usual: int
     free = n_ctx - n_predict
     if asked is not None and asked > max(free, 0):
         raise UsageError(
-            "--long-tokens",
-            expected=f"at most {free}, the context less -n",
+            "`long_tokens`",
+            expected=f"at most {free}, the context less `n_predict`",
             found=asked,
-            fix="raise -c or lower -n",
+            fix="raise `n_ctx` or lower `n_predict`",
         )
     return asked or min(usual, free)
 
@@ -169,7 +172,7 @@ def mt_bench(path: Path, count: int | None = None) -> list[BenchPrompt]:
             f"{path}: no such file",
             expected=f"MT-Bench's question.jsonl: {wanted}",
             fix="it is part of FastChat, in fastchat/llm_judge/data/mt_bench; pass it with "
-            "--dataset",
+            "`dataset`",
         )
     found: list[BenchPrompt] = []
     for number, line in enumerate(
@@ -187,7 +190,7 @@ def mt_bench(path: Path, count: int | None = None) -> list[BenchPrompt]:
     if not found:
         raise InputError(f"{path}: no question", expected=wanted)
     if count is not None and not 1 <= count <= len(found):
-        raise UsageError("--prompts", expected=f"1 to {len(found)}", found=count)
+        raise UsageError("`count`", expected=f"1 to {len(found)}", found=count)
     return found[:count]
 
 

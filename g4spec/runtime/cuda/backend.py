@@ -16,7 +16,7 @@ from g4spec.runtime.cuda.cache.cuda_kv_size import SLACK, spare_slots
 from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.cuda.prefill.reader import Reader
 from g4spec.runtime.cuda.step.sampler import CudaSampler
-from g4spec.runtime.cuda.weights import packing
+from g4spec.runtime.cuda.weights import held_size
 from g4spec.runtime.cuda.weights.loading import Uploader
 from g4spec.runtime.cuda.weights.matrix import Matrix
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 class CudaBackend:
     """An NVIDIA GPU (`g4spec.core.Backend`).
+
     Args:
         device: number of the GPU, or its name.
         cache_type: how keys and values are stored.
@@ -73,7 +74,9 @@ class CudaBackend:
             return ops.array(file.array(name))
         plain = {"f16": torch.float16, "bf16": torch.bfloat16}.get(form.name)
         columns, n_rows = info.shape[-1], info.shape[-2]
-        if plain is None and (why := packing.unpackable(form.name, columns, n_rows, ops.portable)):
+        if plain is None and (
+            why := held_size.unpackable(form.name, columns, n_rows, ops.portable)
+        ):
             ops.without_kernel.add(why)
             return ops.array(file.array(name))
         self._upload = self._upload or Uploader(self.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from g4spec.runtime.cuda.cache.cache_types import Kind
 from g4spec.runtime.cuda.cache.cuda_kv_size import page_bytes, slot_bytes, spare_slots
 from g4spec.runtime.cuda.prefill import plan
 from g4spec.runtime.cuda.step import attention
-from g4spec.runtime.cuda.weights import held_size, packing
+from g4spec.runtime.cuda.weights import held_size
 
 FLOAT = 4
 
@@ -61,26 +60,9 @@ class Card:
         self.device, self.cache_type, self.portable = device, cache_type, portable
 
     def weights(self, tensors: Iterable[TensorInfo]) -> int:
-        """Return the bytes of these tensors: those in the file, except for padding rows of packed
-        groups, types whose blocks are rewritten (`held`), integers, which are loaded as 64 bits,
-        and as 32 bits vectors and matrices of a type or width that kernels do not support."""
-        return sum(self._weight(t) for t in tensors)
-
-    def _weight(self, t: TensorInfo) -> int:
-        number = self._number(t)
-        return max(t.nbytes, number * math.prod(t.shape)) if number else held_size.tensor_bytes(t)
-
-    def _number(self, t: TensorInfo) -> int:
-        """Return the bytes of each number that `CudaBackend.load` unpacks; 0 if it keeps the file's
-        bytes."""
-        if t.format.integer:
-            return 8
-        if len(t.shape) < 2:
-            return FLOAT
-        if not t.format.quantized:
-            return 0
-        *_, rows, columns = t.shape
-        return FLOAT if packing.unpackable(t.format.name, columns, rows, self.portable) else 0
+        """Return the bytes of these tensors (`held_size.tensor_bytes`), without the rows that
+        packing adds to fill groups."""
+        return sum(held_size.tensor_bytes(t, self.portable) for t in tensors)
 
     def page(self, shapes: Sequence[CacheShape]) -> int:
         """Return the bytes of one page of the pool, in all layers without a window."""

@@ -1,4 +1,5 @@
 """The ops on an NVIDIA GPU, for steps.
+
 A step has any number of rows, at most 16 of each sequence. Inputs of matmuls are `PackedRows`, in
 groups of 16 rows, or float32 tensors for widths that kernels do not support. A matmul reads each
 weight once for up to 64 rows of any sequences; a row has the same bits in a batch of any size.
@@ -64,6 +65,7 @@ class TablePick(Protocol):
 
 class CudaOps(Ops):
     """`Ops` on a CUDA device.
+
     Args:
         portable: use only the kernels for every GPU, also on GPUs that support the fast ones.
 

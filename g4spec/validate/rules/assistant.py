@@ -18,7 +18,13 @@ RECONVERT = "convert again from the original checkpoint with g4spec convert"
 OTHER = "use the target this assistant was made for"
 
 
-@rule("G4-DON-001", ERROR, "backbone width is the target's hidden size", on=ASSISTANT, needs=TARGET)
+@rule(
+    "G4-DON-001",
+    ERROR,
+    "backbone width must be the target's hidden size",
+    on=ASSISTANT,
+    needs=TARGET,
+)
 def width(s: Subject) -> Findings:
     """An assistant for another size of target: engines multiply matrices of different widths
     and abort ("same reduction dim"), or share the wrong embedding."""
@@ -30,7 +36,11 @@ def width(s: Subject) -> Findings:
 
 
 @rule(
-    "G4-DON-002", ERROR, "KV heads and head size are the donor layer's", on=ASSISTANT, needs=TARGET
+    "G4-DON-002",
+    ERROR,
+    "KV heads and head size must be the donor layer's",
+    on=ASSISTANT,
+    needs=TARGET,
 )
 def geometry(s: Subject) -> Findings:
     """The donor is the target's *last* layer of the same kind: 58 for sliding, 59 for full
@@ -47,7 +57,7 @@ def geometry(s: Subject) -> Findings:
             )
 
 
-@rule("G4-DON-003", ERROR, "windows are the donor layer's", on=ASSISTANT, needs=TARGET)
+@rule("G4-DON-003", ERROR, "windows must be the donor layer's", on=ASSISTANT, needs=TARGET)
 def windows(s: Subject) -> Findings:
     """A longer window than the donor's reads cache slots that were already reused."""
     for spec, donor in _donors(s):
@@ -60,7 +70,7 @@ def windows(s: Subject) -> Findings:
             )
 
 
-@rule("G4-DON-004", ERROR, "rotation is the donor layer's", on=ASSISTANT, needs=TARGET)
+@rule("G4-DON-004", ERROR, "rotation must be the donor layer's", on=ASSISTANT, needs=TARGET)
 def rotation(s: Subject) -> Findings:
     """Cached keys are already rotated: a query rotated with another base has the wrong
     angle to them, and nearly every draft is rejected."""
@@ -75,7 +85,13 @@ def rotation(s: Subject) -> Findings:
             )
 
 
-@rule("G4-DON-005", ERROR, "nextn_predict_layers is the number of layers", on=ASSISTANT, needs=FILE)
+@rule(
+    "G4-DON-005",
+    ERROR,
+    "nextn_predict_layers must be the number of layers",
+    on=ASSISTANT,
+    needs=FILE,
+)
 def nextn(s: Subject) -> Findings:
     """Upstream builds as many layers as this says; older files lack it and load with none."""
     n, found = s.integer(".block_count"), s.integer(".nextn_predict_layers")
@@ -84,7 +100,11 @@ def nextn(s: Subject) -> Findings:
 
 
 @rule(
-    "G4-DON-006", ERROR, "backbone width differs from the own hidden size", on=ASSISTANT, needs=FILE
+    "G4-DON-006",
+    ERROR,
+    "backbone width must differ from the own hidden size",
+    on=ASSISTANT,
+    needs=FILE,
 )
 def two_widths(s: Subject) -> Findings:
     """Upstream refuses equal ones: `embedding_length_out` was filled from the wrong field."""
@@ -95,7 +115,7 @@ def two_widths(s: Subject) -> Findings:
         )
 
 
-@rule("G4-DON-007", WARNING, "all layers share the target's cache", on=ASSISTANT, needs=FILE)
+@rule("G4-DON-007", WARNING, "all layers should share the target's cache", on=ASSISTANT, needs=FILE)
 def shared(s: Subject) -> Findings:
     """Published configurations say 0 or nothing, loaders then allocated a cache that nothing
     fills, or, in one engine, wrote the draft's keys into the target's."""
@@ -109,7 +129,7 @@ def shared(s: Subject) -> Findings:
         )
 
 
-@rule("G4-CEN-001", ERROR, "a centroid head is complete", on=ASSISTANT, needs=FILE)
+@rule("G4-CEN-001", ERROR, "a centroid head must be complete", on=ASSISTANT, needs=FILE)
 def complete(s: Subject) -> Findings:
     """Loaders that place only parameters left out the ordering, which is a buffer."""
     keys = (CENTROIDS, ORDERING, TOP_K)
@@ -119,7 +139,7 @@ def complete(s: Subject) -> Findings:
                 yield Finding(key, "a value", "nothing", RECONVERT)
 
 
-@rule("G4-CEN-002", ERROR, "clusters divide the vocabulary", on=ASSISTANT, needs=FILE)
+@rule("G4-CEN-002", ERROR, "clusters must divide the vocabulary", on=ASSISTANT, needs=FILE)
 def divides(s: Subject) -> Findings:
     """Engines divide without asking: the rest of the vocabulary has no cluster, and the index
     of the last one runs over."""
@@ -132,7 +152,7 @@ def divides(s: Subject) -> Findings:
         yield Finding(CENTROIDS, f"a divisor of {n} clusters", length // hidden, RECONVERT)
 
 
-@rule("G4-CEN-003", ERROR, "the ordering names every token", on=ASSISTANT, needs=FILE)
+@rule("G4-CEN-003", ERROR, "the ordering must name every token", on=ASSISTANT, needs=FILE)
 def covers(s: Subject) -> Findings:
     """An ordering of another vocabulary, or one cut short."""
     found, n = s.count(ORDERING), s.n_vocab
@@ -140,7 +160,7 @@ def covers(s: Subject) -> Findings:
         yield Finding(ORDERING, f"{n} entries", found, RECONVERT)
 
 
-@rule("G4-CEN-004", ERROR, "the ordering leads from slot to token", on=ASSISTANT, needs=FILE)
+@rule("G4-CEN-004", ERROR, "the ordering must lead from slot to token", on=ASSISTANT, needs=FILE)
 def direction(s: Subject) -> Findings:
     """One fork stores the inverse under a similar name: the cluster of each token. Read as an
     ordering it names the first few tokens over and over."""
@@ -154,7 +174,7 @@ def direction(s: Subject) -> Findings:
         )
 
 
-@rule("G4-CEN-005", ERROR, "the ordering is a permutation", on=ASSISTANT, needs=FILE)
+@rule("G4-CEN-005", ERROR, "the ordering must be a permutation", on=ASSISTANT, needs=FILE)
 def permutation(s: Subject) -> Findings:
     """A repeated token takes the place of one that can then never be drafted."""
     order = s.numbers(ORDERING)
@@ -165,7 +185,7 @@ def permutation(s: Subject) -> Findings:
         yield Finding(ORDERING, "each token once", f"{lost} tokens missing", RECONVERT)
 
 
-@rule("G4-CEN-006", ERROR, "centroids are finite", on=ASSISTANT, needs=FILE)
+@rule("G4-CEN-006", ERROR, "centroids must be finite", on=ASSISTANT, needs=FILE)
 def finite(s: Subject) -> Findings:
     """NaN never wins a comparison, so its cluster is never chosen, and no one notices."""
     found = s.numbers(CENTROIDS)
@@ -178,7 +198,13 @@ def finite(s: Subject) -> Findings:
         )
 
 
-@rule("G4-CEN-007", ERROR, "no more clusters are chosen than there are", on=ASSISTANT, needs=FILE)
+@rule(
+    "G4-CEN-007",
+    ERROR,
+    "the number of chosen clusters must not exceed the number of clusters",
+    on=ASSISTANT,
+    needs=FILE,
+)
 def top_k(s: Subject) -> Findings:
     """A top-k beyond the number of clusters reads beyond the scores."""
     length, hidden, k = s.count(CENTROIDS), s.integer(".embedding_length"), s.integer(TOP_K)

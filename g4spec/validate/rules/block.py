@@ -36,7 +36,13 @@ def causality(s: Subject) -> list[bool]:
     return [] if found is None else [bool(x) for x in found]
 
 
-@rule("G4-BLK-001", ERROR, "a block has room for an anchor and a draft", on=DFLASH, needs=FILE)
+@rule(
+    "G4-BLK-001",
+    ERROR,
+    "a block must have room for an anchor and a drafted token",
+    on=DFLASH,
+    needs=FILE,
+)
 def long_enough(s: Subject) -> Findings:
     """A block of 1 drafts nothing, and some engines divide by block_size - 1."""
     size = s.integer(".block_size")
@@ -44,7 +50,7 @@ def long_enough(s: Subject) -> Findings:
         yield Finding(s.name(".block_size"), "2 or more", size, "take it from the checkpoint")
 
 
-@rule("G4-BLK-002", ERROR, f"a block drafts at most {MAX_DRAFT} tokens", on=DFLASH, needs=FILE)
+@rule("G4-BLK-002", ERROR, f"a block must draft at most {MAX_DRAFT} tokens", on=DFLASH, needs=FILE)
 def short_enough(s: Subject) -> Findings:
     """A step has at most 16 rows, so that all rows use the same kernels; the runtime refuses more.
     Files by other tools hold the context length here."""
@@ -55,7 +61,7 @@ def short_enough(s: Subject) -> Findings:
         )
 
 
-@rule("G4-BLK-003", WARNING, "a z-lab draft has an embedding scale", on=DFLASH, needs=FILE)
+@rule("G4-BLK-003", WARNING, "a z-lab draft should have an embedding scale", on=DFLASH, needs=FILE)
 def scale_missing(s: Subject) -> Findings:
     """z-lab trains on Gemma's embedding, which multiplies by sqrt(hidden). Their configuration
     does not say so, upstream's converter writes no key, and the block sees rows 73 times too
@@ -73,7 +79,7 @@ def scale_missing(s: Subject) -> Findings:
 @rule(
     "G4-BLK-004",
     ERROR,
-    "an embedding scale is the square root of the hidden size",
+    "an embedding scale must be the square root of the hidden size",
     on=DFLASH,
     needs=FILE,
 )
@@ -89,7 +95,9 @@ def scale_wrong(s: Subject) -> Findings:
             )
 
 
-@rule("G4-BLK-005", ERROR, "a speculators draft has no embedding scale", on=DFLASH, needs=FILE)
+@rule(
+    "G4-BLK-005", ERROR, "a speculators draft must have no embedding scale", on=DFLASH, needs=FILE
+)
 def scale_doubled(s: Subject) -> Findings:
     """speculators trains on the raw table. Engines that scale every Gemma draft degrade theirs."""
     found = s.number(SCALE)
@@ -97,7 +105,7 @@ def scale_doubled(s: Subject) -> Findings:
         yield Finding(s.name(SCALE), "nothing", found, "remove the key")
 
 
-@rule("G4-BLK-006", ERROR, "causality is known for each layer", on=DFLASH, needs=FILE)
+@rule("G4-BLK-006", ERROR, "causality must be known for each layer", on=DFLASH, needs=FILE)
 def causal_length(s: Subject) -> Findings:
     """One entry too few, and the last layer, the only full one in z-lab's drafts, is guessed."""
     n, found = s.integer(".block_count"), s.count(CAUSAL)
@@ -105,7 +113,7 @@ def causal_length(s: Subject) -> Findings:
         yield Finding(CAUSAL, f"{n} entries", found, "convert again with g4spec convert")
 
 
-@rule("G4-BLK-007", WARNING, "the file says which layers are causal", on=DFLASH, needs=FILE)
+@rule("G4-BLK-007", WARNING, "the file should say which layers are causal", on=DFLASH, needs=FILE)
 def causal_unknown(s: Subject) -> Findings:
     """Upstream has one flag for all layers, off by default; the vendor's own code makes sliding
     layers causal inside the block. Run the other way, acceptance falls silently."""
@@ -118,7 +126,7 @@ def causal_unknown(s: Subject) -> Findings:
         )
 
 
-@rule("G4-BLK-008", WARNING, "full layers are not causal", on=DFLASH, needs=FILE)
+@rule("G4-BLK-008", WARNING, "full layers should not be causal", on=DFLASH, needs=FILE)
 def full_is_causal(s: Subject) -> Findings:
     """No trainer makes full-attention layers causal: the array is inverted, or one flag was
     taken for all layers."""
@@ -133,7 +141,7 @@ def full_is_causal(s: Subject) -> Findings:
             )
 
 
-@rule("G4-BLK-009", NOTE, "upstream runs the same draft", on=DFLASH, needs=FILE)
+@rule("G4-BLK-009", NOTE, "upstream should compute the same proposals", on=DFLASH, needs=FILE)
 def mixed(s: Subject) -> Findings:
     """Upstream applies one causality to all layers: that of most layers. A file with both
     kinds loads there, and its proposals differ slightly from ours; the text is the same."""
@@ -143,12 +151,16 @@ def mixed(s: Subject) -> Findings:
             CAUSAL,
             "one value for all layers",
             f"{sum(causal)} of {len(causal)} layers causal",
-            "nothing; expect slightly lower acceptance there",
+            "none needed; expect slightly lower acceptance with upstream",
         )
 
 
 @rule(
-    "G4-BLK-015", WARNING, "upstream's causality flag is that of most layers", on=DFLASH, needs=FILE
+    "G4-BLK-015",
+    WARNING,
+    "upstream's causality flag should be that of most layers",
+    on=DFLASH,
+    needs=FILE,
 )
 def shared(s: Subject) -> Findings:
     """Upstream has one flag for all layers; a missing flag means not causal. A draft of causal
@@ -164,7 +176,13 @@ def shared(s: Subject) -> Findings:
         )
 
 
-@rule("G4-BLK-010", ERROR, "window and pattern come together", on=DFLASH, needs=FILE)
+@rule(
+    "G4-BLK-010",
+    ERROR,
+    "window and pattern must both be present, or neither",
+    on=DFLASH,
+    needs=FILE,
+)
 def window(s: Subject) -> Findings:
     """A window without a pattern: upstream refuses it, one fork runs all layers without window.
     A pattern without a window makes sliding layers attend to nothing or everything."""
@@ -185,7 +203,7 @@ def window(s: Subject) -> Findings:
         )
 
 
-@rule("G4-BLK-011", ERROR, "a window is longer than a block", on=DFLASH, needs=FILE)
+@rule("G4-BLK-011", ERROR, "a window must be longer than a block", on=DFLASH, needs=FILE)
 def window_holds_block(s: Subject) -> Findings:
     """A window shorter than the block hides the anchor from the last rows."""
     size, block = s.integer(WINDOW) or 0, s.integer(".block_size") or 0
@@ -195,7 +213,7 @@ def window_holds_block(s: Subject) -> Findings:
         )
 
 
-@rule("G4-BLK-012", ERROR, "a draft with two norms per layer uses SiLU", on=DFLASH, needs=FILE)
+@rule("G4-BLK-012", ERROR, "a draft with two norms per layer must use SiLU", on=DFLASH, needs=FILE)
 def activation(s: Subject) -> Findings:
     """z-lab's layers are Qwen's. A fork ran them with the target's GELU and scale 1.0: fluent
     text, 28 to 44 % acceptance."""
@@ -207,7 +225,7 @@ def activation(s: Subject) -> Findings:
 @rule(
     "G4-BLK-013",
     ERROR,
-    "a draft with four norms per layer uses GELU and scale 1",
+    "a draft with four norms per layer must use GELU and scale 1",
     on=DFLASH,
     needs=FILE,
 )

@@ -20,7 +20,7 @@ HEADER = Needs.HEADER
 AGAIN = "download or convert the file again"
 
 
-@rule("G4-GGUF-001", ERROR, "the file begins with GGUF", needs=HEADER)
+@rule("G4-GGUF-001", ERROR, "the file must begin with GGUF", needs=HEADER)
 def magic(s: Subject) -> Findings:
     """A download that failed leaves a web page, a Git LFS pointer or an empty file under the
     right name; servers that only looked at the name took it for another kind of model."""
@@ -33,7 +33,7 @@ def magic(s: Subject) -> Findings:
         )
 
 
-@rule("G4-GGUF-002", ERROR, "the container version is 2 or 3", needs=HEADER)
+@rule("G4-GGUF-002", ERROR, "the container version must be 2 or 3", needs=HEADER)
 def version(s: Subject) -> Findings:
     """Loaders refuse 0, 1 and unknown versions; a value in the high half is a big-endian file."""
     if s.header.magic == b"GGUF" and s.header.version not in (2, 3):
@@ -42,7 +42,7 @@ def version(s: Subject) -> Findings:
         )
 
 
-@rule("G4-GGUF-003", ERROR, "the header is complete", needs=HEADER)
+@rule("G4-GGUF-003", ERROR, "the header must be complete", needs=HEADER)
 def whole(s: Subject) -> Findings:
     """An interrupted copy or a damaged length field ends the header in the middle; parsers
     without bounds checks then read garbage sizes and allocate gigabytes."""
@@ -50,7 +50,7 @@ def whole(s: Subject) -> Findings:
         yield Finding("header", "a complete header", s.header.broken, AGAIN)
 
 
-@rule("G4-GGUF-004", ERROR, "metadata keys are unique and not empty", needs=HEADER)
+@rule("G4-GGUF-004", ERROR, "metadata keys must be unique and not empty", needs=HEADER)
 def unique_keys(s: Subject) -> Findings:
     """Rewriting tools append a corrected key and leave the old one; loaders refuse the file, or
     use whichever they meet first."""
@@ -59,7 +59,7 @@ def unique_keys(s: Subject) -> Findings:
             yield Finding(repr(name), "one key of each name", n, "write the file again")
 
 
-@rule("G4-GGUF-005", ERROR, "tensor names are unique and fit 63 bytes", needs=HEADER)
+@rule("G4-GGUF-005", ERROR, "tensor names must be unique and fit 63 bytes", needs=HEADER)
 def unique_tensors(s: Subject) -> Findings:
     """A second tensor of the same name hides the first one."""
     for name, n in Counter(t.name for h in s.headers for t in h.tensors).items():
@@ -67,7 +67,7 @@ def unique_tensors(s: Subject) -> Findings:
             yield Finding(f"{name!r:.80}", "one short name per tensor", n, "write the file again")
 
 
-@rule("G4-GGUF-006", ERROR, "tensor types are defined by ggml", needs=HEADER)
+@rule("G4-GGUF-006", ERROR, "tensor types must be defined by ggml", needs=HEADER)
 def known_types(s: Subject) -> Findings:
     """Type numbers from 41 on mean different things in TurboQuant forks: 42 is Q2_0 upstream,
     TQ3_0 in one fork, TURBO3_0 in another; the wrong guess decodes to noise."""
@@ -78,7 +78,9 @@ def known_types(s: Subject) -> Findings:
             )
 
 
-@rule("G4-GGUF-007", ERROR, "shapes are possible and rows divide into blocks", needs=HEADER)
+@rule(
+    "G4-GGUF-007", ERROR, "shapes must be possible and rows must divide into blocks", needs=HEADER
+)
 def rows_divide(s: Subject) -> Findings:
     """A row that does not divide shifts every following block by part of a row."""
     for t in s.entries.values():
@@ -93,7 +95,7 @@ def rows_divide(s: Subject) -> Findings:
             )
 
 
-@rule("G4-GGUF-008", ERROR, "the alignment is a power of two", needs=HEADER)
+@rule("G4-GGUF-008", ERROR, "the alignment must be a power of two", needs=HEADER)
 def alignment(s: Subject) -> Findings:
     """Everything after the header is placed by it; 0 divides by zero."""
     n = s.header.alignment
@@ -102,7 +104,7 @@ def alignment(s: Subject) -> Findings:
         yield Finding("general.alignment", expected, n, "write the file again")
 
 
-@rule("G4-GGUF-009", ERROR, "tensors are stored without gaps or overlaps", needs=HEADER)
+@rule("G4-GGUF-009", ERROR, "tensors must be stored without gaps or overlaps", needs=HEADER)
 def running_sum(s: Subject) -> Findings:
     """A tool that dropped or swapped tensors and kept the old offsets makes a file that its own
     reader accepts and ggml refuses; reading it without the check gives weights of other layers."""
@@ -117,7 +119,7 @@ def running_sum(s: Subject) -> Findings:
             expected += header.pad(t.nbytes)
 
 
-@rule("G4-GGUF-010", ERROR, "all tensor data is inside the file", needs=HEADER)
+@rule("G4-GGUF-010", ERROR, "all tensor data must be inside the file", needs=HEADER)
 def complete(s: Subject) -> Findings:
     """A truncated download opens, and reads beyond its end, or as zeros on sparse disks."""
     for header in s.headers:
@@ -126,7 +128,7 @@ def complete(s: Subject) -> Findings:
             yield Finding("end of file", f"{end} bytes", f"{header.size} bytes", AGAIN)
 
 
-@rule("G4-GGUF-011", WARNING, "nothing follows the last tensor", needs=HEADER)
+@rule("G4-GGUF-011", WARNING, "nothing should follow the last tensor", needs=HEADER)
 def trailing(s: Subject) -> Findings:
     """Loaders ignore what follows, so a file written over a longer one looks healthy."""
     for header in s.headers:
@@ -140,7 +142,7 @@ def trailing(s: Subject) -> Findings:
             )
 
 
-@rule("G4-GGUF-012", ERROR, "there are tensors and metadata", needs=HEADER)
+@rule("G4-GGUF-012", ERROR, "the file must have tensors and metadata", needs=HEADER)
 def not_empty(s: Subject) -> Findings:
     """Converters that matched no tensor name wrote a valid file with nothing in it and said
     that they succeeded."""
@@ -151,7 +153,7 @@ def not_empty(s: Subject) -> Findings:
         )
 
 
-@rule("G4-GGUF-013", ERROR, "all parts of a split model are there", needs=HEADER)
+@rule("G4-GGUF-013", ERROR, "all parts of a split model must be present", needs=HEADER)
 def split(s: Subject) -> Findings:
     """Parts find each other by their names: one that was renamed, or whose download failed, leaves
     a model that lacks layers."""
@@ -164,14 +166,14 @@ def split(s: Subject) -> Findings:
         )
 
 
-@rule("G4-GGUF-014", ERROR, "the reader opens the file", needs=HEADER, fallback=True)
+@rule("G4-GGUF-014", ERROR, "the reader must be able to open the file", needs=HEADER, fallback=True)
 def opens(s: Subject) -> Findings:
     """Reports errors that no other rule covers: the runtime cannot load what the reader refuses."""
     if s.refusal:
         yield Finding("header", "a file that opens", s.refusal, AGAIN)
 
 
-@rule("G4-GGUF-015", ERROR, "the architecture is known", needs=HEADER)
+@rule("G4-GGUF-015", ERROR, "the architecture must be known", needs=HEADER)
 def architecture(s: Subject) -> Findings:
     """Forks store the same drafts under other names, tensors and layer-id conventions
     (`gemma4_mtp`, `gemma4-dflash-draft`); loading one as the other is silently wrong."""
@@ -191,7 +193,7 @@ def architecture(s: Subject) -> Findings:
         )
 
 
-@rule("G4-GGUF-016", ERROR, "strings are UTF-8", needs=Needs.FILE)
+@rule("G4-GGUF-016", ERROR, "strings must be UTF-8", needs=Needs.FILE)
 def utf8(s: Subject) -> Findings:
     """Token lists are read late, so a damaged one passes for a good file until the first prompt."""
     for key in s.header.keys:

@@ -30,7 +30,7 @@ def looks_like_deltas(d2t: NDArray[np.int64]) -> bool:
     return bool((steps >= 0).all() and (steps == 0).mean() > DELTA_REPEATS)
 
 
-@rule("G4-D2T-001", ERROR, "d2t is stored as I64", on=TAPPED, needs=FILE)
+@rule("G4-D2T-001", ERROR, "d2t must be stored as I64", on=TAPPED, needs=FILE)
 def is_i64(s: Subject) -> Findings:
     """Upstream loads an I32 d2t and aborts when the first graph runs."""
     found = s.type_name("d2t")
@@ -38,7 +38,9 @@ def is_i64(s: Subject) -> Findings:
         yield Finding("d2t", "I64", found, RECONVERT)
 
 
-@rule("G4-D2T-002", ERROR, "d2t has one entry for each row of the head", on=TAPPED, needs=FILE)
+@rule(
+    "G4-D2T-002", ERROR, "d2t must have one entry for each row of the head", on=TAPPED, needs=FILE
+)
 def length(s: Subject) -> Findings:
     """A head and a map of different exports: the last rows have no token id."""
     head, d2t = s.shape("output.weight"), s.shape("d2t")
@@ -46,7 +48,7 @@ def length(s: Subject) -> Findings:
         yield Finding("d2t", list(head[:1]), list(d2t), RECONVERT)
 
 
-@rule("G4-D2T-003", ERROR, "d2t holds target ids, not deltas", on=TAPPED, needs=FILE)
+@rule("G4-D2T-003", ERROR, "d2t must hold target ids, not deltas", on=TAPPED, needs=FILE)
 def absolute(s: Subject) -> Findings:
     """Deltas read as ids: proposals are gibberish, almost none is accepted, and the text stays
     right, so nothing but the speed tells. RedHat's 31B map read that way names 21,639 tokens
@@ -60,7 +62,7 @@ def absolute(s: Subject) -> Findings:
         )
 
 
-@rule("G4-D2T-004", ERROR, "d2t stays inside the target's vocabulary", on=TAPPED, needs=FILE)
+@rule("G4-D2T-004", ERROR, "d2t must stay inside the target's vocabulary", on=TAPPED, needs=FILE)
 def in_range(s: Subject) -> Findings:
     """An id out of range aborts upstream inside a graph, or writes a logit outside its row."""
     if s.d2t is None or not len(s.d2t) or s.n_vocab is None:
@@ -70,7 +72,7 @@ def in_range(s: Subject) -> Findings:
         yield Finding(f"d2t[{bad[0]}]", f"0 to {s.n_vocab - 1}", int(s.d2t[bad[0]]), RECONVERT)
 
 
-@rule("G4-D2T-005", ERROR, "d2t names each target id once", on=TAPPED, needs=FILE)
+@rule("G4-D2T-005", ERROR, "d2t must name each target id once", on=TAPPED, needs=FILE)
 def unique(s: Subject) -> Findings:
     """Two rows for one token overwrite each other's logit; which one wins depends on the
     backend."""
@@ -84,7 +86,7 @@ def unique(s: Subject) -> Findings:
         )
 
 
-@rule("G4-D2T-006", WARNING, "d2t increases", on=TAPPED, needs=FILE)
+@rule("G4-D2T-006", WARNING, "d2t should increase", on=TAPPED, needs=FILE)
 def increasing(s: Subject) -> Findings:
     """Training tools select rows in ascending order; another order means that head and map were
     sorted apart from each other, or ids were added twice."""
@@ -96,7 +98,9 @@ def increasing(s: Subject) -> Findings:
         yield Finding(f"d2t[{i + 1}]", f"more than {s.d2t[i]}", int(s.d2t[i + 1]), RECONVERT)
 
 
-@rule("G4-D2T-007", ERROR, "a reduced vocabulary comes with its own head", on=TAPPED, needs=FILE)
+@rule(
+    "G4-D2T-007", ERROR, "a reduced vocabulary must come with its own head", on=TAPPED, needs=FILE
+)
 def own_head(s: Subject) -> Findings:
     """Converters whose tensor list has no output.weight dropped the reduced head and kept the
     map; loaders then gave the token table the head's shape and failed."""
@@ -106,7 +110,7 @@ def own_head(s: Subject) -> Findings:
         )
 
 
-@rule("G4-D2T-008", ERROR, "a reduced head comes with its map", on=TAPPED, needs=FILE)
+@rule("G4-D2T-008", ERROR, "a reduced head must come with its map", on=TAPPED, needs=FILE)
 def own_map(s: Subject) -> Findings:
     """Without d2t, row numbers of the head are taken for token ids."""
     head = s.shape("output.weight")
@@ -114,7 +118,7 @@ def own_map(s: Subject) -> Findings:
         yield Finding("d2t", f"{head[0]} target ids", "nothing", RECONVERT)
 
 
-@rule("G4-D2T-009", ERROR, "d2t did not change since the conversion", on=TAPPED, needs=FILE)
+@rule("G4-D2T-009", ERROR, "d2t must not change after the conversion", on=TAPPED, needs=FILE)
 def digest(s: Subject) -> Findings:
     """t2d is the inverse of d2t and is dropped at conversion; its digest is
     kept, so that a map exchanged or edited later is noticed."""
@@ -127,7 +131,13 @@ def digest(s: Subject) -> Findings:
             yield Finding("d2t", f"t2d digest {said:.12}", f"{found:.12}", RECONVERT)
 
 
-@rule("G4-D2T-010", WARNING, "the draft can propose every stop token", on=TAPPED, needs=FILE)
+@rule(
+    "G4-D2T-010",
+    WARNING,
+    "the draft should be able to propose every stop token",
+    on=TAPPED,
+    needs=FILE,
+)
 def stop_tokens(s: Subject) -> Findings:
     """A vocabulary cut to the 32,000 most frequent tokens lacks `<eos>`, `<turn|>` and
     `<|tool_response>`: the draft never ends a turn, and the last step of every answer drafts
@@ -144,7 +154,7 @@ def stop_tokens(s: Subject) -> Findings:
         )
 
 
-@rule("G4-D2T-011", WARNING, "row numbers were not added to d2t twice", on=TAPPED, needs=FILE)
+@rule("G4-D2T-011", WARNING, "row numbers should be added to d2t only once", on=TAPPED, needs=FILE)
 def added_twice(s: Subject) -> Findings:
     """Ids that go through a delta-to-absolute step again grow by their row: no two neighbours of
     the vocabulary are left, which no real selection of frequent tokens looks like."""

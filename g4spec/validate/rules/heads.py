@@ -26,7 +26,7 @@ RECONVERT = "convert again from the original checkpoint with g4spec convert"
 @rule(
     "G4-HEAD-001",
     ERROR,
-    "the metadata of a DSpark draft says which row drafts first",
+    "the metadata of a DSpark draft must say which row drafts first",
     on=DFLASH,
     needs=FILE,
 )
@@ -40,7 +40,7 @@ def first_row(s: Subject) -> Findings:
 @rule(
     "G4-HEAD-002",
     ERROR,
-    "the confidence head is there if the metadata says so",
+    "the confidence head must be present if the metadata says so",
     on=DFLASH,
     needs=FILE,
 )
@@ -55,7 +55,7 @@ def confidence(s: Subject) -> Findings:
 @rule(
     "G4-HEAD-003",
     WARNING,
-    "the metadata of an EAGLE-3 draft has norm_before_residual",
+    "the metadata of an EAGLE-3 draft should have norm_before_residual",
     on=EAGLE,
     needs=FILE,
 )
@@ -66,7 +66,7 @@ def residual(s: Subject) -> Findings:
         yield Finding(s.name(".norm_before_residual"), "true or false", "nothing", RECONVERT)
 
 
-@rule("G4-HEAD-004", ERROR, "upstream refuses a draft that it would compute wrongly", on=DRAFTS)
+@rule("G4-HEAD-004", ERROR, "upstream must refuse a draft that it would compute wrongly", on=DRAFTS)
 def refused(s: Subject) -> Findings:
     """A gated Markov head, a P-EAGLE block or a draft that starts in another row also loads in an
     engine without support for it, and is slow there for no visible reason."""
@@ -81,7 +81,12 @@ def refused(s: Subject) -> Findings:
         )
 
 
-@rule("G4-HEAD-005", NOTE, "upstream can load a draft that it computes correctly", on=DRAFTS)
+@rule(
+    "G4-HEAD-005",
+    NOTE,
+    "upstream should be able to load a draft that it computes correctly",
+    on=DRAFTS,
+)
 def needlessly(s: Subject) -> Findings:
     """A file under our own architecture name runs here only; when upstream would run it as it was
     trained, the name is a mistake."""
@@ -95,7 +100,13 @@ def needlessly(s: Subject) -> Findings:
         )
 
 
-@rule("G4-HEAD-006", WARNING, "a DeepSpec draft starts in its anchor's row", on=DFLASH, needs=FILE)
+@rule(
+    "G4-HEAD-006",
+    WARNING,
+    "a DeepSpec draft should start in its anchor's row",
+    on=DFLASH,
+    needs=FILE,
+)
 def anchored(s: Subject) -> Findings:
     """DeepSpec's layers, with four norms, were trained to draft from the anchor's row on. A rewrite
     by a tool that knows RedHat's drafts only says false, and every token is one place late."""

@@ -121,7 +121,7 @@ POSITIVE = (
 )
 
 
-@rule("G4-KEY-001", ERROR, "every key that a loader requires is there", needs=FILE)
+@rule("G4-KEY-001", ERROR, "every key that a loader requires must be present", needs=FILE)
 def required(s: Subject) -> Findings:
     """Assistants converted before `nextn_predict_layers` existed load as models of 0 layers and
     fail with "expected 49, got 3"; drafts of one fork carry no tokenizer at all."""
@@ -130,7 +130,7 @@ def required(s: Subject) -> Findings:
             yield Finding(s.name(key), _types(want), "nothing", REWRITE)
 
 
-@rule("G4-KEY-002", ERROR, "scalars and arrays have the type that upstream reads", needs=FILE)
+@rule("G4-KEY-002", ERROR, "scalars and arrays must have the type that upstream reads", needs=FILE)
 def types(s: Subject) -> Findings:
     """A library that guesses types writes 16 as I32 or I64 where the loader wants U32, and a
     scalar `sliding_window_pattern` where it wants an array: "key has wrong type"."""
@@ -141,7 +141,7 @@ def types(s: Subject) -> Findings:
             yield Finding(entry.name, _types(want), found, REWRITE)
 
 
-@rule("G4-KEY-003", ERROR, "per-layer arrays have one entry per layer", needs=FILE)
+@rule("G4-KEY-003", ERROR, "per-layer arrays must have one entry per layer", needs=FILE)
 def per_layer(s: Subject) -> Findings:
     """An array cut from another size of the model gives the last layers the wrong head count."""
     n = s.integer(".block_count")
@@ -151,7 +151,7 @@ def per_layer(s: Subject) -> Findings:
             yield Finding(s.name(key), f"{n} entries", found, "use the values of this model")
 
 
-@rule("G4-KEY-004", ERROR, "sizes, epsilon and rotation base are positive", needs=FILE)
+@rule("G4-KEY-004", ERROR, "sizes, epsilon and rotation base must be positive", needs=FILE)
 def positive(s: Subject) -> Findings:
     """Exports that lost `rope_theta` wrote 0; everything rotates by infinity."""
     for key in POSITIVE:
@@ -160,7 +160,7 @@ def positive(s: Subject) -> Findings:
             yield Finding(s.name(key), "> 0", value, "take the value from the checkpoint")
 
 
-@rule("G4-KEY-005", ERROR, "keys and values have the same head size", needs=FILE)
+@rule("G4-KEY-005", ERROR, "keys and values must have the same head size", needs=FILE)
 def same_head_size(s: Subject) -> Findings:
     """Upstream refuses a Gemma 4 file in which they differ."""
     for swa in ("", "_swa"):
@@ -169,7 +169,7 @@ def same_head_size(s: Subject) -> Findings:
             yield Finding(s.name(f".attention.value_length{swa}"), key, value, REWRITE)
 
 
-@rule("G4-KEY-006", ERROR, "query heads divide among key and value heads")
+@rule("G4-KEY-006", ERROR, "query heads must divide among key and value heads")
 def grouped(s: Subject) -> Findings:
     """Heads are shared in groups: 0,0,1,1. One engine repeated them 0,1,0,1 and drafted noise;
     a count that does not divide has no right answer at all."""
@@ -183,7 +183,7 @@ def grouped(s: Subject) -> Findings:
             )
 
 
-@rule("G4-KEY-007", ERROR, "rotation covers the whole head", needs=FILE)
+@rule("G4-KEY-007", ERROR, "rotation must cover the whole head", needs=FILE)
 def rotation(s: Subject) -> Findings:
     """Gemma's partial rotation is in `rope_freqs`; a fork put 0.25 into the dimension count and
     rotated other pairs, at a tenth less acceptance."""
@@ -204,7 +204,7 @@ def most_type(s: Subject) -> str | None:
     return max(sizes, key=lambda name: sizes[name], default=None)
 
 
-@rule("G4-KEY-008", WARNING, "file_type is the type of most weights", needs=FILE)
+@rule("G4-KEY-008", WARNING, "file_type should be the type of most weights", needs=FILE)
 def file_type(s: Subject) -> Findings:
     """A requantized file that kept the old number is listed, and chosen, as another type."""
     number = s.integer("general.file_type")
@@ -226,7 +226,7 @@ def file_type(s: Subject) -> Findings:
 @rule(
     "G4-KEY-009",
     ERROR,
-    "the metadata describes a model that can be loaded",
+    "the metadata must describe a model that can be loaded",
     needs=FILE,
     fallback=True,
 )
@@ -236,7 +236,7 @@ def describes(s: Subject) -> Findings:
         yield Finding("metadata", "a complete configuration", s.config_refusal, REWRITE)
 
 
-@rule("G4-KEY-010", ERROR, "there are sliding and full layers", on=GEMMA, needs=FILE)
+@rule("G4-KEY-010", ERROR, "the model must have sliding and full layers", on=GEMMA, needs=FILE)
 def both_kinds(s: Subject) -> Findings:
     """Every Gemma 4 has both, and an assistant reads the KV cache of one layer of each. Exports of
     a text model without `layer_types` came out as all sliding, or all full."""
@@ -254,7 +254,7 @@ def both_kinds(s: Subject) -> Findings:
 @rule(
     "G4-KEY-011",
     WARNING,
-    "this version supports all features of the file",
+    "this version should support all features of the file",
     needs=FILE,
     fallback=True,
 )
@@ -270,7 +270,7 @@ def supported(s: Subject) -> Findings:
         )
 
 
-@rule("G4-KEY-012", ERROR, f"there are at most {MAX_LAYERS} layers", needs=FILE)
+@rule("G4-KEY-012", ERROR, f"the model must have at most {MAX_LAYERS} layers", needs=FILE)
 def layer_count(s: Subject) -> Findings:
     """Upstream's limit. A damaged count makes loaders allocate per-layer lists of gigabytes."""
     n = s.integer(".block_count")

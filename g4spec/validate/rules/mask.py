@@ -13,14 +13,16 @@ FILE = Needs.FILE
 FIX = "take mask_token_id from the draft's configuration"
 
 
-@rule("G4-MASK-001", ERROR, "there is a mask token", on=DFLASH, needs=FILE)
+@rule("G4-MASK-001", ERROR, "the draft must have a mask token", on=DFLASH, needs=FILE)
 def present(s: Subject) -> Findings:
     """Upstream takes the mask from the vocabulary; without one it decodes token -1 and fails."""
     if s.integer(KEY) is None:
         yield Finding(KEY, "a token id (4 in Gemma 4)", "nothing", FIX)
 
 
-@rule("G4-MASK-002", ERROR, "the mask token has a row in the token table", on=DFLASH, needs=FILE)
+@rule(
+    "G4-MASK-002", ERROR, "the mask token must have a row in the token table", on=DFLASH, needs=FILE
+)
 def in_range(s: Subject) -> Findings:
     """A fork's default of 248070, made for another model, reads beyond the table."""
     i, n = s.integer(KEY), s.n_vocab
@@ -28,7 +30,7 @@ def in_range(s: Subject) -> Findings:
         yield Finding(KEY, f"0 to {n - 1}", i, FIX)
 
 
-@rule("G4-MASK-003", WARNING, "the mask token is `<mask>`", on=DFLASH, needs=FILE)
+@rule("G4-MASK-003", WARNING, "the mask token should be `<mask>`", on=DFLASH, needs=FILE)
 def named(s: Subject) -> Findings:
     """A draft trained with `<mask>` and run with another token fills its block with ordinary
     words: acceptance falls, with no other symptom."""
@@ -37,7 +39,7 @@ def named(s: Subject) -> Findings:
         yield Finding(KEY, "<mask>", f"{i}, {tokens[i]!r:.40}", FIX)
 
 
-@rule("G4-MASK-004", ERROR, "the mask token has no other use", on=DFLASH, needs=FILE)
+@rule("G4-MASK-004", ERROR, "the mask token must have no other use", on=DFLASH, needs=FILE)
 def no_other_duty(s: Subject) -> Findings:
     """A tokenizer without a mask made tools reuse padding or end-of-text for it, whose rows were
     trained to mean the opposite of "to be filled"."""

@@ -26,7 +26,7 @@ COMPARE = "compare with the checkpoint: g4spec validate --against DIR"
 Like = dict[tuple[str, tuple[int, ...]], list[str]]
 
 
-@rule("G4-VAL-011", WARNING, "weights are as large as those of other layers", needs=FILE)
+@rule("G4-VAL-011", WARNING, "weights should be as large as those of other layers", needs=FILE)
 def scaled(s: Subject) -> Findings:
     """A scale that was applied twice, or not at all, in one layer. Asked where the other layers
     agree: their root mean squares lie within a third of each other, and this one is further off
@@ -47,7 +47,7 @@ def scaled(s: Subject) -> Findings:
                 )
 
 
-@rule("G4-VAL-012", WARNING, "no two norms are identical", needs=FILE)
+@rule("G4-VAL-012", WARNING, "two norms should not be identical", needs=FILE)
 def repeated(s: Subject) -> Findings:
     """A loop over layers that reads layer 0 each time; norms are where it shows even in a file of
     quantized matrices. Norms that were never trained, ones everywhere, are left out."""
@@ -59,7 +59,7 @@ def repeated(s: Subject) -> Findings:
                 break
 
 
-@rule("G4-VAL-013", WARNING, "norms are positive", needs=FILE)
+@rule("G4-VAL-013", WARNING, "norms should be positive", needs=FILE)
 def positive(s: Subject) -> Findings:
     """Trained norms are hardly ever negative. One with its sign turned, or less one, inverts its
     layer's input; that of a single layer hides among the others."""
@@ -70,7 +70,13 @@ def positive(s: Subject) -> Findings:
             yield Finding(name, "weights above 0", f"{x:.0%} below", COMPARE)
 
 
-@rule("G4-PAIR-020", WARNING, "rows of both token tables are equally long", on=DRAFTS, needs=TARGET)
+@rule(
+    "G4-PAIR-020",
+    WARNING,
+    "rows of both token tables should be equally long",
+    on=DRAFTS,
+    needs=TARGET,
+)
 def lengths(s: Subject) -> Findings:
     """A draft's own copy of the target's table, scaled once too often or stored in a type that was
     read with the wrong scale."""

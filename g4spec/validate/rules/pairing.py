@@ -24,7 +24,7 @@ FROM_TARGET = "convert the draft again with --target and this target"
 MERGES = "tokenizer.ggml.merges"
 
 
-@rule("G4-PAIR-001", ERROR, "hidden sizes are equal", on=DFLASH, needs=TARGET)
+@rule("G4-PAIR-001", ERROR, "hidden sizes must be equal", on=DFLASH, needs=TARGET)
 def hidden(s: Subject) -> Findings:
     """A draft for another size of target: upstream aborts inside a matrix product."""
     target = _target(s)
@@ -32,7 +32,7 @@ def hidden(s: Subject) -> Findings:
         yield Finding(s.name(".embedding_length"), target.config.n_embd, s.config.n_embd, OTHER)
 
 
-@rule("G4-PAIR-002", ERROR, "vocabularies have the same size", on=DRAFTS, needs=TARGET)
+@rule("G4-PAIR-002", ERROR, "vocabularies must have the same size", on=DRAFTS, needs=TARGET)
 def size(s: Subject) -> Findings:
     """Compared with the target at hand, not with Gemma's 262,144: models with pruned or extended
     vocabularies are right when both agree."""
@@ -41,7 +41,7 @@ def size(s: Subject) -> Findings:
         yield Finding("vocabulary", target.config.n_vocab, s.config.n_vocab, OTHER)
 
 
-@rule("G4-PAIR-003", ERROR, "both have the same tokens", on=DRAFTS, needs=TARGET)
+@rule("G4-PAIR-003", ERROR, "both must have the same tokens", on=DRAFTS, needs=TARGET)
 def tokens(s: Subject) -> Findings:
     """Same size, other tokens: a fine-tune that reused unused entries, or a draft of another
     family. Proposals are then other words than the draft meant."""
@@ -51,7 +51,7 @@ def tokens(s: Subject) -> Findings:
         yield Finding(f"{TOKENS}[{i}]", f"{its[i]!r:.40}", f"{mine[i]!r:.40}", FROM_TARGET)
 
 
-@rule("G4-PAIR-004", WARNING, "both have the same merges", on=DRAFTS, needs=TARGET)
+@rule("G4-PAIR-004", WARNING, "both should have the same merges", on=DRAFTS, needs=TARGET)
 def merges(s: Subject) -> Findings:
     """The target's tokenizer is the one that counts; another one in the draft shows that it was
     converted with another revision."""
@@ -60,7 +60,7 @@ def merges(s: Subject) -> Findings:
         yield Finding(MERGES, f"the target's {len(its)}", f"{len(mine)} others", FROM_TARGET)
 
 
-@rule("G4-PAIR-005", WARNING, "special tokens have the same ids", on=DRAFTS, needs=TARGET)
+@rule("G4-PAIR-005", WARNING, "special tokens should have the same ids", on=DRAFTS, needs=TARGET)
 def special(s: Subject) -> Findings:
     """A draft with another end-of-text id was converted with another checkpoint."""
     mine, its = special_ids(s), special_ids(_target(s))
@@ -70,7 +70,11 @@ def special(s: Subject) -> Findings:
 
 
 @rule(
-    "G4-PAIR-006", ERROR, "the target has the depth it had at conversion", on=DRAFTS, needs=TARGET
+    "G4-PAIR-006",
+    ERROR,
+    "the target must have the depth it had at conversion",
+    on=DRAFTS,
+    needs=TARGET,
 )
 def depth(s: Subject) -> Findings:
     """Two targets of the same width and another depth: layer ids then name other layers."""
@@ -82,7 +86,7 @@ def depth(s: Subject) -> Findings:
 @rule(
     "G4-PAIR-007",
     WARNING,
-    "the target's tokenizer is the one of the conversion",
+    "the target's tokenizer should be the one of the conversion",
     on=DRAFTS,
     needs=TARGET,
 )
@@ -100,7 +104,7 @@ def tokenizer(s: Subject) -> Findings:
 @rule(
     "G4-PAIR-015",
     WARNING,
-    "the target's weights are those of the conversion",
+    "the target's weights should be those of the conversion",
     on=DRAFTS,
     needs=TARGET,
 )
@@ -121,7 +125,13 @@ def weights(s: Subject) -> Findings:
         )
 
 
-@rule("G4-PAIR-016", NOTE, "the target's commit is that of the conversion", on=DRAFTS, needs=TARGET)
+@rule(
+    "G4-PAIR-016",
+    NOTE,
+    "the target's commit should be that of the conversion",
+    on=DRAFTS,
+    needs=TARGET,
+)
 def commit(s: Subject) -> Findings:
     """Asked where one of the two does not know its weights' digest: a draft converted with the id
     of a target on the hub, of which only the small files are fetched. Two commits of a repository
@@ -140,7 +150,7 @@ def commit(s: Subject) -> Findings:
         )
 
 
-@rule("G4-PAIR-008", WARNING, "logits are capped alike", on=DFLASH, needs=TARGET)
+@rule("G4-PAIR-008", WARNING, "logits should be capped alike", on=DFLASH, needs=TARGET)
 def softcap(s: Subject) -> Findings:
     """A draft that borrows the target's head caps its logits as the target does; a missing cap
     changes nothing at temperature 0 and costs acceptance above."""
@@ -155,7 +165,11 @@ def softcap(s: Subject) -> Findings:
 
 
 @rule(
-    "G4-PAIR-009", NOTE, "the draft was trained for the target's context", on=DRAFTS, needs=TARGET
+    "G4-PAIR-009",
+    NOTE,
+    "the draft should be trained for the target's context",
+    on=DRAFTS,
+    needs=TARGET,
 )
 def context(s: Subject) -> Findings:
     """Beyond its own context a draft proposes worse: one reported 10.7 accepted tokens at 32,768
@@ -170,7 +184,7 @@ def context(s: Subject) -> Findings:
         )
 
 
-@rule("G4-LAY-002", WARNING, "the target has final_logit_softcapping", on=TARGETS)
+@rule("G4-LAY-002", WARNING, "the target should have final_logit_softcapping", on=TARGETS)
 def capped(s: Subject) -> Findings:
     """Gemma 4 caps at 30. Where the key is missing upstream caps at 30 and this runtime does not
     cap at all: the correct value is unknown. 0 says that there is no cap."""

@@ -46,7 +46,7 @@ DIGESTS = {
 COMPARE = "compare with the checkpoint: g4spec validate --against DIR"
 
 
-@rule("G4-KEY-013", ERROR, "full layers are where a Gemma 4 has them", on=GEMMA, needs=FILE)
+@rule("G4-KEY-013", ERROR, "full layers must be where a Gemma 4 has them", on=GEMMA, needs=FILE)
 def pattern(s: Subject) -> Findings:
     """Every Gemma 4 has one full layer after each four or five sliding ones, and a full one at the
     end. An array that was shifted, inverted or cut from another size sends layers of one kind
@@ -68,7 +68,9 @@ def pattern(s: Subject) -> Findings:
         )
 
 
-@rule("G4-KEY-014", WARNING, "epsilon and rotation bases are ones that models have", needs=FILE)
+@rule(
+    "G4-KEY-014", WARNING, "epsilon and rotation bases should be ones that models have", needs=FILE
+)
 def constants(s: Subject) -> Findings:
     """A doubled base or an epsilon of another family changes every number a little: the text stays
     plausible, and a draft loses a third of its acceptance (rotation base 1e4 instead of 1e6: 7 %
@@ -84,7 +86,7 @@ def constants(s: Subject) -> Findings:
             )
 
 
-@rule("G4-KEY-015", WARNING, "context and window are round numbers", needs=FILE)
+@rule("G4-KEY-015", WARNING, "context and window should be round numbers", needs=FILE)
 def rounded(s: Subject) -> Findings:
     """A window counted with or without the token itself: trainers write 512, 1024 or 2048, and an
     engine that stores one more or one less sees another row than the model was trained with."""
@@ -94,7 +96,12 @@ def rounded(s: Subject) -> Findings:
             yield Finding(s.name(key), f"a multiple of {unit}", found, COMPARE)
 
 
-@rule("G4-KEY-016", WARNING, "the container's own keys are those of this kind of file", needs=FILE)
+@rule(
+    "G4-KEY-016",
+    WARNING,
+    "the container's own keys should be those of this kind of file",
+    needs=FILE,
+)
 def container(s: Subject) -> Findings:
     """`general.type` other than a model's makes loaders take the file for an adapter; quantization
     version 2 is the only one that the block layouts of today have."""
@@ -107,7 +114,7 @@ def container(s: Subject) -> Findings:
         )
 
 
-@rule("G4-KEY-017", WARNING, "digests are complete", needs=FILE)
+@rule("G4-KEY-017", WARNING, "digests should be complete", needs=FILE)
 def digests(s: Subject) -> Findings:
     """A digest that was cut or edited can never be equal to the one that it is compared with, so
     that a wrong target would pass for one of unknown origin."""
@@ -122,7 +129,7 @@ def digests(s: Subject) -> Findings:
 @rule(
     "G4-KEY-018",
     WARNING,
-    "a converted draft has recorded facts about its target",
+    "a converted draft should have recorded facts about its target",
     on=DRAFTS,
     needs=FILE,
 )
@@ -138,7 +145,9 @@ def remembers(s: Subject) -> Findings:
                 )
 
 
-@rule("G4-KEY-019", WARNING, "recommended sampling settings are valid", on=TARGETS, needs=FILE)
+@rule(
+    "G4-KEY-019", WARNING, "recommended sampling settings should be valid", on=TARGETS, needs=FILE
+)
 def sampling(s: Subject) -> Findings:
     """llama.cpp takes these as defaults: a top-p above 1 or a negative temperature is a value in
     the wrong key."""
@@ -153,7 +162,7 @@ def sampling(s: Subject) -> Findings:
             )
 
 
-@rule("G4-LAY-003", WARNING, "the target caps its logits at 30", on=TARGETS, needs=FILE)
+@rule("G4-LAY-003", WARNING, "the target should cap its logits at 30", on=TARGETS, needs=FILE)
 def cap(s: Subject) -> Findings:
     """Every published Gemma 4 caps its logits at 30; another cap changes how sharp sampling is,
     and what a draft that borrows the head proposes."""
@@ -162,7 +171,9 @@ def cap(s: Subject) -> Findings:
         yield Finding("gemma4.final_logit_softcapping", f"{CAP:g}, or 0 for none", found, COMPARE)
 
 
-@rule("G4-BLK-016", WARNING, "the block is as long as trainers make it", on=DFLASH, needs=FILE)
+@rule(
+    "G4-BLK-016", WARNING, "the block should be as long as trainers make it", on=DFLASH, needs=FILE
+)
 def block(s: Subject) -> Findings:
     """z-lab trains blocks of 16 rows, RedHat of 8, DeepSpec of 7 drafts. A block_size that counts
     the drafts instead of the rows, or the other way round, gives every row but the first another
@@ -176,7 +187,11 @@ def block(s: Subject) -> Findings:
 
 
 @rule(
-    "G4-PAIR-018", WARNING, "the draft was not made for a longer context", on=TAPPED, needs=TARGET
+    "G4-PAIR-018",
+    WARNING,
+    "the draft should not be made for a longer context",
+    on=TAPPED,
+    needs=TARGET,
 )
 def longer(s: Subject) -> Findings:
     """Trainers give a draft its target's context length; one for more positions than the target
@@ -190,7 +205,7 @@ def longer(s: Subject) -> Findings:
 @rule(
     "G4-PAIR-019",
     WARNING,
-    "logits are capped as the target's, or not at all",
+    "logits should be capped as the target's, or not at all",
     on=TAPPED,
     needs=TARGET,
 )

@@ -51,7 +51,7 @@ MARKS = (
 """Marks of turns that chat templates write; those of Gemma 4 are the last two."""
 
 
-@rule("G4-VOC-012", ERROR, "chat prompts begin with a BOS", needs=FILE)
+@rule("G4-VOC-012", ERROR, "chat prompts must begin with a BOS", needs=FILE)
 def chat_bos(s: Subject) -> Findings:
     """The template leaves the BOS to the tokenizer and the tokenizer leaves it to the template: no
     prompt gets one, and the model writes degenerate text."""
@@ -65,7 +65,7 @@ def chat_bos(s: Subject) -> Findings:
         )
 
 
-@rule("G4-VOC-013", ERROR, "the BOS is `<bos>`", needs=FILE)
+@rule("G4-VOC-013", ERROR, "the BOS must be `<bos>`", needs=FILE)
 def bos(s: Subject) -> Findings:
     """Gemma's attention relies on `<bos>` at position 0. Another token there, such as the end of
     text that other tokenizers use for both, and the first words are already wrong."""
@@ -76,7 +76,7 @@ def bos(s: Subject) -> Findings:
         )
 
 
-@rule("G4-VOC-014", WARNING, "no EOS is appended to prompts", needs=FILE)
+@rule("G4-VOC-014", WARNING, "prompts should not get an EOS appended", needs=FILE)
 def add_eos(s: Subject) -> Findings:
     """With an end of text after it every prompt is a finished one: answers are empty, or about
     something else."""
@@ -84,7 +84,7 @@ def add_eos(s: Subject) -> Findings:
         yield Finding("tokenizer.ggml.add_eos_token", "false", "true", "set it to false")
 
 
-@rule("G4-VOC-015", WARNING, "the template's turn marks are tokens", needs=FILE)
+@rule("G4-VOC-015", WARNING, "the template's turn marks should be tokens", needs=FILE)
 def marks(s: Subject) -> Findings:
     """A template of Gemma 3 or of another family: its marks are spelled letter by letter, and the
     model that was trained with `<|turn>` sees text where a turn should begin."""
@@ -99,7 +99,7 @@ def marks(s: Subject) -> Findings:
             )
 
 
-@rule("G4-PAIR-010", WARNING, "both have the same chat template", on=DRAFTS, needs=TARGET)
+@rule("G4-PAIR-010", WARNING, "both should have the same chat template", on=DRAFTS, needs=TARGET)
 def template(s: Subject) -> Findings:
     """The target's template counts; another one in the draft shows that it was converted with
     another revision, and a server that reads the draft's writes prompts the target does not
@@ -118,7 +118,7 @@ def template(s: Subject) -> Findings:
         )
 
 
-@rule("G4-PAIR-011", WARNING, "both add the same tokens to prompts", on=DRAFTS, needs=TARGET)
+@rule("G4-PAIR-011", WARNING, "both should add the same tokens to prompts", on=DRAFTS, needs=TARGET)
 def added(s: Subject) -> Findings:
     """Engines that tokenize for the draft with its own settings give it a prompt that is one token
     shorter than the target's: every position of the draft is off by one."""
@@ -129,7 +129,7 @@ def added(s: Subject) -> Findings:
             yield Finding(key, its, mine, FROM_TARGET)
 
 
-@rule("G4-PAIR-012", WARNING, "both stop at the same tokens", on=DRAFTS, needs=TARGET)
+@rule("G4-PAIR-012", WARNING, "both should stop at the same tokens", on=DRAFTS, needs=TARGET)
 def stops(s: Subject) -> Findings:
     """The target's generation settings changed since the draft was converted: a base model beside
     a draft for the instruction-tuned one, or the other way round."""
@@ -139,7 +139,11 @@ def stops(s: Subject) -> Findings:
 
 
 @rule(
-    "G4-PAIR-013", ERROR, "the target has the width it had at conversion", on=DRAFTS, needs=TARGET
+    "G4-PAIR-013",
+    ERROR,
+    "the target must have the width it had at conversion",
+    on=DRAFTS,
+    needs=TARGET,
 )
 def width(s: Subject) -> Findings:
     """A draft for another size of target whose own shapes happen to fit, as those of EAGLE-3 do
@@ -160,7 +164,9 @@ def _target(s: Subject) -> Subject:
     return s.target
 
 
-@rule("G4-PAIR-017", WARNING, "both have the same tokenizer settings", on=DRAFTS, needs=TARGET)
+@rule(
+    "G4-PAIR-017", WARNING, "both should have the same tokenizer settings", on=DRAFTS, needs=TARGET
+)
 def settings(s: Subject) -> Findings:
     """Scores, token types, roles and suppressed tokens are copied from the target at conversion;
     another value shows that the draft was converted with another revision, or edited. Its mask
@@ -177,7 +183,7 @@ def settings(s: Subject) -> Findings:
             )
 
 
-@rule("G4-VOC-016", WARNING, "token types match the tokens", needs=FILE)
+@rule("G4-VOC-016", WARNING, "token types should match the tokens", needs=FILE)
 def token_types(s: Subject) -> Findings:
     """`<0x41>` is a byte and `<bos>` a control token. Types that were shifted make control tokens
     writable by users, and bytes come out as their names."""
@@ -196,7 +202,7 @@ def token_types(s: Subject) -> Findings:
             return
 
 
-@rule("G4-VOC-017", WARNING, "merges produce tokens, and each occurs once", needs=FILE)
+@rule("G4-VOC-017", WARNING, "merges should produce tokens, and each should occur once", needs=FILE)
 def merged(s: Subject) -> Findings:
     """A list of merges that belongs to another vocabulary, or that was joined twice."""
     found, tokens = s.strings("tokenizer.ggml.merges") or [], set(s.strings(TOKENS) or [])
@@ -218,7 +224,7 @@ def merged(s: Subject) -> Findings:
         )
 
 
-@rule("G4-VOC-018", WARNING, "special tokens are Gemma's", needs=FILE)
+@rule("G4-VOC-018", WARNING, "special tokens should be Gemma's", needs=FILE)
 def roles(s: Subject) -> Findings:
     """A role with an id that is off by one: padding that is a real token is attended
     to, and an unknown-token id of a word puts that word into the text."""
@@ -234,7 +240,7 @@ def roles(s: Subject) -> Findings:
             )
 
 
-@rule("G4-VOC-019", WARNING, "recorded stop tokens are control tokens", needs=FILE)
+@rule("G4-VOC-019", WARNING, "recorded stop tokens should be control tokens", needs=FILE)
 def recorded_stops(s: Subject) -> Findings:
     """Ids that are off by one: a text then ends at an ordinary word, or continues after its end."""
     tokens, found = s.strings(TOKENS) or [], s.numbers(STOP_IDS)
@@ -245,7 +251,7 @@ def recorded_stops(s: Subject) -> Findings:
             )
 
 
-@rule("G4-VOC-020", WARNING, "the chat template compiles", needs=FILE)
+@rule("G4-VOC-020", WARNING, "the chat template should compile", needs=FILE)
 def compiles(s: Subject) -> Findings:
     """A template that was cut or escaped on its way into the file: chats fail, or its tags are
     written out as text."""

@@ -18,7 +18,7 @@ CONVERT = "convert again with g4spec convert"
 @rule(
     "G4-MOE-001",
     ERROR,
-    "a token visits at least one expert, and no more than there are",
+    "a token must visit at least one expert, and no more than exist",
     on=TARGETS,
     needs=FILE,
 )
@@ -30,7 +30,7 @@ def used(s: Subject) -> Findings:
         yield Finding("gemma4.expert_used_count", f"1 to {n}", k, FROM_CONFIG)
 
 
-@rule("G4-MOE-002", ERROR, "all layers have experts, or none has", on=TARGETS, needs=FILE)
+@rule("G4-MOE-002", ERROR, "all layers must have experts, or none", on=TARGETS, needs=FILE)
 def every_layer(s: Subject) -> Findings:
     """Upstream takes a layer without a router for a dense one and computes half of it."""
     n, routers = s.integer(".block_count") or 0, "ffn_gate_inp.weight"
@@ -39,7 +39,7 @@ def every_layer(s: Subject) -> Findings:
         yield Finding(routers, f"{n} layers", f"{len(have)} layers", CONVERT)
 
 
-@rule("G4-MOE-003", WARNING, "routers are not quantized", on=TARGETS, needs=FILE)
+@rule("G4-MOE-003", WARNING, "routers should not be quantized", on=TARGETS, needs=FILE)
 def router(s: Subject) -> Findings:
     """A rounded score sends a token to another expert; a router is 0.03 % of the weights."""
     for name in s.open_file.tensors:
@@ -51,7 +51,7 @@ def router(s: Subject) -> Findings:
 @rule(
     "G4-PLE-001",
     ERROR,
-    "per-layer embeddings are there if the metadata says so, and only then",
+    "per-layer embeddings must be present if the metadata says so, and only then",
     on=TARGETS,
     needs=FILE,
 )
@@ -69,7 +69,7 @@ def per_layer(s: Subject) -> Findings:
 @rule(
     "G4-PLE-002",
     ERROR,
-    "layers that share keys and values read them where upstream does",
+    "layers that share keys and values must read them where upstream does",
     on=TARGETS,
 )
 def donors(s: Subject) -> Findings:
@@ -88,7 +88,10 @@ def donors(s: Subject) -> Findings:
 
 
 @rule(
-    "G4-PLE-003", NOTE, "layers that share keys and values have no projections for them", on=TARGETS
+    "G4-PLE-003",
+    NOTE,
+    "layers that share keys and values should have no projections for them",
+    on=TARGETS,
 )
 def spare(s: Subject) -> Findings:
     """Published checkpoints contain them; nothing reads them, but they take memory."""
@@ -108,7 +111,12 @@ def spare(s: Subject) -> Findings:
         )
 
 
-@rule("G4-SUP-001", ERROR, "suppressed tokens are tokens, and none of them ends a text", needs=FILE)
+@rule(
+    "G4-SUP-001",
+    ERROR,
+    "suppressed tokens must be tokens, and none of them may end a text",
+    needs=FILE,
+)
 def suppressed(s: Subject) -> Findings:
     """The 12B must not choose the marks of images and sound. A list that holds a stop token makes
     it generate forever; ids of another tokenizer silence words."""

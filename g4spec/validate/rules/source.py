@@ -17,45 +17,48 @@ from g4spec.validate.rule import ERROR, WARNING, Finding, Findings, rule
 from g4spec.validate.rules.keys import most_type
 from g4spec.validate.subject import Subject
 
-SOURCE = Needs.SOURCE
+SOURCE, OWN = Needs.SOURCE, Needs.OWN_SOURCE
 SHOWN = 16  # longest array that is shown whole
 RECONVERT = "convert again from this source"
 
 
-@rule("G4-CMP-001", ERROR, "the source is of the file's kind", needs=SOURCE)
-def same_kind(s: Subject) -> Findings:
-    """The folder of the target was given for that of its draft, or the other way round."""
-    if s.comparison.kind is not None:
+@rule("G4-CMP-001", ERROR, "the source must be the file's own", needs=SOURCE)
+def own_source(s: Subject) -> Findings:
+    """The folder of the target was given for that of its draft, of another size, or of another
+    training run. The other rules of this family are not checked then: each tensor would fail."""
+    if s.comparison.other:
+        made_from = s.text(provenance.SOURCE)
         yield Finding(
             str(s.source),
-            getattr(s.kind, "TITLE", s.arch),
-            s.comparison.kind,
-            "give the checkpoint this file was made from",
+            f"{made_from or 'the checkpoint that the file was made from'} "
+            f"({getattr(s.kind, 'TITLE', s.arch)})",
+            s.comparison.other,
+            "pass the checkpoint that this file was made from to --against",
         )
 
 
-@rule("G4-CMP-002", ERROR, "every tensor of the source is in the file", needs=SOURCE)
+@rule("G4-CMP-002", ERROR, "every tensor of the source must be in the file", needs=OWN)
 def used(s: Subject) -> Findings:
     """Converters skip names they do not know, such as a new norm, and the file still loads."""
     for name in s.comparison.unused:
         yield Finding(name, "a tensor of the file, or a reason to drop it", "neither", RECONVERT)
 
 
-@rule("G4-CMP-003", ERROR, "every tensor of the file comes from the source", needs=SOURCE)
+@rule("G4-CMP-003", ERROR, "every tensor of the file must come from the source", needs=OWN)
 def sourced(s: Subject) -> Findings:
     """A tensor that was initialised where the checkpoint had none: a head filled with noise."""
     for name in s.comparison.sourceless:
         yield Finding(name, "a tensor of the source", "none", RECONVERT)
 
 
-@rule("G4-CMP-004", ERROR, "shapes are the source's", needs=SOURCE)
+@rule("G4-CMP-004", ERROR, "shapes must be the source's", needs=OWN)
 def shapes(s: Subject) -> Findings:
     """The checkpoint of another size, or a matrix that was transposed."""
     for name, (source, found) in s.comparison.shapes.items():
         yield Finding(name, list(source), list(found), RECONVERT)
 
 
-@rule("G4-CMP-005", ERROR, "values of exact types equal the source's", needs=SOURCE)
+@rule("G4-CMP-005", ERROR, "values of exact types must equal the source's", needs=OWN)
 def equal(s: Subject) -> Findings:
     """Norms shifted by one, q and k rows permuted for another architecture, a matrix of the
     neighbouring layer, an edited map: all unintended changes of a conversion."""
@@ -64,7 +67,7 @@ def equal(s: Subject) -> Findings:
             yield Finding(f"{t.name}{list(t.first)}", f"{t.expected!r}", f"{t.found!r}", RECONVERT)
 
 
-@rule("G4-CMP-006", ERROR, "rounding explains every error", needs=SOURCE)
+@rule("G4-CMP-006", ERROR, "errors must not exceed the rounding of the type", needs=OWN)
 def bounded(s: Subject) -> Findings:
     """A quantizer with a wrong scale gives weights that look right on average: relative error of
     a few per cent instead of half of one."""
@@ -78,14 +81,14 @@ def bounded(s: Subject) -> Findings:
             )
 
 
-@rule("G4-CMP-007", ERROR, "the source's own maps are consistent", needs=SOURCE)
+@rule("G4-CMP-007", ERROR, "the source's own maps must be consistent", needs=SOURCE)
 def sensible(s: Subject) -> Findings:
     """d2t and t2d of the checkpoint must say the same; one export had them sorted apart."""
     for name, reason in s.comparison.refused.items():
         yield Finding(name, "a usable map in the source", reason, "download the checkpoint again")
 
 
-@rule("G4-CMP-008", WARNING, "the source is the one that was recorded", needs=SOURCE)
+@rule("G4-CMP-008", WARNING, "the source should be the one that was recorded", needs=OWN)
 def recorded(s: Subject) -> Findings:
     """The folder was updated since: another revision, or a training run that went on."""
     said, found = s.text(provenance.DIGEST), s.comparison.digest
@@ -96,7 +99,7 @@ def recorded(s: Subject) -> Findings:
 @rule(
     "G4-CMP-009",
     ERROR,
-    "metadata is what a conversion of the source writes",
+    "metadata must be what a conversion of the source writes",
     needs=Needs.CONVERSION,
 )
 def described(s: Subject) -> Findings:

@@ -26,7 +26,7 @@ Rows = NDArray[np.float32]
 @rule(
     "G4-BLK-014",
     WARNING,
-    "the draft's own token table is not scaled already",
+    "the draft's own token table should not be scaled already",
     on=TAPPED,
     needs=TARGET,
 )
@@ -49,7 +49,11 @@ def scaled_table(s: Subject) -> Findings:
 
 
 @rule(
-    "G4-PAIR-014", WARNING, "the draft's own token table is the target's", on=TAPPED, needs=TARGET
+    "G4-PAIR-014",
+    WARNING,
+    "the draft's own token table should be the target's",
+    on=TAPPED,
+    needs=TARGET,
 )
 def same_table(s: Subject) -> Findings:
     """Trainers copy the target's table into the draft and freeze it. Rows that point elsewhere
@@ -69,7 +73,7 @@ def same_table(s: Subject) -> Findings:
         )
 
 
-@rule("G4-CEN-008", WARNING, "tokens of a cluster are similar", on=ASSISTANT, needs=FILE)
+@rule("G4-CEN-008", WARNING, "tokens of a cluster should be similar", on=ASSISTANT, needs=FILE)
 def alike(s: Subject) -> Findings:
     """The inverse of an ordering, token to slot, is a permutation too and passes every count. Read
     as an ordering its clusters are tokens at random, and the right one is rarely among them."""

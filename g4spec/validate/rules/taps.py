@@ -41,7 +41,7 @@ def ids(s: Subject) -> list[int]:
     return [] if found is None else [int(i) for i in found]
 
 
-@rule("G4-TAP-001", ERROR, "fc has one input block for each layer id", on=TAPPED, needs=FILE)
+@rule("G4-TAP-001", ERROR, "fc must have one input block for each layer id", on=TAPPED, needs=FILE)
 def width(s: Subject) -> Findings:
     """A loader that took the target's depth (60) for the number of layer ids (6) sized fc for
     another model; an empty list divided by zero."""
@@ -56,7 +56,7 @@ def width(s: Subject) -> Findings:
         )
 
 
-@rule("G4-TAP-002", ERROR, "layer ids are unique", on=TAPPED, needs=FILE)
+@rule("G4-TAP-002", ERROR, "layer ids must be unique", on=TAPPED, needs=FILE)
 def unique(s: Subject) -> Findings:
     """Upstream accepts a repeated id silently; one block of fc then reads the wrong layer."""
     found = ids(s)
@@ -64,7 +64,7 @@ def unique(s: Subject) -> Findings:
         yield Finding(s.name(KEY), "different layers", found, "take the ids from the checkpoint")
 
 
-@rule("G4-TAP-003", WARNING, "layer ids increase", on=TAPPED, needs=FILE)
+@rule("G4-TAP-003", WARNING, "layer ids should increase", on=TAPPED, needs=FILE)
 def increasing(s: Subject) -> Findings:
     """The order of the ids is the order of fc's blocks. Every published draft counts upwards; a
     set that went through a Python `set` does not."""
@@ -75,7 +75,7 @@ def increasing(s: Subject) -> Findings:
         )
 
 
-@rule("G4-TAP-004", ERROR, "layer ids are inputs of target layers", on=TAPPED, needs=FILE)
+@rule("G4-TAP-004", ERROR, "layer ids must be inputs of target layers", on=TAPPED, needs=FILE)
 def in_range(s: Subject) -> Findings:
     """0 is the embedding and no trained draft reads it: it is an id that was never shifted. An
     id equal to the layer count is the last layer's output, which upstream cannot read and
@@ -94,7 +94,7 @@ def in_range(s: Subject) -> Findings:
             )
 
 
-@rule("G4-TAP-005", ERROR, "layer ids are not off by one", on=TAPPED, needs=FILE)
+@rule("G4-TAP-005", ERROR, "layer ids must not be off by one", on=TAPPED, needs=FILE)
 def off_by_one(s: Subject) -> Findings:
     """z-lab ids taken as they are (several engines and forks), or speculators ids shifted once
     more (some forks): drafts load, text stays right, acceptance collapses."""
@@ -111,7 +111,9 @@ def off_by_one(s: Subject) -> Findings:
         yield Finding(s.name(KEY), f"{list(p.ids)} ({p.who})", list(found), why)
 
 
-@rule("G4-TAP-006", WARNING, "layer ids are those of a published draft", on=TAPPED, needs=FILE)
+@rule(
+    "G4-TAP-006", WARNING, "layer ids should be those of a published draft", on=TAPPED, needs=FILE
+)
 def published(s: Subject) -> Findings:
     """A set that no trainer is known to use was usually typed, or cut from another one. The draft
     is then mostly rejected, and the text stays right."""
@@ -128,7 +130,7 @@ def published(s: Subject) -> Findings:
         )
 
 
-@rule("G4-TAP-007", ERROR, "layer ids are for a target of this depth", on=TAPPED, needs=FILE)
+@rule("G4-TAP-007", ERROR, "layer ids must be for a target of this depth", on=TAPPED, needs=FILE)
 def other_depth(s: Subject) -> Findings:
     """A draft of the 26B-A4B beside the 31B: all ids exist there, halfway down the model."""
     found, n = tuple(ids(s)), s.n_target_layers
@@ -145,7 +147,7 @@ def other_depth(s: Subject) -> Findings:
 @rule(
     "G4-TAP-008",
     WARNING,
-    "layer ids come from a configuration, not from a formula",
+    "layer ids should come from a configuration, not from a formula",
     on=TAPPED,
     needs=FILE,
 )

@@ -30,7 +30,7 @@ KNOWN_EXTRAS = (
 """Extra tensors that published files contain, and the fix for each."""
 
 
-@rule("G4-TNS-001", ERROR, "no tensor is missing")
+@rule("G4-TNS-001", ERROR, "every tensor must be present")
 def missing(s: Subject) -> Findings:
     """Converters whose tensor list lacked an entry (TOKEN_EMBD and OUTPUT of DFlash drafts,
     buffers such as `layer_scalar` that are no parameters) left the tensor out and went on."""
@@ -40,7 +40,7 @@ def missing(s: Subject) -> Findings:
             yield Finding(spec.name, list(spec.shape), "nothing", RECONVERT)
 
 
-@rule("G4-TNS-002", ERROR, "there are no tensors that upstream does not expect")
+@rule("G4-TNS-002", ERROR, "the file must have no tensors that upstream does not expect")
 def extra(s: Subject) -> Findings:
     """Upstream refuses a file with a single tensor too many ("wrong number of tensors"); an
     assistant's centroid tensors even crash it."""
@@ -50,7 +50,7 @@ def extra(s: Subject) -> Findings:
             yield Finding(name, "no such tensor", list(s.shape(name) or ()), fix)
 
 
-@rule("G4-TNS-003", ERROR, "shapes are those of the configuration")
+@rule("G4-TNS-003", ERROR, "shapes must be those of the configuration")
 def shapes(s: Subject) -> Findings:
     """A loader that derives row strides from a size it never checks reads shifted rows: the
     31B loader of one fork carried the 26B constants."""
@@ -65,7 +65,7 @@ def shapes(s: Subject) -> Findings:
             )
 
 
-@rule("G4-TNS-004", ERROR, "norms and scales are F32")
+@rule("G4-TNS-004", ERROR, "norms and scales must be F32")
 def vectors(s: Subject) -> Findings:
     """Kernels add norms in F32 and upstream aborts on F16 ones; a quantized norm costs accuracy
     in every layer and saves nothing."""
@@ -75,7 +75,7 @@ def vectors(s: Subject) -> Findings:
             yield Finding(spec.name, "F32", found, "quantize again with g4spec quantize")
 
 
-@rule("G4-TNS-005", ERROR, "matrices do not have an integer type")
+@rule("G4-TNS-005", ERROR, "matrices must not have an integer type")
 def matrices(s: Subject) -> Findings:
     """An integer type on a weight is a converter's cast gone wrong; it loads and computes 0."""
     for spec in s.specs.values():
@@ -84,7 +84,7 @@ def matrices(s: Subject) -> Findings:
             yield Finding(spec.name, "a float or quantized type", found, RECONVERT)
 
 
-@rule("G4-TNS-006", ERROR, "every layer has tensors", needs=Needs.FILE)
+@rule("G4-TNS-006", ERROR, "every layer must have tensors", needs=Needs.FILE)
 def empty_success(s: Subject) -> Findings:
     """A converter that matched few tensor names wrote a header for 60 layers with the token table
     behind it, and said that it succeeded."""
@@ -100,7 +100,7 @@ def empty_success(s: Subject) -> Findings:
         )
 
 
-@rule("G4-TNS-007", ERROR, "tensor types can be dequantized", needs=Needs.FILE)
+@rule("G4-TNS-007", ERROR, "tensor types must be ones that can be dequantized", needs=Needs.FILE)
 def readable(s: Subject) -> Findings:
     """Ternary and 1-bit types, and those that llama.cpp only computes with, have no code here: the
     file cannot run, and the values of such a tensor were not checked."""

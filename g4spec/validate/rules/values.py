@@ -19,7 +19,7 @@ SHIFTED = "convert again: norms are stored as the checkpoint has them, nothing a
 RECONVERT = "convert again from the original checkpoint, and check that file's digest first"
 
 
-@rule("G4-VAL-001", ERROR, "no float is NaN or infinite", needs=FILE)
+@rule("G4-VAL-001", ERROR, "every float must be finite", needs=FILE)
 def finite(s: Subject) -> Findings:
     """argmax over NaN logits is token 0: an engine reported perfect acceptance because target
     and draft both wrote token 0 forever."""
@@ -30,7 +30,7 @@ def finite(s: Subject) -> Findings:
             yield Finding(name, "finite numbers", f"NaN or infinity at {list(at)}", RECONVERT)
 
 
-@rule("G4-VAL-002", ERROR, "no quantized block has a NaN or infinite scale", needs=FILE)
+@rule("G4-VAL-002", ERROR, "the scale of every quantized block must be finite", needs=FILE)
 def finite_scales(s: Subject) -> Findings:
     """Weights above 8.3 million overflow the fp16 scale of a Q8_0 block; only a loader run with
     its check option says so."""
@@ -44,7 +44,7 @@ def finite_scales(s: Subject) -> Findings:
             )
 
 
-@rule("G4-VAL-003", ERROR, "no tensor is all zero", needs=FILE)
+@rule("G4-VAL-003", ERROR, "a tensor must not be all zero", needs=FILE)
 def zero(s: Subject) -> Findings:
     """A tensor that was allocated and never filled; a zero `layer_scalar` silences its layer."""
     for name, stats in s.stats.items():
@@ -52,7 +52,7 @@ def zero(s: Subject) -> Findings:
             yield Finding(name, "numbers", "zero everywhere", RECONVERT)
 
 
-@rule("G4-VAL-004", ERROR, "no matrix is the same everywhere", needs=FILE)
+@rule("G4-VAL-004", ERROR, "a matrix must not be the same everywhere", needs=FILE)
 def constant(s: Subject) -> Findings:
     """A fill value that was meant to be overwritten: torch.empty, ones from an initializer."""
     for name, stats in s.stats.items():
@@ -60,7 +60,7 @@ def constant(s: Subject) -> Findings:
             yield Finding(name, "numbers that differ", "one value everywhere", RECONVERT)
 
 
-@rule("G4-VAL-005", WARNING, "no two matrices are identical", needs=FILE)
+@rule("G4-VAL-005", WARNING, "two matrices should not be identical", needs=FILE)
 def duplicates(s: Subject) -> Findings:
     """A loop over layers that reads layer 0 each time converts without complaint."""
     groups: dict[tuple[object, ...], list[str]] = {}
@@ -74,7 +74,7 @@ def duplicates(s: Subject) -> Findings:
                 yield Finding(b, "a tensor of its own", f"a copy of {a}", RECONVERT)
 
 
-@rule("G4-VAL-006", WARNING, "scales are not lost to underflow", needs=FILE)
+@rule("G4-VAL-006", WARNING, "scales should not be lost to underflow", needs=FILE)
 def underflow(s: Subject) -> Findings:
     """Values below about 1e-6 have a scale that fp16 rounds to zero: the block reads as zeros
     while its codes are not. Up to 1 % of a matrix is the dead neurons that trained models have."""
@@ -86,7 +86,7 @@ def underflow(s: Subject) -> Findings:
             )
 
 
-@rule("G4-VAL-007", ERROR, "rope_freqs rotates a quarter of each global head", on=GEMMA)
+@rule("G4-VAL-007", ERROR, "rope_freqs must rotate a quarter of each global head", on=GEMMA)
 def rope_freqs(s: Subject) -> Findings:
     """Gemma's global layers rotate 64 of 256 pairs: divisors are ones, then 1e30. A draft that
     rotated everything lost a tenth of its acceptance; a file without the tensor rotates all."""
@@ -99,7 +99,7 @@ def rope_freqs(s: Subject) -> Findings:
         yield Finding("rope_freqs.weight", f"{n} ones, then 1e30", f"{ones} ones", RECONVERT)
 
 
-@rule("G4-VAL-008", WARNING, "no weight is implausibly large", needs=FILE)
+@rule("G4-VAL-008", WARNING, "weights should not be implausibly large", needs=FILE)
 def implausible(s: Subject) -> Findings:
     """One flipped bit in the exponent of a block's scale makes its weights 65,536 times larger:
     finite, so that checks for NaN pass, and louder than everything else in its layer."""
@@ -110,7 +110,7 @@ def implausible(s: Subject) -> Findings:
             )
 
 
-@rule("G4-VAL-009", WARNING, "1 was not subtracted from the norms", needs=FILE)
+@rule("G4-VAL-009", WARNING, "1 should not be subtracted from the norms", needs=FILE)
 def norms_centred(s: Subject) -> Findings:
     """Gemma 2 and 3 store norms minus 1, Gemma 4 and Qwen unchanged. Trained norms are hardly ever
     negative; minus 1, a quarter of them have many negative weights."""
@@ -121,7 +121,7 @@ def norms_centred(s: Subject) -> Findings:
         yield Finding(negative[0], "norms around 1", found, SHIFTED)
 
 
-@rule("G4-VAL-010", WARNING, "1 was not added to the norms", needs=FILE)
+@rule("G4-VAL-010", WARNING, "1 should not be added to the norms", needs=FILE)
 def norms_shifted(s: Subject) -> Findings:
     """A converter made for Gemma 3 adds one to every norm, which is right there: the draft still
     writes, from activations twice as large. Unshifted, some weight of some norm is below 0.9."""

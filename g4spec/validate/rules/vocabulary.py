@@ -25,7 +25,7 @@ def special_ids(s: Subject) -> dict[str, int]:
     return {role: i for role, i in found.items() if i is not None}
 
 
-@rule("G4-VOC-001", ERROR, "the tokenizer is Gemma 4's", needs=FILE)
+@rule("G4-VOC-001", ERROR, "the tokenizer must be Gemma 4's", needs=FILE)
 def model(s: Subject) -> Findings:
     """A DFlash converter that took the Qwen path, because the draft's layers are Qwen's, failed
     on the tokenizer or wrote one that splits differently; some wrote none."""
@@ -34,7 +34,7 @@ def model(s: Subject) -> Findings:
         yield Finding("tokenizer.ggml.model", "gemma4", found or "nothing", FROM_TARGET)
 
 
-@rule("G4-VOC-002", ERROR, "scores and types have one entry per token", needs=FILE)
+@rule("G4-VOC-002", ERROR, "scores and types must have one entry per token", needs=FILE)
 def lengths(s: Subject) -> Findings:
     """Lists of different tokenizers: types then mark the wrong tokens as control."""
     n = s.count(TOKENS)
@@ -44,7 +44,7 @@ def lengths(s: Subject) -> Findings:
             yield Finding(key, n, found, FROM_TARGET)
 
 
-@rule("G4-VOC-003", ERROR, "tokens are unique", needs=FILE)
+@rule("G4-VOC-003", ERROR, "tokens must be unique", needs=FILE)
 def unique(s: Subject) -> Findings:
     """Two ids for one text: which one the tokenizer gives depends on the loader."""
     tokens = s.strings(TOKENS) or []
@@ -53,7 +53,7 @@ def unique(s: Subject) -> Findings:
         yield Finding(TOKENS, "different tokens", f"{text!r:.40} {n} times", FROM_TARGET)
 
 
-@rule("G4-VOC-004", ERROR, "merges are pairs", needs=FILE)
+@rule("G4-VOC-004", ERROR, "merges must be pairs", needs=FILE)
 def merges(s: Subject) -> Findings:
     """Without its merges a BPE tokenizer spells every word letter by letter, and the text that
     comes out still looks like text."""
@@ -67,7 +67,7 @@ def merges(s: Subject) -> Findings:
         yield Finding("tokenizer.ggml.merges", "left and right half", f"{bad!r:.40}", FROM_TARGET)
 
 
-@rule("G4-VOC-005", ERROR, "special token ids are tokens", needs=FILE)
+@rule("G4-VOC-005", ERROR, "special token ids must be tokens", needs=FILE)
 def in_range(s: Subject) -> Findings:
     """An id beyond the vocabulary aborts upstream ("invalid token") at the first use."""
     n, stop_ids = s.count(TOKENS), s.numbers(STOP_IDS)
@@ -78,7 +78,7 @@ def in_range(s: Subject) -> Findings:
             yield Finding(key, f"0 to {n - 1}", i, FROM_TARGET)
 
 
-@rule("G4-VOC-006", WARNING, "a BOS is prepended to prompts", needs=FILE)
+@rule("G4-VOC-006", WARNING, "prompts should get a BOS prepended", needs=FILE)
 def add_bos(s: Subject) -> Findings:
     """Gemma without `<bos>` at position 0 writes degenerate text, and its draft proposes
     nothing that is accepted. Instruction-tuned checkpoints say false, as their template adds it."""
@@ -91,7 +91,7 @@ def add_bos(s: Subject) -> Findings:
         )
 
 
-@rule("G4-VOC-007", WARNING, "the target has a chat template", on=TARGETS, needs=FILE)
+@rule("G4-VOC-007", WARNING, "the target should have a chat template", on=TARGETS, needs=FILE)
 def template(s: Subject) -> Findings:
     """Without one, chat prompts are guessed, and an instruction-tuned model answers badly."""
     if not s.text("tokenizer.chat_template"):
@@ -103,7 +103,7 @@ def template(s: Subject) -> Findings:
         )
 
 
-@rule("G4-VOC-008", ERROR, "the token table has one row per token", needs=FILE)
+@rule("G4-VOC-008", ERROR, "the token table must have one row per token", needs=FILE)
 def table(s: Subject) -> Findings:
     """A table padded to a round number, or of another size of model, has rows without a token."""
     shape, n = s.shape("token_embd.weight"), s.count(TOKENS)
@@ -111,7 +111,7 @@ def table(s: Subject) -> Findings:
         yield Finding("token_embd.weight", f"{n} rows", shape[0], FROM_TARGET)
 
 
-@rule("G4-VOC-009", WARNING, "stop ids are Gemma's stop tokens", needs=FILE)
+@rule("G4-VOC-009", WARNING, "stop ids should be Gemma's stop tokens", needs=FILE)
 def stops(s: Subject) -> Findings:
     """Generation ends at `<eos>`, `<turn|>` and `<|tool_response>`, ids 1, 106 and 50. With
     another tokenizer these ids are other tokens, and text ends in the middle."""
@@ -122,7 +122,7 @@ def stops(s: Subject) -> Findings:
             yield Finding(f"token {i}", text, found, "use a Gemma 4 tokenizer")
 
 
-@rule("G4-VOC-010", ERROR, "the end of a turn is not a line break", needs=FILE)
+@rule("G4-VOC-010", ERROR, "the end of a turn must not be a line break", needs=FILE)
 def newline(s: Subject) -> Findings:
     """A loader that found no end-of-turn id fell back to 107, which is a line break: answers
     ended at their first paragraph, or never where 106 went unnoticed."""
@@ -138,7 +138,7 @@ def newline(s: Subject) -> Findings:
             )
 
 
-@rule("G4-VOC-011", ERROR, "no space is prepended to prompts", needs=FILE)
+@rule("G4-VOC-011", ERROR, "prompts must not get a space prepended", needs=FILE)
 def space_prefix(s: Subject) -> Findings:
     """Upstream's default for a missing key is false, a true one changes the first token."""
     if s.flag("tokenizer.ggml.add_space_prefix"):

@@ -1,7 +1,9 @@
 """Compiled kernels on disk, one file each, in the user's cache folder.
+
 An entry is written under a temporary name and then renamed, so a reader never sees part of one. It
 begins with a checksum of the rest; damaged entries are ignored. So are entries that another user
-could have written, because a checksum does not prove who wrote them."""
+could have written, because a checksum does not prove who wrote them.
+"""
 
 from __future__ import annotations
 

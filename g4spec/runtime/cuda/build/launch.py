@@ -1,4 +1,5 @@
 """Kernels for this machine's GPU, compiled at first use and launched on torch's stream.
+
     scale = launch.kernel("rows.cu", "scale_rows<2>")
     scale(grid, block, x=x, n=len(x), factor=0.5, shared=1024)
 
@@ -26,6 +27,7 @@ Grid = int | tuple[int, ...]
 
 class Kernel:
     """One kernel instance on one device.
+
     Args:
         signature: file and name expression, and parameters.
         device: index of the device.
@@ -49,6 +51,7 @@ class Kernel:
         self, grid: Grid, block: Grid, /, *, shared: int = 0, pdl: bool = True, **arguments: Any
     ) -> None:
         """Launch on torch's current stream of the kernel's device.
+
         Args:
             grid, block: blocks and threads, up to three dimensions.
             shared: bytes of dynamic shared memory of a block.

@@ -54,6 +54,7 @@ _ENTRY = re.compile(
 @dataclass(frozen=True)
 class Resources:
     """The resources of one thread or block of a kernel, as ptxas reports them.
+
     Args:
         registers: 32-bit registers of a thread.
         spill, stack: bytes of a thread in local memory: spill stores and loads; stack frame.
@@ -69,6 +70,7 @@ class Resources:
 @dataclass(frozen=True)
 class Cubin:
     """A compiled kernel.
+
     Args:
         arch: sm_XX, or compute_XX for PTX, which the driver compiles to machine code.
         symbol: mangled name of the kernel in the code.
@@ -92,7 +94,7 @@ def arch_of(major: int, minor: int) -> str:
             "CUDA kernels",
             expected="compute capability 7.0 (Volta) or newer",
             found=f"{major}.{minor}",
-            fix="use --device cpu",
+            fix="use `device` cpu",
         )
     compatible = [a for a in ARCHS if major * 10 <= number(a) <= major * 10 + minor]
     return compatible[-1] if compatible and (major, minor) not in TEGRA else f"sm_{major}{minor}"
@@ -101,6 +103,7 @@ def arch_of(major: int, minor: int) -> str:
 def pretended(arch: str) -> str:
     """Return the architecture whose kernels a GPU of `arch` runs: its own, or the value of
     G4SPEC_CUDA_ARCH.
+
     Raises:
         UsageError: the value is not in `ARCHS`, is newer than the GPU, or is sm_90a, whose code
             runs on no newer GPU.
@@ -259,6 +262,7 @@ def key(sources: dict[str, str], name: str, arch: str) -> str:
 
 def compile(sources: dict[str, str], name: str, arch: str) -> Cubin:
     """Compile one instance of a kernel file. Calls of one process run one after the other.
+
     Args:
         sources: result of `closure`.
         name: name expression, for instance "norm<2>".

@@ -1,4 +1,5 @@
 """Parameter lists of kernels, read from their source, and the check of a launch against them.
+
 A launch passes its arguments by name. An unknown or missing name, or a tensor of another type than
 the pointer's, raises an error before the launch. The driver would not notice: it only knows sizes.
 """
@@ -51,6 +52,7 @@ class Strided:
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """A parameter of a kernel.
+
     Attributes:
         type: C type of the number, or of the pointer's target, without `const`.
         const: the kernel does not write through the pointer.
@@ -69,6 +71,7 @@ class Parameter:
 
 class Signature:
     """The parameters of one kernel, in order.
+
     Args:
         kernel: file and kernel, for messages.
     """
@@ -90,6 +93,7 @@ class Signature:
 
     def bind(self, arguments: Mapping[str, Any], device: torch.device) -> list[Any]:
         """Return the arguments in the kernel's order: addresses as int, numbers as numpy scalars.
+
         Args:
             arguments: by name: contiguous (or `Strided`) tensors on `device` or in pinned memory,
                 None for a null pointer, and numbers.
@@ -169,6 +173,7 @@ _PARAMETER = re.compile(r"(const\s+)?([\w:]+(?:\s+(?:long|int|char|short))*)\s*(
 
 def parse(source: str) -> dict[str, tuple[Parameter, ...]]:
     """Return the parameters of the `__global__` functions in a source, by function.
+
     A macro without arguments is expanded where it is a whole parameter.
 
     Raises:

@@ -1,6 +1,8 @@
 """The list of kernel instances, and parallel compilation.
+
 A module of this package that launches kernels lists them in `UNITS`. So a test can compile every
-one for every architecture, and check its resources, on a machine without a GPU."""
+one for every architecture, and check its resources, on a machine without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +30,7 @@ WORKERS = 8  # processes at most; NVRTC compiles one program at a time in each
 @dataclass(frozen=True)
 class Unit:
     """Instances of one kernel file, each compiled to a cubin of its own.
+
     Args:
         file: name of the kernel file.
         names: name expressions, for instance "norm<2>".
@@ -94,6 +97,7 @@ def cached(job: Job) -> nvrtc.Cubin:
 def compile_all(jobs: Sequence[Job], workers: int | None = None) -> list[nvrtc.Cubin]:
     """Return the cubins of all jobs, in their order; those not on disk are compiled in several
     processes.
+
     Args:
         jobs: compilations.
         workers: number of processes; by default one for each CPU that this process may use, at most
@@ -140,7 +144,9 @@ def _feed(
     jobs: Sequence[Job], waiting: queue.SimpleQueue[int], done: dict[int, nvrtc.Cubin | G4Error]
 ) -> None:
     """Start one worker process and give it jobs, one at a time, until none is waiting.
-    A plain process, not `multiprocessing`, which would run the user's script again in each."""
+
+    A plain process, not `multiprocessing`, which would run the user's script again in each.
+    """
     code = (
         "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
         f"from {__name__} import _work; _work()"

@@ -1,4 +1,5 @@
 """Keys and values of one layer on the GPU, addressed by slot and absolute position.
+
 As in `g4spec.ops.kv`, layers with a window keep a ring for each slot, and the others share pages of
 128 positions (`Space.table`). Appending does not commit: the rows of rejected tokens are
 overwritten by the next step. Planes are [units, n_kv, capacity, columns]. A unit is a page, whose
@@ -46,6 +47,7 @@ _HALF = 0.49999997
 
 class CudaKV:
     """One layer's keys and values.
+
     Args:
         shape: shape of the layer's rows.
         space: slots and pages. Each row of its table has a ring.
@@ -72,7 +74,7 @@ class CudaKV:
             raise Unsupported(
                 f"a cache of type {kind} for heads of {shape.head_dim} values",
                 expected=f"a multiple of {self.type.block}",
-                fix="pass --cache-type f16",
+                fix="use `cache_type` f16",
             )
         self.n_kv, self.head_dim, self.window = shape.n_kv, shape.head_dim, shape.window
         self.space = space
@@ -122,7 +124,9 @@ class CudaKV:
         values: torch.Tensor,
     ) -> None:
         """Write rows [T, n_kv, head_dim] (float32 or float16) at `positions` [T] of `slots` [T].
-        Nothing depends on values on the host, so that a CUDA graph can capture it."""
+
+        Nothing depends on values on the host, so that a CUDA graph can capture it.
+        """
         units, at = self.row_indices(slots, positions)
         if self.rotary_pairs:
             keys = self._rotary_columns(keys).flatten(-2)
@@ -201,6 +205,7 @@ def quantize(
     x: torch.Tensor, levels: torch.Tensor, block: int = Q8_BLOCK
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize x [..., D] to Q8_0: bytes q + 128 [..., D] and scales [..., D / block] float16.
+
     Args:
         levels: 127 as a float32 scalar on x's device.
     """

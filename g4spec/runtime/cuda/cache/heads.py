@@ -31,6 +31,7 @@ PLANES = ("keys", "values", "key_scales", "value_scales")
 @dataclass(frozen=True, slots=True)
 class Heads:
     """Norms and RoPE of the heads of a layer.
+
     Attributes:
         n_q, n_kv: query heads and KV heads in the projection; either may be 0.
         q_norm, k_norm: weights [head_dim] of their norms, or None: not normed.
@@ -72,6 +73,7 @@ class Heads:
 
     def __call__(self, y: torch.Tensor, batch: Batch, kv: CudaKV | None) -> torch.Tensor:
         """Norm and rotate; append keys and values to `kv`.
+
         Args:
             y: float32 [T, (n_q + 2 n_kv) * head_dim] (n_kv if `v_from_k`): queries, keys, values;
                 or split-K partial sums [S, T, ...], added in order. Any T.

@@ -1,4 +1,5 @@
 """Matmuls in float32 from matrices in the file's order: for GPUs without the tensor-core kernels.
+
 sm_70 and sm_75 lack the `mma` instruction for 16 columns of half precision and asynchronous copies,
 which the fast kernels need. These kernels need neither, nor any packing. They run on every GPU, so
 they can be tested and compared with the fast ones on any of them.
@@ -54,7 +55,9 @@ def instance_of_visits(name: str) -> str:
 
 def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     """Return x [T, K] times W [N, K] transposed, [T, N], all float32.
-    A row's result depends on that row alone, not on T or its index."""
+
+    A row's result depends on that row alone, not on T or its index.
+    """
     assert takes(weight) and weight.matrices == 1, weight
     count, columns = x.shape
     assert x.dtype is torch.float32 and columns == weight.columns, (x.dtype, x.shape)
@@ -78,6 +81,7 @@ def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
 
 def visits(x: torch.Tensor, ids: torch.Tensor, stack: Weight) -> torch.Tensor:
     """Multiply rows of x with the matrices that they chose, all float32.
+
     Args:
         x: [T, K], each row for `len(ids) / T` consecutive visits.
         ids: int64 [V], the matrix of each visit.

@@ -1,5 +1,7 @@
 """Matmuls in torch, where no kernel supports the weights.
-A row's bits do not depend on the other rows: torch always multiplies 16 rows."""
+
+A row's bits do not depend on the other rows: torch always multiplies 16 rows.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +33,7 @@ def dense(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def product(x: torch.Tensor | PackedRows, weight: Weight, split: bool = True) -> torch.Tensor:
     """Multiply x [T, K], T <= 16, with a weight [N, K] in torch -> float32 [T, N].
+
     Args:
         split: multiply bfloat16 weights as they are, with x in two parts. GPUs before sm_80 have no
             such matmul; there they are converted to half precision.

@@ -1,7 +1,9 @@
 """Attention over a `CudaKV` in plain torch, for shapes without a kernel.
+
 It reads everything that the cache stores of a slot, so that a CUDA graph can record it, and so that
 the order of sums depends only on the cache's size. A place of the cache has the newest position, up
-to a row's `last`, that maps to it."""
+to a row's `last`, that maps to it.
+"""
 
 from __future__ import annotations
 

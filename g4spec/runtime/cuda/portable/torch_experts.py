@@ -49,4 +49,5 @@ def _stack(weight: Any) -> torch.Tensor:
     """Return the matrices of all experts as floats [E, rows, columns]."""
     if isinstance(weight, torch.Tensor):
         return weight
-    return plain(weight.weight).view(weight.shape)
+    w = weight.weight
+    return plain(w).view(w.matrices, w.rows, w.columns)

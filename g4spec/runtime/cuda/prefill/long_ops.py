@@ -418,7 +418,7 @@ def rotating_freqs(freqs: torch.Tensor) -> torch.Tensor:
         raise InputError(
             "rope_freqs.weight",
             expected="pairs that rotate before pairs that do not",
-            fix="run it with --device cpu",
+            fix="use `device` cpu",
         )
     return freqs[:count].contiguous()
 

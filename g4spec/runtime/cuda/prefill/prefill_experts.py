@@ -83,7 +83,7 @@ class Experts:
         self, spec: LayerSpec, n_embd: int, chunk: int, device: torch.device, arch: str
     ) -> None:
         self.spec, self.n_embd, self.k = spec, n_embd, spec.n_expert_used
-        self.halves, self.grouped = _without_bf16(arch), arch in GROUPED_ARCHS
+        self.halves, self.grouped = _without_bf16(arch), _grouped(spec, n_embd, arch)
         for name, buffer in allocate(self.buffers(spec, n_embd, chunk, arch), device).items():
             setattr(self, name, buffer)
 
@@ -92,7 +92,7 @@ class Experts:
         """Return the shapes of its buffers. `ids`, `places` and `visits` have one entry per (row,
         expert)."""
         visits, brief = chunk * spec.n_expert_used, torch.bfloat16
-        sorted_rows = _matmul_rows(chunk, arch) * spec.n_expert_used
+        sorted_rows = _matmul_rows(spec, n_embd, chunk, arch) * spec.n_expert_used
         whole, floats = torch.int32, torch.float32
         return {
             "rows": ((chunk, n_embd), brief),
@@ -114,7 +114,7 @@ class Experts:
         gate_up = 2 * spec.n_ff_expert * (2 if spec.split_experts else 1)
         widths = max(gate_up, 2 * spec.n_ff_expert + n_embd)
         widths += n_embd if _without_bf16(arch) else 0
-        return 2 * _matmul_rows(chunk, arch) * spec.n_expert_used * widths
+        return 2 * _matmul_rows(spec, n_embd, chunk, arch) * spec.n_expert_used * widths
 
     def __call__(
         self,
@@ -207,6 +207,11 @@ def _without_bf16(arch: str) -> bool:
     return arch not in TENSOR_ARCHS
 
 
-def _matmul_rows(chunk: int, arch: str) -> int:
+def _grouped(spec: LayerSpec, n_embd: int, arch: str) -> bool:
+    """Return whether torch's grouped matmul can be used: it takes rows of 16-byte multiples."""
+    return arch in GROUPED_ARCHS and n_embd % 8 == 0 and spec.n_ff_expert % 8 == 0
+
+
+def _matmul_rows(spec: LayerSpec, n_embd: int, chunk: int, arch: str) -> int:
     """Return the number of rows in the shape of a matmul."""
-    return max(chunk, FULL) if arch in GROUPED_ARCHS else chunk
+    return max(chunk, FULL) if _grouped(spec, n_embd, arch) else chunk

@@ -1,8 +1,10 @@
 """Attention of the rows of a step over a cache, in two kernels: chunks of keys, then their sum.
+
 Chunks are ranges of absolute positions, and each is summed by itself, in order. So a row's result
 depends neither on the other rows and sequences of the batch, nor on its slot and pages, nor on the
 length of its sequence. It does not depend on which rows share a block, how tiles are copied to
-shared memory, or how many blocks run either."""
+shared memory, or how many blocks run either.
+"""
 
 from __future__ import annotations
 
@@ -112,8 +114,10 @@ def choose(
 ) -> tuple[AttentionConfig, int]:
     """Return the instance for `rows` (token, head) pairs of a KV head, and the number of blocks
     that share them.
+
     As few blocks as possible, then tiles in as few parts as leave room for two of each.
-    `rotary_pairs`: see `CudaKV`."""
+    `rotary_pairs`: see `CudaKV`.
+    """
     options = (1, 2, 4)  # more would not fit in registers
     for most in reversed(options):
         blocks = -(-rows // (8 * most))
@@ -144,8 +148,10 @@ def _with_parts(head_dim: int, kind: Kind, tiles: int, arch: str) -> AttentionCo
 @dataclass(frozen=True)
 class Chunks:
     """Ranges of positions that are summed by themselves; see attention_chunks.cuh.
+
     With a window all have 2^shift positions. Without, they grow with their position, so that a long
-    context is not cut into many more chunks than there are blocks."""
+    context is not cut into many more chunks than there are blocks.
+    """
 
     shift: int
     growing: bool
@@ -210,6 +216,7 @@ def attend(
     plain: bool | None = None,
 ) -> AttentionOutput:
     """Compute softmax(scale * q k) v over positions first[t] .. last[t] of each row's slot.
+
     The kernel prefetches keys of positions before a sequence's first row while its predecessor
     still runs. So these keys, `first`, `last`, and the batch's positions and slots must come from
     kernels that ended before that predecessor started. The page table is written before the step.

@@ -1,6 +1,8 @@
 """Attention of layers with a window in one kernel, from the QKV projection to the packed input of
 the output projection: see attention_window.cu.
-Which layers use it depends on the layer and the GPU, never on the number of rows."""
+
+Which layers use it depends on the layer and the GPU, never on the number of rows.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +43,7 @@ _STATIC = 1024  # bytes of shared memory that the kernel declares, and that the 
 @dataclass(frozen=True, slots=True)
 class ProjectedQkv:
     """Queries, keys and values of the QKV projection, which `attend` norms, rotates and stores.
+
     Attributes:
         heads: norms and RoPE.
         y: as in `Heads.__call__`.
@@ -82,6 +85,7 @@ def attend(
 ) -> PackedRows:
     """Append the rows' own keys and values to `kv`; then compute softmax(scale * q k) v over
     positions first[t] .. last[t] of each row's slot.
+
     Args:
         batch: at most 16 rows of each sequence, the same number for all; positions and slots as in
             `attention.attend`.

@@ -1,4 +1,5 @@
 """From logits to tokens as `g4spec.ops.sampling` defines it, for rows of several sequences at once.
+
 The parameters of the samplers are in device memory, one set for each sequence, so that a CUDA graph
 serves every seed, temperature, top-k (up to 128 candidates), top-p and min-p. Which kernels run
 depends on `Choice.modes`: a graph is valid only for the set of modes with which it was recorded.
@@ -69,6 +70,7 @@ def blocks(columns: int) -> int:
 @dataclass(frozen=True, slots=True)
 class Chosen:
     """Choices for T rows.
+
     Attributes:
         ids: int64 [T].
         values: the logit of each, float32 [T].
@@ -83,6 +85,7 @@ class Chosen:
 
 class Choice:
     """Chooses tokens from raw logits, with a sampler for each sequence.
+
     Args:
         columns: columns of the logits.
         suppress: tokens that are never chosen.
@@ -138,6 +141,7 @@ class Choice:
         pitch: int = 0,
     ) -> Chosen:
         """Choose a token for each row.
+
         Args:
             logits: float32 [T, columns], raw; the rows of each sequence are consecutive.
             positions: int64 [T]; the token of row t has position positions[t] + ahead.

@@ -17,18 +17,19 @@ from g4spec.runtime.cuda.step import linear_wide
 from g4spec.runtime.cuda.step.linear import SplitKWorkspace
 from g4spec.runtime.cuda.step.packed_rows import PackedRows
 from g4spec.runtime.cuda.weights.dequant import Weight
+from g4spec.runtime.cuda.weights.held_size import MOST_ROWS
 from g4spec.runtime.cuda.weights.matrix import Matrix, join
-from g4spec.runtime.cuda.weights.packing import MOST_ROWS
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
     """Layers of one shape whose keys and values are computed together.
+
     Attributes:
         weight: projections of keys and values of each layer, concatenated.
         layers: int64 [L, 8], structs `Layer` of heads.cu; `held` keeps what they point to alive.
         heads: norms and RoPE of all layers.
-        q8: `CacheType.number` of their caches.
+        q8: their caches are Q8_0.
     """
 
     weight: Weight

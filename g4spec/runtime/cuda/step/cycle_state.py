@@ -1,7 +1,9 @@
 """State of sequences between cycles, in device memory, so that cycles follow each other without the
 host; and the result of each cycle in host memory.
+
 Everything has room for `room` sequences. A cycle of S sequences uses the first S. Arrays of rows
-have no gaps for its S and its rows: the first kernel of each cycle (`place`) writes them anew."""
+have no gaps for its S and its rows: the first kernel of each cycle (`place`) writes them anew.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +39,7 @@ class SequenceState(NamedTuple):
 
 class CycleResult(NamedTuple):
     """The result of a cycle for a sequence.
+
     Attributes:
         position, anchor: state at the beginning of the next cycle.
         accepted: number of accepted drafted tokens.
@@ -60,6 +63,7 @@ class CycleResult(NamedTuple):
 
 class CycleState:
     """State of at most `room` sequences.
+
     Args:
         room: maximum number of sequences.
         width: rows of a sequence in the batch of a proposal, at least those of a step.
@@ -161,6 +165,7 @@ class CycleState:
     ) -> None:
         """Commit the choices of a step, for each sequence up to and including the first one that
         differs from the drafted token, and write the result to the host.
+
         Args:
             drafted: there was a proposal, so `unfit` is of this cycle.
             forced: int64 [1] or None: accept so many drafted tokens, whatever they are.

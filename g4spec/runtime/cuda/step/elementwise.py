@@ -82,6 +82,7 @@ def per_layer_inputs(
     y: torch.Tensor, tokens: torch.Tensor, weight: torch.Tensor, width: int, eps: float
 ) -> torch.Tensor:
     """Compute Gemma's per-layer inputs: (rms_norm(y / sqrt(width)) * weight + tokens) / sqrt(2).
+
     Args:
         y: product of the embeddings [T, width] and the projection, float32 [T, L * P].
         tokens: scaled rows of the per-layer table, [T, L * P].

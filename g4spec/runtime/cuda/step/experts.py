@@ -1,8 +1,10 @@
 """The feed-forward part of a layer with experts, for steps of at most 16 rows: two kernels.
+
 The first computes all matmuls: the router, the dense branch, and the experts that the rows use. The
 second adds the results of each row and ends the layer. experts.cu describes how the work is
 distributed. Its blocks wait for each other, so all of them must be resident: steps never run on two
-streams at once."""
+streams at once.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +43,7 @@ KEPT = 3072
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
     """Sizes of a layer.
+
     Attributes:
         experts, k: number of experts, and experts per row.
         width: H.
@@ -61,6 +64,7 @@ class ExpertShape:
 
 class Buffers:
     """Buffers between the kernels, shared by all layers of a shape.
+
     Attributes:
         arrived: counters, zero between layers.
         scores: router scores, [16, E].
@@ -93,6 +97,7 @@ class Buffers:
 @dataclass(frozen=True, slots=True)
 class Experts:
     """A layer's weights.
+
     Attributes:
         router: float32 [E, H], for rows normed with `router_norm` [H].
         gains: [E].
@@ -162,6 +167,7 @@ class Experts:
 
     def __call__(self, x: torch.Tensor, dense_rows: PackedRows, expert_rows: PackedRows) -> None:
         """Compute the contents of `buffers`.
+
         Args:
             x: the residual, input of the router, float32 [T, H].
             dense_rows, expert_rows: its norms, inputs of the two branches.
@@ -208,6 +214,7 @@ class Experts:
         to: PackedRows | None,
     ) -> None:
         """Compute the end of the layer, after `__call__`.
+
         Args:
             x: the residual, as in `__call__`.
             following: weight [H] of the next layer's norm, or None.
@@ -243,6 +250,7 @@ THREADS = 32 * (MOE_TEAM_WARPS * TEAMS + MOE_COPY_WARPS)
 
 def instance(types: list[tuple[str, int]], shape: ExpertShape, tiles: int, arch: str) -> str:
     """Return the name of a kernel of experts.cu.
+
     Args:
         types: quant type and unit of the experts' gate and up, of their down matrices, and of the
             same of the dense branch.

@@ -1,12 +1,14 @@
 """Whole cycles on the GPU: proposal, step, choice, acceptance and the draft's commit follow each
 other without the host, which may start a cycle before it has read the result of the previous one.
+
 A cycle is two CUDA graphs, one after the other, so that events between them measure the time of
 each; without a draft it is one graph. Positions, number of drafted tokens and sampler parameters of
 the sequences are in device memory: a graph serves every position, slot, length and seed. It is
 recorded for a number of sequences (a power of two) and of rows of each. Sequences that pad a batch
 use a spare slot, which nothing else reads. Rows after the valid ones are padding: what they write
 to caches is overwritten before it is read, and rings have room for more than one step. The same
-holds for rows of rejected tokens."""
+holds for rows of rejected tokens.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +44,7 @@ SPARE_POSITION = 1
 @dataclass(frozen=True, slots=True)
 class GraphKey:
     """The key under which a CUDA graph is recorded.
+
     Attributes:
         part: "proposal", "step" (with the draft's commit) or "plain" (a step without a draft).
         sequences, rows: number of sequences of the step, and rows of each.
@@ -72,6 +75,7 @@ class Marks:
 @dataclass(frozen=True, slots=True)
 class Started:
     """A cycle that has been started.
+
     Attributes:
         turn: entry of the host's ring buffer that gets its result.
         sequences, counts: sequences of its work, and drafted tokens of each.
@@ -87,6 +91,7 @@ class Started:
 
 class GraphRunner:
     """Runs cycles as CUDA graphs (`g4spec.core.Runner`).
+
     Args:
         draft: the draft, or None: cycles without drafted tokens.
         forced: accept so many drafted tokens, whatever they are (for measurements).

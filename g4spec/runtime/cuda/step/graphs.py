@@ -13,6 +13,7 @@ import torch
 
 class Capture:
     """The kernel launches of `run` as one CUDA graph. Recording does not run them.
+
     Args:
         run: function that has run at least once before.
         pool: memory that the graph shares with others.

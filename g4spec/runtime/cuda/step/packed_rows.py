@@ -1,5 +1,6 @@
 """Packed activations, the input of a matmul, and the residual addition and norm between two
 matmuls.
+
 Packed rows are the input of `linear.cu`: T <= 16 rows [T, K] in half precision, in the order in
 which tensor cores read them, together with sums. With `tiles` = 1 for T <= 8 and 2 above, a buffer
 has K / 64 blocks of 1280 * tiles bytes, one for each 64 columns:
@@ -63,6 +64,7 @@ NOTHING, FLOATS, ROWS, SCALED = NormOutput
 @dataclass(frozen=True, slots=True)
 class PackedRows:
     """Packed activations [T, K].
+
     Attributes:
         data: uint8 [K / 64, ACT_BYTES * tiles], or [groups, K / 64, ACT_BYTES * 2] for more than 16
             rows.
@@ -199,6 +201,7 @@ def _packed(fields: Sequence[torch.Tensor], n: int, tiled: bool) -> torch.Tensor
 
 def unpack(rows: PackedRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return what is stored, padding included and unscaled.
+
     Returns:
         Half [R, K]; float32 [R, K / 16] and [R, K / 32]: sums of 16 and of 32, value and error
             added; float32 [R, K / 32]: -1024 times the sums of 32. R: `padded`.
@@ -272,6 +275,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
 @dataclass(frozen=True, slots=True)
 class Residual:
     """The end of a sublayer and the start of the next: x' = (x + rms_norm(h) * weight) * scale.
+
     Attributes:
         weight: [H], or None: h is added without norm.
         eps: epsilon of all norms.
@@ -284,6 +288,7 @@ class Residual:
 
     def __call__(self, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return only x' [T, H].
+
         Args:
             h: float32 [T, H], or partial sums [S, T, H], added in order (S <= 8).
             x: [T, H].

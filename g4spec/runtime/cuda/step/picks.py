@@ -15,6 +15,7 @@ from g4spec.runtime.cuda.weights.dequant import Weight
 @dataclass(frozen=True, slots=True)
 class Picks:
     """Chooses drafted tokens of S sequences (`g4spec.core.Pick`).
+
     Attributes:
         positions: int64 [S * W]: drafted token i of sequence s is the successor of positions[s * W
             + i].

@@ -12,6 +12,7 @@ from g4spec.runtime.cuda.step.choose import Choice
 
 class CudaSampler:
     """Samples like `Sampler` (`g4spec.models.spec.Chooser`), with the kernels of choose.cu.
+
     Raises:
         Unsupported: the sampler is not plain; the kernels read raw logits.
     """

@@ -1,4 +1,5 @@
 """The largest logit of a row from a part of the table's bytes.
+
 A draft needs only the position of the largest logit, but its LM head would read the whole table of
 the target. In Q6_K the two upper bits of each code, with the scales, are 39 % of the bytes and
 nearly determine which tokens can win. A matmul with only these selects the best 64 columns of a
@@ -80,6 +81,7 @@ def best(
     pitch: int = 0,
 ) -> Chosen:
     """Choose the largest of the logits of each row of x float32 [T, H], capped if `cap`.
+
     Args:
         weight: the table [V, H]; V as `choice.columns`.
         choice: a greedy one.

@@ -1,8 +1,10 @@
 """Packed matrices as 16-bit floats, for matmuls of more rows than a step has.
+
 Half precision where possible, not bf16: it is as fast and has three more bits; values that would
 not fit are scaled by powers of two (see `prefill`). bf16 for stacks of experts, because torch's
 grouped matmul supports nothing else without synchronizing with the host. Each value is computed in
-float32 and rounded once."""
+float32 and rounded once.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +26,7 @@ FILE_TYPES = tuple(PARTS)
 @dataclass(frozen=True, slots=True)
 class Weight:
     """A matrix [rows, columns], or several of one shape.
+
     Attributes:
         type: type of a quantized matrix, e.g. "q4_k"; "" for floats.
         data: packed (see `packing`), uint8 [matrices * groups, units, bytes of a unit]; bytes as
@@ -110,6 +113,7 @@ Multiply = Callable[[torch.Tensor, torch.Tensor], None]
 class Products:
     """Computes x W^T for rows of prompts, with a scratch buffer for one dequantized matrix at a
     time.
+
     A row has the bits that it has in a matmul of one block of rows, whatever rows come with it:
     torch may choose another kernel for another number of rows. So several blocks are multiplied at
     once only if that changes no bit. To find out, the first matmul of so many blocks with a matrix

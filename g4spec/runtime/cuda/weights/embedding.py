@@ -1,6 +1,8 @@
 """Rows of a token table as the model reads them, from any layout of the table.
+
 The token table is also the matrix of the last matmul. It is stored once, in the layout of that
-matmul."""
+matmul.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +23,7 @@ def embed(
     table: torch.Tensor, name: str, ids: torch.Tensor, width: int, scale: float
 ) -> torch.Tensor:
     """Return rows `ids` of a table, dequantized and times `scale`, float32 [T, width].
+
     Args:
         table: bytes as `held`, uint8 [N, bytes of a row], or packed, uint8 [groups, units, bytes].
         name: the table's quant type.

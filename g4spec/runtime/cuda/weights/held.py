@@ -1,4 +1,5 @@
 """Quantized matrices as GPU memory holds them before they are packed.
+
 Most types keep the blocks of the file. If codes are indices of a codebook's entries, or the bits of
 scales are spread, blocks are rewritten once, on the device, so that kernels read one code per value
 and one signed byte per scale. No value changes. Such a block of 256 values has

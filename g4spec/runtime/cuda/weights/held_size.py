@@ -1,11 +1,21 @@
-"""Bytes of quantized matrices in GPU memory; `held` defines their layout."""
+"""Bytes of tensors in GPU memory, without torch. `held` rewrites blocks, `packing` orders them."""
 
 from __future__ import annotations
+
+import math
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 
 from g4spec import quant
 from g4spec.gguf.reader import TensorInfo
+from g4spec.quant import formats
+
+FLOAT = 4
+"""Bytes of a value that is dequantized while it is loaded (float32)."""
+MOST_ROWS = 1 << 19
+"""Maximum number of rows of a matrix that kernels read quantized."""
 
 
 def _dtype(bits: int, scales: int) -> np.dtype[np.void]:
@@ -26,8 +36,28 @@ BLOCKS: dict[str, np.dtype[np.void]] = {
 """Blocks of the types that are rewritten."""
 
 
+@cache
+def with_kernels() -> frozenset[str]:
+    """Return the tensor types with CUDA kernels: unquantized ones, and those with a `.cuh` file."""
+    folder = Path(formats.__file__).parent
+    plain = (f.name for f in quant.readable().values() if f.block == 1)
+    return frozenset((*(path.stem for path in folder.glob("*.cuh")), *plain))
+
+
+def unpackable(name: str, columns: int, rows: int, portable: bool) -> str:
+    """Describe the matrices of a quantized type that no kernel takes, or return "" if one does.
+    They are dequantized while they are loaded. Portable kernels take any number of columns."""
+    if name not in with_kernels():
+        return f"{name} matrices"
+    if rows > MOST_ROWS:
+        return f"{name} matrices of {rows} rows"
+    return "" if portable or columns % 64 == 0 else f"{name} matrices of {columns} columns"
+
+
 def block_bytes(name: str) -> int:
-    """Return the bytes in memory of a block of a quantized type."""
+    """Return the bytes in GPU memory of the values of one block of a type."""
+    if name not in with_kernels():
+        return FLOAT * quant.get(name).block
     return BLOCKS[name].itemsize if name in BLOCKS else quant.get(name).block_bytes
 
 
@@ -37,7 +67,22 @@ def row_bytes(name: str, columns: int) -> int:
     return form.row_bytes(columns) // form.block_bytes * block_bytes(name)
 
 
-def tensor_bytes(t: TensorInfo) -> int:
-    """Return the bytes in memory of a tensor that stays quantized."""
-    form = t.format
+def tensor_bytes(t: TensorInfo, portable: bool = False) -> int:
+    """Return the bytes of a tensor in GPU memory: as in the file, except for rewritten blocks,
+    integers (64 bits), and vectors and matrices that no kernel takes (float32)."""
+    form, number = t.format, _bytes_per_value(t, portable)
+    if number:
+        return max(t.nbytes, number * math.prod(t.shape))
     return t.nbytes // form.block_bytes * block_bytes(form.name) if form.quantized else t.nbytes
+
+
+def _bytes_per_value(t: TensorInfo, portable: bool) -> int:
+    """Return the bytes of each value that `CudaBackend.load` unpacks; 0 if it keeps the blocks."""
+    if t.format.integer:
+        return 8
+    if len(t.shape) < 2:
+        return FLOAT
+    if not t.format.quantized:
+        return 0
+    *_, rows, columns = t.shape
+    return FLOAT if unpackable(t.format.name, columns, rows, portable) else 0

@@ -1,8 +1,10 @@
 """Weight matrices on the GPU, packed for the matmul that reads them.
+
 A matrix is loaded as the file's bytes, possibly rewritten (`held`). It is packed at first use,
 alone or together with the matrices that are multiplied with the same rows; the unpacked bytes are
 then freed. For kernels that read blocks in the file's order (portable.cu), matrices are only
-concatenated."""
+concatenated.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,7 @@ from g4spec.runtime.cuda.weights.dequant import Weight
 
 class Matrix:
     """One matrix [rows, columns], or several of one shape (experts).
+
     Args:
         type: quant type, e.g. "q4_k"; "" for 16-bit floats.
         raw: the file's bytes, uint8 [matrices * rows, bytes of a row], or float16 or bfloat16
@@ -184,6 +187,7 @@ class GateUpPairs:
 def interleave_experts(gate: Matrix, up: Matrix | None) -> Weight | None:
     """Interleave gate and up rows of experts by 16, each matrix by itself. Return None if their
     rows do not divide, they keep the file's order, or they are already packed in another way.
+
     Args:
         up: None: each matrix of `gate` holds its gate rows, then its up rows. From now on they are
             interleaved.

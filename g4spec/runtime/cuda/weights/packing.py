@@ -1,5 +1,6 @@
 """Quantized matrices in the order in which warps read them: a bijection of their bytes in memory
 (`held`), which for most types are the file's.
+
 Rows are taken in groups of 128, the last one padded with zero bytes, and columns in units of 256 or
 64. The unit of a group is contiguous: first the parts that hold codes, then the parts that hold
 scales. The result is [groups, units, bytes of a unit]. No value is computed: every bit of the file
@@ -86,6 +87,7 @@ class Move:
 @dataclass(frozen=True, slots=True)
 class Part:
     """A part of a unit.
+
     Attributes:
         first, last: fields of the format's block that it holds.
         word: bytes of a word, on both sides.
@@ -256,23 +258,9 @@ PARTS: dict[str, tuple[np.dtype[np.void], tuple[Part, ...]]] = {
 """The block of each type in memory, and the parts of a unit in order."""
 
 
-MOST_ROWS = 1 << 19
-"""Maximum rows of a packed matrix, twice Gemma's vocabulary: matmuls have counters for the groups
-of four such matrices."""
-
-
-def unpackable(name: str, columns: int, rows: int, portable: bool) -> str:
-    """Return a name, for people, of matrices of a quantized type that no kernel supports; "" if one
-    does. Portable kernels support any number of columns."""
-    if name not in PARTS:
-        return f"{name} matrices"
-    if rows > MOST_ROWS:
-        return f"{name} matrices of {rows} rows"
-    return "" if portable or columns % 64 == 0 else f"{name} matrices of {columns} columns"
-
-
 def unit_of(name: str, columns: int) -> int:
     """Return the columns of a unit for a matrix of `columns`.
+
     Raises:
         Unsupported: the columns do not divide into units, or this type is not packed.
     """

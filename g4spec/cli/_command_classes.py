@@ -1,0 +1,59 @@
+"""Classes of the commands: they read a command line before click does, for better errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+from g4spec.cli import _argument_errors, _field_names, _likely_options
+from g4spec.cli._flag_translation import CommandLine
+from g4spec.cli._os_errors import CLICK_ERROR
+from g4spec.cli.render import Output
+
+
+class Command(TyperCommand):
+    """A command that accepts llama.cpp flags."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Check and translate `args`, then parse them as click does."""
+        if ctx.resilient_parsing:  # completion in a shell
+            return super().parse_args(ctx, args)
+        params = self.get_params(ctx)
+        Output.field_names = _field_names.flags(params)
+        line = CommandLine.read(ctx, params, args)
+        if line.asks_for_help:
+            return super().parse_args(ctx, ["--help"])
+        if len(line.words) > sum(map(_likely_options.is_argument, params)):
+            raise _argument_errors.unexpected(ctx, params, line.words, line.values)
+        if error := _argument_errors.missing(ctx, params, line.words, line.values):
+            raise error
+        return _parse(super().parse_args, ctx, line)
+
+
+class Group(TyperGroup):
+    """A command with subcommands that accepts llama.cpp flags."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Check and translate `args`, then parse them as click does."""
+        if ctx.resilient_parsing:
+            return super().parse_args(ctx, args)
+        params = self.get_params(ctx)
+        Output.field_names = _field_names.flags(params)
+        line = CommandLine.read(ctx, params, args, has_subcommands=True)
+        if line.asks_for_help:
+            return super().parse_args(ctx, ["--help"])
+        if line.words and line.words[0] not in self.commands:
+            if _likely_options.meant(params, line.words, line.values):
+                raise _argument_errors.unexpected(ctx, params, line.words, line.values)
+            raise _argument_errors.unknown_command(ctx, list(self.commands), line.words[0])
+        return _parse(super().parse_args, ctx, line)
+
+
+def _parse(parse: Callable[..., list[str]], context: Any, line: CommandLine) -> list[str]:
+    """Parse with click; name option and value in its errors."""
+    try:
+        return parse(context, line.args)
+    except CLICK_ERROR as error:
+        raise _argument_errors.from_click(error, context, line.values) from None
