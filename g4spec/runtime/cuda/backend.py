@@ -74,9 +74,8 @@ class CudaBackend:
             return ops.array(file.array(name))
         plain = {"f16": torch.float16, "bf16": torch.bfloat16}.get(form.name)
         columns, n_rows = info.shape[-1], info.shape[-2]
-        if plain is None and (
-            why := held_size.unpackable(form.name, columns, n_rows, ops.portable)
-        ):
+        why = held_size.unpackable(form.name, columns, n_rows, ops.portable)
+        if plain is None and why:
             ops.without_kernel.add(why)
             return ops.array(file.array(name))
         self._upload = self._upload or Uploader(self.device)
