@@ -49,20 +49,7 @@ SUMS = dict.fromkeys(CODEBOOKS, 0) | {"q6_k": 128, "q2_k": 128}
 """Bytes of the sums of 8 activation rows of a 64-column block that warp groups need (64 for types
 not listed)."""
 
-WIDE = (
-    "q4_k",
-    "q5_k",
-    "iq4_xs",
-    "iq3_s",
-    "iq3_xxs",
-    "q3_k",
-    "q2_k",
-    "iq2_s",
-    "iq2_xs",
-    "iq2_xxs",
-    "iq1_m",
-    "iq1_s",
-)
+WIDE = {"q4_k", "q5_k", *CODEBOOKS} - {"iq4_nl", "mxfp4", "nvfp4"}
 """Types whose stages hold 256 weight rows if shared memory allows."""
 
 MAX_STAGES = {128: 8, 256: 5}
