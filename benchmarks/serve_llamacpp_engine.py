@@ -1,4 +1,4 @@
-"""The engine under llama.cpp's server tests: texts end only with <eos>, as those of their model."""
+"""The engine under llama.cpp's server tests, with <eos> as the only stop token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ load_with_threads = _engine.load_with_threads
 
 
 def end_only_with_eos() -> None:
-    """Let tokenizers of this process have no stop tokens but those of their file."""
+    """Remove the stop tokens that are not in the file from tokenizers of this process."""
     spec.GEMMA_STOP_IDS = frozenset({1})
 
 

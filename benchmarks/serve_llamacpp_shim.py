@@ -1,16 +1,15 @@
-"""Puts `g4spec serve` in the place of llama-server under llama.cpp's own server tests: a pytest
-plugin, which `serve_llamacpp_tests.py` loads.
+"""Replace llama-server by `g4spec serve` in llama.cpp's own server tests (a pytest plugin).
 
-Their tests set attributes of a `ServerProcess` and start it. Here the same attributes become the
-command line of `g4spec serve`, which runs in a child process; the requests and the checks of the
-answers are theirs. What depends on the words and the vocabulary of their model is replaced by what
-is true of the bundled family: numbers of prompt tokens are counted by its tokenizer, and a text
-that is compared with words of their model has only to be there, which the result says of the test.
-Constants that are neither are replaced in the text of the tests (`serve_llamacpp_tests.FACTS`).
+`serve_llamacpp_tests.py` loads it. The tests set attributes of a `ServerProcess` and start it; here
+these attributes become the command line of `g4spec serve`, which runs in a child process. Requests
+and checks are unchanged. Checks that depend on the vocabulary or the words of llama.cpp's test
+model use those of the bundled family: numbers of prompt tokens are counted with its tokenizer, and
+a text that should match words of their model must only be non-empty; the result names these tests.
+Other constants of their model are replaced in the text of the tests (`serve_llamacpp_tests.FACTS`).
 
-Options whose default is another in llama-server are given: reasoning as the template does, a last
-message of the assistant's continued, requests of all origins, and /slots and /metrics off unless
-the test turns them on.
+Some defaults of llama-server differ; these options are set explicitly: reasoning as the template
+does by default, a last message of the assistant is continued, all origins are allowed, and /slots
+and /metrics are off unless the test enables them.
 """
 
 from __future__ import annotations
@@ -67,14 +66,14 @@ NEEDS = {
     "ui_mcp_proxy": "a proxy for MCP",
     "models_preset": "a router's presets",
 }
-"""Attributes that ask for what `g4spec serve` does not have."""
+"""Attributes of features that `g4spec serve` does not have."""
 
 NEEDED_BY = {
     "test_router_remote_preset": "a router's presets",
     "test_router_download_model": "models that are downloaded and deleted over HTTP",
     "test_router_delete_model": "models that are downloaded and deleted over HTTP",
 }
-"""Tests that ask for it by a request."""
+"""Tests that use such a feature by a request."""
 
 ROUTER_MODELS = (
     "tinygemma3-GGUF:Q8_0",
@@ -113,7 +112,7 @@ now = {"test": ""}
 
 
 class NotOffered(Exception):
-    """A test needs something that `g4spec serve` does not have."""
+    """A test needs a feature that `g4spec serve` does not have."""
 
 
 def arguments(server: Any) -> list[str]:
@@ -169,8 +168,8 @@ def models(server: Any) -> list[Any]:
 def router_folder() -> Path:
     """Return a folder with the models that their tests of a router name.
 
-    The second of two files with one name is called by its folder, too: so the names get their
-    `ggml-org/`.
+    If two files have the same name, the id of the second includes its folder: this gives the ids
+    their `ggml-org/`.
     """
     folder = FAMILY / "ggml-org"
     (folder / "a").mkdir(parents=True, exist_ok=True)
@@ -182,7 +181,7 @@ def router_folder() -> Path:
 
 
 def named_template(name: str) -> Path:
-    """Return a file with a template that llama-server has under a name, or with the text given."""
+    """Return a file with a template that llama-server knows by name, or with the given text."""
     path = FAMILY / "template.jinja"
     known = {"chatml": CHATML, "llama3": LLAMA3, "command-r": COMMAND_R}
     path.write_text(known.get(name, name))
@@ -274,7 +273,7 @@ class Child:
 
 
 def start(self: Any, timeout_seconds: float = 60) -> None:
-    """Take the place of their `ServerProcess.start`."""
+    """Replace upstream's `ServerProcess.start`."""
     import utils
 
     log = FAMILY / "serve.log"
@@ -381,7 +380,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Note which test runs."""
+    """Record which test runs."""
     now["test"] = item.nodeid
 
 

@@ -1,13 +1,13 @@
-"""llama.cpp's own server tests against `g4spec serve`: kept as dated JSON.
+"""Run llama.cpp's server tests against `g4spec serve`.
 
     python benchmarks/serve_llamacpp_tests.py LLAMA_CPP [-k EXPRESSION] [--log FILE]
 
 LLAMA_CPP is a source folder of llama.cpp: `pip download --no-binary :all: --no-deps
-llama-cpp-python==0.3.36` has one in `vendor/`; its tests want pytest, openai, requests, filelock,
-aiohttp and wget. The tests are run with `g4spec serve` and the bundled family in the place of
-llama-server and their model (`serve_llamacpp_shim.py` says how); constants of their model are
-replaced (`FACTS`). A function passes if it does with all its parameters. Those that fail, and those
-about features that `g4spec serve` does not have, are listed with the reason.
+llama-cpp-python==0.3.36` contains one in `vendor/`; the tests need pytest, openai, requests,
+filelock, aiohttp and wget. `serve_llamacpp_shim.py` replaces llama-server and its model by
+`g4spec serve` and the bundled family; constants of their model are replaced (`FACTS`). A function
+passes if it passes with all its parameters. Functions that fail, and those of features that
+`g4spec serve` does not have, are listed with the reason. Writes dated JSON.
 """
 
 import argparse
@@ -49,7 +49,7 @@ FILES = (
     "router",
     "sleep",
 )
-"""Their files about what `g4spec serve` offers."""
+"""Test files about features of `g4spec serve`."""
 
 OTHER_FILES = {
     "compat_gcp": "Google's prediction route",
@@ -64,7 +64,7 @@ OTHER_FILES = {
     "tools_builtin": "tools that the server runs",
     "vision_api": "images",
 }
-"""Their other files, with what they are about."""
+"""The other test files, and their features."""
 
 FACTS = {
     "test_chat_template": ("<s> <|start", "<bos><|start", "text of BOS"),
@@ -91,7 +91,7 @@ FACTS = {
         "a text that nearly fills the context",
     ),
 }
-"""What is replaced in functions, because it is a fact of their model: (old, new, what it is)."""
+"""Constants of their model that are replaced in functions: (old, new, description)."""
 
 WHY = {
     "test_responses_stream_with_llama_telemetry": "a response that reaches max_output_tokens ends "
@@ -113,14 +113,14 @@ WHY = {
     "test_date_inside_prompt": "date_string and datetime are variables that llama.cpp defines for "
     "templates of other models; transformers has strftime_now, as here",
 }
-"""Why functions fail that are not going to pass."""
+"""Reasons of functions that fail and are not to be changed."""
 
 
 def family(folder: Path) -> None:
-    """Write the target with a template that knows tools and thinking, whole and split, and a
-    draft.
+    """Write the target with a template that supports tools and reasoning, whole and split,
+    and a draft.
 
-    Texts end only with <eos>: their model goes on to the limit.
+    <eos> is the only stop token: upstream's test model generates until the limit.
     """
     source = folder / "source"
     shutil.copytree(TINY / "target", source)
@@ -153,7 +153,7 @@ def copy_tests(source: Path, folder: Path) -> Path:
 
 
 def main() -> int:
-    """Run the tests and sort what came out."""
+    """Run the tests and write the sorted results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", type=Path)
     parser.add_argument("-k", dest="only", default="")
@@ -214,7 +214,7 @@ def main() -> int:
 
 
 def sort(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """Sort functions by what became of all their parameters."""
+    """Sort functions by the results of all their parameters."""
     by: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for report in reports:
         by[report["test"].removeprefix("unit/").split("[")[0]].append(report)

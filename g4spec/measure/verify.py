@@ -118,11 +118,15 @@ class VerifyResult:
         return {**asdict(self), "mismatch": found, "ok": self.ok}
 
 
+MAX_CASES = 100_000
+"""Largest number of comparisons in one run."""
+
+
 def check_counts(count: int, parallel: int = 1) -> None:
-    """Raise UsageError unless the number of cases and the number per batch are positive."""
+    """Raise UsageError unless the number of cases and the number per batch are in range."""
     for name, number in (("count", count), ("parallel", parallel)):
-        if number < 1:
-            raise UsageError(f"`{name}`", expected=">= 1", found=number)
+        if not 1 <= number <= MAX_CASES:
+            raise UsageError(f"`{name}`", expected=f"1 to {MAX_CASES}", found=number)
 
 
 def cases(
