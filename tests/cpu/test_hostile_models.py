@@ -73,6 +73,19 @@ def test_every_tensor_of_a_draft(
     assert refused > 3
 
 
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "eagle3", "dflash2"])
+def test_no_cache_for_heads_that_no_tensor_has(
+    home: Path, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A file of 68 KB claimed heads of 32,768 values, and its cache took 768 MB."""
+    arch = GGUF(home / f"{kind}.gguf").kv["general.architecture"]
+    key = {f"{arch}.attention.key_length": u32(32768)}
+    broken = changed(home / f"{kind}.gguf", tmp_path / "broken.gguf", **key)
+    monkeypatch.setattr(TorchBackend, "cache", lambda *_: pytest.fail("allocated"))
+    with pytest.raises(InputError, match=r"attn_q.weight: shape|key_length"):
+        build(home, broken, target)
+
+
 @pytest.mark.parametrize("how", malformed.HOWS)
 @pytest.mark.parametrize("kind", TARGETS)
 def test_every_tensor_of_a_target(home: Path, tmp_path: Path, kind: str, how: Change) -> None:
