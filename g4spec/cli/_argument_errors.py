@@ -76,9 +76,9 @@ def unknown_option(context: Any, own_flags: Iterable[str], unknown: Sequence[str
         fix = f"put a command first, such as `g4spec {owner} {unknown[0]} ...`. "
     else:
         other = OTHER_NAMES.get(unknown[0])
-        similar = (
-            f"did you mean {other}?" if other in own_flags else did_you_mean(unknown[0], own_flags)
-        )
+        similar = did_you_mean(unknown[0], own_flags)
+        if other is not None and other in own_flags:
+            similar = f"did you mean {other}?"
         fix = f"{similar} " if similar else ""
     what = f"`{context.command_path}` has no option {' '.join(dict.fromkeys(unknown))}"
     return UsageError(what, fix=fix + see_help(context, fix))

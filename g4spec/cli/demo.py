@@ -93,7 +93,7 @@ def _verify(name: str, files: dict[str, Path], out: Output) -> VerifyResult:
     each = 1 + verdict.accepted / verdict.cycles
     out.line(
         f"{name}: {verdict.cases} of {verdict.cases} texts identical, {share:.0%} of the "
-        f"drafted tokens accepted, {each:.2f} tokens per cycle"
+        f"drafted tokens accepted, {each:.2f} tokens per step"
     )
     if name == DRAFTS[-1]:
         out.line(
