@@ -144,7 +144,11 @@ def test_every_result_is_cited() -> None:
 def test_acceptance_has_one_word() -> None:
     """The glossary's word is "tokens per step"; the others are in its brackets only."""
     other = re.compile(r"tokens a (step|cycle)|tokens( per |/)cycle|acceptance (length|rate)", re.I)
-    files = [*ROOT.glob("g4spec/**/*.py"), *ROOT.glob("g4spec/**/*.toml"), *PAGES]
+    files = [
+        *ROOT.glob("g4spec/**/*.py"),
+        *ROOT.glob("g4spec/**/*.toml"),
+        *ROOT.glob("docs/guides/*.md"),
+    ]
     files += [*ROOT.glob("g4spec/**/*.html"), *ROOT.glob("docs/*.md"), ROOT / "README.md"]
     found = [
         f"{file.relative_to(ROOT)}: {hit[0]}"
