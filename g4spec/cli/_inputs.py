@@ -12,7 +12,7 @@ from typing import Literal
 import typer
 
 from g4spec.cli.render import Output
-from g4spec.errors import InputError, UsageError
+from g4spec.errors import InputError, UsageError, did_you_mean
 
 NGRAM = "ngram"
 
@@ -51,6 +51,22 @@ def cache_folder() -> Path:
     """Return the folder of the cache of converted drafts."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "g4spec" / "drafts"
+
+
+def check_exists(path: Path) -> None:
+    """Raise InputError unless `path` is a file or folder, or can be a hub id."""
+    if path.exists():
+        return
+    from g4spec.convert import hub
+
+    if not hub.is_remote(path):
+        folder = path.parent if path.parent.is_dir() else Path()
+        similar = did_you_mean(path.name, (entry.name for entry in folder.iterdir()))
+        raise InputError(
+            f"{path}: no such file or folder",
+            expected="a GGUF file, a checkpoint folder, or a hub id such as org/name",
+            fix=similar,
+        )
 
 
 def resolve(name: Path, out: Output, want: Literal["any", "tokenizer", "gguf"] = "any") -> Path:

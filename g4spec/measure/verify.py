@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from g4spec import ranges
 from g4spec.errors import UsageError
 from g4spec.measure.prompts import BenchPrompt
 from g4spec.ops.sampling import Sampler
@@ -120,9 +121,7 @@ class VerifyResult:
 
 def check_counts(count: int, parallel: int = 1) -> None:
     """Raise UsageError unless the number of cases and the number per batch are positive."""
-    for name, number in (("count", count), ("parallel", parallel)):
-        if number < 1:
-            raise UsageError(f"`{name}`", expected=">= 1", found=number)
+    ranges.check(count=count, parallel=parallel)
 
 
 def cases(

@@ -12,7 +12,7 @@ import torch
 from g4spec.cli import demo
 from g4spec.core import MAX_DRAFT, Batch, Pick
 from g4spec.errors import InputError, UsageError
-from g4spec.measure import bench
+from g4spec.measure import bench, draft_lengths
 from g4spec.measure.bench_summary import Sample, summarize
 from g4spec.measure.prompts import (
     CATEGORIES,
@@ -124,7 +124,7 @@ def test_orders_rotate() -> None:
 @pytest.mark.parametrize(
     "text, most, expected",
     [
-        ("sweep", 15, (*bench.LENGTHS, "auto")),
+        ("sweep", 15, (*draft_lengths.LENGTHS, "auto")),
         ("sweep", 5, (0, 1, 2, 3, 4, 5, "auto")),
         ("auto", 15, (0, "auto")),
         ("0", 15, (0,)),
@@ -134,13 +134,13 @@ def test_orders_rotate() -> None:
     ],
 )
 def test_lengths(text: str, most: int | None, expected: tuple[object, ...]) -> None:
-    assert bench.parse_lengths(text, most) == expected
+    assert draft_lengths.parse_lengths(text, most) == expected
 
 
 @pytest.mark.parametrize("text", ["", "16", "-1", "two", "1;2"])
 def test_wrong_lengths(text: str) -> None:
     with pytest.raises(UsageError, match="`lengths`"):
-        bench.parse_lengths(text, MAX_DRAFT)
+        draft_lengths.parse_lengths(text, MAX_DRAFT)
 
 
 def test_repetition_knows_loops() -> None:
@@ -229,7 +229,9 @@ def test_a_maximum_that_was_not_seen_is_said() -> None:
 
 def test_the_demo_sweeps_to_the_block_of_its_draft() -> None:
     for most in (4, 7, MAX_DRAFT):
-        assert max(n for n in bench.parse_lengths(demo.LENGTHS, most) if n != "auto") == most
+        assert (
+            max(n for n in draft_lengths.parse_lengths(demo.LENGTHS, most) if n != "auto") == most
+        )
 
 
 def test_the_fastest_median_is_recommended_and_ties_are_named() -> None:
