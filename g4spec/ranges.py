@@ -20,6 +20,10 @@ class Range(NamedTuple):
     text: str
 
 
+MAX_COUNT = 100_000
+"""Largest number of comparisons or repeats in one run, and of texts at once."""
+
+_COUNT = Range(lambda x: 1 <= x <= MAX_COUNT, f"1 to {MAX_COUNT}")
 _POSITIVE = Range(lambda x: x >= 1, ">= 1")
 _OPENAI_PENALTY = Range(lambda x: -2 <= x <= 2, "in [-2, 2]")
 
@@ -38,9 +42,9 @@ RANGES = {
         f"0 to {MAX_DRAFT}, or auto",
     ),
     "n": _POSITIVE,
-    "count": _POSITIVE,
-    "parallel": _POSITIVE,
-    "repeats": _POSITIVE,
+    "count": _COUNT,
+    "parallel": _COUNT,
+    "repeats": _COUNT,
     "logprobs": Range(lambda x: x >= 0, ">= 0"),
     "accept_length": Range(
         lambda x: 1 <= x <= MAX_DRAFT + 1, f"1 to {MAX_DRAFT + 1}, the target's own token included"

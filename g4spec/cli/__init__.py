@@ -108,6 +108,6 @@ def main() -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     code = 130
-    with _signals.handled(), suppress(KeyboardInterrupt):  # before or after a command
+    with suppress(KeyboardInterrupt), _signals.handled():  # a signal before or after the command
         code = run(sys.argv[1:])
     sys.exit(code)

@@ -89,9 +89,12 @@ def serve_folder(
     limits: dict[str, Any],
     folder: Path | None,
     max_loaded: int,
+    *,
+    autoload: bool,
 ) -> None:
     """Serve all targets in a folder, at most `max_loaded` of them loaded at once."""
     from g4spec.server import model_router, run
+    from g4spec.server.model_folder import find_models
     from g4spec.server.service import Settings
 
     def load(
@@ -99,11 +102,17 @@ def serve_folder(
     ) -> Service:
         return loader.service(Settings(names[0], tuple(names[1:]), **limits), target, draft, tell)
 
+    sleep_seconds = limits.pop("sleep_seconds")  # the router unloads idle models
     assert folder is not None  # see `_serve_options.check_models`
     address = http.address(loader.out)
     with _http_options.listening(address) as listeners:
         registry = model_router.ModelRouter(
-            model_router.find_models(folder), load, max_loaded, limits["time_limit"]
+            find_models(folder),
+            load,
+            max_loaded,
+            limits["time_limit"],
+            autoload=autoload,
+            sleep_seconds=sleep_seconds,
         )
         note = f"{len(registry.all)} models are served at {run.url(address, listeners)}"
         run.serve_models(registry, address, listeners, lambda: loader.out.note(note), **http.access)

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from g4spec.cli import _inputs
 from g4spec.errors import EnvironmentProblem, UsageError
 
 Models = Annotated[
@@ -27,6 +26,14 @@ ModelsMax = Annotated[
         min=1,
         help="Maximum number of --models in memory at once, if they fit; the least recently used "
         "one is unloaded first.",
+    ),
+]
+Autoload = Annotated[
+    bool,
+    typer.Option(
+        "--models-autoload/--no-models-autoload",
+        help="Load one of --models when a request names it; otherwise only POST /models/load "
+        "loads it.",
     ),
 ]
 Parallel = Annotated[
@@ -66,6 +73,15 @@ HangTimeout = Annotated[
         "Default: 300, on a CPU never.",
     ),
 ]
+SleepSeconds = Annotated[
+    float | None,
+    typer.Option(
+        "--sleep-idle-seconds",
+        min=1,
+        help="Free the memory of a model after this many seconds without a request; the next one "
+        "loads it again. Default: never.",
+    ),
+]
 PrefixCache = Annotated[
     int,
     typer.Option(
@@ -86,12 +102,6 @@ NPredict = Annotated[
         "--predict",
         min=1,
         help="Maximum number of new tokens of requests that set none. Default: what fits.",
-    ),
-]
-Template = Annotated[
-    Path | None,
-    typer.Option(
-        "--chat-template-file", help="File with a chat template to use instead of the model's own."
     ),
 ]
 Pool = Annotated[
@@ -124,11 +134,6 @@ def split_commas(values: list[str] | None) -> tuple[str, ...]:
     """Return the values of a repeatable option whose values are also separated by commas."""
     words = [word.strip() for value in values or [] for word in value.split(",")]
     return tuple(word for word in words if word)
-
-
-def template(file: Path | None) -> str | None:
-    """Return the chat template in `file`, or None without a file."""
-    return _inputs.read_text(file) if file is not None else None
 
 
 def require_packages() -> None:

@@ -15,6 +15,7 @@ from g4spec.cli import (
     _options,
     _serve_http,
     _serve_options,
+    _template_options,
 )
 from g4spec.cli.render import Output, Quiet
 
@@ -25,6 +26,7 @@ def command(
     draft: _options.DraftModel = None,
     models: _serve_options.Models = None,
     models_max: _serve_options.ModelsMax = 4,
+    models_autoload: _serve_options.Autoload = True,
     host: _http_options.Host = "127.0.0.1",
     port: _http_options.Port = 8080,
     parallel: _serve_options.Parallel = 4,
@@ -41,6 +43,7 @@ def command(
     ssl_key_file: _http_options.Key = None,
     timeout: _serve_options.Timeout = 600,
     hang_timeout: _serve_options.HangTimeout = None,
+    sleep_idle_seconds: _serve_options.SleepSeconds = None,
     prefix_cache: _serve_options.PrefixCache = 1024,
     pool: _serve_options.Pool = None,
     ctx_size: _options.ContextSize = None,
@@ -50,7 +53,9 @@ def command(
     min_p: _chat_options.MinP = None,
     seed: _serve_options.Seed = None,
     n_predict: _serve_options.NPredict = None,
-    chat_template_file: _serve_options.Template = None,
+    reasoning: _template_options.Reasoning = "off",
+    prefill_assistant: _template_options.PrefillAssistant = False,
+    chat_template_file: _template_options.Template = None,
     draft_window: _options.DraftWindow = None,
     draft_p_min: _options.DraftPMin = None,
     device: _options.Device = "auto",
@@ -83,7 +88,7 @@ def command(
     _serve_options.require_packages()
     engine_options["hang_limit"] = hang_timeout
     loader = _serve_http.ModelLoader(
-        setup, out, _serve_options.template(chat_template_file), sampling, engine_options
+        setup, out, _template_options.template(chat_template_file), sampling, engine_options
     )
     http = _http_options.HttpOptions(
         _http_options.hosts(host),
@@ -99,6 +104,9 @@ def command(
         "time_limit": timeout,
         "seed": seed,
         "n_predict": n_predict,
+        "sleep_seconds": sleep_idle_seconds,
+        "reasoning": {"off": False, "on": True, "auto": None}[reasoning],
+        "prefill_assistant": prefill_assistant,
         "tags": _serve_options.split_commas(tags),
     }
     if model is not None:
@@ -106,4 +114,4 @@ def command(
             loader, http, limits, model, draft, _serve_options.split_commas(alias)
         )
     else:
-        _serve_http.serve_folder(loader, http, limits, models, models_max)
+        _serve_http.serve_folder(loader, http, limits, models, models_max, autoload=models_autoload)

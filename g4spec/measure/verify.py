@@ -120,7 +120,7 @@ class VerifyResult:
 
 
 def check_counts(count: int, parallel: int = 1) -> None:
-    """Raise UsageError unless the number of cases and the number per batch are positive."""
+    """Raise UsageError unless the number of cases and the number per batch are in range."""
     ranges.check(count=count, parallel=parallel)
 
 

@@ -211,6 +211,27 @@ def logprobs(logits: torch.Tensor, token: int, n: int) -> tuple[float, list[tupl
     return values[0], list(zip(ids, values[1:], strict=True))
 
 
+def sampled_logprobs(
+    logits: torch.Tensor,
+    token: int,
+    n: int,
+    sampler: Sampler,
+    history: History | None = None,
+    mask: Mask | None = None,
+) -> tuple[float, list[tuple[int, float]]]:
+    """Compute log-probabilities of the distribution that the token was sampled from: after bias,
+    penalties, mask, filters and temperature.
+
+    Args:
+        logits: raw logits of one row, [V].
+        token, n: see `logprobs`; tokens of probability 0 are left out.
+        sampler, history, mask: see `choose_rows`; the history ends before this token.
+    """
+    edited = _masked(edit_logits(logits, sampler, history), sampler, history, mask)
+    value, best = logprobs(sampler.sampled_logits(edited), token, n)
+    return value, [(i, logprob) for i, logprob in best if logprob > -math.inf]
+
+
 def _best(row: torch.Tensor, n: int) -> list[int]:
     """Return the ids of the `n` largest values of [V], ties by lowest id (`topk` does not order
     ties)."""

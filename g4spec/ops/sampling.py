@@ -176,6 +176,20 @@ class Sampler:
         for i, row in enumerate(logits):
             yield self.choose(row, position + i)
 
+    def sampled_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits [V] whose softmax is the distribution that `choose` samples from.
+
+        Tokens that are never chosen have -inf; at temperature 0, all but the chosen one.
+        """
+        if self.suppress:
+            logits = logits.clone()
+            logits[list(self.suppress)] = -math.inf
+        if self.temperature == 0:
+            only = torch.full_like(logits, -math.inf)
+            only[logits.argmax()] = 0
+            return only
+        return self._filtered(logits) / self.temperature
+
     def _filtered(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits with removed candidates at -inf."""
         if not self.top_k and self.top_p == 1 and not self.min_p:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from g4spec.core import Backend, Cycle
-from g4spec.ops.logits import History, choose_rows, edit_logits, logprobs
+from g4spec.ops.logits import History, choose_rows, edit_logits, logprobs, sampled_logprobs
 from g4spec.runtime.request import Options
 
 
@@ -25,6 +25,7 @@ class RequestChooser:
     ) -> None:
         self.sampler = options.sampler
         self._mask, self._n_logprobs = options.mask, options.logprobs
+        self._of_sampled = options.sampled_logprobs
         self._rows = backend.sampler(self.sampler.without_edits())
         self._history: History | None = None
         if self.sampler.uses_history or self._mask is not None:
@@ -51,11 +52,17 @@ class RequestChooser:
         )
         values = logits[range(len(tokens)), tokens].tolist()
         cycle = Cycle(tokens, values, list(drafted), len(tokens) - 1)
-        if self._n_logprobs is not None:
-            cycle.logprobs = [
-                logprobs(row, token, self._n_logprobs)
-                for row, token in zip(logits, tokens, strict=False)
-            ]
-        if self._history is not None:
-            self._history.extend(tokens)
+        for row, token in zip(logits, tokens, strict=False):
+            if self._n_logprobs is not None:
+                cycle.logprobs.append(self._logprobs(row, token, self._n_logprobs))
+            if self._history is not None:
+                self._history.extend([token])
         return cycle
+
+    def _logprobs(
+        self, row: torch.Tensor, token: int, n: int
+    ) -> tuple[float, list[tuple[int, float]]]:
+        """Return the log-probabilities of a token; the history ends before it."""
+        if not self._of_sampled:
+            return logprobs(row, token, n)
+        return sampled_logprobs(row, token, n, self.sampler, self._history, self._mask)

@@ -37,6 +37,8 @@ class EngineStats:
         pages, pages_free: of the pool.
         slots: the running requests.
         last_step: see `Engine.last_step`.
+        steps: number of decode steps since the engine was loaded.
+        step_texts: sum over these steps of the number of texts.
     """
 
     running: int
@@ -45,6 +47,8 @@ class EngineStats:
     pages_free: int
     slots: tuple[SlotStats, ...]
     last_step: float
+    steps: int = 0
+    step_texts: int = 0
 
     @property
     def idle(self) -> bool:
@@ -72,4 +76,13 @@ def collect_stats(scheduler: Scheduler, pool: Pool, last_step: float) -> EngineS
                 )
             )
     waiting = len(scheduler.waiting)
-    return EngineStats(len(live), waiting, pool.n_pages, pool.n_free, tuple(slots), last_step)
+    return EngineStats(
+        len(live),
+        waiting,
+        pool.n_pages,
+        pool.n_free,
+        tuple(slots),
+        last_step,
+        scheduler.n_steps,
+        scheduler.n_step_texts,
+    )

@@ -43,6 +43,8 @@ class Options:
         ignore_eos: continue after stop tokens.
         logprobs: number of top log-probabilities to report for each token; 0: only that of the
             token, None: none. They belong to the unfiltered distribution at temperature 1.
+        sampled_logprobs: `logprobs` belong to the distribution that tokens are sampled from: after
+            bias, penalties, mask, filters and temperature.
         n: number of completions; completion i uses the sampler's seed + i.
         mask: function from the tokens so far to the allowed next tokens (bool [V], or None for
             all), for grammars.
@@ -57,6 +59,7 @@ class Options:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    sampled_logprobs: bool = False
     n: int = 1
     mask: Mask | None = None
     stream: Callable[[], TextStream] | None = None

@@ -75,7 +75,7 @@ class Scheduler:
         self.waiting: deque[Task] = deque()
         self.running: list[Task] = []
         self._started: deque[StartedCycle] = deque()
-        self._steps = 0
+        self.n_steps = self.n_step_texts = 0
 
     def submit(self, task: Task) -> None:
         """Add a request to the queue."""
@@ -315,9 +315,13 @@ class Scheduler:
         assert not any(self.pool.pages_needed(t.seq, t.seq.position + rows) for t in tasks)
         runner = runner or next(r for r in self.runners if r.can_run(work))
         runner.start(work)
-        self._steps += 1
+        self.n_steps += 1
+        self.n_step_texts += len(tasks)
         decisions = self.length.decisions(
-            self._steps, [t.draft_state for t in tasks], counts, [self._max_draft(t) for t in tasks]
+            self.n_steps,
+            [t.draft_state for t in tasks],
+            counts,
+            [self._max_draft(t) for t in tasks],
         )
         self._started.append(StartedCycle(runner, tasks, counts, decisions, began))
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -22,10 +24,11 @@ from g4spec.server import (
     page,
     response_fields,
     responses,
+    server_info,
 )
 from g4spec.server.exception_handlers import EXCEPTION_HANDLERS
 from g4spec.server.json_response import JsonResponse
-from g4spec.server.middleware import BODY_LIMIT, create_middleware
+from g4spec.server.middleware import BODY_LIMIT, WakeMiddleware, create_middleware
 from g4spec.server.openapi import described, document, takes
 from g4spec.server.replay import ReplayStore
 from g4spec.server.request_errors import RequestError
@@ -60,13 +63,20 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
         service.engine.start()
+        sleeper = None
+        if service.settings.sleep_seconds is not None:
+            sleeper = asyncio.ensure_future(service.sleep_when_idle())
         yield
         service.draining = True
+        if sleeper is not None:
+            sleeper.cancel()
         await store.close()
         await replays.close()
         await service.close()
 
     middleware = [] if mounted else create_middleware(keys, origins, body_limit, disabled)
+    if service.settings.sleep_seconds is not None:
+        middleware.append(Middleware(WakeMiddleware, wake=service.wake))
     made = Starlette(
         routes=routes(Endpoints(service, store, replays)),
         middleware=middleware,
@@ -220,7 +230,7 @@ class Endpoints:
                 generation.close()
                 _log_generation(request, generation)
 
-        return JsonResponse(await cancel_on_disconnect(request, whole()))
+        return JsonResponse(await cancel_on_disconnect(request.receive, whole()))
 
     @described(
         "text/event-stream",
@@ -267,7 +277,7 @@ class Endpoints:
     @takes(fields.ChatRequest)
     async def chat_tokens(self, request: Request, body: fields.ChatRequest) -> Response:
         """Answer POST /v1/chat/completions/input_tokens, of llama.cpp."""
-        prompt = await chat.build_prompt(self._service, body)
+        prompt = await chat.build_prompt(self._service, body, generates=False)
         return JsonResponse({"object": "response.input_tokens", "input_tokens": len(prompt.ids)})
 
     # ---- the server
@@ -304,30 +314,12 @@ class Endpoints:
 
     async def models(self, request: Request) -> Response:
         """Answer GET /v1/models."""
-        return JsonResponse({"object": "list", "data": [self._model()]})
+        return JsonResponse({"object": "list", "data": [server_info.model(self._service)]})
 
     async def model(self, request: Request) -> Response:
         """Answer GET /v1/models/{id}."""
         self._service.check_model(request.path_params["id"])
-        return JsonResponse(self._model())
-
-    def _model(self) -> dict[str, Any]:
-        service = self._service
-        config = service.engine.config
-        return {
-            "id": service.settings.model,
-            "object": "model",
-            "created": service.started,
-            "owned_by": "g4spec",
-            "tags": list(service.settings.tags),
-            "aliases": [service.settings.model, *service.settings.aliases],
-            "meta": {
-                "n_ctx": service.engine.n_ctx,
-                "n_ctx_train": config.n_ctx,
-                "n_vocab": config.n_vocab,
-                "n_embd": config.n_embd,
-            },
-        }
+        return JsonResponse(server_info.model(self._service))
 
     async def health(self, request: Request) -> Response:
         """Answer GET /health: 200 while steps make progress, else 503."""
@@ -351,12 +343,12 @@ class Endpoints:
 
     async def props(self, request: Request) -> Response:
         """Answer GET /props."""
-        return JsonResponse(llamacpp.props(self._service))
+        return JsonResponse(server_info.props(self._service))
 
     @described(fail_on_no_slot="answer 503 if no slot is free")
     async def slots(self, request: Request) -> Response:
         """Answer GET /slots."""
-        found = llamacpp.slots(self._service)
+        found = server_info.slots(self._service)
         if "fail_on_no_slot" in request.query_params and all(s["is_processing"] for s in found):
             raise RequestError(503, "no slot is free; retry later")
         return JsonResponse(found)

@@ -20,13 +20,13 @@ from g4spec.server.service import Generation, Job, Service, Text
 from g4spec.server.sse import Events, event
 
 
-async def build_prompt(service: Service, request: ChatRequest) -> Prompt:
-    """Render and tokenize the messages of a request."""
+async def build_prompt(service: Service, request: ChatRequest, *, generates: bool = True) -> Prompt:
+    """Render and tokenize the messages of a request; `generates`: see `Prompter.chat`."""
     messages = [m.model_dump(exclude_none=True) for m in request.messages]
     tools = [t.model_dump(exclude_none=True) for t in request.tools or []]
     for tool in tools:  # templates require a description
         tool["function"].setdefault("description", "")
-    continued, opened = bool(request.continue_final_message), request.add_generation_prompt
+    continued, opened = _is_continued(service, request), request.add_generation_prompt
     if continued and opened:
         raise RequestError(
             400,
@@ -34,13 +34,41 @@ async def build_prompt(service: Service, request: ChatRequest) -> Prompt:
             param="add_generation_prompt",
         )
     return await service.prompter.chat(
-        messages, tools, thinking=thinks(request), continued=continued, opened=opened is not False
+        messages,
+        tools,
+        thinking=thinks(request, service.settings.reasoning),
+        continued=continued,
+        opened=opened is not False,
+        generates=generates,
     )
 
 
-def thinks(request: ChatRequest) -> bool:
-    """Return True if reasoning is requested; Gemma 4 has no reasoning levels, only on and off."""
-    asked = request.chat_template_kwargs and request.chat_template_kwargs.enable_thinking
+def _is_continued(service: Service, request: ChatRequest) -> bool:
+    """Return True if the answer continues the last message."""
+    if request.continue_final_message is not None or not service.settings.prefill_assistant:
+        return bool(request.continue_final_message)
+    before, last = [None, *request.messages][-2:]
+    assert last is not None
+    if last.role != "assistant" or last.tool_calls or request.add_generation_prompt:
+        return False
+    if before is not None and before.role == "assistant":
+        raise RequestError(
+            400,
+            "messages: the last two are the assistant's, but an answer continues only one; join "
+            "them, or set continue_final_message to false",
+            param="messages",
+        )
+    return True
+
+
+def thinks(request: ChatRequest, default: bool | None = False) -> bool | None:
+    """Return True if reasoning is requested; Gemma 4 has no reasoning levels, only on and off.
+
+    Args:
+        default: result for a request that does not say.
+    """
+    variables = request.chat_template_kwargs
+    asked = variables.enable_thinking if variables is not None else None
     effort = request.reasoning_effort
     if asked is not None and effort is not None and asked != (effort != "none"):
         raise RequestError(
@@ -48,7 +76,9 @@ def thinks(request: ChatRequest) -> bool:
             "reasoning_effort and enable_thinking contradict each other; set only one",
             param="reasoning_effort",
         )
-    return bool(asked) if effort is None else effort != "none"
+    if effort is not None:
+        return effort != "none"
+    return default if asked is None else asked
 
 
 async def build_job(service: Service, request: ChatRequest) -> Job:

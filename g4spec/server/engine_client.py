@@ -20,20 +20,19 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from g4spec.core import Cycle
 from g4spec.errors import EnvironmentProblem, UsageError
 from g4spec.runtime.engine import Engine, check_request, read_tokenizer
 from g4spec.runtime.engine_stats import EngineStats
-from g4spec.runtime.request import Options, Request, Stats
+from g4spec.runtime.request import Options, Request
 from g4spec.runtime.tokenizer import Tokenizer
 from g4spec.server.channel import Channel
 from g4spec.server.engine_process import EngineInfo
 from g4spec.server.grammar import Vocabulary
+from g4spec.server.remote_request import EngineLost, RemoteRequest, RemoteText
 
 log = logging.getLogger("g4spec.server")
 
@@ -52,55 +51,6 @@ main()
 EngineLike: TypeAlias = "Engine | EngineClient"
 
 NO_STATS = EngineStats(0, 0, 1, 1, (), 0.0)
-
-
-class EngineLost(RuntimeError):
-    """The engine's process ended while it generated a text."""
-
-
-class RemoteRequest(Request):
-    """A request whose text is generated in another process."""
-
-    def __init__(self, prompt: Sequence[int], options: Options, client: EngineClient) -> None:
-        super().__init__(prompt, options, client, client.tokenizer, client.notes)
-        self._client = client
-
-    def cancel(self) -> None:
-        """See `Request.cancel`."""
-        if not self.cancelled:
-            super().cancel()
-            self._client.cancelled(self)
-
-    def add(self, cycle: Cycle, stats: Stats, length: int, text: str) -> None:
-        """Add a cycle; replace the text after its first `length` characters by `text`."""
-        self.ids += cycle.tokens
-        self.stats, self.text = stats, self.text[:length] + text
-        self._cycles.append(cycle)
-        self._notify()
-
-    def end(
-        self, stats: Stats, notes: list[str], error: Exception | None, length: int, text: str
-    ) -> None:
-        """Mark the request as ended; arguments as for `add`."""
-        self.stats, self.notes, self.text = stats, notes, self.text[:length] + text
-        self.error, self.done = error, True
-        self._notify()
-
-
-@dataclass(slots=True)
-class _Text:
-    """A request that has not ended.
-
-    Attributes:
-        options: pickled `Options`.
-        begun: True once prefill has begun.
-        tries: number of processes to which it was submitted.
-    """
-
-    request: RemoteRequest
-    options: bytes
-    begun: bool = False
-    tries: int = 0
 
 
 class _Pickler(pickle.Pickler):
@@ -144,12 +94,14 @@ class EngineClient:
         self._progress = progress
         self._make, self._arguments = make, {"target": target, "draft": draft, **options}
         self._lock = threading.Lock()
-        self._texts: dict[int, _Text] = {}
+        self._texts: dict[int, RemoteText] = {}
         self._ids = itertools.count()
         self._channel: Channel | None = None  # set while a process is ready
         self._load_result: list[Any] = []  # EngineInfo or an error, once loaded
         self._loaded, self._closing = threading.Event(), threading.Event()
         self._text_finished, self._hang_reason = False, ""
+        self._put_to_sleep, self._awake = False, threading.Event()
+        self._awake.set()
         self._stats, self._last_activity = NO_STATS, time.monotonic()
         self.failed: Exception | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -193,7 +145,8 @@ class EngineClient:
             number = next(self._ids)
             if not self._texts:
                 self._last_activity = time.monotonic()
-            self._texts[number] = _Text(request, data.getvalue())
+            self._texts[number] = RemoteText(request, data.getvalue())
+            self.wake()
             if self._channel is not None:
                 self._send_text(number)
         return request
@@ -242,15 +195,42 @@ class EngineClient:
         return self._stats
 
     def is_healthy(self, limit: float) -> bool:
-        """See `Engine.is_healthy`; False while no process is ready."""
+        """See `Engine.is_healthy`; False while no process is ready, unless the engine sleeps."""
+        if self.is_sleeping:
+            return True
         if self.failed is not None or self._channel is None:
             return False
         since = max(self._stats.last_step, self._last_activity)
         return not self._texts or time.monotonic() - since <= limit
 
+    @property
+    def is_sleeping(self) -> bool:
+        """Return True from `sleep` to `wake`."""
+        return not self._awake.is_set()
+
+    def sleep(self) -> bool:
+        """End the process, which frees its memory, until `wake` or the next request.
+
+        Returns:
+            False if there are texts or no process is ready; the process then stays.
+        """
+        with self._lock:
+            if self._texts or self._channel is None or self._closing.is_set():
+                return False
+            self._put_to_sleep = True
+            self._awake.clear()
+            self._channel.send("close")
+            self._channel = None  # texts wait for the next process
+        return True
+
+    def wake(self) -> None:
+        """Start a process if the engine sleeps; return at once."""
+        self._awake.set()
+
     def close(self) -> None:
         """Stop the process and end all requests."""
         self._closing.set()
+        self.wake()
         with self._lock:
             channel = self._channel
         if channel is not None:
@@ -292,6 +272,10 @@ class EngineClient:
         while not self._closing.is_set():
             self._text_finished, self._hang_reason = False, ""
             reason = self._run_process()
+            if self._put_to_sleep:
+                self._put_to_sleep, failures = False, 0
+                self._awake.wait()
+                continue
             failures = 1 if self._text_finished else failures + 1
             if not self._loaded.is_set():
                 self._set_load_result(

@@ -1,4 +1,4 @@
-"""The endpoints of llama.cpp's server: /completion, /tokenize, /props, /slots and others.
+"""The endpoints of llama.cpp's server: /completion, /tokenize, /apply-template and others.
 
 Unsupported samplers are rejected unless their value turns them off.
 """
@@ -9,8 +9,7 @@ import math
 import re
 from contextlib import aclosing
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
@@ -48,6 +47,7 @@ IGNORED_FIELDS = (
     "dry_sequence_breakers",
     "n_cache_reuse",
     "adaptive_decay",
+    "backend_sampling",
     "speculative.n_min",
     "speculative.p_min",
 )
@@ -68,7 +68,7 @@ class CompletionBody(Sampling, LlamaCpp):
     max_tokens: int | None = Field(None, ge=-1)
     stream: bool | None = None
     n_probs: int | None = Field(None, ge=0, le=100)
-    post_sampling_probs: Literal[False] | None = None
+    post_sampling_probs: bool | None = None
     grammar: str | None = None
     json_schema: Json | None = None
     repeat_penalty: float | None = Field(None, ge=0.01, le=100)
@@ -164,7 +164,11 @@ async def build_job(service: Service, body: CompletionBody) -> Job:
         logprobs=body.n_probs or None,
         banned=tuple(banned),
     )
-    made = replace(made, progress=bool(body.stream and body.return_progress))
+    made = replace(
+        made,
+        progress=bool(body.stream and body.return_progress),
+        sampled_logprobs=bool(body.post_sampling_probs),
+    )
     return Job(first, made, 1, wanted, live=body.live, others=tuple(others))
 
 
@@ -227,16 +231,24 @@ async def _prompt(service: Service, prompt: str | TextPrompt | list[Any]) -> lis
     return ids
 
 
-def _probabilities(service: Service, tokens: list[Token]) -> list[dict[str, Any]]:
-    out = []
-    for t in tokens:
-        entry = {"id": t.id, **response_parts.chat_logprob(service.tokenizer, t.id, t.logprob)}
-        top = [
-            {"id": i, **response_parts.chat_logprob(service.tokenizer, i, value)}
-            for i, value in t.top
-        ]
-        out.append({**entry, "top_logprobs": top})
-    return out
+def _probabilities(service: Service, tokens: list[Token], *, sampled: bool) -> list[dict[str, Any]]:
+    """Return `completion_probabilities`.
+
+    Args:
+        sampled: the log-probabilities are those of `Options.sampled_logprobs`.
+    """
+
+    def entry(id: int, logprob: float) -> dict[str, Any]:
+        out = {"id": id, **response_parts.chat_logprob(service.tokenizer, id, logprob)}
+        if sampled:
+            del out["logprob"]
+            out["prob"] = math.exp(logprob)
+        return out
+
+    top = "top_probs" if sampled else "top_logprobs"
+    return [
+        {**entry(t.id, t.logprob), top: [entry(i, value) for i, value in t.top]} for t in tokens
+    ]
 
 
 def _settings(text: Text, stream: bool) -> dict[str, Any]:
@@ -264,6 +276,7 @@ def _settings(text: Text, stream: bool) -> dict[str, Any]:
         "stop": list(requested.stop),
         "ignore_eos": requested.ignore_eos,
         "n_probs": requested.logprobs or 0,
+        "post_sampling_probs": requested.sampled_logprobs,
         "logit_bias": bias,
         "stream": stream,
         "speculative.n_max": requested.draft_max,
@@ -281,7 +294,10 @@ def _piece(
         "id_slot": -1,
     }
     if tokens:
-        out["completion_probabilities"] = _probabilities(generation.service, tokens)
+        sampled = text.request.options.sampled_logprobs
+        out["completion_probabilities"] = _probabilities(
+            generation.service, tokens, sampled=sampled
+        )
     return out
 
 
@@ -384,61 +400,4 @@ def detokenize(service: Service, body: DetokenizeBody) -> dict[str, Any]:
 
 async def apply_template(service: Service, body: ChatRequest) -> dict[str, Any]:
     """Answer /apply-template."""
-    return {"prompt": (await chat.build_prompt(service, body)).text}
-
-
-# ---- the server
-
-
-def props(service: Service) -> dict[str, Any]:
-    """Return the response of /props."""
-    tokenizer, engine, sampler = service.tokenizer, service.engine, service.settings.sampler
-    return {
-        "default_generation_settings": {
-            "n_ctx": engine.n_ctx,
-            "params": {
-                "temperature": sampler.temperature,
-                "top_k": sampler.top_k,
-                "top_p": sampler.top_p,
-                "min_p": sampler.min_p,
-                "n_predict": -1,
-                "seed": -1 if service.settings.seed is None else service.settings.seed,
-            },
-        },
-        "total_slots": engine.n_slots,
-        "model_alias": service.settings.model,
-        "model_path": Path(tokenizer.source).name,  # not the path on this machine
-        "modalities": {"vision": False, "audio": False},
-        "chat_template": tokenizer.template or "",
-        "bos_token": tokenizer.piece(tokenizer.bos, special=True).decode(),
-        "eos_token": tokenizer.piece(min(tokenizer.stop_ids), special=True).decode(),
-        "build_info": response_parts.SYSTEM_FINGERPRINT,
-        "is_sleeping": False,
-        "speculative": engine.draft_name,
-    }
-
-
-def slots(service: Service) -> list[dict[str, Any]]:
-    """Return the response of /slots, without any text."""
-    engine = service.engine
-    live = {slot.slot: slot for slot in engine.stats().slots}
-    out = []
-    for i in range(engine.n_slots):
-        slot: dict[str, Any] = {
-            "id": i,
-            "n_ctx": engine.n_ctx,
-            "is_processing": i in live,
-            "speculative": engine.draft_name is not None,
-        }
-        if (text := live.get(i)) is not None:
-            slot |= {
-                "id_task": text.number,
-                "n_prompt_tokens": text.prompt_tokens,
-                "n_prompt_tokens_cache": text.cached_tokens,
-                "n_decoded": text.tokens,
-                "n_remain": text.left,
-                "draft_n": text.drafted,
-                "draft_n_accepted": text.accepted,
-            }
-        out.append(slot)
-    return out
+    return {"prompt": (await chat.build_prompt(service, body, generates=False)).text}

@@ -44,7 +44,7 @@ async def build_job(service: Service, request: MessagesRequest) -> Job:
 async def count(service: Service, request: CountRequest) -> Json:
     """Return the response of /v1/messages/count_tokens."""
     service.check_model(request.model)
-    prompt = await chat.build_prompt(service, chat_request(request))
+    prompt = await chat.build_prompt(service, chat_request(request), generates=False)
     return {"input_tokens": len(prompt.ids)}
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -12,10 +9,10 @@ from prometheus_client import (
     Histogram,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from g4spec.runtime.request import Stats
 from g4spec.server.engine_client import EngineLike
+from g4spec.server.llamacpp_metrics import LlamaCppMetrics
 
 LATENCY_BUCKETS = (
     0.001,
@@ -129,10 +126,10 @@ class Metrics:
             self.preempted,
         ):
             each.labels(*self._label)
-        self._gauges(engine, names)
-        self.registry.register(_LlamaCpp(self, engine))
+        self._llama = self._register_others(engine, names)
 
-    def _gauges(self, engine: EngineLike, names: tuple[str, ...]) -> None:
+    def _register_others(self, engine: EngineLike, names: tuple[str, ...]) -> LlamaCppMetrics:
+        """Register the gauges and llama.cpp's metrics; return the latter."""
         for name, text, value in (
             ("num_requests_running", "Running texts.", lambda: engine.stats().running),
             ("num_requests_waiting", "Waiting texts.", lambda: engine.stats().waiting),
@@ -144,6 +141,9 @@ class Metrics:
         ):
             gauge = Gauge(f"vllm:{name}", text, names, registry=self.registry)
             gauge.labels(*self._label).set_function(value)
+        llama = LlamaCppMetrics(engine)
+        self.registry.register(llama)
+        return llama
 
     def observe_tokens(self, count: int, seconds: float) -> None:
         """Observe `count` tokens that arrived `seconds` after the previous ones."""
@@ -152,6 +152,7 @@ class Metrics:
 
     def observe_end(self, stats: Stats, seconds: float, reason: str) -> None:
         """Count a text that has ended."""
+        self._llama.observe_end(stats)
         label = self._label
         self.request_latency.labels(*label).observe(seconds)
         self.queue_time.labels(*label).observe(stats.queue_seconds)
@@ -189,38 +190,8 @@ class Metrics:
         )
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
-
-
-class _LlamaCpp:
-    """The same metrics under llama.cpp's names."""
-
-    def __init__(self, metrics: Metrics, engine: EngineLike) -> None:
-        self._metrics, self._engine = metrics, engine
-
-    def collect(self) -> Iterable[Metric]:
-        """See `prometheus_client.registry.Collector`."""
-        m, figures = self._metrics, self._engine.stats()
-        for name, counter in (
-            ("prompt_tokens", m.prompt),
-            ("tokens_predicted", m.generated),
-            ("spec_decode_num_drafts", m.drafts),
-            ("spec_decode_num_draft_tokens", m.drafted),
-            ("spec_decode_num_accepted_tokens", m.accepted),
-        ):
-            yield CounterMetricFamily(f"llamacpp:{name}", name, m.value(counter))
-        by = CounterMetricFamily(
-            "llamacpp:spec_decode_num_accepted_tokens_per_pos",
-            "accepted by position",
-            labels=["position"],
-        )
-        for i in range(15):
-            by.add_metric([str(i)], m.value(m.accepted_at, str(i)))
-        yield by
-        gauges: tuple[tuple[str, Any], ...] = (
-            ("requests_processing", figures.running),
-            ("requests_deferred", figures.waiting),
-        )
-        for name, value in gauges:
-            yield GaugeMetricFamily(f"llamacpp:{name}", name, value)
+        """Return all metrics in Prometheus' text format, and begin a new window of llama.cpp's
+        averages."""
+        text = generate_latest(self.registry) + self._llama.longest_text()
+        self._llama.begin_window()
+        return text

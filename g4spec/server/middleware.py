@@ -8,7 +8,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -176,6 +176,19 @@ class DisabledPathsMiddleware:
             status, f"{scope['path']} is disabled; start the server without {option}"
         )
         await error_response(refused, scope)(scope, receive, send)
+
+
+class WakeMiddleware:
+    """Calls `wake` for each POST request: GET requests show the state of a sleeping server."""
+
+    def __init__(self, app: ASGIApp, wake: Callable[[], None]) -> None:
+        self._app, self._wake = app, wake
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] == "http" and scope["method"] == "POST":
+            self._wake()
+        await self._app(scope, receive, send)
 
 
 class PanicMiddleware:

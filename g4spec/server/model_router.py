@@ -10,29 +10,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
 from starlette.applications import Starlette
-from starlette.responses import StreamingResponse
+from starlette.datastructures import Headers
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from g4spec import models, validate
-from g4spec.errors import EnvironmentProblem, G4Error, InputError
-from g4spec.gguf import GGUF
+from g4spec import validate
+from g4spec.errors import EnvironmentProblem, G4Error
 from g4spec.server import app as single_model
-from g4spec.server import bodies, fields, page
+from g4spec.server import bodies, fields, page, server_info
+from g4spec.server.conversations import Conversations
 from g4spec.server.json_response import JsonResponse
 from g4spec.server.middleware import create_middleware, error_response
+from g4spec.server.model_folder import Model
 from g4spec.server.openapi import described, document
 from g4spec.server.request_errors import RequestError
+from g4spec.server.response_parts import SYSTEM_FINGERPRINT
 from g4spec.server.service import Service
-from g4spec.server.sse import HEADERS, event
+from g4spec.server.sse import HEADERS, ClientDisconnected, cancel_on_disconnect, event
 
 log = logging.getLogger("g4spec.server")
 
@@ -42,123 +45,39 @@ Progress = Callable[[int, int], None]
 Load = Callable[[list[str], Path, "Path | None", Progress], Service]
 """Loader of (names, target, draft). Raises EnvironmentProblem if memory is insufficient."""
 
+Wait = Callable[[Awaitable[None]], Awaitable[None]]
+"""Waits for the load of a model; raises if the request ends before."""
+
 EVENT_POLL_SECONDS = 0.2
 """Seconds between two polls of `ModelRouter.events`."""
-
-
-@dataclass(slots=True)
-class Model:
-    """A target that can be loaded, and its state.
-
-    Attributes:
-        name: id of the model.
-        target: GGUF of the target.
-        drafts: candidate drafts, best first; those that fail validation are removed.
-        draft: the draft it was loaded with, or None.
-        status: "unloaded", "loading" or "loaded".
-        read: (bytes loaded, bytes in all) while loading.
-        n_requests: number of running requests.
-        used: time of the last request (`time.monotonic`).
-        unloading: True while it waits to be unloaded.
-        problem: error of the last attempt to load it.
-        exit_stack: exit stack of its application.
-    """
-
-    name: str
-    target: Path
-    drafts: list[Path] = field(default_factory=list)
-    draft: Path | None = None
-    status: str = "unloaded"
-    read: tuple[int, int] | None = None
-    service: Service | None = None
-    app: ASGIApp | None = None
-    n_requests: int = 0
-    used: float = 0.0
-    unloading: bool = False
-    problem: str | None = None
-    exit_stack: AsyncExitStack = field(default_factory=AsyncExitStack)
-
-    def json(self) -> dict[str, Any]:
-        """Return its entry of /v1/models."""
-        draft = self.draft or (self.drafts[0] if self.drafts else None)
-        failed = self.service.engine.failed if self.service is not None else None
-        status = "failed" if failed is not None else self.status
-        problem = self.problem if failed is None else str(failed)
-        told: dict[str, Any] = {"error": problem} if problem else {}
-        if self.status == "loading" and self.read is not None:
-            told = dict(zip(("bytes_read", "bytes"), self.read, strict=True))
-        out: dict[str, Any] = {
-            "id": self.name,
-            "object": "model",
-            "created": int(self.target.stat().st_mtime),
-            "owned_by": "g4spec",
-            "draft": draft.name if draft else None,
-            "status": {"value": status, **told},
-        }
-        if self.service is not None:
-            engine = self.service.engine
-            out["meta"] = {
-                "n_ctx": engine.n_ctx,
-                "n_ctx_train": engine.config.n_ctx,
-                "n_vocab": engine.config.n_vocab,
-                "n_embd": engine.config.n_embd,
-            }
-        return out
-
-
-def find_models(folder: Path | None) -> list[Model]:
-    """Return the targets in a folder and its subfolders, each with its matching drafts.
-
-    A draft matches if the pair rules of `validate` find no error. Drafts with the fewest warnings
-    come first; one converted for this very target has none.
-
-    Raises:
-        InputError: the folder does not exist or has no target.
-    """
-    if folder is None or not folder.is_dir():
-        raise InputError(f"{folder}: not a folder", expected="a folder of GGUF files")
-    targets, drafts = [], []
-    for path in sorted([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")]):
-        with GGUF(path) as file:
-            arch = file.kv.get("general.architecture")
-            if arch in models.TARGETS:
-                targets.append(path)
-            elif models.find_kind(arch, file.tensors) is not None:
-                drafts.append(path)
-    if not targets:
-        raise InputError(
-            f"{folder}: no target model in this folder",
-            expected="at least one Gemma 4 GGUF",
-            found=[path.name for path in drafts] or "none",
-        )
-    pairs = [name for name in validate.all_rules() if name.startswith("G4-PAIR-")]
-    names: set[str] = set()
-    out = []
-    for path in targets:
-        name = path.stem if path.stem not in names else f"{path.parent.name}/{path.stem}"
-        names.add(name)
-        reports = [validate.validate(draft, path, only=pairs) for draft in drafts]
-        fitting = [report for report in reports if report.ok]
-        fitting.sort(key=lambda report: (len(report.failures), report.path.name))
-        out.append(Model(name, path, [report.path for report in fitting]))
-    return out
 
 
 class ModelRouter:
     """An ASGI application that forwards requests to the model that they name.
 
     Args:
-        found: models, from `find_models`.
+        found: models, from `model_folder.find_models`.
         load: see `Load`.
         max_loaded: maximum number of loaded models.
         max_wait: seconds that a request waits for a busy model to be unloaded.
+        autoload: load a model when a request names it, not only with /models/load.
+        sleep_seconds: seconds without requests after which a model is unloaded; None: never.
     """
 
     def __init__(
-        self, found: Sequence[Model], load: Load, max_loaded: int, max_wait: float = 600.0
+        self,
+        found: Sequence[Model],
+        load: Load,
+        max_loaded: int,
+        max_wait: float = 600.0,
+        *,
+        autoload: bool = True,
+        sleep_seconds: float | None = None,
     ) -> None:
         self.all = {model.name: model for model in found}
         self._load_service, self._max_loaded, self._max_wait = load, max_loaded, max_wait
+        self._autoload, self.sleep_seconds = autoload, sleep_seconds
+        self._conversations = Conversations()
         self._draining = False
         self._lock = asyncio.Lock()
         self._changed = asyncio.Event()
@@ -177,6 +96,8 @@ class ModelRouter:
 
     async def close(self) -> None:
         """Unload all models."""
+        loads = [model.loading for model in self.all.values() if model.loading is not None]
+        await asyncio.gather(*loads, return_exceptions=True)
         for model in self.all.values():
             await self._unload(model)
 
@@ -184,8 +105,10 @@ class ModelRouter:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        query_models = parse_qs(scope["query_string"].decode("latin-1")).get("model", [])
-        name = query_models[-1] if query_models else None
+        query = parse_qs(scope["query_string"].decode("latin-1"))
+        name = query["model"][-1] if query.get("model") else None
+        conversation = query["conv_id"][-1] if query.get("conv_id") else ""
+        client = receive
         try:
             if scope["method"] == "POST":
                 body, receive = await bodies.read_body(receive)
@@ -202,34 +125,83 @@ class ModelRouter:
                     self.events(), media_type="text/event-stream", headers=HEADERS
                 )(scope, receive, send)
                 return
-            model = await self._ensure_loaded(self._select(name))
+            if scope["path"] == "/v1/stream" and name is None:
+                if scope["method"] == "DELETE" and self._conversations.cancel(scope, conversation):
+                    await Response(status_code=204)(scope, receive, send)
+                    return
+                name = self._conversations.model_name(scope, conversation, self.all)
+            model = self._select(name)
+            await self._wait_until_loaded(model, self._way_to_wait(model, scope, client))
             # A watcher does not keep a model loaded; its stream ends when the model is unloaded.
             watching = scope["path"] == "/v1/live"
             with nullcontext(model.app) if watching else self._using(model) as app:
                 assert app is not None
                 await app(scope, receive, send)
+        except ClientDisconnected:
+            await Response(status_code=499)(scope, receive, send)
         except RequestError as refused:
             await error_response(refused, scope)(scope, receive, send)
 
+    def _way_to_wait(self, model: Model, scope: Scope, client: Receive) -> Wait:
+        """Return how a request waits for its model.
+
+        A client that disconnects ends the wait, unless its stream can be resumed.
+
+        Raises:
+            RequestError: the model is not loaded, and requests do not load models.
+        """
+        if model.status == "unloaded" and not self._autoload:
+            raise RequestError(
+                400,
+                f"the model {model.name!r} is not loaded; POST /models/load loads it",
+                param="model",
+                code="not_loaded",
+            )
+        conversation = Headers(scope=scope).get("x-conversation-id")
+        if scope["method"] == "POST" and conversation is not None:
+            self._conversations.begin(scope, conversation, model.name)
+            return partial(self._conversations.wait, scope, conversation)
+        return partial(cancel_on_disconnect, client)
+
     async def _answer(self, method: str, path: str, name: str | None) -> Any:
         """Return the response of a router endpoint, or None if a model must answer."""
-        if method == "GET" and path in ("/v1/models", "/models"):
-            return {"object": "list", "data": [model.json() for model in self.all.values()]}
-        if method == "GET" and path.startswith("/v1/models/"):
-            return self._named(path.removeprefix("/v1/models/")).json()
-        if method == "GET" and path in ("/health", "/v1/health") and self._current() is None:
-            return {"status": "ok"}
-        if method == "GET" and path == "/openapi.json":
-            return document([*single_model.routes(single_model.Endpoints), *ROUTER_ROUTES])
+        if method == "GET":
+            return self._answer_get(path, name)
         route = next(
             (each for each in ROUTER_ROUTES if path == each.path and method == "POST"), None
         )
-        if route is not None:
-            if name is None:
-                raise RequestError(400, "model: name the model to load or unload", param="model")
-            await route.endpoint(self, self._named(name))
-            return {"success": True, "model": self._named(name).json()}
+        if route is None:
+            return None
+        if name is None:
+            raise RequestError(400, "model: name the model to load or unload", param="model")
+        await route.endpoint(self, self._named(name))
+        return {"success": True, "model": self._named(name).json()}
+
+    def _answer_get(self, path: str, name: str | None) -> Any:
+        """Return the response of a GET endpoint of the router, or None."""
+        if path in ("/v1/models", "/models"):
+            return {"object": "list", "data": [model.json() for model in self.all.values()]}
+        if path.startswith("/v1/models/"):
+            return self._named(path.removeprefix("/v1/models/")).json()
+        if path in ("/health", "/v1/health") and self._current() is None:
+            return {"status": "ok"}
+        if path == "/props" and name is None:
+            return self._props()
+        if path == "/openapi.json":
+            return document([*single_model.routes(single_model.Endpoints), *ROUTER_ROUTES])
         return None
+
+    def _props(self) -> dict[str, Any]:
+        """Return the response of /props: of the router, and of the most recently used model."""
+        current = self._current()
+        service = current.service if current is not None else None
+        return {
+            "build_info": SYSTEM_FINGERPRINT,
+            **(server_info.props(service) if service is not None else {}),
+            "role": "router",
+            "max_instances": self._max_loaded,
+            "models_autoload": self._autoload,
+        }
 
     @described("text/event-stream")
     async def events(self) -> AsyncGenerator[str, None]:
@@ -249,7 +221,7 @@ class ModelRouter:
     @described(body=fields.ModelRequest)
     async def load(self, model: Model) -> None:
         """Answer POST /models/load: load a model now."""
-        await self._ensure_loaded(model)
+        await self._wait_until_loaded(model)
 
     @described(body=fields.ModelRequest)
     async def unload(self, model: Model) -> None:
@@ -286,18 +258,47 @@ class ModelRouter:
             yield model.app
         finally:
             model.n_requests -= 1
+            model.used = time.monotonic()
             self._changed.set()
 
     # ---- loading
 
-    async def _ensure_loaded(self, model: Model) -> Model:
-        """Load the model if needed. There is no await between the check and the return, so that it
-        is still loaded when the caller uses it."""
-        while model.status != "loaded" or model.unloading:
+    async def _wait_until_loaded(self, model: Model, wait: Wait | None = None) -> None:
+        """Load the model if needed. There is no await between the last check and the return, so
+        that it is still loaded when the caller uses it.
+
+        Args:
+            wait: awaits the load, or raises if the request ends before.
+        """
+        if model.is_ready:
+            return
+        model.n_waiting += 1
+        try:
+            while not model.is_ready:
+                loading = self._loading(model)
+                await (loading if wait is None else wait(loading))
+        finally:
+            model.n_waiting -= 1
+            if model.n_promised:
+                model.n_promised -= 1
+                self._changed.set()
+            elif not model.n_waiting and model.loading is not None and not model.opening:
+                model.loading.cancel()  # nobody waits any more
+
+    async def _loading(self, model: Model) -> None:
+        """Wait for the load of a model; begin it if it has not begun."""
+        if model.loading is None:
+            model.loading = asyncio.ensure_future(self._load_in_turn(model))
+        await asyncio.shield(model.loading)
+
+    async def _load_in_turn(self, model: Model) -> None:
+        """Load a model when the loads before it have ended."""
+        try:
             async with self._lock:
                 if model.status != "loaded":
                     await self._load(model)
-        return model
+        finally:
+            model.loading = None
 
     async def _load(self, model: Model) -> None:
         """Load a model; unload others, least recently used first, until there is room."""
@@ -309,6 +310,7 @@ class ModelRouter:
         try:
             while sum(m.status == "loaded" for m in self.all.values()) >= self._max_loaded:
                 await self._make_room()
+            model.opening = True
             while True:
                 try:
                     service = await asyncio.to_thread(self._open, model)
@@ -319,12 +321,15 @@ class ModelRouter:
             app = single_model.create_app(service, mounted=True)
             await model.exit_stack.enter_async_context(app.router.lifespan_context(app))
             model.service, model.app = service, app
+            model.n_promised = model.n_waiting
+            model.used = time.monotonic()
         except G4Error as error:
             model.problem = str(error)
             raise RequestError(
                 503, f"{model.name} cannot be loaded: {error}", code="not_loaded", retry_after=5
             ) from None
         finally:
+            model.opening = False
             model.status = "loaded" if model.service is not None else "unloaded"
             log.info(
                 "model " + model.status,
@@ -359,7 +364,7 @@ class ModelRouter:
         loaded = [m for m in self.all.values() if m.status == "loaded"]
         if not loaded:
             return False
-        await self._unload_when_idle(min(loaded, key=lambda m: (m.n_requests > 0, m.used)))
+        await self._unload_when_idle(min(loaded, key=lambda m: (m.is_used, m.used)))
         return True
 
     async def _unload_when_idle(self, model: Model) -> None:
@@ -367,7 +372,7 @@ class ModelRouter:
         model.unloading = True
         end = time.monotonic() + self._max_wait
         try:
-            while model.n_requests:
+            while model.is_used:
                 self._changed.clear()
                 try:
                     await asyncio.wait_for(self._changed.wait(), end - time.monotonic())
@@ -380,6 +385,19 @@ class ModelRouter:
             await self._unload(model)
         finally:
             model.unloading = False
+
+    async def unload_idle_models(self) -> None:
+        """Unload models that had no request for `sleep_seconds`; runs until it is cancelled."""
+        limit = self.sleep_seconds
+        assert limit is not None
+        while True:
+            await asyncio.sleep(min(limit / 4, 1))
+            for model in self.all.values():
+                if model.is_used or (model.service is not None and model.service.open):
+                    model.used = time.monotonic()
+                elif model.is_ready and time.monotonic() - model.used >= limit:
+                    async with self._lock:
+                        await self._unload_when_idle(model)
 
     async def _unload(self, model: Model) -> None:
         if model.service is None:
@@ -409,7 +427,12 @@ def create_app(found: ModelRouter, **more: Any) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
+        idle = None
+        if found.sleep_seconds is not None:
+            idle = asyncio.ensure_future(found.unload_idle_models())
         yield
+        if idle is not None:
+            idle.cancel()
         found.draining = True
         await found.close()
 

@@ -78,9 +78,10 @@ class Prompter:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
         *,
-        thinking: bool = False,
+        thinking: bool | None = False,
         continued: bool = False,
         opened: bool = True,
+        generates: bool = True,
     ) -> Prompt:
         """Render and tokenize a conversation.
 
@@ -90,9 +91,11 @@ class Prompter:
         Args:
             messages: messages in OpenAI's format.
             tools: tools in OpenAI's format.
-            thinking: enable reasoning.
+            thinking: enable reasoning; None: as the template does by default.
             continued: the last message is the beginning of the answer.
             opened: add the generation prompt; always added if `continued`.
+            generates: the prompt is for a generation, whose output must be parsed; otherwise tools
+                and reasoning that are not Gemma 4's are rendered, too.
 
         Raises:
             RequestError: the template does not support the requested features.
@@ -108,22 +111,13 @@ class Prompter:
         beginning = _pop_beginning(plain) if continued else ""
         call_texts: dict[str, str] = {}
         calls = any(m.get("tool_calls") or m["role"] == "tool" for m in plain)
-        if thinking or tools or calls:
+        thinks = bool(thinking)
+        if thinking is not False or tools or calls:
             features = await self.features()
-            if thinking and not (features.thinking and self.marks):
-                raise RequestError(
-                    400,
-                    "the model's chat template has no thinking; leave out reasoning_effort",
-                    param="reasoning_effort",
-                )
-            if (tools and not (features.tools and self.marks)) or (
-                calls and features.results is None
-            ):
-                raise RequestError(
-                    400,
-                    "the model's chat template has no tools; leave out tools and tool messages",
-                    param="tools",
-                )
+            if thinking is None:
+                thinks = features.thinks_by_default and self.marks is not None
+            if generates:
+                self._check_features(features, thinking=thinks, tools=bool(tools), calls=calls)
             if features.text_last:
                 plain, call_texts = _extract_call_texts(plain)
             if calls and features.results == "field":
@@ -136,10 +130,27 @@ class Prompter:
         )
         text = _restore_call_texts(text, call_texts) + beginning
         ids = await self._encode(text, guard)
-        state = "may" if thinking else "no"
+        state = "may" if thinks else "no"
         if self.marks is not None and self.marks.thinking(ids):
             state = "open"
         return Prompt(text.replace(guard, "") if guard else text, ids, state)
+
+    def _check_features(
+        self, features: TemplateFeatures, *, thinking: bool, tools: bool, calls: bool
+    ) -> None:
+        """Raise RequestError unless the template has the features that a request needs."""
+        if thinking and not (features.thinking and self.marks):
+            raise RequestError(
+                400,
+                "the model's chat template has no thinking; leave out reasoning_effort",
+                param="reasoning_effort",
+            )
+        if (tools and not (features.tools and self.marks)) or (calls and features.results is None):
+            raise RequestError(
+                400,
+                "the model's chat template has no tools; leave out tools and tool messages",
+                param="tools",
+            )
 
     async def encode(self, text: str) -> list[int]:
         """Tokenize a text, including control tokens that it spells, and prepend BOS."""

@@ -27,6 +27,17 @@ MAX_BYTES = 64 << 20
 """Maximum total size of kept streams, in bytes; the oldest ended ones are dropped first."""
 
 
+def not_found(name: str) -> RequestError:
+    """Return the error for a stream that does not exist."""
+    return RequestError(
+        404,
+        f"there is no stream {name!r:.80}: its request had no X-Conversation-Id header, or it "
+        f"ended more than {KEEP_SECONDS:g} seconds ago",
+        param="conv_id",
+        code="stream_not_found",
+    )
+
+
 class RecordedStream:
     """A recorded stream of events; each event has its number as `id`, from 1 on.
 
@@ -117,13 +128,7 @@ class ReplayStore:
         """Return a stream; raise RequestError (404) if it does not exist."""
         self._drop()
         if (found := self._kept.get((owner, name))) is None:
-            raise RequestError(
-                404,
-                f"there is no stream {name!r:.80}: its request had no X-Conversation-Id header, "
-                f"or it ended more than {KEEP_SECONDS:g} seconds ago",
-                param="conv_id",
-                code="stream_not_found",
-            )
+            raise not_found(name)
         return found
 
     @staticmethod

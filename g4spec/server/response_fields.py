@@ -205,10 +205,13 @@ class StreamOptions(Body):
 class ResponsesRequest(InputRequest, Sampling, Hints):
     """A body of /v1/responses, with the sampling fields of the other endpoints.
 
-    `client_metadata`, sent by Codex, is ignored.
+    `client_metadata`, sent by Codex, is ignored. `timings_per_token` and `return_progress` are
+    llama.cpp's and apply to streams.
     """
 
     client_metadata: Json | None = None
+    timings_per_token: bool | None = None
+    return_progress: bool | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -354,6 +357,7 @@ def chat_request(request: InputRequest, context: Sequence[Json]) -> ChatRequest:
         value["response_format"] = _format(request.text.format)
     if isinstance(request, ResponsesRequest):
         value |= {name: getattr(request, name) for name in Sampling.model_fields}
+        value |= {"stream": request.stream, "return_progress": request.return_progress}
         value["max_tokens"] = request.max_output_tokens
         if request.top_logprobs or LOGPROBS in (request.include or []):
             value |= {"logprobs": True, "top_logprobs": request.top_logprobs}

@@ -22,7 +22,7 @@ from g4spec.server.response_fields import (
     new_id,
 )
 from g4spec.server.response_store import Record, ResponseStore
-from g4spec.server.service import Generation, Job, Service
+from g4spec.server.service import Generation, Job, Service, Text
 from g4spec.server.sse import Events, event
 
 
@@ -47,7 +47,7 @@ async def count(
     """Return the response of /v1/responses/input_tokens."""
     service.check_model(request.model)
     chat_body = chat_request(request, context(store, request, owner))
-    prompt = await chat.build_prompt(service, chat_body)
+    prompt = await chat.build_prompt(service, chat_body, generates=False)
     return {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}
 
 
@@ -140,16 +140,31 @@ class Writer:
             now = {**self.response, "output": []}
             yield self._event(f"response.{kind}", response=now)
         async with aclosing(generation.deltas()) as deltas:
-            async for _, delta in deltas:
+            async for text, delta in deltas:
+                if delta.progress is not None:
+                    yield self._progress(text, delta.progress)
+                timed = self._request.timings_per_token and not delta.finish
+                timings: Json = {"timings": response_parts.timings(text)} if timed else {}
                 for each in self._pieces(delta):
-                    yield each
+                    yield {**each, **timings}
         text = generation.texts[0]
         status = "incomplete" if text.finish == "length" else "completed"
-        more: Json = {"usage": _usage(generation), "timings": response_parts.timings(text)}
+        timings = {"timings": response_parts.timings(text)}
+        more: Json = {"usage": _usage(generation), **timings}
         if status == "incomplete":
             more["incomplete_details"] = {"reason": "max_output_tokens"}
         self._end(status, more)
-        yield self._event(f"response.{status}", response=self.response)
+        yield self._event(f"response.{status}", response=self.response, **timings)
+
+    def _progress(self, text: Text, read: int) -> Json:
+        """Return the event for the progress of prefill, as llama.cpp does."""
+        progress = response_parts.progress(text, read)
+        timed = self._request.timings_per_token
+        timings: Json = {"timings": response_parts.timings(text, read)} if timed else {}
+        now = {**self.response, "output": []}
+        return self._event(
+            "response.in_progress", response=now, prompt_progress=progress, **timings
+        )
 
     def _end(self, status: str, more: Json) -> None:
         """Set the final status of the response, and store it if requested."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -15,14 +16,17 @@ from g4spec.errors import G4Error
 from g4spec.ops.logits import Mask
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.request import Options, Progress, Request
-from g4spec.server.engine_client import EngineLike, EngineLost
+from g4spec.server.engine_client import EngineClient, EngineLike
 from g4spec.server.generation import Assembler, Delta, PlainReader, Reader
 from g4spec.server.grammar import Grammar, ThinkingBudget, Vocabulary
 from g4spec.server.live import Live, LiveText
 from g4spec.server.metrics import Metrics
 from g4spec.server.output_parser import AnswerStream, Parser
 from g4spec.server.prompt import Prompter
+from g4spec.server.remote_request import EngineLost
 from g4spec.server.request_errors import RequestError
+
+log = logging.getLogger("g4spec.server")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,9 @@ class Settings:
         sampler: default sampling parameters.
         seed: default seed; None: random for each request.
         n_predict: default limit of new tokens; None: the rest of the context.
+        reasoning: default of reasoning; None: that of the chat template.
+        prefill_assistant: continue the last message of a chat if it is the assistant's.
+        sleep_seconds: seconds without requests after which the engine sleeps; None: never.
     """
 
     model: str
@@ -56,6 +63,9 @@ class Settings:
     sampler: Sampler = field(default_factory=lambda: Sampler(temperature=1.0))
     seed: int | None = None
     n_predict: int | None = None
+    reasoning: bool | None = False
+    prefill_assistant: bool = False
+    sleep_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +119,7 @@ class Service:
         self.started = int(time.time())
         self.draining = False
         self.open = 0
+        self._last_request = time.monotonic()
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -125,6 +136,29 @@ class Service:
     def is_healthy(self) -> bool:
         """Return True while steps make progress or the engine is idle."""
         return self.engine.is_healthy(self.settings.stall_limit)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Return True while the engine has no process because of `sleep_when_idle`."""
+        return isinstance(self.engine, EngineClient) and self.engine.is_sleeping
+
+    def wake(self) -> None:
+        """Note a request; if the engine sleeps, start its process."""
+        self._last_request = time.monotonic()
+        if isinstance(self.engine, EngineClient):
+            self.engine.wake()
+
+    async def sleep_when_idle(self) -> None:
+        """Let the engine sleep whenever there was no request for `Settings.sleep_seconds`."""
+        limit = self.settings.sleep_seconds
+        assert limit is not None and isinstance(self.engine, EngineClient)
+        while True:
+            await asyncio.sleep(min(limit / 4, 1))
+            if self.open:
+                self._last_request = time.monotonic()
+            idle = time.monotonic() - self._last_request >= limit
+            if idle and not self.engine.is_sleeping and self.engine.sleep():
+                log.info("the engine sleeps", extra={"facts": {"idle_seconds": limit}})
 
     def check_model(self, name: str | None) -> None:
         """Raise RequestError (404) for the name of another model."""

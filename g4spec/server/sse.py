@@ -9,7 +9,6 @@ from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
 import anyio
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -39,11 +38,11 @@ class ClientDisconnected(Exception):
     """The client closed the connection."""
 
 
-async def cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:
+async def cancel_on_disconnect(receive: Receive, work: Awaitable[T]) -> T:
     """Return the result of `work`; if the client disconnects, cancel it and raise
     ClientDisconnected."""
     task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_wait_for_disconnect(request.receive))
+    watch = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():

@@ -51,6 +51,7 @@ def test_the_library_names_no_options(path: Path) -> None:
         (lambda: draft_lengths.parse_lengths("x", 15), "bench", "--draft-max"),
         (lambda: bench.BenchConfig((0, 1), repeats=0), "bench", "--repeats"),
         (lambda: verify.check_counts(0), "verify", "--cases"),
+        (lambda: verify.check_counts(1 << 63), "verify", "--cases"),
     ],
 )
 def test_names_in_the_library_and_in_the_command_line(make: Any, command: str, option: str) -> None:

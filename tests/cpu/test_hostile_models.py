@@ -20,7 +20,7 @@ from g4spec.runtime.draft_file import DraftFile
 from g4spec.runtime.engine import Engine, read_tokenizer
 from g4spec.runtime.target import Target
 from g4spec.runtime.tokenizer import SUPPRESS
-from g4spec.server.model_router import find_models
+from g4spec.server.model_folder import find_models
 from tests.support import malformed, tiny, tiny_drafts
 from tests.support.malformed import MASK, Change, changed, missing, not_finite, pointing, shorter
 

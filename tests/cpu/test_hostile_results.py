@@ -156,6 +156,17 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return disk_cache.folder()
 
 
+def test_ctrl_c_before_the_command_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(name: str | None) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli._signals.ctypes, "CDLL", interrupted)
+    monkeypatch.setattr(cli._signals.signal, "signal", lambda number, handler: None)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 130
+
+
 def test_the_folder_of_kernels_is_private(kernels: Path) -> None:
     entry = kernels / "sm_80" / "key.cubin"
     modes = [stat.S_IMODE(p.stat().st_mode) for p in (kernels, kernels / "sm_80", entry)]
@@ -320,15 +331,19 @@ def test_a_panic_of_a_library_is_answered() -> None:
     import httpx
 
     from g4spec.server.app import create_app
+    from g4spec.server.service import Settings
 
     class PanicException(BaseException):
         pass
 
+    raised = []
+
     class Service:
-        draining = False
+        draining, settings = False, Settings("m")
 
         @property
-        def moving(self) -> bool:
+        def is_healthy(self) -> bool:
+            raised.append(True)
             raise PanicException("range end index 32 out of range")
 
     async def ask() -> httpx.Response:
@@ -341,7 +356,7 @@ def test_a_panic_of_a_library_is_answered() -> None:
         answer = asyncio.run(ask())
     finally:
         logging.disable(logging.NOTSET)
-    assert answer.status_code == 500 and "panic" not in answer.text
+    assert raised and answer.status_code == 500 and "panic" not in answer.text
 
 
 def test_the_json_of_the_server_has_no_control_character() -> None:

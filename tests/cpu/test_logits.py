@@ -14,7 +14,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 from g4spec.cli._logit_options import logit_bias
 from g4spec.errors import InputError, Unsupported, UsageError
-from g4spec.ops.logits import History, choose_rows, edit_logits, logprobs
+from g4spec.ops.logits import History, choose_rows, edit_logits, logprobs, sampled_logprobs
 from g4spec.ops.sampling import NotFinite, Sampler
 from g4spec.runtime.cuda.step.sampler import CudaSampler
 
@@ -273,6 +273,25 @@ def test_equal_logits_are_listed_by_lowest_id() -> None:
     assert [i for i, _ in logprobs(logits, 0, 2)[1]] == [1, 3]
     assert [i for i, _ in logprobs(logits, 0, 9)[1]] == [1, 3, 5, 2, 4, 0]
     assert logprobs(logits, 0, 0)[1] == []
+
+
+def test_sampled_logprobs_are_those_of_the_distribution_that_is_sampled() -> None:
+    """Frequencies of sampled tokens agree with the probabilities; excluded tokens have none."""
+    row = torch.tensor([1.0, 2.0, 0.5, 2.5, -1.0, 3.0])
+    sampler = Sampler(temperature=0.7, top_k=3, logit_bias=((5, -math.inf), (0, 1.2)))
+    history = History([1], 6)
+    allowed = torch.tensor([True, True, True, True, True, False])
+    counts = [0] * 6
+    for position in range(4000):
+        (token,) = choose_rows(row[None], [], position, sampler, history, lambda _: allowed)
+        counts[token] += 1
+    value, top = sampled_logprobs(row, 3, 6, sampler, history, lambda _: allowed)
+    assert [i for i, _ in top] == [3, 0, 1] and value == top[0][1]
+    assert sum(math.exp(logprob) for _, logprob in top) == pytest.approx(1)
+    for i, logprob in top:
+        assert counts[i] / 4000 == pytest.approx(math.exp(logprob), abs=0.03)
+    greedy = Sampler(suppress=(5,), repetition_penalty=2.0)
+    assert sampled_logprobs(row, 3, 6, greedy, History([5], 6)) == (0.0, [(3, 0.0)])
 
 
 def test_logprobs_of_broken_logits_are_refused() -> None:

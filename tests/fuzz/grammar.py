@@ -139,6 +139,8 @@ SMALL = {
     "--json": NONE,
     "-q": NONE,
 }
+BRIEF = {**SMALL, "-n": _one("1", "2", "3", "7", "0", "x", "", "1.5", "0x10")}
+"""For commands that decode many texts: no number of tokens that is 10 s of asked-for work."""
 SAMPLING = {
     "--temp": FLOAT,
     "--top-k": INT,
@@ -275,7 +277,7 @@ COMMANDS: dict[str, Grammar] = {
         1,
         (("verify", "-m", TARGET, "-md", DRAFT, "--cases", "1", "-n", "3", "-c", "512"),),
         {
-            **SMALL,
+            **BRIEF,
             "-np": _one("1", "2", "0", "x"),
             "--long-tokens": INT,
             "-p": STR,
@@ -341,7 +343,7 @@ COMMANDS: dict[str, Grammar] = {
             ),
         ),
         {
-            **SMALL,
+            **BRIEF,
             **SAMPLING,
             "--draft-max": LENGTH,
             "--categories": _one("code", "x", "", "code,x"),

@@ -29,8 +29,10 @@ class Here:
         draft: Path | str | None = None,
         *,
         make: Callable[..., Engine] = Engine.load,
+        hang_limit: float | None = None,
         **options: Any,
     ) -> None:
+        """Load the engine. `hang_limit` is for a process of its own, which this is not."""
         self._engine = make(target=target, draft=draft, **options)
         self.title, self.failed = self._engine.backend.title, None
 

@@ -29,8 +29,10 @@ from g4spec.ops.sampling import NotFinite, Sampler
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Request
 from g4spec.server import engine_client
-from g4spec.server.engine_client import EngineClient, EngineLost
-from g4spec.server.model_router import Model
+from g4spec.server.engine_client import EngineClient
+from g4spec.server.model_folder import Model
+from g4spec.server.remote_request import EngineLost
+from g4spec.server.service import Settings
 from tests.server import faulty_engines as faulty
 from tests.server.conftest import TINY
 from tests.server.running_server import Served, wait
@@ -55,6 +57,39 @@ def remote(client: EngineClient) -> Iterator[Served]:
 
 
 until = partial(wait, seconds=60)
+
+
+def test_an_idle_engine_sleeps_and_wakes(family: Path, busy: Served) -> None:
+    """A sleeping engine has no process; GET requests leave it asleep, any POST wakes it."""
+    with EngineClient(
+        family / "target.gguf", family / "dflash.gguf", make=faulty.load, **SETUP
+    ) as engine:
+        served = Served(engine, Settings("tiny", sleep_seconds=0.4))
+
+        def asleep() -> bool:
+            return bool(served.http.get("/props").json()["is_sleeping"])
+
+        try:
+            ask: dict[str, Any] = {"prompt": "def area(r):", "max_tokens": 9, "seed": 3}
+            answer = served.post("/v1/completions", **ask)
+            awake = served.http.get("/metrics").text, served.http.get("/metrics").text
+            first = engine.process
+            until(asleep)
+            assert first is not None
+            until(lambda: not Path(f"/proc/{first}").exists() or sys.platform != "linux")
+            for path in ("/health", "/slots", "/v1/models"):
+                assert served.http.get(path).status_code == 200
+            assert served.http.get("/metrics").text == awake[1] and asleep()
+            again = served.post("/v1/completions", **ask)
+            assert again["choices"] == answer["choices"] and not asleep()
+            assert engine.process != first and engine.failed is None
+            until(asleep)
+            served.post("/tokenize", content="x")
+            assert not asleep()
+            until(asleep)
+        finally:
+            served.stop()
+    assert not engine.sleep(), "it is closed"
 
 
 def test_requests_give_the_same_answers(remote: Served, busy: Served) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from g4spec.runtime.engine import Engine
+from g4spec.server.service import Settings
 from tests.server.running_server import TEMPLATE, Served
 
 
@@ -76,12 +79,41 @@ def test_a_prompt_of_texts_and_tokens(busy: Served) -> None:
         ({"typical_p": 0.9}, "typical_p: only 1"),
         ({"fo": 1}, "unknown field fo"),
         ({"repeat_penalty": 1.2}, "repeat_last_n"),
-        ({"post_sampling_probs": True}, "post_sampling"),
         ({"grammar": 'root ::= "a"\n', "json_schema": {}}, "exclude each other"),
     ],
 )
 def test_samplers_that_are_not_there_are_refused(busy: Served, more: Any, said: str) -> None:
     assert said in busy.refused("/completion", {"prompt": "x", **more})["message"]
+
+
+def test_probabilities_after_the_filters(busy: Served, plain: Served) -> None:
+    """`post_sampling_probs` are those that the token was sampled with, with and without a draft."""
+    body: dict[str, Any] = {
+        "prompt": "def main():",
+        "n_predict": 12,
+        "n_probs": 8,
+        "seed": 3,
+        "temperature": 1.5,
+        "top_k": 4,
+        "repeat_penalty": 1.3,
+        "repeat_last_n": -1,
+    }
+    ask = {**body, "post_sampling_probs": True, "backend_sampling": True}
+    answer = busy.post("/completion", **ask, draft_max=3)
+    tokens = answer["completion_probabilities"]
+    assert tokens == plain.post("/completion", **ask)["completion_probabilities"]
+    assert len(tokens) == 12 and answer["generation_settings"]["post_sampling_probs"]
+    for token in tokens:
+        probs = {top["id"]: top["prob"] for top in token["top_probs"]}
+        assert len(probs) == 4 and sum(probs.values()) == pytest.approx(1)
+        assert probs[token["id"]] == token["prob"] > 0 and "logprob" not in token
+    (greedy,) = busy.post("/completion", **{**ask, "temperature": 0, "n_predict": 1})[
+        "completion_probabilities"
+    ]
+    assert greedy["prob"] == 1 and [top["prob"] for top in greedy["top_probs"]] == [1]
+    constrained = busy.post("/completion", **ask, grammar='root ::= "a" | "b"')
+    words = {top["token"] for top in constrained["completion_probabilities"][0]["top_probs"]}
+    assert words <= {"a", "b"}
 
 
 def test_texts_and_tokens(busy: Served) -> None:
@@ -110,6 +142,31 @@ def test_templates_are_applied(busy: Served) -> None:
     )
     thinking = busy.post("/apply-template", messages=messages, reasoning_effort="low")["prompt"]
     assert "<|think|>" in thinking and thinking.endswith("<|turn>model\n")
+
+
+def test_defaults_of_chats_can_be_those_of_llama_cpp(engines: Callable[..., Engine]) -> None:
+    """Options of `serve` turn reasoning on, and continue a last message of the assistant."""
+    served = Served(
+        engines(None, parallel=2), Settings("tiny", reasoning=True, prefill_assistant=True)
+    )
+    ask = [{"role": "user", "content": "Hi"}]
+    begun = [*ask, {"role": "assistant", "content": "Well"}]
+
+    def prompt(messages: Any = ask, **more: Any) -> str:
+        return str(served.post("/apply-template", messages=messages, **more)["prompt"])
+
+    try:
+        assert "<|think|>" in prompt() and "<|think|>" not in prompt(reasoning_effort="none")
+        assert prompt(begun) == prompt() + "Well"
+        assert prompt(begun) == prompt(begun, continue_final_message=True)
+        turned = prompt(begun, continue_final_message=False)
+        assert turned == prompt(begun, add_generation_prompt=True) != prompt(begun)
+        twice = [*begun, begun[1]]
+        said = served.refused("/v1/chat/completions", {"messages": twice, "max_tokens": 1})
+        assert "the last two are the assistant's" in said["message"]
+        assert prompt(twice, continue_final_message=False)
+    finally:
+        served.stop()
 
 
 def test_raw_prompts_are_read_as_llama_cpp_reads_them(busy: Served) -> None:
@@ -209,6 +266,16 @@ def test_progress_of_a_long_prompt(busy: Served) -> None:
         assert read[0] == told[0]["cache"] == told[-1]["cache"] and read[-1] == 1101
         assert read == sorted(set(read)) and len(read) > 1
         assert all("timings" in p for p in pieces)
+    busy.engine.prefix.clear()
+    words = "import os\n" * 400
+    asked = {k: v for k, v in body.items() if k not in ("prompt", "n_predict", "max_tokens")}
+    events = busy.stream("/v1/responses", input=words, max_output_tokens=9, **asked)
+    told = [e for e in events if "prompt_progress" in e]
+    assert {e["type"] for e in told} == {"response.in_progress"} and len(told) > 1
+    last = told[-1]["prompt_progress"]
+    assert last["processed"] == last["total"] == told[-1]["timings"]["prompt_n"] > 512
+    assert all("timings" in e for e in events if e["type"].endswith(".delta"))
+    assert events[-1]["timings"] == events[-1]["response"]["timings"]
     first = next(p for p in busy.stream("/completion", **body) if "prompt_progress" in p)
     assert first["timings"]["prompt_n"] == 0 and first["timings"]["predicted_n"] == 0
     alone = busy.post("/completion", **body)

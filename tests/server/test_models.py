@@ -17,9 +17,10 @@ from g4spec import convert
 from g4spec.errors import EnvironmentProblem, InputError
 from g4spec.runtime.engine import Engine
 from g4spec.server import model_router, run
+from g4spec.server.model_folder import find_models
 from g4spec.server.service import Service, Settings
 from tests.server.conftest import TINY
-from tests.server.running_server import Served
+from tests.server.running_server import Served, wait
 
 ASK: dict[str, Any] = {"prompt": "import os\n", "max_tokens": 8, "temperature": 0, "draft_max": 3}
 
@@ -37,15 +38,18 @@ def folder(family: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Room:
-    """Opens models while there is room for `most`; counts what it opened."""
+    """Opens models while there is room for `most` and `gate` is set; counts what it opened."""
 
     def __init__(self, most: int = 9) -> None:
         self.most, self.opened = most, []  # type: ignore[var-annotated]
+        self.gate = threading.Event()
+        self.gate.set()
         self.live: list[Engine] = []
 
     def __call__(
         self, names: list[str], target: Path, draft: Path | None, tell: model_router.Progress
     ) -> Service:
+        assert self.gate.wait(30)
         self.live = [engine for engine in self.live if not engine._closed]
         if len(self.live) >= self.most:
             raise EnvironmentProblem("not enough memory")
@@ -59,7 +63,7 @@ class Several:
     """A folder behind HTTP."""
 
     def __init__(self, folder: Path, room: Room, **more: Any) -> None:
-        self.models = model_router.ModelRouter(model_router.find_models(folder), room, **more)
+        self.models = model_router.ModelRouter(find_models(folder), room, **more)
         address, ready = run.ServerAddress(port=0), threading.Event()
         listeners = run.listen(address)
         application = model_router.create_app(self.models)
@@ -94,17 +98,14 @@ def several(folder: Path, room: Room) -> Iterator[Several]:
 
 
 def test_each_target_finds_its_draft(folder: Path, family: Path) -> None:
-    found = {
-        model.name: [path.name for path in model.drafts]
-        for model in model_router.find_models(folder)
-    }
+    found = {model.name: [path.name for path in model.drafts] for model in find_models(folder)}
     assert found == {"first": ["dflash.gguf"], "second": ["dflash.gguf"]}
     for wrong, said in (
         (folder / "sub" / "notes.txt", "not a folder"),
         (folder / "none", "not a folder"),
     ):
         with pytest.raises(InputError, match=said):
-            model_router.find_models(wrong)
+            find_models(wrong)
 
 
 def test_requests_choose_a_model(several: Several, room: Room, plain: Served) -> None:
@@ -218,6 +219,110 @@ def test_who_watches_keeps_no_model(several: Several) -> None:
         assert unloaded.json()["success"]
         assert "event: end" not in list(lines)
     assert several.status() == {"first": "unloaded", "second": "unloaded"}
+
+
+def test_models_can_be_loaded_by_request_only_if_wanted(folder: Path) -> None:
+    """Without autoload only /models/load loads; /props describes the router."""
+    served = Several(folder, Room(), max_loaded=2, autoload=False)
+    try:
+        refused = served.http.post("/v1/completions", json={**ASK, "model": "first"})
+        assert refused.status_code == 400 and "/models/load" in refused.json()["error"]["message"]
+        props = served.http.get("/props").json()
+        assert (props["role"], props["max_instances"]) == ("router", 2)
+        assert props["models_autoload"] is False and "model_alias" not in props
+        assert served.http.post("/models/load", json={"model": "first"}).json()["success"]
+        assert served.http.post("/v1/completions", json=ASK).json()["model"] == "first"
+        assert served.http.get("/props").json()["model_alias"] == "first"
+    finally:
+        served.stop()
+
+
+def test_an_idle_model_is_unloaded(folder: Path) -> None:
+    served = Several(folder, Room(), max_loaded=2, sleep_seconds=0.4)
+    try:
+        ask = {**ASK, "model": "first"}
+        choices = served.http.post("/v1/completions", json=ask).json()["choices"]
+        wait(lambda: served.status()["first"] == "unloaded")
+        assert served.http.post("/v1/completions", json=ask).json()["choices"] == choices
+    finally:
+        served.stop()
+
+
+def test_a_client_that_gives_up_costs_no_model(folder: Path) -> None:
+    """It waited for room, which nobody wants any more: the model in use stays."""
+    room = Room()
+    served = Several(folder, room, max_loaded=1)
+    try:
+        first, second = served.models.all["first"], served.models.all["second"]
+        served.http.post("/v1/completions", json={**ASK, "model": "first"})
+        first.n_requests += 1
+        with pytest.raises(httpx.ReadTimeout):
+            served.http.post("/v1/completions", json={**ASK, "model": "second"}, timeout=0.5)
+        wait(lambda: second.loading is None)
+        assert served.status() == {"first": "loaded", "second": "unloaded"}
+        first.n_requests -= 1
+        # Those that wait together share one load, which nobody takes away before they begin.
+        ask = {**ASK, "model": "second"}
+        answers: list[Any] = []
+        threads = [
+            threading.Thread(
+                target=lambda: answers.append(served.http.post("/v1/completions", json=ask))
+            )
+            for _ in range(3)
+        ]
+        room.gate.clear()
+        for thread in threads:
+            thread.start()
+        wait(lambda: second.n_waiting == 3)
+        room.gate.set()
+        for thread in threads:
+            thread.join()
+        assert [answer.status_code for answer in answers] == [200] * 3
+        assert room.opened == ["first", "second"]
+        wait(lambda: not second.is_used)
+    finally:
+        room.gate.set()
+        served.stop()
+
+
+def test_a_stream_that_waits_for_its_model(folder: Path) -> None:
+    """It goes on without its client, can be resumed, and can be cancelled."""
+    room = Room()
+    served = Several(folder, room, max_loaded=1)
+    head = {"X-Conversation-Id": "chat"}
+    ask = {**ASK, "model": "first", "stream": True}
+
+    def stream(method: str = "GET", of: str = "chat") -> httpx.Response:
+        return served.http.request(method, f"/v1/stream?conv_id={of}")
+
+    try:
+        room.gate.clear()
+        errors: list[httpx.Response] = []
+        thread = threading.Thread(
+            target=lambda: errors.append(
+                served.http.post("/v1/completions", json=ask, headers=head)
+            )
+        )
+        thread.start()
+        wait(lambda: served.status()["first"] == "loading")
+        wait(lambda: stream().status_code == 503)
+        assert stream(of="other").status_code == 404
+        assert stream("DELETE").status_code == 204
+        thread.join()
+        assert errors[0].status_code == 400 and "cancelled" in errors[0].text
+        assert stream().status_code == 404
+        with pytest.raises(httpx.ReadTimeout):
+            served.http.post("/v1/completions", json=ask, headers=head, timeout=0.3)
+        assert stream().status_code == 503
+        room.gate.set()
+        wait(lambda: stream().status_code == 200)
+        text = stream().text
+        assert "data: [DONE]" in text and text.startswith("id: 1\n")
+        assert stream("DELETE").status_code == 204 and stream().status_code == 404
+        assert served.status()["second"] == "unloaded", "no stream loads a model"
+    finally:
+        room.gate.set()
+        served.stop()
 
 
 def test_a_model_that_cannot_be_loaded_says_why(folder: Path) -> None:

@@ -311,6 +311,17 @@ def test_figures(busy: Served) -> None:
     ):
         assert f"vllm:{name}{label}" in after
     assert grown("llamacpp:tokens_predicted_total") == 20
+    assert grown("llamacpp:prompt_tokens_total") == told["prompt_n"]
+    assert grown("llamacpp:prompt_tokens_cached_total") == told["cache_n"]
+    assert grown("llamacpp:prompt_seconds_total") == pytest.approx(told["prompt_ms"] / 1e3)
+    seconds = grown("llamacpp:tokens_predicted_seconds_total")
+    assert seconds == pytest.approx(told["predicted_ms"] / 1e3)
+    assert 0 < grown("llamacpp:n_decode_total") < 20
+    assert after["llamacpp:n_tokens_max"] >= answer["usage"]["total_tokens"]
+    assert after["llamacpp:n_busy_slots_per_decode"] >= 1
+    speed = after["llamacpp:predicted_tokens_seconds"]
+    assert speed == pytest.approx(told["predicted_per_second"])
+    assert read()["llamacpp:predicted_tokens_seconds"] == 0, "of texts since the last request"
     assert grown("llamacpp:spec_decode_num_accepted_tokens_total") == accepted
     assert after["llamacpp:requests_processing"] == 0
     refused = 'vllm:request_refused_total{model_name="tiny",status="400"}'

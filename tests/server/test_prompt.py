@@ -123,6 +123,35 @@ def test_thinking_is_seen_in_the_prompt(tokenizer: Tokenizer) -> None:
     assert state("{{ messages[0].content }}<|turn>model\n<|channel>thought\n") == "open"
 
 
+def test_the_default_of_thinking_can_be_the_templates(tokenizer: Tokenizer) -> None:
+    """`thinking=None` leaves `enable_thinking` undefined: the default of the template applies."""
+    thinker = (
+        "{{ messages[0].content }}<|turn>model\n"
+        "{% if enable_thinking is defined and not enable_thinking %}[no]{% endif %}"
+    )
+
+    def default(template: str) -> Prompt:
+        prompt = run(tokenizer, template, lambda p: p.chat([USER], thinking=None))
+        assert isinstance(prompt, Prompt)
+        return prompt
+
+    assert default(thinker).text.endswith("model\n") and default(thinker).thinking == "may"
+    plain: Prompt = run(tokenizer, thinker, lambda p: p.chat([USER]))
+    assert plain.text.endswith("[no]") and plain.thinking == "no"
+    assert default(TEMPLATE) == run(tokenizer, TEMPLATE, lambda p: p.chat([USER]))
+
+
+def test_a_prompt_without_a_generation_may_have_tools_of_other_models(
+    tokenizer: Tokenizer,
+) -> None:
+    """`generates=False` renders tools and calls whose output could not be parsed."""
+    other = "{{ tools[0].function.name }}{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    with pytest.raises(RequestError, match="no tools"):
+        run(tokenizer, other, lambda p: p.chat(CALLED, [TOOL]))
+    prompt: Prompt = run(tokenizer, other, lambda p: p.chat(CALLED, [TOOL], generates=False))
+    assert prompt.text == "f[Hi][][two][one][Done][Thanks]"
+
+
 def test_a_template_that_does_not_end_is_replaced(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

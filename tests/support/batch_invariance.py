@@ -178,6 +178,7 @@ def _options(rng: random.Random, longest: int, vocab: int) -> Options:
         stop=tuple(rng.sample(letters, 2)) if rng.random() < 0.2 else (),
         ignore_eos=rng.random() < 0.7,
         logprobs=rng.choice((None, None, 0, 3, vocab + 5)),
+        sampled_logprobs=sampler.seed % 3 == 0,
         n=rng.choice((1, 1, 1, 1, 2)),
         mask=AlternatingMask(rng.randint(2, 7), vocab) if rng.random() < 0.15 else None,
     )

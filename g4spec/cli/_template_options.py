@@ -1,0 +1,38 @@
+"""Options of `serve` about chat templates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from g4spec.cli import _inputs
+
+Reasoning = Annotated[
+    Literal["off", "on", "auto"],
+    typer.Option(
+        "--reasoning",
+        help="Whether answers begin with reasoning if the request does not say; auto: as the chat "
+        "template does by default.",
+    ),
+]
+PrefillAssistant = Annotated[
+    bool,
+    typer.Option(
+        "--prefill-assistant/--no-prefill-assistant",
+        help="Continue the last message of a chat if it is the assistant's, as llama.cpp does; "
+        "otherwise only with continue_final_message.",
+    ),
+]
+Template = Annotated[
+    Path | None,
+    typer.Option(
+        "--chat-template-file", help="File with a chat template to use instead of the model's own."
+    ),
+]
+
+
+def template(file: Path | None) -> str | None:
+    """Return the chat template in `file`, or None without a file."""
+    return _inputs.read_text(file) if file is not None else None

@@ -1,0 +1,132 @@
+"""The models of a folder: targets with their drafts, and the state of each."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from g4spec import models, validate
+from g4spec.errors import InputError
+from g4spec.gguf import GGUF
+from g4spec.server.service import Service
+
+
+@dataclass(slots=True)
+class Model:
+    """A target that can be loaded, and its state.
+
+    Attributes:
+        name: id of the model.
+        target: GGUF of the target.
+        drafts: candidate drafts, best first; those that fail validation are removed.
+        draft: the draft it was loaded with, or None.
+        status: "unloaded", "loading" or "loaded".
+        read: (bytes loaded, bytes in all) while loading.
+        n_requests: number of running requests.
+        n_waiting: number of requests that wait until it is loaded.
+        n_promised: number of requests that waited for its load and have not begun.
+        used: time of the last request (`time.monotonic`).
+        unloading: True while it waits to be unloaded.
+        problem: error of the last attempt to load it.
+        loading: the task that loads it, or waits for room, or None.
+        opening: True while it is being loaded, which cannot be cancelled.
+        exit_stack: exit stack of its application.
+    """
+
+    name: str
+    target: Path
+    drafts: list[Path] = field(default_factory=list)
+    draft: Path | None = None
+    status: str = "unloaded"
+    read: tuple[int, int] | None = None
+    service: Service | None = None
+    app: ASGIApp | None = None
+    n_requests: int = 0
+    n_waiting: int = 0
+    n_promised: int = 0
+    used: float = 0.0
+    unloading: bool = False
+    problem: str | None = None
+    loading: asyncio.Task[None] | None = None
+    opening: bool = False
+    exit_stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    @property
+    def is_ready(self) -> bool:
+        """True if a request may begin."""
+        return self.status == "loaded" and not self.unloading
+
+    @property
+    def is_used(self) -> bool:
+        """True while it must not be unloaded."""
+        return self.n_requests > 0 or self.n_promised > 0
+
+    def json(self) -> dict[str, Any]:
+        """Return its entry of /v1/models."""
+        draft = self.draft or (self.drafts[0] if self.drafts else None)
+        failed = self.service.engine.failed if self.service is not None else None
+        status = "failed" if failed is not None else self.status
+        problem = self.problem if failed is None else str(failed)
+        told: dict[str, Any] = {"error": problem} if problem else {}
+        if self.status == "loading" and self.read is not None:
+            told = dict(zip(("bytes_read", "bytes"), self.read, strict=True))
+        out: dict[str, Any] = {
+            "id": self.name,
+            "object": "model",
+            "created": int(self.target.stat().st_mtime),
+            "owned_by": "g4spec",
+            "draft": draft.name if draft else None,
+            "status": {"value": status, **told},
+        }
+        if self.service is not None:
+            engine = self.service.engine
+            out["meta"] = {
+                "n_ctx": engine.n_ctx,
+                "n_ctx_train": engine.config.n_ctx,
+                "n_vocab": engine.config.n_vocab,
+                "n_embd": engine.config.n_embd,
+            }
+        return out
+
+
+def find_models(folder: Path | None) -> list[Model]:
+    """Return the targets in a folder and its subfolders, each with its matching drafts.
+
+    A draft matches if the pair rules of `validate` find no error. Drafts with the fewest warnings
+    come first; one converted for this very target has none.
+
+    Raises:
+        InputError: the folder does not exist or has no target.
+    """
+    if folder is None or not folder.is_dir():
+        raise InputError(f"{folder}: not a folder", expected="a folder of GGUF files")
+    targets, drafts = [], []
+    for path in sorted([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")]):
+        with GGUF(path) as file:
+            arch = file.kv.get("general.architecture")
+            if arch in models.TARGETS:
+                targets.append(path)
+            elif models.find_kind(arch, file.tensors) is not None:
+                drafts.append(path)
+    if not targets:
+        raise InputError(
+            f"{folder}: no target model in this folder",
+            expected="at least one Gemma 4 GGUF",
+            found=[path.name for path in drafts] or "none",
+        )
+    pairs = [name for name in validate.all_rules() if name.startswith("G4-PAIR-")]
+    names: set[str] = set()
+    out = []
+    for path in targets:
+        name = path.stem if path.stem not in names else f"{path.parent.name}/{path.stem}"
+        names.add(name)
+        reports = [validate.validate(draft, path, only=pairs) for draft in drafts]
+        fitting = [report for report in reports if report.ok]
+        fitting.sort(key=lambda report: (len(report.failures), report.path.name))
+        out.append(Model(name, path, [report.path for report in fitting]))
+    return out

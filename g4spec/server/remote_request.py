@@ -1,0 +1,71 @@
+"""Requests whose text is generated in the engine's process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from g4spec.core import Cycle
+from g4spec.runtime.request import Driver, Options, Request, Stats
+from g4spec.runtime.tokenizer import Tokenizer
+
+
+class EngineLost(RuntimeError):
+    """The engine's process ended while it generated a text."""
+
+
+class RemoteEngine(Driver, Protocol):
+    """The part of `EngineClient` that requests use."""
+
+    tokenizer: Tokenizer
+    notes: list[str]
+
+    def cancelled(self, request: Request) -> None:
+        """Cancel a request in the process, or remove it if no process runs."""
+        ...
+
+
+class RemoteRequest(Request):
+    """A request whose text is generated in another process."""
+
+    def __init__(self, prompt: Sequence[int], options: Options, client: RemoteEngine) -> None:
+        super().__init__(prompt, options, client, client.tokenizer, client.notes)
+        self._client = client
+
+    def cancel(self) -> None:
+        """See `Request.cancel`."""
+        if not self.cancelled:
+            super().cancel()
+            self._client.cancelled(self)
+
+    def add(self, cycle: Cycle, stats: Stats, length: int, text: str) -> None:
+        """Add a cycle; replace the text after its first `length` characters by `text`."""
+        self.ids += cycle.tokens
+        self.stats, self.text = stats, self.text[:length] + text
+        self._cycles.append(cycle)
+        self._notify()
+
+    def end(
+        self, stats: Stats, notes: list[str], error: Exception | None, length: int, text: str
+    ) -> None:
+        """Mark the request as ended; arguments as for `add`."""
+        self.stats, self.notes, self.text = stats, notes, self.text[:length] + text
+        self.error, self.done = error, True
+        self._notify()
+
+
+@dataclass(slots=True)
+class RemoteText:
+    """A request that has not ended.
+
+    Attributes:
+        options: pickled `Options`.
+        begun: True once prefill has begun.
+        tries: number of processes to which it was submitted.
+    """
+
+    request: RemoteRequest
+    options: bytes
+    begun: bool = False
+    tries: int = 0

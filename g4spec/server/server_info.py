@@ -1,0 +1,82 @@
+"""What the server says about itself: the model, /props and /slots."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from g4spec.server import response_parts
+from g4spec.server.service import Service
+
+
+def model(service: Service) -> dict[str, Any]:
+    """Return the entry of /v1/models."""
+    config = service.engine.config
+    return {
+        "id": service.settings.model,
+        "object": "model",
+        "created": service.started,
+        "owned_by": "g4spec",
+        "tags": list(service.settings.tags),
+        "aliases": [service.settings.model, *service.settings.aliases],
+        "meta": {
+            "n_ctx": service.engine.n_ctx,
+            "n_ctx_train": config.n_ctx,
+            "n_vocab": config.n_vocab,
+            "n_embd": config.n_embd,
+        },
+    }
+
+
+def props(service: Service) -> dict[str, Any]:
+    """Return the response of /props."""
+    tokenizer, engine, sampler = service.tokenizer, service.engine, service.settings.sampler
+    return {
+        "default_generation_settings": {
+            "n_ctx": engine.n_ctx,
+            "params": {
+                "temperature": sampler.temperature,
+                "top_k": sampler.top_k,
+                "top_p": sampler.top_p,
+                "min_p": sampler.min_p,
+                "n_predict": -1,
+                "seed": -1 if service.settings.seed is None else service.settings.seed,
+            },
+        },
+        "total_slots": engine.n_slots,
+        "model_alias": service.settings.model,
+        "model_path": Path(tokenizer.source).name,  # not the path on this machine
+        "modalities": {"vision": False, "audio": False},
+        "chat_template": tokenizer.template or "",
+        "bos_token": tokenizer.piece(tokenizer.bos, special=True).decode(),
+        "eos_token": tokenizer.piece(min(tokenizer.stop_ids), special=True).decode(),
+        "build_info": response_parts.SYSTEM_FINGERPRINT,
+        "is_sleeping": service.is_sleeping,
+        "speculative": engine.draft_name,
+    }
+
+
+def slots(service: Service) -> list[dict[str, Any]]:
+    """Return the response of /slots, without any text."""
+    engine = service.engine
+    live = {slot.slot: slot for slot in engine.stats().slots}
+    out = []
+    for i in range(engine.n_slots):
+        slot: dict[str, Any] = {
+            "id": i,
+            "n_ctx": engine.n_ctx,
+            "is_processing": i in live,
+            "speculative": engine.draft_name is not None,
+        }
+        if (text := live.get(i)) is not None:
+            slot |= {
+                "id_task": text.number,
+                "n_prompt_tokens": text.prompt_tokens,
+                "n_prompt_tokens_cache": text.cached_tokens,
+                "n_decoded": text.tokens,
+                "n_remain": text.left,
+                "draft_n": text.drafted,
+                "draft_n_accepted": text.accepted,
+            }
+        out.append(slot)
+    return out
