@@ -1,12 +1,12 @@
-"""Records how many drafted tokens would hold at every place of real texts, for `auto_lengths.py`.
+"""Record how many drafted tokens would be accepted at each position, for `auto_lengths.py`.
 
     python benchmarks/auto_record.py [--family examples/tiny] [--prompts 3] [--n-predict 128]
 
-The text does not depend on the draft, so one plain run with a proposal of full length at every
-place says what any choice of lengths would have met: drafting n tokens there accepts the smaller of
-n and what held. (A block draft asked for fewer tokens proposes slightly others; that is left out.)
-Written to `tests/data/acceptance.json`: one hexadecimal digit a place, by draft and prompt, and the
-seconds of a cycle by drafted tokens, as `auto` measures them on this machine.
+Text does not depend on the draft, so one plain run with a proposal of full length at each position
+covers every choice of lengths: a draft of n tokens has min(n, recorded) tokens accepted there.
+(A block draft that is asked for fewer tokens proposes slightly different ones; this is ignored.)
+Writes `tests/data/acceptance.json`: one hexadecimal digit per position, by draft and prompt, and
+the seconds of a cycle by draft length, as `auto` measures them on this machine.
 """
 
 import argparse

@@ -1,18 +1,18 @@
-"""Opens the page of `g4spec serve` in a real browser, headless, and uses it.
+"""Test the page of `g4spec serve` in a real browser, headless.
 
     python benchmarks/cpu_browser_page.py [--pictures DIR]
 
-With the bundled family and a draft. Wide and phone windows, light and dark:
+Serves the bundled family with a draft; uses wide and phone windows, light and dark:
 
-- a message is typed and sent; the answer is what the same request alone gives over HTTP;
-- every coloured token on the page is the one that /v1/live told, of the same kind;
-- Stop frees the memory of the text; the conversation is there again after a reload;
-- a server with a key makes the page ask for it;
-- markup and scripts in a model's text stay text, in the answer, in thoughts and in tokens;
-- the console stays empty, nothing is asked of anywhere else, the page is no wider than the window.
+- a message is typed and sent; the answer equals that of the same request over HTTP;
+- every coloured token on the page equals the token of /v1/live, with the same kind;
+- Stop frees the memory of the request; the conversation is restored after a reload;
+- a server with an API key makes the page ask for it;
+- markup and scripts in the model's output stay text, in answers, reasoning and tokens;
+- no console message, no request to another host, no page wider than the window.
 
-Needs Chromium or Chrome (Debian: `apt-get install chromium`); `CHROME` names another one. Exit code
-1 if a check fails; what was found is printed, and written to --out FILE as JSON.
+Needs Chromium or Chrome (Debian: `apt-get install chromium`); `CHROME` selects another binary. The
+results are printed, and written to --out FILE as JSON. The exit code is 1 if a check fails.
 """
 
 import argparse

@@ -1,16 +1,16 @@
-"""Opens a report of `g4spec bench` in a real browser, headless, and checks what it shows.
+"""Test a report of `g4spec bench` in a real browser, headless.
 
     python benchmarks/cpu_browser_report.py [demo/report.html demo/bench.json]
 
-Without arguments a report is made from made-up numbers. Wide and phone windows, light and dark:
+Without arguments the report shows invented numbers. Uses wide and phone windows, light and dark:
 
-- the console stays empty and nothing is loaded from anywhere;
-- every chart and every part of it has a size, and the page is no wider than the window;
-- the numbers in the table, as text on the page, are those of the JSON file.
+- no console message, and nothing is loaded;
+- every chart and each of its parts has a size, and the page is not wider than the window;
+- the numbers in the table equal those in the JSON file.
 
-Needs Chromium or Chrome (Debian: `apt-get install chromium`); `CHROME` names another one. The
-measuring script goes into a copy of the page; the page itself has none, and the console is read
-from the page as it is. Exit code 1 if a check fails; pictures are written with --pictures DIR.
+Needs Chromium or Chrome (Debian: `apt-get install chromium`); `CHROME` selects another binary.
+Measurements run in a script that is added to a copy of the page; the console is read from the
+unchanged page. --pictures DIR writes screenshots. The exit code is 1 if a check fails.
 """
 
 import argparse

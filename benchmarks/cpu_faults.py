@@ -1,10 +1,10 @@
-"""Plants every plausible fault into a good file of every kind, and counts what `validate` names.
+"""Plant plausible faults in valid files of every kind and count those that `validate` reports.
 
     python benchmarks/cpu_faults.py [--kinds dflash eagle3] [--every 1] [--out benchmarks/results]
 
-Faults are those of `tests/support/faults.py`: for every key and every tensor. Each is looked for
-twice: with target and source, and with the target alone. What stays silent is listed. The trained
-family stands for its kinds; the others are small random checkpoints.
+The faults are those of `tests/support/faults.py`, for every key and every tensor. Each file is
+validated twice: with target and source, and with the target alone. Faults that are not reported are
+listed. Kinds of the trained family use its checkpoints; the others use small random ones.
 """
 
 import argparse

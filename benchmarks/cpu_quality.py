@@ -1,13 +1,13 @@
-"""Measure what each weight type and cache type costs the trained family: `docs/quality.md`.
+"""Measure the quality of each weight type and cache type on the trained family (`docs/quality.md`).
 
     python benchmarks/cpu_quality.py [--tool LLAMA_BUILD/bin/llama-quantize] [--page]
 
-Every type is written with and without an importance matrix and compared with the F32 file on
-held-out texts of the family's corpus, as `g4spec perplexity --against` does; the imatrix is
-collected on other held-out texts. With --tool llama-quantize's file of the same type and the same
-imatrix is measured beside it, by our runtime (`quantize.py` compares the rest). The result is kept
-as dated JSON; --page writes the page anew. Exit code 1 if a mean divergence is larger than that of
-llama-quantize's file by more than two standard errors of the larger one.
+Writes the target in each type, with and without an importance matrix, and compares it with the F32
+file on held-out texts of the family's corpus, as `g4spec perplexity --against` does. The imatrix is
+collected on other held-out texts. With --tool, files of llama-quantize with the same type and
+imatrix are measured too, by our runtime (`quantize.py` compares error and time). The result is
+written as dated JSON; --page regenerates the page. The exit code is 1 if a mean KL divergence
+exceeds that of llama-quantize's file by more than two of the larger standard errors.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Proves that no draft of the bundled family changes a text: 240 cases each, kept as dated JSON.
+"""Check that no draft of the bundled family changes the output: 240 cases per draft.
 
     python benchmarks/cpu_verify_family.py [--family examples/tiny] [--cases 240] [--drafts dflash]
 
-Cases go through all shipped prompts, draft lengths 1 to 15 and `auto`, and eight sampler settings,
-each case with a seed of its own. Exit code 1 at the first difference.
+Cases cover all shipped prompts, draft lengths 1 to 15 and `auto`, and eight sampler settings, each
+with its own seed. The result is written as dated JSON. The exit code is 1 at the first difference.
 """
 
 import argparse

@@ -1,13 +1,12 @@
-"""How long the first token takes from a file of the 31B's size, cold and warm.
+"""Measure the time to the first token from a file of the 31B's size, cold and warm.
 
     python benchmarks/gpu_first_token.py --work DIR [--layers 60] [--repeats 3]
 
-A GGUF with the shapes, types and tokenizer of Gemma 4 31B in Q4_K_M, 18.7 GB of random numbers, is
-made in DIR, which is emptied afterwards. `g4spec generate -n 1` then runs as a program of its own:
-first with an empty cache of kernels, so that everything is compiled; then with that cache,
-`--repeats` times. The file has just been written, so it is in the page cache if that has room. What
-is counted is the whole program, its start and end included. Exit code 1 unless the median of the
-warm ones is below 12 seconds (with --layers nothing is judged).
+Writes a GGUF with the shapes, types and tokenizer of Gemma 4 31B in Q4_K_M to DIR, 18.7 GB of
+random numbers, and deletes it afterwards. `g4spec generate -n 1` then runs as a process: first with
+an empty kernel cache, so that everything is compiled, then `--repeats` times with that cache. The
+file is in the page cache if it fits, because it was just written. The time is that of the whole
+process. The exit code is 1 unless the warm median is below 12 seconds (not checked with --layers).
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""Prompt reading on the GPU: Gemma 4 at its real shapes (Q4_K_M), on random weights made there.
-Prints tokens a second, where the time goes, and what the draft's share is.
+"""Measure prefill on a GPU with the shapes of Gemma 4 (Q4_K_M, random weights).
 
     python benchmarks/gpu_prefill.py [31b|26b-a4b ...] [--tokens 512 4096 32768] [--chunk 4096]
 
-Prompts are read in blocks of 512 rows whose bits depend on nothing behind them. What that costs is
-shown by reading them once more with products as long as a chunk (`ms_whole`). Exit code 1 if rows
-differ between a prompt that is read block by block and one that is read in chunks.
+Prints tokens per second, time by kernel, and the draft's share. Prompts are read in blocks of 512
+rows whose bits do not depend on what follows; `ms_whole` is the time with GEMMs over a whole chunk,
+so the difference is the cost of the blocks. The exit code is 1 if rows differ between reading block
+by block and reading in chunks.
 """
 
 from __future__ import annotations

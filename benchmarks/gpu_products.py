@@ -1,13 +1,12 @@
-"""Products of a layer of the 31B by numbers of rows on a GPU, without anything between them.
+"""Time the GEMMs of a 31B layer by number of rows on a GPU, back to back.
 
     python benchmarks/gpu_products.py [--rows 16 32 64 128] [--layers 6] [--forms wg mma wg:2]
 
-Queries to values, output, gates and ups, down in Q4_K (or `--type`), random codes and scales, of so
-many layers, which do not fit into L2. First that every row keeps the bits that it has among 16;
-then microseconds of a layer's products one behind the other (a CUDA graph), and of each by itself
-(`--each`). A form is `wg` (products of warp groups), `wg2` (two for each step
-of K) or `mma`, then the most groups of 16 rows that are multiplied at once, then the most stages:
-`wg:4:2`. A table of all forms comes last.
+The matrices (qkv, o, gate_up, down) are Q4_K (or `--type`) with random codes and scales; several
+layers, so that they do not fit into L2. First checks that each row has the same bits as among 16
+rows. Then prints microseconds per layer in a CUDA graph, and per matrix with `--each`. A form is
+`wg` (wgmma), `wg2` (wgmma, two per K step) or `mma`, then the maximum number of 16-row groups per
+pass, then the maximum number of stages: `wg:4:2`. A table of all forms is printed at the end.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Steps of one row of each of many texts, at the published shapes on a GPU.
+"""Time steps with one row each of many sequences, with the published shapes on a GPU.
 
     python benchmarks/gpu_rows.py [--model 31b] [--rows 1 16 32 64 128] [--context 64]
 
-For each number of rows milliseconds of a step after half a second of rest, then of steps without a
-pause for a second, with watts and clock, and the kernels by the time that they add. Random weights
+Prints for each number of rows: milliseconds per step after half a second of rest, then without a
+pause for one second, with power and clock, and the time by kernel. Weights are random
 (`g4spec bench --synthetic`). Writes `results/<date>-gpu-rows.json`.
 """
 

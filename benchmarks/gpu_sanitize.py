@@ -1,29 +1,27 @@
-"""One of compute-sanitizer's tools over everything that the small families run on a GPU: accesses
-out of bounds (memcheck), races in shared memory (racecheck).
+"""Run compute-sanitizer over everything that the small families do on a GPU.
 
     python benchmarks/gpu_sanitize.py racecheck [NAME ...] [--at-once 4] [--limit 500]
 
-The trained family in five types, with each of its drafts and with the kernels for older GPUs;
-random targets (dense, experts, per-layer embeddings) with drafts of every kind. Each reads a prompt
-and generates with drafts of 1, 7 and all their tokens, greedy or with a temperature, then three
-texts together, as a program of its own; first without a tool, so that no compiler runs in one. What
-is reported is about the kernels of this project alone (`--report-api-errors no`: the driver is
-asked for functions that it may not have).
+The tool is memcheck (accesses out of bounds) or racecheck (races in shared memory). Programs: the
+trained family in five types with each of its drafts, also with the kernels for older GPUs; random
+targets (dense, experts, per-layer embeddings) with drafts of every kind. Each program is a process:
+it reads a prompt and generates with draft lengths 1, 7 and the maximum, greedy or sampled, then
+three requests at once. It runs first without the tool, so that nothing is compiled under it. Only
+kernels of this project are observed, and API errors are not reported: the driver is asked for
+functions that it may not have.
 
-Each program ends with a race and an access out of bounds (`gpu_planted.cu`). It is clean if the
-tool reports its one of these and nothing else, for a tool that lost a program says 0 errors too.
-memcheck knows only what the driver allocated, so torch allocates each tensor by itself for it, and
-graphs, for which that is impossible, are played kernel by kernel. An access that it reports ends
-that kernel alone: faults of several programs at once, which end all that a program has on the GPU,
-left a GPU behind that no program could use.
+Each program ends with a planted race and a planted access out of bounds (`gpu_planted.cu`). It
+passes if the tool reports that one and nothing else: a tool that lost the process would also report
+0 errors. memcheck knows only allocations of the driver, so torch allocates each tensor separately,
+and graphs, for which that is impossible, are replayed kernel by kernel. A reported access ends only
+that kernel: faults that end the context, in several processes at once, made a GPU unusable.
 
-Writes `results/<date>-gpu-<tool>.json`. Exit code 1 if a program is not clean, fails or takes
+Writes `results/<date>-gpu-<tool>.json`. The exit code is 1 if a program does not pass or takes
 longer than `--limit` seconds.
 
-racecheck takes some minutes and 20 GB of memory a program. Versions before that of CUDA 13.5
-(2026.4) report races around mbarriers and bulk copies that are none, by NVIDIA's release notes, and
-do not look for missing proxy fences. A newer one than that of an installed CUDA comes with
-`pip install nvidia-cuda-sanitizer-api` (`--sanitizer`).
+racecheck takes minutes and 20 GB of memory per program. Versions before CUDA 13.5 (2026.4) report
+false races around mbarriers and bulk copies, by NVIDIA's release notes, and do not detect missing
+proxy fences. Install a newer one with `pip install nvidia-cuda-sanitizer-api` (`--sanitizer`).
 """
 
 from __future__ import annotations

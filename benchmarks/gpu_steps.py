@@ -1,12 +1,12 @@
-"""Steps and cycles at the published shapes on a GPU, against what an H200 has to reach.
+"""Time decode steps and cycles with the published shapes on a GPU against the required times.
 
     python benchmarks/gpu_steps.py [31b 26b-a4b ...] [--contexts 64 4096 32768] [--cache-type q8_0]
         [--draft assistant]
 
-Measured as `g4spec bench --synthetic` does it (random weights, forced acceptance, after a rest),
-with the kernels of one step by the time they add, and what steps take in a row for a second, when
-power limits the clock. Writes `results/<date>-gpu-steps.json`, or `-gpu-steps-assistant.json`. Exit
-code 1 if a required figure is missed; they were set for an H200 and mean nothing on another GPU.
+Measures as `g4spec bench --synthetic` does (random weights, forced acceptance, after a rest), with
+the time by kernel of a step, and steps without a pause for one second, when the power limit lowers
+the clock. Writes `results/<date>-gpu-steps.json` or `-gpu-steps-assistant.json`. The exit code is 1
+if a required time is missed; these apply to an H200 only.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Tokens a second of many texts in one engine, at the published shapes on a GPU.
+"""Measure tokens per second of many requests in one engine, with the published shapes on a GPU.
 
     python benchmarks/gpu_streams.py [--model 31b] [plain] [long] [draft] [gap]
 
-Random weights in Q4_K_M; engine, scheduler and length policy are those of every command.
+Weights are random, Q4_K_M; engine, scheduler and draft length policy are those of every command.
 
-plain: 1, 16, 32, 64 texts without a draft. long: 16 texts of 4,096 tokens. draft: 1, 2, 4, 8, 16
-texts with a DFlash draft of which `--accepted` tokens of each proposal hold, then none, at a fixed
-length of 15, by `auto`, and without drafting. gap: the longest time between two tokens of 4 streams
-while a prompt of 32,768 tokens is read. Writes `results/<date>-gpu-streams.json`.
+plain: 1, 16, 32 and 64 requests without a draft. long: 16 requests of 4,096 tokens. draft: 1, 2, 4,
+8 and 16 requests with a DFlash draft of which `--accepted` tokens of each proposal are accepted,
+then none, with a fixed length of 15, with `auto`, and without drafting. gap: the longest time
+between two tokens of 4 streams while a prompt of 32,768 tokens is read. Writes
+`results/<date>-gpu-streams.json`.
 """
 
 from __future__ import annotations

@@ -1,19 +1,18 @@
-"""Hold converter and runtime against llama.cpp: bytes of tensors, greedy text, draft proposals.
+"""Compare converter and runtime with llama.cpp: tensor bytes, greedy text, draft proposals.
 
     python benchmarks/llama_cpp.py --bin LLAMA_BUILD/bin --source LLAMA_SOURCE [--family DIR]
 
-A family is a folder of checkpoint folders: one target, any drafts. Without one, tiny random ones
-are made. Three comparisons, each in the result file:
+A family is a folder of checkpoint folders: one target and any number of drafts. Without --family,
+tiny random checkpoints are made. The result file has three comparisons:
 
-- `bytes`: our GGUF against the one of `convert_hf_to_gguf.py` for the same folder, tensor by
-  tensor, and our Q8_0 against `llama-quantize`. Where upstream cannot convert, its message is kept.
-- `text`: upstream's greedy text is fed to our target on the same F32 file; where our largest logit
-  is another token, our gap between the two is kept.
-- `proposals`: `llama-speculative-simple` logs what it drafts. Our draft, set to upstream's
-  semantics, proposes at the same places of the same text. Those semantics are: the causality of
-  most layers for all of them, the window counted from each row, a block of n_max + 1 rows, a dense
-  head. What the draft loses (or gains) by them is `committed_per_cycle`, ours against upstream's,
-  same prompts.
+- `bytes`: our GGUF and that of `convert_hf_to_gguf.py` for the same folder, tensor by tensor, and
+  our Q8_0 and that of `llama-quantize`. Where upstream cannot convert, its message is kept.
+- `text`: upstream's greedy text is fed to our target with the same F32 file; where our largest
+  logit belongs to another token, the gap between the two logits is kept.
+- `proposals`: `llama-speculative-simple` logs its drafts. Our draft, set to upstream's semantics,
+  proposes at the same positions of the same text. These semantics are: the causality of the
+  majority of layers applied to all, the window counted from each row, blocks of n_max + 1 rows, and
+  a dense head. `committed_per_cycle` compares both semantics on the same prompts.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Hold more kinds of draft against llama.cpp: does it load them, and draft the same greedy tokens?
+"""Compare DSpark, EAGLE-3 and DFlash2 drafts with llama.cpp: does it load them, with what tokens?
 
     python benchmarks/llama_cpp_drafts.py --bin LLAMA_BUILD/bin
 
-Tiny random DSpark, EAGLE-3 and DFlash2 checkpoints are converted. For each file the kind's own
-table says what upstream does with it (`g4spec.models.upstream`): the same, something a little
-different, or refuse it. `llama-speculative-simple` logs what it drafts; our draft proposes at the
-same places of upstream's text. Greedy, F32 files and caches. Where proposals differ they are
-compared again with upstream's GELU (`benchmarks.upstream.gelu_table`).
+Converts tiny random checkpoints. For each file, `g4spec.models.upstream` states what upstream does:
+the same, a slightly different computation, or refusal. `llama-speculative-simple` logs its drafts;
+our draft proposes at the same positions of upstream's text. Decoding is greedy; files and caches
+are F32. Where proposals differ they are compared again with upstream's GELU
+(`benchmarks.upstream.gelu_table`).
 
-What a DFlash2 draft proposes is logged only after `llama_cpp_dflash2.patch`, which adds that line
+Proposals of a DFlash2 draft are logged only with `llama_cpp_dflash2.patch`, which adds that line
 and nothing else: `patch -p1 < llama_cpp_dflash2.patch` in the source folder, then build.
 """
 

@@ -1,16 +1,16 @@
-"""Hold targets of every size against llama.cpp, and the assistants made for them.
+"""Compare targets of every size, and their assistants, with llama.cpp.
 
     python benchmarks/llama_cpp_targets.py --bin LLAMA_BUILD/bin --source LLAMA_SOURCE
 
 Tiny random checkpoints: experts (as the 26B-A4B), per-layer embeddings with shared keys and values
-(as E2B and E4B, also with the spare tensors that published files hold), the 12B's spelling. Both
-converters write each of them and its assistant; tensors are compared byte for byte. llama.cpp then
-drafts with the pair, and our assistant, scoring every token as upstream does instead of centroids
-first, proposes at the same places of its text. Quantized checkpoints are compared as numbers:
-llama.cpp's converter multiplies out what we keep.
+(as E2B and E4B, also with the unused tensors of published files), and the key names of the 12B.
+Both converters write each target and its assistant; tensors are compared byte for byte. llama.cpp
+then drafts with the pair; our assistant, which scores every token like upstream's instead of
+centroids first, proposes at the same positions of its text. Quantized checkpoints are compared
+numerically: llama.cpp's converter dequantizes what we keep.
 
-llama.cpp computes GELU on the CPU by a table of float16; where proposals differ, ours are compared
-again with GELU rounded that way. `llama_cpp_exact_gelu.patch` takes the table out of llama.cpp.
+On the CPU llama.cpp computes GELU with a float16 table; where proposals differ, ours are compared
+again with GELU rounded like that. `llama_cpp_exact_gelu.patch` removes the table from llama.cpp.
 """
 
 from __future__ import annotations

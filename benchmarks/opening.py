@@ -1,13 +1,13 @@
-"""Full `validate` beside `sha256sum`, and how fast a file with Gemma's whole vocabulary opens.
+"""Time a full `validate` against `sha256sum`, and the opening of a file with Gemma's vocabulary.
 
     python benchmarks/opening.py [--repeats 5] [--work DIR]
 
-The file is z-lab's DFlash for the 31B with random weights, as Q8_0, with 262,144 tokens and
-514,906 merges. `validate` with all its rules and `sha256sum` read it in turn, both as programs.
-`inspect` counts with the start of the interpreter; opening the tokenizer, up to the first text's
-tokens and in a process of its own, without it; `tokenize`, the whole command with all that it
-imports, stands beside them without a goal. Exit code 1 unless validate is no slower than
-sha256sum, and `inspect` and opening the tokenizer take less than a second each.
+The file is z-lab's DFlash for the 31B with random weights, as Q8_0, with 262,144 tokens and 514,906
+merges. `validate` with all rules and `sha256sum` read it in alternation, both as processes.
+`inspect` is timed with the start of the interpreter; opening the tokenizer, until the first text is
+tokenized, in its own process without it; `tokenize` as a whole command, without a required time.
+The exit code is 1 unless validate is no slower than sha256sum, and `inspect` and opening the
+tokenizer take less than a second each.
 """
 
 import argparse

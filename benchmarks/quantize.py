@@ -1,13 +1,13 @@
-"""Holds `g4spec quantize` against llama.cpp's `llama-quantize`: time, error, type of every tensor.
+"""Compare `g4spec quantize` with llama.cpp's `llama-quantize`: time, error, and tensor types.
 
     python benchmarks/quantize.py --tool LLAMA_BUILD/bin/llama-quantize [--file BF16.gguf]
                                   [--imatrix FILE]
 
-Both run on one core, in turn, with one thread; what counts is processor time, start-up included,
-which a busy machine disturbs least. Without --file a random target of 110 million weights serves.
-With --imatrix both take it, and errors are weighted by it; tensors that it lacks are left out.
-The result is kept as dated JSON. Exit code 1 when the types of a tensor differ, the bytes of a
-type without a search differ, or an error is larger than llama.cpp's.
+Both run in alternation with one thread. Processor time is compared, start-up included, because a
+busy machine affects it least. Without --file a random target of 110 million weights is used. With
+--imatrix both use it and errors are weighted by it; tensors that it lacks are left out. The result
+is written as dated JSON. The exit code is 1 if the type of a tensor differs, the bytes of a type
+without a search differ, or an error is larger than llama.cpp's.
 """
 
 import argparse

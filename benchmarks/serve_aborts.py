@@ -1,14 +1,14 @@
-"""Clients that hang up, and other faults: kept as dated JSON.
+"""Test clients that disconnect, and malformed requests, against the server.
 
     python benchmarks/serve_aborts.py [--aborts 1000] [--seed 1]
 
-The bundled family with a draft. A thousand clients hang up, whole answers and streams alike, in one
-of four phases: while they are queued, while their prompt is read, while a text is written with a
-draft, and inside a call; orderly or with a reset. Beside each batch of them a bystander asks for a
-text, which has to be what it is alone. After each batch all slots and pages have to be free, and
-nothing may be counted as open. Then come faults: bodies that are malformed, deep or of 100 MB,
-floods of headers, headers that never end, readers that do not read, a full queue. None may be
-answered with 500, or not at all. Exit code 1 where something is not as it has to be.
+Serves the bundled family with a draft. A thousand clients disconnect, with and without streaming,
+in one of four phases: queued, prefill, decoding with a draft, and inside a tool call; with FIN or
+RST. During each batch of them another client requests a text, which must equal the same request
+alone. After each batch all slots and pages must be free and no request may be counted as open. Then
+come malformed, deeply nested and 100 MB bodies, header floods, headers that never end, clients that
+do not read, and a full queue. None may get a 500, or no answer. Writes dated JSON; the exit code is
+1 if a check fails.
 """
 
 import argparse

@@ -1,14 +1,14 @@
-"""Coding agents against a served family, an exchange with a tool call each: kept as dated JSON.
+"""Run coding agents against the server, each with a tool call and its result.
 
     npm install --prefix DIR @anthropic-ai/claude-code @openai/codex opencode-ai
     python benchmarks/serve_agents.py DIR [--only claude ...] [--log FOLDER]
 
-Each agent is started without a terminal, with a home of its own and one question. The family is too
-small to decide for a call, so the first request of a conversation that offers the agent's harmless
-tool (`AGENTS`) is changed on its way: that tool must be called. What the model writes as its
-arguments, the agent runs or refuses, and sends the result back; the answer to that, which is made
-to end soon by a bias, ends the exchange. It passes if the agent ends by itself with code 0, no
-request was refused, and a request with the result of the call was answered.
+Each agent runs without a terminal, with an empty home folder and one question. The bundled model is
+too small to choose a tool, so a proxy changes the first request that offers the agent's harmless
+tool (`AGENTS`): that tool becomes required. The agent runs or refuses the call with the arguments
+that the model wrote, and sends the result back; the answer to it, shortened by a logit bias, ends
+the exchange. An agent passes if it ends by itself with exit code 0, no request was refused, and a
+request with the result of the call was answered. Writes dated JSON.
 """
 
 import argparse

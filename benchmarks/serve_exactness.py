@@ -1,16 +1,16 @@
-"""Answers over HTTP under load against the same requests alone: kept as dated JSON.
+"""Compare answers over HTTP under load with the same requests alone.
 
     python benchmarks/serve_exactness.py [--requests 2000] [--distinct 500] [--seed 1]
         [--own-process] [--workers 16] [--device cuda]
 
-The bundled family, served with each of its drafts, with n-gram lookup, and with kept prefixes.
+Serves the bundled family with each of its drafts, with n-gram lookup, and with the prefix cache.
 Requests are random (`tests/server/mixed_requests.py`): chat, tools, JSON schemas, grammars,
-thoughts, log-probabilities, stop texts, several texts, penalties, three endpoints, whole or in
-pieces, any draft length. They are sent 1 to 32 at once, in random order, while other clients hang
-up at random. Each text, call, log-probability and usage figure must be that of the same request
-sent alone, cold, to a server without a draft. Exit code 1 if one is not. `--own-process`: the
-drafts' engines run in processes of their own, as `g4spec serve` has them. `--workers`: the requests
-are shared out to so many processes, each with seeds and servers of its own.
+reasoning, log-probabilities, stop strings, several choices, penalties, three endpoints, with and
+without streaming, any draft length. 1 to 32 are sent at once, in random order, while other clients
+disconnect at random. Each text, tool call, log-probability and usage figure must equal that of the
+same request alone, without prefix cache, at a server without a draft. `--own-process`: the engines
+run in separate processes, as in `g4spec serve`. `--workers`: number of processes that share the
+requests, each with its own seed and servers. Writes dated JSON; the exit code is 1 at a difference.
 """
 
 import argparse

@@ -1,11 +1,10 @@
-"""Puts `g4spec serve` in the place of llama-server under llama.cpp's own server tests: a pytest
-plugin, which `serve_llamacpp_tests.py` loads.
+"""Replace llama-server by `g4spec serve` in llama.cpp's own server tests (a pytest plugin).
 
-Their tests set attributes of a `ServerProcess` and start it. Here the same attributes become the
-command line of `g4spec serve`, which runs in a child process; the requests and the checks of the
-answers are theirs. What depends on the words and the vocabulary of their model is replaced by what
-is true of the bundled family: numbers of prompt tokens are counted by its tokenizer, and a text
-that is compared with words of their model has only to be there, which the result says of the test.
+`serve_llamacpp_tests.py` loads it. The tests set attributes of a `ServerProcess` and start it; here
+these attributes become the command line of `g4spec serve`, which runs in a child process. Requests
+and checks are unchanged. Checks that depend on the vocabulary or the words of llama.cpp's test
+model use those of the bundled family: numbers of prompt tokens are counted with its tokenizer, and
+a text that should match words of their model must only be non-empty; the result names these tests.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""llama.cpp's own server tests against `g4spec serve`: kept as dated JSON.
+"""Run llama.cpp's server tests against `g4spec serve`.
 
     python benchmarks/serve_llamacpp_tests.py LLAMA_CPP [-k EXPRESSION] [--log FILE]
 
 LLAMA_CPP is a source folder of llama.cpp: `pip download --no-binary :all: --no-deps
-llama-cpp-python==0.3.36` has one in `vendor/`; its tests want pytest, openai, requests, filelock
-and wget. The tests are run as they are, with `g4spec serve` and the bundled family in the place of
-llama-server and their model (`serve_llamacpp_shim.py` says how). A function passes if it does with
-all its parameters. Those that cannot are listed with the reason.
+llama-cpp-python==0.3.36` contains one in `vendor/`; the tests need pytest, openai, requests,
+filelock and wget. `serve_llamacpp_shim.py` replaces llama-server and its model by `g4spec serve`
+and the bundled family. A function passes if it passes with all its parameters. Functions that
+cannot pass are listed with the reason. Writes dated JSON.
 """
 
 import argparse

@@ -1,16 +1,16 @@
-"""SGLang's tests of determinism, stops and Anthropic's API against our server: kept as dated JSON.
+"""Run SGLang's tests of determinism, stop strings and Anthropic's API against the server.
 
     pip download --no-deps sglang==0.5.23
     python benchmarks/serve_sglang_kits.py sglang-0.5.23-*.whl [--trials 20] [--tokens 100]
 
-The bundled family is served over HTTP, eight texts at a time, with a DFlash draft and kept
-prefixes. `test_deterministic` (modes single, prefix and radix_cache), `MatchedStopMixin` and
-`AnthropicMessagesMixin` are read from the wheel and run as they are; what they send by `requests`
-goes through an adapter: `/generate` is asked of `/completion`, a batch as so many requests at once
-with one seed, each with another draft length; `/flush_cache` clears the prefix cache of the engine;
-token ids beyond our vocabulary are wrapped into it; `matched_stop` is read from the answer. Their
-radix_cache prompts are shorter than our blocks, so that mode runs twice, the second time with 1,024
-tokens before each prompt.
+Serves the bundled family over HTTP, eight requests at a time, with a DFlash draft and the prefix
+cache. `test_deterministic` (modes single, prefix and radix_cache), `MatchedStopMixin` and
+`AnthropicMessagesMixin` are read from the wheel and run unchanged; an adapter translates their HTTP
+requests: `/generate` becomes `/completion`, a batch becomes as many concurrent requests with one
+seed and different draft lengths; `/flush_cache` clears the engine's prefix cache; token ids beyond
+our vocabulary are wrapped into it; `matched_stop` is read from the answer. The prompts of
+radix_cache are shorter than our blocks, so that mode runs twice, the second time with 1,024 tokens
+before each prompt. Writes dated JSON.
 """
 
 import argparse

@@ -1,13 +1,13 @@
-"""A served family under 16 streams for an hour: kept as dated JSON.
+"""Run a server with 16 streams for an hour and check memory, files, threads and answers.
 
     python benchmarks/serve_soak.py [--minutes 60] [--streams 16] [--seed 1] [--device cpu]
 
-`g4spec serve` runs as its users run it, with the bundled family and a draft. Clients ask at once,
-again and again: every kind of `tests/server/mixed_requests.py`, /v1/responses and
-/v1/messages. Two thirds stream; one in ten hangs up. Every 10 seconds the memory, threads and
-open files of the server and its subprocesses are recorded. Errors are: an answer that differs from
-the first answer to the same request, a status other than 200, and an error line in the server's
-log. Exit code 1 for any error, or if something grows: the median of the last quarter compared with
+`g4spec serve` runs as a process, with the bundled family and a draft. Clients send all kinds of
+requests of `tests/server/mixed_requests.py`, /v1/responses and /v1/messages, without a pause. Two
+thirds stream; one in ten disconnects. Every 10 seconds the memory, threads and open files of the
+server and its subprocesses are recorded. Errors are: an answer that differs from the first answer
+to the same request, a status other than 200, and an error line in the server's log. Writes dated
+JSON. The exit code is 1 for any error, or for growth: the median of the last quarter compared with
 that of the second quarter (memory: by more than 3 % and 4 MB), or files and threads of the idle
 server after the run compared with before.
 """

@@ -1,13 +1,13 @@
-"""What HTTP costs: tokens a second and time to first token beside the same engine in-process.
+"""Measure the overhead of HTTP: tokens per second and time to first token against in-process.
 
     python benchmarks/serve_speed.py [-m target.gguf -md draft.gguf] [--device cuda] [--pairs 10]
 
-`g4spec serve` runs as its users run it, and the same files are loaded here, by default the bundled
-family. Both write the same texts, in turns, which is first changes: one alone, 16 at once, and
-prompts of 512 tokens that neither has seen, up to the first token. The ratio of each pair, and its
-median. Required on a GPU: 97 % of in-process alone, 95 % with 16, at most 5 ms more to the first
-token; exit code 1 there if one is missed. The client reads events from a bare socket, in a process
-that does nothing else meanwhile.
+`g4spec serve` runs as a process; the same files, by default the bundled family, are also loaded
+here. Both generate the same texts, alternating which is first: one request, 16 at once, and prompts
+of 512 tokens that neither has seen, until the first token. Prints the ratio of each pair and its
+median. Required on a GPU: 97 % of in-process for one request, 95 % for 16, at most 5 ms more to the
+first token; the exit code there is 1 if one is missed. The client reads events from a bare socket,
+in a process that does nothing else.
 """
 
 import argparse

@@ -1,25 +1,24 @@
-"""Calls of the functions of bfcl-eval, held to their schemas: kept as dated JSON.
+"""Validate tool calls for the tools of bfcl-eval against their schemas.
 
     pip download --no-deps bfcl-eval==2026.3.23
     pip install --target DIR hypothesis-jsonschema==0.23.1 hypothesis==6.112.0; PYTHONPATH=DIR:.
     python benchmarks/serve_tool_sets.py bfcl_eval-*.whl [--sets 300] [--limit 96] [--schemas 200]
         [--workers 16]
 
-Every set of functions in the wheel's data (single, multiple, parallel, live, Java, JavaScript,
-those of conversations, memory and web search), its types written as JSON Schema has them. Sets
-that are equal count once.
+Uses every tool set in the wheel's data (single, multiple, parallel, live, Java, JavaScript,
+multi-turn, memory and web search), with types as JSON Schema writes them. Equal sets count once.
 
-- All: the grammar of `tool_choice: "required"` is made and compiled, and a text is drawn from it
-  without a model; its calls must be valid against their schema by jsonschema.
-- `--sets` of them, chosen at random (0: all): the bundled family writes a call at temperature 1,
-  without a draft and with each, eight at once, with a bias to the marks that end texts and calls:
-  it is too small to end them soon. Calls must be valid, and the same with each draft.
-  A text that the limit of tokens ends is counted apart; its tokens are compared, too.
+- All: the grammar of `tool_choice: "required"` is built and compiled, and a text is drawn from it
+  without a model; its calls must be valid against their schemas (jsonschema).
+- `--sets` of them, chosen at random (0: all): the bundled model writes a call at temperature 1,
+  without a draft and with each, eight requests at once, with a logit bias towards the tokens that
+  end strings and calls, because it is too small to end them soon. Calls must be valid and the same
+  with each draft. Outputs cut by the token limit are counted separately; their tokens are compared.
 - `--schemas` schemas drawn by hypothesis-jsonschema from a meta-schema of JSON Schema, if it is
-  installed (it does not work with newer hypothesis): as strict functions, each is refused with a
-  reason or its calls are valid.
+  installed (it does not support newer versions of hypothesis): as strict tools, each is refused
+  with a reason or its calls are valid.
 
-Exit code 1 if one is not.
+Writes dated JSON; the exit code is 1 if a check fails.
 """
 
 import argparse

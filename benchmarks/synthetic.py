@@ -1,6 +1,6 @@
-"""Checkpoints of the real sizes that hold nothing real: for measuring time and memory.
+"""Make checkpoints of the published sizes without real contents, to measure time and memory.
 
-Used by `conversion.py`, `opening.py` and `huge.py`; the tokenizer has Gemma's 262,144 tokens and
+Used by `conversion.py`, `opening.py` and `huge.py`. The tokenizer has Gemma's 262,144 tokens and
 514,906 merges, built from a small alphabet.
 """
 

@@ -1,4 +1,4 @@
-"""llama.cpp's programs: run them, and read from their debug log what a draft proposed."""
+"""Run llama.cpp's programs and parse the drafts in their debug log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time and memory of programs, and their results as dated JSON."""
+"""Measure time and memory of processes, and write results as dated JSON."""
 
 import datetime
 import json
