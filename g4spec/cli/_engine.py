@@ -33,6 +33,7 @@ def files(
     Downloads them from the hub and converts the draft if necessary. Cheap checks run first. The
     draft is smaller, so it is downloaded before its target.
     """
+    _inputs.check_exists(model, draft)
     from g4spec.convert import hub
     from g4spec.runtime import devices
 

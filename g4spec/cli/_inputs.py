@@ -53,20 +53,23 @@ def cache_folder() -> Path:
     return Path(base) / "g4spec" / "drafts"
 
 
-def check_exists(path: Path) -> None:
-    """Raise InputError unless `path` is a file or folder, or can be a hub id."""
-    if path.exists():
-        return
-    from g4spec.convert import hub
+def check_exists(*models: Path | str | None) -> None:
+    """Raise InputError for a model that is neither an existing path nor can be a hub id.
 
-    if not hub.is_remote(path):
-        folder = path.parent if path.parent.is_dir() else Path()
-        similar = did_you_mean(path.name, (entry.name for entry in folder.iterdir()))
-        raise InputError(
-            f"{path}: no such file or folder",
-            expected="a GGUF file, a checkpoint folder, or a hub id such as org/name",
-            fix=similar,
-        )
+    Call it before importing torch, which takes seconds.
+    """
+    for path in (Path(m) for m in models if m is not None and m != NGRAM):
+        if path.exists():
+            continue
+        from g4spec.convert import hub
+
+        if not hub.is_remote(path):
+            folder = path.parent if path.parent.is_dir() else Path()
+            raise InputError(
+                f"{path}: no such file or folder",
+                expected="a GGUF file, a checkpoint folder, or a hub id such as org/name",
+                fix=did_you_mean(path.name, (entry.name for entry in folder.iterdir())),
+            )
 
 
 def resolve(name: Path, out: Output, want: Literal["any", "tokenizer", "gguf"] = "any") -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from g4spec import ranges
@@ -30,8 +29,6 @@ def check(values: Mapping[str, Any]) -> None:
             ranges.check(**{field: value})
     if "cache_type" in values or "device" in values:
         _check_load_options(values)
-    if isinstance(values.get("model"), Path):
-        _check_files(values)
 
 
 def _check_draft_max(text: str) -> None:
@@ -57,11 +54,3 @@ def _check_prompts(values: Mapping[str, Any]) -> None:
 
     names = values["categories"].split(",") if values["categories"] else prompts.CATEGORIES
     prompts.check_categories(names, None if values.get("preset") else values["count"])
-
-
-def _check_files(values: Mapping[str, Any]) -> None:
-    """Raise InputError for a model that is neither a hub id nor an existing file or folder."""
-    for name in ("model", "draft", "against"):
-        path = values.get(name)
-        if path not in (None, _inputs.NGRAM):
-            _inputs.check_exists(Path(path))

@@ -79,6 +79,7 @@ def measure(
         model, preset, dataset, bool(temp or categories), save, report
     )
     names, questions = _questions(dataset, categories, count, preset is not None)
+    _inputs.check_exists(model, draft)
     from g4spec.measure import bench, draft_lengths, prompts, run_record
     from g4spec.ops.sampling import Sampler
 

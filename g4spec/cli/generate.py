@@ -67,6 +67,7 @@ def command(
     )
     out, bias = Output(json, quiet), _logit_options.logit_bias(logit_bias)
     prompt_input = prompt_options.read()
+    _inputs.check_exists(model, draft)
     from g4spec.ops.sampling import Sampler
     from g4spec.runtime.request import Options
 

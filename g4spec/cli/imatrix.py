@@ -30,6 +30,7 @@ def command(
     Writes llama.cpp's GGUF format. Runs on the CPU.
     """
     output, text = Output(json, quiet), _inputs.read_text(file)
+    _inputs.check_exists(model)
     from g4spec.gguf import imatrix
     from g4spec.measure import importance
     from g4spec.measure import text_chunks as chunking

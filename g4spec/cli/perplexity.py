@@ -41,6 +41,7 @@ def command(
     the model only; the base runs with the default.
     """
     output, text = Output(json, quiet), _inputs.read_text(file)
+    _inputs.check_exists(model, against)
     from g4spec.measure import perplexity
     from g4spec.measure import text_chunks as chunking
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from g4spec.cli import _bench_parallel, _engine, _options, _prompt, _prompt_options
+from g4spec.cli import _bench_parallel, _engine, _inputs, _options, _prompt, _prompt_options
 from g4spec.cli._notes import low_acceptance_note
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import CheckFailed, UsageError
@@ -72,6 +72,7 @@ def command(
     length = None if draft_max is None else _options.draft_max(draft_max)
     if length == 0:
         raise UsageError("--draft-max 0 drafts no tokens to verify", fix="pass 1 or more, or auto")
+    _inputs.check_exists(model, draft)
     from g4spec.measure import prompts, verify
 
     out = Output(json, quiet)

@@ -110,6 +110,7 @@ WRONG = {
     "serve -m MODEL --cache-type q8": "--cache-type: expected f16 or q8_0",
     "perplexity -m MODEL no.txt": "no.txt",
     "perplexity -m MODEL MODEL --cache-type q8": "--cache-type: expected f16 or q8_0",
+    "chat -m no.gguf": "no.gguf: no such file or folder",
     "imatrix -m no.gguf MODEL": "no.gguf: no such file or folder",
 }
 """Command line -> part of its error."""
