@@ -7,6 +7,7 @@ from typing import Any
 
 from g4spec import ranges
 from g4spec.cli import _field_names, _inputs, _options
+from g4spec.errors import UsageError
 
 UNTIL_FULL = -1
 """Value of -n that means: until the context is full."""
@@ -18,6 +19,8 @@ def check(values: Mapping[str, Any]) -> None:
     Args:
         values: parameter of the command -> value.
     """
+    if "" in (values.get("stop") or ()):
+        raise UsageError("--stop: an empty text would stop everything", fix="leave it out")
     if "categories" in values:
         _check_prompts(values)
     fields = {alias: field for field, names in _field_names.SAME.items() for alias in names}

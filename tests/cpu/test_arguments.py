@@ -111,6 +111,8 @@ WRONG = {
     "perplexity -m MODEL no.txt": "no.txt",
     "perplexity -m MODEL MODEL --cache-type q8": "--cache-type: expected f16 or q8_0",
     "chat -m no.gguf": "no.gguf: no such file or folder",
+    "serve -m no.gguf": "no.gguf: no such file or folder",
+    "serve --models no/such/dir": "no/such/dir: no such file or folder",
     "imatrix -m no.gguf MODEL": "no.gguf: no such file or folder",
 }
 """Command line -> part of its error."""
