@@ -31,7 +31,7 @@ CREDITS = (1, 2, 3, 4, 8, 16, 1000)
 
 
 def one_engine(table: dict[int, float], recording: Recording) -> dict[str, float]:
-    """Shares with one policy for all texts, in two rounds."""
+    """Return the shares with one policy for all texts, in two rounds."""
     auto, costs, all_texts = Auto(table), CycleCosts(table), Bill(table[0])
     shares = []
     for _ in range(2):
@@ -51,7 +51,7 @@ def one_engine(table: dict[int, float], recording: Recording) -> dict[str, float
 
 
 def new_engine(table: dict[int, float], recording: Recording) -> dict[str, float]:
-    """Shares with a policy of its own for each text."""
+    """Return the shares with a new policy for each text."""
     costs, shares, bounds, lost = CycleCosts(table), [], [], 0.0
     extra = min(costs[n] for n in range(1, recording.longest + 1)) / costs[0] - 1
     delay = max(0, int(extra / MARGIN))
@@ -78,7 +78,8 @@ def rounded(figures: dict[str, float]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Every draft on every machine, then the average for other limits of the credit."""
+    """Print the shares of every draft on every machine, then the averages for other credit
+    limits."""
     rows: list[dict[str, Any]] = []
     for name, recording in recordings().items():
         # How many tokens n-gram lookup proposes is in no recording: only where they cost nothing.

@@ -30,7 +30,8 @@ MEASURED = 6
 
 
 def follow(engine: Engine, ids: list[int], n_predict: int) -> str:
-    """Accepted tokens at each place of the plain continuation of `ids`, a hex digit each."""
+    """Return the accepted tokens at each position of the plain continuation of `ids`, one hex
+    digit each."""
     assert engine.draft is not None
     sampler, longest = Sampler(), engine.draft.max_tokens
     with borrowed(engine) as (target, draft):
@@ -49,7 +50,7 @@ def follow(engine: Engine, ids: list[int], n_predict: int) -> str:
 def walked(
     engine: Engine, target: One, draft: Drafting, text: list[int], position: int, most: int
 ) -> list[list[int]]:
-    """Proposals at every place of the text, which grows to `most` tokens or a stop token."""
+    """Return the proposals at every position until `most` tokens or a stop token."""
     assert engine.draft is not None
     sampler, proposals = Sampler(), list[list[int]]()
     while len(text) <= most and text[-1] not in engine.stop_ids:
@@ -62,7 +63,7 @@ def walked(
 
 
 def record(target: Path, draft: Path | str, count: int, n_predict: int) -> dict[str, object]:
-    """One draft's texts and costs."""
+    """Return the texts and cycle costs of one draft."""
     engine = Engine.load(target, draft, n_ctx=N_CTX)
     assert engine.draft is not None
     texts = prompts.prompts(engine.tokenizer, count=count, long_tokens=LONG_TOKENS)

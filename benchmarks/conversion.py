@@ -27,7 +27,7 @@ OURS = [sys.executable, "-m", "g4spec", "convert"]
 
 
 def differing(a: Path, b: Path) -> list[str]:
-    """Tensors whose type or bytes are not the same in both files."""
+    """Return the tensors whose type or bytes differ between the files."""
     with GGUF(a) as x, GGUF(b) as y:
         return sorted(
             n
@@ -40,7 +40,7 @@ def differing(a: Path, b: Path) -> list[str]:
 
 
 def measured(work: Path, source: Path | None, repeats: int) -> dict[str, Any]:
-    """Every run of both, in turn."""
+    """Run both converters in alternation and return all measurements."""
     draft, target, ours, theirs = (work / n for n in ("draft", "target", "a.gguf", "b.gguf"))
     commands: dict[str, list[object]] = {
         "g4spec": [*OURS, draft, "--target", target, "-o", ours, "--quiet"]
@@ -72,7 +72,7 @@ def measured(work: Path, source: Path | None, repeats: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Make the checkpoint, convert, write the result."""
+    """Make the checkpoint, convert it, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--source", type=Path, help="llama.cpp's source folder")
     parser.add_argument("--repeats", type=int, default=3)

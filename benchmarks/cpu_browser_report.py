@@ -61,7 +61,7 @@ addEventListener("load", () => {
 
 
 def browser() -> str:
-    """Path of a browser, or the end of the script."""
+    """Return the path of a browser, or exit."""
     names = [os.environ.get("CHROME", ""), "chromium", "chromium-browser", "google-chrome"]
     found = next((path for name in names if name and (path := shutil.which(name))), None)
     if found is None:
@@ -95,7 +95,7 @@ def run(page: Path, window: str, scheme: str, *options: str) -> subprocess.Compl
 
 
 def measured(page: Path, window: str, scheme: str) -> dict:
-    """What the browser made of the page."""
+    """Return the layout of the page as the browser renders it."""
     text = page.read_text(encoding="utf-8")
     text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', MEASURE, text)
     with tempfile.TemporaryDirectory() as folder:
@@ -108,7 +108,7 @@ def measured(page: Path, window: str, scheme: str) -> dict:
 
 
 def problems(seen: dict, data: dict, console: str) -> list[str]:
-    """What is wrong with one view of the page."""
+    """Return the failures in one view of the page."""
     wrong = [line for line in console.splitlines() if "CONSOLE" in line]
     wrong += [f"loaded {name}" for name in seen["loaded"]]
     wrong += [f"chart without size: {n}" for n, (w, h) in seen["charts"] if w < 100 or h < 60]
@@ -130,7 +130,7 @@ def problems(seen: dict, data: dict, console: str) -> list[str]:
 
 
 def made_up(folder: Path) -> tuple[Path, Path]:
-    """A report from made-up numbers."""
+    """Return a report of invented numbers."""
     from g4spec.measure import bench_report as report
     from tests.support import bench_result
 
@@ -141,7 +141,7 @@ def made_up(folder: Path) -> tuple[Path, Path]:
 
 
 def main() -> int:
-    """Check all views; one line each."""
+    """Check all views and print one line each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("page", type=Path, nargs="?")
     parser.add_argument("data", type=Path, nargs="?")

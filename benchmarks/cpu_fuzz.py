@@ -44,7 +44,7 @@ KEPT = 400 << 10
 
 
 def kept(entries: list[bytes]) -> list[bytes]:
-    """As many of the entries as a repository should hold."""
+    """Return as many of the entries as the repository should hold."""
     out, size = [], 0
     for data in entries:
         if size + len(data) <= KEPT:

@@ -25,7 +25,7 @@ N_CTX, LONG_TOKENS = 2048, 800
 
 
 def check(target: Path, draft: Path | str, count: int, n_predict: int) -> dict[str, object]:
-    """Verify one draft; returns what goes into the result."""
+    """Verify one draft and return its entry of the result."""
     engine = Engine.load(target, draft, n_ctx=N_CTX)
     assert engine.draft is not None
     texts = prompts.prompts(engine.tokenizer, long_tokens=LONG_TOKENS)
@@ -43,7 +43,7 @@ def check(target: Path, draft: Path | str, count: int, n_predict: int) -> dict[s
 
 
 def main() -> int:
-    """Convert the family into a temporary folder, verify every draft, write the result."""
+    """Convert the family into a temporary folder, verify every draft, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--family", type=Path, default=ROOT.parent / "examples" / "tiny")
     parser.add_argument("--cases", type=int, default=240)

@@ -93,7 +93,7 @@ PROGRAMS: dict[str, Callable[[Path, Rows], None]] = {
 
 
 def tried(run: Callable[..., str | None], *args: Any) -> str | None:
-    """What is wrong with a run, an exception included."""
+    """Return what is wrong with a run, exceptions included, or None."""
     try:
         return run(*args)
     except Exception as error:  # noqa: BLE001  whatever it is, it is what is looked for
@@ -101,7 +101,7 @@ def tried(run: Callable[..., str | None], *args: Any) -> str | None:
 
 
 def run(part: str, out: Path) -> None:
-    """The program: what memcheck looks at."""
+    """Run one program: this is what memcheck observes."""
     if gpu_sanitize.APART in os.environ:  # graphs need torch's own memory
         graphs.Capture = runtime.Capture  # type: ignore[assignment, misc]
     rows: Rows = []

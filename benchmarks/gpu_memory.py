@@ -36,12 +36,12 @@ SAMPLERS = (Sampler(), Sampler(temperature=0.7, top_k=40, seed=1))
 
 
 def free() -> int:
-    """Bytes that the driver has."""
+    """Return the driver's free memory in bytes."""
     return int(torch.cuda.mem_get_info()[0])
 
 
 def loaded(target: Path, draft: Path, device: str, cache_type: str) -> Engine:
-    """With the largest context that is said to fit."""
+    """Load the engine with the largest context that the error message names."""
     load = functools.partial(Engine.load, target, draft, device=device, cache_type=cache_type)
     try:
         return load(n_ctx=262144)
@@ -54,7 +54,7 @@ def loaded(target: Path, draft: Path, device: str, cache_type: str) -> Engine:
 
 
 def measure(target: Path, draft: Path, device: str, cache_type: str, gib: float) -> dict[str, Any]:
-    """What a run took and was computed to take, in bytes."""
+    """Return the measured and the computed memory of a run, in bytes."""
     before = free()
     limit = int(gib * 2**30)
     torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
@@ -81,7 +81,7 @@ def measure(target: Path, draft: Path, device: str, cache_type: str, gib: float)
 
 
 def main() -> int:
-    """Make the files, run, write the result."""
+    """Make the files, run, and write the result."""
     parser = gpu_first_token.options(__doc__)
     parser.add_argument("--gib", type=float, default=23.0)
     parser.add_argument("--cache-type", default="q8_0", choices=KINDS)

@@ -25,7 +25,7 @@ METERED = 4.0
 
 
 def energy() -> float:
-    """Joules by the GPU's own meter."""
+    """Return the GPU's energy counter in joules."""
     import pynvml
     import torch
 
@@ -34,7 +34,8 @@ def energy() -> float:
 
 
 def rested_and_long(play: Any, seconds: float = METERED) -> tuple[float, float, float]:
-    """Milliseconds after a rest, of so many seconds without a pause, and joules of one of these."""
+    """Return milliseconds after a rest, milliseconds without a pause for `seconds`, and
+    joules per run."""
     import torch
 
     from g4spec.measure import synthetic_bench as steps
@@ -56,7 +57,7 @@ def rested_and_long(play: Any, seconds: float = METERED) -> tuple[float, float, 
 
 
 def measure(label: str, model: str, contexts: list[int], rows: list[int]) -> None:
-    """The lines of one checkout, which is the one that is imported."""
+    """Print the lines of the checkout that is imported."""
     import pynvml
 
     from g4spec.core import Sequence

@@ -42,7 +42,7 @@ def say(*what: object) -> None:
 
 @dataclass(frozen=True)
 class Form:
-    """How products of more than 16 rows are made."""
+    """An implementation of GEMMs with more than 16 rows."""
 
     name: str
     warp_groups: int
@@ -56,14 +56,14 @@ class Form:
         return cls(name, {"wg": 1, "wg2": 2, "mma": 0}[kind], groups, stages)
 
     def take(self) -> None:
-        """All products are made so from now on."""
+        """Use this form for all GEMMs from now on."""
         linear_wide.WARP_GROUPS, linear_wide.MAX_ROW_GROUPS = self.warp_groups, self.groups
         for rows, most in STAGES.items():
             linear.MAX_STAGES[rows] = min(most, self.stages)
         linear_wide.for_row_groups.cache_clear()
 
     def jobs(self, type: str, rows: list[int], arch: str) -> set[units.Job]:
-        """What is to be compiled."""
+        """Return the compile jobs of the form."""
         self.take()
         names = set()
         for count in rows:
@@ -81,19 +81,19 @@ class Form:
 def run(
     name: str, x: PackedRows, weight: Weight, by: linear.SplitKWorkspace
 ) -> torch.Tensor | PackedRows:
-    """The product of this name; what it leaves."""
+    """Run the GEMM of this name and return its output."""
     if name == "gate_up":
         return linear_wide.gate_up(x, weight, by)
     return linear_wide.linear(x, weight, by, parts=True)
 
 
 def values(found: torch.Tensor | PackedRows) -> torch.Tensor:
-    """Numbers [..., T, N]."""
+    """Return the output as float32 [..., T, N]."""
     return packed_rows.unpack(found)[0][: len(found)] if isinstance(found, PackedRows) else found
 
 
 def wrong(x: torch.Tensor, name: str, weight: Weight, by: linear.SplitKWorkspace) -> int:
-    """Numbers of all rows that differ from those of 16 rows at a time."""
+    """Return how many numbers differ from those of 16 rows at a time."""
     got = values(run(name, packed_rows.pack_rows(x), weight, by))
     few = [
         values(run(name, packed_rows.pack_rows(x[at : at + GROUP_ROWS].contiguous()), weight, by))
@@ -109,7 +109,7 @@ def timed(
     layers: list[dict[str, Weight]],
     by: linear.SplitKWorkspace,
 ) -> float:
-    """Microseconds a layer."""
+    """Return microseconds per layer."""
 
     def chain() -> tuple[()]:
         for layer in layers:

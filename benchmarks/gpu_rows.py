@@ -34,7 +34,7 @@ from g4spec.runtime.target import batch_of  # noqa: E402
 
 
 def compile_first(rows: list[int]) -> None:
-    """Compile in parallel what steps of Q4_K_M files launch of linear_wide.cu."""
+    """Compile in parallel the kernels of linear_wide.cu that steps of Q4_K_M files launch."""
     arch, names = launch.arch(), set()
     for groups in {min(-(-count // 16), linear.MAX_ROW_GROUPS) for count in rows if count > 16}:
         cuts = [

@@ -71,7 +71,7 @@ Program = tuple[str, ...]
 
 
 def programs(folder: Path) -> dict[str, Program]:
-    """What is run, by name; makes the files."""
+    """Make the files and return the programs by name."""
     out: dict[str, Program] = {}
     for type in family.TYPES:
         at = folder / type
@@ -92,7 +92,7 @@ def programs(folder: Path) -> dict[str, Program]:
 
 
 def run(target: str, draft: str, device: str, cache_type: str) -> None:
-    """The program: what the tools look at."""
+    """Run one program: this is what the tools observe."""
     if APART in os.environ:
         graphs.Capture = runtime.Capture  # type: ignore[assignment, misc]
     engine = Engine.load(
@@ -117,14 +117,14 @@ def run(target: str, draft: str, device: str, cache_type: str) -> None:
 
 
 def plant() -> None:
-    """Does what the tools have to report."""
+    """Do what the tools must report."""
     file, x = str(Path(__file__).with_name("gpu_planted.cu")), torch.zeros(64, device="cuda")
     launch.kernel(file, PLANTED["racecheck"])(1, 64, x=x)
     plant_access()
 
 
 def plant_access() -> None:
-    """Does what memcheck has to report."""
+    """Do what memcheck must report."""
     file, x = str(Path(__file__).with_name("gpu_planted.cu")), torch.zeros(64, device="cuda")
     launch.kernel(file, PLANTED["memcheck"])(1, 1, x=x, n=64)
     torch.cuda.synchronize()
@@ -135,7 +135,8 @@ def sanitizer() -> str:
 
 
 def ended(command: list[str], env: dict[str, str], limit: float) -> tuple[str, int | None]:
-    """What a program printed and its exit code; None if it, with all it started, was stopped."""
+    """Run a process. Return its output and exit code, or None if it and its children were
+    killed at the limit."""
     with tempfile.TemporaryFile("w+") as out:
         started = subprocess.Popen(
             command,
@@ -158,7 +159,7 @@ def ended(command: list[str], env: dict[str, str], limit: float) -> tuple[str, i
 def watched(
     name: str, program: Program, tool: str | None, by: str, port: int, limit: float
 ) -> dict[str, Any]:
-    """What a tool says of a program, or with none how the program does alone."""
+    """Run a program under a tool, or alone, and return its result."""
     command = [sys.executable, __file__, "--run", *program]
     if tool is not None:
         command = [

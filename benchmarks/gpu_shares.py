@@ -29,7 +29,7 @@ N_KV, GROUP, DIM = 4, 8, 512
 
 
 def timed(kv: CudaKV, contexts: list[int], rows: int) -> float:
-    """Microseconds for so many rows at the end of each context."""
+    """Return microseconds for `rows` rows at the end of each context."""
     batch = rows_of([(slot, n - rows, rows) for slot, n in enumerate(contexts)], "cuda")
     q = torch.randn(len(batch), N_KV * GROUP, DIM, device="cuda").half()
     first, last = torch.zeros_like(batch.positions), batch.positions

@@ -25,7 +25,7 @@ KERNEL = str(HERE / "gpu_wgmma_bits.cu")
 
 
 def codes(bits: int, shift: int = 0, add: int = 0) -> torch.Tensor:
-    """Two codes in each word of a lane's operands, as halves of these bits."""
+    """Return two codes per 32-bit word of a lane's operands, as halves with these bits."""
     words = torch.randint(0, 1 << bits, (2, BLOCKS, 128, 2, 4), device="cuda", dtype=torch.int32)
     low, high = (words << shift) + add
     return low | high << 16

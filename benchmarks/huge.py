@@ -28,7 +28,7 @@ Q8_0 = 34 / 64  # of the bytes of bf16
 
 
 def one(work: Path, layers: int) -> dict[str, Any]:
-    """Make a target of so many layers, convert it, count; nothing stays."""
+    """Make a target of `layers` layers, convert it, and return the figures; delete all files."""
     with tempfile.TemporaryDirectory(dir=work) as folder:
         source, out = Path(folder) / "target", Path(folder) / "out.gguf"
         size = synthetic.sparse_target(source, layers)
@@ -59,7 +59,7 @@ def one(work: Path, layers: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Convert the small and the whole one, write the result."""
+    """Convert the small and the full target and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--layers", type=int, default=synthetic.LAYERS)

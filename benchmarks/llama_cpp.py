@@ -69,7 +69,8 @@ PROMPTS = {
 
 
 def reference(upstream: Upstream, folder: Path, out: Path, type: str, target: Path | None) -> str:
-    """Convert with upstream's script; its last line if it fails, else an empty text."""
+    """Convert with upstream's script. Return the last line of its output if it fails,
+    otherwise ""."""
     assert upstream.source is not None
     args = [
         sys.executable,
@@ -103,7 +104,8 @@ def describe(file: GGUF, name: str) -> str:
 
 
 def same_bytes(mine: Path, theirs: Path) -> dict[str, Any]:
-    """Differences of two files: tensors by type, shape and bytes; metadata by value."""
+    """Return the differences of two files: tensors by type, shape and bytes; metadata by
+    value."""
     with GGUF(mine) as a, GGUF(theirs) as b:
         both = [n for n in a.tensors if n in b.tensors]
         differ = [
@@ -160,7 +162,7 @@ def compare_bytes(
 
 
 def as_upstream(draft: Any, n_max: int) -> None:
-    """Set our draft to what upstream computes from the same file."""
+    """Set our draft to the semantics of upstream for the same file."""
     config = draft.config
     if draft.name == "dflash":
         causal = shared_causality([s.causal for s in config.layers])
@@ -177,7 +179,7 @@ def as_upstream(draft: Any, n_max: int) -> None:
 
 
 class Rows:
-    """A chooser that keeps what it saw and takes the largest."""
+    """Chooser that records the logits it gets and returns the largest."""
 
     def __init__(self) -> None:
         self.seen: list[torch.Tensor] = []
@@ -193,7 +195,7 @@ class Rows:
 def replay(
     engine: Engine, ids: list[int], text: list[int], rounds: list[Round]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Our choices and proposals along upstream's text. (Texts' findings, proposals' findings.)"""
+    """Return our choices, and our proposals, compared along upstream's text."""
     with borrowed(engine) as (target, draft):
         return replayed(target, draft, ids, text, rounds)
 
@@ -294,7 +296,8 @@ def compare_drafts(
 
 
 def random_family(folder: Path) -> Path:
-    """Tiny random checkpoints, with the drafts that upstream can and cannot express."""
+    """Make tiny random checkpoints, with drafts that upstream supports and drafts that it
+    does not."""
     from tests.support import tiny
 
     target = tiny.target(folder / "target", nested=False, layers=6, period=3, window=16, vocab=512)
@@ -313,7 +316,8 @@ def random_family(folder: Path) -> Path:
 
 
 def convert_all(family: Path, work: Path) -> tuple[str, dict[str, Path], dict[str, str]]:
-    """Convert every checkpoint. (Target's name, folders by name, draft types by name.)"""
+    """Convert every checkpoint. Return the target's name, folders by name, and draft types by
+    name."""
     folders = {p.parent.name: p.parent for p in sorted(family.glob("*/config.json"))}
     kinds: dict[str, str] = {}
     target = next(n for n, p in folders.items() if convert.detect(p).is_target)
@@ -373,8 +377,8 @@ def main() -> None:
 
 
 def cycles(drafts: dict[str, Any]) -> dict[str, Any]:
-    """Mean committed tokens a cycle by draft and n_max: with the draft's own semantics, and with
-    upstream's."""
+    """Return the mean committed tokens per cycle by draft and n_max, with the draft's
+    semantics and with upstream's."""
     found: dict[str, list[tuple[float, float]]] = {}
     for name, d in drafts.items():
         p = d["proposals"]

@@ -87,8 +87,8 @@ DRAFTS: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 
 def ours(engine: Engine, ids: list[int], text: list[int], rounds: list[Round]) -> dict[str, Any]:
-    """Our proposals where upstream made its own, on upstream's text. If some differ: how many are
-    equal once GELU is rounded as upstream's CPU backend rounds it."""
+    """Compare our proposals with upstream's along its text. If some differ, also count those
+    that are equal with GELU rounded as in upstream's CPU backend."""
     found = proposals(engine, ids, text, rounds)
     if found["first_difference"]:
         vars(engine.target.ops)["gelu_tanh"] = gelu_table
@@ -161,7 +161,7 @@ def one(upstream: Upstream, work: Path, name: str) -> dict[str, Any]:
 
 
 def shown(found: dict[str, Any]) -> str:
-    """What to say beside the counts."""
+    """Return the text that is printed beside the counts."""
     if found.get("drafted") == 0:
         return "its log does not say what it drafts"
     if not found.get("first_difference"):

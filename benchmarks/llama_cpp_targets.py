@@ -66,7 +66,7 @@ TOKENIZER = (
 
 
 def theirs(source: Path, folder: Path, type: str) -> Path:
-    """A folder converted by llama.cpp."""
+    """Convert a folder with llama.cpp."""
     out = folder.parent / f"{folder.name}-theirs.gguf"
     script = source / "convert_hf_to_gguf.py"
     done = subprocess.run(
@@ -80,7 +80,7 @@ def theirs(source: Path, folder: Path, type: str) -> Path:
 
 
 def differing(a: Path, b: Path, values: bool = False) -> list[str]:
-    """Tensors that are not the same in both files: bytes, or the numbers they stand for."""
+    """Return the tensors whose bytes, or dequantized values, differ between the files."""
     with GGUF(a) as x, GGUF(b) as y:
         read = GGUF.array if values else GGUF.raw
         return sorted(
@@ -94,7 +94,7 @@ def differing(a: Path, b: Path, values: bool = False) -> list[str]:
 
 
 def size(upstream: Upstream, source: Path, work: Path, name: str) -> dict[str, Any]:
-    """One target and its assistant."""
+    """Compare one target and its assistant."""
     shape, head = TARGETS[name]
     target = tiny.target(work / name, dtype="F32", **shape)
     draft = tiny.assistant(work / f"{name}-assistant", target, dtype="F32", **head)
@@ -117,7 +117,8 @@ def size(upstream: Upstream, source: Path, work: Path, name: str) -> dict[str, A
 
 
 def quantized(source: Path, work: Path, name: str) -> list[str]:
-    """Tensors of a quantized checkpoint that do not mean the same in both conversions."""
+    """Return the tensors of a quantized checkpoint whose values differ between both
+    conversions."""
     make, options = QUANTIZED[name]
     folder = tiny.target(work / name, dtype="F32", layers=6, inter=128)
     make(folder, **options)

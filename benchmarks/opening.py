@@ -40,7 +40,7 @@ print(time.perf_counter() - start)
 
 
 def opened(path: Path) -> dict[str, float]:
-    """Seconds from the closed file to the first text's tokens."""
+    """Return the seconds from the closed file to the first text's tokens."""
     done = subprocess.run(
         [sys.executable, "-c", OPEN, str(path)],
         capture_output=True,
@@ -52,7 +52,7 @@ def opened(path: Path) -> dict[str, float]:
 
 
 def measured(path: Path, repeats: int) -> dict[str, list[dict[str, float]]]:
-    """Every run of everything, in turn."""
+    """Run everything in alternation and return all measurements."""
     commands: dict[str, list[object]] = {
         "validate": [*G4SPEC, "validate", path],
         "sha256sum": ["sha256sum", path],
@@ -68,7 +68,7 @@ def measured(path: Path, repeats: int) -> dict[str, list[dict[str, float]]]:
 
 
 def main() -> int:
-    """Make the file, measure, write the result."""
+    """Make the file, measure, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--work", type=Path, help="where 5 GB have room; emptied afterwards")

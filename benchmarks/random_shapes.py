@@ -72,7 +72,7 @@ def shape(draw: random.Random) -> dict[str, Any]:
 
 
 def outcome(folder: Path, draw: random.Random) -> tuple[str, dict[str, Any]]:
-    """Run one random pair: how it ended, and what it was."""
+    """Run one random pair. Return the outcome and the case."""
     at, kind = shape(draw), draw.choice(list(family.DRAFTS))
     whole = at["head_dim"] % 32 == 0 == at["global_head_dim"] % 32
     type, cache = draw.choice(TYPES), draw.choice(["f16", "q8_0"] if whole else ["f16"])

@@ -46,7 +46,7 @@ MOST = 400
 
 @dataclass
 class Seen:
-    """Hold what an agent asked for: a line for each request."""
+    """Requests of an agent, one line each."""
 
     tool: str
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -55,14 +55,15 @@ class Seen:
 
 
 class Between:
-    """ASGI middleware that has the first conversation begin with a call, and notes requests."""
+    """ASGI middleware that makes the first conversation begin with a tool call, and records
+    requests."""
 
     def __init__(self, inner: Callable[..., Awaitable[None]], folder: Path | None) -> None:
         self._inner, self._folder = inner, folder
         self.seen = Seen("")
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """See ASGI."""
+        """Handle an ASGI event."""
         if scope["type"] != "http":
             await self._inner(scope, receive, send)
             return
@@ -112,7 +113,7 @@ class Between:
 
 
 def claude(folder: Path, url: str, home: Path) -> tuple[list[str], dict[str, str]]:
-    """Start Claude Code, with a short prompt: its own, 76 KB, is much for a family on a CPU."""
+    """Start Claude Code with a short system prompt: its own has 76 KB, too much for a CPU."""
     env = {
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_API_KEY": "none",
@@ -191,7 +192,7 @@ AGENTS: dict[str, tuple[Callable[..., tuple[list[str], dict[str, str]]], str]] =
 
 
 def tried(name: str, folder: Path, url: str, between: Between, seconds: int) -> dict[str, Any]:
-    """Let an agent do its exchange."""
+    """Run the exchange of one agent and return the result."""
     start, tool = AGENTS[name]
     between.seen = Seen(tool)
     began = time.perf_counter()
@@ -230,7 +231,8 @@ def tried(name: str, folder: Path, url: str, between: Between, seconds: int) -> 
 
 
 def longer(source: Path, context: int) -> Path:
-    """Copy the target and let its context be longer than it was trained on: agents say much."""
+    """Copy the target with a larger context length than it was trained with: agents send long
+    prompts."""
     shutil.copytree(TINY / "target", source)
     text = (source / "config.json").read_text()
     text = re.sub(r'("max_position_embeddings": )\d+', rf"\g<1>{context}", text)

@@ -80,7 +80,7 @@ class Checks:
 
 
 def check_openai(c: Checks) -> None:
-    """Check OpenAI's SDK, with strict validation of what comes back."""
+    """Check OpenAI's SDK with strict response validation."""
     import openai
 
     client = openai.OpenAI(
@@ -156,7 +156,7 @@ def check_openai(c: Checks) -> None:
 
 
 def check_anthropic(c: Checks) -> None:
-    """Check Anthropic's SDK, with strict validation of what comes back."""
+    """Check Anthropic's SDK with strict response validation."""
     import anthropic
 
     client = anthropic.Anthropic(
@@ -302,7 +302,7 @@ def check_langchain_anthropic(c: Checks) -> None:
 
 
 def check_instructor(c: Checks) -> None:
-    """Check instructor's ways to structured output."""
+    """Check instructor's modes of structured output."""
     import anthropic
     import instructor
     import openai
@@ -375,7 +375,7 @@ CLIENTS: dict[str, Callable[[Checks], None]] = {
 
 
 def main() -> int:
-    """Serve the family, run every client, write the result."""
+    """Serve the family, run every client, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=list(CLIENTS), choices=CLIENTS)
     parser.add_argument("--out", type=Path, help="file of the result, instead of a dated one")

@@ -48,13 +48,13 @@ AT_ONCE = (1, 2, 4, 8, 16, 32)
 
 
 def client(served: Served) -> httpx.AsyncClient:
-    """Return a client whose connections are as many as it likes."""
+    """Return an HTTP client without a limit of connections."""
     limits = httpx.Limits(max_connections=None)
     return httpx.AsyncClient(base_url=served.url, timeout=None, limits=limits)
 
 
 async def alone(served: Served, requests: list[Ask]) -> list[Said]:
-    """Answer each request by itself."""
+    """Send each request by itself and return the answers."""
     async with client(served) as http:
         return [await ask(http, request.drafted(0, False)) for request in requests]
 
@@ -62,7 +62,7 @@ async def alone(served: Served, requests: list[Ask]) -> list[Said]:
 async def load(
     served: Served, todo: list[tuple[int, Ask]], at_once: int, rng: random.Random
 ) -> list[tuple[int, Ask, Said]]:
-    """Answer all, `at_once` at a time, while a fifth as many others hang up."""
+    """Send all requests, `at_once` at a time, while a fifth as many other clients disconnect."""
     gate, out = asyncio.Semaphore(at_once), []
     async with client(served) as http:
 
@@ -82,7 +82,7 @@ async def load(
 
 
 def rounds(count: int, requests: list[Ask], rng: random.Random) -> list[list[tuple[int, Ask]]]:
-    """Deal out `count` requests, each of the distinct ones about as often as the others."""
+    """Distribute `count` requests evenly over the distinct ones."""
     order = [i % len(requests) for i in range(count)]
     rng.shuffle(order)
     todo = [
@@ -92,7 +92,7 @@ def rounds(count: int, requests: list[Ask], rng: random.Random) -> list[list[tup
 
 
 def main() -> int:
-    """Ask all requests alone, then all again under load, and compare."""
+    """Send all requests alone, then under load, and compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=2_000)
     parser.add_argument("--distinct", type=int, default=500)
@@ -156,7 +156,7 @@ def main() -> int:
 
 
 def share(args: argparse.Namespace) -> int:
-    """Run in several processes, which begin at different drafts and numbers at once."""
+    """Run in several processes, which start with different drafts and concurrencies."""
     began, many = time.perf_counter(), args.workers
     more = ["--device", args.device, *(["--own-process"] if args.own_process else [])]
     found, failed = spread(

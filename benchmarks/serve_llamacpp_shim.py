@@ -74,7 +74,7 @@ now = {"test": ""}
 
 
 class NotOffered(Exception):
-    """A test needs something that `g4spec serve` does not have."""
+    """A test needs a feature that `g4spec serve` does not have."""
 
 
 def arguments(server: Any) -> list[str]:
@@ -128,7 +128,7 @@ def arguments(server: Any) -> list[str]:
 
 
 def named_template(name: str) -> Path:
-    """Return a file with a template that llama-server has under a name, or with the text given."""
+    """Return a file with a template that llama-server knows by name, or with the given text."""
     if name == "command-r":
         raise NotOffered(f"llama.cpp's built-in template {name}")
     if name == "llama3":
@@ -142,7 +142,8 @@ opened = Tokenizer.from_gguf
 
 
 def endless(file: GGUF) -> Tokenizer:
-    """Open a tokenizer whose texts do not end before <eos>: their model goes on to the limit."""
+    """Return a tokenizer with <eos> as its only stop token: upstream's test model generates
+    until the limit."""
     tokenizer = opened(file)
     tokenizer.stop_ids = frozenset({1})
     return tokenizer
@@ -200,7 +201,7 @@ class Child:
 
 
 def start(self: Any, timeout_seconds: float = 60) -> None:
-    """Take the place of their `ServerProcess.start`."""
+    """Replace upstream's `ServerProcess.start`."""
     import utils
 
     log = FAMILY / "serve.log"
@@ -299,7 +300,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Note which test runs."""
+    """Record which test runs."""
     now["test"] = item.nodeid
 
 

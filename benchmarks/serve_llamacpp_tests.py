@@ -72,8 +72,8 @@ WHY = {
 
 
 def family(folder: Path) -> None:
-    """Write the target with a template that knows tools and thinking, whole and split, and a
-    draft."""
+    """Write the target with a template that supports tools and reasoning, whole and split,
+    and a draft."""
     source = folder / "source"
     shutil.copytree(TINY / "target", source)
     config = json.loads((source / "tokenizer_config.json").read_text())
@@ -86,7 +86,7 @@ def family(folder: Path) -> None:
 
 
 def main() -> int:
-    """Run the tests and sort what came out."""
+    """Run the tests and write the sorted results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", type=Path)
     parser.add_argument("-k", dest="only", default="")
@@ -139,7 +139,7 @@ def main() -> int:
 
 
 def sort(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """Sort functions by what became of all their parameters."""
+    """Sort functions by the results of all their parameters."""
     by: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for report in reports:
         by[report["test"].removeprefix("unit/").split("[")[0]].append(report)

@@ -69,7 +69,7 @@ def seconds(served: Served, tokens: int, seed: int) -> float:
 
 
 def speed(pairs: int, here: Served, there: Served, tokens: int) -> dict[str, Any]:
-    """Compare both, in turns; which is first changes."""
+    """Compare both in alternation."""
     rows = []
     for i in range(pairs + 1):
         order = (here, there) if i % 2 else (there, here)
@@ -106,7 +106,7 @@ def stream(url: str, lines: list[str]) -> None:
 def fault(
     phase: str, served: Served, client: EngineClient, plain: Engine, rng: random.Random
 ) -> tuple[list[str], float]:
-    """Let the engine fail once; returns what is wrong, and the seconds until it worked again."""
+    """Make the engine fail once. Return what is wrong, and the seconds until it worked again."""
     until(lambda: client.stats().idle and client.is_healthy(60))
     before, lines, wrong = client.process, list[str](), []
     long = Options(n_predict=1500, ignore_eos=True)
@@ -142,7 +142,7 @@ def fault(
 
 
 def main() -> int:
-    """Measure the speed, then run the faults."""
+    """Measure the speed, then inject the faults."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--faults", type=int, default=60)

@@ -60,7 +60,7 @@ POST = requests.post
 
 
 class Adapter:
-    """Stand between SGLang's tests and the server.
+    """Translates between SGLang's tests and the server.
 
     Attributes:
         lead: token ids before every prompt of ids. hits: prompts that began with a kept prefix.
@@ -127,8 +127,8 @@ class Adapter:
         }
 
     def _told(self, body: dict[str, Any], response: requests.Response) -> Any:
-        """Add `matched_stop`: the one stop text where it did not end by itself, else the id of the
-        end of a text in their list."""
+        """Add `matched_stop`: the stop string, or the first stop token id of the model at the
+        end of a text."""
         answer = response.json()
         for choice in answer["choices"]:
             ended = choice["finish_reason"] == "stop"
@@ -137,7 +137,7 @@ class Adapter:
 
 
 def extracted(wheel: Path, folder: Path) -> None:
-    """Put the tests where they can be imported, without the rest of SGLang."""
+    """Extract the tests so that they can be imported without the rest of SGLang."""
     with zipfile.ZipFile(wheel) as file:
         for name in FILES:
             file.extract(f"sglang/test/{name}", folder)
@@ -167,7 +167,7 @@ def serving(folder: Path) -> Iterator[Served]:
 
 
 def deterministic(adapter: Adapter, url: str, trials: int, tokens: int) -> dict[str, Any]:
-    """Run the modes of `test_deterministic`; unique texts of each prompt, or 1 for equal ones."""
+    """Run the modes of `test_deterministic`. Return the number of unique texts per prompt."""
     module = importlib.import_module("sglang.test.test_deterministic")
     out = {}
     for mode, temperature, lead in (
@@ -209,7 +209,7 @@ def deterministic(adapter: Adapter, url: str, trials: int, tokens: int) -> dict[
 
 
 def mixin(module: str, name: str, url: str) -> dict[str, str]:
-    """Run the tests of a mixin; what became of each."""
+    """Run the tests of a mixin and return their results."""
     kit = getattr(importlib.import_module(f"sglang.test.kits.{module}"), name)
     case = type(
         name, (kit, unittest.TestCase), {"base_url": url, "model": "tiny", "api_key": "none"}
@@ -230,7 +230,7 @@ def mixin(module: str, name: str, url: str) -> dict[str, str]:
 
 
 def main() -> int:
-    """Serve the family and run all."""
+    """Serve the family, run everything, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--trials", type=int, default=20, help="batches of single, twice prefix")

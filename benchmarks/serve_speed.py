@@ -58,7 +58,7 @@ def fields(prompt: list[int], tokens: int, seed: int) -> dict[str, Any]:
 
 
 async def asked(port: int, body: dict[str, Any]) -> Times:
-    """Ask over HTTP, on a connection of its own."""
+    """Send a request over its own connection."""
     data = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(
@@ -79,7 +79,7 @@ async def asked(port: int, body: dict[str, Any]) -> Times:
 
 
 def over_http(port: int, bodies: list[dict[str, Any]]) -> list[Times]:
-    """Ask all at once."""
+    """Send all requests at once."""
 
     async def all_of() -> list[Times]:
         return await asyncio.gather(*(asked(port, body) for body in bodies))
@@ -88,7 +88,7 @@ def over_http(port: int, bodies: list[dict[str, Any]]) -> list[Times]:
 
 
 def in_process(engine: Engine, bodies: list[dict[str, Any]]) -> list[Times]:
-    """Write the same texts here."""
+    """Generate the same texts in this process."""
     requests = [
         engine.submit(
             body["prompt"],
@@ -112,7 +112,8 @@ def in_process(engine: Engine, bodies: list[dict[str, Any]]) -> list[Times]:
 
 
 def pair(engine: Engine, port: int, bodies: list[dict[str, Any]], turn: int) -> list[list[float]]:
-    """Run both; returns seconds for each: to the first token, from it to the end, and in all."""
+    """Run both. Return for each the seconds to the first token, from it to the end, and in
+    total."""
     out: dict[bool, list[float]] = {}
     for http in (False, True) if turn % 2 else (True, False):
         began = time.perf_counter()
@@ -123,7 +124,7 @@ def pair(engine: Engine, port: int, bodies: list[dict[str, Any]], turn: int) -> 
 
 
 def measure(engine: Engine, port: int, pairs: int, tokens: int, seed: int) -> dict[str, Any]:
-    """Run all pairs; the first of each kind only warms up."""
+    """Run all pairs; the first of each kind is a warm-up."""
     rng = random.Random(seed)
     n_vocab = min(engine.config.n_vocab, 4000)
     rows: dict[str, list[list[list[float]]]] = {name: [] for name in GOALS}
@@ -166,7 +167,7 @@ def measure(engine: Engine, port: int, pairs: int, tokens: int, seed: int) -> di
 
 
 def missed(found: dict[str, Any]) -> list[str]:
-    """List the goals that were missed."""
+    """Return the requirements that were missed."""
     ratios = {name: found[name]["ratio"] for name in ("one stream", "16 streams")}
     out = [
         f"{name}: {ratio:.3f} of in-process, required {GOALS[name]}"
@@ -178,7 +179,7 @@ def missed(found: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    """Serve, load, measure in turns."""
+    """Start the server, load the files, and measure in alternation."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-m", "--model", type=Path, help="default: the bundled family")
     parser.add_argument("-md", "--draft", help="a file, or ngram; default: none with -m")

@@ -56,7 +56,8 @@ def main() -> None:
 
 
 def rows(engine: Engine) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [T, H] from which proposals were read, and of these such that were accepted."""
+    """Return the rows [T, H] from which proposals were read, and those whose proposal was
+    accepted."""
     every, accepted = list[torch.Tensor](), list[torch.Tensor]()
     block = Drafter.block
 

@@ -34,7 +34,7 @@ from g4spec import __version__  # noqa: E402
 
 
 def part(number: int, asked: argparse.Namespace) -> dict[str, Any]:
-    """What one process found; the first one also has the disks."""
+    """Run the cases of one process; the first one also tests disks."""
     cases = -(-asked.cases // asked.workers)
     done = subprocess.run(
         [
@@ -63,7 +63,7 @@ def part(number: int, asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Counts of several processes as one."""
+    """Return the sums over several processes."""
     out: dict[str, Any] = {}
     for name in ("cases", "signals", "disks"):
         out[name] = sum(p.get(name, 0) for p in parts)
