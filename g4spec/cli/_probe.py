@@ -24,6 +24,7 @@ def run(out: Output, path: Path, target: Path | None) -> ProbeResult:
     from g4spec.measure import draft_probe
 
     assert target is not None, "see check"
+    out.note("probing: runs the pair, and again with each changed setting; Ctrl-C ends it")
     with out.progress("probing") as progress:
         found = draft_probe.probe(target, path, progress=progress)
     shares = ", ".join(f"{x:.0%}" for x in found.run.shares())
@@ -34,9 +35,14 @@ def run(out: Output, path: Path, target: Path | None) -> ProbeResult:
         ("changed setting", "tokens per step"),
         rows,
     )
+    if found.unmeasured:
+        out.note(
+            f"interrupted: {len(found.others)} of {len(found.others) + len(found.unmeasured)} "
+            f"changed settings were measured; missing: {', '.join(found.unmeasured)}"
+        )
     for name in found.better:
         out.line(f"better with {name}: compare this setting with the checkpoint", "bad")
-    if not found.ok and not found.better:
+    if not found.ok and not found.better and not found.unmeasured:
         out.line(
             "too few tokens per step for this kind of draft, and no single setting explains it: "
             "the draft was probably trained for another target, or has wrong weights (--against)",

@@ -55,12 +55,14 @@ class ProbeResult:
         kind: kind of draft. reached: lowest tokens per step of correct drafts of this kind, or
             LEAST.
         run: counts of the unchanged file. others: changed setting -> counts, best first.
+        unmeasured: changed settings that Ctrl-C left out.
     """
 
     kind: str
     reached: float
     run: AcceptanceCounts
     others: dict[str, AcceptanceCounts] = field(default_factory=dict)
+    unmeasured: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -84,6 +86,7 @@ class ProbeResult:
             "by_position": self.run.shares(),
             "others": others,
             "better": self.better,
+            "unmeasured": self.unmeasured,
         }
 
 
@@ -98,18 +101,33 @@ def probe(
 ) -> ProbeResult:
     """Measure a pair, and the same draft with single settings changed.
 
+    Ctrl-C ends it; settings that were not measured are then in `unmeasured`. Raises
+    KeyboardInterrupt if it comes before the unchanged draft is measured.
+
     Args:
         n_predict: tokens per text. count: prompts per category of CATEGORIES.
+        progress: called with the number of finished texts, and of all texts.
     """
-    measured = _measure(target, draft, n_predict, count, device)
-    kind = _kind(draft)
-    found = ProbeResult(kind, REACHED.get(kind, LEAST), measured)
+    kind, per_file = _kind(draft), count * len(CATEGORIES)
     with GGUF(draft) as file, tempfile.TemporaryDirectory() as folder:
         made = list(variants(file))
-        for i, (name, changes) in enumerate(made):
-            path = _written(file, changes, Path(folder) / "variant.gguf")
-            found.others[name] = _measure(target, path, n_predict, count, device)
-            progress(i + 1, len(made))
+        n_texts = per_file * (1 + len(made))
+
+        def measure(path: Path, before: int) -> AcceptanceCounts:
+            """Measure one file after `before` others."""
+            done = per_file * before
+            progress(done, n_texts)
+            return _measure(
+                target, path, n_predict, count, device, lambda n: progress(done + n, n_texts)
+            )
+
+        found = ProbeResult(kind, REACHED.get(kind, LEAST), measure(draft, 0))
+        try:
+            for i, (name, changes) in enumerate(made):
+                path = _written(file, changes, Path(folder) / "variant.gguf")
+                found.others[name] = measure(path, i + 1)
+        except KeyboardInterrupt:
+            found.unmeasured = [name for name, _ in made[len(found.others) :]]
     order = sorted(found.others.items(), key=lambda item: -item[1].per_step)
     found.others = dict(order)
     return found
@@ -157,21 +175,28 @@ def variants(file: GGUF) -> Iterator[tuple[str, KV]]:
 
 
 def _measure(
-    target: Path, draft: Path, n_predict: int, count: int, device: str
+    target: Path,
+    draft: Path,
+    n_predict: int,
+    count: int,
+    device: str,
+    finished: Callable[[int], None],
 ) -> AcceptanceCounts:
+    """Run a pair on the prompts; `finished`: called with the number of finished texts."""
     engine = Engine.load(target, draft, n_ctx=None, device=device)
     try:
         assert engine.draft is not None
         most = engine.draft.max_tokens
         options = Options(n_predict, draft_max=most, ignore_eos=True)
         drafted, accepted = [0] * most, [0] * most
-        for prompt in prompts(engine.tokenizer, CATEGORIES, count):
+        for n, prompt in enumerate(prompts(engine.tokenizer, CATEGORIES, count), 1):
             run = engine.generate(prompt.encode(engine.tokenizer), options)
             for _ in run:
                 pass
             for i in range(most):
                 drafted[i] += run.stats.drafted_by_position[i]
                 accepted[i] += run.stats.accepted_by_position[i]
+            finished(n)
     finally:
         engine.close()
     return AcceptanceCounts(tuple(drafted), tuple(accepted))
