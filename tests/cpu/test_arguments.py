@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from g4spec import cli
-from g4spec.errors import did_you_mean
+from g4spec.cli import _output_files
+from g4spec.errors import UsageError, did_you_mean
+from g4spec.gguf import imatrix
 
 
 @pytest.mark.parametrize(
@@ -153,6 +155,54 @@ def test_a_similar_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (tmp_path / "target.gguf").touch()
     assert cli.run(["generate", "-m", str(tmp_path / "taget.gguf"), "-p", "x"]) == 3
     assert "Did you mean target.gguf?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"# A text\n", b"GGUF"])
+def test_imatrix_replaces_only_an_imatrix(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, text, out = (tmp_path / name for name in ("m.gguf", "text.txt", "out"))
+    model.touch()
+    text.write_text("some words")
+    out.write_bytes(content)
+    assert cli.run(["imatrix", "-m", str(model), str(text), "-o", str(out)]) in (2, 3)
+    assert str(out) in capsys.readouterr().err and out.read_bytes() == content
+    imatrix.save(out, imatrix.Imatrix({}, 1, 512, [], "x"))
+    imatrix.check_output(out)
+    out.write_bytes(b"")
+    imatrix.check_output(out)
+
+
+def test_results_replace_only_results(tmp_path: Path) -> None:
+    path = tmp_path / "README.md"
+    path.write_text("# A text")
+    with pytest.raises(UsageError, match="exists and is not a result of g4spec"):
+        _output_files.prepare(path)
+    for text in ('{\n "schema": "g4spec.bench/1"', "<html><title>Draft lengths: x</title>", ""):
+        path.write_text(text)
+        _output_files.prepare(path)
+
+
+@pytest.mark.parametrize("command", ["imatrix", "perplexity"])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["-c", "1"], "-c: expected at least 4 tokens per chunk, found 1"),
+        (["--chunks", "0"], "--chunks: expected at least 1, found 0"),
+    ],
+)
+def test_sizes_of_chunks(
+    command: str,
+    options: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("some words")
+    assert cli.run([command, "-m", "text.txt", "text.txt", *options]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_help_needs_no_valid_command_line(capsys: pytest.CaptureFixture[str]) -> None:
