@@ -9,7 +9,7 @@ import re
 
 from g4spec.errors import UsageError, did_you_mean
 from g4spec.models.fields import MAX_SIZE
-from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS
+from g4spec.runtime.cuda.cache.cache_types import KINDS
 
 
 def check_cache_type(cache_type: str | None) -> None:
