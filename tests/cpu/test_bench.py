@@ -75,7 +75,9 @@ def test_a_changed_text_is_a_failed_benchmark(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(chooser, "choose_rows", careless)
     config = bench.BenchConfig((0, 3), n_predict=24, repeats=1)
-    result = bench.sweep(bench_engine.engine(bench_engine.Liar()), bench_engine.prompts(1), config)
+    result = bench.sweep(
+        bench_engine.engine(bench_engine.ConstantDraft()), bench_engine.prompts(1), config
+    )
     assert {d.length for d in result.differences} == {3}
     first = result.differences[0]
     assert first.index is not None and first.plain != first.speculative
@@ -84,7 +86,9 @@ def test_a_changed_text_is_a_failed_benchmark(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_useless_draft_is_slower_and_not_recommended() -> None:
     config = bench.BenchConfig((0, 8), n_predict=24, repeats=2)
-    result = bench.sweep(bench_engine.engine(bench_engine.Liar()), bench_engine.prompts(1), config)
+    result = bench.sweep(
+        bench_engine.engine(bench_engine.ConstantDraft()), bench_engine.prompts(1), config
+    )
     row = result.row("all", 8)
     assert row is not None and row.acceptance == 0 and row.committed == 1
     assert set(recommend(result.rows).lengths.values()) == {0}
@@ -95,7 +99,7 @@ def test_an_unusable_draft_is_recorded() -> None:
         rows = len(batch.sizes) * count
         return pick(torch.full((rows, memory_models.V), torch.nan), 0).view(-1, count)
 
-    draft = bench_engine.Liar()
+    draft = bench_engine.ConstantDraft()
     draft.propose = broken  # type: ignore[method-assign]
     config = bench.BenchConfig((0, 4), n_predict=8, repeats=1)
     result = bench.sweep(bench_engine.engine(draft), bench_engine.prompts(1), config)

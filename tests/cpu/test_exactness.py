@@ -20,9 +20,9 @@ from g4spec.runtime.pending_rows import flush
 from g4spec.runtime.request import Options, Request
 from tests.support import memory_engine
 from tests.support import memory_models as mm
-from tests.support.bench_engine import Liar
+from tests.support.bench_engine import ConstantDraft
 from tests.support.memory_engine import DRAFTS
-from tests.support.one_sequence import One
+from tests.support.one_sequence import SequenceTarget
 
 PROMPT = [2, *((i * 37) % 150 + 5 for i in range(3 * mm.WINDOW + 1))]
 
@@ -81,7 +81,7 @@ def test_attention_row_is_the_same_at_every_count_place_and_length(window: int |
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_prefill_chunks_do_not_change_a_bit(chunk: int) -> None:
-    whole, parts = One(mm.target(chunk=512)), One(mm.target(chunk=chunk))
+    whole, parts = SequenceTarget(mm.target(chunk=512)), SequenceTarget(mm.target(chunk=chunk))
     whole.target.taps = parts.target.taps = (0, 3, 6)
     a = list(whole.prefill(PROMPT))
     b = list(parts.prefill(PROMPT))
@@ -91,7 +91,7 @@ def test_prefill_chunks_do_not_change_a_bit(chunk: int) -> None:
 
 @pytest.mark.parametrize("rows", range(1, TILE + 1))
 def test_step_logits_equal_plain_decoding_at_every_row(rows: int) -> None:
-    plain, wide = One(mm.target()), One(mm.target())
+    plain, wide = SequenceTarget(mm.target()), SequenceTarget(mm.target())
     for t in (plain, wide):
         list(t.prefill(PROMPT))
     ids = [(7 * i) % 150 + 5 for i in range(rows)]
@@ -99,7 +99,7 @@ def test_step_logits_equal_plain_decoding_at_every_row(rows: int) -> None:
     assert torch.equal(wide.step(ids, len(PROMPT)).logits, torch.stack(one))
 
 
-class Wrong(Liar):
+class Wrong(ConstantDraft):
     """A draft that is wrong on purpose, or random, or a copy of the target."""
 
     def __init__(self, name: str, guess: Callable[[int], int]) -> None:

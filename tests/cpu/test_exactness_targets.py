@@ -19,7 +19,7 @@ from tests.cpu.test_exactness import PROMPT, decode
 from tests.support import memory_engine
 from tests.support import memory_models as mm
 from tests.support.memory_engine import DRAFTS, Make
-from tests.support.one_sequence import One, make_target
+from tests.support.one_sequence import SequenceTarget, make_target
 
 
 def experts(s: LayerSpec) -> LayerSpec:
@@ -46,9 +46,9 @@ def config(name: str) -> gemma4.Config:
     return replace(base, layers=CONFIGS[name](base.layers))
 
 
-def target(name: str, chunk: int = 64) -> One:
+def target(name: str, chunk: int = 64) -> SequenceTarget:
     made = config(name)
-    return One(make_target(made, mm.weights(gemma4.tensors(made), 0, 0.3), chunk=chunk))
+    return SequenceTarget(make_target(made, mm.weights(gemma4.tensors(made), 0, 0.3), chunk=chunk))
 
 
 def engine(name: str, make: Make | None = None, suppress: tuple[int, ...] = ()) -> Engine:

@@ -15,19 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from g4spec.runtime.draft_length import CREDIT
-from tests.support.acceptance import MACHINES, Bill, best_fixed, recordings, replay
+from tests.support.acceptance import MACHINES, OverheadTracker, best_fixed, recordings, replay
 from tests.support.one_text import Auto, CycleCosts, Fixed
 
-Adversary = Callable[[int, Bill], int]
+Adversary = Callable[[int, OverheadTracker], int]
 """Accepted tokens of a cycle, given how many were drafted and what happened so far."""
 
 
 def play(
     auto: Auto, costs: CycleCosts, adversary: Adversary, most: int, n: int, ahead: bool = False
-) -> Bill:
+) -> OverheadTracker:
     """Decode `n` tokens or a few more; the bound holds after every cycle and over every stretch.
     `ahead`: by a runner that asks what comes next before it knows what a cycle has found."""
-    bill, certain = Bill(costs[0]), None
+    bill, certain = OverheadTracker(costs[0]), None
     while bill.tokens < n:
         count = auto.next(most)
         assert certain in (None, count)
@@ -43,7 +43,7 @@ def play(
 def chance(accept: list[float], seed: int) -> Adversary:
     rng = random.Random(seed)
 
-    def held(count: int, bill: Bill) -> int:
+    def held(count: int, bill: OverheadTracker) -> int:
         return next((i for i in range(count) if rng.random() >= accept[i]), count)
 
     return held
@@ -113,7 +113,7 @@ def test_never_costs_more_whatever_is_accepted(
 def test_never_costs_more_in_recorded_texts(name: str, ahead: bool) -> None:
     recording = recordings()[name]
     for table in (recording.seconds, *MACHINES.values()):
-        auto, costs, bill = Auto(table), CycleCosts(table), Bill(table[0])
+        auto, costs, bill = Auto(table), CycleCosts(table), OverheadTracker(table[0])
         for text in [t for texts in recording.texts.values() for t in texts]:
             replay(auto, costs, text, recording.longest, bill, ahead)
             assert bill.over <= 1e-9
@@ -124,7 +124,12 @@ def test_never_costs_more_in_recorded_texts(name: str, ahead: bool) -> None:
 def test_never_costs_more_when_texts_end_inside_a_proposal(ahead: bool) -> None:
     """Tokens behind a stop token are nothing won: plain decoding would not have chosen them."""
     table = MACHINES["31B on an H200, llama.cpp"]
-    auto, costs, bill, rng = Auto(table), CycleCosts(table), Bill(table[0]), random.Random(5)
+    auto, costs, bill, rng = (
+        Auto(table),
+        CycleCosts(table),
+        OverheadTracker(table[0]),
+        random.Random(5),
+    )
     for _ in range(600):
         count = auto.next(15)
         needed = 1 if count and rng.random() < 0.5 else count + 1
@@ -143,7 +148,7 @@ def test_never_costs_more_over_short_texts(table: dict[int, float]) -> None:
     """Each begins with the prompt's own token, which is no cycle, and ends inside a proposal."""
     costs = CycleCosts(table)
     for seed in range(5):
-        auto, bill, rng = Auto(table), Bill(costs[0]), random.Random(seed)
+        auto, bill, rng = Auto(table), OverheadTracker(costs[0]), random.Random(seed)
         for _ in range(300):
             auto.begin()
             auto.cut(0)
@@ -159,7 +164,7 @@ def test_never_costs_more_over_short_texts(table: dict[int, float]) -> None:
 def test_never_costs_more_when_nothing_is_proposed() -> None:
     """Drafts may propose fewer tokens than asked for, or none, and take their time all the same."""
     table = MACHINES["two cores, fixed 16-row steps"]
-    auto, costs, bill = Auto(table), CycleCosts(table), Bill(table[0])
+    auto, costs, bill = Auto(table), CycleCosts(table), OverheadTracker(table[0])
     drafted = 0
     for _ in range(600):
         asked = auto.next(15)
@@ -223,7 +228,7 @@ def test_comes_close_to_the_best_fixed_length_in_recorded_texts(name: str, ahead
         auto, costs, shares = Auto(table), CycleCosts(table), []
         for _ in range(2):
             for texts in recording.texts.values():
-                bill = Bill(table[0])
+                bill = OverheadTracker(table[0])
                 for text in texts:
                     replay(auto, costs, text, recording.longest, bill, ahead)
                 best = best_fixed(costs, texts, recording.longest)
@@ -277,7 +282,7 @@ def test_a_busy_machine_does_not_end_drafting() -> None:
     auto, draft = Auto(table), chance([0.8] * 15, 3)
     while tokens < 3000:
         count = auto.next(15)
-        held = draft(count, Bill(table[0]))
+        held = draft(count, OverheadTracker(table[0]))
         auto.observe(count, held, CycleCosts(table)[count] * (6 if rng.random() < 0.02 else 1))
         spent, tokens = spent + CycleCosts(table)[count], tokens + held + 1
     assert tokens * table[0] / spent > 1.7

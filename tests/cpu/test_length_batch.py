@@ -56,7 +56,7 @@ def chance(accept: float, seed: int) -> Held:
 
 
 @dataclass
-class Bill:
+class OverheadTracker:
     """Seconds beyond 1.02 times what decoding would have taken without `auto`; `allowed`: how many
     there may be, what was saved before."""
 
@@ -82,7 +82,7 @@ class Text:
     held: Held
     left: int
     drafted: int = 0
-    bill: Bill | None = None
+    bill: OverheadTracker | None = None
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Simulation:
     slower: Callable[[], float] = lambda: 1.0  # drafted cycles over what is predicted
     most: int = MAX_DRAFT
     live: list[Text] = field(default_factory=list)
-    bill: Bill = field(default_factory=Bill)
+    bill: OverheadTracker = field(default_factory=OverheadTracker)
     seconds: float = 0.0
     tokens: int = 0
     surprise: float = 0.0
@@ -130,7 +130,7 @@ class Simulation:
         self._longest_base = max(self._longest_base, base)
         for text in (t for t in texts if t.bill is None):
             saved = min(CREDIT * self._longest_base, -self.bill.beyond)
-            text.bill = Bill(allowed=max(0.0, saved))
+            text.bill = OverheadTracker(allowed=max(0.0, saved))
         self._planned = None
         if self.ahead and texts == self.live:
             room = [self._room(t) - 1 - n for t, n in zip(texts, counts, strict=True)]

@@ -137,7 +137,7 @@ def test_planted_faults_are_named(family: Path, tmp_path: Path) -> None:
         good, pair = family / f"{kind}.gguf", None if kind == "target" else family / "target.gguf"
         file = faults.read(good)
         for source in (TINY / kind, None):
-            known = faults.spoken(validate(good, pair, source))
+            known = faults.findings(validate(good, pair, source))
             for fault in random.Random(7).sample(faults.faults(file), SAMPLE):
                 said = faults.named(file, fault, tmp_path / "x.gguf", known, pair, source)
                 assert said or source is None, (kind, fault.where, fault.name)

@@ -34,12 +34,12 @@ def test_a_model_draft_changes_nothing() -> None:
 
 
 def test_a_draft_that_is_always_wrong_changes_nothing() -> None:
-    verdict = verify.verify(bench_engine.engine(bench_engine.Liar()), todo(8), 24)
+    verdict = verify.verify(bench_engine.engine(bench_engine.ConstantDraft()), todo(8), 24)
     assert verdict.ok and verdict.accepted < verdict.drafted / 10
 
 
 def test_a_draft_that_proposes_nothing_proves_nothing() -> None:
-    silent = bench_engine.Liar()
+    silent = bench_engine.ConstantDraft()
     silent.propose = lambda batch, count, pick: (  # type: ignore[method-assign]
         batch.ids.new_full((len(batch.sizes), count), -1)
     )
@@ -70,7 +70,7 @@ def forget_position(
 
 def test_a_token_taken_unseen_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chooser, "choose_rows", believe_one)
-    verdict = verify.verify(bench_engine.engine(bench_engine.Liar()), todo(), 24)
+    verdict = verify.verify(bench_engine.engine(bench_engine.ConstantDraft()), todo(), 24)
     found = verdict.mismatch
     assert found is not None and not verdict.ok
     assert found.speculative.id != found.plain.id
@@ -87,7 +87,7 @@ def test_wrong_noise_is_found_above_temperature_0(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_cache_that_is_not_rolled_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = bench_engine.engine(bench_engine.Liar())
+    engine = bench_engine.engine(bench_engine.ConstantDraft())
     honest, late = engine.target.step, list[int]()
 
     def run(batch: Batch) -> Any:
