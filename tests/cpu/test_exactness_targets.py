@@ -1,4 +1,5 @@
-"""Losslessness of the targets that are not dense: see `test_exactness.py`."""
+"""Losslessness of targets with experts, shared keys and values or per-layer embeddings; see
+`test_exactness.py`."""
 
 from __future__ import annotations
 
@@ -88,7 +89,7 @@ def test_text_with_a_draft_equals_text_without(name: str, draft: str) -> None:
             assert decode(on, sampler, count, n=40) == want, count
 
 
-def test_gate_and_up_in_two_tensors_or_in_one() -> None:
+def test_gate_and_up_separate_or_fused() -> None:
     split, fused = target("experts, split"), target("experts")
     weights: dict[str, torch.Tensor] = dict(fused.model.w)
     for s in split.config.layers:

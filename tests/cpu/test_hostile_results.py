@@ -417,6 +417,8 @@ def test_the_lock_file_holds_every_requirement() -> None:
 
 
 @pytest.mark.parametrize("line", [("doctor", "-m"), ("doctor", "-m", "31b", "-md")])
-def test_the_home_of_nobody(line: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_without_a_home_folder(
+    line: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.run([*line, "~no-such-user/x.gguf"]) == 3
     assert "~no-such-user/x.gguf: no such file" in capsys.readouterr().err

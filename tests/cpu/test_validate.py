@@ -47,7 +47,7 @@ def test_every_rule_has_a_file_that_breaks_it() -> None:
 
 
 @pytest.mark.parametrize("rule_id", BREAK)
-def test_the_rule_speaks(tmp_path: Path, rule_id: str) -> None:
+def test_each_rule_reports_its_fault(tmp_path: Path, rule_id: str) -> None:
     kind, change = BREAK[rule_id]
     file, target = KINDS[kind](), KINDS["target"]()
     change(file, target)
@@ -64,7 +64,7 @@ def test_the_rule_speaks(tmp_path: Path, rule_id: str) -> None:
 
 
 @pytest.mark.parametrize("rule_id", BREAK)
-def test_the_rule_is_asked_of_a_healthy_file_and_silent(good: Path, rule_id: str) -> None:
+def test_each_rule_is_silent_on_a_healthy_file(good: Path, rule_id: str) -> None:
     rule = all_rules()[rule_id]
     kind = next(
         k for k in KINDS if not rule.on or KINDS[k]().kv["general.architecture"].data in rule.on

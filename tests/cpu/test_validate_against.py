@@ -123,7 +123,7 @@ def test_a_faithful_file_passes(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("rule_id", BREAK)
-def test_the_rule_speaks(tmp_path: Path, rule_id: str) -> None:
+def test_each_rule_reports_its_fault(tmp_path: Path, rule_id: str) -> None:
     kind, change, where = BREAK[rule_id]
     config, tensors = checkpoint(kind)
     change(tensors)
@@ -200,7 +200,7 @@ def test_bounds_hold_what_formats_do(name: str, scale: float) -> None:
     assert not found.exact
 
 
-def test_a_step_too_far_is_reported() -> None:
+def test_a_code_rounded_wrongly_is_reported() -> None:
     """One code of one Q8_0 block rounded the wrong way by one."""
     x = np.random.default_rng(4).standard_normal((4, 64)).astype(np.float32)
     form = quant.get("q8_0")

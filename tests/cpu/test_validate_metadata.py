@@ -108,7 +108,7 @@ def test_a_pattern_of_no_model_fails_without_a_source(family: Path, tmp_path: Pa
     assert report.unable
 
 
-def test_rules_that_were_not_asked_are_loud(family: Path, capsys: Any) -> None:
+def test_unchecked_rules_are_reported(family: Path, capsys: Any) -> None:
     draft, target = str(family / "dflash.gguf"), str(family / "target.gguf")
     assert run(["validate", draft]) == 0
     assert "NOT CHECKED" in capsys.readouterr().out
