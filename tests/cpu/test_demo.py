@@ -18,7 +18,7 @@ from g4spec.measure import verify
 from g4spec.measure.bench_compare import read_result
 from g4spec.runtime import chooser
 from g4spec.runtime.request import Options, Request
-from tests.cpu.test_verify import believe_one
+from tests.cpu.test_verify import accept_first_unverified
 from tests.support import tiny
 
 SMALL = ["-c", "256", "--long-tokens", "100"]
@@ -169,7 +169,7 @@ def test_verify_passes_and_finds_a_planted_bug(
     options = ["verify", *files, "-c", "1024", "--long-tokens", "100", "-n", "8"]
     assert cli.run([*options, "--cases", "3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ok"] is True
-    monkeypatch.setattr(chooser, "choose_rows", believe_one)
+    monkeypatch.setattr(chooser, "choose_rows", accept_first_unverified)
     assert cli.run([*options, "--cases", "12", "--json"]) == 1
     said = capsys.readouterr()
     found = json.loads(said.out)["mismatch"]

@@ -1,4 +1,5 @@
-"""`validate --probe`: what no rule can see is named by what it costs."""
+"""`validate --probe` finds faults that no rule can see, and names them by their cost in
+acceptance."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def probed(
     family: Path, draft: Path, monkeypatch: Any, keep: tuple[str, ...]
 ) -> draft_probe.ProbeResult:
-    """A short probe that tries only settings whose name begins with one of `keep`."""
+    """Run a short probe of only the settings whose name begins with one of `keep`."""
     every = draft_probe.variants
     monkeypatch.setattr(
         draft_probe,
@@ -48,12 +49,12 @@ def test_the_costly_setting_is_named(family: Path, tmp_path: Path, monkeypatch: 
     assert len(found.run.shares()) == 15
 
 
-def test_a_right_draft_is_best_as_it_is(family: Path, monkeypatch: Any) -> None:
+def test_no_setting_improves_a_correct_draft(family: Path, monkeypatch: Any) -> None:
     found = probed(family, family / "dflash.gguf", monkeypatch, ("dflash.rope", "dflash.emb"))
     assert found.ok, found.json()
     assert len(found.others) == 2
     json.dumps(found.json())
 
 
-def test_the_command_wants_a_target(family: Path) -> None:
+def test_the_command_needs_a_target(family: Path) -> None:
     assert run(["validate", str(family / "dflash.gguf"), "--probe"]) == 2

@@ -1,4 +1,4 @@
-"""Metadata held against the source, rules that could not be asked, and planted faults."""
+"""Metadata compared with the source, rules that could not be checked, and planted faults."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CHANGES: dict[str, tuple[str, ValueType, Any, ValueType | None]] = {
         ValueType.BOOL,
     ),
 }
-"""Each of these passed once with 0 errors and 0 warnings."""
+"""Each of these changes once passed with 0 errors and 0 warnings."""
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changed(family: Path, out: Path, change: str) -> tuple[str, Path]:
-    """The kind of file that a change of CHANGES is about, and a file with it."""
+    """Return the kind of file that a change of CHANGES applies to, and a changed file."""
     key, type, data, item = CHANGES[change]
     kind = "target" if key.startswith("gemma4.") else "dflash"
     file = faults.read(family / f"{kind}.gguf")
@@ -117,10 +117,8 @@ def test_unchecked_rules_are_reported(family: Path, capsys: Any) -> None:
     assert run(["validate", draft, "--strict", "--target", target]) == 0
 
 
-def test_rules_that_the_file_keeps_from_being_asked_fail(
-    family: Path, tmp_path: Path, capsys: Any
-) -> None:
-    """A warning alone, of a file whose features have no code here, is no success."""
+def test_rules_that_cannot_be_checked_fail(family: Path, tmp_path: Path, capsys: Any) -> None:
+    """A file with features that g4spec does not support must not pass with only a warning."""
     file = faults.read(family / "target.gguf")
     file.tensors["blk.0.attn_qkv.weight"] = file.tensors["blk.0.attn_norm.weight"]
     path = file.write(tmp_path / "x.gguf")
@@ -130,8 +128,8 @@ def test_rules_that_the_file_keeps_from_being_asked_fail(
     assert run(["validate", str(path)]) == 1
 
 
-def test_planted_faults_are_named(family: Path, tmp_path: Path) -> None:
-    """A seeded sample: all with the source, and more than half without."""
+def test_planted_faults_are_reported(family: Path, tmp_path: Path) -> None:
+    """For a seeded sample: all faults with the source, more than half of them without."""
     named = {True: 0, False: 0}
     for kind in ("target", *DRAFTS):
         good, pair = family / f"{kind}.gguf", None if kind == "target" else family / "target.gguf"
