@@ -140,6 +140,7 @@ def copy_tests(source: Path, folder: Path) -> Path:
     """Copy their tests to `folder`, with the replacements of `FACTS`; return their folder."""
     tests = folder / "llama.cpp" / "tools" / "server" / "tests"
     shutil.copytree(source / "tools" / "server" / "tests", tests)
+    (tests / "tmp").mkdir(exist_ok=True)
     (folder / "llama.cpp" / "models").symlink_to(source / "models")
     for path in sorted((tests / "unit").glob("test_*.py")):
         text = path.read_text()
