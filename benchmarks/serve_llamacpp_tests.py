@@ -1,6 +1,6 @@
 """Run llama.cpp's server tests against `g4spec serve`.
 
-    python benchmarks/serve_llamacpp_tests.py LLAMA_CPP [-k EXPRESSION] [--log FILE]
+    python benchmarks/serve_llamacpp_tests.py LLAMA_CPP [-k EXPRESSION] [--log FILE] [--reports FILE]
 
 LLAMA_CPP is a source folder of llama.cpp: `pip download --no-binary :all: --no-deps
 llama-cpp-python==0.3.36` contains one in `vendor/`; the tests need pytest, openai, requests,
@@ -8,6 +8,8 @@ filelock, aiohttp and wget. `serve_llamacpp_shim.py` replaces llama-server and i
 `g4spec serve` and the bundled family; constants of their model are replaced (`FACTS`). A function
 passes if it passes with all its parameters. Functions that fail, and those of features that
 `g4spec serve` does not have, are listed with the reason. Writes dated JSON.
+
+--reports continues a run: FILE keeps the outcome of each test, and those in it are not run again.
 """
 
 import argparse
@@ -159,6 +161,7 @@ def main() -> int:
     parser.add_argument("source", type=Path)
     parser.add_argument("-k", dest="only", default="")
     parser.add_argument("--log", type=Path, help="what pytest prints")
+    parser.add_argument("--reports", type=Path, help="keeps outcomes; its tests are not run again")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     began = time.perf_counter()
@@ -167,6 +170,9 @@ def main() -> int:
         folder = Path(name)
         family(folder)
         tests = copy_tests(source, folder)
+        report = folder / "report.jsonl"
+        if args.reports and args.reports.exists():
+            shutil.copy(args.reports, report)
         paths = [f"unit/test_{each}.py" for each in FILES]
         env = {
             **os.environ,
@@ -191,7 +197,9 @@ def main() -> int:
         command += ["-k", args.only] if args.only else []
         with (args.log or folder / "log").open("w") as log:
             subprocess.run(command, cwd=tests, env=env, stdout=log, stderr=log, check=False)
-        lines = (folder / "report.jsonl").read_text().splitlines()
+        lines = report.read_text().splitlines()
+        if args.reports:
+            shutil.copy(report, args.reports)
     found = sort([json.loads(line) for line in lines])
     for kind, functions in found.items():
         print(f"{kind}: {len(functions)}")
