@@ -213,7 +213,7 @@ class Engine:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the engine runs on the CPU."""
+        """True if the engine runs on the CPU."""
         return bool(self.target.ops.device.type == "cpu")
 
     def stats(self) -> EngineStats:

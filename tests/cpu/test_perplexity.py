@@ -20,7 +20,7 @@ from g4spec.gguf import imatrix
 from g4spec.measure import importance, perplexity, text_chunks
 from g4spec.ops.kv import Space
 from g4spec.runtime.backend import TorchBackend
-from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS
+from g4spec.runtime.cuda.cache.cache_types import KINDS
 from g4spec.runtime.engine import Engine
 from tests.support import tiny
 
@@ -43,7 +43,7 @@ def engine(trained: Path) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def parts(engine: Engine) -> list[list[int]]:
-    return text_chunks.split_text(engine.tokenizer, TEXT.read_text().removesuffix("\n"), most=2)
+    return text_chunks.split_text(engine.tokenizer, TEXT.read_text().removesuffix("\n"), chunks=2)
 
 
 def test_chunks_are_cut_as_in_llama_cpp(engine: Engine) -> None:
