@@ -103,7 +103,7 @@ def _engines(
             p = next(c for c in v.conditions if c.unknown)
             s.add("warn", f"{_version(v)}: {p.title}", p.says, p.fix, (p.id,))
         else:
-            n = len(v.conditions)
+            n = len(v.open_conditions)
             more = ""
             if n:
                 where = "below" if v is best else "--verbose"
@@ -171,7 +171,7 @@ def _speed(facts: Facts, d: Diagnosis, q: Question, v: EngineVerdict) -> None:
             s.add(
                 "note",
                 f"{made.draft_low:.0f} to {made.draft_high:.0f} tokens/s with the draft: "
-                f"{min(q.draft.accepted):g} to {max(q.draft.accepted):g} tokens per cycle are "
+                f"{min(q.draft.accepted):g} to {max(q.draft.accepted):g} tokens per step are "
                 f"published, and a cycle costs {cost} plain steps",
                 facts=(*q.draft.ids, *made.facts),
             )

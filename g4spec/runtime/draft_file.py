@@ -10,26 +10,9 @@ from g4spec import models
 from g4spec.core import Backend, CacheShape, Draft
 from g4spec.errors import InputError, UsageError
 from g4spec.gguf import GGUF
-from g4spec.models.fields import MAX_SIZE
-from g4spec.models.spec import check_heads
-from g4spec.runtime import loading
+from g4spec.models.spec import TensorSpec, check_heads
+from g4spec.runtime import load_options, loading
 from g4spec.runtime.target import Target
-
-
-def check_options(p_min: float | None, window: int | None, has_file: bool) -> None:
-    """Raise UsageError if `draft_p_min` or `draft_window` is out of range or given without a draft
-    file."""
-    if window is not None and not 1 <= window <= MAX_SIZE:
-        raise UsageError("`draft_window`", expected=f"1 to {MAX_SIZE}", found=window)
-    if window is not None and not has_file:
-        raise UsageError("`draft_window` needs a draft with a cache", fix="pass one with `draft`")
-    if p_min is not None and not 0 <= p_min <= 1:
-        raise UsageError("`draft_p_min`", expected="0 to 1", found=p_min)
-    if p_min and not has_file:
-        raise UsageError(
-            "`draft_p_min` needs a draft that has a confidence head",
-            fix="pass a DSpark draft with `draft`",
-        )
 
 
 class DraftFile:
@@ -38,7 +21,7 @@ class DraftFile:
     def __init__(
         self, draft: Path | str | None, p_min: float | None = None, window: int | None = None
     ) -> None:
-        check_options(p_min, window, draft not in (None, "ngram"))
+        load_options.check_draft(p_min, window, draft not in (None, "ngram"))
         self.window = window
         self.file = GGUF(Path(draft)) if draft not in (None, "ngram") else None
         if self.file is None:
@@ -86,17 +69,25 @@ class DraftFile:
         """Shapes of the draft's own caches."""
         return list(self.kind.caches(self.config, self.window)) if self.file and self.kind else []
 
+    def check(self, n_vocab: int) -> None:
+        """Raise InputError unless the tensors are those of the kind, and all token ids in the file
+        are below `n_vocab`."""
+        assert self.file is not None and self.kind is not None
+        for name, ids in self.kind.token_ids(self.config, self.file).items():
+            loading.check_ids(self.file, name, ids, n_vocab)
+        loading.check_draft_weights(self.file, self._specs(), n_vocab)
+
+    def _specs(self) -> list[TensorSpec]:
+        return list(self.kind.tensors(self.config)) if self.kind else []
+
     def build(self, backend: Backend, target: Target) -> Draft:
         """Load the weights and create the draft for a target whose slots and pages it shares."""
         assert self.file is not None and self.kind is not None
+        # Before anything is allocated: until then sizes are only what the metadata claims.
+        self.check(target.config.n_vocab)
         slack = backend.slack(target.chunk)
         caches = [backend.cache(shape, target.space, slack) for shape in self.shapes()]
-        n_vocab = target.config.n_vocab
-        for name, ids in self.kind.token_ids(self.config, self.file).items():
-            loading.check_ids(self.file, name, ids, n_vocab)
-        weights = loading.load_draft_weights(
-            self.file, self.kind.tensors(self.config), backend, n_vocab
-        )
+        weights = loading.load_weights(self.file, self._specs(), backend)
         draft: Draft = self.kind.Drafter(
             self.config,
             weights,

@@ -1,4 +1,4 @@
-"""First use: flags of llama.cpp, help, threads, a machine without torch."""
+"""First use: llama.cpp's flags, help, threads, and a machine without torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHORT = ("-p", "hello world", "-n", 4, "-c", 64, "--device", "cpu")
 
 
 def process(*argv: object, without: str = "", **env: str) -> subprocess.CompletedProcess[str]:
-    """Run `g4spec` in a process where the package `without` is missing."""
+    """Run `g4spec` in a process in which the package `without` cannot be imported."""
     hide = f"import sys; sys.modules[{without!r}] = None\n" if without else ""
     code = f"{hide}from g4spec.__main__ import main\nmain()"
     return subprocess.run(
@@ -99,7 +99,9 @@ def test_values_that_look_like_flags(files: tuple[str, str], g4spec: Cli) -> Non
 
 def test_llama_flags_map_to_existing_options() -> None:
     made: Any = cli.typer.main.get_command(cli.app())
-    ours = {f for c in made.commands.values() for p in c.params for f in p.opts}
+    ours = {
+        f for c in made.commands.values() for p in c.params for f in (*p.opts, *p.secondary_opts)
+    }
     assert set(_llama_flags.SAME.values()) <= ours
 
 
