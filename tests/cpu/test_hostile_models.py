@@ -154,6 +154,30 @@ def test_suppressed_and_stop_ids_that_do_not_exist(
         Engine.load(broken, n_ctx=64)
 
 
+@pytest.mark.parametrize("key", ["feed_forward_length", "attention.head_count_kv"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        array(ValueType.STRING, ["x"] * 6),
+        array(ValueType.F32, [math.inf] * 6),
+        array(ValueType.F32, [math.nan] * 6),
+        array(ValueType.I32, [0] * 6),
+        array(ValueType.I32, [-1] * 6),
+        array(ValueType.U64, [1 << 63] * 6),
+        array(ValueType.I32, [1] * 5),
+    ],
+)
+def test_sizes_of_layers_that_are_none(home: Path, tmp_path: Path, key: str, value: Any) -> None:
+    """Text and infinity were a ValueError and an OverflowError."""
+    broken = changed(
+        home / "target.gguf",
+        tmp_path / "broken.gguf",
+        **{f"gemma4.{key}".replace(".", "__"): value},
+    )
+    with pytest.raises(InputError, match=key.replace(".", r"\.")):
+        Engine.load(broken, n_ctx=64)
+
+
 def test_an_architecture_that_is_no_text(home: Path, tmp_path: Path) -> None:
     broken = changed(
         home / "target.gguf",

@@ -8,6 +8,7 @@ steps run one after the other, never two on two streams.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,10 +17,11 @@ from g4spec.ops.weights import ExpertLayer
 from g4spec.runtime.cuda.build import launch, nvrtc
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.step import packed_rows as rows
+from g4spec.runtime.cuda.step.linear import scratch_of
 from g4spec.runtime.cuda.step.packed_rows import BLOCK, BLOCK_BYTES, GROUP_ROWS, PackedRows
 from g4spec.runtime.cuda.weights.dequant import Weight
 from g4spec.runtime.cuda.weights.matrix import GateUpPairs, Matrix, interleave_experts
-from g4spec.runtime.cuda.weights.packing import GROUP, format_name
+from g4spec.runtime.cuda.weights.packing import GROUP, format_name, unit_bytes
 
 ARCHS = tuple(arch for arch in nvrtc.ARCHS if arch not in ("sm_70", "sm_75"))
 """Those whose tensor cores have the product."""
@@ -29,6 +31,12 @@ TEAMS = 2
 
 KEPT = 3072
 """Bytes of shared memory left to the kernel that finishes the layer, which waits beside."""
+
+MAX_EXPERTS, MAX_USED = 1024, 16
+"""Experts of a layer, and of a row, that the kernel has registers for."""
+
+ALIGNMENT = 128
+"""Upper bound of the padding in the kernel's shared memory."""
 
 COUNTERS = 3
 """Of `Buffers.arrived`, before those of visits."""
@@ -131,7 +139,8 @@ class Experts:
         shape = ExpertShape(
             up.matrices if up else 0, e.n_used, e.down.rows, e.gate.rows, down.columns
         )
-        if up is None or len(dense) > 1 or not fits(shape, up, down, dense[0], e.down.weight):
+        weights = (up, down, dense[0], e.down.weight)
+        if up is None or len(dense) > 1 or not fits(shape, weights, launch.arch(device.index)):
             return None
         if shape not in buffers:
             buffers[shape] = Buffers(shape, device)
@@ -258,15 +267,29 @@ def _bytes(arch: str) -> int:
     return nvrtc.SHARED_LIMIT[arch] - KEPT
 
 
-def fits(shape: ExpertShape, *weights: Weight) -> bool:
-    """Whether the kernels take a layer of this shape with these matrices."""
+def fits(shape: ExpertShape, weights: Sequence[Weight], arch: str) -> bool:
+    """Return whether the kernels support a layer of this shape with these matrices: gates and ups,
+    and down, of the experts and of the dense branch."""
     return (
         all(w.type and w.rows % GROUP in (0, GROUP // 2) for w in weights)
         and shape.dense % BLOCK == 0
         and shape.expert % BLOCK == 0
         and shape.width % BLOCK == 0
-        and shape.k <= min(shape.experts, 16)
+        and shape.k <= min(shape.experts, MAX_USED)
+        and shape.experts <= MAX_EXPERTS
+        and shared_bytes(shape, [(w.type, w.columns // w.data.shape[1]) for w in weights])
+        <= _bytes(arch)
     )
+
+
+def shared_bytes(shape: ExpertShape, types: Sequence[tuple[str, int]]) -> int:
+    """Return the least dynamic shared memory of the kernel, or a few bytes more: `MoeStorage` in
+    moe_schedule.cuh with one slot for each team. `types`: quant type and unit of each matrix."""
+    slot = max(unit_bytes(*t) + t[1] // BLOCK * BLOCK_BYTES for t in types)
+    scratch = 4 * TEAMS * max(256, *(scratch_of(*t) for t in types))
+    sums = 4 * (2 * (TEAMS - 1) * 4 * 8 * 32 + 4 * 8 + 4 * TEAMS * 20)
+    visits = 12 * shape.visits + 4 * GROUP_ROWS * shape.k + (4 + GROUP_ROWS) * shape.experts
+    return scratch + sums + visits + TEAMS * (slot + 16) + ALIGNMENT
 
 
 SHAPE = ExpertShape(128, 8, 2816, 2112, 704)
