@@ -1,17 +1,17 @@
-"""What `--draft-max auto` reaches of the best fixed length, and what it can lose, by replay.
+"""Compare `--draft-max auto` with the best fixed draft length by replaying recorded texts.
 
     python benchmarks/auto_lengths.py
 
-Texts and acceptance of the bundled family as recorded (`auto_record.py`), costs as recorded there
-and of other machines. No clock: a policy's time is the sum of its cycles' costs. Two situations:
+Texts, acceptance and cycle costs of the bundled family come from `auto_record.py`; costs of other
+machines are added. No clock is read: the time of a policy is the sum of the costs of its cycles.
+Two situations:
 
-- one engine: all texts, twice, after one another, as in `bench` and a server;
-- new engine: every text is the first one. Until 2 % of it pay for one cycle with a draft, the bound
-  forbids every rule to draft; `bound` is what plain decoding until then and the best fixed length
-  after it would reach.
+- one engine: all texts twice, one after another, as in `bench` and in a server;
+- new engine: every text is the first one. The 2 % bound allows a cycle with a draft only after
+  enough plain steps; `bound` is plain decoding until then and the best fixed length afterwards.
 
-A share is tokens a second over those of the category's best fixed length, averaged over categories.
-`lost` is the most that any stretch of text cost beyond 2 %, in plain steps.
+A share is tokens per second divided by those of the category's best fixed length, averaged over
+the categories. `lost` is the largest cost of any stretch of text beyond 2 %, in plain steps.
 """
 
 import sys
@@ -31,7 +31,7 @@ CREDITS = (1, 2, 3, 4, 8, 16, 1000)
 
 
 def one_engine(table: dict[int, float], recording: Recording) -> dict[str, float]:
-    """Shares with one policy for all texts, in two rounds."""
+    """Return the shares with one policy for all texts, in two rounds."""
     auto, costs, all_texts = Auto(table), CycleCosts(table), Bill(table[0])
     shares = []
     for _ in range(2):
@@ -51,7 +51,7 @@ def one_engine(table: dict[int, float], recording: Recording) -> dict[str, float
 
 
 def new_engine(table: dict[int, float], recording: Recording) -> dict[str, float]:
-    """Shares with a policy of its own for each text."""
+    """Return the shares with a new policy for each text."""
     costs, shares, bounds, lost = CycleCosts(table), [], [], 0.0
     extra = min(costs[n] for n in range(1, recording.longest + 1)) / costs[0] - 1
     delay = max(0, int(extra / MARGIN))
@@ -78,7 +78,8 @@ def rounded(figures: dict[str, float]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Every draft on every machine, then the average for other limits of the credit."""
+    """Print the shares of every draft on every machine, then the averages for other credit
+    limits."""
     rows: list[dict[str, Any]] = []
     for name, recording in recordings().items():
         # How many tokens n-gram lookup proposes is in no recording: only where they cost nothing.

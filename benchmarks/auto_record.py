@@ -1,12 +1,12 @@
-"""Records how many drafted tokens would hold at every place of real texts, for `auto_lengths.py`.
+"""Record how many drafted tokens would be accepted at each position, for `auto_lengths.py`.
 
     python benchmarks/auto_record.py [--family examples/tiny] [--prompts 3] [--n-predict 128]
 
-The text does not depend on the draft, so one plain run with a proposal of full length at every
-place says what any choice of lengths would have met: drafting n tokens there accepts the smaller of
-n and what held. (A block draft asked for fewer tokens proposes slightly others; that is left out.)
-Written to `tests/data/acceptance.json`: one hexadecimal digit a place, by draft and prompt, and the
-seconds of a cycle by drafted tokens, as `auto` measures them on this machine.
+Text does not depend on the draft, so one plain run with a proposal of full length at each position
+covers every choice of lengths: a draft of n tokens has min(n, recorded) tokens accepted there.
+(A block draft that is asked for fewer tokens proposes slightly different ones; this is ignored.)
+Writes `tests/data/acceptance.json`: one hexadecimal digit per position, by draft and prompt, and
+the seconds of a cycle by draft length, as `auto` measures them on this machine.
 """
 
 import argparse
@@ -30,7 +30,8 @@ MEASURED = 6
 
 
 def follow(engine: Engine, ids: list[int], n_predict: int) -> str:
-    """Accepted tokens at each place of the plain continuation of `ids`, a hex digit each."""
+    """Return the accepted tokens at each position of the plain continuation of `ids`, one hex
+    digit each."""
     assert engine.draft is not None
     sampler, longest = Sampler(), engine.draft.max_tokens
     with borrowed(engine) as (target, draft):
@@ -49,7 +50,7 @@ def follow(engine: Engine, ids: list[int], n_predict: int) -> str:
 def walked(
     engine: Engine, target: One, draft: Drafting, text: list[int], position: int, most: int
 ) -> list[list[int]]:
-    """Proposals at every place of the text, which grows to `most` tokens or a stop token."""
+    """Return the proposals at every position until `most` tokens or a stop token."""
     assert engine.draft is not None
     sampler, proposals = Sampler(), list[list[int]]()
     while len(text) <= most and text[-1] not in engine.stop_ids:
@@ -62,7 +63,7 @@ def walked(
 
 
 def record(target: Path, draft: Path | str, count: int, n_predict: int) -> dict[str, object]:
-    """One draft's texts and costs."""
+    """Return the texts and cycle costs of one draft."""
     engine = Engine.load(target, draft, n_ctx=N_CTX)
     assert engine.draft is not None
     texts = prompts.prompts(engine.tokenizer, count=count, long_tokens=LONG_TOKENS)

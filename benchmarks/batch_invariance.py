@@ -46,7 +46,8 @@ from tests.support.batch_invariance import (
 
 
 class FileEngineFactory(EngineFactory):
-    """EngineFactory over files. All are kept for further rounds, with their recorded cycles."""
+    """EngineFactory for files. Keeps all engines, with their recorded cycles, for further
+    rounds."""
 
     def __init__(self, target: Path, device: str, cache_type: str | None) -> None:
         def load(kind: str | None, **more: int) -> Engine:

@@ -1,14 +1,13 @@
-"""Converting a draft of the real size to Q8_0, beside llama.cpp's converter: time and memory.
+"""Time the conversion of a full-size draft to Q8_0 against llama.cpp's converter.
 
     python benchmarks/conversion.py --source LLAMA_CPP_SOURCE [--repeats 3] [--work DIR]
 
-The draft is z-lab's DFlash for the 31B with random weights, 3,071,941,240 bytes; its target gives
-a tokenizer of Gemma's size. Both converters run as programs, start-up included, in turn on the
-same folder; without --source only ours. Memory is anonymous memory at its peak: what a program
-asked for, without pages of mapped files, which the system takes back when others need room
-(`resident_mb` counts those too). Growth is that peak less the peak of `g4spec convert --help`.
-Exit code 1 unless ours is at least 4 times as fast, grows by less than 400 MB, and every matrix
-has the bytes that llama.cpp writes.
+The draft is z-lab's DFlash for the 31B with random weights, 3,071,941,240 bytes; its target has a
+tokenizer of Gemma's size. Both converters run as processes, start-up included, alternating on the
+same folder; without --source only ours runs. Memory is the peak of anonymous memory, which excludes
+pages of mapped files that the kernel can reclaim (`resident_mb` includes them). Growth is that peak
+minus the peak of `g4spec convert --help`. The exit code is 1 unless ours is at least 4 times as
+fast, grows by less than 400 MB, and every matrix has the bytes that llama.cpp writes.
 """
 
 import argparse
@@ -28,7 +27,7 @@ OURS = [sys.executable, "-m", "g4spec", "convert"]
 
 
 def differing(a: Path, b: Path) -> list[str]:
-    """Tensors whose type or bytes are not the same in both files."""
+    """Return the tensors whose type or bytes differ between the files."""
     with GGUF(a) as x, GGUF(b) as y:
         return sorted(
             n
@@ -41,7 +40,7 @@ def differing(a: Path, b: Path) -> list[str]:
 
 
 def measured(work: Path, source: Path | None, repeats: int) -> dict[str, Any]:
-    """Every run of both, in turn."""
+    """Run both converters in alternation and return all measurements."""
     draft, target, ours, theirs = (work / n for n in ("draft", "target", "a.gguf", "b.gguf"))
     commands: dict[str, list[object]] = {
         "g4spec": [*OURS, draft, "--target", target, "-o", ours, "--quiet"]
@@ -73,7 +72,7 @@ def measured(work: Path, source: Path | None, repeats: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Make the checkpoint, convert, write the result."""
+    """Make the checkpoint, convert it, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--source", type=Path, help="llama.cpp's source folder")
     parser.add_argument("--repeats", type=int, default=3)

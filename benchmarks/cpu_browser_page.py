@@ -1,18 +1,18 @@
-"""Opens the page of `g4spec serve` in a real browser, headless, and uses it.
+"""Test the page of `g4spec serve` in a real browser, headless.
 
     python benchmarks/cpu_browser_page.py [--pictures DIR]
 
-With the bundled family and a draft. Wide and phone windows, light and dark:
+Serves the bundled family with a draft; uses wide and phone windows, light and dark:
 
-- a message is typed and sent; the answer is what the same request alone gives over HTTP;
-- every coloured token on the page is the one that /v1/live told, of the same kind;
-- Stop frees the memory of the text; the conversation is there again after a reload;
-- a server with a key makes the page ask for it;
-- markup and scripts in a model's text stay text, in the answer, in thoughts and in tokens;
-- the console stays empty, nothing is asked of anywhere else, the page is no wider than the window.
+- a message is typed and sent; the answer equals that of the same request over HTTP;
+- every coloured token on the page equals the token of /v1/live, with the same kind;
+- Stop frees the memory of the request; the conversation is restored after a reload;
+- a server with an API key makes the page ask for it;
+- markup and scripts in the model's output stay text, in answers, reasoning and tokens;
+- no console message, no request to another host, no page wider than the window.
 
-Needs Chromium or Chrome (Debian: `apt-get install chromium`); `CHROME` names another one. Exit code
-1 if a check fails; what was found is printed, and written to --out FILE as JSON.
+Needs Chromium or Chrome (Debian: `apt-get install chromium`); `CHROME` selects another binary. The
+results are printed, and written to --out FILE as JSON. The exit code is 1 if a check fails.
 """
 
 import argparse
@@ -143,7 +143,7 @@ class Browser:
         return got["result"].get("value")
 
     def until(self, script: str, seconds: float = 120) -> None:
-        """Wait until a script gives true."""
+        """Wait until a script returns true."""
         deadline = time.monotonic() + seconds
         while not self.run(script):
             assert time.monotonic() < deadline, (script, self.run("document.body.innerText"))
@@ -160,7 +160,8 @@ class Browser:
         path.write_bytes(base64.b64decode(data))
 
     def complaints(self, allowed: str) -> list[str]:
-        """List what the console says, and addresses that do not begin with `allowed`."""
+        """Return console messages, and requests to addresses that do not begin with
+        `allowed`."""
         out = []
         for event in self.heard:
             params = event.get("params", {})
@@ -211,12 +212,12 @@ class Page:
         self._thread.join(20)
 
     def idle(self) -> bool:
-        """Return True if no text is in work."""
+        """Return whether no request is running."""
         return self.engine.scheduler.idle and self.service.open == 0
 
 
 def watch(url: str, word: str, found: list[dict], over: threading.Event) -> None:
-    """Note what /v1/live tells of the page's texts."""
+    """Record the events of /v1/live for the texts of the page."""
     with httpx.stream("GET", f"{url}/v1/live", params={"of": word}, timeout=60) as response:
         for line in response.iter_lines():
             if line.startswith("data: ") and '"yours"' in line:
@@ -226,14 +227,14 @@ def watch(url: str, word: str, found: list[dict], over: threading.Event) -> None
 
 
 def ask(page: Browser, text: str, **fields: object) -> None:
-    """Fill the form and send it."""
+    """Fill in the form and send it."""
     for name, value in fields.items():
         page.run(f"$('{name}').value = {json.dumps(str(value))}; $('{name}').onchange()")
     page.run(f"$('box').value = {json.dumps(text)}; $('send').click()")
 
 
 def conversation(server: Page, page: Browser, pictures: Path | None, name: str) -> list[str]:
-    """Ask, compare, stop, reload; returns what is wrong."""
+    """Ask, compare, stop and reload. Return the failures."""
     wrong, told, over = [], [], threading.Event()
     page.open(server.url)
     page.until("$('model').textContent.includes('draft')")
@@ -302,7 +303,7 @@ def stopped(server: Page, page: Browser) -> list[str]:
 
 
 def hostile(server: Page, page: Browser) -> list[str]:
-    """Show texts with markup, as the server might send them; both ways of drawing."""
+    """Show texts with markup, as the server might send them, in both ways of drawing."""
     page.open(server.url)
     chunk = [{"delta": {"content": BAD, "reasoning_content": BAD}, "finish_reason": None}]
     sent = f"data: {json.dumps({'choices': chunk})}\n\ndata: [DONE]\n\n"
@@ -324,7 +325,8 @@ def hostile(server: Page, page: Browser) -> list[str]:
 
 
 def keyed(engine: Engine, page: Browser) -> list[str]:
-    """Open a page that needs a key; a console line for each 401 is the browser's own."""
+    """Open a page that needs an API key. The browser itself prints a console line for each
+    401."""
     server = Page(engine, "secret")
     try:
         page.open(server.url)
@@ -340,7 +342,7 @@ def keyed(engine: Engine, page: Browser) -> list[str]:
 
 
 def main() -> int:
-    """Check everything; one line each."""
+    """Run all checks and print one line each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pictures", type=Path, help="folder for screenshots")
     parser.add_argument("--out", type=Path, help="file for what was found")

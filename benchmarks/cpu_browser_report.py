@@ -1,16 +1,16 @@
-"""Opens a report of `g4spec bench` in a real browser, headless, and checks what it shows.
+"""Test a report of `g4spec bench` in a real browser, headless.
 
     python benchmarks/cpu_browser_report.py [demo/report.html demo/bench.json]
 
-Without arguments a report is made from made-up numbers. Wide and phone windows, light and dark:
+Without arguments the report shows invented numbers. Uses wide and phone windows, light and dark:
 
-- the console stays empty and nothing is loaded from anywhere;
-- every chart and every part of it has a size, and the page is no wider than the window;
-- the numbers in the table, as text on the page, are those of the JSON file.
+- no console message, and nothing is loaded;
+- every chart and each of its parts has a size, and the page is not wider than the window;
+- the numbers in the table equal those in the JSON file.
 
-Needs Chromium or Chrome (Debian: `apt-get install chromium`); `CHROME` names another one. The
-measuring script goes into a copy of the page; the page itself has none, and the console is read
-from the page as it is. Exit code 1 if a check fails; pictures are written with --pictures DIR.
+Needs Chromium or Chrome (Debian: `apt-get install chromium`); `CHROME` selects another binary.
+Measurements run in a script that is added to a copy of the page; the console is read from the
+unchanged page. --pictures DIR writes screenshots. The exit code is 1 if a check fails.
 """
 
 import argparse
@@ -61,7 +61,7 @@ addEventListener("load", () => {
 
 
 def browser() -> str:
-    """Path of a browser, or the end of the script."""
+    """Return the path of a browser, or exit."""
     names = [os.environ.get("CHROME", ""), "chromium", "chromium-browser", "google-chrome"]
     found = next((path for name in names if name and (path := shutil.which(name))), None)
     if found is None:
@@ -95,7 +95,7 @@ def run(page: Path, window: str, scheme: str, *options: str) -> subprocess.Compl
 
 
 def measured(page: Path, window: str, scheme: str) -> dict:
-    """What the browser made of the page."""
+    """Return the layout of the page as the browser renders it."""
     text = page.read_text(encoding="utf-8")
     text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', MEASURE, text)
     with tempfile.TemporaryDirectory() as folder:
@@ -108,7 +108,7 @@ def measured(page: Path, window: str, scheme: str) -> dict:
 
 
 def problems(seen: dict, data: dict, console: str) -> list[str]:
-    """What is wrong with one view of the page."""
+    """Return the failures in one view of the page."""
     wrong = [line for line in console.splitlines() if "CONSOLE" in line]
     wrong += [f"loaded {name}" for name in seen["loaded"]]
     wrong += [f"chart without size: {n}" for n, (w, h) in seen["charts"] if w < 100 or h < 60]
@@ -130,7 +130,7 @@ def problems(seen: dict, data: dict, console: str) -> list[str]:
 
 
 def made_up(folder: Path) -> tuple[Path, Path]:
-    """A report from made-up numbers."""
+    """Return a report of invented numbers."""
     from g4spec.measure import bench_report as report
     from tests.support import bench_result
 
@@ -141,7 +141,7 @@ def made_up(folder: Path) -> tuple[Path, Path]:
 
 
 def main() -> int:
-    """Check all views; one line each."""
+    """Check all views and print one line each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("page", type=Path, nargs="?")
     parser.add_argument("data", type=Path, nargs="?")

@@ -1,10 +1,10 @@
-"""Mutated files against every reader, guided by coverage; the corpus that grew is kept.
+"""Fuzz every reader with mutated files, guided by coverage; keep the inputs that reach new code.
 
     python benchmarks/cpu_fuzz.py [--scale 1.0] [--seed 0]
 
 Runs at least 100,000 inputs at scale 1, on one core, and writes
-`benchmarks/results/DATE-cpu-fuzz.json`. Fails if an input raised anything but a G4Error, took more
-than 5 seconds, or made memory grow by more than 200 MB.
+`benchmarks/results/DATE-cpu-fuzz.json`. Fails if an input raises anything but a G4Error, takes more
+than 5 seconds, or makes memory grow by more than 200 MB.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ KEPT = 400 << 10
 
 
 def kept(entries: list[bytes]) -> list[bytes]:
-    """As many of the entries as a repository should hold."""
+    """Return as many of the entries as the repository should hold."""
     out, size = [], 0
     for data in entries:
         if size + len(data) <= KEPT:

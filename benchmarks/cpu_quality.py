@@ -1,13 +1,13 @@
-"""Measure what each weight type and cache type costs the trained family: `docs/quality.md`.
+"""Measure the quality of each weight type and cache type on the trained family (`docs/quality.md`).
 
     python benchmarks/cpu_quality.py [--tool LLAMA_BUILD/bin/llama-quantize] [--page]
 
-Every type is written with and without an importance matrix and compared with the F32 file on
-held-out texts of the family's corpus, as `g4spec perplexity --against` does; the imatrix is
-collected on other held-out texts. With --tool llama-quantize's file of the same type and the same
-imatrix is measured beside it, by our runtime (`quantize.py` compares the rest). The result is kept
-as dated JSON; --page writes the page anew. Exit code 1 if a mean divergence is larger than that of
-llama-quantize's file by more than two standard errors of the larger one.
+Writes the target in each type, with and without an importance matrix, and compares it with the F32
+file on held-out texts of the family's corpus, as `g4spec perplexity --against` does. The imatrix is
+collected on other held-out texts. With --tool, files of llama-quantize with the same type and
+imatrix are measured too, by our runtime (`quantize.py` compares error and time). The result is
+written as dated JSON; --page regenerates the page. The exit code is 1 if a mean KL divergence
+exceeds that of llama-quantize's file by more than two of the larger standard errors.
 """
 
 import argparse
@@ -39,7 +39,8 @@ READ = 3000
 
 
 def texts() -> tuple[str, str]:
-    """A text to measure on and one to collect the imatrix on: halves of the held-out files."""
+    """Return a text to measure on and one to collect the imatrix on: halves of the held-out
+    files."""
     found = corpus.load()
     names = sorted(n for n in found if corpus.held_out(n))
     one, other = ("".join(found[n][:READ] + "\n" for n in names[i::2]) for i in range(2))
@@ -47,7 +48,7 @@ def texts() -> tuple[str, str]:
 
 
 class Meter:
-    """Measures files against one base, which reads each chunk once."""
+    """Compares files with one base, whose logits of each chunk are computed once."""
 
     def __init__(self, base: Path, text: str, count: int) -> None:
         self.base = Engine.load(base, n_ctx=text_chunks.SIZE)
@@ -58,14 +59,14 @@ class Meter:
         return self._read[id(ids)] if engine is self.base else text_chunks.read_chunk(engine, ids)
 
     def measure(self, path: Path, **options: Any) -> dict[str, Any]:
-        """Figures of a file, in the form of `g4spec perplexity --json`."""
+        """Return the figures of a file, in the form of `g4spec perplexity --json`."""
         with Engine.load(path, n_ctx=text_chunks.SIZE, **options) as engine:
             found = perplexity.measure(engine, self.parts, self.base, read=self.read)
         return found.json()
 
 
 def measured(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Figures of every type, by name."""
+    """Return the figures of every type, by name."""
     plain, weighted, found = folder / "f32.gguf", folder / "imatrix.gguf", {}
     convert(TARGET, plain, type="f32")
     text, calibration = texts()
@@ -100,13 +101,13 @@ def measured(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def told(row: dict[str, Any]) -> str:
-    """The divergence, and llama-quantize's."""
+    """Return the KL divergence as text, with llama-quantize's."""
     sides = [row, *([row["llama_cpp"]] if "llama_cpp" in row else [])]
     return " beside ".join(f"{s['against']['divergence']['value']:.6f}" for s in sides)
 
 
 def worse(row: dict[str, Any]) -> bool:
-    """Return True if the divergence is larger than llama-quantize's beyond the noise."""
+    """Return whether the divergence exceeds llama-quantize's by more than the noise."""
     if "llama_cpp" not in row:
         return False
     mine, its = (side["against"]["divergence"] for side in (row, row["llama_cpp"]))
@@ -135,7 +136,7 @@ def type_row(name: str, row: dict[str, Any], size: int) -> list[str]:
 
 
 def page(result: dict[str, Any]) -> str:
-    """`docs/quality.md`."""
+    """Return the text of `docs/quality.md`."""
     names = sorted(result["types"], key=lambda n: -result["types"][n]["plain"]["bytes"])
     size = result["f32_bytes"]
     rows = []
@@ -204,7 +205,7 @@ def page(result: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Measure, keep the result, write the page."""
+    """Measure, write the result, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tool", type=Path)
     parser.add_argument("--types", nargs="*", choices=policy.names())

@@ -1,9 +1,9 @@
-"""Proves that no draft of the bundled family changes a text: 240 cases each, kept as dated JSON.
+"""Check that no draft of the bundled family changes the output: 240 cases per draft.
 
     python benchmarks/cpu_verify_family.py [--family examples/tiny] [--cases 240] [--drafts dflash]
 
-Cases go through all shipped prompts, draft lengths 1 to 15 and `auto`, and eight sampler settings,
-each case with a seed of its own. Exit code 1 at the first difference.
+Cases cover all shipped prompts, draft lengths 1 to 15 and `auto`, and eight sampler settings, each
+with its own seed. The result is written as dated JSON. The exit code is 1 at the first difference.
 """
 
 import argparse
@@ -25,7 +25,7 @@ N_CTX, LONG_TOKENS = 2048, 800
 
 
 def check(target: Path, draft: Path | str, count: int, n_predict: int) -> dict[str, object]:
-    """Verify one draft; returns what goes into the result."""
+    """Verify one draft and return its entry of the result."""
     engine = Engine.load(target, draft, n_ctx=N_CTX)
     assert engine.draft is not None
     texts = prompts.prompts(engine.tokenizer, long_tokens=LONG_TOKENS)
@@ -43,7 +43,7 @@ def check(target: Path, draft: Path | str, count: int, n_predict: int) -> dict[s
 
 
 def main() -> int:
-    """Convert the family into a temporary folder, verify every draft, write the result."""
+    """Convert the family into a temporary folder, verify every draft, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--family", type=Path, default=ROOT.parent / "examples" / "tiny")
     parser.add_argument("--cases", type=int, default=240)

@@ -1,18 +1,17 @@
-"""Fuzz all commands, the server's endpoints and all readers; the corpus that grew is kept.
+"""Fuzz all commands, the server's endpoints and all readers; keep the corpus.
 
     python benchmarks/fuzz_commands.py [--workers 16] [--seconds 330] [--cases 250000] [--out DIR]
     python benchmarks/fuzz_commands.py --replay DIR/fuzz-failures/FILE
 
-So many processes, each with seeds of its own, share the cases among them; the first bound that is
-met ends the run. Time and cases are shared between commands, requests and readers. The result is
-`DATE-fuzz-commands.json`; each case that broke something is a file of `fuzz-failures`, whole, as
-soon as it has happened; `cases.json.xz` is the corpus (of tests/fuzz/corpus) with the cases that
-reached new lines.
+`--workers` processes with different seeds share the cases; the run ends when the time or the number
+of cases is reached. Both are divided among commands, requests and readers. Writes
+`DATE-fuzz-commands.json`; one file in `fuzz-failures` per failing case, at once; and
+`cases.json.xz`, the corpus of `tests/fuzz/corpus` with the cases that reached new lines.
 
-Fails if a case raised, worked for more than 10 s (processor time), took more than 200 MB, wrote
-outside its folder or more than 200 MB, changed a source, connected anywhere, loaded a pickle, sent
-a control character to a terminal or ended its process. Hangs and memory count if they come again
-when the case runs alone, after all others. Cases and conditions: `tests/fuzz`.
+A case fails if it raises, uses more than 10 s of processor time or 200 MB, writes outside its
+folder or more than 200 MB, changes a source file, opens a connection, loads a pickle, sends a
+control character to a terminal, or ends its process. Excess time and memory count only if they
+recur when the case runs alone, after all others. Cases and conditions: `tests/fuzz`.
 """
 
 from __future__ import annotations

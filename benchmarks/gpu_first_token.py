@@ -1,13 +1,12 @@
-"""How long the first token takes from a file of the 31B's size, cold and warm.
+"""Measure the time to the first token from a file of the 31B's size, cold and warm.
 
     python benchmarks/gpu_first_token.py --work DIR [--layers 60] [--repeats 3]
 
-A GGUF with the shapes, types and tokenizer of Gemma 4 31B in Q4_K_M, 18.7 GB of random numbers, is
-made in DIR, which is emptied afterwards. `g4spec generate -n 1` then runs as a program of its own:
-first with an empty cache of kernels, so that everything is compiled; then with that cache,
-`--repeats` times. The file has just been written, so it is in the page cache if that has room. What
-is counted is the whole program, its start and end included. Exit code 1 unless the median of the
-warm ones is below 12 seconds (with --layers nothing is judged).
+Writes a GGUF with the shapes, types and tokenizer of Gemma 4 31B in Q4_K_M to DIR, 18.7 GB of
+random numbers, and deletes it afterwards. `g4spec generate -n 1` then runs as a process: first with
+an empty kernel cache, so that everything is compiled, then `--repeats` times with that cache. The
+file is in the page cache if it fits, because it was just written. The time is that of the whole
+process. The exit code is 1 unless the warm median is below 12 seconds (not checked with --layers).
 """
 
 import argparse
@@ -36,7 +35,7 @@ write = gguf.write
 
 
 class Content:
-    """Bytes of tensors: small random numbers in their type, repeated; vectors of ones."""
+    """Contents of tensors: small random numbers in their type, repeated; ones for vectors."""
 
     def __init__(self) -> None:
         self.rng = np.random.default_rng(0)
@@ -61,7 +60,7 @@ class Content:
 
 
 def random_write(path: Path, kv: Any, tensors: Iterable[TensorData], *_: Any) -> int:
-    """What `gguf.write` would write, with random content; only frequencies stay what they are."""
+    """Write a GGUF as `gguf.write` does, with random contents except for frequencies."""
     content = Content()
     made = [
         t
@@ -73,7 +72,7 @@ def random_write(path: Path, kv: Any, tensors: Iterable[TensorData], *_: Any) ->
 
 
 def model(folder: Path, layers: int) -> Path:
-    """The file."""
+    """Write the file and return its path."""
     synthetic.sparse_target(folder / "target", layers)
     out = folder / "target.gguf"
     with mock.patch.object(gguf, "write", random_write):
@@ -82,7 +81,7 @@ def model(folder: Path, layers: int) -> Path:
 
 
 def options(doc: str) -> argparse.ArgumentParser:
-    """Of scripts that make the file and run it."""
+    """Add the options of scripts that make and run the file."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--layers", type=int, default=synthetic.LAYERS)
@@ -93,14 +92,14 @@ def options(doc: str) -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def made(work: Path, layers: int) -> Iterator[Path]:
-    """The file, in a folder of its own that is removed afterwards."""
+    """Yield the file, in a folder that is removed afterwards."""
     work.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=work) as name:
         yield model(Path(name), layers)
 
 
 def main() -> int:
-    """Make the file, run, write the result."""
+    """Make the file, run, and write the result."""
     parser = options(__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()

@@ -1,19 +1,19 @@
-"""Malformed and unusual targets and drafts on a GPU, under compute-sanitizer's memcheck.
+"""Load malformed and unusual targets and drafts on a GPU, under compute-sanitizer's memcheck.
 
     python benchmarks/gpu_malformed.py [NAME ...] [--plain] [--at-once 8] [--limit 500]
         [--out DIR]
 
-Of every kind of target and draft: each tensor missing, shorter, of another type and not finite, and
-each list of ids out of range. All have to be refused by an InputError before one of this project's
-kernels is launched. Then drafts whose blocks hold no numbers, and targets and drafts of sizes that
-no kernel takes: those have to generate what the target does alone, targets near what the reference
-computes. What: `tests/gpu/hostile.py`.
+For every kind of target and draft: each tensor missing, too short, of another type, or not finite,
+and each list of ids out of range. Each file must be refused by an InputError before a kernel of
+this project is launched. Then drafts whose blocks contain NaN, and targets and drafts with sizes
+that no kernel supports: their output must equal that of the target alone, and the target's logits
+must be close to the CPU reference. The cases are in `tests/gpu/hostile.py`.
 
-memcheck looks at all kernels, torch's included, with each tensor an allocation of its own. Each
-kind is a program of its own. A planted access out of bounds at the end has to be its one report,
-for a tool that lost the program says 0 errors too. `--plain` does without the tool; run it first,
-so that kernels are compiled before. Writes `results/<date>-gpu-malformed.json`; exit code 1 if
-anything is not as it has to be.
+Each kind runs in its own process. memcheck observes all kernels, including torch's; each tensor is
+a separate allocation. At its end each process makes one access out of bounds, which memcheck must
+report, and nothing else: a tool that lost the process would also report 0 errors. `--plain` runs
+without the tool; run it first, so that kernels are compiled. Writes
+`results/<date>-gpu-malformed.json`; the exit code is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -84,16 +84,16 @@ def odd_draft(kind: str, folder: Path, rows: Rows) -> None:
 
 
 PROGRAMS: dict[str, Callable[[Path, Rows], None]] = {
-    **{f"target {kind}": partial(targets, kind) for kind in hostile.KINDS},
-    **{f"draft {kind}": partial(drafts, kind) for kind in family.DRAFTS},
-    **{f"unusual target: {kind}": partial(odd_target, kind) for kind in hostile.ODD_TARGETS},
     **{f"unusual draft: {kind}": partial(odd_draft, kind) for kind in hostile.ODD_DRAFTS},
+    **{f"unusual target: {kind}": partial(odd_target, kind) for kind in hostile.ODD_TARGETS},
+    **{f"draft {kind}": partial(drafts, kind) for kind in family.DRAFTS},
+    **{f"target {kind}": partial(targets, kind) for kind in hostile.KINDS},
 }
-"""What each program looks at, by name."""
+"""What each program looks at, by name; the slow ones first."""
 
 
 def tried(run: Callable[..., str | None], *args: Any) -> str | None:
-    """What is wrong with a run, an exception included."""
+    """Return what is wrong with a run, exceptions included, or None."""
     try:
         return run(*args)
     except Exception as error:  # noqa: BLE001  whatever it is, it is what is looked for
@@ -101,7 +101,7 @@ def tried(run: Callable[..., str | None], *args: Any) -> str | None:
 
 
 def run(part: str, out: Path) -> None:
-    """The program: what memcheck looks at."""
+    """Run one program: this is what memcheck observes."""
     if gpu_sanitize.APART in os.environ:  # graphs need torch's own memory
         graphs.Capture = runtime.Capture  # type: ignore[assignment, misc]
     rows: Rows = []

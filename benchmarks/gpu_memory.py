@@ -1,14 +1,14 @@
-"""Whether a run on a GPU takes as much memory as was computed before it, and no more.
+"""Check that a run on a GPU uses no more memory than was computed before loading.
 
     python benchmarks/gpu_memory.py --work DIR [--gib 23] [--layers 60]
 
-The 31B in Q4_K_M and its DFlash draft in Q8_0, of random numbers, are made in DIR, which is emptied
-afterwards. The GPU is given no more than `--gib`, what a card of 24 GB has free: torch may not take
-more, what is free is counted so, and prompts are read in chunks as there. The largest context that
-then fits is what the error for one that is too large says. With it a prompt of half as many tokens
-is read, and 64 tokens are generated, greedy and sampled. Shown is what was computed, and by how
-much the driver's free memory fell; exit code 1 if that is more, or if anything fails for want of
-memory.
+Writes the 31B in Q4_K_M and its DFlash draft in Q8_0, random numbers, to DIR, and deletes them
+afterwards. The GPU is limited to `--gib`, the free memory of a 24 GB card: torch may not allocate
+more, free memory is reported accordingly, and prompts use the chunk size of such a card. The
+largest context is taken from the error message for one that does not fit. With it, a prompt of half
+as many tokens is read and 64 tokens are generated, greedy and sampled. Prints the computed memory
+and the decrease of the driver's free memory. The exit code is 1 if the decrease is larger, or if
+memory runs out.
 """
 
 import functools
@@ -36,12 +36,12 @@ SAMPLERS = (Sampler(), Sampler(temperature=0.7, top_k=40, seed=1))
 
 
 def free() -> int:
-    """Bytes that the driver has."""
+    """Return the driver's free memory in bytes."""
     return int(torch.cuda.mem_get_info()[0])
 
 
 def loaded(target: Path, draft: Path, device: str, cache_type: str) -> Engine:
-    """With the largest context that is said to fit."""
+    """Load the engine with the largest context that the error message names."""
     load = functools.partial(Engine.load, target, draft, device=device, cache_type=cache_type)
     try:
         return load(n_ctx=262144)
@@ -54,7 +54,7 @@ def loaded(target: Path, draft: Path, device: str, cache_type: str) -> Engine:
 
 
 def measure(target: Path, draft: Path, device: str, cache_type: str, gib: float) -> dict[str, Any]:
-    """What a run took and was computed to take, in bytes."""
+    """Return the measured and the computed memory of a run, in bytes."""
     before = free()
     limit = int(gib * 2**30)
     torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
@@ -81,7 +81,7 @@ def measure(target: Path, draft: Path, device: str, cache_type: str, gib: float)
 
 
 def main() -> int:
-    """Make the files, run, write the result."""
+    """Make the files, run, and write the result."""
     parser = gpu_first_token.options(__doc__)
     parser.add_argument("--gib", type=float, default=23.0)
     parser.add_argument("--cache-type", default="q8_0", choices=KINDS)

@@ -1,14 +1,14 @@
-"""Steps and cycles of several checkouts beside each other on one GPU, in turn: cards differ by more
-than most changes do, and one card from minute to minute.
+"""Time decode steps and cycles of several checkouts in alternation on one GPU.
 
     git worktree add /tmp/before HEAD~1
     python benchmarks/gpu_paired.py /tmp/before . [--model 31b] [--contexts 64 700] [--rounds 2]
 
-A line for each checkout and round: for each number of rows milliseconds after half a second of
-rest, then without a pause, and the joules of one of those; the same of the draft (without joules)
-and of cycles, twenty at a time from the context on. The GPU's meter goes on ten times a second, so
-joules are taken over four. Timed with what each checkout's `steps` has for it, so none may be older
-than this script.
+Cards differ by more than most changes do, and a card differs from minute to minute; so compare only
+within one call. Prints one line per checkout and round. For each number of rows: milliseconds per
+step after half a second of rest, milliseconds without a pause, and joules per step. Then the same
+for a draft (without joules) and for cycles, 20 in a row from the given context. The GPU's energy
+counter is updated ten times per second, so energy is measured over four seconds. Each checkout is
+timed with its own `synthetic_bench`, so a checkout must not be older than this script's names.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ METERED = 4.0
 
 
 def energy() -> float:
-    """Joules by the GPU's own meter."""
+    """Return the GPU's energy counter in joules."""
     import pynvml
     import torch
 
@@ -34,7 +34,8 @@ def energy() -> float:
 
 
 def rested_and_long(play: Any, seconds: float = METERED) -> tuple[float, float, float]:
-    """Milliseconds after a rest, of so many seconds without a pause, and joules of one of these."""
+    """Return milliseconds after a rest, milliseconds without a pause for `seconds`, and
+    joules per run."""
     import torch
 
     from g4spec.measure import synthetic_bench as steps
@@ -56,7 +57,7 @@ def rested_and_long(play: Any, seconds: float = METERED) -> tuple[float, float, 
 
 
 def measure(label: str, model: str, contexts: list[int], rows: list[int]) -> None:
-    """The lines of one checkout, which is the one that is imported."""
+    """Print the lines of the checkout that is imported."""
     import pynvml
 
     from g4spec.core import Sequence

@@ -1,11 +1,11 @@
-"""Prompt reading on the GPU: Gemma 4 at its real shapes (Q4_K_M), on random weights made there.
-Prints tokens a second, where the time goes, and what the draft's share is.
+"""Measure prefill on a GPU with the shapes of Gemma 4 (Q4_K_M, random weights).
 
     python benchmarks/gpu_prefill.py [31b|26b-a4b ...] [--tokens 512 4096 32768] [--chunk 4096]
 
-Prompts are read in blocks of 512 rows whose bits depend on nothing behind them. What that costs is
-shown by reading them once more with products as long as a chunk (`ms_whole`). Exit code 1 if rows
-differ between a prompt that is read block by block and one that is read in chunks.
+Prints tokens per second, time by kernel, and the draft's share. Prompts are read in blocks of 512
+rows whose bits do not depend on what follows; `ms_whole` is the time with GEMMs over a whole chunk,
+so the difference is the cost of the blocks. The exit code is 1 if rows differ between reading block
+by block and reading in chunks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Prompts:
         self.reader = Reader(backend, self.target)
 
     def read(self, count: int, chunk: int, *, drafting: bool = False) -> torch.Tensor:
-        """The rows after the final norm of the last chunk of a prompt of `count` tokens."""
+        """Prefill `count` tokens and return the final hidden states of the last chunk."""
         hidden = torch.empty(0)
         for at in range(0, count, chunk):
             n = min(chunk, count - at)
@@ -62,7 +62,7 @@ class Prompts:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Products as long as a chunk, whatever the bits."""
+        """Use GEMMs over a whole chunk, which changes bits."""
         assert self.reader._long is not None and isinstance(self.reader._long.ops, LongOps)
         products = self.reader._long.ops.products
         products.block = self.chunk
@@ -71,7 +71,7 @@ class Prompts:
 
 
 class Parts:
-    """Time by part, from events around calls."""
+    """Times by part of the forward pass, from CUDA events around calls."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
@@ -121,7 +121,7 @@ class Parts:
 
 
 def timed(p: Prompts, count: int, *, drafting: bool = False) -> list[float]:
-    """Milliseconds of reading a prompt, each time."""
+    """Return the milliseconds of each prefill of a prompt."""
     out = []
     for _ in range(1 if count > 4 * p.chunk else 3):
         torch.cuda.synchronize()
@@ -161,7 +161,7 @@ def measure(name: str, p: Prompts, count: int) -> dict[str, Any]:
 
 
 def canonical(p: Prompts, count: int) -> bool:
-    """Return True if the last block has the same bits read by itself and in a chunk."""
+    """Return whether the last block has the same bits read by itself and in a chunk."""
     whole, blocks = (p.read(count, chunk)[-PROMPT_BLOCK:] for chunk in (p.chunk, PROMPT_BLOCK))
     return torch.equal(whole.view(torch.int32), blocks.view(torch.int32))
 

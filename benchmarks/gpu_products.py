@@ -1,13 +1,12 @@
-"""Products of a layer of the 31B by numbers of rows on a GPU, without anything between them.
+"""Time the GEMMs of a 31B layer by number of rows on a GPU, back to back.
 
     python benchmarks/gpu_products.py [--rows 16 32 64 128] [--layers 6] [--forms wg mma wg:2]
 
-Queries to values, output, gates and ups, down in Q4_K (or `--type`), random codes and scales, of so
-many layers, which do not fit into L2. First that every row keeps the bits that it has among 16;
-then microseconds of a layer's products one behind the other (a CUDA graph), and of each by itself
-(`--each`). A form is `wg` (products of warp groups), `wg2` (two for each step
-of K) or `mma`, then the most groups of 16 rows that are multiplied at once, then the most stages:
-`wg:4:2`. A table of all forms comes last.
+The matrices (qkv, o, gate_up, down) are Q4_K (or `--type`) with random codes and scales; several
+layers, so that they do not fit into L2. First checks that each row has the same bits as among 16
+rows. Then prints microseconds per layer in a CUDA graph, and per matrix with `--each`. A form is
+`wg` (wgmma), `wg2` (wgmma, two per K step) or `mma`, then the maximum number of 16-row groups per
+pass, then the maximum number of stages: `wg:4:2`. A table of all forms is printed at the end.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def say(*what: object) -> None:
 
 @dataclass(frozen=True)
 class Form:
-    """How products of more than 16 rows are made."""
+    """An implementation of GEMMs with more than 16 rows."""
 
     name: str
     warp_groups: int
@@ -57,14 +56,14 @@ class Form:
         return cls(name, {"wg": 1, "wg2": 2, "mma": 0}[kind], groups, stages)
 
     def take(self) -> None:
-        """All products are made so from now on."""
+        """Use this form for all GEMMs from now on."""
         linear_wide.WARP_GROUPS, linear_wide.MAX_ROW_GROUPS = self.warp_groups, self.groups
         for rows, most in STAGES.items():
             linear.MAX_STAGES[rows] = min(most, self.stages)
         linear_wide.for_row_groups.cache_clear()
 
     def jobs(self, type: str, rows: list[int], arch: str) -> set[units.Job]:
-        """What is to be compiled."""
+        """Return the compile jobs of the form."""
         self.take()
         names = set()
         for count in rows:
@@ -82,19 +81,19 @@ class Form:
 def run(
     name: str, x: PackedRows, weight: Weight, by: linear.SplitKWorkspace
 ) -> torch.Tensor | PackedRows:
-    """The product of this name; what it leaves."""
+    """Run the GEMM of this name and return its output."""
     if name == "gate_up":
         return linear_wide.gate_up(x, weight, by)
     return linear_wide.linear(x, weight, by, parts=True)
 
 
 def values(found: torch.Tensor | PackedRows) -> torch.Tensor:
-    """Numbers [..., T, N]."""
+    """Return the output as float32 [..., T, N]."""
     return packed_rows.unpack(found)[0][: len(found)] if isinstance(found, PackedRows) else found
 
 
 def wrong(x: torch.Tensor, name: str, weight: Weight, by: linear.SplitKWorkspace) -> int:
-    """Numbers of all rows that differ from those of 16 rows at a time."""
+    """Return how many numbers differ from those of 16 rows at a time."""
     got = values(run(name, packed_rows.pack_rows(x), weight, by))
     few = [
         values(run(name, packed_rows.pack_rows(x[at : at + GROUP_ROWS].contiguous()), weight, by))
@@ -110,7 +109,7 @@ def timed(
     layers: list[dict[str, Weight]],
     by: linear.SplitKWorkspace,
 ) -> float:
-    """Microseconds a layer."""
+    """Return microseconds per layer."""
 
     def chain() -> tuple[()]:
         for layer in layers:

@@ -1,9 +1,9 @@
-"""Steps of one row of each of many texts, at the published shapes on a GPU.
+"""Time steps with one row each of many sequences, with the published shapes on a GPU.
 
     python benchmarks/gpu_rows.py [--model 31b] [--rows 1 16 32 64 128] [--context 64]
 
-For each number of rows milliseconds of a step after half a second of rest, then of steps without a
-pause for a second, with watts and clock, and the kernels by the time that they add. Random weights
+Prints for each number of rows: milliseconds per step after half a second of rest, then without a
+pause for one second, with power and clock, and the time by kernel. Weights are random
 (`g4spec bench --synthetic`). Writes `results/<date>-gpu-rows.json`.
 """
 
@@ -34,7 +34,7 @@ from g4spec.runtime.target import batch_of  # noqa: E402
 
 
 def compile_first(rows: list[int]) -> None:
-    """Compile in parallel what steps of Q4_K_M files launch of linear_wide.cu."""
+    """Compile in parallel the kernels of linear_wide.cu that steps of Q4_K_M files launch."""
     arch, names = launch.arch(), set()
     for groups in {min(-(-count // 16), linear.MAX_ROW_GROUPS) for count in rows if count > 16}:
         cuts = [

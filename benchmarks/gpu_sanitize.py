@@ -1,29 +1,27 @@
-"""One of compute-sanitizer's tools over everything that the small families run on a GPU: accesses
-out of bounds (memcheck), races in shared memory (racecheck).
+"""Run compute-sanitizer over everything that the small families do on a GPU.
 
     python benchmarks/gpu_sanitize.py racecheck [NAME ...] [--at-once 4] [--limit 500]
 
-The trained family in five types, with each of its drafts and with the kernels for older GPUs;
-random targets (dense, experts, per-layer embeddings) with drafts of every kind. Each reads a prompt
-and generates with drafts of 1, 7 and all their tokens, greedy or with a temperature, then three
-texts together, as a program of its own; first without a tool, so that no compiler runs in one. What
-is reported is about the kernels of this project alone (`--report-api-errors no`: the driver is
-asked for functions that it may not have).
+The tool is memcheck (accesses out of bounds) or racecheck (races in shared memory). Programs: the
+trained family in five types with each of its drafts, also with the kernels for older GPUs; random
+targets (dense, experts, per-layer embeddings) with drafts of every kind. Each program is a process:
+it reads a prompt and generates with draft lengths 1, 7 and the maximum, greedy or sampled, then
+three requests at once. It runs first without the tool, so that nothing is compiled under it. Only
+kernels of this project are observed, and API errors are not reported: the driver is asked for
+functions that it may not have.
 
-Each program ends with a race and an access out of bounds (`gpu_planted.cu`). It is clean if the
-tool reports its one of these and nothing else, for a tool that lost a program says 0 errors too.
-memcheck knows only what the driver allocated, so torch allocates each tensor by itself for it, and
-graphs, for which that is impossible, are played kernel by kernel. An access that it reports ends
-that kernel alone: faults of several programs at once, which end all that a program has on the GPU,
-left a GPU behind that no program could use.
+Each program ends with a planted race and a planted access out of bounds (`gpu_planted.cu`). It
+passes if the tool reports that one and nothing else: a tool that lost the process would also report
+0 errors. memcheck knows only allocations of the driver, so torch allocates each tensor separately,
+and graphs, for which that is impossible, are replayed kernel by kernel. A reported access ends only
+that kernel: faults that end the context, in several processes at once, made a GPU unusable.
 
-Writes `results/<date>-gpu-<tool>.json`. Exit code 1 if a program is not clean, fails or takes
+Writes `results/<date>-gpu-<tool>.json`. The exit code is 1 if a program does not pass or takes
 longer than `--limit` seconds.
 
-racecheck takes some minutes and 20 GB of memory a program. Versions before that of CUDA 13.5
-(2026.4) report races around mbarriers and bulk copies that are none, by NVIDIA's release notes, and
-do not look for missing proxy fences. A newer one than that of an installed CUDA comes with
-`pip install nvidia-cuda-sanitizer-api` (`--sanitizer`).
+racecheck takes minutes and 20 GB of memory per program. Versions before CUDA 13.5 (2026.4) report
+false races around mbarriers and bulk copies, by NVIDIA's release notes, and do not detect missing
+proxy fences. Install a newer one with `pip install nvidia-cuda-sanitizer-api` (`--sanitizer`).
 """
 
 from __future__ import annotations
@@ -73,7 +71,7 @@ Program = tuple[str, ...]
 
 
 def programs(folder: Path) -> dict[str, Program]:
-    """What is run, by name; makes the files."""
+    """Make the files and return the programs by name."""
     out: dict[str, Program] = {}
     for type in family.TYPES:
         at = folder / type
@@ -94,7 +92,7 @@ def programs(folder: Path) -> dict[str, Program]:
 
 
 def run(target: str, draft: str, device: str, cache_type: str) -> None:
-    """The program: what the tools look at."""
+    """Run one program: this is what the tools observe."""
     if APART in os.environ:
         graphs.Capture = runtime.Capture  # type: ignore[assignment, misc]
     engine = Engine.load(
@@ -119,14 +117,14 @@ def run(target: str, draft: str, device: str, cache_type: str) -> None:
 
 
 def plant() -> None:
-    """Does what the tools have to report."""
+    """Do what the tools must report."""
     file, x = str(Path(__file__).with_name("gpu_planted.cu")), torch.zeros(64, device="cuda")
     launch.kernel(file, PLANTED["racecheck"])(1, 64, x=x)
     plant_access()
 
 
 def plant_access() -> None:
-    """Does what memcheck has to report."""
+    """Do what memcheck must report."""
     file, x = str(Path(__file__).with_name("gpu_planted.cu")), torch.zeros(64, device="cuda")
     launch.kernel(file, PLANTED["memcheck"])(1, 1, x=x, n=64)
     torch.cuda.synchronize()
@@ -137,7 +135,8 @@ def sanitizer() -> str:
 
 
 def ended(command: list[str], env: dict[str, str], limit: float) -> tuple[str, int | None]:
-    """What a program printed and its exit code; None if it, with all it started, was stopped."""
+    """Run a process. Return its output and exit code, or None if it and its children were
+    killed at the limit."""
     with tempfile.TemporaryFile("w+") as out:
         started = subprocess.Popen(
             command,
@@ -160,7 +159,7 @@ def ended(command: list[str], env: dict[str, str], limit: float) -> tuple[str, i
 def watched(
     name: str, program: Program, tool: str | None, by: str, port: int, limit: float
 ) -> dict[str, Any]:
-    """What a tool says of a program, or with none how the program does alone."""
+    """Run a program under a tool, or alone, and return its result."""
     command = [sys.executable, __file__, "--run", *program]
     if tool is not None:
         command = [

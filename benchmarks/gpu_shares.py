@@ -1,9 +1,10 @@
-"""Attention of many texts of very different contexts in one launch, on a GPU.
+"""Time decode attention over sequences of very different contexts in one launch on a GPU.
 
     python benchmarks/gpu_shares.py [--long 32000] [--texts 64] [--rows 1]
 
-A layer of the 31B without a window (4 KV heads of 512, 8 heads each): microseconds for texts of
-equal contexts, for one long one alone, and for the long one beside others a thousandth as long.
+Uses a global layer of the 31B (4 KV heads of size 512, 8 query heads each). Prints microseconds for
+sequences of equal context, for one long sequence alone, and for the long one together with others
+that are a thousand times shorter.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ N_KV, GROUP, DIM = 4, 8, 512
 
 
 def timed(kv: CudaKV, contexts: list[int], rows: int) -> float:
-    """Microseconds for so many rows at the end of each context."""
+    """Return microseconds for `rows` rows at the end of each context."""
     batch = rows_of([(slot, n - rows, rows) for slot, n in enumerate(contexts)], "cuda")
     q = torch.randn(len(batch), N_KV * GROUP, DIM, device="cuda").half()
     first, last = torch.zeros_like(batch.positions), batch.positions

@@ -1,12 +1,12 @@
-"""Steps and cycles at the published shapes on a GPU, against what an H200 has to reach.
+"""Time decode steps and cycles with the published shapes on a GPU against the required times.
 
     python benchmarks/gpu_steps.py [31b 26b-a4b ...] [--contexts 64 4096 32768] [--cache-type q8_0]
         [--draft assistant]
 
-Measured as `g4spec bench --synthetic` does it (random weights, forced acceptance, after a rest),
-with the kernels of one step by the time they add, and what steps take in a row for a second, when
-power limits the clock. Writes `results/<date>-gpu-steps.json`, or `-gpu-steps-assistant.json`. Exit
-code 1 if a required figure is missed; they were set for an H200 and mean nothing on another GPU.
+Measures as `g4spec bench --synthetic` does (random weights, forced acceptance, after a rest), with
+the time by kernel of a step, and steps without a pause for one second, when the power limit lowers
+the clock. Writes `results/<date>-gpu-steps.json` or `-gpu-steps-assistant.json`. The exit code is 1
+if a required time is missed; these apply to an H200 only.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ GOALS = {
 
 
 def timeline(run: Callable[[], Any]) -> list[tuple[str, float, float, float]]:
-    """The kernels that `run` launches, in order: name, begin, what lies between that and the end of
-    all before it, and by how much it ends later than these, microseconds. A kernel may begin before
-    its predecessor has ended."""
+    """Return the kernels that `run` launches, in order: name, start, gap after the end of all
+    earlier kernels, and how much later than those it ends, in microseconds. Kernels may
+    overlap."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
@@ -64,8 +64,7 @@ def timeline(run: Callable[[], Any]) -> list[tuple[str, float, float, float]]:
 
 
 def kernels(play: Any, times: int = 5) -> dict[str, float]:
-    """Milliseconds by which each kernel ends later in one playing of a recording, the longest
-    first."""
+    """Return the milliseconds that each kernel adds to a replay of a graph, largest first."""
     total = Counter[str]()
     for name, _, _, adds in timeline(lambda: [play() for i in range(times)]):
         total[name] += adds
@@ -73,7 +72,7 @@ def kernels(play: Any, times: int = 5) -> dict[str, float]:
 
 
 def sustained(play: Any, seconds: float = 1.0) -> dict[str, float]:
-    """Milliseconds of a step among others without a pause; watts and megahertz in the end."""
+    """Return milliseconds per step without a pause, and watts and megahertz at the end."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = max(10, round(seconds * 1e3 / steps.milliseconds(play, 3)))
     begin.record()
@@ -98,7 +97,7 @@ def keep(into: dict[str, dict[str, Any]], context: int, rows: int, play: Any) ->
 
 
 def goals(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The figures that were asked for, with what was found."""
+    """Return the required figures with the measured ones."""
     out = []
     for (model, context, figure), (required, stretch) in GOALS.items():
         if figure == "cycle_ms" and result["draft"] != "dflash":

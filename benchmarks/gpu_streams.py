@@ -1,13 +1,14 @@
-"""Tokens a second of many texts in one engine, at the published shapes on a GPU.
+"""Measure tokens per second of many requests in one engine, with the published shapes on a GPU.
 
     python benchmarks/gpu_streams.py [--model 31b] [plain] [long] [draft] [gap]
 
-Random weights in Q4_K_M; engine, scheduler and length policy are those of every command.
+Weights are random, Q4_K_M; engine, scheduler and draft length policy are those of every command.
 
-plain: 1, 16, 32, 64 texts without a draft. long: 16 texts of 4,096 tokens. draft: 1, 2, 4, 8, 16
-texts with a DFlash draft of which `--accepted` tokens of each proposal hold, then none, at a fixed
-length of 15, by `auto`, and without drafting. gap: the longest time between two tokens of 4 streams
-while a prompt of 32,768 tokens is read. Writes `results/<date>-gpu-streams.json`.
+plain: 1, 16, 32 and 64 requests without a draft. long: 16 requests of 4,096 tokens. draft: 1, 2, 4,
+8 and 16 requests with a DFlash draft of which `--accepted` tokens of each proposal are accepted,
+then none, with a fixed length of 15, with `auto`, and without drafting. gap: the longest time
+between two tokens of 4 streams while a prompt of 32,768 tokens is read. Writes
+`results/<date>-gpu-streams.json`.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ for; and how long they are counted."""
 
 
 class NoText:
-    """A tokenizer of nothing: tokens are counted, not read."""
+    """Tokenizer without text: tokens are only counted."""
 
     template = None
     stop_ids: frozenset[int] = frozenset()
     suppress_ids: tuple[int, ...] = ()
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """Return the same for all."""
+        """Return the same text for all tokens."""
         return ""
 
     def stream(self) -> NoText:
@@ -61,7 +62,7 @@ class NoText:
         return ""
 
     def finish(self) -> str:
-        """Return what is left."""
+        """Return the remaining text."""
         return ""
 
 
@@ -79,32 +80,32 @@ class Streams:
         self.engine = Engine(self.target, draft, tokenizer, plan)
 
     def accept(self, tokens: int) -> None:
-        """Let so many tokens of each proposal hold from now on, whatever they are."""
+        """Accept this many tokens of each proposal from now on, whatever they are."""
         engine = self.engine
         engine.scheduler.runners = (GraphRunner(self.target, engine.draft, forced=tokens),)
         engine.lengths = engine.scheduler.length = DraftLengthPolicy(engine.backend.padded)
 
     def submit(self, tokens: int, drafted: Drafted = 0) -> Request:
-        """Queue a random text that does not end."""
+        """Submit a random prompt whose output does not end."""
         prompt = steps.random_tokens(self.target, tokens)
         return self.engine.submit(prompt, Options(100_000, draft_max=drafted, ignore_eos=True))
 
     def running(self, texts: int, tokens: int, drafted: Drafted = 0) -> list[Request]:
-        """Start texts, and return when all generate."""
+        """Submit requests and return when all are decoding."""
         requests = [self.submit(tokens, drafted) for _ in range(texts)]
         while not all(len(r.ids) > 8 for r in requests):
             self.engine.step()
         return requests
 
     def stop(self, requests: list[Request]) -> None:
-        """End texts."""
+        """Cancel the requests."""
         for request in requests:
             request.cancel()
         while self.engine.step():
             pass
 
     def rate(self, texts: int, tokens: int, drafted: Drafted = 0) -> float:
-        """Measure tokens a second of all texts together."""
+        """Measure tokens per second over all requests."""
         requests = self.running(texts, tokens, drafted)
         for seconds in (WARM, SECONDS):
             before, began = sum(len(r.ids) for r in requests), time.perf_counter()
@@ -135,14 +136,14 @@ class Streams:
         return found
 
     def close(self) -> None:
-        """Free the GPU for the next one."""
+        """Free the GPU memory."""
         self.engine.close()
         self.engine = self.target = None  # type: ignore[assignment]
         torch.cuda.empty_cache()
 
 
 def plain(model: str, found: dict[str, Any]) -> None:
-    """Short texts without a draft."""
+    """Measure short requests without a draft."""
     streams = Streams(model, 64, 1024, False)
     for texts in (1, 16, 32, 64):
         found[f"plain {texts}"] = tell(f"{texts} texts", streams.rate(texts, SHORT))
@@ -150,14 +151,14 @@ def plain(model: str, found: dict[str, Any]) -> None:
 
 
 def long(model: str, found: dict[str, Any]) -> None:
-    """Texts of 4,096 tokens without a draft."""
+    """Measure requests of 4,096 tokens without a draft."""
     streams = Streams(model, 16, 5120, False)
     found["long 16"] = tell("16 texts of 4,096 tokens", streams.rate(16, 4096))
     streams.close()
 
 
 def draft(model: str, accepted: int, found: dict[str, Any]) -> None:
-    """Short texts with a draft that always holds, or never."""
+    """Measure short requests with a draft that is always accepted, or never."""
     streams = Streams(model, 16, 1024, True)
     for held in (accepted, 0):
         streams.accept(held)
@@ -179,13 +180,13 @@ def gap(model: str, found: dict[str, Any]) -> None:
 
 
 def tell(name: str, rate: float) -> float:
-    """Print tokens a second."""
+    """Print tokens per second."""
     print(f"{name}: {rate:.0f} tokens/s", flush=True)
     return round(rate, 1)
 
 
 def main() -> None:
-    """Measure what is asked for."""
+    """Run the selected measurements."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", default=["plain", "long", "draft", "gap"])
     parser.add_argument("--model", default="31b", choices=[*synthetic.TARGETS])

@@ -1,9 +1,9 @@
-"""A DFlash cycle kernel by kernel, at a published shape with random weights on a GPU.
+"""Print the timeline of a DFlash cycle by kernel, with a published shape on a GPU.
 
     python benchmarks/gpu_timeline.py [31b] [--context 64]
 
-For each kernel: microseconds from the cycle's begin to its own, what lies between it and the end of
-all before it, and by how much it ends later than these (a kernel may begin while others run).
+For each kernel, in microseconds: its start since the cycle's start, the gap between the end of all
+earlier kernels and its start, and how much later than those it ends. Kernels may overlap.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Do `wgmma` and `mma.sync` of sm_90 add up the same products to the same bits?
+"""Test whether `wgmma` and `mma.sync` of sm_90 sum the same products to the same bits.
 
     python benchmarks/gpu_wgmma_bits.py
 
-Sums of 2 x 16 products of random operands as formats have them: codes as subnormal halves, 1024 +
-code, halves; activations of one size and of sizes from 2^-12 to 2^7; from zero and from a number.
-Prints for each how many of two million sums differ, and one of those that do.
+Sums 2 x 16 products of random operands as the quant formats have them: codes as subnormal halves,
+1024 + code, and halves; activations of one magnitude and of magnitudes from 2^-12 to 2^7; starting
+from zero and from a number. Prints for each case how many of two million sums differ, and one of
+those that do.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ KERNEL = str(HERE / "gpu_wgmma_bits.cu")
 
 
 def codes(bits: int, shift: int = 0, add: int = 0) -> torch.Tensor:
-    """Two codes in each word of a lane's operands, as halves of these bits."""
+    """Return two codes per 32-bit word of a lane's operands, as halves with these bits."""
     words = torch.randint(0, 1 << bits, (2, BLOCKS, 128, 2, 4), device="cuda", dtype=torch.int32)
     low, high = (words << shift) + add
     return low | high << 16

@@ -1,13 +1,13 @@
-"""A 61 GB target becomes Q8_0 in constant memory.
+"""Convert a 61 GB target to Q8_0 and check that memory does not depend on its size.
 
     python benchmarks/huge.py --work DIR [--layers 60]
 
-A sparse checkpoint with the shapes of Gemma 4 31B: shards of zeros that take no place on the disk,
-and a tokenizer of Gemma's size. The output is real, 32 GB; DIR must have room for it and is emptied
-afterwards. A target with the smallest number of layers is converted first: what the whole one
-takes beyond its anonymous memory is what depends on the size of the model. Pages of the mapped
-shards (`resident_mb`) come and go as the system pleases. With --layers less is converted, and the
-result says how much. Exit code 1 unless memory grows by less than 50 MB from the one to the other.
+The checkpoint has the shapes of Gemma 4 31B: sparse shards of zeros, which take no disk space,
+and a tokenizer of Gemma's size. The output is 32 GB; DIR must have room for it and is emptied
+afterwards. A target with the minimum number of layers is converted first; the growth is the
+difference of anonymous memory between the two. Pages of the mapped shards (`resident_mb`) are not
+counted. With --layers a smaller target is converted, and the result says so. The exit code is 1
+unless memory grows by less than 50 MB.
 """
 
 import argparse
@@ -28,7 +28,7 @@ Q8_0 = 34 / 64  # of the bytes of bf16
 
 
 def one(work: Path, layers: int) -> dict[str, Any]:
-    """Make a target of so many layers, convert it, count; nothing stays."""
+    """Make a target of `layers` layers, convert it, and return the figures; delete all files."""
     with tempfile.TemporaryDirectory(dir=work) as folder:
         source, out = Path(folder) / "target", Path(folder) / "out.gguf"
         size = synthetic.sparse_target(source, layers)
@@ -59,7 +59,7 @@ def one(work: Path, layers: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Convert the small and the whole one, write the result."""
+    """Convert the small and the full target and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--layers", type=int, default=synthetic.LAYERS)

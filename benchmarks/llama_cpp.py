@@ -1,19 +1,18 @@
-"""Hold converter and runtime against llama.cpp: bytes of tensors, greedy text, draft proposals.
+"""Compare converter and runtime with llama.cpp: tensor bytes, greedy text, draft proposals.
 
     python benchmarks/llama_cpp.py --bin LLAMA_BUILD/bin --source LLAMA_SOURCE [--family DIR]
 
-A family is a folder of checkpoint folders: one target, any drafts. Without one, tiny random ones
-are made. Three comparisons, each in the result file:
+A family is a folder of checkpoint folders: one target and any number of drafts. Without --family,
+tiny random checkpoints are made. The result file has three comparisons:
 
-- `bytes`: our GGUF against the one of `convert_hf_to_gguf.py` for the same folder, tensor by
-  tensor, and our Q8_0 against `llama-quantize`. Where upstream cannot convert, its message is kept.
-- `text`: upstream's greedy text is fed to our target on the same F32 file; where our largest logit
-  is another token, our gap between the two is kept.
-- `proposals`: `llama-speculative-simple` logs what it drafts. Our draft, set to upstream's
-  semantics, proposes at the same places of the same text. Those semantics are: the causality of
-  most layers for all of them, the window counted from each row, a block of n_max + 1 rows, a dense
-  head. What the draft loses (or gains) by them is `committed_per_cycle`, ours against upstream's,
-  same prompts.
+- `bytes`: our GGUF and that of `convert_hf_to_gguf.py` for the same folder, tensor by tensor, and
+  our Q8_0 and that of `llama-quantize`. Where upstream cannot convert, its message is kept.
+- `text`: upstream's greedy text is fed to our target with the same F32 file; where our largest
+  logit belongs to another token, the gap between the two logits is kept.
+- `proposals`: `llama-speculative-simple` logs its drafts. Our draft, set to upstream's semantics,
+  proposes at the same positions of the same text. These semantics are: the causality of the
+  majority of layers applied to all, the window counted from each row, blocks of n_max + 1 rows, and
+  a dense head. `committed_per_cycle` compares both semantics on the same prompts.
 """
 
 from __future__ import annotations
@@ -70,7 +69,8 @@ PROMPTS = {
 
 
 def reference(upstream: Upstream, folder: Path, out: Path, type: str, target: Path | None) -> str:
-    """Convert with upstream's script; its last line if it fails, else an empty text."""
+    """Convert with upstream's script. Return the last line of its output if it fails,
+    otherwise ""."""
     assert upstream.source is not None
     args = [
         sys.executable,
@@ -104,7 +104,8 @@ def describe(file: GGUF, name: str) -> str:
 
 
 def same_bytes(mine: Path, theirs: Path) -> dict[str, Any]:
-    """Differences of two files: tensors by type, shape and bytes; metadata by value."""
+    """Return the differences of two files: tensors by type, shape and bytes; metadata by
+    value."""
     with GGUF(mine) as a, GGUF(theirs) as b:
         both = [n for n in a.tensors if n in b.tensors]
         differ = [
@@ -161,7 +162,7 @@ def compare_bytes(
 
 
 def as_upstream(draft: Any, n_max: int) -> None:
-    """Set our draft to what upstream computes from the same file."""
+    """Set our draft to the semantics of upstream for the same file."""
     config = draft.config
     if draft.name == "dflash":
         causal = shared_causality([s.causal for s in config.layers])
@@ -178,7 +179,7 @@ def as_upstream(draft: Any, n_max: int) -> None:
 
 
 class Rows:
-    """A chooser that keeps what it saw and takes the largest."""
+    """Chooser that records the logits it gets and returns the largest."""
 
     def __init__(self) -> None:
         self.seen: list[torch.Tensor] = []
@@ -194,7 +195,7 @@ class Rows:
 def replay(
     engine: Engine, ids: list[int], text: list[int], rounds: list[Round]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Our choices and proposals along upstream's text. (Texts' findings, proposals' findings.)"""
+    """Return our choices, and our proposals, compared along upstream's text."""
     with borrowed(engine) as (target, draft):
         return replayed(target, draft, ids, text, rounds)
 
@@ -295,7 +296,8 @@ def compare_drafts(
 
 
 def random_family(folder: Path) -> Path:
-    """Tiny random checkpoints, with the drafts that upstream can and cannot express."""
+    """Make tiny random checkpoints, with drafts that upstream supports and drafts that it
+    does not."""
     from tests.support import tiny
 
     target = tiny.target(folder / "target", nested=False, layers=6, period=3, window=16, vocab=512)
@@ -314,7 +316,8 @@ def random_family(folder: Path) -> Path:
 
 
 def convert_all(family: Path, work: Path) -> tuple[str, dict[str, Path], dict[str, str]]:
-    """Convert every checkpoint. (Target's name, folders by name, draft types by name.)"""
+    """Convert every checkpoint. Return the target's name, folders by name, and draft types by
+    name."""
     folders = {p.parent.name: p.parent for p in sorted(family.glob("*/config.json"))}
     kinds: dict[str, str] = {}
     target = next(n for n, p in folders.items() if convert.detect(p).is_target)
@@ -374,8 +377,8 @@ def main() -> None:
 
 
 def cycles(drafts: dict[str, Any]) -> dict[str, Any]:
-    """Mean committed tokens a cycle by draft and n_max: with the draft's own semantics, and with
-    upstream's."""
+    """Return the mean committed tokens per cycle by draft and n_max, with the draft's
+    semantics and with upstream's."""
     found: dict[str, list[tuple[float, float]]] = {}
     for name, d in drafts.items():
         p = d["proposals"]

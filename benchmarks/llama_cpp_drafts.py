@@ -1,14 +1,14 @@
-"""Hold more kinds of draft against llama.cpp: does it load them, and draft the same greedy tokens?
+"""Compare DSpark, EAGLE-3 and DFlash2 drafts with llama.cpp: does it load them, with what tokens?
 
     python benchmarks/llama_cpp_drafts.py --bin LLAMA_BUILD/bin
 
-Tiny random DSpark, EAGLE-3 and DFlash2 checkpoints are converted. For each file the kind's own
-table says what upstream does with it (`g4spec.models.upstream`): the same, something a little
-different, or refuse it. `llama-speculative-simple` logs what it drafts; our draft proposes at the
-same places of upstream's text. Greedy, F32 files and caches. Where proposals differ they are
-compared again with upstream's GELU (`benchmarks.upstream.gelu_table`).
+Converts tiny random checkpoints. For each file, `g4spec.models.upstream` states what upstream does:
+the same, a slightly different computation, or refusal. `llama-speculative-simple` logs its drafts;
+our draft proposes at the same positions of upstream's text. Decoding is greedy; files and caches
+are F32. Where proposals differ they are compared again with upstream's GELU
+(`benchmarks.upstream.gelu_table`).
 
-What a DFlash2 draft proposes is logged only after `llama_cpp_dflash2.patch`, which adds that line
+Proposals of a DFlash2 draft are logged only with `llama_cpp_dflash2.patch`, which adds that line
 and nothing else: `patch -p1 < llama_cpp_dflash2.patch` in the source folder, then build.
 """
 
@@ -87,8 +87,8 @@ DRAFTS: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 
 def ours(engine: Engine, ids: list[int], text: list[int], rounds: list[Round]) -> dict[str, Any]:
-    """Our proposals where upstream made its own, on upstream's text. If some differ: how many are
-    equal once GELU is rounded as upstream's CPU backend rounds it."""
+    """Compare our proposals with upstream's along its text. If some differ, also count those
+    that are equal with GELU rounded as in upstream's CPU backend."""
     found = proposals(engine, ids, text, rounds)
     if found["first_difference"]:
         vars(engine.target.ops)["gelu_tanh"] = gelu_table
@@ -161,7 +161,7 @@ def one(upstream: Upstream, work: Path, name: str) -> dict[str, Any]:
 
 
 def shown(found: dict[str, Any]) -> str:
-    """What to say beside the counts."""
+    """Return the text that is printed beside the counts."""
     if found.get("drafted") == 0:
         return "its log does not say what it drafts"
     if not found.get("first_difference"):

@@ -1,16 +1,16 @@
-"""Hold targets of every size against llama.cpp, and the assistants made for them.
+"""Compare targets of every size, and their assistants, with llama.cpp.
 
     python benchmarks/llama_cpp_targets.py --bin LLAMA_BUILD/bin --source LLAMA_SOURCE
 
 Tiny random checkpoints: experts (as the 26B-A4B), per-layer embeddings with shared keys and values
-(as E2B and E4B, also with the spare tensors that published files hold), the 12B's spelling. Both
-converters write each of them and its assistant; tensors are compared byte for byte. llama.cpp then
-drafts with the pair, and our assistant, scoring every token as upstream does instead of centroids
-first, proposes at the same places of its text. Quantized checkpoints are compared as numbers:
-llama.cpp's converter multiplies out what we keep.
+(as E2B and E4B, also with the unused tensors of published files), and the key names of the 12B.
+Both converters write each target and its assistant; tensors are compared byte for byte. llama.cpp
+then drafts with the pair; our assistant, which scores every token like upstream's instead of
+centroids first, proposes at the same positions of its text. Quantized checkpoints are compared
+numerically: llama.cpp's converter dequantizes what we keep.
 
-llama.cpp computes GELU on the CPU by a table of float16; where proposals differ, ours are compared
-again with GELU rounded that way. `llama_cpp_exact_gelu.patch` takes the table out of llama.cpp.
+On the CPU llama.cpp computes GELU with a float16 table; where proposals differ, ours are compared
+again with GELU rounded like that. `llama_cpp_exact_gelu.patch` removes the table from llama.cpp.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ TOKENIZER = (
 
 
 def theirs(source: Path, folder: Path, type: str) -> Path:
-    """A folder converted by llama.cpp."""
+    """Convert a folder with llama.cpp."""
     out = folder.parent / f"{folder.name}-theirs.gguf"
     script = source / "convert_hf_to_gguf.py"
     done = subprocess.run(
@@ -80,7 +80,7 @@ def theirs(source: Path, folder: Path, type: str) -> Path:
 
 
 def differing(a: Path, b: Path, values: bool = False) -> list[str]:
-    """Tensors that are not the same in both files: bytes, or the numbers they stand for."""
+    """Return the tensors whose bytes, or dequantized values, differ between the files."""
     with GGUF(a) as x, GGUF(b) as y:
         read = GGUF.array if values else GGUF.raw
         return sorted(
@@ -94,7 +94,7 @@ def differing(a: Path, b: Path, values: bool = False) -> list[str]:
 
 
 def size(upstream: Upstream, source: Path, work: Path, name: str) -> dict[str, Any]:
-    """One target and its assistant."""
+    """Compare one target and its assistant."""
     shape, head = TARGETS[name]
     target = tiny.target(work / name, dtype="F32", **shape)
     draft = tiny.assistant(work / f"{name}-assistant", target, dtype="F32", **head)
@@ -117,7 +117,8 @@ def size(upstream: Upstream, source: Path, work: Path, name: str) -> dict[str, A
 
 
 def quantized(source: Path, work: Path, name: str) -> list[str]:
-    """Tensors of a quantized checkpoint that do not mean the same in both conversions."""
+    """Return the tensors of a quantized checkpoint whose values differ between both
+    conversions."""
     make, options = QUANTIZED[name]
     folder = tiny.target(work / name, dtype="F32", layers=6, inter=128)
     make(folder, **options)

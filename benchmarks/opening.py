@@ -1,13 +1,13 @@
-"""Full `validate` beside `sha256sum`, and how fast a file with Gemma's whole vocabulary opens.
+"""Time a full `validate` against `sha256sum`, and the opening of a file with Gemma's vocabulary.
 
     python benchmarks/opening.py [--repeats 5] [--work DIR]
 
-The file is z-lab's DFlash for the 31B with random weights, as Q8_0, with 262,144 tokens and
-514,906 merges. `validate` with all its rules and `sha256sum` read it in turn, both as programs.
-`inspect` counts with the start of the interpreter; opening the tokenizer, up to the first text's
-tokens and in a process of its own, without it; `tokenize`, the whole command with all that it
-imports, stands beside them without a goal. Exit code 1 unless validate is no slower than
-sha256sum, and `inspect` and opening the tokenizer take less than a second each.
+The file is z-lab's DFlash for the 31B with random weights, as Q8_0, with 262,144 tokens and 514,906
+merges. `validate` with all rules and `sha256sum` read it in alternation, both as processes.
+`inspect` is timed with the start of the interpreter; opening the tokenizer, until the first text is
+tokenized, in its own process without it; `tokenize` as a whole command, without a required time.
+The exit code is 1 unless validate is no slower than sha256sum, and `inspect` and opening the
+tokenizer take less than a second each.
 """
 
 import argparse
@@ -40,7 +40,7 @@ print(time.perf_counter() - start)
 
 
 def opened(path: Path) -> dict[str, float]:
-    """Seconds from the closed file to the first text's tokens."""
+    """Return the seconds from the closed file to the first text's tokens."""
     done = subprocess.run(
         [sys.executable, "-c", OPEN, str(path)],
         capture_output=True,
@@ -52,7 +52,7 @@ def opened(path: Path) -> dict[str, float]:
 
 
 def measured(path: Path, repeats: int) -> dict[str, list[dict[str, float]]]:
-    """Every run of everything, in turn."""
+    """Run everything in alternation and return all measurements."""
     commands: dict[str, list[object]] = {
         "validate": [*G4SPEC, "validate", path],
         "sha256sum": ["sha256sum", path],
@@ -68,7 +68,7 @@ def measured(path: Path, repeats: int) -> dict[str, list[dict[str, float]]]:
 
 
 def main() -> int:
-    """Make the file, measure, write the result."""
+    """Make the file, measure, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--work", type=Path, help="where 5 GB have room; emptied afterwards")

@@ -1,13 +1,13 @@
-"""Holds `g4spec quantize` against llama.cpp's `llama-quantize`: time, error, type of every tensor.
+"""Compare `g4spec quantize` with llama.cpp's `llama-quantize`: time, error, and tensor types.
 
     python benchmarks/quantize.py --tool LLAMA_BUILD/bin/llama-quantize [--file BF16.gguf]
                                   [--imatrix FILE]
 
-Both run on one core, in turn, with one thread; what counts is processor time, start-up included,
-which a busy machine disturbs least. Without --file a random target of 110 million weights serves.
-With --imatrix both take it, and errors are weighted by it; tensors that it lacks are left out.
-The result is kept as dated JSON. Exit code 1 when the types of a tensor differ, the bytes of a
-type without a search differ, or an error is larger than llama.cpp's.
+Both run in alternation with one thread. Processor time is compared, start-up included, because a
+busy machine affects it least. Without --file a random target of 110 million weights is used. With
+--imatrix both use it and errors are weighted by it; tensors that it lacks are left out. The result
+is written as dated JSON. The exit code is 1 if the type of a tensor differs, the bytes of a type
+without a search differ, or an error is larger than llama.cpp's.
 """
 
 import argparse
@@ -55,7 +55,7 @@ SIZE = {
 
 
 def timed(core: int, *command: object) -> float:
-    """Seconds of processor time of a program on one core."""
+    """Return the seconds of processor time of a process on one core."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         list(map(str, command)),
@@ -71,7 +71,8 @@ def timed(core: int, *command: object) -> float:
 
 
 def weighted(source: Path, path: Path, weights: imatrix.Imatrix) -> dict[str, float]:
-    """Weighted relative RMS error of each quantized tensor that the imatrix knows."""
+    """Return the weighted relative RMS error of each quantized tensor that the imatrix
+    contains."""
     out = {}
     with GGUF(source) as a, GGUF(path) as b:
         for name, info in b.tensors.items():
@@ -87,7 +88,7 @@ def weighted(source: Path, path: Path, weights: imatrix.Imatrix) -> dict[str, fl
 def compared(
     source: Path, ours: Path, theirs: Path, weights: imatrix.Imatrix | None
 ) -> dict[str, Any]:
-    """Types, bytes and errors of two results."""
+    """Return types, bytes and errors of two results."""
     searched = (*SEARCHED, *WEIGHTED) if weights else SEARCHED
     with GGUF(ours) as a, GGUF(theirs) as b:
         types = [{n: t.format.name for n, t in f.tensors.items()} for f in (a, b)]
@@ -113,7 +114,7 @@ def compared(
 def one(
     tool: Path, source: Path, name: str, repeats: int, folder: Path, matrix: Path | None
 ) -> dict[str, Any]:
-    """Everything about one type."""
+    """Return the result for one type."""
     more = ["--imatrix", matrix] if matrix else []
     ours, theirs = folder / "ours.gguf", folder / "theirs.gguf"
     core = min(os.sched_getaffinity(0))
@@ -143,7 +144,7 @@ def one(
 
 
 def main() -> int:
-    """Measure all types, write the result."""
+    """Measure all types and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tool", type=Path, required=True)
     parser.add_argument("--file", type=Path)

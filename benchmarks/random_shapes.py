@@ -1,14 +1,14 @@
-"""Random model shapes on the CUDA backend: each runs, or is refused by name.
+"""Run random model shapes on the CUDA backend: each must run correctly or be refused by name.
 
     python benchmarks/random_shapes.py [--count 100] [--seed 1] [--arch sm_90a] [--out DIR]
 
 Draws targets (widths, heads, head sizes, windows, experts, per-layer embeddings, vocabulary, tensor
-type, cache type) and a draft of a random kind for each. A shape has to end in one of two ways: an
-InputError or UsageError at conversion or load, or text that is the same with the draft as without
-it and logits near those of the CPU reference. Anything else, an AssertionError above all, fails.
+type, cache type) and a draft of a random kind for each. Two results are correct: an InputError or
+UsageError at conversion or load; or text that is the same with and without the draft, with logits
+close to the CPU reference. Anything else fails, an AssertionError above all.
 
-Without a GPU the kernels run on the emulator, as for `--arch`. Writes
-`results/<date>-random-shapes.json`; exit code 1 if a shape failed.
+Without a GPU the kernels run on the emulator, for `--arch`. Writes
+`results/<date>-random-shapes.json`; the exit code is 1 if a shape failed.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def shape(draw: random.Random) -> dict[str, Any]:
 
 
 def outcome(folder: Path, draw: random.Random) -> tuple[str, dict[str, Any]]:
-    """Run one random pair: how it ended, and what it was."""
+    """Run one random pair. Return the outcome and the case."""
     at, kind = shape(draw), draw.choice(list(family.DRAFTS))
     whole = at["head_dim"] % 32 == 0 == at["global_head_dim"] % 32
     type, cache = draw.choice(TYPES), draw.choice(["f16", "q8_0"] if whole else ["f16"])

@@ -1,14 +1,14 @@
-"""Clients that hang up, and other faults: kept as dated JSON.
+"""Test clients that disconnect, and malformed requests, against the server.
 
     python benchmarks/serve_aborts.py [--aborts 1000] [--seed 1]
 
-The bundled family with a draft. A thousand clients hang up, whole answers and streams alike, in one
-of four phases: while they are queued, while their prompt is read, while a text is written with a
-draft, and inside a call; orderly or with a reset. Beside each batch of them a bystander asks for a
-text, which has to be what it is alone. After each batch all slots and pages have to be free, and
-nothing may be counted as open. Then come faults: bodies that are malformed, deep or of 100 MB,
-floods of headers, headers that never end, readers that do not read, a full queue. None may be
-answered with 500, or not at all. Exit code 1 where something is not as it has to be.
+Serves the bundled family with a draft. A thousand clients disconnect, with and without streaming,
+in one of four phases: queued, prefill, decoding with a draft, and inside a tool call; with FIN or
+RST. During each batch of them another client requests a text, which must equal the same request
+alone. After each batch all slots and pages must be free and no request may be counted as open. Then
+come malformed, deeply nested and 100 MB bodies, header floods, headers that never end, clients that
+do not read, and a full queue. None may get a 500, or no answer. Writes dated JSON; the exit code is
+1 if a check fails.
 """
 
 import argparse
@@ -56,7 +56,7 @@ BYSTANDER = Ask(
 
 
 def request(phase: str, rng: random.Random) -> tuple[str, dict[str, Any]]:
-    """Return a path and a body of a text that lasts long enough to be left in a phase."""
+    """Return the path and body of a request that stays in a phase long enough to be aborted."""
     long = {"max_tokens": 1500, "seed": rng.randrange(2**32), "draft_max": 4, "temperature": 0.8}
     if phase == "mid-call":
         return CHAT, {
@@ -72,7 +72,7 @@ def request(phase: str, rng: random.Random) -> tuple[str, dict[str, Any]]:
 
 
 def reached(phase: str, served: Served) -> bool:
-    """Return True if some request is in the phase now."""
+    """Return whether a request is in the phase now."""
     scheduler = served.engine.scheduler
     live = [task for task in list(scheduler.running) if not task.request.cancelled]
     if phase == "queued":
@@ -87,7 +87,7 @@ def reached(phase: str, served: Served) -> bool:
 
 
 def send(served: Served, path: str, body: dict[str, Any]) -> socket.socket:
-    """Send a request; returns its connection, of which nothing is read."""
+    """Send a request without reading its answer. Return its connection."""
     address = served.url.removeprefix("http://").split(":")
     link = socket.create_connection((address[0], int(address[1])), timeout=60)
     data = json.dumps(body).encode()
@@ -100,14 +100,14 @@ def send(served: Served, path: str, body: dict[str, Any]) -> socket.socket:
 
 
 def hang_up(link: socket.socket, reset: bool) -> None:
-    """Close a connection, orderly or with a reset."""
+    """Close a connection with FIN or RST."""
     if reset:
         link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     link.close()
 
 
 async def until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait for something; False if it does not come."""
+    """Wait for a condition. Return False at the time limit."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -119,7 +119,7 @@ async def until(condition: Callable[[], bool], seconds: float) -> bool:
 async def batch(
     served: Served, phase: str, count: int, rng: random.Random
 ) -> tuple[Counter[str], Said]:
-    """Let `count` clients hang up in a phase, beside a bystander."""
+    """Let `count` clients disconnect in a phase while another client requests a text."""
     out: Counter[str] = Counter()
     async with httpx.AsyncClient(base_url=served.url, timeout=None) as client:
         asked = asyncio.ensure_future(ask(client, BYSTANDER))
@@ -139,7 +139,7 @@ async def batch(
 
 
 async def aborts(served: Served, count: int, rng: random.Random) -> dict[str, Any]:
-    """Run batches in all phases until `count` clients have hung up."""
+    """Run batches in all phases until `count` clients have disconnected."""
     engine = served.engine
     free, wrong = engine.pool.n_free, []
     async with httpx.AsyncClient(base_url=served.url, timeout=None) as client:
@@ -178,7 +178,7 @@ async def aborts(served: Served, count: int, rng: random.Random) -> dict[str, An
 
 
 def deep(depth: int) -> dict[str, bytes]:
-    """Return bodies that are nested `depth` deep in several places."""
+    """Return bodies that are nested `depth` deep in different fields."""
     opened, closed = b'{"a":' * depth, b"}" * depth
     schema = b'{"type":"object","properties":{"a":' * depth + b"{}" + b"}}" * depth
     head = b'{"messages":[{"role":"user","content":"x"}],"max_tokens":1,'
@@ -195,7 +195,7 @@ def deep(depth: int) -> dict[str, bytes]:
 
 
 def status(served: Served, content: Any, path: str = CHAT, **headers: str) -> int:
-    """Return the status of a request; 0 where the connection was cut."""
+    """Return the status of a request, or 0 if the connection was closed."""
     with contextlib.suppress(httpx.TransportError):
         return httpx.post(
             served.url + path, content=content, headers=headers, timeout=120
@@ -204,13 +204,13 @@ def status(served: Served, content: Any, path: str = CHAT, **headers: str) -> in
 
 
 def chunks(size: int) -> Any:
-    """Yield `size` bytes, a mebibyte at a time."""
+    """Yield `size` bytes in chunks of one MiB."""
     for _ in range(size >> 20):
         yield b" " * (1 << 20)
 
 
 def raw(served: Served, data: bytes, seconds: float) -> bytes:
-    """Send bytes and read what comes within some seconds."""
+    """Send bytes and return what arrives within some seconds."""
     address = served.url.removeprefix("http://").split(":")
     with socket.create_connection((address[0], int(address[1])), timeout=seconds) as link:
         out = b""
@@ -222,7 +222,7 @@ def raw(served: Served, data: bytes, seconds: float) -> bytes:
 
 
 def slow_reader(served: Served) -> float:
-    """Ask for a long stream and do not read it; seconds until its memory is free."""
+    """Request a long stream and do not read it. Return the seconds until its memory is free."""
     address = served.url.removeprefix("http://").split(":")
     link = socket.socket()
     link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -250,7 +250,7 @@ def slow_reader(served: Served) -> float:
 
 
 def full_queue(served: Served) -> list[Any]:
-    """Fill slots and queue, and ask once more: status and Retry-After."""
+    """Fill slots and queue and send one more request. Return its status and Retry-After."""
     body = {"prompt": "x", "max_tokens": 900, "ignore_eos": True, "stream": True, "draft_max": 0}
     n = served.service.settings.queue + SLOTS
     links = [send(served, RAW, body) for _ in range(n)]
@@ -263,7 +263,7 @@ def full_queue(served: Served) -> list[Any]:
 
 
 def faults(served: Served) -> dict[str, Any]:
-    """Send what no client should; what came of each."""
+    """Send malformed requests and return the result of each."""
     out: dict[str, Any] = {}
     for depth in (100, 1000, 100_000):
         out |= {f"depth {depth}, {k}": status(served, v) for k, v in deep(depth).items()}
@@ -293,7 +293,7 @@ def faults(served: Served) -> dict[str, Any]:
 
 
 def wrong_faults(found: dict[str, Any]) -> list[str]:
-    """List the answers that may not be."""
+    """Return the answers that are not allowed."""
     bad = [k for k, v in found.items() if v == 500 or str(v).startswith("HTTP/1.1 5")]
     bad += [k for k in found if k.startswith("depth") and found[k] not in (200, 400)]
     bad += [k for k in found if k.startswith("100 MB") and found[k] not in (413, 0)]

@@ -1,14 +1,14 @@
-"""Coding agents against a served family, an exchange with a tool call each: kept as dated JSON.
+"""Run coding agents against the server, each with a tool call and its result.
 
     npm install --prefix DIR @anthropic-ai/claude-code @openai/codex opencode-ai
     python benchmarks/serve_agents.py DIR [--only claude ...] [--log FOLDER]
 
-Each agent is started without a terminal, with a home of its own and one question. The family is too
-small to decide for a call, so the first request of a conversation that offers the agent's harmless
-tool (`AGENTS`) is changed on its way: that tool must be called. What the model writes as its
-arguments, the agent runs or refuses, and sends the result back; the answer to that, which is made
-to end soon by a bias, ends the exchange. It passes if the agent ends by itself with code 0, no
-request was refused, and a request with the result of the call was answered.
+Each agent runs without a terminal, with an empty home folder and one question. The bundled model is
+too small to choose a tool, so a proxy changes the first request that offers the agent's harmless
+tool (`AGENTS`): that tool becomes required. The agent runs or refuses the call with the arguments
+that the model wrote, and sends the result back; the answer to it, shortened by a logit bias, ends
+the exchange. An agent passes if it ends by itself with exit code 0, no request was refused, and a
+request with the result of the call was answered. Writes dated JSON.
 """
 
 import argparse
@@ -46,7 +46,7 @@ MOST = 400
 
 @dataclass
 class Seen:
-    """Hold what an agent asked for: a line for each request."""
+    """Requests of an agent, one line each."""
 
     tool: str
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -55,14 +55,15 @@ class Seen:
 
 
 class Between:
-    """ASGI middleware that has the first conversation begin with a call, and notes requests."""
+    """ASGI middleware that makes the first conversation begin with a tool call, and records
+    requests."""
 
     def __init__(self, inner: Callable[..., Awaitable[None]], folder: Path | None) -> None:
         self._inner, self._folder = inner, folder
         self.seen = Seen("")
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """See ASGI."""
+        """Handle an ASGI event."""
         if scope["type"] != "http":
             await self._inner(scope, receive, send)
             return
@@ -112,7 +113,7 @@ class Between:
 
 
 def claude(folder: Path, url: str, home: Path) -> tuple[list[str], dict[str, str]]:
-    """Start Claude Code, with a short prompt: its own, 76 KB, is much for a family on a CPU."""
+    """Start Claude Code with a short system prompt: its own has 76 KB, too much for a CPU."""
     env = {
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_API_KEY": "none",
@@ -191,7 +192,7 @@ AGENTS: dict[str, tuple[Callable[..., tuple[list[str], dict[str, str]]], str]] =
 
 
 def tried(name: str, folder: Path, url: str, between: Between, seconds: int) -> dict[str, Any]:
-    """Let an agent do its exchange."""
+    """Run the exchange of one agent and return the result."""
     start, tool = AGENTS[name]
     between.seen = Seen(tool)
     began = time.perf_counter()
@@ -230,7 +231,8 @@ def tried(name: str, folder: Path, url: str, between: Between, seconds: int) -> 
 
 
 def longer(source: Path, context: int) -> Path:
-    """Copy the target and let its context be longer than it was trained on: agents say much."""
+    """Copy the target with a larger context length than it was trained with: agents send long
+    prompts."""
     shutil.copytree(TINY / "target", source)
     text = (source / "config.json").read_text()
     text = re.sub(r'("max_position_embeddings": )\d+', rf"\g<1>{context}", text)

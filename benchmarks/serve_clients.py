@@ -1,14 +1,14 @@
-"""Real clients against a served family: kept as dated JSON.
+"""Test client libraries against the server.
 
     pip install openai anthropic litellm langchain-openai langchain-anthropic instructor \\
         'pydantic-ai-slim[openai,anthropic]'
     python benchmarks/serve_clients.py [--only litellm ...]
 
-The bundled family is served over HTTP with a DFlash draft, four texts at a time; each client does
-what its users do: answers whole and in pieces, functions and their results, structured output, on
-each API that it speaks. Greedy texts must be those of the server without a draft, structured
-ones must fit their model. A client that is not installed is listed as such. Exit code 1 if a check
-fails.
+Serves the bundled family over HTTP with a DFlash draft, four requests at a time. Each client uses
+what it supports of each API: answers with and without streaming, tool calls and their results,
+structured output. Greedy texts must equal those of the server without a draft; structured output
+must match its schema. Clients that are not installed are listed. Writes dated JSON; the exit code
+is 1 if a check fails.
 """
 
 import argparse
@@ -80,7 +80,7 @@ class Checks:
 
 
 def check_openai(c: Checks) -> None:
-    """Check OpenAI's SDK, with strict validation of what comes back."""
+    """Check OpenAI's SDK with strict response validation."""
     import openai
 
     client = openai.OpenAI(
@@ -156,7 +156,7 @@ def check_openai(c: Checks) -> None:
 
 
 def check_anthropic(c: Checks) -> None:
-    """Check Anthropic's SDK, with strict validation of what comes back."""
+    """Check Anthropic's SDK with strict response validation."""
     import anthropic
 
     client = anthropic.Anthropic(
@@ -302,7 +302,7 @@ def check_langchain_anthropic(c: Checks) -> None:
 
 
 def check_instructor(c: Checks) -> None:
-    """Check instructor's ways to structured output."""
+    """Check instructor's modes of structured output."""
     import anthropic
     import instructor
     import openai
@@ -375,7 +375,7 @@ CLIENTS: dict[str, Callable[[Checks], None]] = {
 
 
 def main() -> int:
-    """Serve the family, run every client, write the result."""
+    """Serve the family, run every client, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=list(CLIENTS), choices=CLIENTS)
     parser.add_argument("--out", type=Path, help="file of the result, instead of a dated one")

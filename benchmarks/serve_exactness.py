@@ -1,16 +1,16 @@
-"""Answers over HTTP under load against the same requests alone: kept as dated JSON.
+"""Compare answers over HTTP under load with the same requests alone.
 
     python benchmarks/serve_exactness.py [--requests 2000] [--distinct 500] [--seed 1]
         [--own-process] [--workers 16] [--device cuda]
 
-The bundled family, served with each of its drafts, with n-gram lookup, and with kept prefixes.
+Serves the bundled family with each of its drafts, with n-gram lookup, and with the prefix cache.
 Requests are random (`tests/server/mixed_requests.py`): chat, tools, JSON schemas, grammars,
-thoughts, log-probabilities, stop texts, several texts, penalties, three endpoints, whole or in
-pieces, any draft length. They are sent 1 to 32 at once, in random order, while other clients hang
-up at random. Each text, call, log-probability and usage figure must be that of the same request
-sent alone, cold, to a server without a draft. Exit code 1 if one is not. `--own-process`: the
-drafts' engines run in processes of their own, as `g4spec serve` has them. `--workers`: the requests
-are shared out to so many processes, each with seeds and servers of its own.
+reasoning, log-probabilities, stop strings, several choices, penalties, three endpoints, with and
+without streaming, any draft length. 1 to 32 are sent at once, in random order, while other clients
+disconnect at random. Each text, tool call, log-probability and usage figure must equal that of the
+same request alone, without prefix cache, at a server without a draft. `--own-process`: the engines
+run in separate processes, as in `g4spec serve`. `--workers`: number of processes that share the
+requests, each with its own seed and servers. Writes dated JSON; the exit code is 1 at a difference.
 """
 
 import argparse
@@ -48,13 +48,13 @@ AT_ONCE = (1, 2, 4, 8, 16, 32)
 
 
 def client(served: Served) -> httpx.AsyncClient:
-    """Return a client whose connections are as many as it likes."""
+    """Return an HTTP client without a limit of connections."""
     limits = httpx.Limits(max_connections=None)
     return httpx.AsyncClient(base_url=served.url, timeout=None, limits=limits)
 
 
 async def alone(served: Served, requests: list[Ask]) -> list[Said]:
-    """Answer each request by itself."""
+    """Send each request by itself and return the answers."""
     async with client(served) as http:
         return [await ask(http, request.drafted(0, False)) for request in requests]
 
@@ -62,7 +62,7 @@ async def alone(served: Served, requests: list[Ask]) -> list[Said]:
 async def load(
     served: Served, todo: list[tuple[int, Ask]], at_once: int, rng: random.Random
 ) -> list[tuple[int, Ask, Said]]:
-    """Answer all, `at_once` at a time, while a fifth as many others hang up."""
+    """Send all requests, `at_once` at a time, while a fifth as many other clients disconnect."""
     gate, out = asyncio.Semaphore(at_once), []
     async with client(served) as http:
 
@@ -82,7 +82,7 @@ async def load(
 
 
 def rounds(count: int, requests: list[Ask], rng: random.Random) -> list[list[tuple[int, Ask]]]:
-    """Deal out `count` requests, each of the distinct ones about as often as the others."""
+    """Distribute `count` requests evenly over the distinct ones."""
     order = [i % len(requests) for i in range(count)]
     rng.shuffle(order)
     todo = [
@@ -92,7 +92,7 @@ def rounds(count: int, requests: list[Ask], rng: random.Random) -> list[list[tup
 
 
 def main() -> int:
-    """Ask all requests alone, then all again under load, and compare."""
+    """Send all requests alone, then under load, and compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=2_000)
     parser.add_argument("--distinct", type=int, default=500)
@@ -156,7 +156,7 @@ def main() -> int:
 
 
 def share(args: argparse.Namespace) -> int:
-    """Run in several processes, which begin at different drafts and numbers at once."""
+    """Run in several processes, which start with different drafts and concurrencies."""
     began, many = time.perf_counter(), args.workers
     more = ["--device", args.device, *(["--own-process"] if args.own_process else [])]
     found, failed = spread(

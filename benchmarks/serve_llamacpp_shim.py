@@ -1,11 +1,10 @@
-"""Puts `g4spec serve` in the place of llama-server under llama.cpp's own server tests: a pytest
-plugin, which `serve_llamacpp_tests.py` loads.
+"""Replace llama-server by `g4spec serve` in llama.cpp's own server tests (a pytest plugin).
 
-Their tests set attributes of a `ServerProcess` and start it. Here the same attributes become the
-command line of `g4spec serve`, which runs in a child process; the requests and the checks of the
-answers are theirs. What depends on the words and the vocabulary of their model is replaced by what
-is true of the bundled family: numbers of prompt tokens are counted by its tokenizer, and a text
-that is compared with words of their model has only to be there, which the result says of the test.
+`serve_llamacpp_tests.py` loads it. The tests set attributes of a `ServerProcess` and start it; here
+these attributes become the command line of `g4spec serve`, which runs in a child process. Requests
+and checks are unchanged. Checks that depend on the vocabulary or the words of llama.cpp's test
+model use those of the bundled family: numbers of prompt tokens are counted with its tokenizer, and
+a text that should match words of their model must only be non-empty; the result names these tests.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ now = {"test": ""}
 
 
 class NotOffered(Exception):
-    """A test needs something that `g4spec serve` does not have."""
+    """A test needs a feature that `g4spec serve` does not have."""
 
 
 def arguments(server: Any) -> list[str]:
@@ -129,7 +128,7 @@ def arguments(server: Any) -> list[str]:
 
 
 def named_template(name: str) -> Path:
-    """Return a file with a template that llama-server has under a name, or with the text given."""
+    """Return a file with a template that llama-server knows by name, or with the given text."""
     if name == "command-r":
         raise NotOffered(f"llama.cpp's built-in template {name}")
     if name == "llama3":
@@ -143,7 +142,8 @@ opened = Tokenizer.from_gguf
 
 
 def endless(file: GGUF) -> Tokenizer:
-    """Open a tokenizer whose texts do not end before <eos>: their model goes on to the limit."""
+    """Return a tokenizer with <eos> as its only stop token: upstream's test model generates
+    until the limit."""
     tokenizer = opened(file)
     tokenizer.stop_ids = frozenset({1})
     return tokenizer
@@ -201,7 +201,7 @@ class Child:
 
 
 def start(self: Any, timeout_seconds: float = 60) -> None:
-    """Take the place of their `ServerProcess.start`."""
+    """Replace upstream's `ServerProcess.start`."""
     import utils
 
     log = FAMILY / "serve.log"
@@ -300,7 +300,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Note which test runs."""
+    """Record which test runs."""
     now["test"] = item.nodeid
 
 

@@ -1,12 +1,12 @@
-"""llama.cpp's own server tests against `g4spec serve`: kept as dated JSON.
+"""Run llama.cpp's server tests against `g4spec serve`.
 
     python benchmarks/serve_llamacpp_tests.py LLAMA_CPP [-k EXPRESSION] [--log FILE]
 
 LLAMA_CPP is a source folder of llama.cpp: `pip download --no-binary :all: --no-deps
-llama-cpp-python==0.3.36` has one in `vendor/`; its tests want pytest, openai, requests, filelock
-and wget. The tests are run as they are, with `g4spec serve` and the bundled family in the place of
-llama-server and their model (`serve_llamacpp_shim.py` says how). A function passes if it does with
-all its parameters. Those that cannot are listed with the reason.
+llama-cpp-python==0.3.36` contains one in `vendor/`; the tests need pytest, openai, requests,
+filelock and wget. `serve_llamacpp_shim.py` replaces llama-server and its model by `g4spec serve`
+and the bundled family. A function passes if it passes with all its parameters. Functions that
+cannot pass are listed with the reason. Writes dated JSON.
 """
 
 import argparse
@@ -72,8 +72,8 @@ WHY = {
 
 
 def family(folder: Path) -> None:
-    """Write the target with a template that knows tools and thinking, whole and split, and a
-    draft."""
+    """Write the target with a template that supports tools and reasoning, whole and split,
+    and a draft."""
     source = folder / "source"
     shutil.copytree(TINY / "target", source)
     config = json.loads((source / "tokenizer_config.json").read_text())
@@ -86,7 +86,7 @@ def family(folder: Path) -> None:
 
 
 def main() -> int:
-    """Run the tests and sort what came out."""
+    """Run the tests and write the sorted results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", type=Path)
     parser.add_argument("-k", dest="only", default="")
@@ -139,7 +139,7 @@ def main() -> int:
 
 
 def sort(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """Sort functions by what became of all their parameters."""
+    """Sort functions by the results of all their parameters."""
     by: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for report in reports:
         by[report["test"].removeprefix("unit/").split("[")[0]].append(report)

@@ -1,12 +1,12 @@
-"""The process of an engine behind a server: what it costs, and what is left when it fails.
+"""Measure the cost of running the engine in a process of its own, and test its failures.
 
     python benchmarks/serve_process.py [--pairs 20] [--faults 60] [--seed 1] [--device cpu]
 
-The bundled family with a draft. Speed: one stream through HTTP, with the engine in the server's
-process and in one of its own, in turns; the ratio of each pair. Faults: an engine that raises, or
-crashes (SIGSEGV), while a prompt is read or in a step, and one that is killed at a random moment.
-Beside it run streams, which have to end with an error event, and texts wait, which have to be what
-they are alone. Exit code 1 where something is not as it has to be. Kept as dated JSON.
+Serves the bundled family with a draft. Speed: one stream over HTTP, with the engine in the server's
+process and in its own, alternating; the ratio of each pair. Faults: an engine that raises or
+crashes (SIGSEGV) during prefill or in a step, and one that is killed at a random moment. Running
+streams must end with an error event; queued requests must be answered as if alone. Writes dated
+JSON; the exit code is 1 if a check fails.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def seconds(served: Served, tokens: int, seed: int) -> float:
 
 
 def speed(pairs: int, here: Served, there: Served, tokens: int) -> dict[str, Any]:
-    """Compare both, in turns; which is first changes."""
+    """Compare both in alternation."""
     rows = []
     for i in range(pairs + 1):
         order = (here, there) if i % 2 else (there, here)
@@ -106,7 +106,7 @@ def stream(url: str, lines: list[str]) -> None:
 def fault(
     phase: str, served: Served, client: EngineClient, plain: Engine, rng: random.Random
 ) -> tuple[list[str], float]:
-    """Let the engine fail once; returns what is wrong, and the seconds until it worked again."""
+    """Make the engine fail once. Return what is wrong, and the seconds until it worked again."""
     until(lambda: client.stats().idle and client.is_healthy(60))
     before, lines, wrong = client.process, list[str](), []
     long = Options(n_predict=1500, ignore_eos=True)
@@ -142,7 +142,7 @@ def fault(
 
 
 def main() -> int:
-    """Measure the speed, then run the faults."""
+    """Measure the speed, then inject the faults."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--faults", type=int, default=60)

@@ -1,16 +1,16 @@
-"""SGLang's tests of determinism, stops and Anthropic's API against our server: kept as dated JSON.
+"""Run SGLang's tests of determinism, stop strings and Anthropic's API against the server.
 
     pip download --no-deps sglang==0.5.23
     python benchmarks/serve_sglang_kits.py sglang-0.5.23-*.whl [--trials 20] [--tokens 100]
 
-The bundled family is served over HTTP, eight texts at a time, with a DFlash draft and kept
-prefixes. `test_deterministic` (modes single, prefix and radix_cache), `MatchedStopMixin` and
-`AnthropicMessagesMixin` are read from the wheel and run as they are; what they send by `requests`
-goes through an adapter: `/generate` is asked of `/completion`, a batch as so many requests at once
-with one seed, each with another draft length; `/flush_cache` clears the prefix cache of the engine;
-token ids beyond our vocabulary are wrapped into it; `matched_stop` is read from the answer. Their
-radix_cache prompts are shorter than our blocks, so that mode runs twice, the second time with 1,024
-tokens before each prompt.
+Serves the bundled family over HTTP, eight requests at a time, with a DFlash draft and the prefix
+cache. `test_deterministic` (modes single, prefix and radix_cache), `MatchedStopMixin` and
+`AnthropicMessagesMixin` are read from the wheel and run unchanged; an adapter translates their HTTP
+requests: `/generate` becomes `/completion`, a batch becomes as many concurrent requests with one
+seed and different draft lengths; `/flush_cache` clears the engine's prefix cache; token ids beyond
+our vocabulary are wrapped into it; `matched_stop` is read from the answer. The prompts of
+radix_cache are shorter than our blocks, so that mode runs twice, the second time with 1,024 tokens
+before each prompt. Writes dated JSON.
 """
 
 import argparse
@@ -60,7 +60,7 @@ POST = requests.post
 
 
 class Adapter:
-    """Stand between SGLang's tests and the server.
+    """Translates between SGLang's tests and the server.
 
     Attributes:
         lead: token ids before every prompt of ids. hits: prompts that began with a kept prefix.
@@ -127,8 +127,8 @@ class Adapter:
         }
 
     def _told(self, body: dict[str, Any], response: requests.Response) -> Any:
-        """Add `matched_stop`: the one stop text where it did not end by itself, else the id of the
-        end of a text in their list."""
+        """Add `matched_stop`: the stop string, or the first stop token id of the model at the
+        end of a text."""
         answer = response.json()
         for choice in answer["choices"]:
             ended = choice["finish_reason"] == "stop"
@@ -137,7 +137,7 @@ class Adapter:
 
 
 def extracted(wheel: Path, folder: Path) -> None:
-    """Put the tests where they can be imported, without the rest of SGLang."""
+    """Extract the tests so that they can be imported without the rest of SGLang."""
     with zipfile.ZipFile(wheel) as file:
         for name in FILES:
             file.extract(f"sglang/test/{name}", folder)
@@ -167,7 +167,7 @@ def serving(folder: Path) -> Iterator[Served]:
 
 
 def deterministic(adapter: Adapter, url: str, trials: int, tokens: int) -> dict[str, Any]:
-    """Run the modes of `test_deterministic`; unique texts of each prompt, or 1 for equal ones."""
+    """Run the modes of `test_deterministic`. Return the number of unique texts per prompt."""
     module = importlib.import_module("sglang.test.test_deterministic")
     out = {}
     for mode, temperature, lead in (
@@ -209,7 +209,7 @@ def deterministic(adapter: Adapter, url: str, trials: int, tokens: int) -> dict[
 
 
 def mixin(module: str, name: str, url: str) -> dict[str, str]:
-    """Run the tests of a mixin; what became of each."""
+    """Run the tests of a mixin and return their results."""
     kit = getattr(importlib.import_module(f"sglang.test.kits.{module}"), name)
     case = type(
         name, (kit, unittest.TestCase), {"base_url": url, "model": "tiny", "api_key": "none"}
@@ -230,7 +230,7 @@ def mixin(module: str, name: str, url: str) -> dict[str, str]:
 
 
 def main() -> int:
-    """Serve the family and run all."""
+    """Serve the family, run everything, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--trials", type=int, default=20, help="batches of single, twice prefix")

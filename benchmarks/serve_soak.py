@@ -1,13 +1,13 @@
-"""A served family under 16 streams for an hour: kept as dated JSON.
+"""Run a server with 16 streams for an hour and check memory, files, threads and answers.
 
     python benchmarks/serve_soak.py [--minutes 60] [--streams 16] [--seed 1] [--device cpu]
 
-`g4spec serve` runs as its users run it, with the bundled family and a draft. Clients ask at once,
-again and again: every kind of `tests/server/mixed_requests.py`, /v1/responses and
-/v1/messages. Two thirds stream; one in ten hangs up. Every 10 seconds the memory, threads and
-open files of the server and its subprocesses are recorded. Errors are: an answer that differs from
-the first answer to the same request, a status other than 200, and an error line in the server's
-log. Exit code 1 for any error, or if something grows: the median of the last quarter compared with
+`g4spec serve` runs as a process, with the bundled family and a draft. Clients send all kinds of
+requests of `tests/server/mixed_requests.py`, /v1/responses and /v1/messages, without a pause. Two
+thirds stream; one in ten disconnects. Every 10 seconds the memory, threads and open files of the
+server and its subprocesses are recorded. Errors are: an answer that differs from the first answer
+to the same request, a status other than 200, and an error line in the server's log. Writes dated
+JSON. The exit code is 1 for any error, or for growth: the median of the last quarter compared with
 that of the second quarter (memory: by more than 3 % and 4 MB), or files and threads of the idle
 server after the run compared with before.
 """
@@ -44,8 +44,8 @@ SAMPLED = ("resident_mb", "anonymous_mb", "threads", "files")
 
 
 def processes(server: int) -> dict[str, int]:
-    """Return the numbers of the server's process, of its engine's, which is missing while none
-    runs, and of the one that renders chat templates."""
+    """Return the process ids of the server, of its engine (missing while none runs), and of
+    the process that renders chat templates."""
     out = {"server": server}
     for path in Path(f"/proc/{server}/task").glob("*/children"):
         for child in path.read_text().split():
@@ -55,7 +55,7 @@ def processes(server: int) -> dict[str, int]:
 
 
 def figures(process: int) -> dict[str, float]:
-    """Read memory (megabytes, 10^6), threads and open files of a process."""
+    """Return memory (megabytes, 10^6), threads and open files of a process."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     status = {key: value.split() for key, _, value in (line.partition(":") for line in lines)}
     return {
@@ -86,7 +86,7 @@ def other(rng: random.Random) -> Ask:
 
 
 async def words(client: httpx.AsyncClient, request: Ask) -> str:
-    """Answer one of `other`'s requests; returns its text alone."""
+    """Send one of `other`'s requests and return the text of the answer."""
     if not request.body["stream"]:
         response = await client.post(request.path, json=request.body)
         assert response.status_code == 200, (response.status_code, response.text[:500])
@@ -107,7 +107,7 @@ async def words(client: httpx.AsyncClient, request: Ask) -> str:
 
 
 class Clients:
-    """What asks, and what came of it."""
+    """The clients and their results."""
 
     def __init__(self, url: str, requests: list[Ask], rng: random.Random) -> None:
         self._url, self._requests, self._rng = url, requests, rng
@@ -116,7 +116,7 @@ class Clients:
         self.errors: list[str] = []
 
     async def run(self, streams: int, end: float) -> None:
-        """Ask until a time of `time.monotonic`."""
+        """Send requests until a time of `time.monotonic`."""
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=self._url, timeout=None, limits=limits) as http:
             await asyncio.gather(*(self._loop(http, end) for _ in range(streams)))
@@ -152,8 +152,8 @@ class Clients:
 
 
 def orderly(line: str) -> bool:
-    """Return True for a line of the server's log that reports no error, as all of JSON at "info"
-    and what is said before it listens."""
+    """Return whether a line of the server's log reports no error: JSON of level "info", or a
+    line before it listens."""
     if not line.startswith("{"):
         return "Traceback" not in line and "error" not in line.lower()
     told = json.loads(line)
@@ -161,7 +161,7 @@ def orderly(line: str) -> bool:
 
 
 async def soak(process: int, clients: Clients, streams: int, minutes: float) -> list[Sample]:
-    """Run the clients; returns a sample for each period."""
+    """Run the clients and return one sample per period."""
     began, out = time.monotonic(), list[Sample]()
     asking = asyncio.ensure_future(clients.run(streams, began + minutes * 60))
     while not asking.done():
@@ -178,7 +178,7 @@ async def soak(process: int, clients: Clients, streams: int, minutes: float) -> 
 
 
 def grown(samples: list[Sample]) -> tuple[dict[str, Any], list[str]]:
-    """Compare the quarters of a run; returns their medians, and what has grown."""
+    """Compare the quarters of a run. Return their medians, and the figures that grew."""
     quarter, medians, wrong = len(samples) // 4, {}, []
     for name in samples[-1]:
         rows = [sample.get(name, {}) for sample in samples]
@@ -195,7 +195,7 @@ def grown(samples: list[Sample]) -> tuple[dict[str, Any], list[str]]:
 
 
 def rest(url: str, process: int) -> Sample:
-    """Return the figures once nothing runs and connections that were kept open are closed."""
+    """Return the figures when no request runs and keep-alive connections are closed."""
     end = time.monotonic() + 120
     while any(slot["is_processing"] for slot in httpx.get(url + "/slots").json()):
         assert time.monotonic() < end, "texts still run though nobody waits for them"
@@ -205,7 +205,7 @@ def rest(url: str, process: int) -> Sample:
 
 
 def main() -> int:
-    """Serve, ask, and judge."""
+    """Start the server, run the clients, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--streams", type=int, default=16)
@@ -280,7 +280,7 @@ def watch(
     args: argparse.Namespace,
     rng: random.Random,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Run the soak against a server that has been started; returns what was found and is wrong."""
+    """Run the soak against a running server. Return the result and its failures."""
     end = time.monotonic() + 300
     while True:
         assert server.poll() is None and time.monotonic() < end, "the server does not start"

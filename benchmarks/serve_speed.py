@@ -1,13 +1,13 @@
-"""What HTTP costs: tokens a second and time to first token beside the same engine in-process.
+"""Measure the overhead of HTTP: tokens per second and time to first token against in-process.
 
     python benchmarks/serve_speed.py [-m target.gguf -md draft.gguf] [--device cuda] [--pairs 10]
 
-`g4spec serve` runs as its users run it, and the same files are loaded here, by default the bundled
-family. Both write the same texts, in turns, which is first changes: one alone, 16 at once, and
-prompts of 512 tokens that neither has seen, up to the first token. The ratio of each pair, and its
-median. Required on a GPU: 97 % of in-process alone, 95 % with 16, at most 5 ms more to the first
-token; exit code 1 there if one is missed. The client reads events from a bare socket, in a process
-that does nothing else meanwhile.
+`g4spec serve` runs as a process; the same files, by default the bundled family, are also loaded
+here. Both generate the same texts, alternating which is first: one request, 16 at once, and prompts
+of 512 tokens that neither has seen, until the first token. Prints the ratio of each pair and its
+median. Required on a GPU: 97 % of in-process for one request, 95 % for 16, at most 5 ms more to the
+first token; the exit code there is 1 if one is missed. The client reads events from a bare socket,
+in a process that does nothing else.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def fields(prompt: list[int], tokens: int, seed: int) -> dict[str, Any]:
 
 
 async def asked(port: int, body: dict[str, Any]) -> Times:
-    """Ask over HTTP, on a connection of its own."""
+    """Send a request over its own connection."""
     data = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(
@@ -79,7 +79,7 @@ async def asked(port: int, body: dict[str, Any]) -> Times:
 
 
 def over_http(port: int, bodies: list[dict[str, Any]]) -> list[Times]:
-    """Ask all at once."""
+    """Send all requests at once."""
 
     async def all_of() -> list[Times]:
         return await asyncio.gather(*(asked(port, body) for body in bodies))
@@ -88,7 +88,7 @@ def over_http(port: int, bodies: list[dict[str, Any]]) -> list[Times]:
 
 
 def in_process(engine: Engine, bodies: list[dict[str, Any]]) -> list[Times]:
-    """Write the same texts here."""
+    """Generate the same texts in this process."""
     requests = [
         engine.submit(
             body["prompt"],
@@ -112,7 +112,8 @@ def in_process(engine: Engine, bodies: list[dict[str, Any]]) -> list[Times]:
 
 
 def pair(engine: Engine, port: int, bodies: list[dict[str, Any]], turn: int) -> list[list[float]]:
-    """Run both; returns seconds for each: to the first token, from it to the end, and in all."""
+    """Run both. Return for each the seconds to the first token, from it to the end, and in
+    total."""
     out: dict[bool, list[float]] = {}
     for http in (False, True) if turn % 2 else (True, False):
         began = time.perf_counter()
@@ -123,7 +124,7 @@ def pair(engine: Engine, port: int, bodies: list[dict[str, Any]], turn: int) -> 
 
 
 def measure(engine: Engine, port: int, pairs: int, tokens: int, seed: int) -> dict[str, Any]:
-    """Run all pairs; the first of each kind only warms up."""
+    """Run all pairs; the first of each kind is a warm-up."""
     rng = random.Random(seed)
     n_vocab = min(engine.config.n_vocab, 4000)
     rows: dict[str, list[list[list[float]]]] = {name: [] for name in GOALS}
@@ -166,7 +167,7 @@ def measure(engine: Engine, port: int, pairs: int, tokens: int, seed: int) -> di
 
 
 def missed(found: dict[str, Any]) -> list[str]:
-    """List the goals that were missed."""
+    """Return the requirements that were missed."""
     ratios = {name: found[name]["ratio"] for name in ("one stream", "16 streams")}
     out = [
         f"{name}: {ratio:.3f} of in-process, required {GOALS[name]}"
@@ -178,7 +179,7 @@ def missed(found: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    """Serve, load, measure in turns."""
+    """Start the server, load the files, and measure in alternation."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-m", "--model", type=Path, help="default: the bundled family")
     parser.add_argument("-md", "--draft", help="a file, or ngram; default: none with -m")

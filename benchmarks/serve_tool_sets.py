@@ -1,25 +1,24 @@
-"""Calls of the functions of bfcl-eval, held to their schemas: kept as dated JSON.
+"""Validate tool calls for the tools of bfcl-eval against their schemas.
 
     pip download --no-deps bfcl-eval==2026.3.23
     pip install --target DIR hypothesis-jsonschema==0.23.1 hypothesis==6.112.0; PYTHONPATH=DIR:.
     python benchmarks/serve_tool_sets.py bfcl_eval-*.whl [--sets 300] [--limit 96] [--schemas 200]
         [--workers 16]
 
-Every set of functions in the wheel's data (single, multiple, parallel, live, Java, JavaScript,
-those of conversations, memory and web search), its types written as JSON Schema has them. Sets
-that are equal count once.
+Uses every tool set in the wheel's data (single, multiple, parallel, live, Java, JavaScript,
+multi-turn, memory and web search), with types as JSON Schema writes them. Equal sets count once.
 
-- All: the grammar of `tool_choice: "required"` is made and compiled, and a text is drawn from it
-  without a model; its calls must be valid against their schema by jsonschema.
-- `--sets` of them, chosen at random (0: all): the bundled family writes a call at temperature 1,
-  without a draft and with each, eight at once, with a bias to the marks that end texts and calls:
-  it is too small to end them soon. Calls must be valid, and the same with each draft.
-  A text that the limit of tokens ends is counted apart; its tokens are compared, too.
+- All: the grammar of `tool_choice: "required"` is built and compiled, and a text is drawn from it
+  without a model; its calls must be valid against their schemas (jsonschema).
+- `--sets` of them, chosen at random (0: all): the bundled model writes a call at temperature 1,
+  without a draft and with each, eight requests at once, with a logit bias towards the tokens that
+  end strings and calls, because it is too small to end them soon. Calls must be valid and the same
+  with each draft. Outputs cut by the token limit are counted separately; their tokens are compared.
 - `--schemas` schemas drawn by hypothesis-jsonschema from a meta-schema of JSON Schema, if it is
-  installed (it does not work with newer hypothesis): as strict functions, each is refused with a
-  reason or its calls are valid.
+  installed (it does not support newer versions of hypothesis): as strict tools, each is refused
+  with a reason or its calls are valid.
 
-Exit code 1 if one is not.
+Writes dated JSON; the exit code is 1 if a check fails.
 """
 
 import argparse
@@ -81,7 +80,7 @@ Tools = list[dict[str, Any]]
 
 
 def tool_sets(wheel: Path) -> tuple[list[Tools], int]:
-    """Read the sets of functions, each once, and count all."""
+    """Return the distinct tool sets, and the number of all."""
     with zipfile.ZipFile(wheel) as file:
         names = file.namelist()
         place = file.read("bfcl_eval/constants/executable_backend_config.py").decode()
@@ -115,12 +114,12 @@ def tool_sets(wheel: Path) -> tuple[list[Tools], int]:
 
 
 def lines(text: bytes) -> list[Any]:
-    """Parse a file of one JSON value a line."""
+    """Parse a file with one JSON value per line."""
     return [json.loads(line) for line in text.decode().splitlines()]
 
 
 def typed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Write the types of a schema as JSON Schema has them."""
+    """Replace the types of a schema by those of JSON Schema."""
     out = dict(schema)
     kind = str(out.pop("type", "any"))
     if kind.lower() != "any":
@@ -133,7 +132,7 @@ def typed(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def functions(tools: Tools) -> list[Function]:
-    """Return the functions of a set, each name once."""
+    """Return the tools of a set, each name once."""
     named = {tool["name"].replace(" ", "_"): tool["parameters"] for tool in tools}
     return [Function(name, parameters=schema) for name, schema in named.items()]
 
@@ -141,7 +140,7 @@ def functions(tools: Tools) -> list[Function]:
 def checked(
     tokenizer: Tokenizer, marks: Marks, ids: Sequence[int], offered: Sequence[Function]
 ) -> tuple[int, list[str]]:
-    """Count the calls of a whole text, and list what is wrong with them."""
+    """Count the calls of a complete output and return what is invalid."""
     parser, said = Parser(tokenizer, marks), []
     for event in [*parser.push(ids), *parser.finish()]:
         if isinstance(event, CallEvent):
@@ -179,7 +178,7 @@ class Made:
         self.wrong: list[Any] = []
 
     def grammar(self, offered: Sequence[Function], most: int | None = None) -> Grammar | None:
-        """Make and compile the grammar of `required`; None where it is refused."""
+        """Build and compile the grammar of `required`. Return None if it is refused."""
         try:
             made = grammar.whole_text(self.marks, calls=offered, most=most)
             self.vocabulary.compile(made.text)
@@ -191,7 +190,7 @@ class Made:
         return made
 
     def drawn(self, made: Grammar, offered: Sequence[Function], seed: str) -> None:
-        """Draw a text and check its calls."""
+        """Draw a text from a grammar and check its calls."""
         try:
             ids = random_text(self.vocabulary.mask(made), random.Random(seed), self._ends)
         except AssertionError:  # longer than a walk may be
@@ -205,7 +204,8 @@ class Made:
 def written(
     engine: Engine, made: Made, asked: Sequence[tuple[Sequence[Function], Grammar]], limit: int
 ) -> Iterator[tuple[list[int], bool]]:
-    """Let a model write a call for each grammar, eight at once: tokens, and whether it ended."""
+    """Let a model write a call for each grammar, eight at once. Return tokens, and whether
+    each ended."""
     prompt = engine.tokenizer.encode("<|turn>user\nHelp me.<turn|>\n<|turn>model\n")
     for at in range(0, len(asked), 8):
         requests = []
@@ -284,7 +284,7 @@ def meta(depth: int) -> dict[str, Any]:
 
 
 def schemas(count: int) -> list[dict[str, Any]]:
-    """Draw functions' schemas by hypothesis-jsonschema; none without the package."""
+    """Draw tool schemas with hypothesis-jsonschema; return none without the package."""
     try:
         from hypothesis import HealthCheck, given, settings
         from hypothesis_jsonschema import from_schema
@@ -308,7 +308,7 @@ def schemas(count: int) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Compile all sets, draw from them, and let the family call them."""
+    """Compile all sets, draw calls from their grammars, and let the model call them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--sets", type=int, default=300, help="sets the family calls; 0: all")
@@ -368,7 +368,8 @@ def main() -> int:
 
 
 def share(args: argparse.Namespace) -> int:
-    """Run in several processes, a part of the sets each; the first one draws the schemas."""
+    """Run in several processes, each with a part of the sets; the first one draws the
+    schemas."""
     began, many = time.perf_counter(), args.workers
     found, failed = spread(
         __file__,
@@ -410,7 +411,7 @@ def share(args: argparse.Namespace) -> int:
 
 
 def drawn_schemas(made: Made, count: int) -> Any:
-    """Check calls of strict functions with schemas that hypothesis-jsonschema draws."""
+    """Check calls of strict tools with schemas drawn by hypothesis-jsonschema."""
     drawn = schemas(count) if count else []
     if not drawn:
         return {} if not count else {"not installed": True}
@@ -426,7 +427,7 @@ def drawn_schemas(made: Made, count: int) -> Any:
 def called(
     folder: Path, draft: str | None, made: Made, asked: Sequence[Any], limit: int
 ) -> list[tuple[list[int], bool]]:
-    """Return what the family writes with a draft."""
+    """Return the model's outputs with a draft."""
     path: Path | str | None = draft
     if draft not in (None, "ngram"):
         path = folder / f"{draft}.gguf"
@@ -436,7 +437,7 @@ def called(
 
 
 def judged(made: Made, asked: Any, texts: Any, alone: Any) -> dict[str, Any]:
-    """Count what is valid, cut, and other than without a draft."""
+    """Count outputs that are valid, cut, or different from those without a draft."""
     counts: Counter[str] = Counter()
     wrong: list[str] = []
     for (offered, _), (ids, ended) in zip(asked, texts, strict=True):

@@ -1,6 +1,6 @@
-"""Checkpoints of the real sizes that hold nothing real: for measuring time and memory.
+"""Make checkpoints of the published sizes without real contents, to measure time and memory.
 
-Used by `conversion.py`, `opening.py` and `huge.py`; the tokenizer has Gemma's 262,144 tokens and
+Used by `conversion.py`, `opening.py` and `huge.py`. The tokenizer has Gemma's 262,144 tokens and
 514,906 merges, built from a small alphabet.
 """
 
@@ -22,8 +22,8 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def vocabulary(folder: Path) -> None:
-    """A tokenizer of Gemma's size: all pairs and most triples of 64 letters, each triple merged
-    in both ways."""
+    """Return a tokenizer of Gemma's size: all pairs and most triples of 64 letters, each
+    triple merged in both ways."""
     tokenizer(folder, VOCAB)
     path = folder / "tokenizer.json"
     content = json.loads(path.read_text(encoding="utf-8"))
@@ -44,7 +44,8 @@ def vocabulary(folder: Path) -> None:
 
 
 def target_config(folder: Path, layers: int = LAYERS) -> dict[str, Any]:
-    """config.json of the 31B target, or of one with fewer layers; and its tokenizer."""
+    """Return the config.json of the 31B target, or of one with fewer layers, and its
+    tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     inner = tiny._gemma_config(
         layers=layers,
@@ -81,7 +82,7 @@ def target_config(folder: Path, layers: int = LAYERS) -> dict[str, Any]:
 
 
 def target_shapes(config: dict[str, Any]) -> Shapes:
-    """Every text tensor of such a target."""
+    """Return the shapes of all text tensors of such a target."""
     e, ff, heads = (config[k] for k in ("hidden_size", "intermediate_size", "num_attention_heads"))
     out: Shapes = {"embed_tokens.weight": (VOCAB, e), "norm.weight": (e,)}
     for i, kind in enumerate(config["layer_types"]):
@@ -107,7 +108,7 @@ def target_shapes(config: dict[str, Any]) -> Shapes:
 
 
 def header(shapes: Shapes, length: int | None = None) -> tuple[bytes, int]:
-    """Head of a safetensors file of bf16 tensors, and bytes of its data; `length` of the head."""
+    """Return the header of a safetensors file of bf16 tensors, and the bytes of its data."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, shape in shapes.items():
@@ -122,7 +123,7 @@ def header(shapes: Shapes, length: int | None = None) -> tuple[bytes, int]:
 
 
 def sparse_target(folder: Path, layers: int, shard: int = 5 << 30) -> int:
-    """A target all of zeros, in shards that take no place on the disk; returns their bytes."""
+    """Write a target of zeros, in sparse shards. Return their bytes."""
     parts: list[Shapes] = [{}]
     for name, shape in target_shapes(target_config(folder, layers)).items():
         if sum(2 * prod(s) for s in parts[-1].values()) + 2 * prod(shape) > shard:
@@ -142,7 +143,8 @@ def sparse_target(folder: Path, layers: int, shard: int = 5 << 30) -> int:
 
 
 def draft(folder: Path) -> Path:
-    """The z-lab DFlash draft of the 31B: random bf16 weights, to the byte as long as the real."""
+    """Write the z-lab DFlash draft of the 31B with random bf16 weights and the size of the
+    published file."""
     folder.mkdir(parents=True, exist_ok=True)
     dump(
         folder / "config.json",

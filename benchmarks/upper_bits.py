@@ -1,9 +1,9 @@
-"""What the upper two bits of a Q6_K table know of the best token (`cuda.step.screen`).
-
-For each row from which a draft of the bundled family reads a token, on a CPU: the place of the best
-one when all are ordered by these bits alone; then the same of those that were accepted.
+"""Rank the best token by the upper two bits of a Q6_K output table (`cuda.step.screen`).
 
     python benchmarks/upper_bits.py
+
+For each row from which a draft of the bundled family reads a token, on the CPU: the rank of the
+best token when all are ordered by these bits alone; then the same for accepted tokens only.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def main() -> None:
 
 
 def rows(engine: Engine) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [T, H] from which proposals were read, and of these such that were accepted."""
+    """Return the rows [T, H] from which proposals were read, and those whose proposal was
+    accepted."""
     every, accepted = list[torch.Tensor](), list[torch.Tensor]()
     block = Drafter.block
 

@@ -1,4 +1,4 @@
-"""llama.cpp's programs: run them, and read from their debug log what a draft proposed."""
+"""Run llama.cpp's programs and parse the drafts in their debug log."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ CTX, NEW = 2048, 96
 
 
 def gelu_table(x: torch.Tensor) -> torch.Tensor:
-    """GELU as upstream's CPU backend computes it for float32: the argument is rounded to float16,
-    the value is read from a table of float16 (GGML_GELU_FP16 in ggml-cpu/vec.h)."""
+    """Compute GELU as upstream's CPU backend does for float32: the argument is rounded to
+    float16 and the value is read from a float16 table (GGML_GELU_FP16 in ggml-cpu/vec.h)."""
     h = x.half().float()
     inner = math.sqrt(2.0 / math.pi) * h * (1.0 + 0.044715 * h * h)
     y = (0.5 * h * (1.0 + torch.tanh(inner))).half().float()
@@ -26,7 +26,7 @@ def gelu_table(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Round:
-    """One cycle of upstream: proposals from `position`, where `anchor` stands."""
+    """One cycle of upstream: proposals that follow token `anchor` at `position`."""
 
     position: int
     anchor: int
@@ -62,7 +62,7 @@ class Upstream:
     def draft(
         self, target: Path, draft: Path, kind: str, n_max: int, prompt: Path, ids: list[int]
     ) -> tuple[list[int], list[Round]]:
-        """Greedy text after the prompt, and every round."""
+        """Return the greedy text after the prompt, and every round."""
         f32 = [a for k in ("-ctk", "-ctv", "-ctkd", "-ctvd") for a in (k, "f32")]
         for _ in range(10):
             log = self.run(
@@ -101,7 +101,7 @@ class Upstream:
 
 
 def parse(log: bytes, ids: list[int]) -> tuple[list[int], list[Round]]:
-    """Rounds from a debug log. The prompt's last token is the first anchor."""
+    """Return the rounds in a debug log. The first anchor is the last token of the prompt."""
     event = re.compile(
         rb"draft candidate\s+0, pos\s+\d+:\s+(\d+) \("
         rb"|accepted (\d+)/(\d+) draft tokens, the last target token is: \((\d+)\)"

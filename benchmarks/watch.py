@@ -1,4 +1,4 @@
-"""Time and memory of programs, and their results as dated JSON."""
+"""Measure time and memory of processes, and write results as dated JSON."""
 
 import datetime
 import json
@@ -58,7 +58,7 @@ def watched(command: list[object], env: dict[str, str] | None = None) -> dict[st
 
 
 def figures(runs: list[dict[str, float]]) -> dict[str, float]:
-    """Of several runs: median of the times, largest of the memories."""
+    """Return the median of the times and the maximum of the memories of several runs."""
     return {
         key: round(statistics.median(v) if key.endswith("seconds") else max(v), 3)
         for key in runs[0]

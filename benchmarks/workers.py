@@ -1,4 +1,4 @@
-"""A benchmark in many processes at once, and what they found as one result."""
+"""Run a benchmark in several processes and merge their results."""
 
 import json
 import os

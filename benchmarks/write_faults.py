@@ -1,12 +1,13 @@
-"""Fail, limit, fill and kill every command that writes; nothing is lost, half there or left over.
+"""Inject faults into every command that writes files, and check the files afterwards.
 
     python benchmarks/write_faults.py [--workers 1] [--cases 1000] [--seconds 3600] [--seed 0]
 
-Failing and short writes, fsync, rename, open and chmod (with a C compiler); limits of a file's
-size; SIGKILL, SIGTERM and SIGINT at random moments, twice, and to as many as four runs to one
-output; full, filling and read-only disks where this user may mount them. Cases are shared among so
-many processes, in folders of their own; the first bound that is met ends the run. Cases and
-conditions: `tests/fuzz/faults.py`. The result is `DATE-write-faults.json`, in `--out` or `results`.
+Faults: failing and short writes, fsync, rename, open and chmod (needs a C compiler); file size
+limits; SIGKILL, SIGTERM and SIGINT at random moments, twice, and to up to four runs with one
+output; full, filling and read-only disks where this user may mount them. No output may be lost or
+incomplete, and the next run must remove temporary files. `--workers` processes share the cases, in
+separate folders; the run ends when the time or the number of cases is reached. Cases and
+conditions: `tests/fuzz/faults.py`. Writes `DATE-write-faults.json` to `--out` or `results`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from g4spec import __version__  # noqa: E402
 
 
 def part(number: int, asked: argparse.Namespace) -> dict[str, Any]:
-    """What one process found; the first one also has the disks."""
+    """Run the cases of one process; the first one also tests disks."""
     cases = -(-asked.cases // asked.workers)
     done = subprocess.run(
         [
@@ -62,7 +63,7 @@ def part(number: int, asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Counts of several processes as one."""
+    """Return the sums over several processes."""
     out: dict[str, Any] = {}
     for name in ("cases", "signals", "disks"):
         out[name] = sum(p.get(name, 0) for p in parts)

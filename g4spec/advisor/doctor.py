@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from g4spec.advisor import backends, engines, summary
 from g4spec.advisor.diagnosis import Diagnosis
-from g4spec.advisor.engines import EngineVerdict
+from g4spec.advisor.engines import EngineVerdict, best_verdict, verdicts_asked
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.format_choice import Question
 from g4spec.advisor.lengths import advice_text
@@ -38,9 +38,9 @@ def diagnose(
         engines.judge(facts, machine, question, name)
         for name in ([engine] if engine else engines.NAMES)
     ]
-    asked = _asked(verdicts, machine, engine)
+    asked = verdicts_asked(verdicts, machine, engine)
     d.asked, d.works = True, not all(v.refused for v in asked)
-    best = _best(verdicts, asked)
+    best = best_verdict(verdicts, asked)
     after = None
     if not d.works:
         after = _upgraded(facts, machine, question, asked)
@@ -60,32 +60,6 @@ def diagnose(
     _conditions(d, best)
     _steps(d, asked, best, engine)
     return d
-
-
-def _asked(
-    verdicts: list[EngineVerdict], machine: Machine, engine: str | None
-) -> list[EngineVerdict]:
-    """Return the verdicts that decide whether the run can work."""
-    if engine:
-        return verdicts
-    installed = [v for v in verdicts if v.installed and v.engine.name != "g4spec"]
-    return installed or verdicts
-
-
-ORDER = ("vllm", "llama.cpp", "sglang", "g4spec")
-"""Engines by how much is known about them: the first that works is shown in detail."""
-FAILING = ("llama.cpp", "g4spec", "vllm", "sglang")
-"""Engines by how much they can run: the first is shown in detail if none works."""
-
-
-def _best(verdicts: list[EngineVerdict], asked: list[EngineVerdict]) -> EngineVerdict | None:
-    """Return the verdict to show in detail: one that works, preferably one in `asked`."""
-    order = ORDER if any(v.works for v in verdicts) else FAILING
-    ranked = sorted(
-        verdicts,
-        key=lambda v: (not v.works, v not in asked, v.plan is None, order.index(v.engine.name)),
-    )
-    return ranked[0] if ranked else None
 
 
 def _upgraded(
@@ -183,7 +157,7 @@ def _speed(facts: Facts, d: Diagnosis, q: Question, v: EngineVerdict) -> None:
     made = summary.estimate(facts, d.machine, q, v)
     s = d.section(f"Speed at {v.plan.context:,} tokens, one request (computed, not measured)")
     if made is None:
-        s.add("note", summary.NO_SPEED)
+        s.add("note", summary.NO_SPEED_IN_RAM if v.plan.ram else summary.NO_SPEED)
         return
     s.add(
         "note",

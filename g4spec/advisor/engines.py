@@ -26,10 +26,8 @@ from g4spec.advisor.versions import holds
 from g4spec.core import PROMPT_BLOCK
 from g4spec.errors import InputError, Unsupported
 from g4spec.models import gemma4
-from g4spec.models.spec import Checkpoint
 from g4spec.ops.kv_size import capacity, pool_positions
 
-VOCABULARY = 262144
 OWN_WORK = 512 << 20
 """Bytes that g4spec's CPU runtime needs beside weights and caches, for up to 8,192 tokens."""
 NAMES = ("vllm", "sglang", "llama.cpp", "g4spec")
@@ -87,6 +85,11 @@ class EngineVerdict:
     @property
     def refused(self) -> bool:
         return bool(self.blockers or self.refusal)
+
+    @property
+    def open_conditions(self) -> tuple[ProblemFact, ...]:
+        """The conditions that a recipe does not meet by itself."""
+        return tuple(p for p in self.conditions if not p.cured)
 
 
 def engine_fact(facts: Facts, name: str) -> EngineFact:
@@ -194,37 +197,13 @@ def judge(facts: Facts, machine: Machine, q: Question, name: str) -> EngineVerdi
     row = engine_fact(facts, name)
     version, installed = version_of(facts, machine, name)
     gpus = n_gpus_for(name, machine, q.target, q.gpus)
-    calc = Calculator(facts, machine, q.target, q.draft, gpus, q.batched)
+    calc = Calculator(facts, machine, q.target, q.draft, gpus, q.batched, q.split)
     kinds = _kv_types(facts, row, machine, q)
     loadable = [
         o for o in q.target.formats if name in o.engines and holds(o.cc, machine.cc or (0,))
     ]
     option, plans, plan = choose_format(calc, name, loadable, q, kinds)
-    refusal, fix = "", ""
-    size = _size(facts, q.target)
-    why = unsupported_reason(size) if size is not None and name == "g4spec" else ""
-    if why:
-        refusal, fix = why, "convert, validate and quantize work; run it with llama.cpp"
-    elif not machine.gpus and name != "llama.cpp":
-        refusal, fix = "it needs an NVIDIA GPU here", 'ask about one with --assume "RTX 3090"'
-    elif not [o for o in q.target.formats if name in o.engines]:
-        kind = "GGUF files of the usual types" if name in GGUF else "checkpoint folders and hub ids"
-        named = f"as {size.id} or " if size is not None else ""
-        refusal, fix = f"it loads {kind}", f"name the model {named}by one of these"
-    elif machine.gpus and machine.memory is None:
-        refusal, fix = "the card's memory could not be read", "ask with --assume"
-    elif plan is None or not plan.fits:
-        refusal, fix = _too_large(plans, q)
-        if plan is not None and not fix:
-            fix = offload.advice_text(facts, machine, q, row, option, plan)
-    elif name == "g4spec" and (odd := _unrun(q)):
-        refusal, fix = odd, "llama.cpp, or a file of another type"
-    elif q.draft is not None and q.draft.kind not in row.drafts:
-        refusal, fix = f"it has no {q.draft.kind} drafts for Gemma 4", "another engine"
-    elif q.draft is not None and q.draft.engines and name not in q.draft.engines:
-        refusal, fix = "it computes this draft incorrectly", "g4spec (`g4spec inspect` says why)"
-    if q.kv is not None and q.kv not in row.kv_all:
-        refusal, fix = f"it has no {q.kv} cache", f"--kv with one of {', '.join(row.kv_all)}"
+    refusal, fix = _refusal(facts, machine, q, row, option, plans, plan)
     s = situation(
         facts, machine, q, name, version, option, plan.kv if plan else kinds[0], q.context, gpus
     )
@@ -248,9 +227,58 @@ def judge(facts: Facts, machine: Machine, q: Question, name: str) -> EngineVerdi
     )
 
 
-def _too_large(plans: tuple[CardMemoryPlan, ...], q: Question) -> tuple[str, str]:
+def _refusal(
+    facts: Facts,
+    machine: Machine,
+    q: Question,
+    row: EngineFact,
+    option: WeightFormat | None,
+    plans: tuple[CardMemoryPlan, ...],
+    plan: CardMemoryPlan | None,
+) -> tuple[str, str]:
+    """Return why an engine cannot run a question, other than by a known problem, and the fix."""
+    name, size = row.name, _size(facts, q.target)
+    why = unsupported_reason(size) if size is not None and name == "g4spec" else ""
+    if q.kv is not None and q.kv not in row.kv_all:
+        refusal, fix = f"it has no {q.kv} cache", f"--kv with one of {', '.join(row.kv_all)}"
+    elif why:
+        refusal, fix = why, "convert, validate and quantize work; run it with llama.cpp"
+    elif not machine.gpus and name != "llama.cpp":
+        refusal, fix = "it needs an NVIDIA GPU here", 'ask about one with --assume "RTX 3090"'
+    elif not [o for o in q.target.formats if name in o.engines]:
+        kind = "GGUF files of the usual types" if name in GGUF else "checkpoint folders and hub ids"
+        named = f"as {size.id} or " if size is not None else ""
+        refusal, fix = f"it loads {kind}", f"name the model {named}by one of these"
+    elif machine.gpus and machine.memory is None:
+        refusal, fix = "the card's memory could not be read", "ask with --assume"
+    elif plan is None or not plan.fits:
+        refusal, fix = _too_large(machine, plans, plan, q)
+        if plan is not None and not fix:
+            fix = offload.advice_text(facts, machine, q, row, option, plan)
+    elif plan.ram and machine.ram_free is not None and plan.ram > machine.ram_free:
+        refusal = f"{q.split.flags.strip()} needs {plan.ram / GIB:.1f} GiB of RAM, "
+        refusal += f"{machine.ram_free / GIB:.1f} are free"
+        fix = "free RAM, or a smaller type or size"
+    elif name == "g4spec" and (odd := _unrun(q)):
+        refusal, fix = odd, "llama.cpp, or a file of another type"
+    elif q.draft is not None and q.draft.kind not in row.drafts:
+        refusal, fix = f"it has no {q.draft.kind} drafts for Gemma 4", "another engine"
+    elif q.draft is not None and q.draft.engines and name not in q.draft.engines:
+        refusal = "it has no code for a property of this draft, and would draft wrong tokens"
+        fix = (
+            "run it with g4spec; `g4spec validate --upstream DRAFT.gguf` names the property "
+            "(after `g4spec convert`)"
+        )
+    else:
+        return "", ""
+    return refusal, fix
+
+
+def _too_large(
+    machine: Machine, plans: tuple[CardMemoryPlan, ...], plan: CardMemoryPlan | None, q: Question
+) -> tuple[str, str]:
     """Return what does not fit, and as the fix a context that does, or ""."""
-    if not plans:
+    if plan is None:
         return "no weight format known for this card", "name one, as 31b:q4_k_m"
     best = max(plans, key=lambda p: p.largest)
     if best.largest >= LEAST_CONTEXT and q.context:
@@ -258,44 +286,48 @@ def _too_large(plans: tuple[CardMemoryPlan, ...], q: Question) -> tuple[str, str
             f"{q.context:,} tokens do not fit",
             f"-c {best.largest}, the largest context that fits ({best.format}, {best.kv} cache)",
         )
-    need, have = best.total / GIB, best.available / GIB
-    return f"{best.format} needs {need:.1f} GiB per card, {have:.1f} are usable", ""
+    need, have = plan.total / GIB, plan.available / GIB
+    where = "per card" if machine.gpus else "of RAM"
+    return (
+        f"{plan.format} needs {need:.1f} GiB {where} ({plan.context:,} tokens, {plan.kv} cache), "
+        f"{have:.1f} are usable",
+        "",
+    )
+
+
+def verdicts_asked(
+    verdicts: list[EngineVerdict], machine: Machine, engine: str | None = None
+) -> list[EngineVerdict]:
+    """Return the verdicts that decide whether the run can work."""
+    if engine:
+        return verdicts
+    installed = [v for v in verdicts if v.installed and v.engine.name != "g4spec"]
+    return installed or verdicts
+
+
+ORDER = ("vllm", "llama.cpp", "sglang", "g4spec")
+"""Engines by how much is known about them: the first that works is shown in detail."""
+FAILING = ("llama.cpp", "g4spec", "vllm", "sglang")
+"""Engines by how much they can run: the first is shown in detail if none works."""
+
+
+def best_verdict(verdicts: list[EngineVerdict], asked: list[EngineVerdict]) -> EngineVerdict | None:
+    """Return the verdict to show in detail: one that works, preferably one in `asked`."""
+    order = ORDER if any(v.works for v in verdicts) else FAILING
+    ranked = sorted(
+        verdicts,
+        key=lambda v: (not v.works, v not in asked, v.plan is None, order.index(v.engine.name)),
+    )
+    return ranked[0] if ranked else None
 
 
 # ---- our own runtime
 
 
-def _config(size: SizeFact) -> gemma4.Config:
-    """Return the target configuration of a published size."""
-    n = size.sliding + size.full
-    every = n // size.full
-    config = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": size.hidden,
-        "num_attention_heads": size.heads,
-        "num_hidden_layers": n,
-        "num_key_value_heads": size.kv_sliding,
-        "num_global_key_value_heads": size.kv_full,
-        "global_head_dim": 512,
-        "layer_types": [
-            "sliding_attention" if (i + 1) % every else "full_attention" for i in range(n)
-        ],
-        "sliding_window": size.window,
-        "intermediate_size": size.ff,
-        "enable_moe_block": size.moe,
-        "num_kv_shared_layers": n - size.own_sliding - size.own_full,
-        "hidden_size_per_layer_input": 256 if size.own_sliding < size.sliding else 0,
-        "vocab_size_per_layer_input": VOCABULARY,
-    }
-    if size.moe:
-        config |= {"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
-    return gemma4.parse_hf(Checkpoint(config, {}))
-
-
 def unsupported_reason(size: SizeFact) -> str:
     """Return why g4spec's own parser rejects a size, or "" if it accepts it."""
     try:
-        _config(size)
+        runtime_support.target_config(size)
     except Unsupported as problem:
         return str(problem).removeprefix("config.json: ")
     except InputError:
@@ -315,7 +347,9 @@ def _own_bytes(q: Question, size: SizeFact | None, context: int) -> int:
     largest tensor while loading (see `runtime.memory`)."""
     numbers = q.target.formats[0].nbytes / 0.56
     if size is not None:
-        counts = [math.prod(spec.shape) for spec in gemma4.tensors(_config(size))]
+        counts = [
+            math.prod(spec.shape) for spec in gemma4.tensors(runtime_support.target_config(size))
+        ]
         numbers = sum(counts) + 2 * max(counts)
     caches = q.target.caches
     rows = capacity(context, window_of(caches), PROMPT_BLOCK)

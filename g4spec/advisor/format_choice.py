@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
+from g4spec.advisor.layer_split import NO_SPLIT, LayerSplit
 from g4spec.advisor.machine import Machine, assume_options
 from g4spec.advisor.memory_needs import Calculator, CardMemoryPlan
 from g4spec.advisor.named_models import DraftModel, TargetModel, WeightFormat
@@ -14,7 +15,8 @@ USUAL_CONTEXT = 8192
 LEAST_CONTEXT = 2048
 """Smallest context in tokens that is suggested when the requested one does not fit."""
 COMFORTABLE_CONTEXT = 32768
-"""Context in tokens that a format should leave room for when none was requested."""
+"""Context in tokens that a format should leave room for when none was requested, and that a recipe
+then has if it fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class Question:
         backend: attention backend that the user forces on the target, or None.
         gpus: number of cards to use; None for all.
         batched: vLLM's max_num_batched_tokens.
+        split: layers that llama.cpp keeps in RAM; other engines ignore it.
     """
 
     target: TargetModel
@@ -36,16 +39,18 @@ class Question:
     backend: str | None = None
     gpus: int | None = None
     batched: int = 2048
+    split: LayerSplit = NO_SPLIT
 
 
-def command_options(q: Question, machine: Machine) -> str:
-    """Return the command-line options that repeat this question."""
+def command_options(q: Question, machine: Machine, engine: str) -> str:
+    """Return the command-line options that repeat this question for an engine."""
     said = f"-m {shlex.quote(q.target.given or q.target.size)}"
     if q.draft is not None:
         said += f" -md {shlex.quote(q.draft.given)}"
     for name, value in (("-c", q.context), ("--kv", q.kv), ("--gpus", q.gpus)):
         said += f" {name} {value}" if value else ""
-    return said + assume_options(machine)
+    split = q.split.flags if engine == "llama.cpp" else ""
+    return said + split + assume_options(machine)
 
 
 def _plans(

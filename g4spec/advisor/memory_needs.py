@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.figures import FixedCostFact
+from g4spec.advisor.layer_split import NO_SPLIT, LayerSplit, layer_sizes
 from g4spec.advisor.machine import GIB, Machine
 from g4spec.advisor.named_models import DraftModel, TargetModel, WeightFormat
 from g4spec.core import CacheShape
@@ -68,6 +69,7 @@ class CardMemoryPlan:
         context: tokens that the items are computed for.
         available: bytes that the engine may use on the card.
         largest: largest context in tokens that fits, up to the model's; 0 if 256 do not fit.
+        ram: bytes of weights and cache that llama.cpp keeps in RAM instead.
     """
 
     engine: str
@@ -77,6 +79,7 @@ class CardMemoryPlan:
     items: tuple[MemoryItem, ...]
     available: int
     largest: int
+    ram: int = 0
 
     @property
     def total(self) -> int:
@@ -181,7 +184,7 @@ class Calculator:
 
     Args:
         gpus: number of cards that share the model. `batched`: vLLM's max_num_batched_tokens.
-        util: vLLM's gpu-memory-utilization.
+        split: layers that llama.cpp keeps in RAM; no effect on other engines.
     """
 
     def __init__(
@@ -192,9 +195,10 @@ class Calculator:
         draft: DraftModel | None,
         gpus: int,
         batched: int = 2048,
+        split: LayerSplit = NO_SPLIT,
     ) -> None:
         self.facts, self.machine, self.target, self.draft = facts, machine, target, draft
-        self.gpus, self.batched = max(gpus, 1), batched
+        self.gpus, self.batched, self.split = max(gpus, 1), batched, split
 
     @property
     def util(self) -> float:
@@ -235,7 +239,13 @@ class Calculator:
             items,
             available,
             self._largest(engine, option, kv, available),
+            self._ram(engine, option, kv, context),
         )
+
+    def fits(self, engine: str, option: WeightFormat, kv: str, context: int) -> bool:
+        """Return True if a context fits on the card."""
+        items = self._items(engine, option, kv, context)
+        return sum(s.nbytes for s in items) <= self.available(engine)
 
     def _largest(self, engine: str, option: WeightFormat, kv: str, available: int) -> int:
         """Find the largest context that fits by bisection over multiples of 256 tokens."""
@@ -265,11 +275,34 @@ class Calculator:
         how = f"prompts in chunks of up to {4096 if large else 1024}"
         return fixed_cost(self.facts, f"fixed-g4spec-{size}{'-large' * large}"), how
 
-    def _weights(self, option: WeightFormat, own: bool, n: int, share: str) -> MemoryItem:
+    def _in_ram(self, engine: str, option: WeightFormat) -> tuple[int, int, int]:
+        """Return the bytes of weights that llama.cpp keeps in RAM, the number of layers whose cache
+        it keeps there, and the number of layers (1 if there is no split)."""
+        sizes = layer_sizes(self.facts, self.target, option) if self.split else None
+        if sizes is None or engine != "llama.cpp" or not self.machine.gpus:
+            return 0, 0, 1
+        return (
+            self.split.weights_in_ram(sizes),
+            self.split.layers_in_ram(sizes.layers),
+            sizes.layers,
+        )
+
+    def _ram(self, engine: str, option: WeightFormat, kv: str, context: int) -> int:
+        """Return the bytes of weights and cache that llama.cpp keeps in RAM."""
+        weights, out, layers = self._in_ram(engine, option)
+        caches, slots = self.target.caches, llamacpp_slots(self.target.caches, context)
+        cache = token_bytes(caches, kv) * context + slot_bytes(caches, kv) * slots
+        return int(weights + cache * out / layers)
+
+    def _weights(self, engine: str, option: WeightFormat, n: int, share: str) -> MemoryItem:
         """Return one card's share of the weights; g4spec repacks some types on a GPU."""
+        own = engine == "g4spec"
         held = option.own or option.nbytes if own and self.machine.gpus else option.nbytes
         how = " as the GPU holds them" if held != option.nbytes else ""
-        return MemoryItem("weights", held // n, f"{option.format}, {held / 1e9:.2f} GB{how}{share}")
+        moved, _, _ = self._in_ram(engine, option)
+        how += f", {moved / 1e9:.2f} GB of them in RAM" if moved else ""
+        text = f"{option.format}, {held / 1e9:.2f} GB{how}{share}"
+        return MemoryItem("weights", (held - moved) // n, text)
 
     def _gguf(
         self, engine: str, option: WeightFormat, kv: str, context: int
@@ -281,51 +314,33 @@ class Calculator:
         slots = g4spec_slots(caches, context) if own else llamacpp_slots(caches, context)
         tokens = pool_positions(context) if own else context
         share = f" / {n} cards" if n > 1 else ""
+        _, out, layers = self._in_ram(engine, option)
+        cards = n * layers / (layers - out) if out < layers else math.inf
+        part = f" x {layers - out} of {layers} layers" if out else ""
         per_token = (g4spec_token_bytes if own else token_bytes)(caches, kv)
         per_slot = slot_bytes(caches, kv)
         items = [
-            self._weights(option, own, n, share),
+            self._weights(engine, option, n, share),
             MemoryItem(
                 "global cache",
-                int(per_token * tokens) // n,
-                _how(per_token, "token", tokens, f"tokens{', one page spare' * own}") + share,
+                int(per_token * tokens / cards),
+                _how(per_token, "token", tokens, f"tokens{', one page spare' * own}")
+                + part
+                + share,
             ),
             MemoryItem(
                 "sliding cache",
-                int(per_slot * slots) // n,
-                _how(per_slot, "slot", slots, "slots") + share,
+                int(per_slot * slots / cards),
+                _how(per_slot, "slot", slots, "slots") + part + share,
             ),
         ]
         work, how = (
             self._work() if own else (fixed_cost(self.facts, "fixed-llamacpp-compute"), FITTED)
         )
-        if self.draft is not None:
-            size = self.draft_bytes(engine)
-            if not own:
-                chain = self.draft.kind == "mtp"
-                work += fixed_cost(self.facts, f"fixed-llamacpp-{'mtp' if chain else 'dflash'}")
-            items.append(
-                MemoryItem(
-                    "draft",
-                    size,
-                    "Q8_0 file"
-                    if self.draft.gguf_bytes
-                    else "Q8_0, estimated from its 16-bit size"
-                    if size
-                    else UNKNOWN_SIZE,
-                )
-            )
-            cached = self.draft.own_cache(context)
-            items.append(
-                MemoryItem(
-                    "draft cache",
-                    cached,
-                    "reads the target's"
-                    if not cached
-                    else _how(self.draft.kv_token, "token", context, "tokens")
-                    + (f" + {self.draft.kv_fixed / 2**20:.0f} MiB" if self.draft.kv_fixed else ""),
-                )
-            )
+        if self.draft is not None and not own:
+            kind = "mtp" if self.draft.kind == "mtp" else "dflash"
+            work += fixed_cost(self.facts, f"fixed-llamacpp-{kind}")
+        items += self._gguf_draft(engine, context)
         items.append(MemoryItem("working buffers", work, how))
         if self.machine.gpus:
             items.append(
@@ -334,6 +349,22 @@ class Calculator:
                 )
             )
         return tuple(items)
+
+    def _gguf_draft(self, engine: str, context: int) -> list[MemoryItem]:
+        """Return the items of a draft in llama.cpp or g4spec; none without a draft."""
+        draft = self.draft
+        if draft is None:
+            return []
+        size, cached = self.draft_bytes(engine), draft.own_cache(context)
+        how = "Q8_0, estimated from its 16-bit size" if size else UNKNOWN_SIZE
+        cache_how = "reads the target's"
+        if cached:
+            cache_how = _how(draft.kv_token, "token", context, "tokens")
+            cache_how += f" + {draft.kv_fixed / 2**20:.0f} MiB" if draft.kv_fixed else ""
+        return [
+            MemoryItem("draft", size, "Q8_0 file" if draft.gguf_bytes else how),
+            MemoryItem("draft cache", cached, cache_how),
+        ]
 
     def _vllm(self, option: WeightFormat, kv: str, context: int) -> tuple[MemoryItem, ...]:
         """Return the items of vLLM (an estimate for SGLang): tensor parallel, one full sequence."""

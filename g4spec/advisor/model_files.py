@@ -29,6 +29,8 @@ from g4spec.models.upstream import REFUSED_SUFFIX
 ENGINES = ("vllm", "sglang")
 SHORT = 2
 """Bytes per 16-bit cache value."""
+EAGLE3_LENGTH = 5
+"""Tokens that RedHat recommends to draft with EAGLE-3; a chain has no maximum of its own."""
 
 
 @contextmanager
@@ -206,7 +208,7 @@ def _gguf_draft(facts: Facts, path: Path, given: str, of: TargetModel) -> DraftM
             kv_fixed=(n - full) * window * row_bytes,
             vllm_n=block if own_head else max(block - 1, 0),
             sglang_n=block,
-            llamacpp_n=max(block - 1, 0),
+            llamacpp_n=EAGLE3_LENGTH if kind == "eagle3" else max(block - 1, 0),
         )
         return _with_row(made, _row(facts, kind, "redhat" if own_head else "zlab", of.size))
 
@@ -379,6 +381,12 @@ def _folder_draft(facts: Facts, folder: Path, given: str, of: TargetModel) -> Dr
         n = int(methods[0].get("speculative_tokens") or 0)
     layer = (raw.get("transformer_layer_config") or {}) if nested else raw
     made = replace(_block_draft(made, layer, block, n), kind=kind, causal=kind == "eagle3")
+    if kind == "eagle3":
+        made = replace(made, llamacpp_n=EAGLE3_LENGTH)
+    sizes = [s for s in facts.all(SizeFact) if s.id == of.size]
+    target = Path(of.given) if of.is_local else sizes[0] if sizes else None
+    if target is not None and runtime_support.refused_upstream(folder, target):
+        made = replace(made, engines=("vllm", "sglang", "g4spec"))
     return _with_row(made, _row(facts, kind, "redhat" if nested else "zlab", of.size))
 
 

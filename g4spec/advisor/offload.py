@@ -3,15 +3,13 @@ smaller model."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.format_choice import Question, choose_format
+from g4spec.advisor.layer_split import LayerSplit, layer_sizes
 from g4spec.advisor.machine import GIB, Machine
 from g4spec.advisor.memory_needs import Calculator, CardMemoryPlan
 from g4spec.advisor.named_models import (
     DraftModel,
-    TargetModel,
     WeightFormat,
     from_row,
     named_target,
@@ -19,48 +17,23 @@ from g4spec.advisor.named_models import (
 from g4spec.advisor.schema import DraftFact, EngineFact, SizeFact
 from g4spec.advisor.versions import holds
 
-EXPERTS_USED = 8 / 128
-"""Fraction of the experts of the 26B-A4B that one token reads."""
-LAYERED = ("weights", "global cache", "sliding cache")
-"""Names of the memory items that move to RAM together with their layer."""
 
-
-@dataclass(frozen=True, slots=True)
-class Offload:
-    """llama.cpp's split of a model between card and RAM.
-
-    Attributes:
-        flag: `-ngl N`: number of layers on the card; `-ncmoe N`: layers with experts in RAM.
-        on_card, layers: number of layers entirely on the card, and of all layers.
-        ram: bytes of RAM that the rest needs.
-    """
-
-    flag: str
-    on_card: int
-    layers: int
-    ram: int
-
-
-def split_layers(
-    facts: Facts, target: TargetModel, option: WeightFormat, plan: CardMemoryPlan
-) -> Offload | None:
-    """Split a model so that its part on the card fits into `plan.available` bytes. None if no layer
-    fits or the number of layers is unknown. An estimate: all layers count as equally large."""
-    size = next((s for s in facts.all(SizeFact) if s.id == target.size), None)
-    if size is None or plan.fits:
+def smallest_split(
+    facts: Facts, machine: Machine, q: Question, option: WeightFormat, plan: CardMemoryPlan
+) -> tuple[LayerSplit, CardMemoryPlan] | None:
+    """Find the options of llama.cpp that move as little as necessary of a model to RAM, and the
+    plan with them, which has the cache type and context of `plan`. None if no split fits."""
+    sizes = layer_sizes(facts, q.target, option)
+    if sizes is None or plan.fits:
         return None
-    layers = size.sliding + size.full
-    missing = plan.total - plan.available
-    if target.moe:
-        experts = option.nbytes * (1 - target.active) / (1 - EXPERTS_USED)
-        out = -int(-missing // (experts / layers))
-        if out <= layers:
-            return Offload(f"-ncmoe {out}", layers - out, layers, int(experts / layers * out))
-    layer = sum(s.nbytes for s in plan.items if s.name in LAYERED) / (layers + 1)
-    out = -int(-missing // layer)
-    if out >= layers:
-        return None
-    return Offload(f"-ngl {layers + 1 - out}", layers + 1 - out, layers, int(layer * out))
+    splits = [LayerSplit(n_cpu_moe=n) for n in range(1, sizes.layers + 1) if q.target.moe]
+    splits += [LayerSplit(n_gpu_layers=n) for n in range(sizes.layers, 0, -1)]
+    gpus = len(machine.gpus) if q.gpus is None else min(q.gpus, len(machine.gpus))
+    for split in splits:
+        calc = Calculator(facts, machine, q.target, q.draft, gpus, q.batched, split)
+        if calc.fits("llama.cpp", option, plan.kv, plan.context):
+            return split, calc.plan("llama.cpp", option, plan.kv, plan.context)
+    return None
 
 
 def mtp_assistant(facts: Facts, size: SizeFact) -> DraftModel | None:
@@ -91,6 +64,25 @@ def smaller_size(
     return None
 
 
+def split_text(
+    facts: Facts, machine: Machine, q: Question, option: WeightFormat, plan: CardMemoryPlan
+) -> list[str]:
+    """Describe the smallest split between card and RAM, as one text; none if no split fits."""
+    found = smallest_split(facts, machine, q, option, plan)
+    sizes = layer_sizes(facts, q.target, option)
+    if found is None or sizes is None:
+        return []
+    split, fits = found
+    n = split.n_cpu_moe or split.layers_in_ram(sizes.layers)
+    what = "the experts of " if split.n_cpu_moe else ""
+    enough = machine.ram_free is None or machine.ram_free > fits.ram
+    return [
+        f"{split.flags.strip()} moves {what}{n} of {sizes.layers} layers, "
+        f"{fits.ram / GIB:.1f} GiB, to RAM, slower; the card then needs {fits.total / GIB:.1f} GiB"
+        + ("" if enough else f" (only {(machine.ram_free or 0) / GIB:.1f} GiB of RAM are free)")
+    ]
+
+
 def advice_text(
     facts: Facts,
     machine: Machine,
@@ -101,15 +93,9 @@ def advice_text(
 ) -> str:
     """Describe alternatives to a plan that does not fit: layers in RAM, a smaller size."""
     parts = []
-    split = split_layers(facts, q.target, option, plan) if option is not None else None
-    if split is not None and row.name == "llama.cpp" and machine.gpus and not machine.unified:
-        what = "experts of the other layers" if "moe" in split.flag else "the rest"
-        enough = machine.ram_free is None or machine.ram_free > split.ram
-        parts.append(
-            f"{split.flag} keeps {split.on_card} of {split.layers} layers on the card and "
-            f"{what}, {split.ram / GIB:.1f} GiB, in RAM, slower"
-            + ("" if enough else f" (only {(machine.ram_free or 0) / GIB:.1f} GiB are free)")
-        )
+    on_card = row.name == "llama.cpp" and machine.gpus and not machine.unified
+    if on_card and option is not None and not q.split:
+        parts += split_text(facts, machine, q, option, plan)
     less = smaller_size(facts, machine, q, row)
     if less is not None:
         size, fits = less

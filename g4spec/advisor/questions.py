@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from g4spec.advisor import backends, cards, engines, lookup, versions
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.format_choice import Question
+from g4spec.advisor.layer_split import LayerSplit
 from g4spec.advisor.machine import Machine
 from g4spec.advisor.memory_needs import BITS
 from g4spec.advisor.schema import CardFact, Conditions, Fact
@@ -47,6 +48,8 @@ def build_question(
     kv: str | None,
     backend: str | None,
     gpus: int | None,
+    n_gpu_layers: int | None = None,
+    n_cpu_moe: int | None = None,
 ) -> Question | None:
     """Build the question from the options; None without a model."""
     if model is None:
@@ -56,6 +59,8 @@ def build_question(
             "--kv": kv,
             "--attention-backend": backend,
             "--gpus": gpus,
+            "-ngl": n_gpu_layers,
+            "-ncmoe": n_cpu_moe,
         }
         named = [name for name, value in given.items() if value is not None]
         if named:
@@ -85,7 +90,25 @@ def build_question(
             raise UsageError(
                 "--attention-backend", expected=f"one of {', '.join(known)}", found=backend
             )
-    return Question(target, pair, context, kv, backend, gpus)
+    if n_cpu_moe is not None and not target.moe:
+        raise UsageError(f"-ncmoe: {target.title} has no experts", fix="use -ngl")
+    split = LayerSplit(n_gpu_layers, n_cpu_moe)
+    return Question(target, pair, context, kv, backend, gpus, split=split)
+
+
+def engine_for(q: Question | None, engine: str | None) -> str | None:
+    """Return the engine to ask about: llama.cpp, the only one, for layers in RAM. Raise UsageError
+    if another one was named."""
+    if q is None or not q.split:
+        return engine
+    if engine not in (None, "llama.cpp"):
+        raise UsageError(
+            f"{q.split.flags.strip()}: only llama.cpp keeps layers in RAM",
+            expected="engine llama.cpp",
+            found=engine,
+            fix="leave the option out, or ask for llama.cpp",
+        )
+    return "llama.cpp"
 
 
 def build_machine(facts: Facts, assume: str | None, given: Iterable[str]) -> Machine:

@@ -30,8 +30,6 @@ SERVER = {
 }
 HEAD = "HEAD_IP"
 """Placeholder for the address of the first node."""
-CONTEXT = 32768
-"""Default context in tokens, if it fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +140,8 @@ def make(facts: Facts, machine: Machine, q: Question, engine: str) -> Recipe:
             f"the hub id of a checkpoint in {v.option.format if v.option else ''}: "
             f"put yours in place of {r.model}"
         )
+    if v.uncounted:
+        r.unknown.append("the memory of the draft, which is not counted: its size is not known")
     for flag in sorted(facts.all(FlagFact), key=lambda f: f.order):
         if flag.engine == engine and matches(flag.when, _situation(v, q, values)):
             _take(r, flag, values, q, v)
@@ -180,13 +180,13 @@ def _instead(facts: Facts, machine: Machine, q: Question, engine: str) -> str:
     if engine in machine.tools:
         newest, then = engines.engine_fact(facts, engine).newest, upgraded(machine, engine)
         if engines.judge(facts, then, q, engine).works:
-            pair = format_choice.command_options(q, then)
+            pair = format_choice.command_options(q, then, engine)
             return f"g4spec recipe {engine} {pair} --with {engine}={newest}"
     for name in ("vllm", "llama.cpp", "sglang", "g4spec"):
         if name == engine or (machine.nodes > 1 and name in GGUF):
             continue
         if engines.judge(facts, machine, q, name).works:
-            return f"g4spec recipe {name} {format_choice.command_options(q, machine)}"
+            return f"g4spec recipe {name} {format_choice.command_options(q, machine, name)}"
     return ""
 
 
@@ -214,7 +214,7 @@ def _values(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> di
     model = _model(v, target)
     hub = target.gguf_hub if v.engine.name == "llama.cpp" else ""
     most = plan.largest if plan is not None else target.context
-    usual = CONTEXT if plan is not None else format_choice.USUAL_CONTEXT
+    usual = format_choice.COMFORTABLE_CONTEXT if plan is not None else format_choice.USUAL_CONTEXT
     ctx = q.context or min(usual, most, target.context)
     n = (
         lengths.start_length(facts, draft, v.engine.name, machine.cc)
@@ -245,8 +245,6 @@ def _values(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> di
         "version": v.version,
         "batched": str(q.batched),
         "util": "0.80" if machine.unified else "0.92",
-        "kv": plan.kv if plan is not None else "f16",
-        "kv_vllm": {"int8": "int8_per_token_head"}.get(q.kv or "", q.kv or "auto"),
         "arch": arch,
         "target_backend": chosen or "a backend that takes head size 512",
         "build_note": (
@@ -266,7 +264,65 @@ def _values(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> di
         else "draft",
         "port": str(PORTS[v.engine.name]),
         "served": shlex.quote((gguf and target.hub) or model),
+        **_cache_values(q, v, ctx),
+        **_split_values(q),
     }
+
+
+def _cache_values(q: Question, v: EngineVerdict, ctx: int) -> dict[str, str]:
+    """Return the values for context and cache type, with their reasons."""
+    plan = v.plan
+    return {
+        "ctx_reason": _context_reason(q, v, ctx),
+        "kv": plan.kv if plan is not None else "f16",
+        "kv_vllm": "int8_per_token_head" if q.kv == "int8" else plan.kv if plan else "auto",
+        "kv_reason": _cache_reason(q, v),
+    }
+
+
+def _split_values(q: Question) -> dict[str, str]:
+    """Return the values for llama.cpp's split between GPU and RAM."""
+    layers = q.split.n_gpu_layers
+    return {
+        "ngl": str(layers or 99),
+        "ngl_reason": (
+            "the layers on the GPU, output included; the first others stay in RAM"
+            if layers
+            else "all layers on the GPU"
+        ),
+        "ncmoe": str(q.split.n_cpu_moe or 0),
+    }
+
+
+def _context_reason(q: Question, v: EngineVerdict, ctx: int) -> str:
+    """Return where the context of a recipe comes from."""
+    plan = v.plan
+    if q.context:
+        return "the context of -c"
+    if ctx == q.target.context:
+        return "the model's whole context"
+    if plan is None:
+        return "g4spec's default for a CPU"
+    if ctx == plan.largest:
+        return f"the largest context that fits with {plan.kv} cache"
+    return (
+        f"g4spec's default for recipes, which -c changes: up to {plan.largest:,} tokens fit with "
+        f"{plan.kv} cache"
+    )
+
+
+def _cache_reason(q: Question, v: EngineVerdict) -> str:
+    """Return why a recipe has its cache type."""
+    plan = v.plan
+    if q.kv is not None:
+        return "the cache type of --kv"
+    if plan is None:
+        return "the engine's default"
+    first = v.plans[0]
+    if plan.kv == first.kv:
+        return f"{plan.largest:,} tokens fit with {plan.kv}, so no smaller cache type is needed"
+    before = f"{first.largest:,} tokens" if first.largest else "none"
+    return f"with {first.kv} {before} would fit, with {plan.kv} {plan.largest:,} tokens"
 
 
 def _situation(v: EngineVerdict, q: Question, values: dict[str, str]) -> Situation:
@@ -289,6 +345,7 @@ def _skip(flag: FlagFact, q: Question, v: EngineVerdict) -> bool:
         "flag-g4-target": q.target.is_local or bool(q.target.gguf_hub),
         "flag-lc-make-target": q.target.is_gguf or not q.target.is_local,
         "flag-g4-make-target": q.target.is_gguf or not q.target.is_local,
+        "flag-lc-ncmoe": not q.split.n_cpu_moe,
         "flag-lc-build": v.installed,
         "flag-vllm-install": v.installed,
         "flag-sglang-install": v.installed,

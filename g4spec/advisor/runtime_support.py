@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from g4spec import models
+from g4spec.advisor.schema import SizeFact
+from g4spec.convert import sources
 from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import GGUF
 from g4spec.gguf.reader import TensorInfo
+from g4spec.models import gemma4
+from g4spec.models.spec import Checkpoint
+from g4spec.models.upstream import REFUSED_SUFFIX
 from g4spec.quant import get, readable
 from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS
 from g4spec.runtime.cuda.weights.held_size import block_bytes, tensor_bytes, unpackable
+
+VOCABULARY = 262144
+"""Tokens of every Gemma 4."""
 
 
 def refusal(file: GGUF, kind: ModuleType) -> str:
@@ -27,6 +38,57 @@ def refusal(file: GGUF, kind: ModuleType) -> str:
     except InputError:
         return ""
     return ""
+
+
+def target_config(size: SizeFact) -> gemma4.Config:
+    """Return the configuration of a target of a published size."""
+    n = size.sliding + size.full
+    every = n // size.full
+    config = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": size.hidden,
+        "num_attention_heads": size.heads,
+        "num_hidden_layers": n,
+        "num_key_value_heads": size.kv_sliding,
+        "num_global_key_value_heads": size.kv_full,
+        "global_head_dim": 512,
+        "layer_types": [
+            "sliding_attention" if (i + 1) % every else "full_attention" for i in range(n)
+        ],
+        "sliding_window": size.window,
+        "intermediate_size": size.ff,
+        "enable_moe_block": size.moe,
+        "num_kv_shared_layers": n - size.own_sliding - size.own_full,
+        "hidden_size_per_layer_input": 256 if size.own_sliding < size.sliding else 0,
+        "vocab_size_per_layer_input": VOCABULARY,
+    }
+    if size.moe:
+        config |= {"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
+    return gemma4.parse_hf(Checkpoint(config, {}))
+
+
+def refused_upstream(folder: Path, target: Path | SizeFact) -> bool:
+    """Return True if a checkpoint of a draft converts to a file that llama.cpp must refuse.
+
+    Args:
+        target: its target: a local file or folder, or a published size.
+    """
+    with suppress(InputError):
+        found = sources.detect(folder)
+        if isinstance(found.source, sources.CheckpointFolder):
+            whose = target_config(target) if isinstance(target, SizeFact) else _local_config(target)
+            config = found.kind.parse_hf(found.source.checkpoint, whose)
+            return str(config.arch).endswith(REFUSED_SUFFIX)
+    return False
+
+
+def _local_config(path: Path) -> Any:
+    """Return the configuration of a local target."""
+    found = sources.detect(path, weights=False)
+    if isinstance(found.source, GGUF):
+        with found.source as file:
+            return found.kind.parse_gguf(file.kv, file.shapes())
+    return found.kind.parse_hf(found.source.checkpoint)
 
 
 def draft_kinds() -> tuple[str, ...]:

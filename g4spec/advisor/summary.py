@@ -15,8 +15,11 @@ from g4spec.advisor.speed import Estimate
 NO_SPEED = (
     "unknown, as the memory bandwidth is unknown: measure it (the recipe ends with the command)"
 )
-SPILLED = "speed-46"
-"""Id of the row with reported speeds of models larger than the card's memory."""
+NO_SPEED_IN_RAM = (
+    "unknown: layers in RAM wait for RAM and CPU; measure it (the recipe ends with the command)"
+)
+SPILLED = ("speed-46", "speed-46-31b")
+"""Ids of rows with reported speeds of models larger than the card's memory."""
 
 
 def gpus_at_once(v: EngineVerdict) -> int:
@@ -26,8 +29,9 @@ def gpus_at_once(v: EngineVerdict) -> int:
 
 
 def estimate(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> Estimate | None:
-    """Estimate tokens/s; None without a memory plan or a known bandwidth."""
-    if v.plan is None or v.option is None or not v.on_gpu:
+    """Estimate tokens/s; None without a memory plan, for layers in RAM, or without a known
+    bandwidth."""
+    if v.plan is None or v.option is None or not v.on_gpu or v.plan.ram:
         return None
     return speed.estimate(
         facts, machine, q.target, q.draft, v.option, v.plan.kv, v.plan.context, gpus_at_once(v)
@@ -51,20 +55,20 @@ def summarize(
         fix = v.blockers[0].fix if v.blockers else v.fix
         rows = [("instead", fix)] if fix else []
         if "-ngl" in fix or "-ncmoe" in fix:
-            row = facts.get(SpeedFact, SPILLED)
-            rows.append(("reported", f"{row.hardware}: {row.says}"))
+            rows += _reported_with_layers_in_ram(facts, machine, q)
         less = offload.smaller_size(facts, machine, q, v.engine) if v.refusal else None
         pair = f" -md {q.draft.given}" if q.draft is not None and q.draft.given == "mtp" else ""
         command = f"g4spec doctor -m {less[0].id}{pair}{assume_options(machine)}" if less else ""
         return Brief("bad", f"{said}: {why}", tuple(rows), command)
-    n = sum(not p.cured for p in v.conditions)
+    n = len(v.open_conditions)
     if n:
         said += f", with {n} condition{'s' * (n != 1)} (below)"
     if newer:
         said = f"not with the installed version; after an upgrade: {said}"
-    lines = [*_plan(v), ("speed", _speed(estimate(facts, machine, q, v)))]
-    then = upgraded(machine, v.engine.name) if newer else machine
-    command = f"g4spec recipe {v.engine.name} {format_choice.command_options(q, then)}"
+    speed = _speed(estimate(facts, machine, q, v), v.plan is not None and v.plan.ram > 0)
+    lines = [*_plan(v), ("speed", speed)]
+    then, engine = upgraded(machine, v.engine.name) if newer else machine, v.engine.name
+    command = f"g4spec recipe {engine} {format_choice.command_options(q, then, engine)}"
     mark: Mark = "bad" if newer else "warn" if n else "good"
     return Brief(mark, said, tuple(lines), command)
 
@@ -81,13 +85,31 @@ def _plan(v: EngineVerdict) -> list[tuple[str, str]]:
         text += " (without the draft, whose size is not known)"
     gb = option.nbytes / 1e9
     size = f"{gb:.1f} GB" if gb > 0.1 else f"{1000 * gb:.1f} MB"
+    if plan.ram:
+        size += f", {plan.ram / GIB:.1f} GiB of weights and cache in RAM"
     return [("type", f"{plan.format}, {size}{cards}"), ("context", text)]
 
 
-def _speed(made: Estimate | None) -> str:
+def _reported_with_layers_in_ram(
+    facts: Facts, machine: Machine, q: Question
+) -> list[tuple[str, str]]:
+    """Return published speeds of this size with layers in RAM: on this card, or else on another
+    card, which the row says."""
+    rows = [facts.get(SpeedFact, id) for id in SPILLED]
+    rows = [row for row in rows if row.model == q.target.size]
+    cards = {gpu.card for gpu in machine.gpus}
+    own = [row for row in rows if cards & set(row.cards)]
+    text = [("reported", f"{row.hardware}: {row.says}") for row in own]
+    return text or [
+        ("reported", f"nothing for this card; on another one, {row.hardware}: {row.says}")
+        for row in rows
+    ]
+
+
+def _speed(made: Estimate | None, in_ram: bool) -> str:
     """Format the expected tokens/s."""
     if made is None:
-        return NO_SPEED
+        return NO_SPEED_IN_RAM if in_ram else NO_SPEED
     text = f"{made.low:.0f} to {made.high:.0f} tokens/s"
     if made.draft_high:
         text += f", {made.draft_low:.0f} to {made.draft_high:.0f} with the draft"

@@ -36,7 +36,8 @@ def problem_line(s: Section, p: ProblemFact, engine: str, detail: bool) -> None:
 
 
 def survey_sizes(facts: Facts, d: Diagnosis) -> None:
-    """Add one line per size: which engines run it with Google's MTP assistant."""
+    """Add one line per size: which engines run it with Google's MTP assistant. The mark is that of
+    `diagnose` for this size: a size works if one engine runs it."""
     names = ("llama.cpp", "vllm") if d.machine.gpus else ("llama.cpp", "g4spec")
     where = "" if d.machine.gpus else ", on the CPU"
     s = d.section(f"Gemma 4 on this machine{where} (with Google's MTP assistant; computed)")
@@ -44,14 +45,13 @@ def survey_sizes(facts: Facts, d: Diagnosis) -> None:
     for size in facts.all(SizeFact):
         draft = mtp_assistant(facts, size)
         question = Question(named_target(facts, size), draft)
-        found = {n: engines.judge(facts, d.machine, question, n) for n in names}
-        works = [v for v in found.values() if v.works]
-        runs = runs or (size.id if works else "")
-        full = len(works) == len(names) or (works and not d.machine.gpus)
-        mark: Mark = "good" if full else "warn" if works else "bad"
+        verdicts = [engines.judge(facts, d.machine, question, n) for n in engines.NAMES]
+        found = {n: next(v for v in verdicts if v.engine.name == n) for n in names}
+        mark, why, fix = _mark(d, verdicts)
+        runs = runs or (size.id if mark != "bad" else "")
         text = "; ".join(_fits(v) for v in found.values()) + _pace(facts, d, found, draft)
-        spill = "" if works else found["llama.cpp"].fix
-        s.add(mark, f"{size.name}: {text}", fix=spill, facts=(size.id,))
+        fix = found["llama.cpp"].fix if mark == "bad" else fix
+        s.add(mark, f"{size.name}: {text}", why, fix, (size.id,))
         _other_drafts(facts, d, s, size)
     if not d.machine.gpus:
         s.add(
@@ -64,6 +64,18 @@ def survey_sizes(facts: Facts, d: Diagnosis) -> None:
         d.steps.append(f"g4spec doctor -m {runs} -md mtp{again}")
     if not d.machine.gpus and not d.machine.assumed:
         d.steps.append('ask about a card: g4spec doctor --assume "RTX 3090"')
+
+
+def _mark(d: Diagnosis, verdicts: list[EngineVerdict]) -> tuple[Mark, str, str]:
+    """Return the mark of a size, its condition and its fix if it has one."""
+    asked = engines.verdicts_asked(verdicts, d.machine)
+    best = engines.best_verdict(verdicts, asked)
+    if best is None or not best.works or all(v.refused for v in asked):
+        return "bad", "", ""
+    if not best.open_conditions:
+        return "good", "", ""
+    first = best.open_conditions[0]
+    return "warn", f"condition of {best.engine.title}: {first.title}", first.fix
 
 
 def _fits(v: EngineVerdict) -> str:

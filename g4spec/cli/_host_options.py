@@ -56,6 +56,26 @@ With = Annotated[
     ),
 ]
 Gpus = Annotated[int | None, typer.Option(min=1, help="GPUs to use in total. Default: all.")]
+GpuLayers = Annotated[
+    int | None,
+    typer.Option(
+        "-ngl",
+        "--n-gpu-layers",
+        "--gpu-layers",
+        min=1,
+        help="llama.cpp only: layers on the GPU, output included; others stay in RAM. "
+        "Default: all.",
+    ),
+]
+CpuMoe = Annotated[
+    int | None,
+    typer.Option(
+        "-ncmoe",
+        "--n-cpu-moe",
+        min=1,
+        help="llama.cpp only: number of layers whose experts stay in RAM (26b). Default: 0.",
+    ),
+]
 Kv = Annotated[
     str | None, typer.Option("--kv", help="KV cache type: f16, q8_0, q4_0, bf16, fp8, ...")
 ]
@@ -70,6 +90,8 @@ def question_from_options(
     kv: str | None,
     backend: str | None,
     gpus: int | None,
+    n_gpu_layers: int | None,
+    n_cpu_moe: int | None,
 ) -> Question | None:
     """Return the question that the options ask, or None without a model."""
     from g4spec.advisor import questions
@@ -78,7 +100,9 @@ def question_from_options(
         raise UsageError(
             "--gpus", expected=f"at most {machine.total_gpus}, the number of GPUs", found=gpus
         )
-    return questions.build_question(facts, model, draft, context, kv, backend, gpus)
+    return questions.build_question(
+        facts, model, draft, context, kv, backend, gpus, n_gpu_layers, n_cpu_moe
+    )
 
 
 def selected_machine(facts: Facts, assume: str | None, versions: list[str] | None) -> Machine:

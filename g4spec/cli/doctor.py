@@ -11,7 +11,9 @@ from g4spec.cli import render
 from g4spec.cli._host_options import (
     Assume,
     Context,
+    CpuMoe,
     Draft,
+    GpuLayers,
     Gpus,
     Kv,
     Model,
@@ -37,6 +39,8 @@ def command(
         str | None, typer.Option(help="Attention backend that you force for vLLM's target.")
     ] = None,
     gpus: Gpus = None,
+    n_gpu_layers: GpuLayers = None,
+    n_cpu_moe: CpuMoe = None,
     assume: Assume = None,
     versions: With = None,
     log: Annotated[
@@ -87,6 +91,8 @@ def command(
         engine,
         attention_backend,
         gpus,
+        n_gpu_layers,
+        n_cpu_moe,
         assume,
         versions,
     )
@@ -103,9 +109,19 @@ def command(
         return questions.watch_network(out)
     machine = selected_machine(all_facts, assume, versions)
     question = question_from_options(
-        all_facts, machine, model, draft, ctx_size, kv, attention_backend, gpus
+        all_facts,
+        machine,
+        model,
+        draft,
+        ctx_size,
+        kv,
+        attention_backend,
+        gpus,
+        n_gpu_layers,
+        n_cpu_moe,
     )
-    _answer(diagnose(all_facts, machine, question, questions.engine_name(engine)), out, verbose)
+    name = questions.engine_for(question, questions.engine_name(engine))
+    _answer(diagnose(all_facts, machine, question, name), out, verbose)
 
 
 def _answer(d: Diagnosis, out: render.Output, verbose: bool) -> None:

@@ -11,7 +11,9 @@ from g4spec.cli import render
 from g4spec.cli._host_options import (
     Assume,
     Context,
+    CpuMoe,
     Draft,
+    GpuLayers,
     Gpus,
     Kv,
     With,
@@ -40,6 +42,8 @@ def command(
     ctx_size: Context = None,
     kv: Kv = None,
     gpus: Gpus = None,
+    n_gpu_layers: GpuLayers = None,
+    n_cpu_moe: CpuMoe = None,
     nodes: Annotated[
         int | None, typer.Option(min=1, help="Number of identical machines (vllm and sglang only).")
     ] = None,
@@ -66,8 +70,11 @@ def command(
     out, all_facts = render.Output(json, quiet), facts()
     name = questions.engine_name(engine) or engine
     machine = recipe.on_nodes(selected_machine(all_facts, assume, versions), nodes)
-    question = question_from_options(all_facts, machine, model, draft, ctx_size, kv, None, gpus)
+    question = question_from_options(
+        all_facts, machine, model, draft, ctx_size, kv, None, gpus, n_gpu_layers, n_cpu_moe
+    )
     assert question is not None
+    questions.engine_for(question, name)
     result = recipe.make(all_facts, machine, question, name)
     if result.works and compose:
         out.stream(scripts.compose(result, machine))

@@ -50,6 +50,11 @@ class Layout:
         steps: offsets s of the step sizes span / (top + s) that are tried. With s < 0 the codes end
             below `top`, with s > 0 the largest values are clipped. The first s is an integer, so
             that constants are exact.
+        starts: offsets s of the first block factors, largest / (most + s). Steps 2 and 3 run once
+            for each tuple, from the offset in it that represents the groups' scales best, and the
+            result with the smallest error is kept. Empty: one run with s = 0.
+        large: with error weights w, errors are weighted by w * (rms + |x|)^(3/4) instead of
+            w * (rms + |x|)^(1/2), see `Format.weighted`.
     """
 
     top: int
@@ -58,6 +63,8 @@ class Layout:
     size: int = SIZE
     most: int = 63
     steps: tuple[float, ...] = (-3.0, -2.0, -1.4, -0.9, -0.4, -0.2, 0.0, 0.2, 0.5, 0.9)
+    starts: tuple[tuple[float, ...], ...] = ()
+    large: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,19 +84,24 @@ class Fitted:
     codes: Floats
 
 
+Blocks = tuple[NDArray[np.float16], NDArray[np.float16], Floats, Floats]
+"""d and dmin [n], integer scales and minima [groups, n]."""
+
+
 def fit(x: Floats, layout: Layout, weights: Floats | None = None) -> Fitted:
     """Quantize whole blocks [256 * n], optionally with error weights. Raises Unrepresentable."""
     n, groups, size = len(x) // BLOCK, layout.groups, layout.size
     with np.errstate(all="ignore"):
         search = _Search(x, layout, weights)
-        scale: Floats
-        least: Floats
         scale, least = (a.reshape(groups, n) for a in search.groups())
-        d, scale = _whole(scale, layout.most)
-        dmin, least = _whole(least, layout.most)
-        for _ in range(layout.rounds):
-            scale, least = search.neighbours(d, dmin, scale, least)
-            d, dmin = search.factors(d, dmin, scale, least)
+        found = []
+        for offsets in layout.starts:
+            first, second = (search.whole(a, offsets) for a in (scale, least))
+            found.append(search.blocks(first, second))
+        if not found:
+            found = [search.blocks(_whole(scale, layout.most), _whole(least, layout.most))]
+        best = search.smallest(found)
+        d, dmin, scale, least = best
         codes = search.codes(d, dmin, scale, least).reshape(size, groups, n)
     check_finite(x, d, dmin)
     return Fitted(d, dmin, scale, least, codes)
@@ -144,8 +156,10 @@ class _Search:
         self.weights = np.abs(x)
         self.weights += np.sqrt(np.einsum("ij,ij->j", x, x) / F(layout.size))
         if weights is not None:  # see `Format.weighted`
-            np.sqrt(self.weights, out=self.weights)
-            self.weights *= _columns(weights, layout)
+            root = np.sqrt(self.weights)
+            if layout.large:
+                root *= np.sqrt(root)
+            self.weights = np.multiply(root, _columns(weights, layout), out=root)
         self.weight = np.maximum(np.einsum("ij->j", self.weights), TINY)
         self.y, self.code, self.part = (np.empty_like(x) for _ in range(3))
 
@@ -221,6 +235,69 @@ class _Search:
         gain[~np.isfinite(gain)] = -np.inf
         best = gain.argmax(axis=0), np.arange(len(total))
         return scale[best], least - low[best], gain[best]
+
+    def whole(
+        self, values: Floats, offsets: tuple[float, ...]
+    ) -> tuple[NDArray[np.float16], Floats]:
+        """Return a half-precision factor per block and the groups' `values` [groups, n] as integer
+        multiples, for the one of `Layout.starts` with the smallest weighted error."""
+        largest = np.maximum(values.max(axis=0), F(0))
+        weight = self.weight.reshape(values.shape)
+        best = np.full(values.shape[1], np.inf, F), largest, values
+        for offset in offsets:
+            inverse = np.where(largest > 0, (self.most + F(offset)) / largest, F(0))
+            whole = np.clip(np.rint(values * inverse), F(0), self.most)
+            part = weight * whole
+            square = np.einsum("ij,ij->j", part, whole)
+            factor = np.where(square > 0, np.einsum("ij,ij->j", part, values) / square, F(0))
+            off = values - factor * whole
+            error = np.einsum("ij,ij,ij->j", weight, off, off)
+            better = error < best[0]
+            best = (
+                np.where(better, error, best[0]),
+                np.where(better, factor, best[1]),
+                np.where(better, whole, best[2]),
+            )
+        return best[1].astype(np.float16), best[2]
+
+    def blocks(
+        self,
+        scales: tuple[NDArray[np.float16], Floats],
+        minima: tuple[NDArray[np.float16], Floats],
+    ) -> Blocks:
+        """Improve the factors and integers of all blocks `Layout.rounds` times."""
+        (d, scale), (dmin, least) = scales, minima
+        for _ in range(self.layout.rounds):
+            scale, least = self.neighbours(d, dmin, scale, least)
+            d, dmin = self.factors(d, dmin, scale, least)
+        return d, dmin, scale, least
+
+    def smallest(self, found: list[Blocks]) -> Blocks:
+        """Return for each block the result with the smallest error."""
+        best = found[0]
+        if len(found) > 1:
+            error = self.errors(best)
+        for other in found[1:]:
+            its = self.errors(other)
+            better = its < error
+            error = np.where(better, its, error)
+            best = (
+                np.where(better, other[0], best[0]),
+                np.where(better, other[1], best[1]),
+                np.where(better, other[2], best[2]),
+                np.where(better, other[3], best[3]),
+            )
+        return best
+
+    def errors(self, found: Blocks) -> Floats:
+        """Return the weighted squared error of each block."""
+        d, _, scale, _ = found
+        off = self.codes(*found)
+        off *= (d.astype(F) * scale).reshape(-1)
+        off -= self.y
+        part = np.multiply(off, self.weights, out=self.part)
+        error: Floats = np.einsum("ij,ij->j", part, off).reshape(scale.shape).sum(axis=0)
+        return error
 
     def neighbours(
         self, d: NDArray[np.float16], dmin: NDArray[np.float16], scale: Floats, least: Floats

@@ -86,6 +86,7 @@ class Format:
             minimizes the errors weighted by weight * sqrt(rms + |x|). The weight alone would clip
             large values too readily, which costs Q2_K and Q3_K more divergence than the weights
             gain. With weight * (rms + |x|), as in ggml, the weighted error is larger than needed.
+            Q2_K, which clips most, takes the power 3/4 instead of the root.
     """
 
     name: str

@@ -81,14 +81,14 @@ class File:
         tensors = [*self.tensors.items(), *self.extra_tensors]
         out = self.magic + struct.pack("<Iqq", self.version, len(tensors), len(keys))
         out += b"".join(_string(k) + _value(v) for k, v in keys)
-        body, at = b"", 0
+        body, at = [], 0
         for name, t in tensors:
             out += _string(name) + struct.pack("<I", len(t.shape))
             out += struct.pack(f"<{len(t.shape)}q", *reversed(t.shape))
             out += struct.pack("<iQ", t.type, at if t.offset is None else t.offset)
-            body += t.data + bytes(-len(t.data) % 32)
-            at = len(body)
-        return (out + bytes(-len(out) % 32) + body)[: self.cut] + self.tail
+            body += [t.data, bytes(-len(t.data) % 32)]
+            at += len(body[-2]) + len(body[-1])
+        return (out + bytes(-len(out) % 32) + b"".join(body))[: self.cut] + self.tail
 
     def write(self, path: Path) -> Path:
         path.write_bytes(self.bytes())
@@ -110,7 +110,11 @@ def _value(v: Value) -> bytes:
     if v.type is not ValueType.ARRAY:
         return struct.pack("<i", v.type) + _scalar(v.type, v.data)
     assert v.item is not None
-    items = b"".join(_scalar(v.item, x) for x in v.data)
+    if v.item is ValueType.STRING:
+        texts = [x.encode() for x in v.data]
+        items = b"".join([struct.pack("<Q", len(x)) + x for x in texts])
+    else:
+        items = struct.pack(f"<{len(v.data)}{CODES[v.item]}", *v.data)
     return struct.pack("<iiQ", v.type, v.item, len(v.data)) + items
 
 

@@ -8,18 +8,20 @@ import resource
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from g4spec.advisor import backends, questions
+from g4spec.advisor import backends, engines, offload, questions
 from g4spec.advisor.cards import assume
 from g4spec.advisor.diagnosis import Diagnosis
 from g4spec.advisor.doctor import diagnose
 from g4spec.advisor.facts import facts
-from g4spec.advisor.machine import Gpu, Machine
-from g4spec.advisor.schema import CardFact
+from g4spec.advisor.machine import GIB, Gpu, Machine
+from g4spec.advisor.schema import CardFact, SizeFact
+from g4spec.advisor.summary import estimate
 from g4spec.cli import run
 from g4spec.errors import UsageError
 
@@ -437,14 +439,64 @@ def test_a_16_gb_card_is_told_what_fits(capsys: pytest.CaptureFixture[str]) -> N
     assert d.brief is not None and not d.works
     assert not any("Speed" in s.title for s in d.sections), "no speed for what cannot start"
     assert [name for name, _ in d.brief.rows] == ["instead", "reported"]
-    assert re.search(r"-ngl \d+ keeps \d+ of 60 layers", d.brief.rows[0][1])
+    assert re.search(r"-ngl \d+ moves \d+ of 60 layers", d.brief.rows[0][1])
     code, out = doctor(capsys, *shlex.split(d.brief.command)[2:], "--json")
     assert code == 0 and json.loads(out)["works"], "what is proposed works"
     moe = ask("rtx 4070", "26b").brief
-    assert moe is not None and re.search(r"-ncmoe \d+ keeps \d+ of 30", moe.rows[0][1])
+    assert moe is not None and re.search(r"-ncmoe \d+ moves .* \d+ of 30", moe.rows[0][1])
     every = ask("4060 ti")
     assert line(every, "Gemma 4", "12B").mark in ("good", "warn")
     assert "-m 12b" in every.steps[0]
+
+
+def test_reported_speeds_are_of_this_card_or_say_so() -> None:
+    def reported(machine: str, model: str) -> list[str]:
+        brief = ask(machine, model).brief
+        assert brief is not None and not ask(machine, model).works
+        return [text for name, text in brief.rows if name == "reported"]
+
+    assert reported("RTX 4060", "12b") == [], "nothing is published for this size"
+    (own,), (other,) = reported("RTX 3060", "26b"), reported("RTX 4070", "26b")
+    assert not own.startswith("nothing for this card")
+    assert other.startswith("nothing for this card")
+
+
+@pytest.mark.parametrize("machine", ["RTX 4060", "RTX 3090", "RTX 4060 Ti", "2x RTX 3090", "T4"])
+def test_the_overview_marks_a_size_as_its_own_diagnosis_does(machine: str) -> None:
+    overview = ask(machine)
+    for size in FACTS.all(SizeFact):
+        brief, shown = ask(machine, size.id, "mtp").brief, line(overview, "Gemma 4", size.name)
+        assert brief is not None and shown.mark == brief.mark, size.id
+        assert bool(shown.reason) == (shown.mark == "warn"), "a condition is named beside its mark"
+
+
+@pytest.mark.parametrize(
+    ("machine", "model", "draft"),
+    [
+        ("RTX 4060", "12b", None),
+        ("RTX 4060", "12b", "mtp"),
+        ("RTX 4060 Ti", "31b", "mtp"),
+        ("RTX 4070", "26b", None),
+    ],
+)
+def test_layers_in_ram_make_up_for_what_is_missing(
+    machine: str, model: str, draft: str | None
+) -> None:
+    m = questions.build_machine(FACTS, machine, ())
+    q = questions.build_question(FACTS, model, draft, None, None, None, None)
+    assert q is not None
+    v = engines.judge(FACTS, m, q, "llama.cpp")
+    assert v.plan is not None and v.option is not None and not v.works
+    assert f"{v.plan.total / GIB:.1f} GiB" in v.refusal, "the figures are of one plan"
+    found = offload.smallest_split(FACTS, m, q, v.option, v.plan)
+    assert found is not None
+    split, fits = found
+    assert fits.fits and split.flags.strip() in v.fix
+    assert v.plan.total - fits.total == pytest.approx(fits.ram, abs=8)
+    assert fits.ram >= v.plan.total - v.plan.available
+    again = engines.judge(FACTS, m, replace(q, split=split), "llama.cpp")
+    assert again.works and again.plan is not None and again.plan.ram
+    assert estimate(FACTS, m, q, again) is None, "no speed of the card for layers in RAM"
 
 
 @pytest.mark.parametrize("machine", ["RTX 3060", "CPU 8GB", "GTX 1080 Ti", "T4", "RTX 5090"])

@@ -139,6 +139,26 @@ def test_weighted_errors_are_at_most_the_c_references(name: str) -> None:
             assert weighted_error(rows, got, w) <= allowed * known[what][kind], (what, kind)
 
 
+def test_q2_k_is_as_good_by_ggmls_measure() -> None:
+    """The errors of `quantize_q2_K` weighted by weight * sqrt(mean of x^2 + x^2), which it
+    minimizes: less of them costs divergence, because large values are clipped."""
+    known = {
+        ("normal", "even"): 0.198157,
+        ("small", "even"): 0.196781,
+        ("laplace", "even"): 0.195716,
+        ("heavy tails", "even"): 0.196745,
+        ("a size for each group", "few"): 0.172327,
+    }
+    form = quant.get("q2_k")
+    for (what, kind), error in known.items():
+        x = tensors(1 << 14)[what].reshape(-1, 256)
+        w = np.maximum((w := importance(512)[kind]) / w.mean(), imatrix.MIN_WEIGHT)
+        got = form.dequantize(form.quantize(x.reshape(-1, 512), w)).reshape(x.shape)
+        square = np.square(x).mean(axis=1, keepdims=True) + np.square(x)
+        weights = np.sqrt(square) * np.tile(w.reshape(2, 256), (len(x) // 2, 1))
+        assert weighted_error(x, got, weights) <= 1.001 * error, what
+
+
 @pytest.mark.parametrize("name", WEIGHTED)
 def test_weights_are_of_columns_whatever_the_batch(name: str) -> None:
     form = quant.get(name)

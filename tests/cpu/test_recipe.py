@@ -47,6 +47,54 @@ def speculative(command: str) -> dict[str, object]:
     return found
 
 
+def test_eagle_3_runs_in_llama_cpp() -> None:
+    """`benchmarks/llama_cpp_drafts.py` found upstream's proposals equal to ours."""
+    (command,) = make("llama.cpp", "RTX 5090", "31b", "redhat-eagle3").commands
+    words = shlex.split(command)
+    assert words[words.index("--spec-type") + 1] == "draft-eagle3"
+    assert words[words.index("--spec-draft-n-max") + 1] == "5"
+    old = make("llama.cpp", "RTX 5090", "31b", "redhat-eagle3", given=("llama.cpp=b9500",))
+    unknown = make("llama.cpp", "RTX 4090", "12b", "deepseek-eagle3-12b")
+    assert not old.works and not unknown.works
+
+
+def test_the_cache_type_is_that_of_the_memory_plan() -> None:
+    m = questions.build_machine(FACTS, "RTX 4060 Ti", ())
+    q = questions.build_question(FACTS, "12b", "mtp", None, None, None, None)
+    assert q is not None
+    plan = engines.judge(FACTS, m, q, "vllm").plan
+    assert plan is not None and plan.kv == "fp8"
+    r = make("vllm", "RTX 4060 Ti", "12b", "mtp")
+    assert "--kv-cache-dtype fp8" in r.commands[0]
+    reasons = {p.fact: p.reason for p in r.parts}
+    assert "--kv" not in reasons["flag-vllm-kv"], "no cache type was asked for"
+    assert f"{plan.largest:,}" in reasons["flag-vllm-len"]
+    asked = make("vllm", "RTX 4060 Ti", "12b", "mtp", kv="fp8", c=4096)
+    reasons = {p.fact: p.reason for p in asked.parts}
+    assert "--kv" in reasons["flag-vllm-kv"] and "-c" in reasons["flag-vllm-len"]
+
+
+@pytest.mark.parametrize(("c", "kv"), [(None, "q8_0"), (4096, "f16")])
+def test_g4spec_has_f16_where_it_fits(c: int | None, kv: str) -> None:
+    r = make("g4spec", "RTX 4060", "e4b", "mtp", c=c)
+    flag = {"q8_0": "flag-g4-kv", "f16": "flag-g4-kv-f16"}[kv]
+    (part,) = [p for p in r.parts if p.fact.startswith("flag-g4-kv")]
+    assert part.fact == flag and "f16" in part.reason
+    assert ("--cache-type q8_0" in r.commands[0]) == (kv == "q8_0")
+
+
+def test_layers_in_ram_for_llama_cpp(capsys: pytest.CaptureFixture[str]) -> None:
+    ask = ["recipe", "llama.cpp", "-m", "26b", "--assume", "RTX 4070", "--json"]
+    assert run([*ask, "-ncmoe", "12"]) == 0
+    (command,) = json.loads(capsys.readouterr().out)["commands"]
+    assert "-ncmoe 12" in command and "-ngl 99" in command
+    assert run([*ask, "-ngl", "12"]) == 0
+    assert "-ngl 12" in json.loads(capsys.readouterr().out)["commands"][0]
+    assert run(["recipe", "vllm", "-m", "26b", "--assume", "H100", "-ncmoe", "1"]) == 2
+    assert run(["recipe", "llama.cpp", "-m", "12b", "--assume", "H100", "-ncmoe", "1"]) == 2
+    assert run(["doctor", "-m", "26b", "--assume", "RTX 4070", "-ncmoe", "12"]) == 0
+
+
 # ---- report 1
 
 

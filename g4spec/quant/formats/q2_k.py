@@ -16,9 +16,15 @@ from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, encode_in_b
 BLOCK, GROUPS, SIZE = 256, 16, 16
 STEPS = (-1.0, -1.3, -0.7, -0.35, 0.0, 0.4, 0.8, 1.2)
 LAYOUT = affine.Layout(top=3, rounds=1, groups=GROUPS, size=SIZE, most=15, steps=STEPS)
-WEIGHTED = replace(LAYOUT, rounds=2, steps=(*STEPS, -0.5, -0.2, 0.2, 0.6))
-"""Search with weights: with few codes and uneven weights, the best scale is farther from the
-first guess."""
+WEIGHTED = replace(
+    LAYOUT,
+    rounds=2,
+    steps=(0.0, *(s / 10 for s in range(-9, 10) if s), -1.3, -1.0),
+    starts=((0.0, -0.25, 0.25), (-1.0, -1.25, -1.5), (-2.0, -2.5, -3.0)),
+    large=True,
+)
+"""Search with weights: with few codes and uneven weights, the best scales are farther from the
+first guess, and clipping the largest values costs more divergence than in other types."""
 F = np.float32
 DTYPE = np.dtype([("scales", "u1", GROUPS), ("q", "u1", (2, 32)), ("d", "<f2"), ("dmin", "<f2")])
 _PLACES = np.arange(0, 8, 2, dtype=np.uint8)[:, None]

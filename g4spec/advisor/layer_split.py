@@ -1,0 +1,79 @@
+"""llama.cpp's split of a model between card and RAM: its options -ngl and -ncmoe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from g4spec.advisor.facts import Facts
+from g4spec.advisor.named_models import TargetModel, WeightFormat
+from g4spec.advisor.runtime_support import VOCABULARY
+from g4spec.advisor.schema import SizeFact
+
+EXPERTS_USED = 8 / 128
+"""Fraction of the experts of the 26B-A4B that one token reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSizes:
+    """Bytes of the weights of a model's layers, all counted as equally large.
+
+    Attributes:
+        layers: number of layers.
+        layer: bytes of one layer. `experts`: bytes of the experts of one layer; 0 without experts.
+    """
+
+    layers: int
+    layer: int
+    experts: int
+
+
+def layer_sizes(facts: Facts, target: TargetModel, option: WeightFormat) -> LayerSizes | None:
+    """Return the sizes of a target's layers in a weight format; None if its size is not known.
+    Token tables are not part of a layer."""
+    size = next((s for s in facts.all(SizeFact) if s.id == target.size), None)
+    if size is None:
+        return None
+    layers = size.sliding + size.full
+    idle = option.nbytes * (1 - target.active)
+    experts = idle / (1 - EXPERTS_USED) if target.moe else 0.0
+    tables = option.nbytes * VOCABULARY * size.hidden / (size.params * 1e9)
+    tables += 0 if target.moe else idle  # tables of per-layer embeddings
+    return LayerSizes(layers, int((option.nbytes - tables) / layers), int(experts / layers))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSplit:
+    """Options of llama.cpp that keep a part of the model in RAM.
+
+    Attributes:
+        n_gpu_layers: `-ngl`: layers on the card, the output included; None for all.
+        n_cpu_moe: `-ncmoe`: number of layers whose experts are in RAM, the first ones.
+    """
+
+    n_gpu_layers: int | None = None
+    n_cpu_moe: int | None = None
+
+    def __bool__(self) -> bool:
+        return self.n_gpu_layers is not None or self.n_cpu_moe is not None
+
+    @property
+    def flags(self) -> str:
+        """The options as they are typed, each preceded by a space."""
+        said = (("-ngl", self.n_gpu_layers), ("-ncmoe", self.n_cpu_moe))
+        return "".join(f" {flag} {n}" for flag, n in said if n is not None)
+
+    def layers_in_ram(self, layers: int) -> int:
+        """Return how many of `layers` layers are in RAM with their cache; the first ones are."""
+        if self.n_gpu_layers is None:
+            return 0
+        return min(max(layers + 1 - self.n_gpu_layers, 0), layers)
+
+    def weights_in_ram(self, sizes: LayerSizes) -> int:
+        """Return the bytes of the weights in RAM."""
+        whole = self.layers_in_ram(sizes.layers)
+        only_experts = max(min(self.n_cpu_moe or 0, sizes.layers) - whole, 0)
+        return whole * sizes.layer + only_experts * sizes.experts
+
+
+NO_SPLIT = LayerSplit()
+"""The whole model on the card."""
