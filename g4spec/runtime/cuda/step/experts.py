@@ -139,8 +139,9 @@ class Experts:
         shape = ExpertShape(
             up.matrices if up else 0, e.n_used, e.down.rows, e.gate.rows, down.columns
         )
-        weights = (up, down, dense[0], e.down.weight)
-        if up is None or len(dense) > 1 or not fits(shape, weights, launch.arch(device.index)):
+        if up is None or len(dense) > 1:
+            return None
+        if not fits(shape, (up, down, dense[0], e.down.weight), launch.arch(device.index)):
             return None
         if shape not in buffers:
             buffers[shape] = Buffers(shape, device)
