@@ -90,13 +90,13 @@ class DraftFile:
         """Load the weights and create the draft for a target whose slots and pages it shares."""
         assert self.file is not None and self.kind is not None
         slack = backend.slack(target.chunk)
-        caches = [backend.cache(shape, target.space, slack) for shape in self.shapes()]
         n_vocab = target.config.n_vocab
         for name, ids in self.kind.token_ids(self.config, self.file).items():
             loading.check_ids(self.file, name, ids, n_vocab)
         weights = loading.load_draft_weights(
             self.file, self.kind.tensors(self.config), backend, n_vocab
         )
+        caches = [backend.cache(shape, target.space, slack) for shape in self.shapes()]
         draft: Draft = self.kind.Drafter(
             self.config,
             weights,

@@ -400,11 +400,14 @@ def _tokenizer(file: GGUF, config: Any) -> Tokenizer:
 def _plan(
     file: GGUF, config: Any, draft: DraftFile, size: memory.Size, chunk: int, backend: Backend
 ) -> memory.MemoryPlan:
-    """Compute the memory plan. Raise EnvironmentProblem if it does not fit."""
+    """Compute the memory plan. Raise InputError if a file lacks what its metadata claims or the two
+    do not fit together, EnvironmentProblem if they do not fit into memory."""
     drafted: list[Any] = []
+    loading.check_weights(file, gemma4.tensors(config))
     if draft.file is not None and draft.kind is not None:
         draft.kind.check_pair(draft.config, config)
         pairing.check(file, config, draft.file)
+        loading.check_draft_weights(draft.file, draft.kind.tensors(draft.config))
         drafted = list(draft.file.tensors.values())
 
     def plan(size: memory.Size) -> memory.MemoryPlan:

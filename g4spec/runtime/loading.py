@@ -32,7 +32,7 @@ def load_weights(
     Raises:
         InputError: a tensor is missing or has another shape.
     """
-    present = [spec for spec in specs if _usable(file, spec)]
+    present = check_weights(file, specs)
     out, done = {}, 0
     total = sum(file.tensors[spec.name].nbytes for spec in present)
     for spec in present:
@@ -41,6 +41,12 @@ def load_weights(
         if progress is not None:
             progress(done, total)
     return out
+
+
+def check_weights(file: GGUF, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+    """Return the tensors of `specs` that the file has. Raise InputError if one is unusable, or
+    missing but required. Sizes that metadata claims are those of tensors afterwards."""
+    return [spec for spec in specs if _usable(file, spec)]
 
 
 def _usable(file: GGUF, spec: TensorSpec) -> bool:
@@ -100,10 +106,20 @@ def load_draft_weights(
     """Load a draft's tensors and check that the ids in its index tensors are tokens of the target.
 
     Raises:
-        InputError: as for `weights`, or the file has a tensor that the kind does not know, which
-        means
-            that it belongs to another kind whose metadata is missing.
+        InputError: as for `load_weights`, or the file has a tensor that the kind does not know,
+            which means that it belongs to another kind whose metadata is missing.
     """
+    specs = list(specs)
+    check_draft_weights(file, specs)
+    for spec in specs:
+        if spec.role == "index" and spec.name in file.tensors:
+            check_ids(file, spec.name, file.array(spec.name), n_vocab)
+    return load_weights(file, specs, backend)
+
+
+def check_draft_weights(file: GGUF, specs: Iterable[TensorSpec]) -> None:
+    """Raise InputError as `check_weights` does, or if the file has a tensor that is not in
+    `specs`."""
     specs = list(specs)
     known = {spec.name for spec in specs}
     if unknown := [name for name in file.tensors if name not in known]:
@@ -113,7 +129,4 @@ def load_draft_weights(
             found=f"{len(file.tensors)}",
             fix="convert it again with `g4spec convert`",
         )
-    for spec in specs:
-        if spec.role == "index" and spec.name in file.tensors:
-            check_ids(file, spec.name, file.array(spec.name), n_vocab)
-    return load_weights(file, specs, backend)
+    check_weights(file, specs)

@@ -178,6 +178,30 @@ def test_sizes_of_layers_that_are_none(home: Path, tmp_path: Path, key: str, val
         Engine.load(broken, n_ctx=64)
 
 
+@pytest.mark.parametrize(
+    "kind,key",
+    [
+        ("target", "gemma4.attention.key_length"),
+        ("target", "gemma4.attention.head_count"),
+        ("target", "gemma4.feed_forward_length"),
+        ("target", "gemma4.embedding_length"),
+        ("target", "gemma4.embedding_length_per_layer_input"),
+        ("eagle3", "eagle3.attention.key_length"),
+        ("dflash", "dflash.attention.key_length"),
+    ],
+)
+def test_sizes_that_no_tensor_has_are_the_files_fault(
+    home: Path, tmp_path: Path, kind: str, key: str
+) -> None:
+    """They were compared with the memory before, which is exit code 4."""
+    broken = changed(
+        home / f"{kind}.gguf", tmp_path / "b.gguf", **{key.replace(".", "__"): u32(1 << 24)}
+    )
+    pair = (broken, None) if kind == "target" else (home / "target.gguf", broken)
+    with pytest.raises(InputError, match="tensor"):
+        Engine.load(*pair, n_ctx=64)
+
+
 def test_an_architecture_that_is_no_text(home: Path, tmp_path: Path) -> None:
     broken = changed(
         home / "target.gguf",
