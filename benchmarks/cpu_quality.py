@@ -27,7 +27,7 @@ from g4spec.convert import convert, quantize  # noqa: E402
 from g4spec.gguf import imatrix  # noqa: E402
 from g4spec.measure import importance, perplexity, text_chunks  # noqa: E402
 from g4spec.quant import policy  # noqa: E402
-from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS  # noqa: E402
+from g4spec.runtime.cuda.cache.cache_types import KINDS  # noqa: E402
 from g4spec.runtime.engine import Engine  # noqa: E402
 
 TARGET = ROOT.parent / "examples" / "tiny" / "target"

@@ -27,7 +27,7 @@ from g4spec.convert import convert
 from g4spec.errors import EnvironmentProblem
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.cuda import gpu_memory as memory
-from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS
+from g4spec.runtime.cuda.cache.cache_types import KINDS
 from g4spec.runtime.cuda.gpu_memory import Card
 from g4spec.runtime.engine import Engine, Options
 

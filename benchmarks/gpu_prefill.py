@@ -26,7 +26,7 @@ from benchmarks import watch
 from g4spec.core import PROMPT_BLOCK, Draft
 from g4spec.measure import synthetic
 from g4spec.runtime.cuda.backend import CudaBackend
-from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS
+from g4spec.runtime.cuda.cache.cache_types import KINDS
 from g4spec.runtime.cuda.prefill.long_ops import LongOps
 from g4spec.runtime.cuda.prefill.prefill_attention import Attention, Flash, Scores, Wide
 from g4spec.runtime.cuda.prefill.prefill_experts import Experts

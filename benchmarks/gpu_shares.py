@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from g4spec.core import CacheShape
 from g4spec.measure.synthetic_bench import milliseconds
+from g4spec.runtime.cuda.build.constants import CACHE_ROTARY_PAIRS
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
-from g4spec.runtime.cuda.cache.cuda_kv_size import ROTARY_PAIRS
 from g4spec.runtime.cuda.step import graphs
 from g4spec.runtime.cuda.step.attention import attend
 from tests.gpu.batches import rows_of, spread
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=64)
     parser.add_argument("--rows", type=int, default=1)
     args = parser.parse_args()
-    shape = CacheShape(N_KV, DIM, None, ROTARY_PAIRS)
+    shape = CacheShape(N_KV, DIM, None, CACHE_ROTARY_PAIRS)
     kv = CudaKV(shape, spread(args.texts, args.long, device="cuda"))
     for plane in kv.planes:
         plane.random_(0, 64) if plane.dtype is torch.uint8 else plane.normal_()

@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT.parent))
 
 from g4spec.measure import synthetic_bench as steps  # noqa: E402
 from g4spec.runtime import devices  # noqa: E402
-from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS  # noqa: E402
+from g4spec.runtime.cuda.cache.cache_types import KINDS  # noqa: E402
 
 # Model, context, figure: required and stretch, milliseconds.
 GOALS = {

@@ -33,6 +33,7 @@ from g4spec import quant  # noqa: E402
 from g4spec.measure import run_record, synthetic  # noqa: E402
 from g4spec.measure.synthetic_bench import milliseconds  # noqa: E402
 from g4spec.runtime.cuda.build import launch, units  # noqa: E402
+from g4spec.runtime.cuda.build.constants import GROUP_ROWS, PACK_ROWS  # noqa: E402
 from g4spec.runtime.cuda.ops import CudaOps  # noqa: E402
 from g4spec.runtime.cuda.step import graphs, linear, linear_wide, packed_rows  # noqa: E402
 from g4spec.runtime.cuda.weights import dequant, held, packing  # noqa: E402
@@ -56,7 +57,7 @@ def compile_first(types: list[str], rows: list[int], arch: str) -> None:
         for tiles, few in product({1, *map(packed_rows.tiles, rows)}, (False, True)):
             if kind == "gate_up" and few:
                 continue
-            config = linear.gemm_config(type, unit, n // packing.GROUP, tiles, arch, few)
+            config = linear.gemm_config(type, unit, n // PACK_ROWS, tiles, arch, few)
             jobs.add(units.Job("linear.cu", config.name(kind), arch))
             if tiles == 2:
                 wide = wide_configs(config, rows, arch, warp_groups)
@@ -69,7 +70,7 @@ def wide_configs(
 ) -> Iterator[linear.GemmConfig]:
     """Yield the configs of linear_wide.cu for all numbers of rows above 16."""
     for count in rows:
-        left = packed_rows.groups(count) if count > packed_rows.GROUP_ROWS else 0
+        left = packed_rows.groups(count) if count > GROUP_ROWS else 0
         while left > 0:
             groups = min(left, linear.MAX_ROW_GROUPS)
             (found,) = linear_wide.for_row_groups((config,), groups, arch, warp_groups)

@@ -5,10 +5,16 @@ these attributes become the command line of `g4spec serve`, which runs in a chil
 and checks are unchanged. Checks that depend on the vocabulary or the words of llama.cpp's test
 model use those of the bundled family: numbers of prompt tokens are counted with its tokenizer, and
 a text that should match words of their model must only be non-empty; the result names these tests.
+Other constants of their model are replaced in the text of the tests (`serve_llamacpp_tests.FACTS`).
+
+Some defaults of llama-server differ; these options are set explicitly: reasoning as the template
+does by default, a last message of the assistant is continued, all origins are allowed, and /slots
+and /metrics are off unless the test enables them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -20,13 +26,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import serve_llamacpp_engine
 import torch  # noqa: F401 - imported once, before children are forked
+from requests.structures import CaseInsensitiveDict
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from g4spec import cli
+from g4spec.cli import _engine
 from g4spec.gguf import GGUF
 from g4spec.runtime.template import render_in_process
 from g4spec.runtime.tokenizer import Tokenizer
-from g4spec.server import run  # noqa: F401
+from g4spec.server import app, model_router, run  # noqa: F401
 
 FAMILY = Path(os.environ["G4SPEC_FAMILY"])
 ANY_NAME = (
@@ -54,18 +64,46 @@ NEEDS = {
     "mcp_servers_config": "MCP",
     "mcp_servers_json": "MCP",
     "ui_mcp_proxy": "a proxy for MCP",
-    "sleep_idle_seconds": "sleep",
-    "no_ui": "a switch for the page",
     "models_preset": "a router's presets",
-    "backend_sampling": "sampling inside llama.cpp's graphs",
 }
-"""Attributes that ask for what `g4spec serve` does not have."""
+"""Attributes of features that `g4spec serve` does not have."""
+
+NEEDED_BY = {
+    "test_router_remote_preset": "a router's presets",
+    "test_router_download_model": "models that are downloaded and deleted over HTTP",
+    "test_router_delete_model": "models that are downloaded and deleted over HTTP",
+}
+"""Tests that use such a feature by a request."""
+
+ROUTER_MODELS = (
+    "tinygemma3-GGUF:Q8_0",
+    "test-model-stories260K:F32",
+    "test-model-stories260K-infill:F32",
+)
+"""Files of the models that their tests of a router name, with `ggml-org/` before each."""
+
+FAKE_SECONDS = 2
+"""Seconds that a load, and each request behind a router, takes longer in their tests
+(LLAMA_SERVER_DEBUG_FAKE_TIMING)."""
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """The template of that name."""
+
+LLAMA3 = (
+    "{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content"
+    " | trim + '<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+COMMAND_R = (
+    "{% set names = {'system': 'SYSTEM', 'user': 'USER', 'assistant': 'CHATBOT'} %}"
+    "{% for m in messages %}{{ '<|START_OF_TURN_TOKEN|><|' + names[m.role] + '_TOKEN|>' + m.content"
+    " | trim + '<|END_OF_TURN_TOKEN|>' }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{% endif %}"
+)
+"""Templates that llama-server has under these names, as in its llama-chat.cpp."""
 
 WORDS: set[str] = set()
 """Tests of which a text was compared with words of another model."""
@@ -82,71 +120,103 @@ def arguments(server: Any) -> list[str]:
     for name, what in NEEDS.items():
         if getattr(server, name, None):
             raise NotOffered(what)
-    if server.model_hf_repo is None and not server.model_file:
-        raise NotOffered("a router's presets")
+    test = now["test"].partition("::")[2].partition("[")[0]
+    if test in NEEDED_BY:
+        raise NotOffered(NEEDED_BY[test])
     if "gemma3" in str(server.model_hf_repo):
         raise NotOffered("images")
-    split = "split-00001*" if "split" in str(server.model_hf_file) else "target.gguf"
-    model = next(FAMILY.glob(split))
     slots = server.n_slots or 1
     context = server.n_ctx // (1 if server.kv_unified else slots) if server.n_ctx else 512
-    out = [
-        "serve",
-        "-m",
-        model,
-        "--device",
-        "cpu",
-        "--host",
-        server.server_host,
-        "--port",
-        server.server_port,
-        "-np",
-        slots,
-        "-c",
-        context,
-        "--temp",
-        server.temperature,
-        "--seed",
-        server.seed,
-    ]
-    names = (server.model_alias or "tinyllama").split(",")
-    for name in [*sorted(names), *(ANY_NAME if len(names) == 1 else ())]:
-        out += ["-a", name]
-    if (server.n_predict or -1) > 0:
-        out += ["-n", server.n_predict]
-    if server.model_draft:
-        out += ["-md", FAMILY / "dflash.gguf"]
-    if server.api_key:
-        out += ["--api-key", server.api_key]
-    if server.cors_origins:
-        out += ["--cors-origin", server.cors_origins]
+    out = [*("--device", "cpu", "--host", server.server_host, "--port", server.server_port)]
+    out += ["-np", slots, "-c", context, "--temp", server.temperature, "--seed", server.seed]
+    out += ["--cors-origin", server.cors_origins or "*"]
+    out += ["--reasoning", server.reasoning or "auto", "--prefill-assistant"]
+    for option, value in (
+        ("--no-slots", not server.server_slots),
+        ("--no-metrics", not server.server_metrics),
+        ("--no-ui", server.no_ui),
+        ("--no-models-autoload", server.no_models_autoload),
+    ):
+        out += [option] if value else []
+    for option, value in (
+        ("--api-key", server.api_key),
+        ("--tags", server.model_tags),
+        ("--models-max", server.models_max),
+        ("--sleep-idle-seconds", server.sleep_idle_seconds),
+        ("-n", server.n_predict if (server.n_predict or -1) > 0 else None),
+    ):
+        out += [option, value] if value is not None else []
     if server.chat_template_file:
         out += ["--chat-template-file", server.chat_template_file]
     elif server.chat_template:
         out += ["--chat-template-file", named_template(server.chat_template)]
-    return [str(each) for each in out]
+    return ["serve", *map(str, [*out, *models(server)])]
+
+
+def models(server: Any) -> list[Any]:
+    """Return the options about models: one with its names, or a router's folder."""
+    if server.model_hf_repo is None and not server.model_file:
+        return ["--models", router_folder()]
+    split = "split-00001*" if "split" in str(server.model_hf_file) else "target.gguf"
+    out: list[Any] = ["-m", next(FAMILY.glob(split))]
+    names = (server.model_alias or "tinyllama").split(",")
+    for name in [*sorted(names), *(ANY_NAME if len(names) == 1 else ())]:
+        out += ["-a", name]
+    return out + (["-md", FAMILY / "dflash.gguf"] if server.model_draft else [])
+
+
+def router_folder() -> Path:
+    """Return a folder with the models that their tests of a router name.
+
+    If two files have the same name, the id of the second includes its folder: this gives the ids
+    their `ggml-org/`.
+    """
+    folder = FAMILY / "ggml-org"
+    (folder / "a").mkdir(parents=True, exist_ok=True)
+    for name in ROUTER_MODELS:
+        for path in (folder / f"{name}.gguf", folder / "a" / f"{name}.gguf"):
+            if not path.exists():
+                os.link(FAMILY / "target.gguf", path)
+    return folder
 
 
 def named_template(name: str) -> Path:
     """Return a file with a template that llama-server knows by name, or with the given text."""
-    if name == "command-r":
-        raise NotOffered(f"llama.cpp's built-in template {name}")
-    if name == "llama3":
-        return Path("../../../models/templates/meta-llama-Llama-3.1-8B-Instruct.jinja")
     path = FAMILY / "template.jinja"
-    path.write_text(CHATML if name == "chatml" else name)
+    known = {"chatml": CHATML, "llama3": LLAMA3, "command-r": COMMAND_R}
+    path.write_text(known.get(name, name))
     return path
 
 
-opened = Tokenizer.from_gguf
+class Slow:
+    """ASGI middleware that delays requests."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] == "http":
+            await asyncio.sleep(FAKE_SECONDS)
+        await self._app(scope, receive, send)
 
 
-def endless(file: GGUF) -> Tokenizer:
-    """Return a tokenizer with <eos> as its only stop token: upstream's test model generates
-    until the limit."""
-    tokenizer = opened(file)
-    tokenizer.stop_ids = frozenset({1})
-    return tokenizer
+def slow_down_router() -> None:
+    """Delay loads and requests behind a router, as llama-server does in these tests."""
+    create, open_model = app.create_app, model_router.ModelRouter._open
+
+    def slow_app(service: Any, **more: Any) -> Any:
+        made = create(service, **more)
+        if more.get("mounted"):
+            made.add_middleware(Slow)
+        return made
+
+    def slow_open(self: Any, model: Any) -> Any:
+        time.sleep(FAKE_SECONDS)
+        return open_model(self, model)
+
+    app.create_app = slow_app
+    model_router.ModelRouter._open = slow_open  # type: ignore[method-assign]
 
 
 class Child:
@@ -162,7 +232,9 @@ class Child:
                 os.dup2(out, 1)
                 os.dup2(out, 2)
                 sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-                Tokenizer.from_gguf = endless  # type: ignore[method-assign]
+                serve_llamacpp_engine.end_only_with_eos()
+                _engine.load_with_threads = serve_llamacpp_engine.load
+                slow_down_router()
                 code = cli.run(argv)
             except BaseException:
                 traceback.print_exc()
@@ -235,6 +307,10 @@ class Facts:
         """Count the tokens of a text."""
         return len(self._tokenizer.encode(text))
 
+    def repeated(self, text: str, count: int) -> str:
+        """Repeat a text until it has nearly `count` tokens."""
+        return text * next(n for n in range(count, 0, -1) if self.prompt(text * n) <= count)
+
     def chat(self, system: str, user: Any, template: str | None) -> int:
         """Count the tokens of a conversation."""
         if not isinstance(user, str):
@@ -253,6 +329,9 @@ class Facts:
         return self.prompt(text)
 
 
+FACTS = Facts()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Replace the start of servers, before any test module imports it."""
     sys.path.insert(0, str(config.rootpath))
@@ -268,7 +347,9 @@ def pytest_configure(config: pytest.Config) -> None:
             data = {"verbose": True, **data}
         if self.model_draft and path == "/completion":  # as --spec-draft-n-max
             data = {"speculative.n_max": min(self.spec_draft_n_max or 15, 15), **data}
-        return post(self, method, path, data, *more, **named)
+        result = post(self, method, path, data, *more, **named)
+        result.headers = CaseInsensitiveDict(result.headers)  # they compare names as spelled
+        return result
 
     utils.ServerProcess.make_request = make_request
     theirs = utils.match_regex
@@ -284,17 +365,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Replace numbers of prompt tokens in the parameters of tests."""
-    facts = Facts()
     for item in items:
         params = getattr(getattr(item, "callspec", None), "params", {})
         if "n_prompt" not in params:
             continue
         if "prompt" in params:
-            params["n_prompt"] = facts.prompt(params["prompt"])
+            params["n_prompt"] = FACTS.prompt(params["prompt"])
         else:
             template = params.get("chat_template")
             template = CHATML if template == "chatml" else template
-            params["n_prompt"] = facts.chat(
+            params["n_prompt"] = FACTS.chat(
                 params["system_prompt"], params["user_prompt"], template
             )
 

@@ -19,13 +19,14 @@ from g4spec.advisor.machine import GIB, Machine
 from g4spec.advisor.named_models import DraftModel, TargetModel, WeightFormat
 from g4spec.core import CacheShape
 from g4spec.ops.kv_size import pool_positions
-from g4spec.runtime.cuda.cache.cuda_kv_size import ROTARY_PAIRS, SLACK, capacity, row_columns
+from g4spec.runtime.cuda.build.constants import CACHE_ROTARY_PAIRS
+from g4spec.runtime.cuda.cache.cache_types import TYPES
+from g4spec.runtime.cuda.cache.cuda_kv_size import SLACK, capacity, row_columns
 
-BITS = {
+BITS: dict[str, float] = {
     "f32": 32.0,
-    "f16": 16.0,
+    **{name: type.bits for name, type in TYPES.items()},
     "bf16": 16.0,
-    "q8_0": 8.5,
     "q5_1": 6.0,
     "q5_0": 5.5,
     "q4_1": 5.0,
@@ -102,7 +103,7 @@ def g4spec_token_bytes(caches: Sequence[CacheShape], kv: str) -> float:
     (`attention_k_eq_v`); of their keys only the rotated dimensions are stored."""
     others = {c.n_kv for c in caches if c.window is not None}
     pairs = [
-        replace(c, rotary_pairs=0 if c.n_kv in others else ROTARY_PAIRS)
+        replace(c, rotary_pairs=0 if c.n_kv in others else CACHE_ROTARY_PAIRS)
         for c in caches
         if c.window is None
     ]

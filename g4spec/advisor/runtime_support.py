@@ -17,7 +17,7 @@ from g4spec.models import gemma4
 from g4spec.models.spec import Checkpoint
 from g4spec.models.upstream import REFUSED_SUFFIX
 from g4spec.quant import get, readable
-from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS
+from g4spec.runtime.cuda.cache.cache_types import KINDS
 from g4spec.runtime.cuda.weights.held_size import block_bytes, tensor_bytes, unpackable
 
 VOCABULARY = 262144

@@ -23,6 +23,10 @@ SAME = {
     "--temperature": "--temp",
     "--draft": "--draft-max",
     "--draft-n": "--draft-max",
+    "--cors-origins": "--cors-origin",
+    "--models-dir": "--models",
+    "--webui": "--ui",
+    "--no-webui": "--no-ui",
 }
 """Flag of llama.cpp -> the same option here."""
 
@@ -86,7 +90,7 @@ _REFUSED = {
     "-hff --hf-file": "name the file after the repository: -m org/name:FILE.gguf",
     "-mu --model-url": "download the file, or give its hub id with -m",
     "-hft --hf-token": "set the environment variable HF_TOKEN",
-    "--metrics --props --slots": "`serve` always has these endpoints",
+    "--props": "`serve` always has this endpoint; it cannot be changed by POST",
     "-sys --system-prompt": "use --system of `chat` or `generate --chat`",
 }
 REFUSED = {flag: why for flags, why in _REFUSED.items() for flag in flags.split()}

@@ -10,7 +10,7 @@ import typer
 from g4spec.cli import _threads
 from g4spec.core import MAX_DRAFT
 from g4spec.errors import UsageError
-from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS
+from g4spec.runtime.cuda.cache.cache_types import KINDS
 
 Model = Annotated[
     Path, typer.Option("-m", "--model", help="Target: a GGUF file, or the hub id of one.")

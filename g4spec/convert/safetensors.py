@@ -1,5 +1,7 @@
 """Read safetensors files and folders: headers are checked, tensors are memory-mapped.
 
+The safetensors library is the authority on what a valid file is; it checks every header after our
+own checks, whose errors say more.
 Source: safetensors format description; Hugging Face sharding by `model.safetensors.index.json`.
 """
 
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from g4spec import quant
 from g4spec.convert.tensors import StoredTensor
@@ -192,7 +195,25 @@ def read(path: Path) -> dict[str, StoredTensor]:
         raise InputError(f"{path}: {e.strerror}") from e
     header.pop("__metadata__", None)
     data = data[8 + length :]
-    return {n: _stored(n, entry, data, path, 8 + length) for n, entry in header.items()}
+    tensors = {n: _stored(n, entry, data, path, 8 + length) for n, entry in header.items()}
+    _check_with_library(path)
+    return tensors
+
+
+def _check_with_library(path: Path) -> None:
+    """Raise InputError unless the safetensors library, whose parser is audited, accepts the file.
+
+    Our own checks come first: their errors name the tensor.
+    """
+    try:
+        with safe_open(path, framework="np"):
+            pass
+    except (SafetensorError, OSError) as e:
+        raise InputError(
+            f"{path}: the safetensors library rejects this file",
+            found=str(e),
+            fix="download it again, or report the file to whoever published it",
+        ) from e
 
 
 def _stored(name: str, entry: Any, data: Any, path: Path, offset: int) -> StoredTensor:

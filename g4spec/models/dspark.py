@@ -298,7 +298,7 @@ class Drafter(dflash_drafter.Drafter):
 
     @property
     def _has_cut(self) -> bool:
-        """Whether low confidence ends a proposal."""
+        """True if low confidence ends a proposal."""
         return bool(self.config.cut) and self.config.confidence != "none"
 
     def confidence(self, h: torch.Tensor, e: torch.Tensor) -> torch.Tensor:

@@ -154,12 +154,12 @@ class Sampler:
 
     @property
     def uses_history(self) -> bool:
-        """Whether a choice depends on earlier tokens, because a penalty is enabled."""
+        """True if a choice depends on earlier tokens, because a penalty is enabled."""
         return any(name != "logit_bias" for name in self._edits())
 
     @property
     def plain(self) -> bool:
-        """Whether raw logits and a position suffice: no bias and no penalty."""
+        """True if raw logits and a position suffice: no bias and no penalty."""
         return not self._edits()
 
     def _edits(self) -> list[str]:

@@ -71,13 +71,24 @@ def find_type(number: int) -> Format | None:
 
 def by_type(number: int, name: str = "a tensor") -> Format:
     """Return the type with this number. Raises Unsupported with the tensor's name if unknown."""
-    found = _by_type().get(number)
-    if found is None:
+    form = _by_type().get(number)
+    if form is None:
         fix = None
-        if number >= FIRST_CLASHING_TYPE:
+        if upstream := _upstream_name(number):
+            fix = f"update g4spec: this is type {upstream} of llama.cpp"
+        elif number >= FIRST_CLASHING_TYPE:
             fix = (
                 "type numbers from 41 on differ between forks of llama.cpp; "
                 "convert with upstream's tools instead"
             )
         raise Unsupported(f"{name}: unknown ggml type number {number}", fix=fix)
-    return found
+    return form
+
+
+def _upstream_name(number: int) -> str | None:
+    """Return the name of a type that only the gguf package knows. It is the authority on type
+    numbers, and may be newer than this package."""
+    from gguf import GGMLQuantizationType  # 40 ms
+
+    numbers = {int(t): t.name for t in GGMLQuantizationType}
+    return numbers.get(number)

@@ -33,7 +33,7 @@ class RequestChooser:
 
     @property
     def on_host(self) -> bool:
-        """Whether a choice needs more than logits, sampler and position."""
+        """True if a choice needs more than logits, sampler and position."""
         return not self.sampler.plain or self._mask is not None or self._n_logprobs is not None
 
     def pick(self, logits: torch.Tensor, position: int) -> int:

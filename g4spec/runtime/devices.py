@@ -11,7 +11,7 @@ import torch
 from g4spec.core import Backend
 from g4spec.errors import EnvironmentProblem, UsageError, did_you_mean
 from g4spec.runtime.backend import TorchBackend
-from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS
+from g4spec.runtime.cuda.cache.cache_types import KINDS
 
 EXTRA = "install g4spec[cuda]"
 

@@ -114,7 +114,7 @@ class PolicyState:
 
     @property
     def auto(self) -> bool:
-        """Whether the policy chooses the length."""
+        """True if the policy chooses the length."""
         return self.requested == "auto"
 
     def start(self) -> None:
@@ -173,7 +173,7 @@ class DraftLengthPolicy:
 
     @property
     def wants_costs(self) -> bool:
-        """Whether costs have to be measured before `auto` can draft."""
+        """True if costs have to be measured before `auto` can draft."""
         return self.costs is None
 
     def set_costs(self, seconds: Mapping[tuple[int, int], float], per_byte: float = 0.0) -> None:

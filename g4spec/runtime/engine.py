@@ -213,7 +213,7 @@ class Engine:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the engine runs on the CPU."""
+        """True if the engine runs on the CPU."""
         return bool(self.target.ops.device.type == "cpu")
 
     def stats(self) -> EngineStats:
@@ -400,14 +400,17 @@ def _tokenizer(file: GGUF, config: Any) -> Tokenizer:
 def _plan(
     file: GGUF, config: Any, draft: DraftFile, size: memory.Size, chunk: int, backend: Backend
 ) -> memory.MemoryPlan:
-    """Compute the memory plan. Raise InputError if a file lacks what its metadata claims or the two
-    do not fit together, EnvironmentProblem if they do not fit into memory."""
-    drafted: list[Any] = []
+    """Check both files and compute the memory plan.
+
+    Raises:
+        InputError: a tensor or an id cannot be used. EnvironmentProblem: too little memory.
+    """
     loading.check_weights(file, gemma4.tensors(config))
+    drafted: list[Any] = []
     if draft.file is not None and draft.kind is not None:
         draft.kind.check_pair(draft.config, config)
         pairing.check(file, config, draft.file)
-        loading.check_draft_weights(draft.file, draft.kind.tensors(draft.config))
+        draft.check(config.n_vocab)
         drafted = list(draft.file.tensors.values())
 
     def plan(size: memory.Size) -> memory.MemoryPlan:

@@ -52,7 +52,7 @@ class EngineStats:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
+        """True if there is nothing to do."""
         return not (self.running or self.waiting)
 
 

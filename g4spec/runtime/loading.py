@@ -6,7 +6,7 @@ before the first kernel sees it: a bad file is an InputError at load, never a cr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,8 +44,8 @@ def load_weights(
 
 
 def check_weights(file: GGUF, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """Return the tensors of `specs` that the file has. Raise InputError if one is unusable, or
-    missing but required. Sizes that metadata claims are those of tensors afterwards."""
+    """Return those of a kind's tensors that the file has. Raise InputError if one that is required
+    is missing, or if one has another shape or type or is a vector with NaN or infinite values."""
     return [spec for spec in specs if _usable(file, spec)]
 
 
@@ -100,27 +100,13 @@ def check_ids(file: GGUF, name: str, values: Any, n_vocab: int) -> None:
         )
 
 
-def load_draft_weights(
-    file: GGUF, specs: Iterable[TensorSpec], backend: Backend, n_vocab: int
-) -> Mapping[str, Any]:
-    """Load a draft's tensors and check that the ids in its index tensors are tokens of the target.
+def check_draft_weights(file: GGUF, specs: Sequence[TensorSpec], n_vocab: int) -> None:
+    """Check a draft's tensors, and that the ids in its index tensors are tokens of the target.
 
     Raises:
-        InputError: as for `load_weights`, or the file has a tensor that the kind does not know,
-            which means that it belongs to another kind whose metadata is missing.
+        InputError: as for `check_weights`, or the file has a tensor that the kind does not have,
+            so it belongs to another kind whose metadata is missing.
     """
-    specs = list(specs)
-    check_draft_weights(file, specs)
-    for spec in specs:
-        if spec.role == "index" and spec.name in file.tensors:
-            check_ids(file, spec.name, file.array(spec.name), n_vocab)
-    return load_weights(file, specs, backend)
-
-
-def check_draft_weights(file: GGUF, specs: Iterable[TensorSpec]) -> None:
-    """Raise InputError as `check_weights` does, or if the file has a tensor that is not in
-    `specs`."""
-    specs = list(specs)
     known = {spec.name for spec in specs}
     if unknown := [name for name in file.tensors if name not in known]:
         raise InputError(
@@ -129,4 +115,6 @@ def check_draft_weights(file: GGUF, specs: Iterable[TensorSpec]) -> None:
             found=f"{len(file.tensors)}",
             fix="convert it again with `g4spec convert`",
         )
-    check_weights(file, specs)
+    for spec in check_weights(file, specs):
+        if spec.role == "index":
+            check_ids(file, spec.name, file.array(spec.name), n_vocab)

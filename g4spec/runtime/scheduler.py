@@ -83,7 +83,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
+        """True if there is nothing to do."""
         return not (self.waiting or self.running)
 
     def step(self) -> bool:

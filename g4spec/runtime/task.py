@@ -48,5 +48,5 @@ class Task:
 
     @property
     def in_prefill(self) -> bool:
-        """Whether tokens before the newest one still have to be computed."""
+        """True if tokens before the newest one still have to be computed."""
         return self.seq.n_read < max(self.n_prompt, len(self.ids) - 1)

@@ -109,12 +109,14 @@ class TokenizeBody(Body):
     add_special: bool = False
     parse_special: bool = True
     with_pieces: bool = False
+    model: str | None = None
 
 
 class DetokenizeBody(Body):
     """A body of /detokenize."""
 
     tokens: list[int]
+    model: str | None = None
 
 
 async def build_job(service: Service, body: CompletionBody) -> Job:
@@ -374,6 +376,7 @@ async def stream_response(generation: Generation, body: CompletionBody) -> Event
 
 def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
     """Answer /tokenize."""
+    service.check_model(body.model)
     if not body.parse_special:
         raise RequestError(
             400,
@@ -395,6 +398,7 @@ def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
 
 def detokenize(service: Service, body: DetokenizeBody) -> dict[str, Any]:
     """Answer /detokenize."""
+    service.check_model(body.model)
     return {"content": service.tokenizer.decode(body.tokens, special=True)}
 
 

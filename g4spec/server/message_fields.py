@@ -105,7 +105,7 @@ class ToolParam(Body):
 
 
 class ToolChoice(Body):
-    """Whether the model may or must call tools, and which."""
+    """Which tools the model may or must call."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None

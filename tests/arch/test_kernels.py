@@ -12,11 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from g4spec import core
-from g4spec.runtime.cuda.build import nvrtc, signature, units
-from g4spec.runtime.cuda.cache import heads
-from g4spec.runtime.cuda.step import attention, linear, packed_rows
-from g4spec.runtime.cuda.weights import packing
+from g4spec.runtime.cuda.build import constants, nvrtc, signature, units
 
 REGISTERED = units.registered()
 
@@ -131,33 +127,33 @@ def test_launches_name_the_parameters_of_a_kernel() -> None:
         assert any(names <= k if partial else names == k for k in kernels), (place, names)
 
 
-def _constants(file: str) -> dict[str, int]:
-    """Constants at file level, of a header or kernel, that are plain numbers or sums of others."""
-    path = nvrtc.kernel_files().get(file, nvrtc.CUDA / "include" / file)
-    found: dict[str, int] = {}
-    for line in re.findall(r"^constexpr int ([^;]*);", path.read_text(), re.MULTILINE):
-        for name, text in re.findall(r"(\w+) = ([^,]*)", line):
-            if set(re.findall(r"[A-Za-z_]\w*", text)) <= set(found):
-                found[name] = eval(text, {}, found)
-    return found
+def test_constants_are_stated_once() -> None:
+    """No kernel defines a name of the generated header again. Each name has users on both sides or
+    makes up another constant."""
+    names = set(re.findall(r"^(?:struct |  )(\w+)", constants.header(), re.MULTILINE))
+    kernels = [
+        *nvrtc.kernel_files().values(),
+        *(path for folder in nvrtc.INCLUDES for path in folder.glob("*.cuh")),
+    ]
+    sources = "\n".join(path.read_text() for path in kernels)
+    python = "\n".join(path.read_text() for path in nvrtc.CUDA.rglob("*.py"))
+    defined = re.findall(
+        r"^(?:constexpr \w+|#define|enum(?: class)?|struct) +([A-Z]\w*)", sources, re.MULTILINE
+    )
+    assert names & set(defined) == set()
+    table = Path(constants.__file__).read_text()
+    for name in names:
+        found = [len(re.findall(rf"\b{name}\b", text)) for text in (sources, python, table)]
+        in_kernels, in_python, in_table = found[0], found[1] - found[2], found[2]
+        assert (in_kernels and in_python) or in_table > 1, name
 
 
-def test_constants_of_python_and_kernels_agree() -> None:
-    same: dict[tuple[str, str], int] = {
-        ("kv_storage.cuh", "PAGE"): core.PAGE,
-        ("prefill_heads.cu", "PAGE"): core.PAGE,
-        ("gemm_tile.cuh", "PACK_ROWS"): packing.GROUP,
-        ("packed_rows.cuh", "ACT_BYTES"): packed_rows.BLOCK_BYTES,
-        ("packed_rows.cuh", "BYTE_ROWS"): linear.UPPER_ROWS,
-        ("packed_rows.cuh", "TILE_BYTES"): linear.TILE_BYTES,
-        ("accept.cu", "MOST"): core.MAX_STEP_ROWS,
-        ("moe_routing.cuh", "MAX_ROWS"): core.MAX_STEP_ROWS,
-        ("gemm_consumer.cuh", "CONSUMERS"): linear.CONSUMERS,
-        ("gemm_consumer.cuh", "THREADS"): linear.THREADS,
-        ("heads.cu", "HEADS"): heads.HEADS,
-        ("head_vector.cuh", "NORM_V"): heads.NORM_V,
-        ("head_vector.cuh", "V_FROM_K"): heads.V_FROM_K,
-    }
-    wrong = {k: (v, _constants(k[0]).get(k[1])) for k, v in same.items()}
-    assert not {k: pair for k, pair in wrong.items() if pair[0] != pair[1]}
-    assert core.MAX_STEP_ROWS == packed_rows.GROUP_ROWS == attention.MAX_ROWS
+def test_the_header_is_part_of_the_cache_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that was compiled with other constants is another kernel."""
+
+    def key() -> str:
+        return nvrtc.key(nvrtc.closure("accept.cu"), "accept", "sm_80")
+
+    before = key()
+    monkeypatch.setattr(constants, "header", lambda: "// other constants")
+    assert key() != before

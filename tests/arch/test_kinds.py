@@ -1,12 +1,11 @@
-"""A kind of draft that lies in `g4spec/models/` has what the verbs ask of it, and is in every table
-of the tests that should know it. A quant type is described once."""
+"""Every kind of draft in `g4spec/models/` has the interface that commands use, and is in every
+table of tests/support/kinds.py. A quant type is described once."""
 
 from __future__ import annotations
 
 import inspect
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -15,21 +14,10 @@ from g4spec.models import gemma4, ngram
 from g4spec.models.spec import DraftConfig, DraftKind
 from g4spec.quant import readable
 from g4spec.quant.sizes import FORMATS
-from tests.cpu import test_convert_kinds, test_hostile_models, test_upstream
-from tests.emulator import test_graph_runner
-from tests.gpu import family
 from tests.oracle import build
-from tests.support import memory_engine, tiny
+from tests.support import kinds, memory_engine, tiny
 
 DRAFTS = models.drafts()
-TABLES: dict[str, list[Any]] = {
-    "tests/cpu/test_convert_kinds.py": list(test_convert_kinds.KINDS.values()),
-    "tests/cpu/test_upstream.py": list(test_upstream.CASES.values()),
-    "tests/cpu/test_hostile_models.py": [(f, {}) for f in test_hostile_models.DRAFTS.values()],
-    "tests/gpu/family.py": [(f, {}) for f in family.DRAFTS.values()],
-    "tests/emulator/test_graph_runner.py": [(f, {}) for f in test_graph_runner.MAKE.values()],
-}
-"""(maker of a checkpoint folder, its options, ...) of each table."""
 
 
 def members(protocol: type) -> list[str]:
@@ -38,7 +26,7 @@ def members(protocol: type) -> list[str]:
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-def test_a_kind_has_what_the_verbs_ask_of_it(name: str) -> None:
+def test_a_kind_has_the_interface_that_commands_use(name: str) -> None:
     kind = DRAFTS[name]
     for member in members(DraftKind):
         assert hasattr(kind, member), f"{kind.__name__} has no {member}: see models.spec.DraftKind"
@@ -52,11 +40,11 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.target(tmp_path_factory.mktemp("kinds") / "target")
 
 
-@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("table", kinds.TABLES)
 def test_tables_of_checkpoints_know_every_kind(table: str, target: Path, tmp_path: Path) -> None:
     missing: dict[str, ModuleType] = dict(DRAFTS)
     on = gemma4.parse_hf(build.checkpoint(target))
-    for i, (make, options, *_) in enumerate(TABLES[table]):
+    for i, (make, options) in enumerate(kinds.TABLES[table]):
         if not missing:
             break
         make(tmp_path / str(i), target, **options)
@@ -66,7 +54,7 @@ def test_tables_of_checkpoints_know_every_kind(table: str, target: Path, tmp_pat
             config = kind.parse_hf(read, on)
             assert all(hasattr(config, member) for member in members(DraftConfig)), name
             assert config.arch in models.architectures(), "ARCH or ARCHS of its kind"
-    assert not missing, f"{table} makes no checkpoint of {list(missing)}"
+    assert not missing, f"kinds.{table} makes no checkpoint of {list(missing)}"
 
 
 def test_engines_in_memory_know_every_kind() -> None:

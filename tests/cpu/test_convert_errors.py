@@ -369,6 +369,7 @@ BROKEN = {
     "size": (header(OK | {"shape": [3]}), "size of F32"),
     "beyond": (header(OK | {"shape": [4], "data_offsets": [0, 16]}), "truncated"),
     "reversed": (header(OK | {"data_offsets": [8, 0]}), "truncated"),
+    "hole": (header(OK | {"data_offsets": [4, 12]}, bytes(12)), "safetensors library"),
 }
 
 

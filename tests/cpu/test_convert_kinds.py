@@ -14,28 +14,8 @@ from g4spec.convert import convert, quantize
 from g4spec.gguf import GGUF, ValueType
 from g4spec.models import dflash_backbone
 from g4spec.quant import policy
-from tests.support import tiny, tiny_drafts
+from tests.support import kinds, tiny
 
-KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "zlab": (tiny.zlab_dflash, {}),
-    "zlab newer": (tiny.zlab_dflash, {"nested_rope": True, "layers": 3}),
-    "speculators": (tiny.speculators_dflash, {}),
-    "speculators full": (tiny.speculators_dflash, {"draft_vocab": None}),
-    "speculators sliding": (tiny.speculators_dflash, {"window": 8, "non_causal": True}),
-    "assistant": (tiny.assistant, {}),
-    "assistant centroids": (tiny.assistant, {"centroids": 16}),
-    "dflash from the anchor": (tiny.speculators_dflash, {"sample_from_anchor": True}),
-    "dspark": (tiny_drafts.speculators_dspark, {}),
-    "dspark gated": (tiny_drafts.speculators_dspark, {"head": "gated", "draft_vocab": None}),
-    "dspark rnn": (tiny_drafts.speculators_dspark, {"head": "rnn", "confidence": "hidden"}),
-    "deepspec": (tiny_drafts.deepspec_dspark, {"alias": True}),
-    "dflash2": (tiny_drafts.speculators_dflash2, {}),
-    "dflash2 zlab": (tiny_drafts.zlab_dflash2, {}),
-    "eagle3": (tiny_drafts.eagle3, {}),
-    "specforge": (tiny_drafts.eagle3, {"layout": "specforge", "embed": False}),
-    "eagle3 norms": (tiny_drafts.eagle3, {"fc_norm": True, "qwen": True, "norm_output": True}),
-    "p-eagle": (tiny_drafts.eagle3, {"depths": 4, "layers": 2, "before_fc": True, "window": 8}),
-}
 PROVENANCE = ("g4spec.source", "g4spec.command", "g4spec.versions", "general.name")
 
 
@@ -85,9 +65,9 @@ def test_values_arrive_under_their_names(target: Path, tmp_path: Path) -> None:
                 assert np.array_equal(g.array(spec.name), x), spec.name
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", kinds.CONVERSION)
 def test_drafts(name: str, target: Path, tmp_path: Path) -> None:
-    make, options = KINDS[name]
+    make, options = kinds.CONVERSION[name]
     draft = make(tmp_path / "draft", target, **options)
     result = convert(draft, tmp_path / "d.gguf", target=target)
     with GGUF(tmp_path / "d.gguf") as g, GGUF_of(target, tmp_path) as t:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from g4spec import quant
+from g4spec.advisor import memory_needs
 from g4spec.advisor.facts import facts
 from g4spec.advisor.figures import FixedCostFact
 from g4spec.advisor.memory_needs import LARGE
@@ -19,8 +20,10 @@ from g4spec.ops.kv import Space
 from g4spec.ops.kv_size import pages_of
 from g4spec.quant.formats import q8_0
 from g4spec.runtime.cuda import gpu_memory as memory
+from g4spec.runtime.cuda.build import nvrtc
 from g4spec.runtime.cuda.cache import cuda_kv as kv
 from g4spec.runtime.cuda.cache import cuda_kv_size as kv_size
+from g4spec.runtime.cuda.cache.cache_types import KINDS, TYPES
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
 from g4spec.runtime.cuda.step import attention
 from tests.gpu.batches import rows_of, spread
@@ -48,7 +51,7 @@ def randn(*shape: int, seed: int = 2) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("kind", kv_size.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_ring_keeps_its_window_and_shows_what_was_never_written(kind: kv.Kind) -> None:
     cache = made(CacheShape(2, 32, 100), kind)
     assert cache.capacity == 128  # 100 + 16, in tiles of 128
@@ -67,7 +70,7 @@ def test_a_ring_keeps_its_window_and_shows_what_was_never_written(kind: kv.Kind)
         assert all(bool(x.isnan().all()) for x in cache.read(slot, 0, 127))
 
 
-@pytest.mark.parametrize("kind", kv_size.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_pages_keep_everything_of_every_slot(kind: kv.Kind) -> None:
     cache, rows = made(CacheShape(2, 32, None), kind, n_ctx=500), randn(3, 400, 2, 32)
     assert cache.keys.shape == (3 * 5 + 1, 2, PAGE, 32) and cache.positions == 5 * PAGE
@@ -81,7 +84,7 @@ def test_pages_keep_everything_of_every_slot(kind: kv.Kind) -> None:
         assert all(bool(x.isnan().all()) for x in cache.read(slot, 400, 5 * PAGE - 1))
 
 
-@pytest.mark.parametrize("kind", kv_size.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_rows_without_a_page_harm_nobody(kind: kv.Kind) -> None:
     """They go to the spare page: those of a slot without pages, those before position 0."""
     cache = made(CacheShape(1, 32, None), kind, n_ctx=500)
@@ -91,7 +94,7 @@ def test_rows_without_a_page_harm_nobody(kind: kv.Kind) -> None:
     assert not held[0].isnan().all() and bool(held[1:].isnan().all())
 
 
-@pytest.mark.parametrize("kind", kv_size.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("end", [3, 90, 301])
 def test_a_ring_that_is_put_back_elsewhere(kind: kv.Kind, end: int) -> None:
     cache, other = made(CacheShape(2, 64, 100), kind), made(CacheShape(2, 64, 100), kind)
@@ -108,7 +111,7 @@ def test_a_ring_that_is_put_back_elsewhere(kind: kv.Kind, end: int) -> None:
         assert torch.equal(plane.view(torch.uint8), kept.view(torch.uint8))
 
 
-@pytest.mark.parametrize("kind", kv_size.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_keys_that_are_values_where_they_do_not_turn(kind: kv.Kind) -> None:
     values, weight = randn(9, 2, 512, seed=3), 1 + torch.rand(512)
     keys = values * weight
@@ -127,7 +130,7 @@ def test_keys_that_are_values_where_they_do_not_turn(kind: kv.Kind) -> None:
     assert torch.equal(whole[100:109] * cache.taken_over(weight), cache.read(1, 100, 108)[0])
 
 
-@pytest.mark.parametrize("kind", kv_size.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "shape",
     [
@@ -221,3 +224,13 @@ def test_a_ring_is_whole_tiles_and_at_most_the_context() -> None:
     assert kv_size.capacity(100_000, 1024, 32) == 1152
     assert kv_size.capacity(100_000, 1024, 512) == 1536
     assert kv_size.capacity(500, 1024, 16) == 640  # 500 and the rows of a step and a draft
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_type_is_known_everywhere(kind: kv.Kind) -> None:
+    """A type without a CPU counterpart, kernels or advice is incomplete."""
+    header = nvrtc.CUDA / "include" / "cache_types.cuh"
+    assert quant.readable()[kind].decode is not None
+    assert f"struct {TYPES[kind].struct} {{" in header.read_text()
+    assert memory_needs.BITS[kind] == TYPES[kind].bits
+    assert len({type.number for type in TYPES.values()}) == len(KINDS) == len(TYPES)

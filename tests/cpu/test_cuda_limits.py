@@ -17,6 +17,7 @@ from g4spec.core import CacheShape
 from g4spec.errors import InputError, Unsupported
 from g4spec.models.spec import LayerSpec
 from g4spec.ops.kv_size import pages_of
+from g4spec.runtime.cuda.build import constants
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
 from g4spec.runtime.cuda.prefill.long_ops import STILL, rotating_freqs
 from g4spec.runtime.cuda.prefill.reader import fits
@@ -155,8 +156,8 @@ def test_any_context_has_few_chunks(n_ctx: int, n_kv: int, window: int | None) -
         held = pages_of(min(n_ctx, (window or n_ctx) + 64)) * 64
         cache: Any = SimpleNamespace(head_dim=head_dim, n_kv=n_kv, window=window, positions=held)
         chunks = attention.Chunks.of(cache, cache.positions)
-        assert chunks.most(cache.positions, cache.positions) <= attention._MAX_CHUNKS
-        assert not chunks.growing or chunks.shift <= attention.LARGEST_SHIFT
+        assert chunks.most(cache.positions, cache.positions) <= constants.MAX_ROW_CHUNKS
+        assert not chunks.growing or chunks.shift <= constants.GROWTH_SHIFT
 
 
 def test_chunks_of_known_contexts_are_as_they_were() -> None:
@@ -165,7 +166,7 @@ def test_chunks_of_known_contexts_are_as_they_were() -> None:
         for n_kv in (1, 4, 16, 64):
             cache: Any = SimpleNamespace(head_dim=512, n_kv=n_kv, window=None, positions=n_ctx)
             first = max(attention.tile_keys(512), 32 * n_kv).bit_length() - 1
-            many = attention.Chunks(first, True).most(n_ctx, n_ctx) > attention._MAX_CHUNKS
+            many = attention.Chunks(first, True).most(n_ctx, n_ctx) > constants.MAX_ROW_CHUNKS
             assert attention.Chunks.of(cache, cache.positions).shift == first + many
 
 
@@ -198,5 +199,5 @@ def test_prompts_of_odd_targets_are_read_in_steps(
 def test_pairs_that_turn_come_first() -> None:
     freqs = torch.tensor([1.0, 0.5, STILL / 2])
     assert rotating_freqs(freqs).tolist() == [1.0, 0.5]
-    with pytest.raises(InputError, match=r"rope_freqs\.weight.*pairs that turn before"):
+    with pytest.raises(InputError, match=r"rope_freqs\.weight.*pairs that rotate before"):
         rotating_freqs(freqs.flip(0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +20,8 @@ from g4spec.runtime.engine import Engine, read_tokenizer
 from g4spec.runtime.target import Target
 from g4spec.runtime.tokenizer import SUPPRESS
 from g4spec.server.model_folder import find_models
-from tests.support import malformed, tiny, tiny_drafts
+from tests.support import kinds, malformed, tiny
 from tests.support.malformed import MASK, Change, changed, missing, not_finite, pointing, shorter
-
-DRAFTS: dict[str, Callable[[Path, Path], Any]] = {
-    "dflash": tiny.zlab_dflash,
-    "dflash-reduced": tiny.speculators_dflash,
-    "assistant": lambda to, on: tiny.assistant(to, on, centroids=16),
-    "dspark": tiny_drafts.speculators_dspark,
-    "eagle3": tiny_drafts.eagle3,
-    "p-eagle": lambda to, on: tiny_drafts.eagle3(to, on, depths=4),
-    "dflash2": tiny_drafts.speculators_dflash2,
-}
-
 
 TARGETS: dict[str, dict[str, Any]] = {
     "target": {},
@@ -51,7 +39,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         made = tiny.target(home / name, layers=6, period=2, **shape)
         convert(made, home / f"{name}.gguf", type="f32")
     on = home / "target"
-    for name, make in DRAFTS.items():
+    for name, make in kinds.HOSTILE.items():
         make(home / name, on)
         convert(home / name, home / f"{name}.gguf", target=on, type="f32")
     return home
@@ -69,7 +57,7 @@ def target(home: Path) -> Target:
 
 
 @pytest.mark.parametrize("how", malformed.HOWS)
-@pytest.mark.parametrize("kind", DRAFTS)
+@pytest.mark.parametrize("kind", kinds.HOSTILE)
 def test_every_tensor_of_a_draft(
     home: Path, target: Target, tmp_path: Path, kind: str, how: Change
 ) -> None:
@@ -83,6 +71,19 @@ def test_every_tensor_of_a_draft(
         assert "broken.gguf" in str(error.value) or how is not not_finite, name
         refused += 1
     assert refused > 3
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "eagle3", "dflash2"])
+def test_no_cache_for_heads_that_no_tensor_has(
+    home: Path, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A file of 68 KB claimed heads of 32,768 values, and its cache took 768 MB."""
+    arch = GGUF(home / f"{kind}.gguf").kv["general.architecture"]
+    key = {f"{arch}.attention.key_length": u32(32768)}
+    broken = changed(home / f"{kind}.gguf", tmp_path / "broken.gguf", **key)
+    monkeypatch.setattr(TorchBackend, "cache", lambda *_: pytest.fail("allocated"))
+    with pytest.raises(InputError, match=r"attn_q.weight: shape|key_length"):
+        build(home, broken, target)
 
 
 @pytest.mark.parametrize("how", malformed.HOWS)

@@ -24,7 +24,8 @@ from g4spec.ops.kv import LayerKV, Space
 from g4spec.runtime import memory
 from g4spec.runtime.backend import TorchBackend
 from g4spec.runtime.cuda.backend import CudaBackend
-from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS, Kind, slot_bytes
+from g4spec.runtime.cuda.cache.cache_types import KINDS, Kind
+from g4spec.runtime.cuda.cache.cuda_kv_size import slot_bytes
 from g4spec.runtime.cuda.gpu_memory import Card
 from g4spec.runtime.cuda.weights.matrix import Matrix
 from g4spec.runtime.engine import Engine
@@ -134,7 +135,8 @@ def test_the_plan_covers_what_the_process_takes(tmp_path: Path) -> None:
 import re, torch
 from pathlib import Path
 from g4spec.runtime.cuda.backend import CudaBackend
-from g4spec.runtime.cuda.cache.cuda_kv_size import Kind, slot_bytes
+from g4spec.runtime.cuda.cache.cache_types import Kind
+from g4spec.runtime.cuda.cache.cuda_kv_size import slot_bytes
 from g4spec.runtime.cuda.gpu_memory import Card
 from g4spec.runtime.cuda.weights.matrix import Matrix
 from g4spec.runtime.engine import Engine

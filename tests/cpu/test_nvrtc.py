@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from g4spec.errors import EnvironmentProblem, KernelCompileError, Unsupported, UsageError
+from g4spec.runtime.cuda.build import constants, nvrtc, units
 from g4spec.runtime.cuda.build import disk_cache as cache
-from g4spec.runtime.cuda.build import nvrtc, units
 from g4spec.runtime.cuda.build.units import Job
 
 SOURCE = """
@@ -96,7 +96,8 @@ def test_a_gpu_runs_the_kernels_of_an_older_one(monkeypatch: pytest.MonkeyPatch)
 
 def test_includes_are_followed(kernel: Path) -> None:
     names = set(nvrtc.closure(str(kernel)))
-    assert names == {str(kernel), "scale.cuh", "inner.cuh", "ptx.cuh"}
+    expected = {str(kernel), "scale.cuh", "inner.cuh", "ptx.cuh", constants.HEADER}
+    assert names == expected
 
 
 def test_second_time_from_disk(kernel: Path, compiled: list[str]) -> None:

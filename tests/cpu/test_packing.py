@@ -228,18 +228,29 @@ def test_every_type_that_is_read_is_packed() -> None:
 
 
 @pytest.mark.parametrize("name", packing.PARTS)
-def test_kernels_take_units_of_the_same_size(name: str) -> None:
+def test_views_of_a_type_have_its_sizes(name: str) -> None:
+    """The file of a type has its four views (formats.cuh), of blocks and units of the same size."""
     pytest.importorskip("cuda.bindings.nvrtc")
     header = f"{name}.cuh"
-    kernel = "template <int UNIT, int BYTES, int SCRATCH> __global__ void sizes() {}\n"
+    kernel = "template <int... NUMBERS> __global__ void sizes() {}\n"
     sources = {"sizes.cu": f'#include "{header}"\n{kernel}'}
     path = str(files("g4spec.quant") / "formats" / header)
     sources |= {
         header if file == path else file: text for file, text in nvrtc.closure(path).items()
     }
     for unit in packing.units_of(name):
-        struct = packing.format_name(name, unit)
-        numbers = f"{struct}::UNIT, {struct}::UNIT_BYTES, {struct}::SCRATCH"
-        built = nvrtc.compile(sources, f"sizes<{numbers}>", "sm_80")
-        scratch = linear.scratch_of(name, unit)
-        assert f"Li{unit}ELi{packing.unit_bytes(name, unit)}ELi{scratch}E" in built.symbol
+        struct, spelt = packing.format_name(name, unit), packing.spelt(name)
+        form, block = quant.get(name), held_size.block_bytes(name)
+        expected = {
+            f"{struct}::UNIT": unit,
+            f"{struct}::UNIT_BYTES": packing.unit_bytes(name, unit),
+            f"{struct}::SCRATCH": linear.scratch_of(name, unit),
+            f"fragment::{struct}::UNIT": unit,
+            f"fragment::{struct}::BYTES": packing.unit_bytes(name, unit),
+            f"raw::{spelt}::VALUES": form.block,
+            f"raw::{spelt}::BYTES": block,
+            f"quad::{spelt}::BLOCK": form.block,
+            f"quad::{spelt}::BYTES": block,
+        }
+        built = nvrtc.compile(sources, f"sizes<{', '.join(expected)}>", "sm_80")
+        assert "".join(f"Li{number}E" for number in expected.values()) in built.symbol

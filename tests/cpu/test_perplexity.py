@@ -20,7 +20,7 @@ from g4spec.gguf import imatrix
 from g4spec.measure import importance, perplexity, text_chunks
 from g4spec.ops.kv import Space
 from g4spec.runtime.backend import TorchBackend
-from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS
+from g4spec.runtime.cuda.cache.cache_types import KINDS
 from g4spec.runtime.engine import Engine
 from tests.support import tiny
 

@@ -358,11 +358,14 @@ def test_sizes_equal_gguf_pys_table() -> None:
             assert (form.block, form.block_bytes) == (block, size), form.name
 
 
-def test_errors_name_the_tensor_and_the_type() -> None:
+def test_errors_name_the_tensor_and_the_type(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match=r"blk.0.w.*multiple of 32.*48"):
         quant.get("q8_0").nbytes((2, 48), "blk.0.w")
     with pytest.raises(Unsupported, match=r"blk.0.w.*45.*forks"):
         quant.by_type(45, "blk.0.w")
+    monkeypatch.setattr(quant, "_by_type", dict)  # as if all types were newer than this package
+    with pytest.raises(Unsupported, match=r"type number 8.*update g4spec.*Q8_0"):
+        quant.by_type(8)
     with pytest.raises(UsageError, match="q9"):
         quant.get("q9")
     with pytest.raises(Unsupported, match="IQ2_XS"):

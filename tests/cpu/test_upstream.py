@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,31 +12,10 @@ from g4spec.cli import run
 from g4spec.convert import convert
 from g4spec.models.upstream import REFUSED_SUFFIX
 from g4spec.validate import upstream
-from tests.support import tiny, tiny_drafts
+from tests.support import kinds, tiny, tiny_drafts
 
 ROOT = Path(__file__).parents[2]
 DSPARK, EAGLE3 = tiny_drafts.speculators_dspark, tiny_drafts.eagle3
-CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "dspark": (DSPARK, {}, "same"),
-    "dspark-window": (DSPARK, {"window": 8}, "differs"),
-    "dspark-gated": (DSPARK, {"head": "gated"}, "refused"),
-    "dspark-hidden-confidence": (DSPARK, {"confidence": "hidden"}, "refused"),
-    "dspark-no-heads": (DSPARK, {"rank": 0, "confidence": "none"}, "refused"),
-    "deepspec-softcap": (tiny_drafts.deepspec_dspark, {}, "differs"),
-    "deepspec": (tiny_drafts.deepspec_dspark, {"softcap": None}, "same"),
-    "dflash": (tiny.speculators_dflash, {}, "same"),
-    "dflash-anchor": (tiny.speculators_dflash, {"sample_from_anchor": True}, "refused"),
-    "zlab": (tiny.zlab_dflash, {}, "differs"),
-    "dflash2": (tiny_drafts.speculators_dflash2, {}, "same"),
-    "dflash2-wide": (tiny_drafts.speculators_dflash2, {"top_k": 8}, "refused"),
-    "eagle3": (EAGLE3, {}, "same"),
-    "eagle3-window": (EAGLE3, {"window": 8}, "differs"),
-    "eagle3-four": (EAGLE3, {"taps": (1, 2, 3, 4)}, "refused"),
-    "eagle3-norms": (EAGLE3, {"fc_norm": True}, "refused"),
-    "p-eagle": (EAGLE3, {"depths": 3}, "refused"),
-    "assistant": (tiny.assistant, {}, "same"),
-    "assistant-centroids": (tiny.assistant, {"centroids": 16}, "differs"),
-}
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +23,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.target(tmp_path_factory.mktemp("upstream") / "target")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", kinds.UPSTREAM)
 def test_case(name: str, target: Path, tmp_path: Path) -> None:
-    make, options, case = CASES[name]
+    make, options, case = kinds.UPSTREAM[name]
     make(tmp_path / "draft", target, **options)
     out = tmp_path / "draft.gguf"
     convert(tmp_path / "draft", out, target=target)

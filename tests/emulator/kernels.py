@@ -123,7 +123,7 @@ def _headers(flags: tuple[str, ...]) -> str:
 
 
 def _compile(flags: Sequence[str]) -> list[str]:
-    return ["g++", *flags, "-I", _headers(tuple(flags)), "-include", "cuda.h", "-c"]
+    return ["g++", *flags, "-I", _headers(tuple(flags)), "-I", ".", "-include", "cuda.h", "-c"]
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 // Replacement of cuda/include/ptx.cuh: the same functions, implemented on machine.h.
 #pragma once
 #include "cuda.h"
+#include "g4spec_constants.cuh"
 
 using u8 = unsigned char;
 using i8 = signed char;

@@ -22,20 +22,12 @@ from tests.emulator import kernels
 from tests.gpu import family
 from tests.gpu.device import EMULATED
 from tests.oracle import build
-from tests.support import tiny, tiny_drafts
+from tests.support import kinds
 
 pytestmark = pytest.mark.skipif(not EMULATED, reason="the emulator replaces a missing GPU")
 
-SLOTS, VOCAB, WINDOW, CTX = 3, 512, 8, 160
+SLOTS, VOCAB, WINDOW, CTX = 3, 512, kinds.CYCLE_WINDOW, 160
 SHAPE: dict[str, Any] = {"vocab": VOCAB, "layers": 2, "period": 2, "window": WINDOW}
-MAKE: dict[str, Any] = {
-    "zlab": lambda at, on: tiny.zlab_dflash(at, on, block=16, window=WINDOW, taps=(1,)),
-    "assistant": lambda at, on: tiny.assistant(at, on, layers=2),
-    "dspark-rnn": lambda at, on: tiny_drafts.speculators_dspark(at, on, head="rnn", taps=(1,)),
-    "dflash2": lambda at, on: tiny_drafts.zlab_dflash2(at, on, block=8, taps=(1,)),
-    "eagle3": lambda at, on: tiny_drafts.eagle3(at, on, taps=(1, 2)),
-    "p-eagle": lambda at, on: tiny_drafts.eagle3(at, on, depths=6, taps=(1, 2), before_fc=True),
-}
 SAMPLERS = [Sampler(), Sampler(temperature=1.0, seed=3), Sampler(temperature=0.8, top_k=20, seed=4)]
 
 
@@ -51,7 +43,7 @@ class Again:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return family.pairs(tmp_path_factory.mktemp("runner"), SHAPE, MAKE, "f32")
+    return family.pairs(tmp_path_factory.mktemp("runner"), SHAPE, kinds.CYCLES, "f32")
 
 
 @pytest.fixture(autouse=True)
@@ -111,7 +103,7 @@ def help_out(draft: Any, plain: list[Did]) -> None:
     draft.propose = helped
 
 
-@pytest.mark.parametrize("draft", MAKE)
+@pytest.mark.parametrize("draft", kinds.CYCLES)
 def test_every_kind_under_the_engine(folder: Path, draft: str) -> None:
     """Requests of different lengths, one of which never drafts."""
     plain, found = texts(load(folder, draft), (0,) * 4), []

@@ -15,11 +15,10 @@ from g4spec.convert import convert
 from g4spec.gguf import GGUF
 from tests.cpu import gguf_fixtures as fixtures
 from tests.fuzz.readers import _every_type
-from tests.support import bench_result, tiny, tiny_drafts
+from tests.support import bench_result, kinds, tiny
 from tests.support.tiny_dialects import ASSISTANT, DFLASH, Parts
 from tests.support.tiny_tokenizer import TEMPLATE
 
-SMALL = {"inter": 32}
 LOG = """INFO 11-20 vllm serve starts
 (EngineCore pid=7) ERROR torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB
 llama_model_load: error loading model: done_getting_tensors: wrong number of tensors; expected 58
@@ -115,13 +114,9 @@ class Family:
         self.seed = {name: hashlib.sha256(data).digest() for name, data in self.data.items()}
 
     def _drafts(self, folder: Path, target: Path) -> None:
-        tiny.zlab_dflash(folder / "Z", target, **SMALL)
-        tiny.speculators_dflash(folder / "S", target, **SMALL)
-        tiny.assistant(folder / "A", target, hidden=16, centroids=16, **SMALL)
-        tiny_drafts.speculators_dspark(folder / "P", target, **SMALL)
-        tiny_drafts.eagle3(folder / "E", target, **SMALL)
-        tiny_drafts.zlab_dflash2(folder / "D", target, **SMALL)
-        self.drafts = ["Z", "S", "A", "P", "E", "D"]
+        for name, make in kinds.COMMANDS.items():
+            make(folder / name, target)
+        self.drafts = list(kinds.COMMANDS)
 
     def _dialects(self, folder: Path) -> None:
         self.dialects = []

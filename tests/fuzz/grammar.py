@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tests.fuzz.family import Family
+from tests.support import kinds
 
 
 class Maker(Protocol):
@@ -119,9 +120,9 @@ def anything(make: Maker) -> str:
     )
 
 
-GGUFS = ("t.gguf", "z.gguf", "s.gguf", "a.gguf", "p.gguf", "e.gguf", "d.gguf", "every.gguf")
-DRAFTS = ("z.gguf", "s.gguf", "a.gguf", "p.gguf", "e.gguf", "d.gguf")
-FOLDERS = ("Z", "S", "A", "P", "E", "D")
+FOLDERS = tuple(kinds.COMMANDS)
+DRAFTS = tuple(f"{name.lower()}.gguf" for name in FOLDERS)
+GGUFS = ("t.gguf", *DRAFTS, "every.gguf")
 DIALECTS = tuple(f"dialect-{i}.gguf" for i in range(9))
 TARGET, DRAFT = _file("t.gguf"), _file(*DRAFTS, *FOLDERS, *DIALECTS)
 SOURCE = _file(*FOLDERS, *FOLDERS, "T", *GGUFS, *DIALECTS)

@@ -28,7 +28,7 @@ from g4spec.runtime.tokenizer import Tokenizer
 from tests.cpu import gguf_fixtures as fixtures
 from tests.fuzz.coverage import Lines
 from tests.fuzz.mutation import FILES, mutate_bytes, mutate_gguf, mutate_json
-from tests.support import tiny, tiny_drafts
+from tests.support import kinds, tiny
 from tests.support.quant_blocks import random_blocks
 from tests.support.tiny_dialects import ASSISTANT, DFLASH, Parts
 from tests.support.tiny_tokenizer import TEMPLATE
@@ -53,15 +53,7 @@ def surfaces(folder: Path) -> list[Surface]:
     """All readers, with small seeds built in `folder`."""
     target = tiny.target(folder / "target", layers=6, hidden=32, inter=32)
     convert(target, folder / "target.gguf", type="bf16")
-    drafts = [
-        tiny.zlab_dflash(folder / "zlab", target, inter=32),
-        tiny.speculators_dflash(folder / "spec", target, inter=32),
-        tiny.assistant(folder / "asst", target, hidden=16, inter=32, centroids=16),
-        tiny_drafts.speculators_dspark(folder / "dspark", target, inter=32),
-        tiny_drafts.deepspec_dspark(folder / "deepspec", target, inter=32),
-        tiny_drafts.eagle3(folder / "eagle3", target, inter=32),
-        tiny_drafts.zlab_dflash2(folder / "dflash2", target, inter=32),
-    ]
+    drafts = [make(folder / name, target) for name, make in kinds.READERS.items()]
     return [
         Surface("gguf", _ggufs(folder, drafts), Reading(folder).gguf, mutate_gguf),
         Surface("dialect", _dialects(folder), Reading(folder).dialect, mutate_gguf),

@@ -16,10 +16,10 @@ from g4spec.runtime.eager_runner import EagerRunner
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Request
 from tests.oracle import build
-from tests.support import tiny, tiny_drafts
+from tests.support import kinds, tiny
 
 TRAINED = Path(__file__).resolve().parents[2] / "examples" / "tiny"
-WINDOW, VOCAB, CTX = 64, 1024, 512
+WINDOW, VOCAB, CTX = kinds.GPU_WINDOW, 1024, 512
 
 SHAPE: dict[str, Any] = {
     "hidden": 256,
@@ -39,30 +39,12 @@ TARGETS: dict[str, dict[str, Any]] = {
     "experts": {"experts": 16, "top_k": 3, "expert_inter": 128},
     "per-layer": {"ple": 64, "shared": 2, "k_eq_v": False},
 }
-DRAFT: dict[str, Any] = {"heads": 4, "kv": 2, "head_dim": 64, "inter": 384}
-CHAIN: dict[str, Any] = {"heads_": 4, "kv": 2, "head_dim": 64, "inter": 384}
+
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_k_m")
 """Of the trained family."""
 
-Make = Callable[[Path, Path], Path]
-DRAFTS: dict[str, Make] = {
-    "zlab": lambda at, on: tiny.zlab_dflash(at, on, block=16, window=WINDOW, layers=3, **DRAFT),
-    "speculators": lambda at, on: tiny.speculators_dflash(at, on, block=8, window=WINDOW, **DRAFT),
-    "assistant": tiny.assistant,
-    "centroids": lambda at, on: tiny.assistant(at, on, centroids=16),
-    "eagle3": lambda at, on: tiny_drafts.eagle3(at, on, **CHAIN),
-    "eagle3-window": lambda at, on: tiny_drafts.eagle3(
-        at, on, window=WINDOW, layers=2, qwen=True, draft_vocab=None, **CHAIN
-    ),
-    "p-eagle": lambda at, on: tiny_drafts.eagle3(at, on, depths=5, **CHAIN),
-    "dspark": lambda at, on: tiny_drafts.speculators_dspark(at, on, **DRAFT),
-    "dspark-rnn": lambda at, on: tiny_drafts.speculators_dspark(at, on, head="rnn", **DRAFT),
-    "deepspec": lambda at, on: tiny_drafts.deepspec_dspark(
-        at, on, heads_=2, head_dim=512, inter=512
-    ),
-    "dflash2": lambda at, on: tiny_drafts.zlab_dflash2(at, on, block=8, window=WINDOW, **DRAFT),
-}
+DRAFTS = kinds.GPU
 
 
 PAIRS = [(kind, "dense") for kind in DRAFTS] + [

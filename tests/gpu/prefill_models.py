@@ -14,8 +14,8 @@ from g4spec.models.spec import LayerSpec
 from g4spec.ops.kv import LayerKV, Space
 from g4spec.ops.reference import Ops
 from g4spec.runtime.cuda.backend import CudaBackend
+from g4spec.runtime.cuda.build.constants import CACHE_ROTARY_PAIRS
 from g4spec.runtime.cuda.cache.cuda_kv import (
-    ROTARY_PAIRS,
     Kind,
     dequantize,
     quantize,
@@ -103,7 +103,7 @@ class ByteKV(LayerKV):
         stored, rounded = bytes_of(values), bytes_of(keys)
         if self._rotary_pairs:
             half = self.head_dim // 2
-            still = torch.arange(self.head_dim) % half >= ROTARY_PAIRS
+            still = torch.arange(self.head_dim) % half >= CACHE_ROTARY_PAIRS
             rounded[..., still] = (keys * (stored / values))[..., still]
         super().append(slots, positions, rounded, stored)
 

@@ -10,8 +10,8 @@ from g4spec.core import Batch, CacheShape
 from g4spec.ops.kv import LayerKV, Space
 from g4spec.ops.reference import Ops
 from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.cache.cache_types import KINDS
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV, Kind
-from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS
 from g4spec.runtime.cuda.cache.heads import Heads
 from g4spec.runtime.cuda.portable import torch_attention
 from g4spec.runtime.cuda.step import attention

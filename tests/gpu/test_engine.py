@@ -11,7 +11,7 @@ import torch
 from g4spec import convert
 from g4spec.measure import prompts, verify
 from g4spec.ops.sampling import Sampler
-from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS
+from g4spec.runtime.cuda.cache.cache_types import KINDS
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.pending_rows import concat_steps
 from g4spec.runtime.request import Options

@@ -13,11 +13,11 @@ import torch
 from g4spec import quant
 from g4spec.ops.reference import Ops
 from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build.constants import INTERLEAVE_ROWS
 from g4spec.runtime.cuda.step import packed_rows as rows
 from g4spec.runtime.cuda.step.experts import Buffers, Experts, ExpertShape, fits
 from g4spec.runtime.cuda.weights import held, packing
 from g4spec.runtime.cuda.weights.dequant import Weight
-from g4spec.runtime.cuda.weights.matrix import TILE
 from tests.gpu.device import DEVICE, EMULATED, needs_gpu
 from tests.gpu.parity import quantized
 
@@ -94,7 +94,7 @@ def _packed(type: str, raw: torch.Tensor, columns: int) -> Weight:
 
 def _turns(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """[matrices, I, bytes] each -> [matrices, 2 I, bytes] in turns of 16 rows."""
-    parts = [x.view(len(x), -1, TILE, x.shape[-1]) for x in (gate, up)]
+    parts = [x.view(len(x), -1, INTERLEAVE_ROWS, x.shape[-1]) for x in (gate, up)]
     return torch.stack(parts, dim=2).flatten(1, 3)
 
 

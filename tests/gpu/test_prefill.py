@@ -17,8 +17,8 @@ from g4spec.models.gemma4_config import shared_kv
 from g4spec.models.spec import LayerSpec
 from g4spec.ops.kv import Space
 from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.cache.cache_types import KINDS
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV, Kind
-from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS
 from g4spec.runtime.cuda.prefill import long_ops, plan, prefill_attention, reader
 from g4spec.runtime.cuda.prefill.prefill_attention import Chunk, HeadWeights
 from g4spec.runtime.cuda.prefill.prefill_experts import Experts, Stacks

@@ -12,8 +12,8 @@ from g4spec.core import PROMPT_BLOCK, Batch, StepRows
 from g4spec.models import dflash, eagle3
 from g4spec.ops.kv import LayerKV, Space
 from g4spec.ops.reference import Ops
+from g4spec.runtime.cuda.cache.cache_types import KINDS as CACHES
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV, Kind
-from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS as CACHES
 from g4spec.runtime.cuda.prefill import draft_ops, long_ops, plan, prefill_attention, reader
 from g4spec.runtime.cuda.prefill.reader import Reader
 from g4spec.runtime.cuda.weights.matrix import Matrix

@@ -8,8 +8,8 @@ import torch
 from g4spec.core import PAGE, Batch, CacheShape
 from g4spec.ops.kv import Space
 from g4spec.ops.reference import Ops
+from g4spec.runtime.cuda.cache.cache_types import KINDS
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV, Kind
-from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS
 from g4spec.runtime.cuda.cache.heads import Heads
 from g4spec.runtime.cuda.step import packed_rows as rows
 from tests.gpu.batches import rows_of, spread

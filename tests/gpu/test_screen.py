@@ -9,8 +9,9 @@ import torch
 
 from g4spec import quant
 from g4spec.ops.sampling import Sampler
+from g4spec.runtime.cuda.build.constants import LOGIT_SPAN
 from g4spec.runtime.cuda.step import linear, screen
-from g4spec.runtime.cuda.step.choose import SPAN, Choice, Chosen
+from g4spec.runtime.cuda.step.choose import Choice, Chosen
 from g4spec.runtime.cuda.step.picks import Picks
 from g4spec.runtime.cuda.weights.matrix import Matrix
 from tests.gpu.device import DEVICE
@@ -79,8 +80,8 @@ def test_the_best_of_those_that_can_win() -> None:
     got = screen.best(x.to(DEVICE), weight.weight, choice, by, cap, chosen(16))
     assert not got.bad.any()
     ids, best = got.ids.cpu(), z.argmax(1)
-    spans = [part.topk(screen.OF_SPAN).indices for part in found.split(SPAN, dim=1)]
-    candidates = torch.cat([ids + i * SPAN for i, ids in enumerate(spans)], dim=1)
+    spans = [part.topk(screen.OF_SPAN).indices for part in found.split(LOGIT_SPAN, dim=1)]
+    candidates = torch.cat([ids + i * LOGIT_SPAN for i, ids in enumerate(spans)], dim=1)
     want = candidates.gather(1, z.gather(1, candidates).argmax(1, keepdim=True))[:, 0]
     assert int((ids != want).sum()) <= 1 and int((ids != best).sum()) <= 2
     value = z.gather(1, ids[:, None])[:, 0]

@@ -120,7 +120,9 @@ def test_texts_and_tokens(busy: Served) -> None:
     text = "Hé <|turn>user 😀\n"
     ids = busy.post("/tokenize", content=text, add_special=True)["tokens"]
     assert ids[0] == 2 and 105 in ids
-    assert busy.post("/detokenize", tokens=ids[1:])["content"] == text
+    assert busy.post("/detokenize", tokens=ids[1:], model="tiny")["content"] == text
+    other = {"content": "x", "model": "other"}
+    assert busy.refused("/tokenize", other, 404)["code"] == "model_not_found"
     pieces = busy.post("/tokenize", content="é😀", with_pieces=True)["tokens"]
     raw = b"".join(
         p["piece"].encode() if isinstance(p["piece"], str) else bytes(p["piece"]) for p in pieces

@@ -1,6 +1,22 @@
-// IQ1_M in packed order (g4spec/runtime/cuda/weights/packing.py): codes of 3 bits (held.py), a
-// value is d * scale / 8 * table[code].
+// IQ1_M: rewritten to codes of 3 bits (held.py); a value is d * scale / 8 * table[code]. Views:
+// formats.cuh.
 #pragma once
-#include "gemm_codebook.cuh"
+#include "codebook_views.cuh"
+
+namespace codebook {
+
+struct IQ1_M : Scaled<3, 16, 8>, Grid1 {};
+
+}  // namespace codebook
 
 using IQ1M = Codebook<codebook::IQ1_M>;
+
+namespace raw {
+using IQ1M = Codebook<codebook::IQ1_M>;
+}
+namespace quad {
+using IQ1M = Codebook<codebook::IQ1_M>;
+}
+namespace fragment {
+using IQ1M = Codebook<codebook::IQ1_M>;
+}

@@ -1,6 +1,22 @@
-// IQ2_S in packed order (g4spec/runtime/cuda/weights/packing.py): codes of 3 bits (held.py), a
-// value is d * scale / 8 * table[code].
+// IQ2_S: rewritten to codes of 3 bits (held.py); a value is d * scale / 8 * table[code]. Views:
+// formats.cuh.
 #pragma once
-#include "gemm_codebook.cuh"
+#include "codebook_views.cuh"
+
+namespace codebook {
+
+struct IQ2_S : Scaled<3, 16, 8>, Grid2 {};
+
+}  // namespace codebook
 
 using IQ2S = Codebook<codebook::IQ2_S>;
+
+namespace raw {
+using IQ2S = Codebook<codebook::IQ2_S>;
+}
+namespace quad {
+using IQ2S = Codebook<codebook::IQ2_S>;
+}
+namespace fragment {
+using IQ2S = Codebook<codebook::IQ2_S>;
+}

@@ -1,6 +1,22 @@
-// IQ2_XXS in packed order (g4spec/runtime/cuda/weights/packing.py): codes of 3 bits (held.py), a
-// value is d * scale / 8 * table[code].
+// IQ2_XXS: rewritten to codes of 3 bits (held.py); a value is d * scale / 8 * table[code]. Views:
+// formats.cuh.
 #pragma once
-#include "gemm_codebook.cuh"
+#include "codebook_views.cuh"
+
+namespace codebook {
+
+struct IQ2_XXS : Scaled<3, 32, 8>, Grid2 {};
+
+}  // namespace codebook
 
 using IQ2XXS = Codebook<codebook::IQ2_XXS>;
+
+namespace raw {
+using IQ2XXS = Codebook<codebook::IQ2_XXS>;
+}
+namespace quad {
+using IQ2XXS = Codebook<codebook::IQ2_XXS>;
+}
+namespace fragment {
+using IQ2XXS = Codebook<codebook::IQ2_XXS>;
+}

@@ -1,6 +1,25 @@
-// IQ3_S in packed order (g4spec/runtime/cuda/weights/packing.py): codes of 4 bits (held.py), a
-// value is d * scale * table[code].
+// IQ3_S: rewritten to codes of 4 bits (held.py); a value is d * scale * table[code]. Views:
+// formats.cuh.
 #pragma once
-#include "gemm_codebook.cuh"
+#include "codebook_views.cuh"
+
+namespace codebook {
+
+struct IQ3_S : Scaled<4, 32, 1> {
+  static constexpr u32 TABLE[4] = {entries(1, 3, 5, 7), entries(9, 11, 13, 15),
+                                   entries(-1, -3, -5, -7), entries(-9, -11, -13, -15)};
+};
+
+}  // namespace codebook
 
 using IQ3S = Codebook<codebook::IQ3_S>;
+
+namespace raw {
+using IQ3S = Codebook<codebook::IQ3_S>;
+}
+namespace quad {
+using IQ3S = Codebook<codebook::IQ3_S>;
+}
+namespace fragment {
+using IQ3S = Codebook<codebook::IQ3_S>;
+}

@@ -1,6 +1,25 @@
-// IQ3_XXS in packed order (g4spec/runtime/cuda/weights/packing.py): codes of 4 bits (held.py), a
-// value is d * scale / 4 * table[code].
+// IQ3_XXS: rewritten to codes of 4 bits (held.py); a value is d * scale / 4 * table[code]. Views:
+// formats.cuh.
 #pragma once
-#include "gemm_codebook.cuh"
+#include "codebook_views.cuh"
+
+namespace codebook {
+
+struct IQ3_XXS : Scaled<4, 32, 4> {
+  static constexpr u32 TABLE[4] = {entries(4, 12, 20, 28), entries(36, 44, 52, 62),
+                                   entries(-4, -12, -20, -28), entries(-36, -44, -52, -62)};
+};
+
+}  // namespace codebook
 
 using IQ3XXS = Codebook<codebook::IQ3_XXS>;
+
+namespace raw {
+using IQ3XXS = Codebook<codebook::IQ3_XXS>;
+}
+namespace quad {
+using IQ3XXS = Codebook<codebook::IQ3_XXS>;
+}
+namespace fragment {
+using IQ3XXS = Codebook<codebook::IQ3_XXS>;
+}

@@ -1,5 +1,23 @@
-// Q3_K in packed order (g4spec/runtime/cuda/weights/packing.py): a value is d * scale * (code - 4).
+// Q3_K: a value is d * scale * (code - 4). Views: formats.cuh.
 #pragma once
-#include "gemm_codebook.cuh"
+#include "codebook_views.cuh"
+
+namespace codebook {
+
+struct Q3_K : Scaled<3, 16, 1> {
+  static constexpr u32 TABLE[4] = {entries(-4, -3, -2, -1), entries(0, 1, 2, 3), 0, 0};
+};
+
+}  // namespace codebook
 
 using Q3K = Codebook<codebook::Q3_K>;
+
+namespace raw {
+using Q3K = Codebook<codebook::Q3_K>;
+}
+namespace quad {
+using Q3K = Codebook<codebook::Q3_K>;
+}
+namespace fragment {
+using Q3K = Codebook<codebook::Q3_K>;
+}

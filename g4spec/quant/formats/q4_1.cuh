@@ -1,6 +1,17 @@
-// Q4_1 in packed order (g4spec/runtime/cuda/weights/packing.py): a value is d * q + m.
+// Q4_1: a value is d * q + m. Views: formats.cuh.
 #pragma once
-#include "gemm_blocks32.cuh"
+#include "blocks32.cuh"
 
 template <int K>
 using Q41 = Blocks32<K, 4, true>;
+
+namespace raw {
+using Q41 = Blocks32<4, true>;
+}
+namespace quad {
+using Q41 = Blocks32<4, true>;
+}
+namespace fragment {
+template <int K>
+using Q41 = Blocks32<4, true, K>;
+}

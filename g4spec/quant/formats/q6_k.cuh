@@ -1,10 +1,12 @@
-// GEMM with Q6_K weights in packed order (g4spec/runtime/cuda/weights/packing.py): value = d *
-// scale * (q - 32). Interface of a format: gemm_tile.cuh.
+// Q6_K: a value is d * scale * (q - 32). Views: formats.cuh.
 #pragma once
+#include "fragments.cuh"
 #include "gemm_tile.cuh"
+#include "quads.cuh"
+#include "raw_values.cuh"
 
 struct Q6K {
-  static constexpr int UNIT = 256, UNIT_BYTES = 26880, SCRATCH = 2304;
+  static constexpr int UNIT = 256, UNIT_BYTES = 26880, SCRATCH = Q6_K_SCRATCH;
   static constexpr int UPPER = 16384, SCALES = 24576, D = SCALES + 2048;
   static constexpr int SUMS = SPLIT16, SUMS_BYTES = 128;  // of 8 rows of a block
 
@@ -372,3 +374,93 @@ template <>
 struct PackedInput<Q6KUpper> {
   static constexpr int UNIT_STRIDE = Q6K::UNIT_BYTES, UNIT_OFFSET = Q6K::UPPER, ROWS = BYTE_ROWS;
 };
+
+namespace raw {
+
+struct Q6K {
+  static constexpr int VALUES = 256, BYTES = 210;
+
+  static DEVICE void values(float (&w)[8], const u8* row, int k) {
+    const u8* block = row + k / 256 * BYTES;
+    const int half = k % 256 / 128, r = k % 128;
+    uint2 codes = shifted(load8<2>(block + half * 64 + r % 64), r / 64 * 4, 0x0f0f0f0fu);
+    const uint2 high = shifted(load8<2>(block + 128 + half * 32 + r % 32), r / 32 * 2, 0x03030303u);
+    codes.x |= high.x << 4, codes.y |= high.y << 4;
+    const float scale = load_half(block + 208) * ((const i8*)block)[192 + k % 256 / 16];
+    affine(w, codes, 32.0f, scale, 0.0f);
+  }
+};
+
+}  // namespace raw
+
+namespace quad {
+
+struct Q6K {
+  static constexpr int BLOCK = 256, BYTES = 210;
+
+  static DEVICE float4 raw(const u8* b, int k) {
+    const int half = k / 128, quarter = k / 32 % 4;
+    CodeQuad f;
+    f.scale = __fmul_rn(half_at(b + 208), (float)(i8)b[192 + k / 16]), f.offset = 0.0f;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int at = k % 32 + e;
+      const int low = b[half * 64 + quarter % 2 * 32 + at] >> (quarter / 2 * 4) & 15;
+      f.code[e] = (low | (b[128 + half * 32 + at] >> (quarter * 2) & 3) << 4) - 32;
+    }
+    return f.values();
+  }
+  static DEVICE float4 packed(const PackedQuad& p) {
+    const u8* header = p.unit + p.columns * 96;
+    CodeQuad f;
+    f.scale = __fmul_rn(half_at(header + 2048 + p.r * 2), (float)(i8)header[p.r * 16 + p.k / 16]);
+    f.offset = 0.0f;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) f.code[e] = (p.nibble(e) | p.upper_bits(e)) - 32;
+    return f.values();
+  }
+};
+
+}  // namespace quad
+
+namespace fragment {
+
+struct Q6K {
+  static constexpr int UNIT = 256, BYTES = 16384 + 8192 + 2048 + 256;
+  const u8* unit;
+  int tile, lane;
+  uint4 scales[2];
+  float d[2];
+
+  DEVICE Q6K(const u8* unit, int tile, int lane) : unit(unit), tile(tile), lane(lane) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = tile * 16 + r * 8 + lane / 4;
+      scales[r] = ((const uint4*)(unit + 24576))[row];
+      d[r] = from_half(((const u16*)(unit + 26624))[row]);
+    }
+  }
+  DEVICE void values(int k64, Values& v) const {
+    const int at = (tile * 4 + k64) * 32 + lane;
+    const uint4 q = load_streaming((const uint4*)unit + at);
+    const uint2 u = ((const uint2*)(unit + 16384))[at];
+    const u32 words[4] = {q.x, q.y, q.z, q.w}, high[2] = {u.x, u.y};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const u32 four[4] = {scales[r].x, scales[r].y, scales[r].z, scales[r].w};
+      const u32 mine = four[k64] ^ 0x80808080u;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float s = d[r] * bits_to_float(mine >> (8 * j), 255, 128);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const u32 low = words[j] >> nibble_shift(r, e) & 15;
+          v[r][j][e] =
+              s * bits_to_float((high[j / 2] >> upper_bits_shift(r, e, j) & 3) << 4 | low, 63, 32);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace fragment

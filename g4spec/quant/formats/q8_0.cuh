@@ -1,7 +1,9 @@
-// GEMM with Q8_0 weights in packed order (g4spec/runtime/cuda/weights/packing.py): value = d * (q -
-// 128), q unsigned. Interface of a format: gemm_tile.cuh.
+// Q8_0: a value is d * (q - 128) in packed order, where q is unsigned. Views: formats.cuh.
 #pragma once
+#include "fragments.cuh"
 #include "gemm_tile.cuh"
+#include "quads.cuh"
+#include "raw_values.cuh"
 
 template <int K>
 struct Q80 {
@@ -137,3 +139,73 @@ struct Q80 {
     a[3] = permute(second, HALF2_1024, 0x5352);
   }
 };
+
+namespace raw {
+
+struct Q80 {
+  static constexpr int VALUES = 32, BYTES = 34;
+
+  static DEVICE void values(float (&w)[8], const u8* row, int k) {
+    const u8* block = row + k / 32 * BYTES;
+    uint2 codes = load8<2>(block + 2 + k % 32);
+    codes.x ^= 0x80808080u, codes.y ^= 0x80808080u;
+    affine(w, codes, 128.0f, load_half(block), 0.0f);
+  }
+};
+
+}  // namespace raw
+
+namespace quad {
+
+struct Q80 {
+  static constexpr int BLOCK = 32, BYTES = 34;
+
+  static DEVICE float4 raw(const u8* b, int k) {
+    CodeQuad f;
+    f.scale = half_at(b), f.offset = 0.0f;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) f.code[e] = (i8)b[2 + k + e];
+    return f.values();
+  }
+  static DEVICE float4 packed(const PackedQuad& p) {
+    CodeQuad f;
+    f.scale = p.plane(p.columns * 128, 0), f.offset = 0.0f;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) f.code[e] = p.byte(e) - 128;
+    return f.values();
+  }
+};
+
+}  // namespace quad
+
+namespace fragment {
+
+template <int K>
+struct Q80 {
+  static constexpr int UNIT = K, BYTES = K * 128 + K / 32 * 256;
+  const u8* unit;
+  int tile, lane;
+
+  DEVICE Q80(const u8* unit, int tile, int lane) : unit(unit), tile(tile), lane(lane) {}
+  DEVICE void values(int k64, Values& v) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int k32 = k64 * 2 + h;
+      const uint4 q = load_streaming((const uint4*)unit + (tile * (K / 32) + k32) * 32 + lane);
+      const u32 words[2][2] = {{q.x, q.y}, {q.z, q.w}};
+      const u32 d = plane_pair(unit + K * 128, k32, tile, lane);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float s = from_half(d >> (16 * r));
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            v[r][2 * h + j][e] =
+                s * bits_to_float(words[j][e / 2] >> (8 * (2 * r + e % 2)), 255, 128);
+      }
+    }
+  }
+};
+
+}  // namespace fragment

@@ -1,4 +1,4 @@
-"""An NVIDIA GPU: what loads, allocates and runs. What computes is `cuda.ops`."""
+"""The CUDA backend: loading, allocation, and what runs. `cuda.ops` computes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from g4spec.core import CacheShape
 from g4spec.ops.kv import Space
 from g4spec.runtime.cuda import gpu_memory
+from g4spec.runtime.cuda.cache.cache_types import Kind
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
-from g4spec.runtime.cuda.cache.cuda_kv_size import SLACK, Kind, spare_slots
+from g4spec.runtime.cuda.cache.cuda_kv_size import SLACK, spare_slots
 from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.cuda.prefill.reader import Reader
 from g4spec.runtime.cuda.step.sampler import CudaSampler
@@ -27,12 +28,12 @@ if TYPE_CHECKING:
 
 
 class CudaBackend:
-    """A GPU (`g4spec.core.Backend`).
+    """An NVIDIA GPU (`g4spec.core.Backend`).
 
     Args:
         device: number of the GPU, or its name.
         cache_type: how keys and values are stored.
-        portable: do with the kernels for GPUs before sm_80.
+        portable: use only the kernels for GPUs before sm_80.
     """
 
     name = "cuda"
@@ -57,23 +58,24 @@ class CudaBackend:
 
     @property
     def budget(self) -> gpu_memory.Card:
-        """Bytes on the GPU."""
+        """Sizes in bytes, and free memory of the GPU."""
         return gpu_memory.Card(self.device, self.cache_type, self.ops.portable)
 
     def enter(self) -> None:
-        """Make the GPU the current one of the calling thread: kernels, graphs and events are of
-        the current one."""
+        """Make the GPU the current device of the calling thread, for kernels, graphs and events."""
         torch.cuda.set_device(self.device)
 
     def load(self, file: GGUF, name: str) -> Any:
-        """Vectors, F32 and index tensors as numbers; other matrices as `Matrix`."""
+        """Load a tensor: vectors, F32 and index tensors as torch tensors, other matrices as
+        `Matrix`."""
         info, ops = file.tensors[name], self.ops
         form = info.format
         if len(info.shape) < 2 or form.integer or form.name in ("f32", "f64"):
             return ops.array(file.array(name))
         plain = {"f16": torch.float16, "bf16": torch.bfloat16}.get(form.name)
-        columns, rows_ = info.shape[-1], info.shape[-2]
-        if plain is None and (why := held_size.unpackable(form.name, columns, rows_, ops.portable)):
+        columns, n_rows = info.shape[-1], info.shape[-2]
+        why = held_size.unpackable(form.name, columns, n_rows, ops.portable)
+        if plain is None and why:
             ops.without_kernel.add(why)
             return ops.array(file.array(name))
         self._upload = self._upload or Uploader(self.device)
@@ -82,26 +84,27 @@ class CudaBackend:
         return Matrix(
             "" if plain else form.name,
             raw.view(plain) if plain else raw,
-            rows_,
+            n_rows,
             columns,
-            len(raw) // rows_,
+            len(raw) // n_rows,
             file_order=ops.portable,
         )
 
     def space(self, n_slots: int, n_ctx: int, n_pages: int) -> Space:
-        """Slots and pages. Behind the table's rows of the slots is that of a spare slot, where
-        recorded batches may be filled up: all its positions are in the spare page."""
+        """Return slots and pages. After the table's rows of the slots is that of a spare slot, for
+        sequences that pad recorded batches: all its positions are in the spare page."""
         space = Space(n_slots, n_ctx, n_pages, self.device)
         spare = space.table.new_zeros(spare_slots(n_slots), space.table.shape[1])
         space.table = torch.cat([space.table, spare])
         return space
 
     def slack(self, chunk: int) -> int:
-        """Rows of a step and of a draft's block behind it; prompts go around the rings."""
+        """Return the rows of a step and of the draft's block after it. Prefill writes to rings
+        after it has read them."""
         return SLACK
 
     def cache(self, shape: CacheShape, space: Space, slack: int) -> CudaKV:
-        """An empty cache of one layer."""
+        """Return an empty cache of one layer."""
         return CudaKV(shape, space, slack, self.cache_type)
 
     def read(self, target: Target, slot: int, ids: Sequence[int], start: int) -> StepRows:
@@ -116,13 +119,13 @@ class CudaBackend:
         self._reader.commit(draft, rows)
 
     def sampler(self, sampler: Sampler) -> CudaSampler:
-        """Create what samples tokens from raw logits [V] on the GPU."""
+        """Return a sampler of tokens from raw logits [V] on the GPU."""
         return CudaSampler(sampler, self.device)
 
     def runners(self, target: Target, draft: Draft | None) -> Sequence[Runner]:
-        """Recorded cycles, and cycles in parts for what cannot be recorded."""
+        """Return the runner of recorded cycles, and an eager runner for what cannot be recorded."""
         from g4spec.runtime.cuda.step.graph_runner import GraphRunner
         from g4spec.runtime.eager_runner import EagerRunner
 
-        self._reader = Reader(self, target)  # refuses what it cannot read before a request comes
+        self._reader = Reader(self, target)  # raises an error before the first request
         return [GraphRunner(target, draft), EagerRunner(target, draft)]

@@ -12,7 +12,8 @@ from g4spec.core import MAX_STEP_ROWS, PAGE, CacheShape
 from g4spec.gguf.reader import TensorInfo
 from g4spec.ops.kv_size import PADDING_POSITIONS, pages_of
 from g4spec.runtime.cuda.build import launch
-from g4spec.runtime.cuda.cache.cuda_kv_size import Kind, page_bytes, slot_bytes, spare_slots
+from g4spec.runtime.cuda.cache.cache_types import Kind
+from g4spec.runtime.cuda.cache.cuda_kv_size import page_bytes, slot_bytes, spare_slots
 from g4spec.runtime.cuda.prefill import plan
 from g4spec.runtime.cuda.step import attention
 from g4spec.runtime.cuda.weights import held_size
@@ -20,27 +21,28 @@ from g4spec.runtime.cuda.weights import held_size
 FLOAT = 4
 
 PACKING = 768 << 20
-"""Most that rearranging weights takes beside them: a layer's matrices once more, or all its
-experts of one kind, and `packing.CHUNK`. The target's table, which may be larger, is packed while
-what reads long chunks is not there yet (`prefill.reader`)."""
+"""Maximum memory for packing besides the weights: a copy of a layer's matrices, or of all its
+experts of one kind, and `packing.CHUNK`. The target's token table may be larger; it is packed
+before the buffers for long chunks are allocated (`prefill.reader`)."""
 
 FIXED = 512 << 20
-"""Kernels, cuBLAS workspaces, graphs, and what the allocator cannot use."""
+"""Memory for kernels, cuBLAS workspaces and graphs, and what the allocator cannot use."""
 
 SETTINGS = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
-"""Variables of the environment that set up torch's allocator."""
+"""Environment variables that configure torch's allocator."""
 
 
 def chunk(total: int) -> int:
-    """Rows of a prompt that a GPU with so many bytes reads at a time: 4,096 from 72 GiB on, 1,024
-    with 24. Not by what is free, for a text must not depend on what else is loaded, as a draft."""
+    """Return the rows of a prompt chunk on a GPU with so many bytes: 4,096 from 72 GiB on, 1,024
+    with 24 GiB. It does not depend on free memory, because a text must not depend on what else is
+    loaded, for instance a draft."""
     return 1 << max(9, min(12, (4096 * total // (72 << 30)).bit_length() - 1))
 
 
 def join_free(index: int) -> None:
-    """Let torch put free memory of GPU `index` together again. It otherwise stays in the pieces
-    that it was first asked for in: 1.1 GiB beside a 31B. What the user has set for torch's
-    allocator, and GPUs that cannot do this, are left as they are."""
+    """Let torch's allocator merge free memory of GPU `index`. Otherwise it stays in blocks of the
+    sizes that were first allocated: 1.1 GiB for a 31B. Do nothing if the user has configured
+    torch's allocator, or if the GPU does not support it."""
     from cuda.core import Device
 
     can = Device(index).properties
@@ -52,31 +54,32 @@ def join_free(index: int) -> None:
 
 
 class Card:
-    """A GPU (`g4spec.core.Budget`). `portable`: as `CudaOps` is told."""
+    """Memory of a GPU (`g4spec.core.Budget`). `portable`: as in `CudaOps`."""
 
     def __init__(self, device: torch.device, cache_type: Kind, portable: bool = False) -> None:
         self.device, self.cache_type, self.portable = device, cache_type, portable
 
     def weights(self, tensors: Iterable[TensorInfo]) -> int:
-        """Bytes of all tensors (`held_size.tensor_bytes`), without the rows that packing adds to
-        fill groups."""
+        """Return the bytes of these tensors (`held_size.tensor_bytes`), without the rows that
+        packing adds to fill groups."""
         return sum(held_size.tensor_bytes(t, self.portable) for t in tensors)
 
     def page(self, shapes: Sequence[CacheShape]) -> int:
-        """One page of the pool, in all layers without a window."""
+        """Return the bytes of one page of the pool, in all layers without a window."""
         return sum(page_bytes(s, self.cache_type) for s in shapes)
 
     def slot(self, shapes: Sequence[CacheShape], n_ctx: int, slack: int) -> int:
-        """The rings of one slot, in all layers with a window."""
+        """Return the bytes of the rings of one slot, in all layers with a window."""
         return sum(slot_bytes(s, n_ctx, slack, self.cache_type) for s in shapes)
 
     def slots(self, sequences: int) -> int:
-        """One for each sequence, and a spare one where recorded batches may be filled up."""
+        """Return the number of slots: one for each sequence, and a spare one if recorded batches
+        may be padded."""
         return sequences + spare_slots(sequences)
 
     def workspace(self, config: Any, n_ctx: int, chunk: int, sequences: int) -> int:
-        """Logits and sums of attention of the largest steps, what reading a chunk takes, and what
-        is fixed."""
+        """Return the bytes of logits and partial attention results of the largest steps, of the
+        buffers for a chunk, and of fixed needs."""
         logits = 4 * FLOAT * MAX_STEP_ROWS * sequences * config.n_vocab
         sums = max(
             (
@@ -98,7 +101,7 @@ class Card:
         return int(logits + sums + wide + long + PACKING + FIXED)
 
     def available(self) -> int:
-        """Free memory, and what torch holds without using it."""
+        """Return free memory, and what torch has reserved without using it."""
         free, _ = torch.cuda.mem_get_info(self.device)
         held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return int(free + held)

@@ -1,5 +1,6 @@
-"""What `doctor --self-test` asks of the kernels on this machine's GPU: right results, and a row's
-bits the same whatever the rows beside it. Seconds, where the kernels were compiled before."""
+"""The kernel checks of `doctor --self-test` on this machine's GPU: results agree with the
+reference, and a row has the same bits with any other rows. They take seconds if the kernels are
+cached."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from g4spec import quant
 from g4spec.core import MAX_STEP_ROWS, Batch, CacheShape
 from g4spec.ops.kv import LayerKV, Space
 from g4spec.ops.reference import Ops
+from g4spec.runtime.cuda.build.constants import CACHE_ROTARY_PAIRS
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
-from g4spec.runtime.cuda.cache.cuda_kv_size import ROTARY_PAIRS
 from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.cuda.portable import products
 from g4spec.runtime.cuda.weights import packing
@@ -21,25 +22,26 @@ from g4spec.runtime.cuda.weights.matrix import Matrix
 COLUMNS, ROWS = 512, 768
 POSITIONS = 640
 MANY, OTHER_SUM_ORDER = 40, ("q4_k", "q8_0")
-"""Rows that other products take, and types that stand for all: their sums begin at zero and at a
-number. That both add to the same bits is a property of the GPU (benchmarks/gpu_wgmma_bits.py)."""
+"""Number of rows for the matmul of many rows, and types that it is checked for: their sums start at
+zero and at another number. Whether both add to the same bits is a property of the GPU
+(benchmarks/gpu_wgmma_bits.py)."""
 TOLERANCE = 2.0**-8
-"""Of a row's largest value; rows, keys and values are half precision."""
+"""Maximum error, relative to a row's largest value; rows, keys and values are in half precision."""
 
 
 def checks(ops: CudaOps) -> Iterator[tuple[bool, str]]:
-    """Whether each thing holds, and what it is."""
+    """Yield whether each check passed, and its description."""
     seed = torch.Generator().manual_seed(1)
     for type in (name for name in packing.PARTS if quant.get(name).encode):
         same, error = _product(ops, type, seed)
         most = MANY if type in OTHER_SUM_ORDER else MAX_STEP_ROWS
-        yield same and error < TOLERANCE, _said(f"{type.upper()} product", same, error, most)
+        yield same and error < TOLERANCE, _describe(f"{type.upper()} matmul", same, error, most)
     for head_dim, window in ((256, 512), (512, None)):
         same, error = _attention(ops, head_dim, window, seed)
-        yield same and error < TOLERANCE, _said(f"attention, heads of {head_dim}", same, error)
+        yield same and error < TOLERANCE, _describe(f"attention, heads of {head_dim}", same, error)
 
 
-def _said(what: str, same: bool, error: float, most: int = MAX_STEP_ROWS) -> str:
+def _describe(what: str, same: bool, error: float, most: int = MAX_STEP_ROWS) -> str:
     bits = "the same bits" if same else "OTHER BITS"
     return f"kernel: {what}: a row has {bits} among 1 to {most}, largest error {error:.1e}"
 
@@ -50,46 +52,47 @@ def _product(ops: CudaOps, type: str, seed: torch.Generator) -> tuple[bool, floa
     x = torch.randn(MAX_STEP_ROWS, COLUMNS, generator=seed)
     want = x.double() @ torch.from_numpy(quant.get(type).dequantize(raw)).double().T
     matrix = Matrix(type, torch.from_numpy(raw).to(ops.device), ROWS, COLUMNS)
-    there = x.to(ops.device)
-    whole = ops.linear(there, matrix).clone()
-    same = all(torch.equal(ops.linear(there[:n], matrix), whole[:n]) for n in range(1, len(x)))
+    on_gpu = x.to(ops.device)
+    whole = ops.linear(on_gpu, matrix).clone()
+    same = all(torch.equal(ops.linear(on_gpu[:n], matrix), whole[:n]) for n in range(1, len(x)))
     if type in OTHER_SUM_ORDER:
-        repeated = torch.arange(MANY, device=there.device) % len(x)
-        same = same and torch.equal(ops.linear(there[repeated], matrix), whole[repeated])
+        repeated = torch.arange(MANY, device=on_gpu.device) % len(x)
+        same = same and torch.equal(ops.linear(on_gpu[repeated], matrix), whole[repeated])
     return same, _error(whole, want)
 
 
 def _attention(
     ops: CudaOps, head_dim: int, window: int | None, seed: torch.Generator
 ) -> tuple[bool, float]:
-    pairs = 0 if window else ROTARY_PAIRS  # as in the models: global layers' keys are their values
+    # As in the models: keys of global layers are their values.
+    pairs = 0 if window else CACHE_ROTARY_PAIRS
     shape = CacheShape(2, head_dim, window, pairs)
-    ours = CudaKV(shape, Space.single(POSITIONS, ops.device))
+    cache = CudaKV(shape, Space.single(POSITIONS, ops.device))
     reference = LayerKV(shape, Space.single(POSITIONS), 16)
     for start in range(0, POSITIONS, 16):
-        here = _batch(start, torch.device("cpu"))
+        on_cpu = _batch(start, torch.device("cpu"))
         rows = torch.randn(2, 16, 2, head_dim, generator=seed).half().float()
         if pairs:
             halves = rows.view(2, 16, 2, 2, -1)
             halves[0, ..., pairs:] = halves[1, ..., pairs:]
-        reference.append(here.slots, here.positions, *rows)
-        there = _batch(start, ops.device)
-        ours.append(there.slots, there.positions, *rows.to(ops.device))
+        reference.append(on_cpu.slots, on_cpu.positions, *rows)
+        on_gpu = _batch(start, ops.device)
+        cache.append(on_gpu.slots, on_gpu.positions, *rows.to(ops.device))
     q = (torch.randn(16, 4, head_dim, generator=seed) * head_dim**-0.5).half()
-    last = here.positions
+    last = on_cpu.positions
     first = (last - (window or POSITIONS) + 1).clamp(min=0)
-    want = Ops().attend(q.float(), reference, here, first, last, 1.0)
+    want = Ops().attend(q.float(), reference, on_cpu, first, last, 1.0)
 
     def run(n: int) -> torch.Tensor:
-        found = ops.attend(
+        result = ops.attend(
             q[:n].to(ops.device),
-            ours,
-            there.columns(0, n),
+            cache,
+            on_gpu.columns(0, n),
             first[:n].to(ops.device),
             last[:n].to(ops.device),
             1.0,
         )
-        return products.numbers(found)
+        return products.numbers(result)
 
     whole = run(16).clone()
     return all(torch.equal(run(n), whole[:n]) for n in range(1, 16)), _error(whole, want)

@@ -1,16 +1,15 @@
-"""The op vocabulary on an NVIDIA GPU, for steps.
+"""The ops on an NVIDIA GPU, for steps.
 
 A step has any number of rows, at most 16 of each sequence. Inputs of matmuls are `PackedRows`, in
 groups of 16 rows, or float32 tensors for widths that kernels do not support. A matmul reads each
 weight once for up to 64 rows of any sequences; a row has the same bits in a batch of any size.
-Expert layers, and what torch multiplies, take 16 rows at a time.
-Long chunks of prompts have a vocabulary of their own
-(`cuda.prefill`). What has no kernel runs as torch on the GPU and is named in
+Expert layers, and matmuls in torch, process 16 rows at a time. Long chunks of prompts have ops of
+their own (`cuda.prefill`). Ops without a kernel run in torch on the GPU and are named in
 `CudaOps.without_kernel`.
 
-GPUs before sm_80 have not what most kernels of products and attention are made of. There, on those
-that `nvrtc.ARCHS` does not know, and where it is asked for, rows are float32 throughout and meet
-matrices as their file holds them (`g4spec.runtime.cuda.portable.portable`).
+GPUs before sm_80 lack instructions that most matmul and attention kernels need. On them, on GPUs
+that `nvrtc.ARCHS` does not contain, and on request, rows are float32 throughout and matrices have
+the file's order (`g4spec.runtime.cuda.portable.portable`).
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from g4spec.core import Batch
 from g4spec.ops.reference import Ops, Spans
 from g4spec.ops.simple import sum_in_order
 from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build.constants import ACT_COLUMNS, GROUP_ROWS
 from g4spec.runtime.cuda.cache.heads import HEAD_DIMS, Heads
 from g4spec.runtime.cuda.portable import portable, products, torch_attention, torch_experts
 from g4spec.runtime.cuda.step import (
@@ -53,12 +53,13 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 
 @runtime_checkable
 class TablePick(Protocol):
-    """A `Pick` that may choose from rows and the table their logits come from."""
+    """A `Pick` that can choose tokens from hidden states and the token table, without all
+    logits."""
 
     def best(
         self, hidden: torch.Tensor, table: Weight, by: SplitKWorkspace, at: int, cap: float
     ) -> torch.Tensor | None:
-        """Tokens of rows [T, H] by the table [V, H]; None where all logits are needed."""
+        """Return tokens for rows [T, H] and the table [V, H], or None if all logits are needed."""
         ...
 
 
@@ -66,13 +67,13 @@ class CudaOps(Ops):
     """`Ops` on a CUDA device.
 
     Args:
-        portable: do with what every GPU has, also on those that could do better.
+        portable: use only the kernels for every GPU, also on GPUs that support the fast ones.
 
     Attributes:
-        title: the GPU's name, and which kernels it runs if not its own.
-        portable: whether it does.
-        without_kernel: what ran as torch so far.
-        pairs: how gates and ups are packed.
+        title: name of the GPU, and the architecture of its kernels if it is not the GPU's own.
+        portable: it uses only the kernels for every GPU.
+        without_kernel: ops that have run in torch so far.
+        pairs: packed gate and up projections.
     """
 
     name = "cuda"
@@ -97,8 +98,8 @@ class CudaOps(Ops):
             return table[ids] * scale
         if table.columns % 4:  # quantized rows are wider blocks
             self.without_kernel.add(f"rows of {table.columns} values")
-            found: torch.Tensor = table.table[ids]
-            return found.float() * scale
+            values: torch.Tensor = table.table[ids]
+            return values.float() * scale
         data, name = table.table, table.type
         if not name:
             name = "bf16" if data.dtype is torch.bfloat16 else "f16"
@@ -167,11 +168,11 @@ class CudaOps(Ops):
     def keys_values(
         self, h: Any, layers: Sequence[Attention], batch: Batch, kvs: Sequence[Any]
     ) -> None:
-        made = self._context(layers, kvs)
-        if made is None or isinstance(h, torch.Tensor):
+        together = self._context(layers, kvs)
+        if together is None or isinstance(h, torch.Tensor):
             super().keys_values(h, layers, batch, kvs)
             return
-        made(h, batch.positions, batch.slots, self._exchange)
+        together(h, batch.positions, batch.slots, self._exchange)
 
     def attend(
         self,
@@ -182,9 +183,7 @@ class CudaOps(Ops):
         last: torch.Tensor,
         scale: float,
     ) -> Any:
-        assert max(batch.sizes) <= rows.GROUP_ROWS, (
-            f"a step of {max(batch.sizes)} rows of a sequence"
-        )
+        assert max(batch.sizes) <= GROUP_ROWS, f"a step of {max(batch.sizes)} rows of a sequence"
         if not batch.rows_per_sequence:
             return self._attend_each(q, kv, batch, first, last, scale)
         if isinstance(q, ProjectedQkv):
@@ -205,7 +204,8 @@ class CudaOps(Ops):
         last: torch.Tensor,
         scale: float,
     ) -> Value:
-        """The same one sequence after the other: they have different numbers of rows."""
+        """Compute `attend` for one sequence after the other, if they have different numbers of
+        rows."""
         out = []
         for begin, size in zip(batch.starts, batch.sizes, strict=True):
             at = slice(begin, begin + size)
@@ -292,7 +292,7 @@ class CudaOps(Ops):
         end, out = Residual(e.post_attention, e.eps), torch.empty_like(x)
         to = None if next_norm is None else rows.empty(len(x), x.shape[1], x.device)
         for group in range(rows.groups(len(x))):
-            at = slice(group * rows.GROUP_ROWS, (group + 1) * rows.GROUP_ROWS)
+            at = slice(group * GROUP_ROWS, (group + 1) * GROUP_ROWS)
             y, (dense, routed) = end.rows(
                 h[..., at, :].contiguous(), x[at], [e.ffn_norm, e.expert_norm]
             )
@@ -303,8 +303,8 @@ class CudaOps(Ops):
     # ---- inside
 
     def _context(self, layers: Sequence[Attention], kvs: Sequence[Any]) -> context.Context | None:
-        """Keys and values of these layers packed together, if they can be: before any of them is
-        packed alone."""
+        """Return keys and values of these layers as a `Context`, or None if they cannot be packed
+        together, for instance because one is already packed alone."""
         if layers[0].k not in self._contexts:
             self._contexts[layers[0].k] = context.of(layers, kvs)
         return self._contexts[layers[0].k]
@@ -317,7 +317,7 @@ class CudaOps(Ops):
         stacks: list[Weight],
         activation: Activation,
     ) -> torch.Tensor:
-        """See `Ops.experts`, with its matrices in the file's order."""
+        """Compute `Ops.experts` with matrices in the file's order."""
         flat = ids.flatten()
         parts = [portable.visits(x, flat, w) for w in stacks[:-1]]
         gates, ups = parts if len(parts) == 2 else parts[0].chunk(2, dim=1)
@@ -326,11 +326,11 @@ class CudaOps(Ops):
         return sum_in_order(y.view(*ids.shape, -1) * weights[..., None])
 
     def _gated(self, x: Any, gate: Any, up: Any, activation: Activation) -> Value:
-        """activation(gate x) * up x [T, I] for the next product."""
+        """Return activation(gate x) * up x [T, I] as the input of the next matmul."""
         if activation in (self.gelu_tanh, self.silu) and not self.portable:
             pair = self.pairs(gate, up)
             y = self._rows(x)
-            fits = len(pair) == 1 and gate.rows % rows.BLOCK == 0
+            fits = len(pair) == 1 and gate.rows % ACT_COLUMNS == 0
             if fits and isinstance(y, PackedRows) and pair[0].type:
                 return linear_wide.gate_up(y, pair[0], self._exchange, silu=activation == self.silu)
             if len(pair) == 1:
@@ -341,7 +341,7 @@ class CudaOps(Ops):
         return self._activated(both[:, : gate.rows], both[:, gate.rows :], activation)
 
     def _activated(self, gate: torch.Tensor, by: torch.Tensor, activation: Activation) -> Value:
-        """activation(gate) * by [T, I] for the next product."""
+        """Return activation(gate) * by [T, I] as the input of the next matmul."""
         name: elementwise.Activation = "gelu_tanh" if activation == self.gelu_tanh else "silu"
         assert name == "gelu_tanh" or activation == self.silu, activation
         if gate.shape[1] % 4 or by.data_ptr() % 16:
@@ -350,7 +350,7 @@ class CudaOps(Ops):
         return form(gate, by, name)
 
     def _rows(self, x: Value) -> Value:
-        """Rows for products, where their width allows."""
+        """Return x as packed rows if their width allows."""
         if isinstance(x, PackedRows) or not self._as_rows(x):
             return x
         return rows.pack_rows(x)
@@ -358,7 +358,8 @@ class CudaOps(Ops):
     def _products(
         self, x: Value, together: list[Any], wanted: list[Any], parts: bool = False
     ) -> torch.Tensor:
-        """x times `wanted` below each other; `together` are packed behind each other."""
+        """Return x times the concatenation of `wanted`. The matrices `together` are packed one
+        after the other."""
         if any(isinstance(w, torch.Tensor) for w in wanted):
             return torch.cat([self.linear(x, w) for w in wanted], dim=1)
         join(together)
@@ -370,12 +371,13 @@ class CudaOps(Ops):
         return torch.cat([self._product(x, w) for w in weights], dim=1)
 
     def _as_rows(self, x: torch.Tensor) -> bool:
-        """Whether x [T, K] becomes rows for products."""
+        """Return whether kernels take x [T, K] as packed rows."""
         width = x.shape[1]
-        return not self.portable and width % rows.BLOCK == 0 and rows.fits(width)
+        return not self.portable and width % ACT_COLUMNS == 0 and rows.fits(width)
 
     def _product(self, x: Value, weight: Weight, parts: bool = False) -> torch.Tensor:
-        """Rows x [T, K] times a matrix as it lies in memory -> [T, N]. `parts`: as of `linear`."""
+        """Multiply rows x [T, K] with a matrix in its current layout -> [T, N]. `parts`: as in
+        `linear`."""
         if isinstance(x, PackedRows) and weight.type:
             parts = parts and weight.rows % 4 == 0
             return linear_wide.linear(x, weight, self._exchange, parts=parts)

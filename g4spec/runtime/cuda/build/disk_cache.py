@@ -1,8 +1,8 @@
 """Compiled kernels on disk, one file each, in the user's cache folder.
 
-An entry is written under a temporary name and renamed, so that a reader finds a whole entry or
-none; it begins with the checksum of the rest, so that a damaged one counts as none. Entries that
-another user could have written are not used: a checksum proves no origin.
+An entry is written under a temporary name and then renamed, so a reader never sees part of one. It
+begins with a checksum of the rest; damaged entries are ignored. So are entries that another user
+could have written, because a checksum does not prove who wrote them.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from g4spec.runtime.cuda.build.nvrtc import Cubin, Resources
 
 MAGIC = b"g4spec-cubin-1\n"
 STARTS = (b"\x7fELF", b"//")
-"""Of machine code, and of PTX."""
+"""First bytes of machine code (ELF) and of PTX."""
 
 
 def folder() -> Path:
-    """Where compiled kernels are kept."""
+    """Return the folder of compiled kernels."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "g4spec" / "kernels"
 
 
 def encode(cubin: Cubin) -> bytes:
-    """Magic, SHA-256 of what follows, length of a JSON header (8 bytes), header, code."""
+    """Return magic, SHA-256 of the rest, length of a JSON header (8 bytes), header, code."""
     header = asdict(cubin)
     del header["code"]
     text = json.dumps(header).encode()
@@ -49,14 +49,14 @@ def decode(data: bytes) -> Cubin | None:
     end = 8 + int.from_bytes(body[:8], "little")
     try:
         header = json.loads(body[8:end])
-        found = Cubin(**header | {"resources": Resources(**header["resources"])}, code=body[end:])
+        cubin = Cubin(**header | {"resources": Resources(**header["resources"])}, code=body[end:])
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    numbers = asdict(found.resources).values()
-    texts = (found.arch, found.symbol, found.log)
-    if not all(isinstance(text, str) for text in texts) or not found.code.startswith(STARTS):
+    numbers = asdict(cubin.resources).values()
+    texts = (cubin.arch, cubin.symbol, cubin.log)
+    if not all(isinstance(text, str) for text in texts) or not cubin.code.startswith(STARTS):
         return None
-    return found if all(type(n) is int and n >= 0 for n in numbers) else None
+    return cubin if all(type(n) is int and n >= 0 for n in numbers) else None
 
 
 def _path(key: str, arch: str) -> Path:
@@ -64,37 +64,37 @@ def _path(key: str, arch: str) -> Path:
 
 
 def _ours(path: Path) -> bool:
-    """Whether a file or folder belongs to this user and nobody else may write to it: machine code
-    from it runs in this process."""
+    """Return whether a file or folder belongs to this user and nobody else may write to it. Machine
+    code from it runs in this process."""
     if not hasattr(os, "getuid"):  # Windows: folders of a user are private
         return True
-    found = path.stat()
-    return found.st_uid == os.getuid() and not found.st_mode & 0o022
+    status = path.stat()
+    return status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def _make_private(folder: Path) -> None:
-    """Give a folder mode 0700. PermissionError if it is another user's."""
+    """Set the mode of a folder to 0700; raise PermissionError if it belongs to another user."""
     if hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
         raise PermissionError(errno.EPERM, "it belongs to another user")
     folder.chmod(0o700)
 
 
 def load(key: str, arch: str) -> Cubin | None:
-    """The entry of this key; None where there is none, it is damaged, or others may write it."""
+    """Return the entry of this key, or None if it is missing, damaged, or writable by others."""
     path = _path(key, arch)
-    remove_stale(path)  # what a run that was killed left
+    remove_stale(path)  # temporary files of a killed process
     try:
         if not all(_ours(each) for each in (folder(), path.parent, path)):
             return None
-        found = decode(regular_files.read_regular(path))
+        cubin = decode(regular_files.read_regular(path))
     except (OSError, InputError):
         return None
-    return found if found is not None and found.arch == arch else None
+    return cubin if cubin is not None and cubin.arch == arch else None
 
 
 def store(key: str, cubin: Cubin) -> None:
-    """Keeps an entry, in folders of mode 0700. Where they cannot be written, or belong to somebody
-    else, it says so and the work goes on: the next start compiles again."""
+    """Store an entry, in folders of mode 0700. If they cannot be written or belong to another user,
+    warn and go on: the next start compiles again."""
     path, data = _path(key, cubin.arch), encode(cubin)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def store(key: str, cubin: Cubin) -> None:
     except (OSError, G4Error) as error:
         why = error.strerror if isinstance(error, OSError) else error
         warnings.warn(
-            f"compiled kernels cannot be kept in {folder()} ({why}); "
-            "set XDG_CACHE_HOME to a folder of your own that can be written",
+            f"compiled kernels cannot be stored in {folder()} ({why}); "
+            "set XDG_CACHE_HOME to a folder that you own and can write to",
             stacklevel=2,
         )

@@ -1,4 +1,4 @@
-"""Kernels of this machine's GPU, compiled when first asked for, launched on torch's stream.
+"""Kernels for this machine's GPU, compiled at first use and launched on torch's stream.
 
     scale = launch.kernel("rows.cu", "scale_rows<2>")
     scale(grid, block, x=x, n=len(x), factor=0.5, shared=1024)
@@ -55,14 +55,15 @@ class Kernel:
         Args:
             grid, block: blocks and threads, up to three dimensions.
             shared: bytes of dynamic shared memory of a block.
-            pdl: lets the kernel start before its predecessor in a graph has ended (sm_90 and
-                later); it must call `grid_wait()` before it touches what others write or read.
-                What it reads earlier (weights, norms, frequencies) was there before the graph, or
-                the kernel says why it may. Outside of graphs kernels run in order, for what has
-                just been made may be such a constant.
-            arguments: by the names of the kernel's parameters: contiguous (or `Strided`) tensors
-                on the kernel's device or in pinned memory of the host, None for a null pointer,
-                and numbers, which become the parameter's type.
+            pdl: use programmatic dependent launch: in a graph on sm_90 and later, the kernel starts
+                before its predecessor has ended. It must call `griddep_wait()` before it reads what
+                others write, or writes what others read. Before that it may read only data older
+                than the graph (weights, norms, frequencies); an exception needs a reason in the
+                kernel's docs. Outside of graphs kernels run in order, because such data may just
+                have been written.
+            arguments: by the names of the kernel's parameters: contiguous (or `Strided`) tensors on
+                the kernel's device or in pinned host memory, None for a null pointer, and numbers,
+                which are converted to the parameter's type.
 
         Raises:
             TypeError: a name is unknown or missing, or an argument has the wrong type.
@@ -88,7 +89,7 @@ class Kernel:
         )
 
     def _allow_shared(self, shared: int) -> None:
-        """More than 48 KB of shared memory must be asked for, once for each kernel."""
+        """Raise the kernel's limit of dynamic shared memory, which is 48 KB at first."""
         from cuda.bindings import driver
 
         limit = _core().Device(self.device).properties.max_shared_memory_per_block_optin
@@ -111,7 +112,8 @@ class Kernel:
 
 
 def _argument_sizes(handle: Any) -> list[int] | None:
-    """Bytes of each kernel parameter; None where the driver cannot tell (before CUDA 12.4)."""
+    """Return the size of each kernel parameter in bytes, or None if the driver cannot tell (before
+    CUDA 12.4)."""
     try:
         return [info.size for info in handle.arguments_info]
     except NotImplementedError:
@@ -131,7 +133,7 @@ def _core() -> Any:
 
 @functools.lru_cache(64)
 def _stream(handle: int) -> Any:
-    """cuda.core's object for a stream of torch's, which it does not own."""
+    """Return cuda.core's object for a stream that torch owns."""
     return _core().Stream.from_handle(handle)
 
 
@@ -139,14 +141,14 @@ _loaded: dict[tuple[int, str, str], Kernel] = {}
 
 
 def kernel(file: str, name: str, device: int | None = None) -> Kernel:
-    """One instance, for instance `kernel("norm.cu", "norm<2>")`, on the current device."""
+    """Return one instance, for instance `kernel("norm.cu", "norm<2>")`, on the current device."""
     index = torch.cuda.current_device() if device is None else device
-    found = _loaded.get((index, file, name))
-    return module(file, (name,), index)[name] if found is None else found
+    loaded = _loaded.get((index, file, name))
+    return module(file, (name,), index)[name] if loaded is None else loaded
 
 
 def module(file: str, names: Sequence[str], device: int | None = None) -> dict[str, Kernel]:
-    """Several instances of one file, compiled in parallel; by name expression."""
+    """Return several instances of one file, compiled in parallel, by name expression."""
     index = torch.cuda.current_device() if device is None else device
     missing = tuple(name for name in names if (index, file, name) not in _loaded)
     if missing:
@@ -155,17 +157,17 @@ def module(file: str, names: Sequence[str], device: int | None = None) -> dict[s
 
 
 def arch(device: int | None = None) -> str:
-    """The architecture whose kernels a device runs (`nvrtc.pretended`)."""
+    """Return the architecture whose kernels a device runs (`nvrtc.pretended`)."""
     return nvrtc.pretended(own_arch(device))
 
 
 def own_arch(device: int | None = None) -> str:
-    """The architecture of a device."""
+    """Return the architecture of a device."""
     return nvrtc.arch_of(*torch.cuda.get_device_capability(device))
 
 
 def warm(units: Iterable[Unit], device: int | None = None) -> None:
-    """Compiles every instance of these units, in parallel, and loads it."""
+    """Compile every instance of these units, in parallel, and load it."""
     index = torch.cuda.current_device() if device is None else device
     assert not torch.cuda.is_current_stream_capturing(), "kernels are loaded before a capture"
     names = dict.fromkeys((unit.file, name) for unit in units for name in unit.names)
@@ -183,8 +185,8 @@ def _load(job: Job, cubin: nvrtc.Cubin, index: int) -> Kernel:
         ptx = job.arch.startswith("compute")
         load = core.ObjectCode.from_ptx if ptx else core.ObjectCode.from_cubin
         handle = load(cubin.code, name=job.file).get_kernel(cubin.symbol)
-        takes = _driver_resources(handle, index) if ptx else cubin.resources
-        return Kernel(signature(job.file, job.name), index, handle, takes)
+        used = _driver_resources(handle, index) if ptx else cubin.resources
+        return Kernel(signature(job.file, job.name), index, handle, used)
 
 
 def _driver_resources(handle: Any, index: int) -> nvrtc.Resources:
@@ -197,7 +199,7 @@ def _driver_resources(handle: Any, index: int) -> nvrtc.Resources:
             which, driver.CUkernel(int(handle.handle)), driver.CUdevice(index)
         )
         if status != driver.CUresult.CUDA_SUCCESS:
-            raise EnvironmentProblem(f"the driver does not tell {name} of a kernel", found=status)
+            raise EnvironmentProblem(f"the driver does not report {name} of a kernel", found=status)
         return int(value)
 
     return nvrtc.Resources(of("NUM_REGS"), 0, of("LOCAL_SIZE_BYTES"), of("SHARED_SIZE_BYTES"))

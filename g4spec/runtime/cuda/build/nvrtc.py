@@ -1,9 +1,9 @@
 """Kernel files to machine code: one template instance for one architecture, a cubin.
 
 Done on the user's machine by NVRTC, which needs neither a GPU nor nvcc nor any header. A kernel
-stands beside its `.py` and includes only files of `cuda/include/` and `quant/formats/`, by their
-bare names; they are given to the compiler in memory, so that what a cubin was made from is known
-exactly (`closure`).
+is in the folder of its `.py` and includes, by bare names, only files of `cuda/include/` and
+`quant/formats/` and the generated header of `constants`. The compiler gets them in memory, so that
+the complete source of a cubin is known (`closure`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from g4spec.errors import EnvironmentProblem, KernelCompileError, Unsupported, UsageError
+from g4spec.runtime.cuda.build import constants
 
-# What every kernel is compiled for in the tests. A cubin runs on its own architecture and on later
-# minor versions of the same major one; sm_90a has what Hopper has alone.
+# Tests compile every kernel for all of these. A cubin runs on its own architecture and on later
+# minor versions of the same major one. sm_90a adds instructions that only Hopper has.
 ARCHS = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120", "sm_121")
-# Bytes of shared memory a block may have (CUDA programming guide, "Compute Capabilities").
+# Maximum shared memory of a block in bytes (CUDA programming guide, "Compute Capabilities").
 SHARED_LIMIT = {
     "sm_70": 98304,
     "sm_75": 65536,
@@ -34,9 +35,10 @@ SHARED_LIMIT = {
     "sm_121": 101376,
 }
 PRETEND = "G4SPEC_CUDA_ARCH"
-"""Environment variable: the architecture whose kernels a newer GPU runs, to test them there."""
-TEGRA = ((7, 2), (8, 7), (10, 1))  # run cubins of their own alone (CUDA programming guide)
-STATIC_SHARED = 49152  # of which at most these are declared in the kernel
+"""Environment variable: an architecture, whose kernels a newer GPU runs instead of its own. For
+tests."""
+TEGRA = ((7, 2), (8, 7), (10, 1))  # run only cubins of their own (CUDA programming guide)
+STATIC_SHARED = 49152  # maximum bytes of it that a kernel may declare statically
 
 CUDA = Path(__file__).parents[1]
 INCLUDES = (CUDA / "include", Path(__file__).parents[3] / "quant" / "formats")
@@ -55,7 +57,7 @@ class Resources:
 
     Args:
         registers: 32-bit registers of a thread.
-        spill, stack: bytes of a thread that lie in local memory (stores and loads; frame).
+        spill, stack: bytes of a thread in local memory: spill stores and loads; stack frame.
         shared: bytes of statically declared shared memory of a block.
     """
 
@@ -70,11 +72,11 @@ class Cubin:
     """A compiled kernel.
 
     Args:
-        arch: sm_XX, or compute_XX for PTX, of which the driver makes machine code.
-        symbol: its name in the code.
-        resources: what it takes; all 0 for PTX.
-        log: the compiler's log.
-        code: the ELF image, or PTX.
+        arch: sm_XX, or compute_XX for PTX, which the driver compiles to machine code.
+        symbol: mangled name of the kernel in the code.
+        resources: resources that it uses; all 0 for PTX.
+        log: log of the compiler.
+        code: ELF image, or PTX.
     """
 
     arch: str
@@ -85,8 +87,8 @@ class Cubin:
 
 
 def arch_of(major: int, minor: int) -> str:
-    """The architecture that a device of this compute capability is compiled for: of `ARCHS` the
-    newest that runs there; its own where none does."""
+    """Return the architecture to compile for on a device of this compute capability: the newest of
+    `ARCHS` that runs there, or the device's own if none does."""
     if major < 7:
         raise Unsupported(
             "CUDA kernels",
@@ -94,44 +96,53 @@ def arch_of(major: int, minor: int) -> str:
             found=f"{major}.{minor}",
             fix="use `device` cpu",
         )
-    runs = [a for a in ARCHS if major * 10 <= number(a) <= major * 10 + minor]
-    return runs[-1] if runs and (major, minor) not in TEGRA else f"sm_{major}{minor}"
+    compatible = [a for a in ARCHS if major * 10 <= number(a) <= major * 10 + minor]
+    return compatible[-1] if compatible and (major, minor) not in TEGRA else f"sm_{major}{minor}"
 
 
 def pretended(arch: str) -> str:
-    """The architecture whose kernels a GPU of `arch` runs: its own, or what G4SPEC_CUDA_ARCH says.
+    """Return the architecture whose kernels a GPU of `arch` runs: its own, or the value of
+    G4SPEC_CUDA_ARCH.
 
     Raises:
-        UsageError: that is none of `ARCHS`, or newer than the GPU, or has code that no newer one
-            runs (sm_90a).
+        UsageError: the value is not in `ARCHS`, is newer than the GPU, or is sm_90a, whose code
+            runs on no newer GPU.
     """
-    asked = os.environ.get(PRETEND) or arch
+    requested = os.environ.get(PRETEND) or arch
     older = [a for a in ARCHS if number(a) <= number(arch) and not a.endswith("a")]
-    if asked != arch and asked not in older:
-        raise UsageError(PRETEND, expected=f"one of {', '.join(older)}", found=asked)
-    return asked
+    if requested != arch and requested not in older:
+        raise UsageError(PRETEND, expected=f"one of {', '.join(older)}", found=requested)
+    return requested
 
 
 def virtual(arch: str) -> str:
-    """The name of an architecture's PTX: compute_86 for sm_86."""
+    """Return the name of an architecture's PTX: compute_86 for sm_86."""
     return f"compute_{number(arch)}"
 
 
 def number(arch: str) -> int:
-    """Return 90 of sm_90a."""
+    """Return the number of an architecture: 90 for sm_90a."""
     return int(re.sub(r"\D", "", arch))
 
 
 def options(arch: str) -> tuple[str, ...]:
-    """Options of every compilation. G4SPEC_LINEINFO=1 adds source lines for profilers."""
+    """Return the options of every compilation. G4SPEC_LINEINFO=1 adds source lines for
+    profilers."""
     lines = ("-lineinfo",) if os.environ.get("G4SPEC_LINEINFO") == "1" else ()
-    # NVRTC has a cache of its own since 12.9; what comes from there has no log of resources.
-    own = ("--no-cache",) if version() >= (12, 9) else ()
-    return (f"-arch={arch}", "-std=c++17", "-default-device", "--ptxas-options=-v", *own, *lines)
+    # NVRTC has a cache of its own since 12.9; cached results have no log of resources.
+    no_cache = ("--no-cache",) if version() >= (12, 9) else ()
+    return (
+        f"-arch={arch}",
+        "-std=c++17",
+        "-default-device",
+        "--ptxas-options=-v",
+        *no_cache,
+        *lines,
+    )
 
 
 def source_path(file: str) -> Path:
-    """Find a kernel file by its name, or by its absolute path (in tests)."""
+    """Return the path of a kernel file, given its name or, in tests, its absolute path."""
     return kernel_files().get(file, CUDA / file)
 
 
@@ -142,19 +153,23 @@ def kernel_files() -> dict[str, Path]:
 
 
 def closure(file: str) -> dict[str, str]:
-    """Everything a kernel is made from: name -> text, the kernel's own file first.
+    """Return all sources of a kernel, name -> text: its own file first, then every header.
 
-    An include that is in none of the folders is an error here, also inside an `#if`.
+    Raises:
+        KernelCompileError: an include is in none of the folders, even if it is inside an `#if`.
     """
     path = source_path(file)
-    found = {file: _read(path, file)}
+    sources = {file: _read(path, file)}
     queue = [file]
     while queue:
         user = queue.pop()
-        for text in _INCLUDE.findall(found[user]):
+        for text in _INCLUDE.findall(sources[user]):
             quoted = re.match(r'\s*"([\w.]+)"', text)
             name = quoted[1] if quoted else ""
-            if name in found:
+            if name in sources:
+                continue
+            if name == constants.HEADER:
+                sources[name] = constants.header()
                 continue
             places = [folder / name for folder in INCLUDES if (folder / name).is_file()]
             if not name or len(places) != 1:
@@ -165,9 +180,9 @@ def closure(file: str) -> dict[str, str]:
                     fix='include "name.cuh", a file that is in just one of '
                     + " and ".join(str(folder) for folder in INCLUDES),
                 )
-            found[name] = _read(places[0], user)
+            sources[name] = _read(places[0], user)
             queue.append(name)
-    return found
+    return sources
 
 
 def _read(path: Path, user: str) -> str:
@@ -183,7 +198,8 @@ def _read(path: Path, user: str) -> str:
 
 @functools.cache
 def _library() -> Any:
-    """The NVRTC bindings, with the library behind them loaded."""
+    """Return the NVRTC bindings; raise EnvironmentProblem unless they and the library can be
+    loaded."""
     try:
         from cuda.bindings import nvrtc
     except ImportError:
@@ -201,40 +217,41 @@ def _library() -> Any:
 
 @functools.cache
 def version() -> tuple[int, int]:
-    """Version of the NVRTC library, for instance (12, 9)."""
+    """Return the version of the NVRTC library, for instance (12, 9)."""
     _, major, minor = _library().nvrtcVersion()
     return major, minor
 
 
 @functools.cache
 def build() -> str:
-    """Version of the NVRTC library and the size of its file: patch releases have one version."""
+    """Return the version of the NVRTC library and the size of its file: patch releases share a
+    version."""
     _library()
     from cuda.pathfinder import load_nvidia_dynamic_lib
 
-    found = load_nvidia_dynamic_lib("nvrtc").abs_path
-    size = Path(found).stat().st_size if found and Path(found).is_file() else 0
+    path = load_nvidia_dynamic_lib("nvrtc").abs_path
+    size = Path(path).stat().st_size if path and Path(path).is_file() else 0
     return "{}.{}-{}".format(*version(), size)
 
 
 @functools.cache
 def supported() -> tuple[int, ...]:
-    """Architectures the NVRTC library compiles for, as numbers: 70 is sm_70."""
+    """Return the architectures that the NVRTC library compiles for, as numbers: 70 is sm_70."""
     return tuple(_library().nvrtcGetSupportedArchs()[1])
 
 
 def check_arch(arch: str) -> None:
-    """Refuses an architecture that the installed NVRTC has no code for."""
+    """Raise EnvironmentProblem unless the installed NVRTC compiles for this architecture."""
     if number(arch) not in supported():
         raise EnvironmentProblem(
             f"NVRTC {'{}.{}'.format(*version())} cannot compile for {arch}",
             expected="one of " + ", ".join(f"sm_{n}" for n in supported()),
-            fix="install a torch whose CUDA version covers this GPU: NVRTC comes with it",
+            fix="install a torch whose CUDA version supports this GPU: NVRTC comes with it",
         )
 
 
 def key(sources: dict[str, str], name: str, arch: str) -> str:
-    """Name of a compilation: equal for equal sources, options, instance and compiler."""
+    """Return the cache key of a compilation: a hash of sources, options, instance and compiler."""
     parts = [build(), *options(arch), name, *(text for pair in sources.items() for text in pair)]
     digest = hashlib.sha256()
     for part in parts:
@@ -244,15 +261,15 @@ def key(sources: dict[str, str], name: str, arch: str) -> str:
 
 
 def compile(sources: dict[str, str], name: str, arch: str) -> Cubin:
-    """Compiles one instance of a kernel file; serialized within a process.
+    """Compile one instance of a kernel file. Calls of one process run one after the other.
 
     Args:
-        sources: what `closure` found.
+        sources: result of `closure`.
         name: name expression, for instance "norm<2>".
         arch: sm_XX, or compute_XX for PTX.
 
     Raises:
-        KernelCompileError: the compiler refused, or the file has no such kernel.
+        KernelCompileError: the compiler failed, or the file has no such kernel.
         EnvironmentProblem: NVRTC is missing, or cannot compile for the architecture.
     """
     check_arch(arch)
@@ -277,12 +294,12 @@ def _compile(nvrtc: Any, program: Any, file: str, name: str, arch: str) -> Cubin
     (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
     log = bytes(nvrtc.nvrtcGetProgramLogSize(program)[1])  # the bindings write into it
     nvrtc.nvrtcGetProgramLog(program, log)
-    said = log.rstrip(b"\0").decode("utf-8", "replace")
+    message = log.rstrip(b"\0").decode("utf-8", "replace")
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise KernelCompileError(
             f"{source_path(file)}: {name}",
             flags,
-            said or status.name,
+            message or status.name,
             fix="correct the kernel, or report this with the lines above",
         )
     status, symbol = nvrtc.nvrtcGetLoweredName(program, name.encode())
@@ -292,8 +309,9 @@ def _compile(nvrtc: Any, program: Any, file: str, name: str, arch: str) -> Cubin
     _check(status, f"nvrtcGet{form}Size")
     code = bytes(size)
     _check(getattr(nvrtc, f"nvrtcGet{form}")(program, code)[0], f"nvrtcGet{form}")
-    takes = Resources(0, 0, 0, 0) if form == "PTX" else resources(said)[symbol.decode()]
-    return Cubin(arch, symbol.decode(), takes, said, code)
+    ptx = form == "PTX"
+    used = Resources(0, 0, 0, 0) if ptx else resources(message)[symbol.decode()]
+    return Cubin(arch, symbol.decode(), used, message, code)
 
 
 def _check(status: Any, what: str) -> None:
@@ -303,7 +321,7 @@ def _check(status: Any, what: str) -> None:
 
 def resources(log: str) -> dict[str, Resources]:
     """Parse the resources of each kernel, by symbol, from the log of `--ptxas-options=-v`."""
-    found = {}
+    kernels = {}
     for match in _ENTRY.finditer(log):
         text = match["text"]
         numbers = {
@@ -312,10 +330,10 @@ def resources(log: str) -> dict[str, Resources]:
         }
         registers = re.search(r"Used (\d+) registers", text)
         assert registers, log
-        found[match["symbol"]] = Resources(
+        kernels[match["symbol"]] = Resources(
             int(registers[1]),
             numbers["spill stores"] + numbers["spill loads"],
             numbers["stack frame"],
             numbers["smem"],
         )
-    return found
+    return kernels

@@ -1,7 +1,7 @@
 """Parameter lists of kernels, read from their source, and the check of a launch against them.
 
-A launch passes its arguments by name. A wrong name, a missing one, or a tensor of another type than
-the pointer's is an error before the launch, which the driver would not notice: it only knows sizes.
+A launch passes its arguments by name. An unknown or missing name, or a tensor of another type than
+the pointer's, raises an error before the launch. The driver would not notice: it only knows sizes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ ELEMENTS: dict[str, tuple[torch.dtype, ...]] = {
     **dict.fromkeys(("i64", "long long", "int64_t"), (torch.int64,)),
     "u64": (torch.int64, torch.uint64),
 }
-"""Element type in C -> types of tensors that a pointer to it takes. `u16` is the bits of a 16-bit
-float. A pointer to any other type (`void`, `char`, a struct, a template's type) takes all."""
+"""Element type in C -> types of tensors that a pointer to it accepts. `u16` is the bits of a 16-bit
+float. A pointer to any other type (`void`, `char`, a struct, a template's type) accepts all."""
 
 SCALARS: dict[str, tuple[type[np.generic], tuple[type, ...]]] = {
     **dict.fromkeys(("i32", "int"), (np.int32, (int, bool, np.int32))),
@@ -39,12 +39,12 @@ SCALARS: dict[str, tuple[type[np.generic], tuple[type, ...]]] = {
     "u64": (np.uint64, (int, np.uint64)),
     "float": (np.float32, (float, int, np.float32)),
 }
-"""Type of a number in C -> the numpy type of its size, and the Python types that are accepted."""
+"""Type of a number in C -> numpy type of its size, and Python types that are accepted."""
 
 
 @dataclass(frozen=True)
 class Strided:
-    """An argument that need not be contiguous: the kernel takes its strides as other arguments."""
+    """An argument that need not be contiguous: other arguments of the kernel are its strides."""
 
     tensor: torch.Tensor
 
@@ -54,7 +54,7 @@ class Parameter:
     """A parameter of a kernel.
 
     Attributes:
-        type: C type of the number, or of what the pointer points to, without `const`.
+        type: C type of the number, or of the pointer's target, without `const`.
         const: the kernel does not write through the pointer.
     """
 
@@ -83,7 +83,7 @@ class Signature:
             for p in parameters
             if p.pointer
         }
-        # Name, whether a pointer, dtypes (None: any) or Python types, and the numpy type.
+        # Name; is a pointer; accepted dtypes (None: any) or Python types; numpy type.
         self._checks: list[tuple[str, bool, Any, Any]] = [
             (p.name, True, self._pointers[p.name], None)
             if p.pointer
@@ -174,19 +174,19 @@ _PARAMETER = re.compile(r"(const\s+)?([\w:]+(?:\s+(?:long|int|char|short))*)\s*(
 def parse(source: str) -> dict[str, tuple[Parameter, ...]]:
     """Return the parameters of the `__global__` functions in a source, by function.
 
-    Macros without arguments are expanded where they stand as a whole parameter.
+    A macro without arguments is expanded where it is a whole parameter.
 
     Raises:
         ValueError: a parameter is neither a pointer nor a number of a type in `SCALARS`.
     """
     source = re.sub(r"//[^\n]*|/\*.*?\*/", "", source, flags=re.DOTALL)
     macros = {m[1]: m[2].replace("\\\n", " ") for m in _MACRO.finditer(source)}
-    found = {}
+    kernels = {}
     for match in _KERNEL.finditer(source):
         text = ",".join(macros.get(part.strip(), part) for part in match[2].split(","))
         parts = [part.strip() for part in text.split(",") if part.strip()]
-        found[match[1]] = tuple(_parameter(match[1], part) for part in parts)
-    return found
+        kernels[match[1]] = tuple(_parameter(match[1], part) for part in parts)
+    return kernels
 
 
 def _parameter(kernel: str, text: str) -> Parameter:

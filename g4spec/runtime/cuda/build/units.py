@@ -1,7 +1,7 @@
-"""Which kernel instances there are, and many of them compiled at once.
+"""The list of kernel instances, and parallel compilation.
 
-A module of this package that launches kernels lists them in `UNITS`, so that a test can compile
-every one for every architecture, and bound what it takes, on a machine without a GPU.
+A module of this package that launches kernels lists them in `UNITS`. So a test can compile every
+one for every architecture, and check its resources, on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ class Unit:
     """Instances of one kernel file, each compiled to a cubin of its own.
 
     Args:
-        file: name in `kernels/`.
+        file: name of the kernel file.
         names: name expressions, for instance "norm<2>".
-        archs: what they are compiled for.
-        max_registers, max_spill: bounds (of spills in bytes) that a test holds each instance to, on
-            every architecture.
-        shared: most bytes of dynamic shared memory of a block; one number, or one for each arch.
-        more: further instances of the same templates, which a test compiles only where it is asked
-            for all (G4SPEC_COMPILE=all).
+        archs: architectures that they are compiled for.
+        max_registers, max_spill: maximum registers of a thread, and bytes of spills, that a test
+            allows each instance on every architecture.
+        shared: maximum dynamic shared memory of a block in bytes; one number, or one for each
+            architecture.
+        more: further instances of the same templates, which a test compiles only with
+            G4SPEC_COMPILE=all.
     """
 
     file: str
@@ -51,7 +52,7 @@ class Unit:
     more: tuple[str, ...] = ()
 
     def shared_on(self, arch: str) -> int:
-        """Most bytes of dynamic shared memory of a block on this architecture."""
+        """Return the maximum dynamic shared memory of a block on this architecture, in bytes."""
         return self.shared if isinstance(self.shared, int) else self.shared.get(arch, 0)
 
 
@@ -65,17 +66,17 @@ class Job:
 
 
 def registered() -> dict[str, list[Unit]]:
-    """`UNITS` of every module of this package that has them, by module name."""
+    """Return `UNITS` of every module of this package that has them, by module name."""
     import g4spec.runtime.cuda as package
 
-    found = {}
+    modules = {}
     for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         units = getattr(importlib.import_module(info.name), "UNITS", None)
         if units is not None:
             name = info.name.rpartition(".")[2]
-            assert name not in found, name
-            found[name] = list(units)
-    return found
+            assert name not in modules, name
+            modules[name] = list(units)
+    return modules
 
 
 def _load(job: Job) -> nvrtc.Cubin | None:
@@ -83,7 +84,7 @@ def _load(job: Job) -> nvrtc.Cubin | None:
 
 
 def cached(job: Job) -> nvrtc.Cubin:
-    """A cubin from the disk cache, or compiled now and kept there."""
+    """Return a cubin from the disk cache; compile and store it if it is missing."""
     sources = nvrtc.closure(job.file)
     key = nvrtc.key(sources, job.name, job.arch)
     cubin = cache.load(key, job.arch)
@@ -94,20 +95,22 @@ def cached(job: Job) -> nvrtc.Cubin:
 
 
 def compile_all(jobs: Sequence[Job], workers: int | None = None) -> list[nvrtc.Cubin]:
-    """Cubins of all jobs, in their order; those not on disk are compiled in several processes.
+    """Return the cubins of all jobs, in their order; those not on disk are compiled in several
+    processes.
 
     Args:
-        jobs: what to compile.
-        workers: processes; by default one for each CPU this process may use, at most 8.
+        jobs: compilations.
+        workers: number of processes; by default one for each CPU that this process may use, at most
+            8.
 
     Raises:
-        KernelCompileError: of the first job (in their order) that failed.
+        KernelCompileError: the error of the first job, in their order, that failed.
     """
-    found = [_load(job) for job in jobs]
-    missing = [i for i, cubin in enumerate(found) if cubin is None]
+    on_disk = [_load(job) for job in jobs]
+    missing = [i for i, cubin in enumerate(on_disk) if cubin is None]
     workers = min(workers or min(WORKERS, _cpus()), len(missing))
     if workers <= 1:
-        return [cubin or cached(job) for cubin, job in zip(found, jobs, strict=True)]
+        return [cubin or cached(job) for cubin, job in zip(on_disk, jobs, strict=True)]
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     for i in missing:
         waiting.put(i)
@@ -117,7 +120,7 @@ def compile_all(jobs: Sequence[Job], workers: int | None = None) -> list[nvrtc.C
         thread.start()
     for thread in threads:
         thread.join()
-    return [cubin or _answer(done.get(i), jobs[i]) for i, cubin in enumerate(found)]
+    return [cubin or _answer(done.get(i), jobs[i]) for i, cubin in enumerate(on_disk)]
 
 
 def _cpus() -> int:
@@ -126,23 +129,23 @@ def _cpus() -> int:
     return os.cpu_count() or 1
 
 
-def _answer(found: nvrtc.Cubin | G4Error | None, job: Job) -> nvrtc.Cubin:
-    if found is None:
+def _answer(answer: nvrtc.Cubin | G4Error | None, job: Job) -> nvrtc.Cubin:
+    if answer is None:
         raise EnvironmentProblem(
             f"{job.file}: the process that compiled it ended early",
-            fix="see whether the machine has memory left, and start again",
+            fix="check that the machine has free memory, then start again",
         )
-    if isinstance(found, G4Error):
-        raise found
-    return found
+    if isinstance(answer, G4Error):
+        raise answer
+    return answer
 
 
 def _feed(
     jobs: Sequence[Job], waiting: queue.SimpleQueue[int], done: dict[int, nvrtc.Cubin | G4Error]
 ) -> None:
-    """Starts one worker process and hands it jobs, one at a time, until none is waiting.
+    """Start one worker process and give it jobs, one at a time, until none is waiting.
 
-    A plain process, not `multiprocessing`: that would run the user's script again in each.
+    A plain process, not `multiprocessing`, which would run the user's script again in each.
     """
     code = (
         "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
@@ -150,7 +153,7 @@ def _feed(
     )
     command = [sys.executable, "-c", code, json.dumps(sys.path)]
     with (
-        contextlib.suppress(BrokenPipeError),  # it ended early: `_answer` says so
+        contextlib.suppress(BrokenPipeError),  # the worker ended early: `_answer` reports it
         subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as worker,
@@ -171,7 +174,7 @@ def _feed(
 
 
 def _work() -> None:
-    """The worker process: a job a line in, an answer a line out."""
+    """Main loop of a worker process: read a job per line, write an answer per line."""
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         answer: nvrtc.Cubin | G4Error

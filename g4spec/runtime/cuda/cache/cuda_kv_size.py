@@ -1,40 +1,30 @@
-"""How much `cuda_kv` keeps. Imports no torch: `doctor` counts as the engine does."""
+"""Sizes of `cuda_kv`. Imports no torch, so `doctor` computes the same sizes as the engine."""
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 from g4spec.core import MAX_STEP_ROWS, PAGE, CacheShape
 from g4spec.ops.kv_size import pages_of
-
-Kind = Literal["f16", "q8_0"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
-"""How keys and values may be stored on a GPU: the values of `--cache-type`. On a CPU they are
-always F32."""
+from g4spec.runtime.cuda.build.constants import CACHE_ROTARY_PAIRS
+from g4spec.runtime.cuda.cache.cache_types import TYPES, Kind
 
 TILE = PAGE
 """Positions of an aligned tile, consecutive in memory."""
 
-BLOCK = 32
-"""Values that share a scale."""
-
-ROTARY_PAIRS = 64
-"""Pairs of a head that may turn where keys are kept as what differs from the values: columns 0 ..
-63 of both its halves."""
-
 MIN_SLACK = MAX_STEP_ROWS
-"""Rows a ring holds beyond its window: a step's rows never overwrite one that is still visible."""
+"""Rows of a ring beyond its window, so that the rows of a step never overwrite a visible one."""
 
 SLACK = 2 * MAX_STEP_ROWS
-"""Rows a ring holds beyond its window in an engine: a step's, and a draft's block behind it.
-Prompts go around the rings."""
+"""Rows of a ring beyond its window in an engine: those of a step and of the draft's block after it.
+Prefill writes to rings after it has read them."""
 
 ALONE = 2
-"""Slots up to which batches are never filled up: recorded steps have 1, 2, 4, ... sequences."""
+"""Maximum number of slots for which batches are never padded: graphs exist for 1, 2, 4, ...
+sequences."""
 
 
 def spare_slots(n_slots: int) -> int:
-    """Slots behind the sequences' own: one for whatever fills a recorded batch up."""
+    """Return the number of slots after those of the sequences: one, for sequences that pad a
+    batch."""
     return 1 if n_slots > ALONE else 0
 
 
@@ -45,33 +35,32 @@ def capacity(n_ctx: int, window: int, slack: int) -> int:
 
 
 def page_bytes(shape: CacheShape, kind: Kind) -> int:
-    """Bytes of a page of the pool in one layer; none in layers with a window."""
+    """Return the bytes of a page of the pool in one layer; 0 for layers with a window."""
     return PAGE * row_bytes(shape, kind) if shape.window is None else 0
 
 
 def slot_bytes(shape: CacheShape, n_ctx: int, slack: int, kind: Kind) -> int:
-    """Bytes of the ring of a slot in one layer; none in layers without a window."""
+    """Return the bytes of a slot's ring in one layer; 0 for layers without a window."""
     if shape.window is None:
         return 0
     return capacity(n_ctx, shape.window, slack) * row_bytes(shape, kind)
 
 
 def row_bytes(shape: CacheShape, kind: Kind) -> int:
-    """Bytes of one position, keys and values."""
-    columns = row_columns(shape)
-    return columns * 2 if kind == "f16" else columns + columns // BLOCK * 2
+    """Return the bytes of one position, keys and values."""
+    return TYPES[kind].row_bytes(row_columns(shape))
 
 
 def row_columns(shape: CacheShape) -> int:
-    """Numbers of one position, keys and values."""
+    """Return the number of values of one position, keys and values."""
     return shape.n_kv * (key_columns(shape) + shape.head_dim)
 
 
 def shares(head_dim: int, rotary_pairs: int) -> bool:
-    """True if keys are kept as what differs from the values; see `CacheShape`."""
-    return head_dim == 512 and 0 < rotary_pairs <= ROTARY_PAIRS
+    """Return whether keys are stored as their difference from the values; see `CacheShape`."""
+    return head_dim == 512 and 0 < rotary_pairs <= CACHE_ROTARY_PAIRS
 
 
 def key_columns(shape: CacheShape) -> int:
-    """Columns of a head that are kept of keys."""
-    return 2 * ROTARY_PAIRS if shares(shape.head_dim, shape.rotary_pairs) else shape.head_dim
+    """Return the columns of a head that are stored of keys."""
+    return 2 * CACHE_ROTARY_PAIRS if shares(shape.head_dim, shape.rotary_pairs) else shape.head_dim

@@ -1,24 +1,8 @@
 // From the QKV projection to the inputs of attention: RMS norm per head, rotary embedding, queries
 // to half precision, keys and values to the cache. One warp per head and token; a block handles
-// HEADS heads of one token and shares its rotation angles.
-#include "head_vector.cuh"
+// HEADS_PER_BLOCK heads of one token and shares its rotation angles.
+#include "cache_types.cuh"
 #include "kv_storage.cuh"
-
-constexpr int HEADS = 4;  // heads (warps) per block
-
-struct Plane {  // K or V plane of the cache; scales [.., columns / 32] for Q8_0
-  void* rows;
-  u16* scales;
-
-  template <int Q8, int ROTARY_PAIRS, int D, int PAIRS>
-  DEVICE void append(const HeadVector<D, PAIRS>& x, i64 at) const {
-    constexpr int COLUMNS = ROTARY_PAIRS ? 2 * ROTARY_PAIRS : D;
-    if constexpr (Q8)
-      x.template store<ROTARY_PAIRS>((u8*)rows + at * COLUMNS, scales + at * (COLUMNS / 32));
-    else
-      x.template store<ROTARY_PAIRS>((u16*)rows + at * COLUMNS);
-  }
-};
 
 // A layer's cache, and the norm weight of its keys.
 struct Layer {
@@ -35,16 +19,16 @@ DEVICE void finish(const float* y, const float* q_norm, const Layer& layer, cons
                    const i64* positions, const i64* slots, u16* q, int rows, int n_q, int n_kv,
                    int n_read, int first, int flags, float eps) {
   using H = HeadVector<D, PAIRS>;
-  constexpr int ANGLES = (D / 2 + 32 * HEADS - 1) / (32 * HEADS);  // a thread
+  constexpr int ANGLES = (D / 2 + 32 * HEADS_PER_BLOCK - 1) / (32 * HEADS_PER_BLOCK);  // a thread
   __shared__ float2 angles[D / 2];
-  const int row = blockIdx.y, head = blockIdx.x * HEADS + threadIdx.x / 32, n = n_q + 2 * n_kv;
+  const int row = blockIdx.y, head = blockIdx.x * HEADS_PER_BLOCK + threadIdx.x / 32, n = n_q + 2 * n_kv;
   const bool is_v = head >= n_q + n_kv;
   const int source = is_v && flags & V_FROM_K ? head - n_kv : head;
   const float* norm = head < n_q ? q_norm : is_v ? nullptr : layer.k_norm;
   float freq[ANGLES];
 #pragma unroll
   for (int i = 0; i < ANGLES; ++i) {
-    const int at = i * 32 * HEADS + threadIdx.x;
+    const int at = i * 32 * HEADS_PER_BLOCK + threadIdx.x;
     freq[i] = at < D / 2 ? freqs[at] : 0.0f;
   }
   const bool is_q = head < n_q;
@@ -56,7 +40,7 @@ DEVICE void finish(const float* y, const float* q_norm, const Layer& layer, cons
   const int unit = n_kv ? units.unit_of((int)position) : 0;
 #pragma unroll
   for (int i = 0; i < ANGLES; ++i) {
-    const int at = i * 32 * HEADS + threadIdx.x;
+    const int at = i * 32 * HEADS_PER_BLOCK + threadIdx.x;
     if (at < D / 2) angles[at] = cos_sin((float)position * freq[i]);
   }
   griddep_wait();
@@ -82,7 +66,7 @@ DEVICE void finish(const float* y, const float* q_norm, const Layer& layer, cons
 // multiplied by the weight of the keys' norm. 0: all columns are stored. `positions` and `slots`
 // were written before the preceding kernel started.
 template <int D, int PAIRS, int SLICES, int Q8, int ROTARY_PAIRS>
-__global__ __launch_bounds__(32 * HEADS, 4) void finish_heads(
+__global__ __launch_bounds__(32 * HEADS_PER_BLOCK, 4) void finish_heads(
     const float* y, const float* q_norm, const float* k_norm, const float* freqs,
     const i64* positions, const i64* slots, u16* q, void* keys, void* values, u16* key_scales,
     u16* value_scales, const int* table, int rows, int n_q, int n_kv, int flags, int width,
@@ -97,7 +81,7 @@ __global__ __launch_bounds__(32 * HEADS, 4) void finish_heads(
 // Append keys and values of several layers: y [rows][layers][n_kv + n_kv heads][D]. blockIdx.z is
 // the layer.
 template <int D, int Q8>
-__global__ __launch_bounds__(32 * HEADS, 4) void append_layers(
+__global__ __launch_bounds__(32 * HEADS_PER_BLOCK, 4) void append_layers(
     const float* y, const Layer* layers, const float* freqs, const i64* positions,
     const i64* slots, int rows, int n_kv, int flags, float eps) {
   griddep_launch_dependents();

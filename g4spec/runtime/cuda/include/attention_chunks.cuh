@@ -9,22 +9,24 @@
 #define NEG_INF __int_as_float(0xff800000)
 
 // Map of positions to chunks. Chunks have 2^shift positions. With `growing` that holds below
-// position 4096, and each following octave has chunks of twice the size: 2^(11 - shift) chunks per
-// octave.
+// GROWTH_START, and each following octave has chunks of twice the size: 2^(GROWTH_SHIFT - shift)
+// chunks per octave.
 struct Chunks {
   int shift, growing;
 
   DEVICE int chunk_of(int position) const {
-    if (!growing || position < 4096) return position >> shift;
-    const int octave = 19 - __clz(position);  // 4096 is octave 0
-    return ((2 + octave) << (11 - shift)) + ((position - (4096 << octave)) >> (shift + octave + 1));
+    if (!growing || position < GROWTH_START) return position >> shift;
+    const int octave = 31 - (GROWTH_SHIFT + 1) - __clz(position);  // GROWTH_START is octave 0
+    return ((2 + octave) << (GROWTH_SHIFT - shift)) +
+           ((position - (GROWTH_START << octave)) >> (shift + octave + 1));
   }
   DEVICE int start(int chunk) const {
     if (!growing) return chunk << shift;
-    const int beyond = chunk - (2 << (11 - shift));
+    const int beyond = chunk - (2 << (GROWTH_SHIFT - shift));
     if (beyond < 0) return chunk << shift;
-    const int octave = beyond >> (11 - shift), inside = beyond & ((1 << (11 - shift)) - 1);
-    return (4096 << octave) + (inside << (shift + octave + 1));
+    const int octave = beyond >> (GROWTH_SHIFT - shift);
+    const int inside = beyond & ((1 << (GROWTH_SHIFT - shift)) - 1);
+    return (GROWTH_START << octave) + (inside << (shift + octave + 1));
   }
 };
 
@@ -65,7 +67,7 @@ struct __align__(8) WorkItem {
   u8 head, row_block;
 };
 static_assert(sizeof(WorkItem) == 8, "items are read in one load");
-constexpr int MAX_ITEMS = 264;  // per block
+constexpr int MAX_ITEMS = MAX_ROW_CHUNKS + 8;  // per block
 
 // `blocks` blocks of the launch work on `sequence`; this block is number `own` of them.
 struct BlockShare {
@@ -113,7 +115,7 @@ struct AttentionWork {
     for (int s = lane; s < sequences; s += 32) {
       int lo = 0x7fffffff, hi = 0;
 #pragma unroll
-      for (int t = 0; t < 16; ++t)
+      for (int t = 0; t < MAX_STEP_ROWS; ++t)
         if (t < tokens) {
           lo = min_of(lo, (int)__ldcg(first + s * tokens + t));
           hi = max_of(hi, (int)__ldcg(last + s * tokens + t));

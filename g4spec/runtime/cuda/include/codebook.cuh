@@ -1,7 +1,8 @@
 // Quant types whose codes are indices into a table of up to 16 entries: value = factor *
-// table[code] (Q2_K: minus a minimum). Traits of every type, for all kernels that read it. Table
-// entries are integers in -128 .. 127. Block layouts: g4spec/runtime/cuda/weights/held.py; packed
-// units: g4spec/runtime/cuda/weights/packing.py.
+// table[code] (Q2_K: minus a minimum). These are the parts that types share. The traits
+// `codebook::X` of a type, which all of its views use, are in g4spec/quant/formats/. Table entries
+// are integers in -128 .. 127. Block layouts: g4spec/runtime/cuda/weights/held.py; packed units:
+// g4spec/runtime/cuda/weights/packing.py.
 #pragma once
 #include "ptx.cuh"
 
@@ -93,98 +94,6 @@ struct Grid2 {  // IQ2_XXS, IQ2_XS, IQ2_S
 };
 struct Grid1 {  // IQ1_S, IQ1_M: 8 * (grid entry +- delta)
   static constexpr u32 TABLE[4] = {entries(-7, 1, 9, 0), entries(-9, -1, 7, 0), 0, 0};
-};
-
-struct IQ4_NL : Codes<4, 32, 32, 18, 2>, Linear4, Apart<IQ4_NL, 2> {
-  static constexpr int HEADER = 2 * 8;
-  static DEVICE float of(const u8* p) { return half_of(p); }
-  static DEVICE float raw_factor(const u8* b, int) { return of(b); }
-};
-struct MXFP4 : Codes<4, 32, 32, 17, 1>, E2M1, Apart<MXFP4, 1> {
-  static constexpr int HEADER = 1 * 8;
-  static DEVICE float of(const u8* p) {  // 2 ** (e - 128)
-    return __uint_as_float(*p > 1 ? (u32)(*p - 1) << 23 : 0x00200000u << *p);
-  }
-  static DEVICE float raw_factor(const u8* b, int) { return of(b); }
-};
-// The scales of a row's four groups in 64 values are adjacent bytes.
-struct NVFP4 : Codes<4, 16, 64, 36, 4, 8>, E2M1 {
-  static constexpr int HEADER = 1 * 16;
-  static DEVICE float of(u32 e) {  // half the value of an unsigned E4M3 float
-    return (u8)e == 127 ? 0.0f : from_half((u16)((e & 127) << 7)) * 128.0f;
-  }
-  static DEVICE float raw_factor(const u8* b, int i) { return of(b[i]); }
-  static DEVICE float factor(const u8* header, int row, int i) {
-    return of(header[(i / 4 * 128 + row) * 4 + i % 4]);
-  }
-  template <int N>
-  static DEVICE void factors(float (&f)[N], const u8* header, int row) {
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-      f[i] = of(((const u32*)header)[i / 4 * 128 + row] >> (i % 4 * 8) & 255);
-  }
-};
-struct IQ4_XS : Codes<4, 32, 256, 136, 8>, Linear4 {
-  static constexpr int HEADER = 8;
-  static DEVICE float of(u32 first, u32 low, int i) {
-    const u32 scale = (low >> (4 * i) & 15) | (first >> (16 + 2 * i) & 3) << 4;
-    return __fmul_rn(from_half((u16)first), small_uint_to_float(scale) - 32.0f);
-  }
-  static DEVICE float raw_factor(const u8* b, int i) { return factor(b, 0, i); }
-  static DEVICE float factor(const u8* header, int row, int i) {
-    const uint2 h = *(const uint2*)(header + row * 8);
-    return of(h.x, h.y, i);
-  }
-  template <int N>
-  static DEVICE void factors(float (&f)[N], const u8* header, int row) {
-    const uint2 h = *(const uint2*)(header + row * 8);
-#pragma unroll
-    for (int i = 0; i < N; ++i) f[i] = of(h.x, h.y, i);
-  }
-};
-struct IQ3_S : Scaled<4, 32, 1> {
-  static constexpr u32 TABLE[4] = {entries(1, 3, 5, 7), entries(9, 11, 13, 15),
-                                   entries(-1, -3, -5, -7), entries(-9, -11, -13, -15)};
-};
-struct IQ3_XXS : Scaled<4, 32, 4> {
-  static constexpr u32 TABLE[4] = {entries(4, 12, 20, 28), entries(36, 44, 52, 62),
-                                   entries(-4, -12, -20, -28), entries(-36, -44, -52, -62)};
-};
-struct Q3_K : Scaled<3, 16, 1> {
-  static constexpr u32 TABLE[4] = {entries(-4, -3, -2, -1), entries(0, 1, 2, 3), 0, 0};
-};
-struct IQ2_XXS : Scaled<3, 32, 8>, Grid2 {};
-struct IQ2_XS : Scaled<3, 16, 8>, Grid2 {};
-struct IQ2_S : Scaled<3, 16, 8>, Grid2 {};
-struct IQ1_S : Scaled<3, 32, 8>, Grid1 {};
-struct IQ1_M : Scaled<3, 16, 8>, Grid1 {};
-
-// A byte per 16 values: scale in the low nibble, minimum in the high one; half-precision factors of
-// both per 256.
-struct Q2_K : Codes<2, 16, 256, 84, 16> {
-  static constexpr int HEADER = 20;
-  static constexpr bool MINIMUM = true;
-  static constexpr u32 TABLE[4] = {entries(0, 1, 2, 3), 0, 0, 0};
-
-  static DEVICE float raw_factor(const u8* b, int i) {
-    return __fmul_rn(half_of(b + 80), (float)(b[i] & 15));
-  }
-  static DEVICE float raw_minimum(const u8* b, int i) {
-    return __fmul_rn(half_of(b + 82), (float)(b[i] >> 4));
-  }
-  static DEVICE float factor(const u8* header, int row, int i) {
-    return __fmul_rn(half_of(header + 2048 + row * 4), (float)(header[row * 16 + i] & 15));
-  }
-  static DEVICE float minimum(const u8* header, int row, int i) {
-    return __fmul_rn(half_of(header + 2050 + row * 4), (float)(header[row * 16 + i] >> 4));
-  }
-  template <int N>
-  static DEVICE void factors(float (&f)[N], const u8* header, int row) {
-    const float d = half_of(header + 2048 + row * 4);
-    const u32* four = (const u32*)(header + row * 16);
-#pragma unroll
-    for (int i = 0; i < N; ++i) f[i] = d * small_uint_to_float(four[i / 4] >> (i % 4 * 8) & 15);
-  }
 };
 
 // Bytes of a packed unit of `columns` columns: its low code bits (low_bytes), and all codes

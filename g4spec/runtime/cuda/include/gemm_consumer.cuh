@@ -17,16 +17,13 @@
 #pragma once
 #include "gemm_tile.cuh"
 
-constexpr int CONSUMERS = 8;  // consumer warps
-constexpr int THREADS = 32 * (CONSUMERS + 1);
-
 // A number that is equal in all lanes; with IT the compiler learns that (needed around wgmma).
 template <bool IT>
 DEVICE int uniform(int x) {
   return IT ? __shfl_sync(FULL_MASK, x, 0) : x;
 }
 
-DEVICE void consumers_sync() { named_barrier_sync<1, 32 * CONSUMERS>(); }
+DEVICE void consumers_sync() { named_barrier_sync<1, 32 * GEMM_CONSUMERS>(); }
 
 struct GemmWork {
   const u8* weights;       // [groups of 128][units][PackedInput<F>::UNIT_STRIDE]
@@ -108,7 +105,6 @@ struct StoreFloat {
 // the same channels.
 struct StoreGated {
   static constexpr bool SUMS = true;
-  static constexpr float GATED_SCALE = 1.0f / 64;  // stored value / value; the row scale is 64
   u8* y;  // [G][channels / 64][ACT_BYTES * NT]
   int channels, tokens;
   bool silu, swizzled;  // swizzled: layout of y, for more than 16 tokens
@@ -136,7 +132,7 @@ struct StoreGated {
         const float scale = scales.of[nt][j % 2];
         const float h = activated(scale * acc[0][nt][j]) * (scale * acc[1][nt][j]);
         halves[(((m % 8) * 4 + channel / 4) * NT + nt) * 4 + channel % 4] =
-            to_half(m < tokens ? h * GATED_SCALE : 0.0f);
+            to_half(m < tokens ? h * (1.0f / GATED_SCALE) : 0.0f);
       }
     __syncwarp();
     u8* block = y + (i64)(k16 / 4) * ACT_BYTES * NT;
@@ -211,13 +207,13 @@ struct Stage {
   static constexpr int BYTES =
       ((FILL > PARTIAL_BYTES<NT, ROWS> ? FILL : PARTIAL_BYTES<NT, ROWS>)+ALIGN - 1) / ALIGN * ALIGN;
   static_assert(FILL % 16 == 0 && WEIGHTS % 16 == 0, "bulk copies need multiples of 16 bytes");
-  static constexpr int TEAMS = CONSUMERS * 32 / ROWS;
+  static constexpr int TEAMS = GEMM_CONSUMERS * 32 / ROWS;
   static_assert(TEAMS == 1 || TEAMS == 2, "reduce_teams adds two teams");
   // Scratch per warp: factors of a unit, a team's sums, or the epilogue's values.
   static constexpr int EXCHANGE_BYTES = TEAMS > 1 ? 1024 * NT : 512 * NT;
   static constexpr int SCRATCH = F::SCRATCH > EXCHANGE_BYTES ? F::SCRATCH : EXCHANGE_BYTES;
 };
-constexpr int sum_bytes(int nt) { return CONSUMERS * 8 * nt * 4; }
+constexpr int sum_bytes(int nt) { return GEMM_CONSUMERS * 8 * nt * 4; }
 
 // Last CTA whose partial sum this CTA has to add to row group `group`, the last one of its range.
 // Returns its own index if there is none: the range does not hold the group's first unit, or ends

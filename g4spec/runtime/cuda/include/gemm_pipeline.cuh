@@ -16,10 +16,12 @@ constexpr int PACE = 23;
 // which gives registers to the consumers (setmaxnreg). The total stays what the block was launched
 // with: acquiring more than was released would hang.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-constexpr int WIDE_THREADS = 32 * (CONSUMERS + 4), INITIAL_REGISTERS = 65536 / WIDE_THREADS / 8 * 8;
+constexpr int WIDE_THREADS = 32 * (GEMM_CONSUMERS + GEMM_PRODUCER_WARPS);
+constexpr int INITIAL_REGISTERS = 65536 / WIDE_THREADS / 8 * 8;
 template <int KEPT, int TAKEN>
 DEVICE void redistribute_registers(bool gives) {
-  static_assert(4 * KEPT + CONSUMERS * TAKEN <= (CONSUMERS + 4) * INITIAL_REGISTERS,
+  static_assert(GEMM_PRODUCER_WARPS * KEPT + GEMM_CONSUMERS * TAKEN <=
+                    WIDE_THREADS / 32 * INITIAL_REGISTERS,
                 "setmaxnreg.inc would wait forever for registers that nobody releases");
   if (gives)
     setmaxnreg_dec<KEPT>();
@@ -27,7 +29,7 @@ DEVICE void redistribute_registers(bool gives) {
     setmaxnreg_inc<TAKEN>();
 }
 #else
-constexpr int WIDE_THREADS = THREADS;
+constexpr int WIDE_THREADS = GEMM_THREADS;
 template <int KEPT, int TAKEN>
 DEVICE void redistribute_registers(bool) {}
 #endif
@@ -185,7 +187,7 @@ DEVICE void multiply(const GemmWork& w, const Out& out, u8* shared, int cta) {
   using S = Stage<F, NT, ROWS, G>;
   using R = RingOf<F, NT, ROWS, STAGES, G>;
   u8* scratch = shared + STAGES * S::BYTES;
-  float* sums = (float*)(scratch + CONSUMERS * S::SCRATCH);
+  float* sums = (float*)(scratch + GEMM_CONSUMERS * S::SCRATCH);
   u64* full = (u64*)((u8*)sums + sum_bytes(NT));
   const int warp = uniform<(WG > 0)>(threadIdx.x / 32), lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
@@ -197,16 +199,16 @@ DEVICE void multiply(const GemmWork& w, const Out& out, u8* shared, int cta) {
   }
   __syncthreads();
   const UnitRange run(w, cta);
-  if (warp >= CONSUMERS) {
+  if (warp >= GEMM_CONSUMERS) {
     if constexpr (G > 1) redistribute_registers<40, 232>(true);
-    if (warp == CONSUMERS) run_producer<F, NT, ROWS, STAGES, G>(w, shared, full, run, lane);
+    if (warp == GEMM_CONSUMERS) run_producer<F, NT, ROWS, STAGES, G>(w, shared, full, run, lane);
     return;
   }
   if constexpr (G > 1) redistribute_registers<40, 232>(false);
 #if ARCH >= 900
   // Activations of the first STAGES units are copied by the consumers, one unit per warp: the
   // producer may still be issuing weights.
-  static_assert(STAGES <= CONSUMERS, "each consumer warp copies the activations of one stage");
+  static_assert(STAGES <= GEMM_CONSUMERS, "each consumer warp copies the activations of one stage");
   ProducerCursor<F, S, ROWS / PACK_ROWS> at(w, run);
   at.k = materialize((at.k + warp) % w.units);
   griddep_wait();

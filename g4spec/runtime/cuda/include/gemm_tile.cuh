@@ -25,7 +25,6 @@
 #include "packed_rows.cuh"
 #include "wgmma.cuh"
 
-constexpr int PACK_ROWS = 128;            // weight rows that are packed together (packing.GROUP)
 constexpr u32 HALF2_1024 = 0x64006400u;   // {1024, 1024} as f16x2
 constexpr int SUBNORMAL_SCALE = 1 << 24;  // code / (its bits read as a subnormal half)
 

@@ -3,8 +3,6 @@
 #pragma once
 #include "reduce.cuh"
 
-constexpr int NORM_V = 1, V_FROM_K = 2;  // flags: V is normed; V is computed from the K projection
-
 // a / b rounded to nearest, given share = 1 / b; without the branches of a division.
 DEVICE float divide_rn(float a, float b, float share) {
   const float q = a * share;

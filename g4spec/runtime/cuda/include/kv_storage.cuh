@@ -8,8 +8,6 @@
 #pragma once
 #include "ptx.cuh"
 
-constexpr int PAGE = 128;  // positions per page
-
 struct Units {
   const int* table;  // [slots, width]: page number of each PAGE positions of a slot; null: rings
   int width, slot;

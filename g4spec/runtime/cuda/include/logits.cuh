@@ -5,11 +5,8 @@
 #pragma once
 #include "ptx.cuh"
 
-enum {
-  THREADS = 256,  // per block; a block reads a span of SPAN columns
-  QUADS = 4,      // 16-byte loads per thread
-  SPAN = THREADS * QUADS * 4,
-};
+// A block reads a span of LOGIT_SPAN columns, a thread QUADS times 16 bytes.
+constexpr int QUADS = LOGIT_SPAN / (4 * LOGIT_THREADS);
 
 struct Logits {
   const float* z;          // [rows, columns], raw
@@ -45,13 +42,13 @@ struct Logits {
     const bool out = column >= columns || (suppressed && suppressed[column / 32] >> column % 32 & 1);
     return out ? lowest() : __ldcg(z + (i64)row * columns + column);
   }
-  // Columns start + 4 THREADS j + e of a row; -inf where suppressed or out of range.
+  // Columns start + 4 LOGIT_THREADS j + e of a row; -inf where suppressed or out of range.
   DEVICE void load(float (&v)[QUADS][4], int row, int start) const {
     const float* p = z + (i64)row * columns;
     u32 out[QUADS];
 #pragma unroll
     for (int j = 0; j < QUADS; ++j) {
-      const int first = start + j * THREADS * 4;
+      const int first = start + j * LOGIT_THREADS * 4;
       if (columns % 4 == 0 && first < columns) {
         const float4 x = __ldcg((const float4*)(p + first));
         v[j][0] = x.x, v[j][1] = x.y, v[j][2] = x.z, v[j][3] = x.w;

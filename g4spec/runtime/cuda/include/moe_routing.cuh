@@ -5,7 +5,6 @@
 #include "packed_rows.cuh"
 #include "ptx.cuh"
 
-constexpr int MAX_ROWS = 16;  // per step
 constexpr int TILE_ROWS = 8;  // rows per MMA
 
 // Up to TILE_ROWS rows that use the same expert.
@@ -16,11 +15,11 @@ struct Visit {
 
 template <int EXPERTS, int K>
 struct Routing {
-  static constexpr int MAX_VISITS = MAX_ROWS * K < 2 * EXPERTS ? MAX_ROWS * K : 2 * EXPERTS;
+  static constexpr int MAX_VISITS = MAX_STEP_ROWS * K < 2 * EXPERTS ? MAX_STEP_ROWS * K : 2 * EXPERTS;
   Visit visits[MAX_VISITS];    // by expert, then row
-  float weight[MAX_ROWS * K];  // router weight of each pair
+  float weight[MAX_STEP_ROWS * K];  // router weight of each pair
   u32 rows[EXPERTS];           // bit mask of the rows that use each expert
-  u8 slot[MAX_ROWS][EXPERTS];
+  u8 slot[MAX_STEP_ROWS][EXPERTS];
   int count;  // number of visits
 };
 

@@ -4,8 +4,6 @@
 #include "gemm_tile.cuh"
 #include "moe_routing.cuh"
 
-constexpr int TEAM_WARPS = 4;  // a team multiplies 128 weight rows
-
 // Arguments of a step. Matrices are packed in groups of 128 rows, each expert separately; gate and
 // up matrices are interleaved in blocks of 16 rows.
 struct MoeStep {
@@ -26,7 +24,7 @@ struct MoeStep {
   DEVICE int groups() const { return channels / 64; }
   DEVICE int out_groups() const { return (width + PACK_ROWS - 1) / PACK_ROWS; }
   DEVICE u32* tile_arrived(int tile) const { return arrived + 1 + tile; }
-  DEVICE u32* visit_arrived(int visit) const { return arrived + 3 + visit; }
+  DEVICE u32* visit_arrived(int visit) const { return arrived + MOE_COUNTERS + visit; }
 };
 
 template <class Up_, class Down_, class DenseUp_, class DenseDown_, int EXPERTS_, int K_, int NT_,
@@ -37,7 +35,7 @@ struct MoeConfig {
   using DenseUp = DenseUp_;
   using DenseDown = DenseDown_;
   static constexpr int EXPERTS = EXPERTS_, K = K_, NT = NT_, TEAMS = TEAMS_;
-  static constexpr int CONSUMERS = TEAM_WARPS * TEAMS, THREADS = 32 * (CONSUMERS + 2);
+  static constexpr int CONSUMERS = MOE_TEAM_WARPS * TEAMS, THREADS = 32 * (CONSUMERS + MOE_COPY_WARPS);
   using Router = RouterScores<EXPERTS, CONSUMERS, LOADS>;
   using Visits = Routing<EXPERTS, K>;
 
@@ -59,8 +57,8 @@ struct MoeConfig {
 template <class C>
 struct MoeFixedStorage {
   u8 scratch[C::CONSUMERS][C::SCRATCH];
-  float sums[2][C::TEAMS - 1][TEAM_WARPS][8][32];  // partial sums of teams, double-buffered
-  float channel_sums[TEAM_WARPS][8];
+  float sums[2][C::TEAMS - 1][MOE_TEAM_WARPS][8][32];  // partial sums of teams, double-buffered
+  float channel_sums[MOE_TEAM_WARPS][8];
   float scores[C::CONSUMERS * 20];
   typename C::Visits visits;
   u64 routed;

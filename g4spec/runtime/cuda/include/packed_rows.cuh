@@ -10,14 +10,12 @@
 
 // Fragment layout: ACT_BYTES per 64 columns of 8 rows. Offsets of the sums in it: sums of 16 values
 // as two halves each (high part and remainder), sums of 32 values as floats and as two halves each.
-constexpr int ACT_BYTES = 1280, SPLIT16 = 1024, SUMS32 = 1152, SPLIT32 = 1216;
+static_assert(ACT_COLUMNS == 64 && GROUP_ROWS == 16, "a block is 4 k16 steps, a group two tiles");
 static_assert(SPLIT16 == 8 * 64 * 2, "sums follow the halves of 8 rows of 64 values");
 static_assert(SUMS32 == SPLIT16 + 8 * 4 * 4, "four sums of 16 per row, each as two halves");
 static_assert(SPLIT32 == SUMS32 + 8 * 2 * 4, "two sums of 32 per row as floats");
 static_assert(ACT_BYTES == SPLIT32 + 8 * 2 * 4, "two sums of 32 per row, each as two halves");
-// Activations as int8 (g4spec/runtime/cuda/step/screen.py): bytes per 256 columns of 8 rows, and
-// the offset of the rows' scales in them.
-constexpr int BYTE_SCALES = 2048, BYTE_ROWS = BYTE_SCALES + 32;
+// Activations as int8: g4spec/runtime/cuda/step/screen.py.
 static_assert(BYTE_SCALES == 8 * 256 && BYTE_ROWS == BYTE_SCALES + 8 * 4,
               "a float per row follows the codes");
 
@@ -31,9 +29,10 @@ struct RowGroup {
   bool swizzled;
 
   DEVICE RowGroup(int m, int rows) {
-    index = m / 16, row = m % 16;
-    count = rows - index * 16 < 16 ? rows - index * 16 : 16;
-    tiles = tiles_of(rows), swizzled = rows > 16;
+    index = m / GROUP_ROWS, row = m % GROUP_ROWS;
+    const int left = rows - index * GROUP_ROWS;
+    count = left < GROUP_ROWS ? left : GROUP_ROWS;
+    tiles = tiles_of(rows), swizzled = rows > GROUP_ROWS;
   }
   DEVICE RowGroup with_row(int other) const {
     RowGroup g = *this;
@@ -52,7 +51,7 @@ struct RowGroup {
 // each [blocks]. K is permuted so that ldmatrix gives each lane the operands of the fragment
 // layout: columns 16 i + 4 t, + 1 are word t of chunk 2 i, columns 16 i + 4 t + 2, + 3 are word t
 // of chunk 2 i + 1. Byte offset of word t of chunk `piece`:
-constexpr int TILE_BYTES = 1024;
+static_assert(TILE_BYTES == 8 * ACT_COLUMNS * 2, "halves of 8 rows");
 DEVICE u32 swizzled_word_offset(u32 blocks, u32 block, u32 row, u32 piece, u32 t) {
   return (row / 8 * blocks + block) * TILE_BYTES + row % 8 * 128 + (piece ^ row % 8) * 16 + t * 4;
 }

@@ -20,14 +20,14 @@ struct RowMajor {
   static constexpr DEVICE bool stores_key(int) { return true; }
 };
 
-// Tiles of 64 rows, each laid out as wgmma reads shared memory, so that one bulk copy brings a
-// tile: BLOCKS blocks of 64 columns [64 rows][8 chunks of 16 bytes], chunk p of row r at position p
+// Tiles of KV_TILE rows, each laid out as wgmma reads shared memory, so that one bulk copy brings a
+// tile: BLOCKS blocks of 64 columns [KV_TILE rows][8 chunks of 16 bytes], chunk p of row r at position p
 // ^ (r % 8).
 template <int D, int BLOCKS>
 struct SwizzledBlocks {
   static DEVICE i64 at(int head, i64 capacity, int row, int block, int d) {
-    const i64 tile = head * (capacity / 64) + row / 64;
-    return (tile * BLOCKS + block) * 4096 + row % 64 * 64 + ((d / 8 % 8) ^ (row % 8)) * 8 + d % 8;
+    const i64 tile = head * (capacity / KV_TILE) + row / KV_TILE;
+    return (tile * BLOCKS + block) * (KV_TILE * 64) + row % KV_TILE * 64 + ((d / 8 % 8) ^ (row % 8)) * 8 + d % 8;
   }
 };
 template <int D>
@@ -42,17 +42,17 @@ struct SwizzledTiles : SwizzledBlocks<D, D / 64> {
 };
 
 // For layers whose keys are their values before norm weight and rotation: V, and of K only the
-// rotated columns, which are the first 64 of both halves. The other columns of K equal V times a
+// rotated columns, which are the first CACHE_ROTARY_PAIRS of both halves. The other columns of K equal V times a
 // weight per channel, which is multiplied into the queries instead.
 template <int D>
-struct SharedKvTiles : SwizzledBlocks<D, D / 64 + 2> {
+struct SharedKvTiles : SwizzledBlocks<D, (D + 2 * CACHE_ROTARY_PAIRS) / 64> {
   static DEVICE i64 value(int head, i64 capacity, int row, int d) {
     return SharedKvTiles::at(head, capacity, row, d / 64, d);
   }
   static DEVICE i64 key(int head, i64 capacity, int row, int d) {
     return SharedKvTiles::at(head, capacity, row, D / 64 + (d >= D / 2), d);
   }
-  static constexpr DEVICE bool stores_key(int d) { return d % (D / 2) < 64; }
+  static constexpr DEVICE bool stores_key(int d) { return d % (D / 2) < CACHE_ROTARY_PAIRS; }
 };
 
 // One head's row in a warp: lane l holds V values of each half of the head, from column l * V on,

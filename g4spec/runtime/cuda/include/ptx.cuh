@@ -2,6 +2,7 @@
 // its name where it has no plainer one. No host headers are included, so NVRTC needs none. Operand
 // shapes and register layouts are those of the PTX ISA, sections "mma" and "cp.async.bulk".
 #pragma once
+#include "g4spec_constants.cuh"  // generated: build/constants.py
 
 using u8 = unsigned char;
 using i8 = signed char;

@@ -1,24 +1,14 @@
 // Decode attention, phase 1, without tensor cores or asynchronous copies, for sm_70 and sm_75. Same
 // results in the same places as attention.cu, in float32 arithmetic. blockIdx.y is the sequence; a
-// block of 128 threads handles 8 rows and tiles of 64 keys.
+// block of PLAIN_THREADS threads handles PLAIN_ROWS rows and tiles of KEYS keys.
 #include "attention_chunks.cuh"
+#include "cache_types.cuh"
 
-constexpr int THREADS = 128, ROWS = 8, KEYS = 64;  // per block; KEYS per tile
-
-struct KvPlane {  // K or V: [units, n_kv, capacity, D], scales [.., D / 32]
-  const char* rows;
-  const u16* scales;
-
-  template <int D, int Q8>
-  DEVICE float at(i64 row, int d) const {
-    if (Q8) return ((int)((const u8*)rows)[row * D + d] - 128) * from_half(scales[row * (D / 32) + d / 32]);
-    return from_half(((const u16*)rows)[row * D + d]);
-  }
-};
+constexpr int KEYS = 64;  // per tile
 
 // ROTARY_PAIRS: see attention_tiles.cuh.
 template <int D, int Q8, int ROTARY_PAIRS>
-DEVICE float key_at(const KvPlane& k, const KvPlane& v, i64 row, int d) {
+DEVICE float key_at(const PlaneReader& k, const PlaneReader& v, i64 row, int d) {
   if (!ROTARY_PAIRS) return k.at<D, Q8>(row, d);
   const int half = d / (D / 2), inside = d % (D / 2);
   return inside < ROTARY_PAIRS
@@ -27,13 +17,14 @@ DEVICE float key_at(const KvPlane& k, const KvPlane& v, i64 row, int d) {
 }
 
 struct SharedState {
-  float scores[ROWS][KEYS], top[ROWS], sum[ROWS], rescale[ROWS];
-  int first[ROWS], last[ROWS], offset[ROWS];  // offset of a row's query in q; -1: no such row
+  float scores[PLAIN_ROWS][KEYS], top[PLAIN_ROWS], sum[PLAIN_ROWS], rescale[PLAIN_ROWS];
+  int first[PLAIN_ROWS], last[PLAIN_ROWS];
+  int offset[PLAIN_ROWS];  // of a row's query in q; -1: no such row
 };
 
 // Scores of one tile. A thread computes key thread % 64 for rows thread / 64 * 4 .. + 3.
 template <int D, int Q8, int ROTARY_PAIRS>
-DEVICE void score(SharedState& s, const u16* q, const KvPlane& k, const KvPlane& v, i64 at,
+DEVICE void score(SharedState& s, const u16* q, const PlaneReader& k, const PlaneReader& v, i64 at,
                   int position, float scale) {
   const int key = threadIdx.x % KEYS, row = threadIdx.x / KEYS * 4;
   float dot[4] = {0, 0, 0, 0};
@@ -77,7 +68,7 @@ DEVICE void scores_to_weights(SharedState& s) {
 template <int D>
 DEVICE void open_rows(SharedState& s, const i64* first, const i64* last, int start, int begin,
                       int head, int tokens, int n_kv, int group) {
-  if (threadIdx.x >= ROWS) return;
+  if (threadIdx.x >= PLAIN_ROWS) return;
   const int r = threadIdx.x, row = begin + r, token = start + row / group;
   const bool real = row < tokens * group;
   s.offset[r] = real ? (token * n_kv * group + head * group + row % group) * D : -1;
@@ -87,7 +78,7 @@ DEVICE void open_rows(SharedState& s, const i64* first, const i64* last, int sta
 }
 
 template <int D, int Q8, int ROTARY_PAIRS>
-__global__ __launch_bounds__(THREADS, 4) void attend_plain(
+__global__ __launch_bounds__(PLAIN_THREADS, 4) void attend_plain(
     const u16* q, const char* keys, const char* values, const u16* key_scales,
     const u16* value_scales, const int* table, const i64* first, const i64* last, const i64* slots,
     float* sums, float2* tops, int tokens, int n_kv, int group, int width, int capacity, int room,
@@ -95,21 +86,21 @@ __global__ __launch_bounds__(THREADS, 4) void attend_plain(
   griddep_launch_dependents();
   griddep_wait();
   __shared__ SharedState s;
-  constexpr int DIMS_PER_THREAD = (D + THREADS - 1) / THREADS;  // dims per thread
-  const KvPlane k = {keys, key_scales}, v = {values, value_scales};
+  constexpr int DIMS_PER_THREAD = (D + PLAIN_THREADS - 1) / PLAIN_THREADS;  // dims per thread
+  const PlaneReader k = {keys, key_scales}, v = {values, value_scales};
   const Chunks chunks = {shift, growing};
   const int start = blockIdx.y * tokens, rows = tokens * group;
   const Units units = {table, width, (int)__ldcg(slots + start)};
   const Span span = span_of(first + start, last + start, tokens);
-  const int row_blocks = (rows + ROWS - 1) / ROWS;
+  const int row_blocks = (rows + PLAIN_ROWS - 1) / PLAIN_ROWS;
   const int low = chunks.chunk_of(span.lo), high = chunks.chunk_of(span.hi);
   for (int i = blockIdx.x; i < (high - low + 1) * n_kv * row_blocks; i += gridDim.x) {
-    const int begin = i % row_blocks * ROWS, head = i / row_blocks % n_kv;
+    const int begin = i % row_blocks * PLAIN_ROWS, head = i / row_blocks % n_kv;
     const int chunk = high - i / row_blocks / n_kv;
     const i64 place = (((i64)blockIdx.y * room + chunk - low) * n_kv + head) * rows + begin;
     open_rows<D>(s, first, last, start, begin, head, tokens, n_kv, group);
     __syncthreads();
-    float out[ROWS][DIMS_PER_THREAD] = {};
+    float out[PLAIN_ROWS][DIMS_PER_THREAD] = {};
     const int from = max_of(chunks.start(chunk), span.lo) / KEYS;
     const int to = min_of(chunks.start(chunk + 1) - 1, span.hi) / KEYS;
     for (int tile = from; tile <= to; ++tile) {
@@ -121,14 +112,14 @@ __global__ __launch_bounds__(THREADS, 4) void attend_plain(
       __syncthreads();
 #pragma unroll
       for (int j = 0; j < DIMS_PER_THREAD; ++j) {
-        const int d = threadIdx.x + j * THREADS;
+        const int d = threadIdx.x + j * PLAIN_THREADS;
         if (d >= D) break;
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) out[r][j] *= s.rescale[r];
+        for (int r = 0; r < PLAIN_ROWS; ++r) out[r][j] *= s.rescale[r];
         for (int key = 0; key < KEYS; ++key) {
           const float x = v.at<D, Q8>(at + key, d);
 #pragma unroll
-          for (int r = 0; r < ROWS; ++r) {  // values of masked keys may be NaN
+          for (int r = 0; r < PLAIN_ROWS; ++r) {  // values of masked keys may be NaN
             const float weight = s.scores[r][key];
             if (weight != 0.0f) out[r][j] = fmaf(weight, x, out[r][j]);
           }
@@ -137,12 +128,12 @@ __global__ __launch_bounds__(THREADS, 4) void attend_plain(
       __syncthreads();
     }
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r)
+    for (int r = 0; r < PLAIN_ROWS; ++r)
 #pragma unroll
       for (int j = 0; j < DIMS_PER_THREAD; ++j)
-        if (threadIdx.x + j * THREADS < D && s.offset[r] >= 0)
-          sums[(place + r) * D + threadIdx.x + j * THREADS] = out[r][j];
-    if (threadIdx.x < ROWS && s.offset[threadIdx.x] >= 0)
+        if (threadIdx.x + j * PLAIN_THREADS < D && s.offset[r] >= 0)
+          sums[(place + r) * D + threadIdx.x + j * PLAIN_THREADS] = out[r][j];
+    if (threadIdx.x < PLAIN_ROWS && s.offset[threadIdx.x] >= 0)
       tops[place + threadIdx.x] = {s.top[threadIdx.x], s.sum[threadIdx.x]};
     __syncthreads();
   }

@@ -1,10 +1,10 @@
-"""Products in float32 from a matrix as its file holds it: GPUs without the tensor-core path.
+"""Matmuls in float32 from matrices in the file's order: for GPUs without the tensor-core kernels.
 
-sm_70 and sm_75 have no `mma` with 16 columns of half precision and no asynchronous copies, which
-the fast path is made of. This path needs neither, nor any packing. It runs on every GPU, so it can
-be tested, and compared with the fast one, on any of them.
+sm_70 and sm_75 lack the `mma` instruction for 16 columns of half precision and asynchronous copies,
+which the fast kernels need. These kernels need neither, nor any packing. They run on every GPU, so
+they can be tested and compared with the fast ones on any of them.
 
-Rows that share a launch with others get the bits that they get alone.
+A row has the same bits in a launch with other rows as alone.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build.constants import PORTABLE_WARPS
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.weights import packing, samples
 from g4spec.runtime.cuda.weights.dequant import FILE_TYPES, Weight, in_file_order
@@ -22,20 +23,18 @@ from g4spec.runtime.cuda.weights.packing import spelt
 PLAIN = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 FORMATS = (*PLAIN.values(), *FILE_TYPES)
 ROWS = {1: 2, 4: 4, 8: 4}
-"""Rows of x that an instance computes -> rows of the matrix a warp takes. More than 8 rows of x
-take several launches."""
-WARPS = 4
-"""Of a block."""
+"""Rows of x that an instance multiplies -> rows of the matrix per warp. More than 8 rows of x take
+several launches."""
 
 
 def format_of(weight: Weight) -> str:
-    """Name of its values' type, one of :data:`FORMATS`."""
+    """Return the name of the type of the weight's values, one of :data:`FORMATS`."""
     return weight.type or PLAIN[weight.data.dtype]
 
 
 def takes(weight: Weight) -> bool:
-    """Whether there is a kernel for it: it is as in a file, its rows are a multiple of 8 values
-    and start where a warp can read them."""
+    """Return whether a kernel supports the matrix: it has the file's order, a multiple of 8
+    columns, and rows at addresses that a warp can read."""
     data = weight.data
     if weight.type and not in_file_order(weight):
         return False
@@ -45,19 +44,19 @@ def takes(weight: Weight) -> bool:
 
 
 def instance(name: str, tokens: int) -> str:
-    """The kernel for a type and this number of rows of x."""
-    return f"portable<{spelt(name)}, {tokens}, {ROWS[tokens]}>"
+    """Return the kernel for a type and this number of rows of x."""
+    return f"portable<raw::{spelt(name)}, {tokens}, {ROWS[tokens]}>"
 
 
 def instance_of_visits(name: str) -> str:
-    """The kernel for a type where each row has a matrix of its own."""
-    return f"portable_visits<{spelt(name)}, {ROWS[1]}>"
+    """Return the kernel for a type in which each row has a matrix of its own."""
+    return f"portable_visits<raw::{spelt(name)}, {ROWS[1]}>"
 
 
 def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """x [T, K] times W [N, K] transposed -> [T, N], all float32.
+    """Return x [T, K] times W [N, K] transposed, [T, N], all float32.
 
-    A row's result depends on that row alone, not on T nor on its place.
+    A row's result depends on that row alone, not on T or its index.
     """
     assert takes(weight) and weight.matrices == 1, weight
     count, columns = x.shape
@@ -68,8 +67,8 @@ def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
         rows = x[at : at + max(ROWS)]
         tokens = next(t for t in ROWS if t >= len(rows))
         launch.kernel("portable.cu", instance(format_of(weight), tokens))(
-            -(-n // (ROWS[tokens] * WARPS)),
-            32 * WARPS,
+            -(-n // (ROWS[tokens] * PORTABLE_WARPS)),
+            32 * PORTABLE_WARPS,
             weights=weight.data,
             x=rows,
             y=y[at : at + len(rows)],
@@ -81,10 +80,10 @@ def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
 
 
 def visits(x: torch.Tensor, ids: torch.Tensor, stack: Weight) -> torch.Tensor:
-    """Rows of x times the matrices they chose, all float32.
+    """Multiply rows of x with the matrices that they chose, all float32.
 
     Args:
-        x: [T, K], each row for `len(ids) / T` visits that follow each other.
+        x: [T, K], each row for `len(ids) / T` consecutive visits.
         ids: int64 [V], the matrix of each visit.
         stack: matrices [N, K].
 
@@ -97,8 +96,8 @@ def visits(x: torch.Tensor, ids: torch.Tensor, stack: Weight) -> torch.Tensor:
     assert x.shape[1] == stack.columns, (x.shape, stack.columns)
     y = x.new_empty(count, n)
     launch.kernel("portable.cu", instance_of_visits(format_of(stack)))(
-        (-(-n // (ROWS[1] * WARPS)), count),
-        32 * WARPS,
+        (-(-n // (ROWS[1] * PORTABLE_WARPS)), count),
+        32 * PORTABLE_WARPS,
         weights=stack.data,
         x=x.contiguous(),
         ids=ids,

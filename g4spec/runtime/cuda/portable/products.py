@@ -1,6 +1,6 @@
-"""Products of rows with weights in torch, where there is no kernel.
+"""Matmuls in torch, where no kernel supports the weights.
 
-A row's bits do not depend on the rows beside it: torch always multiplies 16 rows.
+A row's bits do not depend on the other rows: torch always multiplies 16 rows.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from g4spec.ops.simple import pad_rows
+from g4spec.runtime.cuda.build.constants import GROUP_ROWS
 from g4spec.runtime.cuda.step import packed_rows as rows_of
-from g4spec.runtime.cuda.step.packed_rows import GROUP_ROWS, PackedRows
+from g4spec.runtime.cuda.step.packed_rows import PackedRows
 from g4spec.runtime.cuda.weights.dequant import Weight, plain
 
 LARGEST = 512.0
@@ -18,7 +19,7 @@ LARGEST = 512.0
 
 
 def numbers(x: torch.Tensor | PackedRows) -> torch.Tensor:
-    """Rows as float32 [T, K]."""
+    """Return rows as float32 [T, K]."""
     if isinstance(x, torch.Tensor):
         return x
     y = rows_of.unpack(x)[0][: len(x)].float()
@@ -26,16 +27,16 @@ def numbers(x: torch.Tensor | PackedRows) -> torch.Tensor:
 
 
 def dense(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x float32 [T, K], T <= 16, times a float32 matrix [N, K] -> [T, N]."""
+    """Multiply x float32 [T, K], T <= 16, with a float32 matrix [N, K] -> [T, N]."""
     return F.linear(pad_rows(x), weight)[: len(x)]
 
 
 def product(x: torch.Tensor | PackedRows, weight: Weight, split: bool = True) -> torch.Tensor:
-    """x [T, K], T <= 16, times a weight [N, K] -> float32 [T, N], in torch.
+    """Multiply x [T, K], T <= 16, with a weight [N, K] in torch -> float32 [T, N].
 
     Args:
-        split: multiply bfloat16 as it is, in two parts. GPUs before sm_80 have no such product;
-            there it becomes half precision.
+        split: multiply bfloat16 weights as they are, with x in two parts. GPUs before sm_80 have no
+            such matmul; there they are converted to half precision.
     """
     if weight.data.dtype is torch.float32:
         return dense(numbers(x), weight.data)
@@ -48,7 +49,7 @@ def product(x: torch.Tensor | PackedRows, weight: Weight, split: bool = True) ->
 
 
 def _halves(x: torch.Tensor | PackedRows) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rows as float16 [16, K], and what each row of the product is multiplied with."""
+    """Return rows as float16 [16, K], and the factor of each row of the result."""
     if isinstance(x, PackedRows):
         half = rows_of.unpack(x)[0]
         if len(half) < GROUP_ROWS:
@@ -61,7 +62,7 @@ def _halves(x: torch.Tensor | PackedRows) -> tuple[torch.Tensor, torch.Tensor | 
 
 
 def _split(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Each value of x float32 as the sum of two bfloat16, both multiplied in one pass."""
+    """Multiply with each float32 value of x as the sum of two bfloat16, both in one matmul."""
     n, x = len(x), pad_rows(x)
     high = x.to(torch.bfloat16)
     low = (x - high.float()).to(torch.bfloat16)

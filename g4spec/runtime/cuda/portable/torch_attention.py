@@ -1,8 +1,8 @@
 """Attention over a `CudaKV` in plain torch, for shapes without a kernel.
 
-It reads all that the cache holds of a slot, whatever is in it, so that a CUDA graph may hold it,
-and so that the order of the sums depends on the cache's size alone. A row sees in each place the
-newest position of at most its `last` that stands there.
+It reads everything that the cache stores of a slot, so that a CUDA graph can record it, and so that
+the order of sums depends only on the cache's size. A place of the cache has the newest position, up
+to a row's `last`, that maps to it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def attend(
     last: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """See `Ops.attend`; q [T, n_head, D] of any float type -> float32 [T, n_head * D]."""
+    """Compute `Ops.attend`; q [T, n_head, D] of any float type -> float32 [T, n_head * D]."""
     out = []
     for start, size in zip(batch.starts, batch.sizes, strict=True):
         # Rows that were never written are zero.
@@ -43,7 +43,7 @@ def _tile(
     last: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Rows [n, n_head, D] of one sequence over keys and values [n_kv, places, D]."""
+    """Compute rows [n, n_head, D] of one sequence over keys and values [n_kv, places, D]."""
     n, n_head, dim = q.shape
     n_kv, places, _ = keys.shape
     group = n_head // n_kv

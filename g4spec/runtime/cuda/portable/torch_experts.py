@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from g4spec.ops.simple import pad_rows
-from g4spec.runtime.cuda.step import packed_rows as rows
+from g4spec.runtime.cuda.build.constants import GROUP_ROWS, INTERLEAVE_ROWS
 from g4spec.runtime.cuda.weights.dequant import plain
-from g4spec.runtime.cuda.weights.matrix import TILE, Matrix
+from g4spec.runtime.cuda.weights.matrix import Matrix
 
 
 def experts(
@@ -22,17 +22,17 @@ def experts(
     down: Any,
     activation: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """See `Ops.experts`: every expert for every row, in tiles of 16."""
-    turned = isinstance(gate, Matrix) and gate.interleaved
-    stacks = [_stack(w) for w in (gate, None if turned else up, down) if w is not None]
-    if turned:
-        both = stacks[0].view(len(stacks[0]), -1, 2, TILE, stacks[0].shape[2])
+    """Compute `Ops.experts`: every expert for every row, in tiles of 16."""
+    interleaved = isinstance(gate, Matrix) and gate.interleaved
+    stacks = [_stack(w) for w in (gate, None if interleaved else up, down) if w is not None]
+    if interleaved:
+        both = stacks[0].view(len(stacks[0]), -1, 2, INTERLEAVE_ROWS, stacks[0].shape[2])
         stacks[:1] = [both[:, :, i].flatten(1, 2) for i in (0, 1)]
     elif up is None:
         stacks[:1] = stacks[0].chunk(2, dim=1)
     out = []
-    for start in range(0, len(x), rows.GROUP_ROWS):
-        tile = x[start : start + rows.GROUP_ROWS]
+    for start in range(0, len(x), GROUP_ROWS):
+        tile = x[start : start + GROUP_ROWS]
         n = len(tile)
         tile = pad_rows(tile)
         inner = [torch.matmul(tile.to(w.dtype), w.transpose(1, 2)).float() for w in stacks[:2]]
@@ -46,7 +46,7 @@ def experts(
 
 
 def _stack(weight: Any) -> torch.Tensor:
-    """All experts' matrices as numbers [E, rows, columns]."""
+    """Return the matrices of all experts as floats [E, rows, columns]."""
     if isinstance(weight, torch.Tensor):
         return weight
     w = weight.weight

@@ -15,11 +15,11 @@ import torch
 from g4spec.core import PROMPT_BLOCK, Batch
 from g4spec.ops.reference import Ops
 from g4spec.ops.weights import Attention
+from g4spec.runtime.cuda.build.constants import GROUP_ROWS
 from g4spec.runtime.cuda.cache.heads import Heads
 from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.cuda.portable.products import numbers
 from g4spec.runtime.cuda.step import packed_rows
-from g4spec.runtime.cuda.step.packed_rows import GROUP_ROWS
 from g4spec.runtime.cuda.weights.dequant import plain
 from g4spec.runtime.cuda.weights.matrix import Matrix, join
 

@@ -26,6 +26,7 @@ from g4spec.models.gemma4_config import Config
 from g4spec.ops import weights as op
 from g4spec.ops.reference import Spans
 from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build.constants import GATED_CHANNELS, GATED_THREADS
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.cuda.prefill import prefill_attention
@@ -235,8 +236,8 @@ class LongOps(CudaOps):
         inner = self._view(self._inner, n, width)
         halves = "false" if len(pair) == 1 else "true"
         launch.kernel("prefill.cu", f"gated<Half, {halves}>")(
-            (n, -(-width // 2048)),
-            256,
+            (n, -(-width // (GATED_THREADS * GATED_CHANNELS))),
+            GATED_THREADS,
             gate_up=both,
             to=inner,
             width=width,
@@ -259,19 +260,19 @@ class LongOps(CudaOps):
         n, width = len(x), gate.shape[0]
         gates = x.new_empty(n, width)
         self.products.floats(rows, [_weight(gate)], gates)
-        told = self._view(self._inner, n, width)
+        inner = self._view(self._inner, n, width)
         launch.kernel("prefill.cu", "modulated")(
-            (n, -(-width // 256)),
-            256,
+            (n, -(-width // GATED_THREADS)),
+            GATED_THREADS,
             gate=gates,
             powers=powers,
             by=launch.Strided(by),
             stride=by.stride(0),
-            to=told,
+            to=inner,
             width=width,
             pdl=False,
         )
-        return self._down(Scaled(told), down)
+        return self._down(Scaled(inner), down)
 
     def expert_layer(
         self,
@@ -354,13 +355,13 @@ class LongOps(CudaOps):
         """Return cosines and sines [T, pairs, 2] of the pairs that rotate."""
         if self._turned is None or self._turned[0] is not chunk:
             self._turned = chunk, {}
-        made = self._turned[1]
-        if freqs not in made:
+        turns = self._turned[1]
+        if freqs not in turns:
             if freqs not in self._rotating_freqs:
                 self._rotating_freqs[freqs] = rotating_freqs(freqs)
             angle = chunk.positions.to(torch.float32)[:, None] * self._rotating_freqs[freqs]
-            made[freqs] = torch.stack((angle.cos(), angle.sin()), dim=-1)
-        return made[freqs]
+            turns[freqs] = torch.stack((angle.cos(), angle.sin()), dim=-1)
+        return turns[freqs]
 
     def _kernel(self, name: str, count: int, **arguments: Any) -> None:
         """Launch a kernel of prefill.cu that processes one row per block."""
@@ -416,7 +417,7 @@ def rotating_freqs(freqs: torch.Tensor) -> torch.Tensor:
     if not bool((freqs[:count] > STILL).all()):
         raise InputError(
             "rope_freqs.weight",
-            expected="pairs that turn before those that do not",
+            expected="pairs that rotate before pairs that do not",
             fix="use `device` cpu",
         )
     return freqs[:count].contiguous()

@@ -7,7 +7,8 @@ import torch
 from g4spec.core import PROMPT_BLOCK
 from g4spec.models.gemma4_config import Config
 from g4spec.models.spec import LayerSpec
-from g4spec.runtime.cuda.cache.cuda_kv_size import ROTARY_PAIRS, shares
+from g4spec.runtime.cuda.build.constants import CACHE_ROTARY_PAIRS
+from g4spec.runtime.cuda.cache.cuda_kv_size import shares
 from g4spec.runtime.cuda.prefill import prefill_attention
 from g4spec.runtime.cuda.prefill.buffers import Shapes, nbytes
 from g4spec.runtime.cuda.prefill.prefill_attention import padded
@@ -28,7 +29,8 @@ def ways(
     out = {}
     for s in config.layers:
         if s.kv_from is None:
-            rotary_pairs = ROTARY_PAIRS if s.v_from_k and shares(s.head_dim, s.rotary_pairs) else 0
+            shared = s.v_from_k and shares(s.head_dim, s.rotary_pairs)
+            rotary_pairs = CACHE_ROTARY_PAIRS if shared else 0
             way = prefill_attention.kind(s.head_dim, rotary_pairs, arch)
             out[kind_of(s.window, s.n_head, s.n_kv, s.head_dim, rotary_pairs)] = s, way
     return out

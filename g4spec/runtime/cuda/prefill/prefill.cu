@@ -176,24 +176,24 @@ DEVICE float gelu(float x) {
 // gelu(gate * in_scale) * (up * in_scale) * out_scale. A row interleaves 16 gates and 16 ups, or with
 // HALVES holds all gates first. A thread handles eight channels.
 template <class T, bool HALVES>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(GATED_THREADS)
 gated(const u16* gate_up, u16* to, int width, float in_scale, float out_scale) {
-  const int i = (blockIdx.y * 256 + threadIdx.x) * 8;  // channel
+  const int i = (blockIdx.y * GATED_THREADS + threadIdx.x) * GATED_CHANNELS;  // channel
   if (i >= width) return;
   const u16* row = gate_up + (i64)blockIdx.x * 2 * width;
-  const u16* gates = row + (HALVES ? i : i / 16 * 32 + i % 16);
-  float g[8], u[8];
+  const u16* gates = row + (HALVES ? i : i / INTERLEAVE_ROWS * (2 * INTERLEAVE_ROWS) + i % INTERLEAVE_ROWS);
+  float g[GATED_CHANNELS], u[GATED_CHANNELS];
   unpack_row<T>(g, gates);
-  unpack_row<T>(u, gates + (HALVES ? width : 16));
+  unpack_row<T>(u, gates + (HALVES ? width : INTERLEAVE_ROWS));
 #pragma unroll
-  for (int e = 0; e < 8; ++e) g[e] = gelu(g[e] * in_scale) * (u[e] * in_scale) * out_scale;
+  for (int e = 0; e < GATED_CHANNELS; ++e) g[e] = gelu(g[e] * in_scale) * (u[e] * in_scale) * out_scale;
   pack_row<T>(to + (i64)blockIdx.x * width + i, g);
 }
 
 // Per-layer embedding: gelu(gate * powers[row]) * by; rows of `by` are `stride` elements apart.
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(GATED_THREADS)
 modulated(const float* gate, const float* powers, const float* by, i64 stride, u16* to, int width) {
-  const int i = blockIdx.y * 256 + threadIdx.x;
+  const int i = blockIdx.y * GATED_THREADS + threadIdx.x;
   if (i >= width) return;
   const i64 row = blockIdx.x;
   to[row * width + i] = to_half(gelu(gate[row * width + i] * powers[row]) * by[row * stride + i]);

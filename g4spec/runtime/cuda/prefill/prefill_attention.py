@@ -21,16 +21,25 @@ import torch
 from g4spec.core import PROMPT_BLOCK, Batch
 from g4spec.models.spec import LayerSpec
 from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build.constants import (
+    CACHE_ROTARY_PAIRS,
+    FLASH_ROWS,
+    FLASH_SHARED,
+    FLASH_THREADS,
+    FLASH_WIDE_ROWS,
+    FLASH_WIDE_SHARED,
+    KV_TILE,
+    PREFILL_HEAD_WARPS,
+    SOFTMAX_WARPS,
+)
 from g4spec.runtime.cuda.build.units import Unit
+from g4spec.runtime.cuda.cache.cache_types import TYPES
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
-from g4spec.runtime.cuda.cache.cuda_kv_size import ROTARY_PAIRS, shares
+from g4spec.runtime.cuda.cache.cuda_kv_size import shares
 from g4spec.runtime.cuda.prefill.buffers import Shapes, allocate
 
 EVERYTHING = 1 << 30
 """Window of a global layer."""
-
-TILE = 64
-"""Rows of keys and values in a tile; see cuda/include/prefill_kv_layout.cuh."""
 
 KEYS = 2048
 """Number of keys whose scores are computed at a time."""
@@ -38,20 +47,6 @@ KEYS = 2048
 ROWS = 8192
 """Number of rows (over all heads) whose scores are computed at a time; with KEYS, 64 MB of
 scores."""
-
-FLASH = 128
-"""Rows per CTA of prefill_flash.cu."""
-
-FLASH_SHARED = 6 * 64 * 256 * 2 + 256
-"""Shared memory of such a CTA in bytes: queries, two tiles of keys and of values, barriers."""
-
-WIDE = 64
-"""Rows per CTA of prefill_flash_wide.cu."""
-
-WIDE_SHARED = 64 * 512 * 2 + 2 * 64 * 640 * 2 + 2048
-"""Shared memory of such a CTA in bytes: queries, two tiles, a few numbers per row, barriers."""
-
-_CACHES = {"f16": "F16Cache", "q8_0": "Q8Cache"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +97,7 @@ class Attention:
     layouts = "RowMajor", "RowMajor"
     """Layouts of queries, and of keys and values; see cuda/include/prefill_kv_layout.cuh."""
     fold = False
-    """Whether the norm weights of keys are folded into the queries."""
+    """True if the norm weights of keys are folded into the queries."""
 
     extra = 0
     """Values per row of `keys` beyond those of a head."""
@@ -125,19 +120,19 @@ class Attention:
     def buffers(cls, spec: LayerSpec, chunk: int, n_ctx: int) -> Shapes:
         """Return the shapes of its buffers. Without `values`, the values are part of the keys."""
         chunk = padded(chunk, PROMPT_BLOCK)
-        before = n_ctx if spec.window is None else spec.window - 1 + TILE
+        before = n_ctx if spec.window is None else spec.window - 1 + KV_TILE
         rows = padded(min(padded(n_ctx, PROMPT_BLOCK), before + chunk))
-        queries = padded(chunk * (spec.n_head // spec.n_kv), FLASH)
+        queries = padded(chunk * (spec.n_head // spec.n_kv), FLASH_ROWS)
         half, dim = torch.float16, spec.head_dim
-        found = {
+        buffers = {
             "queries": ((spec.n_kv, queries, dim), half),
             "keys": ((spec.n_kv, rows, dim + cls.extra), half),
         }
-        return found if cls.extra else found | {"values": ((spec.n_kv, rows, dim), half)}
+        return buffers if cls.extra else buffers | {"values": ((spec.n_kv, rows, dim), half)}
 
     def first(self, start: int) -> int:
         """Return the position of row 0 of `keys` for a chunk at `start`."""
-        return self._visible(start) // TILE * TILE
+        return self._visible(start) // KV_TILE * KV_TILE
 
     def _visible(self, start: int) -> int:
         """Return the first position that the row at `start` attends to."""
@@ -158,7 +153,7 @@ class Attention:
         count, n = len(qkv), qkv.shape[1] // self.dim
         first, kind = (
             self.first(chunk.start),
-            (*self.layouts, _CACHES[cache.kind], cache.rotary_pairs),
+            (*self.layouts, cache.type.struct, cache.rotary_pairs),
         )
         if w.k_norm is not None:
             cache.weight, self._gathered = w.k_norm, (cache, chunk)
@@ -167,7 +162,7 @@ class Attention:
         assert held is cache and of is chunk, "the keys of another layer or chunk were gathered"
         launch.kernel("prefill_heads.cu", heads(self.dim, *kind))(
             (count, 1 if n <= 32 else 2),
-            256,
+            32 * PREFILL_HEAD_WARPS,
             qkv=qkv,
             columns=qkv.shape[1],
             n_head=self.n_head,
@@ -197,8 +192,8 @@ class Attention:
         if chunk.start == first:
             return
         launch.kernel("prefill_heads.cu", earlier(self.dim, *kind))(
-            (chunk.start - first, -(-self.n_kv // 8)),
-            256,
+            (chunk.start - first, -(-self.n_kv // PREFILL_HEAD_WARPS)),
+            32 * PREFILL_HEAD_WARPS,
             **_planes(cache, chunk.slot),
             first=first,
             visible=self._visible(chunk.start),
@@ -238,8 +233,8 @@ class Flash(Attention):
     def attend(self, out: torch.Tensor, start: int) -> None:
         count = len(out)
         launch.kernel("prefill_flash.cu", "flash")(
-            (-(-count * self.group // FLASH), self.n_kv),
-            384,
+            (-(-count * self.group // FLASH_ROWS), self.n_kv),
+            FLASH_THREADS,
             queries=self.queries,
             keys=self.keys,
             values=self.values,
@@ -261,13 +256,13 @@ class Wide(Attention):
 
     layouts = "SwizzledTiles", "SharedKvTiles"
     fold = True
-    extra = 2 * ROTARY_PAIRS
+    extra = 2 * CACHE_ROTARY_PAIRS
 
     def attend(self, out: torch.Tensor, start: int) -> None:
         count = len(out)
         launch.kernel("prefill_flash_wide.cu", "flash_wide")(
-            (-(-count * self.group // WIDE), self.n_kv),
-            384,
+            (-(-count * self.group // FLASH_WIDE_ROWS), self.n_kv),
+            FLASH_THREADS,
             queries=self.queries,
             tiles=self.keys,
             out=out,
@@ -277,7 +272,7 @@ class Wide(Attention):
             key_rows=self.rows,
             offset=start - self.first(start),
             window=self.window,
-            shared=WIDE_SHARED,
+            shared=FLASH_WIDE_SHARED,
             pdl=False,
         )
 
@@ -317,7 +312,7 @@ class Scores(Attention):
         queries = self.queries[:, begin * self.group : begin * self.group + rows]
         o = self.sums[: heads * rows].view(heads, rows, self.dim)
         most, total = self.state
-        low = max(0, offset - self.window + 1) // TILE * TILE
+        low = max(0, offset - self.window + 1) // KV_TILE * KV_TILE
         high = padded(offset + len(out))
         for at in range(low, high, KEYS):
             n = min(KEYS, high - at)
@@ -327,7 +322,7 @@ class Scores(Attention):
             torch.bmm(queries, keys.transpose(1, 2), out_dtype=torch.float32, out=s)
             launch.kernel("prefill_softmax.cu", softmax(self.dim))(
                 (rows, heads),
-                128,
+                32 * SOFTMAX_WARPS,
                 scores=s,
                 weights=p,
                 most=most,
@@ -366,7 +361,7 @@ def kind(head_dim: int, rotary_pairs: int, arch: str) -> type[Attention]:
     return Scores
 
 
-def padded(rows: int, tile: int = TILE) -> int:
+def padded(rows: int, tile: int = KV_TILE) -> int:
     """Round up to whole tiles."""
     return -(-rows // tile) * tile
 
@@ -380,7 +375,7 @@ def earlier(dim: int, _: str, keys: str, cache: str, rotary_pairs: int) -> str:
 
 
 def softmax(dim: int) -> str:
-    return f"softmax<{dim}, {KEYS // 512}>"
+    return f"softmax<{dim}, {KEYS // (4 * 32 * SOFTMAX_WARPS)}>"
 
 
 UNITS = [
@@ -389,13 +384,13 @@ UNITS = [
         tuple(
             name(dim, *layouts, cache, rotary_pairs)
             for name in (heads, earlier)
-            for cache in _CACHES.values()
+            for cache in (type.struct for type in TYPES.values())
             for dim, layouts, rotary_pairs in (
                 (256, Scores.layouts, 0),
                 (512, Scores.layouts, 0),
-                (512, Scores.layouts, ROTARY_PAIRS),
+                (512, Scores.layouts, CACHE_ROTARY_PAIRS),
                 (256, Flash.layouts, 0),
-                (512, Wide.layouts, ROTARY_PAIRS),
+                (512, Wide.layouts, CACHE_ROTARY_PAIRS),
             )
         ),
         max_registers=128,
@@ -406,5 +401,5 @@ UNITS = [
         max_registers=64,
     ),
     Unit("prefill_flash.cu", ("flash",), ("sm_90a",), 168, FLASH_SHARED),
-    Unit("prefill_flash_wide.cu", ("flash_wide",), ("sm_90a",), 168, WIDE_SHARED),
+    Unit("prefill_flash_wide.cu", ("flash_wide",), ("sm_90a",), 168, FLASH_WIDE_SHARED),
 ]

@@ -17,6 +17,13 @@ import torch
 
 from g4spec.models.spec import LayerSpec
 from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build.constants import (
+    GATED_CHANNELS,
+    GATED_THREADS,
+    GATHER_THREADS,
+    ORDER_THREADS,
+    ROUTE_WARPS,
+)
 from g4spec.runtime.cuda.prefill.buffers import Shapes, allocate
 from g4spec.runtime.cuda.step.attention import TENSOR_ARCHS
 from g4spec.runtime.cuda.weights.dequant import Products, Weight
@@ -88,7 +95,7 @@ class Experts:
         """Return the shapes of its buffers. `ids`, `places` and `visits` have one entry per (row,
         expert)."""
         visits, brief = chunk * spec.n_expert_used, torch.bfloat16
-        given = _given(spec, n_embd, chunk, arch) * spec.n_expert_used
+        sorted_rows = _matmul_rows(spec, n_embd, chunk, arch) * spec.n_expert_used
         whole, floats = torch.int32, torch.float32
         return {
             "rows": ((chunk, n_embd), brief),
@@ -99,8 +106,8 @@ class Experts:
             "places": ((visits,), whole),
             "visits": ((visits,), whole),
             "ends": ((spec.n_expert,), whole),
-            "sorted": ((given, n_embd), brief),
-            "hidden": ((given, spec.n_ff_expert), brief),
+            "sorted": ((sorted_rows, n_embd), brief),
+            "hidden": ((sorted_rows, spec.n_ff_expert), brief),
         }
 
     @staticmethod
@@ -110,7 +117,7 @@ class Experts:
         gate_up = 2 * spec.n_ff_expert * (2 if spec.split_experts else 1)
         widths = max(gate_up, 2 * spec.n_ff_expert + n_embd)
         widths += n_embd if _without_bf16(arch) else 0
-        return 2 * _given(spec, n_embd, chunk, arch) * spec.n_expert_used * widths
+        return 2 * _matmul_rows(spec, n_embd, chunk, arch) * spec.n_expert_used * widths
 
     def __call__(
         self,
@@ -130,8 +137,8 @@ class Experts:
         products.plain(self.routed[:count], router, self.scores[:count])
         file = "prefill_experts.cu"
         launch.kernel(file, f"route<{spec.n_expert}, {self.k}>")(
-            -(-count // 4),
-            128,
+            -(-count // ROUTE_WARPS),
+            32 * ROUTE_WARPS,
             scores=self.scores,
             gains=gains,
             ids=self.ids,
@@ -141,7 +148,7 @@ class Experts:
         )
         launch.kernel(file, "order")(
             spec.n_expert,
-            1024,
+            ORDER_THREADS,
             ids=self.ids,
             places=self.places,
             visits=self.visits,
@@ -151,7 +158,7 @@ class Experts:
         )
         launch.kernel(file, f"gather<{self.n_embd}>")(
             visits,
-            128,
+            GATHER_THREADS,
             x=self.rows,
             visits=self.visits,
             to=self.sorted,
@@ -162,8 +169,8 @@ class Experts:
         both = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         halves = "false" if w.interleaved and len(parts) == 1 else "true"
         launch.kernel("prefill.cu", f"gated<Bfloat, {halves}>")(
-            (visits, -(-spec.n_ff_expert // 2048)),
-            256,
+            (visits, -(-spec.n_ff_expert // (GATED_THREADS * GATED_CHANNELS))),
+            GATED_THREADS,
             gate_up=both,
             to=self.hidden,
             width=spec.n_ff_expert,
@@ -208,6 +215,6 @@ def _grouped(spec: LayerSpec, n_embd: int, arch: str) -> bool:
     return arch in GROUPED_ARCHS and n_embd % 8 == 0 and spec.n_ff_expert % 8 == 0
 
 
-def _given(spec: LayerSpec, n_embd: int, chunk: int, arch: str) -> int:
+def _matmul_rows(spec: LayerSpec, n_embd: int, chunk: int, arch: str) -> int:
     """Return the number of rows in the shape of a matmul."""
     return max(chunk, FULL) if _grouped(spec, n_embd, arch) else chunk

@@ -6,7 +6,7 @@
 #include "online_softmax.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-constexpr int TILE = 64 * 256 * 2, STAGES = 2, GROUPS = 2;
+constexpr int TILE = KV_TILE * 256 * 2, STAGES = 2, GROUPS = FLASH_ROWS / 64;
 static_assert(TILE % 1024 == 0,
               "wgmma operands with the 128-byte swizzle start at multiples of 1024 bytes");
 
@@ -18,6 +18,7 @@ struct Storage {
   u8 keys[STAGES][TILE], values[STAGES][TILE];
   Barriers bar;
 };
+static_assert(sizeof(Storage) <= FLASH_SHARED, "the launch reserves FLASH_SHARED bytes");
 
 DEVICE void issue_scores(float (&s)[32], u64 queries, u64 keys) {
 #pragma unroll
@@ -78,7 +79,7 @@ DEVICE void attend(float (&o)[128], OnlineSoftmax& rows, Storage& sh, int mine, 
     }
     warpgroup_fence_operand(s);
     warp_release(&sh.bar.no_keys[stage], lane);
-    rows.update(s, (high - i) * 64, lane);
+    rows.update(s, (high - i) * KV_TILE, lane);
     if (i) {
       wgmma_wait<0>();
       warpgroup_fence_operand(o);
@@ -119,7 +120,7 @@ DEVICE void write(const float (&o)[128], const OnlineSoftmax& rows, u16* out, in
 // Grid: (blocks of 128 rows, KV heads). queries: `query_rows` rows per KV head, token t's from row
 // t * group on; keys, values: `key_rows` rows per KV head. Token t sees the `window` keys up to row
 // t + offset.
-__global__ void __launch_bounds__(384, 1)
+__global__ void __launch_bounds__(FLASH_THREADS, 1)
 flash(const u16* queries, const u16* keys, const u16* values, u16* out, int tokens, int group,
       int query_rows, int key_rows, int offset, int window) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -135,9 +136,9 @@ flash(const u16* queries, const u16* keys, const u16* values, u16* out, int toke
     mbarrier_init_fence();
   }
   __syncthreads();
-  const int first = (gridDim.x - 1 - blockIdx.x) * 128;  // blocks with the most keys first
-  const int low = max(0, first / group + offset - window + 1) / 64;
-  const int high = (min((first + 127) / group, tokens - 1) + offset) / 64;
+  const int first = (gridDim.x - 1 - blockIdx.x) * FLASH_ROWS;  // blocks with the most keys first
+  const int low = max(0, first / group + offset - window + 1) / KV_TILE;
+  const int high = (min((first + FLASH_ROWS - 1) / group, tokens - 1) + offset) / KV_TILE;
   if (threadIdx.x < 128) {
     setmaxnreg_dec<24>();
     const i64 head = (i64)blockIdx.y * key_rows * 512;

@@ -11,8 +11,8 @@
 #include "online_softmax.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-constexpr int BLOCK = 8192, VALUES = 8 * BLOCK, TILE = VALUES + 2 * BLOCK;
-static_assert(BLOCK == 64 * 64 * 2, "a block is 64 rows of 64 halves");
+constexpr int BLOCK = KV_TILE * 64 * 2;  // KV_TILE rows of 64 halves
+constexpr int VALUES = 8 * BLOCK, TILE = VALUES + 2 * BLOCK;
 static_assert(BLOCK % 1024 == 0,
               "wgmma operands with the 128-byte swizzle start at multiples of 1024 bytes");
 
@@ -22,6 +22,8 @@ struct Storage {
   float row_max[2][64], rescale[2][64], sums[2][64];  // [group][row]
   u64 have_queries, loaded[2], weighed[2], used[2];
 };
+static_assert(sizeof(Storage) <= FLASH_WIDE_SHARED,
+              "the launch reserves FLASH_WIDE_SHARED bytes");
 
 // Scores of 64 keys. Key columns 0 .. 63 and 256 .. 319 are blocks 8 and 9 of the tile, after the
 // values.
@@ -105,7 +107,7 @@ DEVICE void attend(float (&o)[128], OnlineSoftmax& rows, Group& g, int count, in
     }
     wgmma_wait<0>();
     warpgroup_fence_operand(s);
-    rows.update(s, (high - j) * 64, g.lane);
+    rows.update(s, (high - j) * KV_TILE, g.lane);
     // All warps of the group have read the keys before any of them overwrites them.
     named_barrier_sync(1 + g.mine, 128);
     g.publish(s, rows, j);
@@ -161,7 +163,7 @@ DEVICE void feed(Storage& sh, const u8* queries, const u8* tiles, int count, int
 // Grid: (blocks of 64 rows, KV heads). queries: `query_rows` rows per KV head, token t's from row t
 // * group on; tiles: `key_rows` keys per KV head. Token t sees the `window` keys up to row t +
 // offset.
-__global__ void __launch_bounds__(384, 1)
+__global__ void __launch_bounds__(FLASH_THREADS, 1)
 flash_wide(const u16* queries, const u16* tiles, u16* out, int tokens, int group, int query_rows,
            int key_rows, int offset, int window) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -176,14 +178,15 @@ flash_wide(const u16* queries, const u16* tiles, u16* out, int tokens, int group
     mbarrier_init_fence();
   }
   __syncthreads();
-  const int first = (gridDim.x - 1 - blockIdx.x) * 64;  // blocks with the most keys first
-  const int low = max(0, first / group + offset - window + 1) / 64;
-  const int high = (min((first + 63) / group, tokens - 1) + offset) / 64, count = high - low + 1;
+  const int first = (gridDim.x - 1 - blockIdx.x) * FLASH_WIDE_ROWS;  // blocks with the most keys first
+  const int low = max(0, first / group + offset - window + 1) / KV_TILE;
+  const int high = (min((first + FLASH_WIDE_ROWS - 1) / group, tokens - 1) + offset) / KV_TILE;
+  const int count = high - low + 1;
   if (threadIdx.x < 128) {
     setmaxnreg_dec<24>();
     if (threadIdx.x == 0)
       feed(sh, (const u8*)queries + ((i64)blockIdx.y * query_rows + first) * 1024,
-           (const u8*)tiles + (i64)blockIdx.y * (key_rows / 64) * TILE, count, high);
+           (const u8*)tiles + (i64)blockIdx.y * (key_rows / KV_TILE) * TILE, count, high);
   } else {
     setmaxnreg_inc<240>();
     Group g{sh, (int)threadIdx.x / 128 - 1, (int)threadIdx.x % 32, (int)threadIdx.x / 32 % 4};

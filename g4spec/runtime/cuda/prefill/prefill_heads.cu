@@ -3,100 +3,7 @@
 // together with cached rows of earlier chunks. Keys and values are rounded as the cache stores
 // them, so attention sees the same numbers whether a row is in the current chunk or an earlier one.
 // One warp per row and head.
-#include "prefill_kv_layout.cuh"
-
-// Access to a row of a cache plane: f16, or Q8_0 (bytes q + 128 and a half-precision scale per 32).
-// ROTARY_PAIRS: the plane stores that many columns of each half of a head, other columns of `x` are
-// not touched; 0: all. `write` leaves in `x` what `read` would return; a negative row is rounded
-// but not written.
-template <int D>
-struct F16Cache {
-  template <int ROTARY_PAIRS>
-  static DEVICE void write(u8* plane, u16*, i64 row, HeadRow<D>& x) {
-    u16* to = (u16*)plane + row * (ROTARY_PAIRS ? 2 * ROTARY_PAIRS : D);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      if (!x.template stored<ROTARY_PAIRS>()) continue;
-      if (row >= 0) pack_row(to + x.template column<ROTARY_PAIRS>(h), x.x[h]);
-#pragma unroll
-      for (int e = 0; e < x.V; ++e) x.x[h][e] = from_half(to_half(x.x[h][e]));
-    }
-  }
-  template <int ROTARY_PAIRS>
-  static DEVICE void read(HeadRow<D>& x, const u8* plane, const u16*, i64 row) {
-    const u16* from = (const u16*)plane + row * (ROTARY_PAIRS ? 2 * ROTARY_PAIRS : D);
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-      if (x.template stored<ROTARY_PAIRS>())
-        unpack_row(x.x[h], from + x.template column<ROTARY_PAIRS>(h));
-  }
-};
-
-template <int N>
-DEVICE void store(u8* to, const u8 (&bytes)[N]) {
-  if constexpr (N % 4 == 0) {
-#pragma unroll
-    for (int i = 0; i < N / 4; ++i)
-      ((u32*)to)[i] = bytes[4 * i] | bytes[4 * i + 1] << 8 | bytes[4 * i + 2] << 16 |
-                      (u32)bytes[4 * i + 3] << 24;
-  } else {
-#pragma unroll
-    for (int i = 0; i < N; ++i) to[i] = bytes[i];
-  }
-}
-
-template <int D>
-struct Q8Cache {
-  static constexpr int V = HeadRow<D>::V;
-
-  // Rounds bit for bit as `quantize` in cuda_kv.py.
-  template <int ROTARY_PAIRS>
-  static DEVICE void write(u8* plane, u16* scales, i64 row, HeadRow<D>& x) {
-    float most[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      most[h] = 0;
-#pragma unroll
-      for (int e = 0; e < V; ++e) most[h] = fmaxf(most[h], fabsf(x.x[h][e]));
-#pragma unroll
-      for (int step = 1; step * V < (D >= 64 ? 32 : D / 2); step *= 2)
-        most[h] = fmaxf(most[h], __shfl_xor_sync(FULL_MASK, most[h], step));
-    }
-    if (D < 64) most[0] = most[1] = fmaxf(most[0], most[1]);  // one Q8_0 block covers both halves
-    if (!x.template stored<ROTARY_PAIRS>()) return;
-    constexpr int WIDTH = ROTARY_PAIRS ? 2 * ROTARY_PAIRS : D;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int at = x.template column<ROTARY_PAIRS>(h);
-      const float step = __fdiv_rn(most[h], 127.0f), inverse = __frcp_rn(step);
-      const float by = inverse - inverse == 0.0f ? inverse : 0.0f;  // 0 if infinite or NaN
-      const u16 scale = to_half(step);
-      u8 bytes[V];
-#pragma unroll
-      for (int e = 0; e < V; ++e) {
-        const float v = x.x[h][e] * by;
-        const int code = (int)truncf(v + copysignf(0.49999997f, v));
-        bytes[e] = (u8)(code + 128);
-        x.x[h][e] = code * from_half(scale);
-      }
-      if (row < 0) continue;
-      store<V>(plane + row * WIDTH + at, bytes);
-      if (at % 32 == 0) scales[row * (WIDTH / 32) + at / 32] = scale;
-    }
-  }
-  template <int ROTARY_PAIRS>
-  static DEVICE void read(HeadRow<D>& x, const u8* plane, const u16* scales, i64 row) {
-    if (!x.template stored<ROTARY_PAIRS>()) return;
-    constexpr int WIDTH = ROTARY_PAIRS ? 2 * ROTARY_PAIRS : D;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int at = x.template column<ROTARY_PAIRS>(h);
-      const float step = from_half(scales[row * (WIDTH / 32) + at / 32]);
-#pragma unroll
-      for (int e = 0; e < V; ++e) x.x[h][e] = ((int)plane[row * WIDTH + at + e] - 128) * step;
-    }
-  }
-};
+#include "cache_types.cuh"
 
 template <class Layout, int D>
 DEVICE void store_key(u16* keys, int head, i64 capacity, int row, const HeadRow<D>& x) {
@@ -114,7 +21,6 @@ DEVICE void store_value(u16* values, int head, i64 capacity, int row, const Head
 
 // Row index of a position in a cache plane: in the page `pages[position / PAGE]`, or in the ring of
 // a slot.
-constexpr int PAGE = 128;
 struct CacheRows {
   const i32* pages;
   int slot, n_kv, capacity;
@@ -142,7 +48,7 @@ DEVICE void complete_key(HeadRow<D>& key, const HeadRow<D>& value, const float* 
 // [T, rotated]: {cos, sin}. The cache takes rows before `count` that still fit into a ring; of keys the
 // columns of ROTARY_PAIRS.
 template <int D, class Q, class KV, template <int> class CacheKind, int ROTARY_PAIRS>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(32 * PREFILL_HEAD_WARPS)
 heads(const u16* qkv, int columns, int n_head, int n_kv, int own_values, const float* q_norm,
       const float* k_norm, const float* fold, const float2* turns, int rotated, u16* queries,
       int query_rows, u16* keys, u16* values, int rows, int first, void* cache_keys,
@@ -151,7 +57,8 @@ heads(const u16* qkv, int columns, int n_head, int n_kv, int own_values, const f
   const int t = blockIdx.x, group = n_head / n_kv;
   const int total = n_head + (columns / D - n_head) / (own_values ? 2 : 1);
   turns += (i64)t * rotated;
-  for (int head = blockIdx.y * 8 + threadIdx.x / 32; head < total; head += gridDim.y * 8) {
+  for (int head = blockIdx.y * PREFILL_HEAD_WARPS + threadIdx.x / 32; head < total;
+       head += gridDim.y * PREFILL_HEAD_WARPS) {
     HeadRow<D> x;
     x.load(qkv + (i64)t * columns + head * D);
     if (head < n_head) {
@@ -186,12 +93,13 @@ heads(const u16* qkv, int columns, int n_head, int n_kv, int own_values, const f
 // position `visible`, which no token of the chunk sees, become zeros. Grid: (rows, y); the warps of a
 // row's blocks share the KV heads. `k_norm`: weight of the keys' norm.
 template <int D, class KV, template <int> class CacheKind, int ROTARY_PAIRS>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(32 * PREFILL_HEAD_WARPS)
 earlier(const void* cache_keys, const void* cache_values, const u16* key_scales,
         const u16* value_scales, const i32* pages, int slot, int capacity, int first, int visible,
         u16* keys, u16* values, int rows, int n_kv, const float* k_norm) {
   const int row = blockIdx.x;
-  for (int kv = blockIdx.y * 8 + threadIdx.x / 32; kv < n_kv; kv += gridDim.y * 8) {
+  for (int kv = blockIdx.y * PREFILL_HEAD_WARPS + threadIdx.x / 32; kv < n_kv;
+       kv += gridDim.y * PREFILL_HEAD_WARPS) {
     HeadRow<D> k{}, v{};
     if (first + row >= visible) {
       const i64 at = CacheRows{pages, slot, n_kv, capacity}.at(kv, first + row);

@@ -4,7 +4,6 @@
 #include "half_rows.cuh"
 #include "reduce.cuh"
 
-constexpr int WARPS = 4;
 #define NEG_INF __int_as_float(0xff800000)
 
 // Grid: (rows, KV heads), one block per row. Row r belongs to token r / group; token t sees the
@@ -13,17 +12,17 @@ constexpr int WARPS = 4;
 // [heads, rows, D], the accumulator, is rescaled where the maximum grows. `begin`: first block of
 // keys, there is no state yet.
 template <int D, int V>
-__global__ void __launch_bounds__(32 * WARPS)
+__global__ void __launch_bounds__(32 * SOFTMAX_WARPS)
 softmax(const float* scores, u16* weights, float* most, float* sum, float* out, int keys, int first,
         int offset, int window, int group, int begin) {
-  __shared__ float slots[2][WARPS];
+  __shared__ float slots[2][SOFTMAX_WARPS];
   const i64 row = (i64)blockIdx.y * gridDim.x + blockIdx.x;
   const int last = blockIdx.x / group + offset - first, least = last - window;  // (least, last]
   float4 v[V];
   float top = NEG_INF;
 #pragma unroll
   for (int j = 0; j < V; ++j) {
-    const int i = (j * 32 * WARPS + threadIdx.x) * 4;
+    const int i = (j * 32 * SOFTMAX_WARPS + threadIdx.x) * 4;
     v[j] = float4{NEG_INF, NEG_INF, NEG_INF, NEG_INF};
     if (i >= keys || i > last || i + 3 <= least) continue;
     v[j] = *(const float4*)(scores + row * keys + i);
@@ -33,20 +32,20 @@ softmax(const float* scores, u16* weights, float* most, float* sum, float* out, 
     if (i + 3 > last) v[j].w = NEG_INF;
     top = fmaxf(top, fmaxf(fmaxf(v[j].x, v[j].y), fmaxf(v[j].z, v[j].w)));
   }
-  top = block_reduce<WARPS>(top, slots[0], MaxNan());
+  top = block_reduce<SOFTMAX_WARPS>(top, slots[0], MaxNan());
   const float before = begin ? NEG_INF : most[row], now = fmaxf(before, top);
   const float base = now == NEG_INF ? 0.0f : now;
   float total = 0;
 #pragma unroll
   for (int j = 0; j < V; ++j) {
-    const int i = (j * 32 * WARPS + threadIdx.x) * 4;
+    const int i = (j * 32 * SOFTMAX_WARPS + threadIdx.x) * 4;
     const float4 p = {__expf(v[j].x - base), __expf(v[j].y - base), __expf(v[j].z - base),
                       __expf(v[j].w - base)};
     total += (p.x + p.y) + (p.z + p.w);
     if (i < keys)
       *(uint2*)(weights + row * keys + i) = {Half::pack(p.x, p.y), Half::pack(p.z, p.w)};
   }
-  total = block_reduce<WARPS>(total, slots[1], Sum());
+  total = block_reduce<SOFTMAX_WARPS>(total, slots[1], Sum());
   const float shrink = before == NEG_INF ? 0.0f : __expf(before - base);
   if (threadIdx.x == 0) {
     most[row] = now;
@@ -54,7 +53,7 @@ softmax(const float* scores, u16* weights, float* most, float* sum, float* out, 
   }
   if (begin || now == before) return;
   float4* o = (float4*)(out + row * D);
-  for (int i = threadIdx.x; i < D / 4; i += 32 * WARPS) {
+  for (int i = threadIdx.x; i < D / 4; i += 32 * SOFTMAX_WARPS) {
     const float4 x = o[i];
     o[i] = {x.x * shrink, x.y * shrink, x.z * shrink, x.w * shrink};
   }

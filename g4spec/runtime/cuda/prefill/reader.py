@@ -63,7 +63,7 @@ class Reader:
         assert 0 < len(ids) <= self.target.chunk and start % PROMPT_BLOCK == 0, (len(ids), start)
         if not self._fits:
             return self._in_steps(slot, ids, start)
-        self._long = self._long or self._made()
+        self._long = self._long or self._chunk_model()
         count, rows = len(ids), padded(len(ids), PROMPT_BLOCK)
         padding = [PADDING] * (rows - count)
         batch = self._batch(slot, [*ids, *padding], start)
@@ -82,7 +82,7 @@ class Reader:
             n = min(size, count - at)
             long.commit(rows.rows(at, at + n, (n,)), self._ops.ids([n - 1]))
 
-    def _made(self) -> Model:
+    def _chunk_model(self) -> Model:
         """Return the target's model with the ops for chunks, created at first use."""
         target = self.target
         if isinstance(target.model.table, Matrix):
@@ -108,8 +108,8 @@ class Reader:
     def _forward(self, model: Model, batch: Batch) -> StepRows:
         hidden, tapped = model.forward(batch, self.target.caches, self.target.taps)
         taps = [tapped[i] for i in self.target.taps]
-        interleave_gate_up = torch.cat(taps, dim=1) if taps else hidden.new_empty(len(hidden), 0)
-        return StepRows(batch, hidden, interleave_gate_up)
+        joined = torch.cat(taps, dim=1) if taps else hidden.new_empty(len(hidden), 0)
+        return StepRows(batch, hidden, joined)
 
     def _batch(self, slot: int, ids: Sequence[int], start: int) -> Batch:
         tokens = self._ops.ids(list(ids))
@@ -147,7 +147,7 @@ def _check_rotary_pairs(layer: int, freqs: torch.Tensor, most: int) -> None:
     if beyond:
         raise InputError(
             f"rope_freqs.weight, layer {layer}",
-            expected=f"at most the first {most} pairs of a head turn",
-            found=f"{beyond} pairs behind them",
+            expected=f"rotation of at most the first {most} pairs of a head",
+            found=f"{beyond} more pairs that rotate",
             fix="convert the file again (g4spec convert)",
         )

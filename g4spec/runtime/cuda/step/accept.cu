@@ -3,27 +3,18 @@
 // for the host. One warp per sequence.
 #include "ptx.cuh"
 
-// State of sequences between cycles: int64 [FIELDS, room] in device memory (cycle_state.py).
-enum Field {
-  POSITION,  // position of row 0 of the next step
-  ANCHOR,    // token of that row
-  ACCEPTED,  // drafted tokens accepted in the last cycle
-  ROWS,      // valid rows of the step, anchor included; 0: padding sequence
-  SLOT,      // slot of the caches
-  TURN,      // entry of the host's ring buffer that the next cycle writes
-};
-
-constexpr int MOST = 16;  // maximum rows of a sequence in a step
+// State of sequences between cycles: int64 [fields, room] in device memory, a line for each
+// `CycleField` (build/constants.py).
 
 // Result of a cycle for a sequence, written to pinned host memory.
 struct CycleResult {
   i64 position, anchor, accepted, turn;
   i64 bad, unfit;  // bit masks: rows without a valid choice; drafted tokens without one
-  i64 ids[MOST], chosen[MOST];
-  float logits[MOST];
-  i64 unused[2];
+  i64 ids[MAX_STEP_ROWS], chosen[MAX_STEP_ROWS];
+  float logits[MAX_STEP_ROWS];
+  i64 unused[RESULT_WORDS - RESULT_LOGITS - MAX_STEP_ROWS / 2];
 };
-static_assert(sizeof(CycleResult) == 48 * sizeof(i64), "cycle_state.py reads entries of 48 int64");
+static_assert(sizeof(CycleResult) == RESULT_WORDS * 8, "cycle_state.py reads entries of this size");
 
 // Commit the target's choices `chosen` [S, rows] for inputs ids [S, rows] (anchor, then drafted
 // tokens), up to and including the first choice that differs from the drafted token; that one is
@@ -39,19 +30,19 @@ __global__ __launch_bounds__(32) void accept(const i64* chosen, const float* log
   griddep_launch_dependents();
   griddep_wait();
   const int s = blockIdx.x, i = threadIdx.x, at = s * rows + i;
-  auto field = [&](Field f) -> i64& { return state[f * room + s]; };
+  auto field = [&](CycleField::Value f) -> i64& { return state[f * room + s]; };
   const bool is_row = i < rows;
   const i64 choice = is_row ? chosen[at] : 0, id = is_row ? ids[at] : 0;
-  const int used = (int)min((i64)rows, field(ROWS));
+  const int used = (int)min((i64)rows, field(CycleField::ROWS));
   const i64 following = __shfl_down_sync(FULL_MASK, id, 1);
   const bool held = i < used - 1 && (forced ? i < *forced : choice == following);
   const int n = __ffs(~__ballot_sync(FULL_MASK, held)) - 1;
-  const i64 next = __shfl_sync(FULL_MASK, choice, n), turn = field(TURN);
-  const i64 position = field(POSITION) + (used ? n + 1 : 0), anchor = used ? next : field(ANCHOR);
+  const i64 next = __shfl_sync(FULL_MASK, choice, n), turn = field(CycleField::TURN);
+  const i64 position = field(CycleField::POSITION) + (used ? n + 1 : 0), anchor = used ? next : field(CycleField::ANCHOR);
   const u32 without = __ballot_sync(FULL_MASK, is_row && bad[at]);
   const u32 undrafted = __ballot_sync(FULL_MASK, unfit && i < pitch && unfit[s * pitch + i]);
   CycleResult& result = seen[turn * room + s];
-  if (i < MOST) {
+  if (i < MAX_STEP_ROWS) {
     result.ids[i] = id, result.chosen[i] = choice;
     result.logits[i] = is_row ? logits[at] : 0.0f;
   }
@@ -59,8 +50,8 @@ __global__ __launch_bounds__(32) void accept(const i64* chosen, const float* log
   if (i) return;
   result.position = position, result.anchor = anchor, result.accepted = n, result.turn = turn;
   result.bad = without, result.unfit = undrafted;
-  field(POSITION) = position, field(ANCHOR) = anchor, field(ACCEPTED) = n;
-  field(TURN) = turn + 1 < turns ? turn + 1 : 0;
+  field(CycleField::POSITION) = position, field(CycleField::ANCHOR) = anchor, field(CycleField::ACCEPTED) = n;
+  field(CycleField::TURN) = turn + 1 < turns ? turn + 1 : 0;
 }
 
 // Input rows of the next step or draft pass: planes [3, S, width] of ids (the anchor, then mask
@@ -82,8 +73,8 @@ struct Planes {
 __global__ __launch_bounds__(32) void place(const i64* state, int room, i64* step, int step_width,
                                             i64* draft, int draft_width, i64 mask) {
   state += blockIdx.x;
-  const i64 position = state[POSITION * room], anchor = state[ANCHOR * room];
-  const i64 slot = state[SLOT * room];
+  const i64 position = state[CycleField::POSITION * room], anchor = state[CycleField::ANCHOR * room];
+  const i64 slot = state[CycleField::SLOT * room];
   Planes{step, step_width}.fill(position, anchor, slot, mask);
   Planes{draft, draft_width}.fill(position, anchor, slot, mask);
 }

@@ -1,9 +1,9 @@
 """Attention of the rows of a step over a cache, in two kernels: chunks of keys, then their sum.
 
-Chunks are ranges of absolute positions and each is summed by itself, in order, so that a row's
-result depends neither on the rows and sequences beside it, nor on its slot and pages, nor on how
-long its sequence is. Which rows share a block, how tiles come to shared memory and how many blocks
-run changes nothing about the numbers.
+Chunks are ranges of absolute positions, and each is summed by itself, in order. So a row's result
+depends neither on the other rows and sequences of the batch, nor on its slot and pages, nor on the
+length of its sequence. It does not depend on which rows share a block, how tiles are copied to
+shared memory, or how many blocks run either.
 """
 
 from __future__ import annotations
@@ -17,24 +17,31 @@ import torch
 
 from g4spec.core import Batch, CacheShape
 from g4spec.runtime.cuda.build import launch, nvrtc
+from g4spec.runtime.cuda.build.constants import (
+    ACT_COLUMNS,
+    CACHE_ROTARY_PAIRS,
+    COMBINE_WARPS,
+    GROWTH_SHIFT,
+    GROWTH_START,
+    MAX_ROW_CHUNKS,
+    MAX_STEP_ROWS,
+    PLAIN_ROWS,
+    PLAIN_THREADS,
+)
 from g4spec.runtime.cuda.build.units import Unit
+from g4spec.runtime.cuda.cache.cache_types import KINDS, TYPES, Kind
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
-from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS, ROTARY_PAIRS, Kind, shares
+from g4spec.runtime.cuda.cache.cuda_kv_size import shares
 from g4spec.runtime.cuda.cache.heads import HEAD_DIMS
 from g4spec.runtime.cuda.step.packed_rows import PackedRows, empty
 
-MAX_ROWS = 16
-"""Tokens of a sequence in a step."""
-
 TENSOR_ARCHS = tuple(a for a in nvrtc.ARCHS if a not in ("sm_70", "sm_75"))
-"""Architectures with the products and copies of `attention.cu`; others take the plain kernel."""
+"""Architectures with the MMA and copy instructions of `attention.cu`; others use the plain kernel.
+"""
 
-_STATIC = 2176  # bytes of shared memory that the kernel declares beside the rest
+_STATIC = 2176  # bytes of shared memory that the kernel declares statically
 _RING = {64: 65536, 128: 65536, 256: 196608, 512: 196608}
-"""Most bytes of tiles in flight in a block, by head_dim."""
-LARGEST_SHIFT = 11
-"""Of chunks that grow: 2048 positions, of which there are two before they do."""
-_MAX_CHUNKS = 256  # of a row at most, see attention_combine.cu and attention_chunks.cuh
+"""Maximum bytes of tiles in flight in a block, by head_dim."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,7 @@ class AttentionConfig:
 
     @property
     def warps(self) -> tuple[int, int]:
-        """Warps for scores and for sums."""
+        """Warps that compute scores, and warps that accumulate values."""
         return {64: (4, 2), 128: (4, 4), 256: (8, 8), 512: (8, 8)}[self.head_dim]
 
     @property
@@ -69,18 +76,18 @@ class AttentionConfig:
             self.value_ring,
             self.rotary_pairs,
         )
-        numbers = (self.head_dim, int(self.kind != "f16"), self.row_tiles, *self.warps, *parts)
+        numbers = (self.head_dim, TYPES[self.kind].number, self.row_tiles, *self.warps, *parts)
         return f"attend_chunks<{', '.join(map(str, numbers))}>"
 
     @property
     def stages(self) -> tuple[int, int]:
         """Bytes of a part of a tile, of keys and of values."""
         dims, keys = self.head_dim // self.key_parts, self.keys // self.value_parts
-        if self.kind == "f16":
-            return self.keys * dims * 2, keys * self.head_dim * 2
+        type = TYPES[self.kind]
+        padding = 32 if type.block else 0  # against bank conflicts
         return (
-            self.keys * (dims + 32 + dims // 16),
-            keys * (self.head_dim + 32 + self.head_dim // 16),
+            self.keys * (type.row_bytes(dims) + padding),
+            keys * (type.row_bytes(self.head_dim) + padding),
         )
 
     @property
@@ -97,7 +104,7 @@ class AttentionConfig:
 
 
 def tile_keys(head_dim: int) -> int:
-    """Keys of a tile."""
+    """Return the number of keys of a tile."""
     return 128 if head_dim >= 256 else 64
 
 
@@ -105,10 +112,11 @@ def tile_keys(head_dim: int) -> int:
 def choose(
     head_dim: int, kind: Kind, rows: int, arch: str, rotary_pairs: int = 0
 ) -> tuple[AttentionConfig, int]:
-    """The instance for `rows` (token, head) pairs of a KV head, and the blocks they are cut into.
+    """Return the instance for `rows` (token, head) pairs of a KV head, and the number of blocks
+    that share them.
 
-    As few blocks as fit, then tiles in as few parts as leave room for two of each. `rotary_pairs`:
-    see `CudaKV`.
+    As few blocks as possible, then tiles in as few parts as leave room for two of each.
+    `rotary_pairs`: see `CudaKV`.
     """
     options = (1, 2, 4)  # more would not fit in registers
     for most in reversed(options):
@@ -121,7 +129,8 @@ def choose(
 
 
 def _with_parts(head_dim: int, kind: Kind, tiles: int, arch: str) -> AttentionConfig | None:
-    """`AttentionConfig` with its tiles cut into as few parts as leave room for two of each."""
+    """Return a config with its tiles cut into as few parts as leave room for two of each, or
+    None."""
     keys = tile_keys(head_dim)
     for parts in (1, 2, 4, 8):
         if head_dim // parts < 64 or keys // parts < 16:
@@ -140,8 +149,8 @@ def _with_parts(head_dim: int, kind: Kind, tiles: int, arch: str) -> AttentionCo
 class Chunks:
     """Ranges of positions that are summed by themselves; see attention_chunks.cuh.
 
-    With a window all have 2^shift positions; without, they grow with their position, so that a long
-    context is not cut into many more parts than there are blocks to work on them.
+    With a window all have 2^shift positions. Without, they grow with their position, so that a long
+    context is not cut into many more chunks than there are blocks.
     """
 
     shift: int
@@ -149,46 +158,48 @@ class Chunks:
 
     @classmethod
     def of(cls, kv: CudaKV | CacheShape, positions: int) -> Chunks:
-        """A constant of a layer that holds so many positions: it decides the order of sums."""
+        """Return the chunks of a layer for so many positions. They decide the order of sums, so
+        they are constant for a layer."""
         tile = tile_keys(kv.head_dim)
         if kv.window is None:
-            chunks = cls(min(_log2(max(tile, 32 * kv.n_kv)), LARGEST_SHIFT), True)
-            while chunks.most(positions, positions) > _MAX_CHUNKS:
+            chunks = cls(min(_log2(max(tile, 32 * kv.n_kv)), GROWTH_SHIFT), True)
+            while chunks.most(positions, positions) > MAX_ROW_CHUNKS:
                 chunks = cls(chunks.shift + 1, True)
             return chunks
         each = max(1, 128 // kv.n_kv - 1)  # about 128 parts in all
-        return cls(_log2(max(tile, -(-(kv.window + MAX_ROWS - 1) // each))), False)
+        return cls(_log2(max(tile, -(-(kv.window + MAX_STEP_ROWS - 1) // each))), False)
 
     def index(self, position: int) -> int:
-        """The chunk of a position."""
-        if not self.growing or position < 4096:
+        """Return the chunk of a position."""
+        if not self.growing or position < GROWTH_START:
             return position >> self.shift
-        octave = position.bit_length() - 13
-        inside = (position - (4096 << octave)) >> (self.shift + octave + 1)
-        return ((2 + octave) << (11 - self.shift)) + inside
+        octave = position.bit_length() - GROWTH_START.bit_length()
+        inside = (position - (GROWTH_START << octave)) >> (self.shift + octave + 1)
+        return ((2 + octave) << (GROWTH_SHIFT - self.shift)) + inside
 
     def most(self, span: int, positions: int) -> int:
-        """Most chunks that `span` consecutive ones of `positions` touch."""
+        """Return the maximum number of chunks that `span` consecutive ones of `positions` touch."""
         if self.growing:
             return self.index(positions - 1) + 1
         return (span - 1 + (1 << self.shift) - 1 >> self.shift) + 1
 
 
 def partial_bytes(shape: CacheShape, n_head: int, positions: int, sequences: int) -> int:
-    """Bytes of the sums of chunks (`attend`) in the largest step of so many sequences, each of
-    which may have so many positions."""
+    """Return the bytes of the partial results (`attend`) in the largest step of so many sequences,
+    each with up to so many positions."""
     chunks = Chunks.of(shape, positions).most(positions, positions)
-    return sequences * MAX_ROWS * n_head * chunks * (shape.head_dim + 2) * 4
+    return sequences * MAX_STEP_ROWS * n_head * chunks * (shape.head_dim + 2) * 4
 
 
 def _log2(n: int) -> int:
-    """The smallest power of two that is at least n, as its exponent."""
+    """Return the exponent of the smallest power of two that is at least n."""
     return (n - 1).bit_length()
 
 
 @dataclass(frozen=True)
 class AttentionOutput:
-    """What rows saw. `values`: [T, n_head * D] float32; `rows`: the same as a product reads it."""
+    """Result of attention. `values`: [T, n_head * D] float32; `rows`: the same as packed
+    activations."""
 
     values: torch.Tensor
     rows: PackedRows
@@ -211,8 +222,8 @@ def attend(
     kernels that ended before that predecessor started. The page table is written before the step.
 
     Args:
-        q: [T, n_head, D] float16, already multiplied by `kv.weight`, if any; head h reads KV head
-            h // (n_head / n_kv).
+        q: [T, n_head, D] float16, already multiplied by `kv.weight`, if any; head h reads KV head h
+            // (n_head / n_kv).
         batch: at most 16 rows of each sequence, the same number for all.
         first, last: [T] int64, inclusive, first <= last; a sequence spans at most `kv.positions`
             positions from its smallest `first` to its largest `last`.
@@ -221,11 +232,11 @@ def attend(
     _, n_head, head_dim = q.shape
     sequences, tokens = len(batch.sizes), batch.rows_per_sequence
     assert q.dtype == torch.float16 and head_dim == kv.head_dim and head_dim in HEAD_DIMS
-    assert 1 <= tokens <= MAX_ROWS and len(q) == len(batch), batch.sizes
+    assert 1 <= tokens <= MAX_STEP_ROWS and len(q) == len(batch), batch.sizes
     assert n_head % kv.n_kv == 0, (n_head, kv.n_kv)
     group, chunks = n_head // kv.n_kv, Chunks.of(kv, kv.positions)
     room = chunks.most(kv.positions, kv.positions)
-    assert room <= _MAX_CHUNKS, (room, kv.positions)
+    assert room <= MAX_ROW_CHUNKS, (room, kv.positions)
     sums = torch.empty(sequences, room, kv.n_kv, tokens * group, head_dim, device=q.device)
     tops = torch.empty(sequences, room, kv.n_kv, tokens * group, 2, device=q.device)
     if plain is None:
@@ -247,8 +258,8 @@ def attend(
     if plain:
         name = plain_instance(head_dim, kv.kind, kv.rotary_pairs)
         kernel = launch.kernel("attention_plain.cu", name, q.device.index)
-        grid = min(room * kv.n_kv * -(-tokens * group // 8), 8 * _processors(kernel))
-        kernel((grid, sequences), 128, **common)
+        grid = min(room * kv.n_kv * -(-tokens * group // PLAIN_ROWS), 8 * _processors(kernel))
+        kernel((grid, sequences), PLAIN_THREADS, **common)
     else:
         arch = launch.arch(q.device.index)
         shape, blocks = choose(head_dim, kv.kind, tokens * group, arch, kv.rotary_pairs)
@@ -286,8 +297,9 @@ def _grid(
     blocks: int,
     batch: Batch,
 ) -> int:
-    """Blocks of `attend_chunks`: as many as run at once, or as there is work at most, and at least
-    one for each pair of heads and rows of each sequence. The kernel shares them out."""
+    """Return the number of blocks of `attend_chunks`: as many as run at once, but no more than
+    there is work, and at least one for each (head, rows) pair of each sequence. The kernel
+    distributes the work among them."""
     span = kv.positions
     if kv.window is not None:
         span = min(kv.window + batch.rows_per_sequence - 1, kv.positions)
@@ -313,19 +325,19 @@ def _combine(
     tokens: int,
     chunks: Chunks,
 ) -> AttentionOutput:
-    """The second phase: sums [S, chunks, n_kv, rows, D], tops [S, chunks, n_kv, rows, 2]."""
+    """Launch the second phase: sums [S, chunks, n_kv, rows, D], tops [S, chunks, n_kv, rows, 2]."""
     _, room, n_kv, rows, head_dim = sums.shape
     count, group = len(first), rows // tokens
     width = n_kv * group * head_dim
     out = torch.empty(count, width, device=sums.device)
     packed = empty(count, width, sums.device)
-    warps = 8 if chunks.growing and count <= 4 else 1
+    warps = COMBINE_WARPS if chunks.growing and count <= 4 else 1
     kernel = launch.kernel(
         "attention_combine.cu", f"combine_chunks<{head_dim}, {warps}>", sums.device.index
     )
     kernel(
-        -(-width // 64 * count * warps // 8),
-        256,
+        -(-width // ACT_COLUMNS * count * warps // COMBINE_WARPS),
+        32 * COMBINE_WARPS,
         sums=sums,
         tops=tops,
         first=first,
@@ -344,19 +356,20 @@ def _combine(
 
 
 def plain_instance(head_dim: int, kind: Kind, rotary_pairs: int) -> str:
-    return f"attend_plain<{head_dim}, {int(kind != 'f16')}, {rotary_pairs}>"
+    return f"attend_plain<{head_dim}, {TYPES[kind].number}, {rotary_pairs}>"
 
 
 def _units() -> list[Unit]:
-    """Every instance that `choose` can pick, by architecture, and the second phase."""
-    combine = tuple(f"combine_chunks<{d}, {w}>" for d in HEAD_DIMS for w in (1, 8))
-    ways = [(d, t) for d in HEAD_DIMS for t in (0, ROTARY_PAIRS) if not t or shares(d, t)]
+    """Return every instance that `choose` can return, by architecture, and those of the second
+    phase."""
+    combine = tuple(f"combine_chunks<{d}, {w}>" for d in HEAD_DIMS for w in (1, COMBINE_WARPS))
+    ways = [(d, t) for d in HEAD_DIMS for t in (0, CACHE_ROTARY_PAIRS) if not t or shares(d, t)]
     plain = tuple(plain_instance(d, kind, t) for d, t in ways for kind in KINDS)
     units = [Unit("attention_combine.cu", combine, max_registers=64)]
     units.append(Unit("attention_plain.cu", plain, max_registers=128))
     for arch in TENSOR_ARCHS:
         for (head_dim, rotary_pairs), kind in itertools.product(ways, KINDS):
-            rows = range(1, MAX_ROWS * 16 + 1)
+            rows = range(1, MAX_STEP_ROWS * 16 + 1)
             shapes = sorted(
                 {choose(head_dim, kind, r, arch, rotary_pairs)[0] for r in rows}, key=str
             )

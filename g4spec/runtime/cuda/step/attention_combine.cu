@@ -27,14 +27,14 @@ DEVICE void store_packed_block(u8* rows, const RowGroup& own, int row, int block
   if (lane == 0) place.store64(to, sum32, next32);
 }
 
-constexpr int MAX_CHUNK_SEGMENTS = 8;  // a row sees at most 8 * 32 chunks
+constexpr int MAX_CHUNK_SEGMENTS = MAX_ROW_CHUNKS / 32;  // a lane handles one chunk of each
 
 // Combines chunks from .. to of a row, for 64 of its values; partial results of consecutive chunks
 // are `stride` rows apart. Chunks with equal c % 8 are summed separately, by one warp for all
 // (WARPS = 1) or by one warp each (WARPS = 8), so both instances add in the same order.
 template <int D, int WARPS>
 struct RowChunks {
-  static constexpr int SUMS_PER_WARP = 8 / WARPS;  // values of k
+  static constexpr int SUMS_PER_WARP = COMBINE_WARPS / WARPS;  // values of k
   const float* tops;
   const float* sums;
   i64 stride;
@@ -122,15 +122,15 @@ struct RowChunks {
 // `count` rows of sequences of `tokens` rows each; also zeroes the padding rows of the last tile.
 // WARPS: warps per block of 64 values. `room`: as in attention.cu.
 template <int D, int WARPS>
-__global__ __launch_bounds__(256) void combine_chunks(
+__global__ __launch_bounds__(32 * COMBINE_WARPS) void combine_chunks(
     const float* sums, const float* tops, const i64* first, const i64* last, float* out, u8* rows,
     int count, int tokens, int n_kv, int group, int room, int shift, int growing) {
   griddep_launch_dependents();
-  __shared__ float weights[8][32 * MAX_CHUNK_SEGMENTS];
-  __shared__ float2 shares[8 * 32];
+  __shared__ float weights[COMBINE_WARPS][MAX_ROW_CHUNKS];
+  __shared__ float2 shares[COMBINE_WARPS * 32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int width = n_kv * group * D / 64;  // blocks of 64 of a row
-  const int index = blockIdx.x * (8 / WARPS) + warp / WARPS;
+  const int index = blockIdx.x * (COMBINE_WARPS / WARPS) + warp / WARPS;
   const int row = (u32)index / (u32)width, block = index - row * width;
   const int sequence = (u32)min_of(row, count - 1) / (u32)tokens, start = sequence * tokens;
   const int token = min_of(row, count - 1) - start;

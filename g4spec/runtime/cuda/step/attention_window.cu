@@ -15,7 +15,8 @@
 #include "packed_rows.cuh"
 
 #if ARCH >= 800
-constexpr int D = 256, WARPS = 16, THREADS = 32 * WARPS;
+constexpr int D = WINDOW_HEAD_DIM, WARPS = WINDOW_WARPS, THREADS = 32 * WARPS;
+static_assert(WINDOW_GROUP == 2 && WINDOW_TOKENS == 4, "a tile of 8 rows is 4 tokens of 2 heads");
 // Floats between rows of sums in shared memory, padded against bank conflicts.
 constexpr int SUM_PITCH = D + 4;
 
@@ -25,8 +26,8 @@ template <int TILES, int TOKEN_GROUPS_>
 struct Window : AttentionConfig<D, 1, TOKEN_GROUPS_, 8, 8, 1, 1, TILES, TILES, 0> {
   static constexpr int TOKEN_GROUPS = TOKEN_GROUPS_;
   static constexpr int CHUNK = Window::KEYS * TILES, SUMS_AT = Window::RUNNING_MAX_AT;
-  static constexpr int MAX_CHUNKS = TILES == 1 ? 10 : 6;  // that a row sees
-  static constexpr int ANGLES_AT = Window::SHARED, WEIGHTS_AT = ANGLES_AT + 16 * (D / 2) * 8;
+  static constexpr int MAX_CHUNKS = TILES == 1 ? WINDOW_MAX_CHUNKS_1 : WINDOW_MAX_CHUNKS_2;  // that a row sees
+  static constexpr int ANGLES_AT = Window::SHARED, WEIGHTS_AT = ANGLES_AT + MAX_STEP_ROWS * (D / 2) * 8;
   static_assert(Window::K_STAGE_BYTES == Window::V_STAGE_BYTES && Window::K_ROW == Window::V_ROW,
                 "row_codes() and row_scales_at() address tiles of K and of V alike");
   static_assert(Window::ROWS * SUM_PITCH * 4 <= Window::K_STAGE_BYTES,
@@ -65,9 +66,9 @@ struct BlockWork {
     auto of = [](int x, int lane) { return __shfl_sync(FULL_MASK, x, lane); };
     const int most = of(last, tokens - 1) / W::CHUNK - of(first, 0) / W::CHUNK + 1;
     token_groups = W::TOKEN_GROUPS > 1 && most > gridDim.z ? 2 : 1;
-    head = blockIdx.x, blocks = (tokens + 3) / 4, own = place;
-    first_token = group() * 4 * token_groups;
-    n_tokens = min_of(tokens - first_token, 4 * token_groups);
+    head = blockIdx.x, blocks = (tokens + WINDOW_TOKENS - 1) / WINDOW_TOKENS, own = place;
+    first_token = group() * WINDOW_TOKENS * token_groups;
+    n_tokens = min_of(tokens - first_token, WINDOW_TOKENS * token_groups);
     const int sharing = min_of(token_groups, blocks - group() * token_groups),
               end = first_token + n_tokens - 1;
     first_slot = blockIdx.z * sharing + place % token_groups, slot_stride = gridDim.z * sharing;
@@ -408,7 +409,7 @@ DEVICE void attend(char* shared, const Args& a, const BlockWork& p) {
 // The third dimension and TOKEN_GROUPS (2 for more than four tokens) do not change the result.
 // `room`: rows of partial results per sequence.
 template <int TILES, int SLICES, int TOKEN_GROUPS>
-__global__ __launch_bounds__(512, 1) void attend_window(
+__global__ __launch_bounds__(32 * WINDOW_WARPS, 1) void attend_window(
     const float* y, const float* q_norm, const float* k_norm, const float* freqs,
     const i64* positions, const i64* slots, const i64* first, const i64* last, char* keys,
     char* values, char* key_scales, char* value_scales, float* sums, float* tops, u32* arrived,
@@ -417,7 +418,7 @@ __global__ __launch_bounds__(512, 1) void attend_window(
   using W = Window<TILES, TOKEN_GROUPS>;
   extern __shared__ __align__(128) char shared[];
   griddep_launch_dependents();
-  const int n_kv = gridDim.x, blocks = (tokens + 3) / 4;
+  const int n_kv = gridDim.x, blocks = (tokens + WINDOW_TOKENS - 1) / WINDOW_TOKENS;
   const int sequence = blockIdx.y / (u32)blocks, sequences = gridDim.y / (u32)blocks;
   const int row = sequence * tokens;
   first += row, last += row, positions += row;

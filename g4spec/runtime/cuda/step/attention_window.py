@@ -1,7 +1,7 @@
-"""Attention of layers with a window in one kernel, from the product of queries, keys and values to
-the input of the next product: see attention_window.cu.
+"""Attention of layers with a window in one kernel, from the QKV projection to the packed input of
+the output projection: see attention_window.cu.
 
-Which layers take this way depends on the layer and the GPU, never on the number of rows.
+Which layers use it depends on the layer and the GPU, never on the number of rows.
 """
 
 from __future__ import annotations
@@ -12,30 +12,40 @@ import torch
 
 from g4spec.core import Batch
 from g4spec.runtime.cuda.build import launch, nvrtc
+from g4spec.runtime.cuda.build.constants import (
+    GROUP_ROWS,
+    NORM_V,
+    WINDOW_GROUP,
+    WINDOW_HEAD_DIM,
+    WINDOW_MAX_CHUNKS_1,
+    WINDOW_MAX_CHUNKS_2,
+    WINDOW_TOKENS,
+    WINDOW_WARPS,
+)
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
 from g4spec.runtime.cuda.cache.cuda_kv_size import TILE
-from g4spec.runtime.cuda.cache.heads import NORM_V, Heads
+from g4spec.runtime.cuda.cache.heads import Heads
 from g4spec.runtime.cuda.step.attention import TENSOR_ARCHS, AttentionConfig, Chunks
-from g4spec.runtime.cuda.step.packed_rows import GROUP_ROWS, PackedRows, empty
+from g4spec.runtime.cuda.step.packed_rows import PackedRows, empty
 
-HEAD_DIM, GROUP = 256, 2
-GROUP_TOKENS, TOKEN_GROUPS = 4, (1, 2)
-"""Of a block, and how many times as many it may have where a step has more."""
+TOKEN_GROUPS = (1, 2)
+"""Groups of `WINDOW_TOKENS` tokens that a block may have; two where a step has more tokens."""
 MAX_KV_HEADS = 16
-"""Of keys, Gemma's most: there are counters for so many of 256 sequences."""
-MAX_CHUNKS = {1: 10, 2: 6}
-"""That a step may see, by tiles of a chunk."""
+"""Maximum number of KV heads, the largest of Gemma: there are counters for so many of 256
+sequences."""
+MAX_CHUNKS = {1: WINDOW_MAX_CHUNKS_1, 2: WINDOW_MAX_CHUNKS_2}
+"""Maximum chunks that a step may see, by tiles of a chunk."""
 
-_STATIC = 1024  # bytes of shared memory that the kernel declares, and that the GPU keeps
+_STATIC = 1024  # bytes of shared memory that the kernel declares, and that the GPU reserves
 
 
 @dataclass(frozen=True, slots=True)
 class ProjectedQkv:
-    """Queries, keys and values as they leave the product: `attend` finishes and stores them.
+    """Queries, keys and values of the QKV projection, which `attend` norms, rotates and stores.
 
     Attributes:
-        heads: what is done with them.
+        heads: norms and RoPE.
         y: as in `Heads.__call__`.
     """
 
@@ -43,16 +53,20 @@ class ProjectedQkv:
     y: torch.Tensor
 
     def rows(self, first: int, last: int) -> ProjectedQkv:
-        """Rows first .. last - 1."""
+        """Return rows first .. last - 1."""
         return ProjectedQkv(self.heads, self.y[..., first:last, :].contiguous())
 
 
 def takes(heads: Heads, kv: CudaKV | None) -> bool:
-    """Whether the kernel is made for this layer, and fits on this GPU."""
+    """Return whether the kernel supports this layer and fits on this GPU."""
     if kv is None or kv.window is None or kv.kind != "q8_0":
         return False
     arch = launch.arch(kv.keys.device.index)
-    shape = heads.head_dim == HEAD_DIM and heads.n_q == GROUP * heads.n_kv and heads.n_kv > 0
+    shape = (
+        heads.head_dim == WINDOW_HEAD_DIM
+        and heads.n_q == WINDOW_GROUP * heads.n_kv
+        and heads.n_kv > 0
+    )
     if not shape or heads.n_kv > MAX_KV_HEADS or heads.pairs or heads.v_from_k:
         return False
     tiles = _tiles(kv)
@@ -69,33 +83,35 @@ def attend(
     arrived: torch.Tensor,
     at_once: int,
 ) -> PackedRows:
-    """softmax(scale * q k) v over positions first[t] .. last[t] in the slot of each row, after the
-    rows' own keys and values have gone to `kv`.
+    """Append the rows' own keys and values to `kv`; then compute softmax(scale * q k) v over
+    positions first[t] .. last[t] of each row's slot.
 
     Args:
-        batch: at most 16 rows of each sequence, as many of each; positions and slots as in
+        batch: at most 16 rows of each sequence, the same number for all; positions and slots as in
             `attention.attend`.
-        first, last: int64 [T], rising in a sequence, both ends included, last[t] neither before the
-            row's own position nor beyond the last one of its sequence; written like positions.
-        arrived: int32 counters, 4 n_kv or more for each sequence, zero; they are zero again
+        first, last: int64 [T], non-decreasing in a sequence, inclusive; last[t] is not before the
+            row's own position and not after the last one of its sequence; written like positions.
+        arrived: int32 counters, at least 4 n_kv for each sequence, zero; they are zero again
             afterwards.
-        at_once: blocks that may run at once; it changes nothing about the result.
+        at_once: number of blocks that run at once; it does not change the result.
     """
     h, count, tokens, sequences = q.heads, len(batch), batch.rows_per_sequence, len(batch.sizes)
     slices = q.y.shape[0] if q.y.dim() == 3 else 1
-    assert q.y.shape[-2:] == (count, (h.n_q + 2 * h.n_kv) * HEAD_DIM), (q.y.shape, count)
+    assert q.y.shape[-2:] == (count, (h.n_q + 2 * h.n_kv) * WINDOW_HEAD_DIM), (q.y.shape, count)
     assert 1 <= tokens <= GROUP_ROWS and not kv.paged, batch.sizes
-    tiles, chunks, blocks = _tiles(kv), _chunks(kv), -(-tokens // GROUP_TOKENS)
+    tiles, chunks, blocks = _tiles(kv), _chunks(kv), -(-tokens // WINDOW_TOKENS)
     assert len(arrived) >= sequences * blocks * h.n_kv
-    y = empty(count, h.n_q * HEAD_DIM, q.y.device)
+    y = empty(count, h.n_q * WINDOW_HEAD_DIM, q.y.device)
     token_groups = min(blocks, max(TOKEN_GROUPS))
-    room = chunks * -(-blocks // token_groups) * token_groups * h.n_kv * GROUP * GROUP_TOKENS
-    sums = torch.empty(sequences, room, HEAD_DIM, device=q.y.device)
+    room = (
+        chunks * -(-blocks // token_groups) * token_groups * h.n_kv * WINDOW_GROUP * WINDOW_TOKENS
+    )
+    sums = torch.empty(sequences, room, WINDOW_HEAD_DIM, device=q.y.device)
     tops = torch.empty(sequences, room, 2, device=q.y.device)
     turns = max(1, min(chunks, at_once // (h.n_kv * blocks * sequences)))
     launch.kernel("attention_window.cu", instance(tiles, slices, token_groups), q.y.device.index)(
         (h.n_kv, blocks * sequences, turns),
-        512,
+        32 * WINDOW_WARPS,
         y=q.y,
         q_norm=h.q_norm,
         k_norm=h.k_norm,
@@ -124,35 +140,36 @@ def attend(
 
 
 def instance(tiles: int, slices: int, token_groups: int) -> str:
-    """Name of a kernel of attention_window.cu."""
+    """Return the name of a kernel of attention_window.cu."""
     return f"attend_window<{tiles}, {slices}, {token_groups}>"
 
 
 def _tiles(kv: CudaKV) -> int:
-    """Tiles of a chunk."""
+    """Return the tiles of a chunk."""
     return (1 << Chunks.of(kv, kv.positions).shift) // TILE
 
 
 def _chunks(kv: CudaKV) -> int:
-    """Most chunks that the rows of a step see: at most the window in front of the first row, and as
-    many positions as there are rows."""
+    """Return the maximum number of chunks that the rows of a step see: those of the window before
+    the first row, and of as many positions as there are rows."""
     assert kv.window is not None
     return Chunks.of(kv, kv.positions).most(min(kv.window + GROUP_ROWS, kv.positions), kv.positions)
 
 
 def _shared(tiles: int, token_groups: int) -> int:
-    """Bytes of dynamic shared memory: whole tiles, a step's angles, weights of two norms."""
-    shape = AttentionConfig(HEAD_DIM, "q8_0", token_groups, key_ring=tiles, value_ring=tiles)
-    return shape.shared + GROUP_ROWS * HEAD_DIM // 2 * 8 + 2 * HEAD_DIM * 4
+    """Return the bytes of dynamic shared memory: whole tiles, a step's rotation angles, weights of
+    two norms."""
+    shape = AttentionConfig(WINDOW_HEAD_DIM, "q8_0", token_groups, key_ring=tiles, value_ring=tiles)
+    return shape.shared + GROUP_ROWS * WINDOW_HEAD_DIM // 2 * 8 + 2 * WINDOW_HEAD_DIM * 4
 
 
 def _archs(tiles: int) -> tuple[str, ...]:
-    """Where chunks of so many tiles fit."""
+    """Return the architectures on which chunks of so many tiles fit."""
     most = _shared(tiles, max(TOKEN_GROUPS)) + _STATIC
     return tuple(a for a in TENSOR_ARCHS if most <= nvrtc.SHARED_LIMIT[a])
 
 
-# Layers of the 31B and of the 26B-A4B, with products as they come.
+# Layers of the 31B and of the 26B-A4B, for each number of split-K slices of the projection.
 UNITS = [
     Unit(
         "attention_window.cu",

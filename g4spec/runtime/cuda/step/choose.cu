@@ -8,22 +8,15 @@
 #include "logits.cuh"
 #include "reduce.cuh"
 
-enum {
-  TOP_THREADS = 512,  // block size of top_end
-  PER = 16,           // keys per thread
-};
-
-enum Mode { GREEDY, SAMPLED, TOP };
-
 struct Sampling {  // sampler of a sequence, in device memory
   u64 seed;
   float temperature, top_p, min_p;
   int top_k, mode, unused;
 };
-static_assert(sizeof(Sampling) == 32, "choose.py packs samplers of 32 bytes");
+static_assert(sizeof(Sampling) == SAMPLER_BYTES, "choose.py packs samplers of this size");
 
 // True if the row's sampler has another mode. `all`: samplers [S]; null: every row has `mode`.
-DEVICE bool is_other_mode(const Sampling* all, const Logits& logits, int row, Mode mode) {
+DEVICE bool is_other_mode(const Sampling* all, const Logits& logits, int row, SampleMode::Value mode) {
   return all && all[logits.sequence(row)].mode != mode;
 }
 
@@ -58,7 +51,7 @@ DEVICE u64 best_greedy(const Logits& logits, const float (&v)[QUADS][4], int sta
 #pragma unroll
     for (int e = 0; e < 4; ++e)
       if (v[j][e] >= least && v[j][e] != Logits::lowest())
-        key = MaxKey()(key, make_key(logits.value(v[j][e]), start + j * THREADS * 4 + e));
+        key = MaxKey()(key, make_key(logits.value(v[j][e]), start + j * LOGIT_THREADS * 4 + e));
   return key;
 }
 
@@ -71,7 +64,7 @@ DEVICE u64 best_sampled(const Logits& logits, const float (&v)[QUADS][4], int ro
 #pragma unroll
   for (int i = QUADS * 4 - 1; i >= 0; --i)
     if (v[i / 4][i % 4] == seen.most) best = i;
-  auto column_of = [&](int i) { return start + i / 4 * THREADS * 4 + i % 4; };
+  auto column_of = [&](int i) { return start + i / 4 * LOGIT_THREADS * 4 + i % 4; };
   float sure = Logits::lowest();
   if (seen.most != sure) {
     const u32 word = noise_word(s.seed, position, column_of(best));
@@ -103,32 +96,32 @@ DEVICE u64 best_sampled(const Logits& logits, const float (&v)[QUADS][4], int ro
 
 // Best key of each span of columns -> keys [rows, blocks].
 template <int MODE>
-__global__ __launch_bounds__(THREADS, MODE == SAMPLED ? 4 : 8) void best(LOGITS,
+__global__ __launch_bounds__(LOGIT_THREADS, MODE == SampleMode::SAMPLED ? 4 : 8) void best(LOGITS,
                                                                         const Sampling* sampling,
                                                                         u64* keys) {
   griddep_launch_dependents();
-  __shared__ u64 slots[THREADS / 32];
+  __shared__ u64 slots[LOGIT_THREADS / 32];
   const Logits logits = LOGITS_GIVEN;
-  const int row = blockIdx.y, start = blockIdx.x * SPAN + threadIdx.x * 4;
+  const int row = blockIdx.y, start = blockIdx.x * LOGIT_SPAN + threadIdx.x * 4;
   griddep_wait();
-  if (is_other_mode(sampling, logits, row, (Mode)MODE)) return;
+  if (is_other_mode(sampling, logits, row, (SampleMode::Value)MODE)) return;
   float v[QUADS][4];
   logits.load(v, row, start);
   const ThreadMax seen(v);
   u64 key;
-  if constexpr (MODE == SAMPLED)
+  if constexpr (MODE == SampleMode::SAMPLED)
     key = best_sampled(logits, v, row, start, seen, sampling[logits.sequence(row)],
                        logits.position(row));
   else
     key = best_greedy(logits, v, start, seen);
-  if (seen.nan || (MODE == SAMPLED && isinf(logits.value(seen.most)) && seen.most > 0.0f))
+  if (seen.nan || (MODE == SampleMode::SAMPLED && isinf(logits.value(seen.most)) && seen.most > 0.0f))
     key = make_key(__int_as_float(0x7fc00000), 0);  // the host reports the row as invalid
   key = warp_max_key(key);
   if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = key;
   __syncthreads();
   if (threadIdx.x == 0) {
 #pragma unroll
-    for (int i = 1; i < THREADS / 32; ++i) key = MaxKey()(key, slots[i]);
+    for (int i = 1; i < LOGIT_THREADS / 32; ++i) key = MaxKey()(key, slots[i]);
     keys[(i64)row * gridDim.x + blockIdx.x] = key;
   }
 }
@@ -156,40 +149,40 @@ __global__ void best_end(LOGITS, const Sampling* sampling, const u64* keys, int 
   griddep_wait();
   const Logits logits = LOGITS_GIVEN;
   const int row = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
-  if (row >= rows || is_other_mode(sampling, logits, row, (Mode)MODE)) return;
+  if (row >= rows || is_other_mode(sampling, logits, row, (SampleMode::Value)MODE)) return;
   u64 key = 0;
   for (int i = threadIdx.x % 32; i < blocks; i += 32)
     key = MaxKey()(key, __ldcg(keys + (i64)row * blocks + i));
   key = warp_max_key(key);
   if (threadIdx.x % 32 == 0)
-    ChoiceOutput{ids, values, bad}.write(logits, row, key, MODE == SAMPLED);
+    ChoiceOutput{ids, values, bad}.write(logits, row, key, MODE == SampleMode::SAMPLED);
 }
 
 // At least the top-k keys of each span of columns -> keys [rows, blocks, K], padded with 0. k is
 // the sampler's top_k, or K without samplers.
 template <int K>
-__global__ __launch_bounds__(THREADS) void top(LOGITS, const Sampling* sampling, u64* keys) {
+__global__ __launch_bounds__(LOGIT_THREADS) void top(LOGITS, const Sampling* sampling, u64* keys) {
   griddep_launch_dependents();
   __shared__ u64 list[K * QUADS * 4];
   __shared__ int count;
   const Logits logits = LOGITS_GIVEN;
-  const int row = blockIdx.y, start = blockIdx.x * SPAN + threadIdx.x * 4;
+  const int row = blockIdx.y, start = blockIdx.x * LOGIT_SPAN + threadIdx.x * 4;
   griddep_wait();
-  if (is_other_mode(sampling, logits, row, TOP)) return;
+  if (is_other_mode(sampling, logits, row, SampleMode::TOP)) return;
   float v[QUADS][4];
   logits.load(v, row, start);
   const int k = sampling ? sampling[logits.sequence(row)].top_k : K;
   u64 mine[QUADS * 4];
 #pragma unroll
   for (int i = 0; i < QUADS * 4; ++i) {
-    const int column = start + i / 4 * THREADS * 4 + i % 4;
+    const int column = start + i / 4 * LOGIT_THREADS * 4 + i % 4;
     mine[i] = column < columns ? make_key(logits.value(v[i / 4][i % 4]), column) : 0;
   }
   u64* out = keys + ((i64)row * gridDim.x + blockIdx.x) * K;
   const int n = collect_candidates(mine, k, list, &count);
   if (n > K) sort_top_k(list, n, k, out);
   const int filled = n > K ? k : n;
-  for (int i = threadIdx.x; i < K; i += THREADS)
+  for (int i = threadIdx.x; i < K; i += LOGIT_THREADS)
     if (i >= filled) out[i] = 0;
     else if (n <= K) out[i] = list[i];
 }
@@ -232,17 +225,17 @@ __global__ __launch_bounds__(TOP_THREADS) void top_end(LOGITS, const Sampling* s
                                                        const u64* keys, int blocks, i64* ids,
                                                        float* values, int* bad) {
   griddep_launch_dependents();
-  __shared__ u64 list[K * PER], best[K], winners[K / 32];
+  __shared__ u64 list[K * TOP_KEYS], best[K], winners[K / 32];
   __shared__ int count, keep;
   const Logits logits = LOGITS_GIVEN;
   const int row = blockIdx.x, me = threadIdx.x;
   griddep_wait();
-  if (is_other_mode(sampling, logits, row, TOP)) return;
+  if (is_other_mode(sampling, logits, row, SampleMode::TOP)) return;
   const Sampling s = sampling[logits.sequence(row)];
   const u64 position = logits.position(row);
-  u64 mine[PER];
+  u64 mine[TOP_KEYS];
 #pragma unroll
-  for (int i = 0; i < PER; ++i) {
+  for (int i = 0; i < TOP_KEYS; ++i) {
     // Each thread takes a different rank of every span: if one thread held many of the largest
     // keys, collect_candidates would keep all of its keys.
     const int at = i * TOP_THREADS + me, block = at / K, slot = (at + block * 5) % K;

@@ -1,10 +1,10 @@
 """From logits to tokens as `g4spec.ops.sampling` defines it, for rows of several sequences at once.
 
-Numbers of the samplers lie in device memory, one for each sequence, so that a CUDA graph serves
-every seed, temperature, top-k (up to 128 candidates), top-p and min-p. Which kernels run depends on
-`Choice.modes`: a graph that was recorded with one set of modes is not valid with another.
+The parameters of the samplers are in device memory, one set for each sequence, so that a CUDA graph
+serves every seed, temperature, top-k (up to 128 candidates), top-p and min-p. Which kernels run
+depends on `Choice.modes`: a graph is valid only for the set of modes with which it was recorded.
 
-The noise is the CPU's (`Sampler`), but for the rounding of two logarithms in float32.
+The noise is that of the CPU (`Sampler`), except for the rounding of two logarithms in float32.
 """
 
 from __future__ import annotations
@@ -19,54 +19,63 @@ import torch
 
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build.constants import (
+    LOGIT_SPAN,
+    LOGIT_THREADS,
+    SAMPLER_BYTES,
+    TOP_KEYS,
+    TOP_THREADS,
+    SampleMode,
+)
 from g4spec.runtime.cuda.build.units import Unit
-
-SPAN, THREADS = 4096, 256
-"""Columns and threads of a block."""
 
 NUMBERS = {"seed": "Q", "temperature": "f", "top_p": "f", "min_p": "f", "top_k": "i"}
 """Fields of `Sampler` that kernels read, in the order of `Sampling` in choose.cu, and their types
-as `struct` spells them. `suppress` is a mask of the columns; fields of `sampling.EDITS` do not come
-here, and a filter that is missing here would be left out on a GPU without a word."""
+in the syntax of `struct`. `suppress` becomes a mask of columns. Samplers with fields of
+`sampling.EDITS` do not use these kernels. A filter that is missing here would be ignored on a GPU
+without an error."""
 
 MAX_TOP_K = 128
-"""Largest top-k that has a kernel; and room for each block's candidates."""
-
-LAST = 512
-"""Threads that choose among the candidates of a row, 16 each."""
+"""Largest top-k of the kernels, and candidates that each block stores."""
 
 Mode = Literal["greedy", "sampled", "top", "sorted"]
 
-CODES: dict[Mode, int] = {"greedy": 0, "sampled": 1, "top": 2, "sorted": 1}
-"""`Mode` in choose.cu. What is sorted is filtered by torch and then sampled."""
+CODES: dict[Mode, SampleMode] = {
+    "greedy": SampleMode.GREEDY,
+    "sampled": SampleMode.SAMPLED,
+    "top": SampleMode.TOP,
+    "sorted": SampleMode.SAMPLED,
+}
+"""Mode of the kernels for each mode: torch filters sorted rows, which are then sampled."""
 
 
 def mode_of(sampler: Sampler, columns: int) -> Mode:
-    """How tokens are chosen from logits of so many columns. "sorted" sorts every row with torch, by
-    numbers on the host: a graph cannot serve other ones, so it is not recorded."""
+    """Return how tokens are chosen from logits of so many columns. "sorted" sorts every row with
+    torch, with values on the host: a graph could not serve other values, so it is not recorded."""
     s = sampler
     if s.temperature == 0:
         return "greedy"
     if not s.top_k and s.top_p == 1 and not s.min_p:
         return "sampled"
-    if 1 <= s.top_k <= MAX_TOP_K and blocks(columns) * MAX_TOP_K <= 16 * LAST:
+    if 1 <= s.top_k <= MAX_TOP_K and blocks(columns) * MAX_TOP_K <= TOP_KEYS * TOP_THREADS:
         return "top"
     return "sorted"
 
 
 def blocks(columns: int) -> int:
-    """Spans of columns in a row of logits."""
-    return -(-columns // SPAN)
+    """Return the number of spans of columns in a row of logits."""
+    return -(-columns // LOGIT_SPAN)
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What was chosen in each of T rows.
+    """Choices for T rows.
 
     Attributes:
-        ids: int64 [T]. `values`: the logit of each, float32 [T].
-        bad: int32 [T], 1 where there is no largest logit: NaN, or nothing but -inf. With a pitch
-            (see `Choice.__call__`) [S, pitch].
+        ids: int64 [T].
+        values: the logit of each, float32 [T].
+        bad: int32 [T], 1 if a row has no largest logit: NaN, or nothing but -inf. With a pitch (see
+            `Choice.__call__`) [S, pitch].
     """
 
     ids: torch.Tensor
@@ -75,16 +84,17 @@ class Chosen:
 
 
 class Choice:
-    """Chooses tokens from raw logits, for each sequence by its own sampler.
+    """Chooses tokens from raw logits, with a sampler for each sequence.
 
     Args:
-        columns: of the logits.
+        columns: columns of the logits.
         suppress: tokens that are never chosen.
-        room: most sequences.
+        room: maximum number of sequences.
 
     Attributes:
-        samplers: of the sequences, as `set`. Those behind the last one are like the first.
-        modes: those that occur, what a recorded graph is valid for.
+        samplers: samplers of the sequences, as given to `set`. Further sequences have the first
+            one.
+        modes: modes that occur; a recorded graph is valid for one set of them.
     """
 
     def __init__(
@@ -97,12 +107,12 @@ class Choice:
     ) -> None:
         self.columns, self.suppress, self.room = columns, suppress, room
         self._suppressed = _mask(columns, suppress, device)
-        self._sampling = torch.zeros(room, 32, dtype=torch.uint8, device=device)
+        self._sampling = torch.zeros(room, SAMPLER_BYTES, dtype=torch.uint8, device=device)
         self.samplers: tuple[Sampler, ...] = (Sampler(),)
         self.modes: tuple[Mode, ...] = ("greedy",)
 
     def set(self, *samplers: Sampler) -> None:
-        """Take the numbers of other samplers, all but their suppressed tokens."""
+        """Upload the samplers, without their suppressed tokens."""
         if samplers == self.samplers:
             return
         assert 1 <= len(samplers) <= self.room, (len(samplers), self.room)
@@ -130,50 +140,50 @@ class Choice:
         sequences: int = 1,
         pitch: int = 0,
     ) -> Chosen:
-        """A token for each row.
+        """Choose a token for each row.
 
         Args:
             logits: float32 [T, columns], raw; the rows of each sequence are consecutive.
-            positions: int64 [T]; the token of row t stands at positions[t] + ahead.
-            into: where the answer goes, and what is returned.
+            positions: int64 [T]; the token of row t has position positions[t] + ahead.
+            into: output, which is returned; by default a new one.
             cap: a logit is cap * tanh(raw / cap); 0: raw.
-            sequences: S, all of which have T / S rows.
-            pitch: if given, `positions` and `into.bad` have so many numbers for each sequence, of
-                which the first T / S count; what is missing at the end of the last may be left out.
+            sequences: S, each with T / S rows.
+            pitch: if given, `positions` and `into.bad` have so many entries per sequence, of which
+                the first T / S are used; the last sequence may have only these.
         """
         rows = RowLayout(len(logits), sequences, pitch)
         assert logits.shape[1] == self.columns, (logits.shape, self.columns)
         assert len(positions) >= rows.reach and sequences <= self.room, (len(positions), rows)
         if "sorted" in self.modes:
             return self._sorted(logits, positions, ahead, into, cap, rows)
-        given = self._given(logits, positions, ahead, cap, rows)
+        common = self._common_arguments(logits, positions, ahead, cap, rows)
         chosen = into or self._new(rows)
         for mode in self.modes:
-            self._launch(mode, given, rows, chosen)
+            self._launch(mode, common, rows, chosen)
         return chosen
 
     def top(self, logits: torch.Tensor, k: int) -> torch.Tensor:
-        """Keys (see logits.cuh) of the `k` largest raw logits of each span of columns, int64
-        [T, spans * k]."""
+        """Return the keys (see logits.cuh) of the `k` largest raw logits of each span of columns,
+        int64 [T, spans * k]."""
         count = blocks(self.columns)
         keys = torch.empty(len(logits), count * k, dtype=torch.int64, device=logits.device)
         launch.kernel("choose.cu", f"top<{k}>")(
             (count, len(logits)),
-            THREADS,
-            **self._given(logits),
+            LOGIT_THREADS,
+            **self._common_arguments(logits),
             sampling=None,
             keys=keys,
         )
         return keys
 
     def end(self, keys: torch.Tensor, into: Chosen, sequences: int = 1, pitch: int = 0) -> Chosen:
-        """`into`: the column of each row's largest key; `keys` int64 [T, n]. `sequences` and
-        `pitch` as of `__call__`."""
+        """Write the column of each row's largest key to `into` and return it; `keys`: int64 [T, n].
+        `sequences` and `pitch`: as in `__call__`."""
         rows = RowLayout(len(keys), sequences, pitch)
-        self._end("greedy", self._given(rows=rows), None, keys, rows, into)
+        self._end("greedy", self._common_arguments(rows=rows), None, keys, rows, into)
         return into
 
-    def _given(
+    def _common_arguments(
         self,
         logits: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
@@ -202,7 +212,7 @@ class Choice:
             torch.empty(rows.reach, dtype=torch.int32, device=device),
         )
 
-    def _launch(self, mode: Mode, given: dict[str, Any], rows: RowLayout, chosen: Chosen) -> None:
+    def _launch(self, mode: Mode, common: dict[str, Any], rows: RowLayout, chosen: Chosen) -> None:
         """Choose in the rows of one mode."""
         assert len(chosen.ids) == rows.count and len(chosen.bad) >= rows.reach, rows
         spans = blocks(self.columns)
@@ -211,15 +221,15 @@ class Choice:
         if mode == "top":
             launch.kernel("choose.cu", f"top<{MAX_TOP_K}>")(
                 grid,
-                THREADS,
-                **given,
+                LOGIT_THREADS,
+                **common,
                 sampling=self._sampling,
                 keys=keys,
             )
             launch.kernel("choose.cu", f"top_end<{MAX_TOP_K}>")(
                 rows.count,
-                LAST,
-                **given,
+                TOP_THREADS,
+                **common,
                 sampling=self._sampling,
                 keys=keys,
                 blocks=spans,
@@ -230,30 +240,30 @@ class Choice:
             return
         # Where all rows are greedy, no sampler is looked at.
         sampling = None if self.modes == ("greedy",) else self._sampling
-        best = f"best<{CODES[mode]}>"
+        best = f"best<{int(CODES[mode])}>"
         launch.kernel("choose.cu", best)(
             grid,
-            THREADS,
-            **given,
+            LOGIT_THREADS,
+            **common,
             sampling=sampling,
             keys=keys,
         )
-        self._end(mode, given, sampling, keys, rows, chosen)
+        self._end(mode, common, sampling, keys, rows, chosen)
 
     def _end(
         self,
         mode: Mode,
-        given: dict[str, Any],
+        common: dict[str, Any],
         sampling: torch.Tensor | None,
         keys: torch.Tensor,
         rows: RowLayout,
         into: Chosen,
     ) -> None:
         count = rows.count
-        launch.kernel("choose.cu", f"best_end<{CODES[mode]}>")(
+        launch.kernel("choose.cu", f"best_end<{int(CODES[mode])}>")(
             -(-count // 8),
             256,
-            **given,
+            **common,
             sampling=sampling,
             keys=keys,
             blocks=keys.numel() // count,
@@ -272,7 +282,8 @@ class Choice:
         cap: float,
         rows: RowLayout,
     ) -> Chosen:
-        """Other filters: torch sorts each row by itself, so that no row depends on another."""
+        """Apply other filters: torch sorts each row by itself, so that no row depends on
+        another."""
         assert self.modes == ("sorted",), self.modes
         z = cap * torch.tanh(logits / cap) if cap else logits
         if self._suppressed is not None:
@@ -280,15 +291,15 @@ class Choice:
             out = (self._suppressed[:, None] >> bits & 1).flatten()[: self.columns]
             z = z.masked_fill(out.bool(), -math.inf)
         z = torch.stack([_filtered(row, self.samplers[t // rows.each]) for t, row in enumerate(z)])
-        given = self._given(z, positions, ahead, rows=rows) | {"suppressed": None}
+        common = self._common_arguments(z, positions, ahead, rows=rows) | {"suppressed": None}
         chosen = into or self._new(rows)
-        self._launch("sorted", given, rows, chosen)
+        self._launch("sorted", common, rows, chosen)
         return chosen
 
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """Rows of logits, `count`, of some sequences; see `Choice.__call__`."""
+    """`count` rows of logits of several sequences; see `Choice.__call__`."""
 
     count: int
     sequences: int
@@ -305,17 +316,17 @@ class RowLayout:
 
     @property
     def distance(self) -> int:
-        """From one sequence to the next in arrays with a pitch."""
+        """Entries from one sequence to the next in arrays with a pitch."""
         return self.pitch or self.each
 
     @property
     def reach(self) -> int:
-        """Numbers of such an array up to the last row."""
+        """Entries of such an array up to the last row."""
         return (self.sequences - 1) * self.distance + self.each
 
 
 def _filtered(z: torch.Tensor, s: Sampler) -> torch.Tensor:
-    """`Sampler._filtered` without a look at values on the host. NaN stays the largest."""
+    """Compute `Sampler._filtered` without reading values on the host. NaN stays the largest."""
     values, ids = z.sort(descending=True, stable=True)
     rank = torch.arange(len(z), device=z.device)
     keep = rank < (s.top_k or len(z))
@@ -331,7 +342,7 @@ def _filtered(z: torch.Tensor, s: Sampler) -> torch.Tensor:
 def _mask(
     columns: int, suppress: tuple[int, ...], device: torch.device | str
 ) -> torch.Tensor | None:
-    """Bit per column, int32 [columns / 32], or None where nothing is suppressed."""
+    """Return one bit per column, int32 [columns / 32], or None if nothing is suppressed."""
     out = torch.isin(torch.arange(columns), torch.tensor(suppress, dtype=torch.int64))
     if not bool(out.any()):
         return None

@@ -9,33 +9,34 @@ import torch
 
 from g4spec.ops.weights import Attention
 from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build.constants import HEADS_PER_BLOCK, NORM_V, PACK_ROWS
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
-from g4spec.runtime.cuda.cache.heads import HEAD_DIMS, HEADS, NORM_V, Heads
+from g4spec.runtime.cuda.cache.heads import CACHE_NUMBERS, HEAD_DIMS, Heads
 from g4spec.runtime.cuda.step import linear_wide
 from g4spec.runtime.cuda.step.linear import SplitKWorkspace
 from g4spec.runtime.cuda.step.packed_rows import PackedRows
 from g4spec.runtime.cuda.weights.dequant import Weight
 from g4spec.runtime.cuda.weights.held_size import MOST_ROWS
 from g4spec.runtime.cuda.weights.matrix import Matrix, join
-from g4spec.runtime.cuda.weights.packing import GROUP
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Layers whose keys and values are made alike.
+    """Layers of one shape whose keys and values are computed together.
 
     Attributes:
-        weight: keys and values of each layer, below each other.
-        layers: int64 [L, 8], what heads.cu calls `Layer`; `held` is what it points to.
-        heads: what all layers do with their heads. q8: whether their caches are Q8_0.
+        weight: projections of keys and values of each layer, concatenated.
+        layers: int64 [L, 8], structs `Layer` of heads.cu; `held` keeps what they point to alive.
+        heads: norms and RoPE of all layers.
+        q8: their caches are Q8_0.
     """
 
     weight: Weight
     layers: torch.Tensor
     held: list[torch.Tensor | None]
     heads: Heads
-    q8: bool
+    q8: int
 
     def __call__(
         self,
@@ -44,12 +45,12 @@ class Context:
         slots: torch.Tensor,
         workspace: SplitKWorkspace,
     ) -> None:
-        """Append the keys and values of rows x [T, H] at `positions` [T] of `slots` [T]
-        (as in `Heads`)."""
+        """Append the keys and values of rows x [T, H] at `positions` [T] of `slots` [T] (as in
+        `Heads`)."""
         h, y = self.heads, linear_wide.linear(x, self.weight, workspace)
         launch.kernel("heads.cu", instance(h.head_dim, self.q8))(
-            (-(-2 * h.n_kv // HEADS), len(x), len(self.layers)),
-            32 * HEADS,
+            (-(-2 * h.n_kv // HEADS_PER_BLOCK), len(x), len(self.layers)),
+            32 * HEADS_PER_BLOCK,
             y=y,
             layers=self.layers,
             freqs=h.freqs,
@@ -63,8 +64,8 @@ class Context:
 
 
 def of(layers: Sequence[Attention], kvs: Sequence[CudaKV]) -> Context | None:
-    """These layers together, their keys and values packed behind each other; None if they differ,
-    or are packed already."""
+    """Return these layers as a context, their projections packed together. Return None if they
+    differ or are already packed."""
     matrices = [m for a in layers for m in (a.k, a.v)]
     if not all(isinstance(m, Matrix) and m.grouped and not m.packed for m in matrices):
         return None
@@ -76,7 +77,7 @@ def of(layers: Sequence[Attention], kvs: Sequence[CudaKV]) -> Context | None:
         return None
     if sum(m.rows for m in matrices) > MOST_ROWS:
         return None
-    if matrices[0].rows % GROUP or heads[0].head_dim not in HEAD_DIMS:
+    if matrices[0].rows % PACK_ROWS or heads[0].head_dim not in HEAD_DIMS:
         return None
     join(matrices)
     planes = [
@@ -88,19 +89,19 @@ def of(layers: Sequence[Attention], kvs: Sequence[CudaKV]) -> Context | None:
         for held, kv in zip(planes, kvs, strict=True)
     ]
     weight = matrices[0].span_to(matrices[-1], sum(m.rows for m in matrices))
-    made = torch.tensor(rows, device=kvs[0].keys.device)
-    return Context(weight, made, [x for p in planes for x in p], heads[0], kvs[0].kind == "q8_0")
+    structs = torch.tensor(rows, device=kvs[0].keys.device)
+    return Context(weight, structs, [x for p in planes for x in p], heads[0], kvs[0].type.number)
 
 
-def instance(head_dim: int, q8: bool) -> str:
-    """Name of a kernel of heads.cu."""
-    return f"append_layers<{head_dim}, {int(q8)}>"
+def instance(head_dim: int, q8: int) -> str:
+    """Return the name of a kernel of heads.cu."""
+    return f"append_layers<{head_dim}, {q8}>"
 
 
 UNITS = [
     Unit(
         "heads.cu",
-        tuple(instance(dim, q8) for dim in HEAD_DIMS for q8 in (False, True)),
+        tuple(instance(dim, q8) for dim in HEAD_DIMS for q8 in CACHE_NUMBERS),
         max_registers=80,
     ),
 ]

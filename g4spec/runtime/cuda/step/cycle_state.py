@@ -1,8 +1,8 @@
-"""Where sequences stand between cycles, in device memory, so that cycles follow each other without
-the host; and what the host is told of each cycle.
+"""State of sequences between cycles, in device memory, so that cycles follow each other without the
+host; and the result of each cycle in host memory.
 
-Everything holds `room` sequences. A cycle of S of them uses the first S, and arrays of rows are
-packed for its S and its rows: each cycle's first kernel (`place`) writes them anew.
+Everything has room for `room` sequences. A cycle of S sequences uses the first S. Arrays of rows
+have no gaps for its S and its rows: the first kernel of each cycle (`place`) writes them anew.
 """
 
 from __future__ import annotations
@@ -14,24 +14,22 @@ import torch
 
 from g4spec.core import MAX_STEP_ROWS, Batch
 from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build.constants import (
+    RESULT_CHOSEN,
+    RESULT_IDS,
+    RESULT_LOGITS,
+    RESULT_WORDS,
+    CycleField,
+)
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.step.choose import Chosen
 
-FIELDS = ("position", "anchor", "accepted", "rows", "slot", "turn")
-"""Lines of the state, see accept.cu."""
-
-SEEN = 48
-"""int64 numbers that the host is told of a sequence: `CycleResult` in accept.cu."""
-
-IDS, CHOSEN, LOGITS, END = 6, 22, 38, 46
-"""Where these begin among them; logits are float32, two in each number."""
-
 PLANES = 3
-"""Arrays of rows that a batch has: ids, positions, slots."""
+"""Arrays of rows of a batch: ids, positions, slots."""
 
 
 class SequenceState(NamedTuple):
-    """Where a sequence begins a cycle: `rows` of its step count."""
+    """State of a sequence at the beginning of a cycle; `rows`: rows of its step."""
 
     slot: int
     position: int
@@ -43,11 +41,13 @@ class CycleResult(NamedTuple):
     """The result of a cycle for a sequence.
 
     Attributes:
-        position, anchor: where the next cycle begins.
-        accepted: drafted tokens that held.
-        turn: which of the host's places this was written to.
-        bad, unfit: bits: rows of the step, and drafted tokens, whose logits are not finite.
-        ids: what the step read, anchor first. chosen, logits: for each row.
+        position, anchor: state at the beginning of the next cycle.
+        accepted: number of accepted drafted tokens.
+        turn: entry of the host's ring buffer that it was written to.
+        bad, unfit: bit masks of rows of the step, and of drafted tokens, with logits that are not
+            finite.
+        ids: input tokens of the step, anchor first.
+        chosen, logits: choice of each row, and its logit.
     """
 
     position: int
@@ -65,14 +65,14 @@ class CycleState:
     """State of at most `room` sequences.
 
     Args:
-        room: most sequences.
-        width: rows of a sequence that a proposal is given, not fewer than a step may have.
-        turns: places on the host, used one after the other.
+        room: maximum number of sequences.
+        width: rows of a sequence in the batch of a proposal, at least those of a step.
+        turns: entries of the ring buffer on the host.
 
     Attributes:
-        values: int64 [FIELDS, room].
-        unfit: int32 [room * width], of the drafted tokens (`Chosen.bad`).
-        seen: int64 [turns, room, SEEN] in pinned memory.
+        values: int64 [fields, room], a line for each `CycleField`.
+        unfit: int32 [room * width], `Chosen.bad` of the drafted tokens.
+        seen: int64 [turns, room, RESULT_WORDS] in pinned memory, results of cycles.
     """
 
     def __init__(self, room: int, device: torch.device | str, *, width: int, turns: int) -> None:
@@ -81,92 +81,93 @@ class CycleState:
         def zeros(count: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(count, dtype=dtype, device=device)
 
-        self.values = zeros(len(FIELDS) * room).view(len(FIELDS), room)
+        self.values = zeros(len(CycleField) * room).view(len(CycleField), room)
         self.unfit = zeros(room * self.width, torch.int32)
         self._step = zeros(PLANES * room * self.width)
         self._draft = zeros(PLANES * room * self.width)
         rows = room * MAX_STEP_ROWS
         self._chosen, self._bad = zeros(rows), zeros(rows, torch.int32)
         self._logits = zeros(rows, torch.float32)
-        self.seen = torch.zeros(turns, room, SEEN, dtype=torch.int64).pin_memory()
+        self.seen = torch.zeros(turns, room, RESULT_WORDS, dtype=torch.int64).pin_memory()
 
-    def set(self, stands: Seq[SequenceState], spare: SequenceState, turn: int) -> None:
-        """Begin the next cycle at `stands`, the host's next place being `turn`. What fills a batch
-        behind them stands at `spare`, whose rows are 0: it never moves."""
-        assert len(stands) <= self.room and spare.rows == 0, (len(stands), spare)
-        every = [*stands, *[spare] * (self.room - len(stands))]
+    def set(self, states: Seq[SequenceState], spare: SequenceState, turn: int) -> None:
+        """Set the state of the next cycle to `states`, and its entry on the host to `turn`. Padding
+        sequences have the state `spare`, whose rows are 0, so that it never changes."""
+        assert len(states) <= self.room and spare.rows == 0, (len(states), spare)
+        every = [*states, *[spare] * (self.room - len(states))]
         lines = {
-            "position": [s.position for s in every],
-            "anchor": [s.anchor for s in every],
-            "accepted": [0] * self.room,
-            "rows": [s.rows for s in every],
-            "slot": [s.slot for s in every],
-            "turn": [turn] * self.room,
+            CycleField.POSITION: [s.position for s in every],
+            CycleField.ANCHOR: [s.anchor for s in every],
+            CycleField.ACCEPTED: [0] * self.room,
+            CycleField.ROWS: [s.rows for s in every],
+            CycleField.SLOT: [s.slot for s in every],
+            CycleField.TURN: [turn] * self.room,
         }
-        _write(self.values, [lines[name] for name in FIELDS])
+        _write(self.values, [lines[field] for field in CycleField])
 
     def set_rows(self, rows: Seq[int]) -> None:
-        """Let so many rows of each sequence count from the next cycle on."""
-        _write(self._line("rows")[: len(rows)], rows)
+        """Set the number of valid rows of each sequence from the next cycle on."""
+        _write(self.values[CycleField.ROWS][: len(rows)], rows)
 
     def accepted(self, sequences: int) -> torch.Tensor:
-        """Drafted tokens that held in the newest cycle, int64 [S]."""
-        return self._line("accepted")[:sequences]
+        """Return the accepted drafted tokens of the newest cycle, int64 [S]."""
+        return self.values[CycleField.ACCEPTED][:sequences]
 
     def slots(self, sequences: int) -> torch.Tensor:
-        """Slots of the sequences, int64 [S]."""
-        return self._line("slot")[:sequences]
+        """Return the slots of the sequences, int64 [S]."""
+        return self.values[CycleField.SLOT][:sequences]
 
     def step(self, sequences: int, rows: int) -> Batch:
-        """The batch of a step."""
+        """Return the batch of a step."""
         return _batch(self._placed(self._step, sequences, rows), sequences)
 
     def draft(self, sequences: int, rows: int) -> Batch:
-        """The batch of a proposal. With one sequence that of the step lies over it."""
+        """Return the batch of a proposal. With one sequence it shares memory with that of the
+        step."""
         planes = self._step if sequences == 1 else self._draft
         return _batch(self._placed(planes, sequences, rows), sequences)
 
     def rows(self, sequences: int, rows: int) -> torch.Tensor:
-        """Ids, positions and slots of a step's batch, int64 [3, S * rows]."""
+        """Return ids, positions and slots of a step's batch, int64 [3, S * rows]."""
         return self._placed(self._step, sequences, rows)
 
     def _placed(self, planes: torch.Tensor, sequences: int, rows: int) -> torch.Tensor:
-        """Ids, positions and slots of `rows` rows a sequence, as `place` lays them out."""
+        """Return ids, positions and slots of `rows` rows per sequence, in the layout of `place`."""
         width = self.width if sequences == 1 else rows
         assert rows <= self.width, (rows, self.width)
         return planes[: PLANES * sequences * width].view(PLANES, -1)[:, : sequences * rows]
 
     def place(self, sequences: int, rows: int, draft_rows: int = 0, mask: int = 0) -> None:
-        """Write the batch of a step of `rows` rows a sequence, and that of a proposal if it has
-        `draft_rows`: the anchor and then `mask`, at successive positions. Whatever follows this
-        kernel may read them early."""
-        alone = sequences == 1
+        """Write the batch of a step of `rows` rows per sequence, and that of a proposal if it has
+        `draft_rows`: the anchor and then `mask`, at successive positions. Any later kernel may read
+        them before its `griddep_wait()`."""
+        single = sequences == 1
         launch.kernel("accept.cu", "place")(
             sequences,
             32,
             state=self.values,
             room=self.room,
             step=self._step,
-            step_width=self.width if alone else rows,
-            draft=self._draft if draft_rows and not alone else None,
+            step_width=self.width if single else rows,
+            draft=self._draft if draft_rows and not single else None,
             draft_width=draft_rows,
             mask=mask,
             pdl=False,
         )
 
     def chosen(self, sequences: int, rows: int) -> Chosen:
-        """Where the choices of a step go."""
+        """Return the output buffers for the choices of a step."""
         n = sequences * rows
         return Chosen(self._chosen[:n], self._logits[:n], self._bad[:n])
 
     def accept(
         self, sequences: int, rows: int, *, drafted: bool, forced: torch.Tensor | None = None
     ) -> None:
-        """Commit the choices of a step, for each sequence up to the first one that was not drafted,
-        included, and tell the host.
+        """Commit the choices of a step, for each sequence up to and including the first one that
+        differs from the drafted token, and write the result to the host.
 
         Args:
-            drafted: whether there was a proposal, so that `unfit` is of this cycle.
+            drafted: there was a proposal, so `unfit` is of this cycle.
             forced: int64 [1] or None: accept so many drafted tokens, whatever they are.
         """
         chosen, step = self.chosen(sequences, rows), self.rows(sequences, rows)
@@ -188,20 +189,18 @@ class CycleState:
         )
 
     def results(self, turn: int, sequences: int) -> list[CycleResult]:
-        """What the cycle with this turn did, once it has ended."""
+        """Return the results of the cycle with this turn, which must have ended."""
         at = self.seen[turn, :sequences]
-        logits = at[:, LOGITS:END].contiguous().view(torch.float32).tolist()
+        words = at[:, RESULT_LOGITS : RESULT_LOGITS + MAX_STEP_ROWS // 2]
+        logits = words.contiguous().view(torch.float32).tolist()
         out = []
         for row, values in zip(at.tolist(), logits, strict=True):
-            position, anchor, accepted, turn, bad, unfit = row[:IDS]
-            ids, chosen = row[IDS:CHOSEN], row[CHOSEN:LOGITS]
+            position, anchor, accepted, turn, bad, unfit = row[:RESULT_IDS]
+            ids, chosen = row[RESULT_IDS:RESULT_CHOSEN], row[RESULT_CHOSEN:RESULT_LOGITS]
             out.append(
                 CycleResult(position, anchor, accepted, turn, bad, unfit, ids, chosen, values)
             )
         return out
-
-    def _line(self, name: str) -> torch.Tensor:
-        return self.values[FIELDS.index(name)]
 
 
 def _batch(planes: torch.Tensor, sequences: int) -> Batch:
@@ -209,9 +208,9 @@ def _batch(planes: torch.Tensor, sequences: int) -> Batch:
     return Batch(ids, positions, slots, (len(ids) // sequences,) * sequences)
 
 
-def _write(there: torch.Tensor, values: Seq[int] | Seq[Seq[int]]) -> None:
-    """Write numbers into device memory, after what has been started and before what will be."""
-    there.copy_(torch.tensor(values, dtype=torch.int64).pin_memory(), non_blocking=True)
+def _write(to: torch.Tensor, values: Seq[int] | Seq[Seq[int]]) -> None:
+    """Copy values to device memory, after all work that has been launched and before later work."""
+    to.copy_(torch.tensor(values, dtype=torch.int64).pin_memory(), non_blocking=True)
 
 
 UNITS = [Unit("accept.cu", ("accept", "place"), max_registers=48)]

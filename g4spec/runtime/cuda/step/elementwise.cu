@@ -3,17 +3,15 @@
 #include "packed_rows.cuh"
 #include "reduce.cuh"
 
-enum Activation { GELU, SILU };
-
 template <int ACTIVATION>
 DEVICE float activated(float x) {
-  if (ACTIVATION == SILU) return __fdiv_rn(x, 1.0f + expf(-x));
+  if (ACTIVATION == Activation::SILU) return __fdiv_rn(x, 1.0f + expf(-x));
   const float inner = 0.7978845608028654f * (x + 0.044715f * (x * x * x));
   return 0.5f * x * (1.0f + tanhf(inner));
 }
 
 // activation(gate) * by; row m of each operand is at m * its stride. A thread handles four values.
-// AS_ROWS: packed activations, times 1/64 (their row scale is 64), grid [width / 4 / block, rows
+// AS_ROWS: packed activations, divided by GATED_SCALE (their row scale), grid [width / 4 / block, rows
 // including padding]; otherwise float32 [rows, width], grid [.., rows].
 template <int ACTIVATION, int AS_ROWS>
 __global__ void gated(const float* gate, i64 gate_stride, const float* by, i64 by_stride, void* out,
@@ -32,7 +30,7 @@ __global__ void gated(const float* gate, i64 gate_stride, const float* by, i64 b
               activated<ACTIVATION>(g.w)}, b);
   }
   if (AS_ROWS)
-    place.store((u8*)out, mul4(v, 1.0f / 64), valid, own.swizzled);
+    place.store((u8*)out, mul4(v, 1.0f / GATED_SCALE), valid, own.swizzled);
   else if (valid) ((float4*)out)[(i64)row * (width / 4) + i] = v;
 }
 

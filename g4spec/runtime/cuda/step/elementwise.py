@@ -13,38 +13,41 @@ import torch
 from g4spec.core import Batch, Reach
 from g4spec.ops.reference import Spans
 from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build.constants import GATED_SCALE, GROUP_ROWS
+from g4spec.runtime.cuda.build.constants import Activation as KernelActivation
 from g4spec.runtime.cuda.build.units import Unit
-from g4spec.runtime.cuda.step.packed_rows import GROUP_ROWS, PackedRows, address
+from g4spec.runtime.cuda.step.packed_rows import PackedRows, address
 from g4spec.runtime.cuda.step.packed_rows import empty as empty_rows
 
 Activation = Literal["gelu_tanh", "silu"]
-ACTIVATIONS = ("gelu_tanh", "silu")
-
-GATED_SCALE = 64.0
-"""Row scale of products of an activation: they may exceed half precision."""
+ACTIVATIONS: dict[Activation, KernelActivation] = {
+    "gelu_tanh": KernelActivation.GELU,
+    "silu": KernelActivation.SILU,
+}
+"""Activation function of the kernels for each activation."""
 
 THREADS = 128
 
 MAX_REACHES = 4
-"""Of one launch of `spans`."""
+"""Maximum number of ranges of one launch of `spans`."""
 
 
 @functools.cache
 def gated_scale(device: torch.device, groups: int = 1) -> torch.Tensor:
-    """`GATED_SCALE` for each row of groups of 16."""
+    """Return `GATED_SCALE` for each row of groups of 16."""
     return torch.full((GROUP_ROWS * groups,), GATED_SCALE, dtype=torch.float32, device=device)
 
 
 def gated_rows(gate: torch.Tensor, by: torch.Tensor, activation: Activation) -> PackedRows:
-    """activation(gate) * by as rows. Both float32 [T, I], of any distance between rows: parts of
-    one product, or one layer's of the per-layer inputs."""
+    """Return activation(gate) * by as packed rows. Both are float32 [T, I] with any row stride:
+    parts of one matmul's result, or one layer's part of the per-layer inputs."""
     out = empty_rows(len(gate), gate.shape[1], gate.device)
     _gated(gate, by, activation, out.data, padded=out.padded)
     return replace(out, scale=gated_scale(gate.device, out.groups))
 
 
 def gated(gate: torch.Tensor, by: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """activation(gate) * by, float32 [T, I]; any T."""
+    """Return activation(gate) * by, float32 [T, I]; any T."""
     out = torch.empty(gate.shape, dtype=torch.float32, device=gate.device)
     _gated(gate, by, activation, out)
     return out
@@ -57,11 +60,11 @@ def _gated(
     out: torch.Tensor,
     padded: int = 0,
 ) -> None:
-    """Launch `gated`. `padded`: rows of `out` where it is as a product reads it, else 0."""
+    """Launch `gated`. `padded`: rows of packed `out` with padding; 0 if `out` is float32."""
     (count, width) = gate.shape
     assert by.shape == gate.shape and width % 4 == 0, (gate.shape, by.shape)
     grid = (-(-width // (4 * THREADS)), padded or count)
-    name = f"gated<{ACTIVATIONS.index(activation)}, {int(padded > 0)}>"
+    name = f"gated<{int(ACTIVATIONS[activation])}, {int(padded > 0)}>"
     launch.kernel("elementwise.cu", name)(
         grid,
         THREADS,
@@ -78,11 +81,12 @@ def _gated(
 def per_layer_inputs(
     y: torch.Tensor, tokens: torch.Tensor, weight: torch.Tensor, width: int, eps: float
 ) -> torch.Tensor:
-    """Gemma's per-layer inputs: (rms_norm(y / sqrt(width)) * weight + tokens) / sqrt(2).
+    """Compute Gemma's per-layer inputs: (rms_norm(y / sqrt(width)) * weight + tokens) / sqrt(2).
 
     Args:
         y: product of the embeddings [T, width] and the projection, float32 [T, L * P].
-        tokens: scaled rows of the per-layer table, [T, L * P]. `weight`: [P].
+        tokens: scaled rows of the per-layer table, [T, L * P].
+        weight: [P].
 
     Returns:
         [T, L, P].
@@ -106,7 +110,8 @@ def per_layer_inputs(
 
 
 def softcap(x: torch.Tensor, cap: float, scale: float = 1.0) -> torch.Tensor:
-    """cap * tanh(scale * x / cap), without cap scale * x, in place; x starts on 16 bytes."""
+    """Compute cap * tanh(scale * x / cap), or scale * x if cap is 0, in place; x must start at a
+    multiple of 16 bytes."""
     assert x.data_ptr() % 16 == 0
     launch.kernel("elementwise.cu", f"softcap<{str(bool(cap)).lower()}>")(
         -(-x.numel() // 1024),
@@ -120,7 +125,7 @@ def softcap(x: torch.Tensor, cap: float, scale: float = 1.0) -> torch.Tensor:
 
 
 def spans(batch: Batch, reaches: Sequence[Reach]) -> Spans:
-    """See `Ops.spans`, of sequences with as many rows each."""
+    """Compute `Ops.spans` for sequences with the same number of rows."""
     if len(reaches) > MAX_REACHES:
         return spans(batch, reaches[MAX_REACHES:]) | spans(batch, reaches[:MAX_REACHES])
     positions = batch.positions

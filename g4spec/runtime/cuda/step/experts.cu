@@ -12,10 +12,8 @@
 // spin. The whole grid must therefore be resident, so no second process may share the GPU through
 // MPS. The list is ordered so that a tile needs earlier ones only. Counters are zero at the start;
 // experts_finish.cu zeroes them again.
-#include "gemm_formats.cuh"
+#include "formats.cuh"
 #include "moe_schedule.cuh"
-
-constexpr float GATED_SCALE = 1.0f / 64;  // stored half / value of gelu(gate) * up
 
 DEVICE float gelu(float x) {
   const float inner = 0.7978845608028654f * (x + 0.044715f * (x * x * x));
@@ -157,14 +155,14 @@ struct MathWarps {
   int warp, lane, turn = 0;
 
   static DEVICE void sync() { named_barrier_sync<1, 32 * C::CONSUMERS>(); }
-  static DEVICE void team_sync() { named_barrier_sync<2, 32 * TEAM_WARPS>(); }
-  DEVICE bool owner() const { return warp < TEAM_WARPS; }
+  static DEVICE void team_sync() { named_barrier_sync<2, 32 * MOE_TEAM_WARPS>(); }
+  DEVICE bool owner() const { return warp < MOE_TEAM_WARPS; }
 
   // Accumulate over all units of a GEMM tile: each team takes every TEAMS-th slot.
   template <class F>
   DEVICE void multiply(Acc<1>& acc, int k) {
     constexpr int UNITS = C::template UNITS<F>, BLOCKS = C::template BLOCKS<F>;
-    const int team = warp / TEAM_WARPS, part = warp % TEAM_WARPS, units = k / F::UNIT;
+    const int team = warp / MOE_TEAM_WARPS, part = warp % MOE_TEAM_WARPS, units = k / F::UNIT;
     const typename F::template Lane<1> of(at.s.scratch[warp], part, lane);
     int next = 0;
     for (int u = 0; u < units; u += UNITS, at.next()) {
@@ -214,7 +212,7 @@ struct MathWarps {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int m = 2 * t + j % 2;
-      const float h = gelu(acc[0][0][j]) * acc[1][0][j] * GATED_SCALE;
+      const float h = gelu(acc[0][0][j]) * acc[1][0][j] * (1.0f / GATED_SCALE);
       halves[m * 16 + g + j / 2 * 8] = to_half(m < count ? h : 0.0f);
     }
     __syncwarp();
@@ -244,7 +242,7 @@ struct MathWarps {
     for (int j = 0; j < 2; ++j) {
       const int m = lane % 4 * 2 + j;
       if (m >= count) continue;
-      const float s = factor(m) * (1.0f / GATED_SCALE);
+      const float s = factor(m) * GATED_SCALE;
       float* to = y + (i64)place(m) * w.width;
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
@@ -321,7 +319,7 @@ struct MathWarps {
 // [tokens, width]: output of the dense branch.
 template <class Up, class Down, class DenseUp, class DenseDown, int EXPERTS, int K, int NT,
           int TEAMS, int BYTES, int LOADS>
-__global__ __launch_bounds__(32 * (TEAM_WARPS * TEAMS + 2)) void experts(
+__global__ __launch_bounds__(32 * (MOE_TEAM_WARPS * TEAMS + MOE_COPY_WARPS)) void experts(
     const u8* dense_rows, const u8* rows, const float* x, const float* gate, const float* norm,
     const float* gains, const u8* dense_up, const u8* dense_down, const u8* up, const u8* down,
     u8* dense_hidden, u8* hidden, float* scores, u32* arrived, float* y, float* dense_y,
@@ -341,7 +339,7 @@ __global__ __launch_bounds__(32 * (TEAM_WARPS * TEAMS + 2)) void experts(
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::STAGES; ++i) {
       mbarrier_init(s.full + i, ARCH >= 900 ? 33 : 64);
-      mbarrier_init(s.empty + i, TEAM_WARPS);
+      mbarrier_init(s.empty + i, MOE_TEAM_WARPS);
     }
     mbarrier_init(&s.routed, 32);
     mbarrier_init_fence();

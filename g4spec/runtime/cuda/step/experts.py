@@ -1,9 +1,9 @@
 """The feed-forward part of a layer with experts, for steps of at most 16 rows: two kernels.
 
-The first does everything that multiplies: the router, the dense branch beside the experts, and the
-experts that the rows visit. The second adds up what a row got, and ends the layer. How the work is
-shared out is told in experts.cu. Its blocks wait for each other, so all of them must be resident:
-steps run one after the other, never two on two streams.
+The first computes all matmuls: the router, the dense branch, and the experts that the rows use. The
+second adds the results of each row and ends the layer. experts.cu describes how the work is
+distributed. Its blocks wait for each other, so all of them must be resident: steps never run on two
+streams at once.
 """
 
 from __future__ import annotations
@@ -15,22 +15,31 @@ import torch
 
 from g4spec.ops.weights import ExpertLayer
 from g4spec.runtime.cuda.build import launch, nvrtc
+from g4spec.runtime.cuda.build.constants import (
+    ACT_BYTES,
+    ACT_COLUMNS,
+    GROUP_ROWS,
+    MOE_COPY_WARPS,
+    MOE_COUNTERS,
+    MOE_TEAM_WARPS,
+    PACK_ROWS,
+)
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.step import packed_rows as rows
 from g4spec.runtime.cuda.step.linear import scratch_of
-from g4spec.runtime.cuda.step.packed_rows import BLOCK, BLOCK_BYTES, GROUP_ROWS, PackedRows
+from g4spec.runtime.cuda.step.packed_rows import PackedRows
 from g4spec.runtime.cuda.weights.dequant import Weight
 from g4spec.runtime.cuda.weights.matrix import GateUpPairs, Matrix, interleave_experts
-from g4spec.runtime.cuda.weights.packing import GROUP, format_name, unit_bytes
+from g4spec.runtime.cuda.weights.packing import format_name, unit_bytes
 
 ARCHS = tuple(arch for arch in nvrtc.ARCHS if arch not in ("sm_70", "sm_75"))
-"""Those whose tensor cores have the product."""
+"""Architectures whose tensor cores have the MMA instruction of the kernel."""
 
 TEAMS = 2
-"""Of four warps that multiply."""
+"""Teams of four warps that multiply."""
 
 KEPT = 3072
-"""Bytes of shared memory left to the kernel that finishes the layer, which waits beside."""
+"""Bytes of shared memory left for the kernel that finishes the layer and may start early."""
 
 MAX_EXPERTS, MAX_USED = 1024, 16
 """Experts of a layer, and of a row, that the kernel has registers for."""
@@ -38,17 +47,15 @@ MAX_EXPERTS, MAX_USED = 1024, 16
 ALIGNMENT = 128
 """Upper bound of the padding in the kernel's shared memory."""
 
-COUNTERS = 3
-"""Of `Buffers.arrived`, before those of visits."""
-
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
     """Sizes of a layer.
 
     Attributes:
-        experts, k: how many there are, and how many a row visits.
-        width: H. dense, expert: channels of the dense branch and of an expert.
+        experts, k: number of experts, and experts per row.
+        width: H.
+        dense, expert: channels of the dense branch and of an expert.
     """
 
     experts: int
@@ -59,19 +66,21 @@ class ExpertShape:
 
     @property
     def visits(self) -> int:
-        """Most pairs of an expert and up to 8 of its rows in a step."""
+        """Maximum number of pairs of an expert and up to 8 of its rows in a step."""
         return min(GROUP_ROWS * self.k, 2 * self.experts)
 
 
 class Buffers:
-    """What the kernels hand each other; one for all layers of a shape.
+    """Buffers between the kernels, shared by all layers of a shape.
 
     Attributes:
         arrived: counters, zero between layers.
-        scores: of the router, [16, E].
-        dense_hidden, hidden: gelu(gate) * up as rows, of each tile of 8 rows and of each visit.
-        y: what each row gets from each of its experts, weighted, [16, k, H]. dense: [16, H].
-        chosen, weights: int32 and float32 [16, k], the experts of each row in a step, best first.
+        scores: router scores, [16, E].
+        dense_hidden, hidden: gelu(gate) * up as packed rows, of each tile of 8 rows and of each
+            visit.
+        y: weighted result of each of a row's experts, [16, k, H].
+        dense: result of the dense branch, [16, H].
+        chosen, weights: int32 and float32 [16, k], the experts of each row of a step, best first.
     """
 
     def __init__(self, shape: ExpertShape, device: torch.device) -> None:
@@ -79,10 +88,10 @@ class Buffers:
             return torch.empty(*sizes, dtype=torch.float32, device=device)
 
         def hidden(count: int, channels: int) -> torch.Tensor:
-            size = (count, channels // BLOCK, BLOCK_BYTES)
+            size = (count, channels // ACT_COLUMNS, ACT_BYTES)
             return torch.empty(size, dtype=torch.uint8, device=device)
 
-        count = COUNTERS + shape.visits
+        count = MOE_COUNTERS + shape.visits
         self.arrived = torch.zeros(count, dtype=torch.int32, device=device)
         self.scores = floats(GROUP_ROWS, shape.experts)
         self.dense_hidden = hidden(2, shape.dense)
@@ -98,11 +107,14 @@ class Experts:
     """A layer's weights.
 
     Attributes:
-        router: float32 [E, H], for rows normed with `router_norm` [H]. `gains`: [E].
-        dense_up: gates and ups in turns of 16 rows [2 I, H]; dense_down: [H, I].
-        up, down: the same of each expert.
-        norm_dense, norm_experts, norm: [H], of what either gives, and of both together.
-        scale: float32 [1], of the layer's result, or None.
+        router: float32 [E, H], for rows normed with `router_norm` [H].
+        gains: [E].
+        dense_up: gate and up rows interleaved by 16, [2 I, H].
+        dense_down: [H, I].
+        up, down: the same for each expert.
+        norm_dense, norm_experts, norm: [H], norms of the results of both branches, and of their
+            sum.
+        scale: float32 [1], factor of the layer's result, or None.
         buffers: shared by layers of the same shape.
     """
 
@@ -130,7 +142,8 @@ class Experts:
         buffers: dict[ExpertShape, Buffers],
         device: torch.device,
     ) -> Experts | None:
-        """The kernels' view of a layer, if they take its shape. `buffers`: of all layers."""
+        """Return the weights of a layer for the kernels, or None if they do not support it.
+        `buffers`: those of all layers."""
         matrices = (e.gate, e.up, e.down, e.gate_exps, e.up_exps, e.down_exps)
         if not all(isinstance(m, Matrix) for m in matrices if m is not None):
             return None
@@ -163,11 +176,11 @@ class Experts:
         )
 
     def __call__(self, x: torch.Tensor, dense_rows: PackedRows, expert_rows: PackedRows) -> None:
-        """Fills `buffers`.
+        """Compute the contents of `buffers`.
 
         Args:
-            x: the residual, which the router reads, float32 [T, H].
-            dense_rows, expert_rows: its norms, which the two branches read.
+            x: the residual, input of the router, float32 [T, H].
+            dense_rows, expert_rows: its norms, inputs of the two branches.
         """
         s, b, index = self.shape, self.buffers, x.device.index
         assert x.shape == (len(dense_rows), s.width) and x.shape == (len(expert_rows), s.width)
@@ -210,12 +223,13 @@ class Experts:
         out: torch.Tensor,
         to: PackedRows | None,
     ) -> None:
-        """The end of the layer, after `__call__`.
+        """Compute the end of the layer, after `__call__`.
 
         Args:
-            x: as before. following: weight [H] of the next layer's norm, or None.
-            out: [T, H], where the new residual goes. to: where its norm goes, or None without
-                `following`.
+            x: the residual, as in `__call__`.
+            following: weight [H] of the next layer's norm, or None.
+            out: output [T, H], the new residual.
+            to: output, its norm; None without `following`.
         """
         b, (count, width) = self.buffers, x.shape
         launch.kernel("experts_finish.cu", finish_instance(self.shape))(
@@ -241,30 +255,30 @@ class Experts:
         )
 
 
-THREADS = 32 * (4 * TEAMS + 2)
+THREADS = 32 * (MOE_TEAM_WARPS * TEAMS + MOE_COPY_WARPS)
 
 
 def instance(types: list[tuple[str, int]], shape: ExpertShape, tiles: int, arch: str) -> str:
-    """Name of a kernel of experts.cu.
+    """Return the name of a kernel of experts.cu.
 
     Args:
-        types: quant type and unit of the experts' gates and ups, their down matrices, and the
+        types: quant type and unit of the experts' gate and up, of their down matrices, and of the
             same of the dense branch.
-        tiles: of 8 rows, in the inputs.
+        tiles: tiles of 8 rows of the inputs.
     """
-    loads = -(-shape.width // (4 * 32 * 4 * TEAMS))
+    loads = -(-shape.width // (4 * 32 * MOE_TEAM_WARPS * TEAMS))
     numbers = (shape.experts, shape.k, tiles, TEAMS, _bytes(arch), loads)
     return f"experts<{', '.join([*(format_name(*t) for t in types), *map(str, numbers)])}>"
 
 
 def finish_instance(shape: ExpertShape) -> str:
-    """Name of a kernel of experts_finish.cu."""
+    """Return the name of a kernel of experts_finish.cu."""
     warps, loads = rows.block_shape(shape.width)
     return f"finish<{warps}, {loads}, {shape.k}>"
 
 
 def _bytes(arch: str) -> int:
-    """Shared memory of a block."""
+    """Return the shared memory of a block."""
     return nvrtc.SHARED_LIMIT[arch] - KEPT
 
 
@@ -272,10 +286,10 @@ def fits(shape: ExpertShape, weights: Sequence[Weight], arch: str) -> bool:
     """Return whether the kernels support a layer of this shape with these matrices: gates and ups,
     and down, of the experts and of the dense branch."""
     return (
-        all(w.type and w.rows % GROUP in (0, GROUP // 2) for w in weights)
-        and shape.dense % BLOCK == 0
-        and shape.expert % BLOCK == 0
-        and shape.width % BLOCK == 0
+        all(w.type and w.rows % PACK_ROWS in (0, PACK_ROWS // 2) for w in weights)
+        and shape.dense % ACT_COLUMNS == 0
+        and shape.expert % ACT_COLUMNS == 0
+        and shape.width % ACT_COLUMNS == 0
         and shape.k <= min(shape.experts, MAX_USED)
         and shape.experts <= MAX_EXPERTS
         and shared_bytes(shape, [(w.type, w.columns // w.data.shape[1]) for w in weights])
@@ -286,9 +300,10 @@ def fits(shape: ExpertShape, weights: Sequence[Weight], arch: str) -> bool:
 def shared_bytes(shape: ExpertShape, types: Sequence[tuple[str, int]]) -> int:
     """Return the least dynamic shared memory of the kernel, or a few bytes more: `MoeStorage` in
     moe_schedule.cuh with one slot for each team. `types`: quant type and unit of each matrix."""
-    slot = max(unit_bytes(*t) + t[1] // BLOCK * BLOCK_BYTES for t in types)
-    scratch = 4 * TEAMS * max(256, *(scratch_of(*t) for t in types))
-    sums = 4 * (2 * (TEAMS - 1) * 4 * 8 * 32 + 4 * 8 + 4 * TEAMS * 20)
+    slot = max(unit_bytes(*t) + t[1] // ACT_COLUMNS * ACT_BYTES for t in types)
+    warps = MOE_TEAM_WARPS * TEAMS
+    scratch = warps * max(256, *(scratch_of(*t) for t in types))
+    sums = 4 * (2 * (TEAMS - 1) * MOE_TEAM_WARPS * 8 * 32 + MOE_TEAM_WARPS * 8 + warps * 20)
     visits = 12 * shape.visits + 4 * GROUP_ROWS * shape.k + (4 + GROUP_ROWS) * shape.experts
     return scratch + sums + visits + TEAMS * (slot + 16) + ALIGNMENT
 
@@ -303,7 +318,7 @@ _FILES = [
     [("q6_k", 256), ("q8_0", 64)] * 2,
     [("q8_0", 256), ("q8_0", 64)] * 2,
 ]
-"""Types that files of it have: of experts and of the dense branch, up and down each."""
+"""Quant types in files of it: of experts and of the dense branch, up and down each."""
 
 UNITS = [
     Unit(

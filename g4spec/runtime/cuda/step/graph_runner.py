@@ -1,13 +1,13 @@
 """Whole cycles on the GPU: proposal, step, choice, acceptance and the draft's commit follow each
-other without the host, which may start a cycle before it has read what the one before it did.
+other without the host, which may start a cycle before it has read the result of the previous one.
 
-A cycle is two CUDA graphs, one behind the other, so that events between them tell what each takes;
-where nobody drafts it is one. Where sequences stand, how many drafted tokens of each count, and
-their samplers are numbers in device memory: a graph serves every position, slot, length and seed.
-It is recorded for a number of sequences (a power of two) and of rows of each. Sequences that fill
-a batch up stand in a spare slot, where nobody looks. Rows behind those that count are padding: what
-they leave in caches is overwritten before anything looks there, and rings have room for more than
-one step. The same holds for rows of rejected tokens.
+A cycle is two CUDA graphs, one after the other, so that events between them measure the time of
+each; without a draft it is one graph. Positions, number of drafted tokens and sampler parameters of
+the sequences are in device memory: a graph serves every position, slot, length and seed. It is
+recorded for a number of sequences (a power of two) and of rows of each. Sequences that pad a batch
+use a spare slot, which nothing else reads. Rows after the valid ones are padding: what they write
+to caches is overwritten before it is read, and rings have room for more than one step. The same
+holds for rows of rejected tokens.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from g4spec.runtime.target import Target
 
 DEPTH = 2
-"""Cycles that may have been started and not asked for."""
+"""Maximum number of cycles that are started and whose results have not been read."""
 
 STEPS = (1, 2, 4, 8, 16)
 """Rows of a sequence in recorded steps."""
 
 SPARE_POSITION = 1
-"""Where sequences stand that fill a batch up. Not 0: some drafts look at the position before."""
+"""Position of sequences that pad a batch. Not 0: some drafts read the position before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class GraphKey:
 
     Attributes:
         part: "proposal", "step" (with the draft's commit) or "plain" (a step without a draft).
-        sequences, rows: of the step; each sequence has so many rows.
-        drafts: tokens drafted for each sequence; 0 where it makes no difference.
+        sequences, rows: number of sequences of the step, and rows of each.
+        drafts: tokens drafted for each sequence; 0 if it makes no difference.
         modes: kernels that choose tokens.
     """
 
@@ -61,7 +61,7 @@ class GraphKey:
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """When parts of a cycle have been done."""
+    """Events at the borders of a cycle's parts."""
 
     begun: torch.cuda.Event
     proposed: torch.cuda.Event
@@ -74,11 +74,12 @@ class Marks:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A cycle under way.
+    """A cycle that has been started.
 
     Attributes:
-        turn: place on the host that it is told to.
-        sequences, counts: of its work. `kept`: rows for a draft that does not take part, or None.
+        turn: entry of the host's ring buffer that gets its result.
+        sequences, counts: sequences of its work, and drafted tokens of each.
+        kept: copies of its rows for a draft that takes no part, or None.
     """
 
     turn: int
@@ -92,7 +93,7 @@ class GraphRunner:
     """Runs cycles as CUDA graphs (`g4spec.core.Runner`).
 
     Args:
-        draft: or None: cycles of no drafted tokens.
+        draft: the draft, or None: cycles without drafted tokens.
         forced: accept so many drafted tokens, whatever they are (for measurements).
     """
 
@@ -104,12 +105,12 @@ class GraphRunner:
         self._spare = SequenceState(n_slots, SPARE_POSITION, 0, 0)
         room = bucket(n_slots)
         recorded = draft if draft and draft.recordable else None
-        if n_slots > 2:  # batches of fewer are never filled up
+        if n_slots > 2:  # batches of fewer are never padded
             assert len(target.space.table) > n_slots, "no spare slot in the table"
             states = recorded.state if recorded else ()
             assert all(len(x) > n_slots for x in states), "no spare slot in the draft's state"
         width = recorded.rows if recorded else MAX_STEP_ROWS
-        assert width >= MAX_STEP_ROWS, width  # so that a step's rows lie within a proposal's
+        assert width >= MAX_STEP_ROWS, width  # a step's rows share memory with a proposal's
         self._state = CycleState(room, device, width=width, turns=DEPTH)
         self._choice = Choice(target.config.n_vocab, device, room=room)
         self._forced = None if forced is None else torch.tensor([forced], device=device)
@@ -118,12 +119,12 @@ class GraphRunner:
         self._marks = [Marks.new() for _ in range(DEPTH)]
         self._waiting: deque[Started] = deque()
         self._turn = 0
-        self._stands: list[tuple[int, int, int]] = []
+        self._states: list[tuple[int, int, int]] = []
         self._counts: tuple[int, ...] = ()
 
     def can_run(self, work: Seq[Work]) -> bool:
-        """True unless a choice needs the host or sorts all logits, sequences suppress different
-        tokens, or somebody drafts and the draft cannot be recorded."""
+        """Return True unless a choice needs the host or sorts all logits, sequences suppress
+        different tokens, or a sequence drafts and the draft cannot be recorded."""
         samplers, draft = [w.chooser.sampler for w in work], self._draft
         return (
             not any(w.chooser.on_host for w in work)
@@ -138,7 +139,7 @@ class GraphRunner:
         marks, turn = self._marks[self._turn], self._turn
         counts, most = tuple(w.count for w in work), max(w.count for w in work)
         self._enter(work, counts)
-        self._stands = []  # nobody knows before `result`, also if this fails half-way
+        self._states = []  # unknown until `result`, and if this raises an error
         marks.begun.record()
         step = self._shape("step" if most else "plain", len(work), most)
         if most:
@@ -161,7 +162,7 @@ class GraphRunner:
         marks.ended.synchronize()
         results = self._state.results(started.turn, len(sequences))
         assert all(seen.turn == started.turn for seen in results), (started.turn, results)
-        self._stands = [
+        self._states = [
             (s.slot, seen.position, seen.anchor) for s, seen in zip(sequences, results, strict=True)
         ]
         seconds = [
@@ -176,35 +177,35 @@ class GraphRunner:
         return cycles
 
     def drop(self) -> None:
-        """Forget cycles that were started and not asked for. A draft's state is already that behind
-        them, so this is for sequences that have ended; the cycles of others are to be asked for."""
+        """Forget cycles whose results have not been read. The draft's state is already after them,
+        so this is for sequences that have ended; read the results of other sequences first."""
         self._waiting.clear()
-        self._stands = []
+        self._states = []
 
     # ---- inside
 
     def _enter(self, work: Seq[Work], counts: tuple[int, ...]) -> None:
-        """Let the device know where sequences begin, as far as it does not know it already."""
+        """Upload the state of the sequences, unless the device already has it."""
         rows = [1 + count for count in counts]
-        stands = [
+        states = [
             SequenceState(s.slot, s.position, s.anchor, n)
             for s, n in zip((w.sequence for w in work), rows, strict=True)
         ]
-        if self._waiting:  # they begin where the cycle under way will have ended
+        if self._waiting:  # the running cycle leaves the state
             slots = [s.slot for s in self._waiting[-1].sequences]
-            assert slots == [s.slot for s in stands], (slots, stands)
+            assert slots == [s.slot for s in states], (slots, states)
             known = True
         else:
-            known = [s[:3] for s in stands] == self._stands
+            known = [s[:3] for s in states] == self._states
         if not known:
-            self._state.set(stands, self._spare, self._turn)
+            self._state.set(states, self._spare, self._turn)
         elif counts != self._counts:
             self._state.set_rows(rows)
         self._counts = counts
         self._set(work)
 
     def _set(self, work: Seq[Work]) -> None:
-        """Take over the samplers."""
+        """Upload the samplers."""
         samplers = [w.chooser.sampler for w in work]
         suppress, choice = samplers[0].suppress, self._choice
         if suppress != choice.suppress:
@@ -220,24 +221,24 @@ class GraphRunner:
         return GraphKey(part, bucket(sequences), rows, drafts, self._choice.modes)
 
     def _propose(self, work: Seq[Work], most: int) -> None:
-        """Bring the draft up to date, and start a proposal."""
+        """Give the draft its pending rows, and start a proposal."""
         draft = self._draft
         assert draft is not None and most <= draft.max_tokens, most
-        assert all(s.kept is None for s in self._waiting), "rows under way would be left out"
-        if behind := [w.sequence for w in work if w.sequence.pending]:
-            flush(draft, behind)
+        assert all(s.kept is None for s in self._waiting), "a running cycle keeps rows"
+        if pending := [w.sequence for w in work if w.sequence.pending]:
+            flush(draft, pending)
         drafts = min(draft.max_tokens, MAX_DRAFT) if draft.one_pass else most
-        # The rows of one sequence's step lie over the proposal's, however many there are.
+        # With one sequence, step and proposal share memory, whatever their rows.
         shape = self._shape("proposal", len(work), most if len(work) > 1 else MAX_DRAFT, drafts)
         self._recorded(shape, self._proposal).replay()
 
     def _recorded(
         self, shape: GraphKey, run: Callable[[GraphKey], tuple[torch.Tensor, ...]]
     ) -> graphs.Capture:
-        """A part as a graph. It runs twice for real before, from the numbers that the first replay
-        finds: the first run packs weights and compiles kernels, and a weight that was read before
-        it was packed is read in another way from the second on. The first proposal comes after a
-        step, which packs what both read."""
+        """Return a part as a graph, recorded at first use. Before that it runs twice without a
+        graph, from the state that the first replay will find: the first run packs weights and
+        compiles kernels, and a weight that was read before it was packed is read by another kernel
+        from the second run on. A step runs before the first proposal and packs what both read."""
         if shape not in self._graphs:
             kept = [self._state.values, *(self._draft.state if self._draft else ())]
             before = [x.clone() for x in kept]
@@ -250,21 +251,21 @@ class GraphRunner:
         return self._graphs[shape]
 
     def _proposal(self, shape: GraphKey) -> tuple[()]:
-        """The first half: what the step reads."""
+        """Compute the first half of a cycle: the input tokens of the step."""
         state, draft, n, rows = self._state, self._draft, shape.sequences, shape.rows
         assert draft is not None
         state.place(n, rows, draft.rows, draft.mask)
         batch, ids = state.draft(n, draft.rows), state.step(n, rows).ids
         pick = Picks(self._choice, batch.positions, ids[1:], state.unfit[: len(batch)], n)
         drafted = draft.propose(batch, shape.drafts, pick)
-        if n > 1 or drafted.data_ptr() != ids[1:].data_ptr():  # else one call of `pick` wrote there
+        if n > 1 or drafted.data_ptr() != ids[1:].data_ptr():  # else `pick` wrote there
             count = min(shape.drafts, rows - 1)
             ids.view(n, rows)[:, 1 : 1 + count].copy_(drafted[:, :count])
         return ()
 
     def _step(self, shape: GraphKey) -> tuple[torch.Tensor, ...]:
-        """The second half: a step, and what follows from it. Returns what a draft is given of it,
-        if it takes no part."""
+        """Compute the second half of a cycle: step, choice, acceptance, commit. Return hidden
+        states and taps if the draft takes no part."""
         state, target, n, rows = self._state, self._target, shape.sequences, shape.rows
         plain = shape.part == "plain"
         if plain:
@@ -286,14 +287,14 @@ class GraphRunner:
         return ()
 
     def _kept(self, shape: GraphKey, hidden: torch.Tensor, taps: torch.Tensor) -> StepRows:
-        """Copies of the rows of a plain step, before the next one writes there."""
+        """Return copies of the rows of a plain step, before the next one overwrites them."""
         ids, positions, slots = self._state.rows(shape.sequences, shape.rows).clone()
         batch = Batch(ids, positions, slots, (shape.rows,) * shape.sequences)
         return StepRows(batch, hidden.clone(), taps.clone())
 
 
 def bucket(sequences: int) -> int:
-    """Sequences of the graph that takes so many: the next power of two."""
+    """Return the number of sequences of the graph for so many: the next power of two."""
     return 1 << (sequences - 1).bit_length()
 
 

@@ -1,5 +1,5 @@
-"""Parts of cycles recorded as CUDA graphs: launched at once, without Python between their
-kernels."""
+"""Parts of cycles recorded as CUDA graphs: one launch for all their kernels, without Python
+between."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import torch
 
 
 class Capture:
-    """What `run` launches, as one CUDA graph. Nothing is done until it is played.
+    """The kernel launches of `run` as one CUDA graph. Recording does not run them.
 
     Args:
-        run: has run for real before. pool: memory that the graph shares with others.
+        run: function that has run at least once before.
+        pool: memory that the graph shares with others.
 
     Attributes:
         outputs: what `run` returned; each replay writes it anew.
@@ -33,7 +34,7 @@ class Capture:
 
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """The end of another graph, found as garbage meanwhile, would end the recording too."""
+    """Disable garbage collection: freeing another graph during a recording would abort it."""
     was = gc.isenabled()
     gc.disable()
     try:

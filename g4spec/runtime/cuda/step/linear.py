@@ -17,49 +17,39 @@ from typing import Any
 import torch
 
 from g4spec.runtime.cuda.build import launch, nvrtc
+from g4spec.runtime.cuda.build.constants import (
+    ACT_BYTES,
+    ACT_COLUMNS,
+    BYTE_ROWS,
+    GEMM_CONSUMERS,
+    GEMM_THREADS,
+    GROUP_ROWS,
+    PACK_ROWS,
+    Q4_K_SCRATCH,
+    Q6_K_SCRATCH,
+    TILE_BYTES,
+)
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.step.elementwise import gated_scale
-from g4spec.runtime.cuda.step.packed_rows import BLOCK, BLOCK_BYTES, PackedRows, empty
+from g4spec.runtime.cuda.step.packed_rows import PackedRows, empty
 from g4spec.runtime.cuda.weights import packing, samples
 from g4spec.runtime.cuda.weights.dequant import Weight
-from g4spec.runtime.cuda.weights.packing import GROUP
 
 ARCHS = tuple(a for a in nvrtc.ARCHS if a not in ("sm_70", "sm_75"))
 """Architectures with the tensor-core and copy instructions that the kernels use."""
 
-CONSUMERS = 8
-"""Warps of a block that multiply; one more warp copies."""
-THREADS = 32 * (CONSUMERS + 1)
-"""Threads of a block."""
-
-SCRATCH = {"q4_k": 1664, "q5_k": 1664, "q6_k": 2304}
+SCRATCH = {"q4_k": Q4_K_SCRATCH, "q5_k": Q4_K_SCRATCH, "q6_k": Q6_K_SCRATCH}
 """Maximum bytes of shared memory that a warp uses for the scales of a unit."""
 
 CODEBOOKS = dict.fromkeys(("iq4_nl", "iq4_xs", "mxfp4", "iq3_s", "iq3_xxs", "iq2_xxs", "iq1_s"), 32)
 CODEBOOKS |= dict.fromkeys(("nvfp4", "q3_k", "q2_k", "iq2_s", "iq2_xs", "iq1_m"), 16)
 """Types whose codes are indices into a table (gemm_codebook.cuh) -> values that share a scale."""
 
-TILE_BYTES, SUMS = 1024, dict.fromkeys(CODEBOOKS, 0) | {"q6_k": 128, "q2_k": 128}
-"""Bytes for 8 activation rows of a 64-column block: halves, and the sums that warp groups need (64
-for types not listed)."""
+SUMS = dict.fromkeys(CODEBOOKS, 0) | {"q6_k": 128, "q2_k": 128}
+"""Bytes of the sums of 8 activation rows of a 64-column block that warp groups need (64 for types
+not listed)."""
 
-UPPER_ROWS = 2048 + 32
-"""Bytes of a unit of 8 activation rows in the format of `linear_upper`."""
-
-WIDE = (
-    "q4_k",
-    "q5_k",
-    "iq4_xs",
-    "iq3_s",
-    "iq3_xxs",
-    "q3_k",
-    "q2_k",
-    "iq2_s",
-    "iq2_xs",
-    "iq2_xxs",
-    "iq1_m",
-    "iq1_s",
-)
+WIDE = {"q4_k", "q5_k", *CODEBOOKS} - {"iq4_nl", "mxfp4", "nvfp4"}
 """Types whose stages hold 256 weight rows if shared memory allows."""
 
 MAX_STAGES = {128: 8, 256: 5}
@@ -112,18 +102,18 @@ class GemmConfig:
     def shared(self) -> int:
         """Bytes of dynamic shared memory."""
         stage = max(self.stage, self.rows * 8 * self.tiles * 4)
-        teams = CONSUMERS * 32 // self.rows
+        teams = GEMM_CONSUMERS * 32 // self.rows
         other = (1024 if teams > 1 else 512) * self.tiles
         scratch = max(scratch_of(self.type, self.unit), other)
-        sums = CONSUMERS * 8 * self.tiles * 4
-        return self.stages * (stage + 16 * teams) + CONSUMERS * scratch + sums
+        sums = GEMM_CONSUMERS * 8 * self.tiles * 4
+        return self.stages * (stage + 16 * teams) + GEMM_CONSUMERS * scratch + sums
 
     @property
     def stage(self) -> int:
         """Bytes of a stage: weights and activations of a unit."""
-        rows = UPPER_ROWS if self.upper else self.unit // BLOCK * BLOCK_BYTES
+        rows = BYTE_ROWS if self.upper else self.unit // ACT_COLUMNS * ACT_BYTES
         if self.groups > 1:  # on 1024 bytes
-            rows = self.unit // BLOCK * (TILE_BYTES + SUMS.get(self.type, 64))
+            rows = self.unit // ACT_COLUMNS * (TILE_BYTES + SUMS.get(self.type, 64))
             return -(-(self.weights + rows * self.tiles * self.groups) // 1024) * 1024
         return self.weights + rows * self.tiles * self.groups
 
@@ -131,7 +121,7 @@ class GemmConfig:
     def weights(self) -> int:
         """Bytes read from a unit's weights."""
         lower = packing.PARTS[self.type][1][0].nbytes(self.unit) if self.upper else 0
-        return (packing.unit_bytes(self.type, self.unit) - lower) * (self.rows // GROUP)
+        return (packing.unit_bytes(self.type, self.unit) - lower) * (self.rows // PACK_ROWS)
 
 
 def scratch_of(type: str, unit: int) -> int:
@@ -167,9 +157,9 @@ def gemm_config(
     # A fourth stage of 256 rows gained 0.6 % with one tile and lost 1.5 % with two.
     few = rows == 256 and tiles == 2 and not upper
     for stages in range(3 if few else MAX_STAGES[rows], 0, -1):
-        found = GemmConfig(type, unit, tiles, rows, stages, upper)
-        if found.shared <= room:
-            return found
+        config = GemmConfig(type, unit, tiles, rows, stages, upper)
+        if config.shared <= room:
+            return config
     raise AssertionError(f"{type} does not fit into the shared memory of {arch}")
 
 
@@ -185,7 +175,7 @@ class SplitKWorkspace:
 
     def __init__(self, device: torch.device, groups: int = MAX_ROW_GROUPS) -> None:
         self.count = torch.cuda.get_device_properties(device).multi_processor_count
-        room = self.count * groups * 16 * 256
+        room = self.count * groups * GROUP_ROWS * 256
         self.partial = torch.empty(room, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(1 << 14, dtype=torch.int32, device=device)
 
@@ -221,9 +211,11 @@ def linear(
 
 
 def linear_upper(x: PackedRows, weight: Weight, workspace: SplitKWorkspace) -> torch.Tensor:
-    """About x [T, K], as bytes (see `screen`), times a packed Q6_K matrix [N, K] -> float32 [T, N]:
-    of its codes only the upper two bits are read."""
-    assert weight.type == "q6_k" and x.data.shape[1] == UPPER_ROWS * x.tiles, (weight, x)
+    """Return x [T, K] as int8 (see `screen`) times a packed Q6_K matrix [N, K], float32 [T, N].
+
+    Approximate: only the upper two bits of the codes are read.
+    """
+    assert weight.type == "q6_k" and x.data.shape[1] == BYTE_ROWS * x.tiles, (weight, x)
     y = torch.empty(len(x), weight.rows, dtype=torch.float32, device=x.data.device)
     _run(
         "linear",
@@ -270,7 +262,7 @@ def linear_two(
     first_ctas, count, runs, (of_first, of_second) = two_matrix_grid(first, a, second, b, workspace)
     launch.kernel("linear.cu", two_matrix_instance(a, b))(
         count,
-        THREADS,
+        GEMM_THREADS,
         **gemm_arguments(first, x, workspace, of_first[0], of_first[1], runs[0]),
         weights_b=second.data,
         units_b=of_second[0],
@@ -324,10 +316,10 @@ def split_k_slices(units: int, groups: int, count: int, most: int) -> int:
     than an equal run. `count`: CTAs that run at once.
     """
     run = ceil_div(units * groups, count)
-    found = min(most, count // groups)
-    if not found or -(-units // found) > run + 1:
+    slices = min(most, count // groups)
+    if not slices or -(-units // slices) > run + 1:
         return 0
-    return -(-units // -(-units // found))  # no more of them than it takes
+    return -(-units // -(-units // slices))  # the smallest factor with slices of that length
 
 
 @functools.cache
@@ -374,7 +366,7 @@ def config_of(x: PackedRows, weight: Weight, **options: bool) -> GemmConfig:
 def size(weight: Weight, config: GemmConfig) -> tuple[int, int]:
     """Return the units of K and the groups of weight rows."""
     groups, units = weight.data.shape[:2]
-    return units, groups * GROUP // config.rows
+    return units, groups * PACK_ROWS // config.rows
 
 
 def _run(
@@ -393,7 +385,7 @@ def _run(
     count = groups * parts or ceil_div(units * groups, run)
     launch.kernel("linear.cu", config.name(kind))(
         count,
-        THREADS,
+        GEMM_THREADS,
         **gemm_arguments(weight, x, workspace, units, groups, run),
         y=y,
         tokens=len(x),

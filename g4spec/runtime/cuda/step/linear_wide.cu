@@ -3,7 +3,7 @@
 // weights. Each group adds in the order of linear.cu, so a row has the same bits as there. WG:
 // wgmma for all groups, in WG parts per step of K; 0: mma.sync.
 #include "gemm_pipeline.cuh"
-#include "gemm_formats.cuh"
+#include "formats.cuh"
 
 // y [tokens, N]; with split-K, slices [slices, whole, N] of which this launch writes `tokens` rows.
 // `row_groups`: ceil(tokens / 16).

@@ -15,6 +15,7 @@ from types import MappingProxyType
 import torch
 
 from g4spec.runtime.cuda.build import launch, nvrtc
+from g4spec.runtime.cuda.build.constants import GEMM_CONSUMERS, GEMM_PRODUCER_WARPS, GROUP_ROWS
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.step import linear as narrow
 from g4spec.runtime.cuda.step.elementwise import gated_scale
@@ -26,7 +27,7 @@ from g4spec.runtime.cuda.step.linear import (
     SplitKWorkspace,
     ceil_div,
 )
-from g4spec.runtime.cuda.step.packed_rows import GROUP_ROWS, PackedRows, empty
+from g4spec.runtime.cuda.step.packed_rows import PackedRows, empty
 from g4spec.runtime.cuda.weights import packing, samples
 from g4spec.runtime.cuda.weights.dequant import Weight
 
@@ -123,7 +124,8 @@ def linear_two(
 
 def threads(arch: str) -> int:
     """Return the threads of a block."""
-    return narrow.THREADS + 32 * 3 * (arch == WARP_GROUP_ARCH)
+    warps = GEMM_PRODUCER_WARPS if arch == WARP_GROUP_ARCH else 1
+    return 32 * (GEMM_CONSUMERS + warps)
 
 
 def two_matrix_instance(a: GemmConfig, b: GemmConfig) -> str:
@@ -141,9 +143,9 @@ def for_row_groups(
     enough = [n for n in GROUPS if n >= groups][:1]
     for least in (2, 1):
         for n in (*enough, *(n for n in reversed(GROUPS) if n < groups)):
-            found = [_staged(config, n, arch, warp_groups) for config in configs]
-            if all(config.stages >= least for config in found):
-                return tuple(found)
+            staged = [_staged(config, n, arch, warp_groups) for config in configs]
+            if all(config.stages >= least for config in staged):
+                return tuple(staged)
     raise AssertionError(f"{configs} of 32 rows do not fit into the shared memory of {arch}")
 
 
@@ -184,9 +186,8 @@ def _grid(
 
 
 def _units() -> list[Unit]:
-    """Common types in as many groups as fit, and one instance of each kernel. What other products
-    than those of warp groups spill with registers handed on is outside of the loop over a unit,
-    but for a few words."""
+    """Return instances for common types in as many row groups as fit, and one of each kernel.
+    Kernels without `wgmma` spill registers, nearly all of them outside of the loop over a unit."""
     out = []
     for arch in ARCHS:
         q4, q5k, q6, q8, q5, q40 = (
@@ -218,7 +219,7 @@ def _units() -> list[Unit]:
 def _singles(
     configs: tuple[GemmConfig, ...], arch: str, warp_groups: int, *kinds: str
 ) -> dict[str, int]:
-    """Products with one matrix, "linear" or of `kinds`, and their shared memory."""
+    """Return the names of kernels for one matrix, "linear" or `kinds`, and their shared memory."""
     config = [for_row_groups((config,), MAX_ROW_GROUPS, arch, warp_groups)[0] for config in configs]
     return {config.name(kind): config.shared for config in config for kind in kinds or ("linear",)}
 

@@ -7,12 +7,6 @@
 #include "packed_rows.cuh"
 #include "reduce.cuh"
 
-// Input: x; x + h; x + norm(h).
-enum Input { PLAIN, ADD, NORM };
-// Output besides the residual: none; normed as float32; normed as packed activations; packed
-// activations divided by a power of two per row (no norm). Values as in packed_rows.py.
-enum Output { NOTHING, FLOATS, ROWS, SCALED };
-
 // A row in the registers of a block: element e of v[j] is value 4 at(j) + e. WHOLE: the row has
 // exactly as many values as the block holds, so there are no bounds checks.
 template <int WARPS, int V, bool WHOLE>
@@ -71,10 +65,10 @@ DEVICE void add_residual(Row<WARPS, V, WHOLE>& v, Row<WARPS, V, WHOLE> (&h)[SLIC
   for (int s = 1; s < SLICES; ++s)
 #pragma unroll
     for (int j = 0; j < V; ++j) h[0].v[j] = add4(h[0].v[j], h[s].v[j]);
-  const float q = ENTER == NORM ? h[0].inverse_rms(slots, share, eps) : 1.0f;
+  const float q = ENTER == NormInput::NORM ? h[0].inverse_rms(slots, share, eps) : 1.0f;
 #pragma unroll
   for (int j = 0; j < V; ++j) {
-    const float4 y = ENTER == NORM ? mul4(mul4(h[0].v[j], q), weight.v[j]) : h[0].v[j];
+    const float4 y = ENTER == NormInput::NORM ? mul4(mul4(h[0].v[j], q), weight.v[j]) : h[0].v[j];
     v.v[j] = mul4(add4(v.v[j], y), factor);
   }
 }
@@ -99,8 +93,8 @@ DEVICE void write_outputs(float4 normed, const float4 (&weights)[N][OWN], int q,
 #pragma unroll
   for (int o = 0; o < N; ++o) {
     const float4 y = mul4(normed, weights[o][q]);
-    if (NEXT == FLOATS && mine) ((float4*)to[o])[at] = y;
-    if (NEXT == ROWS || NEXT == SCALED) place.store((u8*)to[o], y, mine, tiled);
+    if (NEXT == NormOutput::FLOATS && mine) ((float4*)to[o])[at] = y;
+    if (NEXT == NormOutput::ROWS || NEXT == NormOutput::SCALED) place.store((u8*)to[o], y, mine, tiled);
   }
 }
 
@@ -125,7 +119,7 @@ __global__ __launch_bounds__(32 * WARPS, SPLIT ? 1 : 0) void norm_rows(
   R w, parts[SLICES], v;
   float4 nw[N][OWN];
   QuadOffsets place[OWN];
-  if (ENTER == NORM) w.load(weight, n4);
+  if (ENTER == NormInput::NORM) w.load(weight, n4);
 #pragma unroll
   for (int q = 0; q < OWN; ++q) {
     const int j = SPLIT ? part : q, i = R::at(j);
@@ -133,7 +127,7 @@ __global__ __launch_bounds__(32 * WARPS, SPLIT ? 1 : 0) void norm_rows(
     for (int o = 0; o < N; ++o)
       nw[o][q] = next[o] && R::valid(j, n4) ? __ldcg((const float4*)next[o] + i)
                                             : float4{1, 1, 1, 1};
-    if (NEXT == ROWS || NEXT == SCALED) place[q] = QuadOffsets(own, width, i);
+    if (NEXT == NormOutput::ROWS || NEXT == NormOutput::SCALED) place[q] = QuadOffsets(own, width, i);
   }
   const float factor = scale ? *scale : 1.0f, share = 1.0f / (float)width;
   const float* old = materialize(x + row * x_stride);
@@ -141,25 +135,25 @@ __global__ __launch_bounds__(32 * WARPS, SPLIT ? 1 : 0) void norm_rows(
   if (EARLY) v.load(old, n4);
   griddep_wait();
   if (!EARLY) v.load(old, n4);
-  if (ENTER != PLAIN) {
+  if (ENTER != NormInput::PLAIN) {
 #pragma unroll
     for (int s = 0; s < SLICES; ++s) parts[s].load(h + ((i64)s * rows + row) * width, n4);
     add_residual<ENTER>(v, parts, w, slots[0], factor, share, eps);
   }
   float r = 1.0f;
-  if (NEXT == FLOATS || NEXT == ROWS) r = v.inverse_rms(slots[1], share, eps);
-  if (NEXT == SCALED) r = power_of_two_scale(block_reduce<WARPS>(v.largest(), slots[1], MaxNan()));
-  if (NEXT == SCALED && part == 0 && threadIdx.x == 0)
+  if (NEXT == NormOutput::FLOATS || NEXT == NormOutput::ROWS) r = v.inverse_rms(slots[1], share, eps);
+  if (NEXT == NormOutput::SCALED) r = power_of_two_scale(block_reduce<WARPS>(v.largest(), slots[1], MaxNan()));
+  if (NEXT == NormOutput::SCALED && part == 0 && threadIdx.x == 0)
     for (int m = own.row; m < 8 * own.tiles; m += own.count)
-      row_scale[own.index * 16 + m] = m == own.row ? r : 1.0f;
-  if (NEXT == SCALED) r = 1.0f / r;
+      row_scale[own.index * GROUP_ROWS + m] = m == own.row ? r : 1.0f;
+  if (NEXT == NormOutput::SCALED) r = 1.0f / r;
 #pragma unroll
   for (int q = 0; q < OWN; ++q) {
     const int j = SPLIT ? part : q, i = R::at(j);
     const bool mine = R::valid(j, n4);
     const float4 value = SPLIT ? v.select(part) : v.v[q];
-    if (ENTER != PLAIN && mine) ((float4*)out)[start + i] = value;
+    if (ENTER != NormInput::PLAIN && mine) ((float4*)out)[start + i] = value;
     write_outputs<NEXT>(mul4(value, r), nw, q, to, start + i, place[q], mine, own.swizzled);
-    if (NEXT == ROWS || NEXT == SCALED) zero_padding_rows<N>(to, own, width, i, mine);
+    if (NEXT == NormOutput::ROWS || NEXT == NormOutput::SCALED) zero_padding_rows<N>(to, own, width, i, mine);
   }
 }

@@ -1,30 +1,32 @@
-"""Input of a product, and what happens to the residual between two products.
+"""Packed activations, the input of a matmul, and the residual addition and norm between two
+matmuls.
 
-Rows are what `linear.cu` reads: T <= 16 rows [T, K] in half precision, in the order in which the
-tensor cores read them, with sums beside them. With `tiles` = 1 for T <= 8 and 2 above, a buffer has
-K / 64 blocks of 1280 * tiles bytes, one for each 64 columns:
+Packed rows are the input of `linear.cu`: T <= 16 rows [T, K] in half precision, in the order in
+which tensor cores read them, together with sums. With `tiles` = 1 for T <= 8 and 2 above, a buffer
+has K / 64 blocks of 1280 * tiles bytes, one for each 64 columns:
 
-- halves: row m, column k of the block, with k16 = k / 16, t = k % 16 / 4, e = k % 4 and
-  lane = m % 8 * 4 + t, stands at ((k16 / 2) * 32 + lane) * 8 + (k16 % 2) * 4 + e (one tile), or at
-  (k16 * 32 + lane) * 8 + (m / 8) * 4 + e (two);
-- half [2][8 * tiles][4]: of each 32 columns of a row, as rounded, the sums of the two 16 as halves,
-  and what those leave of them;
+- halves: row m, column k of the block, with k16 = k / 16, t = k % 16 / 4, e = k % 4 and lane = m %
+  8 * 4 + t, is half ((k16 / 2) * 32 + lane) * 8 + (k16 % 2) * 4 + e (one tile), or (k16 * 32 +
+  lane) * 8 + (m / 8) * 4 + e (two tiles);
+- half [2][8 * tiles][4]: for each 32 columns of a row, the sums of the two groups of 16 (of rounded
+  values) as halves, and their rounding errors as halves;
 - float32 [2][8 * tiles]: -1024 times the sum of each 32 columns;
-- half [8 * tiles][4]: the sums of 32 as those of 16.
+- half [8 * tiles][4]: the sums of 32, in the form of those of 16.
 
-Rows T .. 8 * tiles - 1 are zero. Values that may not fit half precision have a scale for each row,
-a power of two that the product multiplies its result with.
+Rows T .. 8 * tiles - 1 are zero. Rows whose values may not fit half precision have a scale each, a
+power of two by which the matmul multiplies its result.
 
-More than 16 rows come in groups of 16, one behind the other, with the same numbers in another
-order: halves of all blocks, [tile][block][8 rows][8 pieces of 8 halves], piece p of row r in place
-p ^ r, then sums of 16 of all blocks, the floats, and sums of 32. Columns 16 i + 4 t and
-16 i + 4 t + 1 of a block are halves 2 t and 2 t + 1 of piece 2 i, the next two the same of piece
-2 i + 1: an operand of `wgmma` as it is in shared memory, and of `ldmatrix`.
-A row has the same bits in any place of any group.
+More than 16 rows form groups of 16, one after the other, with the same numbers in another order:
+the halves of all blocks, [tile][block][8 rows][8 pieces of 8 halves], piece p of row r at place p ^
+r; then the sums of 16 of all blocks, the floats, and the sums of 32. Columns 16 i + 4 t and 16 i +
+4 t + 1 of a block are halves 2 t and 2 t + 1 of piece 2 i; columns 16 i + 4 t + 2 and + 3 are those
+of piece 2 i + 1. This is the layout of a `wgmma` operand in shared memory, and `ldmatrix` reads it.
+A row has the same bits at any place of any group.
 
-Kernels here may start before their predecessor has ended, and prefetch weights meanwhile. Those
-that add partial sums also prefetch the residual: such sums come from `linear.cu`, which calls
-`grid_launch` after its own `grid_wait`, so whatever was written before it is there.
+Kernels here may start before their predecessor has ended, and prefetch weights meanwhile. Kernels
+that add partial sums also prefetch the residual: the sums come from `linear.cu`, which calls
+`griddep_launch_dependents` after its own `griddep_wait`, so everything written before it is
+visible.
 """
 
 from __future__ import annotations
@@ -35,35 +37,40 @@ from dataclasses import dataclass
 import torch
 
 from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build.constants import (
+    ACT_BYTES,
+    ACT_COLUMNS,
+    GROUP_ROWS,
+    SPLIT16,
+    SPLIT32,
+    SUMS32,
+    NormInput,
+    NormOutput,
+)
 from g4spec.runtime.cuda.build.units import Unit
 
-GROUP_ROWS = 16
-"""Rows of a group."""
-
 MAX_WIDTH = 32 * 32 * 8 * 4
-"""Columns of a row that the threads of a block hold in registers: see `block_shape`."""
-
-BLOCK, BLOCK_BYTES = 64, 1280
-"""Columns of a block, and bytes for each tile of 8 rows."""
+"""Maximum columns of a row that the threads of a block hold in registers: see `block_shape`."""
 
 SPLIT = 40
-"""Rows up to which several blocks compute the same row, each to write a part of it. One writes all
-of a row where there are enough of them for a GPU."""
+"""Maximum number of rows for which several blocks compute the same row and each writes a part of
+it. With more rows, one block writes all of a row: the GPU is then busy enough."""
 
-PLAIN, ADD, NORM = 0, 1, 2
-NOTHING, FLOATS, ROWS, SCALED = 0, 1, 2, 3
+
+PLAIN, ADD, NORM = NormInput
+NOTHING, FLOATS, ROWS, SCALED = NormOutput
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """Rows [T, K] as a product reads them.
+    """Packed activations [T, K].
 
     Attributes:
-        data: uint8 [K / 64, BLOCK_BYTES * tiles], or [groups, K / 64, BLOCK_BYTES * 2] for more
-            than 16 rows.
+        data: uint8 [K / 64, ACT_BYTES * tiles], or [groups, K / 64, ACT_BYTES * 2] for more than 16
+            rows.
         count, width: T and K.
-        scale: float32 [16 * groups], what the product multiplies each row with, or None.
-        tiled: halves lie row by row: they are of more than 16 rows.
+        scale: float32 [16 * groups], by which the matmul multiplies each row, or None.
+        tiled: layout of more than 16 rows.
     """
 
     data: torch.Tensor
@@ -77,21 +84,21 @@ class PackedRows:
 
     @property
     def tiles(self) -> int:
-        """Tiles of 8 rows, of each group."""
-        return 2 if self.data.shape[-1] == 2 * BLOCK_BYTES else tiles(self.count)
+        """Tiles of 8 rows of each group."""
+        return 2 if self.data.shape[-1] == 2 * ACT_BYTES else tiles(self.count)
 
     @property
     def groups(self) -> int:
-        """Groups of 16 rows."""
+        """Number of groups of 16 rows."""
         return groups(self.count)
 
     @property
     def padded(self) -> int:
-        """Rows there is room for."""
+        """Number of rows, padding included."""
         return 8 * self.tiles * self.groups
 
     def part(self, first: int, last: int) -> PackedRows:
-        """Groups first .. last - 1, a view."""
+        """Return groups first .. last - 1, a view."""
         if self.groups == 1:
             return self
         data = self.data[first] if last == first + 1 else self.data[first:last]
@@ -101,27 +108,27 @@ class PackedRows:
 
 
 def tiles(count: int) -> int:
-    """Tiles of 8 rows that hold `count` rows, or 16 of them where there are more."""
+    """Return the tiles of 8 rows for `count` rows; for more than 16 rows those of a group."""
     return 1 if count <= 8 else 2
 
 
 def groups(count: int) -> int:
-    """Groups of 16 rows that hold `count` rows."""
+    """Return the number of groups of 16 rows for `count` rows."""
     return -(-count // GROUP_ROWS)
 
 
 def empty(count: int, width: int, device: torch.device, *, scaled: bool = False) -> PackedRows:
-    """Rows [count, width] that are yet to be written, any number of them."""
-    assert count >= 1 and width % BLOCK == 0, (count, width)
+    """Allocate packed rows [count, width], uninitialized."""
+    assert count >= 1 and width % ACT_COLUMNS == 0, (count, width)
     n = groups(count)
-    sizes = (*([n] if n > 1 else []), width // BLOCK, BLOCK_BYTES * tiles(count))
+    sizes = (*([n] if n > 1 else []), width // ACT_COLUMNS, ACT_BYTES * tiles(count))
     data = torch.empty(sizes, dtype=torch.uint8, device=device)
     scale = torch.empty(GROUP_ROWS * n, dtype=torch.float32, device=device) if scaled else None
     return PackedRows(data, count, width, scale, n > 1)
 
 
 def concat_rows(parts: Sequence[PackedRows]) -> PackedRows:
-    """Rows without scale, of several sequences, below each other; each keeps its bits."""
+    """Concatenate rows without scale of several sequences; each row keeps its bits."""
     assert all(part.scale is None for part in parts)
     if len(parts) == 1:
         return parts[0]
@@ -137,17 +144,17 @@ def concat_rows(parts: Sequence[PackedRows]) -> PackedRows:
 
 
 def _fields(rows: PackedRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What is stored, row by row, padding included: half [R, B, 64] for B blocks; half
-    [R, B, 2, 2, 2] and [R, B, 2, 2], sums of 16 and of 32, rounded and what that leaves; float32
-    [R, B, 2]."""
-    n, blocks, several = rows.tiles, rows.width // BLOCK, rows.groups
-    whole = blocks if rows.tiled else 1  # blocks of which each part lies together
+    """Return what is stored, row by row, padding included: half [R, B, 64] for B blocks; half [R,
+    B, 2, 2, 2] and [R, B, 2, 2], sums of 16 and of 32 as rounded values and errors; float32 [R, B,
+    2]."""
+    n, blocks, several = rows.tiles, rows.width // ACT_COLUMNS, rows.groups
+    whole = blocks if rows.tiled else 1  # blocks whose parts of one kind are consecutive
     data = rows.data.view(several, blocks // whole, -1)
 
     def part(first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
         return data[..., first * n * whole : last * n * whole].contiguous().view(dtype)
 
-    halves = part(0, 1024, torch.float16)
+    halves = part(0, SPLIT16, torch.float16)
     if rows.tiled:
         halves = _swizzled(halves.view(several, 2, blocks, 8, 8, 8))
         # tile, block, row, k16, e / 2, t, e % 2
@@ -156,11 +163,11 @@ def _fields(rows: PackedRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor,
         halves = halves.view(several, blocks, 2, 8, 4, 2, 4).permute(0, 3, 1, 2, 5, 4, 6)
     else:  # k16, row % 8, t, row / 8, e
         halves = halves.view(several, blocks, 4, 8, 4, 2, 4).permute(0, 5, 3, 1, 2, 4, 6)
-    of16 = part(1024, 1152, torch.float16).view(several, blocks, 2, 8 * n, 2, 2)
-    of32 = part(1216, 1280, torch.float16).view(several, blocks, 8 * n, 2, 2)
-    floats = part(1152, 1216, torch.float32).view(several, blocks, 2, 8 * n)
+    of16 = part(SPLIT16, SUMS32, torch.float16).view(several, blocks, 2, 8 * n, 2, 2)
+    of32 = part(SPLIT32, ACT_BYTES, torch.float16).view(several, blocks, 8 * n, 2, 2)
+    floats = part(SUMS32, SPLIT32, torch.float32).view(several, blocks, 2, 8 * n)
     return (
-        halves.reshape(rows.padded, blocks, BLOCK),
+        halves.reshape(rows.padded, blocks, ACT_COLUMNS),
         of16.permute(0, 3, 1, 2, 4, 5).flatten(0, 1),
         of32.permute(0, 2, 1, 3, 4).flatten(0, 1),
         floats.permute(0, 3, 1, 2).flatten(0, 1),
@@ -168,13 +175,14 @@ def _fields(rows: PackedRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor,
 
 
 def _swizzled(tiles: torch.Tensor) -> torch.Tensor:
-    """Tiles [..., 8 rows, 8 pieces, 8] with piece p of row r in place p ^ r; its own inverse."""
+    """Return tiles [..., 8 rows, 8 pieces, 8] with piece p of row r at place p ^ r; its own
+    inverse."""
     r = torch.arange(8, device=tiles.device)
     return tiles[..., r[:, None], r[:, None] ^ r, :]
 
 
 def _packed(fields: Sequence[torch.Tensor], n: int, tiled: bool) -> torch.Tensor:
-    """A group in `n` tiles of the rows of which these are the `_fields`, without padding."""
+    """Pack a group of `n` tiles from the `_fields` of its rows, without padding."""
     count, blocks = fields[0].shape[:2]
     halves, of16, of32, floats = (
         torch.cat([x, x.new_zeros(8 * n - count, *x.shape[1:])]) for x in fields
@@ -192,11 +200,11 @@ def _packed(fields: Sequence[torch.Tensor], n: int, tiled: bool) -> torch.Tensor
 
 
 def unpack(rows: PackedRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What is stored, padding included and unscaled.
+    """Return what is stored, padding included and unscaled.
 
     Returns:
-        Half [R, K]; float32 [R, K / 16] and [R, K / 32]: sums of 16 and of 32 in two halves each,
-        added; float32 [R, K / 32]: -1024 times the sums of 32. R: `padded`.
+        Half [R, K]; float32 [R, K / 16] and [R, K / 32]: sums of 16 and of 32, value and error
+            added; float32 [R, K / 32]: -1024 times the sums of 32. R: `padded`.
     """
     halves, of16, of32, floats = _fields(rows)
     sums = of16.float().sum(3), of32.float().sum(2), floats
@@ -204,12 +212,13 @@ def unpack(rows: PackedRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, 
 
 
 def fits(width: int) -> bool:
-    """Whether norm.cu takes rows of so many values; others are computed in torch."""
+    """Return whether norm.cu supports rows of so many values; others are computed in torch."""
     return width % 4 == 0 and width <= MAX_WIDTH
 
 
 def block_shape(width: int) -> tuple[int, int]:
-    """Warps of a block and 16-byte loads of a thread that hold a row of `width` floats."""
+    """Return the warps of a block and the 16-byte loads of a thread that hold a row of `width`
+    floats."""
     quads = -(-width // 4)
     for warps_at_most in (16, 32):
         for loads in range(1, 9):
@@ -228,15 +237,15 @@ def instance(
     *,
     split: bool = True,
 ) -> str:
-    """Name of a kernel of norm.cu."""
+    """Return the name of a kernel of norm.cu."""
     warps, loads = block_shape(width)
     flags = (split, width == 128 * warps * loads)
-    numbers = (warps, loads, slices, enter, leave, outputs)
+    numbers = (warps, loads, slices, int(enter), int(leave), outputs)
     return f"norm_rows<{', '.join([*map(str, numbers), *(str(f).lower() for f in flags)])}>"
 
 
 def pack_rows(x: torch.Tensor) -> PackedRows:
-    """x float32 [T, K] as rows; each with the power of two as scale that brings its largest value
+    """Pack x float32 [T, K]; each row has the power of two as scale that brings its largest value
     into [512, 1024)."""
     to = empty(len(x), x.shape[1], x.device, scaled=True)
     _run(x, leave=SCALED, outputs=[to.data], row_scale=to.scale)
@@ -244,16 +253,22 @@ def pack_rows(x: torch.Tensor) -> PackedRows:
 
 
 def rms_norm_rows(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> PackedRows:
-    """rms_norm of x float32 [T, H] as rows."""
+    """Return rms_norm of x float32 [T, H] as packed rows."""
     to = empty(len(x), x.shape[1], x.device)
     _run(x, eps=eps, leave=ROWS, following=[weight], outputs=[to.data])
     return to
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """rms_norm of x float32 [..., H], the same shape; any number of rows."""
+    """Return rms_norm of x float32 [..., H], the same shape; any number of rows."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _run(x.reshape(-1, x.shape[-1]), eps=eps, leave=FLOATS, following=[weight], outputs=[y])
+    _run(
+        x.reshape(-1, x.shape[-1]),
+        eps=eps,
+        leave=FLOATS,
+        following=[weight],
+        outputs=[y],
+    )
     return y
 
 
@@ -262,8 +277,8 @@ class Residual:
     """The end of a sublayer and the start of the next: x' = (x + rms_norm(h) * weight) * scale.
 
     Attributes:
-        weight: [H], or None: h is added as it is.
-        eps: of all norms.
+        weight: [H], or None: h is added without norm.
+        eps: epsilon of all norms.
         scale: float32 [1], or None.
     """
 
@@ -272,10 +287,11 @@ class Residual:
     scale: torch.Tensor | None = None
 
     def __call__(self, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """x' [T, H] alone.
+        """Return only x' [T, H].
 
         Args:
-            h: float32 [T, H], or partial sums [S, T, H], added in order (S <= 8). x: [T, H].
+            h: float32 [T, H], or partial sums [S, T, H], added in order (S <= 8).
+            x: [T, H].
         """
         out = torch.empty_like(x)
         _run(x, h, self, out=out, leave=NOTHING)
@@ -284,7 +300,7 @@ class Residual:
     def rows(
         self, h: torch.Tensor, x: torch.Tensor, following: Sequence[torch.Tensor | None]
     ) -> tuple[torch.Tensor, list[PackedRows]]:
-        """x', and rms_norm(x') with each of at most three weights as rows."""
+        """Return x', and rms_norm(x') with each of at most three weights as packed rows."""
         out, to = torch.empty_like(x), [empty(len(x), x.shape[1], x.device) for _ in following]
         _run(
             x,
@@ -301,9 +317,18 @@ class Residual:
     def numbers(
         self, h: torch.Tensor, x: torch.Tensor, following: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x', and rms_norm(x') as float32 [T, H]; any number of rows."""
+        """Return x', and rms_norm(x') as float32 [T, H]; any number of rows."""
         out, y = torch.empty_like(x), torch.empty_like(x)
-        _run(x, h, self, out=out, leave=FLOATS, eps=self.eps, following=[following], outputs=[y])
+        _run(
+            x,
+            h,
+            self,
+            out=out,
+            leave=FLOATS,
+            eps=self.eps,
+            following=[following],
+            outputs=[y],
+        )
         return out, y
 
 
@@ -312,7 +337,7 @@ def _run(
     h: torch.Tensor | None = None,
     residual: Residual | None = None,
     *,
-    leave: int,
+    leave: NormOutput,
     eps: float = 0.0,
     following: Sequence[torch.Tensor | None] = (),
     outputs: Sequence[torch.Tensor] = (),
@@ -327,7 +352,7 @@ def _run(
         assert h.shape[-2:] == x.shape and slices <= 8, (h.shape, x.shape)
         weight, scale, eps = residual.weight, residual.scale, residual.eps
         enter = ADD if weight is None else NORM
-    assert width % (4 if leave in (NOTHING, FLOATS) else BLOCK) == 0, width
+    assert width % (4 if leave in (NOTHING, FLOATS) else ACT_COLUMNS) == 0, width
     split = count <= SPLIT
     name = instance(width, slices, enter, leave, max(1, len(outputs)), split=split)
     warps, loads = block_shape(width)
@@ -356,14 +381,15 @@ def _run(
 
 
 def address(x: torch.Tensor) -> launch.Strided:
-    """Of rows that may have a distance of their own, but start on 16 bytes each."""
+    """Return rows as an argument that may have any stride; rows must start at multiples of 16
+    bytes."""
     assert x.stride(-1) == 1 and x.stride(0) % 4 == 0 and x.data_ptr() % 16 == 0, x.stride()
     assert x.dtype is torch.float32, x.dtype
     return launch.Strided(x)
 
 
-# What the targets and drafts of Gemma 4 31B and 26B-A4B launch on an H200, more slices, which other
-# GPUs may cut, and the widest rows there are.
+# Instances that targets and drafts of Gemma 4 31B and 26B-A4B launch on an H200, more split-K
+# slices, which other GPUs may use, and the widest rows.
 UNITS = [
     Unit("norm.cu", tuple(instance(width, *form) for form in forms), max_registers=bound)
     for width, bound, forms in (
@@ -380,17 +406,37 @@ UNITS = [
                 (1, PLAIN, FLOATS),
             ],
         ),
-        (5376, 96, [(3, NORM, ROWS), (3, NORM, FLOATS), (3, ADD, ROWS), (3, ADD, FLOATS)]),
+        (
+            5376,
+            96,
+            [
+                (3, NORM, ROWS),
+                (3, NORM, FLOATS),
+                (3, ADD, ROWS),
+                (3, ADD, FLOATS),
+            ],
+        ),
         (5376, 128, [(6, NORM, ROWS), (6, NORM, FLOATS)]),
-        (2816, 112, [(1, NORM, ROWS, 3), (6, NORM, ROWS, 2)]),
-        (2816, 128, [(4, NORM, ROWS), (8, NORM, ROWS, 2)]),
+        (
+            2816,
+            112,
+            [(1, NORM, ROWS, 3), (6, NORM, ROWS, 2)],
+        ),
+        (
+            2816,
+            128,
+            [(4, NORM, ROWS), (8, NORM, ROWS, 2)],
+        ),
         (16128, 96, [(1, PLAIN, ROWS)]),
         (26880, 64, [(1, PLAIN, SCALED)]),
     )
 ] + [
     Unit(
         "norm.cu",
-        (instance(5376, 1, NORM, FLOATS, split=False), instance(5376, 3, NORM, ROWS, split=False)),
+        (
+            instance(5376, 1, NORM, FLOATS, split=False),
+            instance(5376, 3, NORM, ROWS, split=False),
+        ),
         max_registers=128,
     ),
 ]

@@ -17,10 +17,11 @@ class Picks:
     """Chooses drafted tokens of S sequences (`g4spec.core.Pick`).
 
     Attributes:
-        positions: int64 [S * W]: drafted token i of sequence s stands behind positions[s * W + i].
-        ids: int64: of one sequence drafted token i goes to ids[i]. Those of several sequences go to
-            new memory, for a draft reads them as rows that are packed.
-        bad: int32 [S * W]: 1 where a drafted token's logits are not finite.
+        positions: int64 [S * W]: drafted token i of sequence s is the successor of positions[s * W
+            + i].
+        ids: int64: drafted token i of a single sequence is written to ids[i]. Tokens of several
+            sequences go to new memory, because a draft reads them as consecutive rows.
+        bad: int32 [S * W]: 1 if the logits of a drafted token are not finite.
         sequences: S.
     """
 
@@ -43,8 +44,8 @@ class Picks:
     def best(
         self, hidden: torch.Tensor, table: Weight, by: SplitKWorkspace, at: int, cap: float
     ) -> torch.Tensor | None:
-        """The same from rows [S * n, H] and the table [V, H] their logits come from; None where
-        these are needed all."""
+        """Choose the same tokens from rows [S * n, H] and the table [V, H]. Return None if all
+        logits are needed."""
         if self.choice.modes != ("greedy",) or not screen.takes(table, self.choice.columns):
             return None
         into = self._into(len(hidden), at)

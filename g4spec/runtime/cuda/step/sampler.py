@@ -1,4 +1,4 @@
-"""`Sampler` for logits on the GPU: all rows of a step at once, one answer to wait for."""
+"""`Sampler` for logits on the GPU: all rows of a step at once, with one synchronization."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from g4spec.runtime.cuda.step.choose import Choice
 
 
 class CudaSampler:
-    """What `Sampler` does (`g4spec.models.spec.Chooser`), by the kernels of choose.cu.
+    """Samples like `Sampler` (`g4spec.models.spec.Chooser`), with the kernels of choose.cu.
 
-    Raises Unsupported unless the sampler is plain: the kernels read raw logits.
+    Raises:
+        Unsupported: the sampler is not plain; the kernels read raw logits.
     """
 
     def __init__(self, sampler: Sampler, device: torch.device) -> None:
@@ -22,11 +23,11 @@ class CudaSampler:
         self._choices: dict[int, Choice] = {}  # by width of the logits
 
     def choose(self, logits: torch.Tensor, position: int) -> int:
-        """The token at absolute `position`, from its logits [V] float32."""
+        """Return the token at absolute `position`, given its logits [V] float32."""
         return next(self.choose_rows(logits[None], position))
 
     def choose_rows(self, logits: torch.Tensor, position: int) -> Iterator[int]:
-        """Tokens for `position`, `position` + 1, ... from logits [T, V] float32."""
+        """Yield the tokens for `position`, `position` + 1, ... given logits [T, V] float32."""
         count, width = logits.shape
         choice = self._choices.get(width)
         if choice is None:

@@ -1,12 +1,10 @@
 // Two-pass LM head (screen.py): a GEMM with the upper bits of the codes selects candidate columns;
 // these kernels quantize its activations to int8, pick the candidates, and recompute their logits
 // in full.
-#include "dequantize_quad.cuh"
+#include "formats.cuh"
 #include "logits.cuh"
 #include "packed_rows.cuh"
 #include "reduce.cuh"
-
-enum { PER = 4 };  // keys per thread
 
 DEVICE u32 bytes(float a, float b, float c, float d) {
   return pack_s8x4((int)rintf(a), (int)rintf(b), (int)rintf(c), (int)rintf(d));
@@ -14,7 +12,7 @@ DEVICE u32 bytes(float a, float b, float c, float d) {
 
 // Quantize x [rows, 256 * units] to int8 with one scale per row and unit of 256 columns; padding
 // rows are zero. Grid [units, tiles of 8 rows], one warp per row.
-__global__ __launch_bounds__(THREADS) void byte_rows(const float* x, int rows, u8* out) {
+__global__ __launch_bounds__(LOGIT_THREADS) void byte_rows(const float* x, int rows, u8* out) {
   griddep_launch_dependents();
   const int m = blockIdx.y * 8 + threadIdx.x / 32, lane = threadIdx.x % 32, tiles = gridDim.y;
   const int k32 = lane / 4, t = lane % 4, at = m % 8 * 4 + t;
@@ -34,16 +32,16 @@ __global__ __launch_bounds__(THREADS) void byte_rows(const float* x, int rows, u
 
 // The N largest of each row's keys [rows, found], sorted, padded with 0. One block per row.
 template <int N>
-__global__ __launch_bounds__(THREADS) void largest(const u64* keys, int found, u64* out) {
+__global__ __launch_bounds__(LOGIT_THREADS) void largest(const u64* keys, int found, u64* out) {
   griddep_launch_dependents();
-  __shared__ u64 list[N * PER], best[N];
+  __shared__ u64 list[N * SCREEN_KEYS], best[N];
   __shared__ int count;
   if (threadIdx.x < N) best[threadIdx.x] = 0;
   griddep_wait();
-  u64 mine[PER];
+  u64 mine[SCREEN_KEYS];
 #pragma unroll
-  for (int i = 0; i < PER; ++i) {
-    const int at = i * THREADS + threadIdx.x;
+  for (int i = 0; i < SCREEN_KEYS; ++i) {
+    const int at = i * LOGIT_THREADS + threadIdx.x;
     mine[i] = at < found ? __ldcg(keys + (i64)blockIdx.x * found + at) : 0;
   }
   sort_top_k(list, collect_candidates(mine, N, list, &count), N, best);
@@ -54,10 +52,10 @@ __global__ __launch_bounds__(THREADS) void largest(const u64* keys, int found, u
 // Recompute the logits of the candidate columns keys [rows, N] exactly, as x [rows, width] times
 // rows of the packed matrix `table`, and write their new keys. Grid [N, rows].
 template <class F, int UNIT>
-__global__ __launch_bounds__(THREADS) void in_full(const u64* keys, const u8* table, const float* x,
+__global__ __launch_bounds__(LOGIT_THREADS) void in_full(const u64* keys, const u8* table, const float* x,
                                                    int width, int unit_bytes, float cap, u64* out) {
   griddep_launch_dependents();
-  __shared__ float slots[THREADS / 32];
+  __shared__ float slots[LOGIT_THREADS / 32];
   const int units = width / UNIT, k = threadIdx.x % 32 * 4, at = blockIdx.y * gridDim.x + blockIdx.x;
   x += (i64)blockIdx.y * width;
   griddep_wait();
@@ -66,7 +64,7 @@ __global__ __launch_bounds__(THREADS) void in_full(const u64* keys, const u8* ta
   const bool any = key && value_of(key) != Logits::lowest();
   float sum = 0;
 #pragma unroll 3
-  for (int u = threadIdx.x / 32; any && u < units; u += THREADS / 32)
+  for (int u = threadIdx.x / 32; any && u < units; u += LOGIT_THREADS / 32)
 #pragma unroll
     for (int i = k; i < UNIT; i += 128) {
       const u8* unit = table + ((i64)(id / 128) * units + u) * unit_bytes;
@@ -74,7 +72,7 @@ __global__ __launch_bounds__(THREADS) void in_full(const u64* keys, const u8* ta
       const float4 v = __ldcg((const float4*)(x + u * UNIT + i));
       sum += (w.x * v.x + w.y * v.y) + (w.z * v.z + w.w * v.w);
     }
-  sum = block_reduce<THREADS / 32>(sum, slots, Sum());
+  sum = block_reduce<LOGIT_THREADS / 32>(sum, slots, Sum());
   const Logits logits{nullptr, nullptr, nullptr, 0, 0, cap};
   if (threadIdx.x == 0) out[at] = any ? make_key(logits.value(sum), id) : key;
 }

@@ -1,4 +1,4 @@
-"""Ops that take 16 rows at most, of more rows. A row has the same bits in any company."""
+"""Ops that support at most 16 rows, applied to more rows. A row has the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from g4spec.runtime.cuda.step.packed_rows import GROUP_ROWS, PackedRows
+from g4spec.runtime.cuda.build.constants import GROUP_ROWS
+from g4spec.runtime.cuda.step.packed_rows import PackedRows
 
 
 def in_tiles(op: Callable[..., torch.Tensor], *args: torch.Tensor | PackedRows) -> torch.Tensor:
@@ -18,7 +19,7 @@ def in_tiles(op: Callable[..., torch.Tensor], *args: torch.Tensor | PackedRows) 
 
 
 def _tile(x: torch.Tensor | PackedRows, at: int) -> torch.Tensor | PackedRows:
-    """Rows `at` and on, 16 at most."""
+    """Return at most 16 rows from `at` on."""
     return (
         x[at : at + GROUP_ROWS]
         if isinstance(x, torch.Tensor)

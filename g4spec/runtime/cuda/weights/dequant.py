@@ -1,9 +1,9 @@
-"""Packed matrices as plain 16-bit floats, for products of more rows than a step has.
+"""Packed matrices as 16-bit floats, for matmuls of more rows than a step has.
 
-Half precision where it can be, not bf16: it is as fast and has three more bits, and what would not
-fit it is kept small by powers of two (see `prefill`). bf16 for stacks of experts, because torch's
-grouped product takes nothing else without waiting for the host. Each value is computed in float32
-and rounded once.
+Half precision where possible, not bf16: it is as fast and has three more bits; values that would
+not fit are scaled by powers of two (see `prefill`). bf16 for stacks of experts, because torch's
+grouped matmul supports nothing else without synchronizing with the host. Each value is computed in
+float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from dataclasses import dataclass
 import torch
 
 from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build.constants import DEQUANT_THREADS, PACK_ROWS
 from g4spec.runtime.cuda.build.units import Unit
-from g4spec.runtime.cuda.weights.packing import GROUP, PARTS, format_name, spelt, units_of
+from g4spec.runtime.cuda.weights.packing import PARTS, format_name, spelt, units_of
 from g4spec.runtime.cuda.weights.samples import ALIKE, COMPILED, SAMPLES
 
 MAX_GRID_Y = 65535
 """Maximum of the second dimension of a CUDA grid."""
 
 FILE_TYPES = tuple(PARTS)
-"""Quantized types whose file order has kernels (portable.cu)."""
+"""Quantized types that kernels read in the file's order (portable.cu)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +31,9 @@ class Weight:
     """A matrix [rows, columns], or several of one shape.
 
     Attributes:
-        type: of a packed matrix, e.g. "q4_k"; "" for plain numbers.
+        type: type of a quantized matrix, e.g. "q4_k"; "" for floats.
         data: packed (see `packing`), uint8 [matrices * groups, units, bytes of a unit]; bytes as
-            `held`, uint8 [matrices * rows, bytes of a row]; or plain float16, bfloat16 or float32
+            `held`, uint8 [matrices * rows, bytes of a row]; or float16, bfloat16 or float32
             [matrices * rows, columns].
     """
 
@@ -44,24 +45,24 @@ class Weight:
 
 
 def in_file_order(weight: Weight) -> bool:
-    """Whether a quantized matrix is as the file holds it."""
+    """Return whether a quantized matrix has the file's order of rows."""
     return weight.data.dim() == 2
 
 
 def instance(type: str, unit: int, dtype: torch.dtype) -> str:
-    """Name of a kernel of dequant.cu."""
+    """Return the name of a kernel of dequant.cu."""
     to = "Half" if dtype == torch.float16 else "Bfloat"
-    return f"dequant<{format_name(type, unit)}, {to}>"
+    return f"dequant<fragment::{format_name(type, unit)}, {to}>"
 
 
 def file_instance(type: str) -> str:
-    """Name of a kernel of portable.cu that reads a matrix as the file holds it."""
-    return f"portable_halves<{spelt(type)}>"
+    """Return the name of a kernel of portable.cu that reads a matrix in the file's order."""
+    return f"portable_halves<raw::{spelt(type)}>"
 
 
 def dequantize(weight: Weight, out: torch.Tensor) -> None:
-    """All matrices of `weight` as `out` [matrices * rows, columns], contiguous, float16 or
-    bfloat16; from the file's bytes only float16."""
+    """Dequantize all matrices of `weight` to `out` [matrices * rows, columns], contiguous, float16
+    or bfloat16; from the file's order only float16."""
     assert out.dtype in (torch.float16, torch.bfloat16) and out.is_contiguous()
     assert out.shape == (weight.matrices * weight.rows, weight.columns), (out.shape, weight)
     if not weight.type:
@@ -71,8 +72,8 @@ def dequantize(weight: Weight, out: torch.Tensor) -> None:
         assert out.dtype is torch.float16 and weight.columns % 8 == 0, (out.dtype, weight.columns)
         count = out.numel() // 8
         launch.kernel("portable.cu", file_instance(weight.type))(
-            -(-count // 256),
-            256,
+            -(-count // DEQUANT_THREADS),
+            DEQUANT_THREADS,
             weights=weight.data,
             out=out,
             count=count,
@@ -80,7 +81,7 @@ def dequantize(weight: Weight, out: torch.Tensor) -> None:
             pdl=False,
         )
         return
-    groups = -(-weight.rows // GROUP)
+    groups = -(-weight.rows // PACK_ROWS)
     count, units = weight.data.shape[:2]
     assert count == weight.matrices * groups, (weight.data.shape, weight)
     kernel = launch.kernel("dequant.cu", instance(weight.type, weight.columns // units, out.dtype))
@@ -89,7 +90,7 @@ def dequantize(weight: Weight, out: torch.Tensor) -> None:
         n = min(most, weight.matrices - first)
         kernel(
             (units, n * groups),
-            256,
+            DEQUANT_THREADS,
             packed=weight.data[first * groups : (first + n) * groups],
             out=out[first * weight.rows : (first + n) * weight.rows],
             rows=weight.rows,
@@ -99,7 +100,8 @@ def dequantize(weight: Weight, out: torch.Tensor) -> None:
 
 
 def plain(weight: Weight) -> torch.Tensor:
-    """All matrices [matrices * rows, columns]: numbers as they are, others in half precision."""
+    """Return all matrices as floats [matrices * rows, columns]; quantized ones in half
+    precision."""
     shape = weight.matrices * weight.rows, weight.columns
     if not weight.type:
         return weight.data.view(shape)
@@ -109,27 +111,28 @@ def plain(weight: Weight) -> torch.Tensor:
 
 
 RUNS = (8, 4, 2, 1)
-"""Blocks that may be multiplied at once."""
+"""Numbers of blocks that may be multiplied at once."""
 
 Multiply = Callable[[torch.Tensor, torch.Tensor], None]
-"""(rows [n, K], where their products [n, N] go)"""
+"""(rows [n, K], output [n, N]): multiplies rows into the output."""
 
 
 class Products:
-    """x W^T for the rows of prompts, through scratch for one dequantized matrix at a time.
+    """Computes x W^T for rows of prompts, with a scratch buffer for one dequantized matrix at a
+    time.
 
-    A row has the bits that it has in a product of one block of rows, whatever comes with it: torch
-    may take another kernel for another number of rows. Several blocks are multiplied at once where
-    that was seen to change no bit: a run of so many blocks times a matrix of this shape is compared
-    with the blocks one by one when it comes first, on this GPU and its data. A kernel that sums in
-    another order differs in nearly every value.
+    A row has the bits that it has in a matmul of one block of rows, whatever rows come with it:
+    torch may choose another kernel for another number of rows. So several blocks are multiplied at
+    once only if that changes no bit. To find out, the first matmul of so many blocks with a matrix
+    of this shape is compared with the blocks one by one, on this GPU and the given data. A kernel
+    that sums in another order differs in nearly every value.
 
-    A second scratch, filled on another stream while the product before runs, was tried: it gains
-    nothing, because the products are held back by the GPU's power, not by its memory.
+    A second scratch buffer, filled on another stream during the previous matmul, gained nothing:
+    the GPU's power limits these matmuls, not its memory.
 
     Args:
-        scratch: float16, as long as the largest matrix or stack of them.
-        block: rows multiplied at a time, a divisor of those that come.
+        scratch: float16, as long as the largest matrix or stack of matrices.
+        block: rows multiplied at a time, a divisor of the number of rows.
     """
 
     def __init__(self, scratch: torch.Tensor, block: int) -> None:
@@ -137,8 +140,8 @@ class Products:
         self._same: dict[tuple[object, ...], bool] = {}
 
     def matrix(self, weights: Sequence[Weight], dtype: torch.dtype = torch.float16) -> torch.Tensor:
-        """Matrices with the same columns below each other, [rows, columns] of a 16-bit type; it
-        lasts until the next call."""
+        """Return matrices with the same columns, concatenated along rows, as [rows, columns] of a
+        16-bit type; valid until the next call."""
         columns = weights[0].columns
         count = sum(w.matrices * w.rows for w in weights)
         out, at = self._scratch[: count * columns].view(dtype).view(count, columns), 0
@@ -150,7 +153,7 @@ class Products:
     def halves(
         self, x: torch.Tensor, weights: Sequence[Weight], out: torch.Tensor, factor: float
     ) -> None:
-        """out [T, N] float16 = factor * x [T, K] float16 times the matrices transposed."""
+        """Compute out [T, N] float16 = factor * x [T, K] float16 times the matrices transposed."""
         matrix = self.matrix(weights).t()
 
         def multiply(rows: torch.Tensor, to: torch.Tensor) -> None:
@@ -159,7 +162,7 @@ class Products:
         self.in_runs(("halves", matrix.shape), x, out, multiply)
 
     def floats(self, x: torch.Tensor, weights: Sequence[Weight], out: torch.Tensor) -> None:
-        """The same as float32, without a factor."""
+        """Compute the same as float32, without a factor."""
         matrix = self.matrix(weights).t()
 
         def multiply(rows: torch.Tensor, to: torch.Tensor) -> None:
@@ -168,7 +171,7 @@ class Products:
         self.in_runs(("floats", matrix.shape), x, out, multiply)
 
     def plain(self, x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> None:
-        """The same for x and a matrix [N, K] in float32."""
+        """Compute the same for x and a matrix [N, K] in float32."""
 
         def multiply(rows: torch.Tensor, to: torch.Tensor) -> None:
             torch.mm(rows, matrix.t(), out=to)
@@ -178,8 +181,8 @@ class Products:
     def in_runs(
         self, what: tuple[object, ...], x: torch.Tensor, out: torch.Tensor, multiply: Multiply
     ) -> None:
-        """Multiply x into out in as few runs of blocks as change no bit. `what`: the kind of
-        product and its shape."""
+        """Multiply x into out in as few runs of blocks as change no bit. `what`: kind and shape of
+        the matmul."""
         size = min(self.block, len(x))
         assert len(x) % size == 0 and len(out) == len(x), (len(x), len(out), size)
         at = 0
@@ -198,7 +201,8 @@ class Products:
 
 
 def _same_bits(x: torch.Tensor, out: torch.Tensor, size: int, multiply: Multiply) -> bool:
-    """Whether all rows of x at once give the bits of blocks of `size`, which are left in `out`."""
+    """Return whether all rows of x at once give the bits of blocks of `size`, which are written to
+    `out`."""
     for at in range(0, len(x), size):
         multiply(x[at : at + size], out[at : at + size])
     other = torch.empty_like(out)

@@ -1,6 +1,6 @@
 // Embedding lookup: dequantized rows of a token table, as stored in the file or packed. A thread
 // produces four consecutive values; blockIdx.y is the token.
-#include "dequantize_quad.cuh"
+#include "formats.cuh"
 
 // Rows ids [T] of a table in the file's block layout, times `scale` -> out [T, width].
 template <class F>
@@ -23,8 +23,8 @@ __global__ void embed_packed(const u8* table, const i64* ids, float* out, int wi
   griddep_wait();
   const int k = 4 * (blockIdx.x * blockDim.x + threadIdx.x);
   if (k >= width) return;
-  const i64 id = ids[blockIdx.y], unit = id / 128 * (width / columns) + k / columns;
-  const float4 v = F::packed({table + unit * unit_bytes, columns, (int)(id % 128), k % columns});
+  const i64 id = ids[blockIdx.y], unit = id / PACK_ROWS * (width / columns) + k / columns;
+  const float4 v = F::packed({table + unit * unit_bytes, columns, (int)(id % PACK_ROWS), k % columns});
   ((float4*)out)[((i64)blockIdx.y * width + k) / 4] = {
       __fmul_rn(v.x, scale), __fmul_rn(v.y, scale), __fmul_rn(v.z, scale), __fmul_rn(v.w, scale)};
 }

@@ -1,6 +1,7 @@
-"""Rows of a token table as the model reads them, from whatever order the table lies in.
+"""Rows of a token table as the model reads them, from any layout of the table.
 
-The token table is also the last product's matrix, and kept once, in that product's order.
+The token table is also the matrix of the last matmul. It is stored once, in the layout of that
+matmul.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.weights import held_size, packing, samples
 
 THREADS = 128
-"""Of a block; four values each."""
+"""Threads of a block; four values each."""
 
 
 def embed(
     table: torch.Tensor, name: str, ids: torch.Tensor, width: int, scale: float
 ) -> torch.Tensor:
-    """Rows `ids` of a table, dequantized and times `scale` -> float32 [T, width].
+    """Return rows `ids` of a table, dequantized and times `scale`, float32 [T, width].
 
     Args:
         table: bytes as `held`, uint8 [N, bytes of a row], or packed, uint8 [groups, units, bytes].
@@ -40,18 +41,20 @@ def embed(
     }
     if table.dim() == 2:
         assert table.shape[1] == held_size.row_bytes(name, width), (table.shape, name, width)
-        launch.kernel("embed.cu", f"embed<{name.upper()}>")(grid, THREADS, **common)
+        launch.kernel("embed.cu", f"embed<quad::{packing.spelt(name)}>")(grid, THREADS, **common)
         return out
     columns = width // table.shape[1]
     assert table.shape[2] == packing.unit_bytes(name, columns), (table.shape, name, width)
-    launch.kernel("embed.cu", f"embed_packed<{name.upper()}>")(
+    launch.kernel("embed.cu", f"embed_packed<quad::{packing.spelt(name)}>")(
         grid, THREADS, **common, columns=columns, unit_bytes=table.shape[2]
     )
     return out
 
 
 def _all(types: Iterable[str]) -> tuple[str, ...]:
-    return tuple(f"{of}<{n.upper()}>" for of in ("embed", "embed_packed") for n in types)
+    return tuple(
+        f"{kernel}<quad::{packing.spelt(n)}>" for kernel in ("embed", "embed_packed") for n in types
+    )
 
 
 UNITS = [
@@ -59,7 +62,7 @@ UNITS = [
         "embed.cu",
         (
             *_all((*samples.COMPILED, "iq4_xs")),
-            *(f"embed<{n.upper()}>" for n in ("f16", "bf16", "f32")),
+            *(f"embed<quad::{n.upper()}>" for n in ("f16", "bf16", "f32")),
         ),
         max_registers=64,
         more=_all(n for n in (*samples.SAMPLES, *samples.ALIKE) if n != "iq4_xs"),

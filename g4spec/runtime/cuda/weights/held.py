@@ -1,14 +1,14 @@
 """Quantized matrices as GPU memory holds them before they are packed.
 
-Most types keep their file's blocks. Where codes are indices of a codebook's entries, or scales are
-spread over bits, blocks are rewritten once, on the device, so that kernels meet one code a value
-and one signed byte a scale; no value changes. Such a block of 256 values has
+Most types keep the blocks of the file. If codes are indices of a codebook's entries, or the bits of
+scales are spread, blocks are rewritten once, on the device, so that kernels read one code per value
+and one signed byte per scale. No value changes. Such a block of 256 values has
 
-- `q` [8, 16]: codes of 4 bits in the order of IQ4_NL, for magnitudes of 8 kinds and a sign; or
-- `low` [2, 32] and `high` [32]: codes of 3 bits in the order of Q3_K, for fewer kinds;
+- `q` [8, 16]: codes of 4 bits in the order of IQ4_NL, for up to 8 magnitudes and a sign; or
+- `low` [2, 32] and `high` [32]: codes of 3 bits in the order of Q3_K, for fewer magnitudes;
 - `scale`: a signed byte for each 32 or 16 values; `d`: the file's factor.
 
-Bits a weight in memory, beside those of the file:
+Bits per weight in the file, and in memory:
 
 ========  ======  ======
 IQ3_S     3.4375  4.3125
@@ -21,9 +21,9 @@ IQ1_M     1.75    3.5625
 IQ1_S     1.5625  3.3125
 ========  ======  ======
 
-Kernels would look entries up in shared memory instead, once for four values: more often than its
-banks allow at the rate at which memory brings them, so that fewer bytes would not save time.
-What kernels make of codes is in `include/codebook.cuh`.
+Without rewriting, kernels would look entries up in shared memory, once for four values. Its banks
+do not allow that at the rate at which memory delivers the codes, so fewer bytes would not save
+time. `include/codebook.cuh` converts codes to values.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ from g4spec.quant.formats import iq1_m, iq1_s, iq2_s, iq2_xs, iq2_xxs, iq3_s, iq
 from g4spec.runtime.cuda.weights.held_size import BLOCKS
 
 STEP = 1 << 24
-"""Values rewritten at a time; temporaries take up to 16 bytes for each."""
+"""Values rewritten at a time; temporaries need up to 16 bytes for each."""
 
 
 Fields = Callable[..., torch.Tensor]
 
 
 def held(name: str, raw: torch.Tensor) -> torch.Tensor:
-    """The file's bytes, uint8 [N, bytes of a row] -> as memory holds them, on the same device."""
+    """Return the file's bytes, uint8 [N, bytes of a row], as memory holds them, on the same
+    device."""
     if name not in BLOCKS or not raw.numel():
         return raw
     size = quant.get(name).block_bytes
@@ -60,7 +61,7 @@ def held(name: str, raw: torch.Tensor) -> torch.Tensor:
 
 
 def _rewritten(name: str, blocks: torch.Tensor) -> torch.Tensor:
-    """Blocks uint8 [n, bytes] of the file -> of memory."""
+    """Rewrite blocks, uint8 [n, bytes], from the file's layout to that of memory."""
     dtype = _FILE[name]
 
     def field(key: str) -> torch.Tensor:
@@ -74,13 +75,13 @@ def _rewritten(name: str, blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _words(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Little-endian words of `size` bytes [n, words], unsigned, as int64."""
+    """Return little-endian words of `size` bytes [n, words], unsigned, as int64."""
     x = x.reshape(len(x), -1, size).long()
     return sum((x[..., i] << 8 * i for i in range(1, size)), start=x[..., 0])
 
 
 def _bits(x: torch.Tensor, count: int, width: int = 1) -> torch.Tensor:
-    """The lowest `count` fields of `width` bits of each number [...] -> [..., count]."""
+    """Return the lowest `count` fields of `width` bits of each number: [...] -> [..., count]."""
     places = torch.arange(0, count * width, width, device=x.device)
     if x.dtype is torch.uint8:
         places = places.to(torch.uint8)
@@ -89,37 +90,41 @@ def _bits(x: torch.Tensor, count: int, width: int = 1) -> torch.Tensor:
 
 @cache
 def _entries(grid: str, device: torch.device) -> torch.Tensor:
-    """Entries of a codebook [entries, values], each value by its number among those there are."""
-    kinds = np.array(codebook.GRIDS[grid][2], np.float32)
-    found = np.searchsorted(kinds, codebook.grid(grid)).astype(np.uint8)
-    return torch.from_numpy(found).to(device)
+    """Return the entries of a codebook [entries, values], each value as its index among the
+    magnitudes."""
+    magnitudes = np.array(codebook.GRIDS[grid][2], np.float32)
+    indices = np.searchsorted(magnitudes, codebook.grid(grid)).astype(np.uint8)
+    return torch.from_numpy(indices).to(device)
 
 
 def _codes(grid: str, index: torch.Tensor, minus: torch.Tensor, above: int) -> torch.Tensor:
-    """Codes of 256 values: numbers by `index` [n, entries], and `above` where `minus` [n, 256]."""
+    """Return codes of 256 values: magnitudes by `index` [n, entries], plus `above` where `minus`
+    [n, 256]."""
     numbers = _entries(grid, index.device)[index].view(len(index), 256)
     return numbers | minus.to(torch.uint8).view(len(index), 256) * above
 
 
 def _signs7(word: torch.Tensor) -> torch.Tensor:
-    """Signs of 32 values by four indices of 7 bits in each word [n, 8] -> [n, 256]."""
+    """Return the signs of 32 values from four indices of 7 bits in each word: [n, 8] -> [n,
+    256]."""
     return _even(_bits(word, 4, 7))
 
 
 def _even(index: torch.Tensor) -> torch.Tensor:
-    """Signs of 8 values by indices of 7 bits: the eighth makes the number of minuses even."""
+    """Return the signs of 8 values from indices of 7 bits: the eighth makes the number of minuses
+    even."""
     seven = _bits(index, 7)
     return torch.cat([seven, seven.sum(-1, keepdim=True) & 1], dim=-1).flatten(1)
 
 
 def _four(codes: torch.Tensor) -> torch.Tensor:
-    """Codes [n, 256] -> `q`."""
+    """Return codes [n, 256] in the layout of `q`."""
     groups = codes.view(-1, 8, 2, 16)
     return groups[:, :, 0] | groups[:, :, 1] << 4
 
 
 def _three(codes: torch.Tensor) -> list[torch.Tensor]:
-    """Codes [n, 256] -> `low`, `high`."""
+    """Return codes [n, 256] in the layouts of `low` and `high`."""
     low = (codes & 3).view(-1, 2, 4, 32).unbind(2)
     high = (codes >> 2).view(-1, 8, 32).unbind(1)
     out = low[0] | low[1] << 2 | low[2] << 4 | low[3] << 6, high[0]
@@ -129,7 +134,7 @@ def _three(codes: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _odd(scale: torch.Tensor) -> torch.Tensor:
-    """2 * scale + 1 as bytes."""
+    """Return 2 * scale + 1 as bytes."""
     return (2 * scale + 1).to(torch.uint8)
 
 

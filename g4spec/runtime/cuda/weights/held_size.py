@@ -33,7 +33,7 @@ BLOCKS: dict[str, np.dtype[np.void]] = {
     "iq1_m": _dtype(3, 16),
     "iq1_s": _dtype(3, 8),
 }
-"""Of the types whose blocks are rewritten."""
+"""Blocks of the types that are rewritten."""
 
 
 @cache
@@ -62,7 +62,7 @@ def block_bytes(name: str) -> int:
 
 
 def row_bytes(name: str, columns: int) -> int:
-    """Bytes in memory of a row of `columns` values."""
+    """Return the bytes in memory of a row of `columns` values."""
     form = quant.get(name)
     return form.row_bytes(columns) // form.block_bytes * block_bytes(name)
 

@@ -1,4 +1,4 @@
-"""From a mapped file to the GPU, through pinned memory, as fast as the link and the disk allow."""
+"""Upload of mapped files to the GPU through pinned memory, at the rate of the link or the disk."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from numpy.typing import NDArray
 
 PIECE = 32 << 20
-"""Bytes of a piece; there are two of them in pinned memory for each thread."""
+"""Bytes of a staging buffer; each thread has two of them in pinned memory."""
 
 THREADS = 4
 
 
 class Uploader:
-    """Copies arrays of bytes to the GPU: threads fill pinned pieces, which then travel on their
-    own while the next ones are filled."""
+    """Copies arrays of bytes to the GPU: threads fill pinned buffers, which are copied
+    asynchronously while the next ones are filled."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -31,7 +31,7 @@ class Uploader:
         self._turn = 0
 
     def __call__(self, data: NDArray[np.uint8]) -> torch.Tensor:
-        """uint8 [n] on the device."""
+        """Copy an array to the device; return uint8 [n]."""
         out = torch.empty(data.size, dtype=torch.uint8, device=self.device)
         waiting: list[tuple[Any, int, int]] = []
         for at in range(0, data.size, PIECE):

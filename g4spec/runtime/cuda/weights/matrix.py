@@ -1,9 +1,9 @@
-"""Weight matrices on the GPU, packed for the product that reads them.
+"""Weight matrices on the GPU, packed for the matmul that reads them.
 
-A matrix arrives as the file's bytes, which memory may hold in another form (`held`), and is packed
-when it is first used, alone or together with those that are multiplied with the same rows; the
-bytes go then. For kernels that read blocks in the file's order (portable.cu) matrices are laid
-behind each other and nothing else.
+A matrix is loaded as the file's bytes, possibly rewritten (`held`). It is packed at first use,
+alone or together with the matrices that are multiplied with the same rows; the unpacked bytes are
+then freed. For kernels that read blocks in the file's order (portable.cu), matrices are only
+concatenated.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from collections.abc import Sequence
 
 import torch
 
+from g4spec.runtime.cuda.build.constants import INTERLEAVE_ROWS, PACK_ROWS
 from g4spec.runtime.cuda.weights import held, packing
 from g4spec.runtime.cuda.weights.dequant import Weight
-
-TILE = 16
-"""Rows of gates, then of ups beside them."""
 
 
 class Matrix:
     """One matrix [rows, columns], or several of one shape (experts).
 
     Args:
-        type: quant type, e.g. "q4_k"; "" for plain numbers.
+        type: quant type, e.g. "q4_k"; "" for 16-bit floats.
         raw: the file's bytes, uint8 [matrices * rows, bytes of a row], or float16 or bfloat16
             [matrices * rows, columns].
-        file_order: rows stay as in the file: bytes are not packed, gates and ups do not take turns.
+        file_order: keep rows as in the file: bytes are not packed, gate and up rows are not
+            interleaved.
 
     Attributes:
-        grouped: whether it is packed in groups of rows.
+        grouped: it is packed in groups of rows.
+        interleaved: its rows are gate and up rows, interleaved.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class Matrix:
         raw = held.held(type, raw) if type else raw
         self._raw: torch.Tensor | None = raw
         self._whole, self._first = raw, 0
-        self.interleaved = False  # rows are gates and ups in turns
+        self.interleaved = False
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """PyTorch order."""
+        """Shape in PyTorch order."""
         stack = (self.matrices,) if self.matrices > 1 else ()
         return (*stack, self.rows, self.columns)
 
@@ -61,8 +61,8 @@ class Matrix:
 
     @property
     def table(self) -> torch.Tensor:
-        """As it lies in memory now: the file's bytes [rows, bytes], or packed, or numbers. Empty
-        if it lies in one of `GateUpPairs`."""
+        """The matrix in its current form: the file's bytes [rows, bytes], packed, or 16-bit floats.
+        Empty if it is part of one of `GateUpPairs`."""
         if self._raw is not None:
             return self._raw
         return self._whole[self._first : self._first + self.groups]
@@ -72,56 +72,57 @@ class Matrix:
         """Entries of the packed tensor, or rows of one that is not packed."""
         if not self.grouped:
             return self.matrices * self.rows
-        return self.matrices * -(-self.rows // packing.GROUP)
+        return self.matrices * -(-self.rows // PACK_ROWS)
 
     @property
     def weight(self) -> Weight:
-        """This matrix by itself."""
+        """This matrix by itself; packed at first use."""
         if not self.packed:
             self.place(_pack(self, self.release_raw(), self.rows), 0)
-        assert len(self.table) == self.groups, "lies in a pair"
+        assert len(self.table) == self.groups, "part of a pair"
         return Weight(self.type, self.table, self.rows, self.columns, self.matrices)
 
     def release_raw(self) -> torch.Tensor:
-        """The file's bytes, which are the caller's from now on; nothing is kept of them."""
-        assert self._raw is not None, "packed already, for another product"
+        """Return the file's bytes and drop the reference to them, so that the caller can free
+        them."""
+        assert self._raw is not None, "already packed, for another matmul"
         raw, self._raw = self._raw, None
         self.place(raw.new_empty(0), 0)
         return raw
 
     def place(self, whole: torch.Tensor, first: int) -> None:
-        """It lies in `whole` from group `first` on."""
+        """Make this matrix the part of `whole` from group `first` on."""
         self._whole, self._first = whole, first
 
     def precedes(self, other: Matrix) -> bool:
-        """Whether `other` lies directly behind it, so that both are one matrix."""
+        """Return whether `other` directly follows in memory, so that both are one matrix."""
         return (
             self._whole is other._whole
             and self._first + self.groups == other._first
-            and (not self.grouped or self.rows % packing.GROUP == 0)
+            and (not self.grouped or self.rows % PACK_ROWS == 0)
         )
 
     def span_to(self, last: Matrix, rows: int) -> Weight:
-        """From this matrix to `last` behind it, `rows` in all."""
+        """Return the rows from this matrix to `last` after it, `rows` in all, as one weight."""
         data = self._whole[self._first : last._first + last.groups]
         return Weight(self.type, data, rows, self.columns)
 
 
 def weight_of(w: Matrix | torch.Tensor) -> Weight:
-    """Matrices by themselves, or numbers [matrices, rows, columns]."""
+    """Return the weight of a matrix, or of numbers [matrices, rows, columns]."""
     if isinstance(w, Matrix):
         return w.weight
     return Weight("", w.flatten(0, 1), w.shape[1], w.shape[2], len(w))
 
 
 def join(matrices: Sequence[Matrix]) -> None:
-    """Pack matrices with the same columns, those of one type behind each other."""
+    """Pack matrices with the same columns, those of one type one after the other."""
     if any(m.packed for m in matrices):
         return
     kinds = [(m.type, m.table.dtype) for m in matrices]
     for kind in dict.fromkeys(kinds):
         same = [m for m, other in zip(matrices, kinds, strict=True) if other == kind]
-        if any(m.grouped and m.rows % packing.GROUP for m in same[:-1]):
+        if any(m.grouped and m.rows % PACK_ROWS for m in same[:-1]):
             continue
         groups = [m.groups for m in same]
         whole = _pack(same[0], _all_of(same), sum(m.rows for m in same))
@@ -130,13 +131,13 @@ def join(matrices: Sequence[Matrix]) -> None:
 
 
 def _all_of(matrices: Sequence[Matrix]) -> torch.Tensor:
-    """Their bytes behind each other, in one place only."""
+    """Concatenate and release their bytes."""
     raw = [m.release_raw() for m in matrices]
     return torch.cat(raw) if len(raw) > 1 else raw[0]
 
 
 def concat_rows(matrices: Sequence[Matrix]) -> list[Weight]:
-    """Matrices below each other, as few as how they lie allows."""
+    """Concatenate matrices along rows, into as few weights as their layout allows."""
     out, at = list[Weight](), 0
     weights = [m.weight for m in matrices]
     while at < len(matrices):
@@ -151,49 +152,51 @@ def concat_rows(matrices: Sequence[Matrix]) -> list[Weight]:
 
 
 def interleave_gate_up(gate: Matrix, up: Matrix) -> list[Weight]:
-    """Gates and ups in turns of 16 rows as one matrix; two if their types differ."""
-    if gate.packed or up.packed or gate.type != up.type or gate.rows % TILE:
+    """Return gate and up interleaved by 16 rows as one weight; two weights if their types
+    differ."""
+    if gate.packed or up.packed or gate.type != up.type or gate.rows % INTERLEAVE_ROWS:
         return [gate.weight, up.weight]
     raws = [m.release_raw() for m in (gate, up)]
-    pair = torch.stack([x.view(-1, TILE, x.shape[1]) for x in raws], dim=1)
+    pair = torch.stack([x.view(-1, INTERLEAVE_ROWS, x.shape[1]) for x in raws], dim=1)
     del raws
     data = _pack(gate, pair.view(2 * gate.rows, -1), gate.rows * 2)
     return [Weight(gate.type, data, 2 * gate.rows, gate.columns)]
 
 
 class GateUpPairs:
-    """Gates and ups as steps read them: one matrix in turns of 16 rows, or two (those that stay in
-    the file's order one behind the other)."""
+    """Gate and up projections as steps read them: interleaved by 16 rows as one matrix, or two
+    matrices (in the file's order, one after the other)."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[Matrix, Matrix], list[Weight]] = {}
+        self._pairs: dict[tuple[Matrix, Matrix], list[Weight]] = {}
 
     @property
     def nbytes(self) -> int:
-        """Of pairs made so far; the matrices themselves hold nothing any more."""
-        return sum(w.data.nbytes for made in self._made.values() if len(made) == 1 for w in made)
+        """Bytes of the interleaved pairs; the matrices themselves no longer hold data."""
+        return sum(p[0].data.nbytes for p in self._pairs.values() if len(p) == 1)
 
     def __call__(self, gate: Matrix, up: Matrix) -> list[Weight]:
         if gate.file_order and up.file_order:
             join([gate, up])
             return [gate.weight, up.weight]
-        if (gate, up) not in self._made:
-            self._made[gate, up] = interleave_gate_up(gate, up)
-        return self._made[gate, up]
+        if (gate, up) not in self._pairs:
+            self._pairs[gate, up] = interleave_gate_up(gate, up)
+        return self._pairs[gate, up]
 
 
 def interleave_experts(gate: Matrix, up: Matrix | None) -> Weight | None:
-    """Gates and ups of experts, each matrix in turns of 16 rows; None if their rows do not allow
-    it, they stay in the file's order, or are packed already in another way.
+    """Interleave gate and up rows of experts by 16, each matrix by itself. Return None if their
+    rows do not divide, they keep the file's order, or they are already packed in another way.
 
     Args:
-        up: None: `gate` holds both, each matrix its gates first. It then is in turns from now on.
+        up: None: each matrix of `gate` holds its gate rows, then its up rows. From now on they are
+            interleaved.
     """
     if gate.interleaved:
         return gate.weight
     channels = gate.rows // 2 if up is None else gate.rows
     both = [m for m in (gate, up) if m is not None]
-    if channels % TILE or len({m.type for m in both}) > 1:
+    if channels % INTERLEAVE_ROWS or len({m.type for m in both}) > 1:
         return None
     if any(m.packed or m.file_order for m in both):
         return None
@@ -201,12 +204,12 @@ def interleave_experts(gate: Matrix, up: Matrix | None) -> Weight | None:
         half
         for m in both
         for half in m.release_raw()
-        .view(m.matrices, 2 // len(both), channels // TILE, TILE, -1)
+        .view(m.matrices, 2 // len(both), channels // INTERLEAVE_ROWS, INTERLEAVE_ROWS, -1)
         .unbind(1)
     ]
-    turned, rows = torch.stack(halves, dim=2).flatten(0, 3), 2 * channels
+    interleaved, rows = torch.stack(halves, dim=2).flatten(0, 3), 2 * channels
     del halves
-    data = _pack(gate, turned, rows)
+    data = _pack(gate, interleaved, rows)
     for m in both:
         m.place(data, 0)
     gate.interleaved, gate.rows = True, rows
@@ -214,13 +217,13 @@ def interleave_experts(gate: Matrix, up: Matrix | None) -> Weight | None:
 
 
 def _pack(like: Matrix, raw: torch.Tensor, rows: int) -> torch.Tensor:
-    """File bytes [matrices * rows, bytes] of matrices like this one in the order that products
-    read; packed ones each in groups of its own."""
+    """Pack file bytes [matrices * rows, bytes] of matrices like `like`; each matrix has groups of
+    its own."""
     if not like.grouped:
         return raw
     type = like.type
     unit = packing.unit_of(type, like.columns)
     count = len(raw) // rows
-    if count == 1 or rows % packing.GROUP == 0:
+    if count == 1 or rows % PACK_ROWS == 0:
         return packing.pack(type, raw, unit)
     return torch.cat([packing.pack(type, one, unit) for one in raw.view(count, rows, -1)])

@@ -1,21 +1,22 @@
-"""Quantized matrices in the order in which a warp reads them: a bijection of their bytes as memory
-holds them (`held`), which of most types are the file's.
+"""Quantized matrices in the order in which warps read them: a bijection of their bytes in memory
+(`held`), which for most types are the file's.
 
-Rows are taken in groups of 128 (the last one padded with zero bytes), columns in units of 256 or
-64 values. A group's unit lies together: first what holds the codes, then what holds scales. The
-result is [groups, units, bytes of a unit]. No value is computed: every bit of the file has one
-place, so :func:`unpack` gives back these bytes.
+Rows are taken in groups of 128, the last one padded with zero bytes, and columns in units of 256 or
+64. The unit of a group is contiguous: first the parts that hold codes, then the parts that hold
+scales. The result is [groups, units, bytes of a unit]. No value is computed: every bit of the file
+has one place, so :func:`unpack` returns the same bytes.
 
 Row r of a group is row 8 h + g of tile 2 w + p, with w < 4 (warps), p, h < 2 and g < 8. Column k of
 a unit is 64 c + 16 j + 4 t + 2 e1 + e0. Lane 4 g + t of the tensor cores' operand holds rows g and
-g + 8 of a tile and columns 4 t .. 4 t + 3 of each 16, so codes lie as [tile, c, g, t] and then, in
-32-bit words, the lane's codes of h, j, e1, e0 at the bits that :data:`PLACE` names: e0 always
-chooses the half of the word, for both halves become operands in one instruction. Codes that are
-numbers of a table's entries lie as :data:`CHOOSING` says: in nibbles that one instruction takes.
+g + 8 of a tile and columns 4 t .. 4 t + 3 of each 16. So codes are ordered [tile, c, g, t], and
+then, in 32-bit words, the lane's codes of h, j, e1, e0 at the bits that :data:`PLACE` names. e0
+always selects the half of the word, because both halves become operands in one instruction. Codes
+that are indices into a table are ordered as :data:`CHOOSING` says: in nibbles that one instruction
+reads.
 
 Each part of a unit is described by its dimensions on both sides and by moves, i.e. which bits of a
-word go to which bits of another. Dimensions that both sides have are permuted; the others are what
-moves index. Both directions follow from that.
+word go to which bits of another. Dimensions of both sides are permuted; moves index the others.
+Both directions follow from that.
 """
 
 from __future__ import annotations
@@ -46,12 +47,11 @@ from g4spec.quant.formats import (
     q6_k,
     q8_0,
 )
+from g4spec.runtime.cuda.build.constants import PACK_ROWS
 from g4spec.runtime.cuda.weights import held_size
 
-GROUP = 128
-"""Rows of a group."""
 CHUNK = 1 << 27
-"""Values rearranged at a time, which bounds the memory it takes beside the result."""
+"""Values that are rearranged at a time, which bounds the memory needed besides the result."""
 
 _ROWS = {"w": 4, "p": 2, "h": 2, "g": 8}
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -63,19 +63,20 @@ PLACE: Places = {
     2: lambda j, h, e1: (j // 2, (2 - 2 * (j % 2) if h else 4 + 2 * (j % 2)) + 8 * e1),
     1: lambda j, h, e1: (0, (4, 8, 0, 12)[2 * e1 + h] + j),
 }
-"""Bits of a code -> word among the lane's words of 64 columns, lowest bit there (for e0 = 0)."""
+"""Bits of a code -> word among the lane's words of 64 columns, and lowest bit in it (for e0 = 0).
+"""
 
 CHOOSING: Places = {
     4: lambda j, h, e1: (j, 16 * e1 + 8 * h),
     2: lambda j, h, e1: (j // 2, 16 * e1 + 8 * h + 2 * (j % 2)),
     1: lambda j, h, e1: (0, 16 * e1 + 8 * h + j),
 }
-"""The same of numbers of entries; those with e0 = 1 stand 4 bits further up."""
+"""The same for codes that are table indices; those with e0 = 1 are 4 bits higher."""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Bits of word `source` go to `mask` of word `target`, `shift` bits further up."""
+    """Bits of word `source` go to `mask` of word `target`, `shift` bits higher."""
 
     source: Index
     target: Index
@@ -90,11 +91,12 @@ class Part:
     Attributes:
         first, last: fields of the format's block that it holds.
         word: bytes of a word, on both sides.
-        span: columns after which its pattern repeats; they make one c.
-        source: dimensions of a row's words, from c on. `target`: of the unit's, rows included.
-        sizes: of dimensions that are neither rows nor c.
-        moves: which bits go where. None: every dimension is shared, words are only permuted.
-        swapped: bytes 1 and 2 of each word of the file change places first, so that e0 is apart.
+        span: columns after which its pattern repeats; they are one c.
+        source: dimensions of a row's words in the file, from c on.
+        target: dimensions of the unit's words, rows included.
+        sizes: sizes of the dimensions that are neither rows nor c.
+        moves: which bits go where. None: every dimension is shared, and words are only permuted.
+        swapped: bytes 1 and 2 of each word of the file are exchanged first, so that e0 is separate.
         flip: bits of a word that are inverted.
     """
 
@@ -110,7 +112,8 @@ class Part:
     flip: int = 0
 
     def shapes(self, unit: int) -> tuple[dict[str, int], dict[str, int]]:
-        """Sizes by name, in order: of the file's words of a group and unit, and of the packed."""
+        """Return sizes by name, in order: of the file's words of a group and unit, and of the
+        packed words."""
         known = {**_ROWS, **self.sizes, "c": unit // self.span}
         file = {name: known[name] for name in self.source.split()}
         return file, {name: known[name] for name in self.target.split()}
@@ -120,7 +123,7 @@ class Part:
 
 
 def _moves(bits: Iterator[tuple[Index, int, Index, int]]) -> tuple[Move, ...]:
-    """Single bits (word, bit -> word, bit) joined to moves of all that go the same way."""
+    """Join single bits (word, bit -> word, bit) to moves of all bits with the same shift."""
     masks: dict[tuple[Index, Index, int], int] = {}
     for source, low, target, high in bits:
         key = source, target, high - low
@@ -129,13 +132,13 @@ def _moves(bits: Iterator[tuple[Index, int, Index, int]]) -> tuple[Move, ...]:
 
 
 def _signed(mask: int) -> int:
-    """The 32-bit number with these bits, as torch takes it."""
+    """Return the 32-bit number with these bits as a signed one, which torch accepts."""
     return mask - (mask >> 31 << 32)
 
 
 def _codes(name: str, bits: int, run: int, at_e0: int = 16, place: Places = PLACE) -> Part:
-    """Codes, or upper bits of codes, below 8 bits: `run` bytes hold the lowest bits of `run`
-    values in order, above them those of the next `run` values, and so on."""
+    """Return the part for codes, or upper bits of codes, of less than 8 bits: `run` bytes hold the
+    lowest bits of `run` values in order, above them those of the next `run` values, and so on."""
     span = max(64, run * 8 // bits)
     lanes = run > 8  # else the four lanes of a column of g find their bits in words they share
     swapped = lanes and at_e0 == 16
@@ -169,22 +172,23 @@ def _codes(name: str, bits: int, run: int, at_e0: int = 16, place: Places = PLAC
 
 
 def _numbers(name: str, bits: int, run: int) -> Part:
-    """The same of codes that are numbers of a table's entries."""
+    """Return the part for codes that are table indices; see `_codes`."""
     return _codes(name, bits, run, 4, CHOOSING)
 
 
 def _by_row(first: str, last: str, count: int, word: int = 4) -> Part:
-    """`count` words of each 256 columns of a row."""
+    """Return the part for `count` words of each 256 columns of a row."""
     return Part(first, last, word, 256, "c x", "c w p h g x", {"x": count})
 
 
 def _factors(name: str, word: int, span: int) -> Part:
-    """A word for each `span` columns, those of the group's rows behind each other."""
+    """Return the part for one word per `span` columns; those of a group's rows follow each
+    other."""
     return Part(name, name, word, span, "c", "c w p h g")
 
 
 def _rewritten(name: str) -> tuple[np.dtype[np.void], tuple[Part, ...]]:
-    """Parts of the types whose blocks `held` rewrites."""
+    """Return the parts of a type whose blocks `held` rewrites."""
     dtype = held_size.BLOCKS[name]
     fields = dtype.fields
     assert fields is not None
@@ -198,14 +202,15 @@ def _rewritten(name: str) -> tuple[np.dtype[np.void], tuple[Part, ...]]:
 
 
 def _plane(name: str) -> Part:
-    """A half-precision number for each 32 columns: a lane reads those of rows g, g + 8, g + 16,
-    g + 24 of its warp at once."""
+    """Return the part for a half-precision number for each 32 columns: a lane reads those of rows
+    g, g + 8, g + 16, g + 24 of its warp at once."""
     return Part(name, name, 2, 32, "c", "c w g p h")
 
 
 def _six_bits() -> Iterator[tuple[Index, int, Index, int]]:
-    """Header of Q4_K and Q5_K: both factors; then 8 scales of 6 bits each as one number of 48,
-    lower 32 bits, the same of the minima; then the upper 16 of each."""
+    """Yield the moves of the header of Q4_K and Q5_K. Packed, it is: both factors; the 8 scales of
+    6 bits as one number of 48 bits, of which the lower 32; the same of the minima; the upper 16 of
+    each."""
     for bit in range(32):
         yield (0,), bit, (0,), bit
     for minimum, i, bit in product(range(2), range(8), range(6)):
@@ -250,12 +255,15 @@ PARTS: dict[str, tuple[np.dtype[np.void], tuple[Part, ...]]] = {
     ),
     **{name: _rewritten(name) for name in held_size.BLOCKS},
 }
-"""Blocks as memory holds them, and the parts of a unit in order."""
+"""The block of each type in memory, and the parts of a unit in order."""
 
 
 def unit_of(name: str, columns: int) -> int:
-    """Columns of a unit for a matrix of `columns`. Unsupported if they do not divide into units,
-    or if this type is not packed."""
+    """Return the columns of a unit for a matrix of `columns`.
+
+    Raises:
+        Unsupported: the columns do not divide into units, or this type is not packed.
+    """
     if name not in PARTS:
         raise Unsupported(f"weights of type {name.upper()} are not packed")
     unit = 256 if columns % 256 == 0 else 64
@@ -268,36 +276,36 @@ def unit_of(name: str, columns: int) -> int:
 
 
 def units_of(name: str) -> tuple[int, ...]:
-    """Columns that units of a type may have."""
+    """Return the numbers of columns that units of a type may have."""
     return (256,) if quant.get(name).block == 256 else (64, 256)
 
 
 def spelt(type: str) -> str:
-    """A type as kernels spell it, for instance "Q80"."""
+    """Return the name of a type in kernels, for instance "Q80"."""
     return type.upper().replace("_", "")
 
 
 def format_name(type: str, unit: int) -> str:
-    """A packed format as kernels name it, for instance "Q4K" or "Q80<64>"."""
+    """Return the name of a packed format in kernels, for instance "Q4K" or "Q80<64>"."""
     return spelt(type) if len(units_of(type)) == 1 else f"{spelt(type)}<{unit}>"
 
 
 @cache
 def unit_bytes(name: str, unit: int) -> int:
-    """Bytes of a unit of 128 rows."""
+    """Return the bytes of a unit of 128 rows."""
     return sum(part.nbytes(unit) for part in PARTS[name][1])
 
 
 def pack(name: str, raw: torch.Tensor, unit: int) -> torch.Tensor:
-    """Bytes of a matrix as memory holds them, uint8 [N, bytes of a row] -> uint8 [ceil(N / 128),
-    K / unit, bytes of a unit], on the same device."""
-    units = raw.shape[1] * GROUP // unit_bytes(name, unit)
-    groups = -(-len(raw) // GROUP)
+    """Pack a matrix: uint8 [N, bytes of a row] as in memory -> uint8 [ceil(N / 128), K / unit,
+    bytes of a unit], on the same device."""
+    units = raw.shape[1] * PACK_ROWS // unit_bytes(name, unit)
+    groups = -(-len(raw) // PACK_ROWS)
     out = raw.new_zeros(groups, units, unit_bytes(name, unit))
     step = _groups_at_once(units * unit)
     for at in range(0, groups, step):
-        rows = raw[at * GROUP : (at + step) * GROUP]
-        missing = -len(rows) % GROUP
+        rows = raw[at * PACK_ROWS : (at + step) * PACK_ROWS]
+        missing = -len(rows) % PACK_ROWS
         if missing:
             rows = torch.cat((rows, rows.new_zeros(missing, rows.shape[1])))
         packed = out[at : at + step]
@@ -311,12 +319,12 @@ def pack(name: str, raw: torch.Tensor, unit: int) -> torch.Tensor:
 
 
 def unpack(name: str, packed: torch.Tensor, unit: int, rows: int) -> torch.Tensor:
-    """The inverse of :func:`pack`: uint8 [groups, units, bytes of a unit] -> [rows, bytes]."""
+    """Invert :func:`pack`: uint8 [groups, units, bytes of a unit] -> [rows, bytes]."""
     groups, units, size = packed.shape
-    raw = packed.new_empty(groups * GROUP, units * size // GROUP)
+    raw = packed.new_empty(groups * PACK_ROWS, units * size // PACK_ROWS)
     step = _groups_at_once(units * unit)
     for at in range(0, groups, step):
-        inside, outside = packed[at : at + step], raw[at * GROUP : (at + step) * GROUP]
+        inside, outside = packed[at : at + step], raw[at * PACK_ROWS : (at + step) * PACK_ROWS]
         for part, file, place in _pairs(name, outside, inside, unit):
             words = torch.zeros(file.shape, dtype=torch.uint8, device=file.device).flatten(1)
             words = words.view(_WORDS[part.word])
@@ -329,14 +337,14 @@ def unpack(name: str, packed: torch.Tensor, unit: int, rows: int) -> torch.Tenso
 
 
 def _groups_at_once(columns: int) -> int:
-    return max(1, CHUNK // (GROUP * columns))
+    return max(1, CHUNK // (PACK_ROWS * columns))
 
 
 def _pairs(
     name: str, raw: torch.Tensor, packed: torch.Tensor, unit: int
 ) -> Iterator[tuple[Part, torch.Tensor, torch.Tensor]]:
-    """Each part with its bytes in the file [rows, blocks, bytes] and in the packing [groups,
-    units, bytes], both views."""
+    """Yield each part with its bytes in the file [rows, blocks, bytes] and in the packed matrix
+    [groups, units, bytes], both views."""
     dtype, parts = PARTS[name]
     blocks = raw.view(len(raw), -1, dtype.itemsize)
     fields = dtype.fields
@@ -350,19 +358,20 @@ def _pairs(
 
 
 def _order(part: Part, file: torch.Tensor) -> torch.Tensor:
-    """File bytes in the order in which words are made of them."""
+    """Return file bytes in the order in which they form words."""
     return file.view(*file.shape[:2], -1, 2, 2).transpose(3, 4) if part.swapped else file
 
 
 def _read(part: Part, file: torch.Tensor) -> torch.Tensor:
-    """File bytes as words [rows, words]."""
+    """Return file bytes as words [rows, words]."""
     return _order(part, file).reshape(len(file), -1).contiguous().view(_WORDS[part.word])
 
 
 def _views(
     part: Part, words: torch.Tensor, place: torch.Tensor, unit: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both sides as [what moves index, what is shared], shared dimensions in the same order."""
+    """Return both sides as [dimensions that moves index, shared dimensions], with shared dimensions
+    in the same order."""
     file, unit_sizes = part.shapes(unit)
     groups, units = place.shape[:2]
     source = {"G": groups, **_ROWS, "U": units, **file}
@@ -378,7 +387,7 @@ def _views(
 
 
 def _carry(part: Part, source: torch.Tensor, target: torch.Tensor, forth: bool) -> None:
-    """Move words from one side to the other."""
+    """Move words from the file's side to the packed side (`forth`), or back."""
     if part.moves is None:
         target.copy_(source) if forth else source.copy_(target)
         return
@@ -395,13 +404,13 @@ def _carry(part: Part, source: torch.Tensor, target: torch.Tensor, forth: bool) 
 
 
 def _merge(into: torch.Tensor, words: torch.Tensor, shift: int, mask: int) -> None:
-    """into |= words shifted up by `shift`, at the bits of `mask`."""
+    """Compute into |= words shifted up by `shift`, at the bits of `mask`."""
     moved = words << shift if shift > 0 else words >> -shift if shift < 0 else words
     into |= moved & mask if moved is words else moved.bitwise_and_(mask)
 
 
 def _like(words: torch.Tensor, value: int) -> torch.Tensor:
-    """`value` as a word of the same type."""
+    """Return `value` as a word of the same type."""
     bits = 8 * words.element_size()
     return torch.tensor(
         value - (value >> (bits - 1) << bits), dtype=words.dtype, device=words.device

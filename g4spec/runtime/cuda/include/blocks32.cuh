@@ -2,7 +2,10 @@
 // Q5_0, Q5_1), in packed order (g4spec/runtime/cuda/weights/packing.py). Value = d * (code - ZERO),
 // or with MINIMUM d * code + m.
 #pragma once
+#include "fragments.cuh"
 #include "gemm_tile.cuh"
+#include "quads.cuh"
+#include "raw_values.cuh"
 
 template <int K, int BITS, bool MINIMUM>
 struct Blocks32 {
@@ -172,3 +175,98 @@ struct Blocks32 {
     return {low * from_half((u16)pair), high * from_half((u16)(pair >> 16))};
   }
 };
+
+namespace raw {
+
+template <int BITS, bool MINIMUM>
+struct Blocks32 {  // Q4_0 Q4_1 Q5_0 Q5_1
+  static constexpr int VALUES = 32, HIGH = MINIMUM ? 4 : 2, CODES = HIGH + (BITS == 5 ? 4 : 0);
+  static constexpr int BYTES = CODES + 16, ALIGN = MINIMUM ? 4 : 2;
+
+  static DEVICE void values(float (&w)[8], const u8* row, int k) {
+    const u8* block = row + k / 32 * BYTES;
+    uint2 codes = shifted(load8<ALIGN>(block + CODES + k % 16), k % 32 / 16 * 4, 0x0f0f0f0fu);
+    if constexpr (BITS == 5) {  // spread 4 bits to the low bits of 4 bytes by a multiplication
+      const u16* high = (const u16*)(block + HIGH);
+      const u32 bits = (high[0] | (u32)high[1] << 16) >> (k % 32);
+      codes.x |= ((bits & 15) * 0x00204081u & 0x01010101u) << 4;
+      codes.y |= ((bits >> 4 & 15) * 0x00204081u & 0x01010101u) << 4;
+    }
+    const float zero = MINIMUM ? 0 : 1 << (BITS - 1);
+    affine(w, codes, zero, load_half(block), MINIMUM ? load_half(block + 2) : 0.0f);
+  }
+};
+
+}  // namespace raw
+
+namespace quad {
+
+template <int BITS, bool MINIMUM>
+struct Blocks32 {
+  static constexpr int BLOCK = 32, HEAD = MINIMUM ? 4 : 2, CODES = HEAD + (BITS == 5 ? 4 : 0);
+  static constexpr int BYTES = CODES + 16;
+  static constexpr int BIAS = MINIMUM ? 0 : 1 << (BITS - 1);
+
+  static DEVICE float4 raw(const u8* b, int k) {
+    CodeQuad f;
+    f.scale = half_at(b), f.offset = MINIMUM ? half_at(b + 2) : 0.0f;
+    const u32 high = BITS == 5 ? word_at(b + HEAD) : 0;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int at = k + e;
+      f.code[e] = (b[CODES + at % 16] >> (at / 16 * 4) & 15) | (high >> at & 1) << 4;
+      f.code[e] -= BIAS;
+    }
+    return f.values();
+  }
+  static DEVICE float4 packed(const PackedQuad& p) {
+    const int planes = p.columns * (BITS == 5 ? 80 : 64);
+    CodeQuad f;
+    f.scale = p.plane(planes, 0), f.offset = MINIMUM ? p.plane(planes, 1) : 0.0f;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) f.code[e] = (p.nibble(e) | (BITS == 5 ? p.fifth_bit(e) : 0)) - BIAS;
+    return f.values();
+  }
+};
+
+}  // namespace quad
+
+namespace fragment {
+
+template <int BITS, bool MINS, int K>
+struct Blocks32 {
+  static constexpr int CODES = K * 64, PLANE = BITS == 5 ? K * 16 : 0, SCALES = K / 32 * 256;
+  static constexpr int UNIT = K, BYTES = CODES + PLANE + SCALES * (MINS ? 2 : 1);
+  const u8* unit;
+  int tile, lane;
+
+  DEVICE Blocks32(const u8* unit, int tile, int lane) : unit(unit), tile(tile), lane(lane) {}
+  DEVICE void values(int k64, Values& v) const {
+    const int at = (tile * (K / 64) + k64) * 32 + lane;
+    const uint4 q = load_streaming((const uint4*)unit + at);
+    const u32 words[4] = {q.x, q.y, q.z, q.w};
+    const u32 bits = BITS == 5 ? ((const u32*)(unit + CODES))[at] : 0;
+    const float bias = MINS ? 0 : BITS == 5 ? 16 : 8;
+#pragma unroll
+    for (int k32 = 0; k32 < 2; ++k32) {
+      const u8* plane = unit + CODES + PLANE;
+      const u32 d = plane_pair(plane, k64 * 2 + k32, tile, lane);
+      const u32 m = MINS ? plane_pair(plane + SCALES, k64 * 2 + k32, tile, lane) : 0;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float s = from_half(d >> (16 * r)), least = from_half(m >> (16 * r));
+#pragma unroll
+        for (int j = 2 * k32; j < 2 * k32 + 2; ++j)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            u32 code = words[j] >> nibble_shift(r, e) & 15;
+            if (BITS == 5) code |= (bits >> fifth_bit_shift(r, e, j) & 1) << 4;
+            const float x = s * bits_to_float(code, 31, bias);
+            v[r][j][e] = MINS ? x + least : x;
+          }
+      }
+    }
+  }
+};
+
+}  // namespace fragment
