@@ -179,6 +179,14 @@ def test_sizes_of_layers_that_are_none(home: Path, tmp_path: Path, key: str, val
         Engine.load(broken, n_ctx=64)
 
 
+@pytest.mark.parametrize("kind", ["dflash", "dflash-reduced", "dflash2"])
+def test_a_block_that_is_an_anchor_alone(home: Path, tmp_path: Path, kind: str) -> None:
+    """It was an IndexError at the first request: nothing is proposed."""
+    broken = changed(home / f"{kind}.gguf", tmp_path / "b.gguf", dflash__block_size=u32(1))
+    with pytest.raises(InputError, match=r"block_size.*2 or more, found 1"):
+        Engine.load(home / "target.gguf", broken, n_ctx=64)
+
+
 @pytest.mark.parametrize(
     "kind,key",
     [
