@@ -1,4 +1,4 @@
-"""Writes `docs/hardware.md` from the facts: `python -m g4spec.advisor.document`."""
+"""Write `docs/hardware.md` from the facts: `python -m g4spec.advisor.document`."""
 
 from __future__ import annotations
 
