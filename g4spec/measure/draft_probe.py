@@ -103,16 +103,16 @@ def probe(
     """
     measured = _measure(target, draft, n_predict, count, device)
     kind = _kind(draft)
-    found = ProbeResult(kind, REACHED.get(kind, LEAST), measured)
+    result = ProbeResult(kind, REACHED.get(kind, LEAST), measured)
     with GGUF(draft) as file, tempfile.TemporaryDirectory() as folder:
-        made = list(variants(file))
-        for i, (name, changes) in enumerate(made):
+        all_variants = list(variants(file))
+        for i, (name, changes) in enumerate(all_variants):
             path = _written(file, changes, Path(folder) / "variant.gguf")
-            found.others[name] = _measure(target, path, n_predict, count, device)
-            progress(i + 1, len(made))
-    order = sorted(found.others.items(), key=lambda item: -item[1].per_step)
-    found.others = dict(order)
-    return found
+            result.others[name] = _measure(target, path, n_predict, count, device)
+            progress(i + 1, len(all_variants))
+    order = sorted(result.others.items(), key=lambda item: -item[1].per_step)
+    result.others = dict(order)
+    return result
 
 
 def variants(file: GGUF) -> Iterator[tuple[str, KV]]:

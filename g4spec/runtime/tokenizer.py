@@ -217,15 +217,15 @@ class Tokenizer:
             )
         first = [{"role": "system", "content": system}] if system else []
         eos = self._tokens[min(self.stop_ids)] if self.stop_ids else ""
-        guard, said = "", [dict(m) for m in (*first, *messages)]
+        guard, turns = "", [dict(m) for m in (*first, *messages)]
         offered = [dict(tool) for tool in tools or ()]
         if not special:
-            guard, said, offered = special_token_guard.guard_messages(
-                said, offered, self.marks, self.template
+            guard, turns, offered = special_token_guard.guard_messages(
+                turns, offered, self.marks, self.template
             )
         text = template.render(
             self.template,
-            said,
+            turns,
             bos=self._tokens[self.bos],
             eos=eos,
             tools=offered or None,
