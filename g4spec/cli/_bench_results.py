@@ -63,8 +63,9 @@ def show(data: Mapping[str, Any], out: Output) -> None:
     for note in data["notes"]:
         out.note(note)
     out.line(data["recommendation"]["words"], style="bold")
-    if data["recommendation"]["auto_words"]:
-        out.line(data["recommendation"]["auto_words"])
+    for name in ("tie_words", "auto_words"):
+        if data["recommendation"][name]:
+            out.line(data["recommendation"][name])
 
 
 def show_averages(rows: Sequence[Mapping[str, Any]], out: Output) -> None:

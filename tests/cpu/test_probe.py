@@ -55,5 +55,39 @@ def test_a_right_draft_is_best_as_it_is(family: Path, monkeypatch: Any) -> None:
     json.dumps(found.json())
 
 
+@pytest.mark.parametrize("after", [0, 1, 3, 5])
+def test_ctrl_c_shows_what_was_measured(
+    family: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str], after: int
+) -> None:
+    """A probe of 3 texts for each file, which Ctrl-C ends after some texts."""
+    variants, calls = draft_probe.variants, list[tuple[int, int]]()
+    monkeypatch.setattr(draft_probe, "variants", lambda file: list(variants(file))[:2])
+
+    def press(done: int, total: int) -> None:
+        calls.append((done, total))
+        if done == after:
+            raise KeyboardInterrupt
+
+    def probe() -> draft_probe.ProbeResult:
+        pair = family / "target.gguf", family / "dflash.gguf"
+        return draft_probe.probe(*pair, n_predict=4, count=1, progress=press)
+
+    if not after:
+        with pytest.raises(KeyboardInterrupt):
+            probe()
+        return
+    found = probe()
+    assert calls == [(n, 9) for n in range(after + 1)]
+    assert found.interrupted == (
+        f"{min(after, 3)} of 3 texts of the unchanged draft and 0 of 2 changed settings were "
+        "measured"
+    )
+    monkeypatch.setattr(draft_probe, "probe", lambda *args, **kw: found)
+    line = ["validate", str(family / "dflash.gguf"), "--target", str(family / "target.gguf")]
+    assert run([*line, "--probe"]) == 130
+    out, err = capsys.readouterr()
+    assert "tokens per step" in out and f"interrupted: {found.interrupted}" in err
+
+
 def test_the_command_wants_a_target(family: Path) -> None:
     assert run(["validate", str(family / "dflash.gguf"), "--probe"]) == 2
