@@ -171,7 +171,7 @@ def _speed(facts: Facts, d: Diagnosis, q: Question, v: EngineVerdict) -> None:
             s.add(
                 "note",
                 f"{estimate.draft_low:.0f} to {estimate.draft_high:.0f} tokens/s with the draft: "
-                f"{min(q.draft.accepted):g} to {max(q.draft.accepted):g} tokens per cycle are "
+                f"{min(q.draft.accepted):g} to {max(q.draft.accepted):g} tokens per step are "
                 f"published, and a cycle costs {cost} plain steps",
                 facts=(*q.draft.ids, *estimate.facts),
             )

@@ -45,7 +45,7 @@ class StreamsRow:
         tokens: generated in one repeat by all streams.
         tokens_per_second: of all streams, median of the repeats; `spread`: lowest and highest.
         ratio: speed over plain, median of the repeats.
-        committed: mean tokens per cycle of one text. acceptance: accepted over drafted tokens.
+        committed: mean tokens per step of one text. acceptance: accepted over drafted tokens.
         preempted: number of preemptions.
     """
 

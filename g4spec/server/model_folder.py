@@ -29,7 +29,9 @@ class Model:
         read: (bytes loaded, bytes in all) while loading.
         n_requests: number of running requests.
         n_waiting: number of requests that wait until it is loaded.
-        n_promised: number of requests that waited for its load and have not begun.
+        n_loads: how often it was loaded.
+        n_promised: number of requests that waited for its load and have not begun. They begin
+            even if it is to be unloaded.
         used: time of the last request (`time.monotonic`).
         unloading: True while it waits to be unloaded.
         problem: error of the last attempt to load it.
@@ -48,6 +50,7 @@ class Model:
     app: ASGIApp | None = None
     n_requests: int = 0
     n_waiting: int = 0
+    n_loads: int = 0
     n_promised: int = 0
     used: float = 0.0
     unloading: bool = False
