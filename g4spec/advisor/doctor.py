@@ -103,7 +103,7 @@ def _engines(
             p = next(c for c in v.conditions if c.unknown)
             s.add("warn", f"{_version(v)}: {p.title}", p.says, p.fix, (p.id,))
         else:
-            n = len(v.conditions)
+            n = len(v.open_conditions)
             more = ""
             if n:
                 where = "below" if v is best else "--verbose"
