@@ -1,4 +1,4 @@
-"""Sweeps: what is counted, what is compared, what is refused, what is recommended."""
+"""Sweeps of `bench`: counts, comparisons with plain decoding, refused settings, recommendations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from g4spec.cli import demo
 from g4spec.core import MAX_DRAFT, Batch, Pick
 from g4spec.errors import InputError, UsageError
-from g4spec.measure import bench
+from g4spec.measure import bench, draft_lengths
 from g4spec.measure.bench_summary import Sample, summarize
 from g4spec.measure.prompts import (
     CATEGORIES,
@@ -57,7 +57,7 @@ def test_counts_add_up(swept: bench.SweepResult) -> None:
 
 
 def test_a_looping_target_is_flagged(swept: bench.SweepResult) -> None:
-    # Random weights go in circles at temperature 0.
+    # At temperature 0, random weights repeat themselves.
     assert any("outputs loop" in note for note in swept.notes)
 
 
@@ -75,7 +75,9 @@ def test_a_changed_text_is_a_failed_benchmark(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(chooser, "choose_rows", careless)
     config = bench.BenchConfig((0, 3), n_predict=24, repeats=1)
-    result = bench.sweep(bench_engine.engine(bench_engine.Liar()), bench_engine.prompts(1), config)
+    result = bench.sweep(
+        bench_engine.engine(bench_engine.ConstantDraft()), bench_engine.prompts(1), config
+    )
     assert {d.length for d in result.differences} == {3}
     first = result.differences[0]
     assert first.index is not None and first.plain != first.speculative
@@ -84,7 +86,9 @@ def test_a_changed_text_is_a_failed_benchmark(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_useless_draft_is_slower_and_not_recommended() -> None:
     config = bench.BenchConfig((0, 8), n_predict=24, repeats=2)
-    result = bench.sweep(bench_engine.engine(bench_engine.Liar()), bench_engine.prompts(1), config)
+    result = bench.sweep(
+        bench_engine.engine(bench_engine.ConstantDraft()), bench_engine.prompts(1), config
+    )
     row = result.row("all", 8)
     assert row is not None and row.acceptance == 0 and row.committed == 1
     assert set(recommend(result.rows).lengths.values()) == {0}
@@ -95,7 +99,7 @@ def test_an_unusable_draft_is_recorded() -> None:
         rows = len(batch.sizes) * count
         return pick(torch.full((rows, memory_models.V), torch.nan), 0).view(-1, count)
 
-    draft = bench_engine.Liar()
+    draft = bench_engine.ConstantDraft()
     draft.propose = broken  # type: ignore[method-assign]
     config = bench.BenchConfig((0, 4), n_predict=8, repeats=1)
     result = bench.sweep(bench_engine.engine(draft), bench_engine.prompts(1), config)
@@ -124,7 +128,7 @@ def test_orders_rotate() -> None:
 @pytest.mark.parametrize(
     "text, most, expected",
     [
-        ("sweep", 15, (*bench.LENGTHS, "auto")),
+        ("sweep", 15, (*draft_lengths.LENGTHS, "auto")),
         ("sweep", 5, (0, 1, 2, 3, 4, 5, "auto")),
         ("auto", 15, (0, "auto")),
         ("0", 15, (0,)),
@@ -134,13 +138,13 @@ def test_orders_rotate() -> None:
     ],
 )
 def test_lengths(text: str, most: int | None, expected: tuple[object, ...]) -> None:
-    assert bench.parse_lengths(text, most) == expected
+    assert draft_lengths.parse_lengths(text, most) == expected
 
 
 @pytest.mark.parametrize("text", ["", "16", "-1", "two", "1;2"])
 def test_wrong_lengths(text: str) -> None:
     with pytest.raises(UsageError, match="`lengths`"):
-        bench.parse_lengths(text, MAX_DRAFT)
+        draft_lengths.parse_lengths(text, MAX_DRAFT)
 
 
 def test_repetition_knows_loops() -> None:
@@ -163,7 +167,7 @@ def sample(length: object, seconds: list[float], name: str = "a") -> Sample:
 
 
 def test_medians_of_repeats_and_paired_ratios() -> None:
-    # The machine is three times slower in the second repeat: the speed-up does not notice.
+    # The machine is three times slower in the second repeat: the speed-up must not change.
     plain, fast = sample(0, [2.0, 6.0, 2.0]), sample(2, [1.0, 3.0, 1.0])
     row = summarize([plain, fast], (0, 2))[1]
     assert row.tokens_per_second == 30 and row.spread == (10, 30)
@@ -185,7 +189,14 @@ def made(
 ) -> bench.SweepRow:
     row = bench_result.row(category, 4 if length == "auto" else length, 0.5)
     spread = (ratio * (1 - scatter), ratio * (1 + scatter))
-    return replace(row, length=length, ratio=ratio, ratio_spread=spread)  # type: ignore[arg-type]
+    return replace(
+        row,
+        length=length,  # type: ignore[arg-type]
+        tokens_per_second=ratio,
+        spread=spread,
+        ratio=ratio,
+        ratio_spread=spread,
+    )
 
 
 def test_recommends_the_fastest_length() -> None:
@@ -195,7 +206,7 @@ def test_recommends_the_fastest_length() -> None:
 
 
 def test_auto_is_recommended_where_it_was_fastest() -> None:
-    """The headline said 7 at 4.2 times plain while auto beside it did 5.4."""
+    """A headline once named length 7 at 4.2 times plain while auto reached 5.4."""
     maths = [
         made(0, 1.0, category="maths"),
         made(7, 4.2, category="maths"),
@@ -205,10 +216,14 @@ def test_auto_is_recommended_where_it_was_fastest() -> None:
     assert advice.lengths == {"code": 4, "maths": "auto"}
     assert "4 for code" in advice.words and "auto for maths" in advice.words
     noisy = recommend([made(0, 1.0), made(4, 2.0), made("auto", 2.2, scatter=0.2)])
-    assert noisy.lengths == {"code": 4}, "within the scatter it is a tie"
+    assert noisy.lengths == {"code": "auto"} and noisy.ties == {"code": [4]}
+    assert noisy.tie_words == (
+        "4 and auto are equal within the scatter for code; auto is recommended because its median "
+        "is the highest."
+    )
 
 
-def test_a_maximum_that_was_not_seen_is_said() -> None:
+def test_recommendation_says_if_the_longest_draft_was_best() -> None:
     rows = [made(0, 1.0), made(4, 2.0), made(7, 2.5), made("auto", 2.7)]
     assert recommend(rows, 15).unmeasured == {"code": 7}
     assert "--draft-max sweep" in recommend(rows, 15).words
@@ -218,14 +233,28 @@ def test_a_maximum_that_was_not_seen_is_said() -> None:
 
 def test_the_demo_sweeps_to_the_block_of_its_draft() -> None:
     for most in (4, 7, MAX_DRAFT):
-        assert max(n for n in bench.parse_lengths(demo.LENGTHS, most) if n != "auto") == most
+        assert (
+            max(n for n in draft_lengths.parse_lengths(demo.LENGTHS, most) if n != "auto") == most
+        )
 
 
-def test_ties_take_the_smaller_length() -> None:
-    assert recommend([made(0, 1.0), made(2, 1.97), made(4, 2.0)]).lengths == {"code": 2}
-    noisy = [made(0, 1.0), made(2, 1.7), made(4, 2.0, scatter=0.2)]
-    assert recommend(noisy).lengths == {"code": 2}
-    assert recommend([made(0, 1.0), made(2, 1.015)]).lengths == {"code": 0}
+def test_the_fastest_median_is_recommended_and_ties_are_named() -> None:
+    near = recommend([made(0, 1.0), made(2, 1.97), made(4, 2.0)])
+    assert near.lengths == {"code": 4} and near.ties == {"code": [2]}
+    scattered = [made(0, 1.0), made(2, 1.7), made(4, 2.0, scatter=0.2), made(5, 1.5, scatter=0.4)]
+    advice = recommend(scattered)
+    assert advice.lengths == {"code": 4} and advice.ties == {"code": [2, 5]}
+    assert advice.tie_words == (
+        "2, 4 and 5 are equal within the scatter for code; 4 is recommended because its median is "
+        "the highest."
+    )
+    same = recommend([made(0, 1.0), made(2, 2.0), made(4, 2.0), made("auto", 2.0)])
+    assert same.lengths == {"code": 2}
+    assert same.tie_words.endswith("2 is recommended because it drafts the fewest tokens.")
+    little = recommend([made(0, 1.0), made(2, 1.015)])
+    assert little.lengths == {"code": 2}
+    assert little.tie_words.startswith("no draft and 2 are equal within the scatter for code;")
+    assert recommend([made(0, 1.0), made(2, 1.5), made(4, 2.0)]).tie_words == ""
 
 
 def test_without_a_fixed_length_none_is_recommended() -> None:
@@ -237,7 +266,7 @@ def test_without_a_fixed_length_none_is_recommended() -> None:
     assert words == "Only auto was measured: 1.50 x plain on average, at least 1.10 (chat)."
 
 
-def test_words_name_what_gains_nothing() -> None:
+def test_recommendation_names_categories_without_gain() -> None:
     chat = [made(0, 1.0, category="chat"), made(4, 0.7, category="chat")]
     rows = [made(0, 1.0), made(4, 2.0), *chat]
     assert recommend(rows).words == "Draft 4 for code. No draft for chat: it gains nothing there."
@@ -301,6 +330,6 @@ def test_mt_bench_refuses_other_files(tmp_path, text: str) -> None:  # type: ign
         mt_bench(path)
 
 
-def test_mt_bench_says_where_the_file_comes_from(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_a_missing_mt_bench_file_names_its_source(tmp_path) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(InputError, match=r"question\.jsonl.*FastChat.*`dataset`"):
         mt_bench(tmp_path / "question.jsonl")

@@ -1,4 +1,4 @@
-"""A target or draft whose tensors or ids cannot be used is refused at load, whatever its kind."""
+"""Targets and drafts of every kind with unusable tensors or ids are refused at load."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """GGUFs of targets, and one of every kind of draft for the dense one."""
+    """GGUF files of targets, and one draft of every kind for the dense target."""
     home = tmp_path_factory.mktemp("home")
     for name, shape in TARGETS.items():
         made = tiny.target(home / name, layers=6, period=2, **shape)
@@ -74,7 +74,7 @@ def test_every_tensor_of_a_draft(
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark", "eagle3", "dflash2"])
-def test_no_cache_for_heads_that_no_tensor_has(
+def test_head_counts_are_checked_before_the_cache_is_allocated(
     home: Path, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """A file of 68 KB claimed heads of 32,768 values, and its cache took 768 MB."""
@@ -168,8 +168,8 @@ def test_suppressed_and_stop_ids_that_do_not_exist(
         array(ValueType.I32, [1] * 5),
     ],
 )
-def test_sizes_of_layers_that_are_none(home: Path, tmp_path: Path, key: str, value: Any) -> None:
-    """Text and infinity were a ValueError and an OverflowError."""
+def test_invalid_per_layer_sizes(home: Path, tmp_path: Path, key: str, value: Any) -> None:
+    """Strings raised a ValueError and infinity an OverflowError."""
     broken = changed(
         home / "target.gguf",
         tmp_path / "broken.gguf",
@@ -180,8 +180,8 @@ def test_sizes_of_layers_that_are_none(home: Path, tmp_path: Path, key: str, val
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dflash-reduced", "dflash2"])
-def test_a_block_that_is_an_anchor_alone(home: Path, tmp_path: Path, kind: str) -> None:
-    """It was an IndexError at the first request: nothing is proposed."""
+def test_a_block_of_one_row(home: Path, tmp_path: Path, kind: str) -> None:
+    """A block of the anchor alone proposes nothing. The first request ended in an IndexError."""
     broken = changed(home / f"{kind}.gguf", tmp_path / "b.gguf", dflash__block_size=u32(1))
     with pytest.raises(InputError, match=r"block_size.*2 or more, found 1"):
         Engine.load(home / "target.gguf", broken, n_ctx=64)
@@ -199,10 +199,10 @@ def test_a_block_that_is_an_anchor_alone(home: Path, tmp_path: Path, kind: str) 
         ("dflash", "dflash.attention.key_length"),
     ],
 )
-def test_sizes_that_no_tensor_has_are_the_files_fault(
+def test_sizes_that_no_tensor_has_are_input_errors(
     home: Path, tmp_path: Path, kind: str, key: str
 ) -> None:
-    """They were compared with the memory before, which is exit code 4."""
+    """The memory was checked first, so the exit code was 4."""
     broken = changed(
         home / f"{kind}.gguf", tmp_path / "b.gguf", **{key.replace(".", "__"): u32(1 << 24)}
     )
@@ -211,7 +211,7 @@ def test_sizes_that_no_tensor_has_are_the_files_fault(
         Engine.load(*pair, n_ctx=64)
 
 
-def test_an_architecture_that_is_no_text(home: Path, tmp_path: Path) -> None:
+def test_an_architecture_that_is_not_a_string(home: Path, tmp_path: Path) -> None:
     broken = changed(
         home / "target.gguf",
         tmp_path / "broken.gguf",
