@@ -168,9 +168,7 @@ def caches(engine: Engine) -> list[LayerKV]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("poison", [None, math.nan, 1e4])
-def test_nothing_is_left_of_an_earlier_sequence(
-    family: Path, kind: str, poison: float | None
-) -> None:
+def test_an_earlier_sequence_has_no_effect(family: Path, kind: str, poison: float | None) -> None:
     """Texts and proposals of a second prompt are those of a fresh engine, whatever lies around."""
     second = build.prompt(WINDOW // 2, VOCAB, 8)
     used, fresh = load(family, kind), load(family, kind)
