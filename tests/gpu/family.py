@@ -76,7 +76,7 @@ def random(folder: Path, kind: str, type: str = "q8_0") -> Path:
     """
     at = tiny.target(folder / kind, **(SHAPE | TARGETS[kind]))
     convert.convert(at, folder / f"{kind}-calm.gguf", type=type)
-    convert.convert(build.lively(at, 5.0), folder / f"{kind}.gguf", type=type)
+    convert.convert(build.with_large_layers(at, 5.0), folder / f"{kind}.gguf", type=type)
     return folder / f"{kind}.gguf"
 
 
@@ -94,7 +94,7 @@ def pairs(
     """Write `target.gguf`, a random target of this shape, and `<name>.gguf` of each draft in
     `make`. Return the folder."""
     on = tiny.target(folder / "target", **shape)
-    convert.convert(build.lively(on, 5.0), folder / "target.gguf", type=type)
+    convert.convert(build.with_large_layers(on, 5.0), folder / "target.gguf", type=type)
     for name, maker in make.items():
         maker(folder / name, on)
         convert.convert(folder / name, folder / f"{name}.gguf", target=on, type=type)

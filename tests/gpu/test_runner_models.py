@@ -232,9 +232,9 @@ def test_a_large_table_is_read_in_part(tmp_path: Path, monkeypatch: pytest.Monke
     """Proposals from the upper bits of a table equal those from the whole table, except for some
     tokens of a random model, whose logits are close; with noise the whole table is read."""
     on = tiny.target(tmp_path / "target", **SHAPE | {"hidden": 256})
-    convert.convert(build.lively(on, 5.0), tmp_path / "target.gguf", type="q6_k")
+    convert.convert(build.with_large_layers(on, 5.0), tmp_path / "target.gguf", type="q6_k")
     MAKE["zlab"](tmp_path / "zlab", on)
-    draft = build.lively(tmp_path / "zlab", 40.0, "o_proj|down_proj")
+    draft = build.with_large_layers(tmp_path / "zlab", 40.0, "o_proj|down_proj")
     convert.convert(draft, tmp_path / "zlab.gguf", target=on, type="q8_0")
     done, best = list[int](), screen.best
 
