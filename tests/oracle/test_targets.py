@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.oracle import build, hf
-from tests.oracle.test_assistant import Clean, differences, oracle
+from tests.oracle.test_assistant import CleanCaches, differences, oracle
 from tests.oracle.test_target import SHAPE, VOCAB, WINDOW, check_logits, greedy, make
 from tests.support import tiny
 
@@ -120,7 +120,7 @@ def test_assistants(tmp_path: Path, name: str) -> None:
     pair = (target, tiny.assistant(tmp_path / "draft", target, dtype="F32", **head))
     for length in (WINDOW // 2, 3 * WINDOW + 5):
         ids = build.prompt(length, VOCAB, length)
-        text, rounds = oracle(pair, ids, 4, Clean)
+        text, rounds = oracle(pair, ids, 4, CleanCaches)
         found = differences(rounds, pair, ids + text)
         assert len(found) >= 3 and all(same for same, _ in found), found
         assert max(worst for _, worst in found) < 1e-4, found
