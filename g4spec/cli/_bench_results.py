@@ -51,14 +51,14 @@ def show(data: Mapping[str, Any], out: Output) -> None:
         "drafted",
         "tokens/s",
         "x plain",
-        "tokens/cycle",
+        "tokens/step",
         "by prompt",
         "accepted",
         "draft ms",
         "step ms",
         "prefill/s",
     )
-    spare = ("accepted", "tokens/cycle", "step ms", "draft ms", "prefill/s", "by prompt")
+    spare = ("accepted", "tokens/step", "step ms", "draft ms", "prefill/s", "by prompt")
     out.table("Draft lengths", columns, rows, spare)
     for note in data["notes"]:
         out.note(note)

@@ -35,6 +35,17 @@ def prepare(*paths: Path | None) -> None:
                 raise EnvironmentProblem(f"cannot write {path}: permission denied")
 
 
+def check_folder(folder: Path) -> None:
+    """Raise UsageError if the folder for results, or a folder above it, is a file."""
+    for path in (folder, *folder.parents):
+        if path.exists() and not path.is_dir():
+            raise UsageError(
+                f"-o {folder}: {path} is a file",
+                expected="a folder, which may be new",
+                fix="choose another folder",
+            )
+
+
 def _is_result(path: Path) -> bool:
     """Return True for a JSON file or HTML page that `bench` wrote."""
     with path.open("rb") as file:

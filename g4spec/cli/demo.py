@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from g4spec.cli import _bench_results, _demo_family, _demo_serve, _demo_text
+from g4spec.cli import _bench_results, _demo_family, _demo_serve, _demo_text, _output_files
 from g4spec.cli._demo_family import DRAFTS
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import CheckFailed
@@ -40,6 +40,7 @@ def command(
     began = time.perf_counter()
     out = Output(json, quiet)
     source = _demo_family.find(family)
+    _output_files.check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     from g4spec.measure import bench
 
@@ -91,7 +92,7 @@ def _verify(name: str, files: dict[str, Path], out: Output) -> VerifyResult:
     each = 1 + verdict.accepted / verdict.cycles
     out.line(
         f"{name}: {verdict.cases} of {verdict.cases} texts identical, {share:.0%} of the "
-        f"drafted tokens accepted, {each:.2f} tokens per cycle"
+        f"drafted tokens accepted, {each:.2f} tokens per step"
     )
     if name == DRAFTS[-1]:
         out.line(

@@ -1,4 +1,4 @@
-"""Wrong arguments: the error names the option that was probably meant."""
+"""Wrong arguments: the error names the option that was probably intended."""
 
 from __future__ import annotations
 
@@ -38,6 +38,9 @@ from g4spec.gguf import imatrix
         ("chat target.gguf", "-m target.gguf"),
         ("doctor 31b", "-m 31b"),
         ("recipe vllm 31b", "-m 31b"),
+        ("doctor RTX 4060 Ti", "--assume 'RTX 4060 Ti'"),
+        ("recipe vllm -m 31b 2x H100", "--assume '2x H100'"),
+        ("doctor 12b RTX 4090", "--assume 'RTX 4090' -m 12b"),
     ],
 )
 def test_words_without_an_option(
@@ -78,6 +81,13 @@ def test_words_without_an_option(
             "-m or --model is missing: expected `g4spec generate -m MODEL [OPTIONS]`",
         ),
         ("quantize a", "OUT is missing: expected `g4spec quantize SOURCE OUT [OPTIONS]`"),
+        ("doctor --context 4096", "no option --context. Did you mean --ctx-size? See"),
+        (
+            "recipe -m 12b",
+            "ENGINE is missing: expected `g4spec recipe ENGINE -m MODEL [OPTIONS]`. ",
+        ),
+        ("recipe -m 12b", "vllm, sglang, llama.cpp or g4spec"),
+        ("doctor -m 12b:q4 --assume H100", "Did you mean 12b:q4_k"),
         ("bench compare a b c", "unexpected argument 'c': expected `g4spec bench compare OLD NEW"),
         ("generate -m x --foo -ngl 3", "--foo: no such option"),
     ],

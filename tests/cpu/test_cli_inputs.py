@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from g4spec.cli import run
 from tests.support import tiny, tokens
 from tests.support.commands import Cli, in_folder
 
@@ -272,3 +273,17 @@ def test_the_right_pair_works(g4spec: Cli, tmp_path: Path) -> None:
     run = ("-p", "x", "-n", 4, "-c", 128, "--json")
     result = json.loads(g4spec("generate", "-m", target, "-md", "draft", *run)[0])
     assert len(result["ids"]) == 4 and list(g4spec.cache.rglob("*.gguf"))
+
+
+@pytest.mark.parametrize(
+    "argv", [("recipe", "vllm", "-m", "12b", "--assume", "H100"), ("demo",)], ids=["recipe", "demo"]
+)
+@pytest.mark.parametrize("below", ["", "scripts"])
+def test_a_file_in_place_of_a_folder_for_results(
+    argv: tuple[str, ...], below: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "results"
+    file.write_text("")
+    assert run([*argv, "-o", str(file / below)]) == 2
+    said = capsys.readouterr()
+    assert f"{file} is a file" in said.err and "folder" in said.err and not said.out

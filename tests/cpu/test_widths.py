@@ -1,4 +1,4 @@
-"""What a terminal of 60, 80 or 120 columns shows: no line is longer, no word and no cell is cut."""
+"""Output on terminals of 60, 80 or 120 columns: no line is longer, and no word or cell is cut."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ COMMANDS = {
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None, Callable[[], object]], str]:
-    """What is written, stdout and stderr: to a terminal of so many columns, or to a pipe."""
+    """Return what is written to stdout and stderr on a terminal with this many columns, or on a
+    pipe."""
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.delenv("COLUMNS", raising=False)
 
@@ -76,14 +77,14 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None, Callable[[],
 
 
 def words(text: str) -> set[str]:
-    """Words without the punctuation that a list of `name: value` adds."""
+    """Return words without the punctuation that a list of `name: value` adds."""
     return {w.strip(",:;") for w in text.split()} - {"", "\\"}
 
 
 def check(
     shown: Callable[..., str], what: Callable[[], object], columns: int, whole: bool = False
 ) -> None:
-    """`whole`: nothing may be left out either, as columns of a table may."""
+    """Check output; `whole`: no columns of a table may be left out either."""
     narrow, pipe = shown(columns, what), shown(None, what)
     for line in narrow.splitlines():
         longest = max(map(cell_len, line.split()), default=0)
