@@ -52,7 +52,7 @@ class Meter:
 
     def __init__(self, base: Path, text: str, count: int) -> None:
         self.base = Engine.load(base, n_ctx=text_chunks.SIZE)
-        self.parts = text_chunks.split_text(self.base.tokenizer, text, most=count)
+        self.parts = text_chunks.split_text(self.base.tokenizer, text, chunks=count)
         self._read = {id(ids): text_chunks.read_chunk(self.base, ids) for ids in self.parts}
 
     def read(self, engine: Engine, ids: list[int]) -> Any:
@@ -72,7 +72,7 @@ def measured(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     text, calibration = texts()
     meter = Meter(plain, text, args.chunks)
     with Engine.load(plain, n_ctx=text_chunks.SIZE) as engine:
-        parts = text_chunks.split_text(engine.tokenizer, calibration, most=args.calibration)
+        parts = text_chunks.split_text(engine.tokenizer, calibration, chunks=args.calibration)
         imatrix.save(weighted, importance.collect(engine, parts, "held-out texts"))
     weights = imatrix.read(weighted)
     names = [n for n in policy.names() if n not in (*ALONE, "f32")]

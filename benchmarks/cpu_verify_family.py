@@ -64,7 +64,7 @@ def main() -> int:
             v = found[name]
             print(
                 f"{name}: {v['cases']} cases, {v['tokens']} tokens, ok {v['ok']}, "
-                f"{v['tokens_per_cycle']:.2f} tokens a cycle, {v['seconds']:.0f} s",
+                f"{v['tokens_per_cycle']:.2f} tokens per step, {v['seconds']:.0f} s",
                 flush=True,
             )
             if not v["ok"]:

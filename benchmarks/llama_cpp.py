@@ -381,7 +381,7 @@ def main() -> None:
 
 
 def cycles(drafts: dict[str, Any]) -> dict[str, Any]:
-    """Return the mean committed tokens per cycle by draft and n_max, with the draft's
+    """Return the mean committed tokens per step by draft and n_max, with the draft's
     semantics and with upstream's."""
     found: dict[str, list[tuple[float, float]]] = {}
     for name, d in drafts.items():
@@ -407,7 +407,7 @@ def report(result: dict[str, Any], out: Path) -> None:
         print(
             f"{name}: text {t['different']} of {t['tokens']} tokens differ, {t['near_ties']} "
             f"near-ties; proposals: {p['different']} of {p['rounds']} rounds, {p['near_ties']} "
-            f"near-ties; tokens a cycle (upstream, ours, ours as upstream): {cycle}"
+            f"near-ties; tokens per step (upstream, ours, ours as upstream): {cycle}"
         )
     if isinstance(result["bytes"], dict):
         for name, f in result["bytes"].items():

@@ -364,7 +364,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Replace numbers of prompt tokens in the parameters of tests."""
+    """Remove tests that were run before; replace numbers of prompt tokens in parameters."""
+    reports = FAMILY / "report.jsonl"
+    if reports.exists():
+        done = {json.loads(line)["test"] for line in reports.read_text().splitlines()}
+        items[:] = [item for item in items if item.nodeid not in done]
     for item in items:
         params = getattr(getattr(item, "callspec", None), "params", {})
         if "n_prompt" not in params:

@@ -1,6 +1,6 @@
 """Run llama.cpp's server tests against `g4spec serve`.
 
-    python benchmarks/serve_llamacpp_tests.py LLAMA_CPP [-k EXPRESSION] [--log FILE]
+    python benchmarks/serve_llamacpp_tests.py LLAMA_CPP [-k EXPRESSION] [--reports FILE]
 
 LLAMA_CPP is a source folder of llama.cpp: `pip download --no-binary :all: --no-deps
 llama-cpp-python==0.3.36` contains one in `vendor/`; the tests need pytest, openai, requests,
@@ -8,6 +8,8 @@ filelock, aiohttp and wget. `serve_llamacpp_shim.py` replaces llama-server and i
 `g4spec serve` and the bundled family; constants of their model are replaced (`FACTS`). A function
 passes if it passes with all its parameters. Functions that fail, and those of features that
 `g4spec serve` does not have, are listed with the reason. Writes dated JSON.
+
+--reports continues a run: FILE keeps the outcome of each test, and those in it are not run again.
 """
 
 import argparse
@@ -18,7 +20,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,7 @@ def copy_tests(source: Path, folder: Path) -> Path:
     """Copy their tests to `folder`, with the replacements of `FACTS`; return their folder."""
     tests = folder / "llama.cpp" / "tools" / "server" / "tests"
     shutil.copytree(source / "tools" / "server" / "tests", tests)
+    (tests / "tmp").mkdir(exist_ok=True)
     (folder / "llama.cpp" / "models").symlink_to(source / "models")
     for path in sorted((tests / "unit").glob("test_*.py")):
         text = path.read_text()
@@ -158,14 +160,17 @@ def main() -> int:
     parser.add_argument("source", type=Path)
     parser.add_argument("-k", dest="only", default="")
     parser.add_argument("--log", type=Path, help="what pytest prints")
+    parser.add_argument("--reports", type=Path, help="keeps outcomes; its tests are not run again")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    began = time.perf_counter()
     source = args.source.resolve()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         family(folder)
         tests = copy_tests(source, folder)
+        report = folder / "report.jsonl"
+        if args.reports and args.reports.exists():
+            shutil.copy(args.reports, report)
         paths = [f"unit/test_{each}.py" for each in FILES]
         env = {
             **os.environ,
@@ -190,8 +195,11 @@ def main() -> int:
         command += ["-k", args.only] if args.only else []
         with (args.log or folder / "log").open("w") as log:
             subprocess.run(command, cwd=tests, env=env, stdout=log, stderr=log, check=False)
-        lines = (folder / "report.jsonl").read_text().splitlines()
-    found = sort([json.loads(line) for line in lines])
+        lines = report.read_text().splitlines()
+        if args.reports:
+            shutil.copy(report, args.reports)
+    runs = [json.loads(line) for line in lines]
+    found = sort(runs)
     for kind, functions in found.items():
         print(f"{kind}: {len(functions)}")
     others = {}
@@ -207,7 +215,7 @@ def main() -> int:
             "files out of scope": others,
             "slow": "tests that llama.cpp marks as slow want models of other makers: all of "
             "test_tool_call.py, and two others",
-            "seconds": round(time.perf_counter() - began),
+            "seconds": round(sum(run["seconds"] for run in runs)),
         },
     )
     return 0

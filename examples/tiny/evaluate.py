@@ -92,7 +92,7 @@ def matching(a: list[int], b: list[int]) -> int:
 def measure(
     target: Target, drafts: dict, ids: list[int], first: int, free: bool, device: str
 ) -> dict[str, list[int]]:
-    """Return committed tokens per cycle, by draft, along `ids` from anchor `first` on.
+    """Return committed tokens per step, by draft, along `ids` from anchor `first` on.
 
     `free`: `ids` is the target's own text.
     """
@@ -150,7 +150,7 @@ def needle_right(target: Target, tok, device: str, count: int = 20) -> float:
 
 
 def summary(commits: dict[str, list[int]]) -> dict[str, float]:
-    """Return the mean number of tokens per cycle, by draft."""
+    """Return the mean number of tokens per step, by draft."""
     return {name: round(sum(c) / max(1, len(c)), 3) for name, c in commits.items()}
 
 

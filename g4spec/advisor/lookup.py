@@ -19,7 +19,7 @@ from g4spec.advisor.named_models import (
 )
 from g4spec.advisor.schema import DraftFact, SizeFact, WeightsFact
 from g4spec.convert import hub
-from g4spec.errors import InputError, UsageError
+from g4spec.errors import InputError, UsageError, did_you_mean
 
 
 def find_target(facts: Facts, text: str) -> TargetModel:
@@ -82,11 +82,13 @@ def estimated(size: SizeFact, wanted: str, whole: TargetModel) -> WeightFormat:
     forms = quant.readable()
     form = next((forms[n] for n in (low, low.rsplit("_", 1)[0]) if n in forms), None)
     if form is None:
-        known = ", ".join(o.format for o in whole.formats)
+        known = [o.format.lower().replace(" ", "-") for o in whole.formats]
+        similar = [f"{size.id}:{name}" for name in known if low in name][:3]
+        fix = f"did you mean {' or '.join(similar)}?" if similar else did_you_mean(low, forms)
         raise UsageError(
-            f"-m: no weight format {wanted!r}",
-            found=wanted,
-            expected=f"one of {known}, or a type: {', '.join(forms)}",
+            f"-m {size.id}:{wanted}: unknown weight format {wanted}",
+            expected=f"one of {', '.join(known)}, or a type of docs/opens.md",
+            fix=fix,
         )
     nbytes = int(size.params * 1e9 * form.block_bytes / form.block)
     return WeightFormat(wanted.upper(), nbytes, GGUF, own=runtime_support.gpu_bytes(wanted, nbytes))

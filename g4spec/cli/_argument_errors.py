@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from g4spec.cli._likely_options import is_argument, meant, quoted
+from g4spec.cli._likely_options import OTHER_NAMES, is_argument, meant, quoted
 from g4spec.errors import UsageError, did_you_mean
 
 _PLAIN = {
@@ -51,8 +51,9 @@ def missing(
     absent += [p for p in arguments[len(words) :] if p.required]
     if not absent:
         return None
-    name = _placeholder(absent[0]) if is_argument(absent[0]) else " or ".join(absent[0].opts[:2])
-    fix = meant(params, words, typed)
+    name, fix = " or ".join(absent[0].opts[:2]), meant(params, words, typed)
+    if is_argument(absent[0]):
+        name, fix = _placeholder(absent[0]), f"{absent[0].help} " if absent[0].help else fix
     return UsageError(
         f"{name} is missing",
         expected=_usage_with(context, params),
@@ -74,7 +75,10 @@ def unknown_option(context: Any, own_flags: Iterable[str], unknown: Sequence[str
     if flags and flags[owner] & set(unknown):
         fix = f"put a command first, such as `g4spec {owner} {unknown[0]} ...`. "
     else:
+        other = OTHER_NAMES.get(unknown[0])
         similar = did_you_mean(unknown[0], own_flags)
+        if other is not None and other in own_flags:
+            similar = f"did you mean {other}?"
         fix = f"{similar} " if similar else ""
     what = f"`{context.command_path}` has no option {' '.join(dict.fromkeys(unknown))}"
     return UsageError(what, fix=fix + see_help(context, fix))

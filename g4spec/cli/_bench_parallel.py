@@ -83,7 +83,7 @@ def show(data: Mapping[str, Any], out: Output) -> None:
         "p95",
         "between tokens ms",
         "p95",
-        "tokens/cycle",
+        "tokens/step",
         "accepted",
     )
     out.table(f"{data['rows'][0]['streams']} streams at once", columns, rows)

@@ -51,20 +51,21 @@ def show(data: Mapping[str, Any], out: Output) -> None:
         "drafted",
         "tokens/s",
         "x plain",
-        "tokens/cycle",
+        "tokens/step",
         "by prompt",
         "accepted",
         "draft ms",
         "step ms",
         "prefill/s",
     )
-    spare = ("accepted", "tokens/cycle", "step ms", "draft ms", "prefill/s", "by prompt")
+    spare = ("accepted", "tokens/step", "step ms", "draft ms", "prefill/s", "by prompt")
     out.table("Draft lengths", columns, rows, spare)
     for note in data["notes"]:
         out.note(note)
     out.line(data["recommendation"]["words"], style="bold")
-    if data["recommendation"]["auto_words"]:
-        out.line(data["recommendation"]["auto_words"])
+    for name in ("tie_words", "auto_words"):
+        if data["recommendation"][name]:
+            out.line(data["recommendation"][name])
 
 
 def show_averages(rows: Sequence[Mapping[str, Any]], out: Output) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
-from g4spec.cli import _argument_errors, _field_names, _likely_options
+from g4spec.cli import _argument_errors, _field_names, _likely_options, _option_checks
 from g4spec.cli._flag_translation import CommandLine
 from g4spec.cli._os_errors import CLICK_ERROR
 from g4spec.cli.render import Output
+from g4spec.errors import UsageError
 
 
 class Command(TyperCommand):
@@ -27,6 +28,8 @@ class Command(TyperCommand):
             return super().parse_args(ctx, ["--help"])
         if len(line.words) > sum(map(_likely_options.is_argument, params)):
             raise _argument_errors.unexpected(ctx, params, line.words, line.values)
+        if "" in line.words and not any(p.name == "text" for p in params):
+            raise UsageError("an argument is an empty text", fix=_argument_errors.see_help(ctx))
         if error := _argument_errors.missing(ctx, params, line.words, line.values):
             raise error
         return _parse(super().parse_args, ctx, line)
@@ -52,8 +55,10 @@ class Group(TyperGroup):
 
 
 def _parse(parse: Callable[..., list[str]], context: Any, line: CommandLine) -> list[str]:
-    """Parse with click; name option and value in its errors."""
+    """Parse with click and check the values; name option and value in errors."""
     try:
-        return parse(context, line.args)
+        rest = parse(context, line.args)
     except CLICK_ERROR as error:
         raise _argument_errors.from_click(error, context, line.values) from None
+    _option_checks.check(context.params)
+    return rest

@@ -33,12 +33,12 @@ def files(
     Downloads them from the hub and converts the draft if necessary. Cheap checks run first. The
     draft is smaller, so it is downloaded before its target.
     """
+    _inputs.check_exists(model, draft)
     from g4spec.convert import hub
-    from g4spec.runtime import devices, draft_file
+    from g4spec.runtime import devices
 
     draft_path = None if draft in (None, _inputs.NGRAM) else Path(str(draft))
     devices.check(setup.device, setup.cache_type)
-    draft_file.check_options(setup.draft_p_min, setup.draft_window, draft_path is not None)
     remote, path = hub.is_remote(model), None
     if not remote:
         model = _target(model, setup, out)

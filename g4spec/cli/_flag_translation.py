@@ -15,6 +15,8 @@ from g4spec.cli._llama_flags import REFUSED, SAME
 from g4spec.errors import UsageError
 
 HELP = ("-h", "--help")
+MAY_BE_EMPTY = ("prompt", "system", "stop")
+"""Parameters of which an empty text is a value, or has an error of its own."""
 
 
 @dataclass(slots=True)
@@ -106,6 +108,10 @@ class CommandLine:
             if following is None or (following[:2] == "--" and following in own_flags):
                 raise _argument_errors.missing_value(context, typed, following)
             value = rest.pop(0)
+        if not value and option.name not in MAY_BE_EMPTY:
+            raise UsageError(
+                f"{typed}: the value is an empty text", fix="give one, or leave it out"
+            )
         self.args += [flag, value]
         before, first = self.values.setdefault(option.name, (typed, value))
         if before != typed and first != value and not option.multiple:

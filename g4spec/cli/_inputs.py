@@ -12,7 +12,7 @@ from typing import Literal
 import typer
 
 from g4spec.cli.render import Output
-from g4spec.errors import InputError, UsageError
+from g4spec.errors import InputError, UsageError, did_you_mean
 
 NGRAM = "ngram"
 
@@ -51,6 +51,25 @@ def cache_folder() -> Path:
     """Return the folder of the cache of converted drafts."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "g4spec" / "drafts"
+
+
+def check_exists(*models: Path | str | None) -> None:
+    """Raise InputError for a model that is neither an existing path nor can be a hub id.
+
+    Call it before importing torch, which takes seconds.
+    """
+    for path in (Path(m) for m in models if m is not None and m != NGRAM):
+        if path.exists():
+            continue
+        from g4spec.convert import hub
+
+        if not hub.is_remote(path):
+            folder = path.parent if path.parent.is_dir() else Path()
+            raise InputError(
+                f"{path}: no such file or folder",
+                expected="a GGUF file, a checkpoint folder, or a hub id such as org/name",
+                fix=did_you_mean(path.name, (entry.name for entry in folder.iterdir())),
+            )
 
 
 def resolve(name: Path, out: Output, want: Literal["any", "tokenizer", "gguf"] = "any") -> Path:

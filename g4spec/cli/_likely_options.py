@@ -13,6 +13,21 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 MODEL_SIZE = re.compile(r"(\d+b|e\d+b)(:\w+)?", re.I)
 """Size of a Gemma 4, as `doctor` and `recipe` take it: "31b", "e4b:q4_k_m"."""
 CACHE_TYPES = ("f16", "q8_0")
+OTHER_NAMES = {
+    "--context": "--ctx-size",
+    "--context-length": "--ctx-size",
+    "--context-size": "--ctx-size",
+    "--max-model-len": "--ctx-size",
+    "--n-ctx": "--ctx-size",
+    "--card": "--assume",
+    "--gpu": "--assume",
+    "--machine": "--assume",
+    "--max-new-tokens": "--n-predict",
+    "--max-tokens": "--n-predict",
+    "--tensor-parallel-size": "--gpus",
+    "--tp": "--gpus",
+}
+"""Options of other programs, or what they may be called -> the option here."""
 
 
 def likely_flags(word: str) -> Iterator[str]:
@@ -45,6 +60,21 @@ def _is_model_name(word: str) -> bool:
     return bool(HUB_ID.fullmatch(word) or MODEL_SIZE.fullmatch(word))
 
 
+def _is_card(words: str) -> bool:
+    """Return True for the name of a GPU, such as "2x RTX 3090"."""
+    from g4spec.advisor import cards
+    from g4spec.advisor.facts import facts
+    from g4spec.errors import UsageError
+
+    if not re.search(r"\d", words) or Path(words).exists():
+        return False
+    try:
+        cards.assume(facts(), words)
+    except UsageError:
+        return False
+    return True
+
+
 def meant(params: Sequence[Any], words: Sequence[str], typed: Collection[str]) -> str:
     """Return "did you mean --type q4_0? " for words that fit an option, or "".
 
@@ -53,6 +83,10 @@ def meant(params: Sequence[Any], words: Sequence[str], typed: Collection[str]) -
     """
     free = [p for p in params if not is_argument(p) and p.name not in typed]
     rest, pairs = list(words), list[str]()
+    card = [w for w in rest[sum(map(is_argument, params)) :] if not _is_model_name(w)]
+    if any("--assume" in p.opts for p in free) and _is_card(" ".join(card)):
+        pairs.append(f"--assume {quoted(' '.join(card))}")
+        rest = [w for w in rest if w not in card]
     for required in (True, False):
         n_taken = 0 if required else sum(map(is_argument, params))
         for word in rest[n_taken:]:

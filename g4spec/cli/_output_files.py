@@ -8,14 +8,16 @@ from pathlib import Path
 from g4spec.cli.render import Output
 from g4spec.errors import EnvironmentProblem, UsageError
 
+RESULT_MARKS = (b'"schema": "g4spec.', b"<title>Draft lengths: ")
+"""Bytes near the beginning of result files: JSON, HTML."""
+
 
 def prepare(*paths: Path | None) -> None:
     """Check that all `paths` can be written, and create their folders.
 
+    Raises UsageError for a file that exists and is not a result that a run before this one wrote.
     Call it before measuring: after hours of work it is too late to find out.
     """
-    from g4spec.gguf import is_gguf
-
     written = [path.resolve() for path in paths if path is not None]
     if len(written) != len(set(written)):
         raise UsageError(f"{written[0]} would be written twice", fix="choose different names")
@@ -24,14 +26,31 @@ def prepare(*paths: Path | None) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.is_dir():
                 raise UsageError(f"{path} is a folder", expected="a file name")
-            if path.is_file() and is_gguf(path):
+            if path.is_file() and path.stat().st_size and not _is_result(path):
                 raise UsageError(
-                    f"{path} is a GGUF file",
-                    expected="a name for a result file",
-                    fix="choose another name",
+                    f"{path} exists and is not a result of g4spec",
+                    fix="choose another name, or remove it",
                 )
             if not os.access(path if path.exists() else path.parent, os.W_OK):
                 raise EnvironmentProblem(f"cannot write {path}: permission denied")
+
+
+def check_folder(folder: Path) -> None:
+    """Raise UsageError if the folder for results, or a folder above it, is a file."""
+    for path in (folder, *folder.parents):
+        if path.exists() and not path.is_dir():
+            raise UsageError(
+                f"-o {folder}: {path} is a file",
+                expected="a folder, which may be new",
+                fix="choose another folder",
+            )
+
+
+def _is_result(path: Path) -> bool:
+    """Return True for a JSON file or HTML page that `bench` wrote."""
+    with path.open("rb") as file:
+        head = file.read(4096)
+    return any(mark in head for mark in RESULT_MARKS)
 
 
 def write(path: Path, text: str, out: Output) -> None:

@@ -24,22 +24,34 @@ def run(out: Output, path: Path, target: Path | None) -> ProbeResult:
     from g4spec.measure import draft_probe
 
     assert target is not None, "see check"
+    out.note("probing: runs the pair, and again with each changed setting; Ctrl-C ends it")
     with out.progress("probing") as progress:
         found = draft_probe.probe(target, path, progress=progress)
     shares = ", ".join(f"{x:.0%}" for x in found.run.shares())
     out.line(f"{found.run.per_step:.2f} tokens per step; acceptance by position: {shares}")
+    reached = f"Good drafts of this kind reach {found.reached:g} tokens per step or more"
     rows = [(name, f"{run.per_step:.2f}") for name, run in found.others.items()]
-    out.table(
-        f"Good drafts of this kind reach {found.reached:g} tokens per step or more",
-        ("changed setting", "tokens per step"),
-        rows,
-    )
+    if rows:
+        out.table(reached, ("changed setting", "tokens per step"), rows)
+    else:
+        out.line(reached)
+    if found.interrupted:
+        out.note(f"interrupted: {found.interrupted}")
     for name in found.better:
         out.line(f"better with {name}: compare this setting with the checkpoint", "bad")
-    if not found.ok and not found.better:
+    if not found.ok and not found.better and not found.interrupted:
         out.line(
             "too few tokens per step for this kind of draft, and no single setting explains it: "
             "the draft was probably trained for another target, or has wrong weights (--against)",
             "bad",
         )
     return found
+
+
+def raise_if_interrupted(found: ProbeResult | None) -> None:
+    """Raise KeyboardInterrupt if Ctrl-C ended the probe; the exit code reports it, too.
+
+    Must be called after the result is shown.
+    """
+    if found is not None and found.interrupted:
+        raise KeyboardInterrupt

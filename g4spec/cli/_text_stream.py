@@ -85,7 +85,7 @@ def stats_line(stats: Stats, drafting: bool) -> str:
         parts[0] += f", {stats.tokens_per_second:.1f} tok/s"
     if stats.drafted:
         share = 100 * stats.accepted / stats.drafted
-        parts.append(f"{stats.cycles} cycles of {stats.committed_per_cycle:.2f} tokens")
+        parts.append(f"{stats.committed_per_cycle:.2f} tokens per step, {stats.cycles} steps")
         parts.append(f"drafted {stats.drafted}, accepted {stats.accepted} ({share:.0f} %)")
     elif drafting:
         parts.append("drafted 0")

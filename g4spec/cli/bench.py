@@ -78,17 +78,22 @@ def measure(
     model = _bench_options.require_target(
         model, preset, dataset, bool(temp or categories), save, report
     )
-    from g4spec.measure import bench, prompts, run_record
+    names, questions = _questions(dataset, categories, count, preset is not None)
+    _inputs.check_exists(model, draft)
+    from g4spec.measure import bench, draft_lengths, prompts, run_record
     from g4spec.ops.sampling import Sampler
 
     wanted = ("8" if preset else "sweep") if draft_max is None else draft_max
     most, sampler = n_predict or (2048 if preset else 128), Sampler(temp, top_k, top_p, min_p, seed)
-    config = bench.BenchConfig(bench.parse_lengths(wanted, 15), most, repeats, sampler, ignore_eos)
-    names, questions = _questions(dataset, categories, count, preset is not None)
+    config = bench.BenchConfig(
+        draft_lengths.parse_lengths(wanted, 15), most, repeats, sampler, ignore_eos
+    )
     model, draft_file = _engine.files(model, draft, setup, out)
     idle = bench.memory_in_use()
     engine = _engine.load(model, draft_file, setup, out)
-    config = replace(config, lengths=bench.parse_lengths(wanted, bench.longest_proposal(engine)))
+    config = replace(
+        config, lengths=draft_lengths.parse_lengths(wanted, bench.longest_proposal(engine))
+    )
     room = prompts.long_prompt_tokens(long_tokens, engine.n_ctx, config.n_predict, 2048)
     texts = questions or prompts.prompts(engine.tokenizer, names, count, room)
     origin = run_record.describe(model, draft_file, engine.backend, ["g4spec", *sys.argv[1:]])

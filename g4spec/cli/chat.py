@@ -76,11 +76,11 @@ def command(
                 sampling | {"draft_max": length if "draft_max" in flags else None},
             )
         else:
-            from g4spec.server.local_chat import LocalChat
-
             assert model is not None
             setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type)
             path, file = _engine.files(model, draft, setup, out)
+            from g4spec.server.local_chat import LocalChat
+
             sampler = _sampling_defaults.sampler(path, out, **sampling)
             engine = _engine.load(path, file, setup, out, prefix_cache=256 << 20)
             stack.enter_context(engine)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from g4spec.cli import _bench_results, _demo_family, _demo_serve, _demo_text
+from g4spec.cli import _bench_results, _demo_family, _demo_serve, _demo_text, _output_files
 from g4spec.cli._demo_family import DRAFTS
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import CheckFailed
@@ -30,17 +30,17 @@ def command(
     folder: Annotated[
         Path, typer.Option("-o", "--out", help="Folder for the files that are written.")
     ] = Path("demo"),
-    n_predict: Annotated[int, typer.Option("-n", "--n-predict", help="Tokens per text.")] = 48,
+    n_predict: Annotated[
+        int, typer.Option("-n", "--n-predict", min=1, help="Tokens per text.")
+    ] = 48,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Run every step, convert to serve, on a small bundled model."""
     began = time.perf_counter()
     out = Output(json, quiet)
-    from g4spec.runtime.request import Options
-
-    Options(n_predict)  # raises for a wrong number before anything is converted
     source = _demo_family.find(family)
+    _output_files.check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     from g4spec.measure import bench
 
@@ -92,7 +92,7 @@ def _verify(name: str, files: dict[str, Path], out: Output) -> VerifyResult:
     each = 1 + verdict.accepted / verdict.cycles
     out.line(
         f"{name}: {verdict.cases} of {verdict.cases} texts identical, {share:.0%} of the "
-        f"drafted tokens accepted, {each:.2f} tokens per cycle"
+        f"drafted tokens accepted, {each:.2f} tokens per step"
     )
     if name == DRAFTS[-1]:
         out.line(
@@ -105,12 +105,12 @@ def _verify(name: str, files: dict[str, Path], out: Output) -> VerifyResult:
 def _sweep(
     files: dict[str, Path], folder: Path, n_predict: int, idle: int | None, out: Output
 ) -> dict[str, Any]:
-    from g4spec.measure import bench, prompts, recommendation, run_record
+    from g4spec.measure import bench, draft_lengths, prompts, recommendation, run_record
 
     out.line("5  Measure: the best draft length depends on the kind of text.", "bold", gap=True)
     engine = _demo_text.load(files, DRAFTS[0])
     assert engine.draft is not None
-    lengths = bench.parse_lengths(LENGTHS, engine.draft.max_tokens)
+    lengths = draft_lengths.parse_lengths(LENGTHS, engine.draft.max_tokens)
     texts = prompts.prompts(engine.tokenizer, count=PROMPTS, long_tokens=LONG)
     with out.progress("measuring") as progress:
         result = bench.sweep(

@@ -59,17 +59,25 @@ def command(
     marking: Marking = "all" if show_rejected else "first" if show_draft else ""
     if marking and json:
         raise UsageError("--show-draft has no effect with --json", fix="leave one of them out")
+    _inputs.require_draft(
+        draft,
+        draft_max=draft_max not in ("auto", "0"),
+        show_draft=show_draft,
+        show_rejected=show_rejected,
+    )
+    out, bias = Output(json, quiet), _logit_options.logit_bias(logit_bias)
+    prompt_input = prompt_options.read()
+    _inputs.check_exists(model, draft)
     from g4spec.ops.sampling import Sampler
     from g4spec.runtime.request import Options
 
-    out = Output(json, quiet)
     sampler = Sampler(
         temp,
         top_k,
         top_p,
         min_p,
         seed,
-        logit_bias=_logit_options.logit_bias(logit_bias),
+        logit_bias=bias,
         repetition_penalty=repeat_penalty,
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
@@ -81,15 +89,8 @@ def command(
         tuple(stop or ()),
         ignore_eos,
     )
-    _inputs.require_draft(
-        draft,
-        draft_max=draft_max not in ("auto", "0"),
-        show_draft=show_draft,
-        show_rejected=show_rejected,
-    )
     if not temp:
         out.note(greedy_note(top_k=top_k, top_p=top_p != 1, min_p=min_p, seed=seed))
-    prompt_input = prompt_options.read()
     setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type)
     model, draft_file = _engine.files(model, draft, setup, out)
     engine = _engine.load(model, draft_file, setup, out)

@@ -30,15 +30,15 @@ def command(
     Writes llama.cpp's GGUF format. Runs on the CPU.
     """
     output, text = Output(json, quiet), _inputs.read_text(file)
-    from g4spec import gguf
+    _inputs.check_exists(model)
     from g4spec.gguf import imatrix
-
-    gguf.check_writable(out)
-    setup = _engine.Setup(ctx_size, None, None, "cpu", None)
-    model, _ = _engine.files(model, None, setup, output)
     from g4spec.measure import importance
     from g4spec.measure import text_chunks as chunking
 
+    imatrix.check_output(out)
+    chunking.check_size(ctx_size, chunks)
+    setup = _engine.Setup(ctx_size, None, None, "cpu", None)
+    model, _ = _engine.files(model, None, setup, output)
     engine = _engine.load(model, None, setup, output)
     parts = chunking.split_text(engine.tokenizer, text, ctx_size, chunks)
     with output.progress(f"reading {file.name}") as progress:

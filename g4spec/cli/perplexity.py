@@ -41,14 +41,16 @@ def command(
     the model only; the base runs with the default.
     """
     output, text = Output(json, quiet), _inputs.read_text(file)
+    _inputs.check_exists(model, against)
+    from g4spec.measure import perplexity
+    from g4spec.measure import text_chunks as chunking
+
+    chunking.check_size(ctx_size, chunks)
     setups = [_engine.Setup(ctx_size, None, None, device, kind) for kind in (cache_type, None)]
     model, _ = _engine.files(model, None, setups[0], output)
     base = None
     if against is not None:
         against, _ = _engine.files(against, None, setups[1], output)
-    from g4spec.measure import perplexity
-    from g4spec.measure import text_chunks as chunking
-
     engine = _engine.load(model, None, setups[0], output)
     if against is not None:
         base = _engine.load(against, None, setups[1], output)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from g4spec.cli import render
+from g4spec.cli import _output_files, render
 from g4spec.cli._host_options import (
     Assume,
     Context,
@@ -70,6 +70,8 @@ def command(
     out, all_facts = render.Output(json, quiet), facts()
     name = questions.engine_name(engine) or engine
     machine = recipe.on_nodes(selected_machine(all_facts, assume, versions), nodes)
+    if out_dir is not None:
+        _output_files.check_folder(out_dir)
     question = question_from_options(
         all_facts, machine, model, draft, ctx_size, kv, None, gpus, n_gpu_layers, n_cpu_moe
     )

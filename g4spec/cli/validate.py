@@ -108,6 +108,7 @@ def command(
         out.table("Largest errors against the source", columns, rows)
     found = _probe.run(out, path, target) if probe else None
     out.result(report.json() | ({"probe": found.json()} if found else {}))
+    _probe.raise_if_interrupted(found)
     if not report.ok or report.unable or (found and not found.ok):
         raise CheckFailed(report.summary())
     if strict and (report.count(Severity.WARNING) or NO_TARGET in report.skipped.values()):

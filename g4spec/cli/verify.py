@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from g4spec.cli import _bench_parallel, _engine, _options, _prompt, _prompt_options
+from g4spec.cli import _bench_parallel, _engine, _inputs, _options, _prompt, _prompt_options
 from g4spec.cli._notes import low_acceptance_note
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import CheckFailed, UsageError
@@ -30,7 +30,7 @@ DraftMax = Annotated[
 Cases = Annotated[
     int, typer.Option("--cases", help="Number of comparisons (prompts x lengths x samplers).")
 ]
-Number = Annotated[int, typer.Option("-n", "--n-predict", help="Tokens per text.")]
+Number = Annotated[int, typer.Option("-n", "--n-predict", min=1, help="Tokens per text.")]
 LongTokens = Annotated[
     int | None,
     typer.Option(
@@ -70,16 +70,12 @@ def command(
         raise UsageError("no draft given: there is nothing to verify", fix="pass one with -md")
     own = _own_prompt(prompt, file, long_tokens)
     length = None if draft_max is None else _options.draft_max(draft_max)
-    from g4spec.measure import prompts, verify
-    from g4spec.ops.sampling import Sampler
-    from g4spec.runtime.request import Options
-
-    out = Output(json, quiet)
-    # Report typing errors before converting and loading.
-    Options(n_predict, Sampler(temp or 0.0), "auto" if length is None else length)
     if length == 0:
         raise UsageError("--draft-max 0 drafts no tokens to verify", fix="pass 1 or more, or auto")
-    verify.check_counts(cases, parallel)
+    _inputs.check_exists(model, draft)
+    from g4spec.measure import prompts, verify
+
+    out = Output(json, quiet)
     setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type, parallel)
     model, draft_file = _engine.files(model, draft, setup, out)
     engine = _engine.load(model, draft_file, setup, out)

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from g4spec import quant
-from g4spec.errors import InputError
+from g4spec.errors import InputError, UsageError
+from g4spec.gguf.atomic import check_writable
 from g4spec.gguf.reader import GGUF, is_gguf
 from g4spec.gguf.values import KV, ValueType, array, string, u32
 from g4spec.gguf.writer import TensorData, write
@@ -131,6 +132,21 @@ def _entry(file: GGUF, name: str) -> Entry:
             raise InputError(f"{file.path}: {name}: a sum or count is negative or not finite")
     return Entry(
         np.array(sums.reshape(counts.size, -1)), np.rint(counts.reshape(-1)).astype(np.int64)
+    )
+
+
+def check_output(path: Path) -> None:
+    """Raise an error if no file can be written to `path`, or if it would replace a file that is not
+    an imatrix. Call it before expensive work."""
+    check_writable(path)
+    if not path.exists() or not path.stat().st_size:
+        return
+    if is_gguf(path):
+        with GGUF(path) as file:
+            if file.get("general.type") == "imatrix":
+                return
+    raise UsageError(
+        f"{path} exists and is not an importance matrix", fix="choose another name, or remove it"
     )
 
 

@@ -21,6 +21,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from g4spec import ranges
 from g4spec.core import MAX_DRAFT
 from g4spec.errors import InputError, UsageError
 from g4spec.measure.bench_summary import ALL, SCHEMA, DraftLength, Sample, SweepRow, summarize
@@ -28,9 +29,6 @@ from g4spec.measure.prompts import BenchPrompt
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Stats
-
-LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 15)
-"""Draft lengths of a sweep, in addition to `auto`."""
 
 LOOPING = 0.5
 """Fraction of repeated n-grams above which an output counts as looping."""
@@ -51,44 +49,12 @@ class BenchConfig:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if self.n_predict < 1:
-            raise UsageError("`n_predict`", expected=">= 1", found=self.n_predict)
-        if self.repeats < 1:
-            raise UsageError("`repeats`", expected=">= 1", found=self.repeats)
+        ranges.check(n_predict=self.n_predict, repeats=self.repeats)
         if self.lengths[:1] != (0,) or len(set(self.lengths)) != len(self.lengths):
             raise UsageError("`lengths`", expected="different lengths", found=self.lengths)
 
     def options(self, length: DraftLength, n_predict: int | None = None) -> Options:
         return Options(n_predict or self.n_predict, self.sampler, length, (), self.ignore_eos)
-
-
-def parse_lengths(text: str, most: int | None) -> tuple[DraftLength, ...]:
-    """Parse draft lengths: "sweep", "auto", "4" or "2,4,auto"; put plain decoding (0) first.
-
-    Args:
-        most: maximum draft length; None without a draft, which leaves only plain decoding.
-
-    Raises UsageError for anything else, and for numbers above MAX_DRAFT.
-    """
-    chosen: list[DraftLength] = [0]
-    for word in ("sweep",) if text == "sweep" else text.split(","):
-        if word.strip() == "sweep":
-            chosen += [*LENGTHS, "auto"]
-        elif word.strip() == "auto":
-            chosen.append("auto")
-        elif word.strip().isdecimal() and int(word) <= MAX_DRAFT:
-            chosen.append(int(word))
-        else:
-            raise UsageError(
-                "`lengths`",
-                expected=f'"sweep", "auto" or 0 to {MAX_DRAFT}, '
-                "or several with commas between them",
-                found=word,
-            )
-    if most is None:
-        return (0,)
-    numbers = sorted({min(n, most) for n in chosen if n != "auto"})
-    return (*numbers, "auto") if "auto" in chosen else tuple(numbers)
 
 
 def longest_proposal(engine: Engine) -> int | None:

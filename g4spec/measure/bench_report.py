@@ -73,7 +73,7 @@ def _speed(category: str, rows: Rows, chosen: Mapping[str, int | str]) -> tuple[
     fixed = [point(r) for r in mine if r["length"] != "auto"]
     auto = next((point(r) for r in mine if r["length"] == "auto"), None)
     label = f"tokens per second by draft length, {category}"
-    return category, charts.line_chart(fixed, auto, highest, label, "drafted tokens a step")
+    return category, charts.line_chart(fixed, auto, highest, label, "drafted tokens per step")
 
 
 def _positions(category: str, rows: Rows) -> tuple[str, Markup] | None:

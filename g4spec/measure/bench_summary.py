@@ -40,7 +40,7 @@ class Sample:
 
     @property
     def committed(self) -> float:
-        """Mean tokens per cycle."""
+        """Mean tokens per step."""
         return 1 + sum(self.accepted) / sum(self.cycles) if any(self.cycles) else 0.0
 
     @property
@@ -57,7 +57,7 @@ class SweepRow:
         tokens_per_second: median of the repeats; `spread`: lowest and highest of them.
         prompt_range: lowest and highest prompt, medians of the repeats.
         ratio: speed over plain, median of the repeats; `ratio_spread`: lowest and highest.
-        committed: mean tokens per cycle (accepted ones and the target's own);
+        committed: mean tokens per step (accepted ones and the target's own);
             `committed_range`: lowest and highest prompt.
         acceptance: accepted over drafted tokens; `acceptance_range`: as above.
         tokens: generated in one repeat; all other counts are over all repeats.

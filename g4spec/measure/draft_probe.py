@@ -7,7 +7,7 @@ that clearly raises acceptance is wrong in the file, even if the draft works fai
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,13 @@ class AcceptanceCounts:
         """Mean tokens committed per step, the target's own included."""
         return 1 + sum(self.accepted) / max(self.drafted[0], 1)
 
+    @classmethod
+    def total(cls, texts: Sequence[AcceptanceCounts]) -> AcceptanceCounts:
+        """Return the sum over texts."""
+        drafted = zip(*(text.drafted for text in texts), strict=True)
+        accepted = zip(*(text.accepted for text in texts), strict=True)
+        return cls(tuple(map(sum, drafted)), tuple(map(sum, accepted)))
+
     def shares(self) -> list[float]:
         """Return the acceptance at each position."""
         return [a / d for a, d in zip(self.accepted, self.drafted, strict=True) if d]
@@ -55,12 +62,14 @@ class ProbeResult:
         kind: kind of draft. reached: lowest tokens per step of correct drafts of this kind, or
             LEAST.
         run: counts of the unchanged file. others: changed setting -> counts, best first.
+        interrupted: what was measured before Ctrl-C ended the probe, or "".
     """
 
     kind: str
     reached: float
     run: AcceptanceCounts
     others: dict[str, AcceptanceCounts] = field(default_factory=dict)
+    interrupted: str = ""
 
     @property
     def ok(self) -> bool:
@@ -84,6 +93,7 @@ class ProbeResult:
             "by_position": self.run.shares(),
             "others": others,
             "better": self.better,
+            "interrupted": bool(self.interrupted),
         }
 
 
@@ -98,21 +108,42 @@ def probe(
 ) -> ProbeResult:
     """Measure a pair, and the same draft with single settings changed.
 
+    Ctrl-C ends it; the result then has what was measured. Raises KeyboardInterrupt if it comes
+    before the first text is finished.
+
     Args:
         n_predict: tokens per text. count: prompts per category of CATEGORIES.
+        progress: called with the number of finished texts, and of all texts.
     """
-    measured = _measure(target, draft, n_predict, count, device)
-    kind = _kind(draft)
-    found = ProbeResult(kind, REACHED.get(kind, LEAST), measured)
+    kind, others, unchanged = _kind(draft), dict[str, AcceptanceCounts](), list[AcceptanceCounts]()
+    per_file, interrupted = count * len(CATEGORIES), ""
     with GGUF(draft) as file, tempfile.TemporaryDirectory() as folder:
-        made = list(variants(file))
-        for i, (name, changes) in enumerate(made):
-            path = _written(file, changes, Path(folder) / "variant.gguf")
-            found.others[name] = _measure(target, path, n_predict, count, device)
-            progress(i + 1, len(made))
-    order = sorted(found.others.items(), key=lambda item: -item[1].per_step)
-    found.others = dict(order)
-    return found
+        changed = list(variants(file))
+        n_texts = per_file * (1 + len(changed))
+        progress(0, n_texts)
+
+        def measure(path: Path, texts: list[AcceptanceCounts]) -> None:
+            before = per_file * (1 + len(others)) if texts is not unchanged else 0
+            for text in _measure(target, path, n_predict, count, device):
+                texts.append(text)
+                progress(before + len(texts), n_texts)
+
+        try:
+            measure(draft, unchanged)
+            for name, changes in changed:
+                texts = list[AcceptanceCounts]()
+                measure(_written(file, changes, Path(folder) / "variant.gguf"), texts)
+                others[name] = AcceptanceCounts.total(texts)
+        except KeyboardInterrupt:
+            if not unchanged:
+                raise
+            interrupted = (
+                f"{len(unchanged)} of {per_file} texts of the unchanged draft and {len(others)} of "
+                f"{len(changed)} changed settings were measured"
+            )
+    order = sorted(others.items(), key=lambda item: -item[1].per_step)
+    reached = REACHED.get(kind, LEAST)
+    return ProbeResult(kind, reached, AcceptanceCounts.total(unchanged), dict(order), interrupted)
 
 
 def variants(file: GGUF) -> Iterator[tuple[str, KV]]:
@@ -158,23 +189,23 @@ def variants(file: GGUF) -> Iterator[tuple[str, KV]]:
 
 def _measure(
     target: Path, draft: Path, n_predict: int, count: int, device: str
-) -> AcceptanceCounts:
+) -> Iterator[AcceptanceCounts]:
+    """Run a pair on the prompts and yield the counts of each text."""
     engine = Engine.load(target, draft, n_ctx=None, device=device)
     try:
         assert engine.draft is not None
         most = engine.draft.max_tokens
         options = Options(n_predict, draft_max=most, ignore_eos=True)
-        drafted, accepted = [0] * most, [0] * most
         for prompt in prompts(engine.tokenizer, CATEGORIES, count):
             run = engine.generate(prompt.encode(engine.tokenizer), options)
             for _ in run:
                 pass
-            for i in range(most):
-                drafted[i] += run.stats.drafted_by_position[i]
-                accepted[i] += run.stats.accepted_by_position[i]
+            stats = run.stats
+            yield AcceptanceCounts(
+                tuple(stats.drafted_by_position[:most]), tuple(stats.accepted_by_position[:most])
+            )
     finally:
         engine.close()
-    return AcceptanceCounts(tuple(drafted), tuple(accepted))
 
 
 def _kind(draft: Path) -> str:

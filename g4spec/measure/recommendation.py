@@ -10,7 +10,7 @@ from g4spec.measure.bench_summary import ALL, DraftLength, SweepRow
 from g4spec.measure.prompts import TITLES
 
 NOISE = 0.02
-"""Smallest relative difference in speed that counts, even if the spread is smaller."""
+"""Relative difference in speed that counts as scatter, even if the spread is smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +18,14 @@ class Recommendation:
     """The recommended draft lengths.
 
     Attributes:
-        lengths: category -> fastest draft length or "auto"; empty if no fixed length was measured.
+        lengths: category -> draft length, or "auto", with the highest median speed; empty if no
+            fixed length was measured.
         auto: category -> speed of `auto` as a fraction of the best measured fixed length.
         words, auto_words: the recommendation as text.
         unmeasured: category -> longest measured length, if it was the fastest fixed one although
             the draft supports longer ones, which may be faster.
+        ties: category -> other measured lengths that are equal within the scatter of the repeats.
+        tie_words: `ties` as text.
     """
 
     lengths: dict[str, DraftLength]
@@ -30,18 +33,19 @@ class Recommendation:
     words: str
     auto_words: str
     unmeasured: dict[str, int] = field(default_factory=dict)
+    ties: dict[str, list[DraftLength]] = field(default_factory=dict)
+    tie_words: str = ""
 
     def json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def recommend(rows: Sequence[SweepRow], longest: int | None = None) -> Recommendation:
-    """Choose the fastest draft length of each category, `auto` included.
+    """Choose the draft length with the highest median speed for each category, `auto` included.
 
-    Lengths without any accepted token are excluded: their speed-up is noise. Lengths whose speed-up
-    is within the spread of the fastest one's repeats, or within NOISE, are ties; the smallest wins,
-    because it drafts the fewest tokens. `auto` wins if each of its repeats beats the fastest fixed
-    length by more than that.
+    Lengths without any accepted token are excluded: their speed-up is noise. Of equal medians, the
+    smallest length wins, because it drafts the fewest tokens. Lengths that may be as fast are
+    reported as ties (see `_tied`).
 
     Args:
         longest: maximum draft length.
@@ -56,26 +60,68 @@ def recommend(rows: Sequence[SweepRow], longest: int | None = None) -> Recommend
     lengths: dict[str, DraftLength] = {}
     auto: dict[str, float] = {}
     unmeasured: dict[str, int] = {}
+    ties: dict[str, list[DraftLength]] = {}
+    equal: dict[str, bool] = {}
     for category, mine in by_category.items():
         fixed = [r for r in mine if r.length == 0 or (r.length != "auto" and r.committed > 1)]
-        best = max(fixed, key=lambda r: r.ratio)
-        enough = min(best.ratio_spread[0], best.ratio * (1 - NOISE))
-        lengths[category] = min(int(r.length) for r in fixed if r.ratio >= enough)
+        best = max(fixed, key=lambda r: (r.tokens_per_second, -int(r.length)))
         measured = max(int(r.length) for r in mine if r.length != "auto")
         if best.length == measured != 0 and measured < (longest or 0):
             unmeasured[category] = measured
-        for row in mine:
-            if row.length == "auto" and best.ratio:
-                auto[category] = row.ratio / best.ratio
-                if row.ratio_spread[0] > best.ratio * (1 + NOISE):
-                    lengths[category] = "auto"
+        autos = [r for r in mine if r.length == "auto"]
+        for row in autos:
+            if best.tokens_per_second:
+                auto[category] = row.tokens_per_second / best.tokens_per_second
+        autos = [r for r in autos if r.committed > 1]
+        # The first one of equal ones.
+        chosen = max([best, *autos], key=lambda r: r.tokens_per_second)
+        lengths[category] = chosen.length
+        others = [r for r in [*fixed, *autos] if r is not chosen and _tied(chosen, r)]
+        if others:
+            ties[category] = [r.length for r in others]
+            equal[category] = any(r.tokens_per_second == chosen.tokens_per_second for r in others)
     return Recommendation(
         lengths,
         auto,
         _words(lengths) + _unmeasured_words(unmeasured),
         _auto_words(auto),
         unmeasured,
+        ties,
+        _tie_words(lengths, ties, equal),
     )
+
+
+def _tied(best: SweepRow, other: SweepRow) -> bool:
+    """Return True if a median is within the spread of the other's repeats, or within NOISE."""
+    near = min(best.spread[0], best.tokens_per_second * (1 - NOISE))
+    return other.tokens_per_second >= near or other.spread[1] >= best.tokens_per_second
+
+
+def _tie_words(
+    lengths: dict[str, DraftLength], ties: dict[str, list[DraftLength]], equal: dict[str, bool]
+) -> str:
+    """Describe which lengths are as fast as the recommended ones, within the scatter.
+
+    Args:
+        equal: category -> True if another length has the same median as the recommended one.
+    """
+    groups: dict[tuple[DraftLength, tuple[DraftLength, ...], bool], list[str]] = {}
+    for category, others in ties.items():
+        key = lengths[category], tuple(others), equal[category]
+        groups.setdefault(key, []).append(TITLES.get(category, category))
+    parts = []
+    for (chosen, tied, same), names in groups.items():
+        ordered = sorted((chosen, *tied), key=lambda n: (n == "auto", n if n != "auto" else 0))
+        why = "it drafts the fewest tokens" if same else "its median is the highest"
+        parts.append(
+            f"{_listed([_name(n) for n in ordered])} are equal within the scatter for "
+            f"{_listed(names)}; {_name(chosen)} is recommended because {why}."
+        )
+    return " ".join(parts)
+
+
+def _name(length: DraftLength) -> str:
+    return "no draft" if length == 0 else str(length)
 
 
 def _unfixed(by_category: dict[str, list[SweepRow]]) -> str:

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from g4spec.core import MAX_DRAFT, MAX_STEP_ROWS, PAGE, Sequence, Work
+from g4spec import ranges
+from g4spec.core import MAX_STEP_ROWS, PAGE, Sequence, Work
 from g4spec.errors import UsageError
 from g4spec.measure import run_record as provenance
 from g4spec.measure import synthetic
@@ -72,12 +73,7 @@ class SyntheticConfig:
         return (self.times + WARM + 1) * self.accept_length + 2 * MAX_STEP_ROWS
 
     def __post_init__(self) -> None:
-        if not 1 <= self.accept_length <= MAX_DRAFT + 1:
-            raise UsageError(
-                "`accept_length`",
-                expected=f"1 to {MAX_DRAFT + 1}, the target's own token included",
-                found=self.accept_length,
-            )
+        ranges.check(accept_length=self.accept_length)
 
 
 StepObserver = Callable[[int, int, Callable[[], Any]], Any]

@@ -14,22 +14,29 @@ if TYPE_CHECKING:
 
 SIZE = PROMPT_BLOCK
 """Default tokens per chunk, as in llama.cpp."""
+SMALLEST = 4
+"""Minimum number of tokens per chunk."""
 FEWEST = 2
 """Minimum number of chunks of a text."""
 
 
+def check_size(size: int, chunks: int | None = None) -> None:
+    """Raise UsageError unless chunks of `size` tokens can be read, and at least one."""
+    if size < SMALLEST:
+        raise UsageError("`size`", expected=f"at least {SMALLEST} tokens per chunk", found=size)
+    if chunks is not None and chunks < 1:
+        raise UsageError("`chunks`", expected="at least 1", found=chunks)
+
+
 def split_text(
-    tokenizer: Tokenizer, text: str, size: int = SIZE, most: int | None = None
+    tokenizer: Tokenizer, text: str, size: int = SIZE, chunks: int | None = None
 ) -> list[list[int]]:
     """Tokenize a text and split it into chunks of `size` tokens; replace the first token of each by
-    BOS and drop the incomplete last chunk. Return at most the first `most` chunks.
+    BOS and drop the incomplete last chunk. Return at most the first `chunks` chunks.
 
     Raises InputError for a text of fewer than two chunks.
     """
-    if size < 4 or (most is not None and most < 1):
-        raise UsageError(
-            "chunks", expected="at least 1, of at least 4 tokens", found=f"{most} of {size}"
-        )
+    check_size(size, chunks)
     ids = tokenizer.encode(text)
     if len(ids) < FEWEST * size:
         raise InputError(
@@ -38,7 +45,7 @@ def split_text(
             found=len(ids),
             fix="take a longer one, or smaller chunks (`size`)",
         )
-    starts = range(0, len(ids) - size + 1, size)[:most]
+    starts = range(0, len(ids) - size + 1, size)[:chunks]
     return [[tokenizer.bos, *ids[at + 1 : at + size]] for at in starts]
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from g4spec import ranges
 from g4spec.errors import UsageError
 from g4spec.measure.prompts import BenchPrompt
 from g4spec.ops.sampling import Sampler
@@ -118,15 +119,9 @@ class VerifyResult:
         return {**asdict(self), "mismatch": found, "ok": self.ok}
 
 
-MAX_CASES = 100_000
-"""Largest number of comparisons in one run."""
-
-
 def check_counts(count: int, parallel: int = 1) -> None:
     """Raise UsageError unless the number of cases and the number per batch are in range."""
-    for name, number in (("count", count), ("parallel", parallel)):
-        if not 1 <= number <= MAX_CASES:
-            raise UsageError(f"`{name}`", expected=f"1 to {MAX_CASES}", found=number)
+    ranges.check(count=count, parallel=parallel)
 
 
 def cases(
@@ -153,11 +148,11 @@ def cases(
     order = random.Random(seed)
     # Each of the three lists is reshuffled when exhausted, so that combinations vary.
     decks = [_deck(list(source), order) for source in (prompts, lengths, _settings(temperature))]
-    made = []
+    cases = []
     for i in range(count):
         prompt, length, setting = (next(deck) for deck in decks)
-        made.append(Case(prompt, length, Sampler(**setting, seed=seed + i)))
-    return made
+        cases.append(Case(prompt, length, Sampler(**setting, seed=seed + i)))
+    return cases
 
 
 def _settings(temperature: float | None) -> list[dict[str, Any]]:

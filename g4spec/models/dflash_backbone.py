@@ -85,7 +85,7 @@ def shared_causality(layers: Sequence[bool]) -> bool:
 
     A layer made causal only stops attending to later rows. A causal layer made non-causal attends
     to mask tokens that it never saw in training, which costs most of the acceptance. A draft
-    trained with two causal layers and a full one gave 3.9 tokens a cycle at 15 drafted, 3.9 with
+    trained with two causal layers and a full one gave 3.9 tokens per step at 15 drafted, 3.9 with
     all layers causal, and 2.1 with none (`benchmarks/LOG.md`).
     """
     return 2 * sum(layers) >= len(layers)

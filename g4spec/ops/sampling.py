@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from g4spec import ranges
 from g4spec.errors import InputError, Unsupported, UsageError
 
 Words = np.ndarray[Any, np.dtype[np.uint64]]
@@ -105,38 +106,8 @@ class Sampler:
     frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, value, ok, want in (
-            (
-                "temperature",
-                self.temperature,
-                math.isfinite(self.temperature) and self.temperature >= 0,
-                ">= 0",
-            ),
-            ("top_k", self.top_k, self.top_k >= 0, ">= 0 (0 keeps all)"),
-            ("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]"),
-            ("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("seed", self.seed, 0 <= self.seed < 2**64, "in [0, 2^64)"),
-            (
-                "repetition_penalty",
-                self.repetition_penalty,
-                0.01 <= self.repetition_penalty <= 100,
-                "in [0.01, 100] (1 is off)",
-            ),
-            (
-                "presence_penalty",
-                self.presence_penalty,
-                -2 <= self.presence_penalty <= 2,
-                "in [-2, 2]",
-            ),
-            (
-                "frequency_penalty",
-                self.frequency_penalty,
-                -2 <= self.frequency_penalty <= 2,
-                "in [-2, 2]",
-            ),
-        ):
-            if not ok:
-                raise UsageError(f"`{name}`", expected=want, found=value)
+        names = ("temperature", "top_k", "top_p", "min_p", "seed", *EDITS[1:])
+        ranges.check(**{name: getattr(self, name) for name in names})
         self._check_bias()
 
     def _check_bias(self) -> None:

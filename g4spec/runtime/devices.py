@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 from typing import Any
 
 import torch
 
 from g4spec.core import Backend
-from g4spec.errors import EnvironmentProblem, UsageError, did_you_mean
+from g4spec.errors import EnvironmentProblem, UsageError
+from g4spec.runtime import load_options
 from g4spec.runtime.backend import TorchBackend
-from g4spec.runtime.cuda.cache.cache_types import KINDS
 
 EXTRA = "install g4spec[cuda]"
 
@@ -41,18 +40,13 @@ def select(device: str, cache_type: str | None = None) -> Backend:
 def check(device: str, cache_type: str | None = None) -> tuple[int, bool] | None:
     """Raise the errors of `select` without opening the device. Return the number of the GPU and
     whether to use only portable kernels; None for the CPU."""
-    if cache_type not in (None, *KINDS):
-        raise UsageError(
-            "`cache_type`",
-            expected=" or ".join(KINDS),
-            found=cache_type,
-            fix=did_you_mean(cache_type, KINDS),
-        )
-    if device == "auto":
-        device = "cpu" if _why_no_gpu() else "cuda"
-    if device == "cpu":
+    load_options.check_cache_type(cache_type)
+    gpu = load_options.parse_device(device)
+    if device == "auto" and _why_no_gpu() is None:
+        gpu = 0, False
+    if gpu is None:
         return None
-    index, portable = _gpu(device)
+    index, portable = gpu
     if (missing := _why_no_gpu()) is not None:
         raise missing
     if index >= torch.cuda.device_count():
@@ -60,19 +54,6 @@ def check(device: str, cache_type: str | None = None) -> tuple[int, bool] | None
             "`device`", expected=f"at most cuda:{torch.cuda.device_count() - 1}", found=device
         )
     return index, portable
-
-
-def _gpu(device: str) -> tuple[int, bool]:
-    """Parse the number of the GPU, and whether to use only portable kernels."""
-    found = re.fullmatch(r"cuda(?::(\d+))?(:portable)?", device)
-    if found is None:
-        raise UsageError(
-            "`device`",
-            expected="cpu, cuda, cuda:1, cuda:portable or auto",
-            found=device,
-            fix="use cuda for the first GPU" if "gpu" in device.lower() else None,
-        )
-    return int(found[1] or 0), found[2] is not None
 
 
 def unused_gpu_reason() -> str | None:

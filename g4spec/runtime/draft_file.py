@@ -10,26 +10,9 @@ from g4spec import models
 from g4spec.core import Backend, CacheShape, Draft
 from g4spec.errors import InputError, UsageError
 from g4spec.gguf import GGUF
-from g4spec.models.fields import MAX_SIZE
 from g4spec.models.spec import TensorSpec, check_heads
-from g4spec.runtime import loading
+from g4spec.runtime import load_options, loading
 from g4spec.runtime.target import Target
-
-
-def check_options(p_min: float | None, window: int | None, has_file: bool) -> None:
-    """Raise UsageError if `draft_p_min` or `draft_window` is out of range or given without a draft
-    file."""
-    if window is not None and not 1 <= window <= MAX_SIZE:
-        raise UsageError("`draft_window`", expected=f"1 to {MAX_SIZE}", found=window)
-    if window is not None and not has_file:
-        raise UsageError("`draft_window` needs a draft with a cache", fix="pass one with `draft`")
-    if p_min is not None and not 0 <= p_min <= 1:
-        raise UsageError("`draft_p_min`", expected="0 to 1", found=p_min)
-    if p_min and not has_file:
-        raise UsageError(
-            "`draft_p_min` needs a draft that has a confidence head",
-            fix="pass a DSpark draft with `draft`",
-        )
 
 
 class DraftFile:
@@ -38,7 +21,7 @@ class DraftFile:
     def __init__(
         self, draft: Path | str | None, p_min: float | None = None, window: int | None = None
     ) -> None:
-        check_options(p_min, window, draft not in (None, "ngram"))
+        load_options.check_draft(p_min, window, draft not in (None, "ngram"))
         self.window = window
         self.file = GGUF(Path(draft)) if draft not in (None, "ngram") else None
         if self.file is None:

@@ -98,7 +98,7 @@ class PolicyState:
     """What the policy knows of one request. Created by `DraftLengthPolicy.new_state`.
 
     Attributes:
-        requested: fixed number of drafted tokens per cycle, or "auto".
+        requested: fixed number of drafted tokens per step, or "auto".
         acceptance, credit: of this request; initialized from the engine's when it is first
             planned.
         since_draft: number of steps since the last one that drafted.

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequen
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from g4spec import ranges
 from g4spec.core import MAX_DRAFT, Cycle
 from g4spec.errors import UsageError
 from g4spec.ops.logits import Mask
@@ -65,18 +66,10 @@ class Options:
     progress: bool = False
 
     def __post_init__(self) -> None:
-        if self.n_predict < 1:
-            raise UsageError("`n_predict`", expected=">= 1", found=self.n_predict)
-        if self.draft_max != "auto" and not 0 <= self.draft_max <= MAX_DRAFT:
-            raise UsageError(
-                "`draft_max`", expected=f"0 to {MAX_DRAFT}, or auto", found=self.draft_max
-            )
+        names = ("n_predict", "draft_max", "logprobs", "n")
+        ranges.check(**{name: getattr(self, name) for name in names})
         if "" in self.stop:
             raise UsageError("`stop`: an empty text would stop everything")
-        if self.logprobs is not None and self.logprobs < 0:
-            raise UsageError("`logprobs`", expected=">= 0", found=self.logprobs)
-        if self.n < 1:
-            raise UsageError("`n`", expected=">= 1", found=self.n)
 
 
 @dataclass(slots=True)

@@ -29,7 +29,9 @@ class Model:
         read: (bytes loaded, bytes in all) while loading.
         n_requests: number of running requests.
         n_waiting: number of requests that wait until it is loaded.
-        n_promised: number of requests that waited for its load and have not begun.
+        n_loads: how often it was loaded.
+        n_promised: number of requests that waited for its load and have not begun. They begin
+            even if it is to be unloaded.
         used: time of the last request (`time.monotonic`).
         unloading: True while it waits to be unloaded.
         problem: error of the last attempt to load it.
@@ -48,6 +50,7 @@ class Model:
     app: ASGIApp | None = None
     n_requests: int = 0
     n_waiting: int = 0
+    n_loads: int = 0
     n_promised: int = 0
     used: float = 0.0
     unloading: bool = False
@@ -72,16 +75,16 @@ class Model:
         failed = self.service.engine.failed if self.service is not None else None
         status = "failed" if failed is not None else self.status
         problem = self.problem if failed is None else str(failed)
-        told: dict[str, Any] = {"error": problem} if problem else {}
+        details: dict[str, Any] = {"error": problem} if problem else {}
         if self.status == "loading" and self.read is not None:
-            told = dict(zip(("bytes_read", "bytes"), self.read, strict=True))
+            details = dict(zip(("bytes_read", "bytes"), self.read, strict=True))
         out: dict[str, Any] = {
             "id": self.name,
             "object": "model",
             "created": int(self.target.stat().st_mtime),
             "owned_by": "g4spec",
             "draft": draft.name if draft else None,
-            "status": {"value": status, **told},
+            "status": {"value": status, **details},
         }
         if self.service is not None:
             engine = self.service.engine

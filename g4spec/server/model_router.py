@@ -273,13 +273,14 @@ class ModelRouter:
         if model.is_ready:
             return
         model.n_waiting += 1
+        n_loads = model.n_loads
         try:
-            while not model.is_ready:
+            while not (model.is_ready or (model.status == "loaded" and model.n_loads > n_loads)):
                 loading = self._loading(model)
                 await (loading if wait is None else wait(loading))
         finally:
             model.n_waiting -= 1
-            if model.n_promised:
+            if model.n_promised and model.n_loads > n_loads:
                 model.n_promised -= 1
                 self._changed.set()
             elif not model.n_waiting and model.loading is not None and not model.opening:
@@ -321,7 +322,7 @@ class ModelRouter:
             app = single_model.create_app(service, mounted=True)
             await model.exit_stack.enter_async_context(app.router.lifespan_context(app))
             model.service, model.app = service, app
-            model.n_promised = model.n_waiting
+            model.n_promised, model.n_loads = model.n_waiting, model.n_loads + 1
             model.used = time.monotonic()
         except G4Error as error:
             model.problem = str(error)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from g4spec import cli
-from g4spec.errors import did_you_mean
+from g4spec.cli import _output_files
+from g4spec.errors import UsageError, did_you_mean
+from g4spec.gguf import imatrix
 
 
 @pytest.mark.parametrize(
@@ -32,6 +38,9 @@ from g4spec.errors import did_you_mean
         ("chat target.gguf", "-m target.gguf"),
         ("doctor 31b", "-m 31b"),
         ("recipe vllm 31b", "-m 31b"),
+        ("doctor RTX 4060 Ti", "--assume 'RTX 4060 Ti'"),
+        ("recipe vllm -m 31b 2x H100", "--assume '2x H100'"),
+        ("doctor 12b RTX 4090", "--assume 'RTX 4090' -m 12b"),
     ],
 )
 def test_words_without_an_option(
@@ -72,6 +81,13 @@ def test_words_without_an_option(
             "-m or --model is missing: expected `g4spec generate -m MODEL [OPTIONS]`",
         ),
         ("quantize a", "OUT is missing: expected `g4spec quantize SOURCE OUT [OPTIONS]`"),
+        ("doctor --context 4096", "no option --context. Did you mean --ctx-size? See"),
+        (
+            "recipe -m 12b",
+            "ENGINE is missing: expected `g4spec recipe ENGINE -m MODEL [OPTIONS]`. ",
+        ),
+        ("recipe -m 12b", "vllm, sglang, llama.cpp or g4spec"),
+        ("doctor -m 12b:q4 --assume H100", "Did you mean 12b:q4_k"),
         ("bench compare a b c", "unexpected argument 'c': expected `g4spec bench compare OLD NEW"),
         ("generate -m x --foo -ngl 3", "--foo: no such option"),
     ],
@@ -85,6 +101,118 @@ def test_an_existing_file_as_a_command(capsys: pytest.CaptureFixture[str], tmp_p
     (tmp_path / "t.gguf").touch()
     assert cli.run([str(tmp_path / "t.gguf")]) == 2
     assert "Put a command first, such as `g4spec inspect /" in capsys.readouterr().err
+
+
+WRONG = {
+    "generate -m MODEL -p y --temp -1": "--temp: expected >= 0, found -1.0",
+    "generate -m MODEL -p y --draft-max 16": "--draft-max: expected 0 to 15, or auto, found 16",
+    "generate -m MODEL -p y --draft-window 3": "--draft-window needs a draft",
+    "generate -m MODEL -p y --device tpu": "--device: expected cpu, cuda",
+    "generate -m MODEL -p y -md no.gguf": "no.gguf: no such file or folder",
+    "generate -m no.gguf -p y": "no.gguf: no such file or folder",
+    "generate -m MODEL -f no.txt": "no.txt",
+    "chat -m MODEL --top-p 2": "--top-p: expected in (0, 1], found 2.0",
+    "verify -m MODEL -md ngram --cases 0": "--cases: expected 1 to 100000, found 0",
+    "verify -m MODEL -md ngram --draft-max 0": "--draft-max 0 drafts no tokens",
+    "bench -m MODEL --categories cod": "--categories: expected one of code, chat",
+    "bench -m MODEL --prompts 99": "--prompts: expected 1 to",
+    "bench -m MODEL -md ngram --draft-max 2,77": "--draft-max: expected",
+    "bench -m MODEL --repeats 0": "--repeats: expected 1 to 100000, found 0",
+    "serve -m MODEL --draft-p-min 2": "--draft-p-min: expected 0 to 1, found 2.0",
+    "serve -m MODEL --cache-type q8": "--cache-type: expected f16 or q8_0",
+    "perplexity -m MODEL no.txt": "no.txt",
+    "perplexity -m MODEL MODEL --cache-type q8": "--cache-type: expected f16 or q8_0",
+    "chat -m no.gguf": "no.gguf: no such file or folder",
+    "serve -m no.gguf": "no.gguf: no such file or folder",
+    "serve --models no/such/dir": "no/such/dir: no such file or folder",
+    "imatrix -m no.gguf MODEL": "no.gguf: no such file or folder",
+}
+"""Command line -> part of its error."""
+
+
+def test_wrong_options_are_reported_before_torch_is_imported(tmp_path: Path) -> None:
+    model = tmp_path / "model.gguf"
+    model.touch()
+    lines = [line.replace("MODEL", str(model)).split() for line in WRONG]
+    code = (
+        "import json, sys\n"
+        "sys.modules['torch'] = None\n"
+        "from g4spec import cli\n"
+        "sys.exit(max(cli.run(line) not in (2, 3) for line in json.loads(sys.argv[1])))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(lines)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    errors = done.stderr.splitlines()
+    for line, said, error in zip(WRONG, WRONG.values(), errors, strict=True):
+        assert said in error, line
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("line", ["generate -m {} -p x", "inspect {}", "generate -m x -f {}"])
+def test_empty_texts_are_no_files(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([word.format("") for word in line.split()]) == 2
+    assert "is an empty text" in capsys.readouterr().err
+
+
+def test_a_similar_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "target.gguf").touch()
+    assert cli.run(["generate", "-m", str(tmp_path / "taget.gguf"), "-p", "x"]) == 3
+    assert "Did you mean target.gguf?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"# A text\n", b"GGUF"])
+def test_imatrix_replaces_only_an_imatrix(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, text, out = (tmp_path / name for name in ("m.gguf", "text.txt", "out"))
+    model.touch()
+    text.write_text("some words")
+    out.write_bytes(content)
+    assert cli.run(["imatrix", "-m", str(model), str(text), "-o", str(out)]) in (2, 3)
+    assert str(out) in capsys.readouterr().err and out.read_bytes() == content
+    imatrix.save(out, imatrix.Imatrix({}, 1, 512, [], "x"))
+    imatrix.check_output(out)
+    out.write_bytes(b"")
+    imatrix.check_output(out)
+
+
+def test_results_replace_only_results(tmp_path: Path) -> None:
+    path = tmp_path / "README.md"
+    path.write_text("# A text")
+    with pytest.raises(UsageError, match="exists and is not a result of g4spec"):
+        _output_files.prepare(path)
+    for text in ('{\n "schema": "g4spec.bench/1"', "<html><title>Draft lengths: x</title>", ""):
+        path.write_text(text)
+        _output_files.prepare(path)
+
+
+@pytest.mark.parametrize("command", ["imatrix", "perplexity"])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["-c", "1"], "-c: expected at least 4 tokens per chunk, found 1"),
+        (["--chunks", "0"], "--chunks: expected at least 1, found 0"),
+    ],
+)
+def test_sizes_of_chunks(
+    command: str,
+    options: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("some words")
+    assert cli.run([command, "-m", "text.txt", "text.txt", *options]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_help_needs_no_valid_command_line(capsys: pytest.CaptureFixture[str]) -> None:

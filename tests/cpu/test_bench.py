@@ -12,7 +12,7 @@ import torch
 from g4spec.cli import demo
 from g4spec.core import MAX_DRAFT, Batch, Pick
 from g4spec.errors import InputError, UsageError
-from g4spec.measure import bench
+from g4spec.measure import bench, draft_lengths
 from g4spec.measure.bench_summary import Sample, summarize
 from g4spec.measure.prompts import (
     CATEGORIES,
@@ -128,7 +128,7 @@ def test_orders_rotate() -> None:
 @pytest.mark.parametrize(
     "text, most, expected",
     [
-        ("sweep", 15, (*bench.LENGTHS, "auto")),
+        ("sweep", 15, (*draft_lengths.LENGTHS, "auto")),
         ("sweep", 5, (0, 1, 2, 3, 4, 5, "auto")),
         ("auto", 15, (0, "auto")),
         ("0", 15, (0,)),
@@ -138,13 +138,13 @@ def test_orders_rotate() -> None:
     ],
 )
 def test_lengths(text: str, most: int | None, expected: tuple[object, ...]) -> None:
-    assert bench.parse_lengths(text, most) == expected
+    assert draft_lengths.parse_lengths(text, most) == expected
 
 
 @pytest.mark.parametrize("text", ["", "16", "-1", "two", "1;2"])
 def test_wrong_lengths(text: str) -> None:
     with pytest.raises(UsageError, match="`lengths`"):
-        bench.parse_lengths(text, MAX_DRAFT)
+        draft_lengths.parse_lengths(text, MAX_DRAFT)
 
 
 def test_repetition_knows_loops() -> None:
@@ -189,7 +189,14 @@ def made(
 ) -> bench.SweepRow:
     row = bench_result.row(category, 4 if length == "auto" else length, 0.5)
     spread = (ratio * (1 - scatter), ratio * (1 + scatter))
-    return replace(row, length=length, ratio=ratio, ratio_spread=spread)  # type: ignore[arg-type]
+    return replace(
+        row,
+        length=length,  # type: ignore[arg-type]
+        tokens_per_second=ratio,
+        spread=spread,
+        ratio=ratio,
+        ratio_spread=spread,
+    )
 
 
 def test_recommends_the_fastest_length() -> None:
@@ -209,7 +216,11 @@ def test_auto_is_recommended_where_it_was_fastest() -> None:
     assert advice.lengths == {"code": 4, "maths": "auto"}
     assert "4 for code" in advice.words and "auto for maths" in advice.words
     noisy = recommend([made(0, 1.0), made(4, 2.0), made("auto", 2.2, scatter=0.2)])
-    assert noisy.lengths == {"code": 4}, "within the scatter it is a tie"
+    assert noisy.lengths == {"code": "auto"} and noisy.ties == {"code": [4]}
+    assert noisy.tie_words == (
+        "4 and auto are equal within the scatter for code; auto is recommended because its median "
+        "is the highest."
+    )
 
 
 def test_recommendation_says_if_the_longest_draft_was_best() -> None:
@@ -222,14 +233,28 @@ def test_recommendation_says_if_the_longest_draft_was_best() -> None:
 
 def test_the_demo_sweeps_to_the_block_of_its_draft() -> None:
     for most in (4, 7, MAX_DRAFT):
-        assert max(n for n in bench.parse_lengths(demo.LENGTHS, most) if n != "auto") == most
+        assert (
+            max(n for n in draft_lengths.parse_lengths(demo.LENGTHS, most) if n != "auto") == most
+        )
 
 
-def test_ties_take_the_smaller_length() -> None:
-    assert recommend([made(0, 1.0), made(2, 1.97), made(4, 2.0)]).lengths == {"code": 2}
-    noisy = [made(0, 1.0), made(2, 1.7), made(4, 2.0, scatter=0.2)]
-    assert recommend(noisy).lengths == {"code": 2}
-    assert recommend([made(0, 1.0), made(2, 1.015)]).lengths == {"code": 0}
+def test_the_fastest_median_is_recommended_and_ties_are_named() -> None:
+    near = recommend([made(0, 1.0), made(2, 1.97), made(4, 2.0)])
+    assert near.lengths == {"code": 4} and near.ties == {"code": [2]}
+    scattered = [made(0, 1.0), made(2, 1.7), made(4, 2.0, scatter=0.2), made(5, 1.5, scatter=0.4)]
+    advice = recommend(scattered)
+    assert advice.lengths == {"code": 4} and advice.ties == {"code": [2, 5]}
+    assert advice.tie_words == (
+        "2, 4 and 5 are equal within the scatter for code; 4 is recommended because its median is "
+        "the highest."
+    )
+    same = recommend([made(0, 1.0), made(2, 2.0), made(4, 2.0), made("auto", 2.0)])
+    assert same.lengths == {"code": 2}
+    assert same.tie_words.endswith("2 is recommended because it drafts the fewest tokens.")
+    little = recommend([made(0, 1.0), made(2, 1.015)])
+    assert little.lengths == {"code": 2}
+    assert little.tie_words.startswith("no draft and 2 are equal within the scatter for code;")
+    assert recommend([made(0, 1.0), made(2, 1.5), made(4, 2.0)]).tie_words == ""
 
 
 def test_without_a_fixed_length_none_is_recommended() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from g4spec.cli import run
 from tests.support import tiny, tokens
 from tests.support.commands import Cli, in_folder
 
@@ -106,7 +107,9 @@ def test_options_without_effect_are_refused(g4spec: Cli) -> None:
 def test_a_result_does_not_replace_a_model(g4spec: Cli, home: Path) -> None:
     run = ("bench", "-m", "target.gguf", "-md", "draft.gguf", *RUNS["bench"])
     before = (home / "target.gguf").read_bytes()
-    assert "target.gguf is a GGUF file" in g4spec.refused(*run, "-o", "target.gguf")
+    assert "target.gguf exists and is not a result of g4spec" in g4spec.refused(
+        *run, "-o", "target.gguf"
+    )
     assert "would be written twice" in g4spec.refused(*run, "-o", "r.x", "--report", "r.x")
     assert (home / "target.gguf").read_bytes() == before
 
@@ -140,7 +143,7 @@ def test_options_that_have_no_effect_are_named(g4spec: Cli) -> None:
     assert "no effect" not in g4spec(*run, "--temp", 1)[1]
     stderr = g4spec.refused("bench", "-n", 5, "compare", "a", "b")
     assert "--n-predict has no effect before `compare`" in stderr
-    assert "-n: expected >= 1" in g4spec.refused("demo", "-n", 0)
+    assert "-n: expected at least 1" in g4spec.refused("demo", "-n", 0)
 
 
 def test_invalid_draft_window(g4spec: Cli) -> None:
@@ -270,3 +273,17 @@ def test_the_right_pair_works(g4spec: Cli, tmp_path: Path) -> None:
     run = ("-p", "x", "-n", 4, "-c", 128, "--json")
     result = json.loads(g4spec("generate", "-m", target, "-md", "draft", *run)[0])
     assert len(result["ids"]) == 4 and list(g4spec.cache.rglob("*.gguf"))
+
+
+@pytest.mark.parametrize(
+    "argv", [("recipe", "vllm", "-m", "12b", "--assume", "H100"), ("demo",)], ids=["recipe", "demo"]
+)
+@pytest.mark.parametrize("below", ["", "scripts"])
+def test_a_file_in_place_of_a_folder_for_results(
+    argv: tuple[str, ...], below: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "results"
+    file.write_text("")
+    assert run([*argv, "-o", str(file / below)]) == 2
+    said = capsys.readouterr()
+    assert f"{file} is a file" in said.err and "folder" in said.err and not said.out

@@ -466,6 +466,9 @@ def test_the_overview_marks_a_size_as_its_own_diagnosis_does(machine: str) -> No
         brief, shown = ask(machine, size.id, "mtp").brief, line(overview, "Gemma 4", size.name)
         assert brief is not None and shown.mark == brief.mark, size.id
         assert bool(shown.reason) == (shown.mark == "warn"), "a condition is named beside its mark"
+        if brief.mark in ("good", "warn"):
+            engine = brief.said.split(" (")[0]
+            assert line(ask(machine, size.id, "mtp"), "Engines", engine).mark == brief.mark
 
 
 @pytest.mark.parametrize(

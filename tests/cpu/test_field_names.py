@@ -13,9 +13,9 @@ import pytest
 import g4spec
 from g4spec import cli
 from g4spec.errors import G4Error, spell
-from g4spec.measure import bench, verify
+from g4spec.measure import bench, draft_lengths, verify
 from g4spec.ops.sampling import Sampler
-from g4spec.runtime import devices, draft_file
+from g4spec.runtime import load_options
 from g4spec.runtime.request import Options
 from g4spec.server.request_errors import RequestError
 
@@ -47,9 +47,9 @@ def test_the_library_names_no_options(path: Path) -> None:
         (lambda: Sampler(repetition_penalty=0), "generate", "--repeat-penalty"),
         (lambda: Options(n_predict=0), "generate", "-n"),
         (lambda: Options(draft_max=99), "chat", "--draft-max"),
-        (lambda: draft_file.check_options(2.0, None, True), "serve", "--draft-p-min"),
-        (lambda: devices.check("tpu"), "verify", "--device"),
-        (lambda: bench.parse_lengths("x", 15), "bench", "--draft-max"),
+        (lambda: load_options.check_draft(2.0, None, True), "serve", "--draft-p-min"),
+        (lambda: load_options.parse_device("tpu"), "verify", "--device"),
+        (lambda: draft_lengths.parse_lengths("x", 15), "bench", "--draft-max"),
         (lambda: bench.BenchConfig((0, 1), repeats=0), "bench", "--repeats"),
         (lambda: verify.check_counts(0), "verify", "--cases"),
         (lambda: verify.check_counts(1 << 63), "verify", "--cases"),

@@ -140,3 +140,21 @@ def test_every_result_is_cited() -> None:
     ) + (ROOT / "README.md").read_text(encoding="utf-8")
     kept = {path.name for path in (ROOT / "benchmarks" / "results").iterdir()}
     assert {name for name in kept if name not in cited} == set()
+
+
+def test_acceptance_has_one_word() -> None:
+    """The glossary's word is "tokens per step"; the others are in its brackets only."""
+    other = re.compile(r"tokens a (step|cycle)|tokens( per |/)cycle|acceptance length", re.I)
+    files = [
+        *ROOT.glob("g4spec/**/*.py"),
+        *ROOT.glob("g4spec/**/*.toml"),
+        *ROOT.glob("docs/guides/*.md"),
+    ]
+    files += [*ROOT.glob("g4spec/**/*.html"), *ROOT.glob("docs/*.md"), ROOT / "README.md"]
+    found = [
+        f"{file.relative_to(ROOT)}: {hit[0]}"
+        for file in files
+        if file.name != "glossary.md"
+        for hit in other.finditer(file.read_text(encoding="utf-8"))
+    ]
+    assert found == []

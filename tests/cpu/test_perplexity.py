@@ -44,7 +44,7 @@ def engine(trained: Path) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def parts(engine: Engine) -> list[list[int]]:
-    return text_chunks.split_text(engine.tokenizer, TEXT.read_text().removesuffix("\n"), most=2)
+    return text_chunks.split_text(engine.tokenizer, TEXT.read_text().removesuffix("\n"), chunks=2)
 
 
 def test_chunks_are_cut_as_in_llama_cpp(engine: Engine) -> None:

@@ -56,5 +56,39 @@ def test_no_setting_improves_a_correct_draft(family: Path, monkeypatch: Any) -> 
     json.dumps(found.json())
 
 
+@pytest.mark.parametrize("after", [0, 1, 3, 5])
+def test_ctrl_c_shows_what_was_measured(
+    family: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str], after: int
+) -> None:
+    """Each file is probed with 3 texts; Ctrl-C comes after `after` of them."""
+    variants, calls = draft_probe.variants, list[tuple[int, int]]()
+    monkeypatch.setattr(draft_probe, "variants", lambda file: list(variants(file))[:2])
+
+    def press(done: int, total: int) -> None:
+        calls.append((done, total))
+        if done == after:
+            raise KeyboardInterrupt
+
+    def probe() -> draft_probe.ProbeResult:
+        pair = family / "target.gguf", family / "dflash.gguf"
+        return draft_probe.probe(*pair, n_predict=4, count=1, progress=press)
+
+    if not after:
+        with pytest.raises(KeyboardInterrupt):
+            probe()
+        return
+    found = probe()
+    assert calls == [(n, 9) for n in range(after + 1)]
+    assert found.interrupted == (
+        f"{min(after, 3)} of 3 texts of the unchanged draft and 0 of 2 changed settings were "
+        "measured"
+    )
+    monkeypatch.setattr(draft_probe, "probe", lambda *args, **kw: found)
+    line = ["validate", str(family / "dflash.gguf"), "--target", str(family / "target.gguf")]
+    assert run([*line, "--probe"]) == 130
+    out, err = capsys.readouterr()
+    assert "tokens per step" in out and f"interrupted: {found.interrupted}" in err
+
+
 def test_the_command_needs_a_target(family: Path) -> None:
     assert run(["validate", str(family / "dflash.gguf"), "--probe"]) == 2

@@ -521,7 +521,8 @@ def test_certificates_are_checked_before_models(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "c.pem").write_text("no certificate")
-    line = ["serve", "-m", "there-is-none.gguf", "--port", "0"]
+    (tmp_path / "not-read.gguf").touch()
+    line = ["serve", "-m", str(tmp_path / "not-read.gguf"), "--port", "0"]
     assert cli.run([*line, "--ssl-key-file", str(tmp_path / "c.pem")]) == 2
     assert "--ssl-key-file needs a certificate" in capsys.readouterr().err
     for name in ("c.pem", "nowhere.pem"):

@@ -280,6 +280,25 @@ def test_a_client_that_gives_up_unloads_no_model(folder: Path) -> None:
         assert [answer.status_code for answer in answers] == [200] * 3
         assert room.opened == ["first", "second"]
         wait(lambda: not second.is_used)
+        # Two that both need the only place get it one after the other.
+        room.gate.clear()
+        answers.clear()
+        other = {**ASK, "model": "first"}
+        threads = [
+            threading.Thread(
+                target=lambda ask=ask: answers.append(served.http.post("/v1/completions", json=ask))
+            )
+            for ask in (other, ask, other)
+        ]
+        threads[0].start()
+        wait(lambda: first.opening)
+        for thread in threads[1:]:
+            thread.start()
+        wait(lambda: second.n_waiting == 1 and first.n_waiting == 2)
+        room.gate.set()
+        for thread in threads:
+            thread.join(20)
+        assert [answer.status_code for answer in answers] == [200] * 3
     finally:
         room.gate.set()
         served.stop()

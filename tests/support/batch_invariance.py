@@ -61,7 +61,7 @@ class RequestSpec:
 
 @dataclass
 class Output:
-    """The output of a request. `proposals`: drafted tokens per cycle; `sizes`: number of new tokens
+    """The output of a request. `proposals`: drafted tokens per step; `sizes`: number of new tokens
     per cycle."""
 
     ids: list[int] = field(default_factory=list)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from g4spec.measure.bench import LENGTHS, BenchConfig, SweepResult
+from g4spec.measure.bench import BenchConfig, SweepResult
 from g4spec.measure.bench_summary import SweepRow
+from g4spec.measure.draft_lengths import LENGTHS
 from g4spec.measure.recommendation import recommend
 
 HOLDS = {

@@ -88,7 +88,7 @@ def check_categories(categories: Sequence[str], count: int | None = None) -> Non
         if category not in CATEGORIES:
             raise UsageError(
                 "`categories`",
-                expected=", ".join(CATEGORIES),
+                expected=f"one of {', '.join(CATEGORIES)}",
                 found=repr(category),
                 fix=did_you_mean(category, CATEGORIES),
             )

@@ -1,0 +1,59 @@
+"""Checks of option values before a command runs: they import no torch and load no model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from g4spec import ranges
+from g4spec.cli import _field_names, _inputs, _options
+from g4spec.errors import UsageError
+
+UNTIL_FULL = -1
+"""Value of -n that means: until the context is full."""
+
+
+def check(values: Mapping[str, Any]) -> None:
+    """Raise an error for the first value that no run can use.
+
+    Args:
+        values: parameter of the command -> value.
+    """
+    if "" in (values.get("stop") or ()):
+        raise UsageError("--stop: an empty text would stop everything", fix="leave it out")
+    if "categories" in values:
+        _check_prompts(values)
+    fields = {alias: field for field, names in _field_names.SAME.items() for alias in names}
+    for name, value in values.items():
+        field = fields.get(name, name)
+        if name == "draft_max" and value is not None:
+            _check_draft_max(value)
+        elif field in ranges.RANGES and not (name == "n_predict" and value == UNTIL_FULL):
+            ranges.check(**{field: value})
+    if "cache_type" in values or "device" in values:
+        _check_load_options(values)
+
+
+def _check_draft_max(text: str) -> None:
+    if "," in text or text == "sweep":
+        from g4spec.measure import draft_lengths
+
+        draft_lengths.parse_lengths(text, None)
+    else:
+        ranges.check(draft_max=_options.draft_max(text))
+
+
+def _check_load_options(values: Mapping[str, Any]) -> None:
+    from g4spec.runtime import load_options
+
+    load_options.check_cache_type(values.get("cache_type"))
+    load_options.parse_device(values.get("device", "auto"))
+    has_file = values.get("draft") not in (None, _inputs.NGRAM)
+    load_options.check_draft(values.get("draft_p_min"), values.get("draft_window"), has_file)
+
+
+def _check_prompts(values: Mapping[str, Any]) -> None:
+    from g4spec.measure import prompts
+
+    names = values["categories"].split(",") if values["categories"] else prompts.CATEGORIES
+    prompts.check_categories(names, None if values.get("preset") else values["count"])

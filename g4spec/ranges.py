@@ -1,0 +1,60 @@
+"""Valid values of parameters: one table for the library and the command line.
+
+This module does not import torch, so that a wrong option is reported at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from g4spec.core import MAX_DRAFT
+from g4spec.errors import UsageError
+
+
+class Range(NamedTuple):
+    """The valid values of a parameter, and their description in errors."""
+
+    contains: Callable[[Any], bool]
+    text: str
+
+
+MAX_COUNT = 100_000
+"""Largest number of comparisons or repeats in one run, and of texts at once."""
+
+_COUNT = Range(lambda x: 1 <= x <= MAX_COUNT, f"1 to {MAX_COUNT}")
+_POSITIVE = Range(lambda x: x >= 1, ">= 1")
+_OPENAI_PENALTY = Range(lambda x: -2 <= x <= 2, "in [-2, 2]")
+
+RANGES = {
+    "temperature": Range(lambda x: math.isfinite(x) and x >= 0, ">= 0"),
+    "top_k": Range(lambda x: x >= 0, ">= 0 (0 keeps all)"),
+    "top_p": Range(lambda x: 0 < x <= 1, "in (0, 1]"),
+    "min_p": Range(lambda x: 0 <= x <= 1, "in [0, 1]"),
+    "seed": Range(lambda x: 0 <= x < 2**64, "in [0, 2^64)"),
+    "repetition_penalty": Range(lambda x: 0.01 <= x <= 100, "in [0.01, 100] (1 is off)"),
+    "presence_penalty": _OPENAI_PENALTY,
+    "frequency_penalty": _OPENAI_PENALTY,
+    "n_predict": _POSITIVE,
+    "draft_max": Range(
+        lambda x: x == "auto" or (isinstance(x, int) and 0 <= x <= MAX_DRAFT),
+        f"0 to {MAX_DRAFT}, or auto",
+    ),
+    "n": _POSITIVE,
+    "count": _COUNT,
+    "parallel": _COUNT,
+    "repeats": _COUNT,
+    "logprobs": Range(lambda x: x >= 0, ">= 0"),
+    "accept_length": Range(
+        lambda x: 1 <= x <= MAX_DRAFT + 1, f"1 to {MAX_DRAFT + 1}, the target's own token included"
+    ),
+}
+"""Parameter -> its valid values. NaN is in none of them."""
+
+
+def check(**values: Any) -> None:
+    """Raise UsageError for the first parameter whose value is not in RANGES; None is skipped."""
+    for name, value in values.items():
+        if value is not None and not RANGES[name].contains(value):
+            raise UsageError(f"`{name}`", expected=RANGES[name].text, found=value)
