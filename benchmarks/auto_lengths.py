@@ -24,7 +24,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from g4spec.runtime import draft_length
 from g4spec.runtime.draft_length import MARGIN
-from tests.support.acceptance import MACHINES, Bill, Recording, best_fixed, recordings, replay
+from tests.support.acceptance import (
+    MACHINES,
+    OverheadTracker,
+    Recording,
+    best_fixed,
+    recordings,
+    replay,
+)
 from tests.support.one_text import Auto, CycleCosts
 
 CREDITS = (1, 2, 3, 4, 8, 16, 1000)
@@ -32,11 +39,11 @@ CREDITS = (1, 2, 3, 4, 8, 16, 1000)
 
 def one_engine(table: dict[int, float], recording: Recording) -> dict[str, float]:
     """Return the shares with one policy for all texts, in two rounds."""
-    auto, costs, all_texts = Auto(table), CycleCosts(table), Bill(table[0])
+    auto, costs, all_texts = Auto(table), CycleCosts(table), OverheadTracker(table[0])
     shares = []
     for _ in range(2):
         for texts in recording.texts.values():
-            bill = Bill(table[0])
+            bill = OverheadTracker(table[0])
             for text in texts:
                 replay(auto, costs, text, recording.longest, bill)
             all_texts.add(bill.tokens, bill.seconds)
@@ -56,9 +63,9 @@ def new_engine(table: dict[int, float], recording: Recording) -> dict[str, float
     extra = min(costs[n] for n in range(1, recording.longest + 1)) / costs[0] - 1
     delay = max(0, int(extra / MARGIN))
     for texts in recording.texts.values():
-        bill = Bill(table[0])
+        bill = OverheadTracker(table[0])
         for text in texts:
-            own = Bill(table[0])
+            own = OverheadTracker(table[0])
             replay(Auto(table), costs, text, recording.longest, own)
             bill.add(own.tokens, own.seconds)
             lost = max(lost, own.over)

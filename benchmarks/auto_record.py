@@ -21,7 +21,7 @@ from g4spec.measure import run_record as provenance
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.cycle_timing import measure_cycles
 from g4spec.runtime.engine import Engine
-from tests.support.one_sequence import Drafting, One, borrowed
+from tests.support.one_sequence import SequenceDraft, SequenceTarget, single_sequence_with_draft
 
 ROOT = Path(__file__).parent.parent
 N_CTX, LONG_TOKENS = 2048, 800
@@ -34,7 +34,7 @@ def follow(engine: Engine, ids: list[int], n_predict: int) -> str:
     digit each."""
     assert engine.draft is not None
     sampler, longest = Sampler(), engine.draft.max_tokens
-    with borrowed(engine) as (target, draft):
+    with single_sequence_with_draft(engine) as (target, draft):
         for read in target.prefill(ids):
             draft.commit(read)
         position = len(ids)
@@ -48,7 +48,12 @@ def follow(engine: Engine, ids: list[int], n_predict: int) -> str:
 
 
 def walked(
-    engine: Engine, target: One, draft: Drafting, text: list[int], position: int, most: int
+    engine: Engine,
+    target: SequenceTarget,
+    draft: SequenceDraft,
+    text: list[int],
+    position: int,
+    most: int,
 ) -> list[list[int]]:
     """Return the proposals at every position until `most` tokens or a stop token."""
     assert engine.draft is not None

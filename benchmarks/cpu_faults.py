@@ -83,7 +83,7 @@ def examine(kind: str, every: int) -> dict[str, Any]:
         }
         for how, against in (("target and source", source), ("target alone", None)):
             began = time.perf_counter()
-            known = faults.spoken(validate(good, pair, against))
+            known = faults.findings(validate(good, pair, against))
             missed = [
                 fault
                 for fault in planted

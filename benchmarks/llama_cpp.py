@@ -41,7 +41,7 @@ from g4spec import convert
 from g4spec.gguf import GGUF
 from g4spec.models.dflash_backbone import shared_causality
 from g4spec.runtime.engine import Engine, Options
-from tests.support.one_sequence import Drafting, One, borrowed
+from tests.support.one_sequence import SequenceDraft, SequenceTarget, single_sequence_with_draft
 
 TYPES = ("f32", "bf16", "q8_0")
 NEAR_TIE = 2e-3
@@ -196,12 +196,16 @@ def replay(
     engine: Engine, ids: list[int], text: list[int], rounds: list[Round]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return our choices, and our proposals, compared along upstream's text."""
-    with borrowed(engine) as (target, draft):
+    with single_sequence_with_draft(engine) as (target, draft):
         return replayed(target, draft, ids, text, rounds)
 
 
 def replayed(
-    target: One, draft: Drafting, ids: list[int], text: list[int], rounds: list[Round]
+    target: SequenceTarget,
+    draft: SequenceDraft,
+    ids: list[int],
+    text: list[int],
+    rounds: list[Round],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     every = [*ids, *text]
     for read in target.prefill(ids[:-1]):

@@ -35,7 +35,7 @@ from g4spec.models import find_kind
 from g4spec.models.upstream import judge
 from g4spec.runtime.engine import Engine
 from tests.support import tiny, tiny_drafts
-from tests.support.one_sequence import Drafting, One, borrowed
+from tests.support.one_sequence import SequenceDraft, SequenceTarget, single_sequence_with_draft
 
 PROMPT = "The list type has methods that change it in place, and the sorted function returns a new"
 N_MAX = 7  # and at most what a block drafts
@@ -99,11 +99,13 @@ def ours(engine: Engine, ids: list[int], text: list[int], rounds: list[Round]) -
 def proposals(
     engine: Engine, ids: list[int], text: list[int], rounds: list[Round]
 ) -> dict[str, Any]:
-    with borrowed(engine) as (target, draft):
+    with single_sequence_with_draft(engine) as (target, draft):
         return compared(target, draft, [*ids, *text], rounds)
 
 
-def compared(target: One, draft: Drafting, ids: list[int], rounds: list[Round]) -> dict[str, Any]:
+def compared(
+    target: SequenceTarget, draft: SequenceDraft, ids: list[int], rounds: list[Round]
+) -> dict[str, Any]:
     same, drafted, different = 0, 0, []
     read = list(target.prefill(ids))
     for turn in [r for r in rounds if r.drafted]:

@@ -67,13 +67,13 @@ def write(r: Recipe, machine: Machine, folder: Path) -> list[Path]:
         texts[name] = _script([command])
     if r.image and machine.nodes == 1:
         texts["compose.yaml"] = compose(r, machine)
-    made = []
+    paths = []
     for name, text in texts.items():
         path, data = folder / name, text.encode()
         with atomic_write(path, len(data)) as f:
             f.write(data)
-        made.append(path)
-    return made
+        paths.append(path)
+    return paths
 
 
 def _script(commands: list[str]) -> str:

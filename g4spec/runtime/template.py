@@ -121,8 +121,8 @@ def render_in_process(
         **more,
     }
     parts: list[str] = []
-    given = json.dumps([variables["messages"], variables["tools"]], ensure_ascii=False)
-    size, limit = 0, MAX_EXTRA_CHARS + 2 * len(given)
+    rendered_values = json.dumps([variables["messages"], variables["tools"]], ensure_ascii=False)
+    size, limit = 0, MAX_EXTRA_CHARS + 2 * len(rendered_values)
     try:
         for part in _compiled(template).generate(**variables):
             size += len(part)

@@ -1,4 +1,4 @@
-"""What tests of commands share."""
+"""Fixtures for tests of commands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.commands import Cli
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Make a small target and a draft for it."""
+    """Write a small target and a draft for it."""
     folder = tmp_path_factory.mktemp("models")
     target = tokens.target_file(folder / "target.gguf")
     return str(target), str(tokens.draft_file(folder / "draft.gguf"))
@@ -18,5 +18,5 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.fixture
 def g4spec(capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Run commands in this process."""
+    """Return a `Cli`, which runs commands in this process."""
     return Cli(capsys)

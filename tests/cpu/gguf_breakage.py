@@ -1,4 +1,4 @@
-"""For each rule: a healthy file, and the one thing to break so that this rule must speak."""
+"""For each rule of `validate`: a healthy file, and a single change that makes the rule fail."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from g4spec.models.assistant import CENTROIDS, ORDERING, TOP_K
 from tests.cpu.gguf_fixtures import N_DRAFT, Entry, File, H, V, array, d2t_ids, string, target
 
 Break = Callable[[File, File], Any]
-"""Called with the file under examination and its target; changes them in place."""
+"""Changes the examined file and its target in place."""
 
 TOKENS, MERGES = "tokenizer.ggml.tokens", "tokenizer.ggml.merges"
 CAUSAL = "g4spec.dflash.layer_causal"
@@ -45,7 +45,7 @@ def entry(name: str, attribute: str, value: Any) -> Break:
 
 
 def taps(*ids: int) -> Break:
-    """Layer ids, and an fc of fitting width."""
+    """Set the layer ids, and an fc of the matching width."""
 
     def change(f: File, t: File) -> None:
         f.set("dflash.target_layers", ValueType.ARRAY, list(ids), ValueType.I32)
@@ -56,7 +56,7 @@ def taps(*ids: int) -> Break:
 
 
 def map_(change: Callable[[np.ndarray], np.ndarray]) -> Break:
-    """A changed d2t."""
+    """Change d2t."""
 
     def apply(f: File, t: File) -> None:
         values = change(f.tensors["d2t"].numbers("<i8"))
@@ -66,7 +66,7 @@ def map_(change: Callable[[np.ndarray], np.ndarray]) -> Break:
 
 
 def cell(name: str, dtype: str, index: int, value: Any) -> Break:
-    """One number of a tensor's data, e.g. a scale of a Q8_0 block at an even byte."""
+    """Set one number in a tensor's data, e.g. the scale of a Q8_0 block at an even byte."""
 
     def change(f: File, t: File) -> None:
         values = f.tensors[name].numbers(dtype)
@@ -96,12 +96,12 @@ def both(*changes: Break) -> Break:
 
 
 def in_target(change: Break) -> Break:
-    """The same change, to the target."""
+    """Apply the change to the target instead of the draft."""
     return lambda f, t: change(t, t)
 
 
 def commits(mine: str, its: str) -> Break:
-    """Draft and target name the same repository and these commits of it."""
+    """Let draft and target name the same repository, with these commits."""
     name = both(
         put(provenance.TARGET_SOURCE, ValueType.STRING, "org/model"),
         in_target(put(provenance.SOURCE, ValueType.STRING, "org/model")),
@@ -139,7 +139,7 @@ def extra(name: str) -> Break:
 
 
 def rename(old: str, new: str) -> Break:
-    """Another architecture name, keys included."""
+    """Change the architecture name, and the keys that begin with it."""
 
     def change(f: File, t: File) -> None:
         f.kv = {
@@ -164,13 +164,13 @@ def no_tensors(f: File, t: File) -> None:
 
 
 def lost_scale(f: File, t: File) -> None:
-    """The scales of eight Q8_0 blocks become zero, their codes stay."""
+    """Set the scales of eight Q8_0 blocks to zero and keep their codes."""
     for block in range(8):
         cell("fc.weight", "<u2", 17 * block, 0)(f, t)
 
 
 def norms_plus(value: float) -> Break:
-    """The same number added to every norm."""
+    """Add the same number to every norm."""
 
     def change(f: File, t: File) -> None:
         for name in f.tensors:
@@ -181,7 +181,7 @@ def norms_plus(value: float) -> Break:
 
 
 def table(change: Callable[[np.ndarray], np.ndarray]) -> Break:
-    """A changed token table of F16 rows."""
+    """Change a token embedding of F16 rows."""
 
     def apply(f: File, t: File) -> None:
         x = f.tensors["token_embd.weight"].numbers("<f2").reshape(V, -1)
@@ -191,7 +191,8 @@ def table(change: Callable[[np.ndarray], np.ndarray]) -> Break:
 
 
 def inverse_ordering(f: File, t: File) -> None:
-    """A table of clusters that are alike, and the ordering that leads from token to slot."""
+    """Write an embedding whose clusters consist of similar rows, and the inverse ordering (token to
+    slot)."""
     order = np.array(f.kv[ORDERING].data)
     rng = np.random.default_rng(5)
     x = np.repeat(rng.standard_normal((16, 32)), V // 16, 0) + rng.standard_normal((V, 32)) / 2
@@ -207,13 +208,13 @@ def half_empty(f: File, t: File) -> None:
 
 
 def sixty_layers(f: File, t: File) -> None:
-    """A target as deep as the 31B."""
+    """Give the target as many layers as the 31B has."""
     deep = target(60)
     t.kv, t.tensors = deep.kv, deep.tensors
 
 
 def raw(old: bytes, new: bytes) -> Break:
-    """A change of the written bytes, at the first place where `old` stands."""
+    """Replace the first occurrence of `old` in the written bytes."""
     return lambda f, t: f.edits.append((old, new))
 
 
@@ -421,7 +422,7 @@ SUPPRESS = "tokenizer.ggml.suppress_tokens"
 
 
 def one_layer_dense(f: File, t: File) -> None:
-    """A layer loses its router and experts."""
+    """Remove the router and experts of one layer."""
     for name in [n for n in f.tensors if n.startswith("blk.3.") and ("_exps" in n or "inp" in n)]:
         del f.tensors[name]
 
@@ -456,4 +457,4 @@ BREAK = {
     **PAIRING,
     **SIZES,
 }
-"""Rule id -> kind of file (see `gguf_fixtures.KINDS`) and what to break."""
+"""Rule id -> kind of file (see `gguf_fixtures.KINDS`) and the change that breaks it."""

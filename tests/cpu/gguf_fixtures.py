@@ -1,6 +1,6 @@
-"""Small healthy GGUF files, held as plain data so that a test can break one thing and write it.
+"""Small healthy GGUF files, held as plain data so that a test can change one thing and write them.
 
-The serializer is independent of `g4spec.gguf.write`, which refuses most of what is to be written.
+The serializer is independent of `g4spec.gguf.write`, which refuses most of these broken files.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ V, H, N_LAYER, N_DRAFT = 512, 64, 12, 96
 
 @dataclass
 class Entry:
-    """A tensor: PyTorch shape, ggml type number, bytes; `offset` None: where it belongs."""
+    """A tensor: PyTorch shape, ggml type number, bytes. `offset` None: the regular offset."""
 
     shape: tuple[int, ...]
     type: int
@@ -49,7 +49,7 @@ class Entry:
     offset: int | None = None
 
     def numbers(self, dtype: str) -> np.ndarray:
-        """The data as a writable array; hand it back to `set`."""
+        """Return the data as a writable array; `set` stores it again."""
         return np.frombuffer(self.data, dtype).copy()
 
     def set(self, values: np.ndarray) -> None:
@@ -58,7 +58,7 @@ class Entry:
 
 @dataclass
 class File:
-    """A GGUF file as data; `extra_keys` and `extra_tensors` come after the others."""
+    """A GGUF file as data; `extra_keys` and `extra_tensors` are written after the others."""
 
     kv: KV
     tensors: dict[str, Entry]
@@ -119,7 +119,7 @@ def _value(v: Value) -> bytes:
 
 
 def tokenizer(n: int = V) -> KV:
-    """Gemma's special tokens at their ids, then invented words."""
+    """Return tokenizer metadata: Gemma's special tokens at their ids, then invented words."""
     tokens = [f"w{i}" for i in range(n)]
     named = {
         0: "<pad>",
@@ -156,7 +156,7 @@ def tokenizer(n: int = V) -> KV:
 def _layers(
     n: int, head_dim: tuple[int, int], n_kv: tuple[int, int], v_from_k: bool
 ) -> tuple[LayerSpec, ...]:
-    """Gemma layers: five sliding, one full, and so on; the last one full."""
+    """Return a Gemma layer pattern: five sliding, one full, and so on; the last layer is full."""
     full = [i % 6 == 5 or i == n - 1 for i in range(n)]
     return tuple(
         LayerSpec(
@@ -227,23 +227,23 @@ def assistant_config() -> assistant.Config:
 
 
 def d2t_ids() -> np.ndarray:
-    """Ascending target ids with neighbours, stop tokens among them."""
+    """Return ascending target ids, some of them consecutive, including the stop tokens."""
     ids = {1, 50, 106, *range(110, 110 + N_DRAFT // 2)}
     ids |= set(range(200, 200 + 5 * N_DRAFT, 3))
     return np.array(sorted(ids)[:N_DRAFT], np.int64)
 
 
 def t2d_mask() -> np.ndarray:
-    """One byte a target token: whether the draft can propose it."""
+    """Return one byte per target token: 1 if the draft can propose it."""
     mask = np.zeros(V, np.uint8)
     mask[d2t_ids()] = 1
     return mask
 
 
 def values(module: ModuleType, config: Any) -> dict[str, np.ndarray]:
-    """The weights of a fixture, by GGUF name, before they are stored in any type."""
+    """Return the weights of a fixture by GGUF name, before they are stored in any type."""
     rng = np.random.default_rng(0)
-    table = np.random.default_rng(2)  # of its own: drafts have their target's
+    table = np.random.default_rng(2)  # separate seed, because drafts repeat their target's table
     out: dict[str, np.ndarray] = {}
     for spec in module.tensors(config):
         source = table if spec.name == "token_embd.weight" else rng
@@ -257,7 +257,8 @@ def values(module: ModuleType, config: Any) -> dict[str, np.ndarray]:
 
 
 def _build(module: ModuleType, config: Any, matrix: str) -> File:
-    """A file of `config`; matrices in type `matrix`, the rest as the converter stores it."""
+    """Build a file of `config`: matrices in type `matrix`, other tensors as the converter stores
+    them."""
     tensors, weights = {}, values(module, config)
     for spec in module.tensors(config):
         x = weights[spec.name]
@@ -285,7 +286,7 @@ def target(n_layer: int = N_LAYER) -> File:
 
 
 def experts() -> File:
-    """A target with experts."""
+    """Build a target with experts."""
     layers = tuple(
         replace(s, n_expert=8, n_expert_used=2, n_ff_expert=32) for s in target_config().layers
     )
@@ -293,7 +294,7 @@ def experts() -> File:
 
 
 def per_layer() -> File:
-    """A target with per-layer embeddings, whose last six layers share keys and values."""
+    """Build a target with per-layer embeddings whose last six layers share keys and values."""
     base = target_config().layers
     sources = gemma4_config.shared_kv([s.window is not None for s in base], 6)
     layers = tuple(
@@ -322,7 +323,7 @@ def speculators() -> File:
 
 
 def dspark_file() -> File:
-    """A DSpark draft with Gemma 4 layers and both heads."""
+    """Build a DSpark draft with Gemma 4 layers and both heads."""
     layers = tuple(LayerSpec(i, None, 4, 1, 32, 96, 1e6, 0.25, True, False) for i in range(2))
     base = dataclasses.replace(
         zlab_config(), layers=layers, own_embed=True, own_head=True, from_anchor=True, gemma=True
@@ -372,7 +373,7 @@ KINDS = {
     "dspark": dspark_file,
     "eagle3": eagle3_file,
 }
-"""Name -> builder of a healthy file."""
+"""Name -> function that builds a healthy file."""
 TARGETS = ("target", "experts", "per-layer")
 
 __all__ = [

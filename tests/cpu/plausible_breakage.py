@@ -1,4 +1,4 @@
-"""For each rule that judges whether values are plausible: a file in which it must speak."""
+"""For each rule about plausible values: a file that makes the rule fail."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PATTERN = "gemma4.attention.sliding_window_pattern"
 
 
 def times(name: str, factor: float) -> Break:
-    """A vector, or a matrix of BF16, multiplied."""
+    """Multiply a vector or a BF16 matrix."""
 
     def change(f: File, t: File) -> None:
         entry = f.tensors[name]
@@ -28,7 +28,7 @@ def times(name: str, factor: float) -> Break:
 
 
 def pattern(*full: int) -> Break:
-    """Full layers at these indices of twelve."""
+    """Make these layers of twelve full ones."""
     return put(PATTERN, ValueType.ARRAY, [i not in full for i in range(12)], ValueType.BOOL)
 
 

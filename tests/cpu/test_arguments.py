@@ -1,4 +1,4 @@
-"""Wrong arguments: the error names the option that was probably meant."""
+"""Wrong arguments: the error names the option that was probably intended."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Batch invariance: text, logits, log-probabilities and proposals are bit-exact, whatever other
-requests arrive, end, are cancelled or preempted, or hit the prefix cache."""
+"""Batch invariance: text, logits, log-probabilities and proposals of a request are bit-exact
+whether other requests arrive, end, are cancelled or preempted, or hit the prefix cache."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_pool_that_is_too_small(plain: ReferenceRuns, kind: str | None) -> Non
         assert not batch_invariance.proposal_difference(got, same(spec))
 
 
-class Ahead(EagerRunner):
+class StartsAhead(EagerRunner):
     """Starts a cycle before the result of the previous one is fetched, as on a GPU."""
 
     depth = 2
@@ -80,7 +80,7 @@ def test_cycles_started_ahead_have_their_pages(plain: ReferenceRuns, kind: str |
         [[2, *batch_invariance.tokens(rng, 100 + i)] for i in range(2)], n_predict=200, draft_max=2
     )
     engine = memory_engine.engine(DRAFTS[kind] if kind else None, n_ctx=512, parallel=2, pool=2000)
-    engine.scheduler.runners = [Ahead(engine.target, engine.draft)]
+    engine.scheduler.runners = [StartsAhead(engine.target, engine.draft)]
     run = batch_invariance.run_batched(engine, todo)
     for spec, (got,) in zip(todo, run.answers, strict=True):
         assert not batch_invariance.output_difference(got, plain(spec))
@@ -93,7 +93,7 @@ def specs(prompts: list[list[int]], **options: object) -> list[RequestSpec]:
 
 
 @pytest.mark.parametrize("kind", ["dflash", "eagle3", "eagle3-two-layers", "p-eagle"])
-def test_texts_that_share_pages_draft_as_alone(kind: str) -> None:
+def test_shared_pages_do_not_change_proposals(kind: str) -> None:
     """A draft must not write into pages that another request shares."""
     rng = random.Random(3)
     shared = [2, *batch_invariance.tokens(rng, 511)]

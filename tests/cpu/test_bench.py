@@ -1,4 +1,4 @@
-"""Sweeps: what is counted, what is compared, what is refused, what is recommended."""
+"""Sweeps of `bench`: counts, comparisons with plain decoding, refused settings, recommendations."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_counts_add_up(swept: bench.SweepResult) -> None:
 
 
 def test_a_looping_target_is_flagged(swept: bench.SweepResult) -> None:
-    # Random weights go in circles at temperature 0.
+    # At temperature 0, random weights repeat themselves.
     assert any("outputs loop" in note for note in swept.notes)
 
 
@@ -75,7 +75,9 @@ def test_a_changed_text_is_a_failed_benchmark(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(chooser, "choose_rows", careless)
     config = bench.BenchConfig((0, 3), n_predict=24, repeats=1)
-    result = bench.sweep(bench_engine.engine(bench_engine.Liar()), bench_engine.prompts(1), config)
+    result = bench.sweep(
+        bench_engine.engine(bench_engine.ConstantDraft()), bench_engine.prompts(1), config
+    )
     assert {d.length for d in result.differences} == {3}
     first = result.differences[0]
     assert first.index is not None and first.plain != first.speculative
@@ -84,7 +86,9 @@ def test_a_changed_text_is_a_failed_benchmark(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_useless_draft_is_slower_and_not_recommended() -> None:
     config = bench.BenchConfig((0, 8), n_predict=24, repeats=2)
-    result = bench.sweep(bench_engine.engine(bench_engine.Liar()), bench_engine.prompts(1), config)
+    result = bench.sweep(
+        bench_engine.engine(bench_engine.ConstantDraft()), bench_engine.prompts(1), config
+    )
     row = result.row("all", 8)
     assert row is not None and row.acceptance == 0 and row.committed == 1
     assert set(recommend(result.rows).lengths.values()) == {0}
@@ -95,7 +99,7 @@ def test_an_unusable_draft_is_recorded() -> None:
         rows = len(batch.sizes) * count
         return pick(torch.full((rows, memory_models.V), torch.nan), 0).view(-1, count)
 
-    draft = bench_engine.Liar()
+    draft = bench_engine.ConstantDraft()
     draft.propose = broken  # type: ignore[method-assign]
     config = bench.BenchConfig((0, 4), n_predict=8, repeats=1)
     result = bench.sweep(bench_engine.engine(draft), bench_engine.prompts(1), config)
@@ -163,7 +167,7 @@ def sample(length: object, seconds: list[float], name: str = "a") -> Sample:
 
 
 def test_medians_of_repeats_and_paired_ratios() -> None:
-    # The machine is three times slower in the second repeat: the speed-up does not notice.
+    # The machine is three times slower in the second repeat: the speed-up must not change.
     plain, fast = sample(0, [2.0, 6.0, 2.0]), sample(2, [1.0, 3.0, 1.0])
     row = summarize([plain, fast], (0, 2))[1]
     assert row.tokens_per_second == 30 and row.spread == (10, 30)
@@ -202,7 +206,7 @@ def test_recommends_the_fastest_length() -> None:
 
 
 def test_auto_is_recommended_where_it_was_fastest() -> None:
-    """The headline said 7 at 4.2 times plain while auto beside it did 5.4."""
+    """A headline once named length 7 at 4.2 times plain while auto reached 5.4."""
     maths = [
         made(0, 1.0, category="maths"),
         made(7, 4.2, category="maths"),
@@ -219,7 +223,7 @@ def test_auto_is_recommended_where_it_was_fastest() -> None:
     )
 
 
-def test_a_maximum_that_was_not_seen_is_said() -> None:
+def test_recommendation_says_if_the_longest_draft_was_best() -> None:
     rows = [made(0, 1.0), made(4, 2.0), made(7, 2.5), made("auto", 2.7)]
     assert recommend(rows, 15).unmeasured == {"code": 7}
     assert "--draft-max sweep" in recommend(rows, 15).words
@@ -262,7 +266,7 @@ def test_without_a_fixed_length_none_is_recommended() -> None:
     assert words == "Only auto was measured: 1.50 x plain on average, at least 1.10 (chat)."
 
 
-def test_words_name_what_gains_nothing() -> None:
+def test_recommendation_names_categories_without_gain() -> None:
     chat = [made(0, 1.0, category="chat"), made(4, 0.7, category="chat")]
     rows = [made(0, 1.0), made(4, 2.0), *chat]
     assert recommend(rows).words == "Draft 4 for code. No draft for chat: it gains nothing there."
@@ -326,6 +330,6 @@ def test_mt_bench_refuses_other_files(tmp_path, text: str) -> None:  # type: ign
         mt_bench(path)
 
 
-def test_mt_bench_says_where_the_file_comes_from(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_a_missing_mt_bench_file_names_its_source(tmp_path) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(InputError, match=r"question\.jsonl.*FastChat.*`dataset`"):
         mt_bench(tmp_path / "question.jsonl")

@@ -1,4 +1,5 @@
-"""`bench compare`: regressions, noise, files that cannot be compared, files that are no results."""
+"""`bench compare`: regressions, noise, files that cannot be compared, files that are not
+results."""
 
 from __future__ import annotations
 
@@ -87,7 +88,7 @@ def test_unlike_files_are_refused(pair: tuple[Data, Data], change: Any, words: s
     assert any(words in w for w in compare(*pair, force=True).warnings)
 
 
-def test_missing_settings_are_said(pair: tuple[Data, Data]) -> None:
+def test_missing_settings_are_reported(pair: tuple[Data, Data]) -> None:
     del pair[1]["rows"][0]
     assert any("only in the old file" in w for w in compare(*pair).warnings)
 
@@ -133,7 +134,7 @@ def test_settings_that_took_no_time_or_are_in_one_file_alone(pair: tuple[Data, D
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff\xfe", b"[1", b"[]", b"null"])
-def test_read_refuses_what_is_no_result(tmp_path: Path, data: bytes) -> None:
+def test_read_refuses_other_json(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(data)
     with pytest.raises(InputError, match=r"a\.json"):
@@ -148,8 +149,8 @@ def test_tolerance() -> None:
 
 
 def test_a_draft_in_two_types(pair: tuple[Data, Data]) -> None:
-    """What a type does to acceptance is shown without --force; another target type is not alike,
-    for it writes other texts."""
+    """The effect of a draft's quant type is shown without --force. Targets of different types are
+    not comparable, because their texts differ."""
     old, new = pair
     file = {"sha256": "cd" * 32, "types": {"q4_k": 40, "q6_k": 4, "f32": 66}}
     new["provenance"]["draft"] |= file

@@ -1,4 +1,4 @@
-"""Several streams at once: what is timed and counted, and that texts stay what they are."""
+"""`bench --parallel`: timing and counts of several streams, and that their texts do not change."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_each_stream_has_one_request_under_way() -> None:
 
 
 def test_the_time_of_a_cycle_is_shared_by_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that goes on by one with every step of the engine."""
+    """The fake clock advances by one with every step of the engine."""
     on = bench_engine.engine()
     clock, step = [0.0], on.scheduler.step
 

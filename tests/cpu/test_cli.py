@@ -204,7 +204,7 @@ def test_notes_are_printed_once_on_stderr(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_long_tables_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
-    """25,000 tensors in a file under 1 MB took 7 s to list, and twice that on a slow core."""
+    """Listing 25,000 tensors of a file under 1 MB took 7 s, and twice that on a slow core."""
     rows = [[f"tensor-{i}", i] for i in range(render.MAX_ROWS + 500)]
     render.Output().table("Tensors", ["name", "size"], rows)
     out, err = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""`generate` and `tokenize`, from the command line to the text."""
+"""`generate` and `tokenize`, from the command line to the printed text."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ cli.main()
 
 
 def halted(tmp_path: Path, signals: str) -> tuple[int, bytes, list[Path]]:
-    """Exit code and stderr of a conversion that gets signals while it writes; files it left."""
+    """Send signals to a conversion while it writes. Return exit code, stderr and the files left."""
     source, out = tiny.target(tmp_path / "target"), tmp_path / "out"
     out.mkdir()
     argv = [

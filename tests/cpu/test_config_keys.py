@@ -1,4 +1,5 @@
-"""Keys of `config.json` are read or refused, never left out; what upstream assumes is written."""
+"""Keys of `config.json` are read or refused, never ignored; values that upstream assumes are
+written."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tests.support import tiny
 
 
 def edit(folder: Path, **values: Any) -> Path:
-    """Set keys of the text configuration; a name with two underscores goes a level down."""
+    """Set keys of the text configuration; two underscores in a name separate nested keys."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
     text = config.get("text_config") or config
@@ -52,7 +53,7 @@ def test_rope_parameters_of_a_target_that_are_not_read_are_refused(
         convert(folder, tmp_path / "x.gguf", dry_run=True)
 
 
-def test_rope_parameters_that_say_nothing_new_are_taken(tmp_path: Path) -> None:
+def test_redundant_rope_parameters_are_accepted(tmp_path: Path) -> None:
     folder = edit(
         tiny.target(tmp_path / "target"),
         rope_parameters__full_attention__factor=1.0,
@@ -61,8 +62,8 @@ def test_rope_parameters_that_say_nothing_new_are_taken(tmp_path: Path) -> None:
     convert(folder, tmp_path / "x.gguf", dry_run=True)
 
 
-def test_a_missing_share_of_rotation_is_all_of_it(tmp_path: Path) -> None:
-    """As transformers reads it; 0.25 is the default of a configuration without any of this."""
+def test_partial_rotary_factor_defaults_to_one(tmp_path: Path) -> None:
+    """As in transformers. 0.25 is only the default of a configuration without any RoPE settings."""
     folder = tiny.target(tmp_path / "target")
     edit(folder, rope_parameters__full_attention={"rope_type": "proportional", "rope_theta": 1e6})
     convert(folder, tmp_path / "x.gguf")
@@ -94,8 +95,8 @@ def test_rope_parameters_of_a_draft_that_are_not_read_are_refused(
 
 
 @pytest.mark.parametrize("cap", [None, 30.0])
-def test_a_target_says_whether_it_caps_its_logits(tmp_path: Path, cap: float | None) -> None:
-    """llama.cpp caps at 30 where the key is missing."""
+def test_logit_softcapping_is_always_written(tmp_path: Path, cap: float | None) -> None:
+    """llama.cpp caps at 30 if the key is missing."""
     convert(tiny.target(tmp_path / "target", softcap=cap), tmp_path / "x.gguf")
     with GGUF(tmp_path / "x.gguf") as file:
         assert file.get("gemma4.final_logit_softcapping") == (cap or 0.0)

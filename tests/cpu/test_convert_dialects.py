@@ -1,4 +1,4 @@
-"""Files by other programs become what a direct conversion of the same weights gives."""
+"""Files of other programs are converted to the same file as a direct conversion of the weights."""
 
 from __future__ import annotations
 
@@ -51,8 +51,10 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
-def old(family: Path, out: Path, name: str, centroids: int | None, type: str = "bf16") -> Path:
-    """A file in a dialect."""
+def in_dialect(
+    family: Path, out: Path, name: str, centroids: int | None, type: str = "bf16"
+) -> Path:
+    """Write a file in a dialect."""
     source = family / f"{'dflash' if centroids is None else f'asst{centroids}'}-{type}.gguf"
     parts = Parts.of(source)
     if centroids is None:
@@ -63,7 +65,7 @@ def old(family: Path, out: Path, name: str, centroids: int | None, type: str = "
 
 
 def clusters(kv: dict[str, Any]) -> Any:
-    """A token ordering without the order inside its clusters, which one dialect loses."""
+    """Sort the token ordering within each cluster, because one dialect does not keep that order."""
     entry = kv.pop(ORDERING, None)
     return None if entry is None else np.sort(np.array(entry[2]).reshape(16, -1)).tolist()
 
@@ -73,7 +75,7 @@ def clusters(kv: dict[str, Any]) -> Any:
 def test_a_rewritten_file_is_the_direct_conversion(
     name: str, centroids: int | None, type: str, family: Path, tmp_path: Path
 ) -> None:
-    source = old(family, tmp_path / "old.gguf", name, centroids, type)
+    source = in_dialect(family, tmp_path / "old.gguf", name, centroids, type)
     with detect(source) as found:
         assert found.dialect is not None and found.dialect.title == TITLES[name]
     result = convert(source, tmp_path / "new.gguf", target=family / "target", type="q8_0")
@@ -90,7 +92,7 @@ def test_a_rewritten_file_is_the_direct_conversion(
 
 
 def proposals(target: Path, draft: Path) -> list[list[int]]:
-    """What the draft proposes in 24 tokens of text."""
+    """Return the draft's proposals over 24 tokens of text."""
     from g4spec.runtime.engine import Engine, Options
 
     engine = Engine.load(target, draft, n_ctx=128)
@@ -105,7 +107,7 @@ def test_proposals_are_the_same(kind: str, family: Path, tmp_path: Path) -> None
     assert any(want)
     centroids = None if kind == "dflash" else int(kind[4:])
     for i, (name, n) in enumerate(c for c in CASES if c[1] == centroids):
-        source = old(family, tmp_path / f"old{i}.gguf", name, n)
+        source = in_dialect(family, tmp_path / f"old{i}.gguf", name, n)
         convert(source, tmp_path / f"new{i}.gguf", target=target, type="bf16")
         assert proposals(target, tmp_path / f"new{i}.gguf") == want, name
 
@@ -120,7 +122,7 @@ def test_the_table_in_the_docs_is_the_codes() -> None:
 
 
 def test_quantized_matrices_are_never_requantized(family: Path, tmp_path: Path) -> None:
-    source = old(family, tmp_path / "old.gguf", "ik", None, "q8_0")
+    source = in_dialect(family, tmp_path / "old.gguf", "ik", None, "q8_0")
     result = convert(source, tmp_path / "new.gguf", target=family / "target.gguf", type="bf16")
     assert set(result.plan.type_counts()) == {"Q8_0", "F32"}
     with GGUF(tmp_path / "new.gguf") as g:
@@ -128,7 +130,7 @@ def test_quantized_matrices_are_never_requantized(family: Path, tmp_path: Path) 
 
 
 def test_a_draft_in_a_dialect_is_converted_into_the_cache(family: Path, tmp_path: Path) -> None:
-    source = old(family, tmp_path / "old.gguf", "lucebox", None)
+    source = in_dialect(family, tmp_path / "old.gguf", "lucebox", None)
     made, note = convert_cached(source, family / "target.gguf", tmp_path / "cache")
     assert "converted into" in note and made.parent == tmp_path / "cache"
     assert convert_cached(source, family / "target.gguf", tmp_path / "cache")[0] == made
@@ -216,7 +218,7 @@ def test_files_that_do_not_fit_are_refused(name: str, family: Path, tmp_path: Pa
 
 
 def test_the_target_is_needed(family: Path, tmp_path: Path) -> None:
-    source = old(family, tmp_path / "old.gguf", "lucebox", None)
+    source = in_dialect(family, tmp_path / "old.gguf", "lucebox", None)
     with pytest.raises(UsageError, match="needs the target"):
         convert(source, tmp_path / "n.gguf")
 

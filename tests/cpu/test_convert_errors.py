@@ -1,4 +1,5 @@
-"""Wrong input stops a conversion before anything is written, with what was expected and found."""
+"""Invalid input stops a conversion before anything is written; the error says what was expected and
+found."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def config(folder: Path, **changes: Any) -> None:
 
 
 def retensor(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Rewrite model.safetensors after `change` of name -> (values, type)."""
+    """Rewrite model.safetensors after applying `change` to name -> (values, type)."""
     from g4spec.convert.safetensors import read
 
     kept = {}
@@ -228,17 +229,17 @@ def test_kinds_without_code_are_recognised(name: str, family: Path, tmp_path: Pa
     refused(draft, tmp_path / "o.gguf", family / "target", error, says)
 
 
-def test_kinds_are_told_by_content_not_by_name(family: Path, tmp_path: Path) -> None:
+def test_kinds_are_recognised_by_content_not_by_name(family: Path, tmp_path: Path) -> None:
     for name in ("target", "zlab", "spec", "asst"):
         moved = Path(shutil.copytree(family / name, tmp_path / f"eagle3-{name}-mtp"))
         expected = {"target": "gemma4", "asst": "gemma4-assistant"}.get(name, "dflash")
         assert expected == detect(moved).kind.ARCH
 
 
-def test_a_checkpoint_is_converted_whatever_ggufs_lie_beside_it(
+def test_a_checkpoint_is_converted_even_with_ggufs_in_its_folder(
     family: Path, tmp_path: Path
 ) -> None:
-    """Converters write there; what is run is the GGUF all the same."""
+    """Converters write GGUF files into the checkpoint's folder. `run` still takes the GGUF."""
     draft = copy(family, "zlab", tmp_path)
     convert(draft, tmp_path / "d.gguf", target=family / "target", type="bf16")
     shutil.copy(tmp_path / "d.gguf", draft / "made.gguf")
@@ -255,7 +256,7 @@ def test_a_checkpoint_is_converted_whatever_ggufs_lie_beside_it(
         detect(draft, prefer_gguf=True)
 
 
-def test_a_target_folder_that_also_holds_a_gguf(family: Path, tmp_path: Path) -> None:
+def test_a_target_folder_that_also_contains_a_gguf(family: Path, tmp_path: Path) -> None:
     target = copy(family, "target", tmp_path)
     convert(family / "target", target / "q8.gguf")
     result = convert(family / "zlab", tmp_path / "o.gguf", target=target)

@@ -1,4 +1,4 @@
-"""Hub ids, against a hub on loopback: what is fetched, from where, and all that can go wrong."""
+"""Downloads by hub id from a hub on loopback: requested files, sources, and all failures."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def served(family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """The family on a hub, an empty cache, and an empty working folder."""
+    """A hub with the family, an empty cache and an empty working folder."""
     from huggingface_hub import constants
 
     (tmp_path / "work").mkdir()
@@ -144,12 +144,12 @@ def test_types_as_llama_cpp_names_them() -> None:
         "dir/model.safetensors",
     ],
 )
-def test_what_is_no_id_is_a_path(text: str) -> None:
+def test_other_strings_are_paths(text: str) -> None:
     assert hub.HubId.parse(text) is None
     assert hub.resolve(text) == (Path(text), [])
 
 
-def test_a_local_path_wins_and_it_is_said(served: Hub) -> None:
+def test_a_local_path_wins_with_a_note(served: Hub) -> None:
     Path("org/draft").mkdir(parents=True)
     path, notes = hub.resolve("org/draft")
     assert path == Path("org/draft") and "local path" in notes[0]
@@ -228,7 +228,7 @@ def test_the_token_opens_gated_repositories(served: Hub, monkeypatch: pytest.Mon
 # ---- refusals
 
 
-def test_what_is_not_there(served: Hub) -> None:
+def test_missing_repositories_and_files(served: Hub) -> None:
     refused("org/absent", InputError, "no such file or folder here.*no such repository.*HF_TOKEN")
     refused("org/draft@v9", InputError, "no revision 'v9'")
     served.repos["org/draft"].pop("model-00002-of-00002.safetensors")
@@ -279,14 +279,14 @@ def test_no_network(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- what passes
 
 
-def test_errors_that_pass_are_waited_for(served: Hub) -> None:
+def test_transient_errors_are_retried(served: Hub) -> None:
     served.faults["/api/models/org/draft"] = [status(500), status(503)]
     served.faults["HEAD /org/draft/resolve"] = [status(502)]
     served.faults["GET /org/draft/resolve"] = [status(500)]
     assert (get("org/draft") / "config.json").is_file()
 
 
-def test_errors_that_stay_are_told(served: Hub) -> None:
+def test_permanent_errors_are_reported(served: Hub) -> None:
     served.faults["/api/models/org/draft"] = [status(500)] * 9
     refused("org/draft", EnvironmentProblem, "answered 500")
     served.faults.clear()
@@ -294,9 +294,7 @@ def test_errors_that_stay_are_told(served: Hub) -> None:
     refused("org/draft", EnvironmentProblem, "answered 500")
 
 
-def test_a_cut_download_goes_on_where_it_stopped(
-    served: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_download_resumes(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     data = served.repos["org/one"]["draft-q8_0.gguf"]
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1000)
     served.faults["GET /org/one/resolve"] = [truncated(data, 5000)]
@@ -375,7 +373,7 @@ ANSWERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_answers_that_make_no_sense(name: str, served: Hub) -> None:
+def test_invalid_responses(name: str, served: Hub) -> None:
     served.listing = ANSWERS[name]
     refused("org/draft", InputError, "malformed answer|no commit in|neither safetensors")
 
@@ -404,16 +402,16 @@ def note_created(event: str, args: Any) -> None:
 
 @pytest.fixture(scope="module")
 def watched() -> None:
-    """From now on, what is made stands in CREATED, also what is removed again."""
+    """Record every created path in CREATED from now on, including paths that are removed again."""
     sys.addaudithook(note_created)
 
 
 @pytest.mark.parametrize("where", ["HEAD", "second HEAD", "X-Linked-ETag", "404"])
 @pytest.mark.parametrize("kind", ["absolute", "up", "empty", "short", "upper case", "two"])
-def test_an_etag_names_nothing(
+def test_an_etag_is_not_used_as_a_path(
     where: str, kind: str, served: Hub, tmp_path: Path, watched: None
 ) -> None:
-    """huggingface_hub makes a path of it; and one that is no digest would switch its check off."""
+    """huggingface_hub uses the ETag as a path; one that is not a digest would disable its check."""
     tag = {
         "absolute": str(tmp_path / "pwn"),
         "up": "../../../../pwn",
@@ -438,7 +436,9 @@ def test_an_etag_names_nothing(
 
 @pytest.mark.parametrize("commit", ["../../../x", "/abs", "", OTHER, "main"])
 @pytest.mark.parametrize("code", [200, 404])
-def test_a_commit_header_names_nothing(commit: str, code: int, served: Hub, tmp_path: Path) -> None:
+def test_a_commit_header_is_not_used_as_a_path(
+    commit: str, code: int, served: Hub, tmp_path: Path
+) -> None:
     change = altered(X_Repo_Commit=commit)
     if code == 404:
         change = status(404, X_Error_Code="EntryNotFound", X_Repo_Commit=commit)
@@ -449,7 +449,7 @@ def test_a_commit_header_names_nothing(commit: str, code: int, served: Hub, tmp_
 
 @pytest.mark.parametrize("length", [10**15, 10**18])
 @pytest.mark.parametrize("name", ["Content-Length", "X-Linked-Size"])
-def test_sizes_that_no_disk_has(name: str, length: int, served: Hub, tmp_path: Path) -> None:
+def test_sizes_larger_than_the_disk(name: str, length: int, served: Hub, tmp_path: Path) -> None:
     served.faults["HEAD"] = [altered(**{name: str(length)})]
     refused("org/one", EnvironmentProblem, "no space left")
     served.faults["HEAD"] = [altered(**{name: str(length)})]
@@ -464,13 +464,13 @@ def test_sizes_that_no_disk_has(name: str, length: int, served: Hub, tmp_path: P
 
 
 @pytest.mark.parametrize("size", ["-1", "1e9", "", "0x10", "9" * 30])
-def test_sizes_that_are_none(size: str, served: Hub) -> None:
+def test_invalid_sizes(size: str, served: Hub) -> None:
     served.faults[f"HEAD {ONE}"] = [altered(X_Linked_Size=size)]
     refused("org/one", InputError, "invalid answer of the hub: size")
 
 
 def test_compression_is_refused(served: Hub, tmp_path: Path) -> None:
-    """4.6 MB of it held 1 GB."""
+    """A compressed response of 4.6 MB expanded to 1 GB."""
     bomb = gzip.compress(bytes(1 << 20))
     for part in ("/api/", "GET /org/draft/resolve"):
         served.faults = {part: [altered(bomb, Content_Encoding="gzip")] * 9}
@@ -488,7 +488,7 @@ def test_a_file_that_is_read_whole_is_small(served: Hub, monkeypatch: pytest.Mon
 def test_a_body_without_an_end(
     served: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It would fill the disk; of a listing, the memory."""
+    """Such a file would fill the disk, such a listing the memory."""
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1 << 16)
     served.faults["/api/"] = [endless]
     refused("org/draft", InputError, "more bytes than announced")
@@ -507,7 +507,7 @@ def test_a_body_without_an_end(
         ("body", f"GET {ONE}"),
     ],
 )
-def test_a_drip_has_an_end(
+def test_a_slow_response_is_ended(
     what: str, part: str, served: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer, "HEADER_SECONDS", 0.4)
@@ -534,7 +534,7 @@ def test_a_hub_prints_nothing(served: Hub, capfd: pytest.CaptureFixture[str]) ->
 
 
 def test_the_digest_is_checked_without_links(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a system has no links, the cache keeps a file under its own name."""
+    """On systems without symbolic links, the cache stores a file under its own name."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_SYMLINKS", True)
     assert not get("org/one").is_symlink()
     served.repos["org/two"]["draft-q8_0.gguf"] = b"x" * 5000
@@ -542,7 +542,7 @@ def test_the_digest_is_checked_without_links(served: Hub, monkeypatch: pytest.Mo
     refused("org/two:draft-q8_0.gguf", InputError, "damaged download, removed")
 
 
-def test_redirects_lead_nowhere_else(served: Hub, tmp_path: Path) -> None:
+def test_redirects_to_files_and_invalid_urls_are_refused(served: Hub, tmp_path: Path) -> None:
     (tmp_path / "secret.gguf").write_bytes(b"secret")
     for url in (f"file://{tmp_path}/secret.gguf", "ftp://127.0.0.1/x", "http://[::1"):
         served.faults = {f"GET {ONE}": [redirect(url)] * 99}

@@ -1,4 +1,4 @@
-"""Every kind of checkpoint becomes the file that upstream's converter would make of it."""
+"""Every kind of checkpoint is converted to the file that upstream's converter would write."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def content(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Metadata but provenance, and tensors, for comparison."""
+    """Return metadata without provenance, and tensors, for comparison."""
     with GGUF(path) as g:
         kv = {
             k: (g.value(k).type, g.value(k).item, g[k]) for k in g if not k.startswith(PROVENANCE)
@@ -51,7 +51,7 @@ def test_target(target: Path, tmp_path: Path) -> None:
 
 
 def test_values_arrive_under_their_names(target: Path, tmp_path: Path) -> None:
-    """bf16 to F32 is exact, so each tensor must equal the checkpoint's, read by safetensors."""
+    """BF16 to F32 is exact, so each tensor must equal the checkpoint's, read by safetensors."""
     from safetensors import safe_open
 
     convert(target, tmp_path / "t.gguf", type="f32")
@@ -116,7 +116,9 @@ def test_zlab_facts(target: Path, tmp_path: Path) -> None:
         ([True] * 3, True),
     ],
 )
-def test_upstream_is_told_the_causality_of_most_layers(layers: list[bool], told: bool) -> None:
+def test_the_causality_of_most_layers_is_written_for_upstream(
+    layers: list[bool], told: bool
+) -> None:
     assert dflash_backbone.shared_causality(layers) is told
 
 

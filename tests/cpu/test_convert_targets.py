@@ -1,4 +1,4 @@
-"""Targets of every size, and checkpoints that are quantized already, become GGUF files."""
+"""Targets of every size, and quantized checkpoints, are converted to GGUF files."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_keys_of_each_size(tmp_path: Path) -> None:
 
 
 def test_types_of_routers_and_tables(tmp_path: Path) -> None:
-    """As upstream's converter has them: the router in F32, whatever was asked."""
+    """As in upstream's converter, routers are F32 for every requested type."""
     for case, asked in (("experts", "bf16"), ("experts", "q8_0"), ("per-layer", "q8_0")):
         convert(tiny.target(tmp_path / case, **CASES[case]), tmp_path / "t.gguf", type=asked)
         with GGUF(tmp_path / "t.gguf") as g:
@@ -129,7 +129,7 @@ QUANTIZED: dict[str, tuple[Make, str, str]] = {
     "w8a16": (lambda f: Q.compressed(f, bits=8), "q8_0", "INT8 in groups of 32, exact"),
     "autoround": (Q.autoround, "q4_0", "exact"),
     "autoround, wide groups": (lambda f: Q.autoround(f, group=64), "q4_0", "exact"),
-    # Nothing holds these; asked for F32, they must still come out right.
+    # No block type can store these values; with --type F32 they must still be right.
     "small scales": (lambda f: Q.compressed(f, tiny_scale=True), "f32", "no type holds"),
     "small groups": (lambda f: Q.compressed(f, group=16), "f32", "no type holds"),
     "shuffled": (lambda f: Q.autoround(f, shuffled=True), "f32", "no type holds"),
@@ -144,7 +144,7 @@ def source(folder: Path, **kw: Any) -> Path:
 
 
 def check(path: Path, meant: dict[str, np.ndarray], form: str | None) -> None:
-    """Every quantized weight stands for the same numbers as before, to the last bit."""
+    """Check that every quantized weight has the same values as before, to the last bit."""
     with GGUF(path) as g:
         config = gemma4.parse_gguf(g.kv, g.shapes())
         names = {"model.language_model." + (s.source or ""): s.name for s in gemma4.tensors(config)}
@@ -158,7 +158,9 @@ def notes(result: Result) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_nothing_is_lost(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantized_weights_keep_every_bit(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stored, "BLOCK_VALUES", 64 * 7)  # blocks that end inside a word
     make, form, told = QUANTIZED[name]
     meant = make(source(tmp_path / "t"))
@@ -169,7 +171,7 @@ def test_nothing_is_lost(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_zero_points(tmp_path: Path) -> None:
-    """Q4_1 holds what has half-precision numbers for scale times zero point."""
+    """Q4_1 can only store zero points for which scale times zero point fits half precision."""
     meant = Q.compressed(source(tmp_path / "a"), symmetric=False, powers=True)
     convert(tmp_path / "a", tmp_path / "a.gguf")
     check(tmp_path / "a.gguf", meant, "q4_1")
@@ -182,7 +184,7 @@ def test_zero_points(tmp_path: Path) -> None:
         assert "no type holds them exactly" in told["F32"]
 
 
-def test_a_loss_is_told(tmp_path: Path) -> None:
+def test_a_loss_is_reported(tmp_path: Path) -> None:
     Q.fp8(source(tmp_path / "t"))
     said = notes(convert(tmp_path / "t", tmp_path / "t.gguf", type="q8_0", dry_run=True))
     assert said["blk.1.attn_q.weight"].startswith("FP8 with scales, dequantized; relative error")
@@ -215,7 +217,7 @@ def test_experts_one_by_one(tmp_path: Path, quantized: bool) -> None:
             )
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_unsupported_quantization_is_refused(tmp_path: Path) -> None:
     folder = source(tmp_path / "t")
     Q.compressed(folder)
     path = folder / "config.json"

@@ -1,4 +1,4 @@
-"""The tokenizer's keys are those that upstream's converter writes."""
+"""The tokenizer's keys equal those that upstream's converter writes."""
 
 from __future__ import annotations
 
@@ -120,7 +120,8 @@ def test_merges_that_are_not_pairs(folder: Path) -> None:
 
 
 def test_the_template_file_beats_an_older_one(tmp_path: Path) -> None:
-    """transformers writes `chat_template.jinja` and leaves an older template where it is."""
+    """transformers writes `chat_template.jinja` and keeps an older template in the
+    configuration."""
     folder = tiny.target(tmp_path / "target")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
 

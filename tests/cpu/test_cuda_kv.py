@@ -1,4 +1,4 @@
-"""The GPU's cache: its rows, its ring and its two ways to store a row (on any device)."""
+"""The GPU's KV cache: rows, rings and both storage types (these tests run on any device)."""
 
 from dataclasses import replace
 
@@ -43,7 +43,7 @@ def test_q8_0_stores_the_numbers_of_the_format(spread: float) -> None:
 
 
 def made(shape: CacheShape, kind: kv.Kind, n_ctx: int = 4096, slots: int = 3) -> CudaKV:
-    """A cache whose pages lie in any order; the last slot has none."""
+    """Return a cache whose pages are in a shuffled order; the last slot has none."""
     return CudaKV(shape, spread(slots, n_ctx, device="cpu"), 5, kind)
 
 
@@ -52,7 +52,7 @@ def randn(*shape: int, seed: int = 2) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_ring_keeps_its_window_and_shows_what_was_never_written(kind: kv.Kind) -> None:
+def test_a_ring_keeps_its_window_and_has_nan_in_unwritten_slots(kind: kv.Kind) -> None:
     cache = made(CacheShape(2, 32, 100), kind)
     assert cache.capacity == 128  # 100 + 16, in tiles of 128
     assert cache.keys.shape == (4, 2, 128, 32)
@@ -85,8 +85,8 @@ def test_pages_keep_everything_of_every_slot(kind: kv.Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_without_a_page_harm_nobody(kind: kv.Kind) -> None:
-    """They go to the spare page: those of a slot without pages, those before position 0."""
+def test_rows_without_a_page_go_to_the_spare_page(kind: kv.Kind) -> None:
+    """These are rows of a slot without pages and rows before position 0."""
     cache = made(CacheShape(1, 32, None), kind, n_ctx=500)
     batch = rows_of([(3, 0, 3), (3, 300, 2), (1, -1, 1)], "cpu")
     cache.append(batch.slots, batch.positions, *randn(2, 6, 1, 32))
@@ -96,7 +96,7 @@ def test_rows_without_a_page_harm_nobody(kind: kv.Kind) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("end", [3, 90, 301])
-def test_a_ring_that_is_put_back_elsewhere(kind: kv.Kind, end: int) -> None:
+def test_a_ring_restored_into_another_slot(kind: kv.Kind, end: int) -> None:
     cache, other = made(CacheShape(2, 64, 100), kind), made(CacheShape(2, 64, 100), kind)
     for start in range(0, end, 10):
         batch = rows_of([(2, start, min(10, end - start))], "cpu")
@@ -112,14 +112,14 @@ def test_a_ring_that_is_put_back_elsewhere(kind: kv.Kind, end: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_keys_that_are_values_where_they_do_not_turn(kind: kv.Kind) -> None:
+def test_values_share_the_unrotated_part_of_keys(kind: kv.Kind) -> None:
     values, weight = randn(9, 2, 512, seed=3), 1 + torch.rand(512)
     keys = values * weight
     keys.view(9, 2, 2, 256)[..., :64] = randn(9, 2, 2, 64, seed=4)
     cache = made(CacheShape(2, 512, None, 64), kind, n_ctx=256)
     batch = rows_of([(1, 100, 9)], "cpu")
     cache.append(batch.slots, batch.positions, keys, values)
-    read, stored = cache.read(1, 100, 108)  # a cache that nobody told the weight
+    read, stored = cache.read(1, 100, 108)  # a cache without the weight
     assert torch.equal(read.view(9, 2, 2, 256)[..., 64:], stored.view(9, 2, 2, 256)[..., 64:])
     cache.weight = weight
     error = 2e-3 if kind == "f16" else 5e-2
@@ -182,9 +182,7 @@ def test_chunks_by_the_size_of_a_card() -> None:
         (128, "sm_121"),
     ],
 )
-def test_doctor_counts_what_prompts_take(
-    gib: int, arch: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_counts_prefill_memory(gib: int, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory.launch, "arch", lambda index: arch)
     card = memory.Card(torch.device("cuda", 0), "q8_0", arch in ("sm_70", "sm_75"))
     for size, shape in synthetic.TARGETS.items():

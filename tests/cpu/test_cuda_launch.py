@@ -1,4 +1,4 @@
-"""How kernels are launched, without a GPU: what would be handed to the driver."""
+"""Kernel launches without a GPU: the arguments that the driver would receive."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +12,8 @@ from g4spec.runtime.cuda.build.signature import Parameter, Signature, parse, sig
 
 
 @pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The configuration of each launch."""
+def recorded_launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Record the configuration of each launch."""
     found: list[dict[str, Any]] = []
     core = SimpleNamespace(
         LaunchConfig=lambda **config: config,
@@ -33,7 +33,7 @@ def test_kernels_overlap_in_graphs_alone(
     capability: tuple[int, int],
     captured: bool,
     pdl: bool,
-    given: list[dict[str, Any]],
+    recorded_launches: list[dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capability)
@@ -43,7 +43,7 @@ def test_kernels_overlap_in_graphs_alone(
     for capturing in (not captured, captured, captured):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda c=capturing: c)
         kernel(1, 32, pdl=pdl)
-    overlaps = [config["programmatic_stream_serialization"] for config in given]
+    overlaps = [config["programmatic_stream_serialization"] for config in recorded_launches]
     may = pdl and capability >= (9, 0)
     assert overlaps == [may and not captured, may and captured, may and captured]
 

@@ -1,5 +1,6 @@
-"""What a file may choose and kernels do not take: it runs as torch, or is refused by name; it never
-ends in an assertion or an access out of bounds (H1). The decisions; kernels are tested on GPUs."""
+"""Shapes in a file that kernels do not support run in torch or are refused by name. They never
+cause an assertion or an access out of bounds (H1). This file tests the decisions; kernels are
+tested on GPUs."""
 
 from __future__ import annotations
 
@@ -56,8 +57,9 @@ def test_layers_that_attention_cannot_compute(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("shape", [{"heads": 3, "kv": 2}, {"heads": 2, "kv": 3}, {"head_dim": 15}])
-def test_such_a_target_or_draft_is_refused(shape: dict[str, int], tmp_path: Path) -> None:
-    """They ended in a RuntimeError of torch at the first prompt, all tensors being as promised."""
+def test_unsupported_targets_and_drafts_are_refused(shape: dict[str, int], tmp_path: Path) -> None:
+    """These caused a RuntimeError of torch at the first prompt although all tensors had the
+    declared shapes."""
     target = tiny.target(tmp_path / "t", layers=3, period=3)
     odd = tiny.target(tmp_path / "odd", layers=3, period=3, **shape)
     tiny.speculators_dflash(tmp_path / "s", target, **shape)
@@ -73,8 +75,9 @@ def test_such_a_target_or_draft_is_refused(shape: dict[str, int], tmp_path: Path
 
 
 @pytest.mark.parametrize("dim", [48, 2, 80])
-def test_heads_that_are_no_blocks(dim: int) -> None:
-    """A draft with heads of 48 was an AssertionError; halves hold any, blocks of 32 do not."""
+def test_head_sizes_that_are_not_whole_blocks(dim: int) -> None:
+    """A draft with heads of 48 raised an AssertionError. F16 caches hold any size, blocks of 32 do
+    not."""
     shape, rows = CacheShape(2, dim, None), torch.randn(20, 2, dim)
     cache = CudaKV(shape, spread(2, 256, device="cpu"))
     batch = rows_of([(0, 0, 20)], "cpu")
@@ -88,7 +91,7 @@ def test_heads_that_are_no_blocks(dim: int) -> None:
 # ---- widths and counts
 
 
-def test_rows_that_no_block_of_threads_holds() -> None:
+def test_row_widths_that_fit_a_thread_block() -> None:
     for width in (4, 5376, 26880, packed_rows.MAX_WIDTH):
         assert packed_rows.fits(width)
         warps, loads = packed_rows.block_shape(width)
@@ -100,8 +103,10 @@ def test_rows_that_no_block_of_threads_holds() -> None:
 @pytest.mark.parametrize("window", [None, 1, 512, 1 << 20])
 @pytest.mark.parametrize("n_kv", [1, 2, 16, 64, 128, 1000])
 @pytest.mark.parametrize("n_ctx", [64, 4096, 1 << 18, 1 << 20, 1 << 24])
-def test_any_context_has_few_chunks(n_ctx: int, n_kv: int, window: int | None) -> None:
-    """A context beyond 262144 with one head of keys was an AssertionError."""
+def test_the_number_of_chunks_is_bounded_for_any_context(
+    n_ctx: int, n_kv: int, window: int | None
+) -> None:
+    """A context beyond 262144 with one KV head raised an AssertionError."""
     for head_dim in (64, 512):
         held = pages_of(min(n_ctx, (window or n_ctx) + 64)) * 64
         cache: Any = SimpleNamespace(head_dim=head_dim, n_kv=n_kv, window=window, positions=held)
@@ -110,8 +115,8 @@ def test_any_context_has_few_chunks(n_ctx: int, n_kv: int, window: int | None) -
         assert not chunks.growing or chunks.shift <= constants.GROWTH_SHIFT
 
 
-def test_chunks_of_known_contexts_are_as_they_were() -> None:
-    """They decide the order of sums."""
+def test_chunks_of_published_contexts_are_unchanged() -> None:
+    """The chunks decide the order of sums."""
     for n_ctx in (4096, 131072, 262144):
         for n_kv in (1, 4, 16, 64):
             cache: Any = SimpleNamespace(head_dim=512, n_kv=n_kv, window=None, positions=n_ctx)
@@ -132,7 +137,7 @@ def test_chunks_of_known_contexts_are_as_they_were() -> None:
 def test_prompts_of_odd_targets_are_read_in_steps(
     change: dict[str, int], taken: bool, tmp_path: Path
 ) -> None:
-    """Kernels for chunks read whole vectors: 33 columns would be read out of bounds."""
+    """Prefill kernels read whole vectors: 33 columns would be read out of bounds."""
     from g4spec.gguf import GGUF
     from g4spec.models import gemma4
 
@@ -143,7 +148,7 @@ def test_prompts_of_odd_targets_are_read_in_steps(
         assert fits(gemma4.parse_gguf(g.kv, g.shapes())) is taken
 
 
-def test_pairs_that_turn_come_first() -> None:
+def test_rotated_pairs_come_first() -> None:
     freqs = torch.tensor([1.0, 0.5, STILL / 2])
     assert rotating_freqs(freqs).tolist() == [1.0, 0.5]
     with pytest.raises(InputError, match=r"rope_freqs\.weight.*pairs that rotate before"):

@@ -18,7 +18,7 @@ from g4spec.measure import verify
 from g4spec.measure.bench_compare import read_result
 from g4spec.runtime import chooser
 from g4spec.runtime.request import Options, Request
-from tests.cpu.test_verify import believe_one
+from tests.cpu.test_verify import accept_first_unverified
 from tests.support import tiny
 
 SMALL = ["-c", "256", "--long-tokens", "100"]
@@ -68,7 +68,7 @@ def test_demo_does_the_whole_job(
     assert data["identical"] and len(data["provenance"]["target"]["sha256"]) == 64
     assert data["provenance"]["overridden_ops"] == []
     assert data["recommendation"]["words"] in (out / "report.html").read_text()
-    _demo_family.check_folder(family, out)  # all of it may be made again
+    _demo_family.check_folder(family, out)  # the demo may replace all of these files
 
 
 def test_demo_replaces_only_its_own_files(family: Path, tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_verify_passes_and_finds_a_planted_bug(
     options = ["verify", *files, "-c", "1024", "--long-tokens", "100", "-n", "8"]
     assert cli.run([*options, "--cases", "3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ok"] is True
-    monkeypatch.setattr(chooser, "choose_rows", believe_one)
+    monkeypatch.setattr(chooser, "choose_rows", accept_first_unverified)
     assert cli.run([*options, "--cases", "12", "--json"]) == 1
     said = capsys.readouterr()
     found = json.loads(said.out)["mismatch"]
@@ -181,7 +181,7 @@ def test_verify_passes_and_finds_a_planted_bug(
 
 
 def pressed(after: int) -> Any:
-    """`Request.__iter__` whose request number `after` is interrupted."""
+    """Return a `Request.__iter__` that raises KeyboardInterrupt in request number `after`."""
     real, made = Request.__iter__, []
 
     def iterate(self: Request) -> Any:
@@ -194,7 +194,7 @@ def pressed(after: int) -> Any:
 
 
 BENCH = ["--draft-max", "2", "--categories", "maths", "-n", "4"]
-"""Two settings: a prompt is two runs, and so is the warm-up."""
+"""Arguments for two settings: each prompt has two runs, and so does the warm-up."""
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ BENCH = ["--draft-max", "2", "--categories", "maths", "-n", "4"]
     [(2, 5, 1), (1, 2 + 2 + 1, 1), (2, 2 + 4 + 3, 2)],
     ids=["in the second prompt", "in the second repeat", "whole repeats count"],
 )
-def test_bench_keeps_what_was_measured(
+def test_interrupted_bench_keeps_measured_rows(
     files: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -223,7 +223,7 @@ def test_bench_keeps_what_was_measured(
     assert f"interrupted: {left} of {2 * prompts} measurements" in said.err
 
 
-def test_streams_keep_what_was_measured(
+def test_interrupted_streams_keep_measured_rows(
     files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Request, "__iter__", pressed(4 + 4 + 1))  # warm-up, one repeat, ...
@@ -236,7 +236,7 @@ def test_streams_keep_what_was_measured(
 
 
 @pytest.mark.parametrize("words", [["bench", *BENCH, "--prompts", "1"], ["verify", "--cases", "2"]])
-def test_nothing_measured_is_nothing_said(
+def test_interrupted_bench_without_rows_prints_nothing(
     files: list[str],
     words: list[str],
     tmp_path: Path,
@@ -249,7 +249,7 @@ def test_nothing_measured_is_nothing_said(
     assert capsys.readouterr().out == ""
 
 
-def test_verify_keeps_what_was_compared(
+def test_interrupted_verify_keeps_compared_cases(
     files: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Request, "__iter__", pressed(5))
@@ -283,7 +283,7 @@ def test_verify_takes_a_prompt_and_settings(
     assert {case.length for case in seen} == {2}
 
 
-def test_one_temperature_keeps_what_differs_at_it() -> None:
+def test_a_temperature_limits_the_compared_settings() -> None:
     assert verify._settings(0) == [{}]
     assert verify._settings(None) == list(verify.SETTINGS)
     one = verify._settings(0.3)

@@ -1,4 +1,4 @@
-"""`dflash_config`: each key is read as its trainers mean it, or refused by name."""
+"""`dflash_config`: each key is read as its trainers define it, or refused by name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def made(target: Path, work: Path, **values: Any) -> GGUF:
-    """The converted draft with these settings; `dflash_config__x` sets an inner one."""
+    """Return the converted draft with these settings; `dflash_config__x` sets a nested one."""
     draft = edit(tiny.zlab_dflash(work / "draft", target), **values)
     convert(draft, work / "draft.gguf", target=target)
     return GGUF(work / "draft.gguf")
@@ -42,7 +42,7 @@ CAUSALITY: dict[str, tuple[dict[str, Any], bool | None]] = {
 
 
 @pytest.mark.parametrize("name", CAUSALITY)
-def test_causality_is_what_the_configuration_says(target: Path, tmp_path: Path, name: str) -> None:
+def test_causality_is_read_from_the_configuration(target: Path, tmp_path: Path, name: str) -> None:
     values, wanted = CAUSALITY[name]
     with made(target, tmp_path, **values) as file:
         sliding = file.get(PATTERN)
@@ -88,9 +88,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_implemented_is_refused_by_name(
-    target: Path, tmp_path: Path, name: str
-) -> None:
+def test_unsupported_settings_are_refused_by_name(target: Path, tmp_path: Path, name: str) -> None:
     values, said = REFUSED[name]
     with pytest.raises(InputError, match=said):
         made(target, tmp_path, **values)
@@ -120,7 +118,7 @@ def test_deepspec_drafts_of_other_layers_are_refused(
 
 
 def test_nvidia_exports_convert_and_upstream_refuses_them(target: Path, tmp_path: Path) -> None:
-    """llama.cpp norms values only where they are the keys."""
+    """llama.cpp norms values only if V = K."""
     draft = tiny_drafts.deepspec_dspark(tmp_path / "draft", target, own_values=True, softcap=None)
     convert(draft, tmp_path / "x.gguf", target=target)
     with GGUF(tmp_path / "x.gguf") as file:

@@ -1,4 +1,4 @@
-"""doctor and the systems of the four reports: the verdict, the failure each had, and the fix."""
+"""doctor on the systems of the four reports: the verdict, the reported failure and the fix."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_ampere_report_as_it_was() -> None:
 
 
 def test_ampere_table_is_reproduced_with_its_true_cause() -> None:
-    """The report's table: backend, non-causal, head size."""
+    """Columns of the report's table: backend, non-causal, head size."""
     rows = {r.name: r for r in backends.judge_backends(FACTS, "vllm", "0.19.2", (8, 6))}
     table = {name: (r.draft, 512 in r.heads) for name, r in rows.items()}
     assert table == {
@@ -238,7 +238,7 @@ def test_volta_shared_memory_is_just_enough() -> None:
         ("RTX 3090", "e2b", "mtp", ("llama.cpp=b9550",), None, "b9568"),
     ],
 )
-def test_what_breaks_has_its_fix(
+def test_every_failure_has_a_fix(
     machine: str, model: str, draft: str, given: tuple[str, ...], kv: str | None, words: str
 ) -> None:
     engine = "llama.cpp" if given[0].startswith("llama") else "vllm"
@@ -333,7 +333,7 @@ def test_assumed_machines(text: str, cc: tuple[int, int], n: int, gib: int) -> N
         ("CPU", "CPU 64GB"),
     ],
 )
-def test_what_is_no_known_card_gets_what_helps(text: str, says: str) -> None:
+def test_unknown_cards_get_suggestions(text: str, says: str) -> None:
     with pytest.raises(UsageError) as caught:
         assume(FACTS, text)
     assert says in str(caught.value)
@@ -347,7 +347,7 @@ def test_every_known_card_can_be_assumed() -> None:
             assert diagnose(FACTS, m, None).sections
 
 
-def test_other_products_are_not_taken_for_known_ones() -> None:
+def test_similar_product_names_are_not_mistaken_for_known_cards() -> None:
     with pytest.raises(UsageError):
         assume(FACTS, "RTX 5090 D")
     assert assume(FACTS, "RTX 3090 Ti").gpus[0].card == "rtx-3090-ti"
@@ -382,9 +382,7 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
         ("--log", "-", "--self-test"),
     ],
 )
-def test_nothing_that_was_typed_is_passed_over(
-    argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_argument_is_ignored(argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["doctor", *argv]) == 2
     said = capsys.readouterr().err
     assert argv[0] in said or argv[2] in said
@@ -434,7 +432,7 @@ def test_without_a_card_llamacpp_runs_on_the_cpu() -> None:
     ]
 
 
-def test_a_16_gb_card_is_told_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_16_gb_card_gets_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     d = ask("4060 ti", "31b", "mtp")
     assert d.brief is not None and not d.works
     assert not any("Speed" in s.title for s in d.sections), "no speed for what cannot start"
@@ -468,6 +466,9 @@ def test_the_overview_marks_a_size_as_its_own_diagnosis_does(machine: str) -> No
         brief, shown = ask(machine, size.id, "mtp").brief, line(overview, "Gemma 4", size.name)
         assert brief is not None and shown.mark == brief.mark, size.id
         assert bool(shown.reason) == (shown.mark == "warn"), "a condition is named beside its mark"
+        if brief.mark in ("good", "warn"):
+            engine = brief.said.split(" (")[0]
+            assert line(ask(machine, size.id, "mtp"), "Engines", engine).mark == brief.mark
 
 
 @pytest.mark.parametrize(
@@ -501,13 +502,13 @@ def test_layers_in_ram_make_up_for_what_is_missing(
 
 @pytest.mark.parametrize("machine", ["RTX 3060", "CPU 8GB", "GTX 1080 Ti", "T4", "RTX 5090"])
 @pytest.mark.parametrize("model", ["31b:bf16", "26b:bf16", "e2b"])
-def test_a_no_comes_with_a_step(machine: str, model: str) -> None:
+def test_every_refusal_has_a_next_step(machine: str, model: str) -> None:
     d = ask(machine, model, "mtp")
     assert d.brief is not None and (d.works or d.steps), "what to do is said"
 
 
 def test_every_line_can_be_traced(capsys: pytest.CaptureFixture[str]) -> None:
-    """Ids that are printed lead to a row with source and date."""
+    """Every printed id belongs to a row with source and date."""
     d = ask("2x RTX 3090", "31b", "redhat-dflash", given=("vllm=0.19.2",))
     ids = {i for s in d.sections for x in s.lines for i in x.facts}
     assert len(ids) > 15
@@ -530,7 +531,8 @@ def test_every_row_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_quick_without_a_gpu() -> None:
-    """Whole processes, imports included; their own time, because the machine may be busy."""
+    """Measures processor time of whole processes, imports included, because the machine may be
+    busy."""
     for args in (["doctor"], ["doctor", "-m", "31b", "-md", "mtp", "--assume", "RTX 3090"]):
         times = []
         for _ in range(3):

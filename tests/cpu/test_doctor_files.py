@@ -1,4 +1,4 @@
-"""-m and -md: files, folders, hub ids and names."""
+"""doctor's -m and -md: files, folders, hub ids and names."""
 
 from __future__ import annotations
 
@@ -82,9 +82,7 @@ KINDS: dict[str, tuple[str, Callable[[Path, Path], Path]]] = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_kind_is_told_from_the_others(
-    name: str, family: dict[str, Path], tmp_path: Path
-) -> None:
+def test_every_kind_is_recognised(name: str, family: dict[str, Path], tmp_path: Path) -> None:
     kind, make = KINDS[name]
     made = make(tmp_path / name, family["target"])
     target = lookup.find_target(FACTS, str(family["target"]))
@@ -105,8 +103,8 @@ def test_every_kind_is_told_from_the_others(
     )
 
 
-def test_a_draft_that_only_we_run(family: dict[str, Path], tmp_path: Path) -> None:
-    """A recurrent Markov head: llama.cpp would leave it out."""
+def test_a_draft_that_only_g4spec_runs(family: dict[str, Path], tmp_path: Path) -> None:
+    """A DSpark draft with a recurrent Markov head, which llama.cpp would ignore."""
     made = tiny_drafts.deepspec_dspark(tmp_path / "draft", family["target"], head="rnn")
     out = tmp_path / "draft.gguf"
     convert.convert(made, out, target=family["target"])
@@ -116,9 +114,11 @@ def test_a_draft_that_only_we_run(family: dict[str, Path], tmp_path: Path) -> No
     assert [bool(v.refusal) for v in verdicts] == [True, False]
 
 
-def test_the_runtime_is_asked_what_it_takes(family: dict[str, Path], tmp_path: Path) -> None:
-    """Q8_1 is a type that llama.cpp only computes with, and attn_qkv a spelling that is not ours:
-    the file opens, and nothing here runs it."""
+def test_unsupported_types_and_tensor_names_are_reported(
+    family: dict[str, Path], tmp_path: Path
+) -> None:
+    """llama.cpp only computes with Q8_1, and g4spec does not know the tensor name attn_qkv: the
+    file opens but cannot be run."""
     machine = assume(FACTS, "RTX 3090")
 
     def refusal(target: Path, draft: Path | None = None) -> str:
@@ -144,7 +144,7 @@ def test_the_runtime_is_asked_what_it_takes(family: dict[str, Path], tmp_path: P
 
 
 def test_lengths_are_read_from_the_draft(family: dict[str, Path]) -> None:
-    """speculators name their number; a z-lab block of n gives n - 1; SGLang counts the anchor."""
+    """speculators state the length; a z-lab block of n gives n - 1; SGLang counts the anchor."""
     target = lookup.find_target(FACTS, str(family["target"]))
     redhat = lookup.find_draft(FACTS, str(family["redhat"]), target)
     raw = json.loads((family["redhat"] / "config.json").read_text())
@@ -168,7 +168,8 @@ def test_doctor_on_files(family: dict[str, Path]) -> None:
 
 
 def test_a_draft_folder_with_both_formats(family: dict[str, Path], tmp_path: Path) -> None:
-    """One report lost days to a loader that took the BF16 file instead of the GGUF beside it."""
+    """One reporter lost days to a loader that took the BF16 file instead of the GGUF in the same
+    folder."""
     folder = tmp_path / "both"
     folder.mkdir()
     for path in [*family["zlab"].iterdir(), family["zlab.gguf"]]:
@@ -219,7 +220,7 @@ def test_broken_folders(config: str | None, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["target", "zlab", "redhat", "mtp"])
 @pytest.mark.parametrize("junk", [None, "x", -1, [], {}, [None], 1e400, True, 10**12], ids=str)
 def test_hostile_values(name: str, junk: object, family: dict[str, Path], tmp_path: Path) -> None:
-    """Any value in place of any other: an answer or one of our errors, never a traceback."""
+    """Replacing any value by any other gives a result or an error of g4spec, never a traceback."""
     raw = json.loads((family[name] / "config.json").read_text())
     target = lookup.find_target(FACTS, str(family["target"]))
     spots = [(raw, k) for k in raw]
@@ -319,7 +320,7 @@ def test_names_of_targets(text: str, size: str, formats: int | None) -> None:
     ],
 )
 def test_types_as_the_hub_spells_them(text: str, format: str, known: bool) -> None:
-    """Sizes come from the data, else from the bits of a type that the runtime reads."""
+    """Sizes come from the data, otherwise from the bits of a type that the runtime supports."""
     found = lookup.find_target(FACTS, text)
     (option,) = found.formats
     assert option.format == format and set(option.engines) == {"llama.cpp", "g4spec"}
@@ -375,7 +376,7 @@ def test_windows_and_slots() -> None:
 
 
 def test_only_active_experts_and_no_token_tables_are_read() -> None:
-    """8 of 128 experts; a per-layer token table gives one row a token."""
+    """8 of 128 experts; of a per-layer token embedding, one row per token."""
 
     def file(**sizes: int) -> Any:
         tensors = {k.replace("__", "."): SimpleNamespace(nbytes=v) for k, v in sizes.items()}
@@ -390,7 +391,7 @@ def test_only_active_experts_and_no_token_tables_are_read() -> None:
 
 
 def test_weights_are_counted_as_the_runtime_holds_them(family: dict[str, Path]) -> None:
-    """Columns that are not a multiple of 64 have no kernel: such matrices are held as float32."""
+    """Matrices whose columns are not a multiple of 64 have no kernel and are stored as float32."""
     with GGUF(family["target.gguf"]) as file:
         card = gpu_memory.Card(torch.device("cpu"), "f16")
         assert runtime_support.weight_bytes(file) == card.weights(file.tensors.values())

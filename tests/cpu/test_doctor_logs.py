@@ -1,4 +1,4 @@
-"""Error texts in logs: every one of the collection, and logs that are anything but text."""
+"""Error texts in logs: every text of the collection, and logs that contain anything else."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_shown_text_is_short_and_printable(tmp_path: Path) -> None:
 
 
 def test_patterns_are_quick_on_long_lines() -> None:
-    """No pattern may backtrack: each sees its own key many times in one long line."""
+    """No pattern may backtrack: each is tried on a long line that repeats its own keyword."""
     for e in FACTS.all(logs.ErrorFact):
         line = (e.key + " ") * (logs.MAX_LINE // (len(e.key) + 1))
         started = time.process_time()

@@ -1,4 +1,4 @@
-"""Finding out what a machine has: without a driver, with odd drivers, and over the network."""
+"""Probing a machine: without a driver, with unusual drivers, and over the network."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FakeError(Exception):
 
 
 class Nvml:
-    """A stand-in for pynvml; `cards` are (name, cc, total, free) with None for unsupported."""
+    """A fake pynvml; `cards` are (name, cc, total, free), with None for unsupported."""
 
     NVMLError = FakeError
 
@@ -113,7 +113,7 @@ def test_no_driver(monkeypatch: pytest.MonkeyPatch, system: System) -> None:
 
 
 def test_gpus_of_other_vendors(monkeypatch: pytest.MonkeyPatch, system: System) -> None:
-    """They get the sentence that helps there, not advice about NVIDIA's driver."""
+    """They get advice that applies to them, not advice about NVIDIA's driver."""
     found = {}
     for vendor in ("0x1002", "0x8086", "0x10de"):
         file = system.root / f"sys/class/drm/card{vendor}/device/vendor"
@@ -248,7 +248,7 @@ def test_which_code_runs_where() -> None:
 
 
 def lines(m: Machine) -> str:
-    """What doctor says of a machine, with marks and fixes."""
+    """Return doctor's lines about a machine, with marks and fixes."""
     from g4spec.advisor.doctor import diagnose
 
     return "\n".join(
@@ -296,8 +296,8 @@ ETHTOOL = """NIC statistics:
 """
 
 
-def test_the_bad_cable_of_the_report() -> None:
-    """Lane counters that rose within 15 s."""
+def test_rising_lane_errors_of_the_report() -> None:
+    """Lane error counters that rose within 15 s."""
     before = {f"eth0 {k}": v for k, v in network.ethtool(ETHTOOL.format(15201, 976, 15299)).items()}
     after = {f"eth0 {k}": v for k, v in network.ethtool(ETHTOOL.format(20379, 1270, 20485)).items()}
     slept: list[float] = []

@@ -1,4 +1,4 @@
-"""The memory arithmetic against every published reading for which there is a formula."""
+"""Memory estimates compared with every published reading for which a formula exists."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ READINGS = [r for r in FACTS.all(MemoryReadingFact) if r.check]
 
 
 def computed(r: MemoryReadingFact) -> float:
-    """What the arithmetic gives for a reading, in its unit."""
+    """Return the estimate for a reading, in its unit."""
     caches = target(r.model).caches
     mine = memory.shapes_per_card(caches, r.tp)
     kv = r.kv or "bf16"
@@ -89,7 +89,7 @@ def llamacpp_total(r: MemoryReadingFact) -> float:
 
 
 def vllm_card(r: MemoryReadingFact) -> float:
-    """Weights, draft, the pool that vLLM reported, and 0.5 + utilization + 0.3 GB for each
+    """Sum weights, draft, the pool that vLLM reported, and 0.5 + utilization + 0.3 GB for each
     further card."""
     caches = target(r.model).caches
     whole, ring = memory.vllm_cache(caches, r.context, r.kv, r.tp, r.batched)
@@ -140,7 +140,7 @@ def fit_option(t: TargetModel, name: str) -> WeightFormat:
 
 @pytest.mark.parametrize("row", FACTS.all(ContextFitFact), ids=lambda r: r.id)
 def test_largest_contexts(row: ContextFitFact) -> None:
-    """430 cells: a card, a format, a draft and a cache type; within 1K or 5 %."""
+    """430 cells (card, format, draft, cache type) agree within 1K or 5 %."""
     t = target(row.model)
     pair = None
     if row.draft != "none":
@@ -164,7 +164,7 @@ def test_largest_contexts(row: ContextFitFact) -> None:
 
 @dataclass
 class Device:
-    """A backend as far as `runtime.memory.plan` asks it."""
+    """A fake backend with the members that `runtime.memory.plan` uses."""
 
     budget: Any
     ring: int
@@ -175,8 +175,9 @@ class Device:
 
 @pytest.mark.parametrize("size", synthetic.TARGETS)
 @pytest.mark.parametrize("context", [300, 512, 4096, 32_768])
-def test_our_caches_are_those_that_the_engine_plans(size: str, context: int) -> None:
-    """To the byte, on a GPU with either cache type and on a CPU: pages, the spare one, rings."""
+def test_cache_bytes_equal_those_of_the_engine(size: str, context: int) -> None:
+    """Equal to the byte on a GPU with either cache type and on a CPU: pages, the spare page and
+    rings."""
     config = gemma4.parse_hf(Checkpoint(synthetic.TARGETS[size], {}))
     known = target(size.partition("-")[0])
 
@@ -234,7 +235,7 @@ def test_one_global_head_is_repeated_on_every_card() -> None:
     "card", [c for c in FACTS.all(CardFact) if c.ceiling_31b or c.ceiling_26b], ids=lambda c: c.id
 )
 def test_published_ceilings(card: CardFact) -> None:
-    """Bandwidth / bytes of the weights that one token reads, without cache."""
+    """The ceiling is bandwidth / bytes of the weights read per token, without the KV cache."""
     for size, listed, gb in (("31b", card.ceiling_31b, 18.324), ("26b", card.ceiling_26b, 2.5)):
         del size
         for figure, bandwidth in zip(listed, card.bandwidth, strict=bool(listed)):
@@ -242,7 +243,8 @@ def test_published_ceilings(card: CardFact) -> None:
 
 
 def test_measured_speeds_lie_in_the_range() -> None:
-    """RTX 3090, 31B: people read 35 to 37; GB10, 31B FP8: 5.53, and 15.44 with DFlash."""
+    """RTX 3090, 31B: 35 to 37 tokens/s were reported; GB10, 31B FP8: 5.53, and 15.44 with
+    DFlash."""
     t = target("31b")
     card = assume(FACTS, "RTX 3090")
     made = speed.estimate(FACTS, card, t, None, fit_option(t, "Q4_K_M"), "q8_0", 2048, 1)

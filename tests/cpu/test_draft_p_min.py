@@ -1,5 +1,5 @@
-"""`--draft-p-min`: a proposal of a DSpark draft ends where its confidence head says so. The text
-stays the same; less is drafted."""
+"""`--draft-p-min` ends a DSpark proposal where the confidence head predicts a rejection. The text
+is unchanged and fewer tokens are drafted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CUTS = (0, 0.1, 0.2, 0.25, 0.3, 0.45, 0.5, 0.55, 0.7, 1)
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target's GGUF, and drafts for it as checkpoint folders and files."""
+    """A target's GGUF, and drafts for it as checkpoint folders and as files."""
     home = tmp_path_factory.mktemp("home")
     target = tiny.target(home / "target-folder")
     convert(target, home / "target.gguf")
@@ -85,7 +85,7 @@ def test_drafts_without_a_confidence_head(g4spec: Cli, command: str, draft: str)
         assert f"{draft} has no confidence head" in said and f"found {kind}" in said
 
 
-def test_zero_asks_for_nothing(g4spec: Cli) -> None:
+def test_zero_disables_the_cut(g4spec: Cli) -> None:
     for draft in ("headless.gguf", "dflash.gguf", "ngram"):
         g4spec.json("generate", "-m", "target.gguf", "-md", draft, *PROMPT, "--draft-p-min", 0)
     g4spec.json("generate", "-m", "target.gguf", *PROMPT, "--draft-p-min", 0)
@@ -95,14 +95,14 @@ def test_zero_asks_for_nothing(g4spec: Cli) -> None:
 
 
 @pytest.mark.parametrize("value", ["-0.1", "1.5", "nan", "inf", "much"])
-def test_values_that_are_no_probability(g4spec: Cli, value: str) -> None:
+def test_values_outside_0_to_1(g4spec: Cli, value: str) -> None:
     pair = ("-m", "target.gguf", "-md", "dspark")
     argv = ("generate", *pair, *PROMPT, "--draft-p-min", value)
     assert "--draft-p-min" in g4spec.refused(*argv, codes=(2,))
 
 
-def test_what_the_file_says_is_the_default(home: Path, tmp_path: Path) -> None:
-    """The converter writes no cut; one that was written holds until another is asked for."""
+def test_the_default_comes_from_the_file(home: Path, tmp_path: Path) -> None:
+    """The converter writes no cut. A cut in the file applies unless the option sets another."""
     with GGUF(home / "dspark.gguf") as g:
         assert dspark.CUT not in g
         kv = {key: g.value(key) for key in g} | {dspark.CUT: f32(1.0)}

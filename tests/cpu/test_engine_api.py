@@ -1,4 +1,5 @@
-"""Requests of one engine: any order, any thread, cancelled at any moment, failing alone."""
+"""Requests of one engine: in any order, from any thread, cancelled at any moment; one failing
+request does not affect the others."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ OPTIONS = Options(24, Sampler(temperature=1.0, seed=3), 4, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    """Of PROMPTS, each alone."""
+    """Return the texts of PROMPTS, each run on its own."""
     engine = memory_engine.engine()
     out = []
     for prompt in PROMPTS:
@@ -156,12 +157,14 @@ def test_an_async_reader_that_stops_cancels(threaded: Engine, texts: list[str]) 
     assert text == texts[1] and nothing_left(threaded)
 
 
-def test_an_event_loop_that_is_gone_ends_nobody_else(threaded: Engine, texts: list[str]) -> None:
+def test_a_closed_event_loop_does_not_affect_other_requests(
+    threaded: Engine, texts: list[str]
+) -> None:
     loop = asyncio.new_event_loop()
     left = threaded.submit(PROMPTS[0], Options(400, ignore_eos=True))
     reading = left.__aiter__()
     loop.run_until_complete(reading.__anext__())  # type: ignore[arg-type]
-    loop.close()  # without a word to the reader
+    loop.close()  # the reader gets no notice
     other = threaded.submit(PROMPTS[1], OPTIONS)
     list(other)
     assert other.text == texts[1]
@@ -172,7 +175,7 @@ def test_an_event_loop_that_is_gone_ends_nobody_else(threaded: Engine, texts: li
 # ---- the end of a request
 
 
-def test_cancelled_requests_are_gone_within_two_steps(texts: list[str]) -> None:
+def test_cancelled_requests_end_within_two_steps(texts: list[str]) -> None:
     on = engine(3)
     keep, *doomed = [on.submit(p, OPTIONS) for p in PROMPTS]
     for _ in range(5):
@@ -207,8 +210,8 @@ def live_tensors() -> int:
     return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
 
 
-def test_a_thousand_cancelled_requests_leave_nothing() -> None:
-    """At random moments: waiting, reading a prompt, drafting, preempted."""
+def test_a_thousand_cancelled_requests_leak_nothing() -> None:
+    """Cancelled at random moments: waiting, in prefill, drafting, preempted."""
     rng = random.Random(4)
     on = memory_engine.engine(
         mm.dflash_draft, parallel=8, n_ctx=640, pool=700, chunk=64, prefix_bytes=1 << 18
@@ -267,8 +270,8 @@ def test_close_ends_everything_and_frees_the_weights(texts: list[str]) -> None:
 # ---- errors
 
 
-class Nothing:
-    """A mask that allows no token after some."""
+class AllowsNothing:
+    """A mask that allows no token after the first few."""
 
     def __init__(self, after: int) -> None:
         self.after = after
@@ -279,15 +282,15 @@ class Nothing:
 
 @pytest.mark.parametrize("after", [0, 1, 7])
 @pytest.mark.parametrize("own_thread", [False, True])
-def test_a_mask_that_allows_nothing_ends_its_request_alone(
+def test_a_mask_that_allows_nothing_ends_only_its_request(
     after: int, own_thread: bool, texts: list[str]
 ) -> None:
     with engine(3) as on:
         if own_thread:
             on.start()
         good = [on.submit(p, OPTIONS) for p in PROMPTS[:2]]
-        bad = on.submit(PROMPTS[2], Options(24, mask=Nothing(after)))
-        with pytest.raises(InputError, match=r"mask Nothing after \d+ output tokens"):
+        bad = on.submit(PROMPTS[2], Options(24, mask=AllowsNothing(after)))
+        with pytest.raises(InputError, match=r"mask AllowsNothing after \d+ output tokens"):
             list(bad)
         for request in good:
             list(request)
@@ -296,7 +299,7 @@ def test_a_mask_that_allows_nothing_ends_its_request_alone(
 
 
 @pytest.mark.parametrize("when", ["first token", "later"])
-def test_logits_that_are_not_finite_end_their_request_alone(
+def test_non_finite_logits_end_only_their_request(
     when: str, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on = engine(3)
@@ -340,7 +343,7 @@ def test_text_instead_of_ids_is_refused() -> None:
         memory_engine.engine().submit("def area(r):")  # type: ignore[arg-type]
 
 
-def test_a_step_that_fails_ends_all_and_the_engine_goes_on(
+def test_a_failing_step_ends_all_requests_and_the_engine_continues(
     texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on = engine(2)
@@ -363,7 +366,7 @@ def test_a_step_that_fails_ends_all_and_the_engine_goes_on(
     assert again.text == texts[1]
 
 
-def test_a_prompt_that_memory_is_too_small_for_ends_alone(
+def test_out_of_memory_in_a_prompt_ends_only_its_request(
     texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on = engine(3)
@@ -389,7 +392,8 @@ def test_a_prompt_that_memory_is_too_small_for_ends_alone(
 
 
 def test_requests_are_admitted_in_order_of_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a later one would fit earlier, and a preempted one keeps its turn."""
+    """A later request does not overtake even if it would fit earlier; a preempted one keeps its
+    place."""
     rng = random.Random(2)
     on = memory_engine.engine(parallel=4, n_ctx=512)
     begun: list[int] = []

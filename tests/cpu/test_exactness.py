@@ -1,4 +1,4 @@
-"""Losslessness by construction: bits do not depend on what is computed beside a row."""
+"""Losslessness by construction: the bits of a row do not depend on the other rows of its batch."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from g4spec.runtime.pending_rows import flush
 from g4spec.runtime.request import Options, Request
 from tests.support import memory_engine
 from tests.support import memory_models as mm
-from tests.support.bench_engine import Liar
+from tests.support.bench_engine import ConstantDraft
 from tests.support.memory_engine import DRAFTS
-from tests.support.one_sequence import One
+from tests.support.one_sequence import SequenceTarget
 
 PROMPT = [2, *((i * 37) % 150 + 5 for i in range(3 * mm.WINDOW + 1))]
 
 
 @pytest.mark.parametrize("k,n", [(48, 96), (96, 48), (250, 77), (256, 1024), (1024, 256)])
-def test_linear_row_is_the_same_at_every_count_and_place(k: int, n: int) -> None:
+def test_linear_row_is_independent_of_row_count_and_place(k: int, n: int) -> None:
     ops, g = Ops(), torch.Generator().manual_seed(k)
     w, rows = torch.randn(n, k, generator=g), torch.randn(TILE, k, generator=g)
     want = ops.linear(rows, w)
@@ -57,7 +57,7 @@ def test_activations_and_norms_do_not_depend_on_place(width: int) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 24])
-def test_attention_row_is_the_same_at_every_count_place_and_length(window: int | None) -> None:
+def test_attention_row_is_independent_of_row_count_place_and_length(window: int | None) -> None:
     ops, g = Ops(), torch.Generator().manual_seed(0)
     total = 3 * BLOCK + 7
     space = Space(2, 512, 8)
@@ -81,7 +81,7 @@ def test_attention_row_is_the_same_at_every_count_place_and_length(window: int |
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_prefill_chunks_do_not_change_a_bit(chunk: int) -> None:
-    whole, parts = One(mm.target(chunk=512)), One(mm.target(chunk=chunk))
+    whole, parts = SequenceTarget(mm.target(chunk=512)), SequenceTarget(mm.target(chunk=chunk))
     whole.target.taps = parts.target.taps = (0, 3, 6)
     a = list(whole.prefill(PROMPT))
     b = list(parts.prefill(PROMPT))
@@ -91,7 +91,7 @@ def test_prefill_chunks_do_not_change_a_bit(chunk: int) -> None:
 
 @pytest.mark.parametrize("rows", range(1, TILE + 1))
 def test_step_logits_equal_plain_decoding_at_every_row(rows: int) -> None:
-    plain, wide = One(mm.target()), One(mm.target())
+    plain, wide = SequenceTarget(mm.target()), SequenceTarget(mm.target())
     for t in (plain, wide):
         list(t.prefill(PROMPT))
     ids = [(7 * i) % 150 + 5 for i in range(rows)]
@@ -99,8 +99,9 @@ def test_step_logits_equal_plain_decoding_at_every_row(rows: int) -> None:
     assert torch.equal(wide.step(ids, len(PROMPT)).logits, torch.stack(one))
 
 
-class Wrong(Liar):
-    """A draft that is wrong on purpose, or random, or a copy of the target."""
+class GuessingDraft(ConstantDraft):
+    """A draft that proposes `guess(position)`: wrong on purpose, random, or the target's own
+    text."""
 
     def __init__(self, name: str, guess: Callable[[int], int]) -> None:
         self.name, self.guess = name, guess
@@ -113,12 +114,12 @@ class Wrong(Liar):
 def generate(
     engine: Engine, sampler: Sampler, count: int, n: int = 60, prompt: Seq[int] = PROMPT
 ) -> Request:
-    """A text of `n` tokens, `count` drafted in every cycle."""
+    """Generate `n` tokens with `count` drafted in every cycle."""
     return engine.submit(prompt, Options(n, sampler, count, ignore_eos=True))
 
 
 def decode(engine: Engine, sampler: Sampler, count: int, n: int = 60) -> list[tuple[int, float]]:
-    """Tokens of a text and their logits."""
+    """Return the tokens of a text and their logits."""
     cycles = list(generate(engine, sampler, count, n))
     text = [pair for c in cycles for pair in zip(c.tokens, c.logits, strict=True)]
     assert len(text) == n
@@ -141,15 +142,15 @@ SAMPLERS = [
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
 @pytest.mark.parametrize("name", DRAFTS)
 def test_text_with_a_draft_equals_text_without(name: str, sampler: Sampler) -> None:
-    # Greedy texts reach the second page of the pool, the others go once around each ring.
+    # Greedy texts reach the second page of the pool; the others overwrite each ring once.
     counts, n = ((1, 2, 5, 15), 60) if sampler == Sampler() else ((2, 15), mm.WINDOW + 8)
     for count in counts:
         engine = memory_engine.engine(DRAFTS[name])
         assert decode(engine, sampler, count, n) == undrafted(sampler, n), count
 
 
-class Seldom:
-    """Plans a draft after every 20 plain steps, as `auto` does with a draft that did not help."""
+class DraftsRarely:
+    """Drafts once after every 20 plain steps, as `auto` does with a draft that did not help."""
 
     wants_costs = False
 
@@ -175,7 +176,7 @@ def test_a_draft_brought_up_to_date_late_proposes_the_same(
 ) -> None:
     def proposals() -> list[list[int]]:
         engine = memory_engine.engine(DRAFTS[name])
-        engine.scheduler.length = Seldom(engine.lengths)  # type: ignore[assignment]
+        engine.scheduler.length = DraftsRarely(engine.lengths)  # type: ignore[assignment]
         return [c.drafted for c in generate(engine, Sampler(), 5, 80) if c.drafted]
 
     late, start, flushed = proposals(), EagerRunner.start, []
@@ -195,9 +196,9 @@ def test_a_draft_brought_up_to_date_late_proposes_the_same(
 def test_adversarial_drafts_change_nothing() -> None:
     want = undrafted(Sampler(), 60)
     at = dict(enumerate([*PROMPT, *(token for token, _ in want)]))
-    copy = Wrong("copy", lambda p: at.get(p, 0))
-    never = Wrong("never", lambda p: (at.get(p, 0) + 1) % mm.V)
-    noise = Wrong("random", lambda p: (p * 7919) % mm.V)
+    copy = GuessingDraft("copy", lambda p: at.get(p, 0))
+    never = GuessingDraft("never", lambda p: (at.get(p, 0) + 1) % mm.V)
+    noise = GuessingDraft("random", lambda p: (p * 7919) % mm.V)
     for draft in (copy, never, noise):
         for count in (1, 4, 15):
             engine = memory_engine.engine(lambda target, d=draft: d)  # type: ignore[misc]
@@ -207,11 +208,12 @@ def test_adversarial_drafts_change_nothing() -> None:
 def test_cache_after_rollback_equals_cache_never_drafted() -> None:
     want = [token for token, _ in undrafted(Sampler(), 60)]
     at = dict(enumerate([*PROMPT, *want]))
-    half = Wrong("half", lambda p: at.get(p, 0) if p % 5 else (at.get(p, 0) + 1) % mm.V)
+    half = GuessingDraft("half", lambda p: at.get(p, 0) if p % 5 else (at.get(p, 0) + 1) % mm.V)
     plain, drafted = memory_engine.engine(), memory_engine.engine(lambda target: half)
 
     def walk(engine: Engine, count: int) -> tuple[Iterator[Cycle], int]:
-        """A text that is still live after 50 tokens, and how many of its tokens were read."""
+        """Run 50 tokens of a text without ending it, and return how many of its tokens were
+        read."""
         request = generate(engine, Sampler(), count)
         cycles = iter(request)
         while len(request.ids) < 50:

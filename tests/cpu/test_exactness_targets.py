@@ -1,4 +1,5 @@
-"""Losslessness of the targets that are not dense: see `test_exactness.py`."""
+"""Losslessness of targets with experts, shared keys and values or per-layer embeddings; see
+`test_exactness.py`."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from tests.cpu.test_exactness import PROMPT, decode
 from tests.support import memory_engine
 from tests.support import memory_models as mm
 from tests.support.memory_engine import DRAFTS, Make
-from tests.support.one_sequence import One, make_target
+from tests.support.one_sequence import SequenceTarget, make_target
 
 
 def experts(s: LayerSpec) -> LayerSpec:
@@ -46,9 +47,9 @@ def config(name: str) -> gemma4.Config:
     return replace(base, layers=CONFIGS[name](base.layers))
 
 
-def target(name: str, chunk: int = 64) -> One:
+def target(name: str, chunk: int = 64) -> SequenceTarget:
     made = config(name)
-    return One(make_target(made, mm.weights(gemma4.tensors(made), 0, 0.3), chunk=chunk))
+    return SequenceTarget(make_target(made, mm.weights(gemma4.tensors(made), 0, 0.3), chunk=chunk))
 
 
 def engine(name: str, make: Make | None = None, suppress: tuple[int, ...] = ()) -> Engine:
@@ -88,7 +89,7 @@ def test_text_with_a_draft_equals_text_without(name: str, draft: str) -> None:
             assert decode(on, sampler, count, n=40) == want, count
 
 
-def test_gate_and_up_in_two_tensors_or_in_one() -> None:
+def test_gate_and_up_separate_or_fused() -> None:
     split, fused = target("experts, split"), target("experts")
     weights: dict[str, torch.Tensor] = dict(fused.model.w)
     for s in split.config.layers:

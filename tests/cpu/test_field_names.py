@@ -1,4 +1,5 @@
-"""Errors name parameters of the library, options in the command line, fields in HTTP responses."""
+"""Errors name parameters in the library, options on the command line, and fields in HTTP
+responses."""
 
 from __future__ import annotations
 

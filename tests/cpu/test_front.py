@@ -1,4 +1,4 @@
-"""First use: flags of llama.cpp, help, threads, a machine without torch."""
+"""First use: llama.cpp's flags, help, threads, and a machine without torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHORT = ("-p", "hello world", "-n", 4, "-c", 64, "--device", "cpu")
 
 
 def process(*argv: object, without: str = "", **env: str) -> subprocess.CompletedProcess[str]:
-    """Run `g4spec` in a process where the package `without` is missing."""
+    """Run `g4spec` in a process in which the package `without` cannot be imported."""
     hide = f"import sys; sys.modules[{without!r}] = None\n" if without else ""
     code = f"{hide}from g4spec.__main__ import main\nmain()"
     return subprocess.run(

@@ -1,4 +1,4 @@
-"""Type numbers from 41 on: told apart by the room that tensors take, refused by name."""
+"""Type numbers from 41 on: forks are recognised by the size of the tensors, and refused by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDTH = 256
 
 
 def write(path: Path, types: list[tuple[int, int, int]], tail: int = 0) -> Path:
-    """A file of 64 x 256 tensors of (number, values in a block, bytes of a block)."""
+    """Write a file of 64 x 256 tensors of (type number, values per block, bytes per block)."""
     entries, at = [], 0
     for i, (number, block, size) in enumerate(types):
         entries.append(tensor(b"t%d" % i, (WIDTH, 64), number, at))

@@ -1,4 +1,4 @@
-"""Split models open as one, whoever wrote the parts; what does not fit together is named."""
+"""Split models of any writer open as one; parts that do not belong together are named."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def split(whole: Path, tmp_path: Path) -> list[Path]:
-    """The parts of the same target."""
+    """Write the parts of one target."""
     result = quantize(whole, tmp_path / "t.gguf", "q8_0", split_max_size=LIMIT)
     paths = sorted(tmp_path.glob("*.gguf"))
     assert result.out == paths[0] and result.nbytes == sum(p.stat().st_size for p in paths)
@@ -40,7 +40,7 @@ def split(whole: Path, tmp_path: Path) -> list[Path]:
 
 
 def rekeyed(path: Path, **changed: Value | None) -> None:
-    """Write a part again with other values of `split.*`, None to drop one."""
+    """Rewrite a part with other values of `split.*`; None drops one."""
     with GGUF(path, join_parts=False) as g:
         kv = {k: g.value(k) for k in g}
         data = [TensorData(n, t.shape, t.type, [g.raw(n).tobytes()]) for n, t in g.tensors.items()]
@@ -62,7 +62,7 @@ def test_parts_hold_what_the_file_holds(whole: Path, split: list[Path]) -> None:
         assert all(np.array_equal(one.raw(n), many.raw(n)) for n in one.tensors)
         assert len(many.parts) == len(split)
     assert validate(split[0]).ok
-    for path in split:  # each is a file of its own to others
+    for path in split:  # other readers open each part on its own
         assert oracle.GGUFReader(path).fields["split.count"].parts[-1][0] == len(split)
 
 
@@ -165,7 +165,7 @@ def test_parts_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"tensor t0 does not fit into a part of 1,100 bytes"):
         write_split(tmp_path / "a.gguf", {}, tensors(), 1100)
     assert not list(tmp_path.iterdir())
-    # Metadata that leave no room are a part without tensors.
+    # If the metadata fill a part, that part has no tensors.
     paths, size = write_split(tmp_path / "a.gguf", kv, tensors(), 1500)
     assert len(paths) == 5 and size == sum(p.stat().st_size for p in paths)
     with GGUF(paths[0]) as g:

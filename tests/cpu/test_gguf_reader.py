@@ -1,4 +1,5 @@
-"""The reader takes what upstream takes, refuses the rest in words, and never trusts a count."""
+"""The reader accepts what upstream accepts, refuses the rest with a clear error, and trusts no
+count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A written file is complete or not there."""
+"""A written file is complete, or does not exist."""
 
 from __future__ import annotations
 

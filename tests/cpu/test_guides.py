@@ -1,4 +1,5 @@
-"""The guides and the notebook run as they stand; every page is in the site's navigation."""
+"""The commands of the guides and the notebook run as written, and every page is in the
+navigation."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from g4spec import cli, convert
 ROOT = Path(__file__).resolve().parents[2]
 FAMILY = ROOT / "examples" / "tiny"
 GUIDES = [p for p in sorted((ROOT / "docs" / "guides").glob("*.md")) if p.stem != "many-texts"]
-"""All but the one of test_readme.py."""
+"""All guides except the one that test_readme.py runs."""
 ELSEWHERE = {
     "bench --synthetic 31b": "wants a GPU",
     "serve": "test_readme.py starts one",
@@ -23,12 +24,12 @@ ELSEWHERE = {
     "--probe": "test_probe.py; minutes",
     "bench -m": "test_readme.py runs one",
 }
-"""Commands of guides that are not run here, by what they hold."""
+"""Commands of guides that are not run here, recognised by a part of them."""
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A clone as the guides find it after `make demo`, as far as they use it."""
+    """Create a folder with the files of a clone after `make demo` that the guides use."""
     folder = tmp_path_factory.mktemp("guides")
     (folder / "demo").mkdir()
     (folder / "examples").mkdir()
@@ -46,7 +47,7 @@ def _there(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lines(page: Path) -> list[str]:
-    """The `g4spec ...` lines of a page's code blocks, without `g4spec`."""
+    """Return the `g4spec ...` lines of a page's code blocks, without `g4spec`."""
     found = re.findall(r"^    g4spec (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return [line for line in found if not any(part in line for part in ELSEWHERE)]
 
@@ -62,8 +63,8 @@ def test_commands(page: Path, line: str, capsys: pytest.CaptureFixture[str]) -> 
     assert cli.run(words) == 0, capsys.readouterr().err
 
 
-def test_what_the_pages_show(capsys: pytest.CaptureFixture[str]) -> None:
-    """Output that a page prints is that of the command above it."""
+def test_output_shown_on_pages(capsys: pytest.CaptureFixture[str]) -> None:
+    """Output printed on a page equals the output of the command above it."""
     text = (ROOT / "docs" / "guides" / "my-gpu.md").read_text(encoding="utf-8")
     (line,), (shown,) = (
         re.findall(r"^    g4spec (.*)\n\n```text", text, re.M),
@@ -88,7 +89,7 @@ def test_notebook_is_the_page() -> None:
 
 
 def test_notebook_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its cells, one after the other, as a kernel would; and its output is what is kept in it."""
+    """The cells run in order, and their output equals the saved output."""
     names: dict[str, Any] = {}
     for cell in cells():
         exec(compile(cell, "python.ipynb", "exec"), names)
@@ -117,8 +118,8 @@ def test_the_log_has_an_index() -> None:
     [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")],
     ids=lambda p: str(p.relative_to(ROOT)),
 )
-def test_links_lead_somewhere(page: Path) -> None:
-    """Files and anchors of the repository."""
+def test_links_have_targets(page: Path) -> None:
+    """Links to files and anchors of the repository."""
     text = re.sub(r"```.*?```|^    .*$", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
     for address, anchor in re.findall(r"\]\((?![a-z]+:)([^)#\s]*)#?([^)\s]*)\)", text):
         to = (page.parent / address).resolve() if address else page
@@ -130,7 +131,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_every_result_is_cited() -> None:
-    """A result that no page, script or test names is not kept."""
+    """Every result file is named by a page, script or test."""
     cited = "".join(
         path.read_text(encoding="utf-8")
         for folder in ("benchmarks", "docs", "tests", "g4spec")

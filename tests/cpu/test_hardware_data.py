@@ -1,4 +1,4 @@
-"""The facts behind doctor and recipe: schema, sources, completeness."""
+"""The facts of doctor and recipe: schema, sources, completeness."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def test_dates_are_not_in_the_future(known: Facts) -> None:
     assert [r.id for r in known if not "2026-01" <= r.date <= "2026-11-30"] == []
 
 
-def test_plain_words(known: Facts) -> None:
-    """Shorthand of the notes must not reach a reader."""
+def test_no_shorthand_in_texts(known: Facts) -> None:
+    """Shorthand of the research notes must not appear in the data."""
     bad = re.compile(r"\bC3090\b|\bhd\d|§|\bmnbt\b|\[W\d\d\]|\bEV\b|\*\*")
     for row in known:
         for name in ("says", "fix", "title", "cause", "reason", "item", "value", "now", "sure"):
@@ -229,8 +229,8 @@ def test_every_kind_of_row_is_used(known: Facts) -> None:
     assert all(issubclass(c, Fact) for c in loader.KINDS.values())
 
 
-def test_what_opens_is_what_the_code_opens() -> None:
-    """The page comes from the code; types with kernels are those that weights are packed for."""
+def test_the_page_of_supported_files_matches_the_code() -> None:
+    """The page is generated from the code; types with kernels are those that packing supports."""
     from g4spec.advisor import opens
     from g4spec.runtime.cuda.weights import held_size, packing
 
@@ -240,7 +240,7 @@ def test_what_opens_is_what_the_code_opens() -> None:
     assert {row[0].lower() for row in opens.types()} == set(quant.readable())
 
 
-def test_what_is_said_of_g4spec_is_what_it_takes(known: Facts) -> None:
+def test_facts_about_g4spec_match_the_code(known: Facts) -> None:
     from g4spec.advisor import engines, runtime_support
 
     row, said = engines.engine_fact(known, "g4spec"), known.get(rows.EngineFact, "engine-g4spec")

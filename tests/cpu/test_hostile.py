@@ -1,4 +1,4 @@
-"""Whatever is in a file, and whatever happens: a clear error, and nothing half-written."""
+"""Any file content and any interruption give a clear error and leave no half-written file."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def test_every_surface_is_tested(surfaces: dict[str, fuzzing.Surface]) -> None:
     assert list(surfaces) == NAMES
 
 
-def test_the_fuzzer_sees_failures(surfaces: dict[str, fuzzing.Surface]) -> None:
-    """A reader that breaks, hangs or grows is told."""
+def test_the_fuzzer_detects_failures(surfaces: dict[str, fuzzing.Surface]) -> None:
+    """A reader that crashes, hangs or grows without bound is reported."""
 
     def check(data: bytes) -> None:
         if data == b"hang":
@@ -144,8 +144,8 @@ def test_any_bytes_as_json_gguf_and_safetensors(raw: bytes, tmp_path: Path) -> N
             read()
 
 
-def test_many_small_things_take_no_quadratic_time(tmp_path: Path) -> None:
-    """A file under 1 MB whose entries are as many as it can hold."""
+def test_many_entries_do_not_take_quadratic_time(tmp_path: Path) -> None:
+    """Files under 1 MB with as many entries as they can contain."""
     start, path = time.process_time(), tmp_path / "a.gguf"
     keys = ",".join(f'"{i}":1' for i in range(90000))
     with pytest.raises(InputError, match="duplicate key"):
@@ -246,7 +246,7 @@ RUN = "import sys; from g4spec.cli import main; sys.argv[0] = 'g4spec'; main()"
 
 
 class Failing:
-    """A file whose disk fills up after some bytes, or that says no at once."""
+    """A file on a disk that becomes full after some bytes, or fails at once."""
 
     def __init__(self, file: Any, room: int, error: int) -> None:
         self.file, self.room, self.error = file, room, error
@@ -277,7 +277,7 @@ def failing(room: int, error: int) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("room", [0, 100, 5000, 100000])
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS])
-def test_a_disk_that_fails_loses_nothing(
+def test_a_failing_disk_keeps_the_old_file(
     room: int, error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out" / "o.gguf"
@@ -320,7 +320,8 @@ def started(folder: Path, out: Path) -> subprocess.Popen[bytes]:
 
 
 def test_killed_at_any_moment(tmp_path: Path) -> None:
-    """The output is the older file or the new one, whole; the next run works and tidies up."""
+    """The output is the old file or the new one, complete; the next run works and removes
+    leftovers."""
     target, out = tiny.target(tmp_path / "t", layers=24, hidden=256, inter=768), tmp_path / "o.gguf"
     convert(target, tmp_path / "want.gguf")
     want, rng = (tmp_path / "want.gguf").stat().st_size, random.Random(0)
@@ -346,9 +347,9 @@ def test_two_runs_to_one_output(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.tmp")) and not list(tmp_path.glob(".*.tmp"))
 
 
-def test_validate_takes_no_quadratic_time(tmp_path: Path) -> None:
-    """874 KB with 25,000 tensors took 107 s: findings were sorted at every new one, and keys
-    searched for every tensor."""
+def test_validate_does_not_take_quadratic_time(tmp_path: Path) -> None:
+    """874 KB with 25,000 tensors took 107 s, because findings were sorted at every new one and all
+    keys were searched for every tensor."""
     file = fixtures.zlab()
     tensors = [TensorData(n, t.shape, t.type, [t.data]) for n, t in file.tensors.items()]
     more = [TensorData(f"x{i}", (1,), 0, [bytes(4)]) for i in range(25000)]

@@ -1,4 +1,4 @@
-"""A target or draft whose tensors or ids cannot be used is refused at load, whatever its kind."""
+"""Targets and drafts of every kind with unusable tensors or ids are refused at load."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """GGUFs of targets, and one of every kind of draft for the dense one."""
+    """GGUF files of targets, and one draft of every kind for the dense target."""
     home = tmp_path_factory.mktemp("home")
     for name, shape in TARGETS.items():
         made = tiny.target(home / name, layers=6, period=2, **shape)
@@ -74,7 +74,7 @@ def test_every_tensor_of_a_draft(
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark", "eagle3", "dflash2"])
-def test_no_cache_for_heads_that_no_tensor_has(
+def test_head_counts_are_checked_before_the_cache_is_allocated(
     home: Path, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """A file of 68 KB claimed heads of 32,768 values, and its cache took 768 MB."""
@@ -155,7 +155,7 @@ def test_suppressed_and_stop_ids_that_do_not_exist(
         Engine.load(broken, n_ctx=64)
 
 
-def test_an_architecture_that_is_no_text(home: Path, tmp_path: Path) -> None:
+def test_an_architecture_that_is_not_a_string(home: Path, tmp_path: Path) -> None:
     broken = changed(
         home / "target.gguf",
         tmp_path / "broken.gguf",

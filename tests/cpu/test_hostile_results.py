@@ -1,5 +1,5 @@
-"""Results, caches and signals of the attack report that no other file covers: L2, L5, L8, L9, L11,
-and the lock file of L10."""
+"""Hostile result files, caches and signals that no other test covers (L2, L5, L8, L9, L11 of the
+attack report), and the lock file (L10)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_result_with_odd_fields_is_refused(name: str, tmp_path: Path) -> None:
         assert cli.run(["bench", "compare", *map(str, pair)]) == 3
 
 
-def test_a_result_that_is_no_file_or_nested(tmp_path: Path) -> None:
+def test_a_result_that_is_not_a_file_or_deeply_nested(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "deep").write_text("[" * 100_000)
     for name in (tmp_path / "pipe", Path("/dev/zero"), tmp_path / "deep"):
@@ -66,14 +66,14 @@ def test_a_result_that_is_no_file_or_nested(tmp_path: Path) -> None:
             bench_compare.read_result(name)
 
 
-def test_questions_that_are_nested(tmp_path: Path) -> None:
+def test_deeply_nested_questions(tmp_path: Path) -> None:
     (tmp_path / "q.jsonl").write_text("[" * 100_000)
     with pytest.raises(InputError, match="line 1"):
         prompts.mt_bench(tmp_path / "q.jsonl")
 
 
-def test_long_prompts_have_an_end() -> None:
-    """A tokenizer that makes no tokens, or a length that no context has, took for ever."""
+def test_long_prompts_end() -> None:
+    """A tokenizer that returns no tokens, or a length beyond any context, looped forever."""
 
     class Silent:
         def encode(self, text: str, bos: bool = True) -> list[int]:
@@ -91,22 +91,24 @@ def test_long_prompts_have_an_end() -> None:
             prompts.long_prompt_tokens(asked, 512, 64, 1024)
 
 
-def test_machines_that_nobody_has() -> None:
-    """A recipe for 2^31 nodes filled the memory; int() of 5000 digits is a ValueError."""
+def test_impossible_machines_are_refused() -> None:
+    """A recipe for 2^31 nodes filled the memory; int() of 5000 digits raises ValueError."""
     for more in (["--nodes", "2147483648"], ["--assume", "9" * 5000 + "x h200"]):
         assert cli.run(["recipe", "vllm", "-m", "31b", "--assume", "h200", *more]) == 2
 
 
-def test_a_configuration_that_is_no_file(tmp_path: Path) -> None:
+def test_a_configuration_that_is_not_a_regular_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
     for command in (["doctor"], ["recipe", "vllm"]):
         assert cli.run([*command, "-m", str(tmp_path), "--assume", "h200"]) == 3
 
 
-# ---- what a shared result says (L11)
+# ---- contents of a shared result (L11)
 
 
-def test_a_command_names_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_commands_contain_no_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     home = tmp_path / "home" / "somebody"
     home.mkdir(parents=True)
     (home / "t.gguf").touch()
@@ -171,19 +173,19 @@ def test_the_folder_of_kernels_is_private(kernels: Path) -> None:
     entry = kernels / "sm_80" / "key.cubin"
     modes = [stat.S_IMODE(p.stat().st_mode) for p in (kernels, kernels / "sm_80", entry)]
     assert modes == [0o700, 0o700, 0o600]
-    kernels.chmod(0o755)  # an older version made it so
+    kernels.chmod(0o755)  # as created by an older version
     assert disk_cache.load("key", "sm_80") == CUBIN
     disk_cache.store("key", CUBIN)
     assert stat.S_IMODE(kernels.stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize("place", ["", "sm_80", "sm_80/key.cubin"])
-def test_what_others_may_write_is_not_loaded(place: str, kernels: Path) -> None:
+def test_kernels_writable_by_others_are_not_loaded(place: str, kernels: Path) -> None:
     (kernels / place).chmod(0o777)
     assert disk_cache.load("key", "sm_80") is None
 
 
-def test_what_belongs_to_another_user_is_not_used(
+def test_a_cache_of_another_user_is_not_used(
     kernels: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.getuid", lambda: 54321)
@@ -218,8 +220,8 @@ def test_an_entry_with_a_right_checksum_and_a_wrong_header(name: str, kernels: P
     assert disk_cache.load("key", "sm_80") is None
 
 
-def test_what_killed_runs_left_in_a_cache_is_cleared(kernels: Path, tmp_path: Path) -> None:
-    """An entry that is whole is not written again, and what stood beside it stayed for ever."""
+def test_temporary_files_of_killed_runs_are_removed(kernels: Path, tmp_path: Path) -> None:
+    """A complete entry is never rewritten, so temporary files in its folder remained forever."""
     left = kernels / "sm_80" / ".key.cubin.0123abcd.tmp"
     left.touch()
     assert disk_cache.load("key", "sm_80") == CUBIN and not left.exists()
@@ -253,7 +255,7 @@ cli.main()
 
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_ends_the_run_without_a_word(first: int, second: int) -> None:
+def test_a_second_signal_ends_the_run_silently(first: int, second: int) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", WAITING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as run:
@@ -291,8 +293,8 @@ cli.main()
 
 
 @pytest.mark.parametrize("how", ["twice", "in a destructor"])
-def test_signals_that_meet_are_quiet(how: str) -> None:
-    """Python tells of a signal that it lost, and of what a destructor raised."""
+def test_simultaneous_signals_are_silent(how: str) -> None:
+    """Python prints a message about a lost signal and about an exception in a destructor."""
     code = AT_ONCE.replace("HOW", repr(how))
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, check=False, timeout=60
@@ -314,7 +316,7 @@ main()
 
 
 @pytest.mark.parametrize("module", ["typer", "g4spec.cli.doctor", "tomllib"])
-def test_a_signal_during_imports_is_quiet(module: str) -> None:
+def test_a_signal_during_imports_is_silent(module: str) -> None:
     code = STARTING.replace("sys.argv[1]", repr(module))
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)
     assert done.returncode in (-signal.SIGINT, 130) and (done.stdout, done.stderr) == (b"", b"")
@@ -323,8 +325,8 @@ def test_a_signal_during_imports_is_quiet(module: str) -> None:
 # ---- panics in the server (M1)
 
 
-def test_a_panic_of_a_library_is_answered() -> None:
-    """It is a BaseException, and the client's connection just ended."""
+def test_a_panic_of_a_library_gets_a_response() -> None:
+    """A panic is a BaseException, and used to close the client's connection without a response."""
     import asyncio
     import logging
 
@@ -360,7 +362,7 @@ def test_a_panic_of_a_library_is_answered() -> None:
 
 
 def test_the_json_of_the_server_has_no_control_character() -> None:
-    """Events, answers and log lines held DEL and C1 as they were (H4)."""
+    """Events, responses and log lines contained DEL and C1 unescaped (H4)."""
     import logging
 
     from g4spec.server.json_response import JsonResponse
@@ -381,7 +383,7 @@ def test_the_json_of_the_server_has_no_control_character() -> None:
 # ---- the lock file (L10)
 
 
-def test_the_lock_file_names_what_was_tested_with_hashes() -> None:
+def test_the_lock_file_has_tested_versions_with_hashes() -> None:
     text = (ROOT / "requirements.lock").read_text()
     assert "://" not in re.sub(r"^#.*", "", text, flags=re.MULTILINE), "no index of anybody's"
     entries = [e for e in re.split(r"\n(?=\S)", re.sub(r"(?m)^#.*\n", "", text)) if e.strip()]
@@ -417,6 +419,8 @@ def test_the_lock_file_holds_every_requirement() -> None:
 
 
 @pytest.mark.parametrize("line", [("doctor", "-m"), ("doctor", "-m", "31b", "-md")])
-def test_the_home_of_nobody(line: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_without_a_home_folder(
+    line: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.run([*line, "~no-such-user/x.gguf"]) == 3
     assert "~no-such-user/x.gguf: no such file" in capsys.readouterr().err

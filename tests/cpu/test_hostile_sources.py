@@ -1,5 +1,5 @@
-"""Small files that claim to be large, files that are none, and sources that change while they are
-read."""
+"""Small files that claim large sizes, paths that are not regular files, and sources that change
+while they are read."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def draft(family: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("alignment", [1 << 17, 1 << 30, 1 << 31, 48, 0])
 def test_a_strange_alignment_is_refused(alignment: int, tmp_path: Path) -> None:
-    """96 bytes with 2^30 became a file of a gigabyte."""
+    """96 bytes with an alignment of 2^30 were converted to a file of a gigabyte."""
     key = b"general.alignment"
     head = struct.pack("<4sIqqQ", b"GGUF", 3, 0, 1, len(key)) + key
     path = tmp_path / "a.gguf"
@@ -73,8 +73,8 @@ def test_the_largest_alignment_opens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("distance", [0, 32])
-def test_tensors_do_not_lie_on_each_other(distance: int, tmp_path: Path) -> None:
-    """573 KB with 4,000 tensors at one offset became 1.8 GB in memory, 1.5 GB on disk."""
+def test_overlapping_tensors_are_refused(distance: int, tmp_path: Path) -> None:
+    """573 KB with 4,000 tensors at one offset took 1.8 GB of memory and 1.5 GB of disk."""
     file = fixtures.zlab()
     last = list(file.tensors.values())[-1]
     at = sum(len(t.data) + -len(t.data) % 32 for t in list(file.tensors.values())[:-1])
@@ -96,7 +96,7 @@ def test_tensors_do_not_lie_on_each_other(distance: int, tmp_path: Path) -> None
         "context_length",
     ],
 )
-def test_a_size_that_no_model_has_is_refused(key: str, tmp_path: Path) -> None:
+def test_impossible_sizes_are_refused(key: str, tmp_path: Path) -> None:
     """53 KB with an embedding_length of 2143012467 took 8.2 GB before any shape was checked."""
     file = fixtures.KINDS["eagle3"]()
     file.kv[f"eagle3.{key}"] = u32(2143012467)
@@ -107,7 +107,7 @@ def test_a_size_that_no_model_has_is_refused(key: str, tmp_path: Path) -> None:
         eagle3.parse_gguf(g.kv, g.shapes())
 
 
-def test_rope_freqs_are_not_made_for_a_size_that_is_claimed(family: Path, tmp_path: Path) -> None:
+def test_rope_freqs_are_not_allocated_for_a_claimed_size(family: Path, tmp_path: Path) -> None:
     """66 KB with a key_length of 2^31 took 4 GB."""
     parts = Parts.of(family / "asst.gguf")
     ASSISTANT["AtomicChat"](parts, family / "asst.gguf")
@@ -124,7 +124,7 @@ def test_rope_freqs_are_not_made_for_a_size_that_is_claimed(family: Path, tmp_pa
         tracemalloc.stop()
 
 
-# ---- what is no file
+# ---- paths that are not regular files
 
 
 def device(path: Path) -> None:
@@ -165,7 +165,7 @@ NOT_FILES: dict[str, Callable[[Path], None]] = {
     ],
 )
 @pytest.mark.parametrize("kind", NOT_FILES)
-def test_what_is_read_whole_is_a_small_file(
+def test_small_files_must_be_regular_files(
     name: str, kind: str, family: Path, draft: Path, tmp_path: Path
 ) -> None:
     target = family / "target"
@@ -183,14 +183,14 @@ def test_what_is_read_whole_is_a_small_file(
 
 @pytest.mark.parametrize("kind", ["device", "socket", "pipe"])
 @pytest.mark.parametrize("name", ["a.gguf", "a.safetensors"])
-def test_weights_are_a_file(name: str, kind: str, tmp_path: Path) -> None:
+def test_weights_must_be_a_regular_file(name: str, kind: str, tmp_path: Path) -> None:
     NOT_FILES[kind](tmp_path / name)
     (tmp_path / "config.json").write_text("{}")
     assert cli.run(["inspect", str(tmp_path / name)]) == 3
     assert cli.run(["inspect", str(tmp_path)]) == 3
 
 
-def test_a_prompt_has_an_end(
+def test_an_endless_prompt_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(regular_files, "MAX_READ_BYTES", 1000)
@@ -224,7 +224,7 @@ def test_a_target_without_merges_is_refused(family: Path, draft: Path, tmp_path:
     ],
 )
 def test_a_link_out_of_a_checkpoint_is_refused(name: str, family: Path, tmp_path: Path) -> None:
-    """`chat_template.jinja -> ~/.ssh/id_rsa` became part of a file that is published."""
+    """`chat_template.jinja -> ~/.ssh/id_rsa` would be copied into a file that is published."""
     target = Path(shutil.copytree(family / "target", tmp_path / "target"))
     secret = tmp_path / "secret"
     if (target / name).exists():
@@ -252,7 +252,7 @@ def test_links_into_the_blobs_of_a_hub_cache_are_followed(family: Path, tmp_path
     convert(target, tmp_path / "o.gguf")
 
 
-def test_a_gguf_in_a_folder_lies_there(family: Path, tmp_path: Path) -> None:
+def test_a_linked_gguf_in_a_folder_is_refused(family: Path, tmp_path: Path) -> None:
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "a.gguf").symlink_to(family / "asst.gguf")
     with pytest.raises(InputError, match="leads out"):
@@ -301,7 +301,8 @@ except InputError as e:
     ],
 )
 def test_a_source_that_changes_is_noticed(how: str, kind: str, type: str, tmp_path: Path) -> None:
-    """A truncated one killed the process (SIGBUS); any other gave a file made of both."""
+    """A truncated source killed the process (SIGBUS); other changes gave a file mixed from both
+    versions."""
     source = tiny.target(tmp_path / "t", layers=6, hidden=256, inter=512)
     change = source / "model.safetensors"
     if kind == "gguf":
@@ -351,7 +352,7 @@ cli.main()
     ],
 )
 def test_a_file_that_is_cut_while_it_is_mapped(command: list[str], tmp_path: Path) -> None:
-    """It killed `generate` and `validate` (SIGBUS), without a word."""
+    """Truncation killed `generate` and `validate` (SIGBUS) without a message."""
     source = tiny.target(tmp_path / "t", layers=6, hidden=256, inter=512)
     path = tmp_path / "t.gguf"
     convert(source, path, type="bf16")
@@ -410,7 +411,7 @@ def test_a_damaged_entry_is_made_again(
 
 
 def test_an_edit_between_the_samples_is_seen(family: Path, draft: Path, tmp_path: Path) -> None:
-    """The digest reads samples: a repaired download was seen with a chance of 0.01 % a byte."""
+    """The digest reads samples: it would notice a repaired byte with a probability of 0.01 %."""
     first = entry(family, draft, tmp_path / "cache")
     for shard in draft.glob("*.safetensors"):
         before = shard.stat()

@@ -1,4 +1,4 @@
-"""Importance matrices: the file, what quantizing makes of it, which types mixes choose with one."""
+"""Importance matrices: the file format, weighted quantization, and the types that mixes choose."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXPERTS = {"hidden": 256, "inter": 256, "experts": 4, "expert_inter": 256}
 
 
 def of(path: Path) -> Imatrix:
-    """An imatrix for every matrix of a target, as if of a text."""
+    """Return an imatrix with random entries for every matrix of a target."""
     rng = np.random.default_rng(3)
     with GGUF(path) as g:
         found = {}
@@ -69,7 +69,7 @@ def test_weights_are_means_of_each_expert() -> None:
     assert got.tolist() == [[0.5, 1.5], [1, 1], [1, 1]]
     unseen = Imatrix({"w": Entry(np.float32([[0, 4]]), np.array([1]))}, 1, 512)
     weights = unseen.weights("w", (8, 2))
-    assert weights is not None and weights.min() > 0  # such an input may come all the same
+    assert weights is not None and weights.min() > 0  # such a column may still have inputs later
     with pytest.raises(InputError, match=r"w.in_sum2.*expected \[1, 3\].*found \[3, 2\]"):
         made.weights("w", (5, 3))
     with pytest.raises(InputError, match="expected"):
@@ -77,7 +77,7 @@ def test_weights_are_means_of_each_expert() -> None:
 
 
 @pytest.mark.parametrize("fault", ["text", "model", "negative", "nan", "counts", "f16", "chunks"])
-def test_what_is_no_imatrix_is_refused(fault: str, tmp_path: Path, source: Path) -> None:
+def test_other_files_are_refused_as_imatrix(fault: str, tmp_path: Path, source: Path) -> None:
     path = tmp_path / "x.gguf"
     sums = np.ones((1, 4), np.float32)
     if fault in ("negative", "nan"):
@@ -115,7 +115,7 @@ def weighted_error(x: Floats, got: Floats, weights: Floats) -> float:
 
 
 def importance(n: int) -> dict[str, Floats]:
-    """Weights of columns as activations make them, and worse."""
+    """Return column weights with the spread of real activations, and more extreme ones."""
     rng = np.random.default_rng(23)
     return {
         "even": np.exp(rng.standard_normal(n)).astype(np.float32),
@@ -126,7 +126,8 @@ def importance(n: int) -> dict[str, Floats]:
 
 @pytest.mark.parametrize("name", WEIGHTED)
 def test_weighted_errors_are_at_most_the_c_references(name: str) -> None:
-    """`imatrix-errors.json` holds those of `quantize_*` of llama.cpp, compiled for x86-64."""
+    """`imatrix-errors.json` contains the errors of llama.cpp's `quantize_*`, compiled for
+    x86-64."""
     known = json.loads((ROOT / "tests" / "data" / "imatrix-errors.json").read_text())[name]
     form = quant.get(name)
     for what, x in tensors(1 << 14).items():
@@ -134,14 +135,14 @@ def test_weighted_errors_are_at_most_the_c_references(name: str) -> None:
         for kind, w in importance(512).items():
             made = np.maximum(w / w.mean(), imatrix.MIN_WEIGHT)
             got = form.dequantize(form.quantize(rows, made))
-            # Of numbers that no matrix holds, 3 of 330 are larger, by up to 0.9 %.
+            # For values that no real matrix has, 3 of 330 errors are larger, by up to 0.9 %.
             allowed = 1.01 if what in ("uniform", "outliers") else 1
             assert weighted_error(rows, got, w) <= allowed * known[what][kind], (what, kind)
 
 
 def test_q2_k_is_as_good_by_ggmls_measure() -> None:
-    """The errors of `quantize_q2_K` weighted by weight * sqrt(mean of x^2 + x^2), which it
-    minimizes: less of them costs divergence, because large values are clipped."""
+    """Compares errors of `quantize_q2_K` weighted by weight * sqrt(mean of x^2 + x^2), which it
+    minimizes. Reducing them further increases divergence, because large values are clipped."""
     known = {
         ("normal", "even"): 0.198157,
         ("small", "even"): 0.196781,
@@ -160,7 +161,7 @@ def test_q2_k_is_as_good_by_ggmls_measure() -> None:
 
 
 @pytest.mark.parametrize("name", WEIGHTED)
-def test_weights_are_of_columns_whatever_the_batch(name: str) -> None:
+def test_column_weights_do_not_depend_on_the_batch(name: str) -> None:
     form = quant.get(name)
     rng = np.random.default_rng(4)
     x = rng.standard_normal((900, 512)).astype(np.float32)
@@ -191,7 +192,8 @@ def test_weights_of_any_size_give_finite_values(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["wide", "experts"])
 def test_mixes_choose_as_upstream_with_an_imatrix(kind: str, tmp_path: Path) -> None:
-    """`mixes-imatrix.json`: what `llama-quantize --imatrix` made of these, see `mixes.json`."""
+    """`mixes-imatrix.json` contains the types chosen by `llama-quantize --imatrix`; see
+    `mixes.json`."""
     sizes = {"wide": {"heads": 8, "kv": 2}, "experts": {"experts": 4, "expert_inter": 256}}
     observed = json.loads((ROOT / "tests" / "data" / "mixes-imatrix.json").read_text())
     path = tmp_path / "t.gguf"

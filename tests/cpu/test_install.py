@@ -1,4 +1,4 @@
-"""What is pinned for `make` exists for every Python that is supported."""
+"""Every pinned version of `make` is available for every supported Python version."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NEEDS_311 = {"cuda-bindings": "13.5.0", "transformers": "5.22.2", "speculators":
 
 
 def pins(python: str) -> dict[str, list[str]]:
-    """Names and versions that constraints.txt and the Makefile give on a Python."""
+    """Return names and versions from constraints.txt and the Makefile for a Python version."""
     lines = [x for x in (ROOT / "constraints.txt").read_text().splitlines() if x[:1] not in "#"]
     lines += re.findall(r'"(\S+==[^"]+)"', (ROOT / "Makefile").read_text())
     found: dict[str, list[str]] = {}
@@ -34,7 +34,7 @@ def pins(python: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])
-def test_one_version_that_there_is(python: str) -> None:
+def test_every_pin_exists(python: str) -> None:
     found = pins(python)
     assert {"torch", "transformers", "cuda-core", "cuda-bindings"} <= set(found)
     assert all(len(versions) == 1 for versions in found.values()), found
@@ -66,8 +66,8 @@ def test_only_running_a_model_brings_torch() -> None:
     assert "'.[serve]'" in (ROOT / "Makefile").read_text(), "with torch"
 
 
-def test_what_needs_the_package_is_left_out_before_3_11() -> None:
-    """Files that import it, and no others: a new one has to be named."""
+def test_files_that_need_transformers_are_skipped_before_3_11() -> None:
+    """Exactly the files that import it; a new file must be added to the list."""
     named = {"package.py", "test_dflash.py", "test_dflash2.py", "test_dspark.py", "test_eagle3.py"}
     folder = ROOT / "tests" / "oracle"
     imports = r"(?m)^(from|import) speculators|^from tests\.oracle import.*\bpackage\b"

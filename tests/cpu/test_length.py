@@ -1,8 +1,8 @@
-"""`auto` never costs more than 2 % against plain decoding, and gains where there is a gain.
+"""`auto` never costs more than 2 % over plain decoding, and gains where drafting is faster.
 
-Texts come one at a time here; `test_length_batch.py` has several at once.
+Here texts run one at a time; `test_length_batch.py` runs several at once.
 
-CycleCosts are simulated, or recorded from runs, so that the proof does not depend on a clock.
+Cycle costs are simulated, or recorded from runs, so that results do not depend on a clock.
 """
 
 from __future__ import annotations
@@ -15,19 +15,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from g4spec.runtime.draft_length import CREDIT
-from tests.support.acceptance import MACHINES, Bill, best_fixed, recordings, replay
+from tests.support.acceptance import MACHINES, OverheadTracker, best_fixed, recordings, replay
 from tests.support.one_text import Auto, CycleCosts, Fixed
 
-Adversary = Callable[[int, Bill], int]
-"""Accepted tokens of a cycle, given how many were drafted and what happened so far."""
+Adversary = Callable[[int, OverheadTracker], int]
+"""Returns the accepted tokens of a cycle, from the number drafted and the history."""
 
 
 def play(
     auto: Auto, costs: CycleCosts, adversary: Adversary, most: int, n: int, ahead: bool = False
-) -> Bill:
-    """Decode `n` tokens or a few more; the bound holds after every cycle and over every stretch.
-    `ahead`: by a runner that asks what comes next before it knows what a cycle has found."""
-    bill, certain = Bill(costs[0]), None
+) -> OverheadTracker:
+    """Decode at least `n` tokens and check the bound after every cycle and over every sequence of
+    cycles.
+
+    `ahead`: ask for the next length before the result of a cycle is known, as a GPU runner does.
+    """
+    bill, certain = OverheadTracker(costs[0]), None
     while bill.tokens < n:
         count = auto.next(most)
         assert certain in (None, count)
@@ -43,7 +46,7 @@ def play(
 def chance(accept: list[float], seed: int) -> Adversary:
     rng = random.Random(seed)
 
-    def held(count: int, bill: Bill) -> int:
+    def held(count: int, bill: OverheadTracker) -> int:
         return next((i for i in range(count) if rng.random() >= accept[i]), count)
 
     return held
@@ -58,13 +61,13 @@ def test_never_costs_more_than_the_margin(name: str, accept: float, ahead: bool)
         play(Auto(MACHINES[name]), costs, chance([accept] * 15, seed), 15, 600, ahead)
 
 
-def test_what_is_certain_before_a_cycle_has_ended() -> None:
+def test_the_next_length_is_certain_before_a_cycle_has_ended() -> None:
     auto = Auto({0: 1.0, 1: 1.3, 15: 1.5})
     while auto.again(auto.next(15), 15):  # plain steps, until a draft can be paid for
         auto.observe(0, 0, 1.0)
     auto.observe(0, 0, 1.0)
     count = auto.next(15)
-    assert count and not auto.again(count, 15)  # it could not be paid for twice
+    assert count and not auto.again(count, 15)  # the savings cover one draft, not two
     for _ in range(20):
         auto.observe(count, count, 1.5)
         count = auto.next(15)
@@ -78,7 +81,8 @@ def test_what_is_certain_before_a_cycle_has_ended() -> None:
 @pytest.mark.parametrize("good", [0, 1, 7, 30, 300])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_never_costs_more_when_the_draft_turns_bad(name: str, good: int, ahead: bool) -> None:
-    """All is accepted until the policy trusts the draft, then nothing ever again, or in turns."""
+    """Everything is accepted until the policy trusts the draft, then nothing for good, or both
+    alternate."""
     costs = CycleCosts(MACHINES[name])
     for again in (10**9, good + 150):
         bill = play(
@@ -113,7 +117,7 @@ def test_never_costs_more_whatever_is_accepted(
 def test_never_costs_more_in_recorded_texts(name: str, ahead: bool) -> None:
     recording = recordings()[name]
     for table in (recording.seconds, *MACHINES.values()):
-        auto, costs, bill = Auto(table), CycleCosts(table), Bill(table[0])
+        auto, costs, bill = Auto(table), CycleCosts(table), OverheadTracker(table[0])
         for text in [t for texts in recording.texts.values() for t in texts]:
             replay(auto, costs, text, recording.longest, bill, ahead)
             assert bill.over <= 1e-9
@@ -122,9 +126,14 @@ def test_never_costs_more_in_recorded_texts(name: str, ahead: bool) -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_never_costs_more_when_texts_end_inside_a_proposal(ahead: bool) -> None:
-    """Tokens behind a stop token are nothing won: plain decoding would not have chosen them."""
+    """Tokens after a stop token are not a gain: plain decoding would not have generated them."""
     table = MACHINES["31B on an H200, llama.cpp"]
-    auto, costs, bill, rng = Auto(table), CycleCosts(table), Bill(table[0]), random.Random(5)
+    auto, costs, bill, rng = (
+        Auto(table),
+        CycleCosts(table),
+        OverheadTracker(table[0]),
+        random.Random(5),
+    )
     for _ in range(600):
         count = auto.next(15)
         needed = 1 if count and rng.random() < 0.5 else count + 1
@@ -140,10 +149,11 @@ def test_never_costs_more_when_texts_end_inside_a_proposal(ahead: bool) -> None:
     "table", [{0: 1.0, 1: 1.5, 15: 6.0}, {0: 1.0, 1: 1.2, 15: 3.0}, {0: 1.0, 1: 1.3, 15: 2.2}]
 )
 def test_never_costs_more_over_short_texts(table: dict[int, float]) -> None:
-    """Each begins with the prompt's own token, which is no cycle, and ends inside a proposal."""
+    """Each text begins with the token of the prompt, which is no cycle, and ends inside a
+    proposal."""
     costs = CycleCosts(table)
     for seed in range(5):
-        auto, bill, rng = Auto(table), Bill(costs[0]), random.Random(seed)
+        auto, bill, rng = Auto(table), OverheadTracker(costs[0]), random.Random(seed)
         for _ in range(300):
             auto.begin()
             auto.cut(0)
@@ -157,9 +167,9 @@ def test_never_costs_more_over_short_texts(table: dict[int, float]) -> None:
 
 
 def test_never_costs_more_when_nothing_is_proposed() -> None:
-    """Drafts may propose fewer tokens than asked for, or none, and take their time all the same."""
+    """Drafts may propose fewer tokens than requested, or none, and still take the full time."""
     table = MACHINES["two cores, fixed 16-row steps"]
-    auto, costs, bill = Auto(table), CycleCosts(table), Bill(table[0])
+    auto, costs, bill = Auto(table), CycleCosts(table), OverheadTracker(table[0])
     drafted = 0
     for _ in range(600):
         asked = auto.next(15)
@@ -171,8 +181,8 @@ def test_never_costs_more_when_nothing_is_proposed() -> None:
     assert auto.step == costs[0]
 
 
-def test_plain_steps_that_vary_are_no_loss() -> None:
-    """What plain decoding takes is what its steps took, however busy the machine is."""
+def test_variation_of_plain_steps_is_not_a_loss() -> None:
+    """The cost of plain decoding is the measured time of its steps, however busy the machine is."""
     table = MACHINES["chain draft on two cores"]
     auto, rng, steps = Auto(table), random.Random(1), 0
     while auto.next(15) == 0:
@@ -217,13 +227,13 @@ def rate(costs: CycleCosts, accept: list[float], count: int) -> float:
 @pytest.mark.parametrize("name", ["dflash", "dflash-speculators", "assistant", "dflash-other"])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_comes_close_to_the_best_fixed_length_in_recorded_texts(name: str, ahead: bool) -> None:
-    """One engine for all texts, in two rounds: the best length of each category is another one."""
+    """One engine runs all texts in two rounds; each category has another best length."""
     recording = recordings()[name]
     for table in (recording.seconds, *MACHINES.values()):
         auto, costs, shares = Auto(table), CycleCosts(table), []
         for _ in range(2):
             for texts in recording.texts.values():
-                bill = Bill(table[0])
+                bill = OverheadTracker(table[0])
                 for text in texts:
                     replay(auto, costs, text, recording.longest, bill, ahead)
                 best = best_fixed(costs, texts, recording.longest)
@@ -246,7 +256,7 @@ def test_returns_to_a_draft_that_became_good() -> None:
     assert bill.tokens * table[0] / bill.seconds > 1.5
 
 
-def test_respects_the_room_that_is_left() -> None:
+def test_respects_the_maximum_draft_length() -> None:
     assert Fixed(8).next(3) == 3
     auto = Auto({0: 1.0, 1: 1.0, 15: 1.0})
     assert all(auto.next(most) <= most for most in range(16))
@@ -277,7 +287,7 @@ def test_a_busy_machine_does_not_end_drafting() -> None:
     auto, draft = Auto(table), chance([0.8] * 15, 3)
     while tokens < 3000:
         count = auto.next(15)
-        held = draft(count, Bill(table[0]))
+        held = draft(count, OverheadTracker(table[0]))
         auto.observe(count, held, CycleCosts(table)[count] * (6 if rng.random() < 0.02 else 1))
         spent, tokens = spent + CycleCosts(table)[count], tokens + held + 1
     assert tokens * table[0] / spent > 1.7

@@ -1,7 +1,8 @@
-"""`auto` for several texts at once: 2 % is the most that it costs any of them and the engine, and
-the budget is near the best there is.
+"""`auto` for several texts at once: it costs each text and the engine at most 2 %, and its draft
+budget is close to the best one.
 
-CycleCosts are simulated. The bill of each text is kept here, apart from the policy's own accounts.
+Cycle costs are simulated. The overhead of each text is tracked here, apart from the policy's own
+accounts.
 """
 
 from __future__ import annotations
@@ -26,14 +27,19 @@ from tests.support.memory_engine import DRAFTS
 
 Table = dict[tuple[int, int], float]
 Held = Callable[[int], int]
-"""Accepted tokens of a cycle that drafted so many."""
+"""Returns how many of the drafted tokens of a cycle are accepted."""
 
 
 def table(
     one: float = 1.15, longest: float = 1.6, growth: float = 0.05, step: float = 1.0
 ) -> Table:
-    """Return cycle costs of up to 8 requests. `one` and `longest`: cost of 1 and of 15 drafted
-    tokens each, over a plain step; `growth`: cost of each further request."""
+    """Return cycle costs of up to 8 requests.
+
+    Args:
+        one: cost of 1 drafted token each, relative to a plain step.
+        longest: cost of 15 drafted tokens each, relative to a plain step.
+        growth: cost of each further request.
+    """
     return {
         (n, count): step * (1 + growth * (n - 1)) * factor
         for n in (1, 2, 4, 8)
@@ -50,15 +56,15 @@ TABLES = {
 
 
 def chance(accept: float, seed: int) -> Held:
-    """Each drafted token holds with the same probability if those before it do."""
+    """Accept each drafted token with the same probability, up to the first rejection."""
     rng = random.Random(seed)
     return lambda count: next((i for i in range(count) if rng.random() >= accept), count)
 
 
 @dataclass
-class Bill:
-    """Seconds beyond 1.02 times what decoding would have taken without `auto`; `allowed`: how many
-    there may be, what was saved before."""
+class OverheadTracker:
+    """Seconds beyond 1.02 times the time without `auto`. `allowed`: limit on them, which is what
+    was saved before."""
 
     beyond: float = 0.0
     lowest: float = 0.0
@@ -69,34 +75,34 @@ class Bill:
         self.lowest = min(self.lowest, self.beyond)
 
     def check(self, surprise: float, base: float) -> None:
-        """The bound holds since the beginning, and over every stretch."""
+        """Check the bound since the beginning and over every sequence of cycles."""
         assert self.beyond <= self.allowed + surprise + 1e-9
         assert self.beyond - self.lowest <= CREDIT * base + surprise + 1e-9
 
 
 @dataclass(eq=False)
-class Text:
-    """A live text; `left`: tokens until its end."""
+class SimulatedText:
+    """A running text; `left`: tokens until its end."""
 
     state: PolicyState
     held: Held
     left: int
     drafted: int = 0
-    bill: Bill | None = None
+    bill: OverheadTracker | None = None
 
 
 @dataclass
 class Simulation:
-    """Runs cycles as an engine does, one ahead where `again` allows it, and checks the bound after
-    each. Texts may join and leave between cycles."""
+    """Runs cycles as an engine does, one ahead where `plan_ahead` allows it, and checks the bound
+    after each. Texts may join and leave between cycles."""
 
     table: Table
     padded: bool = False
     ahead: bool = False
     slower: Callable[[], float] = lambda: 1.0  # drafted cycles over what is predicted
     most: int = MAX_DRAFT
-    live: list[Text] = field(default_factory=list)
-    bill: Bill = field(default_factory=Bill)
+    live: list[SimulatedText] = field(default_factory=list)
+    bill: OverheadTracker = field(default_factory=OverheadTracker)
     seconds: float = 0.0
     tokens: int = 0
     surprise: float = 0.0
@@ -105,15 +111,15 @@ class Simulation:
         self.lengths = DraftLengthPolicy(self.padded)
         self.lengths.set_costs(self.table)
         self.costs = CycleCosts(self.table, self.padded)
-        self._planned: tuple[list[Text], list[int]] | None = None
+        self._planned: tuple[list[SimulatedText], list[int]] | None = None
         self._longest_base = 0.0
 
-    def join(self, held: Held, asked: int | None = None, left: int = 10**9) -> Text:
-        text = Text(self.lengths.new_state("auto" if asked is None else asked), held, left)
+    def join(self, held: Held, asked: int | None = None, left: int = 10**9) -> SimulatedText:
+        text = SimulatedText(self.lengths.new_state("auto" if asked is None else asked), held, left)
         self.live.append(text)
         return text
 
-    def leave(self, text: Text) -> None:
+    def leave(self, text: SimulatedText) -> None:
         self.live.remove(text)
 
     def run(self, cycles: int) -> None:
@@ -130,7 +136,7 @@ class Simulation:
         self._longest_base = max(self._longest_base, base)
         for text in (t for t in texts if t.bill is None):
             saved = min(CREDIT * self._longest_base, -self.bill.beyond)
-            text.bill = Bill(allowed=max(0.0, saved))
+            text.bill = OverheadTracker(allowed=max(0.0, saved))
         self._planned = None
         if self.ahead and texts == self.live:
             room = [self._room(t) - 1 - n for t, n in zip(texts, counts, strict=True)]
@@ -146,14 +152,14 @@ class Simulation:
         if not self.live:
             self._planned = None
 
-    def _plan(self) -> tuple[list[Text], list[int]]:
+    def _plan(self) -> tuple[list[SimulatedText], list[int]]:
         texts = list(self.live)
         most = [self._room(t) for t in texts]
         counts = self.lengths.plan([t.state for t in texts], most)
         assert all(0 <= n <= m for n, m in zip(counts, most, strict=True))
         return texts, counts
 
-    def _room(self, text: Text) -> int:
+    def _room(self, text: SimulatedText) -> int:
         return max(0, min(self.most, text.left + 3))  # texts end inside proposals too
 
     def _predicted(self, counts: Sequence[int]) -> float:
@@ -161,7 +167,12 @@ class Simulation:
         return self.lengths.costs(counts)
 
     def _charge(
-        self, texts: list[Text], counts: list[int], accepted: list[int], seconds: float, base: float
+        self,
+        texts: list[SimulatedText],
+        counts: list[int],
+        accepted: list[int],
+        seconds: float,
+        base: float,
     ) -> None:
         self.seconds += seconds
         steps = 0
@@ -188,10 +199,10 @@ RUNS = pytest.mark.parametrize("ahead", [False, True])
 @BACKENDS
 @RUNS
 @pytest.mark.parametrize("costs", TABLES)
-def test_a_text_whose_draft_never_holds_loses_no_more_than_the_margin(
+def test_a_text_without_acceptance_loses_at_most_the_margin(
     costs: str, padded: bool, ahead: bool
 ) -> None:
-    """Its neighbours win by their drafts, it waits for them."""
+    """The other texts gain from their drafts; this one has to wait for them."""
     for neighbours in (1, 5):
         run = Simulation(TABLES[costs], padded, ahead)
         bad = run.join(lambda count: 0)
@@ -205,10 +216,10 @@ def test_a_text_whose_draft_never_holds_loses_no_more_than_the_margin(
 @BACKENDS
 @RUNS
 @pytest.mark.parametrize("good", [3, 30])
-def test_no_text_loses_more_when_drafts_turn_bad_in_turns(
+def test_no_text_loses_more_when_drafts_fail_one_after_another(
     good: int, padded: bool, ahead: bool
 ) -> None:
-    """All is accepted until the policy trusts the draft, then nothing, and so on."""
+    """Everything is accepted until the policy trusts the draft, then nothing, and so on."""
     for costs in TABLES.values():
         run = Simulation(costs, padded, ahead)
         for i in range(4):
@@ -218,9 +229,9 @@ def test_no_text_loses_more_when_drafts_turn_bad_in_turns(
 
 
 @BACKENDS
-def test_the_engine_pays_for_no_text_twice(padded: bool) -> None:
-    """Texts come with what was saved, lose it and go, in waves; the one that stays wins meanwhile
-    and fails in the end: what it has saved, they have spent."""
+def test_savings_are_spent_only_once(padded: bool) -> None:
+    """Groups of texts bring savings, lose them and leave. One text stays, gains meanwhile and fails
+    in the end, when its savings have been spent by the others."""
     run = Simulation(table(1.2, 2.0, 0.0), padded)
     good = True
     staying = run.join(lambda count: min(count, 1) if good else 0)
@@ -236,8 +247,8 @@ def test_the_engine_pays_for_no_text_twice(padded: bool) -> None:
 
 
 @BACKENDS
-def test_tokens_behind_the_end_of_a_text_are_nothing_won(padded: bool) -> None:
-    """All is accepted, and texts end with it."""
+def test_tokens_after_the_end_of_a_text_are_not_a_gain(padded: bool) -> None:
+    """All tokens are accepted, and texts end inside proposals."""
     for costs in (TABLES["usual"], TABLES["dear"]):
         rng = random.Random(1)
         run = Simulation(costs, padded)
@@ -248,8 +259,8 @@ def test_tokens_behind_the_end_of_a_text_are_nothing_won(padded: bool) -> None:
 
 
 @BACKENDS
-def test_a_plan_that_can_never_be_afforded_is_not_saved_for(padded: bool) -> None:
-    """Beside a text that wins nothing; 15 tokens would be the best there is."""
+def test_a_plan_that_is_never_affordable_is_not_saved_for(padded: bool) -> None:
+    """The other text gains nothing; 15 tokens would be the best length."""
     lengths = DraftLengthPolicy(padded)
     lengths.set_costs(table(2.5, 4.0, 0.0))
     lengths.credit.balance = CREDIT * 1.0
@@ -265,10 +276,10 @@ def test_a_plan_that_can_never_be_afforded_is_not_saved_for(padded: bool) -> Non
 @BACKENDS
 @RUNS
 @pytest.mark.parametrize("asked", [0, 1, 8])
-def test_texts_with_a_fixed_length_wait_no_longer_than_the_margin(
+def test_texts_with_a_fixed_length_lose_at_most_the_margin(
     asked: int, padded: bool, ahead: bool
 ) -> None:
-    """And they get their length whatever it costs: `auto` does not pay for it."""
+    """They also get their length at any cost: `auto` does not pay for it."""
     run = Simulation(table(1.2, 2.0), padded, ahead, most=10)
     fixed = run.join(chance(0.3, 0), asked)
     auto = run.join(chance(0.9, 1))
@@ -286,7 +297,7 @@ def test_texts_with_a_fixed_length_wait_no_longer_than_the_margin(
     ahead=st.booleans(),
     seed=st.integers(0, 2**32),
 )
-def test_no_text_and_no_engine_loses_more_whatever_happens(
+def test_no_text_and_no_engine_loses_more_in_random_runs(
     growth: float, one: float, longest: float, padded: bool, ahead: bool, seed: int
 ) -> None:
     rng = random.Random(seed)
@@ -312,8 +323,8 @@ def test_no_text_and_no_engine_loses_more_whatever_happens(
 
 
 @BACKENDS
-def test_a_cycle_that_took_longer_is_made_up_for(padded: bool) -> None:
-    """Texts lose at most what the worst cycle took beyond its prediction."""
+def test_the_loss_of_a_slow_cycle_is_recovered(padded: bool) -> None:
+    """Texts lose at most the excess of the slowest cycle over its prediction."""
     for seed in range(5):
         rng = random.Random(seed)
         run = Simulation(table(1.1, 1.6), padded, slower=lambda rng=rng: rng.uniform(1.0, 1.4))
@@ -323,7 +334,7 @@ def test_a_cycle_that_took_longer_is_made_up_for(padded: bool) -> None:
         assert run.surprise > 0 and all(t.drafted for t in run.live)
 
 
-def test_the_bills_show_a_policy_that_risks_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_overhead_trackers_detect_a_risky_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_length, "MARGIN", 0.03)
     run = Simulation(TABLES["usual"])
     run.join(lambda count: 0)
@@ -337,8 +348,8 @@ def vectors(texts: int, most: int) -> list[list[int]]:
 
 
 @BACKENDS
-def test_the_plan_is_the_best_of_all_by_what_is_known(padded: bool) -> None:
-    """Any costs and any acceptance, with enough saved that all can be afforded."""
+def test_the_plan_is_optimal_under_the_estimates(padded: bool) -> None:
+    """For random costs and acceptance, with enough savings that every plan is affordable."""
     rng, most, shares = random.Random(1), 4, []
     for _ in range(40):
         lengths = DraftLengthPolicy(padded)
@@ -378,7 +389,7 @@ def test_the_plan_is_the_best_of_all_by_what_is_known(padded: bool) -> None:
     ],
 )
 def test_comes_close_to_the_best_budget(accepts: tuple[float, ...], padded: bool) -> None:
-    """The best one in which no text loses is found by search, with acceptance known."""
+    """The best budget in which no text loses is found by search with known acceptance."""
     most = 6
     run = Simulation(table(1.06, 3.0, 0.1), padded, most=most)
     for i, accept in enumerate(accepts):
@@ -402,8 +413,8 @@ def test_texts_that_draft_well_get_more_of_the_budget() -> None:
     assert good.drafted > 1.5 * fair.drafted > 0
 
 
-def test_a_text_begins_with_what_was_learned_until_it_runs() -> None:
-    """However long it has been waiting."""
+def test_a_text_starts_with_the_latest_estimates() -> None:
+    """Estimates made while it was waiting count, too."""
     run = Simulation(table())
     waiting = run.lengths.new_state("auto")
     text = run.join(chance(0.9, 0))
@@ -415,7 +426,7 @@ def test_a_text_begins_with_what_was_learned_until_it_runs() -> None:
 
 
 @BACKENDS
-def test_a_text_returns_to_a_draft_that_became_good_beside_others(padded: bool) -> None:
+def test_a_text_in_a_batch_returns_to_a_draft_that_became_good(padded: bool) -> None:
     run = Simulation(table(1.06, 1.5), padded)
     good, held = False, chance(0.9, 1)
     text = run.join(lambda count: held(count) if good else 0)
@@ -426,12 +437,12 @@ def test_a_text_returns_to_a_draft_that_became_good_beside_others(padded: bool) 
     assert text.drafted - before > 3 * 10 * PROBE
 
 
-def test_nothing_is_drafted_without_room_and_the_next_step_is_certain() -> None:
-    """A text that cannot draft leaves cycles to be started ahead, however long it lives."""
+def test_without_room_nothing_is_drafted_and_the_next_step_is_certain() -> None:
+    """A text that cannot draft does not prevent starting cycles ahead, however long it runs."""
     lengths = DraftLengthPolicy()
     texts = [lengths.new_state("auto"), lengths.new_state(4)]
     assert lengths.wants_costs
-    assert lengths.plan(texts, [5, 5]) == [0, 4]  # nobody knows yet what a draft costs
+    assert lengths.plan(texts, [5, 5]) == [0, 4]  # the cost of a draft is not known yet
     lengths.observe(texts, [0, 4], [0, 2], 1.0)
     lengths.set_costs(table())
     for _ in range(2 * PROBE):
@@ -441,7 +452,7 @@ def test_nothing_is_drafted_without_room_and_the_next_step_is_certain() -> None:
         lengths.observe(texts, [0, 0], [0, 0], 1.05)
 
 
-def test_what_a_cycle_took_is_of_all_its_texts_though_some_have_ended() -> None:
+def test_the_time_of_a_cycle_counts_texts_that_have_ended() -> None:
     lengths = DraftLengthPolicy()
     lengths.set_costs(table(growth=1.0))
     texts = [lengths.new_state("auto"), lengths.new_state(2)]
@@ -454,9 +465,9 @@ def test_what_a_cycle_took_is_of_all_its_texts_though_some_have_ended() -> None:
     assert lengths.costs([0]) == pytest.approx(1.0)
 
 
-def test_costs_know_the_contexts_of_a_batch() -> None:
-    """A long text that joins makes plain and drafted cycles dearer at once, by the same seconds, so
-    that drafting pays with it though it does not without."""
+def test_costs_depend_on_the_contexts_of_a_batch() -> None:
+    """A long text that joins adds the same seconds to plain and drafted cycles at once, so that
+    drafting pays with it though it does not without it."""
     lengths = DraftLengthPolicy()
     lengths.set_costs(table(2.2, 2.4), per_byte=1e-9)
     assert lengths.costs is not None
@@ -511,7 +522,7 @@ def test_costs_by_texts_and_rows() -> None:
         assert costs([3]) == pytest.approx(2.0)
         assert costs([0] * 3) == pytest.approx(1.4)
         assert costs([5] * 3) == pytest.approx(5.5)
-        assert costs([0] * 6) == pytest.approx(2.0)  # the line goes on
+        assert costs([0] * 6) == pytest.approx(2.0)  # extrapolated
     assert padded([1, 0, 5, 0]) == padded([5] * 4)
     assert dense([2, 4, 1, 5]) == pytest.approx(dense([3] * 4))
     assert dense([0, 5, 0, 0]) == pytest.approx(1.6 + max((7.0 - 1.6) / 4, 2.5 - 1.0))
@@ -520,7 +531,7 @@ def test_costs_by_texts_and_rows() -> None:
 
 
 def reasons(run: Simulation, cycles: int) -> list[list[tuple[str, int]]]:
-    """Why each text drafted what it did: (reason, length) of each, a list a cycle."""
+    """Return why each text drafted its number of tokens: a list of (reason, length) per cycle."""
     out = []
     for number in range(cycles):
         run.cycle()

@@ -1,4 +1,5 @@
-"""Bias, penalties, masks and log probabilities; a step's rows are chosen as one by one."""
+"""Bias, penalties, masks and log-probabilities; the rows of a step are chosen as in single
+steps."""
 
 from __future__ import annotations
 
@@ -115,7 +116,7 @@ samplers = st.builds(
 
 
 def parity(tokens: Sequence[int]) -> torch.Tensor | None:
-    """A grammar with a memory: which third of the tokens is left out depends on all before it."""
+    """Return a mask with a state: the excluded third of the tokens depends on all tokens before."""
     state = sum((i + 1) * t for i, t in enumerate(tokens)) % 4
     return None if state == 3 else torch.arange(V) % 3 != state
 
@@ -123,7 +124,7 @@ def parity(tokens: Sequence[int]) -> torch.Tensor | None:
 def one_by_one(
     logits: torch.Tensor, position: int, sampler: Sampler, output: list[int], masked: bool
 ) -> list[int]:
-    """Choose a token for every row, each in a step of its own that knows only what was chosen."""
+    """Choose a token for every row, each in a separate step that knows only the tokens before."""
     chosen: list[int] = []
     for row in logits:
         alone = edit_logits(row.clone(), sampler, history([*output, *chosen]))
@@ -143,7 +144,7 @@ def one_by_one(
     st.integers(0, 15),
     st.booleans(),
 )
-def test_a_step_chooses_what_single_steps_choose(
+def test_a_step_chooses_as_single_steps_do(
     sampler: Sampler, seed: int, output: list[int], count: int, right: int, masked: bool
 ) -> None:
     logits, position = rows(seed, count), 1000 + len(output)
@@ -175,7 +176,7 @@ def test_penalties_see_drafted_tokens() -> None:
     assert choose_rows(logits, [7, 7], 0, sampler, history()) == [7, 6]
 
 
-def test_plain_samplers_choose_what_the_loop_accepts() -> None:
+def test_plain_samplers_choose_as_the_loop_accepts() -> None:
     for seed, sampler in enumerate((Sampler(), Sampler(1.0, seed=3), Sampler(2.0, top_k=4))):
         logits = rows(seed, 6)
         drafted = [sampler.choose(row, 11 + i) for i, row in enumerate(logits[:3])] + [0, 0]
@@ -201,7 +202,7 @@ def test_the_given_chooser_gets_edited_rows() -> None:
     assert seen[0][1] == 40
 
 
-def test_masks_are_asked_about_accepted_tokens_only() -> None:
+def test_masks_see_accepted_tokens_only() -> None:
     asked: list[list[int]] = []
 
     def mask(tokens: Sequence[int]) -> torch.Tensor:
@@ -247,7 +248,7 @@ def test_an_error_in_a_later_row_leaves_the_history() -> None:
         choose_rows(logits, [6], 0, Sampler(presence_penalty=1.0), kept)
     assert kept.output == OUTPUT
     assert torch.equal(kept.counts, history().counts)
-    # Where the draft is wrong, the broken row behind it is not read.
+    # If the draft is wrong, the broken row after it is not read.
     assert choose_rows(logits, [7], 0, Sampler(presence_penalty=1.0), kept) == [6]
 
 
@@ -275,7 +276,7 @@ def test_equal_logits_are_listed_by_lowest_id() -> None:
     assert logprobs(logits, 0, 0)[1] == []
 
 
-def test_sampled_logprobs_are_those_of_the_distribution_that_is_sampled() -> None:
+def test_sampled_logprobs_describe_the_sampled_distribution() -> None:
     """Frequencies of sampled tokens agree with the probabilities; excluded tokens have none."""
     row = torch.tensor([1.0, 2.0, 0.5, 2.5, -1.0, 3.0])
     sampler = Sampler(temperature=0.7, top_k=3, logit_bias=((5, -math.inf), (0, 1.2)))
@@ -348,7 +349,7 @@ def test_a_malformed_logit_bias_is_a_usage_error(text: str) -> None:
 
 
 def accept(logits: torch.Tensor, drafted: list[int], position: int, sampler: Sampler) -> list[int]:
-    """Tokens row by row, up to the first that was not drafted."""
+    """Choose tokens row by row, up to the first that differs from the draft."""
     chosen: list[int] = []
     for i, row in enumerate(logits):
         chosen.append(sampler.choose(row, position + i))

@@ -1,4 +1,4 @@
-"""A matrix lies in memory once, however it is packed; while it is, twice."""
+"""A matrix is stored once, whatever its packing, and twice while it is being packed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Pack = Callable[[Sequence[Matrix]], object]
 
 
 def live() -> int:
-    """Bytes of all tensors there are."""
+    """Return the bytes of all live tensors."""
     gc.collect()
     found = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
     return sum({s.data_ptr(): s.nbytes() for s in (x.untyped_storage() for x in found)}.values())
@@ -46,7 +46,7 @@ CASES: dict[str, tuple[int, int, Pack]] = {
 
 @pytest.mark.parametrize("type", ["q4_k", "q8_0"])
 @pytest.mark.parametrize("case", CASES)
-def test_nothing_is_kept_twice(case: str, type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_matrix_is_stored_twice(case: str, type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     count, matrices, pack = CASES[case]
     before = live()
     all_of = [matrix(type, matrices) for _ in range(count)]
@@ -66,7 +66,7 @@ def test_nothing_is_kept_twice(case: str, type: str, monkeypatch: pytest.MonkeyP
     del made
 
 
-def test_a_matrix_of_a_pair_is_not_there_by_itself() -> None:
+def test_a_matrix_of_a_pair_cannot_be_read_by_itself() -> None:
     gate, up = matrix("q4_k"), matrix("q4_k")
     GateUpPairs()(gate, up)
     with pytest.raises(AssertionError, match="lies in a pair"):

@@ -1,4 +1,5 @@
-"""Memory is computed before loading, and a run that cannot fit is refused with one that would."""
+"""Memory is computed before loading. A run that cannot fit is refused, with a context that
+would."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def test_cache_bytes_are_those_of_the_caches() -> None:
 def test_a_plan_for_a_gpu_counts_the_spare_slot_and_the_spare_page(
     kind: Kind, parallel: int
 ) -> None:
-    """Caches as `CudaBackend` makes them, on the CPU, against the plan."""
+    """Compares the plan with caches as `CudaBackend` creates them, on the CPU."""
     shapes = [CacheShape(2, 64, 200), CacheShape(4, 512, None, 64), CacheShape(1, 32, None)]
     size = memory.Size.of(700, parallel, 1500)
     made = SimpleNamespace(device=torch.device("cpu"), cache_type=kind)
@@ -79,7 +80,7 @@ def test_a_plan_for_a_gpu_counts_weights_as_it_holds_them(portable: bool) -> Non
             assert card.weights([info]) == there.table.nbytes, name
 
 
-def test_a_plan_is_what_the_engine_allocates(tmp_path: Path) -> None:
+def test_a_plan_equals_the_engines_allocations(tmp_path: Path) -> None:
     target, draft = tokens.target_file(tmp_path / "t.gguf"), tokens.draft_file(tmp_path / "d.gguf")
     for parallel, pool in ((1, None), (3, None), (3, 2000)):
         engine = Engine.load(target, draft, n_ctx=600, parallel=parallel, pool=pool)
@@ -126,8 +127,8 @@ def test_files_in_the_cache_of_a_container_are_free(
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads /proc")
-def test_the_plan_covers_what_the_process_takes(tmp_path: Path) -> None:
-    """Of a process of its own: peak growth while loading and generating, against the plan."""
+def test_the_plan_covers_the_memory_of_the_process(tmp_path: Path) -> None:
+    """Compares the plan with the peak growth of a separate process while it loads and generates."""
     folder = tiny.target(tmp_path / "target", vocab=512, hidden=512, layers=6, inter=2048)
     target = tmp_path / "t.gguf"
     convert(folder, target)
@@ -144,7 +145,7 @@ from g4spec.runtime.request import Options
 torch.nn.functional.linear(torch.zeros(16, 64), torch.zeros(64, 64))
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
-Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+Path("/proc/self/clear_refs").write_text("5")  # resets the peak
 before = peak()
 engine = Engine.load(Path({str(target)!r}), n_ctx=2048)
 list(engine.generate([2] * 1500, Options(n_predict=4, ignore_eos=True)))

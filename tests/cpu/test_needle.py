@@ -1,6 +1,6 @@
-"""A fact at the start of 3,359 tokens is found again by the trained target, whatever the draft.
+"""The trained target retrieves a fact from the start of 3,359 tokens, with every draft.
 
-The fact lies far outside every sliding window (128), so it can only come through the global layers.
+The fact is far outside every sliding window (128), so that only the global layers can retrieve it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def test_the_fact_is_retrieved(folder: Path, draft: str | None) -> None:
     assert run.text.startswith(" 48213."), run.text
 
 
-def test_without_the_fact_the_answer_is_another(folder: Path) -> None:
-    """So that the test above can fail: the answer is nowhere else."""
+def test_without_the_fact_the_answer_differs(folder: Path) -> None:
+    """Shows that the test above can fail: the answer is nowhere else in the prompt."""
     engine = Engine.load(folder / "target.gguf", n_ctx=3584)
     text = (FAMILY / "needle.txt").read_text()
     assert text.count("48213") == 1

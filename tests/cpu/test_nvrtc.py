@@ -1,5 +1,5 @@
-"""Kernels are compiled without a GPU, kept on disk, and compiled again when anything in them
-changed."""
+"""Kernels are compiled without a GPU, cached on disk, and recompiled if their source or options
+change."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ template <int N> __global__ void scale(float* x) {
 
 @pytest.fixture
 def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A kernel file with a header of its own, and an empty cache."""
+    """A kernel file with its own header, and an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "include"
     folder.mkdir()
@@ -48,7 +48,7 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of what is compiled in this process from now on."""
+    """Record the names of everything compiled in this process from now on."""
     done: list[str] = []
     real = nvrtc.compile
 
@@ -74,8 +74,8 @@ def test_cubin_of_one_architecture(kernel: Path) -> None:
     assert "sm_80" in cubin.log
 
 
-def test_ptx_of_an_architecture(kernel: Path, compiled: list[str]) -> None:
-    """Of which the driver of a newer GPU makes machine code; kept on disk as well."""
+def test_ptx_for_newer_gpus(kernel: Path, compiled: list[str]) -> None:
+    """The driver of a newer GPU compiles this PTX to machine code; it is cached on disk, too."""
     job = units.Job(str(kernel), "scale<96>", nvrtc.virtual("sm_86"))
     (ptx,) = units.compile_all([job])
     assert ptx.code.startswith(b"//") and b".target sm_86" in ptx.code
@@ -147,7 +147,8 @@ def test_damaged_entries_are_replaced(kernel: Path, compiled: list[str]) -> None
 
 
 def test_writers_at_once(kernel: Path) -> None:
-    """Readers beside many writers find a whole entry or none; nothing is left over."""
+    """Readers concurrent with many writers find a complete entry or none; no files are left
+    over."""
     cubin = nvrtc.compile(nvrtc.closure(str(kernel)), "scale<8>", "sm_80")
     stop = threading.Event()
     found: list[nvrtc.Cubin | None] = []
@@ -173,9 +174,7 @@ def test_writers_at_once(kernel: Path) -> None:
     assert [path.name for path in cache.folder().glob("*/*")] == ["key.cubin"]
 
 
-def test_a_folder_that_cannot_be_written_is_said(
-    kernel: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_folder_is_reported(kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocked = kernel.parent / "blocked"
     blocked.write_text("a file where a folder should be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
@@ -184,7 +183,7 @@ def test_a_folder_that_cannot_be_written_is_said(
     assert cubin.code
 
 
-def test_many_in_several_processes(kernel: Path, compiled: list[str]) -> None:
+def test_compiling_in_several_processes(kernel: Path, compiled: list[str]) -> None:
     sizes = range(1, 7)
     jobs = [Job(str(kernel), f"scale<{n}>", arch) for n in sizes for arch in ("sm_80", "sm_90a")]
     kernel.write_text(SOURCE.replace("scale.cuh", "reduce.cuh").replace("factor", ""))
@@ -205,7 +204,7 @@ def test_the_first_error_of_several_processes(kernel: Path) -> None:
     assert "odd only" in caught.value.log
 
 
-def test_a_worker_that_dies_is_said(kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_dies_is_reported(kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     jobs = [Job(str(kernel), f"scale<{n}>", "sm_80") for n in (1, 2)]
     with pytest.raises(EnvironmentProblem, match=r"scale\.cu: the process.*ended early"):
@@ -257,7 +256,7 @@ def test_an_unknown_instance(kernel: Path) -> None:
         "#if 0\n#include <vector>\n#endif",
     ],
 )
-def test_only_own_includes(kernel: Path, line: str) -> None:
+def test_includes_of_other_libraries_are_refused(kernel: Path, line: str) -> None:
     header = kernel.parent / "include" / "inner.cuh"
     header.write_text(line + "\n")
     with pytest.raises(KernelCompileError, match=r"(?s)inner.cuh: #include.*cuda.include"):
@@ -295,7 +294,7 @@ def test_architectures_of_devices() -> None:
 
 
 def test_this_compiler_covers_every_architecture() -> None:
-    """NVRTC 12.9 does; 13 ended Volta, and says so."""
+    """NVRTC 12.9 does. NVRTC 13 dropped Volta, and the error says so."""
     missing = [a for a in nvrtc.ARCHS if int(re.sub(r"\D", "", a)) not in nvrtc.supported()]
     assert missing == (["sm_70"] if nvrtc.version() >= (13, 0) else [])
 
@@ -321,7 +320,7 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_resources_of_a_log() -> None:
-    """Lines of NVRTC 12.9 and 13.0 differ in their indentation only."""
+    """Lines of NVRTC 12.9 and 13.0 differ only in their indentation."""
     log = """ptxas info    : 4 bytes gmem, 8 bytes cmem[4]
 ptxas info    : Compiling entry function 'f' for 'sm_90a'
 ptxas info    : Function properties for f

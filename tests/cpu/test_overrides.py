@@ -1,4 +1,5 @@
-"""An operation that the GPU backend replaces has a parity case; nothing else has one."""
+"""Every operation that the GPU backend overrides has a parity case, and no other operation has
+one."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def test_every_override_has_a_parity_case() -> None:
     assert replaced() == CASES.keys()
 
 
-def test_a_backend_has_no_operations_of_its_own() -> None:
-    """Models only use what the reference has."""
+def test_a_backend_has_only_operations_of_the_reference() -> None:
+    """Models only use operations of the reference."""
     own = {n for n in vars(CudaOps) if n[0] != "_" and callable(getattr(CudaOps, n))}
     assert own <= set(dir(Ops))

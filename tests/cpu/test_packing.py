@@ -1,4 +1,4 @@
-"""Packed weights hold every bit of the file's, where the kernels look for it."""
+"""Packed weights contain every bit of the file's weights, where the kernels expect it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def random_bytes(name: str, n: int, k: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("name", "n", "k"), CASES)
-def test_any_bytes_come_back(name: str, n: int, k: int) -> None:
+def test_packing_and_unpacking_keep_all_bytes(name: str, n: int, k: int) -> None:
     raw = random_bytes(name, n, k)
     unit = packing.unit_of(name, k)
     packed = packing.pack(name, raw, unit)
@@ -40,7 +40,7 @@ def test_any_bytes_come_back(name: str, n: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("name", packing.PARTS)
-def test_chunks_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_in_chunks_gives_the_same_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = random_bytes(name, 700, 512)
     whole = packing.pack(name, raw, 256)
     monkeypatch.setattr(packing, "CHUNK", 2 * 128 * 512)
@@ -62,8 +62,8 @@ def test_types_and_shapes_without_a_packing_are_refused() -> None:
 
 
 class Unit:
-    """One packed unit, read value by value as the layout is specified; nothing is shared with the
-    code under test but the order of the parts."""
+    """A packed unit, read value by value as the layout is specified. It shares only the order of
+    the parts with the code under test."""
 
     def __init__(self, name: str, unit: int, data: bytes) -> None:
         self.name, self.unit, self.data = name, unit, data
@@ -130,7 +130,7 @@ class Unit:
 
 
 class NumberUnit(Unit):
-    """The same of a type whose codes are numbers of a table's entries."""
+    """A packed unit of a type whose codes are indices of a table."""
 
     def __init__(self, name: str, unit: int, data: bytes) -> None:
         self.name, self.unit, self.data = name, unit, data
@@ -193,13 +193,13 @@ TABLES: dict[str, tuple[int, Sequence[float], int]] = {
     "iq1_m": (3, _IQ1, 8),
     "iq1_s": (3, _IQ1, 8),
 }
-"""Bits of a code, entries, and what a scale is divided by."""
+"""Bits per code, table entries, and divisor of the scale."""
 
 
 @pytest.mark.parametrize(
     ("name", "unit"), [(n, u) for n in packing.PARTS for u in packing.units_of(n)]
 )
-def test_values_lie_where_the_layout_says(name: str, unit: int) -> None:
+def test_values_are_where_the_layout_specifies(name: str, unit: int) -> None:
     rows, columns = 200, 3 * unit
     raw = random_blocks(name, rows, columns)
     expected = quant.get(name).dequantize(raw)
@@ -212,7 +212,7 @@ def test_values_lie_where_the_layout_says(name: str, unit: int) -> None:
                 assert read.value(row, k) == expected[group * 128 + row, u * unit + k], (row, k)
 
 
-def test_matrices_that_no_kernel_takes_are_named() -> None:
+def test_matrices_without_a_kernel_are_named() -> None:
     assert held_size.unpackable("q8_0", 128, 9, False) == ""
     assert held_size.unpackable("q8_0", 96, 9, True) == ""
     assert held_size.unpackable("q8_0", 96, 9, False) == "q8_0 matrices of 96 columns"

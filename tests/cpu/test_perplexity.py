@@ -1,4 +1,5 @@
-"""Perplexity, KL divergence and importance matrices of the trained family, against llama.cpp's."""
+"""Perplexity, KL divergence and importance matrices of the trained family, compared with
+llama.cpp."""
 
 from __future__ import annotations
 
@@ -63,9 +64,9 @@ def test_chunks_are_cut_as_in_llama_cpp(engine: Engine) -> None:
 def test_perplexity_and_divergence_equal_llama_perplexitys(
     trained: Path, engine: Engine, parts: list[list[int]], tmp_path: Path
 ) -> None:
-    """Of `llama-perplexity -c 512 -fa off -ctk f32 -ctv f32 --chunks 2`, for the F32 file and
-    llama-quantize's Q4_0 with `--output-tensor-type q8_0`, whose bytes are ours. It rounds
-    activations to 8 bits, and its GELU is a table in half precision."""
+    """Compared with `llama-perplexity -c 512 -fa off -ctk f32 -ctv f32 --chunks 2` for the F32 file
+    and for llama-quantize's Q4_0 with `--output-tensor-type q8_0`, which has the same bytes as
+    g4spec's. llama.cpp rounds activations to 8 bits, and its GELU is a half-precision table."""
     path = tmp_path / "q4_0.gguf"
     quantize(trained, path, "q4_0", tensor_types=("token_embd=q8_0",))
     with Engine.load(path, n_ctx=512) as other:
@@ -85,8 +86,8 @@ def test_perplexity_and_divergence_equal_llama_perplexitys(
     assert a.ratio.value == pytest.approx(27.626444 / 26.5656, rel=5e-3)
 
 
-def test_figures_of_known_distributions() -> None:
-    """Against the definitions, by hand."""
+def test_divergence_of_known_distributions() -> None:
+    """Compared with values computed by hand from the definitions."""
     own, base = np.log([2.0, 4.0, 8.0]), np.log([2.0, 2.0, 4.0])
     found = perplexity._against(own, base, np.array([0.1, 0.2, 0.6]), np.array([1.0, 0.0, 1.0]))
     assert found.base.value == pytest.approx(16 ** (1 / 3))
@@ -101,7 +102,8 @@ def test_figures_of_known_distributions() -> None:
 
 
 def test_an_importance_matrix_equals_llama_imatrixs(engine: Engine, parts: list[list[int]]) -> None:
-    """`imatrix-needle.json`: sum, fourth and largest of its sums by matrix, of the same chunks."""
+    """`imatrix-needle.json` contains the sum and the fourth and largest entry of each matrix, for
+    the same chunks."""
     plain = engine.target.model.ops
     found = importance.collect(engine, parts, "needle.txt")
     assert engine.target.model.ops is plain
@@ -111,7 +113,7 @@ def test_an_importance_matrix_equals_llama_imatrixs(engine: Engine, parts: list[
     for name, entry in found.entries.items():
         assert entry.counts.tolist() == [1024]
         sums = entry.sums[0]
-        # Most differ by 5e-5; behind a GELU, whose table there has half precision, by 1e-3.
+        # Most differ by 5e-5; after a GELU (a half-precision table in llama.cpp) by 1e-3.
         assert [sums.sum(), sums[3], sums.max()] == pytest.approx(known[name], rel=2e-3), name
 
 

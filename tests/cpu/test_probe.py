@@ -1,4 +1,5 @@
-"""`validate --probe`: what no rule can see is named by what it costs."""
+"""`validate --probe` finds faults that no rule can see, and names them by their cost in
+acceptance."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def probed(
     family: Path, draft: Path, monkeypatch: Any, keep: tuple[str, ...]
 ) -> draft_probe.ProbeResult:
-    """A short probe that tries only settings whose name begins with one of `keep`."""
+    """Run a short probe of only the settings whose name begins with one of `keep`."""
     every = draft_probe.variants
     monkeypatch.setattr(
         draft_probe,
@@ -48,7 +49,7 @@ def test_the_costly_setting_is_named(family: Path, tmp_path: Path, monkeypatch: 
     assert len(found.run.shares()) == 15
 
 
-def test_a_right_draft_is_best_as_it_is(family: Path, monkeypatch: Any) -> None:
+def test_no_setting_improves_a_correct_draft(family: Path, monkeypatch: Any) -> None:
     found = probed(family, family / "dflash.gguf", monkeypatch, ("dflash.rope", "dflash.emb"))
     assert found.ok, found.json()
     assert len(found.others) == 2
@@ -59,7 +60,7 @@ def test_a_right_draft_is_best_as_it_is(family: Path, monkeypatch: Any) -> None:
 def test_ctrl_c_shows_what_was_measured(
     family: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str], after: int
 ) -> None:
-    """A probe of 3 texts for each file, which Ctrl-C ends after some texts."""
+    """Each file is probed with 3 texts; Ctrl-C comes after `after` of them."""
     variants, calls = draft_probe.variants, list[tuple[int, int]]()
     monkeypatch.setattr(draft_probe, "variants", lambda file: list(variants(file))[:2])
 
@@ -89,5 +90,5 @@ def test_ctrl_c_shows_what_was_measured(
     assert "tokens per step" in out and f"interrupted: {found.interrupted}" in err
 
 
-def test_the_command_wants_a_target(family: Path) -> None:
+def test_the_command_needs_a_target(family: Path) -> None:
     assert run(["validate", str(family / "dflash.gguf"), "--probe"]) == 2

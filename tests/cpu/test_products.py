@@ -1,4 +1,4 @@
-"""Products of prompts: several blocks at once only where that changes no bit."""
+"""Matmuls of prompts: several blocks are computed at once only if that does not change any bit."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ SIZE = 4
 
 @pytest.mark.parametrize("blocks", [1, 2, 3, 5, 8, 11, 16])
 @pytest.mark.parametrize("most", [1, 2, 4, 8])
-def test_runs_never_change_a_bit(blocks: int, most: int) -> None:
-    """A product whose bits depend on its rows from more than `most` blocks on."""
+def test_several_blocks_give_the_same_bits(blocks: int, most: int) -> None:
+    """The fake matmul's bits depend on its rows from more than `most` blocks on."""
     products, calls = Products(torch.empty(0), SIZE), list[int]()
 
     def multiply(rows: torch.Tensor, to: torch.Tensor) -> None:
@@ -30,7 +30,7 @@ def test_runs_never_change_a_bit(blocks: int, most: int) -> None:
     assert sum(calls) == blocks  # what was compared once is not compared again
 
 
-def test_one_block_that_is_shorter() -> None:
+def test_a_shorter_last_block() -> None:
     products = Products(torch.empty(0), SIZE)
     x, out = torch.randn(3, 2), torch.empty(3, 2)
 

@@ -1,4 +1,5 @@
-"""Quant types hold to ggml's C code and to gguf-py, byte for byte where they search for nothing."""
+"""Quant types compared with ggml's C code and gguf-py: byte for byte, except where scales are
+searched."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ def theirs(x: np.ndarray, name: str) -> np.ndarray:
 
 
 def in_c(x: np.ndarray, name: str) -> bytes:
-    """A block of 32 as the C reference makes it: one value after the other, in single precision,
-    with the conversions of x86-64."""
+    """Quantize a block of 32 as the C reference does: one value after the other, in single
+    precision, with the conversions of x86-64."""
     f, top = np.float32, {"q4_0": 15, "q5_0": 31}.get(name, LEGACY[name])
     with np.errstate(all="ignore"):
         if name.endswith("0"):
@@ -132,7 +133,7 @@ def test_q8_0_bytes_over_the_whole_range(x: np.ndarray) -> None:
 
 @pytest.mark.parametrize("name", list(GOLDEN))
 def test_bytes_equal_the_c_reference(name: str) -> None:
-    """One block at a time, and all of them together."""
+    """Blocks one at a time, and all of them together."""
     x = np.stack(list(BLOCKS.values()))
     expected = [bytes.fromhex(text) for text in GOLDEN[name]]
     for block, (what, want) in zip(x, zip(BLOCKS, expected, strict=True), strict=True):
@@ -152,7 +153,7 @@ def test_legacy_bytes_equal_c_for_edge_values(name: str, x: np.ndarray) -> None:
 
 @pytest.mark.parametrize("name", BLOCKS_OF)
 def test_dequantization_equals_gguf_pys_to_the_last_bit(name: str) -> None:
-    """Over all bit patterns, scales that are infinite or not numbers excepted."""
+    """Over all bit patterns, except scales that are infinite or NaN."""
     form = quant.get(name)
     raw = np.random.default_rng(5).integers(0, 256, (2048, form.block_bytes), np.uint8)
     with np.errstate(all="ignore"):
@@ -166,8 +167,8 @@ def test_dequantization_equals_gguf_pys_to_the_last_bit(name: str) -> None:
 
 @pytest.mark.parametrize("name", BLOCKS_OF)
 def test_blocks_are_judged_by_their_factors(name: str) -> None:
-    """A type without factors would not be scanned: no value of a block may exceed what they say,
-    and no block whose factors are finite may hold a value that is not."""
+    """A type without factors would not be scanned. No value of a block may exceed the bound from
+    its factors, and no block with finite factors may contain a non-finite value."""
     form = quant.get(name)
     assert form.factors is not None
     raw = np.random.default_rng(6).integers(0, 256, (4096, form.block_bytes), np.uint8)
@@ -223,8 +224,8 @@ def test_searched_scales_are_as_good_as_the_c_references(name: str) -> None:
 @settings(max_examples=60, deadline=None)
 @given(few=arrays(np.float32, 24, elements=EDGES), seed=st.integers(0, 99))
 def test_searched_scales_of_edge_values(name: str, few: np.ndarray, seed: int) -> None:
-    """Whatever the values, the error stays within the type's bound, and blocks do not depend on
-    each other."""
+    """For all values, the error stays within the type's bound, and blocks do not depend on each
+    other."""
     form = quant.get(name)
     x = np.random.default_rng(seed).choice(few, (2, 256))
     raw = form.quantize(x)
@@ -238,7 +239,7 @@ def test_searched_scales_of_edge_values(name: str, few: np.ndarray, seed: int) -
 @pytest.mark.parametrize("size", [1e-3, 0.0371, 1.0, 300.0])
 @pytest.mark.parametrize("spread", [1e-6, 1e-4, 5e-4, 2e-3, 1e-2])
 def test_nearly_constant_groups(name: str, size: float, spread: float) -> None:
-    """What is left of a group's sums is mostly rounding there, which no scale may follow."""
+    """The sums of such a group are mostly rounding errors, which must not determine the scale."""
     form, noise = quant.get(name), np.random.default_rng(7).standard_normal((64, 256))
     x = (size * (1 + spread * noise)).astype(np.float32)
     assert form.bound is not None
@@ -276,8 +277,8 @@ def test_q8_0_of_the_smallest_numbers() -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
 @pytest.mark.parametrize("name", [*LEGACY, "q8_0", *SEARCHED])
-def test_what_cannot_be_held_is_refused(name: str, bad: float) -> None:
-    """Far beyond the first batch, so that the place is counted from the start."""
+def test_unrepresentable_values_are_refused(name: str, bad: float) -> None:
+    """The value is far beyond the first batch, to check that the index counts from the start."""
     x = np.ones((1100, 256), np.float32)
     x[1080, 40] = bad
     with pytest.raises(quant.Unrepresentable) as e:
@@ -287,7 +288,7 @@ def test_what_cannot_be_held_is_refused(name: str, bad: float) -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["f32", "f16", "bf16"])
-def test_plain_types_refuse_what_is_not_finite(name: str, bad: float) -> None:
+def test_plain_types_refuse_non_finite_values(name: str, bad: float) -> None:
     x = np.ones((3, 5), np.float32)
     x[2, 1] = bad
     with pytest.raises(quant.Unrepresentable) as e:
@@ -302,7 +303,7 @@ def test_f16_refuses_to_overflow() -> None:
 
 
 @pytest.mark.parametrize("name", quant.readable())
-def test_what_is_not_finite_is_found_in_bytes(name: str) -> None:
+def test_non_finite_values_are_found_in_bytes(name: str) -> None:
     form = quant.get(name)
     if form.quantized:
         raw = np.random.default_rng(8).integers(0, 256, (3000, form.block_bytes), np.uint8)

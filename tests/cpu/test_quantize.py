@@ -1,4 +1,5 @@
-"""Mixes choose as llama-quantize does; quantized files load, generate, and say what they cost."""
+"""Mixes choose types as llama-quantize does. Quantized files load and generate, and losses are
+reported."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def full(deep: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def types(path: Path) -> dict[str, str]:
-    """Types of the quantized tensors, without `.weight`."""
+    """Return the types of the quantized tensors by name, without `.weight`."""
     with GGUF(path) as g:
         return {
             n.removesuffix(".weight"): t.format.name
@@ -115,8 +116,8 @@ def test_mixes_choose_as_upstream(kind: str, mix: str, deep: Path, tmp_path: Pat
 
 
 def test_every_mix_chooses_as_upstream(deep: Path, tmp_path: Path) -> None:
-    """`tests/data/mixes.json` holds what `llama-quantize` made of these files: source -> mix ->
-    type -> part -> layers."""
+    """`tests/data/mixes.json` contains the types chosen by `llama-quantize`: source -> mix -> type
+    -> part -> layers."""
     wide = {"layers": 18, "hidden": 256, "inter": 256}
     targets = {"wide": {"heads": 8, "kv": 2}, "experts": {"experts": 4, "expert_inter": 256}}
     observed = json.loads((ROOT / "tests" / "data" / "mixes.json").read_text())
@@ -174,7 +175,7 @@ def test_policy(
     assert form.name == expected and why in reason and bool(reason) == bool(why)
 
 
-def test_types_of_tensors_that_are_named(full: Path, tmp_path: Path) -> None:
+def test_types_chosen_by_tensor_name(full: Path, tmp_path: Path) -> None:
     asked = ["blk.1.ffn=q8_0", r"^token_embd\.=q4_0", "attn_output=q6_k", "ffn=q5_0"]
     result = quantize(full, tmp_path / "a.gguf", "q3_k_s", tensor_types=asked)
     found = types(tmp_path / "a.gguf")
@@ -198,7 +199,7 @@ def test_types_of_tensors_that_are_named(full: Path, tmp_path: Path) -> None:
 
 
 def test_which_layers_get_more_bits() -> None:
-    """The table for 30, 35, 48 and 60 layers begins and ends with an eighth."""
+    """For 30, 35, 48 and 60 layers: the first and last eighth, and layers between."""
     assert [i for i in range(30) if policy.TensorPosition(i, 30, 1).more_bits] == [
         0,
         1,
@@ -220,14 +221,14 @@ def test_which_layers_get_more_bits() -> None:
         assert {*range(n // 8), *range(7 * n // 8, n)} <= chosen and len(chosen) < n * 0.55
 
 
-def test_an_untied_output_leaves_the_table_alone() -> None:
+def test_an_untied_output_does_not_change_the_type_of_the_embedding() -> None:
     shapes = {"token_embd.weight": (512, 256), "output.weight": (512, 256)}
     choice = Policy(policy.parse_type("q4_k_m"), shapes)
     found = [choice.choose(n, shape, "embed")[0].name for n, shape in shapes.items()]
     assert found == ["q4_k", "q6_k"]
 
 
-def test_names_of_what_can_be_asked_for() -> None:
+def test_names_of_types_and_mixes() -> None:
     mixes = ["q3_k_l", "q3_k_m", "q3_k_s", "q4_k_m", "q4_k_s", "q5_k_m", "q5_k_s"]
     assert policy.names() == [*quant.writable_names(), *mixes]
     assert sorted(policy.names()) == _types.TYPES  # which --help lists without importing them
@@ -260,8 +261,8 @@ def test_routers_keep_their_type(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("type", ["q4_0", "q5_1", "q4_k_m", "q5_k_m", "q6_k"])
-def test_drafts_change_nothing_whatever_their_type(type: str, deep: Path, tmp_path: Path) -> None:
-    """A quantized target and its quantized draft: the text is that of plain decoding."""
+def test_quantized_drafts_do_not_change_the_text(type: str, deep: Path, tmp_path: Path) -> None:
+    """The text of a quantized target with a quantized draft is that of plain decoding."""
     convert(deep, tmp_path / "t.gguf", type=type)
     draft = tiny.zlab_dflash(tmp_path / "z", deep, inter=256)
     convert(draft, tmp_path / "d.gguf", target=deep, type=type)
@@ -277,7 +278,7 @@ def test_drafts_change_nothing_whatever_their_type(type: str, deep: Path, tmp_pa
     assert text(True) == text(False)
 
 
-def test_the_runtime_reads_what_the_format_says(full: Path, tmp_path: Path) -> None:
+def test_logits_differ_by_the_error_of_the_format(full: Path, tmp_path: Path) -> None:
     """The logits of a Q8_0 file differ little from BF16's, those of Q4_0 more."""
     quantize(full, tmp_path / "a.gguf", "q6_k")
     with GGUF(full) as a, GGUF(tmp_path / "a.gguf") as b:
@@ -287,7 +288,8 @@ def test_the_runtime_reads_what_the_format_says(full: Path, tmp_path: Path) -> N
 
 
 def test_every_type_that_can_be_read_runs(full: Path, tmp_path: Path) -> None:
-    """A target with a matrix of each type gives the text of one that holds their values in F32."""
+    """A target with a matrix of each type gives the text of a target with the same values in
+    F32."""
     names = [n for n, f in quant.readable().items() if f.quantized]
     places = [f"blk.{i // 2}.ffn_{'up' if i % 2 else 'down'}.weight" for i in range(len(names))]
     texts = []
@@ -345,8 +347,8 @@ def test_report_on_the_command_line(
 
 
 @pytest.mark.parametrize("type", ["q4_0", "q5_0", "q8_0"])
-def test_lost_scales_are_seen(type: str) -> None:
-    """Blocks whose scale became zero count as lost, unless they held zeros."""
+def test_lost_scales_are_counted(type: str) -> None:
+    """Blocks whose scale became zero count as lost, unless all their values were zero."""
     x = np.random.default_rng(0).standard_normal((6, 32)).astype(np.float32)
     x[1:3] *= 1e-9
     x[4] = 0

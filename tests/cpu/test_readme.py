@@ -1,4 +1,5 @@
-"""What README and docs/guides/many-texts.md show runs as it stands, on what `make demo` leaves."""
+"""Commands and code of README and docs/guides/many-texts.md run as written on the files of `make
+demo`."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ LINES = [
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the demo writes, as far as README uses it."""
+    """Create a folder with the files of the demo that README uses."""
     folder = tmp_path_factory.mktemp("readme")
     (folder / "demo").mkdir()
     convert.convert(FAMILY / "target", folder / "demo" / "target.gguf")
@@ -67,7 +68,7 @@ def test_commands(command: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    """Address of what the page's `serve` line starts, on a port of its own."""
+    """Start the page's `serve` line on a free port and return its address."""
     (line,) = (line for line in LINES if line[:2] == ["g4spec", "serve"])
     command = [sys.executable, "-m", *line, "--port", "0", "--device", "cpu"]
     with subprocess.Popen(
@@ -96,7 +97,7 @@ def test_serve(server: str) -> None:
 
 
 def commands(page: Path) -> list[str]:
-    """Every `g4spec ...` of a page, in blocks and in the text."""
+    """Return every `g4spec ...` of a page, in code blocks and in the text."""
     text = page.read_text(encoding="utf-8")
     shown = re.findall(r"^    (?:\$ )?(g4spec .*)$", text, re.MULTILINE)
     return shown + re.findall(r"`(g4spec [a-z][^`]*)`", text)
@@ -104,7 +105,7 @@ def commands(page: Path) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_commands_and_options_exist(page: Path) -> None:
-    """Files need not be there, but commands and options do."""
+    """Commands and options must exist, the named files need not."""
     known: Any = typer.main.get_command(cli.app())
     for text in commands(page):
         name, *words = shlex.split(text, comments=True)[1:]

@@ -1,4 +1,4 @@
-"""recipe: complete commands for the systems of the four reports, each flag with its reason."""
+"""recipe: complete commands for the systems of the four reports, with a reason for each flag."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def make(
 
 
 def speculative(command: str) -> dict[str, object]:
-    """The JSON behind --speculative-config, as the shell hands it over."""
+    """Return the JSON of --speculative-config as the shell passes it on."""
     words = shlex.split(command)
     found: dict[str, object] = json.loads(words[words.index("--speculative-config") + 1])
     return found
 
 
 def test_eagle_3_runs_in_llama_cpp() -> None:
-    """`benchmarks/llama_cpp_drafts.py` found upstream's proposals equal to ours."""
+    """`benchmarks/llama_cpp_drafts.py` found that upstream's proposals equal g4spec's."""
     (command,) = make("llama.cpp", "RTX 5090", "31b", "redhat-eagle3").commands
     words = shlex.split(command)
     assert words[words.index("--spec-type") + 1] == "draft-eagle3"
@@ -223,7 +223,7 @@ def test_one_3090() -> None:
     assert not vllm.works and vllm.instead == other
 
 
-def test_hub_spellings_go_to_llamacpp_as_they_are() -> None:
+def test_hub_ids_are_passed_to_llamacpp_unchanged() -> None:
     given = "unsloth/gemma-4-31B-it-GGUF:Q4_K_M"
     r = make("llama.cpp", "RTX 3090 24GB", given, "mtp", c=8192)
     assert r.commands[0].startswith(f"llama-server -hf {given} ")
@@ -266,8 +266,8 @@ def test_our_runtime_on_a_card() -> None:
     assert not too_long.works and "largest context that fits" in too_long.blocked[0][2]
 
 
-def test_versions_that_were_supposed_are_asked_about_again() -> None:
-    """But for those that an upgrade replaces."""
+def test_assumed_versions_are_to_be_checked() -> None:
+    """Except versions that an upgrade replaces."""
     given = ["driver=580", "transformers=5.10", "vllm=0.28.1"]
     q = questions.build_question(FACTS, "31b", "zlab", None, None, None, None)
     assert q is not None
@@ -317,7 +317,7 @@ def test_two_v100() -> None:
 # ---- lengths
 
 
-def test_each_engine_counts_in_its_own_way() -> None:
+def test_draft_lengths_follow_each_engines_convention() -> None:
     """vLLM: block - 1 for z-lab, 8 of 8 for RedHat; SGLang: the block; llama.cpp: block - 1."""
     zlab = named_models.from_row(FACTS.get(DraftFact, "zlab-31b"), "")
     redhat = named_models.from_row(FACTS.get(DraftFact, "redhat-dflash"), "")
@@ -328,7 +328,7 @@ def test_each_engine_counts_in_its_own_way() -> None:
     assert lengths.start_length(FACTS, zlab, "vllm", (9, 0)) == 15
 
 
-def test_a_length_nobody_knows_is_not_written() -> None:
+def test_an_unknown_length_is_not_written() -> None:
     r = make("sglang", "RTX 4090", "12b", "mtp")
     assert r.works and "--speculative-num-draft-tokens" not in r.commands[0]
     assert any("unknown" in p.text for p in r.parts)
@@ -344,7 +344,7 @@ def test_a_length_nobody_knows_is_not_written() -> None:
         ("zlab-31b", "draft-dflash"),
     ],
 )
-def test_llama_cpp_is_told_the_kind_of_draft(draft: str, type: str) -> None:
+def test_llama_cpp_gets_the_kind_of_draft(draft: str, type: str) -> None:
     r = make("llama.cpp", "RTX 4090", "31b:q4_k_m", draft, c=8192)
     assert f"--spec-type {type} " in " ".join(r.commands[0].split()) + " "
     assert not any("unknown" in p.text for p in r.parts)
@@ -381,8 +381,8 @@ def test_fp8_cache_with_a_draft_gets_its_key() -> None:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_the_checkpoint_has_the_format_that_was_counted(engine: str) -> None:
-    """A BF16 checkpoint must not be served where the arithmetic took a smaller format."""
+def test_the_checkpoint_has_the_format_of_the_memory_estimate(engine: str) -> None:
+    """A BF16 checkpoint must not be served if the memory estimate assumed a smaller format."""
     for card in FACTS.all(CardFact):
         for size in FACTS.all(SizeFact):
             for n in ("", "2x "):
@@ -396,7 +396,7 @@ def test_the_checkpoint_has_the_format_that_was_counted(engine: str) -> None:
                     assert option.format == "BF16" or "--quantization fp8" in r.commands[0]
 
 
-def test_a_checkpoint_nobody_named_is_asked_for() -> None:
+def test_an_unnamed_checkpoint_is_requested() -> None:
     r = make("vllm", "2x RTX 3090", "31b:awq", "mtp")
     assert "YOUR_31B_AWQ_CHECKPOINT" in r.commands[0]
     assert any("put yours" in u for u in r.unknown)
@@ -405,7 +405,7 @@ def test_a_checkpoint_nobody_named_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("engine", engines.NAMES)
-def test_nothing_is_written_without_a_reason(engine: str) -> None:
+def test_every_flag_has_a_reason(engine: str) -> None:
     for card in FACTS.all(CardFact):
         for size in FACTS.all(SizeFact):
             draft = next((d.id for d in FACTS.all(DraftFact) if d.model == size.id), None)
@@ -472,7 +472,7 @@ def test_compose(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(words[words.index("--limit-mm-per-prompt") + 1]) == {"image": 0, "video": 0}
 
 
-def test_compose_where_no_image_is_known() -> None:
+def test_compose_without_a_known_image() -> None:
     m = questions.build_machine(FACTS, "V100", ())
     q = questions.build_question(FACTS, "12b:q8_0", "mtp", 8192, None, None, None)
     assert q is not None
@@ -507,7 +507,7 @@ def test_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_our_own_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every `g4spec ...` that a recipe or a fix tells to type is understood by this version."""
+    """This version accepts every `g4spec ...` command of a recipe or a fix."""
     commands = typer.main.get_command(cli.app()).commands  # type: ignore[attr-defined]
     for flag in FACTS.all(FlagFact):
         if not flag.text.startswith("g4spec "):

@@ -1,4 +1,4 @@
-"""A file is replaced as a whole or not at all, and what killed runs left is cleared away."""
+"""A file is replaced completely or not at all, and files of killed runs are removed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KILLED = (
 )
 
 
-def test_what_a_killed_run_left_is_cleared_by_the_next(tmp_path: Path) -> None:
+def test_files_of_a_killed_run_are_removed_by_the_next(tmp_path: Path) -> None:
     target, out = tiny.target(tmp_path / "t"), tmp_path / "out" / "o.gguf"
     out.parent.mkdir()
     for name in (out, out.with_name("other.gguf")):
@@ -39,7 +39,7 @@ def test_what_a_killed_run_left_is_cleared_by_the_next(tmp_path: Path) -> None:
     assert sorted(out.parent.iterdir()) == [left[1], out], "another output is left alone"
 
 
-def test_a_run_leaves_the_file_of_another_that_still_writes(tmp_path: Path) -> None:
+def test_the_file_of_a_running_writer_is_kept(tmp_path: Path) -> None:
     out = tmp_path / "o.gguf"
     with atomic.atomic_write(out, 9) as first:
         first.write(b"first")
@@ -50,10 +50,10 @@ def test_a_run_leaves_the_file_of_another_that_still_writes(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("cleared", [True, False])
-def test_found_by_another_run_before_it_was_locked(
+def test_another_run_finds_the_file_before_it_is_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cleared: bool
 ) -> None:
-    """The other one has removed it, or holds it and will."""
+    """The other run has removed the file, or has locked it and is going to remove it."""
     out, lock, met = tmp_path / "o.gguf", atomic._lock, list[int]()
 
     def late(handle: int) -> bool | None:
@@ -69,7 +69,7 @@ def test_found_by_another_run_before_it_was_locked(
     assert len(met) > 2 and out.read_bytes() == b"whole" and list(tmp_path.iterdir()) == [out]
 
 
-def test_what_only_looks_like_a_temporary_file_is_left_alone(tmp_path: Path) -> None:
+def test_files_that_resemble_temporary_files_are_kept(tmp_path: Path) -> None:
     out, keep = tmp_path / "o.gguf", tmp_path / "keep"
     keep.write_text("x")
     os.mkfifo(tmp_path / ".o.gguf.00000001.tmp")
@@ -87,8 +87,8 @@ def test_what_only_looks_like_a_temporary_file_is_left_alone(tmp_path: Path) -> 
     assert set(tmp_path.iterdir()) == before | {out} and keep.read_text() == "x"
 
 
-def test_where_files_cannot_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file is written all the same, and nothing is taken for left behind."""
+def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file is still written, and no file is taken for a leftover."""
 
     def refuse(handle: int, what: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -103,7 +103,8 @@ def test_where_files_cannot_be_locked(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_file_and_folder_are_on_disk_before_a_run_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file before it is renamed, the folder after: a power loss keeps one of the two files."""
+    """The file is synced before it is renamed, the folder afterwards: a power loss keeps one of the
+    two files."""
     out, done, names = tmp_path / "o.gguf", list[str](), {tmp_path.stat().st_ino: "folder"}
     sync, rename = os.fsync, os.replace
 

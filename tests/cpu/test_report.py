@@ -1,4 +1,5 @@
-"""The page: complete, self-contained, escaped, and its numbers are those of the result."""
+"""The HTML report is complete, self-contained and escaped, and its numbers are those of the
+result."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ VOID = {"meta", "link", "br", "line", "polyline", "circle", "path", "rect"}
 
 
 class Page(HTMLParser):
-    """Checks that elements nest, and collects them with the numbers of the table."""
+    """Parses a page, checks that its elements nest, and collects them and the numbers of the
+    table."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -59,7 +61,7 @@ def test_elements_nest_and_all_charts_are_there(data: dict[str, Any]) -> None:
     assert len(labels) == 19
 
 
-def test_it_needs_nothing_else(data: dict[str, Any]) -> None:
+def test_the_page_loads_no_other_files(data: dict[str, Any]) -> None:
     text = report.page(data)
     page = Page(text)
     assert not any(tag in ("script", "img", "iframe") for tag, _ in page.seen)
@@ -94,7 +96,7 @@ def test_foreign_text_is_escaped(data: dict[str, Any]) -> None:
     assert page.open == [] and not any(tag == "script" for tag, _ in page.seen)
 
 
-def test_a_failed_benchmark_says_so(data: dict[str, Any]) -> None:
+def test_a_failed_benchmark_is_reported(data: dict[str, Any]) -> None:
     data["identical"], data["differences"] = False, [{"prompt": "code-0"}]
     text = report.page(data)
     assert "mean nothing" in text and "identical to plain" not in text

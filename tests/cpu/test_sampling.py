@@ -1,4 +1,4 @@
-"""Sampling: noise is keyed by (seed, position, token), filters and distribution are right."""
+"""Sampling: noise is keyed by (seed, position, token); filters and distributions are right."""
 
 from __future__ import annotations
 
@@ -135,8 +135,8 @@ def test_edits_at_their_limits_are_taken() -> None:
     )
 
 
-def test_every_field_has_its_places() -> None:
-    """A field that a device does not read would be left out there without a word."""
+def test_every_field_is_used_everywhere() -> None:
+    """A field that a device does not read would be ignored there without an error."""
     names = {f.name for f in fields(Sampler)} - {"suppress"}
     assert names == {*choose.NUMBERS, *EDITS}, "kernels read a field, or the host edits logits"
     spelt = {"temperature": "temp", "repetition_penalty": "repeat_penalty"}

@@ -1,4 +1,4 @@
-"""A draft remembers exactly which target it was converted beside, and says when it is another."""
+"""A draft records which target it was converted with, and another target causes a warning."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def draft(target: Path) -> Path:
 
 
 def recorded(draft: Path, target: Path, out: Path) -> dict[str, Any]:
-    """What the draft says of its target."""
+    """Return the metadata of the draft that describe its target."""
     convert(draft, out, target=target)
     with GGUF(out) as file:
         return {k: file[k] for k in file if k.startswith("g4spec.target.")}
@@ -39,7 +39,7 @@ def warned(draft: Path, target: Path) -> bool:
 
 
 def changed(target: Path, folder: Path, row: int) -> Path:
-    """The same checkpoint, one row of one matrix trained a little further."""
+    """Copy the checkpoint with a slightly changed row of one matrix."""
     shutil.copytree(target, folder)
     path = folder / "model.safetensors"
     tensors = load_file(path)
@@ -52,8 +52,7 @@ def changed(target: Path, folder: Path, row: int) -> Path:
 def test_every_file_of_one_checkpoint_is_the_same_target(
     target: Path, draft: Path, tmp_path: Path
 ) -> None:
-    """The folder, its GGUF and a quantized one: no draft converted beside one of them warns beside
-    another."""
+    """The folder, its GGUF and a quantized GGUF count as the same target: no combination warns."""
     convert(target, tmp_path / "bf16.gguf", type="bf16")
     quantize(tmp_path / "bf16.gguf", tmp_path / "q4.gguf", "q4_k_m")
     sides = (target, tmp_path / "bf16.gguf", tmp_path / "q4.gguf")
@@ -74,7 +73,7 @@ def test_spelling_shards_and_small_files_do_not_count(
     assert recorded(draft, other, tmp_path / "b.gguf")[provenance.TARGET_WEIGHTS] == want
 
 
-def test_another_revision_is_said(target: Path, draft: Path, tmp_path: Path) -> None:
+def test_another_revision_is_reported(target: Path, draft: Path, tmp_path: Path) -> None:
     with GGUF(_gguf(target, tmp_path / "t.gguf")) as file:
         height = file.shapes()["blk.0.ffn_gate.weight"][0]
     other = changed(target, tmp_path / "other", height // 3)
@@ -88,14 +87,14 @@ def test_another_revision_is_said(target: Path, draft: Path, tmp_path: Path) -> 
 
 
 def test_an_edit_between_the_samples_is_not_seen(target: Path, draft: Path, tmp_path: Path) -> None:
-    """What equal digests do not prove."""
+    """Equal digests are no proof of equal files, because only samples are read."""
     other = changed(target, tmp_path / "other", 0)
     mine = recorded(draft, target, tmp_path / "a.gguf")[provenance.TARGET_WEIGHTS]
     assert recorded(draft, other, tmp_path / "b.gguf")[provenance.TARGET_WEIGHTS] == mine
 
 
-def test_silent_where_one_side_says_nothing(target: Path, draft: Path, tmp_path: Path) -> None:
-    """Files by other tools, and drafts converted beside a folder without weights."""
+def test_no_warning_if_a_digest_is_missing(target: Path, draft: Path, tmp_path: Path) -> None:
+    """Files of other tools, and drafts converted with a target folder without weights."""
     bare = tmp_path / "target"
     shutil.copytree(target, bare, ignore=shutil.ignore_patterns("*.safetensors*"))
     said = recorded(draft, bare, tmp_path / "bare.gguf")
@@ -104,7 +103,7 @@ def test_silent_where_one_side_says_nothing(target: Path, draft: Path, tmp_path:
     assert not warned(tmp_path / "bare.gguf", _gguf(other, tmp_path / "o.gguf"))
 
 
-def test_half_of_a_download_is_enough_for_a_draft(
+def test_a_partial_target_is_enough_to_convert_a_draft(
     target: Path, draft: Path, tmp_path: Path
 ) -> None:
     half = tiny.target(tmp_path / "half", shards=3)

@@ -1,4 +1,4 @@
-"""No control character of a file, a model or a path reaches a terminal."""
+"""Control characters of files, models or paths never reach a terminal."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from tests.cpu import gguf_fixtures as fixtures
 from tests.support import tiny, tokens
 
 BAD = "x\x1b]0;PWN\x07\x1b[8m\x9b31m\x7f\r\nFORGED: 124 rules, 0 errors\u202e\x1b]52;c;UFdO\x07"
-"""Sets the title, hides text, has C1, DEL, line breaks, right-to-left, writes the clipboard."""
+"""Text that sets the title, hides text, contains C1, DEL and line breaks, reverses the direction
+and writes the clipboard."""
 OWN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-"""Colours, and the cursor movements of rich's progress bars; BAD hides text with one of these."""
+"""Escape sequences of g4spec itself: colours, and cursor movements of rich's progress bars."""
 FAST = settings(
     max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -64,7 +65,7 @@ def check(text: str, lines: bool = False) -> None:
 
 
 def hostile(folder: Path) -> dict[str, Path]:
-    """Create files with BAD in every text that they contain."""
+    """Create files with BAD in every string that they contain."""
     name = folder / f"{BAD.replace('/', '')}.gguf"
     arch, tensor, key = fixtures.zlab(), fixtures.zlab(), fixtures.zlab()
     arch.kv["general.architecture"] = string(BAD)
@@ -133,7 +134,8 @@ def test_a_command_shows_no_control_character(
 
 
 def test_tokens_show_no_control_character(shown: Callable[..., str], tmp_path: Path) -> None:
-    """A vocabulary entry wrote the clipboard; byte tokens do that for any injected prompt."""
+    """A vocabulary entry wrote to the clipboard; byte tokens can do that after any prompt
+    injection."""
     texts, kinds, _ = tokens.vocabulary()
     texts, kinds = [*texts, BAD], [*kinds, 4]
     at = len(texts) - 1
@@ -206,7 +208,8 @@ def test_json_escapes_control_characters(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_reading_several_lines_of_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second read raised an error once: a stream cannot be reconfigured after a read."""
+    """The second read once raised an error, because a stream cannot be reconfigured after a
+    read."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\n\xff\nb")))
     out = render.Output()
     assert [out.read_line("> ") for _ in range(3)] == ["a", "\ufffd", "b"]

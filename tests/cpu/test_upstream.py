@@ -1,4 +1,4 @@
-"""Which of three cases a draft is in, judged from its file."""
+"""Whether upstream runs a draft: one of three verdicts, derived from its file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_case(name: str, target: Path, tmp_path: Path) -> None:
         assert file["general.architecture"].endswith(REFUSED_SUFFIX) == (case == "refused")
 
 
-def test_a_missing_residual_key_is_said(target: Path, tmp_path: Path) -> None:
+def test_a_missing_residual_key_is_reported(target: Path, tmp_path: Path) -> None:
     draft = EAGLE3(tmp_path / "draft", target, before_residual=None)
     result = convert(draft, tmp_path / "d.gguf", target=target)
     assert any("norm_before_residual" in note for note in result.notes)

@@ -1,4 +1,4 @@
-"""Every rule speaks about a file that breaks it, and is silent about one that does not."""
+"""Every rule reports a file that breaks it, and is silent about a healthy one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.cpu.gguf_fixtures import KINDS, TARGETS
 from tests.cpu.plausible_breakage import PLAUSIBLE
 
 EXPECTED_NOTES = {"zlab": {"G4-BLK-009"}}
-"""What a healthy file is told: mixed causality is right, and worth knowing."""
+"""Notes about a healthy file: mixed causality is valid, but worth a note."""
 BREAK = {**NAMED, **PLAUSIBLE}
 ROOT = Path(__file__).parents[2]
 
@@ -47,7 +47,7 @@ def test_every_rule_has_a_file_that_breaks_it() -> None:
 
 
 @pytest.mark.parametrize("rule_id", BREAK)
-def test_the_rule_speaks(tmp_path: Path, rule_id: str) -> None:
+def test_each_rule_reports_its_fault(tmp_path: Path, rule_id: str) -> None:
     kind, change = BREAK[rule_id]
     file, target = KINDS[kind](), KINDS["target"]()
     change(file, target)
@@ -64,7 +64,7 @@ def test_the_rule_speaks(tmp_path: Path, rule_id: str) -> None:
 
 
 @pytest.mark.parametrize("rule_id", BREAK)
-def test_the_rule_is_asked_of_a_healthy_file_and_silent(good: Path, rule_id: str) -> None:
+def test_each_rule_is_silent_on_a_healthy_file(good: Path, rule_id: str) -> None:
     rule = all_rules()[rule_id]
     kind = next(
         k for k in KINDS if not rule.on or KINDS[k]().kv["general.architecture"].data in rule.on
@@ -80,7 +80,7 @@ def test_the_rule_is_asked_of_a_healthy_file_and_silent(good: Path, rule_id: str
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"\x00" * 64, b"<!doctype html>", b"GGUF" * 99])
-def test_what_is_no_model_is_a_finding(tmp_path: Path, content: bytes) -> None:
+def test_a_gguf_without_a_model_is_a_finding(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(content)
     report = validate(path)
@@ -109,7 +109,7 @@ def test_damaged_files_never_end_in_a_traceback(tmp_path: Path, good: Path) -> N
         json.dumps(validate(path, good / "target.gguf").json())
 
 
-def test_what_cannot_be_read_is_an_error(tmp_path: Path, good: Path) -> None:
+def test_unreadable_files_are_an_error(tmp_path: Path, good: Path) -> None:
     with pytest.raises(InputError, match="cannot be read"):
         validate(tmp_path / "missing.gguf")
     with pytest.raises(InputError, match="is not a target"):
@@ -166,7 +166,7 @@ def test_titles_differ() -> None:
 
 @pytest.mark.parametrize("rule_id", all_rules())
 def test_the_title_of_a_failed_rule_reads_as_a_requirement(rule_id: str) -> None:
-    """It is printed beside a finding: a statement ("d2t increases") would say the opposite."""
+    """It is printed with a finding: a statement ("d2t increases") would say the opposite."""
     rule = all_rules()[rule_id]
     modal = "must" if rule.severity is Severity.ERROR else "should"
     assert modal in rule.title.split(), rule.title

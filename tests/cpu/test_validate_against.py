@@ -1,4 +1,4 @@
-"""A file held against its checkpoint: what was changed on the way is found, and placed."""
+"""A file compared with its checkpoint: changes are found and located."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SOURCES: dict[str, tuple[Any, Callable[[], Any], str, dict[str, Any]]] = {
 
 
 def checkpoint(kind: str) -> tuple[dict[str, Any], Tensors]:
-    """Configuration and tensors of the folder from which the fixture `kind` would come."""
+    """Return configuration and tensors of a checkpoint from which the fixture `kind` could come."""
     module, make_config, dtype, config = SOURCES[kind]
     parsed = make_config()
     weights = fx.values(module, parsed)
@@ -104,7 +104,8 @@ BREAK: dict[str, tuple[str, Callable[[Tensors], None], str]] = {
 }
 ELSEWHERE = {"G4-CMP-001", "G4-CMP-008", "G4-CMP-009"}
 OF_TENSORS = [i for i in all_rules() if i != "G4-CMP-009"]
-"""The folders here have no whole configuration; `test_validate_metadata.py` compares metadata."""
+"""The folders here have no complete configuration; `test_validate_metadata.py` compares
+metadata."""
 
 
 def test_every_rule_has_a_source_that_breaks_it() -> None:
@@ -123,7 +124,7 @@ def test_a_faithful_file_passes(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("rule_id", BREAK)
-def test_the_rule_speaks(tmp_path: Path, rule_id: str) -> None:
+def test_each_rule_reports_its_fault(tmp_path: Path, rule_id: str) -> None:
     kind, change, where = BREAK[rule_id]
     config, tensors = checkpoint(kind)
     change(tensors)
@@ -184,8 +185,8 @@ def test_a_gguf_serves_as_source(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-7, 1e-4, 1.0, 3e4, 1e6])
 @pytest.mark.parametrize("name", [n for n in quant.writable_names() if n != "f32"])
-def test_bounds_hold_what_formats_do(name: str, scale: float) -> None:
-    """No honest rounding is reported, at any magnitude that the format can hold."""
+def test_rounding_by_the_format_is_not_reported(name: str, scale: float) -> None:
+    """At any magnitude that the format can represent."""
     rng = np.random.default_rng(3)
     x = (rng.standard_normal((64, 256)) * scale).astype(np.float32)
     form = quant.get(name)
@@ -200,8 +201,8 @@ def test_bounds_hold_what_formats_do(name: str, scale: float) -> None:
     assert not found.exact
 
 
-def test_a_step_too_far_is_reported() -> None:
-    """One code of one Q8_0 block rounded the wrong way by one."""
+def test_a_code_rounded_wrongly_is_reported() -> None:
+    """One code of one Q8_0 block is off by one."""
     x = np.random.default_rng(4).standard_normal((4, 64)).astype(np.float32)
     form = quant.get("q8_0")
     raw = form.quantize(x).reshape(-1).copy()
@@ -212,8 +213,8 @@ def test_a_step_too_far_is_reported() -> None:
 
 
 @pytest.mark.parametrize("type", policy.names())
-def test_what_the_converter_writes_is_right(tmp_path: Path, type: str) -> None:
-    """Every rule agrees with the converter, about drafts of every kind and type."""
+def test_converted_files_pass_every_rule(tmp_path: Path, type: str) -> None:
+    """For drafts of every kind and type."""
     target = tiny.target(tmp_path / "target")
     pair = tmp_path / "target.gguf"
     convert(target, pair, type=type)

@@ -1,4 +1,4 @@
-"""Metadata held against the source, rules that could not be asked, and planted faults."""
+"""Metadata compared with the source, rules that could not be checked, and planted faults."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CHANGES: dict[str, tuple[str, ValueType, Any, ValueType | None]] = {
         ValueType.BOOL,
     ),
 }
-"""Each of these passed once with 0 errors and 0 warnings."""
+"""Each of these changes once passed with 0 errors and 0 warnings."""
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changed(family: Path, out: Path, change: str) -> tuple[str, Path]:
-    """The kind of file that a change of CHANGES is about, and a file with it."""
+    """Return the kind of file that a change of CHANGES applies to, and a changed file."""
     key, type, data, item = CHANGES[change]
     kind = "target" if key.startswith("gemma4.") else "dflash"
     file = faults.read(family / f"{kind}.gguf")
@@ -108,7 +108,7 @@ def test_a_pattern_of_no_model_fails_without_a_source(family: Path, tmp_path: Pa
     assert report.unable
 
 
-def test_rules_that_were_not_asked_are_loud(family: Path, capsys: Any) -> None:
+def test_unchecked_rules_are_reported(family: Path, capsys: Any) -> None:
     draft, target = str(family / "dflash.gguf"), str(family / "target.gguf")
     assert run(["validate", draft]) == 0
     assert "NOT CHECKED" in capsys.readouterr().out
@@ -117,10 +117,8 @@ def test_rules_that_were_not_asked_are_loud(family: Path, capsys: Any) -> None:
     assert run(["validate", draft, "--strict", "--target", target]) == 0
 
 
-def test_rules_that_the_file_keeps_from_being_asked_fail(
-    family: Path, tmp_path: Path, capsys: Any
-) -> None:
-    """A warning alone, of a file whose features have no code here, is no success."""
+def test_rules_that_cannot_be_checked_fail(family: Path, tmp_path: Path, capsys: Any) -> None:
+    """A file with features that g4spec does not support must not pass with only a warning."""
     file = faults.read(family / "target.gguf")
     file.tensors["blk.0.attn_qkv.weight"] = file.tensors["blk.0.attn_norm.weight"]
     path = file.write(tmp_path / "x.gguf")
@@ -130,14 +128,14 @@ def test_rules_that_the_file_keeps_from_being_asked_fail(
     assert run(["validate", str(path)]) == 1
 
 
-def test_planted_faults_are_named(family: Path, tmp_path: Path) -> None:
-    """A seeded sample: all with the source, and more than half without."""
+def test_planted_faults_are_reported(family: Path, tmp_path: Path) -> None:
+    """For a seeded sample: all faults with the source, more than half of them without."""
     named = {True: 0, False: 0}
     for kind in ("target", *DRAFTS):
         good, pair = family / f"{kind}.gguf", None if kind == "target" else family / "target.gguf"
         file = faults.read(good)
         for source in (TINY / kind, None):
-            known = faults.spoken(validate(good, pair, source))
+            known = faults.findings(validate(good, pair, source))
             for fault in random.Random(7).sample(faults.faults(file), SAMPLE):
                 said = faults.named(file, fault, tmp_path / "x.gguf", known, pair, source)
                 assert said or source is None, (kind, fault.where, fault.name)

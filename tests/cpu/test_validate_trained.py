@@ -1,5 +1,5 @@
-"""Rules that judge by statistics, on trained weights: silent as they are, and speaking once they
-are spoiled."""
+"""Statistical rules on trained weights: silent on the published files, and reporting damaged
+ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from g4spec.validate.rules import taps
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 DRAFTS = ("dflash", "dflash-other", "dflash-speculators", "assistant")
 KNOWN = {"G4-BLK-009", "G4-D2T-010"}
-"""Mixed causality, and a draft vocabulary without `<|tool_response>`: both are true."""
+"""Notes that are true: mixed causality, and a draft vocabulary without `<|tool_response>`."""
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_an_inverse_ordering_is_noticed(family: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("n", (30, 48, 60))
 def test_conventions_of_layer_ids_are_named(n: int) -> None:
-    """Evenly divided ids, whatever they are counted from, are no trainer's, and are named."""
+    """No trainer uses evenly divided ids, counted from any base, so they are reported."""
     even = tuple(n * i // 7 for i in range(1, 7))
     assert "divided evenly" in (taps._computed(even, n) or "")
     assert "plus one" in (taps._computed(tuple(i + 1 for i in even), n) or "")

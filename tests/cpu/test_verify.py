@@ -1,4 +1,4 @@
-"""`verify` passes for any honest draft and fails for every planted bug."""
+"""`verify` passes for any correct draft and fails for every planted bug."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ def todo(count: int = 16) -> list[verify.Case]:
     return verify.cases(bench_engine.prompts(), count, 15)
 
 
-def test_ngram_lookup_changes_nothing() -> None:
+def test_ngram_lookup_does_not_change_the_text() -> None:
     verdict = verify.verify(bench_engine.engine(), todo(), 32)
     assert verdict.ok and verdict.cases == 16 and verdict.tokens == 16 * 32
     assert verdict.accepted > 0
     assert verdict.same_logits == verdict.tokens
 
 
-def test_a_model_draft_changes_nothing() -> None:
+def test_a_model_draft_does_not_change_the_text() -> None:
     engine = memory_engine.engine(memory_models.dflash_draft)
     verdict = verify.verify(engine, todo(8), 24)
     assert verdict.ok and verdict.drafted > 0
 
 
-def test_a_draft_that_is_always_wrong_changes_nothing() -> None:
-    verdict = verify.verify(bench_engine.engine(bench_engine.Liar()), todo(8), 24)
+def test_a_draft_that_is_always_wrong_does_not_change_the_text() -> None:
+    verdict = verify.verify(bench_engine.engine(bench_engine.ConstantDraft()), todo(8), 24)
     assert verdict.ok and verdict.accepted < verdict.drafted / 10
 
 
-def test_a_draft_that_proposes_nothing_proves_nothing() -> None:
-    silent = bench_engine.Liar()
+def test_a_draft_without_proposals_is_not_a_pass() -> None:
+    silent = bench_engine.ConstantDraft()
     silent.propose = lambda batch, count, pick: (  # type: ignore[method-assign]
         batch.ids.new_full((len(batch.sizes), count), -1)
     )
@@ -47,19 +47,19 @@ def test_a_draft_that_proposes_nothing_proves_nothing() -> None:
     assert verdict.mismatch is None and not verdict.ok
 
 
-def believe_one(
+def accept_first_unverified(
     logits: torch.Tensor, drafted: Sequence[int], position: int, *of: Any, chooser: Any
 ) -> list[int]:
-    """A planted bug: the first drafted token is taken without looking."""
+    """Plant a bug: the first drafted token is accepted without verification."""
     if not drafted:
         return [chooser.choose(logits[0], position)]
     return [drafted[0], chooser.choose(logits[1], position + 1)]
 
 
-def forget_position(
+def ignore_row_positions(
     logits: torch.Tensor, drafted: Sequence[int], position: int, *of: Any, chooser: Any
 ) -> list[int]:
-    """A planted bug: all rows of a step draw the noise of the first."""
+    """Plant a bug: all rows of a step use the noise of the first row."""
     chosen: list[int] = []
     for row, proposed in zip(logits, [*drafted, None], strict=True):
         chosen.append(chooser.choose(row, position))
@@ -68,9 +68,9 @@ def forget_position(
     return chosen
 
 
-def test_a_token_taken_unseen_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chooser, "choose_rows", believe_one)
-    verdict = verify.verify(bench_engine.engine(bench_engine.Liar()), todo(), 24)
+def test_an_unverified_token_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chooser, "choose_rows", accept_first_unverified)
+    verdict = verify.verify(bench_engine.engine(bench_engine.ConstantDraft()), todo(), 24)
     found = verdict.mismatch
     assert found is not None and not verdict.ok
     assert found.speculative.id != found.plain.id
@@ -81,13 +81,13 @@ def test_a_token_taken_unseen_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_wrong_noise_is_found_above_temperature_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chooser, "choose_rows", forget_position)
+    monkeypatch.setattr(chooser, "choose_rows", ignore_row_positions)
     verdict = verify.verify(bench_engine.engine(), todo(32), 40)
     assert verdict.mismatch is not None and verdict.mismatch.case.sampler.temperature > 0
 
 
 def test_a_cache_that_is_not_rolled_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = bench_engine.engine(bench_engine.Liar())
+    engine = bench_engine.engine(bench_engine.ConstantDraft())
     honest, late = engine.target.step, list[int]()
 
     def run(batch: Batch) -> Any:
@@ -135,7 +135,7 @@ def test_wrong_use() -> None:
 
 
 @pytest.mark.parametrize("parallel", [3, 5])
-def test_cases_at_once_change_nothing(parallel: int) -> None:
+def test_cases_in_a_batch_do_not_change_texts(parallel: int) -> None:
     engine = memory_engine.engine(memory_models.dflash_draft, parallel=parallel, pool=2000)
     live = []
     step = engine.scheduler.step
@@ -153,8 +153,8 @@ def test_cases_at_once_change_nothing(parallel: int) -> None:
         assert live.count(case), "plain ones ran alone, the last group is smaller"
 
 
-def test_a_text_that_company_changes_is_found() -> None:
-    """Nothing is wrong with one text at a time: only several at once show it."""
+def test_a_text_that_depends_on_its_batch_is_found() -> None:
+    """Single texts are right; only several at once show the fault."""
     engine = memory_engine.engine(memory_models.dflash_draft, parallel=3, pool=2000)
     honest = engine.target.step
 

@@ -1,4 +1,4 @@
-"""What a terminal of 60, 80 or 120 columns shows: no line is longer, no word and no cell is cut."""
+"""Output on terminals of 60, 80 or 120 columns: no line is longer, and no word or cell is cut."""
 
 from __future__ import annotations
 
@@ -56,8 +56,10 @@ COMMANDS = {
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None, Callable[[], object]], str]:
-    """What is written, stdout and stderr: to a terminal of so many columns, or to a pipe."""
+    """Return what is written to stdout and stderr on a terminal with this many columns, or on a
+    pipe."""
     monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.delenv("COLUMNS", raising=False)
 
     def run(columns: int | None, what: Callable[[], object]) -> str:
         place = Terminal()
@@ -75,19 +77,19 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None, Callable[[],
 
 
 def words(text: str) -> set[str]:
-    """Words without the punctuation that a list of `name: value` adds."""
+    """Return words without the punctuation that a list of `name: value` adds."""
     return {w.strip(",:;") for w in text.split()} - {"", "\\"}
 
 
 def check(
     shown: Callable[..., str], what: Callable[[], object], columns: int, whole: bool = False
 ) -> None:
-    """`whole`: nothing may be left out either, as columns of a table may."""
+    """Check output; `whole`: no columns of a table may be left out either."""
     narrow, pipe = shown(columns, what), shown(None, what)
     for line in narrow.splitlines():
         longest = max(map(cell_len, line.split()), default=0)
         assert cell_len(line) <= columns or longest > columns - 10, line
-    note = words("columns not shown (terminal too narrow): --json has all")
+    note = words("columns not shown (output too narrow): --json has all")
     lost = words(narrow) - words(pipe) - note
     assert not {w for w in lost if not set(w) <= set("─-")}, lost
     assert not whole or words(pipe) <= words(narrow)
@@ -109,6 +111,35 @@ def test_bench(columns: int, shown: Callable[..., str]) -> None:
     check(shown, lambda: _bench(columns), columns)
     table = shown(columns, lambda: _bench(columns))
     assert "tokens/s" in table and "x plain" in table, "what decides is shown at every width"
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+@pytest.mark.parametrize("name", ["bench", "inspect", "validate", "doctor cards", "doctor pair"])
+def test_pipes_follow_the_variable(
+    name: str,
+    columns: int,
+    target: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    if name == "bench":
+        _bench_results.show(bench_result.result(), Output())
+    else:
+        cli.run([word.replace("{target}", str(target)) for word in COMMANDS[name]])
+    out = capsys.readouterr().out
+    assert out
+    for line in out.splitlines():
+        longest = max(map(cell_len, line.split()), default=0)
+        assert cell_len(line) <= columns or longest > columns - 10, line
+
+
+def test_a_wrong_variable_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("", "0", "-3", "many", "9" * 5000):
+        monkeypatch.setenv("COLUMNS", value)
+        assert _layout.text_width(Terminal()) == _layout.width(Terminal())
+        with open(os.devnull, "w") as file:
+            assert _layout.text_width(file) is None
 
 
 @pytest.mark.parametrize("columns", WIDTHS)

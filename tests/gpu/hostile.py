@@ -185,7 +185,7 @@ def text(engine: Engine, length: int) -> list[int]:
 def wrong_text(
     target: Path, draft: Path | None, cache: str = "f16", near: float = 0.05
 ) -> str | None:
-    """None if a pair generates what its target does alone, near what the reference computes."""
+    """Return None if a pair generates its target's text, close to the reference; else the error."""
     with Engine.load(
         target, draft, n_ctx=CTX, device="cuda", cache_type=cache, chunk=PROMPT_BLOCK
     ) as engine:
@@ -205,8 +205,8 @@ def wrong_text(
 def first_logits(engine: Engine) -> torch.Tensor:
     """Of the token behind the prompt, [V]."""
     from g4spec.runtime.pending_rows import concat_steps
-    from tests.support.one_sequence import alone
+    from tests.support.one_sequence import single_sequence
 
-    with alone(engine) as one:
+    with single_sequence(engine) as one:
         read = concat_steps(list(one.prefill(PROMPT)))
     return engine.target.logits(read.hidden[-1:])[0].float().cpu()

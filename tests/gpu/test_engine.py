@@ -18,7 +18,7 @@ from g4spec.runtime.request import Options
 from tests.gpu import family
 from tests.gpu.device import needs_gpu
 from tests.oracle import build
-from tests.support.one_sequence import alone
+from tests.support.one_sequence import single_sequence
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 
@@ -59,7 +59,7 @@ def near(
     taps = (1, 3, len(cpu.config.layers))
     cpu.target.taps = gpu.target.taps = taps
     hidden, logits = [], []
-    with alone(cpu) as reference, alone(gpu) as one:
+    with single_sequence(cpu) as reference, single_sequence(gpu) as one:
         a, b = (concat_steps(list(x.prefill(ids))) for x in (reference, one))
         close(b.hidden, a.hidden, share)
         close(b.taps, a.taps, share)
@@ -90,7 +90,7 @@ def small(errors: torch.Tensor, share: float) -> None:
 
 def exact(engine: Engine, ids: list[int], more: list[int]) -> None:
     """Logits of a token are the same bits in steps of 1 to 16 rows, at every place in them."""
-    with alone(engine) as target:
+    with single_sequence(engine) as target:
         list(target.prefill(ids))
         at = len(ids)
         one = torch.stack([target.step([t], at + i).logits[0].clone() for i, t in enumerate(more)])

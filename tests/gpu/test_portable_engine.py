@@ -23,7 +23,7 @@ from tests.emulator import kernels
 from tests.gpu import family, parity
 from tests.gpu.device import DEVICE, EMULATED
 from tests.oracle import build
-from tests.support.one_sequence import alone
+from tests.support.one_sequence import single_sequence
 
 pytestmark = pytest.mark.gpu
 
@@ -113,7 +113,7 @@ def test_a_target_is_near_the_reference_and_exact(
     16 rows at every place."""
     calm = folder / type / f"{kind}-calm.gguf"
     cpu, gpu = load(calm, device="cpu"), load(calm)
-    with alone(cpu) as reference, alone(gpu) as target:
+    with single_sequence(cpu) as reference, single_sequence(gpu) as target:
         a, b = (list(x.prefill(PROMPT))[-1].hidden for x in (reference, target))
         error = (b.cpu() - a).abs().amax(-1) / a.abs().amax(-1)
         assert float(error.median()) < 0.1 and float(error.max()) < 0.5, error

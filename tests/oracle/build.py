@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from g4spec import models
 from g4spec.models import assistant, gemma4
 from g4spec.models.spec import Checkpoint, TensorSpec
-from tests.support.one_sequence import Drafting, One, make_target
+from tests.support.one_sequence import SequenceDraft, SequenceTarget, make_target
 
 CTX = 1024
 
@@ -63,11 +63,13 @@ def checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(config(folder), names)
 
 
-def target(folder: Path, chunk: int = 64, n_ctx: int = CTX) -> One:
+def target(folder: Path, chunk: int = 64, n_ctx: int = CTX) -> SequenceTarget:
     """The target of a checkpoint folder, for one sequence."""
     parsed = gemma4.parse_hf(checkpoint(folder))
     stored = tensors(folder, gemma4.PREFIXES)
-    return One(make_target(parsed, weights(gemma4.tensors(parsed), stored), n_ctx, chunk))
+    return SequenceTarget(
+        make_target(parsed, weights(gemma4.tensors(parsed), stored), n_ctx, chunk)
+    )
 
 
 class Arrays:
@@ -81,7 +83,7 @@ class Arrays:
         return self._stored[source].numpy()
 
 
-def draft(folder: Path, one: One, window: int | None = None, **changes: Any) -> Any:
+def draft(folder: Path, one: SequenceTarget, window: int | None = None, **changes: Any) -> Any:
     """The draft of a checkpoint folder for a target, whose taps it sets.
 
     Args:
@@ -106,7 +108,7 @@ def draft(folder: Path, one: One, window: int | None = None, **changes: Any) -> 
         window,
     )
     on.taps = made.taps
-    return Drafting(made, on)
+    return SequenceDraft(made, on)
 
 
 class Recorder:
@@ -123,7 +125,7 @@ class Recorder:
         return (self.choose(row, position + i) for i, row in enumerate(logits))
 
 
-def prefill(on: One, made: Drafting, prompt: list[int]) -> torch.Tensor:
+def prefill(on: SequenceTarget, made: SequenceDraft, prompt: list[int]) -> torch.Tensor:
     """Read a prompt with target and draft; logits of its last row [V]."""
     made.begin()
     for read in on.prefill(prompt):

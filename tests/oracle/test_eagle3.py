@@ -24,7 +24,7 @@ from g4spec.gguf import GGUF
 from g4spec.runtime.engine import Engine
 from tests.oracle import build, drafts
 from tests.support import tiny, tiny_drafts
-from tests.support.one_sequence import taken
+from tests.support.one_sequence import claim_slot
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 
@@ -166,7 +166,7 @@ class Opened(drafts.Pair):
         )
         assert engine.draft is not None
         engine.draft.max_tokens = min(engine.draft.max_tokens, DRAFTED)
-        return taken(engine)
+        return claim_slot(engine)
 
     def oracle(self) -> drafts.Oracle:
         table = self.open()[0].model.w["token_embd.weight"]

@@ -18,7 +18,7 @@ from g4spec import convert
 from g4spec.core import StepRows
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.pending_rows import merge_steps
-from tests.support.one_sequence import borrowed
+from tests.support.one_sequence import single_sequence_with_draft
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 DRAFTS = ["dflash", "dflash-speculators", "assistant"]
@@ -57,7 +57,7 @@ def agreement(engine: Engine, before: list[int], lines: list[int]) -> float:
     """Mean number of proposed tokens that agree with `lines`, over anchors in them."""
     ids = [2, *before, *lines]
     start = 1 + len(before) + 24  # the first lines tell what text this is
-    with borrowed(engine) as (target, draft):
+    with single_sequence_with_draft(engine) as (target, draft):
         # The target's rings are long enough to hold the lines and the windows before them.
         read = merge_steps(list(target.prefill(ids)))
         for at in range(0, start, 256):

@@ -1,1 +1,1 @@
-"""What several tests need: small models and files, fakes, and the engine in one call."""
+"""Helpers of several tests: small models and files, fake objects, and runs of an engine."""

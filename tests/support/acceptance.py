@@ -1,4 +1,5 @@
-"""Texts with the number of drafted tokens that would have held at every place, and their replay.
+"""Recorded acceptance: for every position of a text, how many drafted tokens would be accepted. A
+policy of draft lengths is replayed over these texts.
 
 `data/acceptance.json` was recorded with the bundled family by `benchmarks/auto_record.py`.
 """
@@ -12,7 +13,7 @@ from pathlib import Path
 from tests.support.one_text import CycleCosts, Fixed, Policy
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 15)
-"""Fixed lengths that `auto` is compared with."""
+"""Fixed draft lengths that `auto` is compared with."""
 
 MACHINES = {  # seconds by drafted tokens, as measured on real machines
     "31B on an H200, llama.cpp": {0: 0.0125, 1: 0.0150, 15: 0.0297},
@@ -24,7 +25,8 @@ MACHINES = {  # seconds by drafted tokens, as measured on real machines
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """One draft of the family: its longest proposal, measured seconds, and texts by category."""
+    """Recording of one draft of the family: longest proposal, seconds per cycle by drafted tokens,
+    and texts by category."""
 
     longest: int
     seconds: dict[int, float]
@@ -32,7 +34,7 @@ class Recording:
 
 
 def recordings() -> dict[str, Recording]:
-    """By name of the draft."""
+    """Return the recordings by the name of the draft."""
     data = json.loads((Path(__file__).parents[1] / "data" / "acceptance.json").read_text())
     found = {}
     for name, draft in data["drafts"].items():
@@ -45,9 +47,9 @@ def recordings() -> dict[str, Recording]:
 
 
 @dataclass(slots=True)
-class Bill:
-    """Seconds and tokens so far; `over`: the most seconds beyond 1.02 times plain decoding at the
-    end of any cycle, `stretch`: the same over any stretch of cycles."""
+class OverheadTracker:
+    """Seconds and tokens of a run. `over`: largest excess over 1.02 times plain decoding at the end
+    of any cycle, in seconds; `stretch`: the same over any sequence of cycles."""
 
     plain: float
     seconds: float = 0.0
@@ -57,6 +59,7 @@ class Bill:
     _lowest: float = 0.0
 
     def add(self, tokens: int, seconds: float) -> None:
+        """Count one cycle."""
         self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
         beyond = self.seconds - 1.02 * self.tokens * self.plain
         self.over, self._lowest = max(self.over, beyond), min(self._lowest, beyond)
@@ -64,10 +67,20 @@ class Bill:
 
 
 def replay(
-    policy: Policy, costs: CycleCosts, held: str, most: int, bill: Bill, ahead: bool = False
+    policy: Policy,
+    costs: CycleCosts,
+    held: str,
+    most: int,
+    bill: OverheadTracker,
+    ahead: bool = False,
 ) -> None:
-    """Decode one recorded text, a hexadecimal digit a place; its end is not known before. `ahead`:
-    by a runner that asks what comes next before it knows what a cycle has found."""
+    """Decode one recorded text. The policy does not know where it ends.
+
+    Args:
+        held: one hexadecimal digit per position, the number of drafted tokens accepted there.
+        most: largest draft length.
+        ahead: ask for the next length before the result of a cycle is known, as a GPU runner does.
+    """
     policy.begin()
     at = 0
     while at < len(held):
@@ -81,10 +94,11 @@ def replay(
 
 
 def best_fixed(costs: CycleCosts, texts: list[str], most: int, delay: int = 0) -> float:
-    """Tokens a second of the best fixed length; `delay`: tokens of each text without a draft."""
+    """Return tokens per second of the best fixed length. `delay`: tokens of each text that are
+    decoded before the first draft."""
     rates = []
     for count in (n for n in LENGTHS if n <= most):
-        bill = Bill(costs[0])
+        bill = OverheadTracker(costs[0])
         for held in texts:
             wait = min(delay, len(held))
             bill.add(wait, wait * costs[0])

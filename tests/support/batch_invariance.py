@@ -50,7 +50,7 @@ class RequestSpec:
 
     Attributes:
         delay: number of steps between the previous request and this one.
-        cancel_after: number of steps after which it is cancelled, or None.
+        cancel_after: number of steps after which the request is cancelled, or None.
     """
 
     prompt: list[int]
@@ -279,7 +279,7 @@ class ReferenceRuns:
 
 @dataclass
 class Comparison:
-    """Counts of a round, and `wrong`: descriptions of differences."""
+    """Counts of one round; `wrong` describes the differences."""
 
     answers: int
     tokens: int

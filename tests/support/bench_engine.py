@@ -1,4 +1,4 @@
-"""An engine in memory for benchmark tests: random target, any draft, one token a character."""
+"""An engine in memory for benchmark tests: random target, any draft, one token per character."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from g4spec.runtime.engine import Engine
 from tests.support import memory_engine
 from tests.support.memory_engine import Characters
 
-__all__ = ["Characters", "Liar", "engine", "prompts"]
+__all__ = ["Characters", "ConstantDraft", "engine", "prompts"]
 
 
-class Liar:
+class ConstantDraft:
     """A draft that always proposes the same token."""
 
-    name = "liar"
+    name = "constant"
     taps: tuple[int, ...] = ()
     max_tokens = 15
     rows = 1
@@ -37,14 +37,14 @@ class Liar:
 
 
 def engine(draft: Draft | None = None, n_ctx: int = 512, parallel: int = 1) -> Engine:
-    """A random target with `draft`, n-gram lookup by default."""
+    """Return an engine with a random target and `draft` (default: n-gram lookup)."""
     return memory_engine.engine(
         lambda target: draft or ngram.Drafter(), n_ctx=n_ctx, parallel=parallel
     )
 
 
 def prompts(count: int = 2) -> list[BenchPrompt]:
-    """`count` short prompts in each of two categories."""
+    """Return `count` short prompts in each of two categories."""
     return [
         BenchPrompt(f"{c}-{i}", c, f, f"{c} {i} abcabc")
         for c, f in (("code", "raw"), ("chat", "chat"))

@@ -1,4 +1,4 @@
-"""A made-up result of a sweep with plausible numbers, for tests of what reads results."""
+"""An invented sweep result with plausible numbers, for tests of code that reads results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ HOLDS = {
 
 
 def row(category: str, length: Any, hold: float, scatter: float = 0.01) -> SweepRow:
-    """A draft whose every token holds with probability `hold`; costs grow with the length."""
+    """Return a row of a draft whose tokens are each accepted with probability `hold`; the cost
+    grows with the draft length."""
     n = 4 if length == "auto" else length
     cycles = 200
     accepted = [round(cycles * hold ** (i + 1)) if i < n else 0 for i in range(15)]
@@ -57,7 +58,7 @@ def row(category: str, length: Any, hold: float, scatter: float = 0.01) -> Sweep
 
 
 def result() -> dict[str, Any]:
-    """The content of a result file."""
+    """Return the content of a result file."""
     lengths = (*LENGTHS, "auto")
     rows = [row(c, n, p) for c, p in {**HOLDS, "all": 0.78}.items() for n in lengths]
     memory = {

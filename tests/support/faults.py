@@ -1,9 +1,11 @@
-"""Plausible faults of conversions, planted one at a time into a good file (mutation testing).
+"""Mutation testing of `validate`: plausible conversion faults, planted one at a time into a good
+file.
 
-`faults(file)` lists them for every key and every tensor; `Fault.plant` gives a copy with one. Of
-tensors: dropped, doubled, halved, sign turned, rows permuted, halves of query and key heads
-exchanged or paired, norms shifted by one, another layer's copy, exchanged with a neighbour. Of
-keys: dropped, off by one, doubled, halved, sign, neighbours swapped, cut, another text.
+`faults(file)` lists the faults of every key and every tensor; `Fault.plant` returns a copy with one
+of them. Faults of tensors: dropped, doubled, halved, negated, rows permuted, halves of query and
+key heads swapped or interleaved, norms shifted by one, replaced by another layer's tensor, swapped
+with a neighbour. Faults of keys: dropped, off by one, doubled, halved, negated, neighbours swapped,
+shortened, replaced by another text.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from g4spec.validate.rule import NOTE
 from tests.cpu.gguf_fixtures import Entry, File
 
 IGNORED = (*ORIGIN_KEYS, "general.name")
-"""Keys that say where a file came from: nothing is computed from them."""
+"""Provenance keys: nothing is computed from them."""
 ATTENTION = re.compile(r"blk\.\d+\.attn_[qk]\.weight")
 LAYER = re.compile(r"blk\.(\d+)\.(.*)")
 
@@ -34,21 +36,21 @@ Edit = Callable[[File], None]
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: `name` says what, `where` is the key or tensor."""
+    """One fault. `name` describes it, `where` is the key or tensor."""
 
     name: str
     where: str
     edit: Edit
 
     def plant(self, file: File) -> File:
-        """A copy of `file` with this fault."""
+        """Return a copy of `file` with this fault."""
         out = replace(file, kv=dict(file.kv), tensors=copy.copy(file.tensors))
         self.edit(out)
         return out
 
 
 def read(path: Path) -> File:
-    """A GGUF file as data."""
+    """Return a GGUF file as data."""
     with GGUF(path) as file:
         kv = {}
         for key in file:
@@ -63,7 +65,7 @@ def read(path: Path) -> File:
 
 
 def faults(file: File) -> list[Fault]:
-    """All of them, keys first, in the order of the file."""
+    """Return all faults, keys first, in the order of the file."""
     found = [f for key, v in file.kv.items() if key not in IGNORED for f in _of_key(key, v)]
     return found + [f for name in file.tensors for f in _of_tensor(file, name)]
 
@@ -81,7 +83,8 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _storable(data: Any, kind: ValueType) -> bool:
-    """Whether an integer type takes the values (a sign does not fit an unsigned one)."""
+    """Return True if the integer type can hold the values (unsigned types hold no negative
+    ones)."""
     if kind not in (ValueType.U32, ValueType.I32, ValueType.U64, ValueType.I64):
         return True
     low, high = (0, 1 << 32) if kind is ValueType.U32 else (-(1 << 31), 1 << 31)
@@ -114,7 +117,7 @@ def _of_array(x: list[Any], item: ValueType | None) -> dict[str, list[Any]]:
 
 
 def _swapped(x: list[Any]) -> list[int]:
-    """Indices with the middle pair of neighbours that differ exchanged."""
+    """Return indices in which the middle one of the unequal neighbour pairs is swapped."""
     order = list(range(len(x)))
     at = [i for i in range(len(x) - 1) if x[i] != x[i + 1]]
     if at:
@@ -165,19 +168,19 @@ def _of_values(form: quant.Format, entry: Entry, name: str) -> dict[str, bytes]:
         out["rows permuted"] = raw[order].tobytes()
     if ATTENTION.fullmatch(name):
         heads = raw.reshape(-1, 2, rows // _heads(rows) // 2, raw.shape[1])
-        pairs = heads.swapaxes(1, 2)  # as for another rotation: halves become neighbours
+        pairs = heads.swapaxes(1, 2)  # layout of interleaved RoPE
         out |= {"halves swapped": heads[:, ::-1].tobytes(), "halves as pairs": pairs.tobytes()}
     return out
 
 
 def _heads(rows: int) -> int:
-    """Some number of heads that divides the rows into even parts."""
+    """Return a number of heads that divides the rows into even parts."""
     return 2 if rows % 4 == 0 and rows >= 128 else 1
 
 
 def _of_neighbours(file: File, name: str) -> Iterator[Fault]:
-    """The next layer's tensor in this one's place, or the two exchanged; and exchanged with the
-    tensor beside it (gate and up, keys and values, norms of queries and keys)."""
+    """Yield faults that replace this tensor by the next layer's, swap the two, or swap it with a
+    tensor of the same layer (gate and up, keys and values, norms of queries and keys)."""
     match, entry = LAYER.fullmatch(name), file.tensors[name]
     if match is None:
         return
@@ -207,8 +210,8 @@ def _of_neighbours(file: File, name: str) -> Iterator[Fault]:
         )
 
 
-def spoken(report: Report) -> set[tuple[str, str]]:
-    """Errors and warnings of a report, and that it could not ask rules."""
+def findings(report: Report) -> set[tuple[str, str]]:
+    """Return errors and warnings of a report, and the reasons why rules could not be checked."""
     said = {
         (f.rule.id, f"{f.finding.where} {f.finding.found}")
         for f in report.failures
@@ -225,6 +228,6 @@ def named(
     target: Path | None,
     source: Path | None,
 ) -> bool:
-    """Whether `validate` says more about a file with this fault than `known`."""
+    """Return True if `validate` reports more about a file with this fault than `known`."""
     fault.plant(file).write(path)
-    return bool(spoken(validate(path, target, source)) - known)
+    return bool(findings(validate(path, target, source)) - known)

@@ -1,4 +1,4 @@
-"""A Hugging Face hub on loopback: the few requests that a download makes, and faults on demand."""
+"""A Hugging Face hub on loopback: the requests that a download makes, with faults on demand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 LARGE = 1 << 10
-"""Files from this size on have a sha256 as their ETag, smaller ones git's sha1."""
+"""Size in bytes from which a file's ETag is its sha256; smaller files have git's sha1."""
 
 
 def etag(data: bytes) -> str:
@@ -24,15 +24,16 @@ def etag(data: bytes) -> str:
 
 @dataclass
 class Hub:
-    """What is served, and what goes wrong.
+    """A hub with repositories and planned faults.
 
     Attributes:
         repos: "org/name" -> file name -> content.
-        faults: substring of "METHOD path" -> what the next requests to it do instead, in order;
-            called with the handler, returns whether it has answered.
-        token: what `Authorization` must hold, if anything. `seen`: "METHOD path range" of requests,
-            `encodings`: what they accept.
-        listing: changes the answer to "what is in this repository".
+        faults: substring of "METHOD path" -> faults for the next requests that match, in order. A
+            fault is called with the handler and returns True if it has sent the response.
+        token: token that requests for gated repositories must send.
+        seen: "METHOD path range" of every request.
+        encodings: the Accept-Encoding header of every request.
+        listing: changes the response to "list the files of this repository".
     """
 
     repos: dict[str, dict[str, bytes]] = field(default_factory=dict)
@@ -61,7 +62,7 @@ class Hub:
         return f"http://127.0.0.1:{self.server.server_port}"
 
     def downloads(self) -> list[str]:
-        """Names of the files whose content was asked for."""
+        """Return the names of the files whose content was requested."""
         return [
             s.split()[1].split("/resolve/")[1].split("/", 1)[1]
             for s in self.seen
@@ -164,6 +165,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def status(code: int, **headers: str) -> Callable[[Any], bool]:
+    """Return a fault: a response with this status code and no body."""
+
     def fault(handler: Any) -> bool:
         handler.send(code, b"", {k.replace("_", "-"): v for k, v in headers.items()})
         return True
@@ -172,7 +175,7 @@ def status(code: int, **headers: str) -> Callable[[Any], bool]:
 
 
 def truncated(data: bytes, count: int) -> Callable[[Any], bool]:
-    """All headers, `count` bytes, and the connection is gone."""
+    """Return a fault: all headers, then only `count` bytes, then the connection closes."""
 
     def fault(handler: Any) -> bool:
         tag = {"ETag": f'"{etag(data)}"', "X-Repo-Commit": SHA}
@@ -184,6 +187,8 @@ def truncated(data: bytes, count: int) -> Callable[[Any], bool]:
 
 
 def hang(seconds: float) -> Callable[[Any], bool]:
+    """Return a fault: no response for some seconds, then the connection closes."""
+
     def fault(handler: Any) -> bool:
         time.sleep(seconds)
         handler.close_connection = True
@@ -193,6 +198,8 @@ def hang(seconds: float) -> Callable[[Any], bool]:
 
 
 def redirect(url: str) -> Callable[[Any], bool]:
+    """Return a fault: a redirect to `url`."""
+
     def fault(handler: Any) -> bool:
         handler.send(307, b"", {"Location": url})
         return True
@@ -201,7 +208,8 @@ def redirect(url: str) -> Callable[[Any], bool]:
 
 
 def altered(body: bytes | None = None, **headers: str) -> Callable[[Any], bool]:
-    """The proper answer with some headers replaced, or dropped where empty, and another body."""
+    """Return a fault: the normal response with another body and some headers replaced (removed if
+    empty)."""
 
     def fault(handler: Any) -> bool:
         plain = handler.send
@@ -220,7 +228,7 @@ def altered(body: bytes | None = None, **headers: str) -> Callable[[Any], bool]:
 
 
 def dripping(what: str, body: int = 1000) -> Callable[[Any], bool]:
-    """An answer that comes a byte at a time: its "headers", or its "body"."""
+    """Return a fault: a response whose "headers" or "body" are sent one byte at a time."""
 
     def fault(handler: Any) -> bool:
         handler.close_connection = True
@@ -234,7 +242,7 @@ def dripping(what: str, body: int = 1000) -> Callable[[Any], bool]:
         try:
             for i in range(10000):
                 handler.wfile.write(drop[i % len(drop) : i % len(drop) + 1])
-                threading.Event().wait(0.05)  # tests take `time.sleep` away
+                threading.Event().wait(0.05)  # `time.sleep` is patched by tests
         except OSError:
             pass
         return True
@@ -243,7 +251,7 @@ def dripping(what: str, body: int = 1000) -> Callable[[Any], bool]:
 
 
 def endless(handler: Any) -> bool:
-    """A body without a length and without an end."""
+    """Return a fault: a body without a length and without an end."""
     handler.send_response(200)
     handler.send_header("ETag", f'"{etag(b"")}"')
     handler.send_header("X-Repo-Commit", SHA)

@@ -1,4 +1,4 @@
-"""GGUF files with one thing wrong: tensors, ids and numbers that nothing may be computed with."""
+"""GGUF files with one defect: tensors, ids or numbers that must not be computed with."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ MASK, STOPS = "tokenizer.ggml.mask_token_id", "g4spec.stop_ids"
 DEPTHS = "g4spec.eagle3.depths"
 Change = Callable[[TensorData], Iterable[TensorData]]
 Broken = tuple[str, Callable[[Path], Path]]
-"""What is wrong, and what writes such a file."""
+"""Description of the defect, and a function that writes such a file."""
 
 
 def changed(
     path: Path, to: Path, tensor: str = "", change: Change = lambda t: [t], **keys: Any
 ) -> Path:
-    """A file with one tensor changed, and metadata (a dot is written `__`)."""
+    """Write a copy of a file with one changed tensor and changed metadata (`__` stands for a
+    dot)."""
     with GGUF(path) as g:
         kv = {key: g.value(key) for key in g}
         kv |= {name.replace("__", "."): value for name, value in keys.items()}
@@ -47,32 +48,33 @@ def missing(t: TensorData) -> list[TensorData]:
 
 
 def shorter(t: TensorData) -> list[TensorData]:
-    """Without the last row, or the last number."""
+    """Drop the last row of a matrix or the last element of a vector."""
     rows = t.shape[0] - 1
     kept = raw(t)[: len(raw(t)) * rows // t.shape[0]]
     return [TensorData(t.name, (rows, *t.shape[1:]), t.type, [kept])]
 
 
 def other_type(t: TensorData) -> list[TensorData]:
-    """Integers for numbers, numbers for integers, of the same shape."""
+    """Replace floats by integers or integers by floats, of the same shape."""
     integers = t.type in (I32, I64)
     dtype, type = (np.float32, F32) if integers else (np.int32, I32)
     return [TensorData(t.name, t.shape, type, [np.ones(t.shape, dtype).tobytes()])]
 
 
 def not_finite(t: TensorData) -> list[TensorData]:
+    """Set the last element to NaN."""
     values = np.frombuffer(raw(t), np.float32).copy()
     values[-1] = math.nan
     return [TensorData(t.name, t.shape, t.type, [values.tobytes()])]
 
 
 def bad_blocks(t: TensorData) -> list[TensorData]:
-    """All bits set: in floats and in the scales of blocks a NaN."""
+    """Set all bits, which is NaN in floats and in the scales of blocks."""
     return [TensorData(t.name, t.shape, t.type, [b"\xff" * len(raw(t))])]
 
 
 def pointing(id: int) -> Change:
-    """An index tensor whose fourth entry is `id`."""
+    """Return a change that sets the fourth entry of an index tensor to `id`."""
 
     def point(t: TensorData) -> list[TensorData]:
         ids = np.frombuffer(raw(t), np.int64).copy()
@@ -86,12 +88,14 @@ HOWS: tuple[Change, ...] = (missing, shorter, other_type, not_finite)
 
 
 def unlike(names: Iterable[str]) -> list[str]:
-    """Tensors of the first two layers and around them: others repeat these."""
+    """Return the tensors outside the layers and those of the first two; later layers repeat
+    these."""
     return [n for n in names if not re.match(r"blk\.([2-9]|\d\d)\.", n)]
 
 
 def tensors(path: Path, how: Change, borrowed: Iterable[str] = ()) -> Iterator[Broken]:
-    """Each tensor of a file changed, where that breaks it; those `borrowed` may be missing."""
+    """Yield every tensor of a file with change `how`, where that makes the file invalid. Tensors in
+    `borrowed` may be missing."""
     with GGUF(path) as g:
         found = {n: g.tensors[n] for n in unlike(g.tensors)}
     for name, t in found.items():
@@ -103,7 +107,7 @@ def tensors(path: Path, how: Change, borrowed: Iterable[str] = ()) -> Iterator[B
 
 
 def borrowed(kind: str, path: Path) -> set[str]:
-    """Tensors that a draft takes from its target where it has none."""
+    """Return the tensors that this draft takes from its target if it has none."""
     with GGUF(path) as g:
         names = (
             {"token_embd.weight"} if "d2t" in g.tensors else {"token_embd.weight", "output.weight"}
@@ -112,7 +116,7 @@ def borrowed(kind: str, path: Path) -> set[str]:
 
 
 def numbers(path: Path) -> Iterator[Broken]:
-    """Each list of ids and each centroid of a file wrong."""
+    """Yield defects of every list of ids and of the centroids."""
     with GGUF(path) as g:
         keys, arch = set(g), str(g["general.architecture"])
         has_d2t = "d2t" in g.tensors
@@ -126,7 +130,7 @@ def numbers(path: Path) -> Iterator[Broken]:
             changes |= {
                 f"{key} has {id}": {key: array(ValueType.I32, [7, id])} for id in (-1, 10**6)
             }
-    if MASK in keys and keys & {f"{arch}.block_size", DEPTHS}:  # others compute nothing of it
+    if MASK in keys and keys & {f"{arch}.block_size", DEPTHS}:  # other drafts do not use it
         changes["mask token"] = {MASK: u32(10**6)}
     if ORDERING in lists:
         for id in (-1, 10**6):
@@ -147,6 +151,6 @@ def numbers(path: Path) -> Iterator[Broken]:
 
 
 def blocks(path: Path) -> list[str]:
-    """Matrices in blocks, of which each has a scale."""
+    """Return the matrices of block types, whose blocks each have a scale."""
     with GGUF(path) as g:
         return [n for n in unlike(g.tensors) if quant.get(g.tensors[n].format.name).quantized]

@@ -1,4 +1,4 @@
-"""More kinds of small random drafts built in memory (see `tests.support.memory_models`)."""
+"""Small random drafts of more kinds, built in memory (see `tests.support.memory_models`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support import memory_models as mm
 
 
 def build(kind: Any, config: Any, on: Target, seed: int, window: int | None = None) -> Any:
-    """A draft of `config` for target `on`, whose taps it sets."""
+    """Build a draft of `config` for target `on` and set the target's taps."""
     w = mm.weights(kind.tensors(config), seed, 0.3)
     if config.n_draft:
         w["d2t"] = torch.randperm(mm.V, generator=torch.Generator().manual_seed(seed))
@@ -25,7 +25,7 @@ def build(kind: Any, config: Any, on: Target, seed: int, window: int | None = No
 
 
 def dspark_draft(on: Target, seed: int = 5, **kw: Any) -> dspark.Drafter:
-    """A DSpark draft; `gemma` gives it Gemma 4 layers."""
+    """Build a DSpark draft; `gemma` gives it Gemma 4 layers."""
     extra = {"head": "vanilla", "rank": 8, "confidence": "both", "from_anchor": True} | kw
     base = mm.dflash_config()
     if extra.get("gemma"):
@@ -40,7 +40,7 @@ def dspark_draft(on: Target, seed: int = 5, **kw: Any) -> dspark.Drafter:
 
 
 def eagle3_draft(on: Target, seed: int = 6, window: int | None = None, **kw: Any) -> eagle3.Drafter:
-    """An EAGLE-3 draft with tables of its own, or with `depths` a P-EAGLE draft."""
+    """Build an EAGLE-3 draft with its own embedding and head, or with `depths` a P-EAGLE draft."""
     sliding = kw.pop("sliding", None)
     layers = tuple(
         mm.layer(i, full=False, v_from_k=False, window=sliding) for i in range(kw.pop("n_layer", 1))
@@ -67,7 +67,7 @@ def eagle3_draft(on: Target, seed: int = 6, window: int | None = None, **kw: Any
 
 
 def dflash2_draft(on: Target, seed: int = 7, **kw: Any) -> dflash2.Drafter:
-    """A DFlash2 draft that borrows its target's tables."""
+    """Build a DFlash2 draft that uses its target's embedding and head."""
     extra = {"kernel": 2, "group": 16, "rank": 8, "top_k": 6, "softcap": 30.0} | kw
     config = backbone.extended(dflash2.Config, mm.dflash_config(), **extra)
     made: dflash2.Drafter = build(dflash2, config, on, seed)

@@ -1,4 +1,4 @@
-"""Engines over small random models in memory, with a tokenizer of one token a character."""
+"""Engines over small random models in memory, with a tokenizer of one token per character."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support import memory_drafts as md
 from tests.support import memory_models as mm
 
 Make = Callable[[Target], Draft]
-"""Builds a draft for a target, whose taps it sets."""
+"""Builds a draft for a target and sets the target's taps."""
 
 DRAFTS: dict[str, Make] = {
     "dflash": mm.dflash_draft,
@@ -39,11 +39,12 @@ DRAFTS: dict[str, Make] = {
     "eagle3-two-layers": lambda t: md.eagle3_draft(t, n_layer=2, qk_norm=True, n_draft=None),
     "p-eagle": lambda t: md.eagle3_draft(t, depths=5, sliding=12, norm_before_fc=True),
 }
-"""Every kind of draft, in the shapes that compute differently."""
+"""Every kind of draft, in every variant that is computed differently."""
 
 
 class Characters:
-    """A tokenizer without a file: code points modulo the vocabulary, which starts after 10."""
+    """A tokenizer without a file. A token id is 10 plus the code point, modulo the vocabulary
+    size."""
 
     template = "yes"
     stop_ids = frozenset({1})
@@ -78,7 +79,8 @@ def target(
     parallel: int = 1,
     pool: int | None = None,
 ) -> Target:
-    """A random target for `parallel` texts whose pool holds `pool` tokens, at least a context."""
+    """Return a random target for `parallel` sequences with a pool of `pool` tokens (at least one
+    context)."""
     backend, config = TorchBackend(), config or mm.target_config()
     size = Size.of(n_ctx, parallel, pool)
     space = backend.space(size.slots, n_ctx, size.pages)
@@ -87,7 +89,8 @@ def target(
 
 
 def engine(make: Make | None = None, *, prefix_bytes: int = 0, **shape: Any) -> Engine:
-    """A random target with the draft that `make` builds; `shape`: see `target`."""
+    """Return an engine with a random target and the draft that `make` builds; `shape`: see
+    `target`."""
     on = target(**shape)
     draft = make(on) if make else None
     tokenizer: Any = Characters()

@@ -57,7 +57,7 @@ def target(seed: int = 0, n_ctx: int = 512, chunk: int = 64) -> Target:
 
 
 def caches(shapes: Sequence[CacheShape], on: Target) -> list[Any]:
-    """Empty caches of a draft in the target's slots and pages."""
+    """Return empty caches of a draft for the target's slots and pages."""
     slack = on.backend.slack(on.chunk)
     return [on.backend.cache(shape, on.space, slack) for shape in shapes]
 
@@ -99,7 +99,7 @@ def dflash_draft(on: Target, seed: int = 1, window: int | None = None, **kw: Any
 
 
 class _Arrays:
-    """Stands in for the GGUF file that holds an assistant's centroid head."""
+    """Fake of the GGUF file that holds an assistant's centroid head."""
 
     def __init__(self, **arrays: Any) -> None:
         self.arrays = arrays

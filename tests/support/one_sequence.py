@@ -1,4 +1,4 @@
-"""A target and a draft as one sequence sees them, in slot 0: for tests that walk along a text."""
+"""A target and a draft with a single sequence in slot 0, addressed by position."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from g4spec.runtime.target import Target, batch_of
 def make_target(
     config: Any, weights: Any, n_ctx: int = 512, chunk: int = 64, backend: Any = None
 ) -> Target:
-    """A target with one slot, all of whose pages are its own."""
+    """Return a target with one slot that owns all pages."""
     backend = backend or TorchBackend()
     space = backend.space(1, n_ctx, Space.single(n_ctx).n_pages)
     space.assign(0, range(1, space.n_pages + 1))
@@ -36,37 +36,38 @@ class StepOutput:
     read: StepRows
 
 
-def taken(engine: Engine) -> tuple[One, Drafting]:
-    """Slot 0 of a new engine and all pages that a context needs, for good."""
+def claim_slot(engine: Engine) -> tuple[SequenceTarget, SequenceDraft]:
+    """Claim slot 0 of a new engine, with the pages of a full context, and do not release it."""
     engine.pool.free_slots.remove(0)
     engine.pool.grow(Sequence(0, [], 0), engine.n_ctx)
     assert engine.draft is not None
-    return One(engine.target), Drafting(engine.draft, engine.target)
+    return SequenceTarget(engine.target), SequenceDraft(engine.draft, engine.target)
 
 
 @contextmanager
-def alone(engine: Engine) -> Iterator[One]:
-    """Slot 0 of an idle engine, with all pages that a context needs."""
+def single_sequence(engine: Engine) -> Iterator[SequenceTarget]:
+    """Claim slot 0 of an idle engine, with the pages of a full context, and release it at the
+    end."""
     pool = engine.pool
     pool.free_slots.remove(0)
     sequence = Sequence(0, [], 0)
     pool.grow(sequence, engine.n_ctx)
     try:
-        yield One(engine.target)
+        yield SequenceTarget(engine.target)
     finally:
         pool.free_sequence(sequence)
 
 
 @contextmanager
-def borrowed(engine: Engine) -> Iterator[tuple[One, Drafting]]:
-    """The same with the engine's draft."""
+def single_sequence_with_draft(engine: Engine) -> Iterator[tuple[SequenceTarget, SequenceDraft]]:
+    """As `single_sequence`, with the engine's draft."""
     assert engine.draft is not None
-    with alone(engine) as one:
-        yield one, Drafting(engine.draft, engine.target)
+    with single_sequence(engine) as one:
+        yield one, SequenceDraft(engine.draft, engine.target)
 
 
-class One:
-    """Runs one sequence of a target by position; everything else is the target's."""
+class SequenceTarget:
+    """Runs one sequence of a target. Other attributes are the target's."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -75,33 +76,33 @@ class One:
         return getattr(self.target, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Changes are made to the target."""
+        """Set an attribute of the target."""
         if name == "target":
             object.__setattr__(self, name, value)
         else:
             setattr(self.target, name, value)
 
     def read(self, ids: Seq[int], start: int) -> StepRows:
-        """Rows of tokens at positions start ..., without logits."""
+        """Return the rows of tokens from position `start`, without logits."""
         return self.target.forward(batch_of(self.target.ops, [(0, start, list(ids))]))
 
     def step(self, ids: Seq[int], start: int) -> StepOutput:
-        """A step of tokens at positions start ...."""
+        """Run a step of tokens from position `start`."""
         rows, logits = self.target.step(batch_of(self.target.ops, [(0, start, list(ids))]))
         return StepOutput(logits, rows)
 
     def prefill(self, ids: Seq[int]) -> Iterator[StepRows]:
-        """Read a prompt, a chunk at a time."""
+        """Read a prompt, one chunk at a time."""
         for start in range(0, len(ids), self.target.chunk):
             part = list(ids[start : start + self.target.chunk])
             yield self.target.backend.read(self.target, 0, part, start)
 
 
-class Drafting:
-    """Drafts for one sequence; everything else is the draft's.
+class SequenceDraft:
+    """Drafts for one sequence. Other attributes are the draft's.
 
     Args:
-        target: whose slot 0 it is.
+        target: target whose slot 0 holds the sequence.
     """
 
     def __init__(self, draft: Draft, target: Target) -> None:
@@ -112,7 +113,7 @@ class Drafting:
         return getattr(self.draft, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Changes are made to the draft."""
+        """Set an attribute of the draft."""
         if name in ("draft", "target"):
             object.__setattr__(self, name, value)
         else:
@@ -123,17 +124,17 @@ class Drafting:
         self.draft.begin(0)
 
     def commit(self, rows: StepRows, n: int | None = None) -> None:
-        """Give the draft the first `n` rows of a step, all of which are verified."""
+        """Commit the first `n` rows of a step (default: all), all of them accepted."""
         n = len(rows.batch) if n is None else n
         part = rows.rows(0, n, (n,))
         self.draft.commit(part, part.batch.ids.new_tensor([n - 1]))
 
     def reject(self, rows: StepRows, n: int) -> None:
-        """Give the draft all rows of a step, of which the first `n` are verified."""
+        """Commit a step of which only the first `n` rows are accepted."""
         self.draft.commit(rows, rows.batch.ids.new_tensor([n - 1]))
 
     def propose(self, anchor: int, position: int, count: int, chooser: Any = None) -> list[int]:
-        """Tokens drafted after `anchor` at `position`; `chooser`: as `Sampler`."""
+        """Return the tokens drafted after `anchor` at `position`; `chooser`: as `Sampler`."""
         chooser, draft = chooser or Sampler(), self.draft
         row = [anchor, *[draft.mask] * (draft.rows - 1)]
         batch = batch_of(self.target.ops, [(0, position, row)])

@@ -1,4 +1,4 @@
-"""The policy of draft lengths as an engine uses it that runs one text at a time."""
+"""The policy of draft lengths in an engine that runs one request at a time."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from g4spec.runtime import cycle_costs, draft_length
 
 
-def lengths_of(table: Mapping[int, float]) -> draft_length.DraftLengthPolicy:
-    """A policy whose cycles of one text take table[drafted tokens] seconds."""
+def policy_of(table: Mapping[int, float]) -> draft_length.DraftLengthPolicy:
+    """Return a policy in which a cycle of one request takes table[drafted tokens] seconds."""
     lengths = draft_length.DraftLengthPolicy()
     lengths.set_costs({(1, n): seconds for n, seconds in table.items()})
     return lengths
@@ -39,7 +39,7 @@ class Policy:
         self.text = self.lengths.new_state("auto" if self.asked is None else self.asked)
 
     def next(self, most: int) -> int:
-        """Tokens to draft now."""
+        """Return how many tokens to draft now."""
         if self._certain is not None:
             count, self._certain = self._certain, None
             assert count <= most
@@ -47,7 +47,7 @@ class Policy:
         return self.lengths.plan([self.text], [most])[0]
 
     def again(self, count: int, most: int) -> bool:
-        """True if the next answer is certain to be `count`."""
+        """Return True if the next answer is certain to be `count`."""
         assert self._certain is None
         certain = self.lengths.plan_ahead([self.text], [count], [most])
         self._certain = count if certain else None
@@ -61,20 +61,20 @@ class Policy:
 
 
 class Auto(Policy):
-    """`auto` for an engine whose cycles take table[drafted tokens] seconds."""
+    """`auto` for an engine in which a cycle takes table[drafted tokens] seconds."""
 
     def __init__(self, table: Mapping[int, float]) -> None:
-        super().__init__(lengths_of(table))
+        super().__init__(policy_of(table))
 
     @property
     def step(self) -> float:
-        """Seconds of a plain step, as the policy knows it now."""
+        """Cost of a plain step as the policy estimates it now, in seconds."""
         assert self.lengths.costs is not None
         return self.lengths.costs([0])
 
 
 class Fixed(Policy):
-    """Always the same number."""
+    """A constant draft length."""
 
     def __init__(self, count: int) -> None:
         super().__init__(draft_length.DraftLengthPolicy(), count)

@@ -1,9 +1,8 @@
-"""Blocks of 32 values at the edges of what quant types do, and what ggml's C code makes of them.
+"""Blocks of 32 edge-case values for quant types, and the results of ggml's C code for them.
 
-Also whole tensors, for types whose scales are searched for. What was measured with
-`quantize_row_*_ref` of llama.cpp, compiled for x86-64 without contraction: `GOLDEN`, its bytes for
-`BLOCKS` in their order; `REFERENCE_ERROR`, relative RMS errors of `quantize_*` without an imatrix
-for `tensors`.
+Whole tensors are given for types that search for their scales. Measured with `quantize_row_*_ref`
+of llama.cpp, compiled for x86-64 without contraction: `GOLDEN` holds the bytes for `BLOCKS` in
+order, `REFERENCE_ERROR` the relative RMS errors of `quantize_*` without an imatrix for `tensors`.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ BLOCKS = {
 
 
 def random_blocks(name: str, rows: int, columns: int) -> np.ndarray:
-    """Bytes [rows, row] of a type in which every bit of the codes and scales is random, and the
-    half-precision factors are such as matrices have."""
+    """Return bytes [rows, row bytes] of a type: random codes and scales, and half-precision factors
+    in the range of real matrices."""
     rng = np.random.default_rng(columns)
     kind = quant.get(name)
     if not kind.quantized:
@@ -63,7 +62,7 @@ def random_blocks(name: str, rows: int, columns: int) -> np.ndarray:
     halves = (rng.standard_normal(blocks.shape) * 1e-3).astype(np.float16)
     for factor in {"d", "dmin", "m"} & set(dtype.names):
         blocks[factor] = rng.permutation(halves.reshape(-1)).reshape(halves.shape)
-    if name == "iq1_m":  # its factor stands in the upper bits of four words
+    if name == "iq1_m":  # its factor is in the upper bits of four words
         quarters = halves.view(np.uint16)[..., None] >> np.arange(0, 16, 4) & 15
         blocks["scales"] = blocks["scales"] & 0xFFF | quarters.astype(np.uint16) << 12
     elif name == "mxfp4":
@@ -72,7 +71,7 @@ def random_blocks(name: str, rows: int, columns: int) -> np.ndarray:
 
 
 def tensors(n: int = 1 << 16) -> dict[str, np.ndarray]:
-    """Values as they come in models, and as they do not, in BF16 precision."""
+    """Return typical and extreme values of model tensors, in BF16 precision."""
     rng = np.random.default_rng(22)
     found = {
         "normal": rng.standard_normal(n),
@@ -94,7 +93,7 @@ def tensors(n: int = 1 << 16) -> dict[str, np.ndarray]:
 
 
 def relative_rms(x: np.ndarray, got: np.ndarray) -> float:
-    """RMS of the error over RMS of the values."""
+    """Return the RMS of the error divided by the RMS of the values."""
     want = x.astype(np.float64)
     return float(np.sqrt(np.square(got - want).sum() / np.square(want).sum()))
 

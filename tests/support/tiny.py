@@ -31,7 +31,7 @@ __all__ = [
 
 
 def store(x: np.ndarray, dtype: str) -> bytes:
-    """`x` in a safetensors type; BF16 is rounded to nearest even."""
+    """Return `x` as bytes of a safetensors type; BF16 is rounded to nearest even."""
     if dtype != "BF16":
         kinds = {
             "F32": "<f4",
@@ -63,7 +63,7 @@ def save(path: Path, tensors: dict[str, tuple[np.ndarray, str]]) -> Path:
 
 
 def save_all(folder: Path, tensors: dict[str, tuple[np.ndarray, str]], shards: int = 1) -> None:
-    """`model.safetensors`, or that many shards and their index."""
+    """Write `model.safetensors`, or `shards` files and their index."""
     if shards == 1:
         save(folder / "model.safetensors", tensors)
         return
@@ -175,7 +175,8 @@ def _gemma_config(
 def _gemma_layers(
     w: Weights, c: dict[str, Any], *, own_kv: bool, kv_full: int, hd_full: int, spare: bool = False
 ) -> None:
-    """`own_kv`: layers have keys and values; `spare`: also those that share them."""
+    """Add Gemma layers. `own_kv`: number of layers with keys and values; `spare`: write them for
+    the sharing layers too."""
     e, first = c["hidden_size"], c["num_hidden_layers"] - c["num_kv_shared_layers"]
     for i, kind in enumerate(c["layer_types"]):
         full, p = kind == "full_attention", f"layers.{i}."
@@ -206,7 +207,7 @@ def _gemma_layers(
 
 
 def _gemma_extras(w: Weights, c: dict[str, Any], p: str) -> None:
-    """Experts and per-layer embeddings of one layer, if the model has them."""
+    """Add the experts and per-layer embeddings of one layer, if the model has them."""
     e = c["hidden_size"]
     if c["enable_moe_block"]:
         n, ff = c["num_experts"], c["moe_intermediate_size"]
@@ -260,18 +261,21 @@ def target(
     vision: bool = False,
     suppress: list[int] | None = None,
 ) -> Path:
-    """A Gemma 4 target; dense, unless told otherwise.
+    """Write a Gemma 4 target, dense by default.
 
     Args:
-        global_kv: KV heads of full layers when `k_eq_v` (they have no v_proj then).
-        tokens: entries of the tokenizer if fewer than `vocab`.
-        per_layer: write `per_layer_config` instead of `global_head_dim` and friends.
-        nested: settings under `text_config`, as the multimodal releases have them.
+        global_kv: KV heads of full layers with `k_eq_v` (these layers have no v_proj).
+        tokens: entries of the tokenizer, if fewer than `vocab`.
+        per_layer: write `per_layer_config` instead of `global_head_dim` and similar keys.
+        nested: write the settings under `text_config`, as in the multimodal releases.
         period: every `period`-th layer has full attention, and the last one.
-        experts: experts beside each feed-forward, `top_k` of them used, `expert_inter` wide.
+        experts: number of experts beside each feed-forward block; `top_k` are active, each is
+            `expert_inter` wide.
         ple: width of per-layer embeddings.
-        shared: last layers without keys and values, twice as wide; `spare`: they hold them anyway.
-        unified: the 12B's spelling. `vision`: with tensors that a text model does not need.
+        shared: number of last layers without keys and values, which are twice as wide; `spare`: the
+            checkpoint has these tensors anyway.
+        unified: use the key names of the 12B.
+        vision: add tensors that a text model does not need.
         suppress: `suppress_tokens` of generation_config.json.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -383,11 +387,12 @@ def zlab_dflash(
     seed: int = 1,
     **config: Any,
 ) -> Path:
-    """A z-lab DFlash draft: sliding layers and one full one, the target's embedding and head.
+    """Write a z-lab DFlash draft: sliding layers and one full layer; uses the target's embedding
+    and head.
 
     Args:
-        taps: layers of the target whose *output* is read; default three, as z-lab places them.
-        nested_rope: theta under `rope_parameters`, as newer exports have it.
+        taps: target layers whose *output* is read; default three, placed as z-lab does.
+        nested_rope: write theta under `rope_parameters`, as newer exports do.
         config: further keys of config.json; None removes one.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -455,13 +460,13 @@ def speculators_dflash(
     seed: int = 2,
     **config: Any,
 ) -> Path:
-    """A speculators DFlash draft.
+    """Write a speculators DFlash draft.
 
     Args:
-        draft_vocab: rows of the reduced head with `d2t` and `t2d`; None keeps the whole one.
-        taps: layers of the target whose *input* is read (speculators' convention).
-        window: the layers but the last slide over so many tokens; None: all are full.
-        embed: bring `embed_tokens` along.
+        draft_vocab: rows of the reduced head with `d2t` and `t2d`; None: full vocabulary.
+        taps: target layers whose *input* is read (speculators' convention).
+        window: sliding window of all layers but the last, in tokens; None: all layers are full.
+        embed: include `embed_tokens`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     text = _text(target)
@@ -528,7 +533,7 @@ def speculators_dflash(
 
 
 def reduced(w: Weights, vocab: int, draft_vocab: int) -> None:
-    """`d2t` and `t2d` of a head with `draft_vocab` rows, stop tokens among them."""
+    """Return `d2t` and `t2d` of a head with `draft_vocab` rows, including the stop tokens."""
     chosen = {1, 106, NEWLINE}
     rest = [i for i in w.rng.permutation(vocab) if int(i) not in chosen]
     ids_sorted = np.array(sorted([*chosen, *rest[: draft_vocab - len(chosen)]]))
@@ -553,11 +558,11 @@ def assistant(
     unified: bool = False,
     **config: Any,
 ) -> Path:
-    """A Gemma 4 MTP assistant; `centroids` > 0 gives it a centroid head.
+    """Write a Gemma 4 MTP assistant; `centroids` > 0 gives it a centroid head.
 
     Args:
-        shared: `num_kv_shared_layers` as published, None leaves it out; default: all layers.
-        unified: the 12B's spelling.
+        shared: `num_kv_shared_layers` as published; None omits the key; default: all layers.
+        unified: use the key names of the 12B.
     """
     folder.mkdir(parents=True, exist_ok=True)
     text = _text(target)

@@ -1,7 +1,7 @@
-"""The same draft in every dialect: a current GGUF, written as another program would have.
+"""The same draft in every dialect: a current GGUF rewritten as another program would write it.
 
-Each builder takes the current file (made from the checkpoint by a direct conversion) and returns
-its keys and tensors under the dialect's names, with what the dialect leaves out left out.
+Each builder takes the current file (a direct conversion of the checkpoint) and returns its keys and
+tensors under the dialect's names, without those that the dialect omits.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ class Parts:
         self.arch = arch
 
     def more(self, keys: KV) -> None:
-        """Further keys of the architecture."""
+        """Add keys of the architecture."""
         self.kv |= {f"{self.arch}.{key}": value for key, value in keys.items()}
 
     def key(self, old: str, new: str | None, change: Callable[[Any], Any] | None = None) -> None:
-        """Move a key of the architecture, or drop it."""
+        """Rename a key of the architecture, or drop it."""
         value = self.kv.pop(f"{self.arch}.{old}", None)
         if new is not None and value is not None:
             self.kv[f"{self.arch}.{new}"] = change(value) if change else value
 
     def tensor(self, old: str, new: str | None) -> None:
-        """Rename all tensors whose name holds `old`, or drop them."""
+        """Rename all tensors whose name contains `old`, or drop them."""
         out = {}
         for name, entry in self.tensors.items():
             if old not in name:
@@ -70,7 +70,8 @@ class Parts:
 
 
 def _dflash(p: Parts, arch: str, fc: str, norm: str) -> int:
-    """What all forks share: ids of outputs under `dflash.`, no scale, no causality of ours."""
+    """Apply the changes that all forks share: output ids under `dflash.`, no scale, no causality
+    keys."""
     mask = p.kv["tokenizer.ggml.mask_token_id"].data
     p.rename_arch(arch)
     p.key(
@@ -167,7 +168,7 @@ def _centroids(
     keys: tuple[str, str],
     inverse: bool = False,
 ) -> None:
-    """The centroid head as tensors, if the current file has one as arrays."""
+    """Write the centroid head as tensors, if the current file has it as arrays."""
     with GGUF(source) as g:
         if CENTROIDS not in g:
             return

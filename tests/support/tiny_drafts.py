@@ -1,5 +1,5 @@
-"""Tiny random checkpoints of more kinds of draft: DSpark, EAGLE-3 and DFlash2, in each trainer's
-layout. As in `tests.support.tiny`, every function writes one folder and returns its path."""
+"""Tiny random checkpoints of DSpark, EAGLE-3 and DFlash2 drafts, in the layout of each trainer. As
+in `tests.support.tiny`, every function writes one folder and returns its path."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.tiny import Weights, dump, save
 
 
 def extend(folder: Path, weights: Weights, **config: Any) -> Path:
-    """Add tensors and settings to a checkpoint of one file."""
+    """Add tensors and settings to a single-file checkpoint."""
     stored = {}
     for name, t in read(folder / "model.safetensors").items():
         stored[name] = (np.array(t.array() if t.format else t.raw.reshape(t.shape)), t.dtype)
@@ -29,7 +29,7 @@ def extend(folder: Path, weights: Weights, **config: Any) -> Path:
 def heads(
     w: Weights, *, vocab: int, rows: int, e: int, rank: int, head: str, confidence: str
 ) -> None:
-    """DSpark's heads; `confidence` is "none", "hidden" or "both"."""
+    """Add DSpark's heads; `confidence` is "none", "hidden" or "both"."""
     if rank:
         w.matrix("markov_head.markov_w1.weight", vocab, rank, scale=1.0)
         w.matrix("markov_head.markov_w2.weight", rows, rank, scale=1.0)
@@ -66,8 +66,8 @@ def speculators_dspark(
     seed: int = 4,
     **options: Any,
 ) -> Path:
-    """A speculators DSpark draft; `options` are those of `tiny.speculators_dflash`. `from_anchor`
-    None leaves the key out."""
+    """Write a speculators DSpark draft; `options` as in `tiny.speculators_dflash`. `from_anchor`
+    None omits the key."""
     tiny.speculators_dflash(folder, target, draft_vocab=draft_vocab, dtype=dtype, **options)
     text = tiny._text(target)
     w = Weights(seed, dtype)
@@ -116,11 +116,12 @@ def deepspec_dspark(
     seed: int = 5,
     **config: Any,
 ) -> Path:
-    """A DeepSpec `Gemma4DSparkModel`: Gemma 4 layers, all full, values from keys, own tables.
+    """Write a DeepSpec `Gemma4DSparkModel`: Gemma 4 layers, all with full attention and V = K, own
+    embedding and head.
 
     Args:
-        alias: the confidence head under its other name.
-        own_values: as NVIDIA exports it: values that are not the keys, settings written twice.
+        alias: use the other tensor name of the confidence head.
+        own_values: as exported by NVIDIA: separate V, settings written twice.
     """
     folder.mkdir(parents=True, exist_ok=True)
     text = tiny._text(target)
@@ -223,15 +224,15 @@ def eagle3(
     seed: int = 6,
     **config: Any,
 ) -> Path:
-    """An EAGLE-3 draft.
+    """Write an EAGLE-3 draft.
 
     Args:
         layout: "speculators" (nested configuration) or "specforge" (flat, `midlayer.*`).
-        taps: layers of the target whose *input* is read; default three.
-        window: all layers slide over so many tokens; None: all are full.
-        qwen: queries and keys are normed by head.
-        before_residual: None leaves the key out.
-        depths: of P-EAGLE; 0 is EAGLE-3.
+        taps: target layers whose *input* is read; default three.
+        window: sliding window of all layers, in tokens; None: all layers are full.
+        qwen: add per-head norms of queries and keys.
+        before_residual: None omits the key.
+        depths: depths of P-EAGLE; 0: EAGLE-3.
     """
     folder.mkdir(parents=True, exist_ok=True)
     text = tiny._text(target)
@@ -314,7 +315,7 @@ def eagle3(
 def _selector(
     target: Path, layers: int, dtype: str, seed: int, kernel: int, group: int, rank: int
 ) -> Weights:
-    """DFlash2's convolutions and selector."""
+    """Add DFlash2's convolutions and selector."""
     text = tiny._text(target)
     e, w = text["hidden_size"], Weights(seed, dtype)
     for i in range(layers):
@@ -342,8 +343,8 @@ def speculators_dflash2(
     seed: int = 7,
     **options: Any,
 ) -> Path:
-    """A speculators DFlash2 draft; `options` are those of `tiny.speculators_dflash`. `non_causal`
-    None leaves the key out."""
+    """Write a speculators DFlash2 draft; `options` as in `tiny.speculators_dflash`. `non_causal`
+    None omits the key."""
     tiny.speculators_dflash(folder, target, draft_vocab=None, layers=layers, dtype=dtype, **options)
     extend(
         folder,
@@ -373,7 +374,7 @@ def zlab_dflash2(
     seed: int = 8,
     **options: Any,
 ) -> Path:
-    """A z-lab DFlash2 draft; `options` are those of `tiny.zlab_dflash`."""
+    """Write a z-lab DFlash2 draft; `options` as in `tiny.zlab_dflash`."""
     tiny.zlab_dflash(folder, target, layers=layers, dtype=dtype, **options)
     inner = json.loads((folder / "config.json").read_text(encoding="utf-8"))["dflash_config"]
     inner |= {

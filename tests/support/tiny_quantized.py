@@ -1,7 +1,7 @@
-"""Tiny checkpoints whose weights are quantized already, in the layouts that people publish.
+"""Tiny checkpoints that are already quantized, in the published layouts.
 
-Each function rewrites a folder of `tests.support.tiny` and returns what every quantized weight
-stands for.
+Each function rewrites a folder of `tests.support.tiny` and returns the dequantized value of every
+quantized weight.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _bf16(x: np.ndarray) -> np.ndarray:
 
 
 def _words(codes: np.ndarray, bits: int, axis: int) -> np.ndarray:
-    """Codes in 32-bit words along `axis`, lowest bits first, the last word filled up."""
+    """Pack codes into 32-bit words along `axis`, lowest bits first; the last word is padded."""
     codes = np.moveaxis(codes.astype(np.uint32), axis, -1)
     per = 32 // bits
     codes = np.pad(codes, [(0, 0), (0, -codes.shape[-1] % per)])
@@ -62,7 +62,8 @@ def _words(codes: np.ndarray, bits: int, axis: int) -> np.ndarray:
 def _codes(
     x: np.ndarray, bits: int, group: int, symmetric: bool, half: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes [N, K], scales and zero points [N, K / group]; scales are bf16, or fp16 if `half`."""
+    """Return codes [N, K], scales and zero points [N, K / group]; scales are BF16, or FP16 if
+    `half`."""
     x = x.reshape(len(x), -1, group)
     top = (1 << bits) - 1
     low, high = x.min(-1), x.max(-1)
@@ -89,10 +90,11 @@ def compressed(
     tiny_scale: bool = False,
     powers: bool = False,
 ) -> dict[str, np.ndarray]:
-    """compressed-tensors, "pack-quantized".
+    """Quantize as compressed-tensors, "pack-quantized".
 
     Args:
-        tiny_scale: scales that fp16 cannot hold. `powers`: scales are powers of two.
+        tiny_scale: use scales below the range of FP16.
+        powers: use powers of two as scales.
     """
     out: Tensors = {}
     meant = {}
@@ -132,7 +134,8 @@ def compressed(
 def autoround(
     folder: Path, *, group: int = 32, symmetric: bool = True, shuffled: bool = False
 ) -> dict[str, np.ndarray]:
-    """AutoRound in GPTQ's packing; `shuffled` lets columns belong to groups in another order."""
+    """Quantize as AutoRound in GPTQ's packing; `shuffled` assigns columns to groups out of order
+    (g_idx)."""
     out: Tensors = {}
     meant = {}
     rng = np.random.default_rng(0)
@@ -167,7 +170,7 @@ def autoround(
 def fp8(
     folder: Path, *, block: tuple[int, int] | None = None, per_tensor: bool = False
 ) -> dict[str, np.ndarray]:
-    """FP8 with a scale for each row, for a block (DeepSeek's way), or for the whole tensor."""
+    """Quantize to FP8 with one scale per row, per block (as DeepSeek) or per tensor."""
     out: Tensors = {}
     meant = {}
     for name, (x, dtype) in _open(folder).items():
@@ -203,7 +206,7 @@ def fp8(
 
 
 def one_by_one(folder: Path) -> None:
-    """Experts as separate matrices, as quantizing tools leave them."""
+    """Split experts into separate matrices, as quantizing tools do."""
     out: Tensors = {}
     for name, (x, dtype) in _open(folder).items():
         base = name.removesuffix(".gate_up_proj").removesuffix(".down_proj")

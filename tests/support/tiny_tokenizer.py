@@ -46,7 +46,7 @@ def dump(path: Path, value: Any) -> None:
 
 
 def merges(count: int) -> list[list[str]]:
-    """The first `count` byte-pair merges of TEXT; ties go to the pair seen first."""
+    """Return the first `count` byte-pair merges of TEXT; ties go to the pair seen first."""
     words = [["▁", *w] for w in TEXT.split()]
     found: list[list[str]] = []
     while len(found) < count:
@@ -65,7 +65,7 @@ def merges(count: int) -> list[list[str]]:
 
 
 def tokenizer(folder: Path, tokens: int = VOCAB) -> None:
-    """A byte-fallback BPE tokenizer in Gemma's form with `tokens` (>= 512) entries."""
+    """Return a byte-fallback BPE tokenizer in Gemma's form with `tokens` (>= 512) entries."""
     names = {i: f"<unused{i}>" for i in range(NEWLINE)} | SPECIALS | {NEWLINE: "\n"}
     names |= {FIRST_BYTE + b: f"<0x{b:02X}>" for b in range(256)}
     chars = ["▁", *(chr(c) for c in range(33, 127))]

@@ -1,4 +1,4 @@
-"""A tokenizer like Gemma's in miniature, and small GGUF files that carry it."""
+"""A miniature of Gemma's tokenizer, and small GGUF files that contain it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TEMPLATE = (
 
 
 def vocabulary() -> tuple[list[str], list[int], list[str]]:
-    """Tokens, their GGUF types and merges."""
+    """Return tokens, their GGUF types and merges."""
     tokens = [NAMED.get(i) or USER.get(i) or f"<unused{i}>" for i in range(107)]
     types = [3 if i in NAMED else 4 if i in USER else 1 for i in range(107)]
     tokens += ["\n", "\n\n", "\n\n\n", "\n\n\n\n"]
@@ -61,7 +61,8 @@ def vocabulary() -> tuple[list[str], list[int], list[str]]:
 
 
 def keys(**changed: Any) -> KV:
-    """The tokenizer's metadata; a keyword changes or (None) removes `tokenizer.ggml.<name>`."""
+    """Return the tokenizer's metadata. A keyword changes `tokenizer.ggml.<name>`; None removes
+    it."""
     tokens, types, merges = vocabulary()
     kv: KV = {
         "tokenizer.ggml.model": string("gemma4"),
@@ -87,7 +88,7 @@ def keys(**changed: Any) -> KV:
 
 
 def vocabulary_file(path: Path, **changed: Any) -> Path:
-    """A GGUF of metadata only."""
+    """Write a GGUF file of metadata only."""
     write(path, {"general.architecture": string("gemma4"), **keys(**changed)}, [])
     return path
 
@@ -103,7 +104,7 @@ def _write(path: Path, kv: KV, specs: list[TensorSpec], weights: dict[str, torch
 
 
 def target_file(path: Path, seed: int = 0, **changed: Any) -> Path:
-    """A random target with this tokenizer."""
+    """Write a random target with this tokenizer."""
     config = replace(memory_models.target_config(), n_vocab=len(vocabulary()[0]))
     kv = {"general.architecture": string("gemma4"), **gemma4.metadata(config), **keys(**changed)}
     specs = gemma4.tensors(config)
@@ -111,7 +112,7 @@ def target_file(path: Path, seed: int = 0, **changed: Any) -> Path:
 
 
 def draft_file(path: Path, seed: int = 1) -> Path:
-    """A random DFlash draft for any `target_file`."""
+    """Write a random DFlash draft for any `target_file`."""
     config = memory_models.dflash_config(n_vocab=len(vocabulary()[0]))
     specs = dflash.tensors(config)
     kv = {**dflash.metadata(config), **keys()}

@@ -1,4 +1,4 @@
-"""What the upper bits of a Q6_K matrix say (`g4spec.runtime.cuda.step.screen`)."""
+"""Values of Q6_K from the upper bits only (`g4spec.runtime.cuda.step.screen`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from g4spec.quant.formats import q6_k
 
 
 def tables(raw: np.ndarray[Any, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values of Q6_K rows, and those by the upper bits of codes and of scales."""
+    """Return the values of Q6_K rows, and the values by the upper bits of codes and scales."""
     exact = quant.get("q6_k").dequantize(raw).reshape(len(raw), -1)
     blocks = raw.view(q6_k.DTYPE).reshape(len(raw), -1)
     d, scale = blocks["d"].astype(np.float32)[..., None], blocks["scale"].astype(np.float32)

@@ -1,4 +1,4 @@
-"""Drafts beside a target that is not theirs: refused where the files show it, and said where only
+"""Drafts with another target than their own: refused if the files show it, and reported if only the
 acceptance does."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def other_width(file: File) -> None:
         (other_width, "another hidden size", "G4-PAIR-013"),
     ],
 )
-def test_what_validate_calls_an_error_of_the_pair_is_refused_at_load(
+def test_pairs_that_validate_rejects_are_refused_at_load(
     tmp_path: Path, change: Callable[[File], None], said: str, rule: str
 ) -> None:
     target = tmp_path / "target.gguf"
@@ -55,7 +55,7 @@ def test_what_validate_calls_an_error_of_the_pair_is_refused_at_load(
         Engine.load(target, draft, n_ctx=64)
 
 
-def test_a_draft_for_another_target_is_told_by_its_acceptance(
+def test_a_draft_for_another_target_is_reported_by_its_acceptance(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "target.gguf"
@@ -85,5 +85,5 @@ def test_a_draft_for_another_target_is_told_by_its_acceptance(
     ("drafted", "accepted", "strange"),
     [(0, 0, False), (15, 0, False), (16, 0, True), (100, 3, True), (100, 4, False)],
 )
-def test_few_proposals_tell_nothing(drafted: int, accepted: int, strange: bool) -> None:
+def test_few_proposals_give_no_warning(drafted: int, accepted: int, strange: bool) -> None:
     assert (low_acceptance_note(drafted, accepted) is not None) == strange
