@@ -57,8 +57,10 @@ def shared_memory(facts: Facts, cc: tuple[int, int]) -> int | None:
 
 def backend_names(facts: Facts, engine: str) -> list[str]:
     """Return the engine's names for its backends, without the generation in parentheses."""
-    told = [b.name.split(" (")[0].split(", ") for b in facts.all(BackendFact) if b.engine == engine]
-    return sorted({name for some in told for name in some})
+    names = [
+        b.name.split(" (")[0].split(", ") for b in facts.all(BackendFact) if b.engine == engine
+    ]
+    return sorted({name for group in names for name in group})
 
 
 def judge_backends(

@@ -36,16 +36,16 @@ def words(text: str) -> list[str]:
 def find_card(facts: Facts, name: str) -> CardFact | None:
     """Find a product's row by name. The longest known name that `name` contains as whole words
     wins, so that `RTX 3090 Ti` is not an `RTX 3090`."""
-    asked, best, length = words(name), None, 0
+    name_words, best, length = words(name), None, 0
     for card in facts.all(CardFact):
         for alias in (card.name, *card.aliases):
             w = words(alias)
-            spots = range(len(asked) - len(w) + 1)
-            if w and len(w) > length and any(asked[i : i + len(w)] == w for i in spots):
+            spots = range(len(name_words) - len(w) + 1)
+            if w and len(w) > length and any(name_words[i : i + len(w)] == w for i in spots):
                 best, length = card, len(w)
     if best is not None:
         named = set(words(best.name)) | {w for a in best.aliases for w in words(a)}
-        if (set(asked) - named) & VARIANTS:
+        if (set(name_words) - named) & VARIANTS:
             return None  # another product whose figures are not in the data
     return best
 
@@ -182,10 +182,10 @@ def _unknown(facts: Facts, bare: str, size: float | None, text: str) -> UsageErr
 def _near(name: str, cards: list[CardFact]) -> str:
     """Suggest cards with similar names, or else one card per generation."""
     plain = {" ".join(words(alias)): c.name for c in cards for alias in (c.name, *c.aliases)}
-    asked = words(name)
-    numbers = {w for w in asked if w.isdigit() and len(w) > 1}
+    name_words = words(name)
+    numbers = {w for w in name_words if w.isdigit() and len(w) > 1}
     same = [c for key, c in plain.items() if numbers & set(key.split())]
-    near = [plain[k] for k in difflib.get_close_matches(" ".join(asked), plain, 5, 0.6)]
+    near = [plain[k] for k in difflib.get_close_matches(" ".join(name_words), plain, 5, 0.6)]
     found = list(dict.fromkeys([*same, *near]))[:6]
     if found:
         return f"perhaps {' or '.join(found)}"

@@ -110,9 +110,9 @@ class Diagnosis:
     plans: list[CardMemoryPlan] = field(default_factory=list)
 
     def section(self, title: str, brief: bool = False) -> Section:
-        made = Section(title, brief)
-        self.sections.append(made)
-        return made
+        section = Section(title, brief)
+        self.sections.append(section)
+        return section
 
     def marks(self, mark: Mark) -> list[Line]:
         return [line for s in self.sections for line in s.lines if line.mark == mark]
@@ -178,8 +178,12 @@ class Diagnosis:
             out.line(section.title, "bold")
             for line in shown:
                 _show(out, line, verbose)
-        said = self.brief.command if self.brief is not None and not verbose else ""
-        steps = [] if said and self.works else [step for step in self.steps if step != said]
+        shown_command = self.brief.command if self.brief is not None and not verbose else ""
+        steps = (
+            []
+            if shown_command and self.works
+            else [step for step in self.steps if step != shown_command]
+        )
         if steps:
             out.line()
             out.line("Next steps", "bold")

@@ -38,12 +38,12 @@ def diagnose(
         engines.judge(facts, machine, question, name)
         for name in ([engine] if engine else engines.NAMES)
     ]
-    asked = verdicts_asked(verdicts, machine, engine)
-    d.asked, d.works = True, not all(v.refused for v in asked)
-    best = best_verdict(verdicts, asked)
+    requested = verdicts_asked(verdicts, machine, engine)
+    d.asked, d.works = True, not all(v.refused for v in requested)
+    best = best_verdict(verdicts, requested)
     after = None
     if not d.works:
-        after = _upgraded(facts, machine, question, asked)
+        after = _upgraded(facts, machine, question, requested)
         best = after or best
     _engines(d, verdicts, best, after)
     if best is not None:
@@ -54,11 +54,11 @@ def diagnose(
         if best.works and best.plan is not None:
             _speed(facts, d, question, best)
     _lengths(facts, d, question, verdicts)
-    _backends(facts, d, question, asked, best)
+    _backends(facts, d, question, requested, best)
     _problems(d, verdicts, best)
     _notes(d, question, best)
     _conditions(d, best)
-    _steps(d, asked, best, engine)
+    _steps(d, requested, best, engine)
     return d
 
 
@@ -154,26 +154,26 @@ def _memory(d: Diagnosis, v: EngineVerdict) -> None:
 
 def _speed(facts: Facts, d: Diagnosis, q: Question, v: EngineVerdict) -> None:
     assert v.plan is not None
-    made = summary.estimate(facts, d.machine, q, v)
+    estimate = summary.estimate(facts, d.machine, q, v)
     s = d.section(f"Speed at {v.plan.context:,} tokens, one request (computed, not measured)")
-    if made is None:
+    if estimate is None:
         s.add("note", summary.NO_SPEED_IN_RAM if v.plan.ram else summary.NO_SPEED)
         return
     s.add(
         "note",
-        f"{made.low:.0f} to {made.high:.0f} tokens/s without a draft: {made.basis}",
-        facts=made.facts,
+        f"{estimate.low:.0f} to {estimate.high:.0f} tokens/s without a draft: {estimate.basis}",
+        facts=estimate.facts,
     )
     if q.draft is not None:
-        if made.draft_high:
-            low, high = made.cycle
+        if estimate.draft_high:
+            low, high = estimate.cycle
             cost = f"{low:g}" if low == high else f"{low:g} to {high:g}"
             s.add(
                 "note",
-                f"{made.draft_low:.0f} to {made.draft_high:.0f} tokens/s with the draft: "
+                f"{estimate.draft_low:.0f} to {estimate.draft_high:.0f} tokens/s with the draft: "
                 f"{min(q.draft.accepted):g} to {max(q.draft.accepted):g} tokens per step are "
                 f"published, and a cycle costs {cost} plain steps",
-                facts=(*q.draft.ids, *made.facts),
+                facts=(*q.draft.ids, *estimate.facts),
             )
         else:
             s.add(
@@ -183,7 +183,7 @@ def _speed(facts: Facts, d: Diagnosis, q: Question, v: EngineVerdict) -> None:
                 else "with the draft: unknown, as a longer step reads more experts; measure it",
                 facts=q.draft.ids,
             )
-    for report in made.reports:
+    for report in estimate.reports:
         best = " to ".join(f"{x:g}" for x in report.best)
         base = f"{report.base:g} without, " if report.base else ""
         s.add(

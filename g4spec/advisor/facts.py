@@ -152,15 +152,15 @@ def make(kind: type[Any], raw: Mapping[str, Any], where: str) -> Any:
         raise BadFact(f"{where}: unknown keys", expected=sorted(hints), found=unknown)
     if missing := sorted(needed - set(raw)):
         raise BadFact(f"{where}: missing keys", expected=missing)
-    made = {key: _value(hints[key], value, f"{where}.{key}") for key, value in raw.items()}
-    for key in RANGES & set(made):
+    values = {key: _value(hints[key], value, f"{where}.{key}") for key, value in raw.items()}
+    for key in RANGES & set(values):
         # An error's `versions` is prose: where people saw it.
-        if isinstance(made[key], str) and kind is not rows.ErrorFact:
+        if isinstance(values[key], str) and kind is not rows.ErrorFact:
             try:
-                versions.check(made[key])
+                versions.check(values[key])
             except ValueError as problem:
                 raise BadFact(f"{where}.{key}: {problem}") from None
-    return kind(**made)
+    return kind(**values)
 
 
 def _check(row: Fact, where: str) -> None:

@@ -44,13 +44,13 @@ class Question:
 
 def command_options(q: Question, machine: Machine, engine: str) -> str:
     """Return the command-line options that repeat this question for an engine."""
-    said = f"-m {shlex.quote(q.target.given or q.target.size)}"
+    options = f"-m {shlex.quote(q.target.given or q.target.size)}"
     if q.draft is not None:
-        said += f" -md {shlex.quote(q.draft.given)}"
+        options += f" -md {shlex.quote(q.draft.given)}"
     for name, value in (("-c", q.context), ("--kv", q.kv), ("--gpus", q.gpus)):
-        said += f" {name} {value}" if value else ""
+        options += f" {name} {value}" if value else ""
     split = q.split.flags if engine == "llama.cpp" else ""
-    return said + split + assume_options(machine)
+    return options + split + assume_options(machine)
 
 
 def _plans(
@@ -104,8 +104,8 @@ def checkpoint_source(engine: str, target: TargetModel, option: WeightFormat) ->
         return option.hub
     if "/" in target.given:
         return target.given
-    made = option.format == "BF16" or (option.format == "FP8" and engine == "vllm")
-    return target.hub if made else ""
+    published = option.format == "BF16" or (option.format == "FP8" and engine == "vllm")
+    return target.hub if published else ""
 
 
 def _slow(option: WeightFormat, machine: Machine) -> bool:

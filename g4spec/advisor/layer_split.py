@@ -59,8 +59,8 @@ class LayerSplit:
     @property
     def flags(self) -> str:
         """The options as they are typed, each preceded by a space."""
-        said = (("-ngl", self.n_gpu_layers), ("-ncmoe", self.n_cpu_moe))
-        return "".join(f" {flag} {n}" for flag, n in said if n is not None)
+        flags = (("-ngl", self.n_gpu_layers), ("-ncmoe", self.n_cpu_moe))
+        return "".join(f" {flag} {n}" for flag, n in flags if n is not None)
 
     def layers_in_ram(self, layers: int) -> int:
         """Return how many of `layers` layers are in RAM with their cache; the first ones are."""

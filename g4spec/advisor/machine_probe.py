@@ -1,5 +1,8 @@
-"""Probes the real machine. It does not import torch, and a missing tool is not an error: what could
-not be determined is noted in `Machine.notes`."""
+"""Probe the real machine.
+
+Imports no torch, and a missing tool is not an error: `Machine.notes` lists what could not be
+determined.
+"""
 
 from __future__ import annotations
 
@@ -90,8 +93,8 @@ def _physical(system: System) -> dict[str, int]:
 
 
 def _other(facts: Facts, system: System) -> str | None:
-    """Return the id of the row of a GPU that is not an NVIDIA card, or None; found by operating
-    system, Jetson's release file or PCI vendor."""
+    """Return the id of the row for a GPU that is not an NVIDIA card, or None. Identified by
+    operating system, Jetson's release file or PCI vendor."""
     if system.platform == "Darwin":
         return "other-mac"
     if (system.root / "etc/nv_tegra_release").exists():

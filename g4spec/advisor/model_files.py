@@ -170,13 +170,13 @@ def _gguf_draft(facts: Facts, path: Path, given: str, of: TargetModel) -> DraftM
         kv, arch = file.kv, str(file.get("general.architecture"))
         nbytes = sum(t.nbytes for t in file.tensors.values())
         own_head = "output.weight" in file.tensors
-        made = _new_draft(path, given, of, nbytes, gguf=True)
+        draft = _new_draft(path, given, of, nbytes, gguf=True)
         known = models.find_kind(arch, file.tensors)
         if known is not None:
-            made = replace(made, refusal=runtime_support.refusal(file, known))
+            draft = replace(draft, refusal=runtime_support.refusal(file, known))
         if arch == "gemma4-assistant":
             return _with_row(
-                replace(made, kind="mtp", head=512, llamacpp_n=4),
+                replace(draft, kind="mtp", head=512, llamacpp_n=4),
                 _row(facts, "mtp", "google", of.size),
             )
         if arch in models.TARGETS:
@@ -197,8 +197,8 @@ def _gguf_draft(facts: Facts, path: Path, given: str, of: TargetModel) -> DraftM
         head = _number(kv, f"{prefix}.attention.key_length", 128)
         row_bytes = 2 * SHORT * int(_list(kv, f"{prefix}.attention.head_count_kv", n)[0]) * head
         full = sum(not s for s in sliding) if window else n
-        made = replace(
-            made,
+        draft = replace(
+            draft,
             kind=kind,
             engines=("g4spec",) if arch.endswith(REFUSED_SUFFIX) else (),
             block=block,
@@ -210,7 +210,7 @@ def _gguf_draft(facts: Facts, path: Path, given: str, of: TargetModel) -> DraftM
             sglang_n=block,
             llamacpp_n=EAGLE3_LENGTH if kind == "eagle3" else max(block - 1, 0),
         )
-        return _with_row(made, _row(facts, kind, "redhat" if own_head else "zlab", of.size))
+        return _with_row(draft, _row(facts, kind, "redhat" if own_head else "zlab", of.size))
 
 
 def _new_draft(path: Path, given: str, of: TargetModel, nbytes: int, gguf: bool) -> DraftModel:
@@ -348,15 +348,15 @@ def _folder_target(facts: Facts, folder: Path, given: str) -> TargetModel:
 
 def _folder_draft(facts: Facts, folder: Path, given: str, of: TargetModel) -> DraftModel:
     raw = _config(folder)
-    made = _new_draft(folder, given, of, _weights(folder), gguf=False)
+    draft = _new_draft(folder, given, of, _weights(folder), gguf=False)
     ggufs = sorted(folder.glob("*.gguf"))
-    if ggufs and made.nbytes:
-        made = replace(
-            made,
+    if ggufs and draft.nbytes:
+        draft = replace(
+            draft,
             gguf_bytes=ggufs[0].stat().st_size,
             notes=(
                 f"{folder.name} holds {ggufs[0].name} and safetensors of "
-                f"{made.nbytes / 1e9:.2f} GB: name the file that you mean, loaders may take the "
+                f"{draft.nbytes / 1e9:.2f} GB: name the file that you mean, loaders may take the "
                 "larger one",
             ),
         )
@@ -364,7 +364,9 @@ def _folder_draft(facts: Facts, folder: Path, given: str, of: TargetModel) -> Dr
     if "gemma4" in claimed:
         raise models.wrong_role(folder, models.kinds()["gemma4"])
     if "gemma4-assistant" in claimed:
-        return _with_row(replace(made, kind="mtp", head=512), _row(facts, "mtp", "google", of.size))
+        return _with_row(
+            replace(draft, kind="mtp", head=512), _row(facts, "mtp", "google", of.size)
+        )
     if not claimed:
         found = raw.get("speculators_model_type") or raw.get("architectures")
         raise InputError(
@@ -380,17 +382,17 @@ def _folder_draft(facts: Facts, folder: Path, given: str, of: TargetModel) -> Dr
         methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
         n = int(methods[0].get("speculative_tokens") or 0)
     layer = (raw.get("transformer_layer_config") or {}) if nested else raw
-    made = replace(_block_draft(made, layer, block, n), kind=kind, causal=kind == "eagle3")
+    draft = replace(_block_draft(draft, layer, block, n), kind=kind, causal=kind == "eagle3")
     if kind == "eagle3":
-        made = replace(made, llamacpp_n=EAGLE3_LENGTH)
+        draft = replace(draft, llamacpp_n=EAGLE3_LENGTH)
     sizes = [s for s in facts.all(SizeFact) if s.id == of.size]
     target = Path(of.given) if of.is_local else sizes[0] if sizes else None
     if target is not None and runtime_support.refused_upstream(folder, target):
-        made = replace(made, engines=("vllm", "sglang", "g4spec"))
-    return _with_row(made, _row(facts, kind, "redhat" if nested else "zlab", of.size))
+        draft = replace(draft, engines=("vllm", "sglang", "g4spec"))
+    return _with_row(draft, _row(facts, kind, "redhat" if nested else "zlab", of.size))
 
 
-def _block_draft(made: DraftModel, layer: Mapping[str, Any], block: int, n: int) -> DraftModel:
+def _block_draft(draft: DraftModel, layer: Mapping[str, Any], block: int, n: int) -> DraftModel:
     """Fill in draft lengths and cache sizes from the draft's own layer configuration."""
     if "global_head_dim" in layer:
         shapes = folder_caches(layer)
@@ -406,7 +408,7 @@ def _block_draft(made: DraftModel, layer: Mapping[str, Any], block: int, n: int)
         shapes = tuple(CacheShape(heads, head, w or None) for w in slides)
     rows = [(c.window, 2 * SHORT * c.n_kv * c.head_dim) for c in shapes]
     return replace(
-        made,
+        draft,
         block=block,
         head=max((c.head_dim for c in shapes), default=0),
         vllm_n=n,

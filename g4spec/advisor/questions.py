@@ -53,7 +53,7 @@ def build_question(
 ) -> Question | None:
     """Build the question from the options; None without a model."""
     if model is None:
-        given = {
+        options = {
             "-md": draft,
             "-c": context,
             "--kv": kv,
@@ -62,7 +62,7 @@ def build_question(
             "-ngl": n_gpu_layers,
             "-ncmoe": n_cpu_moe,
         }
-        named = [name for name, value in given.items() if value is not None]
+        named = [name for name, value in options.items() if value is not None]
         if named:
             raise UsageError(f"{' and '.join(named)} without a target", expected="-m as well")
         return None

@@ -297,7 +297,7 @@ class ProblemFact(Fact):
     """A known problem, condition or advice, matched to a machine and its versions by `when`.
 
     Attributes:
-        mark: bad = the run cannot work; warn = works with a condition or badly; note = advice.
+        mark: bad: the run cannot work; warn: it works badly, or under a condition; note: advice.
         unknown: True if nothing is published about whether it works.
         fix: complete instructions. `cured`: ids of recipe flags that apply the fix; a recipe
             with one of them does not list the problem as a condition.
@@ -314,13 +314,13 @@ class ProblemFact(Fact):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorFact(Fact):
-    """An error text that appears in logs.
+    """An error message that appears in logs.
 
     Attributes:
         key: a lower-case substring of every match; searched for first.
         pattern: regular expression, matched against one line.
         sample: a line of a real log. `harmless`: True if no action is needed.
-        versions: where it was seen, as prose.
+        versions: versions in which it was seen, as prose.
     """
 
     key: str

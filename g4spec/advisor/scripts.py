@@ -44,7 +44,8 @@ def compose(r: Recipe, machine: Machine) -> str:
         words += ["--port", str(port)]
     if r.env:
         lines += ["    environment:"] + [f"      {k}: {json.dumps(v)}" for k, v in r.env.items()]
-    lines += ["    command:"] + [f"      - {json.dumps(w)}" for w in words]
+    literal = [w.replace("$", "$$") for w in words]  # compose replaces $NAME by a variable
+    lines += ["    command:"] + [f"      - {json.dumps(w)}" for w in literal]
     lines += [
         "    deploy:",
         "      resources:",
@@ -67,13 +68,13 @@ def write(r: Recipe, machine: Machine, folder: Path) -> list[Path]:
         texts[name] = _script([command])
     if r.image and machine.nodes == 1:
         texts["compose.yaml"] = compose(r, machine)
-    made = []
+    paths = []
     for name, text in texts.items():
         path, data = folder / name, text.encode()
         with atomic_write(path, len(data)) as f:
             f.write(data)
-        made.append(path)
-    return made
+        paths.append(path)
+    return paths
 
 
 def _script(commands: list[str]) -> str:

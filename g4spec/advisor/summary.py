@@ -47,9 +47,9 @@ def summarize(
         works: True if the requested run can work as installed.
         newer: True if `v` is the verdict after an upgrade.
     """
-    said = f"{v.engine.title} {v.version}"
+    headline = f"{v.engine.title} {v.version}"
     if not v.installed:
-        said += " (newest known, not installed)"
+        headline += " (newest known, not installed)"
     if not works and not newer:
         why = v.blockers[0].title if v.blockers else v.refusal or v.unknown
         fix = v.blockers[0].fix if v.blockers else v.fix
@@ -59,18 +59,18 @@ def summarize(
         less = offload.smaller_size(facts, machine, q, v.engine) if v.refusal else None
         pair = f" -md {q.draft.given}" if q.draft is not None and q.draft.given == "mtp" else ""
         command = f"g4spec doctor -m {less[0].id}{pair}{assume_options(machine)}" if less else ""
-        return Brief("bad", f"{said}: {why}", tuple(rows), command)
+        return Brief("bad", f"{headline}: {why}", tuple(rows), command)
     n = len(v.open_conditions)
     if n:
-        said += f", with {n} condition{'s' * (n != 1)} (below)"
+        headline += f", with {n} condition{'s' * (n != 1)} (below)"
     if newer:
-        said = f"not with the installed version; after an upgrade: {said}"
+        headline = f"not with the installed version; after an upgrade: {headline}"
     speed = _speed(estimate(facts, machine, q, v), v.plan is not None and v.plan.ram > 0)
     lines = [*_plan(v), ("speed", speed)]
     then, engine = upgraded(machine, v.engine.name) if newer else machine, v.engine.name
     command = f"g4spec recipe {engine} {format_choice.command_options(q, then, engine)}"
     mark: Mark = "bad" if newer else "warn" if n else "good"
-    return Brief(mark, said, tuple(lines), command)
+    return Brief(mark, headline, tuple(lines), command)
 
 
 def _plan(v: EngineVerdict) -> list[tuple[str, str]]:

@@ -68,9 +68,9 @@ def survey_sizes(facts: Facts, d: Diagnosis) -> None:
 
 def _mark(d: Diagnosis, verdicts: list[EngineVerdict]) -> tuple[Mark, str, str]:
     """Return the mark of a size, its condition and its fix if it has one."""
-    asked = engines.verdicts_asked(verdicts, d.machine)
-    best = engines.best_verdict(verdicts, asked)
-    if best is None or not best.works or all(v.refused for v in asked):
+    requested = engines.verdicts_asked(verdicts, d.machine)
+    best = engines.best_verdict(verdicts, requested)
+    if best is None or not best.works or all(v.refused for v in requested):
         return "bad", "", ""
     if not best.open_conditions:
         return "good", "", ""
@@ -97,11 +97,11 @@ def _pace(
         if not v.works or v.plan is None:
             continue
         target = v.target
-        made = estimate(facts, d.machine, Question(target), v)
-        text = f"; {made.low:.0f} to {made.high:.0f} tokens/s without a draft" if made else ""
+        speed = estimate(facts, d.machine, Question(target), v)
+        text = f"; {speed.low:.0f} to {speed.high:.0f} tokens/s without a draft" if speed else ""
         if draft is not None:
             n = start_length(facts, draft, name, d.machine.cc)
-            text += f"{',' if made else ';'} start with {n} drafted"
+            text += f"{',' if speed else ';'} start with {n} drafted"
         return text
     return ""
 

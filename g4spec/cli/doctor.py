@@ -135,9 +135,9 @@ def _answer(d: Diagnosis, out: render.Output, verbose: bool) -> None:
 
 def _one_of(alone: dict[str, object], *others: object) -> None:
     """Raise UsageError if one of the options `alone` is combined with any other option."""
-    asked = [name for name, value in alone.items() if value]
-    if asked and len(asked) + any(others) > 1:
+    exclusive = [name for name, value in alone.items() if value]
+    if exclusive and len(exclusive) + any(others) > 1:
         raise UsageError(
-            f"{' and '.join(asked)}: cannot be combined with other options",
+            f"{' and '.join(exclusive)}: cannot be combined with other options",
             fix="ask one question at a time",
         )

@@ -174,22 +174,22 @@ def answer_prompts(
     engine: Engine, prompts: dict[str, list[int]], options: Options, streams: int
 ) -> Round:
     """Answer each prompt once, `streams` at a time."""
-    made, waiting, live = Round(), deque(prompts.items()), list[ActiveRequest]()
+    result, waiting, live = Round(), deque(prompts.items()), list[ActiveRequest]()
     began = time.perf_counter()
     while waiting or live:
         while waiting and len(live) < streams:
             name, ids = waiting.popleft()
             now, request = time.perf_counter(), engine.submit(ids, options)
-            made.answers[name] = request
+            result.answers[name] = request
             live.append(ActiveRequest(request, iter(request), now))
         engine.step()
         now = time.perf_counter()
-        live = [stream for stream in live if _take(stream, now, made)]
-    made.seconds = time.perf_counter() - began
-    return made
+        live = [stream for stream in live if _take(stream, now, result)]
+    result.seconds = time.perf_counter() - began
+    return result
 
 
-def _take(stream: ActiveRequest, now: float, made: Round) -> bool:
+def _take(stream: ActiveRequest, now: float, result: Round) -> bool:
     """Record the arrived tokens; return False if the request is done."""
     while stream.request.has_news:
         cycle = next(stream.cycles, None)
@@ -197,9 +197,9 @@ def _take(stream: ActiveRequest, now: float, made: Round) -> bool:
             return False
         n = len(cycle.tokens)
         if stream.arrived is None:
-            made.first.append(now - stream.submitted)
+            result.first.append(now - stream.submitted)
         else:
-            made.between += [(now - stream.arrived) / n] * n if n else []
+            result.between += [(now - stream.arrived) / n] * n if n else []
         stream.arrived = now
     return True
 

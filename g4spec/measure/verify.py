@@ -148,11 +148,11 @@ def cases(
     order = random.Random(seed)
     # Each of the three lists is reshuffled when exhausted, so that combinations vary.
     decks = [_deck(list(source), order) for source in (prompts, lengths, _settings(temperature))]
-    made = []
+    cases = []
     for i in range(count):
         prompt, length, setting = (next(deck) for deck in decks)
-        made.append(Case(prompt, length, Sampler(**setting, seed=seed + i)))
-    return made
+        cases.append(Case(prompt, length, Sampler(**setting, seed=seed + i)))
+    return cases
 
 
 def _settings(temperature: float | None) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """Gemma 4 text targets of all five sizes, GGUF architecture `gemma4`.
 
-The 26B-A4B has experts beside its dense feed-forward. E2B and E4B add a per-layer token embedding
-to every layer, and their last layers read the KV cache of earlier ones. The 12B has other names
-("unified"). Vision and audio are dropped.
+The 26B-A4B has experts in addition to its dense feed-forward. E2B and E4B add a per-layer token
+embedding to every layer, and their last layers read the KV cache of earlier ones. The tensors of
+the 12B have other names ("unified"). Tensors for vision and audio are dropped.
 
 The configuration is in `gemma4_config.py`, the forward pass in `gemma4_model.py`.
 
@@ -76,7 +76,7 @@ def layer_tensors(spec: LayerSpec, n_embd: int, own_kv: bool = True) -> list[Ten
     false)."""
     i, hd, e = spec.index, spec.head_dim, n_embd
     q, k = spec.n_head * hd, spec.n_kv * hd
-    shared = spec.kv_from is not None  # published files hold K and V all the same, unused
+    shared = spec.kv_from is not None  # published files contain K and V nevertheless, unused
 
     def t(
         name: str, shape: tuple[int, ...], source: str, vector: bool = False, optional: bool = False
@@ -127,7 +127,7 @@ def _expert_tensors(spec: LayerSpec, e: int) -> list[TensorSpec]:
             b + "ffn_gate_up_exps.weight", (n, 2 * ff, e), "matrix", hf + "experts.gate_up_proj"
         )
     ]
-    if spec.split_experts:  # only in files that others converted
+    if spec.split_experts:  # only in files by other converters
         gate_up = [
             TensorSpec(b + f"ffn_{x}_exps.weight", (n, ff, e), "matrix", hf + f"experts.{x}_proj")
             for x in ("gate", "up")

@@ -106,9 +106,9 @@ def layers_hf(text: Fields) -> tuple[LayerSpec, ...]:
     if len(types) != n_layer:
         raise InputError("config.json: layer_types", expected=n_layer, found=len(types))
     sources = shared_kv([kind == SLIDING for kind in types], _count(text, "num_kv_shared_layers"))
-    given = text.sub("per_layer_config")
-    overrides = {int(k): given.sub(k) for k in given.raw if k.isdecimal()}
-    none = Fields({}, given.where)
+    per_layer = text.sub("per_layer_config")
+    overrides = {int(k): per_layer.sub(k) for k in per_layer.raw if k.isdecimal()}
+    none = Fields({}, per_layer.where)
     return tuple(
         _layer_hf(text, i, kind, overrides.get(i, none), sources[i]) for i, kind in enumerate(types)
     )
@@ -177,22 +177,22 @@ def _count(f: Fields, key: str) -> int:
     return value
 
 
-def _rope(given: Fields, kind: str) -> tuple[float, float]:
+def _rope(rope: Fields, kind: str) -> tuple[float, float]:
     """Parse RoPE base and rotated fraction of a kind of layer. Defaults apply only if
     `rope_parameters` is missing, as in transformers; unknown keys are refused."""
     full = kind == FULL
-    if not given.raw:
+    if not rope.raw:
         return (1e6, 0.25) if full else (1e4, 1.0)
-    given.reject_unknown(SLIDING, FULL)
-    f = given.sub(kind)
+    rope.reject_unknown(SLIDING, FULL)
+    f = rope.sub(kind)
     f.reject_unknown("rope_type", "rope_theta", "partial_rotary_factor", "factor")
     f.require("factor", (None, 1, 1.0), None)
     if not full:
         f.require("partial_rotary_factor", (None, 1, 1.0), None)
-    said = f.raw.get("rope_type", "proportional" if full else "default")
-    if said != ("proportional" if full else "default"):
+    rope_type = f.raw.get("rope_type", "proportional" if full else "default")
+    if rope_type != ("proportional" if full else "default"):
         raise Unsupported(
-            f"config.json: rope_type {said!r} on {'full' if full else 'sliding'} layers"
+            f"config.json: rope_type {rope_type!r} on {'full' if full else 'sliding'} layers"
         )
     return f.get(float, "rope_theta"), f.get(float, "partial_rotary_factor", 1.0)
 
@@ -264,15 +264,14 @@ def _layer_gguf(
 
 
 def _per_layer(f: Fields, key: str, index: int) -> int:
-    value = f.raw.get(f.prefix + key)
-    if isinstance(value, list):
-        n_layer = f.positive("block_count")
-        if len(value) != n_layer:
-            raise InputError(
-                f"{f.where}: {f.prefix + key}", expected=f"{n_layer} entries", found=len(value)
-            )
-        return int(value[index])
-    return f.positive(key)
+    if not isinstance(f.raw.get(f.prefix + key), list):
+        return f.positive(key)
+    values, n_layer = f.list(int, key), f.positive("block_count")
+    if len(values) != n_layer:
+        raise InputError(
+            f"{f.where}: {f.prefix + key}", expected=f"{n_layer} entries", found=len(values)
+        )
+    return Fields({key: values[index]}, f.where).positive(key)
 
 
 def samples(config: Config) -> tuple[LayerSpec, LayerSpec]:

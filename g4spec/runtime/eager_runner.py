@@ -63,31 +63,31 @@ class EagerRunner:
     def _propose(self, work: Seq[Work]) -> list[_Proposal]:
         """Draft tokens for each sequence; none where the requested count is 0."""
         out = [_Proposal(w) for w in work]
-        asked = [p for p in out if p.work.count]
-        if not asked:
+        drafting = [p for p in out if p.work.count]
+        if not drafting:
             return out
         draft, ops = self._draft, self._target.ops
         assert draft is not None
-        flush(draft, [p.work.sequence for p in asked])
+        flush(draft, [p.work.sequence for p in drafting])
         batch = batch_of(
             ops,
             [
                 (s.slot, s.position, [s.anchor, *[draft.mask] * (draft.rows - 1)])
-                for s in (p.work.sequence for p in asked)
+                for s in (p.work.sequence for p in drafting)
             ],
         )
 
         def pick(logits: torch.Tensor, at: int) -> torch.Tensor:
-            each = logits.view(len(asked), -1, logits.shape[-1])
+            each = logits.view(len(drafting), -1, logits.shape[-1])
             ids = [
                 p.pick(row, at + i)
-                for p, rows in zip(asked, each, strict=True)
+                for p, rows in zip(drafting, each, strict=True)
                 for i, row in enumerate(rows)
             ]
             return ops.ids(ids)
 
-        drafted = draft.propose(batch, max(p.work.count for p in asked), pick)
-        for p, ids in zip(asked, drafted.tolist(), strict=True):
+        drafted = draft.propose(batch, max(p.work.count for p in drafting), pick)
+        for p, ids in zip(drafting, drafted.tolist(), strict=True):
             p.take(ids)
         return out
 

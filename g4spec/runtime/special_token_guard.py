@@ -58,9 +58,9 @@ def guard_messages(
             return {guard_strings(key): guard_strings(each) for key, each in value.items()}
         return [guard_strings(each) for each in value] if isinstance(value, list | tuple) else value
 
-    said = [dict(m) if m.get("role") in TRUSTED else guard_strings(m) for m in messages]
-    offered = [guard_strings(tool) for tool in tools]
-    return guard if found and guard else "", said, offered
+    guarded = [dict(m) if m.get("role") in TRUSTED else guard_strings(m) for m in messages]
+    guarded_tools = [guard_strings(tool) for tool in tools]
+    return guard if found and guard else "", guarded, guarded_tools
 
 
 def encode_guarded(

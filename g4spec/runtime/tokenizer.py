@@ -122,13 +122,12 @@ class Tokenizer:
         Args:
             special: read marks such as `<|turn>` as control tokens; otherwise tokenize them as
                 text.
-            guard: a character that is removed, and that keeps a mark which contains it from being
-                one.
+            guard: a character that is removed; a mark that contains it is tokenized as text.
 
         Raises:
-            InputError: the text has an unpaired surrogate, or cannot fit into `n_ctx` tokens
-            whatever their
-                length. The check comes first because the library takes 200 bytes per token.
+            InputError: the text has an unpaired surrogate.
+            PromptTooLong: the text has more than `n_ctx` tokens even if each were as long as
+                possible. Checked first, because the library needs 200 bytes per token.
         """
         if n_ctx is not None and len(text) > n_ctx * self._longest:
             least = -(-len(text) // self._longest)
@@ -217,15 +216,15 @@ class Tokenizer:
             )
         first = [{"role": "system", "content": system}] if system else []
         eos = self._tokens[min(self.stop_ids)] if self.stop_ids else ""
-        guard, said = "", [dict(m) for m in (*first, *messages)]
+        guard, turns = "", [dict(m) for m in (*first, *messages)]
         offered = [dict(tool) for tool in tools or ()]
         if not special:
-            guard, said, offered = special_token_guard.guard_messages(
-                said, offered, self.marks, self.template
+            guard, turns, offered = special_token_guard.guard_messages(
+                turns, offered, self.marks, self.template
             )
         text = template.render(
             self.template,
-            said,
+            turns,
             bos=self._tokens[self.bos],
             eos=eos,
             tools=offered or None,

@@ -77,14 +77,14 @@ def create_app(
     middleware = [] if mounted else create_middleware(keys, origins, body_limit, disabled)
     if service.settings.sleep_seconds is not None:
         middleware.append(Middleware(WakeMiddleware, wake=service.wake))
-    made = Starlette(
+    app = Starlette(
         routes=routes(Endpoints(service, store, replays)),
         middleware=middleware,
         lifespan=lifespan,
         exception_handlers=EXCEPTION_HANDLERS,
     )
-    made.state.service = service
-    return made
+    app.state.service = service
+    return app
 
 
 class Endpoints:

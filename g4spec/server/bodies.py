@@ -21,16 +21,16 @@ async def read_body(receive: Receive) -> tuple[bytes, Receive]:
 
 def replay_body(body: bytes, receive: Receive) -> Receive:
     """Return an ASGI `receive` that first delivers `body`, then what `receive` delivers."""
-    given = False
+    delivered = False
 
-    async def again() -> Message:
-        nonlocal given
-        if given:
+    async def replay() -> Message:
+        nonlocal delivered
+        if delivered:
             return await receive()
-        given = True
+        delivered = True
         return {"type": "http.request", "body": body, "more_body": False}
 
-    return again
+    return replay
 
 
 def model_name(body: bytes) -> str | None:

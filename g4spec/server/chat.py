@@ -68,9 +68,9 @@ def thinks(request: ChatRequest, default: bool | None = False) -> bool | None:
         default: result for a request that does not say.
     """
     variables = request.chat_template_kwargs
-    asked = variables.enable_thinking if variables is not None else None
+    enable = variables.enable_thinking if variables is not None else None
     effort = request.reasoning_effort
-    if asked is not None and effort is not None and asked != (effort != "none"):
+    if enable is not None and effort is not None and enable != (effort != "none"):
         raise RequestError(
             400,
             "reasoning_effort and enable_thinking contradict each other; set only one",
@@ -78,7 +78,7 @@ def thinks(request: ChatRequest, default: bool | None = False) -> bool | None:
         )
     if effort is not None:
         return effort != "none"
-    return default if asked is None else asked
+    return default if enable is None else enable
 
 
 async def build_job(service: Service, request: ChatRequest) -> Job:
@@ -102,14 +102,14 @@ async def build_job(service: Service, request: ChatRequest) -> Job:
         banned = (service.prompter.marks.call,)
     limits = [n for n in (request.max_tokens, request.max_completion_tokens) if n is not None]
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    made = options.options(
+    job_options = options.options(
         service,
         request,
         min(limits or [options.room(service, prompt.ids)]),
         logprobs=logprobs,
         banned=banned,
     )
-    made = replace(made, progress=bool(request.stream and request.return_progress))
+    job_options = replace(job_options, progress=bool(request.stream and request.return_progress))
     budget = request.thinking_budget_tokens
     if budget is not None and prompt.thinking == "no":
         raise RequestError(
@@ -119,7 +119,7 @@ async def build_job(service: Service, request: ChatRequest) -> Job:
         )
     return Job(
         prompt.ids,
-        made,
+        job_options,
         n,
         wanted,
         chat=True,
@@ -276,15 +276,15 @@ async def full_response(generation: Generation, request: ChatRequest) -> dict[st
             messages[text.index].add(delta)
     choices = []
     for text, message in zip(generation.texts, messages, strict=True):
-        told = None
+        logprobs = None
         if generation.job.options.logprobs is not None:
-            found = response_parts.chat_logprobs(generation.service.tokenizer, message.tokens)
-            told = {"content": found, "refusal": None}
+            content = response_parts.chat_logprobs(generation.service.tokenizer, message.tokens)
+            logprobs = {"content": content, "refusal": None}
         choices.append(
             {
                 "index": text.index,
                 "message": message.json(),
-                "logprobs": told,
+                "logprobs": logprobs,
                 "finish_reason": text.finish,
             }
         )
@@ -326,23 +326,23 @@ class _Chunks:
     def __init__(self, generation: Generation, request: ChatRequest) -> None:
         self._generation, self._request = generation, request
         self.usage = bool(request.stream_options and request.stream_options.include_usage)
-        self._told: list[list[Token]] = [[] for _ in generation.texts]
+        self._pending: list[list[Token]] = [[] for _ in generation.texts]
 
     def pieces(self, text: Text, delta: Delta) -> Sequence[str]:
         """Return the chunks of a delta."""
-        told = self._told[text.index]
-        told += delta.tokens
+        pending = self._pending[text.index]
+        pending += delta.tokens
         out = []
         if delta.progress is not None:
             news = {"prompt_progress": response_parts.progress(text, delta.progress)}
             out.append(self.chunk(text, {}, more=news))
         for piece in delta.events:
-            tokens = list(told) if isinstance(piece, TextEvent) else []
+            tokens = list(pending) if isinstance(piece, TextEvent) else []
             if tokens:
-                told.clear()
+                pending.clear()
             out.append(self.chunk(text, _delta(piece), tokens))
         if delta.finish:
-            out.append(self.chunk(text, {}, list(told), delta.finish))
+            out.append(self.chunk(text, {}, list(pending), delta.finish))
         return out
 
     def chunk(
@@ -358,18 +358,18 @@ class _Chunks:
         Args:
             more: fields in addition to OpenAI's.
         """
-        told = None
+        logprobs = None
         if tokens:
-            found = response_parts.chat_logprobs(self._generation.service.tokenizer, tokens)
-            told = {"content": found, "refusal": None}
+            content = response_parts.chat_logprobs(self._generation.service.tokenizer, tokens)
+            logprobs = {"content": content, "refusal": None}
         out = _head(self._generation, "chat.completion.chunk")
         out["choices"] = [
-            {"index": text.index, "delta": delta, "logprobs": told, "finish_reason": finish}
+            {"index": text.index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         ]
         if self.usage:
             out["usage"] = None
-        single, asked = len(self._generation.texts) == 1, self._request.timings_per_token
-        if single and (finish or (asked and "role" not in delta)):
+        single, per_token = len(self._generation.texts) == 1, self._request.timings_per_token
+        if single and (finish or (per_token and "role" not in delta)):
             out["timings"] = response_parts.timings(text)
         return event(out | (more or {}))
 

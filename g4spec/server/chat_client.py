@@ -160,20 +160,20 @@ class RemoteChat:
             await _raise_for_status(response)
             events = _events(response)
             await anext(events, None)  # the first event: the subscription is active
-            asked = asyncio.ensure_future(ask())
+            answer = asyncio.ensure_future(ask())
             try:
                 async for name, data in events:
-                    if asked.done() and asked.exception() is not None:
+                    if answer.done() and answer.exception() is not None:
                         break
                     if data.get("yours"):
                         for piece in _parse_event(_origin_pieces, data):
                             yield piece
                     if data.get("yours") and name == "end":
                         break
-                await asked
+                await answer
             finally:
-                asked.cancel()
-                await asyncio.gather(asked, return_exceptions=True)
+                answer.cancel()
+                await asyncio.gather(answer, return_exceptions=True)
 
     async def close(self) -> None:
         """See `ChatBackend`."""

@@ -145,8 +145,8 @@ async def build_job(service: Service, body: CompletionBody) -> Job:
         )
     first, *others = [await _prompt(service, each) for each in completions.prompts(body.prompt)]
     options.check_n_texts(service, 1 + len(others), "prompt")
-    asked = body.n_predict if body.n_predict is not None else body.max_tokens
-    if asked == 0:
+    n_predict = body.n_predict if body.n_predict is not None else body.max_tokens
+    if n_predict == 0:
         raise RequestError(
             400, "n_predict: expected 1 or more, or -1 for no limit, found 0", param="n_predict"
         )
@@ -159,19 +159,19 @@ async def build_job(service: Service, body: CompletionBody) -> Job:
         "logit_bias": bias,
         "repetition_penalty": None if last == 0 else penalty,
     }
-    made = options.options(
+    job_options = options.options(
         service,
         body.model_copy(update=changed),
-        room if asked in (None, -1) else asked,
+        room if n_predict in (None, -1) else n_predict,
         logprobs=body.n_probs or None,
         banned=tuple(banned),
     )
-    made = replace(
-        made,
+    job_options = replace(
+        job_options,
         progress=bool(body.stream and body.return_progress),
         sampled_logprobs=bool(body.post_sampling_probs),
     )
-    return Job(first, made, 1, wanted, live=body.live, others=tuple(others))
+    return Job(first, job_options, 1, wanted, live=body.live, others=tuple(others))
 
 
 def _bias(
@@ -309,6 +309,7 @@ def _last(generation: Generation, text: Text, stream: bool) -> dict[str, Any]:
     reason = stats.stop_reason
     kinds = {"stop text": "word", "length": "limit", "context": "limit"}
     service = generation.service
+    full = stats.prompt_tokens + stats.tokens >= service.engine.n_ctx
     return {
         "stop": True,
         "model": service.settings.model,
@@ -317,7 +318,7 @@ def _last(generation: Generation, text: Text, stream: bool) -> dict[str, Any]:
         "tokens_cached": stats.cached_tokens,
         "generation_settings": _settings(text, stream),
         "prompt": service.tokenizer.decode(text.request.prompt, special=True),
-        "truncated": reason == "context",
+        "truncated": reason == "context" or (reason == "length" and full),
         "stop_type": kinds.get(reason, "eos"),
         "stopping_word": text.stop or "",
         "has_new_line": "\n" in text.request.text,

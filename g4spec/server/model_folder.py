@@ -75,16 +75,16 @@ class Model:
         failed = self.service.engine.failed if self.service is not None else None
         status = "failed" if failed is not None else self.status
         problem = self.problem if failed is None else str(failed)
-        told: dict[str, Any] = {"error": problem} if problem else {}
+        details: dict[str, Any] = {"error": problem} if problem else {}
         if self.status == "loading" and self.read is not None:
-            told = dict(zip(("bytes_read", "bytes"), self.read, strict=True))
+            details = dict(zip(("bytes_read", "bytes"), self.read, strict=True))
         out: dict[str, Any] = {
             "id": self.name,
             "object": "model",
             "created": int(self.target.stat().st_mtime),
             "owned_by": "g4spec",
             "draft": draft.name if draft else None,
-            "status": {"value": status, **told},
+            "status": {"value": status, **details},
         }
         if self.service is not None:
             engine = self.service.engine

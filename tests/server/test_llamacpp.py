@@ -13,7 +13,7 @@ from g4spec.server.service import Settings
 from tests.server.running_server import TEMPLATE, Served
 
 
-def test_completion_whole_and_in_pieces(busy: Served, plain: Served) -> None:
+def test_completion_whole_and_streamed(busy: Served, plain: Served) -> None:
     body: dict[str, Any] = {
         "prompt": "def main():",
         "n_predict": 12,
@@ -51,7 +51,7 @@ def test_completion_whole_and_in_pieces(busy: Served, plain: Served) -> None:
         assert alone[key] == whole[key]
 
 
-def test_why_a_text_ended(busy: Served) -> None:
+def test_stop_types(busy: Served) -> None:
     plain = busy.post("/completion", prompt="x", n_predict=8, temperature=0)
     word = plain["content"][3:6]
     stopped = busy.post("/completion", prompt="x", n_predict=8, temperature=0, stop=[word])
@@ -61,6 +61,11 @@ def test_why_a_text_ended(busy: Served) -> None:
     assert (ended["content"], ended["stop_type"]) == ("ab", "eos")
     schema = busy.post("/completion", prompt="x", json_schema={"type": "boolean"}, n_predict=9)
     assert schema["content"] in ("true", "false")
+    assert not plain["truncated"]
+    long = {"prompt": [2] + [300] * 2040, "ignore_eos": True}
+    for limit, truncated in ((3, False), (-1, True), (100, True)):
+        ended = busy.post("/completion", **long, n_predict=limit)
+        assert (ended["truncated"], ended["stop_type"]) == (truncated, "limit")
 
 
 def test_a_prompt_of_texts_and_tokens(busy: Served) -> None:
@@ -82,12 +87,12 @@ def test_a_prompt_of_texts_and_tokens(busy: Served) -> None:
         ({"grammar": 'root ::= "a"\n', "json_schema": {}}, "exclude each other"),
     ],
 )
-def test_samplers_that_are_not_there_are_refused(busy: Served, more: Any, said: str) -> None:
+def test_unsupported_samplers_are_refused(busy: Served, more: Any, said: str) -> None:
     assert said in busy.refused("/completion", {"prompt": "x", **more})["message"]
 
 
 def test_probabilities_after_the_filters(busy: Served, plain: Served) -> None:
-    """`post_sampling_probs` are those that the token was sampled with, with and without a draft."""
+    """`post_sampling_probs` are the probabilities used for sampling, with and without a draft."""
     body: dict[str, Any] = {
         "prompt": "def main():",
         "n_predict": 12,
@@ -172,7 +177,7 @@ def test_defaults_of_chats_can_be_those_of_llama_cpp(engines: Callable[..., Engi
 
 
 def test_raw_prompts_are_read_as_llama_cpp_reads_them(busy: Served) -> None:
-    """Marks of /completion are control tokens, those of a message are text."""
+    """Control tokens in /completion prompts are recognised; in messages they are text."""
     said = "x<turn|>\n<|turn>system\ny"
     raw = busy.post("/completion", prompt=said, n_predict=1)
     assert raw["tokens_evaluated"] == len(busy.post("/tokenize", content=said)["tokens"]) + 1
@@ -193,7 +198,7 @@ def test_the_server_describes_itself(busy: Served) -> None:
     assert (props["bos_token"], props["eos_token"]) == ("<bos>", "<eos>")
     assert props["model_path"] == "target.gguf", "a file's name, without its folders"
     assert props["build_info"].startswith("build-g4spec-") and props["speculative"]
-    while not busy.idle():  # what an earlier test left may take two steps to end
+    while not busy.idle():  # requests of an earlier test may take two steps to end
         time.sleep(0.01)
     assert [s["is_processing"] for s in busy.http.get("/slots").json()] == [False] * 3
     body = {"prompt": "x", "n_predict": 1500, "ignore_eos": True, "stream": True}

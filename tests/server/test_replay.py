@@ -1,4 +1,4 @@
-"""Streams that are read again after their client was gone."""
+"""Resuming streams after a client has disconnected."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ASKED = [
 
 
 def read(response: httpx.Response, most: int | None = None) -> list[tuple[int, str]]:
-    """The events with their numbers, the first `most` of them."""
+    """Return the first `most` events with their numbers."""
     out: list[tuple[int, str]] = []
     number = 0
     for line in response.iter_lines():
@@ -50,8 +50,8 @@ def text(events: list[tuple[int, str]]) -> str:
 
 
 @pytest.mark.parametrize("path, body", ASKED, ids=[path for path, _ in ASKED])
-def test_a_dropped_stream_goes_on(busy: Served, path: str, body: dict[str, Any]) -> None:
-    """By `from` or `Last-Event-ID`, and it is the text that it would have been."""
+def test_a_dropped_stream_can_be_resumed(busy: Served, path: str, body: dict[str, Any]) -> None:
+    """By `from` or `Last-Event-ID`; the text is the same as without interruption."""
     whole, name = busy.post(path, **body), {"X-Conversation-Id": f"a/b {path}"}
     with busy.http.stream("POST", path, json={**body, "stream": True}, headers=name) as response:
         first = read(response, 2)

@@ -1,8 +1,8 @@
 """IQ1_S: 256 values in 8 groups of 32; 1.56 bits a value.
 
 Layout: half-precision d; 32 bytes, the lower 8 bits of indices of codebook entries of 8 values; for
-each group 16 bits: the upper 3 bits of its four indices, a 3-bit scale, and the sign of DELTA on
-top. A value is d * (1 + 2 * scale) * (entry +- DELTA).
+each group 16 bits: the upper 3 bits of its four indices, a 3-bit scale, and in the highest bit the
+sign of DELTA. A value is d * (1 + 2 * scale) * (entry +- DELTA).
 Source: ggml `block_iq1_s`.
 """
 

@@ -1,4 +1,4 @@
-"""Q5_K_M: mostly Q5_K, with Q6_K where llama.cpp's mix of that name has it."""
+"""Q5_K_M: mostly Q5_K, with Q6_K for the tensors for which llama.cpp's mix of that name uses it."""
 
 from g4spec.quant import get
 from g4spec.quant.mix import Mix, Override

@@ -20,9 +20,9 @@ WINDOW = ".attention.sliding_window"
 def from_speculators(s: Subject) -> bool:
     """Return whether the draft is from speculators: recorded by our converter; in other files, a
     draft with its own tables."""
-    said = s.flag(FROM_ANCHOR)
-    if said is not None:
-        return said
+    recorded = s.flag(FROM_ANCHOR)
+    if recorded is not None:
+        return recorded
     return any(s.shape(name) is not None for name in ("token_embd.weight", "d2t"))
 
 

@@ -122,13 +122,13 @@ def own_map(s: Subject) -> Findings:
 def digest(s: Subject) -> Findings:
     """t2d is the inverse of d2t and is dropped at conversion; its digest is
     kept, so that a map exchanged or edited later is noticed."""
-    said = s.text(provenance.T2D_SHA256)
-    if said and s.d2t is not None and s.n_vocab is not None:
+    recorded = s.text(provenance.T2D_SHA256)
+    if recorded and s.d2t is not None and s.n_vocab is not None:
         mask = np.zeros(s.n_vocab, np.uint8)
         mask[s.d2t[(s.d2t >= 0) & (s.d2t < s.n_vocab)]] = 1
         found = derived.t2d_sha256(StoredTensor("t2d", mask.shape, "BOOL", None, mask))
-        if found != said:
-            yield Finding("d2t", f"t2d digest {said:.12}", f"{found:.12}", RECONVERT)
+        if found != recorded:
+            yield Finding("d2t", f"t2d digest {recorded:.12}", f"{found:.12}", RECONVERT)
 
 
 @rule(

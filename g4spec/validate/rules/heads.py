@@ -47,9 +47,9 @@ def first_row(s: Subject) -> Findings:
 def confidence(s: Subject) -> Findings:
     """Upstream with --spec-draft-p-min drafts nothing, without an error, when the key is
     true or missing and the head is not there."""
-    there, said = s.shape("conf_proj.weight") is not None, s.flag(".has_confidence_head")
-    if said is not None and said != there:
-        yield Finding(s.name(".has_confidence_head"), there, said, RECONVERT)
+    has_head, recorded = s.shape("conf_proj.weight") is not None, s.flag(".has_confidence_head")
+    if recorded is not None and recorded != has_head:
+        yield Finding(s.name(".has_confidence_head"), has_head, recorded, RECONVERT)
 
 
 @rule(

@@ -208,7 +208,7 @@ def most_type(s: Subject) -> str | None:
 def file_type(s: Subject) -> Findings:
     """A requantized file that kept the old number is listed, and chosen, as another type."""
     number = s.integer("general.file_type")
-    said = policy.from_file_type(number) if number is not None else None
+    mix = policy.from_file_type(number) if number is not None else None
     most = most_type(s)
     if number in REMOVED_FILE_TYPES:
         yield Finding(
@@ -217,9 +217,9 @@ def file_type(s: Subject) -> Findings:
             number,
             "quantize again with g4spec quantize",
         )
-    if said and most and most.lower() not in policy.expected_types(said):
+    if mix and most and most.lower() not in policy.expected_types(mix):
         yield Finding(
-            "general.file_type", most, said.name.upper(), "quantize again with g4spec quantize"
+            "general.file_type", most, mix.name.upper(), "quantize again with g4spec quantize"
         )
 
 

@@ -17,9 +17,10 @@ from g4spec.validate.scan import BLOCKS, FLOATS
 from g4spec.validate.subject import Subject
 
 FILE, TARGET = Needs.FILE, Needs.TARGET
-SAMPLE = 64  # rows that stand for a matrix
-SPREAD, WIDEST = 0.15, 0.45  # of the others, in powers of two: for each of them, and at most
-OFF = 0.6  # powers of two from the nearest of the others
+SAMPLE = 64  # rows that are sampled of a matrix
+# Maximum spread of log2(RMS) of the other layers: for each of them, and in all.
+SPREAD, WIDEST = 0.15, 0.45
+OFF = 0.6  # difference of log2(RMS) from the nearest other layer
 LAYER = re.compile(r"blk\.(\d+)\.(.*)")
 COMPARE = "compare with the checkpoint: g4spec validate --against DIR"
 
@@ -28,9 +29,9 @@ Like = dict[tuple[str, tuple[int, ...]], list[str]]
 
 @rule("G4-VAL-011", WARNING, "weights should be as large as those of other layers", needs=FILE)
 def scaled(s: Subject) -> Findings:
-    """A scale that was applied twice, or not at all, in one layer. Asked where the other layers
-    agree: their root mean squares lie within a third of each other, and this one is further off
-    than a factor of one and a half."""
+    """A scale that was applied twice, or not at all, in one layer. Checked only if the other layers
+    agree: their root mean squares differ by at most a third, and this one differs from the nearest
+    by more than a factor of 1.5."""
     for names in like(s).values():
         sizes = {name: x for name in names if (x := _size(s, name)) is not None}
         for name, mine in sizes.items():
@@ -49,8 +50,8 @@ def scaled(s: Subject) -> Findings:
 
 @rule("G4-VAL-012", WARNING, "two norms should not be identical", needs=FILE)
 def repeated(s: Subject) -> Findings:
-    """A loop over layers that reads layer 0 each time; norms are where it shows even in a file of
-    quantized matrices. Norms that were never trained, ones everywhere, are left out."""
+    """A loop over layers that reads layer 0 each time. Norms show it even if matrices are
+    quantized. Norms that were never trained, all ones, are ignored."""
     for names in _same_shape(s):
         vectors = {name: s.open_file.raw(name).tobytes() for name in names}
         for a, b in combinations(names, 2):
@@ -61,12 +62,14 @@ def repeated(s: Subject) -> Findings:
 
 @rule("G4-VAL-013", WARNING, "norms should be positive", needs=FILE)
 def positive(s: Subject) -> Findings:
-    """Trained norms are hardly ever negative. One with its sign turned, or less one, inverts its
-    layer's input; that of a single layer hides among the others."""
+    """Trained norms are hardly ever negative. A norm with its sign inverted, or stored minus one,
+    inverts the input of its layer; the text shows little of it if it is a single layer."""
     below = {name: float((s.open_file.array(name) < 0).mean()) for name in _norms(s)}
-    turned = {name: x for name, x in below.items() if x > 0.25 and (s.shape(name) or (1,))[-1] > 1}
-    if 4 * len(turned) < len(below):  # else G4-VAL-009 says so once
-        for name, x in turned.items():
+    inverted = {
+        name: x for name, x in below.items() if x > 0.25 and (s.shape(name) or (1,))[-1] > 1
+    }
+    if 4 * len(inverted) < len(below):  # else G4-VAL-009 reports it once
+        for name, x in inverted.items():
             yield Finding(name, "weights above 0", f"{x:.0%} below", COMPARE)
 
 
@@ -83,12 +86,12 @@ def lengths(s: Subject) -> Findings:
     pair = both_tables(s)
     if pair is None:
         return
-    mine, its = (float(np.sqrt(np.square(x, dtype=np.float64).mean())) for x in pair)
-    if its > 0 and mine > 0 and abs(math.log2(mine / its)) > OFF:
+    own, target = (float(np.sqrt(np.square(x, dtype=np.float64).mean())) for x in pair)
+    if target > 0 and own > 0 and abs(math.log2(own / target)) > OFF:
         yield Finding(
             "token_embd.weight",
             "rows as long as the target's",
-            f"{mine / its:.3g} times as long",
+            f"{own / target:.3g} times as long",
             COMPARE,
         )
 

@@ -78,9 +78,9 @@ def special(s: Subject) -> Findings:
 )
 def depth(s: Subject) -> Findings:
     """Two targets of the same width and another depth: layer ids then name other layers."""
-    said, n = s.integer(provenance.TARGET_LAYERS), len(_target(s).config.layers)
-    if said is not None and said != n:
-        yield Finding("target layers", said, n, OTHER)
+    recorded, n = s.integer(provenance.TARGET_LAYERS), len(_target(s).config.layers)
+    if recorded is not None and recorded != n:
+        yield Finding("target layers", recorded, n, OTHER)
 
 
 @rule(
@@ -93,12 +93,12 @@ def depth(s: Subject) -> Findings:
 def tokenizer(s: Subject) -> Findings:
     """The draft was converted with another revision of the target. Quantizing a target does
     not change its tokenizer."""
-    said, target = s.text(provenance.TARGET_TOKENIZER), _target(s)
-    if said:
+    recorded, target = s.text(provenance.TARGET_TOKENIZER), _target(s)
+    if recorded:
         lists = (target.strings(TOKENS) or [], target.strings(MERGES) or [])
         found = provenance.tokenizer_sha256(*lists)
-        if found != said:
-            yield Finding(provenance.TARGET_TOKENIZER, said[:16], found[:16], FROM_TARGET)
+        if found != recorded:
+            yield Finding(provenance.TARGET_TOKENIZER, recorded[:16], found[:16], FROM_TARGET)
 
 
 @rule(
@@ -113,13 +113,13 @@ def weights(s: Subject) -> Findings:
     that was quantized already. It runs, and accepts as much as the two targets agree. Judged by a
     digest over two rows of every published tensor, which quantizing a GGUF does not change; files
     by other tools do not carry it."""
-    said, found = s.text(provenance.TARGET_WEIGHTS), _target(s).text(provenance.WEIGHTS)
-    if said and found and said != found:
+    recorded, found = s.text(provenance.TARGET_WEIGHTS), _target(s).text(provenance.WEIGHTS)
+    if recorded and found and recorded != found:
         mine = s.text(provenance.TARGET_SOURCE), s.text(provenance.TARGET_REVISION)
         its = _target(s).text(provenance.SOURCE), _target(s).text(provenance.REVISION)
         yield Finding(
             provenance.TARGET_WEIGHTS,
-            _origin(said, *mine),
+            _origin(recorded, *mine),
             _origin(found, *its),
             OTHER + ", or if this is it, " + FROM_TARGET,
         )

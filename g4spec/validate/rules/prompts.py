@@ -148,10 +148,10 @@ def stops(s: Subject) -> Findings:
 def width(s: Subject) -> Findings:
     """A draft for another size of target whose own shapes happen to fit, as those of EAGLE-3 do
     that project the target's features first."""
-    said, found = s.integer(provenance.TARGET_HIDDEN), int(_target(s).config.n_embd)
-    if said is not None and said != found:
+    recorded, found = s.integer(provenance.TARGET_HIDDEN), int(_target(s).config.n_embd)
+    if recorded is not None and recorded != found:
         yield Finding(
-            "target hidden size", said, found, "use the target this draft was trained for"
+            "target hidden size", recorded, found, "use the target this draft was trained for"
         )
 
 

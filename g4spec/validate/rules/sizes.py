@@ -58,11 +58,11 @@ def router(s: Subject) -> Findings:
 def per_layer(s: Subject) -> Findings:
     """A key lost in a rewrite turns E2B into a model that ignores a third of its weights; it
     still writes sentences."""
-    said = s.integer(".embedding_length_per_layer_input") or 0
-    there = "per_layer_token_embd.weight" in s.open_file.tensors
-    if bool(said) != there:
+    width = s.integer(".embedding_length_per_layer_input") or 0
+    has_table = "per_layer_token_embd.weight" in s.open_file.tensors
+    if bool(width) != has_table:
         yield Finding(
-            "gemma4.embedding_length_per_layer_input", "> 0" if there else 0, said, FROM_CONFIG
+            "gemma4.embedding_length_per_layer_input", "> 0" if has_table else 0, width, FROM_CONFIG
         )
 
 

@@ -91,9 +91,9 @@ def sensible(s: Subject) -> Findings:
 @rule("G4-CMP-008", WARNING, "the source should be the one that was recorded", needs=OWN)
 def recorded(s: Subject) -> Findings:
     """The folder was updated since: another revision, or a training run that went on."""
-    said, found = s.text(provenance.DIGEST), s.comparison.digest
-    if said and found and said != found:
-        yield Finding(provenance.DIGEST, said, found, RECONVERT)
+    recorded_digest, found = s.text(provenance.DIGEST), s.comparison.digest
+    if recorded_digest and found and recorded_digest != found:
+        yield Finding(provenance.DIGEST, recorded_digest, found, RECONVERT)
 
 
 @rule(
@@ -133,9 +133,9 @@ def described(s: Subject) -> Findings:
 def _file_type(s: Subject) -> int | None:
     """Return the number of the type that `convert` was asked for, which no source says: by the
     command in the file, unless it was quantized again since. None where llama.cpp has none."""
-    asked = re.search(r" --type (\S+)", s.text(provenance.COMMAND) or "")
+    option = re.search(r" --type (\S+)", s.text(provenance.COMMAND) or "")
     with suppress(UsageError):
-        mix = policy.parse_type(asked[1]) if asked else None
+        mix = policy.parse_type(option[1]) if option else None
         if mix is not None and str(most_type(s)).lower() in policy.expected_types(mix):
             return mix.file_type
     return None
