@@ -1,4 +1,4 @@
-"""What must stay true of the package's shape while everything else changes."""
+"""Properties of the package's structure that must not change: sizes, imports, names."""
 
 from __future__ import annotations
 

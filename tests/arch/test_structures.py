@@ -1,4 +1,4 @@
-"""The map in `docs/structures.md` shows what is there."""
+"""`docs/structures.md` names the files and signatures that exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of a table on the GPU are the values that the format's decoder gives, to the bit."""
+"""Embedding rows on the GPU are bit-equal to the format's decoder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An unusual target or draft runs although no kernel takes it, and runs right."""
+"""An unusual target or draft runs correctly although no kernel supports its shapes."""
 
 from __future__ import annotations
 

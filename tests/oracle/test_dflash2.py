@@ -1,4 +1,4 @@
-"""DFlash2 drafts against the speculators package: candidates, their scores and the walk."""
+"""DFlash2 drafts compared with the speculators package: candidates, their scores, and the path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bundled family, converted once, and engines of it."""
+"""The bundled family, converted once, and engines that run it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts that a mask lets through, chosen at random: a model without any opinion."""
+"""Random texts that a token mask allows, as of a model without preferences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masks: what they let through is valid, and their state follows the tokens."""
+"""Token masks: what they allow is valid, and their state follows the tokens."""
 
 from __future__ import annotations
 

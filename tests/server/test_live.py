@@ -1,4 +1,5 @@
-"""The live view: its events are the request's own figures, its words are for those who know one."""
+"""The live view: its events agree with the request, and only a client with the word sees the
+text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What surrounds the answers: access, limits, figures, signals, and bodies that are wrong."""
+"""API keys, limits, metrics, signals, and malformed bodies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parser of what Gemma 4 writes."""
+"""The parser of Gemma 4's output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts from messages, by templates of several kinds."""
+"""Prompts from messages, with several kinds of templates."""
 
 from __future__ import annotations
 

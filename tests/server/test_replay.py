@@ -1,4 +1,4 @@
-"""Streams that are read again after their client was gone."""
+"""Streams that are read again after their client has disconnected."""
 
 from __future__ import annotations
 
