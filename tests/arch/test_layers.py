@@ -1,4 +1,4 @@
-"""Properties of the package's structure that must not change: sizes, imports, names."""
+"""What must stay true of the package's shape while everything else changes."""
 
 from __future__ import annotations
 

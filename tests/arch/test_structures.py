@@ -1,4 +1,4 @@
-"""`docs/structures.md` names the files and signatures that exist."""
+"""The map in `docs/structures.md` shows what is there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`validate --upstream`: one of three verdicts on a draft, derived from its file."""
+"""Whether upstream runs a draft: one of three verdicts, derived from its file."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Command lines by grammar: how a case is generated and changed.
+"""Command lines by grammar: what a case is, how one is made and how it is changed.
 
-The numbers that generate a case are its name, so that a corpus is a list of numbers.
+A case is named by the numbers that made it, so that a corpus is a list of numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Records which lines of g4spec ran, cheaply enough for every case of a long run."""
+"""Which lines of g4spec ran, cheaply enough to watch every case of a long run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Files that fuzzed command lines use: a small target, drafts of every kind, and every other kind
-of input, each under the name that it has in the folder of a case."""
+"""What command lines are about: a small target, drafts of every kind, and everything else that is
+read, each by the name that it has in the folder where a case runs."""
 
 from __future__ import annotations
 

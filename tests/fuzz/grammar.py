@@ -1,4 +1,4 @@
-"""The grammar of command lines: the arguments and options of each command, and their values."""
+"""The grammar of command lines: each command's lines and options, with what may stand there."""
 
 from __future__ import annotations
 

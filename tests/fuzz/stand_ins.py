@@ -1,4 +1,4 @@
-"""Replacements of the network for `serve` and `chat --url`; everything else in them is real."""
+"""What `serve` and `chat --url` meet in place of a network; all else of them is real."""
 
 from __future__ import annotations
 

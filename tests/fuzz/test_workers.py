@@ -1,4 +1,4 @@
-"""Long runs in many processes: cases that can be repeated, and processes that die or hang."""
+"""Long runs in many processes: cases that can be run again, processes that die or hang."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Runs one case and reports violations of the promises of SECURITY.md.
+"""Runs one case and says what it broke: the promises of SECURITY.md, as conditions.
 
-A case may end with an exit code or an answer. It may not raise, hang, use too much memory, write
-outside its folder, open a connection, load a pickle, or send a control character to a terminal.
+A case may end in an exit code or an answer; it may not raise, hang, grow, write outside its folder,
+open a connection, load a pickle, or send a control character to a terminal.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ FLAGS = {
 
 
 def wants_json(argv: list[str]) -> bool:
-    """Return whether `--json` is given as an option and has an effect."""
+    """Whether `--json` stands there as an option, and nothing else was asked for instead."""
     places = [i for i, a in enumerate(argv) if a == "--json"]
     other = {"--help", "--version", "--"} & set(argv)
     return not other and any(argv[i - 1][:1] != "-" or argv[i - 1] in FLAGS for i in places if i)

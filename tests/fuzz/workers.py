@@ -1,7 +1,7 @@
-"""The processes of a long run: started, watched and restarted, and their results merged.
+"""Many processes of a long run: started, watched, started again, and their results made one.
 
-A worker that dies, or does not finish a case, reports nothing itself: its case is recorded here.
-Hangs and memory, which a busy machine can cause, count only if they occur again when the case runs
+A worker that dies, or stays in one case, says nothing itself: its case is written down here. What
+may be owed to a busy machine (hangs, memory) counts only if it comes again when the case runs
 alone, after all others.
 """
 

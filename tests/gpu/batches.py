@@ -1,4 +1,4 @@
-"""Rows of sequences that share a cache, in any slots and pages."""
+"""Rows of sequences that share a cache, wherever their slots and pages are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tests.gpu.device import DEVICE
 
 
 def spread(n_slots: int, n_ctx: int, seed: int = 0, device: str = DEVICE) -> Space:
-    """Return slots whose pages are in random order, and one spare slot after them without pages."""
+    """Slots whose pages lie in any order, none of them in place, and one slot behind them that has
+    no page."""
     width = Space(1, n_ctx, 0).table.shape[1]
     space = Space(n_slots, n_ctx, n_slots * width, device)
     g = torch.Generator("cpu").manual_seed(seed)
@@ -22,7 +23,7 @@ def spread(n_slots: int, n_ctx: int, seed: int = 0, device: str = DEVICE) -> Spa
 
 
 def rows_of(parts: Sequence[tuple[int, int, int]], device: str | torch.device = DEVICE) -> Batch:
-    """Return a batch of (slot, position of the first row, rows), one per sequence; tokens are 0."""
+    """A batch of (slot, position of the first row, rows), a sequence each; tokens are 0."""
     positions = [p for _, start, count in parts for p in range(start, start + count)]
     slots = [slot for slot, _, count in parts for _ in range(count)]
     both = torch.tensor([positions, slots], dtype=torch.int64, device="cpu").to(device)
@@ -31,5 +32,5 @@ def rows_of(parts: Sequence[tuple[int, int, int]], device: str | torch.device = 
 
 
 def one(start: int, count: int, device: str | torch.device = DEVICE) -> Batch:
-    """Return rows of the sequence in slot 0."""
+    """Rows of the sequence in slot 0."""
     return rows_of([(0, start, count)], device)

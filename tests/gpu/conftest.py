@@ -1,9 +1,7 @@
-"""Runs kernels on the GPU, or in the emulator on a machine without one.
-
-The emulator is slow, so only a few cases of each test run there, or all with G4SPEC_EMULATE=all.
-With G4SPEC_EMULATE=checked it also finds races and accesses out of bounds, which takes ten times as
-long. In the emulator memory that was never written contains NaN.
-"""
+"""Kernels on the GPU; on a machine without one in the emulator, which is slow: there a few of each
+test's cases run, or all with G4SPEC_EMULATE=all. With G4SPEC_EMULATE=checked races and accesses
+outside of memory are looked for, which takes ten times as long. There memory that nobody wrote
+holds NaN."""
 
 import os
 from collections import defaultdict

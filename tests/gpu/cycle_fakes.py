@@ -1,7 +1,7 @@
 """A target and drafts of a few tensor operations, to test cycles without models.
 
-They see a text only through its tokens in a cache by slot and position, so that a read or write at
-a wrong place changes the chosen tokens.
+What they know of a text are its tokens in a cache by slot and position, so that whatever a cycle
+reads or writes at a wrong place changes what is chosen.
 """
 
 from __future__ import annotations
@@ -115,8 +115,7 @@ class Chain:
 
 
 class Block(Chain):
-    """Like `Chain`, but all tokens at once: each row continues from the likeliest token of the
-    previous one."""
+    """The same, all tokens at once: each row goes on from the likeliest token of the one before."""
 
     name = "block"
     max_tokens, rows = 7, 20

@@ -1,4 +1,4 @@
-"""The device of the tests in this folder: the GPU, or the emulator on a machine without one."""
+"""Where the tests of this folder run: on the GPU, or on a machine without one in the emulator."""
 
 import pytest
 import torch

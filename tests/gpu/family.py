@@ -1,5 +1,5 @@
-"""Files for tests of the GPU's engine: the trained family, and random models of every kind in
-shapes that kernels support."""
+"""Files that the GPU's engine is tested with: the trained family, and random ones of every kind in
+shapes that the kernels take."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ PAIRS = [(kind, "dense") for kind in DRAFTS] + [
 
 
 def trained(folder: Path, type: str) -> dict[str, Path]:
-    """Convert the trained target to a type, and its drafts."""
+    """The trained target in a type, and its drafts."""
     files = {"target": folder / "target.gguf"}
     convert.convert(TRAINED / "target", files["target"], type=type)
     for name in ("dflash", "dflash-speculators", "assistant", "dflash-other"):
@@ -69,8 +69,8 @@ def trained(folder: Path, type: str) -> dict[str, Path]:
 
 
 def random(folder: Path, kind: str, type: str = "q8_0") -> Path:
-    """Make a random target of `TARGETS` from a checkpoint in the same folder. Errors grow in it,
-    because its layers outweigh its embedding; `<kind>-calm.gguf` is the same with weaker layers."""
+    """A random target, `TARGETS`; its checkpoint stays beside it. Errors grow in it as its layers
+    outweigh its embedding, so `<kind>-calm.gguf` is the same with layers that do not."""
     at = tiny.target(folder / kind, **(SHAPE | TARGETS[kind]))
     convert.convert(at, folder / f"{kind}-calm.gguf", type=type)
     convert.convert(build.lively(at, 5.0), folder / f"{kind}.gguf", type=type)
@@ -78,7 +78,7 @@ def random(folder: Path, kind: str, type: str = "q8_0") -> Path:
 
 
 def draft(folder: Path, kind: str, target: str, type: str = "q8_0") -> Path:
-    """Make a random draft of `DRAFTS` for a target that `random` made in the same folder."""
+    """A random draft, `DRAFTS`, for a target made by `random` in the same folder."""
     name = f"{kind}-{target}"
     DRAFTS[kind](folder / name, folder / target)
     convert.convert(folder / name, folder / f"{name}.gguf", target=folder / target, type=type)
@@ -88,8 +88,8 @@ def draft(folder: Path, kind: str, target: str, type: str = "q8_0") -> Path:
 def pairs(
     folder: Path, shape: dict[str, Any], make: dict[str, Callable[[Path, Path], Any]], type: str
 ) -> Path:
-    """Make `target.gguf`, random, of a shape, and `<name>.gguf` with each maker of drafts. Return
-    the folder."""
+    """`target.gguf`, random and lively, of a shape, and `<name>.gguf` of each maker of drafts.
+    Returns the folder."""
     on = tiny.target(folder / "target", **shape)
     convert.convert(build.lively(on, 5.0), folder / "target.gguf", type=type)
     for name, maker in make.items():
@@ -101,7 +101,7 @@ def pairs(
 def generate(
     engine: Engine, prompt: list[int], length: int, n: int, sampler: Sampler | None = None
 ) -> Request:
-    """Return a finished request that ignores stop tokens."""
+    """A finished run that ignores stop tokens."""
     run = engine.generate(prompt, Options(n, sampler or Sampler(), length, ignore_eos=True))
     for _ in run:
         pass
@@ -109,8 +109,8 @@ def generate(
 
 
 def help_out(engine: Engine, truth: list[int], right: Callable[[int], int]) -> None:
-    """Replace the first `right(i)` tokens of the draft's i-th proposal by tokens of the text
-    `truth`. Cycles then run eagerly."""
+    """In its i-th proposal the draft gets the first `right(i)` tokens from the text `truth`. Cycles
+    are then done in parts."""
     made: Any = engine.draft
     engine.scheduler.runners = [EagerRunner(engine.target, made)]
     propose, turn = type(made).propose, iter(range(10**6))

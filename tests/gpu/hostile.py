@@ -1,5 +1,5 @@
-"""Malformed and unusual targets and drafts for a GPU: files that must be refused before a kernel
-runs, and files that must run although no kernel supports their shapes."""
+"""Malformed and unusual targets and drafts for a GPU: what must be refused before a kernel runs,
+and what must run although no kernel takes it."""
 
 from __future__ import annotations
 
@@ -108,14 +108,14 @@ CACHE = {"17 heads to 1": "q8_0"}
 
 
 def made(folder: Path, shape: dict[str, Any], type: str = "q8_0") -> Path:
-    """Make a random target of a shape, as a checkpoint and as a GGUF in the same folder."""
+    """A random target of a shape, as a checkpoint and as a GGUF beside it."""
     at = tiny.target(folder / "target", **(SMALL | shape))
     convert(at, folder / "target.gguf", type=type)
     return folder / "target.gguf"
 
 
 def made_draft(folder: Path, make: Make) -> Path:
-    """Make a draft for the target that `made` made there."""
+    """A draft for the target that was made there before."""
     make(folder / "draft", folder / "target")
     convert(folder / "draft", folder / "draft.gguf", target=folder / "target", type="q8_0")
     return folder / "draft.gguf"
@@ -123,7 +123,7 @@ def made_draft(folder: Path, make: Make) -> Path:
 
 @contextlib.contextmanager
 def counted() -> Iterator[list[str]]:
-    """Collect the names of launched kernels of this project."""
+    """Names of this project's kernels that are launched meanwhile."""
     if EMULATED:
         with runtime.launched() as names:
             yield names
@@ -142,7 +142,7 @@ def counted() -> Iterator[list[str]]:
 
 
 def refused(load: Callable[[], object]) -> str | None:
-    """Return None if an InputError refuses a load before any kernel runs, else the problem."""
+    """None if a load is refused by an InputError before any kernel, or what is wrong."""
     with counted() as names:
         try:
             load()
@@ -172,7 +172,7 @@ def load_target(path: Path, device: str = "cuda") -> Engine:
 
 
 def build(path: Path, backend: Backend, target: Target) -> None:
-    """Load a draft for a target that is already loaded."""
+    """Load a draft for a target that is there already."""
     with DraftFile(path) as file:
         file.kind.check_pair(file.config, target.config)
         file.build(backend, target)
@@ -203,7 +203,7 @@ def wrong_text(
 
 
 def first_logits(engine: Engine) -> torch.Tensor:
-    """Return the logits [V] of the token after the prompt."""
+    """Of the token behind the prompt, [V]."""
     from g4spec.runtime.pending_rows import concat_steps
     from tests.support.one_sequence import single_sequence
 

@@ -1,7 +1,7 @@
-"""A case for every operation that `CudaOps` replaces: random inputs, compared with the reference.
+"""A case for every operation that `CudaOps` replaces: fresh random inputs, against the reference.
 
-A case gets both backends and a generator, and yields pairs (found, wanted) with a tolerance: the
-largest allowed error, relative to the largest wanted value of a row.
+A case takes both backends and a generator and yields pairs (found, wanted) with a tolerance, the
+largest error allowed as a share of the largest wanted value of a row.
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ def matrix(
 
 
 def quantized(type: str, values: np.ndarray) -> np.ndarray:
-    """Return the bytes of values; for types that cannot be written, random bytes of the same
-    size."""
+    """Bytes of values, or of some of the same size for types that cannot be written."""
     if quant.get(type).encode is not None:
         return quant.get(type).quantize(values)
     found = random_blocks(type, math.prod(values.shape[:-1]), values.shape[-1])
@@ -79,7 +78,7 @@ def there(x: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def stored(packed: PackedRows) -> torch.Tensor:
-    """Return halves [T, K] of packed rows; check their sums, and the zeros after row T."""
+    """Halves [T, K] of rows; checks the sums beside them and the zeros behind T."""
     parts = values, sums16, sums32, floats = unpack(packed)
     assert values.shape == (packed.padded, packed.width)
     assert not any(part[packed.count :].any() for part in parts)
@@ -132,7 +131,7 @@ def logits(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
 
 
 def pick(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
-    """Compare the logits of chosen tokens: with a part of a large table, and with all of it."""
+    """Logits of what is picked: by reading a part of a large table, and in other ways."""
     table, values = matrix(g, "q6_k", LARGE, 256)
     x = randn(g, 5, 256) + 64 * values[torch.randint(LARGE, (5,), generator=g)]
     z = ref.logits(x, values, 30.0)
@@ -183,7 +182,7 @@ STEPS = [(0, 16), (16, 16), (32, 16), (48, 9), (57, 1), (58, 8), (66, 16)]
 
 
 def caches(shape: CacheShape, slots: int = 1) -> tuple[CudaKV, LayerKV]:
-    """Return a cache of the GPU, with its pages in random order, and the reference's."""
+    """A cache of the GPU, its pages in any order, and the reference's."""
     space = Space(slots, 512, slots * 5)
     for slot in range(slots):
         space.assign(slot, range(1 + 5 * slot, 6 + 5 * slot))
@@ -191,7 +190,7 @@ def caches(shape: CacheShape, slots: int = 1) -> tuple[CudaKV, LayerKV]:
 
 
 def qkv(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
-    """Compare queries, and appended keys and values; across the end of a ring, and for several
+    """Queries, and the keys and values that were appended; over the end of a ring, and of several
     sequences at once."""
     for dim, n_kv, pairs, own_v, normed in (
         (256, 1, False, True, True),
@@ -246,7 +245,7 @@ def qkv(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
 
 
 def same_rows(mine: CudaKV, theirs: LayerKV, parts: list[tuple[int, int, int]]) -> Iterator[Pair]:
-    """Compare what caches store for (slot, first position, rows)."""
+    """What caches hold of (slot, first position, rows)."""
     for slot, start, count in parts:
         seen = slot, start, start + count - 1
         for a, b in zip(mine.read(*seen), theirs.read(*seen), strict=True):
@@ -254,8 +253,7 @@ def same_rows(mine: CudaKV, theirs: LayerKV, parts: list[tuple[int, int, int]]) 
 
 
 def keys_values(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
-    """Compare layers that are computed together, layers that are already packed, and layers of
-    different shapes."""
+    """Layers that go together, that are packed already, and whose shapes differ."""
     for dim, n_kv, way in (
         (128, 2, "together"),
         (256, 1, "together"),
@@ -301,8 +299,7 @@ def keys_values(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
 
 
 def attend(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
-    """Compare one sequence, several with the same number of rows, and several with different
-    numbers."""
+    """One sequence; several with as many rows each; and with other numbers of rows."""
     for dim, n_kv, n_head, window in (
         (256, 1, 2, 128),
         (512, 2, 4, None),
@@ -378,8 +375,7 @@ def experts(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
 
 
 def expert_layer(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
-    """Compare a layer as in the 26B-A4B, with fewer and smaller experts, and more rows than a step
-    has."""
+    """As in the 26B-A4B, with fewer experts of fewer channels; more rows than a step has."""
     h, dense, expert, count_, used = 2816, 192, 64, 128, 8
     both = {
         "gate": matrix(g, "q4_k", dense, h),

@@ -1,4 +1,4 @@
-"""Small models for prefill: random weights for the reference, and the same weights as in a file."""
+"""Small models for prefill: random weights for the reference, and the same as a file's."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ class Small:
 
 
 class ByteKV(LayerKV):
-    """Keys and values rounded to Q8_0. Columns of keys that are stored as values are rounded as
-    values."""
+    """Keys and values rounded to Q8_0. Columns of keys that come from values are rounded as those
+    are."""
 
     def __init__(self, shape: CacheShape, space: Space, slack: int) -> None:
         super().__init__(shape, space, slack)
@@ -109,12 +109,12 @@ class ByteKV(LayerKV):
 
 
 def bytes_of(x: torch.Tensor) -> torch.Tensor:
-    """Round x to Q8_0."""
+    """What Q8_0 makes of x."""
     return dequantize(*quantize(x, torch.tensor(127.0)))
 
 
 def small(layers: tuple[LayerSpec, ...], types: dict[str, str], n_embd: int = 256) -> Small:
-    """Return random weights for these layers; `types`: by name, "" for all others."""
+    """Random weights for these layers; `types`: by name, "" for all others."""
     config = gemma4.Config(160, n_embd, 4096, 1e-6, 30.0, layers)
     reference = mm.weights(gemma4.tensors(config), 0, 0.3)
     raw, kinds = {}, {}

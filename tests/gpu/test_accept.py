@@ -1,4 +1,4 @@
-"""Tokens that a cycle commits of each sequence, and the inputs of the next cycle."""
+"""What a cycle commits of each sequence, and where the next one begins."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ def begun(stands: list[SequenceState], turn: int = 0) -> CycleState:
 
 
 def stepped(state: CycleState, rows: int, right: list[int], *, forced: int | None = None) -> None:
-    """Return a step of sequences that each choose the drafted tokens up to `right`, then token
-    7."""
+    """A step of sequences that each choose what was drafted, but after `right` tokens: 7."""
     n = len(right)
     state.place(n, rows, WIDTH)
     ids = 100 * torch.arange(1, n + 1)[:, None] + torch.arange(rows)
@@ -42,7 +41,7 @@ def stepped(state: CycleState, rows: int, right: list[int], *, forced: int | Non
 @pytest.mark.parametrize("rows", [1, 2, 7, 16])
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_rejections(rows: int, n: int) -> None:
-    """Test every pattern of one sequence, together with others that are rejected elsewhere."""
+    """Every pattern of one sequence, with others beside it that are rejected elsewhere."""
     stands = [SequenceState(5 - s, 50 + 20 * s, 9, rows) for s in range(n)]
     state = begun(stands, turn=1)
     at = [s.position for s in stands]
@@ -88,8 +87,7 @@ def test_forced_lengths(forced: int, want: int) -> None:
 
 @pytest.mark.parametrize("n,rows", [(1, 4), (1, 16), (2, 1), (5, 4)])
 def test_where_rows_stand(n: int, rows: int) -> None:
-    """Test positions and slots of a step and of a proposal; padding sequences use the spare
-    slot."""
+    """Of a step, and of a proposal; what fills a batch up stands in the spare slot."""
     stands = [SequenceState(5 - s, 50 + 20 * s, 9 + s, rows) for s in range(n - (n > 1))]
     state = begun(stands)
     state.place(n, rows, WIDTH, mask=3)

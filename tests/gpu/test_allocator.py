@@ -1,4 +1,4 @@
-"""Free memory in torch's allocator."""
+"""What torch's allocator does with free memory."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.gpu, needs_gpu]
 
 
 def joined() -> bool:
-    """Return whether the allocator merges free memory around a new tensor."""
+    """Whether free memory around a new tensor is put together."""
     devices.select("cuda")
     x = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
     (found,) = [

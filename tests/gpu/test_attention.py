@@ -1,4 +1,4 @@
-"""Attention over the GPU's cache, compared with float64 and with the reference."""
+"""Attention over the GPU's cache, against float64 and against the reference backend."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -60,7 +60,7 @@ def filled(
     n_ctx: int = 0,
     rotary_pairs: int = 0,
 ) -> CudaKV:
-    """Return a cache with positions 0 .. n - 1 in slot 0; everything else is NaN."""
+    """A cache whose slot 0 has been given positions 0 .. n - 1; what was never written is NaN."""
     kv = cache(n_kv, dim, n_ctx or n + 64, kind, window, rotary_pairs)
     fill(kv, 0, 0, n)
     return kv
@@ -76,7 +76,7 @@ def cache(
 
 
 def fill(kv: CudaKV, slot: int, start: int, end: int) -> None:
-    """Write positions start .. end - 1 of a slot."""
+    """Give a slot positions start .. end - 1."""
     if kv.window is not None:
         start = max(start, end - kv.capacity)
     for begin in range(start, end, 64):
@@ -88,7 +88,7 @@ def fill(kv: CudaKV, slot: int, start: int, end: int) -> None:
 def expected(
     q: torch.Tensor, kv: CudaKV, first: list[int], last: list[int], scale: float, slot: int = 0
 ) -> torch.Tensor:
-    """Compute rows of the sequence in `slot` in float64."""
+    """Rows of the sequence in `slot`, in float64."""
     lo, hi = min(first), max(last)
     keys, values = (x.double().nan_to_num() for x in kv.read(slot, lo, hi))
     at = torch.arange(lo, hi + 1)
@@ -107,7 +107,7 @@ def run(
     scale: float,
     **more: Any,
 ) -> AttentionOutput:
-    """Compute rows of the sequence in slot 0."""
+    """Rows of the sequence in slot 0."""
     return attend(q, kv, one(0, len(q)), torch.tensor(first), torch.tensor(last), scale, **more)
 
 
@@ -256,8 +256,8 @@ def test_against_the_reference_backend(kind: Kind) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("plain", [False, True])
 def test_keys_that_are_values_against_the_reference_backend(kind: Kind, plain: bool) -> None:
-    """Compare projection, cache and attention of both backends: a layer that appends, one that only
-    reads, and the same in torch."""
+    """From the product to what rows saw, through what each backend stores; once by a layer that
+    appends, once by one that only reads. And the same in torch."""
     n, n_kv, n_q, dim, ref = 150, 2, 4, 512, Ops("cpu")
     divisors = torch.tensor([1.0] * ROTARY_PAIRS + [1e30] * (dim // 2 - ROTARY_PAIRS), device="cpu")
     freqs = ref.rope_freqs(1e4, dim, divisors)
@@ -358,7 +358,7 @@ KERNELS = [
 def saw(
     way: str, q: torch.Tensor, kv: CudaKV, batch: Batch, window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the result of causal rows, also as packed activations."""
+    """What causal rows saw, and as the next product reads it."""
     last = batch.positions
     first = (last - (window or 1 << 20) + 1).clamp(min=0)
     if way == "torch":
@@ -374,8 +374,8 @@ def saw(
 def test_sequences_in_any_slots_and_pages(
     kind: Kind, way: str, dim: int, window: int | None, rotary_pairs: int, sizes: tuple[int, ...]
 ) -> None:
-    """Rows have the same bits as alone, in slot 0 with its pages in order. One sequence uses the
-    slot without pages, like padding sequences of recorded batches."""
+    """Rows have the bits that they have alone, in slot 0 with its pages in order. One sequence
+    stands in a slot without pages, as those do that fill a recorded batch up."""
     n_kv, n_ctx, count = 2, 700, len(sizes)
     space = spread(count, n_ctx)
     kv = CudaKV(CacheShape(n_kv, dim, window, rotary_pairs), space, 16, kind)
@@ -399,7 +399,7 @@ def test_sequences_in_any_slots_and_pages(
 
 
 def copy(kv: CudaKV, slot: int, to: CudaKV, end: int) -> None:
-    """Copy positions before `end` of a slot to slot 0 of another cache."""
+    """Put what a slot holds of positions before `end` into slot 0 of another cache."""
     at = torch.arange(max(0, end - kv.positions), end)
     units, rows = kv.row_indices(torch.full_like(at, slot), at)
     own, into = to.row_indices(torch.zeros_like(at), at)
@@ -410,8 +410,7 @@ def copy(kv: CudaKV, slot: int, to: CudaKV, end: int) -> None:
 
 @pytest.mark.parametrize("sizes", [(3, 7, 1), (16, 5), (9, 16, 1, 16)])
 def test_rows_of_sequences_keep_their_bits_in_other_groups(sizes: tuple[int, ...]) -> None:
-    """Groups of 16 that are assembled from other groups equal those that a kernel writes at
-    once."""
+    """Groups of 16 that are put together from others are those that a kernel writes at once."""
     n, width = sum(sizes), 4 * 64
     kv = filled(200, 2, 64, "f16")
     q = torch.randn(n, 4, 64).half()

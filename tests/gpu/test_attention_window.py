@@ -1,5 +1,5 @@
-"""Attention of layers with a window in one kernel: compared with float64 over the stored values,
-with the kernels that it replaces, and row by row."""
+"""Attention of layers with a window in one kernel: against float64 over what it stored, against the
+kernels it replaces, and row for row."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _seed() -> Iterator[None]:
 
 
 class Layer:
-    """Heads, and a cache with random rows at positions 0 .. start - 1 and nothing after them."""
+    """Heads and a cache with positions 0 .. start - 1 of random rows, nothing behind them."""
 
     def __init__(self, n_kv: int, window: int, slices: int, start: int) -> None:
         q, k = (1 + 0.1 * torch.randn(DIM) for _ in "qk")
@@ -184,8 +184,8 @@ def test_layers_it_is_not_made_for(kind: Kind, window: int | None, group: int, d
 def test_sequences_in_any_slots(
     n_kv: int, window: int, slices: int, sizes: tuple[int, ...]
 ) -> None:
-    """Rows, and what they write to the cache, have the same bits as alone in slot 0. One more
-    sequence uses the slot after the others."""
+    """Rows, and what they leave in the cache, have the bits that they have alone in slot 0. One
+    more sequence stands in the slot behind the others."""
     layer, count, size = Layer(n_kv, window, slices, 0), len(sizes), sizes[0]
     kv = CudaKV(CacheShape(n_kv, DIM, window), spread(count, 8192), 16, "q8_0")
     starts = [0, *torch.randint(1, 3000, (count - 1,), device="cpu").tolist()]
@@ -219,8 +219,7 @@ def test_sequences_in_any_slots(
 
 
 def test_through_the_operations() -> None:
-    """Compare the path from rows to the input of the next matmul with the reference, also for a
-    single row."""
+    """From rows to the input of the next product, against the reference; and one row by itself."""
     g = torch.Generator("cpu").manual_seed(3)
     cuda, ref = CudaOps(str(DEVICE)), Ops("cpu")
     n_kv, hidden, shape = 2, 256, CacheShape(2, DIM, 300)

@@ -28,7 +28,7 @@ SAMPLERS = {
 
 
 def logits(rows: int, columns: int, cap: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return raw logits on the GPU, and capped ones on the CPU."""
+    """Raw ones on the GPU, and capped ones on the CPU."""
     torch.manual_seed(columns + rows)
     raw = torch.randn(rows, columns) * 6.0
     raw[:, :: max(1, columns // 50)] += 12.0
@@ -36,7 +36,7 @@ def logits(rows: int, columns: int, cap: float = 0.0) -> tuple[torch.Tensor, tor
 
 
 def agrees(sampler: Sampler, row: torch.Tensor, position: int, token: int) -> bool:
-    """Return whether the CPU chooses `token`, or a token that is equally good up to rounding."""
+    """Whether the CPU chooses `token`, or finds it as good but for rounding."""
     want = sampler.choose(row, position)
     if token == want:
         return True
@@ -157,7 +157,7 @@ MIXES = [
 @pytest.mark.parametrize("names", MIXES, ids="+".join)
 @pytest.mark.parametrize("each", [1, 3])
 def test_sequences_choose_by_their_own_samplers(names: tuple[str, ...], each: int) -> None:
-    """Results are bit-equal to those of each sequence alone, also if `bad` has a pitch."""
+    """As each does alone, to the bit; and where `bad` has room for more than the rows."""
     columns, pitch, n = 9000, 5, len(names)
     raw, _ = logits(n * each, columns)
     raw[each * n - 1, 17] = torch.nan

@@ -1,5 +1,4 @@
-"""Cycles of several sequences without synchronization give the results of plain Python for each
-sequence alone."""
+"""Cycles of several sequences that wait for nobody do what plain Python does with each alone."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ def prompt(i: int) -> list[int]:
 
 
 class Text:
-    """A sequence whose prompt has been computed, and its sampler."""
+    """A sequence whose prompt has been read, and its sampler."""
 
     def __init__(self, slot: int, sampler: Sampler, number: int, drafting: bool = True) -> None:
         ids = prompt(number)
@@ -80,7 +79,7 @@ class Text:
 def by_hand(
     kind: str | None, slot: int, sampler: Sampler, number: int, counts: Seq[int]
 ) -> list[Cycle]:
-    """Run cycles of one text in plain Python on the CPU; give the draft the rows of each step."""
+    """Cycles of one text in plain Python on the CPU; the draft is given the rows of each step."""
     target, text = FakeTarget(SLOTS, "cpu"), Text(slot, sampler, number)
     draft = KINDS[kind](SLOTS, "cpu") if kind else None
     text.begin(target, draft)
@@ -124,8 +123,8 @@ def played(
     turns: Seq[Seq[int]],
     ahead: bool = True,
 ) -> list[list[Cycle]]:
-    """Run cycles of the texts. With `ahead`, a cycle starts before the result of the previous one
-    is read, if both have the same sequences."""
+    """Cycles of the texts, each by turn; with `ahead` equal turns are started before the one before
+    them is read."""
     out: list[list[Cycle]] = [[] for _ in texts]
     started = 0
     for i, counts in enumerate(turns):
@@ -160,7 +159,7 @@ def made(kind: str | None, **settings: Any) -> tuple[GraphRunner, FakeTarget, An
 @pytest.mark.parametrize("n", [5, 1, 2])
 @pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "in turn"])
 def test_every_sequence_does_what_it_does_alone(kind: str, n: int, ahead: bool) -> None:
-    """Test mixed samplers and counts, plain steps in between, and cycles that run ahead."""
+    """Mixed samplers and counts, plain steps between, cycles that run ahead."""
     runner, target, draft = made(kind)
     slots = [4, 0, 5, 2, 1][:n]
     texts = [Text(slot, MIXED[i], i) for i, slot in enumerate(slots)]
@@ -180,8 +179,7 @@ def test_every_sequence_does_what_it_does_alone(kind: str, n: int, ahead: bool) 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("kind", [None, "chain"])
 def test_plain_steps(kind: str | None, n: int) -> None:
-    """Test steps without a draft, and with one that only some sequences keep up to date: rows are
-    kept for those."""
+    """Without a draft, and with one that not all sequences keep: rows are kept for those."""
     runner, target, draft = made(kind)
     texts = [Text(i, MIXED[i], i, drafting=kind is not None and i != 1) for i in range(n)]
     for text in texts:
@@ -200,8 +198,8 @@ def test_plain_steps(kind: str | None, n: int) -> None:
 
 
 def test_sequences_come_and_go() -> None:
-    """Test other sequences, another order, and a stop in between: state is uploaded where needed,
-    and the result of a running cycle is overwritten."""
+    """Other sequences, another order and a stop in between: state is written where it must be, and
+    what a cycle under way had left is overwritten."""
     runner, target, draft = made("chain")
     texts = {i: Text(i, MIXED[i], i) for i in range(5)}
     found: dict[int, list[Cycle]] = {i: [] for i in texts}
@@ -276,7 +274,7 @@ def test_a_cycle_that_was_dropped_is_run_again() -> None:
 
 
 def test_a_start_that_failed_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a start with other sequences has failed, the previous ones continue."""
+    """Other sequences were to run; the ones before them go on."""
     runner, target, _ = made(None)
     text, other = Text(0, GREEDY, 0, drafting=False), Text(1, GREEDY, 1, drafting=True)
     text.begin(target, None)
@@ -328,7 +326,7 @@ def test_other_suppressed_tokens_are_recorded_anew() -> None:
 
 
 class Waits:
-    """Counts synchronizations of the host, and graph recordings."""
+    """Counts what the host waits for, and records."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.waits = self.captures = 0
@@ -347,7 +345,7 @@ class Waits:
 
 
 def test_the_host_waits_once_a_cycle_and_records_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other samplers of the same modes, positions, slots, counts and orders use the same graphs."""
+    """Other samplers of the same modes, positions, slots, counts and orders are the same graphs."""
     runner, target, draft = made("chain")
     counted = Waits(monkeypatch)
     texts = [Text(i, HOT, i) for i in range(3)]
@@ -365,7 +363,7 @@ def test_the_host_waits_once_a_cycle_and_records_once(monkeypatch: pytest.Monkey
 @pytest.mark.skipif(not EMULATED, reason="the emulator lists launches")
 @pytest.mark.parametrize("n", [1, 2])
 def test_kernels_of_a_cycle(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cycle launches the choice, and one kernel at each end, for any number of sequences."""
+    """Choices and one kernel at each end, however many sequences there are."""
     runner, target, draft = made("chain")
     texts = [Text(i, GREEDY, i) for i in range(n)]
     for text in texts:

@@ -1,4 +1,4 @@
-"""Embedding rows on the GPU are bit-equal to the format's decoder."""
+"""Rows of a table on the GPU are the values that the format's decoder gives, to the bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine on a GPU: close to the reference, and exact, with every kind of target and draft."""
+"""The engine on a GPU: near the reference, exact in itself, with every kind of target and draft."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def load(target: Path, draft: Path | str | None = None, **settings: Any) -> Engi
 def near(
     cpu: Engine, gpu: Engine, ids: list[int], tolerance: float = TOLERANCE, share: float = 0.02
 ) -> None:
-    """Compute a prompt and 16 steps of one row: logits, hidden rows, taps."""
+    """A prompt and 16 steps of one row: logits, hidden rows, taps."""
     taps = (1, 3, len(cpu.config.layers))
     cpu.target.taps = gpu.target.taps = taps
     hidden, logits = [], []
@@ -83,14 +83,13 @@ def close(got: torch.Tensor, want: torch.Tensor, share: float) -> None:
 
 
 def small(errors: torch.Tensor, share: float) -> None:
-    """Check that half of the rows have errors below `share`. A row whose attention is nearly equal
-    between two keys may differ more, because rounding decides there."""
+    """Of rows: half of them below `share`. A row whose attention is torn between two keys may be
+    further off, since that is where rounding decides."""
     assert float(errors.median()) < share and float(errors.max()) < 5 * share, errors.max()
 
 
 def exact(engine: Engine, ids: list[int], more: list[int]) -> None:
-    """Check that the logits of a token have the same bits in steps of 1 to 16 rows, at every row of
-    them."""
+    """Logits of a token are the same bits in steps of 1 to 16 rows, at every place in them."""
     with single_sequence(engine) as target:
         list(target.prefill(ids))
         at = len(ids)
@@ -120,7 +119,7 @@ def test_trained_target_is_exact(files: dict[str, Path]) -> None:
     "name", ["dflash", "dflash-speculators", "assistant", "dflash-other", "ngram"]
 )
 def test_a_trained_draft_changes_nothing(files: dict[str, Path], name: str) -> None:
-    """Test draft lengths 1 to 15 at three temperatures."""
+    """DraftLengthPolicy 1 to 15 at three temperatures."""
     engine = load(files["target"], files.get(name, "ngram"))
     assert engine.draft is not None
     texts = prompts.prompts(engine.tokenizer, long_tokens=200)
@@ -154,7 +153,7 @@ def test_random_targets_are_near_and_exact(folder: Path, kind: str, cache_type: 
 
 @pytest.mark.parametrize("kind,target", family.PAIRS)
 def test_a_random_draft_changes_nothing(folder: Path, kind: str, target: str) -> None:
-    """Test every number of accepted tokens, with drafts that have caches."""
+    """Every number of accepted tokens, with the draft's own caches behind it."""
     path = folder / f"{target}.gguf"
     engine = load(path, folder / f"{kind}-{target}.gguf")
     for sampler in SAMPLERS:
@@ -194,7 +193,7 @@ def test_a_draft_proposes_what_the_reference_proposes(tmp_path: Path, kind: str)
 
 
 def test_the_end_of_the_context(folder: Path) -> None:
-    """Padding rows of the last steps are after the end of the context, not at its beginning."""
+    """Padding rows of the last steps stand behind the end, not at the beginning."""
     path, name = folder / "dense.gguf", folder / "zlab-dense.gguf"
     long = family.generate(load(path), PROMPT, 0, 60).ids
     for room in (0, 1, 3, 9, 16, 17):
@@ -223,7 +222,7 @@ def test_nothing_is_left_of_an_earlier_sequence(folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
 def test_a_mix_of_three_bits_has_kernels(kind: str, tmp_path: Path) -> None:
-    """Q3_K with other types: close to the reference, and no op of it runs in torch."""
+    """Q3_K beside others: near the reference, and nothing of it runs as torch."""
     family.random(tmp_path, kind, "q3_k_m")
     calm = tmp_path / f"{kind}-calm.gguf"
     gpu = load(calm)

@@ -1,5 +1,5 @@
-"""The feed-forward part of layers with experts, compared with the reference; rows do not depend on
-the other rows of the batch."""
+"""The feed-forward part of layers with experts against the reference; rows that do not depend on
+their company."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Layer:
 
 
 def _matrix(g: np.random.Generator, type: str, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a random matrix: its bytes as memory holds them, and its values."""
+    """A random matrix: its bytes as memory holds them, and the values they stand for."""
     fmt = quant.get(type)
     values = g.standard_normal(shape, np.float32) / np.float32(math.sqrt(shape[-1]))
     raw = quantized(type, values)
@@ -85,14 +85,14 @@ def _matrix(g: np.random.Generator, type: str, *shape: int) -> tuple[torch.Tenso
 
 
 def _packed(type: str, raw: torch.Tensor, columns: int) -> Weight:
-    """Pack bytes [matrices, rows, bytes] on the GPU."""
+    """Bytes [matrices, rows, bytes] -> packed, on the GPU."""
     unit = packing.unit_of(type, columns)
     data = torch.cat([packing.pack(type, one, unit) for one in raw]).to(DEVICE)
     return Weight(type, data, raw.shape[1], columns, len(raw))
 
 
 def _turns(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Interleave two [matrices, I, bytes] by 16 rows -> [matrices, 2 I, bytes]."""
+    """[matrices, I, bytes] each -> [matrices, 2 I, bytes] in turns of 16 rows."""
     parts = [x.view(len(x), -1, INTERLEAVE_ROWS, x.shape[-1]) for x in (gate, up)]
     return torch.stack(parts, dim=2).flatten(1, 3)
 
@@ -151,14 +151,14 @@ def randn(count: int, width: int, seed: int = 0) -> torch.Tensor:
 
 
 def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
-    """Return the largest error, relative to the largest value of the row."""
+    """The largest error, relative to the largest value of the row."""
     got, want = got.double().cpu(), want.double()
     error = (got - want).abs().amax(-1) / want.abs().amax(-1)
     assert float(error.max()) <= tolerance, float(error.max())
 
 
 def check(layer: Layer, x: torch.Tensor) -> None:
-    """Compare everything that a step writes with the reference."""
+    """Everything a step leaves, against the reference."""
     want, n = layer.reference(x), len(x)
     out, normed = layer.run(x.to(DEVICE))
     b = layer.gpu.buffers
@@ -212,7 +212,7 @@ def test_all_rows_visit_the_same(layer: Layer) -> None:
 
 
 def test_no_two_rows_visit_the_same(layer: Layer) -> None:
-    """Row r uses experts 8 r .. 8 r + 7."""
+    """Row r visits experts 8 r .. 8 r + 7."""
     x = randn(16, MANY.width)
     other = make(MANY, ("q4_k", "q8_0", "q4_k", "q8_0"))
     towards = REF.rms_norm(x, None, EPS).repeat_interleave(8, dim=0)
@@ -224,7 +224,7 @@ def test_no_two_rows_visit_the_same(layer: Layer) -> None:
 
 
 def test_the_lowest_of_equals(layer: Layer) -> None:
-    """Test groups of four experts with equal scores, and all scores equal."""
+    """Experts in fours with the same scores; also all scores equal."""
     equal = make(MANY, ("q4_k", "q8_0", "q4_k", "q8_0"))
     for router in (
         equal.cpu["router"][::4].repeat_interleave(4, dim=0),
@@ -241,7 +241,7 @@ def test_the_lowest_of_equals(layer: Layer) -> None:
 def _same(
     layer: Layer, x: torch.Tensor, whole: tuple[torch.Tensor, rows.PackedRows], part: list[int]
 ) -> bool:
-    """Return whether rows `part` of x have the same bits alone as in `whole`."""
+    """Whether rows `part` of x, computed alone, give the bits that they have in `whole`."""
     out, normed = layer.run(x[part].contiguous())
     stored, wanted = rows.unpack(normed), rows.unpack(whole[1])
     return torch.equal(out, whole[0][part]) and all(
@@ -264,7 +264,7 @@ def test_a_row_does_not_depend_on_its_company(layer: Layer) -> None:
 
 @needs_gpu
 def test_in_a_graph(layer: Layer) -> None:
-    """Replay recorded steps with other inputs each time."""
+    """Recorded steps, one after the other, with other inputs each time."""
     x = torch.zeros(6, MANY.width, device=DEVICE)
 
     def step() -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""Launches: eager, in a graph, with a kernel that starts before its predecessor has ended, and
-launches that are refused."""
+"""Launching: eagerly, in a graph, one kernel beginning before the other has ended, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_current_stream_and_other_threads(file: str) -> None:
 
 @pytest.mark.parametrize("pdl", [False, True])
 def test_graph_keeps_the_order(file: str, pdl: bool) -> None:
-    """In a chain, each kernel needs what the previous one wrote, with torch ops in between."""
+    """A chain in which each kernel needs what the one before wrote, torch ops between them."""
     kernels = launch.module(file, ["axpy<2>", "axpy<5>"])
     x, y, z = (torch.randn(N, device="cuda") for _ in range(3))
     start = x.clone(), y.clone(), z.clone()
@@ -141,8 +141,8 @@ def test_graph_keeps_the_order(file: str, pdl: bool) -> None:
 
 
 def test_what_is_taken_for_a_constant_may_be_made_directly_in_front(file: str) -> None:
-    """Few blocks, so that both kernels fit at once. In a graph they overlap: the second reads the
-    old value."""
+    """Of few blocks, so that both kernels have room at once. A graph shows that they overlap there:
+    the second reads what was before."""
     kernels = launch.module(file, ["axpy<1>", "early"])
     n, ones = BLOCK, torch.ones(BLOCK, device="cuda")
     x, y = torch.zeros(BLOCK, device="cuda"), torch.full((BLOCK,), torch.nan, device="cuda")

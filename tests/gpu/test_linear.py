@@ -1,4 +1,4 @@
-"""GEMMs with packed matrices, of at most 16 rows, in one launch each."""
+"""Products of packed matrices: what is multiplied in one launch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [(256, 128), (512, 1024), (1280, 200)])
 @pytest.mark.parametrize("types", [("q4_k", "q6_k"), ("q6_k", "q4_k"), ("q5_0", "q8_0")])
 def test_two_side_by_side(types: tuple[str, str], sizes: tuple[int, int]) -> None:
-    """Correct, and no row depends on the others."""
+    """Right, and no row depends on those beside it."""
     g = torch.Generator().manual_seed(sum(sizes))
     both = [matrix(g, type, n, 512) for type, n in zip(types, sizes, strict=True)]
     by = linear.SplitKWorkspace(torch.device(DEVICE))
@@ -52,7 +52,7 @@ def test_gates_activated_by_either(silu: bool) -> None:
 
 
 def test_shares() -> None:
-    """Every unit is computed, and no CTA has much more than its share of the bytes."""
+    """Every unit is done, and no CTA has much more than its share of the bytes."""
     others, run, run_b = linear.share_ctas(21, 48, 36864, 21, 32, 26880, 132)
     assert others * run >= 21 * 48 and (132 - others) * run_b >= 21 * 32
     share = (21 * 48 * 36864 + 21 * 32 * 26880) / 132
@@ -61,7 +61,7 @@ def test_shares() -> None:
 
 @pytest.mark.parametrize("type", ["q4_k", "q6_k", "q8_0"])
 def test_sums_of_parts(type: str) -> None:
-    """Partial sums that the reader adds give the whole product; no row depends on the others."""
+    """Parts that a reader adds are the whole product; no row depends on those beside it."""
     g = torch.Generator().manual_seed(5)
     weight, values = matrix(g, type, 128, 2304)
     by = linear.SplitKWorkspace(torch.device(DEVICE))

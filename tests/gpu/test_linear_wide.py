@@ -1,4 +1,4 @@
-"""GEMMs of more than 16 rows: each row has the same bits as alone."""
+"""Products of more than 16 rows: each row has the bits that it has alone."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ MOST = max(COUNTS)
 
 @pytest.fixture(params=FORMS)
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GEMMs of more than 16 rows have several implementations."""
+    """Products of more than 16 rows are made in one of the ways there are."""
     monkeypatch.setattr(linear_wide, "WARP_GROUPS", request.param)
 
 
 def alone(x: torch.Tensor) -> list[tuple[slice, rows.PackedRows]]:
-    """Compute rows of x alone: one, and groups of 16 from there on."""
+    """Rows of x by themselves: one, and groups of 16 from there on."""
     begin = [(0, 1), (1, 16), *((at, min(at + 16, len(x))) for at in range(16, len(x), 16))]
     return [(slice(*at), rows.pack_rows(x[slice(*at)].contiguous())) for at in begin]
 
@@ -76,7 +76,7 @@ def test_two_side_by_side(types: tuple[str, str]) -> None:
 @pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("type", ["q4_k", "q8_0", "q6_k"])
 def test_gates_and_ups(type: str) -> None:
-    """The result is packed activations: halves, sums and zeros after the last row."""
+    """Their product is what the next one reads: halves, sums and zeros behind the last row."""
     g = torch.Generator().manual_seed(4)
     weight = matrix(g, type, 1280, 256)[0].weight
     by = narrow.SplitKWorkspace(torch.device(DEVICE))
@@ -91,7 +91,7 @@ def test_gates_and_ups(type: str) -> None:
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_packed_rows(count: int) -> None:
-    """Rows in groups equal those of each group alone, with scales and norms."""
+    """Rows in groups are those of each group by itself, with scales and norms."""
     g = torch.Generator().manual_seed(5)
     x, h = (torch.randn(count, 512, generator=g).to(DEVICE) for _ in "xh")
     weight = torch.rand(512, generator=g).to(DEVICE)

@@ -1,4 +1,4 @@
-"""Steps of more than 16 rows: a row has the same bits as alone, in every operation."""
+"""Steps of more than 16 rows: a row has the bits that it has alone, in every operation."""
 
 from __future__ import annotations
 

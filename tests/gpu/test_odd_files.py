@@ -1,4 +1,4 @@
-"""An unusual target or draft runs correctly although no kernel supports its shapes."""
+"""An unusual target or draft runs although no kernel takes it, and runs right."""
 
 from __future__ import annotations
 

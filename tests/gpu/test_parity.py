@@ -1,4 +1,4 @@
-"""Every operation of the GPU backend, compared with the reference (`tests.gpu.parity`)."""
+"""Every operation of the GPU backend against the reference (`tests.gpu.parity`)."""
 
 from __future__ import annotations
 

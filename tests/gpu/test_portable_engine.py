@@ -1,4 +1,4 @@
-"""The engine with portable kernels: on an emulated sm_75, or forced on this machine's GPU."""
+"""The engine with portable kernels: on an emulated sm_75, or forced on the GPU that is here."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TARGETS = [("dense", "q8_0"), ("dense", "q4_k_m"), ("experts", "q8_0"), ("per-la
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
-    """Return the emulator, and the files whose kernels were launched."""
+    """The machine, and the files whose kernels were launched on it."""
     with kernels.installed(ARCH) if EMULATED else contextlib.nullcontext():
         files: set[str] = set()
         before = launch.kernel
@@ -93,7 +93,7 @@ CASES = (
 
 @pytest.mark.parametrize("name", CASES)
 def test_parity(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare operations with the reference."""
+    """Operations against the reference."""
     monkeypatch.setattr(parity, "Matrix", functools.partial(Matrix, file_order=True))
     cuda = CudaOps(DEVICE, portable=True)
     g = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Prefill compared with the reference: every layer's residual, and the contents of the caches."""
+"""Prefill against the reference: every layer's residual, and what the caches hold afterwards."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_dense(count: int) -> None:
 
 @pytest.mark.parametrize("window", [1, 64, 112])
 def test_windows(window: int) -> None:
-    """With 112, a ring has no room for the whole tile of its first row."""
+    """With 112, a ring has no room for all of the tile that its first row is in."""
     check(small(dense(3, window=window), {"": "q8_0"}), 300)
 
 
@@ -232,13 +232,13 @@ def experts() -> tuple[LayerSpec, ...]:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two float32 tensors have the same bits."""
+    """Whether two float32 tensors have the same bits."""
     return torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
 def check_bits(model: Small, kind: Kind, portable: bool = False) -> None:
-    """Check that bits depend only on the tokens up to a block's end: not on chunks, their start,
-    earlier use of the slot, or later tokens."""
+    """Bits depend on nothing but the tokens up to a block's end: not on chunks, on where one
+    begins, on what the slot was used for, nor on what comes behind."""
     count = BLOCK // 2 + BLOCK * (1 if EMULATED else 2)
     ids = [(11 * i * i + 5 * i) % 150 + 5 for i in range(count)]
     hidden, taps, caches = read(model, ids, [8], kind, portable=portable)
@@ -270,7 +270,7 @@ def test_bits_do_not_depend_on_chunks(
 
 
 def test_a_chunk_shorter_than_a_block() -> None:
-    """A whole block is computed."""
+    """A block is computed all the same."""
     ids = [2, 7, 11, 13, 5]
     rows = [
         small(dense(3), {"": "q8_0"}).reader(N_CTX, chunk).read(SLOT, ids, 0)
@@ -292,7 +292,7 @@ def test_bits_of_shared_caches_do_not_depend_on_chunks() -> None:
 @needs_gpu
 @pytest.mark.parametrize("rows", [512, 1024, 4096])
 def test_experts_of_a_row_do_not_depend_on_its_company(rows: int) -> None:
-    """At the size of the 26B-A4B, whatever kernel torch's grouped matmul chooses."""
+    """At the size of the 26B-A4B's, whatever kernel torch's grouped product has for them."""
     spec = LayerSpec(0, None, 16, 2, 512, 2112, 1e6, n_expert=128, n_expert_used=8, n_ff_expert=704)
     g, h, arch = torch.Generator(DEVICE).manual_seed(0), 2816, launch.arch()
     device = torch.device(DEVICE)
@@ -325,7 +325,7 @@ def test_experts_of_a_row_do_not_depend_on_its_company(rows: int) -> None:
 )
 @pytest.mark.parametrize(("first", "second"), [(2560, 1024), (512, 2560), (512, 512)])
 def test_long_attention(dim: int, group: int, window: int | None, first: int, second: int) -> None:
-    """Up to thousands of keys in two chunks: the sm_90 kernels compared with two matmuls."""
+    """Up to thousands of keys in two chunks: what sm_90 has against two products."""
     first, second = (n * BLOCK // 512 for n in (first, second))
     n_ctx, n_kv = first + second, 2
     spec = LayerSpec(0, window, n_kv * group, n_kv, dim, 64, 1e4, v_from_k=dim == 512)

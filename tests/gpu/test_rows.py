@@ -1,5 +1,4 @@
-"""The kernels between matmuls, compared with the reference; rows do not depend on the other rows of
-the batch."""
+"""The kernels between products against the reference; rows that do not depend on their company."""
 
 from __future__ import annotations
 
@@ -35,18 +34,18 @@ def _seed() -> None:
 
 @pytest.fixture(autouse=True)
 def _poison() -> None:
-    """Fill memory with NaN before torch reuses it, so that unwritten results are NaN."""
+    """What kernels leave unwritten is NaN: memory that torch hands out again was filled with it."""
     junk = [torch.full((n,), 0xFF, dtype=torch.uint8, device=DEVICE) for n in (1 << 16, 1 << 22)]
     del junk
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-    """Compute the norm in float64 on the CPU."""
+    """In float64, on the CPU."""
     return REF.rms_norm(x.double().cpu(), None if weight is None else weight.double().cpu(), EPS)
 
 
 def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
-    """Return the largest error, relative to the largest value of the row."""
+    """The largest error, relative to the largest value of the row."""
     got, want = got.double().cpu(), want.double().cpu()
     assert got.shape == want.shape
     error = (got - want).abs().amax(-1) / want.abs().amax(-1).clamp(min=1e-30)
@@ -54,14 +53,14 @@ def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
 
 
 def check_rows(packed: rows.PackedRows, want: torch.Tensor, tolerance: float = HALF) -> None:
-    """Compare values, sums and padding of rows with float64 values [T, K]."""
+    """Values, sums and padding of rows against float64 values [T, K]."""
     n, values = packed.count, stored(packed)
     scale = 1.0 if packed.scale is None else packed.scale[:n, None].double()
     close(values[:n].double() * scale, want, tolerance)
 
 
 def same_rows(a: rows.PackedRows, first: int, b: rows.PackedRows) -> bool:
-    """Return whether the rows of `a` from `first` on are bit-equal to `b`."""
+    """Whether rows first ... of `a` are bit by bit all rows of `b`."""
     pairs = zip(rows.unpack(a), rows.unpack(b), strict=True)
     return all(torch.equal(x[first : first + b.count], y[: b.count]) for x, y in pairs)
 
@@ -119,7 +118,7 @@ def test_residual_of_many_rows() -> None:
 def residual(
     h: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, scale: torch.Tensor | None
 ) -> torch.Tensor:
-    """Compute the reference in float64."""
+    """The reference in float64."""
     h, x = h.double().cpu(), x.double().cpu()
     y = x + (h if weight is None else norm(h, weight))
     return y if scale is None else y * scale.double().cpu()
@@ -179,7 +178,7 @@ def batch_of(where: list[tuple[int, int]]) -> Batch:
 
 
 def heads_cache(shape: CacheShape, kind: Kind) -> CudaKV:
-    """Return a cache of long texts, with pages for the rows of `WHERE`."""
+    """A cache of long texts, with pages where the rows of `WHERE` are."""
     space = Space(4, 1 << 18, KEPT, DEVICE)
     for i, (slot, position) in enumerate(WHERE[:KEPT]):
         space.assign(slot, [KEPT - i], position // PAGE)
@@ -187,7 +186,8 @@ def heads_cache(shape: CacheShape, kind: Kind) -> CudaKV:
 
 
 def written(kv: CudaKV, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return where rows with a page or ring are, and a mask of the rows that nobody wrote."""
+    """Where the rows of a batch are that have a page or a ring of their own, and a mask of the
+    rows that nobody wrote."""
     units, at = kv.row_indices(batch.slots, batch.positions)
     rest = torch.ones(kv.keys.shape[0], kv.capacity, dtype=torch.bool, device=DEVICE)
     rest[units, at] = False
@@ -243,8 +243,7 @@ def test_heads(dim: int, pairs: bool, kind: Kind, form: str, window: int | None)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_of_keys_that_are_values(kind: Kind) -> None:
-    """Only the columns that rotate are stored; in the others, queries are multiplied by the weight
-    of the norm."""
+    """Only the columns that turn are stored; queries take the norm's weight over in the others."""
     n_q, n_kv, dim, rotary_pairs = 3, 2, 512, 64
     batch = batch_of(WHERE)
     count = len(batch)

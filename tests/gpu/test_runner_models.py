@@ -1,4 +1,4 @@
-"""Recorded cycles of models equal those of the eager runner, with every kind of draft."""
+"""Recorded cycles of models are the eager runner's cycles, of every kind of draft."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def what(cycle: Cycle) -> tuple[list[int], list[float], list[int], int]:
 def cycles(
     engine: Engine, options: Options, *, eager: bool = False, prompt: list[int] = PROMPT
 ) -> tuple[Request, Did]:
-    """Return a finished request, and its cycles after the first token."""
+    """A finished request, and what its cycles did after the first token."""
     runners = engine.scheduler.runners
     engine.scheduler.runners = [r for r in runners if not (eager and isinstance(r, GraphRunner))]
     request = engine.submit(prompt, options)
@@ -120,7 +120,7 @@ def options(count: Any, n: int = 24, sampler: Sampler = GREEDY, **more: Any) -> 
 
 
 def help_out(engine: Engine, truth: list[int], every: int = 7) -> None:
-    """Begin proposals with tokens of `truth`: position * `every` % 16 of them."""
+    """Proposals begin with some of the `truth`: position * `every` % 16 of its tokens."""
     draft: Any = engine.draft
     propose = draft.propose
     text = torch.tensor(truth + [0] * 64, device=DEVICE)
@@ -136,7 +136,7 @@ def help_out(engine: Engine, truth: list[int], every: int = 7) -> None:
 
 
 class Party:
-    """Some texts with their samplers, whose prompts have been computed."""
+    """Some texts with their samplers, whose prompts have been read."""
 
     def __init__(self, engine: Engine, samplers: list[Sampler]) -> None:
         self.engine, self.sequences, self.choosers = engine, list[Sequence](), list[Any]()
@@ -185,7 +185,7 @@ class Party:
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("name", MAKE)
 def test_every_kind_does_what_the_eager_runner_does(folder: Path, name: str, n: int) -> None:
-    """Compare cycles and the draft's state, with proposals and plain steps in turn."""
+    """Cycles, and what the draft keeps, when proposals and plain steps take turns."""
     turns = [[3, 1, 0], [3, 1, 0], [0] * 3, [0] * 3, [5, 0, 2], [2] * 3]
     found, begin = [], [*PROMPT, 7]
     plain, _ = cycles(load(folder, name), options(0, 30, HOT), prompt=begin)
@@ -215,7 +215,7 @@ def test_every_kind_does_what_the_eager_runner_does(folder: Path, name: str, n: 
 def test_every_length_does_what_the_eager_runner_does(
     folder: Path, sampler: Sampler, counts: tuple[int, ...]
 ) -> None:
-    """Compare texts, logits, proposals and acceptance, past the ends of all rings and of a page."""
+    """Texts, logits, proposals and acceptance, over the ends of all rings and a page."""
     engine = load(folder)
     plain, _ = cycles(engine, options(0, 16, sampler))
     assert len(set(plain.ids)) > 3 and len(PROMPT) < 128 < len(PROMPT) + len(plain.ids)

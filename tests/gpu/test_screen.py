@@ -1,4 +1,4 @@
-"""The largest logit of a large table from the upper bits of its codes."""
+"""The best of a large table from the upper bits of its codes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ pytestmark = pytest.mark.gpu
 
 
 def table(n: int, k: int, seed: int = 1) -> tuple[Matrix, torch.Tensor, torch.Tensor]:
-    """Return a random Q6_K matrix on the GPU, its values, and those of its upper bits."""
+    """A random matrix in Q6_K on the GPU, its values, and those by their upper bits."""
     g = torch.Generator().manual_seed(seed)
     raw = quant.get("q6_k").quantize((torch.randn(n, k, generator=g) / k**0.5).numpy())
     return Matrix("q6_k", torch.from_numpy(raw).to(DEVICE), n, k), *tables(raw)
 
 
 def in_bytes(x: torch.Tensor) -> torch.Tensor:
-    """Return x [T, K] rounded to int8, with a scale per unit of 256."""
+    """x [T, K] as units of 256 bytes with a scale each hold it."""
     units = x.unflatten(1, (-1, 256))
     scale = units.abs().amax(2, keepdim=True) / 127
     return ((units / scale).round() * scale).flatten(1)
@@ -44,7 +44,7 @@ def chosen(count: int) -> Chosen:
 
 @pytest.fixture
 def huge(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Use the kernels of large matrices for small ones."""
+    """Small matrices are multiplied as large ones are."""
     monkeypatch.setattr(linear, "MANY_GROUPS", 2)
     linear.gemm_config.cache_clear()
     yield
@@ -53,7 +53,7 @@ def huge(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("n,k", [(200, 256), (1280, 512), (512, 1280)])
 def test_upper_bits(n: int, k: int, huge: None) -> None:
-    """Correct, and no row depends on the others."""
+    """Right, and no row depends on those beside it."""
     weight, _, coarse = table(n, k)
     by = linear.SplitKWorkspace(torch.device(DEVICE))
     x = 3 * torch.randn(16, k, generator=torch.Generator().manual_seed(k)).to(DEVICE)
@@ -67,8 +67,8 @@ def test_upper_bits(n: int, k: int, huge: None) -> None:
 
 
 def test_the_best_of_those_that_can_win() -> None:
-    """The choice is the best of the candidates, and nearly always the best of all; no row depends
-    on the others."""
+    """The choice is the best of what the upper bits find, and nearly always the best of all; no row
+    depends on those beside it."""
     n, k, cap = 8192, 256, 30.0
     weight, exact, coarse = table(n, k)
     by = linear.SplitKWorkspace(torch.device(DEVICE))
@@ -97,7 +97,7 @@ def test_the_best_of_those_that_can_win() -> None:
 def test_rows_of_several_sequences(
     sequences: int, each: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More rows than one GEMM takes: each is chosen as alone."""
+    """More than one product has, by the drafts' choice of tokens: as each alone."""
     n, k, pitch = 8192, 256, 16
     weight, exact, _ = table(n, k)
     by, count = linear.SplitKWorkspace(torch.device(DEVICE)), sequences * each

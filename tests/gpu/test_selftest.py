@@ -1,4 +1,4 @@
-"""`doctor --self-test` with correct kernels, and with wrong ones."""
+"""`doctor --self-test` on this machine's kernels, and on ones that are wrong."""
 
 from __future__ import annotations
 

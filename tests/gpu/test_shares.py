@@ -1,4 +1,4 @@
-"""Attention of many sequences: how blocks share the keys."""
+"""Attention of many sequences: which block has which part of whose keys."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_every_chunk_has_one_block_and_none_has_much_more(case: str, tmp_path: P
 
 
 def longest_chunk(chunks: Chunks, positions: int) -> int:
-    """Return the tiles of the longest chunk among so many positions."""
+    """Tiles of the longest chunk among so many positions."""
     ends = [p for p in range(1, positions) if chunks.index(p) != chunks.index(p - 1)]
     lengths = np.diff([0, *ends, positions])
     return int(-(-lengths.max() // KEYS))

@@ -1,4 +1,4 @@
-"""`bench --synthetic`: models of random weights, in small shapes."""
+"""`bench --synthetic`: models of random weights, in shapes small enough to be quick."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Our models from checkpoint folders, without the converter, so that a wrong name, shape or rule in
-`models/` shows by itself. Other tests check the converter."""
+"""Our models from checkpoint folders, without the converter: only noun files and safetensors.
+
+The converter is judged elsewhere. Here a wrong name, shape or rule in a noun file shows up alone.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,7 @@ def target(folder: Path, chunk: int = 64, n_ctx: int = CTX) -> SequenceTarget:
 
 
 class Arrays:
-    """Replaces the GGUF file with an assistant's centroid head."""
+    """Stands in for the GGUF file that carries an assistant's centroid head."""
 
     def __init__(self, stored: dict[str, torch.Tensor]) -> None:
         self._stored = stored
@@ -82,10 +84,10 @@ class Arrays:
 
 
 def draft(folder: Path, one: SequenceTarget, window: int | None = None, **changes: Any) -> Any:
-    """Return the draft of a checkpoint folder for a target, whose taps it sets.
+    """The draft of a checkpoint folder for a target, whose taps it sets.
 
     Args:
-        changes: fields of its configuration to replace, for another engine's semantics.
+        changes: fields of its configuration to replace, to set it to another engine's semantics.
     """
     from dataclasses import replace
 
@@ -110,7 +112,7 @@ def draft(folder: Path, one: SequenceTarget, window: int | None = None, **change
 
 
 class Recorder:
-    """A chooser that records the logits, and chooses the largest."""
+    """A chooser that keeps the logits it was shown, and takes the largest."""
 
     def __init__(self) -> None:
         self.rows: list[torch.Tensor] = []
@@ -124,7 +126,7 @@ class Recorder:
 
 
 def prefill(on: SequenceTarget, made: SequenceDraft, prompt: list[int]) -> torch.Tensor:
-    """Compute a prompt with target and draft; return the logits of its last row [V]."""
+    """Read a prompt with target and draft; logits of its last row [V]."""
     made.begin()
     for read in on.prefill(prompt):
         made.commit(read)
@@ -133,7 +135,7 @@ def prefill(on: SequenceTarget, made: SequenceDraft, prompt: list[int]) -> torch
 
 
 def prompt(n: int, vocab: int, seed: int = 0) -> list[int]:
-    """Return BOS and random tokens, `n` in all."""
+    """BOS and random tokens, `n` in all."""
     g = torch.Generator().manual_seed(seed)
     return [2, *torch.randint(5, vocab, (n - 1,), generator=g).tolist()]
 

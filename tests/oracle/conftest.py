@@ -1,5 +1,5 @@
-"""Skips comparisons with the speculators package before Python 3.11, which it needs (see
-Makefile)."""
+"""Without Python 3.11 the speculators package cannot be had (see Makefile), so that what compares
+with it is left out there."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Runs a draft along a text and compares it with an oracle: at every anchor, and after
-rejections."""
+"""A draft walked along a text and held against an oracle: at every anchor, and after rejections."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ logits [drafted, V] from which each of these tokens is chosen, -inf where undraf
 
 
 class Pair(Protocol):
-    """A target and a draft that can be opened several times."""
+    """A target and a draft, as often as a test wants them."""
 
     def open(self) -> tuple[Any, Any]:
         """Both, having read nothing; the target's taps are the draft's."""
@@ -40,7 +39,7 @@ class Folders:
 
 
 def read_features(pair: Pair, ids: list[int]) -> torch.Tensor:
-    """Return the features of every position of a text that the draft reads, [n, taps * H]."""
+    """What the draft is given of every position of a text, [n, taps * H]."""
     return torch.cat([r.taps for r in pair.open()[0].prefill(ids)])
 
 

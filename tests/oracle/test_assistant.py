@@ -47,7 +47,7 @@ class Round:
 
 
 class Spy(Generator):
-    """The candidate generator, which records its proposals."""
+    """The candidate generator, writing down what it proposed."""
 
     rounds: list[Round]
     hidden: list[torch.Tensor]
@@ -202,7 +202,7 @@ def test_every_depth_by_itself(folders: tuple[Path, Path], length: int) -> None:
 
 
 def test_the_end_of_a_chain_is_as_near_as_float32_allows(folders: tuple[Path, Path]) -> None:
-    """Rounding grows along a chain of 15: transformers differs more from its own float64 result."""
+    """Rounding grows along a chain of 15: transformers is further from itself in float64."""
     ids = build.prompt(3 * WINDOW + 5, VOCAB, 3 * WINDOW + 5)
     text, rounds = oracle(folders, ids, 15, Clean)
     with hf.in_double():

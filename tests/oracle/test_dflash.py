@@ -43,7 +43,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass
 class Pair:
-    """A target folder, a draft folder, and the oracle's function."""
+    """A target folder, a draft folder, and how the oracle is asked."""
 
     target: Path
     draft: Path
@@ -81,7 +81,7 @@ def make(folder: Path, name: str) -> Pair:
 def read(
     pair: Pair, ids: list[int], chunk: int = 64, window: int | None = None
 ) -> tuple[Any, Any, torch.Tensor]:
-    """Return target and draft without any tokens computed, and the features of every position."""
+    """Target and draft that have not read anything, and the features of every position."""
     target = build.target(pair.target, chunk)
     build.draft(pair.draft, target)
     features = torch.cat([r.taps for r in target.prefill(ids)])
@@ -90,8 +90,7 @@ def read(
 
 
 def compare(got: build.Recorder, drafted: list[int], want: torch.Tensor) -> float:
-    """Return the largest difference of logits; proposals and the set of draftable tokens must be
-    equal."""
+    """Largest difference of logits; proposals and the set of draftable tokens must be equal."""
     mine = torch.stack(got.rows)
     its = want[1 : 1 + len(mine)]
     assert drafted == its.argmax(-1).tolist()
@@ -143,7 +142,7 @@ def test_after_partial_rejection(tmp_path: Path, name: str, chunk: int) -> None:
 
 
 def test_short_proposals_are_the_start_of_long_ones(tmp_path: Path) -> None:
-    """A block always has its trained size, whatever number of tokens is requested."""
+    """A block always has its trained size, however few tokens are asked for."""
     pair, ids = make(tmp_path, "zlab"), build.prompt(2 * WINDOW, VOCAB)
     target, draft, _ = read(pair, ids)
     build.prefill(target, draft, ids[:-1])

@@ -1,4 +1,4 @@
-"""DFlash2 drafts compared with the speculators package: candidates, their scores, and the path."""
+"""DFlash2 drafts against the speculators package: candidates, their scores and the walk."""
 
 from __future__ import annotations
 

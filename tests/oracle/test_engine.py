@@ -70,8 +70,7 @@ def generate(engine: Engine, prompt: list[int] = PROMPT, **options: Any) -> Requ
 
 
 def help_out(engine: Engine, truth: list[int], right: Callable[[int], int]) -> None:
-    """Replace the first `right(i)` tokens of the draft's i-th proposal by tokens of the text
-    `truth`."""
+    """In its i-th proposal the draft gets the first `right(i)` tokens from the text `truth`."""
     draft: Any = engine.draft
     propose, turn = type(draft).propose, iter(range(10**6))
 
@@ -172,7 +171,7 @@ def caches(engine: Engine) -> list[LayerKV]:
 def test_nothing_is_left_of_an_earlier_sequence(
     family: Path, kind: str, poison: float | None
 ) -> None:
-    """Texts and proposals of a second prompt are those of a new engine."""
+    """Texts and proposals of a second prompt are those of a fresh engine, whatever lies around."""
     second = build.prompt(WINDOW // 2, VOCAB, 8)
     used, fresh = load(family, kind), load(family, kind)
     generate(used)
@@ -216,7 +215,7 @@ def test_a_draft_brought_up_to_date_late_proposes_the_same(family: Path, kind: s
 def test_a_draft_that_is_never_asked_is_given_up(
     family: Path, most: int, given_up: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its pending rows would take memory."""
+    """What it would have to read takes memory."""
     monkeypatch.setattr(scheduler, "MAX_PENDING_ROWS", most)
     engine = load(family, "zlab")
     plan_lengths(engine, lambda most: 0)
@@ -234,7 +233,7 @@ def test_a_draft_that_is_never_asked_is_given_up(
 def test_a_draft_that_missed_tokens_is_noticed(
     family: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The previous test fails if the draft does not get the rows of plain cycles."""
+    """The test above fails when what plain cycles read is not handed to the draft."""
     flush = eager_runner.flush
 
     def careless(draft: Draft, sequences: list[Sequence]) -> None:

@@ -33,13 +33,13 @@ def make(folder: Path, case: dict[str, Any]) -> Path:
 
 
 def ours(folder: Path, ids: list[int], chunk: int = 64) -> tuple[Target, torch.Tensor]:
-    """Return the logits of every position [T, V]."""
+    """Logits of every position [T, V]."""
     target = build.target(folder, chunk)
     return target, torch.cat([target.logits(r.hidden) for r in target.prefill(ids)])
 
 
 def check_logits(folder: Path) -> None:
-    """Compare the logits of every position, for any number of rows per step."""
+    """Those of every position, however many rows are read at once."""
     ids = build.prompt(3 * WINDOW + 5, VOCAB)
     with torch.no_grad():
         want = hf.target(folder)(torch.tensor([ids])).logits[0]
@@ -84,7 +84,7 @@ def test_greedy_text(tmp_path: Path, name: str) -> None:
 
 
 def planted(name: str) -> Callable[[Target], None]:
-    """A typical mistake, planted in a loaded target."""
+    """A typical mistake, made in a loaded target."""
     from dataclasses import replace
 
     def layers(**change: object) -> Callable[[Target], None]:

@@ -1,5 +1,5 @@
-"""Targets that are not dense, and the 12B's other tensor names, compared with transformers, with
-the assistants of each. See `test_target.py` and `test_assistant.py` for the tolerances."""
+"""The targets that are not dense, and the 12B's spelling, against transformers; the assistants of
+each of them, too. See `test_target.py` and `test_assistant.py`, whose measures these are."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_greedy_text(tmp_path: Path, name: str) -> None:
 
 
 def planted(target: Any, bug: str) -> None:
-    """A typical mistake, planted in a loaded target."""
+    """A typical mistake, made in a loaded target."""
     ops, w = target.ops, target.model.w
     if bug == "router reads the normed rows":
         old = ops.route

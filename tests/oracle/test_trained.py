@@ -1,8 +1,8 @@
-"""The bundled trained family: a draft is as good three windows into a text as at its start.
+"""The bundled trained family: a draft is as good three windows out as at the start.
 
-The same held-out lines follow a little and much unrelated text; the test compares how many proposed
-tokens agree with the lines. No other test would show a ring that wraps wrongly, or positions that
-drift, with real acceptance.
+The same held-out lines stand behind a little and behind much unrelated text; how many proposed
+tokens agree with the lines is compared. Rings that wrap wrongly, or positions that drift, show here
+and nowhere else with real acceptance.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ NEAR, FAR, LINES, COUNT = 32, 3 * 256, 128, 8
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    """Return Python files that training never saw and that are long enough, in the archive's
-    order."""
+    """Python files that training never saw, long enough, in the archive's order."""
     out = []
     with tarfile.open(TINY / "corpus.tar.xz") as tar:
         for member in tar:
@@ -94,12 +93,12 @@ def test_three_windows_out(tmp_path: Path, texts: list[str], name: str) -> None:
 
 
 def other_layers(engine: Engine) -> None:
-    """Return the features of the layers below."""
+    """Features of the layers below."""
     engine.target.taps = tuple(i - 1 for i in engine.target.taps)
 
 
 def drift(engine: Engine) -> None:
-    """Shift keys and values by three rows."""
+    """Keys and values three rows from where they belong."""
     draft: Any = engine.draft
     for kv in draft.caches or engine.target.caches:
 

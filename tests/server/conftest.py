@@ -1,4 +1,4 @@
-"""The bundled family, converted once, and engines that run it."""
+"""The bundled family, converted once, and engines of it."""
 
 from __future__ import annotations
 

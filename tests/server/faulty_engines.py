@@ -1,4 +1,4 @@
-"""Engines that fail in the subprocess that creates them; see `make` of `EngineClient`."""
+"""Engines that fail in the process that they are made in; see `EngineClient`'s `make`."""
 
 from __future__ import annotations
 

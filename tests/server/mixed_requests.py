@@ -1,4 +1,4 @@
-"""Requests of every kind, drawn from a seed, and their answers in one common form.
+"""Requests of every kind, drawn from a seed, and what their answers say in one common form.
 
 `test_load.py` sends some, `benchmarks/serve_exactness.py` and `serve_aborts.py` thousands.
 """

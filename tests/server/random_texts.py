@@ -1,4 +1,4 @@
-"""Random texts that a token mask allows, as of a model without preferences."""
+"""Texts that a mask lets through, chosen at random: a model without any opinion."""
 
 from __future__ import annotations
 

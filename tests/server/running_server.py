@@ -1,4 +1,4 @@
-"""A server in a thread, on its own port, and requests to it."""
+"""A server in a thread, on a port of its own, and requests to it."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Served:
         return out
 
     def idle(self) -> bool:
-        """True if no request holds resources."""
+        """Whether nothing is held for any request."""
         return self.engine.stats().idle and self.service.open == 0
 
 

@@ -1,4 +1,4 @@
-"""Anthropic's endpoints, called by Anthropic's own client, which checks every answer."""
+"""Anthropic's endpoints, asked by Anthropic's own client, which checks every answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine under a server: a bad request fails alone, and nothing waits for a dead thread."""
+"""What the engine owes a server: one bad request ends alone, and nobody waits for a dead thread."""
 
 from __future__ import annotations
 

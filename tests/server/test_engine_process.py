@@ -1,4 +1,4 @@
-"""The engine in a subprocess: the same texts, and behaviour when it crashes."""
+"""The engine in a process of its own: the same texts, and what is left when it fails."""
 
 from __future__ import annotations
 

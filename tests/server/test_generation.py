@@ -1,4 +1,4 @@
-"""Answers assembled from cycles: the same however tokens are distributed over cycles."""
+"""Answers put together from cycles: the same for every way to spread tokens over cycles."""
 
 from __future__ import annotations
 

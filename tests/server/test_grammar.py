@@ -1,4 +1,4 @@
-"""Token masks: what they allow is valid, and their state follows the tokens."""
+"""Masks: what they let through is valid, and their state follows the tokens."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The live view: its events agree with the request, and only a client with the word sees the
-text."""
+"""The live view: its events are the request's own figures, its words are for those who know one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many requests at once, with clients that disconnect: each gets the answer that it gets alone."""
+"""Many requests at once, with clients that hang up: each gets what it would have got alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's endpoints, called by OpenAI's own client, which checks every answer."""
+"""OpenAI's endpoints, asked by OpenAI's own client, which checks every answer."""
 
 from __future__ import annotations
 

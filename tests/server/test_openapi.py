@@ -1,4 +1,4 @@
-"""The OpenAPI document is valid and complete, and agrees with the checks of requests."""
+"""The OpenAPI document: valid, complete, and what requests are really checked by."""
 
 from __future__ import annotations
 

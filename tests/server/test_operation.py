@@ -1,4 +1,4 @@
-"""API keys, limits, metrics, signals, and malformed bodies."""
+"""What surrounds the answers: access, limits, figures, signals, and bodies that are wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parser of Gemma 4's output."""
+"""The parser of what Gemma 4 writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts from messages, with several kinds of templates."""
+"""Prompts from messages, by templates of several kinds."""
 
 from __future__ import annotations
 

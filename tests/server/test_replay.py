@@ -1,4 +1,4 @@
-"""Streams that are read again after their client has disconnected."""
+"""Streams that are read again after their client was gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API, called by OpenAI's own client, which checks every answer."""
+"""OpenAI's Responses API, asked by OpenAI's own client, which checks every answer."""
 
 from __future__ import annotations
 
