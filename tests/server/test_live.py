@@ -131,8 +131,8 @@ def test_text_is_shown_only_to_watchers_with_its_word(busy: Served) -> None:
             ended(found, 2)
     for found, known in ((mine, 1), (theirs, 0), (nobodys, 0)):
         assert len(of(found, "text")) == 2
-        told = [d for _, d in found if "pieces" in d or "rejected" in d]
-        assert len({d["text"] for d in told}) == known
+        shown = [d for _, d in found if "pieces" in d or "rejected" in d]
+        assert len({d["text"] for d in shown}) == known
         assert sum("yours" in d for d in of(found, "text")) == known
     assert busy.refused("/v1/completions", {"prompt": "x", "live": "short"})["param"] == "live"
     assert busy.http.get("/v1/live", params={"of": "short"}).status_code == 400

@@ -100,11 +100,11 @@ def several(folder: Path, room: ModelLoader) -> Iterator[ModelServer]:
 def test_each_target_finds_its_draft(folder: Path, family: Path) -> None:
     found = {model.name: [path.name for path in model.drafts] for model in find_models(folder)}
     assert found == {"first": ["dflash.gguf"], "second": ["dflash.gguf"]}
-    for wrong, said in (
+    for wrong, message in (
         (folder / "sub" / "notes.txt", "not a folder"),
         (folder / "none", "not a folder"),
     ):
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, match=message):
             find_models(wrong)
 
 

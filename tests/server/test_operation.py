@@ -288,11 +288,11 @@ def test_metrics(busy: Served) -> None:
     def grown(name: str) -> float:
         return after[name] - before.get(name, 0)
 
-    told = answer["timings"]
-    assert grown(f"vllm:spec_decode_num_draft_tokens_total{label}") == told["draft_n"] > 0
+    timings = answer["timings"]
+    assert grown(f"vllm:spec_decode_num_draft_tokens_total{label}") == timings["draft_n"] > 0
     accepted = grown(f"vllm:spec_decode_num_accepted_tokens_total{label}")
-    assert accepted == told["draft_n_accepted"]
-    assert 0 < grown(f"vllm:spec_decode_num_drafts_total{label}") <= told["draft_n"]
+    assert accepted == timings["draft_n_accepted"]
+    assert 0 < grown(f"vllm:spec_decode_num_drafts_total{label}") <= timings["draft_n"]
     name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     by = [grown(f'{name}{{model_name="tiny",position="{i}"}}') for i in range(15)]
     assert sum(by) == accepted
@@ -311,16 +311,16 @@ def test_metrics(busy: Served) -> None:
     ):
         assert f"vllm:{name}{label}" in after
     assert grown("llamacpp:tokens_predicted_total") == 20
-    assert grown("llamacpp:prompt_tokens_total") == told["prompt_n"]
-    assert grown("llamacpp:prompt_tokens_cached_total") == told["cache_n"]
-    assert grown("llamacpp:prompt_seconds_total") == pytest.approx(told["prompt_ms"] / 1e3)
+    assert grown("llamacpp:prompt_tokens_total") == timings["prompt_n"]
+    assert grown("llamacpp:prompt_tokens_cached_total") == timings["cache_n"]
+    assert grown("llamacpp:prompt_seconds_total") == pytest.approx(timings["prompt_ms"] / 1e3)
     seconds = grown("llamacpp:tokens_predicted_seconds_total")
-    assert seconds == pytest.approx(told["predicted_ms"] / 1e3)
+    assert seconds == pytest.approx(timings["predicted_ms"] / 1e3)
     assert 0 < grown("llamacpp:n_decode_total") < 20
     assert after["llamacpp:n_tokens_max"] >= answer["usage"]["total_tokens"]
     assert after["llamacpp:n_busy_slots_per_decode"] >= 1
     speed = after["llamacpp:predicted_tokens_seconds"]
-    assert speed == pytest.approx(told["predicted_per_second"])
+    assert speed == pytest.approx(timings["predicted_per_second"])
     assert read()["llamacpp:predicted_tokens_seconds"] == 0, "of texts since the last request"
     assert grown("llamacpp:spec_decode_num_accepted_tokens_total") == accepted
     assert after["llamacpp:requests_processing"] == 0
