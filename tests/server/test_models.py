@@ -307,7 +307,7 @@ def test_a_client_that_gives_up_unloads_no_model(folder: Path) -> None:
 
 def test_a_request_can_follow_one_that_gave_up_at_once(folder: Path) -> None:
     """It does not get the cancellation of the load that nobody waited for."""
-    room = Room()
+    room = ModelLoader()
 
     async def work() -> None:
         router = model_router.ModelRouter(find_models(folder), room, max_loaded=1)
