@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import textwrap
@@ -27,6 +28,17 @@ def display_width(text: str) -> int:
 def width(file: TextIO) -> int | None:
     """Return the width of a terminal in columns; None for a pipe or a file: do not wrap."""
     return max(shutil.get_terminal_size().columns, MIN_COLUMNS) if file.isatty() else None
+
+
+def text_width(file: TextIO) -> int | None:
+    """Return `width`, or $COLUMNS for a pipe or a file, if it is set: text for people is wrapped.
+
+    Shells set COLUMNS but do not export it, so it is only there if the user wants it.
+    """
+    columns = os.environ.get("COLUMNS", "")
+    if file.isatty() or not re.fullmatch("0*[1-9][0-9]{0,4}", columns):
+        return width(file)
+    return max(int(columns), MIN_COLUMNS)
 
 
 def wrap(text: str, columns: int | None) -> str:

@@ -41,7 +41,7 @@ MAX_ROWS = 2000
 """Maximum number of table rows. No real model has more tensors; a hostile file may claim more."""
 
 PIPE_TABLE_WIDTH = 240
-"""Maximum width of a table, in columns, if stdout is not a terminal."""
+"""Maximum width of a table, in columns, if stdout is not a terminal and COLUMNS is not set."""
 
 STYLES = {"good": "32", "bad": "31", "warn": "33", "dim": "2", "bold": "1", "struck": "9;31"}
 """Style names for commands -> ANSI code."""
@@ -150,7 +150,7 @@ def _print_grid(
     console.print(table)
     lines = [line.rstrip() for line in text.getvalue().rstrip().split("\n")]
     if title:
-        lines = [*_layout.wrap(title, _layout.width(sys.stdout)).split("\n"), "", *lines]
+        lines = [*_layout.wrap(title, _layout.text_width(sys.stdout)).split("\n"), "", *lines]
     _print("\n".join(lines), sys.stdout)
 
 
@@ -172,13 +172,14 @@ class Output:
     def line(self, text: str = "", style: str | None = None, *, gap: bool = False) -> None:
         """Print a line on stdout, after an empty line with `gap`; not with `json` or `quiet`."""
         if not self.json and not self.quiet:
-            text = _layout.wrap(flat(text), _layout.width(sys.stdout))
+            text = _layout.wrap(flat(text), _layout.text_width(sys.stdout))
             _print("\n" * gap + styled(text, style, sys.stdout), sys.stdout)
 
     def command(self, before: str, text: str) -> None:
         """Print `before` and a shell command, wrapped so that it can be pasted."""
         if not self.json and not self.quiet:
-            _print(_layout.command(before, flat(text), _layout.width(sys.stdout)), sys.stdout)
+            columns = _layout.text_width(sys.stdout)
+            _print(_layout.command(before, flat(text), columns), sys.stdout)
 
     def note(self, text: str | None) -> None:
         """Print a notice on stderr, each text once per run; nothing for None."""
@@ -268,7 +269,7 @@ class Output:
             return
         columns, all_rows = [one_line(name) for name in columns], rows
         cells = [[one_line(str(cell)) for cell in row] for row in rows[:MAX_ROWS]]
-        room = _layout.width(sys.stdout) or PIPE_TABLE_WIDTH
+        room = _layout.text_width(sys.stdout) or PIPE_TABLE_WIDTH
         by_column = [[name, *(row[i] for row in cells)] for i, name in enumerate(columns)]
         kept = _layout.columns_kept(by_column, [columns.index(name) for name in optional], room)
         widths = _layout.widths([by_column[i] for i in kept], room)
@@ -283,7 +284,7 @@ class Output:
             _print_grid(one_line(title), [columns[i] for i in kept], shown_cells, widths, right)
         if len(kept) < len(columns):
             hidden = ", ".join(name for i, name in enumerate(columns) if i not in kept)
-            self.note(f"columns not shown (terminal too narrow): {hidden}; --json has all")
+            self.note(f"columns not shown (output too narrow): {hidden}; --json has all")
         if len(rows) > MAX_ROWS:
             self.note(f"{len(rows) - MAX_ROWS:,} more rows are not shown; --json has all")
 

@@ -89,8 +89,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_unsupported_settings_are_refused_by_name(target: Path, tmp_path: Path, name: str) -> None:
-    values, said = REFUSED[name]
-    with pytest.raises(InputError, match=said):
+    values, message = REFUSED[name]
+    with pytest.raises(InputError, match=message):
         made(target, tmp_path, **values)
 
 
@@ -102,7 +102,7 @@ def test_a_pickled_mask_row_is_named(target: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"dflash_config": {"use_swa": True, "swa_window_size": 8}}, "use_swa"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding layers"),
@@ -110,10 +110,10 @@ def test_a_pickled_mask_row_is_named(target: Path, tmp_path: Path) -> None:
     ],
 )
 def test_deepspec_drafts_of_other_layers_are_refused(
-    target: Path, tmp_path: Path, values: dict[str, Any], said: str
+    target: Path, tmp_path: Path, values: dict[str, Any], message: str
 ) -> None:
     draft = edit(tiny_drafts.deepspec_dspark(tmp_path / "draft", target), **values)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         convert(draft, tmp_path / "x.gguf", target=target, dry_run=True)
 
 

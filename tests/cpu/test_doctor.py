@@ -384,9 +384,9 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_no_argument_is_ignored(argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["doctor", *argv]) == 2
-    said = capsys.readouterr().err
-    assert argv[0] in said or argv[2] in said
-    assert "expected" in said or "one question at a time" in said
+    output = capsys.readouterr().err
+    assert argv[0] in output or argv[2] in output
+    assert "expected" in output or "one question at a time" in output
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -136,8 +136,8 @@ def test_unsupported_types_and_tensor_names_are_reported(
         size = old.shape[0] * old.shape[1] // 32 * 36
         file.tensors["blk.0.ffn_down.weight"] = Entry(old.shape, 9, bytes(size))
         file.write(path)
-        said = refusal(path) if pair is None else refusal(pair, path)
-        assert "no code for tensors in Q8_1" in said
+        output = refusal(path) if pair is None else refusal(pair, path)
+        assert "no code for tensors in Q8_1" in output
     file = faults.read(family["target.gguf"])
     file.tensors["blk.0.attn_qkv.weight"] = file.tensors.pop("blk.0.attn_q.weight")
     assert "attn_qkv" in refusal(file.write(path))

@@ -265,7 +265,7 @@ def test_torch_without_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("installed", "said"),
+    ("installed", "message"),
     [
         ({}, "warn g4spec's CUDA kernels need torch and cuda-core install it: pip install"),
         ({"torch": "2.13.0"}, "warn g4spec's CUDA kernels need cuda-core install it: pip install"),
@@ -274,13 +274,13 @@ def test_torch_without_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_own_kernels_need(
-    monkeypatch: pytest.MonkeyPatch, system: System, installed: dict[str, str], said: str
+    monkeypatch: pytest.MonkeyPatch, system: System, installed: dict[str, str], message: str
 ) -> None:
     monkeypatch.setattr(machine_probe, "_packages", lambda: installed)
     m = look(monkeypatch, Nvml([("NVIDIA H200", (9, 0), 139 * GIB, 138 * GIB)]), system)
     text = lines(m)
-    assert said in text
-    assert bool(said) == ("NVRTC" in text or "CUDA kernels need" in text)
+    assert message in text
+    assert bool(message) == ("NVRTC" in text or "CUDA kernels need" in text)
 
 
 # ---- network

@@ -190,12 +190,12 @@ def test_cache_bytes_equal_those_of_the_engine(size: str, context: int) -> None:
         plan = Calculator(FACTS, machine(80), known, None, 1).plan(
             "g4spec", known.formats[0], kv, context
         )
-        told = sum(s.nbytes for s in plan.items if s.name in ("global cache", "sliding cache"))
-        assert told == planned(card, 4096)
+        estimated = sum(s.nbytes for s in plan.items if s.name in ("global cache", "sliding cache"))
+        assert estimated == planned(card, 4096)
     cpu = TorchBackend()
-    told = engines._own_bytes(Question(known), None, context)
+    estimated = engines._own_bytes(Question(known), None, context)
     numbers = int(4 * known.formats[0].nbytes / 0.56) + engines.OWN_WORK
-    assert abs(told - numbers - planned(cpu, cpu.chunk)) <= 4
+    assert abs(estimated - numbers - planned(cpu, cpu.chunk)) <= 4
 
 
 def test_steps_add_up_and_name_everything() -> None:

@@ -243,9 +243,9 @@ def test_the_page_of_supported_files_matches_the_code() -> None:
 def test_facts_about_g4spec_match_the_code(known: Facts) -> None:
     from g4spec.advisor import engines, runtime_support
 
-    row, said = engines.engine_fact(known, "g4spec"), known.get(rows.EngineFact, "engine-g4spec")
-    assert set(said.drafts) == set(row.drafts) == set(runtime_support.draft_kinds())
-    assert set(said.kv_all) == set(row.kv_all) == set(runtime_support.cache_types())
+    row, fact = engines.engine_fact(known, "g4spec"), known.get(rows.EngineFact, "engine-g4spec")
+    assert set(fact.drafts) == set(row.drafts) == set(runtime_support.draft_kinds())
+    assert set(fact.kv_all) == set(row.kv_all) == set(runtime_support.cache_types())
 
 
 def test_the_page_is_up_to_date() -> None:

@@ -99,14 +99,14 @@ def test_other_files_are_refused_as_imatrix(fault: str, tmp_path: Path, source: 
         path.write_bytes(b"\x05\x00\x00\x00legacy")
     with pytest.raises(InputError) as e:
         imatrix.read(source if fault == "model" else path)
-    said = {
+    messages = {
         "text": "llama-imatrix --in-file x.gguf",
         "model": "not an importance matrix",
         "counts": "w.counts",
         "f16": "w.in_sum2",
         "chunks": "chunk_size",
     }
-    assert said.get(fault, "w: a sum or count") in str(e.value)
+    assert messages.get(fault, "w: a sum or count") in str(e.value)
 
 
 def weighted_error(x: Floats, got: Floats, weights: Floats) -> float:

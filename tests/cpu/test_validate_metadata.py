@@ -137,8 +137,8 @@ def test_planted_faults_are_reported(family: Path, tmp_path: Path) -> None:
         for source in (TINY / kind, None):
             known = faults.findings(validate(good, pair, source))
             for fault in random.Random(7).sample(faults.faults(file), SAMPLE):
-                said = faults.named(file, fault, tmp_path / "x.gguf", known, pair, source)
-                assert said or source is None, (kind, fault.where, fault.name)
-                named[source is not None] += said
+                reported = faults.named(file, fault, tmp_path / "x.gguf", known, pair, source)
+                assert reported or source is None, (kind, fault.where, fault.name)
+                named[source is not None] += reported
     assert named[True] == 4 * SAMPLE
     assert 0.5 < named[False] / (4 * SAMPLE) < 1

@@ -59,6 +59,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None, Callable[[],
     """Return what is written to stdout and stderr on a terminal with this many columns, or on a
     pipe."""
     monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.delenv("COLUMNS", raising=False)
 
     def run(columns: int | None, what: Callable[[], object]) -> str:
         place = Terminal()
@@ -88,7 +89,7 @@ def check(
     for line in narrow.splitlines():
         longest = max(map(cell_len, line.split()), default=0)
         assert cell_len(line) <= columns or longest > columns - 10, line
-    note = words("columns not shown (terminal too narrow): --json has all")
+    note = words("columns not shown (output too narrow): --json has all")
     lost = words(narrow) - words(pipe) - note
     assert not {w for w in lost if not set(w) <= set("─-")}, lost
     assert not whole or words(pipe) <= words(narrow)
@@ -110,6 +111,35 @@ def test_bench(columns: int, shown: Callable[..., str]) -> None:
     check(shown, lambda: _bench(columns), columns)
     table = shown(columns, lambda: _bench(columns))
     assert "tokens/s" in table and "x plain" in table, "what decides is shown at every width"
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+@pytest.mark.parametrize("name", ["bench", "inspect", "validate", "doctor cards", "doctor pair"])
+def test_pipes_follow_the_variable(
+    name: str,
+    columns: int,
+    target: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    if name == "bench":
+        _bench_results.show(bench_result.result(), Output())
+    else:
+        cli.run([word.replace("{target}", str(target)) for word in COMMANDS[name]])
+    out = capsys.readouterr().out
+    assert out
+    for line in out.splitlines():
+        longest = max(map(cell_len, line.split()), default=0)
+        assert cell_len(line) <= columns or longest > columns - 10, line
+
+
+def test_a_wrong_variable_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("", "0", "-3", "many", "9" * 5000):
+        monkeypatch.setenv("COLUMNS", value)
+        assert _layout.text_width(Terminal()) == _layout.width(Terminal())
+        with open(os.devnull, "w") as file:
+            assert _layout.text_width(file) is None
 
 
 @pytest.mark.parametrize("columns", WIDTHS)

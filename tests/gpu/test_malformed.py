@@ -42,6 +42,6 @@ def test_a_malformed_draft(tmp_path: Path, kind: str) -> None:
 
 def test_kernels_are_counted(tmp_path: Path) -> None:
     engine = hostile.load_target(hostile.made(tmp_path, hostile.SMALL))
-    with hostile.counted() as names:
+    with hostile.record_kernels() as names:
         family.generate(engine, [2, 7], 0, 1)
     assert names

@@ -1,4 +1,4 @@
-"""An unusual target or draft runs although no kernel takes it, and runs right."""
+"""Unusual targets and drafts without matching kernels run, and give right results."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def _room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", family.DRAFTS)
-def test_a_draft_of_blocks_that_are_no_numbers(tmp_path: Path, kind: str) -> None:
-    """It gains nothing, and changes nothing."""
+def test_a_draft_with_nan_blocks(tmp_path: Path, kind: str) -> None:
+    """Such a draft gains nothing, and does not change the text."""
     target = hostile.made(tmp_path, hostile.KINDS["dense"])
     source = hostile.made_draft(tmp_path, family.DRAFTS[kind])
     name = malformed.blocks(source)[0]

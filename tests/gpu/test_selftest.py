@@ -1,4 +1,4 @@
-"""`doctor --self-test` on this machine's kernels, and on ones that are wrong."""
+"""`doctor --self-test` passes with this machine's kernels and fails with wrong ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_kernels_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(found) == len(types) + 2 and all(ok for ok, _ in found), found
 
 
-def test_wrong_kernels_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_kernels_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     linear = CudaOps.linear
 
     def company(self: CudaOps, x: torch.Tensor, weight: Any) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""The live view: its events are the request's own figures, its words are for those who know one."""
+"""The live view: its events have the figures of the requests, and text is shown only to watchers
+who know its word."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ News = tuple[str, dict[str, Any]]
 
 @contextmanager
 def watching(served: Served, word: str | None = None, key: str = "") -> Iterator[list[News]]:
-    """What /v1/live tells meanwhile; it has begun."""
+    """Collect the events of /v1/live in a thread that has started."""
     found: list[News] = []
     begun, over = threading.Event(), threading.Event()
 
@@ -79,7 +80,7 @@ def of(found: list[News], name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("draft_max", [0, 4, "auto"])
-def test_events_are_the_requests_own_figures(busy: Served, draft_max: int | str) -> None:
+def test_events_have_the_figures_of_the_request(busy: Served, draft_max: int | str) -> None:
     with watching(busy, WORD) as found:
         got = busy.post(
             "/v1/completions",
@@ -122,7 +123,7 @@ def test_plain_decoding_is_compared_where_it_was_measured(busy: Served) -> None:
         assert end["plain_tokens_per_second"] == pytest.approx(1 / mean)
 
 
-def test_words_are_shown_to_those_who_know_one(busy: Served) -> None:
+def test_text_is_shown_only_to_watchers_with_its_word(busy: Served) -> None:
     with watching(busy, WORD) as mine, watching(busy, OTHER) as theirs, watching(busy) as nobodys:
         busy.post("/v1/completions", prompt="one two", max_tokens=4, live=WORD)
         busy.post("/v1/completions", prompt="one two", max_tokens=4)
@@ -130,14 +131,14 @@ def test_words_are_shown_to_those_who_know_one(busy: Served) -> None:
             ended(found, 2)
     for found, known in ((mine, 1), (theirs, 0), (nobodys, 0)):
         assert len(of(found, "text")) == 2
-        told = [d for _, d in found if "pieces" in d or "rejected" in d]
-        assert len({d["text"] for d in told}) == known
+        shown = [d for _, d in found if "pieces" in d or "rejected" in d]
+        assert len({d["text"] for d in shown}) == known
         assert sum("yours" in d for d in of(found, "text")) == known
     assert busy.refused("/v1/completions", {"prompt": "x", "live": "short"})["param"] == "live"
     assert busy.http.get("/v1/live", params={"of": "short"}).status_code == 400
 
 
-def test_prefix_hits_and_company_are_told(busy: Served) -> None:
+def test_prefix_hits_and_batch_sizes_are_reported(busy: Served) -> None:
     prompt = "the long prompt comes again. " * 64
     busy.post("/v1/completions", prompt=prompt, max_tokens=1)
     with watching(busy, WORD) as found:
@@ -158,7 +159,7 @@ def test_prefix_hits_and_company_are_told(busy: Served) -> None:
             assert {s["step_rows"] for s in shares} == {sum(s["rows"] for s in shares)}
 
 
-def test_a_text_that_nobody_waits_for_ends_here_too(busy: Served) -> None:
+def test_a_cancelled_text_ends_in_the_live_view(busy: Served) -> None:
     with watching(busy, WORD) as found:
         body = {"prompt": "a", "max_tokens": 1500, "stream": True, "live": WORD, "ignore_eos": True}
         with busy.http.stream("POST", "/v1/completions", json=body) as response:
@@ -177,7 +178,7 @@ def test_watchers_are_bounded_and_forgotten(busy: Served, monkeypatch: pytest.Mo
         time.sleep(0.02)
 
 
-def test_a_slow_reader_loses_events_and_is_told(
+def test_a_slow_reader_loses_events_and_is_notified(
     busy: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live_module, "MAX_QUEUED_EVENTS", 2)
@@ -205,7 +206,7 @@ def test_the_stream_ends_when_the_server_does(engines: Callable[..., Engine]) ->
 # ---- the page
 
 
-def test_the_page_runs_nothing_else(busy: Served) -> None:
+def test_the_page_loads_no_other_scripts(busy: Served) -> None:
     got = busy.http.get("/")
     assert got.status_code == 200 and got.headers["content-type"].startswith("text/html")
     policy = dict(part.split(" ", 1) for part in got.headers["content-security-policy"].split("; "))
