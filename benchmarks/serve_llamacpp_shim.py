@@ -7,9 +7,9 @@ model use those of the bundled family: numbers of prompt tokens are counted with
 a text that should match words of their model must only be non-empty; the result names these tests.
 Other constants of their model are replaced in the text of the tests (`serve_llamacpp_tests.FACTS`).
 
-Some defaults of llama-server differ; these options are set explicitly: reasoning as the template
-does by default, a last message of the assistant is continued, all origins are allowed, and /slots
-and /metrics are off unless the test enables them.
+Some defaults of llama-server differ; these options are set explicitly: reasoning if the template
+has it, a last message of the assistant is continued, all origins are allowed, and /slots and
+/metrics are off unless the test enables them.
 """
 
 from __future__ import annotations

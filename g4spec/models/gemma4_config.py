@@ -264,15 +264,14 @@ def _layer_gguf(
 
 
 def _per_layer(f: Fields, key: str, index: int) -> int:
-    value = f.raw.get(f.prefix + key)
-    if isinstance(value, list):
-        n_layer = f.positive("block_count")
-        if len(value) != n_layer:
-            raise InputError(
-                f"{f.where}: {f.prefix + key}", expected=f"{n_layer} entries", found=len(value)
-            )
-        return int(value[index])
-    return f.positive(key)
+    if not isinstance(f.raw.get(f.prefix + key), list):
+        return f.positive(key)
+    values, n_layer = f.list(int, key), f.positive("block_count")
+    if len(values) != n_layer:
+        raise InputError(
+            f"{f.where}: {f.prefix + key}", expected=f"{n_layer} entries", found=len(values)
+        )
+    return Fields({key: values[index]}, f.where).positive(key)
 
 
 def samples(config: Config) -> tuple[LayerSpec, LayerSpec]:

@@ -68,6 +68,7 @@ def test_demo_does_the_whole_job(
     assert data["identical"] and len(data["provenance"]["target"]["sha256"]) == 64
     assert data["provenance"]["overridden_ops"] == []
     assert data["recommendation"]["words"] in (out / "report.html").read_text()
+    assert not any(str(tmp_path) in (out / n).read_text() for n in ("bench.json", "report.html"))
     _demo_family.check_folder(family, out)  # the demo may replace all of these files
 
 

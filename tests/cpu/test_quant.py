@@ -365,7 +365,7 @@ def test_errors_name_the_tensor_and_the_type(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(Unsupported, match=r"blk.0.w.*45.*forks"):
         quant.by_type(45, "blk.0.w")
     monkeypatch.setattr(quant, "_by_type", dict)  # as if all types were newer than this package
-    with pytest.raises(Unsupported, match=r"type number 8.*update g4spec.*Q8_0"):
+    with pytest.raises(Unsupported, match=r"type number 8.*Update g4spec.*Q8_0"):
         quant.by_type(8)
     with pytest.raises(UsageError, match="q9"):
         quant.get("q9")

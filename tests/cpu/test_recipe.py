@@ -19,6 +19,7 @@ from g4spec.advisor.recipe import Recipe
 from g4spec.advisor.schema import CardFact, DraftFact, FlagFact, SizeFact
 from g4spec.cli import run
 from g4spec.errors import UsageError
+from tests.support import tiny
 
 FACTS = facts()
 
@@ -470,6 +471,16 @@ def test_compose(capsys: pytest.CaptureFixture[str]) -> None:
     config = json.loads(words[words.index("--speculative-config") + 1])
     assert config["num_speculative_tokens"] == 8
     assert json.loads(words[words.index("--limit-mm-per-prompt") + 1]) == {"image": 0, "video": 0}
+
+
+def test_compose_keeps_dollars_of_names(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compose replaces `$HOME` by a variable unless the dollar is doubled."""
+    tiny.target(tmp_path / "m$HOME")
+    monkeypatch.chdir(tmp_path)
+    code, out = go(capsys, "vllm", "--assume", "h200", "-m", "./m$HOME", "--compose")
+    assert code == 0 and "m$$HOME" in out and "m$HOME" not in out.replace("$$", "")
 
 
 def test_compose_without_a_known_image() -> None:

@@ -12,6 +12,7 @@ import torch
 
 from g4spec import quant
 from g4spec.ops.reference import Ops
+from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.constants import INTERLEAVE_ROWS
 from g4spec.runtime.cuda.step import packed_rows as rows
 from g4spec.runtime.cuda.step.experts import Buffers, Experts, ExpertShape, fits
@@ -137,7 +138,8 @@ def make(shape: ExpertShape, types: tuple[str, str, str, str], seed: int = 0) ->
         buffers=Buffers(shape, torch.device(DEVICE)),
         **vectors,
     )
-    assert fits(shape, gpu.up, gpu.down, gpu.dense_up, gpu.dense_down)
+    matrices = (gpu.up, gpu.down, gpu.dense_up, gpu.dense_down)
+    assert fits(shape, matrices, launch.arch(gpu.up.data.device.index))
     return Layer(gpu, cpu, (vector(h).to(DEVICE), vector(h).to(DEVICE)), vector(h).to(DEVICE))
 
 

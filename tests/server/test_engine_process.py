@@ -87,6 +87,12 @@ def test_an_idle_engine_sleeps_and_wakes(family: Path, busy: Served) -> None:
             served.post("/tokenize", content="x")
             assert not asleep()
             until(asleep)
+            second = engine.process
+            engine.wake()
+            until(lambda: engine.process not in (None, second))
+            assert engine.sleep(), "while it is loading, too"
+            again = served.post("/v1/completions", **ask)
+            assert again["choices"] == answer["choices"]
         finally:
             served.stop()
     assert not engine.sleep(), "it is closed"

@@ -61,6 +61,11 @@ def test_stop_types(busy: Served) -> None:
     assert (ended["content"], ended["stop_type"]) == ("ab", "eos")
     schema = busy.post("/completion", prompt="x", json_schema={"type": "boolean"}, n_predict=9)
     assert schema["content"] in ("true", "false")
+    assert not plain["truncated"]
+    long = {"prompt": [2] + [300] * 2040, "ignore_eos": True}
+    for limit, truncated in ((3, False), (-1, True), (100, True)):
+        ended = busy.post("/completion", **long, n_predict=limit)
+        assert (ended["truncated"], ended["stop_type"]) == (truncated, "limit")
 
 
 def test_a_prompt_of_texts_and_tokens(busy: Served) -> None:

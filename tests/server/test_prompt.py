@@ -123,22 +123,12 @@ def test_thinking_is_detected_in_the_prompt(tokenizer: Tokenizer) -> None:
     assert state("{{ messages[0].content }}<|turn>model\n<|channel>thought\n") == "open"
 
 
-def test_the_default_of_thinking_can_be_the_templates(tokenizer: Tokenizer) -> None:
-    """`thinking=None` leaves `enable_thinking` undefined: the default of the template applies."""
-    thinker = (
-        "{{ messages[0].content }}<|turn>model\n"
-        "{% if enable_thinking is defined and not enable_thinking %}[no]{% endif %}"
-    )
-
-    def default(template: str) -> Prompt:
-        prompt = run(tokenizer, template, lambda p: p.chat([USER], thinking=None))
-        assert isinstance(prompt, Prompt)
-        return prompt
-
-    assert default(thinker).text.endswith("model\n") and default(thinker).thinking == "may"
-    plain: Prompt = run(tokenizer, thinker, lambda p: p.chat([USER]))
-    assert plain.text.endswith("[no]") and plain.thinking == "no"
-    assert default(TEMPLATE) == run(tokenizer, TEMPLATE, lambda p: p.chat([USER]))
+def test_thinking_can_depend_on_the_template(tokenizer: Tokenizer) -> None:
+    """`thinking=None` enables reasoning if the template has it."""
+    for template, state in ((TEMPLATE, "may"), (FIRST, "no")):
+        prompt: Prompt = run(tokenizer, template, lambda p: p.chat([USER], thinking=None))
+        asked = run(tokenizer, template, lambda p, s=state: p.chat([USER], thinking=s == "may"))
+        assert prompt == asked and prompt.thinking == state
 
 
 def test_a_prompt_without_a_generation_may_have_tools_of_other_models(
