@@ -152,8 +152,10 @@ def test_every_kind_is_documented() -> None:
 def test_every_command_has_a_description() -> None:
     for name in cli.names():
         module = __import__(f"g4spec.cli.{name}", fromlist=["command"])
-        told = module.app.registered_callback.callback if hasattr(module, "app") else module.command
-        assert told.__doc__, name
+        command = (
+            module.app.registered_callback.callback if hasattr(module, "app") else module.command
+        )
+        assert command.__doc__, name
 
 
 def test_help_is_fast_and_imports_little() -> None:

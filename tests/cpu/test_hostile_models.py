@@ -238,5 +238,5 @@ def test_the_command_ends_with_3(
         (changed(target, tmp_path / "t.gguf", norm, shorter), draft),
     ):
         assert cli.run([*run, "-m", str(m), "-md", str(md)]) == 3
-        said = capsys.readouterr()
-        assert not said.out and said.err.startswith("error: ") and norm in said.err
+        captured = capsys.readouterr()
+        assert not captured.out and captured.err.startswith("error: ") and norm in captured.err

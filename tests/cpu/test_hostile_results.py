@@ -264,8 +264,8 @@ def test_a_second_signal_ends_the_run_silently(first: int, second: int) -> None:
         run.send_signal(first)
         assert run.stdout.readline() == "clearing away\n"
         run.send_signal(second)
-        _, said = run.communicate(timeout=20)
-    assert (run.returncode, said) == (-second, "")
+        _, output = run.communicate(timeout=20)
+    assert (run.returncode, output) == (-second, "")
 
 
 AT_ONCE = """

@@ -237,7 +237,7 @@ def fuzz(
         first: cases of the corpus to run unchanged before new ones; default: all.
     """
     rng, count, lines, watch = random.Random(seed), Totals(), Lines(), watch or ProgressListener()
-    pool, end, told = list(corpus), time.monotonic() + seconds, time.monotonic()
+    pool, end, last_report = list(corpus), time.monotonic() + seconds, time.monotonic()
     waiting = list(corpus if first is None else first)
     with surface.ready():
         while count.ran < cases and time.monotonic() < end:
@@ -263,8 +263,8 @@ def fuzz(
                     pool.append(numbers)
             if count.ran % 200 == 0 and (wrong := surface.changed()):
                 count.broken.setdefault("a source was changed", []).append(f"{wrong} {numbers}")
-            if time.monotonic() - told > 10:
-                told = time.monotonic()
+            if time.monotonic() - last_report > 10:
+                last_report = time.monotonic()
                 watch.told(count)
     return count
 

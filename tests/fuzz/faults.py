@@ -185,9 +185,9 @@ class FaultRunner:
         self._warm(writer)
         self.fresh()
         began = time.perf_counter()
-        codes, said = self.start(writer, Fault("none", call=CALLS["chmod"], at=1 << 40))
+        codes, output = self.start(writer, Fault("none", call=CALLS["chmod"], at=1 << 40))
         self.seconds[writer.name] = time.perf_counter() - began
-        assert codes == [0], (writer, codes, said)
+        assert codes == [0], (writer, codes, output)
         self.expected[writer.name] = self.files()
         assert self.expected[writer.name], writer
         counts = self.base / "counts"
@@ -224,8 +224,8 @@ class FaultRunner:
             for pid in pids:
                 os.kill(pid, number)  # a process that has ended is a zombie until waitpid
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-        said = "".join((self.base / f"stderr.{i}").read_text() for i in range(fault.together))
-        return codes, said
+        output = "".join((self.base / f"stderr.{i}").read_text() for i in range(fault.together))
+        return codes, output
 
     def _fork(self, writer: Writer, fault: Fault, number: int) -> int:
         pid = os.fork()
@@ -269,19 +269,19 @@ class FaultRunner:
         self.fresh()
         if older:
             self.older(writer)
-        codes, said = self.start(writer, fault)
+        codes, output = self.start(writer, fault)
         ended = {-number for _, number in fault.signals} | {130, 143}
         for code in codes:
             if code not in CODES | (ended if fault.signals else set()):
                 yield f"exit code {code}"
-        if "Traceback" in said or "ignored in" in said:
-            yield f"said {said[-900:]}"
+        if "Traceback" in output or "ignored in" in output:
+            yield f"output {output[-900:]}"
         killed = any(code in (-signal.SIGKILL, -signal.SIGINT, -signal.SIGTERM) for code in codes)
         yield from self.left(writer, older, all(code == 0 for code in codes), killed)
         before = sum(TEMPORARY.fullmatch(Path(n).name) is not None for n in self.files())
-        codes, said = self.start(writer, Fault("after"))
+        codes, output = self.start(writer, Fault("after"))
         if codes != [0]:
-            yield f"the next run ended with {codes}: {said[-300:]}"
+            yield f"the next run ended with {codes}: {output[-300:]}"
         yield from self.left(writer, False, True, False)
         if before and any(TEMPORARY.fullmatch(Path(n).name) for n in self.files()):
             yield "a temporary file outlived the next run"
@@ -392,9 +392,9 @@ def disks(bench: FaultRunner) -> Iterator[tuple[str, list[str]]]:
                 return
             bench.out = place
             try:
-                codes, said = bench.start(writer, Fault("disk"))
+                codes, output = bench.start(writer, Fault("disk"))
                 wrong = [f"exit code {c}" for c in codes if c not in CODES]
-                wrong += ["a traceback"] if "Traceback" in said else []
+                wrong += ["a traceback"] if "Traceback" in output else []
                 wrong += list(bench.left(writer, False, False, False))
             finally:
                 bench.out = bench.base / "out"

@@ -73,14 +73,14 @@ class Workers:
         self._end = time.monotonic() + sum(self.job.seconds)
         for _ in range(self.count):
             self._start(self.job)
-        told = time.monotonic()
+        last_report = time.monotonic()
         try:
             while self.processes:
                 time.sleep(0.3)
                 for process in list(self.processes):
                     self._look(process)
-                if time.monotonic() - told > 20:
-                    told = time.monotonic()
+                if time.monotonic() - last_report > 20:
+                    last_report = time.monotonic()
                     print(total(self.rows()), f"{len(self.ended)} ended", sep=", ", flush=True)
         finally:
             for process in self.processes:
@@ -106,8 +106,8 @@ class Workers:
         if code is not None:
             self.processes.remove(process)
             if code:
-                said = (self.folder / f"stderr-{number}").read_text(errors="replace")
-                self._lost(process, f"a worker ended with {code}: {said[-600:]}")
+                output = (self.folder / f"stderr-{number}").read_text(errors="replace")
+                self._lost(process, f"a worker ended with {code}: {output[-600:]}")
             return
         beat = (self.folder / f"beat-{number}").read_bytes().decode().strip()
         try:

@@ -342,7 +342,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_unsupported_requests_get_one_sentence(busy: Served, name: str) -> None:
-    more, said = REFUSED[name]
+    more, message = REFUSED[name]
     for stream in (False, True):
         body = {"model": "tiny", "messages": HELLO, "max_tokens": 4, **more, "stream": stream}
         response = busy.http.post("/v1/messages", json=body)
@@ -350,7 +350,7 @@ def test_unsupported_requests_get_one_sentence(busy: Served, name: str) -> None:
         assert response.status_code == 400 and answer["type"] == "error"
         assert answer["error"]["type"] == "invalid_request_error"
         assert answer["request_id"] == response.headers["request-id"]
-        assert re.search(said, answer["error"]["message"]), answer
+        assert re.search(message, answer["error"]["message"]), answer
     assert busy.idle()
 
 

@@ -49,9 +49,9 @@ IN_TERMINAL = (
 
 def answered(voice: Any, messages: Any = HELLO, seed: int = 1) -> tuple[list[TextPiece], Reply]:
     async def run() -> tuple[list[TextPiece], Reply]:
-        told = Reply()
+        reply = Reply()
         try:
-            return [p async for p in voice.answer(messages, seed, told)], told
+            return [p async for p in voice.answer(messages, seed, reply)], reply
         finally:
             await voice.close()
 
@@ -67,16 +67,16 @@ def test_local_and_remote_chat_equal_the_server(busy: Served, show_origins: bool
     here = LocalChat(busy.engine, sampler, n_predict=40, draft_max=4, show_origins=show_origins)
     there = RemoteChat(busy.url + "/v1", None, fields, show_origins=show_origins)
     for voice in (here, there):
-        pieces, told = answered(voice)
-        assert told.content == whole["choices"][0]["message"]["content"]
-        assert told.finish == whole["choices"][0]["finish_reason"]
-        assert told.timings["draft_n"] == whole["timings"]["draft_n"] > 0
+        pieces, reply = answered(voice)
+        assert reply.content == whole["choices"][0]["message"]["content"]
+        assert reply.finish == whole["choices"][0]["finish_reason"]
+        assert reply.timings["draft_n"] == whole["timings"]["draft_n"] > 0
         kinds = {p.kind for p in pieces}
         assert kinds <= ({"accepted", "corrected", "own", "rejected"} if show_origins else {""})
         shown = "".join(p.text for p in pieces if p.part == "text" and p.kind != "rejected")
-        assert shown.startswith(told.content)
+        assert shown.startswith(reply.content)
         accepted = sum(p.kind == "accepted" for p in pieces)
-        assert accepted <= told.timings["draft_n_accepted"] or not show_origins
+        assert accepted <= reply.timings["draft_n_accepted"] or not show_origins
 
 
 def test_refusals_show_the_servers_message(busy: Served) -> None:
@@ -176,12 +176,12 @@ def test_a_conversation_in_a_terminal(busy: Served, screens: Callable[..., Scree
         "temperature": 0.7,
         "max_tokens": 12,
     }
-    said = busy.post("/v1/chat/completions", **body)["choices"][0]["message"]["content"]
-    assert said.replace("\n", "\r\n") in first
+    answer = busy.post("/v1/chat/completions", **body)["choices"][0]["message"]["content"]
+    assert answer.replace("\n", "\r\n") in first
     screen.type("/regen\n")
     again = screen.until(f"ended by (length|stop).*{PROMPT}")
-    said = busy.post("/v1/chat/completions", **{**body, "seed": 8})["choices"][0]["message"]
-    assert said["content"].replace("\n", "\r\n") in again
+    answer = busy.post("/v1/chat/completions", **{**body, "seed": 8})["choices"][0]["message"]
+    assert answer["content"].replace("\n", "\r\n") in again
     screen.type("/nonsense\n")
     screen.until(f"unknown command /nonsense.*{PROMPT}")
     screen.type("/clear\n/regen\n")
@@ -271,12 +271,12 @@ def test_with_a_model_in_this_process(
 
     typed = "Tell me about numbers.\n/system x\n/regen\n"
     model = ("-m", family / "target.gguf")
-    plain, told = chat(*model, "-n", 12, "--seed", 5, typed=typed)
+    plain, stderr = chat(*model, "-n", 12, "--seed", 5, typed=typed)
     drafted, more = chat(
         *model, "-md", "ngram", "--draft-max", 3, "-n", 12, "--seed", 5, "--quiet", typed=typed
     )
     assert plain == drafted and more == ""
-    assert "top_k 64, top_p 0.95, from general.sampling.* of target.gguf" in told
+    assert "top_k 64, top_p 0.95, from general.sampling.* of target.gguf" in stderr
     with Engine.load(family / "target.gguf", n_ctx=512) as engine:
         ids = engine.tokenizer.chat(HELLO)
         request = engine.submit(ids, Options(12, Sampler(1.0, 64, 0.95, seed=5)))
@@ -285,7 +285,7 @@ def test_with_a_model_in_this_process(
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         ((), "either -m or --url"),
         (("-m", "x", "--url", "http://127.0.0.1:9"), "either -m or --url"),
@@ -294,10 +294,10 @@ def test_with_a_model_in_this_process(
     ],
 )
 def test_contradicting_options(
-    argv: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+    argv: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run(["chat", *argv]) == UsageError.exit_code
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 # ---- the daemon
@@ -390,8 +390,8 @@ def test_the_daemon_speaks_the_line_protocol(family: Path, tmp_path: Path) -> No
         ):
             assert client.ask(wrong) == [], wrong
         assert client.ask(f"{path} 4 samp=0,1,0,1") == alone(4)
-    said = client.end()
-    assert len(re.findall(r"^\[daemon\] ", said, re.MULTILINE)) == 8, said
+    stderr = client.end()
+    assert len(re.findall(r"^\[daemon\] ", stderr, re.MULTILINE)) == 8, stderr
 
 
 def test_the_daemon_ends_when_its_output_is_closed(
@@ -410,7 +410,7 @@ def test_the_daemon_ends_when_its_output_is_closed(
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (("--daemon",), "need each other"),
         (("--stream-fd", "1"), "need each other"),
@@ -419,16 +419,16 @@ def test_the_daemon_ends_when_its_output_is_closed(
     ],
 )
 def test_options_that_the_daemon_refuses(
-    argv: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+    argv: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run(["serve", "-m", "x", *argv]) == UsageError.exit_code
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_files_name_their_sampling(
     family: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def made(**keys: Value) -> Path:
+    def write_gguf(**keys: Value) -> Path:
         path = tmp_path / "x.gguf"
         kv = {f"general.sampling.{name}": value for name, value in keys.items()}
         write(path, {"general.architecture": string("gemma4"), **kv}, {})
@@ -438,14 +438,17 @@ def test_files_name_their_sampling(
     found = _sampling_defaults.sampler(family / "target.gguf", out, temperature=0.5)
     assert (found.temperature, found.top_k, found.top_p) == (0.5, 64, pytest.approx(0.95))
     assert "top_k 64, top_p 0.95, from" in capsys.readouterr().err, "temp was given"
-    assert _sampling_defaults.sampler(made(), out) == Sampler(1.0) and not capsys.readouterr().err
+    assert (
+        _sampling_defaults.sampler(write_gguf(), out) == Sampler(1.0)
+        and not capsys.readouterr().err
+    )
     found = _sampling_defaults.sampler(
-        made(top_k=Value(ValueType.I32, -1), mirostat=Value(ValueType.I32, 2)), out
+        write_gguf(top_k=Value(ValueType.I32, -1), mirostat=Value(ValueType.I32, 2)), out
     )
     assert found.top_k == 0
     assert "ignored: general.sampling.mirostat" in capsys.readouterr().err
     with pytest.raises(InputError, match="expected a finite number"):
-        _sampling_defaults.sampler(made(temp=string("hot")), out)
+        _sampling_defaults.sampler(write_gguf(temp=string("hot")), out)
 
 
 # ---- invalid servers, and files with invalid settings

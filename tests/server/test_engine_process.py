@@ -284,8 +284,12 @@ def test_repeated_failures_end_the_engine(
         assert served.http.get("/health").status_code == 503
         error = served.refused("/v1/completions", {"prompt": "x"}, 503)
         assert "the file is gone" in error["message"]
-        told = Model("tiny", family / "target.gguf", service=served.service, status="loaded").json()
-        assert told["status"]["value"] == "failed" and "is gone" in told["status"]["error"]
+        described = Model(
+            "tiny", family / "target.gguf", service=served.service, status="loaded"
+        ).json()
+        assert (
+            described["status"]["value"] == "failed" and "is gone" in described["status"]["error"]
+        )
         served.stop()
 
 

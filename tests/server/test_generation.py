@@ -105,9 +105,9 @@ def test_text_does_not_depend_on_cycles(tokenizer: Tokenizer, data: st.DataObjec
 def test_each_token_of_the_text_has_its_log_probability(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("<|channel>thought\nhm\n<channel|>Hi é😀", bos=False)
     _, _, tokens, _ = run(tokenizer, ids, [], (), True)
-    said = ids[ids.index(101) + 1 :]
-    assert [t.id for t in tokens] == said
-    assert [(t.logprob, t.top) for t in tokens] == [logprobs(t) for t in said]
+    answer_ids = ids[ids.index(101) + 1 :]
+    assert [t.id for t in tokens] == answer_ids
+    assert [(t.logprob, t.top) for t in tokens] == [logprobs(t) for t in answer_ids]
     _, _, tokens, _ = run(tokenizer, ids, [], (), False)
     assert [t.id for t in tokens] == ids
     assert run(tokenizer, ids, [], (), True, told=False)[2] == []

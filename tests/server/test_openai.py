@@ -30,7 +30,7 @@ def ask(client: openai.OpenAI, **more: Any) -> Any:
     return client.chat.completions.create(**given, extra_body=extra)
 
 
-def put_together(chunks: list[Any]) -> dict[int, dict[str, Any]]:
+def assemble(chunks: list[Any]) -> dict[int, dict[str, Any]]:
     """Return the messages of a stream, by the index of their choice."""
     out: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
@@ -113,7 +113,7 @@ def test_chat_whole_streamed_and_undrafted(client: openai.OpenAI, plain: Served,
     more = VARIANTS[name]
     whole = ask(client, **more)
     stream = list(ask(client, **more, stream=True, stream_options={"include_usage": True}))
-    pieces = put_together(stream)
+    pieces = assemble(stream)
     messages = {c.index: flat(c) for c in whole.choices}
     assert pieces == messages and len(messages) == more.get("n", 1)
     assert stream[-1].choices == []
@@ -252,9 +252,9 @@ def test_completions_whole_streamed_and_undrafted(
         assert "".join(c.text for c in parts) == choice.text
         assert parts[-1].finish_reason == choice.finish_reason
         if choice.logprobs:
-            told = [c.logprobs for c in parts if c.logprobs]
+            logprobs = [c.logprobs for c in parts if c.logprobs]
             for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-                merge_events = [x for t in told for x in getattr(t, key)]
+                merge_events = [x for t in logprobs for x in getattr(t, key)]
                 assert merge_events == getattr(choice.logprobs, key)
             assert "".join(choice.logprobs.tokens) == choice.text
     assert stream[-1].usage and whole.usage
@@ -360,14 +360,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_unsupported_requests_get_one_sentence(busy: Served, name: str) -> None:
-    more, said = REFUSED[name]
+    more, message = REFUSED[name]
     import re
 
     body = {"model": "tiny", "messages": HELLO, "max_tokens": 4, **more}
     for stream in (False, True):
         error = busy.refused("/v1/chat/completions", {**body, "stream": stream})
         kind = "exceed_context_size_error" if name == "long" else "invalid_request_error"
-        assert re.search(said, error["message"]) and error["type"] == kind
+        assert re.search(message, error["message"]) and error["type"] == kind
         assert "\n" not in error["message"]
     assert busy.idle()
 
@@ -378,7 +378,7 @@ def test_another_model_is_not_found(busy: Served) -> None:
 
 
 def test_unsupported_completions_are_refused(busy: Served) -> None:
-    for more, said in (
+    for more, message in (
         ({"best_of": 2}, "best_of"),
         ({"echo": True, "logprobs": 1}, "echo with logprobs"),
         ({"suffix": "x"}, "suffix"),
@@ -389,4 +389,4 @@ def test_unsupported_completions_are_refused(busy: Served) -> None:
         ({"prompt": "\ud800"}, "JSON"),
     ):
         body = {"prompt": "x", "max_tokens": 1, **more}
-        assert said in busy.refused("/v1/completions", body)["message"]
+        assert message in busy.refused("/v1/completions", body)["message"]

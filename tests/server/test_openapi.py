@@ -73,14 +73,16 @@ def test_accepted_requests_are_valid(api_document: Any) -> None:
         asked = draw(rng).drafted(rng.choice(["auto", 3]), stream=True)
         body(api_document, asked.path).validate(asked.body)
         assert not body(api_document, asked.path).is_valid({**asked.body, "no_such_field": 1})
-    said = [
+    messages = [
         {"role": "user", "content": "x"},
         {"role": "assistant", "content": [{"type": "text", "text": "y"}]},
     ]
-    body(api_document, "/v1/messages").validate({"model": "m", "max_tokens": 1, "messages": said})
-    for input_ in ("x", said):
+    body(api_document, "/v1/messages").validate(
+        {"model": "m", "max_tokens": 1, "messages": messages}
+    )
+    for input_ in ("x", messages):
         body(api_document, "/v1/responses").validate({"input": input_})
-    assert not body(api_document, "/v1/messages").is_valid({"messages": said})
+    assert not body(api_document, "/v1/messages").is_valid({"messages": messages})
 
 
 def test_the_document_needs_no_key(busy: Served, api_document: Any) -> None:

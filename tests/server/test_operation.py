@@ -22,7 +22,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from g4spec.errors import EnvironmentProblem
+from g4spec.cli import _http_options
+from g4spec.cli._serve_options import split_commas
+from g4spec.errors import EnvironmentProblem, UsageError
 from g4spec.runtime.engine import Engine
 from g4spec.server import run
 from g4spec.server.app import create_app
@@ -288,11 +290,11 @@ def test_metrics(busy: Served) -> None:
     def grown(name: str) -> float:
         return after[name] - before.get(name, 0)
 
-    told = answer["timings"]
-    assert grown(f"vllm:spec_decode_num_draft_tokens_total{label}") == told["draft_n"] > 0
+    timings = answer["timings"]
+    assert grown(f"vllm:spec_decode_num_draft_tokens_total{label}") == timings["draft_n"] > 0
     accepted = grown(f"vllm:spec_decode_num_accepted_tokens_total{label}")
-    assert accepted == told["draft_n_accepted"]
-    assert 0 < grown(f"vllm:spec_decode_num_drafts_total{label}") <= told["draft_n"]
+    assert accepted == timings["draft_n_accepted"]
+    assert 0 < grown(f"vllm:spec_decode_num_drafts_total{label}") <= timings["draft_n"]
     name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     by = [grown(f'{name}{{model_name="tiny",position="{i}"}}') for i in range(15)]
     assert sum(by) == accepted
@@ -311,16 +313,16 @@ def test_metrics(busy: Served) -> None:
     ):
         assert f"vllm:{name}{label}" in after
     assert grown("llamacpp:tokens_predicted_total") == 20
-    assert grown("llamacpp:prompt_tokens_total") == told["prompt_n"]
-    assert grown("llamacpp:prompt_tokens_cached_total") == told["cache_n"]
-    assert grown("llamacpp:prompt_seconds_total") == pytest.approx(told["prompt_ms"] / 1e3)
+    assert grown("llamacpp:prompt_tokens_total") == timings["prompt_n"]
+    assert grown("llamacpp:prompt_tokens_cached_total") == timings["cache_n"]
+    assert grown("llamacpp:prompt_seconds_total") == pytest.approx(timings["prompt_ms"] / 1e3)
     seconds = grown("llamacpp:tokens_predicted_seconds_total")
-    assert seconds == pytest.approx(told["predicted_ms"] / 1e3)
+    assert seconds == pytest.approx(timings["predicted_ms"] / 1e3)
     assert 0 < grown("llamacpp:n_decode_total") < 20
     assert after["llamacpp:n_tokens_max"] >= answer["usage"]["total_tokens"]
     assert after["llamacpp:n_busy_slots_per_decode"] >= 1
     speed = after["llamacpp:predicted_tokens_seconds"]
-    assert speed == pytest.approx(told["predicted_per_second"])
+    assert speed == pytest.approx(timings["predicted_per_second"])
     assert read()["llamacpp:predicted_tokens_seconds"] == 0, "of texts since the last request"
     assert grown("llamacpp:spec_decode_num_accepted_tokens_total") == accepted
     assert after["llamacpp:requests_processing"] == 0
@@ -375,6 +377,17 @@ def test_exposed_addresses(capfd: pytest.CaptureFixture[str]) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(EnvironmentProblem, match=f"cannot listen on 127.0.0.1:{port}"):
             run.listen(run.ServerAddress(port=port))
+
+
+def test_options_with_commas() -> None:
+    """Hosts, names and tags may be separated by commas; disabled paths have their option."""
+    assert _http_options.hosts("127.0.0.1, ::1") == ("127.0.0.1", "::1")
+    with pytest.raises(UsageError, match="--host"):
+        _http_options.hosts(" , ")
+    assert split_commas(["a,b", "c", ""]) == ("a", "b", "c") and split_commas(None) == ()
+    assert _http_options.disabled_paths(slots=True, metrics=True, page=True) == {}
+    off = _http_options.disabled_paths(slots=False, metrics=False, page=False)
+    assert off == {"/slots": "--no-slots", "/metrics": "--no-metrics", "/": "--no-ui"}
 
 
 def test_several_hosts_share_a_port(engines: Callable[..., Engine]) -> None:
@@ -449,7 +462,7 @@ def test_the_first_signal_drains_and_the_second_stops(family: Path) -> None:
                 assert next(lines).startswith("data:")
                 process.send_signal(signal.SIGTERM)
                 rest = [line for line in lines if line]
-                assert rest[-1] == "data: [DONE]"  # what is in work is finished
+                assert rest[-1] == "data: [DONE]"  # running requests are finished
             with pytest.raises(httpx.TransportError):
                 client.get("/health")
         assert process.wait(20) == 0

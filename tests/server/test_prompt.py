@@ -97,14 +97,14 @@ def test_tool_results_are_passed_as_the_template_expects(tokenizer: Tokenizer) -
 
 def test_features_missing_in_the_template_are_refused(tokenizer: Tokenizer) -> None:
     own = tokenizer.template
-    for template, how, said in (
+    for template, how, message in (
         (None, {}, "no chat template"),
         (own, {"tools": [TOOL]}, "no tools"),
         (own, {"thinking": True}, "no thinking"),
         (own, {"messages": CALLED}, "no tools"),
     ):
         given: dict[str, Any] = {"messages": [USER], **how}
-        with pytest.raises(RequestError, match=said):
+        with pytest.raises(RequestError, match=message):
             run(tokenizer, template, lambda p, given=given: p.chat(**given))
     stray = [USER, CALLED[2]]
     with pytest.raises(RequestError, match="follows no call"):
@@ -223,17 +223,17 @@ def test_control_tokens_in_messages_are_text(
     if template == FIRST and thinking:
         pytest.skip("it has no thinking")
 
-    def made(word: str, **more: Any) -> Prompt:
+    def make_prompt(word: str, **more: Any) -> Prompt:
         messages, tools = conversation_with(word)
-        said: Prompt = run(
+        rendered: Prompt = run(
             tokenizer, template, lambda p: p.chat(messages, tools, thinking=thinking, **more)
         )
-        return said
+        return rendered
 
     def marks(prompt: Prompt) -> list[int]:
         return [i for i in prompt.ids if i in tokenizer.special_ids]
 
-    harmless, attacked = made("zzz"), made(ATTACK)
+    harmless, attacked = make_prompt("zzz"), make_prompt(ATTACK)
     assert marks(attacked) == marks(harmless) and attacked.thinking == harmless.thinking
     assert attacked.text == tokenizer.decode(attacked.ids, special=True).removeprefix(
         "" if template == TEMPLATE else "<bos>"

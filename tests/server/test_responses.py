@@ -140,7 +140,7 @@ def test_responses_whole_streamed_and_undrafted(
     assert [e.sequence_number for e in events] == list(range(len(events)))
     last: Any = events[-1]
     assert last.type == f"response.{whole.status}" and flat(last.response) == flat(whole)
-    assert put_together(events) == last.response.output
+    assert assemble(events) == last.response.output
     usage, again = whole.usage, last.response.usage
     assert usage and usage.output_tokens == again.output_tokens > 0
     assert usage.total_tokens == again.total_tokens == usage.input_tokens + usage.output_tokens
@@ -148,7 +148,7 @@ def test_responses_whole_streamed_and_undrafted(
     check(name, whole)
 
 
-def put_together(events: list[Any]) -> list[Any]:
+def assemble(events: list[Any]) -> list[Any]:
     """Return the items of a stream; check that the deltas add up to the final items."""
     grown: dict[tuple[int, str], str] = {}
     logprobs: list[Any] = []
@@ -165,8 +165,8 @@ def put_together(events: list[Any]) -> list[Any]:
             assert event.output_index == len(ended)
             ended.append(event.item)
             if event.item.type == "message":
-                told = event.item.content[0].logprobs
-                assert [t.token for t in told] == [t.token for t in logprobs]
+                item_logprobs = event.item.content[0].logprobs
+                assert [t.token for t in item_logprobs] == [t.token for t in logprobs]
     return ended
 
 
@@ -183,9 +183,9 @@ def check(name: str, response: Any) -> None:
         jsonschema.validate(json.loads(response.output_text), WEATHER)
         assert response.status == "completed"
     if name == "logprobs":
-        told = response.output[0].content[0].logprobs
-        assert "".join(t.token for t in told) == response.output_text
-        assert all(len(t.top_logprobs) == 2 for t in told)
+        logprobs = response.output[0].content[0].logprobs
+        assert "".join(t.token for t in logprobs) == response.output_text
+        assert all(len(t.top_logprobs) == 2 for t in logprobs)
     if name == "results":
         assert not calls
 
@@ -421,9 +421,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_unsupported_requests_get_one_sentence(busy: Served, name: str) -> None:
-    more, said = REFUSED[name]
+    more, message = REFUSED[name]
     error = busy.refused("/v1/responses", {"model": "tiny", "input": "x", **more})
-    assert re.search(said, error["message"]) and error["type"] == "invalid_request_error", error
+    assert re.search(message, error["message"]) and error["type"] == "invalid_request_error", error
     assert busy.idle()
 
 
