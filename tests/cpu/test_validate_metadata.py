@@ -100,7 +100,7 @@ def test_a_requantized_file_has_the_metadata_of_its_source(family: Path, tmp_pat
     assert "G4-CMP-009" in {f.rule.id for f in report.failures}
 
 
-def test_a_pattern_of_no_model_fails_without_a_source(family: Path, tmp_path: Path) -> None:
+def test_an_unknown_layer_pattern_fails_without_a_source(family: Path, tmp_path: Path) -> None:
     kind, path = changed(family, tmp_path / "x.gguf", "target pattern")
     report = _validate(family, kind, path, source=False)
     assert not report.ok

@@ -135,7 +135,7 @@ class Maker:
         for number in more:
             self.rng = Rng(number)
             self._change(case, grammar)
-        for at, word in enumerate(case.argv[:-1]):  # others are of the program that fuzzes
+        for at, word in enumerate(case.argv[:-1]):  # other options belong to the fuzzer
             if word == "--stream-fd" and case.argv[at + 1].isdigit():
                 case.argv[at + 1] = case.argv[at + 1] if case.argv[at + 1] == "999" else FD
         return case
@@ -172,7 +172,7 @@ class Maker:
         name, kind = self.rng.choice(named), self.rng.random()
         if kind < 0.04:
             kinds = ["gone", "folder", "loop", "locked"]
-            typed = name in TYPED  # the user's own may be a pipe
+            typed = name in TYPED  # the user's own text may come from a pipe
             case.changed[name] = self.rng.choice(kinds if typed else [*kinds, "pipe", "zero"])
             case.trees.pop(name, None)
             how = "no file"
