@@ -113,8 +113,8 @@ class Comparison:
         return found
 
     def perplexity(self, path: Path) -> float:
-        """Return the perplexity that llama-perplexity prints. At its end the program loses log lines
-        that are still waiting, so it may need several runs."""
+        """Return the perplexity that llama-perplexity prints. At its end the program loses lines
+        of its log that are still waiting, so it may need several runs."""
         options = ("-c", 512, "-fa", "off", "-ctk", "f32", "-ctv", "f32", "-t", 1)
         chunks = "--chunks", len(self.parts)
         for _ in range(5):
