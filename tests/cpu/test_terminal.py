@@ -57,7 +57,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 
 def check(text: str, lines: bool = False) -> None:
     """Check terminal output; `lines`: text or a script, which may contain line breaks."""
-    assert text, "a command that says nothing tests nothing"
+    assert text, "the command printed nothing to check"
     assert "\x1b[8m" not in text
     rest = OWN.sub("", text).replace("\r", "")  # of a progress bar; see the property below
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", rest), repr(rest[-2000:])
