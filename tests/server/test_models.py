@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import threading
@@ -302,6 +303,30 @@ def test_a_client_that_gives_up_unloads_no_model(folder: Path) -> None:
     finally:
         room.gate.set()
         served.stop()
+
+
+def test_a_request_can_follow_one_that_gave_up_at_once(folder: Path) -> None:
+    """It does not get the cancellation of the load that nobody waited for."""
+    room = ModelLoader()
+
+    async def work() -> None:
+        router = model_router.ModelRouter(find_models(folder), room, max_loaded=1)
+        first, second = router.all["first"], router.all["second"]
+        await router.load(first)
+        first.n_requests += 1
+        gives_up = asyncio.ensure_future(router.load(second))
+        await asyncio.sleep(0.05)
+        gives_up.cancel()
+        follows = asyncio.ensure_future(router.load(second))
+        await asyncio.sleep(0.05)
+        first.n_requests -= 1
+        router._changed.set()
+        await asyncio.wait_for(follows, 30)
+        assert gives_up.cancelled() and second.is_ready and not second.is_used
+        await router.close()
+
+    asyncio.run(work())
+    assert room.opened == ["first", "second"]
 
 
 def test_a_stream_that_waits_for_its_model(folder: Path) -> None:

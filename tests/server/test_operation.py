@@ -22,7 +22,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from g4spec.errors import EnvironmentProblem
+from g4spec.cli import _http_options
+from g4spec.cli._serve_options import split_commas
+from g4spec.errors import EnvironmentProblem, UsageError
 from g4spec.runtime.engine import Engine
 from g4spec.server import run
 from g4spec.server.app import create_app
@@ -377,6 +379,17 @@ def test_exposed_addresses(capfd: pytest.CaptureFixture[str]) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(EnvironmentProblem, match=f"cannot listen on 127.0.0.1:{port}"):
             run.listen(run.ServerAddress(port=port))
+
+
+def test_options_with_commas() -> None:
+    """Hosts, names and tags may be separated by commas; disabled paths have their option."""
+    assert _http_options.hosts("127.0.0.1, ::1") == ("127.0.0.1", "::1")
+    with pytest.raises(UsageError, match="--host"):
+        _http_options.hosts(" , ")
+    assert split_commas(["a,b", "c", ""]) == ("a", "b", "c") and split_commas(None) == ()
+    assert _http_options.disabled_paths(slots=True, metrics=True, page=True) == {}
+    off = _http_options.disabled_paths(slots=False, metrics=False, page=False)
+    assert off == {"/slots": "--no-slots", "/metrics": "--no-metrics", "/": "--no-ui"}
 
 
 def test_several_hosts_share_a_port(engines: Callable[..., Engine]) -> None:
