@@ -21,6 +21,7 @@ import re
 import resource
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -48,9 +49,27 @@ CODES = {0, 3, 4}
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
 
+def _gguf_string(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
+
+
+OLD = {
+    ".gguf": b"GGUF"
+    + struct.pack("<IQQ", 3, 0, 1)
+    + _gguf_string(b"general.type")
+    + struct.pack("<I", 8)
+    + _gguf_string(b"imatrix"),
+    ".json": b'{"schema": "g4spec.older/1"}\n',
+    ".html": b"<title>Draft lengths: an older file",
+}
+
+
 def old(name: str) -> bytes:
-    """Return the previous content of an output; commands only replace files of their own kind."""
-    return b"GGUF, an older file\n" if name.endswith(".gguf") else b"an older file\n"
+    """Return the previous content of an output; commands only replace files of their own kind.
+
+    It is never a complete output: an imatrix without tensors, another schema, half a page.
+    """
+    return OLD.get(Path(name).suffix, b"an older file\n")
 
 
 @dataclass(frozen=True)
