@@ -108,6 +108,14 @@ def kind_of_file(name: str) -> str:
     ) + " GGUF"
 
 
+WORK = ("-n", "--n-predict", "--cases", "--repeats")
+"""Options of commands that decode many texts whose large values are 10 s of asked-for work."""
+
+
+def _is_long(value: str) -> bool:
+    return value.isdecimal() and 16 < int(value) < 1 << 40
+
+
 class Maker:
     """Makes a case from numbers: the first chooses a line of the grammar, each further one changes
     it."""
@@ -138,6 +146,8 @@ class Maker:
         for at, word in enumerate(case.argv[:-1]):  # other options belong to the fuzzer
             if word == "--stream-fd" and case.argv[at + 1].isdigit():
                 case.argv[at + 1] = case.argv[at + 1] if case.argv[at + 1] == "999" else FD
+            if case.argv[0] in ("verify", "bench") and word in WORK and _is_long(case.argv[at + 1]):
+                case.argv[at + 1] = "7"
         return case
 
     def _change(self, case: Case, grammar: Grammar) -> None:

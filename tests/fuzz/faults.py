@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import ctypes
 import errno
+import functools
 import io
 import json
 import os
@@ -21,7 +22,6 @@ import re
 import resource
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
@@ -49,27 +49,21 @@ CODES = {0, 3, 4}
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
 
-def _gguf_string(text: bytes) -> bytes:
-    return struct.pack("<Q", len(text)) + text
-
-
-OLD = {
-    ".gguf": b"GGUF"
-    + struct.pack("<IQQ", 3, 0, 1)
-    + _gguf_string(b"general.type")
-    + struct.pack("<I", 8)
-    + _gguf_string(b"imatrix"),
-    ".json": b'{"schema": "g4spec.older/1"}\n',
-    ".html": b"<title>Draft lengths: an older file",
-}
-
-
+@functools.lru_cache
 def old(name: str) -> bytes:
-    """Return the previous content of an output; commands only replace files of their own kind.
+    """Return the previous content of an output; commands only replace files of their own kind."""
+    if name == "i.gguf":
+        from g4spec.gguf import imatrix
 
-    It is never a complete output: an imatrix without tensors, another schema, half a page.
-    """
-    return OLD.get(Path(name).suffix, b"an older file\n")
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / name
+            imatrix.save(path, imatrix.Imatrix({}, 1, 16, ("older",)))
+            return path.read_bytes()
+    return {
+        ".gguf": b"GGUF, an older file\n",
+        ".json": b'{"schema": "g4spec.older"}\n',
+        ".html": b"<title>Draft lengths: older\n",
+    }.get(Path(name).suffix, b"an older file\n")
 
 
 @dataclass(frozen=True)
