@@ -52,7 +52,7 @@ def parsed() -> argparse.Namespace:
 def main() -> int:
     asked, start = parsed(), time.perf_counter()
     if asked.replay:
-        broken = workers.again(asked.replay)
+        broken = workers.replay_alone(asked.replay)
         print(broken or "nothing is broken")
         return 1 if broken else 0
     out = asked.out or RESULTS
@@ -70,19 +70,19 @@ def main() -> int:
         WATCHED,
         str(failures),
     )
-    with workers.working() as folder:
+    with workers.results_folder() as folder:
         run = workers.Workers(folder, job, asked.workers)
         run.run()
         seconds = time.perf_counter() - start
         rows = run.rows()
-    surfaces = {name: workers.merged(some) for name, some in rows.items()}
+    surfaces = {name: workers.merge_rows(some) for name, some in rows.items()}
     cases: dict[str, list[tuple[int, ...]]] = {}
     for name in campaign.SURFACES:
         cases[name], surfaces[name]["lines"] = workers.corpus(rows[name], campaign.saved(name))
         surfaces[name]["corpus"] = len(cases[name])
     if all(cases.values()):
         campaign.save(cases, asked.out / "cases.json.xz" if asked.out else campaign.CORPUS)
-    found = workers.judged(failures, time.monotonic() + 120)
+    found = workers.classify_failures(failures, time.monotonic() + 120)
     counted = [name for name, row in found.items() if row["counts"]]
     result = keep(
         out,
@@ -101,7 +101,7 @@ def main() -> int:
         },
     )
     for name, row in found.items():
-        print("BROKEN" if row["counts"] else "not again when alone:", name, row, sep="\n    ")
+        print("BROKEN" if row["counts"] else "not reproduced alone:", name, row, sep="\n    ")
     print(f"{workers.total(rows)}, {len(counted)} kinds of failure, {result['seconds']} s")
     return 1 if counted else 0
 

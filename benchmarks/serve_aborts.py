@@ -35,13 +35,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from g4spec import convert
 from g4spec.runtime.engine import Engine
 from g4spec.server.service import Settings
-from tests.server.mixed_requests import CHAT, RAW, TOOLS, Ask, Said, ask
+from tests.server.mixed_requests import CHAT, RAW, TOOLS, Answer, RandomRequest, ask
 from tests.server.running_server import Served
 
 TINY = Path(__file__).resolve().parents[1] / "examples" / "tiny"
 SLOTS = 4
 PHASES = ("queued", "prefill", "mid-draft", "mid-call")
-BYSTANDER = Ask(
+CONCURRENT = RandomRequest(
     RAW,
     {
         "prompt": "def main(",
@@ -118,11 +118,11 @@ async def until(condition: Callable[[], bool], seconds: float) -> bool:
 
 async def batch(
     served: Served, phase: str, count: int, rng: random.Random
-) -> tuple[Counter[str], Said]:
+) -> tuple[Counter[str], Answer]:
     """Let `count` clients disconnect in a phase while another client requests a text."""
     out: Counter[str] = Counter()
     async with httpx.AsyncClient(base_url=served.url, timeout=None) as client:
-        asked = asyncio.ensure_future(ask(client, BYSTANDER))
+        asked = asyncio.ensure_future(ask(client, CONCURRENT))
         links = []
         for _ in range(count):
             path, body = request(phase, rng)
@@ -143,7 +143,7 @@ async def aborts(served: Served, count: int, rng: random.Random) -> dict[str, An
     engine = served.engine
     free, wrong = engine.pool.n_free, []
     async with httpx.AsyncClient(base_url=served.url, timeout=None) as client:
-        wanted = await ask(client, BYSTANDER)
+        wanted = await ask(client, CONCURRENT)
     total: Counter[str] = Counter()
     by: dict[str, Counter[str]] = {phase: Counter() for phase in PHASES}
     turn, longest = 0, 0.0
@@ -154,7 +154,7 @@ async def aborts(served: Served, count: int, rng: random.Random) -> dict[str, An
         idle = await until(served.idle, 120)
         longest = max(longest, time.monotonic() - began)
         engine.prefix.clear()
-        if said.told != wanted.told:
+        if said.comparable != wanted.comparable:
             wrong.append(f"{turn} {phase}: the bystander got another text")
         if not idle or engine.pool.n_free != free or len(engine.pool.free_slots) != SLOTS:
             wrong.append(

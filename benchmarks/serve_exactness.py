@@ -36,7 +36,7 @@ from g4spec import convert
 from g4spec.runtime.engine import Engine
 from g4spec.server.engine_client import EngineClient
 from g4spec.server.service import Settings
-from tests.server.mixed_requests import Ask, Said, ask, draw, hang_up
+from tests.server.mixed_requests import Answer, RandomRequest, ask, draw, hang_up
 from tests.server.running_server import Served
 
 TINY = Path(__file__).resolve().parents[1] / "examples" / "tiny"
@@ -53,24 +53,24 @@ def client(served: Served) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=served.url, timeout=None, limits=limits)
 
 
-async def alone(served: Served, requests: list[Ask]) -> list[Said]:
+async def alone(served: Served, requests: list[RandomRequest]) -> list[Answer]:
     """Send each request by itself and return the answers."""
     async with client(served) as http:
         return [await ask(http, request.drafted(0, False)) for request in requests]
 
 
 async def load(
-    served: Served, todo: list[tuple[int, Ask]], at_once: int, rng: random.Random
-) -> list[tuple[int, Ask, Said]]:
+    served: Served, todo: list[tuple[int, RandomRequest]], at_once: int, rng: random.Random
+) -> list[tuple[int, RandomRequest, Answer]]:
     """Send all requests, `at_once` at a time, while a fifth as many other clients disconnect."""
     gate, out = asyncio.Semaphore(at_once), []
     async with client(served) as http:
 
-        async def one(i: int, request: Ask) -> None:
+        async def one(i: int, request: RandomRequest) -> None:
             async with gate:
                 out.append((i, request, await ask(http, request)))
 
-        async def gone(request: Ask) -> None:
+        async def gone(request: RandomRequest) -> None:
             async with gate:
                 await hang_up(http, request, rng)
 
@@ -81,7 +81,9 @@ async def load(
     return out
 
 
-def rounds(count: int, requests: list[Ask], rng: random.Random) -> list[list[tuple[int, Ask]]]:
+def rounds(
+    count: int, requests: list[RandomRequest], rng: random.Random
+) -> list[list[tuple[int, RandomRequest]]]:
     """Distribute `count` requests evenly over the distinct ones."""
     order = [i % len(requests) for i in range(count)]
     rng.shuffle(order)
@@ -201,8 +203,8 @@ def share(args: argparse.Namespace) -> int:
 
 def measure(
     servers: list[Served],
-    todo: list[list[tuple[int, Ask]]],
-    wanted: list[Said],
+    todo: list[list[tuple[int, RandomRequest]]],
+    wanted: list[Answer],
     rng: random.Random,
     first: int = 0,
 ) -> Iterator[dict[str, Any]]:
@@ -225,14 +227,14 @@ def measure(
             counts["calls"] += sum(len(text["calls"]) for text in answer.texts)
             counts["streams"] += bool(request.body["stream"])
             counts["after a prefix hit"] += answer.cached > 0
-            if answer.told != wanted[i].told:
+            if answer.comparable != wanted[i].comparable:
                 wrong.append(
                     {
                         "request": request.body,
                         "path": request.path,
                         "at_once": at_once,
-                        "alone": wanted[i].told,
-                        "found": answer.told,
+                        "alone": wanted[i].comparable,
+                        "found": answer.comparable,
                     }
                 )
                 print(json.dumps(wrong[-1])[:2000], flush=True)

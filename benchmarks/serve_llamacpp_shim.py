@@ -7,9 +7,9 @@ model use those of the bundled family: numbers of prompt tokens are counted with
 a text that should match words of their model must only be non-empty; the result names these tests.
 Other constants of their model are replaced in the text of the tests (`serve_llamacpp_tests.FACTS`).
 
-Some defaults of llama-server differ; these options are set explicitly: reasoning as the template
-does by default, a last message of the assistant is continued, all origins are allowed, and /slots
-and /metrics are off unless the test enables them.
+Some defaults of llama-server differ; these options are set explicitly: a last message of the
+assistant is continued, all origins are allowed, and /slots and /metrics are off unless the test
+enables them. Reasoning is off unless the test sets it: the template of their model has none.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def arguments(server: Any) -> list[str]:
     out = [*("--device", "cpu", "--host", server.server_host, "--port", server.server_port)]
     out += ["-np", slots, "-c", context, "--temp", server.temperature, "--seed", server.seed]
     out += ["--cors-origin", server.cors_origins or "*"]
-    out += ["--reasoning", server.reasoning or "auto", "--prefill-assistant"]
+    out += ["--reasoning", server.reasoning or "off", "--prefill-assistant"]
     for option, value in (
         ("--no-slots", not server.server_slots),
         ("--no-metrics", not server.server_metrics),

@@ -33,7 +33,7 @@ from watch import keep
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from g4spec import convert
-from tests.server.mixed_requests import QUESTIONS, Ask, ask, draw, hang_up
+from tests.server.mixed_requests import QUESTIONS, RandomRequest, ask, draw, hang_up
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "examples" / "tiny"
@@ -66,14 +66,14 @@ def figures(process: int) -> dict[str, float]:
     }
 
 
-def other(rng: random.Random) -> Ask:
+def other(rng: random.Random) -> RandomRequest:
     """Draw a request to an endpoint that `mixed.draw` leaves out."""
     question, most = rng.choice(QUESTIONS), rng.randint(1, 64)
     if rng.random() < 0.5:
-        return Ask(
+        return RandomRequest(
             RESPONSES, {"input": question, "max_output_tokens": most, "temperature": 0}, "responses"
         )
-    return Ask(
+    return RandomRequest(
         MESSAGES,
         {
             "model": "tiny",
@@ -85,7 +85,7 @@ def other(rng: random.Random) -> Ask:
     )
 
 
-async def words(client: httpx.AsyncClient, request: Ask) -> str:
+async def words(client: httpx.AsyncClient, request: RandomRequest) -> str:
     """Send one of `other`'s requests and return the text of the answer."""
     if not request.body["stream"]:
         response = await client.post(request.path, json=request.body)
@@ -109,7 +109,7 @@ async def words(client: httpx.AsyncClient, request: Ask) -> str:
 class Clients:
     """The clients and their results."""
 
-    def __init__(self, url: str, requests: list[Ask], rng: random.Random) -> None:
+    def __init__(self, url: str, requests: list[RandomRequest], rng: random.Random) -> None:
         self._url, self._requests, self._rng = url, requests, rng
         self._first: dict[int, Any] = {}
         self.done: Counter[str] = Counter()
@@ -126,7 +126,9 @@ class Clients:
         while time.monotonic() < end:
             i = rng.randrange(len(self._requests))
             asked = self._requests[i]
-            request = Ask(asked.path, {**asked.body, "stream": rng.random() < 2 / 3}, asked.kind)
+            request = RandomRequest(
+                asked.path, {**asked.body, "stream": rng.random() < 2 / 3}, asked.kind
+            )
             if asked.path not in (RESPONSES, MESSAGES):
                 request = asked.drafted(rng.choice(["auto", *range(6)]), request.body["stream"])
             try:
@@ -139,9 +141,9 @@ class Clients:
                 self.errors.append(f"{request.kind}: {type(error).__name__}: {error}"[:600])
                 print(self.errors[-1], flush=True)
 
-    async def _answer(self, http: httpx.AsyncClient, i: int, request: Ask) -> None:
+    async def _answer(self, http: httpx.AsyncClient, i: int, request: RandomRequest) -> None:
         plain = request.path in (RESPONSES, MESSAGES)
-        said = await words(http, request) if plain else (await ask(http, request)).told
+        said = await words(http, request) if plain else (await ask(http, request)).comparable
         self.done[request.kind] += 1
         self.done["streams"] += bool(request.body["stream"])
         if self._first.setdefault(i, said) != said:
@@ -156,8 +158,8 @@ def orderly(line: str) -> bool:
     line before it listens."""
     if not line.startswith("{"):
         return "Traceback" not in line and "error" not in line.lower()
-    told = json.loads(line)
-    return told["level"] == "info" and told.get("status", 200) in (0, 200, 499)
+    entry = json.loads(line)
+    return entry["level"] == "info" and entry.get("status", 200) in (0, 200, 499)
 
 
 async def soak(process: int, clients: Clients, streams: int, minutes: float) -> list[Sample]:
@@ -276,7 +278,7 @@ def main() -> int:
 def watch(
     server: "subprocess.Popen[bytes]",
     url: str,
-    requests: list[Ask],
+    requests: list[RandomRequest],
     args: argparse.Namespace,
     rng: random.Random,
 ) -> tuple[dict[str, Any], list[str]]:

@@ -44,7 +44,8 @@ def compose(r: Recipe, machine: Machine) -> str:
         words += ["--port", str(port)]
     if r.env:
         lines += ["    environment:"] + [f"      {k}: {json.dumps(v)}" for k, v in r.env.items()]
-    lines += ["    command:"] + [f"      - {json.dumps(w)}" for w in words]
+    literal = [w.replace("$", "$$") for w in words]  # compose replaces $NAME by a variable
+    lines += ["    command:"] + [f"      - {json.dumps(w)}" for w in literal]
     lines += [
         "    deploy:",
         "      resources:",

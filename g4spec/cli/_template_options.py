@@ -13,8 +13,8 @@ Reasoning = Annotated[
     Literal["off", "on", "auto"],
     typer.Option(
         "--reasoning",
-        help="Whether answers begin with reasoning if the request does not say; auto: as the chat "
-        "template does by default.",
+        help="Whether answers begin with reasoning if the request does not say; auto: if the chat "
+        "template has reasoning, as in llama.cpp.",
     ),
 ]
 PrefillAssistant = Annotated[

@@ -128,6 +128,12 @@ def check_pair(config: Config, target: Any) -> None:
                 fix=fix,
             )
     check_taps(config.target_layers, target)
+    if config.n_drafted < 1:
+        raise InputError(
+            "block_size of the draft, the anchor included",
+            expected="2 or more",
+            found=config.block_size,
+        )
     if config.block_size > MAX_STEP_ROWS:
         raise Unsupported(
             f"a block of {config.block_size} rows: a step has at most {MAX_DRAFT} drafted tokens"

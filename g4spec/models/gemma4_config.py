@@ -221,7 +221,7 @@ def parse_gguf(
         f"blk.{i}.attn_v.weight" in tensors for i, s in enumerate(sliding) if not s
     )
     return Config(
-        n_vocab=tensors.get("token_embd.weight", (0, 0))[0],
+        n_vocab=(tensors.get("token_embd.weight") or (0,))[0],
         n_embd=f.positive("embedding_length"),
         n_ctx=f.positive("context_length"),
         eps=f.get(float, "attention.layer_norm_rms_epsilon"),
@@ -264,15 +264,14 @@ def _layer_gguf(
 
 
 def _per_layer(f: Fields, key: str, index: int) -> int:
-    value = f.raw.get(f.prefix + key)
-    if isinstance(value, list):
-        n_layer = f.positive("block_count")
-        if len(value) != n_layer:
-            raise InputError(
-                f"{f.where}: {f.prefix + key}", expected=f"{n_layer} entries", found=len(value)
-            )
-        return int(value[index])
-    return f.positive(key)
+    if not isinstance(f.raw.get(f.prefix + key), list):
+        return f.positive(key)
+    values, n_layer = f.list(int, key), f.positive("block_count")
+    if len(values) != n_layer:
+        raise InputError(
+            f"{f.where}: {f.prefix + key}", expected=f"{n_layer} entries", found=len(values)
+        )
+    return Fields({key: values[index]}, f.where).positive(key)
 
 
 def samples(config: Config) -> tuple[LayerSpec, LayerSpec]:

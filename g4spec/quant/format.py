@@ -218,14 +218,22 @@ def encode_in_batches(
     x: Floats, size: int, encode: Callable[..., Bytes], weights: Floats | None = None
 ) -> Bytes:
     """Encode `size` values at a time, so that temporaries stay in a core's cache."""
-    parts = []
+    out: Bytes | None = None
+    written = 0
     for at in range(0, max(len(x), 1), size):
         try:
             part = () if weights is None else (weights[at : at + size],)
-            parts.append(encode(x[at : at + size], *part))
+            encoded = encode(x[at : at + size], *part)
         except Unrepresentable as e:
             raise Unrepresentable(at + e.index, e.value) from None
-    return np.concatenate(parts)
+        if len(x) <= size:
+            return encoded
+        if out is None:  # the first batch tells the bytes per value
+            out = np.empty(len(x) * len(encoded) // size, np.uint8)
+        out[written : written + len(encoded)] = encoded
+        written += len(encoded)
+    assert out is not None
+    return out
 
 
 def check_finite(x: Floats, *factors: NDArray[np.float16]) -> None:

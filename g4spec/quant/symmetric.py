@@ -6,7 +6,7 @@ even by ggml's measure. It differs from ggml's search:
 
 1. For each group, try several step sizes that map its largest value to an end of the codes or near
    it, and fit the scale to the resulting codes by least squares.
-2. Round scales to integers and try their neighbours.
+2. Round scales to integers and try their neighbours (`CodeSpec.neighbours`).
 3. Fit d to codes and scales by least squares, and keep it if the error is smaller.
 
 Values are stored as [size, groups * blocks], see `g4spec.quant.affine`.
@@ -14,8 +14,10 @@ Values are stored as [size, groups * blocks], see `g4spec.quant.affine`.
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +44,8 @@ class CodeSpec:
         low, high: range of integer scales.
         round: rounds values / step to the values of the nearest codes, in place.
         rms: the weights are rms + |x|, otherwise |x|.
+        refined: largest magnitude of an integer scale whose neighbours are tried. Rounding errors
+            of larger ones matter less.
     """
 
     groups: int
@@ -52,6 +56,7 @@ class CodeSpec:
     high: int
     round: Callable[[Floats], Floats]
     rms: bool = True
+    refined: int = 128
 
 
 def integer_codes(low: int, high: int) -> Callable[[Floats], Floats]:
@@ -83,18 +88,22 @@ def table_codes(values: Floats) -> Callable[[Floats], Floats]:
 
 
 class Search:
-    """Search on one batch of values [size, groups * blocks]. `code`, `part`: scratch arrays."""
+    """Search on one batch of values [size, groups * blocks]. `code`, `part`: scratch arrays.
+
+    The arrays last until the next search of the same thread."""
 
     def __init__(self, x: Floats, codes: CodeSpec, weights: Floats | None = None) -> None:
-        self.codes, self.x = codes, columns(x, codes)
-        x = self.x
-        self.weights = np.abs(x)
+        self.codes = codes
+        shape = codes.size, len(x) // codes.size
+        self.x, self.weights, self.code, self.part = scratch(shape)
+        blocks = x.reshape(-1, codes.groups, codes.size).transpose(2, 1, 0)
+        self.x.reshape(blocks.shape)[:] = blocks
+        np.abs(self.x, out=self.weights)
         if codes.rms or weights is not None:
-            self.weights += np.sqrt(np.einsum("ij,ij->j", x, x) / F(codes.size))
+            self.weights += np.sqrt(np.einsum("ij,ij->j", self.x, self.x) / F(codes.size))
         if weights is not None:  # see `Format.weighted`
             np.sqrt(self.weights, out=self.weights)
             self.weights *= columns(weights, codes)
-        self.code, self.part = np.empty_like(x), np.empty_like(x)
 
     def sums(self, inverse: Floats) -> tuple[Floats, Floats]:
         """Return the weighted sums of codes^2 and codes * x of each group for 1 / scale."""
@@ -112,20 +121,22 @@ class Search:
         largest = np.where(-low > high, low, high)
         flat = np.abs(largest) < TINY
         inverse = np.where(flat, F(0), 1 / largest)
-        tried = [self.sums(inverse * F(end)) for end in self.codes.ends]
-        square, product = np.stack([t[0] for t in tried]), np.stack([t[1] for t in tried])
-        gain = product * product / square
-        gain[~(square > 0)] = -1
-        best = gain.argmax(axis=0), np.arange(len(largest))
-        scale = np.where(
-            square[best] > 0, product[best] / square[best], largest / F(self.codes.end)
-        )
+        most, square, product = (np.full_like(largest, v) for v in (-1, 0, 0))
+        for end in self.codes.ends:
+            sums = self.sums(inverse * F(end))
+            gain = sums[1] * sums[1] / sums[0]
+            better = gain > most  # false for 0 / 0
+            for to, values in zip((most, square, product), (gain, *sums), strict=True):
+                np.putmask(to, better, values)
+        scale = np.where(square > 0, product / square, largest / F(self.codes.end))
         scale[flat] = 0
         out: Floats = scale.reshape(self.codes.groups, -1)
         return out
 
     def neighbours(self, d: NDArray[np.float16], scale: Floats) -> Floats:
         """Return the best integer scales near the given ones."""
+        if self.codes.refined < -self.codes.low:
+            return self._some_neighbours(d, scale)
         least: Floats = np.full(self.x.shape[1], np.inf, F)
         best = scale
         for step in NEIGHBOURS:
@@ -138,18 +149,41 @@ class Search:
             best = np.where(better.reshape(scale.shape), tried, best)
         return best
 
+    def _some_neighbours(self, d: NDArray[np.float16], scale: Floats) -> Floats:
+        """Compute `neighbours` of scales up to `refined` only."""
+        (at,) = np.nonzero(np.abs(scale.reshape(-1)) <= F(self.codes.refined))
+        if not len(at):
+            return scale
+        few: Search = copy.copy(self)
+        few.codes = replace(self.codes, refined=-self.codes.low)
+        few.x, few.weights = self.x[:, at], self.weights[:, at]
+        few.code, few.part = np.empty_like(few.x), np.empty_like(few.x)
+        out = scale.reshape(-1).copy()
+        out[at] = few.neighbours(d[at % len(d)], out[at])
+        return out.reshape(scale.shape)
+
     def factor(self, d: NDArray[np.float16], scale: Floats) -> NDArray[np.float16]:
         """Return the factor that fits codes and scales best, or `d` if that is better."""
         s = (d.astype(F) * scale).reshape(-1)
-        square, _ = self.sums(np.where(s != 0, 1 / s, F(0)))
-        off = np.multiply(self.code, s, out=self.code)
-        off -= self.x
-        error = np.einsum("ij,ij->j", self.part, off)
+        square, product = self.sums(np.where(s != 0, 1 / s, F(0)))
+        error = s * square - product
         a = (square.reshape(scale.shape) * scale * scale).sum(axis=0)
         b = (error.reshape(scale.shape) * scale).sum(axis=0)
         new = (d - b / a).astype(np.float16)
         change = new.astype(F) - d
         return np.where(change * (2 * b + change * a) < 0, new, d)
+
+
+_thread = threading.local()
+
+
+def scratch(shape: tuple[int, int]) -> list[Floats]:
+    """Return four arrays of this thread for a batch. New arrays for each batch would be pages that
+    the operating system clears: as much time as a third of the search."""
+    size = shape[0] * shape[1]
+    if getattr(_thread, "size", 0) < size:
+        _thread.size, _thread.arrays = size, [np.empty(size, F) for _ in range(4)]
+    return [a[:size].reshape(shape) for a in _thread.arrays]
 
 
 def columns(x: Floats, codes: CodeSpec) -> Floats:

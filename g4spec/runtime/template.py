@@ -109,8 +109,7 @@ def render_in_process(
     """Render like `render`, without limits of time and memory.
 
     Args:
-        more: other variables, for instance `tools`. With `enable_thinking=None` the variable is
-            undefined, so that the template's default applies; by default it is False.
+        more: other variables, for instance `tools`.
     """
     variables = {
         "messages": list(messages),
@@ -121,8 +120,6 @@ def render_in_process(
         "tools": None,
         **more,
     }
-    if variables["enable_thinking"] is None:
-        del variables["enable_thinking"]
     parts: list[str] = []
     rendered_values = json.dumps([variables["messages"], variables["tools"]], ensure_ascii=False)
     size, limit = 0, MAX_EXTRA_CHARS + 2 * len(rendered_values)

@@ -211,16 +211,21 @@ class EngineClient:
     def sleep(self) -> bool:
         """End the process, which frees its memory, until `wake` or the next request.
 
+        A process that is still loading is killed.
+
         Returns:
-            False if there are texts or no process is ready; the process then stays.
+            False if there are texts, or the engine is closed or has failed.
         """
         with self._lock:
-            if self._texts or self._channel is None or self._closing.is_set():
+            if self._texts or self._closing.is_set() or self.failed is not None:
                 return False
             self._put_to_sleep = True
             self._awake.clear()
-            self._channel.send("close")
-            self._channel = None  # texts wait for the next process
+            if self._channel is not None:
+                self._channel.send("close")
+                self._channel = None  # texts wait for the next process
+            elif self._process is not None:
+                self._process.kill()
         return True
 
     def wake(self) -> None:
@@ -360,6 +365,10 @@ class EngineClient:
 
     def _ready(self, channel: Channel, facts: EngineInfo) -> None:
         with self._lock:
+            if self.is_sleeping:
+                channel.send("close")
+                return
+            self._put_to_sleep = False
             self._channel = channel
             self._last_activity = time.monotonic()
             for number in list(self._texts):

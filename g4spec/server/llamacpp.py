@@ -309,6 +309,7 @@ def _last(generation: Generation, text: Text, stream: bool) -> dict[str, Any]:
     reason = stats.stop_reason
     kinds = {"stop text": "word", "length": "limit", "context": "limit"}
     service = generation.service
+    full = stats.prompt_tokens + stats.tokens >= service.engine.n_ctx
     return {
         "stop": True,
         "model": service.settings.model,
@@ -317,7 +318,7 @@ def _last(generation: Generation, text: Text, stream: bool) -> dict[str, Any]:
         "tokens_cached": stats.cached_tokens,
         "generation_settings": _settings(text, stream),
         "prompt": service.tokenizer.decode(text.request.prompt, special=True),
-        "truncated": reason == "context",
+        "truncated": reason == "context" or (reason == "length" and full),
         "stop_type": kinds.get(reason, "eos"),
         "stopping_word": text.stop or "",
         "has_new_line": "\n" in text.request.text,

@@ -285,6 +285,7 @@ class ModelRouter:
                 self._changed.set()
             elif not model.n_waiting and model.loading is not None and not model.opening:
                 model.loading.cancel()  # nobody waits any more
+                model.loading = None
 
     async def _loading(self, model: Model) -> None:
         """Wait for the load of a model; begin it if it has not begun."""
@@ -299,7 +300,8 @@ class ModelRouter:
                 if model.status != "loaded":
                     await self._load(model)
         finally:
-            model.loading = None
+            if model.loading is asyncio.current_task():
+                model.loading = None
 
     async def _load(self, model: Model) -> None:
         """Load a model; unload others, least recently used first, until there is room."""

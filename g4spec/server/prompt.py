@@ -91,7 +91,7 @@ class Prompter:
         Args:
             messages: messages in OpenAI's format.
             tools: tools in OpenAI's format.
-            thinking: enable reasoning; None: as the template does by default.
+            thinking: enable reasoning; None: if the template has it.
             continued: the last message is the beginning of the answer.
             opened: add the generation prompt; always added if `continued`.
             generates: the prompt is for a generation, whose output must be parsed; otherwise tools
@@ -115,7 +115,7 @@ class Prompter:
         if thinking is not False or tools or calls:
             features = await self.features()
             if thinking is None:
-                thinks = features.thinks_by_default and self.marks is not None
+                thinks = features.thinking and (self.marks is not None or not generates)
             if generates:
                 self._check_features(features, thinking=thinks, tools=bool(tools), calls=calls)
             if features.text_last:
@@ -125,7 +125,7 @@ class Prompter:
         text = await renderer.render(
             plain,
             tools=offered or None,
-            enable_thinking=thinking,
+            enable_thinking=thinks,
             add_generation_prompt=opened or continued,
         )
         text = _restore_call_texts(text, call_texts) + beginning

@@ -46,7 +46,7 @@ class Settings:
         sampler: default sampling parameters.
         seed: default seed; None: random for each request.
         n_predict: default limit of new tokens; None: the rest of the context.
-        reasoning: default of reasoning; None: that of the chat template.
+        reasoning: default of reasoning; None: on if the chat template has it.
         prefill_assistant: continue the last message of a chat if it is the assistant's.
         sleep_seconds: seconds without requests after which the engine sleeps; None: never.
     """

@@ -133,14 +133,12 @@ class TemplateFeatures:
         results: form of tool results: "messages" with the role tool, a "field" `tool_responses` of
             the message with the calls, or None if unsupported.
         text_last: the text of a message is written after its calls and their results.
-        thinks_by_default: without `enable_thinking` the output is that of `enable_thinking=True`.
     """
 
     thinking: bool
     tools: bool
     results: str | None
     text_last: bool = False
-    thinks_by_default: bool = False
 
 
 async def features(renderer: Renderer) -> TemplateFeatures:
@@ -164,7 +162,6 @@ async def features(renderer: Renderer) -> TemplateFeatures:
 
     plain = await attempt([user])
     thinking = await attempt([user], enable_thinking=True)
-    default = await attempt([user], enable_thinking=None)
     declared = await attempt([user], tools=tools)
     as_messages = await attempt([user, calling, result], tools=tools)
     as_field = await attempt([user, embedded], tools=tools)
@@ -175,7 +172,6 @@ async def features(renderer: Renderer) -> TemplateFeatures:
         results = "field"
     talking = await attempt([user, {**calling, "content": "g4spec_text"}], tools=tools)
     text_last = 0 <= talking.find(f"<|tool_call>call:{name}") < talking.find("g4spec_text")
-    has_thinking = bool(thinking) and thinking != plain
     return TemplateFeatures(
-        has_thinking, name in declared, results, text_last, has_thinking and default == thinking
+        bool(thinking) and thinking != plain, name in declared, results, text_last
     )

@@ -1,5 +1,5 @@
-"""Every kernel instance of the CUDA runtime compiles for every architecture, within its bounds; no
-GPU is needed."""
+"""Every kernel instance of the CUDA runtime compiles for every architecture within its register and
+spill bounds. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from g4spec.runtime.cuda.build import constants, nvrtc, signature, units
 REGISTERED = units.registered()
 
 SIBLINGS = {"sm_75": "sm_70", "sm_89": "sm_86", "sm_100": "sm_120", "sm_121": "sm_120"}
-"""Architectures that compile the same code as another: of each unit the first and the last
-instance, or all with G4SPEC_COMPILE=all (two thirds as much time again)."""
+"""Architectures that compile the same code as another one. Only the first and last instance of each
+unit are compiled for them, or all with G4SPEC_COMPILE=all (takes 5/3 of the time)."""
 
 
 PROCESSES = 1 if "PYTEST_XDIST_WORKER" in os.environ else None
-"""To compile in: this one where others keep the cores busy, else one a core."""
+"""Number of compiling processes: 1 if others keep the cores busy, else one per core."""
 
 
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kept from one run to the next, beside the emulator's: a key holds all that a cubin, and what
-    it takes, depends on. It is five minutes of one core when nothing changed."""
+    """Use a compilation cache that is kept between runs, next to the emulator's. Its keys contain
+    everything that a cubin and its resources depend on. Without the cache, an unchanged tree takes
+    five minutes of one core."""
     folder = Path(tempfile.gettempdir()) / f"g4spec-kernels-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
@@ -99,8 +100,8 @@ def test_units_name_architectures_that_exist() -> None:
 
 
 def _launches() -> list[tuple[str, str, set[str], bool]]:
-    """Place, kernel file, argument names, and whether more follow in a dict (`**`), of each launch
-    that names its file."""
+    """Yield place, kernel file, argument names, and whether further arguments follow in a dict
+    (`**`), of each launch that names its file."""
     found = []
     for path in sorted(nvrtc.CUDA.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -119,7 +120,7 @@ def _launches() -> list[tuple[str, str, set[str], bool]]:
 
 
 def test_launches_name_the_parameters_of_a_kernel() -> None:
-    """Also those that no test on this machine runs."""
+    """Includes launches that no test on this machine runs."""
     launches = _launches()
     assert len(launches) > 30
     for place, file, names, partial in launches:
@@ -127,9 +128,9 @@ def test_launches_name_the_parameters_of_a_kernel() -> None:
         assert any(names <= k if partial else names == k for k in kernels), (place, names)
 
 
-def test_constants_are_stated_once() -> None:
-    """No kernel defines a name of the generated header again. Each name has users on both sides or
-    makes up another constant."""
+def test_constants_are_defined_once() -> None:
+    """No kernel redefines a name of the generated header. Each name is used in Python and CUDA, or
+    is part of another constant."""
     names = set(re.findall(r"^(?:struct |  )(\w+)", constants.header(), re.MULTILINE))
     kernels = [
         *nvrtc.kernel_files().values(),
@@ -149,7 +150,7 @@ def test_constants_are_stated_once() -> None:
 
 
 def test_the_header_is_part_of_the_cache_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that was compiled with other constants is another kernel."""
+    """A kernel compiled with other constants has another key."""
 
     def key() -> str:
         return nvrtc.key(nvrtc.closure("accept.cu"), "accept", "sm_80")

@@ -1,4 +1,4 @@
-"""What must stay true of the package's shape while everything else changes."""
+"""Rules on the structure of the package: import layers, sizes, errors, light imports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = [str(f.relative_to(ROOT)) for f in FILES]
 
 
 def python(code: str) -> str:
-    """Output of a fresh interpreter: this one has imported torch long ago."""
+    """Return the output of a new interpreter, because this one has already imported torch."""
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -34,7 +34,7 @@ def functions(file: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 def test_imports_go_one_way() -> None:
-    # In a process of its own: it disables all loggers, which later tests read.
+    # In a separate process, because it disables all loggers, which later tests need.
     python(
         "from importlinter.cli import lint_imports\n"
         "assert lint_imports(config_filename='pyproject.toml', no_cache=True) == 0"
@@ -44,7 +44,7 @@ def test_imports_go_one_way() -> None:
 @pytest.mark.parametrize("file", FILES, ids=NAMES)
 def test_sizes(file: Path) -> None:
     lines = len(file.read_text().splitlines())
-    # A command's file parses, calls and renders; rendering itself may be longer.
+    # A command's file parses, calls and renders; the renderer itself may be longer.
     limit = 150 if file.parent.name == "cli" and file.name != "render.py" else 450
     assert lines <= limit, f"{lines} lines, at most {limit}"
     long = [
@@ -74,7 +74,7 @@ def test_no_blanket_except(file: Path) -> None:
         if isinstance(node, ast.ExceptHandler):
             caught = ast.unparse(node.type) if node.type else "everything"
             last = node.body[-1]
-            cleanup = isinstance(last, ast.Raise) and last.exc is None  # tidies up and passes it on
+            cleanup = isinstance(last, ast.Raise) and last.exc is None  # cleans up and re-raises
             blanket = caught in ("everything", "Exception", "BaseException")
             assert cleanup or not blanket, f"line {node.lineno}"
 
@@ -92,7 +92,7 @@ def test_light_packages_do_not_import_torch(package: str) -> None:
     )
 
 
-def test_the_package_offers_the_engine_and_stays_light() -> None:
+def test_importing_the_package_is_light_and_exports_the_engine() -> None:
     out = python(
         "import sys, g4spec\n"
         "assert not {'torch', 'numpy', 'g4spec.core', 'g4spec.runtime'} & set(sys.modules)\n"
@@ -113,8 +113,8 @@ def test_the_package_offers_the_engine_and_stays_light() -> None:
     )
 
 
-def nouns() -> set[str]:
-    """Words by which kinds of models are known."""
+def model_kind_words() -> set[str]:
+    """Return the words that name kinds of models."""
     found = {arch for arch in models.kinds()} | {
         m.__name__.split(".")[-1] for m in models.kinds().values()
     }
@@ -131,13 +131,13 @@ RUNTIME = (
     "pool",
     "prefix",
 )
-VERBS = ["ops/sampling.py", "ops/kv.py", *(f"runtime/{name}.py" for name in RUNTIME)]
+KIND_AGNOSTIC = ["ops/sampling.py", "ops/kv.py", *(f"runtime/{name}.py" for name in RUNTIME)]
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_verbs_never_name_nouns(verb: str) -> None:
-    text = (PACKAGE / verb).read_text().lower()
-    assert [noun for noun in sorted(nouns()) if noun.lower() in text] == []
+@pytest.mark.parametrize("module", KIND_AGNOSTIC)
+def test_the_runtime_never_names_model_kinds(module: str) -> None:
+    text = (PACKAGE / module).read_text().lower()
+    assert [word for word in sorted(model_kind_words()) if word.lower() in text] == []
 
 
 def test_every_kind_is_documented() -> None:
@@ -149,14 +149,16 @@ def test_every_kind_is_documented() -> None:
     assert missing == [], "not named in docs/ or README.md"
 
 
-def test_every_command_says_what_it_does() -> None:
+def test_every_command_has_a_description() -> None:
     for name in cli.names():
         module = __import__(f"g4spec.cli.{name}", fromlist=["command"])
-        told = module.app.registered_callback.callback if hasattr(module, "app") else module.command
-        assert told.__doc__, name
+        command = (
+            module.app.registered_callback.callback if hasattr(module, "app") else module.command
+        )
+        assert command.__doc__, name
 
 
-def test_help_is_quick_and_light() -> None:
+def test_help_is_fast_and_imports_little() -> None:
     command = [sys.executable, "-m", "g4spec", "--help"]
     times = []
     for _ in range(5):  # processor time, best of five: the machine is busy with other tests
@@ -177,5 +179,5 @@ def test_help_is_quick_and_light() -> None:
     assert not {"torch", "numpy", "rich", "tokenizers", "jinja2"} & set(loaded)
 
 
-def test_ci_runs_the_same_door() -> None:
+def test_ci_runs_make_test() -> None:
     assert "make test" in (ROOT / ".ci" / "run").read_text()

@@ -1,4 +1,4 @@
-"""The map in `docs/structures.md` shows what is there."""
+"""The map in `docs/structures.md` matches the code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIGNATURES = re.findall(r"^    (g4spec[\w.]+)\((.*)\)$", PAGE, re.MULTILINE)
 
 
 def resolve(name: str) -> Any:
-    """The object behind a dotted name."""
+    """Return the object of a dotted name."""
     parts = name.split(".")
     for n in range(len(parts), 0, -1):
         try:
@@ -30,7 +30,7 @@ def resolve(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name,arguments", SIGNATURES, ids=[n for n, _ in SIGNATURES])
-def test_signatures_are_those_of_the_code(name: str, arguments: str) -> None:
+def test_signatures_match_the_code(name: str, arguments: str) -> None:
     shown = inspect.signature(resolve(name))
     plain = [
         p.replace(annotation=inspect.Parameter.empty)
@@ -41,7 +41,7 @@ def test_signatures_are_those_of_the_code(name: str, arguments: str) -> None:
     assert str(signature) == f"({arguments})", f"{name}{signature}"
 
 
-def test_all_files_named_are_there() -> None:
+def test_named_files_exist() -> None:
     names = set(re.findall(r"`((?:[\w]+/)+[\w]+\.(?:py|cu|md)|(?:[\w]+/)+)`", PAGE))
     places = [
         ROOT,
@@ -54,7 +54,7 @@ def test_all_files_named_are_there() -> None:
     assert len(names) > 30 and missing == []
 
 
-def test_contributing_names_what_is_there() -> None:
+def test_names_in_contributing_exist() -> None:
     """Files by the end of their paths, and constants by their names."""
     page = (ROOT / "CONTRIBUTING.md").read_text()
     files = [

@@ -59,7 +59,7 @@ def test_words_without_an_option(
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "message"),
     [
         ("verfy", "Did you mean verify? See `g4spec --help`"),
         ("bench compar a b", "Did you mean compare? See `g4spec bench --help`"),
@@ -92,9 +92,9 @@ def test_words_without_an_option(
         ("generate -m x --foo -ngl 3", "--foo: no such option"),
     ],
 )
-def test_wrong_options(command: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(command.split()) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_an_existing_file_as_a_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -155,13 +155,13 @@ def test_wrong_options_are_reported_before_torch_is_imported(tmp_path: Path) -> 
         timeout=120,
     )
     errors = done.stderr.splitlines()
-    for line, said, error in zip(WRONG, WRONG.values(), errors, strict=True):
-        assert said in error, line
+    for line, message, error in zip(WRONG, WRONG.values(), errors, strict=True):
+        assert message in error, line
     assert done.returncode == 0
 
 
 @pytest.mark.parametrize("line", ["generate -m {} -p x", "inspect {}", "generate -m x -f {}"])
-def test_empty_texts_are_no_files(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_texts_are_not_files(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run([word.format("") for word in line.split()]) == 2
     assert "is an empty text" in capsys.readouterr().err
 
@@ -200,7 +200,7 @@ def test_results_replace_only_results(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["imatrix", "perplexity"])
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["-c", "1"], "-c: expected at least 4 tokens per chunk, found 1"),
         (["--chunks", "0"], "--chunks: expected at least 1, found 0"),
@@ -209,7 +209,7 @@ def test_results_replace_only_results(tmp_path: Path) -> None:
 def test_sizes_of_chunks(
     command: str,
     options: list[str],
-    said: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -217,10 +217,10 @@ def test_sizes_of_chunks(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("some words")
     assert cli.run([command, "-m", "text.txt", "text.txt", *options]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_help_needs_no_valid_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_ignores_other_invalid_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["generate", "word", "--nope", "-h"]) == 0
     assert capsys.readouterr().out.startswith("Usage: g4spec generate")
 

@@ -108,8 +108,8 @@ def test_remarks() -> None:
     result = bench_streams.sweep(
         engine(n_ctx=512, parallel=8), prompts, bench.BenchConfig((0,), 45, 1, ignore_eos=True), 4
     )
-    said = "\n".join(result.notes)
-    assert "preempted" in said and "4 prompts for 4 streams" in said and "one repeat" in said
+    output = "\n".join(result.notes)
+    assert "preempted" in output and "4 prompts for 4 streams" in output and "one repeat" in output
     assert result.rows[0].preempted
     twice = [BenchPrompt("a", "code", "raw", "x"), BenchPrompt("b", "code", "raw", "x")]
     with pytest.raises(InputError, match="same text"):
@@ -137,9 +137,9 @@ def test_bench_parallel(
     assert data == json.loads(kept.read_text()) and data["identical"]
     assert [(r["length"], r["streams"]) for r in data["rows"]] == [(0, 2), (2, 2), ("auto", 2)]
     assert cli.run(argv) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     for part in ("2 streams at once", "first token ms", "between tokens ms", "p95", "plain"):
-        assert part in said
+        assert part in output
 
 
 def test_verify_parallel(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -285,5 +285,5 @@ def test_a_file_in_place_of_a_folder_for_results(
     file = tmp_path / "results"
     file.write_text("")
     assert run([*argv, "-o", str(file / below)]) == 2
-    said = capsys.readouterr()
-    assert f"{file} is a file" in said.err and "folder" in said.err and not said.out
+    captured = capsys.readouterr()
+    assert f"{file} is a file" in captured.err and "folder" in captured.err and not captured.out

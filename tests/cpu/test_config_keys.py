@@ -47,9 +47,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_rope_parameters_of_a_target_that_are_not_read_are_refused(
     tmp_path: Path, name: str
 ) -> None:
-    values, said = REFUSED[name]
+    values, message = REFUSED[name]
     folder = edit(tiny.target(tmp_path / "target"), **values)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         convert(folder, tmp_path / "x.gguf", dry_run=True)
 
 

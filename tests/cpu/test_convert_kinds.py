@@ -107,7 +107,7 @@ def test_zlab_facts(target: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "layers,told",
+    "layers,causal",
     [
         ([True] * 4 + [False], True),
         ([True, False], True),
@@ -117,9 +117,9 @@ def test_zlab_facts(target: Path, tmp_path: Path) -> None:
     ],
 )
 def test_the_causality_of_most_layers_is_written_for_upstream(
-    layers: list[bool], told: bool
+    layers: list[bool], causal: bool
 ) -> None:
-    assert dflash_backbone.shared_causality(layers) is told
+    assert dflash_backbone.shared_causality(layers) is causal
 
 
 def test_speculators_facts(target: Path, tmp_path: Path) -> None:

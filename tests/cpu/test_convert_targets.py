@@ -162,11 +162,11 @@ def test_quantized_weights_keep_every_bit(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored, "BLOCK_VALUES", 64 * 7)  # blocks that end inside a word
-    make, form, told = QUANTIZED[name]
+    make, form, note = QUANTIZED[name]
     meant = make(source(tmp_path / "t"))
     result = convert(tmp_path / "t", tmp_path / "t.gguf", type="f32")
     check(tmp_path / "t.gguf", meant, form)
-    assert told in notes(result)["blk.1.attn_q.weight"]
+    assert note in notes(result)["blk.1.attn_q.weight"]
     assert validate(tmp_path / "t.gguf", against=tmp_path / "t").ok
 
 
@@ -179,16 +179,18 @@ def test_zero_points(tmp_path: Path) -> None:
         meant = make(source(tmp_path / f"{i}"), symmetric=False)
         result = convert(tmp_path / f"{i}", tmp_path / "t.gguf", type="f32")
         check(tmp_path / "t.gguf", meant, None)
-        told = {r.type: r.note for r in result.plan.tensors if r.note.startswith("INT")}
-        assert set(told) <= {"Q4_1", "F32"}
-        assert "no type holds them exactly" in told["F32"]
+        notes_by_type = {r.type: r.note for r in result.plan.tensors if r.note.startswith("INT")}
+        assert set(notes_by_type) <= {"Q4_1", "F32"}
+        assert "no type holds them exactly" in notes_by_type["F32"]
 
 
 def test_a_loss_is_reported(tmp_path: Path) -> None:
     Q.fp8(source(tmp_path / "t"))
-    said = notes(convert(tmp_path / "t", tmp_path / "t.gguf", type="q8_0", dry_run=True))
-    assert said["blk.1.attn_q.weight"].startswith("FP8 with scales, dequantized; relative error")
-    assert 0 < float(said["blk.1.attn_q.weight"].split()[-1].rstrip("%")) < 1
+    notes_by_name = notes(convert(tmp_path / "t", tmp_path / "t.gguf", type="q8_0", dry_run=True))
+    assert notes_by_name["blk.1.attn_q.weight"].startswith(
+        "FP8 with scales, dequantized; relative error"
+    )
+    assert 0 < float(notes_by_name["blk.1.attn_q.weight"].split()[-1].rstrip("%")) < 1
 
 
 @pytest.mark.parametrize("quantized", [False, True])

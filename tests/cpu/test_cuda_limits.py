@@ -23,6 +23,9 @@ from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
 from g4spec.runtime.cuda.prefill.long_ops import STILL, rotating_freqs
 from g4spec.runtime.cuda.prefill.reader import fits
 from g4spec.runtime.cuda.step import attention, packed_rows
+from g4spec.runtime.cuda.step.experts import ExpertShape
+from g4spec.runtime.cuda.step.experts import fits as fits_experts
+from g4spec.runtime.cuda.weights import dequant, packing
 from tests.gpu.batches import rows_of, spread
 from tests.support import tiny, tiny_drafts
 
@@ -100,6 +103,53 @@ def test_row_widths_that_fit_a_thread_block() -> None:
         assert not packed_rows.fits(width)
 
 
+def stack(type: str, shape: tuple[int, int, int]) -> Any:
+    """A packed matrix [matrices, rows, columns] without data, as far as sizes are read."""
+    unit = packing.unit_of(type, shape[2])
+    data = SimpleNamespace(shape=(1, shape[2] // unit, packing.unit_bytes(type, unit)))
+    return SimpleNamespace(type=type, rows=shape[1], columns=shape[2], data=data)
+
+
+@pytest.mark.parametrize(
+    "experts,used,type,arch,taken",
+    [
+        (128, 8, "q8_0", "sm_86", True),
+        (158, 16, "q8_0", "sm_86", True),
+        (166, 16, "q8_0", "sm_86", False),
+        (132, 16, "q6_k", "sm_86", True),
+        (140, 16, "q6_k", "sm_120", False),
+        (1024, 16, "q6_k", "sm_90a", True),
+        (1025, 1, "q4_0", "sm_90a", False),
+        (16, 17, "q4_0", "sm_90a", False),
+        (4, 5, "q4_0", "sm_90a", False),
+    ],
+)
+def test_experts_that_the_kernel_has_no_room_for(
+    experts: int, used: int, type: str, arch: str, taken: bool
+) -> None:
+    """With 166 experts of Q8_0, 16 of them used, it did not compile for an RTX 3090."""
+    shape = ExpertShape(experts, used, 256, 256, 256)
+    up, down = stack(type, (experts, 512, 256)), stack(type, (experts, 256, 256))
+    assert fits_experts(shape, (up, down, up, down), arch) is taken
+
+
+def test_many_experts_are_dequantized_in_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grid has at most 65535 blocks in its second dimension."""
+    launched = list[Any]()
+
+    def kernel(file: str, name: str) -> Any:
+        return lambda grid, block, **given: launched.append((grid, given))
+
+    monkeypatch.setattr(dequant.launch, "kernel", kernel)
+    matrices, rows = 40000, 200
+    packed = torch.empty(matrices * 2, 1, 64 * 136, dtype=torch.uint8, device="meta")
+    out = torch.empty(matrices * rows, 64, dtype=torch.float16, device="meta")
+    dequant.dequantize(dequant.Weight("q8_0", packed, rows, 64, matrices), out)
+    assert [grid for grid, _ in launched] == [(1, 65534), (1, 80000 - 65534)]
+    assert sum(len(given["packed"]) for _, given in launched) == len(packed)
+    assert sum(len(given["out"]) for _, given in launched) == len(out)
+
+
 @pytest.mark.parametrize("window", [None, 1, 512, 1 << 20])
 @pytest.mark.parametrize("n_kv", [1, 2, 16, 64, 128, 1000])
 @pytest.mark.parametrize("n_ctx", [64, 4096, 1 << 18, 1 << 20, 1 << 24])
@@ -132,6 +182,9 @@ def test_chunks_of_published_contexts_are_unchanged() -> None:
         ({"hidden": 33}, False),
         ({"inter": 30}, False),
         ({"global_head_dim": 48}, False),
+        ({"experts": 64, "top_k": 64, "expert_inter": 8}, True),
+        ({"experts": 65, "top_k": 65, "expert_inter": 8}, False),
+        ({"experts": 513, "top_k": 1, "expert_inter": 8}, False),
     ],
 )
 def test_prompts_of_odd_targets_are_read_in_steps(

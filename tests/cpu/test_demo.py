@@ -55,19 +55,20 @@ def test_demo_does_the_whole_job(
     command = ["demo", "--family", str(family), "-o", str(out), "-n", "6"]
     monkeypatch.setattr(sys, "argv", ["g4spec", *command])
     assert cli.run(command) == 0
-    said = capsys.readouterr().out
-    assert said.index(_demo_text.PROMPT) < said.index("1  Convert") and "~" in said
+    output = capsys.readouterr().out
+    assert output.index(_demo_text.PROMPT) < output.index("1  Convert") and "~" in output
     for step in ("1  Convert", "2  Quantize", "3  Validate", "4  Verify", "5  Measure", "6  Serve"):
-        assert step in said
-    assert said.count("3 of 3 texts identical") == 4
-    url = re.search(r"POST (http://127.0.0.1:\d+)/v1/completions 'def area", said)
-    assert url and " drafted tokens accepted. `g4spec serve" in said
+        assert step in output
+    assert output.count("3 of 3 texts identical") == 4
+    url = re.search(r"POST (http://127.0.0.1:\d+)/v1/completions 'def area", output)
+    assert url and " drafted tokens accepted. `g4spec serve" in output
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url[1]}/health")
     data = read_result(out / "bench.json")
     assert data["identical"] and len(data["provenance"]["target"]["sha256"]) == 64
     assert data["provenance"]["overridden_ops"] == []
     assert data["recommendation"]["words"] in (out / "report.html").read_text()
+    assert not any(str(tmp_path) in (out / n).read_text() for n in ("bench.json", "report.html"))
     _demo_family.check_folder(family, out)  # the demo may replace all of these files
 
 
@@ -108,9 +109,9 @@ def test_demo_without_the_family(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert cli.run(["demo", "--family", str(tmp_path), "-o", str(tmp_path / "x")]) == 3
-    said = capsys.readouterr().err
-    assert "found no target, dflash, dflash-speculators" in said
-    assert "Pass the folder examples/tiny of the repository" in said
+    output = capsys.readouterr().err
+    assert "found no target, dflash, dflash-speculators" in output
+    assert "Pass the folder examples/tiny of the repository" in output
     assert not (tmp_path / "x").exists()
     missing = str(tmp_path / "missing")
     assert cli.run(["demo", "--family", missing]) == 3
@@ -119,9 +120,9 @@ def test_demo_without_the_family(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(_demo_family.g4spec, "__file__", str(tmp_path / "lib/g4spec/__init__.py"))
     assert cli.run(["demo"]) == 3
-    said = capsys.readouterr().err
-    assert "not part of the installed package" in said
-    assert "run `g4spec demo --family REPOSITORY/examples/tiny`" in said
+    output = capsys.readouterr().err
+    assert "not part of the installed package" in output
+    assert "run `g4spec demo --family REPOSITORY/examples/tiny`" in output
 
 
 def test_bench_and_compare(
@@ -155,8 +156,8 @@ def test_mt_bench_preset(
     )
     options = [*files, "-c", "256", "--preset", "mt-bench", "--dataset", str(questions)]
     assert cli.run(["bench", *options, "-n", "6", "--repeats", "1"]) == 0
-    said = capsys.readouterr().out
-    assert "plain: " in said and "drafted: " in said and "by prompt" in said
+    output = capsys.readouterr().out
+    assert "plain: " in output and "drafted: " in output and "by prompt" in output
     assert cli.run(["bench", *files, "--preset", "mt-bench", "--dataset", "missing"]) == 3
     assert "FastChat" in capsys.readouterr().err
 
@@ -184,10 +185,10 @@ def test_verify_passes_and_finds_a_planted_bug(
     assert json.loads(capsys.readouterr().out)["ok"] is True
     monkeypatch.setattr(chooser, "choose_rows", accept_first_unverified)
     assert cli.run([*options, "--cases", "12", "--json"]) == 1
-    said = capsys.readouterr()
-    found = json.loads(said.out)["mismatch"]
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)["mismatch"]
     assert found["plain"]["id"] != found["speculative"]["id"]
-    assert f"token {found['index']} is {found['plain']['id']}" in said.err
+    assert f"token {found['index']} is {found['plain']['id']}" in captured.err
 
 
 # ---- Ctrl-C
@@ -231,9 +232,9 @@ def test_interrupted_bench_keeps_measured_rows(
     data = read_result(a)
     assert data["interrupted"] and {r["prompts"] for r in data["rows"]} == {left}
     assert len(data["texts"]) == left and page.stat().st_size > 10_000
-    said = capsys.readouterr()
-    assert "Draft lengths" in said.out
-    assert f"interrupted: {left} of {2 * prompts} measurements" in said.err
+    captured = capsys.readouterr()
+    assert "Draft lengths" in captured.out
+    assert f"interrupted: {left} of {2 * prompts} measurements" in captured.err
 
 
 def test_interrupted_streams_keep_measured_rows(
@@ -268,9 +269,9 @@ def test_interrupted_verify_keeps_compared_cases(
     monkeypatch.setattr(Request, "__iter__", pressed(5))
     options = ["-c", "1024", "--long-tokens", "100", "-n", "8", "--cases", "4", "--draft-max", "2"]
     assert cli.run(["verify", *files, *options]) == 130
-    said = capsys.readouterr()
-    assert "2 of 2 texts are the same" in said.out
-    assert "interrupted: 2 of 4 cases" in said.err
+    captured = capsys.readouterr()
+    assert "2 of 2 texts are the same" in captured.out
+    assert "interrupted: 2 of 4 cases" in captured.err
 
 
 # ---- a prompt of one's own
@@ -305,7 +306,7 @@ def test_a_temperature_limits_the_compared_settings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["-p", ""], "empty"),
         (["-p", "a", "-f", "b"], "exactly one"),
@@ -316,7 +317,7 @@ def test_a_temperature_limits_the_compared_settings() -> None:
     ],
 )
 def test_verify_wrong_use(
-    files: list[str], options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    files: list[str], options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run(["verify", *files, *options]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -265,7 +265,7 @@ def test_torch_without_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("installed", "said"),
+    ("installed", "message"),
     [
         ({}, "warn g4spec's CUDA kernels need torch and cuda-core install it: pip install"),
         ({"torch": "2.13.0"}, "warn g4spec's CUDA kernels need cuda-core install it: pip install"),
@@ -273,14 +273,14 @@ def test_torch_without_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"torch": "2.13.0", "cuda-core": "1.2.2", "nvidia-cuda-nvrtc": "13.0.88"}, ""),
     ],
 )
-def test_what_own_kernels_need(
-    monkeypatch: pytest.MonkeyPatch, system: System, installed: dict[str, str], said: str
+def test_packages_needed_by_g4specs_kernels(
+    monkeypatch: pytest.MonkeyPatch, system: System, installed: dict[str, str], message: str
 ) -> None:
     monkeypatch.setattr(machine_probe, "_packages", lambda: installed)
     m = look(monkeypatch, Nvml([("NVIDIA H200", (9, 0), 139 * GIB, 138 * GIB)]), system)
     text = lines(m)
-    assert said in text
-    assert bool(said) == ("NVRTC" in text or "CUDA kernels need" in text)
+    assert message in text
+    assert bool(message) == ("NVRTC" in text or "CUDA kernels need" in text)
 
 
 # ---- network
@@ -350,7 +350,7 @@ def test_units() -> None:
         "2x sm_120 32GB",
     ],
 )
-def test_what_is_printed_assumes_the_same_machine(text: str) -> None:
+def test_the_printed_assumption_describes_the_same_machine(text: str) -> None:
     asked = assume(FACTS, text)
     printed = shlex.split(assume_options(asked))
     again = assume(FACTS, printed[1])

@@ -62,7 +62,7 @@ def test_the_same_text_and_fewer_drafted_tokens(
     assert g4spec.json(*pair, "--spec-draft-p-min", 0.5)["ids"] == plain["ids"], "length auto"
 
 
-def test_verify_and_bench_take_it_too(g4spec: Cli) -> None:
+def test_verify_and_bench_accept_the_option(g4spec: Cli) -> None:
     pair = ("-m", "target.gguf", "-md", "dspark", "-c", 512, "-n", 8)
     drafted = [
         g4spec.json("verify", *pair, "--cases", 6, "--long-tokens", 64, "--draft-p-min", cut)
@@ -78,11 +78,11 @@ def test_verify_and_bench_take_it_too(g4spec: Cli) -> None:
 @pytest.mark.parametrize("draft", ["headless", "headless.gguf", "dflash", "dflash.gguf", "ngram"])
 def test_drafts_without_a_confidence_head(g4spec: Cli, command: str, draft: str) -> None:
     argv = (command, "-m", "target.gguf", "-md", draft, *(PROMPT[:2] * (command == "generate")))
-    said = g4spec.refused(*argv, "--draft-p-min", 0.5, codes=(2,))
-    assert "--draft-p-min" in said and "confidence head" in said
+    output = g4spec.refused(*argv, "--draft-p-min", 0.5, codes=(2,))
+    assert "--draft-p-min" in output and "confidence head" in output
     if draft != "ngram":
         kind = "DSpark draft" if draft.startswith("headless") else "DFlash draft"
-        assert f"{draft} has no confidence head" in said and f"found {kind}" in said
+        assert f"{draft} has no confidence head" in output and f"found {kind}" in output
 
 
 def test_zero_disables_the_cut(g4spec: Cli) -> None:
@@ -90,8 +90,8 @@ def test_zero_disables_the_cut(g4spec: Cli) -> None:
         g4spec.json("generate", "-m", "target.gguf", "-md", draft, *PROMPT, "--draft-p-min", 0)
     g4spec.json("generate", "-m", "target.gguf", *PROMPT, "--draft-p-min", 0)
     argv = ("generate", "-m", "target.gguf", *PROMPT, "--draft-p-min", 0.1)
-    said = g4spec.refused(*argv, codes=(2,))
-    assert "pass a DSpark draft with -md" in said.replace("Pass", "pass")
+    output = g4spec.refused(*argv, codes=(2,))
+    assert "pass a DSpark draft with -md" in output.replace("Pass", "pass")
 
 
 @pytest.mark.parametrize("value", ["-0.1", "1.5", "nan", "inf", "much"])

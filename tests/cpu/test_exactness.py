@@ -171,7 +171,7 @@ class DraftsRarely:
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-def test_a_draft_brought_up_to_date_late_proposes_the_same(
+def test_late_catch_up_does_not_change_proposals(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def proposals() -> list[list[int]]:

@@ -42,7 +42,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _there(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_place(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
 
 
@@ -93,10 +93,10 @@ def test_notebook_runs(capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
     for cell in cells():
         exec(compile(cell, "python.ipynb", "exec"), names)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     notebook = json.loads((ROOT / "examples" / "python.ipynb").read_text(encoding="utf-8"))
     kept = "".join("".join(o["text"]) for c in notebook["cells"] for o in c.get("outputs", []))
-    assert said == kept and "0 errors" in said
+    assert output == kept and "0 errors" in output
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -31,7 +31,7 @@ def known() -> Facts:
     return facts()
 
 
-def test_every_row_says_something(known: Facts) -> None:
+def test_every_row_has_content(known: Facts) -> None:
     silent = (
         rows.CardFact,
         rows.CapabilityFact,
@@ -153,7 +153,7 @@ def test_a_bad_row_is_refused(raw: dict[str, Any], words: str) -> None:
         loader.parse({"note": [raw]}, "test.toml")
 
 
-def test_a_good_row_is_taken() -> None:
+def test_a_valid_row_is_accepted() -> None:
     (made,) = loader.parse({"note": [row(versions=">=0.24,<0.33")]}, "test.toml")
     assert isinstance(made, rows.NoteFact) and made.source == ("https://a.example/b",)
 
@@ -243,9 +243,9 @@ def test_the_page_of_supported_files_matches_the_code() -> None:
 def test_facts_about_g4spec_match_the_code(known: Facts) -> None:
     from g4spec.advisor import engines, runtime_support
 
-    row, said = engines.engine_fact(known, "g4spec"), known.get(rows.EngineFact, "engine-g4spec")
-    assert set(said.drafts) == set(row.drafts) == set(runtime_support.draft_kinds())
-    assert set(said.kv_all) == set(row.kv_all) == set(runtime_support.cache_types())
+    row, fact = engines.engine_fact(known, "g4spec"), known.get(rows.EngineFact, "engine-g4spec")
+    assert set(fact.drafts) == set(row.drafts) == set(runtime_support.draft_kinds())
+    assert set(fact.kv_all) == set(row.kv_all) == set(runtime_support.cache_types())
 
 
 def test_the_page_is_up_to_date() -> None:

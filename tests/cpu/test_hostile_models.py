@@ -155,6 +155,62 @@ def test_suppressed_and_stop_ids_that_do_not_exist(
         Engine.load(broken, n_ctx=64)
 
 
+@pytest.mark.parametrize("key", ["feed_forward_length", "attention.head_count_kv"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        array(ValueType.STRING, ["x"] * 6),
+        array(ValueType.F32, [math.inf] * 6),
+        array(ValueType.F32, [math.nan] * 6),
+        array(ValueType.I32, [0] * 6),
+        array(ValueType.I32, [-1] * 6),
+        array(ValueType.U64, [1 << 63] * 6),
+        array(ValueType.I32, [1] * 5),
+    ],
+)
+def test_invalid_per_layer_sizes(home: Path, tmp_path: Path, key: str, value: Any) -> None:
+    """Strings raised a ValueError and infinity an OverflowError."""
+    broken = changed(
+        home / "target.gguf",
+        tmp_path / "broken.gguf",
+        **{f"gemma4.{key}".replace(".", "__"): value},
+    )
+    with pytest.raises(InputError, match=key.replace(".", r"\.")):
+        Engine.load(broken, n_ctx=64)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash-reduced", "dflash2"])
+def test_a_block_of_one_row(home: Path, tmp_path: Path, kind: str) -> None:
+    """A block of the anchor alone proposes nothing. The first request ended in an IndexError."""
+    broken = changed(home / f"{kind}.gguf", tmp_path / "b.gguf", dflash__block_size=u32(1))
+    with pytest.raises(InputError, match=r"block_size.*2 or more, found 1"):
+        Engine.load(home / "target.gguf", broken, n_ctx=64)
+
+
+@pytest.mark.parametrize(
+    "kind,key",
+    [
+        ("target", "gemma4.attention.key_length"),
+        ("target", "gemma4.attention.head_count"),
+        ("target", "gemma4.feed_forward_length"),
+        ("target", "gemma4.embedding_length"),
+        ("target", "gemma4.embedding_length_per_layer_input"),
+        ("eagle3", "eagle3.attention.key_length"),
+        ("dflash", "dflash.attention.key_length"),
+    ],
+)
+def test_sizes_that_no_tensor_has_are_input_errors(
+    home: Path, tmp_path: Path, kind: str, key: str
+) -> None:
+    """The memory was checked first, so the exit code was 4."""
+    broken = changed(
+        home / f"{kind}.gguf", tmp_path / "b.gguf", **{key.replace(".", "__"): u32(1 << 24)}
+    )
+    pair = (broken, None) if kind == "target" else (home / "target.gguf", broken)
+    with pytest.raises(InputError, match="tensor"):
+        Engine.load(*pair, n_ctx=64)
+
+
 def test_an_architecture_that_is_not_a_string(home: Path, tmp_path: Path) -> None:
     broken = changed(
         home / "target.gguf",
@@ -182,5 +238,5 @@ def test_the_command_ends_with_3(
         (changed(target, tmp_path / "t.gguf", norm, shorter), draft),
     ):
         assert cli.run([*run, "-m", str(m), "-md", str(md)]) == 3
-        said = capsys.readouterr()
-        assert not said.out and said.err.startswith("error: ") and norm in said.err
+        captured = capsys.readouterr()
+        assert not captured.out and captured.err.startswith("error: ") and norm in captured.err

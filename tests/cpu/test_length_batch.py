@@ -99,7 +99,7 @@ class Simulation:
     table: Table
     padded: bool = False
     ahead: bool = False
-    slower: Callable[[], float] = lambda: 1.0  # drafted cycles over what is predicted
+    slower: Callable[[], float] = lambda: 1.0  # measured over predicted time of drafted cycles
     most: int = MAX_DRAFT
     live: list[SimulatedText] = field(default_factory=list)
     bill: OverheadTracker = field(default_factory=OverheadTracker)
@@ -563,13 +563,13 @@ def test_each_length_has_its_reason() -> None:
         assert {s.plain_seconds for s in shares} == {None}
     good = Simulation(table())
     good.join(chance(0.9, 0))
-    told = [why for (why,) in reasons(good, 60)]
-    assert told[0][0] == "saving" and told[-1][0] == "pays"
+    given_reasons = [why for (why,) in reasons(good, 60)]
+    assert given_reasons[0][0] == "saving" and given_reasons[-1][0] == "pays"
     bad = Simulation(table(1.2, 2.0))
     bad.join(lambda count: 0)
-    told = [why for (why,) in reasons(bad, 6 * PROBE)]
-    assert {why for why, count in told[-3 * PROBE :]} == {"plain", "probe"}
-    assert all((why == "probe") == bool(count) for why, count in told[-3 * PROBE :])
+    given_reasons = [why for (why,) in reasons(bad, 6 * PROBE)]
+    assert {why for why, count in given_reasons[-3 * PROBE :]} == {"plain", "probe"}
+    assert all((why == "probe") == bool(count) for why, count in given_reasons[-3 * PROBE :])
     lengths.set_costs(table(1.06, 3.0, 1.0))
     lengths.credit.balance = CREDIT * 1.0
     both = [lengths.new_state("auto"), lengths.new_state("auto")]
@@ -578,5 +578,5 @@ def test_each_length_has_its_reason() -> None:
         both[0].acceptance.observe(MAX_DRAFT, MAX_DRAFT)
         both[1].acceptance.observe(MAX_DRAFT, 0)
     counts = lengths.plan(both, [MAX_DRAFT] * 2)
-    told = lengths.decisions(1, both, counts, [MAX_DRAFT] * 2)
-    assert [(s.why, s.length > 0) for s in told] == [("pays", True), ("others", False)]
+    given_reasons = lengths.decisions(1, both, counts, [MAX_DRAFT] * 2)
+    assert [(s.why, s.length > 0) for s in given_reasons] == [("pays", True), ("others", False)]

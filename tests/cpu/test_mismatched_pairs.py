@@ -34,7 +34,7 @@ def other_width(file: File) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said", "rule"),
+    ("change", "message", "rule"),
     [
         (other_token, "tokens differ from the target's", "G4-PAIR-003"),
         (other_depth, "another number of layers", "G4-PAIR-006"),
@@ -42,7 +42,7 @@ def other_width(file: File) -> None:
     ],
 )
 def test_pairs_that_validate_rejects_are_refused_at_load(
-    tmp_path: Path, change: Callable[[File], None], said: str, rule: str
+    tmp_path: Path, change: Callable[[File], None], message: str, rule: str
 ) -> None:
     target = tmp_path / "target.gguf"
     convert(TINY / "target", target)
@@ -51,7 +51,7 @@ def test_pairs_that_validate_rejects_are_refused_at_load(
     change(file)
     draft = file.write(tmp_path / "bad.gguf")
     assert rule in {f.rule.id for f in validate(draft, target).failures}
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         Engine.load(target, draft, n_ctx=64)
 
 

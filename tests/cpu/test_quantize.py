@@ -334,8 +334,8 @@ def test_report_on_the_command_line(
 ) -> None:
     args = ["quantize", str(full), str(tmp_path / "a.gguf"), "--type", "q4_k_m", "--report"]
     assert cli.run(args) == 0
-    said = capsys.readouterr().out
-    assert "relative RMS error" in said and "blk.0.ffn_down.weight" in said and "bits" in said
+    output = capsys.readouterr().out
+    assert "relative RMS error" in output and "blk.0.ffn_down.weight" in output and "bits" in output
     assert cli.run([*args, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     row = next(r for r in found["report"] if r["name"] == "blk.1.ffn_up.weight")

@@ -45,7 +45,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _there(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_place(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
 
 
@@ -54,9 +54,9 @@ def test_python(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(BLOCKS) == 2
     for block in BLOCKS:
         exec(compile(block, "many-texts.md", "exec"), names)
-    said = capsys.readouterr().out
-    assert re.search(r"^\d+ tokens, \d+ of \d+ drafted held$", said, re.MULTILINE)
-    assert said.rstrip().endswith("length")
+    output = capsys.readouterr().out
+    assert re.search(r"^\d+ tokens, \d+ of \d+ drafted held$", output, re.MULTILINE)
+    assert output.rstrip().endswith("length")
 
 
 @pytest.mark.parametrize("command", ["bench", "verify"])
@@ -76,9 +76,9 @@ def server() -> Iterator[str]:
     ) as process:
         assert process.stderr is not None
         seen = []
-        for told in process.stderr:
-            seen.append(told)
-            if found := re.search(r"is served at (http://127.0.0.1:\d+)$", told.strip()):
+        for stderr_line in process.stderr:
+            seen.append(stderr_line)
+            if found := re.search(r"is served at (http://127.0.0.1:\d+)$", stderr_line.strip()):
                 break
         else:
             raise AssertionError("".join(seen))

@@ -56,10 +56,10 @@ def test_every_file_of_one_checkpoint_is_the_same_target(
     convert(target, tmp_path / "bf16.gguf", type="bf16")
     quantize(tmp_path / "bf16.gguf", tmp_path / "q4.gguf", "q4_k_m")
     sides = (target, tmp_path / "bf16.gguf", tmp_path / "q4.gguf")
-    said = [recorded(draft, side, tmp_path / f"{i}.gguf") for i, side in enumerate(sides)]
-    assert said[0] == said[1] == said[2]
-    assert said[0][provenance.TARGET_WEIGHTS].startswith("rows-sha256:")
-    assert said[0][provenance.TARGET_SOURCE] == "target"
+    metadata = [recorded(draft, side, tmp_path / f"{i}.gguf") for i, side in enumerate(sides)]
+    assert metadata[0] == metadata[1] == metadata[2]
+    assert metadata[0][provenance.TARGET_WEIGHTS].startswith("rows-sha256:")
+    assert metadata[0][provenance.TARGET_SOURCE] == "target"
     for side in sides[1:]:
         assert not any(warned(tmp_path / f"{i}.gguf", side) for i in range(3))
 
@@ -97,8 +97,10 @@ def test_no_warning_if_a_digest_is_missing(target: Path, draft: Path, tmp_path: 
     """Files of other tools, and drafts converted with a target folder without weights."""
     bare = tmp_path / "target"
     shutil.copytree(target, bare, ignore=shutil.ignore_patterns("*.safetensors*"))
-    said = recorded(draft, bare, tmp_path / "bare.gguf")
-    assert provenance.TARGET_WEIGHTS not in said and said[provenance.TARGET_SOURCE] == "target"
+    metadata = recorded(draft, bare, tmp_path / "bare.gguf")
+    assert (
+        provenance.TARGET_WEIGHTS not in metadata and metadata[provenance.TARGET_SOURCE] == "target"
+    )
     other = changed(target, tmp_path / "other", 5)
     assert not warned(tmp_path / "bare.gguf", _gguf(other, tmp_path / "o.gguf"))
 
@@ -114,11 +116,11 @@ def test_a_partial_target_is_enough_to_convert_a_draft(
 def test_the_commit_in_a_hub_cache_is_recorded(target: Path, draft: Path, tmp_path: Path) -> None:
     place = tmp_path / "models--org--model" / "snapshots" / SHA
     shutil.copytree(target, place)
-    said = recorded(draft, place, tmp_path / "d.gguf")
-    assert said[provenance.TARGET_SOURCE] == "org/model"
-    assert said[provenance.TARGET_REVISION] == SHA
+    metadata = recorded(draft, place, tmp_path / "d.gguf")
+    assert metadata[provenance.TARGET_SOURCE] == "org/model"
+    assert metadata[provenance.TARGET_REVISION] == SHA
     convert(place, tmp_path / "t.gguf")
-    assert recorded(draft, tmp_path / "t.gguf", tmp_path / "e.gguf") == said
+    assert recorded(draft, tmp_path / "t.gguf", tmp_path / "e.gguf") == metadata
 
 
 def _gguf(folder: Path, out: Path) -> Path:

@@ -357,8 +357,8 @@ def test_a_user_cannot_end_a_turn(special: bool) -> None:
 
 
 def test_messages_without_control_tokens_are_tokenized_as_before() -> None:
-    said = [{"role": "user", "content": "hello < world >"}]
-    assert TOKENIZER.chat(said) == TOKENIZER.chat(said, special=True)
+    messages = [{"role": "user", "content": "hello < world >"}]
+    assert TOKENIZER.chat(messages) == TOKENIZER.chat(messages, special=True)
 
 
 def test_generation_blocks_are_written() -> None:
@@ -366,9 +366,9 @@ def test_generation_blocks_are_written() -> None:
         "{% for m in messages %}{% generation %}{% set x = 1 %}[{{ m.content }}]"
         "{% endgeneration %}{{ x is defined }}{% endfor %}"
     )
-    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert template.render_in_process(text, said, bos="", eos="") == "[a]False[b]False"
-    assert template.render(text, said, bos="", eos="") == "[a]False[b]False"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert template.render_in_process(text, messages, bos="", eos="") == "[a]False[b]False"
+    assert template.render(text, messages, bos="", eos="") == "[a]False[b]False"
     assert not template.syntax_error(text)
     assert template.syntax_error("{% generation %}")
 

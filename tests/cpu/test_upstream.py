@@ -44,8 +44,8 @@ def test_the_command(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     draft = DSPARK(tmp_path / "draft", target, window=8)
     convert(draft, tmp_path / "d.gguf", target=target)
     assert run(["validate", str(tmp_path / "d.gguf"), "--upstream", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["case"] == "differs" and len(said["reasons"]) == 2
+    result = json.loads(capsys.readouterr().out)
+    assert result["case"] == "differs" and len(result["reasons"]) == 2
     assert run(["validate", str(tmp_path / "d.gguf"), "--upstream"]) == 0
     assert "slightly different" in "".join(capsys.readouterr())
 

@@ -54,9 +54,9 @@ def test_each_rule_reports_its_fault(tmp_path: Path, rule_id: str) -> None:
     path = file.write(tmp_path / "broken.gguf")
     pair = None if kind in TARGETS else target.write(tmp_path / "target.gguf")
     report = validate(path, pair)
-    said = [f for f in report.failures if f.rule.id == rule_id]
-    assert said, [f.rule.id for f in report.failures]
-    for failure in said:
+    failures = [f for f in report.failures if f.rule.id == rule_id]
+    assert failures, [f.rule.id for f in report.failures]
+    for failure in failures:
         assert failure.finding.where
         assert str(failure.finding.expected) != str(failure.finding.found)
         assert len(failure.finding.fix) > 8

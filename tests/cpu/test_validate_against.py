@@ -130,8 +130,8 @@ def test_each_rule_reports_its_fault(tmp_path: Path, rule_id: str) -> None:
     change(tensors)
     path = fx.KINDS[kind]().write(tmp_path / "x.gguf")
     report = validate(path, against=folder(tmp_path / "source", config, tensors))
-    said = [f.finding for f in report.failures if f.rule.id == rule_id]
-    assert [f.where for f in said] == [where], [(f.rule.id, f.finding) for f in report.failures]
+    findings = [f.finding for f in report.failures if f.rule.id == rule_id]
+    assert [f.where for f in findings] == [where], [(f.rule.id, f.finding) for f in report.failures]
 
 
 def test_the_wrong_folder_is_named(tmp_path: Path) -> None:
@@ -231,5 +231,5 @@ def test_converted_files_pass_every_rule(tmp_path: Path, type: str) -> None:
         assert report.ok, [(f.rule.id, f.finding) for f in report.failures]
         assert not report.skipped
         random_table = {"G4-PAIR-014"} if source.name == "speculators" else set()
-        said = {f.rule.id for f in report.failures}
-        assert said <= {"G4-BLK-009", "G4-D2T-010"} | random_table
+        failed_rules = {f.rule.id for f in report.failures}
+        assert failed_rules <= {"G4-BLK-009", "G4-D2T-010"} | random_table

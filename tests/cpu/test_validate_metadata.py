@@ -100,7 +100,7 @@ def test_a_requantized_file_has_the_metadata_of_its_source(family: Path, tmp_pat
     assert "G4-CMP-009" in {f.rule.id for f in report.failures}
 
 
-def test_a_pattern_of_no_model_fails_without_a_source(family: Path, tmp_path: Path) -> None:
+def test_an_unknown_layer_pattern_fails_without_a_source(family: Path, tmp_path: Path) -> None:
     kind, path = changed(family, tmp_path / "x.gguf", "target pattern")
     report = _validate(family, kind, path, source=False)
     assert not report.ok
@@ -137,8 +137,8 @@ def test_planted_faults_are_reported(family: Path, tmp_path: Path) -> None:
         for source in (TINY / kind, None):
             known = faults.findings(validate(good, pair, source))
             for fault in random.Random(7).sample(faults.faults(file), SAMPLE):
-                said = faults.named(file, fault, tmp_path / "x.gguf", known, pair, source)
-                assert said or source is None, (kind, fault.where, fault.name)
-                named[source is not None] += said
+                reported = faults.named(file, fault, tmp_path / "x.gguf", known, pair, source)
+                assert reported or source is None, (kind, fault.where, fault.name)
+                named[source is not None] += reported
     assert named[True] == 4 * SAMPLE
     assert 0.5 < named[False] / (4 * SAMPLE) < 1

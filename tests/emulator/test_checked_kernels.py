@@ -1,4 +1,4 @@
-"""One launch or a few of the kernels with the most synchronisation, in a checked emulator."""
+"""One or a few launches of the kernels with the most synchronization, in the checked emulator."""
 
 from collections.abc import Iterator
 
@@ -42,7 +42,7 @@ def test_attention_of_a_few_rows(kind: Kind, dim: int, n_kv: int, rotary_pairs: 
 
 
 def test_attention_of_sequences() -> None:
-    """Of 27 rows with the sequence in the spare slot: more than a group of 16."""
+    """27 rows including a sequence in the spare slot: more than a group of 16."""
     sizes = (9, 9)
     test_attention.test_sequences_in_any_slots_and_pages("f16", "tensor", 128, None, 0, sizes)
     test_attention_window.test_sequences_in_any_slots(2, 300, 2, sizes)
@@ -60,13 +60,13 @@ def test_experts_of_a_layer() -> None:
     test_experts.check(layer, test_experts.randn(16, 768))
 
 
-def test_a_product() -> None:
+def test_a_matmul() -> None:
     pairs = parity.linear(CudaOps("cpu"), Ops(), torch.Generator().manual_seed(0))
     got, want, _ = next(pairs)
     assert got.shape == want.shape
 
 
-def test_products_around_their_ring_and_side_by_side() -> None:
+def test_matmuls_that_wrap_their_ring_and_two_in_one_launch() -> None:
     g, by = torch.Generator().manual_seed(0), linear.SplitKWorkspace(torch.device("cpu"))
     sizes = (("q8_0", 256, 1088), ("q4_k", 256, 512), ("q6_k", 128, 512))
     small, first, second = (parity.matrix(g, *of)[0] for of in sizes)
@@ -76,7 +76,7 @@ def test_products_around_their_ring_and_side_by_side() -> None:
     assert linear.linear_two(x, first.weight, second.weight, by).isfinite().all()
 
 
-def test_teams_that_take_turns_with_an_odd_number_of_stages() -> None:
+def test_alternating_warp_groups_with_an_odd_number_of_stages() -> None:
     g, by = torch.Generator().manual_seed(0), linear.SplitKWorkspace(torch.device("cpu"))
     by.count = 1  # a CTA has all units of K
     matrix, _ = parity.matrix(g, "q6_k", 128, 24 * 256)
@@ -87,9 +87,9 @@ def test_teams_that_take_turns_with_an_odd_number_of_stages() -> None:
     assert all(torch.equal(first, y) for y in more)  # in whatever order copies arrive
 
 
-def test_the_best_of_a_table_by_its_upper_bits() -> None:
+def test_largest_logits_from_the_upper_bits() -> None:
     g, by = torch.Generator().manual_seed(0), linear.SplitKWorkspace(torch.device("cpu"))
-    by.count = 3  # CTAs share groups, and more units come than there are stages
+    by.count = 3  # CTAs share groups, and there are more units than stages
     table, values = parity.matrix(g, "q6_k", 300, 9 * 256)
     wanted = torch.randint(300, (9,), generator=g)
     into = Chosen(torch.zeros_like(wanted), torch.zeros(9), torch.zeros(9, dtype=torch.int32))

@@ -31,7 +31,7 @@ SHAPE: dict[str, Any] = {"vocab": VOCAB, "layers": 2, "period": 2, "window": WIN
 SAMPLERS = [Sampler(), Sampler(temperature=1.0, seed=3), Sampler(temperature=0.8, top_k=20, seed=4)]
 
 
-class Again:
+class ReplayReadsValues:
     """`graphs.Capture` whose replay may read values of tensors (reference ops do)."""
 
     def __init__(self, run: Any, pool: Any) -> None:
@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with kernels.installed("sm_90a"):
-        monkeypatch.setattr(graphs, "Capture", Again)
+        monkeypatch.setattr(graphs, "Capture", ReplayReadsValues)
         yield
 
 
@@ -62,11 +62,11 @@ def load(folder: Path, draft: str) -> Engine:
     return engine
 
 
-Did = tuple[list[int], list[tuple[list[int], int]], list[float]]
+RequestResult = tuple[list[int], list[tuple[list[int], int]], list[float]]
 """Result of a request: its tokens, (drafted tokens, number accepted) per cycle, and logits."""
 
 
-def texts(engine: Engine, counts: tuple[int, ...]) -> list[Did]:
+def texts(engine: Engine, counts: tuple[int, ...]) -> list[RequestResult]:
     """Run more requests than slots, each with its own sampler and draft length."""
     requests = [
         engine.submit(
@@ -83,7 +83,7 @@ def texts(engine: Engine, counts: tuple[int, ...]) -> list[Did]:
     return out
 
 
-def help_out(draft: Any, plain: list[Did]) -> None:
+def help_out(draft: Any, plain: list[RequestResult]) -> None:
     """Make proposals begin with some correct tokens, looked up by position and anchor."""
     known = {}
     for i, (ids, _, _) in enumerate(plain):
@@ -104,7 +104,7 @@ def help_out(draft: Any, plain: list[Did]) -> None:
 
 
 @pytest.mark.parametrize("draft", kinds.CYCLES)
-def test_every_kind_under_the_engine(folder: Path, draft: str) -> None:
+def test_every_kind_in_the_engine(folder: Path, draft: str) -> None:
     """Requests of different lengths, one of which never drafts."""
     plain, found = texts(load(folder, draft), (0,) * 4), []
     for recorded in (False, True):

@@ -1,4 +1,4 @@
-"""Fuzzing of all commands and of the server: a pool of cases that grows by those that reach new
+"""Fuzzing of all commands and of the server: a pool of cases that keeps every case reaching new
 lines.
 
     python -m tests.fuzz.campaign commands 1,2,3     run one case and show it
@@ -26,27 +26,29 @@ import typer
 
 from g4spec import cli
 from tests.fuzz import stand_ins
-from tests.fuzz.cases import Case, Maker, Place, longer
+from tests.fuzz.cases import Case, Maker, Place, mutated
 from tests.fuzz.coverage import Lines
 from tests.fuzz.family import Family
 from tests.fuzz.grammar import COMMANDS
-from tests.fuzz.requests import BODIES, Sent, Serving
+from tests.fuzz.requests import BODIES, RandomHttpRequest, Serving
 from tests.fuzz.watching import Outcome, run
 
 CORPUS = Path(__file__).parent / "corpus" / "cases.json.xz"
 SURFACES = ("commands", "requests")
 ADDRESS_SPACE = 3 << 30
-"""Bytes beyond what the process has: a case that allocates more is told, not the machine."""
+"""Limit of additional address space per case, in bytes: a case that allocates more is reported and
+does not exhaust the machine."""
 
 
 @dataclass
-class Count:
-    """What came of many cases.
+class Totals:
+    """Totals over many cases.
 
     Attributes:
-        by: command -> exit code -> cases. `kinds`: sort of input -> cases.
-        kept: cases that reached new lines, and these. `broken`: what went wrong -> the cases that
-            did it.
+        by: command -> exit code -> number of cases.
+        kinds: kind of input -> number of cases.
+        kept: cases that reached new lines, and these lines.
+        broken: violation -> the cases that caused it.
     """
 
     ran: int = 0
@@ -57,7 +59,7 @@ class Count:
     kept: list[tuple[tuple[int, ...], list[str]]] = field(default_factory=list)
     broken: dict[str, list[str]] = field(default_factory=dict)
 
-    def add(self, ran: Ran) -> None:
+    def add(self, ran: CaseResult) -> None:
         outcome = ran.outcome
         self.ran += 1
         self.by.setdefault(ran.name, Counter())[str(outcome.code)] += 1
@@ -79,13 +81,13 @@ class Count:
 
 
 def sort(what: str) -> str:
-    """One name for what differs in numbers alone."""
+    """Return the message with numbers removed, so that equal failures have one name."""
     return re.sub(r"0x[0-9a-f]+|\d{3,}", "N", what)[:160]
 
 
 @dataclass(frozen=True)
-class Ran:
-    """A case that was run: what it was, in words, and what came of it."""
+class CaseResult:
+    """A case that was run, its description and its outcome."""
 
     name: str
     shown: str
@@ -95,7 +97,7 @@ class Ran:
 
 @contextmanager
 def one_parser() -> Iterator[None]:
-    """Build the parser of the command line once, not for each case: it takes 15 ms."""
+    """Build the command line parser once instead of once per case, which takes 15 ms."""
     made, before = typer.main.get_command(cli.app()), cli.app
     cli.app = lambda: made  # type: ignore[assignment,return-value]
     try:
@@ -105,7 +107,7 @@ def one_parser() -> Iterator[None]:
 
 
 class Commands:
-    """All commands, in a folder of their own. A case is run by its numbers."""
+    """All commands, run in their own folder. A case is given by its numbers."""
 
     def __init__(self, base: Path) -> None:
         self.base = base
@@ -115,7 +117,7 @@ class Commands:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """The environment, limits and parser of a run, and what was before it afterwards."""
+        """Set environment, limits and parser for a run, and restore them afterwards."""
         saved, here = dict(os.environ), os.getcwd()
         os.environ.update(self.place.environment())
         os.environ.pop("NO_COLOR", None)
@@ -138,13 +140,13 @@ class Commands:
         return self.maker.make(numbers)
 
     def packed(self, case: Case) -> dict[str, Any]:
-        """A case as data; see `read`."""
+        """Return a case as data; see `read`."""
         return case.json(self.family)
 
     def read(self, tree: dict[str, Any]) -> Case:
         return Case.of_json(tree)
 
-    def run(self, case: Case, lines: Lines | None = None) -> Ran:
+    def run(self, case: Case, lines: Lines | None = None) -> CaseResult:
         self.place.lay(case)
 
         def command(argv: list[str]) -> int:
@@ -157,15 +159,15 @@ class Commands:
         name = name_of(case)
         if name == "verify" and "changed the text" in outcome.err:
             outcome.broken.append("verify found a difference")
-        return Ran(name, f"{case.made_by} {case.show()}", case.kinds, outcome)
+        return CaseResult(name, f"{case.made_by} {case.show()}", case.kinds, outcome)
 
     def changed(self) -> list[str]:
-        """Sources that cases have changed, which none may."""
+        """Return source files that cases have changed, although none may."""
         return self.place.damaged()
 
 
 def name_of(case: Case) -> str:
-    """The command of a case, as far as there is one."""
+    """Return the command of a case, if it has one."""
     if case.argv[:2] == ["bench", "compare"]:
         return "bench compare"
     if case.argv[:1] == ["chat"] and "--url" in case.argv:
@@ -176,7 +178,7 @@ def name_of(case: Case) -> str:
 
 
 class Requests:
-    """The server, over the engine of a target and a draft."""
+    """The server, over an engine with a target and a draft."""
 
     def __init__(self, commands: Commands) -> None:
         seeds = commands.base / "seeds"
@@ -190,30 +192,30 @@ class Requests:
         finally:
             self._serving.close()
 
-    def make(self, numbers: tuple[int, ...]) -> Sent:
-        return Sent(numbers)
+    def make(self, numbers: tuple[int, ...]) -> RandomHttpRequest:
+        return RandomHttpRequest(numbers)
 
-    def packed(self, case: Sent) -> dict[str, Any]:
-        """A case as data; see `read`."""
+    def packed(self, case: RandomHttpRequest) -> dict[str, Any]:
+        """Return a case as data; see `read`."""
         return case.json()
 
-    def read(self, tree: dict[str, Any]) -> Sent:
-        return Sent.of_json(tree)
+    def read(self, tree: dict[str, Any]) -> RandomHttpRequest:
+        return RandomHttpRequest.of_json(tree)
 
-    def run(self, case: Sent, lines: Lines | None = None) -> Ran:
+    def run(self, case: RandomHttpRequest, lines: Lines | None = None) -> CaseResult:
         outcome = self._serving.run(case, lines)
         name = case.path if case.path in BODIES else "other paths"
-        return Ran(f"serve {name}", f"{case.made_by} {case.show()}", case.kinds, outcome)
+        return CaseResult(f"serve {name}", f"{case.made_by} {case.show()}", case.kinds, outcome)
 
 
 @dataclass
-class Watch:
-    """What a long run is told: `begun` of a case before it runs, `failed` of one that broke
-    something, `told` of the count now and then."""
+class ProgressListener:
+    """Callbacks of a long run: `begun` before each case, `failed` after a case with violations,
+    `told` with the totals now and then."""
 
     begun: Callable[[tuple[int, ...]], None] = lambda numbers: None
-    failed: Callable[[Any, Ran], None] = lambda case, ran: None
-    told: Callable[[Count], None] = lambda count: None
+    failed: Callable[[Any, CaseResult], None] = lambda case, ran: None
+    told: Callable[[Totals], None] = lambda count: None
 
 
 def fuzz(
@@ -222,19 +224,20 @@ def fuzz(
     cases: int,
     seed: int,
     corpus: list[tuple[int, ...]],
-    watch: Watch | None = None,
+    watch: ProgressListener | None = None,
     watched: float = 1.0,
     first: list[tuple[int, ...]] | None = None,
-) -> Count:
-    """Run cases until there were so many or the time is over; new lines make a case a parent.
+) -> Totals:
+    """Run cases until the number or the time is reached. Cases that reach new lines become parents
+    of others.
 
     Args:
         surface: Commands or Requests.
-        watched: share of the cases whose lines are looked at, which takes most of their time.
-        first: what of the corpus runs itself before anything new, by default all.
+        watched: fraction of cases whose lines are traced, which takes most of their time.
+        first: cases of the corpus to run unchanged before new ones; default: all.
     """
-    rng, count, lines, watch = random.Random(seed), Count(), Lines(), watch or Watch()
-    pool, end, told = list(corpus), time.monotonic() + seconds, time.monotonic()
+    rng, count, lines, watch = random.Random(seed), Totals(), Lines(), watch or ProgressListener()
+    pool, end, last_report = list(corpus), time.monotonic() + seconds, time.monotonic()
     waiting = list(corpus if first is None else first)
     with surface.ready():
         while count.ran < cases and time.monotonic() < end:
@@ -242,9 +245,9 @@ def fuzz(
                 numbers = waiting.pop()
             elif not pool or rng.random() < 0.15:
                 numbers = (rng.randrange(1 << 30),)
-            else:  # younger parents are nearer to what has not been reached
+            else:  # newer parents are closer to unreached lines
                 at = int(len(pool) * max(rng.random(), rng.random()))
-                numbers = longer(pool[at], rng)
+                numbers = mutated(pool[at], rng)
             known = looked
             looked = looked or rng.random() < watched
             watch.begun(numbers)
@@ -260,21 +263,21 @@ def fuzz(
                     pool.append(numbers)
             if count.ran % 200 == 0 and (wrong := surface.changed()):
                 count.broken.setdefault("a source was changed", []).append(f"{wrong} {numbers}")
-            if time.monotonic() - told > 10:
-                told = time.monotonic()
+            if time.monotonic() - last_report > 10:
+                last_report = time.monotonic()
                 watch.told(count)
     return count
 
 
 def saved(surface: str) -> list[tuple[int, ...]]:
-    """The kept corpus of a surface."""
+    """Return the stored corpus of a surface."""
     if not CORPUS.is_file():
         return []
     return [tuple(entry) for entry in json.loads(lzma.decompress(CORPUS.read_bytes()))[surface]]
 
 
 def save(corpus: dict[str, list[tuple[int, ...]]], to: Path) -> None:
-    """Keep a corpus: surface -> cases."""
+    """Store a corpus: surface -> cases."""
     to.write_bytes(lzma.compress(json.dumps(corpus).encode(), preset=9))
 
 

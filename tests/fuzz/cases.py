@@ -1,6 +1,6 @@
-"""Command lines by grammar: what a case is, how one is made and how it is changed.
+"""Random command lines from a grammar: how cases are made, and how they are changed.
 
-A case is named by the numbers that made it, so that a corpus is a list of numbers.
+A case is determined by a tuple of numbers, so that a corpus is a list of such tuples.
 """
 
 from __future__ import annotations
@@ -34,13 +34,16 @@ from tests.fuzz.mutation import change_gguf, mutate_bytes, mutate_events, mutate
 
 @dataclass
 class Case:
-    """A command line, and the files that are not the family's as they were.
+    """A command line, and the files that differ from the family's.
 
     Attributes:
-        argv: without the program. `changed`: name -> bytes, or the kind of what is no file.
-        reads: files that it reads without naming them. `given`: what stands on standard input.
-        terminal: whether it writes to one. `made_by`: the numbers that make it again.
-        kinds: what of it is not as in the grammar's line.
+        argv: arguments without the program.
+        changed: name -> bytes, or the kind of a path that is not a regular file.
+        reads: files that the command reads without naming them.
+        given: text on standard input.
+        terminal: True if the output is a terminal.
+        made_by: numbers from which the case can be made again.
+        kinds: deviations from the grammar.
     """
 
     argv: list[str]
@@ -57,8 +60,9 @@ class Case:
         return f"{self.argv} {files}"
 
     def json(self, family: Family) -> dict[str, Any]:
-        """All that running it again needs, whatever has become of the grammar and the family."""
-        files = {n: self.changed.get(n, family.data[n]) for n in names_of(self, family)}
+        """Return everything needed to run the case again, even if the grammar or the family
+        changes."""
+        files = {n: self.changed.get(n, family.data[n]) for n in files_of_case(self, family)}
         packed = {
             n: d if isinstance(d, str) else {"base64": base64.b64encode(d).decode()}
             for n, d in files.items()
@@ -86,14 +90,14 @@ class Case:
         )
 
 
-def names_of(case: Case, family: Family) -> Iterator[str]:
-    """Files of a family that lie where a case runs."""
+def files_of_case(case: Case, family: Family) -> Iterator[str]:
+    """Yield the family's files that a case needs in its folder."""
     line = {*case.argv, *case.changed, *case.reads}
     return (n for n in family.data if n in line or n.partition("/")[0] in line)
 
 
-def sort_of(name: str) -> str:
-    """What sort of file a name of the family is."""
+def kind_of_file(name: str) -> str:
+    """Return what kind of file a name of the family is."""
     folder, _, file = name.rpartition("/")
     if folder:
         return f"{'target' if folder == 'T' else 'draft'} folder's {file}"
@@ -104,8 +108,17 @@ def sort_of(name: str) -> str:
     ) + " GGUF"
 
 
+WORK = ("-n", "--n-predict", "--cases", "--repeats")
+"""Options of commands that decode many texts whose large values are 10 s of asked-for work."""
+
+
+def _is_long(value: str) -> bool:
+    return value.isdecimal() and 16 < int(value) < 1 << 40
+
+
 class Maker:
-    """Makes a case of numbers: the first chooses a line of the grammar, others change it."""
+    """Makes a case from numbers: the first chooses a line of the grammar, each further one changes
+    it."""
 
     def __init__(self, family: Family) -> None:
         self.family, self.rng = family, Rng(0)
@@ -130,9 +143,11 @@ class Maker:
         for number in more:
             self.rng = Rng(number)
             self._change(case, grammar)
-        for at, word in enumerate(case.argv[:-1]):  # others are of the program that fuzzes
+        for at, word in enumerate(case.argv[:-1]):  # other options belong to the fuzzer
             if word == "--stream-fd" and case.argv[at + 1].isdigit():
                 case.argv[at + 1] = case.argv[at + 1] if case.argv[at + 1] == "999" else FD
+            if case.argv[0] in ("verify", "bench") and word in WORK and _is_long(case.argv[at + 1]):
+                case.argv[at + 1] = "7"
         return case
 
     def _change(self, case: Case, grammar: Grammar) -> None:
@@ -167,7 +182,7 @@ class Maker:
         name, kind = self.rng.choice(named), self.rng.random()
         if kind < 0.04:
             kinds = ["gone", "folder", "loop", "locked"]
-            typed = name in TYPED  # the user's own may be a pipe
+            typed = name in TYPED  # the user's own text may come from a pipe
             case.changed[name] = self.rng.choice(kinds if typed else [*kinds, "pipe", "zero"])
             case.trees.pop(name, None)
             how = "no file"
@@ -188,7 +203,7 @@ class Maker:
                 mutate, how = mutate_events, "events"
             case.changed[name] = mutate(data, self.rng, other)
             case.trees.pop(name, None)
-        case.kinds.add(f"{sort_of(name)}: {how}")
+        case.kinds.add(f"{kind_of_file(name)}: {how}")
 
     def _gguf(self, case: Case, name: str) -> None:
         tree = case.trees.get(name)
@@ -213,7 +228,8 @@ class Maker:
 
 
 class Place:
-    """The folder where cases run, with links to the family's files; nothing else is written to."""
+    """The folder in which cases run, with links to the family's files; cases may write nowhere
+    else."""
 
     def __init__(self, family: Family, base: Path) -> None:
         self.family, self.base, self.work = family, base, base / "work"
@@ -226,7 +242,7 @@ class Place:
             (base / name).mkdir()
 
     def environment(self) -> dict[str, str]:
-        """Of the process: no cache, home or hub but these."""
+        """Return environment variables that point cache, home and hub into the folder."""
         return {
             "HOME": str(self.base / "home"),
             "XDG_CACHE_HOME": str(self.base / "cache"),
@@ -238,12 +254,12 @@ class Place:
         }
 
     def lay(self, case: Case) -> None:
-        """Put the files of a case where it runs, which becomes the working folder."""
+        """Write the files of a case into the folder and make it the working folder."""
         os.chdir(self.base)
         shutil.rmtree(self.work, ignore_errors=True)
         shutil.rmtree(self.base / "cache", ignore_errors=True)
         self.work.mkdir()
-        for name in names_of(case, self.family):
+        for name in files_of_case(case, self.family):
             self._one(name, case.changed.get(name))
         if "--daemon" in case.argv:
             os.dup2(self._null, STREAM)
@@ -269,7 +285,7 @@ class Place:
             path.chmod(0)
 
     def damaged(self) -> list[str]:
-        """Names of the family's files that a case has changed, repaired."""
+        """Return the names of the family's files that a case has changed, and restore them."""
         wrong = [n for n, data in self.family.data.items() if not self._same(n, data)]
         for name in wrong:
             (self._seeds / name).unlink(missing_ok=True)
@@ -281,7 +297,7 @@ class Place:
         return path.is_file() and path.stat().st_size == len(data) and path.read_bytes() == data
 
 
-def longer(numbers: tuple[int, ...], rng: Rng) -> tuple[int, ...]:
-    """A case that is changed once or a few times more, or in another way."""
+def mutated(numbers: tuple[int, ...], rng: Rng) -> tuple[int, ...]:
+    """Return the numbers of a case with one or a few more changes, or with other ones."""
     kept = numbers if rng.random() < 0.8 else numbers[: rng.randrange(1, len(numbers) + 1)]
     return (*kept, *(rng.randrange(1 << 30) for _ in range(rng.choice([1, 1, 2, 4]))))[:12]

@@ -1,4 +1,4 @@
-"""Which lines of g4spec ran, cheaply enough to watch every case of a long run."""
+"""Line coverage of g4spec, cheap enough to trace every case of a long run."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from types import CodeType, FrameType
 from typing import Any
 
 TIRED, RESTED = 40, 32
-"""Calls of a function without a new line until it is watched in every 32nd call only."""
+"""Calls of a function without a new line after which only every 32nd call is traced."""
 
 
 class Lines:
-    """Lines of g4spec that ran in this thread; `len` grows when a case reached new ones, whose
-    names `fresh` then has.
+    """Lines of g4spec that ran in this thread. `len` grows if a case reaches new lines, which are
+    in `fresh`.
 
     Args:
-        tired: see TIRED; infinite to miss no line.
+        tired: see TIRED; infinite traces every call.
     """
 
     def __init__(self, tired: float = TIRED) -> None:

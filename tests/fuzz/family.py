@@ -1,5 +1,5 @@
-"""What command lines are about: a small target, drafts of every kind, and everything else that is
-read, each by the name that it has in the folder where a case runs."""
+"""Files for command lines: a small target, drafts of every kind, and every other input, each by its
+name in the folder of a case."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ IDS = struct.pack("<3i", 2, 7, 8)
 
 
 def events(those: Sequence[tuple[str, Any]]) -> bytes:
-    """Server-sent events."""
+    """Return server-sent events."""
     return "".join(
         (f"event: {name}\n" if name else "") + f"data: {json.dumps(tree)}\n\n"
         for name, tree in those
@@ -78,7 +78,7 @@ TEXT = "in the a\n\n b def f(x):\n    return x\n"
 
 
 class Family:
-    """Files by name, as data; `gguf` those that are known as keys and tensors."""
+    """Files by name, as bytes; `gguf` has those available as keys and tensors."""
 
     def __init__(self, folder: Path) -> None:
         target = tiny.target(folder / "T", layers=3, period=3, hidden=32, inter=32, heads=2, kv=1)
@@ -147,7 +147,7 @@ class Family:
         self.gguf[name], self.data[name] = file, file.bytes()
 
     def copy(self, name: str) -> fixtures.File:
-        """A GGUF that may be changed without changing the family's."""
+        """Return a copy of a GGUF that may be changed."""
         file = self.gguf[name]
         tensors = {n: replace(entry) for n, entry in file.tensors.items()}
         return replace(file, kv=dict(file.kv), tensors=tensors)

@@ -1,8 +1,8 @@
 """Faults while commands write: failing and short writes, full disks, limits and signals.
 
 Each case is a fork of this process, which has imported everything, and runs one command line as
-`g4spec` does. Afterwards every output is what it was or what the command makes, whole; nothing else
-lies beside it but, after SIGKILL, temporary files that the next run removes.
+`g4spec` does. Afterwards every output must be the old file or the complete new one. No other files
+may be left, except temporary files after SIGKILL, which the next run must remove.
 
     python -m tests.fuzz.faults [--cases 100] [--seed 0]
 """
@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import ctypes
 import errno
+import functools
 import io
 import json
 import os
@@ -31,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz.shim import again_with_shim
+from tests.fuzz.shim import restart_with_shim
 
 WRITE, FSYNC, RENAME, OPEN, CHMOD = range(5)
 CALLS = {"write": WRITE, "fsync": FSYNC, "rename": RENAME, "open": OPEN, "chmod": CHMOD}
@@ -48,19 +49,31 @@ CODES = {0, 3, 4}
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
 
+@functools.lru_cache
 def old(name: str) -> bytes:
-    """What an output was before: commands write over their own kind only."""
-    return b"GGUF, an older file\n" if name.endswith(".gguf") else b"an older file\n"
+    """Return the previous content of an output; commands only replace files of their own kind."""
+    if name == "i.gguf":
+        from g4spec.gguf import imatrix
+
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / name
+            imatrix.save(path, imatrix.Imatrix({}, 1, 16, ("older",)))
+            return path.read_bytes()
+    return {
+        ".gguf": b"GGUF, an older file\n",
+        ".json": b'{"schema": "g4spec.older"}\n',
+        ".html": b"<title>Draft lengths: older\n",
+    }.get(Path(name).suffix, b"an older file\n")
 
 
 @dataclass(frozen=True)
 class Writer:
-    """A command that writes.
+    """A command that writes files.
 
     Attributes:
-        argv: with {out} for the folder of outputs.
-        whole: whether the bytes of an output are one that a run may leave; the same every time for
-            most commands, and measured numbers for `bench`.
+        argv: arguments, with {out} for the output folder.
+        whole: returns True if an output is complete. None: it must equal the output of a run
+            without faults. Only `bench` varies, because it writes measurements.
     """
 
     name: str
@@ -69,7 +82,7 @@ class Writer:
 
 
 def writers(base: Path) -> list[Writer]:
-    """All commands that write files. What they read is made in `base`."""
+    """Return all commands that write files; their inputs are made in `base`."""
     from g4spec.convert import convert
     from tests.support import tiny
 
@@ -130,11 +143,12 @@ def _result(data: bytes) -> bool:
 
 @dataclass
 class Fault:
-    """What goes wrong in a case.
+    """The fault of a case.
 
     Attributes:
-        call, at, error, always: see faults.c. limit: bytes a file may have. signals: (seconds,
-            number), to each of `together` runs.
+        call, at, error, always: see faults.c.
+        limit: largest file size in bytes.
+        signals: (seconds, number), sent to each of the `together` concurrent runs.
     """
 
     kind: str
@@ -147,12 +161,12 @@ class Fault:
     together: int = 1
 
 
-class Bench:
-    """Runs cases in a folder, and knows what each command makes when nothing goes wrong."""
+class FaultRunner:
+    """Runs cases in a folder and compares with the outputs of runs without faults."""
 
     def __init__(self, base: Path, shim: Path | None, only: str | None = None) -> None:
         self.base, self.out = base, base / "out"
-        for number in (signal.SIGINT, signal.SIGTERM):  # a fork begins as a process does
+        for number in (signal.SIGINT, signal.SIGTERM):  # default handlers, as in a new process
             signal.signal(number, signal.SIG_DFL)
         self._shim = ctypes.CDLL(str(shim)) if shim else None
         self.can_fail = shim is not None
@@ -166,7 +180,7 @@ class Bench:
             self._learn(writer)
 
     def _warm(self, writer: Writer) -> None:
-        """Run a command in this process, so that those forked from it need no imports."""
+        """Run a command in this process, so that forked cases need no imports."""
         from g4spec import cli
 
         if writer.argv[0] == "store-a-kernel":
@@ -180,13 +194,13 @@ class Bench:
             assert cli.run([a.replace("{out}", str(self.out)) for a in writer.argv]) == 0
 
     def _learn(self, writer: Writer) -> None:
-        """What a command writes, how long it takes, and how many calls there are to fail."""
+        """Record the outputs of a command, its time, and its number of calls that can fail."""
         self._warm(writer)
         self.fresh()
         began = time.perf_counter()
-        codes, said = self.start(writer, Fault("none", call=CALLS["chmod"], at=1 << 40))
+        codes, output = self.start(writer, Fault("none", call=CALLS["chmod"], at=1 << 40))
         self.seconds[writer.name] = time.perf_counter() - began
-        assert codes == [0], (writer, codes, said)
+        assert codes == [0], (writer, codes, output)
         self.expected[writer.name] = self.files()
         assert self.expected[writer.name], writer
         counts = self.base / "counts"
@@ -197,7 +211,7 @@ class Bench:
         self.out.mkdir()
 
     def older(self, writer: Writer) -> None:
-        """Outputs of an earlier run, with a mode of their own."""
+        """Write outputs of an earlier run, with unusual file modes."""
         for name in self.expected[writer.name]:
             path = self.out / name
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -212,19 +226,19 @@ class Bench:
         }
 
     def start(self, writer: Writer, fault: Fault) -> tuple[list[int], str]:
-        """Exit codes of the runs of a case (negative: the signal that ended it), and what they
-        said on stderr."""
+        """Return the exit codes of a case's runs (negative: the signal that ended it), and their
+        stderr."""
         for i in range(fault.together):
-            (self.base / f"stderr.{i}").write_text("")  # a run may be killed before it can
+            (self.base / f"stderr.{i}").write_text("")  # for runs killed before they create it
         pids = [self._fork(writer, fault, i) for i in range(fault.together)]
         began = time.perf_counter()
         for seconds, number in fault.signals:
             time.sleep(max(0.0, began + seconds - time.perf_counter()))
             for pid in pids:
-                os.kill(pid, number)  # one that has ended is not waited for yet
+                os.kill(pid, number)  # a process that has ended is a zombie until waitpid
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-        said = "".join((self.base / f"stderr.{i}").read_text() for i in range(fault.together))
-        return codes, said
+        output = "".join((self.base / f"stderr.{i}").read_text() for i in range(fault.together))
+        return codes, output
 
     def _fork(self, writer: Writer, fault: Fault, number: int) -> int:
         pid = os.fork()
@@ -251,7 +265,7 @@ class Bench:
             if fault.kind == "none" and self._shim:
                 counts = {n: self._shim.faults_count(c) for n, c in CALLS.items()}
                 (self.base / "counts").write_text(json.dumps(counts))
-            with contextlib.suppress(OSError, ValueError):  # the limit is of this file, too
+            with contextlib.suppress(OSError, ValueError):  # the size limit applies to stderr, too
                 sys.stderr.flush()
             os._exit(code)
 
@@ -264,23 +278,23 @@ class Bench:
     # ---- verdict
 
     def case(self, writer: Writer, fault: Fault, older: bool) -> Iterator[str]:
-        """Run a case; what is wrong with what it left."""
+        """Run a case and return what is wrong with the files it left."""
         self.fresh()
         if older:
             self.older(writer)
-        codes, said = self.start(writer, fault)
+        codes, output = self.start(writer, fault)
         ended = {-number for _, number in fault.signals} | {130, 143}
         for code in codes:
             if code not in CODES | (ended if fault.signals else set()):
                 yield f"exit code {code}"
-        if "Traceback" in said or "ignored in" in said:
-            yield f"said {said[-900:]}"
+        if "Traceback" in output or "ignored in" in output:
+            yield f"output {output[-900:]}"
         killed = any(code in (-signal.SIGKILL, -signal.SIGINT, -signal.SIGTERM) for code in codes)
         yield from self.left(writer, older, all(code == 0 for code in codes), killed)
         before = sum(TEMPORARY.fullmatch(Path(n).name) is not None for n in self.files())
-        codes, said = self.start(writer, Fault("after"))
+        codes, output = self.start(writer, Fault("after"))
         if codes != [0]:
-            yield f"the next run ended with {codes}: {said[-300:]}"
+            yield f"the next run ended with {codes}: {output[-300:]}"
         yield from self.left(writer, False, True, False)
         if before and any(TEMPORARY.fullmatch(Path(n).name) for n in self.files()):
             yield "a temporary file outlived the next run"
@@ -288,7 +302,7 @@ class Bench:
             yield "a source was changed"
 
     def left(self, writer: Writer, older: bool, done: bool, killed: bool) -> Iterator[str]:
-        """What is wrong with the files in the folder of outputs."""
+        """Return what is wrong with the files in the output folder."""
         expected = self.expected[writer.name]
         for name, data in self.files().items():
             path = self.out / name
@@ -298,7 +312,7 @@ class Bench:
             elif name not in expected:
                 yield f"{name} should not be there"
             elif data == old(name) and older:
-                if done and writer.name != "kernel cache":  # which goes on without
+                if done and writer.name != "kernel cache":  # which ignores failed writes
                     yield f"{name} is the older file after a run that ended well"
             elif not (writer.whole(data) if writer.whole else data == expected[name]):
                 yield f"{name} is half there: {len(data)} bytes of {len(expected[name])}"
@@ -309,7 +323,7 @@ class Bench:
 
 
 def _main(argv: list[str]) -> None:
-    """One command line, as a process of its own would run it."""
+    """Run one command line as its own process would."""
     from g4spec import cli
     from g4spec.runtime.cuda.build import disk_cache
     from g4spec.runtime.cuda.build.nvrtc import Cubin, Resources
@@ -332,8 +346,10 @@ def _main(argv: list[str]) -> None:
 # ---- which faults
 
 
-def plan(bench: Bench, cases: int, rng: random.Random) -> Iterator[tuple[Writer, Fault, bool]]:
-    """Faults of all kinds in turn, each command as often as another."""
+def plan(
+    bench: FaultRunner, cases: int, rng: random.Random
+) -> Iterator[tuple[Writer, Fault, bool]]:
+    """Return faults of all kinds in turn, equally many for each command."""
     makers = [_limited, _signalled, _signalled, _together]
     if bench.can_fail:
         makers += [_failing, _short]
@@ -342,40 +358,40 @@ def plan(bench: Bench, cases: int, rng: random.Random) -> Iterator[tuple[Writer,
         yield writer, rng.choice(makers)(bench, writer, rng), rng.random() < 0.6
 
 
-def _failing(bench: Bench, writer: Writer, rng: random.Random) -> Fault:
+def _failing(bench: FaultRunner, writer: Writer, rng: random.Random) -> Fault:
     call = rng.choice([c for c, n in bench.calls[writer.name].items() if n] or ["write"])
     at = rng.randrange(1, bench.calls[writer.name][call] + 2)
     return Fault(f"failing {call}", CALLS[call], at, rng.choice(ERRORS), rng.random() < 0.3)
 
 
-def _short(bench: Bench, writer: Writer, rng: random.Random) -> Fault:
+def _short(bench: FaultRunner, writer: Writer, rng: random.Random) -> Fault:
     at = rng.randrange(1, max(1, bench.calls[writer.name]["write"]) + 1)
     return Fault("short write", WRITE, at, 0, rng.random() < 0.5)
 
 
-def _limited(bench: Bench, writer: Writer, rng: random.Random) -> Fault:
+def _limited(bench: FaultRunner, writer: Writer, rng: random.Random) -> Fault:
     largest = max(map(len, bench.expected[writer.name].values()))
     return Fault("file size limit", limit=rng.randrange(largest + 100))
 
 
-def _signalled(bench: Bench, writer: Writer, rng: random.Random) -> Fault:
+def _signalled(bench: FaultRunner, writer: Writer, rng: random.Random) -> Fault:
     numbers = [signal.SIGKILL, signal.SIGTERM, signal.SIGINT]
     at = rng.uniform(0, 1.1 * bench.seconds[writer.name])
     sent = [(at, int(rng.choice(numbers)))]
-    if rng.random() < 0.25:  # twice, at once or while it clears away
+    if rng.random() < 0.25:  # a second signal, at once or during cleanup
         sent.append((at + rng.choice([0, 0.002, 0.02]), int(rng.choice(numbers[1:]))))
     return Fault("+".join(signal.Signals(n).name for _, n in sent), signals=sent)
 
 
-def _together(bench: Bench, writer: Writer, rng: random.Random) -> Fault:
+def _together(bench: FaultRunner, writer: Writer, rng: random.Random) -> Fault:
     fault = _signalled(bench, writer, rng) if rng.random() < 0.5 else Fault("alone")
     fault.together = rng.randrange(2, 5)
     fault.kind = f"{fault.kind}, several at once"
     return fault
 
 
-def disks(bench: Bench) -> Iterator[tuple[str, list[str]]]:
-    """Full, filling and read-only disks, where this user may mount one."""
+def disks(bench: FaultRunner) -> Iterator[tuple[str, list[str]]]:
+    """Test full, filling and read-only disks, if this user may mount one."""
     place = bench.base / "disk"
     place.mkdir()
     for options in ("size=16k", "size=100k", "size=64m,ro", "size=64m"):
@@ -389,9 +405,9 @@ def disks(bench: Bench) -> Iterator[tuple[str, list[str]]]:
                 return
             bench.out = place
             try:
-                codes, said = bench.start(writer, Fault("disk"))
+                codes, output = bench.start(writer, Fault("disk"))
                 wrong = [f"exit code {c}" for c in codes if c not in CODES]
-                wrong += ["a traceback"] if "Traceback" in said else []
+                wrong += ["a traceback"] if "Traceback" in output else []
                 wrong += list(bench.left(writer, False, False, False))
             finally:
                 bench.out = bench.base / "out"
@@ -408,8 +424,8 @@ def run(
     with_disks: bool,
     only: str | None,
 ) -> dict[str, Any]:
-    """Run cases, as many as there is time for, and disks; counts by kind, and what was wrong."""
-    bench, kinds, names = Bench(base, shim, only), Counter[str](), Counter[str]()
+    """Run cases until the time is over, then the disk tests; return counts by kind, and errors."""
+    bench, kinds, names = FaultRunner(base, shim, only), Counter[str](), Counter[str]()
     broken: dict[str, list[str]] = {}
     end = time.monotonic() + seconds
     for writer, fault, older in plan(bench, cases, random.Random(seed)):
@@ -445,7 +461,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", help="faults to this command alone")
     parser.add_argument("--disks", action="store_true", help="mount full and read-only ones")
-    asked, shim = parser.parse_args(), again_with_shim()
+    asked, shim = parser.parse_args(), restart_with_shim()
     place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=place) as folder:
         found = run(

@@ -1,4 +1,4 @@
-"""The grammar of command lines: each command's lines and options, with what may stand there."""
+"""The grammar of command lines: each command's lines and options, with possible values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support import kinds
 
 
 class Maker(Protocol):
-    """What chooses: see `cases.Maker`."""
+    """The source of random choices: see `cases.Maker`."""
 
     rng: random.Random
     family: Family
@@ -141,7 +141,7 @@ SMALL = {
     "-q": NONE,
 }
 BRIEF = {**SMALL, "-n": _one("1", "2", "3", "7", "0", "x", "", "1.5", "0x10")}
-"""For commands that decode many texts: no number of tokens that is 10 s of asked-for work."""
+"""Token counts for commands that decode many texts: none takes 10 s of legitimate work."""
 SAMPLING = {
     "--temp": FLOAT,
     "--top-k": INT,
@@ -154,10 +154,11 @@ LENGTH = _one("1", "2", "auto", "0", "15", "1,2", "sweep", *WHOLE)
 
 @dataclass(frozen=True)
 class Grammar:
-    """A command: lines that reach far, and its options with what may stand behind each.
+    """A command: complete lines that reach far into it, and its options with possible values.
 
     Attributes:
-        reads: files that it reads without naming them. `given`: what may stand on its input.
+        reads: files that the command reads without naming them.
+        given: possible standard inputs.
     """
 
     weight: int
@@ -168,10 +169,10 @@ class Grammar:
 
 
 STREAM = 200
-"""File descriptor of `serve --daemon`'s tokens."""
+"""File descriptor for the tokens of `serve --daemon`."""
 FD = str(STREAM)
 TYPED = ("p.txt", "ids.txt", "log.txt", "template.jinja")
-"""Files that the user names as his own text."""
+"""Files that contain the user's own text."""
 TALK = (
     "a line\n",
     "hi\n/regen\nb\n",
@@ -412,7 +413,7 @@ COMMANDS: dict[str, Grammar] = {
     ),
     "words": Grammar(
         1,
-        ((_one("help", "", "--version", "inspekt", "demo"), STR),),
+        ((_one("help", "", "--version", "inspekt"), STR), ("demo", "--family", STR)),
         {"--help": NONE, "--json": NONE},
     ),
     "imatrix": Grammar(

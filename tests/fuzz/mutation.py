@@ -1,4 +1,4 @@
-"""Small changes to files, seeded: to bytes, to JSON trees, to GGUF keys and tensor entries."""
+"""Small seeded changes to files: to bytes, JSON trees, GGUF keys and tensor entries."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ WORDS = [
 
 
 def mutate_bytes(data: bytes, rng: random.Random, other: bytes) -> bytes:
-    """A few small changes at random places."""
+    """Make a few small changes at random places."""
     out = bytearray(data)
     for _ in range(rng.choice([1, 1, 2, 4])):
-        # Most that matters stands at the beginning.
+        # The most relevant bytes are at the beginning.
         end = len(out) if rng.random() < 0.3 else min(len(out), rng.choice([64, 400, 4000]))
         at = rng.randrange(end + 1)
         kind = rng.randrange(8)
@@ -115,7 +115,8 @@ def mutate_bytes(data: bytes, rng: random.Random, other: bytes) -> bytes:
 
 
 def mutate_json(data: bytes, rng: random.Random, other: bytes) -> bytes:
-    """A value somewhere in the tree becomes odd, moves, or goes; or the bytes change."""
+    """Replace a random value of the tree by an unusual one, move it or remove it; or change
+    bytes."""
     if rng.random() < 0.2:
         return mutate_bytes(data, rng, other)
     try:
@@ -139,7 +140,7 @@ def mutate_json(data: bytes, rng: random.Random, other: bytes) -> bytes:
 
 
 def _place(tree: Any, rng: random.Random) -> tuple[Any, Any]:
-    """A random holder and key; deep places as likely as shallow ones."""
+    """Return a random container and key; deep places are as likely as shallow ones."""
     holder: Any = None
     key: Any = None
     while isinstance(tree, (dict, list)) and tree:
@@ -154,7 +155,7 @@ def _place(tree: Any, rng: random.Random) -> tuple[Any, Any]:
 
 
 def mutate_events(data: bytes, rng: random.Random, other: bytes) -> bytes:
-    """The JSON of one of some server-sent events becomes odd, or the bytes change."""
+    """Mutate the JSON of one server-sent event, or change bytes."""
     lines = data.split(b"\n")
     with_data = [i for i, line in enumerate(lines) if line.startswith(b"data: ")]
     if not with_data or rng.random() < 0.2:
@@ -165,7 +166,7 @@ def mutate_events(data: bytes, rng: random.Random, other: bytes) -> bytes:
 
 
 def mutate_gguf(data: bytes, rng: random.Random, other: bytes) -> bytes:
-    """A key or tensor entry becomes odd in a file that stays well-formed; or the bytes change."""
+    """Change a key or tensor entry of a file that stays well-formed; or change bytes."""
     file = FILES.get(data)
     if file is None or rng.random() < 0.3:
         return mutate_bytes(data, rng, other)
@@ -182,7 +183,7 @@ def mutate_gguf(data: bytes, rng: random.Random, other: bytes) -> bytes:
 
 
 def change_gguf(file: fixtures.File, rng: random.Random) -> None:
-    """A key or tensor entry of a file becomes odd, or two."""
+    """Change one or two keys or tensor entries of a file."""
     kv, tensors = file.kv, file.tensors
     for _ in range(rng.choice([1, 1, 2])):
         if tensors and rng.random() < 0.3:

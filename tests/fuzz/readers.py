@@ -1,7 +1,7 @@
-"""Mutated files against everything that reads files: seeds, coverage, verdicts.
+"""Fuzzing of everything that reads files: seeds, mutations, coverage and verdicts.
 
 `tests/cpu/test_hostile.py` runs some of it and replays the kept corpus; `benchmarks/cpu_fuzz.py`
-runs it at length. A reader may raise G4Error and nothing else, within `SECONDS` and `GROWTH`.
+runs it at length. A reader may only raise G4Error, within `SECONDS` and `GROWTH`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.support.tiny_tokenizer import TEMPLATE
 
 CORPUS = Path(__file__).parent / "corpus"
 SECONDS, GROWTH = 5, 200 << 20
-# ---- what is fuzzed
+# ---- fuzzed readers
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Surface:
 
 
 def surfaces(folder: Path) -> list[Surface]:
-    """All readers, with small seeds built in `folder`."""
+    """Return all readers, with small seeds built in `folder`."""
     target = tiny.target(folder / "target", layers=6, hidden=32, inter=32)
     convert(target, folder / "target.gguf", type="bf16")
     drafts = [make(folder / name, target) for name, make in kinds.READERS.items()]
@@ -114,7 +114,7 @@ def _ggufs(folder: Path, drafts: list[Path]) -> list[bytes]:
 
 
 def _every_type() -> bytes:
-    """A tensor of every type in blocks that can be read."""
+    """Return a tensor of every type whose blocks can be read."""
     shape = (2, 256)
     tensors = {
         name: fixtures.Entry(shape, form.type, random_blocks(name, *shape).tobytes())
@@ -163,7 +163,7 @@ def _small_safetensors(folder: Path) -> bytes:
 
 
 class Reading:
-    """The checks. Files are written into `folder`, which is the only place written to."""
+    """The checks. Files are written only into `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.at = folder, folder / "fuzzed.gguf"
@@ -261,12 +261,12 @@ SHAPES: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {}
 
 
 class Hang(BaseException):
-    """Took more than SECONDS."""
+    """Raised if a case takes more than SECONDS."""
 
 
 @dataclass
 class Verdict:
-    """What happened to the inputs of one surface."""
+    """Results of the inputs of one surface."""
 
     ran: int = 0
     refused: int = 0
@@ -293,8 +293,8 @@ def alarm(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def one(surface: Surface, data: bytes, verdict: Verdict) -> None:
-    """Run one input and write down what came of it."""
+def run_input(surface: Surface, data: bytes, verdict: Verdict) -> None:
+    """Run one input and record the result."""
     start, peak = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     verdict.ran += 1
     try:
@@ -326,20 +326,20 @@ def fuzz(
     cover: bool = True,
     corpus: list[bytes] | None = None,
 ) -> Verdict:
-    """Mutate seeds and whatever reached new lines, `runs` times."""
+    """Mutate seeds and inputs that reached new lines, `runs` times."""
     rng, verdict, coverage = random.Random(seed), Verdict(), Lines(math.inf)
     pool = [*surface.seeds, *(corpus or [])]
     for data in pool:
         with coverage.watch():
-            one(surface, data, Verdict())
+            run_input(surface, data, Verdict())
     for _ in range(runs):
         before = len(coverage)
         data = surface.mutate(rng.choice(pool), rng, rng.choice(pool))
         if cover:
             with coverage.watch():
-                one(surface, data, verdict)
+                run_input(surface, data, verdict)
         else:
-            one(surface, data, verdict)
+            run_input(surface, data, verdict)
         if len(coverage) > before:
             pool.append(data)
             verdict.kept.append(data)
@@ -348,7 +348,7 @@ def fuzz(
 
 
 def saved(name: str) -> list[bytes]:
-    """The kept corpus of a surface."""
+    """Return the stored corpus of a surface."""
     path = CORPUS / f"{name.replace(' ', '-')}.zip"
     if not path.is_file():
         return []
@@ -357,7 +357,7 @@ def saved(name: str) -> list[bytes]:
 
 
 def save(name: str, entries: list[bytes]) -> None:
-    """Keep a corpus; the same entries make the same bytes."""
+    """Store a corpus; equal entries give equal bytes."""
     CORPUS.mkdir(exist_ok=True)
     with zipfile.ZipFile(CORPUS / f"{name.replace(' ', '-')}.zip", "w", zipfile.ZIP_LZMA) as z:
         for i, data in enumerate(entries):

@@ -1,4 +1,4 @@
-"""Requests to `serve` by grammar, sent to the application without a socket."""
+"""Random requests to `serve` from a grammar, sent to the application without a socket."""
 
 from __future__ import annotations
 
@@ -220,11 +220,13 @@ HEADERS = [
 ]
 
 
-class Sent:
-    """A request of numbers: the first chooses its path and body, each other one changes it.
+class RandomHttpRequest:
+    """A request made from numbers: the first chooses its path and body, each further one changes
+    it.
 
     Attributes:
-        leaves: whether the client is gone before the answer. `made_by`, `kinds`: see `Case`.
+        leaves: True if the client disconnects before the answer.
+        made_by, kinds: see `Case`.
     """
 
     def __init__(self, numbers: tuple[int, ...]) -> None:
@@ -273,7 +275,7 @@ class Sent:
         self.kinds.add(f"request: {what}")
 
     def json(self) -> dict[str, Any]:
-        """All that sending it again needs."""
+        """Return everything needed to send it again."""
         return {
             "method": self.method,
             "path": self.path,
@@ -284,7 +286,7 @@ class Sent:
         }
 
     @classmethod
-    def of_json(cls, tree: dict[str, Any]) -> Sent:
+    def of_json(cls, tree: dict[str, Any]) -> RandomHttpRequest:
         sent = cls(tuple(tree["numbers"]))
         sent.method, sent.path, sent.leaves = tree["method"], tree["path"], tree["leaves"]
         sent.headers = [(a.encode("latin-1"), b.encode("latin-1")) for a, b in tree["headers"]]
@@ -302,13 +304,13 @@ class Sent:
 
 
 class Serving:
-    """The application over an engine, and requests to it, one after another."""
+    """The application over an engine; requests are sent one after another."""
 
     def __init__(self, base: Path, target: Path, draft: Path) -> None:
         self.base = base
         self.engine = Engine.load(target, draft, n_ctx=96, parallel=2, prefix_cache=8 << 20)
         self.engine.tokenizer.template = TEMPLATE
-        # 50 texts of 96 tokens are 10 s of honest work on a busy core.
+        # 50 texts of 96 tokens take 10 s on a busy core without any fault.
         settings = Settings("tiny", queue=8, time_limit=60, max_texts=16)
         self.service = Service(self.engine, settings)
         self.app = create_app(self.service, body_limit=1 << 20)
@@ -321,7 +323,7 @@ class Serving:
         self.loop.close()
         self.engine.close()
 
-    def run(self, sent: Sent, lines: Lines | None = None) -> Outcome:
+    def run(self, sent: RandomHttpRequest, lines: Lines | None = None) -> Outcome:
         outcome = Outcome()
         answer: list[dict[str, Any]] = []
         with watched(outcome, self.base, self.base / "nothing"):
@@ -333,7 +335,7 @@ class Serving:
         outcome.broken += self._wrong(sent, answer, outcome)
         return outcome
 
-    async def _ask(self, sent: Sent, answer: list[dict[str, Any]]) -> None:
+    async def _ask(self, sent: RandomHttpRequest, answer: list[dict[str, Any]]) -> None:
         path, _, query = sent.path.partition("?")
         scope = {
             "type": "http",
@@ -363,14 +365,16 @@ class Serving:
             answer.append(message)
 
         await self.app(scope, receive, send)
-        end = time.monotonic() + 60  # an abandoned request is gone after its step
+        end = time.monotonic() + 60  # an abandoned request ends after its step
         while time.monotonic() < end:
             if self.engine.scheduler.idle and self.service.open == 0:
                 return
             await asyncio.sleep(0.002)
         raise AssertionError("the server still holds something of a request that is over")
 
-    def _wrong(self, sent: Sent, answer: list[dict[str, Any]], outcome: Outcome) -> Iterator[str]:
+    def _wrong(
+        self, sent: RandomHttpRequest, answer: list[dict[str, Any]], outcome: Outcome
+    ) -> Iterator[str]:
         if not answer:
             if not sent.leaves and not outcome.broken:
                 yield "no answer"

@@ -1,4 +1,4 @@
-"""Loads faults.c into a program, by starting it again with LD_PRELOAD."""
+"""Loads faults.c into a program by restarting it with LD_PRELOAD."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pathlib import Path
 SHIM = "G4SPEC_FAULTS"
 
 
-def again_with_shim() -> Path | None:
-    """Start this module again with faults.c loaded; the library, or None without a C compiler."""
+def restart_with_shim() -> Path | None:
+    """Restart this module with faults.c loaded. Return the library, or None without a C
+    compiler."""
     if SHIM in os.environ:
         return Path(os.environ[SHIM])
     compiler = shutil.which("cc") or shutil.which("gcc")

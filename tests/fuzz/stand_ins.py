@@ -1,4 +1,4 @@
-"""What `serve` and `chat --url` meet in place of a network; all else of them is real."""
+"""Replacements of the network for `serve` and `chat --url`; everything else is real."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ANSWERS = {
 }
 
 
-class Here:
-    """An engine in this process, as `EngineClient` is made; fields of the engine are its own."""
+class LocalEngineClient:
+    """An engine in this process with the interface of `EngineClient`."""
 
     def __init__(
         self,
@@ -32,14 +32,14 @@ class Here:
         hang_limit: float | None = None,
         **options: Any,
     ) -> None:
-        """Load the engine. `hang_limit` is for a process of its own, which this is not."""
+        """Load the engine. `hang_limit` only applies to a separate process and is ignored."""
         self._engine = make(target=target, draft=draft, **options)
         self.title, self.failed = self._engine.backend.title, None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def __enter__(self) -> Here:
+    def __enter__(self) -> LocalEngineClient:
         return self
 
     def __exit__(self, *args: object) -> None:
@@ -47,23 +47,23 @@ class Here:
 
 
 async def _answer(self: Any, request: httpx.Request) -> httpx.Response:
-    """Answer with a file of the working folder."""
+    """Return a file of the working folder as response."""
     name = ANSWERS.get(request.url.path)
     if name is None or not Path(name).is_file():
         return httpx.Response(404, content=b'{"error": {"message": "nothing\x1b here"}}')
     return httpx.Response(200, content=Path(name).read_bytes())
 
 
-async def _nobody_asks(self: uvicorn.Server) -> None:
-    """Stand in for the time in which requests come."""
+async def _no_clients(self: uvicorn.Server) -> None:
+    """Replace the loop that serves requests by one that returns at once."""
 
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Put them in."""
+    """Install the replacements."""
     places = (
-        (engine_client, "EngineClient", Here),
-        (uvicorn.Server, "main_loop", _nobody_asks),
+        (engine_client, "EngineClient", LocalEngineClient),
+        (uvicorn.Server, "main_loop", _no_clients),
         (httpx.AsyncHTTPTransport, "handle_async_request", _answer),
     )
     before = [(where, name, getattr(where, name)) for where, name, _ in places]

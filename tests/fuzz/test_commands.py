@@ -1,4 +1,4 @@
-"""A seeded part of `benchmarks/fuzz_commands.py`: every command and endpoint."""
+"""A seeded sample of `benchmarks/fuzz_commands.py`: every command and endpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.fuzz import campaign, watching
 from tests.fuzz.campaign import Commands, Requests
-from tests.fuzz.cases import COMMANDS, longer
+from tests.fuzz.cases import COMMANDS, mutated
 from tests.fuzz.requests import BODIES
 
 
@@ -28,15 +28,15 @@ def quiet() -> Iterator[None]:
 
 
 def part(surface: str, count: int, seed: int) -> list[tuple[int, ...]]:
-    """Some of the kept corpus, and fresh changes of it."""
+    """Return some cases of the stored corpus, and new mutations of them."""
     rng, kept = random.Random(seed), campaign.saved(surface)
     assert len(kept) > 50
     some = rng.sample(kept, min(count, len(kept)))
-    return [*some, *(longer(rng.choice(kept), rng) for _ in range(count))]
+    return [*some, *(mutated(rng.choice(kept), rng) for _ in range(count))]
 
 
-def test_no_command_breaks_a_promise(commands: Commands) -> None:
-    count = campaign.Count()
+def test_no_command_violates_the_security_rules(commands: Commands) -> None:
+    count = campaign.Totals()
     with commands.ready():
         for numbers in part("commands", 90, 1):
             count.add(commands.run(commands.make(numbers)))
@@ -46,8 +46,8 @@ def test_no_command_breaks_a_promise(commands: Commands) -> None:
     assert len(count.by) >= 10
 
 
-def test_no_request_breaks_a_promise(commands: Commands) -> None:
-    count, surface = campaign.Count(), Requests(commands)
+def test_no_request_violates_the_security_rules(commands: Commands) -> None:
+    count, surface = campaign.Totals(), Requests(commands)
     with surface.ready():
         for numbers in part("requests", 120, 2):
             count.add(surface.run(surface.make(numbers)))
@@ -63,13 +63,13 @@ def test_every_command_is_in_the_grammar() -> None:
     assert found == {*COMMANDS} - {"words"}  # `demo` reads no file
 
 
-def test_the_same_numbers_make_the_same_case(commands: Commands) -> None:
+def test_equal_numbers_give_equal_cases(commands: Commands) -> None:
     for numbers in part("commands", 20, 3):
         one, two = commands.maker.make(numbers), commands.maker.make(numbers)
         assert (one.argv, one.changed, one.terminal) == (two.argv, two.changed, two.terminal)
 
 
-# ---- the fuzzer sees what it looks for
+# ---- the fuzzer detects violations
 
 HARM = {
     "AssertionError": "assert False",
@@ -85,7 +85,9 @@ HARM = {
 
 
 @pytest.mark.parametrize("what", HARM)
-def test_harm_is_seen(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_violations_are_detected(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(watching, "SECONDS", 0.2 if what == "hang" else 10)
     monkeypatch.setattr(watching.tempfile, "tempdir", str(tmp_path))
     space: dict[str, object] = {}
@@ -96,7 +98,7 @@ def test_harm_is_seen(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert fine.broken == [] and fine.code == 3
 
 
-def test_a_changed_source_is_seen(commands: Commands) -> None:
+def test_a_changed_source_is_detected(commands: Commands) -> None:
     seed = commands.base / "seeds" / "p.txt"
     before = seed.read_bytes()
     assert commands.changed() == []

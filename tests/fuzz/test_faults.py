@@ -29,14 +29,14 @@ def faults(*options: str, **env: str) -> tuple[int, dict[str, object]]:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork") or shutil.which("cc") is None, reason="needs fork, cc")
-def test_nothing_is_half_written() -> None:
+def test_no_file_is_half_written() -> None:
     code, found = faults("--cases", "12", "--seed", "5")
     assert found["broken"] == {} and code == 0
     assert len(found["by_command"]) == 8 and len(found["by_fault"]) > 4  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork") or shutil.which("cc") is None, reason="needs fork, cc")
-def test_a_writer_that_is_not_atomic_is_seen(tmp_path: Path) -> None:
+def test_a_writer_that_is_not_atomic_is_detected(tmp_path: Path) -> None:
     """`recipe -o` once wrote in place: a limit or a full disk left half a script."""
     (tmp_path / "sitecustomize.py").write_text(
         "import contextlib, sys\n"

@@ -1,7 +1,7 @@
-"""Runs one case and says what it broke: the promises of SECURITY.md, as conditions.
+"""Runs one case and reports violations of the rules of SECURITY.md.
 
-A case may end in an exit code or an answer; it may not raise, hang, grow, write outside its folder,
-open a connection, load a pickle, or send a control character to a terminal.
+A case may end in an exit code or a response. It must not raise, hang, grow, write outside its
+folder, open a connection, load a pickle, or send a control character to a terminal.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from types import FrameType
 from typing import Any, ClassVar
 
 SECONDS, WALL, GROWTH, WRITTEN = 10, 100, 200 << 20, 200 << 20
-"""CPU seconds; seconds of waiting; bytes of memory; bytes of output."""
+"""Limits: CPU seconds; elapsed seconds; bytes of memory; bytes of output."""
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 OWN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
-"""Colours, and what progress bars move the cursor with."""
+"""Escape sequences of g4spec itself: colours, and cursor movements of progress bars."""
 
 
 class Hang(BaseException):
@@ -35,7 +35,7 @@ class Hang(BaseException):
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal, or not."""
+    """A stream whose `isatty` can be set."""
 
     def __init__(self, terminal: bool) -> None:
         super().__init__()
@@ -50,8 +50,7 @@ class Terminal(io.StringIO):
 
 @dataclass
 class Outcome:
-    """What came of a case: `code` of a command or status of an answer; `broken`: what may not
-    be."""
+    """The outcome of a case. `code`: exit code or HTTP status; `broken`: violations."""
 
     code: int | None = None
     out: str = ""
@@ -61,11 +60,11 @@ class Outcome:
     broken: list[str] = field(default_factory=list)
 
 
-# ---- what the process does
+# ---- actions of the process
 
 
 class Sentry:
-    """Notes through an audit hook what a case opens, renames, connects to or unpickles."""
+    """Records through an audit hook what a case opens, renames, connects to or unpickles."""
 
     WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
     NAMED: ClassVar = {
@@ -104,18 +103,18 @@ class Sentry:
             seen.append(f"{event} {str(args)[:100]}")
 
     def _place(self, event: str, path: Any) -> None:
-        seen, self.seen = self.seen, None  # what is looked up here is no case's
+        seen, self.seen = self.seen, None  # ignore the lookups of this function
         try:
             text = os.fsdecode(path)
             real = os.path.join(
                 os.path.realpath(os.path.dirname(text) or "."), os.path.basename(text)
             )
-            there = event == "os.mkdir" and os.path.isdir(real)  # asked for all the same
+            there = event == "os.mkdir" and os.path.isdir(real)  # mkdir of an existing folder
             device = real in ("/dev/null", "/dev/full", "/dev/tty")
             fine = there or device or real.startswith(self.allowed)
             if not fine and seen is not None:
                 seen.append(f"{event} outside: {real}")
-        except (ValueError, OSError):  # a name that cannot be
+        except (ValueError, OSError):  # an impossible name
             pass
         finally:
             self.seen = seen
@@ -125,7 +124,7 @@ SENTRY = Sentry()
 
 
 def memory() -> dict[str, int]:
-    """VmRSS and VmHWM of this process in bytes."""
+    """Return VmRSS and VmHWM of this process in bytes."""
     found = re.findall(
         r"^(VmRSS|VmHWM):\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE
     )
@@ -133,14 +132,14 @@ def memory() -> dict[str, int]:
 
 
 def forget_peak() -> int:
-    """Let VmHWM begin anew; memory in use now."""
+    """Reset VmHWM and return the memory in use."""
     Path("/proc/self/clear_refs").write_text("5")
     return memory()["VmRSS"]
 
 
 @contextmanager
 def limited(seconds: float, wall: float) -> Iterator[None]:
-    """Raise Hang after so much CPU time of the process, or so much time."""
+    """Raise Hang after this much CPU time of the process, or this much elapsed time."""
 
     over = False
 
@@ -162,7 +161,7 @@ def limited(seconds: float, wall: float) -> Iterator[None]:
 
 
 def where(error: BaseException) -> str:
-    """The last place in g4spec that an exception came through."""
+    """Return the last line in g4spec that an exception passed through."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [f for f in frames if "/g4spec/" in f.filename]
     if not ours:
@@ -172,10 +171,11 @@ def where(error: BaseException) -> str:
 
 @contextmanager
 def watched(outcome: Outcome, allowed: Path, root: Path) -> Iterator[None]:
-    """Run a block under all conditions but those on its output.
+    """Run a block and check all rules except those on its output.
 
     Args:
-        allowed: the folder that may be written to. `root`: whose new files are counted.
+        allowed: folder that may be written to.
+        root: folder whose new files are counted.
     """
     gc.collect(0)
     idle, start = forget_peak(), time.process_time()
@@ -208,7 +208,7 @@ def run(
     terminal: bool = False,
     given: str = "",
 ) -> Outcome:
-    """One command line. `given`: what stands on its standard input."""
+    """Run one command line; `given`: its standard input."""
     outcome = Outcome()
     out, err = Terminal(terminal), Terminal(terminal)
     saved = sys.stdout, sys.stderr, sys.stdin
@@ -247,18 +247,18 @@ FLAGS = {
     "--list-rules",
     "--ids-to-text",
 }
-"""Options without a value, so that `--json` behind one of them is none."""
+"""Options without a value; a `--json` after any other option is that option's value."""
 
 
 def wants_json(argv: list[str]) -> bool:
-    """Whether `--json` stands there as an option, and nothing else was asked for instead."""
+    """Return True if `--json` is given as an option and no other output was requested."""
     places = [i for i, a in enumerate(argv) if a == "--json"]
     other = {"--help", "--version", "--"} & set(argv)
     return not other and any(argv[i - 1][:1] != "-" or argv[i - 1] in FLAGS for i in places if i)
 
 
 def output_of(outcome: Outcome, argv: list[str], terminal: bool) -> Iterator[str]:
-    """What is wrong with what a command wrote."""
+    """Yield what is wrong with the output of a command."""
     if "out of memory" in outcome.err:
         yield "out of memory"
     if "panicked at" in outcome.err:

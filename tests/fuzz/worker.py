@@ -1,7 +1,7 @@
-"""One process of a long run: cases of each surface in turn, and one that failed, again.
+"""One process of a long run: runs cases of each surface in turn, or replays one that failed.
 
-python -m tests.fuzz.worker FOLDER '{"number": 0, ...}'     as `workers.py` starts it
-python -m tests.fuzz.worker --replay FILE                   prints what it broke, as JSON
+python -m tests.fuzz.worker FOLDER '{"number": 0, ...}'     as `workers.py` starts it python -m
+tests.fuzz.worker --replay FILE                   prints the violations as JSON
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ from pathlib import Path
 from typing import Any
 
 from tests.fuzz import campaign, readers
-from tests.fuzz.campaign import Commands, Count, Ran, Requests, Watch
+from tests.fuzz.campaign import CaseResult, Commands, ProgressListener, Requests, Totals
 
 BEAT = 256
-"""Bytes that say which case runs."""
+"""Size of the file that says which case is running, in bytes."""
 ROOM = 2 << 30
-"""Bytes that must be free in memory to work there."""
+"""Bytes that must be free in memory to use it for files."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker does.
+    """The task of a worker.
 
     Attributes:
-        number: of the worker, among `together`. seconds, cases: of each surface, readers last.
-        watched: see `campaign.fuzz`. failures: folder of cases that broke something.
+        number: index of the worker among `together`.
+        seconds, cases: limits per surface, readers last.
+        watched: see `campaign.fuzz`.
+        failures: folder for cases with violations.
     """
 
     number: int
@@ -54,7 +56,7 @@ class Job:
 
 @contextmanager
 def place() -> Iterator[Path]:
-    """A folder to work in, in memory where there is room; also for temporary files."""
+    """Yield a working folder, in memory if there is room; also used for temporary files."""
     memory = Path("/dev/shm")
     there = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > ROOM
     with tempfile.TemporaryDirectory(dir=memory if there else None) as name:
@@ -66,7 +68,7 @@ def place() -> Iterator[Path]:
 
 
 class Worker:
-    """Runs cases and writes down what came of them, as it goes."""
+    """Runs cases and records their outcomes as it goes."""
 
     def __init__(self, folder: Path, job: Job) -> None:
         self.folder, self.job, self.failed = folder, job, 0
@@ -81,7 +83,7 @@ class Worker:
         at = time.process_time()
         os.pwrite(self._beat, f"{self.name} {list(numbers)} {at:.3f}".encode().ljust(BEAT), 0)
 
-    def broke(self, case: Any, ran: Ran) -> None:
+    def broke(self, case: Any, ran: CaseResult) -> None:
         self.failed += 1
         path = Path(self.job.failures) / f"{self.name}-{self.job.seed}-{self.failed}.json"
         path.write_text(
@@ -96,7 +98,7 @@ class Worker:
             )
         )
 
-    def told(self, count: Count, done: bool = False) -> None:
+    def told(self, count: Totals, done: bool = False) -> None:
         row = count.json() | {"kept": count.kept, "done": done, "shown": count.broken}
         path = self.folder / f"{self.name}-{self.job.number}.json"
         path.with_suffix(".new").write_text(json.dumps(row))
@@ -104,7 +106,7 @@ class Worker:
 
     def run(self, base: Path) -> None:
         job, commands = self.job, Commands(base)
-        watch = Watch(self.begun, self.broke, self.told)
+        watch = ProgressListener(self.begun, self.broke, self.told)
         for i, name in enumerate(campaign.SURFACES):
             if not job.cases[i]:
                 continue
@@ -129,9 +131,9 @@ class Worker:
             self._readers(base / "readers")
 
     def _readers(self, base: Path) -> None:
-        """The readers by themselves (`cpu_fuzz.py` runs them at length)."""
+        """Run the readers (`cpu_fuzz.py` runs them at length)."""
         base.mkdir()
-        self.name, count = "readers", Count()
+        self.name, count = "readers", Totals()
         surfaces = readers.surfaces(base)
         share = self.job.cases[2] // len(surfaces) + 1
         for surface in surfaces:
@@ -164,14 +166,14 @@ class Worker:
 
 
 def replay(file: Path) -> list[str]:
-    """What a case that was written down breaks when it runs alone."""
+    """Run a saved case by itself and return its violations."""
     tree = json.loads(file.read_text())
     with place() as base:
         if tree["surface"] == "readers":
             (base / "readers").mkdir()
             found = [s for s in readers.surfaces(base / "readers") if s.name == tree["reader"]]
             verdict = readers.Verdict()
-            readers.one(found[0], bytes.fromhex(tree["data"]), verdict)
+            readers.run_input(found[0], bytes.fromhex(tree["data"]), verdict)
             return [what for what, _ in verdict.failures]
         commands = Commands(base)
         surface: Any = commands if tree["surface"] == "commands" else Requests(commands)
@@ -181,7 +183,7 @@ def replay(file: Path) -> list[str]:
                 if "numbers" in tree
                 else surface.read(tree["case"])
             )
-            ran: Ran = surface.run(case)
+            ran: CaseResult = surface.run(case)
             print(
                 ran.shown[:3000],
                 f"exit or status: {ran.outcome.code}",

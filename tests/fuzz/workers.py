@@ -1,8 +1,7 @@
-"""Many processes of a long run: started, watched, started again, and their results made one.
+"""Many processes of a long run: started, monitored, restarted, and their results merged.
 
-A worker that dies, or stays in one case, says nothing itself: its case is written down here. What
-may be owed to a busy machine (hangs, memory) counts only if it comes again when the case runs
-alone, after all others.
+If a worker dies or hangs, its case is saved here. Failures that may be caused by a busy machine
+(hangs, memory) count only if they are reproduced when the case runs alone, after all others.
 """
 
 from __future__ import annotations
@@ -25,19 +24,22 @@ from tests.fuzz import campaign, watching
 from tests.fuzz.worker import Job
 
 ROOT = Path(__file__).parents[2]
-OF_LOAD = re.compile(r"hang|memory grew|out of memory|.*the server still holds|Hang|MemoryError")
-"""What a busy machine may be the reason of."""
+LOAD_RELATED = re.compile(
+    r"hang|memory grew|out of memory|.*the server still holds|Hang|MemoryError"
+)
+"""Failures that a busy machine may cause."""
 MARGIN = 5
-"""CPU seconds over a case's limit, and again so many over its limit of waiting, until a worker is
-ended from outside: it could not end the case itself."""
-AGAIN = 3
-"""Cases of each kind of failure that are run again, alone."""
+"""CPU seconds over a case's limit, and as many over its limit of elapsed time, after which a worker
+is killed because it could not end the case itself."""
+REPLAYS = 3
+"""Number of cases of each kind of failure that are run again, alone."""
 NAMES = (*campaign.SURFACES, "readers")
 
 
 @dataclass
 class Process:
-    """A worker. `case`: what it runs, and since when: CPU seconds of it, seconds of the clock."""
+    """A worker. `case`: the running case, and when it started, in CPU seconds and in seconds of the
+    clock."""
 
     job: Job
     popen: subprocess.Popen[bytes]
@@ -45,17 +47,17 @@ class Process:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of a process, its threads included."""
+    """Return the CPU time of a process, including its threads."""
     words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass
 class Workers:
-    """So many processes with a job each, whose numbers and seeds differ.
+    """Worker processes with the same job but different numbers and seeds.
 
     Attributes:
-        ended: cases that ended a worker, or that a worker did not end.
+        ended: cases that killed a worker or made it hang.
     """
 
     folder: Path
@@ -67,18 +69,18 @@ class Workers:
     _number: int = 0
 
     def run(self) -> None:
-        """Work to the end of the time or the cases."""
+        """Run until the time or the number of cases is reached."""
         self._end = time.monotonic() + sum(self.job.seconds)
         for _ in range(self.count):
             self._start(self.job)
-        told = time.monotonic()
+        last_report = time.monotonic()
         try:
             while self.processes:
                 time.sleep(0.3)
                 for process in list(self.processes):
                     self._look(process)
-                if time.monotonic() - told > 20:
-                    told = time.monotonic()
+                if time.monotonic() - last_report > 20:
+                    last_report = time.monotonic()
                     print(total(self.rows()), f"{len(self.ended)} ended", sep=", ", flush=True)
         finally:
             for process in self.processes:
@@ -104,19 +106,19 @@ class Workers:
         if code is not None:
             self.processes.remove(process)
             if code:
-                said = (self.folder / f"stderr-{number}").read_text(errors="replace")
-                self._lost(process, f"a worker ended with {code}: {said[-600:]}")
+                output = (self.folder / f"stderr-{number}").read_text(errors="replace")
+                self._lost(process, f"a worker ended with {code}: {output[-600:]}")
             return
         beat = (self.folder / f"beat-{number}").read_bytes().decode().strip()
         try:
             spent = cpu_seconds(process.popen.pid)
-        except OSError:  # it has just ended
+        except OSError:  # the process has just ended
             return
         now = time.monotonic()
         if beat != process.case[0]:
             process.case = (beat, spent, now)
         worked, waited = spent - process.case[1], now - process.case[2]
-        slow = not beat or beat.startswith("readers")  # starting; hundreds of cases at once
+        slow = not beat or beat.startswith("readers")  # readers run many cases per beat
         most = 300 if slow else watching.SECONDS + MARGIN
         if worked > most or waited > 10 * most + watching.WALL:
             process.popen.kill()
@@ -125,7 +127,7 @@ class Workers:
             self._lost(process, f"hang: a case worked {worked:.0f} s and waited {waited:.0f} s")
 
     def _lost(self, process: Process, what: str) -> None:
-        """Write down the case of a process that is gone, and start another for the time left."""
+        """Save the case of a dead process, and start another one for the remaining time."""
         beat = (self.folder / f"beat-{process.job.number}").read_text().strip()
         surface, _, rest = beat.partition(" ")
         path = Path(process.job.failures) / f"ended-{process.job.seed}.json"
@@ -138,13 +140,13 @@ class Workers:
             self._start(replace(self.job, seconds=tuple(s * share for s in self.job.seconds)))
 
     def rows(self) -> dict[str, list[dict[str, Any]]]:
-        """What each process has written of each surface."""
+        """Return the results of each process, by surface."""
         files = {name: sorted(self.folder.glob(f"{name}-*.json")) for name in NAMES}
         return {name: [json.loads(p.read_text()) for p in some] for name, some in files.items()}
 
 
 def environment() -> dict[str, str]:
-    """Of a worker: one thread, no GPU, hashes as always."""
+    """Return the environment of a worker: one thread, no GPU, fixed hash seed."""
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -158,8 +160,8 @@ def total(rows: dict[str, list[dict[str, Any]]]) -> str:
     return " + ".join(f"{sum(r['cases'] for r in some):,} {name}" for name, some in rows.items())
 
 
-def merged(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Rows of the same surface as one."""
+def merge_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Merge rows of the same surface."""
     by: dict[str, Counter[str]] = {}
     kinds: Counter[str] = Counter()
     for row in rows:
@@ -176,7 +178,8 @@ def merged(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def corpus(rows: list[dict[str, Any]], older: list[tuple[int, ...]]) -> tuple[list[Any], int]:
-    """Cases that together reach all lines that were reached, older ones first; how many lines."""
+    """Return cases that together reach all lines reached, older ones first, and the number of
+    lines."""
     known = {tuple(numbers) for numbers in older}
     cases = [(tuple(n), lines) for row in rows for n, lines in row["kept"]]
     cases.sort(key=lambda entry: (entry[0] not in known, -len(entry[1])))
@@ -188,8 +191,8 @@ def corpus(rows: list[dict[str, Any]], older: list[tuple[int, ...]]) -> tuple[li
     return list(kept), len(lines)
 
 
-def again(path: Path) -> list[str]:
-    """What a case breaks alone, in a process of its own."""
+def replay_alone(path: Path) -> list[str]:
+    """Return the violations of a case that runs alone in a new process."""
     limit = 3 * watching.WALL
     try:
         done = subprocess.run(
@@ -211,11 +214,12 @@ def again(path: Path) -> list[str]:
     return list(json.loads(done.stdout.splitlines()[-1]))
 
 
-def judged(failures: Path, end: float) -> dict[str, dict[str, Any]]:
-    """Kinds of failure -> how often, a case, whether it comes again alone, and whether it counts.
+def classify_failures(failures: Path, end: float) -> dict[str, dict[str, Any]]:
+    """Return kind of failure -> number of cases, an example, whether it is reproduced alone, and
+    whether it counts.
 
     Args:
-        end: when nothing more is run again, on the monotonic clock; then all counts.
+        end: time on the monotonic clock after which nothing is run again; then all failures count.
     """
     found: dict[str, dict[str, Any]] = {}
     tried: Counter[str] = Counter()
@@ -228,19 +232,19 @@ def judged(failures: Path, end: float) -> dict[str, dict[str, Any]]:
             row["cases"] += 1
             tried[name] += 1
             if path.name.startswith("ended") and not json.loads(path.read_text())["numbers"]:
-                continue  # it had not begun
-            if tried[name] > AGAIN or row["again_alone"] or time.monotonic() > end:
+                continue  # no case had started
+            if tried[name] > REPLAYS or row["again_alone"] or time.monotonic() > end:
                 continue
-            alone = again(path)
+            alone = replay_alone(path)
             row["again_alone"] = bool(alone)
             row["alone"] = alone
     for name, row in found.items():
-        row["counts"] = row["again_alone"] is not False or not OF_LOAD.match(name)
+        row["counts"] = row["again_alone"] is not False or not LOAD_RELATED.match(name)
     return found
 
 
 @contextlib.contextmanager
-def working() -> Any:
-    """A folder for what processes tell."""
+def results_folder() -> Any:
+    """Create a folder for the results of the processes."""
     with tempfile.TemporaryDirectory() as name:
         yield Path(name)

@@ -1,4 +1,4 @@
-"""Rows of sequences that share a cache, wherever their slots and pages are."""
+"""Batches of sequences that share a cache, in any slots and pages."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.gpu.device import DEVICE
 
 
 def spread(n_slots: int, n_ctx: int, seed: int = 0, device: str = DEVICE) -> Space:
-    """Slots whose pages lie in any order, none of them in place, and one slot behind them that has
-    no page."""
+    """Assign shuffled pages to all slots but the last, which has no page. No page is at its own
+    index."""
     width = Space(1, n_ctx, 0).table.shape[1]
     space = Space(n_slots, n_ctx, n_slots * width, device)
     g = torch.Generator("cpu").manual_seed(seed)
@@ -23,7 +23,8 @@ def spread(n_slots: int, n_ctx: int, seed: int = 0, device: str = DEVICE) -> Spa
 
 
 def rows_of(parts: Sequence[tuple[int, int, int]], device: str | torch.device = DEVICE) -> Batch:
-    """A batch of (slot, position of the first row, rows), a sequence each; tokens are 0."""
+    """Return a batch of (slot, position of the first row, rows), one per sequence; all tokens are
+    0."""
     positions = [p for _, start, count in parts for p in range(start, start + count)]
     slots = [slot for slot, _, count in parts for _ in range(count)]
     both = torch.tensor([positions, slots], dtype=torch.int64, device="cpu").to(device)
@@ -32,5 +33,5 @@ def rows_of(parts: Sequence[tuple[int, int, int]], device: str | torch.device = 
 
 
 def one(start: int, count: int, device: str | torch.device = DEVICE) -> Batch:
-    """Rows of the sequence in slot 0."""
+    """Return rows of the sequence in slot 0."""
     return rows_of([(0, start, count)], device)

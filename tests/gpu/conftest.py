@@ -1,7 +1,9 @@
-"""Kernels on the GPU; on a machine without one in the emulator, which is slow: there a few of each
-test's cases run, or all with G4SPEC_EMULATE=all. With G4SPEC_EMULATE=checked races and accesses
-outside of memory are looked for, which takes ten times as long. There memory that nobody wrote
-holds NaN."""
+"""Run kernel tests on the GPU, or in the emulator if there is none.
+
+The emulator is slow: it runs the first and last case of each test, or all with G4SPEC_EMULATE=all.
+G4SPEC_EMULATE=checked also detects races and accesses out of bounds, and takes ten times as long.
+Uninitialized memory contains NaN there.
+"""
 
 import os
 from collections import defaultdict
@@ -15,7 +17,7 @@ from tests.emulator import kernels
 from tests.gpu.device import EMULATED
 
 CASES = 2
-"""Of each test, the first and the last."""
+"""Number of cases per test in the emulator: the first and the last."""
 LONG = {"test_engine.py", "test_odd_files.py", "test_portable_engine.py", "test_synthetic.py"}
 SKIP = pytest.mark.skip(reason="takes long on a machine without a GPU (G4SPEC_EMULATE=all)")
 
@@ -42,7 +44,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _machine() -> Iterator[None]:
-    """No longer than a file: a worker that ran these may go on with others."""
+    """Install the emulator for one file only, because a pytest worker may go on with other
+    tests."""
     if EMULATED:
         torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty is NaN
         with kernels.installed("sm_90a", checked=os.environ.get("G4SPEC_EMULATE") == "checked"):

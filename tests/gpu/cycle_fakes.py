@@ -1,7 +1,7 @@
 """A target and drafts of a few tensor operations, to test cycles without models.
 
-What they know of a text are its tokens in a cache by slot and position, so that whatever a cycle
-reads or writes at a wrong place changes what is chosen.
+They compute logits from the tokens of a text in a cache by slot and position. A cycle that reads or
+writes a wrong slot or position therefore changes the chosen tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from g4spec.core import Batch, Pick, StepRows
 
 VOCAB, CODES, ROOM = 48, 97, 512
-"""Tokens; contexts that are told apart; positions of a cache."""
+"""Number of tokens; number of distinct contexts; positions of a cache."""
 
 _HEAD = 6.0 * torch.randn(CODES, VOCAB, generator=torch.Generator().manual_seed(5))
 
@@ -30,14 +30,15 @@ class Memory:
         self.ids[batch.slots, batch.positions] = batch.ids
 
     def codes(self, batch: Batch) -> torch.Tensor:
-        """What is known of the text up to each row, int64 [T]."""
+        """Return a code of the text up to each row, int64 [T]."""
         before = (batch.positions - 1).clamp(min=0)
         first = self.ids[batch.slots, before] * 31 + self.ids[batch.slots, before // 2] * 7
         return (batch.ids * 3 + first + batch.positions) % CODES
 
 
 class FakeTarget:
-    """Chooses by the newest tokens and one in the middle of the text (`runtime.target.Target`).
+    """A target (`runtime.target.Target`) whose logits depend on the newest tokens and one in the
+    middle of the text.
 
     Attributes:
         poison: added to the logits of each slot.
@@ -61,8 +62,8 @@ class FakeTarget:
 
 
 class Chain:
-    """Drafts a token after the other by what the target would see, until it is led astray by the
-    sum of all rows that it was given (`g4spec.core.Draft`).
+    """A draft (`g4spec.core.Draft`) that proposes one token after the other. It follows the target
+    up to a token that depends on the sum of all committed rows, and differs afterwards.
 
     Attributes:
         poison: added to the logits of each slot, from drafted token `healthy` on.
@@ -103,7 +104,7 @@ class Chain:
         return torch.stack(out, dim=1)
 
     def _logits(self, rows: Batch, seen: torch.Tensor, j: int) -> torch.Tensor:
-        """Logits of drafted token j: as the target's, or others from some j on."""
+        """Return the logits of drafted token j: the target's, or others from some j on."""
         self.memory.write(rows)
         codes, lead = self.memory.codes(rows), seen.long()
         astray = (lead % 8 <= j) | (lead % 2 == 1)
@@ -115,7 +116,8 @@ class Chain:
 
 
 class Block(Chain):
-    """The same, all tokens at once: each row goes on from the likeliest token of the one before."""
+    """As `Chain`, but proposes all tokens at once; each row follows the most likely token of the
+    row before."""
 
     name = "block"
     max_tokens, rows = 7, 20

@@ -1,4 +1,4 @@
-"""Where the tests of this folder run: on the GPU, or on a machine without one in the emulator."""
+"""The device of the tests in this folder: the GPU, or the emulator if there is none."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""Files that the GPU's engine is tested with: the trained family, and random ones of every kind in
-shapes that the kernels take."""
+"""Files for tests of the GPU engine: the trained family, and random models of every kind in shapes
+that the kernels support."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_k_m")
-"""Of the trained family."""
+"""Quant types of the trained family."""
 
 DRAFTS = kinds.GPU
 
@@ -50,11 +50,11 @@ DRAFTS = kinds.GPU
 PAIRS = [(kind, "dense") for kind in DRAFTS] + [
     (kind, target) for target in ("experts", "per-layer") for kind in ("zlab", "assistant")
 ]
-"""Random drafts and targets that are tried together."""
+"""Pairs of random drafts and targets that are tested."""
 
 
 def trained(folder: Path, type: str) -> dict[str, Path]:
-    """The trained target in a type, and its drafts."""
+    """Convert the trained target to a type, and its drafts. Return the files."""
     files = {"target": folder / "target.gguf"}
     convert.convert(TRAINED / "target", files["target"], type=type)
     for name in ("dflash", "dflash-speculators", "assistant", "dflash-other"):
@@ -69,16 +69,19 @@ def trained(folder: Path, type: str) -> dict[str, Path]:
 
 
 def random(folder: Path, kind: str, type: str = "q8_0") -> Path:
-    """A random target, `TARGETS`; its checkpoint stays beside it. Errors grow in it as its layers
-    outweigh its embedding, so `<kind>-calm.gguf` is the same with layers that do not."""
+    """Convert a random target of `TARGETS` and keep its checkpoint in the same folder.
+
+    Its layers outweigh its embedding, so that errors grow. `<kind>-calm.gguf` is the same target
+    with smaller layers.
+    """
     at = tiny.target(folder / kind, **(SHAPE | TARGETS[kind]))
     convert.convert(at, folder / f"{kind}-calm.gguf", type=type)
-    convert.convert(build.lively(at, 5.0), folder / f"{kind}.gguf", type=type)
+    convert.convert(build.with_large_layers(at, 5.0), folder / f"{kind}.gguf", type=type)
     return folder / f"{kind}.gguf"
 
 
 def draft(folder: Path, kind: str, target: str, type: str = "q8_0") -> Path:
-    """A random draft, `DRAFTS`, for a target made by `random` in the same folder."""
+    """Convert a random draft of `DRAFTS` for a target made by `random` in the same folder."""
     name = f"{kind}-{target}"
     DRAFTS[kind](folder / name, folder / target)
     convert.convert(folder / name, folder / f"{name}.gguf", target=folder / target, type=type)
@@ -88,10 +91,10 @@ def draft(folder: Path, kind: str, target: str, type: str = "q8_0") -> Path:
 def pairs(
     folder: Path, shape: dict[str, Any], make: dict[str, Callable[[Path, Path], Any]], type: str
 ) -> Path:
-    """`target.gguf`, random and lively, of a shape, and `<name>.gguf` of each maker of drafts.
-    Returns the folder."""
+    """Write `target.gguf`, a random target of this shape, and `<name>.gguf` of each draft in
+    `make`. Return the folder."""
     on = tiny.target(folder / "target", **shape)
-    convert.convert(build.lively(on, 5.0), folder / "target.gguf", type=type)
+    convert.convert(build.with_large_layers(on, 5.0), folder / "target.gguf", type=type)
     for name, maker in make.items():
         maker(folder / name, on)
         convert.convert(folder / name, folder / f"{name}.gguf", target=on, type=type)
@@ -101,7 +104,7 @@ def pairs(
 def generate(
     engine: Engine, prompt: list[int], length: int, n: int, sampler: Sampler | None = None
 ) -> Request:
-    """A finished run that ignores stop tokens."""
+    """Return a finished request that ignores stop tokens."""
     run = engine.generate(prompt, Options(n, sampler or Sampler(), length, ignore_eos=True))
     for _ in run:
         pass
@@ -109,8 +112,8 @@ def generate(
 
 
 def help_out(engine: Engine, truth: list[int], right: Callable[[int], int]) -> None:
-    """In its i-th proposal the draft gets the first `right(i)` tokens from the text `truth`. Cycles
-    are then done in parts."""
+    """Replace the first `right(i)` tokens of the draft's i-th proposal by those of `truth`. Cycles
+    then run in the eager runner."""
     made: Any = engine.draft
     engine.scheduler.runners = [EagerRunner(engine.target, made)]
     propose, turn = type(made).propose, iter(range(10**6))

@@ -1,5 +1,5 @@
-"""Malformed and unusual targets and drafts for a GPU: what must be refused before a kernel runs,
-and what must run although no kernel takes it."""
+"""Malformed and unusual targets and drafts for a GPU: some must be refused before a kernel runs,
+others must run although no kernel supports them."""
 
 from __future__ import annotations
 
@@ -26,18 +26,20 @@ from tests.support.malformed import Broken
 CTX, NEW = 256, 6
 PROMPT = [2, *range(20, 60)]
 NEAR = {"17 heads to 1": 0.6, "64 columns, 36 in experts": 0.1}
-"""How far logits on the GPU, whose activations are rounded to half precision, may be from the
-reference: 0.05, but for these, which are 0.30 and 0.04 off on the CPU with the same cache."""
+"""Maximum difference of logits between the GPU, which rounds activations to half precision, and
+the reference. Default 0.05; these targets differ by 0.30 and 0.04 even on the CPU with the same
+cache."""
 OPTIONAL = "missing: rope_freqs.weight"
-"""Of a draft: without it frequencies are the plain ones, which costs acceptance and no text."""
+"""Optional tensor of a draft: without it, RoPE frequencies are unscaled, which costs acceptance but
+does not change the text."""
 
 SMALL: dict[str, Any] = {"layers": 3, "period": 3, "vocab": 512}
 KINDS: dict[str, dict[str, Any]] = {
     kind: {"layers": 6, "heads": 2, "kv": 1} | shape for kind, shape in family.TARGETS.items()
 }
-"""Of targets, from which malformed ones are made."""
+"""Kinds of targets from which malformed ones are made."""
 LARGE = {"heads": 2, "kv": 1, "head_dim": 256, "global_head_dim": 512}
-"""Heads that kernels for prompts take."""
+"""Head sizes that prefill kernels support."""
 ODD_TARGETS: dict[str, dict[str, Any]] = {
     "heads of 48": {"head_dim": 48, "global_head_dim": 80},
     "heads of 2": {"head_dim": 2, "global_head_dim": 6},
@@ -82,7 +84,7 @@ ODD_TARGETS: dict[str, dict[str, Any]] = {
     },
     "no softcap": {"softcap": None},
 }
-"""Legal, and in some size none that kernels are made for."""
+"""Valid targets, each with a size that no kernel supports."""
 Make = Callable[[Path, Path], Any]
 ODD_DRAFTS: dict[str, Make] = {
     "zlab of 48": lambda at, on: tiny.zlab_dflash(at, on, head_dim=48, inter=34),
@@ -103,27 +105,27 @@ ODD_DRAFTS: dict[str, Make] = {
     ),
 }
 ON = {kind: {"hidden": 36} for kind in ODD_DRAFTS if kind.endswith("on 36 columns")}
-"""Targets of some of them."""
+"""Target shapes of some of these drafts."""
 CACHE = {"17 heads to 1": "q8_0"}
 
 
-def made(folder: Path, shape: dict[str, Any], type: str = "q8_0") -> Path:
-    """A random target of a shape, as a checkpoint and as a GGUF beside it."""
+def write_target(folder: Path, shape: dict[str, Any], type: str = "q8_0") -> Path:
+    """Write a random target of a shape, as a checkpoint and as a GGUF in the same folder."""
     at = tiny.target(folder / "target", **(SMALL | shape))
     convert(at, folder / "target.gguf", type=type)
     return folder / "target.gguf"
 
 
-def made_draft(folder: Path, make: Make) -> Path:
-    """A draft for the target that was made there before."""
+def write_draft(folder: Path, make: Make) -> Path:
+    """Write a draft for the target in the same folder."""
     make(folder / "draft", folder / "target")
     convert(folder / "draft", folder / "draft.gguf", target=folder / "target", type="q8_0")
     return folder / "draft.gguf"
 
 
 @contextlib.contextmanager
-def counted() -> Iterator[list[str]]:
-    """Names of this project's kernels that are launched meanwhile."""
+def record_kernels() -> Iterator[list[str]]:
+    """Yield a list of the g4spec kernels launched inside the context."""
     if EMULATED:
         with runtime.launched() as names:
             yield names
@@ -142,8 +144,8 @@ def counted() -> Iterator[list[str]]:
 
 
 def refused(load: Callable[[], object]) -> str | None:
-    """None if a load is refused by an InputError before any kernel, or what is wrong."""
-    with counted() as names:
+    """Return None if a load fails with an InputError before any kernel runs; else what happened."""
+    with record_kernels() as names:
         try:
             load()
         except InputError:
@@ -172,7 +174,7 @@ def load_target(path: Path, device: str = "cuda") -> Engine:
 
 
 def build(path: Path, backend: Backend, target: Target) -> None:
-    """Load a draft for a target that is there already."""
+    """Load a draft for a loaded target."""
     with DraftFile(path) as file:
         file.kind.check_pair(file.config, target.config)
         file.build(backend, target)
@@ -203,7 +205,7 @@ def wrong_text(
 
 
 def first_logits(engine: Engine) -> torch.Tensor:
-    """Of the token behind the prompt, [V]."""
+    """Return the logits of the token after the prompt, [V]."""
     from g4spec.runtime.pending_rows import concat_steps
     from tests.support.one_sequence import single_sequence
 

@@ -1,7 +1,8 @@
-"""A case for every operation that `CudaOps` replaces: fresh random inputs, against the reference.
+"""A parity case for every operation that `CudaOps` overrides: random inputs, compared with the
+reference.
 
-A case takes both backends and a generator and yields pairs (found, wanted) with a tolerance, the
-largest error allowed as a share of the largest wanted value of a row.
+A case takes both backends and a generator. It yields pairs (found, wanted) with a tolerance: the
+largest error relative to the largest wanted value of a row.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ Pair = tuple[Any, torch.Tensor, float]
 Case = Callable[[Any, Ops, torch.Generator], Iterator[Pair]]
 
 HALF = 2.0**-9
-"""What two roundings to half precision may do to a sum."""
+"""Error of a sum after two roundings to half precision."""
 
 TYPES = ("", *samples.COMPILED, "q3_k") if EMULATED else ("", *packing.PARTS)
 LARGE = 8192
-"""Rows of a table that counts as large."""
+"""Number of rows from which a table counts as large."""
 COUNTS = (1, 3, 8, 9, 16, 40)
 
 
@@ -53,7 +54,7 @@ def randn(g: torch.Generator, *shape: int, scale: float = 1.0) -> torch.Tensor:
 def matrix(
     g: torch.Generator, type: str, *shape: int, dtype: torch.dtype = torch.float16
 ) -> tuple[Matrix, torch.Tensor]:
-    """A random matrix on the GPU, and its values."""
+    """Return a random matrix on the GPU, and its values."""
     values = randn(g, *shape) / shape[-1] ** 0.5
     count, rows = (shape[0], shape[1]) if len(shape) == 3 else (1, shape[0])
     flat = values.view(count * rows, shape[-1])
@@ -66,19 +67,20 @@ def matrix(
 
 
 def quantized(type: str, values: np.ndarray) -> np.ndarray:
-    """Bytes of values, or of some of the same size for types that cannot be written."""
+    """Return quantized bytes of values; random bytes of the same size for types that cannot be
+    written."""
     if quant.get(type).encode is not None:
         return quant.get(type).quantize(values)
     found = random_blocks(type, math.prod(values.shape[:-1]), values.shape[-1])
     return found.reshape(*values.shape[:-1], -1)
 
 
-def there(x: torch.Tensor | None) -> torch.Tensor | None:
+def to_gpu(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.to(DEVICE)
 
 
 def stored(packed: PackedRows) -> torch.Tensor:
-    """Halves [T, K] of rows; checks the sums beside them and the zeros behind T."""
+    """Return the half-precision rows [T, K]; check their sums and the zeros after row T."""
     parts = values, sums16, sums32, floats = unpack(packed)
     assert values.shape == (packed.padded, packed.width)
     assert not any(part[packed.count :].any() for part in parts)
@@ -131,7 +133,7 @@ def logits(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
 
 
 def pick(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
-    """Logits of what is picked: by reading a part of a large table, and in other ways."""
+    """Compare logits of picked tokens, of a large table that is read in part and in other ways."""
     table, values = matrix(g, "q6_k", LARGE, 256)
     x = randn(g, 5, 256) + 64 * values[torch.randint(LARGE, (5,), generator=g)]
     z = ref.logits(x, values, 30.0)
@@ -168,7 +170,7 @@ def norm_residual_norm(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair
     for count in COUNTS:
         h, x, w, f = (randn(g, *shape) for shape in ((count, 512), (count, 512), (512,), (512,)))
         for args in ((w, 1e-6, f, scale), (None, 1e-6, f, None), (w, 1e-6, None, scale)):
-            there_ = [a if isinstance(a, float) else there(a) for a in args]
+            there_ = [a if isinstance(a, float) else to_gpu(a) for a in args]
             for exact in (False, True):
                 want = ref.norm_residual_norm(h, x, *args)
                 got = cuda.norm_residual_norm(h.to(DEVICE), x.to(DEVICE), *there_, unpacked=exact)
@@ -178,11 +180,11 @@ def norm_residual_norm(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair
 
 
 STEPS = [(0, 16), (16, 16), (32, 16), (48, 9), (57, 1), (58, 8), (66, 16)]
-"""First position and rows of one sequence's steps; over the end of a ring."""
+"""First position and row count of a sequence's steps; they cross the end of a ring."""
 
 
 def caches(shape: CacheShape, slots: int = 1) -> tuple[CudaKV, LayerKV]:
-    """A cache of the GPU, its pages in any order, and the reference's."""
+    """Return a cache of the GPU, with shuffled pages, and the reference's."""
     space = Space(slots, 512, slots * 5)
     for slot in range(slots):
         space.assign(slot, range(1 + 5 * slot, 6 + 5 * slot))
@@ -190,7 +192,7 @@ def caches(shape: CacheShape, slots: int = 1) -> tuple[CudaKV, LayerKV]:
 
 
 def qkv(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
-    """Queries, and the keys and values that were appended; over the end of a ring, and of several
+    """Compare queries, and appended keys and values, across the end of a ring and for several
     sequences at once."""
     for dim, n_kv, pairs, own_v, normed in (
         (256, 1, False, True, True),
@@ -227,7 +229,7 @@ def qkv(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
                 pairs,
             )
 
-        ours, its = projections(0, there), projections(1, lambda t: t)
+        ours, its = projections(0, to_gpu), projections(1, lambda t: t)
         mine, theirs = caches(CacheShape(n_kv, dim, 40 if own_v else None), 3)
         steps = [[(1, *step)] for step in STEPS]
         steps += [[(2, 0, 3), (0, 0, 3), (1, 82, 3)], [(0, 3, 16), (1, 85, 5)]]
@@ -245,7 +247,7 @@ def qkv(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
 
 
 def same_rows(mine: CudaKV, theirs: LayerKV, parts: list[tuple[int, int, int]]) -> Iterator[Pair]:
-    """What caches hold of (slot, first position, rows)."""
+    """Compare the cached rows (slot, first position, rows)."""
     for slot, start, count in parts:
         seen = slot, start, start + count - 1
         for a, b in zip(mine.read(*seen), theirs.read(*seen), strict=True):
@@ -253,7 +255,7 @@ def same_rows(mine: CudaKV, theirs: LayerKV, parts: list[tuple[int, int, int]]) 
 
 
 def keys_values(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
-    """Layers that go together, that are packed already, and whose shapes differ."""
+    """Compare key and value projections: fused, already packed, and of different shapes."""
     for dim, n_kv, way in (
         (128, 2, "together"),
         (256, 1, "together"),
@@ -299,7 +301,8 @@ def keys_values(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
 
 
 def attend(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
-    """One sequence; several with as many rows each; and with other numbers of rows."""
+    """Compare attention of one sequence, of several with equal row counts, and with different
+    ones."""
     for dim, n_kv, n_head, window in (
         (256, 1, 2, 128),
         (512, 2, 4, None),
@@ -375,7 +378,8 @@ def experts(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
 
 
 def expert_layer(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
-    """As in the 26B-A4B, with fewer experts of fewer channels; more rows than a step has."""
+    """Compare a layer as in the 26B-A4B with fewer and narrower experts, for more rows than a step
+    has."""
     h, dense, expert, count_, used = 2816, 192, 64, 128, 8
     both = {
         "gate": matrix(g, "q4_k", dense, h),
@@ -417,7 +421,7 @@ def expert_layer(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
         for last in (None, following):
             want = ref.expert_layer(attended, x, layers[1], last, scale)
             got = cuda.expert_layer(
-                attended.to(DEVICE), x.to(DEVICE), layers[0], there(last), scale_there
+                attended.to(DEVICE), x.to(DEVICE), layers[0], to_gpu(last), scale_there
             )
             yield got[0], want[0], 4 * HALF
             if last is not None:

@@ -1,4 +1,4 @@
-"""Small models for prefill: random weights for the reference, and the same as a file's."""
+"""Small random models for prefill: the reference, and the same weights as loaded from a file."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from tests.gpu.device import DEVICE
 from tests.support import memory_models as mm
 
 SLOT, SLOTS = 1, 3
-"""The slot that prompts are read into, and how many there are."""
+"""The slot that prompts are read into, and the number of slots."""
 
 
 @dataclass
 class Small:
-    """A configuration, and the types of its matrices by the last part of their names.
+    """A configuration, and the quant types of its matrices by the last part of their names.
 
     Attributes:
-        reference: weights by GGUF name, float32 on the CPU, exactly what the packed ones hold.
+        reference: weights by GGUF name, float32 on the CPU, exactly the values of the packed ones.
     """
 
     config: gemma4.Config
@@ -47,8 +47,8 @@ class Small:
     def wanted(
         self, ids: list[int], kind: Kind = "f16"
     ) -> tuple[torch.Tensor, torch.Tensor, list[LayerKV]]:
-        """By the reference: rows after the final norm, residuals entering each layer and leaving
-        the last [T, n + 1, H], and the caches, which round as those of `kind` do if it is q8_0."""
+        """Compute with the reference: rows after the final norm, residuals before each layer and
+        after the last [T, n + 1, H], and the caches, rounded to Q8_0 if `kind` is."""
         count, taps = len(ids), tuple(range(len(self.config.layers) + 1))
         space, cache = Space.single(count), LayerKV if kind == "f16" else ByteKV
         caches = [cache(shape, space, count) for shape in gemma4.caches(self.config)]
@@ -59,8 +59,8 @@ class Small:
         return hidden, torch.stack([tapped[i] for i in taps], dim=1), caches
 
     def reader(self, n_ctx: int, chunk: int, kind: Kind = "f16", portable: bool = False) -> Reader:
-        """What reads prompts for a target that taps every layer. Pages of SLOT lie in the pool in
-        any order."""
+        """Return a prompt reader for a target that taps every layer. The pages of SLOT are
+        shuffled."""
         pages, backend = -(-n_ctx // PAGE), CudaBackend(DEVICE, kind, portable)
         space = backend.space(SLOTS, n_ctx, 2 * pages)
         order = torch.randperm(2 * pages, generator=torch.Generator().manual_seed(3)) + 1
@@ -68,11 +68,11 @@ class Small:
         target = Target(self.config, self.matrices(portable), backend, space, chunk)
         target.taps = tuple(range(len(self.config.layers) + 1))
         reader = Reader(backend, target)
-        reader._fits = True  # kernels take more than the head sizes that are published
+        reader._fits = True  # kernels support more head sizes than the published ones
         return reader
 
     def matrices(self, portable: bool = False) -> dict[str, Any]:
-        """What `CudaOps.load` gives for a file of these weights."""
+        """Return weights as `CudaOps.load` would for a file of these weights."""
         out: dict[str, Any] = {name: x.to(DEVICE) for name, x in self.reference.items()}
         for name, raw in self.raw.items():
             fmt, shape = self.types[name.split(".")[-2]], self.reference[name].shape
@@ -86,8 +86,8 @@ class Small:
 
 
 class ByteKV(LayerKV):
-    """Keys and values rounded to Q8_0. Columns of keys that come from values are rounded as those
-    are."""
+    """A reference cache with keys and values rounded to Q8_0. Keys that are computed from values
+    are computed from the rounded values."""
 
     def __init__(self, shape: CacheShape, space: Space, slack: int) -> None:
         super().__init__(shape, space, slack)
@@ -109,12 +109,12 @@ class ByteKV(LayerKV):
 
 
 def bytes_of(x: torch.Tensor) -> torch.Tensor:
-    """What Q8_0 makes of x."""
+    """Round x to Q8_0."""
     return dequantize(*quantize(x, torch.tensor(127.0)))
 
 
 def small(layers: tuple[LayerSpec, ...], types: dict[str, str], n_embd: int = 256) -> Small:
-    """Random weights for these layers; `types`: by name, "" for all others."""
+    """Return a model with random weights; `types`: quant type by name, "" for all others."""
     config = gemma4.Config(160, n_embd, 4096, 1e-6, 30.0, layers)
     reference = mm.weights(gemma4.tensors(config), 0, 0.3)
     raw, kinds = {}, {}
@@ -131,7 +131,7 @@ def small(layers: tuple[LayerSpec, ...], types: dict[str, str], n_embd: int = 25
 
 
 def dense(n_layer: int = 6, window: int = 24, **kw: Any) -> tuple[LayerSpec, ...]:
-    """Every third layer attends to everything."""
+    """Return a configuration in which every third layer is global."""
     out = []
     for i in range(n_layer):
         full = i % 3 == 2

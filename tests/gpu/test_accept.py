@@ -1,4 +1,4 @@
-"""What a cycle commits of each sequence, and where the next one begins."""
+"""The accept kernel: committed tokens of each sequence, and where its next step begins."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ ROOM, WIDTH = 8, 20
 SPARE = SequenceState(6, 1, 0, 0)
 
 
-def begun(stands: list[SequenceState], turn: int = 0) -> CycleState:
+def make_state(stands: list[SequenceState], turn: int = 0) -> CycleState:
     state = CycleState(ROOM, DEVICE, width=WIDTH, turns=2)
     state.set(stands, SPARE, turn)
     return state
 
 
 def stepped(state: CycleState, rows: int, right: list[int], *, forced: int | None = None) -> None:
-    """A step of sequences that each choose what was drafted, but after `right` tokens: 7."""
+    """Run a step in which sequence i matches the draft for `right[i]` tokens and then chooses token
+    7."""
     n = len(right)
     state.place(n, rows, WIDTH)
     ids = 100 * torch.arange(1, n + 1)[:, None] + torch.arange(rows)
@@ -41,9 +42,9 @@ def stepped(state: CycleState, rows: int, right: list[int], *, forced: int | Non
 @pytest.mark.parametrize("rows", [1, 2, 7, 16])
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_rejections(rows: int, n: int) -> None:
-    """Every pattern of one sequence, with others beside it that are rejected elsewhere."""
+    """Every acceptance count of one sequence, in a batch with others."""
     stands = [SequenceState(5 - s, 50 + 20 * s, 9, rows) for s in range(n)]
-    state = begun(stands, turn=1)
+    state = make_state(stands, turn=1)
     at = [s.position for s in stands]
     for turn in range(rows):
         right = [(turn + 3 * s) % rows for s in range(n)]
@@ -58,14 +59,14 @@ def test_rejections(rows: int, n: int) -> None:
             assert seen.ids[:rows] == [100 * (s + 1) + i for i in range(rows)]
             assert seen.chosen[: right[s] + 1] == [*seen.ids[1 : right[s] + 1], 7]
             assert seen.logits[:rows] == [0.5 * (s * rows + i) for i in range(rows)]
-        assert state.values[:, n:].tolist() == begun(stands, 1).values[:, n:].tolist()
+        assert state.values[:, n:].tolist() == make_state(stands, 1).values[:, n:].tolist()
 
 
-def test_rows_that_do_not_count_and_sequences_that_fill_up() -> None:
-    state = begun(
+def test_ignored_rows_and_padding_sequences() -> None:
+    state = make_state(
         [SequenceState(0, 10, 5, 3), SequenceState(1, 20, 6, 1), SequenceState(2, 30, 8, 8)]
     )
-    stepped(state, 8, [8, 8, 8, 8])  # all is as drafted: what counts is accepted
+    stepped(state, 8, [8, 8, 8, 8])  # everything matches: all requested tokens are accepted
     assert state.values[:4].tolist() == [
         [13, 21, 38, 1, 1, 1, 1, 1],
         [103, 201, 308, 0, 0, 0, 0, 0],
@@ -75,21 +76,21 @@ def test_rows_that_do_not_count_and_sequences_that_fill_up() -> None:
     state.set_rows([1, 4, 2])
     stepped(state, 8, [8, 8, 8, 8])
     assert state.values[0].tolist() == [14, 25, 40, 1, 1, 1, 1, 1]
-    assert state.values[5, :4].tolist() == [0] * 4  # every sequence takes its turns
+    assert state.values[5, :4].tolist() == [0] * 4  # each sequence has its own count
 
 
 @pytest.mark.parametrize("forced,want", [(0, 0), (5, 5), (7, 7), (12, 7)])
 def test_forced_lengths(forced: int, want: int) -> None:
-    state = begun([SequenceState(0, 0, 5, 16), SequenceState(1, 0, 5, 3)])
+    state = make_state([SequenceState(0, 0, 5, 16), SequenceState(1, 0, 5, 3)])
     stepped(state, 8, [0, 0], forced=forced)
     assert state.accepted(2).tolist() == [want, min(want, 2)]
 
 
 @pytest.mark.parametrize("n,rows", [(1, 4), (1, 16), (2, 1), (5, 4)])
-def test_where_rows_stand(n: int, rows: int) -> None:
-    """Of a step, and of a proposal; what fills a batch up stands in the spare slot."""
+def test_positions_of_the_next_step_and_proposal(n: int, rows: int) -> None:
+    """Padding sequences use the spare slot."""
     stands = [SequenceState(5 - s, 50 + 20 * s, 9 + s, rows) for s in range(n - (n > 1))]
-    state = begun(stands)
+    state = make_state(stands)
     state.place(n, rows, WIDTH, mask=3)
     every = [*stands, *[SPARE] * (n - len(stands))]
     for batch, width in ((state.step(n, rows), rows), (state.draft(n, WIDTH), WIDTH)):
@@ -102,8 +103,8 @@ def test_where_rows_stand(n: int, rows: int) -> None:
         assert state.step(1, rows).ids.data_ptr() == state.draft(1, WIDTH).ids.data_ptr()
 
 
-def test_what_is_not_finite_is_told() -> None:
-    state = begun([SequenceState(0, 10, 5, 4), SequenceState(1, 20, 6, 2)])
+def test_non_finite_logits_are_reported() -> None:
+    state = make_state([SequenceState(0, 10, 5, 4), SequenceState(1, 20, 6, 2)])
     state.unfit[[2, WIDTH, WIDTH + 15]] = 1
     state.place(2, 4, WIDTH)
     into = state.chosen(2, 4)

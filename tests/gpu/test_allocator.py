@@ -1,4 +1,4 @@
-"""What torch's allocator does with free memory."""
+"""How torch's allocator is configured to coalesce free memory."""
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from tests.gpu.device import needs_gpu
 pytestmark = [pytest.mark.gpu, needs_gpu]
 
 
-def joined() -> bool:
-    """Whether free memory around a new tensor is put together."""
+def coalesced() -> bool:
+    """Return True if free memory around a new tensor is coalesced."""
     devices.select("cuda")
     x = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
     (found,) = [
@@ -24,7 +24,7 @@ def joined() -> bool:
 
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch):
-    """As torch starts with it."""
+    """Reset the allocator to torch's defaults."""
     for name in SETTINGS:
         monkeypatch.delenv(name, raising=False)
     torch.cuda.empty_cache()
@@ -33,13 +33,13 @@ def allocator(monkeypatch: pytest.MonkeyPatch):
     torch.cuda.empty_cache()
 
 
-def test_free_memory_is_joined(allocator: None) -> None:
-    assert joined()
+def test_free_memory_is_coalesced(allocator: None) -> None:
+    assert coalesced()
 
 
 @pytest.mark.parametrize("name", sorted(SETTINGS))
-def test_what_the_user_set_is_kept(
+def test_settings_of_the_user_are_kept(
     allocator: None, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv(name, "expandable_segments:False")
-    assert not joined()
+    assert not coalesced()

@@ -1,4 +1,4 @@
-"""Attention over the GPU's cache, against float64 and against the reference backend."""
+"""Attention over the GPU's KV cache, compared with float64 and with the reference backend."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -34,9 +34,9 @@ LAYERS = [
     (64, (16, 1), None),
 ]
 ROTARY_PAIRS = 64
-"""Pairs that keys have columns of, in caches whose keys are their values in the others."""
+"""Rotated pairs that caches of layers with V = K store separately."""
 DIMS = [(64, 0), (128, 0), (256, 0), (512, 0), (512, ROTARY_PAIRS)]
-"""Of heads, and what turns of them in such caches."""
+"""Head sizes, and rotated dimensions in such caches."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -60,7 +60,7 @@ def filled(
     n_ctx: int = 0,
     rotary_pairs: int = 0,
 ) -> CudaKV:
-    """A cache whose slot 0 has been given positions 0 .. n - 1; what was never written is NaN."""
+    """Return a cache with positions 0 .. n - 1 in slot 0; unwritten rows are NaN."""
     kv = cache(n_kv, dim, n_ctx or n + 64, kind, window, rotary_pairs)
     fill(kv, 0, 0, n)
     return kv
@@ -69,14 +69,14 @@ def filled(
 def cache(
     n_kv: int, dim: int, n_ctx: int, kind: Kind, window: int | None = None, rotary_pairs: int = 0
 ) -> CudaKV:
-    """An empty cache of one sequence."""
+    """Return an empty cache of one sequence."""
     return CudaKV(
         CacheShape(n_kv, dim, window, rotary_pairs), Space.single(n_ctx, DEVICE), 16, kind
     )
 
 
 def fill(kv: CudaKV, slot: int, start: int, end: int) -> None:
-    """Give a slot positions start .. end - 1."""
+    """Append positions start .. end - 1 to a slot."""
     if kv.window is not None:
         start = max(start, end - kv.capacity)
     for begin in range(start, end, 64):
@@ -88,7 +88,7 @@ def fill(kv: CudaKV, slot: int, start: int, end: int) -> None:
 def expected(
     q: torch.Tensor, kv: CudaKV, first: list[int], last: list[int], scale: float, slot: int = 0
 ) -> torch.Tensor:
-    """Rows of the sequence in `slot`, in float64."""
+    """Compute rows of the sequence in `slot` in float64."""
     lo, hi = min(first), max(last)
     keys, values = (x.double().nan_to_num() for x in kv.read(slot, lo, hi))
     at = torch.arange(lo, hi + 1)
@@ -107,7 +107,7 @@ def run(
     scale: float,
     **more: Any,
 ) -> AttentionOutput:
-    """Rows of the sequence in slot 0."""
+    """Compute rows of the sequence in slot 0."""
     return attend(q, kv, one(0, len(q)), torch.tensor(first), torch.tensor(last), scale, **more)
 
 
@@ -116,20 +116,20 @@ def check(q: torch.Tensor, kv: CudaKV, first: list[int], last: list[int]) -> tor
     got = run(q, kv, first, last, scale)
     want = expected(q, kv, first, last, scale)
     error = (got.values - want).abs().max().item()
-    # Weights in half precision; values about 1, and up to 5 among the millions of a long context.
+    # Attention weights have half precision; values are about 1, in long contexts up to 5.
     assert error < 5e-3, (error, first[:1], last[-1:])
     assert torch.equal(unpacked(got, len(q)), got.values.half())
     return got.values
 
 
 def unpacked(got: AttentionOutput, tokens: int) -> torch.Tensor:
-    """Halves of `rows` as [T, N], checked."""
+    """Return the half-precision values of `rows` as [T, N], after checking them."""
     assert len(got.rows) == tokens
     return unpacked_rows(got.rows)
 
 
 def unpacked_rows(rows: PackedRows) -> torch.Tensor:
-    """Halves [T, N] of rows, checked."""
+    """Return the half-precision values [T, N] of rows, after checking them."""
     return stored(rows)
 
 
@@ -204,7 +204,7 @@ def test_long_contexts(kind: Kind, dim: int, n_kv: int, rotary_pairs: int) -> No
     + [(512, heads, None, ROTARY_PAIRS) for heads in ((32, 4), (16, 2))]
     + [(*layer, 0) for layer in LAYERS[3:]],
 )
-def test_a_row_has_the_same_bits_beside_any_others(
+def test_a_row_is_bit_identical_in_any_batch(
     kind: Kind, dim: int, heads: tuple[int, int], window: int | None, rotary_pairs: int
 ) -> None:
     n_head, n_kv = heads
@@ -228,7 +228,7 @@ def test_a_row_has_the_same_bits_beside_any_others(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("dim", "rotary_pairs"), DIMS[1:])
-def test_a_broken_row_harms_no_other(kind: Kind, dim: int, rotary_pairs: int) -> None:
+def test_a_row_with_nan_does_not_change_others(kind: Kind, dim: int, rotary_pairs: int) -> None:
     kv = filled(200, 2, dim, kind, rotary_pairs=rotary_pairs)
     q = torch.randn(4, 4, dim).half()
     first, last = [0] * 4, [196, 197, 198, 199]
@@ -255,9 +255,9 @@ def test_against_the_reference_backend(kind: Kind) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("plain", [False, True])
-def test_keys_that_are_values_against_the_reference_backend(kind: Kind, plain: bool) -> None:
-    """From the product to what rows saw, through what each backend stores; once by a layer that
-    appends, once by one that only reads. And the same in torch."""
+def test_shared_keys_and_values_against_the_reference_backend(kind: Kind, plain: bool) -> None:
+    """Compares projections, stored rows and attention of each backend, in a layer that appends and
+    in one that only reads; and the same in torch."""
     n, n_kv, n_q, dim, ref = 150, 2, 4, 512, Ops("cpu")
     divisors = torch.tensor([1.0] * ROTARY_PAIRS + [1e30] * (dim // 2 - ROTARY_PAIRS), device="cpu")
     freqs = ref.rope_freqs(1e4, dim, divisors)
@@ -341,7 +341,7 @@ def test_without_tensor_cores(kind: Kind, dim: int, rotary_pairs: int) -> None:
 
 
 SIZES = [(1, 1), (3,) * 8, (16, 16), (5, 5, 5)]
-"""Rows of sequences in a batch."""
+"""Row counts of the sequences of a batch."""
 KERNELS = [
     ("tensor", 256, None, 0),
     ("tensor", 512, None, ROTARY_PAIRS),
@@ -352,13 +352,13 @@ KERNELS = [
     ("torch", 96, None, 0),
     ("torch", 96, 100, 0),
 ]
-"""Way to compute, head_dim, window, rotary_pairs."""
+"""Kernel, head_dim, window, rotary_pairs."""
 
 
-def saw(
+def last_visible(
     way: str, q: torch.Tensor, kv: CudaKV, batch: Batch, window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What causal rows saw, and as the next product reads it."""
+    """Return the last visible position of causal rows, and the attention output as packed rows."""
     last = batch.positions
     first = (last - (window or 1 << 20) + 1).clamp(min=0)
     if way == "torch":
@@ -374,8 +374,8 @@ def saw(
 def test_sequences_in_any_slots_and_pages(
     kind: Kind, way: str, dim: int, window: int | None, rotary_pairs: int, sizes: tuple[int, ...]
 ) -> None:
-    """Rows have the bits that they have alone, in slot 0 with its pages in order. One sequence
-    stands in a slot without pages, as those do that fill a recorded batch up."""
+    """Rows are bit-identical to those of a single sequence in slot 0 with pages in order. One
+    sequence is in a slot without pages, as in padded batches of a recorded graph."""
     n_kv, n_ctx, count = 2, 700, len(sizes)
     space = spread(count, n_ctx)
     kv = CudaKV(CacheShape(n_kv, dim, window, rotary_pairs), space, 16, kind)
@@ -387,19 +387,19 @@ def test_sequences_in_any_slots_and_pages(
     batch = rows_of(parts)
     q = torch.randn(len(batch), 2 * n_kv, dim)
     q = q if way == "torch" else q.half()
-    values, halves = saw(way, q, kv, batch, window)
+    values, halves = last_visible(way, q, kv, batch, window)
     begin = 0
     for slot, start, size in parts[:-1]:
         rows, lone = slice(begin, begin + size), cache(n_kv, dim, n_ctx, kind, window, rotary_pairs)
         copy(kv, slot, lone, start + size)
-        alone = saw(way, q[rows].contiguous(), lone, one(start, size), window)
+        alone = last_visible(way, q[rows].contiguous(), lone, one(start, size), window)
         assert torch.equal(values[rows], alone[0]), (slot, start)
         assert torch.equal(halves[rows], alone[1])
         begin += size
 
 
 def copy(kv: CudaKV, slot: int, to: CudaKV, end: int) -> None:
-    """Put what a slot holds of positions before `end` into slot 0 of another cache."""
+    """Copy the positions before `end` of a slot to slot 0 of another cache."""
     at = torch.arange(max(0, end - kv.positions), end)
     units, rows = kv.row_indices(torch.full_like(at, slot), at)
     own, into = to.row_indices(torch.zeros_like(at), at)
@@ -409,8 +409,8 @@ def copy(kv: CudaKV, slot: int, to: CudaKV, end: int) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(3, 7, 1), (16, 5), (9, 16, 1, 16)])
-def test_rows_of_sequences_keep_their_bits_in_other_groups(sizes: tuple[int, ...]) -> None:
-    """Groups of 16 that are put together from others are those that a kernel writes at once."""
+def test_rows_are_bit_identical_in_other_groups(sizes: tuple[int, ...]) -> None:
+    """Groups of 16 rows assembled from other batches equal those that a kernel writes at once."""
     n, width = sum(sizes), 4 * 64
     kv = filled(200, 2, 64, "f16")
     q = torch.randn(n, 4, 64).half()

@@ -1,5 +1,5 @@
-"""Attention of layers with a window in one kernel: against float64 over what it stored, against the
-kernels it replaces, and row for row."""
+"""The fused attention kernel of sliding layers, compared with float64 over the stored rows, with
+the kernels that it replaces, and row by row."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.gpu.test_attention import cache, copy, expected, fill, unpacked_rows
 pytestmark = pytest.mark.gpu
 DIM, SCALE = 256, 256**-0.5
 LAYERS = [(2, 300, 4), (16, 1024, 2)]
-"""KV heads, window, parts of the product: chunks of 128 and of 256 keys."""
+"""KV heads, window, split-K parts of the projection: chunks of 128 and of 256 keys."""
 STARTS = [250, 0, 7, 1020, 4090, 1279]
 
 
@@ -44,7 +44,7 @@ def _seed() -> Iterator[None]:
 
 
 class Layer:
-    """Heads and a cache with positions 0 .. start - 1 of random rows, nothing behind them."""
+    """Heads, and a cache with random rows at positions 0 .. start - 1 and nothing after them."""
 
     def __init__(self, n_kv: int, window: int, slices: int, start: int) -> None:
         q, k = (1 + 0.1 * torch.randn(DIM) for _ in "qk")
@@ -76,10 +76,11 @@ class Layer:
         last: torch.Tensor | None = None,
         at_once: int | None = None,
     ) -> torch.Tensor:
-        """Halves [T, N] of rows y, `skip` positions behind the start. `last`: what they see."""
+        """Return the half-precision output [T, N] of rows y, `skip` positions after the start.
+        `last`: last visible position of each row."""
         first, at = self.span(y.shape[1], skip)
         junk = torch.full((1 << 22,), 0xFF, dtype=torch.uint8)
-        del junk  # what the kernel leaves unwritten is NaN
+        del junk  # memory that the kernel does not write is NaN
         q, last = ProjectedQkv(self.heads, y), at if last is None else last
         batch = one(self.start + skip, len(at))
         blocks = at_once or torch.cuda.get_device_properties(DEVICE).multi_processor_count
@@ -91,7 +92,7 @@ class Layer:
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("count", [13, 1, 8, 3, 16])
 @pytest.mark.parametrize(("n_kv", "window", "slices"), LAYERS)
-def test_what_it_stores_and_finds(
+def test_stored_rows_and_attention(
     n_kv: int, window: int, slices: int, start: int, count: int
 ) -> None:
     layer = Layer(n_kv, window, slices, start)
@@ -108,7 +109,7 @@ def test_what_it_stores_and_finds(
 
 @pytest.mark.parametrize(("n_kv", "window", "slices"), LAYERS)
 @pytest.mark.parametrize("start", [0, 249, 4090])
-def test_a_row_has_the_same_bits_beside_any_others(
+def test_a_row_is_bit_identical_in_any_batch(
     n_kv: int, window: int, slices: int, start: int
 ) -> None:
     layer = Layer(n_kv, window, slices, start)
@@ -124,7 +125,7 @@ def test_a_row_has_the_same_bits_beside_any_others(
 @pytest.mark.parametrize("start", [1500, 0, 250, 1020, 4090])
 @pytest.mark.parametrize("count", [16, 3, 11])
 @pytest.mark.parametrize(("n_kv", "window", "slices"), LAYERS)
-def test_how_many_chunks_a_block_has_changes_nothing(
+def test_bits_do_not_depend_on_the_chunks_of_a_block(
     n_kv: int, window: int, slices: int, start: int, count: int
 ) -> None:
     layer = Layer(n_kv, window, slices, start)
@@ -154,7 +155,7 @@ def test_rows_that_see_each_other(n_kv: int, window: int, slices: int, start: in
 
 
 @pytest.mark.parametrize(("n_kv", "window", "slices"), LAYERS[:1])
-def test_a_broken_row_harms_no_other(n_kv: int, window: int, slices: int) -> None:
+def test_a_row_with_nan_does_not_change_others(n_kv: int, window: int, slices: int) -> None:
     layer = Layer(n_kv, window, slices, 1500)
     y = layer.product(4)
     good = layer.copy().attend(y)
@@ -163,7 +164,7 @@ def test_a_broken_row_harms_no_other(n_kv: int, window: int, slices: int) -> Non
     bad = layer.copy().attend(bad_y)
     assert torch.equal(bad[:2], good[:2])
     assert bool(bad[2:].isnan().all())
-    gone = one(1500 - window, 1)  # the last that the first row does not see any more
+    gone = one(1500 - window, 1)  # the last position outside the window of the first row
     layer.kv.append(gone.slots, gone.positions, *torch.full((2, 1, n_kv, DIM), torch.nan))
     assert torch.equal(layer.attend(y), good)
 
@@ -172,7 +173,7 @@ def test_a_broken_row_harms_no_other(n_kv: int, window: int, slices: int) -> Non
     ("kind", "window", "group", "dim"),
     [("f16", 300, 2, 256), ("q8_0", None, 2, 256), ("q8_0", 300, 4, 256), ("q8_0", 300, 2, 128)],
 )
-def test_layers_it_is_not_made_for(kind: Kind, window: int | None, group: int, dim: int) -> None:
+def test_unsupported_layers(kind: Kind, window: int | None, group: int, dim: int) -> None:
     freqs = Ops("cpu").rope_freqs(1e4, dim).to(DEVICE)
     heads = Heads(2 * group, 2, None, None, True, False, freqs, 1e-6)
     assert not takes(heads, cache(2, dim, 4096, kind, window))
@@ -184,8 +185,8 @@ def test_layers_it_is_not_made_for(kind: Kind, window: int | None, group: int, d
 def test_sequences_in_any_slots(
     n_kv: int, window: int, slices: int, sizes: tuple[int, ...]
 ) -> None:
-    """Rows, and what they leave in the cache, have the bits that they have alone in slot 0. One
-    more sequence stands in the slot behind the others."""
+    """Rows, and the cache after them, are bit-identical to those of a single sequence in slot 0.
+    One more sequence is in the slot after the others."""
     layer, count, size = Layer(n_kv, window, slices, 0), len(sizes), sizes[0]
     kv = CudaKV(CacheShape(n_kv, DIM, window), spread(count, 8192), 16, "q8_0")
     starts = [0, *torch.randint(1, 3000, (count - 1,), device="cpu").tolist()]
@@ -219,7 +220,8 @@ def test_sequences_in_any_slots(
 
 
 def test_through_the_operations() -> None:
-    """From rows to the input of the next product, against the reference; and one row by itself."""
+    """From the layer's input to the input of the next matmul, compared with the reference; also one
+    row by itself."""
     g = torch.Generator("cpu").manual_seed(3)
     cuda, ref = CudaOps(str(DEVICE)), Ops("cpu")
     n_kv, hidden, shape = 2, 256, CacheShape(2, DIM, 300)

@@ -28,7 +28,7 @@ SAMPLERS = {
 
 
 def logits(rows: int, columns: int, cap: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Raw ones on the GPU, and capped ones on the CPU."""
+    """Return raw logits on the GPU, and capped ones on the CPU."""
     torch.manual_seed(columns + rows)
     raw = torch.randn(rows, columns) * 6.0
     raw[:, :: max(1, columns // 50)] += 12.0
@@ -36,7 +36,7 @@ def logits(rows: int, columns: int, cap: float = 0.0) -> tuple[torch.Tensor, tor
 
 
 def agrees(sampler: Sampler, row: torch.Tensor, position: int, token: int) -> bool:
-    """Whether the CPU chooses `token`, or finds it as good but for rounding."""
+    """Return True if the CPU chooses `token`, or one that is equal up to rounding."""
     want = sampler.choose(row, position)
     if token == want:
         return True
@@ -71,7 +71,7 @@ def test_the_token_is_the_samplers(name: str, columns: int, cap: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["greedy", "temperature", "gemma", "top-p"])
-def test_a_row_does_not_depend_on_its_company(name: str) -> None:
+def test_a_row_does_not_depend_on_the_batch(name: str) -> None:
     choice = Choice(262_144, DEVICE)
     choice.set(SAMPLERS[name])
     raw, _ = logits(16, 262_144)
@@ -112,7 +112,7 @@ def test_ties_go_to_the_lowest_token(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_what_is_not_finite_is_reported(name: str) -> None:
+def test_non_finite_values_are_reported(name: str) -> None:
     raw, _ = logits(4, 5000)
     raw[0, 4321] = torch.nan
     raw[1] = -torch.inf
@@ -157,7 +157,7 @@ MIXES = [
 @pytest.mark.parametrize("names", MIXES, ids="+".join)
 @pytest.mark.parametrize("each", [1, 3])
 def test_sequences_choose_by_their_own_samplers(names: tuple[str, ...], each: int) -> None:
-    """As each does alone, to the bit; and where `bad` has room for more than the rows."""
+    """Bit-identical to each sequence by itself, also with a `bad` tensor longer than the rows."""
     columns, pitch, n = 9000, 5, len(names)
     raw, _ = logits(n * each, columns)
     raw[each * n - 1, 17] = torch.nan
@@ -180,7 +180,7 @@ def test_sequences_choose_by_their_own_samplers(names: tuple[str, ...], each: in
     assert bool((left == 7).all()) and int(bad[(n - 1) * pitch + each - 1]) == 1
 
 
-def test_what_fills_a_batch_up_is_of_a_mode_that_occurs() -> None:
+def test_padding_rows_use_an_existing_mode() -> None:
     choice = Choice(500, DEVICE, room=4)
     choice.set(SAMPLERS["temperature"], SAMPLERS["gemma"], SAMPLERS["gemma"])
     raw, _ = logits(4, 500)
@@ -191,7 +191,7 @@ def test_what_fills_a_batch_up_is_of_a_mode_that_occurs() -> None:
     assert bool((new >= 0).all())
 
 
-def test_sorted_filters_are_not_mixed_with_others() -> None:
+def test_sorted_filters_are_not_batched_with_others() -> None:
     choice = Choice(500, DEVICE, room=2)
     raw, capped = logits(4, 500)
     wide = replace(SAMPLERS["top-p"], seed=11, top_p=0.5)

@@ -1,4 +1,4 @@
-"""Cycles of several sequences that wait for nobody do what plain Python does with each alone."""
+"""Asynchronous cycles of several sequences give the results of plain Python for each sequence."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TURNS = [
     [2, 7, 0, 3, 3],
     [2] * 5,
 ]
-"""Drafted tokens of five sequences, cycle by cycle."""
+"""Numbers of drafted tokens of five sequences, cycle by cycle."""
 
 
 def prompt(i: int) -> list[int]:
@@ -46,7 +46,7 @@ def prompt(i: int) -> list[int]:
 
 
 class Text:
-    """A sequence whose prompt has been read, and its sampler."""
+    """A sequence after prefill, and its sampler."""
 
     def __init__(self, slot: int, sampler: Sampler, number: int, drafting: bool = True) -> None:
         ids = prompt(number)
@@ -54,7 +54,7 @@ class Text:
         self.chooser: Any = SimpleNamespace(sampler=sampler, on_host=False)
 
     def begin(self, target: FakeTarget, draft: Any) -> None:
-        """Let both read the prompt."""
+        """Let target and draft read the prompt."""
         s = self.sequence
         ids, device = torch.tensor(s.ids[:-1]), target.head.device
         batch = Batch(
@@ -76,10 +76,11 @@ class Text:
         self.sequence.n_read += len(cycle.tokens)
 
 
-def by_hand(
+def run_in_python(
     kind: str | None, slot: int, sampler: Sampler, number: int, counts: Seq[int]
 ) -> list[Cycle]:
-    """Cycles of one text in plain Python on the CPU; the draft is given the rows of each step."""
+    """Run cycles of one text in plain Python on the CPU; the draft commits the rows of each
+    step."""
     target, text = FakeTarget(SLOTS, "cpu"), Text(slot, sampler, number)
     draft = KINDS[kind](SLOTS, "cpu") if kind else None
     text.begin(target, draft)
@@ -117,14 +118,14 @@ def by_hand(
     return out
 
 
-def played(
+def run_cycles(
     runner: GraphRunner,
     texts: Seq[Text],
     turns: Seq[Seq[int]],
     ahead: bool = True,
 ) -> list[list[Cycle]]:
-    """Cycles of the texts, each by turn; with `ahead` equal turns are started before the one before
-    them is read."""
+    """Run cycles of the texts. With `ahead`, a cycle with the same draft lengths is started before
+    the previous one has been read."""
     out: list[list[Cycle]] = [[] for _ in texts]
     started = 0
     for i, counts in enumerate(turns):
@@ -149,7 +150,7 @@ def same(found: Cycle, wanted: Cycle) -> bool:
     )
 
 
-def made(kind: str | None, **settings: Any) -> tuple[GraphRunner, FakeTarget, Any]:
+def make_runner(kind: str | None, **settings: Any) -> tuple[GraphRunner, FakeTarget, Any]:
     target: Any = FakeTarget(SLOTS, DEVICE)
     draft = KINDS[kind](SLOTS, DEVICE) if kind else None
     return GraphRunner(target, draft, **settings), target, draft
@@ -158,18 +159,18 @@ def made(kind: str | None, **settings: Any) -> tuple[GraphRunner, FakeTarget, An
 @pytest.mark.parametrize("kind", ["chain", "block"])
 @pytest.mark.parametrize("n", [5, 1, 2])
 @pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "in turn"])
-def test_every_sequence_does_what_it_does_alone(kind: str, n: int, ahead: bool) -> None:
-    """Mixed samplers and counts, plain steps between, cycles that run ahead."""
-    runner, target, draft = made(kind)
+def test_batched_sequences_equal_single_ones(kind: str, n: int, ahead: bool) -> None:
+    """Mixed samplers and draft lengths, plain steps between, cycles started ahead."""
+    runner, target, draft = make_runner(kind)
     slots = [4, 0, 5, 2, 1][:n]
     texts = [Text(slot, MIXED[i], i) for i, slot in enumerate(slots)]
     for text in texts:
         text.begin(target, draft)
     turns = [[min(count, draft.max_tokens) for count in counts[:n]] for counts in TURNS]
-    found = played(runner, texts, turns, ahead)
+    found = run_cycles(runner, texts, turns, ahead)
     accepted = 0
     for i, did in enumerate(found):
-        wanted = by_hand(kind, slots[i], MIXED[i], i, [counts[i] for counts in turns])
+        wanted = run_in_python(kind, slots[i], MIXED[i], i, [counts[i] for counts in turns])
         assert all(map(same, did, wanted)), i
         assert not texts[i].sequence.pending
         accepted += sum(c.accepted for c in wanted)
@@ -179,14 +180,14 @@ def test_every_sequence_does_what_it_does_alone(kind: str, n: int, ahead: bool) 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("kind", [None, "chain"])
 def test_plain_steps(kind: str | None, n: int) -> None:
-    """Without a draft, and with one that not all sequences keep: rows are kept for those."""
-    runner, target, draft = made(kind)
+    """Without a draft, and with a draft that only some sequences use, for which rows are kept."""
+    runner, target, draft = make_runner(kind)
     texts = [Text(i, MIXED[i], i, drafting=kind is not None and i != 1) for i in range(n)]
     for text in texts:
         text.begin(target, draft)
-    found = played(runner, texts, [[0] * n] * 6)
+    found = run_cycles(runner, texts, [[0] * n] * 6)
     for i, did in enumerate(found):
-        assert all(map(same, did, by_hand(None, i, MIXED[i], i, [0] * 6)))
+        assert all(map(same, did, run_in_python(None, i, MIXED[i], i, [0] * 6)))
         pending = texts[i].sequence.pending
         assert len(pending) == (6 if kind and i != 1 else 0)
         at = len(prompt(i))
@@ -198,9 +199,9 @@ def test_plain_steps(kind: str | None, n: int) -> None:
 
 
 def test_sequences_come_and_go() -> None:
-    """Other sequences, another order and a stop in between: state is written where it must be, and
-    what a cycle under way had left is overwritten."""
-    runner, target, draft = made("chain")
+    """Other sequences, another order and a stop in between: state is rewritten where needed, and
+    results of a running cycle are overwritten."""
+    runner, target, draft = make_runner("chain")
     texts = {i: Text(i, MIXED[i], i) for i in range(5)}
     found: dict[int, list[Cycle]] = {i: [] for i in texts}
     parties = [[0], [0, 1], [1, 0], [0, 1, 2], [2, 4, 0], [2, 4, 0], [3, 4], [4], [2, 3, 1, 0]]
@@ -214,7 +215,7 @@ def test_sequences_come_and_go() -> None:
         for i, cycle in zip(party, cycles, strict=True):
             texts[i].take(cycle)
             found[i].append(cycle)
-        if number == 5:  # texts that end are not asked for any more
+        if number == 5:  # texts that end are not run again
             runner.start([texts[i].work(2 + i) for i in party])
             runner.drop()
             runner.drop()
@@ -222,12 +223,12 @@ def test_sequences_come_and_go() -> None:
                 del texts[i], found[i]
                 texts[i], found[i] = Text(i, MIXED[i], i), []
     for i, did in found.items():
-        wanted = by_hand("chain", i, MIXED[i], i, [2 + i] * len(did))
+        wanted = run_in_python("chain", i, MIXED[i], i, [2 + i] * len(did))
         assert did and all(map(same, did, wanted)), i
 
 
-def test_logits_that_are_not_finite_end_one_sequence_only() -> None:
-    runner, target, draft = made("chain")
+def test_non_finite_logits_end_only_one_sequence() -> None:
+    runner, target, draft = make_runner("chain")
     texts = [Text(i, MIXED[i], i) for i in range(3)]
     for text in texts:
         text.begin(target, draft)
@@ -235,20 +236,22 @@ def test_logits_that_are_not_finite_end_one_sequence_only() -> None:
     runner.start([t.work(3) for t in texts])
     ill, well, dead = runner.result()
     assert ill.draft_failed is not None and "not finite" in ill.draft_failed
-    assert ill.error is None and ill.tokens[:1] == by_hand(None, 0, MIXED[0], 0, [0])[0].tokens
-    assert same(well, by_hand("chain", 1, MIXED[1], 1, [3])[0]) and well.draft_failed is None
+    assert (
+        ill.error is None and ill.tokens[:1] == run_in_python(None, 0, MIXED[0], 0, [0])[0].tokens
+    )
+    assert same(well, run_in_python("chain", 1, MIXED[1], 1, [3])[0]) and well.draft_failed is None
     assert isinstance(dead.error, NotFinite) and not dead.tokens and dead.draft_failed is None
     for text, cycle in zip(texts, (ill, well, dead), strict=True):
         text.take(cycle)
     runner.start([t.work(n) for t, n in zip(texts, (0, 2, 0), strict=True)])
-    ill, well, dead = runner.result()  # a draft that nobody asked for has not failed
+    ill, well, dead = runner.result()  # a draft that was not requested has not failed
     assert ill.draft_failed is None and ill.error is None and dead.error is not None
-    assert same(well, by_hand("chain", 1, MIXED[1], 1, [3, 2])[1])
+    assert same(well, run_in_python("chain", 1, MIXED[1], 1, [3, 2])[1])
 
 
 @pytest.mark.parametrize("kind", ["chain", "block"])
-def test_only_drafted_tokens_that_count_can_fail(kind: str) -> None:
-    runner, target, draft = made(kind)
+def test_only_requested_drafted_tokens_can_fail(kind: str) -> None:
+    runner, target, draft = make_runner(kind)
     draft.poison[:], draft.healthy = torch.nan, 2
     texts = [Text(i, GREEDY, i) for i in range(3)]
     for text in texts:
@@ -258,7 +261,7 @@ def test_only_drafted_tokens_that_count_can_fail(kind: str) -> None:
 
 
 def test_a_cycle_that_was_dropped_is_run_again() -> None:
-    runner, target, _ = made(None)
+    runner, target, _ = make_runner(None)
     text = Text(0, HOT, 0, drafting=False)
     text.begin(target, None)
     found: list[Cycle] = []
@@ -270,15 +273,15 @@ def test_a_cycle_that_was_dropped_is_run_again() -> None:
             text.take(cycle)
             found.append(cycle)
         runner.drop()
-    assert all(map(same, found, by_hand(None, 0, HOT, 0, [0] * len(found))))
+    assert all(map(same, found, run_in_python(None, 0, HOT, 0, [0] * len(found))))
 
 
 def test_a_start_that_failed_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other sequences were to run; the ones before them go on."""
-    runner, target, _ = made(None)
+    """A cycle of other sequences fails to start; the earlier sequences continue."""
+    runner, target, _ = make_runner(None)
     text, other = Text(0, GREEDY, 0, drafting=False), Text(1, GREEDY, 1, drafting=True)
     text.begin(target, None)
-    (found,) = played(runner, [text], [[0]] * 2)
+    (found,) = run_cycles(runner, [text], [[0]] * 2)
 
     def full(*args: Any) -> Any:
         raise torch.OutOfMemoryError("no memory for copies")
@@ -286,26 +289,28 @@ def test_a_start_that_failed_leaves_nothing_behind(monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
         patch.setattr(runner, "_kept", full)
         runner.start([other.work(0)])
-    found += played(runner, [text], [[0]] * 2)[0]
-    assert all(map(same, found, by_hand(None, 0, GREEDY, 0, [0] * 4)))
+    found += run_cycles(runner, [text], [[0]] * 2)[0]
+    assert all(map(same, found, run_in_python(None, 0, GREEDY, 0, [0] * 4)))
 
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_acceptance_may_be_forced(n: int) -> None:
-    runner, target, draft = made("block", forced=2)
+    runner, target, draft = make_runner("block", forced=2)
     texts = [Text(i, GREEDY, i) for i in range(n)]
     for text in texts:
         text.begin(target, draft)
-    found = played(runner, texts, [[4] * n] * 3)
+    found = run_cycles(runner, texts, [[4] * n] * 3)
     assert [[c.accepted for c in did] for did in found] == [[2, 2, 2]] * n
     assert all(len(c.tokens) == 3 for did in found for c in did)
 
 
-def test_what_it_does_not_take() -> None:
-    runner, _, draft = made("chain")
+def test_unsupported_requests() -> None:
+    runner, _, draft = make_runner("chain")
     text, wide = Text(0, GREEDY, 0), Text(1, Sampler(temperature=1.0, top_p=0.9), 1)
     assert runner.can_run([text.work(3)]) and not runner.can_run([wide.work(0)])
-    assert not runner.can_run([text.work(0), Text(1, Sampler(), 1).work(0)])  # suppresses others
+    assert not runner.can_run(
+        [text.work(0), Text(1, Sampler(), 1).work(0)]
+    )  # suppresses other tokens
     text.chooser.on_host = True
     assert not runner.can_run([text.work(0)])
     text.chooser.on_host = False
@@ -313,20 +318,20 @@ def test_what_it_does_not_take() -> None:
     assert runner.can_run([text.work(0)]) and not runner.can_run([text.work(1)])
 
 
-def test_other_suppressed_tokens_are_recorded_anew() -> None:
-    runner, target, draft = made("chain")
+def test_other_suppressed_tokens_need_a_new_recording() -> None:
+    runner, target, draft = make_runner("chain")
     text = Text(0, GREEDY, 0)
     text.begin(target, draft)
-    (first,) = played(runner, [text], [[0]] * 3)
+    (first,) = run_cycles(runner, [text], [[0]] * 3)
     others = Sampler(suppress=tuple(t for c in first for t in c.tokens))
     again = Text(0, others, 0)
-    (did,) = played(runner, [again], [[0]] * 3)
-    assert all(map(same, did, by_hand(None, 0, others, 0, [0] * 3)))
+    (did,) = run_cycles(runner, [again], [[0]] * 3)
+    assert all(map(same, did, run_in_python(None, 0, others, 0, [0] * 3)))
     assert did[0].tokens != first[0].tokens
 
 
-class Waits:
-    """Counts what the host waits for, and records."""
+class CountsWaits:
+    """Counts synchronizations of the host, and graph recordings."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.waits = self.captures = 0
@@ -345,30 +350,31 @@ class Waits:
 
 
 def test_the_host_waits_once_a_cycle_and_records_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other samplers of the same modes, positions, slots, counts and orders are the same graphs."""
-    runner, target, draft = made("chain")
-    counted = Waits(monkeypatch)
+    """Other samplers of the same modes, positions, slots, draft lengths and orders reuse the same
+    graphs."""
+    runner, target, draft = make_runner("chain")
+    counted = CountsWaits(monkeypatch)
     texts = [Text(i, HOT, i) for i in range(3)]
     for text in texts:
         text.begin(target, draft)
-    played(runner, texts, [[3, 2, 1]] * 3)
+    run_cycles(runner, texts, [[3, 2, 1]] * 3)
     assert (counted.waits, counted.captures) == (3, 2)
     others = [Text(5 - i, Sampler(temperature=0.5, seed=i, suppress=(1, 2)), i) for i in range(4)]
     for text in others:
         text.begin(target, draft)
-    played(runner, others, [[1, 0, 3, 2]] * 2)
+    run_cycles(runner, others, [[1, 0, 3, 2]] * 2)
     assert (counted.waits, counted.captures) == (5, 2)
 
 
 @pytest.mark.skipif(not EMULATED, reason="the emulator lists launches")
 @pytest.mark.parametrize("n", [1, 2])
 def test_kernels_of_a_cycle(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Choices and one kernel at each end, however many sequences there are."""
-    runner, target, draft = made("chain")
+    """The choices, and one kernel at each end, for any number of sequences."""
+    runner, target, draft = make_runner("chain")
     texts = [Text(i, GREEDY, i) for i in range(n)]
     for text in texts:
         text.begin(target, draft)
-    played(runner, texts, [[2] * n, [0] * n])
+    run_cycles(runner, texts, [[2] * n, [0] * n])
     names, kernel = list[str](), launch.kernel
 
     def noted(file: str, name: str, device: int | None = None) -> Any:
@@ -377,14 +383,14 @@ def test_kernels_of_a_cycle(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(launch, "kernel", noted)
     choice = ["best<0>", "best_end<0>"]
-    played(runner, texts, [[2] * n])
+    run_cycles(runner, texts, [[2] * n])
     assert names == ["place", *choice, *choice, *choice, "accept"]
     names.clear()
-    played(runner, texts, [[0] * n])
+    run_cycles(runner, texts, [[0] * n])
     assert names == ["place", *choice, "accept"]
 
 
-def test_a_runner_wants_a_spare_slot() -> None:
+def test_a_runner_needs_a_spare_slot() -> None:
     target: Any = FakeTarget(SLOTS, DEVICE)
     with pytest.raises(AssertionError, match="spare slot"):
         GraphRunner(target, Chain(SLOTS - 1, DEVICE))

@@ -1,4 +1,4 @@
-"""Activations, per-layer inputs and the softcap against the reference."""
+"""Activations, per-layer inputs and the softcap, compared with the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of a table on the GPU are the values that the format's decoder gives, to the bit."""
+"""Embedding rows on the GPU equal those of the format's decoder to the bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CASES = [
 
 
 def table(name: str, rows: int, width: int) -> np.ndarray:
-    """Random values, quantized."""
+    """Return quantized random values."""
     values = np.random.default_rng(width).standard_normal((rows, width)).astype(np.float32)
     return quantized(name, values)
 
@@ -46,7 +46,7 @@ def test_embed(name: str, width: int, packed: bool) -> None:
 
 
 def test_every_scale_of_mxfp4_and_nvfp4() -> None:
-    """Powers below the least normal float too, and the byte that is no number."""
+    """Includes powers below the smallest normal float, and the NaN byte."""
     for name, first in (("mxfp4", 1), ("nvfp4", 4)):
         form = quant.get(name)
         raw = np.random.default_rng(5).integers(0, 256, (256, form.block_bytes), np.uint8)

@@ -1,4 +1,4 @@
-"""The engine on a GPU: near the reference, exact in itself, with every kind of target and draft."""
+"""The engine on a GPU: close to the reference and lossless, with every kind of target and draft."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from tests.support.one_sequence import single_sequence
 pytestmark = [pytest.mark.gpu, needs_gpu]
 
 TOLERANCE = 0.05
-"""Of logits, which lie between -30 and 30; activations are rounded to half precision."""
+"""Maximum difference of logits, which are between -30 and 30; activations are rounded to half
+precision."""
 SAMPLERS = [Sampler(), Sampler(temperature=0.7, seed=1), Sampler(temperature=1.0, seed=2)]
 PROMPT = build.prompt(3 * family.WINDOW + 5, family.VOCAB, 7)
 
@@ -52,10 +53,10 @@ def load(target: Path, draft: Path | str | None = None, **settings: Any) -> Engi
     return Engine.load(target, draft, **({"n_ctx": family.CTX, "device": "cuda"} | settings))
 
 
-def near(
+def check_near(
     cpu: Engine, gpu: Engine, ids: list[int], tolerance: float = TOLERANCE, share: float = 0.02
 ) -> None:
-    """A prompt and 16 steps of one row: logits, hidden rows, taps."""
+    """Compare logits, hidden rows and taps of a prompt and 16 single-row steps."""
     taps = (1, 3, len(cpu.config.layers))
     cpu.target.taps = gpu.target.taps = taps
     hidden, logits = [], []
@@ -64,32 +65,33 @@ def near(
         close(b.hidden, a.hidden, share)
         close(b.taps, a.taps, share)
         got, want = gpu.target.logits(b.hidden[-16:]).cpu(), cpu.target.logits(a.hidden[-16:])
-        small((got - want).abs().amax(-1), tolerance)
+        check_errors((got - want).abs().amax(-1), tolerance)
         for i in range(16):
             step = ids[i : i + 1]
             it, its = (x.step(step, len(ids) + i) for x in (reference, one))
-            hidden.append(far(its.read.hidden, it.read.hidden))
+            hidden.append(max_error(its.read.hidden, it.read.hidden))
             logits.append((its.logits.cpu() - it.logits).abs().amax(-1))
-    small(torch.cat(hidden), share)
-    small(torch.cat(logits), tolerance)
+    check_errors(torch.cat(hidden), share)
+    check_errors(torch.cat(logits), tolerance)
 
 
-def far(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+def max_error(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     return (got.cpu() - want).abs().amax(-1) / want.abs().amax(-1)
 
 
 def close(got: torch.Tensor, want: torch.Tensor, share: float) -> None:
-    small(far(got, want), share)
+    check_errors(max_error(got, want), share)
 
 
-def small(errors: torch.Tensor, share: float) -> None:
-    """Of rows: half of them below `share`. A row whose attention is torn between two keys may be
-    further off, since that is where rounding decides."""
+def check_errors(errors: torch.Tensor, share: float) -> None:
+    """Check that half of the rows are below `share`. A row whose attention is balanced between two
+    keys may differ more, because rounding decides there."""
     assert float(errors.median()) < share and float(errors.max()) < 5 * share, errors.max()
 
 
 def exact(engine: Engine, ids: list[int], more: list[int]) -> None:
-    """Logits of a token are the same bits in steps of 1 to 16 rows, at every place in them."""
+    """Check that a token's logits are bit-identical in steps of 1 to 16 rows, at every place in
+    them."""
     with single_sequence(engine) as target:
         list(target.prefill(ids))
         at = len(ids)
@@ -106,7 +108,7 @@ def exact(engine: Engine, ids: list[int], more: list[int]) -> None:
 def test_trained_target_is_near_the_reference(files: dict[str, Path]) -> None:
     cpu, gpu = load(files["target"], device="cpu"), load(files["target"])
     text = prompts.prompts(gpu.tokenizer, long_tokens=300)[-1].encode(gpu.tokenizer)
-    near(cpu, gpu, text[:300])
+    check_near(cpu, gpu, text[:300])
 
 
 def test_trained_target_is_exact(files: dict[str, Path]) -> None:
@@ -118,8 +120,8 @@ def test_trained_target_is_exact(files: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     "name", ["dflash", "dflash-speculators", "assistant", "dflash-other", "ngram"]
 )
-def test_a_trained_draft_changes_nothing(files: dict[str, Path], name: str) -> None:
-    """DraftLengthPolicy 1 to 15 at three temperatures."""
+def test_a_trained_draft_does_not_change_the_text(files: dict[str, Path], name: str) -> None:
+    """Draft lengths 1 to 15 at three temperatures."""
     engine = load(files["target"], files.get(name, "ngram"))
     assert engine.draft is not None
     texts = prompts.prompts(engine.tokenizer, long_tokens=200)
@@ -139,11 +141,13 @@ def test_a_trained_draft_changes_nothing(files: dict[str, Path], name: str) -> N
 @pytest.mark.parametrize("kind", family.TARGETS)
 def test_random_targets_are_near_and_exact(folder: Path, kind: str, cache_type: str) -> None:
     calm = folder / f"{kind}-calm.gguf"
-    # Where two experts are nearly as good, rounding decides which one a row goes to.
+    # If two experts have nearly equal scores, rounding decides which one a row uses.
     share, tolerance = (0.15 if kind == "experts" else 0.1), 1.0
     if (kind, cache_type) == ("experts", "q8_0"):
-        share, tolerance = 0.3, 4.0  # half of the CPU's own rows are 0.23 and 2.9 from those in F32
-    near(load(calm, device="cpu"), load(calm, cache_type=cache_type), PROMPT, tolerance, share)
+        share, tolerance = 0.3, 4.0  # the CPU's rows differ from F32 by 0.23 and 2.9
+    check_near(
+        load(calm, device="cpu"), load(calm, cache_type=cache_type), PROMPT, tolerance, share
+    )
     exact(
         load(folder / f"{kind}.gguf", cache_type=cache_type),
         PROMPT,
@@ -152,8 +156,8 @@ def test_random_targets_are_near_and_exact(folder: Path, kind: str, cache_type: 
 
 
 @pytest.mark.parametrize("kind,target", family.PAIRS)
-def test_a_random_draft_changes_nothing(folder: Path, kind: str, target: str) -> None:
-    """Every number of accepted tokens, with the draft's own caches behind it."""
+def test_a_random_draft_does_not_change_the_text(folder: Path, kind: str, target: str) -> None:
+    """Every number of accepted tokens, including the state of the draft's own caches."""
     path = folder / f"{target}.gguf"
     engine = load(path, folder / f"{kind}-{target}.gguf")
     for sampler in SAMPLERS:
@@ -168,9 +172,9 @@ def test_a_random_draft_changes_nothing(folder: Path, kind: str, target: str) ->
 
 
 @pytest.mark.parametrize("kind", family.DRAFTS)
-def test_a_draft_proposes_what_the_reference_proposes(tmp_path: Path, kind: str) -> None:
-    """Texts and proposals, after rejections and over the ends of rings; near-ties may differ. The
-    target is the trained one: errors grow in random ones until texts differ."""
+def test_proposals_equal_the_references(tmp_path: Path, kind: str) -> None:
+    """Texts and proposals after rejections and across the ends of rings; near-ties may differ. Uses
+    the trained target, because errors grow in random ones until texts differ."""
     on, target = family.TRAINED / "target", tmp_path / "target.gguf"
     convert.convert(on, target, type="q8_0")
     made = family.DRAFTS[kind](tmp_path / kind, on)
@@ -193,7 +197,7 @@ def test_a_draft_proposes_what_the_reference_proposes(tmp_path: Path, kind: str)
 
 
 def test_the_end_of_the_context(folder: Path) -> None:
-    """Padding rows of the last steps stand behind the end, not at the beginning."""
+    """Padding rows of the last steps are after the end, not at the beginning."""
     path, name = folder / "dense.gguf", folder / "zlab-dense.gguf"
     long = family.generate(load(path), PROMPT, 0, 60).ids
     for room in (0, 1, 3, 9, 16, 17):
@@ -209,10 +213,10 @@ def test_the_end_of_the_context(folder: Path) -> None:
 def test_prompts_longer_than_a_ring(folder: Path, chunk: int) -> None:
     path = folder / "dense-calm.gguf"
     ids = build.prompt(400, family.VOCAB, 3)
-    near(load(path, device="cpu", chunk=chunk), load(path, chunk=chunk), ids, 1.0, 0.1)
+    check_near(load(path, device="cpu", chunk=chunk), load(path, chunk=chunk), ids, 1.0, 0.1)
 
 
-def test_nothing_is_left_of_an_earlier_sequence(folder: Path) -> None:
+def test_an_earlier_sequence_has_no_effect(folder: Path) -> None:
     second = build.prompt(family.WINDOW // 2, family.VOCAB, 8)
     files = folder / "dense.gguf", folder / "zlab-dense.gguf"
     used, fresh = load(*files), load(*files)
@@ -222,9 +226,9 @@ def test_nothing_is_left_of_an_earlier_sequence(folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
 def test_a_mix_of_three_bits_has_kernels(kind: str, tmp_path: Path) -> None:
-    """Q3_K beside others: near the reference, and nothing of it runs as torch."""
+    """Q3_K with other types is close to the reference, and no part of it runs in torch."""
     family.random(tmp_path, kind, "q3_k_m")
     calm = tmp_path / f"{kind}-calm.gguf"
     gpu = load(calm)
-    near(load(calm, device="cpu"), gpu, PROMPT, 1.0, 0.1)
+    check_near(load(calm, device="cpu"), gpu, PROMPT, 1.0, 0.1)
     assert "q3_k matrices" not in gpu.target.ops.without_kernel

@@ -1,5 +1,5 @@
-"""The feed-forward part of layers with experts against the reference; rows that do not depend on
-their company."""
+"""The feed-forward block of layers with experts compared with the reference; rows do not depend on
+the batch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 from g4spec import quant
 from g4spec.ops.reference import Ops
+from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.constants import INTERLEAVE_ROWS
 from g4spec.runtime.cuda.step import packed_rows as rows
 from g4spec.runtime.cuda.step.experts import Buffers, Experts, ExpertShape, fits
@@ -38,7 +39,7 @@ class Layer:
     following: torch.Tensor
 
     def run(self, x: torch.Tensor) -> tuple[torch.Tensor, rows.PackedRows]:
-        """x [T, H] on the GPU -> the new residual, and its norm."""
+        """Compute x [T, H] on the GPU -> the new residual, and its norm."""
         b = self.gpu.buffers
         for buffer in (b.scores, b.y, b.dense, b.weights):
             buffer.fill_(torch.nan)
@@ -53,7 +54,7 @@ class Layer:
         return out, normed
 
     def reference(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The same on the CPU, and what it is made of."""
+        """Compute the same on the CPU, with intermediate results."""
         c, k = self.cpu, self.gpu.shape.k
         ids, weights = REF.route(x, c["router_norm"], c["router"], c["gains"], k, EPS)
         inner = [REF.rms_norm(x, w.cpu(), EPS) for w in self.before]
@@ -76,7 +77,7 @@ class Layer:
 
 
 def _matrix(g: np.random.Generator, type: str, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A random matrix: its bytes as memory holds them, and the values they stand for."""
+    """Return a random matrix: its stored bytes, and their values."""
     fmt = quant.get(type)
     values = g.standard_normal(shape, np.float32) / np.float32(math.sqrt(shape[-1]))
     raw = quantized(type, values)
@@ -85,20 +86,20 @@ def _matrix(g: np.random.Generator, type: str, *shape: int) -> tuple[torch.Tenso
 
 
 def _packed(type: str, raw: torch.Tensor, columns: int) -> Weight:
-    """Bytes [matrices, rows, bytes] -> packed, on the GPU."""
+    """Pack bytes [matrices, rows, bytes] on the GPU."""
     unit = packing.unit_of(type, columns)
     data = torch.cat([packing.pack(type, one, unit) for one in raw]).to(DEVICE)
     return Weight(type, data, raw.shape[1], columns, len(raw))
 
 
 def _turns(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """[matrices, I, bytes] each -> [matrices, 2 I, bytes] in turns of 16 rows."""
+    """Interleave two [matrices, I, bytes] in groups of 16 rows -> [matrices, 2 I, bytes]."""
     parts = [x.view(len(x), -1, INTERLEAVE_ROWS, x.shape[-1]) for x in (gate, up)]
     return torch.stack(parts, dim=2).flatten(1, 3)
 
 
 def make(shape: ExpertShape, types: tuple[str, str, str, str], seed: int = 0) -> Layer:
-    """`types`: of experts (up and gate, down), and of the dense branch."""
+    """Return a layer; `types`: of experts (up and gate, down) and of the dense branch."""
     g = np.random.default_rng(seed)
     up_type, down_type, dense_up_type, dense_down_type = types
     e, h = shape.experts, shape.width
@@ -137,7 +138,8 @@ def make(shape: ExpertShape, types: tuple[str, str, str, str], seed: int = 0) ->
         buffers=Buffers(shape, torch.device(DEVICE)),
         **vectors,
     )
-    assert fits(shape, gpu.up, gpu.down, gpu.dense_up, gpu.dense_down)
+    matrices = (gpu.up, gpu.down, gpu.dense_up, gpu.dense_down)
+    assert fits(shape, matrices, launch.arch(gpu.up.data.device.index))
     return Layer(gpu, cpu, (vector(h).to(DEVICE), vector(h).to(DEVICE)), vector(h).to(DEVICE))
 
 
@@ -151,14 +153,14 @@ def randn(count: int, width: int, seed: int = 0) -> torch.Tensor:
 
 
 def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
-    """The largest error, relative to the largest value of the row."""
+    """Return the largest error relative to the largest value of the row."""
     got, want = got.double().cpu(), want.double()
     error = (got - want).abs().amax(-1) / want.abs().amax(-1)
     assert float(error.max()) <= tolerance, float(error.max())
 
 
 def check(layer: Layer, x: torch.Tensor) -> None:
-    """Everything a step leaves, against the reference."""
+    """Compare all results of a step with the reference."""
     want, n = layer.reference(x), len(x)
     out, normed = layer.run(x.to(DEVICE))
     b = layer.gpu.buffers
@@ -197,13 +199,13 @@ def test_types(types: tuple[str, str, str, str]) -> None:
         check(small, randn(count, 768))
 
 
-def test_sizes_that_fill_nothing() -> None:
+def test_sizes_that_fill_no_tile() -> None:
     small = make(FEW, ("q8_0", "q5_0", "q4_0", "q8_0"))
     for count in (1, 7, 11):
         check(small, randn(count, FEW.width))
 
 
-def test_all_rows_visit_the_same(layer: Layer) -> None:
+def test_all_rows_use_the_same_experts(layer: Layer) -> None:
     x = randn(1, MANY.width) + 0.01 * randn(16, MANY.width, 1)
     want = layer.reference(x)["ids"].sort(dim=1).values
     assert bool((want == want[0]).all())
@@ -211,8 +213,8 @@ def test_all_rows_visit_the_same(layer: Layer) -> None:
     check(layer, x[:9])
 
 
-def test_no_two_rows_visit_the_same(layer: Layer) -> None:
-    """Row r visits experts 8 r .. 8 r + 7."""
+def test_no_two_rows_share_an_expert(layer: Layer) -> None:
+    """Row r uses experts 8 r .. 8 r + 7."""
     x = randn(16, MANY.width)
     other = make(MANY, ("q4_k", "q8_0", "q4_k", "q8_0"))
     towards = REF.rms_norm(x, None, EPS).repeat_interleave(8, dim=0)
@@ -223,8 +225,8 @@ def test_no_two_rows_visit_the_same(layer: Layer) -> None:
     check(other, x)
 
 
-def test_the_lowest_of_equals(layer: Layer) -> None:
-    """Experts in fours with the same scores; also all scores equal."""
+def test_ties_take_the_lowest_expert(layer: Layer) -> None:
+    """Groups of four experts with equal scores; also all scores equal."""
     equal = make(MANY, ("q4_k", "q8_0", "q4_k", "q8_0"))
     for router in (
         equal.cpu["router"][::4].repeat_interleave(4, dim=0),
@@ -241,7 +243,8 @@ def test_the_lowest_of_equals(layer: Layer) -> None:
 def _same(
     layer: Layer, x: torch.Tensor, whole: tuple[torch.Tensor, rows.PackedRows], part: list[int]
 ) -> bool:
-    """Whether rows `part` of x, computed alone, give the bits that they have in `whole`."""
+    """Return True if rows `part` of x, computed by themselves, are bit-identical to those in
+    `whole`."""
     out, normed = layer.run(x[part].contiguous())
     stored, wanted = rows.unpack(normed), rows.unpack(whole[1])
     return torch.equal(out, whole[0][part]) and all(
@@ -249,9 +252,9 @@ def _same(
     )
 
 
-def test_a_row_does_not_depend_on_its_company(layer: Layer) -> None:
+def test_a_row_does_not_depend_on_the_batch(layer: Layer) -> None:
     x = randn(16, MANY.width, 5).to(DEVICE)
-    x[10:] = x[3] + 0.03 * x[10:]  # many visitors of a few experts
+    x[10:] = x[3] + 0.03 * x[10:]  # many rows use the same few experts
     whole = layer.run(x)
     for count in range(1, 17, 5 if EMULATED else 1):
         for first in {0, 16 - count}:
@@ -264,7 +267,7 @@ def test_a_row_does_not_depend_on_its_company(layer: Layer) -> None:
 
 @needs_gpu
 def test_in_a_graph(layer: Layer) -> None:
-    """Recorded steps, one after the other, with other inputs each time."""
+    """Replays recorded steps with other inputs each time."""
     x = torch.zeros(6, MANY.width, device=DEVICE)
 
     def step() -> torch.Tensor:

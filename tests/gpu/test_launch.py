@@ -1,5 +1,4 @@
-"""Launching: eagerly, in a graph, one kernel beginning before the other has ended, and what is
-refused."""
+"""Kernel launches: eager, in a graph, overlapping with the previous kernel, and invalid ones."""
 
 from __future__ import annotations
 
@@ -104,7 +103,8 @@ def test_current_stream_and_other_threads(file: str) -> None:
 
 @pytest.mark.parametrize("pdl", [False, True])
 def test_graph_keeps_the_order(file: str, pdl: bool) -> None:
-    """A chain in which each kernel needs what the one before wrote, torch ops between them."""
+    """A chain of kernels, each reading the output of the one before, with torch ops between
+    them."""
     kernels = launch.module(file, ["axpy<2>", "axpy<5>"])
     x, y, z = (torch.randn(N, device="cuda") for _ in range(3))
     start = x.clone(), y.clone(), z.clone()
@@ -140,9 +140,9 @@ def test_graph_keeps_the_order(file: str, pdl: bool) -> None:
             assert torch.equal(got, want)
 
 
-def test_what_is_taken_for_a_constant_may_be_made_directly_in_front(file: str) -> None:
-    """Of few blocks, so that both kernels have room at once. A graph shows that they overlap there:
-    the second reads what was before."""
+def test_a_kernel_may_overlap_the_writer_of_its_constant_input(file: str) -> None:
+    """With few blocks, both kernels fit on the GPU at once. In a graph they overlap: the second
+    kernel reads the old values."""
     kernels = launch.module(file, ["axpy<1>", "early"])
     n, ones = BLOCK, torch.ones(BLOCK, device="cuda")
     x, y = torch.zeros(BLOCK, device="cuda"), torch.full((BLOCK,), torch.nan, device="cuda")
@@ -218,9 +218,9 @@ def test_no_load_inside_a_capture(file: str) -> None:
 
 
 @needs_gpu
-def test_a_graph_that_is_garbage_does_not_end_a_recording() -> None:
+def test_collecting_an_old_graph_does_not_end_a_recording() -> None:
     def add() -> tuple[torch.Tensor, ...]:
-        more = [[i] for i in range(1000)]  # what makes Python look for garbage
+        more = [[i] for i in range(1000)]  # triggers Python's garbage collector
         return (torch.zeros(3, device="cuda") + len(more),)
 
     add()

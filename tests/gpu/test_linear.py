@@ -1,4 +1,4 @@
-"""Products of packed matrices: what is multiplied in one launch."""
+"""Matmuls of packed matrices: results, and how the work is split."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("sizes", [(256, 128), (512, 1024), (1280, 200)])
 @pytest.mark.parametrize("types", [("q4_k", "q6_k"), ("q6_k", "q4_k"), ("q5_0", "q8_0")])
-def test_two_side_by_side(types: tuple[str, str], sizes: tuple[int, int]) -> None:
-    """Right, and no row depends on those beside it."""
+def test_two_matmuls_in_one_launch(types: tuple[str, str], sizes: tuple[int, int]) -> None:
+    """Results are right, and no row depends on the other rows."""
     g = torch.Generator().manual_seed(sum(sizes))
     both = [matrix(g, type, n, 512) for type, n in zip(types, sizes, strict=True)]
     by = linear.SplitKWorkspace(torch.device(DEVICE))
@@ -51,8 +51,8 @@ def test_gates_activated_by_either(silu: bool) -> None:
     assert float((found - want).abs().max() / want.abs().max()) < 2 * HALF
 
 
-def test_shares() -> None:
-    """Every unit is done, and no CTA has much more than its share of the bytes."""
+def test_work_is_split_evenly() -> None:
+    """Every unit is computed, and no CTA reads many more bytes than its share."""
     others, run, run_b = linear.share_ctas(21, 48, 36864, 21, 32, 26880, 132)
     assert others * run >= 21 * 48 and (132 - others) * run_b >= 21 * 32
     share = (21 * 48 * 36864 + 21 * 32 * 26880) / 132
@@ -60,8 +60,8 @@ def test_shares() -> None:
 
 
 @pytest.mark.parametrize("type", ["q4_k", "q6_k", "q8_0"])
-def test_sums_of_parts(type: str) -> None:
-    """Parts that a reader adds are the whole product; no row depends on those beside it."""
+def test_split_k_sums(type: str) -> None:
+    """Partial sums added by the reader equal the whole matmul; no row depends on the other rows."""
     g = torch.Generator().manual_seed(5)
     weight, values = matrix(g, type, 128, 2304)
     by = linear.SplitKWorkspace(torch.device(DEVICE))
@@ -76,9 +76,9 @@ def test_sums_of_parts(type: str) -> None:
     assert not by.arrived.any()
 
 
-def test_slices() -> None:
+def test_split_k_of_published_sizes() -> None:
     """The matrices of Gemma 4 31B on 132 multiprocessors: o, queries to values, down, gate and up,
-    lm_head. Only where a CTA has not much more to do."""
+    lm_head. K is split only if no CTA gets much more work than others."""
     shapes = [(32, 21), (21, 64), (84, 21), (84, 42), (21, 168), (21, 1024), (21, 72)]
     assert [linear.split_k_slices(*s, 132, 8) for s in shapes] == [6, 2, 6, 3, 0, 0, 0]
     for units, groups in shapes:

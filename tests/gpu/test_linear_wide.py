@@ -1,4 +1,4 @@
-"""Products of more than 16 rows: each row has the bits that it has alone."""
+"""Matmuls of more than 16 rows: each row is bit-identical to a matmul of that row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.gpu.parity import HALF, matrix, stored
 pytestmark = pytest.mark.gpu
 
 FORMS = (0, 1, 2)
-"""Products of warps, and of warp groups by so many for each step of K."""
+"""Kernel variants: with warps, and with warp groups and this many per step of K."""
 
 COUNTS = (17, 37, 50) if EMULATED else (17, 32, 33, 48, 50, 64, 65, 96, 100, 127, 128, 129, 200)
 MOST = max(COUNTS)
@@ -23,12 +23,12 @@ MOST = max(COUNTS)
 
 @pytest.fixture(params=FORMS)
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of more than 16 rows are made in one of the ways there are."""
+    """Force one of the kernel variants for more than 16 rows."""
     monkeypatch.setattr(linear_wide, "WARP_GROUPS", request.param)
 
 
-def alone(x: torch.Tensor) -> list[tuple[slice, rows.PackedRows]]:
-    """Rows of x by themselves: one, and groups of 16 from there on."""
+def single_rows(x: torch.Tensor) -> list[tuple[slice, rows.PackedRows]]:
+    """Compute row 0 of x by itself, and further rows in groups of 16."""
     begin = [(0, 1), (1, 16), *((at, min(at + 16, len(x))) for at in range(16, len(x), 16))]
     return [(slice(*at), rows.pack_rows(x[slice(*at)].contiguous())) for at in begin]
 
@@ -36,7 +36,7 @@ def alone(x: torch.Tensor) -> list[tuple[slice, rows.PackedRows]]:
 @pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("size", [(128, 64), (200, 512), (384, 1280)])
 @pytest.mark.parametrize("type", packing.PARTS)
-def test_a_row_has_the_bits_that_it_has_alone(type: str, size: tuple[int, int]) -> None:
+def test_a_row_has_the_bits_of_a_single_row(type: str, size: tuple[int, int]) -> None:
     n, k = size
     if packing.units_of(type) == (256,):
         k = max(k, 256)
@@ -45,7 +45,7 @@ def test_a_row_has_the_bits_that_it_has_alone(type: str, size: tuple[int, int]) 
     by = narrow.SplitKWorkspace(torch.device(DEVICE))
     x = torch.randn(MOST, k, generator=g).to(DEVICE)
     for parts in (False, True):
-        want = [(at, narrow.linear(r, weight.weight, by, parts=parts)) for at, r in alone(x)]
+        want = [(at, narrow.linear(r, weight.weight, by, parts=parts)) for at, r in single_rows(x)]
         for count in COUNTS:
             got = linear_wide.linear(rows.pack_rows(x[:count]), weight.weight, by, parts=parts)
             for at, each in want:
@@ -59,14 +59,14 @@ def test_a_row_has_the_bits_that_it_has_alone(type: str, size: tuple[int, int]) 
 
 @pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("types", [("q4_k", "q6_k"), ("q5_0", "q8_0")])
-def test_two_side_by_side(types: tuple[str, str]) -> None:
+def test_two_matmuls_in_one_launch(types: tuple[str, str]) -> None:
     g = torch.Generator().manual_seed(3)
     first, second = (
         matrix(g, type, n, 512)[0].weight for type, n in zip(types, (512, 1000), strict=True)
     )
     by = narrow.SplitKWorkspace(torch.device(DEVICE))
     x = torch.randn(MOST, 512, generator=g).to(DEVICE)
-    want = torch.cat([narrow.linear_two(r, first, second, by) for _, r in alone(x)])
+    want = torch.cat([narrow.linear_two(r, first, second, by) for _, r in single_rows(x)])
     for count in COUNTS:
         got = linear_wide.linear_two(rows.pack_rows(x[:count]), first, second, by)
         assert torch.equal(got, want[:count]), count
@@ -75,13 +75,14 @@ def test_two_side_by_side(types: tuple[str, str]) -> None:
 
 @pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("type", ["q4_k", "q8_0", "q6_k"])
-def test_gates_and_ups(type: str) -> None:
-    """Their product is what the next one reads: halves, sums and zeros behind the last row."""
+def test_gate_and_up(type: str) -> None:
+    """The output is the input of the next matmul: half-precision rows, their sums, and zeros after
+    the last row."""
     g = torch.Generator().manual_seed(4)
     weight = matrix(g, type, 1280, 256)[0].weight
     by = narrow.SplitKWorkspace(torch.device(DEVICE))
     x = torch.randn(MOST, 256, generator=g).to(DEVICE)
-    want = torch.cat([stored(narrow.gate_up(r, weight, by)) for _, r in alone(x)])
+    want = torch.cat([stored(narrow.gate_up(r, weight, by)) for _, r in single_rows(x)])
     for count in COUNTS:
         got = linear_wide.gate_up(rows.pack_rows(x[:count]), weight, by)
         assert torch.equal(stored(got), want[:count]), count
@@ -91,7 +92,7 @@ def test_gates_and_ups(type: str) -> None:
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_packed_rows(count: int) -> None:
-    """Rows in groups are those of each group by itself, with scales and norms."""
+    """Rows in several groups equal each group by itself, with scales and norms."""
     g = torch.Generator().manual_seed(5)
     x, h = (torch.randn(count, 512, generator=g).to(DEVICE) for _ in "xh")
     weight = torch.rand(512, generator=g).to(DEVICE)

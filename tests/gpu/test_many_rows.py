@@ -1,4 +1,4 @@
-"""Steps of more than 16 rows: a row has the bits that it has alone, in every operation."""
+"""Steps of more than 16 rows: in every operation, a row is bit-identical to a single row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 WIDTH, ROWS = 256, 37
 Op = Callable[[CudaOps, dict[str, Any], torch.Tensor, torch.Tensor], Any]
-"""Of weights, and rows x and h [T, WIDTH]."""
+"""An operation on weights, and rows x and h [T, WIDTH]."""
 
 OPS: dict[str, Op] = {
     "linear": lambda ops, w, x, h: ops.linear(x, w["wide"]),
@@ -64,7 +64,7 @@ def parts(found: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("portable", [False, True])
-def test_a_row_has_the_bits_that_it_has_alone(portable: bool) -> None:
+def test_a_row_has_the_bits_of_a_single_row(portable: bool) -> None:
     g = torch.Generator().manual_seed(2)
     ops, w = CudaOps(str(DEVICE), portable), weights(g)
     x, h = (randn(g, ROWS, WIDTH).to(DEVICE) for _ in "xh")

@@ -1,4 +1,4 @@
-"""Every operation of the GPU backend against the reference (`tests.gpu.parity`)."""
+"""Every operation of the GPU backend compared with the reference (`tests.gpu.parity`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_parity(name: str, seed: int) -> None:
 
     cuda, checked = CudaOps(DEVICE), 0
     junk = torch.full((1 << 24,), 0xFF, dtype=torch.uint8, device=DEVICE)
-    del junk  # what a kernel leaves unwritten is NaN
+    del junk  # memory that a kernel does not write is NaN
     for got, want, tolerance in CASES[name](cuda, Ops(), torch.Generator().manual_seed(seed)):
         found = got.double().cpu()
         assert found.shape == want.shape, checked

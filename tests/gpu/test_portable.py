@@ -1,4 +1,4 @@
-"""Products straight from file bytes: against float64, and whatever rows are computed beside."""
+"""Portable matmuls on the file's bytes, compared with float64 and independent of the other rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CASES = [(f, n, k) for f in portable.FORMATS for n, k in SHAPES if k % quant.get
 
 
 def weight(name: str, n: int, k: int, matrices: int = 1) -> tuple[Weight, torch.Tensor]:
-    """Random matrices on the GPU, and their values [matrices * n, k] in float64."""
+    """Return random matrices on the GPU, and their values [matrices * n, k] in float64."""
     raw = random_blocks(name, matrices * n, k)
     data = held.held(name, torch.from_numpy(raw)).to(DEVICE)
     plain = {name: dtype for dtype, name in portable.PLAIN.items()}.get(name)
@@ -31,7 +31,8 @@ def weight(name: str, n: int, k: int, matrices: int = 1) -> tuple[Weight, torch.
 
 
 def close(got: torch.Tensor, x: torch.Tensor, values: torch.Tensor) -> None:
-    """Sums of k products in float32, in 32 lanes: far from the worst case, with room to spare."""
+    """Compare sums of k products in float32, in 32 lanes; the tolerance is far below the worst
+    case."""
     allowed = 2.0**-20 * (x.double().abs() @ values.abs().T) + 1e-30
     assert ((got.cpu().double() - x.double() @ values.T).abs() <= allowed).all()
 
@@ -52,8 +53,8 @@ def test_products_of_one_to_sixteen_rows(name: str, n: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("name", portable.FORMATS)
-def test_rows_that_choose_their_matrices(name: str) -> None:
-    """With the bits of a product with that matrix alone."""
+def test_a_matrix_per_row(name: str) -> None:
+    """Bit-identical to a matmul with only that matrix."""
     n, k, used = 37, 512, 3
     stack, _ = weight(name, n, k, 5)
     torch.manual_seed(0)

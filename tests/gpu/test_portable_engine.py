@@ -1,4 +1,4 @@
-"""The engine with portable kernels: on an emulated sm_75, or forced on the GPU that is here."""
+"""The engine with portable kernels: on an emulated sm_75, or forced on the present GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.gpu
 
 ARCH = "sm_75"
 FAST = ("linear.cu", "attention.cu", "experts.cu", "dequant.cu")
-"""Files of kernels that need tensor cores, or matrices packed for them."""
+"""Kernel files that need tensor cores or packed matrices."""
 PROMPT = build.prompt(family.WINDOW + 21, family.VOCAB, 7)
 SAMPLER = Sampler(temperature=4.0, seed=2)
 MORE = build.prompt(16, family.VOCAB, 9)
@@ -38,8 +38,8 @@ TARGETS = [("dense", "q8_0"), ("dense", "q4_k_m"), ("experts", "q8_0"), ("per-la
 
 
 @pytest.fixture(autouse=True)
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
-    """The machine, and the files whose kernels were launched on it."""
+def launched_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """Yield the set of files whose kernels are launched."""
     with kernels.installed(ARCH) if EMULATED else contextlib.nullcontext():
         files: set[str] = set()
         before = launch.kernel
@@ -88,12 +88,12 @@ CASES = (
         "experts",
     )
 )
-"""Operations that do something else here; the emulator takes those that are no other's part."""
+"""Operations with portable kernels; the emulator runs only those that are no part of another."""
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_parity(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operations against the reference."""
+    """Operations compared with the reference."""
     monkeypatch.setattr(parity, "Matrix", functools.partial(Matrix, file_order=True))
     cuda = CudaOps(DEVICE, portable=True)
     g = torch.Generator().manual_seed(0)
@@ -101,16 +101,16 @@ def test_parity(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         rows = want.double().abs().amax(-1).clamp(min=1e-30)
         error = (got.double().cpu() - want.double()).abs().amax(-1) / rows
         assert float(error.max()) <= tolerance
-    # One of the cases has heads of 96, which no kernel takes.
+    # One of the cases has heads of 96, which no kernel supports.
     assert cuda.without_kernel == ({"attend"} if name == "attend" else set())
 
 
 @pytest.mark.parametrize(("kind", "type"), TARGETS)
 def test_a_target_is_near_the_reference_and_exact(
-    folder: Path, kind: str, type: str, launched: set[str]
+    folder: Path, kind: str, type: str, launched_files: set[str]
 ) -> None:
-    """Logits of a prompt read in one chunk and of steps after it, and their bits in steps of 1 to
-    16 rows at every place."""
+    """Logits of a prompt read in one chunk and of steps after it; their bits in steps of 1 to 16
+    rows at every place."""
     calm = folder / type / f"{kind}-calm.gguf"
     cpu, gpu = load(calm, device="cpu"), load(calm)
     with single_sequence(cpu) as reference, single_sequence(gpu) as target:
@@ -125,14 +125,14 @@ def test_a_target_is_near_the_reference_and_exact(
             assert torch.equal(target.step(MORE[:count], at).logits, one[:count]), count
         for begin in (1, 11):
             assert torch.equal(target.step(MORE[begin:], at + begin).logits, one[begin:]), begin
-    assert {"portable.cu", "attention_plain.cu"} <= launched
+    assert {"portable.cu", "attention_plain.cu"} <= launched_files
     named = {"choice of experts", "experts of prompts, one by one"}
     assert gpu.target.ops.without_kernel == (named if kind == "experts" else set())
     assert gpu.target.ops.title.endswith("portable kernels")
 
 
 @pytest.mark.parametrize(("kind", "type"), TARGETS[1:3] if EMULATED else TARGETS)
-def test_a_draft_changes_nothing(folder: Path, kind: str, type: str) -> None:
+def test_a_draft_does_not_change_the_text(folder: Path, kind: str, type: str) -> None:
     engine = load(folder / type / f"{kind}.gguf", folder / type / f"zlab-{kind}.gguf")
     plain = family.generate(engine, PROMPT, 0, 12, SAMPLER)
     assert len(set(plain.ids)) > 1
@@ -141,7 +141,7 @@ def test_a_draft_changes_nothing(folder: Path, kind: str, type: str) -> None:
     assert run.ids == plain.ids and run.stats.drafted
 
 
-def test_older_gpus_take_it_by_themselves() -> None:
+def test_older_gpus_use_portable_kernels_by_default() -> None:
     if EMULATED:
         for arch, portable in (("sm_70", True), ("sm_75", True), ("sm_80", False)):
             with kernels.installed(arch):

@@ -1,4 +1,4 @@
-"""Prefill against the reference: every layer's residual, and what the caches hold afterwards."""
+"""Prefill compared with the reference: every layer's residual, and the caches afterwards."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ N_CTX = 1536
 
 
 def tolerance(layer: int) -> float:
-    """How far the residual entering a layer may be off, relatively: random layers amplify what
-    the first ones round."""
+    """Return the relative tolerance of the residual before each layer: random layers amplify the
+    rounding errors of the first ones."""
     return 2e-3 * 1.7**layer if layer else 0.0
 
 
@@ -61,7 +61,7 @@ def test_dequantized_values(type: str, dtype: torch.dtype, columns: int) -> None
 
 
 BLOCK = 64 if EMULATED else PROMPT_BLOCK
-"""Rows of a prompt block here: the emulator is slow."""
+"""Rows of a prompt block in these tests, small because the emulator is slow."""
 
 
 @pytest.fixture(autouse=True)
@@ -79,10 +79,10 @@ def read(
     portable: bool = False,
     before: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, list[CudaKV]]:
-    """Read `ids` in chunks of so many blocks.
+    """Read `ids` in chunks of `blocks` blocks.
 
     Args:
-        before: another prompt that the slot was used for.
+        before: another prompt that was read into the slot earlier.
 
     Returns:
         Rows after the final norm [T, H], taps [T, n + 1, H], caches.
@@ -108,10 +108,11 @@ def check(
     share: float = 1.0,
     portable: bool = False,
 ) -> None:
-    """Residuals of `count` tokens, and the caches, against the reference.
+    """Compare residuals of `count` tokens, and the caches, with the reference.
 
     Args:
-        loose: by how much more they may differ. `share`: of rows that must be close.
+        loose: factor on the tolerance.
+        share: fraction of rows that must be within it.
     """
     ids = [(7 * i * i + 3 * i) % 150 + 5 for i in range(count)]
     want_hidden, want, theirs = model.wanted(ids, kind)
@@ -139,7 +140,7 @@ def test_dense(count: int) -> None:
 
 @pytest.mark.parametrize("window", [1, 64, 112])
 def test_windows(window: int) -> None:
-    """With 112, a ring has no room for all of the tile that its first row is in."""
+    """With 112, a ring has no room for the whole tile of its first row."""
     check(small(dense(3, window=window), {"": "q8_0"}), 300)
 
 
@@ -156,7 +157,7 @@ def test_widths_that_do_not_divide_into_256() -> None:
     check(small(dense(3, n_ff=704), {"": "q8_0", "ffn_down": "q5_0"}, n_embd=192), 80)
 
 
-def test_bytes_in_the_cache() -> None:
+def test_q8_0_cache() -> None:
     check(small(dense(3), {"": "q8_0"}), 150, "q8_0", loose=5)
 
 
@@ -177,7 +178,7 @@ def test_published_head_sizes(window: int, group: int, portable: bool) -> None:
 
 
 @pytest.mark.parametrize("portable", [False, True])
-def test_bytes_of_keys_that_are_values(portable: bool) -> None:
+def test_q8_0_cache_with_shared_keys_and_values(portable: bool) -> None:
     layers = tuple(
         replace(s, head_dim=512 if s.window is None else 256, n_head=2, n_kv=1) for s in dense(3)
     )
@@ -206,7 +207,7 @@ def test_per_layer_embeddings_and_shared_caches() -> None:
 @pytest.mark.parametrize("portable", [False, True])
 def test_experts(portable: bool) -> None:
     layers = dense(3, n_expert=16, n_expert_used=4, n_ff_expert=192)
-    # A choice between two experts that are nearly equal may fall the other way.
+    # If two experts have nearly equal scores, either may be chosen.
     model = small(layers, {"": "q8_0", "ffn_gate_up_exps": "q4_k", "ffn_down_exps": "q5_0"})
     check(model, 150, loose=3, share=0.9, portable=portable)  # experts compute in bf16
 
@@ -232,13 +233,13 @@ def experts() -> tuple[LayerSpec, ...]:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two float32 tensors have the same bits."""
+    """Return True if two float32 tensors are bit-identical."""
     return torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
 def check_bits(model: Small, kind: Kind, portable: bool = False) -> None:
-    """Bits depend on nothing but the tokens up to a block's end: not on chunks, on where one
-    begins, on what the slot was used for, nor on what comes behind."""
+    """Check that bits only depend on the tokens up to the end of a block: not on chunks, on where
+    they begin, on earlier use of the slot, or on later tokens."""
     count = BLOCK // 2 + BLOCK * (1 if EMULATED else 2)
     ids = [(11 * i * i + 5 * i) % 150 + 5 for i in range(count)]
     hidden, taps, caches = read(model, ids, [8], kind, portable=portable)
@@ -270,7 +271,7 @@ def test_bits_do_not_depend_on_chunks(
 
 
 def test_a_chunk_shorter_than_a_block() -> None:
-    """A block is computed all the same."""
+    """The whole block is computed anyway."""
     ids = [2, 7, 11, 13, 5]
     rows = [
         small(dense(3), {"": "q8_0"}).reader(N_CTX, chunk).read(SLOT, ids, 0)
@@ -291,8 +292,8 @@ def test_bits_of_shared_caches_do_not_depend_on_chunks() -> None:
 
 @needs_gpu
 @pytest.mark.parametrize("rows", [512, 1024, 4096])
-def test_experts_of_a_row_do_not_depend_on_its_company(rows: int) -> None:
-    """At the size of the 26B-A4B's, whatever kernel torch's grouped product has for them."""
+def test_experts_of_a_row_do_not_depend_on_the_batch(rows: int) -> None:
+    """At the sizes of the 26B-A4B, for every kernel that torch's grouped matmul may choose."""
     spec = LayerSpec(0, None, 16, 2, 512, 2112, 1e6, n_expert=128, n_expert_used=8, n_ff_expert=704)
     g, h, arch = torch.Generator(DEVICE).manual_seed(0), 2816, launch.arch()
     device = torch.device(DEVICE)
@@ -325,7 +326,7 @@ def test_experts_of_a_row_do_not_depend_on_its_company(rows: int) -> None:
 )
 @pytest.mark.parametrize(("first", "second"), [(2560, 1024), (512, 2560), (512, 512)])
 def test_long_attention(dim: int, group: int, window: int | None, first: int, second: int) -> None:
-    """Up to thousands of keys in two chunks: what sm_90 has against two products."""
+    """Up to thousands of keys in two chunks: the sm_90 kernel compared with two matmuls."""
     first, second = (n * BLOCK // 512 for n in (first, second))
     n_ctx, n_kv = first + second, 2
     spec = LayerSpec(0, window, n_kv * group, n_kv, dim, 64, 1e4, v_from_k=dim == 512)
@@ -365,7 +366,7 @@ def test_long_attention(dim: int, group: int, window: int | None, first: int, se
         assert same(a, b)
 
 
-def test_more_pairs_that_turn_than_the_cache_has() -> None:
+def test_more_rotated_pairs_than_the_cache_stores() -> None:
     model = small(published(24, 2), {"": "q8_0"})
     model.reference["rope_freqs.weight"][64:71] = 1.0
     with pytest.raises(InputError, match="the first 64 pairs"):
@@ -391,13 +392,13 @@ def test_workspace_is_known_before() -> None:
     kept = on._made()
     took = torch.cuda.memory_allocated() - before
     want, passing = plan.workspace(config, 4096, 8192, launch.arch())
-    assert want <= took <= want + (8 << 20), (want, took)  # what the allocator rounds up
+    assert want <= took <= want + (8 << 20), (want, took)  # rounding by the allocator
     on._long = kept
     on.read(SLOT, [7] * 100, 0)  # cuBLAS has its workspace, and weights are packed
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     on.read(SLOT, [7] * 4096, 0)
-    residual = 2 * 4 * 4096 * config.n_embd  # and what its norm is
+    residual = 2 * 4 * 4096 * config.n_embd  # and its norm
     peak = torch.cuda.max_memory_allocated() - before - residual
     assert passing / 2 <= peak <= passing + (8 << 20), (passing, peak)
 

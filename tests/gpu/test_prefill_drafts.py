@@ -1,4 +1,4 @@
-"""What drafts make of prompts: the bits of their caches, and against the reference."""
+"""Drafts reading prompts: the bits of their caches, and comparison with the reference."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def dflash_config() -> dflash.Config:
-    """With rings that have less room than a block has rows."""
+    """Return a configuration whose rings are smaller than a block."""
     layers = tuple(
         mm.layer(i, full=False, head_dim=64, rope_base=1e4, n_ff=256, causal=False)
         for i in range(2)
@@ -43,7 +43,7 @@ def dflash_config() -> dflash.Config:
 
 
 def eagle3_config() -> eagle3.Config:
-    """With a layer that attends to what the prompt's rows have appended before."""
+    """Return a configuration with a layer that attends to rows appended earlier in the prompt."""
     layers = tuple(mm.layer(i, full=i > 0, head_dim=64, n_ff=256, v_from_k=False) for i in range(2))
     return eagle3.Config(
         n_vocab=mm.V,
@@ -68,7 +68,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
 
 
 class Drafts:
-    """A draft's weights on the GPU, and as numbers for the reference."""
+    """A draft's weights on the GPU, and their values for the reference."""
 
     def __init__(self, name: str) -> None:
         self.kind, self.config = KINDS[name]
@@ -97,7 +97,7 @@ class Drafts:
 
 
 def rows_of(taps: torch.Tensor, start: int, slot: int) -> StepRows:
-    """What the target has read from position `start` on."""
+    """Return the target's rows from position `start` on."""
     n, device = len(taps), taps.device
     positions = torch.arange(start, start + n, device=device)
     batch = Batch(positions * 7 % mm.V, positions, torch.full_like(positions, slot), (n,))

@@ -1,4 +1,4 @@
-"""The kernels between products against the reference; rows that do not depend on their company."""
+"""The kernels between matmuls compared with the reference; rows do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def _seed() -> None:
 
 @pytest.fixture(autouse=True)
 def _poison() -> None:
-    """What kernels leave unwritten is NaN: memory that torch hands out again was filled with it."""
+    """Fill free memory with NaN, so that torch.empty returns NaN."""
     junk = [torch.full((n,), 0xFF, dtype=torch.uint8, device=DEVICE) for n in (1 << 16, 1 << 22)]
     del junk
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-    """In float64, on the CPU."""
+    """Compute the norm in float64 on the CPU."""
     return REF.rms_norm(x.double().cpu(), None if weight is None else weight.double().cpu(), EPS)
 
 
 def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
-    """The largest error, relative to the largest value of the row."""
+    """Return the largest error relative to the largest value of the row."""
     got, want = got.double().cpu(), want.double().cpu()
     assert got.shape == want.shape
     error = (got - want).abs().amax(-1) / want.abs().amax(-1).clamp(min=1e-30)
@@ -53,14 +53,14 @@ def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
 
 
 def check_rows(packed: rows.PackedRows, want: torch.Tensor, tolerance: float = HALF) -> None:
-    """Values, sums and padding of rows against float64 values [T, K]."""
+    """Compare values, sums and padding of rows with float64 values [T, K]."""
     n, values = packed.count, stored(packed)
     scale = 1.0 if packed.scale is None else packed.scale[:n, None].double()
     close(values[:n].double() * scale, want, tolerance)
 
 
 def same_rows(a: rows.PackedRows, first: int, b: rows.PackedRows) -> bool:
-    """Whether rows first ... of `a` are bit by bit all rows of `b`."""
+    """Return True if rows first ... of `a` are bit-identical to all rows of `b`."""
     pairs = zip(rows.unpack(a), rows.unpack(b), strict=True)
     return all(torch.equal(x[first : first + b.count], y[: b.count]) for x, y in pairs)
 
@@ -83,7 +83,7 @@ def test_pack(width: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
-def test_pack_keeps_what_is_not_finite(bad: float) -> None:
+def test_pack_keeps_non_finite_values(bad: float) -> None:
     x = randn(2, 128)
     x[1, 77] = bad
     values = rows.unpack(rows.pack_rows(x))[0]
@@ -118,7 +118,7 @@ def test_residual_of_many_rows() -> None:
 def residual(
     h: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, scale: torch.Tensor | None
 ) -> torch.Tensor:
-    """The reference in float64."""
+    """Compute the reference in float64."""
     h, x = h.double().cpu(), x.double().cpu()
     y = x + (h if weight is None else norm(h, weight))
     return y if scale is None else y * scale.double().cpu()
@@ -155,7 +155,7 @@ def test_residual_of_partial_sums(slices: int) -> None:
 
 
 @pytest.mark.parametrize("width", [1536, 5376])
-def test_a_row_does_not_depend_on_its_company(width: int) -> None:
+def test_a_row_does_not_depend_on_the_batch(width: int) -> None:
     h, x, weight, next_weight = randn(16, width), randn(16, width), randn(width), randn(width)
     step = rows.Residual(weight, EPS)
     out, (packed,) = step.rows(h, x, [next_weight])
@@ -170,7 +170,7 @@ def test_a_row_does_not_depend_on_its_company(width: int) -> None:
 WHERE = [(2, 0), (0, 5), (1, 127), (1, 129), (0, 100_000), (2, 262_142), (1, 7), (3, 1), (3, -1)]
 """Slot and position of rows. Slot 3 has no page."""
 KEPT = 7
-"""Rows that have a page, the first ones."""
+"""Number of rows that have a page; they come first."""
 
 
 def batch_of(where: list[tuple[int, int]]) -> Batch:
@@ -178,7 +178,7 @@ def batch_of(where: list[tuple[int, int]]) -> Batch:
 
 
 def heads_cache(shape: CacheShape, kind: Kind) -> CudaKV:
-    """A cache of long texts, with pages where the rows of `WHERE` are."""
+    """Return a cache for long texts, with pages at the positions of `WHERE`."""
     space = Space(4, 1 << 18, KEPT, DEVICE)
     for i, (slot, position) in enumerate(WHERE[:KEPT]):
         space.assign(slot, [KEPT - i], position // PAGE)
@@ -186,8 +186,8 @@ def heads_cache(shape: CacheShape, kind: Kind) -> CudaKV:
 
 
 def written(kv: CudaKV, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Where the rows of a batch are that have a page or a ring of their own, and a mask of the
-    rows that nobody wrote."""
+    """Return where rows with their own page or ring are stored, and a mask of the rows never
+    written."""
     units, at = kv.row_indices(batch.slots, batch.positions)
     rest = torch.ones(kv.keys.shape[0], kv.capacity, dtype=torch.bool, device=DEVICE)
     rest[units, at] = False
@@ -232,7 +232,7 @@ def test_heads(dim: int, pairs: bool, kind: Kind, form: str, window: int | None)
         if not ours.numel():
             continue
         mine, its = ours[units, :, at], theirs[units, :, at]
-        if ours.dtype is torch.uint8:  # a rounding apart, here and there
+        if ours.dtype is torch.uint8:  # a few codes may differ by one rounding
             off = (mine.int() - its.int()).abs()
             assert int(off.max()) <= 1 and float((off > 0).float().mean()) < 5e-3
         else:
@@ -242,8 +242,9 @@ def test_heads(dim: int, pairs: bool, kind: Kind, form: str, window: int | None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_heads_of_keys_that_are_values(kind: Kind) -> None:
-    """Only the columns that turn are stored; queries take the norm's weight over in the others."""
+def test_heads_with_shared_keys_and_values(kind: Kind) -> None:
+    """Only rotated columns are stored; in the others, queries are multiplied by the norm's weight
+    instead."""
     n_q, n_kv, dim, rotary_pairs = 3, 2, 512, 64
     batch = batch_of(WHERE)
     count = len(batch)
@@ -275,7 +276,7 @@ def test_heads_of_keys_that_are_values(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize(("dim", "rotary_pairs"), [(256, 0), (512, 64)])
-def test_heads_do_not_depend_on_company(dim: int, rotary_pairs: int) -> None:
+def test_heads_do_not_depend_on_the_batch(dim: int, rotary_pairs: int) -> None:
     freqs = REF.rope_freqs(1e4, dim).to(DEVICE)
     heads = Heads(4, 2, randn(dim), randn(dim), True, rotary_pairs > 0, freqs, EPS)
     parts = [(1, 1000, 16), (0, 3, 16), (2, 128, 16)]

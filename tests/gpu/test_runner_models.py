@@ -1,4 +1,4 @@
-"""Recorded cycles of models are the eager runner's cycles, of every kind of draft."""
+"""Recorded cycles of real models equal those of the eager runner, for every kind of draft."""
 
 from __future__ import annotations
 
@@ -99,18 +99,18 @@ def load(folder: Path, draft: str = "zlab", **settings: Any) -> Engine:
     return Engine.load(folder / "target.gguf", path, **given)
 
 
-def what(cycle: Cycle) -> tuple[list[int], list[float], list[int], int]:
+def summary(cycle: Cycle) -> tuple[list[int], list[float], list[int], int]:
     return cycle.tokens, cycle.logits, cycle.drafted, cycle.accepted
 
 
 def cycles(
     engine: Engine, options: Options, *, eager: bool = False, prompt: list[int] = PROMPT
 ) -> tuple[Request, Did]:
-    """A finished request, and what its cycles did after the first token."""
+    """Return a finished request, and the drafted and accepted tokens of its cycles."""
     runners = engine.scheduler.runners
     engine.scheduler.runners = [r for r in runners if not (eager and isinstance(r, GraphRunner))]
     request = engine.submit(prompt, options)
-    did = [what(cycle) for cycle in request]
+    did = [summary(cycle) for cycle in request]
     engine.scheduler.runners = runners
     return request, did[1:]
 
@@ -120,7 +120,7 @@ def options(count: Any, n: int = 24, sampler: Sampler = GREEDY, **more: Any) -> 
 
 
 def help_out(engine: Engine, truth: list[int], every: int = 7) -> None:
-    """Proposals begin with some of the `truth`: position * `every` % 16 of its tokens."""
+    """Replace the start of each proposal by `truth`: position * `every` % 16 tokens of it."""
     draft: Any = engine.draft
     propose = draft.propose
     text = torch.tensor(truth + [0] * 64, device=DEVICE)
@@ -135,8 +135,8 @@ def help_out(engine: Engine, truth: list[int], every: int = 7) -> None:
     draft.propose = helped
 
 
-class Party:
-    """Some texts with their samplers, whose prompts have been read."""
+class RunningTexts:
+    """Several texts after prefill, with their samplers."""
 
     def __init__(self, engine: Engine, samplers: list[Sampler]) -> None:
         self.engine, self.sequences, self.choosers = engine, list[Sequence](), list[Any]()
@@ -154,7 +154,7 @@ class Party:
             self.choosers.append(chooser)
 
     def run(self, runner: Any, turns: list[list[int]]) -> list[Did]:
-        """Cycles of each text, by turn, as far ahead as the runner goes."""
+        """Run cycles of each text, started ahead where the runner allows it."""
         out: list[Did] = [[] for _ in self.sequences]
         started = 0
         for i, counts in enumerate(turns):
@@ -165,11 +165,11 @@ class Party:
             for s, did, cycle in zip(self.sequences, out, runner.result(), strict=True):
                 s.ids += cycle.tokens
                 s.n_read += len(cycle.tokens)
-                did.append(what(cycle))
+                did.append(summary(cycle))
         return out
 
     def kept(self) -> list[float]:
-        """What the draft keeps of each text."""
+        """Return the draft's state of each text."""
         draft, out = self.engine.draft, list[float]()
         assert draft is not None
         flush(draft, self.sequences)
@@ -184,15 +184,15 @@ class Party:
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("name", MAKE)
-def test_every_kind_does_what_the_eager_runner_does(folder: Path, name: str, n: int) -> None:
-    """Cycles, and what the draft keeps, when proposals and plain steps take turns."""
+def test_every_kind_equals_the_eager_runner(folder: Path, name: str, n: int) -> None:
+    """Cycles, and the draft's state, when proposals and plain steps alternate."""
     turns = [[3, 1, 0], [3, 1, 0], [0] * 3, [0] * 3, [5, 0, 2], [2] * 3]
     found, begin = [], [*PROMPT, 7]
     plain, _ = cycles(load(folder, name), options(0, 30, HOT), prompt=begin)
     for recorded in (False, True):
         engine = load(folder, name, pool=SLOTS * CTX)
         help_out(engine, begin + plain.ids, 3)
-        party = Party(engine, [HOT, NARROW, GREEDY][:n])
+        party = RunningTexts(engine, [HOT, NARROW, GREEDY][:n])
         runner = next(r for r in engine.scheduler.runners if isinstance(r, GraphRunner) == recorded)
         most = engine.draft.max_tokens if engine.draft else 0
         did = party.run(runner, [[min(c, most) for c in counts[:n]] for counts in turns])
@@ -212,10 +212,10 @@ def test_every_kind_does_what_the_eager_runner_does(folder: Path, name: str, n: 
     ],
     ids=["greedy", "hot", "narrow"],
 )
-def test_every_length_does_what_the_eager_runner_does(
+def test_every_length_equals_the_eager_runner(
     folder: Path, sampler: Sampler, counts: tuple[int, ...]
 ) -> None:
-    """Texts, logits, proposals and acceptance, over the ends of all rings and a page."""
+    """Texts, logits, proposals and acceptance, across the ends of all rings and of a page."""
     engine = load(folder)
     plain, _ = cycles(engine, options(0, 16, sampler))
     assert len(set(plain.ids)) > 3 and len(PROMPT) < 128 < len(PROMPT) + len(plain.ids)
@@ -229,12 +229,12 @@ def test_every_length_does_what_the_eager_runner_does(
 
 @long
 def test_a_large_table_is_read_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is proposed by the upper bits of a table is what all of it proposes, but for some tokens
-    of a random model, whose logits are close; with noise all of it is read."""
+    """Proposals from the upper bits of a table equal those from the whole table, except for some
+    tokens of a random model, whose logits are close; with noise the whole table is read."""
     on = tiny.target(tmp_path / "target", **SHAPE | {"hidden": 256})
-    convert.convert(build.lively(on, 5.0), tmp_path / "target.gguf", type="q6_k")
+    convert.convert(build.with_large_layers(on, 5.0), tmp_path / "target.gguf", type="q6_k")
     MAKE["zlab"](tmp_path / "zlab", on)
-    draft = build.lively(tmp_path / "zlab", 40.0, "o_proj|down_proj")
+    draft = build.with_large_layers(tmp_path / "zlab", 40.0, "o_proj|down_proj")
     convert.convert(draft, tmp_path / "zlab.gguf", target=on, type="q8_0")
     done, best = list[int](), screen.best
 
@@ -259,7 +259,7 @@ def test_a_large_table_is_read_in_part(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @long
-def test_a_stop_is_found_late_and_leaves_nothing_behind(folder: Path) -> None:
+def test_a_late_stop_leaves_nothing_behind(folder: Path) -> None:
     engine = load(folder)
     plain, _ = cycles(engine, options(0))
     help_out(engine, PROMPT + plain.ids)
@@ -287,7 +287,7 @@ def test_the_end_of_the_context(folder: Path) -> None:
             assert request.stats.stop_reason == "context"
 
 
-def test_a_draft_that_is_no_use_is_left_out(folder: Path) -> None:
+def test_a_useless_draft_is_dropped(folder: Path) -> None:
     engine = load(folder)
     plain, _ = cycles(engine, options(0, 12))
     draft: Any = engine.draft
@@ -297,7 +297,7 @@ def test_a_draft_that_is_no_use_is_left_out(folder: Path) -> None:
 
 
 @long
-def test_what_cannot_be_recorded_runs_eagerly(
+def test_drafts_that_cannot_be_recorded_run_eagerly(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = list[int]()

@@ -1,4 +1,4 @@
-"""The best of a large table from the upper bits of its codes."""
+"""Finding the largest logit of a large table from the upper bits of its codes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ pytestmark = pytest.mark.gpu
 
 
 def table(n: int, k: int, seed: int = 1) -> tuple[Matrix, torch.Tensor, torch.Tensor]:
-    """A random matrix in Q6_K on the GPU, its values, and those by their upper bits."""
+    """Return a random Q6_K matrix on the GPU, its values, and the values of their upper bits."""
     g = torch.Generator().manual_seed(seed)
     raw = quant.get("q6_k").quantize((torch.randn(n, k, generator=g) / k**0.5).numpy())
     return Matrix("q6_k", torch.from_numpy(raw).to(DEVICE), n, k), *tables(raw)
 
 
 def in_bytes(x: torch.Tensor) -> torch.Tensor:
-    """x [T, K] as units of 256 bytes with a scale each hold it."""
+    """Round x [T, K] to 8 bits with one scale per 256 values."""
     units = x.unflatten(1, (-1, 256))
     scale = units.abs().amax(2, keepdim=True) / 127
     return ((units / scale).round() * scale).flatten(1)
@@ -44,7 +44,7 @@ def chosen(count: int) -> Chosen:
 
 @pytest.fixture
 def huge(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Small matrices are multiplied as large ones are."""
+    """Treat small matrices as large ones."""
     monkeypatch.setattr(linear, "MANY_GROUPS", 2)
     linear.gemm_config.cache_clear()
     yield
@@ -53,7 +53,7 @@ def huge(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("n,k", [(200, 256), (1280, 512), (512, 1280)])
 def test_upper_bits(n: int, k: int, huge: None) -> None:
-    """Right, and no row depends on those beside it."""
+    """Results are right, and no row depends on the other rows."""
     weight, _, coarse = table(n, k)
     by = linear.SplitKWorkspace(torch.device(DEVICE))
     x = 3 * torch.randn(16, k, generator=torch.Generator().manual_seed(k)).to(DEVICE)
@@ -66,9 +66,9 @@ def test_upper_bits(n: int, k: int, huge: None) -> None:
     assert not by.arrived.any()
 
 
-def test_the_best_of_those_that_can_win() -> None:
-    """The choice is the best of what the upper bits find, and nearly always the best of all; no row
-    depends on those beside it."""
+def test_the_best_of_the_candidates() -> None:
+    """The choice is the best of the candidates found by the upper bits, and nearly always the best
+    of all; no row depends on the other rows."""
     n, k, cap = 8192, 256, 30.0
     weight, exact, coarse = table(n, k)
     by = linear.SplitKWorkspace(torch.device(DEVICE))
@@ -97,7 +97,8 @@ def test_the_best_of_those_that_can_win() -> None:
 def test_rows_of_several_sequences(
     sequences: int, each: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More than one product has, by the drafts' choice of tokens: as each alone."""
+    """More rows than one matmul has, as in drafts of several sequences; each equals a single
+    row."""
     n, k, pitch = 8192, 256, 16
     weight, exact, _ = table(n, k)
     by, count = linear.SplitKWorkspace(torch.device(DEVICE)), sequences * each
@@ -119,7 +120,7 @@ def test_rows_of_several_sequences(
     assert pick.best(x.to(DEVICE), weight.weight, by, 2, 30.0) is None
 
 
-def test_what_is_not_finite_is_reported() -> None:
+def test_non_finite_values_are_reported() -> None:
     n, k = 8192, 256
     weight, exact, _ = table(n, k)
     by, x = linear.SplitKWorkspace(torch.device(DEVICE)), exact[[77, 5, 8000]] * 16
@@ -129,7 +130,7 @@ def test_what_is_not_finite_is_reported() -> None:
     assert got.ids[::2].tolist() == [77, 8000]
 
 
-def test_what_it_takes() -> None:
+def test_supported_matrices() -> None:
     weight = table(256, 256)[0].weight
     assert not screen.takes(weight, 256)  # small
     large = type(weight)("q6_k", weight.data, 262_144, 5376)

@@ -1,4 +1,4 @@
-"""`doctor --self-test` on this machine's kernels, and on ones that are wrong."""
+"""`doctor --self-test` passes with this machine's kernels and fails with wrong ones."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def test_the_kernels_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(found) == len(types) + 2 and all(ok for ok, _ in found), found
 
 
-def test_wrong_kernels_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_kernels_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     linear = CudaOps.linear
 
-    def company(self: CudaOps, x: torch.Tensor, weight: Any) -> torch.Tensor:
+    def depends_on_batch(self: CudaOps, x: torch.Tensor, weight: Any) -> torch.Tensor:
         return linear(self, x, weight) * (1 + len(x) * 2.0**-20)
 
     def wrong(self: CudaOps, x: torch.Tensor, weight: Any) -> torch.Tensor:
         return linear(self, x, weight) * 1.01
 
-    for broken in (company, wrong):
+    for broken in (depends_on_batch, wrong):
         monkeypatch.setattr(CudaOps, "linear", broken)
         ok, text = next(selftest.checks(CudaOps(DEVICE)))
         assert not ok, text

@@ -1,4 +1,4 @@
-"""Attention of many sequences: which block has which part of whose keys."""
+"""Attention of many sequences: how the chunks of their keys are distributed over blocks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ __global__ void shares(const i64* first, const i64* last, int* found, int* costs
   costs[blockIdx.x] = cost;
 }
 """
-"""Writes how often each chunk of each pair is in a block's list, and what the list costs."""
+"""A kernel that counts how often each chunk of each pair is in a block's list, and the cost of the
+list."""
 
 CASES = {
     "one": ([40_000], 1, 132),
@@ -53,11 +54,11 @@ CASES = {
     "anything": ([1 + 977 * i * i % 60_000 for i in range(48)], 1, 192),
     "more than a warp's": ([500, *[64] * 99], 1, 400),
 }
-"""Contexts, parts of the rows, blocks."""
+"""Contexts, row parts, blocks."""
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_chunk_has_one_block_and_none_has_much_more(case: str, tmp_path: Path) -> None:
+def test_every_chunk_has_one_block_and_blocks_are_balanced(case: str, tmp_path: Path) -> None:
     contexts, row_blocks, blocks = CASES[case]
     heads, tokens, sequences = 4 // row_blocks, 2, len(contexts)
     file = tmp_path / "shares.cu"
@@ -91,7 +92,7 @@ def test_every_chunk_has_one_block_and_none_has_much_more(case: str, tmp_path: P
 
 
 def longest_chunk(chunks: Chunks, positions: int) -> int:
-    """Tiles of the longest chunk among so many positions."""
+    """Return the tiles of the longest chunk among this many positions."""
     ends = [p for p in range(1, positions) if chunks.index(p) != chunks.index(p - 1)]
     lengths = np.diff([0, *ends, positions])
     return int(-(-lengths.max() // KEYS))

@@ -1,4 +1,4 @@
-"""`bench --synthetic`: models of random weights, in shapes small enough to be quick."""
+"""`bench --synthetic`: models of random weights, in shapes small enough to be fast."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Our models from checkpoint folders, without the converter: only noun files and safetensors.
+"""g4spec's models built from checkpoint folders without the converter: only `g4spec/models/` and
+safetensors.
 
-The converter is judged elsewhere. Here a wrong name, shape or rule in a noun file shows up alone.
+The converter has its own tests. Here a wrong name, shape or rule in a model kind shows up in
+isolation.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ CTX = 1024
 
 
 def config(folder: Path) -> dict[str, Any]:
-    """The parsed config.json."""
+    """Return the parsed config.json."""
     raw: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return raw
 
 
 def tensors(folder: Path, prefixes: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """Stored tensors by name without prefix, floats as float32."""
+    """Return stored tensors by name without prefix, floats as float32."""
     out = {}
     for path in sorted(folder.glob("*.safetensors")):
         for name, x in load_file(path).items():
@@ -39,7 +41,8 @@ def tensors(folder: Path, prefixes: tuple[str, ...]) -> dict[str, torch.Tensor]:
 
 
 def weights(specs: list[TensorSpec], stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights by GGUF name, made as `TensorSpec.make` says; shapes must match exactly."""
+    """Return weights by GGUF name, made as `TensorSpec.make` specifies; shapes must match
+    exactly."""
     out = {}
     for spec in specs:
         if spec.make == "rope_freqs":
@@ -64,7 +67,7 @@ def checkpoint(folder: Path) -> Checkpoint:
 
 
 def target(folder: Path, chunk: int = 64, n_ctx: int = CTX) -> SequenceTarget:
-    """The target of a checkpoint folder, for one sequence."""
+    """Return the target of a checkpoint folder, for one sequence."""
     parsed = gemma4.parse_hf(checkpoint(folder))
     stored = tensors(folder, gemma4.PREFIXES)
     return SequenceTarget(
@@ -73,7 +76,7 @@ def target(folder: Path, chunk: int = 64, n_ctx: int = CTX) -> SequenceTarget:
 
 
 class Arrays:
-    """Stands in for the GGUF file that carries an assistant's centroid head."""
+    """Fake of the GGUF file that contains an assistant's centroid head."""
 
     def __init__(self, stored: dict[str, torch.Tensor]) -> None:
         self._stored = stored
@@ -84,10 +87,10 @@ class Arrays:
 
 
 def draft(folder: Path, one: SequenceTarget, window: int | None = None, **changes: Any) -> Any:
-    """The draft of a checkpoint folder for a target, whose taps it sets.
+    """Return the draft of a checkpoint folder for a target, and set the target's taps.
 
     Args:
-        changes: fields of its configuration to replace, to set it to another engine's semantics.
+        changes: configuration fields to replace, to follow another engine's semantics.
     """
     from dataclasses import replace
 
@@ -112,7 +115,7 @@ def draft(folder: Path, one: SequenceTarget, window: int | None = None, **change
 
 
 class Recorder:
-    """A chooser that keeps the logits it was shown, and takes the largest."""
+    """A chooser that records its logits and takes the largest."""
 
     def __init__(self) -> None:
         self.rows: list[torch.Tensor] = []
@@ -126,7 +129,7 @@ class Recorder:
 
 
 def prefill(on: SequenceTarget, made: SequenceDraft, prompt: list[int]) -> torch.Tensor:
-    """Read a prompt with target and draft; logits of its last row [V]."""
+    """Read a prompt with target and draft; return the logits of its last row [V]."""
     made.begin()
     for read in on.prefill(prompt):
         made.commit(read)
@@ -135,17 +138,17 @@ def prefill(on: SequenceTarget, made: SequenceDraft, prompt: list[int]) -> torch
 
 
 def prompt(n: int, vocab: int, seed: int = 0) -> list[int]:
-    """BOS and random tokens, `n` in all."""
+    """Return BOS and random tokens, `n` in all."""
     g = torch.Generator().manual_seed(seed)
     return [2, *torch.randint(5, vocab, (n - 1,), generator=g).tolist()]
 
 
-def lively(
+def with_large_layers(
     folder: Path, factor: float = 4.0, ends: str = "post_(attention|feedforward)_layernorm"
 ) -> Path:
-    """Make the layers of a random model outweigh its embedding, so that it does not just repeat
-    its input: `factor` on what closes each sublayer, by default a target's norms. Returns the
-    folder."""
+    """Scale the layers of a random model so that they outweigh its embedding and it does not just
+    repeat its input. `factor` applies to the last tensor of each sublayer, by default a target's
+    norms. Return the folder."""
     for path in sorted(folder.glob("*.safetensors")):
         stored = load_file(path)
         for name, x in stored.items():

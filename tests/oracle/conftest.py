@@ -1,5 +1,5 @@
-"""Without Python 3.11 the speculators package cannot be had (see Makefile), so that what compares
-with it is left out there."""
+"""The speculators package needs Python 3.11 (see Makefile); on older versions, tests that compare
+with it are skipped."""
 
 from __future__ import annotations
 

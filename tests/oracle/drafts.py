@@ -1,4 +1,4 @@
-"""A draft walked along a text and held against an oracle: at every anchor, and after rejections."""
+"""A draft run along a text and compared with an oracle: at every anchor, and after rejections."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import torch
 from tests.oracle import build
 
 Oracle = Callable[[torch.Tensor, list[int], int, list[int]], torch.Tensor]
-"""Features [n, taps * H], the text's ids, the anchor's position and what was drafted there -> the
-logits [drafted, V] from which each of these tokens is chosen, -inf where undraftable."""
+"""Called with features [n, taps * H], the text's ids, the anchor's position and the drafted tokens.
+Returns the logits [drafted, V] from which each token is chosen, -inf for tokens that cannot be
+drafted."""
 
 
 class Pair(Protocol):
-    """A target and a draft, as often as a test wants them."""
+    """A target and a draft that can be opened repeatedly."""
 
     def open(self) -> tuple[Any, Any]:
-        """Both, having read nothing; the target's taps are the draft's."""
+        """Return both with empty caches; the target's taps are the draft's."""
         ...
 
 
@@ -39,14 +40,15 @@ class Folders:
 
 
 def read_features(pair: Pair, ids: list[int]) -> torch.Tensor:
-    """What the draft is given of every position of a text, [n, taps * H]."""
+    """Return the draft's input at every position of a text, [n, taps * H]."""
     return torch.cat([r.taps for r in pair.open()[0].prefill(ids)])
 
 
 def difference(
     draft: Any, oracle: Oracle, features: torch.Tensor, ids: list[int], at: int
 ) -> float:
-    """Largest difference of logits at anchor `at`; proposals and draftable tokens must be equal."""
+    """Return the largest difference of logits at anchor `at`; proposals and draftable tokens must
+    be equal."""
     seen = build.Recorder()
     drafted = draft.propose(ids[at], at, draft.max_tokens, seen)
     its = oracle(features, ids, at, drafted)
@@ -57,7 +59,7 @@ def difference(
 
 
 def every_anchor(pair: Pair, oracle: Oracle, ids: list[int]) -> float:
-    """Largest difference over all anchors from 1 on, one token committed at a time."""
+    """Return the largest difference over all anchors from 1 on, one token committed at a time."""
     features, worst = read_features(pair, ids), 0.0
     target, draft = pair.open()
     for at in range(len(ids)):
@@ -68,7 +70,8 @@ def every_anchor(pair: Pair, oracle: Oracle, ids: list[int]) -> float:
 
 
 def after_rejections(pair: Pair, oracle: Oracle, ids: list[int]) -> float:
-    """Largest difference while 1, 2, ... rows of each step hold, after half of the text at once."""
+    """Return the largest difference if 1, 2, ... rows of each step are accepted, after half of the
+    text has been read at once."""
     features = read_features(pair, ids)
     target, draft = pair.open()
     vocab, rows = target.config.n_vocab, draft.max_tokens + 1

@@ -1,4 +1,4 @@
-"""transformers' Gemma 4 models from tiny checkpoint folders, in float32, or in float64."""
+"""transformers' Gemma 4 models from tiny checkpoint folders, in float32 or float64."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ logging.disable_progress_bar()
 
 
 def model(folder: Path) -> Any:
-    """The model that a folder's configuration names; a target must be a text-only checkpoint."""
+    """Return the model that a folder's configuration names; a target must be a text-only
+    checkpoint."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     made = getattr(transformers, config["architectures"][0]).from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
@@ -30,7 +31,8 @@ target = assistant = model
 
 @contextlib.contextmanager
 def in_double() -> Iterator[None]:
-    """Models made and run here compute in float64, also where their code asks for float32."""
+    """Make models created and run inside compute in float64, even where their code asks for
+    float32."""
     float_, softmax = torch.Tensor.float, torch.nn.functional.softmax
     try:
         torch.set_default_dtype(torch.float64)

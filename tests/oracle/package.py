@@ -17,7 +17,7 @@ TABLES = {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
 
 
 def layer_config(raw: dict[str, Any]) -> Qwen3Config:
-    """The nested layer configuration, with the attention that takes a mask of numbers."""
+    """Return the nested layer configuration, with an attention that takes a mask of numbers."""
     made = Qwen3Config(**{k: v for k, v in raw.items() if k != "model_type"})
     made._attn_implementation = "eager"
     return made
@@ -38,12 +38,12 @@ def _model(
     missing, unexpected = model.load_state_dict(stored, strict=False)
     assert not unexpected, unexpected
     assert all(m.startswith("verifier_") for m in missing), missing
-    model.verifier_lm_head.weight.data.zero_()  # takes part in the loss only
+    model.verifier_lm_head.weight.data.zero_()  # only used in the loss
     return model.float().eval()
 
 
 def speculators(folder: Path) -> Any:
-    """The model of a checkpoint in the speculators layout."""
+    """Return the model of a checkpoint in the speculators layout."""
     raw = build.config(folder)
     keys = (
         "draft_vocab_size",
@@ -63,7 +63,8 @@ def speculators(folder: Path) -> Any:
 def zlab(
     folder: Path, target: Target, model_class: Any = None, config_class: Any = None, **settings: Any
 ) -> Any:
-    """The package's model with a z-lab checkpoint: the target's table times sqrt(H), its head."""
+    """Return the package's model with a z-lab checkpoint, the target's embedding times sqrt(H) and
+    its head."""
     raw = build.config(folder)
     table = target.model.w["token_embd.weight"]
     stored = build.tensors(folder, ("model.", ""))
@@ -93,7 +94,7 @@ def block(
     softcap: float = 0.0,
     full_window: int | None = None,
 ) -> torch.Tensor:
-    """Logits of the block that starts at position `anchor`, [block, rows of the head].
+    """Return logits of the block that starts at position `anchor`, [block, rows of the head].
 
     Args:
         features: of positions before the anchor, [anchor, n * H]; later ones do not matter.
@@ -101,7 +102,7 @@ def block(
             instead of from the anchor, as the package trains.
         full_window: context rows before the anchor that full layers see, or None for all.
     """
-    total = anchor + 2 * model.block_size + 1  # the package takes no anchor at the very end
+    total = anchor + 2 * model.block_size + 1  # the package allows no anchor at the very end
     padded = torch.zeros(1, total, features.shape[1])
     padded[0, :anchor] = features[:anchor]
     token_ids = torch.zeros(1, total, dtype=torch.long)
@@ -132,7 +133,7 @@ def block(
 def _narrow(
     mask: torch.Tensor, size: int, per_row: bool, full_window: int | None, **kw: Any
 ) -> torch.Tensor:
-    """`mask` [1, 1, block, total + block] with windows as asked."""
+    """Restrict `mask` [1, 1, block, total + block] to the requested windows."""
     window = kw.get("sliding_window")
     anchor, total = int(kw["anchor_positions"][0]), kw["total_seq_len"]
     column = torch.cat([torch.arange(total), anchor + torch.arange(size)])

@@ -1,15 +1,15 @@
-"""Assistants against transformers' assisted generation: proposals and logits of every round.
+"""Assistants compared with transformers' assisted generation: proposals and logits of every round.
 
-transformers 5.22.2 differs from us, and from llama.cpp, in two ways that each have a test here:
+transformers 5.22.2 differs from g4spec, and from llama.cpp, in two ways that each have a test here:
 
 - Its window in the assistant's sliding layers reaches `sliding_window` + 1 rows back from the
-  newest one that the target has read. The target's own layers, and we, count the query as one of
-  the window's rows, which leaves `sliding_window` - 1. The oracle gets a window two smaller.
-- After a partial rejection it leaves rows of rejected tokens in the keys and values it hands to
-  the assistant: one in full layers, all of them in sliding layers. `Clean` takes them out.
+  newest row that the target has read. The target's own layers, and g4spec, count the query as one
+  of the window's rows, which leaves `sliding_window` - 1. The oracle gets a window two smaller.
+- After a partial rejection it leaves rows of rejected tokens in the keys and values that it passes
+  to the assistant: one in full layers, all of them in sliding layers. `CleanCaches` removes them.
 
-A random assistant is never right, so the spies put the target's true text in front of what is
-verified: 0, 1, 2, ... tokens of it in turn. What is compared are the assistant's own proposals.
+A random assistant is never right. The spies therefore replace the start of each verified proposal
+by 0, 1, 2, ... tokens of the target's text in turn. The assistant's own proposals are compared.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Round:
     logits: torch.Tensor
     clean: bool
     hidden: list[torch.Tensor]
-    """`read`: what the target verified. `clean`: no row of a rejected token was among the keys and
-    values. `hidden`: what each proposal read beside a token, [1, B]."""
+    """`read`: tokens that the target verified. `clean`: True if no row of a rejected token was
+    among the keys and values. `hidden`: the input of each proposal beside its token, [1, B]."""
 
 
 class Spy(Generator):
-    """The candidate generator, writing down what it proposed."""
+    """A candidate generator that records its proposals."""
 
     rounds: list[Round]
     hidden: list[torch.Tensor]
@@ -92,14 +92,14 @@ class Spy(Generator):
         return ids, logits
 
 
-class Clean(Spy):
+class CleanCaches(Spy):
     tidy = True
 
 
 def oracle(
     folders: tuple[Path, Path], ids: list[int], count: int, spy: type[Spy], shift: int = 2
 ) -> tuple[list[int], list[Round]]:
-    """transformers' text and rounds; `shift` is taken from the assistant's window."""
+    """Return transformers' text and rounds; `shift` is subtracted from the assistant's window."""
     target, assistant = hf.target(folders[0]), hf.assistant(folders[1])
     assistant.generation_config.num_assistant_tokens = count
     assistant.config.get_text_config().sliding_window = WINDOW - shift
@@ -130,8 +130,8 @@ def chain(draft: Any, anchor: int, r: Round, chooser: Any) -> list[int]:
     return found
 
 
-def one_by_one(draft: Any, anchor: int, r: Round, chooser: Any) -> list[int]:
-    """Each token from what transformers' assistant read for it."""
+def single_proposals(draft: Any, anchor: int, r: Round, chooser: Any) -> list[int]:
+    """Compute each token separately from the inputs of transformers' assistant."""
     out: list[int] = []
     for token, hidden in zip([anchor, *r.drafted[:-1]], r.hidden, strict=True):
         draft._last_hidden.copy_(hidden)
@@ -149,7 +149,7 @@ def differences(
     """Replay the oracle's rounds over its text `every`.
 
     Returns, for each round, whether the proposals agree, and the largest difference of logits that
-    a centroid head left alone, up to the first token that differs.
+    the centroid head did not mask, up to the first token that differs.
     """
     target = build.target(folders[0])
     draft = build.draft(folders[1], target)
@@ -174,7 +174,7 @@ def differences(
 
 @pytest.fixture(scope="module", params=["dense", "centroids"])
 def folders(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[Path, Path]:
-    """A target, and an assistant that is right sometimes."""
+    """A target, and an assistant that is sometimes right."""
     where = tmp_path_factory.mktemp("assistant")
     target = tiny.target(where / "target", nested=False, **SHAPE)
     n = 16 if request.param == "centroids" else 0
@@ -185,7 +185,7 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[Path
 def test_every_round(folders: tuple[Path, Path], length: int) -> None:
     ids = build.prompt(length, VOCAB, length)
     for count, tolerance in ((1, 1e-4), (4, 1e-4), (15, 1e-3)):  # of a chain see the next test
-        text, rounds = oracle(folders, ids, count, Clean)
+        text, rounds = oracle(folders, ids, count, CleanCaches)
         found = differences(rounds, folders, ids + text)
         assert len(found) >= 3 and all(same for same, _ in found), (count, found)
         assert max(worst for _, worst in found) < tolerance, (count, found)
@@ -194,19 +194,20 @@ def test_every_round(folders: tuple[Path, Path], length: int) -> None:
 @pytest.mark.parametrize("length", [WINDOW // 2, 3 * WINDOW + 5])
 def test_every_depth_by_itself(folders: tuple[Path, Path], length: int) -> None:
     ids = build.prompt(length, VOCAB, length)
-    text, rounds = oracle(folders, ids, 15, Clean)
-    found = differences(rounds, folders, ids + text, propose=one_by_one)
+    text, rounds = oracle(folders, ids, 15, CleanCaches)
+    found = differences(rounds, folders, ids + text, propose=single_proposals)
     assert len(found) >= 3 and all(same for same, _ in found), found
     assert max(len(r.drafted) for r in rounds) == 15
     assert max(worst for _, worst in found) < 1e-4, found
 
 
-def test_the_end_of_a_chain_is_as_near_as_float32_allows(folders: tuple[Path, Path]) -> None:
-    """Rounding grows along a chain of 15: transformers is further from itself in float64."""
+def test_long_chains_are_within_float32_error(folders: tuple[Path, Path]) -> None:
+    """Rounding errors grow along a chain of 15: transformers itself differs more between float32
+    and float64."""
     ids = build.prompt(3 * WINDOW + 5, VOCAB, 3 * WINDOW + 5)
-    text, rounds = oracle(folders, ids, 15, Clean)
+    text, rounds = oracle(folders, ids, 15, CleanCaches)
     with hf.in_double():
-        again, exact = oracle(folders, ids, 15, Clean)
+        again, exact = oracle(folders, ids, 15, CleanCaches)
     assert text == again and exact[0].logits.dtype is torch.float64
     pairs = [
         (r.logits, e.logits) for r, e in zip(rounds, exact, strict=True) if r.drafted == e.drafted
@@ -216,10 +217,11 @@ def test_the_end_of_a_chain_is_as_near_as_float32_allows(folders: tuple[Path, Pa
     assert 1e-6 < ours < its, (ours, its)
 
 
-def test_rounds_that_follow_a_rejection_are_where_transformers_itself_differs(
+def test_unmodified_transformers_differs_only_after_rejections(
     folders: tuple[Path, Path],
 ) -> None:
-    """Unmodified, and inside the window, it agrees with us whenever nothing was rejected before."""
+    """Unmodified, and inside the window, it agrees with g4spec whenever nothing was rejected
+    before."""
     ids = build.prompt(3, VOCAB, 9)
     text, rounds = oracle(folders, ids, 2, Spy, shift=0)
     found = differences(rounds, folders, ids + text)
@@ -256,8 +258,10 @@ def full_rotation(draft: Any) -> None:
 
 
 @pytest.mark.parametrize("bug", [unscaled, swapped, first_row, no_scalar, full_rotation])
-def test_the_oracle_notices(folders: tuple[Path, Path], bug: Callable[[Any], None]) -> None:
+def test_the_oracle_detects_planted_bugs(
+    folders: tuple[Path, Path], bug: Callable[[Any], None]
+) -> None:
     ids = build.prompt(WINDOW, VOCAB, 4)
-    text, rounds = oracle(folders, ids, 2, Clean)
+    text, rounds = oracle(folders, ids, 2, CleanCaches)
     found = differences(rounds[:3], folders, ids + text, bug)
     assert max(worst for _, worst in found) > 1e-2

@@ -1,8 +1,8 @@
-"""DFlash drafts against the speculators package: block logits and proposals.
+"""DFlash drafts compared with the speculators package: block logits and proposals.
 
-For z-lab checkpoints the package's model gets the target's table times sqrt(H), the target's head
-and a window counted from each row: the package trains with a window counted from the anchor, while
-every engine that runs z-lab drafts lets it slide with the row.
+For z-lab checkpoints the package's model gets the target's embedding times sqrt(H), the target's
+head and a window counted from each row: the package trains with a window counted from the anchor,
+while every engine that runs z-lab drafts slides it with the row.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass
 class Pair:
-    """A target folder, a draft folder, and how the oracle is asked."""
+    """A target folder, a draft folder, and options of the oracle."""
 
     target: Path
     draft: Path
@@ -52,7 +52,7 @@ class Pair:
     def oracle(
         self, target: Any, full_window: int | None = None
     ) -> Callable[[torch.Tensor, list[int], int], torch.Tensor]:
-        """Features, ids, anchor -> block logits over the target's vocabulary."""
+        """Compute block logits over the target's vocabulary from features, ids and anchor."""
         if self.zlab:
             model = package.zlab(self.draft, target)
             return lambda f, ids, at: package.block(model, f, ids, at, True, 30.0, full_window)
@@ -81,7 +81,7 @@ def make(folder: Path, name: str) -> Pair:
 def read(
     pair: Pair, ids: list[int], chunk: int = 64, window: int | None = None
 ) -> tuple[Any, Any, torch.Tensor]:
-    """Target and draft that have not read anything, and the features of every position."""
+    """Return target and draft with empty caches, and the features of every position."""
     target = build.target(pair.target, chunk)
     build.draft(pair.draft, target)
     features = torch.cat([r.taps for r in target.prefill(ids)])
@@ -90,7 +90,8 @@ def read(
 
 
 def compare(got: build.Recorder, drafted: list[int], want: torch.Tensor) -> float:
-    """Largest difference of logits; proposals and the set of draftable tokens must be equal."""
+    """Return the largest difference of logits; proposals and the set of draftable tokens must be
+    equal."""
     mine = torch.stack(got.rows)
     its = want[1 : 1 + len(mine)]
     assert drafted == its.argmax(-1).tolist()
@@ -101,7 +102,8 @@ def compare(got: build.Recorder, drafted: list[int], want: torch.Tensor) -> floa
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("window", [None, 10])
 def test_every_anchor_seven_windows_long(tmp_path: Path, name: str, window: int | None) -> None:
-    """Anchors from 1 on, past two turns of every ring: each place in it, before and after wrapping.
+    """Anchors from 1 on, until every ring has wrapped twice: each position of it, before and after
+    wrapping.
 
     `window` is `--draft-window`, which turns the caches of full layers into rings too.
     """
@@ -124,7 +126,7 @@ def test_every_anchor_seven_windows_long(tmp_path: Path, name: str, window: int 
 @pytest.mark.parametrize("name", ["zlab", "speculators-reduced"])
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_after_partial_rejection(tmp_path: Path, name: str, chunk: int) -> None:
-    """Steps of which 1, 2, ... rows hold, as the loop makes them, after a prompt in chunks."""
+    """Steps of which 1, 2, ... rows are accepted, as in generation, after a prompt in chunks."""
     pair, ids = make(tmp_path, name), build.prompt(6 * WINDOW, VOCAB, 3)
     target, draft, features = read(pair, ids, chunk)
     oracle, at, worst = pair.oracle(target), 3 * WINDOW + 2, 0.0
@@ -142,7 +144,7 @@ def test_after_partial_rejection(tmp_path: Path, name: str, chunk: int) -> None:
 
 
 def test_short_proposals_are_the_start_of_long_ones(tmp_path: Path) -> None:
-    """A block always has its trained size, however few tokens are asked for."""
+    """A block always has its trained size, even if fewer tokens are requested."""
     pair, ids = make(tmp_path, "zlab"), build.prompt(2 * WINDOW, VOCAB)
     target, draft, _ = read(pair, ids)
     build.prefill(target, draft, ids[:-1])
@@ -211,13 +213,13 @@ BUGS = {
 
 @pytest.mark.parametrize("name", ["zlab", "speculators-reduced"])
 @pytest.mark.parametrize("bug", BUGS)
-def test_the_oracle_notices(tmp_path: Path, name: str, bug: str) -> None:
+def test_the_oracle_detects_planted_bugs(tmp_path: Path, name: str, bug: str) -> None:
     pair, ids = make(tmp_path, name), build.prompt(2 * WINDOW, VOCAB)
     target, draft, features = read(pair, ids)
     BUGS[bug](draft.draft)
     target.taps, at = draft.taps, len(ids) - 4
     build.prefill(target, draft, ids[:at])
-    if bug == "position + 1":  # that mistake leaves a row that was never written
+    if bug == "position + 1":  # this bug leaves an unwritten row
         row = batch_of(target.ops, [(0, at, [0])])
         draft.commit(StepRows(row, torch.zeros(1, 64), features[at - 1 : at]))
     seen = build.Recorder()
@@ -227,7 +229,7 @@ def test_the_oracle_notices(tmp_path: Path, name: str, bug: str) -> None:
     assert float((mine - its)[kept].abs().max()) > 1e-3
 
 
-def test_the_oracle_notices_relative_ids(tmp_path: Path) -> None:
+def test_the_oracle_detects_relative_ids(tmp_path: Path) -> None:
     pair, ids = make(tmp_path, "speculators-reduced"), build.prompt(WINDOW, VOCAB)
     target, draft, features = read(pair, ids)
     delta_d2t(draft.draft)

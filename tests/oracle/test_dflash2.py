@@ -1,4 +1,5 @@
-"""DFlash2 drafts against the speculators package: candidates, their scores and the walk."""
+"""DFlash2 drafts compared with the speculators package: candidates, their scores and the chosen
+path."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
 def walk(
     model: Any, h: torch.Tensor, z: torch.Tensor, anchor: int, first: int, drafted: list[int]
 ) -> torch.Tensor:
-    """Scores over the vocabulary of the rows that drafted."""
+    """Return scores over the vocabulary of the drafting rows."""
     out = torch.full((len(drafted), z.shape[1]), -torch.inf)
     for j, previous in enumerate([anchor, *drafted[:-1]]):
         k = first + j
@@ -47,7 +48,7 @@ def walk(
 
 
 def oracle_of(folder: Path, target: Any = None) -> drafts.Oracle:
-    """The package's model; with `target` a z-lab checkpoint beside that target."""
+    """Return the package's model; with `target`, for a z-lab checkpoint and that target."""
     raw = build.config(folder)
     softcap, scale = 0.0, 1.0
     if target is None:
@@ -84,7 +85,7 @@ def make(folder: Path, name: str) -> tuple[Path, Path]:
 def test_every_anchor(tmp_path: Path, name: str) -> None:
     target, draft = make(tmp_path, name)
     ids = build.prompt(5 * WINDOW, VOCAB)
-    # Scores reach 26 in float32: one processor was seen to round to 1.0001e-4.
+    # Scores reach 26 in float32; the error was 1.0001e-4 on one processor.
     assert drafts.every_anchor(drafts.Folders(target, draft), oracle_of(draft), ids) < 3e-4
 
 
@@ -107,7 +108,7 @@ def test_zlab_every_anchor(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "tensor", ["blk.1.attn_conv_base", "blk.0.ffn_conv_proj.weight", "selector_predecessor.weight"]
 )
-def test_the_oracle_notices(tmp_path: Path, tensor: str) -> None:
+def test_the_oracle_detects_planted_bugs(tmp_path: Path, tensor: str) -> None:
     target, folder = make(tmp_path, "speculators")
     pair, ids = drafts.Folders(target, folder), build.prompt(2 * WINDOW, VOCAB)
     (on, draft), features = pair.open(), drafts.read_features(pair, ids)

@@ -1,5 +1,5 @@
-"""DSpark drafts against the speculators package; DeepSpec's, with Gemma 4 layers, against layers of
-transformers. Plain DFlash drafts read from the anchor's row belong here too."""
+"""DSpark drafts compared with the speculators package; DeepSpec's, with Gemma 4 layers, compared
+with layers of transformers; and plain DFlash drafts that draft from the anchor's row."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
 def read_model(
     folder: Path, model_class: Any = DSparkDraftModel, config_class: Any = DSparkSpeculatorConfig
 ) -> Any:
-    """The package's model of a checkpoint in the speculators layout."""
+    """Return the package's model of a checkpoint in the speculators layout."""
     raw = build.config(folder)
     known = set(config_class.model_fields) - {"transformer_layer_config", "speculators_config"}
     settings = {k: v for k, v in raw.items() if k in known and v is not None}
@@ -79,7 +79,7 @@ def rows_and_logits(
     full_window: int | None = None,
     per_row_window: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The block's rows after the final norm [B, H], and the head's logits [B, D]."""
+    """Return the block's rows after the final norm [B, H], and the head's logits [B, D]."""
     kept: list[torch.Tensor] = []
     hook = model.norm.register_forward_hook(lambda m, i, out: kept.append(out[0]))
     try:
@@ -90,7 +90,7 @@ def rows_and_logits(
 
 
 def wide(model: Any, z: torch.Tensor) -> torch.Tensor:
-    """Logits over the target's vocabulary."""
+    """Return logits over the target's vocabulary."""
     if model.d2t is None:
         return z
     out = torch.full((len(z), VOCAB), -torch.inf)
@@ -101,10 +101,10 @@ def wide(model: Any, z: torch.Tensor) -> torch.Tensor:
 def chain(
     model: Any, h: torch.Tensor, z: torch.Tensor, anchor: int, first: int, count: int
 ) -> tuple[torch.Tensor, list[float]]:
-    """Biased logits and confidences of a greedy walk, by the package's block functions.
+    """Return biased logits and confidences of a greedy path, by the package's block functions.
 
-    `first` is the first row that drafts: 0 when that is the anchor's. The token before row k stands
-    at place k - first of [anchor, drafted ...]; a row that drafts nothing has the anchor too.
+    `first` is the first row that drafts: 0 if that is the anchor's. The token before row k is at
+    index k - first of [anchor, drafted ...]; a row that does not draft has the anchor, too.
     """
     previous, rows, sure = [anchor] * len(h), list[torch.Tensor](), list[float]()
     for k in range(first, first + count):
@@ -144,7 +144,7 @@ def make(folder: Path, name: str, **more: Any) -> tuple[Path, Path]:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("window", [None, 10])
 def test_every_anchor(tmp_path: Path, name: str, window: int | None) -> None:
-    """Five windows long: every ring wraps twice."""
+    """The text is five windows long: every ring wraps twice."""
     target, draft = make(tmp_path, name)
     ids = build.prompt(5 * WINDOW, VOCAB)
     pair = drafts.Folders(target, draft, window=window)
@@ -203,8 +203,8 @@ def test_dflash_from_the_anchor(tmp_path: Path, window: int | None) -> None:
 
 
 class DeepSpec:
-    """A `Gemma4DSparkModel`, put together from transformers' Gemma 4 layers: context keys and
-    values come from the fused features, all rows of the block see each other."""
+    """A `Gemma4DSparkModel` composed of transformers' Gemma 4 layers: context keys and values come
+    from the fused features, all rows of the block see each other."""
 
     def __init__(self, folder: Path) -> None:
         raw = build.config(folder)
@@ -320,7 +320,7 @@ def test_deepspec_after_partial_rejection(tmp_path: Path) -> None:
     assert drafts.after_rejections(pair, oracle, build.prompt(6 * WINDOW, VOCAB, 3)) < 1e-4
 
 
-# ---- the oracle notices
+# ---- the oracle detects planted bugs
 
 
 def drafting_one_later(draft: Any) -> None:
@@ -349,7 +349,7 @@ BUGS: dict[str, tuple[str, Callable[[Any], None]]] = {
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_the_oracle_notices(tmp_path: Path, bug: str) -> None:
+def test_the_oracle_detects_planted_bugs(tmp_path: Path, bug: str) -> None:
     name, breaks = BUGS[bug]
     target, folder = make(tmp_path, name)
     ids = build.prompt(2 * WINDOW, VOCAB)

@@ -1,7 +1,8 @@
-"""EAGLE-3 and P-EAGLE drafts against the speculators package, from files that were converted.
+"""EAGLE-3 and P-EAGLE drafts compared with the speculators package, from converted files.
 
-The package's forward pass is the one of training: every position runs ahead of the text, each step
-fed with the text's next token. Fed with drafted tokens instead, the anchor's row is a proposal.
+The package's forward pass is the training pass: every position runs ahead of the text, and each
+step reads the text's next token. If it reads drafted tokens instead, the anchor's row is a
+proposal.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ PARALLEL: dict[str, dict[str, Any]] = {
 
 
 def read_model(folder: Path, table: torch.Tensor) -> Any:
-    """The package's model; `table` [V, H] stands in for a token table that is not stored."""
+    """Return the package's model; `table` [V, H] replaces an embedding that is not stored."""
     raw = build.config(folder)
     parallel = raw["speculators_model_type"] == "peagle"
     config_class: Any = PEagleSpeculatorConfig if parallel else Eagle3SpeculatorConfig
@@ -81,7 +82,7 @@ def read_model(folder: Path, table: torch.Tensor) -> Any:
 
 
 def heads_of(model: Any, run: Callable[[], Any]) -> list[torch.Tensor]:
-    """What the model's head gives while `run` runs, each [rows, D]."""
+    """Return the outputs of the model's head during `run`, each [rows, D]."""
     kept: list[torch.Tensor] = []
     hook = model.lm_head.register_forward_hook(lambda m, i, out: kept.append(out[0]))
     try:
@@ -101,7 +102,7 @@ def wide(model: Any, z: torch.Tensor) -> torch.Tensor:
 
 
 def chain(model: Any) -> drafts.Oracle:
-    """EAGLE-3: token `i` of the shifted text stands beside the feature before it."""
+    """Run EAGLE-3: token `i` of the shifted text is paired with the feature before it."""
 
     def oracle(features: torch.Tensor, ids: list[int], at: int, drafted: list[int]) -> torch.Tensor:
         text = torch.tensor([[*ids[1 : at + 1], *drafted]])
@@ -116,7 +117,7 @@ def chain(model: Any) -> drafts.Oracle:
 
 
 def parallel(model: Any) -> drafts.Oracle:
-    """P-EAGLE: all tokens so far, and one rollout at the anchor."""
+    """Run P-EAGLE: all tokens so far, and one rollout at the anchor."""
 
     def oracle(features: torch.Tensor, ids: list[int], at: int, drafted: list[int]) -> torch.Tensor:
         count = len(drafted)
@@ -176,7 +177,8 @@ class Opened(drafts.Pair):
 
 @pytest.mark.parametrize("name", [*CASES, *PARALLEL])
 def test_every_anchor(tmp_path: Path, name: str) -> None:
-    """Three and a half windows long: rings have wrapped, and the beginning is far out of sight."""
+    """The text is three and a half windows long: rings have wrapped, and its beginning is outside
+    of all windows."""
     pair = Opened(tmp_path, 8, **(CASES | PARALLEL)[name])
     ids = build.prompt(7 * WINDOW // 2, VOCAB)
     assert drafts.every_anchor(pair, pair.oracle(), ids) < 1e-4
@@ -190,8 +192,8 @@ def test_after_partial_rejection(tmp_path: Path, name: str, chunk: int) -> None:
     assert drafts.after_rejections(pair, pair.oracle(), ids) < 1e-4
 
 
-def test_a_bound_on_what_full_layers_see(tmp_path: Path) -> None:
-    """`--draft-window` makes a full layer the sliding one that the same configuration names."""
+def test_draft_window_limits_full_layers(tmp_path: Path) -> None:
+    """With `--draft-window`, a full layer equals a sliding one of the same configuration."""
     pair = Opened(tmp_path, 8, WINDOW)
     model = read_model(pair.folder, torch.zeros(VOCAB, 64))
     model.sliding_window, model.sliding_window_indices = WINDOW, [0]
@@ -212,7 +214,7 @@ def test_specforge_is_the_same_draft(tmp_path: Path) -> None:
         assert all(a[k] == b[k] for k in a if k.startswith("eagle3."))
 
 
-# ---- the oracle notices
+# ---- the oracle detects planted bugs
 
 
 def change(**fields: Any) -> Callable[[Any], None]:
@@ -234,7 +236,7 @@ BUGS: dict[str, Callable[[Any], None]] = {
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_the_oracle_notices(tmp_path: Path, bug: str) -> None:
+def test_the_oracle_detects_planted_bugs(tmp_path: Path, bug: str) -> None:
     pair, ids = Opened(tmp_path), build.prompt(2 * WINDOW, VOCAB)
     target, draft = pair.open()
     features = torch.cat([r.taps for r in target.prefill(ids)])

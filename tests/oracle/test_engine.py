@@ -1,8 +1,8 @@
 """From checkpoint folders through the converter to text: a draft never changes it.
 
 The oracle is plain decoding by the same engine. Random drafts are hardly ever right, so `help_out`
-puts the true text in front of their proposals, a different number of tokens each time: every length
-of acceptance then occurs, with the draft's own caches behind it.
+replaces the start of their proposals by the true text, a different number of tokens each time.
+Every acceptance count then occurs, including its effect on the draft's own caches.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PROMPT = build.prompt(3 * WINDOW + 3, VOCAB, 7)
 def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`<name>.gguf` of a target and of every kind of draft; the target is in Q8_0."""
     at = tmp_path_factory.mktemp("family")
-    target = build.lively(
+    target = build.with_large_layers(
         tiny.target(at / "target", layers=6, period=3, window=WINDOW, vocab=VOCAB, dtype="F32"), 3.0
     )
     tiny.zlab_dflash(at / "zlab", target, layers=3, block=16, window=WINDOW)
@@ -70,7 +70,7 @@ def generate(engine: Engine, prompt: list[int] = PROMPT, **options: Any) -> Requ
 
 
 def help_out(engine: Engine, truth: list[int], right: Callable[[int], int]) -> None:
-    """In its i-th proposal the draft gets the first `right(i)` tokens from the text `truth`."""
+    """Replace the first `right(i)` tokens of the draft's i-th proposal by those of `truth`."""
     draft: Any = engine.draft
     propose, turn = type(draft).propose, iter(range(10**6))
 
@@ -118,7 +118,7 @@ def test_a_prompt_of_one_token(family: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_end_of_the_context(family: Path, kind: str) -> None:
-    """Every distance of the end from a cycle's begin: the same text, the same reason."""
+    """For every distance between a cycle and the end: the same text and stop reason."""
     long = generate(load(family, None)).ids
     for room in (0, 1, 2, 5, 9, 15, 16, 17):
         n_ctx = len(PROMPT) + room
@@ -168,10 +168,8 @@ def caches(engine: Engine) -> list[LayerKV]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("poison", [None, math.nan, 1e4])
-def test_nothing_is_left_of_an_earlier_sequence(
-    family: Path, kind: str, poison: float | None
-) -> None:
-    """Texts and proposals of a second prompt are those of a fresh engine, whatever lies around."""
+def test_an_earlier_sequence_has_no_effect(family: Path, kind: str, poison: float | None) -> None:
+    """Texts and proposals of a second prompt equal those of a new engine."""
     second = build.prompt(WINDOW // 2, VOCAB, 8)
     used, fresh = load(family, kind), load(family, kind)
     generate(used)
@@ -185,13 +183,13 @@ def test_nothing_is_left_of_an_earlier_sequence(
 
 
 def plan_lengths(engine: Engine, count: Callable[[int], int]) -> None:
-    """Every cycle drafts `count(most)` tokens."""
+    """Make every cycle draft `count(most)` tokens."""
     engine.lengths.plan = lambda texts, most, _: [count(m) for m in most]  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("kind", ["zlab", "speculators", "assistant"])
-def test_a_draft_brought_up_to_date_late_proposes_the_same(family: Path, kind: str) -> None:
-    """Cycles without a draft in between (as `auto` has them) do not change later proposals."""
+def test_late_catch_up_does_not_change_proposals(family: Path, kind: str) -> None:
+    """Cycles without a draft in between (as in `auto`) do not change later proposals."""
     plain = generate(load(family, None)).ids
     every, some = load(family, kind), load(family, kind)
     want = {}
@@ -212,10 +210,10 @@ def test_a_draft_brought_up_to_date_late_proposes_the_same(family: Path, kind: s
 
 
 @pytest.mark.parametrize(("most", "given_up"), [(20, True), (NEW, False)])
-def test_a_draft_that_is_never_asked_is_given_up(
+def test_a_draft_that_is_never_used_is_dropped(
     family: Path, most: int, given_up: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it would have to read takes memory."""
+    """Rows that it has not read yet take memory."""
     monkeypatch.setattr(scheduler, "MAX_PENDING_ROWS", most)
     engine = load(family, "zlab")
     plan_lengths(engine, lambda most: 0)
@@ -230,10 +228,10 @@ def test_a_draft_that_is_never_asked_is_given_up(
 
 
 @pytest.mark.parametrize("kind", ["zlab", "assistant"])
-def test_a_draft_that_missed_tokens_is_noticed(
+def test_a_draft_that_missed_tokens_differs(
     family: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test above fails when what plain cycles read is not handed to the draft."""
+    """Shows that the test above fails if the draft does not get the rows of plain cycles."""
     flush = eager_runner.flush
 
     def careless(draft: Draft, sequences: list[Sequence]) -> None:
@@ -243,11 +241,11 @@ def test_a_draft_that_missed_tokens_is_noticed(
 
     monkeypatch.setattr(eager_runner, "flush", careless)
     with pytest.raises(AssertionError):
-        test_a_draft_brought_up_to_date_late_proposes_the_same(family, kind)
+        test_late_catch_up_does_not_change_proposals(family, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS[:-1])
-def test_a_broken_draft_is_told_once(family: Path, kind: str) -> None:
+def test_a_broken_draft_is_reported_once(family: Path, kind: str) -> None:
     plain = generate(load(family, None))
     engine = load(family, kind)
     draft: Any = engine.draft

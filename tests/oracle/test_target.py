@@ -1,4 +1,4 @@
-"""The target's forward pass against transformers' `Gemma4ForCausalLM`."""
+"""The target's forward pass compared with transformers' `Gemma4ForCausalLM`."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ N_NEW = 256
 
 def make(folder: Path, case: dict[str, Any]) -> Path:
     shape: dict[str, Any] = SHAPE | case
-    return build.lively(tiny.target(folder, nested=False, **shape))
+    return build.with_large_layers(tiny.target(folder, nested=False, **shape))
 
 
 def ours(folder: Path, ids: list[int], chunk: int = 64) -> tuple[Target, torch.Tensor]:
-    """Logits of every position [T, V]."""
+    """Return g4spec's logits of every position [T, V]."""
     target = build.target(folder, chunk)
     return target, torch.cat([target.logits(r.hidden) for r in target.prefill(ids)])
 
 
 def check_logits(folder: Path) -> None:
-    """Those of every position, however many rows are read at once."""
+    """Compare the logits of every position, for several numbers of rows per step."""
     ids = build.prompt(3 * WINDOW + 5, VOCAB)
     with torch.no_grad():
         want = hf.target(folder)(torch.tensor([ids])).logits[0]
@@ -49,7 +49,7 @@ def check_logits(folder: Path) -> None:
 
 
 def greedy(folder: Path, ids: list[int], count: int) -> tuple[list[int], list[int]]:
-    """`count` tokens after a prompt: ours, and the oracle's."""
+    """Return `count` tokens after a prompt: g4spec's, and the oracle's."""
     target, logits = ours(folder, ids)
     text, row = [], logits[-1]
     for i in range(count):
@@ -70,7 +70,7 @@ def test_logits(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["k-is-v", "own-v"])
 def test_greedy_text(tmp_path: Path, name: str) -> None:
-    """256 tokens; where the texts part, the oracle's two best logits must be a tie."""
+    """256 tokens; at the first difference, the oracle's two best logits must be a tie."""
     folder, ids = make(tmp_path, CASES[name]), build.prompt(3 * WINDOW + 5, VOCAB, 1)
     text, made = greedy(folder, ids, N_NEW)
     with torch.no_grad():
@@ -84,7 +84,7 @@ def test_greedy_text(tmp_path: Path, name: str) -> None:
 
 
 def planted(name: str) -> Callable[[Target], None]:
-    """A typical mistake, made in a loaded target."""
+    """Plant a typical bug in a loaded target."""
     from dataclasses import replace
 
     def layers(**change: object) -> Callable[[Target], None]:
@@ -121,7 +121,7 @@ def planted(name: str) -> Callable[[Target], None]:
 @pytest.mark.parametrize(
     "bug", ["window + 1", "layer scalar", "full rotation", "unscaled embedding"]
 )
-def test_the_oracle_notices(tmp_path: Path, bug: str) -> None:
+def test_the_oracle_detects_planted_bugs(tmp_path: Path, bug: str) -> None:
     folder, ids = make(tmp_path, CASES["k-is-v"]), build.prompt(3 * WINDOW + 5, VOCAB)
     with torch.no_grad():
         want = hf.target(folder)(torch.tensor([ids])).logits[0]

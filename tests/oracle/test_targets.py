@@ -1,5 +1,5 @@
-"""The targets that are not dense, and the 12B's spelling, against transformers; the assistants of
-each of them, too. See `test_target.py` and `test_assistant.py`, whose measures these are."""
+"""Targets with experts, per-layer embeddings or shared caches, the 12B's key names, and their
+assistants, compared with transformers as in `test_target.py` and `test_assistant.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.oracle import build, hf
-from tests.oracle.test_assistant import Clean, differences, oracle
+from tests.oracle.test_assistant import CleanCaches, differences, oracle
 from tests.oracle.test_target import SHAPE, VOCAB, WINDOW, check_logits, greedy, make
 from tests.support import tiny
 
@@ -46,7 +46,7 @@ def test_greedy_text(tmp_path: Path, name: str) -> None:
 
 
 def planted(target: Any, bug: str) -> None:
-    """A typical mistake, made in a loaded target."""
+    """Plant a typical bug in a loaded target."""
     ops, w = target.ops, target.model.w
     if bug == "router reads the normed rows":
         old = ops.route
@@ -94,7 +94,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("bug", MISTAKES)
-def test_the_oracle_notices(tmp_path: Path, bug: str) -> None:
+def test_the_oracle_detects_planted_bugs(tmp_path: Path, bug: str) -> None:
     folder, ids = make(tmp_path, CASES[MISTAKES[bug]]), build.prompt(3 * WINDOW + 5, VOCAB)
     with torch.no_grad():
         want = hf.target(folder)(torch.tensor([ids])).logits[0]
@@ -114,13 +114,13 @@ ASSISTANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", ASSISTANTS)
 def test_assistants(tmp_path: Path, name: str) -> None:
-    """Proposals of every round, inside the window and three windows out."""
+    """Proposals of every round, inside the window and three windows after the start."""
     shape, head = ASSISTANTS[name]
     target = tiny.target(tmp_path / "target", nested=False, **(SHAPE | shape))
     pair = (target, tiny.assistant(tmp_path / "draft", target, dtype="F32", **head))
     for length in (WINDOW // 2, 3 * WINDOW + 5):
         ids = build.prompt(length, VOCAB, length)
-        text, rounds = oracle(pair, ids, 4, Clean)
+        text, rounds = oracle(pair, ids, 4, CleanCaches)
         found = differences(rounds, pair, ids + text)
         assert len(found) >= 3 and all(same for same, _ in found), found
         assert max(worst for _, worst in found) < 1e-4, found

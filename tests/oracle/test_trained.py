@@ -1,8 +1,8 @@
-"""The bundled trained family: a draft is as good three windows out as at the start.
+"""The bundled trained family: a draft is as good three windows into a text as at its start.
 
-The same held-out lines stand behind a little and behind much unrelated text; how many proposed
-tokens agree with the lines is compared. Rings that wrap wrongly, or positions that drift, show here
-and nowhere else with real acceptance.
+The same held-out lines follow a short and a long unrelated text; the number of proposed tokens that
+agree with the lines is compared. Only this test finds rings that wrap wrongly, or positions that
+drift, with real acceptance.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ NEAR, FAR, LINES, COUNT = 32, 3 * 256, 128, 8
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    """Python files that training never saw, long enough, in the archive's order."""
+    """Return long enough Python files that were not in the training data, in the archive's
+    order."""
     out = []
     with tarfile.open(TINY / "corpus.tar.xz") as tar:
         for member in tar:
@@ -54,9 +55,9 @@ def load(where: Path, name: str) -> Engine:
 
 
 def agreement(engine: Engine, before: list[int], lines: list[int]) -> float:
-    """Mean number of proposed tokens that agree with `lines`, over anchors in them."""
+    """Return the mean number of proposed tokens that agree with `lines`, over anchors in them."""
     ids = [2, *before, *lines]
-    start = 1 + len(before) + 24  # the first lines tell what text this is
+    start = 1 + len(before) + 24  # the first lines identify the text
     with single_sequence_with_draft(engine) as (target, draft):
         # The target's rings are long enough to hold the lines and the windows before them.
         read = merge_steps(list(target.prefill(ids)))
@@ -74,7 +75,7 @@ def agreement(engine: Engine, before: list[int], lines: list[int]) -> float:
 
 
 def part(rows: StepRows, first: int, last: int) -> StepRows:
-    """Rows first .. last - 1 of one sequence."""
+    """Return rows first .. last - 1 of one sequence."""
     return rows.rows(first, last, (last - first,))
 
 
@@ -93,12 +94,12 @@ def test_three_windows_out(tmp_path: Path, texts: list[str], name: str) -> None:
 
 
 def other_layers(engine: Engine) -> None:
-    """Features of the layers below."""
+    """Read the features of the layers below."""
     engine.target.taps = tuple(i - 1 for i in engine.target.taps)
 
 
 def drift(engine: Engine) -> None:
-    """Keys and values three rows from where they belong."""
+    """Shift keys and values by three rows."""
     draft: Any = engine.draft
     for kv in draft.caches or engine.target.caches:
 
@@ -110,7 +111,9 @@ def drift(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("name,bug", [("dflash", other_layers), ("dflash", drift)])
-def test_the_measure_notices(tmp_path: Path, texts: list[str], name: str, bug: Any) -> None:
+def test_the_measure_detects_planted_bugs(
+    tmp_path: Path, texts: list[str], name: str, bug: Any
+) -> None:
     engine = load(tmp_path, name)
     ids = engine.tokenizer.encode(texts[0], bos=False)
     whole = agreement(engine, ids[:NEAR], ids[600 : 600 + LINES])

@@ -1,4 +1,4 @@
-"""The bundled family, converted once, and engines of it."""
+"""The bundled family, converted once, and engines over it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def engines(family: Path) -> Iterator[Callable[..., Engine]]:
-    """Makes engines, which are closed at the end; the same arguments give the same engine."""
+    """Return a function that makes engines. They are closed at the end; the same arguments return
+    the same engine."""
     made: dict[Any, Engine] = {}
 
     def make(draft: str | None = None, **more: Any) -> Engine:
@@ -44,7 +45,7 @@ def engines(family: Path) -> Iterator[Callable[..., Engine]]:
 
 @pytest.fixture(scope="session")
 def plain(engines: Callable[..., Engine]) -> Iterator[Served]:
-    """One text at a time, without a draft."""
+    """A server that runs one request at a time, without a draft."""
     served = Served(engines(None, n_ctx=2048))
     yield served
     served.stop()
@@ -52,7 +53,7 @@ def plain(engines: Callable[..., Engine]) -> Iterator[Served]:
 
 @pytest.fixture(scope="session")
 def busy(engines: Callable[..., Engine]) -> Iterator[Served]:
-    """Three texts at a time, with a draft and kept prefixes, and little memory."""
+    """A server with three slots, a draft, a prefix cache and little memory."""
     served = Served(engines("dflash.gguf", n_ctx=2048, parallel=3, prefix_cache=64 << 20))
     yield served
     served.stop()

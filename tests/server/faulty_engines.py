@@ -1,4 +1,4 @@
-"""Engines that fail in the process that they are made in; see `EngineClient`'s `make`."""
+"""Engines that fail in their own process; see `EngineClient`'s `make`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from g4spec.errors import InputError
 from g4spec.runtime.engine import Engine
 
 RAISES, CRASHES, READING, HANGS = 5, 6, 7, 8
-"""Tokens: a prompt that ends in RAISES, CRASHES or HANGS lets the engine fail: in a step after 4
-tokens or, with READING before it, while the prompt is read."""
+"""Tokens that make the engine fail if a prompt ends in RAISES, CRASHES or HANGS: in a step after 4
+tokens or, with READING before it, during prefill."""
 
 
 def _fail(token: int) -> None:
@@ -30,8 +30,8 @@ def _fail(token: int) -> None:
 
 
 def load(**options: Any) -> Engine:
-    """Load an engine that fails where a prompt asks for it. After a failure while a prompt is read,
-    nothing works any more, as after an error of CUDA that stays."""
+    """Load an engine that fails on request of a prompt. After a failure during prefill, every later
+    call fails too, as after a CUDA error."""
     engine = Engine.load(**options)
     read, collect = engine.backend.read, engine.scheduler._finish_cycle
     drop = engine.scheduler._discard_started
@@ -58,7 +58,7 @@ def load(**options: Any) -> Engine:
 
 
 def load_once(flag: Path, **options: Any) -> Engine:
-    """Load as `load` the first time; refuse afterwards."""
+    """Load as `load` the first time; fail afterwards."""
     if flag.exists():
         raise InputError("the file is gone")
     flag.write_text("")
@@ -66,10 +66,10 @@ def load_once(flag: Path, **options: Any) -> Engine:
 
 
 def end(**options: Any) -> Engine:
-    """End the process."""
+    """Exit the process."""
     os._exit(9)
 
 
 def no_memory(**options: Any) -> Engine:
-    """Load weights into a GPU that is full."""
+    """Fail as a full GPU does when weights are loaded."""
     raise torch.OutOfMemoryError("GPU 0 has a total capacity of 1 GiB")

@@ -1,4 +1,4 @@
-"""Requests of every kind, drawn from a seed, and what their answers say in one common form.
+"""Random requests of every kind, and their answers in one common form.
 
 `test_load.py` sends some, `benchmarks/serve_exactness.py` and `serve_aborts.py` thousands.
 """
@@ -15,7 +15,7 @@ import httpx
 CHAT, RAW, LLAMA = "/v1/chat/completions", "/v1/completions", "/completion"
 
 LONG = "Tell me of numbers. " * 100
-"""More than a block of a prompt, so that a second request hits the prefix cache."""
+"""A prompt longer than one prompt block, so that a second request hits the prefix cache."""
 
 WEATHER = {
     "type": "object",
@@ -50,15 +50,15 @@ STARTS = ("import os\n", "def main(", "class A:", "x", "Once upon a time", "1 2 
 
 
 @dataclass(frozen=True)
-class Ask:
-    """A request: its path, body, and a name of its kind."""
+class RandomRequest:
+    """A request: path, body, and the name of its kind."""
 
     path: str
     body: dict[str, Any]
     kind: str
 
-    def drafted(self, draft_max: int | str, stream: bool) -> Ask:
-        """Return the same request with another draft length, whole or in pieces."""
+    def drafted(self, draft_max: int | str, stream: bool) -> RandomRequest:
+        """Return the same request with another draft length, streamed or not."""
         more: dict[str, Any] = {"draft_max": draft_max, "stream": stream}
         if stream and self.path != LLAMA:
             more["stream_options"] = {"include_usage": True}
@@ -87,8 +87,9 @@ KINDS = (
 )
 
 
-def draw(rng: random.Random, longest: int = 16) -> Ask:
-    """Draw a request of at most `longest` new tokens; calls and JSON may take twice that."""
+def draw(rng: random.Random, longest: int = 16) -> RandomRequest:
+    """Return a random request of at most `longest` new tokens; tool calls and JSON may take twice
+    that."""
     kind = rng.choice(KINDS)
     body: dict[str, Any] = {"seed": rng.randrange(2**32), "max_tokens": rng.randint(1, longest)}
     body["temperature"] = rng.choice([0, 0.5, 0.9, 1.0, 1.5])
@@ -101,14 +102,14 @@ def draw(rng: random.Random, longest: int = 16) -> Ask:
             "raw logprobs": {"logprobs": rng.randint(0, 3)},
             "echo": {"echo": True},
         }.get(kind, {})
-        return Ask(RAW, body | more, kind)
+        return RandomRequest(RAW, body | more, kind)
     if kind in ("llama", "grammar"):
         body["prompt"] = rng.choice(STARTS)
         body["return_tokens"] = True
         more = {"n_probs": rng.randint(0, 3)}
         if kind == "grammar":
             more = {"grammar": 'root ::= ("a" | "bc" | "é")+ "."\n'}
-        return Ask(LLAMA, body | more, kind)
+        return RandomRequest(LLAMA, body | more, kind)
     question = LONG if kind == "long" or rng.random() < 0.15 else rng.choice(QUESTIONS)
     body["messages"] = [{"role": "user", "content": question}]
     if rng.random() < 0.3:
@@ -116,7 +117,7 @@ def draw(rng: random.Random, longest: int = 16) -> Ask:
     if kind in ("required", "named", "schema", "json"):
         body["max_tokens"] *= 2
     named = {"type": "function", "function": {"name": "weather"}}
-    return Ask(
+    return RandomRequest(
         CHAT,
         body
         | {
@@ -140,12 +141,14 @@ def draw(rng: random.Random, longest: int = 16) -> Ask:
 
 
 @dataclass(frozen=True)
-class Said:
-    """What an answer says, without what names or times it.
+class Answer:
+    """The content of an answer, without ids and times.
 
     Attributes:
-        texts: of each choice: content, thought, calls as (name, arguments), log-probabilities,
-            and why it ended. usage: token counts. cached: prompt tokens of a prefix hit.
+        texts: for each choice: content, thought, calls as (name, arguments), log-probabilities and
+            finish reason.
+        usage: token counts.
+        cached: prompt tokens of a prefix cache hit.
     """
 
     texts: list[dict[str, Any]]
@@ -153,8 +156,8 @@ class Said:
     cached: int
 
     @property
-    def told(self) -> Any:
-        """Return what has to be the same whatever else the server does."""
+    def comparable(self) -> Any:
+        """Return the parts that must not depend on other requests."""
         return self.texts, self.usage
 
 
@@ -180,22 +183,22 @@ def _choice(texts: list[dict[str, Any]], choice: dict[str, Any]) -> None:
         text["content"] += choice["text"]
     else:
         _chat(text, choice.get("delta") or choice.get("message") or {})
-    told = choice.get("logprobs")
-    if told and "content" in told:
-        text["logprobs"] += told["content"]
-    elif told:
+    logprobs = choice.get("logprobs")
+    if logprobs and "content" in logprobs:
+        text["logprobs"] += logprobs["content"]
+    elif logprobs:
         text["logprobs"] += zip(
-            told["tokens"],
-            told["token_logprobs"],
-            told["top_logprobs"],
-            told["text_offset"],
+            logprobs["tokens"],
+            logprobs["token_logprobs"],
+            logprobs["top_logprobs"],
+            logprobs["text_offset"],
             strict=True,
         )
     text["finish"] = choice["finish_reason"] or text["finish"]
 
 
-def said(events: list[dict[str, Any]]) -> Said:
-    """Put an answer together: one body, or the events of a stream."""
+def read_answer(events: list[dict[str, Any]]) -> Answer:
+    """Combine an answer from one body or from the events of a stream."""
     texts: list[dict[str, Any]] = []
     usage: dict[str, Any] = {}
     cached = 0
@@ -216,26 +219,26 @@ def said(events: list[dict[str, Any]]) -> Said:
         if event.get("usage"):
             usage = dict(event["usage"])
             cached = usage.pop("prompt_tokens_details")["cached_tokens"]
-    return Said(texts, usage, cached)
+    return Answer(texts, usage, cached)
 
 
-async def ask(client: httpx.AsyncClient, request: Ask) -> Said:
+async def ask(client: httpx.AsyncClient, request: RandomRequest) -> Answer:
     """Send a request and read its answer."""
     if not request.body.get("stream"):
         response = await client.post(request.path, json=request.body)
         assert response.status_code == 200, (response.status_code, response.text[:500])
-        return said([response.json()])
+        return read_answer([response.json()])
     events = []
     async with client.stream("POST", request.path, json=request.body) as response:
         assert response.status_code == 200, await response.aread()
         async for line in response.aiter_lines():
             if line.startswith("data: ") and line != "data: [DONE]":
                 events.append(json.loads(line[6:]))
-    return said(events)
+    return read_answer(events)
 
 
-async def hang_up(client: httpx.AsyncClient, request: Ask, rng: random.Random) -> None:
-    """Send a request and go away after a while: while it waits, reads its prompt, or writes."""
+async def hang_up(client: httpx.AsyncClient, request: RandomRequest, rng: random.Random) -> None:
+    """Send a request and disconnect after a while: in the queue, in prefill or while decoding."""
     patience, pieces = rng.choice([0.01, 0.03, 0.1, 0.3, 1]), rng.randint(0, 6)
     body = {**request.body, "stream": rng.random() < 0.6}
     try:

@@ -1,4 +1,4 @@
-"""Texts that a mask lets through, chosen at random: a model without any opinion."""
+"""Random texts that a mask allows: a model without any preference."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Mask = Callable[[Sequence[int]], torch.Tensor | None]
 
 
 def random_text(mask: Mask, rng: random.Random, ends: Sequence[int], slow: int = 0) -> list[int]:
-    """Tokens up to a stop token, which is left out.
+    """Return random allowed tokens up to a stop token, which is not included.
 
     Args:
-        ends: tokens that are taken more often than others: the longer the text, the surer.
-        slow: tokens before they are.
+        ends: tokens whose probability grows with the length of the text.
+        slow: number of tokens before it starts to grow.
     """
     text: list[int] = []
     while len(text) < 400:

@@ -1,4 +1,4 @@
-"""A server in a thread, on a port of its own, and requests to it."""
+"""A server in a thread, on its own port, and requests to it."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ class Served:
         self.http = httpx.Client(base_url=self.url, timeout=120)
 
     def stop(self) -> None:
-        """End the server; the engine stays."""
+        """Stop the server and keep the engine."""
         self.http.close()
         self.server.should_exit = True
         self._thread.join(20)
         assert not self._thread.is_alive()
 
     def post(self, path: str, **body: Any) -> Any:
-        """The answer to a request that is taken."""
+        """Return the answer to a request that must succeed."""
         response = self.http.post(path, json=body)
         assert response.status_code == 200, response.text
         return response.json()
 
     def refused(self, path: str, body: Any, status: int = 400) -> dict[str, Any]:
-        """The error of a request that is not."""
+        """Return the error of a request that must be refused."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         response = self.http.post(path, content=content)
         assert response.status_code == status, (response.status_code, response.text)
@@ -62,7 +62,7 @@ class Served:
         return error
 
     def stream(self, path: str, **body: Any) -> list[Any]:
-        """The events of a stream, up to its end."""
+        """Return the events of a stream, up to its end."""
         out, named = [], None
         with self.http.stream("POST", path, json={**body, "stream": True}) as response:
             assert response.status_code == 200, response.read()
@@ -79,12 +79,12 @@ class Served:
         return out
 
     def idle(self) -> bool:
-        """Whether nothing is held for any request."""
+        """Return True if no resources are held for any request."""
         return self.engine.stats().idle and self.service.open == 0
 
 
 def wait(until: Callable[[], object], seconds: float = 20) -> None:
-    """Wait until something holds; fail after `seconds`."""
+    """Wait until the condition is true; fail after `seconds`."""
     end = time.monotonic() + seconds
     while not until():
         assert time.monotonic() < end

@@ -1,4 +1,4 @@
-"""Anthropic's endpoints, asked by Anthropic's own client, which checks every answer."""
+"""Anthropic's endpoints, tested with Anthropic's client, which validates every answer."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def client(busy: Served) -> Iterator[anthropic.Anthropic]:
 
 
 @pytest.fixture(scope="module")
-def alone(plain: Served) -> Iterator[anthropic.Anthropic]:
+def undrafted_client(plain: Served) -> Iterator[anthropic.Anthropic]:
     with connect(plain) as client:
         yield client
 
@@ -86,7 +86,7 @@ def given(**more: Any) -> Any:
 
 
 def flat(message: Any) -> dict[str, Any]:
-    """A message without what differs from one answer to the next."""
+    """Return a message without the ids that differ between answers."""
     out: dict[str, Any] = message.model_dump(exclude={"id", "usage"})
     for block in out["content"]:
         block.pop("id", None)
@@ -126,8 +126,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_messages_whole_in_pieces_and_without_a_draft(
-    client: anthropic.Anthropic, alone: anthropic.Anthropic, name: str
+def test_messages_whole_streamed_and_undrafted(
+    client: anthropic.Anthropic, undrafted_client: anthropic.Anthropic, name: str
 ) -> None:
     asked = given(**VARIANTS[name])
     whole = client.messages.create(**asked)
@@ -144,13 +144,13 @@ def test_messages_whole_in_pieces_and_without_a_draft(
     assert usage.output_tokens_details == again.output_tokens_details
     read = (usage.cache_read_input_tokens or 0, again.cache_read_input_tokens or 0)
     assert usage.input_tokens + read[0] == again.input_tokens + read[1] > 0
-    undrafted = alone.messages.create(**asked)
+    undrafted = undrafted_client.messages.create(**asked)
     assert flat(undrafted) == flat(whole) and undrafted.usage.output_tokens == usage.output_tokens
     check(name, whole)
 
 
 def check(name: str, message: Any) -> None:
-    """What a request asked for is there."""
+    """Check that the answer has the requested content."""
     blocks = {
         kind: [b for b in message.content if b.type == kind]
         for kind in ("text", "thinking", "tool_use")
@@ -220,9 +220,9 @@ def test_blocks_follow_the_model() -> None:
 
 
 def test_thoughts_end_when_their_budget_is_spent(
-    client: anthropic.Anthropic, alone: anthropic.Anthropic
+    client: anthropic.Anthropic, undrafted_client: anthropic.Anthropic
 ) -> None:
-    # The small model begins no thoughts of its own accord: a bias lets it do nothing else.
+    # The small model never starts a thought by itself, so a bias forces it.
     def ask(client: anthropic.Anthropic, **thinking: Any) -> Any:
         more = {"max_tokens": 24, "extra_body": {"logit_bias": {"100": 100}}}
         return client.messages.create(**given(thinking={"type": "enabled", **thinking}, **more))
@@ -230,9 +230,11 @@ def test_thoughts_end_when_their_budget_is_spent(
     without = ask(client)
     assert without.usage.output_tokens_details.thinking_tokens == 23 and not without.content
     short = ask(client, budget_tokens=6)
-    assert short.usage.output_tokens_details.thinking_tokens == 7  # the mark of their end is one
+    assert (
+        short.usage.output_tokens_details.thinking_tokens == 7
+    )  # the end marker counts as one token
     assert [b.type for b in short.content] == ["text"] and short.content[0].text
-    assert flat(ask(alone, budget_tokens=6)) == flat(short)
+    assert flat(ask(undrafted_client, budget_tokens=6)) == flat(short)
 
 
 def test_the_conversation_as_the_model_reads_it(busy: Served) -> None:
@@ -339,8 +341,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_is_said_in_one_sentence(busy: Served, name: str) -> None:
-    more, said = REFUSED[name]
+def test_unsupported_requests_get_one_sentence(busy: Served, name: str) -> None:
+    more, message = REFUSED[name]
     for stream in (False, True):
         body = {"model": "tiny", "messages": HELLO, "max_tokens": 4, **more, "stream": stream}
         response = busy.http.post("/v1/messages", json=body)
@@ -348,7 +350,7 @@ def test_what_cannot_be_is_said_in_one_sentence(busy: Served, name: str) -> None
         assert response.status_code == 400 and answer["type"] == "error"
         assert answer["error"]["type"] == "invalid_request_error"
         assert answer["request_id"] == response.headers["request-id"]
-        assert re.search(said, answer["error"]["message"]), answer
+        assert re.search(message, answer["error"]["message"]), answer
     assert busy.idle()
 
 
@@ -386,7 +388,7 @@ def test_errors_have_anthropics_form(
             with raw(**asked, stream=True) as response:
                 lines = list(response.iter_lines())
             assert "event: ping" in lines and 'data: {"type":"ping"}' in lines
-            with other.messages.stream(**asked) as stream:  # which its reader skips
+            with other.messages.stream(**asked) as stream:  # the client ignores this event
                 assert stream.get_final_message().usage.output_tokens == 16
     finally:
         served.stop()

@@ -1,4 +1,4 @@
-"""Conversations in a terminal, with an engine here and with a server; the daemon's protocol."""
+"""`g4spec chat` in a terminal, with a local engine and with a server, and the daemon's protocol."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ IN_TERMINAL = (
     "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
     "from g4spec.cli import main; main()"
 )
-"""Makes the terminal the one whose Ctrl-C reaches the program."""
+"""Makes the pseudo-terminal the controlling terminal, so that its Ctrl-C reaches the program."""
 
 
 def answered(voice: Any, messages: Any = HELLO, seed: int = 1) -> tuple[list[TextPiece], Reply]:
     async def run() -> tuple[list[TextPiece], Reply]:
-        told = Reply()
+        reply = Reply()
         try:
-            return [p async for p in voice.answer(messages, seed, told)], told
+            return [p async for p in voice.answer(messages, seed, reply)], reply
         finally:
             await voice.close()
 
@@ -59,7 +59,7 @@ def answered(voice: Any, messages: Any = HELLO, seed: int = 1) -> tuple[list[Tex
 
 
 @pytest.mark.parametrize("show_origins", [False, True])
-def test_here_and_there_the_answer_is_the_servers(busy: Served, show_origins: bool) -> None:
+def test_local_and_remote_chat_equal_the_server(busy: Served, show_origins: bool) -> None:
     fields: dict[str, Any] = {"max_tokens": 40, "draft_max": 4}
     body = {"messages": HELLO, "seed": 1, **fields}
     whole = busy.post("/v1/chat/completions", **body)
@@ -67,19 +67,19 @@ def test_here_and_there_the_answer_is_the_servers(busy: Served, show_origins: bo
     here = LocalChat(busy.engine, sampler, n_predict=40, draft_max=4, show_origins=show_origins)
     there = RemoteChat(busy.url + "/v1", None, fields, show_origins=show_origins)
     for voice in (here, there):
-        pieces, told = answered(voice)
-        assert told.content == whole["choices"][0]["message"]["content"]
-        assert told.finish == whole["choices"][0]["finish_reason"]
-        assert told.timings["draft_n"] == whole["timings"]["draft_n"] > 0
+        pieces, reply = answered(voice)
+        assert reply.content == whole["choices"][0]["message"]["content"]
+        assert reply.finish == whole["choices"][0]["finish_reason"]
+        assert reply.timings["draft_n"] == whole["timings"]["draft_n"] > 0
         kinds = {p.kind for p in pieces}
         assert kinds <= ({"accepted", "corrected", "own", "rejected"} if show_origins else {""})
         shown = "".join(p.text for p in pieces if p.part == "text" and p.kind != "rejected")
-        assert shown.startswith(told.content)
+        assert shown.startswith(reply.content)
         accepted = sum(p.kind == "accepted" for p in pieces)
-        assert accepted <= told.timings["draft_n_accepted"] or not show_origins
+        assert accepted <= reply.timings["draft_n_accepted"] or not show_origins
 
 
-def test_what_a_server_refuses_is_said_in_its_words(busy: Served) -> None:
+def test_refusals_show_the_servers_message(busy: Served) -> None:
     with pytest.raises(InputError, match="presence_penalty"):
         answered(RemoteChat(busy.url, None, {"presence_penalty": 9}))
     for show_origins in (False, True):
@@ -95,7 +95,7 @@ def test_what_a_server_refuses_is_said_in_its_words(busy: Served) -> None:
 
 
 class Screen:
-    """`g4spec chat` in a terminal of its own."""
+    """`g4spec chat` in its own pseudo-terminal."""
 
     def __init__(self, *argv: str) -> None:
         self._far, near = pty.openpty()
@@ -112,7 +112,7 @@ class Screen:
         self.text = ""
 
     def until(self, pattern: str, seconds: float = 60) -> str:
-        """Read until the screen's new text matches; returns and forgets it."""
+        """Read until the new text of the screen matches; return it and start anew."""
         deadline = time.monotonic() + seconds
         while not (found := re.search(pattern, self.text, re.DOTALL)):
             assert time.monotonic() < deadline, (pattern, self.text[-2000:])
@@ -128,7 +128,7 @@ class Screen:
         os.write(self._far, text.encode())
 
     def end(self) -> int:
-        """Wait for the end, reading what is left."""
+        """Wait for the program to end and return the remaining text."""
         deadline = time.monotonic() + 60
         while self.process.poll() is None:
             assert time.monotonic() < deadline
@@ -176,12 +176,12 @@ def test_a_conversation_in_a_terminal(busy: Served, screens: Callable[..., Scree
         "temperature": 0.7,
         "max_tokens": 12,
     }
-    said = busy.post("/v1/chat/completions", **body)["choices"][0]["message"]["content"]
-    assert said.replace("\n", "\r\n") in first
+    answer = busy.post("/v1/chat/completions", **body)["choices"][0]["message"]["content"]
+    assert answer.replace("\n", "\r\n") in first
     screen.type("/regen\n")
     again = screen.until(f"ended by (length|stop).*{PROMPT}")
-    said = busy.post("/v1/chat/completions", **{**body, "seed": 8})["choices"][0]["message"]
-    assert said["content"].replace("\n", "\r\n") in again
+    answer = busy.post("/v1/chat/completions", **{**body, "seed": 8})["choices"][0]["message"]
+    assert answer["content"].replace("\n", "\r\n") in again
     screen.type("/nonsense\n")
     screen.until(f"unknown command /nonsense.*{PROMPT}")
     screen.type("/clear\n/regen\n")
@@ -271,12 +271,12 @@ def test_with_a_model_in_this_process(
 
     typed = "Tell me about numbers.\n/system x\n/regen\n"
     model = ("-m", family / "target.gguf")
-    plain, told = chat(*model, "-n", 12, "--seed", 5, typed=typed)
+    plain, stderr = chat(*model, "-n", 12, "--seed", 5, typed=typed)
     drafted, more = chat(
         *model, "-md", "ngram", "--draft-max", 3, "-n", 12, "--seed", 5, "--quiet", typed=typed
     )
     assert plain == drafted and more == ""
-    assert "top_k 64, top_p 0.95, from general.sampling.* of target.gguf" in told
+    assert "top_k 64, top_p 0.95, from general.sampling.* of target.gguf" in stderr
     with Engine.load(family / "target.gguf", n_ctx=512) as engine:
         ids = engine.tokenizer.chat(HELLO)
         request = engine.submit(ids, Options(12, Sampler(1.0, 64, 0.95, seed=5)))
@@ -285,7 +285,7 @@ def test_with_a_model_in_this_process(
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         ((), "either -m or --url"),
         (("-m", "x", "--url", "http://127.0.0.1:9"), "either -m or --url"),
@@ -293,19 +293,19 @@ def test_with_a_model_in_this_process(
         (("-m", "x", "--show-draft"), "needs a draft"),
     ],
 )
-def test_options_that_cannot_mean_anything(
-    argv: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+def test_contradicting_options(
+    argv: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run(["chat", *argv]) == UsageError.exit_code
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 # ---- the daemon
 
 
 class Client:
-    """A client of the daemon's protocol, written from its description alone: it starts a program
-    by name, with the options that such clients give, which is the script of the docs."""
+    """A client of the daemon's protocol, written only from its documentation: it starts a program
+    by name with the options that such clients pass, through the script in the docs."""
 
     def __init__(self, folder: Path, *argv: object) -> None:
         (script,) = re.findall("```sh\n(.*?)```", (ROOT / "docs/serving.md").read_text(), re.DOTALL)
@@ -338,7 +338,7 @@ class Client:
         assert self.process.stdout.readline() == b"[daemon] ready\n"
 
     def ask(self, line: str) -> list[int]:
-        """Send a line; returns the tokens before -1."""
+        """Send a line and return the tokens before -1."""
         assert self.process.stdin is not None
         self.process.stdin.write(line.encode() + b"\n")
         self.process.stdin.flush()
@@ -355,7 +355,7 @@ class Client:
             out.append(token)
 
     def end(self) -> str:
-        """Close stdin; returns what stderr said."""
+        """Close stdin and return stderr."""
         _, err = self.process.communicate(timeout=60)
         assert self.process.returncode == 0, err
         os.close(self.tokens)
@@ -390,11 +390,11 @@ def test_the_daemon_speaks_the_line_protocol(family: Path, tmp_path: Path) -> No
         ):
             assert client.ask(wrong) == [], wrong
         assert client.ask(f"{path} 4 samp=0,1,0,1") == alone(4)
-    said = client.end()
-    assert len(re.findall(r"^\[daemon\] ", said, re.MULTILINE)) == 8, said
+    stderr = client.end()
+    assert len(re.findall(r"^\[daemon\] ", stderr, re.MULTILINE)) == 8, stderr
 
 
-def test_the_daemon_ends_when_nobody_reads(
+def test_the_daemon_ends_when_its_output_is_closed(
     family: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -410,7 +410,7 @@ def test_the_daemon_ends_when_nobody_reads(
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (("--daemon",), "need each other"),
         (("--stream-fd", "1"), "need each other"),
@@ -418,17 +418,17 @@ def test_the_daemon_ends_when_nobody_reads(
         (("--daemon", "--stream-fd", "999"), "an open file descriptor"),
     ],
 )
-def test_options_that_no_daemon_has(
-    argv: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+def test_options_that_the_daemon_refuses(
+    argv: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run(["serve", "-m", "x", *argv]) == UsageError.exit_code
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_files_name_their_sampling(
     family: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def made(**keys: Value) -> Path:
+    def write_gguf(**keys: Value) -> Path:
         path = tmp_path / "x.gguf"
         kv = {f"general.sampling.{name}": value for name, value in keys.items()}
         write(path, {"general.architecture": string("gemma4"), **kv}, {})
@@ -438,17 +438,20 @@ def test_files_name_their_sampling(
     found = _sampling_defaults.sampler(family / "target.gguf", out, temperature=0.5)
     assert (found.temperature, found.top_k, found.top_p) == (0.5, 64, pytest.approx(0.95))
     assert "top_k 64, top_p 0.95, from" in capsys.readouterr().err, "temp was given"
-    assert _sampling_defaults.sampler(made(), out) == Sampler(1.0) and not capsys.readouterr().err
+    assert (
+        _sampling_defaults.sampler(write_gguf(), out) == Sampler(1.0)
+        and not capsys.readouterr().err
+    )
     found = _sampling_defaults.sampler(
-        made(top_k=Value(ValueType.I32, -1), mirostat=Value(ValueType.I32, 2)), out
+        write_gguf(top_k=Value(ValueType.I32, -1), mirostat=Value(ValueType.I32, 2)), out
     )
     assert found.top_k == 0
     assert "ignored: general.sampling.mirostat" in capsys.readouterr().err
     with pytest.raises(InputError, match="expected a finite number"):
-        _sampling_defaults.sampler(made(temp=string("hot")), out)
+        _sampling_defaults.sampler(write_gguf(temp=string("hot")), out)
 
 
-# ---- servers that are none, and files that ask for what cannot be
+# ---- invalid servers, and files with invalid settings
 
 NO_EVENTS: list[Any] = [
     {"choices": 1},
@@ -467,14 +470,14 @@ NO_EVENTS: list[Any] = [
 
 @pytest.mark.parametrize("event", NO_EVENTS)
 @pytest.mark.parametrize("live", [False, True])
-def test_what_is_no_chat_ends_an_answer_and_not_the_conversation(
+def test_an_invalid_response_ends_only_the_answer(
     event: Any,
     live: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Each of them was a traceback."""
+    """Each of these responses once caused a traceback."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\nb\n")))
     Path("models.json").write_text('{"data": [{"id": "tiny"}]}')
@@ -487,7 +490,7 @@ def test_what_is_no_chat_ends_an_answer_and_not_the_conversation(
     assert len(re.findall(r"the server sent an|^5$", capsys.readouterr().err, re.M)) == 2
 
 
-def test_a_live_view_that_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_live_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("live.sse").write_text("")
     Path("answer.sse").write_text('data: {"choices": [{"delta": {"content": "a"}}]}\n\n')
@@ -498,13 +501,13 @@ def test_a_live_view_that_says_nothing(tmp_path: Path, monkeypatch: pytest.Monke
         )
 
 
-def test_a_key_that_no_header_can_hold() -> None:
+def test_a_key_that_is_not_ascii() -> None:
     with pytest.raises(UsageError, match="`key`"):
         RemoteChat("http://127.0.0.1:9", "schl\u00fcssel", {})
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_a_file_that_recommends_no_number(value: float, tmp_path: Path) -> None:
+def test_a_recommended_sampling_value_that_is_not_finite(value: float, tmp_path: Path) -> None:
     write(
         tmp_path / "t.gguf",
         {
@@ -517,7 +520,7 @@ def test_a_file_that_recommends_no_number(value: float, tmp_path: Path) -> None:
         _sampling_defaults.sampler(tmp_path / "t.gguf", Output())
 
 
-def test_certificates_are_looked_at_before_models(
+def test_certificates_are_checked_before_models(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "c.pem").write_text("no certificate")

@@ -1,4 +1,5 @@
-"""What the engine owes a server: one bad request ends alone, and nobody waits for a dead thread."""
+"""Requirements of a server on the engine: one bad request ends only itself, and no caller waits for
+a dead thread."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from g4spec.runtime.request import Options
 Engines = Callable[..., Engine]
 
 
-def nothing(tokens: Sequence[int]) -> torch.Tensor | None:
-    """Allow everything at first, then nothing."""
+def allow_then_nothing(tokens: Sequence[int]) -> torch.Tensor | None:
+    """Allow everything for some tokens, then nothing."""
     return torch.zeros(4096, dtype=torch.bool) if len(tokens) >= 3 else None
 
 
@@ -30,13 +31,11 @@ def text(engine: Engine, **more: Any) -> str:
 
 
 @pytest.mark.parametrize("draft", [None, "dflash.gguf"])
-def test_a_mask_that_allows_nothing_ends_its_own_request_only(
-    engines: Engines, draft: str | None
-) -> None:
+def test_an_empty_mask_ends_only_its_request(engines: Engines, draft: str | None) -> None:
     engine = engines(draft, parallel=2)
     alone = text(engine, draft_max=2)
     ids = engine.tokenizer.encode("def main():")
-    bad = engine.submit(ids, Options(n_predict=12, mask=nothing, draft_max=2))
+    bad = engine.submit(ids, Options(n_predict=12, mask=allow_then_nothing, draft_max=2))
     good = engine.submit(ids, Options(n_predict=12, draft_max=2))
     for _ in good:
         pass
@@ -46,7 +45,7 @@ def test_a_mask_that_allows_nothing_ends_its_own_request_only(
     assert len(bad.ids) == 3 and not engine.scheduler.running
 
 
-def test_a_first_token_that_nothing_allows_ends_its_own_request_only(engines: Engines) -> None:
+def test_a_mask_without_a_first_token_ends_only_its_request(engines: Engines) -> None:
     engine = engines(None, parallel=2)
     bad = engine.submit([2, 5], Options(mask=lambda tokens: torch.zeros(4096, dtype=torch.bool)))
     with pytest.raises(InputError, match="at least one allowed token"):
@@ -54,7 +53,7 @@ def test_a_first_token_that_nothing_allows_ends_its_own_request_only(engines: En
     assert text(engine)
 
 
-def test_stop_texts_are_looked_for_in_the_stream_of_the_request(engines: Engines) -> None:
+def test_stop_texts_are_found_in_the_text_of_the_request(engines: Engines) -> None:
     class Upper:
         def __init__(self) -> None:
             self.inner = engine.tokenizer.stream()
@@ -74,7 +73,7 @@ def test_stop_texts_are_looked_for_in_the_stream_of_the_request(engines: Engines
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_broken_step_ends_all_requests_and_is_said_to_the_next(
+def test_a_broken_step_ends_all_requests_and_refuses_new_ones(
     family: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Engine.load(family / "target.gguf") as engine:
@@ -109,9 +108,9 @@ def test_starting_twice_does_not_wait_for_a_step(engines: Engines) -> None:
     thread.join()
 
 
-class Late:
-    """A lock whose waiters wake up late, as on a busy machine: who lets go of it and wants it again
-    is always first."""
+class LateWakeLock:
+    """A lock whose waiters wake up late, as on a busy machine: a thread that releases it and
+    acquires it again always comes first."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -135,10 +134,10 @@ class Late:
         self.release()
 
 
-def test_a_request_is_taken_in_while_another_is_written(family: Any) -> None:
-    """It waits for a step, not for the end of the other text."""
+def test_a_request_is_admitted_while_another_runs(family: Any) -> None:
+    """It waits for one step, not for the end of the other text."""
     with Engine.load(family / "target.gguf", n_ctx=512, parallel=2) as engine:
-        engine._condition = threading.Condition(Late())  # type: ignore[arg-type]
+        engine._condition = threading.Condition(LateWakeLock())  # type: ignore[arg-type]
         engine.start()
         long = engine.submit([2, 9], Options(n_predict=500, ignore_eos=True))
         while not long.ids:

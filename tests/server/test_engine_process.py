@@ -1,4 +1,4 @@
-"""The engine in a process of its own: the same texts, and what is left when it fails."""
+"""The engine in its own process: the same texts, and recovery from failures."""
 
 from __future__ import annotations
 
@@ -87,13 +87,20 @@ def test_an_idle_engine_sleeps_and_wakes(family: Path, busy: Served) -> None:
             served.post("/tokenize", content="x")
             assert not asleep()
             until(asleep)
+            second = engine.process
+            engine.wake()
+            until(lambda: engine.process not in (None, second))
+            assert engine.sleep(), "while it is loading, too"
+            again = served.post("/v1/completions", **ask)
+            assert again["choices"] == answer["choices"]
         finally:
             served.stop()
     assert not engine.sleep(), "it is closed"
 
 
 def test_requests_give_the_same_answers(remote: Served, busy: Served) -> None:
-    """With draft lengths, seeds, stop texts, log-probabilities, grammars, thoughts and calls."""
+    """With draft lengths, seeds, stop texts, log-probabilities, grammars, thoughts and tool
+    calls."""
     hello = [{"role": "user", "content": "Say hello to the class."}]
     tool = {
         "type": "function",
@@ -163,7 +170,7 @@ def test_requests_give_the_same_answers(remote: Served, busy: Served) -> None:
     assert "".join(e["choices"][0]["text"] for e in events) == whole["choices"][0]["text"]
 
 
-def test_figures_and_refusals_pass(remote: Served, client: EngineClient) -> None:
+def test_timings_and_refusals_are_passed_on(remote: Served, client: EngineClient) -> None:
     remote.refused("/v1/completions", {"prompt": "a " * 4000})
     error = remote.refused("/completion", {"prompt": "a", "grammar": "root ::= ("})
     assert "GBNF" in error["message"]
@@ -201,15 +208,15 @@ PHASES = {
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_failure_ends_what_runs_and_nothing_else(
+def test_a_failure_ends_only_running_requests(
     phase: str,
     remote: Served,
     client: EngineClient,
     engines: Callable[..., Engine],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Three slots: those in them end with an error, those that wait are written as ever.
-    `benchmarks/serve_faults.py` does it at every phase, many times."""
+    """Requests in the three slots end with an error, waiting ones run as usual.
+    `benchmarks/serve_faults.py` tests every phase, many times."""
     plain, options = engines(None, n_ctx=2048), Options(n_predict=6, ignore_eos=True)
     before, prompts = client.process, [[2, i] for i in range(20, 26)]
     long = Options(n_predict=1500, ignore_eos=True)
@@ -235,7 +242,7 @@ def test_a_failure_ends_what_runs_and_nothing_else(
     until(lambda: client.stats().idle)
     thread = threading.Thread(target=stream)
     thread.start()
-    until(lambda: lines)  # an error before the first token is an answer of its own
+    until(lambda: lines)  # an error before the first token is sent as a response
     failing, why = PHASES[phase]
     if phase == "hangs":
         monkeypatch.setattr(client, "hang_limit", 3.0)
@@ -260,7 +267,7 @@ def test_a_failure_ends_what_runs_and_nothing_else(
     thread.join()
 
 
-def test_what_fails_again_and_again_is_given_up(
+def test_repeated_failures_end_the_engine(
     family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_client, "MAX_FAILURES", 2)
@@ -277,8 +284,12 @@ def test_what_fails_again_and_again_is_given_up(
         assert served.http.get("/health").status_code == 503
         error = served.refused("/v1/completions", {"prompt": "x"}, 503)
         assert "the file is gone" in error["message"]
-        told = Model("tiny", family / "target.gguf", service=served.service, status="loaded").json()
-        assert told["status"]["value"] == "failed" and "is gone" in told["status"]["error"]
+        described = Model(
+            "tiny", family / "target.gguf", service=served.service, status="loaded"
+        ).json()
+        assert (
+            described["status"]["value"] == "failed" and "is gone" in described["status"]["error"]
+        )
         served.stop()
 
 
@@ -306,14 +317,14 @@ def test_loading_fails_as_it_does_in_one_process(family: Path, tmp_path: Path) -
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_errors_pass_whole(error: G4Error) -> None:
+def test_errors_survive_pickling(error: G4Error) -> None:
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is type(error) and str(again) == str(error)
     assert vars(again) == vars(error) and again.args == error.args
 
 
 def test_it_ends_with_the_server(family: Path) -> None:
-    """Also when that is killed, and when a step does not end."""
+    """Also when the server is killed, and when a step hangs."""
     program = (
         "import sys, time; from pathlib import Path; "
         "from g4spec.server.engine_client import EngineClient; "
@@ -346,7 +357,7 @@ def test_it_ends_with_the_server(family: Path) -> None:
 
 
 def test_many_readers_at_once(client: EngineClient) -> None:
-    """Asyncio, threads, and requests that are left in the middle."""
+    """Asyncio, threads, and requests abandoned in the middle."""
 
     async def read(request: Request) -> int:
         return sum([len(cycle.tokens) async for cycle in request])

@@ -1,4 +1,4 @@
-"""Answers put together from cycles: the same for every way to spread tokens over cycles."""
+"""Answers assembled from cycles do not depend on how tokens are spread over cycles."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(
     told: bool = True,
     end: str = "length",
 ) -> tuple[list[Event], Delta, list[Token], Request]:
-    """What a client gets of a request that chose `ids` in cycles that end at `cuts`."""
+    """Return what a client receives of a request with tokens `ids` in cycles that end at `cuts`."""
     parser = Parser(tokenizer, MARKS)
     stream = (lambda: AnswerStream(Parser(tokenizer, MARKS))) if chat else None
     options = Options(len(ids), stop=stops, stream=stream)
@@ -86,7 +86,7 @@ PARTS = [
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_cycles_do_not_show(tokenizer: Tokenizer, data: st.DataObject) -> None:
+def test_text_does_not_depend_on_cycles(tokenizer: Tokenizer, data: st.DataObject) -> None:
     text = "".join(data.draw(st.lists(st.sampled_from(PARTS), min_size=1, max_size=10)))
     ids = tokenizer.encode(text, bos=False) + data.draw(st.lists(st.integers(110, 400), max_size=3))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=6)))
@@ -97,7 +97,7 @@ def test_cycles_do_not_show(tokenizer: Tokenizer, data: st.DataObject) -> None:
     got = run(tokenizer, ids, cuts, stops, chat)
     assert merge_events(got[0]) == merge_events(one[0])
     assert (got[1].finish, got[1].stop, got[2]) == (one[1].finish, one[1].stop, one[2])
-    # The engine stopped where the client's text ends.
+    # The engine stopped at the end of the client's text.
     assert answer(got[0]) == got[3].text
     assert (got[1].stop is not None) == (got[3].stats.stop_reason == "stop text")
 
@@ -105,15 +105,15 @@ def test_cycles_do_not_show(tokenizer: Tokenizer, data: st.DataObject) -> None:
 def test_each_token_of_the_text_has_its_log_probability(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("<|channel>thought\nhm\n<channel|>Hi é😀", bos=False)
     _, _, tokens, _ = run(tokenizer, ids, [], (), True)
-    said = ids[ids.index(101) + 1 :]
-    assert [t.id for t in tokens] == said
-    assert [(t.logprob, t.top) for t in tokens] == [logprobs(t) for t in said]
+    answer_ids = ids[ids.index(101) + 1 :]
+    assert [t.id for t in tokens] == answer_ids
+    assert [(t.logprob, t.top) for t in tokens] == [logprobs(t) for t in answer_ids]
     _, _, tokens, _ = run(tokenizer, ids, [], (), False)
     assert [t.id for t in tokens] == ids
     assert run(tokenizer, ids, [], (), True, told=False)[2] == []
 
 
-def test_why_it_ended(tokenizer: Tokenizer) -> None:
+def test_finish_reasons(tokenizer: Tokenizer) -> None:
     def reason(text: str, stops: tuple[str, ...] = (), end: str = "length") -> tuple[Any, Any]:
         delta = run(tokenizer, tokenizer.encode(text, bos=False), [], stops, True, end=end)[1]
         return delta.finish, delta.stop

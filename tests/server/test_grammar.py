@@ -1,4 +1,4 @@
-"""Masks: what they let through is valid, and their state follows the tokens."""
+"""Grammar masks: allowed texts are valid, and the mask's state follows the tokens."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
 
 @pytest.fixture(scope="module")
 def ends(tokenizer: Tokenizer) -> list[int]:
-    """Tokens that bring a text to its end."""
+    """Return the tokens that may end a text."""
     wanted = ['"', "}", "]", '"}', '"]', ":"]
     ids = [i for i in range(4096) if tokenizer.piece(i).decode(errors="replace") in wanted]
     return [1, 49, 52, 106, *ids]
 
 
 def arguments(tokenizer: Tokenizer, ids: list[int]) -> list[tuple[str, Any]]:
-    """Calls of a text: names and arguments."""
+    """Return the tool calls of a text: names and arguments."""
     parser = Parser(tokenizer, MARKS)
     out: list[tuple[str, str]] = []
     for event in [*parser.push(ids), *parser.finish(whole=False)]:
@@ -254,7 +254,7 @@ def test_a_function_that_cannot_be_called_is_refused() -> None:
 
 
 @pytest.mark.parametrize("keyword", REFUSED)
-def test_what_cannot_be_held_is_refused_where_it_has_to_be(
+def test_unenforceable_schemas_are_refused_when_strict(
     vocabulary: Vocabulary, keyword: str
 ) -> None:
     schema = REFUSED[keyword]
@@ -280,12 +280,12 @@ def test_what_cannot_be_held_is_refused_where_it_has_to_be(
         {"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, {}]}}, "$ref": "#/$defs/a"},
     ],
 )
-def test_what_is_no_schema_is_said(schema: Any) -> None:
+def test_invalid_schemas_are_refused(schema: Any) -> None:
     with pytest.raises(InputError, match="f"):
         grammar.whole_text(MARKS, calls=[Function("f", parameters=schema)])
 
 
-def test_a_name_is_one(vocabulary: Vocabulary) -> None:
+def test_invalid_function_names_are_refused(vocabulary: Vocabulary) -> None:
     with pytest.raises(InputError, match="invalid function name"):
         grammar.whole_text(MARKS, calls=[Function("f{")])
 
@@ -376,7 +376,7 @@ def test_calls_in_a_free_text(vocabulary: Vocabulary, tokenizer: Tokenizer) -> N
             else:
                 assert allowed is not None
                 assert allowed.nonzero().flatten().tolist() == [1, 50, 106]
-        if parallel:  # the next call has a state of its own, and the first one is kept
+        if parallel:  # the next call has its own state, and the first one is kept
             two = [*text, *tokenizer.encode(" and ", bos=False), *call]
             for n in (len(two) - 2, len(text) - 2, len(two) - 1, len(two)):
                 allowed = mask(two[:n])
@@ -405,7 +405,7 @@ def test_compiled_grammars_are_kept(vocabulary: Vocabulary) -> None:
 
 
 @pytest.mark.parametrize("name", ["arrays", "tree"])
-def test_a_draft_changes_nothing_under_a_mask(
+def test_a_draft_does_not_change_masked_texts(
     engines: Callable[..., Engine], tokenizer: Tokenizer, vocabulary: Vocabulary, name: str
 ) -> None:
     from g4spec.ops.sampling import Sampler
@@ -446,9 +446,11 @@ def test_thoughts_have_a_budget(vocabulary: Vocabulary) -> None:
     assert only(budget(thought)) == [end]
     after = only(budget([*thought, end]))
     assert len(after) == 4095 and channel not in after
-    assert budget(thought[:3]) is None and only(budget(thought)) == [end]  # drafts are taken back
+    assert budget(thought[:3]) is None and only(budget(thought)) == [
+        end
+    ]  # rejected tokens are undone
     assert only(grammar.ThinkingBudget(1, MARKS, 4096, open_thought=True)([300])) == [end]
-    # A grammar that does not let a thought end yet is waited for.
+    # The budget waits until the grammar allows the thought to end.
     inner = vocabulary.mask(grammar.whole_text(MARKS, user='start: "x"', thinking="may"))
     under = grammar.ThinkingBudget(0, MARKS, 4096, inner=inner)
     alone = vocabulary.mask(grammar.whole_text(MARKS, user='start: "x"', thinking="may"))

@@ -1,4 +1,5 @@
-"""Many requests at once, with clients that hang up: each gets what it would have got alone."""
+"""Many requests at once, with clients that disconnect: each answer equals that of a single
+request."""
 
 from __future__ import annotations
 
@@ -9,27 +10,27 @@ from typing import Any
 
 import httpx
 
-from tests.server.mixed_requests import KINDS, Ask, Said, ask, draw, hang_up
+from tests.server.mixed_requests import KINDS, Answer, RandomRequest, ask, draw, hang_up
 from tests.server.running_server import Served, wait
 
 
-def test_company_and_drafts_change_nothing(plain: Served, busy: Served) -> None:
+def test_batching_and_drafts_do_not_change_answers(plain: Served, busy: Served) -> None:
     rng = random.Random(3)
-    found: dict[str, Ask] = {}
+    found: dict[str, RandomRequest] = {}
     while len(found) < len(set(KINDS)):
         request = draw(rng, longest=12)
         found.setdefault(request.kind, request)
     requests = list(found.values())
 
-    async def alone() -> list[Said]:
+    async def alone() -> list[Answer]:
         async with httpx.AsyncClient(base_url=plain.url, timeout=120) as client:
             return [await ask(client, request.drafted(0, False)) for request in requests]
 
-    async def run() -> list[tuple[int, Said] | None]:
+    async def run() -> list[tuple[int, Answer] | None]:
         limits = httpx.Limits(max_connections=64)
         async with httpx.AsyncClient(base_url=busy.url, timeout=120, limits=limits) as client:
 
-            async def one(i: int) -> tuple[int, Said]:
+            async def one(i: int) -> tuple[int, Answer]:
                 request = requests[i].drafted(rng.choice(["auto", 1, 3, 7]), rng.random() < 0.5)
                 return i, await ask(client, request)
 
@@ -42,13 +43,13 @@ def test_company_and_drafts_change_nothing(plain: Served, busy: Served) -> None:
     answers = [found for found in asyncio.run(run()) if found is not None]
     assert len(answers) == 2 * len(requests)
     for i, answer in answers:
-        assert answer.told == wanted[i].told, requests[i]
+        assert answer.comparable == wanted[i].comparable, requests[i]
     wait(busy.idle)
     assert len(busy.engine.pool.free_slots) == 3
     assert busy.service.metrics.value(busy.service.metrics.hits) > 0  # blocks of the long prompt
 
 
-def test_memory_of_who_hangs_up_is_free_within_two_steps(busy: Served) -> None:
+def test_memory_of_disconnected_clients_is_free_within_two_steps(busy: Served) -> None:
     engine, scheduler = busy.engine, busy.engine.scheduler
     busy.engine.prefix.clear()
     wait(busy.idle)
@@ -83,7 +84,7 @@ def test_memory_of_who_hangs_up_is_free_within_two_steps(busy: Served) -> None:
                 return bool(live) and live[0].request.stats.tokens > 4
 
             asyncio.run(go(stream, when))
-            # The server sees it at once; from then on the engine has two steps.
+            # The server notices at once; after that the engine may take two steps.
             wait(lambda: all(t.request.cancelled for t in [*scheduler.running, *scheduler.waiting]))
             step = engine.last_step
             while not scheduler.idle:
@@ -92,11 +93,11 @@ def test_memory_of_who_hangs_up_is_free_within_two_steps(busy: Served) -> None:
                 time.sleep(0.0005)
             assert steps <= 2
             wait(busy.idle)
-            engine.prefix.clear()  # what was read may be kept, for the next one
+            engine.prefix.clear()  # prompt blocks may stay in the prefix cache
             assert engine.pool.n_free == free and len(engine.pool.free_slots) == 3
 
 
-def test_a_full_queue_says_when_to_come_again(busy: Served) -> None:
+def test_a_full_queue_sends_retry_after(busy: Served) -> None:
     settings = busy.service.settings
     object.__setattr__(settings, "queue", 0)
     try:

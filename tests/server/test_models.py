@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import threading
@@ -27,7 +28,7 @@ ASK: dict[str, Any] = {"prompt": "import os\n", "max_tokens": 8, "temperature": 
 
 @pytest.fixture(scope="module")
 def folder(family: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two targets, a draft in the folder of one of them, and one that was made for neither."""
+    """A folder with two targets, a draft in the folder of one of them, and a draft of neither."""
     folder = tmp_path_factory.mktemp("models")
     (folder / "sub").mkdir()
     shutil.copy(family / "target.gguf", folder / "first.gguf")
@@ -37,8 +38,8 @@ def folder(family: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Room:
-    """Opens models while there is room for `most` and `gate` is set; counts what it opened."""
+class ModelLoader:
+    """Opens models while fewer than `most` are open and `gate` is set; counts opened models."""
 
     def __init__(self, most: int = 9) -> None:
         self.most, self.opened = most, []  # type: ignore[var-annotated]
@@ -59,10 +60,10 @@ class Room:
         return Service(engine, Settings(*names))
 
 
-class Several:
-    """A folder behind HTTP."""
+class ModelServer:
+    """A folder of models behind HTTP."""
 
-    def __init__(self, folder: Path, room: Room, **more: Any) -> None:
+    def __init__(self, folder: Path, room: ModelLoader, **more: Any) -> None:
         self.models = model_router.ModelRouter(find_models(folder), room, **more)
         address, ready = run.ServerAddress(port=0), threading.Event()
         listeners = run.listen(address)
@@ -85,13 +86,13 @@ class Several:
 
 
 @pytest.fixture
-def room() -> Room:
-    return Room()
+def room() -> ModelLoader:
+    return ModelLoader()
 
 
 @pytest.fixture
-def several(folder: Path, room: Room) -> Iterator[Several]:
-    served = Several(folder, room, max_loaded=2)
+def several(folder: Path, room: ModelLoader) -> Iterator[ModelServer]:
+    served = ModelServer(folder, room, max_loaded=2)
     yield served
     served.stop()
     assert all(engine._closed for engine in room.live)
@@ -100,15 +101,15 @@ def several(folder: Path, room: Room) -> Iterator[Several]:
 def test_each_target_finds_its_draft(folder: Path, family: Path) -> None:
     found = {model.name: [path.name for path in model.drafts] for model in find_models(folder)}
     assert found == {"first": ["dflash.gguf"], "second": ["dflash.gguf"]}
-    for wrong, said in (
+    for wrong, message in (
         (folder / "sub" / "notes.txt", "not a folder"),
         (folder / "none", "not a folder"),
     ):
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, match=message):
             find_models(wrong)
 
 
-def test_requests_choose_a_model(several: Several, room: Room, plain: Served) -> None:
+def test_requests_choose_a_model(several: ModelServer, room: ModelLoader, plain: Served) -> None:
     http = several.http
     assert several.status() == {"first": "unloaded", "second": "unloaded"}
     assert http.get("/health").status_code == 200
@@ -141,7 +142,7 @@ def test_requests_choose_a_model(several: Several, room: Room, plain: Served) ->
     assert several.status() == {"first": "unloaded", "second": "loaded"}
 
 
-def test_events_tell_what_loads(several: Several) -> None:
+def test_events_report_loading(several: ModelServer) -> None:
     seen: list[dict[str, Any]] = []
     with several.http.stream("GET", "/models/events") as stream:
         assert stream.headers["content-type"].startswith("text/event-stream")
@@ -164,9 +165,9 @@ def test_events_tell_what_loads(several: Several) -> None:
 
 
 @pytest.mark.parametrize("by", ["count", "memory"])
-def test_the_least_recently_used_one_goes(folder: Path, by: str) -> None:
-    room = Room(1 if by == "memory" else 9)
-    served = Several(folder, room, max_loaded=1 if by == "count" else 9)
+def test_the_least_recently_used_model_is_unloaded(folder: Path, by: str) -> None:
+    room = ModelLoader(1 if by == "memory" else 9)
+    served = ModelServer(folder, room, max_loaded=1 if by == "count" else 9)
     try:
         http, seen = served.http, set()
         with http.stream(
@@ -193,7 +194,7 @@ def test_the_least_recently_used_one_goes(folder: Path, by: str) -> None:
                 )
             )
             asks.start()
-            while not seen >= {"loading"}:  # it waits until nobody uses the first one any more
+            while not seen >= {"loading"}:  # it waits until the first model is no longer in use
                 seen.add(served.status()["second"])
                 time.sleep(0.01)
             assert [line for line in lines if line][-1] == "data: [DONE]"
@@ -206,8 +207,8 @@ def test_the_least_recently_used_one_goes(folder: Path, by: str) -> None:
         served.stop()
 
 
-def test_who_watches_keeps_no_model(several: Several) -> None:
-    """The page needs none, and the live view of a model ends when the model goes."""
+def test_the_live_view_does_not_keep_a_model_loaded(several: ModelServer) -> None:
+    """The page needs no model, and the live view of a model ends when the model is unloaded."""
     http = several.http
     page = http.get("/")
     assert page.headers["content-type"].startswith("text/html")
@@ -223,7 +224,7 @@ def test_who_watches_keeps_no_model(several: Several) -> None:
 
 def test_models_can_be_loaded_by_request_only_if_wanted(folder: Path) -> None:
     """Without autoload only /models/load loads; /props describes the router."""
-    served = Several(folder, Room(), max_loaded=2, autoload=False)
+    served = ModelServer(folder, ModelLoader(), max_loaded=2, autoload=False)
     try:
         refused = served.http.post("/v1/completions", json={**ASK, "model": "first"})
         assert refused.status_code == 400 and "/models/load" in refused.json()["error"]["message"]
@@ -238,7 +239,7 @@ def test_models_can_be_loaded_by_request_only_if_wanted(folder: Path) -> None:
 
 
 def test_an_idle_model_is_unloaded(folder: Path) -> None:
-    served = Several(folder, Room(), max_loaded=2, sleep_seconds=0.4)
+    served = ModelServer(folder, ModelLoader(), max_loaded=2, sleep_seconds=0.4)
     try:
         ask = {**ASK, "model": "first"}
         choices = served.http.post("/v1/completions", json=ask).json()["choices"]
@@ -248,10 +249,10 @@ def test_an_idle_model_is_unloaded(folder: Path) -> None:
         served.stop()
 
 
-def test_a_client_that_gives_up_costs_no_model(folder: Path) -> None:
-    """It waited for room, which nobody wants any more: the model in use stays."""
-    room = Room()
-    served = Several(folder, room, max_loaded=1)
+def test_a_client_that_gives_up_unloads_no_model(folder: Path) -> None:
+    """It waited for room, which is no longer needed: the model in use stays loaded."""
+    room = ModelLoader()
+    served = ModelServer(folder, room, max_loaded=1)
     try:
         first, second = served.models.all["first"], served.models.all["second"]
         served.http.post("/v1/completions", json={**ASK, "model": "first"})
@@ -261,7 +262,7 @@ def test_a_client_that_gives_up_costs_no_model(folder: Path) -> None:
         wait(lambda: second.loading is None)
         assert served.status() == {"first": "loaded", "second": "unloaded"}
         first.n_requests -= 1
-        # Those that wait together share one load, which nobody takes away before they begin.
+        # Requests that wait together share one load; the model is not unloaded before they start.
         ask = {**ASK, "model": "second"}
         answers: list[Any] = []
         threads = [
@@ -280,7 +281,7 @@ def test_a_client_that_gives_up_costs_no_model(folder: Path) -> None:
         assert [answer.status_code for answer in answers] == [200] * 3
         assert room.opened == ["first", "second"]
         wait(lambda: not second.is_used)
-        # Two that both need the only place get it one after the other.
+        # Two models that need the only free place are loaded one after the other.
         room.gate.clear()
         answers.clear()
         other = {**ASK, "model": "first"}
@@ -304,10 +305,34 @@ def test_a_client_that_gives_up_costs_no_model(folder: Path) -> None:
         served.stop()
 
 
+def test_a_request_can_follow_one_that_gave_up_at_once(folder: Path) -> None:
+    """It does not get the cancellation of the load that nobody waited for."""
+    room = ModelLoader()
+
+    async def work() -> None:
+        router = model_router.ModelRouter(find_models(folder), room, max_loaded=1)
+        first, second = router.all["first"], router.all["second"]
+        await router.load(first)
+        first.n_requests += 1
+        gives_up = asyncio.ensure_future(router.load(second))
+        await asyncio.sleep(0.05)
+        gives_up.cancel()
+        follows = asyncio.ensure_future(router.load(second))
+        await asyncio.sleep(0.05)
+        first.n_requests -= 1
+        router._changed.set()
+        await asyncio.wait_for(follows, 30)
+        assert gives_up.cancelled() and second.is_ready and not second.is_used
+        await router.close()
+
+    asyncio.run(work())
+    assert room.opened == ["first", "second"]
+
+
 def test_a_stream_that_waits_for_its_model(folder: Path) -> None:
-    """It goes on without its client, can be resumed, and can be cancelled."""
-    room = Room()
-    served = Several(folder, room, max_loaded=1)
+    """It continues without its client, can be resumed, and can be cancelled."""
+    room = ModelLoader()
+    served = ModelServer(folder, room, max_loaded=1)
     head = {"X-Conversation-Id": "chat"}
     ask = {**ASK, "model": "first", "stream": True}
 
@@ -344,8 +369,8 @@ def test_a_stream_that_waits_for_its_model(folder: Path) -> None:
         served.stop()
 
 
-def test_a_model_that_cannot_be_loaded_says_why(folder: Path) -> None:
-    served = Several(folder, Room(0), max_loaded=2)
+def test_a_model_that_cannot_be_loaded_reports_the_reason(folder: Path) -> None:
+    served = ModelServer(folder, ModelLoader(0), max_loaded=2)
     try:
         refused = served.http.post("/v1/completions", json={**ASK, "model": "first"})
         assert refused.status_code == 503 and refused.headers["retry-after"]

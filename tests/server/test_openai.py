@@ -1,4 +1,4 @@
-"""OpenAI's endpoints, asked by OpenAI's own client, which checks every answer."""
+"""OpenAI's endpoints, tested with OpenAI's client, which validates every answer."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def ask(client: openai.OpenAI, **more: Any) -> Any:
     return client.chat.completions.create(**given, extra_body=extra)
 
 
-def put_together(chunks: list[Any]) -> dict[int, dict[str, Any]]:
-    """The messages of a stream, by the index of their choice."""
+def assemble(chunks: list[Any]) -> dict[int, dict[str, Any]]:
+    """Return the messages of a stream, by the index of their choice."""
     out: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
         for choice in chunk.choices:
@@ -52,7 +52,7 @@ def put_together(chunks: list[Any]) -> dict[int, dict[str, Any]]:
 
 
 def flat(choice: Any) -> dict[str, Any]:
-    """A message that came whole, in the same form."""
+    """Return a message that was not streamed, in the same form."""
     message = choice.message
     calls = [[c.function.name, c.function.arguments] for c in message.tool_calls or []]
     return {
@@ -109,17 +109,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_chat_whole_in_pieces_and_without_a_draft(
-    client: openai.OpenAI, plain: Served, name: str
-) -> None:
+def test_chat_whole_streamed_and_undrafted(client: openai.OpenAI, plain: Served, name: str) -> None:
     more = VARIANTS[name]
     whole = ask(client, **more)
     stream = list(ask(client, **more, stream=True, stream_options={"include_usage": True}))
-    pieces = put_together(stream)
+    pieces = assemble(stream)
     messages = {c.index: flat(c) for c in whole.choices}
     assert pieces == messages and len(messages) == more.get("n", 1)
     assert stream[-1].choices == []
-    same = {"prompt_tokens_details"}  # what was cached differs the second time
+    same = {"prompt_tokens_details"}  # the second request hits the prefix cache
     assert stream[-1].usage.model_dump(exclude=same) == whole.usage.model_dump(exclude=same)
     usage = whole.usage
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
@@ -132,7 +130,7 @@ def test_chat_whole_in_pieces_and_without_a_draft(
 
 
 def check(name: str, messages: dict[int, dict[str, Any]]) -> None:
-    """What a request asked for is there."""
+    """Check that the answer has the requested content."""
     m = messages[0]
     if name == "several":
         assert len({m["content"] for m in messages.values()}) == 3
@@ -164,19 +162,19 @@ def test_drafts_are_counted(client: openai.OpenAI) -> None:
     assert "timings" not in ask(client, n=2).model_extra
 
 
-def test_a_seed_repeats_a_text_and_none_does_not(client: openai.OpenAI) -> None:
+def test_only_a_seed_repeats_a_text(client: openai.OpenAI) -> None:
     def text(**more: Any) -> str:
         answer = ask(client, temperature=2.0, max_tokens=8, **more)
         return str(answer.choices[0].message.content)
 
     assert text(seed=3) == text(seed=3) != text(seed=-4)
     assert len({text(seed=None) for _ in range(3)}) > 1
-    # Text i of several has the seed + i.
+    # Choice i uses seed + i.
     several = ask(client, temperature=2.0, max_tokens=8, seed=3, n=2)
     assert [c.message.content for c in several.choices] == [text(seed=3), text(seed=4)]
 
 
-def test_calls_and_results_go_on(client: openai.OpenAI, busy: Served) -> None:
+def test_a_conversation_continues_after_tool_results(client: openai.OpenAI, busy: Served) -> None:
     call = {
         "id": "c1",
         "type": "function",
@@ -233,14 +231,14 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", COMPLETIONS)
-def test_completions_whole_in_pieces_and_without_a_draft(
+def test_completions_whole_streamed_and_undrafted(
     client: openai.OpenAI, plain: Served, name: str
 ) -> None:
     more = dict(COMPLETIONS[name])
     extra = {"draft_max": 3, **more.pop("extra_body", {})}
     given: Any = {"model": "small", "prompt": "def main():\n", "max_tokens": 12, "seed": 1, **more}
     whole = client.completions.create(**given, extra_body=extra)
-    # The client's type of a piece has no null for finish_reason, which OpenAI sends in all but one.
+    # The client's chunk type does not allow null as finish_reason, but OpenAI sends it.
     loose = client.with_options()
     loose._strict_response_validation = False
     stream = list(
@@ -254,9 +252,9 @@ def test_completions_whole_in_pieces_and_without_a_draft(
         assert "".join(c.text for c in parts) == choice.text
         assert parts[-1].finish_reason == choice.finish_reason
         if choice.logprobs:
-            told = [c.logprobs for c in parts if c.logprobs]
+            logprobs = [c.logprobs for c in parts if c.logprobs]
             for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-                merge_events = [x for t in told for x in getattr(t, key)]
+                merge_events = [x for t in logprobs for x in getattr(t, key)]
                 assert merge_events == getattr(choice.logprobs, key)
             assert "".join(choice.logprobs.tokens) == choice.text
     assert stream[-1].usage and whole.usage
@@ -361,15 +359,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_is_said_in_one_sentence(busy: Served, name: str) -> None:
-    more, said = REFUSED[name]
+def test_unsupported_requests_get_one_sentence(busy: Served, name: str) -> None:
+    more, message = REFUSED[name]
     import re
 
     body = {"model": "tiny", "messages": HELLO, "max_tokens": 4, **more}
     for stream in (False, True):
         error = busy.refused("/v1/chat/completions", {**body, "stream": stream})
         kind = "exceed_context_size_error" if name == "long" else "invalid_request_error"
-        assert re.search(said, error["message"]) and error["type"] == kind
+        assert re.search(message, error["message"]) and error["type"] == kind
         assert "\n" not in error["message"]
     assert busy.idle()
 
@@ -379,8 +377,8 @@ def test_another_model_is_not_found(busy: Served) -> None:
     assert busy.refused("/v1/chat/completions", body, 404)["code"] == "model_not_found"
 
 
-def test_completions_say_what_cannot_be(busy: Served) -> None:
-    for more, said in (
+def test_unsupported_completions_are_refused(busy: Served) -> None:
+    for more, message in (
         ({"best_of": 2}, "best_of"),
         ({"echo": True, "logprobs": 1}, "echo with logprobs"),
         ({"suffix": "x"}, "suffix"),
@@ -391,4 +389,4 @@ def test_completions_say_what_cannot_be(busy: Served) -> None:
         ({"prompt": "\ud800"}, "JSON"),
     ):
         body = {"prompt": "x", "max_tokens": 1, **more}
-        assert said in busy.refused("/v1/completions", body)["message"]
+        assert message in busy.refused("/v1/completions", body)["message"]

@@ -1,4 +1,4 @@
-"""What surrounds the answers: access, limits, figures, signals, and bodies that are wrong."""
+"""Operation of the server: access, limits, metrics, signals, and invalid bodies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from g4spec.errors import EnvironmentProblem
+from g4spec.cli import _http_options
+from g4spec.cli._serve_options import split_commas
+from g4spec.errors import EnvironmentProblem, UsageError
 from g4spec.runtime.engine import Engine
 from g4spec.server import run
 from g4spec.server.app import create_app
@@ -158,7 +160,7 @@ FIELDS = [
 def test_bodies_of_any_kind_never_break_the_server(
     busy: Served, path: str, body: dict[str, Any], sound: bool
 ) -> None:
-    if sound:  # only the rest is wrong
+    if sound:  # the body is valid, the rest is not
         main = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "input": "x"}
         named = "messages" if path in (POSTS[0], *POSTS[5:8]) else "prompt"
         named = "input" if "responses" in path else named
@@ -190,7 +192,7 @@ def test_bodies_and_headers_have_a_limit(engines: Callable[..., Engine]) -> None
         assert served.http.post("/tokenize", content=chunks()).status_code == 413
         assert served.post("/tokenize", content="x" * 900)
         flood = {f"x-{i}": "y" * 900 for i in range(100)}
-        with contextlib.suppress(httpx.TransportError):  # cut off, before or behind the answer
+        with contextlib.suppress(httpx.TransportError):  # disconnected, before or after the answer
             assert served.http.get("/health", headers=flood).status_code in (400, 431)
         assert served.http.get("/health").status_code == 200
     finally:
@@ -235,13 +237,13 @@ def test_keys_origins_and_the_log(
     assert not any(word in line for line in lines for word in ("SECRET", "secret-one", 'two"'))
 
 
-def test_origins_are_not_let_in_by_default(busy: Served) -> None:
+def test_cross_origin_requests_are_refused_by_default(busy: Served) -> None:
     response = busy.http.get("/health", headers={"origin": "http://x"})
     assert not any(name.startswith("access-control") for name in response.headers)
 
 
 def test_origins_of_this_machine_and_disabled_paths(engines: Callable[..., Engine]) -> None:
-    """`localhost` allows pages of this machine; disabled paths name the option."""
+    """`localhost` allows pages of this machine; errors of disabled paths name the option."""
     disabled = {"/slots": "--no-slots", "/metrics": "--no-metrics", "/": "--no-ui"}
     served = Served(
         engines(None, parallel=2),
@@ -272,7 +274,7 @@ def test_origins_of_this_machine_and_disabled_paths(engines: Callable[..., Engin
         served.stop()
 
 
-def test_figures(busy: Served) -> None:
+def test_metrics(busy: Served) -> None:
     def read() -> dict[str, float]:
         text = busy.http.get("/metrics").text
         lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
@@ -288,11 +290,11 @@ def test_figures(busy: Served) -> None:
     def grown(name: str) -> float:
         return after[name] - before.get(name, 0)
 
-    told = answer["timings"]
-    assert grown(f"vllm:spec_decode_num_draft_tokens_total{label}") == told["draft_n"] > 0
+    timings = answer["timings"]
+    assert grown(f"vllm:spec_decode_num_draft_tokens_total{label}") == timings["draft_n"] > 0
     accepted = grown(f"vllm:spec_decode_num_accepted_tokens_total{label}")
-    assert accepted == told["draft_n_accepted"]
-    assert 0 < grown(f"vllm:spec_decode_num_drafts_total{label}") <= told["draft_n"]
+    assert accepted == timings["draft_n_accepted"]
+    assert 0 < grown(f"vllm:spec_decode_num_drafts_total{label}") <= timings["draft_n"]
     name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     by = [grown(f'{name}{{model_name="tiny",position="{i}"}}') for i in range(15)]
     assert sum(by) == accepted
@@ -311,16 +313,16 @@ def test_figures(busy: Served) -> None:
     ):
         assert f"vllm:{name}{label}" in after
     assert grown("llamacpp:tokens_predicted_total") == 20
-    assert grown("llamacpp:prompt_tokens_total") == told["prompt_n"]
-    assert grown("llamacpp:prompt_tokens_cached_total") == told["cache_n"]
-    assert grown("llamacpp:prompt_seconds_total") == pytest.approx(told["prompt_ms"] / 1e3)
+    assert grown("llamacpp:prompt_tokens_total") == timings["prompt_n"]
+    assert grown("llamacpp:prompt_tokens_cached_total") == timings["cache_n"]
+    assert grown("llamacpp:prompt_seconds_total") == pytest.approx(timings["prompt_ms"] / 1e3)
     seconds = grown("llamacpp:tokens_predicted_seconds_total")
-    assert seconds == pytest.approx(told["predicted_ms"] / 1e3)
+    assert seconds == pytest.approx(timings["predicted_ms"] / 1e3)
     assert 0 < grown("llamacpp:n_decode_total") < 20
     assert after["llamacpp:n_tokens_max"] >= answer["usage"]["total_tokens"]
     assert after["llamacpp:n_busy_slots_per_decode"] >= 1
     speed = after["llamacpp:predicted_tokens_seconds"]
-    assert speed == pytest.approx(told["predicted_per_second"])
+    assert speed == pytest.approx(timings["predicted_per_second"])
     assert read()["llamacpp:predicted_tokens_seconds"] == 0, "of texts since the last request"
     assert grown("llamacpp:spec_decode_num_accepted_tokens_total") == accepted
     assert after["llamacpp:requests_processing"] == 0
@@ -363,7 +365,7 @@ def test_health_is_green_only_while_steps_make_progress(
         served.stop()
 
 
-def test_places(capfd: pytest.CaptureFixture[str]) -> None:
+def test_exposed_addresses(capfd: pytest.CaptureFixture[str]) -> None:
     assert not run.is_exposed(run.ServerAddress()) and not run.is_exposed(
         run.ServerAddress(("localhost", "127.0.0.2"))
     )
@@ -375,6 +377,17 @@ def test_places(capfd: pytest.CaptureFixture[str]) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(EnvironmentProblem, match=f"cannot listen on 127.0.0.1:{port}"):
             run.listen(run.ServerAddress(port=port))
+
+
+def test_options_with_commas() -> None:
+    """Hosts, names and tags may be separated by commas; disabled paths have their option."""
+    assert _http_options.hosts("127.0.0.1, ::1") == ("127.0.0.1", "::1")
+    with pytest.raises(UsageError, match="--host"):
+        _http_options.hosts(" , ")
+    assert split_commas(["a,b", "c", ""]) == ("a", "b", "c") and split_commas(None) == ()
+    assert _http_options.disabled_paths(slots=True, metrics=True, page=True) == {}
+    off = _http_options.disabled_paths(slots=False, metrics=False, page=False)
+    assert off == {"/slots": "--no-slots", "/metrics": "--no-metrics", "/": "--no-ui"}
 
 
 def test_several_hosts_share_a_port(engines: Callable[..., Engine]) -> None:
@@ -407,7 +420,7 @@ def test_several_hosts_share_a_port(engines: Callable[..., Engine]) -> None:
 
 
 def start(family: Path, *more: str) -> tuple[subprocess.Popen[str], str]:
-    """`g4spec serve` in a process of its own, and its address."""
+    """Start `g4spec serve` in its own process and return its address."""
     command = [
         sys.executable,
         "-m",
@@ -443,13 +456,13 @@ def test_the_first_signal_drains_and_the_second_stops(family: Path) -> None:
     try:
         with httpx.Client(base_url=url, timeout=60) as client:
             params = client.get("/props").json()["default_generation_settings"]["params"]
-            assert (params["temperature"], params["top_k"]) == (1.0, 64)  # what the file says
+            assert (params["temperature"], params["top_k"]) == (1.0, 64)  # recommended by the file
             with client.stream("POST", "/v1/completions", json=body) as response:
                 lines = response.iter_lines()
                 assert next(lines).startswith("data:")
                 process.send_signal(signal.SIGTERM)
                 rest = [line for line in lines if line]
-                assert rest[-1] == "data: [DONE]"  # what is in work is finished
+                assert rest[-1] == "data: [DONE]"  # running requests are finished
             with pytest.raises(httpx.TransportError):
                 client.get("/health")
         assert process.wait(20) == 0
@@ -466,7 +479,7 @@ def test_the_first_signal_drains_and_the_second_stops(family: Path) -> None:
                 next(lines)
                 process.send_signal(signal.SIGTERM)
                 with pytest.raises(httpx.TransportError):
-                    while True:  # until nobody else is let in
+                    while True:  # until connections are refused
                         httpx.get(f"{url}/health")
                 process.send_signal(signal.SIGTERM)
                 with pytest.raises(httpx.TransportError):

@@ -1,4 +1,4 @@
-"""The parser of what Gemma 4 writes."""
+"""The parser of Gemma 4's output."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_a_prompt_may_end_in_a_thought(tokenizer: Tokenizer, marks: Marks) -> No
         ThoughtEvent("So."),
         TextEvent("Hi"),
     ]
-    # The model may open it once more.
+    # The model may open a second thought.
     again = "<|channel>thought\nSo.<channel|>Hi"
     assert parse(tokenizer, again, thinking=True) == [ThoughtEvent("So."), TextEvent("Hi")]
 
@@ -203,7 +203,7 @@ PARTS = [
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_every_way_to_cut_gives_the_same_events(tokenizer: Tokenizer, data: st.DataObject) -> None:
+def test_any_chunking_gives_the_same_events(tokenizer: Tokenizer, data: st.DataObject) -> None:
     text = "".join(data.draw(st.lists(st.sampled_from(PARTS), max_size=12)))
     ids = tokenizer.encode(text, bos=False)
     ids += data.draw(st.lists(st.integers(0, 4095), max_size=6))
@@ -234,7 +234,7 @@ def test_every_way_to_cut_gives_the_same_events(tokenizer: Tokenizer, data: st.D
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.sampled_from([*'{}[](),:"\\ \n1a.-', "true", "é", None]), max_size=30))
-def test_arguments_are_json_whatever_they_are_made_of(pieces: list[str | None]) -> None:
+def test_arguments_are_always_json(pieces: list[str | None]) -> None:
     arguments = Arguments()
     made = "".join(arguments.delimiter() if p is None else arguments.text(p) for p in pieces)
     assert isinstance(json.loads(made + arguments.finish()), dict)
@@ -255,7 +255,7 @@ JSON = st.recursive(
 
 
 def native(value: Any) -> str:
-    """A value as Gemma 4's template writes it."""
+    """Return a value in the syntax of Gemma 4's template."""
     if isinstance(value, dict):
         return "{" + ",".join(f"{k}:{native(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list):
@@ -265,7 +265,7 @@ def native(value: Any) -> str:
 
 @settings(max_examples=50, deadline=None)
 @given(st.dictionaries(st.from_regex(r"[\w$@.-]+", fullmatch=True), JSON, max_size=4))
-def test_what_the_template_writes_is_read(tokenizer: Tokenizer, value: dict[str, Any]) -> None:
+def test_parsing_inverts_the_template(tokenizer: Tokenizer, value: dict[str, Any]) -> None:
     events = parse(tokenizer, f"<|tool_call>call:f{native(value)}<tool_call|>")
     assert events[0] == CallEvent(0, "f") and isinstance(events[1], ArgumentEvent)
     assert json.loads(events[1].json) == value

@@ -1,4 +1,4 @@
-"""Streams that are read again after their client was gone."""
+"""Resuming streams after a client has disconnected."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ASKED = [
 
 
 def read(response: httpx.Response, most: int | None = None) -> list[tuple[int, str]]:
-    """The events with their numbers, the first `most` of them."""
+    """Return the first `most` events with their numbers."""
     out: list[tuple[int, str]] = []
     number = 0
     for line in response.iter_lines():
@@ -50,8 +50,8 @@ def text(events: list[tuple[int, str]]) -> str:
 
 
 @pytest.mark.parametrize("path, body", ASKED, ids=[path for path, _ in ASKED])
-def test_a_dropped_stream_goes_on(busy: Served, path: str, body: dict[str, Any]) -> None:
-    """By `from` or `Last-Event-ID`, and it is the text that it would have been."""
+def test_a_dropped_stream_can_be_resumed(busy: Served, path: str, body: dict[str, Any]) -> None:
+    """By `from` or `Last-Event-ID`; the text is the same as without interruption."""
     whole, name = busy.post(path, **body), {"X-Conversation-Id": f"a/b {path}"}
     with busy.http.stream("POST", path, json={**body, "stream": True}, headers=name) as response:
         first = read(response, 2)
@@ -61,8 +61,8 @@ def test_a_dropped_stream_goes_on(busy: Served, path: str, body: dict[str, Any])
         assert response.headers["content-type"].startswith("text/event-stream")
         rest = read(response)
     assert [number for number, _ in rest] == list(range(3, len(rest) + 3))
-    said = whole["choices"][0] if "choices" in whole else {"text": whole["content"][0]["text"]}
-    assert text(first + rest) == (said.get("text") or said["message"]["content"])
+    choice = whole["choices"][0] if "choices" in whole else {"text": whole["content"][0]["text"]}
+    assert text(first + rest) == (choice.get("text") or choice["message"]["content"])
     headers = {"Last-Event-ID": "1"}
     with busy.http.stream("GET", "/v1/stream", params=asked, headers=headers) as response:
         assert read(response) == (first + rest)[1:]
@@ -70,13 +70,13 @@ def test_a_dropped_stream_goes_on(busy: Served, path: str, body: dict[str, Any])
 
 
 @pytest.mark.parametrize(
-    "error, said",
+    "error, message",
     [
         (RequestError(408, "too long"), "too long"),
         (ValueError("secret"), "internal server error"),
     ],
 )
-def test_a_failure_is_the_last_event(error: Exception, said: str) -> None:
+def test_a_failure_is_the_last_event(error: Exception, message: str) -> None:
     closed = []
 
     class Source:
@@ -100,7 +100,7 @@ def test_a_failure_is_the_last_event(error: Exception, said: str) -> None:
         return found
 
     first, last = asyncio.run(main())
-    assert first == "id: 1\ndata: 1\n\n" and last.startswith("id: 2\n") and said in last
+    assert first == "id: 1\ndata: 1\n\n" and last.startswith("id: 2\n") and message in last
     assert "secret" not in last
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API, asked by OpenAI's own client, which checks every answer."""
+"""OpenAI's Responses API, tested with OpenAI's client, which validates every answer."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def client(busy: Served) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def alone(plain: Served) -> Iterator[openai.OpenAI]:
+def undrafted_client(plain: Served) -> Iterator[openai.OpenAI]:
     with connect(plain) as client:
         yield client
 
@@ -86,7 +86,7 @@ def given(**more: Any) -> Any:
 
 
 def flat(response: Any) -> Any:
-    """A response without what differs from one answer to the next."""
+    """Return a response without the ids and times that differ between answers."""
     out = response.model_dump(exclude={"id", "created_at", "completed_at", "usage", "timings"})
     for item in out["output"]:
         for name in ("id", "call_id", "parsed", "parsed_arguments"):
@@ -131,8 +131,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_responses_whole_in_pieces_and_without_a_draft(
-    client: openai.OpenAI, alone: openai.OpenAI, name: str
+def test_responses_whole_streamed_and_undrafted(
+    client: openai.OpenAI, undrafted_client: openai.OpenAI, name: str
 ) -> None:
     asked = given(**VARIANTS[name])
     whole = client.responses.create(**asked)
@@ -140,16 +140,16 @@ def test_responses_whole_in_pieces_and_without_a_draft(
     assert [e.sequence_number for e in events] == list(range(len(events)))
     last: Any = events[-1]
     assert last.type == f"response.{whole.status}" and flat(last.response) == flat(whole)
-    assert put_together(events) == last.response.output
+    assert assemble(events) == last.response.output
     usage, again = whole.usage, last.response.usage
     assert usage and usage.output_tokens == again.output_tokens > 0
     assert usage.total_tokens == again.total_tokens == usage.input_tokens + usage.output_tokens
-    assert flat(alone.responses.create(**asked)) == flat(whole)
+    assert flat(undrafted_client.responses.create(**asked)) == flat(whole)
     check(name, whole)
 
 
-def put_together(events: list[Any]) -> list[Any]:
-    """The items of a stream, whose deltas make what their ends say."""
+def assemble(events: list[Any]) -> list[Any]:
+    """Return the items of a stream; check that the deltas add up to the final items."""
     grown: dict[tuple[int, str], str] = {}
     logprobs: list[Any] = []
     ended = []
@@ -165,13 +165,13 @@ def put_together(events: list[Any]) -> list[Any]:
             assert event.output_index == len(ended)
             ended.append(event.item)
             if event.item.type == "message":
-                told = event.item.content[0].logprobs
-                assert [t.token for t in told] == [t.token for t in logprobs]
+                item_logprobs = event.item.content[0].logprobs
+                assert [t.token for t in item_logprobs] == [t.token for t in logprobs]
     return ended
 
 
 def check(name: str, response: Any) -> None:
-    """What a request asked for is there."""
+    """Check that the answer has the requested content."""
     calls = [item for item in response.output if item.type == "function_call"]
     if name == "named":
         assert len(calls) == len(response.output) == 1 and calls[0].status == "completed"
@@ -183,9 +183,9 @@ def check(name: str, response: Any) -> None:
         jsonschema.validate(json.loads(response.output_text), WEATHER)
         assert response.status == "completed"
     if name == "logprobs":
-        told = response.output[0].content[0].logprobs
-        assert "".join(t.token for t in told) == response.output_text
-        assert all(len(t.top_logprobs) == 2 for t in told)
+        logprobs = response.output[0].content[0].logprobs
+        assert "".join(t.token for t in logprobs) == response.output_text
+        assert all(len(t.top_logprobs) == 2 for t in logprobs)
     if name == "results":
         assert not calls
 
@@ -258,7 +258,7 @@ def test_the_conversation_as_the_model_reads_it(client: openai.OpenAI, busy: Ser
     assert counted == len(busy.service.tokenizer.encode(prompt))
 
 
-def test_a_response_is_kept_and_gone_on_from(client: openai.OpenAI) -> None:
+def test_a_stored_response_can_be_continued(client: openai.OpenAI) -> None:
     first = client.responses.create(**given(instructions="Be kind.", metadata={"a": "b"}))
     assert flat(client.responses.retrieve(first.id)) == flat(first)
     whole: Any = [
@@ -326,7 +326,7 @@ def test_in_the_background(client: openai.OpenAI, busy: Served) -> None:
 
 
 def test_a_dropped_stream_is_resumed(client: openai.OpenAI, busy: Served) -> None:
-    """Whoever comes back gets the events behind the last one that he saw, and then the others."""
+    """A returning client gets the events after its last one, and then the new ones."""
     asked = given(temperature=0, background=True, stream=True)
     stream = client.responses.create(**asked)
     first = next(iter(stream))
@@ -355,7 +355,7 @@ def test_a_dropped_stream_is_resumed(client: openai.OpenAI, busy: Served) -> Non
     assert busy.idle()
 
 
-def test_what_is_kept_is_bounded_and_its_owners() -> None:
+def test_stored_responses_are_bounded_and_private() -> None:
     def record(i: int, owner: str | None = None, text: str = "") -> Record:
         item = {"id": f"m{i}", "type": "message", "text": text}
         return Record(owner, {"id": f"r{i}", "output": [], "background": False}, [item])
@@ -370,7 +370,7 @@ def test_what_is_kept_is_bounded_and_its_owners() -> None:
     assert store.get("r1", None)
     with pytest.raises(RequestError):
         store.get("r2", None)
-    store.put(record(5, text="x" * 1880))  # takes nearly all there is
+    store.put(record(5, text="x" * 1880))  # takes nearly all memory
     with pytest.raises(RequestError):
         store.get("r1", None)
     store.put(record(5))
@@ -420,14 +420,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_is_said_in_one_sentence(busy: Served, name: str) -> None:
-    more, said = REFUSED[name]
+def test_unsupported_requests_get_one_sentence(busy: Served, name: str) -> None:
+    more, message = REFUSED[name]
     error = busy.refused("/v1/responses", {"model": "tiny", "input": "x", **more})
-    assert re.search(said, error["message"]) and error["type"] == "invalid_request_error", error
+    assert re.search(message, error["message"]) and error["type"] == "invalid_request_error", error
     assert busy.idle()
 
 
-def test_options_of_what_is_kept_are_refused(client: openai.OpenAI, busy: Served) -> None:
+def test_unsupported_storage_options_are_refused(client: openai.OpenAI, busy: Served) -> None:
     name = client.responses.create(**given()).id
     for path in (
         f"{name}?stream=true",

@@ -212,12 +212,12 @@ def _of_neighbours(file: File, name: str) -> Iterator[Fault]:
 
 def findings(report: Report) -> set[tuple[str, str]]:
     """Return errors and warnings of a report, and the reasons why rules could not be checked."""
-    said = {
+    reported = {
         (f.rule.id, f"{f.finding.where} {f.finding.found}")
         for f in report.failures
         if f.rule.severity is not NOTE
     }
-    return said | {("unable", why) for why in report.unable.values()}
+    return reported | {("unable", why) for why in report.unable.values()}
 
 
 def named(

@@ -217,9 +217,14 @@ def altered(body: bytes | None = None, **headers: str) -> Callable[[Any], bool]:
         def send(code: int, data: bytes, given: dict[str, str], length: int = -1) -> None:
             own = {k.replace("_", "-"): v for k, v in headers.items()}
             given = {k: v for k, v in given.items() if k not in own}
-            said = own.pop("Content-Length", None)
+            length_header = own.pop("Content-Length", None)
             content = data if body is None else body
-            plain(code, content, given | own, len(content) if said is None else int(said))
+            plain(
+                code,
+                content,
+                given | own,
+                len(content) if length_header is None else int(length_header),
+            )
 
         handler.send = send
         return False

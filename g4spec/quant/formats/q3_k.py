@@ -8,6 +8,8 @@ bits of scales l, l + 4, l + 8 and l + 12.
 Source: ggml `block_q3_K`; search for scales: `g4spec.quant.symmetric`.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from g4spec.quant import symmetric
@@ -15,7 +17,9 @@ from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, encode_in_b
 
 BLOCK, GROUPS, SIZE = 256, 16, 16
 ENDS = (-2.6, -2.9, -3.2, -3.5, -3.8, -4.1, -4.4, -4.7, -5.0)
-CODES = symmetric.CodeSpec(GROUPS, SIZE, ENDS, -4, -32, 31, symmetric.integer_codes(-4, 3))
+WEIGHTED = symmetric.CodeSpec(GROUPS, SIZE, ENDS, -4, -32, 31, symmetric.integer_codes(-4, 3))
+CODES = replace(WEIGHTED, ends=(-3.3, -4.2), refined=4)
+"""Search without weights: 1.3 % more error than with all ends and neighbours, 2.5 times as fast."""
 F = np.float32
 DTYPE = np.dtype([("high", "u1", 32), ("low", "u1", (2, 32)), ("scales", "u1", 12), ("d", "<f2")])
 _GROUP = np.arange(8, dtype=np.uint8)[:, None]
@@ -27,12 +31,20 @@ def encode(x: Floats, weights: Floats | None = None) -> Bytes:
 
 
 def _encode(x: Floats, weights: Floats | None = None) -> Bytes:
-    d, scale, value = symmetric.fit(x, CODES, weights)
-    code = symmetric.to_unsigned(value, -4).transpose(2, 1, 0).reshape(-1, 2, 4, 32)
+    d, scale, value = symmetric.fit(x, CODES if weights is None else WEIGHTED, weights)
+    code = symmetric.to_unsigned(value, -4)  # [16 values, 16 groups, n]
     out = np.empty(len(d), DTYPE)
     out["d"], out["scales"] = d, pack_scales(symmetric.to_unsigned(scale, -32).T)
-    out["low"] = np.bitwise_or.reduce((code & 3) << _PLACES, axis=2)
-    out["high"] = np.bitwise_or.reduce((code >> 2).reshape(-1, 8, 32) << _GROUP, axis=1)
+    # Bits are joined while blocks are innermost, the order of long rows; group g of a half is
+    # values 16 * (g % 2) + l of 32 * (g // 2).
+    low = (code & 3).reshape(SIZE, 2, 4, 2, -1)
+    low = low[:, :, 0] | low[:, :, 1] << 2 | low[:, :, 2] << 4 | low[:, :, 3] << 6
+    out["low"] = low.transpose(3, 1, 2, 0).reshape(-1, 2, 32)
+    bits = (code >> 2).reshape(SIZE, 8, 2, -1)
+    high = bits[:, 0]
+    for i in range(1, 8):
+        high = high | bits[:, i] << i
+    out["high"] = high.transpose(2, 1, 0).reshape(-1, 32)
     return out.view(np.uint8)
 
 

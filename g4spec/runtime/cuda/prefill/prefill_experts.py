@@ -34,6 +34,9 @@ SHRUNK = 2.0**-6
 RUN = 64
 """Rows of one expert per matmul where there is no grouped matmul."""
 
+MAX_EXPERTS, MAX_USED = 512, 64
+"""Experts of a layer, and of a row, that the routing kernel has registers for."""
+
 GROUPED_ARCHS = ("sm_90a", "sm_100")
 """Architectures for which torch has a grouped matmul."""
 

@@ -16,6 +16,7 @@ from g4spec.runtime.cuda.cache.heads import HEAD_DIMS
 from g4spec.runtime.cuda.prefill.draft_ops import DraftOps
 from g4spec.runtime.cuda.prefill.long_ops import STILL, LongOps, rotating_freqs
 from g4spec.runtime.cuda.prefill.prefill_attention import Chunk, padded
+from g4spec.runtime.cuda.prefill.prefill_experts import MAX_EXPERTS, MAX_USED
 from g4spec.runtime.cuda.step import packed_rows
 from g4spec.runtime.cuda.weights.matrix import Matrix
 
@@ -118,12 +119,13 @@ class Reader:
 
 def fits(config: Config) -> bool:
     """Return whether long chunks support this target: their kernels read rows by vectors of 4
-    values, and inner values by vectors of 8."""
+    values and inner values by vectors of 8, and route to a bounded number of experts."""
     widths = [w for s in config.layers for w in (s.n_ff, s.n_ff_expert, s.n_ple)]
     return (
         packed_rows.fits(config.n_embd)
         and all(width % 8 == 0 for width in widths)
         and all(s.head_dim in LONG_HEADS for s in config.layers)
+        and all(s.n_expert <= MAX_EXPERTS and s.n_expert_used <= MAX_USED for s in config.layers)
     )
 
 

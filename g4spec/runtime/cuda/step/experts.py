@@ -8,6 +8,7 @@ streams at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,10 +26,11 @@ from g4spec.runtime.cuda.build.constants import (
 )
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.step import packed_rows as rows
+from g4spec.runtime.cuda.step.linear import scratch_of
 from g4spec.runtime.cuda.step.packed_rows import PackedRows
 from g4spec.runtime.cuda.weights.dequant import Weight
 from g4spec.runtime.cuda.weights.matrix import GateUpPairs, Matrix, interleave_experts
-from g4spec.runtime.cuda.weights.packing import format_name
+from g4spec.runtime.cuda.weights.packing import format_name, unit_bytes
 
 ARCHS = tuple(arch for arch in nvrtc.ARCHS if arch not in ("sm_70", "sm_75"))
 """Architectures whose tensor cores have the MMA instruction of the kernel."""
@@ -38,6 +40,12 @@ TEAMS = 2
 
 KEPT = 3072
 """Bytes of shared memory left for the kernel that finishes the layer and may start early."""
+
+MAX_EXPERTS, MAX_USED = 1024, 16
+"""Experts of a layer, and of a row, that the kernel has registers for."""
+
+ALIGNMENT = 128
+"""Upper bound of the padding in the kernel's shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +152,9 @@ class Experts:
         shape = ExpertShape(
             up.matrices if up else 0, e.n_used, e.down.rows, e.gate.rows, down.columns
         )
-        if up is None or len(dense) > 1 or not fits(shape, up, down, dense[0], e.down.weight):
+        if up is None or len(dense) > 1:
+            return None
+        if not fits(shape, (up, down, dense[0], e.down.weight), launch.arch(device.index)):
             return None
         if shape not in buffers:
             buffers[shape] = Buffers(shape, device)
@@ -272,15 +282,30 @@ def _bytes(arch: str) -> int:
     return nvrtc.SHARED_LIMIT[arch] - KEPT
 
 
-def fits(shape: ExpertShape, *weights: Weight) -> bool:
-    """Return whether the kernels support a layer of this shape with these matrices."""
+def fits(shape: ExpertShape, weights: Sequence[Weight], arch: str) -> bool:
+    """Return whether the kernels support a layer of this shape with these matrices: gates and ups,
+    and down, of the experts and of the dense branch."""
     return (
         all(w.type and w.rows % PACK_ROWS in (0, PACK_ROWS // 2) for w in weights)
         and shape.dense % ACT_COLUMNS == 0
         and shape.expert % ACT_COLUMNS == 0
         and shape.width % ACT_COLUMNS == 0
-        and shape.k <= min(shape.experts, 16)
+        and shape.k <= min(shape.experts, MAX_USED)
+        and shape.experts <= MAX_EXPERTS
+        and shared_bytes(shape, [(w.type, w.columns // w.data.shape[1]) for w in weights])
+        <= _bytes(arch)
     )
+
+
+def shared_bytes(shape: ExpertShape, types: Sequence[tuple[str, int]]) -> int:
+    """Return the least dynamic shared memory of the kernel, or a few bytes more: `MoeStorage` in
+    moe_schedule.cuh with one slot for each team. `types`: quant type and unit of each matrix."""
+    slot = max(unit_bytes(*t) + t[1] // ACT_COLUMNS * ACT_BYTES for t in types)
+    warps = MOE_TEAM_WARPS * TEAMS
+    scratch = warps * max(256, *(scratch_of(*t) for t in types))
+    sums = 4 * (2 * (TEAMS - 1) * MOE_TEAM_WARPS * 8 * 32 + MOE_TEAM_WARPS * 8 + warps * 20)
+    visits = 12 * shape.visits + 4 * GROUP_ROWS * shape.k + (4 + GROUP_ROWS) * shape.experts
+    return scratch + sums + visits + TEAMS * (slot + 16) + ALIGNMENT
 
 
 SHAPE = ExpertShape(128, 8, 2816, 2112, 704)

@@ -19,6 +19,9 @@ from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.weights.packing import PARTS, format_name, spelt, units_of
 from g4spec.runtime.cuda.weights.samples import ALIKE, COMPILED, SAMPLES
 
+MAX_GRID_Y = 65535
+"""Maximum of the second dimension of a CUDA grid."""
+
 FILE_TYPES = tuple(PARTS)
 """Quantized types that kernels read in the file's order (portable.cu)."""
 
@@ -81,15 +84,19 @@ def dequantize(weight: Weight, out: torch.Tensor) -> None:
     groups = -(-weight.rows // PACK_ROWS)
     count, units = weight.data.shape[:2]
     assert count == weight.matrices * groups, (weight.data.shape, weight)
-    launch.kernel("dequant.cu", instance(weight.type, weight.columns // units, out.dtype))(
-        (units, count),
-        DEQUANT_THREADS,
-        packed=weight.data,
-        out=out,
-        rows=weight.rows,
-        groups=groups,
-        pdl=False,
-    )
+    kernel = launch.kernel("dequant.cu", instance(weight.type, weight.columns // units, out.dtype))
+    most = MAX_GRID_Y // groups
+    for first in range(0, weight.matrices, most):
+        n = min(most, weight.matrices - first)
+        kernel(
+            (units, n * groups),
+            DEQUANT_THREADS,
+            packed=weight.data[first * groups : (first + n) * groups],
+            out=out[first * weight.rows : (first + n) * weight.rows],
+            rows=weight.rows,
+            groups=groups,
+            pdl=False,
+        )
 
 
 def plain(weight: Weight) -> torch.Tensor:
