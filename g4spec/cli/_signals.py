@@ -40,9 +40,9 @@ def handled() -> Iterator[None]:
     try:
         yield
     except Exception:
-        if not received():
-            raise
-        _raise(_received[0])
+        if received():
+            _raise(_received[0])
+        raise
     finally:
         _end_at_once()  # nothing is left to clean up
 
