@@ -52,16 +52,16 @@ def note(rows: Rows, part: str, what: str, why: str | None) -> None:
 
 
 def targets(kind: str, folder: Path, rows: Rows) -> None:
-    for what, write in hostile.broken_targets(hostile.made(folder, hostile.KINDS[kind])):
+    for what, write in hostile.broken_targets(hostile.write_target(folder, hostile.KINDS[kind])):
         path = write(folder / "broken.gguf")
         wrong = hostile.refused(partial(hostile.load_target, path))
         note(rows, f"malformed target, {kind}", what, wrong)
 
 
 def drafts(kind: str, folder: Path, rows: Rows) -> None:
-    target = hostile.made(folder, hostile.KINDS["dense"])
+    target = hostile.write_target(folder, hostile.KINDS["dense"])
     engine = hostile.load_target(target)
-    source = hostile.made_draft(folder, family.DRAFTS[kind])
+    source = hostile.write_draft(folder, family.DRAFTS[kind])
     for what, write in hostile.broken_drafts(kind, source):
         path = write(folder / "broken.gguf")
         load = partial(hostile.build, path, engine.backend, engine.target)
@@ -72,14 +72,14 @@ def drafts(kind: str, folder: Path, rows: Rows) -> None:
 
 
 def odd_target(kind: str, folder: Path, rows: Rows) -> None:
-    target = hostile.made(folder, hostile.ODD_TARGETS[kind])
+    target = hostile.write_target(folder, hostile.ODD_TARGETS[kind])
     cache, near = hostile.CACHE.get(kind, "f16"), hostile.NEAR.get(kind, 0.05)
     note(rows, "unusual target", kind, tried(hostile.wrong_text, target, None, cache, near))
 
 
 def odd_draft(kind: str, folder: Path, rows: Rows) -> None:
-    target = hostile.made(folder, hostile.ON.get(kind, {}))
-    draft = hostile.made_draft(folder, hostile.ODD_DRAFTS[kind])
+    target = hostile.write_target(folder, hostile.ON.get(kind, {}))
+    draft = hostile.write_draft(folder, hostile.ODD_DRAFTS[kind])
     note(rows, "unusual draft", kind, tried(hostile.wrong_text, target, draft))
 
 

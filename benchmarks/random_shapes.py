@@ -78,10 +78,10 @@ def outcome(folder: Path, draw: random.Random) -> tuple[str, dict[str, Any]]:
     type, cache = draw.choice(TYPES), draw.choice(["f16", "q8_0"] if whole else ["f16"])
     case = {"target": at, "type": type, "cache": cache, "draft": kind}
     try:
-        target = hostile.made(folder, at, type)
+        target = hostile.write_target(folder, at, type)
         wrong = hostile.wrong_text(target, None, cache, NEAR[cache])
         if wrong is None:
-            draft = hostile.made_draft(folder, family.DRAFTS[kind])
+            draft = hostile.write_draft(folder, family.DRAFTS[kind])
             wrong = hostile.wrong_text(target, draft, cache)
     except (InputError, UsageError) as refused:
         return "refused", case | {"message": str(refused)}

@@ -41,7 +41,7 @@ from tests.server.running_server import Served
 TINY = Path(__file__).resolve().parents[1] / "examples" / "tiny"
 SLOTS = 4
 PHASES = ("queued", "prefill", "mid-draft", "mid-call")
-BYSTANDER = RandomRequest(
+CONCURRENT = RandomRequest(
     RAW,
     {
         "prompt": "def main(",
@@ -122,7 +122,7 @@ async def batch(
     """Let `count` clients disconnect in a phase while another client requests a text."""
     out: Counter[str] = Counter()
     async with httpx.AsyncClient(base_url=served.url, timeout=None) as client:
-        asked = asyncio.ensure_future(ask(client, BYSTANDER))
+        asked = asyncio.ensure_future(ask(client, CONCURRENT))
         links = []
         for _ in range(count):
             path, body = request(phase, rng)
@@ -143,7 +143,7 @@ async def aborts(served: Served, count: int, rng: random.Random) -> dict[str, An
     engine = served.engine
     free, wrong = engine.pool.n_free, []
     async with httpx.AsyncClient(base_url=served.url, timeout=None) as client:
-        wanted = await ask(client, BYSTANDER)
+        wanted = await ask(client, CONCURRENT)
     total: Counter[str] = Counter()
     by: dict[str, Counter[str]] = {phase: Counter() for phase in PHASES}
     turn, longest = 0, 0.0

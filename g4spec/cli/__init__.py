@@ -95,7 +95,7 @@ def run(argv: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except (G4Error, CLICK_ERROR, ImportError, MemoryError, OSError, RuntimeError) as problem:
-        error = as_error(problem)
+        error = None if _signals.received() else as_error(problem)
         if error is None:
             raise
         return render.error(str(error), error.exit_code, json=json)

@@ -19,12 +19,19 @@ from g4spec.cli import render
 from g4spec.errors import InputError
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
+_received: list[int] = []
+"""The signal that is unwinding the command, if any."""
 _REPORTED = threading.Lock()
 
 
 @contextmanager
 def handled() -> Iterator[None]:
-    """Raise an exception at the first signal in this block; later ones end the process at once."""
+    """Raise an exception at the first signal in this block; later ones end the process at once.
+
+    An extension module may replace that exception by one of its own (a signal in a callback from
+    Rust became a TypeError); it is replaced back.
+    """
+    _received.clear()
     for number in NUMBERS:
         signal.signal(number, _unwind)
     sys.unraisablehook = _unraisable
@@ -32,8 +39,17 @@ def handled() -> Iterator[None]:
         ctypes.CDLL(None).signal(signal.SIGBUS, _BUS_HANDLER)
     try:
         yield
+    except Exception:
+        if received():
+            _raise(_received[0])
+        raise
     finally:
         _end_at_once()  # nothing is left to clean up
+
+
+def received() -> bool:
+    """Return whether a signal is unwinding the command."""
+    return bool(_received)
 
 
 def _truncated(number: int) -> None:
@@ -66,9 +82,14 @@ def _unwind(number: int, frame: object) -> NoReturn:
     A second signal ends the process at once; the next run removes what is left.
     """
     _end_at_once()
+    _received.append(number)
+    _raise(number)
+
+
+def _raise(number: int) -> NoReturn:
     if number == signal.SIGTERM:
-        sys.exit(128 + number)
-    raise KeyboardInterrupt
+        raise SystemExit(128 + number) from None
+    raise KeyboardInterrupt from None
 
 
 def _end_at_once() -> None:

@@ -221,7 +221,7 @@ def parse_gguf(
         f"blk.{i}.attn_v.weight" in tensors for i, s in enumerate(sliding) if not s
     )
     return Config(
-        n_vocab=tensors.get("token_embd.weight", (0, 0))[0],
+        n_vocab=(tensors.get("token_embd.weight") or (0,))[0],
         n_embd=f.positive("embedding_length"),
         n_ctx=f.positive("context_length"),
         eps=f.get(float, "attention.layer_norm_rms_epsilon"),

@@ -41,7 +41,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("table", kinds.TABLES)
-def test_tables_of_checkpoints_know_every_kind(table: str, target: Path, tmp_path: Path) -> None:
+def test_tables_of_checkpoints_have_every_kind(table: str, target: Path, tmp_path: Path) -> None:
     missing: dict[str, ModuleType] = dict(DRAFTS)
     on = gemma4.parse_hf(build.checkpoint(target))
     for i, (make, options) in enumerate(kinds.TABLES[table]):
@@ -57,7 +57,7 @@ def test_tables_of_checkpoints_know_every_kind(table: str, target: Path, tmp_pat
     assert not missing, f"kinds.{table} makes no checkpoint of {list(missing)}"
 
 
-def test_engines_in_memory_know_every_kind() -> None:
+def test_engines_in_memory_have_every_kind() -> None:
     on = memory_engine.target()
     made = {type(make(on)) for make in memory_engine.DRAFTS.values()}
     assert made == {kind.Drafter for kind in DRAFTS.values()} | {ngram.Drafter}

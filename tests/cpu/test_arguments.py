@@ -156,7 +156,7 @@ def test_wrong_options_are_reported_before_torch_is_imported(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("line", ["generate -m {} -p x", "inspect {}", "generate -m x -f {}"])
-def test_empty_texts_are_no_files(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_texts_are_not_files(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run([word.format("") for word in line.split()]) == 2
     assert "is an empty text" in capsys.readouterr().err
 
@@ -215,7 +215,7 @@ def test_sizes_of_chunks(
     assert message in capsys.readouterr().err
 
 
-def test_help_needs_no_valid_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_ignores_other_invalid_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["generate", "word", "--nope", "-h"]) == 0
     assert capsys.readouterr().out.startswith("Usage: g4spec generate")
 

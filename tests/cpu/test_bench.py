@@ -147,7 +147,7 @@ def test_wrong_lengths(text: str) -> None:
         draft_lengths.parse_lengths(text, MAX_DRAFT)
 
 
-def test_repetition_knows_loops() -> None:
+def test_repetition_detects_loops() -> None:
     assert bench.repetition(list(range(200))) == 0
     assert bench.repetition([1, 2, 3, 4, 5] * 20) == 1
     assert bench.repetition([*range(100), *([7, 8, 9] * 40)]) > 0.9  # late loops too
@@ -184,7 +184,7 @@ def test_an_answer_of_one_token_does_not_count() -> None:
     assert alone.tokens_per_second == 0 and alone.ratio == 0
 
 
-def made(
+def make_row(
     length: object, ratio: float, scatter: float = 0.0, category: str = "code"
 ) -> bench.SweepRow:
     row = bench_result.row(category, 4 if length == "auto" else length, 0.5)
@@ -200,7 +200,9 @@ def made(
 
 
 def test_recommends_the_fastest_length() -> None:
-    advice = recommend([made(0, 1.0), made(2, 1.5), made(4, 2.0), made("auto", 1.9)])
+    advice = recommend(
+        [make_row(0, 1.0), make_row(2, 1.5), make_row(4, 2.0), make_row("auto", 1.9)]
+    )
     assert advice.lengths == {"code": 4} and advice.auto["code"] == pytest.approx(0.95)
     assert advice.words == "Draft 4 for code." and "reaches 95% of the best" in advice.auto_words
 
@@ -208,14 +210,14 @@ def test_recommends_the_fastest_length() -> None:
 def test_auto_is_recommended_where_it_was_fastest() -> None:
     """A headline once named length 7 at 4.2 times plain while auto reached 5.4."""
     maths = [
-        made(0, 1.0, category="maths"),
-        made(7, 4.2, category="maths"),
-        made("auto", 5.4, category="maths"),
+        make_row(0, 1.0, category="maths"),
+        make_row(7, 4.2, category="maths"),
+        make_row("auto", 5.4, category="maths"),
     ]
-    advice = recommend([made(0, 1.0), made(4, 2.0), made("auto", 1.9), *maths], 7)
+    advice = recommend([make_row(0, 1.0), make_row(4, 2.0), make_row("auto", 1.9), *maths], 7)
     assert advice.lengths == {"code": 4, "maths": "auto"}
     assert "4 for code" in advice.words and "auto for maths" in advice.words
-    noisy = recommend([made(0, 1.0), made(4, 2.0), made("auto", 2.2, scatter=0.2)])
+    noisy = recommend([make_row(0, 1.0), make_row(4, 2.0), make_row("auto", 2.2, scatter=0.2)])
     assert noisy.lengths == {"code": "auto"} and noisy.ties == {"code": [4]}
     assert noisy.tie_words == (
         "4 and auto are equal within the scatter for code; auto is recommended because its median "
@@ -224,11 +226,11 @@ def test_auto_is_recommended_where_it_was_fastest() -> None:
 
 
 def test_recommendation_says_if_the_longest_draft_was_best() -> None:
-    rows = [made(0, 1.0), made(4, 2.0), made(7, 2.5), made("auto", 2.7)]
+    rows = [make_row(0, 1.0), make_row(4, 2.0), make_row(7, 2.5), make_row("auto", 2.7)]
     assert recommend(rows, 15).unmeasured == {"code": 7}
     assert "--draft-max sweep" in recommend(rows, 15).words
     assert recommend(rows, 7).unmeasured == {}, "the draft ends there"
-    assert recommend([*rows, made(12, 2.1)], 15).unmeasured == {}, "past its maximum"
+    assert recommend([*rows, make_row(12, 2.1)], 15).unmeasured == {}, "past its maximum"
 
 
 def test_the_demo_sweeps_to_the_block_of_its_draft() -> None:
@@ -239,39 +241,44 @@ def test_the_demo_sweeps_to_the_block_of_its_draft() -> None:
 
 
 def test_the_fastest_median_is_recommended_and_ties_are_named() -> None:
-    near = recommend([made(0, 1.0), made(2, 1.97), made(4, 2.0)])
+    near = recommend([make_row(0, 1.0), make_row(2, 1.97), make_row(4, 2.0)])
     assert near.lengths == {"code": 4} and near.ties == {"code": [2]}
-    scattered = [made(0, 1.0), made(2, 1.7), made(4, 2.0, scatter=0.2), made(5, 1.5, scatter=0.4)]
+    scattered = [
+        make_row(0, 1.0),
+        make_row(2, 1.7),
+        make_row(4, 2.0, scatter=0.2),
+        make_row(5, 1.5, scatter=0.4),
+    ]
     advice = recommend(scattered)
     assert advice.lengths == {"code": 4} and advice.ties == {"code": [2, 5]}
     assert advice.tie_words == (
         "2, 4 and 5 are equal within the scatter for code; 4 is recommended because its median is "
         "the highest."
     )
-    same = recommend([made(0, 1.0), made(2, 2.0), made(4, 2.0), made("auto", 2.0)])
+    same = recommend([make_row(0, 1.0), make_row(2, 2.0), make_row(4, 2.0), make_row("auto", 2.0)])
     assert same.lengths == {"code": 2}
     assert same.tie_words.endswith("2 is recommended because it drafts the fewest tokens.")
-    little = recommend([made(0, 1.0), made(2, 1.015)])
+    little = recommend([make_row(0, 1.0), make_row(2, 1.015)])
     assert little.lengths == {"code": 2}
     assert little.tie_words.startswith("no draft and 2 are equal within the scatter for code;")
-    assert recommend([made(0, 1.0), made(2, 1.5), made(4, 2.0)]).tie_words == ""
+    assert recommend([make_row(0, 1.0), make_row(2, 1.5), make_row(4, 2.0)]).tie_words == ""
 
 
 def test_without_a_fixed_length_none_is_recommended() -> None:
-    advice = recommend([made(0, 1.0), made("auto", 1.9)])
+    advice = recommend([make_row(0, 1.0), make_row("auto", 1.9)])
     assert advice.lengths == advice.auto == {} and not advice.auto_words
     assert advice.words == "Only auto was measured: 1.90 x plain."
-    chat = [made(0, 1.0, category="chat"), made("auto", 1.1, category="chat")]
-    words = recommend([made(0, 1.0), made("auto", 1.9), *chat]).words
+    chat = [make_row(0, 1.0, category="chat"), make_row("auto", 1.1, category="chat")]
+    words = recommend([make_row(0, 1.0), make_row("auto", 1.9), *chat]).words
     assert words == "Only auto was measured: 1.50 x plain on average, at least 1.10 (chat)."
 
 
 def test_recommendation_names_categories_without_gain() -> None:
-    chat = [made(0, 1.0, category="chat"), made(4, 0.7, category="chat")]
-    rows = [made(0, 1.0), made(4, 2.0), *chat]
+    chat = [make_row(0, 1.0, category="chat"), make_row(4, 0.7, category="chat")]
+    rows = [make_row(0, 1.0), make_row(4, 2.0), *chat]
     assert recommend(rows).words == "Draft 4 for code. No draft for chat: it gains nothing there."
     assert recommend(rows[:1]).words == "Only plain decoding was measured."
-    plain = [made(0, 1.0), made(0, 1.0, category="chat"), made(0, 1.0, category="all")]
+    plain = [make_row(0, 1.0), make_row(0, 1.0, category="chat"), make_row(0, 1.0, category="all")]
     assert recommend(plain).words == "Only plain decoding was measured."
     assert "gains nothing on any" in recommend(chat).words
     everywhere = recommend([*rows[:2], *(replace(r, category="chat") for r in rows[:2])])

@@ -122,7 +122,7 @@ def test_read_refuses_other_files(
         read_result(path)
 
 
-def test_settings_that_took_no_time_or_are_in_one_file_alone(pair: tuple[Data, Data]) -> None:
+def test_settings_without_time_or_in_only_one_file(pair: tuple[Data, Data]) -> None:
     old, new = pair
     for row in new["rows"][1:]:
         row.update(tokens_per_second=0.0, spread=[0.0, 0.0])

@@ -159,7 +159,7 @@ def test_a_local_path_wins_with_a_note(served: Hub) -> None:
 # ---- what is fetched
 
 
-def test_only_what_is_needed_is_fetched(served: Hub) -> None:
+def test_only_needed_files_are_fetched(served: Hub) -> None:
     folder = get("org/draft")
     assert set(served.downloads()) == {
         "config.json",
@@ -256,7 +256,7 @@ def test_offline(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     served.seen.clear()
     assert get("org/draft") == folder and get("org/two:sub/target.gguf") == file
-    assert get("org/two").name == SHA  # one of its files is there, in a folder
+    assert get("org/two").name == SHA  # it has one file, in a folder
     refused("org/one", EnvironmentProblem, "not in the cache.*HF_HUB_OFFLINE")
     refused("org/one:x.gguf", EnvironmentProblem, "not in the cache.*HF_HUB_OFFLINE")
     assert not served.seen

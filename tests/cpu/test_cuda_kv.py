@@ -42,7 +42,7 @@ def test_q8_0_stores_the_numbers_of_the_format(spread: float) -> None:
     assert torch.equal(kv.dequantize(codes, scales), decoded)
 
 
-def made(shape: CacheShape, kind: kv.Kind, n_ctx: int = 4096, slots: int = 3) -> CudaKV:
+def make_cache(shape: CacheShape, kind: kv.Kind, n_ctx: int = 4096, slots: int = 3) -> CudaKV:
     """Return a cache whose pages are in a shuffled order; the last slot has none."""
     return CudaKV(shape, spread(slots, n_ctx, device="cpu"), 5, kind)
 
@@ -53,7 +53,7 @@ def randn(*shape: int, seed: int = 2) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_ring_keeps_its_window_and_has_nan_in_unwritten_slots(kind: kv.Kind) -> None:
-    cache = made(CacheShape(2, 32, 100), kind)
+    cache = make_cache(CacheShape(2, 32, 100), kind)
     assert cache.capacity == 128  # 100 + 16, in tiles of 128
     assert cache.keys.shape == (4, 2, 128, 32)
     rows = randn(300, 2, 32)
@@ -72,7 +72,7 @@ def test_a_ring_keeps_its_window_and_has_nan_in_unwritten_slots(kind: kv.Kind) -
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pages_keep_everything_of_every_slot(kind: kv.Kind) -> None:
-    cache, rows = made(CacheShape(2, 32, None), kind, n_ctx=500), randn(3, 400, 2, 32)
+    cache, rows = make_cache(CacheShape(2, 32, None), kind, n_ctx=500), randn(3, 400, 2, 32)
     assert cache.keys.shape == (3 * 5 + 1, 2, PAGE, 32) and cache.positions == 5 * PAGE
     for start in range(0, 400, 40):
         batch = rows_of([(slot, start, 40) for slot in (2, 0, 1)], "cpu")
@@ -87,7 +87,7 @@ def test_pages_keep_everything_of_every_slot(kind: kv.Kind) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_without_a_page_go_to_the_spare_page(kind: kv.Kind) -> None:
     """These are rows of a slot without pages and rows before position 0."""
-    cache = made(CacheShape(1, 32, None), kind, n_ctx=500)
+    cache = make_cache(CacheShape(1, 32, None), kind, n_ctx=500)
     batch = rows_of([(3, 0, 3), (3, 300, 2), (1, -1, 1)], "cpu")
     cache.append(batch.slots, batch.positions, *randn(2, 6, 1, 32))
     held = cache.key_scales if kind == "q8_0" else cache.keys
@@ -97,7 +97,10 @@ def test_rows_without_a_page_go_to_the_spare_page(kind: kv.Kind) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("end", [3, 90, 301])
 def test_a_ring_restored_into_another_slot(kind: kv.Kind, end: int) -> None:
-    cache, other = made(CacheShape(2, 64, 100), kind), made(CacheShape(2, 64, 100), kind)
+    cache, other = (
+        make_cache(CacheShape(2, 64, 100), kind),
+        make_cache(CacheShape(2, 64, 100), kind),
+    )
     for start in range(0, end, 10):
         batch = rows_of([(2, start, min(10, end - start))], "cpu")
         cache.append(batch.slots, batch.positions, *randn(2, len(batch), 2, 64, seed=start))
@@ -116,7 +119,7 @@ def test_values_share_the_unrotated_part_of_keys(kind: kv.Kind) -> None:
     values, weight = randn(9, 2, 512, seed=3), 1 + torch.rand(512)
     keys = values * weight
     keys.view(9, 2, 2, 256)[..., :64] = randn(9, 2, 2, 64, seed=4)
-    cache = made(CacheShape(2, 512, None, 64), kind, n_ctx=256)
+    cache = make_cache(CacheShape(2, 512, None, 64), kind, n_ctx=256)
     batch = rows_of([(1, 100, 9)], "cpu")
     cache.append(batch.slots, batch.positions, keys, values)
     read, stored = cache.read(1, 100, 108)  # a cache without the weight

@@ -23,7 +23,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.target(tmp_path_factory.mktemp("made") / "target")
 
 
-def made(target: Path, work: Path, **values: Any) -> GGUF:
+def converted(target: Path, work: Path, **values: Any) -> GGUF:
     """Return the converted draft with these settings; `dflash_config__x` sets a nested one."""
     draft = edit(tiny.zlab_dflash(work / "draft", target), **values)
     convert(draft, work / "draft.gguf", target=target)
@@ -44,7 +44,7 @@ CAUSALITY: dict[str, tuple[dict[str, Any], bool | None]] = {
 @pytest.mark.parametrize("name", CAUSALITY)
 def test_causality_is_read_from_the_configuration(target: Path, tmp_path: Path, name: str) -> None:
     values, wanted = CAUSALITY[name]
-    with made(target, tmp_path, **values) as file:
+    with converted(target, tmp_path, **values) as file:
         sliding = file.get(PATTERN)
         assert True in sliding and False in sliding
         assert file.get(CAUSAL) == (sliding if wanted is None else [wanted] * len(sliding))
@@ -52,7 +52,7 @@ def test_causality_is_read_from_the_configuration(target: Path, tmp_path: Path, 
 
 def test_use_swa_makes_all_layers_slide(target: Path, tmp_path: Path) -> None:
     values = {"dflash_config__use_swa": True, "dflash_config__swa_window_size": 24}
-    with made(target, tmp_path, **values) as file:
+    with converted(target, tmp_path, **values) as file:
         assert file.get(WINDOW) == 24
         assert all(file.get(PATTERN))
         assert all(file.get(CAUSAL))
@@ -70,7 +70,7 @@ def test_use_swa_makes_all_layers_slide(target: Path, tmp_path: Path) -> None:
 def test_the_embedding_scale_is_the_configured_one(
     target: Path, tmp_path: Path, values: dict[str, Any], scale: float | None
 ) -> None:
-    with made(target, tmp_path, **values) as file:
+    with converted(target, tmp_path, **values) as file:
         assert file.get("dflash.embedding_scale") == scale
         assert math.isqrt(file.get("dflash.embedding_length")) == 8
 
@@ -91,7 +91,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_unsupported_settings_are_refused_by_name(target: Path, tmp_path: Path, name: str) -> None:
     values, message = REFUSED[name]
     with pytest.raises(InputError, match=message):
-        made(target, tmp_path, **values)
+        converted(target, tmp_path, **values)
 
 
 def test_a_pickled_mask_row_is_named(target: Path, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def doctor(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
 AMPERE = ("2x RTX 3090", "31b", "redhat-dflash")
 
 
-def test_ampere_report_as_it_was() -> None:
+def test_ampere_report() -> None:
     d = ask(*AMPERE, given=("vllm=0.19.2rc1.dev21+g893611813",))
     assert not d.works
     engines = texts(d, "Engines")
@@ -135,7 +135,7 @@ def test_ampere_second_path_llamacpp() -> None:
 # ---- report 2: GB10 alone, and two and four of them
 
 
-def test_spark_as_it_was() -> None:
+def test_spark_report() -> None:
     d = ask("GB10", "31b:fp8", "redhat-dflash", given=("vllm=0.19.2",))
     assert not d.works
     engines = texts(d, "Engines")
@@ -259,7 +259,7 @@ def test_nccl_typo_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- machines that are not in the data
 
 
-def test_unknown_card_says_unknown() -> None:
+def test_an_unknown_card_gives_unknown() -> None:
     machine = Machine((Gpu("NVIDIA Tomorrow 9000", (8, 6), 24 << 30),))
     q = questions.build_question(FACTS, "31b:q4_k_m", "mtp", 8192, None, None, None)
     d = diagnose(FACTS, machine, q)
@@ -447,7 +447,7 @@ def test_a_16_gb_card_gets_what_fits(capsys: pytest.CaptureFixture[str]) -> None
     assert "-m 12b" in every.steps[0]
 
 
-def test_reported_speeds_are_of_this_card_or_say_so() -> None:
+def test_reported_speeds_name_the_card_if_it_is_another() -> None:
     def reported(machine: str, model: str) -> list[str]:
         brief = ask(machine, model).brief
         assert brief is not None and not ask(machine, model).works
@@ -460,7 +460,7 @@ def test_reported_speeds_are_of_this_card_or_say_so() -> None:
 
 
 @pytest.mark.parametrize("machine", ["RTX 4060", "RTX 3090", "RTX 4060 Ti", "2x RTX 3090", "T4"])
-def test_the_overview_marks_a_size_as_its_own_diagnosis_does(machine: str) -> None:
+def test_the_overview_agrees_with_each_diagnosis(machine: str) -> None:
     overview = ask(machine)
     for size in FACTS.all(SizeFact):
         brief, shown = ask(machine, size.id, "mtp").brief, line(overview, "Gemma 4", size.name)
@@ -480,7 +480,7 @@ def test_the_overview_marks_a_size_as_its_own_diagnosis_does(machine: str) -> No
         ("RTX 4070", "26b", None),
     ],
 )
-def test_layers_in_ram_make_up_for_what_is_missing(
+def test_layers_in_ram_replace_missing_gpu_memory(
     machine: str, model: str, draft: str | None
 ) -> None:
     m = questions.build_machine(FACTS, machine, ())

@@ -273,7 +273,7 @@ def test_torch_without_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"torch": "2.13.0", "cuda-core": "1.2.2", "nvidia-cuda-nvrtc": "13.0.88"}, ""),
     ],
 )
-def test_what_own_kernels_need(
+def test_packages_needed_by_g4specs_kernels(
     monkeypatch: pytest.MonkeyPatch, system: System, installed: dict[str, str], message: str
 ) -> None:
     monkeypatch.setattr(machine_probe, "_packages", lambda: installed)
@@ -350,7 +350,7 @@ def test_units() -> None:
         "2x sm_120 32GB",
     ],
 )
-def test_what_is_printed_assumes_the_same_machine(text: str) -> None:
+def test_the_printed_assumption_describes_the_same_machine(text: str) -> None:
     asked = assume(FACTS, text)
     printed = shlex.split(assume_options(asked))
     again = assume(FACTS, printed[1])

@@ -242,7 +242,7 @@ def test_published_ceilings(card: CardFact) -> None:
             assert bandwidth / gb == pytest.approx(figure, rel=0.02, abs=0.6)
 
 
-def test_measured_speeds_lie_in_the_range() -> None:
+def test_measured_speeds_are_in_the_estimated_range() -> None:
     """RTX 3090, 31B: 35 to 37 tokens/s were reported; GB10, 31B FP8: 5.53, and 15.44 with
     DFlash."""
     t = target("31b")
@@ -258,6 +258,6 @@ def test_measured_speeds_lie_in_the_range() -> None:
     assert [r.best for r in made.reports] == [(15.44,)]
 
 
-def test_no_bandwidth_no_estimate() -> None:
+def test_without_a_bandwidth_there_is_no_estimate() -> None:
     t = target("31b")
     assert speed.estimate(FACTS, machine(24), t, None, t.formats[0], "f16", 1024, 1) is None

@@ -62,7 +62,7 @@ def test_the_same_text_and_fewer_drafted_tokens(
     assert g4spec.json(*pair, "--spec-draft-p-min", 0.5)["ids"] == plain["ids"], "length auto"
 
 
-def test_verify_and_bench_take_it_too(g4spec: Cli) -> None:
+def test_verify_and_bench_accept_the_option(g4spec: Cli) -> None:
     pair = ("-m", "target.gguf", "-md", "dspark", "-c", 512, "-n", 8)
     drafted = [
         g4spec.json("verify", *pair, "--cases", 6, "--long-tokens", 64, "--draft-p-min", cut)

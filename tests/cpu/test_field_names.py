@@ -29,7 +29,7 @@ FLAG = re.compile(r"(^|[\s(,])--?(?!inf)[a-z][a-z-]*\b")
 
 
 @pytest.mark.parametrize("path", LIBRARY, ids=[str(p.relative_to(PACKAGE)) for p in LIBRARY])
-def test_the_library_names_no_options(path: Path) -> None:
+def test_library_errors_do_not_name_command_line_options(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in (
             *("UsageError", "InputError", "Unsupported", "EnvironmentProblem"),

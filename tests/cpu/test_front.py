@@ -196,7 +196,7 @@ def test_invalid_threads(argv: tuple[str, ...], g4spec: Cli) -> None:
 # ---- without torch
 
 
-def test_commands_that_need_no_torch(files: tuple[str, str], tmp_path: Path) -> None:
+def test_commands_that_run_without_torch(files: tuple[str, str], tmp_path: Path) -> None:
     folder = tiny.target(tmp_path / "checkpoint")
     made, small = tmp_path / "t.gguf", tmp_path / "s.gguf"
     lines: list[tuple[object, ...]] = [
@@ -237,7 +237,7 @@ def test_commands_that_need_no_torch(files: tuple[str, str], tmp_path: Path) -> 
         ("chat",),
     ],
 )
-def test_commands_that_need_torch_say_what_to_install(
+def test_commands_that_need_torch_name_the_package_to_install(
     words: tuple[str, ...], files: tuple[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "x").write_text("text")

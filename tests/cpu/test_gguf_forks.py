@@ -48,14 +48,14 @@ def test_several_tensors_single_out_a_fork(tmp_path: Path) -> None:
         GGUF(write(tmp_path / "a.gguf", types))
 
 
-def test_a_size_that_no_type_has(tmp_path: Path) -> None:
+def test_a_size_that_matches_no_type(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="no known type"):
         GGUF(write(tmp_path / "a.gguf", [(42, 32, 20), (0, 1, 4)]))
     with pytest.raises(Unsupported, match="no known type"):
         GGUF(write(tmp_path / "b.gguf", [(99, 32, 20)]))
 
 
-def test_impossible_offsets_are_no_crash(tmp_path: Path) -> None:
+def test_impossible_offsets_do_not_crash(tmp_path: Path) -> None:
     entries = (tensor(b"a", (256,), 42, 1 << 62), tensor(b"b", (256,), 42, 0))
     with pytest.raises(Unsupported):
         GGUF(file(tmp_path / "a.gguf", tensors=entries, data=bytes(72)))

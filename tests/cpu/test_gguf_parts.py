@@ -51,7 +51,7 @@ def rekeyed(path: Path, **changed: Value | None) -> None:
     write(path, kv, data)
 
 
-def test_parts_hold_what_the_file_holds(whole: Path, split: list[Path]) -> None:
+def test_parts_have_the_content_of_the_file(whole: Path, split: list[Path]) -> None:
     assert len(split) > 3 and all(p.stat().st_size <= LIMIT for p in split)
     assert [p.name for p in split] == [
         parts.part_name("t", i, len(split)) for i in range(len(split))
@@ -116,7 +116,7 @@ def test_parts_of_gguf_py_open(tmp_path: Path) -> None:
         ("truncated", r"00002-of.*beyond the end"),
     ],
 )
-def test_what_does_not_fit_together_is_named(broken: str, says: str, split: list[Path]) -> None:
+def test_mismatched_parts_are_named(broken: str, says: str, split: list[Path]) -> None:
     path = split[0]
     if "missing" in broken:
         split[1].unlink()

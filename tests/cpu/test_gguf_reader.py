@@ -211,7 +211,7 @@ def test_refuses(name: str, tmp_path: Path) -> None:
     assert str(path) in str(e.value)
 
 
-def test_refuses_what_is_no_file(tmp_path: Path) -> None:
+def test_refuses_paths_that_are_not_files(tmp_path: Path) -> None:
     (tmp_path / "short").write_bytes(b"GGUF")
     (tmp_path / "text").write_bytes(b"hello, this is no GGUF file")
     for name, says in (

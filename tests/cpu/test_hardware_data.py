@@ -31,7 +31,7 @@ def known() -> Facts:
     return facts()
 
 
-def test_every_row_says_something(known: Facts) -> None:
+def test_every_row_has_content(known: Facts) -> None:
     silent = (
         rows.CardFact,
         rows.CapabilityFact,
@@ -153,7 +153,7 @@ def test_a_bad_row_is_refused(raw: dict[str, Any], words: str) -> None:
         loader.parse({"note": [raw]}, "test.toml")
 
 
-def test_a_good_row_is_taken() -> None:
+def test_a_valid_row_is_accepted() -> None:
     (made,) = loader.parse({"note": [row(versions=">=0.24,<0.33")]}, "test.toml")
     assert isinstance(made, rows.NoteFact) and made.source == ("https://a.example/b",)
 

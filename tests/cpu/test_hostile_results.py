@@ -158,6 +158,25 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return disk_cache.folder()
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_whose_exception_an_extension_replaced(
+    number: int, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SIGTERM while Rust read the merges became a TypeError with a traceback."""
+
+    def interrupted() -> None:
+        try:
+            signal.raise_signal(number)
+        except (KeyboardInterrupt, SystemExit):
+            raise RuntimeError("failed to extract") from None
+
+    monkeypatch.setattr(cli, "app", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == code
+    assert not capsys.readouterr().err
+
+
 def test_ctrl_c_before_the_command_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(name: str | None) -> None:
         raise KeyboardInterrupt

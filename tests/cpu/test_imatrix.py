@@ -23,7 +23,7 @@ WEIGHTED = [name for name in quant.writable_names() if quant.get(name).weighted]
 EXPERTS = {"hidden": 256, "inter": 256, "experts": 4, "expert_inter": 256}
 
 
-def of(path: Path) -> Imatrix:
+def imatrix_of(path: Path) -> Imatrix:
     """Return an imatrix with random entries for every matrix of a target."""
     rng = np.random.default_rng(3)
     with GGUF(path) as g:
@@ -45,7 +45,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_file_is_read_as_it_was_written_and_by_gguf_py(tmp_path: Path, source: Path) -> None:
-    made, path = of(source), tmp_path / "i.gguf"
+    made, path = imatrix_of(source), tmp_path / "i.gguf"
     imatrix.save(path, made)
     got = imatrix.read(path)
     assert (got.chunks, got.chunk_size, list(got.datasets)) == (1, 512, ["text.txt"])
@@ -203,7 +203,7 @@ def test_mixes_choose_as_upstream_with_an_imatrix(kind: str, tmp_path: Path) -> 
         type="f16",
     )
     for mix, wanted in observed[kind].items():
-        plan = quantize(path, tmp_path / "x", mix, importance=of(path), dry_run=True).plan
+        plan = quantize(path, tmp_path / "x", mix, importance=imatrix_of(path), dry_run=True).plan
         expected = {
             f"blk.{i}.{part}.weight" if i else f"{part}.weight": form.upper()
             for form, parts in wanted.items()
@@ -215,7 +215,7 @@ def test_mixes_choose_as_upstream_with_an_imatrix(kind: str, tmp_path: Path) -> 
 
 
 def test_quantize_weighs_each_experts_columns(source: Path, tmp_path: Path) -> None:
-    found, out, plain = of(source), tmp_path / "out.gguf", tmp_path / "plain.gguf"
+    found, out, plain = imatrix_of(source), tmp_path / "out.gguf", tmp_path / "plain.gguf"
     result = quantize(source, out, "q4_k_s", importance=found)
     assert result.notes == []
     quantize(source, plain, "q4_k_s")
@@ -235,7 +235,7 @@ def test_quantize_weighs_each_experts_columns(source: Path, tmp_path: Path) -> N
 
 
 def test_an_imatrix_of_another_model_is_refused(source: Path, tmp_path: Path) -> None:
-    found = of(source)
+    found = imatrix_of(source)
     other = Imatrix({f"x.{n}": e for n, e in found.entries.items()}, 1, 512, [], "other.gguf")
     with pytest.raises(InputError, match=r"other.gguf: no entry for any matrix.*blk.0"):
         quantize(source, tmp_path / "x.gguf", "q4_0", importance=other)
@@ -257,7 +257,7 @@ def test_an_imatrix_of_another_model_is_refused(source: Path, tmp_path: Path) ->
 
 def test_on_the_command_line(source: Path, tmp_path: Path) -> None:
     path, out = tmp_path / "i.gguf", tmp_path / "o.gguf"
-    imatrix.save(path, of(source))
+    imatrix.save(path, imatrix_of(source))
     line = ["quantize", str(source), str(out), "--type", "q4_0", "--quiet"]
     assert cli.run([*line, "--imatrix", str(path)]) == 0
     with GGUF(out) as g:

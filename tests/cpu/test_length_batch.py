@@ -99,7 +99,7 @@ class Simulation:
     table: Table
     padded: bool = False
     ahead: bool = False
-    slower: Callable[[], float] = lambda: 1.0  # drafted cycles over what is predicted
+    slower: Callable[[], float] = lambda: 1.0  # measured over predicted time of drafted cycles
     most: int = MAX_DRAFT
     live: list[SimulatedText] = field(default_factory=list)
     bill: OverheadTracker = field(default_factory=OverheadTracker)

@@ -150,7 +150,7 @@ def test_a_step_chooses_as_single_steps_do(
     logits, position = rows(seed, count), 1000 + len(output)
     want = one_by_one(logits, position, sampler, output, masked)
     drafted = want[: count - 1]
-    if right < len(drafted):  # the first `right` tokens of the draft hold
+    if right < len(drafted):  # the first `right` tokens of the draft are accepted
         drafted[right] = (drafted[right] + 1) % V
         drafted[right + 1 :] = [0] * len(drafted[right + 1 :])
     kept, before = history(output), logits.clone()

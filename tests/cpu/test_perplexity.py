@@ -162,7 +162,7 @@ def test_a_cache_type_rounds_keys_and_values_on_a_cpu(kind: str) -> None:
     assert bool(kv.read(0, 0, 0)[0].isnan().all())  # which the logits show
 
 
-def test_the_engine_takes_the_cache_type(
+def test_the_engine_uses_the_cache_type(
     trained: Path, engine: Engine, parts: list[list[int]]
 ) -> None:
     whole, errors = text_chunks.read_chunk(engine, parts[0][:64]), []

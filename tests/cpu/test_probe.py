@@ -57,7 +57,7 @@ def test_no_setting_improves_a_correct_draft(family: Path, monkeypatch: Any) -> 
 
 
 @pytest.mark.parametrize("after", [0, 1, 3, 5])
-def test_ctrl_c_shows_what_was_measured(
+def test_ctrl_c_shows_partial_results(
     family: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str], after: int
 ) -> None:
     """Each file is probed with 3 texts; Ctrl-C comes after `after` of them."""

@@ -39,7 +39,7 @@ EDGES = st.one_of(
 )
 
 
-def theirs(x: np.ndarray, name: str) -> np.ndarray:
+def reference_bytes(x: np.ndarray, name: str) -> np.ndarray:
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
         return np.ascontiguousarray(oracle.quants.quantize(x, TYPES[name])).view(np.uint8)
@@ -119,7 +119,7 @@ def test_discovery() -> None:
 @given(x=arrays(np.float32, (3, 64), elements=NARROW))
 def test_bytes_equal_gguf_py(name: str, x: np.ndarray) -> None:
     ours = quant.get(name).quantize(x)
-    assert np.array_equal(ours, theirs(x, name))
+    assert np.array_equal(ours, reference_bytes(x, name))
     kind = {"f32": "<f4", "f16": "<f2"}.get(name, "u1")
     expected = oracle.quants.dequantize(np.ascontiguousarray(ours).view(kind), TYPES[name])
     assert np.array_equal(quant.get(name).dequantize(ours), expected)
@@ -128,7 +128,7 @@ def test_bytes_equal_gguf_py(name: str, x: np.ndarray) -> None:
 @settings(max_examples=100, deadline=None)
 @given(x=arrays(np.float32, (2, 32), elements=ANY))
 def test_q8_0_bytes_over_the_whole_range(x: np.ndarray) -> None:
-    assert np.array_equal(quant.get("q8_0").quantize(x), theirs(x, "q8_0"))
+    assert np.array_equal(quant.get("q8_0").quantize(x), reference_bytes(x, "q8_0"))
 
 
 @pytest.mark.parametrize("name", list(GOLDEN))
@@ -178,7 +178,7 @@ def test_blocks_are_judged_by_their_factors(name: str) -> None:
         total = factors.sum(axis=0).astype(float)
     good = np.isfinite(factors).all(axis=0)
     assert good.mean() > 0.9 and np.isfinite(values[good]).all()
-    # A minimum is subtracted besides, and Q8_0 may hold -128 in files of others.
+    # Types with a minimum subtract it, too, and Q8_0 files of other programs may contain -128.
     allowed = total[good] * form.factors.max_multiplier
     assert (values[good] <= 1.01 * allowed).all()
     assert (values[good] >= 0.5 * allowed / len(factors)).mean() > 0.02
@@ -263,7 +263,7 @@ def test_q8_0_rounds_halves_away_from_zero_by_the_unrounded_scale() -> None:
     x[:6] = 127, 0.5, -0.5, 2.5, np.nextafter(np.float32(0.5), np.float32(0)), -126.5
     got = quant.get("q8_0").quantize(x).view(np.int8)[2:]
     assert got[:6].tolist() == [127, 1, -1, 3, 0, -127]
-    # amax / 127 rounds in half precision to a scale that would turn 63 steps into 64.
+    # Half precision rounds amax / 127 to a scale with which 63 steps would become 64.
     x = np.float32(0.9999) * np.arange(32, dtype=np.float32)
     c = [int(np.floor(abs(v) + 0.5)) for v in x * (np.float32(1) / (x.max() / np.float32(127)))]
     assert quant.get("q8_0").quantize(x).view(np.int8)[2:].tolist() == c
@@ -272,7 +272,7 @@ def test_q8_0_rounds_halves_away_from_zero_by_the_unrounded_scale() -> None:
 def test_q8_0_of_the_smallest_numbers() -> None:
     for scale in (0.0, 1e-30, 1e-40, 1e-45):
         x = (np.linspace(-1, 1, 32) * scale).astype(np.float32)
-        assert np.array_equal(quant.get("q8_0").quantize(x), theirs(x[None], "q8_0")[0])
+        assert np.array_equal(quant.get("q8_0").quantize(x), reference_bytes(x[None], "q8_0")[0])
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
@@ -350,7 +350,7 @@ def test_row_blocks_give_the_bytes_of_the_whole(name: str) -> None:
 
 
 def test_sizes_equal_gguf_pys_table() -> None:
-    # Known there with another size, or not at all (gguf 0.19.0 is older than the C code).
+    # gguf 0.19.0 is older than the C code: it has another size for these types, or none.
     differs = {"q8_1", "q2_0"}
     for number, (block, size) in oracle.GGML_QUANT_SIZES.items():
         form = quant.by_type(int(number))

@@ -114,7 +114,7 @@ def test_two_3090() -> None:
     }
 
 
-def test_two_3090_as_they_were() -> None:
+def test_two_3090_of_the_report() -> None:
     r = make("vllm", "2x RTX 3090", "31b", "redhat-dflash", given=("vllm=0.19.2rc1",))
     assert not r.works
     what, why, fix = r.blocked[0]
@@ -124,7 +124,7 @@ def test_two_3090_as_they_were() -> None:
     )
 
 
-def test_two_3090_llamacpp_needs_our_converter() -> None:
+def test_two_3090_llamacpp_needs_a_conversion_by_g4spec() -> None:
     r = make("llama.cpp", "2x RTX 3090", "31b:q4_k_m", "redhat-dflash")
     assert any(p.startswith("g4spec convert") for p in r.prepare)
     assert r.prepare[0] == "# put the target here, as a GGUF file: 31b-q4_k_m.gguf"
@@ -146,7 +146,7 @@ def test_gb10() -> None:
     assert "drop_caches" in r.prepare[2]
 
 
-def test_gb10_as_it_was() -> None:
+def test_gb10_of_the_report() -> None:
     r = make("vllm", "GB10", "31b:fp8", "redhat-dflash", given=("vllm=0.19.2",))
     titles = " ".join(b[0] for b in r.blocked)
     assert "cannot run a DFlash draft" in titles and "no FP8 kernels" in titles
@@ -241,7 +241,7 @@ def test_hub_ids_are_passed_to_llamacpp_unchanged() -> None:
         ("mtp", "draft-mtp"),
     ],
 )
-def test_llamacpp_knows_each_kind(draft: str, kind: str) -> None:
+def test_llamacpp_has_a_flag_for_each_kind(draft: str, kind: str) -> None:
     r = make("llama.cpp", "RTX 5090", "31b", draft)
     assert r.works and r.version == "b11739" and f"--spec-type {kind}" in r.commands[0]
     assert not any("DSpark" in what for what, _, _ in r.conditions)
@@ -426,7 +426,7 @@ def test_every_flag_has_a_reason(engine: str) -> None:
 # ---- the command
 
 
-def go(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
+def run_recipe(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
     code = run(["recipe", *args])
     return code, capsys.readouterr().out
 
@@ -434,7 +434,9 @@ def go(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
 def test_output_is_commands_with_comments(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    code, out = go(capsys, "vllm", "--assume", "2x RTX 3090", "-m", "31b", "-md", "redhat-dflash")
+    code, out = run_recipe(
+        capsys, "vllm", "--assume", "2x RTX 3090", "-m", "31b", "-md", "redhat-dflash"
+    )
     assert code == 0
     script = tmp_path / "all.sh"
     script.write_text(out)
@@ -444,21 +446,23 @@ def test_output_is_commands_with_comments(
 
 def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     pair = ("-m", "31b", "-md", "mtp")
-    assert go(capsys, "vllm", "--assume", "2x V100", *pair)[0] == 1
-    assert go(capsys, "ollama", "--assume", "RTX 3090", *pair)[0] == 2
-    assert go(capsys, "vllm", "--assume", "RTX 3090")[0] == 2
-    assert go(capsys, "vllm", "--assume", "2x GB10", "--nodes", "3", *pair)[0] == 2
+    assert run_recipe(capsys, "vllm", "--assume", "2x V100", *pair)[0] == 1
+    assert run_recipe(capsys, "ollama", "--assume", "RTX 3090", *pair)[0] == 2
+    assert run_recipe(capsys, "vllm", "--assume", "RTX 3090")[0] == 2
+    assert run_recipe(capsys, "vllm", "--assume", "2x GB10", "--nodes", "3", *pair)[0] == 2
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out = go(capsys, "vllm", "--assume", "2x GB10", "-m", "31b", "-md", "mtp", "--json")
+    code, out = run_recipe(
+        capsys, "vllm", "--assume", "2x GB10", "-m", "31b", "-md", "mtp", "--json"
+    )
     got = json.loads(out)
     assert code == 0 and len(got["commands"]) == 2
     assert all(f["reason"] and f["fact"] for f in got["flags"])
 
 
 def test_compose(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out = go(
+    code, out = run_recipe(
         capsys, "vllm", "--assume", "2x RTX 3090", "-m", "31b", "-md", "redhat-dflash", "--compose"
     )
     assert code == 0
@@ -479,7 +483,7 @@ def test_compose_keeps_dollars_of_names(
     """Compose replaces `$HOME` by a variable unless the dollar is doubled."""
     tiny.target(tmp_path / "m$HOME")
     monkeypatch.chdir(tmp_path)
-    code, out = go(capsys, "vllm", "--assume", "h200", "-m", "./m$HOME", "--compose")
+    code, out = run_recipe(capsys, "vllm", "--assume", "h200", "-m", "./m$HOME", "--compose")
     assert code == 0 and "m$$HOME" in out and "m$HOME" not in out.replace("$$", "")
 
 
@@ -498,7 +502,7 @@ def test_compose_without_a_known_image() -> None:
 
 
 def test_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _ = go(
+    code, _ = run_recipe(
         capsys,
         "vllm",
         "--assume",

@@ -126,7 +126,7 @@ def test_edits_out_of_range_name_their_option(message: str, kw: dict[str, float]
         Sampler(**kw)  # type: ignore[arg-type]
 
 
-def test_edits_at_their_limits_are_taken() -> None:
+def test_edits_at_their_limits_are_accepted() -> None:
     Sampler(
         logit_bias=((0, -math.inf), (1, -100), (2, 100)),
         repetition_penalty=0.01,

@@ -12,7 +12,7 @@ from g4spec.cli import run
 from g4spec.convert import convert
 from g4spec.gguf import ValueType
 from g4spec.validate import Report, validate
-from tests.support import faults
+from tests.support import faults, tiny, tiny_drafts
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 DRAFTS = ("dflash", "dflash-speculators", "assistant")
@@ -73,6 +73,22 @@ def test_each_single_change_is_an_error(family: Path, tmp_path: Path, change: st
     assert not report.ok
 
 
+def test_a_tensor_that_is_computed_must_be_there(tmp_path: Path) -> None:
+    """Without `rope_freqs` a DeepSpec draft is valid, and rotates all of each head."""
+    base = tiny.target(tmp_path / "base")
+    source = tiny_drafts.deepspec_dspark(tmp_path / "draft", base)
+    target, draft = tmp_path / "target.gguf", tmp_path / "draft.gguf"
+    convert(base, target)
+    convert(source, draft, target=base)
+    file = faults.read(draft)
+    assert validate(draft, target, source).ok
+    del file.tensors["rope_freqs.weight"]
+    report = validate(file.write(tmp_path / "x.gguf"), target, source)
+    assert [f.finding.where for f in report.failures if f.rule.id == "G4-CMP-010"] == [
+        "rope_freqs.weight"
+    ]
+
+
 @pytest.mark.parametrize("kind", ["target", "dflash"])
 def test_a_dropped_file_type_is_named(family: Path, tmp_path: Path, kind: str) -> None:
     file = faults.read(family / f"{kind}.gguf")
@@ -100,7 +116,7 @@ def test_a_requantized_file_has_the_metadata_of_its_source(family: Path, tmp_pat
     assert "G4-CMP-009" in {f.rule.id for f in report.failures}
 
 
-def test_a_pattern_of_no_model_fails_without_a_source(family: Path, tmp_path: Path) -> None:
+def test_an_unknown_layer_pattern_fails_without_a_source(family: Path, tmp_path: Path) -> None:
     kind, path = changed(family, tmp_path / "x.gguf", "target pattern")
     report = _validate(family, kind, path, source=False)
     assert not report.ok

@@ -89,7 +89,7 @@ def test_alternating_warp_groups_with_an_odd_number_of_stages() -> None:
 
 def test_largest_logits_from_the_upper_bits() -> None:
     g, by = torch.Generator().manual_seed(0), linear.SplitKWorkspace(torch.device("cpu"))
-    by.count = 3  # CTAs share groups, and more units come than there are stages
+    by.count = 3  # CTAs share groups, and there are more units than stages
     table, values = parity.matrix(g, "q6_k", 300, 9 * 256)
     wanted = torch.randint(300, (9,), generator=g)
     into = Chosen(torch.zeros_like(wanted), torch.zeros(9), torch.zeros(9, dtype=torch.int32))

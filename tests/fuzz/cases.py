@@ -108,6 +108,14 @@ def kind_of_file(name: str) -> str:
     ) + " GGUF"
 
 
+WORK = ("-n", "--n-predict", "--cases", "--repeats")
+"""Options of commands that decode many texts whose large values are 10 s of asked-for work."""
+
+
+def _is_long(value: str) -> bool:
+    return value.isdecimal() and 16 < int(value) < 1 << 40
+
+
 class Maker:
     """Makes a case from numbers: the first chooses a line of the grammar, each further one changes
     it."""
@@ -135,9 +143,11 @@ class Maker:
         for number in more:
             self.rng = Rng(number)
             self._change(case, grammar)
-        for at, word in enumerate(case.argv[:-1]):  # others are of the program that fuzzes
+        for at, word in enumerate(case.argv[:-1]):  # other options belong to the fuzzer
             if word == "--stream-fd" and case.argv[at + 1].isdigit():
                 case.argv[at + 1] = case.argv[at + 1] if case.argv[at + 1] == "999" else FD
+            if case.argv[0] in ("verify", "bench") and word in WORK and _is_long(case.argv[at + 1]):
+                case.argv[at + 1] = "7"
         return case
 
     def _change(self, case: Case, grammar: Grammar) -> None:
@@ -172,7 +182,7 @@ class Maker:
         name, kind = self.rng.choice(named), self.rng.random()
         if kind < 0.04:
             kinds = ["gone", "folder", "loop", "locked"]
-            typed = name in TYPED  # the user's own may be a pipe
+            typed = name in TYPED  # the user's own text may come from a pipe
             case.changed[name] = self.rng.choice(kinds if typed else [*kinds, "pipe", "zero"])
             case.trees.pop(name, None)
             how = "no file"

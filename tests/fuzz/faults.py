@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import ctypes
 import errno
+import functools
 import io
 import json
 import os
@@ -48,9 +49,21 @@ CODES = {0, 3, 4}
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
 
+@functools.lru_cache
 def old(name: str) -> bytes:
     """Return the previous content of an output; commands only replace files of their own kind."""
-    return b"GGUF, an older file\n" if name.endswith(".gguf") else b"an older file\n"
+    if name == "i.gguf":
+        from g4spec.gguf import imatrix
+
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / name
+            imatrix.save(path, imatrix.Imatrix({}, 1, 16, ("older",)))
+            return path.read_bytes()
+    return {
+        ".gguf": b"GGUF, an older file\n",
+        ".json": b'{"schema": "g4spec.older"}\n',
+        ".html": b"<title>Draft lengths: older\n",
+    }.get(Path(name).suffix, b"an older file\n")
 
 
 @dataclass(frozen=True)

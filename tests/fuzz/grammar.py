@@ -413,7 +413,7 @@ COMMANDS: dict[str, Grammar] = {
     ),
     "words": Grammar(
         1,
-        ((_one("help", "", "--version", "inspekt", "demo"), STR),),
+        ((_one("help", "", "--version", "inspekt"), STR), ("demo", "--family", STR)),
         {"--help": NONE, "--json": NONE},
     ),
     "imatrix": Grammar(

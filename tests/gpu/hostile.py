@@ -109,14 +109,14 @@ ON = {kind: {"hidden": 36} for kind in ODD_DRAFTS if kind.endswith("on 36 column
 CACHE = {"17 heads to 1": "q8_0"}
 
 
-def made(folder: Path, shape: dict[str, Any], type: str = "q8_0") -> Path:
+def write_target(folder: Path, shape: dict[str, Any], type: str = "q8_0") -> Path:
     """Write a random target of a shape, as a checkpoint and as a GGUF in the same folder."""
     at = tiny.target(folder / "target", **(SMALL | shape))
     convert(at, folder / "target.gguf", type=type)
     return folder / "target.gguf"
 
 
-def made_draft(folder: Path, make: Make) -> Path:
+def write_draft(folder: Path, make: Make) -> Path:
     """Write a draft for the target in the same folder."""
     make(folder / "draft", folder / "target")
     convert(folder / "draft", folder / "draft.gguf", target=folder / "target", type="q8_0")

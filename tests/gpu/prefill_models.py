@@ -68,7 +68,7 @@ class Small:
         target = Target(self.config, self.matrices(portable), backend, space, chunk)
         target.taps = tuple(range(len(self.config.layers) + 1))
         reader = Reader(backend, target)
-        reader._fits = True  # kernels take more than the head sizes that are published
+        reader._fits = True  # kernels support more head sizes than the published ones
         return reader
 
     def matrices(self, portable: bool = False) -> dict[str, Any]:

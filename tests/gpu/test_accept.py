@@ -14,7 +14,7 @@ ROOM, WIDTH = 8, 20
 SPARE = SequenceState(6, 1, 0, 0)
 
 
-def begun(stands: list[SequenceState], turn: int = 0) -> CycleState:
+def make_state(stands: list[SequenceState], turn: int = 0) -> CycleState:
     state = CycleState(ROOM, DEVICE, width=WIDTH, turns=2)
     state.set(stands, SPARE, turn)
     return state
@@ -44,7 +44,7 @@ def stepped(state: CycleState, rows: int, right: list[int], *, forced: int | Non
 def test_rejections(rows: int, n: int) -> None:
     """Every acceptance count of one sequence, in a batch with others."""
     stands = [SequenceState(5 - s, 50 + 20 * s, 9, rows) for s in range(n)]
-    state = begun(stands, turn=1)
+    state = make_state(stands, turn=1)
     at = [s.position for s in stands]
     for turn in range(rows):
         right = [(turn + 3 * s) % rows for s in range(n)]
@@ -59,11 +59,11 @@ def test_rejections(rows: int, n: int) -> None:
             assert seen.ids[:rows] == [100 * (s + 1) + i for i in range(rows)]
             assert seen.chosen[: right[s] + 1] == [*seen.ids[1 : right[s] + 1], 7]
             assert seen.logits[:rows] == [0.5 * (s * rows + i) for i in range(rows)]
-        assert state.values[:, n:].tolist() == begun(stands, 1).values[:, n:].tolist()
+        assert state.values[:, n:].tolist() == make_state(stands, 1).values[:, n:].tolist()
 
 
 def test_ignored_rows_and_padding_sequences() -> None:
-    state = begun(
+    state = make_state(
         [SequenceState(0, 10, 5, 3), SequenceState(1, 20, 6, 1), SequenceState(2, 30, 8, 8)]
     )
     stepped(state, 8, [8, 8, 8, 8])  # everything matches: all requested tokens are accepted
@@ -81,7 +81,7 @@ def test_ignored_rows_and_padding_sequences() -> None:
 
 @pytest.mark.parametrize("forced,want", [(0, 0), (5, 5), (7, 7), (12, 7)])
 def test_forced_lengths(forced: int, want: int) -> None:
-    state = begun([SequenceState(0, 0, 5, 16), SequenceState(1, 0, 5, 3)])
+    state = make_state([SequenceState(0, 0, 5, 16), SequenceState(1, 0, 5, 3)])
     stepped(state, 8, [0, 0], forced=forced)
     assert state.accepted(2).tolist() == [want, min(want, 2)]
 
@@ -90,7 +90,7 @@ def test_forced_lengths(forced: int, want: int) -> None:
 def test_positions_of_the_next_step_and_proposal(n: int, rows: int) -> None:
     """Padding sequences use the spare slot."""
     stands = [SequenceState(5 - s, 50 + 20 * s, 9 + s, rows) for s in range(n - (n > 1))]
-    state = begun(stands)
+    state = make_state(stands)
     state.place(n, rows, WIDTH, mask=3)
     every = [*stands, *[SPARE] * (n - len(stands))]
     for batch, width in ((state.step(n, rows), rows), (state.draft(n, WIDTH), WIDTH)):
@@ -104,7 +104,7 @@ def test_positions_of_the_next_step_and_proposal(n: int, rows: int) -> None:
 
 
 def test_non_finite_logits_are_reported() -> None:
-    state = begun([SequenceState(0, 10, 5, 4), SequenceState(1, 20, 6, 2)])
+    state = make_state([SequenceState(0, 10, 5, 4), SequenceState(1, 20, 6, 2)])
     state.unfit[[2, WIDTH, WIDTH + 15]] = 1
     state.place(2, 4, WIDTH)
     into = state.chosen(2, 4)

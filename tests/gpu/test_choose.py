@@ -191,7 +191,7 @@ def test_padding_rows_use_an_existing_mode() -> None:
     assert bool((new >= 0).all())
 
 
-def test_sorted_filters_are_not_mixed_with_others() -> None:
+def test_sorted_filters_are_not_batched_with_others() -> None:
     choice = Choice(500, DEVICE, room=2)
     raw, capped = logits(4, 500)
     wide = replace(SAMPLERS["top-p"], seed=11, top_p=0.5)

@@ -150,7 +150,7 @@ def same(found: Cycle, wanted: Cycle) -> bool:
     )
 
 
-def made(kind: str | None, **settings: Any) -> tuple[GraphRunner, FakeTarget, Any]:
+def make_runner(kind: str | None, **settings: Any) -> tuple[GraphRunner, FakeTarget, Any]:
     target: Any = FakeTarget(SLOTS, DEVICE)
     draft = KINDS[kind](SLOTS, DEVICE) if kind else None
     return GraphRunner(target, draft, **settings), target, draft
@@ -161,7 +161,7 @@ def made(kind: str | None, **settings: Any) -> tuple[GraphRunner, FakeTarget, An
 @pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "in turn"])
 def test_batched_sequences_equal_single_ones(kind: str, n: int, ahead: bool) -> None:
     """Mixed samplers and draft lengths, plain steps between, cycles started ahead."""
-    runner, target, draft = made(kind)
+    runner, target, draft = make_runner(kind)
     slots = [4, 0, 5, 2, 1][:n]
     texts = [Text(slot, MIXED[i], i) for i, slot in enumerate(slots)]
     for text in texts:
@@ -181,7 +181,7 @@ def test_batched_sequences_equal_single_ones(kind: str, n: int, ahead: bool) -> 
 @pytest.mark.parametrize("kind", [None, "chain"])
 def test_plain_steps(kind: str | None, n: int) -> None:
     """Without a draft, and with a draft that only some sequences use, for which rows are kept."""
-    runner, target, draft = made(kind)
+    runner, target, draft = make_runner(kind)
     texts = [Text(i, MIXED[i], i, drafting=kind is not None and i != 1) for i in range(n)]
     for text in texts:
         text.begin(target, draft)
@@ -201,7 +201,7 @@ def test_plain_steps(kind: str | None, n: int) -> None:
 def test_sequences_come_and_go() -> None:
     """Other sequences, another order and a stop in between: state is rewritten where needed, and
     results of a running cycle are overwritten."""
-    runner, target, draft = made("chain")
+    runner, target, draft = make_runner("chain")
     texts = {i: Text(i, MIXED[i], i) for i in range(5)}
     found: dict[int, list[Cycle]] = {i: [] for i in texts}
     parties = [[0], [0, 1], [1, 0], [0, 1, 2], [2, 4, 0], [2, 4, 0], [3, 4], [4], [2, 3, 1, 0]]
@@ -228,7 +228,7 @@ def test_sequences_come_and_go() -> None:
 
 
 def test_non_finite_logits_end_only_one_sequence() -> None:
-    runner, target, draft = made("chain")
+    runner, target, draft = make_runner("chain")
     texts = [Text(i, MIXED[i], i) for i in range(3)]
     for text in texts:
         text.begin(target, draft)
@@ -251,7 +251,7 @@ def test_non_finite_logits_end_only_one_sequence() -> None:
 
 @pytest.mark.parametrize("kind", ["chain", "block"])
 def test_only_requested_drafted_tokens_can_fail(kind: str) -> None:
-    runner, target, draft = made(kind)
+    runner, target, draft = make_runner(kind)
     draft.poison[:], draft.healthy = torch.nan, 2
     texts = [Text(i, GREEDY, i) for i in range(3)]
     for text in texts:
@@ -261,7 +261,7 @@ def test_only_requested_drafted_tokens_can_fail(kind: str) -> None:
 
 
 def test_a_cycle_that_was_dropped_is_run_again() -> None:
-    runner, target, _ = made(None)
+    runner, target, _ = make_runner(None)
     text = Text(0, HOT, 0, drafting=False)
     text.begin(target, None)
     found: list[Cycle] = []
@@ -278,7 +278,7 @@ def test_a_cycle_that_was_dropped_is_run_again() -> None:
 
 def test_a_start_that_failed_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cycle of other sequences fails to start; the earlier sequences continue."""
-    runner, target, _ = made(None)
+    runner, target, _ = make_runner(None)
     text, other = Text(0, GREEDY, 0, drafting=False), Text(1, GREEDY, 1, drafting=True)
     text.begin(target, None)
     (found,) = run_cycles(runner, [text], [[0]] * 2)
@@ -295,7 +295,7 @@ def test_a_start_that_failed_leaves_nothing_behind(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_acceptance_may_be_forced(n: int) -> None:
-    runner, target, draft = made("block", forced=2)
+    runner, target, draft = make_runner("block", forced=2)
     texts = [Text(i, GREEDY, i) for i in range(n)]
     for text in texts:
         text.begin(target, draft)
@@ -305,10 +305,12 @@ def test_acceptance_may_be_forced(n: int) -> None:
 
 
 def test_unsupported_requests() -> None:
-    runner, _, draft = made("chain")
+    runner, _, draft = make_runner("chain")
     text, wide = Text(0, GREEDY, 0), Text(1, Sampler(temperature=1.0, top_p=0.9), 1)
     assert runner.can_run([text.work(3)]) and not runner.can_run([wide.work(0)])
-    assert not runner.can_run([text.work(0), Text(1, Sampler(), 1).work(0)])  # suppresses others
+    assert not runner.can_run(
+        [text.work(0), Text(1, Sampler(), 1).work(0)]
+    )  # suppresses other tokens
     text.chooser.on_host = True
     assert not runner.can_run([text.work(0)])
     text.chooser.on_host = False
@@ -317,7 +319,7 @@ def test_unsupported_requests() -> None:
 
 
 def test_other_suppressed_tokens_need_a_new_recording() -> None:
-    runner, target, draft = made("chain")
+    runner, target, draft = make_runner("chain")
     text = Text(0, GREEDY, 0)
     text.begin(target, draft)
     (first,) = run_cycles(runner, [text], [[0]] * 3)
@@ -350,7 +352,7 @@ class CountsWaits:
 def test_the_host_waits_once_a_cycle_and_records_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other samplers of the same modes, positions, slots, draft lengths and orders reuse the same
     graphs."""
-    runner, target, draft = made("chain")
+    runner, target, draft = make_runner("chain")
     counted = CountsWaits(monkeypatch)
     texts = [Text(i, HOT, i) for i in range(3)]
     for text in texts:
@@ -368,7 +370,7 @@ def test_the_host_waits_once_a_cycle_and_records_once(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("n", [1, 2])
 def test_kernels_of_a_cycle(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The choices, and one kernel at each end, for any number of sequences."""
-    runner, target, draft = made("chain")
+    runner, target, draft = make_runner("chain")
     texts = [Text(i, GREEDY, i) for i in range(n)]
     for text in texts:
         text.begin(target, draft)

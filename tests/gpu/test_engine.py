@@ -53,7 +53,7 @@ def load(target: Path, draft: Path | str | None = None, **settings: Any) -> Engi
     return Engine.load(target, draft, **({"n_ctx": family.CTX, "device": "cuda"} | settings))
 
 
-def near(
+def check_near(
     cpu: Engine, gpu: Engine, ids: list[int], tolerance: float = TOLERANCE, share: float = 0.02
 ) -> None:
     """Compare logits, hidden rows and taps of a prompt and 16 single-row steps."""
@@ -65,25 +65,25 @@ def near(
         close(b.hidden, a.hidden, share)
         close(b.taps, a.taps, share)
         got, want = gpu.target.logits(b.hidden[-16:]).cpu(), cpu.target.logits(a.hidden[-16:])
-        small((got - want).abs().amax(-1), tolerance)
+        check_errors((got - want).abs().amax(-1), tolerance)
         for i in range(16):
             step = ids[i : i + 1]
             it, its = (x.step(step, len(ids) + i) for x in (reference, one))
-            hidden.append(far(its.read.hidden, it.read.hidden))
+            hidden.append(max_error(its.read.hidden, it.read.hidden))
             logits.append((its.logits.cpu() - it.logits).abs().amax(-1))
-    small(torch.cat(hidden), share)
-    small(torch.cat(logits), tolerance)
+    check_errors(torch.cat(hidden), share)
+    check_errors(torch.cat(logits), tolerance)
 
 
-def far(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+def max_error(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     return (got.cpu() - want).abs().amax(-1) / want.abs().amax(-1)
 
 
 def close(got: torch.Tensor, want: torch.Tensor, share: float) -> None:
-    small(far(got, want), share)
+    check_errors(max_error(got, want), share)
 
 
-def small(errors: torch.Tensor, share: float) -> None:
+def check_errors(errors: torch.Tensor, share: float) -> None:
     """Check that half of the rows are below `share`. A row whose attention is balanced between two
     keys may differ more, because rounding decides there."""
     assert float(errors.median()) < share and float(errors.max()) < 5 * share, errors.max()
@@ -108,7 +108,7 @@ def exact(engine: Engine, ids: list[int], more: list[int]) -> None:
 def test_trained_target_is_near_the_reference(files: dict[str, Path]) -> None:
     cpu, gpu = load(files["target"], device="cpu"), load(files["target"])
     text = prompts.prompts(gpu.tokenizer, long_tokens=300)[-1].encode(gpu.tokenizer)
-    near(cpu, gpu, text[:300])
+    check_near(cpu, gpu, text[:300])
 
 
 def test_trained_target_is_exact(files: dict[str, Path]) -> None:
@@ -144,8 +144,10 @@ def test_random_targets_are_near_and_exact(folder: Path, kind: str, cache_type: 
     # If two experts have nearly equal scores, rounding decides which one a row uses.
     share, tolerance = (0.15 if kind == "experts" else 0.1), 1.0
     if (kind, cache_type) == ("experts", "q8_0"):
-        share, tolerance = 0.3, 4.0  # half of the CPU's own rows are 0.23 and 2.9 from those in F32
-    near(load(calm, device="cpu"), load(calm, cache_type=cache_type), PROMPT, tolerance, share)
+        share, tolerance = 0.3, 4.0  # the CPU's rows differ from F32 by 0.23 and 2.9
+    check_near(
+        load(calm, device="cpu"), load(calm, cache_type=cache_type), PROMPT, tolerance, share
+    )
     exact(
         load(folder / f"{kind}.gguf", cache_type=cache_type),
         PROMPT,
@@ -211,7 +213,7 @@ def test_the_end_of_the_context(folder: Path) -> None:
 def test_prompts_longer_than_a_ring(folder: Path, chunk: int) -> None:
     path = folder / "dense-calm.gguf"
     ids = build.prompt(400, family.VOCAB, 3)
-    near(load(path, device="cpu", chunk=chunk), load(path, chunk=chunk), ids, 1.0, 0.1)
+    check_near(load(path, device="cpu", chunk=chunk), load(path, chunk=chunk), ids, 1.0, 0.1)
 
 
 def test_an_earlier_sequence_has_no_effect(folder: Path) -> None:
@@ -228,5 +230,5 @@ def test_a_mix_of_three_bits_has_kernels(kind: str, tmp_path: Path) -> None:
     family.random(tmp_path, kind, "q3_k_m")
     calm = tmp_path / f"{kind}-calm.gguf"
     gpu = load(calm)
-    near(load(calm, device="cpu"), gpu, PROMPT, 1.0, 0.1)
+    check_near(load(calm, device="cpu"), gpu, PROMPT, 1.0, 0.1)
     assert "q3_k matrices" not in gpu.target.ops.without_kernel

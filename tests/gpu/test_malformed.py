@@ -20,7 +20,7 @@ def _room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", family.TARGETS)
 def test_a_malformed_target(tmp_path: Path, kind: str) -> None:
-    source, tried = hostile.made(tmp_path, hostile.KINDS[kind]), 0
+    source, tried = hostile.write_target(tmp_path, hostile.KINDS[kind]), 0
     for what, write in hostile.broken_targets(source):
         load = partial(hostile.load_target, write(tmp_path / "broken.gguf"))
         assert hostile.refused(load) is None, what
@@ -30,8 +30,8 @@ def test_a_malformed_target(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", family.DRAFTS)
 def test_a_malformed_draft(tmp_path: Path, kind: str) -> None:
-    engine = hostile.load_target(hostile.made(tmp_path, hostile.KINDS["dense"]))
-    source, tried = hostile.made_draft(tmp_path, family.DRAFTS[kind]), 0
+    engine = hostile.load_target(hostile.write_target(tmp_path, hostile.KINDS["dense"]))
+    source, tried = hostile.write_draft(tmp_path, family.DRAFTS[kind]), 0
     for what, write in hostile.broken_drafts(kind, source):
         path = write(tmp_path / "broken.gguf")
         load = partial(hostile.build, path, engine.backend, engine.target)
@@ -41,7 +41,7 @@ def test_a_malformed_draft(tmp_path: Path, kind: str) -> None:
 
 
 def test_kernels_are_counted(tmp_path: Path) -> None:
-    engine = hostile.load_target(hostile.made(tmp_path, hostile.SMALL))
+    engine = hostile.load_target(hostile.write_target(tmp_path, hostile.SMALL))
     with hostile.record_kernels() as names:
         family.generate(engine, [2, 7], 0, 1)
     assert names

@@ -21,8 +21,8 @@ def _room(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", family.DRAFTS)
 def test_a_draft_with_nan_blocks(tmp_path: Path, kind: str) -> None:
     """Such a draft gains nothing, and does not change the text."""
-    target = hostile.made(tmp_path, hostile.KINDS["dense"])
-    source = hostile.made_draft(tmp_path, family.DRAFTS[kind])
+    target = hostile.write_target(tmp_path, hostile.KINDS["dense"])
+    source = hostile.write_draft(tmp_path, family.DRAFTS[kind])
     name = malformed.blocks(source)[0]
     path = malformed.changed(source, tmp_path / "broken.gguf", name, malformed.bad_blocks)
     assert hostile.wrong_text(target, path) is None
@@ -30,7 +30,7 @@ def test_a_draft_with_nan_blocks(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", hostile.ODD_TARGETS)
 def test_an_unusual_target(tmp_path: Path, kind: str) -> None:
-    target = hostile.made(tmp_path, hostile.ODD_TARGETS[kind])
+    target = hostile.write_target(tmp_path, hostile.ODD_TARGETS[kind])
     assert (
         hostile.wrong_text(
             target, None, hostile.CACHE.get(kind, "f16"), hostile.NEAR.get(kind, 0.05)
@@ -41,6 +41,6 @@ def test_an_unusual_target(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", hostile.ODD_DRAFTS)
 def test_an_unusual_draft(tmp_path: Path, kind: str) -> None:
-    target = hostile.made(tmp_path, hostile.ON.get(kind, {}))
-    draft = hostile.made_draft(tmp_path, hostile.ODD_DRAFTS[kind])
+    target = hostile.write_target(tmp_path, hostile.ON.get(kind, {}))
+    draft = hostile.write_draft(tmp_path, hostile.ODD_DRAFTS[kind])
     assert hostile.wrong_text(target, draft) is None

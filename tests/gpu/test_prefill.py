@@ -398,7 +398,7 @@ def test_workspace_is_known_before() -> None:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     on.read(SLOT, [7] * 4096, 0)
-    residual = 2 * 4 * 4096 * config.n_embd  # and what its norm is
+    residual = 2 * 4 * 4096 * config.n_embd  # and its norm
     peak = torch.cuda.max_memory_allocated() - before - residual
     assert passing / 2 <= peak <= passing + (8 << 20), (passing, peak)
 

@@ -232,7 +232,7 @@ def test_heads(dim: int, pairs: bool, kind: Kind, form: str, window: int | None)
         if not ours.numel():
             continue
         mine, its = ours[units, :, at], theirs[units, :, at]
-        if ours.dtype is torch.uint8:  # a rounding apart, here and there
+        if ours.dtype is torch.uint8:  # a few codes may differ by one rounding
             off = (mine.int() - its.int()).abs()
             assert int(off.max()) <= 1 and float((off > 0).float().mean()) < 5e-3
         else:

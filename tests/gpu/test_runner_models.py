@@ -99,7 +99,7 @@ def load(folder: Path, draft: str = "zlab", **settings: Any) -> Engine:
     return Engine.load(folder / "target.gguf", path, **given)
 
 
-def what(cycle: Cycle) -> tuple[list[int], list[float], list[int], int]:
+def summary(cycle: Cycle) -> tuple[list[int], list[float], list[int], int]:
     return cycle.tokens, cycle.logits, cycle.drafted, cycle.accepted
 
 
@@ -110,7 +110,7 @@ def cycles(
     runners = engine.scheduler.runners
     engine.scheduler.runners = [r for r in runners if not (eager and isinstance(r, GraphRunner))]
     request = engine.submit(prompt, options)
-    did = [what(cycle) for cycle in request]
+    did = [summary(cycle) for cycle in request]
     engine.scheduler.runners = runners
     return request, did[1:]
 
@@ -165,7 +165,7 @@ class RunningTexts:
             for s, did, cycle in zip(self.sequences, out, runner.result(), strict=True):
                 s.ids += cycle.tokens
                 s.n_read += len(cycle.tokens)
-                did.append(what(cycle))
+                did.append(summary(cycle))
         return out
 
     def kept(self) -> list[float]:

@@ -28,13 +28,13 @@ def test_the_kernels_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_kernels_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     linear = CudaOps.linear
 
-    def company(self: CudaOps, x: torch.Tensor, weight: Any) -> torch.Tensor:
+    def depends_on_batch(self: CudaOps, x: torch.Tensor, weight: Any) -> torch.Tensor:
         return linear(self, x, weight) * (1 + len(x) * 2.0**-20)
 
     def wrong(self: CudaOps, x: torch.Tensor, weight: Any) -> torch.Tensor:
         return linear(self, x, weight) * 1.01
 
-    for broken in (company, wrong):
+    for broken in (depends_on_batch, wrong):
         monkeypatch.setattr(CudaOps, "linear", broken)
         ok, text = next(selftest.checks(CudaOps(DEVICE)))
         assert not ok, text

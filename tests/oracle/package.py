@@ -38,7 +38,7 @@ def _model(
     missing, unexpected = model.load_state_dict(stored, strict=False)
     assert not unexpected, unexpected
     assert all(m.startswith("verifier_") for m in missing), missing
-    model.verifier_lm_head.weight.data.zero_()  # takes part in the loss only
+    model.verifier_lm_head.weight.data.zero_()  # only used in the loss
     return model.float().eval()
 
 

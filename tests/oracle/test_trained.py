@@ -57,7 +57,7 @@ def load(where: Path, name: str) -> Engine:
 def agreement(engine: Engine, before: list[int], lines: list[int]) -> float:
     """Return the mean number of proposed tokens that agree with `lines`, over anchors in them."""
     ids = [2, *before, *lines]
-    start = 1 + len(before) + 24  # the first lines tell what text this is
+    start = 1 + len(before) + 24  # the first lines identify the text
     with single_sequence_with_draft(engine) as (target, draft):
         # The target's rings are long enough to hold the lines and the windows before them.
         read = merge_steps(list(target.prefill(ids)))

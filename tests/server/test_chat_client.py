@@ -428,7 +428,7 @@ def test_options_that_the_daemon_refuses(
 def test_files_name_their_sampling(
     family: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def made(**keys: Value) -> Path:
+    def write_gguf(**keys: Value) -> Path:
         path = tmp_path / "x.gguf"
         kv = {f"general.sampling.{name}": value for name, value in keys.items()}
         write(path, {"general.architecture": string("gemma4"), **kv}, {})
@@ -438,14 +438,17 @@ def test_files_name_their_sampling(
     found = _sampling_defaults.sampler(family / "target.gguf", out, temperature=0.5)
     assert (found.temperature, found.top_k, found.top_p) == (0.5, 64, pytest.approx(0.95))
     assert "top_k 64, top_p 0.95, from" in capsys.readouterr().err, "temp was given"
-    assert _sampling_defaults.sampler(made(), out) == Sampler(1.0) and not capsys.readouterr().err
+    assert (
+        _sampling_defaults.sampler(write_gguf(), out) == Sampler(1.0)
+        and not capsys.readouterr().err
+    )
     found = _sampling_defaults.sampler(
-        made(top_k=Value(ValueType.I32, -1), mirostat=Value(ValueType.I32, 2)), out
+        write_gguf(top_k=Value(ValueType.I32, -1), mirostat=Value(ValueType.I32, 2)), out
     )
     assert found.top_k == 0
     assert "ignored: general.sampling.mirostat" in capsys.readouterr().err
     with pytest.raises(InputError, match="expected a finite number"):
-        _sampling_defaults.sampler(made(temp=string("hot")), out)
+        _sampling_defaults.sampler(write_gguf(temp=string("hot")), out)
 
 
 # ---- invalid servers, and files with invalid settings

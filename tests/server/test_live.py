@@ -75,7 +75,7 @@ def ended(found: list[News], count: int = 1) -> None:
         time.sleep(0.02)
 
 
-def of(found: list[News], name: str) -> list[dict[str, Any]]:
+def events_of(found: list[News], name: str) -> list[dict[str, Any]]:
     return [data for each, data in found if each == name]
 
 
@@ -92,7 +92,11 @@ def test_events_have_the_figures_of_the_request(busy: Served, draft_max: int | s
             ignore_eos=True,
         )
         ended(found)
-    first, cycles, (end,) = of(found, "first"), of(found, "cycle"), of(found, "end")
+    first, cycles, (end,) = (
+        events_of(found, "first"),
+        events_of(found, "cycle"),
+        events_of(found, "end"),
+    )
     pieces = [p for each in (*first, *cycles) for p in each["pieces"]]
     assert "".join(p["text"] for p in pieces) == got["choices"][0]["text"]
     timings = got["timings"]
@@ -106,7 +110,7 @@ def test_events_have_the_figures_of_the_request(busy: Served, draft_max: int | s
     reasons = {0: {"off"}, 4: {"asked", "room"}, "auto": set(REASONS) - {"off", "asked"}}
     assert {c["why"] for c in cycles} <= reasons[draft_max]
     assert (draft_max == "auto") == any(c["expected"] is not None for c in cycles)
-    (head,) = of(found, "text")
+    (head,) = events_of(found, "text")
     assert head["prompt_tokens"] == got["usage"]["prompt_tokens"] and head["yours"]
 
 
@@ -116,24 +120,28 @@ def test_plain_decoding_is_compared_where_it_was_measured(busy: Served) -> None:
         busy.post("/v1/completions", prompt="one two", max_tokens=12, draft_max=0, ignore_eos=True)
         busy.post("/v1/completions", prompt="one two", max_tokens=12, draft_max=3, ignore_eos=True)
         ended(found, 2)
-    for end, cycles in zip(of(found, "end"), (11, None), strict=True):
+    for end, cycles in zip(events_of(found, "end"), (11, None), strict=True):
         assert end["plain_tokens_per_second"] > 0 and cycles in (None, end["cycles"])
-        steps = [c for c in of(found, "cycle") if c["text"] == end["text"]]
+        steps = [c for c in events_of(found, "cycle") if c["text"] == end["text"]]
         mean = sum(c["plain_seconds"] for c in steps) / len(steps)
         assert end["plain_tokens_per_second"] == pytest.approx(1 / mean)
 
 
 def test_text_is_shown_only_to_watchers_with_its_word(busy: Served) -> None:
-    with watching(busy, WORD) as mine, watching(busy, OTHER) as theirs, watching(busy) as nobodys:
+    with (
+        watching(busy, WORD) as mine,
+        watching(busy, OTHER) as theirs,
+        watching(busy) as without_word,
+    ):
         busy.post("/v1/completions", prompt="one two", max_tokens=4, live=WORD)
         busy.post("/v1/completions", prompt="one two", max_tokens=4)
-        for found in (mine, theirs, nobodys):
+        for found in (mine, theirs, without_word):
             ended(found, 2)
-    for found, known in ((mine, 1), (theirs, 0), (nobodys, 0)):
-        assert len(of(found, "text")) == 2
+    for found, known in ((mine, 1), (theirs, 0), (without_word, 0)):
+        assert len(events_of(found, "text")) == 2
         shown = [d for _, d in found if "pieces" in d or "rejected" in d]
         assert len({d["text"] for d in shown}) == known
-        assert sum("yours" in d for d in of(found, "text")) == known
+        assert sum("yours" in d for d in events_of(found, "text")) == known
     assert busy.refused("/v1/completions", {"prompt": "x", "live": "short"})["param"] == "live"
     assert busy.http.get("/v1/live", params={"of": "short"}).status_code == 400
 
@@ -148,10 +156,10 @@ def test_prefix_hits_and_batch_sizes_are_reported(busy: Served) -> None:
         ended(found, 3)
         time.sleep(1.2)
     cached = usage["prompt_tokens_details"]["cached_tokens"]
-    assert cached > 0 and {d["cached_tokens"] for d in of(found, "first")} >= {cached}
-    assert of(found, "load")[-1]["cached_tokens"] >= cached
+    assert cached > 0 and {d["cached_tokens"] for d in events_of(found, "first")} >= {cached}
+    assert events_of(found, "load")[-1]["cached_tokens"] >= cached
     steps: dict[int, list[dict[str, Any]]] = {}
-    for cycle in of(found, "cycle"):
+    for cycle in events_of(found, "cycle"):
         steps.setdefault(cycle["step"], []).append(cycle)
     assert any(len(s) == 3 for s in steps.values())
     for shares in steps.values():
@@ -165,7 +173,7 @@ def test_a_cancelled_text_ends_in_the_live_view(busy: Served) -> None:
         with busy.http.stream("POST", "/v1/completions", json=body) as response:
             next(response.iter_lines())
         ended(found)
-    assert of(found, "end")[0]["finish"] == "abort"
+    assert events_of(found, "end")[0]["finish"] == "abort"
 
 
 def test_watchers_are_bounded_and_forgotten(busy: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +242,7 @@ def test_the_page_has_no_way_to_load_or_to_write_markup() -> None:
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
-def test_the_script_is_one_that_node_parses(tmp_path: Path) -> None:
+def test_node_parses_the_script(tmp_path: Path) -> None:
     (script,) = re.findall("<script>(.*?)</script>", PAGE, re.DOTALL)
     (tmp_path / "page.js").write_text(script)
     done = subprocess.run(

@@ -281,7 +281,7 @@ def test_a_client_that_gives_up_unloads_no_model(folder: Path) -> None:
         assert [answer.status_code for answer in answers] == [200] * 3
         assert room.opened == ["first", "second"]
         wait(lambda: not second.is_used)
-        # Two that both need the only place get it one after the other.
+        # Two models that need the only free place are loaded one after the other.
         room.gate.clear()
         answers.clear()
         other = {**ASK, "model": "first"}

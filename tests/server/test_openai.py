@@ -30,7 +30,7 @@ def ask(client: openai.OpenAI, **more: Any) -> Any:
     return client.chat.completions.create(**given, extra_body=extra)
 
 
-def put_together(chunks: list[Any]) -> dict[int, dict[str, Any]]:
+def assemble(chunks: list[Any]) -> dict[int, dict[str, Any]]:
     """Return the messages of a stream, by the index of their choice."""
     out: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
@@ -113,7 +113,7 @@ def test_chat_whole_streamed_and_undrafted(client: openai.OpenAI, plain: Served,
     more = VARIANTS[name]
     whole = ask(client, **more)
     stream = list(ask(client, **more, stream=True, stream_options={"include_usage": True}))
-    pieces = put_together(stream)
+    pieces = assemble(stream)
     messages = {c.index: flat(c) for c in whole.choices}
     assert pieces == messages and len(messages) == more.get("n", 1)
     assert stream[-1].choices == []

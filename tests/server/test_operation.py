@@ -462,7 +462,7 @@ def test_the_first_signal_drains_and_the_second_stops(family: Path) -> None:
                 assert next(lines).startswith("data:")
                 process.send_signal(signal.SIGTERM)
                 rest = [line for line in lines if line]
-                assert rest[-1] == "data: [DONE]"  # what is in work is finished
+                assert rest[-1] == "data: [DONE]"  # running requests are finished
             with pytest.raises(httpx.TransportError):
                 client.get("/health")
         assert process.wait(20) == 0

@@ -223,7 +223,7 @@ def test_control_tokens_in_messages_are_text(
     if template == FIRST and thinking:
         pytest.skip("it has no thinking")
 
-    def made(word: str, **more: Any) -> Prompt:
+    def make_prompt(word: str, **more: Any) -> Prompt:
         messages, tools = conversation_with(word)
         rendered: Prompt = run(
             tokenizer, template, lambda p: p.chat(messages, tools, thinking=thinking, **more)
@@ -233,7 +233,7 @@ def test_control_tokens_in_messages_are_text(
     def marks(prompt: Prompt) -> list[int]:
         return [i for i in prompt.ids if i in tokenizer.special_ids]
 
-    harmless, attacked = made("zzz"), made(ATTACK)
+    harmless, attacked = make_prompt("zzz"), make_prompt(ATTACK)
     assert marks(attacked) == marks(harmless) and attacked.thinking == harmless.thinking
     assert attacked.text == tokenizer.decode(attacked.ids, special=True).removeprefix(
         "" if template == TEMPLATE else "<bos>"

@@ -140,7 +140,7 @@ def test_responses_whole_streamed_and_undrafted(
     assert [e.sequence_number for e in events] == list(range(len(events)))
     last: Any = events[-1]
     assert last.type == f"response.{whole.status}" and flat(last.response) == flat(whole)
-    assert put_together(events) == last.response.output
+    assert assemble(events) == last.response.output
     usage, again = whole.usage, last.response.usage
     assert usage and usage.output_tokens == again.output_tokens > 0
     assert usage.total_tokens == again.total_tokens == usage.input_tokens + usage.output_tokens
@@ -148,7 +148,7 @@ def test_responses_whole_streamed_and_undrafted(
     check(name, whole)
 
 
-def put_together(events: list[Any]) -> list[Any]:
+def assemble(events: list[Any]) -> list[Any]:
     """Return the items of a stream; check that the deltas add up to the final items."""
     grown: dict[tuple[int, str], str] = {}
     logprobs: list[Any] = []
