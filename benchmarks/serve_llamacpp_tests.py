@@ -169,8 +169,10 @@ def main() -> int:
         family(folder)
         tests = copy_tests(source, folder)
         report = folder / "report.jsonl"
+        parts = {}
         if args.reports and args.reports.exists():
             shutil.copy(args.reports, report)
+            parts = {"parts": "outcomes of several runs; the commit is that of the last one"}
         paths = [f"unit/test_{each}.py" for each in FILES]
         env = {
             **os.environ,
@@ -211,6 +213,7 @@ def main() -> int:
         "serve-llamacpp-tests",
         {
             "source": "llama.cpp as vendored in llama-cpp-python 0.3.36",
+            **parts,
             **found,
             "files out of scope": others,
             "slow": "tests that llama.cpp marks as slow want models of other makers: all of "

@@ -38,11 +38,13 @@ class ExpectedMetadata:
     Attributes:
         keys: metadata key -> value, of the model, its tokenizer and its target.
         arrays: keys whose arrays are tensors of the source; they are compared as tensors.
+        computed: names of tensors that the conversion computes from the configuration.
         refusal: reason why the source cannot be converted, or empty.
     """
 
     keys: KV = field(default_factory=dict)
     arrays: frozenset[str] = frozenset()
+    computed: frozenset[str] = frozenset()
     refusal: str = ""
 
     def covers(self, key: str, arch: str) -> bool:
@@ -98,7 +100,9 @@ def _converted(found: DetectedSource, target: GGUF | None) -> ExpectedMetadata:
     else:
         keys |= {k: v for k, v in info.pairing.items() if k not in ORIGIN_KEYS}
     keys |= _digest(tensors)
-    return ExpectedMetadata(keys, _arrays(found.kind, config))
+    specs = found.kind.tensors(config)
+    computed = frozenset(t.name for t in specs if t.source is None and t.make)
+    return ExpectedMetadata(keys, _arrays(found.kind, config), computed)
 
 
 def _digest(tensors: Any) -> KV:

@@ -12,7 +12,7 @@ from g4spec.cli import run
 from g4spec.convert import convert
 from g4spec.gguf import ValueType
 from g4spec.validate import Report, validate
-from tests.support import faults
+from tests.support import faults, tiny, tiny_drafts
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 DRAFTS = ("dflash", "dflash-speculators", "assistant")
@@ -71,6 +71,22 @@ def test_each_single_change_is_an_error(family: Path, tmp_path: Path, change: st
     found = {f.rule.id for f in report.failures if f.finding.where.startswith(key)}
     assert "G4-CMP-009" in found
     assert not report.ok
+
+
+def test_a_tensor_that_is_computed_must_be_there(tmp_path: Path) -> None:
+    """Without `rope_freqs` a DeepSpec draft is valid, and rotates all of each head."""
+    base = tiny.target(tmp_path / "base")
+    source = tiny_drafts.deepspec_dspark(tmp_path / "draft", base)
+    target, draft = tmp_path / "target.gguf", tmp_path / "draft.gguf"
+    convert(base, target)
+    convert(source, draft, target=base)
+    file = faults.read(draft)
+    assert validate(draft, target, source).ok
+    del file.tensors["rope_freqs.weight"]
+    report = validate(file.write(tmp_path / "x.gguf"), target, source)
+    assert [f.finding.where for f in report.failures if f.rule.id == "G4-CMP-010"] == [
+        "rope_freqs.weight"
+    ]
 
 
 @pytest.mark.parametrize("kind", ["target", "dflash"])

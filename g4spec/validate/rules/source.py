@@ -130,6 +130,19 @@ def described(s: Subject) -> Findings:
         yield Finding("general.file_type", number, "nothing", RECONVERT)
 
 
+@rule(
+    "G4-CMP-010",
+    ERROR,
+    "tensors that a conversion computes must be in the file",
+    needs=Needs.CONVERSION,
+)
+def computed(s: Subject) -> Findings:
+    """The draft rotates a part of each head, which only `rope_freqs` says: without it the whole
+    head rotates. The file is valid, and the draft guesses worse."""
+    for name in sorted(s.conversion.computed - s.open_file.tensors.keys()):
+        yield Finding(name, "a tensor computed from the configuration", "nothing", RECONVERT)
+
+
 def _file_type(s: Subject) -> int | None:
     """Return the number of the type that `convert` was asked for, which no source says: by the
     command in the file, unless it was quantized again since. None where llama.cpp has none."""

@@ -1,0 +1,180 @@
+"""Run llama-quantize's files of the trained target in every type and compare with llama.cpp.
+
+    python benchmarks/llama_cpp_types.py --bin LLAMA_BUILD/bin [--types Q4_0 ...] [--cases 2]
+
+For each type: whether logits of a text equal, bit for bit, those of the same file dequantized to
+F32 by the package gguf; perplexity of ours over that of llama-perplexity; `verify` with each draft.
+The result is written as dated JSON. The exit code is 1 if logits differ, a perplexity differs by
+more than 0.5 %, or a draft changes a text.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent
+sys.path[:0] = [str(ROOT.parent), str(ROOT)]
+
+import gguf  # noqa: E402
+import numpy as np  # noqa: E402
+from cpu_quality import texts  # noqa: E402
+from watch import keep  # noqa: E402
+
+from g4spec import convert  # noqa: E402
+from g4spec.errors import G4Error  # noqa: E402
+from g4spec.gguf import GGUF, TensorData, imatrix, write  # noqa: E402
+from g4spec.measure import importance, perplexity, prompts, text_chunks, verify  # noqa: E402
+from g4spec.runtime.engine import Engine  # noqa: E402
+
+FAMILY = ROOT.parent / "examples" / "tiny"
+DRAFTS = ("dflash", "dflash-speculators", "assistant")
+OFFERED = re.compile(r"^ *\d+ +or +(\S+) +:(?! alias)", re.M)
+"""A type in the help of llama-quantize."""
+TOLERANCE = 0.005
+"""Largest relative difference of the perplexities: llama.cpp rounds activations to 8 bits."""
+
+
+def dequantized(path: Path, to: Path) -> Path:
+    """Write a file with all tensors in F32, computed by the package gguf."""
+    reader = gguf.GGUFReader(path)
+    with GGUF(path) as file:
+        kv = {key: file.value(key) for key in file}
+        data = []
+        for tensor in reader.tensors:
+            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            shape = file.tensors[tensor.name].shape
+            data.append(
+                TensorData(tensor.name, shape, 0, [np.ascontiguousarray(values, np.float32)])
+            )
+        write(to, kv, data)
+    return to
+
+
+def logits(path: Path, ids: list[int]) -> torch.Tensor:
+    with Engine.load(path, n_ctx=text_chunks.SIZE) as engine:
+        return text_chunks.read_chunk(engine, ids)
+
+
+def verified(target: Path, drafts: dict[str, Path], cases: int) -> dict[str, Any]:
+    """Return the verdict of `verify` for each draft."""
+    found: dict[str, Any] = {}
+    for name, draft in drafts.items():
+        with Engine.load(target, draft, n_ctx=2048) as engine:
+            assert engine.draft is not None
+            todo = verify.cases(prompts.prompts(engine.tokenizer), cases, engine.draft.max_tokens)
+            verdict = verify.verify(engine, todo, 32)
+        found[name] = {
+            "ok": verdict.mismatch is None,
+            "tokens": verdict.tokens,
+            "accepted": verdict.accepted,
+            "drafted": verdict.drafted,
+        }
+    return found
+
+
+class Comparison:
+    """The trained target in F32, its imatrix, drafts and texts in a folder."""
+
+    def __init__(self, tools: Path, folder: Path, chunks: int, cases: int) -> None:
+        self.tools, self.folder, self.cases = tools, folder, cases
+        self.plain, self.imatrix = folder / "f32.gguf", folder / "imatrix.gguf"
+        self.text = folder / "text.txt"
+        convert.convert(FAMILY / "target", self.plain, type="f32")
+        self.drafts = {name: folder / f"{name}.gguf" for name in DRAFTS}
+        for name, path in self.drafts.items():
+            convert.convert(FAMILY / name, path, target=FAMILY / "target")
+        text, calibration = texts()
+        self.text.write_text(text, encoding="utf-8")
+        with Engine.load(self.plain, n_ctx=text_chunks.SIZE) as engine:
+            self.parts = text_chunks.split_text(engine.tokenizer, text, chunks=chunks)
+            parts = text_chunks.split_text(engine.tokenizer, calibration, chunks=8)
+            imatrix.save(self.imatrix, importance.collect(engine, parts, "held-out texts"))
+
+    def run(self, program: str, *args: object) -> str:
+        line = list(map(str, (self.tools / program, *args)))
+        done = subprocess.run(line, capture_output=True, text=True, check=False, errors="replace")
+        if done.returncode:
+            raise SystemExit(f"{program}: exit {done.returncode}\n{done.stderr[-1500:]}")
+        return done.stdout + done.stderr
+
+    def types(self) -> list[str]:
+        """Return the types that llama-quantize offers."""
+        done = subprocess.run(
+            [self.tools / "llama-quantize", "--help"], capture_output=True, check=False
+        )
+        found = [name for name in OFFERED.findall(done.stdout.decode()) if ":" not in name]
+        assert found, done.stderr[-1500:]
+        return found
+
+    def compare(self, type: str) -> dict[str, Any]:
+        """Return the figures of one type."""
+        path = self.folder / "quantized.gguf"
+        self.run("llama-quantize", "--imatrix", self.imatrix, self.plain, path, type, 1)
+        with GGUF(path) as file:
+            try:
+                kinds = sorted({t.format.name for t in file.tensors.values()})
+            except G4Error as e:
+                return {"refused": str(e)}
+        try:
+            own = logits(path, self.parts[0])
+        except G4Error as e:
+            return {"types": kinds, "refused": str(e)}
+        other = logits(dequantized(path, self.folder / "dequantized.gguf"), self.parts[0])
+        with Engine.load(path, n_ctx=text_chunks.SIZE) as engine:
+            ours = perplexity.measure(engine, self.parts).perplexity.value
+        options = ("-c", 512, "-fa", "off", "-ctk", "f32", "-ctv", "f32", "-t", 1)
+        said = self.run(
+            "llama-perplexity", "-m", path, "-f", self.text, *options, "--chunks", len(self.parts)
+        )
+        match = re.search(r"Final estimate: PPL = ([\d.]+)", said)
+        assert match is not None, said[-1500:]
+        return {
+            "types": kinds,
+            "logits_equal": torch.equal(own, other),
+            "perplexity": ours,
+            "llama_perplexity": float(match[1]),
+            "ratio": ours / float(match[1]),
+            "verify": verified(path, self.drafts, self.cases),
+        }
+
+
+def good(found: dict[str, Any]) -> bool:
+    """Return True if nothing differs; a type that is refused counts as good."""
+    if "refused" in found:
+        return True
+    return (
+        found["logits_equal"]
+        and abs(found["ratio"] - 1) <= TOLERANCE
+        and all(v["ok"] for v in found["verify"].values())
+    )
+
+
+def main() -> int:
+    """Compare all types and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--bin", type=Path, required=True, help="folder of llama.cpp's programs")
+    parser.add_argument("--types", nargs="*", metavar="TYPE", help="default: all")
+    parser.add_argument("--chunks", type=int, default=2, help="chunks of 512 tokens of the text")
+    parser.add_argument("--cases", type=int, default=2, help="cases of `verify` for each draft")
+    parser.add_argument("--out", type=Path, default=ROOT / "results", help="folder of the result")
+    args = parser.parse_args()
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        comparison = Comparison(args.bin, Path(folder), args.chunks, args.cases)
+        for type in args.types or comparison.types():
+            found[type] = comparison.compare(type)
+            print(type, found[type], flush=True)
+    keep(args.out, "llama-cpp-types", {"chunks": args.chunks, "cases": args.cases, "types": found})
+    bad = [type for type, figures in found.items() if not good(figures)]
+    print(f"different: {bad}" if bad else "nothing differs")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
