@@ -80,7 +80,7 @@ class G4Error(Exception):
         if found is not None:
             text += f"{',' if expected is not None else ':'} found {_joined(found)}"
         if fix:
-            text += f". {fix[0].upper()}{fix[1:]}"
+            text = f"{text.removesuffix('.')}. {fix[0].upper()}{fix[1:]}"
         super().__init__(text)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -28,7 +28,7 @@ _POSITIVE = Range(lambda x: x >= 1, ">= 1")
 _OPENAI_PENALTY = Range(lambda x: -2 <= x <= 2, "in [-2, 2]")
 
 RANGES = {
-    "temperature": Range(lambda x: math.isfinite(x) and x >= 0, ">= 0"),
+    "temperature": Range(lambda x: math.isfinite(x) and x >= 0, "a finite number >= 0"),
     "top_k": Range(lambda x: x >= 0, ">= 0 (0 keeps all)"),
     "top_p": Range(lambda x: 0 < x <= 1, "in (0, 1]"),
     "min_p": Range(lambda x: 0 <= x <= 1, "in [0, 1]"),

@@ -119,13 +119,15 @@ def from_click(error: Any, context: Any, values: Mapping[str, tuple[str, str]]) 
     if flag is None:
         return UsageError(text, fix=see_help(context))
     reason = re.sub(r"^Invalid value for .*?: ", "", text)
+    if "exceeded maximum size" in reason:
+        return UsageError(flag, expected="a smaller number", found=f"{len(str(value))} digits")
     if not reason.startswith("Input should be "):  # click, in older versions of typer
         return UsageError(f"{flag}: {reason}", fix=see_help(context))
     # "Input should be a valid integer, unable to parse string as an integer"
     wanted = reason.removeprefix("Input should be ").split(",")[0]
     for words, plain in _PLAIN.items():
         wanted = wanted.replace(words, plain)
-    return UsageError(flag, expected=wanted, found=repr(value), fix=see_help(context))
+    return UsageError(flag, expected=wanted, found=f"{value!r:.80}", fix=see_help(context))
 
 
 def see_help(context: Any, before: str = "") -> str:

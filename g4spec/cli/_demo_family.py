@@ -22,14 +22,24 @@ def find(folder: Path | None) -> Path:
     """Return the folder of the checkpoints: `folder`, or examples/tiny here or in the clone."""
     tree = Path(g4spec.__file__).parent.parent
     places = [folder] if folder else [base / "examples" / "tiny" for base in (Path(), tree)]
+    needed = ("target", *DRAFTS)
     for place in places:
-        if all((place / name / "config.json").is_file() for name in ("target", *DRAFTS)):
+        if all((place / name / "config.json").is_file() for name in needed):
             return place
+    expected = f"folders {', '.join(needed)}, each with a config.json"
+    if folder is not None:
+        missing = [name for name in needed if not (folder / name / "config.json").is_file()]
+        raise InputError(
+            f"--family {folder}: no model family",
+            expected=expected,
+            found="no such folder" if not folder.is_dir() else f"no {', '.join(missing)}",
+            fix="pass the folder examples/tiny of the repository",
+        )
     raise InputError(
-        f"no model family in {', '.join(map(str, places))}",
-        expected=f"folders target, {', '.join(DRAFTS)}",
-        fix="run this in a clone of the repository, or pass its examples/tiny with --family: the "
-        "package does not contain the family",
+        "the demo's model family is not part of the installed package",
+        expected=f"{expected}, in examples/tiny here or with --family",
+        fix="get the repository (clone it, or unpack its source archive), then run "
+        "`g4spec demo --family REPOSITORY/examples/tiny`",
     )
 
 

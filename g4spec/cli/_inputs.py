@@ -74,6 +74,7 @@ def check_exists(*models: Path | str | None) -> None:
 
 def resolve(name: Path, out: Output, want: Literal["any", "tokenizer", "gguf"] = "any") -> Path:
     """Return the path of a file or folder; download it into the hub's cache if it is a hub id."""
+    check_exists(name)
     from g4spec.convert import hub
 
     path, notes = hub.resolve(name, want)

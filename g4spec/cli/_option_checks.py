@@ -23,6 +23,9 @@ def check(values: Mapping[str, Any]) -> None:
         raise UsageError("--stop: an empty text would stop everything", fix="leave it out")
     if "categories" in values:
         _check_prompts(values)
+    n_ctx, n_predict = values.get("ctx_size"), values.get("n_predict")
+    if ("categories" in values or "cases" in values) and n_ctx and (n_predict or 0) >= n_ctx > 0:
+        raise UsageError("-n", expected=f"less than the context, -c {n_ctx}", found=n_predict)
     fields = {alias: field for field, names in _field_names.SAME.items() for alias in names}
     for name, value in values.items():
         field = fields.get(name, name)

@@ -128,4 +128,6 @@ def draft_max(text: str) -> int | Literal["auto"]:
     try:
         return int(text)
     except ValueError:
-        raise UsageError("--draft-max", expected=f"0 to {MAX_DRAFT}, or auto", found=text) from None
+        raise UsageError(
+            "--draft-max", expected=f"0 to {MAX_DRAFT}, or auto", found=f"{text:.40}"
+        ) from None

@@ -25,7 +25,10 @@ LONG, CASES, PROMPTS = 1024, 12, 2
 def command(
     family: Annotated[
         Path | None,
-        typer.Option(help="Folder of the model family. Default: examples/tiny of the repository."),
+        typer.Option(
+            help="Folder of the model family. Default: examples/tiny of the clone. Needed with an "
+            "installed package, which does not contain it."
+        ),
     ] = None,
     folder: Annotated[
         Path, typer.Option("-o", "--out", help="Folder for the files that are written.")

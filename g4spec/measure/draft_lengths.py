@@ -36,7 +36,7 @@ def parse_lengths(text: str, most: int | None) -> tuple[DraftLength, ...]:
                 "`lengths`",
                 expected=f'"sweep", "auto" or 0 to {MAX_DRAFT}, '
                 "or several with commas between them",
-                found=repr(word),
+                found=f"{word!r:.40}",
             )
     if most is None:
         return (0,)

@@ -104,7 +104,7 @@ def test_an_existing_file_as_a_command(capsys: pytest.CaptureFixture[str], tmp_p
 
 
 WRONG = {
-    "generate -m MODEL -p y --temp -1": "--temp: expected >= 0, found -1.0",
+    "generate -m MODEL -p y --temp -1": "--temp: expected a finite number >= 0, found -1.0",
     "generate -m MODEL -p y --draft-max 16": "--draft-max: expected 0 to 15, or auto, found 16",
     "generate -m MODEL -p y --draft-window 3": "--draft-window needs a draft",
     "generate -m MODEL -p y --device tpu": "--device: expected cpu, cuda",
@@ -115,6 +115,11 @@ WRONG = {
     "verify -m MODEL -md ngram --cases 0": "--cases: expected 1 to 100000, found 0",
     "verify -m MODEL -md ngram --draft-max 0": "--draft-max 0 drafts no tokens",
     "bench -m MODEL --categories cod": "--categories: expected one of code, chat",
+    "bench -m MODEL --categories code,chat,code": "--categories: expected each name once",
+    "bench -m MODEL -n 64 -c 64": "-n: expected less than the context, -c 64, found 64",
+    "verify -m MODEL -md ngram -n 99 -c 64": "-n: expected less than the context, -c 64",
+    f"generate -m MODEL -p y -n {'9' * 5000}": "-n: expected a smaller number, found 5000 digits",
+    f"generate -m MODEL -p y --draft-max {'9' * 5000}": "--draft-max: expected 0 to 15, or auto",
     "bench -m MODEL --prompts 99": "--prompts: expected 1 to",
     "bench -m MODEL -md ngram --draft-max 2,77": "--draft-max: expected",
     "bench -m MODEL --repeats 0": "--repeats: expected 1 to 100000, found 0",

@@ -167,7 +167,7 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
     assert cli.run([name.replace("_", "-"), "--help"]) == 0
     out = capsys.readouterr().out
     assert "Usage:" in out and "--quiet" in out
-    assert "--json" in out or name in ("serve", "chat"), "which answer as they go"
+    assert "--json" in out or name in ("serve", "chat"), "these commands stream"
 
 
 def test_names_from_files_stay_on_one_line() -> None:

@@ -129,7 +129,7 @@ def test_show_draft_marks_tokens(files: tuple[str, str], g4spec: Cli) -> None:
     more = g4spec(
         "generate", "-m", files[0], "-md", files[1], "--draft-max", 2, "--show-rejected", *PROMPT
     )[0]
-    assert more.count("~") > out.count("~"), "all rejected tokens, not the first alone"
+    assert more.count("~") > out.count("~"), "all rejected tokens, not only the first"
 
 
 def test_rejected_line_breaks_do_not_break_the_text(capsys: pytest.CaptureFixture[str]) -> None:

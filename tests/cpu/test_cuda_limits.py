@@ -150,6 +150,25 @@ def test_many_experts_are_dequantized_in_several_launches(monkeypatch: pytest.Mo
     assert sum(len(given["out"]) for _, given in launched) == len(out)
 
 
+def test_vectors_of_another_length_reach_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short norm was read out of bounds, by pointer."""
+    launched = list[str]()
+    kernel = lambda file, name: lambda *sizes, **given: launched.append(name)  # noqa: E731
+    monkeypatch.setattr(packed_rows.launch, "kernel", kernel)
+    x = torch.zeros(2, 64)
+    packed_rows.rms_norm(x, torch.ones(64), 1e-6)
+    assert len(launched) == 1
+    residual = packed_rows.Residual(torch.ones(60), 1e-6)
+    for wrong in (
+        lambda: packed_rows.rms_norm(x, torch.ones(60), 1e-6),
+        lambda: residual(x, x),
+        lambda: packed_rows.Residual(torch.ones(64), 1e-6).numbers(x, x, torch.ones(1, 64)),
+    ):
+        with pytest.raises(AssertionError):
+            wrong()
+    assert len(launched) == 1
+
+
 @pytest.mark.parametrize("window", [None, 1, 512, 1 << 20])
 @pytest.mark.parametrize("n_kv", [1, 2, 16, 64, 128, 1000])
 @pytest.mark.parametrize("n_ctx", [64, 4096, 1 << 18, 1 << 20, 1 << 24])

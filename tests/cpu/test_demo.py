@@ -105,11 +105,24 @@ def test_demo_replaces_only_its_own_results(family: Path, tmp_path: Path, name: 
         _demo_family.check_folder(family, tmp_path)
 
 
-def test_demo_without_the_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_without_the_family(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert cli.run(["demo", "--family", str(tmp_path), "-o", str(tmp_path / "x")]) == 3
     output = capsys.readouterr().err
-    assert "dflash-other" in output and "clone of the repository" in output
+    assert "found no target, dflash, dflash-speculators" in output
+    assert "Pass the folder examples/tiny of the repository" in output
     assert not (tmp_path / "x").exists()
+    missing = str(tmp_path / "missing")
+    assert cli.run(["demo", "--family", missing]) == 3
+    assert "found no such folder" in capsys.readouterr().err
+    # An installed package outside of a clone.
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(_demo_family.g4spec, "__file__", str(tmp_path / "lib/g4spec/__init__.py"))
+    assert cli.run(["demo"]) == 3
+    output = capsys.readouterr().err
+    assert "not part of the installed package" in output
+    assert "run `g4spec demo --family REPOSITORY/examples/tiny`" in output
 
 
 def test_bench_and_compare(

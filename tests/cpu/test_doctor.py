@@ -435,11 +435,13 @@ def test_without_a_card_llamacpp_runs_on_the_cpu() -> None:
 def test_a_16_gb_card_gets_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     d = ask("4060 ti", "31b", "mtp")
     assert d.brief is not None and not d.works
-    assert not any("Speed" in s.title for s in d.sections), "no speed for what cannot start"
+    assert not any("Speed" in s.title for s in d.sections), (
+        "no speed for an engine that cannot start"
+    )
     assert [name for name, _ in d.brief.rows] == ["instead", "reported"]
     assert re.search(r"-ngl \d+ moves \d+ of 60 layers", d.brief.rows[0][1])
     code, out = doctor(capsys, *shlex.split(d.brief.command)[2:], "--json")
-    assert code == 0 and json.loads(out)["works"], "what is proposed works"
+    assert code == 0 and json.loads(out)["works"], "the proposal works"
     moe = ask("rtx 4070", "26b").brief
     assert moe is not None and re.search(r"-ncmoe \d+ moves .* \d+ of 30", moe.rows[0][1])
     every = ask("4060 ti")
@@ -465,7 +467,7 @@ def test_the_overview_agrees_with_each_diagnosis(machine: str) -> None:
     for size in FACTS.all(SizeFact):
         brief, shown = ask(machine, size.id, "mtp").brief, line(overview, "Gemma 4", size.name)
         assert brief is not None and shown.mark == brief.mark, size.id
-        assert bool(shown.reason) == (shown.mark == "warn"), "a condition is named beside its mark"
+        assert bool(shown.reason) == (shown.mark == "warn"), "every warning has a reason"
         if brief.mark in ("good", "warn"):
             engine = brief.said.split(" (")[0]
             assert line(ask(machine, size.id, "mtp"), "Engines", engine).mark == brief.mark

@@ -66,7 +66,7 @@ def test_names_in_the_library_and_in_the_command_line(make: Any, command: str, o
 
 def test_errors_of_a_command_name_its_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["generate", "-m", "x", "-p", "y", "--temp", "-1"]) == 2
-    assert "error: --temp: expected >= 0, found -1.0" in capsys.readouterr().err
+    assert "error: --temp: expected a finite number >= 0, found -1.0" in capsys.readouterr().err
 
 
 def test_responses_name_fields() -> None:
@@ -79,3 +79,9 @@ def test_responses_name_fields() -> None:
 def test_other_words_in_backticks_stay() -> None:
     text = "`n_ctx` 64, see `g4spec doctor` and `unknown`"
     assert spell(text, {"n_ctx": "-c"}) == "-c 64, see `g4spec doctor` and `unknown`"
+
+
+def test_a_fix_after_a_sentence_has_one_full_stop() -> None:
+    assert str(G4Error("no answer", found="no protocol.", fix="check it")).endswith(
+        "no answer: found no protocol. Check it"
+    )

@@ -218,9 +218,9 @@ HEADERS: dict[str, Any] = {
     "nothing": {},
     "no resources": {"arch": "sm_80", "symbol": "f", "log": ""},
     "other resources": {"resources": {"x": 1}},
-    "resources that are none": {"resources": 7},
-    "a size that is none": {"resources": {"registers": "x", "spill": 0, "stack": 0, "shared": 0}},
-    "a name that is none": {"symbol": [1]},
+    "invalid resources": {"resources": 7},
+    "invalid size": {"resources": {"registers": "x", "spill": 0, "stack": 0, "shared": 0}},
+    "invalid name": {"symbol": [1]},
     "more": {"extra": 1},
     "another code": {"code": "x"},
     "another architecture": {"arch": "sm_90a"},
@@ -404,7 +404,9 @@ def test_the_json_of_the_server_has_no_control_character() -> None:
 
 def test_the_lock_file_has_tested_versions_with_hashes() -> None:
     text = (ROOT / "requirements.lock").read_text()
-    assert "://" not in re.sub(r"^#.*", "", text, flags=re.MULTILINE), "no index of anybody's"
+    assert "://" not in re.sub(r"^#.*", "", text, flags=re.MULTILINE), (
+        "the file must not name a package index"
+    )
     entries = [e for e in re.split(r"\n(?=\S)", re.sub(r"(?m)^#.*\n", "", text)) if e.strip()]
     locked: dict[str, set[str]] = {}
     for entry in entries:

@@ -57,7 +57,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 
 def check(text: str, lines: bool = False) -> None:
     """Check terminal output; `lines`: text or a script, which may contain line breaks."""
-    assert text, "a command that says nothing tests nothing"
+    assert text, "the command printed nothing to check"
     assert "\x1b[8m" not in text
     rest = OWN.sub("", text).replace("\r", "")  # of a progress bar; see the property below
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", rest), repr(rest[-2000:])
@@ -204,7 +204,9 @@ def test_line_prints_one_line(text: str, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_json_escapes_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     render.Output(json=True).result({"a": BAD, "b": u32(1).data})
-    assert json.loads(capsys.readouterr().out) == {"a": BAD, "b": 1}
+    out = capsys.readouterr().out
+    assert json.loads(out) == {"a": BAD, "b": 1}
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", out), "also in a pipe"
 
 
 def test_reading_several_lines_of_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ def test_commands(
 def test_bench(columns: int, shown: Callable[..., str]) -> None:
     check(shown, lambda: _bench(columns), columns)
     table = shown(columns, lambda: _bench(columns))
-    assert "tokens/s" in table and "x plain" in table, "what decides is shown at every width"
+    assert "tokens/s" in table and "x plain" in table, "the main columns are shown at every width"
 
 
 @pytest.mark.parametrize("columns", WIDTHS)

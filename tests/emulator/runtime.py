@@ -45,7 +45,7 @@ class Capture:
             found = self._run()
         if self._names is None:
             self._names, self.outputs = names, found
-        assert names == self._names, "a recording launches the same kernels every time"
+        assert names == self._names, "each replay must launch the same kernels"
         for mine, new in zip(self.outputs, found, strict=True):
             mine.copy_(new)
 

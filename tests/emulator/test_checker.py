@@ -275,4 +275,4 @@ def test_wrong_kernel_is_reported(name: str, tmp_path: Path) -> None:
         launched(tmp_path, name, False)
     assert CASES[name][1] in str(error.value)
     if "race" in CASES[name][1]:
-        assert "case.cu:" in str(error.value).split("run: ", 1)[1], "the line is named"
+        assert "case.cu:" in str(error.value).split("run: ", 1)[1], "the report names the line"

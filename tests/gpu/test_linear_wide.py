@@ -15,7 +15,7 @@ from tests.gpu.parity import HALF, matrix, stored
 pytestmark = pytest.mark.gpu
 
 FORMS = (0, 1, 2)
-"""Kernel variants: with warps, and with warp groups and this many per step of K."""
+"""Values of WARP_GROUPS: 0 is the kernel of single warps; 1 and 2 are warp groups per step of K."""
 
 COUNTS = (17, 37, 50) if EMULATED else (17, 32, 33, 48, 50, 64, 65, 96, 100, 127, 128, 129, 200)
 MOST = max(COUNTS)

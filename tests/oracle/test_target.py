@@ -55,7 +55,7 @@ def greedy(folder: Path, ids: list[int], count: int) -> tuple[list[int], list[in
     for i in range(count):
         text.append(int(row.argmax()))
         row = target.step(text[-1:], len(ids) + i).logits[0]
-    assert len(set(text)) > 5, "a text that repeats one token proves little"
+    assert len(set(text)) > 5, "the text must not repeat one token"
     with torch.no_grad():
         made = hf.target(folder).generate(
             torch.tensor([ids]), max_new_tokens=count, do_sample=False, eos_token_id=None

@@ -376,7 +376,7 @@ def test_the_daemon_speaks_the_line_protocol(family: Path, tmp_path: Path) -> No
         sampled = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.1}
         assert client.ask(f"{path} 8 samp=0.8,0.9,40,1.1,77") == alone(8, seed=77, **sampled)
         new = [client.ask(f"{path} 9 samp=9,1,0,1") for _ in range(2)]
-        assert new[0] != new[1], "without a seed each text is another one"
+        assert new[0] != new[1], "without a seed, texts differ"
         (tmp_path / "odd.bin").write_bytes(b"12345")
         for wrong in (
             "RESTORE 3",

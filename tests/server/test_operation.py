@@ -323,7 +323,9 @@ def test_metrics(busy: Served) -> None:
     assert after["llamacpp:n_busy_slots_per_decode"] >= 1
     speed = after["llamacpp:predicted_tokens_seconds"]
     assert speed == pytest.approx(timings["predicted_per_second"])
-    assert read()["llamacpp:predicted_tokens_seconds"] == 0, "of texts since the last request"
+    assert read()["llamacpp:predicted_tokens_seconds"] == 0, (
+        "counts only texts since the last scrape"
+    )
     assert grown("llamacpp:spec_decode_num_accepted_tokens_total") == accepted
     assert after["llamacpp:requests_processing"] == 0
     refused = 'vllm:request_refused_total{model_name="tiny",status="400"}'

@@ -36,7 +36,9 @@ class Cli:
         out, err = self._capsys.readouterr()
         assert code in codes, (code, out, err)
         assert out == "" and len(err.splitlines()) == 1 and err.startswith("error: "), (out, err)
-        assert self.cache is not None and not self.cache.exists(), "something was converted first"
+        assert self.cache is not None and not self.cache.exists(), (
+            "a draft was converted before the error"
+        )
         return err
 
 

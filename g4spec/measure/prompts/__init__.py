@@ -84,6 +84,8 @@ def prompts(
 
 def check_categories(categories: Sequence[str], count: int | None = None) -> None:
     """Raise UsageError for an unknown category, or if a category has fewer than `count` prompts."""
+    if len(set(categories)) < len(categories):
+        raise UsageError("`categories`", expected="each name once", found=", ".join(categories))
     for category in categories:
         if category not in CATEGORIES:
             raise UsageError(

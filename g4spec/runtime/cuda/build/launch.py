@@ -156,6 +156,15 @@ def module(file: str, names: Sequence[str], device: int | None = None) -> dict[s
     return {name: _loaded[index, file, name] for name in names}
 
 
+def assert_lengths(n: int, *vectors: torch.Tensor | None) -> None:
+    """Assert that each vector that a kernel reads through a pointer has n values; None is skipped.
+    Loading has compared the shapes of a file with its metadata before."""
+    assert all(v is None or v.shape == (n,) for v in vectors), (
+        n,
+        [None if v is None else v.shape for v in vectors],
+    )
+
+
 def arch(device: int | None = None) -> str:
     """Return the architecture whose kernels a device runs (`nvrtc.pretended`)."""
     return nvrtc.pretended(own_arch(device))

@@ -88,6 +88,7 @@ class Heads:
         slices, (count, width) = y.shape[0] if y.dim() == 3 else 1, y.shape[-2:]
         projected = heads - self.n_kv if self.v_from_k else heads
         assert width == projected * dim and dim in HEAD_DIMS, (y.shape, projected, dim)
+        launch.assert_lengths(dim, self.q_norm, self.k_norm)
         assert len(batch) == count and batch.positions.dtype is torch.int64, (len(batch), count)
         q = torch.empty(count, self.n_q, dim, dtype=torch.float16, device=y.device)
         planes: dict[str, Any] = dict.fromkeys(PLANES)

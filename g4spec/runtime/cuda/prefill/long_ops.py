@@ -48,6 +48,10 @@ STILL = 1e-20
 """Angle per position, in radians, up to which a pair counts as not rotated."""
 
 
+NORM_WEIGHTS = ("weight", "next", "dense", "experts", "router", "post")
+"""Arguments of kernels for rows [H] that are vectors [H]."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scaled:
     """Rows [T, N] between two ops, in a buffer that a later op overwrites.
@@ -194,6 +198,7 @@ class LongOps(CudaOps):
     def qkv(self, h: Any, a: op.Attention, batch: Batch, kv: Any, *, queries: bool = True) -> Any:
         assert isinstance(h, Scaled) and isinstance(batch, Chunk) and queries
         assert a.q_norm is not None and a.v_norm and not a.interleaved, a
+        launch.assert_lengths(a.head_dim, a.q_norm, a.k_norm)
         n_head = a.q.shape[0] // a.head_dim
         on = self._ways[kind_of(kv.window, n_head, kv.n_kv, kv.head_dim, kv.rotary_pairs)]
         weights = _concat_rows([w for w in (a.q, a.k, a.v) if w is not None])
@@ -365,7 +370,9 @@ class LongOps(CudaOps):
 
     def _kernel(self, name: str, count: int, **arguments: Any) -> None:
         """Launch a kernel of prefill.cu that processes one row per block."""
-        instance, threads = row_kernel(name, self._config.n_embd)
+        width = self._config.n_embd
+        instance, threads = row_kernel(name, width)
+        launch.assert_lengths(width, *(arguments.get(weight) for weight in NORM_WEIGHTS))
         launch.kernel("prefill.cu", instance)(count, threads, **arguments, pdl=False)
 
     @staticmethod

@@ -134,6 +134,7 @@ class Experts:
             router: float32 [E, H], for rows normed with the router's weight. `gains`: [E].
         """
         spec, visits = self.spec, count * self.k
+        launch.assert_lengths(spec.n_expert, gains)
         products.plain(self.routed[:count], router, self.scores[:count])
         file = "prefill_experts.cu"
         launch.kernel(file, f"route<{spec.n_expert}, {self.k}>")(

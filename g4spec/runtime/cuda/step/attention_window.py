@@ -98,6 +98,7 @@ def attend(
     h, count, tokens, sequences = q.heads, len(batch), batch.rows_per_sequence, len(batch.sizes)
     slices = q.y.shape[0] if q.y.dim() == 3 else 1
     assert q.y.shape[-2:] == (count, (h.n_q + 2 * h.n_kv) * WINDOW_HEAD_DIM), (q.y.shape, count)
+    launch.assert_lengths(WINDOW_HEAD_DIM, h.q_norm, h.k_norm)
     assert 1 <= tokens <= GROUP_ROWS and not kv.paged, batch.sizes
     tiles, chunks, blocks = _tiles(kv), _chunks(kv), -(-tokens // WINDOW_TOKENS)
     assert len(arrived) >= sequences * blocks * h.n_kv

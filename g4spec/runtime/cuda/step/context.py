@@ -79,6 +79,7 @@ def of(layers: Sequence[Attention], kvs: Sequence[CudaKV]) -> Context | None:
         return None
     if matrices[0].rows % PACK_ROWS or heads[0].head_dim not in HEAD_DIMS:
         return None
+    launch.assert_lengths(heads[0].head_dim, *(h.k_norm for h in heads))
     join(matrices)
     planes = [
         (h.k_norm, kv.keys, kv.key_scales, kv.values, kv.value_scales, kv.table)

@@ -92,6 +92,7 @@ def per_layer_inputs(
         [T, L, P].
     """
     size = len(weight)
+    assert tokens.shape == y.shape and y.shape[1] % size == 0, (tokens.shape, y.shape, size)
     out = torch.empty(len(y), y.shape[1] // size, size, dtype=torch.float32, device=y.device)
     n = out.shape[0] * out.shape[1]
     launch.kernel("elementwise.cu", f"per_layer_inputs<{THREADS // 32}>")(

@@ -158,6 +158,10 @@ class Experts:
             return None
         if shape not in buffers:
             buffers[shape] = Buffers(shape, device)
+        width = shape.width
+        launch.assert_lengths(width, e.router_norm, e.post_dense, e.post_experts, e.post)
+        launch.assert_lengths(shape.experts, e.gains)
+        assert e.router.shape == (shape.experts, width), (e.router.shape, shape)
         return cls(
             shape,
             e.router,

@@ -353,6 +353,7 @@ def _run(
         weight, scale, eps = residual.weight, residual.scale, residual.eps
         enter = ADD if weight is None else NORM
     assert width % (4 if leave in (NOTHING, FLOATS) else ACT_COLUMNS) == 0, width
+    launch.assert_lengths(width, weight, *following)
     split = count <= SPLIT
     name = instance(width, slices, enter, leave, max(1, len(outputs)), split=split)
     warps, loads = block_shape(width)
