@@ -19,6 +19,7 @@ without the tool; run it first, so that kernels are compiled. Writes
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import subprocess
@@ -104,6 +105,7 @@ def run(part: str, out: Path) -> None:
     """Run one program: this is what memcheck observes."""
     if gpu_sanitize.APART in os.environ:  # graphs need torch's own memory
         graphs.Capture = runtime.Capture  # type: ignore[assignment, misc]
+    faulthandler.dump_traceback_later(120, repeat=True)  # for a program that does not end
     rows: Rows = []
     with tempfile.TemporaryDirectory() as folder:
         PROGRAMS[part](Path(folder), rows)
@@ -144,7 +146,12 @@ def watched(part: str, tool: str | None, number: int, limit: float, out: Path) -
     if tool is not None:
         planted = {gpu_sanitize.PLANTED["memcheck"]}
         clean = clean and bool(gpu_sanitize.ONE.search(text)) and set(reported) == planted
-    print("clean" if clean else f"NOT CLEAN\n{text[:3000]}", part, f"exit {code}", flush=True)
+    print(
+        "clean" if clean else f"NOT CLEAN\n{text[:1500]}\n{text[-3000:]}",
+        part,
+        f"exit {code}",
+        flush=True,
+    )
     return {
         "part": part,
         "cases": len(rows),
