@@ -22,6 +22,8 @@ GEMMA4 = "gemma4"
 SLIDING, FULL = "sliding_attention", "full_attention"
 PERIOD = 6
 """Default period of global layers, if the configuration does not give one."""
+MAX_EXPERTS_USED = 1024
+"""Maximum experts per token. Kernels have one grid row per pair of row and expert: 65,535 at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,7 @@ def _layer_hf(
         kv_from=kv_from,
         n_ple=_count(text, "hidden_size_per_layer_input"),
         n_expert=text.positive("num_experts") if moe else 0,
-        n_expert_used=text.positive("top_k_experts") if moe else 0,
+        n_expert_used=text.positive("top_k_experts", most=MAX_EXPERTS_USED) if moe else 0,
         n_ff_expert=text.positive("moe_intermediate_size") if moe else 0,
     )
 
@@ -257,7 +259,7 @@ def _layer_gguf(
         kv_from=kv_from,
         n_ple=_count(f, "embedding_length_per_layer_input"),
         n_expert=f.positive("expert_count") if moe else 0,
-        n_expert_used=f.positive("expert_used_count") if moe else 0,
+        n_expert_used=f.positive("expert_used_count", most=MAX_EXPERTS_USED) if moe else 0,
         n_ff_expert=f.positive("expert_feed_forward_length") if moe else 0,
         split_experts=moe and f"{b}ffn_gate_up_exps.weight" not in tensors,
     )

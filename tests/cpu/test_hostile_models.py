@@ -94,6 +94,13 @@ def test_every_tensor_of_a_target(home: Path, tmp_path: Path, kind: str, how: Ch
             Engine.load(write(tmp_path / "broken.gguf"), n_ctx=64)
 
 
+def test_more_experts_per_token_than_a_grid_has_rows(home: Path, tmp_path: Path) -> None:
+    keys = {"gemma4.expert_count": u32(5000), "gemma4.expert_used_count": u32(5000)}
+    broken = changed(home / "experts.gguf", tmp_path / "broken.gguf", **keys)
+    with pytest.raises(InputError, match="expert_used_count: expected at most 1024, found 5000"):
+        Engine.load(broken, n_ctx=64)
+
+
 # ---- ids
 
 
