@@ -23,7 +23,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 PERIOD = 6
 """Default period of global layers, if the configuration does not give one."""
 MAX_EXPERTS_USED = 1024
-"""Maximum experts per token. Kernels have one grid row per pair of row and expert: 65,535 at most."""
+"""Maximum experts per token. Kernels have a grid row per row and expert: 65,535 at most."""
 
 
 @dataclass(frozen=True, slots=True)
