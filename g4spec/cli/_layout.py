@@ -129,7 +129,7 @@ def columns_kept(columns: Sequence[Sequence[str]], optional: Sequence[int], room
 
 
 def records(names: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> str:
-    """Format rows as `name: value, ...` below each other, for tables that do not fit."""
+    """Format rows as `name: value, ...`, one per line, for tables that do not fit."""
     out = []
     for row in rows:
         first, *rest = row

@@ -305,8 +305,8 @@ class Endpoints:
 
         async def events() -> Events:
             async with aclosing(watcher.events(lambda: service.draining)) as found:
-                async for name, told in found:
-                    yield event(told, name)
+                async for name, data in found:
+                    yield event(data, name)
 
         return EventStream(
             watcher, events(), lambda refused: event(refused.json()), service.settings

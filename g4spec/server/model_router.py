@@ -209,12 +209,12 @@ class ModelRouter:
 
         While a model is loading, its entry includes the bytes read.
         """
-        told: dict[str, Any] = {}
+        sent: dict[str, Any] = {}
         while not self._draining:
             for model in self.all.values():
                 now = model.json()
-                if told.get(model.name) != now:
-                    told[model.name] = now
+                if sent.get(model.name) != now:
+                    sent[model.name] = now
                     yield event(now, "model")
             await asyncio.sleep(EVENT_POLL_SECONDS)
 

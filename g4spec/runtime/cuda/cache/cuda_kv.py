@@ -60,7 +60,7 @@ class CudaKV:
         keys, values: [units, n_kv, capacity, columns], float16 or uint8 (q + 128).
         key_scales, value_scales: [units, n_kv, capacity, columns / 32] float16; empty for `f16`.
         weight: weight [head_dim] of the keys' norm, by which queries are multiplied in the columns
-            that keys do not store. Set by whoever writes rows; None: 1.
+            that keys do not store. Set by the writer of the rows; None: 1.
 
     Raises:
         Unsupported: a quantized `kind`, and heads that do not divide into its blocks.

@@ -1,7 +1,7 @@
 // Prefill attention for heads of 512 on sm_90a, for layers whose keys are their values before norm
 // weight and rotation. A tile holds 64 values and only the rotated columns of the keys; the queries
 // carry the norm weights (prefill_kv_layout.cuh, SharedKvTiles). So two tiles fit into shared
-// memory beside 64 queries.
+// memory together with 64 queries.
 //
 // Two consumer warp groups each accumulate half of the 512 output columns. The softmax, which both
 // need, is computed alternately: group j % 2 computes the scores and weights of tile j, continues

@@ -155,6 +155,6 @@ __global__ __launch_bounds__(32 * COMBINE_WARPS) void combine_chunks(
   const RowGroup own(row, count);
   u8* mine = own.start_of(rows, width);
   store_packed_block(mine, own, own.row, width, block, x.x, x.y);
-  for (int behind = own.row + own.count; behind < 8 * own.tiles; behind += own.count)
-    store_packed_block(mine, own, behind, width, block, 0, 0);
+  for (int padding_row = own.row + own.count; padding_row < 8 * own.tiles; padding_row += own.count)
+    store_packed_block(mine, own, padding_row, width, block, 0, 0);
 }
