@@ -78,6 +78,24 @@ class Writer:
             self.out.stream(now) if style is None else self.out.stream_marked(now, style)
 
 
+REPORTED_STEPS = 8, 150
+"""Minimum and maximum number of steps of a text about which `auto_note` reports."""
+
+
+def auto_note(stats: Stats) -> str | None:
+    """Return a note if `auto` drafted in less than half of the steps of a short text, or None.
+
+    A process starts without measurements of the pair, and a draft may cost at most 2 % of a text.
+    """
+    drafted, (least, most) = stats.drafted_by_position[0], REPORTED_STEPS
+    if not least <= stats.cycles <= most or 2 * drafted >= stats.cycles:
+        return None
+    return (
+        f"auto drafted in {drafted} of {stats.cycles} steps: it has not measured this pair yet. "
+        "--draft-max 5 drafts from the start"
+    )
+
+
 def stats_line(stats: Stats, drafting: bool) -> str:
     """Return one line about a run. `drafting`: True if a draft was used."""
     parts = [f"{stats.tokens} token{'s' * (stats.tokens != 1)}"]

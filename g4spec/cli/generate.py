@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from g4spec.cli import _engine, _inputs, _logit_options, _options, _prompt, _prompt_options
 from g4spec.cli._notes import greedy_note, low_acceptance_note
-from g4spec.cli._text_stream import Marking, Writer, stats_line
+from g4spec.cli._text_stream import Marking, Writer, auto_note, stats_line
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import UsageError
 
@@ -127,6 +127,8 @@ def _write(run: Request, writer: Writer, drafting: bool) -> None:
         run.stats.stop_reason, pressed = "Ctrl-C", keys
     writer.finish(run.text)
     out.note(stats_line(run.stats, drafting))
+    if drafting and run.options.draft_max == "auto":
+        out.note(auto_note(run.stats))
     first = run.stats.drafted_by_position[0], run.stats.accepted_by_position[0]
     out.note(low_acceptance_note(*first))
     stats = {**asdict(run.stats), "tokens_per_second": run.stats.tokens_per_second}

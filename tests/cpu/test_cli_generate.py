@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from g4spec.cli import _inputs, render
-from g4spec.cli._text_stream import Writer, stop_prefix_length
+from g4spec.cli._text_stream import Writer, auto_note, stop_prefix_length
 from g4spec.core import Cycle
 from g4spec.errors import InputError
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
-from g4spec.runtime.request import Options, Request
+from g4spec.runtime.request import Options, Request, Stats
 from tests.support import tiny, tokens
 from tests.support.commands import Cli
 
@@ -71,7 +71,7 @@ def test_text_on_stdout_and_figures_on_stderr(files: tuple[str, str], g4spec: Cl
     text = g4spec.json("generate", "-m", target, *PROMPT)["text"]
     out, err = g4spec("generate", "-m", target, "-md", draft, "--draft-max", 2, *PROMPT)
     assert out == text + "\n"
-    assert "24 tokens" in err and "cycles" in err and "ended by length" in err
+    assert "24 tokens" in err and "steps" in err and "ended by length" in err
     assert g4spec("generate", "-m", target, *PROMPT, "--quiet") == (text + "\n", "")
 
 
@@ -330,3 +330,15 @@ def test_logit_options_work_the_same_with_a_draft(
     assert edited != plain
     for more in (("-md", draft), ("-md", "ngram", "--draft-max", 5)):
         assert g4spec.json("generate", "-m", target, *PROMPT, *option, *more)["ids"] == edited
+
+
+@pytest.mark.parametrize(
+    ("steps", "drafted", "expected"),
+    [(27, 2, True), (27, 14, False), (5, 0, False), (300, 2, False)],
+)
+def test_auto_says_when_it_drafted_little(steps: int, drafted: int, expected: bool) -> None:
+    """On short texts the default gained nothing with a good draft, and nothing said why."""
+    stats = Stats(cycles=steps, drafted_by_position=[drafted] + [0] * 15)
+    note = auto_note(stats)
+    assert (note is not None) == expected
+    assert note is None or f"{drafted} of {steps} steps" in note
