@@ -35,6 +35,7 @@ class Situation:
     mixed: bool | None = None
     nvlink: bool | None = None
     moe: bool | None = None
+    experts_in_ram: bool | None = None
     cards: tuple[str, ...] = ()
     model: str | None = None
     quant: str | None = None
@@ -89,6 +90,7 @@ def matches(when: Conditions, s: Situation) -> bool:
         (when.mixed, s.mixed),
         (when.nvlink, s.nvlink),
         (when.moe, s.moe),
+        (when.experts_in_ram, s.experts_in_ram),
     )
     words = (
         (when.engine, s.engine),

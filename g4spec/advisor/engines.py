@@ -167,6 +167,7 @@ def situation(
         mixed=machine.mixed,
         nvlink=machine.nvlink,
         moe=q.target.moe,
+        experts_in_ram=bool(q.split.n_cpu_moe),
         cards=tuple(g.card for g in machine.gpus if g.card),
         model=q.target.size,
         quant=quant,

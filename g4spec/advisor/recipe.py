@@ -221,6 +221,8 @@ def _values(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> di
         if (draft is not None and v.engine.name in lengths.OPTIONS)
         else 0
     )
+    if q.split.n_cpu_moe:
+        n = min(n, 1)  # problem moe-cpu: further rows visit further experts in RAM
     drafted = ""
     if draft is not None:
         drafted = draft.given if draft.is_local else draft.hub

@@ -22,6 +22,7 @@ class Conditions:
         versions, transformers, driver, torch, nvcc: version ranges; `versions` is the engine's.
         cc: range of compute capability of the weakest card; `gpus` of cards on one node.
         memory: range of GiB per card. `context`: range of tokens. `streams`: concurrent requests.
+        experts_in_ram: llama.cpp's -ncmoe is given.
         cards: ids of cards. `mixed`: cards of several capabilities.
         model: sizes (`31b`). `quant`: parts of weight formats. `draft`: kinds; `drafts`: ids.
         kv: cache types. `backend`: attention backend that the user forced on the target.
@@ -46,6 +47,7 @@ class Conditions:
     mixed: bool | None = None
     nvlink: bool | None = None
     moe: bool | None = None
+    experts_in_ram: bool | None = None
     cards: tuple[str, ...] = ()
     model: tuple[str, ...] = ()
     quant: tuple[str, ...] = ()

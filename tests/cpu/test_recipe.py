@@ -96,6 +96,16 @@ def test_layers_in_ram_for_llama_cpp(capsys: pytest.CaptureFixture[str]) -> None
     assert run(["doctor", "-m", "26b", "--assume", "RTX 4070", "-ncmoe", "12"]) == 0
 
 
+def test_one_drafted_token_with_experts_in_ram(capsys: pytest.CaptureFixture[str]) -> None:
+    """The recipe wrote 2, and doctor's own list of problems says 1."""
+    on = ["-m", "26b", "-md", "mtp", "--assume", "RTX 4060 Ti 16GB", "-ncmoe", "1", "--json"]
+    assert run(["recipe", "llama.cpp", *on]) == 0
+    (command,) = json.loads(capsys.readouterr().out)["commands"]
+    assert "--spec-draft-n-max 1 " in command
+    assert run(["doctor", *on]) == 0
+    assert "moe-cpu" in capsys.readouterr().out
+
+
 # ---- report 1
 
 
