@@ -20,3 +20,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 def g4spec(capsys: pytest.CaptureFixture[str]) -> Cli:
     """Return a `Cli`, which runs commands in this process."""
     return Cli(capsys)
+
+
+@pytest.fixture(autouse=True)
+def no_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove COLUMNS, which pytest-xdist sets: output in a pipe would be wrapped to it."""
+    monkeypatch.delenv("COLUMNS", raising=False)

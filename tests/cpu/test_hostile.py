@@ -57,7 +57,7 @@ def test_kept_corpus_and_fresh_mutations(
 ) -> None:
     surface, verdict = surfaces[name], fuzzing.Verdict()
     for data in fuzzing.saved(name):
-        fuzzing.one(surface, data, verdict)
+        fuzzing.run_input(surface, data, verdict)
     fresh = fuzzing.fuzz(surface, 150, seed=12, cover=False)
     assert verdict.failures + fresh.failures == []
     assert fresh.refused and fresh.passed, "mutations must be both refused and accepted"
@@ -76,11 +76,11 @@ def test_the_fuzzer_detects_failures(surfaces: dict[str, fuzzing.Surface]) -> No
         safetensors.load_json(None)  # type: ignore[arg-type]
 
     surface, verdict = fuzzing.Surface("x", [], check, mutation.mutate_bytes), fuzzing.Verdict()
-    fuzzing.one(surface, b"", verdict)
+    fuzzing.run_input(surface, b"", verdict)
     assert "TypeError" in verdict.failures[0][0]
     fuzzing.SECONDS, before = 0.1, fuzzing.SECONDS
     try:
-        fuzzing.one(surface, b"hang", verdict)
+        fuzzing.run_input(surface, b"hang", verdict)
     finally:
         fuzzing.SECONDS = before
     assert verdict.failures[1][0] == "Hang" and verdict.stopped == 1
