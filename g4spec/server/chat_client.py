@@ -141,9 +141,10 @@ class RemoteChat:
         url = f"{self.url}/v1/chat/completions"
         async with self._http.stream("POST", url, json=body) as response:
             await _raise_for_status(response)
-            async for _, data in _events(response):
-                for piece in _parse_event(_delta_pieces, data, reply):
-                    yield piece
+            async with aclosing(_events(response)) as events:
+                async for _, data in events:
+                    for piece in _parse_event(_delta_pieces, data, reply):
+                        yield piece
 
     async def _stream_with_origins(
         self, body: dict[str, Any], reply: Reply
@@ -153,12 +154,15 @@ class RemoteChat:
         url = f"{self.url}/v1/live?of={word}"
 
         async def ask() -> None:
-            async for _ in self._stream({**body, "live": word}, reply):
-                pass
+            async with aclosing(self._stream({**body, "live": word}, reply)) as pieces:
+                async for _ in pieces:
+                    pass
 
-        async with self._http.stream("GET", url) as response:
+        async with (
+            self._http.stream("GET", url) as response,
+            aclosing(_events(response)) as events,
+        ):
             await _raise_for_status(response)
-            events = _events(response)
             await anext(events, None)  # the first event: the subscription is active
             answer = asyncio.ensure_future(ask())
             try:
@@ -223,19 +227,29 @@ def _origin_pieces(data: dict[str, Any]) -> list[TextPiece]:
 
 async def _events(response: httpx.Response) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
     """Yield (name, data) of each server-sent event."""
-    name = "message"
-    async for line in response.aiter_lines():
-        if line.startswith("event:"):
-            name = line[6:].strip()
-        elif line.startswith("data:") and line[5:].strip() != "[DONE]":
-            try:
-                yield name, dict(json.loads(line[5:]))
-            except (ValueError, TypeError, RecursionError):
-                raise InputError(
-                    "the server sent an event that is not a JSON object", found=f"{line:.80}"
-                ) from None
-        elif not line:
-            name = "message"
+    name, lines = "message", response.aiter_lines()
+    try:
+        async for line in lines:
+            if line.startswith("event:"):
+                name = line[6:].strip()
+            elif line.startswith("data:") and line[5:].strip() != "[DONE]":
+                yield name, _event_data(line[5:])
+            elif not line:
+                name = "message"
+    finally:
+        if isinstance(lines, AsyncGenerator):
+            await lines.aclose()
+        await asyncio.sleep(0)  # httpx's inner generators are closed by tasks of their own
+
+
+def _event_data(text: str) -> dict[str, Any]:
+    """Parse the data of an event; raise InputError if it is not a JSON object."""
+    try:
+        return dict(json.loads(text))
+    except (ValueError, TypeError, RecursionError):
+        raise InputError(
+            "the server sent an event that is not a JSON object", found=f"data:{text:.75}"
+        ) from None
 
 
 async def _raise_for_status(response: httpx.Response) -> None:
