@@ -216,13 +216,10 @@ def _values(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> di
     most = plan.largest if plan is not None else target.context
     usual = format_choice.COMFORTABLE_CONTEXT if plan is not None else format_choice.USUAL_CONTEXT
     ctx = q.context or min(usual, most, target.context)
-    n = (
-        lengths.start_length(facts, draft, v.engine.name, machine.cc)
-        if (draft is not None and v.engine.name in lengths.OPTIONS)
-        else 0
-    )
-    if q.split.n_cpu_moe:
-        n = min(n, 1)  # problem moe-cpu: further rows visit further experts in RAM
+    n = 0
+    if draft is not None and v.engine.name in lengths.OPTIONS:
+        n = lengths.start_length(facts, draft, v.engine.name, machine.cc)
+        n = min(n, 1) if q.split.n_cpu_moe else n  # problem moe-cpu
     drafted = ""
     if draft is not None:
         drafted = draft.given if draft.is_local else draft.hub
