@@ -69,25 +69,23 @@ class DraftFile:
         """Shapes of the draft's own caches."""
         return list(self.kind.caches(self.config, self.window)) if self.file and self.kind else []
 
-    def check(self, n_vocab: int) -> None:
-        """Raise InputError unless the tensors are those of the kind, and all token ids in the file
-        are below `n_vocab`."""
+    def check(self, n_vocab: int) -> list[TensorSpec]:
+        """Return the tensors that the file has. Raise InputError unless they are those of the kind,
+        and all token ids in the file are below `n_vocab`."""
         assert self.file is not None and self.kind is not None
         for name, ids in self.kind.token_ids(self.config, self.file).items():
             loading.check_ids(self.file, name, ids, n_vocab)
-        loading.check_draft_weights(self.file, self._specs(), n_vocab)
-
-    def _specs(self) -> list[TensorSpec]:
-        return list(self.kind.tensors(self.config)) if self.kind else []
+        specs = list(self.kind.tensors(self.config))
+        return loading.check_draft_weights(self.file, specs, n_vocab)
 
     def build(self, backend: Backend, target: Target) -> Draft:
         """Load the weights and create the draft for a target whose slots and pages it shares."""
         assert self.file is not None and self.kind is not None
         # Before anything is allocated: until then sizes are only what the metadata claims.
-        self.check(target.config.n_vocab)
+        present = self.check(target.config.n_vocab)
         slack = backend.slack(target.chunk)
         caches = [backend.cache(shape, target.space, slack) for shape in self.shapes()]
-        weights = loading.load_weights(self.file, self._specs(), backend)
+        weights = loading.load_weights(self.file, present, backend)
         draft: Draft = self.kind.Drafter(
             self.config,
             weights,

@@ -136,9 +136,10 @@ class Engine:
             context = _context(n_ctx, config.n_ctx)
             size = memory.Size.of(context, parallel, pool)
             with DraftFile(draft, draft_p_min, draft_window) as other:
+                present = loading.check_weights(file, gemma4.tensors(config))
                 plan = _plan(file, config, other, size, chunk, backend)
                 space = backend.space(parallel, context, size.pages)
-                weights = loading.load_weights(file, gemma4.tensors(config), backend, progress)
+                weights = loading.load_weights(file, present, backend, progress)
                 tokenizer = _tokenizer(file, config)
                 loaded = Target(config, weights, backend, space, chunk)
                 drafter: Draft | None = ngram.Drafter() if draft == "ngram" else None
@@ -400,12 +401,11 @@ def _tokenizer(file: GGUF, config: Any) -> Tokenizer:
 def _plan(
     file: GGUF, config: Any, draft: DraftFile, size: memory.Size, chunk: int, backend: Backend
 ) -> memory.MemoryPlan:
-    """Check both files and compute the memory plan.
+    """Check the draft and the pair, and compute the memory plan.
 
     Raises:
-        InputError: a tensor or an id cannot be used. EnvironmentProblem: too little memory.
+        InputError: the draft or the pair cannot be used. EnvironmentProblem: too little memory.
     """
-    loading.check_weights(file, gemma4.tensors(config))
     drafted: list[Any] = []
     if draft.file is not None and draft.kind is not None:
         draft.kind.check_pair(draft.config, config)

@@ -19,20 +19,16 @@ from g4spec.models.spec import TensorSpec
 
 def load_weights(
     file: GGUF,
-    specs: Iterable[TensorSpec],
+    present: Sequence[TensorSpec],
     backend: Backend,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Load the tensors listed by a kind's `tensors(config)`; ignore others. All are checked before
-    the first one is loaded.
+    """Load tensors by name.
 
     Args:
+        present: tensors to load, as `check_weights` returned them.
         progress: called with the bytes loaded so far, and in total.
-
-    Raises:
-        InputError: a tensor is missing or has another shape.
     """
-    present = check_weights(file, specs)
     out, done = {}, 0
     total = sum(file.tensors[spec.name].nbytes for spec in present)
     for spec in present:
@@ -100,8 +96,9 @@ def check_ids(file: GGUF, name: str, values: Any, n_vocab: int) -> None:
         )
 
 
-def check_draft_weights(file: GGUF, specs: Sequence[TensorSpec], n_vocab: int) -> None:
-    """Check a draft's tensors, and that the ids in its index tensors are tokens of the target.
+def check_draft_weights(file: GGUF, specs: Sequence[TensorSpec], n_vocab: int) -> list[TensorSpec]:
+    """Return those of a draft's tensors that the file has, as `check_weights`, after checking that
+    the ids in its index tensors are tokens of the target.
 
     Raises:
         InputError: as for `check_weights`, or the file has a tensor that the kind does not have,
@@ -115,6 +112,8 @@ def check_draft_weights(file: GGUF, specs: Sequence[TensorSpec], n_vocab: int) -
             found=f"{len(file.tensors)}",
             fix="convert it again with `g4spec convert`",
         )
-    for spec in check_weights(file, specs):
+    present = check_weights(file, specs)
+    for spec in present:
         if spec.role == "index":
             check_ids(file, spec.name, file.array(spec.name), n_vocab)
+    return present
