@@ -90,7 +90,7 @@ PROGRAMS: dict[str, Callable[[Path, Rows], None]] = {
     **{f"draft {kind}": partial(drafts, kind) for kind in family.DRAFTS},
     **{f"target {kind}": partial(targets, kind) for kind in hostile.KINDS},
 }
-"""What each program looks at, by name; the slow ones first."""
+"""Programs by name; the slow ones first."""
 
 
 def tried(run: Callable[..., str | None], *args: Any) -> str | None:

@@ -95,7 +95,7 @@ class TimeCredit:
 
 
 class PolicyState:
-    """What the policy knows of one request. Created by `DraftLengthPolicy.new_state`.
+    """State of the policy for one request. Created by `DraftLengthPolicy.new_state`.
 
     Attributes:
         requested: fixed number of drafted tokens per step, or "auto".

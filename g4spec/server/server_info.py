@@ -1,4 +1,4 @@
-"""What the server says about itself: the model, /props and /slots."""
+"""Descriptions of the server: the model, /props and /slots."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_redundant_rope_parameters_are_accepted(tmp_path: Path) -> None:
 
 
 def test_partial_rotary_factor_defaults_to_one(tmp_path: Path) -> None:
-    """As in transformers. 0.25 is only the default of a configuration without any RoPE settings."""
+    """Compare with transformers: 0.25 is the default only without any RoPE settings."""
     folder = tiny.target(tmp_path / "target")
     edit(folder, rope_parameters__full_attention={"rope_type": "proportional", "rope_theta": 1e6})
     convert(folder, tmp_path / "x.gguf")

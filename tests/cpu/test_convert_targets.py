@@ -70,7 +70,7 @@ def test_keys_of_each_size(tmp_path: Path) -> None:
 
 
 def test_types_of_routers_and_tables(tmp_path: Path) -> None:
-    """As in upstream's converter, routers are F32 for every requested type."""
+    """Check that routers are F32 for every requested type, as in upstream's converter."""
     for case, asked in (("experts", "bf16"), ("experts", "q8_0"), ("per-layer", "q8_0")):
         convert(tiny.target(tmp_path / case, **CASES[case]), tmp_path / "t.gguf", type=asked)
         with GGUF(tmp_path / "t.gguf") as g:

@@ -139,7 +139,7 @@ class SampleMode(IntEnum):
 
 
 class NormInput(IntEnum):
-    """What norm.cu reads: x; x + h; x + norm(h)."""
+    """Input of norm.cu: x; x + h; x + norm(h)."""
 
     PLAIN = 0
     ADD = 1
@@ -147,7 +147,7 @@ class NormInput(IntEnum):
 
 
 class NormOutput(IntEnum):
-    """What norm.cu writes besides the residual: nothing; normed rows as float32; normed rows as
+    """Output of norm.cu besides the residual: nothing; normed rows as float32; normed rows as
     packed activations; packed activations divided by a power of two per row, without norm."""
 
     NOTHING = 0

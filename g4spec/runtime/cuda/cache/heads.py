@@ -1,4 +1,4 @@
-"""From the QKV projection to the inputs of attention, in one kernel."""
+"""Computes the inputs of attention from the QKV projection, in one kernel."""
 
 from __future__ import annotations
 
