@@ -26,6 +26,7 @@ pytestmark = pytest.mark.gpu
 EPS = 1e-6
 REF = Ops("cpu")
 MANY = ExpertShape(experts=128, k=8, width=512, dense=320, expert=192)
+SMALL = ExpertShape(experts=16, k=4, width=512, dense=128, expert=128)
 FEW = ExpertShape(experts=12, k=3, width=320, dense=128, expert=64)
 
 
@@ -45,7 +46,7 @@ class Layer:
             buffer.fill_(torch.nan)
         for hidden in (b.hidden, b.dense_hidden):
             hidden.fill_(0xFF)
-        self.gpu(x, *(rows.rms_norm_rows(x, w, EPS) for w in self.before))
+        self.gpu(x, *(rows.rms_norm_rows(x, w, EPS, fragments=True) for w in self.before))
         assert not torch.equal(b.arrived, torch.zeros_like(b.arrived))
         out, normed = torch.empty_like(x), rows.empty(len(x), x.shape[1], x.device)
         self.gpu.finish(x, self.following, out, normed)
@@ -176,7 +177,7 @@ def check(layer: Layer, x: torch.Tensor) -> None:
     assert not values[n:].any()
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 9, 13, 16])
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 9, 13, 16, 17, 31, 33, 64, 97, 128])
 def test_steps(layer: Layer, count: int) -> None:
     check(layer, randn(count, MANY.width, count))
 
@@ -195,13 +196,13 @@ def test_steps(layer: Layer, count: int) -> None:
 )
 def test_types(types: tuple[str, str, str, str]) -> None:
     small = make(ExpertShape(experts=16, k=4, width=768, dense=256, expert=320), types)
-    for count in (1, 16):
+    for count in (1, 16, 50):
         check(small, randn(count, 768))
 
 
 def test_sizes_that_fill_no_tile() -> None:
     small = make(FEW, ("q8_0", "q5_0", "q4_0", "q8_0"))
-    for count in (1, 7, 11):
+    for count in (1, 7, 11, 39):
         check(small, randn(count, FEW.width))
 
 
@@ -265,15 +266,41 @@ def test_a_row_does_not_depend_on_the_batch(layer: Layer) -> None:
         assert _same(layer, x, whole, order)
 
 
+def test_a_row_does_not_depend_on_more_than_16_rows() -> None:
+    """Up to 128 rows, with experts that nearly all rows use: more than 8 pairs of an expert."""
+    layer = make(SMALL, ("q4_k", "q5_0", "q4_k", "q8_0"))
+    x = randn(128, SMALL.width, 6).to(DEVICE)
+    x[70:] = x[3] + 0.03 * x[70:]
+    whole = layer.run(x)
+    for count in (17, 24, 48, 64, 65, 127):
+        for first in (0, 128 - count):
+            assert _same(layer, x, whole, list(range(first, first + count))), (count, first)
+    for row in (0, 3, 15, 16, 70, 77, 127):
+        assert _same(layer, x, whole, [row]), row
+    g = np.random.default_rng(1)
+    for count in (1, 6, 16, 17, 40, 90, 128):
+        assert _same(layer, x, whole, g.permutation(128)[:count].tolist()), count
+
+
+def test_all_of_128_rows_use_the_same_experts() -> None:
+    """Each of 4 experts has 16 tiles of 8 rows."""
+    layer = make(SMALL, ("q4_k", "q5_0", "q4_k", "q8_0"))
+    x = randn(1, SMALL.width) + 0.01 * randn(128, SMALL.width, 1)
+    want = layer.reference(x)["ids"].sort(dim=1).values
+    assert bool((want == want[0]).all())
+    check(layer, x)
+
+
 @needs_gpu
-def test_in_a_graph(layer: Layer) -> None:
+@pytest.mark.parametrize("count", [6, 40, 128])
+def test_in_a_graph(layer: Layer, count: int) -> None:
     """Replays recorded steps with other inputs each time."""
-    x = torch.zeros(6, MANY.width, device=DEVICE)
+    x = torch.zeros(count, MANY.width, device=DEVICE)
 
     def step() -> torch.Tensor:
         y = x
         for _ in range(3):
-            layer.gpu(y, *(rows.rms_norm_rows(y, w, EPS) for w in layer.before))
+            layer.gpu(y, *(rows.rms_norm_rows(y, w, EPS, fragments=True) for w in layer.before))
             out, to = torch.empty_like(y), rows.empty(len(y), y.shape[1], y.device)
             layer.gpu.finish(y, layer.following, out, to)
             y = out
@@ -285,7 +312,7 @@ def test_in_a_graph(layer: Layer) -> None:
     with torch.cuda.graph(graph):
         out = step()
     for seed in range(50):
-        x.copy_(randn(6, MANY.width, seed))
+        x.copy_(randn(count, MANY.width, seed))
         graph.replay()
         got = out.clone()
         assert torch.equal(got, step()) and bool(got.isfinite().all())

@@ -3,9 +3,9 @@
 A step has any number of rows, at most 16 of each sequence. Inputs of matmuls are `PackedRows`, in
 groups of 16 rows, or float32 tensors for widths that kernels do not support. A matmul reads each
 weight once for up to 64 rows of any sequences; a row has the same bits in a batch of any size.
-Expert layers, and matmuls in torch, process 16 rows at a time. Long chunks of prompts have ops of
-their own (`cuda.prefill`). Ops without a kernel run in torch on the GPU and are named in
-`CudaOps.without_kernel`.
+Expert layers group up to 128 rows by expert; matmuls in torch process 16 rows at a time. Long
+chunks of prompts have ops of their own (`cuda.prefill`). Ops without a kernel run in torch on the
+GPU and are named in `CudaOps.without_kernel`.
 
 GPUs before sm_80 lack instructions that most matmul and attention kernels need. On them, on GPUs
 that `nvrtc.ARCHS` does not contain, and on request, rows are float32 throughout and matrices have
@@ -291,13 +291,13 @@ class CudaOps(Ops):
             return super().expert_layer(h, x, e, next_norm, scale)
         end, out = Residual(e.post_attention, e.eps), torch.empty_like(x)
         to = None if next_norm is None else rows.empty(len(x), x.shape[1], x.device)
-        for group in range(rows.groups(len(x))):
-            at = slice(group * GROUP_ROWS, (group + 1) * GROUP_ROWS)
-            y, (dense, routed) = end.rows(
-                h[..., at, :].contiguous(), x[at], [e.ffn_norm, e.expert_norm]
-            )
-            layer(y, dense, routed)
-            layer.finish(y, next_norm, out[at], to and to.part(group, group + 1))
+        norms = [e.ffn_norm, e.expert_norm]
+        y, (dense, routed) = end.rows(h, x, norms, fragments=True)
+        for at in range(0, len(x), layer.capacity):
+            part, end_at = slice(at, at + layer.capacity), min(at + layer.capacity, len(x))
+            groups = at // GROUP_ROWS, rows.groups(end_at)
+            layer(y[part], dense.part(*groups), routed.part(*groups))
+            layer.finish(y[part], next_norm, out[part], to and to.part(*groups))
         return out, to
 
     # ---- inside

@@ -63,8 +63,11 @@ MOE_TEAM_WARPS = 4
 """Warps of a team, which multiplies 128 weight rows."""
 MOE_COPY_WARPS = 2
 """Warps of a CTA that copy: one weights, one activations."""
-MOE_COUNTERS = 3
-"""Counters before those of the visits: router jobs, and GEMM tiles of each of two row tiles."""
+MOE_MAX_ROWS = 128
+"""Maximum rows for which a launch computes a layer with experts."""
+MOE_COUNTERS = 1 + MOE_MAX_ROWS // 8 + MOE_MAX_ROWS // 4
+"""Counters before those of the visits: router jobs, GEMM tiles of each tile of 8 rows, and router
+jobs of each group of four rows."""
 
 # ---- attention of a step
 

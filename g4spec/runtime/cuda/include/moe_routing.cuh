@@ -1,26 +1,33 @@
-// Routing of a step's rows to experts. Every CTA computes the routing itself, in shared memory,
-// from router scores that all CTAs have computed together: that is faster than broadcasting the
-// result.
+// Routing of a step's rows to experts. All CTAs compute router scores together. Up to 16 rows, every
+// CTA then chooses the experts itself, which is faster than broadcasting the choice. For more rows,
+// the CTA that finishes the last scores of four rows chooses for them. Every CTA builds the list of
+// visits itself, in shared memory.
 #pragma once
 #include "packed_rows.cuh"
 #include "ptx.cuh"
 
-constexpr int TILE_ROWS = 8;  // rows per MMA
+constexpr int TILE_ROWS = 8;    // rows per MMA
+constexpr int ROUTER_ROWS = 4;  // rows of a job that computes router scores
 
 // Up to TILE_ROWS rows that use the same expert.
 struct Visit {
   u16 expert, count;
-  u8 pair[TILE_ROWS];  // row * K + slot, where slot is the expert's rank (0 .. K - 1) for the row
+  u16 pair[TILE_ROWS];  // row * K + slot, where slot is the expert's rank (0 .. K - 1) for the row
 };
 
-template <int EXPERTS, int K>
+// The routing of up to ROWS rows. The sum over experts of ceil(pairs / TILE_ROWS) is at most
+// MAX_VISITS.
+template <int EXPERTS, int K, int ROWS>
 struct Routing {
-  static constexpr int MAX_VISITS = MAX_STEP_ROWS * K < 2 * EXPERTS ? MAX_STEP_ROWS * K : 2 * EXPERTS;
-  Visit visits[MAX_VISITS];    // by expert, then row
-  float weight[MAX_STEP_ROWS * K];  // router weight of each pair
-  u32 rows[EXPERTS];           // bit mask of the rows that use each expert
-  u8 slot[MAX_STEP_ROWS][EXPERTS];
-  int count;  // number of visits
+  static constexpr int PAIRS = ROWS * K, USED = PAIRS < EXPERTS ? PAIRS : EXPERTS;
+  static constexpr int MAX_VISITS = (PAIRS + (TILE_ROWS - 1) * USED) / TILE_ROWS;
+  static constexpr int WORDS = (ROWS + 31) / 32;
+  Visit visits[MAX_VISITS];   // by expert, then row
+  float weight[PAIRS];        // router weight of each pair
+  u32 rows[EXPERTS][WORDS];   // bit mask of the rows that use each expert
+  u16 expert[PAIRS];          // expert of each pair
+  u16 first[EXPERTS];         // first visit of each expert
+  int count;                  // number of visits
 };
 
 // Warp sums of four values: lanes 0, 8, 16, 24 get the sums of s[0] .. s[3].
@@ -42,12 +49,12 @@ struct RouterScores {
   static constexpr int BLOCKS = (EXPERTS + 3) / 4, THREADS = 32 * WARPS;
   const float *x, *gate, *norm;
   float* scores;  // [rows, EXPERTS]
-  u32* arrived;   // counts the jobs done
   float eps;
   int rows, width;
   float4 w[4][LOADS];
 
-  static DEVICE int jobs(int rows) { return BLOCKS * ((rows + 3) / 4); }
+  static DEVICE int row_groups(int rows) { return (rows + ROUTER_ROWS - 1) / ROUTER_ROWS; }
+  static DEVICE int jobs(int rows) { return BLOCKS * row_groups(rows); }
 
   DEVICE float4 at(const float* p, int j) const {
     const int i = j * THREADS + threadIdx.x;
@@ -111,7 +118,6 @@ struct RouterScores {
       scores[row * EXPERTS + expert] = dot * rsqrtf(squares / n + eps) * rsqrtf(n);
     }
     __syncwarp();
-    if (lane == 0) atomic_add_release(arrived, 1);
   }
 };
 
@@ -158,29 +164,44 @@ DEVICE void choose_experts(const float* scores, const float* gains, int lane, in
   weight = lane < K ? e / sum * gains[expert] : 0.0f;
 }
 
-// Build `visits` from `rows`. Called by one warp.
-template <int EXPERTS, int K>
-DEVICE void list_visits(Routing<EXPERTS, K>& r, int lane) {
+// Count the visits of each expert from `rows`, and write all of `visits` but the pairs. Called by
+// one warp.
+template <int EXPERTS, int K, int ROWS>
+DEVICE void count_visits(Routing<EXPERTS, K, ROWS>& r, int lane) {
   int count = 0;
-  for (int first = 0; first < EXPERTS; first += 32) {
-    const int expert = first + lane;
-    u32 rows = expert < EXPERTS ? r.rows[expert] : 0;
-    const u32 once = __ballot_sync(FULL_MASK, rows), below = (1u << lane) - 1;
-    const u32 twice = __ballot_sync(FULL_MASK, __popc(rows) > TILE_ROWS);
-    int at = count + __popc(once & below) + __popc(twice & below);
-    for (; rows; ++at) {
-      Visit v = {(u16)expert, 0, {}};
+  for (int begin = 0; begin < EXPERTS; begin += 32) {
+    const int expert = begin + lane;
+    int pairs = 0;
+    if (expert < EXPERTS)
 #pragma unroll
-      for (int i = 0; i < TILE_ROWS; ++i)
-        if (rows) {
-          const int row = __ffs(rows) - 1;
-          v.pair[i] = row * K + r.slot[row][expert];
-          v.count = i + 1;
-          rows &= rows - 1;
-        }
-      r.visits[at] = v;
+      for (int word = 0; word < r.WORDS; ++word) pairs += __popc(r.rows[expert][word]);
+    const int visits = (pairs + TILE_ROWS - 1) / TILE_ROWS;
+    int end = visits;  // inclusive prefix sum
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int before = __shfl_sync(FULL_MASK, end, max(lane - step, 0));
+      if (lane >= step) end += before;
     }
-    count += __popc(once) + __popc(twice);
+    const int first = count + end - visits;
+    if (expert < EXPERTS) r.first[expert] = first;
+    for (int i = 0; i < visits; ++i) {
+      r.visits[first + i].expert = expert;
+      r.visits[first + i].count = min(pairs - i * TILE_ROWS, TILE_ROWS);
+    }
+    count += __shfl_sync(FULL_MASK, end, 31);
   }
   if (lane == 0) r.count = count;
+}
+
+// Write pair `pair` into its visit, after `count_visits`. An expert's rows are in ascending order.
+template <int EXPERTS, int K, int ROWS>
+DEVICE void place_pair(Routing<EXPERTS, K, ROWS>& r, int pair) {
+  const int row = pair / K, expert = r.expert[pair];
+  int rank = 0;
+#pragma unroll
+  for (int word = 0; word < r.WORDS; ++word) {
+    const int bits = min(max(row - word * 32, 0), 32);  // rows of this word that precede the row
+    rank += __popc(r.rows[expert][word] & (bits == 32 ? FULL_MASK : (1u << bits) - 1));
+  }
+  r.visits[r.first[expert] + rank / TILE_ROWS].pair[rank % TILE_ROWS] = pair;
 }

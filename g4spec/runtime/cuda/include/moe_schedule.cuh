@@ -7,13 +7,15 @@
 // Arguments of a step. Matrices are packed in groups of 128 rows, each expert separately; gate and
 // up matrices are interleaved in blocks of 16 rows.
 struct MoeStep {
-  const u8 *dense_rows, *rows;  // packed activations of 8 NT rows: dense branch, experts
+  const u8 *dense_rows, *rows;  // packed activations in groups of 8 NT rows: dense branch, experts
   const float *x, *gate, *norm, *gains;
   const u8 *dense_up, *dense_down, *up, *down;
   u8 *dense_hidden, *hidden;  // [tile or visit][channels / 64][ACT_BYTES]
   float* scores;
-  u32* arrived;        // counters: router jobs done [1], finished GEMM tiles of each row tile of
-                       // `dense_hidden` [2], and of each visit
+  u32* arrived;        // counters: router jobs done (with more than 16 rows: groups of four rows whose
+                       // experts are chosen) [1], finished GEMM tiles of each row tile of
+                       // `dense_hidden`, router jobs done of each group of four rows, finished GEMM
+                       // tiles of each visit
   float *y, *dense_y;  // [tokens, K, width] weighted, and [tokens, width]
   i32* chosen;         // [tokens, K], and their weights
   float* weights;
@@ -24,20 +26,29 @@ struct MoeStep {
   DEVICE int groups() const { return channels / 64; }
   DEVICE int out_groups() const { return (width + PACK_ROWS - 1) / PACK_ROWS; }
   DEVICE u32* tile_arrived(int tile) const { return arrived + 1 + tile; }
+  DEVICE u32* scored(int row_group) const {
+    return arrived + 1 + MOE_MAX_ROWS / TILE_ROWS + row_group;
+  }
   DEVICE u32* visit_arrived(int visit) const { return arrived + MOE_COUNTERS + visit; }
 };
 
-template <class Up_, class Down_, class DenseUp_, class DenseDown_, int EXPERTS_, int K_, int NT_,
+// ROWS: maximum rows of a step: 8, 16, or up to MOE_MAX_ROWS.
+template <class Up_, class Down_, class DenseUp_, class DenseDown_, int EXPERTS_, int K_, int ROWS_,
           int TEAMS_, int LOADS>
 struct MoeConfig {
   using Up = Up_;
   using Down = Down_;
   using DenseUp = DenseUp_;
   using DenseDown = DenseDown_;
-  static constexpr int EXPERTS = EXPERTS_, K = K_, NT = NT_, TEAMS = TEAMS_;
+  static constexpr int EXPERTS = EXPERTS_, K = K_, ROWS = ROWS_, TEAMS = TEAMS_;
+  static constexpr int NT = ROWS <= TILE_ROWS ? 1 : 2;
+  static constexpr bool MANY = ROWS > GROUP_ROWS;  // several groups of rows
+  static_assert(ROWS <= MOE_MAX_ROWS, "counters and buffers are for at most so many rows");
   static constexpr int CONSUMERS = MOE_TEAM_WARPS * TEAMS, THREADS = 32 * (CONSUMERS + MOE_COPY_WARPS);
   using Router = RouterScores<EXPERTS, CONSUMERS, LOADS>;
-  using Visits = Routing<EXPERTS, K>;
+  using Visits = Routing<EXPERTS, K, ROWS>;
+  // Row tiles of the dense branch.
+  static DEVICE int tiles(int tokens) { return MANY ? (tokens + TILE_ROWS - 1) / TILE_ROWS : NT; }
 
   template <class F>
   static constexpr int BLOCKS = F::UNIT / 64 * ACT_BYTES;  // bytes of a unit's rows x
@@ -61,6 +72,7 @@ struct MoeFixedStorage {
   float channel_sums[MOE_TEAM_WARPS][8];
   float scores[C::CONSUMERS * 20];
   typename C::Visits visits;
+  u32 scored;  // router jobs done before the latest one, for the same four rows
   u64 routed;
 };
 
@@ -98,13 +110,13 @@ struct RingCursor {
 template <class S, class Role>
 DEVICE void for_each_product(const MoeStep& w, const S& s, Role& role) {
   using C = typename S::Base;
-  const int grid = gridDim.x, dense = w.dense_groups() * C::NT;
+  const int grid = gridDim.x, tiles = C::tiles(w.tokens), dense = w.dense_groups() * tiles;
   int i = blockIdx.x;
-  for (; i < dense; i += grid) role.dense_up(i % C::NT, i / C::NT);
+  for (; i < dense; i += grid) role.dense_up(i % tiles, i / tiles);
   role.route();
   const int visits = s.visits.count, outs = w.out_groups();
-  const int ups = dense + visits * w.groups(), dense_downs = ups + outs * C::NT;
+  const int ups = dense + visits * w.groups(), dense_downs = ups + outs * tiles;
   for (; i < ups; i += grid) role.up((i - dense) / w.groups(), (i - dense) % w.groups());
-  for (; i < dense_downs; i += grid) role.dense_down((i - ups) % C::NT, (i - ups) / C::NT);
+  for (; i < dense_downs; i += grid) role.dense_down((i - ups) % tiles, (i - ups) / tiles);
   for (i -= dense_downs; i < visits * outs; i += grid) role.down(i / outs, i % outs);
 }

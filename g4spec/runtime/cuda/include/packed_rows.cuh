@@ -22,17 +22,18 @@ static_assert(BYTE_SCALES == 8 * 256 && BYTE_ROWS == BYTE_SCALES + 8 * 4,
 DEVICE int tiles_of(int rows) { return rows <= 8 ? 1 : 2; }
 
 // Position of row m of `rows` rows: row `row` of group `index`, which has `count` rows in `tiles`
-// tiles of 8. With more than 16 rows, groups of 16 follow each other, each of two tiles in the
-// swizzled layout.
+// tiles of 8. With more than 16 rows, groups of 16 follow each other, each of two tiles, in the
+// swizzled layout unless the caller asks for the fragment layout (the input of experts.cu).
 struct RowGroup {
   int index, row, count, tiles;
   bool swizzled;
 
-  DEVICE RowGroup(int m, int rows) {
+  DEVICE RowGroup(int m, int rows) : RowGroup(m, rows, rows > GROUP_ROWS) {}
+  DEVICE RowGroup(int m, int rows, bool swizzled) : swizzled(swizzled) {
     index = m / GROUP_ROWS, row = m % GROUP_ROWS;
     const int left = rows - index * GROUP_ROWS;
     count = left < GROUP_ROWS ? left : GROUP_ROWS;
-    tiles = tiles_of(rows), swizzled = rows > GROUP_ROWS;
+    tiles = tiles_of(rows);
   }
   DEVICE RowGroup with_row(int other) const {
     RowGroup g = *this;

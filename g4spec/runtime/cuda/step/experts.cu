@@ -1,5 +1,6 @@
-// MoE feed-forward of a layer for 1 to 16 rows in one persistent kernel: router, dense branch, and
-// the experts that the rows use.
+// MoE feed-forward of a layer for 1 to 128 rows in one persistent kernel: router, dense branch, and
+// the experts that the rows use. Rows are grouped by expert over the whole step, so an expert's
+// weights are read once for each 8 of its rows, and from the L2 but for the first 8.
 //
 // The work is a list of GEMM tiles: 128 rows of a matrix times at most 8 rows x, over all of K, computed
 // by one CTA (no sum crosses CTAs). The list depends on the routing only; each CTA takes every
@@ -86,8 +87,8 @@ struct ActivationProducer {
     }
   }
 
-  // Gather rows row(0) .. row(count - 1) of an input of 8 NT rows into a tile of 8. The tile's
-  // other rows keep old data; their results are not used.
+  // Gather rows row(0) .. row(count - 1) of an input in groups of 8 NT rows into a tile of 8. The
+  // tile's other rows keep old data; their results are not used.
   template <class F, class Row>
   DEVICE void gather(const u8* rows, int count, Row row) {
     constexpr int UNITS = C::template UNITS<F>, NT = C::NT, BLOCKS = UNITS * F::UNIT / 64;
@@ -114,15 +115,21 @@ struct ActivationProducer {
       u8* tile = at.slot() + UNITS * F::UNIT_BYTES;
       mbarrier_wait(at.empty(), at.phase ^ 1);
       for (int column = 0; column < count; ++column) {
-        const int m = row(column), m_at = m % 8 * 64 + m / 8 * 8;
+        int m = row(column);
+        const u8* from_group = x;
+        if constexpr (C::MANY) {
+          from_group += m / GROUP_ROWS * (all * ACT_BYTES * NT);
+          m %= GROUP_ROWS;
+        }
+        const int m_at = m % 8 * 64 + m / 8 * 8;
 #pragma unroll
         for (int j = 0; j < HALVES; ++j)
           if (first + (j * 32 + lane) / (8 * NT) < all && j * 32 + lane < BLOCKS * 8 * NT)
-            cp_async<16 / NT>(tile + to[j] + column * 64, x + from[j] + m_at);
+            cp_async<16 / NT>(tile + to[j] + column * 64, from_group + from[j] + m_at);
 #pragma unroll
         for (int j = 0; j < SUMS; ++j)
           if (first + j * 4 + lane / 8 < all && j * 4 + lane / 8 < BLOCKS)
-            cp_async<4>(tile + sum_to[j] + column * pitch, x + sum_from[j] + m * pitch);
+            cp_async<4>(tile + sum_to[j] + column * pitch, from_group + sum_from[j] + m * pitch);
       }
       cp_async_mbarrier_arrive(at.full());
     }
@@ -254,44 +261,90 @@ struct MathWarps {
 
   DEVICE void scores() {
     using Router = typename C::Router;
-    Router router = {w.x, w.gate, w.norm, w.scores, w.arrived, w.eps, w.tokens, w.width};
-    const int jobs = Router::jobs(w.tokens), grid = gridDim.x;
-    const int first =
-        grid - 1 - blockIdx.x;  // last CTAs first: the first CTAs have tiles of the dense branch
-    if (first < jobs) router.load(first);
+    Router router = {w.x, w.gate, w.norm, w.scores, w.eps, w.tokens, w.width};
+    const int grid = gridDim.x, groups = Router::row_groups(w.tokens);
+    // A CTA computes every `stride`-th job: the same experts, whose weights it loads once.
+    const int stride = Router::BLOCKS * max(min(grid / Router::BLOCKS, groups), 1);
+    // Last CTAs first: the first CTAs have tiles of the dense branch.
+    const int begin = grid - 1 - blockIdx.x;
+    if (begin < stride) router.load(begin);
     griddep_wait();
-    for (int job = first; job < jobs; job += grid) {
-      if (job != first) router.load(job);
-      router.run(job, at.s.scores);
-      sync();
-      if (warp == 0) router.finish(job, at.s.scores);
-      sync();
+    for (int first = begin; first < stride; first += grid) {
+      if (first != begin) router.load(first);
+      for (int job = first; job < Router::jobs(w.tokens); job += stride) {
+        router.run(job, at.s.scores);
+        sync();
+        if (warp == 0) finish_scores(router, job);
+        sync();
+        if (C::MANY && at.s.scored == Router::BLOCKS - 1) choose_group(job / Router::BLOCKS);
+      }
     }
   }
 
-  DEVICE void route() {
-    auto& r = at.s.visits;
-    if (threadIdx.x == 0)
-      while (load_acquire(w.arrived) < (u32)C::Router::jobs(w.tokens)) {
-      }
-    sync();
-    for (int row = warp; row < w.tokens; row += C::CONSUMERS) {
+  DEVICE void finish_scores(const typename C::Router& router, int job) {
+    router.finish(job, at.s.scores);
+    if (lane) return;
+    if constexpr (C::MANY)
+      at.s.scored = atomic_add_acq_rel(w.scored(job / C::Router::BLOCKS), 1);
+    else
+      atomic_add_release(w.arrived, 1);
+  }
+
+  // Choose the experts of four rows, all of whose scores are computed.
+  DEVICE void choose_group(int row_group) {
+    const int row = row_group * ROUTER_ROWS + warp;
+    if (warp < ROUTER_ROWS && row < w.tokens) {
       int expert = 0;
       float weight;
-      choose_experts<C::EXPERTS, C::K>(w.scores + row * C::EXPERTS, w.gains, lane, expert, weight);
-      if (lane >= C::K) continue;
-      atomicOr(r.rows + expert, 1u << row);
-      r.slot[row][expert] = lane;
-      r.weight[row * C::K + lane] = weight;
-      if (blockIdx.x) continue;
-      w.chosen[row * C::K + lane] = expert;
-      w.weights[row * C::K + lane] = weight;
+      choose(row, expert, weight);
+      if (lane < C::K) publish(row * C::K + lane, expert, weight);
     }
     sync();
-    if (warp == 0) {
-      list_visits(r, lane);
-      mbarrier_arrive(&at.s.routed);  // each lane arrives for its own writes
+    if (threadIdx.x == 0) atomic_add_release(w.arrived, 1);
+  }
+
+  DEVICE void choose(int row, int& expert, float& weight) const {
+    choose_experts<C::EXPERTS, C::K>(w.scores + row * C::EXPERTS, w.gains, lane, expert, weight);
+  }
+  DEVICE void publish(int pair, int expert, float weight) const {
+    w.chosen[pair] = expert;
+    w.weights[pair] = weight;
+  }
+  // Note the expert of a pair in shared memory.
+  DEVICE void note(int pair, int expert, float weight) {
+    auto& r = at.s.visits;
+    const int row = pair / C::K;
+    atomicOr(&r.rows[expert][row / 32], 1u << row % 32);
+    r.expert[pair] = expert;
+    r.weight[pair] = weight;
+  }
+
+  DEVICE void route() {
+    const int pairs = w.tokens * C::K;
+    const u32 needed = C::MANY ? C::Router::row_groups(w.tokens) : C::Router::jobs(w.tokens);
+    if (threadIdx.x == 0)
+      while (load_acquire(w.arrived) < needed) {
+      }
+    sync();
+    if constexpr (C::MANY) {
+      for (int pair = threadIdx.x; pair < pairs; pair += 32 * C::CONSUMERS)
+        note(pair, __ldcg(w.chosen + pair), __ldcg(w.weights + pair));
+    } else {
+      for (int row = warp; row < w.tokens; row += C::CONSUMERS) {
+        int expert = 0;
+        float weight;
+        choose(row, expert, weight);
+        if (lane >= C::K) continue;
+        note(row * C::K + lane, expert, weight);
+        if (blockIdx.x == 0) publish(row * C::K + lane, expert, weight);
+      }
     }
+    sync();
+    if (warp == 0) count_visits(at.s.visits, lane);
+    sync();
+    for (int pair = threadIdx.x; pair < pairs; pair += 32 * C::CONSUMERS)
+      place_pair(at.s.visits, pair);
+    mbarrier_arrive(&at.s.routed);  // each lane arrives for its own writes
     sync();
   }
   DEVICE void dense_up(int tile, int group) {
@@ -317,7 +370,7 @@ struct MathWarps {
 
 // Writes y [tokens, K, width]: output of each row's K experts times the router weight; dense_y
 // [tokens, width]: output of the dense branch.
-template <class Up, class Down, class DenseUp, class DenseDown, int EXPERTS, int K, int NT,
+template <class Up, class Down, class DenseUp, class DenseDown, int EXPERTS, int K, int ROWS,
           int TEAMS, int BYTES, int LOADS>
 __global__ __launch_bounds__(32 * (MOE_TEAM_WARPS * TEAMS + MOE_COPY_WARPS)) void experts(
     const u8* dense_rows, const u8* rows, const float* x, const float* gate, const float* norm,
@@ -325,7 +378,7 @@ __global__ __launch_bounds__(32 * (MOE_TEAM_WARPS * TEAMS + MOE_COPY_WARPS)) voi
     u8* dense_hidden, u8* hidden, float* scores, u32* arrived, float* y, float* dense_y,
     i32* chosen, float* weights, int tokens, int width, int dense_channels, int channels,
     float eps) {
-  using C = MoeConfig<Up, Down, DenseUp, DenseDown, EXPERTS, K, NT, TEAMS, LOADS>;
+  using C = MoeConfig<Up, Down, DenseUp, DenseDown, EXPERTS, K, ROWS, TEAMS, LOADS>;
   using S = MoeStorage<C, BYTES>;
   static_assert(sizeof(S) <= BYTES, "the launch provides BYTES of dynamic shared memory");
   extern __shared__ __align__(128) u8 bytes[];
@@ -341,10 +394,12 @@ __global__ __launch_bounds__(32 * (MOE_TEAM_WARPS * TEAMS + MOE_COPY_WARPS)) voi
       mbarrier_init(s.full + i, ARCH >= 900 ? 33 : 64);
       mbarrier_init(s.empty + i, MOE_TEAM_WARPS);
     }
-    mbarrier_init(&s.routed, 32);
+    mbarrier_init(&s.routed, 32 * C::CONSUMERS);
     mbarrier_init_fence();
   }
-  for (int i = threadIdx.x; i < EXPERTS; i += C::THREADS) s.visits.rows[i] = 0;
+  constexpr int WORDS = C::Visits::WORDS;
+  for (int i = threadIdx.x; i < EXPERTS * WORDS; i += C::THREADS)
+    s.visits.rows[i / WORDS][i % WORDS] = 0;
   __syncthreads();
   if (warp == C::CONSUMERS) {
     WeightProducer<S> role = {w, {s}, lane};

@@ -1,4 +1,4 @@
-"""The feed-forward part of a layer with experts, for steps of at most 16 rows: two kernels.
+"""The feed-forward part of a layer with experts, for at most 128 rows of a step: two kernels.
 
 The first computes all matmuls: the router, the dense branch, and the experts that the rows use. The
 second adds the results of each row and ends the layer. experts.cu describes how the work is
@@ -21,6 +21,7 @@ from g4spec.runtime.cuda.build.constants import (
     GROUP_ROWS,
     MOE_COPY_WARPS,
     MOE_COUNTERS,
+    MOE_MAX_ROWS,
     MOE_TEAM_WARPS,
     PACK_ROWS,
 )
@@ -40,6 +41,9 @@ TEAMS = 2
 
 KEPT = 3072
 """Bytes of shared memory left for the kernel that finishes the layer and may start early."""
+
+CAPACITIES = (MOE_MAX_ROWS, 64, 32, GROUP_ROWS)
+"""Maximum rows of the kernels for more than 8 rows. A step of more rows takes several launches."""
 
 MAX_EXPERTS, MAX_USED = 1024, 16
 """Experts of a layer, and of a row, that the kernel has registers for."""
@@ -64,10 +68,11 @@ class ExpertShape:
     dense: int
     expert: int
 
-    @property
-    def visits(self) -> int:
-        """Maximum number of pairs of an expert and up to 8 of its rows in a step."""
-        return min(GROUP_ROWS * self.k, 2 * self.experts)
+    def visits(self, count: int) -> int:
+        """Return the maximum number of visits, each of an expert and up to 8 of its rows, for
+        `count` rows: the sum over experts of ceil(rows / 8)."""
+        pairs = count * self.k
+        return (pairs + 7 * min(pairs, self.experts)) // 8
 
 
 class Buffers:
@@ -75,12 +80,12 @@ class Buffers:
 
     Attributes:
         arrived: counters, zero between layers.
-        scores: router scores, [16, E].
+        scores: router scores, [128, E].
         dense_hidden, hidden: gelu(gate) * up as packed rows, of each tile of 8 rows and of each
             visit.
-        y: weighted result of each of a row's experts, [16, k, H].
-        dense: result of the dense branch, [16, H].
-        chosen, weights: int32 and float32 [16, k], the experts of each row of a step, best first.
+        y: weighted result of each of a row's experts, [128, k, H].
+        dense: result of the dense branch, [128, H].
+        chosen, weights: int32 and float32 [128, k], the experts of each row of a step, best first.
     """
 
     def __init__(self, shape: ExpertShape, device: torch.device) -> None:
@@ -91,15 +96,21 @@ class Buffers:
             size = (count, channels // ACT_COLUMNS, ACT_BYTES)
             return torch.empty(size, dtype=torch.uint8, device=device)
 
-        count = MOE_COUNTERS + shape.visits
-        self.arrived = torch.zeros(count, dtype=torch.int32, device=device)
-        self.scores = floats(GROUP_ROWS, shape.experts)
-        self.dense_hidden = hidden(2, shape.dense)
-        self.hidden = hidden(shape.visits, shape.expert)
-        self.y = floats(GROUP_ROWS, shape.k, shape.width)
-        self.dense = floats(GROUP_ROWS, shape.width)
-        self.chosen = torch.empty(GROUP_ROWS, shape.k, dtype=torch.int32, device=device)
-        self.weights = floats(GROUP_ROWS, shape.k)
+        count, visits = MOE_MAX_ROWS, shape.visits(MOE_MAX_ROWS)
+        self.arrived = torch.zeros(MOE_COUNTERS + visits, dtype=torch.int32, device=device)
+        self.scores = floats(count, shape.experts)
+        self.dense_hidden = hidden(count // 8, shape.dense)
+        self.hidden = hidden(visits, shape.expert)
+        self.y = floats(count, shape.k, shape.width)
+        self.dense = floats(count, shape.width)
+        self.chosen = torch.empty(count, shape.k, dtype=torch.int32, device=device)
+        self.weights = floats(count, shape.k)
+
+
+def buffer_bytes(shape: ExpertShape) -> int:
+    """Return the bytes of `Buffers`."""
+    buffers = Buffers(shape, torch.device("meta"))
+    return sum(x.nbytes for x in vars(buffers).values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,19 +190,32 @@ class Experts:
             buffers[shape],
         )
 
+    @property
+    def types(self) -> list[tuple[str, int]]:
+        """Quant type and unit of the matrices: up and down, those of the dense branch."""
+        weights = (self.up, self.down, self.dense_up, self.dense_down)
+        return [(w.type, w.columns // w.data.shape[1]) for w in weights]
+
+    @property
+    def capacity(self) -> int:
+        """Maximum number of rows of a launch: as many as shared memory has room for."""
+        return capacity(self.shape, self.types, launch.arch(self.up.data.device.index))
+
     def __call__(self, x: torch.Tensor, dense_rows: PackedRows, expert_rows: PackedRows) -> None:
         """Compute the contents of `buffers`.
 
         Args:
-            x: the residual, input of the router, float32 [T, H].
-            dense_rows, expert_rows: its norms, inputs of the two branches.
+            x: the residual, input of the router, float32 [T, H], at most `capacity` rows.
+            dense_rows, expert_rows: its norms, inputs of the two branches, in the layout of
+                `packed_rows.empty(.., fragments=True)`.
         """
         s, b, index = self.shape, self.buffers, x.device.index
         assert x.shape == (len(dense_rows), s.width) and x.shape == (len(expert_rows), s.width)
-        arch = launch.arch(index)
-        weights = (self.up, self.down, self.dense_up, self.dense_down)
-        types = [(w.type, w.columns // w.data.shape[1]) for w in weights]
-        launch.kernel("experts.cu", instance(types, s, dense_rows.tiles, arch))(
+        assert not (dense_rows.tiled or expert_rows.tiled)
+        arch, most = launch.arch(index), 8 if dense_rows.tiles == 1 else GROUP_ROWS
+        most = self.capacity if dense_rows.groups > 1 else most
+        assert len(x) <= most, (len(x), most)
+        launch.kernel("experts.cu", instance(self.types, s, most, arch))(
             torch.cuda.get_device_properties(index).multi_processor_count,
             THREADS,
             dense_rows=dense_rows.data,
@@ -237,7 +261,7 @@ class Experts:
         """
         b, (count, width) = self.buffers, x.shape
         launch.kernel("experts_finish.cu", finish_instance(self.shape))(
-            count if to is None else 8 * to.tiles,
+            count if to is None else to.padded,
             32 * rows.block_shape(width)[0],
             y=b.y,
             dense=b.dense,
@@ -262,16 +286,16 @@ class Experts:
 THREADS = 32 * (MOE_TEAM_WARPS * TEAMS + MOE_COPY_WARPS)
 
 
-def instance(types: list[tuple[str, int]], shape: ExpertShape, tiles: int, arch: str) -> str:
+def instance(types: Sequence[tuple[str, int]], shape: ExpertShape, most: int, arch: str) -> str:
     """Return the name of a kernel of experts.cu.
 
     Args:
         types: quant type and unit of the experts' gate and up, of their down matrices, and of the
             same of the dense branch.
-        tiles: tiles of 8 rows of the inputs.
+        most: maximum number of rows: 8, or one of `CAPACITIES`.
     """
     loads = -(-shape.width // (4 * 32 * MOE_TEAM_WARPS * TEAMS))
-    numbers = (shape.experts, shape.k, tiles, TEAMS, _bytes(arch), loads)
+    numbers = (shape.experts, shape.k, most, TEAMS, _bytes(arch), loads)
     return f"experts<{', '.join([*(format_name(*t) for t in types), *map(str, numbers)])}>"
 
 
@@ -296,19 +320,29 @@ def fits(shape: ExpertShape, weights: Sequence[Weight], arch: str) -> bool:
         and shape.width % ACT_COLUMNS == 0
         and shape.k <= min(shape.experts, MAX_USED)
         and shape.experts <= MAX_EXPERTS
-        and shared_bytes(shape, [(w.type, w.columns // w.data.shape[1]) for w in weights])
-        <= _bytes(arch)
+        and capacity(shape, [(w.type, w.columns // w.data.shape[1]) for w in weights], arch) > 0
     )
 
 
-def shared_bytes(shape: ExpertShape, types: Sequence[tuple[str, int]]) -> int:
-    """Return the least dynamic shared memory of the kernel, or a few bytes more: `MoeStorage` in
-    moe_schedule.cuh with one slot for each team. `types`: quant type and unit of each matrix."""
+def capacity(shape: ExpertShape, types: Sequence[tuple[str, int]], arch: str) -> int:
+    """Return the largest of `CAPACITIES` for which the kernel fits in shared memory, or 0. `types`:
+    quant type and unit of each matrix."""
+    fitting = (n for n in CAPACITIES if shared_bytes(shape, types, n) <= _bytes(arch))
+    return next(fitting, 0)
+
+
+def shared_bytes(
+    shape: ExpertShape, types: Sequence[tuple[str, int]], count: int = GROUP_ROWS
+) -> int:
+    """Return the least dynamic shared memory of the kernel for `count` rows, or a few bytes more:
+    `MoeStorage` in moe_schedule.cuh with one slot for each team. `types`: quant type and unit of
+    each matrix."""
     slot = max(unit_bytes(*t) + t[1] // ACT_COLUMNS * ACT_BYTES for t in types)
     warps = MOE_TEAM_WARPS * TEAMS
     scratch = warps * max(256, *(scratch_of(*t) for t in types))
     sums = 4 * (2 * (TEAMS - 1) * MOE_TEAM_WARPS * 8 * 32 + MOE_TEAM_WARPS * 8 + warps * 20)
-    visits = 12 * shape.visits + 4 * GROUP_ROWS * shape.k + (4 + GROUP_ROWS) * shape.experts
+    pairs, words = count * shape.k, -(-count // 32)
+    visits = 20 * shape.visits(count) + 6 * pairs + (2 + 4 * words) * shape.experts
     return scratch + sums + visits + TEAMS * (slot + 16) + ALIGNMENT
 
 
@@ -327,7 +361,11 @@ _FILES = [
 UNITS = [
     Unit(
         "experts.cu",
-        tuple(instance(types, SHAPE, tiles, arch) for types in _FILES for tiles in (1, 2)),
+        tuple(
+            instance(types, SHAPE, most, arch)
+            for types in _FILES
+            for most in (8, GROUP_ROWS, capacity(SHAPE, types, arch))
+        ),
         (arch,),
         max_registers=168,
         shared=_bytes(arch),

@@ -37,8 +37,8 @@ struct Part {
 // y [rows, K, width]: weighted expert outputs; dense [rows, width]. Norm weights [width]:
 // experts_norm of the experts' sum, dense_norm of the dense branch, norm of both together,
 // next_norm of the next layer (null: `to` is not written). `out` [rows, width]: new residual.
-// Zeroes `arrived` [counters]. Grid: rows, including the padding rows of `tiles` tiles. `tiled`:
-// swizzled layout of `to` (more than 16 rows).
+// Zeroes `arrived` [counters]. Grid: rows, including the padding rows of each group of `tiles` tiles.
+// `tiled`: swizzled layout of `to` (more than 16 rows).
 template <int WARPS, int V, int K>
 __global__ __launch_bounds__(32 * WARPS) void finish(
     const float* y, const float* dense, const float* x, const float* experts_norm,
@@ -84,8 +84,10 @@ __global__ __launch_bounds__(32 * WARPS) void finish(
     r = result.inverse_rms(slots[3], width, eps);
   }
   if (!next_norm) return;
+  const int blocks = width / 64, group = row / (8 * tiles), m = row % (8 * tiles);
+  to += (i64)group * blocks * tiles * ACT_BYTES;
 #pragma unroll
   for (int j = 0; j < V; ++j)
-    QuadOffsets(tiles, row, P::at(j), tiled ? width / 64 : 0)
+    QuadOffsets(tiles, m, P::at(j), tiled ? blocks : 0)
         .store(to, mul4(mul4(result.v[j], r), next.v[j]), P::at(j) < n4, tiled);
 }

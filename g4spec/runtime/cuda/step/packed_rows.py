@@ -21,7 +21,8 @@ the halves of all blocks, [tile][block][8 rows][8 pieces of 8 halves], piece p o
 r; then the sums of 16 of all blocks, the floats, and the sums of 32. Columns 16 i + 4 t and 16 i +
 4 t + 1 of a block are halves 2 t and 2 t + 1 of piece 2 i; columns 16 i + 4 t + 2 and + 3 are those
 of piece 2 i + 1. This is the layout of a `wgmma` operand in shared memory, and `ldmatrix` reads it.
-A row has the same bits at any place of any group.
+A row has the same bits at any place of any group. The input of `experts.cu` keeps the layout of two
+tiles in each group (`fragments`), because experts gather rows one by one.
 
 Kernels here may start before their predecessor has ended, and prefetch weights meanwhile. Kernels
 that add partial sums also prefetch the residual: the sums come from `linear.cu`, which calls
@@ -117,14 +118,22 @@ def groups(count: int) -> int:
     return -(-count // GROUP_ROWS)
 
 
-def empty(count: int, width: int, device: torch.device, *, scaled: bool = False) -> PackedRows:
-    """Allocate packed rows [count, width], uninitialized."""
+def empty(
+    count: int,
+    width: int,
+    device: torch.device,
+    *,
+    scaled: bool = False,
+    fragments: bool = False,
+) -> PackedRows:
+    """Allocate packed rows [count, width], uninitialized. `fragments`: each group of more than
+    16 rows has the layout of 9 to 16 rows."""
     assert count >= 1 and width % ACT_COLUMNS == 0, (count, width)
     n = groups(count)
     sizes = (*([n] if n > 1 else []), width // ACT_COLUMNS, ACT_BYTES * tiles(count))
     data = torch.empty(sizes, dtype=torch.uint8, device=device)
     scale = torch.empty(GROUP_ROWS * n, dtype=torch.float32, device=device) if scaled else None
-    return PackedRows(data, count, width, scale, n > 1)
+    return PackedRows(data, count, width, scale, n > 1 and not fragments)
 
 
 def concat_rows(parts: Sequence[PackedRows]) -> PackedRows:
@@ -252,10 +261,12 @@ def pack_rows(x: torch.Tensor) -> PackedRows:
     return to
 
 
-def rms_norm_rows(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> PackedRows:
-    """Return rms_norm of x float32 [T, H] as packed rows."""
-    to = empty(len(x), x.shape[1], x.device)
-    _run(x, eps=eps, leave=ROWS, following=[weight], outputs=[to.data])
+def rms_norm_rows(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, *, fragments: bool = False
+) -> PackedRows:
+    """Return rms_norm of x float32 [T, H] as packed rows. `fragments`: as in `empty`."""
+    to = empty(len(x), x.shape[1], x.device, fragments=fragments)
+    _run(x, eps=eps, leave=ROWS, following=[weight], outputs=[to.data], swizzled=to.tiled)
     return to
 
 
@@ -298,10 +309,17 @@ class Residual:
         return out
 
     def rows(
-        self, h: torch.Tensor, x: torch.Tensor, following: Sequence[torch.Tensor | None]
+        self,
+        h: torch.Tensor,
+        x: torch.Tensor,
+        following: Sequence[torch.Tensor | None],
+        *,
+        fragments: bool = False,
     ) -> tuple[torch.Tensor, list[PackedRows]]:
-        """Return x', and rms_norm(x') with each of at most three weights as packed rows."""
-        out, to = torch.empty_like(x), [empty(len(x), x.shape[1], x.device) for _ in following]
+        """Return x', and rms_norm(x') with each of at most three weights as packed rows.
+        `fragments`: as in `empty`."""
+        out = torch.empty_like(x)
+        to = [empty(len(x), x.shape[1], x.device, fragments=fragments) for _ in following]
         _run(
             x,
             h,
@@ -311,6 +329,7 @@ class Residual:
             eps=self.eps,
             following=following,
             outputs=[r.data for r in to],
+            swizzled=any(r.tiled for r in to),
         )
         return out, to
 
@@ -343,8 +362,9 @@ def _run(
     outputs: Sequence[torch.Tensor] = (),
     out: torch.Tensor | None = None,
     row_scale: torch.Tensor | None = None,
+    swizzled: bool | None = None,
 ) -> None:
-    """Launch `norm_rows`; see norm.cu."""
+    """Launch `norm_rows`; see norm.cu. `swizzled`: by default for more than 16 rows."""
     (count, width), slices, enter = x.shape, 1, PLAIN
     weight = scale = None
     if h is not None and residual is not None:
@@ -377,6 +397,7 @@ def _run(
         out=out,
         rows=count,
         width=width,
+        swizzled=count > GROUP_ROWS if swizzled is None else swizzled,
         eps=eps,
     )
 
