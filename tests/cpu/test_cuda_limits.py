@@ -23,7 +23,7 @@ from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
 from g4spec.runtime.cuda.prefill.long_ops import STILL, rotating_freqs
 from g4spec.runtime.cuda.prefill.reader import fits
 from g4spec.runtime.cuda.step import attention, packed_rows
-from g4spec.runtime.cuda.step.experts import ExpertShape
+from g4spec.runtime.cuda.step.experts import ExpertShape, capacity
 from g4spec.runtime.cuda.step.experts import fits as fits_experts
 from g4spec.runtime.cuda.weights import dequant, packing
 from tests.gpu.batches import rows_of, spread
@@ -114,10 +114,10 @@ def stack(type: str, shape: tuple[int, int, int]) -> Any:
     "experts,used,type,arch,taken",
     [
         (128, 8, "q8_0", "sm_86", True),
-        (158, 16, "q8_0", "sm_86", True),
-        (166, 16, "q8_0", "sm_86", False),
-        (132, 16, "q6_k", "sm_86", True),
-        (140, 16, "q6_k", "sm_120", False),
+        (217, 16, "q8_0", "sm_86", True),
+        (218, 16, "q8_0", "sm_86", False),
+        (195, 16, "q6_k", "sm_86", True),
+        (196, 16, "q6_k", "sm_120", False),
         (1024, 16, "q6_k", "sm_90a", True),
         (1025, 1, "q4_0", "sm_90a", False),
         (16, 17, "q4_0", "sm_90a", False),
@@ -127,10 +127,19 @@ def stack(type: str, shape: tuple[int, int, int]) -> Any:
 def test_experts_that_the_kernel_has_no_room_for(
     experts: int, used: int, type: str, arch: str, taken: bool
 ) -> None:
-    """With 166 experts of Q8_0, 16 of them used, it did not compile for an RTX 3090."""
+    """With more than 217 experts of Q8_0, 16 of them used, it does not compile for an RTX 3090."""
     shape = ExpertShape(experts, used, 256, 256, 256)
     up, down = stack(type, (experts, 512, 256)), stack(type, (experts, 256, 256))
     assert fits_experts(shape, (up, down, up, down), arch) is taken
+
+
+def test_expert_kernels_take_as_many_rows_as_shared_memory_holds() -> None:
+    def most(experts: int, used: int, type: str, unit: int, arch: str) -> int:
+        return capacity(ExpertShape(experts, used, 2816, 2112, 704), [(type, unit)] * 4, arch)
+
+    assert most(128, 8, "q4_k", 256, "sm_90a") == most(128, 8, "q6_k", 256, "sm_90a") == 128
+    assert most(128, 8, "q4_k", 256, "sm_86") == 128 and most(128, 8, "q6_k", 256, "sm_86") == 32
+    assert most(124, 16, "q8_0", 256, "sm_86") == 32 and most(125, 16, "q8_0", 256, "sm_86") == 16
 
 
 def test_many_experts_are_dequantized_in_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.cache.cache_types import Kind
 from g4spec.runtime.cuda.cache.cuda_kv_size import page_bytes, slot_bytes, spare_slots
 from g4spec.runtime.cuda.prefill import plan
-from g4spec.runtime.cuda.step import attention
+from g4spec.runtime.cuda.step import attention, experts
 from g4spec.runtime.cuda.weights import held_size
 
 FLOAT = 4
@@ -79,7 +79,7 @@ class Card:
 
     def workspace(self, config: Any, n_ctx: int, chunk: int, sequences: int) -> int:
         """Return the bytes of logits and partial attention results of the largest steps, of the
-        buffers for a chunk, and of fixed needs."""
+        buffers for experts and for a chunk, and of fixed needs."""
         logits = 4 * FLOAT * MAX_STEP_ROWS * sequences * config.n_vocab
         sums = max(
             (
@@ -98,10 +98,21 @@ class Card:
         wide = 12 * FLOAT * plan.most_rows(chunk, n_ctx) * config.n_embd
         arch = "" if self.portable else launch.arch(self.device.index)
         long = sum(plan.workspace(config, chunk, n_ctx, arch))
-        return int(logits + sums + wide + long + PACKING + FIXED)
+        return int(logits + sums + _expert_buffers(config) + wide + long + PACKING + FIXED)
 
     def available(self) -> int:
         """Return free memory, and what torch has reserved without using it."""
         free, _ = torch.cuda.mem_get_info(self.device)
         held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return int(free + held)
+
+
+def _expert_buffers(config: Any) -> int:
+    """Return the bytes of the buffers for steps of all layers with experts, shared by layers of the
+    same shape."""
+    shapes = {
+        experts.ExpertShape(s.n_expert, s.n_expert_used, config.n_embd, s.n_ff, s.n_ff_expert)
+        for s in config.layers
+        if s.n_expert
+    }
+    return sum(experts.buffer_bytes(shape) for shape in shapes)

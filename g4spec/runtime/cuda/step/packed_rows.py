@@ -119,12 +119,7 @@ def groups(count: int) -> int:
 
 
 def empty(
-    count: int,
-    width: int,
-    device: torch.device,
-    *,
-    scaled: bool = False,
-    fragments: bool = False,
+    count: int, width: int, device: torch.device, *, scaled: bool = False, fragments: bool = False
 ) -> PackedRows:
     """Allocate packed rows [count, width], uninitialized. `fragments`: each group of more than
     16 rows has the layout of 9 to 16 rows."""
@@ -238,13 +233,7 @@ def block_shape(width: int) -> tuple[int, int]:
 
 
 def instance(
-    width: int,
-    slices: int,
-    enter: int,
-    leave: int,
-    outputs: int = 1,
-    *,
-    split: bool = True,
+    width: int, slices: int, enter: int, leave: int, outputs: int = 1, *, split: bool = True
 ) -> str:
     """Return the name of a kernel of norm.cu."""
     warps, loads = block_shape(width)
@@ -273,13 +262,7 @@ def rms_norm_rows(
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """Return rms_norm of x float32 [..., H], the same shape; any number of rows."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _run(
-        x.reshape(-1, x.shape[-1]),
-        eps=eps,
-        leave=FLOATS,
-        following=[weight],
-        outputs=[y],
-    )
+    _run(x.reshape(-1, x.shape[-1]), eps=eps, leave=FLOATS, following=[weight], outputs=[y])
     return y
 
 
