@@ -12,14 +12,17 @@ import torch
 
 from g4spec import quant
 from g4spec.ops.reference import Ops
+from g4spec.ops.weights import ExpertLayer
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.constants import INTERLEAVE_ROWS
+from g4spec.runtime.cuda.ops import CudaOps
+from g4spec.runtime.cuda.step import experts
 from g4spec.runtime.cuda.step import packed_rows as rows
 from g4spec.runtime.cuda.step.experts import Buffers, Experts, ExpertShape, fits
 from g4spec.runtime.cuda.weights import held, packing
 from g4spec.runtime.cuda.weights.dequant import Weight
 from tests.gpu.device import DEVICE, EMULATED, needs_gpu
-from tests.gpu.parity import quantized
+from tests.gpu.parity import matrix, numbers, quantized
 
 pytestmark = pytest.mark.gpu
 
@@ -235,7 +238,7 @@ def test_ties_take_the_lowest_expert(layer: Layer) -> None:
     ):
         equal.gpu.router.copy_(router)
         equal.run(randn(16, MANY.width).to(DEVICE))
-        ids = equal.gpu.buffers.chosen.view(16, -1, 4)
+        ids = equal.gpu.buffers.chosen[:16].view(16, -1, 4)
         assert torch.equal(ids, ids[:, :, :1] + torch.arange(4, device=DEVICE))
         if bool((router == router[0]).all()):
             assert torch.equal(ids.flatten(1), torch.arange(8, device=DEVICE).expand(16, 8).int())
@@ -289,6 +292,41 @@ def test_all_of_128_rows_use_the_same_experts() -> None:
     want = layer.reference(x)["ids"].sort(dim=1).values
     assert bool((want == want[0]).all())
     check(layer, x)
+
+
+@pytest.mark.parametrize("capacities", [(128, 64, 32, 16), (32, 16), (16,)])
+def test_a_step_of_several_launches(
+    capacities: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An expert layer of 70 rows, where shared memory has room for as few as 16."""
+    monkeypatch.setattr(experts, "CAPACITIES", capacities)
+    g, h = torch.Generator().manual_seed(8), SMALL.width
+    matrices = {
+        "gate": ("q8_0", SMALL.dense, h),
+        "up": ("q8_0", SMALL.dense, h),
+        "down": ("q8_0", h, SMALL.dense),
+        "gate_exps": ("q8_0", SMALL.experts, 2 * SMALL.expert, h),
+        "down_exps": ("q8_0", SMALL.experts, h, SMALL.expert),
+    }
+    norms = ("post_attention", "ffn_norm", "post", "post_dense", "router_norm", "expert_norm")
+    e = ExpertLayer(
+        n_used=SMALL.k,
+        up_exps=None,
+        eps=EPS,
+        router=torch.randn(SMALL.experts, h, generator=g).to(DEVICE),
+        gains=torch.rand(SMALL.experts, generator=g).to(DEVICE),
+        **{name: matrix(g, *of)[0] for name, of in matrices.items()},
+        **{n: torch.rand(h, generator=g).to(DEVICE) for n in (*norms, "post_experts")},
+    )
+    ops, count = CudaOps(str(DEVICE)), 70
+    attended, x = (torch.randn(count, h, generator=g).to(DEVICE) for _ in "ax")
+    together = ops.expert_layer(attended, x, e, e.post, None)
+    assert not ops.without_kernel
+    for row in (0, 15, 16, 31, 32, 64, count - 1):
+        at = slice(row, row + 1)
+        alone = ops.expert_layer(attended[at], x[at], e, e.post, None)
+        assert torch.equal(together[0][at], alone[0]), row
+        assert torch.equal(numbers(together[1])[at], numbers(alone[1])[:1]), row
 
 
 @needs_gpu

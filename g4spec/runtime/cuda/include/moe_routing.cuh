@@ -8,11 +8,17 @@
 
 constexpr int TILE_ROWS = 8;    // rows per MMA
 constexpr int ROUTER_ROWS = 4;  // rows of a job that computes router scores
+constexpr int MOE_MAX_TILES = 2;  // maximum tiles that share a read of weights; 4 need too many registers
 
 // Up to TILE_ROWS rows that use the same expert.
 struct Visit {
   u16 expert, count;
   u16 pair[TILE_ROWS];  // row * K + slot, where slot is the expert's rank (0 .. K - 1) for the row
+};
+
+// Consecutive visits of one expert, for which its weights are read once.
+struct VisitRun {
+  u16 first, count;
 };
 
 // The routing of up to ROWS rows. The sum over experts of ceil(pairs / TILE_ROWS) is at most
@@ -23,11 +29,12 @@ struct Routing {
   static constexpr int MAX_VISITS = (PAIRS + (TILE_ROWS - 1) * USED) / TILE_ROWS;
   static constexpr int WORDS = (ROWS + 31) / 32;
   Visit visits[MAX_VISITS];   // by expert, then row
+  VisitRun runs[ROWS > GROUP_ROWS ? MAX_VISITS : 1];
   float weight[PAIRS];        // router weight of each pair
   u32 rows[EXPERTS][WORDS];   // bit mask of the rows that use each expert
   u16 expert[PAIRS];          // expert of each pair
   u16 first[EXPERTS];         // first visit of each expert
-  int count;                  // number of visits
+  int count, n_runs;          // number of visits, and of their runs
 };
 
 // Warp sums of four values: lanes 0, 8, 16, 24 get the sums of s[0] .. s[3].
@@ -164,11 +171,21 @@ DEVICE void choose_experts(const float* scores, const float* gains, int lane, in
   weight = lane < K ? e / sum * gains[expert] : 0.0f;
 }
 
-// Count the visits of each expert from `rows`, and write all of `visits` but the pairs. Called by
-// one warp.
-template <int EXPERTS, int K, int ROWS>
+// Inclusive prefix sum over the lanes of a warp.
+DEVICE int prefix_sum(int sum, int lane) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int before = __shfl_sync(FULL_MASK, sum, max(lane - step, 0));
+    if (lane >= step) sum += before;
+  }
+  return sum;
+}
+
+// Count the visits of each expert from `rows`; write all of `visits` but the pairs, and runs of at
+// most TILES visits. Called by one warp.
+template <int TILES, int EXPERTS, int K, int ROWS>
 DEVICE void count_visits(Routing<EXPERTS, K, ROWS>& r, int lane) {
-  int count = 0;
+  int count = 0, n_runs = 0;
   for (int begin = 0; begin < EXPERTS; begin += 32) {
     const int expert = begin + lane;
     int pairs = 0;
@@ -176,21 +193,20 @@ DEVICE void count_visits(Routing<EXPERTS, K, ROWS>& r, int lane) {
 #pragma unroll
       for (int word = 0; word < r.WORDS; ++word) pairs += __popc(r.rows[expert][word]);
     const int visits = (pairs + TILE_ROWS - 1) / TILE_ROWS;
-    int end = visits;  // inclusive prefix sum
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int before = __shfl_sync(FULL_MASK, end, max(lane - step, 0));
-      if (lane >= step) end += before;
-    }
-    const int first = count + end - visits;
+    const int runs = (visits + TILES - 1) / TILES;
+    // Both prefix sums in one: at most 32 x 16 visits.
+    const int ends = prefix_sum(visits | runs << 16, lane), all = __shfl_sync(FULL_MASK, ends, 31);
+    const int first = count + (ends & 0xffff) - visits, first_run = n_runs + (ends >> 16) - runs;
     if (expert < EXPERTS) r.first[expert] = first;
     for (int i = 0; i < visits; ++i) {
       r.visits[first + i].expert = expert;
       r.visits[first + i].count = min(pairs - i * TILE_ROWS, TILE_ROWS);
     }
-    count += __shfl_sync(FULL_MASK, end, 31);
+    for (int i = 0; TILES > 1 && i < runs; ++i)
+      r.runs[first_run + i] = {(u16)(first + i * TILES), (u16)min(visits - i * TILES, TILES)};
+    count += all & 0xffff, n_runs += all >> 16;
   }
-  if (lane == 0) r.count = count;
+  if (lane == 0) r.count = count, r.n_runs = n_runs;
 }
 
 // Write pair `pair` into its visit, after `count_visits`. An expert's rows are in ascending order.

@@ -60,6 +60,14 @@ struct MoeConfig {
   template <class F>
   static constexpr int UNITS =
       SLOT / UNIT_AND_ROWS<F>;  // in a slot: their weights, then their rows
+  // Tiles of 8 rows that can be multiplied by the weights of one slot: the first tile's rows are in
+  // the same slot, those of the others in a slot of their own. Only for more than 16 rows.
+  template <class F>
+  static constexpr int SLOT_TILES = 1 + SLOT / (UNITS<F> * BLOCKS<F>);
+  static constexpr int min_of(int a, int b) { return a < b ? a : b; }
+  static constexpr int TILES = !MANY ? 1 : min_of(MOE_MAX_TILES,
+      min_of(min_of(SLOT_TILES<Up>, SLOT_TILES<Down>),
+             min_of(SLOT_TILES<DenseUp>, SLOT_TILES<DenseDown>)));
   static constexpr int SCRATCH = max_of(max_of(max_of(Up::SCRATCH, Down::SCRATCH), 256),
                                         max_of(DenseUp::SCRATCH, DenseDown::SCRATCH));
 };
@@ -85,6 +93,8 @@ struct MoeStorage : MoeFixedStorage<C> {
   static constexpr int FIT = (BYTES - (int)sizeof(MoeFixedStorage<C>)) / (C::SLOT + 16);
   static constexpr int STAGES = FIT / C::TEAMS * C::TEAMS;
   static_assert(STAGES > 0, "too little shared memory");
+  // Maximum tiles of a product: a team holds two slots when there are several.
+  static constexpr int TILES = STAGES >= 2 * C::TEAMS ? C::TILES : 1;
   static_assert(C::SLOT % 16 == 0, "bulk copies need 16-byte aligned slots");
   alignas(16) u8 slots[STAGES][C::SLOT];
   u64 full[STAGES], empty[STAGES];
@@ -105,18 +115,49 @@ struct RingCursor {
   }
 };
 
-// Call `role` for each GEMM tile of this CTA, in order: the CTA takes every gridDim-th entry of the
-// list dense up, (routing), expert up, dense down, expert down.
+// Row tiles that share a read of the dense branch's weights: as many as leave work for every CTA.
+template <class S>
+DEVICE int dense_tiles(int groups, int tiles) {
+  if (S::TILES == 1) return 1;
+  return min(max(groups * tiles / (int)gridDim.x, 1), S::TILES);
+}
+
+// Call `role` for each product of this CTA, in order: the CTA takes every gridDim-th entry of the
+// list dense up, (routing), expert up, dense down, expert down. A product is 128 rows of a matrix
+// times 1 to TILES tiles of rows x: (first row tile or visit, their number, group of 128 rows).
 template <class S, class Role>
 DEVICE void for_each_product(const MoeStep& w, const S& s, Role& role) {
   using C = typename S::Base;
-  const int grid = gridDim.x, tiles = C::tiles(w.tokens), dense = w.dense_groups() * tiles;
+  const int grid = gridDim.x, tiles = C::tiles(w.tokens), outs = w.out_groups();
+  const auto dense_product = [&](auto call, int i, int groups) {
+    const int each = dense_tiles<S>(groups, tiles), parts = (tiles + each - 1) / each;
+    const int first = i % parts * each;
+    call(first, min(each, tiles - first), i / parts);
+  };
+  const auto products = [&](int groups) {
+    const int each = dense_tiles<S>(groups, tiles);
+    return groups * ((tiles + each - 1) / each);
+  };
+  const int dense = products(w.dense_groups());
   int i = blockIdx.x;
-  for (; i < dense; i += grid) role.dense_up(i % tiles, i / tiles);
+  for (; i < dense; i += grid)
+    dense_product([&](int first, int n, int group) { role.dense_up(first, n, group); }, i,
+                  w.dense_groups());
   role.route();
-  const int visits = s.visits.count, outs = w.out_groups();
-  const int ups = dense + visits * w.groups(), dense_downs = ups + outs * tiles;
-  for (; i < ups; i += grid) role.up((i - dense) / w.groups(), (i - dense) % w.groups());
-  for (; i < dense_downs; i += grid) role.dense_down((i - ups) % tiles, (i - ups) / tiles);
-  for (i -= dense_downs; i < visits * outs; i += grid) role.down(i / outs, i % outs);
+  const int runs = S::TILES > 1 ? s.visits.n_runs : s.visits.count;
+  const auto run = [&](int i) {
+    return S::TILES > 1 ? s.visits.runs[i] : VisitRun{(u16)i, 1};
+  };
+  const int ups = dense + runs * w.groups(), dense_downs = ups + products(outs);
+  for (; i < ups; i += grid) {
+    const VisitRun r = run((i - dense) / w.groups());
+    role.up(r.first, r.count, (i - dense) % w.groups());
+  }
+  for (; i < dense_downs; i += grid)
+    dense_product([&](int first, int n, int group) { role.dense_down(first, n, group); }, i - ups,
+                  outs);
+  for (i -= dense_downs; i < runs * outs; i += grid) {
+    const VisitRun r = run(i / outs);
+    role.down(r.first, r.count, i % outs);
+  }
 }

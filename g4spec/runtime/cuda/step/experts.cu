@@ -1,17 +1,17 @@
 // MoE feed-forward of a layer for 1 to 128 rows in one persistent kernel: router, dense branch, and
-// the experts that the rows use. Rows are grouped by expert over the whole step, so an expert's
-// weights are read once for each 8 of its rows, and from the L2 but for the first 8.
+// the experts that the rows use. Rows are grouped by expert over the whole step, in tiles of 8, and
+// two tiles of an expert share a read of the expert's weights.
 //
-// The work is a list of GEMM tiles: 128 rows of a matrix times at most 8 rows x, over all of K, computed
+// The work is a list of products: 128 rows of a matrix times tiles of 8 rows x, over all of K, computed
 // by one CTA (no sum crosses CTAs). The list depends on the routing only; each CTA takes every
-// gridDim-th tile. Three warp roles walk through a CTA's list independently:
+// gridDim-th product. Three warp roles walk through a CTA's list independently:
 //   WeightProducer      one warp copies weights into a ring of slots as soon as slots are free
 //   ActivationProducer  one warp copies the rows x of each tile, gathered by expert, once they exist
 //   MathWarps           teams of four warps multiply, taking turns with slots, and add their sums
 //
-// Dependencies between tiles (up before down) are counters in global memory on which the producers
+// Dependencies between products (up before down) are counters in global memory on which the producers
 // spin. The whole grid must therefore be resident, so no second process may share the GPU through
-// MPS. The list is ordered so that a tile needs earlier ones only. Counters are zero at the start;
+// MPS. The list is ordered so that a product needs earlier ones only. Counters are zero at the start;
 // experts_finish.cu zeroes them again.
 #include "formats.cuh"
 #include "moe_schedule.cuh"
@@ -28,38 +28,56 @@ struct WeightProducer {
   RingCursor<S> at;
   int lane;
 
-  template <class F>
-  DEVICE void stream(const u8* matrix, i64 group, int k) {
-    const int units = k / F::UNIT;
-    matrix += group * units * F::UNIT_BYTES;
-    for (int u = 0; u < units; u += C::template UNITS<F>, at.next()) {
-      const u8* from = matrix + u * F::UNIT_BYTES;
-      const int bytes = min(C::template UNITS<F>, units - u) * F::UNIT_BYTES;
-      mbarrier_wait(at.empty(), at.phase ^ 1);
+  // Fill the next slot with `bytes` bytes; none: it is for activations only, or padding.
+  DEVICE void fill(const u8* from, int bytes) {
+    mbarrier_wait(at.empty(), at.phase ^ 1);
 #if ARCH >= 900
+    if (bytes > 0) {
       fence_proxy_async_shared();  // the slot may hold activations written by cp.async: order them before the bulk copy
       cp_async_bulk_evict_first(at.slot(), from, bytes, at.full());
       mbarrier_arrive_expect_tx(at.full(), bytes);
-#else
-      for (int b = lane * 16; b < bytes; b += 512) cp_async16(at.slot() + b, from + b);
-      cp_async_mbarrier_arrive(at.full());
-#endif
+    } else {
+      mbarrier_arrive(at.full());
     }
+#else
+    for (int b = lane * 16; b < bytes; b += 512) cp_async16(at.slot() + b, from + b);
+    cp_async_mbarrier_arrive(at.full());
+#endif
+    at.next();
+  }
+
+  // `n`: tiles of rows. Several take two slots per team and turn, see `MathWarps::multiply_tiles`.
+  template <class F>
+  DEVICE void stream(const u8* matrix, i64 group, int k, int n) {
+    constexpr int UNITS = C::template UNITS<F>;
+    const int units = k / F::UNIT;
+    matrix += group * units * F::UNIT_BYTES;
+    if (S::TILES > 1 && n > 1) {
+      for (int u = 0; u < units; u += UNITS * C::TEAMS)
+        for (int i = 0; i < 2 * C::TEAMS; ++i) {
+          const int unit = u + i * UNITS;
+          fill(matrix + unit * F::UNIT_BYTES,
+               i < C::TEAMS ? min(UNITS, units - unit) * F::UNIT_BYTES : 0);
+        }
+      return;
+    }
+    for (int u = 0; u < units; u += UNITS)
+      fill(matrix + u * F::UNIT_BYTES, min(UNITS, units - u) * F::UNIT_BYTES);
   }
 
   DEVICE int expert(int visit) const { return at.s.visits.visits[visit].expert; }
   DEVICE void route() { mbarrier_wait(&at.s.routed, 0); }
-  DEVICE void dense_up(int, int group) {
-    stream<typename C::DenseUp>(w.dense_up, group, w.width);
+  DEVICE void dense_up(int, int n, int group) {
+    stream<typename C::DenseUp>(w.dense_up, group, w.width, n);
   }
-  DEVICE void up(int visit, int group) {
-    stream<typename C::Up>(w.up, expert(visit) * w.groups() + group, w.width);
+  DEVICE void up(int visit, int n, int group) {
+    stream<typename C::Up>(w.up, expert(visit) * w.groups() + group, w.width, n);
   }
-  DEVICE void dense_down(int, int group) {
-    stream<typename C::DenseDown>(w.dense_down, group, w.dense_channels);
+  DEVICE void dense_down(int, int n, int group) {
+    stream<typename C::DenseDown>(w.dense_down, group, w.dense_channels, n);
   }
-  DEVICE void down(int visit, int group) {
-    stream<typename C::Down>(w.down, expert(visit) * w.out_groups() + group, w.channels);
+  DEVICE void down(int visit, int n, int group) {
+    stream<typename C::Down>(w.down, expert(visit) * w.out_groups() + group, w.channels, n);
   }
 };
 
@@ -70,27 +88,49 @@ struct ActivationProducer {
   RingCursor<S> at;
   int lane;
 
-  // Copy packed rows unchanged, once `needed` GEMM tiles have produced them.
-  template <class F>
-  DEVICE void copy(const u8* rows, const u32* arrived, u32 needed, int k) {
-    constexpr int UNITS = C::template UNITS<F>, BLOCKS = C::template BLOCKS<F>;
-    if (lane == 0)
-      while (load_acquire(arrived) < needed) {
-      }
-    __syncwarp();
-    for (int u = 0; u < k / F::UNIT; u += UNITS, at.next()) {
-      const int bytes = min(UNITS, k / F::UNIT - u) * BLOCKS;
-      u8* to = at.slot() + UNITS * F::UNIT_BYTES;
+  // Fill slots with n tiles of rows: store(slot, unit, tile) for the units of each slot. The first
+  // tile follows the weights, the others fill a slot of their own.
+  template <class F, class Store>
+  DEVICE void fill(int units, int n, Store store) {
+    constexpr int UNITS = C::template UNITS<F>, TILE = UNITS * C::template BLOCKS<F>;
+    const auto fill_slot = [&](int offset, int unit, int first, int last) {
+      u8* to = at.slot() + offset;
       mbarrier_wait(at.empty(), at.phase ^ 1);
-      for (int b = lane * 16; b < bytes; b += 512) cp_async16(to + b, rows + u * BLOCKS + b);
+      for (int tile = first; tile < last; ++tile, to += TILE) store(to, unit, tile);
       cp_async_mbarrier_arrive(at.full());
+      at.next();
+    };
+    if (S::TILES > 1 && n > 1) {
+      for (int u = 0; u < units; u += UNITS * C::TEAMS) {
+        for (int i = 0; i < C::TEAMS; ++i) fill_slot(UNITS * F::UNIT_BYTES, u + i * UNITS, 0, 1);
+        for (int i = 0; i < C::TEAMS; ++i) fill_slot(0, u + i * UNITS, 1, n);
+      }
+      return;
     }
+    for (int u = 0; u < units; u += UNITS) fill_slot(UNITS * F::UNIT_BYTES, u, 0, 1);
   }
 
-  // Gather rows row(0) .. row(count - 1) of an input in groups of 8 NT rows into a tile of 8. The
-  // tile's other rows keep old data; their results are not used.
-  template <class F, class Row>
-  DEVICE void gather(const u8* rows, int count, Row row) {
+  // Copy n tiles of packed rows unchanged, each once `needed` products have computed it.
+  template <class F>
+  DEVICE void copy(const u8* rows, const u32* arrived, int n, u32 needed, int k) {
+    constexpr int UNITS = C::template UNITS<F>, BLOCKS = C::template BLOCKS<F>;
+    const int units = k / F::UNIT;
+    if (lane == 0)
+      for (int tile = 0; tile < n; ++tile)
+        while (load_acquire(arrived + tile) < needed) {
+        }
+    __syncwarp();
+    fill<F>(units, n, [&](u8* to, int unit, int tile) {
+      const int bytes = min(UNITS, units - unit) * BLOCKS;
+      const u8* from = rows + (tile * units + unit) * BLOCKS;
+      for (int b = lane * 16; b < bytes; b += 512) cp_async16(to + b, from + b);
+    });
+  }
+
+  // Gather rows row(tile, 0) .. row(tile, count(tile) - 1) of an input in groups of 8 NT rows into n
+  // tiles of 8. A tile's other rows keep old data; their results are not used.
+  template <class F, class Count, class Row>
+  DEVICE void gather(const u8* rows, int n, Count count, Row row) {
     constexpr int UNITS = C::template UNITS<F>, NT = C::NT, BLOCKS = UNITS * F::UNIT / 64;
     constexpr int HALVES = (BLOCKS * 8 * NT + 31) / 32, SUMS = (BLOCKS * 8 + 31) / 32;
     int from[HALVES], to[HALVES], sum_from[SUMS], sum_to[SUMS];  // offsets for row and column 0
@@ -110,12 +150,11 @@ struct ActivationProducer {
       sum_to[j] = block * ACT_BYTES + sum_word_offset(1, 0, word);
     }
     const int all = w.width / 64;
-    for (int first = 0; first < all; first += BLOCKS, at.next()) {
+    fill<F>(w.width / F::UNIT, n, [&](u8* to_tile, int unit, int tile) {
+      const int first = unit * (F::UNIT / 64), columns = count(tile);
       const u8* x = rows + first * ACT_BYTES * NT;
-      u8* tile = at.slot() + UNITS * F::UNIT_BYTES;
-      mbarrier_wait(at.empty(), at.phase ^ 1);
-      for (int column = 0; column < count; ++column) {
-        int m = row(column);
+      for (int column = 0; column < columns; ++column) {
+        int m = row(tile, column);
         const u8* from_group = x;
         if constexpr (C::MANY) {
           from_group += m / GROUP_ROWS * (all * ACT_BYTES * NT);
@@ -125,31 +164,34 @@ struct ActivationProducer {
 #pragma unroll
         for (int j = 0; j < HALVES; ++j)
           if (first + (j * 32 + lane) / (8 * NT) < all && j * 32 + lane < BLOCKS * 8 * NT)
-            cp_async<16 / NT>(tile + to[j] + column * 64, from_group + from[j] + m_at);
+            cp_async<16 / NT>(to_tile + to[j] + column * 64, from_group + from[j] + m_at);
 #pragma unroll
         for (int j = 0; j < SUMS; ++j)
           if (first + j * 4 + lane / 8 < all && j * 4 + lane / 8 < BLOCKS)
-            cp_async<4>(tile + sum_to[j] + column * pitch, from_group + sum_from[j] + m * pitch);
+            cp_async<4>(to_tile + sum_to[j] + column * pitch, from_group + sum_from[j] + m * pitch);
       }
-      cp_async_mbarrier_arrive(at.full());
-    }
+    });
   }
 
   DEVICE void route() { mbarrier_wait(&at.s.routed, 0); }
-  DEVICE void dense_up(int tile, int) {
-    gather<typename C::DenseUp>(w.dense_rows, min(w.tokens - tile * TILE_ROWS, TILE_ROWS),
-                                [=](int i) { return tile * TILE_ROWS + i; });
+  DEVICE void dense_up(int first, int n, int) {
+    gather<typename C::DenseUp>(
+        w.dense_rows, n,
+        [=](int tile) { return min(w.tokens - (first + tile) * TILE_ROWS, TILE_ROWS); },
+        [=](int tile, int i) { return (first + tile) * TILE_ROWS + i; });
   }
-  DEVICE void up(int visit, int) {
-    const Visit& v = at.s.visits.visits[visit];
-    gather<typename C::Up>(w.rows, v.count, [&](int i) { return v.pair[i] / C::K; });
+  DEVICE void up(int visit, int n, int) {
+    const Visit* v = at.s.visits.visits + visit;
+    gather<typename C::Up>(
+        w.rows, n, [=](int tile) { return v[tile].count; },
+        [=](int tile, int i) { return v[tile].pair[i] / C::K; });
   }
-  DEVICE void dense_down(int tile, int) {
+  DEVICE void dense_down(int tile, int n, int) {
     copy<typename C::DenseDown>(w.dense_hidden + tile * w.dense_groups() * ACT_BYTES,
-                                w.tile_arrived(tile), w.dense_groups(), w.dense_channels);
+                                w.tile_arrived(tile), n, w.dense_groups(), w.dense_channels);
   }
-  DEVICE void down(int visit, int) {
-    copy<typename C::Down>(w.hidden + visit * w.groups() * ACT_BYTES, w.visit_arrived(visit),
+  DEVICE void down(int visit, int n, int) {
+    copy<typename C::Down>(w.hidden + visit * w.groups() * ACT_BYTES, w.visit_arrived(visit), n,
                            w.groups(), w.channels);
   }
 };
@@ -165,12 +207,61 @@ struct MathWarps {
   static DEVICE void team_sync() { named_barrier_sync<2, 32 * MOE_TEAM_WARPS>(); }
   DEVICE bool owner() const { return warp < MOE_TEAM_WARPS; }
 
-  // Accumulate over all units of a GEMM tile: each team takes every TEAMS-th slot.
+  // Accumulate over all units of a product of n tiles, and add the sums of all teams.
   template <class F>
-  DEVICE void multiply(Acc<1>& acc, int k) {
-    constexpr int UNITS = C::template UNITS<F>, BLOCKS = C::template BLOCKS<F>;
-    const int team = warp / MOE_TEAM_WARPS, part = warp % MOE_TEAM_WARPS, units = k / F::UNIT;
+  DEVICE void multiply(Acc<1> (&acc)[S::TILES], int k, int n) {
+    const int team = warp / MOE_TEAM_WARPS, part = warp % MOE_TEAM_WARPS;
     const typename F::template Lane<1> of(at.s.scratch[warp], part, lane);
+    if (S::TILES > 1 && n > 1)
+      multiply_tiles<F>(acc, of, k / F::UNIT, team, n);
+    else
+      multiply_tile<F>(acc[0], of, k / F::UNIT, team);
+#pragma unroll
+    for (int tile = 0; tile < S::TILES; ++tile)
+      if (tile < n) add_teams(acc[tile], team, part);
+  }
+
+  // Several tiles: in each turn, a team takes a slot of weights with the first tile's rows, and,
+  // TEAMS slots later, one with the rows of the other tiles. The units of a tile are added in the
+  // order of `multiply_tile`. A team without units left in the last turn takes empty slots.
+  template <class F>
+  DEVICE void multiply_tiles(Acc<1> (&acc)[S::TILES], const typename F::template Lane<1>& of,
+                             int units, int team, int n) {
+    constexpr int UNITS = C::template UNITS<F>, BLOCKS = C::template BLOCKS<F>;
+    for (int turn = 0; turn < units; turn += UNITS * C::TEAMS) {
+      int stages[2];
+#pragma unroll
+      for (int slot = 0; slot < 2; ++slot)
+#pragma unroll
+        for (int i = 0; i < C::TEAMS; ++i, at.next()) {
+          if (i != team) continue;
+          stages[slot] = at.stage;
+          mbarrier_wait(at.full(), at.phase);
+        }
+      const u8 *weights = at.s.slots[stages[0]], *others = at.s.slots[stages[1]];
+      const u8* rows = weights + UNITS * F::UNIT_BYTES;
+#pragma unroll
+      for (int i = 0; i < UNITS; ++i) {
+        if (turn + team * UNITS + i >= units) continue;
+#pragma unroll
+        for (int tile = 0; tile < S::TILES; ++tile) {
+          if (tile >= n) continue;
+          const u8* x = tile ? others + (tile - 1) * UNITS * BLOCKS : rows;
+          of.multiply(acc[tile], weights + i * F::UNIT_BYTES, x + i * BLOCKS);
+          __syncwarp();
+        }
+      }
+      if (lane) continue;
+      mbarrier_arrive(at.s.empty + stages[0]);
+      mbarrier_arrive(at.s.empty + stages[1]);
+    }
+  }
+
+  // One tile: each team takes every TEAMS-th slot.
+  template <class F>
+  DEVICE void multiply_tile(Acc<1>& acc, const typename F::template Lane<1>& of, int units,
+                            int team) {
+    constexpr int UNITS = C::template UNITS<F>, BLOCKS = C::template BLOCKS<F>;
     int next = 0;
     for (int u = 0; u < units; u += UNITS, at.next()) {
       const bool mine = next == team;
@@ -186,7 +277,6 @@ struct MathWarps {
         }
       if (lane == 0) mbarrier_arrive(at.empty());
     }
-    add_teams(acc, team, part);
   }
 
   DEVICE void add_teams(Acc<1>& acc, int team, int part) {
@@ -205,16 +295,25 @@ struct MathWarps {
     }
   }
 
-  // Up tile: store gelu(gate) * up of 64 channels as block `group` of `hidden`. Weight tile 0 of a
-  // warp holds gates, tile 1 ups; a warp's 16 channels are one k16 step of the block.
-  template <class F>
-  DEVICE void gated(u8* hidden, int group, int count, u32* arrived) {
-    Acc<1> acc = {};
-    multiply<F>(acc, w.width);
+  // Up product of n tiles with count(tile) rows: store gelu(gate) * up of 64 channels as block
+  // `group` of each tile of `hidden`, whose tiles have `groups` blocks. Weight tile 0 of a warp holds
+  // gates, tile 1 ups; a warp's 16 channels are one k16 step of the block.
+  template <class F, class Count>
+  DEVICE void gated(u8* hidden, int groups, int group, int n, Count count, u32* arrived) {
+    Acc<1> acc[S::TILES] = {};
+    multiply<F>(acc, w.width, n);
     if (!owner()) return;
+#pragma unroll
+    for (int tile = 0; tile < S::TILES; ++tile)
+      if (tile < n)
+        store_gated(acc[tile], hidden + (tile * groups + group) * ACT_BYTES, count(tile));
+    if (threadIdx.x == 0)
+      for (int tile = 0; tile < n; ++tile) atomic_add_release(arrived + tile, 1);
+  }
+
+  DEVICE void store_gated(const Acc<1>& acc, u8* block, int count) {
     const int g = lane / 4, t = lane % 4;
     u16* halves = (u16*)at.s.scratch[warp];  // [column][channel]
-    u8* block = hidden + group * ACT_BYTES;
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -236,25 +335,30 @@ struct MathWarps {
     if (warp == 2 && lane < 8)
       SumOffsets(1, lane, 0).store64(block, of[0][lane] + of[1][lane], of[2][lane] + of[3][lane]);
     team_sync();
-    if (threadIdx.x == 0) atomic_add_release(arrived, 1);
   }
 
-  // Down tile: store column m times factor(m) to row place(m) of y [.., width].
-  template <class F, class Place, class Factor>
-  DEVICE void plain(int k, int group, int count, float* y, Place place, Factor factor) {
-    Acc<1> acc = {};
-    multiply<F>(acc, k);
+  // Down product of n tiles with count(tile) rows: store column m of a tile times factor(tile, m) to
+  // row place(tile, m) of y [.., width].
+  template <class F, class Count, class Place, class Factor>
+  DEVICE void plain(int k, int group, int n, Count count, float* y, Place place, Factor factor) {
+    Acc<1> acc[S::TILES] = {};
+    multiply<F>(acc, k, n);
     if (!owner()) return;
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const int m = lane % 4 * 2 + j;
-      if (m >= count) continue;
-      const float s = factor(m) * GATED_SCALE;
-      float* to = y + (i64)place(m) * w.width;
+    for (int tile = 0; tile < S::TILES; ++tile) {
+      if (tile >= n) continue;
+      const int rows = count(tile);
 #pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        const int n = group * PACK_ROWS + warp * 32 + q * 8 + lane / 4;
-        if (n < w.width) to[n] = s * acc[q / 2][0][q % 2 * 2 + j];
+      for (int j = 0; j < 2; ++j) {
+        const int m = lane % 4 * 2 + j;
+        if (m >= rows) continue;
+        const float s = factor(tile, m) * GATED_SCALE;
+        float* to = y + (i64)place(tile, m) * w.width;
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+          const int n = group * PACK_ROWS + warp * 32 + q * 8 + lane / 4;
+          if (n < w.width) to[n] = s * acc[tile][q / 2][0][q % 2 * 2 + j];
+        }
       }
     }
   }
@@ -340,31 +444,37 @@ struct MathWarps {
       }
     }
     sync();
-    if (warp == 0) count_visits(at.s.visits, lane);
+    if (warp == 0) count_visits<S::TILES>(at.s.visits, lane);
     sync();
     for (int pair = threadIdx.x; pair < pairs; pair += 32 * C::CONSUMERS)
       place_pair(at.s.visits, pair);
     mbarrier_arrive(&at.s.routed);  // each lane arrives for its own writes
     sync();
   }
-  DEVICE void dense_up(int tile, int group) {
-    gated<typename C::DenseUp>(w.dense_hidden + tile * w.dense_groups() * ACT_BYTES, group,
-                               w.tokens - tile * TILE_ROWS, w.tile_arrived(tile));
+  DEVICE void dense_up(int first, int n, int group) {
+    gated<typename C::DenseUp>(
+        w.dense_hidden + first * w.dense_groups() * ACT_BYTES, w.dense_groups(), group, n,
+        [=](int tile) { return w.tokens - (first + tile) * TILE_ROWS; }, w.tile_arrived(first));
   }
-  DEVICE void up(int visit, int group) {
-    gated<typename C::Up>(w.hidden + visit * w.groups() * ACT_BYTES, group,
-                          at.s.visits.visits[visit].count, w.visit_arrived(visit));
+  DEVICE void up(int visit, int n, int group) {
+    const Visit* v = at.s.visits.visits + visit;
+    gated<typename C::Up>(
+        w.hidden + visit * w.groups() * ACT_BYTES, w.groups(), group, n,
+        [=](int tile) { return v[tile].count; }, w.visit_arrived(visit));
   }
-  DEVICE void dense_down(int tile, int group) {
+  DEVICE void dense_down(int first, int n, int group) {
     plain<typename C::DenseDown>(
-        w.dense_channels, group, w.tokens - tile * TILE_ROWS, w.dense_y,
-        [=](int m) { return tile * TILE_ROWS + m; }, [](int) { return 1.0f; });
+        w.dense_channels, group, n,
+        [=](int tile) { return w.tokens - (first + tile) * TILE_ROWS; }, w.dense_y,
+        [=](int tile, int m) { return (first + tile) * TILE_ROWS + m; },
+        [](int, int) { return 1.0f; });
   }
-  DEVICE void down(int visit, int group) {
-    const Visit& v = at.s.visits.visits[visit];
+  DEVICE void down(int visit, int n, int group) {
+    const Visit* v = at.s.visits.visits + visit;
     plain<typename C::Down>(
-        w.channels, group, v.count, w.y, [&](int m) { return v.pair[m]; },
-        [&](int m) { return at.s.visits.weight[v.pair[m]]; });
+        w.channels, group, n, [=](int tile) { return v[tile].count; }, w.y,
+        [=](int tile, int m) { return v[tile].pair[m]; },
+        [=](int tile, int m) { return at.s.visits.weight[v[tile].pair[m]]; });
   }
 };
 

@@ -342,7 +342,11 @@ def shared_bytes(
     scratch = warps * max(256, *(scratch_of(*t) for t in types))
     sums = 4 * (2 * (TEAMS - 1) * MOE_TEAM_WARPS * 8 * 32 + MOE_TEAM_WARPS * 8 + warps * 20)
     pairs, words = count * shape.k, -(-count // 32)
-    visits = 20 * shape.visits(count) + 6 * pairs + (2 + 4 * words) * shape.experts
+    visits = (
+        (24 if count > GROUP_ROWS else 20) * shape.visits(count)
+        + 6 * pairs
+        + (2 + 4 * words) * shape.experts
+    )
     return scratch + sums + visits + TEAMS * (slot + 16) + ALIGNMENT
 
 
