@@ -275,13 +275,13 @@ def test_a_row_does_not_depend_on_more_than_16_rows() -> None:
     x = randn(128, SMALL.width, 6).to(DEVICE)
     x[70:] = x[3] + 0.03 * x[70:]
     whole = layer.run(x)
-    for count in (17, 24, 48, 64, 65, 127):
+    for count in (17, 65) if EMULATED else (17, 24, 48, 64, 65, 127):
         for first in (0, 128 - count):
             assert _same(layer, x, whole, list(range(first, first + count))), (count, first)
-    for row in (0, 3, 15, 16, 70, 77, 127):
+    for row in (3, 127) if EMULATED else range(128):
         assert _same(layer, x, whole, [row]), row
     g = np.random.default_rng(1)
-    for count in (1, 6, 16, 17, 40, 90, 128):
+    for count in (16, 40) if EMULATED else (1, 6, 16, 17, 40, 90, 128):
         assert _same(layer, x, whole, g.permutation(128)[:count].tolist()), count
 
 
