@@ -142,11 +142,25 @@ class NumberUnit(Unit):
         k64, j, t, e = k // 64, k // 16 % 4, k // 4 % 4, k % 4
         lane, place = (tile * (self.unit // 64) + k64) * 32 + r % 8 * 4 + t, [0, 4, 16, 20][e]
         place += r // 8 * 8
+        if self.name == "q3_k":
+            return self.dense_code(lane, 4 * j + e // 2 * 2 + r // 8, e % 2 * 16)
         if self.bits == 4:
-            return self.u32(4 * (4 * lane + j)) >> place & 15
+            word = self.u32(4 * (4 * lane + j))
+            if self.name == "iq3_s":
+                place = e % 2 * 16 + e // 2 * 8 + r // 8 * 4 + 1
+                return (word << 32 | word) >> place & 15
+            code = word >> place & 15
+            return code % 8 * 2 + code // 8 if self.name.startswith("iq4") else code
         low = self.u32(4 * (2 * lane + j // 2)) >> place + j % 2 * 2 & 3
         high = self.u32(32 * self.unit + 4 * lane) >> place + j & 1 if self.bits == 3 else 0
         return low | high << 2
+
+    def dense_code(self, lane: int, i: int, half: int) -> int:
+        words = [self.u32(8 * lane), self.u32(8 * lane + 4), self.u32(32 * self.unit + 4 * lane)]
+        if i == 15:
+            return sum(word >> half & 1 << bit for bit, word in enumerate(words))
+        word = words[i // 5]
+        return (word << 32 | word) >> half + 1 + i // 5 + i % 5 * 3 & 7
 
     def value(self, row: int, k: int) -> np.float32:
         code = np.float32(self.table[self.code(row, k)])
@@ -174,7 +188,6 @@ class NumberUnit(Unit):
 _SIGNED = {
     name: [*kinds, *(-k for k in kinds)]
     for name, kinds in (
-        ("iq3_s", range(1, 16, 2)),
         ("iq3_xxs", codebook.GRIDS["iq3_xxs"][2]),
         ("iq2", (8, 25, 43, 0)),
     )
@@ -185,7 +198,7 @@ TABLES: dict[str, tuple[int, Sequence[float], int]] = {
     "iq4_xs": (4, codebook.LINEAR_4.tolist(), 1),
     "mxfp4": (4, codebook.E2M1.tolist(), 1),
     "nvfp4": (4, codebook.E2M1.tolist(), 1),
-    "iq3_s": (4, _SIGNED["iq3_s"], 1),
+    "iq3_s": (4, range(-15, 16, 2), 1),
     "iq3_xxs": (4, _SIGNED["iq3_xxs"], 4),
     "q3_k": (3, range(-4, 4), 1),
     "q2_k": (2, range(4), 1),

@@ -74,6 +74,18 @@ CHOOSING: Places = {
 """The same for codes that are table indices; those with e0 = 1 are 4 bits higher."""
 
 
+
+def paired(bit: int) -> int:
+    """Return where a bit of a word of table indices goes in IQ4_NL and IQ4_XS: the lowest bit of an
+    index becomes the highest of its nibble (`Order::PAIRED` in codebook.cuh)."""
+    return bit // 4 * 4 + (bit + 3) % 4
+
+
+def rotated(bit: int) -> int:
+    """Return where a bit of a word of codes goes in IQ3_S (`Order::LINEAR` in codebook.cuh)."""
+    return (bit + 1) % 32
+
+
 @dataclass(frozen=True, slots=True)
 class Move:
     """Bits of word `source` go to `mask` of word `target`, `shift` bits higher."""
@@ -136,9 +148,17 @@ def _signed(mask: int) -> int:
     return mask - (mask >> 31 << 32)
 
 
-def _codes(name: str, bits: int, run: int, at_e0: int = 16, place: Places = PLACE) -> Part:
+def _codes(
+    name: str,
+    bits: int,
+    run: int,
+    at_e0: int = 16,
+    place: Places = PLACE,
+    moved: Callable[[int], int] = int,
+) -> Part:
     """Return the part for codes, or upper bits of codes, of less than 8 bits: `run` bytes hold the
-    lowest bits of `run` values in order, above them those of the next `run` values, and so on."""
+    lowest bits of `run` values in order, above them those of the next `run` values, and so on.
+    `moved` gives each bit of a packed word its final place."""
     span = max(64, run * 8 // bits)
     lanes = run > 8  # else the four lanes of a column of g find their bits in words they share
     swapped = lanes and at_e0 == 16
@@ -154,7 +174,7 @@ def _codes(name: str, bits: int, run: int, at_e0: int = 16, place: Places = PLAC
             at = 8 * ((2 * e0 + e1) if swapped else byte) + bits * shift + bit
             slot, low = place[bits](j, h, e1)
             target = (c, slot) if lanes else (c, t, slot)
-            yield (h, word // 4 if lanes else word), at, target, at_e0 * e0 + low + bit
+            yield (h, word // 4 if lanes else word), at, target, moved(at_e0 * e0 + low + bit)
 
     per_row = span * bits // 32
     sizes = {"x": per_row // 4 if lanes else per_row, "t": 4, "k": span // 64, "s": bits}
@@ -171,9 +191,32 @@ def _codes(name: str, bits: int, run: int, at_e0: int = 16, place: Places = PLAC
     )
 
 
-def _numbers(name: str, bits: int, run: int) -> Part:
+def _numbers(name: str, bits: int, run: int, moved: Callable[[int], int] = int) -> Part:
     """Return the part for codes that are table indices; see `_codes`."""
-    return _codes(name, bits, run, 4, CHOOSING)
+    return _codes(name, bits, run, 4, CHOOSING, moved)
+
+
+def _dense(words: range) -> Part:
+    """Return the part for these of the three words that hold a lane's 32 codes of 3 bits in 64
+    columns (`Order::DENSE` in codebook.cuh). The file has two low bits of each code, and apart from
+    them the third."""
+
+    def places() -> Iterator[tuple[Index, int, Index, int]]:
+        for k, h, bit in product(range(256), range(2), range(3)):
+            c, j, t, e1, e0 = k // 64, k // 16 % 4, k // 4 % 4, k // 2 % 2, k % 2
+            code = 4 * j + 2 * e1 + h
+            slot, low = (code // 5, code // 5 + 1 + code % 5 * 3) if code < 15 else (bit, 0)
+            if t or slot not in words:  # the four lanes of a row find their bits at the same places
+                continue
+            byte, at = (k // 128 * 32 + k % 32, k % 128 // 32 * 2 + bit)
+            if bit == 2:
+                byte, at = 64 + k % 32, k // 32
+            at += 8 * (2 * e0 + e1)  # bytes 1 and 2 are exchanged
+            yield (h, byte // 16), at, (c, slot - words.start), (16 * e0 + low + bit) % 32
+
+    sizes = {"x": 6, "t": 4, "k": 4, "s": len(words)}
+    moves = _moves(places())
+    return Part("low", "high", 4, 256, "c x t", "w p c k g t s", sizes, moves, swapped=True)
 
 
 def _by_row(first: str, last: str, count: int, word: int = 4) -> Part:
@@ -192,11 +235,14 @@ def _rewritten(name: str) -> tuple[np.dtype[np.void], tuple[Part, ...]]:
     dtype = held_size.BLOCKS[name]
     fields = dtype.fields
     assert fields is not None
-    codes = (
-        (_numbers("q", 4, 16),)
-        if "q" in fields
-        else (_numbers("low", 2, 32), _numbers("high", 1, 32))
-    )
+    if name == "q3_k":
+        codes: tuple[Part, ...] = _dense(range(2)), _dense(range(2, 3))
+    elif name == "iq3_s":
+        codes = (_codes("q", 4, 16, moved=rotated),)
+    elif "q" in fields:
+        codes = (_numbers("q", 4, 16),)
+    else:
+        codes = _numbers("low", 2, 32), _numbers("high", 1, 32)
     scales = _by_row("scale", "scale", fields["scale"][0].itemsize // 4)
     return dtype, (*codes, scales, _factors("d", 2, 256))
 
@@ -245,8 +291,8 @@ PARTS: dict[str, tuple[np.dtype[np.void], tuple[Part, ...]]] = {
             _factors("d", 2, 256),
         ),
     ),
-    "iq4_nl": (iq4_nl.DTYPE, (_numbers("q", 4, 16), _factors("d", 2, 32))),
-    "iq4_xs": (iq4_xs.DTYPE, (_numbers("q", 4, 16), _by_row("d", "low", 2))),
+    "iq4_nl": (iq4_nl.DTYPE, (_numbers("q", 4, 16, paired), _factors("d", 2, 32))),
+    "iq4_xs": (iq4_xs.DTYPE, (_numbers("q", 4, 16, paired), _by_row("d", "low", 2))),
     "mxfp4": (mxfp4.DTYPE, (_numbers("q", 4, 16), _factors("e", 1, 32))),
     "nvfp4": (nvfp4.DTYPE, (_numbers("q", 4, 8), _factors("scale", 4, 64))),
     "q2_k": (
@@ -321,7 +367,7 @@ def pack(name: str, raw: torch.Tensor, unit: int) -> torch.Tensor:
 def unpack(name: str, packed: torch.Tensor, unit: int, rows: int) -> torch.Tensor:
     """Invert :func:`pack`: uint8 [groups, units, bytes of a unit] -> [rows, bytes]."""
     groups, units, size = packed.shape
-    raw = packed.new_empty(groups * PACK_ROWS, units * size // PACK_ROWS)
+    raw = packed.new_zeros(groups * PACK_ROWS, units * size // PACK_ROWS)
     step = _groups_at_once(units * unit)
     for at in range(0, groups, step):
         inside, outside = packed[at : at + step], raw[at * PACK_ROWS : (at + step) * PACK_ROWS]
@@ -332,7 +378,8 @@ def unpack(name: str, packed: torch.Tensor, unit: int, rows: int) -> torch.Tenso
             _carry(part, source, target, forth=False)
             if part.flip:
                 words ^= _like(words, part.flip)
-            _order(part, file).copy_(words.view(torch.uint8).view(_order(part, file).shape))
+            order = _order(part, file)  # of bytes that other parts may share
+            order |= words.view(torch.uint8).view(order.shape)
     return raw[:rows]
 
 
