@@ -4,8 +4,8 @@ Most types keep the blocks of the file. If codes are indices of a codebook's ent
 scales are spread, blocks are rewritten once, on the device, so that kernels read one code per value
 and one signed byte per scale. No value changes. Such a block of 256 values has
 
-- `q` [8, 16]: codes of 4 bits in the order of IQ4_NL, for up to 8 magnitudes and a sign (IQ3_S, whose
-  values are evenly spaced: in ascending order of values); or
+- `q` [8, 16]: codes of 4 bits in the order of IQ4_NL, for up to 8 magnitudes and a sign. Codes of
+  IQ3_S, whose values are evenly spaced, ascend with the values; or
 - `low` [2, 32] and `high` [32]: codes of 3 bits in the order of Q3_K, for fewer magnitudes;
 - `scale`: a signed byte for each 32 or 16 values; `d`: the file's factor.
 
