@@ -51,11 +51,11 @@ struct Codes {
   }
 };
 
-// Types with an int8 scale per GROUP values and a half-precision factor per 256 values, times 1 /
-// SHARE. Block: codes, scales, factor. Packed unit: scales of 128 rows, then their factors.
-template <int BITS, int GROUP, int SHARE, Order ORDER = Order::CODES>
-struct Scaled : Codes<BITS, GROUP, 256, (BITS == 4 ? 128 : 96) + 256 / GROUP + 2, 0, ORDER> {
-  static constexpr int SCALES = 256 / GROUP, AT = BITS == 4 ? 128 : 96, HEADER = SCALES + 2;
+// Types with 3-bit codes, an int8 scale per GROUP values and a half-precision factor per 256 values,
+// times 1 / SHARE. Block: codes, scales, factor. Packed unit: scales of 128 rows, then their factors.
+template <int GROUP, int SHARE, Order ORDER = Order::CODES>
+struct Scaled : Codes<3, GROUP, 256, 96 + 256 / GROUP + 2, 0, ORDER> {
+  static constexpr int SCALES = 256 / GROUP, AT = 96, HEADER = SCALES + 2;
 
   static DEVICE float times(float d, int scale) {
     return __fmul_rn(d, (float)scale) * (1.0f / SHARE);
@@ -74,6 +74,32 @@ struct Scaled : Codes<BITS, GROUP, 256, (BITS == 4 ? 128 : 96) + 256 / GROUP + 2
     for (int i = 0; i < N; ++i) {
       const u32 bits = permute(four[i / 4] ^ 0x80808080u, 0x4b000000u, 0x7540 + i % 4);
       f[i] = d * (__uint_as_float(bits) - (8388608.0f + 128.0f));
+    }
+  }
+};
+
+// The same with 4-bit codes and, for each 32 values, a scale of 4 bits, which stands for 2 scale + 1.
+template <int SHARE, Order ORDER = Order::CODES>
+struct OddScaled : Codes<4, 32, 256, 128 + 4 + 2, 0, ORDER> {
+  static constexpr int AT = 128, HEADER = 4 + 2;
+
+  static DEVICE float times(float d, u32 scale) {
+    return __fmul_rn(d, (float)(2 * (scale & 15) + 1)) * (1.0f / SHARE);
+  }
+  static DEVICE float raw_factor(const u8* b, int i) {
+    return times(half_of(b + AT + 4), b[AT + i / 2] >> (i % 2 * 4));
+  }
+  static DEVICE float factor(const u8* header, int row, int i) {
+    return times(half_of(header + 4 * 128 + row * 2), ((const u32*)header)[row] >> (4 * i));
+  }
+  template <int N>
+  static DEVICE void factors(float (&f)[N], const u8* header, int row) {
+    const float d = half_of(header + 4 * 128 + row * 2) * (1.0f / SHARE);
+    const u32 scales = ((const u32*)header)[row];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {  // the mantissa of 2^23 + 2 scale
+      const u32 bits = and_or(i ? scales >> (4 * i - 1) : scales << 1, 30, 0x4b000000u);
+      f[i] = d * (__uint_as_float(bits) - (8388608.0f - 1.0f));
     }
   }
 };
