@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from g4spec.cli.render import Output
-from g4spec.errors import UsageError
+from g4spec.errors import CheckFailed, UsageError
 
 if TYPE_CHECKING:
     from g4spec.measure.draft_probe import ProbeResult
@@ -55,3 +55,16 @@ def raise_if_interrupted(found: ProbeResult | None) -> None:
     """
     if found is not None and found.interrupted:
         raise KeyboardInterrupt
+
+
+def raise_if_failed(found: ProbeResult | None, path: Path) -> None:
+    """Raise CheckFailed if the draft's acceptance is too low, or better with a changed setting."""
+    if found is None or found.ok:
+        return
+    if found.better:
+        raise CheckFailed(f"{path}: acceptance is higher with {', '.join(found.better)}")
+    raise CheckFailed(
+        f"{path}: acceptance is too low",
+        expected=f"{found.reached:g} tokens per step or more",
+        found=f"{found.run.per_step:.2f}",
+    )

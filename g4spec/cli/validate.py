@@ -99,6 +99,11 @@ def command(
         why = report.skipped.get(unchecked[0], "it is not about this kind of file")
         raise UsageError(f"{path}: rule {unchecked[0]} was not checked", found=why)
     report.show(out)
+    needs_target = NO_TARGET in report.skipped.values()
+    failed = not report.ok or bool(report.unable)
+    failed |= strict and (bool(report.count(Severity.WARNING)) or needs_target)
+    if not failed:  # otherwise it is the text of the error
+        out.line(report.summary(), "good")
     if report.tensors and not json and OTHER_SOURCE not in report.skipped.values():
         worst = sorted(report.tensors, key=lambda t: -t["relative_rms"])[:10]
         columns = ("tensor", "type", "largest error", "relative RMS")
@@ -109,15 +114,10 @@ def command(
     found = _probe.run(out, path, target) if probe else None
     out.result(report.json() | ({"probe": found.json()} if found else {}))
     _probe.raise_if_interrupted(found)
-    if not report.ok or report.unable or (found and not found.ok):
-        raise CheckFailed(report.summary())
-    if strict and (report.count(Severity.WARNING) or NO_TARGET in report.skipped.values()):
-        raise CheckFailed(
-            report.summary(),
-            fix="pass --target for the rules that need it"
-            if NO_TARGET in report.skipped.values()
-            else None,
-        )
+    if failed:
+        fix = "pass --target for the rules that need it" if strict and needs_target else None
+        raise CheckFailed(report.summary(), fix=fix)
+    _probe.raise_if_failed(found, path)
 
 
 def _upstream(out: render.Output, path: Path) -> None:

@@ -101,7 +101,7 @@ class Report:
         return f"{self.path}: {len(self.checked)} rules, {', '.join(counts)}{left}"
 
     def show(self, out: Out) -> None:
-        """Print the findings, worst first."""
+        """Print the findings, worst first, and the reasons of skipped rules."""
         style = {Severity.ERROR: "bad", Severity.WARNING: "warn", Severity.NOTE: "dim"}
         for failure in self.failures:
             r, f = failure.rule, failure.finding
@@ -111,5 +111,3 @@ class Report:
         for reason, n in Counter(self.skipped.values()).items():
             how = f"; pass {GIVE[reason]}" if reason in GIVE else ""
             out.line(f"NOT CHECKED: {n} rules, as {reason}{how}", "warn")
-        good = self.ok and not self.unable
-        out.line(self.summary(), "good" if good else "bad")
