@@ -3,6 +3,7 @@ navigation."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shlex
@@ -140,6 +141,17 @@ def test_every_result_is_cited() -> None:
     ) + (ROOT / "README.md").read_text(encoding="utf-8")
     kept = {path.name for path in (ROOT / "benchmarks" / "results").iterdir()}
     assert {name for name in kept if name not in cited} == set()
+
+
+def test_the_page_of_quality_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/quality.md is what `cpu_quality.py --page` writes for the result that it names."""
+    for folder in (ROOT / "benchmarks", FAMILY):
+        monkeypatch.syspath_prepend(str(folder))
+    cpu_quality = importlib.import_module("cpu_quality")
+    text = cpu_quality.PAGE.read_text(encoding="utf-8")
+    (name,) = re.findall(r"results/(\S+)\.json", text)
+    result = (ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8")
+    assert cpu_quality.page(json.loads(result)) == text
 
 
 def test_acceptance_has_one_word() -> None:
