@@ -25,9 +25,7 @@ Parallel = Annotated[
 
 
 def check(streams: int, report: Path | None = None) -> None:
-    """Raise UsageError for a wrong number of streams, or for --report with more than one."""
-    if streams < 1:
-        raise UsageError("--parallel", expected="1 or more", found=streams)
+    """Raise UsageError for --report with more than one stream."""
     if streams > 1 and report is not None:
         raise UsageError("--report shows one stream only", fix="leave out --report or --parallel")
 
