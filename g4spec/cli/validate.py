@@ -39,8 +39,8 @@ ProbeIt = Annotated[
     bool,
     typer.Option(
         "--probe",
-        help="Also run the pair on built-in prompts, and again with single settings changed, to "
-        "find what costs acceptance. Fails if acceptance is too low for this kind of draft.",
+        help="Also run the pair to find what costs acceptance. Compares with the draft "
+        "converted from --against, or without it with single settings changed.",
     ),
 ]
 ListRules = Annotated[bool, typer.Option("--list-rules", help="List all rules.")]
@@ -99,11 +99,6 @@ def command(
         why = report.skipped.get(unchecked[0], "it is not about this kind of file")
         raise UsageError(f"{path}: rule {unchecked[0]} was not checked", found=why)
     report.show(out)
-    needs_target = NO_TARGET in report.skipped.values()
-    failed = not report.ok or bool(report.unable)
-    failed |= strict and (bool(report.count(Severity.WARNING)) or needs_target)
-    if not failed:  # otherwise it is the text of the error
-        out.line(report.summary(), "good")
     if report.tensors and not json and OTHER_SOURCE not in report.skipped.values():
         worst = sorted(report.tensors, key=lambda t: -t["relative_rms"])[:10]
         columns = ("tensor", "type", "largest error", "relative RMS")
@@ -111,13 +106,19 @@ def command(
             (t["name"], t["type"], f"{t['max_abs']:.3g}", f"{t['relative_rms']:.3g}") for t in worst
         ]
         out.table("Largest errors against the source", columns, rows)
-    found = _probe.run(out, path, target) if probe else None
-    out.result(report.json() | ({"probe": found.json()} if found else {}))
+    found = _probe.run(out, path, target, against) if probe else None
+    summary, fix = report.summary() + _probe.summary(found), None
+    failed = not report.ok or report.unable or (found and not found.ok)
+    if strict and not failed and NO_TARGET in report.skipped.values():
+        fix = "pass --target for the rules that need it"
+    elif strict and not failed and report.count(Severity.WARNING):
+        fix = "correct the warnings"
+    if not (failed or fix) or (found and found.interrupted):  # else the error shows it
+        out.line(summary, "bad" if failed else "good")
+    out.result(report.json() | (_probe.json(report, found) if found else {}))
     _probe.raise_if_interrupted(found)
-    if failed:
-        fix = "pass --target for the rules that need it" if strict and needs_target else None
-        raise CheckFailed(report.summary(), fix=fix)
-    _probe.raise_if_failed(found, path)
+    if failed or fix:
+        raise CheckFailed(summary, fix=fix)
 
 
 def _upstream(out: render.Output, path: Path) -> None:

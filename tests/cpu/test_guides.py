@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from g4spec import cli, convert
+from g4spec.runtime.request import Stats
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILY = ROOT / "examples" / "tiny"
@@ -98,6 +99,19 @@ def test_notebook_runs(capsys: pytest.CaptureFixture[str]) -> None:
     notebook = json.loads((ROOT / "examples" / "python.ipynb").read_text(encoding="utf-8"))
     kept = "".join("".join(o["text"]) for c in notebook["cells"] for o in c.get("outputs", []))
     assert output == kept and "0 errors" in output
+
+
+def test_stop_reasons_are_listed_where_users_of_python_look() -> None:
+    """Every reason in the engine's code is in the guide and in the docstring of `Stats`."""
+    found = set()
+    for name in ("scheduler", "request"):
+        code = (ROOT / "g4spec" / "runtime" / f"{name}.py").read_text(encoding="utf-8")
+        found |= set(re.findall(r'_finish\(task, "(\w+)"', code))
+        found |= set(re.findall(r'stop_reason = f?"([a-z ]+)', code))
+    assert {"length", "stop text", "stop token "} < found
+    text = (ROOT / "docs" / "guides" / "python.md").read_text(encoding="utf-8")
+    for place in (str(Stats.__doc__), text):
+        assert [r for r in sorted(found) if f'"{r}' not in place and f"| `{r}" not in place] == []
 
 
 def test_every_page_is_in_the_navigation() -> None:
