@@ -64,8 +64,7 @@ def command(
     errors, and if the file prevents a rule from being checked. docs/rules.md explains each rule.
     """
     from g4spec import validate
-    from g4spec.validate.needs import NO_TARGET, OTHER_SOURCE
-    from g4spec.validate.rule import Severity
+    from g4spec.validate.needs import OTHER_SOURCE
 
     out = render.Output(json, quiet)
     checks = {
@@ -107,12 +106,9 @@ def command(
         ]
         out.table("Largest errors against the source", columns, rows)
     found = _probe.run(out, path, target, against) if probe else None
-    summary, fix = report.summary() + _probe.summary(found), None
+    summary = report.summary() + _probe.summary(found)
     failed = not report.ok or report.unable or (found and not found.ok)
-    if strict and not failed and NO_TARGET in report.skipped.values():
-        fix = "pass --target for the rules that need it"
-    elif strict and not failed and report.count(Severity.WARNING):
-        fix = "correct the warnings"
+    fix = report.strict_fix() if strict and not failed else None
     if not (failed or fix) or (found and found.interrupted):  # else the error shows it
         out.line(summary, "bad" if failed else "good")
     out.result(report.json() | (_probe.json(report, found) if found else {}))
