@@ -11,7 +11,7 @@ import pytest
 
 from g4spec.cli import run
 from g4spec.convert import convert
-from g4spec.gguf import ValueType
+from g4spec.gguf import GGUF, ValueType
 from g4spec.measure import draft_probe
 from tests.support import faults
 
@@ -43,10 +43,108 @@ def test_the_costly_setting_is_named(family: Path, tmp_path: Path, monkeypatch: 
     file = faults.read(family / "dflash.gguf")
     file.set("dflash.target_layers", ValueType.ARRAY, [1, 3, 4], ValueType.I32)
     draft = file.write(tmp_path / "x.gguf")
-    found = probed(family, draft, monkeypatch, ("dflash.target_layers",))
-    assert found.better == ["dflash.target_layers = [2, 4, 5]"], found.json()
+    settings = tuple(f"dflash.target_layers = {ids}" for ids in ([2, 3, 4], [2, 4, 5]))
+    found = probed(family, draft, monkeypatch, settings)
+    assert found.better[0] == "dflash.target_layers = [2, 4, 5]", found.json()
+    assert [f.where for f in found.findings] == ["dflash.target_layers"]
     assert not found.ok
     assert len(found.run.shares()) == 15
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong", "right"),
+    [("target_layers", [3, 4, 5], "[2, 4, 5]"), ("block_size", 8, "16")],
+)
+def test_single_layer_ids_and_halved_blocks_are_named(
+    family: Path, tmp_path: Path, monkeypatch: Any, key: str, wrong: Any, right: str
+) -> None:
+    """Both leave more tokens per step than published drafts reach."""
+    file = faults.read(family / "dflash.gguf")
+    item = ValueType.I32 if isinstance(wrong, list) else None
+    kind = ValueType.ARRAY if item else ValueType.U32
+    file.set(f"dflash.{key}", kind, wrong, *([item] if item else []))
+    draft = file.write(tmp_path / "x.gguf")
+    found = probed(family, draft, monkeypatch, (f"dflash.{key} = {right}",))
+    assert found.run.per_step > found.reached
+    (finding,) = found.findings
+    assert finding.where == f"dflash.{key}" and str(finding.expected).startswith(right)
+
+
+def test_impossible_settings_are_left_out(family: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    file = faults.read(family / "dflash.gguf")
+    file.set("dflash.target_layers", ValueType.ARRAY, [2, 5, 6], ValueType.I32)
+    draft = file.write(tmp_path / "x.gguf")
+    found = probed(family, draft, monkeypatch, ("dflash.target_layers = [3, 6, 7]",))
+    assert not found.others
+
+
+def test_the_source_shows_what_a_wrong_tensor_costs(family: Path, tmp_path: Path) -> None:
+    """The file still reaches more tokens per step than published drafts."""
+    file = faults.read(family / "dflash.gguf")
+    fault = {f"{f.where}: {f.name}": f for f in faults.faults(file)}[
+        "blk.2.attn_output.weight: halved"
+    ]
+    draft = fault.plant(file).write(tmp_path / "x.gguf")
+    pair = family / "target.gguf", draft, TINY / "dflash"
+    found = draft_probe.probe(*pair, n_predict=24, count=1)
+    assert found.reference is not None and found.run.per_step > found.reached
+    (finding,) = found.findings
+    assert finding.where == "acceptance" and "at position" in str(finding.found)
+    assert f"{found.reference.per_step:.2f} tokens per step" in str(finding.expected)
+    assert found.loss >= draft_probe.LOSS and not found.others
+
+
+@pytest.mark.parametrize("kind", ["q4_k", "q8_0", "f16"])
+def test_the_reference_equals_an_intact_file(family: Path, tmp_path: Path, kind: str) -> None:
+    """It has the types of the file, so that rounding is no loss."""
+    draft = tmp_path / "draft.gguf"
+    convert(TINY / "dflash", draft, target=TINY / "target", type=kind)
+    with GGUF(draft) as file:
+        path = draft_probe.converted(file, TINY / "dflash", TINY / "target", tmp_path)
+        with GGUF(path) as again:
+            assert {n: again.raw(n).tobytes() for n in again.tensors} == {
+                n: file.raw(n).tobytes() for n in file.tensors
+            }
+
+
+def test_a_gguf_source_is_the_reference(family: Path, tmp_path: Path) -> None:
+    with GGUF(family / "dflash.gguf") as file:
+        same = draft_probe.converted(file, family / "dflash.gguf", family / "target.gguf", tmp_path)
+    assert same == family / "dflash.gguf"
+
+
+COUNTS = draft_probe.AcceptanceCounts((10, 10), (9, 6))
+LOW = draft_probe.AcceptanceCounts((10, 10), (8, 2))
+
+
+@pytest.mark.parametrize(
+    ("result", "code"),
+    [
+        (draft_probe.ProbeResult("dflash", 2.08, COUNTS, COUNTS), 0),
+        (draft_probe.ProbeResult("dflash", 1.9, LOW, COUNTS), 1),
+        (draft_probe.ProbeResult("dflash", 2.08, LOW), 1),
+        (draft_probe.ProbeResult("dflash", 1.9, LOW, None, {"key = 2": COUNTS}), 1),
+    ],
+)
+def test_summary_and_exit_code_agree(
+    family: Path,
+    monkeypatch: Any,
+    capsys: pytest.CaptureFixture[str],
+    result: draft_probe.ProbeResult,
+    code: int,
+) -> None:
+    monkeypatch.setattr(draft_probe, "probe", lambda *args, **kw: result)
+    line = ["validate", str(family / "dflash.gguf"), "--target", str(family / "target.gguf")]
+    assert run([*line, "--probe"]) == code
+    out, err = capsys.readouterr()
+    assert f"tokens per step; acceptance by position: {result.run.shares()[0]:.0%}" in out
+    last = (err if code else out).splitlines()[-1]
+    assert last.endswith(f"probe: {code} error{'s' * (code != 1)}")
+    assert (out + err).count(f"; probe: {code} error") == 1, "the summary, once"
+    assert out.count("error PROBE") == code
+    assert run([*line, "--probe", "--json"]) == code
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["ok"] == (code == 0) == (not printed["probe"]["findings"])
 
 
 def test_no_setting_improves_a_correct_draft(family: Path, monkeypatch: Any) -> None:
