@@ -37,7 +37,7 @@ def _encode(x: Floats, weights: Floats | None = None) -> Bytes:
     out["d"], out["scales"] = d, pack_scales(symmetric.to_unsigned(scale, -32)).T
     # Bits are joined while blocks are innermost, the order of long rows; group g of a half is
     # values 16 * (g % 2) + l of 32 * (g // 2).
-    low = _joined((code & 3).reshape(SIZE, 2, 4, 2, -1).transpose(2, 0, 1, 3, 4), 2)
+    low = _joined((code & np.uint8(3)).reshape(SIZE, 2, 4, 2, -1).transpose(2, 0, 1, 3, 4), 2)
     out["low"] = low.transpose(3, 1, 2, 0).reshape(-1, 2, 32)
     high = _joined((code > 3).view(np.uint8).reshape(SIZE, 8, 2, -1).swapaxes(0, 1), 1)
     out["high"] = high.transpose(2, 1, 0).reshape(-1, 32)
@@ -57,9 +57,8 @@ def _joined(parts: Bytes, bits: int) -> Bytes:
 
 def pack_scales(scale: Bytes) -> Bytes:
     """Pack 6-bit scales [16, n] into bytes [12, n]."""
-    low = scale & 15
-    pairs = _joined(low.reshape(2, 8, -1), 4)
-    return np.concatenate((pairs, _joined((scale >> 4).reshape(4, 4, -1), 2)))
+    low, high = scale & np.uint8(15), scale >> np.uint8(4)
+    return np.concatenate((_joined(low.reshape(2, 8, -1), 4), _joined(high.reshape(4, 4, -1), 2)))
 
 
 def unpack_scales(packed: Bytes) -> Bytes:
