@@ -25,7 +25,7 @@ from cpu_faults import good_files  # noqa: E402
 from watch import keep  # noqa: E402
 
 from g4spec.errors import G4Error  # noqa: E402
-from g4spec.measure import draft_probe  # noqa: E402
+from g4spec.measure import draft_probe, draft_variants  # noqa: E402
 from tests.support import faults  # noqa: E402
 
 DRAFTS = ("dflash", "dflash-speculators", "assistant")
@@ -44,7 +44,7 @@ def tokens_per_step(target: Path, draft: Path) -> float:
 
 def findings(target: Path, draft: Path, settings: bool = True) -> list[str]:
     """Probe a pair; return the key or tensor of each finding, with its found value."""
-    variants = draft_probe.variants if settings else lambda file: iter(())
+    variants = draft_variants.variants if settings else lambda file: iter(())
     with mock.patch.object(draft_probe, "variants", variants):
         found = draft_probe.probe(target, draft).findings
     return [f"{f.where}: {f.found}" for f in found]

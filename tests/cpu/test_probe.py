@@ -4,6 +4,8 @@ acceptance."""
 from __future__ import annotations
 
 import json
+from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ from g4spec.gguf import GGUF, ValueType
 from g4spec.measure import draft_probe, draft_variants, tensor_scales
 from g4spec.measure.prompts import prompts
 from g4spec.runtime.engine import Engine
-from tests.support import faults
+from g4spec.runtime.request import Options
+from tests.support import faults, tiny, tiny_drafts
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 
@@ -141,6 +144,34 @@ def test_wrong_values_of_tensors_are_found_without_the_source(
         assert (found[0].change if found else None) == named
         assert all(engine.draft.w[f"blk.{i}.ffn_norm.weight"].mean() > 0 for i in range(3))
         assert "propose" not in vars(engine.draft)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        tiny_drafts.speculators_dspark,
+        tiny_drafts.eagle3,
+        partial(tiny_drafts.eagle3, depths=4),
+        tiny_drafts.zlab_dflash2,
+    ],
+)
+def test_testing_tensors_does_not_disturb_the_draft(tmp_path: Path, kind: Any) -> None:
+    source = kind(tmp_path / "draft", tiny.target(tmp_path / "target"))
+    convert(tmp_path / "target", tmp_path / "target.gguf")
+    convert(source, tmp_path / "draft.gguf", target=tmp_path / "target")
+    with Engine.load(tmp_path / "target.gguf", tmp_path / "draft.gguf") as engine:
+        options = Options(12, draft_max=engine.draft.max_tokens, ignore_eos=True)
+
+        def cycles() -> list[Any]:
+            return [(c.tokens, c.drafted) for c in engine.generate([2, 5, 9], options)]
+
+        before = cycles()
+        base, losses = list[float](), defaultdict[Any, list[float]](list)
+        text = [2, 5, 9, *(token for tokens, _ in before for token in tokens)]
+        with tensor_scales._scaled(engine.draft, text, base, losses):
+            assert cycles() == before
+        assert losses and all(len(values) == len(base) for values in losses.values())
+        assert cycles() == before
 
 
 def test_the_scaled_tensor_is_measured_and_named(
