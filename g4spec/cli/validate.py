@@ -64,8 +64,7 @@ def command(
     errors, and if the file prevents a rule from being checked. docs/rules.md explains each rule.
     """
     from g4spec import validate
-    from g4spec.validate.needs import NO_TARGET, OTHER_SOURCE
-    from g4spec.validate.rule import Severity
+    from g4spec.validate.needs import OTHER_SOURCE
 
     out = render.Output(json, quiet)
     checks = {
@@ -109,14 +108,12 @@ def command(
     found = _probe.run(out, path, target, against) if probe else None
     summary = report.summary() + _probe.summary(found)
     failed = not report.ok or report.unable or (found and not found.ok)
-    out.line(summary, "bad" if failed else "good")
+    fix = report.strict_fix() if strict and not failed else None
+    if not (failed or fix) or (found and found.interrupted):  # else the error shows it
+        out.line(summary, "bad" if failed else "good")
     out.result(report.json() | (_probe.json(report, found) if found else {}))
     _probe.raise_if_interrupted(found)
-    if failed:
-        raise CheckFailed(summary)
-    missing = NO_TARGET in report.skipped.values()
-    if strict and (missing or report.count(Severity.WARNING)):
-        fix = "pass --target for the rules that need it" if missing else "correct the warnings"
+    if failed or fix:
         raise CheckFailed(summary, fix=fix)
 
 

@@ -92,6 +92,12 @@ class Report:
             left += f" ({len(self.unable)} because of a defect of the file)"
         return f"{self.path}: {len(self.checked)} rules, {', '.join(counts)}{left}"
 
+    def strict_fix(self) -> str | None:
+        """Return what to do about warnings and rules without a target; None if there are none."""
+        if NO_TARGET in self.skipped.values():
+            return f"pass {GIVE[NO_TARGET]} for the rules that need it"
+        return "correct the warnings" if self.count(Severity.WARNING) else None
+
     def show(self, out: Out) -> None:
         """Print the findings, worst first, and how many rules were not checked."""
         style = {Severity.ERROR: "bad", Severity.WARNING: "warn", Severity.NOTE: "dim"}
