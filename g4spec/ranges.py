@@ -21,7 +21,9 @@ class Range(NamedTuple):
 
 
 MAX_COUNT = 100_000
-"""Largest number of comparisons or repeats in one run, and of texts at once."""
+"""Largest number of comparisons or repeats in one run."""
+MAX_PARALLEL = 1024
+"""Largest number of running requests of an engine, each of which has memory from the start."""
 
 _COUNT = Range(lambda x: 1 <= x <= MAX_COUNT, f"1 to {MAX_COUNT}")
 _POSITIVE = Range(lambda x: x >= 1, ">= 1")
@@ -43,7 +45,7 @@ RANGES = {
     ),
     "n": _POSITIVE,
     "count": _COUNT,
-    "parallel": _COUNT,
+    "parallel": Range(lambda x: 1 <= x <= MAX_PARALLEL, f"1 to {MAX_PARALLEL}"),
     "repeats": _COUNT,
     "logprobs": Range(lambda x: x >= 0, ">= 0"),
     "accept_length": Range(

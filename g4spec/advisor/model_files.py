@@ -388,7 +388,11 @@ def _folder_draft(facts: Facts, folder: Path, given: str, of: TargetModel) -> Dr
         methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
         n = int(methods[0].get("speculative_tokens") or 0)
     layer = (raw.get("transformer_layer_config") or {}) if nested else raw
-    draft = replace(_block_draft(draft, layer, block, n), kind=kind, causal=kind == "eagle3")
+    window = 0
+    if inner.get("use_swa"):  # a window for all layers
+        window = int(inner.get("swa_window_size") or raw.get("sliding_window") or 0)
+    draft = _block_draft(draft, layer, block, n, window)
+    draft = replace(draft, kind=kind, causal=kind == "eagle3")
     if kind == "eagle3":
         draft = replace(draft, llamacpp_n=EAGLE3_LENGTH)
     sizes = [s for s in facts.all(SizeFact) if s.id == of.size]
@@ -398,21 +402,24 @@ def _folder_draft(facts: Facts, folder: Path, given: str, of: TargetModel) -> Dr
     return _with_row(draft, _row(facts, kind, "redhat" if nested else "zlab", of.size))
 
 
-def _block_draft(draft: DraftModel, layer: Mapping[str, Any], block: int, n: int) -> DraftModel:
-    """Fill in draft lengths and cache sizes from the draft's own layer configuration."""
+def _block_draft(
+    draft: DraftModel, layer: Mapping[str, Any], block: int, n: int, window: int
+) -> DraftModel:
+    """Fill in draft lengths and cache sizes from the draft's own layer configuration. `window`:
+    that of all layers; 0: each layer's own."""
     if "global_head_dim" in layer:
         shapes = folder_caches(layer)
     else:
         heads = int(layer.get("num_key_value_heads") or layer.get("num_attention_heads") or 0)
         head = int(layer.get("head_dim") or 128)
-        window = layer.get("sliding_window") if layer.get("use_sliding_window") else None
+        own = layer.get("sliding_window") if layer.get("use_sliding_window") else None
         count = int(layer.get("num_hidden_layers") or 0)
         if not 0 <= count <= MAX_LAYERS:
             raise InputError("config.json: layers", expected=f"0 to {MAX_LAYERS}", found=count)
         types = [*(layer.get("layer_types") or []), *[None] * count][:count]
-        slides = (window if t == "sliding_attention" else None for t in types)
+        slides = (own if t == "sliding_attention" else None for t in types)
         shapes = tuple(CacheShape(heads, head, w or None) for w in slides)
-    rows = [(c.window, 2 * SHORT * c.n_kv * c.head_dim) for c in shapes]
+    rows = [(window or c.window, 2 * SHORT * c.n_kv * c.head_dim) for c in shapes]
     return replace(
         draft,
         block=block,
@@ -420,6 +427,6 @@ def _block_draft(draft: DraftModel, layer: Mapping[str, Any], block: int, n: int
         vllm_n=n,
         sglang_n=block,
         llamacpp_n=max(block - 1, 0),
-        kv_token=sum(size for window, size in rows if window is None),
-        kv_fixed=sum(size * window for window, size in rows if window is not None),
+        kv_token=sum(size for w, size in rows if w is None),
+        kv_fixed=sum(size * w for w, size in rows if w is not None),
     )

@@ -25,9 +25,7 @@ Parallel = Annotated[
 
 
 def check(streams: int, report: Path | None = None) -> None:
-    """Raise UsageError for a wrong number of streams, or for --report with more than one."""
-    if streams < 1:
-        raise UsageError("--parallel", expected="1 or more", found=streams)
+    """Raise UsageError for --report with more than one stream."""
     if streams > 1 and report is not None:
         raise UsageError("--report shows one stream only", fix="leave out --report or --parallel")
 
@@ -87,5 +85,6 @@ def show(data: Mapping[str, Any], out: Output) -> None:
         "accepted",
     )
     out.table(f"{data['rows'][0]['streams']} streams at once", columns, rows)
+    out.line(_bench_results.LEGEND, "dim")
     for note in data["notes"]:
         out.note(note)

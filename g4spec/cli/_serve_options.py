@@ -37,7 +37,7 @@ Autoload = Annotated[
     ),
 ]
 Parallel = Annotated[
-    int, typer.Option("-np", "--parallel", min=1, help="Texts generated at once; others wait.")
+    int, typer.Option("-np", "--parallel", help="Texts generated at once; others wait.")
 ]
 Queue = Annotated[
     int,

@@ -17,11 +17,11 @@ UNROTATED = np.float32(1e30)
 
 def rope_freqs(config: Any) -> NDArray[np.float32]:
     """Return the divisors of the RoPE angles of full-attention layers, [head_dim / 2]: 1 for
-    rotated pairs, 1e30 for the others.
+    rotated pairs, 1e30 for the others. In a draft whose layers all slide, those of its layers.
 
     Source: llama.cpp `conversion/gemma.py` (generate_extra_tensors).
     """
-    full = [s for s in config.layers if s.window is None]
+    full = [s for s in config.layers if s.window is None] or config.layers
     if len({(s.head_dim, s.rope_partial) for s in full}) != 1:
         raise Unsupported("full-attention layers with different rotations in one model")
     out = np.full(full[0].head_dim // 2, UNROTATED, np.float32)

@@ -106,10 +106,8 @@ def parse_zlab(checkpoint: Checkpoint, target: Any, *extra: str) -> Config:
     inner = settings(f, target, *extra)
     ids = inner.list(int, "target_layer_ids")
     names = stripped(checkpoint)
-    window = f.positive("sliding_window") if f.get(bool, "use_sliding_window", False) else None
     all_sliding = inner.get(bool, "use_swa", False)
-    if all_sliding:
-        window = inner.positive("swa_window_size")
+    slides = all_sliding or f.get(bool, "use_sliding_window", False)
     return Config(
         n_vocab=f.positive("vocab_size"),
         n_embd=f.positive("hidden_size"),
@@ -118,11 +116,11 @@ def parse_zlab(checkpoint: Checkpoint, target: Any, *extra: str) -> Config:
         softcap=inner.get(
             float, "final_logit_softcapping", f.get(float, "final_logit_softcapping", 0.0)
         ),
-        layers=_layers(f, window, causality(f, inner), all_sliding),
+        layers=_layers(f, window(f, inner) if slides else None, causality(f, inner), all_sliding),
         target_layers=tuple(i + 1 for i in ids),
         block_size=inner.get(int, "block_size", f.get(int, "block_size", 16)),
         mask_token=inner.get(int, "mask_token_id"),
-        embed_scale=inner.get(float, SCALE, f.get(float, SCALE, math.sqrt(target.n_embd))),
+        embed_scale=embedding_scale(f, inner, target),
         own_embed="embed_tokens.weight" in names,
         own_head="lm_head.weight" in names,
         n_draft=None,
@@ -151,6 +149,20 @@ def settings(f: Fields, target: Any, *extra: str) -> Fields:
         fix="see docs/kinds.md for the supported settings",
     )
     return inner
+
+
+def embedding_scale(f: Fields, inner: Fields, target: Any) -> float:
+    """Return the factor on token rows; drafts are trained on Gemma's scaled embedding by
+    default."""
+    return inner.get(float, SCALE, f.get(float, SCALE, math.sqrt(target.n_embd)))
+
+
+def window(f: Fields, inner: Fields) -> int:
+    """Return the window of sliding layers; `swa_window_size` has priority over `sliding_window`, as
+    in vLLM and llama.cpp."""
+    return (inner if inner.has("swa_window_size") else f).positive(
+        "swa_window_size" if inner.has("swa_window_size") else "sliding_window"
+    )
 
 
 def causality(f: Fields, inner: Fields) -> bool | None:
@@ -223,17 +235,26 @@ def stripped(checkpoint: Checkpoint) -> set[str]:
 def _layers(
     f: Fields, window: int | None, causal: bool | None, all_sliding: bool = False
 ) -> tuple[LayerSpec, ...]:
-    """Return the layers. `causal` None: sliding layers are causal inside the block, full layers are
-    not. `all_sliding`: ignore `layer_types`."""
+    """Return the layers.
+
+    Args:
+        causal: whether all layers are causal inside the block. None: those that `layer_types` calls
+            sliding are, full ones are not, also if `all_sliding` gives them a window. This is
+            vLLM's rule; drafts with `use_swa` are trained with full attention inside the block.
+        all_sliding: give every layer the window, whatever `layer_types` says.
+    """
     n_layer = f.layers("num_hidden_layers")
     types = f.list(str, "layer_types", ["full_attention"] * n_layer)
     if len(types) != n_layer:
         raise InputError(f"{f.where}: layer_types", expected=n_layer, found=len(types))
-    sliding = [all_sliding or (window is not None and t == "sliding_attention") for t in types]
+    sliding = [window is not None and t == "sliding_attention" for t in types]
     template = qwen_layer(f)
     return tuple(
         replace(
-            template, index=i, window=window if s else None, causal=s if causal is None else causal
+            template,
+            index=i,
+            window=window if s or all_sliding else None,
+            causal=s if causal is None else causal,
         )
         for i, s in enumerate(sliding)
     )

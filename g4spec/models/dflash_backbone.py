@@ -9,6 +9,7 @@ Sources: llama.cpp `conversion/qwen.py`, `conversion/gemma.py` (Gemma4DSparkMode
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -31,6 +32,12 @@ DROPS = (
 )
 ROPE_PARTIAL = "g4spec.rope_partial"
 FROM_ANCHOR = "sample_from_anchor"
+FULL_CAUSAL = "g4spec.dflash.full_layers_causal"
+"""Key that records that full layers are causal on purpose, as with JetSpec's head."""
+OTHER_SCALE = "g4spec.dflash.embedding_scale"
+"""Key that records an embedding scale other than the usual one of the draft's layout."""
+SCALE_TOLERANCE = 0.005
+"""Relative difference of an embedding scale that rounding to bfloat16 explains."""
 GEMMA_MARK = "blk.0.post_attention_norm.weight"
 
 
@@ -260,6 +267,11 @@ def metadata(config: Config) -> KV:
         )
     if config.embed_scale != 1.0:
         kv[f"{a}embedding_scale"] = f32(config.embed_scale)
+    usual = 1.0 if config.window_from_anchor else math.sqrt(config.n_embd)
+    if not math.isclose(config.embed_scale, usual, rel_tol=SCALE_TOLERANCE):
+        kv[OTHER_SCALE] = f32(config.embed_scale)
+    if any(s.causal and s.window is None for s in config.layers):
+        kv[FULL_CAUSAL] = boolean(True)
     if config.softcap:
         kv[f"{a}final_logit_softcapping"] = f32(config.softcap)
     if config.from_anchor:

@@ -17,7 +17,6 @@ Sources: speculators 0.9.0 `models/dspark`, llama.cpp `conversion/gemma.py` (Gem
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -67,6 +66,7 @@ HEAD_KEYS = (
     "confidence_head_with_markov",
 )
 CUT = "g4spec.dspark.confidence_cut"
+SOFTCAP = "final_logit_softcapping"
 CONFIDENCE = ("conf_proj.weight", "confidence_head.proj.weight", "confidence_proj.weight")
 """Names of the confidence head in GGUF files and in checkpoints (after a prefix)."""
 
@@ -172,7 +172,6 @@ def _parse_deepspec(checkpoint: Checkpoint, target: Any) -> backbone.Config:
     for key in HEAD_KEYS:  # NVIDIA's exports write them twice
         if inner.has(key):
             inner.require(key, (f.raw.get(key),), None)
-    inner.require("use_swa", (None, False), None)
     where = inner if inner.has("target_layer_ids") else f
     names = dflash.stripped(checkpoint)
     layers = gemma4.layers_hf(f)
@@ -185,17 +184,19 @@ def _parse_deepspec(checkpoint: Checkpoint, target: Any) -> backbone.Config:
         )
     if len({s.v_from_k for s in layers}) > 1:
         raise Unsupported("config.json: a DeepSpec draft with K=V in some layers only")
+    window = dflash.window(f, inner) if inner.get(bool, "use_swa", False) else None
+    causal = bool(dflash.causality(f, inner))
     return backbone.Config(
         n_vocab=f.positive("vocab_size"),
         n_embd=f.positive("hidden_size"),
         n_ctx=f.positive("max_position_embeddings", target.n_ctx),
         eps=f.get(float, "rms_norm_eps", 1e-6),
-        softcap=f.get(float, "final_logit_softcapping", 0.0),
-        layers=tuple(replace(s, causal=False) for s in layers),
+        softcap=inner.get(float, SOFTCAP, f.get(float, SOFTCAP, 0.0)),
+        layers=tuple(replace(s, window=window, causal=causal) for s in layers),
         target_layers=tuple(i + 1 for i in where.list(int, "target_layer_ids")),
-        block_size=f.positive("block_size", 7),
+        block_size=(inner if inner.has("block_size") else f).positive("block_size", 7),
         mask_token=(inner if inner.has("mask_token_id") else f).get(int, "mask_token_id"),
-        embed_scale=math.sqrt(target.n_embd),
+        embed_scale=dflash.embedding_scale(f, inner, target),
         own_embed="embed_tokens.weight" in names,
         own_head="lm_head.weight" in names,
         n_draft=None,

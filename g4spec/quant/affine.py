@@ -93,13 +93,13 @@ def fit(x: Floats, layout: Layout, weights: Floats | None = None) -> Fitted:
     n, groups, size = len(x) // BLOCK, layout.groups, layout.size
     with np.errstate(all="ignore"):
         search = _Search(x, layout, weights)
-        scale, least = (a.reshape(groups, n) for a in search.groups())
+        scales, minima = (a.reshape(groups, n) for a in search.groups())
         found = []
         for offsets in layout.starts:
-            first, second = (search.whole(a, offsets) for a in (scale, least))
+            first, second = (search.whole(a, offsets) for a in (scales, minima))
             found.append(search.blocks(first, second))
         if not found:
-            found = [search.blocks(_whole(scale, layout.most), _whole(least, layout.most))]
+            found = [search.blocks(_whole(scales, layout.most), _whole(minima, layout.most))]
         best = search.smallest(found)
         d, dmin, scale, least = best
         codes = search.codes(d, dmin, scale, least).reshape(size, groups, n)
@@ -243,6 +243,7 @@ class _Search:
         multiples, for the one of `Layout.starts` with the smallest weighted error."""
         largest = np.maximum(values.max(axis=0), F(0))
         weight = self.weight.reshape(values.shape)
+        best: tuple[Floats, Floats, Floats]
         best = np.full(values.shape[1], np.inf, F), largest, values
         for offset in offsets:
             inverse = np.where(largest > 0, (self.most + F(offset)) / largest, F(0))

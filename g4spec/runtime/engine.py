@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from g4spec import models
+from g4spec import models, ranges
 from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, Backend, Draft
 from g4spec.errors import EnvironmentProblem, InputError, PromptTooLong, UsageError
 from g4spec.gguf import GGUF
@@ -114,7 +114,7 @@ class Engine:
             chunk: number of prompt rows per prefill chunk; default: chosen by the device. On a GPU
                 it is rounded up to whole blocks.
             device, cache_type: see `devices.select`.
-            parallel: maximum number of running requests; further ones wait.
+            parallel: maximum number of running requests, 1 to 1024; further ones wait.
             pool: size of the KV cache of global layers in tokens, shared by all requests; default
                 and minimum: `n_ctx`.
             prefix_cache: host memory for the prefix cache in bytes; 0 disables it.
@@ -125,8 +125,7 @@ class Engine:
             UsageError: an option is out of range, or the draft does not support it.
             EnvironmentProblem: there is not enough memory.
         """
-        if parallel < 1:
-            raise UsageError("parallel", expected="1 or more", found=parallel)
+        ranges.check(parallel=parallel)
         backend = devices.select(device, cache_type)
         chunk = chunk or backend.chunk
         if backend.padded:

@@ -88,9 +88,10 @@ def _examine(s: Subject, chosen: list[Rule], report: Report) -> None:
     data is not read after a broken header, nor a configuration with keys of the wrong type.
     """
     rules = [r for r in chosen if not r.fallback and (not r.on or s.arch in r.on)]
-    if not any(list(r.check(s)) for r in _gate(Needs.HEADER, "GGUF")):
+    if not any(list(r.check(s)) for r in _gate(s.arch, Needs.HEADER, "GGUF")):
         s.open()
-    if s.file is not None and not any(list(r.check(s)) for r in _gate(Needs.FILE, "KEY", "CEN")):
+    gate = _gate(s.arch, Needs.FILE, "KEY", "CEN")
+    if s.file is not None and not any(list(r.check(s)) for r in gate):
         s.configure()
     for r in rules:
         _run_rule(s, r, report)
@@ -101,12 +102,16 @@ def _examine(s: Subject, chosen: list[Rule], report: Report) -> None:
         report.tensors = [c.json() for c in s.comparison.tensors]
 
 
-def _gate(needs: Needs, *families: str) -> list[Rule]:
-    """Return the rules that must pass before the next step."""
+def _gate(arch: str | None, needs: Needs, *families: str) -> list[Rule]:
+    """Return the rules that must pass before the next step for a file of this architecture."""
     return [
         r
         for r in all_rules().values()
-        if r.family in families and r.needs is needs and r.severity is ERROR and not r.fallback
+        if r.family in families
+        and r.needs is needs
+        and r.severity is ERROR
+        and not r.fallback
+        and (not r.on or arch in r.on)
     ]
 
 

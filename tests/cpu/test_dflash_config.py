@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from g4spec.advisor import model_files
+from g4spec.advisor.facts import facts
 from g4spec.convert import convert
 from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import GGUF
+from g4spec.validate import validate
 from tests.cpu.test_config_keys import edit
 from tests.support import tiny, tiny_drafts
 
@@ -50,12 +53,73 @@ def test_causality_is_read_from_the_configuration(target: Path, tmp_path: Path, 
         assert file.get(CAUSAL) == (sliding if wanted is None else [wanted] * len(sliding))
 
 
-def test_use_swa_makes_all_layers_slide(target: Path, tmp_path: Path) -> None:
-    values = {"dflash_config__use_swa": True, "dflash_config__swa_window_size": 24}
+SWA = {"dflash_config__use_swa": True, "dflash_config__swa_window_size": 24}
+FULL = {"layer_types": ["full_attention", "full_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("values", "causal"),
+    [
+        (SWA, [True, False]),
+        (SWA | FULL, [False, False]),
+        (SWA | {"layer_types": None}, [False, False]),
+        (SWA | FULL | {"dflash_config__causal": True}, [True, True]),
+    ],
+)
+def test_use_swa_makes_all_layers_slide(
+    target: Path, tmp_path: Path, values: dict[str, Any], causal: list[bool]
+) -> None:
+    """vLLM's `_resolve_layer_attention`: only layers that `layer_types` calls sliding are causal by
+    default. NVIDIA trains such drafts with full attention inside the block."""
     with converted(target, tmp_path, **values) as file:
         assert file.get(WINDOW) == 24
         assert all(file.get(PATTERN))
-        assert all(file.get(CAUSAL))
+        assert file.get(CAUSAL) == causal
+
+
+@pytest.mark.parametrize(
+    ("values", "window"),
+    [
+        ({"dflash_config__use_swa": True}, 8),
+        ({"dflash_config__swa_window_size": 24}, 24),
+        ({"dflash_config__swa_window_size": 24, "use_sliding_window": False}, None),
+    ],
+)
+def test_either_key_gives_the_window(
+    target: Path, tmp_path: Path, values: dict[str, Any], window: int | None
+) -> None:
+    """As in llama.cpp: `swa_window_size`, else `sliding_window`."""
+    with converted(target, tmp_path, **values) as file:
+        assert file.get(WINDOW) == window
+
+
+def test_doctor_counts_the_window_of_use_swa(target: Path, tmp_path: Path) -> None:
+    draft = edit(tiny.zlab_dflash(tmp_path / "draft", target), **SWA, **FULL)
+    of = model_files.read_target(facts(), target, str(target))
+    found = model_files.read_draft(facts(), draft, str(draft), of)
+    assert found.kv_token == 0
+    layer = 2 * model_files.SHORT * 2 * 16
+    assert found.kv_fixed == 2 * 24 * layer
+
+
+CONFIGURED: dict[str, dict[str, Any]] = {
+    "JetSpec": {"dflash_config__causal_head": True} | FULL,
+    "all causal": {"is_causal": True},
+    "window": SWA | FULL,
+    "scale": {"dflash_config__input_embedding_scale": 3.0},
+    "no scale": {"input_embedding_scale": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURED)
+def test_configured_drafts_are_valid(target: Path, tmp_path: Path, name: str) -> None:
+    """`validate` has no finding and runs all rules, with and without the source."""
+    convert(target, tmp_path / "target.gguf")
+    converted(target, tmp_path, **CONFIGURED[name]).close()
+    for source in (None, tmp_path / "draft"):
+        report = validate(tmp_path / "draft.gguf", tmp_path / "target.gguf", source)
+        assert {f.rule.id for f in report.failures} <= {"G4-BLK-009"}
+        assert not report.skipped or source is None
 
 
 @pytest.mark.parametrize(
@@ -82,7 +146,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "other depth": ({"dflash_config__num_target_layers": 60}, "num_target_layers"),
     "shifted": ({"dflash_config__shift_label": True}, "shift_label"),
     "contradiction": ({"dflash_config__causal_head": True, "is_causal": False}, "causal_head"),
-    "no window": ({"dflash_config__use_swa": True}, "swa_window_size"),
+    "no window": ({"dflash_config__use_swa": True, "sliding_window": None}, "sliding_window"),
     "multiplier": ({"dflash_config__output_multiplier": 0.5}, "output_multiplier"),
 }
 
@@ -104,7 +168,6 @@ def test_a_pickled_mask_row_is_named(target: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"dflash_config": {"use_swa": True, "swa_window_size": 8}}, "use_swa"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding layers"),
         ({"dflash_config": {"markov_rank": 4}}, "markov_rank"),
     ],
@@ -115,6 +178,25 @@ def test_deepspec_drafts_of_other_layers_are_refused(
     draft = edit(tiny_drafts.deepspec_dspark(tmp_path / "draft", target), **values)
     with pytest.raises(InputError, match=message):
         convert(draft, tmp_path / "x.gguf", target=target, dry_run=True)
+
+
+def test_deepspec_drafts_have_the_settings_of_dflash(target: Path, tmp_path: Path) -> None:
+    settings = {
+        "use_swa": True,
+        "swa_window_size": 24,
+        "causal": True,
+        "input_embedding_scale": 3.0,
+        "final_logit_softcapping": 20.0,
+        "block_size": 3,
+    }
+    draft = edit(tiny_drafts.deepspec_dspark(tmp_path / "draft", target), dflash_config=settings)
+    convert(draft, tmp_path / "draft.gguf", target=target)
+    with GGUF(tmp_path / "draft.gguf") as file:
+        assert file.get(WINDOW) == 24 and all(file.get(PATTERN)) and all(file.get(CAUSAL))
+        assert file.get("dflash.embedding_scale") == 3.0
+        assert file.get("dflash.final_logit_softcapping") == 20.0
+        assert file.get("dflash.block_size") == 3
+        assert (file.array("rope_freqs.weight") == 1).sum() == 4
 
 
 def test_nvidia_exports_convert_and_upstream_refuses_them(target: Path, tmp_path: Path) -> None:

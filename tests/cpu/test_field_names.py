@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import g4spec
-from g4spec import cli
+from g4spec import cli, ranges
 from g4spec.errors import G4Error, spell
 from g4spec.measure import bench, draft_lengths, verify
 from g4spec.ops.sampling import Sampler
@@ -49,6 +49,8 @@ def test_library_errors_do_not_name_command_line_options(path: Path) -> None:
         (lambda: Options(draft_max=99), "chat", "--draft-max"),
         (lambda: load_options.check_draft(2.0, None, True), "serve", "--draft-p-min"),
         (lambda: load_options.parse_device("tpu"), "verify", "--device"),
+        (lambda: ranges.check(parallel=0), "serve", "-np"),
+        (lambda: ranges.check(parallel=65536), "verify", "-np"),  # took 1.5 GB
         (lambda: draft_lengths.parse_lengths("x", 15), "bench", "--draft-max"),
         (lambda: bench.BenchConfig((0, 1), repeats=0), "bench", "--repeats"),
         (lambda: verify.check_counts(0), "verify", "--cases"),

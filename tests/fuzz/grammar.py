@@ -142,6 +142,8 @@ SMALL = {
 }
 BRIEF = {**SMALL, "-n": _one("1", "2", "3", "7", "0", "x", "", "1.5", "0x10")}
 """Token counts for commands that decode many texts: none takes 10 s of legitimate work."""
+CHUNKS = _one("1", "2", "3", "x", "", "1.5")
+"""Chunks of a text: its mutations of 20,000 bytes in chunks of 16 are 10 s of legitimate work."""
 SAMPLING = {
     "--temp": FLOAT,
     "--top-k": INT,
@@ -240,7 +242,10 @@ COMMANDS: dict[str, Grammar] = {
             ("generate", "-m", TARGET, "-md", DRAFT, "-p", "in the", "-n", "2", "-c", "64"),
             ("generate", "-m", TARGET, "-p", "a", "-n", "1", "-c", "64"),
             ("generate", "-m", TARGET, "-md", "ngram", "-f", _file("p.txt"), "-n", "2", "-c", "64"),
-            ("generate", "-m", TARGET, "-md", DRAFT, "--tokens-file", _file("ids.txt"), "-n", "1"),
+            (
+                *("generate", "-m", TARGET, "-md", DRAFT, "-n", "1", "-c", "64"),
+                *("--tokens-file", _file("ids.txt")),
+            ),
             ("generate", "-m", TARGET, "-p", STR, "-n", "1", "-c", "96", "--chat"),
         ),
         {
@@ -419,15 +424,18 @@ COMMANDS: dict[str, Grammar] = {
     "imatrix": Grammar(
         3,
         (("imatrix", _file("p.txt"), "-m", TARGET, "-o", OUT, "-c", "16", "--chunks", "1"),),
-        {"-c": INT, "--chunks": INT, "-o": OUT, "--json": NONE, "-q": NONE},
+        {"-c": INT, "--chunks": CHUNKS, "-o": OUT, "--json": NONE, "-q": NONE},
     ),
     "perplexity": Grammar(
         3,
         (
             ("perplexity", _file("p.txt"), "-m", TARGET, "-c", "16", "--chunks", "1"),
-            ("perplexity", _file("p.txt"), "-m", TARGET, "--against", TARGET, "-c", "16"),
+            (
+                *("perplexity", _file("p.txt"), "-m", TARGET, "--against", TARGET),
+                *("-c", "16", "--chunks", "1"),
+            ),
         ),
-        {"-c": INT, "--chunks": INT, "--against": anything, "--cache-type": STR, "--json": NONE},
+        {"-c": INT, "--chunks": CHUNKS, "--against": anything, "--cache-type": STR, "--json": NONE},
     ),
     "chat": Grammar(
         3,

@@ -14,7 +14,7 @@ import torch
 from g4spec.errors import UsageError
 from g4spec.ops.reference import Ops
 from g4spec.ops.sampling import Sampler
-from g4spec.runtime import devices
+from g4spec.runtime import load_options
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.cuda.weights.matrix import Matrix
@@ -152,11 +152,11 @@ def test_older_gpus_use_portable_kernels_by_default() -> None:
     assert CudaOps(DEVICE, portable=True).portable
 
 
-def test_the_option() -> None:
-    assert devices._gpu("cuda") == (0, False)
-    assert devices._gpu("cuda:3") == (3, False)
-    assert devices._gpu("cuda:portable") == (0, True)
-    assert devices._gpu("cuda:1:portable") == (1, True)
+def test_device_names_are_parsed() -> None:
+    assert load_options.parse_device("cuda") == (0, False)
+    assert load_options.parse_device("cuda:3") == (3, False)
+    assert load_options.parse_device("cuda:portable") == (0, True)
+    assert load_options.parse_device("cuda:1:portable") == (1, True)
     for wrong in ("gpu", "cuda:", "cuda:portable:1", "cuda:x"):
         with pytest.raises(UsageError):
-            devices._gpu(wrong)
+            load_options.parse_device(wrong)

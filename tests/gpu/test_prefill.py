@@ -389,7 +389,7 @@ def test_workspace_is_known_before() -> None:
     on.target.taps, config = (), on.target.config
     gc.collect()
     before = torch.cuda.memory_allocated()
-    kept = on._made()
+    kept = on._chunk_model()
     took = torch.cuda.memory_allocated() - before
     want, passing = plan.workspace(config, 4096, 8192, launch.arch())
     assert want <= took <= want + (8 << 20), (want, took)  # rounding by the allocator

@@ -5,7 +5,13 @@ from __future__ import annotations
 import math
 
 from g4spec.core import MAX_DRAFT, MAX_STEP_ROWS
-from g4spec.models.dflash_backbone import GEMMA_MARK, shared_causality
+from g4spec.models.dflash_backbone import (
+    FULL_CAUSAL,
+    GEMMA_MARK,
+    OTHER_SCALE,
+    SCALE_TOLERANCE,
+    shared_causality,
+)
 from g4spec.validate.needs import Needs
 from g4spec.validate.rule import DFLASH, ERROR, NOTE, WARNING, Finding, Findings, rule
 from g4spec.validate.subject import Subject
@@ -67,7 +73,7 @@ def scale_missing(s: Subject) -> Findings:
     does not say so, upstream's converter writes no key, and the block sees rows 73 times too
     small."""
     hidden = s.integer(".embedding_length")
-    if hidden and not from_speculators(s) and not s.has(SCALE):
+    if hidden and not from_speculators(s) and not s.has(SCALE) and s.number(OTHER_SCALE) != 1:
         yield Finding(
             s.name(SCALE),
             f"{math.sqrt(hidden):.4f} = sqrt({hidden})",
@@ -85,11 +91,12 @@ def scale_missing(s: Subject) -> Findings:
 )
 def scale_wrong(s: Subject) -> Findings:
     """hidden instead of its root, the root of the target of another size, or the root applied
-    twice. bfloat16 rounding (73.5 for 73.32) is allowed."""
+    twice. bfloat16 rounding (73.5 for 73.32) is allowed, and another scale that the checkpoint
+    configures: the converter records it."""
     hidden, found = s.integer(".embedding_length"), s.number(SCALE)
     if hidden and found is not None and not from_speculators(s):
-        expected = math.sqrt(hidden)
-        if not abs(found - expected) <= 0.005 * expected:
+        expected = s.number(OTHER_SCALE) or math.sqrt(hidden)
+        if not abs(found - expected) <= SCALE_TOLERANCE * expected:
             yield Finding(
                 s.name(SCALE), f"{expected:.4f}", found, "convert again with g4spec convert"
             )
@@ -128,9 +135,11 @@ def causal_unknown(s: Subject) -> Findings:
 
 @rule("G4-BLK-008", WARNING, "full layers should not be causal", on=DFLASH, needs=FILE)
 def full_is_causal(s: Subject) -> Findings:
-    """No trainer makes full-attention layers causal: the array is inverted, or one flag was
-    taken for all layers."""
+    """Only checkpoints that say so have causal full layers (JetSpec's head, is_causal), and the
+    converter records it: otherwise the array is inverted, or one flag was taken for all layers."""
     sliding, causal = pattern(s), causality(s)
+    if s.flag(FULL_CAUSAL):
+        return
     for i, flag in enumerate(causal):
         if flag and not (i < len(sliding) and sliding[i]):
             yield Finding(
