@@ -104,7 +104,7 @@ def _reason(
         made = summary.estimate(facts, machine, q, other)
         speed = f", {summary.speed_text(made)}" if made else ""
         return (
-            f"vLLM also serves many requests at once; {other.engine.title} runs it too: "
+            f"vLLM serves many requests at once. For one at a time {other.engine.title} runs it too: "
             f"{plan.format}, up to {plan.largest:,} tokens with {plan.kv} cache{speed}"
         )
     return (

@@ -339,8 +339,8 @@ def best_verdict(verdicts: list[EngineVerdict], asked: list[EngineVerdict]) -> E
 
 
 def _fills(plans: tuple[CardMemoryPlan, ...], plan: CardMemoryPlan) -> bool:
-    """Return True if a plan takes more than 90 % of the memory, or needs a smaller cache type."""
-    return plan.kv != plans[0].kv or plan.total > 0.9 * plan.available
+    """Return True if a plan takes more than 95 % of the memory, or needs a smaller cache type."""
+    return plan.kv != plans[0].kv or plan.total > 0.95 * plan.available
 
 
 # ---- our own runtime
