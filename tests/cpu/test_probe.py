@@ -263,5 +263,23 @@ def test_ctrl_c_shows_partial_results(
     assert "tokens per step" in out and f"interrupted: {found.interrupted}" in err
 
 
+def test_a_source_of_another_model_is_no_reference(
+    family: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The report says that the source is wrong; the probe runs without it."""
+    sources = list[Any]()
+
+    def probe(target: Path, draft: Path, source: Path | None, **kw: Any) -> Any:
+        sources.append(source)
+        return draft_probe.ProbeResult("dflash", 2.08, COUNTS)
+
+    monkeypatch.setattr(draft_probe, "probe", probe)
+    line = ["validate", str(family / "dflash.gguf"), "--target", str(family / "target.gguf")]
+    assert run([*line, "--probe", "--against", str(TINY / "target")]) == 1
+    assert run([*line, "--probe", "--against", str(TINY / "dflash")]) == 0
+    assert sources == [None, TINY / "dflash"]
+    assert "G4-CMP-001" in capsys.readouterr().out
+
+
 def test_the_command_needs_a_target(family: Path) -> None:
     assert run(["validate", str(family / "dflash.gguf"), "--probe"]) == 2
