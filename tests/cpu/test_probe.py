@@ -78,6 +78,13 @@ def test_single_layer_ids_and_halved_blocks_are_named(
     assert finding.where == f"dflash.{key}" and str(finding.expected).startswith(right)
 
 
+def test_a_missing_rope_base_is_a_setting(family: Path, tmp_path: Path) -> None:
+    file = faults.read(family / "dflash.gguf")
+    del file.kv["dflash.rope.freq_base"]
+    with GGUF(file.write(tmp_path / "x.gguf")) as draft:
+        assert "dflash.rope.freq_base = 1e+06" in dict(draft_variants.variants(draft))
+
+
 def test_impossible_settings_are_left_out(family: Path, tmp_path: Path, monkeypatch: Any) -> None:
     file = faults.read(family / "dflash.gguf")
     file.set("dflash.target_layers", ValueType.ARRAY, [2, 5, 6], ValueType.I32)
