@@ -104,8 +104,8 @@ def _reason(
         made = summary.estimate(facts, machine, q, other)
         speed = f", {summary.speed_text(made)}" if made else ""
         return (
-            f"vLLM serves many requests at once. For one at a time {other.engine.title} runs it too: "
-            f"{plan.format}, up to {plan.largest:,} tokens with {plan.kv} cache{speed}"
+            f"vLLM serves many requests at once. For one at a time, {other.engine.title} runs it "
+            f"too: {plan.format}, up to {plan.largest:,} tokens with {plan.kv} cache{speed}"
         )
     return (
         f"{other.engine.title} would fill {plan.total / GIB:.1f} of {plan.available / GIB:.1f} GiB "
