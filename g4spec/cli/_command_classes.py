@@ -24,6 +24,7 @@ class Command(TyperCommand):
         params = self.get_params(ctx)
         Output.field_names = _field_names.flags(params)
         line = CommandLine.read(ctx, params, args)
+        Output.field_names = _field_names.flags(params, line.values)
         if line.asks_for_help:
             return super().parse_args(ctx, ["--help"])
         if len(line.words) > sum(map(_likely_options.is_argument, params)):
@@ -45,6 +46,7 @@ class Group(TyperGroup):
         params = self.get_params(ctx)
         Output.field_names = _field_names.flags(params)
         line = CommandLine.read(ctx, params, args, has_subcommands=True)
+        Output.field_names = _field_names.flags(params, line.values)
         if line.asks_for_help:
             return super().parse_args(ctx, ["--help"])
         if line.words and line.words[0] not in self.commands:

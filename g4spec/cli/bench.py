@@ -65,7 +65,8 @@ def measure(
 ) -> None:
     """Measure draft lengths per prompt category and recommend one.
 
-    `g4spec bench compare` compares two results.
+    Speed is compared with plain decoding, without a draft: `x plain` is the ratio. `g4spec bench
+    compare` compares two results.
     """
     if context.invoked_subcommand is not None:
         return _bench_compare.reject_bench_options(context)

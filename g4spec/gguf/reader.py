@@ -263,9 +263,8 @@ class GGUF(Mapping[str, Any]):
         except FileNotFoundError:
             raise InputError(f"{self.path}: no such file") from None
         except IsADirectoryError:
-            fix = (
-                parts.folder_hint(self.path) or "convert a checkpoint folder with `g4spec convert`"
-            )
+            fix = parts.folder_hint(self.path)
+            fix = fix or "convert a checkpoint with `g4spec convert FOLDER -o NAME.gguf`"
             raise InputError(f"{self.path}: a folder", expected="a GGUF file", fix=fix) from None
         except PermissionError as e:
             raise InputError(f"{self.path}: {e.strerror}") from e
