@@ -179,13 +179,12 @@ class NumberUnit(Unit):
             scale, d = self.data[at + row * 16 + k // 16], at + 2048 + row * 4
             least = self.half(d + 2) * np.float32(scale >> 4)
             return self.half(d) * np.float32(scale & 15) * code - least
+        size = packing.PARTS[self.name][0]["scale"].itemsize
         if self.name.startswith("iq3"):
-            scale = 2 * (self.data[at + row * 4 + k // 64] >> k // 32 % 2 * 4 & 15) + 1
-            d = self.half(at + 128 * 4 + row * 2)
-            return d * np.float32(scale) * code / np.float32(self.share)
-        count = packing.PARTS[self.name][0]["scale"].shape[0]
-        scale = np.int8(np.uint8(self.data[at + row * count + k * count // 256]))
-        d = self.half(at + 128 * count + row * 2)
+            scale = 2 * (self.data[at + row * size + k // 64] >> k // 32 % 2 * 4 & 15) + 1
+        else:
+            scale = np.int8(np.uint8(self.data[at + row * size + k * size // 256]))
+        d = self.half(at + 128 * size + row * 2)
         return d * np.float32(scale) * code / np.float32(self.share)
 
 
