@@ -11,7 +11,8 @@ from g4spec.cli import _inputs, _probe, render
 from g4spec.errors import CheckFailed, UsageError
 
 File = Annotated[
-    Path | None, typer.Argument(help="GGUF file of a draft or target, or the hub id of one.")
+    Path | None,
+    typer.Argument(metavar="FILE", help="GGUF file of a draft or target, or the hub id of one."),
 ]
 Target = Annotated[
     Path | None,
@@ -24,7 +25,8 @@ Against = Annotated[
     ),
 ]
 RuleIds = Annotated[
-    list[str] | None, typer.Option(help="Check only the rule with this id; may be repeated.")
+    list[str] | None,
+    typer.Option(metavar="ID", help="Check only the rule with this id; may be repeated."),
 ]
 Upstream = Annotated[
     bool, typer.Option("--upstream", help="Show how upstream llama.cpp handles this file.")

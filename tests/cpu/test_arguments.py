@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -246,3 +247,15 @@ def test_help_ignores_other_invalid_arguments(capsys: pytest.CaptureFixture[str]
 )
 def test_similar_names(found: str, similar: str | None) -> None:
     assert did_you_mean(found, ["q4_k", "q4_0", "bf16"]) == similar
+
+
+@pytest.mark.parametrize("command", ["quantize", "validate", "generate", "bench", "serve"])
+def test_help_names_values_in_the_words_of_errors(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The placeholders are not types of Python, and arguments are spelled as in errors."""
+    assert cli.run([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert re.findall(r"^  --?[a-z].*<\w+", text, re.MULTILINE) == []
+    if command == "quantize":
+        assert "{SOURCE} {OUT}" in text or "SOURCE OUT" in text
