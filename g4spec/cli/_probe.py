@@ -25,8 +25,10 @@ def run(out: Output, path: Path, target: Path | None, against: Path | None) -> P
     from g4spec.measure import draft_probe
 
     assert target is not None, "see check"
-    again = "the draft converted from the source" if against else "each changed setting"
-    out.note(f"probing: runs the pair, and again with {again}; Ctrl-C ends it")
+    again = (
+        "the draft converted from the source" if against else "single settings and tensors changed"
+    )
+    out.note(f"probing: runs the pair, then with {again}; Ctrl-C ends it")
     with out.progress("probing") as progress:
         found = draft_probe.probe(target, path, against, progress=progress)
     _show_measured(out, found)
@@ -49,7 +51,7 @@ def _show_measured(out: Output, found: ProbeResult) -> None:
     reached = f"Good drafts of this kind reach {found.reached:g} tokens per step or more"
     rows = [(name, f"{run.per_step:.2f}") for name, run in found.others.items()]
     if rows:
-        out.table(reached, ("changed setting", "tokens per step"), rows)
+        out.table(reached, ("change", "tokens per step"), rows)
     else:
         out.line(reached)
 
