@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from g4spec.quant.format import Bytes, Floats, check_finite
+from g4spec.quant.format import Bytes, Floats, check_finite, raise_to
 
 BATCH = 384
 """Blocks per batch."""
@@ -52,6 +52,8 @@ class CodeSpec:
             of larger ones matter less.
         by_scales: fit d to the groups' best scales, weighted by the sums of their codes^2, instead
             of to codes: the error is the same and two passes over the values less.
+        quarters: with error weights w, errors are weighted by w * (rms + |x|)^(quarters / 4), see
+            `Format.weighted`.
         unclipped: steps from `ends` up to this magnitude give no codes outside the range.
     """
 
@@ -65,6 +67,7 @@ class CodeSpec:
     rms: bool = True
     refined: int = 128
     by_scales: bool = False
+    quarters: int = 2
     unclipped: float = 0.0
 
 
@@ -115,7 +118,7 @@ class Search:
         if codes.rms or weights is not None:
             self.weights += np.sqrt(np.einsum("ij,ij->j", self.x, self.x) / F(codes.size))
         if weights is not None:  # see `Format.weighted`
-            np.sqrt(self.weights, out=self.weights)
+            raise_to(self.weights, codes.quarters)
             self.weights *= columns(weights, codes)
 
     def sums(self, inverse: Floats, clip: bool = True) -> tuple[Floats, Floats]:
