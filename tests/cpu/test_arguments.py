@@ -124,6 +124,7 @@ WRONG = {
     "bench -m MODEL --prompts 99": "--prompts: expected 1 to",
     "bench -m MODEL -md ngram --draft-max 2,77": "--draft-max: expected",
     "bench -m MODEL -md ngram --draft-max 2;5": "--draft-max: expected sweep, auto, a number from",
+    "generate -m MODEL -p y -n -2": "-n: expected 1 or more, or -1 to continue until the context",
     "bench -m MODEL --parallel 0": "--parallel: expected 1 to ",
     "bench -m MODEL -np 0": "-np: expected 1 to ",
     "bench -m MODEL --n-predict 64 --ctx-size 64": "--n-predict: expected less than the context, "
