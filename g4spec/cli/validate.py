@@ -100,7 +100,9 @@ def command(
         why = report.skipped.get(unchecked[0], "it is not about this kind of file")
         raise UsageError(f"{path}: rule {unchecked[0]} was not checked", found=why)
     report.show(out)
-    if report.tensors and not json and OTHER_SOURCE not in report.skipped.values():
+    if OTHER_SOURCE in report.skipped.values():
+        against = None
+    if report.tensors and not json and against:
         worst = sorted(report.tensors, key=lambda t: -t["relative_rms"])[:10]
         columns = ("tensor", "type", "largest error", "relative RMS")
         rows = [
