@@ -19,10 +19,7 @@ Target = Annotated[
     typer.Option("--target", "-m", help="GGUF file of the draft's target, or the hub id of one."),
 ]
 Against = Annotated[
-    Path | None,
-    typer.Option(
-        help="Checkpoint that the file was converted from: compares every tensor and key."
-    ),
+    Path | None, typer.Option(help="Its source checkpoint: compares every tensor and key.")
 ]
 RuleIds = Annotated[
     list[str] | None,
