@@ -160,7 +160,8 @@ def page(result: dict[str, Any]) -> str:
             "# What a type costs",
             "",
             "Written by `benchmarks/cpu_quality.py`, "
-            f"[result](../benchmarks/results/{result['date']}-cpu-quality.json).",
+            f"[result](../benchmarks/results/{result['date']}-cpu-quality.json)."
+            + (f" It joins two runs: {result['note']}." if "note" in result else ""),
             "",
             "`g4spec perplexity -m MODEL --against BASE TEXT` measures these figures for any "
             "model: of "

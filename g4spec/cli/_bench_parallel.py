@@ -85,5 +85,6 @@ def show(data: Mapping[str, Any], out: Output) -> None:
         "accepted",
     )
     out.table(f"{data['rows'][0]['streams']} streams at once", columns, rows)
+    out.line(_bench_results.LEGEND, "dim")
     for note in data["notes"]:
         out.note(note)

@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from g4spec.runtime.engine import Engine
 
 
+LEGEND = (
+    "drafted: draft length, plain without a draft. x plain: speed relative to plain, median of the "
+    "repeats. accepted: percentage of the drafted tokens."
+)
+"""Explanation of the columns of a result."""
+
+
 def write_files(
     data: Mapping[str, Any], out: Output, save: Path | None, report: Path | None
 ) -> None:
@@ -60,6 +67,7 @@ def show(data: Mapping[str, Any], out: Output) -> None:
     )
     spare = ("accepted", "tokens/step", "step ms", "draft ms", "prefill/s", "by prompt")
     out.table("Draft lengths", columns, rows, spare)
+    out.line(LEGEND, "dim")
     for note in data["notes"]:
         out.note(note)
     out.line(data["recommendation"]["words"], style="bold")

@@ -7,7 +7,13 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
-from g4spec.cli import _argument_errors, _field_names, _likely_options, _option_checks
+from g4spec.cli import (
+    _argument_errors,
+    _field_names,
+    _likely_options,
+    _option_checks,
+    _placeholders,
+)
 from g4spec.cli._flag_translation import CommandLine
 from g4spec.cli._os_errors import CLICK_ERROR
 from g4spec.cli.render import Output
@@ -17,6 +23,12 @@ from g4spec.errors import UsageError
 class Command(TyperCommand):
     """A command that accepts llama.cpp flags."""
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help text."""
+        if self.callback is not None:
+            _placeholders.fill(self.params, self.callback)
+        super().format_help(ctx, formatter)
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Check and translate `args`, then parse them as click does."""
         if ctx.resilient_parsing:  # completion in a shell
@@ -24,6 +36,7 @@ class Command(TyperCommand):
         params = self.get_params(ctx)
         Output.field_names = _field_names.flags(params)
         line = CommandLine.read(ctx, params, args)
+        Output.field_names = _field_names.flags(params, line.values)
         if line.asks_for_help:
             return super().parse_args(ctx, ["--help"])
         if len(line.words) > sum(map(_likely_options.is_argument, params)):
@@ -38,6 +51,12 @@ class Command(TyperCommand):
 class Group(TyperGroup):
     """A command with subcommands that accepts llama.cpp flags."""
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help text."""
+        if self.callback is not None:
+            _placeholders.fill(self.params, self.callback)
+        super().format_help(ctx, formatter)
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Check and translate `args`, then parse them as click does."""
         if ctx.resilient_parsing:
@@ -45,6 +64,7 @@ class Group(TyperGroup):
         params = self.get_params(ctx)
         Output.field_names = _field_names.flags(params)
         line = CommandLine.read(ctx, params, args, has_subcommands=True)
+        Output.field_names = _field_names.flags(params, line.values)
         if line.asks_for_help:
             return super().parse_args(ctx, ["--help"])
         if line.words and line.words[0] not in self.commands:

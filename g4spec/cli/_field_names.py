@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 SAME = {
@@ -31,13 +31,20 @@ USUAL = {
 """Parameter of the library -> option, for messages of commands without it."""
 
 
-def flags(params: Sequence[Any]) -> dict[str, str]:
+def flags(
+    params: Sequence[Any], values: Mapping[str, tuple[str, str]] | None = None
+) -> dict[str, str]:
     """Return parameter of the library -> option of a command.
 
     Args:
         params: the command's parameters (click objects).
+        values: name of a parameter -> its option as typed, and its value (see `CommandLine`).
+            Options that take a value are spelled as typed.
     """
-    own = {p.name: p.opts[0] for p in params if p.param_type_name == "option"}
+    options = [p for p in params if p.param_type_name == "option"]
+    own = {p.name: p.opts[0] for p in options}
+    if values is not None:
+        own |= {p.name: values[p.name][0] for p in options if p.name in values and not p.is_flag}
     other = {
         name: own[alias]
         for name, aliases in SAME.items()

@@ -12,7 +12,7 @@ from typing import Literal
 import typer
 
 from g4spec.cli.render import Output
-from g4spec.errors import InputError, UsageError, did_you_mean
+from g4spec.errors import InputError, UsageError
 
 NGRAM = "ngram"
 
@@ -64,12 +64,9 @@ def check_exists(*models: Path | str | None) -> None:
         from g4spec.convert import hub
 
         if not hub.is_remote(path):
-            folder = path.parent if path.parent.is_dir() else Path()
-            raise InputError(
-                f"{path}: no such file or folder",
-                expected="a GGUF file, a checkpoint folder, or a hub id such as org/name",
-                fix=did_you_mean(path.name, (entry.name for entry in folder.iterdir())),
-            )
+            from g4spec.cli import _missing_models
+
+            raise _missing_models.error(path)
 
 
 def resolve(name: Path, out: Output, want: Literal["any", "tokenizer", "gguf"] = "any") -> Path:
@@ -128,7 +125,7 @@ def check_target(path: Path, n_ctx: int | None) -> None:
         if found.path != path:
             fix = f"name the file in it: {found.path}"
         else:
-            fix = f"convert it first: g4spec convert {path} -o {path.resolve().name}.gguf"
+            fix = f"convert it first: {convert.conversion_command(path)}"
     raise InputError(f"{path}: a folder", expected="a target's GGUF file", fix=fix)
 
 

@@ -25,20 +25,27 @@ def check(values: Mapping[str, Any]) -> None:
         _check_prompts(values)
     n_ctx, n_predict = values.get("ctx_size"), values.get("n_predict")
     if ("categories" in values or "cases" in values) and n_ctx and (n_predict or 0) >= n_ctx > 0:
-        raise UsageError("-n", expected=f"less than the context, -c {n_ctx}", found=n_predict)
+        raise UsageError(
+            "`n_predict`", expected=f"less than the context, `n_ctx` {n_ctx}", found=n_predict
+        )
     fields = {alias: field for field, names in _field_names.SAME.items() for alias in names}
     for name, value in values.items():
         field = fields.get(name, name)
         if name == "draft_max" and value is not None:
-            _check_draft_max(value)
-        elif field in ranges.RANGES and not (name == "n_predict" and value == UNTIL_FULL):
+            _check_draft_max(value, several="categories" in values)
+        elif name == "n_predict" and value is not None:
+            if value < 1 and value != UNTIL_FULL:
+                expected = "1 or more, or -1 to continue until the context is full"
+                raise UsageError("`n_predict`", expected=expected, found=value)
+        elif field in ranges.RANGES:
             ranges.check(**{field: value})
     if "cache_type" in values or "device" in values:
         _check_load_options(values)
 
 
-def _check_draft_max(text: str) -> None:
-    if "," in text or text == "sweep":
+def _check_draft_max(text: str, several: bool) -> None:
+    """Check --draft-max. `several`: the command takes a list of draft lengths."""
+    if several:
         from g4spec.measure import draft_lengths
 
         draft_lengths.parse_lengths(text, None)
@@ -58,5 +65,5 @@ def _check_load_options(values: Mapping[str, Any]) -> None:
 def _check_prompts(values: Mapping[str, Any]) -> None:
     from g4spec.measure import prompts
 
-    names = values["categories"].split(",") if values["categories"] else prompts.CATEGORIES
+    names = prompts.parse_categories(values["categories"])
     prompts.check_categories(names, None if values.get("preset") else values["count"])

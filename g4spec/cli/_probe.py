@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from g4spec.cli.render import Output
 from g4spec.errors import UsageError
 
 if TYPE_CHECKING:
     from g4spec.measure.draft_probe import ProbeResult
+    from g4spec.validate import Report
 
 
 def check(target: Path | None) -> None:
@@ -19,33 +20,53 @@ def check(target: Path | None) -> None:
     from g4spec.measure import draft_probe  # noqa: F401  (needs torch)
 
 
-def run(out: Output, path: Path, target: Path | None) -> ProbeResult:
-    """Run the pair and show what was measured."""
+def run(out: Output, path: Path, target: Path | None, against: Path | None) -> ProbeResult:
+    """Run the pair and show what was measured and found."""
     from g4spec.measure import draft_probe
 
     assert target is not None, "see check"
-    out.note("probing: runs the pair, and again with each changed setting; Ctrl-C ends it")
+    again = (
+        "the draft converted from the source" if against else "single settings and tensors changed"
+    )
+    out.note(f"probing: runs the pair, then with {again}; Ctrl-C ends it")
     with out.progress("probing") as progress:
-        found = draft_probe.probe(target, path, progress=progress)
-    shares = ", ".join(f"{x:.0%}" for x in found.run.shares())
-    out.line(f"{found.run.per_step:.2f} tokens per step; acceptance by position: {shares}")
+        found = draft_probe.probe(target, path, against, progress=progress)
+    _show_measured(out, found)
+    for finding in found.findings:
+        out.line("error PROBE: acceptance must be that of a correct draft", "bad")
+        finding.show(out)
+    if found.interrupted:
+        out.note(f"interrupted: {found.interrupted}")
+    return found
+
+
+def _show_measured(out: Output, found: ProbeResult) -> None:
+    """Show tokens per step and acceptance by position of each measured draft."""
+    measured = {"this file": found.run}
+    if found.reference is not None:
+        measured["converted from the source"] = found.reference
+    for name, run in measured.items():
+        shares = ", ".join(f"{x:.0%}" for x in run.shares())
+        out.line(f"{name}: {run.per_step:.2f} tokens per step; acceptance by position: {shares}")
     reached = f"Good drafts of this kind reach {found.reached:g} tokens per step or more"
     rows = [(name, f"{run.per_step:.2f}") for name, run in found.others.items()]
     if rows:
-        out.table(reached, ("changed setting", "tokens per step"), rows)
+        out.table(reached, ("change", "tokens per step"), rows)
     else:
         out.line(reached)
-    if found.interrupted:
-        out.note(f"interrupted: {found.interrupted}")
-    for name in found.better:
-        out.line(f"better with {name}: compare this setting with the checkpoint", "bad")
-    if not found.ok and not found.better and not found.interrupted:
-        out.line(
-            "too few tokens per step for this kind of draft, and no single setting explains it: "
-            "the draft was probably trained for another target, or has wrong weights (--against)",
-            "bad",
-        )
-    return found
+
+
+def summary(found: ProbeResult | None) -> str:
+    """Return the end of the summary line: the number of errors of the probe, if it ran."""
+    if found is None:
+        return ""
+    n = len(found.findings)
+    return f"; probe: {n} error{'s' * (n != 1)}" + (", interrupted" if found.interrupted else "")
+
+
+def json(report: Report, found: ProbeResult) -> dict[str, Any]:
+    """Return the fields of the JSON result that the probe adds or changes."""
+    return {"ok": report.ok and found.ok, "probe": found.json()}
 
 
 def raise_if_interrupted(found: ProbeResult | None) -> None:

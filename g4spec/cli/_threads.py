@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 VARIABLE = "OMP_NUM_THREADS"
 """Environment variable for the number of threads; torch, OpenMP and MKL read it on import."""
 
+MAX_THREADS = 1024
+"""Largest number for `-t`: more than any machine has cores."""
+
 SMALL_TARGET = 256 << 20
 """Bytes of weights (4 per weight on a CPU) below which one thread is faster: waking another thread
 takes about as long as an operation (benchmarks/LOG.md)."""
@@ -31,6 +34,7 @@ Threads = Annotated[
         "-t",
         "--threads",
         min=1,
+        max=MAX_THREADS,
         callback=_export,
         help=f"CPU threads. Default: ${VARIABLE} if set, else 1 for a target of less than "
         f"{SMALL_TARGET // 4 >> 20} million weights and all cores for a larger one.",

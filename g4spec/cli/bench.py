@@ -65,7 +65,8 @@ def measure(
 ) -> None:
     """Measure draft lengths per prompt category and recommend one.
 
-    `g4spec bench compare` compares two results.
+    Speed is compared with plain decoding, without a draft: `x plain` is the ratio. `g4spec bench
+    compare` compares two results.
     """
     if context.invoked_subcommand is not None:
         return _bench_compare.reject_bench_options(context)
@@ -111,7 +112,7 @@ def _questions(
     """
     from g4spec.measure import prompts
 
-    names = categories.split(",") if categories else prompts.CATEGORIES
+    names = prompts.parse_categories(categories)
     if preset:
         return names, prompts.mt_bench(dataset or Path("question.jsonl"), count)
     prompts.check_categories(names, count)

@@ -16,6 +16,7 @@ import math
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Literal, TextIO
@@ -42,6 +43,9 @@ MAX_ROWS = 2000
 
 PIPE_TABLE_WIDTH = 240
 """Maximum width of a table, in columns, if stdout is not a terminal and COLUMNS is not set."""
+
+PROGRESS_SECONDS = 10.0
+"""Least time between two progress lines where stderr is not a terminal."""
 
 STYLES = {"good": "32", "bad": "31", "warn": "33", "dim": "2", "bold": "1", "struck": "9;31"}
 """Style names for commands -> ANSI code."""
@@ -296,9 +300,12 @@ class Output:
 
     @contextmanager
     def progress(self, label: str) -> Iterator[Progress]:
-        """Yield `callback(done, total)`; draws a progress bar if stderr is a terminal."""
+        """Yield `callback(done, total)`, which shows the progress on stderr.
+
+        Draws a bar on a terminal; elsewhere prints a line every PROGRESS_SECONDS.
+        """
         if self.quiet or not sys.stderr.isatty():
-            yield lambda done, total: None
+            yield (lambda done, total: None) if self.quiet else self._progress_lines(label)
             return
         from rich.console import Console
         from rich.progress import Progress as Bar
@@ -306,6 +313,20 @@ class Output:
         with Bar(console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(one_line(label).replace("[", r"\["), total=None)
             yield lambda done, total: bar.update(task, completed=done, total=total)
+
+    def _progress_lines(self, label: str) -> Progress:
+        """Return a progress callback that prints a line on stderr every PROGRESS_SECONDS."""
+        printed = time.monotonic()
+
+        def show(done: int, total: int) -> None:
+            nonlocal printed
+            if not total or time.monotonic() - printed < PROGRESS_SECONDS:
+                return
+            printed = time.monotonic()
+            counts = f"{done} of {total}, " if total < 100_000 else ""  # larger: bytes
+            self.log(f"{label}: {counts}{done / total:.0%}")
+
+        return show
 
 
 def error(text: str, exit_code: int, *, json: bool = False) -> int:

@@ -11,20 +11,19 @@ from g4spec.cli import _inputs, _probe, render
 from g4spec.errors import CheckFailed, UsageError
 
 File = Annotated[
-    Path | None, typer.Argument(help="GGUF file of a draft or target, or the hub id of one.")
+    Path | None,
+    typer.Argument(metavar="FILE", help="GGUF file of a draft or target, or the hub id of one."),
 ]
 Target = Annotated[
     Path | None,
     typer.Option("--target", "-m", help="GGUF file of the draft's target, or the hub id of one."),
 ]
 Against = Annotated[
-    Path | None,
-    typer.Option(
-        help="Checkpoint that the file was converted from: compares every tensor and key."
-    ),
+    Path | None, typer.Option(help="Its source checkpoint: compares every tensor and key.")
 ]
 RuleIds = Annotated[
-    list[str] | None, typer.Option(help="Check only the rule with this id; may be repeated.")
+    list[str] | None,
+    typer.Option(metavar="ID", help="Check only the rule with this id; may be repeated."),
 ]
 Upstream = Annotated[
     bool, typer.Option("--upstream", help="Show how upstream llama.cpp handles this file.")
@@ -39,8 +38,8 @@ ProbeIt = Annotated[
     bool,
     typer.Option(
         "--probe",
-        help="Also run the pair on built-in prompts, and again with single settings changed, to "
-        "find what costs acceptance. Fails if acceptance is too low for this kind of draft.",
+        help="Also run the pair to find what costs acceptance. Compares with the draft "
+        "converted from --against, or without it with single settings changed.",
     ),
 ]
 ListRules = Annotated[bool, typer.Option("--list-rules", help="List all rules.")]
@@ -64,8 +63,7 @@ def command(
     errors, and if the file prevents a rule from being checked. docs/rules.md explains each rule.
     """
     from g4spec import validate
-    from g4spec.validate.needs import NO_TARGET, OTHER_SOURCE
-    from g4spec.validate.rule import Severity
+    from g4spec.validate.needs import OTHER_SOURCE
 
     out = render.Output(json, quiet)
     checks = {
@@ -99,25 +97,25 @@ def command(
         why = report.skipped.get(unchecked[0], "it is not about this kind of file")
         raise UsageError(f"{path}: rule {unchecked[0]} was not checked", found=why)
     report.show(out)
-    if report.tensors and not json and OTHER_SOURCE not in report.skipped.values():
+    if OTHER_SOURCE in report.skipped.values():
+        against = None
+    if report.tensors and not json and against:
         worst = sorted(report.tensors, key=lambda t: -t["relative_rms"])[:10]
         columns = ("tensor", "type", "largest error", "relative RMS")
         rows = [
             (t["name"], t["type"], f"{t['max_abs']:.3g}", f"{t['relative_rms']:.3g}") for t in worst
         ]
         out.table("Largest errors against the source", columns, rows)
-    found = _probe.run(out, path, target) if probe else None
-    out.result(report.json() | ({"probe": found.json()} if found else {}))
+    found = _probe.run(out, path, target, against) if probe else None
+    summary = report.summary() + _probe.summary(found)
+    failed = not report.ok or report.unable or (found and not found.ok)
+    fix = report.strict_fix() if strict and not failed else None
+    if not (failed or fix) or (found and found.interrupted):  # else the error shows it
+        out.line(summary, "bad" if failed else "good")
+    out.result(report.json() | (_probe.json(report, found) if found else {}))
     _probe.raise_if_interrupted(found)
-    if not report.ok or report.unable or (found and not found.ok):
-        raise CheckFailed(report.summary())
-    if strict and (report.count(Severity.WARNING) or NO_TARGET in report.skipped.values()):
-        raise CheckFailed(
-            report.summary(),
-            fix="pass --target for the rules that need it"
-            if NO_TARGET in report.skipped.values()
-            else None,
-        )
+    if failed or fix:
+        raise CheckFailed(summary, fix=fix)
 
 
 def _upstream(out: render.Output, path: Path) -> None:

@@ -3,7 +3,7 @@
 from g4spec.convert.cache import convert_cached
 from g4spec.convert.pipeline import Result, check_arguments, convert, quantize
 from g4spec.convert.plan import Plan, PlannedTensor
-from g4spec.convert.sources import CheckpointFolder, DetectedSource, detect
+from g4spec.convert.sources import CheckpointFolder, DetectedSource, conversion_command, detect
 
 __all__ = [
     "CheckpointFolder",
@@ -12,6 +12,7 @@ __all__ = [
     "PlannedTensor",
     "Result",
     "check_arguments",
+    "conversion_command",
     "convert",
     "convert_cached",
     "detect",

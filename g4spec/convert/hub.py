@@ -203,7 +203,8 @@ class _Hub:
             raise InputError(
                 f"{self.id} has no GGUF file",
                 found="a safetensors checkpoint",
-                fix=f"convert it first: g4spec convert {self.id}",
+                fix=f"convert it first: `g4spec convert {self.id} -o NAME.gguf`; a draft also "
+                "needs `--target TARGET`",
             )
         safetensors.refuse_pickles(str(self.id), names)
         raise InputError(f"{self.id} has neither safetensors nor GGUF files", found=_shown(names))

@@ -5,6 +5,7 @@ Detection reads the content; names of files do not matter.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,6 +125,21 @@ def detect(path: str | Path, weights: bool = True, *, prefer_gguf: bool = False)
     elif path.suffix == ".safetensors":
         return _detect_folder(_open_folder(path.parent, [path]))
     return _detect_gguf(GGUF(path), notes)
+
+
+def conversion_command(folder: Path, target: str | Path = "TARGET") -> str | None:
+    """Return the command that converts a checkpoint folder; None if it is not a checkpoint.
+
+    Args:
+        target: target of a draft; by default a placeholder.
+    """
+    try:
+        with detect(folder, weights=False) as source:
+            of_draft = "" if source.is_target else f" --target {shlex.quote(str(target))}"
+    except InputError:
+        return None
+    out = shlex.quote(f"{folder.resolve().name}.gguf")
+    return f"g4spec convert {shlex.quote(str(folder))}{of_draft} -o {out}"
 
 
 def _open_folder(

@@ -24,7 +24,9 @@ def folder_hint(folder: Path) -> str | None:
     """Return a fix for an error about a folder given instead of a GGUF file; None if the folder has
     no GGUF file."""
     found = sorted(folder.glob("*.gguf"))
-    return f"name the file in it: {found[0]}" if found else None
+    if not found:
+        return None
+    return f"name {'one of the files' if found[1:] else 'the file'} in it: {found[0]}"
 
 
 def part_name(stem: str, no: int, count: int) -> str:

@@ -34,8 +34,8 @@ def parse_lengths(text: str, most: int | None) -> tuple[DraftLength, ...]:
         else:
             raise UsageError(
                 "`lengths`",
-                expected=f'"sweep", "auto" or 0 to {MAX_DRAFT}, '
-                "or several with commas between them",
+                expected=f"sweep, auto, a number from 0 to {MAX_DRAFT}, or several of them with "
+                "commas such as 2,5,auto",
                 found=f"{word!r:.40}",
             )
     if most is None:

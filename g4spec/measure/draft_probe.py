@@ -1,22 +1,30 @@
-"""Runs a pair on a few built-in prompts and compares acceptance with published drafts of its kind.
+"""Runs a pair on a few built-in prompts to find what costs acceptance.
 
-It also changes, one at a time, settings that cannot be verified from the tensors or other keys: one
-that clearly raises acceptance is wrong in the file, even if the draft works fairly well.
+With the draft's checkpoint it also runs the draft that `convert` writes from it: a loss against
+that draft is a fault of the file. Without, it compares acceptance with published drafts of the
+kind. It also changes, one at a time, settings that cannot be verified from the tensors or other
+keys: one that clearly raises acceptance is wrong in the file, even if the draft works fairly well.
+The values of tensors are tested in the same way (`tensor_scales`).
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from g4spec import gguf, models
-from g4spec.gguf import GGUF, KV, TensorData, Value, ValueType
+from g4spec import models
+from g4spec.errors import G4Error
+from g4spec.gguf import GGUF
+from g4spec.measure.draft_variants import converted, variants, write_changed
 from g4spec.measure.prompts import prompts
+from g4spec.measure.tensor_scales import ScaledTensor, better_scales
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options
+from g4spec.validate.rule import Finding
 
 CATEGORIES = ("code", "chat", "maths")
 REACHED = {"dflash": 2.08, "gemma4-assistant": 2.3}
@@ -24,8 +32,19 @@ REACHED = {"dflash": 2.08, "gemma4-assistant": 2.3}
 assistant with a quantized 31B). No such figure is known for other kinds."""
 LEAST = 1.1
 """Tokens per step below which a draft is useless."""
-BETTER = 1.15
+BETTER = 1.1
 """Factor in tokens per step from which a changed setting counts as better."""
+BETTER_SCALE = 1.05
+"""The same for a tensor multiplied by a factor, which also predicts the target's tokens better."""
+CONFIRMED = 2
+"""Number of tensors, the best, that are measured multiplied by their factor."""
+LOSS = 0.05
+"""Loss of tokens per step against the draft converted from the source, from which it is an error.
+That draft has the same tensor types, so an intact file loses nothing. Changes that no user would
+notice, as Q6_K instead of Q8_0, move tokens per step of the bundled drafts by up to 3 %."""
+
+SOURCE = "the draft converted from the source"
+"""Name of the reference among the measured files."""
 
 Progress = Callable[[int, int], None]
 
@@ -53,6 +72,13 @@ class AcceptanceCounts:
         """Return the acceptance at each position."""
         return [a / d for a, d in zip(self.accepted, self.drafted, strict=True) if d]
 
+    def largest_loss(self, reference: AcceptanceCounts) -> tuple[int, float, float]:
+        """Return the position, counted from 1, with the largest loss against `reference`, and the
+        acceptance there of the reference and of this draft."""
+        pairs = [*zip(reference.shares(), self.shares(), strict=False)]
+        at = max(range(len(pairs)), key=lambda i: pairs[i][0] - pairs[i][1])
+        return at + 1, *pairs[at]
+
 
 @dataclass(slots=True)
 class ProbeResult:
@@ -61,38 +87,112 @@ class ProbeResult:
     Attributes:
         kind: kind of draft. reached: lowest tokens per step of correct drafts of this kind, or
             LEAST.
-        run: counts of the unchanged file. others: changed setting -> counts, best first.
+        run: counts of the unchanged file.
+        reference: counts of the draft that `convert` writes from the source, or None.
+        others: changed setting or tensor -> counts, best first.
+        scales: tensors that predict the target's tokens better with other values, best first.
         interrupted: what was measured before Ctrl-C ended the probe, or "".
     """
 
     kind: str
     reached: float
     run: AcceptanceCounts
+    reference: AcceptanceCounts | None = None
     others: dict[str, AcceptanceCounts] = field(default_factory=dict)
+    scales: list[ScaledTensor] = field(default_factory=list)
     interrupted: str = ""
 
     @property
     def ok(self) -> bool:
-        """True if the draft reaches `reached` and no changed setting is better."""
-        return self.run.per_step >= self.reached and not self.better
+        """True if there are no findings."""
+        return not self.findings
 
     @property
     def better(self) -> list[str]:
-        """Changed settings that clearly raise tokens per step."""
+        """Changed settings and tensors that clearly raise tokens per step, best first."""
+        least = {scale.change: BETTER_SCALE for scale in self.scales}
         return [
-            name for name, run in self.others.items() if run.per_step >= BETTER * self.run.per_step
+            name
+            for name, run in self.others.items()
+            if run.per_step >= least.get(name, BETTER) * self.run.per_step
         ]
 
+    @property
+    def loss(self) -> float:
+        """Part of the reference's tokens per step that the file loses; 0 without a reference."""
+        return 1 - self.run.per_step / self.reference.per_step if self.reference else 0.0
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What costs acceptance: for each key its best setting, then losses."""
+        scales = {scale.change: scale for scale in self.scales}
+        best = {
+            "tensors" if name in scales else name.partition(" = ")[0]: name
+            for name in reversed(self.better)
+        }
+        found = [
+            self._better_tensor(scales[name]) if name in scales else self._better_setting(name)
+            for name in best.values()
+        ]
+        if self.reference is not None and self.loss >= LOSS:
+            found.append(self._loss_against(self.reference))
+        if not found and self.run.per_step < self.reached:
+            found.append(
+                Finding(
+                    "acceptance",
+                    f"{self.reached:g} tokens per step or more, as good drafts of this kind reach",
+                    f"{self.run.per_step:.2f}, and no changed setting raises it",
+                    "check that the draft was trained for this target; pass its checkpoint with "
+                    "--against to compare the weights",
+                )
+            )
+        return found
+
+    def _better_setting(self, name: str) -> Finding:
+        return Finding(
+            name.partition(" = ")[0],
+            f"{name.partition(' = ')[2]}, which reaches {self.others[name].per_step:.2f} tokens "
+            "per step",
+            f"a setting that reaches {self.run.per_step:.2f}",
+            "compare this setting with the checkpoint",
+        )
+
+    def _better_tensor(self, scale: ScaledTensor) -> Finding:
+        return Finding(
+            scale.name,
+            "the values of the trained draft, which no factor improves",
+            f"values that reach {self.others[scale.change].per_step:.2f} instead of "
+            f"{self.run.per_step:.2f} tokens per step if multiplied by {scale.factor:g}",
+            "compare the tensors of this layer with the checkpoint (--against)",
+        )
+
+    def _loss_against(self, reference: AcceptanceCounts) -> Finding:
+        position, expected, found = self.run.largest_loss(reference)
+        return Finding(
+            "acceptance",
+            f"{reference.per_step:.2f} tokens per step, as the draft that `g4spec convert` writes "
+            f"from the source; at position {position}: {expected:.0%}",
+            f"{self.run.per_step:.2f} ({-self.loss:.0%}); at position {position}: {found:.0%}",
+            "correct the keys and tensors that differ from the source, or convert it again",
+        )
+
     def json(self) -> dict[str, Any]:
-        others = {name: run.per_step for name, run in self.others.items()}
+        reference = self.reference and {
+            "tokens_per_step": self.reference.per_step,
+            "by_position": self.reference.shares(),
+            "loss": self.loss,
+        }
         return {
             "kind": self.kind,
             "ok": self.ok,
             "tokens_per_step": self.run.per_step,
             "reached": self.reached,
             "by_position": self.run.shares(),
-            "others": others,
+            "reference": reference,
+            "others": {name: run.per_step for name, run in self.others.items()},
             "better": self.better,
+            "scales": [asdict(scale) for scale in self.scales],
+            "findings": [f.json() for f in self.findings],
             "interrupted": bool(self.interrupted),
         }
 
@@ -100,91 +200,141 @@ class ProbeResult:
 def probe(
     target: Path,
     draft: Path,
+    source: Path | None = None,
     *,
     n_predict: int = 48,
     count: int = 2,
     device: str = "cpu",
     progress: Progress = lambda done, total: None,
 ) -> ProbeResult:
-    """Measure a pair, and the same draft with single settings changed.
+    """Measure a pair, and the draft converted from `source`, or without a source the same draft
+    with single settings changed.
 
     Ctrl-C ends it; the result then has what was measured. Raises KeyboardInterrupt if it comes
     before the first text is finished.
 
     Args:
+        source: checkpoint of the draft, or None.
         n_predict: tokens per text. count: prompts per category of CATEGORIES.
         progress: called with the number of finished texts, and of all texts.
     """
-    kind, others, unchanged = _kind(draft), dict[str, AcceptanceCounts](), list[AcceptanceCounts]()
-    per_file, interrupted = count * len(CATEGORIES), ""
+    files = _Files(target, draft, n_predict, count, device, progress)
+    interrupted = ""
     with GGUF(draft) as file, tempfile.TemporaryDirectory() as folder:
-        changed = list(variants(file))
-        n_texts = per_file * (1 + len(changed))
-        progress(0, n_texts)
-
-        def measure(path: Path, texts: list[AcceptanceCounts]) -> None:
-            before = per_file * (1 + len(others)) if texts is not unchanged else 0
-            for text in _measure(target, path, n_predict, count, device):
-                texts.append(text)
-                progress(before + len(texts), n_texts)
-
         try:
-            measure(draft, unchanged)
-            for name, changes in changed:
-                texts = list[AcceptanceCounts]()
-                measure(_written(file, changes, Path(folder) / "variant.gguf"), texts)
-                others[name] = AcceptanceCounts.total(texts)
+            files.measure_all(file, source, Path(folder))
         except KeyboardInterrupt:
-            if not unchanged:
+            if not files.unchanged:
                 raise
-            interrupted = (
-                f"{len(unchanged)} of {per_file} texts of the unchanged draft and {len(others)} of "
-                f"{len(changed)} changed settings were measured"
-            )
-    order = sorted(others.items(), key=lambda item: -item[1].per_step)
+            interrupted = files.so_far("conversions of the source" if source else "changes")
+    reference = files.others.pop(SOURCE, None)
+    order = sorted(files.others.items(), key=lambda item: -item[1].per_step)
+    run, kind = AcceptanceCounts.total(files.unchanged), _kind(draft)
     reached = REACHED.get(kind, LEAST)
-    return ProbeResult(kind, reached, AcceptanceCounts.total(unchanged), dict(order), interrupted)
+    return ProbeResult(kind, reached, run, reference, dict(order), files.scales, interrupted)
 
 
-def variants(file: GGUF) -> Iterator[tuple[str, KV]]:
-    """Yield a description and the changed keys for each setting whose error would go unnoticed."""
-    a = f"{file.get('general.architecture')}."
-    ids = file.get(f"{a}target_layers")
-    if isinstance(ids, list):
-        for step in (1, -1):
-            moved = [i + step for i in ids]
-            if min(moved) >= 1:
-                yield (
-                    f"{a}target_layers = {moved}",
-                    {f"{a}target_layers": Value(ValueType.ARRAY, moved, ValueType.I32)},
-                )
-    base = file.get(f"{a}rope.freq_base")
-    for other in (1e4, 1e6):
-        if isinstance(base, float) and base != other:
-            yield (
-                f"{a}rope.freq_base = {other:g}",
-                {f"{a}rope.freq_base": Value(ValueType.F32, other)},
-            )
-    causal = file.get("g4spec.dflash.layer_causal")
-    if isinstance(causal, list):
-        for value in (True, False):
-            if causal != [value] * len(causal):
-                key = "g4spec.dflash.layer_causal"
-                yield (
-                    f"{key} = all {str(value).lower()}",
-                    {key: Value(ValueType.ARRAY, [value] * len(causal), ValueType.BOOL)},
-                )
-    scale, width = file.get(f"{a}embedding_scale", 1.0), file.get(f"{a}embedding_length")
-    if a.startswith("dflash") and isinstance(width, int):
-        other = 1.0 if scale != 1.0 else width**0.5
-        yield (
-            f"{a}embedding_scale = {other:g}",
-            {f"{a}embedding_scale": Value(ValueType.F32, other)},
+class _Files:
+    """Measures a draft and others like it with one target.
+
+    Attributes:
+        unchanged: counts of each text of the draft itself.
+        others: name -> counts of the other drafts.
+        scales: tensors that are better with other values.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        draft: Path,
+        n_predict: int,
+        count: int,
+        device: str,
+        progress: Progress,
+    ) -> None:
+        self.target, self.draft, self.n_predict, self.count = target, draft, n_predict, count
+        self.device, self.progress = device, progress
+        self.unchanged: list[AcceptanceCounts] = []
+        self.others: dict[str, AcceptanceCounts] = {}
+        self.scales: list[ScaledTensor] = []
+        self._per_file, self._n_files, self._n_done, self._n_others = (
+            count * len(CATEGORIES),
+            1,
+            0,
+            0,
         )
-    for key in (f"{a}norm_before_residual", f"{a}sample_from_anchor"):
-        flag = file.get(key)
-        if isinstance(flag, bool):
-            yield f"{key} = {str(not flag).lower()}", {key: Value(ValueType.BOOL, not flag)}
+
+    def so_far(self, others: str) -> str:
+        """Return what was measured."""
+        return (
+            f"{len(self.unchanged)} of {self._per_file} texts of the unchanged draft and "
+            f"{len(self.others)} of {self._n_others} {others} were measured"
+        )
+
+    def measure_all(self, file: GGUF, source: Path | None, folder: Path) -> None:
+        """Measure the draft, then the one converted from `source`, or without a source those with
+        changed settings and tensors."""
+        jobs: dict[str, Callable[[], Path]] = {}
+        if source:
+            jobs[SOURCE] = partial(converted, file, source, self.target, folder)
+        else:
+            for name, changes in variants(file):
+                jobs[name] = partial(write_changed, file, changes, folder / "variant.gguf")
+        self._n_others = len(jobs)
+        self._n_files = 1 + len(jobs) + (source is None)  # with the test of scales
+        self.progress(0, self._n_texts)
+        self._measure(self.draft, self.unchanged)
+        for name, write in jobs.items():
+            self._measure_other(name, write)
+        if source is None and not self._has_better():
+            self._test_scales(file, folder)
+
+    @property
+    def _n_texts(self) -> int:
+        return self._per_file * self._n_files
+
+    def _has_better(self) -> bool:
+        least = BETTER * AcceptanceCounts.total(self.unchanged).per_step
+        return any(run.per_step >= least for run in self.others.values())
+
+    def _measure(self, path: Path, texts: list[AcceptanceCounts]) -> None:
+        for text in _measure(self.target, path, self.n_predict, self.count, self.device):
+            texts.append(text)
+            self._finish_text()
+
+    def _finish_text(self) -> None:
+        self._n_done += 1
+        self.progress(self._n_done, self._n_texts)
+
+    def _measure_other(self, name: str, write: Callable[[], Path]) -> None:
+        """Measure one changed draft; one that this target cannot run is left out."""
+        before, texts = self._n_done, list[AcceptanceCounts]()
+        try:
+            self._measure(write(), texts)
+        except G4Error:
+            if name == SOURCE:
+                raise
+            self._n_done = before + self._per_file
+            return
+        self.others[name] = AcceptanceCounts.total(texts)
+
+    def _test_scales(self, file: GGUF, folder: Path) -> None:
+        """Find tensors that are better with other values, and measure the best of them."""
+        with Engine.load(self.target, self.draft, n_ctx=None, device=self.device) as engine:
+            if not engine.on_cpu or not hasattr(engine.draft, "w"):
+                return
+            texts = [
+                p.encode(engine.tokenizer)
+                for p in prompts(engine.tokenizer, CATEGORIES, self.count)
+            ]
+            for found in better_scales(engine, texts, self.n_predict):
+                self.scales = found
+                self._finish_text()
+        best = self.scales[:CONFIRMED]
+        self._n_files += len(best)
+        for scaled in best:
+            write = partial(write_changed, file, {}, folder / "variant.gguf", scaled)
+            self._measure_other(scaled.change, write)
 
 
 def _measure(
@@ -213,13 +363,3 @@ def _kind(draft: Path) -> str:
         kind = models.find_kind(file.get("general.architecture"), file.tensors)
     assert kind is not None
     return str(getattr(kind, "NAME", kind.ARCH))
-
-
-def _written(file: GGUF, changes: KV, path: Path) -> Path:
-    kv = {key: file.value(key) for key in file} | changes
-    data = [
-        TensorData(name, t.shape, t.format.type, [file.raw(name)])
-        for name, t in file.tensors.items()
-    ]
-    gguf.write(path, kv, data)
-    return path

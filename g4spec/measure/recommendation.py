@@ -83,7 +83,7 @@ def recommend(rows: Sequence[SweepRow], longest: int | None = None) -> Recommend
     return Recommendation(
         lengths,
         auto,
-        _words(lengths) + _unmeasured_words(unmeasured),
+        _words(lengths, ties) + _unmeasured_words(unmeasured),
         _auto_words(auto),
         unmeasured,
         ties,
@@ -112,12 +112,11 @@ def _tie_words(
     parts = []
     for (chosen, tied, same), names in groups.items():
         ordered = sorted((chosen, *tied), key=lambda n: (n == "auto", n if n != "auto" else 0))
-        why = "it drafts the fewest tokens" if same else "its median is the highest"
+        why = "drafts the fewest tokens" if same else "has the highest median"
         parts.append(
-            f"{_listed([_name(n) for n in ordered])} are equal within the scatter for "
-            f"{_listed(names)}; {_name(chosen)} is recommended because {why}."
+            f"{_listed([_name(n) for n in ordered])} for {_listed(names)} ({_name(chosen)} {why})"
         )
-    return " ".join(parts)
+    return f"Equal within the scatter: {'; '.join(parts)}." if parts else ""
 
 
 def _name(length: DraftLength) -> str:
@@ -141,7 +140,8 @@ def _unfixed(by_category: dict[str, list[SweepRow]]) -> str:
     return text + "."
 
 
-def _words(lengths: dict[str, DraftLength]) -> str:
+def _words(lengths: dict[str, DraftLength], ties: dict[str, list[DraftLength]]) -> str:
+    """Describe the recommended lengths. The reason for a tied one is left to `_tie_words`."""
     groups: dict[DraftLength, list[str]] = {}
     for category, length in lengths.items():
         groups.setdefault(length, []).append(TITLES.get(category, category))
@@ -152,7 +152,9 @@ def _words(lengths: dict[str, DraftLength]) -> str:
     parts = [f"{n} for {_listed(names)}" for n, names in groups.items() if n not in (0, "auto")]
     text = f"Draft {', '.join(parts)}." if parts else ""
     if "auto" in groups:
-        text += f" Use auto for {_listed(groups['auto'])}: it was faster than any fixed length."
+        tied = any(lengths[category] == "auto" for category in ties)
+        why = "" if tied else ": it was faster than any fixed length"
+        text += f" Use auto for {_listed(groups['auto'])}{why}."
     if 0 in groups:
         text += f" No draft for {_listed(groups[0])}: it gains nothing there."
     return text.strip()
@@ -175,7 +177,7 @@ def _auto_words(auto: dict[str, float]) -> str:
         return ""
     mean = sum(auto.values()) / len(auto)
     lowest = min(auto, key=lambda name: auto[name])
-    text = f"auto, which chooses while it runs, reaches {mean:.0%} of the best measured length"
+    text = f"auto, which chooses while it runs, reaches {mean:.0%} of the best fixed length"
     if len(auto) > 1:
         text += f" on average, at least {auto[lowest]:.0%} ({TITLES.get(lowest, lowest)})"
     return text + "."

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from g4spec.quant.format import Bytes, Floats, check_finite
+from g4spec.quant.format import Bytes, Floats, check_finite, raise_to
 
 BLOCK, GROUPS, SIZE = 256, 8, 32
 BATCH = 384
@@ -53,8 +53,8 @@ class Layout:
         starts: offsets s of the first block factors, largest / (most + s). Steps 2 and 3 run once
             for each tuple, from the offset in it that represents the groups' scales best, and the
             result with the smallest error is kept. Empty: one run with s = 0.
-        large: with error weights w, errors are weighted by w * (rms + |x|)^(3/4) instead of
-            w * (rms + |x|)^(1/2), see `Format.weighted`.
+        quarters: with error weights w, errors are weighted by w * (rms + |x|)^(quarters / 4), see
+            `Format.weighted`.
     """
 
     top: int
@@ -64,7 +64,7 @@ class Layout:
     most: int = 63
     steps: tuple[float, ...] = (-3.0, -2.0, -1.4, -0.9, -0.4, -0.2, 0.0, 0.2, 0.5, 0.9)
     starts: tuple[tuple[float, ...], ...] = ()
-    large: bool = False
+    quarters: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +156,8 @@ class _Search:
         self.weights = np.abs(x)
         self.weights += np.sqrt(np.einsum("ij,ij->j", x, x) / F(layout.size))
         if weights is not None:  # see `Format.weighted`
-            root = np.sqrt(self.weights)
-            if layout.large:
-                root *= np.sqrt(root)
-            self.weights = np.multiply(root, _columns(weights, layout), out=root)
+            self.weights = raise_to(self.weights, layout.quarters)
+            self.weights *= _columns(weights, layout)
         self.weight = np.maximum(np.einsum("ij->j", self.weights), TINY)
         self.y, self.code, self.part = (np.empty_like(x) for _ in range(3))
 

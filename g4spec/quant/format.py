@@ -83,10 +83,11 @@ class Format:
         factors: floating-point factors of blocks; required if the type has `decode` and blocks.
         exponent_mask: exponent bits of unquantized floats, all set in NaN and infinity; else 0.
         weighted: `encode` takes weights of the squared errors [n], above 0, as second argument. It
-            minimizes the errors weighted by weight * sqrt(rms + |x|). The weight alone would clip
-            large values too readily, which costs Q2_K and Q3_K more divergence than the weights
-            gain. With weight * (rms + |x|), as in ggml, the weighted error is larger than needed.
-            Q2_K, which clips most, takes the power 3/4 instead of the root.
+            minimizes the errors weighted by weight * (rms + |x|)^p, with p = 1/2 in most types. The
+            weight alone (p = 0) would clip large values too readily, which costs types of few bits
+            more divergence than the weights gain. With p = 1, as in ggml, the weighted error is
+            larger than needed. Q2_K, which clips most, has p = 3/4, Q3_K 1/4 (its divergence is
+            that of 1/2 within 1 %, its error never above ggml's), Q5_1 0.
     """
 
     name: str
@@ -212,6 +213,20 @@ def first_invalid(x: Floats, good: NDArray[np.bool_]) -> Unrepresentable:
     """Return the error for the first value of `x` that is not `good`."""
     index = int(np.argmin(good.reshape(-1)))
     return Unrepresentable(index, float(x.reshape(-1)[index]))
+
+
+def raise_to(x: Floats, quarters: int) -> Floats:
+    """Return positive x to the power quarters / 4 (0 to 3), by roots: ten times as fast as
+    `np.power`. `x` is overwritten."""
+    if quarters == 0:
+        x.fill(1)
+        return x
+    root = np.sqrt(x, out=x)
+    if quarters == 1:
+        np.sqrt(root, out=root)
+    elif quarters == 3:
+        root *= np.sqrt(root)
+    return root
 
 
 def encode_in_batches(

@@ -84,7 +84,8 @@ def encode_affine(
     Source: ggml `quantize_row_q4_1_ref`, `quantize_row_q5_1_ref`.
     """
     if weights is not None:
-        layout = affine.Layout(top, rounds=0, groups=1, size=BLOCK, steps=SPANS)
+        quarters = 0 if top > 15 else 2
+        layout = affine.Layout(top, rounds=0, groups=1, size=BLOCK, steps=SPANS, quarters=quarters)
         return affine.fit_single_group(x, layout, weights)
     t = _columns(x)
     low, high = t.min(axis=0), t.max(axis=0)

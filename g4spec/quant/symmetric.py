@@ -7,7 +7,8 @@ even by ggml's measure. It differs from ggml's search:
 1. For each group, try several step sizes that map its largest value to an end of the codes or near
    it, and fit the scale to the resulting codes by least squares.
 2. Round scales to integers and try their neighbours (`CodeSpec.neighbours`).
-3. Fit d to codes and scales by least squares, and keep it if the error is smaller.
+3. Fit d to codes and scales by least squares, and keep it if the error is smaller. With
+   `CodeSpec.by_scales`, d is fitted to the scales of step 1 before step 2 instead.
 
 Values are stored as [size, groups * blocks], see `g4spec.quant.affine`.
 """
@@ -22,10 +23,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from g4spec.quant.format import Bytes, Floats, check_finite
+from g4spec.quant.format import Bytes, Floats, check_finite, raise_to
 
 BATCH = 384
 """Blocks per batch."""
+TILE = 8192
+"""Values that are transposed at a time: 32 KiB, so that lines are still in the L1 cache when their
+next value is read. That takes half the time of a whole batch at once."""
 NEIGHBOURS = (0, -1, 1)
 TINY = np.float32(1e-15)
 """Groups whose largest magnitude is smaller become zero, as in ggml."""
@@ -46,6 +50,11 @@ class CodeSpec:
         rms: the weights are rms + |x|, otherwise |x|.
         refined: largest magnitude of an integer scale whose neighbours are tried. Rounding errors
             of larger ones matter less.
+        by_scales: fit d to the groups' best scales, weighted by the sums of their codes^2, instead
+            of to codes: the error is the same and two passes over the values less.
+        quarters: with error weights w, errors are weighted by w * (rms + |x|)^(quarters / 4), see
+            `Format.weighted`.
+        unclipped: steps from `ends` up to this magnitude give no codes outside the range.
     """
 
     groups: int
@@ -57,6 +66,9 @@ class CodeSpec:
     round: Callable[[Floats], Floats]
     rms: bool = True
     refined: int = 128
+    by_scales: bool = False
+    quarters: int = 2
+    unclipped: float = 0.0
 
 
 def integer_codes(low: int, high: int) -> Callable[[Floats], Floats]:
@@ -88,7 +100,8 @@ def table_codes(values: Floats) -> Callable[[Floats], Floats]:
 
 
 class Search:
-    """Search on one batch of values [size, groups * blocks]. `code`, `part`: scratch arrays.
+    """Search on one batch of values [size, groups * blocks]. `code`, `part`: scratch arrays;
+    `square`: weighted sums of codes^2 of the groups' best scales.
 
     The arrays last until the next search of the same thread."""
 
@@ -96,24 +109,28 @@ class Search:
         self.codes = codes
         shape = codes.size, len(x) // codes.size
         self.x, self.weights, self.code, self.part = scratch(shape)
+        self.square: Floats = self.x[0]
         blocks = x.reshape(-1, codes.groups, codes.size).transpose(2, 1, 0)
-        self.x.reshape(blocks.shape)[:] = blocks
+        to, step = self.x.reshape(blocks.shape), max(TILE // (codes.groups * codes.size), 1)
+        for at in range(0, blocks.shape[2], step):
+            to[:, :, at : at + step] = blocks[:, :, at : at + step]
         np.abs(self.x, out=self.weights)
         if codes.rms or weights is not None:
             self.weights += np.sqrt(np.einsum("ij,ij->j", self.x, self.x) / F(codes.size))
         if weights is not None:  # see `Format.weighted`
-            np.sqrt(self.weights, out=self.weights)
+            raise_to(self.weights, codes.quarters)
             self.weights *= columns(weights, codes)
 
-    def sums(self, inverse: Floats) -> tuple[Floats, Floats]:
+    def sums(self, inverse: Floats, clip: bool = True) -> tuple[Floats, Floats]:
         """Return the weighted sums of codes^2 and codes * x of each group for 1 / scale."""
-        code, part = self.round(inverse), self.part
+        code, part = self.round(inverse, clip), self.part
         np.multiply(code, self.weights, out=part)
         return np.einsum("ij,ij->j", part, code), np.einsum("ij,ij->j", part, self.x)
 
-    def round(self, inverse: Floats) -> Floats:
+    def round(self, inverse: Floats, clip: bool = True) -> Floats:
+        """Return the nearest codes for 1 / scale; without `clip` rounded only."""
         np.multiply(self.x, inverse, out=self.code)
-        return self.codes.round(self.code)
+        return self.codes.round(self.code) if clip else np.rint(self.code, out=self.code)
 
     def groups(self) -> Floats:
         """Return the best scale of each group, [groups, n]."""
@@ -123,15 +140,31 @@ class Search:
         inverse = np.where(flat, F(0), 1 / largest)
         most, square, product = (np.full_like(largest, v) for v in (-1, 0, 0))
         for end in self.codes.ends:
-            sums = self.sums(inverse * F(end))
+            sums = self.sums(inverse * F(end), abs(end) > self.codes.unclipped)
             gain = sums[1] * sums[1] / sums[0]
             better = gain > most  # false for 0 / 0
             for to, values in zip((most, square, product), (gain, *sums), strict=True):
                 np.putmask(to, better, values)
         scale = np.where(square > 0, product / square, largest / F(self.codes.end))
         scale[flat] = 0
+        self.square = square
         out: Floats = scale.reshape(self.codes.groups, -1)
         return out
+
+    def whole(self, best: Floats) -> tuple[NDArray[np.float16], Floats]:
+        """Return a factor per block, and the groups' best scales [groups, n] as integer multiples.
+        The factor may not be finite."""
+        low, high = F(self.codes.low), F(self.codes.high)
+        largest = best[np.abs(best).argmax(axis=0), np.arange(best.shape[1])]
+        d = (largest / low).astype(np.float16)
+        inverse = np.where(d != 0, low / largest, F(0))
+        scale = np.clip(np.rint(best * inverse), low, high)
+        if self.codes.by_scales:
+            part = self.square.reshape(scale.shape) * scale
+            fitted = np.einsum("ij,ij->j", part, best) / np.einsum("ij,ij->j", part, scale)
+            fitted = fitted.astype(np.float16)
+            d = np.where(np.isfinite(d) & np.isfinite(fitted) & (fitted != 0), fitted, d)
+        return d, scale
 
     def neighbours(self, d: NDArray[np.float16], scale: Floats) -> Floats:
         """Return the best integer scales near the given ones."""
@@ -197,20 +230,16 @@ def fit(
 ) -> tuple[NDArray[np.float16], Floats, Floats]:
     """Quantize whole blocks [groups * size * n]: return d [n], integer scales [groups, n], and
     values of codes [size, groups, n]. Raises Unrepresentable."""
-    n = len(x) // (codes.groups * codes.size)
     search = Search(x, codes, weights)
     with np.errstate(all="ignore"):
-        scale = search.groups()
-        largest = scale[np.abs(scale).argmax(axis=0), np.arange(n)]
-        d = (largest / F(codes.low)).astype(np.float16)
+        d, scale = search.whole(search.groups())
         check_finite(x, d)
-        inverse = np.where(d != 0, F(codes.low) / largest, F(0))
-        scale = np.clip(np.rint(scale * inverse), F(codes.low), F(codes.high))
         scale = search.neighbours(d, scale)
-        d = search.factor(d, scale)
+        if not codes.by_scales:
+            d = search.factor(d, scale)
         s = (d.astype(F) * scale).reshape(-1)
         code = search.round(np.where(s != 0, 1 / s, F(0)))
-    return d, scale, code.reshape(codes.size, codes.groups, n)
+    return d, scale, code.reshape(codes.size, *scale.shape)
 
 
 def fit_single_group(

@@ -85,6 +85,15 @@ class Stats:
         needed: tokens that plain decoding would also have chosen; excludes accepted tokens after
             the end of the text.
         preempted: number of preemptions.
+        stop_reason: why the text ended; "" until then. One of
+            "stop token ID": the model chose stop token ID, such as "stop token 106";
+            "stop text": the text contained a string of `Options.stop`;
+            "length": `Options.n_predict` tokens were generated;
+            "context": the context is full;
+            "cancelled": `Request.cancel` was called, or its iterator was closed;
+            "closed": `Engine.close` was called;
+            "interrupted": a step failed, or Ctrl-C ended it, which ends all requests;
+            "error": this request failed; see `Request.error`.
     """
 
     prompt_tokens: int = 0
@@ -167,7 +176,7 @@ class Request:
         prompt: prompt tokens.
         ids: generated tokens.
         text: the generated text.
-        stats: counts and times so far.
+        stats: counts and times so far, and `stop_reason`; `help(request.stats)` explains them.
         notes: remarks about the run, for instance that the draft failed.
         choices: all completions with `Options.n` > 1, this one first; otherwise only this one.
         done: whether no more tokens will come.

@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 from g4spec import quant
+from g4spec.convert import sources
 from g4spec.errors import InputError
 from g4spec.gguf import ValueType, folder_hint
 
@@ -126,11 +127,19 @@ class _Broken(Exception):
     """The file ends early or has an invalid value."""
 
 
+def _folder_error(folder: Path) -> InputError:
+    """Return the error for a folder given as a file, with the command that converts it."""
+    fix = folder_hint(folder)
+    if fix is None and (command := sources.conversion_command(folder)) is not None:
+        fix = f"convert it first: {command}"
+    found = "a folder" if fix else "a folder with neither a GGUF file nor a checkpoint"
+    return InputError(str(folder), expected="a GGUF file", found=found, fix=fix)
+
+
 def read(path: Path) -> Header:
     """Parse the header of `path`. Raise InputError only if the file cannot be read at all."""
     if path.is_dir():
-        fix = folder_hint(path) or "convert it first"
-        raise InputError(f"{path} cannot be read: a folder", expected="a GGUF file", fix=fix)
+        raise _folder_error(path)
     if path.exists() and not path.is_file():
         raise InputError(f"{path} cannot be read: a device or pipe", expected="a GGUF file")
     try:

@@ -6,20 +6,13 @@ from bisect import insort
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from g4spec.validate.needs import NO_SOURCE, NO_TARGET, NOT_GIVEN
-from g4spec.validate.rule import Finding, Rule, Severity
+from g4spec.validate.rule import Finding, Out, Rule, Severity
 
 GIVE = {NO_TARGET: "--target", NO_SOURCE: "--against"}
 """Reason why a rule was skipped -> option that provides the input."""
-
-
-class Out(Protocol):
-    """The part of `cli.render.Output` that a report needs."""
-
-    def line(self, text: str = "", style: str | None = None) -> None: ...
-    def note(self, text: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +28,7 @@ class Failure:
             "id": r.id,
             "severity": str(r.severity),
             "title": r.title,
-            "where": f.where,
-            "expected": str(f.expected),
-            "found": str(f.found),
-            "fix": f.fix,
+            **f.json(),
             "why": " ".join(r.why.split()),
         }
 
@@ -98,18 +88,23 @@ class Report:
         """Return one line with the number of rules and findings."""
         counts = [f"{self.count(s)} {s}{'s' * (self.count(s) != 1)}" for s in Severity]
         left = f", {len(self.skipped)} rules not checked" if self.skipped else ""
+        if self.unable:
+            left += f" ({len(self.unable)} because of a defect of the file)"
         return f"{self.path}: {len(self.checked)} rules, {', '.join(counts)}{left}"
 
+    def strict_fix(self) -> str | None:
+        """Return what to do about warnings and rules without a target; None if there are none."""
+        if NO_TARGET in self.skipped.values():
+            return f"pass {GIVE[NO_TARGET]} for the rules that need it"
+        return "correct the warnings" if self.count(Severity.WARNING) else None
+
     def show(self, out: Out) -> None:
-        """Print the findings, worst first."""
+        """Print the findings, worst first, and how many rules were not checked."""
         style = {Severity.ERROR: "bad", Severity.WARNING: "warn", Severity.NOTE: "dim"}
         for failure in self.failures:
             r, f = failure.rule, failure.finding
             out.line(f"{r.severity} {r.id}: {r.title}", style[r.severity])
-            out.line(f"  {f.where}: expected {f.expected}, found {f.found}")
-            out.line(f"  fix: {f.fix}")
+            f.show(out)
         for reason, n in Counter(self.skipped.values()).items():
             how = f"; pass {GIVE[reason]}" if reason in GIVE else ""
             out.line(f"NOT CHECKED: {n} rules, as {reason}{how}", "warn")
-        good = self.ok and not self.unable
-        out.line(self.summary(), "good" if good else "bad")

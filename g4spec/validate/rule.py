@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
+from typing import Any, Protocol
 
 from g4spec.validate.needs import Needs
 from g4spec.validate.subject import Subject
@@ -46,9 +47,16 @@ DRAFTS = (*TAPPED, *ASSISTANT)
 GEMMA = (*TARGETS, *ASSISTANT)
 
 
+class Out(Protocol):
+    """The part of `cli.render.Output` that findings need."""
+
+    def line(self, text: str = "", style: str | None = None) -> None: ...
+    def note(self, text: str) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One error found by a rule.
+    """One error found by a rule or the probe.
 
     Attributes:
         where: the key, tensor or byte position.
@@ -59,6 +67,19 @@ class Finding:
     expected: object
     found: object
     fix: str
+
+    def json(self) -> dict[str, Any]:
+        return {
+            "where": self.where,
+            "expected": str(self.expected),
+            "found": str(self.found),
+            "fix": self.fix,
+        }
+
+    def show(self, out: Out) -> None:
+        """Print expected and actual value, and the fix."""
+        out.line(f"  {self.where}: expected {self.expected}, found {self.found}")
+        out.line(f"  fix: {self.fix}")
 
 
 Findings = Iterator[Finding]

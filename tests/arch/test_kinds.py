@@ -57,6 +57,13 @@ def test_tables_of_checkpoints_have_every_kind(table: str, target: Path, tmp_pat
     assert not missing, f"kinds.{table} makes no checkpoint of {list(missing)}"
 
 
+def test_readme_counts_the_kinds() -> None:
+    page = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    words = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight")
+    assert f"[{words[len(DRAFTS)]} kinds of drafts](docs/kinds.md)" in page
+    assert f"A {words[len(DRAFTS) + 1]}th kind,\nn-gram lookup, needs no file" in page
+
+
 def test_engines_in_memory_have_every_kind() -> None:
     on = memory_engine.target()
     made = {type(make(on)) for make in memory_engine.DRAFTS.values()}

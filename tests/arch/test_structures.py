@@ -54,6 +54,21 @@ def test_named_files_exist() -> None:
     assert len(names) > 30 and missing == []
 
 
+def test_named_modules_and_constants_exist() -> None:
+    modules = {p.stem: p for p in (ROOT / "g4spec").rglob("*.py")}
+    files = {p.name for folder in ("g4spec", "docs", "tests") for p in (ROOT / folder).rglob("*.*")}
+    named = re.findall(r"`(\w+\.(?:py|cuh?|toml))`", PAGE)
+    constants = re.findall(r"`(\w+)\.([A-Z][A-Z_]+)`", PAGE)
+    assert named and constants and set(named) <= files
+    missing = [
+        f"{module}.{name}"
+        for module, name in constants
+        if module not in modules
+        or not re.search(rf"^{name}\b", modules[module].read_text(), re.MULTILINE)
+    ]
+    assert missing == []
+
+
 def test_names_in_contributing_exist() -> None:
     """Files by the end of their paths, and constants by their names."""
     page = (ROOT / "CONTRIBUTING.md").read_text()

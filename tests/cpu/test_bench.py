@@ -20,6 +20,7 @@ from g4spec.measure.prompts import (
     BenchPrompt,
     long_text,
     mt_bench,
+    parse_categories,
     prompts,
 )
 from g4spec.measure.recommendation import recommend
@@ -219,9 +220,9 @@ def test_auto_is_recommended_where_it_was_fastest() -> None:
     assert "4 for code" in advice.words and "auto for maths" in advice.words
     noisy = recommend([make_row(0, 1.0), make_row(4, 2.0), make_row("auto", 2.2, scatter=0.2)])
     assert noisy.lengths == {"code": "auto"} and noisy.ties == {"code": [4]}
+    assert "faster" not in noisy.words, "equal within the scatter"
     assert noisy.tie_words == (
-        "4 and auto are equal within the scatter for code; auto is recommended because its median "
-        "is the highest."
+        "Equal within the scatter: 4 and auto for code (auto has the highest median)."
     )
 
 
@@ -252,15 +253,14 @@ def test_the_fastest_median_is_recommended_and_ties_are_named() -> None:
     advice = recommend(scattered)
     assert advice.lengths == {"code": 4} and advice.ties == {"code": [2, 5]}
     assert advice.tie_words == (
-        "2, 4 and 5 are equal within the scatter for code; 4 is recommended because its median is "
-        "the highest."
+        "Equal within the scatter: 2, 4 and 5 for code (4 has the highest median)."
     )
     same = recommend([make_row(0, 1.0), make_row(2, 2.0), make_row(4, 2.0), make_row("auto", 2.0)])
     assert same.lengths == {"code": 2}
-    assert same.tie_words.endswith("2 is recommended because it drafts the fewest tokens.")
+    assert same.tie_words.endswith("(2 drafts the fewest tokens).")
     little = recommend([make_row(0, 1.0), make_row(2, 1.015)])
     assert little.lengths == {"code": 2}
-    assert little.tie_words.startswith("no draft and 2 are equal within the scatter for code;")
+    assert little.tie_words.startswith("Equal within the scatter: no draft and 2 for code (2 ")
     assert recommend([make_row(0, 1.0), make_row(2, 1.5), make_row(4, 2.0)]).tie_words == ""
 
 
@@ -303,6 +303,11 @@ def test_long_prompts_have_the_length_and_end_inside_a_new_function(tokens: int)
         *_, signature, docstring, end = text.split("\n")
         assert signature.startswith("def ") and docstring.strip().startswith('"""') and not end
         assert text.count(signature.partition("(")[0] + "(") == 1
+
+
+def test_categories_may_have_spaces_around_commas() -> None:
+    assert parse_categories("code, chat") == ["code", "chat"]
+    assert parse_categories(None) == CATEGORIES
 
 
 def test_unknown_category_and_too_many_prompts() -> None:

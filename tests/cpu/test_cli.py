@@ -239,10 +239,18 @@ def test_colours(
     assert (render.styled("x", "good", file) == "\x1b[32mx\x1b[0m") is wanted
 
 
-def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    with render.Output().progress("work") as callback:
-        callback(1, 2)
-    assert capsys.readouterr() == ("", "")
+def test_progress_without_a_terminal_is_a_line_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(render.time, "monotonic", lambda: now)
+    for quiet, expected in ((False, ["work: 12 of 40, 30%", "work: 24 of 40, 60%"]), (True, [])):
+        with render.Output(json=True, quiet=quiet).progress("work") as callback:
+            for done in range(30):
+                callback(done, 40)
+                now += render.PROGRESS_SECONDS / 12
+        out, err = capsys.readouterr()
+        assert out == "" and err.splitlines() == expected
 
 
 # ---- as a process

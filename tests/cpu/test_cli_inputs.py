@@ -235,7 +235,8 @@ def test_a_folder_instead_of_a_file(g4spec: Cli, name: str) -> None:
     ):
         stderr = g4spec.refused(*argv)
         assert f"{name}" in stderr and "a folder" in stderr
-        assert ("target-gguf/m.gguf" if name == "target-gguf" else "onvert") in stderr
+        says = "target-gguf/m.gguf" if name == "target-gguf" else "onvert"
+        assert says in stderr or (name == "no-model" and argv[0] == "validate"), stderr
 
 
 def test_hub_ids_instead_of_files(g4spec: Cli) -> None:
@@ -287,3 +288,11 @@ def test_a_file_in_place_of_a_folder_for_results(
     assert run([*argv, "-o", str(file / below)]) == 2
     captured = capsys.readouterr()
     assert f"{file} is a file" in captured.err and "folder" in captured.err and not captured.out
+
+
+def test_a_folder_given_to_validate(g4spec: Cli) -> None:
+    stderr = g4spec.refused("validate", "draft")
+    assert "g4spec convert draft --target TARGET -o draft.gguf" in stderr
+    assert "g4spec convert target -o target.gguf" in g4spec.refused("validate", "target")
+    assert "target-gguf/m.gguf" in g4spec.refused("validate", "target-gguf")
+    assert "onvert" not in g4spec.refused("validate", "no-model")

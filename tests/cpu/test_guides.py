@@ -3,6 +3,7 @@ navigation."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shlex
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from g4spec import cli, convert
+from g4spec.runtime.request import Stats
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILY = ROOT / "examples" / "tiny"
@@ -99,6 +101,30 @@ def test_notebook_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert output == kept and "0 errors" in output
 
 
+def test_one_draft_is_examined_until_it_is_found_wrong() -> None:
+    """Steps 1 to 3 of "My draft gains nothing" use the unfitting draft, later ones the other."""
+    text = (ROOT / "docs" / "guides" / "no-gain.md").read_text(encoding="utf-8")
+    steps = re.split(r"^## ", text, flags=re.MULTILINE)[2:]
+    drafts = [
+        set(re.findall(r"demo/(dflash[\w-]*)\.gguf", " ".join(re.findall(r"^    .*$", s, re.M))))
+        for s in steps
+    ]
+    assert drafts == [{"dflash-other"}] * 3 + [{"dflash"}] * 2 + [set()]
+
+
+def test_stop_reasons_are_listed_where_users_of_python_look() -> None:
+    """Every reason in the engine's code is in the guide and in the docstring of `Stats`."""
+    found = set()
+    for name in ("scheduler", "request"):
+        code = (ROOT / "g4spec" / "runtime" / f"{name}.py").read_text(encoding="utf-8")
+        found |= set(re.findall(r'_finish\(task, "(\w+)"', code))
+        found |= set(re.findall(r'stop_reason = f?"([a-z ]+)', code))
+    assert {"length", "stop text", "stop token "} < found
+    text = (ROOT / "docs" / "guides" / "python.md").read_text(encoding="utf-8")
+    for place in (str(Stats.__doc__), text):
+        assert [r for r in sorted(found) if f'"{r}' not in place and f"| `{r}" not in place] == []
+
+
 def test_every_page_is_in_the_navigation() -> None:
     named = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
     pages = {str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")}
@@ -140,6 +166,17 @@ def test_every_result_is_cited() -> None:
     ) + (ROOT / "README.md").read_text(encoding="utf-8")
     kept = {path.name for path in (ROOT / "benchmarks" / "results").iterdir()}
     assert {name for name in kept if name not in cited} == set()
+
+
+def test_the_page_of_quality_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/quality.md is what `cpu_quality.py --page` writes for the result that it names."""
+    for folder in (ROOT / "benchmarks", FAMILY):
+        monkeypatch.syspath_prepend(str(folder))
+    cpu_quality = importlib.import_module("cpu_quality")
+    text = cpu_quality.PAGE.read_text(encoding="utf-8")
+    (name,) = re.findall(r"results/(\S+)\.json", text)
+    result = (ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8")
+    assert cpu_quality.page(json.loads(result)) == text
 
 
 def test_acceptance_has_one_word() -> None:

@@ -135,8 +135,8 @@ def test_weighted_errors_are_at_most_the_c_references(name: str) -> None:
         for kind, w in importance(512).items():
             made = np.maximum(w / w.mean(), imatrix.MIN_WEIGHT)
             got = form.dequantize(form.quantize(rows, made))
-            # For values that no real matrix has, 3 of 330 errors are larger, by up to 0.9 %.
-            allowed = 1.01 if what in ("uniform", "outliers") else 1
+            # One of 330 errors is larger, by 0.9 %, for values that no real matrix has.
+            allowed = 1.01 if (name, what, kind) == ("q2_k", "uniform", "even") else 1
             assert weighted_error(rows, got, w) <= allowed * known[what][kind], (what, kind)
 
 

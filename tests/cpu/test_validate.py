@@ -142,7 +142,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     BREAK["G4-BLK-003"][1](file, file)
     warned = str(file.write(tmp_path / "warned.gguf"))
     assert run(["validate", warned]) == 0
+    capsys.readouterr()
     assert run(["validate", warned, "--strict"]) == 1
+    out, err = capsys.readouterr()
+    assert out.count(f"{warned}: ") + err.count(f"{warned}: ") == 1, "the summary, once"
     assert run(["validate", warned, "--strict", "--rule", "G4-MASK-001"]) == 0
     BREAK["G4-MASK-004"][1](file, file)
     broken = str(file.write(tmp_path / "broken.gguf"))

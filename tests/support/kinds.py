@@ -83,16 +83,12 @@ COMMANDS: dict[str, Make] = {
     "E": partial(tiny_drafts.eagle3, inter=32),
     "D": partial(tiny_drafts.zlab_dflash2, inter=32),
 }
-"""Folders of the fuzzed command lines."""
+"""Folders of the fuzzed command lines. Recorded cases in tests/fuzz/corpus choose from this list by
+index: an entry more changes what they mean."""
 
 READERS: dict[str, Make] = {
-    "zlab": partial(tiny.zlab_dflash, inter=32),
-    "spec": partial(tiny.speculators_dflash, inter=32),
-    "asst": partial(tiny.assistant, hidden=16, inter=32, centroids=16),
-    "dspark": partial(tiny_drafts.speculators_dspark, inter=32),
+    **COMMANDS,
     "deepspec": partial(tiny_drafts.deepspec_dspark, inter=32),
-    "eagle3": partial(tiny_drafts.eagle3, inter=32),
-    "dflash2": partial(tiny_drafts.zlab_dflash2, inter=32),
 }
 """Seeds of the fuzzed file readers."""
 

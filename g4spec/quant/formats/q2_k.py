@@ -21,7 +21,7 @@ WEIGHTED = replace(
     rounds=2,
     steps=(0.0, *(s / 10 for s in range(-9, 10) if s), -1.3, -1.0),
     starts=((0.0, -0.25, 0.25), (-1.0, -1.25, -1.5), (-2.0, -2.5, -3.0)),
-    large=True,
+    quarters=3,
 )
 """Search with weights: with few codes and uneven weights, the best scales are farther from the
 first guess, and clipping the largest values costs more divergence than in other types."""

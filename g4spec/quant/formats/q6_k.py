@@ -16,7 +16,15 @@ from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, encode_in_b
 BLOCK, GROUPS, SIZE = 256, 16, 16
 ENDS = (-29.6, -30.2, -30.8, -31.4, -31.7, -32.0, -32.3, -32.6, -32.9)
 CODES = symmetric.CodeSpec(
-    GROUPS, SIZE, ENDS, -32, -128, 127, symmetric.integer_codes(-32, 31), rms=False
+    GROUPS,
+    SIZE,
+    ENDS,
+    -32,
+    -128,
+    127,
+    symmetric.integer_codes(-32, 31),
+    rms=False,
+    unclipped=31.45,
 )
 F = np.float32
 DTYPE = np.dtype(

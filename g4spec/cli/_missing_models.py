@@ -1,0 +1,42 @@
+"""The error for a model that is neither a file nor a hub id, with what was probably meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from g4spec.errors import InputError, did_you_mean
+
+CHECK = "check the path, or give a hub id such as org/name:Q4_K_M to download a model"
+
+
+def error(path: Path) -> InputError:
+    """Return the error for a path that does not exist.
+
+    Names a similar file of the same folder, or the hub id of a size or draft that `doctor` and
+    `recipe` know by this name.
+    """
+    folder = path.parent if path.parent.is_dir() else Path()
+    similar = did_you_mean(path.name, (entry.name for entry in folder.iterdir()))
+    return InputError(
+        f"{path}: no such file or folder",
+        expected="a GGUF file, a checkpoint folder, or a hub id such as org/name",
+        fix=similar or _published(str(path)) or CHECK,
+    )
+
+
+def _published(name: str) -> str | None:
+    """Return a fix for the short name of a published model; None for another text."""
+    from g4spec.advisor import named_models
+    from g4spec.advisor.facts import facts
+    from g4spec.advisor.schema import DraftFact
+
+    if "/" in name or name.lower().endswith(".gguf"):
+        return None
+    drafts = [d.hub for d in facts().all(DraftFact) if d.hub and name in (d.id, *d.aliases)]
+    if drafts:
+        return f"to download this draft, give its hub id: {' or '.join(drafts)}"
+    size = named_models.find_size(facts(), name)
+    if size is None:
+        return None
+    out = f"{size.hub.rpartition('/')[2]}.gguf"
+    return f"to download and convert Gemma 4 {size.name}: g4spec convert {size.hub} -o {out}"
