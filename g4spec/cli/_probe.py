@@ -49,9 +49,12 @@ def _show_measured(out: Output, found: ProbeResult) -> None:
         shares = ", ".join(f"{x:.0%}" for x in run.shares())
         out.line(f"{name}: {run.per_step:.2f} tokens per step; acceptance by position: {shares}")
     reached = f"Good drafts of this kind reach {found.reached:g} tokens per step or more"
-    rows = [(name, f"{run.per_step:.2f}") for name, run in found.others.items()]
+    rows = [
+        (name, found.present.get(name.partition(" = ")[0], ""), f"{run.per_step:.2f}")
+        for name, run in found.others.items()
+    ]
     if rows:
-        out.table(reached, ("change", "tokens per step"), rows)
+        out.table(reached, ("change", "present value", "tokens per step"), rows)
     else:
         out.line(reached)
 
