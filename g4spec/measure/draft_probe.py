@@ -145,10 +145,14 @@ class ProbeResult:
                     f"{self.reached:g} tokens per step or more, as good drafts of this kind reach",
                     f"{self.run.per_step:.2f}, and no changed setting raises it",
                     "check that the draft was trained for this target; pass its checkpoint with "
-                    "--against to compare the weights",
+                    "--against to compare the weights" + self._suspect(),
                 )
             )
         return found
+
+    def _suspect(self) -> str:
+        """Return where the weights fit worst, or "" if no tensor fits better with other values."""
+        return f", first those of the layer of {self.scales[0].name}" if self.scales else ""
 
     def _better_setting(self, name: str) -> Finding:
         key, _, value = name.partition(" = ")

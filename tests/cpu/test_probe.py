@@ -278,6 +278,15 @@ def test_ctrl_c_shows_partial_results(
     assert "tokens per step" in out and f"interrupted: {found.interrupted}" in err
 
 
+def test_a_useless_draft_names_the_layer_that_fits_worst() -> None:
+    scale = tensor_scales.ScaledTensor("blk.1.attn_q_norm.weight", 0.5, 0.2, 4.0)
+    useless = draft_probe.AcceptanceCounts((10, 10), (1, 0))
+    found = draft_probe.ProbeResult("dflash", 2.08, useless, scales=[scale])
+    (finding,) = found.findings
+    assert finding.where == "acceptance" and scale.name in finding.fix
+    json.dumps(found.json())
+
+
 def test_a_source_of_another_model_is_no_reference(
     family: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
