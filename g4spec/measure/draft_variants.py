@@ -13,6 +13,9 @@ from g4spec.core import MAX_STEP_ROWS
 from g4spec.gguf import GGUF, KV, TensorData, Value, ValueType, u32
 from g4spec.measure.tensor_scales import ScaledTensor
 
+DEFAULT_ROPE_BASE = 1e4
+"""RoPE base of a DFlash draft without the key."""
+
 
 def converted(file: GGUF, source: Path, target: Path, folder: Path) -> Path:
     """Return the draft that `convert` writes from `source` with the tensor types of `file`; a GGUF
@@ -46,8 +49,8 @@ def variants(file: GGUF) -> Iterator[tuple[str, KV]]:
     block = file.get(f"{a}block_size")
     if isinstance(block, int) and 2 * block <= MAX_STEP_ROWS:
         yield f"{a}block_size = {2 * block}", {f"{a}block_size": u32(2 * block)}
-    base = file.get(f"{a}rope.freq_base")
-    for other in (1e4, 1e6):
+    base = file.get(f"{a}rope.freq_base", DEFAULT_ROPE_BASE)
+    for other in (DEFAULT_ROPE_BASE, 1e6):
         if isinstance(base, float) and base != other:
             yield (
                 f"{a}rope.freq_base = {other:g}",

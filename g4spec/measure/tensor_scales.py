@@ -23,19 +23,19 @@ from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options
 
 FACTORS = (0.5, 2.0)
-VECTORS = ("attn_q_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm", "output_norm")
+SCALED_VECTORS = ("attn_q_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm", "output_norm")
 """Vectors whose size counts: it is not normalized away later."""
-MATRICES = ("attn_output", "ffn_down")
+SCALED_MATRICES = ("attn_output", "ffn_down")
 """Matrices whose size counts unless a norm follows them (`post_*`)."""
-STEPS = 12
+STEPS_PER_TEXT = 12
 """Steps per text."""
-SEQUENTIAL = 6
+MAX_SEQUENTIAL_POSITIONS = 6
 """Positions per step of a draft with one pass per token; others are compared at all positions."""
-WORST = -8.0
+MIN_LOG_PROBABILITY = -8.0
 """Lower bound of log-probabilities, so that single tokens do not decide."""
-GAIN, ERRORS = 0.05, 3.0
-"""Decrease of the loss from which a change counts, relative and in standard errors. Of intact
-trained drafts the largest was 3 % and 1.7 (benchmarks/fault_costs.py)."""
+MIN_GAIN, MIN_STANDARD_ERRORS = 0.05, 3.0
+"""Decrease of the loss from which a change counts, relative and in standard errors. With intact
+trained drafts no change lowered it by more than 3 %, or 1.7 standard errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +44,14 @@ class ScaledTensor:
 
     Attributes:
         factor: factor on its values.
-        gain: decrease of the mean loss per step, relative. errors: the same in standard errors.
+        gain: decrease of the mean loss per step, relative.
+        standard_errors: the same decrease in standard errors.
     """
 
     name: str
     factor: float
     gain: float
-    errors: float
+    standard_errors: float
 
     @property
     def change(self) -> str:
@@ -62,7 +63,7 @@ def tested_tensors(names: Sequence[str]) -> list[str]:
     """Return the tensors to scale: those whose size changes the proposals, and that are not also
     used where the draft stores keys and values of the context."""
     normed = any(".post_" in name for name in names)
-    kinds = VECTORS if normed else (*VECTORS, *MATRICES)
+    kinds = SCALED_VECTORS if normed else (*SCALED_VECTORS, *SCALED_MATRICES)
     return [
         name
         for name in names
@@ -86,7 +87,7 @@ def better_scales(
         text = [*prompt, *engine.generate(prompt, options).tokens()]
         with _scaled(engine.draft, text, base, losses):
             run = engine.generate(prompt, options)
-            for _ in zip(run, range(STEPS), strict=False):
+            for _ in zip(run, range(STEPS_PER_TEXT), strict=False):
                 pass
         yield sorted(_counting(base, losses), key=lambda found: -found.gain)
 
@@ -107,8 +108,8 @@ def _counting(
             continue
         mean, total = sum(gains) / n, sum(base)
         error = math.sqrt(sum((x - mean) ** 2 for x in gains) / (n - 1) / n)
-        gain, errors = mean * n / total, mean / max(error, 1e-9)
-        if gain >= GAIN and errors >= ERRORS:
+        gain, errors = mean * n / max(total, 1e-9), mean / max(error, 1e-9)
+        if gain >= MIN_GAIN and errors >= MIN_STANDARD_ERRORS:
             yield ScaledTensor(name, factor, gain, errors)
 
 
@@ -129,7 +130,7 @@ class _Picks:
         """See `g4spec.core.Pick`; for one sequence."""
         logs = logits.view(-1, logits.shape[-1]).float().log_softmax(-1)
         for i, (row, token) in enumerate(zip(logs, self.expected[at:], strict=False)):
-            self.values[at + i] = max(float(row[token]), WORST)
+            self.values[at + i] = max(float(row[token]), MIN_LOG_PROBABILITY)
         if self.pick is not None:
             chosen = self.pick(logits, at)
             self.ids |= {at + i: chosen.view(-1)[i] for i in range(len(logs))}
@@ -139,7 +140,7 @@ class _Picks:
 
     def loss(self, count: int) -> float:
         """Return the loss of the first `count` positions in nats."""
-        return -sum(self.values.get(i, WORST) for i in range(count))
+        return -sum(self.values.get(i, MIN_LOG_PROBABILITY) for i in range(count))
 
 
 @contextmanager
@@ -159,7 +160,9 @@ def _scaled(
         unchanged = _Picks(pick, chosen, expected)
         propose(batch, count, unchanged)
         wrong = (i for i, token in enumerate(expected[:count]) if int(chosen.get(i, -1)) != token)
-        reached = min(next(wrong, count) + 1, count, count if draft.one_pass else SEQUENTIAL)
+        reached = min(
+            next(wrong, count) + 1, count, count if draft.one_pass else MAX_SEQUENTIAL_POSITIONS
+        )
         base.append(unchanged.loss(reached))
         for name in names:
             weight = draft.w[name]

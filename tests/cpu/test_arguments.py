@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -123,6 +124,7 @@ WRONG = {
     "bench -m MODEL --prompts 99": "--prompts: expected 1 to",
     "bench -m MODEL -md ngram --draft-max 2,77": "--draft-max: expected",
     "bench -m MODEL -md ngram --draft-max 2;5": "--draft-max: expected sweep, auto, a number from",
+    "generate -m MODEL -p y -n -2": "-n: expected 1 or more, or -1 to continue until the context",
     "bench -m MODEL --parallel 0": "--parallel: expected 1 to ",
     "bench -m MODEL -np 0": "-np: expected 1 to ",
     "bench -m MODEL --n-predict 64 --ctx-size 64": "--n-predict: expected less than the context, "
@@ -246,3 +248,15 @@ def test_help_ignores_other_invalid_arguments(capsys: pytest.CaptureFixture[str]
 )
 def test_similar_names(found: str, similar: str | None) -> None:
     assert did_you_mean(found, ["q4_k", "q4_0", "bf16"]) == similar
+
+
+@pytest.mark.parametrize("command", ["quantize", "validate", "generate", "bench", "serve"])
+def test_help_names_values_in_the_words_of_errors(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The placeholders are not types of Python, and arguments are spelled as in errors."""
+    assert cli.run([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert re.findall(r"^  --?[a-z].*<\w+", text, re.MULTILINE) == []
+    if command == "quantize":
+        assert "{SOURCE} {OUT}" in text or "SOURCE OUT" in text

@@ -78,6 +78,13 @@ def test_single_layer_ids_and_halved_blocks_are_named(
     assert finding.where == f"dflash.{key}" and str(finding.expected).startswith(right)
 
 
+def test_a_missing_rope_base_is_a_setting(family: Path, tmp_path: Path) -> None:
+    file = faults.read(family / "dflash.gguf")
+    del file.kv["dflash.rope.freq_base"]
+    with GGUF(file.write(tmp_path / "x.gguf")) as draft:
+        assert "dflash.rope.freq_base = 1e+06" in dict(draft_variants.variants(draft))
+
+
 def test_impossible_settings_are_left_out(family: Path, tmp_path: Path, monkeypatch: Any) -> None:
     file = faults.read(family / "dflash.gguf")
     file.set("dflash.target_layers", ValueType.ARRAY, [2, 5, 6], ValueType.I32)
@@ -261,6 +268,24 @@ def test_ctrl_c_shows_partial_results(
     assert run([*line, "--probe"]) == 130
     out, err = capsys.readouterr()
     assert "tokens per step" in out and f"interrupted: {found.interrupted}" in err
+
+
+def test_a_source_of_another_model_is_no_reference(
+    family: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The report says that the source is wrong; the probe runs without it."""
+    sources = list[Any]()
+
+    def probe(target: Path, draft: Path, source: Path | None, **kw: Any) -> Any:
+        sources.append(source)
+        return draft_probe.ProbeResult("dflash", 2.08, COUNTS)
+
+    monkeypatch.setattr(draft_probe, "probe", probe)
+    line = ["validate", str(family / "dflash.gguf"), "--target", str(family / "target.gguf")]
+    assert run([*line, "--probe", "--against", str(TINY / "target")]) == 1
+    assert run([*line, "--probe", "--against", str(TINY / "dflash")]) == 0
+    assert sources == [None, TINY / "dflash"]
+    assert "G4-CMP-001" in capsys.readouterr().out
 
 
 def test_the_command_needs_a_target(family: Path) -> None:
