@@ -190,8 +190,8 @@ DEVICE u32 eight_codes(const u32* low, u32 high, int j) {
   return and_or(j < 2 ? high << (2 - j) : high >> (j - 2), 0x44444444u, two);
 }
 
-// Whether table indices are shifted by multiplications (`copy_upper_half`). Faster where lookups
-// saturate the pipe of shifts and logic.
+// Whether half of the shifts of table indices are multiplications (`copy_upper_half`): lookups, shifts
+// and logic share a pipe that takes an instruction every second cycle (sm_90).
 constexpr bool SHIFT_BY_FMA = true;
 
 // Convert two bytes to halves and subtract 128: exact.
