@@ -192,7 +192,7 @@ DEVICE u32 eight_codes(const u32* low, u32 high, int j) {
 
 // Whether half of the shifts of table indices are multiplications (`copy_upper_half`): lookups, shifts
 // and logic share a pipe that takes an instruction every second cycle (sm_90).
-constexpr bool SHIFT_BY_FMA = true;
+constexpr bool SHIFT_BY_FMA = ARCH < 1200;  // on sm_120 it would spill registers
 
 // Convert two bytes to halves and subtract 128: exact.
 DEVICE u32 two_entries(u32 bytes, u32 which) {
