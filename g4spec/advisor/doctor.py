@@ -103,9 +103,11 @@ def _reason(
     if best.engine.name == "vllm":
         made = summary.estimate(facts, machine, q, other)
         speed = f", {summary.speed_text(made)}" if made else ""
+        use = "serves many requests at once. For one at a time, llama.cpp runs it too"
+        if best.gpus > 1:
+            use = "reads all cards at once. llama.cpp runs it too, on one card after the other"
         return (
-            f"vLLM serves many requests at once. For one at a time, {other.engine.title} runs it "
-            f"too: {plan.format}, up to {plan.largest:,} tokens with {plan.kv} cache{speed}"
+            f"vLLM {use}: {plan.format}, up to {plan.largest:,} tokens with {plan.kv} cache{speed}"
         )
     return (
         f"{other.engine.title} would fill {plan.total / GIB:.1f} of {plan.available / GIB:.1f} GiB "

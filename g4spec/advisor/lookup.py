@@ -87,10 +87,11 @@ def estimated(size: SizeFact, wanted: str, whole: TargetModel) -> WeightFormat:
     if form is None:
         known = [o.format.lower().replace(" ", "-") for o in whole.formats]
         types = dict.fromkeys([*known, *policy.names(), *forms])
+        similar = [f"{size.id}:{name}" for name in known if low in name][:3]
         raise UsageError(
             f"-m {size.id}:{wanted}: unknown weight format {wanted}",
             expected=f"one of {', '.join(types)}",
-            fix=did_you_mean(f"{size.id}:{low}", [f"{size.id}:{name}" for name in types]),
+            fix=f"did you mean {' or '.join(similar)}?" if similar else did_you_mean(low, types),
         )
     nbytes = int(size.params * 1e9 * form.block_bytes / form.block)
     if low in policy.names():

@@ -148,10 +148,11 @@ def assume_options(machine: Machine) -> str:
         return f' --assume "CPU {(machine.ram or 0) / GIB:.0f}GB"{supposed}'
     parts = []
     for gpu, same in groupby(machine.gpus):
-        count = f"{n}x " if (n := len(list(same))) > 1 else ""
+        n = len(list(same)) * (machine.nodes if gpu.unified else 1)
+        count = f"{n}x " if n > 1 else ""
         parts.append(f"{count}{assumed_name(gpu)}")
     linked = " nvlink" if machine.nvlink else ""
-    nodes = f" --nodes {machine.nodes}" if machine.nodes > 1 else ""
+    nodes = f" --nodes {machine.nodes}" if machine.nodes > 1 and not machine.unified else ""
     return f' --assume "{" + ".join(parts)}{linked}"{nodes}{supposed}'
 
 

@@ -141,6 +141,8 @@ def make(facts: Facts, machine: Machine, q: Question, engine: str) -> Recipe:
             f"the hub id of a checkpoint in {v.option.format if v.option else ''}: "
             f"put yours in place of {r.model}"
         )
+    if v.option is not None and v.option.gguf == r.model and not v.option.fact:
+        r.unknown.append(f"whether the hub has {r.model}: its type is not in the data")
     if v.uncounted:
         r.unknown.append("the memory of the draft, which is not counted: its size is not known")
     for flag in sorted(facts.all(FlagFact), key=lambda f: f.order):

@@ -41,6 +41,7 @@ def compose(r: Recipe, machine: Machine) -> str:
         "      - .:/models",
     ]
     if r.engine == "llama.cpp":
+        lines += ["      - ${HOME}/.cache/llama.cpp:/root/.cache/llama.cpp"]
         lines += ["    working_dir: /models"]
         words += ["--port", str(port)]
     if r.env:

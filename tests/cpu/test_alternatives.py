@@ -116,6 +116,20 @@ def test_an_engine_that_is_not_installed_is_named(capsys: pytest.CaptureFixture[
     assert d.brief.command in d.steps and d.brief.command.startswith("g4spec recipe llama.cpp ")
 
 
+@pytest.mark.parametrize("machine", ["4x GB10", "2x RTX 3090", "CPU 16GB"])
+def test_the_next_step_of_the_overview_runs(
+    machine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    m = questions.build_machine(FACTS, machine, ())
+    follow(diagnose(FACTS, m, None).steps[0], capsys)
+
+
+def test_offers_have_a_known_checkpoint() -> None:
+    d = ask("2x RTX 3090", "31b", "mtp", c=262144, engine="vllm")
+    assert d.brief is not None and kinds(d)[0] == "context"
+    assert "-m 31b:int4-autoround" in d.brief.command, "no checkpoint in AWQ is known"
+
+
 def test_much_of_a_dense_model_in_ram_is_not_the_first_offer() -> None:
     assert kinds(ask("RTX 4060", "31b", "mtp")) == ["size", "split"]
     assert kinds(ask("RTX 4060 Ti 16GB", "31b", "mtp"))[0] == "split"
@@ -195,8 +209,9 @@ def test_a_tuned_checkpoint_is_converted(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_llama_cpp_is_measured_with_its_own_server() -> None:
-    text = FACTS.get(FlagFact, "flag-bench-llamacpp").text
-    assert "vllm" not in text and text.startswith("curl") and "timings" in text
+    row = FACTS.get(FlagFact, "flag-bench-llamacpp")
+    assert "vllm" not in row.text and row.text.startswith("curl")
+    assert "timings" in row.reason and "draft_n_accepted" in row.reason
 
 
 # ---- names of drafts and types
