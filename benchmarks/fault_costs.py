@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from cpu_faults import good_files  # noqa: E402
-from watch import keep  # noqa: E402
+from watch import write_result  # noqa: E402
 
 from g4spec.errors import G4Error  # noqa: E402
 from g4spec.gguf import GGUF, KV  # noqa: E402
@@ -106,7 +106,7 @@ def main() -> None:
         "findings_of_good_files": sum(len(k["findings"]) for k in kinds.values()),
         "every": args.every,
     }
-    keep(args.out, "fault-costs", {**total, "kinds": kinds})
+    write_result(args.out, "fault-costs", {**total, "kinds": kinds})
     print(total)
 
 

@@ -32,7 +32,7 @@ from g4spec.runtime.tokenizer import Tokenizer
 from g4spec.server.channel import Channel
 from g4spec.server.engine_process import EngineInfo
 from g4spec.server.grammar import Vocabulary
-from g4spec.server.remote_request import EngineLost, RemoteRequest, PendingRequest
+from g4spec.server.remote_request import EngineLost, PendingRequest, RemoteRequest
 
 log = logging.getLogger("g4spec.server")
 
@@ -54,7 +54,7 @@ NO_STATS = EngineStats(0, 0, 1, 1, (), 0.0)
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler that replaces the tokenizer and vocabulary by names; the engine process has its own."""
+    """A pickler that writes the tokenizer and vocabulary as names; the process has its own."""
 
     def persistent_id(self, value: Any) -> str | None:
         known = {Tokenizer: "tokenizer", Vocabulary: "vocabulary"}
@@ -396,7 +396,7 @@ class EngineClient:
             pending.request.end(*more)
 
     def _on_process_end(self, reason: str, last: bool) -> None:
-        """End the running requests with EngineLost; if `last`, end all requests and set `failed`."""
+        """End running requests with EngineLost; if `last`, end all requests and set `failed`."""
         log.error(
             "the engine's process ended",
             extra={"facts": {"why": reason, "texts": len(self._pending), "again": not last}},
