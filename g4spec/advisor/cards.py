@@ -64,7 +64,8 @@ def card_gpu(card: CardFact, name: str, size: float | None) -> Gpu:
             f"{card.name} with {size:g} GB",
             expected=" or ".join(f"{s} GB" for s in sizes),
             found=f"{size:g} GB",
-            fix="write the name with one of these sizes, or sm_86 24GB for any other card",
+            fix=f'write "{card.name} {sizes[0]}GB", or "sm_{card.cc.replace(".", "")} {size:g}GB" '
+            "for a card that is not in the list",
         )
     index = sizes.index(gb) if len(card.bandwidth) == len(sizes) else -1
     memory = int((card.visible or gb) * GIB)
@@ -172,22 +173,18 @@ def _unknown(facts: Facts, bare: str, size: float | None, text: str) -> UsageErr
             f'capability with it, as "sm_86 {size:g}GB"; or "CPU {size:g}GB" for none',
         )
     return UsageError(
-        f"--assume {text!r}: unknown card {bare!r}",
-        expected=f"{_near(bare, cards)}; two of them as 2x RTX 3090; with a size where there are "
-        "several, as V100 16GB; or any card by capability and size, as sm_86 24GB "
-        "(all cards: docs/hardware.md, or doctor --cards)",
+        f"--assume {text!r}: unknown card",
+        fix=f"{_near(bare, cards)}Name any other card by compute capability and memory, as "
+        '"sm_86 24GB"; `g4spec doctor --cards` lists the known ones',
     )
 
 
 def _near(name: str, cards: list[CardFact]) -> str:
-    """Suggest cards with similar names, or else one card per generation."""
+    """Return a sentence that suggests cards with similar names; "" if there are none."""
     plain = {" ".join(words(alias)): c.name for c in cards for alias in (c.name, *c.aliases)}
     name_words = words(name)
     numbers = {w for w in name_words if w.isdigit() and len(w) > 1}
     same = [c for key, c in plain.items() if numbers & set(key.split())]
     near = [plain[k] for k in difflib.get_close_matches(" ".join(name_words), plain, 5, 0.6)]
     found = list(dict.fromkeys([*same, *near]))[:6]
-    if found:
-        return f"perhaps {' or '.join(found)}"
-    seen = {c.cc: c.name for c in reversed(cards) if c.name != "RTX 3070"}
-    return f"a card as NVIDIA names it: RTX 3090, {', '.join(sorted(seen.values()))}"
+    return f"did you mean {' or '.join(found)}? " if found else ""

@@ -66,26 +66,54 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
+class Alternative:
+    """A run that fits, in place of the requested one.
+
+    Attributes:
+        kind: what changes: cache, context, draft, type, split (layers in RAM) or size.
+        text: model, draft, context and expected speed.
+        command: the complete command to run next.
+    """
+
+    kind: str
+    text: str
+    command: str
+
+
+@dataclass(frozen=True, slots=True)
 class Brief:
-    """The five-line summary of a diagnosis.
+    """The summary of a diagnosis.
 
     Attributes:
         said: the engine that runs it, or why none does. `rows`: (name, text) in order.
-        command: the command to run next, or "".
+        command: the command to run next, or "". It is that of the first alternative if the
+            requested run does not fit.
+        alternatives: other runs that fit, best first.
     """
 
     mark: Mark
     said: str
     rows: tuple[tuple[str, str], ...] = ()
     command: str = ""
+    alternatives: tuple[Alternative, ...] = ()
 
     def show(self, out: LineOutput) -> None:
         """Print the summary."""
         out.line(f"{SIGNS[self.mark]} {self.said}", STYLES[self.mark])
+        if self.mark != "bad":
+            self._show_rows(out)
+        for i, other in enumerate(self.alternatives):
+            name = "or" if i or self.mark != "bad" else "instead"
+            out.line(f"  {name:10}{other.text}")
+            out.command(" " * 12, other.command)
+        if self.mark == "bad":
+            self._show_rows(out)
+        if self.command and self.command not in [a.command for a in self.alternatives]:
+            out.command("  command   ", self.command)
+
+    def _show_rows(self, out: LineOutput) -> None:
         for name, text in self.rows:
             out.line(f"  {name:10}{text}")
-        if self.command:
-            out.command("  command   ", self.command)
 
 
 @dataclass(slots=True)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from g4spec.advisor import backends, engines, summary
-from g4spec.advisor.diagnosis import Diagnosis
+from collections.abc import Mapping
+
+from g4spec.advisor import alternatives, backends, engines, summary
+from g4spec.advisor.diagnosis import Alternative, Diagnosis
 from g4spec.advisor.engines import EngineVerdict, best_verdict, verdicts_asked
 from g4spec.advisor.facts import Facts
-from g4spec.advisor.format_choice import Question
+from g4spec.advisor.format_choice import Question, has_few_bits
 from g4spec.advisor.lengths import advice_text
 from g4spec.advisor.machine import GIB, Machine, upgraded
-from g4spec.advisor.memory_needs import GGUF, UNKNOWN_SIZE
+from g4spec.advisor.memory_needs import GGUF, NGRAM, UNKNOWN_SIZE
 from g4spec.advisor.schema import Mark
 from g4spec.advisor.survey import URGENT, general_problems, problem_line, survey_sizes
 
@@ -45,10 +47,24 @@ def diagnose(
     if not d.works:
         after = _upgraded(facts, machine, question, requested)
         best = after or best
-    _engines(d, verdicts, best, after)
+    fixes = {
+        v.engine.name: alternatives.fix(
+            facts, machine, question, v, _command(question, v, engine or v not in requested)
+        )
+        for v in verdicts
+        if v.refusal
+    }
+    others = _others(facts, machine, question, verdicts, requested, best, engine)
+    if best is not None and others and best.refusal:
+        fixes[best.engine.name] = others[0].command
+    _engines(d, verdicts, best, after, fixes)
     if best is not None:
         works = d.works and best.works
-        d.brief = summary.summarize(facts, machine, question, best, works, after is not None)
+        asked = engine or after is not None or not d.works
+        reason = "" if asked else _reason(facts, machine, question, verdicts, best)
+        d.brief = summary.summarize(
+            facts, machine, question, best, works, after is not None, reason, others
+        )
         if best.plan is not None and (best.works or machine.gpus):
             _memory(d, best)
         if best.works and best.plan is not None:
@@ -58,8 +74,72 @@ def diagnose(
     _problems(d, verdicts, best)
     _notes(d, question, best)
     _conditions(d, best)
-    _steps(d, requested, best, engine)
+    _steps(d, requested, best, engine, fixes)
     return d
+
+
+def _command(q: Question, v: EngineVerdict, named: object) -> str:
+    """Return the beginning of a command that asks about an engine again. `named`: it must be named
+    for that."""
+    command = "g4spec doctor" + (f" --engine {v.engine.name}" if named else "")
+    return command + (f" --attention-backend {q.backend}" if q.backend else "")
+
+
+def _reason(
+    facts: Facts, machine: Machine, q: Question, verdicts: list[EngineVerdict], best: EngineVerdict
+) -> str:
+    """Return why an engine that is not installed is shown and not another one that works, or ""."""
+    other = next(
+        (
+            v
+            for v in verdicts
+            if v.works and v is not best and v.engine.name in ("vllm", "llama.cpp")
+        ),
+        None,
+    )
+    if best.installed or not best.works or other is None or other.plan is None:
+        return ""
+    plan = other.plan
+    if best.engine.name == "vllm":
+        made = summary.estimate(facts, machine, q, other)
+        speed = f", {summary.speed_text(made)}" if made else ""
+        use = "serves many requests at once. For one at a time, llama.cpp runs it too"
+        if best.gpus > 1:
+            use = "reads all cards at once. llama.cpp runs it too, on one card after the other"
+        return (
+            f"vLLM {use}: {plan.format}, up to {plan.largest:,} tokens with {plan.kv} cache{speed}"
+        )
+    return (
+        f"{other.engine.title} would fill {plan.total / GIB:.1f} of {plan.available / GIB:.1f} GiB "
+        f"({plan.format}, {plan.kv} cache, {plan.context:,} tokens)"
+    )
+
+
+def _others(
+    facts: Facts,
+    machine: Machine,
+    q: Question,
+    verdicts: list[EngineVerdict],
+    requested: list[EngineVerdict],
+    best: EngineVerdict | None,
+    engine: str | None,
+) -> tuple[Alternative, ...]:
+    """Return runs that fit if the best verdict does not: with its engine, or else with llama.cpp.
+    If it fits only with few bits per weight, return the run without the draft that has more."""
+    if best is None:
+        return ()
+
+    def find(v: EngineVerdict) -> tuple[Alternative, ...]:
+        command = _command(q, v, engine or v not in requested)
+        return tuple(alternatives.find(facts, machine, q, v.engine.name, command))
+
+    if best.refused:
+        llama = [v for v in verdicts if v.engine.name == "llama.cpp" and v is not best]
+        return (best.refusal and find(best)) or tuple(a for v in llama for a in find(v))
+    if best.works and best.option is not None and q.draft and has_few_bits(best.option):
+        other = best.option.format
+        return tuple(a for a in find(best) if a.kind == "draft" and other not in a.text)
+    return ()
 
 
 def _upgraded(
@@ -88,6 +168,7 @@ def _engines(
     verdicts: list[EngineVerdict],
     best: EngineVerdict | None,
     after: EngineVerdict | None,
+    fixes: Mapping[str, str],
 ) -> None:
     s = d.section("Engines")
     for v in verdicts:
@@ -98,7 +179,7 @@ def _engines(
             continue
         if v.refusal:
             mark: Mark = "note" if v.engine.name == "g4spec" or "loads" in v.refusal else "bad"
-            s.add(mark, f"{_version(v)}: {v.refusal}", fix=v.fix)
+            s.add(mark, f"{_version(v)}: {v.refusal}", fix=fixes[v.engine.name])
         elif v.unknown:
             p = next(c for c in v.conditions if c.unknown)
             s.add("warn", f"{_version(v)}: {p.title}", p.says, p.fix, (p.id,))
@@ -195,13 +276,16 @@ def _speed(facts: Facts, d: Diagnosis, q: Question, v: EngineVerdict) -> None:
 
 
 def _lengths(facts: Facts, d: Diagnosis, q: Question, verdicts: list[EngineVerdict]) -> None:
-    if q.draft is None:
+    if q.draft is None or q.draft.kind == NGRAM:
         return
     s = d.section("Draft length to start with")
     for v in verdicts:
         if v.engine.name == "g4spec":
             continue
-        text, ids = advice_text(facts, q.draft, v.engine.name, d.machine.cc)
+        when = v.situation
+        text, ids = advice_text(
+            facts, q.draft, v.engine.name, when.cc, when.quant or "", bool(when.experts_in_ram)
+        )
         s.add("note", f"{v.engine.title}: {text}", facts=ids, detail=not v.works)
 
 
@@ -297,19 +381,29 @@ def _conditions(d: Diagnosis, best: EngineVerdict | None) -> None:
 
 
 def _steps(
-    d: Diagnosis, asked: list[EngineVerdict], best: EngineVerdict | None, engine: str | None
+    d: Diagnosis,
+    asked: list[EngineVerdict],
+    best: EngineVerdict | None,
+    engine: str | None,
+    fixes: Mapping[str, str],
 ) -> None:
     """Add the next steps in order: fix what blocks the requested run, then measure."""
     for v in asked:
         if v.refused and (engine or (v.installed and v.engine.name != "g4spec")):
-            for fix in dict.fromkeys([p.fix for p in v.blockers] + ([v.fix] if v.refusal else [])):
-                d.steps.append(f"{v.engine.title}: {fix}")
-    if d.brief is not None and d.brief.command:
+            fix = fixes.get(v.engine.name)
+            for text in dict.fromkeys([p.fix for p in v.blockers] + ([fix] if fix else [])):
+                d.steps.append(text if _is_command(text) else f"{v.engine.title}: {text}")
+    if d.brief is not None and d.brief.command and d.brief.command not in d.steps:
         d.steps.append(d.brief.command)
         if "recipe" in d.brief.command:
             d.steps.append("measure with and without the draft (the recipe ends with the command)")
     if not d.steps and best is not None:
         shown = [best, *(v for v in asked if v is not best)]
         possible = [v for v in shown if v.on_gpu or v.engine.name in GGUF]
-        fixes = [(v.engine.title, v.blockers[0].fix if v.blockers else v.fix) for v in possible]
-        d.steps += [f"{title}: {fix}" for title, fix in fixes]
+        for v in possible:
+            text = v.blockers[0].fix if v.blockers else fixes.get(v.engine.name, "")
+            d.steps.append(text if _is_command(text) else f"{v.engine.title}: {text}")
+
+
+def _is_command(text: str) -> bool:
+    return text.startswith("g4spec ")

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from g4spec.advisor.facts import Facts, facts
+from g4spec.advisor.lookup import draft_names
 from g4spec.advisor.schema import (
     CardFact,
     Conditions,
@@ -94,7 +95,7 @@ def _models(known: Facts) -> str:
     ]
     drafts = [
         (
-            d.id,
+            ", ".join(f"`{name}`" for name in draft_names(d)),
             d.hub,
             d.model,
             d.kind,
@@ -111,7 +112,15 @@ def _models(known: Facts) -> str:
         "KV heads sliding / full",
         "context",
     )
-    kinds = ("name", "hub id", "for", "kind", "vLLM length", "SGLang length", "llama.cpp length")
+    kinds = (
+        "names for `-md`",
+        "hub id",
+        "for",
+        "kind",
+        "vLLM length",
+        "SGLang length",
+        "llama.cpp length",
+    )
     return "## Sizes\n\n" + _table(head, sizes) + "\n## Drafts\n\n" + _table(kinds, drafts)
 
 

@@ -6,13 +6,14 @@ import math
 from dataclasses import dataclass, replace
 
 from g4spec import __version__
-from g4spec.advisor import offload, runtime_support
+from g4spec.advisor import runtime_support
 from g4spec.advisor.conditions import Situation, matches
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.format_choice import LEAST_CONTEXT, USUAL_CONTEXT, Question, choose_format
 from g4spec.advisor.machine import GIB, Machine
 from g4spec.advisor.memory_needs import (
     GGUF,
+    NGRAM,
     UNKNOWN_SIZE,
     Calculator,
     CardMemoryPlan,
@@ -45,7 +46,8 @@ class EngineVerdict:
         option: chosen weight format; None if the engine can load none.
         plans: one memory plan per cache type; `plan` is the chosen one.
         blockers, conditions, advice: matching problems marked bad, warn, and note or good.
-        refusal: any other reason why it cannot run, or ""; `fix`: what to do about it.
+        refusal: any other reason why it cannot run, or ""; `fix`: what to do about it, "" if it
+            does not fit into memory (see `alternatives`).
         situation: what the problems were matched against.
     """
 
@@ -81,6 +83,11 @@ class EngineVerdict:
     def uncounted(self) -> bool:
         """True if the draft's size is unknown and missing from the memory plan."""
         return self.plan is not None and any(s.how == UNKNOWN_SIZE for s in self.plan.items)
+
+    @property
+    def too_large(self) -> bool:
+        """True if it does not fit into memory."""
+        return bool(self.refusal) and not self.fix
 
     @property
     def refused(self) -> bool:
@@ -254,16 +261,17 @@ def _refusal(
         refusal, fix = "the card's memory could not be read", "ask with --assume"
     elif plan is None or not plan.fits:
         refusal, fix = _too_large(machine, plans, plan, q)
-        if plan is not None and not fix:
-            fix = offload.advice_text(facts, machine, q, row, option, plan)
     elif plan.ram and machine.ram_free is not None and plan.ram > machine.ram_free:
         refusal = f"{q.split.flags.strip()} needs {plan.ram / GIB:.1f} GiB of RAM, "
         refusal += f"{machine.ram_free / GIB:.1f} are free"
-        fix = "free RAM, or a smaller type or size"
+        fix = ""
     elif name == "g4spec" and (odd := _unrun(q)):
         refusal, fix = odd, "llama.cpp, or a file of another type"
     elif q.draft is not None and q.draft.kind not in row.drafts:
-        refusal, fix = f"it has no {q.draft.kind} drafts for Gemma 4", "another engine"
+        refusal = f"it has no {q.draft.kind} drafts for Gemma 4"
+        if q.draft.kind == NGRAM:
+            refusal = "nothing is known about its n-gram lookup with Gemma 4"
+        fix = f"ask about {' or '.join(_engines_for(facts, q.draft.kind))}"
     elif q.draft is not None and q.draft.engines and name not in q.draft.engines:
         refusal = "it has no code for a property of this draft, and would draft wrong tokens"
         fix = (
@@ -275,18 +283,22 @@ def _refusal(
     return refusal, fix
 
 
+def _engines_for(facts: Facts, kind: str) -> list[str]:
+    """Return the titles of the engines that run a kind of draft."""
+    return [e.title for e in facts.all(EngineFact) if kind in e.drafts]
+
+
 def _too_large(
     machine: Machine, plans: tuple[CardMemoryPlan, ...], plan: CardMemoryPlan | None, q: Question
 ) -> tuple[str, str]:
-    """Return what does not fit, and as the fix a context that does, or ""."""
+    """Return what does not fit; with the fix if there is no known size."""
     if plan is None:
-        return "no weight format known for this card", "name one, as 31b:q4_k_m"
+        needs = " or ".join(f"{o.format} needs compute capability {o.cc}" for o in q.target.formats)
+        return needs, f"name another type, as {q.target.size}:q4_k_m"
     best = max(plans, key=lambda p: p.largest)
     if best.largest >= LEAST_CONTEXT and q.context:
-        return (
-            f"{q.context:,} tokens do not fit",
-            f"-c {best.largest}, the largest context that fits ({best.format}, {best.kv} cache)",
-        )
+        longest = f"{best.largest:,} with {best.format} and {best.kv} cache"
+        return f"{q.context:,} tokens do not fit, at most {longest}", ""
     need, have = plan.total / GIB, plan.available / GIB
     where = "per card" if machine.gpus else "of RAM"
     return (
@@ -313,13 +325,22 @@ FAILING = ("llama.cpp", "g4spec", "vllm", "sglang")
 
 
 def best_verdict(verdicts: list[EngineVerdict], asked: list[EngineVerdict]) -> EngineVerdict | None:
-    """Return the verdict to show in detail: one that works, preferably one in `asked`."""
+    """Return the verdict to show in detail: one that works, preferably one in `asked`. vLLM comes
+    first, unless it would fill the card."""
     order = ORDER if any(v.works for v in verdicts) else FAILING
-    ranked = sorted(
-        verdicts,
-        key=lambda v: (not v.works, v not in asked, v.plan is None, order.index(v.engine.name)),
-    )
-    return ranked[0] if ranked else None
+
+    def rank(v: EngineVerdict) -> tuple[object, ...]:
+        name = v.engine.name
+        loads = any(name in o.engines for o in v.target.formats)
+        full = name == "vllm" and v.plan is not None and _fills(v.plans, v.plan)
+        return not v.works, v not in asked, not loads, v.plan is None, full, order.index(name)
+
+    return min(verdicts, key=rank, default=None)
+
+
+def _fills(plans: tuple[CardMemoryPlan, ...], plan: CardMemoryPlan) -> bool:
+    """Return True if a plan takes more than 95 % of the memory, or needs a smaller cache type."""
+    return plan.kv != plans[0].kv or plan.total > 0.95 * plan.available
 
 
 # ---- our own runtime

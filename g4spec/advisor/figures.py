@@ -119,11 +119,18 @@ class EfficiencyFact(Fact):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftLengthFact(Fact):
-    """Recommended draft lengths: for code, for chat, and with 4 to 8 concurrent requests."""
+    """Recommended draft lengths: for code, for chat, and with 4 to 8 concurrent requests.
+
+    Attributes:
+        quant: part of the target's weight format that it is for; "" for every format.
+        experts_in_ram: True if it is for llama.cpp's -ncmoe.
+    """
 
     model: str
     kind: str
     maker: str = ""
+    quant: str = ""
+    experts_in_ram: bool = False
     code: int
     chat: int
     streams: int

@@ -17,6 +17,8 @@ LEAST_CONTEXT = 2048
 COMFORTABLE_CONTEXT = 32768
 """Context in tokens that a format should leave room for when none was requested, and that a recipe
 then has if it fits."""
+FEW_BITS = ("Q3_", "Q2_", "IQ1_")
+"""Parts of the names of formats whose weights cost much quality."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +62,39 @@ def _plans(
     return tuple(calc.plan(name, option, kv, wanted) for kv in kinds)
 
 
+Tried = tuple[WeightFormat, tuple[CardMemoryPlan, ...]]
+"""A weight format and its plans, one per cache type."""
+
+
+def _first_fit(
+    tried: list[Tried], q: Question, n_usual: int
+) -> tuple[WeightFormat, tuple[CardMemoryPlan, ...], CardMemoryPlan] | None:
+    """Return the first format that leaves room for a useful context, or else the first that fits.
+
+    Args:
+        n_usual: number of cache types that are a reason to choose a format: all but the last, which
+            saves most and costs quality.
+    """
+    wanted = q.context or min(COMFORTABLE_CONTEXT, q.target.context)
+    for least in (wanted, q.context or min(USUAL_CONTEXT, q.target.context)):
+        for option, plans in tried:
+            for plan in plans[:n_usual]:
+                if plan.fits and plan.largest >= least:
+                    return option, plans, plan
+    for option, plans in tried:
+        for plan in plans:
+            if plan.fits:
+                return option, plans, plan
+    return None
+
+
 def choose_format(
     calc: Calculator, name: str, loadable: list[WeightFormat], q: Question, kinds: tuple[str, ...]
 ) -> tuple[WeightFormat | None, tuple[CardMemoryPlan, ...], CardMemoryPlan | None]:
     """Choose a weight format: the best one that leaves room for a useful context, or else one that
     fits at all, or else the smallest. Formats that are too large for the card's bandwidth rank
-    lower; formats without a known checkpoint rank last.
+    lower; formats without a known checkpoint rank last. Formats of about 3 bits are chosen only if
+    no larger one fits.
 
     Returns the format, its plans (one per cache type), and the plan to use.
     """
@@ -74,18 +103,12 @@ def choose_format(
     ordered = sorted(
         loadable, key=lambda o: (not checkpoint_source(name, q.target, o), _slow(o, calc.machine))
     )
-    wanted = q.context or min(COMFORTABLE_CONTEXT, q.target.context)
     tried = [(o, _plans(calc, name, o, q, kinds)) for o in ordered]
-    for least in (wanted, q.context or min(USUAL_CONTEXT, q.target.context)):
-        for option, plans in tried:
-            # The last cache type saves most and costs quality; it is not a reason to choose.
-            for plan in plans[: max(len(kinds) - 1, 1)]:
-                if plan.fits and plan.largest >= least:
-                    return option, plans, plan
-    for option, plans in tried:
-        for plan in plans:
-            if plan.fits:
-                return option, plans, plan
+    for few in (False, True):
+        group = [t for t in tried if has_few_bits(t[0]) == few]
+        found = _first_fit(group, q, max(len(kinds) - 1, 1))
+        if found is not None:
+            return found
     option, plans = min(tried, key=lambda t: t[0].nbytes)
     return option, plans, plans[-1] if plans else None
 
@@ -99,13 +122,27 @@ def checkpoint_source(engine: str, target: TargetModel, option: WeightFormat) ->
     if target.is_local:
         return target.given
     if engine not in ("vllm", "sglang"):
-        return f"{target.size}-{option.format.replace(' ', '-').lower()}.gguf"
+        return gguf_repository(target, option) or "target.gguf"
     if option.hub:
         return option.hub
     if "/" in target.given:
         return target.given
     published = option.format == "BF16" or (option.format == "FP8" and engine == "vllm")
     return target.hub if published else ""
+
+
+def gguf_repository(target: TargetModel, option: WeightFormat | None) -> str:
+    """Return `org/name:TYPE` of a GGUF file on the hub that holds a target, as llama.cpp's -hf and
+    g4spec take it; "" for local files and for checkpoints that others fine-tuned."""
+    if target.gguf_hub or target.is_local:
+        return target.gguf_hub
+    tuned = "/" in target.given and not target.given.startswith("google/")
+    return "" if tuned or option is None else option.gguf
+
+
+def has_few_bits(option: WeightFormat) -> bool:
+    """Return True if a format of about 3 bits or less costs much quality."""
+    return any(part in option.format for part in FEW_BITS)
 
 
 def _slow(option: WeightFormat, machine: Machine) -> bool:

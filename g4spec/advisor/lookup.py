@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from g4spec import quant
 from g4spec.advisor import model_files, runtime_support
 from g4spec.advisor.facts import Facts
-from g4spec.advisor.memory_needs import GGUF
+from g4spec.advisor.memory_needs import GGUF, NGRAM
 from g4spec.advisor.named_models import (
     DraftModel,
     TargetModel,
@@ -20,6 +21,7 @@ from g4spec.advisor.named_models import (
 from g4spec.advisor.schema import DraftFact, SizeFact, WeightsFact
 from g4spec.convert import hub
 from g4spec.errors import InputError, UsageError, did_you_mean
+from g4spec.quant import policy
 
 
 def find_target(facts: Facts, text: str) -> TargetModel:
@@ -49,8 +51,8 @@ def find_target(facts: Facts, text: str) -> TargetModel:
         formats = (estimated(size, wanted, whole),)
         notes = (
             f"{formats[0].format}: no file of this size is in the data; "
-            f"{formats[0].nbytes / 1e9:.1f} GB are computed from its bits per weight; files are "
-            "a few per cent larger",
+            f"{formats[0].nbytes / 1e9:.1f} GB are computed, files differ by a few per cent; check "
+            f"that {formats[0].gguf.rpartition(':')[0]} has this type",
         )
     elif rest and len(formats) == len(whole.formats):
         notes = (f"the name {name} does not say its weight format; every format is considered",)
@@ -76,22 +78,37 @@ def find_target(facts: Facts, text: str) -> TargetModel:
 
 
 def estimated(size: SizeFact, wanted: str, whole: TargetModel) -> WeightFormat:
-    """Estimate the size of a weight format that no known file has, from its bits per weight.
-    Raise UsageError for a type that the runtime does not know either."""
-    low = wanted.lower().split("-")[-1]
+    """Estimate the size of a weight format that no known file has, as `g4spec quantize` would write
+    it, or from its bits per weight. Raise UsageError for a type that the runtime does not know
+    either."""
+    low = wanted.lower().removeprefix("ud-")
     forms = quant.readable()
     form = next((forms[n] for n in (low, low.rsplit("_", 1)[0]) if n in forms), None)
     if form is None:
         known = [o.format.lower().replace(" ", "-") for o in whole.formats]
+        types = dict.fromkeys([*known, *policy.names(), *forms])
         similar = [f"{size.id}:{name}" for name in known if low in name][:3]
-        fix = f"did you mean {' or '.join(similar)}?" if similar else did_you_mean(low, forms)
         raise UsageError(
             f"-m {size.id}:{wanted}: unknown weight format {wanted}",
-            expected=f"one of {', '.join(known)}, or a type of docs/opens.md",
-            fix=fix,
+            expected=f"one of {', '.join(types)}",
+            fix=f"did you mean {' or '.join(similar)}?" if similar else did_you_mean(low, types),
         )
     nbytes = int(size.params * 1e9 * form.block_bytes / form.block)
-    return WeightFormat(wanted.upper(), nbytes, GGUF, own=runtime_support.gpu_bytes(wanted, nbytes))
+    if low in policy.names():
+        nbytes = runtime_support.file_bytes(size, low) or nbytes
+    gguf = next(o.gguf for o in whole.formats if o.gguf).rpartition(":")[0]
+    return WeightFormat(
+        wanted.upper(),
+        nbytes,
+        GGUF,
+        own=runtime_support.gpu_bytes(wanted, nbytes),
+        gguf=f"{gguf}:{wanted.upper()}",
+    )
+
+
+def draft_names(row: DraftFact) -> tuple[str, ...]:
+    """Return the names of a published draft for -md, the shortest common one first."""
+    return tuple(dict.fromkeys((*row.aliases, row.id)))
 
 
 def _row_of(facts: Facts, text: str, size: str) -> DraftFact | None:
@@ -108,6 +125,8 @@ def find_draft(facts: Facts, text: str, of: TargetModel) -> DraftModel:
     path = Path(os.path.expanduser(text))  # accepts unknown user names
     if path.exists():
         return model_files.read_draft(facts, path, text, of)
+    if text.lower() == NGRAM:
+        return DraftModel("n-gram lookup", NGRAM, NGRAM, "", (), of.size, 0, 0)
     if text.lower().endswith(".gguf"):
         raise InputError(f"{text}: no such file")
     row = _row_of(facts, text, of.size)
@@ -118,17 +137,21 @@ def find_draft(facts: Facts, text: str, of: TargetModel) -> DraftModel:
         for d in facts.all(DraftFact)
         if text.lower() in (d.id, d.hub.lower(), d.hub.lower().split("/")[-1], *d.aliases)
     ]
-    known = ", ".join(d.id for d in facts.all(DraftFact) if d.model == of.size)
+    rows = [d for d in facts.all(DraftFact) if d.model == of.size]
+    names = [name for d in rows for name in draft_names(d)]
+    known = ", ".join([*(draft_names(d)[0] for d in rows), NGRAM])
     whose = of.title if of.size == "other" else f"the {of.size}"
     if others:
         raise UsageError(
-            f"-md {text!r} is a draft for the {others[0].model}, not for {whose}",
-            expected=f"one of {known}" if known else "a file or a folder",
-            found=text,
+            f"-md {text!r} is a draft for {' and '.join(f'the {d.model} ({d.id})' for d in others)}"
+            f", not for {whose}",
+            expected=f"a file, a folder, or one of {known}",
+            fix=f"ask about it with -m {others[0].model}",
         )
     raise UsageError(
         f"-md {text!r}: not a file, and not a draft known for {whose}",
-        expected=f"a GGUF file, a checkpoint folder, or a known hub id or name: {known or 'none'}",
+        expected=f"a GGUF file, a checkpoint folder, a known hub id, or one of {known}",
+        fix=did_you_mean(text, names),
     )
 
 
@@ -142,7 +165,7 @@ def _named_formats(target: TargetModel, text: str, facts: Facts) -> tuple[Weight
     hits: list[tuple[int, WeightFormat]] = []
     for option in target.formats:
         parts = [n.replace("_", "-") for n in rows[option.fact].names]
-        longest = max((len(p) for p in parts if p in low), default=0)
+        longest = max((len(p) for p in parts if _names_type(low, p)), default=0)
         if longest:
             hits.append((longest, option))
     if hits:
@@ -151,3 +174,9 @@ def _named_formats(target: TargetModel, text: str, facts: Facts) -> tuple[Weight
     if "/" in text and "gguf" not in low:  # a checkpoint whose name says nothing is in BF16
         return tuple(o for o in target.formats if o.format == "BF16")
     return target.formats
+
+
+def _names_type(name: str, part: str) -> bool:
+    """Return True if a name contains a type, not one with another suffix: Q4_K_S is not Q4_K."""
+    suffix = r"-(xxs|xs|s|m|l|xl)(?![a-z0-9])"
+    return re.search(rf"{re.escape(part)}(?!{suffix})", name) is not None

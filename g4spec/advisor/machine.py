@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
+from g4spec.errors import UsageError
+
 GIB = 1 << 30
 
 
@@ -112,7 +114,7 @@ class Machine:
         if not self.gpus:
             ram = f", {self.ram / GIB:.0f} GiB of RAM" if self.ram is not None else ""
             return f"a machine without an NVIDIA GPU{ram}"
-        names = [g.name for g in self.gpus]
+        names = [assumed_name(g) if self.assumed else g.name for g in self.gpus]
         parts = []
         for name in dict.fromkeys(names):
             n = names.count(name) * self.nodes
@@ -130,6 +132,12 @@ def upgraded(machine: Machine, engine: str) -> Machine:
     )
 
 
+def assumed_name(gpu: Gpu) -> str:
+    """Return a card as `--assume` takes it: `RTX 4060 Ti 16GB`, `sm_86 24GB`, `GB10`."""
+    name = f"sm_{gpu.cc[0]}{gpu.cc[1]}" if gpu.cc and not gpu.card else gpu.name
+    return name + (f" {gpu.memory / GIB:.0f}GB" if gpu.memory and not gpu.unified else "")
+
+
 def assume_options(machine: Machine) -> str:
     """Return the options --assume, --nodes and --with that describe the machine, each preceded by a
     space; "" for a probed machine."""
@@ -140,11 +148,24 @@ def assume_options(machine: Machine) -> str:
         return f' --assume "CPU {(machine.ram or 0) / GIB:.0f}GB"{supposed}'
     parts = []
     for gpu, same in groupby(machine.gpus):
-        count = f"{n}x " if (n := len(list(same))) > 1 else ""
-        name = f"sm_{gpu.cc[0]}{gpu.cc[1]}" if gpu.cc and not gpu.card else ""
-        name = name or (gpu.card or gpu.name).replace("-", " ").upper()
-        memory = f" {gpu.memory / GIB:.0f}GB" if gpu.memory and not gpu.unified else ""
-        parts.append(f"{count}{name}{memory}")
+        n = len(list(same)) * (machine.nodes if gpu.unified else 1)
+        count = f"{n}x " if n > 1 else ""
+        parts.append(f"{count}{assumed_name(gpu)}")
     linked = " nvlink" if machine.nvlink else ""
-    nodes = f" --nodes {machine.nodes}" if machine.nodes > 1 else ""
+    nodes = f" --nodes {machine.nodes}" if machine.nodes > 1 and not machine.unified else ""
     return f' --assume "{" + ".join(parts)}{linked}"{nodes}{supposed}'
+
+
+MAX_NODES = 64
+"""Maximum number of nodes."""
+
+
+def on_nodes(machine: Machine, nodes: int | None) -> Machine:
+    """Return the machine with `nodes` nodes. `4x GB10` already has four."""
+    if nodes is None or nodes == machine.nodes:
+        return machine
+    if nodes > MAX_NODES:
+        raise UsageError("--nodes", expected=f"at most {MAX_NODES}", found=nodes)
+    if machine.nodes > 1:
+        raise UsageError(f"--nodes {nodes}, but the machine has {machine.nodes}", fix="say it once")
+    return replace(machine, nodes=nodes)

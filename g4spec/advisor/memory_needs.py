@@ -37,6 +37,8 @@ BITS: dict[str, float] = {
 }
 """Bits per cached value, block scales included."""
 
+NGRAM = "ngram"
+"""Kind of draft that needs no memory."""
 GGUF = ("llama.cpp", "g4spec")
 """Engines that load GGUF files."""
 LLAMACPP_KV = ("f16", "q8_0", "q4_0")
@@ -338,7 +340,7 @@ class Calculator:
         work, how = (
             self._work() if own else (fixed_cost(self.facts, "fixed-llamacpp-compute"), FITTED)
         )
-        if self.draft is not None and not own:
+        if self.draft is not None and self.draft.kind != NGRAM and not own:
             kind = "mtp" if self.draft.kind == "mtp" else "dflash"
             work += fixed_cost(self.facts, f"fixed-llamacpp-{kind}")
         items += self._gguf_draft(engine, context)
@@ -354,7 +356,7 @@ class Calculator:
     def _gguf_draft(self, engine: str, context: int) -> list[MemoryItem]:
         """Return the items of a draft in llama.cpp or g4spec; none without a draft."""
         draft = self.draft
-        if draft is None:
+        if draft is None or draft.kind == NGRAM:
             return []
         size, cached = self.draft_bytes(engine), draft.own_cache(context)
         how = "Q8_0, estimated from its 16-bit size" if size else UNKNOWN_SIZE
@@ -392,7 +394,7 @@ class Calculator:
                 + f" (max_num_batched_tokens {self.batched})",
             ),
         ]
-        if self.draft is not None:
+        if self.draft is not None and self.draft.kind != NGRAM:
             size = self.draft_bytes("vllm") // tp
             items.append(
                 MemoryItem(

@@ -121,6 +121,12 @@ def _size_like(facts: Facts, hidden: int, layers: int) -> SizeFact | None:
 def _gguf_target(facts: Facts, path: Path, given: str) -> TargetModel:
     with GGUF(path) as file:
         arch = file.get("general.architecture")
+        if arch is None:
+            raise InputError(
+                f"{path}: not a model",
+                expected="a GGUF file with general.architecture",
+                fix="download or convert the file again",
+            )
         if arch != "gemma4":
             raise InputError(
                 f"{path}: not a Gemma 4 target",

@@ -25,6 +25,7 @@ class WeightFormat:
     Attributes:
         nbytes: size of the weights in bytes. `own`: their bytes in g4spec's GPU memory; 0 if equal.
         engines: engines that load it. `hub`: hub id of a checkpoint, or "".
+        gguf: hub id of a GGUF file, as `org/name:TYPE`, or "".
         fact: id of its row, or "". `cc`: range of compute capabilities that can run it.
     """
 
@@ -35,6 +36,7 @@ class WeightFormat:
     fact: str = ""
     cc: str = ""
     own: int = 0
+    gguf: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,7 @@ def formats_of(facts: Facts, size: SizeFact) -> tuple[WeightFormat, ...]:
             w.id,
             w.cc,
             runtime_support.gpu_bytes(w.format, int(w.gb * 1e9)),
+            w.gguf,
         )
         for w in found
     )

@@ -10,16 +10,16 @@ import shlex
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from g4spec.advisor import backends, engines, format_choice, lengths
+from g4spec.advisor import alternatives, backends, engines, format_choice, lengths
 from g4spec.advisor.conditions import Situation, matches
 from g4spec.advisor.engines import EngineVerdict
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.format_choice import Question
 from g4spec.advisor.machine import Machine, upgraded
-from g4spec.advisor.memory_needs import GGUF
-from g4spec.advisor.named_models import TargetModel
+from g4spec.advisor.memory_needs import GGUF, NGRAM
+from g4spec.advisor.named_models import DraftModel, TargetModel, WeightFormat
 from g4spec.advisor.schema import FlagFact
-from g4spec.errors import UsageError
+from g4spec.quant import policy
 
 PORTS = {"vllm": 8000, "sglang": 30000, "llama.cpp": 8080, "g4spec": 8080}
 SERVER = {
@@ -127,7 +127,8 @@ def make(facts: Facts, machine: Machine, q: Question, engine: str) -> Recipe:
     r = Recipe(engine, v.engine.title, v.version, v.installed)
     r.blocked = [(p.title, p.says, p.fix) for p in v.blockers]
     if v.refusal:
-        r.blocked.append((v.refusal, "", v.fix))
+        fix = alternatives.fix(facts, machine, q, v, f"g4spec recipe {engine}")
+        r.blocked.append((v.refusal, "", fix))
     _nodes(r, machine, q, engine)
     _lacks(r, v, q)
     if r.blocked:
@@ -140,6 +141,8 @@ def make(facts: Facts, machine: Machine, q: Question, engine: str) -> Recipe:
             f"the hub id of a checkpoint in {v.option.format if v.option else ''}: "
             f"put yours in place of {r.model}"
         )
+    if v.option is not None and v.option.gguf == r.model and not v.option.fact:
+        r.unknown.append(f"whether the hub has {r.model}: its type is not in the data")
     if v.uncounted:
         r.unknown.append("the memory of the draft, which is not counted: its size is not known")
     for flag in sorted(facts.all(FlagFact), key=lambda f: f.order):
@@ -195,9 +198,7 @@ def _instead(facts: Facts, machine: Machine, q: Question, engine: str) -> str:
 
 def _model(v: EngineVerdict, target: TargetModel) -> str:
     """Return the target as passed to the engine."""
-    name, option = v.engine.name, v.option
-    if name == "g4spec" and target.gguf_hub:
-        return target.gguf_hub
+    name, option = v.engine.name, _option(v, target)
     if name in GGUF and target.is_local:
         return target.given if target.is_gguf else "target.gguf"
     if option is None:
@@ -206,25 +207,31 @@ def _model(v: EngineVerdict, target: TargetModel) -> str:
     return format_choice.checkpoint_source(name, target, option) or made_up
 
 
+def _option(v: EngineVerdict, target: TargetModel) -> WeightFormat | None:
+    """Return the weight format of a recipe. g4spec's CPU runtime takes any: the smallest."""
+    published = [o for o in target.formats if o.gguf]
+    return v.option or min(published, key=lambda o: o.nbytes, default=None)
+
+
 def _values(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> dict[str, str]:
     """Return the values of the {placeholders} in rows."""
     target, draft = q.target, q.draft
     plan = v.plan
     gguf = v.engine.name in GGUF
     model = _model(v, target)
-    hub = target.gguf_hub if v.engine.name == "llama.cpp" else ""
+    option = _option(v, target)
+    hub = format_choice.gguf_repository(target, option) if gguf else ""
+    mix = option.format.lower() if option is not None else ""
     most = plan.largest if plan is not None else target.context
     usual = format_choice.COMFORTABLE_CONTEXT if plan is not None else format_choice.USUAL_CONTEXT
     ctx = q.context or min(usual, most, target.context)
     n = 0
     if draft is not None and v.engine.name in lengths.OPTIONS:
-        n = lengths.start_length(facts, draft, v.engine.name, machine.cc)
-        n = min(n, 1) if q.split.n_cpu_moe else n  # problem moe-cpu
-    drafted = ""
-    if draft is not None:
-        drafted = draft.given if draft.is_local else draft.hub
-        if gguf and not draft.is_gguf:
-            drafted = "draft.gguf"
+        s = v.situation
+        n = lengths.start_length(
+            facts, draft, v.engine.name, s.cc, s.quant or "", bool(s.experts_in_ram)
+        )
+    drafted = _drafted(draft, gguf)
     cc = machine.cc or (0, 0)
     arch = f"{cc[0]}{cc[1]}" + ("a" if cc >= (12, 0) else "")
     chosen, _ = (
@@ -257,7 +264,8 @@ def _values(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> di
         "cached": " --cache-type q8_0" if plan is not None and plan.kv == "q8_0" else "",
         "target_source": shlex.quote(target.given or ""),
         "target_hub": target.given if target.is_local else target.hub,
-        "tokenizer": shlex.quote(target.hub if gguf and target.gguf_hub else model),
+        "tokenizer": shlex.quote(target.hub if hub else model),
+        "type": mix if mix in policy.names() else "q8_0",
         "draft_source": shlex.quote(draft.given)
         if draft is not None and draft.is_local
         else "draft",
@@ -266,6 +274,17 @@ def _values(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> di
         **_cache_values(q, v, ctx),
         **_split_values(q),
     }
+
+
+def _drafted(draft: DraftModel | None, gguf: bool) -> str:
+    """Return the draft as passed to an engine; "" without one. `gguf`: it loads GGUF files."""
+    if draft is None:
+        return ""
+    if draft.kind == NGRAM or draft.is_gguf:
+        return draft.given
+    if gguf:
+        return "draft.gguf"
+    return draft.given if draft.is_local else draft.hub
 
 
 def _cache_values(q: Question, v: EngineVerdict, ctx: int) -> dict[str, str]:
@@ -333,6 +352,7 @@ def _situation(v: EngineVerdict, q: Question, values: dict[str, str]) -> Situati
 def _skip(flag: FlagFact, q: Question, v: EngineVerdict) -> bool:
     """Return True for rows to leave out for reasons that their conditions cannot express."""
     local = q.draft is None or q.draft.is_local
+    published = bool(format_choice.gguf_repository(q.target, _option(v, q.target)))
     return {
         "flag-vllm-tp": v.gpus < 2,
         "flag-sglang-tp": v.gpus < 2,
@@ -340,8 +360,8 @@ def _skip(flag: FlagFact, q: Question, v: EngineVerdict) -> bool:
         "flag-g4-download": local,
         "flag-lc-convert": q.draft is not None and q.draft.is_gguf,
         "flag-g4-convert": q.draft is not None and q.draft.is_gguf,
-        "flag-lc-target": q.target.is_local or bool(q.target.gguf_hub),
-        "flag-g4-target": q.target.is_local or bool(q.target.gguf_hub),
+        "flag-lc-target": q.target.is_local or published,
+        "flag-g4-target": q.target.is_local or published,
         "flag-lc-make-target": q.target.is_gguf or not q.target.is_local,
         "flag-g4-make-target": q.target.is_gguf or not q.target.is_local,
         "flag-lc-ncmoe": not q.split.n_cpu_moe,
@@ -425,18 +445,3 @@ def _joined(words: list[str]) -> list[str]:
 def _wrap(parts: list[str]) -> str:
     """Format a command over several lines."""
     return " \\\n  ".join(parts)
-
-
-MAX_NODES = 64
-"""Maximum number of nodes."""
-
-
-def on_nodes(machine: Machine, nodes: int | None) -> Machine:
-    """Return the machine with `nodes` nodes. `4x GB10` already has four."""
-    if nodes is None or nodes == machine.nodes:
-        return machine
-    if nodes > MAX_NODES:
-        raise UsageError("--nodes", expected=f"at most {MAX_NODES}", found=nodes)
-    if machine.nodes > 1:
-        raise UsageError(f"--nodes {nodes}, but the machine has {machine.nodes}", fix="say it once")
-    return replace(machine, nodes=nodes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -13,10 +14,10 @@ from g4spec.convert import sources
 from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import GGUF
 from g4spec.gguf.reader import TensorInfo
-from g4spec.models import gemma4
+from g4spec.models import gemma4, ngram
 from g4spec.models.spec import Checkpoint
 from g4spec.models.upstream import REFUSED_SUFFIX
-from g4spec.quant import get, readable
+from g4spec.quant import get, policy, readable
 from g4spec.runtime.cuda.cache.cache_types import KINDS
 from g4spec.runtime.cuda.weights.held_size import block_bytes, tensor_bytes, unpackable
 
@@ -67,6 +68,19 @@ def target_config(size: SizeFact) -> gemma4.Config:
     return gemma4.parse_hf(Checkpoint(config, {}))
 
 
+def file_bytes(size: SizeFact, type: str) -> int:
+    """Return the bytes of the tensors that `g4spec quantize` writes for a published size and a
+    `--type`; 0 for a size that the runtime does not support."""
+    with suppress(InputError, Unsupported):
+        specs = list(gemma4.tensors(target_config(size)))
+        chooser = policy.Policy(policy.parse_type(type), {t.name: t.shape for t in specs})
+        forms = [chooser.choose(t.name, t.shape, t.role)[0] for t in specs]
+        return sum(
+            math.prod(t.shape) * f.block_bytes // f.block for t, f in zip(specs, forms, strict=True)
+        )
+    return 0
+
+
 def refused_upstream(folder: Path, target: Path | SizeFact) -> bool:
     """Return True if a checkpoint of a draft converts to a file that llama.cpp must refuse.
 
@@ -93,7 +107,8 @@ def _local_config(path: Path) -> Any:
 
 def draft_kinds() -> tuple[str, ...]:
     """Return the kinds of drafts that this version runs, by their names in the facts."""
-    return tuple("mtp" if name == "gemma4-assistant" else name for name in models.drafts())
+    kinds = ["mtp" if name == "gemma4-assistant" else name for name in models.drafts()]
+    return (*kinds, ngram.Drafter.name)
 
 
 def cache_types() -> tuple[str, ...]:

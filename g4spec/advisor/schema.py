@@ -198,6 +198,7 @@ class WeightsFact(Fact):
 
     Attributes:
         engines: engines that load it. `exact`: True if `gb` is the size of a published file.
+        hub: hub id of a checkpoint. `gguf`: hub id of a GGUF file, as `org/name:TYPE`.
         names: parts of a hub id or file name that identify it.
         rank: order among the formats of one size, best quality first.
     """
@@ -207,6 +208,7 @@ class WeightsFact(Fact):
     gb: float
     engines: tuple[str, ...]
     hub: str = ""
+    gguf: str = ""
     names: tuple[str, ...] = ()
     exact: bool = False
     rank: int = 50

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from g4spec.advisor.machine import Machine
 from g4spec.advisor.recipe import PORTS, Recipe
+from g4spec.convert import hub
 from g4spec.errors import UsageError
 from g4spec.gguf.atomic import atomic_write
 
@@ -23,7 +24,7 @@ def compose(r: Recipe, machine: Machine) -> str:
     start = {
         "vllm": [r.model],
         "sglang": ["python3", "-m", "sglang.launch_server", "--model-path", r.model],
-        "llama.cpp": ["-m", r.model],
+        "llama.cpp": ["-hf" if hub.is_remote(r.model) else "-m", r.model],
     }[r.engine]
     words = start + [w for raw in r.arguments[0] for w in shlex.split(raw)]
     if r.engine in ("llama.cpp", "sglang"):
@@ -40,6 +41,7 @@ def compose(r: Recipe, machine: Machine) -> str:
         "      - .:/models",
     ]
     if r.engine == "llama.cpp":
+        lines += ["      - ${HOME}/.cache/llama.cpp:/root/.cache/llama.cpp"]
         lines += ["    working_dir: /models"]
         words += ["--port", str(port)]
     if r.env:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from g4spec.advisor import format_choice, offload, speed
-from g4spec.advisor.diagnosis import Brief
+from g4spec.advisor import format_choice, speed
+from g4spec.advisor.diagnosis import Alternative, Brief
 from g4spec.advisor.engines import EngineVerdict
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.figures import SpeedFact
 from g4spec.advisor.format_choice import Question
-from g4spec.advisor.machine import GIB, Machine, assume_options, upgraded
+from g4spec.advisor.machine import GIB, Machine, upgraded
 from g4spec.advisor.schema import Mark
 from g4spec.advisor.speed import Estimate
 
@@ -39,38 +39,52 @@ def estimate(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> E
 
 
 def summarize(
-    facts: Facts, machine: Machine, q: Question, v: EngineVerdict, works: bool, newer: bool
+    facts: Facts,
+    machine: Machine,
+    q: Question,
+    v: EngineVerdict,
+    works: bool,
+    newer: bool,
+    reason: str = "",
+    alternatives: tuple[Alternative, ...] = (),
 ) -> Brief:
     """Summarize the verdict that is shown in detail.
 
     Args:
         works: True if the requested run can work as installed.
         newer: True if `v` is the verdict after an upgrade.
+        reason: why this engine is shown and not another one that works, or "".
+        alternatives: other runs that fit.
     """
     headline = f"{v.engine.title} {v.version}"
     if not v.installed:
         headline += " (newest known, not installed)"
-    if not works and not newer:
+    if not v.works:
         why = v.blockers[0].title if v.blockers else v.refusal or v.unknown
         fix = v.blockers[0].fix if v.blockers else v.fix
-        rows = [("instead", fix)] if fix else []
-        if "-ngl" in fix or "-ncmoe" in fix:
+        rows = []
+        if fix and (v.blockers or not alternatives):
+            rows = [("or" if alternatives else "instead", fix)]
+        if any(a.kind == "split" for a in alternatives):
             rows += _reported_with_layers_in_ram(facts, machine, q)
-        less = offload.smaller_size(facts, machine, q, v.engine) if v.refusal else None
-        pair = f" -md {q.draft.given}" if q.draft is not None and q.draft.given == "mtp" else ""
-        command = f"g4spec doctor -m {less[0].id}{pair}{assume_options(machine)}" if less else ""
-        return Brief("bad", f"{headline}: {why}", tuple(rows), command)
+        command = alternatives[0].command if alternatives else ""
+        return Brief("bad", f"{headline}: {why}", tuple(rows), command, alternatives)
     n = len(v.open_conditions)
     if n:
         headline += f", with {n} condition{'s' * (n != 1)} (below)"
+    if not works and not newer:
+        headline = f"not with what is installed, but with {headline}"
     if newer:
         headline = f"not with the installed version; after an upgrade: {headline}"
-    speed = _speed(estimate(facts, machine, q, v), v.plan is not None and v.plan.ram > 0)
-    lines = [*_plan(v), ("speed", speed)]
+    made = estimate(facts, machine, q, v)
+    in_ram = v.plan is not None and v.plan.ram > 0
+    unknown = NO_SPEED_IN_RAM if in_ram else NO_SPEED
+    expected = f"{speed_text(made)} (computed, not measured)" if made else unknown
+    lines = [*([("why", reason)] if reason else []), *_plan(v), ("speed", expected)]
     then, engine = upgraded(machine, v.engine.name) if newer else machine, v.engine.name
     command = f"g4spec recipe {engine} {format_choice.command_options(q, then, engine)}"
-    mark: Mark = "bad" if newer else "warn" if n else "good"
-    return Brief(mark, headline, tuple(lines), command)
+    mark: Mark = "bad" if newer or not works else "warn" if n else "good"
+    return Brief(mark, headline, tuple(lines), command, alternatives)
 
 
 def _plan(v: EngineVerdict) -> list[tuple[str, str]]:
@@ -106,11 +120,9 @@ def _reported_with_layers_in_ram(
     ]
 
 
-def _speed(made: Estimate | None, in_ram: bool) -> str:
+def speed_text(made: Estimate) -> str:
     """Format the expected tokens/s."""
-    if made is None:
-        return NO_SPEED_IN_RAM if in_ram else NO_SPEED
     text = f"{made.low:.0f} to {made.high:.0f} tokens/s"
     if made.draft_high:
         text += f", {made.draft_low:.0f} to {made.draft_high:.0f} with the draft"
-    return f"{text} (computed, not measured)"
+    return text

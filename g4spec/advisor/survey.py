@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from g4spec.advisor import engines
+from g4spec.advisor import alternatives, engines
+from g4spec.advisor.alternatives import mtp_assistant
 from g4spec.advisor.conditions import Situation, matches
 from g4spec.advisor.diagnosis import Diagnosis, Section
 from g4spec.advisor.engines import EngineVerdict
@@ -11,7 +12,6 @@ from g4spec.advisor.format_choice import Question
 from g4spec.advisor.lengths import start_length
 from g4spec.advisor.machine import GIB, assume_options
 from g4spec.advisor.named_models import DraftModel, from_row, named_target
-from g4spec.advisor.offload import mtp_assistant
 from g4spec.advisor.schema import DraftFact, Mark, ProblemFact, SizeFact
 from g4spec.advisor.summary import estimate
 
@@ -50,7 +50,8 @@ def survey_sizes(facts: Facts, d: Diagnosis) -> None:
         mark, why, fix = _mark(d, verdicts)
         runs = runs or (size.id if mark != "bad" else "")
         text = "; ".join(_fits(v) for v in found.values()) + _pace(facts, d, found, draft)
-        fix = found["llama.cpp"].fix if mark == "bad" else fix
+        if mark == "bad":
+            fix = alternatives.fix(facts, d.machine, question, found["llama.cpp"], "g4spec doctor")
         s.add(mark, f"{size.name}: {text}", why, fix, (size.id,))
         _other_drafts(facts, d, s, size)
     if not d.machine.gpus:
@@ -100,7 +101,7 @@ def _pace(
         speed = estimate(facts, d.machine, Question(target), v)
         text = f"; {speed.low:.0f} to {speed.high:.0f} tokens/s without a draft" if speed else ""
         if draft is not None:
-            n = start_length(facts, draft, name, d.machine.cc)
+            n = start_length(facts, draft, name, d.machine.cc, v.situation.quant or "")
             text += f"{',' if speed else ';'} start with {n} drafted"
         return text
     return ""

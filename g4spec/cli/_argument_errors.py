@@ -121,6 +121,9 @@ def from_click(error: Any, context: Any, values: Mapping[str, tuple[str, str]]) 
     reason = re.sub(r"^Invalid value for .*?: ", "", text)
     if "exceeded maximum size" in reason:
         return UsageError(flag, expected="a smaller number", found=f"{len(str(value))} digits")
+    if choices := re.search(r"is not one of (.*)", reason):
+        expected = f"one of {choices[1].replace(chr(39), '')}"
+        return UsageError(flag, expected=expected, found=f"{value!r:.80}", fix=see_help(context))
     if not reason.startswith("Input should be "):  # click, in older versions of typer
         return UsageError(f"{flag}: {reason}", fix=see_help(context))
     # "Input should be a valid integer, unable to parse string as an integer"

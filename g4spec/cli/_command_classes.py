@@ -7,7 +7,13 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
-from g4spec.cli import _argument_errors, _field_names, _likely_options, _option_checks
+from g4spec.cli import (
+    _argument_errors,
+    _field_names,
+    _likely_options,
+    _option_checks,
+    _placeholders,
+)
 from g4spec.cli._flag_translation import CommandLine
 from g4spec.cli._os_errors import CLICK_ERROR
 from g4spec.cli.render import Output
@@ -16,6 +22,12 @@ from g4spec.errors import UsageError
 
 class Command(TyperCommand):
     """A command that accepts llama.cpp flags."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help text."""
+        if self.callback is not None:
+            _placeholders.fill(self.params, self.callback)
+        super().format_help(ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Check and translate `args`, then parse them as click does."""
@@ -38,6 +50,12 @@ class Command(TyperCommand):
 
 class Group(TyperGroup):
     """A command with subcommands that accepts llama.cpp flags."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help text."""
+        if self.callback is not None:
+            _placeholders.fill(self.params, self.callback)
+        super().format_help(ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Check and translate `args`, then parse them as click does."""

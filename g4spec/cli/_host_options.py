@@ -34,7 +34,9 @@ Draft = Annotated[
         "-hfd",
         "--hf-repo-draft",
         metavar="DRAFT",
-        help="Draft: a file, folder or hub id, or a name: mtp, zlab-dflash, redhat-dflash, ...",
+        help="Draft: a file, a folder, a hub id, ngram, or a published draft: mtp (every size); "
+        "zlab-dflash (31b, 26b); redhat-dflash, redhat-dspark, redhat-dflash2, redhat-eagle3 "
+        "(31b); deepseek-dspark, deepseek-dflash, deepseek-eagle3 (12b).",
     ),
 ]
 Context = Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import typer
 from g4spec.cli import _inputs
 from g4spec.cli._serve_options import split_commas
 from g4spec.cli.render import Output
-from g4spec.errors import UsageError
+from g4spec.errors import InputError, UsageError
 
 if TYPE_CHECKING:
     import socket
@@ -116,6 +117,26 @@ def disabled_paths(*, slots: bool, metrics: bool, page: bool) -> dict[str, str]:
 
 
 def keys(given: list[str] | None, file: Path | None) -> list[str]:
-    """Return all API keys: those of the command line, and the lines of `file`."""
+    """Return all API keys: those of the command line, and the lines of `file`.
+
+    Raises an error if keys are asked for and there is none: a server without keys is open.
+    """
     lines = _inputs.read_text(file).split("\n") if file is not None else []
-    return [key.strip() for key in [*(given or []), *lines] if key.strip()]
+    found = [key.strip() for key in [*(given or []), *lines] if key.strip()]
+    if file is not None and not any(line.strip() for line in lines):
+        raise InputError(f"{file}: no API key", expected="at least one line with a key")
+    if given and not found:
+        raise UsageError("`api_key`", expected="a key", found="only spaces")
+    return found
+
+
+def origins(given: list[str] | None) -> list[str]:
+    """Return the origins of --cors-origin; raise UsageError for text that no browser sends."""
+    for origin in given or []:
+        if origin not in ("*", "localhost") and not re.fullmatch(r"\w[\w.+-]*://[^/\s]+", origin):
+            raise UsageError(
+                "--cors-origin",
+                expected="http://HOST:PORT, https://HOST:PORT, localhost or *",
+                found=origin,
+            )
+    return given or []

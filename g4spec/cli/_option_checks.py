@@ -33,7 +33,11 @@ def check(values: Mapping[str, Any]) -> None:
         field = fields.get(name, name)
         if name == "draft_max" and value is not None:
             _check_draft_max(value, several="categories" in values)
-        elif field in ranges.RANGES and not (name == "n_predict" and value == UNTIL_FULL):
+        elif name == "n_predict" and value is not None:
+            if value < 1 and value != UNTIL_FULL:
+                expected = "1 or more, or -1 to continue until the context is full"
+                raise UsageError("`n_predict`", expected=expected, found=value)
+        elif field in ranges.RANGES:
             ranges.check(**{field: value})
     if "cache_type" in values or "device" in values:
         _check_load_options(values)
@@ -61,5 +65,5 @@ def _check_load_options(values: Mapping[str, Any]) -> None:
 def _check_prompts(values: Mapping[str, Any]) -> None:
     from g4spec.measure import prompts
 
-    names = values["categories"].split(",") if values["categories"] else prompts.CATEGORIES
+    names = prompts.parse_categories(values["categories"])
     prompts.check_categories(names, None if values.get("preset") else values["count"])

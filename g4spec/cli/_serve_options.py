@@ -108,6 +108,7 @@ Pool = Annotated[
     int | None,
     typer.Option(
         "--pool",
+        min=1,
         metavar="TOKENS",
         help="KV cache size in tokens, shared by all texts. Default and minimum: one context.",
     ),

@@ -112,7 +112,7 @@ def _questions(
     """
     from g4spec.measure import prompts
 
-    names = categories.split(",") if categories else prompts.CATEGORIES
+    names = prompts.parse_categories(categories)
     if preset:
         return names, prompts.mt_bench(dataset or Path("question.jsonl"), count)
     prompts.check_categories(names, count)

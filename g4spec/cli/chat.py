@@ -119,6 +119,8 @@ def _remote(
 ) -> ChatBackend:
     from g4spec.server.chat_client import RemoteChat
 
+    if not url.startswith(("http://", "https://")):
+        raise UsageError("--url", expected="an address such as http://127.0.0.1:8080", found=url)
     fields |= {"max_tokens": max_tokens, "reasoning_effort": "high" if think else None}
     voice = RemoteChat(
         url, key, {k: v for k, v in fields.items() if v is not None}, show_origins=show_origins

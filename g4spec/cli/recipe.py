@@ -65,11 +65,12 @@ def command(
     """
     from g4spec.advisor import questions, recipe, scripts
     from g4spec.advisor.facts import facts
+    from g4spec.advisor.machine import on_nodes
     from g4spec.errors import CheckFailed
 
     out, all_facts = render.Output(json, quiet), facts()
     name = questions.engine_name(engine) or engine
-    machine = recipe.on_nodes(selected_machine(all_facts, assume, versions), nodes)
+    machine = on_nodes(selected_machine(all_facts, assume, versions), nodes)
     if out_dir is not None:
         _output_files.check_folder(out_dir)
     question = question_from_options(

@@ -96,7 +96,7 @@ def command(
         port,
         ssl_cert_file,
         ssl_key_file,
-        cors_origin or (),
+        _http_options.origins(cors_origin),
         _http_options.keys(api_key, api_key_file),
         _http_options.disabled_paths(slots=slots, metrics=metrics, page=ui),
     )

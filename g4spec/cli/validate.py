@@ -11,20 +11,19 @@ from g4spec.cli import _inputs, _probe, render
 from g4spec.errors import CheckFailed, UsageError
 
 File = Annotated[
-    Path | None, typer.Argument(help="GGUF file of a draft or target, or the hub id of one.")
+    Path | None,
+    typer.Argument(metavar="FILE", help="GGUF file of a draft or target, or the hub id of one."),
 ]
 Target = Annotated[
     Path | None,
     typer.Option("--target", "-m", help="GGUF file of the draft's target, or the hub id of one."),
 ]
 Against = Annotated[
-    Path | None,
-    typer.Option(
-        help="Checkpoint that the file was converted from: compares every tensor and key."
-    ),
+    Path | None, typer.Option(help="Its source checkpoint: compares every tensor and key.")
 ]
 RuleIds = Annotated[
-    list[str] | None, typer.Option(help="Check only the rule with this id; may be repeated.")
+    list[str] | None,
+    typer.Option(metavar="ID", help="Check only the rule with this id; may be repeated."),
 ]
 Upstream = Annotated[
     bool, typer.Option("--upstream", help="Show how upstream llama.cpp handles this file.")

@@ -258,6 +258,9 @@ class GGUF(Mapping[str, Any]):
             with regular_files.open_regular(self.path) as f:
                 self.size = f.seek(0, 2)
                 if self.size < 24:
+                    f.seek(0)
+                    if (magic := f.read(4)) != MAGIC[: len(magic)] or not magic:
+                        raise self._bad("not a GGUF file", "magic GGUF", magic or "no data")
                     raise self._bad("too short for a GGUF file", "24 bytes or more", self.size)
                 self._map = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:

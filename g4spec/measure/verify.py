@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from g4spec import ranges
 from g4spec.errors import UsageError
-from g4spec.measure.prompts import BenchPrompt
+from g4spec.measure.prompts import BenchPrompt, check_n_predict
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Request
@@ -180,11 +180,13 @@ def verify(
 ) -> VerifyResult:
     """Compare until the first difference or Ctrl-C, with `parallel` cases per batch with the draft.
 
-    Raises UsageError if the engine has no draft, and KeyboardInterrupt if it comes before the first
+    Raises UsageError if the engine has no draft or `n_predict` exceeds the context, and
+    KeyboardInterrupt if it comes before the first
     comparison.
     """
     if engine.draft is None:
         raise UsageError("nothing to verify without a draft", fix="pass one with `draft`")
+    check_n_predict(n_predict, engine.n_ctx)
     verdict = VerifyResult(0, 0, 0, 0, 0, 0, None, [], parallel)
     try:
         _compare(engine, todo, n_predict, verdict, progress)

@@ -66,7 +66,9 @@ def parse_type(name: str, tensor_types: Iterable[str] = ()) -> Mix:
 def _tensor_type(text: str) -> tuple[re.Pattern[str], Format]:
     pattern, _, name = text.rpartition("=")
     if not (pattern and name):
-        raise UsageError("`tensor_types`", expected="PATTERN=TYPE, as ffn_down=q6_k", found=text)
+        raise UsageError(
+            "`tensor_types`", expected="PATTERN=TYPE, such as ffn_down=q6_k", found=text
+        )
     if name.lower() not in quant.writable_names():
         raise UsageError(
             f"`tensor_types` {text}: unknown type",

@@ -425,6 +425,6 @@ def _plan(
         )
 
     requested = plan(size)
-    shorter = {n: plan(size.smaller(n)) for n in range(256, size.n_ctx, 256)}
+    shorter = {n: plan(size.smaller(n)) for n in (*range(256, size.n_ctx, 256), size.n_ctx)}
     memory.require_fits(requested, shorter, backend.budget.available())
     return requested

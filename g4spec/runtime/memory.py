@@ -148,13 +148,15 @@ def require_fits(plan: MemoryPlan, at: dict[int, MemoryPlan], free: int) -> None
     """Raise EnvironmentProblem if a run does not fit, naming the largest context that does.
 
     Args:
-        at: plans for smaller contexts.
+        at: plans for the same context and smaller ones, with the smallest pool.
         free: available bytes.
     """
     if plan.total <= free:
         return
     fitting = [n for n, p in at.items() if p.total <= free]
-    if fitting:
+    if plan.n_ctx in fitting:
+        fix = "use a smaller `pool`"
+    elif fitting:
         fix = f"use `n_ctx` {max(fitting)}, the largest context that fits"
     elif plan.weights + plan.draft_weights > free:
         fix = "no context fits: the weights alone need more; use a smaller type or model"

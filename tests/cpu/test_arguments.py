@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -87,7 +88,7 @@ def test_words_without_an_option(
             "ENGINE is missing: expected `g4spec recipe ENGINE -m MODEL [OPTIONS]`. ",
         ),
         ("recipe -m 12b", "vllm, sglang, llama.cpp or g4spec"),
-        ("doctor -m 12b:q4 --assume H100", "Did you mean 12b:q4_k"),
+        ("doctor -m 12b:q4 --assume H100", "Did you mean 12b:q4_"),
         ("bench compare a b c", "unexpected argument 'c': expected `g4spec bench compare OLD NEW"),
         ("generate -m x --foo -ngl 3", "--foo: no such option"),
     ],
@@ -123,6 +124,7 @@ WRONG = {
     "bench -m MODEL --prompts 99": "--prompts: expected 1 to",
     "bench -m MODEL -md ngram --draft-max 2,77": "--draft-max: expected",
     "bench -m MODEL -md ngram --draft-max 2;5": "--draft-max: expected sweep, auto, a number from",
+    "generate -m MODEL -p y -n -2": "-n: expected 1 or more, or -1 to continue until the context",
     "bench -m MODEL --parallel 0": "--parallel: expected 1 to ",
     "bench -m MODEL -np 0": "-np: expected 1 to ",
     "bench -m MODEL --n-predict 64 --ctx-size 64": "--n-predict: expected less than the context, "
@@ -138,6 +140,11 @@ WRONG = {
     "perplexity -m MODEL MODEL --cache-type q8": "--cache-type: expected f16 or q8_0",
     "chat -m no.gguf": "no.gguf: no such file or folder",
     "serve -m no.gguf": "no.gguf: no such file or folder",
+    "serve -m MODEL --pool -1": "--pool: expected at least 1, found '-1'",
+    "serve -m MODEL --reasoning maybe": "--reasoning: expected one of off, on, auto, found 'maybe'",
+    "serve -m MODEL --cors-origin foo": "--cors-origin: expected http://HOST:PORT",
+    "serve -m MODEL --api-key-file MODEL": "no API key",
+    "chat --url foo": "--url: expected an address such as http://127.0.0.1:8080, found foo",
     "serve --models no/such/dir": "no/such/dir: no such file or folder",
     "imatrix -m no.gguf MODEL": "no.gguf: no such file or folder",
 }
@@ -246,3 +253,15 @@ def test_help_ignores_other_invalid_arguments(capsys: pytest.CaptureFixture[str]
 )
 def test_similar_names(found: str, similar: str | None) -> None:
     assert did_you_mean(found, ["q4_k", "q4_0", "bf16"]) == similar
+
+
+@pytest.mark.parametrize("command", ["quantize", "validate", "generate", "bench", "serve"])
+def test_help_names_values_in_the_words_of_errors(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The placeholders are not types of Python, and arguments are spelled as in errors."""
+    assert cli.run([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert re.findall(r"^  --?[a-z].*<\w+", text, re.MULTILINE) == []
+    if command == "quantize":
+        assert "{SOURCE} {OUT}" in text or "SOURCE OUT" in text

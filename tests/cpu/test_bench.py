@@ -20,6 +20,7 @@ from g4spec.measure.prompts import (
     BenchPrompt,
     long_text,
     mt_bench,
+    parse_categories,
     prompts,
 )
 from g4spec.measure.recommendation import recommend
@@ -302,6 +303,11 @@ def test_long_prompts_have_the_length_and_end_inside_a_new_function(tokens: int)
         *_, signature, docstring, end = text.split("\n")
         assert signature.startswith("def ") and docstring.strip().startswith('"""') and not end
         assert text.count(signature.partition("(")[0] + "(") == 1
+
+
+def test_categories_may_have_spaces_around_commas() -> None:
+    assert parse_categories("code, chat") == ["code", "chat"]
+    assert parse_categories(None) == CATEGORIES
 
 
 def test_unknown_category_and_too_many_prompts() -> None:

@@ -355,8 +355,10 @@ def test_names_of_drafts(model: str, text: str, id: str) -> None:
 
 
 def test_a_draft_for_another_size_is_refused() -> None:
-    with pytest.raises(UsageError, match="for the 31b, not for the 12b"):
+    with pytest.raises(UsageError, match=r"redhat-dflash.* not for the 12b"):
         lookup.find_draft(FACTS, "redhat-dflash", lookup.find_target(FACTS, "12b"))
+    with pytest.raises(UsageError, match=r"zlab-31b.*zlab-26b.* not for the 12b"):
+        lookup.find_draft(FACTS, "zlab-dflash", lookup.find_target(FACTS, "12b"))
 
 
 def test_too_long_a_context() -> None:

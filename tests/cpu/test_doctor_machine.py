@@ -355,4 +355,4 @@ def test_the_printed_assumption_describes_the_same_machine(text: str) -> None:
     printed = shlex.split(assume_options(asked))
     again = assume(FACTS, printed[1])
     assert printed[0] == "--assume" and again.gpus == asked.gpus and again.nvlink == asked.nvlink
-    assert printed[2:] == (["--nodes", "4"] if text == "4x GB10" else [])
+    assert printed[2:] == [] and again.nodes == asked.nodes

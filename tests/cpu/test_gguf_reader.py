@@ -214,9 +214,13 @@ def test_refuses(name: str, tmp_path: Path) -> None:
 def test_refuses_paths_that_are_not_files(tmp_path: Path) -> None:
     (tmp_path / "short").write_bytes(b"GGUF")
     (tmp_path / "text").write_bytes(b"hello, this is no GGUF file")
+    (tmp_path / "short text").write_bytes(b"hello")
+    (tmp_path / "empty").touch()
     for name, says in (
         ("short", "too short"),
         ("text", "magic"),
+        ("short text", "magic"),
+        ("empty", "no data"),
         ("absent", "no such"),
         (".", "a folder"),
     ):

@@ -101,6 +101,17 @@ def test_notebook_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert output == kept and "0 errors" in output
 
 
+def test_one_draft_is_examined_until_it_is_found_wrong() -> None:
+    """Steps 1 to 3 of "My draft gains nothing" use the unfitting draft, later ones the other."""
+    text = (ROOT / "docs" / "guides" / "no-gain.md").read_text(encoding="utf-8")
+    steps = re.split(r"^## ", text, flags=re.MULTILINE)[2:]
+    drafts = [
+        set(re.findall(r"demo/(dflash[\w-]*)\.gguf", " ".join(re.findall(r"^    .*$", s, re.M))))
+        for s in steps
+    ]
+    assert drafts == [{"dflash-other"}] * 3 + [{"dflash"}] * 2 + [set()]
+
+
 def test_stop_reasons_are_listed_where_users_of_python_look() -> None:
     """Every reason in the engine's code is in the guide and in the docstring of `Stats`."""
     found = set()

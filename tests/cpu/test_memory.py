@@ -178,3 +178,14 @@ def test_a_target_is_not_a_draft_and_a_draft_not_a_target(tmp_path: Path) -> Non
         Engine.load(draft)
     with pytest.raises(InputError, match="not a draft"):
         Engine.load(target, target)
+
+
+def test_a_pool_that_does_not_fit_is_named_before_the_context() -> None:
+    def plan(cache: int, n_ctx: int = 8192) -> memory.MemoryPlan:
+        return memory.MemoryPlan(n_ctx, 1, cache, 0, 0, 0)
+
+    smaller = {256: plan(1, 256), 8192: plan(2)}
+    with pytest.raises(EnvironmentProblem, match="smaller `pool`"):
+        memory.require_fits(plan(1000), smaller, 10)
+    with pytest.raises(EnvironmentProblem, match="`n_ctx` 256"):
+        memory.require_fits(plan(20), {256: plan(1, 256), 8192: plan(20)}, 10)

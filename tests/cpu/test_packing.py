@@ -142,11 +142,25 @@ class NumberUnit(Unit):
         k64, j, t, e = k // 64, k // 16 % 4, k // 4 % 4, k % 4
         lane, place = (tile * (self.unit // 64) + k64) * 32 + r % 8 * 4 + t, [0, 4, 16, 20][e]
         place += r // 8 * 8
+        if self.name == "q3_k":
+            return self.dense_code(lane, 4 * j + e // 2 * 2 + r // 8, e % 2 * 16)
         if self.bits == 4:
-            return self.u32(4 * (4 * lane + j)) >> place & 15
+            word = self.u32(4 * (4 * lane + j))
+            if self.name == "iq3_s":
+                place = e % 2 * 16 + e // 2 * 8 + r // 8 * 4 + 1
+                return (word << 32 | word) >> place & 15
+            code = word >> place & 15
+            return code % 8 * 2 + code // 8 if self.name.startswith("iq4") else code
         low = self.u32(4 * (2 * lane + j // 2)) >> place + j % 2 * 2 & 3
         high = self.u32(32 * self.unit + 4 * lane) >> place + j & 1 if self.bits == 3 else 0
         return low | high << 2
+
+    def dense_code(self, lane: int, i: int, half: int) -> int:
+        words = [self.u32(8 * lane), self.u32(8 * lane + 4), self.u32(32 * self.unit + 4 * lane)]
+        if i == 15:
+            return sum(word >> half & 1 << bit for bit, word in enumerate(words))
+        word = words[i // 5]
+        return (word << 32 | word) >> half + 1 + i // 5 + i % 5 * 3 & 7
 
     def value(self, row: int, k: int) -> np.float32:
         code = np.float32(self.table[self.code(row, k)])
@@ -165,16 +179,18 @@ class NumberUnit(Unit):
             scale, d = self.data[at + row * 16 + k // 16], at + 2048 + row * 4
             least = self.half(d + 2) * np.float32(scale >> 4)
             return self.half(d) * np.float32(scale & 15) * code - least
-        count = packing.PARTS[self.name][0]["scale"].shape[0]
-        scale = np.int8(np.uint8(self.data[at + row * count + k * count // 256]))
-        d = self.half(at + 128 * count + row * 2)
+        size = packing.PARTS[self.name][0]["scale"].itemsize
+        if self.name.startswith("iq3"):
+            scale = 2 * (self.data[at + row * size + k // 64] >> k // 32 % 2 * 4 & 15) + 1
+        else:
+            scale = np.int8(np.uint8(self.data[at + row * size + k * size // 256]))
+        d = self.half(at + 128 * size + row * 2)
         return d * np.float32(scale) * code / np.float32(self.share)
 
 
 _SIGNED = {
     name: [*kinds, *(-k for k in kinds)]
     for name, kinds in (
-        ("iq3_s", range(1, 16, 2)),
         ("iq3_xxs", codebook.GRIDS["iq3_xxs"][2]),
         ("iq2", (8, 25, 43, 0)),
     )
@@ -185,7 +201,7 @@ TABLES: dict[str, tuple[int, Sequence[float], int]] = {
     "iq4_xs": (4, codebook.LINEAR_4.tolist(), 1),
     "mxfp4": (4, codebook.E2M1.tolist(), 1),
     "nvfp4": (4, codebook.E2M1.tolist(), 1),
-    "iq3_s": (4, _SIGNED["iq3_s"], 1),
+    "iq3_s": (4, range(-15, 16, 2), 1),
     "iq3_xxs": (4, _SIGNED["iq3_xxs"], 4),
     "q3_k": (3, range(-4, 4), 1),
     "q2_k": (2, range(4), 1),

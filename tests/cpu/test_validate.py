@@ -88,6 +88,21 @@ def test_a_gguf_without_a_model_is_a_finding(tmp_path: Path, content: bytes) -> 
     assert report.failures[0].rule.family == "GGUF"
 
 
+@pytest.mark.parametrize(
+    ("content", "id"),
+    [
+        (b"GGUF", "G4-GGUF-003"),
+        (b"GGUF" + (3).to_bytes(4, "little"), "G4-GGUF-003"),
+        (b"GGUF" + (3).to_bytes(4, "little") + bytes(16), "G4-GGUF-012"),
+    ],
+)
+def test_a_tiny_file_has_one_error(tmp_path: Path, content: bytes, id: str) -> None:
+    """Nothing that only follows from it: version 0, tensors behind the end, no architecture."""
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(content)
+    assert [f.rule.id for f in validate(path).failures] == [id]
+
+
 def test_every_truncation_is_noticed(tmp_path: Path) -> None:
     whole = KINDS["speculators"]().bytes()
     path = tmp_path / "cut.gguf"

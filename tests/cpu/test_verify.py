@@ -27,6 +27,12 @@ def test_ngram_lookup_does_not_change_the_text() -> None:
     assert verdict.same_logits == verdict.tokens
 
 
+def test_more_tokens_than_the_context_are_refused() -> None:
+    engine = bench_engine.engine(n_ctx=64)
+    with pytest.raises(UsageError, match=r"`n_predict`.*less than the context, 64"):
+        verify.verify(engine, todo(1), 64)
+
+
 def test_a_model_draft_does_not_change_the_text() -> None:
     engine = memory_engine.engine(memory_models.dflash_draft)
     verdict = verify.verify(engine, todo(8), 24)

@@ -30,6 +30,7 @@ u32 halves(u32 a, u32 b, u32 c, Op op) {
 inline u32 mul_half2(u32 a, u32 b) {
   return halves(a, b, 0, [](float x, float y, float) { return x * y; });
 }
+inline u32 copy_upper_half(u32 x) { return mul_half2(x >> 16 | (x & 0xffff0000u), 0x3c003c00u); }
 inline u32 sub_half2(u32 a, u32 b) {
   return halves(a, b, 0, [](float x, float y, float) { return x - y; });
 }
@@ -64,6 +65,15 @@ u32 lop3(u32 a, u32 b, u32 c) {
 }
 inline u32 and_or(u32 a, u32 b, u32 c) { return (a & b) | c; }
 inline u32 permute_unmasked(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
+inline u32 permute_or_sign(u32 a, u32 b, u32 selector) {
+  u32 out = 0;
+  for (int i = 0; i < 4; ++i) {
+    const u32 nibble = selector >> (4 * i) & 15;
+    const u32 byte = u32(((u64)b << 32 | a) >> (nibble % 8 * 8)) & 255;
+    out |= (nibble < 8 ? byte : byte & 128 ? 255u : 0u) << (8 * i);
+  }
+  return out;
+}
 inline u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 inline u32 extract_bits(u32 low, u32 high, u32 shift) {
   return u32(((u64)high << 32 | low) >> shift);

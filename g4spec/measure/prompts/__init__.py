@@ -82,6 +82,11 @@ def prompts(
     return found
 
 
+def parse_categories(text: str | None) -> Sequence[str]:
+    """Return the categories in a text with commas between them; all of them for None."""
+    return [name.strip() for name in text.split(",")] if text else CATEGORIES
+
+
 def check_categories(categories: Sequence[str], count: int | None = None) -> None:
     """Raise UsageError for an unknown category, or if a category has fewer than `count` prompts."""
     if len(set(categories)) < len(categories):
@@ -109,11 +114,20 @@ def _category(name: str) -> tuple[list[str], str]:
     return data["prompts"], data["form"]
 
 
+def check_n_predict(n_predict: int, n_ctx: int) -> None:
+    """Raise UsageError unless a prompt fits into the context beside `n_predict` new tokens."""
+    if n_predict >= n_ctx:
+        raise UsageError(
+            "`n_predict`", expected=f"less than the context, {n_ctx} tokens", found=n_predict
+        )
+
+
 def long_prompt_tokens(asked: int | None, n_ctx: int, n_predict: int, usual: int) -> int:
     """Return the length of long prompts in tokens: `asked`, or `usual` capped to what fits.
 
     Raises UsageError if `asked` plus `n_predict` new tokens exceed the context `n_ctx`.
     """
+    check_n_predict(n_predict, n_ctx)
     free = n_ctx - n_predict
     if asked is not None and asked > max(free, 0):
         raise UsageError(

@@ -5,7 +5,7 @@
 
 namespace codebook {
 
-struct IQ1_M : Scaled<3, 16, 8>, Grid1 {};
+struct IQ1_M : Scaled<16, 8>, Grid1 {};
 
 }  // namespace codebook
 

@@ -5,7 +5,7 @@
 
 namespace codebook {
 
-struct IQ1_S : Scaled<3, 32, 8>, Grid1 {};
+struct IQ1_S : Scaled<32, 8>, Grid1 {};
 
 }  // namespace codebook
 

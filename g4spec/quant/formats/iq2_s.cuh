@@ -5,7 +5,7 @@
 
 namespace codebook {
 
-struct IQ2_S : Scaled<3, 16, 8>, Grid2 {};
+struct IQ2_S : Scaled<16, 8>, Grid2 {};
 
 }  // namespace codebook
 

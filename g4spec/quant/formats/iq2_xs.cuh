@@ -5,7 +5,7 @@
 
 namespace codebook {
 
-struct IQ2_XS : Scaled<3, 16, 8>, Grid2 {};
+struct IQ2_XS : Scaled<16, 8>, Grid2 {};
 
 }  // namespace codebook
 

@@ -5,7 +5,7 @@
 
 namespace codebook {
 
-struct IQ2_XXS : Scaled<3, 32, 8>, Grid2 {};
+struct IQ2_XXS : Scaled<32, 8>, Grid2 {};
 
 }  // namespace codebook
 

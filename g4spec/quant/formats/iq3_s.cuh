@@ -1,13 +1,13 @@
-// IQ3_S: rewritten to codes of 4 bits (held.py); a value is d * scale * table[code]. Views:
+// IQ3_S: rewritten to codes of 4 bits (held.py); a value is d * (2 scale + 1) * table[code]. Views:
 // formats.cuh.
 #pragma once
 #include "codebook_views.cuh"
 
 namespace codebook {
 
-struct IQ3_S : Scaled<4, 32, 1> {
-  static constexpr u32 TABLE[4] = {entries(1, 3, 5, 7), entries(9, 11, 13, 15),
-                                   entries(-1, -3, -5, -7), entries(-9, -11, -13, -15)};
+struct IQ3_S : OddScaled<1, Order::LINEAR> {
+  static constexpr u32 TABLE[4] = {entries(-15, -13, -11, -9), entries(-7, -5, -3, -1),
+                                   entries(1, 3, 5, 7), entries(9, 11, 13, 15)};
 };
 
 }  // namespace codebook

@@ -4,7 +4,7 @@
 
 namespace codebook {
 
-struct IQ4_NL : Codes<4, 32, 32, 18, 2>, Linear4, Apart<IQ4_NL, 2> {
+struct IQ4_NL : Codes<4, 32, 32, 18, 2, Order::PAIRED>, Linear4, Apart<IQ4_NL, 2> {
   static constexpr int HEADER = 2 * 8;
   static DEVICE float of(const u8* p) { return half_of(p); }
   static DEVICE float raw_factor(const u8* b, int) { return of(b); }

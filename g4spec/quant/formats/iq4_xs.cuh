@@ -4,11 +4,13 @@
 
 namespace codebook {
 
-struct IQ4_XS : Codes<4, 32, 256, 136, 8>, Linear4 {
+struct IQ4_XS : Codes<4, 32, 256, 136, 8, Order::PAIRED>, Linear4 {
   static constexpr int HEADER = 8;
   static DEVICE float of(u32 first, u32 low, int i) {
-    const u32 scale = (low >> (4 * i) & 15) | (first >> (16 + 2 * i) & 3) << 4;
-    return __fmul_rn(from_half((u16)first), small_uint_to_float(scale) - 32.0f);
+    // The mantissa of 2^23 + scale.
+    const u32 scale = and_or(low >> (4 * i), 15, 0x4b000000u);
+    const u32 both = and_or(first >> (12 + 2 * i), 48, scale);
+    return __fmul_rn(from_half((u16)first), __uint_as_float(both) - (8388608.0f + 32.0f));
   }
   static DEVICE float raw_factor(const u8* b, int i) { return factor(b, 0, i); }
   static DEVICE float factor(const u8* header, int row, int i) {

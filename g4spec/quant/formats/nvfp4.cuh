@@ -5,7 +5,7 @@
 namespace codebook {
 
 // The scales of a row's four groups in 64 values are adjacent bytes.
-struct NVFP4 : Codes<4, 16, 64, 36, 4, 8>, E2M1 {
+struct NVFP4 : Codes<4, 16, 64, 36, 4, Order::CODES, 8>, E2M1 {
   static constexpr int HEADER = 1 * 16;
   static DEVICE float of(u32 e) {  // half the value of an unsigned E4M3 float
     return (u8)e == 127 ? 0.0f : from_half((u16)((e & 127) << 7)) * 128.0f;

@@ -4,7 +4,7 @@
 
 namespace codebook {
 
-struct Q3_K : Scaled<3, 16, 1> {
+struct Q3_K : Scaled<16, 1, Order::DENSE> {
   static constexpr u32 TABLE[4] = {entries(-4, -3, -2, -1), entries(0, 1, 2, 3), 0, 0};
 };
 

@@ -36,7 +36,8 @@ def magic(s: Subject) -> Findings:
 @rule("G4-GGUF-002", ERROR, "the container version must be 2 or 3", needs=HEADER)
 def version(s: Subject) -> Findings:
     """Loaders refuse 0, 1 and unknown versions; a value in the high half is a big-endian file."""
-    if s.header.magic == b"GGUF" and s.header.version not in (2, 3):
+    begun = s.header.size >= 8  # a shorter file has no version: G4-GGUF-003
+    if s.header.magic == b"GGUF" and begun and s.header.version not in (2, 3):
         yield Finding(
             "byte 4", "2 or 3", s.header.version, "convert the model again with a current converter"
         )
@@ -124,7 +125,7 @@ def complete(s: Subject) -> Findings:
     """A truncated download opens, and reads beyond its end, or as zeros on sparse disks."""
     for header in s.headers:
         end = _data_end(header)
-        if end > header.size:
+        if header.tensors and end > header.size:
             yield Finding("end of file", f"{end} bytes", f"{header.size} bytes", AGAIN)
 
 
@@ -177,7 +178,7 @@ def opens(s: Subject) -> Findings:
 def architecture(s: Subject) -> Findings:
     """Forks store the same drafts under other names, tensors and layer-id conventions
     (`gemma4_mtp`, `gemma4-dflash-draft`); loading one as the other is silently wrong."""
-    if s.header.broken is None and s.kind is None:
+    if s.header.broken is None and s.header.keys and s.kind is None:
         names = [k.name for k in s.header.keys] + [t.name for t in s.header.tensors]
         dialect = dialects.recognise(s.arch, names)
         fix = (

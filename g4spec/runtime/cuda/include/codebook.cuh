@@ -8,18 +8,29 @@
 
 namespace codebook {
 
+constexpr u32 bytes(u32 a, u32 b, u32 c, u32 d) { return a | b << 8 | c << 16 | d << 24; }
 // Four table entries as bytes, with 128 added.
 constexpr u32 entries(int a, int b, int c, int d) {
-  return (u32)(a + 128) | (u32)(b + 128) << 8 | (u32)(c + 128) << 16 | (u32)(d + 128) << 24;
+  return bytes(a + 128, b + 128, c + 128, d + 128);
 }
 
 DEVICE float half_of(const u8* p) { return from_half(*(const u16*)p); }
 
+// Order of the bits of codes in packed words (g4spec/runtime/cuda/weights/packing.py), chosen such
+// that `fragment` needs few instructions:
+//   CODES   a code in each nibble: table lookups
+//   PAIRED  the lowest bit of a 4-bit code is the highest bit of its nibble
+//   LINEAR  4-bit codes of evenly spaced values; the word is rotated left by one bit
+//   DENSE   3-bit codes of evenly spaced values; five codes in each half of a word (`dense_bit`)
+enum class Order { CODES, PAIRED, LINEAR, DENSE };
+
 // Layout of the codes in a block. LOW: offset of the low 4 bits (BITS 4) or low 2 bits (BITS 2, 3);
 // HIGH: offset of the third bits. RUN: bytes whose lowest bits belong to RUN consecutive values;
 // their next bits belong to the RUN values after these.
-template <int BITS_, int GROUP_, int BLOCK_, int BYTES_, int LOW_, int RUN_ = BITS_ == 4 ? 16 : 32>
+template <int BITS_, int GROUP_, int BLOCK_, int BYTES_, int LOW_, Order ORDER_ = Order::CODES,
+          int RUN_ = BITS_ == 4 ? 16 : 32>
 struct Codes {
+  static constexpr Order ORDER = ORDER_;
   static constexpr int BITS = BITS_, GROUP = GROUP_, BLOCK = BLOCK_, BYTES = BYTES_;
   static constexpr int LOW = LOW_, HIGH = LOW_ + 64, RUN = RUN_;
   static constexpr bool MINIMUM = false;
@@ -40,11 +51,11 @@ struct Codes {
   }
 };
 
-// Types with an int8 scale per GROUP values and a half-precision factor per 256 values, times 1 /
-// SHARE. Block: codes, scales, factor. Packed unit: scales of 128 rows, then their factors.
-template <int BITS, int GROUP, int SHARE>
-struct Scaled : Codes<BITS, GROUP, 256, (BITS == 4 ? 128 : 96) + 256 / GROUP + 2, 0> {
-  static constexpr int SCALES = 256 / GROUP, AT = BITS == 4 ? 128 : 96, HEADER = SCALES + 2;
+// Types with 3-bit codes, an int8 scale per GROUP values and a half-precision factor per 256 values,
+// times 1 / SHARE. Block: codes, scales, factor. Packed unit: scales of 128 rows, then their factors.
+template <int GROUP, int SHARE, Order ORDER = Order::CODES>
+struct Scaled : Codes<3, GROUP, 256, 96 + 256 / GROUP + 2, 0, ORDER> {
+  static constexpr int SCALES = 256 / GROUP, AT = 96, HEADER = SCALES + 2;
 
   static DEVICE float times(float d, int scale) {
     return __fmul_rn(d, (float)scale) * (1.0f / SHARE);
@@ -67,6 +78,32 @@ struct Scaled : Codes<BITS, GROUP, 256, (BITS == 4 ? 128 : 96) + 256 / GROUP + 2
   }
 };
 
+// The same with 4-bit codes and, for each 32 values, a scale of 4 bits, which stands for 2 scale + 1.
+template <int SHARE, Order ORDER = Order::CODES>
+struct OddScaled : Codes<4, 32, 256, 128 + 4 + 2, 0, ORDER> {
+  static constexpr int AT = 128, HEADER = 4 + 2;
+
+  static DEVICE float times(float d, u32 scale) {
+    return __fmul_rn(d, (float)(2 * (scale & 15) + 1)) * (1.0f / SHARE);
+  }
+  static DEVICE float raw_factor(const u8* b, int i) {
+    return times(half_of(b + AT + 4), b[AT + i / 2] >> (i % 2 * 4));
+  }
+  static DEVICE float factor(const u8* header, int row, int i) {
+    return times(half_of(header + 4 * 128 + row * 2), ((const u32*)header)[row] >> (4 * i));
+  }
+  template <int N>
+  static DEVICE void factors(float (&f)[N], const u8* header, int row) {
+    const float d = half_of(header + 4 * 128 + row * 2) * (1.0f / SHARE);
+    const u32 scales = ((const u32*)header)[row];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {  // the mantissa of 2^23 + 2 scale
+      const u32 bits = and_or(i ? scales >> (4 * i - 1) : scales << 1, 30, 0x4b000000u);
+      f[i] = d * (__uint_as_float(bits) - (8388608.0f - 1.0f));
+    }
+  }
+};
+
 // Types with one factor of W bytes per GROUP values, decoded by `F::of`. Packed unit: for each
 // group, the factors of 128 rows.
 template <class F, int W>
@@ -84,6 +121,9 @@ struct Apart {
 struct Linear4 {  // IQ4_NL, IQ4_XS
   static constexpr u32 TABLE[4] = {entries(-127, -104, -83, -65), entries(-49, -35, -22, -10),
                                    entries(1, 13, 25, 38), entries(53, 69, 89, 113)};
+  // For PAIRED: the entries of odd codes, and how much larger they are than the entry before.
+  static constexpr u32 ODD[2] = {entries(-104, -65, -35, -10), entries(13, 38, 69, 113)};
+  static constexpr u32 STEPS[2] = {bytes(23, 18, 14, 12), bytes(12, 13, 16, 24)};
 };
 struct E2M1 {  // MXFP4, NVFP4: twice the FP4 values
   static constexpr u32 TABLE[4] = {entries(0, 1, 2, 3), entries(4, 6, 8, 12),
@@ -117,14 +157,110 @@ DEVICE u32 looked_up(u32 codes) {
                           and_or(codes >> 1, 0x4444u, 0x3210u));
 }
 
+// Position of code q = 4 j + 2 e1 + h in a half of the lane's three words (DENSE), for q < 15: word
+// q / 5, from this bit on. Bits that exceed the half are the lowest of the other half. Code 15 has
+// bit i of word i.
+DEVICE constexpr int dense_bit(int q) { return q / 5 + 1 + q % 5 * 3; }
+
+DEVICE u32 rotated_right(u32 x, int bits) { return __funnelshift_r(x, x, bits); }
+
 // A lane's eight codes of k16 step j: rows g + 8 h, columns 4 t + 2 e1 + e0, at bits 16 e1 + 8 h +
 // 4 e0. `low`, `high`: the lane's words of 64 columns.
 template <class T>
 DEVICE u32 eight_codes(const u32* low, u32 high, int j) {
+  if constexpr (T::ORDER == Order::PAIRED)
+    return (low[j] & 0x77777777u) << 1 | (low[j] >> 3 & 0x11111111u);
+  if constexpr (T::ORDER == Order::LINEAR || T::ORDER == Order::DENSE) {
+    constexpr u32 MASK = (1u << T::BITS) - 1;
+    u32 codes = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // 2 e1 + h
+      const int q = j * 4 + i;
+      u32 two;  // e0 = 0 and e0 = 1 at bits 0 and 16
+      if constexpr (T::BITS == 4) two = rotated_right(low[j], 1 + i * 4);
+      else if (q == 15) two = (low[0] & 0x10001u) | (low[1] & 0x20002u) | (high & 0x40004u);
+      else two = rotated_right(q < 5 ? low[0] : q < 10 ? low[1] : high, dense_bit(q));
+      codes |= ((two & MASK) | (two >> 16 & MASK) << 4) << (i * 8);
+    }
+    return codes;
+  }
   if constexpr (T::BITS == 4) return low[j];
   const u32 two = low[j / 2] >> (j % 2 * 2) & 0x33333333u;
   if constexpr (T::BITS == 2) return two;
   return and_or(j < 2 ? high << (2 - j) : high >> (j - 2), 0x44444444u, two);
+}
+
+// Whether table indices are shifted by multiplications (`copy_upper_half`). Faster where lookups
+// saturate the pipe of shifts and logic.
+constexpr bool SHIFT_BY_FMA = true;
+
+// Convert two bytes to halves and subtract 128: exact.
+DEVICE u32 two_entries(u32 bytes, u32 which) {
+  return sub_half2(permute(bytes, 0x64006400u, which), 0x64806480u);  // 1024 + 128
+}
+
+// code - BIAS for two codes, from codes * 2 ** SHIFT at the bits of `mask`: the mantissa of 1024.
+// Exact for BIAS < 1024 >> SHIFT.
+template <int SHIFT, int BIAS>
+DEVICE u32 two_integers(u32 codes, u32 mask) {
+  constexpr u32 ZERO = (u32)(25 - SHIFT) << 10 | (u32)BIAS << SHIFT;  // (1024 >> SHIFT) + BIAS
+  const u32 x = and_or(codes, mask, 0x64006400u);
+  if constexpr (SHIFT == 0) return sub_half2(x, ZERO * 0x10001u);
+  return fma_half2(x, (u32)(15 - SHIFT) << 10 | (u32)(15 - SHIFT) << 26,
+                   (ZERO | 0x8000u) * 0x10001u);
+}
+
+template <int Q>
+DEVICE u32 two_dense(const u32* low, u32 high) {
+  if constexpr (Q == 15) {
+    const u32 x = and_or(low[0], 0x10001u, and_or(low[1], 0x20002u, 0x64006400u));
+    return sub_half2(and_or(high, 0x40004u, x), 0x64046404u);
+  } else {
+    constexpr int AT = dense_bit(Q), SHIFT = AT > 7 ? AT - 8 : AT;
+    const u32 word = Q < 5 ? low[0] : Q < 10 ? low[1] : high;
+    return two_integers<SHIFT, 4>(AT > 7 ? rotated_right(word, 8) : word, 0x70007u << SHIFT);
+  }
+}
+
+// Entries of a lane's eight codes of k16 step J as halves: an A fragment.
+template <class T, int J>
+DEVICE void fragment(u32 (&a)[4], const u32* low, u32 high) {
+  if constexpr (T::ORDER == Order::DENSE) {
+    a[0] = two_dense<4 * J>(low, high), a[1] = two_dense<4 * J + 1>(low, high);
+    a[2] = two_dense<4 * J + 2>(low, high), a[3] = two_dense<4 * J + 3>(low, high);
+    return;
+  }
+  if constexpr (T::ORDER == Order::LINEAR) {  // 2 code - 15
+    const u32 w = low[J], upper = rotated_right(w, 8);
+    a[0] = two_integers<0, 15>(w, 0x001e001eu), a[1] = two_integers<4, 15>(w, 0x01e001e0u);
+    a[2] = two_integers<0, 15>(upper, 0x001e001eu), a[3] = two_integers<4, 15>(upper, 0x01e001e0u);
+    return;
+  }
+  u32 first, second;
+  if constexpr (T::BITS == 4) {
+    // Without their highest bits, codes look up an entry; those whose highest bit is 0 then add or
+    // subtract a step. Codes with this bit look up the sign of a step, which is 0.
+    const u32 w = low[J], three = w & 0x77777777u;
+    const u32 three1 = SHIFT_BY_FMA ? copy_upper_half(three) : three >> 16, w1 = w >> 16;
+    if constexpr (T::ORDER == Order::PAIRED) {
+      first = permute_unmasked(T::ODD[0], T::ODD[1], three) -
+              permute_or_sign(T::STEPS[0], T::STEPS[1], w);
+      second = permute_unmasked(T::ODD[0], T::ODD[1], three1) -
+               permute_or_sign(T::STEPS[0], T::STEPS[1], w1);
+    } else {  // entries with the highest bit are smaller, by less than 128
+      constexpr u32 STEPS[2] = {T::TABLE[0] - T::TABLE[2], T::TABLE[1] - T::TABLE[3]};
+      first = permute_unmasked(T::TABLE[2], T::TABLE[3], three) +
+              permute_or_sign(STEPS[0], STEPS[1], w);
+      second = permute_unmasked(T::TABLE[2], T::TABLE[3], three1) +
+               permute_or_sign(STEPS[0], STEPS[1], w1);
+    }
+  } else {
+    const u32 codes = eight_codes<T>(low, high, J);
+    first = permute_unmasked(T::TABLE[0], T::TABLE[1], codes);
+    second = permute_unmasked(T::TABLE[0], T::TABLE[1], codes >> 16);
+  }
+  a[0] = two_entries(first, 0x5150), a[1] = two_entries(first, 0x5352);
+  a[2] = two_entries(second, 0x5150), a[3] = two_entries(second, 0x5352);
 }
 
 }  // namespace codebook

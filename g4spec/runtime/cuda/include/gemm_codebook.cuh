@@ -1,6 +1,6 @@
-// GEMM with table-coded weights (codebook.cuh) in packed order. Table entries become halves that
-// are integers, so MMA accumulators start at 0; the sum of a quant group is then multiplied by its
-// factor.
+// GEMM with table-coded weights (codebook.cuh) in packed order. Codes become halves that are
+// integers (`codebook::fragment`), so MMA accumulators start at 0; the sum of a quant group is then
+// multiplied by its factor.
 #pragma once
 #include "codebook.cuh"
 #include "gemm_tile.cuh"
@@ -34,25 +34,10 @@ struct Codebook {
     }
     // A fragment of k16 step j.
     DEVICE void a_fragment(u32 (&a)[4], int tile, int j) const {
-      const u32 codes = codebook::eight_codes<T>(low[tile], high[tile], j);
-      u32 first, second;
-      if constexpr (T::BITS == 4) {
-        const u32 three = codes & 0x77777777u, fourth = and_or(codes >> 1, 0x44444444u, 0x32103210u);
-        first = permute_unmasked(permute_unmasked(T::TABLE[0], T::TABLE[1], three),
-                                 permute_unmasked(T::TABLE[2], T::TABLE[3], three), fourth);
-        second =
-            permute_unmasked(permute_unmasked(T::TABLE[0], T::TABLE[1], three >> 16),
-                             permute_unmasked(T::TABLE[2], T::TABLE[3], three >> 16), fourth >> 16);
-      } else {
-        first = permute_unmasked(T::TABLE[0], T::TABLE[1], codes);
-        second = permute_unmasked(T::TABLE[0], T::TABLE[1], codes >> 16);
-      }
-      a[0] = whole(first, 0x5150), a[1] = whole(first, 0x5352);
-      a[2] = whole(second, 0x5150), a[3] = whole(second, 0x5352);
-    }
-    // Convert two bytes to halves and subtract 128: exact.
-    static DEVICE u32 whole(u32 bytes, u32 which) {
-      return sub_half2(permute(bytes, HALF2_1024, which), 0x64806480u);  // 1024 + 128
+      if (j == 0) codebook::fragment<T, 0>(a, low[tile], high[tile]);
+      if (j == 1) codebook::fragment<T, 1>(a, low[tile], high[tile]);
+      if (j == 2) codebook::fragment<T, 2>(a, low[tile], high[tile]);
+      if (j == 3) codebook::fragment<T, 3>(a, low[tile], high[tile]);
     }
   };
 

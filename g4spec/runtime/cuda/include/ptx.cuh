@@ -42,6 +42,15 @@ DEVICE u32 mul_half2(u32 a, u32 b) {
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
+// The upper half of x, which is not NaN, in both halves: a multiplication by 1, which leaves the
+// pipe of shifts and logic free.
+DEVICE u32 copy_upper_half(u32 x) {
+  u32 d;
+  asm("{\n.reg .b16 low, high;\n.reg .b32 twice;\nmov.b32 {low, high}, %1;\n"
+      "mov.b32 twice, {high, high};\nmul.rn.f16x2 %0, twice, %2;\n}"
+      : "=r"(d) : "r"(x), "r"(0x3c003c00u));
+  return d;
+}
 DEVICE u32 sub_half2(u32 a, u32 b) {
   u32 d;
   asm("sub.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
@@ -92,6 +101,9 @@ DEVICE u32 permute_unmasked(u32 a, u32 b, u32 selector) {
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
   return d;
 }
+// permute() where a selector nibble above 7 chooses 255 if the sign bit of byte `nibble - 8` is set,
+// else 0.
+DEVICE u32 permute_or_sign(u32 a, u32 b, u32 selector) { return permute_unmasked(a, b, selector); }
 // Maximum of a and b; NaN if either is NaN.
 DEVICE float max_nan(float a, float b) {
 #if ARCH >= 800

@@ -2,17 +2,19 @@
 
 Most types keep the blocks of the file. If codes are indices of a codebook's entries, or the bits of
 scales are spread, blocks are rewritten once, on the device, so that kernels read one code per value
-and one signed byte per scale. No value changes. Such a block of 256 values has
+and one number per scale. No value changes. Such a block of 256 values has
 
-- `q` [8, 16]: codes of 4 bits in the order of IQ4_NL, for up to 8 magnitudes and a sign; or
+- `q` [8, 16]: codes of 4 bits in the order of IQ4_NL, for up to 8 magnitudes and a sign. Codes of
+  IQ3_S, whose values are evenly spaced, ascend with the values; or
 - `low` [2, 32] and `high` [32]: codes of 3 bits in the order of Q3_K, for fewer magnitudes;
-- `scale`: a signed byte for each 32 or 16 values; `d`: the file's factor.
+- `scale`: a signed byte for each 32 or 16 values, or beside `q` 4 bits for each 32, which stand for
+  2 scale + 1; `d`: the file's factor.
 
 Bits per weight in the file, and in memory:
 
 ========  ======  ======
-IQ3_S     3.4375  4.3125
-IQ3_XXS   3.0625  4.3125
+IQ3_S     3.4375  4.1875
+IQ3_XXS   3.0625  4.1875
 Q3_K      3.4375  3.5625
 IQ2_S     2.5625  3.5625
 IQ2_XS    2.3125  3.5625
@@ -97,11 +99,11 @@ def _entries(grid: str, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(indices).to(device)
 
 
-def _codes(grid: str, index: torch.Tensor, minus: torch.Tensor, above: int) -> torch.Tensor:
-    """Return codes of 256 values: magnitudes by `index` [n, entries], plus `above` where `minus`
-    [n, 256]."""
+def _codes(grid: str, index: torch.Tensor, minus: torch.Tensor, inverted: int) -> torch.Tensor:
+    """Return codes of 256 values: magnitudes by `index` [n, entries], with the bits of `inverted`
+    inverted where `minus` [n, 256]."""
     numbers = _entries(grid, index.device)[index].view(len(index), 256)
-    return numbers | minus.to(torch.uint8).view(len(index), 256) * above
+    return numbers ^ minus.to(torch.uint8).view(len(index), 256) * inverted
 
 
 def _signs7(word: torch.Tensor) -> torch.Tensor:
@@ -147,14 +149,15 @@ def _q3_k(f: Fields) -> list[torch.Tensor]:
 
 def _iq3_s(f: Fields) -> list[torch.Tensor]:
     index = f("q").long() | _bits(f("high"), 8).flatten(1).long() << 8
-    codes = _codes("iq3_s", index, _bits(f("signs"), 8), 8)
-    return [_four(codes), _odd(_bits(f("scales"), 2, 4)), f("d")]
+    codes = _codes("iq3_s", index, _bits(f("signs"), 8), 15) ^ 8
+    return [_four(codes), f("scales"), f("d")]
 
 
 def _iq3_xxs(f: Fields) -> list[torch.Tensor]:
     word = _words(f("word"), 4)
     codes = _codes("iq3_xxs", f("q").long(), _signs7(word), 8)
-    return [_four(codes), _odd(word >> 28), f("d")]
+    scale = (word >> 28).to(torch.uint8)
+    return [_four(codes), scale[:, ::2] | scale[:, 1::2] << 4, f("d")]
 
 
 def _iq2_s(f: Fields) -> list[torch.Tensor]:

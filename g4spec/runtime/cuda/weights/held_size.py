@@ -19,7 +19,9 @@ MOST_ROWS = 1 << 19
 
 
 def _dtype(bits: int, scales: int) -> np.dtype[np.void]:
-    codes = [("q", "u1", (8, 16))] if bits == 4 else [("low", "u1", (2, 32)), ("high", "u1", 32)]
+    if bits == 4:
+        return np.dtype([("q", "u1", (8, 16)), ("scale", "u1", scales // 2), ("d", "<f2")])
+    codes = ("low", "u1", (2, 32)), ("high", "u1", 32)
     return np.dtype([*codes, ("scale", "i1", scales), ("d", "<f2")])
 
 

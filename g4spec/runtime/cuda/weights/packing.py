@@ -73,6 +73,10 @@ CHOOSING: Places = {
 }
 """The same for codes that are table indices; those with e0 = 1 are 4 bits higher."""
 
+PAIRED, ROTATED = (4, 3), (32, 1)
+"""Rotations of a word's bits: the size of the fields that are rotated, and the places to the left.
+`PAIRED`: the lowest bit of a code becomes the highest of its nibble."""
+
 
 @dataclass(frozen=True, slots=True)
 class Move:
@@ -136,12 +140,16 @@ def _signed(mask: int) -> int:
     return mask - (mask >> 31 << 32)
 
 
-def _codes(name: str, bits: int, run: int, at_e0: int = 16, place: Places = PLACE) -> Part:
+def _codes(
+    name: str, bits: int, run: int, at_e0: int = 16, place: Places = PLACE, rotate: Index = (32, 0)
+) -> Part:
     """Return the part for codes, or upper bits of codes, of less than 8 bits: `run` bytes hold the
-    lowest bits of `run` values in order, above them those of the next `run` values, and so on."""
+    lowest bits of `run` values in order, above them those of the next `run` values, and so on.
+    `rotate`: how bits of packed words are rotated, see `PAIRED`."""
     span = max(64, run * 8 // bits)
     lanes = run > 8  # else the four lanes of a column of g find their bits in words they share
     swapped = lanes and at_e0 == 16
+    size, shift_left = rotate
 
     def places() -> Iterator[tuple[Index, int, Index, int]]:
         for k, h, bit in product(range(span), range(2), range(bits)):
@@ -154,7 +162,9 @@ def _codes(name: str, bits: int, run: int, at_e0: int = 16, place: Places = PLAC
             at = 8 * ((2 * e0 + e1) if swapped else byte) + bits * shift + bit
             slot, low = place[bits](j, h, e1)
             target = (c, slot) if lanes else (c, t, slot)
-            yield (h, word // 4 if lanes else word), at, target, at_e0 * e0 + low + bit
+            high = at_e0 * e0 + low + bit
+            high = high // size * size + (high + shift_left) % size
+            yield (h, word // 4 if lanes else word), at, target, high
 
     per_row = span * bits // 32
     sizes = {"x": per_row // 4 if lanes else per_row, "t": 4, "k": span // 64, "s": bits}
@@ -171,9 +181,27 @@ def _codes(name: str, bits: int, run: int, at_e0: int = 16, place: Places = PLAC
     )
 
 
-def _numbers(name: str, bits: int, run: int) -> Part:
+def _numbers(name: str, bits: int, run: int, rotate: Index = (32, 0)) -> Part:
     """Return the part for codes that are table indices; see `_codes`."""
-    return _codes(name, bits, run, 4, CHOOSING)
+    return _codes(name, bits, run, 4, CHOOSING, rotate)
+
+
+def _dense(words: range) -> Part:
+    """Return the part for these of a lane's three words of 3-bit codes (`Order::DENSE` in
+    codebook.cuh). The file has the two low bits of the codes apart from the third."""
+
+    def places() -> Iterator[tuple[Index, int, Index, int]]:
+        for k, h, bit in product(range(256), range(2), range(3)):
+            c, j, t, e1, e0 = k // 64, k // 16 % 4, k // 4 % 4, k // 2 % 2, k % 2
+            code = 4 * j + 2 * e1 + h
+            slot, low = (code // 5, code // 5 + 1 + code % 5 * 3) if code < 15 else (bit, 0)
+            if t == 0 and slot in words:  # the other lanes find their bits at the same places
+                x, at = (4 + k % 32 // 16, k // 32) if bit == 2 else (k // 128 * 2 + j % 2, bit)
+                at += 8 * (2 * e0 + e1) + (bit < 2) * (k % 128 // 32 * 2)
+                yield (h, x), at, (c, slot - words.start), (16 * e0 + low + bit) % 32
+
+    sizes, moves = {"x": 6, "t": 4, "k": 4, "s": len(words)}, _moves(places())
+    return Part("low", "high", 4, 256, "c x t", "w p c k g t s", sizes, moves, swapped=True)
 
 
 def _by_row(first: str, last: str, count: int, word: int = 4) -> Part:
@@ -192,11 +220,11 @@ def _rewritten(name: str) -> tuple[np.dtype[np.void], tuple[Part, ...]]:
     dtype = held_size.BLOCKS[name]
     fields = dtype.fields
     assert fields is not None
-    codes = (
-        (_numbers("q", 4, 16),)
-        if "q" in fields
-        else (_numbers("low", 2, 32), _numbers("high", 1, 32))
-    )
+    four = _codes("q", 4, 16, rotate=ROTATED) if name == "iq3_s" else _numbers("q", 4, 16)
+    three = _numbers("low", 2, 32), _numbers("high", 1, 32)
+    if name == "q3_k":
+        three = _dense(range(2)), _dense(range(2, 3))
+    codes = (four,) if "q" in fields else three
     scales = _by_row("scale", "scale", fields["scale"][0].itemsize // 4)
     return dtype, (*codes, scales, _factors("d", 2, 256))
 
@@ -245,8 +273,8 @@ PARTS: dict[str, tuple[np.dtype[np.void], tuple[Part, ...]]] = {
             _factors("d", 2, 256),
         ),
     ),
-    "iq4_nl": (iq4_nl.DTYPE, (_numbers("q", 4, 16), _factors("d", 2, 32))),
-    "iq4_xs": (iq4_xs.DTYPE, (_numbers("q", 4, 16), _by_row("d", "low", 2))),
+    "iq4_nl": (iq4_nl.DTYPE, (_numbers("q", 4, 16, PAIRED), _factors("d", 2, 32))),
+    "iq4_xs": (iq4_xs.DTYPE, (_numbers("q", 4, 16, PAIRED), _by_row("d", "low", 2))),
     "mxfp4": (mxfp4.DTYPE, (_numbers("q", 4, 16), _factors("e", 1, 32))),
     "nvfp4": (nvfp4.DTYPE, (_numbers("q", 4, 8), _factors("scale", 4, 64))),
     "q2_k": (
@@ -321,7 +349,7 @@ def pack(name: str, raw: torch.Tensor, unit: int) -> torch.Tensor:
 def unpack(name: str, packed: torch.Tensor, unit: int, rows: int) -> torch.Tensor:
     """Invert :func:`pack`: uint8 [groups, units, bytes of a unit] -> [rows, bytes]."""
     groups, units, size = packed.shape
-    raw = packed.new_empty(groups * PACK_ROWS, units * size // PACK_ROWS)
+    raw = packed.new_zeros(groups * PACK_ROWS, units * size // PACK_ROWS)
     step = _groups_at_once(units * unit)
     for at in range(0, groups, step):
         inside, outside = packed[at : at + step], raw[at * PACK_ROWS : (at + step) * PACK_ROWS]
@@ -332,7 +360,8 @@ def unpack(name: str, packed: torch.Tensor, unit: int, rows: int) -> torch.Tenso
             _carry(part, source, target, forth=False)
             if part.flip:
                 words ^= _like(words, part.flip)
-            _order(part, file).copy_(words.view(torch.uint8).view(_order(part, file).shape))
+            order = _order(part, file)  # may hold bits of other parts already
+            order |= words.view(torch.uint8).view(order.shape)
     return raw[:rows]
 
 

@@ -1,0 +1,126 @@
+"""Files of targets with experts as other programs write them: gate and up projections apart, and
+fallback types for rows that 256 does not divide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from g4spec import quant
+from g4spec.convert import convert, quantize
+from g4spec.gguf import GGUF, TensorData, write
+from g4spec.gguf.reader import TensorInfo
+from g4spec.measure import text_chunks
+from g4spec.runtime.engine import Engine
+from g4spec.validate import validate
+from tests.support import tiny
+from tests.support.quant_blocks import random_blocks
+
+N_EXPERTS, WIDTH = 4, 96
+SHAPE = {
+    "layers": 2,
+    "period": 2,
+    "hidden": 256,
+    "inter": 256,
+    "experts": N_EXPERTS,
+    "expert_inter": WIDTH,
+}
+"""The experts' down projections have rows of 96, as those of 704 in the 26B-A4B."""
+FALLBACKS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "mxfp4")
+"""Types with blocks of 32."""
+IDS = list(range(2, 90))
+
+Change = Callable[[GGUF, TensorInfo], list[TensorData]]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experts")
+    convert(tiny.target(folder / "target", **SHAPE), folder / "bf16.gguf", type="bf16")
+    return folder / "bf16.gguf"
+
+
+def rewritten(path: Path, to: Path, change: Change) -> Path:
+    """Write a file with `change(file, tensor)` in place of each tensor."""
+    with GGUF(path) as file:
+        data = [new for info in file.tensors.values() for new in change(file, info)]
+        write(to, {key: file.value(key) for key in file}, data)
+    return to
+
+
+def same(file: GGUF, info: TensorInfo) -> list[TensorData]:
+    return [TensorData(info.name, info.shape, info.type, [file.raw(info.name)])]
+
+
+def apart(file: GGUF, info: TensorInfo) -> list[TensorData]:
+    """Store gate and up projections of experts as two tensors."""
+    if not info.name.endswith("ffn_gate_up_exps.weight"):
+        return same(file, info)
+    shape = (info.shape[0], info.shape[1] // 2, info.shape[2])
+    halves = np.split(file.raw(info.name).reshape(*info.shape[:2], -1), 2, axis=1)
+    return [
+        TensorData(
+            info.name.replace("gate_up", name), shape, info.type, [np.ascontiguousarray(half)]
+        )
+        for name, half in zip(("gate", "up"), halves, strict=True)
+    ]
+
+
+def with_down(type: str) -> Change:
+    """Return the change of the experts' down projections to random blocks of a type."""
+
+    def change(file: GGUF, info: TensorInfo) -> list[TensorData]:
+        if not info.name.endswith("ffn_down_exps.weight"):
+            return same(file, info)
+        n, rows, columns = info.shape
+        blocks = random_blocks(type, n * rows, columns)
+        return [TensorData(info.name, info.shape, quant.get(type).type, [blocks])]
+
+    return change
+
+
+def plain(file: GGUF, info: TensorInfo) -> list[TensorData]:
+    """Dequantize with the package gguf."""
+    rows = file.raw(info.name).reshape(-1, info.format.row_bytes(info.shape[-1]))
+    values = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(info.type))
+    return [TensorData(info.name, info.shape, 0, [np.ascontiguousarray(values, np.float32)])]
+
+
+def logits(path: Path) -> torch.Tensor:
+    with Engine.load(path, n_ctx=128) as engine:
+        return text_chunks.read_chunk(engine, IDS)
+
+
+@pytest.mark.parametrize("type", ["q2_k", "q3_k_m", "iq4_xs", "q5_k_m"])
+def test_split_experts_compute_what_joined_ones_do(source: Path, tmp_path: Path, type: str) -> None:
+    joined = tmp_path / "joined.gguf"
+    quantize(source, joined, type=type)
+    split = rewritten(joined, tmp_path / "split.gguf", apart)
+    with GGUF(split) as file:
+        down = file.tensors["blk.0.ffn_down_exps.weight"].format
+        assert down.block == 32 and "blk.0.ffn_gate_exps.weight" in file.tensors
+    expected = logits(joined)
+    assert torch.equal(logits(split), expected)
+    assert torch.equal(logits(rewritten(split, tmp_path / "f32.gguf", plain)), expected)
+    assert validate(split).ok
+
+
+@pytest.mark.parametrize("type", FALLBACKS)
+def test_down_projections_in_fallback_types(source: Path, tmp_path: Path, type: str) -> None:
+    made = rewritten(source, tmp_path / "made.gguf", with_down(type))
+    expected = logits(rewritten(made, tmp_path / "f32.gguf", plain))
+    assert torch.isfinite(expected).all()
+    assert torch.equal(logits(made), expected)
+    assert not torch.equal(logits(source), expected)
+
+
+def test_split_experts_are_quantized_again(source: Path, tmp_path: Path) -> None:
+    split = rewritten(source, tmp_path / "split.gguf", apart)
+    for path, name in ((source, "joined"), (split, "apart")):
+        quantize(path, tmp_path / f"{name}.gguf", type="q4_0")
+    assert torch.equal(logits(tmp_path / "joined.gguf"), logits(tmp_path / "apart.gguf"))
