@@ -70,8 +70,8 @@ class DraftFile:
         return list(self.kind.caches(self.config, self.window)) if self.file and self.kind else []
 
     def check(self, n_vocab: int) -> list[TensorSpec]:
-        """Return the tensors of the file. Raise InputError unless they are those of the draft's kind
-        and all token ids in the file are below `n_vocab`."""
+        """Return the tensors of the file. Raise InputError unless they are those of its kind and
+        all token ids in the file are below `n_vocab`."""
         assert self.file is not None and self.kind is not None
         for name, ids in self.kind.token_ids(self.config, self.file).items():
             loading.check_ids(self.file, name, ids, n_vocab)
