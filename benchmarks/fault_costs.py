@@ -106,7 +106,8 @@ def main() -> None:
         "findings_of_good_files": sum(len(k["findings"]) for k in kinds.values()),
         "every": args.every,
     }
-    write_result(args.out, "fault-costs", {**total, "kinds": kinds})
+    which = "" if set(args.kinds) == set(DRAFTS) else "-" + "-".join(args.kinds)
+    write_result(args.out, f"fault-costs{which}", {**total, "kinds": kinds})
     print(total)
 
 

@@ -42,16 +42,23 @@ def run(out: Output, path: Path, target: Path | None, against: Path | None) -> P
 
 def _show_measured(out: Output, found: ProbeResult) -> None:
     """Show tokens per step and acceptance by position of each measured draft."""
+    from g4spec.measure.draft_probe import REACHED
+
     measured = {"this file": found.run}
     if found.reference is not None:
         measured["converted from the source"] = found.reference
     for name, run in measured.items():
         shares = ", ".join(f"{x:.0%}" for x in run.shares())
         out.line(f"{name}: {run.per_step:.2f} tokens per step; acceptance by position: {shares}")
-    reached = f"Good drafts of this kind reach {found.reached:g} tokens per step or more"
-    rows = [(name, f"{run.per_step:.2f}") for name, run in found.others.items()]
+    reached = f"Published drafts of this kind reach {found.reached:g} tokens per step or more"
+    if found.kind not in REACHED:
+        reached = "No figures of this kind are published"
+    rows = [
+        (name, found.present.get(name.partition(" = ")[0], ""), f"{run.per_step:.2f}")
+        for name, run in found.others.items()
+    ]
     if rows:
-        out.table(reached, ("change", "tokens per step"), rows)
+        out.table(reached, ("change", "present value", "tokens per step"), rows)
     else:
         out.line(reached)
 

@@ -19,7 +19,7 @@ from typing import Any
 from g4spec import models
 from g4spec.errors import G4Error
 from g4spec.gguf import GGUF
-from g4spec.measure.draft_variants import converted, variants, write_changed
+from g4spec.measure.draft_variants import converted, present_values, variants, write_changed
 from g4spec.measure.prompts import prompts
 from g4spec.measure.tensor_scales import ScaledTensor, better_scales
 from g4spec.runtime.engine import Engine
@@ -91,6 +91,7 @@ class ProbeResult:
         reference: counts of the draft that `convert` writes from the source, or None.
         others: changed setting or tensor -> counts, best first.
         scales: tensors that predict the target's tokens better with other values, best first.
+        present: key of each changed setting -> its value in the file, as text.
         interrupted: what was measured before Ctrl-C ended the probe, or "".
     """
 
@@ -100,6 +101,7 @@ class ProbeResult:
     reference: AcceptanceCounts | None = None
     others: dict[str, AcceptanceCounts] = field(default_factory=dict)
     scales: list[ScaledTensor] = field(default_factory=list)
+    present: dict[str, str] = field(default_factory=dict)
     interrupted: str = ""
 
     @property
@@ -143,17 +145,21 @@ class ProbeResult:
                     f"{self.reached:g} tokens per step or more, as good drafts of this kind reach",
                     f"{self.run.per_step:.2f}, and no changed setting raises it",
                     "check that the draft was trained for this target; pass its checkpoint with "
-                    "--against to compare the weights",
+                    "--against to compare the weights" + self._suspect(),
                 )
             )
         return found
 
+    def _suspect(self) -> str:
+        """Return where the weights fit worst, or "" if no tensor fits better with other values."""
+        return f", first those of the layer of {self.scales[0].name}" if self.scales else ""
+
     def _better_setting(self, name: str) -> Finding:
+        key, _, value = name.partition(" = ")
         return Finding(
-            name.partition(" = ")[0],
-            f"{name.partition(' = ')[2]}, which reaches {self.others[name].per_step:.2f} tokens "
-            "per step",
-            f"a setting that reaches {self.run.per_step:.2f}",
+            key,
+            f"{value}, which reaches {self.others[name].per_step:.2f} tokens per step",
+            f"{self.present.get(key, 'another value')}, which reaches {self.run.per_step:.2f}",
             "compare this setting with the checkpoint",
         )
 
@@ -190,6 +196,7 @@ class ProbeResult:
             "by_position": self.run.shares(),
             "reference": reference,
             "others": {name: run.per_step for name, run in self.others.items()},
+            "present": self.present,
             "better": self.better,
             "scales": [asdict(scale) for scale in self.scales],
             "findings": [f.json() for f in self.findings],
@@ -227,11 +234,13 @@ def probe(
             if not files.unchanged:
                 raise
             interrupted = files.so_far("conversions of the source" if source else "changes")
+        present = present_values(file)
     reference = files.others.pop(SOURCE, None)
     order = sorted(files.others.items(), key=lambda item: -item[1].per_step)
     run, kind = AcceptanceCounts.total(files.unchanged), _kind(draft)
     reached = REACHED.get(kind, LEAST)
-    return ProbeResult(kind, reached, run, reference, dict(order), files.scales, interrupted)
+    others, scales = dict(order), files.scales
+    return ProbeResult(kind, reached, run, reference, others, scales, present, interrupted)
 
 
 class _Files:

@@ -78,6 +78,16 @@ def variants(file: GGUF) -> Iterator[tuple[str, KV]]:
             yield f"{key} = {str(not flag).lower()}", {key: Value(ValueType.BOOL, not flag)}
 
 
+def present_values(file: GGUF) -> dict[str, str]:
+    """Return the value of each key that `variants` changes, as text."""
+    out = {}
+    for key in dict.fromkeys(key for _, changes in variants(file) for key in changes):
+        value = file.get(key)
+        shown = f"{value:g}" if isinstance(value, float) else str(value).lower()
+        out[key] = "no value" if value is None else shown
+    return out
+
+
 def _moved(ids: list[int]) -> Iterator[list[int]]:
     """Yield target layers with all ids, then single ids, moved by one; ids stay unique and in
     order."""

@@ -54,7 +54,9 @@ def test_the_costly_setting_is_named(family: Path, tmp_path: Path, monkeypatch: 
     settings = tuple(f"dflash.target_layers = {ids}" for ids in ([2, 3, 4], [2, 4, 5]))
     found = probed(family, draft, monkeypatch, settings)
     assert found.better[0] == "dflash.target_layers = [2, 4, 5]", found.json()
-    assert [f.where for f in found.findings] == ["dflash.target_layers"]
+    (finding,) = found.findings
+    assert finding.where == "dflash.target_layers" and "[1, 3, 4]" in str(finding.found)
+    assert found.present["dflash.rope.freq_base"] == "1e+06"
     assert not found.ok
     assert len(found.run.shares()) == 15
 
@@ -83,6 +85,7 @@ def test_a_missing_rope_base_is_a_setting(family: Path, tmp_path: Path) -> None:
     del file.kv["dflash.rope.freq_base"]
     with GGUF(file.write(tmp_path / "x.gguf")) as draft:
         assert "dflash.rope.freq_base = 1e+06" in dict(draft_variants.variants(draft))
+        assert draft_variants.present_values(draft)["dflash.rope.freq_base"] == "no value"
 
 
 def test_impossible_settings_are_left_out(family: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -206,7 +209,12 @@ LOW = draft_probe.AcceptanceCounts((10, 10), (8, 2))
         (draft_probe.ProbeResult("dflash", 2.08, COUNTS, COUNTS), 0),
         (draft_probe.ProbeResult("dflash", 1.9, LOW, COUNTS), 1),
         (draft_probe.ProbeResult("dflash", 2.08, LOW), 1),
-        (draft_probe.ProbeResult("dflash", 1.9, LOW, others={"key = 2": COUNTS}), 1),
+        (
+            draft_probe.ProbeResult(
+                "dflash", 1.9, LOW, others={"key = 2": COUNTS}, present={"key": "7"}
+            ),
+            1,
+        ),
     ],
 )
 def test_summary_and_exit_code_agree(
@@ -268,6 +276,15 @@ def test_ctrl_c_shows_partial_results(
     assert run([*line, "--probe"]) == 130
     out, err = capsys.readouterr()
     assert "tokens per step" in out and f"interrupted: {found.interrupted}" in err
+
+
+def test_a_useless_draft_names_the_layer_that_fits_worst() -> None:
+    scale = tensor_scales.ScaledTensor("blk.1.attn_q_norm.weight", 0.5, 0.2, 4.0)
+    useless = draft_probe.AcceptanceCounts((10, 10), (1, 0))
+    found = draft_probe.ProbeResult("dflash", 2.08, useless, scales=[scale])
+    (finding,) = found.findings
+    assert finding.where == "acceptance" and scale.name in finding.fix
+    json.dumps(found.json())
 
 
 def test_a_source_of_another_model_is_no_reference(
