@@ -30,8 +30,8 @@ def test_a_kind_has_the_interface_that_commands_use(name: str) -> None:
     kind = DRAFTS[name]
     for member in members(DraftKind):
         assert hasattr(kind, member), f"{kind.__name__} has no {member}: see models.spec.DraftKind"
-        if inspect.isfunction(asked := vars(DraftKind).get(member)):
-            wanted = list(inspect.signature(asked).parameters)[1:]
+        if inspect.isfunction(function := vars(DraftKind).get(member)):
+            wanted = list(inspect.signature(function).parameters)[1:]
             assert list(inspect.signature(getattr(kind, member)).parameters) == wanted, member
 
 
@@ -66,8 +66,8 @@ def test_readme_counts_the_kinds() -> None:
 
 def test_engines_in_memory_have_every_kind() -> None:
     on = memory_engine.target()
-    made = {type(make(on)) for make in memory_engine.DRAFTS.values()}
-    assert made == {kind.Drafter for kind in DRAFTS.values()} | {ngram.Drafter}
+    types = {type(make(on)) for make in memory_engine.DRAFTS.values()}
+    assert types == {kind.Drafter for kind in DRAFTS.values()} | {ngram.Drafter}
 
 
 def test_a_quant_type_is_described_once() -> None:

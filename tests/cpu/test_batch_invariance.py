@@ -88,8 +88,8 @@ def test_cycles_started_ahead_have_their_pages(plain: ReferenceRuns, kind: str |
 
 def specs(prompts: list[list[int]], **options: object) -> list[RequestSpec]:
     """Return requests that are all submitted at once."""
-    made = Options(**{"ignore_eos": True, "draft_max": 5, **options})  # type: ignore[arg-type]
-    return [RequestSpec(prompt, made, 0, None) for prompt in prompts]
+    merged = Options(**{"ignore_eos": True, "draft_max": 5, **options})  # type: ignore[arg-type]
+    return [RequestSpec(prompt, merged, 0, None) for prompt in prompts]
 
 
 @pytest.mark.parametrize("kind", ["dflash", "eagle3", "eagle3-two-layers", "p-eagle"])

@@ -200,8 +200,10 @@ def test_prompts_and_outputs_are_checked_before_a_draft_is_converted(g4spec: Cli
 
 
 def test_preset_prompts(g4spec: Cli, tmp_path: Path) -> None:
-    asked = [{"question_id": i, "category": "writing", "turns": [f"Say {i}."]} for i in range(80)]
-    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    questions = [
+        {"question_id": i, "category": "writing", "turns": [f"Say {i}."]} for i in range(80)
+    ]
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, questions)))
     preset = ("--preset", "mt-bench", "--dataset", tmp_path / "q.jsonl", "--prompts", 40)
     assert "not a target" in g4spec.refused("bench", "-m", "draft.gguf", *preset)
 

@@ -214,8 +214,8 @@ def test_prompts_of_odd_targets_are_read_in_steps(
     from g4spec.models import gemma4
 
     shape = {"head_dim": 256, "global_head_dim": 256, "hidden": 64, "inter": 64} | change
-    made = tiny.target(tmp_path / "t", layers=3, period=3, heads=1, kv=1, **shape)  # type: ignore[arg-type]
-    convert(made, tmp_path / "t.gguf", type="bf16")
+    folder = tiny.target(tmp_path / "t", layers=3, period=3, heads=1, kv=1, **shape)  # type: ignore[arg-type]
+    convert(folder, tmp_path / "t.gguf", type="bf16")
     with GGUF(tmp_path / "t.gguf") as g:
         assert fits(gemma4.parse_gguf(g.kv, g.shapes())) is taken
 

@@ -36,16 +36,16 @@ FACTS = facts()
 def family(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A tiny target and its drafts, as folders and as files."""
     root = tmp_path_factory.mktemp("family")
-    made = {"target": tiny.target(root / "target")}
-    made["zlab"] = tiny.zlab_dflash(root / "zlab", made["target"])
-    made["redhat"] = tiny.speculators_dflash(root / "redhat", made["target"])
-    made["mtp"] = tiny.assistant(root / "mtp", made["target"])
-    for name in list(made):
+    folders = {"target": tiny.target(root / "target")}
+    folders["zlab"] = tiny.zlab_dflash(root / "zlab", folders["target"])
+    folders["redhat"] = tiny.speculators_dflash(root / "redhat", folders["target"])
+    folders["mtp"] = tiny.assistant(root / "mtp", folders["target"])
+    for name in list(folders):
         out = root / f"{name}.gguf"
-        target = None if name == "target" else made["target"]
-        convert.convert(made[name], out, target=target, type="q8_0")
-        made[f"{name}.gguf"] = out
-    return made
+        target = None if name == "target" else folders["target"]
+        convert.convert(folders[name], out, target=target, type="q8_0")
+        folders[f"{name}.gguf"] = out
+    return folders
 
 
 def test_folder_and_file_agree(family: dict[str, Path]) -> None:
@@ -105,9 +105,9 @@ def test_every_kind_is_recognised(name: str, family: dict[str, Path], tmp_path: 
 
 def test_a_draft_that_only_g4spec_runs(family: dict[str, Path], tmp_path: Path) -> None:
     """A DSpark draft with a recurrent Markov head, which llama.cpp would ignore."""
-    made = tiny_drafts.deepspec_dspark(tmp_path / "draft", family["target"], head="rnn")
+    folder = tiny_drafts.deepspec_dspark(tmp_path / "draft", family["target"], head="rnn")
     out = tmp_path / "draft.gguf"
-    convert.convert(made, out, target=family["target"])
+    convert.convert(folder, out, target=family["target"])
     q = questions.build_question(FACTS, str(family["target.gguf"]), str(out), 512, None, None, None)
     assert q is not None
     verdicts = [judge(FACTS, assume(FACTS, "RTX 3090"), q, name) for name in memory.GGUF]
@@ -175,8 +175,8 @@ def test_a_draft_folder_with_both_formats(family: dict[str, Path], tmp_path: Pat
     for path in [*family["zlab"].iterdir(), family["zlab.gguf"]]:
         (folder / path.name).write_bytes(path.read_bytes())
     target = lookup.find_target(FACTS, str(family["target"]))
-    made = lookup.find_draft(FACTS, str(folder), target)
-    assert "holds zlab.gguf and safetensors" in made.notes[0]
+    draft = lookup.find_draft(FACTS, str(folder), target)
+    assert "holds zlab.gguf and safetensors" in draft.notes[0]
 
 
 def test_wrong_way_round(family: dict[str, Path]) -> None:

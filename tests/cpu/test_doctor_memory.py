@@ -247,15 +247,15 @@ def test_measured_speeds_are_in_the_estimated_range() -> None:
     DFlash."""
     t = target("31b")
     card = assume(FACTS, "RTX 3090")
-    made = speed.estimate(FACTS, card, t, None, fit_option(t, "Q4_K_M"), "q8_0", 2048, 1)
-    assert made is not None and made.low <= 35 and made.high >= 35
+    estimate = speed.estimate(FACTS, card, t, None, fit_option(t, "Q4_K_M"), "q8_0", 2048, 1)
+    assert estimate is not None and estimate.low <= 35 and estimate.high >= 35
     spark = assume(FACTS, "GB10")
     pair = draft("redhat-dflash")
-    made = speed.estimate(FACTS, spark, t, pair, fit_option(t, "FP8"), "bf16", 2048, 1)
-    assert made is not None
-    assert made.low * 0.95 <= 5.53 <= made.high
-    assert made.draft_low <= 15.44 <= made.draft_high
-    assert [r.best for r in made.reports] == [(15.44,)]
+    estimate = speed.estimate(FACTS, spark, t, pair, fit_option(t, "FP8"), "bf16", 2048, 1)
+    assert estimate is not None
+    assert estimate.low * 0.95 <= 5.53 <= estimate.high
+    assert estimate.draft_low <= 15.44 <= estimate.draft_high
+    assert [r.best for r in estimate.reports] == [(15.44,)]
 
 
 def test_without_a_bandwidth_there_is_no_estimate() -> None:

@@ -48,8 +48,10 @@ def config(name: str) -> gemma4.Config:
 
 
 def target(name: str, chunk: int = 64) -> SequenceTarget:
-    made = config(name)
-    return SequenceTarget(make_target(made, mm.weights(gemma4.tensors(made), 0, 0.3), chunk=chunk))
+    parsed = config(name)
+    return SequenceTarget(
+        make_target(parsed, mm.weights(gemma4.tensors(parsed), 0, 0.3), chunk=chunk)
+    )
 
 
 def engine(name: str, make: Make | None = None, suppress: tuple[int, ...] = ()) -> Engine:
@@ -130,19 +132,19 @@ def test_routing() -> None:
 
 
 def test_only_layers_with_their_own_keys_have_a_cache() -> None:
-    made = target("per-layer, shared")
-    assert len(made.caches) == 3
-    budget, shapes = made.backend.budget, gemma4.caches(made.config)
-    pages = made.space.n_pages + 1
-    slot = budget.slot(shapes, made.n_ctx, made.backend.slack(made.chunk))
-    held = sum(c._rows.nbytes for c in made.caches)
+    loaded = target("per-layer, shared")
+    assert len(loaded.caches) == 3
+    budget, shapes = loaded.backend.budget, gemma4.caches(loaded.config)
+    pages = loaded.space.n_pages + 1
+    slot = budget.slot(shapes, loaded.n_ctx, loaded.backend.slack(loaded.chunk))
+    held = sum(c._rows.nbytes for c in loaded.caches)
     assert pages * budget.page(shapes) + slot == held
-    rows = [c.capacity if c.window else pages * PAGE for c in made.caches]
+    rows = [c.capacity if c.window else pages * PAGE for c in loaded.caches]
     assert held == sum(
-        2 * 4 * n * c.n_kv * c.head_dim for n, c in zip(rows, made.caches, strict=True)
+        2 * 4 * n * c.n_kv * c.head_dim for n, c in zip(rows, loaded.caches, strict=True)
     )
-    assert [s.kv_from for s in made.config.layers] == [None, None, None, 1, 1, 2]
-    assert (made.config.kv_source(True), made.config.kv_source(False)) == (1, 2)
+    assert [s.kv_from for s in loaded.config.layers] == [None, None, None, 1, 1, 2]
+    assert (loaded.config.kv_source(True), loaded.config.kv_source(False)) == (1, 2)
 
 
 def test_suppressed_tokens_are_never_chosen() -> None:

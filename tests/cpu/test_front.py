@@ -98,9 +98,9 @@ def test_values_that_look_like_flags(files: tuple[str, str], g4spec: Cli) -> Non
 
 
 def test_llama_flags_map_to_existing_options() -> None:
-    made: Any = cli.typer.main.get_command(cli.app())
+    group: Any = cli.typer.main.get_command(cli.app())
     ours = {
-        f for c in made.commands.values() for p in c.params for f in (*p.opts, *p.secondary_opts)
+        f for c in group.commands.values() for p in c.params for f in (*p.opts, *p.secondary_opts)
     }
     assert set(_llama_flags.SAME.values()) <= ours
 

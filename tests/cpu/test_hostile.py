@@ -22,9 +22,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from g4spec import quant
 from g4spec.convert import convert, safetensors
 from g4spec.errors import EnvironmentProblem, G4Error, InputError, Unsupported
-from g4spec.gguf import GGUF, TensorData, string, u32, write
+from g4spec.gguf import GGUF, TensorData, parts, string, u32, write
 from g4spec.runtime import template
 from g4spec.validate import validate
 from tests.cpu import gguf_fixtures as fixtures
@@ -34,6 +35,8 @@ from tests.support import tiny
 
 NAMES = [
     "gguf",
+    "validate",
+    "parts",
     "dialect",
     "safetensors",
     "config",
@@ -65,6 +68,26 @@ def test_kept_corpus_and_fresh_mutations(
 
 def test_every_surface_is_tested(surfaces: dict[str, fuzzing.Surface]) -> None:
     assert list(surfaces) == NAMES
+
+
+def test_seeds_have_every_type_in_whole_and_split_files(
+    surfaces: dict[str, fuzzing.Surface], tmp_path: Path
+) -> None:
+    wanted = {name for name, form in quant.readable().items() if form.quantized}
+    whole = tmp_path / "whole.gguf"
+    for name in ("gguf", "validate"):
+        found = set()
+        for data in surfaces[name].seeds:
+            whole.write_bytes(data)
+            with GGUF(whole) as file:
+                found |= {info.format.name for info in file.tensors.values()}
+        assert found >= wanted
+    seeds = surfaces["parts"].seeds
+    for no, data in enumerate(seeds):
+        (tmp_path / parts.part_name("x", no, len(seeds))).write_bytes(data)
+    with GGUF(tmp_path / parts.part_name("x", 0, len(seeds))) as file:
+        assert {info.format.name for info in file.tensors.values()} >= wanted
+        assert {info.part for info in file.tensors.values()} == set(range(len(seeds)))
 
 
 def test_the_fuzzer_detects_failures(surfaces: dict[str, fuzzing.Surface]) -> None:

@@ -36,8 +36,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """GGUF files of targets, and one draft of every kind for the dense target."""
     home = tmp_path_factory.mktemp("home")
     for name, shape in TARGETS.items():
-        made = tiny.target(home / name, layers=6, period=2, **shape)
-        convert(made, home / f"{name}.gguf", type="f32")
+        folder = tiny.target(home / name, layers=6, period=2, **shape)
+        convert(folder, home / f"{name}.gguf", type="f32")
     on = home / "target"
     for name, make in kinds.HOSTILE.items():
         make(home / name, on)

@@ -172,10 +172,10 @@ def test_never_costs_more_when_nothing_is_proposed() -> None:
     auto, costs, bill = Auto(table), CycleCosts(table), OverheadTracker(table[0])
     drafted = 0
     for _ in range(600):
-        asked = auto.next(15)
-        drafted += asked > 0
-        auto.observe(0, 0, costs[asked])
-        bill.add(1, costs[asked])
+        length = auto.next(15)
+        drafted += length > 0
+        auto.observe(0, 0, costs[length])
+        bill.add(1, costs[length])
         assert bill.over <= 1e-9
     assert drafted
     assert auto.step == costs[0]

@@ -304,7 +304,7 @@ def test_no_text_and_no_engine_loses_more_in_random_runs(
     run = Simulation(table(one, longest, growth, rng.uniform(0.001, 0.1)), padded, ahead)
 
     def text() -> None:
-        asked = rng.choice([None, None, None, None, 0, 3])
+        fixed = rng.choice([None, None, None, None, 0, 3])
         moods = [rng.random() for _ in range(3)]
 
         def held(count: int) -> int:
@@ -312,7 +312,7 @@ def test_no_text_and_no_engine_loses_more_in_random_runs(
                 moods.append(moods.pop(0))
             return chance(0.0 if moods[0] < 0.4 else moods[0], rng.randrange(2**32))(count)
 
-        run.join(held, asked, rng.choice([3, 10, 40, 10**9]))
+        run.join(held, fixed, rng.choice([3, 10, 40, 10**9]))
 
     for _ in range(150):
         if not run.live or (len(run.live) < 8 and rng.random() < 0.08):
@@ -497,8 +497,8 @@ def test_an_engine_measures_and_counts_contexts() -> None:
     shares = []
     for prompt in ([2, 9], [2] * 1300):
         cold.length.set_costs(table, per_byte=1e-9)
-        made = list(engine.generate(prompt, options))
-        shares.append(made[1].decision.plain_seconds)
+        cycles = list(engine.generate(prompt, options))
+        shares.append(cycles[1].decision.plain_seconds)
     more = engine.target.context_bytes(1301) - engine.target.context_bytes(3)
     assert shares[1] - shares[0] == pytest.approx(1e-9 * more, rel=0.1)
 

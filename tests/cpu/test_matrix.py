@@ -60,10 +60,10 @@ def test_no_matrix_is_stored_twice(case: str, type: str, monkeypatch: pytest.Mon
         return plain(name, raw, unit)
 
     monkeypatch.setattr(packing, "pack", watched)
-    made = pack(all_of)
+    packed = pack(all_of)
     assert inside == [size], "what is packed, and nothing beside it"
     assert live() - before == size, "the file's bytes are gone"
-    del made
+    del packed
 
 
 def test_a_matrix_of_a_pair_cannot_be_read_by_itself() -> None:

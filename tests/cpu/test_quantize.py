@@ -176,8 +176,8 @@ def test_policy(
 
 
 def test_types_chosen_by_tensor_name(full: Path, tmp_path: Path) -> None:
-    asked = ["blk.1.ffn=q8_0", r"^token_embd\.=q4_0", "attn_output=q6_k", "ffn=q5_0"]
-    result = quantize(full, tmp_path / "a.gguf", "q3_k_s", tensor_types=asked)
+    patterns = ["blk.1.ffn=q8_0", r"^token_embd\.=q4_0", "attn_output=q6_k", "ffn=q5_0"]
+    result = quantize(full, tmp_path / "a.gguf", "q3_k_s", tensor_types=patterns)
     found = types(tmp_path / "a.gguf")
     assert {found[n] for n in blocks("ffn_up", 1) | blocks("ffn_down", 1)} == {"q8_0"}
     assert {found[n] for n in blocks("ffn_up", *range(2, 12))} == {"q5_0"}

@@ -70,8 +70,8 @@ def test_the_cache_type_is_that_of_the_memory_plan() -> None:
     reasons = {p.fact: p.reason for p in r.parts}
     assert "--kv" not in reasons["flag-vllm-kv"], "no cache type was asked for"
     assert f"{plan.largest:,}" in reasons["flag-vllm-len"]
-    asked = make("vllm", "RTX 4060 Ti", "12b", "mtp", kv="fp8", c=4096)
-    reasons = {p.fact: p.reason for p in asked.parts}
+    result = make("vllm", "RTX 4060 Ti", "12b", "mtp", kv="fp8", c=4096)
+    reasons = {p.fact: p.reason for p in result.parts}
     assert "--kv" in reasons["flag-vllm-kv"] and "-c" in reasons["flag-vllm-len"]
 
 
@@ -502,9 +502,9 @@ def test_compose_without_a_known_image() -> None:
     m = questions.build_machine(FACTS, "V100", ())
     q = questions.build_question(FACTS, "12b:q8_0", "mtp", 8192, None, None, None)
     assert q is not None
-    made = recipe.make(FACTS, m, q, "llama.cpp")
+    result = recipe.make(FACTS, m, q, "llama.cpp")
     with pytest.raises(UsageError, match="no image"):
-        scripts.compose(made, m)
+        scripts.compose(result, m)
     m = questions.build_machine(FACTS, "2x GB10", ())
     q = questions.build_question(FACTS, "12b", "mtp", 8192, None, None, None)
     assert q is not None

@@ -116,16 +116,16 @@ def test_a_shorter_text_is_a_difference() -> None:
 
 def test_cases_cover_everything_evenly() -> None:
     prompts = bench_engine.prompts(4)
-    made = verify.cases(prompts, 80, 7)
-    assert made == verify.cases(prompts, 80, 7)
-    assert made[:40] != verify.cases(prompts, 80, 7, seed=1)[:40]
-    lengths = Counter(c.length for c in made)
+    cases = verify.cases(prompts, 80, 7)
+    assert cases == verify.cases(prompts, 80, 7)
+    assert cases[:40] != verify.cases(prompts, 80, 7, seed=1)[:40]
+    lengths = Counter(c.length for c in cases)
     assert set(lengths) == {1, 2, 3, 4, 5, 7, "auto"}
-    names = Counter(c.prompt.name for c in made)
+    names = Counter(c.prompt.name for c in cases)
     assert max(names.values()) - min(names.values()) <= 1
-    assert len({c.sampler.seed for c in made}) == 80
-    assert {c.sampler.temperature for c in made} == {0.0, 0.7, 0.8, 1.0, 1.5}
-    assert len({(c.prompt.name, c.length) for c in made}) > 35
+    assert len({c.sampler.seed for c in cases}) == 80
+    assert {c.sampler.temperature for c in cases} == {0.0, 0.7, 0.8, 1.0, 1.5}
+    assert len({(c.prompt.name, c.length) for c in cases}) > 35
 
 
 def test_wrong_use() -> None:

@@ -89,21 +89,21 @@ def _build(sources: dict[str, str], commands: Sequence[Sequence[str]], what: str
     several processes at once."""
     text = repr((sorted(sources.items()), commands))
     folder = Path(tempfile.gettempdir()) / f"g4spec-emulator-{os.getuid()}"
-    made = folder / hashlib.sha256(text.encode()).hexdigest()[:32]
-    made.mkdir(parents=True, exist_ok=True)
-    with open(made / "lock", "w") as lock:
+    path = folder / hashlib.sha256(text.encode()).hexdigest()[:32]
+    path.mkdir(parents=True, exist_ok=True)
+    with open(path / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (made / "made").exists():
+        if not (path / "made").exists():
             for other, content in sources.items():
-                (made / other).write_text(content)
+                (path / other).write_text(content)
             for command in commands:
                 done = subprocess.run(
-                    command, cwd=made, check=False, capture_output=True, text=True
+                    command, cwd=path, check=False, capture_output=True, text=True
                 )
                 if done.returncode:
                     raise RuntimeError(f"{what}\n{done.stderr[:8000]}")
-            (made / "made").touch()
-    return made
+            (path / "made").touch()
+    return path
 
 
 @functools.cache

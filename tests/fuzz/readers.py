@@ -21,10 +21,11 @@ from types import FrameType
 
 from g4spec import models, quant
 from g4spec.convert import convert, provenance, safetensors, tokenizer
-from g4spec.errors import G4Error
-from g4spec.gguf import GGUF, string
+from g4spec.errors import G4Error, InputError
+from g4spec.gguf import GGUF, Value, ValueType, parts, string
 from g4spec.runtime import template
 from g4spec.runtime.tokenizer import Tokenizer
+from g4spec.validate import validate
 from tests.cpu import gguf_fixtures as fixtures
 from tests.fuzz.coverage import Lines
 from tests.fuzz.mutation import FILES, mutate_bytes, mutate_gguf, mutate_json
@@ -34,7 +35,10 @@ from tests.support.tiny_dialects import ASSISTANT, DFLASH, Parts
 from tests.support.tiny_tokenizer import TEMPLATE
 
 CORPUS = Path(__file__).parent / "corpus"
+N_PARTS = 3
+"""Parts of the split model of `split_parts`."""
 SECONDS, GROWTH = 5, 200 << 20
+
 # ---- fuzzed readers
 
 
@@ -54,8 +58,11 @@ def surfaces(folder: Path) -> list[Surface]:
     target = tiny.target(folder / "target", layers=6, hidden=32, inter=32)
     convert(target, folder / "target.gguf", type="bf16")
     drafts = [make(folder / name, target) for name, make in kinds.READERS.items()]
+    ggufs = _ggufs(folder, drafts)
     return [
-        Surface("gguf", _ggufs(folder, drafts), Reading(folder).gguf, mutate_gguf),
+        Surface("gguf", ggufs, Reading(folder).gguf, mutate_gguf),
+        Surface("validate", ggufs, Reading(folder).validate, mutate_gguf),
+        Surface("parts", split_parts(folder), Reading(folder).parts, mutate_gguf),
         Surface("dialect", _dialects(folder), Reading(folder).dialect, mutate_gguf),
         Surface(
             "safetensors", [_small_safetensors(folder)], Reading(folder).safetensors, mutate_bytes
@@ -113,39 +120,64 @@ def _ggufs(folder: Path, drafts: list[Path]) -> list[bytes]:
     return [*out, _kept(Parts.of(folder / "target.gguf"), folder / "target.gguf"), _every_type()]
 
 
-def _every_type() -> bytes:
+def _every_tensor() -> dict[str, fixtures.Entry]:
     """Return a tensor of every type whose blocks can be read."""
     shape = (2, 256)
-    tensors = {
+    return {
         name: fixtures.Entry(shape, form.type, random_blocks(name, *shape).tobytes())
         for name, form in quant.readable().items()
         if form.quantized
     }
-    file = fixtures.File({"general.architecture": string("gemma4")}, tensors)
+
+
+def _every_type() -> bytes:
+    """Return a file with a tensor of every type whose blocks can be read."""
+    file = fixtures.File({"general.architecture": string("gemma4")}, _every_tensor())
     data = file.bytes()
     FILES[data] = file
     return data
 
 
-def _dialects(folder: Path) -> list[bytes]:
+def split_parts(folder: Path) -> list[bytes]:
+    """Return the parts of a split target that also has a tensor of every type."""
+    whole = Parts.of(folder / "target.gguf")
+    tensors = {n: fixtures.Entry(*entry) for n, entry in whole.tensors.items()}
+    tensors |= _every_tensor()
+    names = list(tensors)
     out = []
-    for change in DFLASH.values():
-        parts = Parts.of(folder / "zlab.gguf")
-        change(parts)
-        out.append(_kept(parts))
-    for chat in ASSISTANT.values():
-        parts = Parts.of(folder / "asst.gguf")
-        chat(parts, folder / "asst.gguf")
-        out.append(_kept(parts))
+    for no in range(N_PARTS):
+        keys = {
+            parts.NO: Value(ValueType.U16, no),
+            parts.COUNT: Value(ValueType.U16, N_PARTS),
+            parts.TENSORS: Value(ValueType.I32, len(tensors)),
+        }
+        file = fixtures.File(
+            keys if no else whole.kv | keys, {name: tensors[name] for name in names[no::N_PARTS]}
+        )
+        out.append(file.bytes())
+        FILES[out[-1]] = file
     return out
 
 
-def _kept(parts: Parts, path: Path | None = None) -> bytes:
-    kv = dict(parts.kv)
+def _dialects(folder: Path) -> list[bytes]:
+    out = []
+    for change in DFLASH.values():
+        draft = Parts.of(folder / "zlab.gguf")
+        change(draft)
+        out.append(_kept(draft))
+    for chat in ASSISTANT.values():
+        draft = Parts.of(folder / "asst.gguf")
+        chat(draft, folder / "asst.gguf")
+        out.append(_kept(draft))
+    return out
+
+
+def _kept(content: Parts, path: Path | None = None) -> bytes:
+    kv = dict(content.kv)
     if path is not None:
         with GGUF(path) as g:
             kv |= {k: g.value(k) for k in g if k.startswith("g4spec.")}
-    tensors = {n: fixtures.Entry(*entry) for n, entry in parts.tensors.items()}
+    tensors = {n: fixtures.Entry(*entry) for n, entry in content.tensors.items()}
     file = fixtures.File(kv, tensors)
     data = file.bytes()
     FILES[data] = file
@@ -167,19 +199,48 @@ class Reading:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.at = folder, folder / "fuzzed.gguf"
+        self.good_parts: list[bytes] = []
         from g4spec.convert import target_info
 
         self.target = target_info.load(folder / "target.gguf")
 
     def gguf(self, data: bytes) -> None:
         self.at.write_bytes(data)
-        with GGUF(self.at) as g:
+        self._read(self.at)
+
+    def validate(self, data: bytes) -> None:
+        """Read with the tolerant reader and run all rules. Raises InputError for an error."""
+        self.at.write_bytes(data)
+        report = validate(self.at)
+        report.json()
+        if not report.ok:
+            raise InputError(f"{self.at}: invalid")
+
+    def parts(self, data: bytes) -> None:
+        """Read split models with the input in place of each part; raises if none can be read."""
+        if not self.good_parts:
+            self.good_parts = split_parts(self.folder)
+        paths = [self.folder / parts.part_name("part", no, N_PARTS) for no in range(N_PARTS)]
+        errors = []
+        for place in range(N_PARTS):
+            for no, path in enumerate(paths):
+                path.write_bytes(data if no == place else self.good_parts[no])
+            validate(paths[0]).json()
+            try:
+                self._read(paths[0])
+            except G4Error as error:
+                errors.append(error)
+        if len(errors) == N_PARTS:
+            raise errors[0]
+
+    def _read(self, path: Path) -> None:
+        with GGUF(path) as g:
             for key in g:
                 g.first_entries(key, 3) if g.length(key) > 1 else g[key]
             kind = models.find_kind(g.get("general.architecture"), g.tensors)
             if kind is not None:
                 kind.tensors(kind.parse_gguf(g.kv, g.shapes()))
-            for name in list(g.tensors)[:24]:
+            for name in list(g.tensors)[:128]:
                 g.array(name)
             Tokenizer.from_gguf(g).encode("in the a\n\n b", bos=True)
 
@@ -198,7 +259,7 @@ class Reading:
         from g4spec.convert import sources
 
         config = safetensors.parse_json(data, "config.json")
-        for draft in ("zlab", "spec", "asst", "dspark", "deepspec", "eagle3", "dflash2"):
+        for draft in kinds.READERS:
             shapes = self._shapes(draft)
             checkpoint = sources.Checkpoint(config, shapes)
             for kind in models.drafts().values():

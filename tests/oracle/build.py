@@ -100,7 +100,7 @@ def draft(folder: Path, one: SequenceTarget, window: int | None = None, **change
     stored = tensors(folder, kind.PREFIXES)
     slack = on.backend.slack(on.chunk)
     kv = [on.backend.cache(s, on.space, slack) for s in kind.caches(parsed, window)]
-    made = kind.Drafter(
+    drafter = kind.Drafter(
         parsed,
         weights(kind.tensors(parsed), stored),
         on.ops,
@@ -110,8 +110,8 @@ def draft(folder: Path, one: SequenceTarget, window: int | None = None, **change
         on.n_states,
         window,
     )
-    on.taps = made.taps
-    return SequenceDraft(made, on)
+    on.taps = drafter.taps
+    return SequenceDraft(drafter, on)
 
 
 class Recorder:

@@ -18,9 +18,9 @@ TABLES = {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
 
 def layer_config(raw: dict[str, Any]) -> Qwen3Config:
     """Return the nested layer configuration, with an attention that takes a mask of numbers."""
-    made = Qwen3Config(**{k: v for k, v in raw.items() if k != "model_type"})
-    made._attn_implementation = "eager"
-    return made
+    config = Qwen3Config(**{k: v for k, v in raw.items() if k != "model_type"})
+    config._attn_implementation = "eager"
+    return config
 
 
 def _model(

@@ -57,10 +57,10 @@ def greedy(folder: Path, ids: list[int], count: int) -> tuple[list[int], list[in
         row = target.step(text[-1:], len(ids) + i).logits[0]
     assert len(set(text)) > 5, "the text must not repeat one token"
     with torch.no_grad():
-        made = hf.target(folder).generate(
+        generated = hf.target(folder).generate(
             torch.tensor([ids]), max_new_tokens=count, do_sample=False, eos_token_id=None
         )
-    return text, made[0, len(ids) :].tolist()
+    return text, generated[0, len(ids) :].tolist()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -72,14 +72,14 @@ def test_logits(tmp_path: Path, name: str) -> None:
 def test_greedy_text(tmp_path: Path, name: str) -> None:
     """256 tokens; at the first difference, the oracle's two best logits must be a tie."""
     folder, ids = make(tmp_path, CASES[name]), build.prompt(3 * WINDOW + 5, VOCAB, 1)
-    text, made = greedy(folder, ids, N_NEW)
+    text, generated = greedy(folder, ids, N_NEW)
     with torch.no_grad():
         want = hf.target(folder)(torch.tensor([ids + text])).logits[0, len(ids) - 1 : -1]
     top = want.topk(2).values
     tie = top[:, 0] - top[:, 1] < 2e-4
     wrong = [i for i, t in enumerate(text) if int(want[i].argmax()) != t and not tie[i]]
     assert not wrong
-    parted = next((i for i, (a, b) in enumerate(zip(text, made, strict=True)) if a != b), None)
+    parted = next((i for i, (a, b) in enumerate(zip(text, generated, strict=True)) if a != b), None)
     assert parted is None or tie[parted]
 
 

@@ -41,8 +41,8 @@ def test_logits(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", TEXTS)
 def test_greedy_text(tmp_path: Path, name: str) -> None:
     ids = build.prompt(3 * WINDOW + 5, VOCAB, 1)
-    text, made = greedy(make(tmp_path, CASES[name]), ids, N_NEW)
-    assert text == made
+    text, generated = greedy(make(tmp_path, CASES[name]), ids, N_NEW)
+    assert text == generated
 
 
 def planted(target: Any, bug: str) -> None:

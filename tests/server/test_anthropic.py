@@ -129,9 +129,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_messages_whole_streamed_and_undrafted(
     client: anthropic.Anthropic, undrafted_client: anthropic.Anthropic, name: str
 ) -> None:
-    asked = given(**VARIANTS[name])
-    whole = client.messages.create(**asked)
-    with client.messages.stream(**asked) as stream:
+    body = given(**VARIANTS[name])
+    whole = client.messages.create(**body)
+    with client.messages.stream(**body) as stream:
         kinds = [event.type for event in stream]
         pieces = stream.get_final_message()
     assert flat(pieces) == flat(whole)
@@ -144,7 +144,7 @@ def test_messages_whole_streamed_and_undrafted(
     assert usage.output_tokens_details == again.output_tokens_details
     read = (usage.cache_read_input_tokens or 0, again.cache_read_input_tokens or 0)
     assert usage.input_tokens + read[0] == again.input_tokens + read[1] > 0
-    undrafted = undrafted_client.messages.create(**asked)
+    undrafted = undrafted_client.messages.create(**body)
     assert flat(undrafted) == flat(whole) and undrafted.usage.output_tokens == usage.output_tokens
     check(name, whole)
 
@@ -238,15 +238,15 @@ def test_thoughts_end_when_their_budget_is_spent(
 
 
 def test_the_conversation_as_the_model_reads_it(busy: Served) -> None:
-    asked = given(
+    body = given(
         messages=[*CALLED, {"role": "user", "content": "Now?"}],
         system=[
             {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=1f2e3;"},
             {"type": "text", "text": "Be brief."},
         ],
     )
-    del asked["extra_body"]
-    request = chat_request(read(MessagesRequest, json.dumps(asked).encode()))
+    del body["extra_body"]
+    request = chat_request(read(MessagesRequest, json.dumps(body).encode()))
     turns = [m.model_dump(exclude_none=True) for m in request.messages]
     assert turns[2]["reasoning_content"] == "Hm."
     prompt = busy.post("/apply-template", messages=turns)["prompt"]
@@ -291,9 +291,9 @@ def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
         {"messages": CALLED},
         {"thinking": {"type": "adaptive"}},
     ):
-        asked: Any = {"model": "tiny", "messages": HELLO, **more}
-        counted = client.messages.count_tokens(**asked).input_tokens
-        usage = client.messages.create(**asked, max_tokens=1).usage
+        body: Any = {"model": "tiny", "messages": HELLO, **more}
+        counted = client.messages.count_tokens(**body).input_tokens
+        usage = client.messages.create(**body, max_tokens=1).usage
         assert counted == usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
@@ -383,12 +383,12 @@ def test_errors_have_anthropics_form(
         with connect(served, "secret") as other:
             with pytest.raises(anthropic.RequestTooLargeError):
                 other.messages.create(**given(system="x" * 100_001))
-            asked = given(extra_body={"ignore_eos": True})
+            body = given(extra_body={"ignore_eos": True})
             raw = other.messages.with_streaming_response.create
-            with raw(**asked, stream=True) as response:
+            with raw(**body, stream=True) as response:
                 lines = list(response.iter_lines())
             assert "event: ping" in lines and 'data: {"type":"ping"}' in lines
-            with other.messages.stream(**asked) as stream:  # the client ignores this event
+            with other.messages.stream(**body) as stream:  # the client ignores this event
                 assert stream.get_final_message().usage.output_tokens == 16
     finally:
         served.stop()
@@ -397,9 +397,9 @@ def test_errors_have_anthropics_form(
 def test_an_error_in_a_stream_is_an_event(engines: Callable[..., Engine]) -> None:
     served = Served(engines(None, parallel=2), Settings("tiny", time_limit=0.2))
     try:
-        asked = given(max_tokens=4000, extra_body={"ignore_eos": True, "draft_max": 0})
+        body = given(max_tokens=4000, extra_body={"ignore_eos": True, "draft_max": 0})
         wrong = pytest.raises(anthropic.APIStatusError, match=r"more than 0\.2 seconds")
-        with connect(served) as other, other.messages.create(**asked, stream=True) as stream, wrong:
+        with connect(served) as other, other.messages.create(**body, stream=True) as stream, wrong:
             list(stream)
     finally:
         served.stop()

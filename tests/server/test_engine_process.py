@@ -364,8 +364,8 @@ def test_many_readers_at_once(client: EngineClient) -> None:
 
     async def all_of() -> list[int]:
         short = Options(n_predict=8, ignore_eos=True)
-        asked = [client.submit([2, i], short) for i in range(20, 28)]
-        return await asyncio.gather(*map(read, asked))
+        requests = [client.submit([2, i], short) for i in range(20, 28)]
+        return await asyncio.gather(*map(read, requests))
 
     assert asyncio.run(all_of()) == [8] * 8
     for _ in client.submit([2, 9], Options(n_predict=900, ignore_eos=True)):

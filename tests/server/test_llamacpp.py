@@ -280,8 +280,8 @@ def test_progress_of_a_long_prompt(busy: Served) -> None:
         assert all("timings" in p for p in pieces)
     busy.engine.prefix.clear()
     words = "import os\n" * 400
-    asked = {k: v for k, v in body.items() if k not in ("prompt", "n_predict", "max_tokens")}
-    events = busy.stream("/v1/responses", input=words, max_output_tokens=9, **asked)
+    fields = {k: v for k, v in body.items() if k not in ("prompt", "n_predict", "max_tokens")}
+    events = busy.stream("/v1/responses", input=words, max_output_tokens=9, **fields)
     progress = [e for e in events if "prompt_progress" in e]
     assert {e["type"] for e in progress} == {"response.in_progress"} and len(progress) > 1
     last = progress[-1]["prompt_progress"]

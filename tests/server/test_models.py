@@ -146,17 +146,17 @@ def test_events_report_loading(several: ModelServer) -> None:
     seen: list[dict[str, Any]] = []
     with several.http.stream("GET", "/models/events") as stream:
         assert stream.headers["content-type"].startswith("text/event-stream")
-        asked = threading.Thread(
+        thread = threading.Thread(
             target=several.http.post, args=("/models/load",), kwargs={"json": {"model": "first"}}
         )
         for line in stream.iter_lines():
             if line.startswith("data: "):
                 seen.append(json.loads(line[6:]))
-            if len(seen) == 2 and not asked.ident:
-                asked.start()
+            if len(seen) == 2 and not thread.ident:
+                thread.start()
             if seen and seen[-1]["status"]["value"] == "loaded":
                 break
-    asked.join()
+    thread.join()
     first = [m["status"] for m in seen if m["id"] == "first"]
     assert first[0] == {"value": "unloaded"} and first[-1] == {"value": "loaded"}
     read = [(s["bytes_read"], s["bytes"]) for s in first if "bytes" in s]

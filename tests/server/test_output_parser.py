@@ -236,8 +236,8 @@ def test_any_chunking_gives_the_same_events(tokenizer: Tokenizer, data: st.DataO
 @given(st.lists(st.sampled_from([*'{}[](),:"\\ \n1a.-', "true", "é", None]), max_size=30))
 def test_arguments_are_always_json(pieces: list[str | None]) -> None:
     arguments = Arguments()
-    made = "".join(arguments.delimiter() if p is None else arguments.text(p) for p in pieces)
-    assert isinstance(json.loads(made + arguments.finish()), dict)
+    text = "".join(arguments.delimiter() if p is None else arguments.text(p) for p in pieces)
+    assert isinstance(json.loads(text + arguments.finish()), dict)
     assert arguments.ended and arguments.text("x") == ""
 
 

@@ -180,11 +180,11 @@ def test_an_answer_is_continued(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("template", [TEMPLATE, OUT_OF_ORDER], ids=["messages", "field"])
 def test_text_before_calls_stays_before_them(tokenizer: Tokenizer, template: str) -> None:
     first, *results = CALLED[1:4]
-    asked = [USER, {**first, "content": " I look. "}, *results]
+    messages = [USER, {**first, "content": " I look. "}, *results]
     tool = {"type": "function", "function": {"name": "g4spec_probe", "description": ""}}
     texts: list[str] = [
         run(tokenizer, template, lambda p, m=m: p.chat(m, [tool])).text
-        for m in ([USER, first, *results], asked, [*asked, CALLED[4]])
+        for m in ([USER, first, *results], messages, [*messages, CALLED[4]])
     ]
     call = "<|tool_call>call:f1{"
     assert call in texts[0] and "response:f1" in texts[0]

@@ -56,15 +56,15 @@ def test_a_dropped_stream_can_be_resumed(busy: Served, path: str, body: dict[str
     with busy.http.stream("POST", path, json={**body, "stream": True}, headers=name) as response:
         first = read(response, 2)
     assert [number for number, _ in first] == [1, 2]
-    asked = {"conv_id": f"a/b {path}"}
-    with busy.http.stream("GET", "/v1/stream", params={**asked, "from": 2}) as response:
+    params = {"conv_id": f"a/b {path}"}
+    with busy.http.stream("GET", "/v1/stream", params={**params, "from": 2}) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         rest = read(response)
     assert [number for number, _ in rest] == list(range(3, len(rest) + 3))
     choice = whole["choices"][0] if "choices" in whole else {"text": whole["content"][0]["text"]}
     assert text(first + rest) == (choice.get("text") or choice["message"]["content"])
     headers = {"Last-Event-ID": "1"}
-    with busy.http.stream("GET", "/v1/stream", params=asked, headers=headers) as response:
+    with busy.http.stream("GET", "/v1/stream", params=params, headers=headers) as response:
         assert read(response) == (first + rest)[1:]
     wait(busy.idle)
 

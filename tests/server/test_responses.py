@@ -134,9 +134,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_responses_whole_streamed_and_undrafted(
     client: openai.OpenAI, undrafted_client: openai.OpenAI, name: str
 ) -> None:
-    asked = given(**VARIANTS[name])
-    whole = client.responses.create(**asked)
-    events = list(client.responses.create(**asked, stream=True))
+    body = given(**VARIANTS[name])
+    whole = client.responses.create(**body)
+    events = list(client.responses.create(**body, stream=True))
     assert [e.sequence_number for e in events] == list(range(len(events)))
     last: Any = events[-1]
     assert last.type == f"response.{whole.status}" and flat(last.response) == flat(whole)
@@ -144,7 +144,7 @@ def test_responses_whole_streamed_and_undrafted(
     usage, again = whole.usage, last.response.usage
     assert usage and usage.output_tokens == again.output_tokens > 0
     assert usage.total_tokens == again.total_tokens == usage.input_tokens + usage.output_tokens
-    assert flat(undrafted_client.responses.create(**asked)) == flat(whole)
+    assert flat(undrafted_client.responses.create(**body)) == flat(whole)
     check(name, whole)
 
 
@@ -242,8 +242,8 @@ def test_items_follow_the_model(busy: Served) -> None:
 
 def test_the_conversation_as_the_model_reads_it(client: openai.OpenAI, busy: Served) -> None:
     request = ResponsesRequest.model_validate({"input": CALLED})
-    asked = chat_request(request, items(request))
-    turns = [m.model_dump(exclude_none=True) for m in asked.messages]
+    chat = chat_request(request, items(request))
+    turns = [m.model_dump(exclude_none=True) for m in chat.messages]
     assert [t["role"] for t in turns] == ["developer", "user", "assistant", "tool", "tool", "user"]
     assert turns[2]["reasoning_content"] == "Hm." and len(turns[2]["tool_calls"]) == 2
     prompt = busy.post("/apply-template", messages=turns)["prompt"]
@@ -300,8 +300,8 @@ def test_a_stored_response_can_be_continued(client: openai.OpenAI) -> None:
 
 
 def test_in_the_background(client: openai.OpenAI, busy: Served) -> None:
-    asked = given(temperature=0, background=True)
-    begun = client.responses.create(**asked)
+    body = given(temperature=0, background=True)
+    begun = client.responses.create(**body)
     assert begun.status == "in_progress" and not begun.output
     end = time.monotonic() + 30
     while (now := client.responses.retrieve(begun.id)).status == "in_progress":
@@ -327,8 +327,8 @@ def test_in_the_background(client: openai.OpenAI, busy: Served) -> None:
 
 def test_a_dropped_stream_is_resumed(client: openai.OpenAI, busy: Served) -> None:
     """A returning client gets the events after its last one, and then the new ones."""
-    asked = given(temperature=0, background=True, stream=True)
-    stream = client.responses.create(**asked)
+    body = given(temperature=0, background=True, stream=True)
+    stream = client.responses.create(**body)
     first = next(iter(stream))
     seen = [first, next(iter(stream))]
     stream.close()
@@ -442,9 +442,9 @@ def test_unsupported_storage_options_are_refused(client: openai.OpenAI, busy: Se
 def test_an_error_in_a_stream_is_an_event(engines: Callable[..., Engine]) -> None:
     served = Served(engines(None, parallel=2), Settings("tiny", time_limit=0.2))
     try:
-        asked = given(max_output_tokens=4000, extra_body={"ignore_eos": True, "draft_max": 0})
+        body = given(max_output_tokens=4000, extra_body={"ignore_eos": True, "draft_max": 0})
         with connect(served) as client:
-            last: Any = list(client.responses.create(**asked, stream=True))[-1]
+            last: Any = list(client.responses.create(**body, stream=True))[-1]
         assert last.type == "response.failed" and last.response.status == "failed"
         assert "more than 0.2 seconds" in last.response.error.message
     finally:

@@ -82,15 +82,15 @@ class Output:
                 cycles.append(cycle)
         except InputError as found:
             error = f"error: {found}"
-        made = cls(text=request.text, reason=error or request.stats.stop_reason)
+        outcome = cls(text=request.text, reason=error or request.stats.stop_reason)
         for cycle in cycles:
-            made.ids += cycle.tokens
-            made.logits += cycle.logits
-            made.logprobs += cycle.logprobs
-            made.proposals.append(cycle.drafted)
-            made.sizes.append(len(cycle.tokens))
-        assert made.ids == request.ids
-        return made
+            outcome.ids += cycle.tokens
+            outcome.logits += cycle.logits
+            outcome.logprobs += cycle.logprobs
+            outcome.proposals.append(cycle.drafted)
+            outcome.sizes.append(len(cycle.tokens))
+        assert outcome.ids == request.ids
+        return outcome
 
 
 def random_requests(

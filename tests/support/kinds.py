@@ -87,8 +87,13 @@ COMMANDS: dict[str, Make] = {
 index: an entry more changes what they mean."""
 
 READERS: dict[str, Make] = {
-    **COMMANDS,
+    "zlab": COMMANDS["Z"],
+    "spec": COMMANDS["S"],
+    "asst": COMMANDS["A"],
+    "dspark": COMMANDS["P"],
     "deepspec": partial(tiny_drafts.deepspec_dspark, inter=32),
+    "eagle3": COMMANDS["E"],
+    "dflash2": COMMANDS["D"],
 }
 """Seeds of the fuzzed file readers."""
 

@@ -35,8 +35,8 @@ def dspark_draft(on: Target, seed: int = 5, **kw: Any) -> dspark.Drafter:
         )
         base = mm.dflash_config(layers=layers, own_embed=True, own_head=True, softcap=30.0)
     config = backbone.extended(dspark.Config, base, **extra)
-    made: dspark.Drafter = build(dspark, config, on, seed)
-    return made
+    drafter: dspark.Drafter = build(dspark, config, on, seed)
+    return drafter
 
 
 def eagle3_draft(on: Target, seed: int = 6, window: int | None = None, **kw: Any) -> eagle3.Drafter:
@@ -62,13 +62,13 @@ def eagle3_draft(on: Target, seed: int = 6, window: int | None = None, **kw: Any
         }
         | kw
     )
-    made: eagle3.Drafter = build(eagle3, config, on, seed, window)
-    return made
+    drafter: eagle3.Drafter = build(eagle3, config, on, seed, window)
+    return drafter
 
 
 def dflash2_draft(on: Target, seed: int = 7, **kw: Any) -> dflash2.Drafter:
     """Build a DFlash2 draft that uses its target's embedding and head."""
     extra = {"kernel": 2, "group": 16, "rank": 8, "top_k": 6, "softcap": 30.0} | kw
     config = backbone.extended(dflash2.Config, mm.dflash_config(), **extra)
-    made: dflash2.Drafter = build(dflash2, config, on, seed)
-    return made
+    drafter: dflash2.Drafter = build(dflash2, config, on, seed)
+    return drafter
