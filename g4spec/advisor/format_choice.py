@@ -109,7 +109,9 @@ def choose_format(
         found = _first_fit(group, q, max(len(kinds) - 1, 1))
         if found is not None:
             return found
-    option, plans = min(tried, key=lambda t: t[0].nbytes)
+    option, plans = min(
+        tried, key=lambda t: (not checkpoint_source(name, q.target, t[0]), t[0].nbytes)
+    )
     return option, plans, plans[-1] if plans else None
 
 

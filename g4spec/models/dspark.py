@@ -209,9 +209,9 @@ def _parse_deepspec(checkpoint: Checkpoint, target: Any) -> backbone.Config:
 def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> Config:
     """Parse GGUF metadata and tensor shapes (PyTorch order)."""
     base = backbone.parse_gguf(kv, tensors)
-    table = tensors.get("markov_w1.weight", (0, 0))
+    table = tensors.get("markov_w1.weight") or (0, 0)
     heads = [head for head, (name, _) in GATES.items() if f"{name}.weight" in tensors]
-    wide = tensors.get("conf_proj.weight", (0,))[-1]
+    wide = (tensors.get("conf_proj.weight") or (0,))[-1]
     f = Fields(kv, "GGUF metadata", f"{base.arch}.")
     return backbone.extended(
         Config,

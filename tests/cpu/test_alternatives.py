@@ -124,6 +124,12 @@ def test_the_next_step_of_the_overview_runs(
     follow(diagnose(FACTS, m, None).steps[0], capsys)
 
 
+def test_offers_have_a_known_checkpoint() -> None:
+    d = ask("2x RTX 3090", "31b", "mtp", c=262144, engine="vllm")
+    assert d.brief is not None and kinds(d)[0] == "context"
+    assert "-m 31b:int4-autoround" in d.brief.command, "no checkpoint in AWQ is known"
+
+
 def test_much_of_a_dense_model_in_ram_is_not_the_first_offer() -> None:
     assert kinds(ask("RTX 4060", "31b", "mtp")) == ["size", "split"]
     assert kinds(ask("RTX 4060 Ti 16GB", "31b", "mtp"))[0] == "split"

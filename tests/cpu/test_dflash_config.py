@@ -13,6 +13,7 @@ from g4spec.advisor.facts import facts
 from g4spec.convert import convert
 from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import GGUF
+from g4spec.models import dspark
 from g4spec.validate import validate
 from tests.cpu.test_config_keys import edit
 from tests.support import tiny, tiny_drafts
@@ -206,3 +207,13 @@ def test_nvidia_exports_convert_and_upstream_refuses_them(target: Path, tmp_path
     with GGUF(tmp_path / "x.gguf") as file:
         assert file.get("general.architecture") == "dflash-g4spec"
         assert "blk.0.attn_v.weight" in file.tensors
+
+
+def test_heads_without_dimensions(target: Path, tmp_path: Path) -> None:
+    """A malformed file may have them; the tensors' shapes are checked later."""
+    draft = tiny_drafts.speculators_dspark(tmp_path / "draft", target)
+    convert(draft, tmp_path / "x.gguf", target=target)
+    with GGUF(tmp_path / "x.gguf") as file:
+        shapes = file.shapes() | {"markov_w1.weight": (), "conf_proj.weight": ()}
+        config = dspark.parse_gguf(file.kv, shapes)
+    assert (config.rank, config.confidence) == (0, "none")

@@ -190,9 +190,9 @@ DEVICE u32 eight_codes(const u32* low, u32 high, int j) {
   return and_or(j < 2 ? high << (2 - j) : high >> (j - 2), 0x44444444u, two);
 }
 
-// Whether table indices are shifted by multiplications (`copy_upper_half`). Faster where lookups
-// saturate the pipe of shifts and logic.
-constexpr bool SHIFT_BY_FMA = true;
+// Whether half of the shifts of table indices are multiplications (`copy_upper_half`): lookups, shifts
+// and logic share a pipe that takes an instruction every second cycle (sm_90).
+constexpr bool SHIFT_BY_FMA = ARCH < 1200;  // on sm_120 it would spill registers
 
 // Convert two bytes to halves and subtract 128: exact.
 DEVICE u32 two_entries(u32 bytes, u32 which) {
