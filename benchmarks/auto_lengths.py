@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from watch import keep
+from watch import write_result
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -119,7 +119,7 @@ def main() -> None:
         )
         print("credit", credit, credits[credit])
     draft_length.CREDIT = chosen
-    keep(None, "auto-lengths", {"credit": chosen, "rows": rows, "by credit": credits})
+    write_result(None, "auto-lengths", {"credit": chosen, "rows": rows, "by credit": credits})
 
 
 if __name__ == "__main__":

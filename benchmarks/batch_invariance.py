@@ -3,12 +3,15 @@
     python benchmarks/batch_invariance.py [--answers 10000] [--seed 1] [--workers 8]
     python benchmarks/batch_invariance.py --device cuda -m TARGET.gguf [-md DRAFT.gguf ...]
 
-Without `-m` the models are small, random and in memory, with every kind of draft and none; with
-`-m`, each draft given and none. Requests have random temperatures, filters, penalties, bias, masks,
-log-probabilities, stop strings, and prompts of 1 to 600 tokens, some with a shared prefix of 512 or
-1024. They arrive, end and are cancelled at random, 1 to 32 at a time, in large and small pools.
-Each text, logit of a chosen token, log-probability and proposal must have the same bits as a single
-run without prefix cache and draft (proposals: with the draft). The exit code is 1 if any differs.
+A round submits random requests to an engine without a draft or with one of the drafts. Without
+`-m`, models are small and random, and drafts are of every kind; with `-m`, drafts are those of
+`-md`. Requests have random temperatures, filters, penalties, bias, masks, log-probabilities, stop
+strings, and prompts of 1 to 600 tokens, some with a shared prefix of 512 or 1024 tokens. They
+arrive, end and are cancelled at random, 1 to 32 at a time, in large and small pools.
+
+Each request also runs alone, without prefix cache and draft. Texts, logits of chosen tokens and
+log-probabilities must have the same bits; proposals are compared with a single run with the draft.
+The exit code is 1 if any differs.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from watch import keep
+from watch import write_result
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -46,8 +49,7 @@ from tests.support.batch_invariance import (
 
 
 class FileEngineFactory(EngineFactory):
-    """EngineFactory for files. Keeps all engines, with their recorded cycles, for further
-    rounds."""
+    """EngineFactory for files. Engines and their CUDA graphs are reused by later rounds."""
 
     def __init__(self, target: Path, device: str, cache_type: str | None) -> None:
         def load(kind: str | None, **more: int) -> Engine:
@@ -78,16 +80,16 @@ class Totals:
     drafts: dict[str, Counter[str]] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
 
-    def add(self, kind: str | None, verdict: Comparison) -> None:
-        """Add a round with one kind of draft."""
-        figures = {k: v for k, v in asdict(verdict).items() if isinstance(v, int)}
+    def add(self, kind: str | None, result: Comparison) -> None:
+        """Add a round. `kind`: kind or file of the draft, or None."""
+        figures = {k: v for k, v in asdict(result).items() if isinstance(v, int)}
         self.rounds += 1
         self.most_live = max(self.most_live, figures.pop("most_live"))
         self.total.update(figures)
         self.drafts.setdefault(Path(str(kind)).stem, Counter()).update(figures)
-        self.wrong += verdict.wrong
+        self.wrong += result.wrong
 
-    def join(self, other: Totals) -> None:
+    def merge(self, other: Totals) -> None:
         """Add the totals of another process."""
         self.rounds += other.rounds
         self.most_live = max(self.most_live, other.most_live)
@@ -98,8 +100,8 @@ class Totals:
 
 
 def rounds(args: argparse.Namespace, seed: int, answers: int, gpu: int | None) -> Totals:
-    """Run rounds of random kind and size until there are enough outputs or time is up. Return the
-    completed rounds on Ctrl-C."""
+    """Run rounds with random drafts and sizes until there are `answers` outputs or time is up.
+    Ctrl-C ends the rounds early. `gpu`: index of the GPU to use."""
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
     torch.set_num_threads(1)
@@ -107,39 +109,41 @@ def rounds(args: argparse.Namespace, seed: int, answers: int, gpu: int | None) -
     if args.model:
         engines = FileEngineFactory(args.model, args.device, args.cache_type)
         choices = (None, *args.draft)
-    rng, plain, began = random.Random(seed), ReferenceRuns(engines=engines), time.perf_counter()
-    found = Totals()
+    rng, reference, began = random.Random(seed), ReferenceRuns(engines=engines), time.perf_counter()
+    totals = Totals()
     try:
-        while found.total["answers"] < answers and time.perf_counter() - began < args.seconds:
+        while totals.total["answers"] < answers and time.perf_counter() - began < args.seconds:
             kind, parallel = rng.choice(choices), rng.choice(PARALLEL)
-            count = min(3 + 3 * parallel // 2, answers - found.total["answers"])
-            verdict = compare_with_reference(
+            count = min(3 + 3 * parallel // 2, answers - totals.total["answers"])
+            result = compare_with_reference(
                 kind,
                 parallel,
-                f"{seed}/{found.rounds}",
+                f"{seed}/{totals.rounds}",
                 count,
                 args.longest,
                 small_pool=rng.random() < 0.3,
-                plain=plain,
+                plain=reference,
                 engines=engines,
             )
-            found.add(kind, verdict)
-            for line in verdict.wrong:
+            totals.add(kind, result)
+            for line in result.wrong:
                 print(line[:500], flush=True)
-            print(f"seed {seed}: {found.total['answers']} answers", flush=True)
+            print(f"seed {seed}: {totals.total['answers']} answers", flush=True)
     except KeyboardInterrupt:
         pass
-    return found
+    return totals
 
 
 def main() -> int:
     """Run rounds in one or more processes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("-m", "--model", type=Path)
-    parser.add_argument("-md", "--draft", action="append", default=[])
+    parser.add_argument("-m", "--model", type=Path, help="target")
+    parser.add_argument(
+        "-md", "--draft", action="append", default=[], help="draft or ngram; repeatable"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--cache-type")
-    parser.add_argument("--answers", type=int, default=10_000)
+    parser.add_argument("--answers", type=int, default=10_000, help="number of outputs")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="time limit in seconds")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--longest", type=int, default=200, help="maximum tokens of an output")
@@ -148,21 +152,21 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    found, began = Totals(), time.perf_counter()
+    totals, began = Totals(), time.perf_counter()
     gpus = torch.cuda.device_count() if args.device.startswith("cuda") else 0
-    spawned = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.workers, mp_context=spawned) as pool:
-        each = -(-args.answers // args.workers)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.workers, mp_context=context) as pool:
+        answers_per_worker = -(-args.answers // args.workers)
         jobs = [
-            pool.submit(rounds, args, args.seed + i, each, i % gpus if gpus else None)
+            pool.submit(rounds, args, args.seed + i, answers_per_worker, i % gpus if gpus else None)
             for i in range(args.workers)
         ]
         for job in jobs:
-            with contextlib.suppress(KeyboardInterrupt):
+            with contextlib.suppress(KeyboardInterrupt):  # the workers get Ctrl-C too, and return
                 job.exception()
-            found.join(job.result())
-    total = found.total
-    keep(
+            totals.merge(job.result())
+    total = totals.total
+    write_result(
         args.out,
         f"batch-invariance-{args.device}",
         {
@@ -170,19 +174,19 @@ def main() -> int:
             "seed": args.seed,
             "workers": args.workers,
             "longest": args.longest,
-            "rounds": found.rounds,
+            "rounds": totals.rounds,
             **total,
-            "most_live": found.most_live,
-            "wrong": found.wrong,
-            "drafts": found.drafts,
+            "most_live": totals.most_live,
+            "wrong": totals.wrong,
+            "drafts": totals.drafts,
             "seconds": round(time.perf_counter() - began),
         },
     )
     print(
         f"{total['answers']} answers, {total['tokens']} tokens, {total['preempted']} preempted, "
-        f"{len(found.wrong)} differ"
+        f"{len(totals.wrong)} differ"
     )
-    return 1 if found.wrong else 0
+    return 1 if totals.wrong else 0
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def measured(work: Path, source: Path | None, repeats: int) -> dict[str, Any]:
     for _ in range(repeats):
         for name, command in commands.items():
             (ours if name == "g4spec" else theirs).unlink(missing_ok=True)
-            runs[name].append(watch.watched(command, env if name != "g4spec" else None))
+            runs[name].append(watch.measure_process(command, env if name != "g4spec" else None))
             print(name, {k: round(v, 1) for k, v in runs[name][-1].items()}, flush=True)
     found: dict[str, Any] = {"runs": runs, "output_bytes": ours.stat().st_size}
     if source:
@@ -79,18 +79,18 @@ def main() -> int:
     parser.add_argument("--work", type=Path, help="where 7 GB have room; emptied afterwards")
     parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args()
-    idle = watch.watched([*OURS, "--help"])["anonymous_mb"]
+    idle = watch.measure_process([*OURS, "--help"])["anonymous_mb"]
     with tempfile.TemporaryDirectory(dir=args.work) as folder:
         work = Path(folder)
         synthetic.target_config(work / "target")
         synthetic.draft(work / "draft")
         found = measured(work, args.source, args.repeats)
-    mine = found["g4spec"] = watch.figures(found["runs"]["g4spec"])
+    mine = found["g4spec"] = watch.summarize(found["runs"]["g4spec"])
     mine["growth_mb"] = round(mine["anonymous_mb"] - idle, 3)
     good = mine["growth_mb"] < GOAL_MB
     print(f"g4spec: {mine['seconds']:.1f} s, {mine['growth_mb']:.0f} MB")
     if args.source:
-        its = found["llama_cpp"] = watch.figures(found["runs"]["llama_cpp"])
+        its = found["llama_cpp"] = watch.summarize(found["runs"]["llama_cpp"])
         for key in ("seconds", "cpu_seconds"):
             found[f"speedup_{key}"] = round(its[key] / mine[key], 2)
         good = good and found["speedup_seconds"] >= GOAL_SPEED and not found["differing"]
@@ -99,7 +99,7 @@ def main() -> int:
             f"{found['speedup_seconds']:.2f} times as fast, {found['speedup_cpu_seconds']:.2f} "
             f"by processor time; differing tensors: {found['differing'] or 'none'}"
         )
-    watch.keep(
+    watch.write_result(
         args.out,
         "conversion",
         {

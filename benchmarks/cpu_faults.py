@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from watch import keep  # noqa: E402
+from watch import write_result  # noqa: E402
 
 from g4spec import convert  # noqa: E402
 from g4spec.validate import validate  # noqa: E402
@@ -120,7 +120,7 @@ def main() -> int:
     shares = {
         how: sum(v[how]["named"] * v["faults"] for v in kinds.values()) / total for how in LEAST
     }
-    keep(
+    write_result(
         args.out,
         "cpu-faults",
         {"faults": total, "every": args.every, "named": shares, "kinds": kinds},

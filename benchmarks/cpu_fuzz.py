@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from watch import keep  # noqa: E402
+from watch import write_result  # noqa: E402
 
 from g4spec import __version__  # noqa: E402
 from tests.fuzz import readers as fuzzing  # noqa: E402
@@ -86,7 +86,7 @@ def main() -> int:
     start = time.perf_counter()
     rows = run(asked.scale, asked.seed)
     failures = sum(len(row["failures"]) for row in rows.values())
-    result = keep(
+    result = write_result(
         None,
         "cpu-fuzz",
         {

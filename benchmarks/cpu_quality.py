@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT.parent), str(ROOT.parent / "examples" / "tiny")]
 
 import corpus  # noqa: E402
-from watch import keep  # noqa: E402
+from watch import write_result  # noqa: E402
 
 from g4spec.convert import convert, quantize  # noqa: E402
 from g4spec.gguf import imatrix  # noqa: E402
@@ -216,7 +216,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "results")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        result = keep(
+        result = write_result(
             args.out,
             "cpu-quality",
             {

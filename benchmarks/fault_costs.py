@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from cpu_faults import good_files  # noqa: E402
-from watch import keep  # noqa: E402
+from watch import write_result  # noqa: E402
 
 from g4spec.errors import G4Error  # noqa: E402
 from g4spec.gguf import GGUF, KV  # noqa: E402
@@ -107,7 +107,7 @@ def main() -> None:
         "every": args.every,
     }
     which = "" if set(args.kinds) == set(DRAFTS) else "-" + "-".join(args.kinds)
-    keep(args.out, f"fault-costs{which}", {**total, "kinds": kinds})
+    write_result(args.out, f"fault-costs{which}", {**total, "kinds": kinds})
     print(total)
 
 

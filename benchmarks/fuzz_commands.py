@@ -27,7 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from watch import RESULTS, keep  # noqa: E402
+from watch import RESULTS, write_result  # noqa: E402
 
 from g4spec import __version__  # noqa: E402
 from tests.fuzz import campaign, watching, workers  # noqa: E402
@@ -84,7 +84,7 @@ def main() -> int:
         campaign.save(cases, asked.out / "cases.json.xz" if asked.out else campaign.CORPUS)
     found = workers.classify_failures(failures, time.monotonic() + 120)
     counted = [name for name, row in found.items() if row["counts"]]
-    result = keep(
+    result = write_result(
         out,
         "fuzz-commands",
         {

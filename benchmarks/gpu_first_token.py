@@ -124,14 +124,14 @@ def main() -> int:
             "-q",
         ]
         env = {**os.environ, "XDG_CACHE_HOME": str(path.parent / "cache")}
-        cold = watch.watched(command, env)
+        cold = watch.measure_process(command, env)
         print(f"cold {cold['seconds']:.1f} s", flush=True)
-        runs = [watch.watched(command, env) for _ in range(args.repeats)]
-    warm = watch.figures(runs)
+        runs = [watch.measure_process(command, env) for _ in range(args.repeats)]
+    warm = watch.summarize(runs)
     print(f"warm {warm['seconds']:.1f} s", *(f"{r['seconds']:.1f}" for r in runs))
     whole = args.layers == synthetic.LAYERS
     met = warm["seconds"] < GOAL_SECONDS
-    watch.keep(
+    watch.write_result(
         args.out,
         "gpu-first-token",
         {

@@ -190,7 +190,7 @@ def main() -> int:
         results = [job.result() for job in jobs]
     fine = all(r["clean"] and not r["wrong"] for r in results)
     said = subprocess.check_output([tool, "--version"], text=True).strip() if tool else ""
-    watch.keep(
+    watch.write_result(
         args.out,
         "gpu-malformed",
         {

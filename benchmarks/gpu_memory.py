@@ -97,7 +97,7 @@ def main() -> int:
         ),
         sep="\n",
     )
-    watch.keep(args.out, "gpu-memory", {"layers": args.layers, "gib": args.gib, **found})
+    watch.write_result(args.out, "gpu-memory", {"layers": args.layers, "gib": args.gib, **found})
     return 0 if found["taken"] <= found["computed"] else 1
 
 

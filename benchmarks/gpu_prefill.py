@@ -189,7 +189,7 @@ def main() -> int:
         del p
         torch.cuda.empty_cache()
     if args.json:
-        watch.keep(
+        watch.write_result(
             args.json,
             "gpu-prefill",
             {

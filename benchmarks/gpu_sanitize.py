@@ -238,7 +238,7 @@ def main() -> int:
             results += [job.result() for job in jobs]
     clean = all(r["clean"] for r in results)
     said = subprocess.check_output([args.sanitizer, "--version"], text=True)
-    watch.keep(
+    watch.write_result(
         args.out,
         f"gpu-{args.tool}",
         {

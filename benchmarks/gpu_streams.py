@@ -200,7 +200,7 @@ def main() -> None:
             draft(args.model, args.accepted, found)
         else:
             {"plain": plain, "long": long, "gap": gap}[part](args.model, found)
-    watch.keep(args.out, "gpu-streams", {"model": args.model, "tokens_per_second": found})
+    watch.write_result(args.out, "gpu-streams", {"model": args.model, "tokens_per_second": found})
 
 
 if __name__ == "__main__":

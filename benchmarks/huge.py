@@ -39,7 +39,7 @@ def one(work: Path, layers: int) -> dict[str, Any]:
                 f"{free / 1e9:.0f} GB; try another --work, or --layers"
             )
         print(f"{layers} layers: {size:,} bytes of safetensors", flush=True)
-        got = watch.watched(
+        got = watch.measure_process(
             [sys.executable, "-m", "g4spec", "convert", source, "-o", out, "--type", "q8_0", "-q"]
         )
         with GGUF(out) as file:
@@ -68,7 +68,7 @@ def main() -> int:
     small, whole = one(args.work, SMALLEST), one(args.work, args.layers)
     grown = round(whole["anonymous_mb"] - small["anonymous_mb"], 1)
     print(f"{whole['input_bytes'] / small['input_bytes']:.1f} times the input, {grown:+} MB")
-    watch.keep(
+    watch.write_result(
         args.out,
         "huge",
         {

@@ -178,14 +178,14 @@ def as_upstream(draft: Any, n_max: int) -> None:
         raise SystemExit(f"upstream's semantics of {draft.name} drafts are not written down here")
 
 
-class Rows:
-    """Chooser that records the logits it gets and returns the largest."""
+class RecordingChooser:
+    """A greedy chooser that records the logits of each row."""
 
     def __init__(self) -> None:
-        self.seen: list[torch.Tensor] = []
+        self.logits: list[torch.Tensor] = []
 
     def choose(self, logits: torch.Tensor, position: int) -> int:
-        self.seen.append(logits)
+        self.logits.append(logits)
         return int(logits.argmax())
 
     def choose_rows(self, logits: torch.Tensor, position: int) -> Iterator[int]:
@@ -215,10 +215,10 @@ def replayed(
     count = 0
     for r in rounds:
         if r.drafted:
-            rows = Rows()
-            mine = draft.propose(r.anchor, r.position, len(r.drafted), rows)
+            chooser = RecordingChooser()
+            mine = draft.propose(r.anchor, r.position, len(r.drafted), chooser)
             count += len(r.drafted)
-            proposals += first_difference(mine, r.drafted, rows.seen, r.position + 1)
+            proposals += first_difference(mine, r.drafted, chooser.logits, r.position + 1)
         step = target.step([r.anchor, *r.drafted], r.position)
         n = r.accepted + 1
         want = every[r.position + 1 : r.position + 1 + n]

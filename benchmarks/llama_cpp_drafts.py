@@ -1,15 +1,15 @@
-"""Compare DSpark, EAGLE-3 and DFlash2 drafts with llama.cpp: does it load them, with what tokens?
+"""Check that llama.cpp loads our DSpark, EAGLE-3 and DFlash2 drafts and proposes the same tokens.
 
     python benchmarks/llama_cpp_drafts.py --bin LLAMA_BUILD/bin
 
-Converts tiny random checkpoints. For each file, `g4spec.models.upstream` states what upstream does:
-the same, a slightly different computation, or refusal. `llama-speculative-simple` logs its drafts;
-our draft proposes at the same positions of upstream's text. Decoding is greedy; files and caches
-are F32. Where proposals differ they are compared again with upstream's GELU
-(`benchmarks.upstream.gelu_table`).
+Upstream is llama.cpp. The script converts tiny random checkpoints. For each file,
+`g4spec.models.upstream` predicts whether upstream computes the same, something slightly different,
+or refuses to load it. `llama-speculative-simple` logs the proposals of its draft; our draft
+proposes at the same positions of the same text. Decoding is greedy; files and caches are F32. If
+proposals differ, they are compared again with upstream's GELU (`benchmarks.upstream.gelu_table`).
 
-Proposals of a DFlash2 draft are logged only with `llama_cpp_dflash2.patch`, which adds that line
-and nothing else: `patch -p1 < llama_cpp_dflash2.patch` in the source folder, then build.
+llama.cpp logs proposals of DFlash2 drafts only with `llama_cpp_dflash2.patch`, which adds nothing
+else: run `patch -p1 < llama_cpp_dflash2.patch` in the source folder, then build.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.llama_cpp import Rows, first_difference
+from benchmarks.llama_cpp import RecordingChooser, first_difference
 from benchmarks.upstream import CTX, Round, Upstream, gelu_table
 from g4spec.convert import convert
 from g4spec.gguf import GGUF
@@ -38,7 +38,9 @@ from tests.support import tiny, tiny_drafts
 from tests.support.one_sequence import SequenceDraft, SequenceTarget, single_sequence_with_draft
 
 PROMPT = "The list type has methods that change it in place, and the sorted function returns a new"
-N_MAX = 7  # and at most what a block drafts
+N_MAX = 7
+"""Maximum draft length; drafts with smaller blocks propose fewer."""
+
 DRAFTS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "dspark": (tiny_drafts.speculators_dspark, {"block": 3}, "dspark"),
     "dspark-bonus": (tiny_drafts.speculators_dspark, {"from_anchor": False}, "dspark"),
@@ -84,41 +86,44 @@ DRAFTS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "eagle3-qwen": (tiny_drafts.eagle3, {"qwen": True}, "eagle3"),
     "p-eagle": (tiny_drafts.eagle3, {"depths": 3}, "eagle3"),
 }
+"""Name -> function that writes the checkpoint, its options, and upstream's `--spec-type` without
+"draft-"."""
 
 
-def ours(engine: Engine, ids: list[int], text: list[int], rounds: list[Round]) -> dict[str, Any]:
-    """Compare our proposals with upstream's along its text. If some differ, also count those
+def compare_proposals(
+    engine: Engine, ids: list[int], text: list[int], rounds: list[Round]
+) -> dict[str, Any]:
+    """Compare our proposals with upstream's after the same tokens. If some differ, also count those
     that are equal with GELU rounded as in upstream's CPU backend."""
-    found = proposals(engine, ids, text, rounds)
+    found = replay(engine, ids, text, rounds)
     if found["first_difference"]:
         vars(engine.target.ops)["gelu_tanh"] = gelu_table
-        found["equal_with_its_gelu"] = proposals(engine, ids, text, rounds)["equal"]
+        found["equal_with_its_gelu"] = replay(engine, ids, text, rounds)["equal"]
     return found
 
 
-def proposals(
-    engine: Engine, ids: list[int], text: list[int], rounds: list[Round]
-) -> dict[str, Any]:
+def replay(engine: Engine, ids: list[int], text: list[int], rounds: list[Round]) -> dict[str, Any]:
+    """Let our draft propose in every round of upstream; count the equal tokens."""
     with single_sequence_with_draft(engine) as (target, draft):
-        return compared(target, draft, [*ids, *text], rounds)
+        return replay_rounds(target, draft, [*ids, *text], rounds)
 
 
-def compared(
+def replay_rounds(
     target: SequenceTarget, draft: SequenceDraft, ids: list[int], rounds: list[Round]
 ) -> dict[str, Any]:
     same, drafted, different = 0, 0, []
-    read = list(target.prefill(ids))
-    for turn in [r for r in rounds if r.drafted]:
+    chunks = list(target.prefill(ids))
+    for round in [r for r in rounds if r.drafted]:
         draft.begin()
-        for r in read:
-            n = max(0, min(len(r.batch), turn.position - int(r.batch.positions[0])))
+        for rows in chunks:
+            n = max(0, min(len(rows.batch), round.position - int(rows.batch.positions[0])))
             if n:
-                draft.commit(r, n)
-        rows = Rows()
-        mine = draft.propose(turn.anchor, turn.position, len(turn.drafted), rows)
-        same += sum(a == b for a, b in zip(mine, turn.drafted, strict=True))
-        drafted += len(turn.drafted)
-        different += first_difference(mine, turn.drafted, rows.seen, turn.position + 1)
+                draft.commit(rows, n)
+        chooser = RecordingChooser()
+        proposal = draft.propose(round.anchor, round.position, len(round.drafted), chooser)
+        same += sum(a == b for a, b in zip(proposal, round.drafted, strict=True))
+        drafted += len(round.drafted)
+        different += first_difference(proposal, round.drafted, chooser.logits, round.position + 1)
     return {
         "rounds": len(rounds),
         "rounds_different": len(different),
@@ -128,7 +133,8 @@ def compared(
     }
 
 
-def one(upstream: Upstream, work: Path, name: str) -> dict[str, Any]:
+def check_draft(upstream: Upstream, work: Path, name: str) -> dict[str, Any]:
+    """Convert one of DRAFTS, run upstream with it, and compare the proposals."""
     make, options, kind = DRAFTS[name]
     folder, file = work / name, work / f"{name}.gguf"
     make(folder, work / "target", **({"dtype": "F32"} | options))
@@ -159,25 +165,34 @@ def one(upstream: Upstream, work: Path, name: str) -> dict[str, Any]:
     except SystemExit as refused:
         why = next(x for x in str(refused).splitlines() if "unknown model" in x)
         return out | {"upstream": "refuses it", "says": why.partition("error loading model: ")[2]}
-    return out | {"upstream": "runs it"} | ours(engine, ids, text, rounds)
+    return out | {"upstream": "runs it"} | compare_proposals(engine, ids, text, rounds)
 
 
-def shown(found: dict[str, Any]) -> str:
-    """Return the text that is printed beside the counts."""
+def remark(found: dict[str, Any]) -> str:
+    """Return the last column of the printed line: an error message or the first difference."""
     if found.get("drafted") == 0:
-        return "its log does not say what it drafts"
+        return "its log has no proposals"
     if not found.get("first_difference"):
         return str(found.get("says", ""))
     first, equal = found["first_difference"], found["equal_with_its_gelu"]
-    return f"first: {first}; with its GELU {equal} are equal"
+    return f"first difference: {first}; equal with upstream's GELU: {equal}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     env = os.environ.get("LLAMA_CPP_BIN")
-    parser.add_argument("--bin", type=Path, default=env and Path(env))
-    parser.add_argument("--patches", nargs="+", default=[], help="what was changed in it: noted")
-    parser.add_argument("--only", nargs="+", default=list(DRAFTS), choices=list(DRAFTS))
+    parser.add_argument(
+        "--bin", type=Path, default=env and Path(env), help="folder of llama.cpp's programs"
+    )
+    parser.add_argument(
+        "--patches",
+        nargs="+",
+        default=[],
+        help="names of patches in this build of llama.cpp, for the result file",
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=list(DRAFTS), choices=list(DRAFTS), help="drafts to compare"
+    )
     parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args()
     if not args.bin:
@@ -188,16 +203,16 @@ def main() -> None:
     result: dict[str, Any] = {"date": today, "llama.cpp": upstream.version(), "drafts": {}}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        on = tiny.target(
+        checkpoint = tiny.target(
             work / "target", nested=False, layers=6, period=3, window=16, vocab=512, dtype="F32"
         )
-        convert(on, work / "target.gguf", type="f32")
+        convert(checkpoint, work / "target.gguf", type="f32")
         for name in args.only:
-            result["drafts"][name] = found = one(upstream, work, name)
+            result["drafts"][name] = found = check_draft(upstream, work, name)
             print(
                 f"{name:24} {found['architecture']:14} {found['case']:8} {found['upstream']:11}",
                 f"{found.get('equal', '-')}/{found.get('drafted', '-')}",
-                shown(found),
+                remark(found),
             )
     out = args.out or Path(__file__).parent / "results" / f"{today}-llama-cpp-drafts.json"
     out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

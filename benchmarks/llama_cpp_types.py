@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT.parent), str(ROOT)]
 import gguf  # noqa: E402
 import numpy as np  # noqa: E402
 from cpu_quality import texts  # noqa: E402
-from watch import keep  # noqa: E402
+from watch import write_result  # noqa: E402
 
 from g4spec import convert  # noqa: E402
 from g4spec.errors import G4Error  # noqa: E402
@@ -177,7 +177,9 @@ def main() -> int:
         for type in args.types or comparison.types():
             found[type] = comparison.compare(type)
             print(type, found[type], flush=True)
-    keep(args.out, "llama-cpp-types", {"chunks": args.chunks, "cases": args.cases, "types": found})
+    write_result(
+        args.out, "llama-cpp-types", {"chunks": args.chunks, "cases": args.cases, "types": found}
+    )
     bad = [type for type, figures in found.items() if not good(figures)]
     print(f"different: {bad}" if bad else "nothing differs")
     return 1 if bad else 0

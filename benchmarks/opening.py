@@ -62,7 +62,7 @@ def measured(path: Path, repeats: int) -> dict[str, list[dict[str, float]]]:
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in [*commands, "tokenizer"]}
     for _ in range(repeats):
         for name, command in commands.items():
-            runs[name].append(watch.watched(command))
+            runs[name].append(watch.measure_process(command))
         runs["tokenizer"].append(opened(path))
     return runs
 
@@ -85,13 +85,13 @@ def main() -> int:
         size = path.stat().st_size
         print(f"made {size:,} bytes with {counts} in {time.perf_counter() - start:.0f} s")
         runs = measured(path, args.repeats)
-    found: dict[str, Any] = {name: watch.figures(r) for name, r in runs.items()}
+    found: dict[str, Any] = {name: watch.summarize(r) for name, r in runs.items()}
     ratio = found["validate"]["seconds"] / found["sha256sum"]["seconds"]
     for name, got in found.items():
         print(f"{name}: {got['seconds']:.2f} s")
     print(f"validate takes {ratio:.2f} of sha256sum's time")
     good = ratio <= 1 and all(found[n]["seconds"] < 1 for n in ("inspect", "tokenizer"))
-    watch.keep(
+    watch.write_result(
         args.out,
         "opening",
         {

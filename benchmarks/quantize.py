@@ -21,7 +21,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from watch import keep
+from watch import write_result
 
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT.parent))
@@ -170,7 +170,7 @@ def main() -> int:
                 f"{r['bytes_equal']}",
                 flush=True,
             )
-        keep(
+        write_result(
             args.out,
             f"quantize{'-imatrix' if args.imatrix else ''}",
             {

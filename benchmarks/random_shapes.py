@@ -114,7 +114,7 @@ def main() -> int:
                 print(json.dumps(kept[-1], indent=1), flush=True)
     arch = args.arch if EMULATED else "the GPU's"
     found = {"seed": args.seed, "arch": arch, "counts": dict(counts), "cases": kept}
-    watch.keep(args.out, "random-shapes", found)
+    watch.write_result(args.out, "random-shapes", found)
     print(dict(counts))
     return 1 if counts["failed"] else 0
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import httpx
 import torch
-from watch import keep
+from watch import write_result
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -334,7 +334,7 @@ def main() -> int:
         served.stop()
         engine.close()
     wrong = found.pop("wrong") + wrong_faults(answers)
-    keep(
+    write_result(
         args.out,
         "serve-aborts",
         {

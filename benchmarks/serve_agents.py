@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from watch import keep
+from watch import write_result
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -281,7 +281,7 @@ def main() -> int:
         for key, value in packages.items()
         if key.count("node_modules") == 1
     }
-    keep(args.out, "serve-agents", {"versions": versions, "agents": found})
+    write_result(args.out, "serve-agents", {"versions": versions, "agents": found})
     return 0 if all(each["passed"] for each in found.values()) else 1
 
 

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import httpx
 from pydantic import BaseModel, ConfigDict
-from watch import keep
+from watch import write_result
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -393,7 +393,7 @@ def main() -> int:
             for name in args.only:
                 found[name] = run(name, Checks(served.url, expected))
             served.stop()
-    keep(args.out, "serve-clients", {"clients": found})
+    write_result(args.out, "serve-clients", {"clients": found})
     print(json.dumps({name: entry["passed"] for name, entry in found.items()}))
     return 0 if all(entry["passed"] == entry["checks"] for entry in found.values()) else 1
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import httpx
 import torch
-from watch import keep
+from watch import write_result
 from workers import spread
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -138,7 +138,7 @@ def main() -> int:
         todo = rounds(args.requests, requests, rng)
         for found in measure(servers, todo, wanted, rng, args.turn):
             wrong = len(found["wrong"])
-            keep(
+            write_result(
                 args.out,
                 "serve-exactness",
                 {
@@ -178,7 +178,7 @@ def share(args: argparse.Namespace) -> int:
             for i in range(many)
         ],
     )
-    keep(
+    write_result(
         args.out,
         "serve-exactness",
         {

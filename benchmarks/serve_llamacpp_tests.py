@@ -24,7 +24,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from watch import keep
+from watch import write_result
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -208,7 +208,7 @@ def main() -> int:
     for name, about in OTHER_FILES.items():
         text = (source / "tools" / "server" / "tests" / "unit" / f"test_{name}.py").read_text()
         others[f"test_{name}.py"] = f"{len(re.findall('(?m)^def test_', text))} functions: {about}"
-    keep(
+    write_result(
         args.out,
         "serve-llamacpp-tests",
         {

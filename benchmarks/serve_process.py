@@ -25,7 +25,7 @@ from typing import Any
 
 import httpx
 import torch
-from watch import keep
+from watch import write_result
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -172,7 +172,7 @@ def main() -> int:
             here.stop()
             there.stop()
         engine.close()
-    keep(
+    write_result(
         args.out,
         "serve-process",
         {

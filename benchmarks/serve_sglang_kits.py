@@ -33,7 +33,7 @@ from unittest import mock
 
 import requests
 import torch
-from watch import keep
+from watch import write_result
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -251,7 +251,7 @@ def main() -> int:
             found["test_deterministic"] = deterministic(
                 adapter, served.url, args.trials, args.tokens
             )
-    keep(
+    write_result(
         args.out,
         "serve-sglang-kits",
         {"wheel": args.wheel.name, "trials": args.trials, "tokens": args.tokens, **found},

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import httpx
-from watch import keep
+from watch import write_result
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -259,7 +259,7 @@ def main() -> int:
             code = server.wait(60)
         wrong += [line[:500] for line in log.read_text().splitlines() if not orderly(line)]
         wrong += [f"exit code {code} after SIGTERM"] if code else []
-    keep(
+    write_result(
         args.out,
         "serve-soak",
         {

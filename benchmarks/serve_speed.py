@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from watch import keep
+from watch import write_result
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -238,7 +238,7 @@ def main() -> int:
             server.send_signal(signal.SIGTERM)
             server.wait(60)
     bad = missed(found)
-    keep(
+    write_result(
         args.out,
         "serve-speed",
         {

@@ -36,7 +36,7 @@ from typing import Any
 
 import jsonschema
 import torch
-from watch import keep
+from watch import write_result
 from workers import spread
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -347,7 +347,7 @@ def main() -> int:
         }
         made.counts.clear()
         result["schemas of hypothesis-jsonschema"] = drawn_schemas(made, args.schemas)
-        keep(args.out, "serve-tool-sets", result)
+        write_result(args.out, "serve-tool-sets", result)
         chosen = random.Random(7).sample(usable, min(args.sets or len(usable), len(usable)))
         asked = [(o, grammar.whole_text(made.marks, calls=o, most=1)) for o in chosen]
         result |= {"limit": args.limit, "called": len(asked), "drafts": {}}
@@ -359,7 +359,7 @@ def main() -> int:
             result["drafts"][draft or "none"] = told
             print(draft, json.dumps({k: v for k, v in told.items() if k != "wrong"}), flush=True)
             result["seconds"] = round(time.perf_counter() - began)
-            keep(args.out, "serve-tool-sets", result)
+            write_result(args.out, "serve-tool-sets", result)
     bad = len(made.wrong) + sum(
         len(d["wrong"]) + d["other than without"] for d in result["drafts"].values()
     )
@@ -390,7 +390,7 @@ def share(args: argparse.Namespace) -> int:
         ],
     )
     drawn = "schemas of hypothesis-jsonschema"
-    keep(
+    write_result(
         args.out,
         "serve-tool-sets",
         {

@@ -22,7 +22,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def vocabulary(folder: Path) -> None:
-    """Return a tokenizer of Gemma's size: all pairs and most triples of 64 letters, each
+    """Write a tokenizer of Gemma's size: all pairs and most triples of 64 letters, each
     triple merged in both ways."""
     tokenizer(folder, VOCAB)
     path = folder / "tokenizer.json"
@@ -44,8 +44,8 @@ def vocabulary(folder: Path) -> None:
 
 
 def target_config(folder: Path, layers: int = LAYERS) -> dict[str, Any]:
-    """Return the config.json of the 31B target, or of one with fewer layers, and its
-    tokenizer."""
+    """Write config.json and tokenizer of the 31B target, or of one with fewer layers. Return its
+    `text_config`."""
     folder.mkdir(parents=True, exist_ok=True)
     inner = tiny._gemma_config(
         layers=layers,
@@ -108,7 +108,7 @@ def target_shapes(config: dict[str, Any]) -> Shapes:
 
 
 def header(shapes: Shapes, length: int | None = None) -> tuple[bytes, int]:
-    """Return the header of a safetensors file of bf16 tensors, and the bytes of its data."""
+    """Return the header of a safetensors file of bf16 tensors, and its data's size."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, shape in shapes.items():
@@ -118,12 +118,12 @@ def header(shapes: Shapes, length: int | None = None) -> tuple[bytes, int]:
     head = json.dumps(entries, separators=(",", ":")).encode()
     size = length - 8 if length else len(head) + -len(head) % 8
     if len(head) > size:
-        raise ValueError(f"a header of {len(head)} bytes where {size} are wanted")
+        raise ValueError(f"the header has {len(head)} bytes, more than the {size} available")
     return size.to_bytes(8, "little") + head.ljust(size), at
 
 
 def sparse_target(folder: Path, layers: int, shard: int = 5 << 30) -> int:
-    """Write a target of zeros, in sparse shards. Return their bytes."""
+    """Write a target of zeros in sparse shards. Return their total size in bytes."""
     parts: list[Shapes] = [{}]
     for name, shape in target_shapes(target_config(folder, layers)).items():
         if sum(2 * prod(s) for s in parts[-1].values()) + 2 * prod(shape) > shard:

@@ -15,12 +15,12 @@ import torch
 from g4spec.measure import run_record as provenance
 
 
-def watched(command: list[object], env: dict[str, str] | None = None) -> dict[str, float]:
-    """Run a program to its end: seconds, of processor time too, and megabytes (10^6) of memory at
-    its peak.
+def measure_process(command: list[object], env: dict[str, str] | None = None) -> dict[str, float]:
+    """Run a program to its end. Return its seconds, CPU seconds, and peak memory in megabytes
+    (10^6 bytes).
 
-    `anonymous_mb` is memory that the program asked for (RssAnon, sampled 200 times a second),
-    `resident_mb` also counts pages of mapped files (VmHWM), which the system takes back at will.
+    `anonymous_mb` is memory that the program allocated (RssAnon, sampled 200 times a second).
+    `resident_mb` also counts pages of mapped files (VmHWM), which the system can drop at any time.
     """
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     child = subprocess.Popen(
@@ -57,8 +57,8 @@ def watched(command: list[object], env: dict[str, str] | None = None) -> dict[st
     }
 
 
-def figures(runs: list[dict[str, float]]) -> dict[str, float]:
-    """Return the median of the times and the maximum of the memories of several runs."""
+def summarize(runs: list[dict[str, float]]) -> dict[str, float]:
+    """Return the median of the times and the maximum of the memory figures of several runs."""
     return {
         key: round(statistics.median(v) if key.endswith("seconds") else max(v), 3)
         for key in runs[0]
@@ -69,11 +69,11 @@ def figures(runs: list[dict[str, float]]) -> dict[str, float]:
 RESULTS = Path(__file__).parent / "results"
 
 
-def keep(out: Path | None, name: str, found: dict[str, Any]) -> dict[str, Any]:
-    """Write what was found as dated JSON, with the machine, its GPU and the commit; return that.
+def write_result(out: Path | None, name: str, found: dict[str, Any]) -> dict[str, Any]:
+    """Write a result as dated JSON, with the machine, its GPU and the commit. Return the content.
 
     Args:
-        out: a file (.json), or the folder of DATE-`name`.json, by default `results/`.
+        out: a file (.json), or a folder for DATE-`name`.json; default `results/`.
     """
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     gpu = (

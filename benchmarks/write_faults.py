@@ -28,7 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from watch import keep  # noqa: E402
+from watch import write_result  # noqa: E402
 
 from g4spec import __version__  # noqa: E402
 
@@ -87,7 +87,7 @@ def main() -> int:
     with ThreadPoolExecutor(asked.workers) as pool:
         parts = list(pool.map(lambda number: part(number, asked), range(asked.workers)))
     found = merged(parts)
-    keep(
+    write_result(
         asked.out,
         "write-faults",
         {

@@ -1,4 +1,4 @@
-"""llama.cpp's split of a model between card and RAM: its options -ngl and -ncmoe."""
+"""How llama.cpp splits a model between GPU and RAM: its options -ngl and -ncmoe."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ EXPERTS_USED = 8 / 128
 
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
-    """Bytes of the weights of a model's layers, all counted as equally large.
+    """Sizes of a model's layers, which are assumed to be equally large.
 
     Attributes:
         layers: number of layers.
-        layer: bytes of one layer. `experts`: bytes of the experts of one layer; 0 without experts.
+        layer: bytes of the weights of one layer.
+        experts: bytes of the experts of one layer; 0 without experts.
     """
 
     layers: int
@@ -29,7 +30,7 @@ class LayerSizes:
 
 def layer_sizes(facts: Facts, target: TargetModel, option: WeightFormat) -> LayerSizes | None:
     """Return the sizes of a target's layers in a weight format; None if its size is not known.
-    Token tables are not part of a layer."""
+    Embedding tables are not part of a layer."""
     size = next((s for s in facts.all(SizeFact) if s.id == target.size), None)
     if size is None:
         return None
@@ -43,10 +44,11 @@ def layer_sizes(facts: Facts, target: TargetModel, option: WeightFormat) -> Laye
 
 @dataclass(frozen=True, slots=True)
 class LayerSplit:
-    """Options of llama.cpp that keep a part of the model in RAM.
+    """Options of llama.cpp that put a part of the model in RAM.
 
     Attributes:
-        n_gpu_layers: `-ngl`: layers on the card, the output included; None for all.
+        n_gpu_layers: `-ngl`: number of layers on the GPU, the last ones; the output layer counts as
+            one. None for all.
         n_cpu_moe: `-ncmoe`: number of layers whose experts are in RAM, the first ones.
     """
 
@@ -58,12 +60,12 @@ class LayerSplit:
 
     @property
     def flags(self) -> str:
-        """The options as they are typed, each preceded by a space."""
+        """Command-line options, each preceded by a space."""
         flags = (("-ngl", self.n_gpu_layers), ("-ncmoe", self.n_cpu_moe))
         return "".join(f" {flag} {n}" for flag, n in flags if n is not None)
 
     def layers_in_ram(self, layers: int) -> int:
-        """Return how many of `layers` layers are in RAM with their cache; the first ones are."""
+        """Return how many of `layers` layers, the first ones, are in RAM with their KV cache."""
         if self.n_gpu_layers is None:
             return 0
         return min(max(layers + 1 - self.n_gpu_layers, 0), layers)
@@ -76,4 +78,4 @@ class LayerSplit:
 
 
 NO_SPLIT = LayerSplit()
-"""The whole model on the card."""
+"""The whole model on the GPU."""

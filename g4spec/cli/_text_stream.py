@@ -1,4 +1,4 @@
-"""Streams generated text to the terminal, and formats the figures after it."""
+"""Stream generated text to the terminal, and format the statistics line after it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from g4spec.server.chat_client import Reply
 
 Marking = Literal["", "first", "all"]
-"""Tokens to mark: none; accepted ones and the first rejected one of each proposal; all."""
+"""Drafted tokens to mark: "": none; "first": accepted ones and the first rejected one of each
+proposal; "all": accepted and rejected ones."""
 
 LEGEND = (("accepted", "good"), ("rejected", "struck"), ("the target's own", None))
 
 
 def stop_prefix_length(text: str, stops: Sequence[str]) -> int:
-    """Return how many characters at the end of `text` may be the beginning of a stop text."""
+    """Return how many characters at the end of `text` may be the beginning of a stop string."""
     longest = max(map(len, stops), default=0)
     for n in range(min(longest, len(text)), 0, -1):
         if any(len(s) > n and s.startswith(text[-n:]) for s in stops):
@@ -30,7 +31,7 @@ def stop_prefix_length(text: str, stops: Sequence[str]) -> int:
 
 
 class Writer:
-    """A writer that prints text as soon as it cannot be part of a stop text.
+    """A writer that prints text as soon as it cannot be part of a stop string.
 
     Args:
         marking: which drafted tokens to mark as accepted or rejected. A rejected token is printed
@@ -79,13 +80,14 @@ class Writer:
 
 
 REPORTED_STEPS = 8, 150
-"""Minimum and maximum number of steps of a text about which `auto_note` reports."""
+"""`auto_note` returns a note only for texts of this minimum to this maximum number of steps."""
 
 
 def auto_note(stats: Stats) -> str | None:
     """Return a note if `auto` drafted in less than half of the steps of a short text, or None.
 
-    A process starts without measurements of the pair, and a draft may cost at most 2 % of a text.
+    A new process has no measurements of the pair, and `auto` may lose at most 2 % of the time by
+    drafting. So it drafts rarely at first.
     """
     drafted, (least, most) = stats.drafted_by_position[0], REPORTED_STEPS
     if not least <= stats.cycles <= most or 2 * drafted >= stats.cycles:

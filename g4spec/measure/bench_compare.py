@@ -234,4 +234,4 @@ def _retyped(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     shown = [
         max((t for t in side if t != "f32"), key=lambda t: side[t], default="f32") for side in types
     ]
-    return [f"the draft is stored as {shown[0]}, then as {shown[1]}"]
+    return [f"quant type of the draft: {shown[0]} in the old file, {shown[1]} in the new"]

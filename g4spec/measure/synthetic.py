@@ -1,4 +1,4 @@
-"""Builds models of the published shapes with random weights on the GPU, to measure speed without a
+"""Build models of the published shapes with random weights on the GPU, to measure speed without a
 checkpoint. Their output is meaningless; their speed is that of the real models.
 
 Shapes: config.json of google/gemma-4-{E2B,E4B,12B,26B-A4B,31B}, of their assistants, and of z-lab's
@@ -28,7 +28,7 @@ VOCAB = 262144
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-def _text(
+def _text_config(
     hidden: int, layers: int, heads: int, kv: tuple[int, int], ff: int, period: int = 6, **more: Any
 ) -> dict[str, Any]:
     return {
@@ -59,8 +59,8 @@ _SMALL = {
     "max_position_embeddings": 131072,
 }
 TARGETS = {
-    "31b": _text(5376, 60, 32, (16, 4), 21504),
-    "26b-a4b": _text(
+    "31b": _text_config(5376, 60, 32, (16, 4), 21504),
+    "26b-a4b": _text_config(
         2816,
         30,
         16,
@@ -71,16 +71,16 @@ TARGETS = {
         top_k_experts=8,
         moe_intermediate_size=704,
     ),
-    "12b": _text(3840, 48, 16, (8, 1), 15360),
-    "e4b": _text(2560, 42, 8, (2, 2), 10240, num_kv_shared_layers=18, **_SMALL),
-    "e2b": _text(
+    "12b": _text_config(3840, 48, 16, (8, 1), 15360),
+    "e4b": _text_config(2560, 42, 8, (2, 2), 10240, num_kv_shared_layers=18, **_SMALL),
+    "e2b": _text_config(
         1536, 35, 8, (1, 1), 6144, 5, num_kv_shared_layers=20, use_double_wide_mlp=True, **_SMALL
     ),
 }
-"""`text_config` of each size."""
+"""`text_config` of each target, by its size."""
 
 DRAFTS = {"31b": (64, 10752), "26b-a4b": (32, 5632), "12b": (32, 7680)}
-"""Heads and feed-forward width of z-lab's DFlash for a size."""
+"""Size of the target -> heads and feed-forward width of z-lab's DFlash draft."""
 
 ASSISTANTS = {
     "31b": (1024, 32, 8192),
@@ -89,39 +89,42 @@ ASSISTANTS = {
     "e4b": (256, 4, 2048),
     "e2b": (256, 4, 2048),
 }
-"""Hidden size, heads and feed-forward width of Google's assistant for a size."""
+"""Size of the target -> hidden size, heads and feed-forward width of Google's assistant."""
 
 CENTROIDS = 2048
-"""Number of token clusters in the assistants of the small sizes."""
+"""Number of token clusters in the centroid heads of the E2B and E4B assistants."""
 
 
 def make_target(
     name: str, type: str, backend: CudaBackend, n_ctx: int, n_slots: int = 1, pool: int = 0
 ) -> Target:
-    """Build a target of a size in TARGETS, quantized as `--type` does, with a cache for `n_slots`
-    texts of up to `n_ctx` tokens, `pool` tokens in total."""
+    """Build a target of a size in TARGETS, quantized as `g4spec convert --type` does. Its KV cache
+    has `n_slots` sequences of up to `n_ctx` tokens, and `pool` tokens in total."""
     config = gemma4.parse_hf(Checkpoint({"text_config": TARGETS[name]}, {}))
     size = Size.of(n_ctx, n_slots, pool)
     space = backend.space(size.slots, size.n_ctx, size.pages)
-    weights = _turning(gemma4.tensors(config), type, backend.ops)
+    weights = _weights_with_rope(gemma4.tensors(config), type, backend.ops)
     return Target(config, weights, backend, space, backend.chunk)
 
 
 def draft_kinds(name: str) -> list[str]:
     """Return the kinds of draft available for a size, the default first."""
-    return [kind for kind, of in (("dflash", DRAFTS), ("assistant", ASSISTANTS)) if name in of]
+    return [k for k, sizes in (("dflash", DRAFTS), ("assistant", ASSISTANTS)) if name in sizes]
 
 
 def make_draft(
-    name: str, type: str, on: Target, kind: str | None = None
+    name: str, type: str, target: Target, kind: str | None = None
 ) -> dflash.Drafter | assistant.Drafter:
-    """Build a draft for a target of this size; `kind`: one of `draft_kinds`, default the first."""
+    """Build a draft for a target of size `name`.
+
+    `kind`: one of `draft_kinds`; default: the first.
+    """
     make = _dflash if (kind or draft_kinds(name)[0]) == "dflash" else _assistant
-    return make(name, type, on)
+    return make(name, type, target)
 
 
 class _AssistantHead:
-    """Stands in for an assistant's file: its centroid head with random contents."""
+    """A replacement for the file of an assistant: a centroid head with random contents."""
 
     def __init__(self, config: assistant.Config) -> None:
         rng = np.random.default_rng(0)
@@ -133,40 +136,40 @@ class _AssistantHead:
         return self.arrays[key]
 
 
-def _assistant(name: str, type: str, on: Target) -> assistant.Drafter:
-    (hidden, heads, ff), its = ASSISTANTS[name], TARGETS[name]
-    kv = its["num_key_value_heads"], its["num_global_key_value_heads"]
-    same = {key: its[key] for key in ("sliding_window", "attention_k_eq_v")}
+def _assistant(name: str, type: str, target: Target) -> assistant.Drafter:
+    (hidden, heads, ff), of_target = ASSISTANTS[name], TARGETS[name]
+    kv = of_target["num_key_value_heads"], of_target["num_global_key_value_heads"]
+    same = {key: of_target[key] for key in ("sliding_window", "attention_k_eq_v")}
     config = assistant.parse_hf(
         Checkpoint(
             {
                 "architectures": ["Gemma4AssistantForCausalLM"],
-                "backbone_hidden_size": on.config.n_embd,
+                "backbone_hidden_size": target.config.n_embd,
                 "use_ordered_embeddings": name not in DRAFTS,
                 "num_centroids": CENTROIDS,
-                "text_config": _text(
+                "text_config": _text_config(
                     hidden, 4, heads, kv, ff, 4, final_logit_softcapping=None, **same
                 ),
             },
             {},
         ),
-        on.config,
+        target.config,
     )
-    weights: Any = _turning(assistant.tensors(config), type, on.backend.ops)
+    weights: Any = _weights_with_rope(assistant.tensors(config), type, target.backend.ops)
     head: Any = _AssistantHead(config)
-    return assistant.Drafter(config, weights, on.ops, on, head, [], on.n_states)
+    return assistant.Drafter(config, weights, target.ops, target, head, [], target.n_states)
 
 
-def _dflash(name: str, type: str, on: Target) -> dflash.Drafter:
+def _dflash(name: str, type: str, target: Target) -> dflash.Drafter:
     heads, ff = DRAFTS[name]
-    n = len(on.config.layers)
+    n = len(target.config.layers)
     taps = [round(1 + k * (n - 4) / 5) for k in range(6)]
     config = dflash.parse_hf(
         Checkpoint(
             {
                 "architectures": ["DFlashDraftModel"],
                 "vocab_size": VOCAB,
-                "hidden_size": on.config.n_embd,
+                "hidden_size": target.config.n_embd,
                 "intermediate_size": ff,
                 "num_hidden_layers": 5,
                 "num_attention_heads": heads,
@@ -185,26 +188,26 @@ def _dflash(name: str, type: str, on: Target) -> dflash.Drafter:
             },
             {},
         ),
-        on.config,
+        target.config,
     )
-    slack = on.backend.slack(on.chunk)
-    kv = [on.backend.cache(s, on.space, slack) for s in dflash.caches(config, None)]
-    weights: Any = _weights(dflash.tensors(config), type, on.backend.ops)
+    slack = target.backend.slack(target.chunk)
+    kv = [target.backend.cache(s, target.space, slack) for s in dflash.caches(config, None)]
+    weights: Any = _weights(dflash.tensors(config), type, target.backend.ops)
     file: Any = None
-    drafter = dflash.Drafter(config, weights, on.ops, on, file, kv, on.n_states)
-    on.taps = drafter.taps
+    drafter = dflash.Drafter(config, weights, target.ops, target, file, kv, target.n_states)
+    target.taps = drafter.taps
     return drafter
 
 
-def _turning(specs: Sequence[TensorSpec], type: str, ops: CudaOps) -> dict[str, Any]:
-    """`_weights`, and how much of a global layer's heads turns."""
-    still = [1e30] * (256 - 64)
-    turns = torch.tensor([1.0] * 64 + still, device=ops.device)
-    return _weights(specs, type, ops) | {"rope_freqs.weight": turns}
+def _weights_with_rope(specs: Sequence[TensorSpec], type: str, ops: CudaOps) -> dict[str, Any]:
+    """Return `_weights` and the RoPE frequency divisors of the global layers: of 256 pairs, the
+    first 64 rotate."""
+    divisors = torch.tensor([1.0] * 64 + [1e30] * (256 - 64), device=ops.device)
+    return _weights(specs, type, ops) | {"rope_freqs.weight": divisors}
 
 
 def _weights(specs: Sequence[TensorSpec], type: str, ops: CudaOps) -> dict[str, Any]:
-    """Return random weights as `CudaBackend.load` does for a file with these tensors."""
+    """Return random weights, in the form in which `CudaBackend.load` returns those of a file."""
     choice = policy.Policy(
         policy.parse_type(type), {s.name: s.shape for s in specs if not s.optional}
     )
@@ -214,20 +217,21 @@ def _weights(specs: Sequence[TensorSpec], type: str, ops: CudaOps) -> dict[str, 
             continue
         form, _ = choice.choose(spec.name, spec.shape, spec.role)
         if len(spec.shape) == 1 or not form.quantized:
-            out[spec.name] = _numbers(spec, ops)
+            out[spec.name] = _float_tensor(spec, ops)
         else:
             out[spec.name] = _matrix(form, spec.shape, ops)
     return out
 
 
-def _numbers(spec: TensorSpec, ops: CudaOps) -> torch.Tensor:
-    """Return a random F32 tensor: a vector near 1, or a matrix that preserves magnitudes."""
+def _float_tensor(spec: TensorSpec, ops: CudaOps) -> torch.Tensor:
+    """Return a random F32 tensor: a vector of values near 1, or a matrix whose matmul preserves
+    magnitudes."""
     x = torch.randn(spec.shape, device=ops.device)
     return x * spec.shape[-1] ** -0.5 if len(spec.shape) > 1 else 1 + 0.1 * x
 
 
 def _matrix(form: Format, shape: tuple[int, ...], ops: CudaOps) -> Matrix:
-    """Return a matrix of random codes, scaled so that a matmul preserves magnitudes."""
+    """Return a matrix of random codes, whose scales let a matmul preserve magnitudes."""
     columns, rows = shape[-1], math.prod(shape[:-1])
     raw = torch.randint(
         0, 256, (rows, form.row_bytes(columns)), dtype=torch.uint8, device=ops.device
@@ -261,10 +265,12 @@ _FACTORS = {
     "iq2_xxs": ((0, 1 / 64),),
     "iq1_s": ((0, 1 / 8),),
 }
-"""Format -> (byte offset, value for one column) of a block's half-precision scales."""
+"""Format -> (byte offset, value) of a block's half-precision scales. Values are for one column;
+`_matrix` divides them by sqrt(columns)."""
 _BYTES = {
     "mxfp4": ((0, 118),),
     "nvfp4": tuple((at, 0x08) for at in range(4)),
     "iq1_m": tuple((at, byte) for at, byte in ((49, 0x02), (51, 0x02), (53, 0x02), (55, 0x22))),
 }
-"""Format -> (byte offset, byte) of a block's other scales, for about 5,000 columns."""
+"""Format -> (byte offset, byte) of scales that are not half-precision. The values suit matrices of
+about 5,000 columns."""

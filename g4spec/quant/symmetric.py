@@ -43,7 +43,8 @@ class CodeSpec:
     Attributes:
         groups: groups per block.
         size: values per group.
-        ends: the step sizes tried are the group's largest value, by magnitude, over each of these.
+        ends: code values to which the group's largest value, by magnitude, may be mapped. Each
+            gives a step size to try: largest value / end.
         end: the code farthest from 0; it gives the step size if none of `ends` fits.
         low, high: range of integer scales.
         round: rounds values / step to the values of the nearest codes, in place.

@@ -1,4 +1,4 @@
-"""A draft file: opened, checked against the options, and loaded."""
+"""Open a draft file, check it against the options, and load it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from g4spec.runtime.target import Target
 
 
 class DraftFile:
-    """A draft file with its parsed configuration; empty for no draft and for n-gram lookup."""
+    """A draft file with its parsed configuration. `file` is None without a draft and for n-gram
+    lookup, which needs no file."""
 
     def __init__(
         self, draft: Path | str | None, p_min: float | None = None, window: int | None = None
@@ -49,9 +50,8 @@ class DraftFile:
         caches, window = self.kind.caches, self.window
         if window is not None and caches(self.config, window) == caches(self.config, None):
             raise UsageError(
-                "`draft_window` does nothing with this draft: it has no cache of all "
-                "of the context",
-                fix="leave it out",
+                "`draft_window` has no effect: this draft has no full-context KV cache to limit",
+                fix="omit `draft_window`",
             )
         if p_min:
             models.require_confidence(file.path, self.kind, file.tensors)
@@ -70,8 +70,8 @@ class DraftFile:
         return list(self.kind.caches(self.config, self.window)) if self.file and self.kind else []
 
     def check(self, n_vocab: int) -> list[TensorSpec]:
-        """Return the tensors that the file has. Raise InputError unless they are those of the kind,
-        and all token ids in the file are below `n_vocab`."""
+        """Return the tensors of the file. Raise InputError unless they are those of its kind and
+        all token ids in the file are below `n_vocab`."""
         assert self.file is not None and self.kind is not None
         for name, ids in self.kind.token_ids(self.config, self.file).items():
             loading.check_ids(self.file, name, ids, n_vocab)
@@ -79,11 +79,11 @@ class DraftFile:
         return loading.check_draft_weights(self.file, specs, n_vocab)
 
     def build(self, backend: Backend, target: Target) -> Draft:
-        """Load the weights and create the draft for a target whose slots and pages it shares."""
+        """Load the weights and create the draft. It shares the slots and pages of `target`."""
         assert self.file is not None and self.kind is not None
-        # Before anything is allocated: until then sizes are only what the metadata claims.
+        # Check before allocating: the metadata may claim sizes that the file does not have.
         present = self.check(target.config.n_vocab)
-        slack = backend.slack(target.chunk)
+        slack = backend.slack(target.chunk)  # rows of ring buffers beyond the window
         caches = [backend.cache(shape, target.space, slack) for shape in self.shapes()]
         weights = loading.load_weights(self.file, present, backend)
         draft: Draft = self.kind.Drafter(

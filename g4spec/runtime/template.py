@@ -134,6 +134,7 @@ def render_in_process(
         jinja2.TemplateError,
         ArithmeticError,
         LookupError,
+        NameError,  # jinja2 compiles the constant 1e999 to the name `inf`
         TypeError,
         ValueError,
         AttributeError,

@@ -16,13 +16,13 @@ Message = tuple[Any, ...]
 """Name and arguments. Sent to an engine's process:
 
 - "load", function, arguments: create the engine.
-- "submit", number, prompt (array), Options (pickled): queue a text.
+- "submit", number, prompt (array), Options (pickled): queue a request.
 - "cancel", number. "close".
 
 Sent by it:
 
-- "loading", tensors read, tensors in all. "ready", `EngineInfo`. "refused", G4Error: load failed.
-- "begun", number: a text has a slot, and its prefill has begun.
+- "loading", tensors read, total tensors. "ready", `EngineInfo`. "refused", G4Error: load failed.
+- "begun", number: the request has a slot, and its prefill has begun.
 - "cycle", number, Cycle, Stats, length, text: `text` replaces what follows
   the first `length` characters.
 - "done", number, Stats, notes, error, length, text.

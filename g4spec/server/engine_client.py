@@ -1,7 +1,7 @@
 """The server's interface to an engine in a subprocess, which is restarted after a crash.
 
-Running texts end with an error. Texts whose prefill has not begun are submitted to the next
-process: a text depends only on its request, so the result is the same.
+Running requests end with an error. Requests whose prefill has not begun are submitted to the next
+process: the text depends only on the request, so the result is the same.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from g4spec.runtime.tokenizer import Tokenizer
 from g4spec.server.channel import Channel
 from g4spec.server.engine_process import EngineInfo
 from g4spec.server.grammar import Vocabulary
-from g4spec.server.remote_request import EngineLost, RemoteRequest, RemoteText
+from g4spec.server.remote_request import EngineLost, PendingRequest, RemoteRequest
 
 log = logging.getLogger("g4spec.server")
 
 MAX_FAILURES = 5
-"""Consecutive failures without a finished text after which the engine is not restarted."""
+"""The engine is not restarted after this many consecutive failures without a finished request."""
 
 MAX_TRIES = 3
-"""Maximum number of processes to which a text that never began is submitted."""
+"""Maximum number of processes to which a request is submitted before its prefill begins."""
 
 _PROGRAM = """import json, sys
 sys.path[:] = json.loads(sys.argv.pop(1))
@@ -54,7 +54,7 @@ NO_STATS = EngineStats(0, 0, 1, 1, (), 0.0)
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler that replaces the tokenizer and vocabulary by names: the other process has them."""
+    """A pickler that writes the tokenizer and vocabulary as names; the process has its own."""
 
     def persistent_id(self, value: Any) -> str | None:
         known = {Tokenizer: "tokenizer", Vocabulary: "vocabulary"}
@@ -68,9 +68,9 @@ class EngineClient:
         target: GGUF of the target; its tokenizer is read in this process, too.
         draft, options: see `Engine.load`.
         make: function that loads the engine in the subprocess; must be importable.
-        progress: called with tensors read and tensors in all.
-        hang_limit: seconds without a finished step, while there are texts, after which the process
-            is killed and restarted; 0: never. Default: 300; on a CPU 0.
+        progress: called with the number of tensors read and the total number.
+        hang_limit: seconds without a finished step, while there are requests, after which the
+            process is killed and restarted; 0: never. Default: 300; on a CPU 0.
 
     Raises:
         G4Error: `Engine.load` failed.
@@ -78,7 +78,7 @@ class EngineClient:
 
     Attributes:
         title, on_cpu: see `EngineInfo`.
-        failed: the reason why the engine is not restarted any more, or None.
+        failed: the error after which the engine is no longer restarted, or None.
     """
 
     def __init__(
@@ -94,12 +94,12 @@ class EngineClient:
         self._progress = progress
         self._make, self._arguments = make, {"target": target, "draft": draft, **options}
         self._lock = threading.Lock()
-        self._texts: dict[int, RemoteText] = {}
+        self._pending: dict[int, PendingRequest] = {}
         self._ids = itertools.count()
         self._channel: Channel | None = None  # set while a process is ready
         self._load_result: list[Any] = []  # EngineInfo or an error, once loaded
         self._loaded, self._closing = threading.Event(), threading.Event()
-        self._text_finished, self._hang_reason = False, ""
+        self._request_finished, self._hang_reason = False, ""
         self._put_to_sleep, self._awake = False, threading.Event()
         self._awake.set()
         self._stats, self._last_activity = NO_STATS, time.monotonic()
@@ -115,10 +115,10 @@ class EngineClient:
         except BaseException:
             self.close()
             raise
-        facts: EngineInfo = self._load_result[0]
-        self.config, self.n_ctx, self.n_slots = facts.config, facts.n_ctx, facts.n_slots
-        self.draft_name, self.notes = facts.draft_name, facts.notes
-        self.title, self.on_cpu = facts.title, facts.on_cpu
+        info: EngineInfo = self._load_result[0]
+        self.config, self.n_ctx, self.n_slots = info.config, info.n_ctx, info.n_slots
+        self.draft_name, self.notes = info.draft_name, info.notes
+        self.title, self.on_cpu = info.title, info.on_cpu
         self.stop_ids = self.tokenizer.stop_ids
         self.hang_limit = (0 if self.on_cpu else 300) if hang_limit is None else hang_limit
         threading.Thread(target=self._watch, name="g4spec watch", daemon=True).start()
@@ -143,37 +143,37 @@ class EngineClient:
                     fix="restart the server, or unload and load the model",
                 )
             number = next(self._ids)
-            if not self._texts:
+            if not self._pending:
                 self._last_activity = time.monotonic()
-            self._texts[number] = RemoteText(request, data.getvalue())
+            self._pending[number] = PendingRequest(request, data.getvalue())
             self.wake()
             if self._channel is not None:
-                self._send_text(number)
+                self._send_request(number)
         return request
 
     generate = submit
 
-    def cancelled(self, request: Request) -> None:
+    def cancel(self, request: Request) -> None:
         """Cancel a request in the process, or remove it if no process runs."""
         with self._lock:
-            number = next((n for n, t in self._texts.items() if t.request is request), None)
+            number = next((n for n, t in self._pending.items() if t.request is request), None)
             if number is None:
                 return
             if self._channel is not None:
                 self._channel.send("cancel", number)
                 return
-            del self._texts[number]
+            del self._pending[number]
         request.finish("cancelled")
 
-    def _send_text(self, number: int) -> None:
-        """Send a text to the running process. The caller holds the lock."""
-        text = self._texts[number]
-        text.tries += 1
+    def _send_request(self, number: int) -> None:
+        """Send a request to the running process. The caller holds the lock."""
+        pending = self._pending[number]
+        pending.tries += 1
         assert self._channel is not None
-        self._channel.send("submit", number, array("q", text.request.prompt), text.options)
+        self._channel.send("submit", number, array("q", pending.request.prompt), pending.options)
 
     def advance(self, request: Request) -> None:
-        """Wait until a request has news."""
+        """Wait until a request has new tokens or has ended."""
         assert isinstance(request, RemoteRequest)
         while not request.has_news:
             request.updated.clear()
@@ -191,7 +191,7 @@ class EngineClient:
         return self._process.pid if self._process is not None else None
 
     def stats(self) -> EngineStats:
-        """See `Engine.stats`; as last reported by the process."""
+        """Return the statistics that the process reported last, see `Engine.stats`."""
         return self._stats
 
     def is_healthy(self, limit: float) -> bool:
@@ -201,7 +201,7 @@ class EngineClient:
         if self.failed is not None or self._channel is None:
             return False
         since = max(self._stats.last_step, self._last_activity)
-        return not self._texts or time.monotonic() - since <= limit
+        return not self._pending or time.monotonic() - since <= limit
 
     @property
     def is_sleeping(self) -> bool:
@@ -214,16 +214,16 @@ class EngineClient:
         A process that is still loading is killed.
 
         Returns:
-            False if there are texts, or the engine is closed or has failed.
+            False if there are requests, or the engine is closed or has failed.
         """
         with self._lock:
-            if self._texts or self._closing.is_set() or self.failed is not None:
+            if self._pending or self._closing.is_set() or self.failed is not None:
                 return False
             self._put_to_sleep = True
             self._awake.clear()
             if self._channel is not None:
                 self._channel.send("close")
-                self._channel = None  # texts wait for the next process
+                self._channel = None  # new requests wait for the next process
             elif self._process is not None:
                 self._process.kill()
         return True
@@ -255,7 +255,7 @@ class EngineClient:
     # ---- the process
 
     def _supervise(self) -> None:
-        """Restart the process until it is closed or has failed too often, then end all requests.
+        """Restart the process after crashes until `close` or too many failures; end all requests.
 
         Runs in one thread: the kernel kills the process when the thread that started it ends.
         """
@@ -264,7 +264,7 @@ class EngineClient:
         finally:
             with self._lock:
                 if self.failed is None and not self._closing.is_set():
-                    self.failed = EnvironmentProblem("the engine's process does not run any more")
+                    self.failed = EnvironmentProblem("the engine's process has ended")
             if not self._loaded.is_set():  # a bug; its traceback follows
                 self._set_load_result(
                     EnvironmentProblem("the engine's process could not be started")
@@ -275,13 +275,13 @@ class EngineClient:
         """Run processes one after another, with exponential back-off after repeated failures."""
         failures = 0
         while not self._closing.is_set():
-            self._text_finished, self._hang_reason = False, ""
+            self._request_finished, self._hang_reason = False, ""
             reason = self._run_process()
             if self._put_to_sleep:
                 self._put_to_sleep, failures = False, 0
                 self._awake.wait()
                 continue
-            failures = 1 if self._text_finished else failures + 1
+            failures = 1 if self._request_finished else failures + 1
             if not self._loaded.is_set():
                 self._set_load_result(
                     EnvironmentProblem("the engine's process ended while it loaded", found=reason)
@@ -303,9 +303,9 @@ class EngineClient:
                 assert self._process is not None
                 self._process.kill()
 
-    def _set_load_result(self, what: EngineInfo | BaseException) -> None:
+    def _set_load_result(self, result: EngineInfo | BaseException) -> None:
         """Pass the result of the first load to `__init__`."""
-        self._load_result.append(what)
+        self._load_result.append(result)
         self._loaded.set()
 
     def _run_process(self) -> str:
@@ -361,9 +361,9 @@ class EngineClient:
         elif name == "ready":
             self._ready(channel, more[0])
         elif name in ("begun", "cycle", "done"):
-            self._on_text_message(name, *more)
+            self._on_request_message(name, *more)
 
-    def _ready(self, channel: Channel, facts: EngineInfo) -> None:
+    def _ready(self, channel: Channel, info: EngineInfo) -> None:
         with self._lock:
             if self.is_sleeping:
                 channel.send("close")
@@ -371,35 +371,35 @@ class EngineClient:
             self._put_to_sleep = False
             self._channel = channel
             self._last_activity = time.monotonic()
-            for number in list(self._texts):
-                self._send_text(number)
+            for number in list(self._pending):
+                self._send_request(number)
         if self._loaded.is_set():
             log.info("the engine runs again", extra={"facts": {"process": self.process}})
         else:
-            self._set_load_result(facts)
+            self._set_load_result(info)
         if self._closing.is_set():
             channel.send("close")
 
-    def _on_text_message(self, name: str, number: int, *more: Any) -> None:
+    def _on_request_message(self, name: str, number: int, *more: Any) -> None:
         with self._lock:
-            text = self._texts.get(number)
-            if text is None:
+            pending = self._pending.get(number)
+            if pending is None:
                 return
             if name == "done":
-                del self._texts[number]
+                del self._pending[number]
         if name == "begun":
-            text.begun = True
+            pending.begun = True
         elif name == "cycle":
-            text.request.add(*more)
+            pending.request.add(*more)
         else:
-            self._text_finished = True
-            text.request.end(*more)
+            self._request_finished = True
+            pending.request.end(*more)
 
     def _on_process_end(self, reason: str, last: bool) -> None:
-        """End the running texts with EngineLost; if `last`, end all texts and set `failed`."""
+        """End running requests with EngineLost; if `last`, end all requests and set `failed`."""
         log.error(
             "the engine's process ended",
-            extra={"facts": {"why": reason, "texts": len(self._texts), "again": not last}},
+            extra={"facts": {"why": reason, "texts": len(self._pending), "again": not last}},
         )
         self._stats = NO_STATS
         with self._lock:
@@ -407,19 +407,19 @@ class EngineClient:
                 self.failed = EnvironmentProblem(
                     f"the engine failed {MAX_FAILURES} times in a row", found=reason
                 )
-            lost_texts = {
+            lost = {
                 n: t
-                for n, t in self._texts.items()
+                for n, t in self._pending.items()
                 if last or t.begun or t.tries >= MAX_TRIES or t.request.cancelled
             }
-            for number in lost_texts:
-                del self._texts[number]
-        for text in lost_texts.values():
-            text.request.finish("interrupted", EngineLost(f"the engine failed: {reason}"))
+            for number in lost:
+                del self._pending[number]
+        for pending in lost.values():
+            pending.request.finish("interrupted", EngineLost(f"the engine failed: {reason}"))
 
     def _finish_all(self, reason: str) -> None:
         with self._lock:
-            texts = list(self._texts.values())
-            self._texts.clear()
-        for text in texts:
-            text.request.finish(reason)
+            requests = [pending.request for pending in self._pending.values()]
+            self._pending.clear()
+        for request in requests:
+            request.finish(reason)

@@ -26,7 +26,7 @@ class Model:
         drafts: candidate drafts, best first; those that fail validation are removed.
         draft: the draft it was loaded with, or None.
         status: "unloaded", "loading" or "loaded".
-        read: (bytes loaded, bytes in all) while loading.
+        read: (bytes loaded, total bytes) while loading.
         n_requests: number of running requests.
         n_waiting: number of requests that wait until it is loaded.
         n_loads: how often it was loaded.

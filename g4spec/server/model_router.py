@@ -40,7 +40,7 @@ from g4spec.server.sse import HEADERS, ClientDisconnected, cancel_on_disconnect,
 log = logging.getLogger("g4spec.server")
 
 Progress = Callable[[int, int], None]
-"""Callback with bytes loaded and bytes in all."""
+"""Callback with bytes loaded and total bytes."""
 
 Load = Callable[[list[str], Path, "Path | None", Progress], Service]
 """Loader of (names, target, draft). Raises EnvironmentProblem if memory is insufficient."""

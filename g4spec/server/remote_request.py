@@ -12,7 +12,7 @@ from g4spec.runtime.tokenizer import Tokenizer
 
 
 class EngineLost(RuntimeError):
-    """The engine's process ended while it generated a text."""
+    """The engine's process ended while it generated text."""
 
 
 class RemoteEngine(Driver, Protocol):
@@ -21,7 +21,7 @@ class RemoteEngine(Driver, Protocol):
     tokenizer: Tokenizer
     notes: list[str]
 
-    def cancelled(self, request: Request) -> None:
+    def cancel(self, request: Request) -> None:
         """Cancel a request in the process, or remove it if no process runs."""
         ...
 
@@ -37,7 +37,7 @@ class RemoteRequest(Request):
         """See `Request.cancel`."""
         if not self.cancelled:
             super().cancel()
-            self._client.cancelled(self)
+            self._client.cancel(self)
 
     def add(self, cycle: Cycle, stats: Stats, length: int, text: str) -> None:
         """Add a cycle; replace the text after its first `length` characters by `text`."""
@@ -56,7 +56,7 @@ class RemoteRequest(Request):
 
 
 @dataclass(slots=True)
-class RemoteText:
+class PendingRequest:
     """A request that has not ended.
 
     Attributes:

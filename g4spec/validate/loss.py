@@ -15,7 +15,8 @@ from g4spec.validate.compare import Difference, difference
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """One tensor. `bits`: of storage for each of its `count` values, scales included."""
+    """Quantization error of one tensor. `count`: number of values; `bits`: bits per value, scales
+    included."""
 
     difference: Difference
     count: int
@@ -36,7 +37,8 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """Error of all tensors. `relative_rms`: RMS over the tensors, weighted by their sizes."""
+    """Quantization error of all tensors whose type changed. `relative_rms`: RMS over the tensors,
+    weighted by their number of values; `bits`: mean bits per value."""
 
     relative_rms: float
     max_abs: float
@@ -57,7 +59,7 @@ def losses(
     with GGUF(source) as old, GGUF(out) as new, worker_pool() as pool:
         changed = [n for n, t in new.tensors.items() if old.tensors[n].format is not t.format]
 
-        def look(name: str) -> Difference:
+        def measure(name: str) -> Difference:
             was, now = old.tensors[name], new.tensors[name]
             stored = StoredTensor(
                 name, was.shape, was.format.name.upper(), was.format, old.raw(name)
@@ -65,7 +67,7 @@ def losses(
             return difference(name, now.format, new.raw(name), stored)
 
         found = []
-        for name, result in zip(changed, pool.map(look, changed), strict=True):
+        for name, result in zip(changed, pool.map(measure, changed), strict=True):
             count = prod(new.tensors[name].shape)
             found.append(Loss(result, count, 8 * new.tensors[name].nbytes / count))
             if progress is not None:
@@ -74,7 +76,7 @@ def losses(
 
 
 def total(found: list[Loss]) -> Total | None:
-    """Return the error of all tensors, or None if no type changed."""
+    """Return the error of all tensors, or None if `found` is empty."""
     count = sum(loss.count for loss in found)
     if not count:
         return None

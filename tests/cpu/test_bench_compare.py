@@ -1,5 +1,4 @@
-"""`bench compare`: regressions, noise, files that cannot be compared, files that are not
-results."""
+"""`bench compare`: regressions, noise, results that cannot be compared, invalid files."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def test_slower_beyond_tolerance_and_spread(pair: tuple[Data, Data]) -> None:
     slower(new["rows"][3], 0.9)
     assert "10.0% slower" in compare(old, new).regressions[0]
     assert not compare(old, new, 0.15).regressions
-    new["rows"][3]["spread"][1] = old["rows"][3]["spread"][0]  # the repeats touch
+    new["rows"][3]["spread"][1] = old["rows"][3]["spread"][0]  # the spreads overlap
     assert not compare(old, new).regressions
 
 
@@ -81,7 +80,7 @@ def test_failed_new_result(pair: tuple[Data, Data]) -> None:
         (lambda d: d["texts"].pop("code-0"), "other prompts"),
     ],
 )
-def test_unlike_files_are_refused(pair: tuple[Data, Data], change: Any, words: str) -> None:
+def test_incomparable_files_are_rejected(pair: tuple[Data, Data], change: Any, words: str) -> None:
     change(pair[1])
     with pytest.raises(InputError, match=f"cannot be compared.*{words}.*`force`"):
         compare(*pair)
@@ -93,7 +92,7 @@ def test_missing_settings_are_reported(pair: tuple[Data, Data]) -> None:
     assert any("only in the old file" in w for w in compare(*pair).warnings)
 
 
-def test_read_accepts_what_bench_writes(tmp_path: Path, pair: tuple[Data, Data]) -> None:
+def test_read_result_of_bench(tmp_path: Path, pair: tuple[Data, Data]) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps(pair[0]))
     assert read_result(path) == pair[0]
@@ -112,7 +111,7 @@ def test_read_accepts_what_bench_writes(tmp_path: Path, pair: tuple[Data, Data])
         (lambda d: d["rows"][1].update(tokens_per_second=float("nan")), "two numbers"),
     ],
 )
-def test_read_refuses_other_files(
+def test_read_rejects_invalid_results(
     tmp_path: Path, pair: tuple[Data, Data], change: Any, words: str
 ) -> None:
     change(pair[0])
@@ -134,7 +133,7 @@ def test_settings_without_time_or_in_only_one_file(pair: tuple[Data, Data]) -> N
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff\xfe", b"[1", b"[]", b"null"])
-def test_read_refuses_other_json(tmp_path: Path, data: bytes) -> None:
+def test_read_rejects_other_json(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(data)
     with pytest.raises(InputError, match=r"a\.json"):
@@ -148,15 +147,15 @@ def test_tolerance() -> None:
             tolerance(text)
 
 
-def test_a_draft_in_two_types(pair: tuple[Data, Data]) -> None:
-    """The effect of a draft's quant type is shown without --force. Targets of different types are
-    not comparable, because their texts differ."""
+def test_drafts_of_two_quant_types(pair: tuple[Data, Data]) -> None:
+    """Results with drafts of different quant types are compared without --force. With targets of
+    different types they are not comparable, because the texts differ."""
     old, new = pair
     file = {"sha256": "cd" * 32, "types": {"q4_k": 40, "q6_k": 4, "f32": 66}}
     new["provenance"]["draft"] |= file
     new["rows"][3]["acceptance"] -= 0.05
     found = compare(old, new)
-    assert found.warnings == ["the draft is stored as q8_0, then as q4_k"]
+    assert found.warnings == ["quant type of the draft: q8_0 in the old file, q4_k in the new"]
     assert len(found.regressions) == 1 and "acceptance fell" in found.regressions[0]
     new["provenance"]["target"] |= file
     with pytest.raises(InputError, match="target"):

@@ -34,7 +34,7 @@ def play(
     while bill.tokens < n:
         count = auto.next(most)
         assert certain in (None, count)
-        certain = count if ahead and auto.again(count, most) else None
+        certain = count if ahead and auto.plan_ahead(count, most) else None
         held = min(count, adversary(count, bill))
         auto.observe(count, held, costs[count])
         bill.add(held + 1, costs[count])
@@ -63,18 +63,18 @@ def test_never_costs_more_than_the_margin(name: str, accept: float, ahead: bool)
 
 def test_the_next_length_is_certain_before_a_cycle_has_ended() -> None:
     auto = Auto({0: 1.0, 1: 1.3, 15: 1.5})
-    while auto.again(auto.next(15), 15):  # plain steps, until a draft can be paid for
+    while auto.plan_ahead(auto.next(15), 15):  # plain steps, until a draft can be paid for
         auto.observe(0, 0, 1.0)
     auto.observe(0, 0, 1.0)
     count = auto.next(15)
-    assert count and not auto.again(count, 15)  # the savings cover one draft, not two
+    assert count and not auto.plan_ahead(count, 15)  # the savings cover one draft, not two
     for _ in range(20):
         auto.observe(count, count, 1.5)
         count = auto.next(15)
-    assert count and auto.again(count, 15)
+    assert count and auto.plan_ahead(count, 15)
     auto.observe(count, 0, 1.5)
     assert auto.next(15) == count
-    assert Fixed(5).again(5, 9) and Fixed(5).again(4, 4) and not Fixed(5).again(3, 9)
+    assert Fixed(5).plan_ahead(5, 9) and Fixed(5).plan_ahead(4, 4) and not Fixed(5).plan_ahead(3, 9)
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -138,9 +138,9 @@ def test_never_costs_more_when_texts_end_inside_a_proposal(ahead: bool) -> None:
         count = auto.next(15)
         needed = 1 if count and rng.random() < 0.5 else count + 1
         if ahead:
-            auto.again(count, 15)
+            auto.plan_ahead(count, 15)
         auto.observe(count, count, costs[count])
-        auto.cut(count + 1 - needed)
+        auto.discard(count + 1 - needed)
         bill.add(needed, costs[count])
         assert bill.over <= 1e-9
 
@@ -156,12 +156,12 @@ def test_never_costs_more_over_short_texts(table: dict[int, float]) -> None:
         auto, bill, rng = Auto(table), OverheadTracker(costs[0]), random.Random(seed)
         for _ in range(300):
             auto.begin()
-            auto.cut(0)
+            auto.discard(0)
             for left in reversed(range(rng.randint(1, 6))):
                 count = auto.next(15)
                 auto.observe(count, count, costs[count])
                 needed = count + 1 if left else 1
-                auto.cut(count + 1 - needed)
+                auto.discard(count + 1 - needed)
                 bill.add(needed, costs[count])
                 assert bill.over <= 1e-9
 

@@ -326,6 +326,7 @@ BAD_TEMPLATES = {
     "more than it was given": "{{ 'é😀' * 1500000 }}",
     "long loop": "{% for i in range(10 ** 9) %}{% endfor %}",
     "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "a constant that jinja2 cannot compile": "{% set n = 1e999 %}",
     "too long": "x" * (template.MAX_TEMPLATE_CHARS + 1),
 }
 

@@ -43,7 +43,7 @@ SOURCES: dict[str, tuple[Any, Callable[[], Any], str, dict[str, Any]]] = {
 
 
 def checkpoint(kind: str) -> tuple[dict[str, Any], Tensors]:
-    """Return configuration and tensors of a checkpoint from which the fixture `kind` could come."""
+    """Return configuration and tensors of a checkpoint that converts to the fixture `kind`."""
     module, make_config, dtype, config = SOURCES[kind]
     parsed = make_config()
     weights = fx.values(module, parsed)
@@ -94,7 +94,7 @@ def reshaped(name: str) -> Callable[[Tensors], None]:
     return change
 
 
-BREAK: dict[str, tuple[str, Callable[[Tensors], None], str]] = {
+SOURCE_CHANGES: dict[str, tuple[str, Callable[[Tensors], None], str]] = {
     "G4-CMP-002": ("zlab", renamed("norm.weight", "final_norm.weight"), "final_norm.weight"),
     "G4-CMP-003": ("zlab", renamed("norm.weight", "final_norm.weight"), "output_norm.weight"),
     "G4-CMP-004": ("zlab", reshaped("fc.weight"), "fc.weight"),
@@ -102,21 +102,26 @@ BREAK: dict[str, tuple[str, Callable[[Tensors], None], str]] = {
     "G4-CMP-006": ("zlab", edit("fc.weight", 200, 0.5), "fc.weight[1, 8]"),
     "G4-CMP-007": ("speculators", edit("t2d", 3, 1), "d2t"),
 }
-OF_METADATA = {"G4-CMP-009", "G4-CMP-010"}
-ELSEWHERE = {"G4-CMP-001", "G4-CMP-008", *OF_METADATA}
-OF_TENSORS = [i for i in all_rules() if i not in OF_METADATA]
+"""Rule -> kind of file, change of its checkpoint, and the tensor that the finding names."""
+METADATA_RULES = {"G4-CMP-009", "G4-CMP-010"}
+TESTED_ELSEWHERE = {"G4-CMP-001", "G4-CMP-008", *METADATA_RULES}
+TENSOR_RULES = [i for i in all_rules() if i not in METADATA_RULES]
 """The folders here have no complete configuration; `test_validate_metadata.py` compares
 metadata."""
 
 
 def test_every_rule_has_a_source_that_breaks_it() -> None:
-    assert set(BREAK) | ELSEWHERE == {i for i in all_rules() if i.startswith("G4-CMP")}
+    assert set(SOURCE_CHANGES) | TESTED_ELSEWHERE == {
+        i for i in all_rules() if i.startswith("G4-CMP")
+    }
 
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_a_faithful_file_passes(tmp_path: Path, kind: str) -> None:
     path = fx.KINDS[kind]().write(tmp_path / "good.gguf")
-    report = validate(path, against=folder(tmp_path / "source", *checkpoint(kind)), only=OF_TENSORS)
+    report = validate(
+        path, against=folder(tmp_path / "source", *checkpoint(kind)), only=TENSOR_RULES
+    )
     assert report.ok, [(f.rule.id, f.finding) for f in report.failures]
     assert not any(f.rule.family == "CMP" for f in report.failures)
     assert {t["name"] for t in report.tensors} >= set(fx.KINDS[kind]().tensors)
@@ -124,9 +129,9 @@ def test_a_faithful_file_passes(tmp_path: Path, kind: str) -> None:
         assert (t["max_abs"] == 0) if t["exact"] else (0 < t["relative_rms"] < 0.01), t
 
 
-@pytest.mark.parametrize("rule_id", BREAK)
+@pytest.mark.parametrize("rule_id", SOURCE_CHANGES)
 def test_each_rule_reports_its_fault(tmp_path: Path, rule_id: str) -> None:
-    kind, change, where = BREAK[rule_id]
+    kind, change, where = SOURCE_CHANGES[rule_id]
     config, tensors = checkpoint(kind)
     change(tensors)
     path = fx.KINDS[kind]().write(tmp_path / "x.gguf")
@@ -135,7 +140,7 @@ def test_each_rule_reports_its_fault(tmp_path: Path, rule_id: str) -> None:
     assert [f.where for f in findings] == [where], [(f.rule.id, f.finding) for f in report.failures]
 
 
-def test_the_wrong_folder_is_named(tmp_path: Path) -> None:
+def test_a_folder_of_another_kind_is_one_finding(tmp_path: Path) -> None:
     source = folder(tmp_path / "source", *checkpoint("target"))
     report = validate(fx.zlab().write(tmp_path / "x.gguf"), against=source)
     assert [f.rule.id for f in report.failures if f.rule.family == "CMP"] == ["G4-CMP-001"]
@@ -215,7 +220,7 @@ def test_a_code_rounded_wrongly_is_reported() -> None:
 
 @pytest.mark.parametrize("type", policy.names())
 def test_converted_files_pass_every_rule(tmp_path: Path, type: str) -> None:
-    """For drafts of every kind and type."""
+    """A target, and DFlash and assistant drafts, in every type."""
     target = tiny.target(tmp_path / "target")
     pair = tmp_path / "target.gguf"
     convert(target, pair, type=type)

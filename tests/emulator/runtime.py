@@ -46,8 +46,8 @@ class Capture:
         if self._names is None:
             self._names, self.outputs = names, found
         assert names == self._names, "each replay must launch the same kernels"
-        for mine, new in zip(self.outputs, found, strict=True):
-            mine.copy_(new)
+        for output, new in zip(self.outputs, found, strict=True):
+            output.copy_(new)
 
 
 @contextlib.contextmanager
@@ -100,9 +100,9 @@ _mm, _bmm, _baddbmm = torch.mm, torch.bmm, torch.baddbmm
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
-    """Replace these functions of torch and of the runtime."""
-    for product in (mm, bmm, baddbmm):
-        patch.setattr(torch, product.__name__, product)
+    """Replace functions of torch and of the runtime by those of this module."""
+    for function in (mm, bmm, baddbmm):
+        patch.setattr(torch, function.__name__, function)
     properties = SimpleNamespace(multi_processor_count=PROCESSORS, total_memory=141 << 30)
     for name, value in {
         "get_device_properties": lambda device=None: properties,

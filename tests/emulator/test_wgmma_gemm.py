@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not EMULATED, reason="tests/gpu/test_linear_wide
 
 
 @pytest.mark.parametrize(
-    ("type", "products", "size", "count", "checked"),
+    ("type", "warp_groups", "size", "count", "checked"),
     [
         ("q4_k", 1, (200, 768), 37, True),
         ("q5_k", 2, (256, 512), 50, False),
@@ -26,21 +26,24 @@ pytestmark = pytest.mark.skipif(not EMULATED, reason="tests/gpu/test_linear_wide
 )
 def test_bits_of_16_rows(
     type: str,
-    products: int,
+    warp_groups: int,
     size: tuple[int, int],
     count: int,
     checked: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(linear_wide, "WARP_GROUPS", products)
+    monkeypatch.setattr(linear_wide, "WARP_GROUPS", warp_groups)
     deterministic = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty is NaN
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills torch.empty with NaN
     g = torch.Generator().manual_seed(1)
     x = torch.randn(count, size[1], generator=g)
     with kernels.installed("sm_90a", checked=checked):
-        weight, by = matrix(g, type, *size)[0].weight, linear.SplitKWorkspace(torch.device("cpu"))
-        got = linear_wide.linear(rows.pack_rows(x), weight, by)
+        weight, workspace = (
+            matrix(g, type, *size)[0].weight,
+            linear.SplitKWorkspace(torch.device("cpu")),
+        )
+        got = linear_wide.linear(rows.pack_rows(x), weight, workspace)
         parts = (rows.pack_rows(x[at : at + 16].contiguous()) for at in range(0, count, 16))
-        want = torch.cat([linear.linear(part, weight, by) for part in parts])
+        want = torch.cat([linear.linear(part, weight, workspace) for part in parts])
     torch.use_deterministic_algorithms(deterministic)
-    assert torch.equal(got, want) and not by.arrived.any()
+    assert torch.equal(got, want) and not workspace.arrived.any()

@@ -23,6 +23,7 @@ from tests.gpu.parity import stored
 
 pytestmark = pytest.mark.gpu
 HEADS = [(8, 8), (16, 8), (12, 4), (32, 4), (16, 1), (5, 1)]
+"""Query heads and KV heads."""
 
 LAYERS = [
     (256, (32, 16), 1024),
@@ -36,7 +37,7 @@ LAYERS = [
 ROTARY_PAIRS = 64
 """Rotated pairs that caches of layers with V = K store separately."""
 DIMS = [(64, 0), (128, 0), (256, 0), (512, 0), (512, ROTARY_PAIRS)]
-"""Head sizes, and rotated dimensions in such caches."""
+"""Head size, and ROTARY_PAIRS for layers with V = K or 0 for others."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -88,7 +89,8 @@ def fill(kv: CudaKV, slot: int, start: int, end: int) -> None:
 def expected(
     q: torch.Tensor, kv: CudaKV, first: list[int], last: list[int], scale: float, slot: int = 0
 ) -> torch.Tensor:
-    """Compute rows of the sequence in `slot` in float64."""
+    """Compute attention of the sequence in `slot` in float64; row i sees positions first[i] to
+    last[i]."""
     lo, hi = min(first), max(last)
     keys, values = (x.double().nan_to_num() for x in kv.read(slot, lo, hi))
     at = torch.arange(lo, hi + 1)
@@ -107,7 +109,7 @@ def run(
     scale: float,
     **more: Any,
 ) -> AttentionOutput:
-    """Compute rows of the sequence in slot 0."""
+    """Run the kernel for rows of the sequence in slot 0."""
     return attend(q, kv, one(0, len(q)), torch.tensor(first), torch.tensor(last), scale, **more)
 
 
@@ -123,13 +125,13 @@ def check(q: torch.Tensor, kv: CudaKV, first: list[int], last: list[int]) -> tor
 
 
 def unpacked(got: AttentionOutput, tokens: int) -> torch.Tensor:
-    """Return the half-precision values of `rows` as [T, N], after checking them."""
+    """Return the packed output as half-precision values [T, N]; check its sums and padding."""
     assert len(got.rows) == tokens
     return unpacked_rows(got.rows)
 
 
 def unpacked_rows(rows: PackedRows) -> torch.Tensor:
-    """Return the half-precision values [T, N] of rows, after checking them."""
+    """Return packed rows as half-precision values [T, N]; check their sums and padding."""
     return stored(rows)
 
 
@@ -162,7 +164,7 @@ def test_any_ranges(kind: Kind, dim: int, rotary_pairs: int) -> None:
     ("dim", "n_kv", "window"),
     [(64, 1, 64), (256, 16, 1024), (256, 8, 1024), (512, 2, 200), (128, 2, 100)],
 )
-def test_a_ring_three_windows_out(kind: Kind, dim: int, n_kv: int, window: int) -> None:
+def test_ring_buffer_over_three_windows(kind: Kind, dim: int, n_kv: int, window: int) -> None:
     kv = cache(n_kv, dim, 1 << 20, kind, window)
     end, tokens = 0, 16
     while end < 3 * window + 100:
@@ -355,24 +357,25 @@ KERNELS = [
 """Kernel, head_dim, window, rotary_pairs."""
 
 
-def last_visible(
-    way: str, q: torch.Tensor, kv: CudaKV, batch: Batch, window: int | None
+def causal_attention(
+    kernel: str, q: torch.Tensor, kv: CudaKV, batch: Batch, window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the last visible position of causal rows, and the attention output as packed rows."""
+    """Compute attention of causal rows. Return the float32 output and the half-precision output
+    that the kernel packs for the next matmul; the torch kernel has only one output."""
     last = batch.positions
     first = (last - (window or 1 << 20) + 1).clamp(min=0)
-    if way == "torch":
+    if kernel == "torch":
         got = torch_attention.attend(q, kv, batch, first, last, 0.1)
         return got, got
-    found = attend(q, kv, batch, first, last, 0.1, plain=way == "plain")
+    found = attend(q, kv, batch, first, last, 0.1, plain=kernel == "plain")
     return found.values, unpacked(found, len(q))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("way", "dim", "window", "rotary_pairs"), KERNELS)
+@pytest.mark.parametrize(("kernel", "dim", "window", "rotary_pairs"), KERNELS)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_sequences_in_any_slots_and_pages(
-    kind: Kind, way: str, dim: int, window: int | None, rotary_pairs: int, sizes: tuple[int, ...]
+    kind: Kind, kernel: str, dim: int, window: int | None, rotary_pairs: int, sizes: tuple[int, ...]
 ) -> None:
     """Rows are bit-identical to those of a single sequence in slot 0 with pages in order. One
     sequence is in a slot without pages, as in padded batches of a recorded graph."""
@@ -386,13 +389,13 @@ def test_sequences_in_any_slots_and_pages(
     parts = [*zip(slots, starts, sizes, strict=True), (count, 1, sizes[0])]
     batch = rows_of(parts)
     q = torch.randn(len(batch), 2 * n_kv, dim)
-    q = q if way == "torch" else q.half()
-    values, halves = last_visible(way, q, kv, batch, window)
+    q = q if kernel == "torch" else q.half()
+    values, halves = causal_attention(kernel, q, kv, batch, window)
     begin = 0
     for slot, start, size in parts[:-1]:
         rows, lone = slice(begin, begin + size), cache(n_kv, dim, n_ctx, kind, window, rotary_pairs)
         copy(kv, slot, lone, start + size)
-        alone = last_visible(way, q[rows].contiguous(), lone, one(start, size), window)
+        alone = causal_attention(kernel, q[rows].contiguous(), lone, one(start, size), window)
         assert torch.equal(values[rows], alone[0]), (slot, start)
         assert torch.equal(halves[rows], alone[1])
         begin += size
@@ -402,10 +405,10 @@ def copy(kv: CudaKV, slot: int, to: CudaKV, end: int) -> None:
     """Copy the positions before `end` of a slot to slot 0 of another cache."""
     at = torch.arange(max(0, end - kv.positions), end)
     units, rows = kv.row_indices(torch.full_like(at, slot), at)
-    own, into = to.row_indices(torch.zeros_like(at), at)
-    for mine, its in zip(kv.planes, to.planes, strict=True):
-        if mine.numel():
-            its[own, :, into] = mine[units, :, rows]
+    to_units, to_rows = to.row_indices(torch.zeros_like(at), at)
+    for source, copied in zip(kv.planes, to.planes, strict=True):
+        if source.numel():
+            copied[to_units, :, to_rows] = source[units, :, rows]
 
 
 @pytest.mark.parametrize("sizes", [(3, 7, 1), (16, 5), (9, 16, 1, 16)])

@@ -295,7 +295,7 @@ def test_repeated_failures_end_the_engine(
 
 def test_loading_fails_as_it_does_in_one_process(family: Path, tmp_path: Path) -> None:
     target = family / "target.gguf"
-    with pytest.raises(UsageError, match="parallel: expected 1 or more"):
+    with pytest.raises(UsageError, match="`parallel`: expected 1 to"):
         EngineClient(target, parallel=0)
     with pytest.raises(InputError, match="no such file"):
         EngineClient(tmp_path / "none.gguf")

@@ -86,7 +86,7 @@ def replay(
     while at < len(held):
         count = policy.next(most)
         if ahead:
-            policy.again(count, most)
+            policy.plan_ahead(count, most)
         accepted = min(count, int(held[at], 16))
         policy.observe(count, accepted, costs[count])
         bill.add(accepted + 1, costs[count])

@@ -1,4 +1,4 @@
-"""The policy of draft lengths in an engine that runs one request at a time."""
+"""The draft length policy and cycle costs for an engine that runs one request at a time."""
 
 from __future__ import annotations
 
@@ -30,34 +30,36 @@ class CycleCosts:
 class Policy:
     """The draft length policy for one request at a time; `begin` starts the next request."""
 
-    def __init__(self, lengths: draft_length.DraftLengthPolicy, asked: int | None = None) -> None:
-        self.lengths, self.asked = lengths, asked
+    def __init__(
+        self, lengths: draft_length.DraftLengthPolicy, requested: int | None = None
+    ) -> None:
+        self.lengths, self.requested = lengths, requested
         self.begin()
 
     def begin(self) -> None:
         self._certain: int | None = None
-        self.text = self.lengths.new_state("auto" if self.asked is None else self.asked)
+        self.state = self.lengths.new_state("auto" if self.requested is None else self.requested)
 
-    def next(self, most: int) -> int:
+    def next(self, max_count: int) -> int:
         """Return how many tokens to draft now."""
         if self._certain is not None:
             count, self._certain = self._certain, None
-            assert count <= most
+            assert count <= max_count
             return count
-        return self.lengths.plan([self.text], [most])[0]
+        return self.lengths.plan([self.state], [max_count])[0]
 
-    def again(self, count: int, most: int) -> bool:
-        """Return True if the next answer is certain to be `count`."""
+    def plan_ahead(self, count: int, max_count: int) -> bool:
+        """See `DraftLengthPolicy.plan_ahead`: True if `next` is certain to return `count`."""
         assert self._certain is None
-        certain = self.lengths.plan_ahead([self.text], [count], [most])
+        certain = self.lengths.plan_ahead([self.state], [count], [max_count])
         self._certain = count if certain else None
         return certain
 
     def observe(self, count: int, accepted: int, seconds: float) -> None:
-        self.lengths.observe([self.text], [count], [accepted], seconds)
+        self.lengths.observe([self.state], [count], [accepted], seconds)
 
-    def cut(self, tokens: int) -> None:
-        self.text.discard(tokens)
+    def discard(self, tokens: int) -> None:
+        self.state.discard(tokens)
 
 
 class Auto(Policy):

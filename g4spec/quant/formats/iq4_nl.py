@@ -2,7 +2,7 @@
 
 Layout: half-precision scale d, 16 bytes of codes: value j in the lower half of byte j, value j + 16
 in the upper. A value is d * LINEAR_4[code].
-Source: ggml `block_iq4_nl`; search for scales: `g4spec.quant.symmetric`.
+Source: ggml `block_iq4_nl`; search for the best scale: `g4spec.quant.symmetric`.
 """
 
 import numpy as np
@@ -13,10 +13,10 @@ from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, encode_in_b
 BLOCK = 32
 DTYPE = np.dtype([("d", "<f2"), ("q", "u1", 16)])
 ENDS = (*range(-139, -106, 3), *range(101, 125, 4))
-"""Code values tried for the largest value, near both ends of the table."""
+"""See `CodeSpec.ends`: values near both ends of the table, -127 and 113."""
 CODES = symmetric.CodeSpec(1, BLOCK, ENDS, -127, -1, 1, symmetric.table_codes(codebook.LINEAR_4))
 WIDEST = np.float32(24)
-"""Largest distance of two neighbouring values in the table."""
+"""Largest distance between neighbouring values of the table."""
 
 
 def encode(x: Floats, weights: Floats | None = None) -> Bytes:
@@ -45,8 +45,8 @@ def decode(raw: Bytes) -> Floats:
 
 
 def bound(x: Floats) -> Floats:
-    """Return the error bound: half the largest distance in the table, plus the rounding error of
-    the scale."""
+    """Return the maximum error of each value: half the largest distance in the table, plus the
+    rounding error of the scale."""
     step = np.abs(x.reshape(-1, BLOCK)).max(axis=1) / np.float32(100)
     allowed = step * (WIDEST / 2 + np.float32(127 * 2.0**-11)) + np.float32(127 * 2.0**-25)
     return np.repeat(allowed, BLOCK)

@@ -1,5 +1,5 @@
-"""Q4_1: 32 values of 4 bits with a scale and a minimum, equal to ggml's C reference
-if there is no importance matrix.
+"""Q4_1: 32 values of 4 bits with a scale and a minimum. Without an importance matrix,
+bytes equal those of ggml's C reference.
 
 Layout: half-precision scale d and minimum m, 16 bytes of codes: value j in the lower half of byte
 j, value j + 16 in the upper. A value is d * code + m.

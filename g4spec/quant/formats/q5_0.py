@@ -1,8 +1,9 @@
-"""Q5_0: 32 values of 5 bits with a scale, equal to ggml's C reference
-if there is no importance matrix.
+"""Q5_0: 32 values of 5 bits with a scale. Without an importance matrix,
+bytes equal those of ggml's C reference.
 
-Layout: half-precision scale d, the fifth bits (value j at bit j of 32), 16 bytes of lower four
-bits: value j in the lower half of byte j, value j + 16 in the upper. A value is d * (code - 16).
+Layout: half-precision scale d, the fifth bits (value j at bit j of 32), 16 bytes with the lower
+four bits: value j in the lower half of byte j, value j + 16 in the upper. A value is
+d * (code - 16).
 Source: ggml `block_q5_0`; rounding: `g4spec.quant.legacy`.
 """
 

@@ -1,5 +1,5 @@
-"""Q5_1: 32 values of 5 bits with a scale and a minimum, equal to ggml's C reference
-if there is no importance matrix.
+"""Q5_1: 32 values of 5 bits with a scale and a minimum. Without an importance matrix,
+bytes equal those of ggml's C reference.
 
 Layout: half-precision scale d and minimum m, the fifth bits (value j at bit j of 32), 16 bytes of
 lower four bits: value j in the lower half of byte j, value j + 16 in the upper. A value is

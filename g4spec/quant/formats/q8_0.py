@@ -1,4 +1,5 @@
-"""Q8_0: 32 signed bytes and one half-precision scale, equal to ggml's C reference.
+"""Q8_0: 32 signed bytes and one half-precision scale. Bytes equal those of ggml's C
+reference.
 
 The scale is amax / 127. Values are divided by the scale before it is rounded to half precision,
 and rounded to the nearest integer, halves away from zero (C `roundf`).

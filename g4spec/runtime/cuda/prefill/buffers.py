@@ -1,4 +1,4 @@
-"""Named buffers, whose size is known before they are allocated."""
+"""Buffers by name: their shapes, total size and allocation."""
 
 from __future__ import annotations
 
