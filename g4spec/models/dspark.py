@@ -7,7 +7,7 @@ rnn, confidence from the hidden row alone) get the architecture `dflash-g4spec`,
 refuses.
 
 With `--draft-p-min`, or the key `g4spec.dspark.confidence_cut`, a proposal ends before the first
-row of lower confidence. The converter does not write the key: the best cut depends on what a
+row of lower confidence. The converter does not write the key: the best minimum depends on what a
 rejected row costs on the machine, and without it proposals equal those of the trainer's own code
 and of upstream's default.
 
@@ -65,7 +65,7 @@ HEAD_KEYS = (
     "enable_confidence_head",
     "confidence_head_with_markov",
 )
-CUT = "g4spec.dspark.confidence_cut"
+P_MIN = "g4spec.dspark.confidence_cut"
 SOFTCAP = "final_logit_softcapping"
 CONFIDENCE = ("conf_proj.weight", "confidence_head.proj.weight", "confidence_proj.weight")
 """Names of the confidence head in GGUF files and in checkpoints (after a prefix)."""
@@ -86,13 +86,13 @@ class Config(backbone.Config):
         head: kind of Markov head. `rank`: width of its table; 0 without one.
         confidence: inputs of the confidence head: "hidden" (hidden row), "both" (hidden row and row
             of the Markov table), or "none" without one.
-        cut: minimum confidence of a drafted token; 0 keeps all.
+        p_min: minimum confidence of a drafted token; 0 keeps all.
     """
 
     head: Head = "vanilla"
     rank: int = 0
     confidence: Literal["none", "hidden", "both"] = "none"
-    cut: float = 0.0
+    p_min: float = 0.0
 
 
 LIMITS = (
@@ -220,7 +220,7 @@ def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) ->
         head=heads[0] if heads else "vanilla" if table[0] else "none",
         rank=table[-1],
         confidence="none" if not wide else "hidden" if wide == base.n_embd else "both",
-        cut=Fields(kv, "GGUF metadata").get(float, CUT, 0.0),
+        p_min=Fields(kv, "GGUF metadata").get(float, P_MIN, 0.0),
     )
 
 
@@ -230,8 +230,8 @@ def metadata(config: Config) -> KV:
     kv = backbone.metadata(config)
     kv[a + backbone.FROM_ANCHOR] = boolean(config.from_anchor)
     kv[f"{a}has_confidence_head"] = boolean(config.confidence != "none")
-    if config.cut:
-        kv[CUT] = f32(config.cut)
+    if config.p_min:
+        kv[P_MIN] = f32(config.p_min)
     return kv
 
 
@@ -272,13 +272,13 @@ class Drafter(dflash_drafter.Drafter):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self.recordable = not self._has_cut
+        self.recordable = not self._has_p_min
 
     def choose(
         self, rows: torch.Tensor, logits: torch.Tensor, anchors: torch.Tensor, pick: Pick
     ) -> torch.Tensor:
         """Choose tokens [S, count] from blocks [S, B, H], with a bias that depends on the previous
-        token; -1 from the first token on whose confidence is below the cut."""
+        token; -1 from the first token on whose confidence is below `p_min`."""
         c, ops, count = self.config, self.ops, logits.shape[1]
         hidden = self.draft_rows(rows, count)
         state, previous, out = self._state(rows, anchors), anchors, []
@@ -290,17 +290,17 @@ class Drafter(dflash_drafter.Drafter):
                 inner, state = self._inner(e, h, state)
                 row = row + ops.linear(inner, self.w["markov_w2.weight"])
             previous = pick(self.to_full_vocab(row), j)
-            if self._has_cut:
-                ended = ended | (self.confidence(h, e) < c.cut)
+            if self._has_p_min:
+                ended = ended | (self.confidence(h, e) < c.p_min)
                 out.append(previous.masked_fill(ended, -1))
             else:
                 out.append(previous)
         return ops.stack_columns(out)
 
     @property
-    def _has_cut(self) -> bool:
+    def _has_p_min(self) -> bool:
         """True if low confidence ends a proposal."""
-        return bool(self.config.cut) and self.config.confidence != "none"
+        return bool(self.config.p_min) and self.config.confidence != "none"
 
     def confidence(self, h: torch.Tensor, e: torch.Tensor) -> torch.Tensor:
         """Predict the probability [S] that the tokens of rows h [S, H] are accepted. `e` [S, r]:

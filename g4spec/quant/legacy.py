@@ -107,7 +107,13 @@ def _symmetric(half: int) -> symmetric.CodeSpec:
     """Return the search parameters for codes -half .. half - 1 with a scale of either sign."""
     ends = (*(STEPS - half), *(STEPS + half - 1))
     return symmetric.CodeSpec(
-        1, BLOCK, ends, -half, -1, 1, symmetric.integer_codes(-half, half - 1)
+        groups=1,
+        size=BLOCK,
+        ends=ends,
+        end=-half,
+        low=-1,
+        high=1,
+        round=symmetric.integer_codes(-half, half - 1),
     )
 
 

@@ -25,5 +25,6 @@ _NUMBERS = (
 )
 
 FORMATS = tuple(Format(*row) for row in _BLOCKS) + tuple(
-    Format(name, number, 1, int(dtype[2]), stored=dtype) for name, number, dtype in _NUMBERS
+    Format(name, type=number, block=1, block_bytes=int(dtype[2]), stored=dtype)
+    for name, number, dtype in _NUMBERS
 )

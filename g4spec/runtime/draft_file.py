@@ -55,8 +55,8 @@ class DraftFile:
             )
         if p_min:
             models.require_confidence(file.path, self.kind, file.tensors)
-        if p_min is not None and hasattr(self.config, "cut"):
-            self.config = replace(self.config, cut=p_min)
+        if p_min is not None and hasattr(self.config, "p_min"):
+            self.config = replace(self.config, p_min=p_min)
 
     def __enter__(self) -> DraftFile:
         return self

@@ -104,8 +104,8 @@ def test_values_outside_0_to_1(g4spec: Cli, value: str) -> None:
 def test_the_default_comes_from_the_file(home: Path, tmp_path: Path) -> None:
     """The converter writes no cut. A cut in the file applies unless the option sets another."""
     with GGUF(home / "dspark.gguf") as g:
-        assert dspark.CUT not in g
-        kv = {key: g.value(key) for key in g} | {dspark.CUT: f32(1.0)}
+        assert dspark.P_MIN not in g
+        kv = {key: g.value(key) for key in g} | {dspark.P_MIN: f32(1.0)}
         data = [TensorData(n, t.shape, t.type, [g.raw(n).tobytes()]) for n, t in g.tensors.items()]
         write(tmp_path / "cut.gguf", kv, data)
 

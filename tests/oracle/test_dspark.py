@@ -178,7 +178,7 @@ def test_a_proposal_ends_before_the_first_row_of_little_confidence(
     assert whole == rows.argmax(-1).tolist()
     for cut in sorted(sure):
         for just in (cut - 1e-4, cut + 1e-4):
-            draft.config = dspark.backbone.extended(dspark.Config, draft.config, cut=just)
+            draft.config = dspark.backbone.extended(dspark.Config, draft.config, p_min=just)
             kept = next((i for i, c in enumerate(sure) if c < just), len(sure))
             got = draft.propose(ids[at], at, draft.max_tokens, build.Recorder())
             assert got == whole[:kept]

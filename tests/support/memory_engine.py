@@ -30,7 +30,7 @@ DRAFTS: dict[str, Make] = {
     "dspark-rnn-reduced": lambda t: md.dspark_draft(
         t, head="rnn", own_embed=True, own_head=True, n_draft=64, from_anchor=False
     ),
-    "dspark-cut": lambda t: md.dspark_draft(t, head="gated", cut=0.5),
+    "dspark-cut": lambda t: md.dspark_draft(t, head="gated", p_min=0.5),
     "dspark-gemma": lambda t: md.dspark_draft(t, gemma=True),
     "dflash2": md.dflash2_draft,
     "dflash2-from-anchor": lambda t: md.dflash2_draft(t, from_anchor=True, kernel=3, top_k=4),

@@ -24,4 +24,13 @@ def decode(raw: Bytes) -> Floats:
     return wide.view(np.float32)
 
 
-FORMAT = Format("bf16", 30, 1, 2, 32, encode, decode, exponent_mask=0x7F80)
+FORMAT = Format(
+    "bf16",
+    type=30,
+    block=1,
+    block_bytes=2,
+    file_type=32,
+    encode=encode,
+    decode=decode,
+    exponent_mask=0x7F80,
+)

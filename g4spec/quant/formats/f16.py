@@ -18,4 +18,14 @@ def decode(raw: Bytes) -> Floats:
     return raw.view("<f2").astype(np.float32)
 
 
-FORMAT = Format("f16", 1, 1, 2, 1, encode, decode, stored="<f2", exponent_mask=0x7C00)
+FORMAT = Format(
+    "f16",
+    type=1,
+    block=1,
+    block_bytes=2,
+    file_type=1,
+    encode=encode,
+    decode=decode,
+    stored="<f2",
+    exponent_mask=0x7C00,
+)

@@ -13,4 +13,14 @@ def decode(raw: Bytes) -> Floats:
     return raw.view("<f4")
 
 
-FORMAT = Format("f32", 0, 1, 4, 0, encode, decode, stored="<f4", exponent_mask=0x7F800000)
+FORMAT = Format(
+    "f32",
+    type=0,
+    block=1,
+    block_bytes=4,
+    file_type=0,
+    encode=encode,
+    decode=decode,
+    stored="<f4",
+    exponent_mask=0x7F800000,
+)

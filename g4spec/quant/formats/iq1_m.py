@@ -45,10 +45,10 @@ def _factors(blocks: Bytes) -> Floats:
 
 FORMAT = Format(
     "iq1_m",
-    29,
-    BLOCK,
-    DTYPE.itemsize,
-    31,
+    type=29,
+    block=BLOCK,
+    block_bytes=DTYPE.itemsize,
+    file_type=31,
     decode=decode,
     fallback="iq4_nl",
     factors=ScaleFactors(_factors, 15 * 1.125),

@@ -29,10 +29,10 @@ def decode(raw: Bytes) -> Floats:
 
 FORMAT = Format(
     "iq1_s",
-    19,
-    BLOCK,
-    DTYPE.itemsize,
-    24,
+    type=19,
+    block=BLOCK,
+    block_bytes=DTYPE.itemsize,
+    file_type=24,
     decode=decode,
     fallback="iq4_nl",
     factors=ScaleFactors(half_factors(0), 15 * 1.125),

@@ -39,10 +39,10 @@ def decode(raw: Bytes) -> Floats:
 
 FORMAT = Format(
     "iq2_s",
-    22,
-    BLOCK,
-    DTYPE.itemsize,
-    28,
+    type=22,
+    block=BLOCK,
+    block_bytes=DTYPE.itemsize,
+    file_type=28,
     decode=decode,
     fallback="iq4_nl",
     factors=ScaleFactors(half_factors(0), 3.875 * 43),

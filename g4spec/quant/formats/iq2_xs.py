@@ -27,10 +27,10 @@ def decode(raw: Bytes) -> Floats:
 
 FORMAT = Format(
     "iq2_xs",
-    17,
-    BLOCK,
-    DTYPE.itemsize,
-    20,
+    type=17,
+    block=BLOCK,
+    block_bytes=DTYPE.itemsize,
+    file_type=20,
     decode=decode,
     fallback="iq4_nl",
     factors=ScaleFactors(half_factors(0), 3.875 * 43),

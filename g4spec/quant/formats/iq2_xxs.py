@@ -30,10 +30,10 @@ def decode(raw: Bytes) -> Floats:
 
 FORMAT = Format(
     "iq2_xxs",
-    16,
-    BLOCK,
-    DTYPE.itemsize,
-    19,
+    type=16,
+    block=BLOCK,
+    block_bytes=DTYPE.itemsize,
+    file_type=19,
     decode=decode,
     fallback="iq4_nl",
     factors=ScaleFactors(half_factors(0), 3.875 * 43),

@@ -35,10 +35,10 @@ def decode(raw: Bytes) -> Floats:
 
 FORMAT = Format(
     "iq3_s",
-    21,
-    BLOCK,
-    DTYPE.itemsize,
-    26,
+    type=21,
+    block=BLOCK,
+    block_bytes=DTYPE.itemsize,
+    file_type=26,
     decode=decode,
     fallback="iq4_nl",
     factors=ScaleFactors(half_factors(0), 31 * 15),

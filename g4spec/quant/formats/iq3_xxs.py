@@ -29,10 +29,10 @@ def decode(raw: Bytes) -> Floats:
 
 FORMAT = Format(
     "iq3_xxs",
-    18,
-    BLOCK,
-    DTYPE.itemsize,
-    23,
+    type=18,
+    block=BLOCK,
+    block_bytes=DTYPE.itemsize,
+    file_type=23,
     decode=decode,
     fallback="iq4_nl",
     factors=ScaleFactors(half_factors(0), 7.75 * 62),

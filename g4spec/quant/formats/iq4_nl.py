@@ -14,7 +14,15 @@ BLOCK = 32
 DTYPE = np.dtype([("d", "<f2"), ("q", "u1", 16)])
 ENDS = (*range(-139, -106, 3), *range(101, 125, 4))
 """See `CodeSpec.ends`: values near both ends of the table, -127 and 113."""
-CODES = symmetric.CodeSpec(1, BLOCK, ENDS, -127, -1, 1, symmetric.table_codes(codebook.LINEAR_4))
+CODES = symmetric.CodeSpec(
+    groups=1,
+    size=BLOCK,
+    ends=ENDS,
+    end=-127,
+    low=-1,
+    high=1,
+    round=symmetric.table_codes(codebook.LINEAR_4),
+)
 WIDEST = np.float32(24)
 """Largest distance between neighbouring values of the table."""
 
@@ -54,12 +62,12 @@ def bound(x: Floats) -> Floats:
 
 FORMAT = Format(
     "iq4_nl",
-    20,
-    BLOCK,
-    DTYPE.itemsize,
-    25,
-    encode,
-    decode,
+    type=20,
+    block=BLOCK,
+    block_bytes=DTYPE.itemsize,
+    file_type=25,
+    encode=encode,
+    decode=decode,
     bound=bound,
     weighted=True,
     factors=ScaleFactors(half_factors(0), 127, b"\x88" * 16),

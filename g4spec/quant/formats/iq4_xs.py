@@ -14,7 +14,9 @@ from g4spec.quant.formats import iq4_nl
 
 BLOCK, GROUPS, SIZE = 256, 8, 32
 DTYPE = np.dtype([("d", "<f2"), ("high", "<u2"), ("low", "u1", 4), ("q", "u1", (GROUPS, 16))])
-CODES = symmetric.CodeSpec(GROUPS, SIZE, iq4_nl.ENDS, -127, -32, 31, iq4_nl.CODES.round)
+CODES = symmetric.CodeSpec(
+    groups=GROUPS, size=SIZE, ends=iq4_nl.ENDS, end=-127, low=-32, high=31, round=iq4_nl.CODES.round
+)
 _GROUP = np.arange(GROUPS, dtype=np.uint16)
 
 
@@ -48,12 +50,12 @@ def bound(x: Floats) -> Floats:
 
 FORMAT = Format(
     "iq4_xs",
-    23,
-    BLOCK,
-    DTYPE.itemsize,
-    30,
-    encode,
-    decode,
+    type=23,
+    block=BLOCK,
+    block_bytes=DTYPE.itemsize,
+    file_type=30,
+    encode=encode,
+    decode=decode,
     bound=bound,
     fallback="iq4_nl",
     weighted=True,

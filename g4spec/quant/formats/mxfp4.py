@@ -34,5 +34,10 @@ def _factors(blocks: Bytes) -> Floats:
 
 
 FORMAT = Format(
-    "mxfp4", 39, BLOCK, DTYPE.itemsize, decode=decode, factors=ScaleFactors(_factors, 12)
+    "mxfp4",
+    type=39,
+    block=BLOCK,
+    block_bytes=DTYPE.itemsize,
+    decode=decode,
+    factors=ScaleFactors(_factors, 12),
 )

@@ -43,5 +43,11 @@ def _factors(blocks: Bytes) -> Floats:
 
 
 FORMAT = Format(
-    "nvfp4", 40, BLOCK, DTYPE.itemsize, 39, decode=decode, factors=ScaleFactors(_factors, 12)
+    "nvfp4",
+    type=40,
+    block=BLOCK,
+    block_bytes=DTYPE.itemsize,
+    file_type=39,
+    decode=decode,
+    factors=ScaleFactors(_factors, 12),
 )

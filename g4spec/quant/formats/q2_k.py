@@ -60,12 +60,12 @@ def bound(x: Floats) -> Floats:
 
 FORMAT = Format(
     "q2_k",
-    10,
-    BLOCK,
-    DTYPE.itemsize,
-    10,
-    encode,
-    decode,
+    type=10,
+    block=BLOCK,
+    block_bytes=DTYPE.itemsize,
+    file_type=10,
+    encode=encode,
+    decode=decode,
     bound=bound,
     fallback="q4_0",
     weighted=True,

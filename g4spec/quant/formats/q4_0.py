@@ -40,12 +40,12 @@ def bound(x: Floats) -> Floats:
 
 FORMAT = Format(
     "q4_0",
-    2,
-    legacy.BLOCK,
-    DTYPE.itemsize,
-    2,
-    encode,
-    decode,
+    type=2,
+    block=legacy.BLOCK,
+    block_bytes=DTYPE.itemsize,
+    file_type=2,
+    encode=encode,
+    decode=decode,
     bound=bound,
     weighted=True,
     factors=ScaleFactors(half_factors(0), 8, b"\x88" * 16),

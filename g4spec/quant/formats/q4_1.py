@@ -40,12 +40,12 @@ def bound(x: Floats) -> Floats:
 
 FORMAT = Format(
     "q4_1",
-    3,
-    legacy.BLOCK,
-    DTYPE.itemsize,
-    3,
-    encode,
-    decode,
+    type=3,
+    block=legacy.BLOCK,
+    block_bytes=DTYPE.itemsize,
+    file_type=3,
+    encode=encode,
+    decode=decode,
     bound=bound,
     weighted=True,
     factors=ScaleFactors(half_factors(0, 2), 15),

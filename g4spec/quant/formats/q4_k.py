@@ -36,12 +36,12 @@ def bound(x: Floats) -> Floats:
 
 FORMAT = Format(
     "q4_k",
-    12,
-    affine.BLOCK,
-    DTYPE.itemsize,
-    None,
-    encode,
-    decode,
+    type=12,
+    block=affine.BLOCK,
+    block_bytes=DTYPE.itemsize,
+    file_type=None,
+    encode=encode,
+    decode=decode,
     bound=bound,
     fallback="q5_0",
     weighted=True,

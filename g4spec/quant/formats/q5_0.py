@@ -41,12 +41,12 @@ def bound(x: Floats) -> Floats:
 
 FORMAT = Format(
     "q5_0",
-    6,
-    legacy.BLOCK,
-    DTYPE.itemsize,
-    8,
-    encode,
-    decode,
+    type=6,
+    block=legacy.BLOCK,
+    block_bytes=DTYPE.itemsize,
+    file_type=8,
+    encode=encode,
+    decode=decode,
     bound=bound,
     weighted=True,
     factors=ScaleFactors(half_factors(0), 16, b"\xff" * 4 + bytes(16)),

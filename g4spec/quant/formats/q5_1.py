@@ -41,12 +41,12 @@ def bound(x: Floats) -> Floats:
 
 FORMAT = Format(
     "q5_1",
-    7,
-    legacy.BLOCK,
-    DTYPE.itemsize,
-    9,
-    encode,
-    decode,
+    type=7,
+    block=legacy.BLOCK,
+    block_bytes=DTYPE.itemsize,
+    file_type=9,
+    encode=encode,
+    decode=decode,
     bound=bound,
     weighted=True,
     factors=ScaleFactors(half_factors(0, 2), 31),

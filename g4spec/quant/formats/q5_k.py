@@ -42,12 +42,12 @@ def bound(x: Floats) -> Floats:
 
 FORMAT = Format(
     "q5_k",
-    13,
-    affine.BLOCK,
-    DTYPE.itemsize,
-    16,
-    encode,
-    decode,
+    type=13,
+    block=affine.BLOCK,
+    block_bytes=DTYPE.itemsize,
+    file_type=16,
+    encode=encode,
+    decode=decode,
     bound=bound,
     fallback="q5_1",
     weighted=True,

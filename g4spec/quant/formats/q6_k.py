@@ -16,13 +16,13 @@ from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, encode_in_b
 BLOCK, GROUPS, SIZE = 256, 16, 16
 ENDS = (-29.6, -30.2, -30.8, -31.4, -31.7, -32.0, -32.3, -32.6, -32.9)
 CODES = symmetric.CodeSpec(
-    GROUPS,
-    SIZE,
-    ENDS,
-    -32,
-    -128,
-    127,
-    symmetric.integer_codes(-32, 31),
+    groups=GROUPS,
+    size=SIZE,
+    ends=ENDS,
+    end=-32,
+    low=-128,
+    high=127,
+    round=symmetric.integer_codes(-32, 31),
     rms=False,
     unclipped=31.45,
 )
@@ -75,12 +75,12 @@ def bound(x: Floats) -> Floats:
 
 FORMAT = Format(
     "q6_k",
-    14,
-    BLOCK,
-    DTYPE.itemsize,
-    18,
-    encode,
-    decode,
+    type=14,
+    block=BLOCK,
+    block_bytes=DTYPE.itemsize,
+    file_type=18,
+    encode=encode,
+    decode=decode,
     bound=bound,
     fallback="q8_0",
     weighted=True,

@@ -58,12 +58,12 @@ def bound(x: Floats) -> Floats:
 
 FORMAT = Format(
     "q8_0",
-    8,
-    BLOCK,
-    DTYPE.itemsize,
-    7,
-    encode,
-    decode,
+    type=8,
+    block=BLOCK,
+    block_bytes=DTYPE.itemsize,
+    file_type=7,
+    encode=encode,
+    decode=decode,
     bound=bound,
     factors=ScaleFactors(half_factors(0), 127, bytes(32)),
 )
