@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,9 @@ from g4spec.errors import InputError, UsageError
 
 if TYPE_CHECKING:
     from g4spec.runtime.tokenizer import Tokenizer
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles of messages, as in `POST /v1/chat/completions`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,9 @@ class PromptOptions:
             ids = _inputs.parse_ids(_inputs.read_text(self.tokens_file), str(self.tokens_file))
             return Prompt(self, ids=ids)
         if self.messages is not None:
-            return Prompt(self, messages=_objects(self.messages, "role"), tools=tools)
+            messages = _objects(self.messages, "role")
+            _check_roles(self.messages, messages)
+            return Prompt(self, messages=messages, tools=tools)
         text = _inputs.read_text(self.file) if self.file is not None else self.text or ""
         if not text:
             raise UsageError(
@@ -112,6 +117,15 @@ class Prompt:
             "this is a chat model, and it continues the prompt as plain text; "
             "to ask it a question, add --chat"
         )
+
+
+def _check_roles(path: Path, messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise InputError for a role that `serve` refuses too: a template may drop its message."""
+    for message in messages:
+        if message["role"] not in ROLES:
+            raise InputError(
+                f"{path}: role", expected=f"one of {', '.join(ROLES)}", found=message["role"]
+            )
 
 
 def _objects(path: Path, key: str) -> list[dict[str, Any]]:

@@ -85,7 +85,10 @@ def test_contradicting_options(options: dict[str, object]) -> None:
         PromptOptions(**options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '[{"content": "a"}]', "[1]"])
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", "{}", '[{"content": "a"}]', "[1]", '[{"role": "pirate", "content": "a"}]'],
+)
 def test_invalid_conversations(tmp_path: Path, content: str) -> None:
     path = tmp_path / "m.json"
     path.write_text(content)
