@@ -352,7 +352,7 @@ class Budget(Protocol):
     def page(self, shapes: Seq[CacheShape]) -> int:
         """Return the size of one page of the pool, over all layers."""
 
-    def slot(self, shapes: Seq[CacheShape], n_ctx: int, slack: int) -> int:
+    def slot(self, shapes: Seq[CacheShape], n_ctx: int, ring_slack: int) -> int:
         """Return the size of the ring buffers of one slot."""
 
     def slots(self, sequences: int) -> int:
@@ -393,10 +393,10 @@ class Backend(Protocol):
     def space(self, n_slots: int, n_ctx: int, n_pages: int) -> Any:
         """Create the table of slots and pages (`g4spec.ops.kv.Space`)."""
 
-    def slack(self, chunk: int) -> int:
+    def ring_slack(self, chunk: int) -> int:
         """Return the rows that a ring buffer needs beyond its window for chunks of this size."""
 
-    def cache(self, shape: CacheShape, space: Any, slack: int) -> Any:
+    def cache(self, shape: CacheShape, space: Any, ring_slack: int) -> Any:
         """Create the empty KV cache of one layer (`g4spec.ops.kv.LayerKV`)."""
 
     def read(self, target: Any, slot: int, ids: Seq[int], start: int) -> StepRows:

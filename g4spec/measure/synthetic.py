@@ -190,8 +190,8 @@ def _dflash(name: str, type: str, target: Target) -> dflash.Drafter:
         ),
         target.config,
     )
-    slack = target.backend.slack(target.chunk)
-    kv = [target.backend.cache(s, target.space, slack) for s in dflash.caches(config, None)]
+    ring_slack = target.backend.ring_slack(target.chunk)
+    kv = [target.backend.cache(s, target.space, ring_slack) for s in dflash.caches(config, None)]
     weights: Any = _weights(dflash.tensors(config), type, target.backend.ops)
     file: Any = None
     drafter = dflash.Drafter(config, weights, target.ops, target, file, kv, target.n_states)

@@ -65,17 +65,17 @@ class LayerKV:
     Args:
         shape: shape of the layer's rows.
         space: slots and pages.
-        slack: maximum number of rows of one sequence that one call appends (a step or a chunk).
+        ring_slack: maximum rows of one sequence that one call appends (a step or a chunk).
         rounded: rounds rows [T, n_kv, head_dim] as a smaller type would store them.
     """
 
     def __init__(
-        self, shape: CacheShape, space: Space, slack: int, rounded: Rounded | None = None
+        self, shape: CacheShape, space: Space, ring_slack: int, rounded: Rounded | None = None
     ) -> None:
         self._rounded = rounded or (lambda rows: rows)
         self.n_kv, self.head_dim, self.window = shape.n_kv, shape.head_dim, shape.window
         self.space = space
-        self.capacity = capacity(space.n_ctx, shape.window, slack)
+        self.capacity = capacity(space.n_ctx, shape.window, ring_slack)
         rows = (space.n_pages + 1) * PAGE if self.paged else space.n_slots * self.capacity
         self._rows = torch.full(
             (2, rows, self.n_kv, self.head_dim), math.nan, device=space.table.device

@@ -20,10 +20,10 @@ def pool_positions(positions: int) -> int:
     return (pages_of(positions + PADDING_POSITIONS) + 1) * PAGE
 
 
-def capacity(n_ctx: int, window: int | None, slack: int) -> int:
+def capacity(n_ctx: int, window: int | None, ring_slack: int) -> int:
     """Return the number of positions per sequence in a layer's cache."""
     return (
         n_ctx + PADDING_POSITIONS
         if window is None
-        else min(n_ctx + PADDING_POSITIONS, window + slack)
+        else min(n_ctx + PADDING_POSITIONS, window + ring_slack)
     )

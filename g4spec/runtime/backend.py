@@ -36,10 +36,12 @@ class HostBudget:
         """Return the size of one page of the pool, over all global layers."""
         return sum(_row_bytes(s) * PAGE for s in shapes if s.window is None)
 
-    def slot(self, shapes: Sequence[CacheShape], n_ctx: int, slack: int) -> int:
+    def slot(self, shapes: Sequence[CacheShape], n_ctx: int, ring_slack: int) -> int:
         """Return the size of the ring buffers of one slot."""
         return sum(
-            _row_bytes(s) * capacity(n_ctx, s.window, slack) for s in shapes if s.window is not None
+            _row_bytes(s) * capacity(n_ctx, s.window, ring_slack)
+            for s in shapes
+            if s.window is not None
         )
 
     def slots(self, sequences: int) -> int:
@@ -96,13 +98,13 @@ class TorchBackend:
         """Create the table of slots and pages."""
         return Space(n_slots, n_ctx, n_pages)
 
-    def slack(self, chunk: int) -> int:
+    def ring_slack(self, chunk: int) -> int:
         """Return the rows that a ring buffer needs beyond its window."""
         return max(chunk, 2 * MAX_STEP_ROWS)
 
-    def cache(self, shape: CacheShape, space: Space, slack: int) -> LayerKV:
+    def cache(self, shape: CacheShape, space: Space, ring_slack: int) -> LayerKV:
         """Create the empty KV cache of one layer."""
-        return LayerKV(shape, space, slack, self._rounded)
+        return LayerKV(shape, space, ring_slack, self._rounded)
 
     def read(self, target: Target, slot: int, ids: Sequence[int], start: int) -> StepRows:
         """Compute prompt rows; see `g4spec.core.Backend`."""

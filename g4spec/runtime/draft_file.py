@@ -83,8 +83,8 @@ class DraftFile:
         assert self.file is not None and self.kind is not None
         # Check before allocating: the metadata may claim sizes that the file does not have.
         present = self.check(target.config.n_vocab)
-        slack = backend.slack(target.chunk)  # rows of ring buffers beyond the window
-        caches = [backend.cache(shape, target.space, slack) for shape in self.shapes()]
+        ring_slack = backend.ring_slack(target.chunk)
+        caches = [backend.cache(shape, target.space, ring_slack) for shape in self.shapes()]
         weights = loading.load_weights(self.file, present, backend)
         draft: Draft = self.kind.Drafter(
             self.config,

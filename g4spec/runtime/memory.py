@@ -77,16 +77,16 @@ def plan(
     """
     budget = backend.budget
 
-    def kept(shapes: Sequence[CacheShape], slack: int) -> int:
-        rings = budget.slots(size.slots) * budget.slot(shapes, size.n_ctx, slack)
+    def kept(shapes: Sequence[CacheShape], ring_slack: int) -> int:
+        rings = budget.slots(size.slots) * budget.slot(shapes, size.n_ctx, ring_slack)
         return (size.pages + 1) * budget.page(shapes) + rings
 
     return MemoryPlan(
         n_ctx=size.n_ctx,
         weights=budget.weights(tensors),
-        cache=kept(caches, backend.slack(chunk)),
+        cache=kept(caches, backend.ring_slack(chunk)),
         draft_weights=budget.weights(draft_tensors),
-        draft_cache=kept(draft_caches, backend.slack(chunk)),
+        draft_cache=kept(draft_caches, backend.ring_slack(chunk)),
         workspace=budget.workspace(config, size.n_ctx, chunk, size.slots),
     )
 

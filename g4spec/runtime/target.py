@@ -34,9 +34,9 @@ class Target:
         self.config, self.backend, self.space, self.chunk = config, backend, space, chunk
         self.ops: Ops = backend.ops
         self.model = gemma4.Model(config, weights, self.ops)
-        slack = backend.slack(chunk)
+        ring_slack = backend.ring_slack(chunk)
         shapes = gemma4.caches(config)
-        self.caches = [backend.cache(shape, space, slack) for shape in shapes]
+        self.caches = [backend.cache(shape, space, ring_slack) for shape in shapes]
         self.taps: tuple[int, ...] = ()
         self._per_position = backend.budget.page(shapes) / PAGE
         self._windows = backend.budget.slot(shapes, space.n_ctx, 0)

@@ -169,7 +169,7 @@ class Device:
     budget: Any
     ring: int
 
-    def slack(self, chunk: int) -> int:
+    def ring_slack(self, chunk: int) -> int:
         return self.ring
 
 

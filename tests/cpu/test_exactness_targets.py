@@ -136,7 +136,7 @@ def test_only_layers_with_their_own_keys_have_a_cache() -> None:
     assert len(loaded.caches) == 3
     budget, shapes = loaded.backend.budget, gemma4.caches(loaded.config)
     pages = loaded.space.n_pages + 1
-    slot = budget.slot(shapes, loaded.n_ctx, loaded.backend.slack(loaded.chunk))
+    slot = budget.slot(shapes, loaded.n_ctx, loaded.backend.ring_slack(loaded.chunk))
     held = sum(c._rows.nbytes for c in loaded.caches)
     assert pages * budget.page(shapes) + slot == held
     rows = [c.capacity if c.window else pages * PAGE for c in loaded.caches]

@@ -55,15 +55,15 @@ def test_a_plan_for_a_gpu_counts_the_spare_slot_and_the_spare_page(
     size = memory.Size.of(700, parallel, 1500)
     made = SimpleNamespace(device=torch.device("cpu"), cache_type=kind)
     space = CudaBackend.space(made, size.slots, size.n_ctx, size.pages)  # type: ignore[arg-type]
-    slack = CudaBackend.slack(made, 512)  # type: ignore[arg-type]
-    caches = [CudaBackend.cache(made, s, space, slack) for s in shapes]  # type: ignore[arg-type]
+    ring_slack = CudaBackend.ring_slack(made, 512)  # type: ignore[arg-type]
+    caches = [CudaBackend.cache(made, s, space, ring_slack) for s in shapes]  # type: ignore[arg-type]
     got = sum(plane.nbytes for cache in caches for plane in cache.planes)
     card = Card(made.device, kind, portable=True)
     layers = (LayerSpec(0, None, 2, 1, 32, 32, 1e6),)
     config = gemma4.Config(160, 64, 4096, 1e-6, 30.0, layers)
-    backend: Any = SimpleNamespace(budget=card, slack=lambda chunk: slack)
+    backend: Any = SimpleNamespace(budget=card, ring_slack=lambda chunk: ring_slack)
     assert memory.plan(backend, size, 512, config, [], shapes).cache == got
-    rings = sum(slot_bytes(s, 700, slack, kind) for s in shapes)
+    rings = sum(slot_bytes(s, 700, ring_slack, kind) for s in shapes)
     assert got - parallel * rings == 13 * card.page(shapes) + (parallel > 2) * rings
 
 

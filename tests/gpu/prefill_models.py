@@ -89,8 +89,8 @@ class ByteKV(LayerKV):
     """A reference cache with keys and values rounded to Q8_0. Keys that are computed from values
     are computed from the rounded values."""
 
-    def __init__(self, shape: CacheShape, space: Space, slack: int) -> None:
-        super().__init__(shape, space, slack)
+    def __init__(self, shape: CacheShape, space: Space, ring_slack: int) -> None:
+        super().__init__(shape, space, ring_slack)
         self._rotary_pairs = shape.rotary_pairs if shares(shape.head_dim, shape.rotary_pairs) else 0
 
     def append(

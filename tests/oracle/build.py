@@ -98,8 +98,8 @@ def draft(folder: Path, one: SequenceTarget, window: int | None = None, **change
     kind = next(m for m in models.drafts().values() if m.claims(read))
     parsed = replace(kind.parse_hf(read, on.config), **changes)
     stored = tensors(folder, kind.PREFIXES)
-    slack = on.backend.slack(on.chunk)
-    kv = [on.backend.cache(s, on.space, slack) for s in kind.caches(parsed, window)]
+    ring_slack = on.backend.ring_slack(on.chunk)
+    kv = [on.backend.cache(s, on.space, ring_slack) for s in kind.caches(parsed, window)]
     drafter = kind.Drafter(
         parsed,
         weights(kind.tensors(parsed), stored),

@@ -58,8 +58,8 @@ def target(seed: int = 0, n_ctx: int = 512, chunk: int = 64) -> Target:
 
 def caches(shapes: Sequence[CacheShape], on: Target) -> list[Any]:
     """Return empty caches of a draft for the target's slots and pages."""
-    slack = on.backend.slack(on.chunk)
-    return [on.backend.cache(shape, on.space, slack) for shape in shapes]
+    ring_slack = on.backend.ring_slack(on.chunk)
+    return [on.backend.cache(shape, on.space, ring_slack) for shape in shapes]
 
 
 def dflash_config(**kw: Any) -> dflash.Config:

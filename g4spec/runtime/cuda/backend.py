@@ -98,14 +98,14 @@ class CudaBackend:
         space.table = torch.cat([space.table, spare])
         return space
 
-    def slack(self, chunk: int) -> int:
+    def ring_slack(self, chunk: int) -> int:
         """Return the rows of a step and of the draft's block after it. Prefill writes to rings
         after it has read them."""
         return SLACK
 
-    def cache(self, shape: CacheShape, space: Space, slack: int) -> CudaKV:
+    def cache(self, shape: CacheShape, space: Space, ring_slack: int) -> CudaKV:
         """Return an empty cache of one layer."""
-        return CudaKV(shape, space, slack, self.cache_type)
+        return CudaKV(shape, space, ring_slack, self.cache_type)
 
     def read(self, target: Target, slot: int, ids: Sequence[int], start: int) -> StepRows:
         """Run prompt tokens; see `g4spec.core.Backend`."""

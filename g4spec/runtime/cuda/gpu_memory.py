@@ -68,9 +68,9 @@ class Card:
         """Return the bytes of one page of the pool, in all layers without a window."""
         return sum(page_bytes(s, self.cache_type) for s in shapes)
 
-    def slot(self, shapes: Sequence[CacheShape], n_ctx: int, slack: int) -> int:
+    def slot(self, shapes: Sequence[CacheShape], n_ctx: int, ring_slack: int) -> int:
         """Return the bytes of the rings of one slot, in all layers with a window."""
-        return sum(slot_bytes(s, n_ctx, slack, self.cache_type) for s in shapes)
+        return sum(slot_bytes(s, n_ctx, ring_slack, self.cache_type) for s in shapes)
 
     def slots(self, sequences: int) -> int:
         """Return the number of slots: one for each sequence, and a spare one if recorded batches

@@ -51,7 +51,7 @@ class CudaKV:
     Args:
         shape: shape of the layer's rows.
         space: slots and pages. Each row of its table has a ring.
-        slack: maximum rows of one sequence that one call appends (a step or a chunk).
+        ring_slack: maximum rows of one sequence that one call appends (a step or a chunk).
 
     Attributes:
         capacity: positions of a unit.
@@ -67,7 +67,7 @@ class CudaKV:
     """
 
     def __init__(
-        self, shape: CacheShape, space: Space, slack: int = MIN_SLACK, kind: Kind = "f16"
+        self, shape: CacheShape, space: Space, ring_slack: int = MIN_SLACK, kind: Kind = "f16"
     ) -> None:
         self.kind, self.type = kind, TYPES[kind]
         if self.type.block and shape.head_dim % self.type.block:
@@ -81,7 +81,7 @@ class CudaKV:
         slots, width = space.table.shape
         self.capacity, units, self.positions = PAGE, space.n_pages + 1, width * PAGE
         if shape.window is not None:
-            self.capacity = self.positions = capacity(space.n_ctx, shape.window, slack)
+            self.capacity = self.positions = capacity(space.n_ctx, shape.window, ring_slack)
             units = slots
         self.rotary_pairs = CACHE_ROTARY_PAIRS if shares(shape.head_dim, shape.rotary_pairs) else 0
         self.weight: torch.Tensor | None = None

@@ -28,9 +28,9 @@ def spare_slots(n_slots: int) -> int:
     return 1 if n_slots > ALONE else 0
 
 
-def capacity(n_ctx: int, window: int, slack: int) -> int:
+def capacity(n_ctx: int, window: int, ring_slack: int) -> int:
     """Rows of a ring: whole tiles, and no more than a sequence has positions."""
-    rows = -(-(window + max(slack, MIN_SLACK)) // TILE) * TILE
+    rows = -(-(window + max(ring_slack, MIN_SLACK)) // TILE) * TILE
     return min(rows, pages_of(n_ctx + 2 * MAX_STEP_ROWS) * PAGE)
 
 
@@ -39,11 +39,11 @@ def page_bytes(shape: CacheShape, kind: Kind) -> int:
     return PAGE * row_bytes(shape, kind) if shape.window is None else 0
 
 
-def slot_bytes(shape: CacheShape, n_ctx: int, slack: int, kind: Kind) -> int:
+def slot_bytes(shape: CacheShape, n_ctx: int, ring_slack: int, kind: Kind) -> int:
     """Return the bytes of a slot's ring in one layer; 0 for layers without a window."""
     if shape.window is None:
         return 0
-    return capacity(n_ctx, shape.window, slack) * row_bytes(shape, kind)
+    return capacity(n_ctx, shape.window, ring_slack) * row_bytes(shape, kind)
 
 
 def row_bytes(shape: CacheShape, kind: Kind) -> int:
