@@ -82,6 +82,9 @@ class Stats:
         read_tokens: prompt tokens in the KV cache so far, including reused ones.
         queue_seconds: from submission to the start of prefill.
         prefill_seconds: prefill of target and draft.
+        tokens: generated tokens.
+        cycles: cycles after prefill.
+        drafted, accepted: drafted tokens, and those of them that the target chose too.
         needed: tokens that plain decoding would also have chosen; excludes accepted tokens after
             the end of the text.
         preempted: number of preemptions.

@@ -14,7 +14,7 @@ from hypothesis.extra.numpy import arrays
 
 from g4spec import quant
 from g4spec.errors import InputError, Unsupported, UsageError
-from g4spec.quant import codebook, format
+from g4spec.quant import codebook, format, sizes
 from tests.support.quant_blocks import (
     BLOCKS,
     GOLDEN,
@@ -69,6 +69,12 @@ def in_c(x: np.ndarray, name: str) -> bytes:
     if top == 31:
         head += sum((c >> 4) << j for j, c in enumerate(codes)).to_bytes(4, "little")
     return head + bytes(a & 15 | (b & 15) << 4 for a, b in zip(codes[:16], codes[16:], strict=True))
+
+
+def test_type_numbers_and_names_are_unique() -> None:
+    """A type that can be decoded is no longer listed in `sizes`."""
+    formats = [*quant.readable().values(), *sizes.FORMATS]
+    assert len({f.type for f in formats}) == len({f.name for f in formats}) == len(formats)
 
 
 def test_discovery() -> None:
