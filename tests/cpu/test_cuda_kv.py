@@ -160,8 +160,8 @@ def test_estimated_weights_are_those_that_are_loaded() -> None:
     assert card.weights([whole]) == old.weights([whole]) == 8 * 68
     assert (card.weights([odd]), old.weights([odd])) == (8 * 96 * 4, 8 * 102)
     assert card.weights([info("c", "f16", 8, 96), info("d", "f16", 96)]) == 8 * 192 + 96 * 4
-    for one in (card, old):  # blocks that are rewritten: codes of 4 bits, 8 scales, one factor
-        assert one.weights([info("e", "iq3_xxs", 8, 256)]) == 8 * (128 + 8 + 2)
+    for one in (card, old):  # blocks that are rewritten: codes and 8 scales of 4 bits, one factor
+        assert one.weights([info("e", "iq3_xxs", 8, 256)]) == 8 * (128 + 4 + 2)
 
 
 def test_chunks_by_the_size_of_a_card() -> None:

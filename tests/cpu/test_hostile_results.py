@@ -334,7 +334,10 @@ main()
 """
 
 
-@pytest.mark.parametrize("module", ["typer", "g4spec.cli.doctor", "tomllib"])
+TOML = "tomllib" if sys.version_info >= (3, 11) else "tomli"
+
+
+@pytest.mark.parametrize("module", ["typer", "g4spec.cli.doctor", TOML])
 def test_a_signal_during_imports_is_silent(module: str) -> None:
     code = STARTING.replace("sys.argv[1]", repr(module))
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)
