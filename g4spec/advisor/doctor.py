@@ -282,10 +282,7 @@ def _lengths(facts: Facts, d: Diagnosis, q: Question, verdicts: list[EngineVerdi
     for v in verdicts:
         if v.engine.name == "g4spec":
             continue
-        when = v.situation
-        text, ids = advice_text(
-            facts, q.draft, v.engine.name, when.cc, when.quant or "", bool(when.experts_in_ram)
-        )
+        text, ids = advice_text(facts, q.draft, v.situation)
         s.add("note", f"{v.engine.title}: {text}", facts=ids, detail=not v.works)
 
 

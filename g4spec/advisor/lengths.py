@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from g4spec.advisor.conditions import Situation
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.figures import DraftLengthFact
 from g4spec.advisor.named_models import DraftModel
@@ -14,24 +15,18 @@ OPTIONS = {
 }
 
 
-def find_advice(
-    facts: Facts,
-    draft: DraftModel,
-    engine: str,
-    cc: tuple[int, ...] | None,
-    quant: str = "",
-    experts_in_ram: bool = False,
-) -> DraftLengthFact | None:
-    """Return the first published recommendation for the draft, engine and card, or None.
+def find_advice(facts: Facts, draft: DraftModel, when: Situation) -> DraftLengthFact | None:
+    """Return the first published recommendation for the draft, or None.
 
     Args:
-        quant: the target's weight format. `experts_in_ram`: llama.cpp's -ncmoe is given.
+        when: its engine, compute capability, weight format and experts in RAM count.
     """
+    engine, cc = when.engine or "", when.cc
     for found in facts.all(DraftLengthFact):
         if (
             found.model == draft.model
-            and found.quant in quant.lower()
-            and (experts_in_ram or not found.experts_in_ram)
+            and found.quant in (when.quant or "").lower()
+            and (when.experts_in_ram or not found.experts_in_ram)
             and found.kind == draft.kind
             and found.maker in ("", draft.maker)
             and (not found.engine or engine in found.engine)
@@ -46,38 +41,24 @@ def full_length(draft: DraftModel, engine: str) -> int:
     return {"vllm": draft.vllm_n, "sglang": draft.sglang_n, "llama.cpp": draft.llamacpp_n}[engine]
 
 
-def start_length(
-    facts: Facts,
-    draft: DraftModel,
-    engine: str,
-    cc: tuple[int, ...] | None,
-    quant: str = "",
-    experts_in_ram: bool = False,
-) -> int:
+def start_length(facts: Facts, draft: DraftModel, when: Situation) -> int:
     """Return the draft length to start with; 0 if unknown. Arguments as `find_advice`.
 
     For SGLang it is the draft's block size: SGLang counts the anchor, and no recommendation is
     published for it.
     """
-    most = full_length(draft, engine)
-    found = find_advice(facts, draft, engine, cc, quant, experts_in_ram)
+    engine = when.engine or ""
+    most, found = full_length(draft, engine), find_advice(facts, draft, when)
     if engine == "sglang" or found is None:
         return most
     return min(found.code, most) if most else found.code
 
 
-def advice_text(
-    facts: Facts,
-    draft: DraftModel,
-    engine: str,
-    cc: tuple[int, ...] | None,
-    quant: str = "",
-    experts_in_ram: bool = False,
-) -> tuple[str, tuple[str, ...]]:
+def advice_text(facts: Facts, draft: DraftModel, when: Situation) -> tuple[str, tuple[str, ...]]:
     """Return the recommendation as text, and the ids of the facts it is based on. Arguments as
     `find_advice`."""
-    most = full_length(draft, engine)
-    found = find_advice(facts, draft, engine, cc, quant, experts_in_ram)
+    engine = when.engine or ""
+    most, found = full_length(draft, engine), find_advice(facts, draft, when)
     option = OPTIONS[engine]
     if engine == "sglang":
         if not most:

@@ -227,10 +227,7 @@ def _values(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> di
     ctx = q.context or min(usual, most, target.context)
     n = 0
     if draft is not None and v.engine.name in lengths.OPTIONS:
-        s = v.situation
-        n = lengths.start_length(
-            facts, draft, v.engine.name, s.cc, s.quant or "", bool(s.experts_in_ram)
-        )
+        n = lengths.start_length(facts, draft, v.situation)
     drafted = _drafted(draft, gguf)
     cc = machine.cc or (0, 0)
     arch = f"{cc[0]}{cc[1]}" + ("a" if cc >= (12, 0) else "")

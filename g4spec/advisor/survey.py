@@ -94,14 +94,14 @@ def _pace(
     facts: Facts, d: Diagnosis, found: dict[str, EngineVerdict], draft: DraftModel | None
 ) -> str:
     """Return plain tokens/s and the initial draft length, for the first engine that works."""
-    for name, v in found.items():
+    for v in found.values():
         if not v.works or v.plan is None:
             continue
         target = v.target
         speed = estimate(facts, d.machine, Question(target), v)
         text = f"; {speed.low:.0f} to {speed.high:.0f} tokens/s without a draft" if speed else ""
         if draft is not None:
-            n = start_length(facts, draft, name, d.machine.cc, v.situation.quant or "")
+            n = start_length(facts, draft, v.situation)
             text += f"{',' if speed else ';'} start with {n} drafted"
         return text
     return ""

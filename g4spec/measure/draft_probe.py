@@ -126,7 +126,7 @@ class ProbeResult:
 
     @property
     def findings(self) -> list[Finding]:
-        """What costs acceptance: for each key its best setting, then losses."""
+        """Return what costs acceptance: for each key its best setting, then losses."""
         scales = {scale.change: scale for scale in self.scales}
         best = {
             "tensors" if name in scales else name.partition(" = ")[0]: name
@@ -266,12 +266,8 @@ class _Files:
         self.unchanged: list[AcceptanceCounts] = []
         self.others: dict[str, AcceptanceCounts] = {}
         self.scales: list[ScaledTensor] = []
-        self._per_file, self._n_files, self._n_done, self._n_others = (
-            count * len(CATEGORIES),
-            1,
-            0,
-            0,
-        )
+        self._per_file, self._n_files = count * len(CATEGORIES), 1
+        self._n_done = self._n_others = 0
 
     def so_far(self, others: str) -> str:
         """Return what was measured."""

@@ -1,4 +1,4 @@
-"""What doctor and recipe offer in place of a run that does not fit: complete commands that fit."""
+"""Tests what doctor and recipe offer where a run does not fit: complete commands that fit."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shlex
 import pytest
 
 from g4spec.advisor import engines, lengths, lookup, questions, recipe, runtime_support
+from g4spec.advisor.conditions import Situation
 from g4spec.advisor.diagnosis import Diagnosis
 from g4spec.advisor.doctor import diagnose
 from g4spec.advisor.facts import facts
@@ -265,7 +266,8 @@ def test_computed_sizes_are_near_those_of_published_files() -> None:
 
 def test_lengths_for_experts_in_ram() -> None:
     draft = lookup.find_draft(FACTS, "zlab", lookup.find_target(FACTS, "26b"))
-    assert lengths.start_length(FACTS, draft, "llama.cpp", (8, 9), "", True) == 1
+    when = Situation(engine="llama.cpp", cc=(8, 9), experts_in_ram=True)
+    assert lengths.start_length(FACTS, draft, when) == 1
 
 
 # ---- names of machines

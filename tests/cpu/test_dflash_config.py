@@ -89,7 +89,7 @@ def test_use_swa_makes_all_layers_slide(
 def test_either_key_gives_the_window(
     target: Path, tmp_path: Path, values: dict[str, Any], window: int | None
 ) -> None:
-    """As in llama.cpp: `swa_window_size`, else `sliding_window`."""
+    """Take `swa_window_size`, else `sliding_window`, as llama.cpp does."""
     with converted(target, tmp_path, **values) as file:
         assert file.get(WINDOW) == window
 

@@ -12,6 +12,7 @@ import typer
 
 from g4spec import cli
 from g4spec.advisor import engines, lengths, named_models, questions, recipe, scripts
+from g4spec.advisor.conditions import Situation
 from g4spec.advisor.doctor import diagnose
 from g4spec.advisor.facts import facts
 from g4spec.advisor.machine import Machine, on_nodes
@@ -335,9 +336,9 @@ def test_draft_lengths_follow_each_engines_convention() -> None:
     redhat = named_models.from_row(FACTS.get(DraftFact, "redhat-dflash"), "")
     assert [lengths.full_length(zlab, e) for e in lengths.OPTIONS] == [15, 16, 15]
     assert [lengths.full_length(redhat, e) for e in lengths.OPTIONS] == [8, 0, 7]
-    assert lengths.start_length(FACTS, zlab, "sglang", (8, 6)) == 16
-    assert lengths.start_length(FACTS, zlab, "vllm", (8, 6)) == 7
-    assert lengths.start_length(FACTS, zlab, "vllm", (9, 0)) == 15
+    assert lengths.start_length(FACTS, zlab, Situation(engine="sglang", cc=(8, 6))) == 16
+    assert lengths.start_length(FACTS, zlab, Situation(engine="vllm", cc=(8, 6))) == 7
+    assert lengths.start_length(FACTS, zlab, Situation(engine="vllm", cc=(9, 0))) == 15
 
 
 def test_an_unknown_length_is_not_written() -> None:
