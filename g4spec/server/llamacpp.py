@@ -180,7 +180,7 @@ def _bias(
     """Return the biases by token id, and the banned ids.
 
     Args:
-        given: biases by token id or text; a text's bias applies to all of its tokens, and false
+        requested: biases by token id or text; a text's bias applies to all of its tokens, and false
             bans them.
     """
     bias: dict[str, float] = {}
@@ -192,10 +192,8 @@ def _bias(
             ids = [int(where)] if an_id else service.tokenizer.encode(where, bos=False)
         else:
             ids = [where] if type(where) is int else [-1]
-        number = math.nan
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            number = float(value)
-        if not (value is False or -100 <= number <= 100):
+        number = value if isinstance(value, (int, float)) and value is not True else math.nan
+        if not -100 <= number <= 100:  # integers of any size; False is 0
             raise RequestError(
                 400,
                 "logit_bias: expected a bias from -100 to 100 per token, or false to ban it",
@@ -208,7 +206,7 @@ def _bias(
         if value is False:
             banned += ids
         else:
-            bias |= dict.fromkeys(map(str, ids), number)
+            bias |= dict.fromkeys(map(str, ids), float(number))
     return bias, banned
 
 

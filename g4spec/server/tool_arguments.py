@@ -234,6 +234,6 @@ def _scalar(word: str) -> str:
         return _WORDS[word]
     if _NUMBER.fullmatch(word):
         return word
-    if _NEARLY.fullmatch(word) and math.isfinite(float(word)):
+    if len(word) < 1000 and _NEARLY.fullmatch(word) and math.isfinite(float(word)):
         return json.dumps(float(word) if set(word) & set(".eE") else int(word))
     return json.dumps(word, ensure_ascii=False)

@@ -115,6 +115,7 @@ ARGUMENTS = {
     "city:New York,n:1": {"city": "New York", "n": 1},
     "a:,b:": {"a": None, "b": None},
     "a:True,b:None,c:+5,d:.5,e:1.": {"a": True, "b": None, "c": 5, "d": 0.5, "e": 1.0},
+    "a:" + "0" * 5000: {"a": "0" * 5000},  # more digits than int() takes
     "a:[1,2": {"a": [1, 2]},
     "a:[{b:1": {"a": [{"b": 1}]},
     'a:<|"|>x<|"|><|"|>y<|"|>,b:1': {"a": "x", "b": 1},
