@@ -14,7 +14,7 @@ from g4spec.errors import UsageError
 
 MOST = 64
 """Maximum number of cards of an assumed machine."""
-VARIANTS = frozenset({"ti", "tis", "super", "laptop", "mobile", "max", "d", "s", "m", "x"})
+VARIANTS = frozenset({"ti", "super", "laptop", "mobile", "max", "d", "s", "m", "x"})
 """Suffixes that distinguish products, as the Ti in RTX 3090 Ti."""
 
 _NUMBERS = {"dual": 2, "two": 2, "three": 3, "quad": 4, "four": 4}
@@ -22,6 +22,7 @@ _FIRST = re.compile(r"^(\d{1,3})\s*[x×*]\s*(.+)$", re.IGNORECASE)
 _LAST = re.compile(r"^(.+[\d\s)])\s*[x×*]\s*(\d{1,3})$", re.IGNORECASE)
 _WORD = re.compile(rf"^({'|'.join(_NUMBERS)})\s+(.+?)s?$", re.IGNORECASE)
 _SIZE = re.compile(r"\b(\d+(?:\.\d+)?)\s*(?:gb|gib|g)\b", re.IGNORECASE)
+_OTHER_UNIT = re.compile(r"\b\d+(?:\.\d+)?\s*(?:[kmt]b|[kmt]ib)\b", re.IGNORECASE)
 _SM = re.compile(r"\bsm_?(\d{2,3})[af]?\b", re.IGNORECASE)
 _CPU = re.compile(r"^(cpu( only)?|no (nvidia )?gpu|ram)$", re.IGNORECASE)
 
@@ -45,9 +46,15 @@ def find_card(facts: Facts, name: str) -> CardFact | None:
                 best, length = card, len(w)
     if best is not None:
         named = set(words(best.name)) | {w for a in best.aliases for w in words(a)}
-        if (set(name_words) - named) & VARIANTS:
+        if any(_is_variant(w) for w in set(name_words) - named):
             return None  # another product whose figures are not in the data
     return best
+
+
+def _is_variant(word: str) -> bool:
+    """Return True for a suffix of `VARIANTS`, or a misspelled one such as `tii`."""
+    longer = [v for v in VARIANTS if len(v) > 1]
+    return word in VARIANTS or bool(difflib.get_close_matches(word, longer, 1, 0.75))
 
 
 def other(facts: Facts, name: str) -> OtherGpuFact | None:
@@ -143,6 +150,8 @@ def _without_gpu(bare: str, text: str, tools: Mapping[str, str] | None) -> Machi
 def _card(facts: Facts, name: str, text: str) -> Gpu:
     """Find one card by name, or by capability and size; raise UsageError if there is none."""
     size, bare = _size(name), _SIZE.sub("", name).strip()
+    if unit := _OTHER_UNIT.search(bare):
+        raise UsageError(f"--assume {text!r}", expected="memory in GB, as 24GB", found=unit[0])
     card = find_card(facts, bare)
     if card is not None:
         return card_gpu(card, card.name, size)

@@ -328,6 +328,8 @@ def test_assumed_machines(text: str, cc: tuple[int, int], n: int, gib: int) -> N
         ("RTX 4090m", "RTX 4090 Laptop"),
         ("4070tis", "RTX 4070 Ti SUPER"),
         ("RTX 6000", "RTX 6000 Ada"),
+        ("RTX 4060 Tii", "RTX 4060 Ti"),
+        ("RTX 4060 Ti 16MB", "memory in GB, as 24GB, found 16MB"),
         ("24GB", "RTX 4090"),
         ("24GB", "sm_86 24GB"),
         ("CPU", "CPU 64GB"),
@@ -562,3 +564,12 @@ def test_self_test(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     assert any("same bits" in c["text"] and c["ok"] for c in checks)
     assert any("CUDA kernels" in c["text"] for c in checks)
+
+
+def test_speed_without_a_published_acceptance(capsys: pytest.CaptureFixture[str]) -> None:
+    """The plain speed is not taken for the speed with the draft."""
+    words = ["doctor", "--assume", "RTX 4060 Ti 16GB", "-m", "12b", "-md", "mtp"]
+    assert run(words) == 0
+    assert "tokens/s without the draft (computed" in capsys.readouterr().out
+    assert run(words[:-2]) == 0
+    assert "tokens/s (computed, not measured)\n" in capsys.readouterr().out
