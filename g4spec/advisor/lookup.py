@@ -41,7 +41,7 @@ def find_target(facts: Facts, text: str) -> TargetModel:
             f"-m {text!r}: not a file, and not a Gemma 4 size",
             found=text,
             expected=f"a GGUF file, a checkpoint folder, a known hub id, or one of {sizes}, "
-            "with a format if you like, as 31b:q4_k_m",
+            "with a quant type if you like, as 31b:q4_k_m",
         )
     whole = named_target(facts, size, text)
     rest = wanted or (name if name.lower() not in (size.id, *size.aliases) else "")
@@ -89,7 +89,7 @@ def estimated(size: SizeFact, wanted: str, whole: TargetModel) -> WeightFormat:
         types = dict.fromkeys([*known, *policy.names(), *forms])
         similar = [f"{size.id}:{name}" for name in known if low in name][:3]
         raise UsageError(
-            f"-m {size.id}:{wanted}: unknown weight format {wanted}",
+            f"-m {size.id}:{wanted}: unknown quant type {wanted}",
             expected=f"one of {', '.join(types)}",
             fix=f"did you mean {' or '.join(similar)}?" if similar else did_you_mean(low, types),
         )
@@ -151,7 +151,7 @@ def find_draft(facts: Facts, text: str, of: TargetModel) -> DraftModel:
     raise UsageError(
         f"-md {text!r}: not a file, and not a draft known for {whose}",
         expected=f"a GGUF file, a checkpoint folder, a known hub id, or one of {known}",
-        fix=did_you_mean(text, names),
+        fix=did_you_mean(text, [draft_names(d)[0] for d in rows]) or did_you_mean(text, names),
     )
 
 

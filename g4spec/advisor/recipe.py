@@ -37,7 +37,7 @@ class RecipePart:
     """One flag, environment variable or command, with its reason and the id of its row.
 
     Attributes:
-        part: as `FlagFact.part`. `versions`: the engine versions it applies to.
+        part: as `FlagFact.part`. `versions`: the engine versions it applies to; "": all.
     """
 
     part: str
@@ -90,7 +90,8 @@ class Recipe:
                 out.append(f"{p.text.split(' -')[0]}: {p.reason}  [{p.fact}]")
             elif p.part != "image":
                 text = p.text.replace("{rank}", "RANK")
-                out.append(f"{text}: {p.reason} ({self.title}, {p.versions})  [{p.fact}]")
+                limit = f" ({self.title} {p.versions})" if p.versions else ""
+                out.append(f"{text}: {p.reason}{limit}  [{p.fact}]")
         return out
 
     def json(self) -> dict[str, Any]:
@@ -225,9 +226,11 @@ def _values(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> di
     most = plan.largest if plan is not None else target.context
     usual = format_choice.COMFORTABLE_CONTEXT if plan is not None else format_choice.USUAL_CONTEXT
     ctx = q.context or min(usual, most, target.context)
-    n = 0
+    n, n_reason = 0, ""
     if draft is not None and v.engine.name in lengths.OPTIONS:
         n = lengths.start_length(facts, draft, v.situation)
+        advice, _ = lengths.advice_text(facts, draft, v.situation)
+        n_reason = advice.removeprefix(f"{lengths.OPTIONS[v.engine.name]} ")
     drafted = _drafted(draft, gguf)
     cc = machine.cc or (0, 0)
     arch = f"{cc[0]}{cc[1]}" + ("a" if cc >= (12, 0) else "")
@@ -241,6 +244,7 @@ def _values(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> di
         "named": f"-hf {shlex.quote(hub)}" if hub else f"-m {shlex.quote(model)}",
         "draft": drafted,
         "n": str(n),
+        "n_reason": n_reason,
         "ctx": str(ctx),
         "tp": str(v.gpus),
         "nodes": str(machine.nodes),
@@ -379,8 +383,7 @@ def _take(r: Recipe, flag: FlagFact, values: dict[str, str], q: Question, v: Eng
         return
     text = flag.text.format_map(values | {"rank": "{rank}"})
     reason = flag.reason.format_map(values)
-    versions = flag.when.versions
-    r.parts.append(RecipePart(flag.part, text, reason, versions or "all versions read", flag.id))
+    r.parts.append(RecipePart(flag.part, text, reason, flag.when.versions or "", flag.id))
     if flag.part == "prepare":
         r.prepare.append(text)
     elif flag.part == "bench":
@@ -417,7 +420,7 @@ def _assemble(r: Recipe, machine: Machine, values: dict[str, str], engine: str) 
                 f"{HEAD}: the address of the first node; every other node "
                 "adds --headless and its own rank",
                 "the same rank twice hangs",
-                "all versions read",
+                "",
                 "flag-vllm-nodes",
             )
         )

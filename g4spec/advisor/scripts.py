@@ -17,7 +17,9 @@ def compose(r: Recipe, machine: Machine) -> str:
     """Return a compose file for one node; raise UsageError without an image or for more nodes."""
     if not r.image:
         raise UsageError(
-            f"no image of {r.title} is known for this card", fix="use the commands instead"
+            f"no published image of {r.title} is known for this card",
+            fix="use the commands: the same without --compose"
+            + ("; docs/guides/container.md builds an image" if r.engine == "g4spec" else ""),
         )
     if machine.nodes > 1:
         raise UsageError("a compose file is for one node", fix="use the commands, one a node")
@@ -30,7 +32,9 @@ def compose(r: Recipe, machine: Machine) -> str:
     if r.engine in ("llama.cpp", "sglang"):
         words += ["--host", "0.0.0.0"]
     port = PORTS[r.engine]
+    first = [line for line in r.prepare if not line.startswith(("#", "pip "))]  # no installation
     lines = [
+        *(["# First, in this folder:", *(f"#   {line}" for line in first)] if first else []),
         "services:",
         f"  {r.engine.replace('.', '')}:",
         f"    image: {r.image}",

@@ -80,6 +80,9 @@ def summarize(
     in_ram = v.plan is not None and v.plan.ram > 0
     unknown = NO_SPEED_IN_RAM if in_ram else NO_SPEED
     expected = f"{speed_text(made)} (computed, not measured)" if made else unknown
+    if made and q.draft is not None and not made.draft_high:
+        expected = expected.replace(" (", " without the draft (", 1)
+        expected += "; with it unknown: no acceptance is published"
     lines = [*([("why", reason)] if reason else []), *_plan(v), ("speed", expected)]
     then, engine = upgraded(machine, v.engine.name) if newer else machine, v.engine.name
     command = f"g4spec recipe {engine} {format_choice.command_options(q, then, engine)}"

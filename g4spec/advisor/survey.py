@@ -87,7 +87,9 @@ def _fits(v: EngineVerdict) -> str:
         return f"{v.engine.title} no ({v.blockers[0].title if v.blockers else v.refusal})"
     if v.plan is None:
         return f"{v.engine.title} in 32-bit floats, slowly"
-    return f"{v.engine.title} {v.plan.format}, {v.plan.kv} cache to {v.plan.largest:,}"
+    return (
+        f"{v.engine.title} {v.plan.format}, up to {v.plan.largest:,} tokens with {v.plan.kv} cache"
+    )
 
 
 def _pace(
@@ -102,7 +104,7 @@ def _pace(
         text = f"; {speed.low:.0f} to {speed.high:.0f} tokens/s without a draft" if speed else ""
         if draft is not None:
             n = start_length(facts, draft, v.situation)
-            text += f"{',' if speed else ';'} start with {n} drafted"
+            text += f"{',' if speed else ';'} draft length {n} to start with"
         return text
     return ""
 

@@ -129,7 +129,7 @@ def _answer(d: Diagnosis, out: render.Output, verbose: bool) -> None:
     d.show(out, verbose)
     out.result(d.json())
     if not d.works:
-        fix = f"first, {d.steps[0]}" if d.steps else None
+        fix = f"try {d.steps[0]}" if d.steps else None
         raise CheckFailed(f"{d.question}: cannot work as requested", fix=fix)
 
 

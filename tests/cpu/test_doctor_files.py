@@ -333,7 +333,7 @@ def test_types_as_the_hub_spells_them(text: str, format: str, known: bool) -> No
 def test_a_repository_without_a_type_takes_the_best_gguf() -> None:
     found = lookup.find_target(FACTS, "unsloth/gemma-4-31B-it-GGUF")
     assert len(found.formats) > 3 and all("llama.cpp" in o.engines for o in found.formats)
-    with pytest.raises(UsageError, match="unknown weight format q9_z"):
+    with pytest.raises(UsageError, match="unknown quant type q9_z"):
         lookup.find_target(FACTS, "31b:q9_z")
 
 

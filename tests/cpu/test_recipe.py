@@ -453,7 +453,7 @@ def test_output_is_commands_with_comments(
     script = tmp_path / "all.sh"
     script.write_text(out)
     subprocess.run(["sh", "-n", str(script)], check=True)
-    assert "[flag-spec-n]" in out and "(vLLM, >=0.24)" in out
+    assert "[flag-spec-n]" in out and "(vLLM >=0.24)" in out
 
 
 def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -489,6 +489,18 @@ def test_compose(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(words[words.index("--limit-mm-per-prompt") + 1]) == {"image": 0, "video": 0}
 
 
+def test_reasons_of_a_llamacpp_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    """The build needs a clone of llama.cpp; the draft length says where it comes from."""
+    args = ("llama.cpp", "--assume", "RTX 4060 Ti 16GB", "-m", "12b", "-md", "mtp")
+    code, out = run_recipe(capsys, *args)
+    assert code == 0 and "all versions" not in out
+    assert "\n# once, in a clone of llama.cpp" in out
+    assert "--spec-draft-n-max 4: 4 for code, 4 for chat, 1 with 4 to 8 requests;" in out
+    code, out = run_recipe(capsys, *args, "--compose")
+    assert code == 0 and out.startswith("# First, in this folder:\n#   hf download google/")
+    assert "#   g4spec convert draft" in out and "cmake" not in out
+
+
 def test_compose_keeps_dollars_of_names(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -504,7 +516,7 @@ def test_compose_without_a_known_image() -> None:
     q = questions.build_question(FACTS, "12b:q8_0", "mtp", 8192, None, None, None)
     assert q is not None
     result = recipe.make(FACTS, m, q, "llama.cpp")
-    with pytest.raises(UsageError, match="no image"):
+    with pytest.raises(UsageError, match="no published image"):
         scripts.compose(result, m)
     m = questions.build_machine(FACTS, "2x GB10", ())
     q = questions.build_question(FACTS, "12b", "mtp", 8192, None, None, None)
