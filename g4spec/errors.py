@@ -38,10 +38,11 @@ def spell(text: str, names: Mapping[str, str]) -> str:
 def did_you_mean(found: object, choices: Iterable[str]) -> str | None:
     """Return "did you mean A, B or C?" with the choices most similar to `found`; None without one.
 
-    Case and leading dashes do not count. Choices that begin with `found` follow the similar ones.
+    Case, leading dashes and `.gguf` do not count. Choices that begin with `found` follow the
+    similar ones.
     """
-    word = str(found).strip().lower().lstrip("-")
-    known = {choice.lower().lstrip("-"): choice for choice in choices}
+    word = str(found).strip().lower().lstrip("-").removesuffix(".gguf")
+    known = {choice.lower().lstrip("-").removesuffix(".gguf"): choice for choice in choices}
     scores = {name: difflib.SequenceMatcher(None, word, name).ratio() for name in known}
     best = max(scores.values(), default=0)
     similar = [name for name in known if scores[name] >= max(0.6, best - 0.1)]

@@ -45,6 +45,7 @@ HTTP_ONLY = (
     "timeout",
     "seed",
     "n_predict",
+    "draft_max",
     "chat_template_file",
 )
 """Parameters of `serve` that have no effect with --daemon."""

@@ -17,6 +17,8 @@ def error(path: Path) -> InputError:
     """
     folder = path.parent if path.parent.is_dir() else Path()
     similar = did_you_mean(path.name, (entry.name for entry in folder.iterdir()))
+    if path.name.lower().replace("-", "").replace("_", "") == "ngram":
+        similar = "for n-gram lookup write -md ngram"
     return InputError(
         f"{path}: no such file or folder",
         expected="a GGUF file, a checkpoint folder, or a hub id such as org/name",

@@ -6,6 +6,7 @@ from typing import Any
 
 import typer
 
+from g4spec import ranges
 from g4spec.cli import (
     _chat_options,
     _daemon,
@@ -53,6 +54,7 @@ def command(
     min_p: _chat_options.MinP = None,
     seed: _serve_options.Seed = None,
     n_predict: _serve_options.NPredict = None,
+    draft_max: _serve_options.DraftMax = "auto",
     reasoning: _template_options.Reasoning = "off",
     prefill_assistant: _template_options.PrefillAssistant = False,
     chat_template_file: _template_options.Template = None,
@@ -71,6 +73,10 @@ def command(
     SIGTERM or Ctrl-C lets running requests finish; a second one stops at once.
     """
     _serve_options.check_models(model, models, draft, alias, tags)
+    length = _options.draft_max(draft_max)
+    ranges.check(draft_max=length)
+    if models is None:
+        _inputs.require_draft(draft, draft_max=draft_max not in ("auto", "0"))
     out = Output(quiet=quiet)
     setup = _engine.Setup(
         ctx_size, draft_window, draft_p_min, device, cache_type, 1 if daemon else parallel
@@ -81,7 +87,10 @@ def command(
         "top_p": top_p,
         "min_p": min_p,
     }
-    engine_options: dict[str, Any] = {"pool": pool, "prefix_cache": prefix_cache << 20}
+    engine_options: dict[str, Any] = {
+        "pool": pool,
+        "prefix_cache": _serve_options.check_prefix_cache(prefix_cache),
+    }
     if daemon or stream_fd is not None:
         fd = _daemon.check(daemon, stream_fd, _inputs.given_flags(context))
         return _daemon.run(model, draft, setup, out, fd, sampling, **engine_options)
@@ -105,6 +114,7 @@ def command(
         "time_limit": timeout,
         "seed": seed,
         "n_predict": n_predict,
+        "draft_max": length,
         "sleep_seconds": sleep_idle_seconds,
         "reasoning": {"off": False, "on": True, "auto": None}[reasoning],
         "prefill_assistant": prefill_assistant,

@@ -215,14 +215,19 @@ def quantize(
     )
     with GGUF(source) as file:
         output = Output(Path(out), split_max_size, dry_run, progress, unchanged)
-        return _requantize(file, output, mix, allow_requantize, [], importance)
+        return _requantize(file, output, mix, allow_requantize, [], importance, change=True)
 
 
 def check_arguments(
     out: Path, type: str, dry_run: bool = False, tensor_types: Sequence[str] = ()
 ) -> Mix:
-    """Return the mix named `type`. Raises UsageError if it is unknown, InputError if `out` cannot
-    be written."""
+    """Return the mix named `type`. Raises UsageError if it is unknown or `out` is the name of a
+    type, InputError if `out` cannot be written."""
+    name = str(out).lower()
+    if name in policy.names() or name in quant.writable_names():
+        raise UsageError(
+            f"{out} is a quant type: expected the file to write", fix=f"use `type` {name} for it"
+        )
     if not dry_run:
         gguf.check_writable(Path(out))
     return policy.parse_type(type, tensor_types)
@@ -364,11 +369,21 @@ def _requantize(
     allow: bool,
     notes: list[str],
     importance: Imatrix | None = None,
+    *,
+    change: bool = False,
 ) -> Result:
+    """Rewrite a GGUF. `change`: refuse to replace an existing file by a copy of the source."""
     start = time.perf_counter()
     _check_output(output, [part.path for part in file.parts])
     choice = Policy(mix, file.shapes(), importance is not None)
     rows = tuple(_requantized(file, name, choice, allow) for name in file.tensors)
+    types = {name: info.format.name.upper() for name, info in file.tensors.items()}
+    if change and output.path.exists() and all(r.type == types[r.name or ""] for r in rows):
+        raise UsageError(
+            f"{file.path} has these types already: {output.path} exists, and would be replaced by "
+            "a copy",
+            fix="the source comes first, then the file to write; to copy, delete that file first",
+        )
     plan = Plan(rows)
     weights = _weights(file, plan, importance, notes) if importance else {}
     if output.dry_run:

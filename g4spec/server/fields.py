@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
-from pydantic_core import from_json
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    WrapValidator,
+)
+from pydantic_core import PydanticCustomError, from_json
 
 from g4spec.core import MAX_DRAFT
 from g4spec.server.request_errors import RequestError
@@ -100,6 +109,22 @@ def check(model: type[Model], value: Json, where: str = "") -> Model:
     raise RequestError(400, f"{where}: {first['msg']}{found}", param=where or None)
 
 
+def _draft_max(value: object, check: ValidatorFunctionWrapHandler) -> int | str | None:
+    """Validate a draft length, with one error instead of one for each type of the union."""
+    try:
+        found: int | str | None = check(value)
+    except ValidationError:
+        raise PydanticCustomError(
+            "draft_max", 'expected "auto" or 0 to {most}', {"most": MAX_DRAFT}
+        ) from None
+    return found
+
+
+DraftMax = Annotated[
+    Literal["auto"] | Annotated[int, Field(ge=0, le=MAX_DRAFT)] | None, WrapValidator(_draft_max)
+]
+
+
 class Sampling(Body):
     """Sampling parameters of all requests.
 
@@ -119,7 +144,7 @@ class Sampling(Body):
     stop: str | list[str] | None = None
     ignore_eos: bool | None = None
     live: str | None = Field(None, min_length=16, max_length=64)
-    draft_max: Literal["auto"] | Annotated[int, Field(ge=0, le=MAX_DRAFT)] | None = None
+    draft_max: DraftMax = None
 
 
 class ModelRequest(Loose):

@@ -71,11 +71,10 @@ def options(
         raise RequestError(
             400, f"stop: expected at most {MAX_STOPS} texts, found {len(stops)}", param="stop"
         )
-    draft_max = "auto" if fields.draft_max is None else fields.draft_max
     return Options(
         n_predict,
         sampler(service, fields, banned=banned),
-        draft_max,
+        service.settings.draft_max if fields.draft_max is None else fields.draft_max,
         tuple(stops),
         bool(fields.ignore_eos),
         logprobs,

@@ -131,7 +131,9 @@ def listen(address: ServerAddress) -> list[socket.socket]:
                 listener.close()
             raise EnvironmentProblem(
                 f"cannot listen on {host}:{port}",
-                found=error,
+                found=(error.strerror or str(error)).partition(" (while")[0]
+                if isinstance(error, OSError)
+                else error,
                 fix="choose another `port` or `host`",
             ) from None
         port = listeners[0].getsockname()[1]

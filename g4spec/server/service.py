@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import Literal
 
 from g4spec.errors import G4Error
 from g4spec.ops.logits import Mask
@@ -46,6 +47,7 @@ class Settings:
         sampler: default sampling parameters.
         seed: default seed; None: random for each request.
         n_predict: default limit of new tokens; None: the rest of the context.
+        draft_max: default of the maximum draft length.
         reasoning: default of reasoning; None: on if the chat template has it.
         prefill_assistant: continue the last message of a chat if it is the assistant's.
         sleep_seconds: seconds without requests after which the engine sleeps; None: never.
@@ -63,6 +65,7 @@ class Settings:
     sampler: Sampler = field(default_factory=lambda: Sampler(temperature=1.0))
     seed: int | None = None
     n_predict: int | None = None
+    draft_max: int | Literal["auto"] = "auto"
     reasoning: bool | None = False
     prefill_assistant: bool = False
     sleep_seconds: float | None = None

@@ -298,3 +298,42 @@ def test_a_folder_given_to_validate(g4spec: Cli) -> None:
     assert "g4spec convert target -o target.gguf" in g4spec.refused("validate", "target")
     assert "target-gguf/m.gguf" in g4spec.refused("validate", "target-gguf")
     assert "onvert" not in g4spec.refused("validate", "no-model")
+
+
+# ---- what is meant instead
+
+
+def test_a_quant_type_in_place_of_the_output(g4spec: Cli) -> None:
+    _, err = g4spec("quantize", "draft.gguf", "q4_0", code=2)
+    assert "q4_0 is a quant type: expected the file to write. Use --type q4_0 for it" in err
+
+
+def test_quantize_in_the_wrong_order(g4spec: Cli, home: Path, tmp_path: Path) -> None:
+    """The copy of a quantized file over its source would destroy the source."""
+    small, wide = tmp_path / "small.gguf", tmp_path / "wide.gguf"
+    g4spec("quantize", "draft.gguf", str(small), "--type", "q4_0", "--allow-requantize")
+    shutil.copy(home / "draft.gguf", wide)
+    before = wide.read_bytes()
+    _, err = g4spec("quantize", str(small), str(wide), "--type", "q4_0", code=2)
+    assert "has these types already" in err and wide.read_bytes() == before
+    g4spec("quantize", str(small), str(tmp_path / "copy.gguf"), "--type", "q4_0")
+
+
+def test_suggestions_for_missing_models(g4spec: Cli) -> None:
+    """Two names are not similar because both end in .gguf."""
+    assert "Did you mean target.gguf?" in g4spec("inspect", "targt.gguf", code=3)[1]
+    assert "Did you mean" not in g4spec("inspect", "nofile.gguf", code=3)[1]
+    words = ("generate", "-m", "target.gguf", "-md", "n-gram", "-p", "x")
+    assert "write -md ngram" in g4spec(*words, code=3)[1]
+
+
+def test_serve_refuses_impossible_numbers(g4spec: Cli) -> None:
+    words = ("serve", "-m", "target.gguf")
+    assert "the RAM of this machine" in g4spec(*words, "--prefix-cache", 99999999, code=2)[1]
+    assert "expected 0 to 15, or auto" in g4spec(*words, "--draft-max", 99, code=2)[1]
+    assert "--draft-max needs a draft" in g4spec(*words, "--draft-max", 5, code=2)[1]
+
+
+def test_short_files_are_not_empty(g4spec: Cli, tmp_path: Path) -> None:
+    (tmp_path / "short.gguf").write_text("hi\n")
+    assert "found a file of 3 bytes" in g4spec("validate", str(tmp_path / "short.gguf"), code=1)[0]

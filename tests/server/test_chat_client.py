@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from g4spec import cli
-from g4spec.cli import _sampling_defaults
+from g4spec.cli import _sampling_defaults, chat
 from g4spec.cli.render import Output
 from g4spec.errors import EnvironmentProblem, InputError, UsageError
 from g4spec.gguf import Value, ValueType, string, write
@@ -531,3 +531,10 @@ def test_certificates_are_checked_before_models(
     for name in ("c.pem", "nowhere.pem"):
         assert cli.run([*line, "--ssl-cert-file", str(tmp_path / name)]) == 3
         assert f"{name}: not a usable certificate" in capsys.readouterr().err
+
+
+def test_no_task_is_left_when_the_chat_ends() -> None:
+    """asyncio reports tasks that are pending when their loop is closed."""
+    with chat._loop() as loop:
+        task = loop.create_task(asyncio.sleep(60))
+    assert task.cancelled()

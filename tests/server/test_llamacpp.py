@@ -151,6 +151,17 @@ def test_templates_are_applied(busy: Served) -> None:
     assert "<|think|>" in thinking and thinking.endswith("<|turn>model\n")
 
 
+def test_the_server_has_a_default_draft_length(engines: Callable[..., Engine]) -> None:
+    """`serve --draft-max` applies to requests without `draft_max`."""
+    served = Served(engines(None, parallel=2), Settings("tiny", draft_max=3))
+    try:
+        for more, expected in (({}, 3), ({"draft_max": "auto"}, "auto")):
+            answer = served.post("/completion", prompt="x", n_predict=1, **more)
+            assert answer["generation_settings"]["speculative.n_max"] == expected
+    finally:
+        served.stop()
+
+
 def test_defaults_of_chats_can_be_those_of_llama_cpp(engines: Callable[..., Engine]) -> None:
     """Options of `serve` turn reasoning on, and continue a last message of the assistant."""
     served = Served(

@@ -390,3 +390,9 @@ def test_unsupported_completions_are_refused(busy: Served) -> None:
     ):
         body = {"prompt": "x", "max_tokens": 1, **more}
         assert message in busy.refused("/v1/completions", body)["message"]
+
+
+def test_errors_about_draft_lengths_name_both_forms(busy: Served) -> None:
+    for value in (99, -1, "long", 2.5):
+        error = busy.refused("/v1/completions", {"prompt": "x", "draft_max": value})
+        assert error["message"] == f'draft_max: expected "auto" or 0 to 15, found {value!r}'

@@ -27,7 +27,8 @@ def magic(s: Subject) -> Findings:
     if s.header.magic != b"GGUF":
         with regular_files.open_regular(s.path) as file:
             pointer = regular_files.is_lfs_pointer(file.read(64))
-        found = "a Git LFS pointer" if pointer else s.header.magic.hex(" ") or "an empty file"
+        short = f"a file of {s.header.size} bytes" if s.header.size else "an empty file"
+        found = "a Git LFS pointer" if pointer else s.header.magic.hex(" ") or short
         yield Finding(
             "byte 0", "47 47 55 46 (GGUF)", found, regular_files.LFS_FIX if pointer else AGAIN
         )
