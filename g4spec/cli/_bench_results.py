@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 LEGEND = (
     "drafted: draft length, plain without a draft. x plain: speed relative to plain, median of the "
-    "repeats. accepted: percentage of the drafted tokens."
+    "repeats. by prompt: lowest and highest tokens/step of a prompt. accepted: percentage of the "
+    "drafted tokens. draft ms, step ms: time of a proposal, and of the target's step after it."
 )
 """Explanation of the columns of a result."""
 

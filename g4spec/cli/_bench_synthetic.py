@@ -80,7 +80,10 @@ def run(
     try:
         backend: Any = devices.select("cuda" if device == "auto" else device, setup.cache_type)
     except EnvironmentProblem as missing:
-        raise EnvironmentProblem(missing.what, fix="see `g4spec doctor`") from None
+        reason = missing.what.removeprefix("`device` cuda: ")
+        raise EnvironmentProblem(
+            f"--synthetic needs an NVIDIA GPU: {reason}", fix="see `g4spec doctor`"
+        ) from None
     data = synthetic_bench.measure(name, backend, config)
     _bench_results.write_files(data, out, save, None)
     _show(data, out)

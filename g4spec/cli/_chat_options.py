@@ -19,7 +19,9 @@ ApiKey = Annotated[
     str | None, typer.Option("--api-key", envvar="G4SPEC_API_KEY", help="API key for --url.")
 ]
 System = Annotated[str | None, typer.Option("--system", help="System message.")]
-Think = Annotated[bool, typer.Option("--think", help="Let the model think before it answers.")]
+Think = Annotated[
+    bool, typer.Option("--think", "--thinking", help="Let the model think before it answers.")
+]
 NPredict = Annotated[
     int | None,
     typer.Option(

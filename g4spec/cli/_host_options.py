@@ -79,7 +79,8 @@ CpuMoe = Annotated[
     ),
 ]
 Kv = Annotated[
-    str | None, typer.Option("--kv", help="KV cache type: f16, q8_0, q4_0, bf16, fp8, ...")
+    str | None,
+    typer.Option("--kv", "--cache-type", help="KV cache type: f16, q8_0, q4_0, bf16, fp8, ..."),
 ]
 
 

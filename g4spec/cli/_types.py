@@ -95,8 +95,10 @@ def show(result: Result, out: Output, **more: Any) -> None:
                     f"{row.name or ''} ({row.note})"
                 )
     types = ", ".join(f"{n} {t}" for t, n in result.plan.type_counts().items())
-    verb = "wrote" if result.written else "would write"
-    out.line(f"{verb} {result.out}: {size(result.nbytes)}, {types}, {result.seconds:.1f} s")
+    if result.written:
+        out.line(f"wrote {result.out}: {size(result.nbytes)}, {types}, {result.seconds:.1f} s")
+    else:
+        out.line(f"would write {result.out}: {size(result.nbytes)} of tensors, {types}")
     out.result({**as_json(result), **more})
 
 

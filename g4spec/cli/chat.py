@@ -101,9 +101,18 @@ def _loop() -> Iterator[asyncio.AbstractEventLoop]:
     import asyncio
 
     loop = asyncio.new_event_loop()
+
+    async def end(tasks: set[asyncio.Task[Any]]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await loop.shutdown_asyncgens()
+
     try:
         yield loop
     finally:
+        # httpx closes its generators in tasks of their own, which asyncio would report as lost.
+        loop.run_until_complete(end(asyncio.all_tasks(loop)))
         loop.close()
 
 

@@ -18,7 +18,8 @@ def command(
         str | None, typer.Argument(help="Text, or token ids with --ids-to-text.")
     ] = None,
     file: Annotated[
-        Path | None, typer.Option(help="Read the text or ids from a file; - is stdin.")
+        Path | None,
+        typer.Option("-f", "--file", help="Read the text or ids from a file; - is stdin."),
     ] = None,
     csv: Annotated[bool, typer.Option("--csv", help="Separate ids by commas, not spaces.")] = False,
     ids_to_text: Annotated[bool, typer.Option("--ids-to-text", help="Decode ids to text.")] = False,

@@ -173,7 +173,7 @@ class _Builder:
             action: Literal["copy", "make"] = "copy"
             stored = self.tensors[name].format
             if spec.make:
-                action, note = "make", spec.make
+                action, note = "make", "target ids, computed from the offsets to them"
             elif stored and stored.quantized and stored is not form and spec.role != "vector":
                 form, note, size = (
                     stored,

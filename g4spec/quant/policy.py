@@ -158,7 +158,8 @@ class Policy:
         if name == OUTPUT or (self.tied and name in TABLES):
             if base.name == "q8_0":
                 return base, ""
-            why = "output" if name == OUTPUT else "token table of a tied output"
+            which = "the output" if name == OUTPUT else "the token table of a tied output"
+            why = f"{which} gets more bits, as in llama.cpp"
             return quant.get("q8_0" if row % base.block else "q6_k"), why
         for override in self.mix.overrides:
             if override.name_part in name and override.where(self._position(name)):

@@ -452,3 +452,8 @@ def test_a_long_prompt_does_not_hold_up_running_texts(
     assert running.text == texts[0]
     for request in long:
         assert list(request)
+
+
+def test_a_text_in_place_of_the_list_of_stop_texts() -> None:
+    with pytest.raises(UsageError, match="`stop`: expected a tuple of texts"):
+        Options(stop="\n")  # type: ignore[arg-type]
