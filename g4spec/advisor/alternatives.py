@@ -57,16 +57,16 @@ def find(
             named = replace(other, target=_with_type(other.target, v.option))
             options = command_options(named, machine, engine)
             text = _text(facts, machine, q, other, v)
-            yield Alternative(kind, text, f"{command} {options}")
+            dropped = q.draft is not None and other.draft is None
+            yield Alternative(kind, text, f"{command} {options}", dropped)
 
 
 def fix(facts: Facts, machine: Machine, q: Question, v: EngineVerdict, command: str) -> str:
-    """Return the fix of a refused verdict: if it does not fit, the command of the best
-    alternative."""
+    """Return the fix of a refused verdict: if it does not fit, that of the best alternative."""
     if not v.too_large:
         return v.fix
     found = next(find(facts, machine, q, v.engine.name, command), None)
-    return found.command if found is not None else NO_ALTERNATIVE
+    return found.fix if found is not None else NO_ALTERNATIVE
 
 
 def _candidates(
@@ -189,12 +189,12 @@ def _text(facts: Facts, machine: Machine, asked: Question, q: Question, v: Engin
     if q.draft is not None:
         text += f", with {q.draft.given}"
     elif asked.draft is not None:
-        text += ", without a draft"
+        text += ", without the draft"
     if q.split:
         text += f", {_split_text(facts, q, v)}"
     text += f": up to {v.plan.largest:,} tokens with {v.plan.kv} cache"
     made = summary.estimate(facts, machine, q, v)
-    return f"{text}, {summary.speed_text(made) if made else 'speed not known'}"
+    return f"{text}, {summary.speed_text(made, q.draft) if made else 'speed not known'}"
 
 
 def _split_text(facts: Facts, q: Question, v: EngineVerdict) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from g4spec.advisor import alternatives, backends, engines, summary
-from g4spec.advisor.diagnosis import Alternative, Diagnosis
+from g4spec.advisor.diagnosis import Alternative, Diagnosis, split_step
 from g4spec.advisor.engines import EngineVerdict, best_verdict, verdicts_asked
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.format_choice import Question, has_few_bits
@@ -56,7 +56,7 @@ def diagnose(
     }
     others = _others(facts, machine, question, verdicts, requested, best, engine)
     if best is not None and others and best.refusal:
-        fixes[best.engine.name] = others[0].command
+        fixes[best.engine.name] = others[0].fix
     _engines(d, verdicts, best, after, fixes)
     if best is not None:
         works = d.works and best.works
@@ -102,7 +102,7 @@ def _reason(
     plan = other.plan
     if best.engine.name == "vllm":
         made = summary.estimate(facts, machine, q, other)
-        speed = f", {summary.speed_text(made)}" if made else ""
+        speed = f", {summary.speed_text(made, q.draft)}" if made else ""
         use = "serves many requests at once. For one at a time, llama.cpp runs it too"
         if best.gpus > 1:
             use = "reads all cards at once. llama.cpp runs it too, on one card after the other"
@@ -389,9 +389,9 @@ def _steps(
         if v.refused and (engine or (v.installed and v.engine.name != "g4spec")):
             fix = fixes.get(v.engine.name)
             for text in dict.fromkeys([p.fix for p in v.blockers] + ([fix] if fix else [])):
-                d.steps.append(text if _is_command(text) else f"{v.engine.title}: {text}")
-    if d.brief is not None and d.brief.command and d.brief.command not in d.steps:
-        d.steps.append(d.brief.command)
+                d.steps.append(_step(v, text))
+    if d.brief is not None and d.brief.command and d.brief.step not in d.steps:
+        d.steps.append(d.brief.step)
         if "recipe" in d.brief.command:
             d.steps.append("measure with and without the draft (the recipe ends with the command)")
     if not d.steps and best is not None:
@@ -399,8 +399,9 @@ def _steps(
         possible = [v for v in shown if v.on_gpu or v.engine.name in GGUF]
         for v in possible:
             text = v.blockers[0].fix if v.blockers else fixes.get(v.engine.name, "")
-            d.steps.append(text if _is_command(text) else f"{v.engine.title}: {text}")
+            d.steps.append(_step(v, text))
 
 
-def _is_command(text: str) -> bool:
-    return text.startswith("g4spec ")
+def _step(v: EngineVerdict, fix: str) -> str:
+    """Return the fix of an engine as a step, which names the engine unless it has a command."""
+    return fix if split_step(fix)[1] else f"{v.engine.title}: {fix}"
