@@ -1,12 +1,12 @@
 """Finds runs that fit, in place of one that does not: another cache type, a shorter context, no
-draft, another file type, layers in RAM with llama.cpp, or a smaller size."""
+draft, n-gram lookup, another file type, layers in RAM with llama.cpp, or a smaller size."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from g4spec.advisor import engines, summary
+from g4spec.advisor import engines, lookup, summary
 from g4spec.advisor.diagnosis import Alternative
 from g4spec.advisor.engines import EngineVerdict
 from g4spec.advisor.facts import Facts
@@ -18,7 +18,7 @@ from g4spec.advisor.format_choice import (
 )
 from g4spec.advisor.layer_split import NO_SPLIT, LayerSplit, layer_sizes
 from g4spec.advisor.machine import GIB, Machine
-from g4spec.advisor.memory_needs import GGUF, Calculator, CardMemoryPlan
+from g4spec.advisor.memory_needs import GGUF, NGRAM, Calculator, CardMemoryPlan
 from g4spec.advisor.named_models import (
     DraftModel,
     TargetModel,
@@ -40,9 +40,9 @@ def find(
 ) -> Iterator[Alternative]:
     """Yield runs with the same engine that fit, at most one for each kind of change, best first.
 
-    What changes least comes first: a shorter context, the cache type, no draft (the same text), a
-    smaller file type, layers in RAM (slower), a smaller size. Much of a dense model in RAM comes
-    last.
+    What changes least comes first: a shorter context, the cache type, no draft or n-gram lookup
+    (the same text), a smaller file type, layers in RAM (slower), a smaller size. Much of a dense
+    model in RAM comes last.
 
     Args:
         command: the command that repeats the run, as "g4spec doctor"; options are appended.
@@ -92,6 +92,7 @@ def _candidates(
         yield "cache", replace(q, kv=None, target=pinned)
     if q.draft is not None:
         yield "draft", replace(q, draft=None)
+        yield "ngram", replace(q, draft=lookup.ngram_lookup(q.target))
     types = _smaller_types(facts, machine, q, engine)
     for target in types:
         yield "type", replace(q, target=target)
@@ -187,7 +188,7 @@ def _text(facts: Facts, machine: Machine, asked: Question, q: Question, v: Engin
     size = next((s.name for s in facts.all(SizeFact) if s.id == q.target.size), q.target.title)
     text = f"{size} in {v.plan.format}, {v.option.nbytes / 1e9:.1f} GB"
     if q.draft is not None:
-        text += f", with {q.draft.given}"
+        text += f", with {q.draft.given}{' (needs no file)' * (q.draft.kind == NGRAM)}"
     elif asked.draft is not None:
         text += ", without the draft"
     if q.split:

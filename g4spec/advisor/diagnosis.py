@@ -72,7 +72,8 @@ class Alternative:
     """A run that fits, in place of the requested one.
 
     Attributes:
-        kind: what changes: cache, context, draft (none), type, split (layers in RAM) or size.
+        kind: what changes: cache, context, draft (none), ngram, type, split (layers in RAM) or
+            size.
         text: model, draft, context and expected speed.
         command: the complete command to run next.
         drops_draft: True if it leaves out the requested draft.

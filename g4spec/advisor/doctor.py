@@ -125,7 +125,8 @@ def _others(
     engine: str | None,
 ) -> tuple[Alternative, ...]:
     """Return runs that fit if the best verdict does not: with its engine, or else with llama.cpp.
-    If it fits only with few bits per weight, return the run without the draft that has more."""
+    If it fits only with few bits per weight, return the runs without the draft's file that have
+    more."""
     if best is None:
         return ()
 
@@ -138,7 +139,7 @@ def _others(
         return (best.refusal and find(best)) or tuple(a for v in llama for a in find(v))
     if best.works and best.option is not None and q.draft and has_few_bits(best.option):
         other = best.option.format
-        return tuple(a for a in find(best) if a.kind == "draft" and other not in a.text)
+        return tuple(a for a in find(best) if a.kind in ("draft", "ngram") and other not in a.text)
     return ()
 
 

@@ -103,9 +103,11 @@ def test_what_an_8_gb_and_a_16_gb_card_are_offered() -> None:
     pair = ask("RTX 4060", "12b:q4_k_m", "mtp")
     assert kinds(pair) == ["type", "split", "size"]
     named = ask("RTX 4060 Ti 16GB", "26b:qat-q4_0", "mtp")
-    assert kinds(named)[:2] == ["draft", "type"] and "split" in kinds(named)
+    assert kinds(named)[:3] == ["draft", "ngram", "type"] and "split" in kinds(named)
     fits = ask("RTX 4060 Ti 16GB", "26b", "mtp")
-    assert fits.works and kinds(fits) == ["draft"], "Q3_K_M, or more bits without the draft"
+    assert fits.works and kinds(fits) == ["draft", "ngram"], (
+        "Q3_K_M, or more bits without the draft"
+    )
     long = ask("RTX 3090", "31b:q4_k_m", "zlab", c=131072)
     assert kinds(long)[0] == "context"
 
@@ -132,6 +134,17 @@ def test_a_speed_that_does_not_count_the_draft_says_so() -> None:
     assert refused is not None
     for other in refused.alternatives:
         assert "without the draft" in other.text or "speed not known" in other.text
+
+
+@pytest.mark.parametrize("engine", engines.NAMES)
+def test_n_gram_lookup_is_offered_where_the_engine_has_it(engine: str) -> None:
+    d = ask("RTX 3090", "31b:q4_k_m", "redhat-dflash", c=40000, engine=engine)
+    offers = {a.kind: a for a in d.brief.alternatives} if d.brief else {}
+    has = "ngram" in engines.engine_fact(FACTS, engine).drafts
+    assert has == (engine in ("llama.cpp", "g4spec")) == ("ngram" in offers)
+    if has:
+        assert " -md ngram " in offers["ngram"].command and not offers["ngram"].drops_draft
+        assert "needs no file" in offers["ngram"].text
 
 
 def test_an_engine_that_is_not_installed_is_named(capsys: pytest.CaptureFixture[str]) -> None:
