@@ -87,6 +87,8 @@ def command(
     if probe:
         _probe.check(target)
     path = _inputs.resolve(path, out, "gguf")
+    if probe:
+        _probe.check_draft(path)
     if upstream:
         return _upstream(out, path)
     target = target and _inputs.resolve(target, out, "gguf")
