@@ -29,7 +29,7 @@ from g4spec.advisor.named_models import (
 from g4spec.advisor.schema import DraftFact, SizeFact
 from g4spec.advisor.versions import holds
 
-NO_ALTERNATIVE = "a card with more memory, or several"
+NO_ALTERNATIVE = "a GPU with more memory, or several"
 MUCH_IN_RAM = 0.25
 """Fraction of a dense model's weights in RAM above which a smaller size is the better choice: every
 token reads them."""

@@ -105,7 +105,7 @@ def _reason(
         speed = f", {summary.speed_text(made, q.draft)}" if made else ""
         use = "serves many requests at once. For one at a time, llama.cpp runs it too"
         if best.gpus > 1:
-            use = "reads all cards at once. llama.cpp runs it too, on one card after the other"
+            use = "reads all GPUs at once. llama.cpp runs it too, on one GPU after the other"
         return (
             f"vLLM {use}: {plan.format}, up to {plan.largest:,} tokens with {plan.kv} cache{speed}"
         )
@@ -202,7 +202,7 @@ def _engines(
 def _runs(v: EngineVerdict) -> str:
     if v.plan is None:
         return "runs, on the CPU, slowly (32-bit reference)"
-    cards = f"{v.gpus} cards, " if v.gpus > 1 else ""
+    cards = f"{v.gpus} GPUs, " if v.gpus > 1 else ""
     if not v.on_gpu:
         cards = "on the CPU, "
     text = f"runs {v.plan.format}, {cards}{v.plan.kv} cache up to {v.plan.largest:,} tokens"
@@ -213,7 +213,7 @@ def _memory(d: Diagnosis, v: EngineVerdict) -> None:
     assert v.plan is not None
     plan = v.plan
     d.plans.extend(v.plans)
-    per_card = " per card" if v.gpus > 1 else ""
+    per_card = " per GPU" if v.gpus > 1 else ""
     like = " with vLLM's figures, an estimate" if v.engine.name == "sglang" else ""
     s = d.section(
         f"Memory{per_card}: {v.engine.title}, {plan.format}, {plan.kv} cache, "
@@ -308,7 +308,7 @@ def _backends(
     )
     rows = backends.judge_backends(facts, name, v.version, cc)
     if not rows:
-        s.add("note", "nothing is known for this version and card")
+        s.add("note", "nothing is known for this version and GPU")
         return
     for row in rows:
         heads = "/".join(str(h) for h in row.heads) or "none"

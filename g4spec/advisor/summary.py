@@ -93,7 +93,7 @@ def _plan(v: EngineVerdict) -> list[tuple[str, str]]:
     plan, option = v.plan, v.option
     if plan is None or option is None:
         return [("type", "the file's type, computed in float32 on the CPU")]
-    cards = f" on {v.gpus} cards" if v.gpus > 1 else "" if v.on_gpu else " on the CPU"
+    cards = f" on {v.gpus} GPUs" if v.gpus > 1 else "" if v.on_gpu else " on the CPU"
     text = f"up to {plan.largest:,} tokens with {plan.kv} cache; {plan.context:,} take "
     text += f"{plan.total / GIB:.1f} of {plan.available / GIB:.1f} GiB"
     if v.uncounted:
@@ -116,7 +116,7 @@ def _reported_with_layers_in_ram(
     own = [row for row in rows if cards & set(row.cards)]
     text = [("reported", f"{row.hardware}: {row.says}") for row in own]
     return text or [
-        ("reported", f"nothing for this card; on another one, {row.hardware}: {row.says}")
+        ("reported", f"nothing for this GPU; on another one, {row.hardware}: {row.says}")
         for row in rows
     ]
 
