@@ -108,6 +108,8 @@ def _run(
     """Generate and show a text. `endless`: until the context is full."""
     ids = prompt.encode(engine.tokenizer, engine.n_ctx)
     out.note(prompt.chat_note(engine.tokenizer, ids))
+    if prompt.options.thinking:
+        out.note(_prompt.thinking_note(engine.tokenizer))
     if endless:
         options = replace(options, n_predict=engine.n_ctx)
     drafting = engine.draft is not None and options.draft_max != 0
