@@ -12,9 +12,6 @@ from g4spec.cli import _inputs
 from g4spec.errors import InputError, UsageError
 
 if TYPE_CHECKING:
-    from g4spec.cli.render import Output
-    from g4spec.measure.prompts import BenchPrompt
-    from g4spec.runtime.engine import Engine
     from g4spec.runtime.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -27,8 +24,6 @@ class PromptOptions:
 
     Attributes:
         special: parse text such as <|turn> as control tokens; None: in raw prompts only.
-        built_in: the command has prompts for the case that none is given; `thinking` applies to
-            them too.
     """
 
     text: str | None = None
@@ -40,50 +35,23 @@ class PromptOptions:
     tools: Path | None = None
     thinking: bool = False
     special: bool | None = None
-    built_in: bool = False
 
     def __post_init__(self) -> None:
-        if self._count > 1 or not (self._count or self.built_in):
+        sources = (self.text, self.file, self.tokens_file, self.messages)
+        if sum(given is not None for given in sources) != 1:
             raise UsageError("expected exactly one of -p, --file, --tokens-file and --messages")
-        needs_template = {
-            "--system": self.system is not None,
-            "--thinking": self.thinking and self.is_given,
-            "--tools": self.tools is not None,
-        }
-        needs_prompt = {"--chat": self.chat, "--parse-special": self.special is not None}
-        for name, used in (needs_template | needs_prompt).items():
-            if used and not self.is_given:
-                raise UsageError(
-                    f"{name} needs a prompt of your own",
-                    fix="give one with -p, --file, --tokens-file or --messages",
-                )
-        for name, used in needs_template.items():
-            if used and not self.uses_template:
+        for name, given in (
+            ("--system", self.system is not None),
+            ("--thinking", self.thinking),
+            ("--tools", self.tools is not None),
+        ):
+            if given and not self.uses_template:
                 raise UsageError(
                     f"{name} needs a chat template", fix="add --chat, or give --messages"
                 )
         if self.tokens_file is not None and (self.uses_template or self.special is not None):
             name = "--chat" if self.uses_template else "--parse-special"
             raise UsageError(f"{name} has no effect on token ids", fix="leave it out")
-
-    @property
-    def is_given(self) -> bool:
-        """True if the user gave a prompt."""
-        return self._count == 1
-
-    @property
-    def _count(self) -> int:
-        sources = (self.text, self.file, self.tokens_file, self.messages)
-        return sum(source is not None for source in sources)
-
-    def check_built_in_only(self, **options: object) -> None:
-        """Raise UsageError if a prompt is given beside an option that selects built-in prompts."""
-        for name, value in options.items():
-            if self.is_given and value is not None:
-                raise UsageError(
-                    f"--{name.replace('_', '-')} applies to the built-in prompts only",
-                    fix="leave it out",
-                )
 
     @property
     def uses_template(self) -> bool:
@@ -149,23 +117,6 @@ class Prompt:
             "this is a chat model, and it continues the prompt as plain text; "
             "to ask it a question, add --chat"
         )
-
-
-def bench_prompt(prompt: Prompt, engine: Engine, out: Output) -> BenchPrompt:
-    """Return the user's prompt in the form of the built-in ones."""
-    from g4spec.measure.prompts import BenchPrompt
-
-    ids = prompt.encode(engine.tokenizer, engine.n_ctx)
-    out.note(prompt.chat_note(engine.tokenizer, ids))
-    return BenchPrompt("the prompt", "own", "ids", prompt.text, ids=tuple(ids))
-
-
-def thinking_note(tokenizer: Tokenizer) -> str | None:
-    """Return a note if the chat template writes the same with and without thinking, else None."""
-    turns = [{"role": "user", "content": "a"}]
-    if tokenizer.template and tokenizer.chat(turns) != tokenizer.chat(turns, thinking=True):
-        return None
-    return "--thinking has no effect: this model's chat template does not know it"
 
 
 def _check_roles(path: Path, messages: Sequence[Mapping[str, Any]]) -> None:

@@ -19,10 +19,11 @@ from g4spec.cli import (
     _command_classes,
     _engine,
     _inputs,
+    _measured_prompt,
     _options,
-    _prompt,
     _prompt_options,
 )
+from g4spec.cli._notes import thinking_note
 from g4spec.cli.render import Json, Output, Quiet
 
 if TYPE_CHECKING:
@@ -90,22 +91,12 @@ def measure(
     model = _bench_options.require_target(
         model, preset, dataset, bool(temp or categories), save, report
     )
-    prompt_options = _prompt.PromptOptions(
-        prompt,
-        file,
-        tokens_file,
-        messages,
-        chat,
-        system,
-        tools,
-        thinking,
-        parse_special,
-        built_in=True,
+    prompt_options = _measured_prompt.MeasuredPromptOptions(
+        prompt, file, tokens_file, messages, chat, system, tools, thinking, parse_special
     )
-    prompt_options.check_built_in_only(
+    own = prompt_options.read_own(
         preset=preset, categories=categories, prompts=count, long_tokens=long_tokens
     )
-    own = prompt_options.read() if prompt_options.is_given else None
     names, questions = _questions(dataset, categories, count, preset is not None, thinking)
     _inputs.check_exists(model, draft)
     from g4spec.measure import bench, draft_lengths, prompts, run_record
@@ -123,12 +114,12 @@ def measure(
         config, lengths=draft_lengths.parse_lengths(wanted, bench.longest_proposal(engine))
     )
     if own is not None:
-        texts = [_prompt.bench_prompt(own, engine, out)]
+        texts = [_measured_prompt.bench_prompt(own, engine, out)]
     elif not (texts := questions):
         room = prompts.long_prompt_tokens(long_tokens, engine.n_ctx, config.n_predict, 2048)
         texts = prompts.prompts(engine.tokenizer, names, count, room, thinking=thinking)
     if thinking:
-        out.note(_prompt.thinking_note(engine.tokenizer))
+        out.note(thinking_note(engine.tokenizer))
     origin = run_record.describe(model, draft_file, engine.backend, ["g4spec", *sys.argv[1:]])
     if parallel > 1:
         return _bench_parallel.run(engine, texts, config, parallel, origin, out, save)

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from g4spec.cli import _engine, _inputs, _logit_options, _options, _prompt, _prompt_options
-from g4spec.cli._notes import greedy_note, low_acceptance_note
+from g4spec.cli._notes import greedy_note, low_acceptance_note, thinking_note
 from g4spec.cli._text_stream import Marking, Writer, auto_note, stats_line
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import UsageError
@@ -109,7 +109,7 @@ def _run(
     ids = prompt.encode(engine.tokenizer, engine.n_ctx)
     out.note(prompt.chat_note(engine.tokenizer, ids))
     if prompt.options.thinking:
-        out.note(_prompt.thinking_note(engine.tokenizer))
+        out.note(thinking_note(engine.tokenizer))
     if endless:
         options = replace(options, n_predict=engine.n_ctx)
     drafting = engine.draft is not None and options.draft_max != 0

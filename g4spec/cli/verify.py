@@ -6,8 +6,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from g4spec.cli import _bench_parallel, _engine, _inputs, _options, _prompt, _prompt_options
-from g4spec.cli._notes import low_acceptance_note
+from g4spec.cli import (
+    _bench_parallel,
+    _engine,
+    _inputs,
+    _measured_prompt,
+    _options,
+    _prompt_options,
+)
+from g4spec.cli._notes import low_acceptance_note, thinking_note
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import CheckFailed, UsageError
 
@@ -75,20 +82,10 @@ def command(
     """
     if draft is None:
         raise UsageError("no draft given: there is nothing to verify", fix="pass one with -md")
-    prompt_options = _prompt.PromptOptions(
-        prompt,
-        file,
-        tokens_file,
-        messages,
-        chat,
-        system,
-        tools,
-        thinking,
-        parse_special,
-        built_in=True,
+    prompt_options = _measured_prompt.MeasuredPromptOptions(
+        prompt, file, tokens_file, messages, chat, system, tools, thinking, parse_special
     )
-    prompt_options.check_built_in_only(long_tokens=long_tokens)
-    own = prompt_options.read() if prompt_options.is_given else None
+    own = prompt_options.read_own(long_tokens=long_tokens)
     length = None if draft_max is None else _options.draft_max(draft_max)
     if length == 0:
         raise UsageError("--draft-max 0 drafts no tokens to verify", fix="pass 1 or more, or auto")
@@ -101,12 +98,12 @@ def command(
     engine = _engine.load(model, draft_file, setup, out)
     assert engine.draft is not None
     if own is not None:
-        texts = [_prompt.bench_prompt(own, engine, out)]
+        texts = [_measured_prompt.bench_prompt(own, engine, out)]
     else:
         room = prompts.long_prompt_tokens(long_tokens, engine.n_ctx, n_predict, 1024)
         texts = prompts.prompts(engine.tokenizer, long_tokens=room, thinking=thinking)
     if thinking:
-        out.note(_prompt.thinking_note(engine.tokenizer))
+        out.note(thinking_note(engine.tokenizer))
     cases_to_run = verify.cases(
         texts, cases, engine.draft.max_tokens, seed, length=length, temperature=temp
     )
