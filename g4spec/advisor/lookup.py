@@ -143,7 +143,7 @@ def find_draft(facts: Facts, text: str, of: TargetModel) -> DraftModel:
         if text.lower() in (d.id, d.hub.lower(), d.hub.lower().split("/")[-1], *d.aliases)
     ]
     rows = [d for d in facts.all(DraftFact) if d.model == of.size]
-    names = [name for d in rows for name in draft_names(d)]
+    names = [*(name for d in rows for name in draft_names(d)), NGRAM]
     known = ", ".join([*(draft_names(d)[0] for d in rows), NGRAM])
     whose = of.title if of.size == "other" else f"the {of.size}"
     if others:

@@ -113,10 +113,7 @@ def check_draft(path: Path, confident: bool = False) -> None:
 
 def check_target(path: Path, n_ctx: int | None, alone: bool = False) -> None:
     """Raise InputError unless `path` is a target's GGUF, UsageError for a too long context.
-
-    Args:
-        alone: True for a command that runs no drafts: its error must not offer -md.
-    """
+    `alone`: the command runs no drafts, so the error must not offer -md."""
     fix = "this is a draft, and this command runs only targets: name its target" if alone else None
     if not path.is_dir():
         from g4spec.runtime import engine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from g4spec.cli.render import Output
@@ -35,7 +36,7 @@ def check_draft(path: Path) -> None:
                 f"--probe: {path} is not a draft",
                 expected="FILE: a draft; --target: its target",
                 found=kind.TITLE if kind else f"architecture {arch!r}",
-                fix=f"write `g4spec validate DRAFT.gguf --probe --target {path}`"
+                fix=f"write `g4spec validate DRAFT.gguf --probe --target {quote(str(path))}`"
                 if kind
                 else "leave out --probe",
             )

@@ -281,6 +281,11 @@ def test_n_gram_lookup_is_a_draft(engine: str) -> None:
     assert "draft.gguf" not in command
 
 
+def test_a_misspelled_n_gram_lookup_is_suggested(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "-m", "31b", "-md", "ngrams", "--assume", "RTX 3090"]) == 2
+    assert "Did you mean ngram?" in capsys.readouterr().err
+
+
 def test_an_unknown_type_gets_the_list_of_the_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["doctor", "-m", "12b:q9"]) == 2
     listed = set(re.findall(r"[a-z0-9_-]+", capsys.readouterr().err))
