@@ -268,6 +268,7 @@ _FACTORS = {
 """Format -> (byte offset, value) of a block's half-precision scales. Values are for one column;
 `_matrix` divides them by sqrt(columns)."""
 _BYTES = {
+    "tq2_0": ((64, 1 / 1.2),),
     "mxfp4": ((0, 118),),
     "nvfp4": tuple((at, 0x08) for at in range(4)),
     "iq1_m": tuple((at, byte) for at, byte in ((49, 0x02), (51, 0x02), (53, 0x02), (55, 0x22))),

@@ -165,8 +165,8 @@ class NumberUnit(Unit):
     def value(self, row: int, k: int) -> np.float32:
         code = np.float32(self.table[self.code(row, k)])
         at = self.head
-        if self.name == "iq4_nl":
-            return code * self.half(at + (k // 32 * 128 + row) * 2)
+        if self.name in ("iq4_nl", "tq2_0"):
+            return code * self.half(at + (k // quant.get(self.name).block * 128 + row) * 2)
         if self.name == "mxfp4":
             return code * mxfp4.power(np.uint8([self.data[at + k // 32 * 128 + row]]))[0]
         if self.name == "nvfp4":
@@ -206,6 +206,7 @@ TABLES: dict[str, tuple[int, Sequence[float], int]] = {
     "q3_k": (3, range(-4, 4), 1),
     "q2_k": (2, range(4), 1),
     **{name: (3, _SIGNED["iq2"], 8) for name in ("iq2_s", "iq2_xs", "iq2_xxs")},
+    "tq2_0": (2, range(-1, 3), 1),
     "iq1_m": (3, _IQ1, 8),
     "iq1_s": (3, _IQ1, 8),
 }

@@ -101,6 +101,7 @@ def test_discovery() -> None:
         "iq4_xs": 30,
         "iq1_m": 31,
         "bf16": 32,
+        "tq2_0": 37,
         "mxfp4": None,
         "nvfp4": 39,
     }
@@ -113,6 +114,7 @@ def test_discovery() -> None:
         "iq3_s",
         "iq2_s",
         "iq1_m",
+        "tq2_0",
         "mxfp4",
         "nvfp4",
     }

@@ -46,6 +46,7 @@ from g4spec.quant.formats import (
     q5_k,
     q6_k,
     q8_0,
+    tq2_0,
 )
 from g4spec.runtime.cuda.build.constants import PACK_ROWS
 from g4spec.runtime.cuda.weights import held_size
@@ -281,6 +282,7 @@ PARTS: dict[str, tuple[np.dtype[np.void], tuple[Part, ...]]] = {
         q2_k.DTYPE,
         (_numbers("q", 2, 32), _by_row("scales", "scales", 4), _by_row("d", "dmin", 1)),
     ),
+    "tq2_0": (tq2_0.DTYPE, (_numbers("q", 2, 32), _factors("d", 2, 256))),
     **{name: _rewritten(name) for name in held_size.BLOCKS},
 }
 """The block of each type in memory, and the parts of a unit in order."""
