@@ -11,6 +11,7 @@ import torch
 
 from g4spec import quant
 from g4spec.errors import Unsupported
+from g4spec.measure import synthetic
 from g4spec.quant import codebook
 from g4spec.quant.formats import mxfp4, nvfp4
 from g4spec.runtime.cuda.build import nvrtc
@@ -205,8 +206,8 @@ TABLES: dict[str, tuple[int, Sequence[float], int]] = {
     "iq3_xxs": (4, _SIGNED["iq3_xxs"], 4),
     "q3_k": (3, range(-4, 4), 1),
     "q2_k": (2, range(4), 1),
-    **{name: (3, _SIGNED["iq2"], 8) for name in ("iq2_s", "iq2_xs", "iq2_xxs")},
     "tq2_0": (2, range(-1, 3), 1),
+    **{name: (3, _SIGNED["iq2"], 8) for name in ("iq2_s", "iq2_xs", "iq2_xxs")},
     "iq1_m": (3, _IQ1, 8),
     "iq1_s": (3, _IQ1, 8),
 }
@@ -242,6 +243,15 @@ def test_matrices_without_a_kernel_are_named() -> None:
 
 def test_every_type_that_is_read_is_packed() -> None:
     assert {n for n, f in quant.readable().items() if f.quantized} == set(packing.PARTS)
+
+
+@pytest.mark.parametrize("name", packing.PARTS)
+def test_random_weights_of_synthetic_models_preserve_magnitudes(name: str) -> None:
+    """A type without an entry in `_FACTORS` or `_BYTES` would have scales of random bits."""
+    torch.manual_seed(0)
+    raw = synthetic.random_rows(quant.get(name), 16, 5120, torch.device("cpu"))
+    rows = quant.get(name).dequantize(raw.numpy())
+    assert 0.5 < np.sqrt(np.square(rows).sum(axis=1).mean()) < 2
 
 
 @pytest.mark.parametrize("name", packing.PARTS)

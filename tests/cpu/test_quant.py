@@ -122,6 +122,11 @@ def test_discovery() -> None:
     assert quant.get("Q8_0") is quant.get("q8_0") is quant.by_type(8)
 
 
+def test_every_type_that_is_written_is_compared_with_the_c_code() -> None:
+    written = {name for name in quant.writable_names() if quant.get(name).quantized}
+    assert written == {*GOLDEN, *REFERENCE_ERROR}
+
+
 @pytest.mark.parametrize("name", PLAIN)
 @settings(max_examples=60, deadline=None)
 @given(x=arrays(np.float32, (3, 64), elements=NARROW))
@@ -284,7 +289,7 @@ def test_q8_0_of_the_smallest_numbers() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
-@pytest.mark.parametrize("name", [*LEGACY, "q8_0", *SEARCHED])
+@pytest.mark.parametrize("name", [*GOLDEN, *SEARCHED])
 def test_unrepresentable_values_are_refused(name: str, bad: float) -> None:
     """The value is far beyond the first batch, to check that the index counts from the start."""
     x = np.ones((1100, 256), np.float32)
