@@ -268,6 +268,7 @@ _FACTORS = {
     "iq2_xs": ((0, 1 / 64),),
     "iq2_xxs": ((0, 1 / 64),),
     "iq1_s": ((0, 1 / 8),),
+    "tq1_0": ((52, 1 / 0.82),),
     "tq2_0": ((64, 1 / 1.2),),
 }
 """Format -> (byte offset, value) of a block's half-precision scales. Values are for one column;

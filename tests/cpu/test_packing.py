@@ -166,7 +166,7 @@ class NumberUnit(Unit):
     def value(self, row: int, k: int) -> np.float32:
         code = np.float32(self.table[self.code(row, k)])
         at = self.head
-        if self.name in ("iq4_nl", "tq2_0"):
+        if self.name in ("iq4_nl", "tq1_0", "tq2_0"):
             return code * self.half(at + (k // quant.get(self.name).block * 128 + row) * 2)
         if self.name == "mxfp4":
             return code * mxfp4.power(np.uint8([self.data[at + k // 32 * 128 + row]]))[0]
@@ -206,6 +206,7 @@ TABLES: dict[str, tuple[int, Sequence[float], int]] = {
     "iq3_xxs": (4, _SIGNED["iq3_xxs"], 4),
     "q3_k": (3, range(-4, 4), 1),
     "q2_k": (2, range(4), 1),
+    "tq1_0": (2, range(-1, 3), 1),
     "tq2_0": (2, range(-1, 3), 1),
     **{name: (3, _SIGNED["iq2"], 8) for name in ("iq2_s", "iq2_xs", "iq2_xxs")},
     "iq1_m": (3, _IQ1, 8),
@@ -235,10 +236,10 @@ def test_matrices_without_a_kernel_are_named() -> None:
     assert held_size.unpackable("q8_0", 96, 9, True) == ""
     assert held_size.unpackable("q8_0", 96, 9, False) == "q8_0 matrices of 96 columns"
     assert held_size.unpackable("q8_0", 64, 1 << 20, False) == "q8_0 matrices of 1048576 rows"
-    assert held_size.unpackable("tq1_0", 256, 9, True) == "tq1_0 matrices"
-    assert held_size.block_bytes("tq1_0") == 4 * quant.get("tq1_0").block
-    with pytest.raises(Unsupported, match="TQ1_0"):
-        packing.unit_of("tq1_0", 256)
+    assert held_size.unpackable("q8_k", 256, 9, True) == "q8_k matrices"
+    assert held_size.block_bytes("q8_k") == 4 * quant.get("q8_k").block
+    with pytest.raises(Unsupported, match="Q8_K"):
+        packing.unit_of("q8_k", 256)
 
 
 def test_every_type_that_is_read_is_packed() -> None:
