@@ -1,5 +1,5 @@
-// GEMM with table-coded weights (codebook.cuh) in packed order. Codes become halves that are
-// integers (`codebook::fragment`), so MMA accumulators start at 0; the sum of a quant group is then
+// GEMM with table-coded weights (codebook.cuh) in packed order. Codes become halves, signed numbers
+// without an offset (`codebook::fragment`), so MMA accumulators start at 0; the sum of a quant group is then
 // multiplied by its factor.
 #pragma once
 #include "codebook.cuh"
