@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,9 @@ def kind_of_file(name: str) -> str:
 WORK = ("-n", "--n-predict", "--cases", "--repeats")
 """Options of commands that decode many texts whose large values are 10 s of asked-for work."""
 
+TEXT_OPTIONS = ("-f", "--file", "--tokens-file", "--log", "imatrix", "perplexity")
+"""Words before the user's own text. It may come from a pipe, and is waited for."""
+
 
 def _is_long(value: str) -> bool:
     return value.isdecimal() and 16 < int(value) < 1 << 40
@@ -143,6 +147,11 @@ class Maker:
         for number in more:
             self.rng = Rng(number)
             self._change(case, grammar)
+        for before, word in pairwise(case.argv):
+            if before in TEXT_OPTIONS and case.changed.get(word) in ("pipe", "zero"):
+                case.changed[word] = "gone"
+        if case.argv[:1] == ["demo"] and "--family" not in case.argv:
+            case.argv.append("--help")  # the demo itself is 10 s of work
         for at, word in enumerate(case.argv[:-1]):  # other options belong to the fuzzer
             if word == "--stream-fd" and case.argv[at + 1].isdigit():
                 case.argv[at + 1] = case.argv[at + 1] if case.argv[at + 1] == "999" else FD
