@@ -77,8 +77,8 @@ IN_ORDER = (0,)
 PAIRED = (3, 0, 1, 2)
 SIGNED = (3, 4, 5, 15, 0, 1, 2, 14, 11, 12, 13, 7, 8, 9, 10, 6)
 """Where bits of a word go within each field of as many bits. `PAIRED`: the lowest bit of a code
-becomes the highest of its nibble. `SIGNED`: the highest bits of codes become the highest bits of bytes
-(see `Order` in codebook.cuh)."""
+becomes the highest of its nibble. `SIGNED`: the highest bits of codes become the highest bits of
+bytes (see `Order` in codebook.cuh)."""
 
 
 @dataclass(frozen=True, slots=True)
