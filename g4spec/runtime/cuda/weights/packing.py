@@ -73,12 +73,9 @@ CHOOSING: Places = {
 }
 """The same for codes that are table indices; those with e0 = 1 are 4 bits higher."""
 
-IN_ORDER = (0,)
-PAIRED = (3, 0, 1, 2)
+IN_ORDER, PAIRED = (0,), (3, 0, 1, 2)
 SIGNED = (3, 4, 5, 15, 0, 1, 2, 14, 11, 12, 13, 7, 8, 9, 10, 6)
-"""Where bits of a word go within each field of as many bits. `PAIRED`: the lowest bit of a code
-becomes the highest of its nibble. `SIGNED`: the highest bits of codes become the highest bits of
-bytes (see `Order` in codebook.cuh)."""
+"""Where the bits of each field of a word go: see `Order` in codebook.cuh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,23 +252,17 @@ def _six_bits() -> Iterator[tuple[Index, int, Index, int]]:
         yield (1 + byte // 4,), 8 * (byte % 4) + low, (target[0],), target[1]
 
 
-def _six_bits_in_two() -> Iterator[tuple[Index, int, Index, int]]:
-    """Yield the moves of the header of IQ4_XS. Packed, it is: the factor, scales 5 and 6 and the
-    lower four bits of scale 7; scales 0 to 4 and the upper two bits of scale 7."""
-    for bit in range(16):
-        yield (0,), bit, (0,), bit
+def _six_in_two() -> Iterator[tuple[Index, int, Index, int]]:
+    """Yield the moves of the header of IQ4_XS (`factor` in iq4_xs.cuh)."""
+    yield from (((0,), bit, (0,), bit) for bit in range(16))
     for i, bit in product(range(8), range(6)):
-        word, at = ((1, 6 * i), (0, 6 * i - 14))[i > 4]
-        if i == 7 and bit > 3:
-            word, at = 1, 26
-        source = (1, 4 * i + bit) if bit < 4 else (0, 12 + 2 * i + bit)
-        yield (source[0],), source[1], (word,), at + bit
+        source = bit + (32 + 4 * i if bit < 4 else 12 + 2 * i)
+        target = bit + 6 * i + (32 if i < 5 else 16 if i == 7 and bit > 3 else -14)
+        yield (source // 32,), source % 32, (target // 32,), target % 32
 
 
 _AFFINE = Part("d", "scales", 4, 256, "c x", "c w p h g y", {"x": 4, "y": 4}, _moves(_six_bits()))
-_SIX_BITS = Part(
-    "d", "low", 4, 256, "c x", "c w p h g y", {"x": 2, "y": 2}, _moves(_six_bits_in_two())
-)
+_SIX = Part("d", "low", 4, 256, "c x", "c w p h g y", {"x": 2, "y": 2}, _moves(_six_in_two()))
 _BYTES = Part("q", "q", 2, 32, "c k t e", "w p c g t k e h", {"k": 2, "t": 4, "e": 2}, flip=0x8080)
 
 PARTS: dict[str, tuple[np.dtype[np.void], tuple[Part, ...]]] = {
@@ -292,7 +283,7 @@ PARTS: dict[str, tuple[np.dtype[np.void], tuple[Part, ...]]] = {
         ),
     ),
     "iq4_nl": (iq4_nl.DTYPE, (_numbers("q", 4, 16, PAIRED), _factors("d", 2, 32))),
-    "iq4_xs": (iq4_xs.DTYPE, (_numbers("q", 4, 16, PAIRED), _SIX_BITS)),
+    "iq4_xs": (iq4_xs.DTYPE, (_numbers("q", 4, 16, PAIRED), _SIX)),
     "mxfp4": (mxfp4.DTYPE, (_numbers("q", 4, 16), _factors("e", 1, 32))),
     "nvfp4": (nvfp4.DTYPE, (_numbers("q", 4, 8), _factors("scale", 4, 64))),
     "q2_k": (
@@ -442,11 +433,7 @@ def _carry(part: Part, source: torch.Tensor, target: torch.Tensor, forth: bool) 
         if forth:
             _merge(target[move.target], source[move.source], move.shift, move.mask)
         else:
-            mask = _signed(
-                (move.mask & 0xFFFFFFFF) >> move.shift
-                if move.shift >= 0
-                else (move.mask << -move.shift) & 0xFFFFFFFF
-            )
+            mask = _signed((move.mask & 0xFFFFFFFF) << 32 >> 32 + move.shift & 0xFFFFFFFF)
             _merge(source[move.source], target[move.target], -move.shift, mask)
 
 
@@ -459,6 +446,5 @@ def _merge(into: torch.Tensor, words: torch.Tensor, shift: int, mask: int) -> No
 def _like(words: torch.Tensor, value: int) -> torch.Tensor:
     """Return `value` as a word of the same type."""
     bits = 8 * words.element_size()
-    return torch.tensor(
-        value - (value >> (bits - 1) << bits), dtype=words.dtype, device=words.device
-    )
+    signed = value - (value >> (bits - 1) << bits)
+    return torch.tensor(signed, dtype=words.dtype, device=words.device)
