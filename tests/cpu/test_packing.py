@@ -148,8 +148,9 @@ class NumberUnit(Unit):
         if self.bits == 4:
             word = self.u32(4 * (4 * lane + j))
             if self.name == "iq3_s":
-                place = e % 2 * 16 + e // 2 * 8 + r // 8 * 4 + 1
-                return (word << 32 | word) >> place & 15
+                half, h, e1 = word >> e % 2 * 16, r // 8, e // 2
+                low, sign = (3 - 3 * h) + 8 * e1, (15 - h) - 8 * e1
+                return half >> low & 7 | (half >> sign & 1) << 3
             code = word >> place & 15
             return code % 8 * 2 + code // 8 if self.name.startswith("iq4") else code
         low = self.u32(4 * (2 * lane + j // 2)) >> place + j % 2 * 2 & 3
@@ -173,8 +174,10 @@ class NumberUnit(Unit):
         if self.name == "nvfp4":
             return code * nvfp4.HALF_SCALES[self.data[at + (k // 64 * 128 + row) * 4 + k // 16 % 4]]
         if self.name == "iq4_xs":
-            first, low = self.u32(at + row * 8), self.u32(at + row * 8 + 4)
-            scale = low >> k // 32 * 4 & 15 | (first >> 16 + k // 32 * 2 & 3) << 4
+            first, second = self.u32(at + row * 8), self.u32(at + row * 8 + 4)
+            scales = [*(second >> 6 * i for i in range(5)), first >> 16, first >> 22]
+            scales.append(first >> 28 | second >> 30 << 4)
+            scale = scales[k // 32] & 63
             return self.half(at + row * 8) * np.float32(scale - 32) * code
         if self.name == "q2_k":
             scale, d = self.data[at + row * 16 + k // 16], at + 2048 + row * 4
@@ -202,7 +205,7 @@ TABLES: dict[str, tuple[int, Sequence[float], int]] = {
     "iq4_xs": (4, codebook.LINEAR_4.tolist(), 1),
     "mxfp4": (4, codebook.E2M1.tolist(), 1),
     "nvfp4": (4, codebook.E2M1.tolist(), 1),
-    "iq3_s": (4, range(-15, 16, 2), 1),
+    "iq3_s": (4, [*range(1, 16, 2), *range(-1, -16, -2)], 1),
     "iq3_xxs": (4, _SIGNED["iq3_xxs"], 4),
     "q3_k": (3, range(-4, 4), 1),
     "q2_k": (2, range(4), 1),

@@ -4,8 +4,7 @@ Most types keep the blocks of the file. If codes are indices of a codebook's ent
 scales are spread, blocks are rewritten once, on the device, so that kernels read one code per value
 and one number per scale. No value changes. Such a block of 256 values has
 
-- `q` [8, 16]: codes of 4 bits in the order of IQ4_NL, for up to 8 magnitudes and a sign. Codes of
-  IQ3_S, whose values are evenly spaced, ascend with the values; or
+- `q` [8, 16]: codes of 4 bits in the order of IQ4_NL, for up to 8 magnitudes and a sign; or
 - `low` [2, 32] and `high` [32]: codes of 3 bits in the order of Q3_K, for fewer magnitudes;
 - `scale`: a signed byte for each 32 or 16 values, or beside `q` 4 bits for each 32, which stand for
   2 scale + 1; `d`: the file's factor.
@@ -151,7 +150,7 @@ def _q3_k(f: Fields) -> list[torch.Tensor]:
 
 def _iq3_s(f: Fields) -> list[torch.Tensor]:
     index = f("q").long() | _bits(f("high"), 8).flatten(1).long() << 8
-    codes = _codes("iq3_s", index, _bits(f("signs"), 8), 15) ^ 8
+    codes = _codes("iq3_s", index, _bits(f("signs"), 8), 8)
     return [_four(codes), f("scales"), f("d")]
 
 
