@@ -17,7 +17,7 @@ def compose(r: Recipe, machine: Machine) -> str:
     """Return a compose file for one node; raise UsageError without an image or for more nodes."""
     if not r.image:
         raise UsageError(
-            f"no published image of {r.title} is known for this card",
+            f"no published image of {r.title} is known for this GPU",
             fix="use the commands: the same without --compose"
             + ("; docs/guides/container.md builds an image" if r.engine == "g4spec" else ""),
         )

@@ -31,6 +31,7 @@ inline u32 mul_half2(u32 a, u32 b) {
   return halves(a, b, 0, [](float x, float y, float) { return x * y; });
 }
 inline u32 copy_upper_half(u32 x) { return mul_half2(x >> 16 | (x & 0xffff0000u), 0x3c003c00u); }
+inline u32 dot_upper_half(u32 x) { return x >> 16; }
 inline u32 sub_half2(u32 a, u32 b) {
   return halves(a, b, 0, [](float x, float y, float) { return x - y; });
 }

@@ -5,9 +5,9 @@
 
 namespace codebook {
 
-struct IQ3_S : OddScaled<1, Order::LINEAR> {
-  static constexpr u32 TABLE[4] = {entries(-15, -13, -11, -9), entries(-7, -5, -3, -1),
-                                   entries(1, 3, 5, 7), entries(9, 11, 13, 15)};
+struct IQ3_S : OddScaled<1, Order::SIGNED> {
+  static constexpr u32 TABLE[4] = {entries(1, 3, 5, 7), entries(9, 11, 13, 15),
+                                   entries(-1, -3, -5, -7), entries(-9, -11, -13, -15)};
 };
 
 }  // namespace codebook

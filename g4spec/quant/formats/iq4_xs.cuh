@@ -6,22 +6,29 @@ namespace codebook {
 
 struct IQ4_XS : Codes<4, 32, 256, 136, 8, Order::PAIRED>, Linear4 {
   static constexpr int HEADER = 8;
-  static DEVICE float of(u32 first, u32 low, int i) {
-    // The mantissa of 2^23 + scale.
-    const u32 scale = and_or(low >> (4 * i), 15, 0x4b000000u);
-    const u32 both = and_or(first >> (12 + 2 * i), 48, scale);
-    return __fmul_rn(from_half((u16)first), __uint_as_float(both) - (8388608.0f + 32.0f));
+  static DEVICE float raw_factor(const u8* b, int i) {
+    const u32 scale = (b[4 + i / 2] >> (i % 2 * 4) & 15) | (*(const u16*)(b + 2) >> (2 * i) & 3) << 4;
+    return __fmul_rn(half_of(b), (float)scale - 32.0f);
   }
-  static DEVICE float raw_factor(const u8* b, int i) { return factor(b, 0, i); }
+  // Packed: d, scales 5 and 6 and the lower four bits of scale 7 in one word; scales 0 to 4 and the
+  // upper two bits of scale 7 in the next.
   static DEVICE float factor(const u8* header, int row, int i) {
     const uint2 h = *(const uint2*)(header + row * 8);
-    return of(h.x, h.y, i);
+    const u32 last = h.x >> 28 | h.y >> 30 << 4;
+    const u32 scale = i < 5 ? h.y >> (6 * i) : i < 7 ? h.x >> (6 * i - 14) : last;
+    return __fmul_rn(from_half((u16)h.x), (float)(scale & 63) - 32.0f);
   }
   template <int N>
   static DEVICE void factors(float (&f)[N], const u8* header, int row) {
+    static_assert(N == 8, "a unit has 256 columns");
     const uint2 h = *(const uint2*)(header + row * 8);
-#pragma unroll
-    for (int i = 0; i < N; ++i) f[i] = of(h.x, h.y, i);
+    const u32 x = h.x >> 20, y = h.y >> 18;
+    const u32 last = and_or(y, 0x3000, x & 0x0f00);
+    const float d = from_half((u16)h.x);
+    f[0] = d * bits_in_place(h.y, 0, 63, 32), f[1] = d * bits_in_place(h.y, 6, 63, 32);
+    f[2] = d * bits_in_place(h.y, 12, 63, 32), f[3] = d * bits_in_place(y, 0, 63, 32);
+    f[4] = d * bits_in_place(y, 6, 63, 32), f[5] = d * bits_in_place(h.x, 16, 63, 32);
+    f[6] = d * bits_in_place(x, 2, 63, 32), f[7] = d * bits_in_place(last, 8, 63, 32);
   }
 };
 

@@ -16,13 +16,22 @@ constexpr u32 entries(int a, int b, int c, int d) {
 
 DEVICE float half_of(const u8* p) { return from_half(*(const u16*)p); }
 
+// The bits of `mask`, `at` bits higher in `word`, as a number minus `bias`. They stay where they are,
+// in the mantissa of a power of two: below bit 23.
+DEVICE float bits_in_place(u32 word, int at, u32 mask, float bias) {
+  const u32 bits = and_or(word, mask << at, (u32)(150 - at) << 23);
+  return __uint_as_float(bits) - ((float)(1 << (23 - at)) + bias);
+}
+
 // Order of the bits of codes in packed words (g4spec/runtime/cuda/weights/packing.py), chosen such
 // that `fragment` needs few instructions:
 //   CODES   a code in each nibble: table lookups
 //   PAIRED  the lowest bit of a 4-bit code is the highest bit of its nibble
-//   LINEAR  4-bit codes of evenly spaced values; the word is rotated left by one bit
+//   SIGNED  a sign and three bits i of 4-bit codes, for values +-(2 i + 1). From bit 0 of each half of
+//           a word on, [h, e1]: i of [1, 0] and [0, 0], signs of [1, 1] and [0, 1], i of [1, 1] and
+//           [0, 1], signs of [1, 0] and [0, 0]
 //   DENSE   3-bit codes of evenly spaced values; five codes in each half of a word (`dense_bit`)
-enum class Order { CODES, PAIRED, LINEAR, DENSE };
+enum class Order { CODES, PAIRED, SIGNED, DENSE };
 
 // Layout of the codes in a block. LOW: offset of the low 4 bits (BITS 4) or low 2 bits (BITS 2, 3);
 // HIGH: offset of the third bits. RUN: bytes whose lowest bits belong to RUN consecutive values;
@@ -94,13 +103,12 @@ struct OddScaled : Codes<4, 32, 256, 128 + 4 + 2, 0, ORDER> {
   }
   template <int N>
   static DEVICE void factors(float (&f)[N], const u8* header, int row) {
-    const float d = half_of(header + 4 * 128 + row * 2) * (1.0f / SHARE);
-    const u32 scales = ((const u32*)header)[row];
+    float d = half_of(header + 4 * 128 + row * 2) * (2.0f / SHARE);
+    if constexpr (ORDER == Order::SIGNED) d *= row & 8 ? 0x1p24f : 0x1p22f;  // see `fragment`
+    const u32 scales = ((const u32*)header)[row], upper = scales >> 20;
 #pragma unroll
-    for (int i = 0; i < N; ++i) {  // the mantissa of 2^23 + 2 scale
-      const u32 bits = and_or(i ? scales >> (4 * i - 1) : scales << 1, 30, 0x4b000000u);
-      f[i] = d * (__uint_as_float(bits) - (8388608.0f - 1.0f));
-    }
+    for (int i = 0; i < N; ++i)
+      f[i] = d * bits_in_place(i < 5 ? scales : upper, i % 5 * 4, 15, -0.5f);
   }
 };
 
@@ -170,17 +178,25 @@ template <class T>
 DEVICE u32 eight_codes(const u32* low, u32 high, int j) {
   if constexpr (T::ORDER == Order::PAIRED)
     return (low[j] & 0x77777777u) << 1 | (low[j] >> 3 & 0x11111111u);
-  if constexpr (T::ORDER == Order::LINEAR || T::ORDER == Order::DENSE) {
-    constexpr u32 MASK = (1u << T::BITS) - 1;
+  if constexpr (T::ORDER == Order::SIGNED) {
+    u32 codes = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // 2 e1 + h; e0 = 0 and e0 = 1 at bits 0 and 16
+      const u32 two = (low[j] >> (i / 2 * 8 + (i % 2 ? 0 : 3)) & 0x70007u) |
+                      (low[j] >> ((i / 2 ? 7 : 15) - i % 2) & 0x10001u) << 3;
+      codes |= ((two & 15) | (two >> 16) << 4) << (i * 8);
+    }
+    return codes;
+  }
+  if constexpr (T::ORDER == Order::DENSE) {
     u32 codes = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {  // 2 e1 + h
       const int q = j * 4 + i;
       u32 two;  // e0 = 0 and e0 = 1 at bits 0 and 16
-      if constexpr (T::BITS == 4) two = rotated_right(low[j], 1 + i * 4);
-      else if (q == 15) two = (low[0] & 0x10001u) | (low[1] & 0x20002u) | (high & 0x40004u);
+      if (q == 15) two = (low[0] & 0x10001u) | (low[1] & 0x20002u) | (high & 0x40004u);
       else two = rotated_right(q < 5 ? low[0] : q < 10 ? low[1] : high, dense_bit(q));
-      codes |= ((two & MASK) | (two >> 16 & MASK) << 4) << (i * 8);
+      codes |= ((two & 7) | (two >> 16 & 7) << 4) << (i * 8);
     }
     return codes;
   }
@@ -190,8 +206,8 @@ DEVICE u32 eight_codes(const u32* low, u32 high, int j) {
   return and_or(j < 2 ? high << (2 - j) : high >> (j - 2), 0x44444444u, two);
 }
 
-// Whether half of the shifts of table indices are multiplications (`copy_upper_half`): lookups, shifts
-// and logic share a pipe that takes an instruction every second cycle (sm_90).
+// Whether shifts of table indices are multiplications (`copy_upper_half`, `dot_upper_half`): lookups,
+// shifts and logic share a pipe that takes an instruction every second cycle (sm_90).
 constexpr bool SHIFT_BY_FMA = ARCH < 1200;  // on sm_120 it would spill registers
 
 // Convert two bytes to halves and subtract 128: exact.
@@ -230,10 +246,11 @@ DEVICE void fragment(u32 (&a)[4], const u32* low, u32 high) {
     a[2] = two_dense<4 * J + 2>(low, high), a[3] = two_dense<4 * J + 3>(low, high);
     return;
   }
-  if constexpr (T::ORDER == Order::LINEAR) {  // 2 code - 15
-    const u32 w = low[J], upper = rotated_right(w, 8);
-    a[0] = two_integers<0, 15>(w, 0x001e001eu), a[1] = two_integers<4, 15>(w, 0x01e001e0u);
-    a[2] = two_integers<0, 15>(upper, 0x001e001eu), a[3] = two_integers<4, 15>(upper, 0x01e001e0u);
+  if constexpr (T::ORDER == Order::SIGNED) {  // subnormals: values times 4 (rows g) or 1 (rows g + 8)
+    const u32 w = low[J], swapped = permute(w, 0, 0x2301);
+    a[0] = and_or(w, 0x80388038u, 0x00040004u), a[1] = and_or(w << 1, 0x800e800eu, 0x00010001u);
+    a[2] = and_or(swapped, 0x80388038u, 0x00040004u);
+    a[3] = and_or(swapped << 1, 0x800e800eu, 0x00010001u);
     return;
   }
   u32 first, second;
@@ -241,7 +258,8 @@ DEVICE void fragment(u32 (&a)[4], const u32* low, u32 high) {
     // Without their highest bits, codes look up an entry; those whose highest bit is 0 then add or
     // subtract a step. Codes with this bit look up the sign of a step, which is 0.
     const u32 w = low[J], three = w & 0x77777777u;
-    const u32 three1 = SHIFT_BY_FMA ? copy_upper_half(three) : three >> 16, w1 = w >> 16;
+    const u32 three1 = SHIFT_BY_FMA ? copy_upper_half(three) : three >> 16;
+    const u32 w1 = SHIFT_BY_FMA ? dot_upper_half(w) : w >> 16;
     if constexpr (T::ORDER == Order::PAIRED) {
       first = permute_unmasked(T::ODD[0], T::ODD[1], three) -
               permute_or_sign(T::STEPS[0], T::STEPS[1], w);

@@ -1,6 +1,6 @@
-// GEMM with table-coded weights (codebook.cuh) in packed order. Codes become halves that are
-// integers (`codebook::fragment`), so MMA accumulators start at 0; the sum of a quant group is then
-// multiplied by its factor.
+// GEMM with table-coded weights (codebook.cuh) in packed order. Codes become halves, signed numbers
+// without an offset (`codebook::fragment`), so MMA accumulators start at 0; the sum of a quant group
+// is then multiplied by its factor.
 #pragma once
 #include "codebook.cuh"
 #include "gemm_tile.cuh"

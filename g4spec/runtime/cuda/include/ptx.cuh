@@ -51,6 +51,12 @@ DEVICE u32 copy_upper_half(u32 x) {
       : "=r"(d) : "r"(x), "r"(0x3c003c00u));
   return d;
 }
+// x >> 16 as a dot product, which leaves that pipe free too.
+DEVICE u32 dot_upper_half(u32 x) {
+  u32 d;
+  asm("dp2a.lo.u32.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(x), "r"(0x0100u), "r"(0u));
+  return d;
+}
 DEVICE u32 sub_half2(u32 a, u32 b) {
   u32 d;
   asm("sub.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));

@@ -32,21 +32,7 @@ import torch
 
 from g4spec import quant
 from g4spec.errors import Unsupported
-from g4spec.quant.formats import (
-    iq4_nl,
-    iq4_xs,
-    mxfp4,
-    nvfp4,
-    q2_k,
-    q4_0,
-    q4_1,
-    q4_k,
-    q5_0,
-    q5_1,
-    q5_k,
-    q6_k,
-    q8_0,
-)
+from g4spec.quant import block_dtype
 from g4spec.runtime.cuda.build.constants import PACK_ROWS
 from g4spec.runtime.cuda.weights import held_size
 
@@ -73,9 +59,9 @@ CHOOSING: Places = {
 }
 """The same for codes that are table indices; those with e0 = 1 are 4 bits higher."""
 
-PAIRED, ROTATED = (4, 3), (32, 1)
-"""Rotations of a word's bits: the size of the fields that are rotated, and the places to the left.
-`PAIRED`: the lowest bit of a code becomes the highest of its nibble."""
+IN_ORDER, PAIRED = (0,), (3, 0, 1, 2)
+SIGNED = (3, 4, 5, 15, 0, 1, 2, 14, 11, 12, 13, 7, 8, 9, 10, 6)
+"""Where the bits of each field of a word go: see `Order` in codebook.cuh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,15 +127,14 @@ def _signed(mask: int) -> int:
 
 
 def _codes(
-    name: str, bits: int, run: int, at_e0: int = 16, place: Places = PLACE, rotate: Index = (32, 0)
+    name: str, bits: int, run: int, at_e0: int = 16, place: Places = PLACE, order: Index = IN_ORDER
 ) -> Part:
     """Return the part for codes, or upper bits of codes, of less than 8 bits: `run` bytes hold the
     lowest bits of `run` values in order, above them those of the next `run` values, and so on.
-    `rotate`: how bits of packed words are rotated, see `PAIRED`."""
+    `order`: how bits of packed words are ordered, see `PAIRED`."""
     span = max(64, run * 8 // bits)
     lanes = run > 8  # else the four lanes of a column of g find their bits in words they share
     swapped = lanes and at_e0 == 16
-    size, shift_left = rotate
 
     def places() -> Iterator[tuple[Index, int, Index, int]]:
         for k, h, bit in product(range(span), range(2), range(bits)):
@@ -163,7 +148,7 @@ def _codes(
             slot, low = place[bits](j, h, e1)
             target = (c, slot) if lanes else (c, t, slot)
             high = at_e0 * e0 + low + bit
-            high = high // size * size + (high + shift_left) % size
+            high += order[high % len(order)] - high % len(order)
             yield (h, word // 4 if lanes else word), at, target, high
 
     per_row = span * bits // 32
@@ -181,9 +166,9 @@ def _codes(
     )
 
 
-def _numbers(name: str, bits: int, run: int, rotate: Index = (32, 0)) -> Part:
+def _numbers(name: str, bits: int, run: int, order: Index = IN_ORDER) -> Part:
     """Return the part for codes that are table indices; see `_codes`."""
-    return _codes(name, bits, run, 4, CHOOSING, rotate)
+    return _codes(name, bits, run, 4, CHOOSING, order)
 
 
 def _dense(words: range) -> Part:
@@ -218,9 +203,11 @@ def _factors(name: str, word: int, span: int) -> Part:
 def _rewritten(name: str) -> tuple[np.dtype[np.void], tuple[Part, ...]]:
     """Return the parts of a type whose blocks `held` rewrites."""
     dtype = held_size.BLOCKS[name]
+    if name == "tq1_0":
+        return dtype, _TERNARY
     fields = dtype.fields
     assert fields is not None
-    four = _codes("q", 4, 16, rotate=ROTATED) if name == "iq3_s" else _numbers("q", 4, 16)
+    four = _codes("q", 4, 16, order=SIGNED) if name == "iq3_s" else _numbers("q", 4, 16)
     three = _numbers("low", 2, 32), _numbers("high", 1, 32)
     if name == "q3_k":
         three = _dense(range(2)), _dense(range(2, 3))
@@ -253,19 +240,33 @@ def _six_bits() -> Iterator[tuple[Index, int, Index, int]]:
         yield (1 + byte // 4,), 8 * (byte % 4) + low, (target[0],), target[1]
 
 
+def _six_in_two() -> Iterator[tuple[Index, int, Index, int]]:
+    """Yield the moves of the header of IQ4_XS (`factor` in iq4_xs.cuh)."""
+    yield from (((0,), bit, (0,), bit) for bit in range(16))
+    for i, bit in product(range(8), range(6)):
+        source = bit + (32 + 4 * i if bit < 4 else 12 + 2 * i)
+        target = bit + 6 * i + (32 if i < 5 else 16 if i == 7 and bit > 3 else -14)
+        yield (source // 32,), source % 32, (target // 32,), target % 32
+
+
 _AFFINE = Part("d", "scales", 4, 256, "c x", "c w p h g y", {"x": 4, "y": 4}, _moves(_six_bits()))
+_SIX = Part("d", "low", 4, 256, "c x", "c w p h g y", {"x": 2, "y": 2}, _moves(_six_in_two()))
+_TERNARY = _numbers("q", 2, 32), _factors("d", 2, 256)
 _BYTES = Part("q", "q", 2, 32, "c k t e", "w p c g t k e h", {"k": 2, "t": 4, "e": 2}, flip=0x8080)
 
 PARTS: dict[str, tuple[np.dtype[np.void], tuple[Part, ...]]] = {
-    "q4_0": (q4_0.DTYPE, (_codes("q", 4, 16), _plane("d"))),
-    "q4_1": (q4_1.DTYPE, (_codes("q", 4, 16), _plane("d"), _plane("m"))),
-    "q5_0": (q5_0.DTYPE, (_codes("q", 4, 16), _codes("high", 1, 1), _plane("d"))),
-    "q5_1": (q5_1.DTYPE, (_codes("q", 4, 16), _codes("high", 1, 1), _plane("d"), _plane("m"))),
-    "q8_0": (q8_0.DTYPE, (_BYTES, _plane("d"))),
-    "q4_k": (q4_k.DTYPE, (_codes("q", 4, 32), _AFFINE)),
-    "q5_k": (q5_k.DTYPE, (_codes("q", 4, 32), _codes("high", 1, 32), _AFFINE)),
+    "q4_0": (block_dtype("q4_0"), (_codes("q", 4, 16), _plane("d"))),
+    "q4_1": (block_dtype("q4_1"), (_codes("q", 4, 16), _plane("d"), _plane("m"))),
+    "q5_0": (block_dtype("q5_0"), (_codes("q", 4, 16), _codes("high", 1, 1), _plane("d"))),
+    "q5_1": (
+        block_dtype("q5_1"),
+        (_codes("q", 4, 16), _codes("high", 1, 1), _plane("d"), _plane("m")),
+    ),
+    "q8_0": (block_dtype("q8_0"), (_BYTES, _plane("d"))),
+    "q4_k": (block_dtype("q4_k"), (_codes("q", 4, 32), _AFFINE)),
+    "q5_k": (block_dtype("q5_k"), (_codes("q", 4, 32), _codes("high", 1, 32), _AFFINE)),
     "q6_k": (
-        q6_k.DTYPE,
+        block_dtype("q6_k"),
         (
             _codes("low", 4, 64),
             _codes("high", 2, 32),
@@ -273,14 +274,15 @@ PARTS: dict[str, tuple[np.dtype[np.void], tuple[Part, ...]]] = {
             _factors("d", 2, 256),
         ),
     ),
-    "iq4_nl": (iq4_nl.DTYPE, (_numbers("q", 4, 16, PAIRED), _factors("d", 2, 32))),
-    "iq4_xs": (iq4_xs.DTYPE, (_numbers("q", 4, 16, PAIRED), _by_row("d", "low", 2))),
-    "mxfp4": (mxfp4.DTYPE, (_numbers("q", 4, 16), _factors("e", 1, 32))),
-    "nvfp4": (nvfp4.DTYPE, (_numbers("q", 4, 8), _factors("scale", 4, 64))),
+    "iq4_nl": (block_dtype("iq4_nl"), (_numbers("q", 4, 16, PAIRED), _factors("d", 2, 32))),
+    "iq4_xs": (block_dtype("iq4_xs"), (_numbers("q", 4, 16, PAIRED), _SIX)),
+    "mxfp4": (block_dtype("mxfp4"), (_numbers("q", 4, 16), _factors("e", 1, 32))),
+    "nvfp4": (block_dtype("nvfp4"), (_numbers("q", 4, 8), _factors("scale", 4, 64))),
     "q2_k": (
-        q2_k.DTYPE,
+        block_dtype("q2_k"),
         (_numbers("q", 2, 32), _by_row("scales", "scales", 4), _by_row("d", "dmin", 1)),
     ),
+    "tq2_0": (block_dtype("tq2_0"), _TERNARY),
     **{name: _rewritten(name) for name in held_size.BLOCKS},
 }
 """The block of each type in memory, and the parts of a unit in order."""
@@ -424,11 +426,7 @@ def _carry(part: Part, source: torch.Tensor, target: torch.Tensor, forth: bool) 
         if forth:
             _merge(target[move.target], source[move.source], move.shift, move.mask)
         else:
-            mask = _signed(
-                (move.mask & 0xFFFFFFFF) >> move.shift
-                if move.shift >= 0
-                else (move.mask << -move.shift) & 0xFFFFFFFF
-            )
+            mask = _signed((move.mask & 0xFFFFFFFF) << 32 >> 32 + move.shift & 0xFFFFFFFF)
             _merge(source[move.source], target[move.target], -move.shift, mask)
 
 
@@ -441,6 +439,5 @@ def _merge(into: torch.Tensor, words: torch.Tensor, shift: int, mask: int) -> No
 def _like(words: torch.Tensor, value: int) -> torch.Tensor:
     """Return `value` as a word of the same type."""
     bits = 8 * words.element_size()
-    return torch.tensor(
-        value - (value >> (bits - 1) << bits), dtype=words.dtype, device=words.device
-    )
+    signed = value - (value >> (bits - 1) << bits)
+    return torch.tensor(signed, dtype=words.dtype, device=words.device)
