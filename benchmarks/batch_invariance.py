@@ -24,9 +24,9 @@ import random
 import sys
 import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
 import torch
@@ -89,49 +89,45 @@ class Totals:
         self.drafts.setdefault(Path(str(kind)).stem, Counter()).update(figures)
         self.wrong += result.wrong
 
-    def merge(self, other: Totals) -> None:
-        """Add the totals of another process."""
-        self.rounds += other.rounds
-        self.most_live = max(self.most_live, other.most_live)
-        self.total.update(other.total)
-        for kind, figures in other.drafts.items():
-            self.drafts.setdefault(kind, Counter()).update(figures)
-        self.wrong += other.wrong
 
+class Rounds:
+    """Rounds of one process, which keeps its engines. An instance is set by `start()`."""
 
-def rounds(args: argparse.Namespace, seed: int, answers: int, gpu: int | None) -> Totals:
-    """Run rounds with random drafts and sizes until there are `answers` outputs or time is up.
-    Ctrl-C ends the rounds early. `gpu`: index of the GPU to use."""
-    if gpu is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
-    torch.set_num_threads(1)
-    engines, choices = IN_MEMORY, KINDS
-    if args.model:
-        engines = FileEngineFactory(args.model, args.device, args.cache_type)
-        choices = (None, *args.draft)
-    rng, reference, began = random.Random(seed), ReferenceRuns(engines=engines), time.perf_counter()
-    totals = Totals()
-    try:
-        while totals.total["answers"] < answers and time.perf_counter() - began < args.seconds:
-            kind, parallel = rng.choice(choices), rng.choice(PARALLEL)
-            count = min(3 + 3 * parallel // 2, answers - totals.total["answers"])
-            result = compare_with_reference(
-                kind,
-                parallel,
-                f"{seed}/{totals.rounds}",
-                count,
-                args.longest,
-                small_pool=rng.random() < 0.3,
-                plain=reference,
-                engines=engines,
-            )
-            totals.add(kind, result)
-            for line in result.wrong:
-                print(line[:500], flush=True)
-            print(f"seed {seed}: {totals.total['answers']} answers", flush=True)
-    except KeyboardInterrupt:
-        pass
-    return totals
+    this: Rounds
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args, self._choices = args, KINDS
+        self._engines: EngineFactory = IN_MEMORY
+        if args.model:
+            self._engines = FileEngineFactory(args.model, args.device, args.cache_type)
+            self._choices = (None, *args.draft)
+        self._reference = ReferenceRuns(engines=self._engines)
+
+    @staticmethod
+    def start(args: argparse.Namespace, gpus: SimpleQueue[int]) -> None:
+        """Set `Rounds.this` in a new process. `gpus`: holds the index of the GPU to use, if any."""
+        if not gpus.empty():
+            os.environ["CUDA_VISIBLE_DEVICES"] = str(gpus.get())
+        torch.set_num_threads(1)
+        Rounds.this = Rounds(args)
+
+    @staticmethod
+    def run(number: int) -> tuple[str | None, Comparison]:
+        """Run a round with a random draft and size; return its draft and its result."""
+        this = Rounds.this
+        seed = f"{this._args.seed}/{number}"
+        rng = random.Random(seed)
+        kind, parallel = rng.choice(this._choices), rng.choice(PARALLEL)
+        return kind, compare_with_reference(
+            kind,
+            parallel,
+            seed,
+            3 + 3 * parallel // 2,
+            this._args.longest,
+            small_pool=rng.random() < 0.3,
+            plain=this._reference,
+            engines=this._engines,
+        )
 
 
 def main() -> int:
@@ -144,27 +140,27 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--cache-type")
     parser.add_argument("--answers", type=int, default=10_000, help="number of outputs")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="time limit in seconds")
+    parser.add_argument("--seconds", type=float, default=1e6, help="time limit in seconds")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--longest", type=int, default=200, help="maximum tokens of an output")
-    parser.add_argument(
-        "--workers", type=int, default=1, help="number of processes, each with its own seed"
-    )
+    parser.add_argument("--workers", type=int, default=1, help="number of processes")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     totals, began = Totals(), time.perf_counter()
-    gpus = torch.cuda.device_count() if args.device.startswith("cuda") else 0
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.workers, mp_context=context) as pool:
-        answers_per_worker = -(-args.answers // args.workers)
-        jobs = [
-            pool.submit(rounds, args, args.seed + i, answers_per_worker, i % gpus if gpus else None)
-            for i in range(args.workers)
-        ]
-        for job in jobs:
-            with contextlib.suppress(KeyboardInterrupt):  # the workers get Ctrl-C too, and return
-                job.exception()
-            totals.merge(job.result())
+    gpus = context.SimpleQueue()
+    if args.device.startswith("cuda"):
+        for i in range(args.workers):
+            gpus.put(i % torch.cuda.device_count())
+    with context.Pool(args.workers, Rounds.start, (args, gpus)) as pool:
+        results = pool.imap_unordered(Rounds.run, range(args.answers))
+        # Rounds that run when time is up, or at Ctrl-C, do not count.
+        with contextlib.suppress(KeyboardInterrupt, multiprocessing.TimeoutError):
+            while totals.total["answers"] < args.answers:
+                kind, result = results.next(began + args.seconds - time.perf_counter())
+                totals.add(kind, result)
+                for line in (*result.wrong, f"{totals.total['answers']} answers"):
+                    print(line[:500], flush=True)
     total = totals.total
     write_result(
         args.out,

@@ -1,16 +1,20 @@
 """Measure the quality of each weight type and cache type on the trained family (`docs/quality.md`).
 
     python benchmarks/cpu_quality.py [--tool LLAMA_BUILD/bin/llama-quantize] [--page]
+    python benchmarks/cpu_quality.py --types q5_1 --earlier RESULT.json --page
 
 Writes the target in each type, with and without an importance matrix, and compares it with the F32
 file on held-out texts of the family's corpus, as `g4spec perplexity --against` does. The imatrix is
 collected on other held-out texts. With --tool, files of llama-quantize with the same type and
-imatrix are measured too, by our runtime (`quantize.py` compares error and time). The result is
-written as dated JSON; --page regenerates the page. The exit code is 1 if a mean KL divergence
-exceeds that of llama-quantize's file by more than two of the larger standard errors.
+imatrix are measured too, by our runtime (`quantize.py` compares error and time). --earlier keeps
+the rows of types that are not measured again and, without --tool, the figures of llama-quantize's
+files. The result is written as dated JSON; --page regenerates the page. The exit code is 1 if a
+mean KL divergence exceeds that of llama-quantize's file by more than two of the larger standard
+errors.
 """
 
 import argparse
+import json
 import subprocess
 import sys
 import tempfile
@@ -21,7 +25,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT.parent), str(ROOT.parent / "examples" / "tiny")]
 
 import corpus  # noqa: E402
-from watch import write_result  # noqa: E402
+from watch import today, write_result  # noqa: E402
 
 from g4spec.convert import convert, quantize  # noqa: E402
 from g4spec.gguf import imatrix  # noqa: E402
@@ -100,6 +104,32 @@ def measured(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
+def joined(earlier: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+    """Return a result with the rows of an earlier one that it does not have, and with the earlier
+    figures of llama-quantize's files in rows that it has without them."""
+    for name, row in result["types"].items():
+        kept = earlier["types"].get(name, {}).get("imatrix", {}).get("llama_cpp")
+        if kept and "llama_cpp" not in row["imatrix"]:
+            row["imatrix"]["llama_cpp"] = kept
+    dates = earlier["measured"] | result["measured"]
+    types = {**earlier["types"], **result["types"]}
+    return {**result, "tool": earlier["tool"], "types": types, "measured": dates}
+
+
+def when(result: dict[str, Any]) -> str:
+    """Return which types were measured on which day; "" if all were on the day of the result."""
+    days: dict[str, list[str]] = {}
+    for name, day in result["measured"].items():
+        days.setdefault(day, []).append(name.upper())
+    if [*days] == [result["date"]]:
+        return ""
+    told = [f"{', '.join(names)} on {day}" for day, names in sorted(days.items(), reverse=True)]
+    return (
+        f" Measured: {'; '.join(told)}; cache types on {result['date']}. A type that was measured "
+        "again without llama-quantize keeps the figure of its file."
+    )
+
+
 def told(row: dict[str, Any]) -> str:
     """Return the KL divergence as text, with llama-quantize's."""
     sides = [row, *([row["llama_cpp"]] if "llama_cpp" in row else [])]
@@ -160,8 +190,7 @@ def page(result: dict[str, Any]) -> str:
             "# What a type costs",
             "",
             "Written by `benchmarks/cpu_quality.py`, "
-            f"[result](../benchmarks/results/{result['date']}-cpu-quality.json)."
-            + (f" It joins two runs: {result['note']}." if "note" in result else ""),
+            f"[result](../benchmarks/results/{result['date']}-cpu-quality.json)." + when(result),
             "",
             "`g4spec perplexity -m MODEL --against BASE TEXT` measures these figures for any "
             "model: of "
@@ -210,20 +239,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tool", type=Path)
     parser.add_argument("--types", nargs="*", choices=policy.names())
+    parser.add_argument("--earlier", type=Path, help="result to join with")
     parser.add_argument("--chunks", type=int, default=6)
     parser.add_argument("--calibration", type=int, default=16, help="chunks of the imatrix")
     parser.add_argument("--page", action="store_true", help=f"write docs/{PAGE.name}")
     parser.add_argument("--out", type=Path, default=ROOT / "results")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        result = write_result(
-            args.out,
-            "cpu-quality",
-            {
-                "tool": args.tool.name if args.tool else None,
-                **measured(args, Path(temporary)),
-            },
-        )
+        found = measured(args, Path(temporary))
+    found = {"tool": args.tool.name if args.tool else None, **found}
+    found["measured"] = dict.fromkeys(found["types"], today())
+    if args.earlier:
+        found = joined(json.loads(args.earlier.read_text(encoding="utf-8")), found)
+    result = write_result(args.out, "cpu-quality", found)
     if args.page:
         PAGE.write_text(page(result), encoding="utf-8")
     bad = [

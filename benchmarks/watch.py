@@ -69,13 +69,18 @@ def summarize(runs: list[dict[str, float]]) -> dict[str, float]:
 RESULTS = Path(__file__).parent / "results"
 
 
+def today() -> str:
+    """Return the date in UTC, as 2026-12-31."""
+    return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+
+
 def write_result(out: Path | None, name: str, found: dict[str, Any]) -> dict[str, Any]:
     """Write a result as dated JSON, with the machine, its GPU and the commit. Return the content.
 
     Args:
         out: a file (.json), or a folder for DATE-`name`.json; default `results/`.
     """
-    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    day = today()
     gpu = (
         {
             "device": torch.cuda.get_device_name(),
@@ -86,14 +91,14 @@ def write_result(out: Path | None, name: str, found: dict[str, Any]) -> dict[str
         else {}
     )
     result = {
-        "date": today,
+        "date": day,
         "machine": provenance.describe_machine(),
         **gpu,
         "commit": provenance.commit(),
         **found,
     }
     path = out or RESULTS
-    path = path if path.suffix == ".json" else path / f"{today}-{name}.json"
+    path = path if path.suffix == ".json" else path / f"{day}-{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {path.name}")

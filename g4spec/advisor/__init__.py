@@ -1,12 +1,18 @@
-"""What works on which machine: facts as data (`data/*.toml`), and the checks behind `doctor` and
-`recipe`.
+"""Which models, drafts and engines work on which machine: facts as data (`data/*.toml`), and the
+checks behind `doctor` and `recipe`.
 
-    facts          load the data; schema and figures define its rows (source and date in each)
-    machine        a machine, real (machine_probe) or assumed (cards): the same object
+    facts          loads the data; schema and figures define its rows, each with source and date
+    machine        a machine: probed (machine_probe) or assumed (cards), of the same class
     named_models   the target and draft of a question; lookup finds them by name, model_files reads
                    their files, runtime_support asks g4spec's own runtime about them
-    format_choice  a question, and the weight format that suits the machine best
-    engines        one engine's verdict on a question
-    memory_needs   memory arithmetic;  speed  bandwidth arithmetic;  backends  attention backends
-    doctor         puts these together into a diagnosis;  recipe  commands;  logs  error texts
+    format_choice  defines a question (a pair, and how to run it); chooses the weight format that
+                   suits the machine best
+    questions      builds a question from command-line options
+    engines        judges whether an engine can run a pair on a machine
+    memory_needs   computes memory
+    speed          estimates tokens per second
+    backends       decides which attention backends of an engine can be used
+    doctor         combines these into a diagnosis
+    recipe         builds commands
+    logs           recognizes error messages
 """

@@ -1,4 +1,5 @@
-"""Builds questions from command-line options; runs doctor options that need no diagnosis."""
+"""Builds questions from command-line options, and runs the options of `doctor` that need no
+question."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def build_question(
     n_gpu_layers: int | None = None,
     n_cpu_moe: int | None = None,
 ) -> Question | None:
-    """Build the question from the options; None without a model."""
+    """Build the question from the options; None without a model. Raises UsageError or InputError
+    for an invalid option, or for options that need a model if there is none."""
     if model is None:
         options = {
             "-md": draft,
@@ -97,8 +99,8 @@ def build_question(
 
 
 def engine_for(q: Question | None, engine: str | None) -> str | None:
-    """Return the engine to ask about: llama.cpp, the only one, for layers in RAM. Raise UsageError
-    if another one was named."""
+    """Return the engine to ask about, None for all. Only llama.cpp keeps layers in RAM: for a
+    question with such layers, return it, and raise UsageError if another engine was named."""
     if q is None or not q.split:
         return engine
     if engine not in (None, "llama.cpp"):
@@ -112,7 +114,8 @@ def engine_for(q: Question | None, engine: str | None) -> str | None:
 
 
 def build_machine(facts: Facts, assume: str | None, given: Iterable[str]) -> Machine:
-    """Return this machine or the assumed one, with the versions of --with."""
+    """Return this machine or the assumed one. `given`: NAME=VERSION pairs of --with, which replace
+    the versions found."""
     from g4spec.advisor.machine_probe import PACKAGES, probe
 
     known = sorted({*engines.NAMES, *PACKAGES, "nvcc", "driver"} - {"g4spec"})
@@ -121,7 +124,7 @@ def build_machine(facts: Facts, assume: str | None, given: Iterable[str]) -> Mac
         name, sign, version = pair.partition("=")
         name = ALIASES.get(name.lower(), name.lower())
         if not sign or not any(c.isdigit() for c in version):
-            raise UsageError(f"--with {pair!r}", expected="NAME=VERSION, as vllm=0.19.2")
+            raise UsageError(f"--with {pair!r}", expected="NAME=VERSION, for instance vllm=0.19.2")
         if name not in known:
             raise UsageError(f"--with {pair!r}", expected=f"one of {', '.join(known)}")
         supposed += (f"{name}={version}",)
@@ -136,13 +139,13 @@ def build_machine(facts: Facts, assume: str | None, given: Iterable[str]) -> Mac
 
 
 def explain(facts: Facts, id: str, out: TableOutput) -> None:
-    """Print one row with its source and date."""
+    """Print the fact with this id, its source and date; raise UsageError for an unknown id."""
     row = facts.by_id.get(id)
     if row is None:
         near = [k for k in facts.by_id if id.lower() in k][:8]
         raise UsageError(
             f"no fact has the id {id!r}",
-            fix="ids are shown by doctor --verbose",
+            fix="run `g4spec doctor --verbose`, which shows ids",
             expected=f"perhaps one of {', '.join(near)}" if near else None,
         )
     out.line(id, "bold")
@@ -155,7 +158,7 @@ def explain(facts: Facts, id: str, out: TableOutput) -> None:
 
 
 def _fields(row: Fact) -> list[tuple[str, str]]:
-    """Return the non-empty fields of a row as text."""
+    """Return the names of a row's non-empty fields and their values as text."""
     out = []
     for name, value in asdict(row).items():
         if name in ("id", "source", "date", "ref") or value in ("", (), 0, None):
@@ -176,7 +179,7 @@ def _fields(row: Fact) -> list[tuple[str, str]]:
 
 
 def explain_log(facts: Facts, path: Path, out: TableOutput) -> None:
-    """Print the known errors in a log with cause and fix."""
+    """Print the known error messages in a log, each with cause and fix."""
     from g4spec.advisor import logs
 
     found = logs.scan(facts, path)
@@ -192,8 +195,8 @@ def explain_log(facts: Facts, path: Path, out: TableOutput) -> None:
         )
     if not found:
         out.line(
-            "No error text that g4spec knows. The first error in a log is usually the cause; "
-            "later ones follow from it."
+            "The log contains no error message that g4spec knows. The first error in a log is "
+            "usually the cause; later ones follow from it."
         )
     out.result({"errors": [hit.json() for hit in found]})
 
@@ -207,8 +210,8 @@ def list_cards(facts: Facts, out: TableOutput) -> None:
     ]
     out.table("Cards", ("card", "capability", "GB", "GB/s"), table)
     out.line(
-        'Any other NVIDIA card by capability and size, as --assume "sm_86 24GB"; a machine '
-        'without one as --assume "CPU 64GB".'
+        'Describe any other NVIDIA card by capability and memory: --assume "sm_86 24GB"; a '
+        'machine without a GPU by its memory: --assume "CPU 64GB".'
     )
     out.result({"cards": [asdict(c) for c in rows]})
 
@@ -229,7 +232,8 @@ def run_self_test(out: TableOutput) -> None:
 
 
 def watch_network(out: TableOutput) -> None:
-    """Watch the error counters of network links; raise CheckFailed if one rises."""
+    """Watch the error counters of network links for `network.SECONDS`; raise CheckFailed if one
+    rises."""
     from g4spec.advisor import network
 
     out.note(f"watching link error counters for {network.SECONDS} s")
@@ -239,4 +243,4 @@ def watch_network(out: TableOutput) -> None:
     out.line(found.summary, "good" if found.ok else "bad")
     out.result(found.json())
     if not found.ok:
-        raise CheckFailed("errors on a link are rising", fix=network.FIX)
+        raise CheckFailed("the error counters of a network link are rising", fix=network.FIX)

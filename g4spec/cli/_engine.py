@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The engine's options of a command line; see `Engine.load`."""
+    """The options of a command line that configure the engine; see `Engine.load`."""
 
     n_ctx: int | None
     draft_window: int | None
@@ -28,10 +28,10 @@ class Setup:
 def files(
     model: Path, draft: str | None, setup: Setup, out: Output
 ) -> tuple[Path, Path | str | None]:
-    """Return target and draft as files that can be loaded.
+    """Return target and draft as `Engine.load` takes them.
 
-    Downloads them from the hub and converts the draft if necessary. Cheap checks run first. The
-    draft is smaller, so it is downloaded before its target.
+    Downloads them from the hub and converts the draft if necessary. Cheap checks run first. A draft
+    is smaller than a target, so it is downloaded first.
     """
     _inputs.check_exists(model, draft)
     from g4spec.convert import hub
@@ -78,7 +78,8 @@ def load_with_threads(**options: Any) -> Engine:
 
 
 def note_device(title: str, on_cpu: bool, setup: Setup, out: Output) -> None:
-    """Show the device of an engine. With --device auto on a CPU, show why no GPU is used."""
+    """Show on which GPU an engine runs. If --device auto chose the CPU although there is a GPU,
+    show why."""
     if not on_cpu:
         out.note(f"runs on {title}")
     elif setup.device == "auto":

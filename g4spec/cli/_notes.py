@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from g4spec.runtime.tokenizer import Tokenizer
+
 MIN_PROPOSALS, LOW_ACCEPTANCE = 16, 0.04
 """Proposals needed for a statement, and acceptance of their first tokens that counts as low."""
 
@@ -26,3 +31,11 @@ def greedy_note(**options: float) -> str | None:
     names = [f"--{name.replace('_', '-')}" for name, value in options.items() if value]
     text = f"{', '.join(names)}: no effect at --temp 0 (greedy decoding)"
     return text if names else None
+
+
+def thinking_note(tokenizer: Tokenizer) -> str | None:
+    """Return a note if the chat template writes the same with and without thinking, else None."""
+    turns = [{"role": "user", "content": "a"}]
+    if tokenizer.template and tokenizer.chat(turns) != tokenizer.chat(turns, thinking=True):
+        return None
+    return "--thinking has no effect: this model's chat template does not know it"

@@ -43,6 +43,13 @@ Tools = Annotated[
 Thinking = Annotated[
     bool, typer.Option(help="Let the model think first; needs --chat or --messages.")
 ]
+MeasuredThinking = Annotated[
+    bool,
+    typer.Option(
+        help="Let the model think first: in the built-in prompts that use the chat template, or "
+        "with --chat or --messages."
+    ),
+]
 ParseSpecial = Annotated[
     bool | None,
     typer.Option(

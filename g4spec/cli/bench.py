@@ -19,8 +19,11 @@ from g4spec.cli import (
     _command_classes,
     _engine,
     _inputs,
+    _measured_prompt,
     _options,
+    _prompt_options,
 )
+from g4spec.cli._notes import thinking_note
 from g4spec.cli.render import Json, Output, Quiet
 
 if TYPE_CHECKING:
@@ -37,6 +40,15 @@ def measure(
     ctx_size: _options.ContextSize = None,
     draft_max: _bench_options.Lengths = None,
     n_predict: _bench_options.Number = None,
+    prompt: _prompt_options.Prompt = None,
+    file: _prompt_options.File = None,
+    tokens_file: _prompt_options.TokensFile = None,
+    chat: _prompt_options.Chat = False,
+    system: _prompt_options.System = None,
+    messages: _prompt_options.Messages = None,
+    tools: _prompt_options.Tools = None,
+    thinking: _prompt_options.MeasuredThinking = False,
+    parse_special: _prompt_options.ParseSpecial = None,
     categories: _bench_options.Names = None,
     count: _bench_options.Count = None,
     repeats: _bench_options.Repeats = 3,
@@ -63,7 +75,7 @@ def measure(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure draft lengths per prompt category and recommend one.
+    """Measure draft lengths per prompt category, or on one prompt of your own; recommend one.
 
     Speed is compared with plain decoding, without a draft: `x plain` is the ratio. `g4spec bench
     compare` compares two results.
@@ -79,7 +91,13 @@ def measure(
     model = _bench_options.require_target(
         model, preset, dataset, bool(temp or categories), save, report
     )
-    names, questions = _questions(dataset, categories, count, preset is not None)
+    prompt_options = _measured_prompt.MeasuredPromptOptions(
+        prompt, file, tokens_file, messages, chat, system, tools, thinking, parse_special
+    )
+    own = prompt_options.read_own(
+        preset=preset, categories=categories, prompts=count, long_tokens=long_tokens
+    )
+    names, questions = _questions(dataset, categories, count, preset is not None, thinking)
     _inputs.check_exists(model, draft)
     from g4spec.measure import bench, draft_lengths, prompts, run_record
     from g4spec.ops.sampling import Sampler
@@ -95,8 +113,13 @@ def measure(
     config = replace(
         config, lengths=draft_lengths.parse_lengths(wanted, bench.longest_proposal(engine))
     )
-    room = prompts.long_prompt_tokens(long_tokens, engine.n_ctx, config.n_predict, 2048)
-    texts = questions or prompts.prompts(engine.tokenizer, names, count, room)
+    if own is not None:
+        texts = [_measured_prompt.bench_prompt(own, engine, out)]
+    elif not (texts := questions):
+        room = prompts.long_prompt_tokens(long_tokens, engine.n_ctx, config.n_predict, 2048)
+        texts = prompts.prompts(engine.tokenizer, names, count, room, thinking=thinking)
+    if thinking:
+        out.note(thinking_note(engine.tokenizer))
     origin = run_record.describe(model, draft_file, engine.backend, ["g4spec", *sys.argv[1:]])
     if parallel > 1:
         return _bench_parallel.run(engine, texts, config, parallel, origin, out, save)
@@ -104,7 +127,7 @@ def measure(
 
 
 def _questions(
-    dataset: Path | None, categories: str | None, count: int | None, preset: bool
+    dataset: Path | None, categories: str | None, count: int | None, preset: bool, thinking: bool
 ) -> tuple[Sequence[str], list[BenchPrompt]]:
     """Return the categories, and the prompts of the preset ([] without one).
 
@@ -114,7 +137,8 @@ def _questions(
 
     names = prompts.parse_categories(categories)
     if preset:
-        return names, prompts.mt_bench(dataset or Path("question.jsonl"), count)
+        path = dataset or Path("question.jsonl")
+        return names, prompts.mt_bench(path, count, thinking=thinking)
     prompts.check_categories(names, count)
     return names, []
 

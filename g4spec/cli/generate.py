@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from g4spec.cli import _engine, _inputs, _logit_options, _options, _prompt, _prompt_options
-from g4spec.cli._notes import greedy_note, low_acceptance_note
+from g4spec.cli._notes import greedy_note, low_acceptance_note, thinking_note
 from g4spec.cli._text_stream import Marking, Writer, auto_note, stats_line
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import UsageError
@@ -108,6 +108,8 @@ def _run(
     """Generate and show a text. `endless`: until the context is full."""
     ids = prompt.encode(engine.tokenizer, engine.n_ctx)
     out.note(prompt.chat_note(engine.tokenizer, ids))
+    if prompt.options.thinking:
+        out.note(thinking_note(engine.tokenizer))
     if endless:
         options = replace(options, n_predict=engine.n_ctx)
     drafting = engine.draft is not None and options.draft_max != 0

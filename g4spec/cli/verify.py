@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from g4spec.cli import _bench_parallel, _engine, _inputs, _options, _prompt, _prompt_options
-from g4spec.cli._notes import low_acceptance_note
+from g4spec.cli import (
+    _bench_parallel,
+    _engine,
+    _inputs,
+    _measured_prompt,
+    _options,
+    _prompt_options,
+)
+from g4spec.cli._notes import low_acceptance_note, thinking_note
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import CheckFailed, UsageError
 
@@ -44,6 +50,13 @@ def command(
     draft: _options.DraftModel = None,
     prompt: _prompt_options.Prompt = None,
     file: _prompt_options.File = None,
+    tokens_file: _prompt_options.TokensFile = None,
+    chat: _prompt_options.Chat = False,
+    system: _prompt_options.System = None,
+    messages: _prompt_options.Messages = None,
+    tools: _prompt_options.Tools = None,
+    thinking: _prompt_options.MeasuredThinking = False,
+    parse_special: _prompt_options.ParseSpecial = None,
     temp: Temperature = None,
     draft_max: DraftMax = None,
     cases: Cases = 48,
@@ -62,13 +75,17 @@ def command(
 ) -> None:
     """Check that a draft does not change any generated text.
 
-    Generates texts without and with the draft, over prompts, draft lengths, seeds and temperatures.
+    Generates texts without and with the draft, over draft lengths, seeds, temperatures and the
+    built-in prompts, or for one prompt of your own.
     With --parallel, the texts with the draft are generated several at once. Exits with 1 at the
     first token that differs. Ctrl-C ends the run and shows the result so far.
     """
     if draft is None:
         raise UsageError("no draft given: there is nothing to verify", fix="pass one with -md")
-    own = _own_prompt(prompt, file, long_tokens)
+    prompt_options = _measured_prompt.MeasuredPromptOptions(
+        prompt, file, tokens_file, messages, chat, system, tools, thinking, parse_special
+    )
+    own = prompt_options.read_own(long_tokens=long_tokens)
     length = None if draft_max is None else _options.draft_max(draft_max)
     if length == 0:
         raise UsageError("--draft-max 0 drafts no tokens to verify", fix="pass 1 or more, or auto")
@@ -81,10 +98,12 @@ def command(
     engine = _engine.load(model, draft_file, setup, out)
     assert engine.draft is not None
     if own is not None:
-        texts = [prompts.BenchPrompt("the prompt", "own", "raw", own)]
+        texts = [_measured_prompt.bench_prompt(own, engine, out)]
     else:
         room = prompts.long_prompt_tokens(long_tokens, engine.n_ctx, n_predict, 1024)
-        texts = prompts.prompts(engine.tokenizer, long_tokens=room)
+        texts = prompts.prompts(engine.tokenizer, long_tokens=room, thinking=thinking)
+    if thinking:
+        out.note(thinking_note(engine.tokenizer))
     cases_to_run = verify.cases(
         texts, cases, engine.draft.max_tokens, seed, length=length, temperature=temp
     )
@@ -94,15 +113,6 @@ def command(
         )
     _engine.note_ops_without_kernel(engine, out)
     _show(verdict, out)
-
-
-def _own_prompt(prompt: str | None, file: Path | None, long_tokens: int | None) -> str | None:
-    """Return the user's prompt or None; raise UsageError for options that do not go with it."""
-    if prompt is None and file is None:
-        return None
-    if long_tokens is not None:
-        raise UsageError("--long-tokens applies to the built-in prompts only", fix="leave it out")
-    return _prompt.PromptOptions(prompt, file).read().text
 
 
 def _show(verdict: VerifyResult, out: Output) -> None:

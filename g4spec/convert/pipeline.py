@@ -425,13 +425,13 @@ def _requantized(file: GGUF, name: str, choice: Policy, allow: bool) -> PlannedT
     if not (form.integer or kept):
         new_form, note = choice.choose(name, info.shape, "matrix")
         if form.quantized and new_form is not form:
+            if form.decode is None:
+                file.array(name)  # raises Unsupported
             if not allow:
                 raise InputError(
                     f"{file.path}: tensor {name} is quantized already, as {form.name.upper()}",
                     fix="start from a BF16 file, or quantize it with `allow_requantize`",
                 )
-            if form.decode is None:
-                form.dequantize(file.raw(name))  # raises Unsupported
         form = new_form
     return PlannedTensor(
         "copy", name, name, info.shape, form.name.upper(), note, form.nbytes(info.shape, name)

@@ -4,7 +4,7 @@ With the draft's checkpoint it also runs the draft that `convert` writes from it
 that draft is a fault of the file. Without, it compares acceptance with published drafts of the
 kind. It also changes, one at a time, settings that cannot be verified from the tensors or other
 keys: one that clearly raises acceptance is wrong in the file, even if the draft works fairly well.
-The values of tensors are tested in the same way (`tensor_scales`).
+Tensors are tested in the same way (`tensor_changes`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from g4spec.errors import G4Error
 from g4spec.gguf import GGUF
 from g4spec.measure.draft_variants import converted, present_values, variants, write_changed
 from g4spec.measure.prompts import prompts
-from g4spec.measure.tensor_scales import ScaledTensor, better_scales
+from g4spec.measure.tensor_changes import BetterTensor, TensorChange, better_tensors
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options
 from g4spec.validate.rule import Finding
@@ -34,10 +34,10 @@ LEAST = 1.1
 """Tokens per step below which a draft is useless."""
 BETTER = 1.1
 """Factor in tokens per step from which a changed setting counts as better."""
-BETTER_SCALE = 1.05
-"""The same for a tensor multiplied by a factor, which also predicts the target's tokens better."""
+BETTER_TENSOR = 1.05
+"""The same for a changed tensor, which also predicts the target's tokens better."""
 CONFIRMED = 2
-"""Number of tensors, the best, that are measured multiplied by their factor."""
+"""Number of changed tensors, the best, that are measured."""
 LOSS = 0.05
 """Loss of tokens per step against the draft converted from the source, from which it is an error.
 That draft has the same tensor types, so an intact file loses nothing. Changes that no user would
@@ -90,7 +90,7 @@ class ProbeResult:
         run: counts of the unchanged file.
         reference: counts of the draft that `convert` writes from the source, or None.
         others: changed setting or tensor -> counts, best first.
-        scales: tensors that predict the target's tokens better with other values, best first.
+        tensors: changed tensors that predict the target's tokens better, best first.
         present: key of each changed setting -> its value in the file, as text.
         interrupted: what was measured before Ctrl-C ended the probe, or "".
     """
@@ -100,7 +100,7 @@ class ProbeResult:
     run: AcceptanceCounts
     reference: AcceptanceCounts | None = None
     others: dict[str, AcceptanceCounts] = field(default_factory=dict)
-    scales: list[ScaledTensor] = field(default_factory=list)
+    tensors: list[BetterTensor] = field(default_factory=list)
     present: dict[str, str] = field(default_factory=dict)
     interrupted: str = ""
 
@@ -112,7 +112,7 @@ class ProbeResult:
     @property
     def better(self) -> list[str]:
         """Changed settings and tensors that clearly raise tokens per step, best first."""
-        least = {scale.change: BETTER_SCALE for scale in self.scales}
+        least = {str(tensor.change): BETTER_TENSOR for tensor in self.tensors}
         return [
             name
             for name, run in self.others.items()
@@ -127,13 +127,13 @@ class ProbeResult:
     @property
     def findings(self) -> list[Finding]:
         """Return what costs acceptance: for each key its best setting, then losses."""
-        scales = {scale.change: scale for scale in self.scales}
+        changes = {str(tensor.change): tensor.change for tensor in self.tensors}
         best = {
-            "tensors" if name in scales else name.partition(" = ")[0]: name
+            "tensors" if name in changes else name.partition(" = ")[0]: name
             for name in reversed(self.better)
         }
         found = [
-            self._better_tensor(scales[name]) if name in scales else self._better_setting(name)
+            self._better_tensor(changes[name]) if name in changes else self._better_setting(name)
             for name in best.values()
         ]
         if self.reference is not None and self.loss >= LOSS:
@@ -151,8 +151,10 @@ class ProbeResult:
         return found
 
     def _suspect(self) -> str:
-        """Return where the weights fit worst, or "" if no tensor fits better with other values."""
-        return f", first those of the layer of {self.scales[0].name}" if self.scales else ""
+        """Return where the weights fit worst, or "" if no changed tensor fits better."""
+        if not self.tensors:
+            return ""
+        return f", first those of the layer of {self.tensors[0].change.name}"
 
     def _better_setting(self, name: str) -> Finding:
         key, _, value = name.partition(" = ")
@@ -163,12 +165,12 @@ class ProbeResult:
             "compare this setting with the checkpoint",
         )
 
-    def _better_tensor(self, scale: ScaledTensor) -> Finding:
+    def _better_tensor(self, change: TensorChange) -> Finding:
         return Finding(
-            scale.name,
-            "the values of the trained draft, which no factor improves",
-            f"values that reach {self.others[scale.change].per_step:.2f} instead of "
-            f"{self.run.per_step:.2f} tokens per step if multiplied by {scale.factor:g}",
+            change.name,
+            "the values of the trained draft, which no factor or exchange improves",
+            f"values that reach {self.others[str(change)].per_step:.2f} instead of "
+            f"{self.run.per_step:.2f} tokens per step if {change.action}",
             "compare the tensors of this layer with the checkpoint (--against)",
         )
 
@@ -198,7 +200,7 @@ class ProbeResult:
             "others": {name: run.per_step for name, run in self.others.items()},
             "present": self.present,
             "better": self.better,
-            "scales": [asdict(scale) for scale in self.scales],
+            "tensors": [asdict(tensor) for tensor in self.tensors],
             "findings": [f.json() for f in self.findings],
             "interrupted": bool(self.interrupted),
         }
@@ -239,8 +241,8 @@ def probe(
     order = sorted(files.others.items(), key=lambda item: -item[1].per_step)
     run, kind = AcceptanceCounts.total(files.unchanged), _kind(draft)
     reached = REACHED.get(kind, LEAST)
-    others, scales = dict(order), files.scales
-    return ProbeResult(kind, reached, run, reference, others, scales, present, interrupted)
+    others, tensors = dict(order), files.tensors
+    return ProbeResult(kind, reached, run, reference, others, tensors, present, interrupted)
 
 
 class _Files:
@@ -249,7 +251,7 @@ class _Files:
     Attributes:
         unchanged: counts of each text of the draft itself.
         others: name -> counts of the other drafts.
-        scales: tensors that are better with other values.
+        tensors: changed tensors that are better.
     """
 
     def __init__(
@@ -265,7 +267,7 @@ class _Files:
         self.device, self.progress = device, progress
         self.unchanged: list[AcceptanceCounts] = []
         self.others: dict[str, AcceptanceCounts] = {}
-        self.scales: list[ScaledTensor] = []
+        self.tensors: list[BetterTensor] = []
         self._per_file, self._n_files = count * len(CATEGORIES), 1
         self._n_done = self._n_others = 0
 
@@ -286,13 +288,13 @@ class _Files:
             for name, changes in variants(file):
                 jobs[name] = partial(write_changed, file, changes, folder / "variant.gguf")
         self._n_others = len(jobs)
-        self._n_files = 1 + len(jobs) + (source is None)  # with the test of scales
+        self._n_files = 1 + len(jobs) + (source is None)  # with the test of tensors
         self.progress(0, self._n_texts)
         self._measure(self.draft, self.unchanged)
         for name, write in jobs.items():
             self._measure_other(name, write)
         if source is None and not self._has_better():
-            self._test_scales(file, folder)
+            self._test_tensors(file, folder)
 
     @property
     def _n_texts(self) -> int:
@@ -323,8 +325,8 @@ class _Files:
             return
         self.others[name] = AcceptanceCounts.total(texts)
 
-    def _test_scales(self, file: GGUF, folder: Path) -> None:
-        """Find tensors that are better with other values, and measure the best of them."""
+    def _test_tensors(self, file: GGUF, folder: Path) -> None:
+        """Find changed tensors that are better, and measure the best of them."""
         with Engine.load(self.target, self.draft, n_ctx=None, device=self.device) as engine:
             if not engine.on_cpu or not hasattr(engine.draft, "w"):
                 return
@@ -332,14 +334,14 @@ class _Files:
                 p.encode(engine.tokenizer)
                 for p in prompts(engine.tokenizer, CATEGORIES, self.count)
             ]
-            for found in better_scales(engine, texts, self.n_predict):
-                self.scales = found
+            for found in better_tensors(engine, texts, self.n_predict):
+                self.tensors = found
                 self._finish_text()
-        best = self.scales[:CONFIRMED]
+        best = self.tensors[:CONFIRMED]
         self._n_files += len(best)
-        for scaled in best:
-            write = partial(write_changed, file, {}, folder / "variant.gguf", scaled)
-            self._measure_other(scaled.change, write)
+        for change in (tensor.change for tensor in best):
+            write = partial(write_changed, file, {}, folder / "variant.gguf", change)
+            self._measure_other(str(change), write)
 
 
 def _measure(

@@ -11,7 +11,7 @@ import numpy as np
 from g4spec import convert, gguf, quant
 from g4spec.core import MAX_STEP_ROWS
 from g4spec.gguf import GGUF, KV, TensorData, Value, ValueType, u32
-from g4spec.measure.tensor_scales import ScaledTensor
+from g4spec.measure.tensor_changes import TensorChange
 
 DEFAULT_ROPE_BASE = 1e4
 """RoPE base of a DFlash draft without the key."""
@@ -101,16 +101,16 @@ def _moved(ids: list[int]) -> Iterator[list[int]]:
             yield moved
 
 
-def write_changed(file: GGUF, changes: KV, path: Path, scaled: ScaledTensor | None = None) -> Path:
-    """Write a copy of `file` with changed keys, and one tensor multiplied by a factor."""
+def write_changed(file: GGUF, changes: KV, path: Path, tensors: TensorChange | None = None) -> Path:
+    """Write a copy of `file` with changed keys and tensors; these become F32."""
     kv = {key: file.value(key) for key in file} | changes
+    changed = tensors.apply(lambda name: file.array(name).astype(np.float32)) if tensors else {}
     data = [
         TensorData(name, t.shape, t.format.type, [file.raw(name)])
         for name, t in file.tensors.items()
-        if scaled is None or name != scaled.name
+        if name not in changed
     ]
-    if scaled is not None:
-        values = file.array(scaled.name).astype(np.float32) * np.float32(scaled.factor)
-        data.append(TensorData(scaled.name, values.shape, quant.get("f32").type, [values]))
+    f32 = quant.get("f32").type
+    data += [TensorData(name, values.shape, f32, [values]) for name, values in changed.items()]
     gguf.write(path, kv, data)
     return path

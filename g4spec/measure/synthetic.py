@@ -231,18 +231,22 @@ def _float_tensor(spec: TensorSpec, ops: CudaOps) -> torch.Tensor:
 
 
 def _matrix(form: Format, shape: tuple[int, ...], ops: CudaOps) -> Matrix:
-    """Return a matrix of random codes, whose scales let a matmul preserve magnitudes."""
     columns, rows = shape[-1], math.prod(shape[:-1])
-    raw = torch.randint(
-        0, 256, (rows, form.row_bytes(columns)), dtype=torch.uint8, device=ops.device
-    )
+    raw = random_rows(form, rows, columns, ops.device)
+    return Matrix(form.name, raw, shape[-2], columns, rows // shape[-2], file_order=ops.portable)
+
+
+def random_rows(form: Format, rows: int, columns: int, device: torch.device) -> torch.Tensor:
+    """Return uint8 [rows, bytes of a row]: random codes, and scales with which a matmul preserves
+    magnitudes."""
+    raw = torch.randint(0, 256, (rows, form.row_bytes(columns)), dtype=torch.uint8, device=device)
     blocks = raw.view(rows, columns // form.block, form.block_bytes)
     for at, value in _FACTORS.get(form.name, ()):
         bits = torch.tensor([value * columns**-0.5], dtype=torch.float16).view(torch.uint8)
-        blocks[..., at : at + 2] = bits.to(ops.device)
+        blocks[..., at : at + 2] = bits.to(device)
     for at, byte in _BYTES.get(form.name, ()):
         blocks[..., at] = byte
-    return Matrix(form.name, raw, shape[-2], columns, rows // shape[-2], file_order=ops.portable)
+    return raw
 
 
 _FACTORS = {
@@ -264,13 +268,15 @@ _FACTORS = {
     "iq2_xs": ((0, 1 / 64),),
     "iq2_xxs": ((0, 1 / 64),),
     "iq1_s": ((0, 1 / 8),),
+    "tq1_0": ((52, 1 / 0.82),),
+    "tq2_0": ((64, 1 / 1.2),),
 }
 """Format -> (byte offset, value) of a block's half-precision scales. Values are for one column;
-`_matrix` divides them by sqrt(columns)."""
+`random_rows` divides them by sqrt(columns)."""
 _BYTES = {
-    "mxfp4": ((0, 118),),
-    "nvfp4": tuple((at, 0x08) for at in range(4)),
-    "iq1_m": tuple((at, byte) for at, byte in ((49, 0x02), (51, 0x02), (53, 0x02), (55, 0x22))),
+    "mxfp4": ((0, 119),),
+    "nvfp4": tuple((at, 0x03) for at in range(4)),
+    "iq1_m": tuple((at, byte) for at, byte in ((49, 0x02), (51, 0x02), (53, 0xA2), (55, 0x12))),
 }
 """Format -> (byte offset, byte) of scales that are not half-precision. The values suit matrices of
 about 5,000 columns."""

@@ -1,9 +1,9 @@
 """DFlash2 drafts, GGUF architecture `dflash` with a selector: speculators and z-lab checkpoints.
 
-A DFlash block with two additions. Short causal convolutions over the rows of the block, with
-row-dependent coefficients, are applied before and after each sublayer. A selector chooses the
+DFlash2 adds two things to DFlash. Short causal convolutions over the rows of a block, whose
+coefficients depend on the row, are applied before and after each sublayer. A selector chooses the
 tokens one after the other: it re-scores the top candidates of each row given the previous token.
-Full vocabulary only.
+Reduced vocabularies are not supported.
 
 Sources: speculators 0.9.0 `models/dflash2` (adapted from z-lab/dflash), llama.cpp
 `conversion/qwen.py` and `src/models/dflash.cpp` (build_dflash2_conv, build_dflash2_selector).
@@ -44,9 +44,10 @@ class Config(backbone.Config):
     """Hyperparameters of the backbone, the convolutions and the selector.
 
     Attributes:
-        kernel: taps of a convolution, including the row itself.
+        kernel: rows that a convolution reads: the row itself and the ones before it.
         group: channels that share the row-dependent part of a coefficient.
-        rank, top_k: width of the selector's tables, and its candidates per row.
+        rank: width of the selector's tables.
+        top_k: candidates per row that the selector re-scores.
         logit_scale: factor on the logits before the softcap.
     """
 
@@ -98,7 +99,8 @@ def parse_hf(checkpoint: Checkpoint, target: Any) -> Config:
 
 
 def check_pair(config: Config, target: Any) -> None:
-    """Raise unless the draft matches this target (its gemma4.Config) and is consistent."""
+    """Raise InputError or Unsupported unless the draft matches this target (its gemma4.Config) and
+    is consistent."""
     backbone.check_pair(config, target)
     if config.n_draft is not None:
         raise Unsupported(
@@ -135,7 +137,7 @@ def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) ->
 
 
 def metadata(config: Config) -> KV:
-    """Return the keys of the backbone, and upstream's keys of convolutions and selector."""
+    """Return the GGUF keys of the backbone, the convolutions and the selector."""
     kv = backbone.metadata(config)
     values = (config.kernel, config.group, config.rank, config.top_k)
     for key, value in zip(KEYS, values, strict=True):
@@ -180,8 +182,9 @@ class Drafter(dflash_drafter.Drafter):
     def choose(
         self, rows: torch.Tensor, logits: torch.Tensor, anchors: torch.Tensor, pick: Pick
     ) -> torch.Tensor:
-        """Choose tokens [S, count] from blocks [S, B, H]: re-score the top candidates of each row
-        given its hidden row and the previous token."""
+        """Choose tokens [S, count] one by one: add to the logits of each row's top candidates a
+        score that depends on its hidden state and the previous token. Arguments: see the base
+        class."""
         ops, w, (n, count, n_vocab) = self.ops, self.w, logits.shape
         hidden = self.draft_rows(rows, count).flatten(0, 1)
         gates = ops.linear(hidden, w["selector_hidden.weight"]).view(n, count, -1)
@@ -199,7 +202,8 @@ class Drafter(dflash_drafter.Drafter):
         return ops.stack_columns(out)
 
     def logits(self, hidden: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        """Compute logits [T, V] of rows [T, H]: scaled, then softcapped."""
+        """Compute logits [T, V] of rows [T, H], scaled by `Config.logit_scale` (`scale` is ignored)
+        and softcapped."""
         return super().logits(hidden, self.config.logit_scale)
 
     def before_sublayer(self, name: str, h: Any, batch: Batch) -> tuple[Any, Any]:

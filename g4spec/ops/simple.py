@@ -2,11 +2,12 @@
 
 Arithmetic is float32 with float32 accumulation; nothing is rounded in between.
 
-One property holds by construction and is tested: the result of a row does not depend on the number
-of other rows, nor on its index among them. Torch uses other kernels for 1, 2 or 3 rows
-than for 16, so matmuls always compute tiles of exactly :data:`TILE` rows. Activations are composed
-from `exp` and `tanh`, because torch's fused `gelu`, `silu` and `sigmoid` round differently at the
-end of a vector (seen with torch 2.13 and AVX-512), so that the result would depend on the index.
+One property holds by construction and is tested: the result of a row depends neither on the number
+of rows nor on its index among them. Torch uses other kernels for 1, 2 or 3 rows than for 16, so
+matmuls always compute tiles of exactly :data:`TILE` rows. Activation functions are composed from
+`exp` and `tanh`, because torch's fused `gelu`, `silu` and `sigmoid` round differently in the last
+elements of a tensor (seen with torch 2.13 and AVX-512), so that the result would depend on the
+index.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ TILE = 16
 
 
 class SimpleOps:
-    """Operations that are not composed of others."""
+    """Operations that are not composed of others.
+
+    Attributes:
+        without_kernel: ops that ran without a kernel of their own; always empty on the CPU.
+    """
 
     name = "torch"
     title = "CPU"
@@ -33,13 +38,13 @@ class SimpleOps:
         self.without_kernel: set[str] = set()
 
     def array(self, data: np.ndarray[Any, Any]) -> torch.Tensor:
-        """Copy a numpy array to the device: floats as float32, integers as int64."""
+        """Copy a numpy array to the device: integers as int64, all others as float32."""
         index = data.dtype.kind in "iu"
         dtype = np.int64 if index else np.float32
         return torch.from_numpy(np.array(data, dtype=dtype)).to(self.device)
 
     def ids(self, tokens: list[int]) -> torch.Tensor:
-        """Return token ids as an index tensor [T]."""
+        """Return token ids as a tensor [T], int64."""
         return torch.tensor(tokens, dtype=torch.int64, device=self.device)
 
     def positions(self, start: int, count: int) -> torch.Tensor:
@@ -55,7 +60,7 @@ class SimpleOps:
         return torch.stack(parts, dim=1)
 
     def copy_residual(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a copy of residual x [T, H] if the backend updates residuals in place."""
+        """Return the residual x [T, H], as a copy if the backend updates residuals in place."""
         return x
 
     def concat_rows(self, parts: list[torch.Tensor]) -> torch.Tensor:
@@ -69,7 +74,7 @@ class SimpleOps:
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, *, partial_sums: bool = False
     ) -> torch.Tensor:
-        """Multiply x [T, K] with weight [N, K] transposed -> [T, N], in tiles of 16 rows.
+        """Multiply x [T, K] by weight [N, K] transposed -> [T, N], in tiles of 16 rows.
 
         Args:
             partial_sums: the result is only passed to `norm_residual_norm` or `expert_layer`, so
@@ -102,7 +107,7 @@ class SimpleOps:
     def rope_freqs(
         self, base: float, head_dim: int, divisors: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the angle per position, [D/2]: base^(-2i/D), divided by `divisors` [D/2] if given.
+        """Return radians per position [D/2]: base^(-2i/D), divided by `divisors` [D/2] if given.
 
         Gemma's global layers use divisors of 1e30 for the pairs that must not rotate.
         """
@@ -134,11 +139,13 @@ class SimpleOps:
     def convolve(
         self, x: torch.Tensor, base: torch.Tensor, delta: torch.Tensor, block: int
     ) -> torch.Tensor:
-        """Sum x[t - i] * (base[i] + delta[t, i]) over taps i, in blocks of `block` rows; rows
-        before the first one of a block count as zero.
+        """Convolve each block of `block` rows causally: sum x[t - i] * (base[i] + delta[t, i]) over
+        i = 0 .. N - 1. Rows before the block count as zero.
 
         Args:
-            x: [T, H]. `base`: [taps, H]. `delta`: [T, taps, G], each for H / G channels in a row.
+            x: [T, H].
+            base: [N, H].
+            delta: [T, N, G]; each value is added for H / G adjacent columns.
         """
         group = x.shape[1] // delta.shape[2]
         blocks = x.view(-1, block, x.shape[1])
@@ -167,7 +174,7 @@ def sum_in_order(x: torch.Tensor) -> torch.Tensor:
 
 
 def pad_rows(x: torch.Tensor) -> torch.Tensor:
-    """Repeat the last row of x [n, ...] up to TILE rows, so that padding has finite values."""
+    """Repeat the last row of x [n, ...] until there are TILE rows: padding of finite values."""
     missing = TILE - len(x)
     return x if missing == 0 else torch.cat([x, x[-1:].expand(missing, *x.shape[1:])])
 

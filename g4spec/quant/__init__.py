@@ -6,6 +6,8 @@ import importlib
 import pkgutil
 from functools import cache
 
+import numpy as np
+
 from g4spec.errors import Unsupported, UsageError
 from g4spec.quant import formats
 from g4spec.quant.format import Format, ScaleFactors, Unrepresentable, is_valid_shape
@@ -16,6 +18,7 @@ __all__ = [
     "Format",
     "ScaleFactors",
     "Unrepresentable",
+    "block_dtype",
     "by_type",
     "find_type",
     "get",
@@ -62,6 +65,12 @@ def get(name: str) -> Format:
             "unknown tensor type", expected=f"one of {', '.join(writable_names())}", found=name
         )
     return found
+
+
+def block_dtype(name: str) -> np.dtype[np.void]:
+    """Return the fields of a block of a quantized type: `DTYPE` of its file."""
+    dtype: np.dtype[np.void] = importlib.import_module(f"{formats.__name__}.{name}").DTYPE
+    return dtype
 
 
 def find_type(number: int) -> Format | None:

@@ -22,7 +22,7 @@ def select(device: str, cache_type: str | None = None) -> Backend:
         device: "cpu", "cuda", "cuda:1" and so on, or "auto": the first GPU if it is usable.
             "cuda:portable" or "cuda:1:portable": with the kernels for GPUs before sm_80, which run
             on all GPUs.
-        cache_type: one of `cuda_kv_size.KINDS`; None: F16 on a GPU, unrounded F32 on the CPU.
+        cache_type: one of `cache_types.KINDS`; None: F16 on a GPU, unrounded F32 on the CPU.
 
     Raises:
         UsageError: there is no such device or cache type.

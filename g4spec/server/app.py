@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -36,8 +35,6 @@ from g4spec.server.response_store import Record, ResponseStore
 from g4spec.server.service import Generation, Job, Service
 from g4spec.server.sse import PING, Events, EventStream, cancel_on_disconnect, event
 
-log = logging.getLogger("g4spec.server")
-
 
 def create_app(
     service: Service,
@@ -55,7 +52,7 @@ def create_app(
         origins: allowed origins of cross-origin requests (CORS); see `OriginMiddleware`.
         body_limit: maximum size of a request body, in bytes.
         disabled: see `DisabledPathsMiddleware`.
-        mounted: True if an outer application has the middleware.
+        mounted: True if an outer application already applies the middleware.
     """
 
     store, replays = ResponseStore(), ReplayStore()
@@ -88,7 +85,7 @@ def create_app(
 
 
 class Endpoints:
-    """The handlers of all routes. OpenAPI summaries are the first lines of their docstrings."""
+    """The handlers of all routes. The first lines of their docstrings are the OpenAPI summaries."""
 
     def __init__(self, service: Service, store: ResponseStore, replays: ReplayStore) -> None:
         self._service, self._store, self._replays = service, store, replays
@@ -119,7 +116,7 @@ class Endpoints:
 
     @takes(llamacpp.CompletionBody, llamacpp.read)
     async def completion(self, request: Request, body: llamacpp.CompletionBody) -> Response:
-        """Answer POST /completion, of llama.cpp; unsupported samplers must be off."""
+        """Answer POST /completion (llama.cpp's API); unsupported samplers must be off."""
         return await self._generate(
             request,
             lambda: llamacpp.build_job(self._service, body),
@@ -130,7 +127,7 @@ class Endpoints:
 
     @takes(message_fields.MessagesRequest)
     async def messages(self, request: Request, body: message_fields.MessagesRequest) -> Response:
-        """Answer POST /v1/messages, of Anthropic."""
+        """Answer POST /v1/messages (Anthropic's API)."""
         messages.check_version(request)
         return await self._generate(
             request,
@@ -144,7 +141,7 @@ class Endpoints:
 
     @takes(message_fields.CountRequest)
     async def count_tokens(self, request: Request, body: message_fields.CountRequest) -> Response:
-        """Answer POST /v1/messages/count_tokens, of Anthropic."""
+        """Answer POST /v1/messages/count_tokens (Anthropic's API)."""
         messages.check_version(request)
         return JsonResponse(await messages.count(self._service, body))
 
@@ -212,7 +209,14 @@ class Endpoints:
         failed: Callable[[RequestError], str] = lambda refused: event(refused.json()),
         ping: str = PING,
     ) -> Response:
-        """Submit a job; return one response, or an event stream if `stream`."""
+        """Submit a job; return one response, or an event stream if `stream`.
+
+        Args:
+            answer: builds the body of the response.
+            chunks: yields the events of the stream.
+            failed: builds the event that ends the stream with an error.
+            ping: sent while there is no other event.
+        """
         service = self._service
         if stream:
             kept, generation = ReplayStore.name(request), await service.submit(await build_job())
@@ -248,7 +252,7 @@ class Endpoints:
     async def _log_when_done(
         self, request: Request, generation: Generation, events: Events
     ) -> Events:
-        """Yield `events`; close the generation and log its figures at the end."""
+        """Yield `events`; at the end, close the generation and add its figures to the log."""
         try:
             async for each in events:
                 yield each
@@ -276,7 +280,7 @@ class Endpoints:
 
     @takes(fields.ChatRequest)
     async def chat_tokens(self, request: Request, body: fields.ChatRequest) -> Response:
-        """Answer POST /v1/chat/completions/input_tokens, of llama.cpp."""
+        """Answer POST /v1/chat/completions/input_tokens (llama.cpp's API)."""
         prompt = await chat.build_prompt(self._service, body, generates=False)
         return JsonResponse({"object": "response.input_tokens", "input_tokens": len(prompt.ids)})
 
@@ -293,7 +297,7 @@ class Endpoints:
 
     @described("text/event-stream", of="`live` field of the requests whose text is shown")
     async def live(self, request: Request) -> Response:
-        """Answer GET /v1/live: events of all texts while they are generated."""
+        """Answer GET /v1/live: texts as events while they are generated."""
         service, word = self._service, request.query_params.get("of")
         if word is not None and not 16 <= len(word) <= 64:
             raise RequestError(
@@ -322,13 +326,14 @@ class Endpoints:
         return JsonResponse(server_info.model(self._service))
 
     async def health(self, request: Request) -> Response:
-        """Answer GET /health: 200 while steps make progress, else 503."""
+        """Answer GET /health: 200 if the engine is idle or steps make progress, else 503."""
         if self._service.is_healthy and not self._service.draining:
             return JsonResponse({"status": "ok"})
+        limit = self._service.settings.stall_limit
         why = (
             "the server is shutting down"
             if self._service.draining
-            else "no step has ended for too long, or the engine is down"
+            else f"no step has ended for {limit:g} seconds, or the engine is down"
         )
         return JsonResponse({"status": "error", **RequestError(503, why).json()}, 503)
 
@@ -336,7 +341,7 @@ class Endpoints:
     async def metrics(self, request: Request) -> Response:
         """Answer GET /metrics."""
         response = Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4")
-        # Spelled as in llama.cpp; Starlette would change it to lower case.
+        # The header is spelled as in llama.cpp; Starlette would write it in lower case.
         began = str(self._service.started).encode()
         response.raw_headers.append((b"Process-Start-Time-Unix", began))
         return response
@@ -355,7 +360,8 @@ class Endpoints:
 
 
 def routes(handlers: Endpoints | type[Endpoints]) -> list[Route]:
-    """Return the routes; those of the class serve only to generate the OpenAPI document."""
+    """Return the routes. Given the class instead of an instance, they only describe the paths for
+    the OpenAPI document."""
     posts = {
         "/v1/chat/completions": handlers.chat,
         "/chat/completions": handlers.chat,
@@ -397,7 +403,8 @@ def routes(handlers: Endpoints | type[Endpoints]) -> list[Route]:
 
 
 def _owner(request: Request) -> str | None:
-    """Return a hash prefix of the request's API key, or None if the server has no keys."""
+    """Return the first digits of the hash of the request's API key, or None if the server has no
+    keys."""
     key: str | None = request.scope.get("state", {}).get("key")
     return key
 

@@ -26,8 +26,8 @@ async def build_prompt(service: Service, request: ChatRequest, *, generates: boo
     tools = [t.model_dump(exclude_none=True) for t in request.tools or []]
     for tool in tools:  # templates require a description
         tool["function"].setdefault("description", "")
-    continued, opened = _is_continued(service, request), request.add_generation_prompt
-    if continued and opened:
+    continued, add_prompt = _is_continued(service, request), request.add_generation_prompt
+    if continued and add_prompt:
         raise RequestError(
             400,
             "continue_final_message and add_generation_prompt exclude each other; set only one",
@@ -37,8 +37,8 @@ async def build_prompt(service: Service, request: ChatRequest, *, generates: boo
         messages,
         tools,
         thinking=thinks(request, service.settings.reasoning),
-        continued=continued,
-        opened=opened is not False,
+        continue_final_message=continued,
+        add_generation_prompt=add_prompt is not False,
         generates=generates,
     )
 

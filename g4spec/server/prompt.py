@@ -27,8 +27,8 @@ class Prompt:
     Attributes:
         text: rendered text.
         ids: token ids.
-        thinking: "no" reasoning, the answer "may" begin with reasoning, or "open": the prompt ends
-            inside reasoning.
+        thinking: "no": the output has no reasoning; "may": it may begin with reasoning; "open":
+            the prompt ends inside reasoning, which the output continues.
     """
 
     text: str
@@ -40,14 +40,14 @@ class Prompter:
     """Renders and tokenizes prompts for one model.
 
     Attributes:
-        marks: structural tokens, or None if the vocabulary lacks them: tools and thinking are then
-            unavailable.
+        marks: ids of the tokens that delimit turns, reasoning and tool calls. None if the
+            vocabulary lacks one; tools and reasoning are then unavailable.
     """
 
     def __init__(self, tokenizer: Tokenizer, n_ctx: int) -> None:
         self._tokenizer, self._n_ctx = tokenizer, n_ctx
         self.marks = Marks.of(tokenizer)
-        self._marks = tokenizer.marks
+        self._mark_texts = tokenizer.marks
         self._renderer: Renderer | None = None
         self._features: TemplateFeatures | None = None
         if tokenizer.template:
@@ -79,36 +79,38 @@ class Prompter:
         tools: Sequence[Mapping[str, Any]] = (),
         *,
         thinking: bool | None = False,
-        continued: bool = False,
-        opened: bool = True,
+        continue_final_message: bool = False,
+        add_generation_prompt: bool = True,
         generates: bool = True,
     ) -> Prompt:
         """Render and tokenize a conversation.
 
-        Only the template and the system message can contain control tokens: those spelled in
-        other messages and tools are tokenized as text.
+        Only the template and system messages can contain control tokens. In other messages and
+        in tools their spellings, such as `<|turn>`, are tokenized as text.
 
         Args:
             messages: messages in OpenAI's format.
             tools: tools in OpenAI's format.
-            thinking: enable reasoning; None: if the template has it.
-            continued: the last message is the beginning of the answer.
-            opened: add the generation prompt; always added if `continued`.
-            generates: the prompt is for a generation, whose output must be parsed; otherwise tools
-                and reasoning that are not Gemma 4's are rendered, too.
+            thinking: enable reasoning; None: if the template supports it.
+            continue_final_message: the last message is the beginning of the answer.
+            add_generation_prompt: end the prompt with the start of the assistant's turn; always
+                true with `continue_final_message`.
+            generates: the output will be parsed, so tools and reasoning must use Gemma 4's tokens.
+                False, for instance to count tokens: whatever the template supports is rendered.
 
         Raises:
-            RequestError: the template does not support the requested features.
+            RequestError: there is no template, it does not support the requested features, or a
+                message is invalid.
             InputError: the template rejects the messages.
         """
         renderer = self._template()
         guard, plain, offered = special_token_guard.guard_messages(
             [_template_message(m, i) for i, m in enumerate(messages)],
             tools,
-            self._marks,
+            self._mark_texts,
             renderer.template,
         )
-        beginning = _pop_beginning(plain) if continued else ""
+        beginning = _pop_beginning(plain) if continue_final_message else ""
         call_texts: dict[str, str] = {}
         calls = any(m.get("tool_calls") or m["role"] == "tool" for m in plain)
         thinks = bool(thinking)
@@ -126,7 +128,7 @@ class Prompter:
             plain,
             tools=offered or None,
             enable_thinking=thinks,
-            add_generation_prompt=opened or continued,
+            add_generation_prompt=add_generation_prompt or continue_final_message,
         )
         text = _restore_call_texts(text, call_texts) + beginning
         ids = await self._encode(text, guard)
@@ -138,7 +140,8 @@ class Prompter:
     def _check_features(
         self, features: TemplateFeatures, *, thinking: bool, tools: bool, calls: bool
     ) -> None:
-        """Raise RequestError unless the template has the features that a request needs."""
+        """Raise RequestError unless template and vocabulary have the features that a request
+        needs."""
         if thinking and not (features.thinking and self.marks):
             raise RequestError(
                 400,
@@ -153,7 +156,7 @@ class Prompter:
             )
 
     async def encode(self, text: str) -> list[int]:
-        """Tokenize a text, including control tokens that it spells, and prepend BOS."""
+        """Tokenize a text, with BOS first. Spellings of control tokens become control tokens."""
         return await self._encode(text)
 
     async def _encode(self, text: str, guard: str = "") -> list[int]:
@@ -161,7 +164,8 @@ class Prompter:
 
 
 def _template_message(message: Message, index: int) -> dict[str, Any]:
-    """Convert a message to the form of templates: content as str, arguments as objects."""
+    """Convert a message to the form that templates take: content as str, arguments as objects, the
+    role developer as system."""
     role = message["role"]
     plain = {
         **message,
@@ -189,7 +193,7 @@ def _pop_beginning(messages: list[dict[str, Any]]) -> str:
 
 
 def _text(content: Any, where: str) -> str:
-    """Join the text parts of a message."""
+    """Return the content of a message; join text parts with line breaks."""
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
@@ -216,14 +220,14 @@ def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _extract_call_texts(
     messages: Sequence[dict[str, Any]],
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Remove the text of messages with calls.
+    """Remove the text of messages with tool calls.
 
     Some templates write this text after the calls and their results, as if it were the answer to
-    them, and end the turn there.
+    them, and end the turn there. `_restore_call_texts` inserts it before the calls.
 
     Returns:
-        The messages, with a random marker before the name of the first call of each, and the texts
-        by marker.
+        The messages, with a random marker before the name of the first call of each of these, and
+        the removed texts by marker.
     """
     call_texts: dict[str, str] = {}
     out = list(messages)
@@ -240,7 +244,8 @@ def _extract_call_texts(
 
 
 def _restore_call_texts(text: str, call_texts: Mapping[str, str]) -> str:
-    """Insert the removed texts before the calls of their messages, where the model writes them."""
+    """Insert the removed texts before the calls of their messages, where a model generates
+    them, and remove the markers."""
     for mark, words in call_texts.items():
         call = "<|tool_call>call:"
         if call + mark not in text:

@@ -1,4 +1,4 @@
-"""Rules on the structure of the package: import layers, sizes, errors, light imports."""
+"""Rules on the structure of the code: import layers, sizes, errors, light imports."""
 
 from __future__ import annotations
 
@@ -39,6 +39,40 @@ def test_imports_go_one_way() -> None:
         "from importlinter.cli import lint_imports\n"
         "assert lint_imports(config_filename='pyproject.toml', no_cache=True) == 0"
     )
+
+
+def names_in(file: Path) -> set[str]:
+    """Return the names that a file defines or imports, at any level."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {a.asname or a.name.split(".")[0] for a in node.names}
+    return found
+
+
+def test_scripts_import_only_names_that_exist() -> None:
+    """A benchmark that no test runs imported two functions under their old names."""
+    missing = []
+    for file in sorted([*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "packaging").rglob("*.py")]):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.ImportFrom) or node.level or not node.module:
+                continue
+            folder = ROOT.joinpath(*node.module.split("."))
+            if node.module.split(".")[0] not in ("benchmarks", "g4spec", "tests"):
+                continue
+            module = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+            known = names_in(module) if module.exists() else set()
+            if "__getattr__" in known:
+                continue
+            for name in (a.name for a in node.names):
+                submodule = (folder / f"{name}.py").exists() or (folder / name).is_dir()
+                if name not in known and not submodule:
+                    missing.append(f"{file.name}: {node.module}.{name}")
+    assert not missing
 
 
 @pytest.mark.parametrize("file", FILES, ids=NAMES)

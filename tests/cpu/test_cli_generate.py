@@ -102,9 +102,7 @@ def test_prompts_from_files(files: tuple[str, str], g4spec: Cli, tmp_path: Path)
         assert g4spec.json("generate", "-m", target, *prompt_option, *rest)["ids"] == want
 
 
-def test_with_and_without_chat_template(
-    files: tuple[str, str], g4spec: Cli, tmp_path: Path
-) -> None:
+def test_chat_needs_a_chat_template(files: tuple[str, str], g4spec: Cli, tmp_path: Path) -> None:
     got = g4spec.json("generate", "-m", files[0], *PROMPT, "--chat", "--system", "be brief")
     assert got["stats"]["prompt_tokens"] > 20
     bare = tokens.target_file(tmp_path / "bare.gguf", chat_template=None)
@@ -155,7 +153,7 @@ def test_rejected_line_breaks_do_not_break_the_text(capsys: pytest.CaptureFixtur
         (("-p", "x", "-md", "/nonexistent.gguf"), "/nonexistent.gguf"),
     ],
 )
-def test_bad_input_is_one_line(
+def test_errors_of_bad_input_are_one_line(
     files: tuple[str, str], g4spec: Cli, argv: tuple[str, ...], text: str
 ) -> None:
     code = 2 if argv[-2:] == ("-c", "9999999") else 3
@@ -234,7 +232,7 @@ def test_writer_never_shows_a_stop_text(capsys: pytest.CaptureFixture[str]) -> N
         (0, "one ", "one "),
         (3, "one  E", " "),
         (1, "one  EEN", "E"),
-        (2, "one  E", ""),  # the run found END and cut it off
+        (2, "one  E", ""),  # the request found END and removed it
     ]:
         cycle: Any = SimpleNamespace(tokens=[token], drafted=[], accepted=0)
         writer.cycle(cycle, text)
@@ -243,7 +241,7 @@ def test_writer_never_shows_a_stop_text(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out == "\n"
 
 
-# ---- a checkpoint folder behind -md
+# ---- a checkpoint folder as -md
 
 
 def test_draft_folder_is_converted_once(
@@ -337,7 +335,7 @@ def test_logit_options_work_the_same_with_a_draft(
     [(27, 2, True), (27, 14, False), (5, 0, False), (300, 2, False)],
 )
 def test_auto_says_when_it_drafted_little(steps: int, drafted: int, expected: bool) -> None:
-    """On short texts the default gained nothing with a good draft, and nothing said why."""
+    """On short texts, `auto` gained nothing from a good draft, and no message told why."""
     stats = Stats(cycles=steps, drafted_by_position=[drafted] + [0] * 15)
     note = auto_note(stats)
     assert (note is not None) == expected

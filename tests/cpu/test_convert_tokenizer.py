@@ -1,4 +1,4 @@
-"""The tokenizer's keys equal those that upstream's converter writes."""
+"""The GGUF keys of tokenizers and chat templates are those that upstream's converter writes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_added_tokens_beyond_the_vocabulary_are_user_defined(folder: Path) -> No
     assert got["tokens"][512] == "<extra>" and got["token_type"][512] == 4
 
 
-def test_ids_fall_back_to_the_models_configuration(folder: Path) -> None:
+def test_missing_special_tokens_are_read_from_the_model_configuration(folder: Path) -> None:
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     del settings["eos_token"], settings["pad_token"]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -90,7 +90,7 @@ def test_ids_fall_back_to_the_models_configuration(folder: Path) -> None:
     assert got["padding_token_id"] == 7 and "eos_token_id" not in got
 
 
-def test_stop_ids_are_the_union(folder: Path) -> None:
+def test_stop_ids_are_the_union_of_all_eos_token_ids(folder: Path) -> None:
     got = kv(folder, {"eos_token_id": [1, 99], "text_config": {"eos_token_id": 98}})
     assert got["g4spec.stop_ids"] == [1, 50, 98, 99, 106]
 
@@ -105,7 +105,9 @@ def test_stop_ids_are_the_union(folder: Path) -> None:
         ("text", Unsupported, "BPE"),
     ],
 )
-def test_refuses(folder: Path, model: Any, error: type[InputError], says: str) -> None:
+def test_unsupported_and_invalid_vocabularies(
+    folder: Path, model: Any, error: type[InputError], says: str
+) -> None:
     edit(folder / "tokenizer.json", model=model)
     with pytest.raises(error, match=says):
         kv(folder)
@@ -119,9 +121,9 @@ def test_merges_that_are_not_pairs(folder: Path) -> None:
         kv(folder)
 
 
-def test_the_template_file_beats_an_older_one(tmp_path: Path) -> None:
-    """transformers writes `chat_template.jinja` and keeps an older template in the
-    configuration."""
+def test_newer_files_of_the_template_take_precedence(tmp_path: Path) -> None:
+    """transformers writes `chat_template.jinja` and may leave an older template in
+    `tokenizer_config.json` or `chat_template.json`."""
     folder = tiny.target(tmp_path / "target")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
 

@@ -52,6 +52,16 @@ def randn(*shape: int, seed: int = 2) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_rows_have_the_numbers_of_the_quant_type(kind: kv.Kind) -> None:
+    """On the CPU `--cache-type` rounds with the quant type of that name."""
+    cache, rows = make_cache(CacheShape(2, 64, None), kind), randn(2, 9, 2, 64)
+    batch = rows_of([(1, 100, 9)], "cpu")
+    cache.append(batch.slots, batch.positions, *rows)
+    for got, x in zip(cache.read(1, 100, 108), rows.numpy(), strict=True):
+        assert np.array_equal(got, quant.get(kind).dequantize(quant.get(kind).quantize(x)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_ring_keeps_its_window_and_has_nan_in_unwritten_slots(kind: kv.Kind) -> None:
     cache = make_cache(CacheShape(2, 32, 100), kind)
     assert cache.capacity == 128  # 100 + 16, in tiles of 128
@@ -90,7 +100,7 @@ def test_rows_without_a_page_go_to_the_spare_page(kind: kv.Kind) -> None:
     cache = make_cache(CacheShape(1, 32, None), kind, n_ctx=500)
     batch = rows_of([(3, 0, 3), (3, 300, 2), (1, -1, 1)], "cpu")
     cache.append(batch.slots, batch.positions, *randn(2, 6, 1, 32))
-    held = cache.key_scales if kind == "q8_0" else cache.keys
+    held = cache.key_scales if TYPES[kind].block else cache.keys
     assert not held[0].isnan().all() and bool(held[1:].isnan().all())
 
 

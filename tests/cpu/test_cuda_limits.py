@@ -1,5 +1,5 @@
 """Shapes in a file that kernels do not support run in torch or are refused by name. They never
-cause an assertion or an access out of bounds (H1). This file tests the decisions; kernels are
+cause an assertion or an access out of bounds. This file tests the decisions; kernels are
 tested on GPUs."""
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Hostile result files, caches and signals that no other test covers (L2, L5, L8, L9, L11 of the
-attack report), and the lock file (L10)."""
+"""Malicious or damaged result files and kernel caches, signals at any time, and the lock file."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HUGE = 10**400
 
 
-# ---- bench compare (L2, L5)
+# ---- bench compare, bench --dataset, recipe, doctor
 
 ODD: dict[str, Callable[[dict[str, Any]], Any]] = {
     "texts of another type": lambda d: d.update(texts={"code-0": "a text"}),
@@ -73,7 +72,8 @@ def test_deeply_nested_questions(tmp_path: Path) -> None:
 
 
 def test_long_prompts_end() -> None:
-    """A tokenizer that returns no tokens, or a length beyond any context, looped forever."""
+    """`long_text` looped forever for a tokenizer that returns no tokens, and for a length beyond
+    any context."""
 
     class Silent:
         def encode(self, text: str, bos: bool = True) -> list[int]:
@@ -92,7 +92,7 @@ def test_long_prompts_end() -> None:
 
 
 def test_impossible_machines_are_refused() -> None:
-    """A recipe for 2^31 nodes filled the memory; int() of 5000 digits raises ValueError."""
+    """A recipe for 2^31 nodes filled the memory, and int() raised ValueError for 5000 digits."""
     for more in (["--nodes", "2147483648"], ["--assume", "9" * 5000 + "x h200"]):
         assert cli.run(["recipe", "vllm", "-m", "31b", "--assume", "h200", *more]) == 2
 
@@ -103,7 +103,15 @@ def test_a_configuration_that_is_not_a_regular_file(tmp_path: Path) -> None:
         assert cli.run([*command, "-m", str(tmp_path), "--assume", "h200"]) == 3
 
 
-# ---- contents of a shared result (L11)
+@pytest.mark.parametrize("line", [("doctor", "-m"), ("doctor", "-m", "31b", "-md")])
+def test_user_without_a_home_folder(
+    line: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run([*line, "~no-such-user/x.gguf"]) == 3
+    assert "~no-such-user/x.gguf: no such file" in capsys.readouterr().err
+
+
+# ---- contents of a shared result
 
 
 def test_recorded_commands_contain_no_folders(
@@ -146,7 +154,7 @@ def test_recorded_commands_contain_no_folders(
     assert "somebody" not in " ".join(without_folders(typed))
 
 
-# ---- compiled kernels (L9)
+# ---- compiled kernels
 
 CUBIN = Cubin("sm_80", "f", Resources(1, 0, 0, 0), "", b"\x7fELF code")
 
@@ -156,36 +164,6 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     disk_cache.store("key", CUBIN)
     return disk_cache.folder()
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_whose_exception_an_extension_replaced(
-    number: int, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """SIGTERM while Rust read the merges became a TypeError with a traceback."""
-
-    def interrupted() -> None:
-        try:
-            signal.raise_signal(number)
-        except (KeyboardInterrupt, SystemExit):
-            raise RuntimeError("failed to extract") from None
-
-    monkeypatch.setattr(cli, "app", interrupted)
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == code
-    assert not capsys.readouterr().err
-
-
-def test_ctrl_c_before_the_command_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(name: str | None) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cli._signals.ctypes, "CDLL", interrupted)
-    monkeypatch.setattr(cli._signals.signal, "signal", lambda number, handler: None)
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 130
 
 
 def test_the_folder_of_kernels_is_private(kernels: Path) -> None:
@@ -214,21 +192,21 @@ def test_a_cache_of_another_user_is_not_used(
 
 
 HEADERS: dict[str, Any] = {
-    "no object": 7,
+    "not an object": 7,
     "nothing": {},
     "no resources": {"arch": "sm_80", "symbol": "f", "log": ""},
     "other resources": {"resources": {"x": 1}},
     "invalid resources": {"resources": 7},
     "invalid size": {"resources": {"registers": "x", "spill": 0, "stack": 0, "shared": 0}},
     "invalid name": {"symbol": [1]},
-    "more": {"extra": 1},
+    "unknown field": {"extra": 1},
     "another code": {"code": "x"},
     "another architecture": {"arch": "sm_90a"},
 }
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_an_entry_with_a_right_checksum_and_a_wrong_header(name: str, kernels: Path) -> None:
+def test_an_entry_with_a_valid_checksum_and_a_wrong_header(name: str, kernels: Path) -> None:
     entry, header = kernels / "sm_80" / "key.cubin", HEADERS[name]
     if isinstance(header, dict) and name not in ("nothing", "no resources"):
         sizes = {"registers": 1, "spill": 0, "stack": 0, "shared": 0}
@@ -240,7 +218,7 @@ def test_an_entry_with_a_right_checksum_and_a_wrong_header(name: str, kernels: P
 
 
 def test_temporary_files_of_killed_runs_are_removed(kernels: Path, tmp_path: Path) -> None:
-    """A complete entry is never rewritten, so temporary files in its folder remained forever."""
+    """Only writing an entry removed temporary files, and an entry is written only once."""
     left = kernels / "sm_80" / ".key.cubin.0123abcd.tmp"
     left.touch()
     assert disk_cache.load("key", "sm_80") == CUBIN and not left.exists()
@@ -255,7 +233,38 @@ def test_temporary_files_of_killed_runs_are_removed(kernels: Path, tmp_path: Pat
     assert not any(path.exists() for path in both)
 
 
-# ---- Ctrl-C, twice (L8)
+# ---- signals
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_whose_exception_is_replaced(
+    number: int, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SIGTERM while a Rust extension converted the merges became a TypeError with a traceback."""
+
+    def interrupted() -> None:
+        try:
+            signal.raise_signal(number)
+        except (KeyboardInterrupt, SystemExit):
+            raise RuntimeError("failed to extract") from None
+
+    monkeypatch.setattr(cli, "app", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == code
+    assert not capsys.readouterr().err
+
+
+def test_ctrl_c_before_the_command_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(name: str | None) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli._signals.ctypes, "CDLL", interrupted)
+    monkeypatch.setattr(cli._signals.signal, "signal", lambda number, handler: None)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 130
+
 
 WAITING = """
 import sys, time
@@ -290,7 +299,7 @@ def test_a_second_signal_ends_the_run_silently(first: int, second: int) -> None:
 AT_ONCE = """
 import os, signal
 from g4spec import cli
-class Met:
+class Destructor:
     def __del__(self):
         os.kill(os.getpid(), signal.SIGINT)
         for _ in range(9):
@@ -303,7 +312,7 @@ def slow(argv):
             os.kill(os.getpid(), number)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, both)
     else:
-        Met()
+        Destructor()
     while True:
         pass
 cli.run = slow
@@ -313,7 +322,7 @@ cli.main()
 
 @pytest.mark.parametrize("how", ["twice", "in a destructor"])
 def test_simultaneous_signals_are_silent(how: str) -> None:
-    """Python prints a message about a lost signal and about an exception in a destructor."""
+    """Python prints messages about lost signals and about exceptions in destructors."""
     code = AT_ONCE.replace("HOW", repr(how))
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, check=False, timeout=60
@@ -344,11 +353,11 @@ def test_a_signal_during_imports_is_silent(module: str) -> None:
     assert done.returncode in (-signal.SIGINT, 130) and (done.stdout, done.stderr) == (b"", b"")
 
 
-# ---- panics in the server (M1)
+# ---- the server
 
 
 def test_a_panic_of_a_library_gets_a_response() -> None:
-    """A panic is a BaseException, and used to close the client's connection without a response."""
+    """A panic is a BaseException; it closed the client's connection without a response."""
     import asyncio
     import logging
 
@@ -384,7 +393,7 @@ def test_a_panic_of_a_library_gets_a_response() -> None:
 
 
 def test_the_json_of_the_server_has_no_control_character() -> None:
-    """Events, responses and log lines contained DEL and C1 unescaped (H4)."""
+    """Events, responses and log lines contained DEL and C1 control characters unescaped."""
     import logging
 
     from g4spec.server.json_response import JsonResponse
@@ -402,7 +411,7 @@ def test_the_json_of_the_server_has_no_control_character() -> None:
         assert json.loads(text)["text"] == bad["text"]
 
 
-# ---- the lock file (L10)
+# ---- the lock file
 
 
 def test_the_lock_file_has_tested_versions_with_hashes() -> None:
@@ -440,11 +449,3 @@ def test_the_lock_file_holds_every_requirement() -> None:
         name = each.name.lower().replace("_", "-")
         versions = [v for n, v in pins if n == name]
         assert versions and all(each.specifier.contains(v) for v in versions), each
-
-
-@pytest.mark.parametrize("line", [("doctor", "-m"), ("doctor", "-m", "31b", "-md")])
-def test_user_without_a_home_folder(
-    line: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.run([*line, "~no-such-user/x.gguf"]) == 3
-    assert "~no-such-user/x.gguf: no such file" in capsys.readouterr().err

@@ -11,6 +11,7 @@ import torch
 
 from g4spec import quant
 from g4spec.errors import Unsupported
+from g4spec.measure import synthetic
 from g4spec.quant import codebook
 from g4spec.quant.formats import mxfp4, nvfp4
 from g4spec.runtime.cuda.build import nvrtc
@@ -166,8 +167,8 @@ class NumberUnit(Unit):
     def value(self, row: int, k: int) -> np.float32:
         code = np.float32(self.table[self.code(row, k)])
         at = self.head
-        if self.name == "iq4_nl":
-            return code * self.half(at + (k // 32 * 128 + row) * 2)
+        if self.name in ("iq4_nl", "tq1_0", "tq2_0"):
+            return code * self.half(at + (k // quant.get(self.name).block * 128 + row) * 2)
         if self.name == "mxfp4":
             return code * mxfp4.power(np.uint8([self.data[at + k // 32 * 128 + row]]))[0]
         if self.name == "nvfp4":
@@ -208,6 +209,8 @@ TABLES: dict[str, tuple[int, Sequence[float], int]] = {
     "iq3_xxs": (4, _SIGNED["iq3_xxs"], 4),
     "q3_k": (3, range(-4, 4), 1),
     "q2_k": (2, range(4), 1),
+    "tq1_0": (2, range(-1, 3), 1),
+    "tq2_0": (2, range(-1, 3), 1),
     **{name: (3, _SIGNED["iq2"], 8) for name in ("iq2_s", "iq2_xs", "iq2_xxs")},
     "iq1_m": (3, _IQ1, 8),
     "iq1_s": (3, _IQ1, 8),
@@ -236,14 +239,23 @@ def test_matrices_without_a_kernel_are_named() -> None:
     assert held_size.unpackable("q8_0", 96, 9, True) == ""
     assert held_size.unpackable("q8_0", 96, 9, False) == "q8_0 matrices of 96 columns"
     assert held_size.unpackable("q8_0", 64, 1 << 20, False) == "q8_0 matrices of 1048576 rows"
-    assert held_size.unpackable("tq1_0", 256, 9, True) == "tq1_0 matrices"
-    assert held_size.block_bytes("tq1_0") == 4 * quant.get("tq1_0").block
-    with pytest.raises(Unsupported, match="TQ1_0"):
-        packing.unit_of("tq1_0", 256)
+    assert held_size.unpackable("q8_k", 256, 9, True) == "q8_k matrices"
+    assert held_size.block_bytes("q8_k") == 4 * quant.get("q8_k").block
+    with pytest.raises(Unsupported, match="Q8_K"):
+        packing.unit_of("q8_k", 256)
 
 
 def test_every_type_that_is_read_is_packed() -> None:
     assert {n for n, f in quant.readable().items() if f.quantized} == set(packing.PARTS)
+
+
+@pytest.mark.parametrize("name", packing.PARTS)
+def test_random_weights_of_synthetic_models_preserve_magnitudes(name: str) -> None:
+    """A type without an entry in `_FACTORS` or `_BYTES` would have scales of random bits."""
+    torch.manual_seed(0)
+    raw = synthetic.random_rows(quant.get(name), 16, 5120, torch.device("cpu"))
+    rows = quant.get(name).dequantize(raw.numpy())
+    assert 0.5 < np.sqrt(np.square(rows).sum(axis=1).mean()) < 2
 
 
 @pytest.mark.parametrize("name", packing.PARTS)

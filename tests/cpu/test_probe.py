@@ -14,13 +14,14 @@ import pytest
 from g4spec.cli import run
 from g4spec.convert import convert
 from g4spec.gguf import GGUF, ValueType
-from g4spec.measure import draft_probe, draft_variants, tensor_scales
+from g4spec.measure import draft_probe, draft_variants, tensor_changes
 from g4spec.measure.prompts import prompts
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options
 from tests.support import faults, tiny, tiny_drafts
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
+GATE, UP = "blk.0.ffn_gate.weight", "blk.0.ffn_up.weight"
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +36,9 @@ def probed(
     family: Path, draft: Path, monkeypatch: Any, keep: tuple[str, ...]
 ) -> draft_probe.ProbeResult:
     """Run a short probe of only the settings whose name begins with one of `keep`; tensors are
-    tested only if a test replaces `better_scales`."""
-    if draft_probe.better_scales is tensor_scales.better_scales:
-        monkeypatch.setattr(draft_probe, "better_scales", lambda *args: iter([]))
+    tested only if a test replaces `better_tensors`."""
+    if draft_probe.better_tensors is tensor_changes.better_tensors:
+        monkeypatch.setattr(draft_probe, "better_tensors", lambda *args: iter([]))
     every = draft_probe.variants
     monkeypatch.setattr(
         draft_probe,
@@ -138,6 +139,7 @@ def test_a_gguf_source_is_the_reference(family: Path, tmp_path: Path) -> None:
     [
         ("blk.2.attn_output.weight: halved", "blk.2.attn_output.weight * 2"),
         ("blk.2.ffn_up.weight: rows permuted", "blk.2.ffn_norm.weight * 0.5"),
+        ("blk.0.ffn_gate.weight: exchanged with ffn_up", f"{GATE} <-> {UP}"),
         (None, None),
     ],
 )
@@ -150,8 +152,8 @@ def test_wrong_values_of_tensors_are_found_without_the_source(
         draft = planted.plant(file).write(tmp_path / "x.gguf")
     with Engine.load(family / "target.gguf", draft) as engine:
         texts = [p.encode(engine.tokenizer) for p in prompts(engine.tokenizer, ["maths"], 2)]
-        *_, found = tensor_scales.better_scales(engine, texts, 32)
-        assert (found[0].change if found else None) == named
+        *_, found = tensor_changes.better_tensors(engine, texts, 32)
+        assert (str(found[0].change) if found else None) == named
         assert all(engine.draft.w[f"blk.{i}.ffn_norm.weight"].mean() > 0 for i in range(3))
         assert "propose" not in vars(engine.draft)
 
@@ -178,25 +180,52 @@ def test_testing_tensors_does_not_disturb_the_draft(tmp_path: Path, kind: Any) -
         before = cycles()
         base, losses = list[float](), defaultdict[Any, list[float]](list)
         text = [2, 5, 9, *(token for tokens, _ in before for token in tokens)]
-        with tensor_scales._scaled(engine.draft, text, base, losses):
+        with tensor_changes._changed(engine.draft, text, base, losses):
             assert cycles() == before
         assert losses and all(len(values) == len(base) for values in losses.values())
         assert cycles() == before
 
 
-def test_the_scaled_tensor_is_measured_and_named(
-    family: Path, tmp_path: Path, monkeypatch: Any
+@pytest.mark.parametrize(
+    ("fault", "change"),
+    [
+        (
+            "blk.2.attn_output.weight: halved",
+            tensor_changes.TensorChange("blk.2.attn_output.weight", 2.0),
+        ),
+        (
+            "blk.0.ffn_gate.weight: exchanged with ffn_up",
+            tensor_changes.TensorChange(GATE, other=UP),
+        ),
+    ],
+)
+def test_the_changed_tensor_is_measured_and_named(
+    family: Path,
+    tmp_path: Path,
+    monkeypatch: Any,
+    fault: str,
+    change: tensor_changes.TensorChange,
 ) -> None:
-    """The file reaches more tokens per step than published drafts."""
     file = faults.read(family / "dflash.gguf")
     planted = {f"{f.where}: {f.name}": f for f in faults.faults(file)}
-    draft = planted["blk.2.attn_output.weight: halved"].plant(file).write(tmp_path / "x.gguf")
-    best = tensor_scales.ScaledTensor("blk.2.attn_output.weight", 2.0, 0.2, 6.0)
-    monkeypatch.setattr(draft_probe, "better_scales", lambda *args: iter([[best]]))
+    draft = planted[fault].plant(file).write(tmp_path / "x.gguf")
+    best = tensor_changes.BetterTensor(change, 0.2, 6.0)
+    monkeypatch.setattr(draft_probe, "better_tensors", lambda *args: iter([[best]]))
     found = probed(family, draft, monkeypatch, ("no setting",))
-    assert found.run.per_step > found.reached and [*found.others] == [best.change]
+    assert [*found.others] == [str(change)]
     (finding,) = found.findings
-    assert finding.where == best.name and "multiplied by 2" in str(finding.found)
+    assert finding.where == change.name and change.action in str(finding.found)
+    json.dumps(found.json())
+
+
+def test_a_changed_tensor_is_written(family: Path, tmp_path: Path) -> None:
+    with GGUF(family / "dflash.gguf") as file:
+        change = tensor_changes.TensorChange(GATE, other=UP)
+        path = draft_variants.write_changed(file, {}, tmp_path / "x.gguf", change)
+        with GGUF(path) as other:
+            assert (other.array(GATE) == file.array(UP)).all()
+            assert (other.array(UP) == file.array(GATE)).all()
+            assert {*other.tensors} == {*file.tensors}
 
 
 COUNTS = draft_probe.AcceptanceCounts((10, 10), (9, 6))
@@ -279,11 +308,12 @@ def test_ctrl_c_shows_partial_results(
 
 
 def test_a_useless_draft_names_the_layer_that_fits_worst() -> None:
-    scale = tensor_scales.ScaledTensor("blk.1.attn_q_norm.weight", 0.5, 0.2, 4.0)
+    change = tensor_changes.TensorChange("blk.1.attn_q_norm.weight", 0.5)
+    better = tensor_changes.BetterTensor(change, 0.2, 4.0)
     useless = draft_probe.AcceptanceCounts((10, 10), (1, 0))
-    found = draft_probe.ProbeResult("dflash", 2.08, useless, scales=[scale])
+    found = draft_probe.ProbeResult("dflash", 2.08, useless, tensors=[better])
     (finding,) = found.findings
-    assert finding.where == "acceptance" and scale.name in finding.fix
+    assert finding.where == "acceptance" and change.name in finding.fix
     json.dumps(found.json())
 
 

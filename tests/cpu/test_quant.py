@@ -101,6 +101,8 @@ def test_discovery() -> None:
         "iq4_xs": 30,
         "iq1_m": 31,
         "bf16": 32,
+        "tq1_0": 36,
+        "tq2_0": 37,
         "mxfp4": None,
         "nvfp4": 39,
     }
@@ -113,11 +115,18 @@ def test_discovery() -> None:
         "iq3_s",
         "iq2_s",
         "iq1_m",
+        "tq1_0",
+        "tq2_0",
         "mxfp4",
         "nvfp4",
     }
     assert quant.writable_names() == [n for n in types if n not in only_read]
     assert quant.get("Q8_0") is quant.get("q8_0") is quant.by_type(8)
+
+
+def test_every_type_that_is_written_is_compared_with_the_c_code() -> None:
+    written = {name for name in quant.writable_names() if quant.get(name).quantized}
+    assert written == {*GOLDEN, *REFERENCE_ERROR}
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -282,7 +291,7 @@ def test_q8_0_of_the_smallest_numbers() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
-@pytest.mark.parametrize("name", [*LEGACY, "q8_0", *SEARCHED])
+@pytest.mark.parametrize("name", [*GOLDEN, *SEARCHED])
 def test_unrepresentable_values_are_refused(name: str, bad: float) -> None:
     """The value is far beyond the first batch, to check that the index counts from the start."""
     x = np.ones((1100, 256), np.float32)

@@ -4,6 +4,7 @@ reported."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +13,14 @@ import pytest
 from g4spec import cli, quant
 from g4spec.cli import _types
 from g4spec.convert import convert, quantize
-from g4spec.errors import InputError, UsageError
+from g4spec.errors import InputError, Unsupported, UsageError
 from g4spec.gguf import GGUF, TensorData, write
-from g4spec.quant import policy
+from g4spec.quant import policy, sizes
 from g4spec.quant.policy import Policy
 from g4spec.runtime.engine import Engine, Options
 from g4spec.validate import scan, validate
 from g4spec.validate.loss import losses, total
-from tests.support import tiny
+from tests.support import faults, tiny
 from tests.support.quant_blocks import random_blocks
 
 ROOT = Path(__file__).parents[2]
@@ -237,6 +238,25 @@ def test_names_of_types_and_mixes() -> None:
         policy.parse_type("q4_k_l")
 
 
+@pytest.mark.parametrize("type", [f.name for f in sizes.FORMATS if f.quantized])
+@pytest.mark.parametrize("allow", [False, True])
+def test_types_without_a_dequantizer_are_named_with_a_way_out(
+    type: str, allow: bool, full: Path, tmp_path: Path
+) -> None:
+    """A file of such a type cannot be requantized either, so that is not the advice."""
+    file = faults.read(full)
+    name = next(n for n in file.tensors if n.endswith("ffn_gate.weight"))
+    shape, packed = file.tensors[name].shape, quant.get(type)
+    data = bytes(packed.nbytes(shape, name))
+    file.tensors[name] = replace(file.tensors[name], type=packed.type, data=data)
+    path = file.write(tmp_path / "x.gguf")
+    with pytest.raises(Unsupported) as error:
+        quantize(path, tmp_path / "y.gguf", "q8_0", allow_requantize=allow)
+    said = str(error.value)
+    assert f"tensor {name}: type {type.upper()} has no dequantizer" in said
+    assert "use a file of another type" in said.lower() and "requantize" not in said
+
+
 @pytest.mark.parametrize("type", ["q8_0", "q4_0", "q4_k_m"])
 def test_quantized_files_need_permission(type: str, full: Path, tmp_path: Path) -> None:
     once, twice = tmp_path / "once.gguf", tmp_path / "twice.gguf"
@@ -291,6 +311,7 @@ def test_every_type_that_can_be_read_runs(full: Path, tmp_path: Path) -> None:
     """A target with a matrix of each type gives the text of a target with the same values in
     F32."""
     names = [n for n, f in quant.readable().items() if f.quantized]
+    assert len(names) <= 2 * DEEP["layers"], "a type without a matrix: more layers"
     places = [f"blk.{i // 2}.ffn_{'up' if i % 2 else 'down'}.weight" for i in range(len(names))]
     texts = []
     for dequantized in (False, True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import random
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -13,9 +13,14 @@ import torch
 
 from g4spec.cli import generate
 from g4spec.errors import UsageError
+from g4spec.measure import verify
 from g4spec.ops.sampling import EDITS, NotFinite, Sampler, gumbel, philox
+from g4spec.ranges import RANGES
 from g4spec.runtime.cuda.step import choose
+from g4spec.server import request_errors
 from g4spec.server.fields import Sampling
+from tests.fuzz import requests
+from tests.gpu import test_choose
 from tests.support import batch_invariance
 
 
@@ -139,12 +144,29 @@ def test_every_field_is_used_everywhere() -> None:
     """A field that a device does not read would be ignored there without an error."""
     names = {f.name for f in fields(Sampler)} - {"suppress"}
     assert names == {*choose.NUMBERS, *EDITS}, "kernels read a field, or the host edits logits"
+    assert names - {"logit_bias"} <= RANGES.keys()
     spelt = {"temperature": "temp", "repetition_penalty": "repeat_penalty"}
     options = inspect.signature(generate.command).parameters
     assert {spelt.get(name, name) for name in names} <= set(options), "g4spec generate"
     assert names <= set(Sampling.model_fields), "requests to the server"
+    assert names <= request_errors.FIELDS.keys(), "error responses of the server"
+    assert names <= requests.FIELDS.keys(), "requests of the fuzzer"
     drawn = [ask.options.sampler for ask in batch_invariance.random_requests(random.Random(0), 300)]
     still = {
         name for name in names if all(getattr(s, name) == getattr(Sampler(), name) for s in drawn)
     }
     assert not still, "tests/support/batch_invariance.py never draws it"
+
+
+def test_every_filter_is_used_everywhere() -> None:
+    filters = choose.NUMBERS.keys() - {"seed", "temperature"}
+    logits, hot = torch.randn(99, generator=torch.Generator().manual_seed(0)), Sampler(1.0)
+    for ask in batch_invariance.random_requests(random.Random(0), 300):
+        drawn = {name: getattr(ask.options.sampler, name) for name in filters}
+        sampler = replace(hot, **drawn)
+        assert (choose.mode_of(sampler, len(logits)) == "sampled") == (sampler == hot), drawn
+        assert (sampler._filtered(logits) is logits) == (sampler == hot), drawn
+    assert filters <= {name for setting in verify.SETTINGS for name in setting}, "g4spec verify"
+    for name in filters:
+        others = {getattr(s, name) for s in test_choose.SAMPLERS.values()}
+        assert others > {getattr(hot, name)}, f"{name}: tests/gpu/test_choose.py"

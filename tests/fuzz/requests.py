@@ -222,11 +222,12 @@ HEADERS = [
 
 class RandomHttpRequest:
     """A request made from numbers: the first chooses its path and body, each further one changes
-    it.
+    the request.
 
     Attributes:
-        leaves: True if the client disconnects before the answer.
-        made_by, kinds: see `Case`.
+        tree: the body as JSON, unless `body` has its bytes.
+        leaves: True if the client disconnects before the response.
+        made_by, kinds: see `tests.fuzz.cases.Case`.
     """
 
     def __init__(self, numbers: tuple[int, ...]) -> None:
@@ -275,7 +276,7 @@ class RandomHttpRequest:
         self.kinds.add(f"request: {what}")
 
     def json(self) -> dict[str, Any]:
-        """Return everything needed to send it again."""
+        """Return everything needed to send the request again."""
         return {
             "method": self.method,
             "path": self.path,
@@ -287,6 +288,7 @@ class RandomHttpRequest:
 
     @classmethod
     def of_json(cls, tree: dict[str, Any]) -> RandomHttpRequest:
+        """Return the request that `json` described."""
         sent = cls(tuple(tree["numbers"]))
         sent.method, sent.path, sent.leaves = tree["method"], tree["path"], tree["leaves"]
         sent.headers = [(a.encode("latin-1"), b.encode("latin-1")) for a, b in tree["headers"]]
@@ -295,6 +297,7 @@ class RandomHttpRequest:
 
     @property
     def sent(self) -> bytes:
+        """The bytes of the body."""
         if self.body is not None:
             return self.body
         return json.dumps(self.tree).encode() if self.tree or self.method == "POST" else b""
@@ -304,13 +307,13 @@ class RandomHttpRequest:
 
 
 class Serving:
-    """The application over an engine; requests are sent one after another."""
+    """The server application and its engine; requests are sent one after the other."""
 
     def __init__(self, base: Path, target: Path, draft: Path) -> None:
         self.base = base
         self.engine = Engine.load(target, draft, n_ctx=96, parallel=2, prefix_cache=8 << 20)
         self.engine.tokenizer.template = TEMPLATE
-        # 50 texts of 96 tokens take 10 s on a busy core without any fault.
+        # `time_limit` is generous: 16 texts of 96 tokens may take seconds on a busy core.
         settings = Settings("tiny", queue=8, time_limit=60, max_texts=16)
         self.service = Service(self.engine, settings)
         self.app = create_app(self.service, body_limit=1 << 20)
@@ -365,46 +368,46 @@ class Serving:
             answer.append(message)
 
         await self.app(scope, receive, send)
-        end = time.monotonic() + 60  # an abandoned request ends after its step
+        end = time.monotonic() + 60  # a request whose client left ends after the current step
         while time.monotonic() < end:
             if self.engine.scheduler.idle and self.service.open == 0:
                 return
             await asyncio.sleep(0.002)
-        raise AssertionError("the server still holds something of a request that is over")
+        raise AssertionError("the server still holds resources of a request that has ended")
 
     def _wrong(
         self, sent: RandomHttpRequest, answer: list[dict[str, Any]], outcome: Outcome
     ) -> Iterator[str]:
         if not answer:
             if not sent.leaves and not outcome.broken:
-                yield "no answer"
+                yield "no response"
             return
         outcome.code = answer[0]["status"]
         if outcome.code == 500:
-            yield f"an error inside the server at {sent.path}"
+            yield f"internal server error at {sent.path}"
         for name, value in answer[0].get("headers", []):
             if CONTROL.search((name + value).decode("latin-1")):
                 yield f"control character in header {name!r}"
         body = b"".join(m.get("body", b"") for m in answer[1:])
         outcome.out = text = body.decode("utf-8", "surrogateescape")
         if any("\udc80" <= c <= "\udcff" for c in text):
-            yield "an answer that is not UTF-8"
+            yield "a response that is not UTF-8"
         kind = dict(answer[0].get("headers", [])).get(b"content-type", b"")
         if kind.startswith(b"application/json") and sent.method != "HEAD":
-            yield from _no_json(text)
+            yield from _check_json(text)
         if kind.startswith(b"text/event-stream"):
             for line in text.split("\n"):
                 if line.startswith("data: ") and line != "data: [DONE]":
-                    yield from _no_json(line[6:])
+                    yield from _check_json(line[6:])
         if CONTROL.search(text.replace("\r\n", "\n")):
             yield f"control character in {kind.decode()}"
 
 
-def _no_json(text: str) -> Iterator[str]:
+def _check_json(text: str) -> Iterator[str]:
     def refuse(name: str) -> None:
         raise ValueError(name)
 
     try:
         json.loads(text, parse_constant=refuse)
     except ValueError:
-        yield "an answer that is no JSON"
+        yield "a response that is not JSON"

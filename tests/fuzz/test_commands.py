@@ -1,4 +1,4 @@
-"""A seeded sample of `benchmarks/fuzz_commands.py`: every command and endpoint."""
+"""Runs a sample of the cases of `benchmarks/fuzz_commands.py`, with every command and endpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def quiet() -> Iterator[None]:
 
 
 def part(surface: str, count: int, seed: int) -> list[tuple[int, ...]]:
-    """Return some cases of the stored corpus, and new mutations of them."""
+    """Return `count` cases of the stored corpus, and as many new mutations of stored cases."""
     rng, kept = random.Random(seed), campaign.saved(surface)
     assert len(kept) > 50
     some = rng.sample(kept, min(count, len(kept)))
@@ -60,7 +60,7 @@ def test_every_command_is_in_the_grammar() -> None:
     from g4spec import cli
 
     found = {*cli.names(), "compare", "chat --url", "serve --daemon"} - {"demo"}
-    assert found == {*COMMANDS} - {"words"}  # `demo` reads no file
+    assert found == {*COMMANDS} - {"words"}  # `demo` reads no file, "words" is no command
 
 
 def test_equal_numbers_give_equal_cases(commands: Commands) -> None:

@@ -1,4 +1,4 @@
-"""Batches of sequences that share a cache, in any slots and pages."""
+"""Makes batches of sequences in any slots, and spaces with shuffled pages."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.gpu.device import DEVICE
 
 
 def spread(n_slots: int, n_ctx: int, seed: int = 0, device: str = DEVICE) -> Space:
-    """Assign shuffled pages to all slots but the last, which has no page. No page is at its own
-    index."""
+    """Return a space whose `n_slots` slots have all their pages, in random order. Its table has one
+    more row, a spare slot without pages."""
     width = Space(1, n_ctx, 0).table.shape[1]
     space = Space(n_slots, n_ctx, n_slots * width, device)
     g = torch.Generator("cpu").manual_seed(seed)
@@ -23,8 +23,8 @@ def spread(n_slots: int, n_ctx: int, seed: int = 0, device: str = DEVICE) -> Spa
 
 
 def rows_of(parts: Sequence[tuple[int, int, int]], device: str | torch.device = DEVICE) -> Batch:
-    """Return a batch of (slot, position of the first row, rows), one per sequence; all tokens are
-    0."""
+    """Return a batch with (slot, position of the first row, number of rows) for each sequence; all
+    tokens are 0."""
     positions = [p for _, start, count in parts for p in range(start, start + count)]
     slots = [slot for slot, _, count in parts for _ in range(count)]
     both = torch.tensor([positions, slots], dtype=torch.int64, device="cpu").to(device)
@@ -33,5 +33,5 @@ def rows_of(parts: Sequence[tuple[int, int, int]], device: str | torch.device = 
 
 
 def one(start: int, count: int, device: str | torch.device = DEVICE) -> Batch:
-    """Return rows of the sequence in slot 0."""
+    """Return a batch of `count` rows from position `start` on, in slot 0."""
     return rows_of([(0, start, count)], device)

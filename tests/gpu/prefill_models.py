@@ -1,4 +1,4 @@
-"""Small random models for prefill: the reference, and the same weights as loaded from a file."""
+"""Small random models for prefill: run by the reference, and with quantized weights by CUDA."""
 
 from __future__ import annotations
 
@@ -33,10 +33,12 @@ SLOT, SLOTS = 1, 3
 
 @dataclass
 class Small:
-    """A configuration, and the quant types of its matrices by the last part of their names.
+    """A model with random weights.
 
     Attributes:
-        reference: weights by GGUF name, float32 on the CPU, exactly the values of the packed ones.
+        types: quant type of each matrix, by the last part of its name before `.weight`.
+        reference: weights by GGUF name, float32 on the CPU; matrices have the dequantized values.
+        raw: blocks of the quantized matrices by GGUF name, uint8.
     """
 
     config: gemma4.Config
@@ -47,8 +49,15 @@ class Small:
     def wanted(
         self, ids: list[int], kind: Kind = "f16"
     ) -> tuple[torch.Tensor, torch.Tensor, list[LayerKV]]:
-        """Compute with the reference: rows after the final norm, residuals before each layer and
-        after the last [T, n + 1, H], and the caches, rounded to Q8_0 if `kind` is."""
+        """Run the reference on a prompt.
+
+        Args:
+            kind: cache type; with "q8_0" the caches are rounded.
+
+        Returns:
+            Rows after the final norm [T, H]; the residual before each of the n layers and after the
+            last [T, n + 1, H]; the caches.
+        """
         count, taps = len(ids), tuple(range(len(self.config.layers) + 1))
         space, cache = Space.single(count), LayerKV if kind == "f16" else ByteKV
         caches = [cache(shape, space, count) for shape in gemma4.caches(self.config)]
@@ -59,8 +68,8 @@ class Small:
         return hidden, torch.stack([tapped[i] for i in taps], dim=1), caches
 
     def reader(self, n_ctx: int, chunk: int, kind: Kind = "f16", portable: bool = False) -> Reader:
-        """Return a prompt reader for a target that taps every layer. The pages of SLOT are
-        shuffled."""
+        """Return a prompt reader for a target that taps every layer. The pages of SLOT are in
+        random order."""
         pages, backend = -(-n_ctx // PAGE), CudaBackend(DEVICE, kind, portable)
         space = backend.space(SLOTS, n_ctx, 2 * pages)
         order = torch.randperm(2 * pages, generator=torch.Generator().manual_seed(3)) + 1
@@ -68,11 +77,11 @@ class Small:
         target = Target(self.config, self.matrices(portable), backend, space, chunk)
         target.taps = tuple(range(len(self.config.layers) + 1))
         reader = Reader(backend, target)
-        reader._fits = True  # kernels support more head sizes than the published ones
+        reader._fits = True  # `fits` allows only published head sizes; kernels support more
         return reader
 
     def matrices(self, portable: bool = False) -> dict[str, Any]:
-        """Return weights as `CudaOps.load` would for a file of these weights."""
+        """Return the weights as `CudaOps.load` would read them from a GGUF."""
         out: dict[str, Any] = {name: x.to(DEVICE) for name, x in self.reference.items()}
         for name, raw in self.raw.items():
             fmt, shape = self.types[name.split(".")[-2]], self.reference[name].shape
@@ -86,8 +95,8 @@ class Small:
 
 
 class ByteKV(LayerKV):
-    """A reference cache with keys and values rounded to Q8_0. Keys that are computed from values
-    are computed from the rounded values."""
+    """A reference cache with keys and values rounded to Q8_0. Key columns that the CUDA cache takes
+    from the values (`cuda_kv_size.shares`) are computed from the rounded values."""
 
     def __init__(self, shape: CacheShape, space: Space, ring_slack: int) -> None:
         super().__init__(shape, space, ring_slack)
@@ -100,7 +109,7 @@ class ByteKV(LayerKV):
         keys: torch.Tensor,
         values: torch.Tensor,
     ) -> None:
-        stored, rounded = bytes_of(values), bytes_of(keys)
+        stored, rounded = round_to_q8_0(values), round_to_q8_0(keys)
         if self._rotary_pairs:
             half = self.head_dim // 2
             still = torch.arange(self.head_dim) % half >= CACHE_ROTARY_PAIRS
@@ -108,13 +117,14 @@ class ByteKV(LayerKV):
         super().append(slots, positions, rounded, stored)
 
 
-def bytes_of(x: torch.Tensor) -> torch.Tensor:
-    """Round x to Q8_0."""
+def round_to_q8_0(x: torch.Tensor) -> torch.Tensor:
+    """Quantize x to Q8_0 and dequantize it."""
     return dequantize(*quantize(x, torch.tensor(127.0)))
 
 
 def small(layers: tuple[LayerSpec, ...], types: dict[str, str], n_embd: int = 256) -> Small:
-    """Return a model with random weights; `types`: quant type by name, "" for all others."""
+    """Return a model with random weights. `types`: quant types as in `Small.types`; "": the type of
+    all others."""
     config = gemma4.Config(160, n_embd, 4096, 1e-6, 30.0, layers)
     reference = mm.weights(gemma4.tensors(config), 0, 0.3)
     raw, kinds = {}, {}
@@ -131,7 +141,7 @@ def small(layers: tuple[LayerSpec, ...], types: dict[str, str], n_embd: int = 25
 
 
 def dense(n_layer: int = 6, window: int = 24, **kw: Any) -> tuple[LayerSpec, ...]:
-    """Return a configuration in which every third layer is global."""
+    """Return layers, of which every third is global; `kw`: further fields of each."""
     out = []
     for i in range(n_layer):
         full = i % 3 == 2

@@ -1,4 +1,4 @@
-"""A malformed target or draft is refused before any kernel runs."""
+"""Malformed targets and drafts are refused before any kernel runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tests.gpu.device import EMULATED
 
 
 @pytest.fixture(autouse=True)
-def _room(monkeypatch: pytest.MonkeyPatch) -> None:
+def _memory_of_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the emulated GPU have 8 GiB of free memory."""
     if EMULATED:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1 << 33, 1 << 33))
 
@@ -40,7 +41,7 @@ def test_a_malformed_draft(tmp_path: Path, kind: str) -> None:
     assert tried > 30
 
 
-def test_kernels_are_counted(tmp_path: Path) -> None:
+def test_launched_kernels_are_recorded(tmp_path: Path) -> None:
     engine = hostile.load_target(hostile.write_target(tmp_path, hostile.SMALL))
     with hostile.record_kernels() as names:
         family.generate(engine, [2, 7], 0, 1)

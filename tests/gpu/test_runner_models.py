@@ -22,7 +22,8 @@ from tests.emulator import capture_guard
 from tests.gpu import family
 from tests.gpu.device import DEVICE, EMULATED
 from tests.oracle import build
-from tests.support import tiny, tiny_drafts
+from tests.support import tiny
+from tests.support.kinds import RUNNER, RUNNER_WINDOW
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +32,7 @@ long = pytest.mark.skipif(
     reason="takes long on a machine without a GPU (G4SPEC_EMULATE=all)",
 )
 
-WINDOW, VOCAB, CTX = 16, 512, 384
+VOCAB, CTX = 512, 384
 SHAPE: dict[str, Any] = {
     "hidden": 128,
     "inter": 128,
@@ -40,35 +41,10 @@ SHAPE: dict[str, Any] = {
     "global_kv": 1,
     "head_dim": 64,
     "global_head_dim": 128,
-    "window": WINDOW,
+    "window": RUNNER_WINDOW,
     "vocab": VOCAB,
     "layers": 2,
     "period": 2,
-}
-DRAFT: dict[str, Any] = {"heads": 2, "kv": 1, "head_dim": 64, "inter": 128, "taps": (1,)}
-CHAIN: dict[str, Any] = {"heads_": 2, "kv": 1, "head_dim": 64, "inter": 128, "taps": (1, 2)}
-MAKE: dict[str, Any] = {
-    "zlab": lambda at, on: tiny.zlab_dflash(at, on, block=16, window=WINDOW, layers=1, **DRAFT),
-    "speculators": lambda at, on: tiny.speculators_dflash(at, on, block=8, window=WINDOW, **DRAFT),
-    "assistant": lambda at, on: tiny.assistant(at, on, layers=2, hidden=64, inter=64),
-    "centroids": lambda at, on: tiny.assistant(at, on, layers=2, hidden=64, inter=64, centroids=16),
-    "dspark-rnn": lambda at, on: tiny_drafts.speculators_dspark(at, on, head="rnn", **DRAFT),
-    "dflash2": lambda at, on: tiny_drafts.zlab_dflash2(at, on, block=8, window=WINDOW, **DRAFT),
-    "eagle3-two": lambda at, on: tiny_drafts.eagle3(
-        at,
-        on,
-        layers=2,
-        window=WINDOW,
-        draft_vocab=None,
-        before_residual=False,
-        norm_output=True,
-        qwen=True,
-        **CHAIN,
-    ),
-    "p-eagle": lambda at, on: tiny_drafts.eagle3(
-        at, on, depths=6, window=WINDOW, before_fc=True, **CHAIN
-    ),
-    "eagle3": lambda at, on: tiny_drafts.eagle3(at, on, **CHAIN),
 }
 GREEDY, HOT = Sampler(), Sampler(temperature=1.0, seed=3)
 NARROW = Sampler(temperature=0.8, top_k=20, top_p=0.95, min_p=0.01, seed=4)
@@ -79,7 +55,7 @@ Did = list[tuple[list[int], list[float], list[int], int]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return family.pairs(tmp_path_factory.mktemp("cycles"), SHAPE, MAKE, "q8_0")
+    return family.pairs(tmp_path_factory.mktemp("cycles"), SHAPE, RUNNER, "q8_0")
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +65,7 @@ def _memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(folder: Path, draft: str = "zlab", **settings: Any) -> Engine:
-    path = folder / f"{draft}.gguf" if draft in MAKE else draft
+    path = folder / f"{draft}.gguf" if draft in RUNNER else draft
     given: dict[str, Any] = {
         "n_ctx": CTX,
         "device": "cuda",
@@ -183,7 +159,7 @@ class RunningTexts:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("name", RUNNER)
 def test_every_kind_equals_the_eager_runner(folder: Path, name: str, n: int) -> None:
     """Cycles, and the draft's state, when proposals and plain steps alternate."""
     turns = [[3, 1, 0], [3, 1, 0], [0] * 3, [0] * 3, [5, 0, 2], [2] * 3]
@@ -233,7 +209,7 @@ def test_a_large_table_is_read_in_part(tmp_path: Path, monkeypatch: pytest.Monke
     tokens of a random model, whose logits are close; with noise the whole table is read."""
     on = tiny.target(tmp_path / "target", **SHAPE | {"hidden": 256})
     convert.convert(build.with_large_layers(on, 5.0), tmp_path / "target.gguf", type="q6_k")
-    MAKE["zlab"](tmp_path / "zlab", on)
+    RUNNER["zlab"](tmp_path / "zlab", on)
     draft = build.with_large_layers(tmp_path / "zlab", 40.0, "o_proj|down_proj")
     convert.convert(draft, tmp_path / "zlab.gguf", target=on, type="q8_0")
     done, best = list[int](), screen.best

@@ -1,4 +1,4 @@
-"""The speculators package's DFlash model, run on one block: its layers, head and mask code."""
+"""Runs the DFlash model of the speculators package on one block: its layers, head and mask."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Config
 from g4spec.runtime.target import Target
 from tests.oracle import build
 
-TABLES = {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
-
 
 def layer_config(raw: dict[str, Any]) -> Qwen3Config:
-    """Return the nested layer configuration, with an attention that takes a mask of numbers."""
+    """Return the configuration of the layers. Eager attention takes an additive mask."""
     config = Qwen3Config(**{k: v for k, v in raw.items() if k != "model_type"})
     config._attn_implementation = "eager"
     return config
@@ -43,7 +41,7 @@ def _model(
 
 
 def speculators(folder: Path) -> Any:
-    """Return the model of a checkpoint in the speculators layout."""
+    """Return the package's model of a checkpoint in its own layout."""
     raw = build.config(folder)
     keys = (
         "draft_vocab_size",
@@ -63,8 +61,8 @@ def speculators(folder: Path) -> Any:
 def zlab(
     folder: Path, target: Target, model_class: Any = None, config_class: Any = None, **settings: Any
 ) -> Any:
-    """Return the package's model with a z-lab checkpoint, the target's embedding times sqrt(H) and
-    its head."""
+    """Return the package's model with the weights of a z-lab checkpoint and the target's embedding
+    table: times sqrt(H) as embedding, unscaled as output projection."""
     raw = build.config(folder)
     table = target.model.w["token_embd.weight"]
     stored = build.tensors(folder, ("model.", ""))
@@ -94,15 +92,18 @@ def block(
     softcap: float = 0.0,
     full_window: int | None = None,
 ) -> torch.Tensor:
-    """Return logits of the block that starts at position `anchor`, [block, rows of the head].
+    """Return logits [B, D] of the block that starts at position `anchor`, over the draft's
+    vocabulary.
 
     Args:
-        features: of positions before the anchor, [anchor, n * H]; later ones do not matter.
+        features: target features [n, taps * H]; only those of positions before the anchor are used.
+        ids: the text; only the token at `anchor` is used.
         per_row_window: count a sliding layer's window from each row, as engines run z-lab drafts,
             instead of from the anchor, as the package trains.
-        full_window: context rows before the anchor that full layers see, or None for all.
+        softcap: cap of the logits; 0 for none.
+        full_window: number of positions before the anchor that full layers attend to; None: all.
     """
-    total = anchor + 2 * model.block_size + 1  # the package allows no anchor at the very end
+    total = anchor + 2 * model.block_size + 1  # the package allows no anchor in the last block
     padded = torch.zeros(1, total, features.shape[1])
     padded[0, :anchor] = features[:anchor]
     token_ids = torch.zeros(1, total, dtype=torch.long)

@@ -169,12 +169,12 @@ def test_a_template_that_does_not_end_is_replaced(
 
 def test_an_answer_is_continued(tokenizer: Tokenizer) -> None:
     begun = [USER, {"role": "assistant", "content": "Well, "}]
-    prompt: Prompt = run(tokenizer, TEMPLATE, lambda p: p.chat(begun, continued=True))
+    prompt: Prompt = run(tokenizer, TEMPLATE, lambda p: p.chat(begun, continue_final_message=True))
     asked: Prompt = run(tokenizer, TEMPLATE, lambda p: p.chat([USER]))
     assert prompt.text == asked.text + "Well, " and prompt.thinking == "no"
     for messages in ([USER], begun[1:], CALLED[:2]):
         with pytest.raises(RequestError, match="can be continued only"):
-            run(tokenizer, TEMPLATE, lambda p, m=messages: p.chat(m, continued=True))
+            run(tokenizer, TEMPLATE, lambda p, m=messages: p.chat(m, continue_final_message=True))
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, OUT_OF_ORDER], ids=["messages", "field"])
@@ -248,7 +248,7 @@ def test_control_tokens_in_messages_are_text(
 
 def test_control_tokens_in_a_continued_answer_are_text(tokenizer: Tokenizer) -> None:
     begun = [USER, {"role": "assistant", "content": "<|channel>thought\nHm"}]
-    prompt: Prompt = run(tokenizer, TEMPLATE, lambda p: p.chat(begun, continued=True))
+    prompt: Prompt = run(tokenizer, TEMPLATE, lambda p: p.chat(begun, continue_final_message=True))
     assert prompt.text.endswith("<|channel>thought\nHm") and prompt.thinking == "no"
 
 

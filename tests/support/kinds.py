@@ -132,6 +132,33 @@ CYCLES: dict[str, Make] = {
 }
 """Drafts of recorded cycles, as small as possible: they run on the emulator."""
 
+RUNNER_WINDOW = 16
+_BLOCK: dict[str, Any] = {"heads": 2, "kv": 1, "head_dim": 64, "inter": 128, "taps": (1,)}
+_CHAIN: dict[str, Any] = {"heads_": 2, "kv": 1, "head_dim": 64, "inter": 128, "taps": (1, 2)}
+RUNNER: dict[str, Make] = {
+    "zlab": partial(tiny.zlab_dflash, block=16, window=RUNNER_WINDOW, layers=1, **_BLOCK),
+    "speculators": partial(tiny.speculators_dflash, block=8, window=RUNNER_WINDOW, **_BLOCK),
+    "assistant": partial(tiny.assistant, layers=2, hidden=64, inter=64),
+    "centroids": partial(tiny.assistant, layers=2, hidden=64, inter=64, centroids=16),
+    "dspark-rnn": partial(tiny_drafts.speculators_dspark, head="rnn", **_BLOCK),
+    "dflash2": partial(tiny_drafts.zlab_dflash2, block=8, window=RUNNER_WINDOW, **_BLOCK),
+    "eagle3-two": partial(
+        tiny_drafts.eagle3,
+        layers=2,
+        window=RUNNER_WINDOW,
+        draft_vocab=None,
+        before_residual=False,
+        norm_output=True,
+        qwen=True,
+        **_CHAIN,
+    ),
+    "p-eagle": partial(
+        tiny_drafts.eagle3, depths=6, window=RUNNER_WINDOW, before_fc=True, **_CHAIN
+    ),
+    "eagle3": partial(tiny_drafts.eagle3, **_CHAIN),
+}
+"""Drafts whose cycles are compared with the engine on the CPU."""
+
 TABLES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     "CONVERSION": list(CONVERSION.values()),
     "UPSTREAM": [(make, options) for make, options, _ in UPSTREAM.values()],
@@ -143,6 +170,7 @@ TABLES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
             "READERS": READERS,
             "GPU": GPU,
             "CYCLES": CYCLES,
+            "RUNNER": RUNNER,
         }.items()
     },
 }

@@ -53,7 +53,7 @@ class Characters:
     def encode(self, text: str, *, bos: bool = True) -> list[int]:
         return [2] * bos + [10 + ord(c) % (mm.V - 10) for c in text]
 
-    def chat(self, messages: Sequence[Any]) -> list[int]:
+    def chat(self, messages: Sequence[Any], *, thinking: bool = False) -> list[int]:
         return [2, 5, *self.encode(messages[0]["content"], bos=False), 6]
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:

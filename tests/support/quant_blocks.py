@@ -7,8 +7,6 @@ order, `REFERENCE_ERROR` the relative RMS errors of `quantize_*` without an imat
 
 from __future__ import annotations
 
-import importlib
-
 import numpy as np
 
 from g4spec import quant
@@ -57,7 +55,7 @@ def random_blocks(name: str, rows: int, columns: int) -> np.ndarray:
     kind = quant.get(name)
     if not kind.quantized:
         return kind.quantize(rng.standard_normal((rows, columns)).astype(np.float32))
-    dtype = importlib.import_module(f"g4spec.quant.formats.{name}").DTYPE
+    dtype = quant.block_dtype(name)
     blocks = rng.integers(0, 256, (rows, kind.row_bytes(columns)), np.uint8).view(dtype)
     halves = (rng.standard_normal(blocks.shape) * 1e-3).astype(np.float16)
     for factor in {"d", "dmin", "m"} & set(dtype.names):

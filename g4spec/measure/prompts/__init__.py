@@ -22,7 +22,7 @@ from g4spec.runtime.tokenizer import Tokenizer
 CATEGORIES = ("code", "chat", "maths", "extraction", "rewriting", "long")
 """Categories in the order of all tables."""
 
-TITLES = {"long": "long context", "all": "all prompts"}
+TITLES = {"long": "long context", "all": "all prompts", "own": "your prompt"}
 """Display names of categories whose id is not clear."""
 
 LONG_PROMPTS = 8
@@ -39,18 +39,25 @@ class BenchPrompt:
 
     Attributes:
         name: unique name, such as "code-0"; comparisons of two results match prompts by it.
-        form: "raw" text, or one "chat" message of the user.
+        form: "raw" text, one "chat" message of the user, or "ids".
+        thinking: enable the model's thinking in a chat prompt.
+        ids: tokens of a prompt that is encoded already.
     """
 
     name: str
     category: str
     form: str
     text: str
+    thinking: bool = False
+    ids: tuple[int, ...] = ()
 
     def encode(self, tokenizer: Tokenizer) -> list[int]:
         """Return its tokens. Without a chat template, a chat prompt is encoded as raw text."""
+        if self.form == "ids":
+            return [*self.ids]
         if self.form == "chat" and tokenizer.template:
-            return tokenizer.chat([{"role": "user", "content": self.text}])
+            message = {"role": "user", "content": self.text}
+            return tokenizer.chat([message], thinking=self.thinking)
         return tokenizer.encode(self.text)
 
 
@@ -59,11 +66,14 @@ def prompts(
     categories: Sequence[str] = CATEGORIES,
     count: int | None = None,
     long_tokens: int = 2048,
+    *,
+    thinking: bool = False,
 ) -> list[BenchPrompt]:
     """Return the first `count` prompts of each category, or all of them.
 
     Args:
         long_tokens: length of `long` prompts in tokens.
+        thinking: enable the model's thinking in chat prompts.
 
     Raises UsageError for an unknown category, or if a category has fewer prompts.
     """
@@ -76,7 +86,7 @@ def prompts(
         else:
             texts, form = _category(category)
         found += [
-            BenchPrompt(f"{category}-{i}", category, form, text)
+            BenchPrompt(f"{category}-{i}", category, form, text, thinking)
             for i, text in enumerate(texts[:count])
         ]
     return found
@@ -173,12 +183,13 @@ def _endless(functions: list[str]) -> Iterator[str]:
         number += 1
 
 
-def mt_bench(path: Path, count: int | None = None) -> list[BenchPrompt]:
+def mt_bench(path: Path, count: int | None = None, *, thinking: bool = False) -> list[BenchPrompt]:
     """Read the first turns of the MT-Bench questions (Zheng et al., 2023).
 
     Args:
         path: `question.jsonl`: one JSON object per line with `question_id`, `category`, `turns`.
         count: maximum number of questions, or None for all.
+        thinking: enable the model's thinking.
 
     Raises InputError if the file is missing or malformed.
     """
@@ -200,7 +211,7 @@ def mt_bench(path: Path, count: int | None = None) -> list[BenchPrompt]:
                 raise InputError(f"{path}, line {number + 1}", expected=wanted, found=line[:40])
             category = str(row.get("category", "mt-bench"))
             name = f"mt-bench-{row.get('question_id', number)}"
-            found.append(BenchPrompt(name, category, "chat", row["turns"][0]))
+            found.append(BenchPrompt(name, category, "chat", row["turns"][0], thinking))
     if len({p.name for p in found}) != len(found):
         raise InputError(f"{path}: question_id", expected="different ones", found="one twice")
     if not found:

@@ -1,4 +1,4 @@
-// Q5_K: Q4_K with a fifth bit. Views: formats.cuh.
+// Q5_K: Q4_K with a fifth bit per code. Views: formats.cuh.
 #pragma once
 #include "q4_k.cuh"
 

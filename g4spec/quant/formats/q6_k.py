@@ -1,9 +1,10 @@
 """Q6_K: 256 values in 16 groups of 16, each with a signed 8-bit scale; 6 bits a value.
 
-Layout: 128 bytes of lower four bits, 64 bytes of upper two bits, 16 scales, half-precision d. Of
-each half of 128 values, value l + 32 k has its lower bits in byte l + 32 (k % 2), in the lower
-half of the byte for k < 2; its upper bits are bits 2 k and 2 k + 1 of byte l. A value is
-d * scale * (code - 32).
+Layout: 128 bytes with the lower four bits of the codes, 64 bytes with the upper two, 16 scales,
+half-precision d. A value is d * scale * (code - 32). Each half of the block, 128 values, has 64
+bytes of lower bits and 32 of upper bits. Value l + 32 k of a half (l < 32) has its lower bits in
+byte l + 32 (k % 2), in the lower nibble for k < 2; its upper bits are bits 2 k and 2 k + 1 of byte
+l.
 Source: ggml `block_q6_K`; search for scales: `g4spec.quant.symmetric`.
 """
 
@@ -42,10 +43,10 @@ def _encode(x: Floats, weights: Floats | None = None) -> Bytes:
 
 
 def _packed(d: NDArray[np.float16], scale: Floats, code: Bytes) -> Bytes:
-    """Pack d [n], scales [16, n] and codes [16, 16, n] (value in the group, group, block)."""
+    """Pack d [n], scales [16, n] and codes [16, 16, n] (value of a group, group, block)."""
     out = np.empty(len(d), DTYPE)
     out["d"], out["scale"] = d, scale.T
-    # value = 128 half + 64 upper + 32 odd + 16 group + place
+    # index of a value = 128 half + 64 (upper nibble) + 32 (second byte) + 16 (group) + (its place)
     parts = code.reshape(SIZE, 2, 2, 2, 2, len(d)).transpose(1, 2, 3, 4, 0, 5)
     parts = parts.reshape(2, 2, 2, 32, len(d))
     low, high = parts & 15, parts >> 4

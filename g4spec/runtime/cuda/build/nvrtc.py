@@ -1,9 +1,9 @@
-"""Kernel files to machine code: one template instance for one architecture, a cubin.
+"""Compiles kernel files with NVRTC: each template instance becomes a cubin for one architecture.
 
-Done on the user's machine by NVRTC, which needs neither a GPU nor nvcc nor any header. A kernel
-is in the folder of its `.py` and includes, by bare names, only files of `cuda/include/` and
-`quant/formats/` and the generated header of `constants`. The compiler gets them in memory, so that
-the complete source of a cubin is known (`closure`).
+This runs on the user's machine, but needs no GPU, no nvcc and no CUDA headers. A kernel file is in
+the folder of the `.py` that launches it. It includes only files of `cuda/include/` and
+`quant/formats/`, by name without folder, and the header that `constants` generates. NVRTC gets all
+of them in memory, so that the complete source of a cubin is known (`closure`).
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ SHARED_LIMIT = {
     "sm_121": 101376,
 }
 PRETEND = "G4SPEC_CUDA_ARCH"
-"""Environment variable: an architecture, whose kernels a newer GPU runs instead of its own. For
-tests."""
-TEGRA = ((7, 2), (8, 7), (10, 1))  # run only cubins of their own (CUDA programming guide)
-STATIC_SHARED = 49152  # maximum bytes of it that a kernel may declare statically
+"""Environment variable with an older architecture, whose kernels the GPU runs instead of its own.
+For tests."""
+# Compute capabilities that run only cubins made for exactly them (CUDA programming guide).
+TEGRA = ((7, 2), (8, 7), (10, 1))
+STATIC_SHARED = 49152  # maximum bytes of shared memory that a kernel may declare statically
 
 CUDA = Path(__file__).parents[1]
 INCLUDES = (CUDA / "include", Path(__file__).parents[3] / "quant" / "formats")
@@ -53,12 +54,13 @@ _ENTRY = re.compile(
 
 @dataclass(frozen=True)
 class Resources:
-    """The resources of one thread or block of a kernel, as ptxas reports them.
+    """The resources that a kernel uses, as ptxas reports them.
 
     Args:
-        registers: 32-bit registers of a thread.
-        spill, stack: bytes of a thread in local memory: spill stores and loads; stack frame.
-        shared: bytes of statically declared shared memory of a block.
+        registers: 32-bit registers per thread.
+        spill: bytes of spill stores plus spill loads per thread.
+        stack: bytes of the stack frame per thread.
+        shared: bytes of statically declared shared memory per CTA.
     """
 
     registers: int
@@ -74,7 +76,7 @@ class Cubin:
     Args:
         arch: sm_XX, or compute_XX for PTX, which the driver compiles to machine code.
         symbol: mangled name of the kernel in the code.
-        resources: resources that it uses; all 0 for PTX.
+        resources: all 0 for PTX.
         log: log of the compiler.
         code: ELF image, or PTX.
     """
@@ -88,7 +90,7 @@ class Cubin:
 
 def arch_of(major: int, minor: int) -> str:
     """Return the architecture to compile for on a device of this compute capability: the newest of
-    `ARCHS` that runs there, or the device's own if none does."""
+    `ARCHS` that runs there, or the device's own if none does. Raises Unsupported below 7.0."""
     if major < 7:
         raise Unsupported(
             "CUDA kernels",
@@ -105,8 +107,8 @@ def pretended(arch: str) -> str:
     G4SPEC_CUDA_ARCH.
 
     Raises:
-        UsageError: the value is not in `ARCHS`, is newer than the GPU, or is sm_90a, whose code
-            runs on no newer GPU.
+        UsageError: the value is neither `arch` nor an older one of `ARCHS`, or it is sm_90a and the
+            GPU is newer: code for sm_90a runs on no other architecture.
     """
     requested = os.environ.get(PRETEND) or arch
     older = [a for a in ARCHS if number(a) <= number(arch) and not a.endswith("a")]
@@ -126,10 +128,10 @@ def number(arch: str) -> int:
 
 
 def options(arch: str) -> tuple[str, ...]:
-    """Return the options of every compilation. G4SPEC_LINEINFO=1 adds source lines for
+    """Return NVRTC's options, the same for every kernel. G4SPEC_LINEINFO=1 adds source lines for
     profilers."""
     lines = ("-lineinfo",) if os.environ.get("G4SPEC_LINEINFO") == "1" else ()
-    # NVRTC has a cache of its own since 12.9; cached results have no log of resources.
+    # Since 12.9 NVRTC has a cache of its own; with a cached result ptxas logs no resources.
     no_cache = ("--no-cache",) if version() >= (12, 9) else ()
     return (
         f"-arch={arch}",
@@ -153,10 +155,11 @@ def kernel_files() -> dict[str, Path]:
 
 
 def closure(file: str) -> dict[str, str]:
-    """Return all sources of a kernel, name -> text: its own file first, then every header.
+    """Return all sources of a kernel file, name -> text: the file first, then every header.
 
     Raises:
-        KernelCompileError: an include is in none of the folders, even if it is inside an `#if`.
+        KernelCompileError: an include, even in a disabled `#if`, is not in exactly one folder.
+        EnvironmentProblem: a file cannot be read.
     """
     path = source_path(file)
     sources = {file: _read(path, file)}
@@ -224,8 +227,8 @@ def version() -> tuple[int, int]:
 
 @functools.cache
 def build() -> str:
-    """Return the version of the NVRTC library and the size of its file: patch releases share a
-    version."""
+    """Return the version of the NVRTC library and the size of its file, which tells patch releases
+    apart: they have the same version."""
     _library()
     from cuda.pathfinder import load_nvidia_dynamic_lib
 
@@ -251,7 +254,8 @@ def check_arch(arch: str) -> None:
 
 
 def key(sources: dict[str, str], name: str, arch: str) -> str:
-    """Return the cache key of a compilation: a hash of sources, options, instance and compiler."""
+    """Return the cache key of a compilation: a hash of sources, options, name expression and NVRTC
+    build."""
     parts = [build(), *options(arch), name, *(text for pair in sources.items() for text in pair)]
     digest = hashlib.sha256()
     for part in parts:
@@ -261,7 +265,7 @@ def key(sources: dict[str, str], name: str, arch: str) -> str:
 
 
 def compile(sources: dict[str, str], name: str, arch: str) -> Cubin:
-    """Compile one instance of a kernel file. Calls of one process run one after the other.
+    """Compile one instance of a kernel file. NVRTC does not run calls of one process in parallel.
 
     Args:
         sources: result of `closure`.
@@ -292,7 +296,7 @@ def _compile(nvrtc: Any, program: Any, file: str, name: str, arch: str) -> Cubin
     _check(nvrtc.nvrtcAddNameExpression(program, name.encode())[0], f"{file}: {name}")
     flags = options(arch)
     (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
-    log = bytes(nvrtc.nvrtcGetProgramLogSize(program)[1])  # the bindings write into it
+    log = bytes(nvrtc.nvrtcGetProgramLogSize(program)[1])  # nvrtcGetProgramLog writes into it
     nvrtc.nvrtcGetProgramLog(program, log)
     message = log.rstrip(b"\0").decode("utf-8", "replace")
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:

@@ -57,7 +57,8 @@ def row_columns(shape: CacheShape) -> int:
 
 
 def shares(head_dim: int, rotary_pairs: int) -> bool:
-    """Return whether keys are stored as their difference from the values; see `CacheShape`."""
+    """Return whether the cache stores only the rotated columns of keys and takes the others from
+    the values; see `CacheShape.rotary_pairs`."""
     return head_dim == 512 and 0 < rotary_pairs <= CACHE_ROTARY_PAIRS
 
 

@@ -27,3 +27,5 @@
 #include "q5_k.cuh"
 #include "q6_k.cuh"
 #include "q8_0.cuh"
+#include "tq1_0.cuh"
+#include "tq2_0.cuh"

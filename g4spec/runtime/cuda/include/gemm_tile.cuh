@@ -2,8 +2,9 @@
 // activations.
 //
 // Weights are the 16-row operand A, activations ("rows", "tokens") the 8-wide operand B of
-// m16n8k16. A warp owns 32 weight rows (two tiles of 16) and processes one unit of K (F::UNIT
-// columns) at a time.
+// m16n8k16. A warp computes 32 weight rows (two tiles of 16) and processes one unit of K (F::UNIT
+// columns) at a time. In comments g = lane / 4 and t = lane % 4, as in PTX: the row and the column
+// pair of a lane's fragments.
 //
 // Interface of a format F, implemented in g4spec/quant/formats/*.cuh. F::Lane<NT> holds the lane's
 // addresses, which are the same for every unit, and has
@@ -17,19 +18,20 @@
 // Factors of a unit that need unpacking go through F::SCRATCH bytes of shared memory per warp, while the
 // first operands are loaded. The warp synchronizes between two units.
 //
-// Integer codes enter the tensor cores as bit patterns of halves, without conversion. Formats
-// without an additive term (Q4_K, Q5_K, Q6_K) use them as subnormals, code * 2^-24, which tensor
-// cores multiply exactly; the scales make up for the factor. Other formats use 1024 + code, and
-// accumulators start at -1024 times the sum of the activations, which removes the bias.
+// Integer codes enter the tensor cores as bit patterns of halves, without conversion. Q4_K, Q5_K and
+// Q6_K use subnormals, code * 2^-24, which tensor cores multiply exactly; the scales contain 2^24, and
+// minima and zero points are subtracted by MMAs of their own. Q8_0, Q4_0, Q4_1, Q5_0 and Q5_1 use
+// 1024 + code, and accumulators start at minus this bias and the zero point, times the sum of the
+// activations. Other formats look up their values: gemm_codebook.cuh.
 #pragma once
 #include "packed_rows.cuh"
 #include "wgmma.cuh"
 
 constexpr u32 HALF2_1024 = 0x64006400u;   // {1024, 1024} as f16x2
-constexpr int SUBNORMAL_SCALE = 1 << 24;  // code / (its bits read as a subnormal half)
+constexpr int SUBNORMAL_SCALE = 1 << 24;  // code / (the value of its bits as a subnormal half)
 
-// Sizes in bytes: UNIT_STRIDE from one unit to the next in memory, UNIT_OFFSET of the part that is
-// read (nonzero for formats that read only a part), ROWS of a unit of 8 activation rows.
+// Sizes of a unit in bytes. UNIT_STRIDE: from one unit of weights to the next. UNIT_OFFSET: start of
+// the part that is read, not 0 for formats that read only a part. ROWS: 8 rows of activations.
 template <class F>
 struct PackedInput {
   static constexpr int UNIT_STRIDE = F::UNIT_BYTES, UNIT_OFFSET = 0,
@@ -38,10 +40,10 @@ struct PackedInput {
 
 template <int NT>
 using Acc =
-    float[2][NT][4];  // [weight tile][8 tokens]; rows g, g, g + 8, g + 8 x tokens 2t, 2t + 1
+    float[2][NT][4];  // [weight tile][tile of 8 tokens][rows g, g + 8 x tokens 2 t, 2 t + 1]
 
 // Load the B fragments b[step][nt] of the two k16 steps of half `h` (32 columns) of k64 block
-// `k64`. `rows` includes the lane's offset of 16 bytes.
+// `k64`. `rows` points to the packed rows plus 16 * lane bytes.
 template <int NT>
 DEVICE void load_b_fragments(u32 (&b)[2][NT][2], const u8* rows, int k64, int h) {
   const uint4* p = (const uint4*)(rows + k64 * ACT_BYTES * NT);
@@ -56,7 +58,8 @@ DEVICE void load_b_fragments(u32 (&b)[2][NT][2], const u8* rows, int k64, int h)
     }
   }
 }
-// A lane's operands of 64 columns: 4-bit codes of both tiles, their upper bits, and activations.
+
+// A lane's operands of 64 columns: 4-bit codes of both weight tiles, their upper bits, and activations.
 template <int NT, class Upper, bool HAS_UPPER = true>
 struct KOperands {
   uint4 w[2];
@@ -74,18 +77,19 @@ struct KOperands {
   }
 };
 
-// Activations of a unit for several row groups, in shared memory: halves [tiles][blocks of 64 k],
-// and the sums that the format needs, [G][blocks].
+// Activations of a unit for G row groups in shared memory, swizzled: values [tiles][blocks of 64
+// columns], and the kind of sums that the format needs (F::SUMS) [G][blocks].
 struct GroupedActivations {
   const u8 *halves, *sums;
 };
 
-// The same from the swizzled layout, by ldmatrix. `at`: the k64 block of a group's first tile;
-// `place`: the lane's offset, from `ldmatrix_offset`.
+// A lane's offset for `ldmatrix_b_fragments`, in tiles of BLOCKS k64 blocks.
 template <int BLOCKS>
 DEVICE u32 ldmatrix_offset(int lane) {
   return swizzled_word_offset(BLOCKS, 0, lane % 8 + lane / 16 * 8, lane / 8 % 2, 0);
 }
+// `load_b_fragments` for the swizzled layout. `at`: the k64 block in the group's first tile; `place`:
+// the lane's offset.
 template <int NT>
 DEVICE void ldmatrix_b_fragments(u32 (&b)[2][NT][2], const u8* at, u32 place, int h) {
   static_assert(NT == 2, "a row group has two tiles of 8");
@@ -117,8 +121,8 @@ struct KWeights {
   }
 };
 
-// Barrier for the compiler's scheduler between row groups: without it, loads of later groups are
-// hoisted and registers spill. Not needed on sm_90a.
+// Keeps the compiler from moving loads of later row groups up, which would spill registers. Not
+// needed on sm_90a.
 DEVICE void scheduling_barrier() {
 #ifndef __CUDA_ARCH_FEAT_SM90_ALL
   __syncwarp();
@@ -133,7 +137,7 @@ struct Activations {
   DEVICE void fragments(u32 (&b)[2][NT][2], int h, int lane) const {
     load_b_fragments<NT>(b, at + lane * 16, 0, h);
   }
-  // -1024 times the sum of 32 activations, for tokens 2t and 2t + 1 of tile nt.
+  // -1024 times the sum of 32 columns, for tokens 2 t and 2 t + 1 of tile nt.
   DEVICE float2 sums32(int h, int nt, int t) const {
     return *(const float2*)(at + SUMS32 * NT + (h * 8 * NT + nt * 8 + 2 * t) * 4);
   }
@@ -244,11 +248,11 @@ DEVICE float gelu_sigmoid_arg(float x) {
   return 1.5957691216057308f * (x + 0.044715f * (x * x * x));
 }
 
-// Slot of a row's factor in scratch, such that a lane's four rows (g and g + 8 of both tiles) are
+// Index of a weight row's factor in scratch. A lane's four rows (g and g + 8 of both tiles) are
 // adjacent.
 DEVICE int scratch_slot(int row) { return (row % 8) * 4 + row / 8; }
 
-// F::Lane for formats that need no scratch; F::add, add_row_groups and add_wgmma do the work.
+// F::Lane for formats that need no scratch: calls F::add, F::add_row_groups and F::add_wgmma.
 template <class F, int NT>
 struct StatelessLane {
   u32 unit_at;

@@ -1,5 +1,5 @@
-// Elementwise kernels between GEMMs: gated activations, per-layer inputs, soft-capping, and visible
-// ranges.
+// Elementwise kernels between GEMMs: gated activation functions, per-layer embeddings, soft-capping of
+// logits, and the ranges of positions that rows attend to.
 #include "packed_rows.cuh"
 #include "reduce.cuh"
 
@@ -10,9 +10,10 @@ DEVICE float activated(float x) {
   return 0.5f * x * (1.0f + tanhf(inner));
 }
 
-// activation(gate) * by; row m of each operand is at m * its stride. A thread handles four values.
-// AS_ROWS: packed activations, divided by GATED_SCALE (their row scale), grid [width / 4 / block, rows
-// including padding]; otherwise float32 [rows, width], grid [.., rows].
+// out = activation(gate) * by. Row m of `gate` and of `by` begins at m times its stride. A thread
+// computes four values. AS_ROWS: `out` is packed rows, whose values are divided by GATED_SCALE (their
+// row scale); grid [width / (4 * blockDim), rows including padding]. Otherwise `out` is float32 [rows,
+// width]; grid [.., rows].
 template <int ACTIVATION, int AS_ROWS>
 __global__ void gated(const float* gate, i64 gate_stride, const float* by, i64 by_stride, void* out,
                       int rows, int width) {
@@ -34,16 +35,17 @@ __global__ void gated(const float* gate, i64 gate_stride, const float* by, i64 b
   else if (valid) ((float4*)out)[(i64)row * (width / 4) + i] = v;
 }
 
-// Gemma's per-layer embeddings: (rms_norm(y / root) * weight + tokens) * sqrt(1/2) over each `size`
-// values; one warp per group. y, tokens, out: [rows, groups, size]; n: rows * groups.
+// Inputs of Gemma's per-layer embeddings: out = (rms_norm(y / root) * weight + tokens) * sqrt(1/2). y,
+// tokens, out: [rows, layers, size]; `n`: rows * layers; `root`: square root of the hidden size. One
+// warp computes one layer of a row.
 template <int WARPS>  // per block
 __global__ void per_layer_inputs(const float* y, const float* tokens, const float* weight,
                                  float* out, int n, int size, float root, float eps) {
   griddep_launch_dependents();
   griddep_wait();
-  const int group = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (group >= n) return;
-  const i64 at = (i64)group * size;
+  const int index = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (index >= n) return;
+  const i64 at = (i64)index * size;
   float s = 0;
   for (int i = lane; i < size; i += 32) {
     const float v = __fdiv_rn(__ldcg(y + at + i), root);
@@ -78,11 +80,11 @@ __global__ void softcap(float* x, i64 n, float cap, float scale) {
   }
 }
 
-// Visible range of each row: out [kinds][2][rows], first and last position. For kind k (a, b, c,
-// d), the range begins that many positions (-1: all) before the row's position, or with bit 2 k of
-// `flags` before that of the sequence's first row; it ends at the row's position, or with bit 2 k +
-// 1 at that of the last row. Sequences have `tokens` rows each. This kernel does not call
-// griddep_launch_dependents(), because later kernels read the ranges before their griddep_wait().
+// First and last position that each row attends to, for up to four kinds of range (core.Reach): out
+// [kinds][2][rows]. a, b, c, d: `back` of each kind; -1: all positions. Bits 2 k and 2 k + 1 of
+// `flags`: `from_first` and `to_last` of kind k. Each sequence has `tokens` rows. This kernel does not
+// call griddep_launch_dependents(), because later kernels read the ranges before their
+// griddep_wait().
 __global__ void spans(const i64* positions, i64* out, int rows, int tokens, int a, int b, int c,
                       int d, int flags) {
   const int row = blockIdx.x * blockDim.x + threadIdx.x, kind = blockIdx.y;

@@ -211,7 +211,7 @@ class Experts:
         """
         s, b, index = self.shape, self.buffers, x.device.index
         assert x.shape == (len(dense_rows), s.width) and x.shape == (len(expert_rows), s.width)
-        assert not (dense_rows.tiled or expert_rows.tiled)
+        assert not (dense_rows.swizzled or expert_rows.swizzled)
         arch, most = launch.arch(index), 8 if dense_rows.tiles == 1 else GROUP_ROWS
         most = self.capacity if dense_rows.groups > 1 else most
         assert len(x) <= most, (len(x), most)
@@ -277,7 +277,7 @@ class Experts:
             counters=len(b.arrived),
             rows=count,
             tiles=to.tiles if to else 0,
-            tiled=to is not None and to.tiled,
+            swizzled=to is not None and to.swizzled,
             width=width,
             eps=self.eps,
         )

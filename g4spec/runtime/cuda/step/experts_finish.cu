@@ -38,12 +38,12 @@ struct Part {
 // experts_norm of the experts' sum, dense_norm of the dense branch, norm of both together,
 // next_norm of the next layer (null: `to` is not written). `out` [rows, width]: new residual.
 // Zeroes `arrived` [counters]. Grid: rows, including the padding rows of each group of `tiles` tiles.
-// `tiled`: swizzled layout of `to` (more than 16 rows).
+// `swizzled`: layout of `to`, for more than 16 rows.
 template <int WARPS, int V, int K>
 __global__ __launch_bounds__(32 * WARPS) void finish(
     const float* y, const float* dense, const float* x, const float* experts_norm,
     const float* dense_norm, const float* norm, const float* next_norm, const float* scale,
-    float* out, u8* to, u32* arrived, int counters, int rows, int tiles, int tiled,
+    float* out, u8* to, u32* arrived, int counters, int rows, int tiles, int swizzled,
     int width, float eps) {
   using P = Part<WARPS, V>;
   griddep_launch_dependents();
@@ -88,6 +88,6 @@ __global__ __launch_bounds__(32 * WARPS) void finish(
   to += (i64)group * blocks * tiles * ACT_BYTES;
 #pragma unroll
   for (int j = 0; j < V; ++j)
-    QuadOffsets(tiles, m, P::at(j), tiled ? blocks : 0)
-        .store(to, mul4(mul4(result.v[j], r), next.v[j]), P::at(j) < n4, tiled);
+    QuadOffsets(tiles, m, P::at(j), swizzled ? blocks : 0)
+        .store(to, mul4(mul4(result.v[j], r), next.v[j]), P::at(j) < n4, swizzled);
 }

@@ -41,7 +41,9 @@ ARCHS = tuple(a for a in nvrtc.ARCHS if a not in ("sm_70", "sm_75"))
 SCRATCH = {"q4_k": Q4_K_SCRATCH, "q5_k": Q4_K_SCRATCH, "q6_k": Q6_K_SCRATCH}
 """Maximum bytes of shared memory that a warp uses for the scales of a unit."""
 
-CODEBOOKS = dict.fromkeys(("iq4_nl", "iq4_xs", "mxfp4", "iq3_s", "iq3_xxs", "iq2_xxs", "iq1_s"), 32)
+CODEBOOKS = dict.fromkeys(
+    ("iq4_nl", "iq4_xs", "mxfp4", "iq3_s", "iq3_xxs", "iq2_xxs", "iq1_s", "tq1_0", "tq2_0"), 32
+)
 CODEBOOKS |= dict.fromkeys(("nvfp4", "q3_k", "q2_k", "iq2_s", "iq2_xs", "iq1_m"), 16)
 """Types whose codes are indices into a table (gemm_codebook.cuh) -> values that share a scale."""
 

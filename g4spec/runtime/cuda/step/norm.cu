@@ -89,12 +89,12 @@ DEVICE void zero_padding_rows(void* const (&to)[3], const RowGroup& own, int wid
 template <int NEXT, int N, int OWN>
 DEVICE void write_outputs(float4 normed, const float4 (&weights)[N][OWN], int q,
                           void* const (&to)[3], u32 at, const QuadOffsets& place, bool mine,
-                          bool tiled) {
+                          bool swizzled) {
 #pragma unroll
   for (int o = 0; o < N; ++o) {
     const float4 y = mul4(normed, weights[o][q]);
     if (NEXT == NormOutput::FLOATS && mine) ((float4*)to[o])[at] = y;
-    if (NEXT == NormOutput::ROWS || NEXT == NormOutput::SCALED) place.store((u8*)to[o], y, mine, tiled);
+    if (NEXT == NormOutput::ROWS || NEXT == NormOutput::SCALED) place.store((u8*)to[o], y, mine, swizzled);
   }
 }
 

@@ -1,33 +1,35 @@
 """Packed activations, the input of a matmul, and the residual addition and norm between two
 matmuls.
 
-Packed rows are the input of `linear.cu`: T <= 16 rows [T, K] in half precision, in the order in
-which tensor cores read them, together with sums. With `tiles` = 1 for T <= 8 and 2 above, a buffer
-has K / 64 blocks of 1280 * tiles bytes, one for each 64 columns:
+Packed rows are the input of `linear.cu`: rows [T, K] in half precision, in the order in which
+tensor cores read them, together with sums of the rounded values. Up to 16 rows have the *fragment
+layout*. With `tiles` = 1 for T <= 8 and 2 above, they are K / 64 blocks of 1280 * tiles bytes, one
+for each 64 columns:
 
-- halves: row m, column k of the block, with k16 = k / 16, t = k % 16 / 4, e = k % 4 and lane = m %
-  8 * 4 + t, is half ((k16 / 2) * 32 + lane) * 8 + (k16 % 2) * 4 + e (one tile), or (k16 * 32 +
-  lane) * 8 + (m / 8) * 4 + e (two tiles);
-- half [2][8 * tiles][4]: for each 32 columns of a row, the sums of the two groups of 16 (of rounded
-  values) as halves, and their rounding errors as halves;
+- the values as halves: row m, column k of the block, with k16 = k / 16, t = k % 16 / 4, e = k % 4
+  and lane = m % 8 * 4 + t, is half ((k16 / 2) * 32 + lane) * 8 + (k16 % 2) * 4 + e (one tile), or
+  (k16 * 32 + lane) * 8 + (m / 8) * 4 + e (two tiles);
+- half [2][8 * tiles][4]: for each 32 columns of a row, the sums of the two groups of 16 columns as
+  halves, and the rounding errors of these halves;
 - float32 [2][8 * tiles]: -1024 times the sum of each 32 columns;
-- half [8 * tiles][4]: the sums of 32, in the form of those of 16.
+- half [8 * tiles][4]: the sums of each 32 columns, in the form of those of 16.
 
 Rows T .. 8 * tiles - 1 are zero. Rows whose values may not fit half precision have a scale each, a
 power of two by which the matmul multiplies its result.
 
-More than 16 rows form groups of 16, one after the other, with the same numbers in another order:
-the halves of all blocks, [tile][block][8 rows][8 pieces of 8 halves], piece p of row r at place p ^
-r; then the sums of 16 of all blocks, the floats, and the sums of 32. Columns 16 i + 4 t and 16 i +
-4 t + 1 of a block are halves 2 t and 2 t + 1 of piece 2 i; columns 16 i + 4 t + 2 and + 3 are those
-of piece 2 i + 1. This is the layout of a `wgmma` operand in shared memory, and `ldmatrix` reads it.
-A row has the same bits at any place of any group. The input of `experts.cu` keeps the layout of two
-tiles in each group (`fragments`), because experts gather rows one by one.
+More than 16 rows form groups of 16, one after the other, in the *swizzled layout*. It has the same
+numbers in another order: the values of all blocks, [tile][block][8 rows][8 chunks of 8 halves],
+chunk p of row r at position p ^ r; then the sums of 16 of all blocks, the floats, and the sums of
+32. Columns 16 i + 4 t and 16 i + 4 t + 1 of a block are halves 2 t and 2 t + 1 of chunk 2 i;
+columns 16 i + 4 t + 2 and + 3 are those of chunk 2 i + 1. This is the layout of a `wgmma` operand
+in shared memory, and `ldmatrix` reads it. A row has the same bits in any group and at any index.
+The input of `experts.cu` has the fragment layout in each group (`fragments`), because experts
+gather rows one by one.
 
-Kernels here may start before their predecessor has ended, and prefetch weights meanwhile. Kernels
-that add partial sums also prefetch the residual: the sums come from `linear.cu`, which calls
-`griddep_launch_dependents` after its own `griddep_wait`, so everything written before it is
-visible.
+Kernels here are launched with programmatic dependent launch: they may start before their
+predecessor has ended, and load weights meanwhile. Kernels that add partial sums also load the
+residual early: the sums come from `linear.cu`, which calls `griddep_launch_dependents` after its
+own `griddep_wait`, so all that kernels before `linear.cu` wrote is visible.
 """
 
 from __future__ import annotations
@@ -51,12 +53,12 @@ from g4spec.runtime.cuda.build.constants import (
 from g4spec.runtime.cuda.build.units import Unit
 
 MAX_WIDTH = 32 * 32 * 8 * 4
-"""Maximum columns of a row that the threads of a block hold in registers: see `block_shape`."""
+"""Maximum columns of a row that a CTA holds in registers: 32 warps of 32 threads, each with 8 loads
+of 4 floats (`block_shape`)."""
 
 SPLIT = 40
-"""Maximum number of rows for which several blocks compute the same row and each writes a part of
-it. With more rows, one block writes all of a row: the GPU is then busy enough."""
-
+"""Maximum number of rows for which several CTAs compute the same row and each writes a part of it.
+With more rows the GPU is busy enough, and one CTA writes the whole row."""
 
 PLAIN, ADD, NORM = NormInput
 NOTHING, FLOATS, ROWS, SCALED = NormOutput
@@ -71,21 +73,21 @@ class PackedRows:
             rows.
         count, width: T and K.
         scale: float32 [16 * groups], by which the matmul multiplies each row, or None.
-        tiled: layout of more than 16 rows.
+        swizzled: the groups have the swizzled layout, otherwise the fragment layout.
     """
 
     data: torch.Tensor
     count: int
     width: int
     scale: torch.Tensor | None = None
-    tiled: bool = False
+    swizzled: bool = False
 
     def __len__(self) -> int:
         return self.count
 
     @property
     def tiles(self) -> int:
-        """Tiles of 8 rows of each group."""
+        """Number of tiles of 8 rows in each group."""
         return 2 if self.data.shape[-1] == 2 * ACT_BYTES else tiles(self.count)
 
     @property
@@ -99,17 +101,17 @@ class PackedRows:
         return 8 * self.tiles * self.groups
 
     def part(self, first: int, last: int) -> PackedRows:
-        """Return groups first .. last - 1, a view."""
+        """Return a view of the groups first .. last - 1."""
         if self.groups == 1:
             return self
         data = self.data[first] if last == first + 1 else self.data[first:last]
         scale = None if self.scale is None else self.scale[first * GROUP_ROWS : last * GROUP_ROWS]
         count = min(self.count, last * GROUP_ROWS) - first * GROUP_ROWS
-        return PackedRows(data, count, self.width, scale, self.tiled)
+        return PackedRows(data, count, self.width, scale, self.swizzled)
 
 
 def tiles(count: int) -> int:
-    """Return the tiles of 8 rows for `count` rows; for more than 16 rows those of a group."""
+    """Return the number of tiles of 8 rows that `count` rows need, at most the 2 of a group."""
     return 1 if count <= 8 else 2
 
 
@@ -121,8 +123,8 @@ def groups(count: int) -> int:
 def empty(
     count: int, width: int, device: torch.device, *, scaled: bool = False, fragments: bool = False
 ) -> PackedRows:
-    """Allocate packed rows [count, width], uninitialized. `fragments`: each group of more than
-    16 rows has the layout of 9 to 16 rows."""
+    """Allocate packed rows [count, width], uninitialized. `fragments`: the fragment layout for any
+    number of rows."""
     assert count >= 1 and width % ACT_COLUMNS == 0, (count, width)
     n = groups(count)
     sizes = (*([n] if n > 1 else []), width // ACT_COLUMNS, ACT_BYTES * tiles(count))
@@ -132,34 +134,35 @@ def empty(
 
 
 def concat_rows(parts: Sequence[PackedRows]) -> PackedRows:
-    """Concatenate rows without scale of several sequences; each row keeps its bits."""
+    """Concatenate the rows of several sequences, which must not have scales; each row keeps its
+    bits."""
     assert all(part.scale is None for part in parts)
     if len(parts) == 1:
         return parts[0]
     raw = [[x[: len(part)] for x in _fields(part)] for part in parts]
     fields, count = [torch.cat(x) for x in zip(*raw, strict=True)], sum(map(len, parts))
-    tiled = count > GROUP_ROWS
+    swizzled = count > GROUP_ROWS
     data = [
-        _packed([x[at : at + GROUP_ROWS] for x in fields], tiles(count), tiled)
+        _packed([x[at : at + GROUP_ROWS] for x in fields], tiles(count), swizzled)
         for at in range(0, count, GROUP_ROWS)
     ]
-    whole = torch.stack(data) if tiled else data[0]
-    return PackedRows(whole, count, parts[0].width, tiled=tiled)
+    whole = torch.stack(data) if swizzled else data[0]
+    return PackedRows(whole, count, parts[0].width, swizzled=swizzled)
 
 
 def _fields(rows: PackedRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what is stored, row by row, padding included: half [R, B, 64] for B blocks; half [R,
-    B, 2, 2, 2] and [R, B, 2, 2], sums of 16 and of 32 as rounded values and errors; float32 [R, B,
-    2]."""
+    """Return what is stored, row by row, for R rows including padding and B blocks: the values,
+    half [R, B, 64]; the sums of 16 columns, half [R, B, 2, (sum, error), 2], and of 32, half [R, B,
+    (sum, error), 2]; -1024 times the sums of 32, float32 [R, B, 2]."""
     n, blocks, several = rows.tiles, rows.width // ACT_COLUMNS, rows.groups
-    whole = blocks if rows.tiled else 1  # blocks whose parts of one kind are consecutive
+    whole = blocks if rows.swizzled else 1  # blocks whose parts of the same kind are adjacent
     data = rows.data.view(several, blocks // whole, -1)
 
     def part(first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
         return data[..., first * n * whole : last * n * whole].contiguous().view(dtype)
 
     halves = part(0, SPLIT16, torch.float16)
-    if rows.tiled:
+    if rows.swizzled:
         halves = _swizzled(halves.view(several, 2, blocks, 8, 8, 8))
         # tile, block, row, k16, e / 2, t, e % 2
         halves = halves.view(several, 2, blocks, 8, 4, 2, 4, 2).permute(0, 1, 3, 2, 4, 6, 5, 7)
@@ -179,19 +182,19 @@ def _fields(rows: PackedRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor,
 
 
 def _swizzled(tiles: torch.Tensor) -> torch.Tensor:
-    """Return tiles [..., 8 rows, 8 pieces, 8] with piece p of row r at place p ^ r; its own
-    inverse."""
+    """Return tiles [..., 8 rows, 8 chunks, 8] with chunk p of row r at position p ^ r, or undo
+    this."""
     r = torch.arange(8, device=tiles.device)
     return tiles[..., r[:, None], r[:, None] ^ r, :]
 
 
-def _packed(fields: Sequence[torch.Tensor], n: int, tiled: bool) -> torch.Tensor:
+def _packed(fields: Sequence[torch.Tensor], n: int, swizzled: bool) -> torch.Tensor:
     """Pack a group of `n` tiles from the `_fields` of its rows, without padding."""
     count, blocks = fields[0].shape[:2]
     halves, of16, of32, floats = (
         torch.cat([x, x.new_zeros(8 * n - count, *x.shape[1:])]) for x in fields
     )
-    if tiled:  # tile, row, block, k16, t, e / 2, e % 2
+    if swizzled:  # tile, row, block, k16, t, e / 2, e % 2
         halves = halves.view(2, 8, blocks, 4, 4, 2, 2).permute(0, 2, 1, 3, 5, 4, 6)
         halves = _swizzled(halves.reshape(2, blocks, 8, 8, 8))
     elif n == 1:
@@ -199,16 +202,17 @@ def _packed(fields: Sequence[torch.Tensor], n: int, tiled: bool) -> torch.Tensor
     else:
         halves = halves.view(2, 8, blocks, 4, 4, 4).permute(2, 3, 1, 4, 0, 5)
     parts = (halves, of16.permute(1, 2, 0, 3, 4), floats.permute(1, 2, 0), of32.permute(1, 0, 2, 3))
-    raw = [x.reshape(1 if tiled else blocks, -1).view(torch.uint8) for x in parts]
+    raw = [x.reshape(1 if swizzled else blocks, -1).view(torch.uint8) for x in parts]
     return torch.cat(raw, dim=1).view(blocks, -1)
 
 
 def unpack(rows: PackedRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what is stored, padding included and unscaled.
+    """Return what is stored, padding included and scales ignored.
 
     Returns:
-        Half [R, K]; float32 [R, K / 16] and [R, K / 32]: sums of 16 and of 32, value and error
-            added; float32 [R, K / 32]: -1024 times the sums of 32. R: `padded`.
+        The values, half [R, K], where R is `padded`; the sums of 16 and of 32 columns, rounding
+            errors added, float32 [R, K / 16] and [R, K / 32]; -1024 times the sums of 32 columns,
+            float32 [R, K / 32].
     """
     halves, of16, of32, floats = _fields(rows)
     sums = of16.float().sum(3), of32.float().sum(2), floats
@@ -216,12 +220,13 @@ def unpack(rows: PackedRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, 
 
 
 def fits(width: int) -> bool:
-    """Return whether norm.cu supports rows of so many values; others are computed in torch."""
+    """Return whether norm.cu supports rows of `width` float32 values; others are computed in torch.
+    Packed rows also need a multiple of ACT_COLUMNS."""
     return width % 4 == 0 and width <= MAX_WIDTH
 
 
 def block_shape(width: int) -> tuple[int, int]:
-    """Return the warps of a block and the 16-byte loads of a thread that hold a row of `width`
+    """Return the warps of a CTA, and the 16-byte loads of a thread, that hold a row of `width`
     floats."""
     quads = -(-width // 4)
     for warps_at_most in (16, 32):
@@ -229,13 +234,14 @@ def block_shape(width: int) -> tuple[int, int]:
             warps = -(-quads // (32 * loads))
             if warps <= warps_at_most:
                 return warps, loads
-    raise AssertionError(f"a row of {width} values does not fit into a block's registers")
+    raise AssertionError(f"a row of {width} values does not fit into a CTA's registers")
 
 
 def instance(
     width: int, slices: int, enter: int, leave: int, outputs: int = 1, *, split: bool = True
 ) -> str:
-    """Return the name of a kernel of norm.cu."""
+    """Return the name of an instance of `norm_rows` that reads `slices` split-K partial sums and
+    writes `outputs` normed copies. `enter`: NormInput; `leave`: NormOutput; `split`: see SPLIT."""
     warps, loads = block_shape(width)
     flags = (split, width == 128 * warps * loads)
     numbers = (warps, loads, slices, int(enter), int(leave), outputs)
@@ -243,8 +249,8 @@ def instance(
 
 
 def pack_rows(x: torch.Tensor) -> PackedRows:
-    """Pack x float32 [T, K]; each row has the power of two as scale that brings its largest value
-    into [512, 1024)."""
+    """Pack x float32 [T, K]. Each row is divided by its scale, the power of two that brings its
+    largest magnitude into [512, 1024)."""
     to = empty(len(x), x.shape[1], x.device, scaled=True)
     _run(x, leave=SCALED, outputs=[to.data], row_scale=to.scale)
     return to
@@ -255,7 +261,7 @@ def rms_norm_rows(
 ) -> PackedRows:
     """Return rms_norm of x float32 [T, H] as packed rows. `fragments`: as in `empty`."""
     to = empty(len(x), x.shape[1], x.device, fragments=fragments)
-    _run(x, eps=eps, leave=ROWS, following=[weight], outputs=[to.data], swizzled=to.tiled)
+    _run(x, eps=eps, leave=ROWS, following=[weight], outputs=[to.data], swizzled=to.swizzled)
     return to
 
 
@@ -281,11 +287,11 @@ class Residual:
     scale: torch.Tensor | None = None
 
     def __call__(self, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Return only x' [T, H].
+        """Return x' [T, H].
 
         Args:
             h: float32 [T, H], or partial sums [S, T, H], added in order (S <= 8).
-            x: [T, H].
+            x: float32 [T, H].
         """
         out = torch.empty_like(x)
         _run(x, h, self, out=out, leave=NOTHING)
@@ -299,8 +305,8 @@ class Residual:
         *,
         fragments: bool = False,
     ) -> tuple[torch.Tensor, list[PackedRows]]:
-        """Return x', and rms_norm(x') with each of at most three weights as packed rows.
-        `fragments`: as in `empty`."""
+        """Return x', and rms_norm(x') with each of the 1 to 3 weights in `following` as packed
+        rows. `fragments`: as in `empty`."""
         out = torch.empty_like(x)
         to = [empty(len(x), x.shape[1], x.device, fragments=fragments) for _ in following]
         _run(
@@ -312,7 +318,7 @@ class Residual:
             eps=self.eps,
             following=following,
             outputs=[r.data for r in to],
-            swizzled=any(r.tiled for r in to),
+            swizzled=any(r.swizzled for r in to),
         )
         return out, to
 
@@ -386,8 +392,8 @@ def _run(
 
 
 def address(x: torch.Tensor) -> launch.Strided:
-    """Return rows as an argument that may have any stride; rows must start at multiples of 16
-    bytes."""
+    """Return float32 rows [T, K] of any stride as a kernel argument. Each row must start at a
+    multiple of 16 bytes."""
     assert x.stride(-1) == 1 and x.stride(0) % 4 == 0 and x.data_ptr() % 16 == 0, x.stride()
     assert x.dtype is torch.float32, x.dtype
     return launch.Strided(x)
@@ -414,24 +420,11 @@ UNITS = [
         (
             5376,
             96,
-            [
-                (3, NORM, ROWS),
-                (3, NORM, FLOATS),
-                (3, ADD, ROWS),
-                (3, ADD, FLOATS),
-            ],
+            [(3, NORM, ROWS), (3, NORM, FLOATS), (3, ADD, ROWS), (3, ADD, FLOATS)],
         ),
         (5376, 128, [(6, NORM, ROWS), (6, NORM, FLOATS)]),
-        (
-            2816,
-            112,
-            [(1, NORM, ROWS, 3), (6, NORM, ROWS, 2)],
-        ),
-        (
-            2816,
-            128,
-            [(4, NORM, ROWS), (8, NORM, ROWS, 2)],
-        ),
+        (2816, 112, [(1, NORM, ROWS, 3), (6, NORM, ROWS, 2)]),
+        (2816, 128, [(4, NORM, ROWS), (8, NORM, ROWS, 2)]),
         (16128, 96, [(1, PLAIN, ROWS)]),
         (26880, 64, [(1, PLAIN, SCALED)]),
     )

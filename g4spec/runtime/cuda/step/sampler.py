@@ -1,4 +1,4 @@
-"""`Sampler` for logits on the GPU: all rows of a step at once, with one synchronization."""
+"""Samples tokens from logits on the GPU: all rows at once, with one synchronization."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from g4spec.runtime.cuda.step.choose import Choice
 
 
 class CudaSampler:
-    """Samples like `Sampler` (`g4spec.models.spec.Chooser`), with the kernels of choose.cu.
+    """Samples like `Sampler`, with the kernels of choose.cu (a `g4spec.ops.logits.RowSampler`).
 
     Raises:
-        Unsupported: the sampler is not plain; the kernels read raw logits.
+        Unsupported: the sampler is not `plain`: the kernels apply no bias and no penalties.
     """
 
     def __init__(self, sampler: Sampler, device: torch.device) -> None:
         sampler.require_plain()
         self._sampler, self._device = sampler, device
-        self._choices: dict[int, Choice] = {}  # by width of the logits
+        self._choices: dict[int, Choice] = {}  # by number of columns of the logits
 
     def choose(self, logits: torch.Tensor, position: int) -> int:
-        """Return the token at absolute `position`, given its logits [V] float32."""
+        """Choose the token at absolute `position` from its logits [V] float32. Raises NotFinite."""
         return next(self.choose_rows(logits[None], position))
 
     def choose_rows(self, logits: torch.Tensor, position: int) -> Iterator[int]:
-        """Yield the tokens for `position`, `position` + 1, ... given logits [T, V] float32."""
+        """Choose tokens for `position`, `position` + 1, ... from logits [T, V] float32. Raises
+        NotFinite when the token of a row without a largest logit is requested."""
         count, width = logits.shape
         choice = self._choices.get(width)
         if choice is None:

@@ -9,6 +9,8 @@ and one number per scale. No value changes. Such a block of 256 values has
 - `scale`: a signed byte for each 32 or 16 values, or beside `q` 4 bits for each 32, which stand for
   2 scale + 1; `d`: the file's factor.
 
+TQ1_0, whose bytes have five digits of base 3, is rewritten to blocks of TQ2_0.
+
 Bits per weight in the file, and in memory:
 
 ========  ======  ======
@@ -20,6 +22,7 @@ IQ2_XS    2.3125  3.5625
 IQ2_XXS   2.0625  3.3125
 IQ1_M     1.75    3.5625
 IQ1_S     1.5625  3.3125
+TQ1_0     1.6875  2.0625
 ========  ======  ======
 
 Without rewriting, kernels would look entries up in shared memory, once for four values. Its banks
@@ -37,7 +40,6 @@ import torch
 
 from g4spec import quant
 from g4spec.quant import codebook
-from g4spec.quant.formats import iq1_m, iq1_s, iq2_s, iq2_xs, iq2_xxs, iq3_s, iq3_xxs, q3_k
 from g4spec.runtime.cuda.weights.held_size import BLOCKS
 
 STEP = 1 << 24
@@ -63,7 +65,7 @@ def held(name: str, raw: torch.Tensor) -> torch.Tensor:
 
 def _rewritten(name: str, blocks: torch.Tensor) -> torch.Tensor:
     """Rewrite blocks, uint8 [n, bytes], from the file's layout to that of memory."""
-    dtype = _FILE[name]
+    dtype = quant.block_dtype(name)
 
     def field(key: str) -> torch.Tensor:
         assert dtype.fields is not None
@@ -195,19 +197,15 @@ def _iq1_m(f: Fields) -> list[torch.Tensor]:
     return [*_three(codes), _odd(_bits(word, 4, 3)), bits]
 
 
-_FILE = {
-    name: module.DTYPE
-    for name, module in (
-        ("q3_k", q3_k),
-        ("iq3_s", iq3_s),
-        ("iq3_xxs", iq3_xxs),
-        ("iq2_s", iq2_s),
-        ("iq2_xs", iq2_xs),
-        ("iq2_xxs", iq2_xxs),
-        ("iq1_s", iq1_s),
-        ("iq1_m", iq1_m),
-    )
-}
+def _tq1_0(f: Fields) -> list[torch.Tensor]:
+    powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8, device=f("q").device)
+    parts = [f("q")[:, None] * powers[:, None], f("rest")[:, None] * powers[:, None]]
+    parts.append(f("high")[:, None] * powers[:4, None])
+    digits = torch.cat([x.flatten(1).short() * 3 >> 8 for x in parts], dim=1).to(torch.uint8)
+    places = torch.arange(0, 8, 2, dtype=torch.uint8, device=digits.device)[:, None]
+    return [(digits.view(-1, 2, 4, 32) << places).sum(2, dtype=torch.uint8), f("d")]
+
+
 _OF: dict[str, Callable[[Fields], list[torch.Tensor]]] = {
     "q3_k": _q3_k,
     "iq3_s": _iq3_s,
@@ -217,4 +215,5 @@ _OF: dict[str, Callable[[Fields], list[torch.Tensor]]] = {
     "iq2_xxs": _iq2_xxs,
     "iq1_s": _iq1_s,
     "iq1_m": _iq1_m,
+    "tq1_0": _tq1_0,
 }

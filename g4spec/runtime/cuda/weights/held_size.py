@@ -34,6 +34,7 @@ BLOCKS: dict[str, np.dtype[np.void]] = {
     "iq2_xxs": _dtype(3, 8),
     "iq1_m": _dtype(3, 16),
     "iq1_s": _dtype(3, 8),
+    "tq1_0": quant.block_dtype("tq2_0"),
 }
 """Blocks of the types that are rewritten."""
 

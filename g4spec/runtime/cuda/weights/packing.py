@@ -32,21 +32,7 @@ import torch
 
 from g4spec import quant
 from g4spec.errors import Unsupported
-from g4spec.quant.formats import (
-    iq4_nl,
-    iq4_xs,
-    mxfp4,
-    nvfp4,
-    q2_k,
-    q4_0,
-    q4_1,
-    q4_k,
-    q5_0,
-    q5_1,
-    q5_k,
-    q6_k,
-    q8_0,
-)
+from g4spec.quant import block_dtype
 from g4spec.runtime.cuda.build.constants import PACK_ROWS
 from g4spec.runtime.cuda.weights import held_size
 
@@ -217,6 +203,8 @@ def _factors(name: str, word: int, span: int) -> Part:
 def _rewritten(name: str) -> tuple[np.dtype[np.void], tuple[Part, ...]]:
     """Return the parts of a type whose blocks `held` rewrites."""
     dtype = held_size.BLOCKS[name]
+    if name == "tq1_0":
+        return dtype, _TERNARY
     fields = dtype.fields
     assert fields is not None
     four = _codes("q", 4, 16, order=SIGNED) if name == "iq3_s" else _numbers("q", 4, 16)
@@ -263,18 +251,22 @@ def _six_in_two() -> Iterator[tuple[Index, int, Index, int]]:
 
 _AFFINE = Part("d", "scales", 4, 256, "c x", "c w p h g y", {"x": 4, "y": 4}, _moves(_six_bits()))
 _SIX = Part("d", "low", 4, 256, "c x", "c w p h g y", {"x": 2, "y": 2}, _moves(_six_in_two()))
+_TERNARY = _numbers("q", 2, 32), _factors("d", 2, 256)
 _BYTES = Part("q", "q", 2, 32, "c k t e", "w p c g t k e h", {"k": 2, "t": 4, "e": 2}, flip=0x8080)
 
 PARTS: dict[str, tuple[np.dtype[np.void], tuple[Part, ...]]] = {
-    "q4_0": (q4_0.DTYPE, (_codes("q", 4, 16), _plane("d"))),
-    "q4_1": (q4_1.DTYPE, (_codes("q", 4, 16), _plane("d"), _plane("m"))),
-    "q5_0": (q5_0.DTYPE, (_codes("q", 4, 16), _codes("high", 1, 1), _plane("d"))),
-    "q5_1": (q5_1.DTYPE, (_codes("q", 4, 16), _codes("high", 1, 1), _plane("d"), _plane("m"))),
-    "q8_0": (q8_0.DTYPE, (_BYTES, _plane("d"))),
-    "q4_k": (q4_k.DTYPE, (_codes("q", 4, 32), _AFFINE)),
-    "q5_k": (q5_k.DTYPE, (_codes("q", 4, 32), _codes("high", 1, 32), _AFFINE)),
+    "q4_0": (block_dtype("q4_0"), (_codes("q", 4, 16), _plane("d"))),
+    "q4_1": (block_dtype("q4_1"), (_codes("q", 4, 16), _plane("d"), _plane("m"))),
+    "q5_0": (block_dtype("q5_0"), (_codes("q", 4, 16), _codes("high", 1, 1), _plane("d"))),
+    "q5_1": (
+        block_dtype("q5_1"),
+        (_codes("q", 4, 16), _codes("high", 1, 1), _plane("d"), _plane("m")),
+    ),
+    "q8_0": (block_dtype("q8_0"), (_BYTES, _plane("d"))),
+    "q4_k": (block_dtype("q4_k"), (_codes("q", 4, 32), _AFFINE)),
+    "q5_k": (block_dtype("q5_k"), (_codes("q", 4, 32), _codes("high", 1, 32), _AFFINE)),
     "q6_k": (
-        q6_k.DTYPE,
+        block_dtype("q6_k"),
         (
             _codes("low", 4, 64),
             _codes("high", 2, 32),
@@ -282,14 +274,15 @@ PARTS: dict[str, tuple[np.dtype[np.void], tuple[Part, ...]]] = {
             _factors("d", 2, 256),
         ),
     ),
-    "iq4_nl": (iq4_nl.DTYPE, (_numbers("q", 4, 16, PAIRED), _factors("d", 2, 32))),
-    "iq4_xs": (iq4_xs.DTYPE, (_numbers("q", 4, 16, PAIRED), _SIX)),
-    "mxfp4": (mxfp4.DTYPE, (_numbers("q", 4, 16), _factors("e", 1, 32))),
-    "nvfp4": (nvfp4.DTYPE, (_numbers("q", 4, 8), _factors("scale", 4, 64))),
+    "iq4_nl": (block_dtype("iq4_nl"), (_numbers("q", 4, 16, PAIRED), _factors("d", 2, 32))),
+    "iq4_xs": (block_dtype("iq4_xs"), (_numbers("q", 4, 16, PAIRED), _SIX)),
+    "mxfp4": (block_dtype("mxfp4"), (_numbers("q", 4, 16), _factors("e", 1, 32))),
+    "nvfp4": (block_dtype("nvfp4"), (_numbers("q", 4, 8), _factors("scale", 4, 64))),
     "q2_k": (
-        q2_k.DTYPE,
+        block_dtype("q2_k"),
         (_numbers("q", 2, 32), _by_row("scales", "scales", 4), _by_row("d", "dmin", 1)),
     ),
+    "tq2_0": (block_dtype("tq2_0"), _TERNARY),
     **{name: _rewritten(name) for name in held_size.BLOCKS},
 }
 """The block of each type in memory, and the parts of a unit in order."""

@@ -1,8 +1,9 @@
-"""Tests whether the tensors of a draft have the size that training gave them.
+"""Tests whether the tensors of a draft have the size and the place that training gave them.
 
 Training ends where no tensor predicts the target's tokens better at half or at twice its values. If
 one does, it is wrong, or another tensor of its layer is: wrong query, key or value projections show
-in the norm of the queries or the attention output, a wrong feed-forward in its norm or output.
+in the norm of the queries or the attention output, a wrong feed-forward in its norm or output. Gate
+and up projections, which have the same shape, are also tried in each other's place.
 
 All changes are compared at the same steps of the same text, so few steps suffice.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ SCALED_VECTORS = ("attn_q_norm", "ffn_norm", "post_attention_norm", "post_ffw_no
 """Vectors whose size counts: it is not normalized away later."""
 SCALED_MATRICES = ("attn_output", "ffn_down")
 """Matrices whose size counts unless a norm follows them (`post_*`)."""
+GATE, UP = "ffn_gate.weight", "ffn_up.weight"
 STEPS_PER_TEXT = 12
 """Steps per text."""
 MAX_SEQUENTIAL_POSITIONS = 6
@@ -39,53 +41,72 @@ trained drafts no change lowered it by more than 3 %, or 1.7 standard errors."""
 
 
 @dataclass(frozen=True, slots=True)
-class ScaledTensor:
-    """A tensor that predicts the target's tokens better with other values.
+class TensorChange:
+    """A change of a draft: the values of a tensor are multiplied by `factor`, or, if there is an
+    `other` tensor, exchanged with its."""
+
+    name: str
+    factor: float = 1.0
+    other: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} {f'<-> {self.other}' if self.other else f'* {self.factor:g}'}"
+
+    @property
+    def action(self) -> str:
+        """What is done to the tensor, to continue "if"."""
+        return f"exchanged with {self.other}" if self.other else f"multiplied by {self.factor:g}"
+
+    def apply(self, read: Callable[[str], Any]) -> dict[str, Any]:
+        """Return the changed tensors by name. `read` returns the present values of a tensor."""
+        if self.other:
+            return {self.name: read(self.other), self.other: read(self.name)}
+        return {self.name: read(self.name) * self.factor}
+
+
+@dataclass(frozen=True, slots=True)
+class BetterTensor:
+    """A change with which the draft predicts the target's tokens better.
 
     Attributes:
-        factor: factor on its values.
         gain: decrease of the mean loss per step, relative.
         standard_errors: the same decrease in standard errors.
     """
 
-    name: str
-    factor: float
+    change: TensorChange
     gain: float
     standard_errors: float
 
-    @property
-    def change(self) -> str:
-        """Description of the change."""
-        return f"{self.name} * {self.factor:g}"
 
-
-def tested_tensors(names: Sequence[str]) -> list[str]:
-    """Return the tensors to scale: those whose size changes the proposals, and that are not also
-    used where the draft stores keys and values of the context."""
+def tested_changes(names: Iterable[str]) -> list[TensorChange]:
+    """Return the changes to test, of tensors that are not also used where the draft stores keys and
+    values of the context: scaled, if the size changes the proposals, and gate exchanged with up."""
+    names = [name for name in names if not name.startswith("enc.")]
     normed = any(".post_" in name for name in names)
     kinds = SCALED_VECTORS if normed else (*SCALED_VECTORS, *SCALED_MATRICES)
+    scaled = [name for name in names if name.removesuffix(".weight").split(".")[-1] in kinds]
+    gates = [name for name in names if name.endswith(f".{GATE}")]
     return [
-        name
-        for name in names
-        if name.removesuffix(".weight").split(".")[-1] in kinds and not name.startswith("enc.")
+        *(TensorChange(name, factor) for name in scaled for factor in FACTORS),
+        *(TensorChange(name, other=name.removesuffix(GATE) + UP) for name in gates),
     ]
 
 
-def better_scales(
+def better_tensors(
     engine: Engine, prompts: Sequence[Sequence[int]], n_predict: int
-) -> Iterator[list[ScaledTensor]]:
+) -> Iterator[list[BetterTensor]]:
     """Yield, after each prompt, the changes that count on all prompts so far, best first.
 
     Args:
         engine: an engine on the CPU with a draft that has weights.
         n_predict: tokens per text.
     """
-    losses: dict[tuple[str, float], list[float]] = defaultdict(list)
+    losses: dict[TensorChange, list[float]] = defaultdict(list)
     base: list[float] = []
     for prompt in prompts:
         options = Options(n_predict, draft_max=_most(engine), ignore_eos=True)
         text = [*prompt, *engine.generate(prompt, options).tokens()]
-        with _scaled(engine.draft, text, base, losses):
+        with _changed(engine.draft, text, base, losses):
             run = engine.generate(prompt, options)
             for _ in zip(run, range(STEPS_PER_TEXT), strict=False):
                 pass
@@ -97,12 +118,10 @@ def _most(engine: Engine) -> int:
     return engine.draft.max_tokens
 
 
-def _counting(
-    base: list[float], losses: dict[tuple[str, float], list[float]]
-) -> Iterator[ScaledTensor]:
+def _counting(base: list[float], losses: dict[TensorChange, list[float]]) -> Iterator[BetterTensor]:
     """Yield the changes that lower the loss enough."""
     n = len(base)
-    for (name, factor), changed in losses.items():
+    for change, changed in losses.items():
         gains = [before - after for before, after in zip(base, changed, strict=True)]
         if n < 2 or not all(map(math.isfinite, gains)):
             continue
@@ -110,7 +129,7 @@ def _counting(
         error = math.sqrt(sum((x - mean) ** 2 for x in gains) / (n - 1) / n)
         gain, errors = mean * n / max(total, 1e-9), mean / max(error, 1e-9)
         if gain >= MIN_GAIN and errors >= MIN_STANDARD_ERRORS:
-            yield ScaledTensor(name, factor, gain, errors)
+            yield BetterTensor(change, gain, errors)
 
 
 class _Picks:
@@ -144,15 +163,15 @@ class _Picks:
 
 
 @contextmanager
-def _scaled(
-    draft: Any, text: Sequence[int], base: list[float], losses: dict[tuple[str, float], list[float]]
+def _changed(
+    draft: Any, text: Sequence[int], base: list[float], losses: dict[TensorChange, list[float]]
 ) -> Iterator[None]:
     """Compare, at every proposal of `draft`, its loss on `text` with that of each change.
 
     Only positions that the target reaches count: up to the first rejected token.
     """
     propose: Callable[[Batch, int, Pick], torch.Tensor] = draft.propose
-    names = tested_tensors(list(draft.w))
+    changes = tested_changes(draft.w)
 
     def compared(batch: Batch, count: int, pick: Pick) -> torch.Tensor:
         expected = text[int(batch.positions[0]) + 1 :]
@@ -164,16 +183,15 @@ def _scaled(
             next(wrong, count) + 1, count, count if draft.one_pass else MAX_SEQUENTIAL_POSITIONS
         )
         base.append(unchanged.loss(reached))
-        for name in names:
-            weight = draft.w[name]
-            for factor in FACTORS:
-                changed = _Picks(None, chosen, expected)
-                draft.w[name] = weight * factor
-                try:
-                    propose(batch, reached, changed)
-                finally:
-                    draft.w[name] = weight
-                losses[name, factor].append(changed.loss(reached))
+        for change in changes:
+            changed, weights = _Picks(None, chosen, expected), change.apply(draft.w.__getitem__)
+            kept = {name: draft.w[name] for name in weights}
+            draft.w.update(weights)
+            try:
+                propose(batch, reached, changed)
+            finally:
+                draft.w.update(kept)
+            losses[change].append(changed.loss(reached))
         return propose(batch, count, pick)
 
     draft.propose = compared
