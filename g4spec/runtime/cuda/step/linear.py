@@ -98,9 +98,8 @@ class GemmConfig:
     @property
     def format(self) -> str:
         """Name of the weight format in the kernels."""
-        name = packing.format_name(self.type, self.unit) + "Upper" * self.upper
-        head, *unit = name.partition("<")
-        return head + "Pairs" * self.pairs + "".join(unit)
+        name, spelt = packing.format_name(self.type, self.unit), packing.spelt(self.type)
+        return name.replace(spelt, spelt + "Pairs" * self.pairs) + "Upper" * self.upper
 
     def name(self, kind: str) -> str:
         if self.groups > 1:
@@ -115,9 +114,8 @@ class GemmConfig:
         teams = GEMM_CONSUMERS * 32 // self.rows
         other = (1024 if teams > 1 else 512) * self.tiles
         scratch = max(scratch_of(self.type, self.unit), other)
-        sums = GEMM_CONSUMERS * 8 * self.tiles * 4
-        ring = self.stages * (stage + 16 * teams)
-        return ring + GEMM_CONSUMERS * scratch + sums + PAIR_TABLE * self.pairs
+        sums, table = GEMM_CONSUMERS * 8 * self.tiles * 4, PAIR_TABLE * self.pairs
+        return self.stages * (stage + 16 * teams) + GEMM_CONSUMERS * scratch + sums + table
 
     @property
     def stage(self) -> int:
