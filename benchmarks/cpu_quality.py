@@ -38,6 +38,8 @@ TARGET = ROOT.parent / "examples" / "tiny" / "target"
 PAGE = ROOT.parent / "docs" / "quality.md"
 ALONE = ("q3_k", "q4_k", "q5_k")
 """Types that are asked for as mixes: alone they are no others, or llama-quantize has them not."""
+CACHES = "cache types"
+"""Their name among the types with their day."""
 READ = 3000
 """Characters of each held-out file."""
 
@@ -120,12 +122,12 @@ def when(result: dict[str, Any]) -> str:
     """Return which types were measured on which day; "" if all were on the day of the result."""
     days: dict[str, list[str]] = {}
     for name, day in result["measured"].items():
-        days.setdefault(day, []).append(name.upper())
+        days.setdefault(day, []).append(name if name == CACHES else name.upper())
     if [*days] == [result["date"]]:
         return ""
-    told = [f"{', '.join(names)} on {day}" for day, names in sorted(days.items(), reverse=True)]
+    lines = [f"{', '.join(names)} on {day}" for day, names in sorted(days.items(), reverse=True)]
     return (
-        f" Measured: {'; '.join(told)}; cache types on {result['date']}. A type that was measured "
+        f" Measured: {'; '.join(lines)}. A type that was measured "
         "again without llama-quantize keeps the figure of its file."
     )
 
@@ -190,7 +192,9 @@ def page(result: dict[str, Any]) -> str:
             "# What a type costs",
             "",
             "Written by `benchmarks/cpu_quality.py`, "
-            f"[result](../benchmarks/results/{result['date']}-cpu-quality.json)." + when(result),
+            f"[result](../benchmarks/results/{result['date']}-cpu-quality.json)."
+            + when(result)
+            + (f" {result['note']}." if "note" in result else ""),
             "",
             "`g4spec perplexity -m MODEL --against BASE TEXT` measures these figures for any "
             "model: of "
@@ -248,7 +252,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         found = measured(args, Path(temporary))
     found = {"tool": args.tool.name if args.tool else None, **found}
-    found["measured"] = dict.fromkeys(found["types"], today())
+    found["measured"] = dict.fromkeys([*found["types"], CACHES], today())
     if args.earlier:
         found = joined(json.loads(args.earlier.read_text(encoding="utf-8")), found)
     result = write_result(args.out, "cpu-quality", found)
