@@ -1,12 +1,12 @@
 """Finds runs that fit, in place of one that does not: another cache type, a shorter context, no
-draft, another file type, layers in RAM with llama.cpp, or a smaller size."""
+draft, n-gram lookup, another file type, layers in RAM with llama.cpp, or a smaller size."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from g4spec.advisor import engines, summary
+from g4spec.advisor import engines, lookup, summary
 from g4spec.advisor.diagnosis import Alternative
 from g4spec.advisor.engines import EngineVerdict
 from g4spec.advisor.facts import Facts
@@ -18,7 +18,7 @@ from g4spec.advisor.format_choice import (
 )
 from g4spec.advisor.layer_split import NO_SPLIT, LayerSplit, layer_sizes
 from g4spec.advisor.machine import GIB, Machine
-from g4spec.advisor.memory_needs import GGUF, Calculator, CardMemoryPlan
+from g4spec.advisor.memory_needs import GGUF, NGRAM, Calculator, CardMemoryPlan
 from g4spec.advisor.named_models import (
     DraftModel,
     TargetModel,
@@ -29,7 +29,7 @@ from g4spec.advisor.named_models import (
 from g4spec.advisor.schema import DraftFact, SizeFact
 from g4spec.advisor.versions import holds
 
-NO_ALTERNATIVE = "a card with more memory, or several"
+NO_ALTERNATIVE = "a GPU with more memory, or several"
 MUCH_IN_RAM = 0.25
 """Fraction of a dense model's weights in RAM above which a smaller size is the better choice: every
 token reads them."""
@@ -40,9 +40,9 @@ def find(
 ) -> Iterator[Alternative]:
     """Yield runs with the same engine that fit, at most one for each kind of change, best first.
 
-    What changes least comes first: a shorter context, the cache type, no draft (the same text), a
-    smaller file type, layers in RAM (slower), a smaller size. Much of a dense model in RAM comes
-    last.
+    What changes least comes first: a shorter context, the cache type, no draft or n-gram lookup
+    (the same text), a smaller file type, layers in RAM (slower), a smaller size. Much of a dense
+    model in RAM comes last.
 
     Args:
         command: the command that repeats the run, as "g4spec doctor"; options are appended.
@@ -57,16 +57,16 @@ def find(
             named = replace(other, target=_with_type(other.target, v.option))
             options = command_options(named, machine, engine)
             text = _text(facts, machine, q, other, v)
-            yield Alternative(kind, text, f"{command} {options}")
+            dropped = q.draft is not None and other.draft is None
+            yield Alternative(kind, text, f"{command} {options}", dropped)
 
 
 def fix(facts: Facts, machine: Machine, q: Question, v: EngineVerdict, command: str) -> str:
-    """Return the fix of a refused verdict: if it does not fit, the command of the best
-    alternative."""
+    """Return the fix of a refused verdict: if it does not fit, that of the best alternative."""
     if not v.too_large:
         return v.fix
     found = next(find(facts, machine, q, v.engine.name, command), None)
-    return found.command if found is not None else NO_ALTERNATIVE
+    return found.fix if found is not None else NO_ALTERNATIVE
 
 
 def _candidates(
@@ -92,6 +92,7 @@ def _candidates(
         yield "cache", replace(q, kv=None, target=pinned)
     if q.draft is not None:
         yield "draft", replace(q, draft=None)
+        yield "ngram", replace(q, draft=lookup.ngram_lookup(q.target))
     types = _smaller_types(facts, machine, q, engine)
     for target in types:
         yield "type", replace(q, target=target)
@@ -187,14 +188,14 @@ def _text(facts: Facts, machine: Machine, asked: Question, q: Question, v: Engin
     size = next((s.name for s in facts.all(SizeFact) if s.id == q.target.size), q.target.title)
     text = f"{size} in {v.plan.format}, {v.option.nbytes / 1e9:.1f} GB"
     if q.draft is not None:
-        text += f", with {q.draft.given}"
+        text += f", with {q.draft.given}{' (needs no file)' * (q.draft.kind == NGRAM)}"
     elif asked.draft is not None:
-        text += ", without a draft"
+        text += ", without the draft"
     if q.split:
         text += f", {_split_text(facts, q, v)}"
     text += f": up to {v.plan.largest:,} tokens with {v.plan.kv} cache"
     made = summary.estimate(facts, machine, q, v)
-    return f"{text}, {summary.speed_text(made) if made else 'speed not known'}"
+    return f"{text}, {summary.speed_text(made, q.draft) if made else 'speed not known'}"
 
 
 def _split_text(facts: Facts, q: Question, v: EngineVerdict) -> str:

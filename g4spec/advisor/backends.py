@@ -85,7 +85,7 @@ def _judge(facts: Facts, b: BackendFact, cc: tuple[int, int]) -> BackendVerdict:
         heads = tuple(h for h in heads if h < WIDE)
         reasons.append(
             f"head size 512 needs {b.smem:,} bytes of shared memory per block, "
-            f"this card has {memory:,}"
+            f"this GPU has {memory:,}"
         )
     elif WIDE not in heads and b.head_why:
         reasons.append(f"head size 512: {b.head_why}")

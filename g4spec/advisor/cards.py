@@ -65,7 +65,7 @@ def card_gpu(card: CardFact, name: str, size: float | None) -> Gpu:
             expected=" or ".join(f"{s} GB" for s in sizes),
             found=f"{size:g} GB",
             fix=f'write "{card.name} {sizes[0]}GB", or "sm_{card.cc.replace(".", "")} {size:g}GB" '
-            "for a card that is not in the list",
+            "for a GPU that is not in the list",
         )
     index = sizes.index(gb) if len(card.bandwidth) == len(sizes) else -1
     memory = int((card.visible or gb) * GIB)
@@ -97,7 +97,7 @@ def assume(facts: Facts, text: str, tools: Mapping[str, str] | None = None) -> M
     for part in re.split(r"[+,&]|\band\b", bare, flags=re.IGNORECASE):
         n, name = _counted(part.strip())
         if not 1 <= n <= MOST:
-            raise UsageError(f"--assume {text!r}", expected=f"1 to {MOST} cards", found=n)
+            raise UsageError(f"--assume {text!r}", expected=f"1 to {MOST} GPUs", found=n)
         gpus += [_card(facts, name, text)] * n
     nodes = 1
     if gpus[0].unified and len(gpus) > 1:
@@ -151,7 +151,7 @@ def _card(facts: Facts, name: str, text: str) -> Gpu:
         cc = (int(arch[1][:-1]), int(arch[1][-1]))
         known = {c for row in facts.all(CapabilityFact) for c in row.cc}
         if f"{cc[0]}.{cc[1]}" in known:
-            return Gpu(f"a card of capability {cc[0]}.{cc[1]}", cc, int(size * GIB))
+            return Gpu(f"a GPU of capability {cc[0]}.{cc[1]}", cc, int(size * GIB))
     raise _unknown(facts, bare, size, text)
 
 
@@ -168,13 +168,13 @@ def _unknown(facts: Facts, bare: str, size: float | None, text: str) -> UsageErr
     if size is not None and not words(bare):
         same = [c.name for c in cards if any(abs(m - size) <= 0.5 for m in c.memory)]
         return UsageError(
-            f"--assume {text!r}: a size without a card",
-            expected=f"{', '.join(same) or 'a card'} (known with {size:g} GB); or the compute "
+            f"--assume {text!r}: a size without a GPU",
+            expected=f"{', '.join(same) or 'a GPU'} (known with {size:g} GB); or the compute "
             f'capability with it, as "sm_86 {size:g}GB"; or "CPU {size:g}GB" for none',
         )
     return UsageError(
-        f"--assume {text!r}: unknown card",
-        fix=f"{_near(bare, cards)}Name any other card by compute capability and memory, as "
+        f"--assume {text!r}: unknown GPU",
+        fix=f"{_near(bare, cards)}Name any other GPU by compute capability and memory, as "
         '"sm_86 24GB"; `g4spec doctor --cards` lists the known ones',
     )
 

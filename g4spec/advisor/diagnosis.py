@@ -11,6 +11,8 @@ from g4spec.advisor.memory_needs import CardMemoryPlan
 from g4spec.advisor.schema import Mark
 
 SIGNS: dict[Mark, str] = {"good": "✓", "warn": "!", "bad": "✗", "note": "·"}
+WITHOUT_DRAFT = "without the draft: "
+"""What precedes a command that leaves out the requested draft."""
 STYLES: dict[Mark, str | None] = {"good": "good", "warn": "warn", "bad": "bad", "note": "dim"}
 
 
@@ -70,14 +72,22 @@ class Alternative:
     """A run that fits, in place of the requested one.
 
     Attributes:
-        kind: what changes: cache, context, draft, type, split (layers in RAM) or size.
+        kind: what changes: cache, context, draft (none), ngram, type, split (layers in RAM) or
+            size.
         text: model, draft, context and expected speed.
         command: the complete command to run next.
+        drops_draft: True if it leaves out the requested draft.
     """
 
     kind: str
     text: str
     command: str
+    drops_draft: bool = False
+
+    @property
+    def fix(self) -> str:
+        """The command; if it leaves out the requested draft, with words before it that say so."""
+        return f"{WITHOUT_DRAFT * self.drops_draft}{self.command}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +106,11 @@ class Brief:
     rows: tuple[tuple[str, str], ...] = ()
     command: str = ""
     alternatives: tuple[Alternative, ...] = ()
+
+    @property
+    def step(self) -> str:
+        """The command as a step of a diagnosis; "" without one."""
+        return next((a.fix for a in self.alternatives if a.command == self.command), self.command)
 
     def show(self, out: LineOutput) -> None:
         """Print the summary."""
@@ -124,7 +139,7 @@ class Diagnosis:
         asked: True if the question names a model.
         works: True if the requested run can work, or none was requested.
         brief: the summary, if a run was requested.
-        steps: what to do next, in order.
+        steps: what to do next, in order: commands, perhaps after WITHOUT_DRAFT, and sentences.
         plans: the memory plans that were shown.
     """
 
@@ -206,23 +221,29 @@ class Diagnosis:
             out.line(section.title, "bold")
             for line in shown:
                 _show(out, line, verbose)
-        shown_command = self.brief.command if self.brief is not None and not verbose else ""
+        shown_step = self.brief.step if self.brief is not None and not verbose else ""
         steps = (
-            []
-            if shown_command and self.works
-            else [step for step in self.steps if step != shown_command]
+            [] if shown_step and self.works else [step for step in self.steps if step != shown_step]
         )
         if steps:
             out.line()
             out.line("Next steps", "bold")
             for i, step in enumerate(steps, 1):
-                if step.startswith("g4spec "):
-                    out.command(f"  {i}. ", step)
+                before, command = split_step(step)
+                if command:
+                    out.command(f"  {i}. {before}", command)
                 else:
                     out.line(f"  {i}. {step}")
         if hidden:
             out.line()
             out.line(f"--verbose shows the rest: {', '.join(dict.fromkeys(hidden))}", "dim")
+
+
+def split_step(step: str) -> tuple[str, str]:
+    """Split a step into the words before its command and the command, "" if it has none."""
+    before = WITHOUT_DRAFT if step.startswith(WITHOUT_DRAFT) else ""
+    rest = step.removeprefix(before)
+    return (before, rest) if rest.startswith("g4spec ") else (step, "")
 
 
 def _show(out: LineOutput, line: Line, verbose: bool) -> None:

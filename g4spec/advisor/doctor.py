@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from g4spec.advisor import alternatives, backends, engines, summary
-from g4spec.advisor.diagnosis import Alternative, Diagnosis
+from g4spec.advisor.diagnosis import Alternative, Diagnosis, split_step
 from g4spec.advisor.engines import EngineVerdict, best_verdict, verdicts_asked
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.format_choice import Question, has_few_bits
@@ -56,7 +56,7 @@ def diagnose(
     }
     others = _others(facts, machine, question, verdicts, requested, best, engine)
     if best is not None and others and best.refusal:
-        fixes[best.engine.name] = others[0].command
+        fixes[best.engine.name] = others[0].fix
     _engines(d, verdicts, best, after, fixes)
     if best is not None:
         works = d.works and best.works
@@ -102,10 +102,10 @@ def _reason(
     plan = other.plan
     if best.engine.name == "vllm":
         made = summary.estimate(facts, machine, q, other)
-        speed = f", {summary.speed_text(made)}" if made else ""
+        speed = f", {summary.speed_text(made, q.draft)}" if made else ""
         use = "serves many requests at once. For one at a time, llama.cpp runs it too"
         if best.gpus > 1:
-            use = "reads all cards at once. llama.cpp runs it too, on one card after the other"
+            use = "reads all GPUs at once. llama.cpp runs it too, on one GPU after the other"
         return (
             f"vLLM {use}: {plan.format}, up to {plan.largest:,} tokens with {plan.kv} cache{speed}"
         )
@@ -125,7 +125,8 @@ def _others(
     engine: str | None,
 ) -> tuple[Alternative, ...]:
     """Return runs that fit if the best verdict does not: with its engine, or else with llama.cpp.
-    If it fits only with few bits per weight, return the run without the draft that has more."""
+    If it fits only with few bits per weight, return the runs without the draft's file that have
+    more."""
     if best is None:
         return ()
 
@@ -138,7 +139,7 @@ def _others(
         return (best.refusal and find(best)) or tuple(a for v in llama for a in find(v))
     if best.works and best.option is not None and q.draft and has_few_bits(best.option):
         other = best.option.format
-        return tuple(a for a in find(best) if a.kind == "draft" and other not in a.text)
+        return tuple(a for a in find(best) if a.kind in ("draft", "ngram") and other not in a.text)
     return ()
 
 
@@ -201,7 +202,7 @@ def _engines(
 def _runs(v: EngineVerdict) -> str:
     if v.plan is None:
         return "runs, on the CPU, slowly (32-bit reference)"
-    cards = f"{v.gpus} cards, " if v.gpus > 1 else ""
+    cards = f"{v.gpus} GPUs, " if v.gpus > 1 else ""
     if not v.on_gpu:
         cards = "on the CPU, "
     text = f"runs {v.plan.format}, {cards}{v.plan.kv} cache up to {v.plan.largest:,} tokens"
@@ -212,7 +213,7 @@ def _memory(d: Diagnosis, v: EngineVerdict) -> None:
     assert v.plan is not None
     plan = v.plan
     d.plans.extend(v.plans)
-    per_card = " per card" if v.gpus > 1 else ""
+    per_card = " per GPU" if v.gpus > 1 else ""
     like = " with vLLM's figures, an estimate" if v.engine.name == "sglang" else ""
     s = d.section(
         f"Memory{per_card}: {v.engine.title}, {plan.format}, {plan.kv} cache, "
@@ -307,7 +308,7 @@ def _backends(
     )
     rows = backends.judge_backends(facts, name, v.version, cc)
     if not rows:
-        s.add("note", "nothing is known for this version and card")
+        s.add("note", "nothing is known for this version and GPU")
         return
     for row in rows:
         heads = "/".join(str(h) for h in row.heads) or "none"
@@ -389,9 +390,9 @@ def _steps(
         if v.refused and (engine or (v.installed and v.engine.name != "g4spec")):
             fix = fixes.get(v.engine.name)
             for text in dict.fromkeys([p.fix for p in v.blockers] + ([fix] if fix else [])):
-                d.steps.append(text if _is_command(text) else f"{v.engine.title}: {text}")
-    if d.brief is not None and d.brief.command and d.brief.command not in d.steps:
-        d.steps.append(d.brief.command)
+                d.steps.append(_step(v, text))
+    if d.brief is not None and d.brief.command and d.brief.step not in d.steps:
+        d.steps.append(d.brief.step)
         if "recipe" in d.brief.command:
             d.steps.append("measure with and without the draft (the recipe ends with the command)")
     if not d.steps and best is not None:
@@ -399,8 +400,9 @@ def _steps(
         possible = [v for v in shown if v.on_gpu or v.engine.name in GGUF]
         for v in possible:
             text = v.blockers[0].fix if v.blockers else fixes.get(v.engine.name, "")
-            d.steps.append(text if _is_command(text) else f"{v.engine.title}: {text}")
+            d.steps.append(_step(v, text))
 
 
-def _is_command(text: str) -> bool:
-    return text.startswith("g4spec ")
+def _step(v: EngineVerdict, fix: str) -> str:
+    """Return the fix of an engine as a step, which names the engine unless it has a command."""
+    return fix if split_step(fix)[1] else f"{v.engine.title}: {fix}"

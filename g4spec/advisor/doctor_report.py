@@ -26,7 +26,7 @@ def machine_section(facts: Facts, d: Diagnosis) -> None:
         _gpu(facts, s, m, gpu)
     if len(m.gpus) > 1:
         link = {True: "NVLink", False: "no NVLink", None: "links unknown"}[m.nvlink]
-        s.add("note", f"{len(m.gpus)} cards on one node, {link}", facts=("pcie",))
+        s.add("note", f"{len(m.gpus)} GPUs on one node, {link}", facts=("pcie",))
     if m.driver:
         s.add(
             "note",
@@ -90,7 +90,7 @@ def _gpu(facts: Facts, s: Section, m: Machine, gpu: Gpu) -> None:
         more = len(gpu.processes) - PER_PROCESS
         s.add(
             "warn",
-            f"others use this card: {shown}" + (f" and {more} more" if more > 0 else ""),
+            f"others use this GPU: {shown}" + (f" and {more} more" if more > 0 else ""),
             "what they hold is not free for the model",
             "end them, or take a shorter context",
         )
@@ -153,7 +153,7 @@ def _torch(facts: Facts, s: Section, m: Machine, version: str) -> None:
         fix = "a build that holds it: the cu126 index keeps 5.0 to 9.0"
     s.add(
         mark,
-        f"torch {version}: code for {', '.join(arches) or 'no card'} ({basis})",
+        f"torch {version}: code for {', '.join(arches) or 'no GPU'} ({basis})",
         why,
         fix,
         ("wheel-torch", "wheel-torch-old"),

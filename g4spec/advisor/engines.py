@@ -258,7 +258,7 @@ def _refusal(
         named = f"as {size.id} or " if size is not None else ""
         refusal, fix = f"it loads {kind}", f"name the model {named}by one of these"
     elif machine.gpus and machine.memory is None:
-        refusal, fix = "the card's memory could not be read", "ask with --assume"
+        refusal, fix = "the GPU's memory could not be read", "ask with --assume"
     elif plan is None or not plan.fits:
         refusal, fix = _too_large(machine, plans, plan, q)
     elif plan.ram and machine.ram_free is not None and plan.ram > machine.ram_free:
@@ -300,7 +300,7 @@ def _too_large(
         longest = f"{best.largest:,} with {best.format} and {best.kv} cache"
         return f"{q.context:,} tokens do not fit, at most {longest}", ""
     need, have = plan.total / GIB, plan.available / GIB
-    where = "per card" if machine.gpus else "of RAM"
+    where = "per GPU" if machine.gpus else "of RAM"
     return (
         f"{plan.format} needs {need:.1f} GiB {where} ({plan.context:,} tokens, {plan.kv} cache), "
         f"{have:.1f} are usable",

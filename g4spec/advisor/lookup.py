@@ -111,6 +111,11 @@ def draft_names(row: DraftFact) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*row.aliases, row.id)))
 
 
+def ngram_lookup(of: TargetModel) -> DraftModel:
+    """Return n-gram lookup as a draft of a target: it has no file and takes no GPU memory."""
+    return DraftModel("n-gram lookup", NGRAM, NGRAM, "", (), of.size, 0, 0)
+
+
 def _row_of(facts: Facts, text: str, size: str) -> DraftFact | None:
     low = text.lower()
     rows = [d for d in facts.all(DraftFact) if d.model == size]
@@ -126,7 +131,7 @@ def find_draft(facts: Facts, text: str, of: TargetModel) -> DraftModel:
     if path.exists():
         return model_files.read_draft(facts, path, text, of)
     if text.lower() == NGRAM:
-        return DraftModel("n-gram lookup", NGRAM, NGRAM, "", (), of.size, 0, 0)
+        return ngram_lookup(of)
     if text.lower().endswith(".gguf"):
         raise InputError(f"{text}: no such file")
     row = _row_of(facts, text, of.size)
@@ -138,7 +143,7 @@ def find_draft(facts: Facts, text: str, of: TargetModel) -> DraftModel:
         if text.lower() in (d.id, d.hub.lower(), d.hub.lower().split("/")[-1], *d.aliases)
     ]
     rows = [d for d in facts.all(DraftFact) if d.model == of.size]
-    names = [name for d in rows for name in draft_names(d)]
+    names = [*(name for d in rows for name in draft_names(d)), NGRAM]
     known = ", ".join([*(draft_names(d)[0] for d in rows), NGRAM])
     whose = of.title if of.size == "other" else f"the {of.size}"
     if others:

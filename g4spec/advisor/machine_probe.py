@@ -243,9 +243,7 @@ def _gpus(
         every = len(handles)
         handles = _visible(ask, handles, visible)
         if len(handles) < every:
-            notes.append(
-                f"CUDA_VISIBLE_DEVICES={visible}: {len(handles)} of {every} cards are used"
-            )
+            notes.append(f"CUDA_VISIBLE_DEVICES={visible}: {len(handles)} of {every} GPUs are used")
         gpus = [_gpu(facts, ask, handle, memory, notes) for handle in handles]
         linked = (
             any(ask("nvmlDeviceGetNvLinkState", handles[0], link) == 1 for link in range(4))

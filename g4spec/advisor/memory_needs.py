@@ -316,7 +316,7 @@ class Calculator:
         own = engine == "g4spec"
         slots = g4spec_slots(caches, context) if own else llamacpp_slots(caches, context)
         tokens = pool_positions(context) if own else context
-        share = f" / {n} cards" if n > 1 else ""
+        share = f" / {n} GPUs" if n > 1 else ""
         _, out, layers = self._in_ram(engine, option)
         cards = n * layers / (layers - out) if out < layers else math.inf
         part = f" x {layers - out} of {layers} layers" if out else ""
@@ -348,7 +348,7 @@ class Calculator:
         if self.machine.gpus:
             items.append(
                 MemoryItem(
-                    "CUDA context", fixed_cost(self.facts, "fixed-cuda-context"), "on every card"
+                    "CUDA context", fixed_cost(self.facts, "fixed-cuda-context"), "on every GPU"
                 )
             )
         return tuple(items)
@@ -372,7 +372,7 @@ class Calculator:
     def _vllm(self, option: WeightFormat, kv: str, context: int) -> tuple[MemoryItem, ...]:
         """Return the items of vLLM (an estimate for SGLang): tensor parallel, one full sequence."""
         tp, caches = self.gpus, self.target.caches
-        share = f" / {tp} cards" if tp > 1 else ""
+        share = f" / {tp} GPUs" if tp > 1 else ""
         slots = vllm_slots(window_of(caches), self.batched, context)
         mine = shapes_per_card(caches, tp)
         whole, sliding = vllm_cache(caches, context, kv, tp, self.batched)

@@ -208,9 +208,9 @@ def list_cards(facts: Facts, out: TableOutput) -> None:
         (c.name, c.cc, "/".join(f"{m}" for m in c.memory), "/".join(f"{b:g}" for b in c.bandwidth))
         for c in rows
     ]
-    out.table("Cards", ("card", "capability", "GB", "GB/s"), table)
+    out.table("GPUs", ("GPU", "capability", "GB", "GB/s"), table)
     out.line(
-        'Describe any other NVIDIA card by capability and memory: --assume "sm_86 24GB"; a '
+        'Describe any other NVIDIA GPU by capability and memory: --assume "sm_86 24GB"; a '
         'machine without a GPU by its memory: --assume "CPU 64GB".'
     )
     out.result({"cards": [asdict(c) for c in rows]})

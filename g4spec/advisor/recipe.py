@@ -251,7 +251,7 @@ def _values(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> di
         "arch": arch,
         "target_backend": chosen or "a backend that takes head size 512",
         "build_note": (
-            "with CUDA 12.9 or older: CUDA 13 compiles nothing for this card"
+            "with CUDA 12.9 or older: CUDA 13 compiles nothing for this GPU"
             if cc < (7, 5)
             else "nvcc 13.2.0 and 13.2.1 miscompile"
         ),

@@ -17,7 +17,7 @@ def compose(r: Recipe, machine: Machine) -> str:
     """Return a compose file for one node; raise UsageError without an image or for more nodes."""
     if not r.image:
         raise UsageError(
-            f"no image of {r.title} is known for this card", fix="use the commands instead"
+            f"no image of {r.title} is known for this GPU", fix="use the commands instead"
         )
     if machine.nodes > 1:
         raise UsageError("a compose file is for one node", fix="use the commands, one a node")

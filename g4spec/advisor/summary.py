@@ -9,6 +9,7 @@ from g4spec.advisor.facts import Facts
 from g4spec.advisor.figures import SpeedFact
 from g4spec.advisor.format_choice import Question
 from g4spec.advisor.machine import GIB, Machine, upgraded
+from g4spec.advisor.named_models import DraftModel
 from g4spec.advisor.schema import Mark
 from g4spec.advisor.speed import Estimate
 
@@ -79,7 +80,7 @@ def summarize(
     made = estimate(facts, machine, q, v)
     in_ram = v.plan is not None and v.plan.ram > 0
     unknown = NO_SPEED_IN_RAM if in_ram else NO_SPEED
-    expected = f"{speed_text(made)} (computed, not measured)" if made else unknown
+    expected = f"{speed_text(made, q.draft)} (computed, not measured)" if made else unknown
     lines = [*([("why", reason)] if reason else []), *_plan(v), ("speed", expected)]
     then, engine = upgraded(machine, v.engine.name) if newer else machine, v.engine.name
     command = f"g4spec recipe {engine} {format_choice.command_options(q, then, engine)}"
@@ -92,7 +93,7 @@ def _plan(v: EngineVerdict) -> list[tuple[str, str]]:
     plan, option = v.plan, v.option
     if plan is None or option is None:
         return [("type", "the file's type, computed in float32 on the CPU")]
-    cards = f" on {v.gpus} cards" if v.gpus > 1 else "" if v.on_gpu else " on the CPU"
+    cards = f" on {v.gpus} GPUs" if v.gpus > 1 else "" if v.on_gpu else " on the CPU"
     text = f"up to {plan.largest:,} tokens with {plan.kv} cache; {plan.context:,} take "
     text += f"{plan.total / GIB:.1f} of {plan.available / GIB:.1f} GiB"
     if v.uncounted:
@@ -115,14 +116,16 @@ def _reported_with_layers_in_ram(
     own = [row for row in rows if cards & set(row.cards)]
     text = [("reported", f"{row.hardware}: {row.says}") for row in own]
     return text or [
-        ("reported", f"nothing for this card; on another one, {row.hardware}: {row.says}")
+        ("reported", f"nothing for this GPU; on another one, {row.hardware}: {row.says}")
         for row in rows
     ]
 
 
-def speed_text(made: Estimate) -> str:
-    """Format the expected tokens/s."""
+def speed_text(made: Estimate, draft: DraftModel | None) -> str:
+    """Format the expected tokens/s: without the draft, and with it if that is known."""
     text = f"{made.low:.0f} to {made.high:.0f} tokens/s"
+    if draft is None:
+        return text
     if made.draft_high:
-        text += f", {made.draft_low:.0f} to {made.draft_high:.0f} with the draft"
-    return text
+        return f"{text}, {made.draft_low:.0f} to {made.draft_high:.0f} with the draft"
+    return f"{text} without the draft"

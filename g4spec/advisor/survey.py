@@ -64,7 +64,7 @@ def survey_sizes(facts: Facts, d: Diagnosis) -> None:
     if runs:
         d.steps.append(f"g4spec doctor -m {runs} -md mtp{again}")
     if not d.machine.gpus and not d.machine.assumed:
-        d.steps.append('ask about a card: g4spec doctor --assume "RTX 3090"')
+        d.steps.append('ask about a GPU: g4spec doctor --assume "RTX 3090"')
 
 
 def _mark(d: Diagnosis, verdicts: list[EngineVerdict]) -> tuple[Mark, str, str]:

@@ -50,9 +50,18 @@ def files(
     return model, _inputs.open_draft(path, model, out) if path else draft
 
 
-def _target(model: Path, setup: Setup, out: Output) -> Path:
+def target_file(model: Path, setup: Setup, out: Output) -> Path:
+    """Return the target of a command that runs no drafts; see `files`."""
+    _inputs.check_exists(model)
+    from g4spec.runtime import devices
+
+    devices.check(setup.device, setup.cache_type)
+    return _target(model, setup, out, alone=True)
+
+
+def _target(model: Path, setup: Setup, out: Output, alone: bool = False) -> Path:
     path = _inputs.resolve(model, out, "gguf")
-    _inputs.check_target(path, setup.n_ctx)
+    _inputs.check_target(path, setup.n_ctx, alone)
     return path
 
 

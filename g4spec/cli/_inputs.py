@@ -111,17 +111,19 @@ def check_draft(path: Path, confident: bool = False) -> None:
             models.require_confidence(path, found.kind, found.source.tensors)
 
 
-def check_target(path: Path, n_ctx: int | None) -> None:
-    """Raise InputError unless `path` is a target's GGUF, UsageError for a too long context."""
+def check_target(path: Path, n_ctx: int | None, alone: bool = False) -> None:
+    """Raise InputError unless `path` is a target's GGUF, UsageError for a too long context.
+    `alone`: the command runs no drafts, so the error must not offer -md."""
+    fix = "this is a draft, and this command runs only targets: name its target" if alone else None
     if not path.is_dir():
         from g4spec.runtime import engine
 
-        return engine.check(path, n_ctx)
+        return engine.check(path, n_ctx, fix)
     from g4spec import convert, models
 
     with convert.detect(path, prefer_gguf=True) as found:
         if not found.is_target:
-            raise models.wrong_role(path, found.kind)
+            raise models.wrong_role(path, found.kind, fix)
         if found.path != path:
             fix = f"name the file in it: {found.path}"
         else:

@@ -6,6 +6,7 @@ SAME = {
     "-hf": "--model",
     "-hfr": "--model",
     "--hf-repo": "--model",
+    "-md": "--model-draft",
     "-hfd": "--model-draft",
     "-hfrd": "--model-draft",
     "--hf-repo-draft": "--model-draft",
@@ -86,7 +87,7 @@ _REFUSED = {
     "--draft-min --draft-n-min --spec-draft-n-min": (
         "there is no minimum draft length; --draft-max sets the maximum"
     ),
-    "--spec-type": "give the draft with -md: its file contains its kind; `-md ngram` needs no file",
+    "--spec-type": "the file of a draft contains its kind; commands with -md take `-md ngram`",
     "-hff --hf-file": "name the file after the repository: -m org/name:FILE.gguf",
     "-mu --model-url": "download the file, or give its hub id with -m",
     "-hft --hf-token": "set the environment variable HF_TOKEN",

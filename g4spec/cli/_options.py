@@ -106,7 +106,9 @@ Seed = Annotated[
 ]
 Stop = Annotated[
     list[str] | None,
-    typer.Option("--stop", metavar="TEXT", help="Stop before this text; may be repeated."),
+    typer.Option(
+        "--stop", metavar="TEXT", help="Stop string: the output ends before it; may be repeated."
+    ),
 ]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Continue after stop tokens.")]
 ShowDraft = Annotated[

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from g4spec.cli.render import Output
-from g4spec.errors import UsageError
+from g4spec.errors import InputError, UsageError
 
 if TYPE_CHECKING:
     from g4spec.measure.draft_probe import ProbeResult
@@ -18,6 +20,26 @@ def check(target: Path | None) -> None:
     if target is None:
         raise UsageError("--probe needs the draft's target", fix="pass it with --target")
     from g4spec.measure import draft_probe  # noqa: F401  (needs torch)
+
+
+def check_draft(path: Path) -> None:
+    """Raise UsageError if FILE is not a draft, judged by its header. A broken file passes: its
+    report says what is wrong with it."""
+    from g4spec import models
+    from g4spec.gguf import GGUF
+
+    with suppress(InputError), GGUF(path) as file:
+        arch = file.get("general.architecture")
+        kind = models.find_kind(arch, file.tensors)
+        if kind is None or arch in models.TARGETS:
+            raise UsageError(
+                f"--probe: {path} is not a draft",
+                expected="FILE: a draft; --target: its target",
+                found=kind.TITLE if kind else f"architecture {arch!r}",
+                fix=f"write `g4spec validate DRAFT.gguf --probe --target {quote(str(path))}`"
+                if kind
+                else "leave out --probe",
+            )
 
 
 def run(out: Output, path: Path, target: Path | None, against: Path | None) -> ProbeResult:

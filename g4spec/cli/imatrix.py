@@ -38,7 +38,7 @@ def command(
     imatrix.check_output(out)
     chunking.check_size(ctx_size, chunks)
     setup = _engine.Setup(ctx_size, None, None, "cpu", None)
-    model, _ = _engine.files(model, None, setup, output)
+    model = _engine.target_file(model, setup, output)
     engine = _engine.load(model, None, setup, output)
     parts = chunking.split_text(engine.tokenizer, text, ctx_size, chunks)
     with output.progress(f"reading {file.name}") as progress:

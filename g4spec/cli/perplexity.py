@@ -47,10 +47,10 @@ def command(
 
     chunking.check_size(ctx_size, chunks)
     setups = [_engine.Setup(ctx_size, None, None, device, kind) for kind in (cache_type, None)]
-    model, _ = _engine.files(model, None, setups[0], output)
+    model = _engine.target_file(model, setups[0], output)
     base = None
     if against is not None:
-        against, _ = _engine.files(against, None, setups[1], output)
+        against = _engine.target_file(against, setups[1], output)
     engine = _engine.load(model, None, setups[0], output)
     if against is not None:
         base = _engine.load(against, None, setups[1], output)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from g4spec.cli import _inputs, _probe, render
+from g4spec.cli import _inputs, _probe, _validate_tables, render
 from g4spec.errors import CheckFailed, UsageError
 
 File = Annotated[
@@ -83,12 +83,14 @@ def command(
     if path is None and not list_rules:
         raise UsageError("no file given", fix="run `g4spec validate FILE.gguf`")
     if path is None:
-        return _list(out)
+        return _validate_tables.show_rules(out)
     if probe:
         _probe.check(target)
     path = _inputs.resolve(path, out, "gguf")
+    if probe:
+        _probe.check_draft(path)
     if upstream:
-        return _upstream(out, path)
+        return _validate_tables.show_upstream(out, path)
     target = target and _inputs.resolve(target, out, "gguf")
     against = against and _inputs.resolve(against, out)
     with out.progress("reading tensors") as progress:
@@ -100,12 +102,7 @@ def command(
     if OTHER_SOURCE in report.skipped.values():
         against = None
     if report.tensors and not json and against:
-        worst = sorted(report.tensors, key=lambda t: -t["relative_rms"])[:10]
-        columns = ("tensor", "type", "largest error", "relative RMS")
-        rows = [
-            (t["name"], t["type"], f"{t['max_abs']:.3g}", f"{t['relative_rms']:.3g}") for t in worst
-        ]
-        out.table("Largest errors against the source", columns, rows)
+        _validate_tables.show_errors(out, report)
     found = _probe.run(out, path, target, against) if probe else None
     summary = report.summary() + _probe.summary(found)
     failed = not report.ok or report.unable or (found and not found.ok)
@@ -116,33 +113,3 @@ def command(
     _probe.raise_if_interrupted(found)
     if failed or fix:
         raise CheckFailed(summary, fix=fix)
-
-
-def _upstream(out: render.Output, path: Path) -> None:
-    from g4spec.validate import upstream
-
-    verdict = upstream.of(path)
-    rows = [(limit.case, limit.what, limit.does) for limit in verdict.reasons]
-    out.table(
-        f"Upstream llama.cpp: {upstream.CASES[verdict.case]}",
-        ("case", "this draft has", "upstream"),
-        rows,
-    )
-    out.result(
-        {
-            "case": verdict.case,
-            "reasons": [dict(zip(("case", "what", "does"), row, strict=True)) for row in rows],
-        }
-    )
-
-
-def _list(out: render.Output) -> None:
-    from g4spec.validate import all_rules
-
-    rows = [
-        (r.id, str(r.severity), ", ".join(r.on) or "all", r.title) for r in all_rules().values()
-    ]
-    out.table("Rules", ("id", "severity", "applies to", "requirement"), rows)
-    out.result(
-        {"rules": [dict(zip(("id", "severity", "on", "title"), row, strict=True)) for row in rows]}
-    )

@@ -350,11 +350,11 @@ def read_tokenizer(target: Path) -> Tokenizer:
         return _tokenizer(file, _target_config(file))
 
 
-def check(target: Path, n_ctx: int | None = None) -> None:
+def check(target: Path, n_ctx: int | None = None, fix: str | None = None) -> None:
     """Raise the errors that `Engine.load` would raise for a target, as far as its header shows
-    them."""
+    them. `fix`: see `models.wrong_role`."""
     with GGUF(target) as file:
-        _context(n_ctx, _target_config(file).n_ctx)
+        _context(n_ctx, _target_config(file, fix).n_ctx)
 
 
 def _context(requested: int | None, trained: int) -> int:
@@ -369,11 +369,11 @@ def _context(requested: int | None, trained: int) -> int:
     return requested
 
 
-def _target_config(file: GGUF) -> Any:
+def _target_config(file: GGUF, fix: str | None = None) -> Any:
     arch = file.kv.get("general.architecture")
     if arch not in models.TARGETS:
         if (kind := models.find_kind(arch, file.tensors)) is not None:
-            raise models.wrong_role(file.path, kind)
+            raise models.wrong_role(file.path, kind, fix)
         raise InputError(
             f"{file.path}: not a target",
             expected=" or ".join(models.TARGETS),

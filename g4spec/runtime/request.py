@@ -90,7 +90,7 @@ class Stats:
         preempted: number of preemptions.
         stop_reason: why the text ended; "" until then. One of
             "stop token ID": the model chose stop token ID, such as "stop token 106";
-            "stop text": the text contained a string of `Options.stop`;
+            "stop string": the text contained a string of `Options.stop`;
             "length": `Options.n_predict` tokens were generated;
             "context": the context is full;
             "cancelled": `Request.cancel` was called, or its iterator was closed;
@@ -325,7 +325,7 @@ class Request:
             ends = [at for s in self.options.stop if (at := self.text.find(s)) >= 0]
             if ends:
                 self.text = self.text[: min(ends)]
-                self.stats.stop_reason = "stop text"
+                self.stats.stop_reason = "stop string"
                 return i + 1
         return len(cycle.tokens)
 

@@ -121,7 +121,7 @@ class RequestRelay:
             self._worker.requests.pop(self._number, None)
 
     def _new_text(self) -> tuple[int, str]:
-        """Return (length to keep, new text): a stop text may shorten what was sent before."""
+        """Return (length to keep, new text): a stop string may shorten what was sent before."""
         text = self._request.text
         kept = min(self._sent, len(text))
         self._sent = len(text)

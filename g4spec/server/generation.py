@@ -1,4 +1,4 @@
-"""Convert the engine's cycles to deltas of an answer: parsed events, stop texts, logprobs."""
+"""Convert the engine's cycles to deltas of an answer: parsed events, stop strings, logprobs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Delta:
         events: parsed events, in order.
         tokens: tokens of the answer's text, if log-probabilities are requested.
         finish: finish reason, "stop", "length" or "tool_calls"; only in the last delta.
-        stop: the stop text that ended the answer.
+        stop: the stop string that ended the answer.
         ids: all tokens generated since the previous delta, including marks.
         progress: prompt tokens read so far, if requested (`Options.progress`).
     """
@@ -82,7 +82,7 @@ class Delta:
 
 
 class Assembler:
-    """Assembles one answer. Text that may be the beginning of a stop text is held back.
+    """Assembles one answer. Text that may be the beginning of a stop string is held back.
 
     Args:
         reader: parser of the tokens.
@@ -139,7 +139,7 @@ class Assembler:
         return sum(len(e.text) for e, _ in self._held if isinstance(e, TextEvent))
 
     def _safe_length(self) -> int:
-        """Return the number of held characters that can be released; look for stop texts."""
+        """Return the number of held characters that can be released; look for stop strings."""
         if not self._stops:
             return self._held_length()
         text = "".join(e.text for e, _ in self._held if isinstance(e, TextEvent))

@@ -305,7 +305,7 @@ def _last(generation: Generation, text: Text, stream: bool) -> dict[str, Any]:
     """Return the fields of the last chunk only."""
     stats = text.request.stats
     reason = stats.stop_reason
-    kinds = {"stop text": "word", "length": "limit", "context": "limit"}
+    kinds = {"stop string": "word", "length": "limit", "context": "limit"}
     service = generation.service
     full = stats.prompt_tokens + stats.tokens >= service.engine.n_ctx
     return {

@@ -13,7 +13,7 @@ from g4spec.server.request_errors import RequestError
 from g4spec.server.service import Service
 
 MAX_STOPS = 16
-"""Maximum number of stop texts per request."""
+"""Maximum number of stop strings per request."""
 
 
 def sampler(service: Service, fields: Sampling, *, banned: tuple[int, ...] = ()) -> Sampler:

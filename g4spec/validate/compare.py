@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 from pathlib import Path
 from types import ModuleType
@@ -46,6 +47,7 @@ class Difference:
 
     Attributes:
         max_abs: largest error; `relative_rms`: RMS of the error over RMS of the source.
+        usual_rms: see the function of this name; 0 if `exact`.
         first: index of the first value whose error exceeds the bound of its type, or None.
         expected, found: the source's and the file's value at `first`.
         exact: whether the type can represent the source's values, so no error is allowed.
@@ -57,6 +59,7 @@ class Difference:
     max_abs: float
     relative_rms: float
     exact: bool
+    usual_rms: float | None = None
     first: tuple[int, ...] | None = None
     expected: float = 0.0
     found: float = 0.0
@@ -69,6 +72,7 @@ class Difference:
             "exact": self.exact,
             "max_abs": self.max_abs,
             "relative_rms": self.relative_rms,
+            "usual_rms": self.usual_rms,
             "first": self.first,
         }
 
@@ -297,9 +301,21 @@ def difference(name: str, form: Format, raw: NDArray[np.uint8], source: StoredTe
         worst,
         rms,
         exact,
+        0.0 if exact else usual_rms(form),
         where,
         *(first[1:] if first else ()),
     )
+
+
+@cache
+def usual_rms(form: Format) -> float | None:
+    """Return the relative RMS error of normally distributed weights in a type, to compare others
+    with; None for a type that cannot be written."""
+    if form.encode is None:
+        return None
+    x = np.random.default_rng(0).standard_normal((64, 256), dtype=np.float32)
+    error = form.dequantize(form.quantize(x)) - x
+    return float(np.sqrt(np.square(error).mean() / np.square(x).mean()))
 
 
 def _allowed(form: Format, want: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -63,7 +63,7 @@ def test_every_offered_command_fits(
         if d.brief.mark == "bad":
             assert d.brief.alternatives, "something fits on each of these cards"
             assert d.brief.command == d.brief.alternatives[0].command
-            assert d.steps[0] == d.brief.command
+            assert d.steps[0] == d.brief.alternatives[0].fix
         assert len(set(kinds(d))) == len(kinds(d))
         for other in d.brief.alternatives:
             follow(other.command, capsys)
@@ -103,11 +103,48 @@ def test_what_an_8_gb_and_a_16_gb_card_are_offered() -> None:
     pair = ask("RTX 4060", "12b:q4_k_m", "mtp")
     assert kinds(pair) == ["type", "split", "size"]
     named = ask("RTX 4060 Ti 16GB", "26b:qat-q4_0", "mtp")
-    assert kinds(named)[:2] == ["draft", "type"] and "split" in kinds(named)
+    assert kinds(named)[:3] == ["draft", "ngram", "type"] and "split" in kinds(named)
     fits = ask("RTX 4060 Ti 16GB", "26b", "mtp")
-    assert fits.works and kinds(fits) == ["draft"], "Q3_K_M, or more bits without the draft"
+    assert fits.works and kinds(fits) == ["draft", "ngram"], (
+        "Q3_K_M, or more bits without the draft"
+    )
     long = ask("RTX 3090", "31b:q4_k_m", "zlab", c=131072)
     assert kinds(long)[0] == "context"
+
+
+def test_a_command_that_leaves_out_the_draft_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    pair = ["-m", "26b:qat-q4_0", "-md", "mtp", "--assume", "RTX 4060 Ti 16GB"]
+    assert run(["doctor", *pair, "--verbose"]) == 1
+    shown = capsys.readouterr()
+    assert "First, without the draft: g4spec doctor -m 26b:qat-q4_0 --assume" in shown.err
+    assert "1. without the draft: g4spec doctor -m 26b:qat-q4_0 --assume" in shown.out
+    assert "Fix: without the draft: g4spec doctor" in " ".join(shown.out.split())
+    assert run(["recipe", "llama.cpp", *pair]) == 1
+    assert "Instead: without the draft: g4spec recipe llama.cpp" in capsys.readouterr().err
+    assert run(["doctor", "-m", "26b:bf16", "--assume", "RTX 4060 Ti 16GB"]) == 1
+    assert "without the draft" not in "".join(capsys.readouterr()), "none was requested"
+
+
+def test_a_speed_that_does_not_count_the_draft_says_so() -> None:
+    q = questions.build_question(FACTS, "26b", "mtp", None, None, None, None)
+    brief = diagnose(FACTS, questions.build_machine(FACTS, "RTX 4060 Ti 16GB", ()), q).brief
+    assert brief is not None
+    assert "tokens/s without the draft (computed" in dict(brief.rows)["speed"]
+    refused = ask("RTX 4060 Ti 16GB", "26b:qat-q4_0", "mtp").brief
+    assert refused is not None
+    for other in refused.alternatives:
+        assert "without the draft" in other.text or "speed not known" in other.text
+
+
+@pytest.mark.parametrize("engine", engines.NAMES)
+def test_n_gram_lookup_is_offered_where_the_engine_has_it(engine: str) -> None:
+    d = ask("RTX 3090", "31b:q4_k_m", "redhat-dflash", c=40000, engine=engine)
+    offers = {a.kind: a for a in d.brief.alternatives} if d.brief else {}
+    has = "ngram" in engines.engine_fact(FACTS, engine).drafts
+    assert has == (engine in ("llama.cpp", "g4spec")) == ("ngram" in offers)
+    if has:
+        assert " -md ngram " in offers["ngram"].command and not offers["ngram"].drops_draft
+        assert "needs no file" in offers["ngram"].text
 
 
 def test_an_engine_that_is_not_installed_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,6 +279,11 @@ def test_n_gram_lookup_is_a_draft(engine: str) -> None:
     command = recipe.make(FACTS, m, q, engine).commands[0]
     assert ("-md ngram" if engine == "g4spec" else "--spec-type ngram-simple") in command
     assert "draft.gguf" not in command
+
+
+def test_a_misspelled_n_gram_lookup_is_suggested(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "-m", "31b", "-md", "ngrams", "--assume", "RTX 3090"]) == 2
+    assert "Did you mean ngram?" in capsys.readouterr().err
 
 
 def test_an_unknown_type_gets_the_list_of_the_code(capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,7 +116,7 @@ def test_stop_text_is_not_in_the_answer(files: tuple[str, str], g4spec: Cli) -> 
     want = text[: text.find(stop)]
     for more in [(), ("-md", draft, "--draft-max", 5)]:
         out, err = g4spec("generate", "-m", target, *PROMPT, "--stop", stop, "--stop", "$$", *more)
-        assert out == want + "\n" and "ended by stop text" in err
+        assert out == want + "\n" and "ended by stop string" in err
 
 
 def test_show_draft_marks_tokens(files: tuple[str, str], g4spec: Cli) -> None:
@@ -197,7 +197,7 @@ def test_ids_in_brackets() -> None:
     assert _inputs.parse_ids("[1, 2,\n3]", "x") == [1, 2, 3]
 
 
-# ---- stop texts and the writer
+# ---- stop strings and the writer
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def test_ampere_today() -> None:
     d = ask(*AMPERE)
     assert d.works
     vllm = line(d, "Engines", "vLLM 0.33.0")
-    assert "INT4 AutoRound, 2 cards" in vllm.text
+    assert "INT4 AutoRound, 2 GPUs" in vllm.text
     assert "draft FLASH_ATTN" in texts(d, "Attention backends")
     assert "num_speculative_tokens 8" in texts(d, "Draft length")
     assert "no NVLink" in texts(d, "Machine")
@@ -167,7 +167,7 @@ def test_sparks_together(nodes: int) -> None:
     problems = texts(d, "Known problems")
     assert "Ray" in problems and "--headless" in problems
     assert "bad cable" in problems and "doctor --network" in problems
-    assert f"{nodes} cards" in line(d, "Engines", "vLLM").text
+    assert f"{nodes} GPUs" in line(d, "Engines", "vLLM").text
 
 
 # ---- report 3: one RTX 3090 with 24 GB
@@ -176,7 +176,7 @@ def test_sparks_together(nodes: int) -> None:
 def test_one_3090_31b() -> None:
     d = ask("RTX 3090 24GB", "31b:q4_k_m", "zlab", c=32768, kv="q8_0")
     assert d.works
-    assert "does not start the 31B on one card of 24 GB or less" in texts(d, "Engines")
+    assert "does not start the 31B on one GPU of 24 GB or less" in texts(d, "Engines")
     assert "24.00 of 24 GB" in texts(d, "Known problems")
     assert "Q8_0 draft" in texts(d, "Known problems")
     assert d.plans[0].largest >= 32768
@@ -458,8 +458,8 @@ def test_reported_speeds_name_the_card_if_it_is_another() -> None:
 
     assert reported("RTX 4060", "12b:q8_0") == [], "nothing is published for this size"
     (own,), (other,) = reported("RTX 3060", "26b"), reported("RTX 4070", "26b")
-    assert not own.startswith("nothing for this card")
-    assert other.startswith("nothing for this card")
+    assert not own.startswith("nothing for this GPU")
+    assert other.startswith("nothing for this GPU")
 
 
 @pytest.mark.parametrize("machine", ["RTX 4060", "RTX 3090", "RTX 4060 Ti", "2x RTX 3090", "T4"])

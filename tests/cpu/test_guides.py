@@ -119,7 +119,7 @@ def test_stop_reasons_are_listed_where_users_of_python_look() -> None:
         code = (ROOT / "g4spec" / "runtime" / f"{name}.py").read_text(encoding="utf-8")
         found |= set(re.findall(r'_finish\(task, "(\w+)"', code))
         found |= set(re.findall(r'stop_reason = f?"([a-z ]+)', code))
-    assert {"length", "stop text", "stop token "} < found
+    assert {"length", "stop string", "stop token "} < found
     text = (ROOT / "docs" / "guides" / "python.md").read_text(encoding="utf-8")
     for place in (str(Stats.__doc__), text):
         assert [r for r in sorted(found) if f'"{r}' not in place and f"| `{r}" not in place] == []

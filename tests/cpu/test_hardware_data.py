@@ -254,3 +254,16 @@ def test_the_page_is_up_to_date() -> None:
     path = Path(__file__).resolve().parents[2] / "docs" / "hardware.md"
     fix = "run python -m g4spec.advisor.document"
     assert path.read_text(encoding="utf-8") == document(), fix
+
+
+def test_prose_says_gpu_not_card(known: Facts) -> None:
+    """Ids and names of fields may have the word, texts that doctor and recipe print may not."""
+    prose = re.compile(r"(?<![\w-])cards?(?![\w-])", re.IGNORECASE)
+    printed = ("says", "fix", "title", "verdict", "cause", "reason", "topic", "vllm_why")
+    found = [
+        (row.id, name)
+        for row in known
+        for name in printed
+        if prose.search(str(getattr(row, name, "")).replace("model cards", ""))
+    ]
+    assert found == []

@@ -188,6 +188,27 @@ def test_on_the_command_line(trained: Path, tmp_path: Path, capsys: Any) -> None
     assert cli.run(["perplexity", "-m", str(trained), str(text)]) == 3  # too short for 512
 
 
+def test_commands_without_drafts_do_not_offer_them(
+    trained: Path, tmp_path: Path, capsys: Any
+) -> None:
+    draft, text = tmp_path / "d.gguf", tmp_path / "t.txt"
+    convert(ROOT / "examples" / "tiny" / "dflash", draft, target=trained)
+    text.write_text("some words")
+    folder = str(ROOT / "examples" / "tiny" / "dflash")
+    for line in (
+        ["imatrix", "-m", str(draft)],
+        ["perplexity", "-m", folder],
+        ["perplexity", "-m", str(trained), "--against", str(draft)],
+    ):
+        assert cli.run([*line, str(text)]) == 3
+        error = capsys.readouterr().err
+        assert "This is a draft, and this command runs only targets" in error
+        assert "-md" not in error
+    for command in ("imatrix", "perplexity"):
+        assert cli.run([command, "-m", str(trained), "-md", str(draft), str(text)]) == 2
+        assert "-md: this command has no option --model-draft" in capsys.readouterr().err
+
+
 def test_models_of_two_vocabularies_are_not_compared(
     engine: Engine, tmp_path: Path, parts: list[list[int]]
 ) -> None:

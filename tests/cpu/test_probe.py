@@ -337,3 +337,18 @@ def test_a_source_of_another_model_is_no_reference(
 
 def test_the_command_needs_a_target(family: Path) -> None:
     assert run(["validate", str(family / "dflash.gguf"), "--probe"]) == 2
+
+
+def test_a_target_in_place_of_the_draft_is_an_error_before_the_report(
+    family: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = str(family / "target.gguf")
+    assert run(["validate", target, "--probe", "--target", target]) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and "is not a draft" in error and "found Gemma 4 target" in error
+    assert f"`g4spec validate DRAFT.gguf --probe --target {target}`" in error
+    file = faults.read(family / "dflash.gguf")
+    file.set("general.architecture", ValueType.STRING, "llama")
+    other = str(file.write(tmp_path / "x.gguf"))
+    assert run(["validate", other, "--probe", "--target", target]) == 2
+    assert "found architecture 'llama'. Leave out --probe" in capsys.readouterr().err

@@ -211,6 +211,15 @@ def test_the_benchmark_of_the_report() -> None:
         assert part in bench
 
 
+def test_sglang_is_measured_with_its_own_client() -> None:
+    r = make("sglang", "H100", "31b", "zlab")
+    (bench,) = r.bench
+    words = shlex.split(bench)
+    assert words[:3] == ["python", "-m", "sglang.bench_serving"] and "vllm" not in bench
+    assert json.loads(words[words.index("--extra-request-body") + 1]) == {"temperature": 0}
+    assert "--base-url http://127.0.0.1:30000 " in bench
+
+
 # ---- report 3
 
 

@@ -195,3 +195,7 @@ def test_the_document_is_up_to_date() -> None:
     if os.environ.get("G4SPEC_WRITE_DOCS"):
         path.write_text(document())
     assert path.read_text() == document(), "run python -m g4spec.validate.document"
+
+
+def test_titles_begin_with_the_file_not_with_upstream() -> None:
+    assert [r.id for r in all_rules().values() if r.title.startswith("upstream")] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,18 @@ import numpy as np
 import pytest
 
 from g4spec import quant
+from g4spec.cli import run
 from g4spec.convert import convert
 from g4spec.convert.tensors import StoredTensor
 from g4spec.models import assistant, dflash, gemma4
 from g4spec.quant import policy
 from g4spec.validate import all_rules, validate
-from g4spec.validate.compare import difference
+from g4spec.validate.compare import difference, usual_rms
 from g4spec.validate.needs import OTHER_SOURCE
 from g4spec.validate.rule import Severity
 from tests.cpu import gguf_fixtures as fx
 from tests.support import faults, tiny
+from tests.support.quant_blocks import relative_rms
 
 Tensors = dict[str, tuple[np.ndarray, str]]
 
@@ -127,6 +130,7 @@ def test_a_faithful_file_passes(tmp_path: Path, kind: str) -> None:
     assert {t["name"] for t in report.tensors} >= set(fx.KINDS[kind]().tensors)
     for t in report.tensors:
         assert (t["max_abs"] == 0) if t["exact"] else (0 < t["relative_rms"] < 0.01), t
+        assert t["relative_rms"] <= 1.1 * t["usual_rms"], t
 
 
 @pytest.mark.parametrize("rule_id", SOURCE_CHANGES)
@@ -172,6 +176,31 @@ def test_a_wrong_scale_everywhere_is_not_another_model(tmp_path: Path) -> None:
     report = validate(path, against=folder(tmp_path / "source", config, tensors))
     found = {f.rule.id for f in report.failures}
     assert "G4-CMP-006" in found and "G4-CMP-001" not in found
+    (text,) = {
+        str(f.finding.found).partition("; ")[2]
+        for f in report.failures
+        if f.finding.where == "fc.weight[0, 0]"
+    }
+    assert text == "relative RMS error 50.00% (usual for Q8_0: 0.54%)"
+
+
+@pytest.mark.parametrize("type", ["bf16", "q4_k", "iq4_nl", "q2_k"])
+def test_the_usual_error_is_that_of_weights(type: str) -> None:
+    form = quant.get(type)
+    x = np.random.default_rng(1).normal(0, 0.02, (256, 512)).astype(np.float32)
+    assert usual_rms(form) == pytest.approx(relative_rms(x, form.dequantize(form.quantize(x))), 0.1)
+    assert usual_rms(quant.get("iq1_s")) is None, "it cannot be written"
+
+
+def test_the_table_of_errors_shows_the_usual_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = fx.zlab().write(tmp_path / "x.gguf")
+    source = folder(tmp_path / "source", *checkpoint("zlab"))
+    run(["validate", str(path), "--against", str(source)])
+    shown = capsys.readouterr().out
+    assert "usual RMS: that of normally distributed weights in this type" in shown
+    assert re.search(r"weight +Q8_0 +\S+ +0\.00\d+ +0\.00538", shown)
 
 
 def test_another_revision_is_noticed(tmp_path: Path) -> None:

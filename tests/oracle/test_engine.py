@@ -153,12 +153,14 @@ def test_stop_texts_across_drafted_tokens(family: Path, kind: str) -> None:
     for at in range(4, len(text) - 6, 11):
         stop = (text[at : at + 4], "never seen")
         plain = generate(load(family, None), stop=stop)
-        assert plain.text == text[: text.index(stop[0])] and plain.stats.stop_reason == "stop text"
+        assert (
+            plain.text == text[: text.index(stop[0])] and plain.stats.stop_reason == "stop string"
+        )
         engine = load(family, kind)
         help_out(engine, PROMPT + whole.ids, lambda i: i % 16)
         run = generate(engine, stop=stop)
         assert (run.ids, run.text) == (plain.ids, plain.text)
-        assert run.stats.stop_reason == "stop text"
+        assert run.stats.stop_reason == "stop string"
 
 
 def caches(engine: Engine) -> list[LayerKV]:

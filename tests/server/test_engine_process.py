@@ -99,7 +99,7 @@ def test_an_idle_engine_sleeps_and_wakes(family: Path, busy: Served) -> None:
 
 
 def test_requests_give_the_same_answers(remote: Served, busy: Served) -> None:
-    """With draft lengths, seeds, stop texts, log-probabilities, grammars, thoughts and tool
+    """With draft lengths, seeds, stop strings, log-probabilities, grammars, thoughts and tool
     calls."""
     hello = [{"role": "user", "content": "Say hello to the class."}]
     tool = {

@@ -99,7 +99,7 @@ def test_text_does_not_depend_on_cycles(tokenizer: Tokenizer, data: st.DataObjec
     assert (got[1].finish, got[1].stop, got[2]) == (one[1].finish, one[1].stop, one[2])
     # The engine stopped at the end of the client's text.
     assert answer(got[0]) == got[3].text
-    assert (got[1].stop is not None) == (got[3].stats.stop_reason == "stop text")
+    assert (got[1].stop is not None) == (got[3].stats.stop_reason == "stop string")
 
 
 def test_each_token_of_the_text_has_its_log_probability(tokenizer: Tokenizer) -> None:

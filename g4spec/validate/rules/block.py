@@ -150,7 +150,13 @@ def full_is_causal(s: Subject) -> Findings:
             )
 
 
-@rule("G4-BLK-009", NOTE, "upstream should compute the same proposals", on=DFLASH, needs=FILE)
+@rule(
+    "G4-BLK-009",
+    NOTE,
+    "the draft's layers should have one causality, which is all that upstream supports",
+    on=DFLASH,
+    needs=FILE,
+)
 def mixed(s: Subject) -> Findings:
     """Upstream applies one causality to all layers: that of most layers. A file with both
     kinds loads there, and its proposals differ slightly from ours; the text is the same."""
@@ -160,14 +166,15 @@ def mixed(s: Subject) -> Findings:
             CAUSAL,
             "one value for all layers",
             f"{sum(causal)} of {len(causal)} layers causal",
-            "none needed; expect slightly lower acceptance with upstream",
+            "none needed: g4spec runs it as trained, upstream with the causality of most layers "
+            "and slightly lower acceptance",
         )
 
 
 @rule(
     "G4-BLK-015",
     WARNING,
-    "upstream's causality flag should be that of most layers",
+    "the causality flag, which upstream reads, should be that of most layers",
     on=DFLASH,
     needs=FILE,
 )

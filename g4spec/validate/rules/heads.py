@@ -66,7 +66,12 @@ def residual(s: Subject) -> Findings:
         yield Finding(s.name(".norm_before_residual"), "true or false", "nothing", RECONVERT)
 
 
-@rule("G4-HEAD-004", ERROR, "upstream must refuse a draft that it would compute wrongly", on=DRAFTS)
+@rule(
+    "G4-HEAD-004",
+    ERROR,
+    "a draft that upstream would compute wrongly must have an architecture that it refuses",
+    on=DRAFTS,
+)
 def refused(s: Subject) -> Findings:
     """A gated Markov head, a P-EAGLE block or a draft that starts in another row also loads in an
     engine without support for it, and is slow there for no visible reason."""
@@ -84,7 +89,7 @@ def refused(s: Subject) -> Findings:
 @rule(
     "G4-HEAD-005",
     NOTE,
-    "upstream should be able to load a draft that it computes correctly",
+    "a draft that upstream computes correctly should have an architecture that it loads",
     on=DRAFTS,
 )
 def needlessly(s: Subject) -> Findings:

@@ -73,10 +73,11 @@ def bounded(s: Subject) -> Findings:
     a few per cent instead of half of one."""
     for t in s.comparison.tensors:
         if not t.exact and t.first is not None:
+            usual = f" (usual for {t.type}: {t.usual_rms:.2%})" if t.usual_rms is not None else ""
             yield Finding(
                 f"{t.name}{list(t.first)}",
                 f"about {t.expected:.6g}",
-                f"{t.found:.6g}; relative RMS error {t.relative_rms:.2%}",
+                f"{t.found:.6g}; relative RMS error {t.relative_rms:.2%}{usual}",
                 RECONVERT,
             )
 

@@ -15,7 +15,7 @@ from g4spec.validate.subject import Subject
 FILE = Needs.FILE
 TOKENS = "tokenizer.ggml.tokens"
 SPECIAL = ("bos", "eos", "eot", "unknown", "padding", "mask")
-STOP_TEXTS = {1: "<eos>", 50: "<|tool_response>", 106: "<turn|>"}
+STOP_TOKENS = {1: "<eos>", 50: "<|tool_response>", 106: "<turn|>"}
 FROM_TARGET = "convert again with --target, which copies the target's tokenizer"
 
 
@@ -116,7 +116,7 @@ def stops(s: Subject) -> Findings:
     """Generation ends at `<eos>`, `<turn|>` and `<|tool_response>`, ids 1, 106 and 50. With
     another tokenizer these ids are other tokens, and text ends in the middle."""
     tokens = s.strings(TOKENS) or []
-    for i, text in STOP_TEXTS.items():
+    for i, text in STOP_TOKENS.items():
         if tokens and (i >= len(tokens) or tokens[i] != text):
             found = repr(tokens[i]) if i < len(tokens) else "nothing"
             yield Finding(f"token {i}", text, found, "use a Gemma 4 tokenizer")
