@@ -31,6 +31,10 @@ inline u32 mul_half2(u32 a, u32 b) {
   return halves(a, b, 0, [](float x, float y, float) { return x * y; });
 }
 inline u32 copy_upper_half(u32 x) { return mul_half2(x >> 16 | (x & 0xffff0000u), 0x3c003c00u); }
+inline u32 dot_bytes(u32 a, u32 b, u32 c) {
+  for (int i = 0; i < 32; i += 8) c += (a >> i & 255) * (b >> i & 255);
+  return c;
+}
 inline u32 dot_upper_half(u32 x) { return x >> 16; }
 inline u32 sub_half2(u32 a, u32 b) {
   return halves(a, b, 0, [](float x, float y, float) { return x - y; });
@@ -97,6 +101,7 @@ void named_barrier_sync() {
 }
 
 inline u32 shared_address(const void* p) { return machine::address(p); }
+inline u32 load_shared_constant(u32 address) { return *(const u32*)machine::at(address); }
 inline void aligned(const void* p, unsigned to) {
   if ((uintptr_t)p % to) machine::fail("an address that is not a multiple of " + std::to_string(to));
 }

@@ -13,6 +13,7 @@ struct IQ3_XXS : OddScaled<4> {
 }  // namespace codebook
 
 using IQ3XXS = Codebook<codebook::IQ3_XXS>;
+using IQ3XXSPairs = PairCodebook<codebook::IQ3_XXS>;
 
 namespace raw {
 using IQ3XXS = Codebook<codebook::IQ3_XXS>;

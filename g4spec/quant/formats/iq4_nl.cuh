@@ -14,6 +14,8 @@ struct IQ4_NL : Codes<4, 32, 32, 18, 2, Order::PAIRED>, Linear4, Apart<IQ4_NL, 2
 
 template <int K>
 using IQ4NL = Codebook<codebook::IQ4_NL, K>;
+template <int K>
+using IQ4NLPairs = PairCodebook<codebook::IQ4_NL, K>;
 
 namespace raw {
 using IQ4NL = Codebook<codebook::IQ4_NL>;

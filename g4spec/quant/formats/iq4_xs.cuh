@@ -35,6 +35,7 @@ struct IQ4_XS : Codes<4, 32, 256, 136, 8, Order::PAIRED>, Linear4 {
 }  // namespace codebook
 
 using IQ4XS = Codebook<codebook::IQ4_XS>;
+using IQ4XSPairs = PairCodebook<codebook::IQ4_XS>;
 
 namespace raw {
 using IQ4XS = Codebook<codebook::IQ4_XS>;

@@ -16,6 +16,8 @@ struct MXFP4 : Codes<4, 32, 32, 17, 1>, E2M1, Apart<MXFP4, 1> {
 
 template <int K>
 using MXFP4 = Codebook<codebook::MXFP4, K>;
+template <int K>
+using MXFP4Pairs = PairCodebook<codebook::MXFP4, K>;
 
 namespace raw {
 using MXFP4 = Codebook<codebook::MXFP4>;

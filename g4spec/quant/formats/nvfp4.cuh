@@ -26,6 +26,8 @@ struct NVFP4 : Codes<4, 16, 64, 36, 4, Order::CODES, 8>, E2M1 {
 
 template <int K>
 using NVFP4 = Codebook<codebook::NVFP4, K>;
+template <int K>
+using NVFP4Pairs = PairCodebook<codebook::NVFP4, K>;
 
 namespace raw {
 using NVFP4 = Codebook<codebook::NVFP4>;

@@ -238,6 +238,29 @@ DEVICE u32 two_dense(const u32* low, u32 high) {
   }
 }
 
+// Two words each: entries that codes look up without their highest bits, and steps that are then added
+// to entries (CODES: entries with the highest bit are smaller, by less than 128) or subtracted.
+template <class T>
+DEVICE constexpr u32 entry_word(int i) {
+  if constexpr (T::ORDER == Order::PAIRED) return T::ODD[i];
+  else return T::TABLE[2 + i];
+}
+template <class T>
+DEVICE constexpr u32 step_word(int i) {
+  if constexpr (T::ORDER == Order::PAIRED) return T::STEPS[i];
+  else return T::TABLE[i] - T::TABLE[2 + i];
+}
+
+// Table lookup of four 4-bit codes, as bytes with 128 added. Codes whose highest bit is 0 look up a step,
+// others its sign, which is 0. `three`: the codes without this bit.
+template <class T>
+DEVICE u32 four_entries(u32 three, u32 codes, u32 entries = entry_word<T>(0),
+                        u32 steps = step_word<T>(0)) {
+  const u32 entry = permute_unmasked(entries, entry_word<T>(1), three);
+  const u32 step = permute_or_sign(steps, step_word<T>(1), codes);
+  return T::ORDER == Order::PAIRED ? entry - step : entry + step;
+}
+
 // Entries of a lane's eight codes of k16 step J as halves: an A fragment.
 template <class T, int J>
 DEVICE void fragment(u32 (&a)[4], const u32* low, u32 high) {
@@ -255,23 +278,10 @@ DEVICE void fragment(u32 (&a)[4], const u32* low, u32 high) {
   }
   u32 first, second;
   if constexpr (T::BITS == 4) {
-    // Without their highest bits, codes look up an entry; those whose highest bit is 0 then add or
-    // subtract a step. Codes with this bit look up the sign of a step, which is 0.
     const u32 w = low[J], three = w & 0x77777777u;
     const u32 three1 = SHIFT_BY_FMA ? copy_upper_half(three) : three >> 16;
     const u32 w1 = SHIFT_BY_FMA ? dot_upper_half(w) : w >> 16;
-    if constexpr (T::ORDER == Order::PAIRED) {
-      first = permute_unmasked(T::ODD[0], T::ODD[1], three) -
-              permute_or_sign(T::STEPS[0], T::STEPS[1], w);
-      second = permute_unmasked(T::ODD[0], T::ODD[1], three1) -
-               permute_or_sign(T::STEPS[0], T::STEPS[1], w1);
-    } else {  // entries with the highest bit are smaller, by less than 128
-      constexpr u32 STEPS[2] = {T::TABLE[0] - T::TABLE[2], T::TABLE[1] - T::TABLE[3]};
-      first = permute_unmasked(T::TABLE[2], T::TABLE[3], three) +
-              permute_or_sign(STEPS[0], STEPS[1], w);
-      second = permute_unmasked(T::TABLE[2], T::TABLE[3], three1) +
-               permute_or_sign(STEPS[0], STEPS[1], w1);
-    }
+    first = four_entries<T>(three, w), second = four_entries<T>(three1, w1);
   } else {
     const u32 codes = eight_codes<T>(low, high, J);
     first = permute_unmasked(T::TABLE[0], T::TABLE[1], codes);
@@ -280,5 +290,41 @@ DEVICE void fragment(u32 (&a)[4], const u32* low, u32 high) {
   a[0] = two_entries(first, 0x5150), a[1] = two_entries(first, 0x5352);
   a[2] = two_entries(second, 0x5150), a[3] = two_entries(second, 0x5352);
 }
+
+// Table of all pairs of 4-bit codes, as two halves each, in shared memory: entry i is at i * 128 bytes,
+// once for each lane, so that lanes use different banks.
+constexpr int PAIR_TABLE_BYTES = 256 * 128;
+
+// Called by 256 threads.
+template <class T>
+DEVICE void fill_pair_table(u8* table) {
+  const u32 own = threadIdx.x, eighth = own % 32 / 8;
+  u32 a[4];
+  fragment<T, 0>(a, &own, 0);
+#pragma unroll
+  for (u32 i = 0; i < 32; i += 4) {
+    const u32 v = __shfl_sync(FULL_MASK, a[0], i + eighth);
+    *(uint4*)(table + (own / 32 * 32 + i + eighth) * 128 + own % 8 * 16) = {v, v, v, v};
+  }
+}
+
+// `codebook::fragment` for 4-bit codes in nibbles. Half of them are looked up in the table, which takes
+// fewer instructions; all of them would exceed the bandwidth of shared memory.
+template <class T>
+struct PairLookup {
+  u32 table;  // shared address of this lane's entries
+  u32 entries, steps;  // shuffled: the compiler would load constants again for each use
+
+  DEVICE PairLookup(const u8* table, int lane)
+      : table(materialize(shared_address(table) + lane * 4)),
+        entries(__shfl_sync(FULL_MASK, lane ? 0 : entry_word<T>(0), 0)),
+        steps(__shfl_sync(FULL_MASK, lane ? 0 : step_word<T>(0), 0)) {}
+  DEVICE void fragment(u32 (&a)[4], u32 word) const {
+    a[2] = load_shared_constant(dot_bytes(word, 128u << 16, table));
+    a[3] = load_shared_constant(dot_bytes(word, 128u << 24, table));
+    const u32 four = four_entries<T>(word & 0x77777777u, word, entries, steps);
+    a[0] = two_entries(four, 0x5150), a[1] = two_entries(four, 0x5352);
+  }
+};
 
 }  // namespace codebook

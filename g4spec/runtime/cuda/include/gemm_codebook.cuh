@@ -77,6 +77,14 @@ struct Codebook {
     }
 
     DEVICE void multiply(Acc<NT>& acc, const u8* unit, const u8* act) const {
+      multiply_by(acc, unit, act, [](u32 (&a)[4], const Weights& of, int tile, int j) {
+        of.a_fragment(a, tile, j);
+      });
+    }
+    // multiply() with a function that computes fragments.
+    template <class Fragment>
+    DEVICE void multiply_by(Acc<NT>& acc, const u8* unit, const u8* act,
+                            const Fragment& fragment) const {
       const u8 *w = unit + low, *u = unit + high, *x = act + rows;
       Weights next(w, u, 0);
       store(unit);
@@ -91,7 +99,7 @@ struct Codebook {
 #pragma unroll
           for (int tile = 0; tile < 2; ++tile) {
             u32 a[2][4];
-            of.a_fragment(a[0], tile, 2 * h), of.a_fragment(a[1], tile, 2 * h + 1);
+            fragment(a[0], of, tile, 2 * h), fragment(a[1], of, tile, 2 * h + 1);
             add(acc[tile], a, b, tile, k64 * 2 + h);
           }
         }
@@ -185,6 +193,29 @@ struct Codebook {
           scale_add(acc[tile][nt], c, tile ? least.z : least.x, tile ? least.w : least.y);
         }
       }
+    }
+  };
+};
+
+// The same for 4-bit codes, with a table of pairs in shared memory (`codebook::PairLookup`), which
+// consumers fill before the first unit.
+template <class T, int K = 256>
+struct PairCodebook : Codebook<T, K> {
+  static constexpr int TABLE_BYTES = codebook::PAIR_TABLE_BYTES;
+
+  static DEVICE void fill_table(u8* table) { codebook::fill_pair_table<T>(table); }
+
+  template <int NT>
+  struct Lane : Codebook<T, K>::template Lane<NT> {
+    using Weights = typename Codebook<T, K>::Weights;
+    codebook::PairLookup<T> pairs;
+
+    DEVICE Lane(u8* scratch, int warp, int lane, const u8* table)
+        : Codebook<T, K>::template Lane<NT>(scratch, warp, lane), pairs(table, lane) {}
+    DEVICE void multiply(Acc<NT>& acc, const u8* unit, const u8* act) const {
+      this->multiply_by(acc, unit, act, [&](u32 (&a)[4], const Weights& of, int tile, int j) {
+        pairs.fragment(a, of.low[tile][j]);
+      });
     }
   };
 };

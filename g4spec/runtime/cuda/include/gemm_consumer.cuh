@@ -289,6 +289,20 @@ DEVICE void reduce_teams(Acc<NT>& acc, u8* mine, int team, int lane) {
   }
 }
 
+// Bytes of a format's table in shared memory, after the barriers.
+template <class F, class = void>
+constexpr int TABLE_BYTES = 0;
+template <class F>
+constexpr int TABLE_BYTES<F, decltype(void(F::TABLE_BYTES))> = F::TABLE_BYTES;
+
+template <class F, int NT>
+DEVICE auto lane_of(u8* mine, int part, int lane, const u8* table) {
+  if constexpr (TABLE_BYTES<F> > 0)
+    return typename F::template Lane<NT>(mine, part, lane, table);
+  else
+    return typename F::template Lane<NT>(mine, part, lane);
+}
+
 // Main loop of the consumer warps. `mine`: this warp's scratch.
 template <class F, int NT, int ROWS, int STAGES, int SCRATCH, int G = 1, int WG = 0, class Out>
 DEVICE void run_consumer(const GemmWork& w, const Out& out, RingOf<F, NT, ROWS, STAGES, G> ring,
@@ -298,7 +312,7 @@ DEVICE void run_consumer(const GemmWork& w, const Out& out, RingOf<F, NT, ROWS, 
   const int warp = uniform<(WG > 0)>(threadIdx.x / 32), lane = threadIdx.x % 32;
   const int team = TEAMS > 1 ? warp / WARPS : 0, part = TEAMS > 1 ? warp % WARPS : warp;
   const RowScales<NT> scales(w.row_scale, out.tokens, lane);  // of the first group of rows
-  const typename F::template Lane<NT> of(mine, part, lane);
+  const auto of = lane_of<F, NT>(mine, part, lane, (const u8*)(ring.full + 2 * ring.COUNT));
   ring.seek(team);
   int own = run.begin + team;  // next unit of this team
   for (int u = run.begin, group = run.group; u < run.end; ++group) {

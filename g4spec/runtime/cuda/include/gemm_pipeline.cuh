@@ -205,6 +205,10 @@ DEVICE void multiply(const GemmWork& w, const Out& out, u8* shared, int cta) {
     return;
   }
   if constexpr (G > 1) redistribute_registers<40, 232>(false);
+  if constexpr (TABLE_BYTES<F> > 0) {
+    F::fill_table((u8*)(full + 2 * R::COUNT));
+    consumers_sync();
+  }
 #if ARCH >= 900
   // Activations of the first STAGES units are copied by the consumers, one unit per warp: the
   // producer may still be issuing weights.

@@ -51,6 +51,12 @@ DEVICE u32 copy_upper_half(u32 x) {
       : "=r"(d) : "r"(x), "r"(0x3c003c00u));
   return d;
 }
+// c plus the sum of the products of bytes, on the pipe of multiplications.
+DEVICE u32 dot_bytes(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("dp4a.u32.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
 // x >> 16 as a dot product, which leaves that pipe free too.
 DEVICE u32 dot_upper_half(u32 x) {
   u32 d;
@@ -140,6 +146,12 @@ DEVICE u32 extract_bits(u32 low, u32 high, u32 shift) {
 DEVICE float small_uint_to_float(u32 v) { return __uint_as_float(v | 0x4b000000u) - 8388608.0f; }
 
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+// A word of shared memory that does not change while the kernel uses it.
+DEVICE u32 load_shared_constant(u32 address) {
+  u32 v;
+  asm("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
+  return v;
+}
 
 // ---- hints to the compiler ----
 

@@ -47,6 +47,10 @@ CODEBOOKS = dict.fromkeys(
 CODEBOOKS |= dict.fromkeys(("nvfp4", "q3_k", "q2_k", "iq2_s", "iq2_xs", "iq1_m"), 16)
 """Types whose codes are indices into a table (gemm_codebook.cuh) -> values that share a scale."""
 
+PAIRED = ("iq4_nl", "iq4_xs", "mxfp4", "nvfp4", "iq3_xxs")
+PAIR_TABLE = 256 * 128
+"""Types whose kernels on sm_90a look up pairs of codes in shared memory, and bytes of the table."""
+
 SUMS = dict.fromkeys(CODEBOOKS, 0) | {"q6_k": 128, "q2_k": 128}
 """Bytes of the sums of 8 activation rows of a 64-column block that warp groups need (64 for types
 not listed)."""
@@ -78,6 +82,7 @@ class GemmConfig:
         groups: groups of 16 activation rows per read of the weights (linear_wide.cu).
         warp_groups: `wgmma` instructions per step of K that cover all groups (sm_90a); 0: use
             `mma.sync`.
+        pairs: look up pairs of codes in shared memory, only with one group.
     """
 
     type: str
@@ -88,11 +93,13 @@ class GemmConfig:
     upper: bool = False
     groups: int = 1
     warp_groups: int = 0
+    pairs: bool = False
 
     @property
     def format(self) -> str:
         """Name of the weight format in the kernels."""
-        return packing.format_name(self.type, self.unit) + "Upper" * self.upper
+        name, spelt = packing.format_name(self.type, self.unit), packing.spelt(self.type)
+        return name.replace(spelt, spelt + "Pairs" * self.pairs) + "Upper" * self.upper
 
     def name(self, kind: str) -> str:
         if self.groups > 1:
@@ -107,8 +114,8 @@ class GemmConfig:
         teams = GEMM_CONSUMERS * 32 // self.rows
         other = (1024 if teams > 1 else 512) * self.tiles
         scratch = max(scratch_of(self.type, self.unit), other)
-        sums = GEMM_CONSUMERS * 8 * self.tiles * 4
-        return self.stages * (stage + 16 * teams) + GEMM_CONSUMERS * scratch + sums
+        sums, table = GEMM_CONSUMERS * 8 * self.tiles * 4, PAIR_TABLE * self.pairs
+        return self.stages * (stage + 16 * teams) + GEMM_CONSUMERS * scratch + sums + table
 
     @property
     def stage(self) -> int:
@@ -158,8 +165,9 @@ def gemm_config(
     rows = 256 if wide and GemmConfig(type, unit, 2, 256, least).shared <= room else 128
     # A fourth stage of 256 rows gained 0.6 % with one tile and lost 1.5 % with two.
     few = rows == 256 and tiles == 2 and not upper
+    pairs = arch == "sm_90a" and type in PAIRED
     for stages in range(3 if few else MAX_STAGES[rows], 0, -1):
-        config = GemmConfig(type, unit, tiles, rows, stages, upper)
+        config = GemmConfig(type, unit, tiles, rows, stages, upper, pairs=pairs)
         if config.shared <= room:
             return config
     raise AssertionError(f"{type} does not fit into the shared memory of {arch}")

@@ -152,7 +152,8 @@ def for_row_groups(
 def _staged(config: GemmConfig, groups: int, arch: str, warp_groups: int) -> GemmConfig:
     """Return `config` for `groups` row groups, with as many stages as fit (0 if none does)."""
     stages = range(MAX_STAGES[config.rows], -1, -1)
-    each = (replace(config, groups=groups, stages=n, warp_groups=warp_groups) for n in stages)
+    config = replace(config, groups=groups, warp_groups=warp_groups, pairs=False)
+    each = (replace(config, stages=n) for n in stages)
     return next(c for c in each if c.shared <= nvrtc.SHARED_LIMIT[arch] or not c.stages)
 
 
