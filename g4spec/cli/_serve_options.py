@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from g4spec.core import MAX_DRAFT
 from g4spec.errors import EnvironmentProblem, UsageError
 
 Models = Annotated[
@@ -84,28 +82,9 @@ SleepSeconds = Annotated[
         "loads it again. Default: never.",
     ),
 ]
-PrefixCache = Annotated[
-    int,
-    typer.Option(
-        "--prefix-cache",
-        min=0,
-        metavar="MIB",
-        help="Host memory for the prefix cache, in MiB.",
-    ),
-]
 Seed = Annotated[
     int | None,
     typer.Option("--seed", min=0, help="Random seed of requests that set none. Default: random."),
-]
-DraftMax = Annotated[
-    str,
-    typer.Option(
-        "--draft-max",
-        "--spec-draft-n-max",
-        metavar="N|auto",
-        help=f"Maximum draft length of requests that set none, 0 to {MAX_DRAFT}; `auto` chooses it "
-        "at each step from measured costs and acceptance.",
-    ),
 ]
 NPredict = Annotated[
     int | None,
@@ -141,16 +120,6 @@ def check_models(
         )
     if models is not None and (draft is not None or alias or tags):
         raise UsageError("-md, -a and --tags need -m", fix="leave them out with --models")
-
-
-def check_prefix_cache(mib: int) -> int:
-    """Return `--prefix-cache` in bytes; raise UsageError if it is more than this machine's RAM."""
-    ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
-    if mib > ram:
-        raise UsageError(
-            "--prefix-cache", expected=f"at most {ram} MiB, the RAM of this machine", found=mib
-        )
-    return mib << 20
 
 
 def split_commas(values: list[str] | None) -> tuple[str, ...]:

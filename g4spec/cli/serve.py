@@ -15,6 +15,7 @@ from g4spec.cli import (
     _inputs,
     _options,
     _serve_http,
+    _serve_limits,
     _serve_options,
     _template_options,
 )
@@ -45,7 +46,7 @@ def command(
     timeout: _serve_options.Timeout = 600,
     hang_timeout: _serve_options.HangTimeout = None,
     sleep_idle_seconds: _serve_options.SleepSeconds = None,
-    prefix_cache: _serve_options.PrefixCache = 1024,
+    prefix_cache: _serve_limits.PrefixCache = 1024,
     pool: _serve_options.Pool = None,
     ctx_size: _options.ContextSize = None,
     temp: _chat_options.Temperature = None,
@@ -54,7 +55,7 @@ def command(
     min_p: _chat_options.MinP = None,
     seed: _serve_options.Seed = None,
     n_predict: _serve_options.NPredict = None,
-    draft_max: _serve_options.DraftMax = "auto",
+    draft_max: _serve_limits.DraftMax = "auto",
     reasoning: _template_options.Reasoning = "off",
     prefill_assistant: _template_options.PrefillAssistant = False,
     chat_template_file: _template_options.Template = None,
@@ -89,7 +90,7 @@ def command(
     }
     engine_options: dict[str, Any] = {
         "pool": pool,
-        "prefix_cache": _serve_options.check_prefix_cache(prefix_cache),
+        "prefix_cache": _serve_limits.check_prefix_cache(prefix_cache),
     }
     if daemon or stream_fd is not None:
         fd = _daemon.check(daemon, stream_fd, _inputs.given_flags(context))

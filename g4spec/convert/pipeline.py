@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from g4spec import gguf, quant
-from g4spec.convert import derived, provenance, sources, target_info
+from g4spec.convert import derived, output_checks, provenance, sources, target_info
 from g4spec.convert import plan as planning
 from g4spec.convert import rewrite as rewriting
 from g4spec.convert.plan import Plan, PlannedTensor
@@ -209,10 +209,8 @@ def quantize(
 
     The other arguments are those of `convert`.
     """
-    mix, unchanged = (
-        check_arguments(out, type, dry_run, tensor_types),
-        UnchangedCheck(Path(source)),
-    )
+    mix = check_arguments(out, type, dry_run, tensor_types)
+    unchanged = UnchangedCheck(Path(source))
     with GGUF(source) as file:
         output = Output(Path(out), split_max_size, dry_run, progress, unchanged)
         return _requantize(file, output, mix, allow_requantize, [], importance, change=True)
@@ -223,11 +221,7 @@ def check_arguments(
 ) -> Mix:
     """Return the mix named `type`. Raises UsageError if it is unknown or `out` is the name of a
     type, InputError if `out` cannot be written."""
-    name = str(out).lower()
-    if name in policy.names() or name in quant.writable_names():
-        raise UsageError(
-            f"{out} is a quant type: expected the file to write", fix=f"use `type` {name} for it"
-        )
+    output_checks.refuse_type(out)
     if not dry_run:
         gguf.check_writable(Path(out))
     return policy.parse_type(type, tensor_types)
@@ -377,13 +371,8 @@ def _requantize(
     _check_output(output, [part.path for part in file.parts])
     choice = Policy(mix, file.shapes(), importance is not None)
     rows = tuple(_requantized(file, name, choice, allow) for name in file.tensors)
-    types = {name: info.format.name.upper() for name, info in file.tensors.items()}
-    if change and output.path.exists() and all(r.type == types[r.name or ""] for r in rows):
-        raise UsageError(
-            f"{file.path} has these types already: {output.path} exists, and would be replaced by "
-            "a copy",
-            fix="the source comes first, then the file to write; to copy, delete that file first",
-        )
+    if change:
+        output_checks.refuse_copy(file, output.path, rows)
     plan = Plan(rows)
     weights = _weights(file, plan, importance, notes) if importance else {}
     if output.dry_run:

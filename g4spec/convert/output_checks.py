@@ -1,0 +1,32 @@
+"""Checks of the file that `convert` and `quantize` write, for arguments in the wrong order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from g4spec import quant
+from g4spec.convert.plan import PlannedTensor
+from g4spec.errors import UsageError
+from g4spec.gguf import GGUF
+from g4spec.quant import policy
+
+
+def refuse_type(out: Path) -> None:
+    """Raise UsageError if the output has the name of a quant type, as in llama-quantize."""
+    name = str(out).lower()
+    if name in policy.names() or name in quant.writable_names():
+        raise UsageError(
+            f"{out} is a quant type: expected the file to write", fix=f"use `type` {name} for it"
+        )
+
+
+def refuse_copy(file: GGUF, out: Path, rows: Sequence[PlannedTensor]) -> None:
+    """Raise UsageError if `out` exists and no type changes: it is probably the source, and would
+    be replaced by a copy of its quantized file."""
+    types = {name: info.format.name.upper() for name, info in file.tensors.items()}
+    if out.exists() and all(r.type == types[r.name or ""] for r in rows):
+        raise UsageError(
+            f"{file.path} has these types already: {out} exists, and would be replaced by a copy",
+            fix="the source comes first, then the file to write; to copy, delete that file first",
+        )
