@@ -38,7 +38,8 @@ def unexpected(
     """
     extra = words[sum(map(is_argument, params)) :]
     what = f"unexpected argument{'s' * (len(extra) > 1)} {' '.join(map(repr, extra))}"
-    fix = meant(params, words, typed)
+    similar = did_you_mean(words[0], getattr(context.command, "commands", {}))
+    fix = f"{similar} " if similar else meant(params, words, typed)
     return UsageError(what, expected=usage(context, params), fix=fix + see_help(context, fix))
 
 
