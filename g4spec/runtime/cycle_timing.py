@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Seq
 
-from g4spec.core import MAX_STEP_ROWS, Draft, Runner, Sequence, StepRows, Work
+from g4spec.core import MAX_STEP_ROWS, PAGE, Draft, Runner, Sequence, StepRows, Work
 from g4spec.runtime.chooser import RequestChooser
 from g4spec.runtime.pool import Pool
 from g4spec.runtime.request import Options
@@ -25,7 +25,7 @@ def measure_costs(
     target: Target, draft: Draft | None, pool: Pool, runners: Seq[Runner]
 ) -> tuple[dict[tuple[int, int], float], float]:
     """Measure the time of cycles; return the results of `measure_cycles` and
-    `measure_seconds_per_byte`. All slots must be free."""
+    `measure_seconds_per_byte`. All slots and pages must be free."""
     found = measure_cycles(target, draft, pool, runners)
     return found, measure_seconds_per_byte(target, pool, runners, found[1, 0])
 
@@ -35,11 +35,12 @@ def measure_seconds_per_byte(
 ) -> float:
     """Measure the seconds that a step takes per byte of KV cache it reads, given that a plain step
     of a short context takes `plain`. The content of the cache does not matter."""
-    far = min(target.n_ctx - 2, LONG_CONTEXT)
+    ahead = MAX_STEP_ROWS * max(r.depth for r in runners)
+    far = min(target.n_ctx - 2, LONG_CONTEXT, PAGE * pool.n_free - ahead)
     if far < MIN_LONG_CONTEXT:
         return 0.0
     s = Sequence(pool.free_slots.pop(), PROMPT[:1] * (far + 1), far, far)
-    pool.grow(s, far + MAX_STEP_ROWS * max(r.depth for r in runners))
+    pool.grow(s, far + ahead)
     seconds = min(_time_cycle(target, [(s, None)], 0, runners) for _ in range(REPEATS))
     pool.free_sequence(s)
     more = target.context_bytes(far) - target.context_bytes(len(PROMPT))
@@ -50,7 +51,8 @@ def measure_cycles(
     target: Target, draft: Draft | None, pool: Pool, runners: Seq[Runner]
 ) -> dict[tuple[int, int], float]:
     """Measure the seconds of cycles of 1, 2, 4, ... requests without a draft, with 1 drafted token
-    and with the maximum; the update of the draft is part of a cycle. All slots must be free."""
+    and with the maximum; the update of the draft is part of a cycle. All slots and pages must be
+    free."""
     assert draft is not None
     out: dict[tuple[int, int], float] = {}
     most = min(draft.max_tokens, target.n_ctx - len(PROMPT) - 1)

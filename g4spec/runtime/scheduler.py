@@ -125,6 +125,7 @@ class Scheduler:
             and self.length.wants_costs
             and any(t.draft_state.auto for t in self.waiting)
         ):
+            self.prefix.clear()  # the measurement needs the pages
             self.length.set_costs(*measure_costs(self.target, self.draft, self.pool, self.runners))
         while self.waiting and self.pool.free_slots and self._try_admit(self.waiting[0]):
             task = self.waiting.popleft()

@@ -503,6 +503,16 @@ def test_an_engine_measures_and_counts_contexts() -> None:
     assert shares[1] - shares[0] == pytest.approx(1e-9 * more, rel=0.1)
 
 
+def test_costs_are_measured_while_the_prefix_cache_holds_most_pages() -> None:
+    """Requests with a fixed length come first: their prompts stay in the cache, and the pool has
+    no room for another long context."""
+    engine = memory_engine.engine(DRAFTS["dflash"], n_ctx=2048, pool=2048, prefix_bytes=1 << 28)
+    list(engine.generate([2] * 1600, Options(n_predict=2, draft_max=0)))
+    assert engine.pool.n_free < engine.pool.n_pages // 2 and engine.lengths.costs is None
+    list(engine.generate([2, 9], Options(n_predict=2, draft_max="auto")))
+    assert engine.lengths.costs is not None
+
+
 def test_costs_by_texts_and_rows() -> None:
     measured = {
         (1, 0): 1.0,
