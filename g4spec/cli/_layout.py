@@ -84,13 +84,14 @@ def command(prefix: str, text: str, columns: int | None) -> str:
 
 
 def script(text: str, columns: int | None) -> str:
-    """Wrap the lines of a shell script as `command` does; keep its own continuation lines."""
+    """Wrap the lines of a shell script as `command` does, and comments as `wrap` does; keep its own
+    continuation lines."""
     out = []
     for line in text.split("\n"):
         body = line.removesuffix(" \\").lstrip()
         plain = not body or body.startswith("#")
         at = line[: len(line) - len(line.lstrip())]
-        whole = line if plain else command(at, body, columns)
+        whole = wrap(line, columns) if plain else command(at, body, columns)
         out.append(whole if plain or body == line.lstrip() else whole + " \\")
     return "\n".join(out)
 

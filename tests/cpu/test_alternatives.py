@@ -116,7 +116,7 @@ def test_a_command_that_leaves_out_the_draft_says_so(capsys: pytest.CaptureFixtu
     pair = ["-m", "26b:qat-q4_0", "-md", "mtp", "--assume", "RTX 4060 Ti 16GB"]
     assert run(["doctor", *pair, "--verbose"]) == 1
     shown = capsys.readouterr()
-    assert "First, without the draft: g4spec doctor -m 26b:qat-q4_0 --assume" in shown.err
+    assert "Try without the draft: g4spec doctor -m 26b:qat-q4_0 --assume" in shown.err
     assert "1. without the draft: g4spec doctor -m 26b:qat-q4_0 --assume" in shown.out
     assert "Fix: without the draft: g4spec doctor" in " ".join(shown.out.split())
     assert run(["recipe", "llama.cpp", *pair]) == 1

@@ -133,7 +133,7 @@ def test_nothing_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     log = tmp_path / "x.log"
     log.write_text("all is well\n")
     assert run(["doctor", "--log", str(log)]) == 0
-    assert "No error text" in capsys.readouterr().out
+    assert "no error message that g4spec knows" in capsys.readouterr().out
 
 
 def test_ordinary_lines_are_not_errors(tmp_path: Path) -> None:
