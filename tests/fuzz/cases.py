@@ -112,7 +112,10 @@ def kind_of_file(name: str) -> str:
 WORK = ("-n", "--n-predict", "--cases", "--repeats")
 """Options of commands that decode many texts whose large values are 10 s of asked-for work."""
 
-TEXT_OPTIONS = ("-f", "--file", "--tokens-file", "--log", "imatrix", "perplexity")
+TEXT_OPTIONS = (
+    *("-f", "--file", "--tokens-file", "--messages", "--tools", "--log"),
+    *("imatrix", "perplexity"),
+)
 """Words before the user's own text. It may come from a pipe, and is waited for."""
 
 

@@ -74,6 +74,26 @@ def events(those: Sequence[tuple[str, Any]]) -> bytes:
     ).encode()
 
 
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "in the a"},
+    {"role": "assistant", "content": "b", "reasoning_content": "a"},
+    {"role": "user", "content": [{"type": "text", "text": "c"}]},
+]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "find",
+            "description": "Find a word",
+            "parameters": {
+                "type": "object",
+                "properties": {"word": {"type": "string"}, "count": {"type": "integer"}},
+                "required": ["word"],
+            },
+        },
+    }
+]
 TEXT = "in the a\n\n b def f(x):\n    return x\n"
 
 
@@ -105,6 +125,8 @@ class Family:
             "ids.txt": b"2, 7 8 9\n",
             "log.txt": LOG.encode(),
             "q.jsonl": QUESTIONS.encode(),
+            "m.json": json.dumps(MESSAGES).encode(),
+            "tools.json": json.dumps(TOOLS).encode(),
             "models.json": b'{"data": [{"id": "tiny"}]}',
             "answer.sse": events(ANSWER),
             "live.sse": events(LIVE),

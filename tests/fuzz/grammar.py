@@ -142,6 +142,13 @@ SMALL = {
 }
 BRIEF = {**SMALL, "-n": _one("1", "2", "3", "7", "0", "x", "", "1.5", "0x10")}
 """Token counts for commands that decode many texts: none takes 10 s of legitimate work."""
+CONVERSATION = {
+    "--messages": _file("m.json", "tools.json", "p.txt"),
+    "--tools": _file("tools.json", "m.json"),
+    "--thinking": NONE,
+    "--parse-special": NONE,
+    "--no-parse-special": NONE,
+}
 CHUNKS = _one("1", "2", "3", "x", "", "1.5")
 """Chunks of a text: its mutations of 20,000 bytes in chunks of 16 are 10 s of legitimate work."""
 SAMPLING = {
@@ -247,10 +254,15 @@ COMMANDS: dict[str, Grammar] = {
                 *("--tokens-file", _file("ids.txt")),
             ),
             ("generate", "-m", TARGET, "-p", STR, "-n", "1", "-c", "96", "--chat"),
+            (
+                *("generate", "-m", TARGET, "-n", "1", "-c", "512"),
+                *("--messages", _file("m.json"), "--tools", _file("tools.json")),
+            ),
         ),
         {
             **SMALL,
             **SAMPLING,
+            **CONVERSATION,
             "--show-draft": NONE,
             "--show-rejected": NONE,
             "--stop": STR,
@@ -282,9 +294,16 @@ COMMANDS: dict[str, Grammar] = {
     ),
     "verify": Grammar(
         1,
-        (("verify", "-m", TARGET, "-md", DRAFT, "--cases", "1", "-n", "3", "-c", "512"),),
+        (
+            ("verify", "-m", TARGET, "-md", DRAFT, "--cases", "1", "-n", "3", "-c", "512"),
+            (
+                *("verify", "-m", TARGET, "-md", DRAFT, "--cases", "1", "-n", "3", "-c", "512"),
+                *("--messages", _file("m.json"), "--tools", _file("tools.json")),
+            ),
+        ),
         {
             **BRIEF,
+            **CONVERSATION,
             "-np": _one("1", "2", "0", "x"),
             "--long-tokens": INT,
             "-p": STR,
@@ -486,6 +505,7 @@ COMMANDS: dict[str, Grammar] = {
             **{flag: value for flag, value in SMALL.items() if flag not in ("-n", "--json")},
             **{flag: value for flag, value in SAMPLING.items() if flag != "--ignore-eos"},
             "-np": _one("1", "2", "0", "x", "65536"),
+            "--draft-max": LENGTH,
             "-md": anything,
             "--models": _one("T", ".", "x", ""),
             "--models-max": INT,
