@@ -114,7 +114,7 @@ WORK = ("-n", "--n-predict", "--cases", "--repeats")
 
 TEXT_OPTIONS = (
     *("-f", "--file", "--tokens-file", "--messages", "--tools", "--log"),
-    *("imatrix", "perplexity"),
+    *("--chat-template-file", "--api-key-file", "imatrix", "perplexity"),
 )
 """Words before the user's own text. It may come from a pipe, and is waited for."""
 
