@@ -12,7 +12,7 @@ from g4spec.advisor.schema import Mark
 
 SIGNS: dict[Mark, str] = {"good": "✓", "warn": "!", "bad": "✗", "note": "·"}
 WITHOUT_DRAFT = "without the draft: "
-"""What precedes a command that leaves out the requested draft."""
+"""Precedes a command that leaves out the requested draft."""
 STYLES: dict[Mark, str | None] = {"good": "good", "warn": "warn", "bad": "bad", "note": "dim"}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -40,16 +40,20 @@ NPredict = Annotated[
         "-n", "--n-predict", help="Maximum number of new tokens; -1: until the context is full."
     ),
 ]
-DraftMax = Annotated[
-    str,
-    typer.Option(
+
+
+def draft_max_option(limit: str) -> Any:
+    """Return the option `--draft-max`. `limit`: what it sets, as the help begins."""
+    return typer.Option(
         "--draft-max",
         "--spec-draft-n-max",
         metavar="N|auto",
-        help=f"Maximum draft length, 0 to {MAX_DRAFT}; `auto` chooses it at each step from "
-        "measured costs and acceptance.",
-    ),
-]
+        help=f"{limit}, 0 to {MAX_DRAFT}; `auto` chooses it at each step from measured costs and "
+        "acceptance.",
+    )
+
+
+DraftMax = Annotated[str, draft_max_option("Maximum draft length")]
 DraftWindow = Annotated[
     int | None,
     typer.Option(

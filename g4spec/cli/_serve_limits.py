@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from g4spec.core import MAX_DRAFT
+from g4spec.cli import _options
 from g4spec.errors import UsageError
 
 PrefixCache = Annotated[
@@ -20,14 +20,7 @@ PrefixCache = Annotated[
     ),
 ]
 DraftMax = Annotated[
-    str,
-    typer.Option(
-        "--draft-max",
-        "--spec-draft-n-max",
-        metavar="N|auto",
-        help=f"Maximum draft length of requests that set none, 0 to {MAX_DRAFT}; `auto` chooses it "
-        "at each step from measured costs and acceptance.",
-    ),
+    str, _options.draft_max_option("Maximum draft length of requests that set none")
 ]
 
 

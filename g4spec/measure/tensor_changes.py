@@ -54,7 +54,7 @@ class TensorChange:
 
     @property
     def action(self) -> str:
-        """What is done to the tensor, to continue "if"."""
+        """Describe what is done to the tensor, in words that continue "if"."""
         return f"exchanged with {self.other}" if self.other else f"multiplied by {self.factor:g}"
 
     def apply(self, read: Callable[[str], Any]) -> dict[str, Any]:
