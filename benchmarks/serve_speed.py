@@ -13,7 +13,6 @@ in a process that does nothing else.
 import argparse
 import asyncio
 import json
-import os
 import random
 import signal
 import socket
@@ -221,12 +220,7 @@ def main() -> int:
         ]
         log = Path(name) / "log"
         with log.open("wb") as file:
-            server = subprocess.Popen(
-                list(map(str, command)),
-                stderr=file,
-                cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-            )
+            server = subprocess.Popen(list(map(str, command)), stderr=file, cwd=ROOT)
         try:
             path = Path(draft) if draft and draft != "ngram" else draft
             with Engine.load(
