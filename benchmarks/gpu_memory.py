@@ -46,7 +46,7 @@ def loaded(target: Path, draft: Path, device: str, cache_type: str) -> Engine:
     try:
         return load(n_ctx=262144)
     except EnvironmentProblem as problem:
-        found = re.search(r"use -c (\d+)", problem.fix or "")
+        found = re.search(r"`n_ctx` (\d+)", problem.fix or "")
         if found is None:
             raise
         print(problem, flush=True)

@@ -66,7 +66,7 @@ async def asked(port: int, body: dict[str, Any]) -> Times:
     )
     first = last = 0.0
     async for line in reader:
-        assert b'"error"' not in line, line
+        assert b'"error":' not in line, line
         if line.startswith(b"data: {"):
             last = time.perf_counter()
             first = first or last
