@@ -10,7 +10,8 @@ strings, and prompts of 1 to 600 tokens, some with a shared prefix of 512 or 102
 arrive, end and are cancelled at random, 1 to 32 at a time, in large and small pools.
 
 Each request also runs alone, without prefix cache and draft. Texts, logits of chosen tokens and
-log-probabilities must have the same bits; proposals are compared with a single run with the draft.
+log-probabilities must have the same bits. Proposals of all requests, or of one in
+`--proposals-every`, are compared with a single run with the draft.
 The exit code is 1 if any differs.
 """
 
@@ -125,6 +126,7 @@ class Rounds:
             3 + 3 * parallel // 2,
             this._args.longest,
             small_pool=rng.random() < 0.3,
+            proposals_every=this._args.proposals_every,
             plain=this._reference,
             engines=this._engines,
         )
@@ -143,6 +145,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1e6, help="time limit in seconds")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--longest", type=int, default=200, help="maximum tokens of an output")
+    parser.add_argument("--proposals-every", type=int, default=1, metavar="N", help="requests")
     parser.add_argument("--workers", type=int, default=1, help="number of processes")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -170,6 +173,7 @@ def main() -> int:
             "seed": args.seed,
             "workers": args.workers,
             "longest": args.longest,
+            "proposals_every": args.proposals_every,
             "rounds": totals.rounds,
             **total,
             "most_live": totals.most_live,

@@ -88,6 +88,7 @@ class Cubin:
     code: bytes
 
 
+@functools.cache
 def arch_of(major: int, minor: int) -> str:
     """Return the architecture to compile for on a device of this compute capability: the newest of
     `ARCHS` that runs there, or the device's own if none does. Raises Unsupported below 7.0."""
@@ -111,9 +112,10 @@ def pretended(arch: str) -> str:
             GPU is newer: code for sm_90a runs on no other architecture.
     """
     requested = os.environ.get(PRETEND) or arch
-    older = [a for a in ARCHS if number(a) <= number(arch) and not a.endswith("a")]
-    if requested != arch and requested not in older:
-        raise UsageError(PRETEND, expected=f"one of {', '.join(older)}", found=requested)
+    if requested != arch:
+        older = [a for a in ARCHS if number(a) <= number(arch) and not a.endswith("a")]
+        if requested not in older:
+            raise UsageError(PRETEND, expected=f"one of {', '.join(older)}", found=requested)
     return requested
 
 
