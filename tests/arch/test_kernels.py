@@ -7,6 +7,7 @@ import ast
 import os
 import re
 import tempfile
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +17,18 @@ from g4spec.runtime.cuda.build import constants, nvrtc, signature, units
 
 REGISTERED = units.registered()
 
-SIBLINGS = {"sm_75": "sm_70", "sm_89": "sm_86", "sm_100": "sm_120", "sm_121": "sm_120"}
+SIBLINGS = {
+    "sm_75": "sm_70",
+    "sm_80": "sm_86",
+    "sm_89": "sm_86",
+    "sm_100": "sm_120",
+    "sm_121": "sm_120",
+}
 """Architectures that compile the same code as another one. Only the first and last instance of each
-unit are compiled for them, or all with G4SPEC_COMPILE=all (takes 5/3 of the time)."""
+kernel file are compiled for them, of sm_80 those of each unit, or all with G4SPEC_COMPILE=all
+(takes 2.5 times as long). The instances for sm_80 differ from those of all others because of its
+shared-memory limit; those for the other siblings are compiled in full for sm_86, sm_90a or sm_120
+(`test_instances_of_siblings_are_compiled_elsewhere`)."""
 
 
 PROCESSES = 1 if "PYTEST_XDIST_WORKER" in os.environ else None
@@ -40,17 +50,28 @@ def _instances(unit: units.Unit, wanted: str) -> tuple[str, ...]:
     return tuple(n for n in (*unit.names, *unit.more) if wanted == "all" or wanted in n)
 
 
+def _ends(declared: list[units.Unit], *, of_files: bool) -> list[units.Unit]:
+    """Return the units with only the first and last instance of each, or of each kernel file."""
+    names: dict[object, list[str]] = defaultdict(list)
+    for number, unit in enumerate(declared):
+        names[unit.file if of_files else number] += unit.names
+    kept = {key: {*found[:1], *found[-1:]} for key, found in names.items()}
+    return [
+        replace(u, names=tuple(n for n in u.names if n in kept[u.file if of_files else i]))
+        for i, u in enumerate(declared)
+    ]
+
+
 @pytest.mark.parametrize("arch", nvrtc.ARCHS)
 @pytest.mark.parametrize("module", REGISTERED)
 def test_compiles_within_its_bounds(module: str, arch: str) -> None:
     if arch == "sm_70" and nvrtc.version() >= (13, 0):
         pytest.skip("NVRTC 13 has no sm_70; 12.9 (nvidia-cuda-nvrtc-cu12) does")
-    declared = [unit for unit in REGISTERED[module] if arch in unit.archs]
+    declared = _of(REGISTERED[module], arch)
     if wanted := os.environ.get("G4SPEC_COMPILE"):
         declared = [replace(u, names=_instances(u, wanted)) for u in declared]
     elif arch in SIBLINGS:
-        ends = [tuple(dict.fromkeys((*unit.names[:1], *unit.names[-1:]))) for unit in declared]
-        declared = [replace(u, names=names) for u, names in zip(declared, ends, strict=True)]
+        declared = _ends(declared, of_files=arch != "sm_80")
     jobs = units.jobs_for(declared, arch)
     bounds = [unit for unit in declared for _ in unit.names]
     compiled = units.compile_all(jobs, PROCESSES)
@@ -71,6 +92,21 @@ def test_compiles_within_its_bounds(module: str, arch: str) -> None:
             if wrong
         ]
     assert not problems, "\n".join(problems)
+
+
+def test_instances_of_siblings_are_compiled_elsewhere() -> None:
+    """Each instance of a sibling other than sm_80 is compiled for an architecture without one."""
+    instances = {
+        arch: {(u.file, n) for us in REGISTERED.values() for u in _of(us, arch) for n in u.names}
+        for arch in nvrtc.ARCHS
+    }
+    full = set().union(*(found for arch, found in instances.items() if arch not in SIBLINGS))
+    for arch in SIBLINGS.keys() - {"sm_80"}:
+        assert instances[arch] and instances[arch] <= full, arch
+
+
+def _of(found: list[units.Unit], arch: str) -> list[units.Unit]:
+    return [unit for unit in found if arch in unit.archs]
 
 
 def test_every_kernel_is_registered() -> None:
