@@ -204,7 +204,7 @@ class Ops(SimpleOps):
             )
             for n in similar_tiles(lo, hi)
         ]
-        return torch.cat(out).flatten(0, 1)[real]
+        return (out[0] if len(out) == 1 else torch.cat(out)).flatten(0, 1)[real]
 
     def _attend_tiles(
         self,

@@ -80,8 +80,10 @@ class SimpleOps:
             partial_sums: the result is only passed to `norm_residual_norm` or `expert_layer`, so
                 it may be split-K partial sums [S, T, N].
         """
-        tiles, n = _tiles(x)
-        return torch.cat([F.linear(t, weight) for t in tiles])[:n]
+        n = x.shape[0]
+        if n <= TILE:
+            return F.linear(pad_rows(x).contiguous(), weight)[:n]
+        return torch.cat([F.linear(t, weight) for t in _tiles(x)])[:n]
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         """Compute x [..., H] times (mean(x^2) + eps)^-1/2, times `weight` [H] if given."""
@@ -179,8 +181,8 @@ def pad_rows(x: torch.Tensor) -> torch.Tensor:
     return x if missing == 0 else torch.cat([x, x[-1:].expand(missing, *x.shape[1:])])
 
 
-def _tiles(x: torch.Tensor) -> tuple[list[torch.Tensor], int]:
+def _tiles(x: torch.Tensor) -> list[torch.Tensor]:
     """Cut x [T, K] into contiguous tiles [TILE, K], the last one padded."""
     tiles = [x[i : i + TILE] for i in range(0, len(x), TILE)]
     tiles[-1] = pad_rows(tiles[-1])
-    return [t.contiguous() for t in tiles], len(x)
+    return [t.contiguous() for t in tiles]
