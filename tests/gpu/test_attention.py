@@ -142,7 +142,7 @@ def test_causal_rows(kind: Kind, dim: int, rotary_pairs: int, heads: tuple[int, 
     n_head, n_kv = heads
     for n in (1, 2, 16, 17, 63, 64, 65, 70, 128, 129, 300):
         kv = filled(n, n_kv, dim, kind, rotary_pairs=rotary_pairs)
-        for tokens in (1, 2, 3, 5, 8, 9, 16):
+        for tokens in (1, 2, 8, 9, 16) if EMULATED else (1, 2, 3, 5, 8, 9, 16):
             if tokens <= n:
                 q = torch.randn(tokens, n_head, dim).half()
                 check(q, kv, [0] * tokens, list(range(n - tokens, n)))
@@ -153,7 +153,7 @@ def test_causal_rows(kind: Kind, dim: int, rotary_pairs: int, heads: tuple[int, 
 def test_any_ranges(kind: Kind, dim: int, rotary_pairs: int) -> None:
     kv = filled(700, 2, dim, kind, rotary_pairs=rotary_pairs)
     for tokens in (1, 4, 16):
-        for _ in range(6):
+        for _ in range(3 if EMULATED else 6):
             ends = torch.randint(0, 700, (2, tokens)).sort(0).values.tolist()
             check(torch.randn(tokens, 8, dim).half(), kv, *ends)
         check(torch.randn(tokens, 8, dim).half(), kv, [300] * tokens, [315] * tokens)

@@ -266,7 +266,7 @@ def test_a_row_does_not_depend_on_the_batch(layer: Layer) -> None:
     x = randn(16, MANY.width, 5).to(DEVICE)
     x[10:] = x[3] + 0.03 * x[10:]  # many rows use the same few experts
     whole = layer.run(x)
-    for count in range(1, 17, 5 if EMULATED else 1):
+    for count in (1, 6, 11) if EMULATED else range(1, 17):
         for first in {0, 16 - count}:
             assert _same(layer, x, whole, list(range(first, first + count)))
     g = np.random.default_rng(0)

@@ -405,6 +405,7 @@ def test_workspace_is_known_before() -> None:
 
 @pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 16, 4), (333, 128, 8), (4096, 128, 8)])
 def test_routing(tokens: int, experts: int, k: int) -> None:
+    tokens = min(tokens, 1001) if EMULATED else tokens
     g = torch.Generator(DEVICE).manual_seed(0)
     scores = torch.randn(tokens, experts, device=DEVICE, generator=g)
     scores[:, 3] = scores[:, 5]  # the lower id wins

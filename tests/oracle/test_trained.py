@@ -29,7 +29,7 @@ pytestmark = [
         reason="the trained family is not in this checkout",
     ),
 ]
-NEAR, FAR, LINES, COUNT = 32, 3 * 256, 128, 8
+NEAR, FAR, LINES, COUNT = 32, 3 * 256, 128, 5
 STEP = 4  # rows between two proposals
 
 
