@@ -18,7 +18,7 @@ from tests.support.commands import Cli, in_folder
 
 PROMPT = ("-p", "hello world", "-n", 24, "-c", 256, "--ignore-eos")
 PROMPT_IDS = [2, *range(40, 60)]
-CUTS = (0, 0.1, 0.2, 0.25, 0.3, 0.45, 0.5, 0.55, 0.7, 1)
+CUTS = (0, 0.1, 0.2, 0.3, 0.5, 0.7, 1)
 
 
 @pytest.fixture(scope="module")

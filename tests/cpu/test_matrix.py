@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -20,6 +20,15 @@ from g4spec.runtime.cuda.weights.matrix import (
 
 ROWS, COLUMNS = 256, 512
 Pack = Callable[[Sequence[Matrix]], object]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _others() -> Iterator[None]:
+    """Leave the objects of earlier tests out of `live`, which takes long with many of them."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def live() -> int:

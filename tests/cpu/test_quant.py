@@ -159,7 +159,7 @@ def test_bytes_equal_the_c_reference(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(LEGACY))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(x=arrays(np.float32, (3, 32), elements=EDGES))
 def test_legacy_bytes_equal_c_for_edge_values(name: str, x: np.ndarray) -> None:
     got = quant.get(name).quantize(x)

@@ -209,7 +209,7 @@ def test_long_contexts(kind: Kind, dim: int, n_kv: int, rotary_pairs: int) -> No
 def test_a_row_is_bit_identical_in_any_batch(
     kind: Kind, dim: int, heads: tuple[int, int], window: int | None, rotary_pairs: int
 ) -> None:
-    n_head, n_kv = heads
+    n_head, n_kv = (n // 4 for n in heads) if EMULATED and heads[1] % 4 == 0 else heads
     n = 5000
     kv = filled(n, n_kv, dim, kind, window, rotary_pairs=rotary_pairs)
     q = torch.randn(16, n_head, dim).half()

@@ -4,7 +4,7 @@ the batch."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -152,6 +152,12 @@ def layer() -> Layer:
     return make(MANY, ("q4_k", "q8_0", "q4_k", "q8_0"))
 
 
+def own_router(layer: Layer) -> Layer:
+    """Return the layer with copies of the router's weights, which a test changes."""
+    gpu = replace(layer.gpu, router=layer.gpu.router.clone())
+    return replace(layer, gpu=gpu, cpu=dict(layer.cpu))
+
+
 def randn(count: int, width: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed)) * 30
 
@@ -220,7 +226,7 @@ def test_all_rows_use_the_same_experts(layer: Layer) -> None:
 def test_no_two_rows_share_an_expert(layer: Layer) -> None:
     """Row r uses experts 8 r .. 8 r + 7."""
     x = randn(16, MANY.width)
-    other = make(MANY, ("q4_k", "q8_0", "q4_k", "q8_0"))
+    other = own_router(layer)
     towards = REF.rms_norm(x, None, EPS).repeat_interleave(8, dim=0)
     other.cpu["router"] = towards + 0.1 * other.cpu["router"]
     other.gpu.router.copy_(other.cpu["router"])
@@ -231,7 +237,7 @@ def test_no_two_rows_share_an_expert(layer: Layer) -> None:
 
 def test_ties_take_the_lowest_expert(layer: Layer) -> None:
     """Groups of four experts with equal scores; also all scores equal."""
-    equal = make(MANY, ("q4_k", "q8_0", "q4_k", "q8_0"))
+    equal = own_router(layer)
     for router in (
         equal.cpu["router"][::4].repeat_interleave(4, dim=0),
         equal.cpu["router"][:1].expand(128, -1),
@@ -264,7 +270,7 @@ def test_a_row_does_not_depend_on_the_batch(layer: Layer) -> None:
         for first in {0, 16 - count}:
             assert _same(layer, x, whole, list(range(first, first + count)))
     g = np.random.default_rng(0)
-    for _ in range(5 if EMULATED else 20):
+    for _ in range(2 if EMULATED else 20):
         order = g.permutation(16)[: g.integers(1, 17)].tolist()
         assert _same(layer, x, whole, order)
 

@@ -64,6 +64,15 @@ def _memory(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1 << 32, 1 << 32))
 
 
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> Request:
+    """Return a text without a draft, as long as the turns of a test can become."""
+    with pytest.MonkeyPatch.context() as patch:
+        if EMULATED:
+            patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1 << 32, 1 << 32))
+        return cycles(load(folder), options(0, 24, HOT), prompt=[*PROMPT, 7])[0]
+
+
 def load(folder: Path, draft: str = "zlab", **settings: Any) -> Engine:
     path = folder / f"{draft}.gguf" if draft in RUNNER else draft
     given: dict[str, Any] = {
@@ -160,11 +169,12 @@ class RunningTexts:
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("name", RUNNER)
-def test_every_kind_equals_the_eager_runner(folder: Path, name: str, n: int) -> None:
+def test_every_kind_equals_the_eager_runner(
+    folder: Path, plain: Request, name: str, n: int
+) -> None:
     """Cycles, and the draft's state, when proposals and plain steps alternate."""
     turns = [[3, 1, 0], [3, 1, 0], [0] * 3, [0] * 3, [5, 0, 2], [2] * 3]
     found, begin = [], [*PROMPT, 7]
-    plain, _ = cycles(load(folder, name), options(0, 30, HOT), prompt=begin)
     for recorded in (False, True):
         engine = load(folder, name, pool=SLOTS * CTX)
         help_out(engine, begin + plain.ids, 3)

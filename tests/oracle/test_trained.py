@@ -30,6 +30,7 @@ pytestmark = [
     ),
 ]
 NEAR, FAR, LINES, COUNT = 32, 3 * 256, 128, 8
+STEP = 4  # rows between two proposals
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +66,12 @@ def agreement(engine: Engine, before: list[int], lines: list[int]) -> float:
             draft.commit(part(read, at, min(start, at + 256)))
         right = cycles = 0
         most = 7 if draft.name == "dflash" else 3  # the assistant computes them one by one
-        for at in range(start, len(ids) - 8, 2):
+        for at in range(start, len(ids) - 8, STEP):
             drafted = draft.propose(ids[at], at, most)
             true = ids[at + 1 : at + 1 + len(drafted)]
             right += next((i for i, t in enumerate(true) if drafted[i] != t), len(true))
             cycles += 1
-            draft.commit(part(read, at, at + 2))
+            draft.commit(part(read, at, at + STEP))
     return right / cycles
 
 
