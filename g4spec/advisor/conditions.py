@@ -47,18 +47,14 @@ class Situation:
     versions: dict[str, str] = field(default_factory=dict)
 
 
-def _number(value: float | int | None) -> tuple[int, ...] | None:
-    return (
-        None if value is None else parse(f"{value:.2f}" if isinstance(value, float) else str(value))
-    )
-
-
-def _in_range(text: str, value: tuple[int, ...] | None) -> bool:
-    return not text or (value is not None and holds(text, value))
-
-
-def _version(text: str | None) -> tuple[int, ...] | None:
-    return parse(text) if text else None
+def _in_range(text: str, value: str | float | int | tuple[int, ...] | None) -> bool:
+    if not text:
+        return True
+    if value is None or value == "":
+        return False
+    if isinstance(value, float):
+        value = f"{value:.2f}"
+    return holds(text, value if isinstance(value, tuple) else parse(str(value)))
 
 
 def _same(wanted: bool | None, found: bool | None) -> bool:
@@ -72,17 +68,17 @@ def _among(wanted: tuple[str, ...], found: str | None) -> bool:
 def matches(when: Conditions, s: Situation) -> bool:
     """Return True if every condition of `when` holds. An unknown value matches no condition."""
     ranges = (
-        (when.versions, _version(s.version)),
+        (when.versions, s.version),
         (when.cc, s.cc),
-        (when.gpus, _number(s.gpus)),
-        (when.nodes, _number(s.nodes)),
-        (when.memory, _number(s.memory)),
-        (when.context, _number(s.context)),
-        (when.streams, _number(s.streams)),
-        (when.driver, _version(s.driver)),
-        (when.torch, _version(s.versions.get("torch"))),
-        (when.transformers, _version(s.versions.get("transformers"))),
-        (when.nvcc, _version(s.versions.get("nvcc"))),
+        (when.gpus, s.gpus),
+        (when.nodes, s.nodes),
+        (when.memory, s.memory),
+        (when.context, s.context),
+        (when.streams, s.streams),
+        (when.driver, s.driver),
+        (when.torch, s.versions.get("torch")),
+        (when.transformers, s.versions.get("transformers")),
+        (when.nvcc, s.versions.get("nvcc")),
     )
     flags = (
         (when.unified, s.unified),

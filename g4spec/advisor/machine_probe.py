@@ -347,16 +347,11 @@ def torch_arches() -> tuple[str, ...]:
     torch is not imported: that takes seconds and a CUDA context. The list is compiled into its
     Python library as one string, `sm_75 sm_80 ... compute_120`; `()` for builds without CUDA.
     """
+    library = "torch_python.dll" if platform.system() == "Windows" else "libtorch_python.so"
     try:
-        files = metadata.files("torch") or []
-    except metadata.PackageNotFoundError:
-        return ()
-    library = next((f for f in files if f.name in ("libtorch_python.so", "torch_python.dll")), None)
-    if library is None:
-        return ()
-    try:
-        found = _arch_list(Path(str(library.locate())))
-    except OSError:
+        path = metadata.distribution("torch").locate_file(f"torch/lib/{library}")
+        found = _arch_list(Path(str(path)))
+    except (metadata.PackageNotFoundError, OSError):
         return ()
     return tuple(f"{a[:-1]}.{a[-1]}" for a in found)
 

@@ -8,9 +8,10 @@ compare the arithmetic with them. Sources: llama.cpp `llama-kv-cache-iswa.cpp` a
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.figures import FixedCostFact
@@ -64,15 +65,15 @@ class MemoryItem:
     how: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CardMemoryPlan:
     """The memory that a run needs on one card.
 
     Attributes:
         context: tokens that the items are computed for.
         available: bytes that the engine may use on the card.
-        largest: largest context in tokens that fits, up to the model's; 0 if 256 do not fit.
         ram: bytes of weights and cache that llama.cpp keeps in RAM instead.
+        bytes_at: bytes on the card for a number of tokens, up to `most`, the model's context.
     """
 
     engine: str
@@ -81,8 +82,22 @@ class CardMemoryPlan:
     context: int
     items: tuple[MemoryItem, ...]
     available: int
-    largest: int
-    ram: int = 0
+    ram: int
+    bytes_at: Callable[[int], int] = field(repr=False, compare=False)
+    most: int
+
+    @functools.cached_property
+    def largest(self) -> int:
+        """Largest context in tokens that fits, up to the model's; 0 if 256 do not fit. Found by
+        bisection over multiples of 256 tokens."""
+        low, high = 0, self.most // 256
+        if self.bytes_at(high * 256) <= self.available:
+            return high * 256
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = self.bytes_at(middle * 256) <= self.available
+            low, high = (middle, high) if fits else (low, middle)
+        return low * 256
 
     @property
     def total(self) -> int:
@@ -231,38 +246,27 @@ class Calculator:
         return self.draft.nbytes
 
     def plan(self, engine: str, option: WeightFormat, kv: str, context: int) -> CardMemoryPlan:
-        """Return the plan for one context, with the largest context that fits."""
-        items = self._items(engine, option, kv, context)
-        available = self.available(engine)
+        """Return the plan for one context."""
+
+        def bytes_at(n: int) -> int:
+            return sum(s.nbytes for s in self._items(engine, option, kv, n))
+
         return CardMemoryPlan(
             engine,
             option.format,
             kv,
             context,
-            items,
-            available,
-            self._largest(engine, option, kv, available),
+            self._items(engine, option, kv, context),
+            self.available(engine),
             self._ram(engine, option, kv, context),
+            bytes_at,
+            self.target.context,
         )
 
     def fits(self, engine: str, option: WeightFormat, kv: str, context: int) -> bool:
         """Return True if a context fits on the card."""
         items = self._items(engine, option, kv, context)
         return sum(s.nbytes for s in items) <= self.available(engine)
-
-    def _largest(self, engine: str, option: WeightFormat, kv: str, available: int) -> int:
-        """Find the largest context that fits by bisection over multiples of 256 tokens."""
-
-        def fits(n: int) -> bool:
-            return sum(s.nbytes for s in self._items(engine, option, kv, n * 256)) <= available
-
-        low, high = 0, self.target.context // 256
-        if fits(high):
-            return high * 256
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low * 256
 
     def _items(
         self, engine: str, option: WeightFormat, kv: str, context: int

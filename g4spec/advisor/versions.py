@@ -8,6 +8,7 @@ from functools import lru_cache
 _TERM = re.compile(r"(>=|<=|==|!=|>|<|)\s*b?(\d+(?:\.\d+)*)$")
 
 
+@lru_cache(maxsize=2048)
 def parse(text: str) -> tuple[int, ...]:
     """Return the numbers at the start of a version: `0.19.2rc1.dev21+g89` gives (0, 19, 2).
 

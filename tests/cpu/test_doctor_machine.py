@@ -241,6 +241,18 @@ def test_torch_arches(tmp_path: Path) -> None:
     assert machine_probe._arch_list(library) == []
 
 
+def test_torch_arches_of_the_installed_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths: list[Path] = []
+
+    def arch_list(path: Path) -> list[str]:
+        paths.append(path)
+        return ["86", "120"]
+
+    monkeypatch.setattr(machine_probe, "_arch_list", arch_list)
+    assert machine_probe.torch_arches() == ("8.6", "12.0")
+    assert paths[0].is_file()
+
+
 def test_which_code_runs_where() -> None:
     wheel = ("7.5", "8.0", "8.6", "9.0", "12.0")
     assert report.covered((8, 9), wheel) and report.covered((12, 1), wheel)
