@@ -16,7 +16,7 @@ Size = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="Time random weights of a published shape on the GPU instead of a file: 31b, 26b-a4b, "
+        help="Time random weights of a published shape on the GPU instead of a file: 31b, 26b, "
         "12b, e4b or e2b. Draft: -md dflash (default where one is published) or -md assistant.",
     ),
 ]
@@ -72,6 +72,7 @@ def run(
     if device == "cpu":
         raise UsageError("--synthetic measures a GPU", fix="leave out --device cpu")
     contexts = tuple(sorted({*synthetic_bench.CONTEXTS, *([n_ctx] if n_ctx else [])}))
+    name = "26b-a4b" if name == "26b" else name
     config = synthetic_bench.SyntheticConfig(
         type, draft=draft, contexts=contexts, accept_length=accept_length
     )

@@ -18,6 +18,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, from_json
 
 from g4spec.core import MAX_DRAFT
+from g4spec.errors import did_you_mean
 from g4spec.server.request_errors import RequestError
 
 Text = Annotated[str, Field(max_length=1 << 26)]
@@ -102,9 +103,9 @@ def check(model: type[Model], value: Json, where: str = "") -> Model:
     for part in first["loc"]:
         where += f"[{part}]" if isinstance(part, int) else f"{'.' if where else ''}{part}"
     if first["type"] == "extra_forbidden":
-        raise RequestError(
-            400, f"unknown field {where}; remove it", param=where, code="unknown_field"
-        )
+        known = model.model_fields if len(first["loc"]) == 1 else ()
+        fix = did_you_mean(first["loc"][-1], known) or "remove it"
+        raise RequestError(400, f"unknown field {where}; {fix}", param=where, code="unknown_field")
     found = "" if first["type"] == "missing" else f", found {first['input']!r:.60}"
     raise RequestError(400, f"{where}: {first['msg']}{found}", param=where or None)
 

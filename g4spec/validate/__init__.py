@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from g4spec.errors import InputError, UsageError
+from g4spec.errors import InputError, UsageError, did_you_mean
 from g4spec.validate.needs import Needs
 from g4spec.validate.report import Report
 from g4spec.validate.rule import ERROR, Rule, all_rules
@@ -58,7 +58,12 @@ def _chosen(only: Collection[str]) -> list[Rule]:
     known = all_rules()
     for name in only:
         if name not in known:
-            raise UsageError("unknown rule", expected="an id from --list-rules", found=name)
+            raise UsageError(
+                "unknown rule",
+                expected="an id from --list-rules",
+                found=name,
+                fix=did_you_mean(name, known),
+            )
     return [r for r in known.values() if not only or r.id in only]
 
 

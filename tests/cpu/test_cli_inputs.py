@@ -91,6 +91,8 @@ def test_unknown_synthetic_model(g4spec: Cli) -> None:
     assert "--synthetic: expected 31b" in g4spec.refused("bench", "--synthetic", "32b")
     stderr = g4spec.refused("bench", "--synthetic", "31b", "--type", "q4")
     assert "--type: expected one of f32" in stderr and "found q4" in stderr
+    stderr = g4spec.refused("bench", "--synthetic", "26b", "--type", "q4")
+    assert "--type: expected one of f32" in stderr
     stderr = g4spec.refused("bench", "--synthetic", "e4b", "-md", "dflash")
     assert "-md with --synthetic e4b: expected assistant, found dflash" in stderr
 

@@ -131,6 +131,8 @@ def test_unreadable_files_are_an_error(tmp_path: Path, good: Path) -> None:
         validate(good / "zlab.gguf", good / "assistant.gguf")
     with pytest.raises(UsageError, match="unknown rule"):
         validate(good / "zlab.gguf", only=["G4-NOT-001"])
+    with pytest.raises(UsageError, match="Did you mean G4-BLK-009"):
+        validate(good / "zlab.gguf", only=["blk-009"])
 
 
 def test_the_report_is_sorted_and_becomes_json(tmp_path: Path) -> None:

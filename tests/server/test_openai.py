@@ -275,7 +275,8 @@ def test_models(client: openai.OpenAI) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown": ({"fo": 1}, "unknown field fo"),
+    "unknown": ({"fo": 1}, "unknown field fo; remove it"),
+    "misspelled": ({"temprature": 1}, r"unknown field temprature; did you mean temperature\?"),
     "unknown inside": (
         {"messages": [{"role": "user", "content": "x", "fo": 1}]},
         r"unknown field messages\[0\].fo",
