@@ -143,8 +143,11 @@ SAMPLERS = [
 @pytest.mark.parametrize("name", DRAFTS)
 def test_text_with_a_draft_equals_text_without(name: str, sampler: Sampler) -> None:
     """Each kind with each sampler, and with each number of drafted tokens."""
-    # With 60 tokens, texts reach the second page of the pool; all overwrite each ring once.
-    short, greedy = mm.WINDOW + 8, ((1, mm.WINDOW + 8), (2, 60), (5, mm.WINDOW + 8), (15, 60))
+    # With 60 tokens, a text reaches the second page of the pool; all overwrite each ring once.
+    short, greedy = (
+        mm.WINDOW + 8,
+        ((1, mm.WINDOW + 8), (2, mm.WINDOW + 8), (5, mm.WINDOW + 8), (15, 60)),
+    )
     hot = {
         sampler: ((count, short),) for sampler, count in zip(SAMPLERS[1:], (2, 15, 5), strict=True)
     }
