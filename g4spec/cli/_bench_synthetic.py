@@ -80,10 +80,9 @@ def run(
     prepare(save)
     try:
         backend: Any = devices.select("cuda" if device == "auto" else device, setup.cache_type)
-    except EnvironmentProblem as missing:
-        reason = missing.what.removeprefix("`device` cuda: ")
+    except devices.NoGpu as missing:
         raise EnvironmentProblem(
-            f"--synthetic needs an NVIDIA GPU: {reason}", fix="see `g4spec doctor`"
+            f"--synthetic needs an NVIDIA GPU: {missing.reason}", fix="see `g4spec doctor`"
         ) from None
     data = synthetic_bench.measure(name, backend, config)
     _bench_results.write_files(data, out, save, None)

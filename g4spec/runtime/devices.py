@@ -15,6 +15,19 @@ from g4spec.runtime.backend import TorchBackend
 EXTRA = "install g4spec[cuda]"
 
 
+class NoGpu(EnvironmentProblem):
+    """No GPU can be used.
+
+    Args:
+        reason: why.
+        fix: what the user can do about it.
+    """
+
+    def __init__(self, reason: str, fix: str) -> None:
+        super().__init__(f"`device` cuda: {reason}", fix=fix)
+        self.reason = reason
+
+
 def select(device: str, cache_type: str | None = None) -> Backend:
     """Open a device.
 
@@ -26,7 +39,7 @@ def select(device: str, cache_type: str | None = None) -> Backend:
 
     Raises:
         UsageError: there is no such device or cache type.
-        EnvironmentProblem: the device cannot be used.
+        NoGpu: the device is a GPU, and none can be used.
     """
     found = check(device, cache_type)
     if found is None:
@@ -62,14 +75,13 @@ def unused_gpu_reason() -> str | None:
     return None if found is None else str(found)
 
 
-def _why_no_gpu() -> EnvironmentProblem | None:
+def _why_no_gpu() -> NoGpu | None:
     """Return why no GPU can be used, or None."""
     if not torch.cuda.is_available():
-        return EnvironmentProblem(
-            "`device` cuda: torch finds no CUDA device here",
-            fix="use `device` cpu, or see `g4spec doctor`",
+        return NoGpu(
+            "torch finds no CUDA device here", fix="use `device` cpu, or see `g4spec doctor`"
         )
     found = importlib.util.find_spec("cuda")
     if found is None or importlib.util.find_spec("cuda.core") is None:
-        return EnvironmentProblem("`device` cuda: the package cuda-core is missing", fix=EXTRA)
+        return NoGpu("the package cuda-core is missing", fix=EXTRA)
     return None

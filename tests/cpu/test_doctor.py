@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -24,6 +25,9 @@ from g4spec.advisor.schema import CardFact, SizeFact
 from g4spec.advisor.summary import estimate
 from g4spec.cli import run
 from g4spec.errors import UsageError
+from g4spec.runtime import devices, selftest
+from g4spec.runtime.cuda import kernel_selftest
+from g4spec.runtime.cuda.backend import CudaBackend
 
 FACTS = facts()
 ROOT = Path(__file__).resolve().parents[2]
@@ -564,6 +568,13 @@ def test_self_test(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     assert any("same bits" in c["text"] and c["ok"] for c in checks)
     assert any("CUDA kernels" in c["text"] for c in checks)
+
+
+def test_self_test_checks_the_kernels_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = mock.Mock(spec=CudaBackend, ops="the GPU's operations")
+    monkeypatch.setattr(devices, "select", lambda device: backend)
+    monkeypatch.setattr(kernel_selftest, "checks", lambda ops: [(True, f"kernel: {ops}")])
+    assert (True, "kernel: the GPU's operations") in list(selftest.checks())
 
 
 def test_speed_without_a_published_acceptance(capsys: pytest.CaptureFixture[str]) -> None:

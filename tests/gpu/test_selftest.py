@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from g4spec import quant
+from g4spec.advisor.selftest import run
 from g4spec.runtime.cuda import kernel_selftest as selftest
 from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.cuda.weights import packing, samples
-from tests.gpu.device import DEVICE, EMULATED
+from tests.gpu.device import DEVICE, EMULATED, needs_gpu
 
 pytestmark = pytest.mark.gpu
 
@@ -23,6 +24,13 @@ def test_the_kernels_pass(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(packing, "PARTS", {n: packing.PARTS[n] for n in types})
     found = list(selftest.checks(CudaOps(DEVICE)))
     assert len(found) == len(types) + 2 and all(ok for ok, _ in found), found
+
+
+@needs_gpu
+def test_doctor_checks_the_kernels() -> None:
+    found = run()
+    assert all(check.ok is not False for check in found), found
+    assert any(check.ok and check.text.startswith("kernel: ") for check in found)
 
 
 def test_wrong_kernels_fail(monkeypatch: pytest.MonkeyPatch) -> None:

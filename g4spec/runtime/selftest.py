@@ -1,0 +1,72 @@
+"""The checks of `doctor --self-test` (`python -m g4spec.runtime.selftest`): prints "RESULT " and
+a list of [passed, text] in JSON; `passed` is null for information."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+
+import torch
+
+from g4spec.core import MAX_STEP_ROWS
+from g4spec.errors import EnvironmentProblem
+from g4spec.ops.reference import Ops
+from g4spec.runtime import devices
+
+Check = tuple[bool | None, str]
+
+
+def checks() -> Iterator[Check]:
+    """Yield all checks of this machine."""
+    yield from reference_checks()
+    available = torch.cuda.is_available()
+    yield None, f"torch {torch.__version__}, CUDA {'' if available else 'not '}available"
+    if available:
+        name = torch.cuda.get_device_name()
+        yield None, f"read bandwidth measured here: {bandwidth():.0f} GB/s ({name})"
+    try:
+        yield from kernel_checks()
+    except EnvironmentProblem as missing:
+        reason = missing.reason if isinstance(missing, devices.NoGpu) else missing
+        yield None, f"CUDA kernels: not checked: {reason}"
+
+
+def kernel_checks() -> Iterator[Check]:
+    """Yield the checks of the kernels. Raises EnvironmentProblem if they cannot run."""
+    backend = devices.select("cuda")
+    from g4spec.runtime.cuda import kernel_selftest
+    from g4spec.runtime.cuda.backend import CudaBackend
+
+    assert isinstance(backend, CudaBackend)
+    yield from kernel_selftest.checks(backend.ops)
+
+
+def reference_checks() -> Iterator[Check]:
+    """Yield the checks of the reference implementation on the CPU."""
+    ops, seed = Ops(), torch.Generator().manual_seed(1)
+    x = torch.randn(MAX_STEP_ROWS, 512, generator=seed)
+    w = torch.randn(768, 512, generator=seed)
+    whole = ops.linear(x, w)
+    same = all(torch.equal(ops.linear(x[:n], w), whole[:n]) for n in range(1, len(x) + 1))
+    yield same, f"reference runtime: a row has the same bits in batches of 1 to {len(x)} rows"
+    error = (x.double() @ w.double().T - whole.double()).abs().max().item()
+    yield error < 1e-3, f"reference runtime: largest error against 64-bit floats {error:.1e}"
+
+
+def bandwidth() -> float:
+    """Measure how fast the GPU reads its memory, in GB/s."""
+    n = min(torch.cuda.mem_get_info()[0] // 2, 4 << 30) // 4
+    data = torch.zeros(n, device="cuda")
+    data.sum().item()
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(5):
+        data.sum()
+    stop.record()
+    torch.cuda.synchronize()
+    return 5 * n * 4 / (start.elapsed_time(stop) / 1e3) / 1e9
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"RESULT {json.dumps(list(checks()))}\n")
