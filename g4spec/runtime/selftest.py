@@ -59,13 +59,13 @@ def bandwidth() -> float:
     n = min(torch.cuda.mem_get_info()[0] // 2, 4 << 30) // 4
     data = torch.zeros(n, device="cuda")
     data.sum().item()
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()
     for _ in range(5):
         data.sum()
     stop.record()
     torch.cuda.synchronize()
-    return 5 * n * 4 / (start.elapsed_time(stop) / 1e3) / 1e9
+    return float(5 * n * 4 / (start.elapsed_time(stop) / 1e3) / 1e9)
 
 
 if __name__ == "__main__":
