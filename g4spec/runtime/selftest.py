@@ -1,10 +1,7 @@
-"""The checks of `doctor --self-test` (`python -m g4spec.runtime.selftest`): prints "RESULT " and
-a list of [passed, text] in JSON; `passed` is null for information."""
+"""The checks of `doctor --self-test`: the reference implementation and the kernels of the GPU."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator
 
 import torch
@@ -15,6 +12,7 @@ from g4spec.ops.reference import Ops
 from g4spec.runtime import devices
 
 Check = tuple[bool | None, str]
+"""Whether a check passed (None for information, as a measured bandwidth), and its description."""
 
 
 def checks() -> Iterator[Check]:
@@ -66,7 +64,3 @@ def bandwidth() -> float:
     stop.record()
     torch.cuda.synchronize()
     return float(5 * n * 4 / (start.elapsed_time(stop) / 1e3) / 1e9)
-
-
-if __name__ == "__main__":
-    sys.stdout.write(f"RESULT {json.dumps(list(checks()))}\n")
