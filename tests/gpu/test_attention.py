@@ -42,7 +42,7 @@ DIMS = [(64, 0), (128, 0), (256, 0), (512, 0), (512, ROTARY_PAIRS)]
 
 @pytest.fixture(autouse=True, scope="module")
 def _compiled() -> None:
-    launch.warm([u for u in attention.UNITS if launch.arch() in u.archs])
+    launch.warm([u for u in attention.list_units() if launch.arch() in u.archs])
 
 
 @pytest.fixture(autouse=True)

@@ -34,7 +34,7 @@ STARTS = [250, 0, 7, 1020, 4090, 1279]
 
 @pytest.fixture(autouse=True, scope="module")
 def _compiled() -> None:
-    launch.warm([u for u in attention_window.UNITS if launch.arch() in u.archs])
+    launch.warm([u for u in attention_window.list_units() if launch.arch() in u.archs])
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """The list of kernel instances, and parallel compilation.
 
-A module of this package that launches kernels lists them in `UNITS`. So a test can compile every
-one for every architecture, and check its resources, on a machine without a GPU.
+A module of this package that launches kernels lists them in `list_units()`. So a test can compile
+every one for every architecture, and check its resources, on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -66,16 +66,16 @@ class Job:
 
 
 def registered() -> dict[str, list[Unit]]:
-    """Return `UNITS` of every module of this package that has them, by module name."""
+    """Return `list_units()` of every module of this package that has it, by module name."""
     import g4spec.runtime.cuda as package
 
     modules = {}
     for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        units = getattr(importlib.import_module(info.name), "UNITS", None)
-        if units is not None:
+        list_units = getattr(importlib.import_module(info.name), "list_units", None)
+        if list_units is not None:
             name = info.name.rpartition(".")[2]
             assert name not in modules, name
-            modules[name] = list(units)
+            modules[name] = list_units()
     return modules
 
 

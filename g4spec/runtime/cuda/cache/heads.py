@@ -153,23 +153,25 @@ def instance(
     return f"finish_heads<{head_dim}, {', '.join(map(str, flags))}>"
 
 
-UNITS = [
-    Unit(
-        "heads.cu",
-        tuple(
-            instance(dim, pairs=pairs, q8=q8)
-            for dim in HEAD_DIMS
-            for pairs in (False, True)
-            for q8 in CACHE_NUMBERS
+def list_units() -> list[Unit]:
+    """Return the instances that tests compile."""
+    return [
+        Unit(
+            "heads.cu",
+            tuple(
+                instance(dim, pairs=pairs, q8=q8)
+                for dim in HEAD_DIMS
+                for pairs in (False, True)
+                for q8 in CACHE_NUMBERS
+            ),
+            max_registers=80,
         ),
-        max_registers=80,
-    ),
-    Unit(
-        "heads.cu",
-        (
-            *(instance(dim, n, q8=TYPES["q8_0"].number) for dim in (128, 256) for n in (2, 4)),
-            *(instance(512, q8=q8, rotary_pairs=CACHE_ROTARY_PAIRS) for q8 in CACHE_NUMBERS),
+        Unit(
+            "heads.cu",
+            (
+                *(instance(dim, n, q8=TYPES["q8_0"].number) for dim in (128, 256) for n in (2, 4)),
+                *(instance(512, q8=q8, rotary_pairs=CACHE_ROTARY_PAIRS) for q8 in CACHE_NUMBERS),
+            ),
+            max_registers=80,
         ),
-        max_registers=80,
-    ),
-]
+    ]

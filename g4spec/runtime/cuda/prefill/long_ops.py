@@ -430,20 +430,13 @@ def rotating_freqs(freqs: torch.Tensor) -> torch.Tensor:
     return freqs[:count].contiguous()
 
 
-# What the targets launch: hidden size, and experts with how many a token visits.
-UNITS = [
-    Unit(
-        "prefill.cu",
-        (
-            "modulated",
-            *(f"gated<{t}, {turns}>" for t in ("Half", "Bfloat") for turns in ("false", "true")),
-            *(
-                row_kernel(name, width)[0]
-                for width in (5376, 3840, 2816, 2560, 1536)
-                for name in ("norm", "add_norm", "convert", "add_norm_experts", "add_experts")
-            ),
-        ),
-        max_registers=96,
-    ),
-    Unit("prefill_experts.cu", ("order", "route<128, 8>", "gather<2816>"), max_registers=64),
-]
+def list_units() -> list[Unit]:
+    """Return the instances that tests compile: hidden sizes of the targets, and their experts with
+    how many a token visits."""
+    gated = [f"gated<{t}, {turns}>" for t in ("Half", "Bfloat") for turns in ("false", "true")]
+    by_row = ("norm", "add_norm", "convert", "add_norm_experts", "add_experts")
+    rows = [row_kernel(name, w)[0] for w in (5376, 3840, 2816, 2560, 1536) for name in by_row]
+    return [
+        Unit("prefill.cu", ("modulated", *gated, *rows), max_registers=96),
+        Unit("prefill_experts.cu", ("order", "route<128, 8>", "gather<2816>"), max_registers=64),
+    ]

@@ -359,7 +359,7 @@ def plain_instance(head_dim: int, kind: Kind, rotary_pairs: int) -> str:
     return f"attend_plain<{head_dim}, {TYPES[kind].number}, {rotary_pairs}>"
 
 
-def _units() -> list[Unit]:
+def list_units() -> list[Unit]:
     """Return every instance that `choose` can return, by architecture, and those of the second
     phase."""
     combine = tuple(f"combine_chunks<{d}, {w}>" for d in HEAD_DIMS for w in (1, COMBINE_WARPS))
@@ -376,6 +376,3 @@ def _units() -> list[Unit]:
             most = max(shape.shared for shape in shapes)
             units.append(Unit("attention.cu", tuple(s.name for s in shapes), (arch,), 255, most))
     return units
-
-
-UNITS = _units()

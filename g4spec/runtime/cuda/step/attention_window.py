@@ -170,14 +170,16 @@ def _archs(tiles: int) -> tuple[str, ...]:
     return tuple(a for a in TENSOR_ARCHS if most <= nvrtc.SHARED_LIMIT[a])
 
 
-# Layers of the 31B and of the 26B-A4B, for each number of split-K slices of the projection.
-UNITS = [
-    Unit(
-        "attention_window.cu",
-        tuple(instance(tiles, n, f) for n in slices for f in TOKEN_GROUPS),
-        _archs(tiles),
-        128,
-        _shared(tiles, max(TOKEN_GROUPS)),
-    )
-    for tiles, slices in ((2, (1, 2)), (1, (1, 2, 4)))
-]
+def list_units() -> list[Unit]:
+    """Return the instances that tests compile: layers of the 31B and of the 26B-A4B, for each
+    number of split-K slices of the projection."""
+    return [
+        Unit(
+            "attention_window.cu",
+            tuple(instance(tiles, n, f) for n in slices for f in TOKEN_GROUPS),
+            _archs(tiles),
+            128,
+            _shared(tiles, max(TOKEN_GROUPS)),
+        )
+        for tiles, slices in ((2, (1, 2)), (1, (1, 2, 4)))
+    ]

@@ -404,7 +404,7 @@ def _run(
     )
 
 
-def _units() -> list[Unit]:
+def list_units() -> list[Unit]:
     """Return all instances for one matrix, by architecture, and the common ones for two
     matrices."""
     out = []
@@ -445,6 +445,3 @@ def _units() -> list[Unit]:
             )
         )
     return out
-
-
-UNITS = _units()

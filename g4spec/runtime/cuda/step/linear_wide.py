@@ -186,7 +186,7 @@ def _grid(
     return units, groups, run, groups * slices or ceil_div(units * groups, run)
 
 
-def _units() -> list[Unit]:
+def list_units() -> list[Unit]:
     """Return instances for common types in as many row groups as fit, and one of each kernel.
     Kernels without `wgmma` spill registers, nearly all of them outside of the loop over a unit."""
     out = []
@@ -230,6 +230,3 @@ def _unit(
 ) -> Unit:
     shared = max([*names.values(), *more.values()])
     return Unit("linear_wide.cu", tuple(sorted(names)), (arch,), 168, shared, spill, tuple(more))
-
-
-UNITS = _units()

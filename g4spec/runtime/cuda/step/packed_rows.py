@@ -399,42 +399,44 @@ def address(x: torch.Tensor) -> launch.Strided:
     return launch.Strided(x)
 
 
-# Instances that targets and drafts of Gemma 4 31B and 26B-A4B launch on an H200, more split-K
-# slices, which other GPUs may use, and the widest rows.
-UNITS = [
-    Unit("norm.cu", tuple(instance(width, *form) for form in forms), max_registers=bound)
-    for width, bound, forms in (
-        (
-            5376,
-            80,
-            [
-                (1, PLAIN, ROWS),
-                (1, NORM, ROWS),
-                (1, NORM, FLOATS),
-                (1, NORM, NOTHING),
-                (1, ADD, ROWS),
-                (1, PLAIN, SCALED),
-                (1, PLAIN, FLOATS),
-            ],
+def list_units() -> list[Unit]:
+    """Return the instances that tests compile: those that targets and drafts of Gemma 4 31B and
+    26B-A4B launch on an H200, more split-K slices, which other GPUs may use, and the widest
+    rows."""
+    return [
+        Unit("norm.cu", tuple(instance(width, *form) for form in forms), max_registers=bound)
+        for width, bound, forms in (
+            (
+                5376,
+                80,
+                [
+                    (1, PLAIN, ROWS),
+                    (1, NORM, ROWS),
+                    (1, NORM, FLOATS),
+                    (1, NORM, NOTHING),
+                    (1, ADD, ROWS),
+                    (1, PLAIN, SCALED),
+                    (1, PLAIN, FLOATS),
+                ],
+            ),
+            (
+                5376,
+                96,
+                [(3, NORM, ROWS), (3, NORM, FLOATS), (3, ADD, ROWS), (3, ADD, FLOATS)],
+            ),
+            (5376, 128, [(6, NORM, ROWS), (6, NORM, FLOATS)]),
+            (2816, 112, [(1, NORM, ROWS, 3), (6, NORM, ROWS, 2)]),
+            (2816, 128, [(4, NORM, ROWS), (8, NORM, ROWS, 2)]),
+            (16128, 96, [(1, PLAIN, ROWS)]),
+            (26880, 64, [(1, PLAIN, SCALED)]),
+        )
+    ] + [
+        Unit(
+            "norm.cu",
+            (
+                instance(5376, 1, NORM, FLOATS, split=False),
+                instance(5376, 3, NORM, ROWS, split=False),
+            ),
+            max_registers=128,
         ),
-        (
-            5376,
-            96,
-            [(3, NORM, ROWS), (3, NORM, FLOATS), (3, ADD, ROWS), (3, ADD, FLOATS)],
-        ),
-        (5376, 128, [(6, NORM, ROWS), (6, NORM, FLOATS)]),
-        (2816, 112, [(1, NORM, ROWS, 3), (6, NORM, ROWS, 2)]),
-        (2816, 128, [(4, NORM, ROWS), (8, NORM, ROWS, 2)]),
-        (16128, 96, [(1, PLAIN, ROWS)]),
-        (26880, 64, [(1, PLAIN, SCALED)]),
-    )
-] + [
-    Unit(
-        "norm.cu",
-        (
-            instance(5376, 1, NORM, FLOATS, split=False),
-            instance(5376, 3, NORM, ROWS, split=False),
-        ),
-        max_registers=128,
-    ),
-]
+    ]
