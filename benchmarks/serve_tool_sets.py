@@ -214,7 +214,7 @@ def written(
     for at in range(0, len(asked), 8):
         requests = []
         for i, (_, wanted) in enumerate(asked[at : at + 8]):
-            ends = ((made.marks.delimiter, 6.0), (made.marks.call_end, 6.0))
+            ends = ((made.marks.delimiter, ENDS_BIAS), (made.marks.call_end, ENDS_BIAS))
             sampler = Sampler(temperature=1.0, seed=at + i, logit_bias=ends)
             drafted = 0 if engine.draft is None else 4
             options = Options(limit, sampler, drafted, mask=made.vocabulary.mask(wanted))
