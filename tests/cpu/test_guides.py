@@ -127,9 +127,17 @@ def test_stop_reasons_are_listed_where_users_of_python_look() -> None:
 
 def test_every_page_is_in_the_navigation() -> None:
     named = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
-    pages = {str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")}
-    assert pages <= named
+    site = (ROOT / "docs" / "site.py").read_text(encoding="utf-8")
+    patterns = re.findall(r'^    "(.*\.md)",$', site, re.MULTILINE)
+    assert {str(p.relative_to(ROOT)) for each in patterns for p in ROOT.glob(each)} <= named
     assert {n for n in named if not (ROOT / n).exists()} == {"docs/commands.md"}, "generated"
+
+
+def test_no_brackets_are_taken_for_references() -> None:
+    """`[a][b]` outside of code is a link to the definition of `b`."""
+    for page in (ROOT / "benchmarks" / "LOG.md", *(ROOT / "docs").rglob("*.md")):
+        text = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        assert not re.findall(r".*\]\[.*", text), page.name
 
 
 def test_the_log_has_an_index() -> None:
