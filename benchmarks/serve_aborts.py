@@ -328,7 +328,7 @@ def main() -> int:
         settings = Settings("tiny", queue=64, time_limit=36_000, send_limit=3)
         served = Served(engine, settings)
         # Small buffers, so that it is soon felt that a client does not read.
-        served._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+        served.listeners[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
         found = asyncio.run(aborts(served, args.aborts, random.Random(args.seed)))
         answers = faults(served)
         served.stop()

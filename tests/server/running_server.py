@@ -28,12 +28,12 @@ class Served:
         self.service = Service(engine, settings or Settings("tiny", ("small",)))
         ready = threading.Event()
         address = run.ServerAddress(port=0)
-        self._listeners = run.listen(address)
-        self.url = run.url(address, self._listeners)
+        self.listeners = run.listen(address)
+        self.url = run.url(address, self.listeners)
         application = create_app(self.service, **more)
         self.server = run.create_server(application, self.service, address, ready.set)
         self._thread = threading.Thread(
-            target=self.server.run, kwargs={"sockets": self._listeners}, daemon=True
+            target=self.server.run, kwargs={"sockets": self.listeners}, daemon=True
         )
         self._thread.start()
         assert ready.wait(20)
