@@ -48,9 +48,15 @@ def test_attention_of_sequences() -> None:
     test_attention_window.test_sequences_in_any_slots(2, 300, 2, sizes)
 
 
-@pytest.mark.parametrize(("start", "count", "at_once"), [(250, 13, None), (400, 3, 1)])
-def test_attention_of_a_layer_with_a_window(start: int, count: int, at_once: int | None) -> None:
-    layer = test_attention_window.Layer(2, 300, 4, start)
+@pytest.mark.parametrize(
+    ("n_kv", "window", "start", "count", "at_once"),
+    [(2, 300, 250, 13, None), (2, 300, 400, 3, 1), (4, 1024, 600, 1, 1)],
+)
+def test_attention_of_a_layer_with_a_window(
+    n_kv: int, window: int, start: int, count: int, at_once: int | None
+) -> None:
+    """Chunks of one tile and of two; with one block at once, blocks have few warps."""
+    layer = test_attention_window.Layer(n_kv, window, 4, start)
     assert layer.attend(layer.product(count), at_once=at_once).isfinite().all()
 
 

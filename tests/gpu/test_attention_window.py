@@ -124,7 +124,7 @@ def test_a_row_is_bit_identical_in_any_batch(
 
 
 @pytest.mark.parametrize("start", [1500, 0, 250, 1020, 4090])
-@pytest.mark.parametrize("count", [16, 3, 11])
+@pytest.mark.parametrize("count", [16, 3, 11, 1, 4])
 @pytest.mark.parametrize(("n_kv", "window", "slices"), LAYERS)
 def test_bits_do_not_depend_on_the_chunks_of_a_block(
     n_kv: int, window: int, slices: int, start: int, count: int
@@ -155,19 +155,23 @@ def test_rows_that_see_each_other(n_kv: int, window: int, slices: int, start: in
     assert (got - want).abs().max() < 4e-3
 
 
-@pytest.mark.parametrize(("n_kv", "window", "slices"), LAYERS[:1])
-def test_a_row_with_nan_does_not_change_others(n_kv: int, window: int, slices: int) -> None:
+@pytest.mark.parametrize("at_once", [None, 1])
+@pytest.mark.parametrize(("n_kv", "window", "slices"), LAYERS)
+def test_a_row_with_nan_does_not_change_others(
+    n_kv: int, window: int, slices: int, at_once: int | None
+) -> None:
+    """With one block at once, blocks have few warps."""
     layer = Layer(n_kv, window, slices, 1500)
     y = layer.product(4)
-    good = layer.copy().attend(y)
+    good = layer.copy().attend(y, at_once=at_once)
     bad_y = y.clone()
     bad_y[:, 2, 2 * n_kv * DIM :] = torch.nan  # keys and values of the third row
-    bad = layer.copy().attend(bad_y)
+    bad = layer.copy().attend(bad_y, at_once=at_once)
     assert torch.equal(bad[:2], good[:2])
     assert bool(bad[2:].isnan().all())
     gone = one(1500 - window, 1)  # the last position outside the window of the first row
     layer.kv.append(gone.slots, gone.positions, *torch.full((2, 1, n_kv, DIM), torch.nan))
-    assert torch.equal(layer.attend(y), good)
+    assert torch.equal(layer.attend(y, at_once=at_once), good)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 // Sliding-window attention of a decode step in one kernel, from the QKV projection to the packed
 // input of the output projection. Heads of 256, two query heads per KV head, Q8_0 cache.
 //
-// Thread mapping: a block has 16 warps, one KV head, four or eight tokens of a sequence, and some of the
-// chunks (CHUNK positions) that they see, the newest first. Steps:
+// Thread mapping: a block has 16 or 8 warps, one KV head, four or eight tokens of a sequence, and some
+// of the chunks (CHUNK positions) that they see, the newest first. Steps:
 //   1. copy keys and values of earlier steps to shared memory, those of the first chunk before the
 //      preceding kernel has ended;
 //   2. one warp per vector: norm and rotation (head_vector.cuh). Queries go to shared memory. So do the
@@ -10,28 +10,40 @@
 //   3. scores, weights, weighted sums. If the tokens see several chunks, partial results go to global
 //      memory, and the last block to arrive combines them in the order of the chunks.
 // Row r of the 8-wide MMA operand is token r / 2 of the block, query head r % 2.
+//
+// With 8 warps a block takes half of the registers and of the shared memory, so that a multiprocessor
+// runs two: where there are more sequences than multiprocessors, one computes while the other waits.
+// Its shared memory holds two tiles. If the tokens see only one tile of a chunk, these are its keys and
+// its values; otherwise the values of both tiles take the place of the keys once scores are computed.
 #include "attention_tiles.cuh"
 #include "head_vector.cuh"
 #include "packed_rows.cuh"
 
 #if ARCH >= 800
-constexpr int D = WINDOW_HEAD_DIM, WARPS = WINDOW_WARPS, THREADS = 32 * WARPS;
+constexpr int D = WINDOW_HEAD_DIM;
 static_assert(WINDOW_GROUP == 2 && WINDOW_TOKENS == 4, "a tile of 8 rows is 4 tokens of 2 heads");
 // Floats between rows of sums in shared memory, padded against bank conflicts.
 constexpr int SUM_PITCH = D + 4;
 
-// TILES: tiles per chunk; eight warps share a tile. TOKEN_GROUPS: maximum number of groups of four
-// tokens per block.
-template <int TILES, int TOKEN_GROUPS_>
-struct Window : AttentionConfig<D, 1, TOKEN_GROUPS_, 8, 8, 1, 1, TILES, TILES, 0> {
-  static constexpr int TOKEN_GROUPS = TOKEN_GROUPS_;
+// TILES: tiles per chunk; eight warps share a tile, or compute all of them one after the other.
+// TOKEN_GROUPS: maximum number of groups of four tokens per block.
+template <int TILES_, int TOKEN_GROUPS_, int WARPS_, int STAGES = WARPS_ == 8 ? 1 : TILES_>
+struct Window : AttentionConfig<D, 1, TOKEN_GROUPS_, 8, 8, 1, 1, STAGES, STAGES, 0> {
+  static constexpr int TILES = TILES_, TOKEN_GROUPS = TOKEN_GROUPS_, WARPS = WARPS_;
+  static constexpr int THREADS = 32 * WARPS, TILE_WARPS = 8;  // TILE_WARPS: that share a tile
+  static constexpr int WARP_TILES = WARPS == TILE_WARPS ? TILES : 1;  // tiles of a warp
+  static constexpr bool TWO_SLOTS = WARPS == TILE_WARPS;  // shared memory holds two tiles
   static constexpr int CHUNK = Window::KEYS * TILES, SUMS_AT = Window::RUNNING_MAX_AT;
   static constexpr int MAX_CHUNKS = TILES == 1 ? WINDOW_MAX_CHUNKS_1 : WINDOW_MAX_CHUNKS_2;  // that a row sees
-  static constexpr int ANGLES_AT = Window::SHARED, WEIGHTS_AT = ANGLES_AT + MAX_STEP_ROWS * (D / 2) * 8;
+  static constexpr int MAX_TOKENS = TWO_SLOTS ? WINDOW_TOKENS : MAX_STEP_ROWS;  // of a sequence
+  static constexpr int ANGLES_AT = Window::SHARED, WEIGHTS_AT = ANGLES_AT + MAX_TOKENS * (D / 2) * 8;
+  static constexpr int TILE_SUMS_AT = WEIGHTS_AT + 2 * D * 4;  // with two slots
+  static constexpr int TILE_SUMS_BYTES = Window::ROWS * SUM_PITCH * 4;
   static_assert(Window::K_STAGE_BYTES == Window::V_STAGE_BYTES && Window::K_ROW == Window::V_ROW,
                 "row_codes() and row_scales_at() address tiles of K and of V alike");
-  static_assert(Window::ROWS * SUM_PITCH * 4 <= Window::K_STAGE_BYTES,
+  static_assert(TILE_SUMS_BYTES <= Window::K_STAGE_BYTES,
                 "the sums of a tile overwrite its keys in shared memory");
+  static_assert(!TWO_SLOTS || TOKEN_GROUPS == 1 && TILES <= 2, "two slots; one group of tokens");
 };
 
 struct Args {  // arguments of one sequence
@@ -54,6 +66,7 @@ struct BlockWork {
   int token_groups;             // groups of four that they form
   int first_slot, slot_stride;  // chunks of this block: first_slot, first_slot + slot_stride, ...
   int slot, chunks;             // current chunk, of `chunks` that the tokens see
+  int first_tile, end_tile;     // tiles of the current chunk that some token sees
   int start, settled;           // first position of the current chunk; first position of this step
   int ring;                     // row of position `settled` in the ring
   Span span;
@@ -82,7 +95,13 @@ struct BlockWork {
   DEVICE int rows() const { return 8 * token_groups; }
 
   template <class W>
-  DEVICE void at(int chunk) { slot = chunk, start = (span.lo / W::CHUNK + chunk) * W::CHUNK; }
+  DEVICE void at(int chunk) {
+    slot = chunk, start = (span.lo / W::CHUNK + chunk) * W::CHUNK;
+    first_tile = max_of(0, span.lo - start) / W::KEYS;
+    end_tile = min_of(W::TILES, (span.hi - start) / W::KEYS + 1);
+  }
+  DEVICE bool one_tile() const { return end_tile - first_tile == 1; }
+  DEVICE bool tile_visible(int tile) const { return tile >= first_tile && tile < end_tile; }
 
   // Index of the block's first row in the partial results of chunk `chunk`.
   DEVICE int place(int chunk) const { return chunk * stride() + block() * rows(); }
@@ -91,44 +110,57 @@ struct BlockWork {
   DEVICE bool visible_to_all(int position) const {  // every row sees it
     return position >= span.all_lo && position <= span.all_hi;
   }
-  template <class S>
-  DEVICE bool tile_visible(int tile) const {  // some row sees some key of the tile
-    const int from = start + tile * S::KEYS;
-    return from <= span.hi && from + S::KEYS > span.lo;
-  }
 };
 
-// Q8_0 codes and scales of a row of the chunk in shared memory. `plane`: start of keys or of
-// values.
+// Keys or values of tile `tile` of the chunk in shared memory, and the sums over its keys.
 template <class W>
-DEVICE char* row_codes(char* plane, u32 row) {
-  return plane + row / W::KEYS * W::K_STAGE_BYTES + row % W::KEYS * W::K_ROW;
+DEVICE char* tile_at(char* shared, const BlockWork& p, bool is_key, int tile) {
+  const int slot = W::TWO_SLOTS && p.one_tile() ? !is_key : tile;
+  const int plane = W::TWO_SLOTS || is_key ? W::K_AT : W::V_AT;
+  return shared + plane + slot * W::K_STAGE_BYTES;
 }
 template <class W>
-DEVICE char* row_scales_at(char* plane, u32 row) {
-  return plane + row / W::KEYS * W::K_STAGE_BYTES + W::KEYS * W::K_ROW + row % W::KEYS * 16;
+DEVICE float* tile_sums(char* shared, int tile) {
+  return (float*)(shared + (W::TWO_SLOTS ? W::TILE_SUMS_AT + tile * W::TILE_SUMS_BYTES
+                                         : W::K_AT + tile * W::K_STAGE_BYTES));
+}
+// True if values take the place of keys.
+template <class W>
+DEVICE bool values_after_keys(const BlockWork& p) {
+  return W::TWO_SLOTS && !p.one_tile();
 }
 
-// Copy the rows that earlier steps wrote from the cache. Scales of V are set to zero for the other
-// rows.
+// Q8_0 codes and scales of a row of the chunk in shared memory.
 template <class W>
-DEVICE void load_settled(char* shared, const Args& a, const BlockWork& p) {
+DEVICE char* row_codes(char* shared, const BlockWork& p, bool is_key, u32 row) {
+  return tile_at<W>(shared, p, is_key, row / W::KEYS) + row % W::KEYS * W::K_ROW;
+}
+template <class W>
+DEVICE char* row_scales_at(char* shared, const BlockWork& p, bool is_key, u32 row) {
+  return tile_at<W>(shared, p, is_key, row / W::KEYS) + W::KEYS * W::K_ROW + row % W::KEYS * 16;
+}
+
+// Copy the rows of visible tiles that earlier steps wrote from the cache: keys, values or both.
+// Scales of V are set to zero for the other rows.
+template <class W>
+DEVICE void load_settled(char* shared, const Args& a, const BlockWork& p, bool keys, bool values) {
   const int lane = threadIdx.x % 32, begin = max_of(0, p.span.lo - p.start);
   const int end = min_of(W::CHUNK, p.settled - p.start);
   const int slot = (u32)p.start % (u32)a.capacity;  // row in the ring, which wraps around
   const i64 base = (i64)p.head * a.capacity;
-  const char* codes = (lane < 16 ? a.keys : a.values) + base * D + lane % 16 * 16;
-  char* to = shared + (lane < 16 ? W::K_AT : W::V_AT);
-  for (int row = begin + threadIdx.x / 32; row < end; row += WARPS) {
+  const int each = keys && values ? 2 : 1;  // half warps, then threads, that share a row
+  bool is_key = each == 2 ? lane < 16 : keys;
+  const char* codes = (is_key ? a.keys : a.values) + base * D + lane % 16 * 16;
+  for (int row = begin + threadIdx.x / (16 * each); row < end; row += W::THREADS / (16 * each)) {
     const int from = slot + row < a.capacity ? slot + row : slot + row - a.capacity;
-    cp_async16(row_codes<W>(to, row) + lane % 16 * 16, codes + from * D);
+    cp_async16(row_codes<W>(shared, p, is_key, row) + lane % 16 * 16, codes + from * D);
   }
-  const bool is_key = threadIdx.x % 2 == 0;
+  is_key = each == 2 ? threadIdx.x % 2 == 0 : keys;
   const char* scales = (is_key ? a.key_scales : a.value_scales) + base * 16;
-  to = shared + (is_key ? W::K_AT : W::V_AT);
-  for (int row = threadIdx.x / 2; row < W::CHUNK; row += THREADS / 2) {
+  for (int row = p.first_tile * W::KEYS + threadIdx.x / each; row < p.end_tile * W::KEYS;
+       row += W::THREADS / each) {
     const int from = slot + row < a.capacity ? slot + row : slot + row - a.capacity;
-    char* own = row_scales_at<W>(to, row);
+    char* own = row_scales_at<W>(shared, p, is_key, row);
     if (row >= begin && row < end)
       cp_async16(own, scales + from * 16);
     else if (!is_key) *(uint4*)own = {0, 0, 0, 0};
@@ -156,47 +188,54 @@ DEVICE void finish(Vector& x, int kind, int t, char* shared, const Args& a, cons
     }
     return;
   }
+  const bool is_key = kind == 2;
   const int row = p.settled + t - p.start, slot = p.ring + t;
   const i64 at = (i64)p.head * a.capacity + (slot < a.capacity ? slot : slot - a.capacity);
-  char* to = shared + (kind == 2 ? W::K_AT : W::V_AT);
   const bool own = t >= p.first_token && t < p.first_token + p.n_tokens;
-  char* cache = own ? (kind == 2 ? a.keys : a.values) + at * D : nullptr;
-  char* cache_scales = (kind == 2 ? a.key_scales : a.value_scales) + at * (D / 16);
-  x.store<0>((u8*)row_codes<W>(to, row), (u16*)row_scales_at<W>(to, row), (u8*)cache,
-             (u16*)cache_scales);
+  char* cache = own ? (is_key ? a.keys : a.values) + at * D : nullptr;
+  char* cache_scales = (is_key ? a.key_scales : a.value_scales) + at * (D / 16);
+  x.store<0>((u8*)row_codes<W>(shared, p, is_key, row), (u16*)row_scales_at<W>(shared, p, is_key, row),
+             (u8*)cache, (u16*)cache_scales);
 }
 
 // Vectors of this step, one per warp: with the block's first chunk the queries of its tokens (first
 // warps), and with every chunk the keys and values of this step that lie in it and are visible.
 template <class W, int SLICES>
 struct StepVectors {
-  static constexpr int ROUNDS = 3;
-  float freq, weight;  // frequency of pair threadIdx.x % 128; norm weight (queries, then keys)
+  static constexpr int ROUNDS = W::TWO_SLOTS ? 2 : 3, WEIGHTS = 2 * D / W::THREADS;
+  float freq, weight[WEIGHTS];  // frequency of pair threadIdx.x % 128; norm weights (queries, then keys)
+  Vector x[ROUNDS];             // this warp's vectors
 
   DEVICE StepVectors(const float* q_norm, const float* k_norm, const float* freqs) {
     freq = __ldcg(freqs + threadIdx.x % (D / 2));
-    const float* norm = threadIdx.x < D ? q_norm : k_norm;
-    weight = norm ? __ldcg(norm + threadIdx.x % D) : 1.0f;
+#pragma unroll
+    for (int i = 0; i < WEIGHTS; ++i) {
+      const int at = i * W::THREADS + threadIdx.x;
+      const float* norm = at < D ? q_norm : k_norm;
+      weight[i] = norm ? __ldcg(norm + at % D) : 1.0f;
+    }
   }
   // Store the cosines and sines of the step's tokens, and the norm weights, to shared memory.
   DEVICE void prepare(char* shared, const Args& a, const BlockWork& p) const {
-    ((float*)(shared + W::WEIGHTS_AT))[threadIdx.x] = weight;
+#pragma unroll
+    for (int i = 0; i < WEIGHTS; ++i)
+      ((float*)(shared + W::WEIGHTS_AT))[i * W::THREADS + threadIdx.x] = weight[i];
     float2* angles = (float2*)(shared + W::ANGLES_AT);
 #pragma unroll 1
-    for (int t = threadIdx.x / (D / 2); t < a.tokens; t += THREADS / (D / 2))
+    for (int t = threadIdx.x / (D / 2); t < a.tokens; t += W::THREADS / (D / 2))
       angles[t * (D / 2) + threadIdx.x % (D / 2)] = cos_sin((float)(p.settled + t) * freq);
   }
   // {token, kind} of this warp's vector; token -1: none.
   DEVICE int2 vector(int round, bool queries, const Args& a, const BlockWork& p) const {
-    const int warp = threadIdx.x / 32, i = round * WARPS + warp - p.rows();
-    if (i < 0) return {queries && warp / 2 < p.n_tokens ? p.first_token + warp / 2 : -1, warp % 2};
+    const int warp = threadIdx.x / 32, i = round * W::WARPS + warp - 2 * p.n_tokens;
+    if (i < 0) return {queries ? p.first_token + warp / 2 : -1, warp % 2};
     const int t = i / 2;
     const bool stored = (u32)(p.settled + t - p.start) < W::CHUNK && p.settled + t <= p.span.hi;
     return {t < a.tokens && stored ? t : -1, 2 + i % 2};
   }
-  DEVICE void finish_all(char* shared, bool queries, const Args& a, const BlockWork& p) const {
-    Vector x[ROUNDS];
-    int from[ROUNDS];  // computed before griddep_wait(): integer work of 16 warps
+  // All but the values if these take the place of keys.
+  DEVICE void finish_all(char* shared, bool queries, const Args& a, const BlockWork& p) {
+    int from[ROUNDS];  // computed before griddep_wait(): integer work of all warps
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
       const int2 v = vector(i, queries, a, p);
@@ -212,7 +251,16 @@ struct StepVectors {
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
       const int2 v = vector(i, queries, a, p);
-      if (v.x >= 0) finish<W>(x[i], v.y, v.x, shared, a, p);
+      if (v.x >= 0 && !(v.y == 3 && values_after_keys<W>(p)))
+        finish<W>(x[i], v.y, v.x, shared, a, p);
+    }
+  }
+  // The values that `finish_all` left.
+  DEVICE void finish_values(char* shared, bool queries, const Args& a, const BlockWork& p) {
+#pragma unroll
+    for (int i = 0; i < ROUNDS; ++i) {
+      const int2 v = vector(i, queries, a, p);
+      if (v.x >= 0 && v.y == 3) finish<W>(x[i], v.y, v.x, shared, a, p);
     }
   }
 };
@@ -221,9 +269,10 @@ struct StepVectors {
 // that some row must not see.
 template <class W>
 DEVICE void zero_nonfinite_scales(char* shared, const BlockWork& p) {
-  for (int row = threadIdx.x; row < W::CHUNK; row += THREADS) {
+  for (int row = p.first_tile * W::KEYS + threadIdx.x; row < p.end_tile * W::KEYS;
+       row += W::THREADS) {
     if (p.visible_to_all(p.start + row)) continue;
-    uint4* at = (uint4*)row_scales_at<W>(shared + W::V_AT, row);
+    uint4* at = (uint4*)row_scales_at<W>(shared, p, false, row);
     const uint4 x = *at;
     if (nonfinite_half_signs(x.x) | nonfinite_half_signs(x.y) | nonfinite_half_signs(x.z) |
         nonfinite_half_signs(x.w))
@@ -235,13 +284,14 @@ DEVICE void zero_nonfinite_scales(char* shared, const BlockWork& p) {
 // Store the weighted sum of a tile's values to shared memory, over its keys, and the sums of
 // weights.
 template <class W, int ROW_TILES>
-DEVICE void sum_values(char* shared, int tile, int warp, bool tile_visible) {
+DEVICE void sum_values(char* shared, const BlockWork& p, int tile, int warp) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   float out[2][W::ROW_TILES][4] = {}, sums[W::ROW_TILES] = {};
+  const bool tile_visible = p.tile_visible(tile);
   if (tile_visible)
-    accumulate_values<W, ROW_TILES>(out, sums, shared + W::V_AT + tile * W::V_STAGE_BYTES,
+    accumulate_values<W, ROW_TILES>(out, sums, tile_at<W>(shared, p, false, tile),
                                     (const uint2*)(shared + W::P_AT + tile * W::P_SIZE), 0, warp);
-  float* to = (float*)(shared + W::K_AT + tile * W::K_STAGE_BYTES) + warp * 32 + g * 4;
+  float* to = tile_sums<W>(shared, tile) + warp * 32 + g * 4;
   float* weights = (float*)(shared + W::SUMS_AT) + (tile * 8 + warp) * W::ROWS;
 #pragma unroll
   for (int n = 0; n < ROW_TILES; ++n) {
@@ -258,21 +308,20 @@ DEVICE void sum_values(char* shared, int tile, int warp, bool tile_visible) {
 
 // Four output values of a row before normalization, summed over tiles; and the row's sum of
 // weights.
-template <class W, int TILES>
-DEVICE float4 row_values(const char* shared, const BlockWork& p, int row, int quad) {
+template <class W>
+DEVICE float4 row_values(char* shared, const BlockWork& p, int row, int quad) {
   float4 v = {0, 0, 0, 0};
 #pragma unroll
-  for (int tile = 0; tile < TILES; ++tile)
-    if (p.tile_visible<W>(tile))
-      v = add4(v, *(const float4*)((const float*)(shared + W::K_AT + tile * W::K_STAGE_BYTES) +
-                                   row * SUM_PITCH + quad * 4));
+  for (int tile = 0; tile < W::TILES; ++tile)
+    if (p.tile_visible(tile))
+      v = add4(v, *(const float4*)(tile_sums<W>(shared, tile) + row * SUM_PITCH + quad * 4));
   return v;
 }
 template <class W>  // called by a whole warp
 DEVICE float row_weight_sum(const char* shared, int row) {
   const int lane = threadIdx.x % 32;
   const float* sums = (const float*)(shared + W::SUMS_AT) + row;
-  return warp_reduce(lane < WARPS ? sums[lane * W::ROWS] : 0.0f, Sum());
+  return warp_reduce(lane < W::TILES * W::TILE_WARPS ? sums[lane * W::ROWS] : 0.0f, Sum());
 }
 
 // The same from the partial results of all chunks that a row sees, added in order of the chunks.
@@ -305,20 +354,22 @@ DEVICE float4 combine_chunks_of_row(const char* shared, const Args& a, const Blo
   return v;
 }
 
-// A thread handles four columns (`quad`) of every eighth row.
+// A thread handles four columns (`quad`) of every STEP-th row.
+template <class W>
 struct Columns {
+  static constexpr int STEP = W::THREADS / (D / 4);
   int row = threadIdx.x / (D / 4), quad = threadIdx.x % (D / 4);
 };
 
-template <class W, int TILES>
+template <class W>
 DEVICE void store_partial(char* shared, const Args& a, const BlockWork& p) {
-  const Columns c;
+  const Columns<W> c;
 #pragma unroll 1
-  for (int row = c.row; row < p.rows(); row += 8) {
+  for (int row = c.row; row < p.rows(); row += c.STEP) {
     const i64 place = p.place(p.slot) + row;
     const float weight = row_weight_sum<W>(shared, row);
     __stcg((float4*)a.sums + place * (D / 4) + c.quad,
-           row_values<W, TILES>(shared, p, row, c.quad));
+           row_values<W>(shared, p, row, c.quad));
     if (c.quad == 0)
       __stcg((float2*)a.tops + place,
              float2{((const float*)(shared + W::RESCALE_AT))[row], weight});
@@ -337,14 +388,14 @@ DEVICE bool is_last_block(const Args& a, const BlockWork& p) {
   return last;
 }
 
-template <class W, int TILES>
+template <class W>
 DEVICE void write(char* shared, const Args& a, const BlockWork& p) {
-  const Columns c;
+  const Columns<W> c;
   const int column = (p.head * 2 + c.row % 2) * (D / 4) + c.quad, blocks = a.n_kv * 2 * D / 64;
   const RowGroup last(a.count - 1, a.count);  // the last sequence also writes the zero padding rows
   const int end = a.row + a.tokens < a.count ? a.tokens : last.index * 16 + 8 * last.tiles - a.row;
 #pragma unroll 1
-  for (int row = c.row; row < p.rows(); row += 8)
+  for (int row = c.row; row < p.rows(); row += c.STEP)
     for (int token = p.first_token + row / 2; token < end; token += p.groups() * p.rows() / 2) {
       float4 v = {0, 0, 0, 0};
       if (token < a.tokens) {
@@ -352,7 +403,7 @@ DEVICE void write(char* shared, const Args& a, const BlockWork& p) {
         if (p.chunks > 1)
           v = combine_chunks_of_row<W>(shared, a, p, row, c.quad, total);
         else
-          v = row_values<W, TILES>(shared, p, row, c.quad), total = row_weight_sum<W>(shared, row);
+          v = row_values<W>(shared, p, row, c.quad), total = row_weight_sum<W>(shared, row);
         v = mul4(v, rcp_approx(total));
       }
       const RowGroup own(a.row + token, a.count);
@@ -361,43 +412,61 @@ DEVICE void write(char* shared, const Args& a, const BlockWork& p) {
     }
 }
 
-template <class W, int TILES, int ROW_TILES>
-DEVICE void attend(char* shared, const Args& a, const BlockWork& p) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tile = warp / 8;
-  const bool tile_visible = tile < TILES && p.tile_visible<W>(tile);
+template <class W, int ROW_TILES, class V>
+DEVICE void attend(char* shared, const Args& a, const BlockWork& p, V& own,
+                   bool queries) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = warp % W::TILE_WARPS;
+  const auto tile_of = [&](int i) { return warp / W::TILE_WARPS + i; };
   float* tops = (float*)(shared + W::TILE_MAX_AT);
   float* top = (float*)(shared + W::RESCALE_AT);
-  float scores[1][W::ROW_TILES][4] = {};
-  if (tile_visible) {
-    accumulate_scores<W, ROW_TILES>(scores, shared + W::K_AT + tile * W::K_STAGE_BYTES,
-                                    shared + W::Q_AT, 0, warp % 8);
+  float scores[W::WARP_TILES][1][W::ROW_TILES][4] = {};
 #pragma unroll
-    for (int i = 0; i < 4 * ROW_TILES; ++i)
-      scores[0][i / 4][i % 4] = __fmul_rn(scores[0][i / 4][i % 4], a.scale);
-    mask_scores<W>(scores, shared, p.start / W::KEYS + tile, warp % 8);
-    tile_row_max<W, ROW_TILES>(scores, tops, warp);
-  } else if (lane < W::ROWS) {
-    tops[warp * W::ROWS + lane] = NEG_INF;
+  for (int i = 0; i < W::WARP_TILES; ++i) {
+    const int tile = tile_of(i), place = tile * W::TILE_WARPS + part;
+    if (p.tile_visible(tile)) {
+      accumulate_scores<W, ROW_TILES>(scores[i], tile_at<W>(shared, p, true, tile),
+                                      shared + W::Q_AT, 0, part);
+#pragma unroll
+      for (int j = 0; j < 4 * ROW_TILES; ++j)
+        scores[i][0][j / 4][j % 4] = __fmul_rn(scores[i][0][j / 4][j % 4], a.scale);
+      mask_scores<W>(scores[i], shared, p.start / W::KEYS + tile, part);
+      tile_row_max<W, ROW_TILES>(scores[i], tops, place);
+    } else if (tile < W::TILES && lane < W::ROWS) {
+      tops[place * W::ROWS + lane] = NEG_INF;
+    }
   }
   __syncthreads();
+  const bool late = values_after_keys<W>(p);
+  if (late) load_settled<W>(shared, a, p, false, true);
   if (threadIdx.x < W::ROWS) {
     float x = NEG_INF;
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) x = fmaxf(x, tops[w * W::ROWS + threadIdx.x]);
+    for (int w = 0; w < W::TILES * W::TILE_WARPS; ++w) x = fmaxf(x, tops[w * W::ROWS + threadIdx.x]);
     top[threadIdx.x] = x;
   }
   __syncthreads();
-  if (tile_visible) {
+  if (late) own.finish_values(shared, queries, a, p);
+#pragma unroll
+  for (int i = 0; i < W::WARP_TILES; ++i) {
+    const int tile = tile_of(i);
+    if (!p.tile_visible(tile)) continue;
 #pragma unroll
     for (int n = 0; n < ROW_TILES; ++n) {
       float2 origin = ((const float2*)top)[n * 4 + lane % 4];
       origin = {origin.x == NEG_INF ? 0.0f : origin.x, origin.y == NEG_INF ? 0.0f : origin.y};
-      store_attention_weights((u32*)(shared + W::P_AT + tile * W::P_SIZE),
-                              warp % 8 * W::ROW_TILES + n, scores[0][n], origin);
+      store_attention_weights((u32*)(shared + W::P_AT + tile * W::P_SIZE), part * W::ROW_TILES + n,
+                              scores[i][0][n], origin);
     }
   }
+  if (late) {
+    cp_async_wait_group<0>();
+    __syncthreads();
+    zero_nonfinite_scales<W>(shared, p);
+  }
   __syncthreads();
-  sum_values<W, ROW_TILES>(shared, tile, warp % 8, tile_visible);
+#pragma unroll
+  for (int i = 0; i < W::WARP_TILES; ++i)
+    if (tile_of(i) < W::TILES) sum_values<W, ROW_TILES>(shared, p, tile_of(i), part);
   __syncthreads();
 }
 #endif
@@ -406,16 +475,16 @@ DEVICE void attend(char* shared, const Args& a, const BlockWork& p) {
 // key heads, n_kv value heads; SLICES split-K slices to be added. Rows see positions `first` ..
 // `last` (both non-decreasing); `positions` are consecutive. These and `slots` were written before
 // the preceding kernel started. Grid: [n_kv, sequences * ceil(tokens / 4), blocks per token group].
-// The third dimension and TOKEN_GROUPS (2 for more than four tokens) do not change the result.
-// `room`: rows of partial results per sequence.
-template <int TILES, int SLICES, int TOKEN_GROUPS>
-__global__ __launch_bounds__(32 * WINDOW_WARPS, 1) void attend_window(
+// The third dimension, TOKEN_GROUPS (2 for more than four tokens) and WARPS (8 for at most four
+// tokens; 16) do not change the result. `room`: rows of partial results per sequence.
+template <int TILES, int SLICES, int TOKEN_GROUPS, int WARPS>
+__global__ __launch_bounds__(32 * WARPS, 16 / WARPS) void attend_window(
     const float* y, const float* q_norm, const float* k_norm, const float* freqs,
     const i64* positions, const i64* slots, const i64* first, const i64* last, char* keys,
     char* values, char* key_scales, char* value_scales, float* sums, float* tops, u32* arrived,
     u8* rows, int tokens, int room, int flags, int capacity, float eps, float scale) {
 #if ARCH >= 800
-  using W = Window<TILES, TOKEN_GROUPS>;
+  using W = Window<TILES, TOKEN_GROUPS, WARPS>;
   extern __shared__ __align__(128) char shared[];
   griddep_launch_dependents();
   const int n_kv = gridDim.x, blocks = (tokens + WINDOW_TOKENS - 1) / WINDOW_TOKENS;
@@ -433,13 +502,13 @@ __global__ __launch_bounds__(32 * WINDOW_WARPS, 1) void attend_window(
   const int from = (int)__ldcg(first + own_token), to = (int)__ldcg(last + own_token);
   BlockWork p;
   p.settled = (int)__ldcg(positions), p.ring = (u32)p.settled % (u32)capacity;
-  const StepVectors<W, SLICES> own(q_norm, k_norm, freqs);
+  StepVectors<W, SLICES> own(q_norm, k_norm, freqs);
   p.set<W>(from, to, tokens, blockIdx.y - sequence * blocks);
   const int token = p.first_token + lane / 2 % p.n_tokens;
   int2 sees = {__shfl_sync(FULL_MASK, from, token), __shfl_sync(FULL_MASK, to, token)};
   if (p.first_slot >= p.chunks) return;
   p.at<W>(p.chunks - 1 - p.first_slot);
-  load_settled<W>(shared, a, p);
+  load_settled<W>(shared, a, p, true, !values_after_keys<W>(p));
   if ((int)threadIdx.x >= p.n_tokens * 2) sees = {0, -1};
   if (threadIdx.x < W::ROWS) ((int2*)(shared + W::VISIBLE_AT))[threadIdx.x] = sees;
   own.prepare(shared, a, p);
@@ -450,17 +519,17 @@ __global__ __launch_bounds__(32 * WINDOW_WARPS, 1) void attend_window(
     own.finish_all(here, first, a, p);
     cp_async_wait_group<0>();
     __syncthreads();
-    zero_nonfinite_scales<W>(here, p);
+    if (!values_after_keys<W>(p)) zero_nonfinite_scales<W>(here, p);
     if (p.token_groups == 1)
-      attend<W, TILES, 1>(here, a, p);
+      attend<W, 1>(here, a, p, own, first);
     else
-      attend<W, TILES, TOKEN_GROUPS>(here, a, p);
-    if (p.chunks > 1) store_partial<W, TILES>(here, a, p);
+      attend<W, TOKEN_GROUPS>(here, a, p, own, first);
+    if (p.chunks > 1) store_partial<W>(here, a, p);
     if (p.slot < p.slot_stride) break;
     p.at<W>(p.slot - p.slot_stride);
     __syncthreads();  // sums in shared memory have been read
-    load_settled<W>(shared, a, p);
+    load_settled<W>(shared, a, p, true, !values_after_keys<W>(p));
   }
-  if (p.chunks == 1 || is_last_block(a, p)) write<W, TILES>(shared, a, p);
+  if (p.chunks == 1 || is_last_block(a, p)) write<W>(shared, a, p);
 #endif
 }

@@ -20,7 +20,6 @@ from g4spec.runtime.cuda.build.constants import (
     WINDOW_MAX_CHUNKS_1,
     WINDOW_MAX_CHUNKS_2,
     WINDOW_TOKENS,
-    WINDOW_WARPS,
 )
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
@@ -31,13 +30,16 @@ from g4spec.runtime.cuda.step.packed_rows import PackedRows, empty
 
 TOKEN_GROUPS = (1, 2)
 """Groups of `WINDOW_TOKENS` tokens that a block may have; two where a step has more tokens."""
+WARPS, FEW_WARPS = 16, 8
+"""Warps of a block; with 8 a multiprocessor runs two blocks, if they fit (`_two_fit`)."""
 MAX_KV_HEADS = 16
 """Maximum number of KV heads, the largest of Gemma: there are counters for so many of 256
 sequences."""
 MAX_CHUNKS = {1: WINDOW_MAX_CHUNKS_1, 2: WINDOW_MAX_CHUNKS_2}
 """Maximum chunks that a step may see, by tiles of a chunk."""
 
-_STATIC = 1024  # bytes of shared memory that the kernel declares, and that the GPU reserves
+_STATIC = 1024 + 128  # bytes of shared memory that the GPU reserves, and that the kernel declares
+_RESERVED = 1024  # bytes of a multiprocessor's shared memory beyond the limit of a block
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +112,13 @@ def attend(
     sums = torch.empty(sequences, room, WINDOW_HEAD_DIM, device=q.y.device)
     tops = torch.empty(sequences, room, 2, device=q.y.device)
     turns = max(1, min(chunks, at_once // (h.n_kv * blocks * sequences)))
-    launch.kernel("attention_window.cu", instance(tiles, slices, token_groups), q.y.device.index)(
+    arch = launch.arch(q.y.device.index)
+    few = tokens <= WINDOW_TOKENS and h.n_kv * sequences > at_once and _two_fit(tiles, arch)
+    warps = FEW_WARPS if few else WARPS
+    name = instance(tiles, slices, token_groups, warps)
+    launch.kernel("attention_window.cu", name, q.y.device.index)(
         (h.n_kv, blocks * sequences, turns),
-        32 * WINDOW_WARPS,
+        32 * warps,
         y=q.y,
         q_norm=h.q_norm,
         k_norm=h.k_norm,
@@ -135,14 +141,14 @@ def attend(
         capacity=kv.capacity,
         eps=h.eps,
         scale=scale,
-        shared=_shared(tiles, token_groups),
+        shared=_shared(tiles, token_groups, warps),
     )
     return y
 
 
-def instance(tiles: int, slices: int, token_groups: int) -> str:
+def instance(tiles: int, slices: int, token_groups: int, warps: int = WARPS) -> str:
     """Return the name of a kernel of attention_window.cu."""
-    return f"attend_window<{tiles}, {slices}, {token_groups}>"
+    return f"attend_window<{tiles}, {slices}, {token_groups}, {warps}>"
 
 
 def _tiles(kv: CudaKV) -> int:
@@ -157,11 +163,23 @@ def _chunks(kv: CudaKV) -> int:
     return Chunks.of(kv, kv.positions).most(min(kv.window + GROUP_ROWS, kv.positions), kv.positions)
 
 
-def _shared(tiles: int, token_groups: int) -> int:
-    """Return the bytes of dynamic shared memory: whole tiles, a step's rotation angles, weights of
-    two norms."""
-    shape = AttentionConfig(WINDOW_HEAD_DIM, "q8_0", token_groups, key_ring=tiles, value_ring=tiles)
-    return shape.shared + GROUP_ROWS * WINDOW_HEAD_DIM // 2 * 8 + 2 * WINDOW_HEAD_DIM * 4
+def _shared(tiles: int, token_groups: int, warps: int = WARPS) -> int:
+    """Return the bytes of dynamic shared memory: tiles of keys and values, a step's rotation
+    angles, weights of two norms; with few warps one tile of each, and the sums of all tiles."""
+    few = warps == FEW_WARPS
+    stages = 1 if few else tiles
+    shape = AttentionConfig(
+        WINDOW_HEAD_DIM, "q8_0", token_groups, key_ring=stages, value_ring=stages
+    )
+    angles = (WINDOW_TOKENS if few else GROUP_ROWS) * WINDOW_HEAD_DIM // 2 * 8
+    sums = tiles * 8 * token_groups * (WINDOW_HEAD_DIM + 4) * 4 if few else 0
+    return shape.shared + angles + 2 * WINDOW_HEAD_DIM * 4 + sums
+
+
+def _two_fit(tiles: int, arch: str) -> bool:
+    """Return whether two blocks of few warps fit into the shared memory of a multiprocessor."""
+    each = _shared(tiles, 1, FEW_WARPS) + _STATIC
+    return 2 * each <= nvrtc.SHARED_LIMIT[arch] + _RESERVED
 
 
 def _archs(tiles: int) -> tuple[str, ...]:
@@ -173,13 +191,14 @@ def _archs(tiles: int) -> tuple[str, ...]:
 def list_units() -> list[Unit]:
     """Return the instances that tests compile: layers of the 31B and of the 26B-A4B, for each
     number of split-K slices of the projection."""
-    return [
-        Unit(
-            "attention_window.cu",
-            tuple(instance(tiles, n, f) for n in slices for f in TOKEN_GROUPS),
-            _archs(tiles),
-            128,
-            _shared(tiles, max(TOKEN_GROUPS)),
-        )
-        for tiles, slices in ((2, (1, 2)), (1, (1, 2, 4)))
-    ]
+    out = []
+    for tiles, slices in ((2, (1, 2)), (1, (1, 2, 4))):
+        archs = _archs(tiles)
+        names = tuple(instance(tiles, n, f) for n in slices for f in TOKEN_GROUPS)
+        few = tuple(instance(tiles, n, 1, FEW_WARPS) for n in slices)
+        two = tuple(arch for arch in archs if _two_fit(tiles, arch))
+        out += [
+            Unit("attention_window.cu", names, archs, 128, _shared(tiles, max(TOKEN_GROUPS))),
+            Unit("attention_window.cu", few, two, 128, _shared(tiles, 1, FEW_WARPS)),
+        ]
+    return out
