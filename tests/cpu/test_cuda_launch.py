@@ -138,3 +138,19 @@ def test_missing_and_unknown_names_are_refused() -> None:
     given["z"] = given.pop("y")
     with pytest.raises(TypeError, match="missing: y; unknown: z"):
         scale().bind(given, CPU)
+
+
+def test_resources_that_the_driver_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver is asked for attributes that it has, by the bindings' types."""
+    driver = pytest.importorskip("cuda.bindings.driver")
+    asked: list[str] = []
+
+    def attribute(which: Any, kernel: Any, device: Any) -> tuple[Any, int]:
+        assert isinstance(which, driver.CUfunction_attribute)
+        asked.append(which.name.removeprefix("CU_FUNC_ATTRIBUTE_"))
+        return driver.CUresult.CUDA_SUCCESS, len(asked)
+
+    monkeypatch.setattr(driver, "cuKernelGetAttribute", attribute)
+    found = launch._driver_resources(SimpleNamespace(handle=0), 0)
+    assert found == nvrtc.Resources(registers=1, spill=0, stack=2, shared=3)
+    assert asked == ["NUM_REGS", "LOCAL_SIZE_BYTES", "SHARED_SIZE_BYTES"]

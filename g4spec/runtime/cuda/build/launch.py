@@ -203,7 +203,7 @@ def _driver_resources(handle: Any, index: int) -> nvrtc.Resources:
     from cuda.bindings import driver
 
     def of(name: str) -> int:
-        which = driver.CUfunction_attribute[f"CU_FUNC_ATTRIBUTE_{name}"]
+        which = getattr(driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
         status, value = driver.cuKernelGetAttribute(
             which, driver.CUkernel(int(handle.handle)), driver.CUdevice(index)
         )
