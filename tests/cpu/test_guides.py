@@ -3,6 +3,7 @@ navigation."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import re
@@ -125,11 +126,23 @@ def test_stop_reasons_are_listed_where_users_of_python_look() -> None:
         assert [r for r in sorted(found) if f'"{r}' not in place and f"| `{r}" not in place] == []
 
 
+def shown() -> tuple[str, ...]:
+    """Return `SHOWN` of docs/site.py, which imports mkdocs."""
+    site = ast.parse((ROOT / "docs" / "site.py").read_text(encoding="utf-8"))
+    found = [
+        ast.literal_eval(node.value)
+        for node in site.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SHOWN"
+    ]
+    assert len(found) == 1 and found[0]
+    patterns: tuple[str, ...] = found[0]
+    return patterns
+
+
 def test_every_page_is_in_the_navigation() -> None:
     named = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
-    site = (ROOT / "docs" / "site.py").read_text(encoding="utf-8")
-    patterns = re.findall(r'^    "(.*\.md)",$', site, re.MULTILINE)
-    assert {str(p.relative_to(ROOT)) for each in patterns for p in ROOT.glob(each)} <= named
+    pages = {p.relative_to(ROOT).as_posix() for each in shown() for p in ROOT.glob(each)}
+    assert {p for p in pages if p.endswith(".md")} <= named
     assert {n for n in named if not (ROOT / n).exists()} == {"docs/commands.md"}, "generated"
 
 
