@@ -1,8 +1,8 @@
 // Sliding-window attention of a decode step in one kernel, from the QKV projection to the packed
 // input of the output projection. Heads of 256, two query heads per KV head, Q8_0 cache.
 //
-// Thread mapping: a block has 16 or 8 warps, one KV head, four or eight tokens of a sequence, and some
-// of the chunks (CHUNK positions) that they see, the newest first. Steps:
+// Thread mapping: a block has WINDOW_WARPS or WINDOW_FEW_WARPS warps, one KV head, four or eight tokens
+// of a sequence, and some of the chunks (CHUNK positions) that they see, the newest first. Steps:
 //   1. copy keys and values of earlier steps to shared memory, those of the first chunk before the
 //      preceding kernel has ended;
 //   2. one warp per vector: norm and rotation (head_vector.cuh). Queries go to shared memory. So do the
@@ -11,10 +11,11 @@
 //      memory, and the last block to arrive combines them in the order of the chunks.
 // Row r of the 8-wide MMA operand is token r / 2 of the block, query head r % 2.
 //
-// With 8 warps a block takes half of the registers and of the shared memory, so that a multiprocessor
-// runs two: where there are more sequences than multiprocessors, one computes while the other waits.
-// Its shared memory holds two tiles. If the tokens see only one tile of a chunk, these are its keys and
-// its values; otherwise the values of both tiles take the place of the keys once scores are computed.
+// With WINDOW_FEW_WARPS a block takes half of the registers and of the shared memory, so that a
+// multiprocessor runs two: where there are more blocks than multiprocessors, one computes while the
+// other waits. Its shared memory holds two tiles. If the tokens see only one tile of a chunk, these are
+// its keys and its values; otherwise the values of both tiles take the place of the keys once scores are
+// computed.
 #include "attention_tiles.cuh"
 #include "head_vector.cuh"
 #include "packed_rows.cuh"
@@ -27,12 +28,13 @@ constexpr int SUM_PITCH = D + 4;
 
 // TILES: tiles per chunk; eight warps share a tile, or compute all of them one after the other.
 // TOKEN_GROUPS: maximum number of groups of four tokens per block.
-template <int TILES_, int TOKEN_GROUPS_, int WARPS_, int STAGES = WARPS_ == 8 ? 1 : TILES_>
+template <int TILES_, int TOKEN_GROUPS_, int WARPS_,
+          int STAGES = WARPS_ == WINDOW_FEW_WARPS ? 1 : TILES_>
 struct Window : AttentionConfig<D, 1, TOKEN_GROUPS_, 8, 8, 1, 1, STAGES, STAGES, 0> {
   static constexpr int TILES = TILES_, TOKEN_GROUPS = TOKEN_GROUPS_, WARPS = WARPS_;
   static constexpr int THREADS = 32 * WARPS, TILE_WARPS = 8;  // TILE_WARPS: that share a tile
   static constexpr int WARP_TILES = WARPS == TILE_WARPS ? TILES : 1;  // tiles of a warp
-  static constexpr bool TWO_SLOTS = WARPS == TILE_WARPS;  // shared memory holds two tiles
+  static constexpr bool TWO_SLOTS = WARPS == WINDOW_FEW_WARPS;  // shared memory holds two tiles
   static constexpr int CHUNK = Window::KEYS * TILES, SUMS_AT = Window::RUNNING_MAX_AT;
   static constexpr int MAX_CHUNKS = TILES == 1 ? WINDOW_MAX_CHUNKS_1 : WINDOW_MAX_CHUNKS_2;  // that a row sees
   static constexpr int MAX_TOKENS = TWO_SLOTS ? WINDOW_TOKENS : MAX_STEP_ROWS;  // of a sequence
@@ -475,10 +477,11 @@ DEVICE void attend(char* shared, const Args& a, const BlockWork& p, V& own,
 // key heads, n_kv value heads; SLICES split-K slices to be added. Rows see positions `first` ..
 // `last` (both non-decreasing); `positions` are consecutive. These and `slots` were written before
 // the preceding kernel started. Grid: [n_kv, sequences * ceil(tokens / 4), blocks per token group].
-// The third dimension, TOKEN_GROUPS (2 for more than four tokens) and WARPS (8 for at most four
-// tokens; 16) do not change the result. `room`: rows of partial results per sequence.
+// The third dimension, TOKEN_GROUPS (2 for more than four tokens) and WARPS (WINDOW_FEW_WARPS for
+// at most four tokens; WINDOW_WARPS) do not change the result. `room`: rows of partial results per
+// sequence.
 template <int TILES, int SLICES, int TOKEN_GROUPS, int WARPS>
-__global__ __launch_bounds__(32 * WARPS, 16 / WARPS) void attend_window(
+__global__ __launch_bounds__(32 * WARPS, WINDOW_WARPS / WARPS) void attend_window(
     const float* y, const float* q_norm, const float* k_norm, const float* freqs,
     const i64* positions, const i64* slots, const i64* first, const i64* last, char* keys,
     char* values, char* key_scales, char* value_scales, float* sums, float* tops, u32* arrived,

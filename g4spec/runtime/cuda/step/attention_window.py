@@ -15,11 +15,13 @@ from g4spec.runtime.cuda.build import launch, nvrtc
 from g4spec.runtime.cuda.build.constants import (
     GROUP_ROWS,
     NORM_V,
+    WINDOW_FEW_WARPS,
     WINDOW_GROUP,
     WINDOW_HEAD_DIM,
     WINDOW_MAX_CHUNKS_1,
     WINDOW_MAX_CHUNKS_2,
     WINDOW_TOKENS,
+    WINDOW_WARPS,
 )
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
@@ -30,8 +32,6 @@ from g4spec.runtime.cuda.step.packed_rows import PackedRows, empty
 
 TOKEN_GROUPS = (1, 2)
 """Groups of `WINDOW_TOKENS` tokens that a block may have; two where a step has more tokens."""
-WARPS, FEW_WARPS = 16, 8
-"""Warps of a block; with 8 a multiprocessor runs two blocks, if they fit (`_two_fit`)."""
 MAX_KV_HEADS = 16
 """Maximum number of KV heads, the largest of Gemma: there are counters for so many of 256
 sequences."""
@@ -114,7 +114,7 @@ def attend(
     turns = max(1, min(chunks, at_once // (h.n_kv * blocks * sequences)))
     arch = launch.arch(q.y.device.index)
     few = tokens <= WINDOW_TOKENS and h.n_kv * sequences > at_once and _two_fit(tiles, arch)
-    warps = FEW_WARPS if few else WARPS
+    warps = WINDOW_FEW_WARPS if few else WINDOW_WARPS
     name = instance(tiles, slices, token_groups, warps)
     launch.kernel("attention_window.cu", name, q.y.device.index)(
         (h.n_kv, blocks * sequences, turns),
@@ -146,7 +146,7 @@ def attend(
     return y
 
 
-def instance(tiles: int, slices: int, token_groups: int, warps: int = WARPS) -> str:
+def instance(tiles: int, slices: int, token_groups: int, warps: int = WINDOW_WARPS) -> str:
     """Return the name of a kernel of attention_window.cu."""
     return f"attend_window<{tiles}, {slices}, {token_groups}, {warps}>"
 
@@ -163,10 +163,10 @@ def _chunks(kv: CudaKV) -> int:
     return Chunks.of(kv, kv.positions).most(min(kv.window + GROUP_ROWS, kv.positions), kv.positions)
 
 
-def _shared(tiles: int, token_groups: int, warps: int = WARPS) -> int:
+def _shared(tiles: int, token_groups: int, warps: int = WINDOW_WARPS) -> int:
     """Return the bytes of dynamic shared memory: tiles of keys and values, a step's rotation
     angles, weights of two norms; with few warps one tile of each, and the sums of all tiles."""
-    few = warps == FEW_WARPS
+    few = warps == WINDOW_FEW_WARPS
     stages = 1 if few else tiles
     shape = AttentionConfig(
         WINDOW_HEAD_DIM, "q8_0", token_groups, key_ring=stages, value_ring=stages
@@ -178,7 +178,7 @@ def _shared(tiles: int, token_groups: int, warps: int = WARPS) -> int:
 
 def _two_fit(tiles: int, arch: str) -> bool:
     """Return whether two blocks of few warps fit into the shared memory of a multiprocessor."""
-    each = _shared(tiles, 1, FEW_WARPS) + _STATIC
+    each = _shared(tiles, 1, WINDOW_FEW_WARPS) + _STATIC
     return 2 * each <= nvrtc.SHARED_LIMIT[arch] + _RESERVED
 
 
@@ -195,10 +195,10 @@ def list_units() -> list[Unit]:
     for tiles, slices in ((2, (1, 2)), (1, (1, 2, 4))):
         archs = _archs(tiles)
         names = tuple(instance(tiles, n, f) for n in slices for f in TOKEN_GROUPS)
-        few = tuple(instance(tiles, n, 1, FEW_WARPS) for n in slices)
+        few = tuple(instance(tiles, n, 1, WINDOW_FEW_WARPS) for n in slices)
         two = tuple(arch for arch in archs if _two_fit(tiles, arch))
         out += [
             Unit("attention_window.cu", names, archs, 128, _shared(tiles, max(TOKEN_GROUPS))),
-            Unit("attention_window.cu", few, two, 128, _shared(tiles, 1, FEW_WARPS)),
+            Unit("attention_window.cu", few, two, 128, _shared(tiles, 1, WINDOW_FEW_WARPS)),
         ]
     return out
