@@ -36,7 +36,7 @@ a source are skipped without one, and the report counts them; `--strict` require
 draft. `--probe` runs the pair and finds problems that no rule covers. `benchmarks/cpu_faults.py`
 plants plausible faults in every key and tensor of every kind of file, one at a time: with target
 and source the rules detect 99.9 % of 7,764, with the target alone 62 %
-([result](../benchmarks/results/2026-11-25-cpu-faults.json), which lists the others).
+([result](../benchmarks/results/2026-11-27-cpu-faults.json), which lists the others).
 
 Each rule describes a failure that was observed or follows from how these files are used. Most of
 them are silent: the text stays correct, because the target verifies every token, and only speed is
