@@ -1,12 +1,12 @@
 """Time the GEMMs of a 31B layer by number of rows on a GPU, back to back.
 
-    python benchmarks/gpu_products.py [--rows 16 32 64 128] [--layers 6] [--forms wg mma wg:2]
+    python benchmarks/gpu_products.py [--rows 16 32 64 128] [--layers 6] [--forms wgmma mma wgmma:2]
 
 The matrices (qkv, o, gate_up, down) are Q4_K (or `--type`) with random codes and scales; several
 layers, so that they do not fit into L2. First checks that each row has the same bits as among 16
 rows. Then prints microseconds per layer in a CUDA graph, and per matrix with `--each`. A form is
-`wg` (wgmma), `wg2` (wgmma, two per K step) or `mma`, then the maximum number of 16-row groups per
-pass, then the maximum number of stages: `wg:4:2`. A table of all forms is printed at the end.
+`wgmma` or `mma`, then the maximum number of 16-row groups per pass, then the maximum number of
+stages: `wgmma:4:2`. A table of all forms is printed at the end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from g4spec.measure import synthetic
 from g4spec.measure.synthetic_bench import milliseconds
 from g4spec.runtime.cuda.build import launch, units
 from g4spec.runtime.cuda.ops import CudaOps
-from g4spec.runtime.cuda.step import graphs, linear, linear_wide, packed_rows
+from g4spec.runtime.cuda.step import graphs, linear, linear_wide, packed_layout, packed_rows
 from g4spec.runtime.cuda.step.packed_rows import GROUP_ROWS, PackedRows
 from g4spec.runtime.cuda.weights.dequant import Weight
 
@@ -45,7 +45,7 @@ class Form:
     """An implementation of GEMMs with more than 16 rows."""
 
     name: str
-    warp_groups: int
+    wgmma: bool
     groups: int
     stages: int
 
@@ -53,11 +53,11 @@ class Form:
     def of(cls, name: str) -> Form:
         kind, *numbers = name.split(":")
         groups, stages = (*map(int, numbers), *(linear.MAX_ROW_GROUPS, 8)[len(numbers) :])
-        return cls(name, {"wg": 1, "wg2": 2, "mma": 0}[kind], groups, stages)
+        return cls(name, {"wgmma": True, "mma": False}[kind], groups, stages)
 
     def take(self) -> None:
         """Use this form for all GEMMs from now on."""
-        linear_wide.WARP_GROUPS, linear_wide.MAX_ROW_GROUPS = self.warp_groups, self.groups
+        linear_wide.WGMMA, linear_wide.MAX_ROW_GROUPS = self.wgmma, self.groups
         for rows, most in STAGES.items():
             linear.MAX_STAGES[rows] = min(most, self.stages)
         linear_wide.for_row_groups.cache_clear()
@@ -72,7 +72,7 @@ class Form:
                 most = min(left, self.groups)
                 for narrow in (False, True):
                     how = linear.gemm_config(type, 256, 2, 2, arch, narrow)
-                    (own,) = linear_wide.for_row_groups((how,), most, arch, self.warp_groups)
+                    (own,) = linear_wide.for_row_groups((how,), most, arch, self.wgmma)
                     names |= {own.name("linear"), own.name("gate_up")}
                 left -= most
         return {units.Job("linear_wide.cu", name, arch) for name in names}
@@ -89,7 +89,7 @@ def run(
 
 def values(found: torch.Tensor | PackedRows) -> torch.Tensor:
     """Return the output as float32 [..., T, N]."""
-    return packed_rows.unpack(found)[0][: len(found)] if isinstance(found, PackedRows) else found
+    return packed_layout.unpack(found)[0][: len(found)] if isinstance(found, PackedRows) else found
 
 
 def wrong(x: torch.Tensor, name: str, weight: Weight, by: linear.SplitKWorkspace) -> int:
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="*", default=[16, 32, 64, 128])
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--type", default="q4_k")
-    parser.add_argument("--forms", nargs="*", default=["wg", "mma"])
+    parser.add_argument("--forms", nargs="*", default=["wgmma", "mma"])
     parser.add_argument("--each", action="store_true", help="each product by itself, too")
     parser.add_argument("--compile", action="store_true", help="do nothing else")
     args = parser.parse_args()

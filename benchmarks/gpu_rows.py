@@ -36,6 +36,7 @@ from g4spec.runtime.target import batch_of  # noqa: E402
 def compile_first(rows: list[int]) -> None:
     """Compile in parallel the kernels of linear_wide.cu that steps of Q4_K_M files launch."""
     arch, names = launch.arch(), set()
+    wgmma = linear_wide.WGMMA and arch == linear_wide.WGMMA_ARCH
     for groups in {min(-(-count // 16), linear.MAX_ROW_GROUPS) for count in rows if count > 16}:
         cuts = [
             linear.gemm_config(type, 256, 2, 2, arch, narrow)
@@ -44,11 +45,11 @@ def compile_first(rows: list[int]) -> None:
         ]
         cuts.append(linear.gemm_config("q6_k", 256, linear.MANY_GROUPS, 2, arch))
         for how in cuts:
-            (own,) = linear_wide.for_row_groups((how,), groups, arch)
+            (own,) = linear_wide.for_row_groups((how,), groups, arch, wgmma)
             names |= {own.name("linear"), own.name("gate_up")}
         names.add(
             linear_wide.two_matrix_instance(
-                *linear_wide.for_row_groups((cuts[0], cuts[2]), groups, arch)
+                *linear_wide.for_row_groups((cuts[0], cuts[2]), groups, arch, wgmma)
             )
         )
     jobs = [units.Job("linear_wide.cu", name, arch) for name in sorted(names)]

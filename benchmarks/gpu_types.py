@@ -45,7 +45,7 @@ BASE, DEVICE = "q4_k", "cuda"
 
 def compile_first(types: list[str], rows: list[int], arch: str) -> None:
     """Compile all kernels that are launched, in parallel."""
-    warp_groups = linear_wide.WARP_GROUPS if arch == linear_wide.WARP_GROUP_ARCH else 0
+    wgmma = linear_wide.WGMMA and arch == linear_wide.WGMMA_ARCH
     plain_scaled = packed_rows.PLAIN, packed_rows.SCALED
     jobs = {
         units.Job("norm.cu", packed_rows.instance(k, 1, *plain_scaled), arch)
@@ -60,20 +60,20 @@ def compile_first(types: list[str], rows: list[int], arch: str) -> None:
             config = linear.gemm_config(type, unit, n // PACK_ROWS, tiles, arch, few)
             jobs.add(units.Job("linear.cu", config.name(kind), arch))
             if tiles == 2:
-                wide = wide_configs(config, rows, arch, warp_groups)
+                wide = wide_configs(config, rows, arch, wgmma)
                 jobs |= {units.Job("linear_wide.cu", c.name(kind), arch) for c in wide}
     units.compile_all(sorted(jobs, key=str), workers=16)
 
 
 def wide_configs(
-    config: linear.GemmConfig, rows: list[int], arch: str, warp_groups: int
+    config: linear.GemmConfig, rows: list[int], arch: str, wgmma: bool
 ) -> Iterator[linear.GemmConfig]:
     """Yield the configs of linear_wide.cu for all numbers of rows above 16."""
     for count in rows:
         left = packed_rows.groups(count) if count > GROUP_ROWS else 0
         while left > 0:
             groups = min(left, linear.MAX_ROW_GROUPS)
-            (found,) = linear_wide.for_row_groups((config,), groups, arch, warp_groups)
+            (found,) = linear_wide.for_row_groups((config,), groups, arch, wgmma)
             yield found
             left -= found.groups
 

@@ -110,6 +110,13 @@ class Unit:
         at = self.head + which * self.unit // 32 * 256
         return self.half(at + 2 * (((k // 32 * 4 + warp) * 8 + g) * 4 + q))
 
+    def six_bits(self, at: int, i: int, minimum: int) -> int:
+        """Return number i of the scales or minima of Q4_K and Q5_K."""
+        words, half = [self.u32(at + 4 * w) >> i % 2 * 16 for w in range(3)], i // 2
+        if half < 3:
+            return words[half] >> 6 * minimum & 63
+        return words[minimum] >> 12 & 15 | (words[2] >> 12 + 2 * minimum & 3) << 4
+
     def value(self, row: int, k: int) -> np.float32:
         code = np.float32(self.code(row, k))
         if self.name == "q8_0":
@@ -123,10 +130,7 @@ class Unit:
             d = self.half(self.head + 16 * 128 + 2 * row)
             return d * np.float32(scale) * (code - np.float32(32))
         at = self.head + 16 * row
-        both = self.u32(at + 12)
-        scales = self.u32(at + 4) | (both & 0xFFFF) << 32
-        minima = self.u32(at + 8) | both >> 16 << 32
-        scale, least = (np.float32(s >> 6 * (k // 32) & 63) for s in (scales, minima))
+        scale, least = (np.float32(self.six_bits(at + 4, k // 32, which)) for which in (0, 1))
         return self.half(at) * scale * code - self.half(at + 2) * least
 
 
@@ -283,5 +287,7 @@ def test_views_of_a_type_have_its_sizes(name: str) -> None:
             f"quad::{spelt}::BLOCK": form.block,
             f"quad::{spelt}::BYTES": block,
         }
+        if name == "q6_k":
+            expected["Q6KUpper::SCRATCH"] = linear.scratch_of(name, unit, upper=True)
         built = nvrtc.compile(sources, f"sizes<{', '.join(expected)}>", "sm_80")
         assert "".join(f"Li{number}E" for number in expected.values()) in built.symbol

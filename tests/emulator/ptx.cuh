@@ -30,6 +30,9 @@ u32 halves(u32 a, u32 b, u32 c, Op op) {
 inline u32 mul_half2(u32 a, u32 b) {
   return halves(a, b, 0, [](float x, float y, float) { return x * y; });
 }
+inline u32 mul_half2_by(u32 a, u32 s, int half) {
+  return mul_half2(a, (half ? s >> 16 : s & 0xffff) * 0x10001u);
+}
 inline u32 copy_upper_half(u32 x) { return mul_half2(x >> 16 | (x & 0xffff0000u), 0x3c003c00u); }
 inline u32 dot_bytes(u32 a, u32 b, u32 c) {
   for (int i = 0; i < 32; i += 8) c += (a >> i & 255) * (b >> i & 255);
@@ -43,6 +46,10 @@ inline u32 sub_half2(u32 a, u32 b) {
 // instruction.
 inline u32 fma_half2(u32 a, u32 b, u32 c) {
   return halves(a, b, c, [](double x, double y, double z) { return float(x * y + z); });
+}
+inline u32 fma_half2_by(u32 a, u32 s, u32 c, int half) {
+  const auto twice = [half](u32 x) { return (half ? x >> 16 : x & 0xffff) * 0x10001u; };
+  return fma_half2(a, twice(s), twice(c));
 }
 inline float from_bf16(u16 h) { return __uint_as_float((u32)h << 16); }
 inline u32 bf16_bits(float x) {
@@ -80,9 +87,6 @@ inline u32 permute_or_sign(u32 a, u32 b, u32 selector) {
   return out;
 }
 inline u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
-inline u32 extract_bits(u32 low, u32 high, u32 shift) {
-  return u32(((u64)high << 32 | low) >> shift);
-}
 inline float small_uint_to_float(u32 v) { return (float)v; }
 
 inline u32 materialize(u32 x) { return x; }

@@ -15,24 +15,25 @@ pytestmark = pytest.mark.skipif(not EMULATED, reason="tests/gpu/test_linear_wide
 
 
 @pytest.mark.parametrize(
-    ("type", "warp_groups", "size", "count", "checked"),
+    ("type", "size", "count", "checked"),
     [
-        ("q4_k", 1, (200, 768), 37, True),
-        ("q5_k", 2, (256, 512), 50, False),
-        ("q6_k", 1, (128, 512), 20, False),
-        ("q8_0", 1, (128, 320), 50, False),
-        ("q5_1", 1, (128, 256), 33, False),
+        ("q4_k", (200, 768), 37, True),
+        ("q5_k", (256, 512), 50, False),
+        ("q6_k", (128, 512), 20, False),
+        ("q4_k", (256, 256), 100, False),
+        ("q6_k", (128, 256), 128, False),
+        ("q3_k", (256, 256), 40, False),
+        ("iq2_s", (128, 256), 70, False),
+        ("q8_0", (128, 320), 50, False),
+        ("q5_1", (128, 256), 33, False),
     ],
 )
 def test_bits_of_16_rows(
     type: str,
-    warp_groups: int,
     size: tuple[int, int],
     count: int,
     checked: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(linear_wide, "WARP_GROUPS", warp_groups)
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills torch.empty with NaN
     g = torch.Generator().manual_seed(1)

@@ -4,7 +4,11 @@
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 inline u64 smem_descriptor(const void* p, u32 block, u32 eight = 1024) {
-  return (u64)(shared_address(p) >> 4) | (u64)(block >> 4) << 16 | (u64)(eight >> 4) << 32;
+  return (u64)(shared_address(p) >> 4) | (u64)(block >> 4) << 16 | (u64)(eight >> 4) << 32 |
+         (u64)1 << 62;
+}
+inline u64 smem_descriptor_plain(const void* p, u32 chunk, u32 eight) {
+  return (u64)(shared_address(p) >> 4) | (u64)(chunk >> 4) << 16 | (u64)(eight >> 4) << 32;
 }
 inline void wgmma_fence() {}
 inline void wgmma_commit() { check::wgmma_commit(); }
@@ -22,10 +26,17 @@ inline float swizzled(u32 at) {
   at ^= (at >> 7 & 7) << 4;
   return from_half(*(const u16*)machine::at(at));
 }
+// Without swizzle: chunk `chunk` of 16 bytes of a row.
+inline u32 place_of_plain_row(u64 operand, int row, int chunk) {
+  return ((u32)(operand & 0x3fff) + row / 8 * (u32)(operand >> 32 & 0x3fff) +
+          chunk * (u32)(operand >> 16 & 0x3fff) + row % 8) * 16;
+}
 inline u32 place_of_row(u64 operand, int row) {
   return (u32)(operand & 0x3fff) * 16 + row / 8 * (u32)(operand >> 32 & 0x3fff) * 16 + row % 8 * 128;
 }
 inline float by_row(u64 operand, int row, int column) {
+  if (!(operand >> 62))
+    return from_half(*(const u16*)machine::at(place_of_plain_row(operand, row, column / 8) + column % 8 * 2));
   return swizzled(place_of_row(operand, row) + column * 2);
 }
 inline float by_column(u64 operand, int row, int column) {
@@ -53,7 +64,8 @@ inline void record_read_by_row(u64 operand, int rows = 64) {
   for (int row = 0; row < rows; ++row)
     for (u32 i = 0; i < 2; ++i) {
       const u32 at = place_of_row(operand, row) + i * 16;
-      check::wgmma_reads(machine::at(at ^ (at >> 7 & 7) << 4), 16);
+      check::wgmma_reads(machine::at(operand >> 62 ? at ^ (at >> 7 & 7) << 4
+                                                   : place_of_plain_row(operand, row, i)), 16);
     }
 }
 inline void record_read_by_column(u64 operand) {
@@ -103,7 +115,7 @@ inline void wgmma_m64n256_rs_mn(float (&d)[128], const u32 (&a)[4], u64 b, int a
 template <int N>  // B has 2 N rows
 void wgmma_rs(float (&d)[N], const u32 (&a)[4], u64 b, int add) {
   check::Quiet quiet;
-  if ((b & 0x3fff) * 16 % 1024 >= 128) machine::fail("an operand that is not on 1024 bytes");
+  if (b >> 62 && (b & 0x3fff) * 16 % 1024 >= 128) machine::fail("an operand that is not on 1024 bytes");
   record_read_by_row(b, 2 * N);
   const AFragment f(a);
   wgmma_accumulate(

@@ -27,7 +27,8 @@ from g4spec.runtime.cuda.cache.heads import HEAD_DIMS
 from g4spec.runtime.cuda.portable import products
 from g4spec.runtime.cuda.step import screen
 from g4spec.runtime.cuda.step.choose import Choice
-from g4spec.runtime.cuda.step.packed_rows import PackedRows, unpack
+from g4spec.runtime.cuda.step.packed_layout import unpack
+from g4spec.runtime.cuda.step.packed_rows import PackedRows
 from g4spec.runtime.cuda.step.picks import Picks
 from g4spec.runtime.cuda.weights import packing, samples
 from g4spec.runtime.cuda.weights.matrix import Matrix

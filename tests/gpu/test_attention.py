@@ -16,7 +16,8 @@ from g4spec.runtime.cuda.cache.heads import Heads
 from g4spec.runtime.cuda.portable import torch_attention
 from g4spec.runtime.cuda.step import attention
 from g4spec.runtime.cuda.step.attention import AttentionOutput, attend
-from g4spec.runtime.cuda.step.packed_rows import PackedRows, concat_rows, unpack
+from g4spec.runtime.cuda.step.packed_layout import concat_rows, unpack
+from g4spec.runtime.cuda.step.packed_rows import PackedRows
 from tests.gpu.batches import one, rows_of, spread
 from tests.gpu.device import DEVICE, EMULATED, needs_gpu
 from tests.gpu.parity import stored

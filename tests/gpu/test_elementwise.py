@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from g4spec.ops.reference import Ops
-from g4spec.runtime.cuda.step import elementwise
-from g4spec.runtime.cuda.step import packed_rows as rows
+from g4spec.runtime.cuda.step import elementwise, packed_layout
 from tests.gpu.device import DEVICE
 from tests.gpu.test_rows import check_rows, close
 
@@ -31,8 +30,8 @@ def test_gated(activation: elementwise.Activation, count: int, width: int) -> No
     packed = elementwise.gated_rows(gate, up, activation)
     assert packed.scale is not None and bool((packed.scale == 64.0).all())
     check_rows(packed, want)
-    alone = rows.unpack(elementwise.gated_rows(gate[:1], up[:1], activation))[0][0]
-    assert torch.equal(rows.unpack(packed)[0][0], alone)
+    alone = packed_layout.unpack(elementwise.gated_rows(gate[:1], up[:1], activation))[0][0]
+    assert torch.equal(packed_layout.unpack(packed)[0][0], alone)
 
 
 @pytest.mark.parametrize("size", [16, 256])

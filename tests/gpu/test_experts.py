@@ -16,7 +16,7 @@ from g4spec.ops.weights import ExpertLayer
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.constants import INTERLEAVE_ROWS
 from g4spec.runtime.cuda.ops import CudaOps
-from g4spec.runtime.cuda.step import experts
+from g4spec.runtime.cuda.step import experts, packed_layout
 from g4spec.runtime.cuda.step import packed_rows as rows
 from g4spec.runtime.cuda.step.experts import Buffers, Experts, ExpertShape, fits
 from g4spec.runtime.cuda.weights import held, packing
@@ -181,7 +181,7 @@ def check(layer: Layer, x: torch.Tensor) -> None:
     close(b.dense[:n], want["dense"], 2e-3)
     close(summed, want["sum"], 2e-3)
     close(out, want["out"], 2e-3)
-    values = rows.unpack(normed)[0]
+    values = packed_layout.unpack(normed)[0]
     close(values[:n], want["normed"], 2e-3)
     assert not values[n:].any()
 
@@ -256,7 +256,7 @@ def _same(
     """Return True if rows `part` of x, computed by themselves, are bit-identical to those in
     `whole`."""
     out, normed = layer.run(x[part].contiguous())
-    stored, wanted = rows.unpack(normed), rows.unpack(whole[1])
+    stored, wanted = packed_layout.unpack(normed), packed_layout.unpack(whole[1])
     return torch.equal(out, whole[0][part]) and all(
         torch.equal(a[: len(part)], b[part]) for a, b in zip(stored, wanted, strict=True)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from g4spec.runtime.cuda.step import linear
+from g4spec.runtime.cuda.step import linear, packed_layout
 from g4spec.runtime.cuda.step import packed_rows as rows
 from tests.gpu.device import DEVICE
 from tests.gpu.parity import HALF, matrix
@@ -47,7 +47,7 @@ def test_gates_activated_by_either(silu: bool) -> None:
     by = linear.SplitKWorkspace(torch.device(DEVICE))
     got = linear.gate_up(rows.pack_rows(x.to(DEVICE)), weight.weight, by, silu=silu)
     assert got.scale is not None
-    found = rows.unpack(got)[0][:9].float().cpu() * float(got.scale[0])
+    found = packed_layout.unpack(got)[0][:9].float().cpu() * float(got.scale[0])
     assert float((found - want).abs().max() / want.abs().max()) < 2 * HALF
 
 

@@ -14,8 +14,8 @@ from tests.gpu.parity import HALF, matrix, stored
 
 pytestmark = pytest.mark.gpu
 
-FORMS = (0, 1, 2)
-"""Values of WARP_GROUPS: 0 is the kernel of single warps; 1 and 2 are warp groups per step of K."""
+FORMS = (False, True)
+"""Values of linear_wide.WGMMA."""
 
 COUNTS = (17, 37, 50) if EMULATED else (17, 32, 33, 48, 50, 64, 65, 96, 100, 127, 128, 129, 200)
 MOST = max(COUNTS)
@@ -24,7 +24,7 @@ MOST = max(COUNTS)
 @pytest.fixture(params=FORMS)
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Force one of the kernel variants for more than 16 rows."""
-    monkeypatch.setattr(linear_wide, "WARP_GROUPS", request.param)
+    monkeypatch.setattr(linear_wide, "WGMMA", request.param)
 
 
 def single_rows(x: torch.Tensor) -> list[tuple[slice, rows.PackedRows]]:

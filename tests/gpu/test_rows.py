@@ -11,6 +11,7 @@ from g4spec.ops.reference import Ops
 from g4spec.runtime.cuda.cache.cache_types import KINDS
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV, Kind
 from g4spec.runtime.cuda.cache.heads import Heads
+from g4spec.runtime.cuda.step import packed_layout
 from g4spec.runtime.cuda.step import packed_rows as rows
 from tests.gpu.batches import rows_of, spread
 from tests.gpu.device import DEVICE
@@ -61,7 +62,7 @@ def check_rows(packed: rows.PackedRows, want: torch.Tensor, tolerance: float = H
 
 def same_rows(a: rows.PackedRows, first: int, b: rows.PackedRows) -> bool:
     """Return True if rows first ... of `a` are bit-identical to all rows of `b`."""
-    pairs = zip(rows.unpack(a), rows.unpack(b), strict=True)
+    pairs = zip(packed_layout.unpack(a), packed_layout.unpack(b), strict=True)
     return all(torch.equal(x[first : first + b.count], y[: b.count]) for x, y in pairs)
 
 
@@ -76,7 +77,7 @@ def test_pack(width: int, count: int) -> None:
     packed = rows.pack_rows(x)
     assert packed.scale is not None
     check_rows(packed, x)
-    most = rows.unpack(packed)[0][:count].abs().amax(1).float()
+    most = packed_layout.unpack(packed)[0][:count].abs().amax(1).float()
     normal = x.abs().amax(1) > 1e-20
     assert bool(((most >= 512) & (most <= 1024))[normal].all())
     assert packed.scale[:count].log2().frac().abs().max() == 0
@@ -86,7 +87,7 @@ def test_pack(width: int, count: int) -> None:
 def test_pack_keeps_non_finite_values(bad: float) -> None:
     x = randn(2, 128)
     x[1, 77] = bad
-    values = rows.unpack(rows.pack_rows(x))[0]
+    values = packed_layout.unpack(rows.pack_rows(x))[0]
     assert bool(torch.isfinite(values[0]).all()) and not bool(torch.isfinite(values[1, 77]))
 
 

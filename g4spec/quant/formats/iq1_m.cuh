@@ -9,7 +9,7 @@ struct IQ1_M : Scaled<16, 8>, Grid1 {};
 
 }  // namespace codebook
 
-using IQ1M = Codebook<codebook::IQ1_M>;
+using IQ1M = ScaledCodebook<codebook::IQ1_M>;
 
 namespace raw {
 using IQ1M = Codebook<codebook::IQ1_M>;

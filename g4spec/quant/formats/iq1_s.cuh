@@ -9,7 +9,7 @@ struct IQ1_S : Scaled<32, 8>, Grid1 {};
 
 }  // namespace codebook
 
-using IQ1S = Codebook<codebook::IQ1_S>;
+using IQ1S = ScaledCodebook<codebook::IQ1_S>;
 
 namespace raw {
 using IQ1S = Codebook<codebook::IQ1_S>;

@@ -9,7 +9,7 @@ struct IQ2_S : Scaled<16, 8>, Grid2 {};
 
 }  // namespace codebook
 
-using IQ2S = Codebook<codebook::IQ2_S>;
+using IQ2S = ScaledCodebook<codebook::IQ2_S>;
 
 namespace raw {
 using IQ2S = Codebook<codebook::IQ2_S>;

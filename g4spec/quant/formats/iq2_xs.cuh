@@ -9,7 +9,7 @@ struct IQ2_XS : Scaled<16, 8>, Grid2 {};
 
 }  // namespace codebook
 
-using IQ2XS = Codebook<codebook::IQ2_XS>;
+using IQ2XS = ScaledCodebook<codebook::IQ2_XS>;
 
 namespace raw {
 using IQ2XS = Codebook<codebook::IQ2_XS>;

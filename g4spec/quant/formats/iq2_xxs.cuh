@@ -9,7 +9,7 @@ struct IQ2_XXS : Scaled<32, 8>, Grid2 {};
 
 }  // namespace codebook
 
-using IQ2XXS = Codebook<codebook::IQ2_XXS>;
+using IQ2XXS = ScaledCodebook<codebook::IQ2_XXS>;
 
 namespace raw {
 using IQ2XXS = Codebook<codebook::IQ2_XXS>;

@@ -10,7 +10,7 @@ struct Q3_K : Scaled<16, 1, Order::DENSE> {
 
 }  // namespace codebook
 
-using Q3K = Codebook<codebook::Q3_K>;
+using Q3K = ScaledCodebook<codebook::Q3_K>;
 
 namespace raw {
 using Q3K = Codebook<codebook::Q3_K>;

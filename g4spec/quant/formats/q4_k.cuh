@@ -6,6 +6,14 @@
 #include "quads.cuh"
 #include "raw_values.cuh"
 
+// Scale (MINIMUM 0) or minimum (1) number i of a packed header (`_six_bits` in packing.py).
+template <int MINIMUM>
+DEVICE u32 six_bits(const uint4& h, int i) {
+  const int half = i % 2 * 16;
+  if (i < 6) return (i < 2 ? h.y : i < 4 ? h.z : h.w) >> (half + 6 * MINIMUM) & 63;
+  return ((MINIMUM ? h.z : h.y) >> (half + 12) & 15) | (h.w >> (half + 12 + 2 * MINIMUM) & 3) << 4;
+}
+
 template <int BITS>
 struct Affine {
   static constexpr int UPPER = 16384, HEADER = UPPER + (BITS - 4) * 4096;
@@ -21,19 +29,26 @@ struct Affine {
     // also contains 2^24, because codes are subnormal halves.
     DEVICE Factors(uint4 h, float share) {
       const float d = from_half(h.x) * share;
-      const float bias = -8388608.0f * d;
-      const u32 scale = h.y, scale_end = h.w & 0xffff, min = h.z, min_end = h.w >> 16;
       dmin = from_half(h.x >> 16) * SUBNORMAL_SCALE;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {  // d * (2^23 + scale) - d * 2^23, which is exact
-        const u32 bits = and_or(extract_bits(scale, scale_end, 6 * i), 63, 0x4b000000u);
-        scales[i] = fmaf(d, __uint_as_float(bits), bias);
-      }
-#pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const u32 two = extract_bits(min, min_end, 12 * i);
-        mins[i] = and_or(two << 10, 0x3f0000u, two & 0x3fu);
+        const u32 two = pair<0>(h, i);  // in the lower and in the upper half
+        scales[2 * i] = scaled(d, two, 63, 8388608.0f);
+        scales[2 * i + 1] = scaled(d, two, 63 << 16, 128.0f);
+        mins[i] = pair<1>(h, i) & 0x3f003fu;
       }
+    }
+    // d * scale, rounded once: d * (bias + scale) - d * bias, where the scale's lowest bit is 1 in the
+    // mantissa of `bias`.
+    static DEVICE float scaled(float d, u32 bits, u32 mask, float bias) {
+      return fmaf(d, __uint_as_float(and_or(bits, mask, __float_as_uint(bias))), -bias * d);
+    }
+    // `six_bits` of 2 i and 2 i + 1 in the lower six bits of both halves, whose upper bits are anything.
+    template <int MINIMUM>
+    static DEVICE u32 pair(const uint4& h, int i) {
+      if (i < 3) return (i == 0 ? h.y : i == 1 ? h.z : h.w) >> (6 * MINIMUM);
+      const u32 low = (MINIMUM ? h.z : h.y) >> 12 & 0xf000fu;
+      return and_or(h.w >> (8 + 2 * MINIMUM), 0x300030u, low);
     }
   };
 
@@ -56,7 +71,7 @@ struct Affine {
       rows = materialize(lane * 16);
       sums = materialize(t * ACT_BYTES * NT + SPLIT32 * NT + g * 8);
       place = materialize(ldmatrix_offset<4>(lane));
-      tiled_sums = materialize((t * 8 * NT + g) * 8);
+      tiled_sums = materialize(g * 16 + t * 4);
       put = materialize_shared(scratch + scratch_slot(lane) * 4);
       put_mins = materialize_shared(scratch + MINS + lane * 16);
       scales = materialize_shared(scratch + g * 16);
@@ -85,13 +100,12 @@ struct Affine {
         __syncwarp();  // keeps loads from being hoisted, which would spill registers
 #endif
       }
-      subtract_mins(acc, act + sums);
+      subtract_mins<NT, 64, 4>(acc, act + sums);
     }
 
     template <int G>
-    DEVICE void multiply_row_groups(Acc<NT> (&acc)[G], const u8* unit,
+    DEVICE void multiply_row_groups(Acc<NT * G>& acc, const u8* unit,
                                     const GroupedActivations& act) const {
-      constexpr int GROUP_SUM_BYTES = 4 * SUMS_BYTES * NT;  // of a group
       const u8 *w = unit + codes, *u = unit + upper;
       const Factors factors(*(const uint4*)(unit + header), share);
       KWeights<u32, BITS == 5> next(w, u, 0);
@@ -115,35 +129,30 @@ struct Affine {
 #pragma unroll
           for (int g = 0; g < G; ++g) {
             scheduling_barrier();
-            add_half(acc[g], a, act.halves + (g * 4 * NT + j) * TILE_BYTES, h, s);
+            add_half<G>(acc, g, a, act.halves + (g * 4 * NT + j) * TILE_BYTES, h, s);
           }
         }
       }
-#pragma unroll
-      for (int g = 0; g < G; ++g)
-        subtract_mins(acc[g], act.sums + tiled_sums + g * GROUP_SUM_BYTES);
+      subtract_mins<NT * G, 256, 128>(acc, act.sums + tiled_sums);
     }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    // 2 P chains of two wgmmas each (two weight tiles times P parts of G / P token groups). One
-    // chain is scaled and added to acc while the others run.
-    template <int G, int P>
-    DEVICE void multiply_wgmma(Acc<NT> (&acc)[G], const u8* unit,
+    // Two chains of two wgmmas, one for each weight tile. One is scaled and added to acc while the
+    // other is computed.
+    template <int G>
+    DEVICE void multiply_wgmma(Acc<NT * G>& acc, const u8* unit,
                                const GroupedActivations& act) const {
-      constexpr int N = G / P, CHAINS = 2 * P;
       const u8 *w = unit + codes, *u = unit + upper;
       const ActivationDescriptors<4> b(act.halves);
       const Factors factors(*(const uint4*)(unit + header), share);
       KWeights<u32, BITS == 5> next(w, u, 0);
       store(factors);
       __syncwarp();
-      WgmmaAcc<N> c[CHAINS];
+      WgmmaAcc<G> c[2];
       float4 s, before;
-      const auto finish = [&](int chain, int newest, float4 of) {
-        wait_wgmmas<N>(c[chain], newest);
-        const int tile = chain / P;
-        scale_add_tiles<N>(acc, tile, c[chain], tile ? of.z : of.x, tile ? of.w : of.y,
-                           chain % P * N);
+      const auto finish = [&](int tile, int newest, float4 of) {
+        wait_wgmmas<G>(c[tile], newest);
+        scale_add_tiles<G>(acc[tile], c[tile], tile ? of.z : of.x, tile ? of.w : of.y);
       };
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -163,26 +172,34 @@ struct Affine {
               add_fifth_bits(a[0], own.upper[tile], h * 2);
               add_fifth_bits(a[1], own.upper[tile], h * 2 + 1);
             }
-#pragma unroll
-            for (int part = 0; part < P; ++part) {
-              const int chain = tile * P + part, oldest = (chain + 1) % CHAINS;
-              issue_wgmmas<N>(c[chain], a, b, j * 4 + h * 2, part * N);
-              if (oldest == 0) finish(oldest, CHAINS - 1, s);
-              else if (j + h) finish(oldest, CHAINS - 1, before);
-            }
+            issue_wgmmas<G>(c[tile], a, b, j * 4 + h * 2);
+            if (tile)
+              finish(0, 1, s);
+            else if (j + h)
+              finish(1, 1, before);
           }
         }
       }
+      const float4 dmin = *(const float4*)(scales + DMINS);
+      const float4 minus = {-dmin.x, -dmin.y, -dmin.z, -dmin.w};
 #pragma unroll
-      for (int chain = 1; chain < CHAINS; ++chain) finish(chain, CHAINS - 1 - chain, s);
-#pragma unroll
-      for (int g = 0; g < G; ++g)
-        subtract_mins(acc[g], act.sums + tiled_sums + g * 4 * (SUMS_BYTES * NT));
+      for (int tile = 0; tile < 2; ++tile) {  // minima, one wgmma for each weight tile
+        u32 a[4];
+        min_fragment(a, tile);
+        issue_wgmma<G>(c[tile], a, smem_descriptor_plain(act.sums, 128, 256));
+        if (tile == 0)
+          finish(1, 1, s);
+        else
+          finish(0, 1, minus);
+      }
+      finish(1, 0, minus);
     }
 #endif
 
     // MMA over 32 columns, one quant group.
-    DEVICE void add_half(Acc<NT>& acc, const u32 (&a)[2][2][4], const u8* x, int h, float4 s) const {
+    template <int G>
+    DEVICE void add_half(Acc<NT * G>& acc, int g, const u32 (&a)[2][2][4], const u8* x, int h,
+                         float4 s) const {
       float zero[4] = {0, 0, 0, 0};
       u32 b[2][NT][2];
       float c[2][NT][4];
@@ -197,8 +214,8 @@ struct Affine {
         }
 #pragma unroll
       for (int nt = 0; nt < NT; ++nt) {
-        scale_add(acc[0][nt], c[0][nt], s.x, s.y);
-        scale_add(acc[1][nt], c[1][nt], s.z, s.w);
+        scale_add(acc[0][g * NT + nt], c[0][nt], s.x, s.y);
+        scale_add(acc[1][g * NT + nt], c[1][nt], s.z, s.w);
       }
     }
 
@@ -232,23 +249,32 @@ struct Affine {
       }
     }
 
-    // Subtract dmin * min * (sum of activations) as one MMA of the integer minima with the sums. A
-    // sum is stored as two halves (high part and remainder); they are the two halves of the MMA's
-    // K.
-    DEVICE void subtract_mins(Acc<NT>& acc, const u8* sums) const {
+    // A fragment of the minima of a weight tile: the two halves of K are equal, since a sum of
+    // activations is stored as two halves (high part and remainder).
+    DEVICE void min_fragment(u32 (&a)[4], int tile) const {
+      a[0] = a[2] = ((const u32*)mins)[tile * 64];
+      a[1] = a[3] = ((const u32*)mins)[tile * 64 + 32];
+    }
+    // Subtract dmin * min * (sum of activations) for N tiles of 8 tokens, as one MMA each of the integer
+    // minima with the sums. TILE: bytes from one tile's sums to the next; LOW: from a sum's high part
+    // to its remainder.
+    template <int N, int TILE, int LOW>
+    DEVICE void subtract_mins(Acc<N>& acc, const u8* sums) const {
       const float4 dmin = *(const float4*)(scales + DMINS);
-      uint2 s[NT];
+      u32 a[2][4];
 #pragma unroll
-      for (int nt = 0; nt < NT; ++nt) s[nt] = ((const uint2*)sums)[nt * 8];
+      for (int tile = 0; tile < 2; ++tile) min_fragment(a[tile], tile);
 #pragma unroll
-      for (int tile = 0; tile < 2; ++tile) {
-        const u32 m0 = ((const u32*)mins)[tile * 64];
-        const u32 m1 = ((const u32*)mins)[tile * 64 + 32];
-        const u32 a[4] = {m0, m1, m0, m1};
+      for (int nt = 0; nt < N; ++nt) {
+        uint2 s;
+        if constexpr (LOW == 4)
+          s = *(const uint2*)(sums + nt * TILE);
+        else
+          s = {*(const u32*)(sums + nt * TILE), *(const u32*)(sums + nt * TILE + LOW)};
 #pragma unroll
-        for (int nt = 0; nt < NT; ++nt) {
+        for (int tile = 0; tile < 2; ++tile) {
           float c[4] = {0, 0, 0, 0};
-          mma_f16(c, a, s[nt].x, s[nt].y, c);
+          mma_f16(c, a[tile], s.x, s.y, c);
           scale_add(acc[tile][nt], c, tile ? -dmin.z : -dmin.x, tile ? -dmin.w : -dmin.y);
         }
       }
@@ -315,11 +341,9 @@ struct Affine {
   }
   static DEVICE float4 packed(const PackedQuad& p) {
     const uint4 h = *(const uint4*)(p.unit + p.columns * (BITS == 5 ? 80 : 64) + p.r * 16);
-    const u64 scales = h.y | (u64)(h.w & 0xffff) << 32, minima = h.z | (u64)(h.w >> 16) << 32;
-    const int shift = 6 * (p.k / 32);
     CodeQuad f;
-    factors(f, from_half((u16)h.x), from_half((u16)(h.x >> 16)), (int)(scales >> shift & 63),
-            (int)(minima >> shift & 63));
+    factors(f, from_half((u16)h.x), from_half((u16)(h.x >> 16)), six_bits<0>(h, p.k / 32),
+            six_bits<1>(h, p.k / 32));
 #pragma unroll
     for (int e = 0; e < 4; ++e) f.code[e] = p.nibble(e) | (BITS == 5 ? p.fifth_bit(e) : 0);
     return f.values();
@@ -342,9 +366,6 @@ struct Affine {
     const uint4* h = (const uint4*)(unit + 16384 + PLANE) + tile * 16 + lane / 4;
     header[0] = h[0], header[1] = h[8];
   }
-  static DEVICE u32 six(u32 low, u32 high, int i) {  // 6-bit number i of eight in 48 bits
-    return (u32)(((u64)high << 32 | low) >> (6 * i)) & 63;
-  }
   DEVICE void values(int k64, Values& v) const {
     const uint4 q = load_streaming((const uint4*)unit + (tile * 4 + k64) * 32 + lane);
     const u32 words[4] = {q.x, q.y, q.z, q.w};
@@ -355,8 +376,8 @@ struct Affine {
       const float d = from_half(h.x), least = from_half(h.x >> 16);
 #pragma unroll
       for (int k32 = 0; k32 < 2; ++k32) {
-        const float s = d * bits_to_float(six(h.y, h.w & 0xffff, k64 * 2 + k32), 63, 0);
-        const float m = -least * bits_to_float(six(h.z, h.w >> 16, k64 * 2 + k32), 63, 0);
+        const float s = d * bits_to_float(six_bits<0>(h, k64 * 2 + k32), 63, 0);
+        const float m = -least * bits_to_float(six_bits<1>(h, k64 * 2 + k32), 63, 0);
 #pragma unroll
         for (int j = 2 * k32; j < 2 * k32 + 2; ++j)
 #pragma unroll

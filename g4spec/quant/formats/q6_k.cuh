@@ -1,255 +1,99 @@
 // Q6_K: a value is d * scale * (q - 32). Views: formats.cuh.
 #pragma once
 #include "fragments.cuh"
-#include "gemm_tile.cuh"
+#include "gemm_scaled.cuh"
 #include "quads.cuh"
 #include "raw_values.cuh"
 
 struct Q6K {
   static constexpr int UNIT = 256, UNIT_BYTES = 26880, SCRATCH = Q6_K_SCRATCH;
   static constexpr int UPPER = 16384, SCALES = 24576, D = SCALES + 2048;
-  static constexpr int SUMS = SPLIT16, SUMS_BYTES = 128;  // of 8 rows of a block
+  static constexpr int SUMS = SPLIT16, SUMS_BYTES = 0;  // no sums of activations
 
-  struct Factors {  // of one row's 16 groups of 16; one lane per row
-    float scales[16], zero;
+  // The factors of one row; one lane per row.
+  struct Factors {
+    u32 scales[8];  // of 16 groups of 16: pairs of halves
+    float d;        // times 2^24, because codes are subnormal halves
 
-    // Fragments hold the codes of rows g + 8 times 16, so `share` divides their scales by 16. It
-    // also contains 2^24, because codes are subnormal halves.
-    DEVICE Factors(const u8* header, float whole, float share) {
-      const float d = whole * share, bias = -32896.0f * d;
-      zero = -32.0f * whole;
+    // Fragments hold the codes of rows g + 8 times 16, so `share` divides their scales by 16.
+    DEVICE Factors(const u8* header, float d, u32 share, u32 bias) : d(d * SUBNORMAL_SCALE) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {  // d * (2^15 + 128 + scale) - d * (2^15 + 128): exact
-        const u32 four = ((const u32*)header)[i] ^ 0x80808080u;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const u32 bits = permute(four, 0x47000000u, 0x7604 + j * 16);
-          scales[i * 4 + j] = fmaf(d, __uint_as_float(bits), bias);
-        }
+      for (int i = 0; i < 8; ++i) {  // (1152 + scale) * share - 1152 * share: exact
+        const u32 four = ((const u32*)header)[i / 2] ^ 0x80808080u;
+        scales[i] = fma_half2(permute(four, HALF2_1024, i % 2 ? 0x5352 : 0x5150), share, bias);
       }
     }
   };
 
   template <int NT>
-  struct Lane {
-    static constexpr int ZEROS = 2048;  // in scratch
-    using Operands = KOperands<NT, uint2>;
-    float share;  // factor of d: 2^24, and 1/16 for rows g + 8
-    u32 codes, upper, header, d, rows, own, sums, place, tiled_sums;  // offsets
-    u8* put;                                       // in scratch
-    const u8* scales;
+  struct Lane : ScaledLane<Lane<NT>, NT> {
+    static constexpr int FACTORS = 1024;  // in scratch
+    struct Weights {
+      uint4 low;
+      uint2 upper;
+    };
+    struct Scales {  // rows g, g + 8; four groups of 16 each; and -32 times as much
+      u32 low[2], high[2], low_zero[2], high_zero[2];
+    };
+    u32 share, bias;                 // of a row's scales
+    u32 codes, upper, header, ds;    // offsets
+    u8 *put, *put_d;                 // in scratch
+    const u8 *own_scales, *own_d;
 
-    DEVICE Lane(u8* scratch, int warp, int lane) {
-      const int g = lane / 4, t = lane % 4, unit = warp / 4 * UNIT_BYTES;
-      const int at = warp % 4 * 256 + lane, row = warp % 4 * 32;
-      share = materialize(SUBNORMAL_SCALE * (lane & 8 ? 0.0625f : 1.0f));
+    DEVICE Lane(u8* scratch, int warp, int lane) : ScaledLane<Lane<NT>, NT>(lane) {
+      const int unit = warp / 4 * UNIT_BYTES, at = warp % 4 * 256 + lane, row = warp % 4 * 32 + lane;
+      share = materialize(lane & 8 ? 0x2c002c00u : 0x3c003c00u);  // 1/16 or 1
+      bias = materialize(lane & 8 ? 0xd480d480u : 0xe480e480u);   // -1152 / 16 or -1152
       codes = materialize(unit + at * 16);
       upper = materialize(unit + UPPER + at * 8);
-      header = materialize(unit + SCALES + (row + lane) * 16);
-      d = materialize(unit + D + (row + lane) * 2);
-      rows = materialize(lane * 16);
-      own = materialize(unit + SCALES + (row + g) * 16 + t * 2);
-      sums = materialize(t / 2 * ACT_BYTES * NT + SPLIT16 * NT + (t % 2 * 8 * NT + g) * 8);
-      place = materialize(ldmatrix_offset<4>(lane));
-      tiled_sums = materialize((t * 8 * NT + g) * 8);
-      put = materialize_shared(scratch + scratch_slot(lane) * 4);
-      scales = materialize_shared(scratch + g * 16);
+      header = materialize(unit + SCALES + row * 16);
+      ds = materialize(unit + D + row * 2);
+      put = materialize_shared(scratch + scratch_slot(lane) * 8);
+      put_d = materialize_shared(scratch + FACTORS + scratch_slot(lane) * 4);
+      own_scales = materialize_shared(scratch + lane / 4 * 32);
+      own_d = materialize_shared(scratch + FACTORS + lane / 4 * 16);
     }
 
+    DEVICE Factors factors(const u8* unit) const {
+      return {unit + header, from_half(*(const u16*)(unit + ds)), share, bias};
+    }
+    DEVICE const float* d() const { return (const float*)own_d; }
     DEVICE void store(const Factors& f) const {
 #pragma unroll
-      for (int i = 0; i < 16; ++i) ((float*)put)[i * 32] = f.scales[i];
-      *(float*)(put + ZEROS) = f.zero;
+      for (int j = 0; j < 4; ++j) ((uint2*)put)[j * 32] = {f.scales[2 * j], f.scales[2 * j + 1]};
+      *(float*)put_d = f.d;
     }
-
-    DEVICE void multiply(Acc<NT>& acc, const u8* unit, const u8* act) const {
-      const u8 *w = unit + codes, *u = unit + upper, *x = act + rows;
-      const Factors factors(unit + header, from_half(*(const u16*)(unit + d)), share);
-      Operands next(w, u, x, 0);
-      store(factors);
-      __syncwarp();
+    DEVICE Weights weights(const u8* unit, int tile, int j) const {
+      return {((const uint4*)(unit + codes))[tile * 128 + j * 32],
+              ((const uint2*)(unit + upper))[tile * 128 + j * 32]};
+    }
+    DEVICE Scales scales(int tile, int j) const {
+      const uint4 s = ((const uint4*)own_scales)[j * 16 + tile];
+      Scales of = {{s.x, s.y}, {s.z, s.w}};
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const Operands own = next;
-        if (j + 1 < 4) next = Operands(w, u, x, j + 1);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) add(acc, own, j, h);
+      for (int i = 0; i < 2; ++i) {  // codes are over 2^24: 32 of rows g, 512 of rows g + 8
+        of.low_zero[i] = mul_half2(of.low[i], 0x80208020u);
+        of.high_zero[i] = mul_half2(of.high[i], 0x82008200u);
       }
-      subtract_zeros<ACT_BYTES>(acc, unit + own, act + sums);
+      return of;
     }
-
-    template <int G>
-    DEVICE void multiply_row_groups(Acc<NT> (&acc)[G], const u8* unit,
-                                    const GroupedActivations& act) const {
-      constexpr int GROUP_SUM_BYTES = 4 * SUMS_BYTES * NT;  // of a group
-      const u8 *w = unit + codes, *u = unit + upper;
-      const Factors factors(unit + header, from_half(*(const u16*)(unit + d)), share);
-      KWeights<uint2> next(w, u, 0);
-      store(factors);
-      __syncwarp();
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const auto of = next;
-        if (j + 1 < 4) next = KWeights<uint2>(w, u, j + 1);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float4 s0 = ((const float4*)scales)[(j * 4 + h * 2) * 8];
-          const float4 s1 = ((const float4*)scales)[(j * 4 + h * 2 + 1) * 8];
-          u32 a[2][2][4];  // [tile][step]
-#pragma unroll
-          for (int tile = 0; tile < 2; ++tile) {
-            const uint4 v = of.w[tile];
-            codes_of(a[tile], h ? v.z : v.x, h ? v.w : v.y, h ? of.upper[tile].y : of.upper[tile].x);
-          }
-#pragma unroll
-          for (int g = 0; g < G; ++g) {
-            scheduling_barrier();
-            u32 b[2][NT][2];
-            ldmatrix_b_fragments<NT>(b, act.halves + (g * 4 * NT + j) * TILE_BYTES, place, h);
-#pragma unroll
-            for (int tile = 0; tile < 2; ++tile) add_half(acc[g][tile], a[tile], b, tile, s0, s1);
-          }
-        }
-      }
-#pragma unroll
-      for (int g = 0; g < G; ++g)
-        subtract_zeros<SUMS_BYTES>(acc[g], unit + own, act.sums + tiled_sums + g * GROUP_SUM_BYTES);
-    }
-
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    template <int G, int>
-    DEVICE void multiply_wgmma(Acc<NT> (&acc)[G], const u8* unit,
-                               const GroupedActivations& act) const {
-      const u8 *w = unit + codes, *u = unit + upper;
-      const ActivationDescriptors<4> b(act.halves);
-      const Factors factors(unit + header, from_half(*(const u16*)(unit + d)), share);
-      KWeights<uint2> next(w, u, 0);
-      store(factors);
-      __syncwarp();
-      WgmmaAcc<G> c[2];
-      float4 s, before;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const auto of = next;
-        if (j + 1 < 4) next = KWeights<uint2>(w, u, j + 1);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          u32 a[2][2][4];  // [tile][step]
-#pragma unroll
-          for (int tile = 0; tile < 2; ++tile) {
-            const uint4 v = of.w[tile];
-            codes_of(a[tile], h ? v.z : v.x, h ? v.w : v.y, h ? of.upper[tile].y : of.upper[tile].x);
-          }
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int step = i / 2, tile = i % 2;
-            if (tile == 0) before = s, s = ((const float4*)scales)[(j * 4 + h * 2 + step) * 8];
-            u32(&operand)[1][4] = (u32(&)[1][4])a[tile][step];
-            issue_wgmmas<G>(c[tile], operand, b, j * 4 + h * 2 + step);
-            if (j + h + i == 0) continue;
-            wait_wgmmas<G>(c[1 - tile], 1);
-            if (tile)
-              scale_add_tiles<G>(acc, 0, c[0], s.x, s.y);
-            else
-              scale_add_tiles<G>(acc, 1, c[1], before.z, before.w);
-          }
-        }
-      }
-      wait_wgmmas<G>(c[1], 0);
-      scale_add_tiles<G>(acc, 1, c[1], s.z, s.w);
-#pragma unroll
-      for (int g = 0; g < G; ++g)
-        subtract_zeros<SUMS_BYTES>(acc[g], unit + own,
-                                   act.sums + tiled_sums + g * 4 * (SUMS_BYTES * NT));
-    }
-#endif
-
-    // MMA over 32 columns of one weight tile, two quant groups.
-    static DEVICE void add_half(float (&acc)[NT][4], const u32 (&a)[2][4], const u32 (&b)[2][NT][2],
-                                int tile, float4 s0, float4 s1) {
-#pragma unroll
-      for (int nt = 0; nt < NT; ++nt)
-#pragma unroll
-        for (int step = 0; step < 2; ++step) {
-          const float4 s = step ? s1 : s0;
-          float c[4] = {0, 0, 0, 0};
-          mma_f16(c, a[step], b[step][nt][0], b[step][nt][1], c);
-          scale_add(acc[nt], c, tile ? s.z : s.x, tile ? s.w : s.y);
-        }
-    }
-
-    // MMA over 32 columns, two quant groups.
-    DEVICE void add(Acc<NT>& acc, const Operands& of, int j, int h) const {
-      const float4 s0 = ((const float4*)scales)[(j * 4 + h * 2) * 8];
-      const float4 s1 = ((const float4*)scales)[(j * 4 + h * 2 + 1) * 8];
-#pragma unroll
-      for (int tile = 0; tile < 2; ++tile) {
-        const uint4 w = of.w[tile];
-        const uint2 u = of.upper[tile];
-        u32 a[2][4];
-        codes_of(a, h ? w.z : w.x, h ? w.w : w.y, h ? u.y : u.x);
-#pragma unroll
-        for (int nt = 0; nt < NT; ++nt)
-#pragma unroll
-          for (int step = 0; step < 2; ++step) {
-            const float4 s = step ? s1 : s0;
-            const auto& frag = of.b[h][step][nt];
-            float c[4] = {0, 0, 0, 0};
-            mma_f16(c, a[step], frag[0], frag[1], c);
-            scale_add(acc[tile][nt], c, tile ? s.z : s.x, tile ? s.w : s.y);
-          }
-      }
-    }
-
-    // A fragments of two k16 steps; one word of upper bits serves both.
-    static DEVICE void codes_of(u32 (&a)[2][4], u32 x, u32 y, u32 h) {
-      subnormal_nibbles(a[0], x);
-      subnormal_nibbles(a[1], y);
+    // (code - 32) * scale, rounded once if it is over 2048.
+    DEVICE void fragment(u32 (&a)[4], const Weights& w, const Scales& s, int k) const {
+      subnormal_nibbles(a, k == 0 ? w.low.x : k == 1 ? w.low.y : k == 2 ? w.low.z : w.low.w);
+      const u32 h = k / 2 ? w.upper.y : w.upper.x;
       const u32 other = permute(h, 0, 0x2301);  // bytes of each half swapped
-      a[0][0] = and_or(h, 0x00300030u, a[0][0]);
-      a[0][2] = and_or(other, 0x00300030u, a[0][2]);
-      a[0][1] = and_or(other >> 2, 0x03000300u, a[0][1]);
-      a[0][3] = and_or(h >> 2, 0x03000300u, a[0][3]);
-      a[1][0] = and_or(h >> 2, 0x00300030u, a[1][0]);
-      a[1][2] = and_or(other >> 2, 0x00300030u, a[1][2]);
-      a[1][1] = and_or(other, 0x03000300u, a[1][1]);
-      a[1][3] = and_or(h, 0x03000300u, a[1][3]);
-    }
-
-    // Subtract 32 * d * scale * (sum of activations), as MMAs of the integer scales with the sums
-    // (two halves each). The unit's first and last 8 groups are the two halves of the MMA's K.
-    // PITCH: bytes from one block of 64 columns to the next, per tile.
-    template <int PITCH>
-    DEVICE void subtract_zeros(Acc<NT>& acc, const u8* own, const u8* sums) const {
-      const float4 zero = *(const float4*)(scales + ZEROS);
-      uint2 s[NT][2];
-      u32 a[2][2][2];
-#pragma unroll
-      for (int side = 0; side < 2; ++side) {
-        const u8* from = sums + side * 2 * PITCH * NT;
-#pragma unroll
-        for (int nt = 0; nt < NT; ++nt) s[nt][side] = ((const uint2*)from)[nt * 8];
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          a[i / 2][side][i % 2] = halves(*(const u16*)(own + i * 128 + side * 8));
+      if (k % 2 == 0) {
+        a[0] = and_or(h, 0x00300030u, a[0]), a[2] = and_or(other, 0x00300030u, a[2]);
+        a[1] = and_or(other >> 2, 0x03000300u, a[1]), a[3] = and_or(h >> 2, 0x03000300u, a[3]);
+      } else {
+        a[0] = and_or(h >> 2, 0x00300030u, a[0]), a[2] = and_or(other >> 2, 0x00300030u, a[2]);
+        a[1] = and_or(other, 0x03000300u, a[1]), a[3] = and_or(h, 0x03000300u, a[3]);
       }
 #pragma unroll
-      for (int tile = 0; tile < 2; ++tile) {
-        const auto& x = a[tile];
-        const u32 of[4] = {x[0][0], x[0][1], x[1][0], x[1][1]};
-#pragma unroll
-        for (int nt = 0; nt < NT; ++nt) {
-          float c[4] = {0, 0, 0, 0};
-          mma_f16(c, of, s[nt][0].x, s[nt][1].x, c);
-          mma_f16(c, of, s[nt][0].y, s[nt][1].y, c);
-          scale_add(acc[tile][nt], c, tile ? zero.z : zero.x, tile ? zero.w : zero.y);
-        }
+      for (int i = 0; i < 4; i += 2) {
+        a[i] = fma_half2_by(a[i], s.low[k / 2], s.low_zero[k / 2], k % 2);
+        a[i + 1] = fma_half2_by(a[i + 1], s.high[k / 2], s.high_zero[k / 2], k % 2);
       }
-    }
-
-    // Convert two signed bytes to halves: exact.
-    static DEVICE u32 halves(u32 two) {
-      return sub_half2(permute(two, HALF2_1024, 0x5150) ^ 0x00800080u, 0x64806480u);  // 1024 + 128
     }
   };
 };
@@ -260,7 +104,8 @@ struct Q6K {
 // int8 with one scale per unit; the error of both is small compared to the missing bits. A unit is
 // one int32 sum (mma m16n8k32 s8).
 struct Q6KUpper {
-  static constexpr int UNIT = 256, UNIT_BYTES = Q6K::UNIT_BYTES - Q6K::UPPER, SCRATCH = 2048;
+  static constexpr int UNIT = 256, UNIT_BYTES = Q6K::UNIT_BYTES - Q6K::UPPER;
+  static constexpr int SCRATCH = Q6_K_UPPER_SCRATCH;
   static constexpr int SCALES = Q6K::SCALES - Q6K::UPPER, D = Q6K::D - Q6K::UPPER;
   static constexpr u32 ZERO =
       0x4b400000u;  // accumulators start at the bits of 1.5 * 2^23, so that an int32 sum can be read as a float

@@ -56,7 +56,7 @@ struct Q80 {
   }
 
   template <int NT, int G>
-  static DEVICE void add_row_groups(Acc<NT> (&acc)[G], const u8* unit,
+  static DEVICE void add_row_groups(Acc<NT * G>& acc, const u8* unit,
                                     const GroupedActivations& act, int warp, int lane) {
     constexpr int BLOCKS = K / 64, GROUP_SUM_BYTES = BLOCKS * SUMS_BYTES * NT;  // of a group
     const int g = lane / 4, t = lane % 4;
@@ -89,7 +89,7 @@ struct Q80 {
             float c[4];
             mma_f16(c, a[tile][0], b[0][nt][0], b[0][nt][1], start);
             mma_f16(c, a[tile][1], b[1][nt][0], b[1][nt][1], c);
-            scale_add(acc[i][tile][nt], c, from_half((u16)pair), from_half((u16)(pair >> 16)));
+            scale_add(acc[tile][i * NT + nt], c, from_half((u16)pair), from_half((u16)(pair >> 16)));
           }
         }
       }
@@ -98,7 +98,7 @@ struct Q80 {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   template <int G>
-  static DEVICE void add_wgmma(Acc<2> (&acc)[G], const u8* unit, const GroupedActivations& act,
+  static DEVICE void add_wgmma(Acc<2 * G>& acc, const u8* unit, const GroupedActivations& act,
                                int warp, int lane) {
     constexpr int GROUP_SUM_BYTES = K / 32 * SUMS_BYTES;  // of a group
     const ActivationDescriptors<K / 64> b(act.halves);
@@ -121,10 +121,10 @@ struct Q80 {
           c[4 * i] = c[4 * i + 2] = n.x * 1.125f;
           c[4 * i + 1] = c[4 * i + 3] = n.y * 1.125f;
         }
-        issue_wgmmas<G>(c, a, b, k32 * 2, 0, true);
+        issue_wgmmas<G>(c, a, b, k32 * 2, true);
         wait_wgmmas<G>(c, 0);
         const u32 pair = tile ? d.y : d.x;
-        scale_add_tiles<G>(acc, tile, c, from_half((u16)pair), from_half((u16)(pair >> 16)));
+        scale_add_tiles<G>(acc[tile], c, from_half((u16)pair), from_half((u16)(pair >> 16)));
       }
     }
   }

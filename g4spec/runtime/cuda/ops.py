@@ -32,6 +32,7 @@ from g4spec.runtime.cuda.step import (
     context,
     elementwise,
     linear_wide,
+    packed_layout,
 )
 from g4spec.runtime.cuda.step import packed_rows as rows
 from g4spec.runtime.cuda.step.attention_window import ProjectedQkv
@@ -212,7 +213,7 @@ class CudaOps(Ops):
             one = Batch(batch.ids[at], batch.positions[at], batch.slots[at], (size,))
             own = q.rows(begin, begin + size) if isinstance(q, ProjectedQkv) else q[at]
             out.append(self.attend(own, kv, one, first[at], last[at], scale))
-        return rows.concat_rows(out) if isinstance(out[0], PackedRows) else torch.cat(out)
+        return packed_layout.concat_rows(out) if isinstance(out[0], PackedRows) else torch.cat(out)
 
     def gated(
         self,

@@ -57,7 +57,7 @@ GEMM_THREADS = 32 * (GEMM_CONSUMERS + 1)
 """Threads of a CTA for at most 16 activation rows."""
 GEMM_PRODUCER_WARPS = 4
 """Warps that copy in a CTA for more rows where registers can be redistributed (sm_90a)."""
-Q4_K_SCRATCH, Q6_K_SCRATCH = 1664, 2304
+Q4_K_SCRATCH, Q6_K_SCRATCH, Q6_K_UPPER_SCRATCH = 1664, 1152, 2048
 """Bytes of shared memory that a warp needs for the scales of a unit; Q4_K's are also Q5_K's."""
 MOE_TEAM_WARPS = 4
 """Warps of a team, which multiplies 128 weight rows."""

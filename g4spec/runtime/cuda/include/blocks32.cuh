@@ -66,7 +66,7 @@ struct Blocks32 {
   }
 
   template <int NT, int G>
-  static DEVICE void add_row_groups(Acc<NT> (&acc)[G], const u8* unit,
+  static DEVICE void add_row_groups(Acc<NT * G>& acc, const u8* unit,
                                     const GroupedActivations& act, int warp, int lane) {
     constexpr int BLOCKS = K / 64, GROUP_SUM_BYTES = BLOCKS * SUMS_BYTES * NT;  // of a group
     const int t = lane % 4;
@@ -110,9 +110,9 @@ struct Blocks32 {
             float c[4] = {n.x * LOW, n.y * LOW, n.x * HIGH, n.y * HIGH};
             mma_f16(c, a[tile][0], b[0][nt][0], b[0][nt][1], c);
             mma_f16(c, a[tile][1], b[1][nt][0], b[1][nt][1], c);
-            scale_add(acc[g][tile][nt], c, s[tile].x, s[tile].y);
+            scale_add(acc[tile][g * NT + nt], c, s[tile].x, s[tile].y);
             if constexpr (MINIMUM)
-              scale_add(acc[g][tile][nt], {n.x, n.y, n.x, n.y}, low[tile].x, low[tile].y);
+              scale_add(acc[tile][g * NT + nt], {n.x, n.y, n.x, n.y}, low[tile].x, low[tile].y);
           }
         }
       }
@@ -121,7 +121,7 @@ struct Blocks32 {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   template <int G>
-  static DEVICE void add_wgmma(Acc<2> (&acc)[G], const u8* unit, const GroupedActivations& act,
+  static DEVICE void add_wgmma(Acc<2 * G>& acc, const u8* unit, const GroupedActivations& act,
                                int warp, int lane) {
     constexpr int GROUP_SUM_BYTES = K / 32 * SUMS_BYTES;  // of a group
     const int t = lane % 4;
@@ -154,16 +154,16 @@ struct Blocks32 {
           c[4 * i] = n.x * LOW, c[4 * i + 1] = n.y * LOW;
           c[4 * i + 2] = n.x * HIGH, c[4 * i + 3] = n.y * HIGH;
         }
-        issue_wgmmas<G>(c, a, b, k32 * 2, 0, true);
+        issue_wgmmas<G>(c, a, b, k32 * 2, true);
         wait_wgmmas<G>(c, 0);
         const float2 s = halves(tile ? scales.y : scales.x, 1.0f, 0.0625f);
-        scale_add_tiles<G>(acc, tile, c, s.x, s.y);
+        scale_add_tiles<G>(acc[tile], c, s.x, s.y);
         if constexpr (MINIMUM) {
           const float2 low = halves(tile ? least.y : least.x, -1.0f / 1024, -1.0f / 1024);
 #pragma unroll
           for (int i = 0; i < 2 * G; ++i) {
             const float2 n = grouped_sums32(act.sums + i / 2 * GROUP_SUM_BYTES, k32, i % 2, t);
-            scale_add(acc[i / 2][tile][i % 2], {n.x, n.y, n.x, n.y}, low.x, low.y);
+            scale_add(acc[tile][i], {n.x, n.y, n.x, n.y}, low.x, low.y);
           }
         }
       }

@@ -69,21 +69,21 @@ struct Scaled : Codes<3, GROUP, 256, 96 + 256 / GROUP + 2, 0, ORDER> {
   static DEVICE float times(float d, int scale) {
     return __fmul_rn(d, (float)scale) * (1.0f / SHARE);
   }
+  static DEVICE float common_factor(const u8* header, int row) {
+    return half_of(header + SCALES * 128 + row * 2) * (1.0f / SHARE);
+  }
+  static DEVICE void scale_pairs(u32 (&s)[SCALES / 2], const u8* header, int row) {
+    const u32* four = (const u32*)(header + row * SCALES);
+#pragma unroll
+    for (int i = 0; i < SCALES / 2; ++i)
+      s[i] = sub_half2(permute(four[i / 2] ^ 0x80808080u, 0x64646464u, i % 2 ? 0x4342 : 0x4140),
+                       0x64806480u);  // 1024 + 128
+  }
   static DEVICE float raw_factor(const u8* b, int i) {
     return times(half_of(b + AT + SCALES), (i8)b[AT + i]);
   }
   static DEVICE float factor(const u8* header, int row, int i) {
     return times(half_of(header + SCALES * 128 + row * 2), (i8)header[row * SCALES + i]);
-  }
-  template <int N>
-  static DEVICE void factors(float (&f)[N], const u8* header, int row) {
-    const float d = half_of(header + SCALES * 128 + row * 2) * (1.0f / SHARE);
-    const u32* four = (const u32*)(header + row * SCALES);
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      const u32 bits = permute(four[i / 4] ^ 0x80808080u, 0x4b000000u, 0x7540 + i % 4);
-      f[i] = d * (__uint_as_float(bits) - (8388608.0f + 128.0f));
-    }
   }
 };
 
@@ -210,10 +210,17 @@ DEVICE u32 eight_codes(const u32* low, u32 high, int j) {
 // shifts and logic share a pipe that takes an instruction every second cycle (sm_90).
 constexpr bool SHIFT_BY_FMA = ARCH < 1200;  // on sm_120 it would spill registers
 
-// Convert two bytes to halves and subtract 128: exact.
+// Convert two bytes to halves and subtract 128, or with BIASED add 1024: exact.
+template <bool BIASED = false>
 DEVICE u32 two_entries(u32 bytes, u32 which) {
-  return sub_half2(permute(bytes, 0x64006400u, which), 0x64806480u);  // 1024 + 128
+  const u32 x = permute(bytes, 0x64006400u, which);
+  return BIASED ? x : sub_half2(x, 0x64806480u);  // 1024 + 128
 }
+constexpr u32 MINUS_BIAS = 0xe480e480u;  // -1152, what BIASED entries have to lose
+
+// Whether fragments are looked up as bytes.
+template <class T>
+constexpr bool LOOKED_UP = T::ORDER == Order::CODES || T::ORDER == Order::PAIRED;
 
 // code - BIAS for two codes, from codes * 2 ** SHIFT at the bits of `mask`: the mantissa of 1024.
 // Exact for BIAS < 1024 >> SHIFT.
@@ -261,8 +268,9 @@ DEVICE u32 four_entries(u32 three, u32 codes, u32 entries = entry_word<T>(0),
   return T::ORDER == Order::PAIRED ? entry - step : entry + step;
 }
 
-// Entries of a lane's eight codes of k16 step J as halves: an A fragment.
-template <class T, int J>
+// Entries of a lane's eight codes of k16 step J as halves: an A fragment. BIASED: 1152 more, if they
+// are LOOKED_UP.
+template <class T, int J, bool BIASED = false>
 DEVICE void fragment(u32 (&a)[4], const u32* low, u32 high) {
   if constexpr (T::ORDER == Order::DENSE) {
     a[0] = two_dense<4 * J>(low, high), a[1] = two_dense<4 * J + 1>(low, high);
@@ -287,8 +295,8 @@ DEVICE void fragment(u32 (&a)[4], const u32* low, u32 high) {
     first = permute_unmasked(T::TABLE[0], T::TABLE[1], codes);
     second = permute_unmasked(T::TABLE[0], T::TABLE[1], codes >> 16);
   }
-  a[0] = two_entries(first, 0x5150), a[1] = two_entries(first, 0x5352);
-  a[2] = two_entries(second, 0x5150), a[3] = two_entries(second, 0x5352);
+  a[0] = two_entries<BIASED>(first, 0x5150), a[1] = two_entries<BIASED>(first, 0x5352);
+  a[2] = two_entries<BIASED>(second, 0x5150), a[3] = two_entries<BIASED>(second, 0x5352);
 }
 
 // Table of all pairs of 4-bit codes, as two halves each, in shared memory: entry i is at i * 128 bytes,

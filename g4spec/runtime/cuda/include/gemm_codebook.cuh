@@ -3,7 +3,7 @@
 // is then multiplied by its factor.
 #pragma once
 #include "codebook.cuh"
-#include "gemm_tile.cuh"
+#include "gemm_scaled.cuh"
 
 template <class T, int K = 256>
 struct Codebook {
@@ -107,11 +107,11 @@ struct Codebook {
         __syncwarp();  // keeps loads from being hoisted, which would spill registers
 #endif
       }
-      if constexpr (T::MINIMUM) subtract_minima<ACT_BYTES>(acc, unit + own, act + sums);
+      if constexpr (T::MINIMUM) subtract_minima<ACT_BYTES>(acc[0], acc[1], unit + own, act + sums);
     }
 
     template <int G>
-    DEVICE void multiply_row_groups(Acc<NT> (&acc)[G], const u8* unit,
+    DEVICE void multiply_row_groups(Acc<NT * G>& acc, const u8* unit,
                                     const GroupedActivations& act) const {
       constexpr int BLOCKS = K / 64, GROUP_SUM_BYTES = BLOCKS * SUMS_BYTES * NT;  // of a group
       const u8 *w = unit + low, *u = unit + high;
@@ -134,20 +134,21 @@ struct Codebook {
                                      h);
 #pragma unroll
             for (int tile = 0; tile < 2; ++tile)
-              add(acc[g][tile], a[tile], b, tile, k64 * 2 + h);
+              add((float (&)[NT][4])acc[tile][g * NT], a[tile], b, tile, k64 * 2 + h);
           }
         }
       }
       if constexpr (T::MINIMUM)
 #pragma unroll
         for (int g = 0; g < G; ++g)
-          subtract_minima<SUMS_BYTES>(acc[g], unit + own,
+          subtract_minima<SUMS_BYTES>((float (&)[NT][4])acc[0][g * NT],
+                                      (float (&)[NT][4])acc[1][g * NT], unit + own,
                                       act.sums + tiled_sums + g * GROUP_SUM_BYTES);
     }
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     // No wgmma variant: same as multiply_row_groups.
-    template <int G, int>
-    DEVICE void multiply_wgmma(Acc<NT> (&acc)[G], const u8* unit,
+    template <int G>
+    DEVICE void multiply_wgmma(Acc<NT * G>& acc, const u8* unit,
                                const GroupedActivations& act) const {
       multiply_row_groups<G>(acc, unit, act);
     }
@@ -173,7 +174,8 @@ struct Codebook {
     // Subtract minimum * (sum of activations), as an MMA of integer minima with the sums (as
     // Q6K::subtract_zeros).
     template <int PITCH>
-    DEVICE void subtract_minima(Acc<NT>& acc, const u8* own, const u8* sums) const {
+    DEVICE void subtract_minima(float (&acc0)[NT][4], float (&acc1)[NT][4], const u8* own,
+                                const u8* sums) const {
       const float4 least = ((const float4*)scales)[GROUPS * 8];
       u32 a[2][4];
 #pragma unroll
@@ -190,7 +192,7 @@ struct Codebook {
           float c[4] = {0, 0, 0, 0};
           mma_f16(c, a[tile], s0.x, s1.x, c);
           mma_f16(c, a[tile], s0.y, s1.y, c);
-          scale_add(acc[tile][nt], c, tile ? least.z : least.x, tile ? least.w : least.y);
+          scale_add(tile ? acc1[nt] : acc0[nt], c, tile ? least.z : least.x, tile ? least.w : least.y);
         }
       }
     }
@@ -216,6 +218,109 @@ struct PairCodebook : Codebook<T, K> {
       this->multiply_by(acc, unit, act, [&](u32 (&a)[4], const Weights& of, int tile, int j) {
         pairs.fragment(a, of.low[tile][j]);
       });
+    }
+  };
+};
+
+// The same for types with integer scales and one factor per 256 columns (gemm_scaled.cuh):
+// T::scale_pairs, T::common_factor.
+template <class T>
+struct ScaledCodebook {
+  static constexpr int UNIT = 256, GROUPS = 256 / T::GROUP;
+  static constexpr int LOW = codebook::low_bytes<T>(256), HEADER = codebook::code_bytes<T>(256);
+  static constexpr int UNIT_BYTES = HEADER + T::HEADER * 128;
+  static constexpr int D = GROUPS * 64, SCRATCH = D + 128;
+  static constexpr int WORDS = T::BITS == 4 ? 4 : 2, PAIRS = GROUPS / 8;  // of scales per 64 columns
+  static constexpr int SUMS = SPLIT16, SUMS_BYTES = 0;                    // no sums of activations
+
+  template <int NT>
+  struct Lane : ScaledLane<Lane<NT>, NT> {
+    struct Factors {
+      u32 scales[GROUPS / 2];
+      float d;
+    };
+    struct Weights {
+      u32 low[WORDS], high;
+    };
+    struct Scales {  // of rows g and g + 8, and MINUS_BIAS times as much
+      u32 of[2][PAIRS], zero[2][PAIRS];
+    };
+    u32 low, high, header, row;  // offsets; row: an index
+    u8 *put, *put_d;             // where this lane stores factors in scratch
+    const u8 *own_scales, *own_d;
+
+    DEVICE Lane(u8* scratch, int warp, int lane) : ScaledLane<Lane<NT>, NT>(lane) {
+      const int unit = warp / 4 * UNIT_BYTES, at = warp % 4 * 256 + lane;
+      low = materialize(unit + at * (4 * WORDS));
+      high = materialize(unit + LOW + at * 4);
+      header = materialize(unit + HEADER);
+      row = materialize(warp % 4 * 32 + lane);
+      put = materialize_shared(scratch + scratch_slot(lane) * (4 * PAIRS));
+      put_d = materialize_shared(scratch + D + scratch_slot(lane) * 4);
+      own_scales = materialize_shared(scratch + lane / 4 * (16 * PAIRS));
+      own_d = materialize_shared(scratch + D + lane / 4 * 16);
+    }
+
+    DEVICE Factors factors(const u8* unit) const {
+      Factors f;
+      T::scale_pairs(f.scales, unit + header, row);
+      f.d = T::common_factor(unit + header, row);
+      return f;
+    }
+    DEVICE void store(const Factors& f) const {
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if constexpr (PAIRS == 2)
+          ((uint2*)put)[j * 32] = {f.scales[2 * j], f.scales[2 * j + 1]};
+        else
+          ((u32*)put)[j * 32] = f.scales[j];
+      *(float*)put_d = f.d;
+    }
+    DEVICE const float* d() const { return (const float*)own_d; }
+
+    DEVICE Weights weights(const u8* unit, int tile, int j) const {
+      Weights w = {};
+      const int at = tile * 128 + j * 32;
+      if constexpr (T::BITS == 4) {
+        const uint4 v = ((const uint4*)(unit + low))[at];
+        w.low[0] = v.x, w.low[1] = v.y, w.low[2] = v.z, w.low[3] = v.w;
+      } else {
+        const uint2 v = ((const uint2*)(unit + low))[at];
+        w.low[0] = v.x, w.low[1] = v.y;
+      }
+      if constexpr (T::BITS == 3) w.high = ((const u32*)(unit + high))[at];
+      return w;
+    }
+    DEVICE Scales scales(int tile, int j) const {
+      Scales s;
+      if constexpr (PAIRS == 2) {
+        const uint4 v = ((const uint4*)own_scales)[j * 16 + tile];
+        s.of[0][0] = v.x, s.of[0][1] = v.y, s.of[1][0] = v.z, s.of[1][1] = v.w;
+      } else {
+        const uint2 v = ((const uint2*)own_scales)[j * 16 + tile];
+        s.of[0][0] = v.x, s.of[1][0] = v.y;
+      }
+      if constexpr (codebook::LOOKED_UP<T>)
+#pragma unroll
+        for (int i = 0; i < 2 * PAIRS; ++i)
+          s.zero[i % 2][i / 2] = mul_half2(s.of[i % 2][i / 2], codebook::MINUS_BIAS);
+      return s;
+    }
+    DEVICE void fragment(u32 (&a)[4], const Weights& w, const Scales& s, int k) const {
+      constexpr bool BIASED = codebook::LOOKED_UP<T>;
+      if (k == 0) codebook::fragment<T, 0, BIASED>(a, w.low, w.high);
+      if (k == 1) codebook::fragment<T, 1, BIASED>(a, w.low, w.high);
+      if (k == 2) codebook::fragment<T, 2, BIASED>(a, w.low, w.high);
+      if (k == 3) codebook::fragment<T, 3, BIASED>(a, w.low, w.high);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[i] = scaled<BIASED>(a[i], s, i % 2, k);
+    }
+    // Two entries of rows g (side 0) or g + 8 times the scale of k16 step k.
+    template <bool BIASED>
+    static DEVICE u32 scaled(u32 two, const Scales& s, int side, int k) {
+      const int pair = PAIRS == 2 ? k / 2 : 0, half = PAIRS == 2 ? k % 2 : k / 2;
+      if constexpr (BIASED) return fma_half2_by(two, s.of[side][pair], s.zero[side][pair], half);
+      return mul_half2_by(two, s.of[side][pair], half);
     }
   };
 };

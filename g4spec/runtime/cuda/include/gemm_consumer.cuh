@@ -12,8 +12,8 @@
 //
 // Warps form TEAMS = 256 / ROWS teams of ROWS / 32 warps; teams take turns with units and add their
 // sums at the end of a group. With G > 1 a CTA multiplies G groups of 16 tokens with the same
-// weights; partial sums and sums exchanged between teams are kept per token group. WG > 0: wgmma
-// (`multiply_wgmma`), in WG parts per step of K where the format supports it.
+// weights; partial sums and sums exchanged between teams are kept per token group. WGMMA: wgmma
+// (`multiply_wgmma`) instead of mma.sync.
 #pragma once
 #include "gemm_tile.cuh"
 
@@ -225,7 +225,7 @@ DEVICE int last_contributor(const GemmWork& w, const UnitRange& run, int group) 
 }
 
 template <int NT, int ROWS, int G>
-DEVICE void publish_partial(const GemmWork& w, const Acc<NT> (&acc)[G], int group, int cta,
+DEVICE void publish_partial(const GemmWork& w, const Acc<NT * G>& acc, int group, int cta,
                             bool owner, int thread) {
   if (owner) {
     float* to = w.partial + (i64)cta * ROWS * 8 * NT * G + thread;
@@ -233,7 +233,7 @@ DEVICE void publish_partial(const GemmWork& w, const Acc<NT> (&acc)[G], int grou
     for (int g = 0; g < G; ++g)
 #pragma unroll
       for (int i = 0; i < 8 * NT; ++i)
-        __stcg(to + (g * 8 * NT + i) * ROWS, acc[g][i / (4 * NT)][i / 4 % NT][i % 4]);
+        __stcg(to + (g * 8 * NT + i) * ROWS, acc[i / (4 * NT)][g * NT + i / 4 % NT][i % 4]);
   }
   fence_proxy_async();
   consumers_sync();
@@ -271,21 +271,21 @@ struct Ring {
 template <class F, int NT, int ROWS, int STAGES, int G = 1>
 using RingOf = Ring<STAGES, Stage<F, NT, ROWS, G>::BYTES, Stage<F, NT, ROWS, G>::TEAMS>;
 
-// acc of team 0 += acc of team 1, through scratch. `mine`: this warp's scratch, SCRATCH bytes
+// acc of token group `g` of team 0 += that of team 1, through scratch. `mine`: this warp's scratch, SCRATCH bytes
 // before the next warp's. Called by all consumer warps.
-template <int NT, int WARPS, int SCRATCH>
-DEVICE void reduce_teams(Acc<NT>& acc, u8* mine, int team, int lane) {
+template <int NT, int WARPS, int SCRATCH, int N>
+DEVICE void reduce_teams(Acc<N>& acc, int g, u8* mine, int team, int lane) {
   float* slot = (float*)mine + lane;
   if (team) {
     __syncwarp();
 #pragma unroll
-    for (int j = 0; j < 8 * NT; ++j) slot[j * 32] = acc[j / (4 * NT)][j / 4 % NT][j % 4];
+    for (int j = 0; j < 8 * NT; ++j) slot[j * 32] = acc[j / (4 * NT)][g * NT + j / 4 % NT][j % 4];
   }
   consumers_sync();
   if (team == 0) {
 #pragma unroll
     for (int j = 0; j < 8 * NT; ++j)
-      acc[j / (4 * NT)][j / 4 % NT][j % 4] += slot[WARPS * SCRATCH / 4 + j * 32];
+      acc[j / (4 * NT)][g * NT + j / 4 % NT][j % 4] += slot[WARPS * SCRATCH / 4 + j * 32];
   }
 }
 
@@ -304,12 +304,12 @@ DEVICE auto lane_of(u8* mine, int part, int lane, const u8* table) {
 }
 
 // Main loop of the consumer warps. `mine`: this warp's scratch.
-template <class F, int NT, int ROWS, int STAGES, int SCRATCH, int G = 1, int WG = 0, class Out>
+template <class F, int NT, int ROWS, int STAGES, int SCRATCH, int G = 1, bool WGMMA = false, class Out>
 DEVICE void run_consumer(const GemmWork& w, const Out& out, RingOf<F, NT, ROWS, STAGES, G> ring,
                          u8* mine, float* sums, const UnitRange& run) {
   using S = Stage<F, NT, ROWS, G>;
   constexpr int WARPS = ROWS / 32, TEAMS = S::TEAMS;
-  const int warp = uniform<(WG > 0)>(threadIdx.x / 32), lane = threadIdx.x % 32;
+  const int warp = uniform<WGMMA>(threadIdx.x / 32), lane = threadIdx.x % 32;
   const int team = TEAMS > 1 ? warp / WARPS : 0, part = TEAMS > 1 ? warp % WARPS : warp;
   const RowScales<NT> scales(w.row_scale, out.tokens, lane);  // of the first group of rows
   const auto of = lane_of<F, NT>(mine, part, lane, (const u8*)(ring.full + 2 * ring.COUNT));
@@ -318,14 +318,14 @@ DEVICE void run_consumer(const GemmWork& w, const Out& out, RingOf<F, NT, ROWS, 
   for (int u = run.begin, group = run.group; u < run.end; ++group) {
     const bool first = u == group * w.units;
     const int until = min((group + 1) * w.units, run.end);
-    Acc<NT> acc[G] = {};
+    Acc<NT * G> acc = {};
     for (; own < until; own += TEAMS) {
       ring.wait();
       if constexpr (G == 1)
-        of.multiply(acc[0], ring.slot, ring.slot + S::WEIGHTS);
+        of.multiply(acc, ring.slot, ring.slot + S::WEIGHTS);
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-      else if constexpr (WG > 0)
-        of.template multiply_wgmma<G, G % (2 * WG) ? 1 : WG>(acc, ring.slot + S::WEIGHTS_AT,
+      else if constexpr (WGMMA)
+        of.template multiply_wgmma<G>(acc, ring.slot + S::WEIGHTS_AT,
                                                              {ring.slot, ring.slot + S::SUMS_AT});
 #endif
       else
@@ -339,7 +339,7 @@ DEVICE void run_consumer(const GemmWork& w, const Out& out, RingOf<F, NT, ROWS, 
 #pragma unroll
       for (int g = 0; g < G; ++g) {
         if (g) consumers_sync();  // scratch of the group before has been read
-        reduce_teams<NT, WARPS, SCRATCH>(acc[g], mine, team, lane);
+        reduce_teams<NT, WARPS, SCRATCH>(acc, g, mine, team, lane);
       }
     }
     const bool owner = team == 0;
@@ -356,19 +356,23 @@ DEVICE void run_consumer(const GemmWork& w, const Out& out, RingOf<F, NT, ROWS, 
           ring.wait();
           const float* from = (const float*)ring.slot + part * 32 + lane;
 #pragma unroll
-          for (int j = 0; j < 8 * NT; ++j) acc[g][j / (4 * NT)][j / 4 % NT][j % 4] += from[j * ROWS];
+          for (int j = 0; j < 8 * NT; ++j) acc[j / (4 * NT)][g * NT + j / 4 % NT][j % 4] += from[j * ROWS];
           ring.release();
         }
     }
 #pragma unroll
     for (int g = 0; g < G; ++g) {
       const Out to = G == 1 ? out : out.of(g);
+      Acc<NT> own_acc;
+#pragma unroll
+      for (int i = 0; i < 8 * NT; ++i)
+        own_acc[i / (4 * NT)][i / 4 % NT][i % 4] = acc[i / (4 * NT)][g * NT + i / 4 % NT][i % 4];
       if (owner) {
         if constexpr (G == 1)
-          to.template write<NT, ROWS>(acc[g], group, scales, mine, sums, part, lane);
+          to.template write<NT, ROWS>(own_acc, group, scales, mine, sums, part, lane);
         else
           to.template write<NT, ROWS>(
-              acc[g], group,
+              own_acc, group,
               RowScales<NT>(w.row_scale ? w.row_scale + 16 * g : nullptr, to.tokens, lane), mine,
               sums, part, lane);
       }

@@ -182,14 +182,14 @@ DEVICE void run_producer(const GemmWork& w, u8* stages, u64* full, const UnitRan
   }
 }
 
-template <class F, int NT, int ROWS, int STAGES, int G = 1, int WG = 0, class Out>
+template <class F, int NT, int ROWS, int STAGES, int G = 1, bool WGMMA = false, class Out>
 DEVICE void multiply(const GemmWork& w, const Out& out, u8* shared, int cta) {
   using S = Stage<F, NT, ROWS, G>;
   using R = RingOf<F, NT, ROWS, STAGES, G>;
   u8* scratch = shared + STAGES * S::BYTES;
   float* sums = (float*)(scratch + GEMM_CONSUMERS * S::SCRATCH);
   u64* full = (u64*)((u8*)sums + sum_bytes(NT));
-  const int warp = uniform<(WG > 0)>(threadIdx.x / 32), lane = threadIdx.x % 32;
+  const int warp = uniform<WGMMA>(threadIdx.x / 32), lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < R::COUNT; ++i) {
       mbarrier_init(full + i, ARCH >= 900 ? 1 : 32);
@@ -221,7 +221,7 @@ DEVICE void multiply(const GemmWork& w, const Out& out, u8* shared, int cta) {
 #else
   griddep_wait();
 #endif
-  run_consumer<F, NT, ROWS, STAGES, S::SCRATCH, G, WG>(w, out, R{shared, full},
+  run_consumer<F, NT, ROWS, STAGES, S::SCRATCH, G, WGMMA>(w, out, R{shared, full},
                                                        scratch + warp * S::SCRATCH, sums, run);
 }
 

@@ -18,11 +18,12 @@
 // Factors of a unit that need unpacking go through F::SCRATCH bytes of shared memory per warp, while the
 // first operands are loaded. The warp synchronizes between two units.
 //
-// Integer codes enter the tensor cores as bit patterns of halves, without conversion. Q4_K, Q5_K and
-// Q6_K use subnormals, code * 2^-24, which tensor cores multiply exactly; the scales contain 2^24, and
-// minima and zero points are subtracted by MMAs of their own. Q8_0, Q4_0, Q4_1, Q5_0 and Q5_1 use
-// 1024 + code, and accumulators start at minus this bias and the zero point, times the sum of the
-// activations. Other formats look up their values: gemm_codebook.cuh.
+// Integer codes enter the tensor cores as bit patterns of halves, without conversion. Q4_K and Q5_K use
+// subnormals, code * 2^-24, which tensor cores multiply exactly; the scales contain 2^24, and minima are
+// subtracted by MMAs of their own. Q8_0, Q4_0, Q4_1, Q5_0 and Q5_1 use 1024 + code, and accumulators
+// start at minus this bias and the zero point, times the sum of the activations. Q6_K and some others
+// multiply codes by their scales first: gemm_scaled.cuh. Other formats look up their values:
+// gemm_codebook.cuh.
 #pragma once
 #include "packed_rows.cuh"
 #include "wgmma.cuh"
@@ -156,14 +157,11 @@ struct ActivationDescriptors {
 
   DEVICE explicit ActivationDescriptors(const u8* at)
       : first(smem_descriptor(at, 0, BLOCKS * TILE_BYTES)) {}
-  // Descriptor of k16 step `k16`, row groups from `group` on.
-  DEVICE u64 step(int k16, int group) const {
-    return first + ((group * 2 * BLOCKS + k16 / 4) * TILE_BYTES + k16 % 4 * 32) / 16;
-  }
+  DEVICE u64 step(int k16) const { return first + (k16 / 4 * TILE_BYTES + k16 % 4 * 32) / 16; }
 };
 
-// wgmma accumulator of one weight tile times G row groups from `group` on: c[8 g + 4 nt + i]
-// contributes to acc[group + g][tile][nt][i].
+// wgmma accumulator of one weight tile times G row groups: c[4 nt + i] contributes to
+// acc[tile][nt][i].
 template <int G>
 using WgmmaAcc = float[8 * G];
 
@@ -171,14 +169,30 @@ using WgmmaAcc = float[8 * G];
 // c, otherwise start from zero.
 template <int G, int BLOCKS, int N>
 DEVICE void issue_wgmmas(WgmmaAcc<G>& c, u32 (&a)[N][4], const ActivationDescriptors<BLOCKS>& b,
-                         int step, int group = 0, bool add = false) {
+                         int step, bool add = false) {
 #pragma unroll
   for (int i = 0; i < N; ++i) warpgroup_fence_operand(a[i]);
   if (add) warpgroup_fence_operand(c);
   wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < N; ++i) wgmma_rs(c, a[i], b.step(step + i, group), add || i);
+  for (int i = 0; i < N; ++i) wgmma_rs(c, a[i], b.step(step + i), add || i);
   wgmma_commit();
+}
+// Issue one wgmma that computes c, as a group.
+template <int G>
+DEVICE void issue_wgmma(WgmmaAcc<G>& c, u32 (&a)[4], u64 b) {
+  warpgroup_fence_operand(a);
+  wgmma_fence();
+  wgmma_rs(c, a, b, 0);
+  wgmma_commit();
+}
+
+// Wait until all wgmma groups but the newest have ended; then fragments they read may be changed.
+template <int N>
+DEVICE void wait_fragments(u32 (&a)[N][4]) {
+  wgmma_wait<1>();
+#pragma unroll
+  for (int i = 0; i < N; ++i) warpgroup_fence_operand(a[i]);
 }
 
 // Wait until at most `newest` wgmma groups are pending; then c may be read.
@@ -187,21 +201,18 @@ DEVICE void wait_wgmmas(WgmmaAcc<G>& c, int newest) {
   if (newest == 0) wgmma_wait<0>();
   if (newest == 1) wgmma_wait<1>();
   if (newest == 2) wgmma_wait<2>();
-  if (newest == 3) wgmma_wait<3>();
   warpgroup_fence_operand(c);
 }
 
-// acc += scale * c for all row groups of one weight tile; `low` and `high` scale rows g and g + 8.
-template <int N, int G>
-DEVICE void scale_add_tiles(Acc<2> (&acc)[G], int tile, const WgmmaAcc<N>& c, float low, float high,
-                            int group = 0) {
+// acc += scale * c for one weight tile; `low` and `high` scale rows g and g + 8.
+template <int G>
+DEVICE void scale_add_tiles(float (&acc)[2 * G][4], const WgmmaAcc<G>& c, float low, float high) {
 #pragma unroll
-  for (int i = 0; i < 2 * N; ++i) {
-    float (&to)[4] = acc[group + i / 2][tile][i % 2];
-    to[0] += low * c[4 * i];
-    to[1] += low * c[4 * i + 1];
-    to[2] += high * c[4 * i + 2];
-    to[3] += high * c[4 * i + 3];
+  for (int i = 0; i < 2 * G; ++i) {
+    acc[i][0] += low * c[4 * i];
+    acc[i][1] += low * c[4 * i + 1];
+    acc[i][2] += high * c[4 * i + 2];
+    acc[i][3] += high * c[4 * i + 3];
   }
 }
 #endif
@@ -264,13 +275,13 @@ struct StatelessLane {
     F::template add<NT>(acc, unit + unit_at, act, warp, lane);
   }
   template <int G>
-  DEVICE void multiply_row_groups(Acc<NT> (&acc)[G], const u8* unit,
+  DEVICE void multiply_row_groups(Acc<NT * G>& acc, const u8* unit,
                                   const GroupedActivations& act) const {
     F::template add_row_groups<NT, G>(acc, unit + unit_at, act, warp, lane);
   }
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  template <int G, int>
-  DEVICE void multiply_wgmma(Acc<NT> (&acc)[G], const u8* unit,
+  template <int G>
+  DEVICE void multiply_wgmma(Acc<NT * G>& acc, const u8* unit,
                              const GroupedActivations& act) const {
     F::template add_wgmma<G>(acc, unit + unit_at, act, warp, lane);
   }

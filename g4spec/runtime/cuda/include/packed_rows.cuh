@@ -78,27 +78,34 @@ DEVICE uint2 split_sums(float a, float b) {
 // Byte offsets of the sums of row m, from the start of its block: `split16` and `sums32` of 32
 // columns (`half` 0 or 1 of the block), `split32` of all 64.
 struct SumOffsets {
-  u32 split16, sums32, split32;
+  u32 split16, sums32, split32, low32;  // low32: remainders of split32
 
   SumOffsets() = default;
   DEVICE SumOffsets(u32 tiles, u32 m, u32 half) {
     const u32 at = half * 8 * tiles + m;
     split16 = SPLIT16 * tiles + at * 8;
     sums32 = SUMS32 * tiles + at * 4;
-    split32 = SPLIT32 * tiles + m * 8;
+    split32 = SPLIT32 * tiles + m * 8, low32 = split32 + 4;
   }
   // Swizzled layout: from the start of the group, whose rows have `blocks` blocks.
   DEVICE SumOffsets(u32 blocks, u32 block, u32 m, u32 half) {
     split16 = blocks * (2 * SPLIT16) + block * (2 * (SUMS32 - SPLIT16)) + (half * 16 + m) * 8;
     sums32 = blocks * (2 * SUMS32) + block * (2 * (SPLIT32 - SUMS32)) + (half * 16 + m) * 4;
-    split32 = blocks * (2 * SPLIT32) + block * (2 * (ACT_BYTES - SPLIT32)) + m * 8;
+    // [unit of 4 blocks][tile][high part, remainder][8 rows][sums of the unit]: a wgmma operand
+    // without swizzle. The last unit may be shorter.
+    const u32 first = block & ~3u, some = min(blocks - first, 4u);
+    low32 = 32 * some;
+    split32 = blocks * (2 * SPLIT32) + first * (2 * (ACT_BYTES - SPLIT32)) + m / 8 * (2 * low32) +
+              (m % 8 * some + block % 4) * 4;
+    low32 += split32;
   }
   DEVICE void store32(u8* block, float a, float b) const {  // a, b: sums of 16 columns
     *(uint2*)(block + split16) = split_sums(a, b);
     *(float*)(block + sums32) = -1024.0f * (a + b);
   }
   DEVICE void store64(u8* block, float a, float b) const {  // a, b: sums of 32 columns
-    *(uint2*)(block + split32) = split_sums(a, b);
+    const uint2 sums = split_sums(a, b);
+    *(u32*)(block + split32) = sums.x, *(u32*)(block + low32) = sums.y;
   }
 };
 

@@ -42,6 +42,34 @@ DEVICE u32 mul_half2(u32 a, u32 b) {
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
+// Both halves of a times half number `half` (0 or 1) of s.
+DEVICE u32 mul_half2_by(u32 a, u32 s, int half) {
+  u32 d;
+  if (half)
+    asm("{\n.reg .b16 low, high;\n.reg .b32 twice;\nmov.b32 {low, high}, %2;\n"
+        "mov.b32 twice, {high, high};\nmul.rn.f16x2 %0, %1, twice;\n}"
+        : "=r"(d) : "r"(a), "r"(s));
+  else
+    asm("{\n.reg .b16 low, high;\n.reg .b32 twice;\nmov.b32 {low, high}, %2;\n"
+        "mov.b32 twice, {low, low};\nmul.rn.f16x2 %0, %1, twice;\n}"
+        : "=r"(d) : "r"(a), "r"(s));
+  return d;
+}
+// Both halves of a times half number `half` (0 or 1) of s, plus that of c.
+DEVICE u32 fma_half2_by(u32 a, u32 s, u32 c, int half) {
+  u32 d;
+  if (half)
+    asm("{\n.reg .b16 low, high;\n.reg .b32 by, to;\nmov.b32 {low, high}, %2;\n"
+        "mov.b32 by, {high, high};\nmov.b32 {low, high}, %3;\nmov.b32 to, {high, high};\n"
+        "fma.rn.f16x2 %0, %1, by, to;\n}"
+        : "=r"(d) : "r"(a), "r"(s), "r"(c));
+  else
+    asm("{\n.reg .b16 low, high;\n.reg .b32 by, to;\nmov.b32 {low, high}, %2;\n"
+        "mov.b32 by, {low, low};\nmov.b32 {low, high}, %3;\nmov.b32 to, {low, low};\n"
+        "fma.rn.f16x2 %0, %1, by, to;\n}"
+        : "=r"(d) : "r"(a), "r"(s), "r"(c));
+  return d;
+}
 // The upper half of x, which is not NaN, in both halves: a multiplication by 1, which leaves the
 // pipe of shifts and logic free.
 DEVICE u32 copy_upper_half(u32 x) {
@@ -137,10 +165,6 @@ DEVICE u32 pack_s8x4(int a, int b, int c, int d) {
 #else
   return (u32)(a & 255) | (u32)(b & 255) << 8 | (u32)(c & 255) << 16 | (u32)d << 24;
 #endif
-}
-// 32 bits of the 64-bit value high:low, starting at bit `shift` (0 to 63).
-DEVICE u32 extract_bits(u32 low, u32 high, u32 shift) {
-  return shift < 32 ? __funnelshift_r(low, high, shift) : high >> (shift - 32);
 }
 // Convert an integer below 2^23 to float in two instructions: v is or-ed into the mantissa of 2^23.
 DEVICE float small_uint_to_float(u32 v) { return __uint_as_float(v | 0x4b000000u) - 8388608.0f; }

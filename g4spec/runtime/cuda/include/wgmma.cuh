@@ -20,6 +20,12 @@ DEVICE u64 smem_descriptor(const void* p, u32 block, u32 eight = 1024) {
          (u64)1 << 62;
 }
 
+// Matrix descriptor of an operand without swizzle: blocks of 8 rows x 16 bytes, adjacent rows 16
+// bytes apart. `chunk`: bytes to the next 16 bytes of K; `eight`: to the next 8 rows.
+DEVICE u64 smem_descriptor_plain(const void* p, u32 chunk, u32 eight) {
+  return (u64)(shared_address(p) >> 4) | (u64)(chunk >> 4) << 16 | (u64)(eight >> 4) << 32;
+}
+
 // Required before the first wgmma after registers of its A operand or accumulator were written.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -58,7 +64,7 @@ DEVICE void wgmma_m64n64_ss(float (&d)[32], u64 a, u64 b, int add) {
 
 #define G4_F16(d, i) G4_F8(d, i), G4_F8(d, i + 8)
 
-// d [64 x N] (+)= A [64 x 16] in registers, times B^T, B [N x 16], for N = 32, 48 and 64.
+// d [64 x N] (+)= A [64 x 16] in registers, times B^T, B [N x 16], for N = 32, 48, 64, 96 and 128.
 DEVICE void wgmma_rs(float (&d)[16], const u32 (&a)[4], u64 b, int add) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
@@ -85,6 +91,30 @@ DEVICE void wgmma_rs(float (&d)[32], const u32 (&a)[4], u64 b, int add) {
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
       "{%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}"
       : G4_F32(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+
+DEVICE void wgmma_rs(float (&d)[48], const u32 (&a)[4], u64 b, int add) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %53, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n96k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, "
+      "{%48, %49, %50, %51}, %52, p, 1, 1, 0;\n}"
+      : G4_F32(d, 0), G4_F16(d, 32)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+DEVICE void wgmma_rs(float (&d)[64], const u32 (&a)[4], u64 b, int add) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "{%64, %65, %66, %67}, %68, p, 1, 1, 0;\n}"
+      : G4_F32(d, 0), G4_F32(d, 32)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }
 
 // d [64 x 256] (+)= A [64 x 16] in registers, times B [16 x 256].

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from g4spec.ops.simple import pad_rows
 from g4spec.runtime.cuda.build.constants import GROUP_ROWS
-from g4spec.runtime.cuda.step import packed_rows as rows_of
+from g4spec.runtime.cuda.step import packed_layout
 from g4spec.runtime.cuda.step.packed_rows import PackedRows
 from g4spec.runtime.cuda.weights.dequant import Weight, plain
 
@@ -22,7 +22,7 @@ def numbers(x: torch.Tensor | PackedRows) -> torch.Tensor:
     """Return rows as float32 [T, K]."""
     if isinstance(x, torch.Tensor):
         return x
-    y = rows_of.unpack(x)[0][: len(x)].float()
+    y = packed_layout.unpack(x)[0][: len(x)].float()
     return y if x.scale is None else y * x.scale[: len(x), None]
 
 
@@ -51,7 +51,7 @@ def product(x: torch.Tensor | PackedRows, weight: Weight, split: bool = True) ->
 def _halves(x: torch.Tensor | PackedRows) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return rows as float16 [16, K], and the factor of each row of the result."""
     if isinstance(x, PackedRows):
-        half = rows_of.unpack(x)[0]
+        half = packed_layout.unpack(x)[0]
         if len(half) < GROUP_ROWS:
             half = torch.cat([half, half.new_zeros(GROUP_ROWS - len(half), half.shape[1])])
         return half, None if x.scale is None else x.scale[:, None]

@@ -27,6 +27,7 @@ from g4spec.runtime.cuda.build.constants import (
     PACK_ROWS,
     Q4_K_SCRATCH,
     Q6_K_SCRATCH,
+    Q6_K_UPPER_SCRATCH,
     TILE_BYTES,
 )
 from g4spec.runtime.cuda.build.units import Unit
@@ -51,7 +52,10 @@ PAIRED = ("iq4_nl", "iq4_xs", "mxfp4", "nvfp4", "iq3_xxs")
 PAIR_TABLE = 256 * 128
 """Types whose kernels on sm_90a look up pairs of codes in shared memory, and bytes of the table."""
 
-SUMS = dict.fromkeys(CODEBOOKS, 0) | {"q6_k": 128, "q2_k": 128}
+SCALED_CODEBOOKS = ("q3_k", "iq2_xxs", "iq2_xs", "iq2_s", "iq1_s", "iq1_m")
+"""Those whose codes are multiplied by their scales before the product (gemm_scaled.cuh)."""
+
+SUMS = dict.fromkeys((*CODEBOOKS, "q6_k"), 0) | {"q2_k": 128}
 """Bytes of the sums of 8 activation rows of a 64-column block that warp groups need (64 for types
 not listed)."""
 
@@ -63,8 +67,8 @@ MAX_STAGES = {128: 8, 256: 5}
 MAX_SLICES, FEW_SLICES = 8, 2
 """Maximum split-K factor whose partial sums the next kernel adds, and the factor above which
 reading them costs more than it saves."""
-MAX_ROW_GROUPS = 4
-"""Maximum groups of 16 activation rows per read of the weights: 8 took longer than twice 4."""
+MAX_ROW_GROUPS = 8
+"""Maximum groups of 16 activation rows per read of the weights."""
 MANY_GROUPS = 1024
 """Number of 128-row groups from which stages of Q6_K hold 256 rows."""
 
@@ -80,8 +84,7 @@ class GemmConfig:
         stages: stages in shared memory.
         upper: read only the upper two bits of the codes; activations are bytes.
         groups: groups of 16 activation rows per read of the weights (linear_wide.cu).
-        warp_groups: `wgmma` instructions per step of K that cover all groups (sm_90a); 0: use
-            `mma.sync`.
+        wgmma: multiply all groups with `wgmma` (sm_90a), not `mma.sync`.
         pairs: look up pairs of codes in shared memory, only with one group.
     """
 
@@ -92,7 +95,7 @@ class GemmConfig:
     stages: int
     upper: bool = False
     groups: int = 1
-    warp_groups: int = 0
+    wgmma: bool = False
     pairs: bool = False
 
     @property
@@ -103,7 +106,7 @@ class GemmConfig:
 
     def name(self, kind: str) -> str:
         if self.groups > 1:
-            numbers = (self.groups, self.rows, self.stages, self.warp_groups)
+            numbers = (self.groups, self.rows, self.stages, int(self.wgmma))
             return f"{kind}_wide<{self.format}, {', '.join(map(str, numbers))}>"
         return f"{kind}<{self.format}, {self.tiles}, {self.rows}, {self.stages}>"
 
@@ -113,7 +116,7 @@ class GemmConfig:
         stage = max(self.stage, self.rows * 8 * self.tiles * 4)
         teams = GEMM_CONSUMERS * 32 // self.rows
         other = (1024 if teams > 1 else 512) * self.tiles
-        scratch = max(scratch_of(self.type, self.unit), other)
+        scratch = max(scratch_of(self.type, self.unit, self.upper), other)
         sums, table = GEMM_CONSUMERS * 8 * self.tiles * 4, PAIR_TABLE * self.pairs
         return self.stages * (stage + 16 * teams) + GEMM_CONSUMERS * scratch + sums + table
 
@@ -133,8 +136,13 @@ class GemmConfig:
         return (packing.unit_bytes(self.type, self.unit) - lower) * (self.rows // PACK_ROWS)
 
 
-def scratch_of(type: str, unit: int) -> int:
-    """Return the bytes of shared memory that a warp uses for the scales of a unit."""
+def scratch_of(type: str, unit: int, upper: bool = False) -> int:
+    """Return the bytes of shared memory that a warp uses for the scales of a unit; `upper`: of the
+    kernel that reads only the upper two bits of the codes."""
+    if upper:
+        return Q6_K_UPPER_SCRATCH
+    if type in SCALED_CODEBOOKS:
+        return 64 * (unit // CODEBOOKS[type]) + 128
     if type in CODEBOOKS:
         return 128 * (unit // CODEBOOKS[type] + (type == "q2_k"))
     return SCRATCH.get(type, 0)
@@ -227,17 +235,8 @@ def linear_upper(x: PackedRows, weight: Weight, workspace: SplitKWorkspace) -> t
     """
     assert weight.type == "q6_k" and x.data.shape[1] == BYTE_ROWS * x.tiles, (weight, x)
     y = torch.empty(len(x), weight.rows, dtype=torch.float32, device=x.data.device)
-    _run(
-        "linear",
-        config_of(x, weight, upper=True),
-        0,
-        x,
-        weight,
-        workspace,
-        y,
-        n_rows=weight.rows,
-        slices=0,
-    )
+    config = config_of(x, weight, upper=True)
+    _run("linear", config, 0, x, weight, workspace, y, n_rows=weight.rows, slices=0)
     return y
 
 
@@ -248,17 +247,8 @@ def gate_up(
     in blocks of 16 rows."""
     channels = weight.rows // 2
     y = empty(len(x), channels, x.data.device)
-    _run(
-        "gate_up",
-        config_of(x, weight),
-        0,
-        x,
-        weight,
-        workspace,
-        y.data,
-        channels=channels,
-        silu=silu,
-    )
+    config = config_of(x, weight)
+    _run("gate_up", config, 0, x, weight, workspace, y.data, channels=channels, silu=silu)
     return PackedRows(y.data, y.count, y.width, gated_scale(x.data.device))
 
 

@@ -23,6 +23,7 @@ from g4spec.runtime.cuda.step.linear import (
     ARCHS,
     MAX_ROW_GROUPS,
     MAX_STAGES,
+    SCALED_CODEBOOKS,
     GemmConfig,
     SplitKWorkspace,
     ceil_div,
@@ -31,14 +32,21 @@ from g4spec.runtime.cuda.step.packed_rows import PackedRows, empty
 from g4spec.runtime.cuda.weights import packing, samples
 from g4spec.runtime.cuda.weights.dequant import Weight
 
-GROUPS = (2, 3, MAX_ROW_GROUPS)
+GROUPS = (2, 3, 4, 6, MAX_ROW_GROUPS)
 """Numbers of row groups that kernels exist for."""
 
-WARP_GROUP_ARCH = "sm_90a"
+FEW_GROUPS = 4
+"""Maximum number of row groups without `wgmma`, and of types not in SCALED: 8 took longer than
+twice 4."""
+
+SCALED = ("q6_k", *SCALED_CODEBOOKS)
+"""Types whose codes are multiplied by their scales before the product (gemm_scaled.cuh)."""
+
+WGMMA_ARCH = "sm_90a"
 """Architecture with `wgmma`, and with `setmaxnreg`, which lets a block have three more warps."""
 
-WARP_GROUPS = 1
-"""Number of `wgmma` instructions per step of K; 0: `mma.sync`. The sums have the same bits."""
+WGMMA = True
+"""Use `wgmma` where there is one, not `mma.sync`. The sums have the same bits."""
 
 
 def linear(
@@ -124,35 +132,37 @@ def linear_two(
 
 def threads(arch: str) -> int:
     """Return the threads of a block."""
-    warps = GEMM_PRODUCER_WARPS if arch == WARP_GROUP_ARCH else 1
+    warps = GEMM_PRODUCER_WARPS if arch == WGMMA_ARCH else 1
     return 32 * (GEMM_CONSUMERS + warps)
 
 
 def two_matrix_instance(a: GemmConfig, b: GemmConfig) -> str:
     """Return the name of the instance that multiplies both matrices."""
-    numbers = (a.groups, a.rows, a.stages, b.rows, b.stages, a.warp_groups)
+    numbers = (a.groups, a.rows, a.stages, b.rows, b.stages, int(a.wgmma))
     return f"linear_two_wide<{a.format}, {b.format}, {', '.join(map(str, numbers))}>"
 
 
 @functools.cache
 def for_row_groups(
-    configs: tuple[GemmConfig, ...], groups: int, arch: str, warp_groups: int = 0
+    configs: tuple[GemmConfig, ...], groups: int, arch: str, wgmma: bool = False
 ) -> tuple[GemmConfig, ...]:
     """Return configs for 16 rows changed to `groups` row groups, or to as many as shared memory
     holds, with two stages if possible."""
-    enough = [n for n in GROUPS if n >= groups][:1]
+    many = wgmma and all(config.type in SCALED for config in configs)
+    known = [n for n in GROUPS if n <= (MAX_ROW_GROUPS if many else FEW_GROUPS)]
+    enough = [n for n in known if n >= groups][:1]
     for least in (2, 1):
-        for n in (*enough, *(n for n in reversed(GROUPS) if n < groups)):
-            staged = [_staged(config, n, arch, warp_groups) for config in configs]
+        for n in (*enough, *(n for n in reversed(known) if n < groups)):
+            staged = [_staged(config, n, arch, wgmma) for config in configs]
             if all(config.stages >= least for config in staged):
                 return tuple(staged)
     raise AssertionError(f"{configs} of 32 rows do not fit into the shared memory of {arch}")
 
 
-def _staged(config: GemmConfig, groups: int, arch: str, warp_groups: int) -> GemmConfig:
+def _staged(config: GemmConfig, groups: int, arch: str, wgmma: bool) -> GemmConfig:
     """Return `config` for `groups` row groups, with as many stages as fit (0 if none does)."""
     stages = range(MAX_STAGES[config.rows], -1, -1)
-    config = replace(config, groups=groups, warp_groups=warp_groups, pairs=False)
+    config = replace(config, groups=groups, wgmma=wgmma, pairs=False)
     each = (replace(config, stages=n) for n in stages)
     return next(c for c in each if c.shared <= nvrtc.SHARED_LIMIT[arch] or not c.stages)
 
@@ -164,8 +174,8 @@ def _parts(
     at = 0
     while at < x.groups:
         arch = _arch(x)
-        warp_groups = WARP_GROUPS if arch == WARP_GROUP_ARCH else 0
-        config = for_row_groups(configs, min(x.groups - at, MAX_ROW_GROUPS), arch, warp_groups)
+        wgmma = WGMMA and arch == WGMMA_ARCH
+        config = for_row_groups(configs, min(x.groups - at, MAX_ROW_GROUPS), arch, wgmma)
         end = min(at + config[0].groups, x.groups)
         part = x.part(at, end)
         yield at * GROUP_ROWS, part, config
@@ -196,32 +206,36 @@ def list_units() -> list[Unit]:
             for type in ("q4_k", "q5_k", "q6_k", "q8_0", "q5_1", "q4_0")
         )
         few = {"sm_86": (q4, q8), "sm_120": (q4, q6)}.get(arch, (q4,))
-        warp_groups = WARP_GROUPS if arch == WARP_GROUP_ARCH else 0
+        wgmma = WGMMA and arch == WGMMA_ARCH
         first_ctas = [
             narrow.gemm_config(type, packing.units_of(type)[-1], 2, 2, arch)
             for type in (*samples.SAMPLES, *samples.ALIKE)
         ]
-        more = _singles(tuple(first_ctas), arch, warp_groups, "linear", "gate_up")
+        more = _singles(tuple(first_ctas), arch, wgmma, "linear", "gate_up")
         out.append(_unit(arch, {}, 800, more))
-        if arch != WARP_GROUP_ARCH:
-            out.append(_unit(arch, _singles(few, arch, 0), 800))
+        if arch != WGMMA_ARCH:
+            out.append(_unit(arch, _singles(few, arch, False), 800))
             continue
-        out.append(_unit(arch, _singles((q4, q6, q8, q5), arch, 0), 400))
-        names = _singles((q4, q5k, q6, q8, q5, q40), arch, WARP_GROUPS)
-        for groups in GROUPS:
-            (config,) = for_row_groups((q4,), groups, arch, WARP_GROUPS)
+        out.append(_unit(arch, _singles((q4, q6, q8, q5), arch, False), 400))
+        names = _singles((q4, q5k, q8, q5, q40), arch, WGMMA)
+        most = _singles((q6,), arch, WGMMA, "linear", "gate_up")
+        out.append(_unit(arch, most, 100))
+        for groups in GROUPS[:-1]:
+            of = (q4,) if groups <= FEW_GROUPS else (q6,)
+            (config,) = for_row_groups(of, groups, arch, WGMMA)
+            assert config.groups == groups, config
             names |= {config.name(kind): config.shared for kind in ("linear", "gate_up")}
-        a, b = for_row_groups((q4, q6), MAX_ROW_GROUPS, arch, WARP_GROUPS)
+        a, b = for_row_groups((q4, q6), FEW_GROUPS, arch, WGMMA)
         names[two_matrix_instance(a, b)] = max(a.shared, b.shared)
         out.append(_unit(arch, names, 0))
     return out
 
 
 def _singles(
-    configs: tuple[GemmConfig, ...], arch: str, warp_groups: int, *kinds: str
+    configs: tuple[GemmConfig, ...], arch: str, wgmma: bool, *kinds: str
 ) -> dict[str, int]:
     """Return the names of kernels for one matrix, "linear" or `kinds`, and their shared memory."""
-    config = [for_row_groups((config,), MAX_ROW_GROUPS, arch, warp_groups)[0] for config in configs]
+    config = [for_row_groups((config,), MAX_ROW_GROUPS, arch, wgmma)[0] for config in configs]
     return {config.name(kind): config.shared for config in config for kind in kinds or ("linear",)}
 
 

@@ -20,11 +20,12 @@ power of two by which the matmul multiplies its result.
 More than 16 rows form groups of 16, one after the other, in the *swizzled layout*. It has the same
 numbers in another order: the values of all blocks, [tile][block][8 rows][8 chunks of 8 halves],
 chunk p of row r at position p ^ r; then the sums of 16 of all blocks, the floats, and the sums of
-32. Columns 16 i + 4 t and 16 i + 4 t + 1 of a block are halves 2 t and 2 t + 1 of chunk 2 i;
-columns 16 i + 4 t + 2 and + 3 are those of chunk 2 i + 1. This is the layout of a `wgmma` operand
-in shared memory, and `ldmatrix` reads it. A row has the same bits in any group and at any index.
-The input of `experts.cu` has the fragment layout in each group (`fragments`), because experts
-gather rows one by one.
+32 as [unit of 4 blocks][tile][sums, rounding errors][8 rows][8 sums], where the last unit may be
+shorter. Columns 16 i + 4 t and 16 i + 4 t + 1 of a block are halves 2 t and 2 t + 1 of chunk 2 i;
+columns 16 i + 4 t + 2 and + 3 are those of chunk 2 i + 1. Values, and a unit's sums of 32, lie as
+`wgmma` reads an operand in shared memory, and `ldmatrix` reads the values as well. A row has the
+same bits in any group and at any index. The input of `experts.cu` has the fragment layout in each
+group (`fragments`), because experts gather rows one by one.
 
 Kernels here are launched with programmatic dependent launch: they may start before their
 predecessor has ended, and load weights meanwhile. Kernels that add partial sums also load the
@@ -44,9 +45,6 @@ from g4spec.runtime.cuda.build.constants import (
     ACT_BYTES,
     ACT_COLUMNS,
     GROUP_ROWS,
-    SPLIT16,
-    SPLIT32,
-    SUMS32,
     NormInput,
     NormOutput,
 )
@@ -131,92 +129,6 @@ def empty(
     data = torch.empty(sizes, dtype=torch.uint8, device=device)
     scale = torch.empty(GROUP_ROWS * n, dtype=torch.float32, device=device) if scaled else None
     return PackedRows(data, count, width, scale, n > 1 and not fragments)
-
-
-def concat_rows(parts: Sequence[PackedRows]) -> PackedRows:
-    """Concatenate the rows of several sequences, which must not have scales; each row keeps its
-    bits."""
-    assert all(part.scale is None for part in parts)
-    if len(parts) == 1:
-        return parts[0]
-    raw = [[x[: len(part)] for x in _fields(part)] for part in parts]
-    fields, count = [torch.cat(x) for x in zip(*raw, strict=True)], sum(map(len, parts))
-    swizzled = count > GROUP_ROWS
-    data = [
-        _packed([x[at : at + GROUP_ROWS] for x in fields], tiles(count), swizzled)
-        for at in range(0, count, GROUP_ROWS)
-    ]
-    whole = torch.stack(data) if swizzled else data[0]
-    return PackedRows(whole, count, parts[0].width, swizzled=swizzled)
-
-
-def _fields(rows: PackedRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what is stored, row by row, for R rows including padding and B blocks: the values,
-    half [R, B, 64]; the sums of 16 columns, half [R, B, 2, (sum, error), 2], and of 32, half [R, B,
-    (sum, error), 2]; -1024 times the sums of 32, float32 [R, B, 2]."""
-    n, blocks, several = rows.tiles, rows.width // ACT_COLUMNS, rows.groups
-    whole = blocks if rows.swizzled else 1  # blocks whose parts of the same kind are adjacent
-    data = rows.data.view(several, blocks // whole, -1)
-
-    def part(first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
-        return data[..., first * n * whole : last * n * whole].contiguous().view(dtype)
-
-    halves = part(0, SPLIT16, torch.float16)
-    if rows.swizzled:
-        halves = _swizzled(halves.view(several, 2, blocks, 8, 8, 8))
-        # tile, block, row, k16, e / 2, t, e % 2
-        halves = halves.view(several, 2, blocks, 8, 4, 2, 4, 2).permute(0, 1, 3, 2, 4, 6, 5, 7)
-    elif n == 1:  # k16 / 2, row, t, k16 % 2, e
-        halves = halves.view(several, blocks, 2, 8, 4, 2, 4).permute(0, 3, 1, 2, 5, 4, 6)
-    else:  # k16, row % 8, t, row / 8, e
-        halves = halves.view(several, blocks, 4, 8, 4, 2, 4).permute(0, 5, 3, 1, 2, 4, 6)
-    of16 = part(SPLIT16, SUMS32, torch.float16).view(several, blocks, 2, 8 * n, 2, 2)
-    of32 = part(SPLIT32, ACT_BYTES, torch.float16).view(several, blocks, 8 * n, 2, 2)
-    floats = part(SUMS32, SPLIT32, torch.float32).view(several, blocks, 2, 8 * n)
-    return (
-        halves.reshape(rows.padded, blocks, ACT_COLUMNS),
-        of16.permute(0, 3, 1, 2, 4, 5).flatten(0, 1),
-        of32.permute(0, 2, 1, 3, 4).flatten(0, 1),
-        floats.permute(0, 3, 1, 2).flatten(0, 1),
-    )
-
-
-def _swizzled(tiles: torch.Tensor) -> torch.Tensor:
-    """Return tiles [..., 8 rows, 8 chunks, 8] with chunk p of row r at position p ^ r, or undo
-    this."""
-    r = torch.arange(8, device=tiles.device)
-    return tiles[..., r[:, None], r[:, None] ^ r, :]
-
-
-def _packed(fields: Sequence[torch.Tensor], n: int, swizzled: bool) -> torch.Tensor:
-    """Pack a group of `n` tiles from the `_fields` of its rows, without padding."""
-    count, blocks = fields[0].shape[:2]
-    halves, of16, of32, floats = (
-        torch.cat([x, x.new_zeros(8 * n - count, *x.shape[1:])]) for x in fields
-    )
-    if swizzled:  # tile, row, block, k16, t, e / 2, e % 2
-        halves = halves.view(2, 8, blocks, 4, 4, 2, 2).permute(0, 2, 1, 3, 5, 4, 6)
-        halves = _swizzled(halves.reshape(2, blocks, 8, 8, 8))
-    elif n == 1:
-        halves = halves.view(8, blocks, 2, 2, 4, 4).permute(1, 2, 0, 4, 3, 5)
-    else:
-        halves = halves.view(2, 8, blocks, 4, 4, 4).permute(2, 3, 1, 4, 0, 5)
-    parts = (halves, of16.permute(1, 2, 0, 3, 4), floats.permute(1, 2, 0), of32.permute(1, 0, 2, 3))
-    raw = [x.reshape(1 if swizzled else blocks, -1).view(torch.uint8) for x in parts]
-    return torch.cat(raw, dim=1).view(blocks, -1)
-
-
-def unpack(rows: PackedRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what is stored, padding included and scales ignored.
-
-    Returns:
-        The values, half [R, K], where R is `padded`; the sums of 16 and of 32 columns, rounding
-            errors added, float32 [R, K / 16] and [R, K / 32]; -1024 times the sums of 32 columns,
-            float32 [R, K / 32].
-    """
-    halves, of16, of32, floats = _fields(rows)
-    sums = of16.float().sum(3), of32.float().sum(2), floats
-    return (halves.reshape(len(halves), -1), *(x.reshape(len(x), -1) for x in sums))  # type: ignore[return-value]
 
 
 def fits(width: int) -> bool:
@@ -408,7 +320,7 @@ def list_units() -> list[Unit]:
         for width, bound, forms in (
             (
                 5376,
-                80,
+                88,
                 [
                     (1, PLAIN, ROWS),
                     (1, NORM, ROWS),

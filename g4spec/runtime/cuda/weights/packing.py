@@ -223,9 +223,10 @@ def _plane(name: str) -> Part:
 
 
 def _six_bits() -> Iterator[tuple[Index, int, Index, int]]:
-    """Yield the moves of the header of Q4_K and Q5_K. Packed, it is: both factors; the 8 scales of
-    6 bits as one number of 48 bits, of which the lower 32; the same of the minima; the upper 16 of
-    each."""
+    """Yield the moves of the header of Q4_K and Q5_K. Packed, it is: both factors; then three words
+    with pairs of scales and of minima, numbers 2 p and 2 p + 1 in the halves of word p: a scale at
+    bit 0, a minimum at bit 6. The remaining 4 bits of each half hold numbers 6 and 7: the lower
+    four bits of the scale in word 0, of the minimum in word 1, the upper two of both in word 2."""
     for bit in range(32):
         yield (0,), bit, (0,), bit
     for minimum, i, bit in product(range(2), range(8), range(6)):
@@ -235,8 +236,13 @@ def _six_bits() -> Iterator[tuple[Index, int, Index, int]]:
             byte, low = 8 + i - 4, 4 * minimum + bit
         else:
             byte, low = 4 * minimum + i - 4, 6 + bit - 4
-        upper, at = divmod(6 * i + bit, 32)
-        target = (3, 16 * minimum + at) if upper else (1 + minimum, at)
+        pair, half = i // 2, 16 * (i % 2)
+        if pair < 3:
+            target = (1 + pair, half + 6 * minimum + bit)
+        elif bit < 4:
+            target = (1 + minimum, half + 12 + bit)
+        else:
+            target = (3, half + 12 + 2 * minimum + bit - 4)
         yield (1 + byte // 4,), 8 * (byte % 4) + low, (target[0],), target[1]
 
 
