@@ -29,6 +29,7 @@ check: $(VENV)/.tests
 	$(BIN)/ruff check g4spec tests benchmarks packaging docs
 	$(BIN)/ruff format --check --quiet g4spec tests benchmarks packaging docs examples
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file=benchmarks/mypy.ini
 	$(BIN)/lint-imports --no-logo
 
 docs: $(VENV)/.docs

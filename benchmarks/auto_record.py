@@ -13,6 +13,7 @@ import argparse
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from g4spec import convert
 from g4spec.cli._demo_family import DRAFTS
@@ -91,7 +92,7 @@ def main() -> None:
     parser.add_argument("--n-predict", type=int, default=128)
     parser.add_argument("--out", type=Path, default=ROOT / "tests" / "data" / "acceptance.json")
     args = parser.parse_args()
-    found: dict[str, object] = {}
+    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "target.gguf"
         convert.convert(args.family / "target", target)

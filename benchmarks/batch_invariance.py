@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
+from typing import Any
 
 import torch
 from watch import write_result
@@ -53,7 +54,7 @@ class FileEngineFactory(EngineFactory):
     """EngineFactory for files. Engines and their CUDA graphs are reused by later rounds."""
 
     def __init__(self, target: Path, device: str, cache_type: str | None) -> None:
-        def load(kind: str | None, **more: int) -> Engine:
+        def load(kind: str | None, **more: Any) -> Engine:
             draft = Path(kind) if kind and kind != "ngram" else kind
             return Engine.load(
                 target, draft, n_ctx=N_CTX, device=device, cache_type=cache_type, **more

@@ -27,6 +27,7 @@ import threading
 import time
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -134,7 +135,7 @@ class Browser:
         """Call a method of the DevTools protocol in the page."""
         return self._call(method, self._session, **params)
 
-    def run(self, script: str) -> object:
+    def run(self, script: str) -> Any:
         """Evaluate a script in the page."""
         got = self.call(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
@@ -235,14 +236,15 @@ def ask(page: Browser, text: str, **fields: object) -> None:
 
 def conversation(server: Page, page: Browser, pictures: Path | None, name: str) -> list[str]:
     """Ask, compare, stop and reload. Return the failures."""
-    wrong, told, over = [], [], threading.Event()
+    wrong, over = list[str](), threading.Event()
+    told: list[Any] = []
     page.open(server.url)
     page.until("$('model').textContent.includes('draft')")
     word = str(page.run("word"))
     thread = threading.Thread(target=watch, args=(server.url, word, told, over), daemon=True)
     thread.start()
     time.sleep(1.5)
-    question = {"temperature": 0.8, "seed": 5, "max_tokens": 60, "draft_max": 4}
+    question: dict[str, Any] = {"temperature": 0.8, "seed": 5, "max_tokens": 60, "draft_max": 4}
     ask(page, "Tell me about numbers", **question)
     page.until("!running && chat.messages.length === 2 && chat.messages[1].stats")
     time.sleep(1.5)

@@ -113,8 +113,8 @@ def main() -> int:
         jobs = {pool.submit(examine, kind, args.every): kind for kind in args.kinds}
         for job in as_completed(jobs):
             found[jobs[job]] = got = job.result()
-            shares = ", ".join(f"{how} {got[how]['named']:.1%}" for how in LEAST)
-            print(f"{jobs[job]}: {got['faults']} faults, {shares}", flush=True)
+            named = ", ".join(f"{how} {got[how]['named']:.1%}" for how in LEAST)
+            print(f"{jobs[job]}: {got['faults']} faults, {named}", flush=True)
     kinds = {kind: found[kind] for kind in args.kinds}
     total = sum(v["faults"] for v in kinds.values())
     shares = {

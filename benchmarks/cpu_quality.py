@@ -73,7 +73,8 @@ class Meter:
 
 def measured(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return the figures of every type, by name."""
-    plain, weighted, found = folder / "f32.gguf", folder / "imatrix.gguf", {}
+    found: dict[str, Any] = {}
+    plain, weighted = folder / "f32.gguf", folder / "imatrix.gguf"
     convert(TARGET, plain, type="f32")
     text, calibration = texts()
     meter = Meter(plain, text, args.chunks)

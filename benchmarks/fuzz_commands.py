@@ -60,13 +60,19 @@ def main() -> int:
     failures.mkdir(parents=True, exist_ok=True)
     for old in failures.glob("*.json"):
         old.unlink()
-    shares = [float(s) / sum(map(float, asked.shares.split(","))) for s in asked.shares.split(",")]
+    parts = [float(s) for s in asked.shares.split(",")]
+    first, second, third = (part / sum(parts) for part in parts)
+
+    def most(share: float) -> int:
+        """Return a worker's cases of a surface, rounded up."""
+        return -int(-asked.cases * share // asked.workers)
+
     job = Job(
         0,
         asked.workers,
         asked.seed,
-        tuple(asked.seconds * s for s in shares),
-        tuple(-int(-asked.cases * s // asked.workers) for s in shares),
+        (asked.seconds * first, asked.seconds * second, asked.seconds * third),
+        (most(first), most(second), most(third)),
         WATCHED,
         str(failures),
     )

@@ -91,7 +91,7 @@ def programs(folder: Path) -> dict[str, Program]:
     return out
 
 
-def run(target: str, draft: str, device: str, cache_type: str) -> None:
+def run(target: Path, draft: Path, device: str, cache_type: str) -> None:
     """Run one program: this is what the tools observe."""
     if APART in os.environ:
         graphs.Capture = runtime.Capture  # type: ignore[assignment, misc]
@@ -252,6 +252,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--run"]:
-        run(*sys.argv[2:])
+        run(Path(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:])
     else:
         sys.exit(main())

@@ -16,7 +16,7 @@ import datetime
 import functools
 import json
 import sys
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,10 +65,14 @@ def timeline(run: Callable[[], Any]) -> list[tuple[str, float, float, float]]:
 
 def kernels(play: Any, times: int = 5) -> dict[str, float]:
     """Return the milliseconds that each kernel adds to a replay of a graph, largest first."""
-    total = Counter[str]()
+    total: defaultdict[str, float] = defaultdict(float)
     for name, _, _, adds in timeline(lambda: [play() for i in range(times)]):
         total[name] += adds
-    return {name: round(us / 1e3 / times, 4) for name, us in total.most_common() if us}
+    return {
+        name: round(us / 1e3 / times, 4)
+        for name, us in sorted(total.items(), key=lambda item: -item[1])
+        if us
+    }
 
 
 def sustained(play: Any, seconds: float = 1.0) -> dict[str, float]:

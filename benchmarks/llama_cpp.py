@@ -72,7 +72,7 @@ def reference(upstream: Upstream, folder: Path, out: Path, type: str, target: Pa
     """Convert with upstream's script. Return the last line of its output if it fails,
     otherwise ""."""
     assert upstream.source is not None
-    args = [
+    args: list[str | Path] = [
         sys.executable,
         upstream.source / "convert_hf_to_gguf.py",
         folder,
@@ -82,7 +82,7 @@ def reference(upstream: Upstream, folder: Path, out: Path, type: str, target: Pa
         type,
     ]
     if target is not None:
-        args += ["--target-model-dir", target]
+        args += ["--target-model-dir", str(target)]
     env = os.environ | {"PYTHONPATH": str(upstream.source / "gguf-py")}
     done = subprocess.run(args, capture_output=True, text=True, check=False, env=env)
     return "" if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
@@ -277,11 +277,12 @@ def compare_drafts(
                 assert ids == upstream.tokenize(model, path), "the two tokenizers disagree"
                 ours = committed(engine, ids, n_max)
                 text, rounds = upstream.draft(model, draft, kind, n_max, path, ids)
-                trained = engine.draft.config
-                as_upstream(engine.draft, n_max)
+                drafter: Any = engine.draft
+                trained = drafter.config
+                as_upstream(drafter, n_max)
                 said, proposed = replay(engine, ids, text, rounds)
                 theirs = committed(engine, ids, n_max)
-                engine.draft.config = trained
+                drafter.config = trained
                 if kind == "draft-mtp":
                     engine = Engine.load(model, draft, n_ctx=CTX)  # its head was replaced
                 assert engine.draft is not None
@@ -357,6 +358,7 @@ def main() -> None:
         target, folders, kinds = convert_all(family, work)
         upstream = Upstream(args.bin, args.source, args.patches)
         today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+        drafts = compare_drafts(upstream, kinds, target, work, args.lengths)
         result = {
             "date": today,
             "family": args.family.name if args.family else "tiny random",
@@ -371,9 +373,9 @@ def main() -> None:
                 "machine": platform.machine(),
             },
             "bytes": compare_bytes(upstream, folders, target, work) if args.source else "not run",
-            "drafts": compare_drafts(upstream, kinds, target, work, args.lengths),
+            "drafts": drafts,
         }
-    result["tokens_a_cycle"] = cycles(result["drafts"])
+    result["tokens_a_cycle"] = cycles(drafts)
     label = "trained" if args.family else "random"
     out = args.out or Path(__file__).parent / "results" / f"{today}-llama-cpp-{label}.json"
     out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

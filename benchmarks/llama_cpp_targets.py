@@ -49,7 +49,7 @@ TARGETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"unified": True, "shared": 0},
     ),
 }
-QUANTIZED = {
+QUANTIZED: dict[str, tuple[Any, dict[str, Any]]] = {
     "w4a16": (tiny_quantized.compressed, {}),
     "w4a16-zeros": (tiny_quantized.compressed, {"symmetric": False}),
     "w8a16": (tiny_quantized.compressed, {"bits": 8}),

@@ -177,7 +177,11 @@ class Comparison:
     def compare_ours(self, type: str) -> dict[str, Any]:
         """Return the figures of our files of one type in llama.cpp."""
         path = self.quantized(self.plain, type)
-        found = {"types": kinds(path), **self.perplexities(path), "tokens_per_step": {}}
+        found: dict[str, Any] = {
+            "types": kinds(path),
+            **self.perplexities(path),
+            "tokens_per_step": {},
+        }
         for name, kind in DRAFTS.items():
             plain = self.folder / f"{name}-f32.gguf"
             convert.convert(FAMILY / name, plain, type="f32", target=FAMILY / "target")

@@ -43,7 +43,7 @@ NAMES = {
 WEIGHTED = ("q4_0", "q4_1", "q5_0", "q5_1")
 """Types that are searched for, too, with an imatrix."""
 SEARCHED = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs")
-SIZE = {
+SIZE: dict[str, Any] = {
     "layers": 8,
     "hidden": 1024,
     "inter": 4096,

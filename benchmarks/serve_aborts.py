@@ -244,7 +244,7 @@ def slow_reader(served: Served) -> float:
     asyncio.run(until(lambda: not served.engine.scheduler.idle, 60))
     asyncio.run(until(served.idle, 1200))
     link.close()
-    reasons = served.service.metrics.finished_texts.collect()[0].samples
+    reasons = next(iter(served.service.metrics.finished_texts.collect())).samples
     cut = any(s.labels["finished_reason"] == "abort" and s.value for s in reasons)
     return time.monotonic() - began if cut and served.idle() else -1.0
 

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -115,7 +116,7 @@ def check_openai(c: Checks) -> None:
         assert message.tool_calls
         call: Any = message.tool_calls[0]
         Weather.model_validate_json(call.function.arguments)
-        result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+        result: Any = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
         client.chat.completions.create(**asked, messages=[*MESSAGES, message, result])
         return True
 
@@ -315,10 +316,8 @@ def check_instructor(c: Checks) -> None:
 
     chat = openai.OpenAI(base_url=c.v1, api_key="none", max_retries=0)
     for mode in ("TOOLS", "TOOLS_STRICT", "JSON_SCHEMA"):
-        c.run(
-            f"chat, {mode}",
-            lambda mode=mode: ask(instructor.from_openai(chat, mode=instructor.Mode[mode])),
-        )
+        wrapped = instructor.from_openai(chat, mode=instructor.Mode[mode])
+        c.run(f"chat, {mode}", partial(ask, wrapped))
     claude = anthropic.Anthropic(base_url=c.url, api_key="none", max_retries=0)
     c.run(
         "messages, ANTHROPIC_TOOLS",
@@ -342,11 +341,15 @@ def check_pydantic_ai(c: Checks) -> None:
             "tiny", provider=AnthropicProvider(base_url=c.url, api_key="none")
         ),
     }
+
+    def answer(agent: Any) -> Any:
+        return agent.run_sync(HELLO).output
+
     for name, model in models.items():
-        plain = Agent(
+        plain: Any = Agent(
             model, system_prompt="Be brief.", model_settings={"temperature": 0, "max_tokens": MOST}
         )
-        c.run(name, lambda agent=plain: agent.run_sync(HELLO).output)
+        c.run(name, partial(answer, plain))
 
         def streamed(agent: Any = plain) -> str:
             result = agent.run_stream_sync(HELLO)
@@ -360,7 +363,7 @@ def check_pydantic_ai(c: Checks) -> None:
                 system_prompt="Be brief.",
                 model_settings={"max_tokens": 100},
             )
-            c.run(f"{name}, {kind.__name__}", lambda agent=agent: agent.run_sync(HELLO).output)
+            c.run(f"{name}, {kind.__name__}", partial(answer, agent))
 
 
 CLIENTS: dict[str, Callable[[Checks], None]] = {

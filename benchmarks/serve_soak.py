@@ -97,7 +97,7 @@ async def words(client: httpx.AsyncClient, request: RandomRequest) -> str:
     async with client.stream("POST", request.path, json=request.body) as response:
         assert response.status_code == 200, await response.aread()
         async for line in response.aiter_lines():
-            event = json.loads(line[6:]) if line.startswith("data: {") else {"type": ""}
+            event: Any = json.loads(line[6:]) if line.startswith("data: {") else {"type": ""}
             assert event["type"] not in ("error", "response.failed"), event
             if event["type"] == "response.output_text.delta":
                 out += event["delta"]

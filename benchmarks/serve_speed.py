@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +101,12 @@ def in_process(engine: Engine, bodies: list[dict[str, Any]]) -> list[Times]:
         for body in bodies
     ]
     firsts = [0.0] * len(requests)
+
+    def note(i: int) -> None:
+        firsts[i] = firsts[i] or time.perf_counter()
+
     for i, request in enumerate(requests):
-        request.listen(lambda i=i: firsts.__setitem__(i, firsts[i] or time.perf_counter()))
+        request.listen(partial(note, i))
     out = []
     for i, request in enumerate(requests):
         list(request)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -59,20 +60,19 @@ def rows(engine: Engine) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows [T, H] from which proposals were read, and those whose proposal was
     accepted."""
     every, accepted = list[torch.Tensor](), list[torch.Tensor]()
-    block = Drafter.block
+    draft_rows = Drafter.draft_rows
 
-    def noted(self: Drafter, anchor: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden, logits = block(self, anchor, position)
-        every.append(self.draft_rows(hidden, len(logits)).clone())
-        return hidden, logits
+    def noted(self: Drafter, rows: torch.Tensor, count: int) -> torch.Tensor:
+        found = draft_rows(self, rows, count)
+        every.append(found.flatten(0, 1).clone())
+        return found
 
-    Drafter.block = noted  # type: ignore[method-assign]
-    for prompt in PROMPTS:
-        ids = engine.tokenizer.encode(prompt)
-        for cycle in engine.generate(ids, Options(64, Sampler(), 15, ignore_eos=True)):
-            if cycle.drafted:
-                accepted.append(every[-1][: cycle.accepted])
-    Drafter.block = block  # type: ignore[method-assign]
+    with mock.patch.object(Drafter, "draft_rows", noted):
+        for prompt in PROMPTS:
+            ids = engine.tokenizer.encode(prompt)
+            for cycle in engine.generate(ids, Options(64, Sampler(), 15, ignore_eos=True)):
+                if cycle.drafted:
+                    accepted.append(every[-1][: cycle.accepted])
     return torch.cat(every), torch.cat(accepted)
 
 

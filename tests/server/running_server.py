@@ -24,7 +24,7 @@ class Served:
 
     def __init__(self, engine: EngineLike, settings: Settings | None = None, **more: Any) -> None:
         engine.tokenizer.template = TEMPLATE
-        self.engine = engine
+        self.engine: Any = engine  # tests look into both kinds
         self.service = Service(engine, settings or Settings("tiny", ("small",)))
         ready = threading.Event()
         address = run.ServerAddress(port=0)
