@@ -116,8 +116,7 @@ def stack(type: str, shape: tuple[int, int, int]) -> Any:
         (128, 8, "q8_0", "sm_86", True),
         (217, 16, "q8_0", "sm_86", True),
         (218, 16, "q8_0", "sm_86", False),
-        (195, 16, "q6_k", "sm_86", True),
-        (196, 16, "q6_k", "sm_120", False),
+        (1024, 16, "q6_k", "sm_120", True),
         (1024, 16, "q6_k", "sm_90a", True),
         (1025, 1, "q4_0", "sm_90a", False),
         (16, 17, "q4_0", "sm_90a", False),
@@ -138,7 +137,8 @@ def test_expert_kernels_take_as_many_rows_as_shared_memory_holds() -> None:
         return capacity(ExpertShape(experts, used, 2816, 2112, 704), [(type, unit)] * 4, arch)
 
     assert most(128, 8, "q4_k", 256, "sm_90a") == most(128, 8, "q6_k", 256, "sm_90a") == 128
-    assert most(128, 8, "q4_k", 256, "sm_86") == 128 and most(128, 8, "q6_k", 256, "sm_86") == 32
+    assert most(128, 8, "q4_k", 256, "sm_86") == most(173, 8, "q6_k", 256, "sm_86") == 128
+    assert most(174, 8, "q6_k", 256, "sm_86") == 64
     assert most(98, 16, "q8_0", 256, "sm_86") == 32 and most(99, 16, "q8_0", 256, "sm_86") == 16
 
 
