@@ -220,7 +220,7 @@ constexpr u32 MINUS_BIAS = 0xe480e480u;  // -1152, what BIASED entries have to l
 
 // Whether fragments are looked up as bytes.
 template <class T>
-constexpr bool LOOKED_UP = T::ORDER == Order::CODES || T::ORDER == Order::PAIRED;
+constexpr bool LOOKED_UP = T::ORDER != Order::DENSE && T::ORDER != Order::SIGNED;
 
 // code - BIAS for two codes, from codes * 2 ** SHIFT at the bits of `mask`: the mantissa of 1024.
 // Exact for BIAS < 1024 >> SHIFT.

@@ -222,16 +222,16 @@ struct PairCodebook : Codebook<T, K> {
   };
 };
 
-// The same for types with integer scales and one factor per 256 columns (gemm_scaled.cuh):
-// T::scale_pairs, T::common_factor.
+// The same for types with 3-bit codes, integer scales and one factor per 256 columns
+// (codebook::Scaled, gemm_scaled.cuh).
 template <class T>
 struct ScaledCodebook {
   static constexpr int UNIT = 256, GROUPS = 256 / T::GROUP;
   static constexpr int LOW = codebook::low_bytes<T>(256), HEADER = codebook::code_bytes<T>(256);
   static constexpr int UNIT_BYTES = HEADER + T::HEADER * 128;
   static constexpr int D = GROUPS * 64, SCRATCH = D + 128;
-  static constexpr int WORDS = T::BITS == 4 ? 4 : 2, PAIRS = GROUPS / 8;  // of scales per 64 columns
-  static constexpr int SUMS = SPLIT16, SUMS_BYTES = 0;                    // no sums of activations
+  static constexpr int PAIRS = GROUPS / 8;              // of scales per 64 columns
+  static constexpr int SUMS = SPLIT16, SUMS_BYTES = 0;  // no sums of activations
 
   template <int NT>
   struct Lane : ScaledLane<Lane<NT>, NT> {
@@ -240,7 +240,7 @@ struct ScaledCodebook {
       float d;
     };
     struct Weights {
-      u32 low[WORDS], high;
+      u32 low[2], high;
     };
     struct Scales {  // of rows g and g + 8, and MINUS_BIAS times as much
       u32 of[2][PAIRS], zero[2][PAIRS];
@@ -251,7 +251,7 @@ struct ScaledCodebook {
 
     DEVICE Lane(u8* scratch, int warp, int lane) : ScaledLane<Lane<NT>, NT>(lane) {
       const int unit = warp / 4 * UNIT_BYTES, at = warp % 4 * 256 + lane;
-      low = materialize(unit + at * (4 * WORDS));
+      low = materialize(unit + at * 8);
       high = materialize(unit + LOW + at * 4);
       header = materialize(unit + HEADER);
       row = materialize(warp % 4 * 32 + lane);
@@ -279,17 +279,9 @@ struct ScaledCodebook {
     DEVICE const float* d() const { return (const float*)own_d; }
 
     DEVICE Weights weights(const u8* unit, int tile, int j) const {
-      Weights w = {};
       const int at = tile * 128 + j * 32;
-      if constexpr (T::BITS == 4) {
-        const uint4 v = ((const uint4*)(unit + low))[at];
-        w.low[0] = v.x, w.low[1] = v.y, w.low[2] = v.z, w.low[3] = v.w;
-      } else {
-        const uint2 v = ((const uint2*)(unit + low))[at];
-        w.low[0] = v.x, w.low[1] = v.y;
-      }
-      if constexpr (T::BITS == 3) w.high = ((const u32*)(unit + high))[at];
-      return w;
+      const uint2 v = ((const uint2*)(unit + low))[at];
+      return {{v.x, v.y}, ((const u32*)(unit + high))[at]};
     }
     DEVICE Scales scales(int tile, int j) const {
       Scales s;

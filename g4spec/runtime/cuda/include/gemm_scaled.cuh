@@ -22,38 +22,39 @@ struct ScaledLane {
       : rows(materialize(lane * 16)), place(materialize(ldmatrix_offset<BLOCKS>(lane))) {}
   DEVICE const Lane& own() const { return *(const Lane*)this; }
 
+  // Weights and activations of 64 columns.
+  struct Operands {
+    typename Lane::Weights w[2];  // of both weight tiles
+    u32 b[2][2][NT][2];
+
+    DEVICE Operands(const Lane& own, const u8* unit, const u8* x, int j)
+        : w{own.weights(unit, 0, j), own.weights(unit, 1, j)} {
+      load_b_fragments<NT>(b[0], x, j, 0), load_b_fragments<NT>(b[1], x, j, 1);
+    }
+  };
+
   DEVICE void multiply(Acc<NT>& acc, const u8* unit, const u8* act) const {
     const u8* x = act + rows;
     const auto factors = own().factors(unit);
-    typename Lane::Weights next[2] = {own().weights(unit, 0, 0), own().weights(unit, 1, 0)};
-    u32 b_next[2][2][NT][2];
-    load_b(b_next, x, 0);
+    Operands next(own(), unit, x, 0);
     own().store(factors);
     __syncwarp();
     Acc<NT> c = {};
 #pragma unroll
     for (int j = 0; j < BLOCKS; ++j) {
-      const typename Lane::Weights w[2] = {next[0], next[1]};
-      u32 b[2][2][NT][2];
-#pragma unroll
-      for (int i = 0; i < 8 * NT; ++i)
-        b[i / (4 * NT)][i / (2 * NT) % 2][i / 2 % NT][i % 2] =
-            b_next[i / (4 * NT)][i / (2 * NT) % 2][i / 2 % NT][i % 2];
-      if (j + 1 < BLOCKS) {
-        next[0] = own().weights(unit, 0, j + 1), next[1] = own().weights(unit, 1, j + 1);
-        load_b(b_next, x, j + 1);
-      }
+      const Operands of = next;
+      if (j + 1 < BLOCKS) next = Operands(own(), unit, x, j + 1);
       const typename Lane::Scales s[2] = {own().scales(0, j), own().scales(1, j)};
 #pragma unroll
       for (int k = 0; k < 4; ++k)
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile) {
           u32 a[4];
-          own().fragment(a, w[tile], s[tile], k);
+          own().fragment(a, of.w[tile], s[tile], k);
 #pragma unroll
           for (int nt = 0; nt < NT; ++nt) {
-            const auto& of = b[k / 2][k % 2][nt];
-            mma_f16(c[tile][nt], a, of[0], of[1], c[tile][nt]);
+            const auto& b = of.b[k / 2][k % 2][nt];
+            mma_f16(c[tile][nt], a, b[0], b[1], c[tile][nt]);
           }
         }
 #if ARCH < 900 || ARCH >= 1200
@@ -158,9 +159,4 @@ struct ScaledLane {
     }
   }
 #endif
-
- private:
-  static DEVICE void load_b(u32 (&b)[2][2][NT][2], const u8* x, int j) {
-    load_b_fragments<NT>(b[0], x, j, 0), load_b_fragments<NT>(b[1], x, j, 1);
-  }
 };
