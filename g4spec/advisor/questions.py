@@ -227,8 +227,8 @@ def run_self_test(out: TableOutput) -> None:
             {True: "good", False: "bad", None: "dim"}[r.ok],
         )
     out.result({"checks": [asdict(r) for r in results]})
-    if any(r.ok is False for r in results):
-        raise CheckFailed("the self-test found a problem")
+    if bad := [r.text for r in results if r.ok is False]:
+        raise CheckFailed(f"the self-test found a problem: {'; '.join(bad)}")
 
 
 def watch_network(out: TableOutput) -> None:

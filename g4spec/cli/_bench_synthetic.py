@@ -21,7 +21,11 @@ Size = Annotated[
     ),
 ]
 Type = Annotated[
-    str, typer.Option("--type", help="With --synthetic: quant type of the target's weights.")
+    str,
+    typer.Option(
+        "--type",
+        help="With --synthetic: quant type of the target's weights, any that can be read.",
+    ),
 ]
 Accepted = Annotated[
     int, typer.Option("--accept-length", help="With --synthetic: tokens committed per cycle.")

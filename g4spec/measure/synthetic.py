@@ -209,7 +209,7 @@ def _weights_with_rope(specs: Sequence[TensorSpec], type: str, ops: CudaOps) -> 
 def _weights(specs: Sequence[TensorSpec], type: str, ops: CudaOps) -> dict[str, Any]:
     """Return random weights, in the form in which `CudaBackend.load` returns those of a file."""
     choice = policy.Policy(
-        policy.parse_type(type), {s.name: s.shape for s in specs if not s.optional}
+        policy.readable_mix(type), {s.name: s.shape for s in specs if not s.optional}
     )
     out: dict[str, Any] = {}
     for spec in specs:

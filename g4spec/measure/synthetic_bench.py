@@ -178,7 +178,7 @@ class RecordedStep:
 
 def check_config(name: str, config: SyntheticConfig) -> str:
     """Return the kind of draft; raise UsageError for an unknown size, draft or type."""
-    policy.parse_type(config.type)
+    policy.readable_mix(config.type)
     if name not in synthetic.TARGETS:
         raise UsageError("`synthetic`", expected=", ".join(synthetic.TARGETS), found=name)
     kinds = synthetic.draft_kinds(name)

@@ -63,6 +63,15 @@ def parse_type(name: str, tensor_types: Iterable[str] = ()) -> Mix:
     return replace(found, tensor_types=tuple(map(_tensor_type, tensor_types)))
 
 
+def readable_mix(name: str) -> Mix:
+    """Return the type or mix with this name, as `parse_type` does, or a type that files have and
+    that cannot be written."""
+    form = quant.readable().get(name.lower())
+    if form is None or form.name in names():
+        return parse_type(name)
+    return Mix(form.name, form, form.file_type)
+
+
 def _tensor_type(text: str) -> tuple[re.Pattern[str], Format]:
     pattern, _, name = text.rpartition("=")
     if not (pattern and name):

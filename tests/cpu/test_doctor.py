@@ -22,6 +22,7 @@ from g4spec.advisor.doctor import diagnose
 from g4spec.advisor.facts import facts
 from g4spec.advisor.machine import GIB, Gpu, Machine
 from g4spec.advisor.schema import CardFact, SizeFact
+from g4spec.advisor.selftest import CheckResult
 from g4spec.advisor.summary import estimate
 from g4spec.cli import run
 from g4spec.errors import UsageError
@@ -568,6 +569,15 @@ def test_self_test(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     assert any("same bits" in c["text"] and c["ok"] for c in checks)
     assert any("CUDA kernels" in c["text"] for c in checks)
+
+
+def test_a_failed_self_test_names_the_check(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = [CheckResult(True, "reference"), CheckResult(False, "Q4_K matmul")]
+    monkeypatch.setattr("g4spec.advisor.selftest.run", lambda: results)
+    assert run(["doctor", "--self-test"]) == 1
+    assert "the self-test found a problem: Q4_K matmul" in capsys.readouterr().err
 
 
 def test_self_test_checks_the_kernels_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,6 +238,13 @@ def test_names_of_types_and_mixes() -> None:
         policy.parse_type("q4_k_l")
 
 
+def test_types_that_are_only_read_can_be_timed() -> None:
+    assert policy.readable_mix("IQ3_S").base is quant.get("iq3_s")
+    assert policy.readable_mix("q3_k") == policy.parse_type("q3_k")
+    with pytest.raises(UsageError, match="q4_k_m"):
+        policy.readable_mix("q4_k_l")
+
+
 @pytest.mark.parametrize("type", [f.name for f in sizes.FORMATS if f.quantized])
 @pytest.mark.parametrize("allow", [False, True])
 def test_types_without_a_dequantizer_are_named_with_a_way_out(
