@@ -13,9 +13,8 @@
 //
 // With WINDOW_FEW_WARPS a block takes half of the registers and of the shared memory, so that a
 // multiprocessor runs two: where there are more blocks than multiprocessors, one computes while the
-// other waits. Its shared memory holds two tiles. If the tokens see only one tile of a chunk, these are
-// its keys and its values; otherwise the values of both tiles take the place of the keys once scores are
-// computed.
+// other waits. Its shared memory has two slots, through which the tiles pass in the order in which they
+// are needed: of each chunk the keys of the tiles that the tokens see, one or two, then their values.
 #include "attention_tiles.cuh"
 #include "head_vector.cuh"
 #include "packed_rows.cuh"
@@ -33,7 +32,6 @@ template <int TILES_, int TOKEN_GROUPS_, int WARPS_,
 struct Window : AttentionConfig<D, 1, TOKEN_GROUPS_, 8, 8, 1, 1, STAGES, STAGES, 0> {
   static constexpr int TILES = TILES_, TOKEN_GROUPS = TOKEN_GROUPS_, WARPS = WARPS_;
   static constexpr int THREADS = 32 * WARPS, TILE_WARPS = 8;  // TILE_WARPS: that share a tile
-  static constexpr int WARP_TILES = WARPS == TILE_WARPS ? TILES : 1;  // tiles of a warp
   static constexpr bool TWO_SLOTS = WARPS == WINDOW_FEW_WARPS;  // shared memory holds two tiles
   static constexpr int CHUNK = Window::KEYS * TILES, SUMS_AT = Window::RUNNING_MAX_AT;
   static constexpr int MAX_CHUNKS = TILES == 1 ? WINDOW_MAX_CHUNKS_1 : WINDOW_MAX_CHUNKS_2;  // that a row sees
@@ -60,17 +58,24 @@ struct Args {  // arguments of one sequence
   float eps, scale;
 };
 
-// The work of a block: which tokens of the sequence, and which chunks.
-struct BlockWork {
+struct Chunk {
+  int slot, start;           // its number among those that the block's tokens see; first position
+  int first_tile, end_tile;  // tiles that some token sees
+
+  DEVICE int tiles() const { return end_tile - first_tile; }
+  DEVICE bool one_tile() const { return tiles() == 1; }
+  DEVICE bool tile_visible(int tile) const { return tile >= first_tile && tile < end_tile; }
+};
+
+// The work of a block: which tokens of the sequence, and which chunks. Base: the current chunk.
+struct BlockWork : Chunk {
   int own, blocks;  // this block is number `own` of the `blocks` that split the tokens
   int head;
   int first_token, n_tokens;    // tokens of the block
   int token_groups;             // groups of four that they form
   int first_slot, slot_stride;  // chunks of this block: first_slot, first_slot + slot_stride, ...
-  int slot, chunks;             // current chunk, of `chunks` that the tokens see
-  int first_tile, end_tile;     // tiles of the current chunk that some token sees
-  int start, settled;           // first position of the current chunk; first position of this step
-  int ring;                     // row of position `settled` in the ring
+  int chunks;                   // that the tokens see
+  int settled, ring;            // first position of this step, and its row in the ring
   Span span;
 
   // `first`, `last`: visible range of token `lane`; all lanes of the warp call it. If blocks of
@@ -97,13 +102,15 @@ struct BlockWork {
   DEVICE int rows() const { return 8 * token_groups; }
 
   template <class W>
-  DEVICE void at(int chunk) {
-    slot = chunk, start = (span.lo / W::CHUNK + chunk) * W::CHUNK;
-    first_tile = max_of(0, span.lo - start) / W::KEYS;
-    end_tile = min_of(W::TILES, (span.hi - start) / W::KEYS + 1);
+  DEVICE Chunk chunk(int slot) const {
+    const int start = (span.lo / W::CHUNK + slot) * W::CHUNK;
+    return {slot, start, max_of(0, span.lo - start) / W::KEYS,
+            min_of(W::TILES, (span.hi - start) / W::KEYS + 1)};
   }
-  DEVICE bool one_tile() const { return end_tile - first_tile == 1; }
-  DEVICE bool tile_visible(int tile) const { return tile >= first_tile && tile < end_tile; }
+  template <class W>
+  DEVICE void at(int slot) {
+    (Chunk&)*this = chunk<W>(slot);
+  }
 
   // Index of the block's first row in the partial results of chunk `chunk`.
   DEVICE int place(int chunk) const { return chunk * stride() + block() * rows(); }
@@ -112,11 +119,16 @@ struct BlockWork {
   DEVICE bool visible_to_all(int position) const {  // every row sees it
     return position >= span.all_lo && position <= span.all_hi;
   }
+  template <class W>
+  DEVICE bool tile_visible_to_all(int tile) const {
+    const int first = start + tile * W::KEYS;
+    return visible_to_all(first) && visible_to_all(first + W::KEYS - 1);
+  }
 };
 
 // Keys or values of tile `tile` of the chunk in shared memory, and the sums over its keys.
 template <class W>
-DEVICE char* tile_at(char* shared, const BlockWork& p, bool is_key, int tile) {
+DEVICE char* tile_at(char* shared, const Chunk& p, bool is_key, int tile) {
   const int slot = W::TWO_SLOTS && p.one_tile() ? !is_key : tile;
   const int plane = W::TWO_SLOTS || is_key ? W::K_AT : W::V_AT;
   return shared + plane + slot * W::K_STAGE_BYTES;
@@ -128,47 +140,96 @@ DEVICE float* tile_sums(char* shared, int tile) {
 }
 // True if values take the place of keys.
 template <class W>
-DEVICE bool values_after_keys(const BlockWork& p) {
+DEVICE bool values_after_keys(const Chunk& p) {
   return W::TWO_SLOTS && !p.one_tile();
 }
 
 // Q8_0 codes and scales of a row of the chunk in shared memory.
 template <class W>
-DEVICE char* row_codes(char* shared, const BlockWork& p, bool is_key, u32 row) {
+DEVICE char* row_codes(char* shared, const Chunk& p, bool is_key, u32 row) {
   return tile_at<W>(shared, p, is_key, row / W::KEYS) + row % W::KEYS * W::K_ROW;
 }
 template <class W>
-DEVICE char* row_scales_at(char* shared, const BlockWork& p, bool is_key, u32 row) {
+DEVICE char* row_scales_at(char* shared, const Chunk& p, bool is_key, u32 row) {
   return tile_at<W>(shared, p, is_key, row / W::KEYS) + W::KEYS * W::K_ROW + row % W::KEYS * 16;
 }
 
-// Copy the rows of visible tiles that earlier steps wrote from the cache: keys, values or both.
-// Scales of V are set to zero for the other rows.
+// The rows of a visible tile that earlier steps wrote: begin .. end - 1, and where they are in the cache.
+// Tiles are contiguous there: the capacity of a ring is a multiple of theirs.
 template <class W>
-DEVICE void load_settled(char* shared, const Args& a, const BlockWork& p, bool keys, bool values) {
-  const int lane = threadIdx.x % 32, begin = max_of(0, p.span.lo - p.start);
-  const int end = min_of(W::CHUNK, p.settled - p.start);
-  const int slot = (u32)p.start % (u32)a.capacity;  // row in the ring, which wraps around
-  const i64 base = (i64)p.head * a.capacity;
-  const int each = keys && values ? 2 : 1;  // half warps, then threads, that share a row
-  bool is_key = each == 2 ? lane < 16 : keys;
-  const char* codes = (is_key ? a.keys : a.values) + base * D + lane % 16 * 16;
-  for (int row = begin + threadIdx.x / (16 * each); row < end; row += W::THREADS / (16 * each)) {
-    const int from = slot + row < a.capacity ? slot + row : slot + row - a.capacity;
-    cp_async16(row_codes<W>(shared, p, is_key, row) + lane % 16 * 16, codes + from * D);
+struct SettledRows {
+  int begin, end;  // from the first row of the tile on
+  const char *codes, *scales;
+
+  DEVICE SettledRows(const Args& a, const BlockWork& p, const Chunk& c, bool is_key, int tile) {
+    const int first = c.start + tile * W::KEYS;
+    begin = max_of(0, p.span.lo - first), end = min_of(W::KEYS, p.settled - first);
+    const i64 row = (i64)p.head * a.capacity + (u32)first % (u32)a.capacity;
+    codes = (is_key ? a.keys : a.values) + row * D;
+    scales = (is_key ? a.key_scales : a.value_scales) + row * 16;
   }
-  is_key = each == 2 ? threadIdx.x % 2 == 0 : keys;
-  const char* scales = (is_key ? a.key_scales : a.value_scales) + base * 16;
-  for (int row = p.first_tile * W::KEYS + threadIdx.x / each; row < p.end_tile * W::KEYS;
-       row += W::THREADS / each) {
-    const int from = slot + row < a.capacity ? slot + row : slot + row - a.capacity;
-    char* own = row_scales_at<W>(shared, p, is_key, row);
-    if (row >= begin && row < end)
-      cp_async16(own, scales + from * 16);
-    else if (!is_key) *(uint4*)own = {0, 0, 0, 0};
-  }
+};
+
+// Copy the settled rows of a visible tile: keys or values. Scales of V are set to zero for the other rows.
+template <class W>
+DEVICE void load_tile(char* shared, const Args& a, const BlockWork& p, const Chunk& c, bool is_key,
+                      int tile) {
+  const SettledRows<W> rows(a, p, c, is_key, tile);
+  char* to = tile_at<W>(shared, c, is_key, tile);
+  const int thread = threadIdx.x, first = thread / 16, piece = thread % 16 * 16;
+  const char* from = rows.codes + first * D + piece;
+#pragma unroll
+  for (int i = 0; i < W::KEYS; i += W::THREADS / 16)
+    if (i + first >= rows.begin && i + first < rows.end)
+      cp_async16(to + first * W::K_ROW + piece + i * W::K_ROW, from + i * D);
+  if (thread >= W::KEYS) return;
+  char* own = to + W::KEYS * W::K_ROW + thread * 16;
+  if (thread >= rows.begin && thread < rows.end)
+    cp_async16(own, rows.scales + thread * 16);
+  else if (!is_key) *(uint4*)own = {0, 0, 0, 0};
+}
+
+// Copy the keys and values of all visible tiles of a chunk.
+template <class W>
+DEVICE void load_chunk(char* shared, const Args& a, const BlockWork& p) {
+#pragma unroll 1
+  for (int i = 0; i < 2 * p.tiles(); ++i)
+    load_tile<W>(shared, a, p, p, i % 2 == 0, p.first_tile + i / 2);
   cp_async_commit();
 }
+
+// The tiles of a block's chunks in the order in which two slots take them: of each chunk the keys of
+// its visible tiles, then their values. A chunk has two or four, so the slots take turns.
+template <class W>
+struct TileLoads {
+  Chunk chunk;   // of the next tile
+  int done = 0;  // tiles of this chunk that have been requested
+
+  // Wait until the older of two requested tiles is in shared memory.
+  DEVICE void wait() const {
+    cp_async_wait_group<1>();
+    __syncthreads();
+  }
+  // Request one more tile, for the slot of the tile that was waited for last. All warps call it when
+  // they have used that tile.
+  DEVICE void next(char* shared, const Args& a, const BlockWork& p) {
+    __syncthreads();
+    request(shared, a, p);
+  }
+  // The same for a free slot. A group of copies each, which is empty after the last tile.
+  DEVICE void request(char* shared, const Args& a, const BlockWork& p) {
+    if (chunk.slot >= 0) {
+      const int n = chunk.tiles();
+      const bool is_key = done < n;
+      load_tile<W>(shared, a, p, chunk, is_key, chunk.first_tile + (is_key ? done : done - n));
+      if (++done == 2 * n) {
+        chunk = p.chunk<W>(chunk.slot - p.slot_stride);
+        done = 0;
+      }
+    }
+    cp_async_commit();
+  }
+};
 
 using Vector = HeadVector<D, 0>;
 
@@ -237,6 +298,7 @@ struct StepVectors {
   }
   // All but the values if these take the place of keys.
   DEVICE void finish_all(char* shared, bool queries, const Args& a, const BlockWork& p) {
+    if (!queries && p.start + W::CHUNK <= p.settled) return;  // all of the chunk is settled
     int from[ROUNDS];  // computed before griddep_wait(): integer work of all warps
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
@@ -268,11 +330,10 @@ struct StepVectors {
 };
 
 // Masked values have weight zero, but 0 * inf and 0 * NaN are NaN: zero non-finite scales of rows
-// that some row must not see.
+// of tiles first_tile .. end_tile - 1 that some row must not see.
 template <class W>
-DEVICE void zero_nonfinite_scales(char* shared, const BlockWork& p) {
-  for (int row = p.first_tile * W::KEYS + threadIdx.x; row < p.end_tile * W::KEYS;
-       row += W::THREADS) {
+DEVICE void zero_nonfinite_scales(char* shared, const BlockWork& p, int first_tile, int end_tile) {
+  for (int row = first_tile * W::KEYS + threadIdx.x; row < end_tile * W::KEYS; row += W::THREADS) {
     if (p.visible_to_all(p.start + row)) continue;
     uint4* at = (uint4*)row_scales_at<W>(shared, p, false, row);
     const uint4 x = *at;
@@ -289,10 +350,8 @@ template <class W, int ROW_TILES>
 DEVICE void sum_values(char* shared, const BlockWork& p, int tile, int warp) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   float out[2][W::ROW_TILES][4] = {}, sums[W::ROW_TILES] = {};
-  const bool tile_visible = p.tile_visible(tile);
-  if (tile_visible)
-    accumulate_values<W, ROW_TILES>(out, sums, tile_at<W>(shared, p, false, tile),
-                                    (const uint2*)(shared + W::P_AT + tile * W::P_SIZE), 0, warp);
+  accumulate_values<W, ROW_TILES>(out, sums, tile_at<W>(shared, p, false, tile),
+                                  (const uint2*)(shared + W::P_AT + tile * W::P_SIZE), 0, warp);
   float* to = tile_sums<W>(shared, tile) + warp * 32 + g * 4;
   float* weights = (float*)(shared + W::SUMS_AT) + (tile * 8 + warp) * W::ROWS;
 #pragma unroll
@@ -300,7 +359,6 @@ DEVICE void sum_values(char* shared, const BlockWork& p, int tile, int warp) {
     float x = __fadd_rn(sums[n], __shfl_xor_sync(FULL_MASK, sums[n], 1));
     x = __fadd_rn(x, __shfl_xor_sync(FULL_MASK, x, 2));
     if (t == 0) weights[n * 8 + g] = x;
-    if (!tile_visible) continue;
 #pragma unroll
     for (int c = 0; c < 2; ++c)
       *(float4*)(to + (n * 8 + t * 2 + c) * SUM_PITCH) = {out[0][n][c], out[0][n][c + 2],
@@ -320,10 +378,10 @@ DEVICE float4 row_values(char* shared, const BlockWork& p, int row, int quad) {
   return v;
 }
 template <class W>  // called by a whole warp
-DEVICE float row_weight_sum(const char* shared, int row) {
+DEVICE float row_weight_sum(const char* shared, const Chunk& p, int row) {
   const int lane = threadIdx.x % 32;
   const float* sums = (const float*)(shared + W::SUMS_AT) + row;
-  return warp_reduce(lane < W::TILES * W::TILE_WARPS ? sums[lane * W::ROWS] : 0.0f, Sum());
+  return warp_reduce(p.tile_visible(lane / W::TILE_WARPS) ? sums[lane * W::ROWS] : 0.0f, Sum());
 }
 
 // The same from the partial results of all chunks that a row sees, added in order of the chunks.
@@ -367,9 +425,9 @@ template <class W>
 DEVICE void store_partial(char* shared, const Args& a, const BlockWork& p) {
   const Columns<W> c;
 #pragma unroll 1
-  for (int row = c.row; row < p.rows(); row += c.STEP) {
+  for (int row = c.row; row < 2 * p.n_tokens; row += c.STEP) {
     const i64 place = p.place(p.slot) + row;
-    const float weight = row_weight_sum<W>(shared, row);
+    const float weight = row_weight_sum<W>(shared, p, row);
     __stcg((float4*)a.sums + place * (D / 4) + c.quad,
            row_values<W>(shared, p, row, c.quad));
     if (c.quad == 0)
@@ -382,8 +440,10 @@ DEVICE void store_partial(char* shared, const Args& a, const BlockWork& p) {
 DEVICE bool is_last_block(const Args& a, const BlockWork& p) {
   __shared__ bool last;
   __syncthreads();
+  const int blocks = min_of(p.chunks, p.slot_stride);
+  if (blocks == 1) return true;
   if (threadIdx.x == 0) {
-    last = atomic_add_acq_rel(a.arrived + p.block(), 1) == min_of(p.chunks, p.slot_stride) - 1;
+    last = atomic_add_acq_rel(a.arrived + p.block(), 1) == blocks - 1;
     if (last) a.arrived[p.block()] = 0;
   }
   __syncthreads();
@@ -405,7 +465,7 @@ DEVICE void write(char* shared, const Args& a, const BlockWork& p) {
         if (p.chunks > 1)
           v = combine_chunks_of_row<W>(shared, a, p, row, c.quad, total);
         else
-          v = row_values<W>(shared, p, row, c.quad), total = row_weight_sum<W>(shared, row);
+          v = row_values<W>(shared, p, row, c.quad), total = row_weight_sum<W>(shared, p, row);
         v = mul4(v, rcp_approx(total));
       }
       const RowGroup own(a.row + token, a.count);
@@ -414,62 +474,97 @@ DEVICE void write(char* shared, const Args& a, const BlockWork& p) {
     }
 }
 
-template <class W, int ROW_TILES, class V>
-DEVICE void attend(char* shared, const Args& a, const BlockWork& p, V& own,
-                   bool queries) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = warp % W::TILE_WARPS;
-  const auto tile_of = [&](int i) { return warp / W::TILE_WARPS + i; };
+// Scores of a warp's keys of a visible tile, and the largest of each row, to `tops`.
+template <class W, int ROW_TILES>
+DEVICE void score_tile(float (&scores)[1][W::ROW_TILES][4], float* tops, char* shared,
+                       const Args& a, const BlockWork& p, int tile, int part) {
+  accumulate_scores<W, ROW_TILES>(scores, tile_at<W>(shared, p, true, tile), shared + W::Q_AT, 0,
+                                  part);
+#pragma unroll
+  for (int j = 0; j < 4 * ROW_TILES; ++j)
+    scores[0][j / 4][j % 4] = __fmul_rn(scores[0][j / 4][j % 4], a.scale);
+  if (!p.tile_visible_to_all<W>(tile))
+    mask_scores<W>(scores, shared, p.start / W::KEYS + tile, part);
+  tile_row_max<W, ROW_TILES>(scores, tops, tile * W::TILE_WARPS + part);
+}
+
+// The largest score of each row in the chunk, to `top`.
+template <class W>
+DEVICE void chunk_row_max(float* top, const float* tops, const Chunk& p) {
+  if (threadIdx.x >= W::ROWS) return;
+  float x = NEG_INF;
+#pragma unroll
+  for (int tile = 0; tile < W::TILES; ++tile)
+#pragma unroll
+    for (int i = 0; i < W::TILE_WARPS; ++i)
+      if (p.tile_visible(tile))
+        x = fmaxf(x, tops[(tile * W::TILE_WARPS + i) * W::ROWS + threadIdx.x]);
+  top[threadIdx.x] = x;
+}
+
+// Weights of a warp's keys of a tile.
+template <class W, int ROW_TILES>
+DEVICE void store_tile_weights(char* shared, const float* top,
+                               const float (&scores)[1][W::ROW_TILES][4], int tile, int part) {
+#pragma unroll
+  for (int n = 0; n < ROW_TILES; ++n) {
+    float2 origin = ((const float2*)top)[n * 4 + threadIdx.x % 4];
+    origin = {origin.x == NEG_INF ? 0.0f : origin.x, origin.y == NEG_INF ? 0.0f : origin.y};
+    store_attention_weights((u32*)(shared + W::P_AT + tile * W::P_SIZE), part * W::ROW_TILES + n,
+                            scores[0][n], origin);
+  }
+}
+
+// Attention over the current chunk, all tiles of which are in shared memory: eight warps for each.
+template <class W, int ROW_TILES>
+DEVICE void attend(char* shared, const Args& a, const BlockWork& p) {
+  const int warp = threadIdx.x / 32, part = warp % W::TILE_WARPS, tile = warp / W::TILE_WARPS;
   float* tops = (float*)(shared + W::TILE_MAX_AT);
   float* top = (float*)(shared + W::RESCALE_AT);
-  float scores[W::WARP_TILES][1][W::ROW_TILES][4] = {};
-#pragma unroll
-  for (int i = 0; i < W::WARP_TILES; ++i) {
-    const int tile = tile_of(i), place = tile * W::TILE_WARPS + part;
-    if (p.tile_visible(tile)) {
-      accumulate_scores<W, ROW_TILES>(scores[i], tile_at<W>(shared, p, true, tile),
-                                      shared + W::Q_AT, 0, part);
-#pragma unroll
-      for (int j = 0; j < 4 * ROW_TILES; ++j)
-        scores[i][0][j / 4][j % 4] = __fmul_rn(scores[i][0][j / 4][j % 4], a.scale);
-      mask_scores<W>(scores[i], shared, p.start / W::KEYS + tile, part);
-      tile_row_max<W, ROW_TILES>(scores[i], tops, place);
-    } else if (tile < W::TILES && lane < W::ROWS) {
-      tops[place * W::ROWS + lane] = NEG_INF;
-    }
-  }
+  float scores[1][W::ROW_TILES][4] = {};
+  const bool visible = p.tile_visible(tile);
+  if (visible) score_tile<W, ROW_TILES>(scores, tops, shared, a, p, tile, part);
   __syncthreads();
-  const bool late = values_after_keys<W>(p);
-  if (late) load_settled<W>(shared, a, p, false, true);
-  if (threadIdx.x < W::ROWS) {
-    float x = NEG_INF;
-#pragma unroll
-    for (int w = 0; w < W::TILES * W::TILE_WARPS; ++w) x = fmaxf(x, tops[w * W::ROWS + threadIdx.x]);
-    top[threadIdx.x] = x;
-  }
+  chunk_row_max<W>(top, tops, p);
   __syncthreads();
-  if (late) own.finish_values(shared, queries, a, p);
+  if (visible) store_tile_weights<W, ROW_TILES>(shared, top, scores, tile, part);
+  __syncthreads();
+  if (visible) sum_values<W, ROW_TILES>(shared, p, tile, part);
+  __syncthreads();
+}
+
+// The same with two slots: all warps use one tile after the other, while the next one is copied.
+template <class W, class V>
+DEVICE void attend_in_turns(char* shared, const Args& a, const BlockWork& p, TileLoads<W>& loads,
+                            V& own, bool queries) {
+  const int part = threadIdx.x / 32;
+  float* tops = (float*)(shared + W::TILE_MAX_AT);
+  float* top = (float*)(shared + W::RESCALE_AT);
+  float scores[W::TILES][1][W::ROW_TILES][4] = {};
 #pragma unroll
-  for (int i = 0; i < W::WARP_TILES; ++i) {
-    const int tile = tile_of(i);
+  for (int tile = 0; tile < W::TILES; ++tile) {
     if (!p.tile_visible(tile)) continue;
+    loads.wait();
+    score_tile<W, 1>(scores[tile], tops, shared, a, p, tile, part);
+    loads.next(shared, a, p);
+  }
+  chunk_row_max<W>(top, tops, p);
+  __syncthreads();
+  if (values_after_keys<W>(p)) own.finish_values(shared, queries, a, p);
 #pragma unroll
-    for (int n = 0; n < ROW_TILES; ++n) {
-      float2 origin = ((const float2*)top)[n * 4 + lane % 4];
-      origin = {origin.x == NEG_INF ? 0.0f : origin.x, origin.y == NEG_INF ? 0.0f : origin.y};
-      store_attention_weights((u32*)(shared + W::P_AT + tile * W::P_SIZE), part * W::ROW_TILES + n,
-                              scores[i][0][n], origin);
+  for (int tile = 0; tile < W::TILES; ++tile)
+    if (p.tile_visible(tile)) store_tile_weights<W, 1>(shared, top, scores[tile], tile, part);
+#pragma unroll
+  for (int tile = 0; tile < W::TILES; ++tile) {
+    if (!p.tile_visible(tile)) continue;
+    loads.wait();
+    if (!p.tile_visible_to_all<W>(tile)) {
+      zero_nonfinite_scales<W>(shared, p, tile, tile + 1);
+      __syncthreads();
     }
+    sum_values<W, 1>(shared, p, tile, part);
+    loads.next(shared, a, p);
   }
-  if (late) {
-    cp_async_wait_group<0>();
-    __syncthreads();
-    zero_nonfinite_scales<W>(shared, p);
-  }
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < W::WARP_TILES; ++i)
-    if (tile_of(i) < W::TILES) sum_values<W, ROW_TILES>(shared, p, tile_of(i), part);
-  __syncthreads();
 }
 #endif
 
@@ -511,7 +606,11 @@ __global__ __launch_bounds__(32 * WARPS, WINDOW_WARPS / WARPS) void attend_windo
   int2 sees = {__shfl_sync(FULL_MASK, from, token), __shfl_sync(FULL_MASK, to, token)};
   if (p.first_slot >= p.chunks) return;
   p.at<W>(p.chunks - 1 - p.first_slot);
-  load_settled<W>(shared, a, p, true, !values_after_keys<W>(p));
+  TileLoads<W> loads = {p};
+  if constexpr (W::TWO_SLOTS)
+    loads.request(shared, a, p), loads.request(shared, a, p);
+  else
+    load_chunk<W>(shared, a, p);
   if ((int)threadIdx.x >= p.n_tokens * 2) sees = {0, -1};
   if (threadIdx.x < W::ROWS) ((int2*)(shared + W::VISIBLE_AT))[threadIdx.x] = sees;
   own.prepare(shared, a, p);
@@ -520,18 +619,24 @@ __global__ __launch_bounds__(32 * WARPS, WINDOW_WARPS / WARPS) void attend_windo
     char* here = (char*)materialize_shared((
         const u8*)shared);  // addresses are recomputed per chunk instead of being kept in registers
     own.finish_all(here, first, a, p);
-    cp_async_wait_group<0>();
-    __syncthreads();
-    if (!values_after_keys<W>(p)) zero_nonfinite_scales<W>(here, p);
-    if (p.token_groups == 1)
-      attend<W, 1>(here, a, p, own, first);
-    else
-      attend<W, TOKEN_GROUPS>(here, a, p, own, first);
+    if constexpr (W::TWO_SLOTS) {
+      attend_in_turns<W>(here, a, p, loads, own, first);
+    } else {
+      cp_async_wait_group<0>();
+      __syncthreads();
+      zero_nonfinite_scales<W>(here, p, p.first_tile, p.end_tile);
+      if (p.token_groups == 1)
+        attend<W, 1>(here, a, p);
+      else
+        attend<W, TOKEN_GROUPS>(here, a, p);
+    }
     if (p.chunks > 1) store_partial<W>(here, a, p);
     if (p.slot < p.slot_stride) break;
     p.at<W>(p.slot - p.slot_stride);
-    __syncthreads();  // sums in shared memory have been read
-    load_settled<W>(shared, a, p, true, !values_after_keys<W>(p));
+    if constexpr (!W::TWO_SLOTS) {
+      __syncthreads();  // sums in shared memory have been read
+      load_chunk<W>(shared, a, p);
+    }
   }
   if (p.chunks == 1 || is_last_block(a, p)) write<W>(shared, a, p);
 #endif
