@@ -39,6 +39,13 @@ def _mixes() -> dict[str, Mix]:
     return {m.name: m for m in (*plain, *found)}
 
 
+@cache
+def _readable() -> dict[str, Mix]:
+    """Return `_mixes` and, after them, mixes of one type that can only be read."""
+    only_read = (f for f in quant.readable().values() if f.name not in _mixes())
+    return _mixes() | {f.name: Mix(f.name, f, f.file_type) for f in only_read}
+
+
 def names() -> list[str]:
     """Return all choices of `--type`: types, then mixes. A mix with the name of a type replaces it,
     because that is what the name means in llama.cpp."""
@@ -66,10 +73,7 @@ def parse_type(name: str, tensor_types: Iterable[str] = ()) -> Mix:
 def readable_mix(name: str) -> Mix:
     """Return the type or mix with this name, as `parse_type` does, or a type that files have and
     that cannot be written."""
-    form = quant.readable().get(name.lower())
-    if form is None or form.name in names():
-        return parse_type(name)
-    return Mix(form.name, form, form.file_type)
+    return _readable().get(name.lower()) or parse_type(name)
 
 
 def _tensor_type(text: str) -> tuple[re.Pattern[str], Format]:
@@ -93,8 +97,7 @@ def _tensor_type(text: str) -> tuple[re.Pattern[str], Format]:
 
 def from_file_type(number: int) -> Mix | None:
     """Return the mix with this `general.file_type`, or a mix of one type that can only be read."""
-    only_read = (Mix(f.name, f, f.file_type) for f in quant.readable().values())
-    return next((m for m in (*_mixes().values(), *only_read) if m.file_type == number), None)
+    return next((m for m in _readable().values() if m.file_type == number), None)
 
 
 def expected_types(mix: Mix) -> set[str]:
