@@ -1,11 +1,12 @@
 """Measure prefill on a GPU with the shapes of Gemma 4 (Q4_K_M, random weights).
 
     python benchmarks/gpu_prefill.py [31b|26b-a4b ...] [--tokens 512 4096 32768] [--chunk 4096]
+        [--tail 0]
 
 Prints tokens per second, time by kernel, and the draft's share. Prompts are read in blocks of 512
 rows whose bits do not depend on what follows; `ms_whole` is the time with GEMMs over a whole chunk,
-so the difference is the cost of the blocks. The exit code is 1 if rows differ between reading block
-by block and reading in chunks.
+so the difference is the cost of the blocks. A last block of at most `--tail` rows is computed as in
+a step. The exit code is 1 if rows differ between reading block by block and reading in chunks.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from g4spec.core import PROMPT_BLOCK, Draft
 from g4spec.measure import synthetic
 from g4spec.runtime.cuda.backend import CudaBackend
 from g4spec.runtime.cuda.cache.cache_types import KINDS
+from g4spec.runtime.cuda.prefill import reader
 from g4spec.runtime.cuda.prefill.long_ops import LongOps
 from g4spec.runtime.cuda.prefill.prefill_attention import Attention, Flash, Scores, Wide
 from g4spec.runtime.cuda.prefill.prefill_experts import Experts
@@ -63,7 +65,10 @@ class Prompts:
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Use GEMMs over a whole chunk, which changes bits."""
-        assert self.reader._long is not None and isinstance(self.reader._long.ops, LongOps)
+        if self.reader._long is None:  # only short prompts
+            yield
+            return
+        assert isinstance(self.reader._long.ops, LongOps)
         products = self.reader._long.ops.products
         products.block = self.chunk
         yield
@@ -171,9 +176,11 @@ def main() -> int:
     parser.add_argument("models", nargs="*", default=["31b", "26b-a4b"])
     parser.add_argument("--tokens", type=int, nargs="*", default=[512, 4096, 32768])
     parser.add_argument("--chunk", type=int, default=4096)
+    parser.add_argument("--tail", type=int, default=reader.MAX_TAIL)
     parser.add_argument("--kv", default="f16", choices=KINDS)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    reader.MAX_TAIL = args.tail
     results, exact = [], {}
     for name in args.models:
         p = Prompts(name, max(args.tokens), args.chunk, args.kv)
@@ -196,6 +203,7 @@ def main() -> int:
                 "weights": "random, made on the GPU",
                 "kv": args.kv,
                 "chunk": args.chunk,
+                "tail": args.tail,
                 "note": "parts overlap: products contain dequantize, experts their products",
                 "bits_equal": exact,
                 "results": results,

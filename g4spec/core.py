@@ -371,6 +371,7 @@ class Backend(Protocol):
     Attributes:
         ops: the operations that models are written in (`g4spec.ops.reference.Ops`).
         chunk: number of prompt rows per prefill chunk, a multiple of PROMPT_BLOCK.
+        block: `read` takes multiples of so many tokens, except at the end of a prompt.
         padded: whether every sequence of a step costs as much as the one with the most rows.
         budget: computes memory on this device.
     """
@@ -379,6 +380,7 @@ class Backend(Protocol):
     name: str
     title: str
     chunk: int
+    block: int
     padded: bool
 
     @property
@@ -402,7 +404,10 @@ class Backend(Protocol):
     def read(self, target: Any, slot: int, ids: Seq[int], start: int) -> StepRows:
         """Prefill: compute prompt tokens from position `start` on, a multiple of PROMPT_BLOCK, and
         append to the caches of the slot. Computes no logits. The bits of a row depend only on the
-        tokens up to the end of its block."""
+        tokens up to the end of its block, the last one up to the end of the prompt."""
+
+    def prefill_rows(self, count: int) -> int:
+        """Return how many rows of whole blocks take about as long as `read` of `count` tokens."""
 
     def commit(self, draft: Draft, rows: StepRows) -> None:
         """Update a draft with the rows that `read` returned, bit-exact in the same way."""

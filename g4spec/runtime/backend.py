@@ -80,6 +80,7 @@ class TorchBackend:
     name = "torch"
     title = "CPU"
     chunk = PROMPT_BLOCK
+    block = 1
     padded = False
 
     def __init__(self, cache_type: str | None = None) -> None:
@@ -109,6 +110,10 @@ class TorchBackend:
     def read(self, target: Target, slot: int, ids: Sequence[int], start: int) -> StepRows:
         """Compute prompt rows; see `g4spec.core.Backend`."""
         return target.forward(batch_of(self.ops, [(slot, start, ids)]))
+
+    def prefill_rows(self, count: int) -> int:
+        """Return `count`: no row is padding."""
+        return count
 
     def commit(self, draft: Draft, rows: StepRows) -> None:
         """Update a draft with the rows that `read` returned."""

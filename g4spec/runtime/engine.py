@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from g4spec import models, ranges
-from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, Backend, Draft
+from g4spec.core import MAX_STEP_ROWS, Backend, Draft
 from g4spec.errors import EnvironmentProblem, InputError, PromptTooLong, UsageError
 from g4spec.gguf import GGUF
 from g4spec.models import gemma4, ngram, pairing
@@ -127,9 +127,7 @@ class Engine:
         """
         ranges.check(parallel=parallel)
         backend = devices.select(device, cache_type)
-        chunk = chunk or backend.chunk
-        if backend.padded:
-            chunk = -(-chunk // PROMPT_BLOCK) * PROMPT_BLOCK
+        chunk = -(-(chunk or backend.chunk) // backend.block) * backend.block
         with GGUF(target) as file:
             config = _target_config(file)
             context = _context(n_ctx, config.n_ctx)

@@ -218,15 +218,15 @@ class Scheduler:
         while prefilling and rows > 0:
             task = prefilling[0]
             began = time.perf_counter()
-            before = task.seq.n_read
             try:
-                self._prefill_part(task, rows)
+                count = self._prefill_part(task, rows)
             except torch.OutOfMemoryError as error:  # no other request reads its rows
                 self._finish(task, "error", _no_memory(error))
                 prefilling.pop(0)
                 continue
-            read = task.seq.n_read - before
-            rows -= -(-read // PROMPT_BLOCK) * PROMPT_BLOCK if self.backend.padded else read
+            if not count:
+                break
+            rows -= self.backend.prefill_rows(count)
             stats = task.request.stats
             stats.prefill_seconds += time.perf_counter() - began
             if stats.read_tokens < task.seq.n_read <= task.n_prompt:
@@ -238,27 +238,34 @@ class Scheduler:
                     self._first_token(task)
                     stats.prefill_seconds += time.perf_counter() - began
 
-    def _prefill_part(self, task: Task, max_rows: int) -> None:
-        """Compute at most `max_rows` tokens of a prompt, up to the next snapshot, or part of the
-        tokens that were generated before a preemption."""
+    def _prefill_part(self, task: Task, max_rows: int) -> int:
+        """Compute tokens of a prompt that count as at most `max_rows` rows, up to the next
+        snapshot, or part of the tokens that were generated before a preemption. Return their
+        number; 0 if a block is more than `max_rows`."""
         s = task.seq
         if s.n_read >= task.n_prompt:
-            end = min(len(s.ids) - 1, s.n_read + MAX_STEP_ROWS)
-            part = (s.slot, s.n_read, s.ids[s.n_read : end])
+            count = min(len(s.ids) - 1 - s.n_read, MAX_STEP_ROWS)
+            part = (s.slot, s.n_read, s.ids[s.n_read : s.n_read + count])
             rows = self.target.forward(batch_of(self.target.ops, [part]))
             if s.drafting and self.draft is not None:
-                self.draft.commit(rows, rows.batch.ids.new_tensor([end - s.n_read - 1]))
+                self.draft.commit(rows, rows.batch.ids.new_tensor([count - 1]))
         else:
-            end = min(task.n_prompt, s.n_read + max_rows, *task.snapshot_points[:1])
-            rows = self.backend.read(self.target, s.slot, s.ids[s.n_read : end], s.n_read)
+            count = min([task.n_prompt, *task.snapshot_points[:1]]) - s.n_read
+            if self.backend.prefill_rows(count) > max_rows:
+                count = max_rows - max_rows % self.backend.block
+                if not count:
+                    return 0
+            ids = s.ids[s.n_read : s.n_read + count]
+            rows = self.backend.read(self.target, s.slot, ids, s.n_read)
             if s.drafting and self.draft is not None:
                 self.backend.commit(self.draft, rows)
-        s.n_read = end
-        if end == task.n_prompt:
+        s.n_read += count
+        if s.n_read == task.n_prompt:
             self._last_hidden = rows.hidden[-1:]
-        if task.snapshot_points and end == task.snapshot_points[0]:
+        if task.snapshot_points and s.n_read == task.snapshot_points[0]:
             task.snapshot_points.pop(0)
             self.prefix.take_snapshot(s)
+        return count
 
     def _first_token(self, task: Task) -> None:
         """Choose the first token after the prompt, from the logits of its last row."""

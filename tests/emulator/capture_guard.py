@@ -23,6 +23,9 @@ REFUSED = {
 INDEXED = ("index", "index_put_", "index_put", "_index_put_impl_")
 READS = ("tolist", "numpy", "cpu")
 
+_active: list[bool] = []
+"""Not empty while a capture is emulated."""
+
 
 class NotCapturable(AssertionError):
     """An operation that fails during the capture of a CUDA graph."""
@@ -51,4 +54,13 @@ def capturing() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, _Mode():
         for name in READS:
             patch.setattr(torch.Tensor, name, refuse(name))
-        yield
+        _active.append(True)
+        try:
+            yield
+        finally:
+            _active.pop()
+
+
+def is_active() -> bool:
+    """Return whether a capture is emulated now."""
+    return bool(_active)

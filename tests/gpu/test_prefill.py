@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from g4spec import quant
-from g4spec.core import PROMPT_BLOCK, CacheShape
+from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, CacheShape
 from g4spec.errors import InputError
 from g4spec.models.gemma4_config import shared_kv
 from g4spec.models.spec import LayerSpec
@@ -24,6 +24,7 @@ from g4spec.runtime.cuda.prefill.prefill_attention import Chunk, HeadWeights
 from g4spec.runtime.cuda.prefill.prefill_experts import Experts, Stacks
 from g4spec.runtime.cuda.weights import held, packing
 from g4spec.runtime.cuda.weights.dequant import Products, Weight, dequantize
+from g4spec.runtime.target import batch_of
 from tests.gpu.device import DEVICE, EMULATED, needs_gpu
 from tests.gpu.parity import quantized
 from tests.gpu.prefill_models import SLOT, Small, dense, small
@@ -68,6 +69,7 @@ BLOCK = 64 if EMULATED else PROMPT_BLOCK
 def _block(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (prefill_attention, plan, long_ops, reader):
         monkeypatch.setattr(module, "PROMPT_BLOCK", BLOCK)
+    monkeypatch.setattr(reader, "MAX_TAIL", BLOCK // 4)
 
 
 def read(
@@ -273,12 +275,51 @@ def test_bits_do_not_depend_on_chunks(
 
 def test_a_chunk_shorter_than_a_block() -> None:
     """The whole block is computed anyway."""
-    ids = [2, 7, 11, 13, 5]
+    ids = [2, 7, 11, 13] * (BLOCK // 8)
     rows = [
         small(dense(3), {"": "q8_0"}).reader(N_CTX, chunk).read(SLOT, ids, 0)
         for chunk in (len(ids), BLOCK)
     ]
     assert same(rows[0].hidden, rows[1].hidden)
+
+
+@pytest.mark.parametrize("count", [1, 16, 17, 40])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_short_last_block_has_the_bits_of_steps(
+    kind: Kind, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is computed at once: 16 rows, or all of them; with a full ring."""
+    monkeypatch.setattr(reader, "MAX_TAIL", 48)
+    layers = dense(3, 64, head_dim=128, n_expert=16, n_expert_used=4, n_ff_expert=192)
+    model, start = small(layers, {"": "q4_k", "ffn_down_exps": "q8_0"}), 3 * BLOCK
+    ids = [(11 * i * i + 5 * i) % 150 + 5 for i in range(start + count)]
+    whole, _, caches = read(model, ids, [8], kind)
+    on = model.reader(N_CTX, BLOCK * 8, kind)
+    parts = [on.read(SLOT, ids[:start], 0).hidden]
+    for at in range(start, len(ids), MAX_STEP_ROWS):
+        tokens = ids[at : at + MAX_STEP_ROWS]
+        batch = batch_of(on.target.ops, [(SLOT, at, tokens)])
+        parts.append(on.target.forward(batch).hidden)
+    assert same(torch.cat(parts), whole)
+    for a, b in zip(caches, on.target.caches, strict=True):
+        first = 0 if a.window is None else max(0, len(ids) - a.window)
+        stored = (c.read(SLOT, first, len(ids) - 1) for c in (a, b))
+        assert all(same(x, y) for x, y in zip(*stored, strict=True))
+
+
+def test_which_last_blocks_are_short() -> None:
+    block, most = BLOCK, BLOCK // 4
+    counts = [
+        1,
+        most,
+        most + 1,
+        block - 1,
+        block,
+        block + 1,
+        2 * block + most,
+        2 * block + most + 1,
+    ]
+    assert [reader.tail_rows(n) for n in counts] == [1, most, 0, 0, 0, 1, most, 0]
 
 
 @pytest.mark.parametrize("portable", [False, pytest.param(True, marks=needs_gpu)])
@@ -395,7 +436,7 @@ def test_workspace_is_known_before() -> None:
     want, passing = plan.workspace(config, 4096, 8192, launch.arch())
     assert want <= took <= want + (8 << 20), (want, took)  # rounding by the allocator
     on._long = kept
-    on.read(SLOT, [7] * 100, 0)  # cuBLAS has its workspace, and weights are packed
+    on.read(SLOT, [7] * 500, 0)  # cuBLAS has its workspace, and weights are packed
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     on.read(SLOT, [7] * 4096, 0)

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from g4spec.core import CacheShape
+from g4spec.core import PROMPT_BLOCK, CacheShape
 from g4spec.ops.kv import Space
 from g4spec.runtime.cuda import gpu_memory
 from g4spec.runtime.cuda.cache.cache_types import Kind
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
 from g4spec.runtime.cuda.cache.cuda_kv_size import SLACK, spare_slots
 from g4spec.runtime.cuda.ops import CudaOps
-from g4spec.runtime.cuda.prefill.reader import Reader
+from g4spec.runtime.cuda.prefill.prefill_attention import padded
+from g4spec.runtime.cuda.prefill.reader import MAX_TAIL, Reader, tail_rows
 from g4spec.runtime.cuda.step.sampler import CudaSampler
 from g4spec.runtime.cuda.weights import held_size
 from g4spec.runtime.cuda.weights.loading import Uploader
@@ -37,6 +38,7 @@ class CudaBackend:
     """
 
     name = "cuda"
+    block = PROMPT_BLOCK
     padded = True
 
     def __init__(
@@ -99,8 +101,7 @@ class CudaBackend:
         return space
 
     def ring_slack(self, chunk: int) -> int:
-        """Return the rows of a step and of the draft's block after it. Prefill writes to rings
-        after it has read them."""
+        """Return `SLACK`, whatever the chunk is."""
         return SLACK
 
     def cache(self, shape: CacheShape, space: Space, ring_slack: int) -> CudaKV:
@@ -112,6 +113,12 @@ class CudaBackend:
         if self._reader is None or self._reader.target is not target:
             self._reader = Reader(self, target)
         return self._reader.read(slot, ids, start)
+
+    def prefill_rows(self, count: int) -> int:
+        """Return `count`, with the last block as long as it is padded to."""
+        return (
+            count - tail_rows(count) + MAX_TAIL if tail_rows(count) else padded(count, PROMPT_BLOCK)
+        )
 
     def commit(self, draft: Draft, rows: StepRows) -> None:
         """Give a draft the rows that `read` returned."""

@@ -1,8 +1,9 @@
 """The ops on an NVIDIA GPU, for steps.
 
-A step has any number of rows, at most 16 of each sequence. Inputs of matmuls are `PackedRows`, in
-groups of 16 rows, or float32 tensors for widths that kernels do not support. A matmul reads each
-weight once for up to 64 rows of any sequences; a row has the same bits in a batch of any size.
+A step has any number of rows, at most 16 of each sequence, or up to 128 of the end of a prompt.
+Inputs of matmuls are `PackedRows`, in groups of 16 rows, or float32 tensors for widths that kernels
+do not support. A matmul reads each weight once for up to 64 rows of any sequences; a row has the
+same bits in a batch of any size.
 Expert layers group up to 128 rows by expert; matmuls in torch process 16 rows at a time. Long
 chunks of prompts have ops of their own (`cuda.prefill`). Ops without a kernel run in torch on the
 GPU and are named in `CudaOps.without_kernel`.
@@ -15,6 +16,7 @@ the file's order (`g4spec.runtime.cuda.portable.portable`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -162,7 +164,8 @@ class CudaOps(Ops):
             return super().qkv(h, a, batch, kv, queries=queries)
         y = self._products(h, weights, weights if queries else weights[1:], parts=True)
         heads = Heads.of(a, queries)
-        if not self.portable and attention_window.takes(heads, kv):
+        in_one = not self.portable and max(batch.sizes) <= GROUP_ROWS
+        if in_one and attention_window.takes(heads, kv):
             return ProjectedQkv(heads, y)
         return heads(y, batch, kv)
 
@@ -184,7 +187,8 @@ class CudaOps(Ops):
         last: torch.Tensor,
         scale: float,
     ) -> Any:
-        assert max(batch.sizes) <= GROUP_ROWS, f"a step of {max(batch.sizes)} rows of a sequence"
+        if batch.rows_per_sequence > GROUP_ROWS:
+            batch = _in_groups(batch)
         if not batch.rows_per_sequence:
             return self._attend_each(q, kv, batch, first, last, scale)
         if isinstance(q, ProjectedQkv):
@@ -387,3 +391,12 @@ class CudaOps(Ops):
         self.without_kernel.add(f"linear ({weight.type or str(weight.data.dtype)[6:]})")
         split = not self.portable
         return in_tiles(lambda part: products.product(part, weight, split=split), x)
+
+
+def _in_groups(batch: Batch) -> Batch:
+    """Return the rows of a prompt, whose keys are already in the cache, as sequences of GROUP_ROWS
+    rows each, for attention."""
+    assert batch.rows_per_sequence % GROUP_ROWS == 0, batch.sizes
+    # In a graph, kernels would load the keys of earlier groups before they are written.
+    assert not torch.cuda.is_current_stream_capturing(), batch.sizes
+    return replace(batch, sizes=(GROUP_ROWS,) * (len(batch) // GROUP_ROWS))

@@ -13,9 +13,10 @@ TILE = PAGE
 MIN_SLACK = MAX_STEP_ROWS
 """Rows of a ring beyond its window, so that the rows of a step never overwrite a visible one."""
 
-SLACK = 2 * MAX_STEP_ROWS
-"""Rows of a ring beyond its window in an engine: those of a step and of the draft's block after it.
-Prefill writes to rings after it has read them."""
+SLACK = TILE
+"""Rows of a ring beyond its window in an engine: those of a short last block of a prompt, more than
+those of a step and of the draft's block after it. Prefill in blocks writes to rings after it has
+read them."""
 
 ALONE = 2
 """Maximum number of slots for which batches are never padded: graphs exist for 1, 2, 4, ...

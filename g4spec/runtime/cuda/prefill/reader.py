@@ -1,4 +1,5 @@
-"""Prefill of prompts: in chunks of whole blocks if the kernels support the model's shape."""
+"""Prefill of prompts: in chunks of whole blocks if the kernels support the model's shape; a short
+last block through the kernels of steps, which take less time for few rows."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, Batch, Draft, StepRows
 from g4spec.errors import InputError
 from g4spec.models.drafter import WeightedDrafter
 from g4spec.models.gemma4 import Model
+from g4spec.runtime.cuda.cache.cuda_kv_size import SLACK
 from g4spec.runtime.cuda.cache.heads import HEAD_DIMS
 from g4spec.runtime.cuda.prefill.draft_ops import DraftOps
 from g4spec.runtime.cuda.prefill.long_ops import STILL, LongOps, rotating_freqs
@@ -19,6 +21,7 @@ from g4spec.runtime.cuda.prefill.prefill_attention import Chunk, padded
 from g4spec.runtime.cuda.prefill.prefill_experts import MAX_EXPERTS, MAX_USED
 from g4spec.runtime.cuda.step import packed_rows
 from g4spec.runtime.cuda.weights.matrix import Matrix
+from g4spec.runtime.pending_rows import merge_steps
 
 if TYPE_CHECKING:
     from g4spec.core import Backend
@@ -28,6 +31,10 @@ if TYPE_CHECKING:
 
 LONG_HEADS = (256, 512)
 """Head sizes of targets that chunks support."""
+
+MAX_TAIL = SLACK
+"""Maximum number of rows of a prompt's last block that are computed as in a step: as many as a ring
+has room for beyond its window (LOG.md, 2026-11-27)."""
 
 PADDING = 0
 """Token of padding rows after the prompt."""
@@ -62,14 +69,14 @@ class Reader:
         """
         assert 0 < len(ids) <= self.target.chunk and start % PROMPT_BLOCK == 0, (len(ids), start)
         if not self._fits:
+            self._ops.without_kernel.add("prompts in long chunks")
             return self._in_steps(slot, ids, start)
-        self._long = self._long or self._chunk_model()
-        count, rows = len(ids), padded(len(ids), PROMPT_BLOCK)
-        padding = [PADDING] * (rows - count)
-        batch = self._batch(slot, [*ids, *padding], start)
-        chunk = Chunk(batch.ids, batch.positions, batch.slots, batch.sizes, slot, start, count)
-        read = self._forward(self._long, chunk)
-        return read if rows == count else read.rows(0, count, (count,))
+        tail = tail_rows(len(ids))
+        whole = len(ids) - tail
+        parts = [self._in_blocks(slot, ids[:whole], start)] if whole else []
+        if tail:
+            parts.append(self._in_steps(slot, ids[whole:], start + whole))
+        return parts[0] if len(parts) == 1 else merge_steps(parts)
 
     def commit(self, draft: Draft, rows: StepRows) -> None:
         """Update a draft with the result of `read`: block by block, or as in steps if kernels do
@@ -90,20 +97,26 @@ class Reader:
         long = LongOps(self._ops, target.config, target.chunk, target.n_ctx)
         return Model(target.config, target.model.w, long)
 
+    def _in_blocks(self, slot: int, ids: Sequence[int], start: int) -> StepRows:
+        """Compute whole blocks, the last one padded."""
+        self._long = self._long or self._chunk_model()
+        count, rows = len(ids), padded(len(ids), PROMPT_BLOCK)
+        padding = [PADDING] * (rows - count)
+        batch = self._batch(slot, [*ids, *padding], start)
+        chunk = Chunk(batch.ids, batch.positions, batch.slots, batch.sizes, slot, start, count)
+        read = self._forward(self._long, chunk)
+        return read if rows == count else read.rows(0, count, (count,))
+
     def _in_steps(self, slot: int, ids: Sequence[int], start: int) -> StepRows:
-        """Compute 16 rows at a time, as in a step."""
-        self._ops.without_kernel.add("prompts in long chunks")
-        parts = [
-            self._forward(
-                self.target.model, self._batch(slot, ids[at : at + MAX_STEP_ROWS], start + at)
-            )
-            for at in range(0, len(ids), MAX_STEP_ROWS)
-        ]
-        return StepRows(
-            self._batch(slot, ids, start),
-            torch.cat([part.hidden for part in parts]),
-            torch.cat([part.taps for part in parts]),
-        )
+        """Compute at most MAX_TAIL rows at a time with the kernels of steps, padded to whole groups
+        of MAX_STEP_ROWS rows."""
+        parts = []
+        for at in range(0, len(ids), MAX_TAIL):
+            part = list(ids[at : at + MAX_TAIL])
+            padding = [PADDING] * (-len(part) % MAX_STEP_ROWS)
+            rows = self._forward(self.target.model, self._batch(slot, part + padding, start + at))
+            parts.append(rows.rows(0, len(part), (len(part),)))
+        return merge_steps(parts)
 
     def _forward(self, model: Model, batch: Batch) -> StepRows:
         hidden, tapped = model.forward(batch, self.target.caches, self.target.taps)
@@ -115,6 +128,13 @@ class Reader:
         tokens = self._ops.ids(list(ids))
         positions = self._ops.positions(start, len(ids))
         return Batch(tokens, positions, torch.full_like(positions, slot), (len(ids),))
+
+
+def tail_rows(count: int) -> int:
+    """Return how many of the last `count` rows of a prompt, from the start of a block on, are
+    computed as in a step: those of the last block if it is short."""
+    rest = count % PROMPT_BLOCK
+    return rest if rest <= MAX_TAIL else 0
 
 
 def fits(config: Config) -> bool:
