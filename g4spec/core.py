@@ -177,6 +177,12 @@ class StepRows:
         batch = Batch(b.ids[cut], b.positions[cut], b.slots[cut], sizes)
         return StepRows(batch, self.hidden[cut], self.taps[cut])
 
+    def clone(self) -> StepRows:
+        """Return a copy in memory of its own."""
+        b = self.batch
+        batch = Batch(b.ids.clone(), b.positions.clone(), b.slots.clone(), b.sizes)
+        return StepRows(batch, self.hidden.clone(), self.taps.clone())
+
 
 Pick = Callable[["torch.Tensor", int], "torch.Tensor"]
 """(logits [S * n, V], i) -> ids [S * n]: choose the drafted tokens i .. i + n - 1 of each of S

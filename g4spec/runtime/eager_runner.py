@@ -1,26 +1,35 @@
-"""The eager runner: runs cycles op by op, for any work on any device."""
+"""The eager runner: drafts op by op and chooses tokens on the host, for any work on any device."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import torch
 
-from g4spec.core import Cycle, Draft, Work
+from g4spec.core import Cycle, Draft, StepRows, Work
 from g4spec.errors import InputError
 from g4spec.ops.sampling import NotFinite
 from g4spec.runtime.pending_rows import flush
-from g4spec.runtime.target import Target, batch_of
+from g4spec.runtime.target import Part, Target, batch_of
+
+Step = Callable[[Seq[Part]], tuple[StepRows, torch.Tensor]]
+"""Computes rows of sequences; the batch that it returns may have more, as padding."""
 
 
 class EagerRunner:
-    """Runs a cycle when it is started (`g4spec.core.Runner`)."""
+    """Runs a cycle when it is started (`g4spec.core.Runner`).
+
+    Args:
+        step: computes the rows and logits of a step; by default `Target.step`.
+    """
 
     depth = 1
 
-    def __init__(self, target: Target, draft: Draft | None) -> None:
+    def __init__(self, target: Target, draft: Draft | None, step: Step | None = None) -> None:
         self._target, self._draft = target, draft
+        self._step = step or (lambda parts: target.step(batch_of(target.ops, parts)))
         self._done: list[Cycle] = []
 
     def can_run(self, work: Seq[Work]) -> bool:
@@ -35,17 +44,14 @@ class EagerRunner:
         started = time.perf_counter()
         proposals = self._propose(work)
         proposed = time.perf_counter()
-        ops = self._target.ops
-        batch = batch_of(
-            ops,
+        rows, logits = self._step(
             [
                 (w.sequence.slot, w.sequence.position, [w.sequence.anchor, *p.tokens])
                 for w, p in zip(work, proposals, strict=True)
-            ],
+            ]
         )
-        rows, logits = self._target.step(batch)
         self._done = []
-        for w, p, first in zip(work, proposals, batch.starts, strict=True):
+        for w, p, first in zip(work, proposals, rows.batch.starts, strict=False):
             cycle = _chosen(w, p, logits[first : first + 1 + len(p.tokens)])
             if w.sequence.drafting and cycle.tokens:
                 n = len(cycle.tokens)

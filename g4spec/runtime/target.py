@@ -95,8 +95,12 @@ class Target:
         return self.model.logits(hidden)
 
 
-def batch_of(ops: Ops, parts: Iterable[tuple[int, int, Sequence[int]]]) -> Batch:
-    """Create a batch from (slot, position of the first row, tokens), one per sequence."""
+Part = tuple[int, int, Sequence[int]]
+"""Rows of one sequence in a batch: slot, position of the first row, tokens."""
+
+
+def batch_of(ops: Ops, parts: Iterable[Part]) -> Batch:
+    """Create a batch from the rows of each sequence."""
     ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []

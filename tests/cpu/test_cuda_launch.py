@@ -46,6 +46,9 @@ def test_kernels_overlap_in_graphs_alone(
     overlaps = [config["programmatic_stream_serialization"] for config in recorded_launches]
     may = pdl and capability >= (9, 0)
     assert overlaps == [may and not captured, may and captured, may and captured]
+    with launch.in_order():
+        kernel(1, 32, pdl=pdl)
+    assert recorded_launches[-1]["programmatic_stream_serialization"] is False
 
 
 SOURCE = """

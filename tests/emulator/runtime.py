@@ -36,12 +36,13 @@ class Capture:
     """Emulation of `graphs.Capture`: a replay runs the captured function again and writes into the
     same outputs. Fails if the replay launches other kernels or reads values of tensors."""
 
-    def __init__(self, run: Any, pool: Any) -> None:
-        self._run, self.outputs = run, ()
+    def __init__(self, run: Any, pool: Any, overlap: bool = True) -> None:
+        self._run, self.outputs, self._overlap = run, (), overlap
         self._names: list[str] | None = None
 
     def replay(self) -> None:
-        with launched() as names, capture_guard.capturing():
+        order = contextlib.nullcontext() if self._overlap else launch.in_order()
+        with launched() as names, capture_guard.capturing(), order:
             found = self._run()
         if self._names is None:
             self._names, self.outputs = names, found

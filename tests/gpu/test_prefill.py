@@ -22,6 +22,7 @@ from g4spec.runtime.cuda.cache.cuda_kv import CudaKV, Kind
 from g4spec.runtime.cuda.prefill import long_ops, plan, prefill_attention, reader
 from g4spec.runtime.cuda.prefill.prefill_attention import Chunk, HeadWeights
 from g4spec.runtime.cuda.prefill.prefill_experts import Experts, Stacks
+from g4spec.runtime.cuda.step.recorded import EAGER_USES
 from g4spec.runtime.cuda.weights import held, packing
 from g4spec.runtime.cuda.weights.dequant import Products, Weight, dequantize
 from g4spec.runtime.target import batch_of
@@ -288,8 +289,9 @@ def test_a_chunk_shorter_than_a_block() -> None:
 def test_a_short_last_block_has_the_bits_of_steps(
     kind: Kind, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is computed at once: 16 rows, or all of them; with a full ring."""
+    """Whatever is computed at once, 16 rows or 32, with a full ring, and also once recorded."""
     monkeypatch.setattr(reader, "MAX_TAIL", 48)
+    monkeypatch.setattr(reader, "TAIL_ROWS", 32)
     layers = dense(3, 64, head_dim=128, n_expert=16, n_expert_used=4, n_ff_expert=192)
     model, start = small(layers, {"": "q4_k", "ffn_down_exps": "q8_0"}), 3 * BLOCK
     ids = [(11 * i * i + 5 * i) % 150 + 5 for i in range(start + count)]
@@ -301,6 +303,9 @@ def test_a_short_last_block_has_the_bits_of_steps(
         batch = batch_of(on.target.ops, [(SLOT, at, tokens)])
         parts.append(on.target.forward(batch).hidden)
     assert same(torch.cat(parts), whole)
+    on.read(SLOT, ids[:start], 0)  # other rows of the ring
+    for _ in range(EAGER_USES + 2):
+        assert same(on.read(SLOT, ids[start:], start).hidden, whole[start:])
     for a, b in zip(caches, on.target.caches, strict=True):
         first = 0 if a.window is None else max(0, len(ids) - a.window)
         stored = (c.read(SLOT, first, len(ids) - 1) for c in (a, b))

@@ -14,8 +14,7 @@ from g4spec.runtime.cuda.cache.cache_types import Kind
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
 from g4spec.runtime.cuda.cache.cuda_kv_size import SLACK, spare_slots
 from g4spec.runtime.cuda.ops import CudaOps
-from g4spec.runtime.cuda.prefill.prefill_attention import padded
-from g4spec.runtime.cuda.prefill.reader import MAX_TAIL, Reader, tail_rows
+from g4spec.runtime.cuda.prefill.reader import TAIL_ROWS, Reader
 from g4spec.runtime.cuda.step.sampler import CudaSampler
 from g4spec.runtime.cuda.weights import held_size
 from g4spec.runtime.cuda.weights.loading import Uploader
@@ -115,10 +114,9 @@ class CudaBackend:
         return self._reader.read(slot, ids, start)
 
     def prefill_rows(self, count: int) -> int:
-        """Return `count`, with the last block as long as it is padded to."""
-        return (
-            count - tail_rows(count) + MAX_TAIL if tail_rows(count) else padded(count, PROMPT_BLOCK)
-        )
+        """Return `count` in multiples of TAIL_ROWS: a longer last block than `reader.MAX_TAIL` is
+        padded, and a shorter one takes as long for each TAIL_ROWS rows as a block."""
+        return -(-count // TAIL_ROWS) * TAIL_ROWS
 
     def commit(self, draft: Draft, rows: StepRows) -> None:
         """Give a draft the rows that `read` returned."""
@@ -132,7 +130,10 @@ class CudaBackend:
     def runners(self, target: Target, draft: Draft | None) -> Sequence[Runner]:
         """Return the runner of recorded cycles, and an eager runner for what cannot be recorded."""
         from g4spec.runtime.cuda.step.graph_runner import GraphRunner
+        from g4spec.runtime.cuda.step.recorded import RecordedStep
         from g4spec.runtime.eager_runner import EagerRunner
 
-        self._reader = Reader(self, target)  # raises an error before the first request
-        return [GraphRunner(target, draft), EagerRunner(target, draft)]
+        pool = torch.cuda.graph_pool_handle()
+        self._reader = Reader(self, target, pool)  # raises an error before the first request
+        host = EagerRunner(target, draft, RecordedStep(target, pool))
+        return [GraphRunner(target, draft, pool=pool), host]

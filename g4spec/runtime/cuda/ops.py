@@ -397,6 +397,7 @@ def _in_groups(batch: Batch) -> Batch:
     """Return the rows of a prompt, whose keys are already in the cache, as sequences of GROUP_ROWS
     rows each, for attention."""
     assert batch.rows_per_sequence % GROUP_ROWS == 0, batch.sizes
-    # In a graph, kernels would load the keys of earlier groups before they are written.
-    assert not torch.cuda.is_current_stream_capturing(), batch.sizes
+    # The kernel loads keys of earlier positions before the preceding kernel has ended. Here that
+    # kernel writes some of them (`launch.in_order`).
+    assert not launch.overlaps(), batch.sizes
     return replace(batch, sizes=(GROUP_ROWS,) * (len(batch) // GROUP_ROWS))

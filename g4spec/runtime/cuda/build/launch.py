@@ -10,7 +10,9 @@ inside `torch.cuda.graph`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -69,7 +71,7 @@ class Kernel:
             TypeError: a name is unknown or missing, or an argument has the wrong type.
         """
         values = self._signature.bind(arguments, self._on)
-        pdl = pdl and self._pdl and torch.cuda.is_current_stream_capturing()
+        pdl = pdl and self._pdl and overlaps()
         key = (grid, block, shared, pdl)
         config = self._configs.get(key)
         if config is None:
@@ -118,6 +120,24 @@ def _argument_sizes(handle: Any) -> list[int] | None:
         return [info.size for info in handle.arguments_info]
     except NotImplementedError:
         return None
+
+
+_overlap = ContextVar("_overlap", default=True)
+
+
+def overlaps() -> bool:
+    """Return whether kernels launched now may begin before the one before them has ended."""
+    return _overlap.get() and torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def in_order() -> Iterator[None]:
+    """Record kernels so that each begins when the one before it has ended."""
+    before = _overlap.set(False)
+    try:
+        yield
+    finally:
+        _overlap.reset(before)
 
 
 @functools.cache

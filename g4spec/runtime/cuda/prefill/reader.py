@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,7 @@ from g4spec.runtime.cuda.prefill.long_ops import STILL, LongOps, rotating_freqs
 from g4spec.runtime.cuda.prefill.prefill_attention import Chunk, padded
 from g4spec.runtime.cuda.prefill.prefill_experts import MAX_EXPERTS, MAX_USED
 from g4spec.runtime.cuda.step import packed_rows
+from g4spec.runtime.cuda.step.recorded import Recorded
 from g4spec.runtime.cuda.weights.matrix import Matrix
 from g4spec.runtime.pending_rows import merge_steps
 
@@ -32,9 +33,13 @@ if TYPE_CHECKING:
 LONG_HEADS = (256, 512)
 """Head sizes of targets that chunks support."""
 
-MAX_TAIL = SLACK
-"""Maximum number of rows of a prompt's last block that are computed as in a step: as many as a ring
-has room for beyond its window (LOG.md, 2026-11-27)."""
+TAIL_ROWS = SLACK
+"""Maximum number of rows of a prompt that are computed at once as in a step: as many as a ring has
+room for beyond its window."""
+
+MAX_TAIL = 3 * TAIL_ROWS
+"""Maximum number of rows of a prompt's last block that are computed as in steps. More of them take
+longer than a block (LOG.md, 2026-11-27)."""
 
 PADDING = 0
 """Token of padding rows after the prompt."""
@@ -46,13 +51,17 @@ class Reader:
     Args:
         backend: its `ops` compute steps.
         target: its `model`, `caches` and `taps` are used, with at most `chunk` rows per call.
+        pool: memory that graphs share; default: their own.
     """
 
-    def __init__(self, backend: Backend, target: Target) -> None:
+    def __init__(self, backend: Backend, target: Target, pool: Any = None) -> None:
         self._ops: CudaOps = backend.ops
         self.target = target
         self._long: Model | None = None
         self._draft: tuple[Draft, Draft, int] | None = None
+        self._steps = Recorded(
+            self._step_rows, TAIL_ROWS, self._ops.device, pool or torch.cuda.graph_pool_handle()
+        )
         model, caches = target.model, target.caches
         self._fits = fits(model.config)
         for spec, freqs in zip(model.config.layers, model.freqs, strict=True):
@@ -108,15 +117,20 @@ class Reader:
         return read if rows == count else read.rows(0, count, (count,))
 
     def _in_steps(self, slot: int, ids: Sequence[int], start: int) -> StepRows:
-        """Compute at most MAX_TAIL rows at a time with the kernels of steps, padded to whole groups
-        of MAX_STEP_ROWS rows."""
+        """Compute at most TAIL_ROWS rows at a time with the kernels of steps, padded to whole
+        groups of MAX_STEP_ROWS rows."""
         parts = []
-        for at in range(0, len(ids), MAX_TAIL):
-            part = list(ids[at : at + MAX_TAIL])
+        for at in range(0, len(ids), TAIL_ROWS):
+            part = list(ids[at : at + TAIL_ROWS])
             padding = [PADDING] * (-len(part) % MAX_STEP_ROWS)
-            rows = self._forward(self.target.model, self._batch(slot, part + padding, start + at))
-            parts.append(rows.rows(0, len(part), (len(part),)))
+            batch, outputs = self._steps([(slot, start + at, part + padding)])
+            rows = StepRows(batch, *outputs).rows(0, len(part), (len(part),))
+            parts.append(rows if len(ids) <= TAIL_ROWS else rows.clone())
         return merge_steps(parts)
+
+    def _step_rows(self, batch: Batch) -> tuple[torch.Tensor, ...]:
+        rows = self.target.forward(batch)
+        return rows.hidden, rows.taps
 
     def _forward(self, model: Model, batch: Batch) -> StepRows:
         hidden, tapped = model.forward(batch, self.target.caches, self.target.taps)

@@ -95,11 +95,19 @@ class GraphRunner:
     Args:
         draft: the draft, or None: cycles without drafted tokens.
         forced: accept so many drafted tokens, whatever they are (for measurements).
+        pool: memory that graphs share; default: their own.
     """
 
     depth = DEPTH
 
-    def __init__(self, target: Target, draft: Draft | None, *, forced: int | None = None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        draft: Draft | None,
+        *,
+        forced: int | None = None,
+        pool: Any = None,
+    ) -> None:
         self._target, self._draft = target, draft
         device, n_slots = target.ops.device, target.space.n_slots
         self._spare = SequenceState(n_slots, SPARE_POSITION, 0, 0)
@@ -114,7 +122,7 @@ class GraphRunner:
         self._state = CycleState(room, device, width=width, turns=DEPTH)
         self._choice = Choice(target.config.n_vocab, device, room=room)
         self._forced = None if forced is None else torch.tensor([forced], device=device)
-        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._pool: Any = pool or torch.cuda.graph_pool_handle()
         self._graphs: dict[GraphKey, graphs.Capture] = {}
         self._marks = [Marks.new() for _ in range(DEPTH)]
         self._waiting: deque[Started] = deque()
@@ -288,9 +296,9 @@ class GraphRunner:
 
     def _kept(self, shape: GraphKey, hidden: torch.Tensor, taps: torch.Tensor) -> StepRows:
         """Return copies of the rows of a plain step, before the next one overwrites them."""
-        ids, positions, slots = self._state.rows(shape.sequences, shape.rows).clone()
+        ids, positions, slots = self._state.rows(shape.sequences, shape.rows)
         batch = Batch(ids, positions, slots, (shape.rows,) * shape.sequences)
-        return StepRows(batch, hidden.clone(), taps.clone())
+        return StepRows(batch, hidden, taps).clone()
 
 
 def bucket(sequences: int) -> int:

@@ -1,0 +1,96 @@
+"""Forward passes of the target as CUDA graphs whose results the host uses at once: the end of a
+prompt, and steps whose tokens are chosen on the host."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from g4spec.core import MAX_STEP_ROWS, Batch, StepRows
+from g4spec.runtime.cuda.step import graphs
+from g4spec.runtime.cuda.step.graph_runner import SPARE_POSITION, STEPS, bucket
+
+if TYPE_CHECKING:
+    from g4spec.runtime.target import Part, Target
+
+EAGER_USES = 2
+"""Number of times that a shape is computed op by op before it is recorded: the first runs pack
+weights and compile kernels (`GraphRunner`), and recording takes as long as a run."""
+
+PADDING = 0
+"""Token of padding rows."""
+
+
+class Recorded:
+    """A function of batches, as a CUDA graph per shape.
+
+    Args:
+        run: what computes a batch.
+        room: maximum number of rows.
+        pool: memory that graphs share.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Batch], tuple[torch.Tensor, ...]],
+        room: int,
+        device: torch.device,
+        pool: Any,
+    ) -> None:
+        self._run, self._pool = run, pool
+        self._rows = torch.zeros(3, room, dtype=torch.int64, device=device)
+        self._uses = Counter[tuple[int, ...]]()
+        self._graphs: dict[tuple[int, ...], graphs.Capture] = {}
+
+    def __call__(self, parts: Seq[Part]) -> tuple[Batch, tuple[torch.Tensor, ...]]:
+        """Compute a batch of (slot, position of the first row, tokens). The result is valid until
+        the next call."""
+        rows = [
+            (token, start + i, slot)
+            for slot, start, tokens in parts
+            for i, token in enumerate(tokens)
+        ]
+        sizes = tuple(len(tokens) for _, _, tokens in parts)
+        self._rows[:, : len(rows)].copy_(torch.tensor(rows).T)
+        ids, positions, slots = self._rows[:, : len(rows)]
+        batch = Batch(ids, positions, slots, sizes)
+        self._uses[sizes] += 1
+        if self._uses[sizes] <= EAGER_USES:
+            return batch, self._run(batch)
+        if sizes not in self._graphs:
+            # Attention of more rows reads keys that the kernel before it has written.
+            overlap = max(sizes) <= MAX_STEP_ROWS
+            self._graphs[sizes] = graphs.Capture(lambda: self._run(batch), self._pool, overlap)
+        self._graphs[sizes].replay()
+        return batch, self._graphs[sizes].outputs
+
+
+class RecordedStep:
+    """Steps of the target for `EagerRunner`: batches are padded to shapes of `GraphRunner`, so that
+    few are recorded."""
+
+    def __init__(self, target: Target, pool: Any) -> None:
+        self._spare = target.space.n_slots, SPARE_POSITION
+
+        def run(batch: Batch) -> tuple[torch.Tensor, ...]:
+            rows, logits = target.step(batch)
+            return rows.hidden, rows.taps, logits
+
+        room = MAX_STEP_ROWS * bucket(target.space.n_slots)
+        self._recorded = Recorded(run, room, target.ops.device, pool)
+
+    def __call__(self, parts: Seq[Part]) -> tuple[StepRows, torch.Tensor]:
+        """Return the rows and logits of a step; each part has as many rows as the longest."""
+        most = max(len(tokens) for _, _, tokens in parts)
+        size = next(n for n in STEPS if n >= most)
+        spare: list[Part] = [(*self._spare, [])] * (bucket(len(parts)) - len(parts))
+        padded = [
+            (slot, start, [*tokens, *[PADDING] * (size - len(tokens))])
+            for slot, start, tokens in (*parts, *spare)
+        ]
+        batch, (hidden, taps, logits) = self._recorded(padded)
+        return StepRows(batch, hidden, taps).clone(), logits
