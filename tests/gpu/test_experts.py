@@ -143,7 +143,10 @@ def make(shape: ExpertShape, types: tuple[str, str, str, str], seed: int = 0) ->
         **vectors,
     )
     matrices = (gpu.up, gpu.down, gpu.dense_up, gpu.dense_down)
-    assert fits(shape, matrices, launch.arch(gpu.up.data.device.index))
+    arch = launch.arch(gpu.up.data.device.index)
+    assert fits(shape, matrices, "sm_90a")
+    if not fits(shape, matrices, arch):
+        pytest.skip(f"no room on {arch}")
     return Layer(gpu, cpu, (vector(h).to(DEVICE), vector(h).to(DEVICE)), vector(h).to(DEVICE))
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from g4spec.errors import EnvironmentProblem, KernelCompileError
-from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build import launch, nvrtc
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.step import graphs
 from tests.gpu.device import needs_gpu
@@ -158,12 +158,13 @@ def test_a_kernel_may_overlap_the_writer_of_its_constant_input(file: str) -> Non
     with torch.cuda.graph(graph):
         run()
     graph.replay()
-    overlap = torch.cuda.get_device_capability() >= (9, 0)
+    overlap = nvrtc.number(launch.arch()) >= 90
     assert (x.tolist(), y.tolist()) == ([3.0] * BLOCK, [2.0 if overlap else 3.0] * BLOCK)
 
 
 def test_shared_memory_above_48_kilobytes(file: str) -> None:
     limit = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
+    limit = min(limit, nvrtc.SHARED_LIMIT.get(launch.arch(), limit))
     through = launch.kernel(file, "through_shared")
     for size in (1024, limit, 65536 if limit > 65536 else 50_000):
         n = size // 4
