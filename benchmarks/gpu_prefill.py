@@ -28,7 +28,6 @@ from g4spec.core import PROMPT_BLOCK, Draft
 from g4spec.measure import synthetic
 from g4spec.runtime.cuda.backend import CudaBackend
 from g4spec.runtime.cuda.cache.cache_types import KINDS
-from g4spec.runtime.cuda.prefill import reader
 from g4spec.runtime.cuda.prefill.long_ops import LongOps
 from g4spec.runtime.cuda.prefill.prefill_attention import Attention, Flash, Scores, Wide
 from g4spec.runtime.cuda.prefill.prefill_experts import Experts
@@ -41,7 +40,7 @@ SLOT = 0
 class Prompts:
     """A target that reads prompts, and the draft that is given them."""
 
-    def __init__(self, name: str, n_ctx: int, chunk: int, kind: Any) -> None:
+    def __init__(self, name: str, n_ctx: int, chunk: int, kind: Any, tail: int | None) -> None:
         backend = CudaBackend(0, kind)
         self.target = synthetic.make_target(name, "q4_k_m", backend, n_ctx)
         self.target.chunk = self.chunk = chunk
@@ -49,6 +48,8 @@ class Prompts:
         space.assign(SLOT, range(1, space.n_pages + 1))
         self.draft: Draft = synthetic.make_draft(name, "q8_0", self.target)
         self.reader = Reader(backend, self.target)
+        if tail is not None:
+            self.reader.max_tail = tail
 
     def read(self, count: int, chunk: int, *, drafting: bool = False) -> torch.Tensor:
         """Prefill `count` tokens and return the final hidden states of the last chunk."""
@@ -176,14 +177,13 @@ def main() -> int:
     parser.add_argument("models", nargs="*", default=["31b", "26b-a4b"])
     parser.add_argument("--tokens", type=int, nargs="*", default=[512, 4096, 32768])
     parser.add_argument("--chunk", type=int, default=4096)
-    parser.add_argument("--tail", type=int, default=reader.MAX_TAIL)
+    parser.add_argument("--tail", type=int, help="default: as the engine")
     parser.add_argument("--kv", default="f16", choices=KINDS)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    reader.MAX_TAIL = args.tail
     results, exact = [], {}
     for name in args.models:
-        p = Prompts(name, max(args.tokens), args.chunk, args.kv)
+        p = Prompts(name, max(args.tokens), args.chunk, args.kv, args.tail)
         results += [measure(name, p, count) for count in args.tokens]
         exact[name] = canonical(
             p, 2 * args.chunk if max(args.tokens) >= 2 * args.chunk else max(args.tokens)
@@ -193,6 +193,7 @@ def main() -> int:
             f"at most {torch.cuda.max_memory_allocated() / 1e9:.1f} GB allocated",
             flush=True,
         )
+        tail = p.reader.max_tail
         del p
         torch.cuda.empty_cache()
     if args.json:
@@ -203,7 +204,7 @@ def main() -> int:
                 "weights": "random, made on the GPU",
                 "kv": args.kv,
                 "chunk": args.chunk,
-                "tail": args.tail,
+                "tail": tail,
                 "note": "parts overlap: products contain dequantize, experts their products",
                 "bits_equal": exact,
                 "results": results,

@@ -26,7 +26,7 @@ import pytest
 import torch
 
 from g4spec.runtime.cuda.build import launch, nvrtc, signature
-from tests.emulator import runtime
+from tests.emulator import capture_guard, runtime
 
 HERE = Path(__file__).parent
 CPU = torch.device("cpu")
@@ -247,6 +247,7 @@ def installed(arch: str, checked: bool = False) -> Iterator[None]:
 
     @functools.cache
     def kernel(file: str, name: str) -> Emulated:
+        assert not capture_guard.is_active(), f"{file}: {name} is loaded inside a capture"
         return Emulated(file, name, arch, checked)
 
     with pytest.MonkeyPatch.context() as patch:

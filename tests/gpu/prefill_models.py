@@ -124,12 +124,14 @@ def round_to_q8_0(x: torch.Tensor) -> torch.Tensor:
 
 def small(layers: tuple[LayerSpec, ...], types: dict[str, str], n_embd: int = 256) -> Small:
     """Return a model with random weights. `types`: quant types as in `Small.types`; "": the type of
-    all others."""
+    all others but the token table, which is float32 unless named."""
     config = gemma4.Config(160, n_embd, 4096, 1e-6, 30.0, layers)
     reference = mm.weights(gemma4.tensors(config), 0, 0.3)
     raw, kinds = {}, {}
     for name, x in reference.items():
-        part = name.split(".")[-2] if name.startswith("blk.") else ""
+        part = name.split(".")[-2] if name.startswith("blk.") or x.dim() > 1 else ""
+        if part == "token_embd" and part not in types:
+            continue
         if x.dim() == 1 or not part or part == "ffn_gate_inp":
             continue
         kinds[part] = types.get(part, types[""])

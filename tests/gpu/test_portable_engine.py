@@ -17,7 +17,6 @@ from g4spec.ops.sampling import Sampler
 from g4spec.runtime import load_options
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.ops import CudaOps
-from g4spec.runtime.cuda.prefill import reader
 from g4spec.runtime.cuda.weights.matrix import Matrix
 from g4spec.runtime.engine import Engine
 from tests.emulator import kernels
@@ -108,11 +107,10 @@ def test_parity(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("kind", "type"), TARGETS)
 def test_a_target_is_near_the_reference_and_exact(
-    folder: Path, kind: str, type: str, launched_files: set[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, kind: str, type: str, launched_files: set[str]
 ) -> None:
     """Logits of a prompt read in one chunk and of steps after it; their bits in steps of 1 to 16
     rows at every place."""
-    monkeypatch.setattr(reader, "MAX_TAIL", 0)
     calm = folder / type / f"{kind}-calm.gguf"
     cpu, gpu = load(calm, device="cpu"), load(calm)
     with single_sequence(cpu) as reference, single_sequence(gpu) as target:

@@ -70,7 +70,7 @@ BLOCK = 64 if EMULATED else PROMPT_BLOCK
 def _block(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (prefill_attention, plan, long_ops, reader):
         monkeypatch.setattr(module, "PROMPT_BLOCK", BLOCK)
-    monkeypatch.setattr(reader, "MAX_TAIL", BLOCK // 4)
+    monkeypatch.setattr(reader, "max_tail", lambda arch: BLOCK // 4)
 
 
 def read(
@@ -284,19 +284,22 @@ def test_a_chunk_shorter_than_a_block() -> None:
     assert same(rows[0].hidden, rows[1].hidden)
 
 
-@pytest.mark.parametrize("count", [1, 16, 17, 40])
+@pytest.mark.parametrize("count", [1, 16, 17, 48])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_short_last_block_has_the_bits_of_steps(
     kind: Kind, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is computed at once, 16 rows or 32, with a full ring, and also once recorded."""
-    monkeypatch.setattr(reader, "MAX_TAIL", 48)
-    monkeypatch.setattr(reader, "TAIL_ROWS", 32)
+    """Whatever is computed at once, with a full ring, also once recorded, and if the first prompt
+    was short."""
+    monkeypatch.setattr(reader, "max_tail", lambda arch: 48)
+    monkeypatch.setattr(reader, "TAIL_ROWS", 16 if count == 48 else 32)
     layers = dense(3, 64, head_dim=128, n_expert=16, n_expert_used=4, n_ff_expert=192)
-    model, start = small(layers, {"": "q4_k", "ffn_down_exps": "q8_0"}), 3 * BLOCK
+    types = {"": "q4_k", "ffn_down_exps": "q8_0", "token_embd": "q6_k"}
+    model, start = small(layers, types), 3 * BLOCK
     ids = [(11 * i * i + 5 * i) % 150 + 5 for i in range(start + count)]
     whole, _, caches = read(model, ids, [8], kind)
     on = model.reader(N_CTX, BLOCK * 8, kind)
+    on.target.logits(on.read(SLOT, ids[start:], 0).hidden)
     parts = [on.read(SLOT, ids[:start], 0).hidden]
     for at in range(start, len(ids), MAX_STEP_ROWS):
         tokens = ids[at : at + MAX_STEP_ROWS]
@@ -312,7 +315,8 @@ def test_a_short_last_block_has_the_bits_of_steps(
         assert all(same(x, y) for x, y in zip(*stored, strict=True))
 
 
-def test_which_last_blocks_are_short() -> None:
+def test_which_last_blocks_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    on = small(dense(3), {"": "q8_0"}).reader(N_CTX, BLOCK)
     block, most = BLOCK, BLOCK // 4
     counts = [
         1,
@@ -324,7 +328,10 @@ def test_which_last_blocks_are_short() -> None:
         2 * block + most,
         2 * block + most + 1,
     ]
-    assert [reader.tail_rows(n) for n in counts] == [1, most, 0, 0, 0, 1, most, 0]
+    assert [on._tail_rows(n) for n in counts] == [1, most, 0, 0, 0, 1, most, 0]
+    monkeypatch.setattr(reader, "TAIL_ROWS", BLOCK // 8)
+    rows = [BLOCK // 8, most, block, block, block, block + BLOCK // 8, 2 * block + most, 3 * block]
+    assert [on.prefill_rows(n) for n in counts] == rows
 
 
 @pytest.mark.parametrize("portable", [False, pytest.param(True, marks=needs_gpu)])

@@ -14,7 +14,7 @@ from g4spec.runtime.cuda.cache.cache_types import Kind
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
 from g4spec.runtime.cuda.cache.cuda_kv_size import SLACK, spare_slots
 from g4spec.runtime.cuda.ops import CudaOps
-from g4spec.runtime.cuda.prefill.reader import TAIL_ROWS, Reader
+from g4spec.runtime.cuda.prefill.reader import Reader
 from g4spec.runtime.cuda.step.sampler import CudaSampler
 from g4spec.runtime.cuda.weights import held_size
 from g4spec.runtime.cuda.weights.loading import Uploader
@@ -114,9 +114,9 @@ class CudaBackend:
         return self._reader.read(slot, ids, start)
 
     def prefill_rows(self, count: int) -> int:
-        """Return `count` in multiples of TAIL_ROWS: a longer last block than `reader.MAX_TAIL` is
-        padded, and a shorter one takes as long for each TAIL_ROWS rows as a block."""
-        return -(-count // TAIL_ROWS) * TAIL_ROWS
+        """See `Reader.prefill_rows`."""
+        assert self._reader is not None
+        return self._reader.prefill_rows(count)
 
     def commit(self, draft: Draft, rows: StepRows) -> None:
         """Give a draft the rows that `read` returned."""

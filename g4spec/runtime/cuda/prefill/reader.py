@@ -13,6 +13,7 @@ from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, Batch, Draft, StepRows
 from g4spec.errors import InputError
 from g4spec.models.drafter import WeightedDrafter
 from g4spec.models.gemma4 import Model
+from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.cache.cuda_kv_size import SLACK
 from g4spec.runtime.cuda.cache.heads import HEAD_DIMS
 from g4spec.runtime.cuda.prefill.draft_ops import DraftOps
@@ -37,10 +38,6 @@ TAIL_ROWS = SLACK
 """Maximum number of rows of a prompt that are computed at once as in a step: as many as a ring has
 room for beyond its window."""
 
-MAX_TAIL = 3 * TAIL_ROWS
-"""Maximum number of rows of a prompt's last block that are computed as in steps. More of them take
-longer than a block (LOG.md, 2026-11-27)."""
-
 PADDING = 0
 """Token of padding rows after the prompt."""
 
@@ -63,6 +60,7 @@ class Reader:
             self._step_rows, TAIL_ROWS, self._ops.device, pool or torch.cuda.graph_pool_handle()
         )
         model, caches = target.model, target.caches
+        self.max_tail = max_tail("" if self._ops.portable else launch.arch(self._ops.device.index))
         self._fits = fits(model.config)
         for spec, freqs in zip(model.config.layers, model.freqs, strict=True):
             rotating_freqs(freqs)
@@ -77,15 +75,31 @@ class Reader:
             start: a multiple of PROMPT_BLOCK.
         """
         assert 0 < len(ids) <= self.target.chunk and start % PROMPT_BLOCK == 0, (len(ids), start)
+        if isinstance(self.target.model.table, Matrix):
+            # Before buffers take the room for it, and before graphs contain its address.
+            _ = self.target.model.table.weight
         if not self._fits:
             self._ops.without_kernel.add("prompts in long chunks")
             return self._in_steps(slot, ids, start)
-        tail = tail_rows(len(ids))
+        tail = self._tail_rows(len(ids))
         whole = len(ids) - tail
         parts = [self._in_blocks(slot, ids[:whole], start)] if whole else []
         if tail:
             parts.append(self._in_steps(slot, ids[whole:], start + whole))
         return parts[0] if len(parts) == 1 else merge_steps(parts)
+
+    def prefill_rows(self, count: int) -> int:
+        """Return how many rows of whole blocks take about as long as `count` rows from the start
+        of a block on: a longer last block is padded, and TAIL_ROWS rows of a shorter one count as
+        many."""
+        tail = self._tail_rows(count)
+        return padded(count - tail, PROMPT_BLOCK) + padded(tail, TAIL_ROWS)
+
+    def _tail_rows(self, count: int) -> int:
+        """Return how many of the last `count` rows of a prompt, from the start of a block on, are
+        computed as in a step: those of the last block if it is short."""
+        rest = count % PROMPT_BLOCK
+        return rest if rest <= self.max_tail else 0
 
     def commit(self, draft: Draft, rows: StepRows) -> None:
         """Update a draft with the result of `read`: block by block, or as in steps if kernels do
@@ -101,8 +115,6 @@ class Reader:
     def _chunk_model(self) -> Model:
         """Return the target's model with the ops for chunks, created at first use."""
         target = self.target
-        if isinstance(target.model.table, Matrix):
-            _ = target.model.table.weight  # packed before buffers take the room for it
         long = LongOps(self._ops, target.config, target.chunk, target.n_ctx)
         return Model(target.config, target.model.w, long)
 
@@ -144,11 +156,11 @@ class Reader:
         return Batch(tokens, positions, torch.full_like(positions, slot), (len(ids),))
 
 
-def tail_rows(count: int) -> int:
-    """Return how many of the last `count` rows of a prompt, from the start of a block on, are
-    computed as in a step: those of the last block if it is short."""
-    rest = count % PROMPT_BLOCK
-    return rest if rest <= MAX_TAIL else 0
+def max_tail(arch: str) -> int:
+    """Return the maximum number of rows of a prompt's last block that are computed as in a step on
+    an architecture ("": with portable kernels). More of them would take longer than a whole block
+    (LOG.md, 2026-11-27)."""
+    return 0 if not arch else 3 * TAIL_ROWS if arch == "sm_90a" else TAIL_ROWS
 
 
 def fits(config: Config) -> bool:
