@@ -457,3 +457,43 @@ def test_a_long_prompt_does_not_hold_up_running_texts(
 def test_a_text_in_place_of_the_list_of_stop_texts() -> None:
     with pytest.raises(UsageError, match="`stop`: expected a tuple of texts"):
         Options(stop="\n")  # type: ignore[arg-type]
+
+
+def test_whole_blocks_and_short_ends_share_the_room_between_cycles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU a part of a prompt is whole blocks, and a short end counts as less than a block."""
+    block, end, rng = 64, 16, random.Random(4)
+    prompts = [[2, *batch_invariance.tokens(rng, n - 1)] for n in (150, 10, 64, 5, 130, 70)]
+    alone = memory_engine.engine(n_ctx=512)
+    texts = [list(r) and r.text for r in (alone.generate(p, Options(8)) for p in prompts)]
+    on = memory_engine.engine(parallel=len(prompts) + 1, n_ctx=512, pool=4096)
+    monkeypatch.setattr(scheduler, "INTERLEAVED_ROWS", block)
+    monkeypatch.setattr(on.backend, "block", block)
+
+    def prefill_rows(count: int) -> int:
+        rest = count % block
+        return count - rest + -(-rest // end) * end
+
+    monkeypatch.setattr(on.backend, "prefill_rows", prefill_rows)
+    running = on.submit(PROMPTS[0], Options(60, ignore_eos=True))
+    while not running.ids:
+        on.step()
+    parts: list[int] = []
+    read, lengths = on.backend.read, {len(p) for p in prompts}
+
+    def noted(target: Any, slot: int, ids: Sequence[int], start: int) -> Any:
+        assert start % block == 0 and (len(ids) % block == 0 or start + len(ids) in lengths)
+        parts.append(prefill_rows(len(ids)))
+        return read(target, slot, ids, start)
+
+    monkeypatch.setattr(on.backend, "read", noted)
+    requests = [on.submit(p, Options(8)) for p in prompts]
+    rows, several = [], 0
+    while not running.done:
+        on.step()
+        rows.append(sum(parts))
+        several += len(parts) > 1
+        parts.clear()
+    assert max(rows) == block and several, rows
+    assert [r.text for r in requests] == texts
