@@ -3,10 +3,9 @@
 A step has any number of rows, at most 16 of each sequence, or up to 128 of the end of a prompt.
 Inputs of matmuls are `PackedRows`, in groups of 16 rows, or float32 tensors for widths that kernels
 do not support. A matmul reads each weight once for up to 64 rows of any sequences; a row has the
-same bits in a batch of any size.
-Expert layers group up to 128 rows by expert; matmuls in torch process 16 rows at a time. Long
-chunks of prompts have ops of their own (`cuda.prefill`). Ops without a kernel run in torch on the
-GPU and are named in `CudaOps.without_kernel`.
+same bits in a batch of any size. Expert layers group up to 128 rows by expert; matmuls in torch
+process 16 rows at a time. Long chunks of prompts have ops of their own (`cuda.prefill`). Ops
+without a kernel run in torch on the GPU and are named in `CudaOps.without_kernel`.
 
 GPUs before sm_80 lack instructions that most matmul and attention kernels need. On them, on GPUs
 that `nvrtc.ARCHS` does not contain, and on request, rows are float32 throughout and matrices have
@@ -164,8 +163,8 @@ class CudaOps(Ops):
             return super().qkv(h, a, batch, kv, queries=queries)
         y = self._products(h, weights, weights if queries else weights[1:], parts=True)
         heads = Heads.of(a, queries)
-        in_one = not self.portable and max(batch.sizes) <= GROUP_ROWS
-        if in_one and attention_window.takes(heads, kv):
+        fused = not self.portable and max(batch.sizes) <= GROUP_ROWS
+        if fused and attention_window.takes(heads, kv):
             return ProjectedQkv(heads, y)
         return heads(y, batch, kv)
 

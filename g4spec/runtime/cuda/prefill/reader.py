@@ -21,7 +21,7 @@ from g4spec.runtime.cuda.prefill.long_ops import STILL, LongOps, rotating_freqs
 from g4spec.runtime.cuda.prefill.prefill_attention import Chunk, padded
 from g4spec.runtime.cuda.prefill.prefill_experts import MAX_EXPERTS, MAX_USED
 from g4spec.runtime.cuda.step import packed_rows
-from g4spec.runtime.cuda.step.recorded import Recorded
+from g4spec.runtime.cuda.step.recorded import PADDING, Recorded
 from g4spec.runtime.cuda.weights.matrix import Matrix
 from g4spec.runtime.pending_rows import merge_steps
 
@@ -37,9 +37,6 @@ LONG_HEADS = (256, 512)
 TAIL_ROWS = SLACK
 """Maximum number of rows of a prompt that are computed at once as in a step: as many as a ring has
 room for beyond its window."""
-
-PADDING = 0
-"""Token of padding rows after the prompt."""
 
 
 class Reader:

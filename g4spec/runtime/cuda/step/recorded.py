@@ -26,10 +26,11 @@ PADDING = 0
 
 
 class Recorded:
-    """A function of batches, as a CUDA graph per shape.
+    """A function of batches, as a CUDA graph per shape. Input and results of all graphs are in the
+    same memory, because logits of many rows are large.
 
     Args:
-        run: what computes a batch.
+        run: what computes a batch, tensors with a row for each of its rows.
         room: maximum number of rows.
         pool: memory that graphs share.
     """
@@ -45,6 +46,7 @@ class Recorded:
         self._rows = torch.zeros(3, room, dtype=torch.int64, device=device)
         self._uses = Counter[tuple[int, ...]]()
         self._graphs: dict[tuple[int, ...], graphs.Capture] = {}
+        self._results: list[torch.Tensor] = []
 
     def __call__(self, parts: Seq[Part]) -> tuple[Batch, tuple[torch.Tensor, ...]]:
         """Compute a batch of (slot, position of the first row, tokens). The result is valid until
@@ -60,13 +62,23 @@ class Recorded:
         batch = Batch(ids, positions, slots, sizes)
         self._uses[sizes] += 1
         if self._uses[sizes] <= EAGER_USES:
-            return batch, self._run(batch)
+            results = self._run(batch)
+            if not self._results:
+                room = self._rows.shape[1]
+                self._results = [x.new_empty(room, *x.shape[1:]) for x in results]
+            return batch, results
         if sizes not in self._graphs:
             # Attention of more rows reads keys that the kernel before it has written.
             overlap = max(sizes) <= MAX_STEP_ROWS
-            self._graphs[sizes] = graphs.Capture(lambda: self._run(batch), self._pool, overlap)
+            self._graphs[sizes] = graphs.Capture(lambda: self._keep(batch), self._pool, overlap)
         self._graphs[sizes].replay()
-        return batch, self._graphs[sizes].outputs
+        return batch, tuple(x[: len(rows)] for x in self._results)
+
+    def _keep(self, batch: Batch) -> tuple[()]:
+        """Compute a batch and copy its results."""
+        for kept, result in zip(self._results, self._run(batch), strict=True):
+            kept[: len(batch)].copy_(result)
+        return ()
 
 
 class RecordedStep:
