@@ -38,8 +38,7 @@ class RequestChooser:
 
     def pick(self, logits: torch.Tensor, position: int) -> int:
         """Choose a drafted token with the same noise, bias and penalties as the target. The mask is
-        not
-        applied: it may still reject the token."""
+        not applied: it may still reject the token."""
         if not self.sampler.plain:
             logits = edit_logits(logits, self.sampler, self._history)
         token: int = self._rows.choose(logits, position)

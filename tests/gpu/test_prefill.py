@@ -70,7 +70,7 @@ BLOCK = 64 if EMULATED else PROMPT_BLOCK
 def _block(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (prefill_attention, plan, long_ops, reader):
         monkeypatch.setattr(module, "PROMPT_BLOCK", BLOCK)
-    monkeypatch.setattr(reader, "max_tail", lambda arch: BLOCK // 4)
+    monkeypatch.setattr(plan, "max_tail", lambda arch: BLOCK // 4)
 
 
 def read(
@@ -291,8 +291,8 @@ def test_a_short_last_block_has_the_bits_of_steps(
 ) -> None:
     """Whatever is computed at once, with a full ring, also once recorded, and if the first prompt
     was short."""
-    monkeypatch.setattr(reader, "max_tail", lambda arch: 48)
-    monkeypatch.setattr(reader, "TAIL_ROWS", 16 if count == 48 else 32)
+    monkeypatch.setattr(plan, "max_tail", lambda arch: 48)
+    monkeypatch.setattr(plan, "rows_at_once", lambda *_: 16 if count == 48 else 32)
     layers = dense(3, 64, head_dim=128, n_expert=16, n_expert_used=4, n_ff_expert=192)
     types = {"": "q4_k", "ffn_down_exps": "q8_0", "token_embd": "q6_k"}
     model, start = small(layers, types), 3 * BLOCK
@@ -315,6 +315,21 @@ def test_a_short_last_block_has_the_bits_of_steps(
         assert all(same(x, y) for x, y in zip(*stored, strict=True))
 
 
+def test_bits_do_not_depend_on_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where steps of 16 rows have a kernel for layers with a window that adds otherwise."""
+    monkeypatch.setattr(plan, "max_tail", lambda arch: 48)
+    layers = tuple(
+        replace(s, head_dim=512 if s.window is None else 256, n_head=4, n_kv=2 if s.window else 1)
+        for s in dense(3, 300)
+    )
+    model, ids = small(layers, {"": "q4_k"}), [(11 * i * i) % 150 + 5 for i in range(40)]
+    found = []
+    for rows in (16, 32, 48):
+        monkeypatch.setattr(plan, "rows_at_once", lambda *_, rows=rows: rows)
+        found.append(read(model, ids, [8], "q8_0")[0])
+    assert same(found[0], found[1]) and same(found[0], found[2])
+
+
 def test_which_last_blocks_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     on = small(dense(3), {"": "q8_0"}).reader(N_CTX, BLOCK)
     block, most = BLOCK, BLOCK // 4
@@ -329,7 +344,7 @@ def test_which_last_blocks_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
         2 * block + most + 1,
     ]
     assert [on._tail_rows(n) for n in counts] == [1, most, 0, 0, 0, 1, most, 0]
-    monkeypatch.setattr(reader, "TAIL_ROWS", BLOCK // 8)
+    monkeypatch.setattr(reader, "SLACK", BLOCK // 8)
     rows = [BLOCK // 8, most, block, block, block, block + BLOCK // 8, 2 * block + most, 3 * block]
     assert [on.prefill_rows(n) for n in counts] == rows
 

@@ -8,22 +8,16 @@ from typing import Any
 
 import torch
 
-from g4spec.core import MAX_STEP_ROWS, PAGE, CacheShape
+from g4spec.core import MAX_STEP_ROWS, CacheShape
 from g4spec.gguf.reader import TensorInfo
-from g4spec.ops.kv_size import PADDING_POSITIONS, pages_of
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.cache.cache_types import Kind
 from g4spec.runtime.cuda.cache.cuda_kv_size import page_bytes, slot_bytes, spare_slots
 from g4spec.runtime.cuda.prefill import plan
-from g4spec.runtime.cuda.step import attention, experts
+from g4spec.runtime.cuda.step import experts
 from g4spec.runtime.cuda.weights import held_size
 
 FLOAT = 4
-
-PACKING = 768 << 20
-"""Maximum memory for packing besides the weights: a copy of a layer's matrices, or of all its
-experts of one kind, and `packing.CHUNK`. The target's token table may be larger; it is packed
-before the buffers for long chunks are allocated (`prefill.reader`)."""
 
 FIXED = 512 << 20
 """Memory for kernels, cuBLAS workspaces and graphs, and what the allocator cannot use."""
@@ -81,24 +75,13 @@ class Card:
         """Return the bytes of logits and partial attention results of the largest steps, of the
         buffers for experts and for a chunk, and of fixed needs."""
         logits = 4 * FLOAT * MAX_STEP_ROWS * sequences * config.n_vocab
-        sums = max(
-            (
-                attention.partial_bytes(
-                    CacheShape(s.n_kv, s.head_dim, s.window),
-                    s.n_head,
-                    pages_of(n_ctx + PADDING_POSITIONS) * PAGE,
-                    sequences,
-                )
-                for s in config.layers
-                if s.window is None
-            ),
-            default=0,
-        )
+        sums = plan.partial_results(config, n_ctx, sequences)
         # Residual, taps, and a draft's features.
         wide = 12 * FLOAT * plan.most_rows(chunk, n_ctx) * config.n_embd
         arch = "" if self.portable else launch.arch(self.device.index)
         long = sum(plan.workspace(config, chunk, n_ctx, arch))
-        return int(logits + sums + _expert_buffers(config) + wide + long + PACKING + FIXED)
+        packing = held_size.PACKING
+        return int(logits + sums + _expert_buffers(config) + wide + long + packing + FIXED)
 
     def available(self) -> int:
         """Return free memory, and what torch has reserved without using it."""

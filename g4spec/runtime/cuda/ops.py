@@ -75,6 +75,8 @@ class CudaOps(Ops):
         title: name of the GPU, and the architecture of its kernels if it is not the GPU's own.
         portable: it uses only the kernels for every GPU.
         without_kernel: ops that have run in torch so far.
+        fused_windows: use one kernel for attention of layers with a window, at most 16 rows of each
+            sequence.
         pairs: packed gate and up projections.
     """
 
@@ -87,6 +89,7 @@ class CudaOps(Ops):
         arch = launch.arch(self.device.index)
         self.title += f", kernels of {arch}" if arch != launch.own_arch(self.device.index) else ""
         self.title += ", portable kernels" if self.portable else ""
+        self.fused_windows = True
         self._exchange = SplitKWorkspace(self.device)
         self.pairs = GateUpPairs()
         self._layers: dict[Any, Experts | None] = {}
@@ -163,8 +166,7 @@ class CudaOps(Ops):
             return super().qkv(h, a, batch, kv, queries=queries)
         y = self._products(h, weights, weights if queries else weights[1:], parts=True)
         heads = Heads.of(a, queries)
-        fused = not self.portable and max(batch.sizes) <= GROUP_ROWS
-        if fused and attention_window.takes(heads, kv):
+        if self.fused_windows and not self.portable and attention_window.takes(heads, kv):
             return ProjectedQkv(heads, y)
         return heads(y, batch, kv)
 
@@ -187,6 +189,7 @@ class CudaOps(Ops):
         scale: float,
     ) -> Any:
         if batch.rows_per_sequence > GROUP_ROWS:
+            assert not isinstance(q, ProjectedQkv), "keys of the batch are not in the cache yet"
             batch = _in_groups(batch)
         if not batch.rows_per_sequence:
             return self._attend_each(q, kv, batch, first, last, scale)

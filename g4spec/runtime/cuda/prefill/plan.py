@@ -1,18 +1,21 @@
-"""The GPU memory that prefill needs, computed before anything is allocated."""
+"""How prefill proceeds, and the GPU memory that it needs, computed before anything is allocated."""
 
 from __future__ import annotations
 
 import torch
 
-from g4spec.core import PROMPT_BLOCK
+from g4spec.core import MAX_STEP_ROWS, PAGE, PROMPT_BLOCK, CacheShape
 from g4spec.models.gemma4_config import Config
 from g4spec.models.spec import LayerSpec
+from g4spec.ops.kv_size import PADDING_POSITIONS, pages_of
 from g4spec.runtime.cuda.build.constants import CACHE_ROTARY_PAIRS
-from g4spec.runtime.cuda.cache.cuda_kv_size import shares
+from g4spec.runtime.cuda.cache.cuda_kv_size import SLACK, shares
 from g4spec.runtime.cuda.prefill import prefill_attention
 from g4spec.runtime.cuda.prefill.buffers import Shapes, nbytes
 from g4spec.runtime.cuda.prefill.prefill_attention import padded
 from g4spec.runtime.cuda.prefill.prefill_experts import Experts
+from g4spec.runtime.cuda.step import attention
+from g4spec.runtime.cuda.weights.held_size import PACKING
 
 Kind = tuple[int, ...]
 
@@ -61,6 +64,34 @@ def shared(config: Config, rows: int) -> Shapes:
         "_inner": ((rows * inner,), half),
         "_scratch": ((largest,), half),
     }
+
+
+def partial_results(config: Config, n_ctx: int, sequences: int) -> int:
+    """Return the bytes of partial results of attention in the largest step of so many sequences."""
+    positions = pages_of(n_ctx + PADDING_POSITIONS) * PAGE
+    shapes = [
+        (CacheShape(s.n_kv, s.head_dim, None), s.n_head) for s in config.layers if s.window is None
+    ]
+    return max(
+        (attention.partial_bytes(shape, n, positions, sequences) for shape, n in shapes), default=0
+    )
+
+
+def rows_at_once(config: Config, n_ctx: int) -> int:
+    """Return how many rows of a prompt are computed at once as in a step: as many as a ring has
+    room for beyond its window, but no more than have room for partial results of attention in the
+    memory that packing has used before."""
+    groups = SLACK // MAX_STEP_ROWS
+    while groups > 1 and partial_results(config, n_ctx, groups) > PACKING:
+        groups //= 2
+    return groups * MAX_STEP_ROWS
+
+
+def max_tail(arch: str) -> int:
+    """Return the maximum number of rows of a prompt's last block that are computed as in a step on
+    an architecture ("": with portable kernels). More of them would take longer than a whole block
+    (LOG.md, 2026-11-27)."""
+    return 0 if not arch else 3 * SLACK if arch == "sm_90a" else SLACK
 
 
 def workspace(config: Config, chunk: int, n_ctx: int, arch: str) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from g4spec.models.gemma4 import Model
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.cache.cuda_kv_size import SLACK
 from g4spec.runtime.cuda.cache.heads import HEAD_DIMS
+from g4spec.runtime.cuda.prefill import plan
 from g4spec.runtime.cuda.prefill.draft_ops import DraftOps
 from g4spec.runtime.cuda.prefill.long_ops import STILL, LongOps, rotating_freqs
 from g4spec.runtime.cuda.prefill.prefill_attention import Chunk, padded
@@ -34,10 +35,6 @@ if TYPE_CHECKING:
 LONG_HEADS = (256, 512)
 """Head sizes of targets that chunks support."""
 
-TAIL_ROWS = SLACK
-"""Maximum number of rows of a prompt that are computed at once as in a step: as many as a ring has
-room for beyond its window."""
-
 
 class Reader:
     """Runs prefill of a target. The buffers of long chunks are allocated at first use.
@@ -53,11 +50,15 @@ class Reader:
         self.target = target
         self._long: Model | None = None
         self._draft: tuple[Draft, Draft, int] | None = None
-        self._steps = Recorded(
-            self._step_rows, TAIL_ROWS, self._ops.device, pool or torch.cuda.graph_pool_handle()
-        )
-        model, caches = target.model, target.caches
-        self.max_tail = max_tail("" if self._ops.portable else launch.arch(self._ops.device.index))
+        model, caches, device = target.model, target.caches, self._ops.device
+        # The fused kernel adds in another order, and only for 16 rows of a sequence.
+        ops = copy.copy(self._ops)
+        ops.fused_windows = False
+        self._tail_model = Model(model.config, model.w, ops)
+        self.rows_at_once = plan.rows_at_once(model.config, target.n_ctx)
+        self.max_tail = plan.max_tail("" if ops.portable else launch.arch(device.index))
+        pool = pool or torch.cuda.graph_pool_handle()
+        self._steps = Recorded(self._step_rows, self.rows_at_once, device, pool)
         self._fits = fits(model.config)
         for spec, freqs in zip(model.config.layers, model.freqs, strict=True):
             rotating_freqs(freqs)
@@ -87,10 +88,10 @@ class Reader:
 
     def prefill_rows(self, count: int) -> int:
         """Return how many rows of whole blocks take about as long as `count` rows from the start
-        of a block on: a longer last block is padded, and TAIL_ROWS rows of a shorter one count as
+        of a block on: a longer last block is padded, and SLACK rows of a shorter one count as
         many."""
         tail = self._tail_rows(count)
-        return padded(count - tail, PROMPT_BLOCK) + padded(tail, TAIL_ROWS)
+        return padded(count - tail, PROMPT_BLOCK) + padded(tail, SLACK)
 
     def _tail_rows(self, count: int) -> int:
         """Return how many of the last `count` rows of a prompt, from the start of a block on, are
@@ -126,19 +127,19 @@ class Reader:
         return read if rows == count else read.rows(0, count, (count,))
 
     def _in_steps(self, slot: int, ids: Sequence[int], start: int) -> StepRows:
-        """Compute at most TAIL_ROWS rows at a time with the kernels of steps, padded to whole
+        """Compute at most `rows_at_once` rows at a time with the kernels of steps, padded to whole
         groups of MAX_STEP_ROWS rows."""
-        parts = []
-        for at in range(0, len(ids), TAIL_ROWS):
-            part = list(ids[at : at + TAIL_ROWS])
+        parts, most = [], self.rows_at_once
+        for at in range(0, len(ids), most):
+            part = list(ids[at : at + most])
             padding = [PADDING] * (-len(part) % MAX_STEP_ROWS)
             batch, outputs = self._steps([(slot, start + at, part + padding)])
             rows = StepRows(batch, *outputs).rows(0, len(part), (len(part),))
-            parts.append(rows if len(ids) <= TAIL_ROWS else rows.clone())
+            parts.append(rows if len(ids) <= most else rows.clone())
         return merge_steps(parts)
 
     def _step_rows(self, batch: Batch) -> tuple[torch.Tensor, ...]:
-        rows = self.target.forward(batch)
+        rows = self._forward(self._tail_model, batch)
         return rows.hidden, rows.taps
 
     def _forward(self, model: Model, batch: Batch) -> StepRows:
@@ -151,13 +152,6 @@ class Reader:
         tokens = self._ops.ids(list(ids))
         positions = self._ops.positions(start, len(ids))
         return Batch(tokens, positions, torch.full_like(positions, slot), (len(ids),))
-
-
-def max_tail(arch: str) -> int:
-    """Return the maximum number of rows of a prompt's last block that are computed as in a step on
-    an architecture ("": with portable kernels). More of them would take longer than a whole block
-    (LOG.md, 2026-11-27)."""
-    return 0 if not arch else 3 * TAIL_ROWS if arch == "sm_90a" else TAIL_ROWS
 
 
 def fits(config: Config) -> bool:

@@ -70,6 +70,7 @@ class Recorded:
         if sizes not in self._graphs:
             # Attention of more rows reads keys that the kernel before it has written.
             overlap = max(sizes) <= MAX_STEP_ROWS
+            torch.cuda.empty_cache()  # the pool of graphs cannot use what torch holds for others
             self._graphs[sizes] = graphs.Capture(lambda: self._keep(batch), self._pool, overlap)
         self._graphs[sizes].replay()
         return batch, tuple(x[: len(rows)] for x in self._results)

@@ -16,6 +16,10 @@ FLOAT = 4
 """Bytes of a value that is dequantized while it is loaded (float32)."""
 MOST_ROWS = 1 << 19
 """Maximum number of rows of a matrix that kernels read quantized."""
+PACKING = 768 << 20
+"""Maximum memory for packing besides the weights: a copy of a layer's matrices, or of all its
+experts of one kind, and `packing.CHUNK`. The target's token table may be larger; it is packed
+before the buffers for long chunks are allocated (`prefill.reader`)."""
 
 
 def _dtype(bits: int, scales: int) -> np.dtype[np.void]:
