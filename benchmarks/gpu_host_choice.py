@@ -46,13 +46,14 @@ def cycles(
 ) -> dict[str, Any]:
     """Run `count` cycles of `tokens` drafted tokens after a prompt; return their milliseconds."""
     backend: Any = target.backend
-    ids = [5 + 7 * i * i % 250_000 for i in range(PROMPT)]
+    vocab = target.config.n_vocab
+    ids = [5 + 7 * i * i % (vocab - 5) for i in range(PROMPT)]
     rows = backend.read(target, 0, ids, 0)
     draft.begin(0)
     backend.commit(draft, rows)
     pages = list(range(1, N_CTX // PAGE + 1))
     sequence = Sequence(0, [*ids, 7], PROMPT, PROMPT, pages, drafting=tokens > 0)
-    chooser = RequestChooser(options, ids, target.config.n_vocab, backend)
+    chooser = RequestChooser(options, ids, vocab, backend)
     took = []
     for _ in range(count):
         torch.cuda.synchronize()
