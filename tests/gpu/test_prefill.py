@@ -295,7 +295,7 @@ def test_a_short_last_block_has_the_bits_of_steps(
     monkeypatch.setattr(plan, "rows_at_once", lambda *_: 16 if count == 48 else 32)
     layers = dense(3, 64, head_dim=128, n_expert=16, n_expert_used=4, n_ff_expert=192)
     types = {"": "q4_k", "ffn_down_exps": "q8_0", "token_embd": "q6_k"}
-    model, start = small(layers, types), 3 * BLOCK
+    model, start = small(layers, types), 2 * BLOCK
     ids = [(11 * i * i + 5 * i) % 150 + 5 for i in range(start + count)]
     whole, _, caches = read(model, ids, [8], kind)
     on = model.reader(N_CTX, BLOCK * 8, kind)
@@ -319,7 +319,7 @@ def test_bits_do_not_depend_on_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     """Also where steps of 16 rows have a kernel for layers with a window that adds otherwise."""
     monkeypatch.setattr(plan, "max_tail", lambda arch: 48)
     layers = tuple(
-        replace(s, head_dim=512 if s.window is None else 256, n_head=4, n_kv=2 if s.window else 1)
+        replace(s, head_dim=512 if s.window is None else 256, n_head=2, n_kv=1)
         for s in dense(3, 300)
     )
     model, ids = small(layers, {"": "q4_k"}), [(11 * i * i) % 150 + 5 for i in range(40)]
