@@ -319,7 +319,7 @@ def test_bits_do_not_depend_on_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     """Also where steps of 16 rows have a kernel for layers with a window that adds otherwise."""
     monkeypatch.setattr(plan, "max_tail", lambda arch: 48)
     layers = tuple(
-        replace(s, head_dim=512 if s.window is None else 256, n_head=2, n_kv=1)
+        replace(s, head_dim=512 if s.window is None else 256, n_head=4, n_kv=2 if s.window else 1)
         for s in dense(3, 300)
     )
     model, ids = small(layers, {"": "q4_k"}), [(11 * i * i) % 150 + 5 for i in range(40)]
