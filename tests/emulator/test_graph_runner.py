@@ -34,7 +34,7 @@ SAMPLERS = [Sampler(), Sampler(temperature=1.0, seed=3), Sampler(temperature=0.8
 class ReplayReadsValues:
     """`graphs.Capture` whose replay may read values of tensors (reference ops do)."""
 
-    def __init__(self, run: Any, pool: Any) -> None:
+    def __init__(self, run: Any, pool: Any, overlap: bool = True) -> None:
         self._run, self.outputs = run, ()
 
     def replay(self) -> None:

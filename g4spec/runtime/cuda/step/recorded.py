@@ -60,17 +60,16 @@ class Recorded:
         self._rows[:, : len(rows)].copy_(torch.tensor(rows).T)
         ids, positions, slots = self._rows[:, : len(rows)]
         batch = Batch(ids, positions, slots, sizes)
-        self._uses[sizes] += 1
-        if self._uses[sizes] <= EAGER_USES:
+        if self._uses[sizes] < EAGER_USES:
             results = self._run(batch)
             if not self._results:
                 room = self._rows.shape[1]
                 self._results = [x.new_empty(room, *x.shape[1:]) for x in results]
+            self._uses[sizes] += 1  # unless it failed
             return batch, results
         if sizes not in self._graphs:
             # Attention of more rows reads keys that the kernel before it has written.
             overlap = max(sizes) <= MAX_STEP_ROWS
-            torch.cuda.empty_cache()  # the pool of graphs cannot use what torch holds for others
             self._graphs[sizes] = graphs.Capture(lambda: self._keep(batch), self._pool, overlap)
         self._graphs[sizes].replay()
         return batch, tuple(x[: len(rows)] for x in self._results)
