@@ -55,7 +55,7 @@ class EagerRunner:
             cycle = _chosen(w, p, logits[first : first + 1 + len(p.tokens)])
             if w.sequence.drafting and cycle.tokens:
                 n = len(cycle.tokens)
-                w.sequence.pending.append(rows.rows(first, first + n, (n,)))
+                w.sequence.pending.append(rows.rows(first, first + n, (n,)).clone())
             self._done.append(cycle)
         ended = time.perf_counter()
         for cycle in self._done:

@@ -296,9 +296,9 @@ class GraphRunner:
 
     def _kept(self, shape: GraphKey, hidden: torch.Tensor, taps: torch.Tensor) -> StepRows:
         """Return copies of the rows of a plain step, before the next one overwrites them."""
-        ids, positions, slots = self._state.rows(shape.sequences, shape.rows)
+        ids, positions, slots = self._state.rows(shape.sequences, shape.rows).clone()
         batch = Batch(ids, positions, slots, (shape.rows,) * shape.sequences)
-        return StepRows(batch, hidden, taps).clone()
+        return StepRows(batch, hidden.clone(), taps.clone())
 
 
 def bucket(sequences: int) -> int:

@@ -96,7 +96,8 @@ class RecordedStep:
         self._recorded = Recorded(run, room, target.ops.device, pool)
 
     def __call__(self, parts: Seq[Part]) -> tuple[StepRows, torch.Tensor]:
-        """Return the rows and logits of a step; each part has as many rows as the longest."""
+        """Return the rows and logits of a step, valid until the next call; each part has as many
+        rows as the longest."""
         most = max(len(tokens) for _, _, tokens in parts)
         size = next(n for n in STEPS if n >= most)
         spare: list[Part] = [(*self._spare, [])] * (bucket(len(parts)) - len(parts))
@@ -105,4 +106,4 @@ class RecordedStep:
             for slot, start, tokens in (*parts, *spare)
         ]
         batch, (hidden, taps, logits) = self._recorded(padded)
-        return StepRows(batch, hidden, taps).clone(), logits
+        return StepRows(batch, hidden, taps), logits
