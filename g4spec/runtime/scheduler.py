@@ -6,11 +6,13 @@ cycle of all running requests. The rules:
 - Requests are admitted in order of arrival, when a slot is free and the pool has enough pages for
   the prompt. No request overtakes another, so none starves.
 - Every running request takes part in every cycle. Between two cycles at most INTERLEAVED_ROWS
-  prompt rows are computed, oldest request first, so that a long prompt does not stall the others.
+  prompt rows (as `Backend.prefill_rows` counts them) are computed, oldest request first, so that a
+  long prompt does not stall the others.
 - When the pool has no free page, prefix snapshots are evicted first. Then the newest request is
   preempted: its pages and slot are freed, and it waits at its place in the order of arrival. Its
-  generated tokens are later recomputed through steps, so that its text does not change. The oldest
-  request is never preempted, because the pool holds at least one full context.
+  generated tokens are later recomputed through steps, so that its text does not change; a step
+  counts as a block of a prompt. The oldest request is never preempted, because the pool holds at
+  least one full context.
 """
 
 from __future__ import annotations
@@ -218,6 +220,7 @@ class Scheduler:
         while prefilling and rows > 0:
             task = prefilling[0]
             began = time.perf_counter()
+            in_steps = task.seq.n_read >= task.n_prompt
             try:
                 count = self._prefill_part(task, rows)
             except torch.OutOfMemoryError as error:  # no other request reads its rows
@@ -226,7 +229,8 @@ class Scheduler:
                 continue
             if not count:
                 break
-            rows -= self.backend.prefill_rows(count)
+            block = self.backend.block
+            rows -= max(count, block) if in_steps else self.backend.prefill_rows(count)
             stats = task.request.stats
             stats.prefill_seconds += time.perf_counter() - began
             if stats.read_tokens < task.seq.n_read <= task.n_prompt:

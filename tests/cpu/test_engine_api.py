@@ -497,3 +497,30 @@ def test_whole_blocks_and_short_ends_share_the_room_between_cycles(
         parts.clear()
     assert max(rows) == block and several, rows
     assert [r.text for r in requests] == texts
+
+
+@pytest.mark.parametrize("block, most", [(1, 3), (64, 1)])
+def test_recomputed_tokens_do_not_hold_up_running_texts(
+    block: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU a step of recomputed tokens counts as a block of a prompt."""
+    on, asked = engine(), Options(120, ignore_eos=True)
+    monkeypatch.setattr(scheduler, "INTERLEAVED_ROWS", 64)
+    monkeypatch.setattr(on.backend, "block", block)
+    first, second = (on.submit(p, asked) for p in PROMPTS[:2])
+    while len(second.ids) < 70:
+        on.step()
+    on.scheduler._preempt(on.scheduler.running[-1])
+    counts: list[int] = []
+    part = on.scheduler._prefill_part
+
+    def noted(task: Any, max_rows: int) -> int:
+        if task.seq.n_read >= task.n_prompt:
+            counts[-1] += 1
+        return part(task, max_rows)
+
+    monkeypatch.setattr(on.scheduler, "_prefill_part", noted)
+    while not second.done:
+        counts.append(0)
+        on.step()
+    assert max(counts) == most and sum(counts) >= 70 // 16 and first.done, counts
