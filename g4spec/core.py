@@ -410,7 +410,7 @@ class Backend(Protocol):
     def read(self, target: Any, slot: int, ids: Seq[int], start: int) -> StepRows:
         """Prefill: compute prompt tokens from position `start` on, a multiple of PROMPT_BLOCK, and
         append to the caches of the slot. Computes no logits. The bits of a row depend only on the
-        tokens up to the end of its block, the last one up to the end of the prompt."""
+        tokens up to the end of its block or, if that comes first, of the prompt."""
 
     def prefill_rows(self, count: int) -> int:
         """Return how many rows of whole blocks take about as long as `read` of `count` tokens."""
@@ -424,3 +424,6 @@ class Backend(Protocol):
 
     def runners(self, target: Any, draft: Draft | None) -> Seq[Runner]:
         """Return runners in order of preference; the last one accepts any work."""
+
+    def close(self) -> None:
+        """Drop references to the weights of targets and the memory of `read`."""

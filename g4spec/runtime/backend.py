@@ -126,3 +126,6 @@ class TorchBackend:
     def runners(self, target: Target, draft: Draft | None) -> Sequence[Runner]:
         """Return the runner that accepts any work."""
         return [EagerRunner(target, draft)]
+
+    def close(self) -> None:
+        """Do nothing: `read` keeps nothing."""

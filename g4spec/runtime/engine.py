@@ -305,6 +305,7 @@ class Engine:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self.target.close()
+        self.backend.close()
         self.draft = None
 
     def __enter__(self) -> Engine:

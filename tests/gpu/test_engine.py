@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -234,3 +236,14 @@ def test_a_mix_of_three_bits_has_kernels(kind: str, tmp_path: Path) -> None:
     share, tolerance = (0.15, 4.0) if kind == "experts" else (0.1, 1.0)
     check_near(load(calm, device="cpu"), gpu, PROMPT, tolerance, share)
     assert "q3_k matrices" not in gpu.target.ops.without_kernel
+
+
+def test_a_closed_engine_frees_its_weights(folder: Path) -> None:
+    """Also if it is still referenced."""
+    engine = load(folder / "dense.gguf", folder / "zlab-dense.gguf")
+    family.generate(engine, PROMPT, 4, 8)
+    weights = [weakref.ref(w) for w in engine.target.model.w.values()]
+    assert any(w() is not None for w in weights)
+    engine.close()
+    gc.collect()
+    assert not any(w() is not None for w in weights) and engine.target is not None

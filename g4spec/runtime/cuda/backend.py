@@ -137,3 +137,7 @@ class CudaBackend:
         self._reader = Reader(self, target, pool)  # raises an error before the first request
         host = EagerRunner(target, draft, RecordedStep(target, pool))
         return [GraphRunner(target, draft, pool=pool), host]
+
+    def close(self) -> None:
+        """Free the buffers and graphs of prefill, and with them the weights."""
+        self._reader = None
