@@ -80,7 +80,7 @@ def measure(label: str, model: str, contexts: list[int], rows: list[int]) -> Non
         steps.prefill(target, drafter, sequence, context)
         found = []
         for count in rows:
-            play = steps.RecordedStep(target, [sequence], count, context).replay
+            play = steps.StepGraph(target, [sequence], count, context).replay
             found.append("{}: {:.3f} {:.3f} {:.2f} J".format(count, *rested_and_long(play)))
         most = drafter.max_tokens
         cycles = steps.CycleTimer(target, drafter, sequence, most, config.accept_length - 1)

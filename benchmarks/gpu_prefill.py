@@ -1,12 +1,12 @@
 """Measure prefill on a GPU with the shapes of Gemma 4 (Q4_K_M, random weights).
 
     python benchmarks/gpu_prefill.py [31b|26b-a4b ...] [--tokens 512 4096 32768] [--chunk 4096]
-        [--tail 0]
+        [--short-block 0]
 
 Prints tokens per second, time by kernel, and the draft's share. Prompts are read in blocks of 512
 rows whose bits do not depend on what follows; `ms_whole` is the time with GEMMs over a whole chunk,
-so the difference is the cost of the blocks. A last block of at most `--tail` rows is computed as in
-a step. The exit code is 1 if rows differ between reading block by block and reading in chunks.
+so the difference is the cost of the blocks. A last block of at most `--short-block` rows is read
+as in a step. The exit code is 1 if rows differ between reading by block and reading in chunks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ SLOT = 0
 class Prompts:
     """A target that reads prompts, and the draft that is given them."""
 
-    def __init__(self, name: str, n_ctx: int, chunk: int, kind: Any, tail: int | None) -> None:
+    def __init__(
+        self, name: str, n_ctx: int, chunk: int, kind: Any, short_block: int | None
+    ) -> None:
         backend = CudaBackend(0, kind)
         self.target = synthetic.make_target(name, "q4_k_m", backend, n_ctx)
         self.target.chunk = self.chunk = chunk
@@ -48,8 +50,8 @@ class Prompts:
         space.assign(SLOT, range(1, space.n_pages + 1))
         self.draft: Draft = synthetic.make_draft(name, "q8_0", self.target)
         self.reader = Reader(backend, self.target)
-        if tail is not None:
-            self.reader.max_tail = tail
+        if short_block is not None:
+            self.reader.max_short_block = short_block
 
     def read(self, count: int, chunk: int, *, drafting: bool = False) -> torch.Tensor:
         """Prefill `count` tokens and return the final hidden states of the last chunk."""
@@ -177,13 +179,13 @@ def main() -> int:
     parser.add_argument("models", nargs="*", default=["31b", "26b-a4b"])
     parser.add_argument("--tokens", type=int, nargs="*", default=[512, 4096, 32768])
     parser.add_argument("--chunk", type=int, default=4096)
-    parser.add_argument("--tail", type=int, help="default: as the engine")
+    parser.add_argument("--short-block", type=int, help="default: as the engine")
     parser.add_argument("--kv", default="f16", choices=KINDS)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results, exact = [], {}
     for name in args.models:
-        p = Prompts(name, max(args.tokens), args.chunk, args.kv, args.tail)
+        p = Prompts(name, max(args.tokens), args.chunk, args.kv, args.short_block)
         results += [measure(name, p, count) for count in args.tokens]
         exact[name] = canonical(
             p, 2 * args.chunk if max(args.tokens) >= 2 * args.chunk else max(args.tokens)
@@ -193,7 +195,7 @@ def main() -> int:
             f"at most {torch.cuda.max_memory_allocated() / 1e9:.1f} GB allocated",
             flush=True,
         )
-        tail = p.reader.max_tail
+        short_block = p.reader.max_short_block
         del p
         torch.cuda.empty_cache()
     if args.json:
@@ -204,7 +206,7 @@ def main() -> int:
                 "weights": "random, made on the GPU",
                 "kv": args.kv,
                 "chunk": args.chunk,
-                "tail": tail,
+                "short_block": short_block,
                 "note": "parts overlap: products contain dequantize, experts their products",
                 "bits_equal": exact,
                 "results": results,

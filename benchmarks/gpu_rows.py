@@ -88,7 +88,7 @@ def main() -> None:
             )
     found: list[dict[str, Any]] = []
     for count in args.rows:
-        play = steps.RecordedStep(target, sequences[:count], 1, args.context).replay
+        play = steps.StepGraph(target, sequences[:count], 1, args.context).replay
         assert bool(play().isfinite().all()), count
         rested, settled = steps.milliseconds(play, rest=steps.REST), sustained(play)
         found.append(

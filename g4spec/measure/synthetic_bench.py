@@ -121,13 +121,13 @@ def measure(
     sequences = [Sequence(pool.free_slots.pop(), [], 0) for _ in range(texts)]
     for sequence in sequences:
         pool.grow(sequence, n_ctx)
-    RecordedStep(target, sequences[:1], 1, 0)  # packs the weights that a step reads
+    StepGraph(target, sequences[:1], 1, 0)  # packs the weights that a step reads
     pairs, rows = ops.pairs.nbytes, []
     for context in config.contexts:
         rows.append(_at(context, target, drafter, sequences, config))
         if watch is not None:
             for count in ROWS:
-                watch(context, count, RecordedStep(target, sequences[:1], count, context).replay)
+                watch(context, count, StepGraph(target, sequences[:1], count, context).replay)
     held = weight_bytes(target.model.w) + pairs
     step = held - _idle_bytes(target.model.w, target.config.layers[0])
     plain = rows[0].steps[1]
@@ -155,7 +155,7 @@ def measure(
     }
 
 
-class RecordedStep:
+class StepGraph:
     """A captured step of the target: `count` rows of each sequence, from position `start` on."""
 
     def __init__(self, target: Target, sequences: Seq[Sequence], count: int, start: int) -> None:
@@ -240,11 +240,11 @@ def _at(
     speed = max(prefill(target, drafter, s, context) for s in sequences)
     steps, streams = {}, {}
     for rows in ROWS:
-        step = RecordedStep(target, sequences[:1], rows, context)
+        step = StepGraph(target, sequences[:1], rows, context)
         assert bool(step.replay().isfinite().all()), (context, rows)
         steps[rows] = milliseconds(step.replay, config.times, REST)
     for count in config.streams:
-        step = RecordedStep(target, sequences[:count], 1, context)
+        step = StepGraph(target, sequences[:count], 1, context)
         assert bool(step.replay().isfinite().all()), (context, count)
         streams[count] = milliseconds(step.replay, config.times, REST)
     length = 1 + min(config.accept_length - 1, drafter.max_tokens)

@@ -22,7 +22,7 @@ from g4spec.runtime.cuda.cache.cuda_kv import CudaKV, Kind
 from g4spec.runtime.cuda.prefill import long_ops, plan, prefill_attention, reader
 from g4spec.runtime.cuda.prefill.prefill_attention import Chunk, HeadWeights
 from g4spec.runtime.cuda.prefill.prefill_experts import Experts, Stacks
-from g4spec.runtime.cuda.step.recorded import EAGER_USES
+from g4spec.runtime.cuda.step.recorded import RUNS_BEFORE_RECORDING
 from g4spec.runtime.cuda.weights import held, packing
 from g4spec.runtime.cuda.weights.dequant import Products, Weight, dequantize
 from g4spec.runtime.target import batch_of
@@ -70,7 +70,7 @@ BLOCK = 64 if EMULATED else PROMPT_BLOCK
 def _block(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (prefill_attention, plan, long_ops, reader):
         monkeypatch.setattr(module, "PROMPT_BLOCK", BLOCK)
-    monkeypatch.setattr(plan, "max_tail", lambda arch: BLOCK // 4)
+    monkeypatch.setattr(plan, "max_short_block", lambda arch: BLOCK // 4)
 
 
 def read(
@@ -291,7 +291,7 @@ def test_a_short_last_block_has_the_bits_of_steps(
 ) -> None:
     """Whatever is computed at once, with a full ring, also once recorded, and if the first prompt
     was short."""
-    monkeypatch.setattr(plan, "max_tail", lambda arch: 48)
+    monkeypatch.setattr(plan, "max_short_block", lambda arch: 48)
     monkeypatch.setattr(plan, "rows_at_once", lambda *_: 16 if count == 48 else 32)
     layers = dense(3, 64, head_dim=128, n_expert=16, n_expert_used=4, n_ff_expert=192)
     types = {"": "q4_k", "ffn_down_exps": "q8_0", "token_embd": "q6_k"}
@@ -307,7 +307,7 @@ def test_a_short_last_block_has_the_bits_of_steps(
         parts.append(on.target.forward(batch).hidden)
     assert same(torch.cat(parts), whole)
     on.read(SLOT, ids[:start], 0)  # other rows of the ring
-    for _ in range(EAGER_USES + 2):
+    for _ in range(RUNS_BEFORE_RECORDING + 2):
         assert same(on.read(SLOT, ids[start:], start).hidden, whole[start:])
     for a, b in zip(caches, on.target.caches, strict=True):
         first = 0 if a.window is None else max(0, len(ids) - a.window)
@@ -317,7 +317,7 @@ def test_a_short_last_block_has_the_bits_of_steps(
 
 def test_bits_do_not_depend_on_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where steps of 16 rows have a kernel for layers with a window that adds otherwise."""
-    monkeypatch.setattr(plan, "max_tail", lambda arch: 48)
+    monkeypatch.setattr(plan, "max_short_block", lambda arch: 48)
     layers = tuple(
         replace(s, head_dim=512 if s.window is None else 256, n_head=4, n_kv=2 if s.window else 1)
         for s in dense(3, 300)
@@ -343,7 +343,7 @@ def test_which_last_blocks_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
         2 * block + most,
         2 * block + most + 1,
     ]
-    assert [on._tail_rows(n) for n in counts] == [1, most, 0, 0, 0, 1, most, 0]
+    assert [on._short_rows(n) for n in counts] == [1, most, 0, 0, 0, 1, most, 0]
     monkeypatch.setattr(reader, "SLACK", BLOCK // 8)
     rows = [BLOCK // 8, most, block, block, block, block + BLOCK // 8, 2 * block + most, 3 * block]
     assert [on.prefill_rows(n) for n in counts] == rows

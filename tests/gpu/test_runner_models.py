@@ -15,6 +15,8 @@ from g4spec.ops.sampling import Sampler
 from g4spec.runtime.chooser import RequestChooser
 from g4spec.runtime.cuda.step import graph_runner, screen
 from g4spec.runtime.cuda.step.graph_runner import GraphRunner
+from g4spec.runtime.cuda.step.recorded import RUNS_BEFORE_RECORDING, Recorded
+from g4spec.runtime.eager_runner import EagerRunner
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.pending_rows import flush
 from g4spec.runtime.request import Options, Request
@@ -302,6 +304,45 @@ def test_drafts_that_cannot_be_recorded_run_eagerly(
     assert not any(started)  # its plain steps are recorded
     cycles(engine, options(3, 4))
     assert any(started)
+
+
+@pytest.mark.parametrize("count", [0, 4])
+def test_recorded_steps_of_host_choices_have_the_bits_of_others(folder: Path, count: int) -> None:
+    """Three sequences, which are padded to four, of different lengths."""
+    found = []
+    for step in (None, "recorded"):
+        engine = load(folder)
+        *_, host = engine.scheduler.runners
+        if step is None:
+            host = EagerRunner(engine.target, engine.draft)
+        engine.scheduler.runners = [host]
+        requests = [
+            engine.submit(PROMPT[: 20 * i + 9], options(count, 8 + i, HOT, logprobs=2))
+            for i in range(SLOTS)
+        ]
+        while engine.step():
+            pass
+        found.append([[(*summary(c), c.logprobs) for c in r] for r in requests])
+    assert found[0] == found[1] and all(cycle[-1] for did in found[0] for cycle in did)
+
+
+@pytest.mark.skipif(EMULATED, reason="needs a CUDA device")
+def test_a_graph_without_memory_for_it_is_run_op_by_op() -> None:
+    torch.cuda.empty_cache()
+    size = int(torch.cuda.mem_get_info()[0] * 0.6)
+
+    def run(batch: Batch) -> tuple[torch.Tensor, ...]:
+        large = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+        large[: len(batch)] = 2
+        return (batch.ids[:, None] * large[: len(batch), None],)
+
+    pool = torch.cuda.graph_pool_handle()
+    recorded = Recorded(run, 4, torch.device(DEVICE), pool)
+    for i in range(RUNS_BEFORE_RECORDING + 3):
+        _, (found,) = recorded([(0, 5, [i, 2])])
+        assert found.flatten().tolist() == [2 * i, 4]
+    assert recorded._graphs == {(2,): None}
+    torch.cuda.empty_cache()
 
 
 @pytest.mark.parametrize(

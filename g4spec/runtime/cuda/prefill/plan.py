@@ -80,14 +80,14 @@ def partial_results(config: Config, n_ctx: int, sequences: int) -> int:
 def rows_at_once(config: Config, n_ctx: int) -> int:
     """Return how many rows of a prompt are computed at once as in a step: as many as a ring has
     room for beyond its window, but no more than have room for partial results of attention in the
-    memory that packing has used before."""
+    memory that packing has used before: twice, op by op and in the memory of graphs."""
     groups = SLACK // MAX_STEP_ROWS
-    while groups > 1 and partial_results(config, n_ctx, groups) > PACKING:
+    while groups > 1 and partial_results(config, n_ctx, groups) > PACKING // 2:
         groups //= 2
     return groups * MAX_STEP_ROWS
 
 
-def max_tail(arch: str) -> int:
+def max_short_block(arch: str) -> int:
     """Return the maximum number of rows of a prompt's last block that are computed as in a step on
     an architecture ("": with portable kernels). More of them would take longer than a whole block
     (LOG.md, 2026-11-27)."""

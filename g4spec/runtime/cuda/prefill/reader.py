@@ -54,9 +54,10 @@ class Reader:
         # The fused kernel adds in another order, and only for 16 rows of a sequence.
         ops = copy.copy(self._ops)
         ops.fused_windows = False
-        self._tail_model = Model(model.config, model.w, ops)
+        self._short_model = Model(model.config, model.w, ops)
         self.rows_at_once = plan.rows_at_once(model.config, target.n_ctx)
-        self.max_tail = plan.max_tail("" if ops.portable else launch.arch(device.index))
+        arch = "" if ops.portable else launch.arch(device.index)
+        self.max_short_block = plan.max_short_block(arch)
         pool = pool or torch.cuda.graph_pool_handle()
         self._steps = Recorded(self._step_rows, self.rows_at_once, device, pool)
         self._fits = fits(model.config)
@@ -79,10 +80,10 @@ class Reader:
         if not self._fits:
             self._ops.without_kernel.add("prompts in long chunks")
             return self._in_steps(slot, ids, start)
-        tail = self._tail_rows(len(ids))
-        whole = len(ids) - tail
+        short = self._short_rows(len(ids))
+        whole = len(ids) - short
         parts = [self._in_blocks(slot, ids[:whole], start)] if whole else []
-        if tail:
+        if short:
             parts.append(self._in_steps(slot, ids[whole:], start + whole))
         return parts[0] if len(parts) == 1 else merge_steps(parts)
 
@@ -90,14 +91,14 @@ class Reader:
         """Return how many rows of whole blocks take about as long as `count` rows from the start
         of a block on: a longer last block is padded, and SLACK rows of a shorter one count as
         many."""
-        tail = self._tail_rows(count)
-        return padded(count - tail, PROMPT_BLOCK) + padded(tail, SLACK)
+        short = self._short_rows(count)
+        return padded(count - short, PROMPT_BLOCK) + padded(short, SLACK)
 
-    def _tail_rows(self, count: int) -> int:
+    def _short_rows(self, count: int) -> int:
         """Return how many of the last `count` rows of a prompt, from the start of a block on, are
         computed as in a step: those of the last block if it is short."""
         rest = count % PROMPT_BLOCK
-        return rest if rest <= self.max_tail else 0
+        return rest if rest <= self.max_short_block else 0
 
     def commit(self, draft: Draft, rows: StepRows) -> None:
         """Update a draft with the result of `read`: block by block, or as in steps if kernels do
@@ -139,7 +140,7 @@ class Reader:
         return merge_steps(parts)
 
     def _step_rows(self, batch: Batch) -> tuple[torch.Tensor, ...]:
-        rows = self._forward(self._tail_model, batch)
+        rows = self._forward(self._short_model, batch)
         return rows.hidden, rows.taps
 
     def _forward(self, model: Model, batch: Batch) -> StepRows:

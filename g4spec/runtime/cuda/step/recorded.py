@@ -17,35 +17,35 @@ from g4spec.runtime.cuda.step.graph_runner import SPARE_POSITION, STEPS, bucket
 if TYPE_CHECKING:
     from g4spec.runtime.target import Part, Target
 
-EAGER_USES = 2
+RUNS_BEFORE_RECORDING = 2
 """Number of times that a shape is computed op by op before it is recorded: the first runs pack
-weights and compile kernels (`GraphRunner`), and recording takes as long as a run."""
+weights and compile kernels, and recording takes as long as a run."""
 
 PADDING = 0
 """Token of padding rows."""
 
 
 class Recorded:
-    """A function of batches, as a CUDA graph per shape. Input and results of all graphs are in the
-    same memory, because logits of many rows are large.
+    """A function of batches, as a CUDA graph per shape, or op by op if there is no memory for one.
+    Input and results of all graphs are in the same memory, because logits of many rows are large.
 
     Args:
         run: what computes a batch, tensors with a row for each of its rows.
-        room: maximum number of rows.
+        max_rows: maximum number of rows.
         pool: memory that graphs share.
     """
 
     def __init__(
         self,
         run: Callable[[Batch], tuple[torch.Tensor, ...]],
-        room: int,
+        max_rows: int,
         device: torch.device,
         pool: Any,
     ) -> None:
         self._run, self._pool = run, pool
-        self._rows = torch.zeros(3, room, dtype=torch.int64, device=device)
+        self._rows = torch.zeros(3, max_rows, dtype=torch.int64, device=device)
         self._uses = Counter[tuple[int, ...]]()
-        self._graphs: dict[tuple[int, ...], graphs.Capture] = {}
+        self._graphs: dict[tuple[int, ...], graphs.Capture | None] = {}
         self._results: list[torch.Tensor] = []
 
     def __call__(self, parts: Seq[Part]) -> tuple[Batch, tuple[torch.Tensor, ...]]:
@@ -60,18 +60,25 @@ class Recorded:
         self._rows[:, : len(rows)].copy_(torch.tensor(rows).T)
         ids, positions, slots = self._rows[:, : len(rows)]
         batch = Batch(ids, positions, slots, sizes)
-        if self._uses[sizes] < EAGER_USES:
+        if self._uses[sizes] < RUNS_BEFORE_RECORDING:
             results = self._run(batch)
             if not self._results:
-                room = self._rows.shape[1]
-                self._results = [x.new_empty(room, *x.shape[1:]) for x in results]
+                max_rows = self._rows.shape[1]
+                self._results = [x.new_empty(max_rows, *x.shape[1:]) for x in results]
             self._uses[sizes] += 1  # unless it failed
             return batch, results
         if sizes not in self._graphs:
             # Attention of more rows reads keys that the kernel before it has written.
             overlap = max(sizes) <= MAX_STEP_ROWS
-            self._graphs[sizes] = graphs.Capture(lambda: self._keep(batch), self._pool, overlap)
-        self._graphs[sizes].replay()
+            try:
+                graph = graphs.Capture(lambda: self._keep(batch), self._pool, overlap)
+            except torch.OutOfMemoryError:  # op by op it needs no memory of its own
+                graph = None
+            self._graphs[sizes] = graph
+        graph = self._graphs[sizes]
+        if graph is None:
+            return batch, self._run(batch)
+        graph.replay()
         return batch, tuple(x[: len(rows)] for x in self._results)
 
     def _keep(self, batch: Batch) -> tuple[()]:
@@ -92,8 +99,8 @@ class RecordedStep:
             rows, logits = target.step(batch)
             return rows.hidden, rows.taps, logits
 
-        room = MAX_STEP_ROWS * bucket(target.space.n_slots)
-        self._recorded = Recorded(run, room, target.ops.device, pool)
+        max_rows = MAX_STEP_ROWS * bucket(target.space.n_slots)
+        self._recorded = Recorded(run, max_rows, target.ops.device, pool)
 
     def __call__(self, parts: Seq[Part]) -> tuple[StepRows, torch.Tensor]:
         """Return the rows and logits of a step, valid until the next call; each part has as many
