@@ -426,4 +426,4 @@ class Backend(Protocol):
         """Return runners in order of preference; the last one accepts any work."""
 
     def close(self) -> None:
-        """Drop references to the weights of targets and the memory of `read`."""
+        """Drop references to weights, and the memory of `read`."""

@@ -96,6 +96,12 @@ class CudaOps(Ops):
         self._buffers: dict[ExpertShape, Buffers] = {}
         self._contexts: dict[Any, context.Context | None] = {}
 
+    def close(self) -> None:
+        """Drop references to weights, and buffers."""
+        self.pairs = GateUpPairs()
+        for kept in (self._layers, self._buffers, self._contexts):
+            kept.clear()
+
     # ---- simple operations
 
     def embed(self, table: Any, ids: torch.Tensor, scale: float) -> torch.Tensor:
