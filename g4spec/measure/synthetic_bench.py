@@ -168,7 +168,7 @@ class StepGraph:
 
         for _ in range(2):
             run()
-        self.graph = graphs.Capture(run, torch.cuda.graph_pool_handle())
+        self.graph = graphs.Capture(run, None)
 
     def replay(self) -> torch.Tensor:
         """Replay the graph; return logits [T, V]."""

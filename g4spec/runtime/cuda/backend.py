@@ -129,15 +129,17 @@ class CudaBackend:
 
     def runners(self, target: Target, draft: Draft | None) -> Sequence[Runner]:
         """Return the runner of recorded cycles, and an eager runner for what cannot be recorded."""
+        from g4spec.runtime.cuda.step import graphs
         from g4spec.runtime.cuda.step.graph_runner import GraphRunner
         from g4spec.runtime.cuda.step.recorded import RecordedStep
         from g4spec.runtime.eager_runner import EagerRunner
 
-        pool = torch.cuda.graph_pool_handle()
+        pool = graphs.Pool(self.device)
         self._reader = Reader(self, target, pool)  # raises an error before the first request
         host = EagerRunner(target, draft, RecordedStep(target, pool))
         return [GraphRunner(target, draft, pool=pool), host]
 
     def close(self) -> None:
-        """Free the buffers and graphs of prefill, and with them the weights."""
+        """See `g4spec.core.Backend`."""
         self._reader = None
+        self.ops.close()

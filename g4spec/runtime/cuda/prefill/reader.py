@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,7 +21,7 @@ from g4spec.runtime.cuda.prefill.draft_ops import DraftOps
 from g4spec.runtime.cuda.prefill.long_ops import STILL, LongOps, rotating_freqs
 from g4spec.runtime.cuda.prefill.prefill_attention import Chunk, padded
 from g4spec.runtime.cuda.prefill.prefill_experts import MAX_EXPERTS, MAX_USED
-from g4spec.runtime.cuda.step import packed_rows
+from g4spec.runtime.cuda.step import graphs, packed_rows
 from g4spec.runtime.cuda.step.recorded import PADDING, Recorded
 from g4spec.runtime.cuda.weights.matrix import Matrix
 from g4spec.runtime.pending_rows import merge_steps
@@ -45,7 +45,7 @@ class Reader:
         pool: memory that graphs share; default: their own.
     """
 
-    def __init__(self, backend: Backend, target: Target, pool: Any = None) -> None:
+    def __init__(self, backend: Backend, target: Target, pool: graphs.Pool | None = None) -> None:
         self._ops: CudaOps = backend.ops
         self.target = target
         self._long: Model | None = None
@@ -58,7 +58,7 @@ class Reader:
         self.rows_at_once = plan.rows_at_once(model.config, target.n_ctx)
         arch = "" if ops.portable else launch.arch(device.index)
         self.max_short_block = plan.max_short_block(arch)
-        pool = pool or torch.cuda.graph_pool_handle()
+        pool = pool or graphs.Pool(self._ops.device)
         self._steps = Recorded(self._step_rows, self.rows_at_once, device, pool)
         self._fits = fits(model.config)
         for spec, freqs in zip(model.config.layers, model.freqs, strict=True):

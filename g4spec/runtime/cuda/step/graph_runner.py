@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -106,7 +106,7 @@ class GraphRunner:
         draft: Draft | None,
         *,
         forced: int | None = None,
-        pool: Any = None,
+        pool: graphs.Pool | None = None,
     ) -> None:
         self._target, self._draft = target, draft
         device, n_slots = target.ops.device, target.space.n_slots
@@ -122,7 +122,7 @@ class GraphRunner:
         self._state = CycleState(room, device, width=width, turns=DEPTH)
         self._choice = Choice(target.config.n_vocab, device, room=room)
         self._forced = None if forced is None else torch.tensor([forced], device=device)
-        self._pool: Any = pool or torch.cuda.graph_pool_handle()
+        self._pool = pool or graphs.Pool(device)
         self._graphs: dict[GraphKey, graphs.Capture] = {}
         self._marks = [Marks.new() for _ in range(DEPTH)]
         self._waiting: deque[Started] = deque()

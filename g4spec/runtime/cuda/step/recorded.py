@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,7 +32,7 @@ class Recorded:
     Args:
         run: what computes a batch, tensors with a row for each of its rows.
         max_rows: maximum number of rows.
-        pool: memory that graphs share.
+        pool: memory that graphs share, or None: each has its own.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Recorded:
         run: Callable[[Batch], tuple[torch.Tensor, ...]],
         max_rows: int,
         device: torch.device,
-        pool: Any,
+        pool: graphs.Pool | None,
     ) -> None:
         self._run, self._pool = run, pool
         self._rows = torch.zeros(3, max_rows, dtype=torch.int64, device=device)
@@ -92,7 +92,7 @@ class RecordedStep:
     """Steps of the target for `EagerRunner`: batches are padded to shapes of `GraphRunner`, so that
     few are recorded."""
 
-    def __init__(self, target: Target, pool: Any) -> None:
+    def __init__(self, target: Target, pool: graphs.Pool | None) -> None:
         self._spare = target.space.n_slots, SPARE_POSITION
 
         def run(batch: Batch) -> tuple[torch.Tensor, ...]:
