@@ -332,9 +332,10 @@ def test_a_graph_without_memory_for_it_is_run_op_by_op() -> None:
     total = torch.cuda.mem_get_info()[1]
 
     def run(batch: Batch) -> tuple[torch.Tensor, ...]:
+        doubled = batch.ids[:, None] * 2
         if len(batch) == 2 and torch.cuda.is_current_stream_capturing():
             torch.empty(2 * total, dtype=torch.uint8, device=DEVICE)
-        return (batch.ids[:, None] * 2,)
+        return (doubled,)
 
     device = torch.device(DEVICE)
     recorded = Recorded(run, 4, device, graphs.Pool(device))
