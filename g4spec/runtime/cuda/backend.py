@@ -13,7 +13,7 @@ from g4spec.runtime.cuda import gpu_memory
 from g4spec.runtime.cuda.cache.cache_types import Kind
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
 from g4spec.runtime.cuda.cache.cuda_kv_size import SLACK, spare_slots
-from g4spec.runtime.cuda.ops import CudaOps
+from g4spec.runtime.cuda.ops import CudaOps, drop_weights
 from g4spec.runtime.cuda.prefill.reader import Reader
 from g4spec.runtime.cuda.step.sampler import CudaSampler
 from g4spec.runtime.cuda.weights import held_size
@@ -142,4 +142,4 @@ class CudaBackend:
     def close(self) -> None:
         """See `g4spec.core.Backend`."""
         self._reader = None
-        self.ops.close()
+        drop_weights(self.ops)

@@ -96,12 +96,6 @@ class CudaOps(Ops):
         self._buffers: dict[ExpertShape, Buffers] = {}
         self._contexts: dict[Any, context.Context | None] = {}
 
-    def close(self) -> None:
-        """Drop references to weights, and buffers."""
-        self.pairs = GateUpPairs()
-        for kept in (self._layers, self._buffers, self._contexts):
-            kept.clear()
-
     # ---- simple operations
 
     def embed(self, table: Any, ids: torch.Tensor, scale: float) -> torch.Tensor:
@@ -409,3 +403,10 @@ def _in_groups(batch: Batch) -> Batch:
     # kernel writes some of them (`launch.in_order`).
     assert not launch.overlaps(), batch.sizes
     return replace(batch, sizes=(GROUP_ROWS,) * (len(batch) // GROUP_ROWS))
+
+
+def drop_weights(ops: CudaOps) -> None:
+    """Drop what `ops` keeps: references to weights, and buffers."""
+    ops.pairs = GateUpPairs()
+    for kept in (ops._layers, ops._buffers, ops._contexts):
+        kept.clear()
