@@ -220,7 +220,7 @@ class Scheduler:
         while prefilling and rows > 0:
             task = prefilling[0]
             began = time.perf_counter()
-            in_steps = task.seq.n_read >= task.n_prompt
+            in_steps = task.recomputes
             try:
                 count = self._prefill_part(task, rows)
             except torch.OutOfMemoryError as error:  # no other request reads its rows
@@ -247,7 +247,7 @@ class Scheduler:
         snapshot, or part of the tokens that were generated before a preemption. Return their
         number; 0 if a block is more than `max_rows`."""
         s = task.seq
-        if s.n_read >= task.n_prompt:
+        if task.recomputes:
             count = min(len(s.ids) - 1 - s.n_read, MAX_STEP_ROWS)
             part = (s.slot, s.n_read, s.ids[s.n_read : s.n_read + count])
             rows = self.target.forward(batch_of(self.target.ops, [part]))

@@ -47,6 +47,11 @@ class Task:
         return self.sequence
 
     @property
+    def recomputes(self) -> bool:
+        """True if the next tokens to compute were generated before a preemption."""
+        return self.in_prefill and self.seq.n_read >= self.n_prompt
+
+    @property
     def in_prefill(self) -> bool:
         """True if tokens before the newest one still have to be computed."""
         return self.seq.n_read < max(self.n_prompt, len(self.ids) - 1)

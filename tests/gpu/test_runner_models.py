@@ -310,10 +310,10 @@ def test_drafts_that_cannot_be_recorded_run_eagerly(
 def test_recorded_steps_of_host_choices_have_the_bits_of_others(folder: Path, count: int) -> None:
     """Three sequences, which are padded to four, of different lengths."""
     found = []
-    for step in (None, "recorded"):
+    for recorded in (False, True):
         engine = load(folder)
         *_, host = engine.scheduler.runners
-        if step is None:
+        if not recorded:
             host = EagerRunner(engine.target, engine.draft)
         engine.scheduler.runners = [host]
         requests = [
