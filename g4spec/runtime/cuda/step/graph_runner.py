@@ -123,7 +123,7 @@ class GraphRunner:
         self._choice = Choice(target.config.n_vocab, device, room=room)
         self._forced = None if forced is None else torch.tensor([forced], device=device)
         self._pool = pool or graphs.Pool(device)
-        self._graphs: dict[GraphKey, graphs.Capture] = {}
+        self._graphs: dict[GraphKey, graphs.Recording] = {}
         self._marks = [Marks.new() for _ in range(DEPTH)]
         self._waiting: deque[Started] = deque()
         self._turn = 0
@@ -242,7 +242,7 @@ class GraphRunner:
 
     def _recorded(
         self, shape: GraphKey, run: Callable[[GraphKey], tuple[torch.Tensor, ...]]
-    ) -> graphs.Capture:
+    ) -> graphs.Recording:
         """Return a part as a graph, recorded at first use. Before that it runs twice without a
         graph, from the state that the first replay will find: the first run packs weights and
         compiles kernels, and a weight that was read before it was packed is read by another kernel
@@ -255,7 +255,7 @@ class GraphRunner:
                 (run if once is shape else self._step)(once)
                 for x, old in zip(kept, before, strict=True):
                     x.copy_(old)
-            self._graphs[shape] = graphs.Capture(lambda: run(shape), self._pool)
+            self._graphs[shape] = graphs.record(lambda: run(shape), self._pool)
         return self._graphs[shape]
 
     def _proposal(self, shape: GraphKey) -> tuple[()]:

@@ -52,6 +52,36 @@ class Capture:
         self.graph.replay()
 
 
+class OpByOp:
+    """Runs `run` at each replay, in place of a graph for which there is no memory."""
+
+    outputs: tuple[torch.Tensor, ...]
+
+    def __init__(self, run: Callable[[], tuple[torch.Tensor, ...]]) -> None:
+        self._run = run
+
+    def replay(self) -> None:
+        self.outputs = self._run()
+
+
+Recording = Capture | OpByOp
+
+
+def record(
+    run: Callable[[], tuple[torch.Tensor, ...]], pool: Pool | None, overlap: bool = True
+) -> Recording:
+    """Return `run` as a graph (see `Capture`), or op by op if there is no memory for one. Op by op
+    it needs no more than the runs before a recording have used."""
+    try:
+        return Capture(run, pool, overlap)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()  # torch frees what it keeps, but not during a capture
+    try:
+        return Capture(run, pool, overlap)
+    except torch.OutOfMemoryError:
+        return OpByOp(run)
+
+
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
     """Disable garbage collection: freeing another graph during a recording would abort it."""

@@ -26,8 +26,8 @@ PADDING = 0
 
 
 class Recorded:
-    """A function of batches, as a CUDA graph per shape, or op by op if there is no memory for one.
-    Input and results of all graphs are in the same memory, because logits of many rows are large.
+    """A function of batches, as a CUDA graph per shape. Input and results of all graphs are in the
+    same memory, because logits of many rows are large.
 
     Args:
         run: what computes a batch, tensors with a row for each of its rows.
@@ -45,7 +45,7 @@ class Recorded:
         self._run, self._pool = run, pool
         self._rows = torch.zeros(3, max_rows, dtype=torch.int64, device=device)
         self._uses = Counter[tuple[int, ...]]()
-        self._graphs: dict[tuple[int, ...], graphs.Capture | None] = {}
+        self._graphs: dict[tuple[int, ...], graphs.Recording] = {}
         self._results: list[torch.Tensor] = []
 
     def __call__(self, parts: Seq[Part]) -> tuple[Batch, tuple[torch.Tensor, ...]]:
@@ -70,15 +70,8 @@ class Recorded:
         if sizes not in self._graphs:
             # Attention of more rows reads keys that the kernel before it has written.
             overlap = max(sizes) <= MAX_STEP_ROWS
-            try:
-                graph = graphs.Capture(lambda: self._keep(batch), self._pool, overlap)
-            except torch.OutOfMemoryError:  # op by op it needs no memory of its own
-                graph = None
-            self._graphs[sizes] = graph
-        graph = self._graphs[sizes]
-        if graph is None:
-            return batch, self._run(batch)
-        graph.replay()
+            self._graphs[sizes] = graphs.record(lambda: self._keep(batch), self._pool, overlap)
+        self._graphs[sizes].replay()
         return batch, tuple(x[: len(rows)] for x in self._results)
 
     def _keep(self, batch: Batch) -> tuple[()]:
