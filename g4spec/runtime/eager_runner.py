@@ -1,10 +1,11 @@
-"""The eager runner: drafts op by op and chooses tokens on the host, for any work on any device."""
+"""The eager runner: chooses tokens on the host, for any work on any device."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,18 +19,49 @@ Step = Callable[[Seq[Part]], tuple[StepRows, torch.Tensor]]
 """Computes rows of sequences; the batch that it returns may have more, as padding."""
 
 
+@dataclass(slots=True)
+class Proposal:
+    """The drafted tokens of one sequence.
+
+    Attributes:
+        failed: why the draft cannot be used, or None.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    failed: str | None = None
+
+    @classmethod
+    def of(cls, ids: list[int], failed: str | None) -> Proposal:
+        """Return the usable part of the drafted `ids`: those before the first -1."""
+        if failed:
+            return cls([], failed)
+        return cls(ids[: ids.index(-1)] if -1 in ids else ids)
+
+
+Propose = Callable[[Seq[Work]], Seq[Proposal] | None]
+"""Drafts tokens for each sequence, or returns None if it cannot for such work."""
+
+
 class EagerRunner:
     """Runs a cycle when it is started (`g4spec.core.Runner`).
 
     Args:
         step: computes the rows and logits of a step; by default `Target.step`.
+        propose: drafts tokens where it can; by default, and elsewhere, the draft runs op by op.
     """
 
     depth = 1
 
-    def __init__(self, target: Target, draft: Draft | None, step: Step | None = None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        draft: Draft | None,
+        step: Step | None = None,
+        propose: Propose | None = None,
+    ) -> None:
         self._target, self._draft = target, draft
         self._step = step or (lambda parts: target.step(batch_of(target.ops, parts)))
+        self._propose = propose or (lambda work: None)
         self._done: list[Cycle] = []
 
     def can_run(self, work: Seq[Work]) -> bool:
@@ -42,7 +74,7 @@ class EagerRunner:
     def start(self, work: Seq[Work]) -> None:
         """Propose, step and accept; keep the rows for the draft's next update."""
         started = time.perf_counter()
-        proposals = self._propose(work)
+        proposals = self._proposals(work)
         proposed = time.perf_counter()
         rows, logits = self._step(
             [
@@ -66,12 +98,16 @@ class EagerRunner:
         done, self._done = self._done, []
         return done
 
-    def _propose(self, work: Seq[Work]) -> list[_Proposal]:
+    def _proposals(self, work: Seq[Work]) -> Seq[Proposal]:
         """Draft tokens for each sequence; none where the requested count is 0."""
-        out = [_Proposal(w) for w in work]
-        drafting = [p for p in out if p.work.count]
-        if not drafting:
-            return out
+        if not any(w.count for w in work):
+            return [Proposal() for _ in work]
+        return self._propose(work) or self._op_by_op(work)
+
+    def _op_by_op(self, work: Seq[Work]) -> Seq[Proposal]:
+        """Draft tokens with a token at a time chosen on the host."""
+        picks = [_Picks(w) for w in work]
+        drafting = [p for p in picks if p.work.count]
         draft, ops = self._draft, self._target.ops
         assert draft is not None
         flush(draft, [p.work.sequence for p in drafting])
@@ -92,14 +128,15 @@ class EagerRunner:
             ]
             return ops.ids(ids)
 
-        drafted = draft.propose(batch, max(p.work.count for p in drafting), pick)
-        for p, ids in zip(drafting, drafted.tolist(), strict=True):
-            p.take(ids)
-        return out
+        drafted = iter(draft.propose(batch, max(p.work.count for p in drafting), pick).tolist())
+        return [
+            Proposal.of(next(drafted)[: p.work.count], p.failed) if p.work.count else Proposal()
+            for p in picks
+        ]
 
 
-class _Proposal:
-    """The drafted tokens of one sequence.
+class _Picks:
+    """Chooses the drafted tokens of one sequence.
 
     Attributes:
         failed: why the draft cannot be used, or None.
@@ -107,7 +144,6 @@ class _Proposal:
 
     def __init__(self, work: Work) -> None:
         self.work = work
-        self.tokens: list[int] = []
         self.failed: str | None = None
 
     def pick(self, logits: torch.Tensor, i: int) -> int:
@@ -120,14 +156,8 @@ class _Proposal:
             self.failed = str(error)
             return 0
 
-    def take(self, ids: list[int]) -> None:
-        """Keep the usable part of a proposal."""
-        if not self.failed:
-            ids = ids[: self.work.count]
-            self.tokens = ids[: ids.index(-1)] if -1 in ids else ids
 
-
-def _chosen(work: Work, proposal: _Proposal, logits: torch.Tensor) -> Cycle:
+def _chosen(work: Work, proposal: Proposal, logits: torch.Tensor) -> Cycle:
     """Choose the target's tokens over the drafted ones."""
     try:
         cycle = work.chooser.choose(logits, proposal.tokens, work.sequence.position + 1)

@@ -276,12 +276,13 @@ def test_the_end_of_the_context(folder: Path) -> None:
             assert request.stats.stop_reason == "context"
 
 
-def test_a_useless_draft_is_dropped(folder: Path) -> None:
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_a_useless_draft_is_dropped(folder: Path, logprobs: int | None) -> None:
     engine = load(folder)
     plain, _ = cycles(engine, options(0, 12))
     draft: Any = engine.draft
     draft.w["output_norm.weight"].fill_(torch.nan)
-    request, _ = cycles(engine, options(4, 12))
+    request, _ = cycles(engine, options(4, 12, logprobs=logprobs))
     assert request.ids == plain.ids and "cannot be used" in request.notes[0]
 
 
@@ -356,24 +357,39 @@ def _without_memory(part: str, capture: Any) -> Any:
     return made
 
 
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"logprobs": 2, "sampler": HOT},
+        {"mask": lambda ids: torch.arange(VOCAB) % 3 != len(ids) % 3, "sampler": NARROW},
+        {"mask": lambda ids: torch.arange(VOCAB) % 2 == 0},
+        {"logprobs": 1, "sampler": Sampler(repetition_penalty=1.3)},
+    ],
+    ids=["logprobs", "mask", "greedy-mask", "penalties"],
+)
 @pytest.mark.parametrize("count", [0, 4])
-def test_recorded_steps_of_host_choices_have_the_bits_of_others(folder: Path, count: int) -> None:
-    """Three sequences, which are padded to four, of different lengths."""
+def test_recorded_parts_of_host_choices_have_the_bits_of_others(
+    folder: Path, count: int, choice: dict[str, Any]
+) -> None:
+    """Three sequences, which are padded to four, of different lengths. Penalties count for drafted
+    tokens as well: these are chosen on the host."""
     found = []
     for recorded in (False, True):
         engine = load(folder)
-        *_, host = engine.scheduler.runners
+        graph, host = engine.scheduler.runners
         if not recorded:
             host = EagerRunner(engine.target, engine.draft)
         engine.scheduler.runners = [host]
         requests = [
-            engine.submit(PROMPT[: 20 * i + 9], options(count, 8 + i, HOT, logprobs=2))
+            engine.submit(PROMPT[: 20 * i + 9], options(count, 8 + i, **choice))
             for i in range(SLOTS)
         ]
         while engine.step():
             pass
         found.append([[(*summary(c), c.logprobs) for c in r] for r in requests])
-    assert found[0] == found[1] and all(cycle[-1] for did in found[0] for cycle in did)
+        proposals = any(key.part == "proposal" for key in graph._graphs)
+        assert proposals == (recorded and count > 0 and choice.get("sampler", HOT).plain)
+    assert found[0] == found[1] and all(did for did in found[0])
 
 
 @pytest.mark.skipif(EMULATED, reason="needs a CUDA device")

@@ -128,7 +128,8 @@ class CudaBackend:
         return CudaSampler(sampler, self.device)
 
     def runners(self, target: Target, draft: Draft | None) -> Sequence[Runner]:
-        """Return the runner of recorded cycles, and an eager runner for what cannot be recorded."""
+        """Return the runner of recorded cycles, and one for work whose tokens the host chooses,
+        which records what it can."""
         from g4spec.runtime.cuda.step import graphs
         from g4spec.runtime.cuda.step.graph_runner import GraphRunner
         from g4spec.runtime.cuda.step.recorded import RecordedStep
@@ -136,8 +137,8 @@ class CudaBackend:
 
         pool = graphs.Pool(self.device)
         self._reader = Reader(self, target, pool)  # raises an error before the first request
-        host = EagerRunner(target, draft, RecordedStep(target, pool))
-        return [GraphRunner(target, draft, pool=pool), host]
+        graph = GraphRunner(target, draft, pool=pool)
+        return [graph, EagerRunner(target, draft, RecordedStep(target, pool), graph.propose)]
 
     def close(self) -> None:
         """See `g4spec.core.Backend`."""

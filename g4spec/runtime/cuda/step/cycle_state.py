@@ -188,6 +188,13 @@ class CycleState:
             turns=self.turns,
         )
 
+    def drafted(self, sequences: int, rows: int) -> tuple[list[list[int]], list[list[int]]]:
+        """Wait for a proposal whose step has `rows` rows per sequence. Return the drafted tokens of
+        each sequence, and for each of them whether its logits are not finite (1)."""
+        ids = self.rows(sequences, rows)[0].view(sequences, rows)[:, 1:]
+        unfit = self.unfit[: sequences * self.width].view(sequences, self.width)[:, : rows - 1]
+        return ids.tolist(), unfit.tolist()
+
     def results(self, turn: int, sequences: int) -> list[CycleResult]:
         """Return the results of the cycle with this turn, which must have ended."""
         at = self.seen[turn, :sequences]

@@ -26,6 +26,7 @@ from g4spec.runtime.cuda.step import graphs
 from g4spec.runtime.cuda.step.choose import Choice, mode_of
 from g4spec.runtime.cuda.step.cycle_state import CycleResult, CycleState, SequenceState
 from g4spec.runtime.cuda.step.picks import Picks
+from g4spec.runtime.eager_runner import Proposal
 from g4spec.runtime.pending_rows import flush
 
 if TYPE_CHECKING:
@@ -133,13 +134,20 @@ class GraphRunner:
     def can_run(self, work: Seq[Work]) -> bool:
         """Return True unless a choice needs the host or sorts all logits, sequences suppress
         different tokens, or a sequence drafts and the draft cannot be recorded."""
-        samplers, draft = [w.chooser.sampler for w in work], self._draft
-        return (
-            not any(w.chooser.on_host for w in work)
-            and len({s.suppress for s in samplers}) == 1
-            and all(mode_of(s, self._choice.columns) != "sorted" for s in samplers)
-            and (not any(w.count for w in work) or (draft is not None and draft.recordable))
-        )
+        return not any(w.chooser.on_host for w in work) and self._recordable(work)
+
+    def propose(self, work: Seq[Work]) -> list[Proposal] | None:
+        """Draft tokens for work whose tokens the host chooses; None if a choice among the draft's
+        logits needs the host as well."""
+        if not self._recordable(work):
+            return None
+        assert not self._waiting, "a cycle is running"
+        counts, most = tuple(w.count for w in work), max(w.count for w in work)
+        self._enter(work, counts)
+        self._states = []  # the host decides how many tokens are accepted
+        shape = self._propose(work, most)
+        drafted = zip(*self._state.drafted(shape.sequences, shape.rows), counts, strict=False)
+        return [Proposal.of(ids[:n], _draft_failed(any(unfit[:n]))) for ids, unfit, n in drafted]
 
     def start(self, work: Seq[Work]) -> None:
         """See `g4spec.core.Runner`."""
@@ -192,6 +200,16 @@ class GraphRunner:
 
     # ---- inside
 
+    def _recordable(self, work: Seq[Work]) -> bool:
+        """Return True if tokens are chosen from plain logits by recordable kernels, and the draft
+        can be recorded if a sequence drafts."""
+        samplers, draft = [w.chooser.sampler for w in work], self._draft
+        return (
+            len({s.suppress for s in samplers}) == 1
+            and all(s.plain and mode_of(s, self._choice.columns) != "sorted" for s in samplers)
+            and (not any(w.count for w in work) or (draft is not None and draft.recordable))
+        )
+
     def _enter(self, work: Seq[Work], counts: tuple[int, ...]) -> None:
         """Upload the state of the sequences, unless the device already has it."""
         rows = [1 + count for count in counts]
@@ -228,8 +246,8 @@ class GraphRunner:
         rows = next(size for size in STEPS if size > most)
         return GraphKey(part, bucket(sequences), rows, drafts, self._choice.modes)
 
-    def _propose(self, work: Seq[Work], most: int) -> None:
-        """Give the draft its pending rows, and start a proposal."""
+    def _propose(self, work: Seq[Work], most: int) -> GraphKey:
+        """Give the draft its pending rows, and start a proposal; return its shape."""
         draft = self._draft
         assert draft is not None and most <= draft.max_tokens, most
         assert all(s.kept is None for s in self._waiting), "a running cycle keeps rows"
@@ -239,6 +257,7 @@ class GraphRunner:
         # With one sequence, step and proposal share memory, whatever their rows.
         shape = self._shape("proposal", len(work), most if len(work) > 1 else MAX_DRAFT, drafts)
         self._recorded(shape, self._proposal).replay()
+        return shape
 
     def _recorded(
         self, shape: GraphKey, run: Callable[[GraphKey], tuple[torch.Tensor, ...]]
@@ -309,12 +328,16 @@ def bucket(sequences: int) -> int:
 def _cycle(seen: CycleResult, count: int, draft_seconds: float, step_seconds: float) -> Cycle:
     """Return the result of a cycle of `count` drafted tokens for a sequence."""
     used, drafted = 1 + seen.accepted, seen.ids[1 : 1 + count]
-    failed = bool(seen.unfit & ((1 << count) - 1))
     cycle = Cycle([], [], drafted, 0, draft_seconds, step_seconds)
-    cycle.draft_failed = str(NotFinite.of_logits()) if failed else None
+    cycle.draft_failed = _draft_failed(bool(seen.unfit & ((1 << count) - 1)))
     if seen.bad & ((1 << used) - 1):
         cycle.error = NotFinite.of_logits()
     else:
         cycle.tokens, cycle.logits = seen.chosen[:used], seen.logits[:used]
         cycle.accepted = seen.accepted
     return cycle
+
+
+def _draft_failed(unfit: bool) -> str | None:
+    """Return why a proposal cannot be used if logits of its tokens are not finite, or None."""
+    return str(NotFinite.of_logits()) if unfit else None
