@@ -23,7 +23,7 @@ racecheck takes minutes and 20 GB of memory per program. Versions before CUDA 13
 false races around mbarriers and bulk copies, by NVIDIA's release notes, and do not detect missing
 proxy fences. Install a newer one with `pip install nvidia-cuda-sanitizer-api` (`--sanitizer`).
 2026.4 reports a race for every ring of slots that bulk copies refill, also for a textbook one
-(LOG.md, 2026-11-27). The small families have too few units for their rings to wrap.
+(LOG.md, 2026-11-27): three of these programs, whose rings wrap, do not pass for this reason.
 """
 
 from __future__ import annotations
