@@ -174,8 +174,7 @@ def _masked(
         return row
     assert allowed.dtype == torch.bool, allowed.dtype
     assert allowed.shape == row.shape, (allowed.shape, row.shape)
-    allowed = allowed.to(row.device)
-    usable = allowed.clone()
+    usable = allowed.clone()  # on the CPU, as masks are: a GPU would be waited for
     usable[[*sampler.suppress, *(i for i, bias in sampler.logit_bias if bias == -math.inf)]] = False
     if not bool(usable.any()):
         name = getattr(mask, "__name__", type(mask).__name__)
@@ -186,7 +185,7 @@ def _masked(
             found=found,
             fix="allow a stop token where the grammar is complete",
         )
-    return row.masked_fill(~allowed, -math.inf)
+    return row.masked_fill(~allowed.to(row.device), -math.inf)
 
 
 def logprobs(logits: torch.Tensor, token: int, n: int) -> tuple[float, list[tuple[int, float]]]:
