@@ -94,6 +94,9 @@ def one_line(text: str) -> str:
 def _print(text: str, file: TextIO, end: str = "\n") -> None:
     """Print and flush; end the run silently if the reader has gone (`| head`).
 
+    After a failed write the file is the null device: Python flushes what is left once more at exit,
+    and a second failure there would replace the exit code by 120.
+
     The only control characters that a terminal gets are line breaks, tabs and ANSI styles.
     """
     if file.isatty():
@@ -102,10 +105,11 @@ def _print(text: str, file: TextIO, end: str = "\n") -> None:
         text = "".join(parts)
     try:
         print(text, file=file, end=end, flush=True)
-    except BrokenPipeError:
-        # Python flushes again at exit; send that to /dev/null.
+    except OSError as problem:
         os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
-        raise typer.Exit(CLOSED_PIPE) from None
+        if isinstance(problem, BrokenPipeError):
+            raise typer.Exit(CLOSED_PIPE) from None
+        raise
 
 
 def _json_value(value: Any) -> Any:

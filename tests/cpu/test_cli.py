@@ -19,6 +19,8 @@ from g4spec.errors import CheckFailed, EnvironmentProblem, InputError, UsageErro
 from tests.support import tokens
 
 ROOT = Path(__file__).resolve().parents[2]
+BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+"""The environment of a run with the usual buffered output."""
 
 
 @pytest.fixture
@@ -134,6 +136,7 @@ def test_usage_errors(argv: list[str], capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_full_disk_on_stdout(options: list[str]) -> None:
+    """Also with a buffered stdout, of which Python flushes the rest at exit."""
     command = [
         sys.executable,
         "-m",
@@ -147,7 +150,9 @@ def test_full_disk_on_stdout(options: list[str]) -> None:
         *options,
     ]
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, env=BUFFERED, text=True, check=False
+        )
     assert done.returncode == 4
     one_error_line(done.stderr)
 
