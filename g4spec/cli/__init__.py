@@ -11,6 +11,7 @@ Nothing here, and nothing at the top of a command's file, may import torch or nu
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 import sys
 from collections.abc import Sequence
@@ -101,8 +102,25 @@ def run(argv: Sequence[str]) -> int:
         return render.error(str(error), error.exit_code, json=json)
 
 
+def _open_closed_streams() -> None:
+    """Open the null device in place of standard streams that are closed (`>&-`).
+
+    Otherwise the first file that the run opens takes the number of the stream, and receives what
+    libraries and subprocesses write to it. stdin is empty then and stderr is discarded. stdout is
+    opened for reading: the requested output is lost, and the error of the first write says so.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            mode = os.O_WRONLY if name == "stderr" else os.O_RDONLY
+            number = os.open(os.devnull, mode)  # the lowest free number: that of the stream
+            os.set_inheritable(number, True)
+            stream = open(number, "r" if name == "stdin" else "w")  # noqa: SIM115
+            setattr(sys, name, stream)
+
+
 def main() -> None:
     """Run the command line of this process (see `g4spec.__main__`)."""
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         # A character that the terminal cannot show must not end the run.
         if hasattr(stream, "reconfigure"):

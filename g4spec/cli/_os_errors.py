@@ -68,6 +68,8 @@ def _from_os_error(problem: OSError) -> G4Error | None:
     reason = (problem.strerror or os.strerror(problem.errno)).lower()
     if problem.errno in _INPUT_ERRNOS:
         return InputError(f"cannot open{where}: {reason}", fix="check the path")
+    if problem.errno == errno.EBADF:  # see `cli._open_closed_streams`
+        return EnvironmentProblem("cannot write: stdout is closed", fix="redirect it to a file")
     if problem.errno in (errno.ENOSPC, errno.EDQUOT):
         return EnvironmentProblem(f"cannot write{where}: {reason}", fix="free disk space")
     return EnvironmentProblem(f"cannot access{where}: {reason}")

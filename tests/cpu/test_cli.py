@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -155,6 +156,28 @@ def test_full_disk_on_stdout(options: list[str]) -> None:
         )
     assert done.returncode == 4
     one_error_line(done.stderr)
+
+
+CLOSED = "error: cannot write: stdout is closed. Redirect it to a file"
+
+
+@pytest.mark.parametrize(
+    ("argv", "closed", "code", "lines"),
+    [
+        ("--version", ">&-", 4, ["", CLOSED]),
+        ("--version", "2>&-", 0, [f"g4spec {__version__}", ""]),
+        ("inspect missing.gguf", "2>&-", 3, ["", ""]),
+        ("doctor --log -", "<&-", 0, ["The log contains no error message", ""]),
+        ("--version", "<&- >&- 2>&-", 4, ["", ""]),
+    ],
+)
+def test_closed_streams(argv: str, closed: str, code: int, lines: list[str]) -> None:
+    command = f"exec {shlex.quote(sys.executable)} -m g4spec {argv} {closed}"
+    done = subprocess.run(
+        ["sh", "-c", command], capture_output=True, env=BUFFERED, text=True, check=False
+    )
+    assert done.returncode == code
+    assert done.stdout.startswith(lines[0]) and done.stderr.strip() == lines[1]
 
 
 def test_without_arguments_help(capsys: pytest.CaptureFixture[str]) -> None:
