@@ -20,6 +20,7 @@ SAME = {
     "-sys": "--system",
     "--system-prompt": "--system",
     "--predict": "--n-predict",
+    "--n-predict": "--predict",  # of `serve`
     "-l": "--logit-bias",
     "--temperature": "--temp",
     "--draft": "--draft-max",

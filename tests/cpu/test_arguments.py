@@ -59,6 +59,15 @@ def test_words_without_an_option(
     assert "error: unexpected argument" in err and f"Did you mean {meant}? See `g4spec " in err
 
 
+@pytest.mark.parametrize("flag", ["-n", "--predict", "--n-predict"])
+@pytest.mark.parametrize("command", ["generate -p x", "chat", "bench", "serve"])
+def test_every_spelling_of_the_number_of_tokens(
+    command: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run([*command.split(), "-m", "missing.gguf", flag, "0"]) == 2
+    assert re.match(rf"error: ({flag}|-n): expected (at least )?1", capsys.readouterr().err)
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [
