@@ -27,6 +27,7 @@ SAME = {
     "--draft-n": "--draft-max",
     "--cors-origins": "--cors-origin",
     "--models-dir": "--models",
+    "-rea": "--reasoning",
     "--webui": "--ui",
     "--no-webui": "--no-ui",
 }
@@ -61,7 +62,7 @@ _REFUSED = {
     ),
     "-np --parallel": "one text at a time here; `serve`, `bench` and `verify` have --parallel",
     "-cb --cont-batching": "`serve` always uses continuous batching",
-    "--warmup --no-warmup": "`bench` always warms up",
+    "--warmup --no-warmup": "`bench` and `serve` always warm up",
     "-v --verbose -lv --verbosity --log-verbosity --log-disable --log-file --verbose-prompt "
     "--no-perf --perf": "figures and notices go to stderr; turn them off with -q",
     "--no-display-prompt --display-prompt": "the prompt is never printed",
@@ -75,7 +76,10 @@ _REFUSED = {
     "--grammar --grammar-file -j --json-schema -jf --json-schema-file": (
         "`serve` takes a grammar or schema in the request"
     ),
-    "--reasoning-format --reasoning-budget -rea --reasoning": ("use --thinking (`chat`: --think)"),
+    "--reasoning-format --reasoning-budget -rea --reasoning": (
+        "use --thinking; `g4spec chat` has --think, `g4spec serve` --reasoning, and the field "
+        "thinking_budget_tokens of requests"
+    ),
     "--rope-scaling --rope-scale --rope-freq-base --rope-freq-scale --yarn-orig-ctx "
     "--yarn-ext-factor --yarn-attn-factor --yarn-beta-slow --yarn-beta-fast --override-kv": (
         "the value in the file is used; convert again to change it"

@@ -86,6 +86,10 @@ def test_every_spelling_of_the_number_of_tokens(
         ("serve -m x --port 99999", "--port: expected at most 65535, found '99999'. See `g4spec s"),
         ("generate -m x -p y -n many", "-n: expected a whole number, found 'many'. See `g4spec g"),
         ("generate -m x --json=3", "--json takes no value: found 3"),
+        ("serve -m x --reasoning-budget 0", "`g4spec serve` --reasoning, and the field thinking_b"),
+        ("generate -m x -p y -rea on", "-rea: use --thinking; `g4spec chat` has --think, `g4spec "),
+        ("serve -m x -rea on --no-warmup", "--no-warmup: `bench` and `serve` always warm up"),
+        ("serve -m x -rea maybe", "-rea: expected one of off, on, auto, found 'maybe'"),
         (
             "generate -p y",
             "-m or --model is missing: expected `g4spec generate -m MODEL [OPTIONS]`",
