@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from g4spec.measure.prompts import BenchPrompt
     from g4spec.runtime.engine import Engine
 
+LEGEND = (
+    "drafted: draft length, plain without a draft. total tokens/s: of all streams. x plain: speed "
+    "relative to plain, median of the repeats. first token ms: time from a request to its first "
+    "token. between tokens ms: time since the previous step of the text, divided by its tokens. "
+    "Both are medians, and p95 beside each is what 95% of them do not exceed. tokens/step: of one "
+    "text. accepted: percentage of the drafted tokens."
+)
+"""Explanation of the columns of a result."""
+
 Parallel = Annotated[
     int, typer.Option("-np", "--parallel", metavar="N", help="Number of texts generated at once.")
 ]
@@ -85,6 +94,6 @@ def show(data: Mapping[str, Any], out: Output) -> None:
         "accepted",
     )
     out.table(f"{data['rows'][0]['streams']} streams at once", columns, rows)
-    out.line(_bench_results.LEGEND, "dim")
+    out.line(LEGEND, "dim")
     for note in data["notes"]:
         out.note(note)

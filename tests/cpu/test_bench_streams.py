@@ -140,6 +140,9 @@ def test_bench_parallel(
     output = " ".join(capsys.readouterr().out.split())
     for part in ("2 streams at once", "first token ms", "between tokens ms", "p95", "plain"):
         assert part in output
+    explained = output[output.index("drafted: draft length") :]
+    assert "first token ms: time from a request" in explained and "p95" in explained
+    assert "draft ms" not in explained and "by prompt" not in explained, "no such columns"
 
 
 def test_verify_parallel(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
