@@ -87,7 +87,9 @@ class Recipe:
         out = []
         for p in self.parts:
             if p.part in ("prepare", "bench"):
-                out.append(f"{p.text.split(' -')[0]}: {p.reason}  [{p.fact}]")
+                # "# when and where: command" is for the reader to run
+                text = p.text.partition(": ")[2] if p.text.startswith("#") else p.text
+                out.append(f"{text.split(' -')[0]}: {p.reason}  [{p.fact}]")
             elif p.part != "image":
                 text = p.text.replace("{rank}", "RANK")
                 limit = f" ({self.title} {p.versions})" if p.versions else ""

@@ -504,6 +504,7 @@ def test_reasons_of_a_llamacpp_recipe(capsys: pytest.CaptureFixture[str]) -> Non
     code, out = run_recipe(capsys, *args)
     assert code == 0 and "all versions" not in out
     assert "\n# once, in a clone of llama.cpp" in out
+    assert "\n#   cmake: builds llama-server for this GPU" in out
     assert "--spec-draft-n-max 4: 4 for code, 4 for chat, 1 with 4 to 8 requests;" in out
     code, out = run_recipe(capsys, *args, "--compose")
     assert code == 0 and out.startswith("# First, in this folder:\n#   hf download google/")
