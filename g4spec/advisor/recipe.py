@@ -368,6 +368,7 @@ def _skip(flag: FlagFact, q: Question, v: EngineVerdict) -> bool:
         "flag-lc-make-target": q.target.is_gguf or not q.target.is_local,
         "flag-g4-make-target": q.target.is_gguf or not q.target.is_local,
         "flag-lc-ncmoe": not q.split.n_cpu_moe,
+        "flag-g4-install-cpu": (v.situation.cc or ()) >= (7, 0),
         "flag-lc-build": v.installed,
         "flag-vllm-install": v.installed,
         "flag-sglang-install": v.installed,

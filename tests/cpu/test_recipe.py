@@ -482,6 +482,25 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f["reason"] and f["fact"] for f in got["flags"])
 
 
+@pytest.mark.parametrize(
+    ("machine", "install"),
+    [
+        ("RTX 3090", "pip install '.[cuda,serve]'"),
+        (
+            "CPU 64GB",
+            "pip install torch --index-url https://download.pytorch.org/whl/cpu && "
+            "pip install '.[serve]'",
+        ),
+    ],
+)
+def test_g4spec_is_installed_for_the_machine(
+    machine: str, install: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out = run_recipe(capsys, "g4spec", "--assume", machine, "-m", "e4b")
+    assert code == 0 and out.count("source folder: ") == 1
+    assert f"source folder: {install}\n" in out
+
+
 def test_compose(capsys: pytest.CaptureFixture[str]) -> None:
     code, out = run_recipe(
         capsys, "vllm", "--assume", "2x RTX 3090", "-m", "31b", "-md", "redhat-dflash", "--compose"
