@@ -54,7 +54,7 @@ def source_keys(source: CheckpointFolder | GGUF, command: str) -> KV:
     if found := revision(source.path):
         kv[REVISION] = string(found)
     kv[DIGEST] = string(digest(source))
-    kv[COMMAND] = string(command)
+    kv[COMMAND] = string(_readable(command))
     kv[VERSIONS] = string(
         f"g4spec {__version__}, numpy {np.__version__}, Python {platform.python_version()}"
     )
@@ -67,7 +67,12 @@ def checkpoint_name(path: Path) -> str:
     if snapshot is not None:
         return f"{snapshot[1]}/{snapshot[2]}"
     path = path.resolve()
-    return path.stem if path.is_file() else path.name
+    return _readable(path.stem if path.is_file() else path.name)
+
+
+def _readable(name: str) -> str:
+    """Replace what is not UTF-8 in the name of a file, as no string of a GGUF may contain it."""
+    return name.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def revision(path: Path) -> str | None:

@@ -281,6 +281,16 @@ def test_a_single_safetensors_file_may_be_named(family: Path, tmp_path: Path) ->
         assert all((a.raw(n) == b.raw(n)).all() for n in a.tensors)
 
 
+def test_names_that_are_not_utf8(family: Path, tmp_path: Path) -> None:
+    """Names from before UTF-8: a GGUF records them with U+FFFD."""
+    folder, out = tmp_path / "dr\udce9", tmp_path / "\udce9.gguf"
+    shutil.copytree(family / "zlab", folder)
+    convert(folder, out, target=family / "target")
+    with GGUF(out) as file:
+        assert file.value("g4spec.source").data == "dr\ufffd"
+        assert file.value("g4spec.command").data.startswith("g4spec convert dr\ufffd --target ")
+
+
 def test_dry_run_checks_everything_and_writes_nothing(family: Path, tmp_path: Path) -> None:
     target = family / "target"
     dry = convert(family / "spec", tmp_path / "o.gguf", target=target, dry_run=True)
