@@ -31,7 +31,7 @@ def find_target(facts: Facts, text: str) -> TargetModel:
         return model_files.read_target(facts, path, text)
     id = hub.HubId.parse(text)
     if text.lower().endswith(".gguf") and (id is None or id.file is None):
-        raise InputError(f"{text}: no such file")
+        raise _missing(path, "a size such as 31b or 31b:q4_k_m")
     name, _, wanted = text.partition(":")
     name, wanted = name.partition("@")[0], wanted.removesuffix(".gguf")
     size = find_size(facts, name)
@@ -125,6 +125,13 @@ def _row_of(facts: Facts, text: str, size: str) -> DraftFact | None:
     return next((r for r in rows if r.hub.lower().split("/")[-1] in low), None)
 
 
+def _missing(path: Path, instead: str) -> InputError:
+    """Return the error for a GGUF file that does not exist; names a similar file beside it."""
+    folder = path.parent if path.parent.is_dir() else Path()
+    similar = did_you_mean(path.name, (entry.name for entry in folder.iterdir()))
+    return InputError(f"{path}: no such file", fix=similar or f"check the path, or name {instead}")
+
+
 def find_draft(facts: Facts, text: str, of: TargetModel) -> DraftModel:
     """Return the draft that -md names for a target; raise UsageError for an unknown name."""
     path = Path(os.path.expanduser(text))  # accepts unknown user names
@@ -133,7 +140,7 @@ def find_draft(facts: Facts, text: str, of: TargetModel) -> DraftModel:
     if text.lower() == NGRAM:
         return ngram_lookup(of)
     if text.lower().endswith(".gguf"):
-        raise InputError(f"{text}: no such file")
+        raise _missing(path, "a published draft such as mtp")
     row = _row_of(facts, text, of.size)
     if row is not None:
         return from_row(row, text)

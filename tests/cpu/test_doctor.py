@@ -376,6 +376,20 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor(capsys, "--engine", "ollama", "-m", "12b")[0] == 2
 
 
+def test_missing_files_name_the_way_out(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "target.gguf").touch()
+    for argv, fix in (
+        ("-m targt.gguf", "targt.gguf: no such file. Did you mean target.gguf?"),
+        ("-m no/x.gguf", "no/x.gguf: no such file. Check the path, or name a size such as 31b"),
+        ("-m 31b -md x.gguf", "x.gguf: no such file. Check the path, or name a published draft"),
+    ):
+        assert run(["doctor", "--assume", "RTX 3090", *argv.split()]) == 3
+        assert fix in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "argv",
     [
