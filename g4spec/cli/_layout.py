@@ -134,7 +134,8 @@ def records(names: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> s
     out = []
     for row in rows:
         first, *rest = row
-        text = ", ".join(f"{n}: {c}" for n, c in zip(names[1:], rest, strict=True) if c)
+        named = zip(names[1:], rest, strict=True)
+        text = ", ".join(f"{n}: {c}" if n else c for n, c in named if c)
         out.append(wrap(f"  {first}", room))
         out.append(wrap(f"    {text}", room))
     return "\n".join(out)

@@ -164,3 +164,8 @@ def test_prose_hangs_below_its_beginning() -> None:
     assert _layout.wrap("  1. one two three", 16) == "  1. one two\n     three"
     assert _layout.wrap("#   -c 1: it fits", 12) == "#   -c 1: it\n#     fits"
     assert _layout.wrap("a word", None) == "a word"
+
+
+def test_a_column_without_a_name_has_no_colon() -> None:
+    names, row = ["source", "", "type", "why"], ["fc.weight", "copy", "Q8_0", ""]
+    assert _layout.records(names, [row], 60) == "  fc.weight\n    copy, type: Q8_0"
