@@ -114,5 +114,8 @@ def serve_folder(
             autoload=autoload,
             sleep_seconds=sleep_seconds,
         )
-        note = f"{len(registry.all)} models are served at {run.url(address, listeners)}"
+        n = len(registry.all)
+        note = (
+            f"{n} {'model is' if n == 1 else 'models are'} served at {run.url(address, listeners)}"
+        )
         run.serve_models(registry, address, listeners, lambda: loader.out.note(note), **http.access)
