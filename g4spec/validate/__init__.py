@@ -75,8 +75,8 @@ def _open_target(path: Path) -> Subject:
         why = target.refusal or target.config_refusal or target.unsupported
         raise InputError(
             f"{path} cannot serve as target",
-            found=why or target.arch,
-            fix=f"see g4spec validate {path}",
+            found=str(why or target.arch).removeprefix(f"{path}: "),
+            fix=f"see `g4spec validate {path}`",
         )
     if not hasattr(target.config, "kv_source"):
         raise InputError(

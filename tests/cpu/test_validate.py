@@ -124,6 +124,14 @@ def test_damaged_files_never_end_in_a_traceback(tmp_path: Path, good: Path) -> N
         json.dumps(validate(path, good / "target.gguf").json())
 
 
+def test_a_damaged_target_is_named_once(tmp_path: Path, good: Path) -> None:
+    target = tmp_path / "cut.gguf"
+    target.write_bytes((good / "target.gguf").read_bytes()[:-100])
+    with pytest.raises(InputError, match="cannot serve as target: found tensor") as caught:
+        validate(good / "dflash.gguf", target)
+    assert f"See `g4spec validate {target}`" in str(caught.value)
+
+
 def test_unreadable_files_are_an_error(tmp_path: Path, good: Path) -> None:
     with pytest.raises(InputError, match="cannot be read"):
         validate(tmp_path / "missing.gguf")
