@@ -125,7 +125,8 @@ def _show(verdict: VerifyResult, out: Output) -> None:
     if not verdict.drafted:
         raise CheckFailed(
             "the draft proposed no tokens, so nothing was verified",
-            fix="pass a larger -n, or run `g4spec validate` on it",
+            fix="pass a larger -n; `g4spec validate` checks the file of a draft, and n-gram lookup "
+            "proposes only in texts that repeat themselves",
         )
     share = verdict.accepted / verdict.drafted
     out.line(
