@@ -7,14 +7,16 @@ digest is converted again.
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 from pathlib import Path
 
 from g4spec import __version__
 from g4spec.convert import provenance, sources
 from g4spec.convert.pipeline import convert
 from g4spec.convert.unchanged import file_stamps
-from g4spec.errors import InputError
+from g4spec.errors import EnvironmentProblem, InputError
 from g4spec.gguf import GGUF
 from g4spec.gguf.atomic import atomic_write, remove_stale
 from g4spec.gguf.writer import Progress
@@ -47,13 +49,27 @@ def convert_cached(
     exists = out.exists()
     if exists and _is_intact(out):
         return out, f"{source}: using its conversion {out}"
-    out.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _create(out.parent)
     convert(source, out, target=target, type=type, progress=progress)
     digest = _sha256(out).encode()
     with atomic_write(_digest_path(out), len(digest)) as f:
         f.write(digest)
     again = "damaged in the cache, " if exists else ""
     return out, f"{source}: {again}converted into {out}"
+
+
+def _create(folder: Path) -> None:
+    """Create the folder of the cache; raise EnvironmentProblem if it cannot be written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"{folder}: the cache of converted drafts cannot be written to",
+            found=(error.strerror or str(error)).lower(),
+            fix="set XDG_CACHE_HOME to another folder, or give a file made by `g4spec convert`",
+        ) from error
 
 
 def _digest_path(out: Path) -> Path:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from g4spec.convert import convert, convert_cached, detect, quantize
-from g4spec.errors import G4Error, InputError, Unsupported, UsageError
+from g4spec.errors import EnvironmentProblem, G4Error, InputError, Unsupported, UsageError
 from g4spec.gguf import GGUF
 from g4spec.measure import text_chunks
 from g4spec.runtime.engine import Engine
@@ -313,6 +313,16 @@ def test_cache_follows_content(family: Path, tmp_path: Path) -> None:
     retensor(draft, lambda t: t["fc.weight"][0].__imul__(2))
     second, _ = convert_cached(draft, family / "target", cache)
     assert second != first and len(list(cache.glob("*.gguf"))) == 2
+
+
+def test_a_cache_that_cannot_be_written_to_names_its_variable(
+    family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    for cache in (tmp_path / "file" / "drafts", tmp_path / "read-only"):
+        monkeypatch.setattr("os.access", lambda path, mode: False)
+        with pytest.raises(EnvironmentProblem, match="Set XDG_CACHE_HOME to another folder"):
+            convert_cached(family / "zlab", family / "target", cache)
 
 
 # ---- safetensors folders
