@@ -35,9 +35,21 @@ def as_error(problem: Exception) -> G4Error | None:
         return _missing_resource(problem)
     if isinstance(problem, RecursionError):  # only nested file content causes deep recursion
         return InputError("a file is nested too deeply", expected="JSON of a few levels")
-    if isinstance(problem, RuntimeError) and "Symlink loop" in str(problem):  # Path.resolve
-        return InputError(f"cannot open: {problem}", fix="check the path")
+    if isinstance(problem, RuntimeError):
+        return _from_path_error(problem)
     return _from_os_error(problem) if isinstance(problem, OSError) else None
+
+
+def _from_path_error(problem: RuntimeError) -> G4Error | None:
+    """Return an error for a `RuntimeError` of `pathlib.Path`; None for another one."""
+    if "Symlink loop" in str(problem):  # Path.resolve
+        return InputError(f"cannot open: {problem}", fix="check the path")
+    if "home directory" in str(problem):  # Path.home
+        return EnvironmentProblem(
+            "the cache has no place: this user has no home folder",
+            fix="set XDG_CACHE_HOME, or HOME, to a folder",
+        )
+    return None
 
 
 def _missing_resource(problem: Exception) -> EnvironmentProblem | None:

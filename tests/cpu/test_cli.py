@@ -60,6 +60,7 @@ def one_error_line(err: str) -> str:
         (InputError("a.gguf: bad", fix="convert it"), 3, "a.gguf: bad. Convert it"),
         (EnvironmentProblem("no memory"), 4, "no memory"),
         (MemoryError(), 4, "out of memory"),
+        (RuntimeError("Could not determine home directory."), 4, "Set XDG_CACHE_HOME, or HOME,"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 4, "out of memory"),
         (type("OutOfMemoryError", (RuntimeError,), {})("CUDA"), 4, "out of memory"),
         (FileNotFoundError(errno.ENOENT, "No such file", "x.gguf"), 3, "cannot open 'x.gguf'"),
