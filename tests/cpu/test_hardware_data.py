@@ -98,6 +98,13 @@ def test_bad_problems_have_a_fix(known: Facts) -> None:
 # ---- error texts
 
 
+def test_fixes_can_be_read_alone(known: Facts) -> None:
+    """`doctor` shows the title and the fix; `says` is shown with --verbose."""
+    assert [
+        p.id for p in known.all(ProblemFact) if re.search(r"\bthat\b (pull|issue)", p.fix)
+    ] == []
+
+
 def test_enough_error_texts(known: Facts) -> None:
     assert len(known.all(ErrorFact)) >= 40
 
