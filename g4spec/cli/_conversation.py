@@ -78,7 +78,7 @@ class Conversation:
             try:
                 loop.run_until_complete(task)
             except asyncio.CancelledError:
-                answer.finish = "stopped"
+                answer.finish = "Ctrl-C"
             except G4Error as error:  # the conversation goes on with the next message
                 self._messages.pop()
                 self._out.log(str(error))

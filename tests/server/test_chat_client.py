@@ -198,7 +198,7 @@ def test_ctrl_c_stops_the_answer_and_then_the_program(
     screen.type("hello\n")
     screen.until("hello\r\n.{40}")
     screen.type("\x03")
-    screen.until(f"ended by stopped.*{PROMPT}")
+    screen.until(f"ended by Ctrl-C.*{PROMPT}")
     deadline = time.monotonic() + 20
     while not busy.idle():
         assert time.monotonic() < deadline, "the server goes on"
