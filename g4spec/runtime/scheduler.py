@@ -100,10 +100,13 @@ class Scheduler:
 
     def abandon(self, error: BaseException) -> None:
         """End all requests after a step failed, because the state of the caches is unknown."""
-        self._discard_started()
         problem = error if isinstance(error, Exception) else None
-        for task in [*self.running, *self.waiting]:
-            self._finish(task, "interrupted", problem)
+        for task in [*self.running, *self.waiting]:  # first: what follows may fail like the step
+            task.request.finish("interrupted", problem)
+        self._discard_started()
+        for task in [*self.running]:
+            self._release(task)
+        self.waiting.clear()
         self.prefix.clear()
 
     def close(self) -> None:

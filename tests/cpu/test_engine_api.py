@@ -366,6 +366,25 @@ def test_a_failing_step_ends_all_requests_and_the_engine_continues(
     assert again.text == texts[1]
 
 
+def test_requests_end_even_if_the_gpu_no_longer_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an illegal memory access every call fails, also those that free memory."""
+    on = engine(2)
+    requests = [on.submit(p, OPTIONS) for p in PROMPTS[:3]]
+    on.step()
+
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(on.target, "step", broken)
+    monkeypatch.setattr(on.pool.space, "clear", broken)
+    with pytest.raises(RuntimeError, match="illegal"):
+        on.step()
+    assert all(request.done for request in requests)
+    for request in requests:
+        with pytest.raises(RuntimeError, match="illegal"):
+            list(request)
+
+
 def test_out_of_memory_in_a_prompt_ends_only_its_request(
     texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
