@@ -22,9 +22,15 @@ class Pool:
     def __init__(self, space: Any) -> None:
         self.space = space
         self.n_pages = space.n_pages
-        self.free_slots = list(reversed(range(space.n_slots)))
-        self._free = list(range(space.n_pages, 0, -1))
-        self._ref_counts = [0] * (space.n_pages + 1)
+        self.reset()
+
+    def reset(self) -> None:
+        """Free all slots and pages, whoever has them."""
+        for slot in range(self.space.n_slots):
+            self.space.clear(slot)
+        self.free_slots = list(reversed(range(self.space.n_slots)))
+        self._free = list(range(self.n_pages, 0, -1))
+        self._ref_counts = [0] * (self.n_pages + 1)
 
     @property
     def n_free(self) -> int:

@@ -103,11 +103,12 @@ class Scheduler:
         problem = error if isinstance(error, Exception) else None
         for task in [*self.running, *self.waiting]:  # first: what follows may fail like the step
             task.request.finish("interrupted", problem)
-        self._discard_started()
-        for task in [*self.running]:
-            self._release(task)
-        self.waiting.clear()
+        for queue in (self.running, self.waiting, self._started):
+            queue.clear()
+        for runner in self.runners:  # also cycles that were not noted yet, or of a measurement
+            runner.drop()
         self.prefix.clear()
+        self.pool.reset()
 
     def close(self) -> None:
         """End all requests and drop the references to the models."""

@@ -385,6 +385,48 @@ def test_requests_end_even_if_the_gpu_no_longer_answers(monkeypatch: pytest.Monk
             list(request)
 
 
+@pytest.mark.parametrize("where", ["measurement", "admission"])
+def test_an_interruption_before_the_first_step_leaves_nothing_behind(
+    where: str, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while cycles are measured, and while a request gets its slot and pages."""
+    on = engine(1)
+
+    def interrupted(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        of: Any = on.scheduler.runners[0] if where == "measurement" else on.draft
+        patch.setattr(of, "result" if where == "measurement" else "begin", interrupted)
+        list(on.generate(PROMPTS[0], Options(24)))
+    assert nothing_left(on)
+    for i in range(2):
+        again = on.generate(PROMPTS[i], OPTIONS)
+        list(again)
+        assert again.text == texts[i]
+
+
+def test_no_cycle_is_left_after_an_interruption(
+    texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C after a runner has started a cycle that the scheduler has not noted yet."""
+    on = engine(1)
+    (runner,) = on.scheduler.runners
+    dropped: list[int] = []
+    monkeypatch.setattr(runner, "drop", lambda: dropped.append(1))
+
+    def interrupted(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(on.lengths, "decisions", interrupted)
+        list(on.generate(PROMPTS[0], OPTIONS))
+    assert dropped
+    again = on.generate(PROMPTS[0], OPTIONS)
+    list(again)
+    assert again.text == texts[0]
+
+
 def test_out_of_memory_in_a_prompt_ends_only_its_request(
     texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
