@@ -123,7 +123,7 @@ def choose_rows(
     chooser: RowSampler | None = None,
 ) -> list[int]:
     """Choose tokens as decoding one by one would, up to and including the first one that differs
-    from the draft.
+    from the draft, or the last one before a row that fails: the text may end before that row.
 
     Args:
         logits: raw logits of a step, [1 + len(drafted), V] float32.
@@ -134,8 +134,8 @@ def choose_rows(
             torch.
 
     Raises:
-        NotFinite: a row has no largest logit.
-        InputError: the mask allows no token that the sampler can choose.
+        NotFinite: the first row has no largest logit.
+        InputError: in the first row, the mask allows no token that the sampler can choose.
     """
     assert len(logits) == 1 + len(drafted), (len(logits), len(drafted))
     chooser = chooser or sampler.without_edits()
@@ -156,6 +156,9 @@ def choose_rows(
             chosen.append(token)
             if token != proposed:
                 break
+    except InputError:
+        if not chosen:
+            raise
     finally:
         if history is not None:
             history.truncate(kept)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from g4spec.core import Batch, CacheShape, Cycle, Pick, Work
+from g4spec.errors import InputError
 from g4spec.ops.kv import LayerKV, Space
 from g4spec.ops.reference import BLOCK, TILE, Ops
 from g4spec.ops.sampling import Sampler
@@ -210,6 +213,31 @@ def test_adversarial_drafts_change_nothing() -> None:
         for count in (1, 4, 15):
             engine = memory_engine.engine(lambda target, d=draft: d)  # type: ignore[misc]
             assert decode(engine, Sampler(), count) == want, draft.name
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_mask_that_fails_after_accepted_tokens_does_not_take_them(stops: bool) -> None:
+    """It may allow nothing after the end of a text, where rows of drafted tokens still follow."""
+    sampler = SAMPLERS[1]
+    want = undrafted(sampler, 60)
+    at = dict(enumerate([*PROMPT, *(token for token, _ in want)]))
+    copy = GuessingDraft("copy", lambda p: at.get(p, 0))
+
+    def first_ten(output: Seq[int]) -> torch.Tensor:
+        return torch.full((mm.V,), len(output) < 10)
+
+    def run(engine: Engine, count: int) -> tuple[str, list[int], str]:
+        end = engine.tokenizer.decode([token for token, _ in want[:10]])[-3:]
+        options = Options(60, sampler, count, ignore_eos=True, mask=first_ten)
+        request = engine.submit(PROMPT, replace(options, stop=(end,) if stops else ()))
+        with nullcontext() if stops else pytest.raises(InputError, match="mask first_ten after 10"):
+            list(request)
+        return request.text, request.ids, request.stats.stop_reason
+
+    plain = run(memory_engine.engine(), 0)
+    assert len(plain[1]) == 10 and plain[2] == ("stop string" if stops else "error")
+    for count in (1, 4, 15):
+        assert run(memory_engine.engine(lambda target: copy), count) == plain, count
 
 
 def test_cache_after_rollback_equals_cache_never_drafted() -> None:
