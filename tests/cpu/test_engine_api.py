@@ -565,7 +565,7 @@ def test_recomputed_tokens_do_not_hold_up_running_texts(
     block: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU a step of recomputed tokens counts as a block of a prompt."""
-    on, asked = engine(), Options(120, ignore_eos=True)
+    on, asked = engine(), Options(120, draft_max=3, ignore_eos=True)
     monkeypatch.setattr(scheduler, "INTERLEAVED_ROWS", 64)
     monkeypatch.setattr(on.backend, "block", block)
     first, second = (on.submit(p, asked) for p in PROMPTS[:2])
