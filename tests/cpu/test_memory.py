@@ -67,6 +67,13 @@ def test_a_plan_for_a_gpu_counts_the_spare_slot_and_the_spare_page(
     assert got - parallel * rings == 13 * card.page(shapes) + (parallel > 2) * rings
 
 
+def test_a_plan_for_a_gpu_counts_the_rows_that_pad_steps() -> None:
+    card = Card(torch.device("cpu"), "f16", portable=True)
+    config = gemma4.Config(160, 64, 4096, 1e-6, 30.0, (LayerSpec(0, None, 2, 1, 32, 32, 1e6),))
+    bytes_of = {n: card.workspace(config, 700, 512, n) for n in (16, 17, 32)}
+    assert bytes_of[16] < bytes_of[17] == bytes_of[32]
+
+
 @pytest.mark.parametrize("portable", [False, True])
 def test_a_plan_for_a_gpu_counts_weights_as_it_holds_them(portable: bool) -> None:
     card = Card(torch.device("cpu"), "f16", portable)

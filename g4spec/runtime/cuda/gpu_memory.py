@@ -15,6 +15,7 @@ from g4spec.runtime.cuda.cache.cache_types import Kind
 from g4spec.runtime.cuda.cache.cuda_kv_size import page_bytes, slot_bytes, spare_slots
 from g4spec.runtime.cuda.prefill import plan
 from g4spec.runtime.cuda.step import experts
+from g4spec.runtime.cuda.step.graph_runner import bucket
 from g4spec.runtime.cuda.weights import held_size
 
 FLOAT = 4
@@ -74,8 +75,9 @@ class Card:
     def workspace(self, config: Any, n_ctx: int, chunk: int, sequences: int) -> int:
         """Return the bytes of logits and partial attention results of the largest steps, of the
         buffers for experts and for a chunk, and of fixed needs."""
-        logits = 4 * FLOAT * MAX_STEP_ROWS * sequences * config.n_vocab
-        sums = plan.partial_results(config, n_ctx, sequences)
+        batch = bucket(sequences)  # recorded steps are padded
+        logits = 4 * FLOAT * MAX_STEP_ROWS * batch * config.n_vocab
+        sums = plan.partial_results(config, n_ctx, batch)
         # Residual, taps, and a draft's features.
         wide = 12 * FLOAT * plan.most_rows(chunk, n_ctx) * config.n_embd
         arch = "" if self.portable else launch.arch(self.device.index)
