@@ -272,7 +272,7 @@ class Cycle:
         logprobs: if requested: for each token its log-probability and the top (id, log-probability)
             pairs.
         draft_failed: why the draft cannot be used for this sequence any more, or None.
-        error: why this sequence has to end (logits that are not finite), or None.
+        error: why this sequence has to end after `tokens` (logits that are not finite), or None.
         decision: the planned draft length, and why (`g4spec.runtime.draft_decision.DraftDecision`);
             None without a step.
     """

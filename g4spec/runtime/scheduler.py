@@ -383,7 +383,7 @@ class Scheduler:
             self._append(oldest.tasks[i], cycles[i])
 
     def _append(self, task: Task, cycle: Any) -> None:
-        if cycle.error is not None:
+        if cycle.error is not None and not cycle.tokens:
             self._finish(task, "error", cycle.error)
             return
         task.ids += cycle.tokens
@@ -393,6 +393,8 @@ class Scheduler:
         chosen = len(cycle.tokens)
         task.draft_state.discard(chosen - task.request.append(cycle))
         self._finish_if_done(task)
+        if cycle.error is not None and not task.request.done:
+            self._finish(task, "error", cycle.error)
 
     def _stop_drafting(self, task: Task, why: str) -> str:
         """Stop drafting for a request and drop the rows that its draft has not seen."""

@@ -9,12 +9,14 @@ import random
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from g4spec.core import Batch, Work
+from g4spec.core import Batch, Cycle, Work
 from g4spec.errors import EnvironmentProblem, InputError, UsageError
 from g4spec.models import ngram
 from g4spec.ops.sampling import NotFinite, Sampler
@@ -327,6 +329,30 @@ def test_non_finite_logits_end_only_their_request(
     list(requests[0])
     list(requests[2])
     assert [requests[0].text, requests[2].text] == [texts[0], texts[2]] and nothing_left(on)
+
+
+@pytest.mark.parametrize("n_predict", [8, 24])
+def test_tokens_before_an_error_belong_to_the_text(
+    n_predict: int, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error counts only if the text goes on after them."""
+    on = engine(1)
+    (runner,) = on.scheduler.runners
+    result, honest = runner.result, []
+
+    def failing() -> list[Cycle]:
+        cycles = result()
+        honest.extend(cycles[0].tokens)
+        if len(honest) >= 7:  # the first token is from the prompt
+            cycles[0].error = NotFinite.of_logits()
+        return cycles
+
+    monkeypatch.setattr(runner, "result", failing)
+    request = on.submit(PROMPTS[0], replace(OPTIONS, n_predict=n_predict))
+    with nullcontext() if n_predict == 8 else pytest.raises(NotFinite):
+        list(request)
+    assert request.ids[1:] == honest and texts[0].startswith(request.text)
+    assert request.stats.stop_reason == ("length" if n_predict == 8 else "error")
 
 
 def test_a_bias_outside_the_vocabulary_is_refused_at_once(texts: list[str]) -> None:

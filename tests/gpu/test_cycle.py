@@ -249,6 +249,31 @@ def test_non_finite_logits_end_only_one_sequence() -> None:
     assert same(well, run_in_python("chain", 1, MIXED[1], 1, [3, 2])[1])
 
 
+def test_accepted_tokens_before_non_finite_logits_are_kept() -> None:
+    """Plain decoding would have chosen them, and the text may end there."""
+
+    def cycle(broken: float) -> Cycle:
+        """Accept 3 drafted tokens; logits from row 2 on are multiplied by `broken`."""
+        runner, target, draft = make_runner("chain", forced=3)
+        text, honest = Text(0, GREEDY, 0), target.step
+        text.begin(target, draft)
+        from_here = text.sequence.position + 2
+
+        def step(batch: Batch, *, capped: bool = True) -> Any:
+            rows, logits = honest(batch, capped=capped)
+            factor = torch.where(batch.positions >= from_here, broken, 1.0)
+            return rows, logits * factor[:, None]
+
+        target.step = step  # type: ignore[method-assign]
+        runner.start([text.work(7)])
+        return runner.result()[0]
+
+    whole, cut = cycle(1.0), cycle(torch.nan)
+    assert whole.error is None and (len(whole.tokens), whole.accepted) == (4, 3)
+    assert isinstance(cut.error, NotFinite)
+    assert (cut.tokens, cut.logits, cut.accepted) == (whole.tokens[:2], whole.logits[:2], 1)
+
+
 @pytest.mark.parametrize("kind", ["chain", "block"])
 def test_only_requested_drafted_tokens_can_fail(kind: str) -> None:
     runner, target, draft = make_runner(kind)

@@ -330,11 +330,10 @@ def _cycle(seen: CycleResult, count: int, draft_seconds: float, step_seconds: fl
     used, drafted = 1 + seen.accepted, seen.ids[1 : 1 + count]
     cycle = Cycle([], [], drafted, 0, draft_seconds, step_seconds)
     cycle.draft_failed = _draft_failed(bool(seen.unfit & ((1 << count) - 1)))
-    if seen.bad & ((1 << used) - 1):
-        cycle.error = NotFinite.of_logits()
-    else:
-        cycle.tokens, cycle.logits = seen.chosen[:used], seen.logits[:used]
-        cycle.accepted = seen.accepted
+    if bad := seen.bad & ((1 << used) - 1):
+        used, cycle.error = (bad & -bad).bit_length() - 1, NotFinite.of_logits()
+    cycle.tokens, cycle.logits = seen.chosen[:used], seen.logits[:used]
+    cycle.accepted = max(0, used - 1)
     return cycle
 
 
