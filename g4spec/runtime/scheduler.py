@@ -269,7 +269,7 @@ class Scheduler:
                 self.backend.commit(self.draft, rows)
         s.n_read += count
         if s.n_read == task.n_prompt:
-            self._last_hidden = rows.hidden[-1:]
+            self._last_hidden = rows.hidden[-1:].clone()  # a view would keep the whole chunk
         if task.snapshot_points and s.n_read == task.snapshot_points[0]:
             task.snapshot_points.pop(0)
             self.prefix.take_snapshot(s)

@@ -269,6 +269,12 @@ def test_close_ends_everything_and_frees_the_weights(texts: list[str]) -> None:
     on.close()
 
 
+def test_the_rows_of_a_chunk_are_freed_after_its_prompt() -> None:
+    on = engine(1)
+    list(on.generate(PROMPTS[5], Options(2, draft_max=0)))
+    assert on.scheduler._last_hidden.untyped_storage().nbytes() == 4 * on.config.n_embd
+
+
 # ---- errors
 
 
