@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from g4spec.cli import _inputs
+from g4spec.errors import InputError
 
 Reasoning = Annotated[
     Literal["off", "on", "auto"],
@@ -34,5 +35,15 @@ Template = Annotated[
 
 
 def template(file: Path | None) -> str | None:
-    """Return the chat template in `file`, or None without a file."""
-    return _inputs.read_text(file) if file is not None else None
+    """Return the chat template in `file`, or None without a file; raise InputError if it does not
+    compile."""
+    if file is None:
+        return None
+    from g4spec.runtime.template import syntax_error
+
+    text = _inputs.read_text(file)
+    if why := syntax_error(text):
+        raise InputError(
+            f"{file}: not a chat template", found=why, fix="correct it, or leave the option out"
+        )
+    return text

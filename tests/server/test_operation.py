@@ -22,9 +22,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from g4spec.cli import _http_options
+from g4spec.cli import _http_options, _template_options
 from g4spec.cli._serve_options import split_commas
-from g4spec.errors import EnvironmentProblem, UsageError
+from g4spec.errors import EnvironmentProblem, InputError, UsageError
 from g4spec.runtime.engine import Engine
 from g4spec.server import run
 from g4spec.server.app import create_app
@@ -379,6 +379,15 @@ def test_exposed_addresses(capfd: pytest.CaptureFixture[str]) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(EnvironmentProblem, match=f"cannot listen on 127.0.0.1:{port}"):
             run.listen(run.ServerAddress(port=port))
+
+
+def test_a_template_that_does_not_compile_is_refused_at_the_start(tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("{% for")
+    with pytest.raises(InputError, match="not a chat template: found unexpected 'end of templ"):
+        _template_options.template(file)
+    file.write_text("{{ messages }}")
+    assert _template_options.template(file) == "{{ messages }}"
 
 
 def test_options_with_commas() -> None:
