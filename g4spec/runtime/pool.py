@@ -37,6 +37,10 @@ class Pool:
         """Number of pages without a reference."""
         return len(self._free)
 
+    def references(self, page: int) -> int:
+        """Return the number of references to a page."""
+        return self._ref_counts[page]
+
     def hold(self, pages: Iterable[int]) -> None:
         """Add a reference to each page."""
         for page in pages:

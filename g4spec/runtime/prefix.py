@@ -11,7 +11,7 @@ earlier one. They are found by a chain of hashes over the blocks.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -140,6 +140,13 @@ class PrefixCache:
         self._pool.release(snapshot.pages)
         self.nbytes -= snapshot.nbytes
         return True
+
+    def n_evictable(self, kept: Seq[int]) -> int:
+        """Return the number of pages except `kept` that would be free without snapshots."""
+        held = Counter(page for s in self._snapshots.values() for page in s.pages)
+        for page in kept:
+            held.pop(page, None)
+        return sum(self._pool.references(page) == n for page, n in held.items())
 
     def clear(self) -> None:
         """Evict all snapshots."""

@@ -27,6 +27,7 @@ import torch
 
 from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, Backend, Draft, Runner, Sequence, Work
 from g4spec.errors import EnvironmentProblem, InputError
+from g4spec.ops.kv_size import pages_of
 from g4spec.runtime import pending_rows
 from g4spec.runtime.cycle_timing import measure_costs
 from g4spec.runtime.draft_decision import DraftDecision
@@ -139,11 +140,17 @@ class Scheduler:
 
     def _try_admit(self, task: Task) -> bool:
         """Allocate a slot and the pages for the tokens of a task, if the pool has them; restore the
-        longest prefix snapshot."""
+        longest prefix snapshot. Without enough pages nothing is restored or evicted."""
         prompt = task.request.prompt
+        positions = len(task.ids) + MAX_STEP_ROWS
+        spare = len(self.running)  # each may need a page before long
+        snapshot = self.prefix.find(prompt, task.drafting)
+        shared = snapshot.pages if snapshot else []
+        missing = pages_of(positions) - len(shared) + spare - self.pool.n_free
+        if self.running and missing > 0 and missing > self.prefix.n_evictable(shared):
+            return False
         sequence = Sequence(self.pool.free_slots.pop(), task.ids, task.n_prompt)
         sequence.drafting = task.drafting
-        snapshot = self.prefix.find(prompt, task.drafting)
         if snapshot is not None:
             try:
                 self.prefix.restore(snapshot, sequence)
@@ -151,8 +158,6 @@ class Scheduler:
                 self.pool.free_sequence(sequence)
                 self.pool.free_slots.remove(sequence.slot)
                 sequence.n_read = 0
-        positions = len(task.ids) + MAX_STEP_ROWS
-        spare = len(self.running)  # each may need a page before long
         while self.pool.n_free < self.pool.pages_needed(sequence, positions) + spare:
             if not self.prefix.evict():
                 if self.running:

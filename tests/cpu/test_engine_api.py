@@ -269,6 +269,37 @@ def test_close_ends_everything_and_frees_the_weights(texts: list[str]) -> None:
     on.close()
 
 
+def test_a_request_that_has_to_wait_keeps_its_prefix_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is restored or evicted for it while others use the pages that it needs."""
+    rng = random.Random(6)
+    on = engine(3, n_ctx=1280, pool=1280, prefix_bytes=1 << 20)
+    first, other = ([2, *batch_invariance.tokens(rng, n)] for n in (540, 800))
+    asked = Options(8, draft_max=3, ignore_eos=True)
+    list(on.submit(first, asked))
+    assert len(on.prefix) == 1
+    restore, restored = on.prefix.restore, []
+
+    def noted(*args: Any) -> None:
+        restored.append(args)
+        restore(*args)
+
+    monkeypatch.setattr(on.prefix, "restore", noted)
+    running = on.submit(other, replace(asked, n_predict=30))
+    waiting = on.submit([*first, *batch_invariance.tokens(rng, 300)], asked)
+    while not running.done:
+        assert not restored
+        on.step()
+    list(waiting)
+    assert len(restored) == 1 and waiting.stats.cached_tokens == 512
+    assert waiting.ids == list_of(engine(1, n_ctx=1280, pool=1280), waiting.prompt, asked)
+
+
+def list_of(on: Engine, prompt: Sequence[int], options: Options) -> list[int]:
+    request = on.submit(prompt, options)
+    list(request)
+    return request.ids
+
+
 def test_the_rows_of_a_chunk_are_freed_after_its_prompt() -> None:
     on = engine(1)
     list(on.generate(PROMPTS[5], Options(2, draft_max=0)))
