@@ -282,11 +282,14 @@ class Scheduler:
 
     def _first_token(self, task: Task) -> None:
         """Choose the first token after the prompt, from the logits of its last row."""
-        logits = self.target.logits(self._last_hidden)
         try:
+            logits = self.target.logits(self._last_hidden)
             cycle = task.chooser.choose(logits, [], task.n_prompt)
         except InputError as error:  # logits that are not finite, or a mask that allows nothing
             self._finish(task, "error", error)
+            return
+        except torch.OutOfMemoryError as error:
+            self._finish(task, "error", _no_memory(error))
             return
         task.ids += cycle.tokens
         task.request.append(cycle, first=True)

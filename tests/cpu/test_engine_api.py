@@ -8,7 +8,7 @@ import gc
 import random
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -490,20 +490,29 @@ def test_no_cycle_is_left_after_an_interruption(
     assert again.text == texts[0]
 
 
+@pytest.mark.parametrize("where", ["rows", "logits"])
 def test_out_of_memory_in_a_prompt_ends_only_its_request(
-    texts: list[str], monkeypatch: pytest.MonkeyPatch
+    where: str, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on = engine(3)
-    read = on.backend.read
+    read, logits, reads = on.backend.read, on.target.logits, [False]
 
     def short(target: Any, slot: int, ids: Sequence[int], start: int) -> Any:
-        if list(ids[:4]) == PROMPTS[1][:4]:
+        reads[:] = [list(ids[:4]) == PROMPTS[1][:4]]
+        return without_memory(where == "rows", lambda: read(target, slot, ids, start))
+
+    def short_logits(hidden: torch.Tensor) -> torch.Tensor:
+        return without_memory(where == "logits", lambda: logits(hidden))
+
+    def without_memory(here: bool, run: Callable[[], Any]) -> Any:
+        if reads[0] and here:
             raise torch.OutOfMemoryError("tried to allocate 2 GiB")
-        return read(target, slot, ids, start)
+        return run()
 
     first = on.submit(PROMPTS[0], OPTIONS)
     on.step()
     monkeypatch.setattr(on.backend, "read", short)
+    monkeypatch.setattr(on.target, "logits", short_logits)
     bad, last = on.submit(PROMPTS[1], OPTIONS), on.submit(PROMPTS[2], OPTIONS)
     with pytest.raises(EnvironmentProblem, match=r"out of GPU memory .* 2 GiB"):
         list(bad)
