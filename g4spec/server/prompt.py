@@ -167,6 +167,9 @@ def _template_message(message: Message, index: int) -> dict[str, Any]:
     """Convert a message to the form that templates take: content as str, arguments as objects, the
     role developer as system."""
     role = message["role"]
+    if role != "assistant" and message.get("content") is None:
+        where = f"messages[{index}].content"
+        raise RequestError(400, f"{where} is missing (role {role})", param=where)
     plain = {
         **message,
         "role": "system" if role == "developer" else role,

@@ -356,6 +356,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"tool_calls\[0\].*a JSON object",
     ),
     "long": ({"messages": [{"role": "user", "content": "word " * 4000}]}, "context size of 2048"),
+    "without-content": (
+        {"messages": [{"role": "user"}]},
+        r"messages\[0\].content is missing",
+    ),
 }
 
 
