@@ -28,6 +28,8 @@ SAME = {
     "--cors-origins": "--cors-origin",
     "--models-dir": "--models",
     "-rea": "--reasoning",
+    "-cram": "--prefix-cache",
+    "--cache-ram": "--prefix-cache",
     "--webui": "--ui",
     "--no-webui": "--no-ui",
 }
@@ -39,7 +41,7 @@ _DRAFT = "a draft runs on its target's device; --draft-window limits its context
 _REFUSED = {
     "-ngl --gpu-layers --n-gpu-layers -sm --split-mode -ts --tensor-split -mg --main-gpu -dev "
     "--device-draft -ot --override-tensor -cmoe --cpu-moe -ncmoe --n-cpu-moe -fit --fit": _MOVED,
-    "-ngld --gpu-layers-draft --n-gpu-layers-draft -devd -cd --ctx-size-draft -td "
+    "-ngld --gpu-layers-draft --n-gpu-layers-draft --spec-draft-ngl -devd -cd --ctx-size-draft -td "
     "--threads-draft": _DRAFT,
     "-ctkd --cache-type-k-draft -ctvd --cache-type-v-draft": (
         "a draft's KV cache has the target's type: use --cache-type"
@@ -48,12 +50,19 @@ _REFUSED = {
     "-nkvo --no-kv-offload -kvo --kv-offload": (
         "the KV cache is on the model's device; make it smaller with -c or --cache-type"
     ),
+    "-kvu --kv-unified -no-kvu --no-kv-unified --swa-full --cache-reuse": (
+        "not needed: all texts share the KV cache, and whole blocks of prefixes are reused"
+    ),
+    "--embedding --embeddings --rerank --reranking --pooling": "only text is generated",
+    "--slot-save-path": "slots cannot be saved; --prefix-cache keeps prefixes in memory",
+    "--offline": "set the environment variable HF_HUB_OFFLINE=1",
     "--jinja --no-jinja": "chat templates are always Jinja",
     "-cnv --conversation -i --interactive -if --interactive-first -st --single-turn": (
         "use `g4spec chat` for a conversation, or `generate --chat` for one question"
     ),
     "-no-cnv --no-conversation": "`generate` uses no chat template unless --chat is given",
     "--chat-template": "the template of the file is used; `serve` has --chat-template-file",
+    "--chat-template-kwargs": "requests have the field chat_template_kwargs",
     "-sysf --system-prompt-file": "give the text with --system",
     "-b --batch-size -ub --ubatch-size": "prefill chunk sizes are chosen for the device",
     "-tb --threads-batch": "use -t; it applies to prefill, too",
