@@ -32,7 +32,9 @@ def prepare(*paths: Path | None) -> None:
                     fix="choose another name, or remove it",
                 )
             if not os.access(path if path.exists() else path.parent, os.W_OK):
-                raise EnvironmentProblem(f"cannot write {path}: permission denied")
+                raise EnvironmentProblem(
+                    f"cannot write {path}: permission denied", fix="choose another folder"
+                )
 
 
 def check_folder(folder: Path) -> None:

@@ -384,7 +384,8 @@ class Generation:
             limit = self.service.settings.time_limit
             raise RequestError(
                 408,
-                f"the request took more than {limit:g} seconds; lower max_tokens",
+                f"the request took more than {limit:g} seconds, with the wait for its turn; "
+                "lower max_tokens, or retry later",
                 code="timeout",
             )
         reason = text.request.stats.stop_reason
