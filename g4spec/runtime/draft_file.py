@@ -16,14 +16,18 @@ from g4spec.runtime.target import Target
 
 
 class DraftFile:
-    """A draft file with its parsed configuration. `file` is None without a draft and for n-gram
-    lookup, which needs no file."""
+    """A draft file with its parsed configuration.
+
+    Attributes:
+        drafts: False without a draft.
+        file: None without a draft and for n-gram lookup, which needs no file.
+    """
 
     def __init__(
         self, draft: Path | str | None, p_min: float | None = None, window: int | None = None
     ) -> None:
         load_options.check_draft(p_min, window, draft not in (None, "ngram"))
-        self.window = window
+        self.window, self.drafts = window, draft is not None
         self.file = GGUF(Path(draft)) if draft not in (None, "ngram") else None
         if self.file is None:
             return
@@ -64,6 +68,11 @@ class DraftFile:
     def __exit__(self, *args: object) -> None:
         if self.file is not None:
             self.file.close()
+
+    @property
+    def n_taps(self) -> int:
+        """Number of target layers that the draft reads."""
+        return len(getattr(self.config, "target_layers", ())) if self.file is not None else 0
 
     def shapes(self) -> list[CacheShape]:
         """Shapes of the draft's own caches."""

@@ -25,7 +25,7 @@ from g4spec.errors import EnvironmentProblem, InputError, PromptTooLong, UsageEr
 from g4spec.gguf import GGUF
 from g4spec.models import gemma4, ngram, pairing
 from g4spec.models.spec import check_heads
-from g4spec.runtime import devices, loading, memory
+from g4spec.runtime import devices, loading, memory, pending_rows
 from g4spec.runtime.chooser import RequestChooser
 from g4spec.runtime.draft_file import DraftFile
 from g4spec.runtime.draft_length import DraftLengthPolicy
@@ -421,6 +421,7 @@ def _plan(
             gemma4.caches(config),
             drafted,
             draft.shapes(),
+            pending_rows.max_bytes(config.n_embd, draft.n_taps, size.slots) if draft.drafts else 0,
         )
 
     requested = plan(size)

@@ -67,6 +67,7 @@ def plan(
     caches: Sequence[CacheShape],
     draft_tensors: Iterable[TensorInfo] = (),
     draft_caches: Sequence[CacheShape] = (),
+    pending: int = 0,
 ) -> MemoryPlan:
     """Compute the memory that an engine takes on a device.
 
@@ -74,6 +75,7 @@ def plan(
         config: configuration of the target.
         tensors, draft_tensors: tensors of the files.
         caches, draft_caches: shapes of the layers that have a KV cache.
+        pending: bytes of rows that the draft has not been given (`pending_rows.max_bytes`).
     """
     budget = backend.budget
 
@@ -87,7 +89,7 @@ def plan(
         cache=kept(caches, backend.ring_slack(chunk)),
         draft_weights=budget.weights(draft_tensors),
         draft_cache=kept(draft_caches, backend.ring_slack(chunk)),
-        workspace=budget.workspace(config, size.n_ctx, chunk, size.slots),
+        workspace=budget.workspace(config, size.n_ctx, chunk, size.slots) + pending,
     )
 
 

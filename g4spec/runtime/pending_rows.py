@@ -11,6 +11,13 @@ import torch
 
 from g4spec.core import MAX_STEP_ROWS, Batch, Draft, Sequence, StepRows
 
+MAX_STEPS = 1024
+"""Number of steps that a draft may lag behind. Beyond that, catching up would cost more than the
+draft can gain."""
+
+MAX_BYTES = 512 << 20
+"""Maximum memory of the pending rows of all sequences, in float32."""
+
 
 def flush(draft: Draft, sequences: Seq[Sequence]) -> None:
     """Update the draft with all pending rows, at most MAX_STEP_ROWS per sequence and call."""
@@ -53,6 +60,15 @@ def concat_steps(steps: Seq[StepRows]) -> StepRows:
     return StepRows(batch, torch.cat([s.hidden for s in steps]), torch.cat([s.taps for s in steps]))
 
 
-def n_pending(sequence: Sequence) -> int:
-    """Return the number of rows that the draft has not been given."""
-    return sum(len(step.batch) for step in sequence.pending)
+def max_steps(sequences: Seq[Sequence]) -> int:
+    """Return how many steps the draft of these sequences may lag behind."""
+    newest = next((s.pending[-1] for s in sequences if s.pending), None)
+    if newest is None:
+        return MAX_STEPS
+    row = (newest.hidden.nbytes + newest.taps.nbytes) // len(newest.batch)
+    return min(MAX_STEPS, MAX_BYTES // (row * len(sequences)))
+
+
+def max_bytes(n_embd: int, n_taps: int, sequences: int) -> int:
+    """Return the most memory that pending rows of so many sequences take."""
+    return min(MAX_BYTES, MAX_STEPS * sequences * 4 * n_embd * (1 + n_taps))

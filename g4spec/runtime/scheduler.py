@@ -40,10 +40,6 @@ from g4spec.runtime.task import Task
 INTERLEAVED_ROWS = PROMPT_BLOCK
 """Maximum number of prompt rows computed between two cycles while requests are running."""
 
-MAX_PENDING_ROWS = 1024
-"""Number of rows that a draft may lag behind. Beyond that, catching up would cost more than the
-draft can gain, so drafting stops for the request."""
-
 
 @dataclass(frozen=True, slots=True)
 class StartedCycle:
@@ -318,8 +314,9 @@ class Scheduler:
         counts = self.length.plan(
             [t.draft_state for t in running], [self._max_draft(t) for t in running], context
         )
+        most = pending_rows.max_steps([t.seq for t in running])
         for task, count in zip(running, counts, strict=True):
-            if not count and pending_rows.n_pending(task.seq) > MAX_PENDING_ROWS:
+            if not count and len(task.seq.pending) > most:
                 self._stop_drafting(task, "a proposal takes more time than may be risked")
         return counts
 

@@ -19,7 +19,7 @@ from g4spec import convert
 from g4spec.core import Batch, Draft, Pick, Sequence
 from g4spec.ops.kv import LayerKV
 from g4spec.ops.sampling import Sampler
-from g4spec.runtime import eager_runner, pending_rows, scheduler
+from g4spec.runtime import eager_runner, pending_rows
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Request
 from tests.oracle import build
@@ -235,17 +235,36 @@ def test_a_draft_that_is_never_used_is_dropped(
     family: Path, most: int, given_up: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that it has not read yet take memory."""
-    monkeypatch.setattr(scheduler, "MAX_PENDING_ROWS", most)
+    monkeypatch.setattr(pending_rows, "MAX_STEPS", most)
     engine = load(family, "zlab")
     plan_lengths(engine, lambda most: 0)
     run = engine.generate(PROMPT, Options(NEW, draft_max=6, ignore_eos=True))
     cycles = iter(run)
     next(cycles)
     sequence = engine.scheduler.running[0].seq
-    waiting = [pending_rows.n_pending(sequence) for _ in cycles]
+    waiting = [len(sequence.pending) for _ in cycles]
     assert run.ids == undrafted(family).ids
     assert max(waiting) == (most + 1 if given_up else NEW - 1)
     assert any("more time than may be risked" in note for note in run.notes) == given_up
+
+
+def test_drafts_that_are_not_used_take_bounded_memory(
+    family: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With more texts they may lag behind by fewer steps. The plan counts the memory."""
+    engine = load(family, "zlab", parallel=2)
+    assert engine.draft is not None
+    row = 4 * engine.config.n_embd * (1 + len(engine.draft.taps))
+    monkeypatch.setattr(pending_rows, "MAX_BYTES", 2 * 10 * row)
+    assert pending_rows.max_bytes(engine.config.n_embd, len(engine.draft.taps), 2) == 2 * 10 * row
+    plan_lengths(engine, lambda most: 0)
+    asked = Options(NEW, draft_max=6, ignore_eos=True)
+    requests = [engine.submit(PROMPT, asked) for _ in range(2)]
+    waiting = set[int]()
+    while engine.step():
+        waiting |= {len(task.seq.pending) for task in engine.scheduler.running}
+    assert max(waiting) == 11
+    assert all(r.ids == undrafted(family).ids and r.notes for r in requests)
 
 
 @pytest.mark.parametrize("kind", ["zlab", "assistant"])
