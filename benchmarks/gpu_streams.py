@@ -8,7 +8,7 @@ plain: 1, 16, 32 and 64 requests without a draft. long: 16 requests of 4,096 tok
 8 and 16 requests with a DFlash draft of which `--accepted` tokens of each proposal are accepted,
 then none, with a fixed length of 15, with `auto`, and without drafting. gap: the longest time
 between two tokens of 4 streams while a prompt of 32,768 tokens is read. Writes
-`results/<date>-gpu-streams.json`.
+`results/<date>-gpu-streams.json` after each part. Fails if a request ends while tokens are counted.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from g4spec.runtime.request import Options, Request
 
 Drafted = int | Literal["auto"]
 SHORT, PROMPT = 64, 32768
+DRAFT_CTX = 8192  # with a draft, one request makes about 850 tokens a second
 WARM, SECONDS = 1.5, 1.5
 """How long texts run before tokens are counted, since graphs are recorded when they are first asked
 for; and how long they are counted."""
@@ -112,6 +113,7 @@ class Streams:
             while time.perf_counter() - began < seconds:
                 self.engine.step()
             rate = (sum(len(r.ids) for r in requests) - before) / (time.perf_counter() - began)
+        assert not any(r.done for r in requests), "a request ended: the context is too short"
         self.stop(requests)
         return rate
 
@@ -159,7 +161,7 @@ def long(model: str, found: dict[str, Any]) -> None:
 
 def draft(model: str, accepted: int, found: dict[str, Any]) -> None:
     """Measure short requests with a draft that is always accepted, or never."""
-    streams = Streams(model, 16, 1024, True)
+    streams = Streams(model, 16, DRAFT_CTX, True)
     for held in (accepted, 0):
         streams.accept(held)
         for texts in (1, 2, 4, 8, 16):
@@ -200,7 +202,9 @@ def main() -> None:
             draft(args.model, args.accepted, found)
         else:
             {"plain": plain, "long": long, "gap": gap}[part](args.model, found)
-    watch.write_result(args.out, "gpu-streams", {"model": args.model, "tokens_per_second": found})
+        watch.write_result(
+            args.out, "gpu-streams", {"model": args.model, "tokens_per_second": found}
+        )
 
 
 if __name__ == "__main__":
