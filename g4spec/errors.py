@@ -20,6 +20,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -52,6 +53,12 @@ def did_you_mean(found: object, choices: Iterable[str]) -> str | None:
     if not names:
         return None
     return f"did you mean {' or '.join(filter(None, (', '.join(names[:-1]), names[-1])))}?"
+
+
+def similar_files(path: Path) -> str | None:
+    """Return `did_you_mean` with the files of a folder for one that does not exist there."""
+    folder = path.parent if path.parent.is_dir() else Path()
+    return did_you_mean(path.name, (entry.name for entry in folder.iterdir()))
 
 
 class G4Error(Exception):

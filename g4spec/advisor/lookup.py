@@ -20,7 +20,7 @@ from g4spec.advisor.named_models import (
 )
 from g4spec.advisor.schema import DraftFact, SizeFact, WeightsFact
 from g4spec.convert import hub
-from g4spec.errors import InputError, UsageError, did_you_mean
+from g4spec.errors import InputError, UsageError, did_you_mean, similar_files
 from g4spec.quant import policy
 
 
@@ -127,9 +127,8 @@ def _row_of(facts: Facts, text: str, size: str) -> DraftFact | None:
 
 def _missing(path: Path, instead: str) -> InputError:
     """Return the error for a GGUF file that does not exist; names a similar file beside it."""
-    folder = path.parent if path.parent.is_dir() else Path()
-    similar = did_you_mean(path.name, (entry.name for entry in folder.iterdir()))
-    return InputError(f"{path}: no such file", fix=similar or f"check the path, or name {instead}")
+    fix = similar_files(path) or f"check the path, or name {instead}"
+    return InputError(f"{path}: no such file", fix=fix)
 
 
 def find_draft(facts: Facts, text: str, of: TargetModel) -> DraftModel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from g4spec.errors import InputError, did_you_mean
+from g4spec.errors import InputError, similar_files
 
 CHECK = "check the path, or give a hub id such as org/name:Q4_K_M to download a model"
 
@@ -15,8 +15,7 @@ def error(path: Path) -> InputError:
     Names a similar file of the same folder, or the hub id of a size or draft that `doctor` and
     `recipe` know by this name.
     """
-    folder = path.parent if path.parent.is_dir() else Path()
-    similar = did_you_mean(path.name, (entry.name for entry in folder.iterdir()))
+    similar = similar_files(path)
     if path.name.lower().replace("-", "").replace("_", "") == "ngram":
         similar = "for n-gram lookup write -md ngram"
     return InputError(
