@@ -291,13 +291,8 @@ def test_a_request_that_has_to_wait_keeps_its_prefix_hit(monkeypatch: pytest.Mon
         on.step()
     list(waiting)
     assert len(restored) == 1 and waiting.stats.cached_tokens == 512
-    assert waiting.ids == list_of(engine(1, n_ctx=1280, pool=1280), waiting.prompt, asked)
-
-
-def list_of(on: Engine, prompt: Sequence[int], options: Options) -> list[int]:
-    request = on.submit(prompt, options)
-    list(request)
-    return request.ids
+    alone = engine(1, n_ctx=1280, pool=1280).generate(waiting.prompt, asked)
+    assert list(alone) and waiting.ids == alone.ids
 
 
 def test_the_rows_of_a_chunk_are_freed_after_its_prompt() -> None:

@@ -389,7 +389,9 @@ def test_recorded_parts_of_host_choices_have_the_bits_of_others(
         found.append([[(*summary(c), c.logprobs) for c in r] for r in requests])
         proposals = any(key.part == "proposal" for key in graph._graphs)
         assert proposals == (recorded and count > 0 and choice.get("sampler", HOT).plain)
-    assert found[0] == found[1] and all(did for did in found[0])
+    assert found[0] == found[1] and all(found[0])
+    with_logprobs = "logprobs" in choice
+    assert all(bool(cycle[-1]) == with_logprobs for did in found[0] for cycle in did)
 
 
 @pytest.mark.skipif(EMULATED, reason="needs a CUDA device")
