@@ -84,5 +84,5 @@ def _from_os_error(problem: OSError) -> G4Error | None:
         return EnvironmentProblem("cannot write: stdout is closed", fix="redirect it to a file")
     if problem.errno in (errno.ENOSPC, errno.EDQUOT):
         return EnvironmentProblem(f"cannot write{where}: {reason}", fix="free disk space")
-    fix = "check its permissions" if problem.errno in (errno.EACCES, errno.EPERM) else ""
+    fix = "check its permissions" if problem.errno in (errno.EACCES, errno.EPERM) else None
     return EnvironmentProblem(f"cannot access{where}: {reason}", fix=fix)

@@ -166,14 +166,13 @@ class Prompter:
 def _template_message(message: Message, index: int) -> dict[str, Any]:
     """Convert a message to the form that templates take: content as str, arguments as objects, the
     role developer as system."""
-    role = message["role"]
+    role, where = message["role"], f"messages[{index}].content"
     if role != "assistant" and message.get("content") is None:
-        where = f"messages[{index}].content"
         raise RequestError(400, f"{where} is missing (role {role})", param=where)
     plain = {
         **message,
         "role": "system" if role == "developer" else role,
-        "content": _text(message.get("content"), f"messages[{index}].content"),
+        "content": _text(message.get("content"), where),
     }
     if calls := message.get("tool_calls"):
         plain["tool_calls"] = [
