@@ -15,10 +15,14 @@ from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
 from g4spec.runtime.cuda.cache.cuda_kv_size import SLACK, spare_slots
 from g4spec.runtime.cuda.ops import CudaOps, drop_weights
 from g4spec.runtime.cuda.prefill.reader import Reader
+from g4spec.runtime.cuda.step import graphs
+from g4spec.runtime.cuda.step.graph_runner import GraphRunner
+from g4spec.runtime.cuda.step.recorded import RecordedStep
 from g4spec.runtime.cuda.step.sampler import CudaSampler
 from g4spec.runtime.cuda.weights import held_size
 from g4spec.runtime.cuda.weights.loading import Uploader
 from g4spec.runtime.cuda.weights.matrix import Matrix
+from g4spec.runtime.eager_runner import EagerRunner
 
 if TYPE_CHECKING:
     from g4spec.core import Draft, Runner, StepRows
@@ -130,11 +134,6 @@ class CudaBackend:
     def runners(self, target: Target, draft: Draft | None) -> Sequence[Runner]:
         """Return the runner of recorded cycles, and one for work whose tokens the host chooses,
         which records what it can."""
-        from g4spec.runtime.cuda.step import graphs
-        from g4spec.runtime.cuda.step.graph_runner import GraphRunner
-        from g4spec.runtime.cuda.step.recorded import RecordedStep
-        from g4spec.runtime.eager_runner import EagerRunner
-
         pool = graphs.Pool(self.device)
         self._reader = Reader(self, target, pool)  # raises an error before the first request
         graph = GraphRunner(target, draft, pool=pool)

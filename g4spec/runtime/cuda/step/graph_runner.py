@@ -22,6 +22,7 @@ import torch
 
 from g4spec.core import MAX_DRAFT, MAX_STEP_ROWS, Batch, Cycle, Draft, Sequence, StepRows, Work
 from g4spec.ops.sampling import NotFinite
+from g4spec.runtime.cuda.cache.cuda_kv_size import bucket
 from g4spec.runtime.cuda.step import graphs
 from g4spec.runtime.cuda.step.choose import Choice, mode_of
 from g4spec.runtime.cuda.step.cycle_state import CycleResult, CycleState, SequenceState
@@ -318,11 +319,6 @@ class GraphRunner:
         ids, positions, slots = self._state.rows(shape.sequences, shape.rows).clone()
         batch = Batch(ids, positions, slots, (shape.rows,) * shape.sequences)
         return StepRows(batch, hidden.clone(), taps.clone())
-
-
-def bucket(sequences: int) -> int:
-    """Return the number of sequences of the graph for so many: the next power of two."""
-    return 1 << (sequences - 1).bit_length()
 
 
 def _cycle(seen: CycleResult, count: int, draft_seconds: float, step_seconds: float) -> Cycle:
