@@ -166,7 +166,7 @@ class GraphRunner:
         graph.replay()
         kept = None
         if not most and any(w.sequence.drafting for w in work):
-            kept = self._kept(step, *graph.outputs)
+            kept = self._kept(step, len(work), *graph.outputs)
         marks.ended.record()
         sequences = tuple(w.sequence for w in work)
         self._waiting.append(Started(turn, marks, sequences, counts, kept))
@@ -314,11 +314,15 @@ class GraphRunner:
         self._draft.commit(read, state.accepted(n))
         return ()
 
-    def _kept(self, shape: GraphKey, hidden: torch.Tensor, taps: torch.Tensor) -> StepRows:
-        """Return copies of the rows of a plain step, before the next one overwrites them."""
-        ids, positions, slots = self._state.rows(shape.sequences, shape.rows).clone()
-        batch = Batch(ids, positions, slots, (shape.rows,) * shape.sequences)
-        return StepRows(batch, hidden.clone(), taps.clone())
+    def _kept(
+        self, shape: GraphKey, count: int, hidden: torch.Tensor, taps: torch.Tensor
+    ) -> StepRows:
+        """Return copies of the rows of `count` sequences in a plain step, before the next one
+        overwrites them. Rows of padding are not kept."""
+        assert shape.rows == 1, shape
+        ids, positions, slots = self._state.rows(shape.sequences, 1)[:, :count].clone()
+        batch = Batch(ids, positions, slots, (1,) * count)
+        return StepRows(batch, hidden[:count].clone(), taps[:count].clone())
 
 
 def _cycle(seen: CycleResult, count: int, draft_seconds: float, step_seconds: float) -> Cycle:
