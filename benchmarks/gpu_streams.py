@@ -175,7 +175,7 @@ def draft(model: str, accepted: int, found: dict[str, Any]) -> None:
 def gap(model: str, found: dict[str, Any]) -> None:
     """Streams beside a long prompt."""
     streams = Streams(model, 5, PROMPT + 2048, False)
-    streams.stop([streams.submit(1024)])
+    streams.stop(streams.running(1, 1024 + SHORT))  # compiles kernels of prompts
     found["gap"] = streams.gap(4)
     print("gap", found["gap"], flush=True)
     streams.close()

@@ -17,8 +17,9 @@ class CycleCosts:
 
     Args:
         measured: (requests, drafted tokens each) -> seconds; plain steps have 0 tokens.
-        padded: whether every request of a step costs as many rows as the longest draft (recorded
-            CUDA graphs); otherwise only its own rows.
+        padded: whether every request of a step costs as many rows as the longest draft, and a
+            batch as much as the next larger one that was measured (recorded CUDA graphs); otherwise
+            only its own rows.
         per_byte: seconds per byte of KV cache that a step reads.
 
     Attributes:
@@ -83,6 +84,9 @@ class CycleCosts:
 
     def _interpolate_counts(self, texts: int, count: float) -> float:
         if texts not in self._tables:
+            at = bisect_left(self._texts, texts)
+            if self.padded and at < len(self._texts):
+                return self._measured(self._texts[at], count)
             return interpolate(texts, self._texts, lambda t: self._measured(t, count))
         if count == 0:
             return self._tables[texts][0]

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 from g4spec.core import MAX_STEP_ROWS, PAGE, Draft, Runner, Sequence, StepRows, Work
+from g4spec.ops.sampling import Sampler
 from g4spec.runtime.chooser import RequestChooser
+from g4spec.runtime.cycle_costs import interpolate
+from g4spec.runtime.pending_rows import concat_steps
 from g4spec.runtime.pool import Pool
 from g4spec.runtime.request import Options
 from g4spec.runtime.target import Target, batch_of
 
-REPEATS = 3
-"""Number of repetitions. The fastest counts; the first one is a warm-up."""
+Parts = tuple[float, float]
+"""Seconds of a cycle's proposal, and of the rest."""
+
+REPEATS, GRAPH_REPEATS = 3, 2
+"""Number of repetitions, and of those of CUDA graphs, whose times hardly vary. The fastest counts;
+the first one is a warm-up."""
+
+MEASURED_ROWS = 128
+"""Rows of the largest padded steps that are measured. From 64 rows on time grows with the rows."""
 
 PROMPT = [2] * MAX_STEP_ROWS
 """Prompt of the timed requests."""
@@ -22,16 +33,28 @@ MIN_LONG_CONTEXT, LONG_CONTEXT = 1024, 8192
 
 
 def measure_costs(
-    target: Target, draft: Draft | None, pool: Pool, runners: Seq[Runner]
+    target: Target,
+    draft: Draft | None,
+    pool: Pool,
+    runners: Seq[Runner],
+    suppress: tuple[int, ...] = (),
 ) -> tuple[dict[tuple[int, int], float], float]:
     """Measure the time of cycles; return the results of `measure_cycles` and
-    `measure_seconds_per_byte`. All slots and pages must be free."""
-    found = measure_cycles(target, draft, pool, runners)
-    return found, measure_seconds_per_byte(target, pool, runners, found[1, 0])
+    `measure_seconds_per_byte`. All slots and pages must be free.
+
+    Args:
+        suppress: tokens that requests never choose; graphs are recorded for one set of them.
+    """
+    found = measure_cycles(target, draft, pool, runners, suppress)
+    return found, measure_seconds_per_byte(target, pool, runners, found[1, 0], suppress)
 
 
 def measure_seconds_per_byte(
-    target: Target, pool: Pool, runners: Seq[Runner], plain: float
+    target: Target,
+    pool: Pool,
+    runners: Seq[Runner],
+    plain: float,
+    suppress: tuple[int, ...] = (),
 ) -> float:
     """Measure the seconds that a step takes per byte of KV cache it reads, given that a plain step
     of a short context takes `plain`. The content of the cache does not matter."""
@@ -41,31 +64,93 @@ def measure_seconds_per_byte(
         return 0.0
     s = Sequence(pool.free_slots.pop(), PROMPT[:1] * (far + 1), far, far)
     pool.grow(s, far + ahead)
-    seconds = min(_time_cycle(target, [(s, None)], 0, runners) for _ in range(REPEATS))
+    cycles = [_time_cycle(target, [(s, None)], 0, runners, suppress) for _ in range(REPEATS)]
+    seconds = min(map(sum, cycles))
     pool.free_sequence(s)
     more = target.context_bytes(far) - target.context_bytes(len(PROMPT))
     return max(0.0, seconds - plain) / more
 
 
 def measure_cycles(
-    target: Target, draft: Draft | None, pool: Pool, runners: Seq[Runner]
+    target: Target,
+    draft: Draft | None,
+    pool: Pool,
+    runners: Seq[Runner],
+    suppress: tuple[int, ...] = (),
 ) -> dict[tuple[int, int], float]:
     """Measure the seconds of cycles of 1, 2, 4, ... requests without a draft, with 1 drafted token
-    and with the maximum; the update of the draft is part of a cycle. All slots and pages must be
-    free."""
+    and with the maximum; the update of the draft is part of a cycle. On a backend that pads steps
+    as few as possible are measured, because each is recorded, and others are computed
+    (`padded_costs`). All slots and pages must be free."""
     assert draft is not None
-    out: dict[tuple[int, int], float] = {}
+    found: dict[tuple[int, int], Parts] = {}
     most = min(draft.max_tokens, target.n_ctx - len(PROMPT) - 1)
-    texts = 1
-    while texts <= min(len(pool.free_slots), pool.n_free):
+    padded = target.backend.padded
+    for texts in _batches(pool):
         sequences = _start_sequences(target, draft, pool, texts)
-        for count in [0, 1, most] * REPEATS:
-            seconds = _time_cycle(target, sequences, count, runners)
-            out[texts, count] = min(out.get((texts, count), 1e9), seconds)
+        counts = _padded_counts(texts, most, draft.one_pass) if padded else [0, 1, most]
+        for count in counts * (GRAPH_REPEATS if padded else REPEATS):
+            parts = _time_cycle(target, sequences, count, runners, suppress)
+            found[texts, count] = min(found.get((texts, count), parts), parts, key=sum)
         for s, _ in sequences:
             pool.free_sequence(s)
-        texts *= 2
+    if target.backend.padded:
+        return padded_costs(found, most)
+    return {key: sum(parts) for key, parts in found.items()}
+
+
+def _padded_counts(texts: int, most: int, one_pass: bool) -> list[int]:
+    """Return the draft lengths to measure: none, and the last one of a step of MEASURED_ROWS rows
+    or fewer. A length of 1 shows how proposals of several passes grow, and steps of a few rows."""
+    counts = {0, min(most, max(2, MEASURED_ROWS // _next_power(texts)) - 1)}
+    return sorted(counts | {1} if texts == 1 or not one_pass else counts)
+
+
+def padded_costs(found: Mapping[tuple[int, int], Parts], most: int) -> dict[tuple[int, int], float]:
+    """Compute the seconds of cycles of up to `most` drafted tokens each, whose steps are padded to
+    a power of two of sequences, and of rows of each: for the first and the last draft length of
+    each size, so that the time of the lengths between can be interpolated. The time of a step
+    depends on its rows, whoever owns them, and that of a proposal on its sequences and length."""
+    proposals: dict[int, dict[int, float]] = {}
+    steps: dict[int, float] = {}
+    for (texts, count), (proposal, step) in sorted(found.items()):
+        if count:
+            rows = _next_power(texts) * _next_power(1 + count)
+            steps[rows] = min(steps.get(rows, step), step)
+            proposals.setdefault(texts, {})[count] = proposal
+    out = {key: sum(parts) for key, parts in found.items() if not key[1]}
+    for texts, seconds in proposals.items():
+        for count in range(1, most + 1):
+            if count == most or count in (_next_power(count), _next_power(1 + count) - 1):
+                rows = _next_power(texts) * _next_power(1 + count)
+                out[texts, count] = interpolate(count, [*seconds], seconds.__getitem__)
+                out[texts, count] += interpolate(rows, sorted(steps), steps.__getitem__)
     return out
+
+
+def _next_power(n: int) -> int:
+    """Return the smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+def run_plain_cycles(
+    target: Target, pool: Pool, runners: Seq[Runner], suppress: tuple[int, ...] = ()
+) -> None:
+    """Run a cycle of 1, 2, 4, ... requests without a draft, so that its graph is not recorded when
+    other requests wait for it. All slots and pages must be free."""
+    for texts in _batches(pool):
+        sequences = [Sequence(pool.free_slots.pop(), PROMPT[:2], 1, 1) for _ in range(texts)]
+        for s in sequences:
+            pool.grow(s, MAX_STEP_ROWS)
+        _time_cycle(target, [(s, None) for s in sequences], 0, runners, suppress)
+        for s in sequences:
+            pool.free_sequence(s)
+
+
+def _batches(pool: Pool) -> list[int]:
+    """Return the numbers of requests that are measured: powers of two, and the most."""
+    most = min(len(pool.free_slots), pool.n_free)
+    return [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most]
 
 
 def _start_sequences(
@@ -73,17 +158,17 @@ def _start_sequences(
 ) -> list[tuple[Sequence, StepRows]]:
     """Create sequences that have read PROMPT, with the last row of each in the form a draft
     reads."""
-    out = []
+    sequences = []
     for _ in range(count):
         s = Sequence(pool.free_slots.pop(), [*PROMPT, PROMPT[0]], len(PROMPT), len(PROMPT))
         pool.grow(s, len(PROMPT) + 1)
         draft.begin(s.slot)
-        rows = target.forward(batch_of(target.ops, [(s.slot, 0, PROMPT)]))
-        n = len(PROMPT) - 1
-        head = rows.rows(0, n, (n,))
-        draft.commit(head, head.batch.ids.new_tensor([n - 1]))
-        out.append((s, rows.rows(n, n + 1, (1,))))
-    return out
+        sequences.append(s)
+    rows = target.forward(batch_of(target.ops, [(s.slot, 0, PROMPT) for s in sequences]))
+    n = len(PROMPT)
+    heads = [rows.rows(i * n, i * n + n - 1, (n - 1,)) for i in range(count)]
+    draft.commit(concat_steps(heads), rows.batch.ids.new_tensor([n - 2] * count))
+    return [(s, rows.rows(i * n + n - 1, i * n + n, (1,))) for i, s in enumerate(sequences)]
 
 
 def _time_cycle(
@@ -91,10 +176,11 @@ def _time_cycle(
     sequences: Seq[tuple[Sequence, StepRows | None]],
     count: int,
     runners: Seq[Runner],
-) -> float:
-    """Measure the seconds of a cycle of `count` drafted tokens each; on a backend that starts
-    cycles ahead, of one that directly follows another."""
-    options = Options(ignore_eos=True)
+    suppress: tuple[int, ...],
+) -> Parts:
+    """Measure a cycle of `count` drafted tokens each; on a backend that starts cycles ahead, one
+    that directly follows another."""
+    options = Options(ignore_eos=True, sampler=Sampler(suppress=suppress))
     work = []
     for s, last in sequences:
         s.ids[s.n_read + 1 :] = []
@@ -109,8 +195,8 @@ def _time_cycle(
         runner.start(work)
         runner.result()
         began = time.perf_counter()
-    runner.result()
-    seconds = time.perf_counter() - began
+    proposal = runner.result()[0].draft_seconds
+    step = time.perf_counter() - began - proposal
     for s, _ in sequences:
         s.pending = []
-    return seconds
+    return proposal, step

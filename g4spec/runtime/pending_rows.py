@@ -21,29 +21,32 @@ MAX_BYTES = 512 << 20
 
 def flush(draft: Draft, sequences: Seq[Sequence]) -> None:
     """Update the draft with all pending rows, at most MAX_STEP_ROWS per sequence and call."""
-    waiting = [list(group_steps(s.pending)) for s in sequences if s.pending]
+    waiting = [group_steps(s.pending) for s in sequences if s.pending]
     for turn in range(max(map(len, waiting), default=0)):
-        rows = concat_steps([of[turn] for of in waiting if turn < len(of)])
+        rows = merge_steps(*(of[turn] for of in waiting if turn < len(of)))
         draft.commit(rows, rows.batch.ids.new_tensor([n - 1 for n in rows.batch.sizes]))
     for sequence in sequences:
         sequence.pending.clear()
 
 
-def group_steps(steps: Seq[StepRows]) -> list[StepRows]:
-    """Join successive steps of one sequence to groups of at most MAX_STEP_ROWS rows."""
+def group_steps(steps: Seq[StepRows]) -> list[list[StepRows]]:
+    """Group successive steps of one sequence, at most MAX_STEP_ROWS rows in each group."""
     out: list[list[StepRows]] = []
+    count = MAX_STEP_ROWS
     for step in steps:
-        if not out or sum(len(s.batch) for s in out[-1]) + len(step.batch) > MAX_STEP_ROWS:
+        count += len(step.batch)
+        if count > MAX_STEP_ROWS:
             out.append([])
+            count = len(step.batch)
         out[-1].append(step)
-    return [merge_steps(group) for group in out]
+    return out
 
 
-def merge_steps(steps: Seq[StepRows]) -> StepRows:
-    """Join successive steps of one sequence to one."""
-    rows = concat_steps(steps)
-    b = rows.batch
-    return StepRows(Batch(b.ids, b.positions, b.slots, (len(b),)), rows.hidden, rows.taps)
+def merge_steps(*groups: Seq[StepRows]) -> StepRows:
+    """Join successive steps of a sequence, or of several, to one batch."""
+    rows = concat_steps([step for group in groups for step in group])
+    b, sizes = rows.batch, tuple(sum(len(step.batch) for step in group) for group in groups)
+    return StepRows(Batch(b.ids, b.positions, b.slots, sizes), rows.hidden, rows.taps)
 
 
 def concat_steps(steps: Seq[StepRows]) -> StepRows:

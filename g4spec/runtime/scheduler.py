@@ -29,7 +29,7 @@ from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, Backend, Draft, Runner, Seq
 from g4spec.errors import EnvironmentProblem, InputError
 from g4spec.ops.kv_size import pages_of
 from g4spec.runtime import pending_rows
-from g4spec.runtime.cycle_timing import measure_costs
+from g4spec.runtime.cycle_timing import measure_costs, run_plain_cycles
 from g4spec.runtime.draft_decision import DraftDecision
 from g4spec.runtime.draft_length import DraftLengthPolicy
 from g4spec.runtime.pool import Pool
@@ -74,6 +74,7 @@ class Scheduler:
         self.waiting: deque[Task] = deque()
         self.running: list[Task] = []
         self._started: deque[StartedCycle] = deque()
+        self._ended = 0.0  # when the newest result was fetched
         self.n_steps = self.n_step_texts = 0
 
     def submit(self, task: Task) -> None:
@@ -91,8 +92,7 @@ class Scheduler:
         if self.idle:
             return False
         self._admit()
-        self._prefill()
-        self._cycle()
+        self._cycle(after_prefill=self._prefill())
         return True
 
     def abandon(self, error: BaseException) -> None:
@@ -123,16 +123,22 @@ class Scheduler:
             self._finish(task, "cancelled")
 
     def _admit(self) -> None:
-        if (
-            not self.running
-            and self.length.wants_costs
-            and any(t.draft_state.auto for t in self.waiting)
-        ):
-            self.prefix.clear()  # the measurement needs the pages
-            self.length.set_costs(*measure_costs(self.target, self.draft, self.pool, self.runners))
+        if self.waiting and not self.running:
+            self._prepare()
         while self.waiting and self.pool.free_slots and self._try_admit(self.waiting[0]):
             task = self.waiting.popleft()
             insort(self.running, task, key=lambda t: t.number)
+
+    def _prepare(self) -> None:
+        """Measure costs if `auto` needs them. Before the first request, run what would make others
+        wait later."""
+        target, pool, runners = self.target, self.pool, self.runners
+        suppress = self.waiting[0].request.options.sampler.suppress
+        if self.length.wants_costs and any(t.draft_state.auto for t in self.waiting):
+            self.prefix.clear()  # the measurement needs the pages
+            self.length.set_costs(*measure_costs(target, self.draft, pool, runners, suppress))
+        elif not self.n_steps and self.backend.padded and len(pool.free_slots) > 1:
+            run_plain_cycles(target, pool, runners, suppress)
 
     def _try_admit(self, task: Task) -> bool:
         """Allocate a slot and the pages for the tokens of a task, if the pool has them; restore the
@@ -216,9 +222,12 @@ class Scheduler:
 
     # ---- prompts
 
-    def _prefill(self) -> None:
-        """Run prefill, oldest request first: one chunk, or less while requests are running."""
+    def _prefill(self) -> bool:
+        """Run prefill, oldest request first: one chunk, or less while requests are running. Return
+        True if there was something to compute."""
         prefilling = [t for t in self.running if t.in_prefill]
+        if not prefilling:
+            return False
         rows = self.target.chunk
         if len(prefilling) < len(self.running):
             rows = min(rows, INTERLEAVED_ROWS)
@@ -246,6 +255,7 @@ class Scheduler:
                     began = time.perf_counter()
                     self._first_token(task)
                     stats.prefill_seconds += time.perf_counter() - began
+        return True
 
     def _prefill_part(self, task: Task, max_rows: int) -> int:
         """Compute tokens of a prompt that count as at most `max_rows` rows, up to the next
@@ -293,7 +303,7 @@ class Scheduler:
 
     # ---- cycles
 
-    def _cycle(self) -> None:
+    def _cycle(self, after_prefill: bool) -> None:
         """Run one cycle of all running requests. If possible, start the next one before waiting for
         this one."""
         began = time.perf_counter()
@@ -306,7 +316,7 @@ class Scheduler:
         oldest = self._started[0]
         if len(self._started) < oldest.runner.depth and self._next_is_certain(oldest):
             self._start(oldest.tasks, oldest.counts, began, oldest.runner)
-        self._finish_cycle()
+        self._finish_cycle(after_prefill)
 
     def _plan(self, running: list[Task]) -> list[int]:
         """Return the number of tokens to draft for each request."""
@@ -365,11 +375,14 @@ class Scheduler:
             [t.draft_state for t in tasks], oldest.counts, most
         )
 
-    def _finish_cycle(self) -> None:
+    def _finish_cycle(self, after_prefill: bool) -> None:
         """Wait for the oldest cycle and give each request its result."""
         oldest = self._started.popleft()
         cycles = oldest.runner.result()
-        waited = time.perf_counter() - oldest.began
+        # A cycle that was started ahead runs from the end of the one before it. If a prompt was
+        # computed meanwhile, its time is not the cycle's.
+        began, self._ended = max(oldest.began, self._ended), time.perf_counter()
+        waited = 0.0 if after_prefill else self._ended - began
         alive = [i for i, t in enumerate(oldest.tasks) if not t.request.done]
         for i in alive:
             cycle = cycles[i]

@@ -4,12 +4,15 @@ whether other requests arrive, end, are cancelled or preempted, or hit the prefi
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from g4spec.core import Cycle, Draft, Work
+from g4spec.core import Cycle, Draft, StepRows, Work
+from g4spec.runtime.backend import TorchBackend
 from g4spec.runtime.eager_runner import EagerRunner
 from g4spec.runtime.request import Options
 from g4spec.runtime.target import Target
@@ -84,6 +87,60 @@ def test_cycles_started_ahead_have_their_pages(plain: ReferenceRuns, kind: str |
     run = batch_invariance.run_batched(engine, todo)
     for spec, (got,) in zip(todo, run.answers, strict=True):
         assert not batch_invariance.output_difference(got, plain(spec))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_time_of_a_cycle_is_its_own(monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
+    """It includes neither the cycle before it nor the prompts that are computed meanwhile."""
+    engine = memory_engine.engine(None, n_ctx=512, parallel=2)
+    kind = StartsAhead if ahead else EagerRunner
+    runner = kind(engine.target, None)
+    engine.scheduler.runners = [runner]
+    fetch, read, seconds = runner.result, engine.backend.read, 0.05
+
+    def result() -> list[Cycle]:
+        time.sleep(seconds)
+        return fetch()
+
+    def slow_read(*args: Any) -> StepRows:
+        time.sleep(4 * seconds)
+        return read(*args)
+
+    monkeypatch.setattr(runner, "result", result)
+    first = engine.submit([2, 9], Options(16, ignore_eos=True))
+    engine.step()
+    monkeypatch.setattr(engine.backend, "read", slow_read)
+    began = time.perf_counter()
+    while engine.step():
+        if len(first.ids) == 8:
+            second = engine.submit([2, 7], Options(2, ignore_eos=True))
+    passed = time.perf_counter() - began
+    times = [cycle.step_seconds for cycle in list(first.drain())[2:]]
+    assert second.stats.prefill_seconds > 4 * seconds and len(times) == 14
+    assert sum(times) <= passed - second.stats.prefill_seconds
+    assert sum(t > seconds for t in times) >= 12, "beside a prompt it is the runner's own"
+
+
+@pytest.mark.parametrize("suppress", [(), (3, 5)])
+def test_batches_of_all_sizes_run_before_the_first_request(
+    monkeypatch: pytest.MonkeyPatch, suppress: tuple[int, ...]
+) -> None:
+    """A padded backend records a graph for each, for which other requests would wait."""
+    monkeypatch.setattr(TorchBackend, "padded", True)
+    engine = memory_engine.engine(None, n_ctx=512, parallel=6, pool=2048)
+    engine.tokenizer.suppress_ids = suppress
+    started, start = [], engine.scheduler.runners[0].start
+
+    def record(work: Sequence[Work]) -> None:
+        started.append((len(work), work[0].chooser.sampler.suppress))
+        start(work)
+
+    monkeypatch.setattr(engine.scheduler.runners[0], "start", record)
+    for _ in range(2):
+        list(engine.generate([2, 9], Options(3, ignore_eos=True)))
+    batches = {*(1 << i for i in range(3)), min(6, engine.pool.n_pages)}
+    assert started == [(n, suppress) for n in (*sorted(batches), 1, 1, 1, 1)]
+    assert len(engine.pool.free_slots) == 6 and engine.pool.n_free == engine.pool.n_pages
 
 
 def specs(prompts: list[list[int]], **options: object) -> list[RequestSpec]:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from g4spec.core import MAX_DRAFT
 from g4spec.runtime import draft_length
 from g4spec.runtime.cycle_costs import CycleCosts
-from g4spec.runtime.cycle_timing import measure_costs
+from g4spec.runtime.cycle_timing import measure_costs, padded_costs
 from g4spec.runtime.draft_length import CREDIT, PROBE, DraftLengthPolicy, PolicyState
 from g4spec.runtime.request import Options
 from tests.support import memory_engine
@@ -530,14 +530,35 @@ def test_costs_by_texts_and_rows() -> None:
         for (texts, count), seconds in measured.items():
             assert costs([count] * texts) == pytest.approx(seconds)
         assert costs([3]) == pytest.approx(2.0)
-        assert costs([0] * 3) == pytest.approx(1.4)
-        assert costs([5] * 3) == pytest.approx(5.5)
         assert costs([0] * 6) == pytest.approx(2.0)  # extrapolated
+    assert dense([0] * 3) == pytest.approx(1.4) and dense([5] * 3) == pytest.approx(5.5)
+    assert padded([0] * 3) == padded([0] * 4) and padded([5] * 3) == padded([5] * 4)
     assert padded([1, 0, 5, 0]) == padded([5] * 4)
     assert dense([2, 4, 1, 5]) == pytest.approx(dense([3] * 4))
     assert dense([0, 5, 0, 0]) == pytest.approx(1.6 + max((7.0 - 1.6) / 4, 2.5 - 1.0))
     dense.update([5, 0], 3 * dense([5, 0]), weight=1.0)
     assert dense([1] * 4) == pytest.approx(9.0) and dense([0] * 4) == pytest.approx(1.6)
+
+
+def test_costs_of_padded_steps_follow_their_rows() -> None:
+    step = {1: 7.0, 2: 7.0, 4: 7.1, 8: 7.3, 16: 8.0, 32: 11.0, 64: 13.0, 128: 25.0, 256: 48.0}
+    proposal = {1: 1.0, 2: 1.5, 4: 2.0, 8: 3.0, 16: 6.0}
+    found = {
+        (texts, count): (proposal[texts] if count else 0.0, step[texts * (1 + count)])
+        for texts in proposal
+        for count in ({0, 1, 15} if texts == 1 else {0, min(15, 128 // texts - 1)})
+    }
+    step[4], step[8] = step[2] + (step[16] - step[2]) / 7, step[2] + 3 * (step[16] - step[2]) / 7
+    step[256] = step[128] + 2 * (step[128] - step[64])
+    costs = CycleCosts(padded_costs(found, 15), padded=True)
+    for texts in (2, 4, 8, 16):
+        for count in range(1, 16):
+            rows = texts * next(n for n in (2, 4, 8, 16) if n > count)
+            assert costs([count] * texts) == pytest.approx(proposal[texts] + step[rows])
+    assert costs([3] * 13) == costs([3] * 16) and costs([0] * 5) == costs([0] * 8)
+    chain = {(2, 0): (0.0, 7.0), (2, 1): (1.0, 7.0), (2, 6): (6.0, 8.0), (1, 0): (0.0, 7.0)}
+    found = padded_costs(chain, 6)
+    assert [found[2, n] for n in (1, 2, 3, 4, 6)] == pytest.approx([8, 28 / 3, 31 / 3, 12, 14])
 
 
 def reasons(run: Simulation, cycles: int) -> list[list[tuple[str, int]]]:

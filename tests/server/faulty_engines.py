@@ -46,8 +46,8 @@ def load(**options: Any) -> Engine:
             engine.scheduler._discard_started = drop  # type: ignore[method-assign]
         return read(target, slot, ids, start)
 
-    def collecting() -> None:
-        collect()
+    def collecting(after_prefill: bool) -> None:
+        collect(after_prefill)
         for task in engine.scheduler.running:
             if len(task.ids) > task.n_prompt + 4 and READING not in task.request.prompt:
                 _fail(task.request.prompt[-1])

@@ -78,7 +78,7 @@ def test_a_broken_step_ends_all_requests_and_refuses_new_ones(
 ) -> None:
     with Engine.load(family / "target.gguf") as engine:
         before = engine.last_step
-        monkeypatch.setattr(engine.scheduler, "_cycle", lambda: 1 / 0)
+        monkeypatch.setattr(engine.scheduler, "_cycle", lambda after_prefill: 1 / 0)
         engine.start()
         with pytest.raises(ZeroDivisionError):
             list(engine.submit([2, 5]))

@@ -342,9 +342,9 @@ def test_health_is_green_only_while_steps_make_progress(
     goes_on = threading.Event()
     cycle = served.engine.scheduler._cycle
 
-    def stuck() -> None:
+    def stuck(after_prefill: bool) -> None:
         goes_on.wait(20)
-        cycle()
+        cycle(after_prefill)
 
     try:
         assert served.http.get("/health").json() == {"status": "ok"}
