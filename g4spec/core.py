@@ -407,10 +407,22 @@ class Backend(Protocol):
     def cache(self, shape: CacheShape, space: Any, ring_slack: int) -> Any:
         """Create the empty KV cache of one layer (`g4spec.ops.kv.LayerKV`)."""
 
-    def read(self, target: Any, slot: int, ids: Seq[int], start: int) -> StepRows:
+    def read(
+        self,
+        target: Any,
+        slot: int,
+        ids: Seq[int],
+        start: int,
+        pause: Callable[[], None] | None = None,
+    ) -> StepRows:
         """Prefill: compute prompt tokens from position `start` on, a multiple of PROMPT_BLOCK, and
         append to the caches of the slot. Computes no logits. The bits of a row depend only on the
-        tokens up to the end of its block or, if that comes first, of the prompt."""
+        tokens up to the end of its block or, if that comes first, of the prompt.
+
+        Args:
+            pause: called once after half of the layers, unless that is soon: it may run steps of
+                other slots.
+        """
 
     def prefill_rows(self, count: int) -> int:
         """Return how many rows of whole blocks take about as long as `read` of `count` tokens."""

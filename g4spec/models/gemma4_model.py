@@ -6,7 +6,7 @@ Source: transformers `models/gemma4/modeling_gemma4.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from g4spec.core import Reach
@@ -42,12 +42,17 @@ class Model:
         return self.ops.embed(self.w["token_embd.weight"], ids, scale)
 
     def forward(
-        self, batch: Batch, kv: Sequence[Any], taps: tuple[int, ...] = ()
+        self,
+        batch: Batch,
+        kv: Sequence[Any],
+        taps: tuple[int, ...] = (),
+        pause: Callable[[], None] | None = None,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Run the rows of `batch` [T], appending to the caches `kv`.
 
         Args:
             kv: caches of the layers that have one (`gemma4.caches`), by layer.
+            pause: called before the middle layer.
 
         Returns:
             The output after the final norm [T, H], and the residual entering each layer of `taps`,
@@ -61,6 +66,8 @@ class Model:
         norms = [w[f"blk.{s.index}.attn_norm.weight"] for s in layers]
         h, tapped = ops.norm_rows(x, norms[0], eps), {}
         for spec, next_norm in zip(layers, [*norms[1:], w["output_norm.weight"]], strict=True):
+            if pause is not None and spec.index == len(layers) // 2:
+                pause()
             if spec.index in taps:
                 tapped[spec.index] = ops.copy_residual(x)
             h = self._attention(spec, h, batch, spans[Reach.causal(spec.window)], kv)

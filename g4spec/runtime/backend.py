@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -107,9 +107,16 @@ class TorchBackend:
         """Create the empty KV cache of one layer."""
         return LayerKV(shape, space, ring_slack, self._rounded)
 
-    def read(self, target: Target, slot: int, ids: Sequence[int], start: int) -> StepRows:
+    def read(
+        self,
+        target: Target,
+        slot: int,
+        ids: Sequence[int],
+        start: int,
+        pause: Callable[[], None] | None = None,
+    ) -> StepRows:
         """Compute prompt rows; see `g4spec.core.Backend`."""
-        return target.forward(batch_of(self.ops, [(slot, start, ids)]))
+        return target.forward(batch_of(self.ops, [(slot, start, ids)]), pause)
 
     def prefill_rows(self, count: int) -> int:
         """Return `count`: no row is padding."""

@@ -5,9 +5,9 @@ cycle of all running requests. The rules:
 
 - Requests are admitted in order of arrival, when a slot is free and the pool has enough pages for
   the prompt. No request overtakes another, so none starves.
-- Every running request takes part in every cycle. Between two cycles at most INTERLEAVED_ROWS
-  prompt rows (as `Backend.prefill_rows` counts them) are computed, oldest request first, so that a
-  long prompt does not stall the others.
+- Every running request takes part in every cycle. In one step at most INTERLEAVED_ROWS prompt rows
+  (as `Backend.prefill_rows` counts them) are computed, oldest request first, so that a long prompt
+  does not stall the others. A cycle runs after them, and one in their middle.
 - When the pool has no free page, prefix snapshots are evicted first. Then the newest request is
   preempted: its pages and slot are freed, and it waits at its place in the order of arrival. Its
   generated tokens are later recomputed through steps, so that its text does not change; a step
@@ -17,6 +17,7 @@ cycle of all running requests. The rules:
 
 from __future__ import annotations
 
+import gc
 import time
 from bisect import insort
 from collections import deque
@@ -38,7 +39,7 @@ from g4spec.runtime.target import Target, batch_of
 from g4spec.runtime.task import Task
 
 INTERLEAVED_ROWS = PROMPT_BLOCK
-"""Maximum number of prompt rows computed between two cycles while requests are running."""
+"""Maximum number of prompt rows computed in a step while requests are running."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,7 @@ class Scheduler:
         for task in [*self.running, *self.waiting]:
             self._finish(task, "closed")
         self.prefix.close()
+        gc.unfreeze()
         self.draft, self.runners = None, ()
 
     # ---- admission and memory
@@ -139,6 +141,9 @@ class Scheduler:
             self.length.set_costs(*measure_costs(target, self.draft, pool, runners, suppress))
         elif not self.n_steps and self.backend.padded and len(pool.free_slots) > 1:
             run_plain_cycles(target, pool, runners, suppress)
+        if not self.n_steps and self.backend.padded:
+            gc.collect()
+            gc.freeze()  # a full collection of what a model consists of takes 0.1 s
 
     def _try_admit(self, task: Task) -> bool:
         """Allocate a slot and the pages for the tokens of a task, if the pool has them; restore the
@@ -191,12 +196,19 @@ class Scheduler:
     def _grow(self, task: Task) -> bool:
         """Allocate the pages of this cycle and of those that may be started ahead of its result.
         Return False if the pool does not have them."""
-        rows = MAX_STEP_ROWS * max(runner.depth for runner in self.runners)
-        positions = task.seq.position + rows
-        if self.pool.pages_needed(task.seq, positions) > self.pool.n_free:
+        if self._pages_missing([task]) > self.pool.n_free:
             return False
-        self.pool.grow(task.seq, positions)
+        self.pool.grow(task.seq, task.seq.position + self._rows_ahead)
         return True
+
+    @property
+    def _rows_ahead(self) -> int:
+        """Rows of a request in this cycle and in those that may be started ahead of its result."""
+        return MAX_STEP_ROWS * max(runner.depth for runner in self.runners)
+
+    def _pages_missing(self, tasks: list[Task]) -> int:
+        """Return the number of pages that the next cycles of `tasks` need and that they lack."""
+        return sum(self.pool.pages_needed(t.seq, t.seq.position + self._rows_ahead) for t in tasks)
 
     def _preempt(self, task: Task) -> None:
         """Free the memory of a task and put it back into the queue."""
@@ -275,7 +287,7 @@ class Scheduler:
                 if not count:
                     return 0
             ids = s.ids[s.n_read : s.n_read + count]
-            rows = self.backend.read(self.target, s.slot, ids, s.n_read)
+            rows = self.backend.read(self.target, s.slot, ids, s.n_read, self._cycle_between)
             if s.drafting and self.draft is not None:
                 self.backend.commit(self.draft, rows)
         s.n_read += count
@@ -302,6 +314,17 @@ class Scheduler:
         self._finish_if_done(task)
 
     # ---- cycles
+
+    def _cycle_between(self) -> None:
+        """Run a cycle in the middle of a prompt's rows, if there are pages for it: preemption could
+        free those of the prompt."""
+        decoding = [t for t in self.running if not t.in_prefill]
+        if self._pages_missing(decoding) > self.pool.n_free:
+            return
+        try:
+            self._cycle(after_prefill=True)
+        except torch.OutOfMemoryError as error:  # not of the prompt
+            raise RuntimeError("out of memory in a cycle") from error
 
     def _cycle(self, after_prefill: bool) -> None:
         """Run one cycle of all running requests. If possible, start the next one before waiting for

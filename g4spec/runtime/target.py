@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,9 +76,9 @@ class Target:
         """Return the KV cache of one layer."""
         return self.caches[layer]
 
-    def forward(self, batch: Batch) -> StepRows:
-        """Run a batch and append to the caches; compute no logits."""
-        hidden, tapped = self.model.forward(batch, self.caches, self.taps)
+    def forward(self, batch: Batch, pause: Callable[[], None] | None = None) -> StepRows:
+        """Run a batch and append to the caches; compute no logits. `pause`: see `Backend.read`."""
+        hidden, tapped = self.model.forward(batch, self.caches, self.taps, pause)
         taps = [tapped[i] for i in self.taps]
         tapped_rows = self.ops.concat_columns(taps) if taps else hidden.new_empty(len(hidden), 0)
         return StepRows(batch, hidden, tapped_rows)

@@ -3,6 +3,7 @@ whether other requests arrive, end, are cancelled or preempted, or hit the prefi
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from g4spec.core import Cycle, Draft, StepRows, Work
+from g4spec.core import MAX_STEP_ROWS, PAGE, PROMPT_BLOCK, Cycle, Draft, StepRows, Work
 from g4spec.runtime.backend import TorchBackend
 from g4spec.runtime.eager_runner import EagerRunner
 from g4spec.runtime.request import Options
@@ -141,6 +142,49 @@ def test_batches_of_all_sizes_run_before_the_first_request(
     batches = {*(1 << i for i in range(3)), min(6, engine.pool.n_pages)}
     assert started == [(n, suppress) for n in (*sorted(batches), 1, 1, 1, 1)]
     assert len(engine.pool.free_slots) == 6 and engine.pool.n_free == engine.pool.n_pages
+    assert gc.get_freeze_count(), "a full collection would be a pause of all requests"
+    engine.close()
+    assert not gc.get_freeze_count()
+
+
+@pytest.mark.parametrize("kind", [None, "dflash", "eagle3"])
+def test_a_cycle_runs_in_the_middle_of_a_block(plain: ReferenceRuns, kind: str | None) -> None:
+    rng = random.Random(8)
+    long, short = ([2, *batch_invariance.tokens(rng, n)] for n in (2 * PROMPT_BLOCK, 20))
+    todo = specs([short, long], n_predict=40, draft_max=2)
+    engine = memory_engine.engine(DRAFTS[kind] if kind else None, n_ctx=1200, parallel=2, pool=2400)
+    first = engine.submit(short, todo[0].options)
+    while len(first.ids) < 4:
+        engine.step()
+    second, cycles = engine.submit(long, todo[1].options), []
+    while not second.ids:
+        before = first.stats.cycles
+        engine.step()
+        cycles.append(first.stats.cycles - before)
+    assert cycles[:2] == [2, 2]
+    for spec, request in zip(todo, (first, second), strict=True):
+        assert batch_invariance.Output.of(request).ids == plain(spec).ids
+
+
+def test_no_cycle_in_a_block_preempts_its_request() -> None:
+    """The newest request would lose its pages while they are written."""
+    engine = memory_engine.engine(None, n_ctx=1200, parallel=2, pool=1200)
+    first = engine.submit([2, 9], Options(600, ignore_eos=True))
+    while len(first.ids) < PAGE - 2 * MAX_STEP_ROWS - 4:
+        engine.step()
+    second = engine.submit([2] * PROMPT_BLOCK, Options(4, ignore_eos=True))
+    engine.scheduler._admit()
+    taken = [engine.pool._free.pop() for _ in range(engine.pool.n_free)]
+    before, task = first.stats.cycles, engine.scheduler.running[-1]
+    while engine.scheduler._pages_missing(engine.scheduler.running[:1]) == 0:
+        engine.scheduler._cycle(after_prefill=False)
+        before = first.stats.cycles
+    assert engine.scheduler._prefill() and task.seq.n_read == PROMPT_BLOCK
+    assert first.stats.cycles == before
+    engine.pool._free += taken
+    while engine.step():
+        pass
+    assert len(first.ids) == 600 and len(second.ids) == 4 and not second.stats.preempted
 
 
 def specs(prompts: list[list[int]], **options: object) -> list[RequestSpec]:

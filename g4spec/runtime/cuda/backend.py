@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -111,11 +111,18 @@ class CudaBackend:
         """Return an empty cache of one layer."""
         return CudaKV(shape, space, ring_slack, self.cache_type)
 
-    def read(self, target: Target, slot: int, ids: Sequence[int], start: int) -> StepRows:
+    def read(
+        self,
+        target: Target,
+        slot: int,
+        ids: Sequence[int],
+        start: int,
+        pause: Callable[[], None] | None = None,
+    ) -> StepRows:
         """Run prompt tokens; see `g4spec.core.Backend`."""
         if self._reader is None or self._reader.target is not target:
             self._reader = Reader(self, target)
-        return self._reader.read(slot, ids, start)
+        return self._reader.read(slot, ids, start, pause)
 
     def prefill_rows(self, count: int) -> int:
         """See `Reader.prefill_rows`."""

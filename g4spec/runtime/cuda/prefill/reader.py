@@ -4,7 +4,7 @@ last block through the kernels of steps, which take less time for few rows."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,12 +66,19 @@ class Reader:
             if spec.kv_from is None and caches[spec.index].rotary_pairs:
                 _check_rotary_pairs(spec.index, freqs, caches[spec.index].rotary_pairs)
 
-    def read(self, slot: int, ids: Sequence[int], start: int) -> StepRows:
+    def read(
+        self,
+        slot: int,
+        ids: Sequence[int],
+        start: int,
+        pause: Callable[[], None] | None = None,
+    ) -> StepRows:
         """Compute prompt tokens at positions start, start + 1, ..., appending to the slot's caches.
 
         Args:
             ids: at most `chunk` tokens.
             start: a multiple of PROMPT_BLOCK.
+            pause: called once after half of the layers of whole blocks.
         """
         assert 0 < len(ids) <= self.target.chunk and start % PROMPT_BLOCK == 0, (len(ids), start)
         if isinstance(self.target.model.table, Matrix):
@@ -82,7 +89,7 @@ class Reader:
             return self._in_steps(slot, ids, start)
         short = self._short_rows(len(ids))
         whole = len(ids) - short
-        parts = [self._in_blocks(slot, ids[:whole], start)] if whole else []
+        parts = [self._in_blocks(slot, ids[:whole], start, pause)] if whole else []
         if short:
             parts.append(self._in_steps(slot, ids[whole:], start + whole))
         return parts[0] if len(parts) == 1 else merge_steps(parts)
@@ -117,14 +124,16 @@ class Reader:
         long = LongOps(self._ops, target.config, target.chunk, target.n_ctx)
         return Model(target.config, target.model.w, long)
 
-    def _in_blocks(self, slot: int, ids: Sequence[int], start: int) -> StepRows:
+    def _in_blocks(
+        self, slot: int, ids: Sequence[int], start: int, pause: Callable[[], None] | None
+    ) -> StepRows:
         """Compute whole blocks, the last one padded."""
         self._long = self._long or self._chunk_model()
         count, rows = len(ids), padded(len(ids), PROMPT_BLOCK)
         padding = [PADDING] * (rows - count)
         batch = self._batch(slot, [*ids, *padding], start)
         chunk = Chunk(batch.ids, batch.positions, batch.slots, batch.sizes, slot, start, count)
-        read = self._forward(self._long, chunk)
+        read = self._forward(self._long, chunk, pause)
         return read if rows == count else read.rows(0, count, (count,))
 
     def _in_steps(self, slot: int, ids: Sequence[int], start: int) -> StepRows:
@@ -143,8 +152,10 @@ class Reader:
         rows = self._forward(self._short_model, batch)
         return rows.hidden, rows.taps
 
-    def _forward(self, model: Model, batch: Batch) -> StepRows:
-        hidden, tapped = model.forward(batch, self.target.caches, self.target.taps)
+    def _forward(
+        self, model: Model, batch: Batch, pause: Callable[[], None] | None = None
+    ) -> StepRows:
+        hidden, tapped = model.forward(batch, self.target.caches, self.target.taps, pause)
         taps = [tapped[i] for i in self.target.taps]
         joined = torch.cat(taps, dim=1) if taps else hidden.new_empty(len(hidden), 0)
         return StepRows(batch, hidden, joined)
