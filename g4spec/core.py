@@ -198,6 +198,7 @@ class Draft(Protocol):
         max_tokens: maximum number of tokens of a proposal.
         rows: number of rows per sequence that `propose` is given.
         one_pass: whether a proposal costs the same for any number of tokens.
+        commit_rows: maximum number of rows per sequence of a `commit` after several steps.
         recordable: whether the kernels that it launches depend on shapes only, not on values, so
             that a backend may record them as a CUDA graph.
         mask: token of the rows after the anchor in the batch of `propose`.
@@ -210,6 +211,7 @@ class Draft(Protocol):
     max_tokens: int
     rows: int
     one_pass: bool
+    commit_rows: int
     recordable: bool
     mask: int
     caches: Seq[Any]

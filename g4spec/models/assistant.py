@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from g4spec.core import Batch, CacheShape, Pick, Reach, StepRows
+from g4spec.core import MAX_STEP_ROWS, Batch, CacheShape, Pick, Reach, StepRows
 from g4spec.errors import InputError
 from g4spec.gguf import GGUF, KV, u32
 from g4spec.models import gemma4
@@ -228,6 +228,7 @@ class Drafter(WeightedDrafter):
     name = ARCH
     config: Config
     one_pass = False
+    commit_rows = MAX_STEP_ROWS
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)

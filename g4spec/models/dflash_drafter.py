@@ -31,6 +31,7 @@ class Drafter(WeightedDrafter):
     config: Config
     unpacked = False
     one_pass = True
+    commit_rows = 128  # each by itself
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)

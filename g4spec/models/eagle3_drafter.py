@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from g4spec.core import MAX_DRAFT, Batch, Pick, Reach, StepRows
+from g4spec.core import MAX_DRAFT, MAX_STEP_ROWS, Batch, Pick, Reach, StepRows
 from g4spec.models.drafter import WeightedDrafter, accepted_rows, first_rows
 from g4spec.models.spec import LayerSpec
 from g4spec.ops.weights import Attention
@@ -26,6 +26,7 @@ class Drafter(WeightedDrafter):
     """
 
     name = "eagle3"
+    commit_rows = MAX_STEP_ROWS
     config: Config
 
     def __init__(self, *args: Any, **more: Any) -> None:

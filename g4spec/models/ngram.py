@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from g4spec.core import MAX_DRAFT, Batch, Pick, StepRows
+from g4spec.core import MAX_DRAFT, MAX_STEP_ROWS, Batch, Pick, StepRows
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +55,7 @@ class Drafter:
     max_tokens = MAX_DRAFT
     rows = 1
     one_pass = True
+    commit_rows = MAX_STEP_ROWS
     recordable = False
     mask = 0
     caches: Sequence[Any] = ()

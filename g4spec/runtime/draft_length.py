@@ -309,9 +309,10 @@ class DraftLengthPolicy:
         saved = min(self.credit.balance, *(t.credit.balance for t in states)) - lost
         planner = BatchPlanner(self.costs, states, max_counts, fixed)
         counts, self._reason = planner.best(saved)
+        tries = 2 if len(states) == 1 else 1  # a batch shows enough with one token each
         for i, state in enumerate(states):
             if state.auto and state.since_draft >= PROBE and max_counts[i] and not counts[i]:
-                probe = [*counts[:i], min(2, max_counts[i]), *counts[i + 1 :]]
+                probe = [*counts[:i], min(tries, max_counts[i]), *counts[i + 1 :]]
                 if planner.plan(probe).credit_needed <= saved:
                     counts, self._reason = probe, "probe"
         return counts

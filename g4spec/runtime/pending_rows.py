@@ -19,9 +19,16 @@ MAX_BYTES = 512 << 20
 """Maximum memory of the pending rows of all sequences, in float32."""
 
 
+MAX_COMMIT_ROWS = 512
+"""Maximum number of rows of all sequences with which the draft is updated at a time, if each has
+more than MAX_STEP_ROWS."""
+
+
 def flush(draft: Draft, sequences: Seq[Sequence]) -> None:
-    """Update the draft with all pending rows, at most MAX_STEP_ROWS per sequence and call."""
-    waiting = [group_steps(s.pending) for s in sequences if s.pending]
+    """Update the draft with all pending rows."""
+    share = MAX_COMMIT_ROWS // max(1, len(sequences))
+    most = min(draft.commit_rows, max(MAX_STEP_ROWS, share))
+    waiting = [group_steps(s.pending, most) for s in sequences if s.pending]
     for turn in range(max(map(len, waiting), default=0)):
         rows = merge_steps(*(of[turn] for of in waiting if turn < len(of)))
         draft.commit(rows, rows.batch.ids.new_tensor([n - 1 for n in rows.batch.sizes]))
@@ -29,13 +36,13 @@ def flush(draft: Draft, sequences: Seq[Sequence]) -> None:
         sequence.pending.clear()
 
 
-def group_steps(steps: Seq[StepRows]) -> list[list[StepRows]]:
-    """Group successive steps of one sequence, at most MAX_STEP_ROWS rows in each group."""
+def group_steps(steps: Seq[StepRows], most: int) -> list[list[StepRows]]:
+    """Group successive steps of one sequence, at most `most` rows in each group."""
     out: list[list[StepRows]] = []
-    count = MAX_STEP_ROWS
+    count = most
     for step in steps:
         count += len(step.batch)
-        if count > MAX_STEP_ROWS:
+        if count > most:
             out.append([])
             count = len(step.batch)
         out[-1].append(step)

@@ -166,6 +166,40 @@ def test_a_cycle_runs_in_the_middle_of_a_block(plain: ReferenceRuns, kind: str |
         assert batch_invariance.Output.of(request).ids == plain(spec).ids
 
 
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2", "eagle3"])
+def test_how_a_draft_catches_up_does_not_change_proposals(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    rng, outputs, most = random.Random(9), [], []
+    prompts = [[2, *batch_invariance.tokens(rng, 30 + i)] for i in range(3)]
+    for rows in (MAX_STEP_ROWS, None):
+        engine = memory_engine.engine(DRAFTS[kind], n_ctx=512, parallel=3, pool=1800)
+        assert engine.draft is not None
+        if rows:
+            monkeypatch.setattr(engine.draft, "commit_rows", rows)
+        commit, sizes = engine.draft.commit, list[int]()
+
+        def note(
+            rows: StepRows, accepted: Any, commit: Any = commit, sizes: list[int] = sizes
+        ) -> None:
+            sizes += rows.batch.sizes
+            commit(rows, accepted)
+
+        def rest(states: Any, room: list[int], lost: float) -> list[int]:
+            step = engine.scheduler.n_steps  # noqa: B023
+            return [min(n, 4 * (step % 60 == 59)) for n in room]
+
+        monkeypatch.setattr(engine.lengths, "_choose", rest)
+        requests = [engine.submit(p, Options(130, ignore_eos=True)) for p in prompts]
+        while not all(len(r.ids) > 1 for r in requests):
+            engine.step()
+        monkeypatch.setattr(engine.draft, "commit", note)
+        outputs.append([batch_invariance.Output.of(r).proposals for r in requests])
+        most.append(max(sizes))
+    assert outputs[0] == outputs[1] and any(any(p) for p in outputs[0])
+    assert most[0] == MAX_STEP_ROWS and (most[1] > 50) == (kind != "eagle3"), most
+
+
 def test_no_cycle_in_a_block_preempts_its_request() -> None:
     """The newest request would lose its pages while they are written."""
     engine = memory_engine.engine(None, n_ctx=1200, parallel=2, pool=1200)

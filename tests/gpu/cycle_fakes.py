@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from g4spec.core import Batch, Pick, StepRows
+from g4spec.core import MAX_STEP_ROWS, Batch, Pick, StepRows
 
 VOCAB, CODES, ROOM = 48, 97, 512
 """Number of tokens; number of distinct contexts; positions of a cache."""
@@ -73,6 +73,7 @@ class Chain:
     taps: tuple[int, ...] = (0,)
     max_tokens, rows, mask = 15, 16, 3
     one_pass, recordable = False, True
+    commit_rows = MAX_STEP_ROWS
     state: tuple[torch.Tensor, ...]
     caches: Seq[Any] = ()
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from g4spec import convert
-from g4spec.core import PROMPT_BLOCK, Batch, Cycle, Pick, Sequence, Work
+from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, Batch, Cycle, Pick, Sequence, Work
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.chooser import RequestChooser
 from g4spec.runtime.cuda.step import graph_runner, graphs, screen
@@ -192,6 +192,20 @@ def test_every_kind_equals_the_eager_runner(
     assert 0 < sum(c[3] for c in found[0][0][0]) < sum(counts[0] for counts in turns)
 
 
+def test_rows_of_many_steps_at_a_time_have_the_bits_of_few(folder: Path) -> None:
+    """A draft that rested is updated with up to `commit_rows` rows of a sequence at a time."""
+    found = []
+    for rows in (MAX_STEP_ROWS, None):
+        engine = load(folder, pool=SLOTS * CTX)
+        draft: Any = engine.draft
+        assert draft.commit_rows > 2 * MAX_STEP_ROWS
+        draft.commit_rows = rows or draft.commit_rows
+        party = RunningTexts(engine, [GREEDY, HOT])
+        did = party.run(engine.scheduler.runners[0], [[0, 0]] * 37 + [[4, 4]])
+        found.append((did, party.kept()))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     "sampler,counts",
     [
@@ -299,7 +313,7 @@ def test_drafts_that_cannot_be_recorded_run_eagerly(
 
     monkeypatch.setattr(GraphRunner, "start", noted)
     engine = load(folder)
-    cycles(engine, options(0, 1))  # before the first request batches of all sizes run once
+    cycles(engine, options(0, 2))  # before the first request batches of all sizes run once
     started.clear()
     for asked in (options(3, 4, Sampler(temperature=1.0, top_p=0.9)), options(3, 4, logprobs=1)):
         cycles(engine, asked)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from g4spec.core import Batch, Draft, Pick, StepRows
+from g4spec.core import MAX_STEP_ROWS, Batch, Draft, Pick, StepRows
 from g4spec.measure.prompts import BenchPrompt
 from g4spec.models import ngram
 from g4spec.runtime.engine import Engine
@@ -25,6 +25,7 @@ class ConstantDraft:
     max_tokens = 15
     rows = 1
     one_pass = True
+    commit_rows = MAX_STEP_ROWS
     recordable = False
     mask = 0
     caches: Sequence[Any] = ()
