@@ -27,15 +27,15 @@ from typing import Any
 import torch
 
 from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, Backend, Draft, Runner, Sequence, Work
-from g4spec.errors import EnvironmentProblem, InputError
+from g4spec.errors import InputError
 from g4spec.ops.kv_size import pages_of
-from g4spec.runtime import pending_rows
+from g4spec.runtime import pending_rows, prefill
 from g4spec.runtime.cycle_timing import measure_costs, run_plain_cycles
 from g4spec.runtime.draft_decision import DraftDecision
 from g4spec.runtime.draft_length import DraftLengthPolicy
 from g4spec.runtime.pool import Pool
 from g4spec.runtime.prefix import PrefixCache
-from g4spec.runtime.target import Target, batch_of
+from g4spec.runtime.target import Target
 from g4spec.runtime.task import Task
 
 INTERLEAVED_ROWS = PROMPT_BLOCK
@@ -246,17 +246,15 @@ class Scheduler:
         while prefilling and rows > 0:
             task = prefilling[0]
             began = time.perf_counter()
-            in_steps = task.recomputes
             try:
-                count = self._prefill_part(task, rows)
+                cost = self._prefill_part(task, rows)
             except torch.OutOfMemoryError as error:  # no other request reads its rows
-                self._finish(task, "error", _no_memory(error))
+                self._finish(task, "error", prefill.out_of_memory(error))
                 prefilling.pop(0)
                 continue
-            if not count:
+            if not cost:
                 break
-            block = self.backend.block
-            rows -= max(count, block) if in_steps else self.backend.prefill_rows(count)
+            rows -= cost
             stats = task.request.stats
             stats.prefill_seconds += time.perf_counter() - began
             if stats.read_tokens < task.seq.n_read <= task.n_prompt:
@@ -270,33 +268,19 @@ class Scheduler:
         return True
 
     def _prefill_part(self, task: Task, max_rows: int) -> int:
-        """Compute tokens of a prompt that count as at most `max_rows` rows, up to the next
-        snapshot, or part of the tokens that were generated before a preemption. Return their
-        number; 0 if a block is more than `max_rows`."""
+        """Compute the next part of a prompt (`prefill.compute_part`). Return the rows it counts as;
+        0 if a block is more than `max_rows`."""
         s = task.seq
-        if task.recomputes:
-            count = min(len(s.ids) - 1 - s.n_read, MAX_STEP_ROWS)
-            part = (s.slot, s.n_read, s.ids[s.n_read : s.n_read + count])
-            rows = self.target.forward(batch_of(self.target.ops, [part]))
-            if s.drafting and self.draft is not None:
-                self.draft.commit(rows, rows.batch.ids.new_tensor([count - 1]))
-        else:
-            count = min([task.n_prompt, *task.snapshot_points[:1]]) - s.n_read
-            if self.backend.prefill_rows(count) > max_rows:
-                count = max_rows - max_rows % self.backend.block
-                if not count:
-                    return 0
-            ids = s.ids[s.n_read : s.n_read + count]
-            rows = self.backend.read(self.target, s.slot, ids, s.n_read, self._cycle_between)
-            if s.drafting and self.draft is not None:
-                self.backend.commit(self.draft, rows)
-        s.n_read += count
+        part = prefill.compute_part(task, max_rows, self.target, self.draft, self._cycle_between)
+        if part is None:
+            return 0
+        s.n_read += len(part.rows.batch)
         if s.n_read == task.n_prompt:
-            self._last_hidden = rows.hidden[-1:].clone()  # a view would keep the whole chunk
+            self._last_hidden = part.rows.hidden[-1:].clone()  # a view would keep the whole chunk
         if task.snapshot_points and s.n_read == task.snapshot_points[0]:
             task.snapshot_points.pop(0)
             self.prefix.take_snapshot(s)
-        return count
+        return part.cost
 
     def _first_token(self, task: Task) -> None:
         """Choose the first token after the prompt, from the logits of its last row."""
@@ -307,7 +291,7 @@ class Scheduler:
             self._finish(task, "error", error)
             return
         except torch.OutOfMemoryError as error:
-            self._finish(task, "error", _no_memory(error))
+            self._finish(task, "error", prefill.out_of_memory(error))
             return
         task.ids += cycle.tokens
         task.request.append(cycle, first=True)
@@ -459,11 +443,3 @@ class Scheduler:
         """Discard started cycles whose results are no longer needed."""
         while self._started:
             self._started.popleft().runner.drop()
-
-
-def _no_memory(error: torch.OutOfMemoryError) -> EnvironmentProblem:
-    return EnvironmentProblem(
-        "out of GPU memory during prefill",
-        found=str(error)[:200],
-        fix="use a smaller `n_ctx`, `pool` or `parallel`",
-    )

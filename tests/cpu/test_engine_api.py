@@ -342,8 +342,10 @@ def test_non_finite_logits_end_only_their_request(
 
     def run(batch: Batch) -> Any:
         rows, logits = honest(batch)
-        broken = on.scheduler.running[1].seq.slot
-        return rows, logits.masked_fill((batch.slots == broken)[:, None], torch.nan)
+        for task in on.scheduler.running:
+            if task.request is requests[1]:
+                logits = logits.masked_fill((batch.slots == task.seq.slot)[:, None], torch.nan)
+        return rows, logits
 
     turns = iter(range(99))
 
@@ -492,9 +494,9 @@ def test_out_of_memory_in_a_prompt_ends_only_its_request(
     on = engine(3)
     read, logits, reads = on.backend.read, on.target.logits, [False]
 
-    def short(target: Any, slot: int, ids: Sequence[int], start: int) -> Any:
+    def short(target: Any, slot: int, ids: Sequence[int], start: int, pause: Any) -> Any:
         reads[:] = [list(ids[:4]) == PROMPTS[1][:4]]
-        return without_memory(where == "rows", lambda: read(target, slot, ids, start))
+        return without_memory(where == "rows", lambda: read(target, slot, ids, start, pause))
 
     def short_logits(hidden: torch.Tensor) -> torch.Tensor:
         return without_memory(where == "logits", lambda: logits(hidden))
@@ -556,9 +558,9 @@ def test_a_long_prompt_does_not_hold_up_running_texts(
     events: list[Any] = []
     read = on.backend.read
 
-    def counted(target: Any, slot: int, ids: Sequence[int], start: int) -> Any:
+    def counted(target: Any, slot: int, ids: Sequence[int], start: int, pause: Any) -> Any:
         events.append(len(ids))
-        return read(target, slot, ids, start)
+        return read(target, slot, ids, start, pause)
 
     monkeypatch.setattr(on.backend, "read", counted)
     start = type(on.scheduler.runners[0]).start
@@ -610,10 +612,10 @@ def test_whole_blocks_and_short_ends_share_the_room_between_cycles(
     parts: list[int] = []
     read, lengths = on.backend.read, {len(p) for p in prompts}
 
-    def noted(target: Any, slot: int, ids: Sequence[int], start: int) -> Any:
+    def noted(target: Any, slot: int, ids: Sequence[int], start: int, pause: Any) -> Any:
         assert start % block == 0 and (len(ids) % block == 0 or start + len(ids) in lengths)
         parts.append(prefill_rows(len(ids)))
-        return read(target, slot, ids, start)
+        return read(target, slot, ids, start, pause)
 
     monkeypatch.setattr(on.backend, "read", noted)
     requests = [on.submit(p, Options(8)) for p in prompts]

@@ -39,12 +39,12 @@ def load(**options: Any) -> Engine:
     def failing() -> None:
         raise RuntimeError("CUDA error: it stays")
 
-    def reading(target: Any, slot: int, ids: Sequence[int], start: int) -> StepRows:
+    def reading(target: Any, slot: int, ids: Sequence[int], start: int, pause: Any) -> StepRows:
         if list(ids[-2:-1]) == [READING]:
             engine.scheduler._discard_started = failing  # type: ignore[method-assign]
             _fail(ids[-1])
             engine.scheduler._discard_started = drop  # type: ignore[method-assign]
-        return read(target, slot, ids, start)
+        return read(target, slot, ids, start, pause)
 
     def collecting(after_prefill: bool) -> None:
         collect(after_prefill)

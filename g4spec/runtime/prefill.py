@@ -1,0 +1,60 @@
+"""One part of a prefill: rows of a prompt, or tokens that are recomputed after a preemption."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from g4spec.core import MAX_STEP_ROWS, Draft, StepRows
+from g4spec.errors import EnvironmentProblem
+from g4spec.runtime.target import Target, batch_of
+from g4spec.runtime.task import Task
+
+
+class Part(NamedTuple):
+    """Computed rows of a task, and the number of prompt rows they count as
+    (`Backend.prefill_rows`)."""
+
+    rows: StepRows
+    cost: int
+
+
+def compute_part(
+    task: Task, max_rows: int, target: Target, draft: Draft | None, pause: Callable[[], None]
+) -> Part | None:
+    """Compute tokens of a prompt that count as at most `max_rows` rows, up to the next snapshot, or
+    part of the tokens that were generated before a preemption, and update the draft. Return None if
+    a block is more than `max_rows`.
+
+    Args:
+        pause: see `Backend.read`.
+    """
+    s, backend = task.seq, target.backend
+    drafting = draft if s.drafting else None
+    if task.recomputes:
+        count = min(len(s.ids) - 1 - s.n_read, MAX_STEP_ROWS)
+        part = (s.slot, s.n_read, s.ids[s.n_read : s.n_read + count])
+        rows = target.forward(batch_of(target.ops, [part]))
+        if drafting is not None:
+            drafting.commit(rows, rows.batch.ids.new_tensor([count - 1]))
+        return Part(rows, max(count, backend.block))
+    count = min([task.n_prompt, *task.snapshot_points[:1]]) - s.n_read
+    if backend.prefill_rows(count) > max_rows:
+        count = max_rows - max_rows % backend.block
+        if not count:
+            return None
+    rows = backend.read(target, s.slot, s.ids[s.n_read : s.n_read + count], s.n_read, pause)
+    if drafting is not None:
+        backend.commit(drafting, rows)
+    return Part(rows, backend.prefill_rows(count))
+
+
+def out_of_memory(error: torch.OutOfMemoryError) -> EnvironmentProblem:
+    """Return the error of a request whose prompt has no memory."""
+    return EnvironmentProblem(
+        "out of GPU memory during prefill",
+        found=str(error)[:200],
+        fix="use a smaller `n_ctx`, `pool` or `parallel`",
+    )
