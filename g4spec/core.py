@@ -422,7 +422,7 @@ class Backend(Protocol):
         tokens up to the end of its block or, if that comes first, of the prompt.
 
         Args:
-            pause: called once after half of the layers, unless that is soon: it may run steps of
+            pause: called once after half of the layers, if the rows take long; it may run steps of
                 other slots.
         """
 

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from g4spec.models.dflash_backbone import Config
 
 
+MAX_COMMIT_ROWS = 128
+"""Maximum number of rows per sequence of a `commit` after several steps."""
+
+
 class Drafter(WeightedDrafter):
     """Proposes a block of tokens in one pass.
 
@@ -31,7 +35,6 @@ class Drafter(WeightedDrafter):
     config: Config
     unpacked = False
     one_pass = True
-    commit_rows = 128  # each by itself
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -43,6 +46,8 @@ class Drafter(WeightedDrafter):
         )
         self.mask = c.mask_token
         self.rows = max(c.block_size, MAX_STEP_ROWS)
+        # Rows are computed one by one, but no two may have the same place in a ring.
+        self.commit_rows = min([MAX_COMMIT_ROWS, *(kv.capacity for kv in self.caches if kv.window)])
 
     def commit(self, rows: StepRows, accepted: torch.Tensor) -> None:
         """Append the keys and values of all rows, computed from the target's features."""

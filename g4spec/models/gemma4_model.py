@@ -52,7 +52,7 @@ class Model:
 
         Args:
             kv: caches of the layers that have one (`gemma4.caches`), by layer.
-            pause: called before the middle layer.
+            pause: called before the middle layer (`Backend.read`).
 
         Returns:
             The output after the final norm [T, H], and the residual entering each layer of `taps`,
