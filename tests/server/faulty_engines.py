@@ -31,7 +31,8 @@ def _fail(token: int) -> None:
 
 def load(**options: Any) -> Engine:
     """Load an engine that fails on request of a prompt. After a failure during prefill, every later
-    call fails too, as after a CUDA error."""
+    call fails too, as after a CUDA error. It has one thread."""
+    torch.set_num_threads(1)
     engine = Engine.load(**options)
     read, collect = engine.backend.read, engine.scheduler._finish_cycle
     drop = engine.scheduler._discard_started
