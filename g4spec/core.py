@@ -59,6 +59,12 @@ class Reach(NamedTuple):
         return cls(None if window is None else window - 1)
 
 
+def bucket(count: int) -> int:
+    """Return the number of sequences, or of rows of each, to which a recorded step pads so many:
+    the next power of two."""
+    return 1 << (count - 1).bit_length()
+
+
 @dataclass(frozen=True, slots=True)
 class CacheShape:
     """Shape of the KV cache of one layer: rows [n_kv, head_dim] of a window or of all positions.

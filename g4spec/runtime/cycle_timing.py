@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
-from g4spec.core import MAX_STEP_ROWS, PAGE, Draft, Runner, Sequence, StepRows, Work
+from g4spec.core import MAX_STEP_ROWS, PAGE, Draft, Runner, Sequence, StepRows, Work, bucket
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.chooser import RequestChooser
 from g4spec.runtime.cycle_costs import interpolate
@@ -94,7 +94,7 @@ def measure_cycles(
             found[texts, count] = min(found.get((texts, count), parts), parts, key=sum)
         for s, _ in sequences:
             pool.free_sequence(s)
-    if target.backend.padded:
+    if padded:
         return padded_costs(found, most)
     return {key: sum(parts) for key, parts in found.items()}
 
@@ -102,7 +102,7 @@ def measure_cycles(
 def _padded_counts(texts: int, most: int, one_pass: bool) -> list[int]:
     """Return the draft lengths to measure: none, and the last one of a step of MEASURED_ROWS rows
     or fewer. A length of 1 shows how proposals of several passes grow, and steps of a few rows."""
-    counts = {0, min(most, max(2, MEASURED_ROWS // _next_power(texts)) - 1)}
+    counts = {0, min(most, max(2, MEASURED_ROWS // bucket(texts)) - 1)}
     return sorted(counts | {1} if texts == 1 or not one_pass else counts)
 
 
@@ -115,22 +115,17 @@ def padded_costs(found: Mapping[tuple[int, int], Parts], most: int) -> dict[tupl
     steps: dict[int, float] = {}
     for (texts, count), (proposal, step) in sorted(found.items()):
         if count:
-            rows = _next_power(texts) * _next_power(1 + count)
+            rows = bucket(texts) * bucket(1 + count)
             steps[rows] = min(steps.get(rows, step), step)
             proposals.setdefault(texts, {})[count] = proposal
     out = {key: sum(parts) for key, parts in found.items() if not key[1]}
     for texts, seconds in proposals.items():
         for count in range(1, most + 1):
-            if count == most or count in (_next_power(count), _next_power(1 + count) - 1):
-                rows = _next_power(texts) * _next_power(1 + count)
+            if count == most or count in (bucket(count), bucket(1 + count) - 1):
+                rows = bucket(texts) * bucket(1 + count)
                 out[texts, count] = interpolate(count, [*seconds], seconds.__getitem__)
                 out[texts, count] += interpolate(rows, sorted(steps), steps.__getitem__)
     return out
-
-
-def _next_power(n: int) -> int:
-    """Return the smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
 
 
 def run_plain_cycles(

@@ -18,15 +18,14 @@ draft can gain."""
 MAX_BYTES = 512 << 20
 """Maximum memory of the pending rows of all sequences, in float32."""
 
-
-MAX_COMMIT_ROWS = 512
+MAX_ROWS_AT_ONCE = 512
 """Maximum number of rows of all sequences with which the draft is updated at a time, if each has
 more than MAX_STEP_ROWS."""
 
 
 def flush(draft: Draft, sequences: Seq[Sequence]) -> None:
     """Update the draft with all pending rows."""
-    share = MAX_COMMIT_ROWS // max(1, len(sequences))
+    share = MAX_ROWS_AT_ONCE // max(1, len(sequences))
     most = min(draft.commit_rows, max(MAX_STEP_ROWS, share))
     waiting = [group_steps(s.pending, most) for s in sequences if s.pending]
     for turn in range(max(map(len, waiting), default=0)):

@@ -75,6 +75,7 @@ class Scheduler:
         self.waiting: deque[Task] = deque()
         self.running: list[Task] = []
         self._started: deque[StartedCycle] = deque()
+        self._prepared = False  # see `_prepare`
         self._ended = 0.0  # when the newest result was fetched
         self.n_steps = self.n_step_texts = 0
 
@@ -139,11 +140,12 @@ class Scheduler:
         if self.length.wants_costs and any(t.draft_state.auto for t in self.waiting):
             self.prefix.clear()  # the measurement needs the pages
             self.length.set_costs(*measure_costs(target, self.draft, pool, runners, suppress))
-        elif not self.n_steps and self.backend.padded and len(pool.free_slots) > 1:
+        elif not self._prepared and self.backend.padded and len(pool.free_slots) > 1:
             run_plain_cycles(target, pool, runners, suppress)
-        if not self.n_steps and self.backend.padded:
+        if not self._prepared and self.backend.padded:
             gc.collect()
             gc.freeze()  # a full collection of what a model consists of takes 0.1 s
+        self._prepared = True
 
     def _try_admit(self, task: Task) -> bool:
         """Allocate a slot and the pages for the tokens of a task, if the pool has them; restore the

@@ -23,11 +23,6 @@ ALONE = 2
 sequences."""
 
 
-def bucket(sequences: int) -> int:
-    """Return the number of sequences of the graph for so many: the next power of two."""
-    return 1 << (sequences - 1).bit_length()
-
-
 def spare_slots(n_slots: int) -> int:
     """Return the number of slots after those of the sequences: one, for sequences that pad a
     batch."""

@@ -20,9 +20,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from g4spec.core import MAX_DRAFT, MAX_STEP_ROWS, Batch, Cycle, Draft, Sequence, StepRows, Work
+from g4spec.core import (
+    MAX_DRAFT,
+    MAX_STEP_ROWS,
+    Batch,
+    Cycle,
+    Draft,
+    Sequence,
+    StepRows,
+    Work,
+    bucket,
+)
 from g4spec.ops.sampling import NotFinite
-from g4spec.runtime.cuda.cache.cuda_kv_size import bucket
 from g4spec.runtime.cuda.step import graphs
 from g4spec.runtime.cuda.step.choose import Choice, mode_of
 from g4spec.runtime.cuda.step.cycle_state import CycleResult, CycleState, SequenceState

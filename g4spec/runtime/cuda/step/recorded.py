@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from g4spec.core import MAX_STEP_ROWS, Batch, StepRows
-from g4spec.runtime.cuda.cache.cuda_kv_size import bucket
+from g4spec.core import MAX_STEP_ROWS, Batch, StepRows, bucket
 from g4spec.runtime.cuda.step import graphs
 from g4spec.runtime.cuda.step.graph_runner import SPARE_POSITION, STEPS
 
