@@ -109,9 +109,9 @@ def test_the_time_of_a_cycle_is_its_own(monkeypatch: pytest.MonkeyPatch, ahead: 
 
     monkeypatch.setattr(runner, "result", result)
     first = engine.submit([2, 9], Options(16, ignore_eos=True))
+    began = time.perf_counter()
     engine.step()
     monkeypatch.setattr(engine.backend, "read", slow_read)
-    began = time.perf_counter()
     while engine.step():
         if len(first.ids) == 8:
             second = engine.submit([2, 7], Options(2, ignore_eos=True))
