@@ -6,6 +6,12 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 
 
+def bucket(count: int) -> int:
+    """Return the number of sequences, or of rows of each, to which a recorded step pads so many:
+    the next power of two."""
+    return 1 << (count - 1).bit_length()
+
+
 class CycleCosts:
     """Predicts the time of a cycle: interpolates a table of measured times and tracks how much
     slower or faster cycles have become since.

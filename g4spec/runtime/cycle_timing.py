@@ -6,10 +6,10 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
-from g4spec.core import MAX_STEP_ROWS, PAGE, Draft, Runner, Sequence, StepRows, Work, bucket
+from g4spec.core import MAX_STEP_ROWS, PAGE, Draft, PendingRows, Runner, Sequence, Work
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.chooser import RequestChooser
-from g4spec.runtime.cycle_costs import interpolate
+from g4spec.runtime.cycle_costs import bucket, interpolate
 from g4spec.runtime.pending_rows import concat_steps
 from g4spec.runtime.pool import Pool
 from g4spec.runtime.request import Options
@@ -85,15 +85,15 @@ def measure_cycles(
     assert draft is not None
     found: dict[tuple[int, int], Parts] = {}
     most = min(draft.max_tokens, target.n_ctx - len(PROMPT) - 1)
-    padded = target.backend.padded
-    for texts in _batches(pool):
-        sequences = _start_sequences(target, draft, pool, texts)
+    padded, batches = target.backend.padded, _batches(pool)
+    sequences = _start_sequences(target, draft, pool, batches[-1])
+    for texts in batches:
         counts = _padded_counts(texts, most, draft.one_pass) if padded else [0, 1, most]
         for count in counts * (GRAPH_REPEATS if padded else REPEATS):
-            parts = _time_cycle(target, sequences, count, runners, suppress)
+            parts = _time_cycle(target, sequences[:texts], count, runners, suppress)
             found[texts, count] = min(found.get((texts, count), parts), parts, key=sum)
-        for s, _ in sequences:
-            pool.free_sequence(s)
+    for s, _ in sequences:
+        pool.free_sequence(s)
     if padded:
         return padded_costs(found, most)
     return {key: sum(parts) for key, parts in found.items()}
@@ -150,9 +150,9 @@ def _batches(pool: Pool) -> list[int]:
 
 def _start_sequences(
     target: Target, draft: Draft, pool: Pool, count: int
-) -> list[tuple[Sequence, StepRows]]:
-    """Create sequences that have read PROMPT, with the last row of each in the form a draft
-    reads."""
+) -> list[tuple[Sequence, PendingRows]]:
+    """Create sequences that have read PROMPT, each with its last row, which the draft has not been
+    given."""
     sequences = []
     for _ in range(count):
         s = Sequence(pool.free_slots.pop(), [*PROMPT, PROMPT[0]], len(PROMPT), len(PROMPT))
@@ -163,12 +163,12 @@ def _start_sequences(
     n = len(PROMPT)
     heads = [rows.rows(i * n, i * n + n - 1, (n - 1,)) for i in range(count)]
     draft.commit(concat_steps(heads), rows.batch.ids.new_tensor([n - 2] * count))
-    return [(s, rows.rows(i * n + n - 1, i * n + n, (1,))) for i, s in enumerate(sequences)]
+    return [(s, PendingRows(rows, i * n + n - 1, 1)) for i, s in enumerate(sequences)]
 
 
 def _time_cycle(
     target: Target,
-    sequences: Seq[tuple[Sequence, StepRows | None]],
+    sequences: Seq[tuple[Sequence, PendingRows | None]],
     count: int,
     runners: Seq[Runner],
     suppress: tuple[int, ...],

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from g4spec.core import Cycle, Draft, StepRows, Work
+from g4spec.core import Cycle, Draft, PendingRows, StepRows, Work
 from g4spec.errors import InputError
 from g4spec.ops.sampling import NotFinite
 from g4spec.runtime.pending_rows import flush
@@ -87,7 +87,8 @@ class EagerRunner:
             cycle = _chosen(w, p, logits[first : first + 1 + len(p.tokens)])
             if w.sequence.drafting and cycle.tokens:
                 n = len(cycle.tokens)
-                w.sequence.pending.append(rows.rows(first, first + n, (n,)).clone())
+                own = rows.rows(first, first + n, (n,)).clone()
+                w.sequence.pending.append(PendingRows(own, 0, n))
             self._done.append(cycle)
         ended = time.perf_counter()
         for cycle in self._done:

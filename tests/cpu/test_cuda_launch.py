@@ -36,7 +36,7 @@ def test_kernels_overlap_in_graphs_alone(
     recorded_launches: list[dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capability)
+    monkeypatch.setattr(launch, "own_arch", lambda device=None: nvrtc.arch_of(*capability))
     resources = nvrtc.Resources(registers=32, spill=0, stack=0, shared=0)
     handle = SimpleNamespace(arguments_info=[])
     kernel = launch.Kernel(Signature("a.cu: b", ()), 0, handle, resources)

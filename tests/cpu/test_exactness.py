@@ -194,7 +194,7 @@ def test_late_catch_up_does_not_change_proposals(
     def at_once(self: EagerRunner, work: Seq[Work]) -> None:
         start(self, work)
         assert self._draft is not None
-        flushed.append(sum(len(rows.batch) for rows in work[0].sequence.pending))
+        flushed.append(sum(rows.size for rows in work[0].sequence.pending))
         flush(self._draft, [w.sequence for w in work])
 
     monkeypatch.setattr(EagerRunner, "start", at_once)

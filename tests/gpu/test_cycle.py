@@ -15,6 +15,7 @@ from g4spec.ops.sampling import NotFinite, Sampler
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.step import graphs
 from g4spec.runtime.cuda.step.graph_runner import GraphRunner
+from g4spec.runtime.pending_rows import gather_rows
 from tests.gpu.cycle_fakes import KINDS, VOCAB, Chain, FakeTarget
 from tests.gpu.device import DEVICE, EMULATED
 
@@ -191,7 +192,8 @@ def test_plain_steps(kind: str | None, n: int) -> None:
         pending = texts[i].sequence.pending
         assert len(pending) == (6 if kind and i != 1 else 0)
         at = len(prompt(i))
-        for k, rows in enumerate(pending):
+        for k, kept in enumerate(pending):
+            rows = gather_rows([[kept]])
             b = rows.batch
             assert (b.positions.tolist(), b.slots.tolist(), b.sizes) == ([at + k], [i], (1,))
             assert b.ids.tolist() == texts[i].sequence.ids[at + k : at + k + 1]

@@ -276,7 +276,7 @@ def test_a_draft_that_missed_tokens_differs(
 
     def careless(draft: Draft, sequences: list[Sequence]) -> None:
         for s in sequences:
-            s.pending = [rows for rows in s.pending if len(rows.batch) > 1]
+            s.pending = [rows for rows in s.pending if rows.size > 1]
         flush(draft, sequences)
 
     monkeypatch.setattr(eager_runner, "flush", careless)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from g4spec.core import MAX_STEP_ROWS, CacheShape, bucket
+from g4spec.core import MAX_STEP_ROWS, CacheShape
 from g4spec.gguf.reader import TensorInfo
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.cache.cache_types import Kind
@@ -16,6 +16,7 @@ from g4spec.runtime.cuda.cache.cuda_kv_size import page_bytes, slot_bytes, spare
 from g4spec.runtime.cuda.prefill import plan
 from g4spec.runtime.cuda.step import experts
 from g4spec.runtime.cuda.weights import held_size
+from g4spec.runtime.cycle_costs import bucket
 
 FLOAT = 4
 

@@ -192,6 +192,11 @@ def arch(device: int | None = None) -> str:
 
 def own_arch(device: int | None = None) -> str:
     """Return the architecture of a device."""
+    return _arch_of(torch.cuda.current_device() if device is None else device)
+
+
+@functools.cache
+def _arch_of(device: int) -> str:
     return nvrtc.arch_of(*torch.cuda.get_device_capability(device))
 
 

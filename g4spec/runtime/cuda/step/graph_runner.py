@@ -26,16 +26,17 @@ from g4spec.core import (
     Batch,
     Cycle,
     Draft,
+    PendingRows,
     Sequence,
     StepRows,
     Work,
-    bucket,
 )
 from g4spec.ops.sampling import NotFinite
 from g4spec.runtime.cuda.step import graphs
 from g4spec.runtime.cuda.step.choose import Choice, mode_of
 from g4spec.runtime.cuda.step.cycle_state import CycleResult, CycleState, SequenceState
 from g4spec.runtime.cuda.step.picks import Picks
+from g4spec.runtime.cycle_costs import bucket
 from g4spec.runtime.eager_runner import Proposal
 from g4spec.runtime.pending_rows import flush
 
@@ -199,7 +200,7 @@ class GraphRunner:
         if started.kept is not None:
             for i, (sequence, cycle) in enumerate(zip(sequences, cycles, strict=True)):
                 if sequence.drafting and cycle.error is None:
-                    sequence.pending.append(started.kept.rows(i, i + 1, (1,)))
+                    sequence.pending.append(PendingRows(started.kept, i, 1))
         return cycles
 
     def drop(self) -> None:

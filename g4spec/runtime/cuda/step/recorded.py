@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from g4spec.core import MAX_STEP_ROWS, Batch, StepRows, bucket
+from g4spec.core import MAX_STEP_ROWS, Batch, StepRows
 from g4spec.runtime.cuda.step import graphs
 from g4spec.runtime.cuda.step.graph_runner import SPARE_POSITION, STEPS
+from g4spec.runtime.cycle_costs import bucket
 
 if TYPE_CHECKING:
     from g4spec.runtime.target import Part, Target
