@@ -316,8 +316,8 @@ DEVICE void fill_pair_table(u8* table) {
   }
 }
 
-// `codebook::fragment` for 4-bit codes in nibbles. Half of them are looked up in the table, which takes
-// fewer instructions; all of them would exceed the bandwidth of shared memory.
+// `codebook::fragment` for 4-bit codes in nibbles. Of word 0 all codes are looked up in the table, which
+// takes fewer instructions, of other words half; all of them would exceed the bandwidth of shared memory.
 template <class T>
 struct PairLookup {
   u32 table;  // shared address of this lane's entries
@@ -327,11 +327,16 @@ struct PairLookup {
       : table(materialize(shared_address(table) + lane * 4)),
         entries(__shfl_sync(FULL_MASK, lane ? 0 : entry_word<T>(0), 0)),
         steps(__shfl_sync(FULL_MASK, lane ? 0 : step_word<T>(0), 0)) {}
-  DEVICE void fragment(u32 (&a)[4], u32 word) const {
+  DEVICE void fragment(u32 (&a)[4], u32 word, int index) const {
     a[2] = load_shared_constant(dot_bytes(word, 128u << 16, table));
     a[3] = load_shared_constant(dot_bytes(word, 128u << 24, table));
-    const u32 four = four_entries<T>(word & 0x77777777u, word, entries, steps);
-    a[0] = two_entries(four, 0x5150), a[1] = two_entries(four, 0x5352);
+    if (index == 0) {
+      a[0] = load_shared_constant(dot_bytes(word, 128u, table));
+      a[1] = load_shared_constant(dot_bytes(word, 128u << 8, table));
+    } else {
+      const u32 four = four_entries<T>(word & 0x77777777u, word, entries, steps);
+      a[0] = two_entries(four, 0x5150), a[1] = two_entries(four, 0x5352);
+    }
   }
 };
 

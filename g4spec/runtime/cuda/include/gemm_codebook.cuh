@@ -216,7 +216,7 @@ struct PairCodebook : Codebook<T, K> {
         : Codebook<T, K>::template Lane<NT>(scratch, warp, lane), pairs(table, lane) {}
     DEVICE void multiply(Acc<NT>& acc, const u8* unit, const u8* act) const {
       this->multiply_by(acc, unit, act, [&](u32 (&a)[4], const Weights& of, int tile, int j) {
-        pairs.fragment(a, of.low[tile][j]);
+        pairs.fragment(a, of.low[tile][j], j);
       });
     }
   };
