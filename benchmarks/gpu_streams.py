@@ -40,9 +40,9 @@ Drafted = int | Literal["auto"]
 SHORT, PROMPT = 64, 32768
 PLAIN_CTX = 4096  # without a draft, one request makes up to 700 tokens a second
 DRAFT_CTX = 8192  # with one, about 850
-WARM, SECONDS = 3.0, 1.5
+WARM, SECONDS, DRAFT_SECONDS = 3.0, 1.5, 3.0
 """How long requests run, first to record graphs and learn what is accepted, and then, others, to be
-counted."""
+counted; with a draft longer, because `auto` tries one that is not accepted every second or so."""
 
 
 class NoText:
@@ -109,7 +109,7 @@ class Streams:
 
     def rate(self, texts: int, tokens: int, drafted: Drafted = 0) -> float:
         """Measure tokens per second over all requests, the second time they run."""
-        for seconds in (WARM, SECONDS):
+        for seconds in (WARM, DRAFT_SECONDS if self.engine.draft else SECONDS):
             requests = self.running(texts, tokens, drafted)
             before, began = sum(len(r.ids) for r in requests), time.perf_counter()
             while time.perf_counter() - began < seconds:

@@ -32,7 +32,7 @@ SPIKE = 1.5
 """Limit of a cycle's time, as a multiple of its predicted time. Beyond that the machine was busy
 with something else, which would have slowed down plain decoding too."""
 
-PROBE = 128
+PROBE = 192
 """Number of steps without a draft after which a draft that had no acceptance is tried again."""
 
 PRIOR, PRIOR_WEIGHT = 0.6, 4.0
