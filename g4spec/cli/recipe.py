@@ -88,19 +88,19 @@ def command(
             out.note(f"wrote {path}")
     out.result(result.json())
     if not result.works:
-        what, _, fix = result.blocked[0]
-        raise CheckFailed(f"{result.title} {result.version}: {what}", fix=f"instead: {fix}")
+        what, why, fix = result.blocked[0]
+        what = f"no recipe for {result.title} {result.version}: {what}"
+        raise CheckFailed(f"{what}. {why.rstrip('.')}" if why else what, fix=f"instead: {fix}")
 
 
 def _show(out: render.Output, r: Recipe) -> None:
     newest = "" if r.installed else " (newest known, not installed)"
-    if not r.works:
-        out.line(f"{r.title} {r.version}{newest}: no recipe", "bad")
-        for what, why, fix in r.blocked:
-            out.line(f"  ✗ {what}", "bad")
-            out.line(f"      {why + ' ' if why else ''}Fix: {fix}")
-        if r.instead:
-            out.line(f"What works here: {r.instead}", "good", gap=True)
+    if not r.works:  # the first reason ends the command (below)
+        for what, why, fix in r.blocked[1:]:
+            out.line(f"✗ {what}", "bad")
+            out.line(f"    {why + ' ' if why else ''}Fix: {fix}")
+        if r.instead and r.instead != r.blocked[0][2]:
+            out.line(f"What works here: {r.instead}", "good")
         return
     out.line(f"# {r.title} {r.version}{newest}", "bold")
     for title, parts in (("Before", r.prepare), ("Start", r.commands), ("Measure", r.bench)):
