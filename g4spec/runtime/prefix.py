@@ -71,6 +71,7 @@ class PrefixCache:
         self._draft_rings = [kv for kv in draft.caches if not kv.paged] if draft else []
         self._snapshots: OrderedDict[bytes, Snapshot] = OrderedDict()
         self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._hashed: tuple[Seq[int], bool, list[bytes]] = ((), False, [])  # the newest prompt
         self.nbytes = 0
 
     def __len__(self) -> int:
@@ -78,7 +79,9 @@ class PrefixCache:
 
     def find(self, ids: Seq[int], drafting: bool) -> Snapshot | None:
         """Return the longest snapshot of a prefix that leaves at least one token to compute."""
-        for key in reversed(block_hashes(ids[:-1], drafting)):
+        if not self._snapshots:
+            return None
+        for key in reversed(self._hashes(ids, drafting)[: (len(ids) - 1) // PROMPT_BLOCK]):
             if key in self._snapshots:
                 self._snapshots.move_to_end(key)
                 return self._snapshots[key]
@@ -89,7 +92,7 @@ class PrefixCache:
         an earlier prompt, and its last one."""
         if not self._budget:
             return []
-        keys = block_hashes(ids, drafting)
+        keys = self._hashes(ids, drafting)
         shared = next((i for i, key in enumerate(keys) if key not in self._known), len(keys))
         for key in keys:
             self._known[key] = None
@@ -98,6 +101,13 @@ class PrefixCache:
             self._known.popitem(last=False)
         wanted = {n for n in (shared, len(keys)) if n and keys[n - 1] not in self._snapshots}
         return sorted(n * PROMPT_BLOCK for n in wanted)
+
+    def _hashes(self, ids: Seq[int], drafting: bool) -> list[bytes]:
+        """Return `block_hashes` of a prompt, which nobody modifies. One that waits for pages is
+        looked up in every step, so those of the newest one are kept."""
+        if self._hashed[0] is not ids or self._hashed[1] != drafting:
+            self._hashed = ids, drafting, block_hashes(ids, drafting)
+        return self._hashed[2]
 
     def restore(self, snapshot: Snapshot, sequence: Sequence) -> None:
         """Restore a snapshot into a new sequence."""
@@ -156,6 +166,7 @@ class PrefixCache:
     def close(self) -> None:
         """Evict all snapshots and drop the references to the caches."""
         self.clear()
+        self._hashed = (), False, []
         self._rings, self._draft_rings, self._draft = [], [], None
 
 

@@ -20,7 +20,7 @@ from g4spec.core import Batch, Cycle, Work
 from g4spec.errors import EnvironmentProblem, InputError, UsageError
 from g4spec.models import ngram
 from g4spec.ops.sampling import NotFinite, Sampler
-from g4spec.runtime import scheduler
+from g4spec.runtime import prefix, scheduler
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Request
 from tests.support import batch_invariance, memory_engine
@@ -270,7 +270,8 @@ def test_close_ends_everything_and_frees_the_weights(texts: list[str]) -> None:
 
 
 def test_a_request_that_has_to_wait_keeps_its_prefix_hit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is restored or evicted for it while others use the pages that it needs."""
+    """Nothing is restored or evicted for it while others use the pages that it needs, and its
+    tokens are hashed once."""
     rng = random.Random(6)
     on = engine(3, n_ctx=1280, pool=1280, prefix_bytes=1 << 20)
     first, other = ([2, *batch_invariance.tokens(rng, n)] for n in (540, 800))
@@ -283,7 +284,14 @@ def test_a_request_that_has_to_wait_keeps_its_prefix_hit(monkeypatch: pytest.Mon
         restored.append(args)
         restore(*args)
 
+    hashes, hashed = prefix.block_hashes, []
+
+    def counted(ids: Sequence[int], drafting: bool) -> list[bytes]:
+        hashed.append(list(ids))
+        return hashes(ids, drafting)
+
     monkeypatch.setattr(on.prefix, "restore", noted)
+    monkeypatch.setattr(prefix, "block_hashes", counted)
     running = on.submit(other, replace(asked, n_predict=30))
     waiting = on.submit([*first, *batch_invariance.tokens(rng, 300)], asked)
     while not running.done:
@@ -291,6 +299,7 @@ def test_a_request_that_has_to_wait_keeps_its_prefix_hit(monkeypatch: pytest.Mon
         on.step()
     list(waiting)
     assert len(restored) == 1 and waiting.stats.cached_tokens == 512
+    assert sum(ids[:600] == waiting.prompt[:600] for ids in hashed) == 1
     alone = engine(1, n_ctx=1280, pool=1280).generate(waiting.prompt, asked)
     assert list(alone) and waiting.ids == alone.ids
 
