@@ -20,7 +20,7 @@ from g4spec.cli._demo_family import DRAFTS
 from g4spec.measure import prompts
 from g4spec.measure import run_record as provenance
 from g4spec.ops.sampling import Sampler
-from g4spec.runtime.cycle_timing import measure_cycles
+from g4spec.runtime.cycle_timing import CycleMeter
 from g4spec.runtime.engine import Engine
 from tests.support.one_sequence import SequenceDraft, SequenceTarget, single_sequence_with_draft
 
@@ -73,9 +73,10 @@ def record(target: Path, draft: Path | str, count: int, n_predict: int) -> dict[
     engine = Engine.load(target, draft, n_ctx=N_CTX)
     assert engine.draft is not None
     texts = prompts.prompts(engine.tokenizer, count=count, long_tokens=LONG_TOKENS)
+    meter = CycleMeter(engine.target, engine.draft, engine.pool, engine.scheduler.runners)
     measured = []
     for _ in range(MEASURED):
-        found = measure_cycles(engine.target, engine.draft, engine.pool, engine.scheduler.runners)
+        found = meter.cycles()
         measured.append({count: s for (texts, count), s in found.items() if texts == 1})
     return {
         "longest": engine.draft.max_tokens,

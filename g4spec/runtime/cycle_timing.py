@@ -32,71 +32,120 @@ MIN_LONG_CONTEXT, LONG_CONTEXT = 1024, 8192
 """Context lengths that are required and used when the share of attention in a step is timed."""
 
 
-def measure_costs(
-    target: Target,
-    draft: Draft | None,
-    pool: Pool,
-    runners: Seq[Runner],
-    suppress: tuple[int, ...] = (),
-) -> tuple[dict[tuple[int, int], float], float]:
-    """Measure the time of cycles; return the results of `measure_cycles` and
-    `measure_seconds_per_byte`. All slots and pages must be free.
+class CycleMeter:
+    """Measures cycles of an engine at rest: all slots and pages must be free.
 
     Args:
+        draft: the draft, or None: only cycles without one can be measured.
         suppress: tokens that requests never choose; graphs are recorded for one set of them.
     """
-    found = measure_cycles(target, draft, pool, runners, suppress)
-    return found, measure_seconds_per_byte(target, pool, runners, found[1, 0], suppress)
 
+    def __init__(
+        self,
+        target: Target,
+        draft: Draft | None,
+        pool: Pool,
+        runners: Seq[Runner],
+        suppress: tuple[int, ...] = (),
+    ) -> None:
+        self._target, self._draft, self._pool = target, draft, pool
+        self._runners, self._suppress = runners, suppress
 
-def measure_seconds_per_byte(
-    target: Target,
-    pool: Pool,
-    runners: Seq[Runner],
-    plain: float,
-    suppress: tuple[int, ...] = (),
-) -> float:
-    """Measure the seconds that a step takes per byte of KV cache it reads, given that a plain step
-    of a short context takes `plain`. The content of the cache does not matter."""
-    ahead = MAX_STEP_ROWS * max(r.depth for r in runners)
-    far = min(target.n_ctx - 2, LONG_CONTEXT, PAGE * pool.n_free - ahead)
-    if far < MIN_LONG_CONTEXT:
-        return 0.0
-    s = Sequence(pool.free_slots.pop(), PROMPT[:1] * (far + 1), far, far)
-    pool.grow(s, far + ahead)
-    cycles = [_time_cycle(target, [(s, None)], 0, runners, suppress) for _ in range(REPEATS)]
-    seconds = min(map(sum, cycles))
-    pool.free_sequence(s)
-    more = target.context_bytes(far) - target.context_bytes(len(PROMPT))
-    return max(0.0, seconds - plain) / more
+    def costs(self) -> tuple[dict[tuple[int, int], float], float]:
+        """Return the results of `cycles` and `seconds_per_byte`."""
+        found = self.cycles()
+        return found, self.seconds_per_byte(found[1, 0])
 
-
-def measure_cycles(
-    target: Target,
-    draft: Draft | None,
-    pool: Pool,
-    runners: Seq[Runner],
-    suppress: tuple[int, ...] = (),
-) -> dict[tuple[int, int], float]:
-    """Measure the seconds of cycles of 1, 2, 4, ... requests without a draft, with 1 drafted token
-    and with the maximum; the update of the draft is part of a cycle. On a backend that pads steps
-    as few as possible are measured, because each is recorded, and others are computed
-    (`padded_costs`). All slots and pages must be free."""
-    assert draft is not None
-    found: dict[tuple[int, int], Parts] = {}
-    most = min(draft.max_tokens, target.n_ctx - len(PROMPT) - 1)
-    padded, batches = target.backend.padded, _batches(pool)
-    sequences = _start_sequences(target, draft, pool, batches[-1])
-    for texts in batches:
-        counts = _padded_counts(texts, most, draft.one_pass) if padded else [0, 1, most]
-        for count in counts * (GRAPH_REPEATS if padded else REPEATS):
-            parts = _time_cycle(target, sequences[:texts], count, runners, suppress)
-            found[texts, count] = min(found.get((texts, count), parts), parts, key=sum)
-    for s, _ in sequences:
+    def seconds_per_byte(self, plain: float) -> float:
+        """Measure the seconds that a step takes per byte of KV cache it reads, given that a plain
+        step of a short context takes `plain`. The content of the cache does not matter."""
+        target, pool = self._target, self._pool
+        ahead = MAX_STEP_ROWS * max(r.depth for r in self._runners)
+        far = min(target.n_ctx - 2, LONG_CONTEXT, PAGE * pool.n_free - ahead)
+        if far < MIN_LONG_CONTEXT:
+            return 0.0
+        s = Sequence(pool.free_slots.pop(), PROMPT[:1] * (far + 1), far, far)
+        pool.grow(s, far + ahead)
+        seconds = min(sum(self._time([(s, None)], 0)) for _ in range(REPEATS))
         pool.free_sequence(s)
-    if padded:
-        return padded_costs(found, most)
-    return {key: sum(parts) for key, parts in found.items()}
+        more = target.context_bytes(far) - target.context_bytes(len(PROMPT))
+        return max(0.0, seconds - plain) / more
+
+    def cycles(self) -> dict[tuple[int, int], float]:
+        """Measure the seconds of cycles of 1, 2, 4, ... requests without a draft, with 1 drafted
+        token and with the maximum; the update of the draft is part of a cycle. On a backend that
+        pads steps as few as possible are measured, because each is recorded, and others are
+        computed (`padded_costs`)."""
+        draft, padded, batches = self._draft, self._target.backend.padded, self._batches()
+        assert draft is not None
+        found: dict[tuple[int, int], Parts] = {}
+        most = min(draft.max_tokens, self._target.n_ctx - len(PROMPT) - 1)
+        sequences = self._start_sequences(draft, batches[-1])
+        for texts in batches:
+            counts = _padded_counts(texts, most, draft.one_pass) if padded else [0, 1, most]
+            for count in counts * (GRAPH_REPEATS if padded else REPEATS):
+                parts = self._time(sequences[:texts], count)
+                found[texts, count] = min(found.get((texts, count), parts), parts, key=sum)
+        for s, _ in sequences:
+            self._pool.free_sequence(s)
+        if padded:
+            return padded_costs(found, most)
+        return {key: sum(parts) for key, parts in found.items()}
+
+    def run_plain(self) -> None:
+        """Run a cycle of 1, 2, 4, ... requests without a draft, so that its graph is not recorded
+        when other requests wait for it."""
+        pool = self._pool
+        for texts in self._batches():
+            sequences = [Sequence(pool.free_slots.pop(), PROMPT[:2], 1, 1) for _ in range(texts)]
+            for s in sequences:
+                pool.grow(s, MAX_STEP_ROWS)
+            self._time([(s, None) for s in sequences], 0)
+            for s in sequences:
+                pool.free_sequence(s)
+
+    def _batches(self) -> list[int]:
+        """Return the numbers of requests that are measured: powers of two, and the most."""
+        most = min(len(self._pool.free_slots), self._pool.n_free)
+        return [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most]
+
+    def _start_sequences(self, draft: Draft, count: int) -> list[tuple[Sequence, PendingRows]]:
+        """Create sequences that have read PROMPT, each with its last row, which the draft has not
+        been given."""
+        target, sequences, n = self._target, [], len(PROMPT)
+        for _ in range(count):
+            s = Sequence(self._pool.free_slots.pop(), [*PROMPT, PROMPT[0]], n, n)
+            self._pool.grow(s, n + 1)
+            draft.begin(s.slot)
+            sequences.append(s)
+        rows = target.forward(batch_of(target.ops, [(s.slot, 0, PROMPT) for s in sequences]))
+        heads = [rows.rows(i * n, i * n + n - 1, (n - 1,)) for i in range(count)]
+        draft.commit(concat_steps(heads), rows.batch.ids.new_tensor([n - 2] * count))
+        return [(s, PendingRows(rows, i * n + n - 1, 1)) for i, s in enumerate(sequences)]
+
+    def _time(self, sequences: Seq[tuple[Sequence, PendingRows | None]], count: int) -> Parts:
+        """Measure a cycle of `count` drafted tokens each; on a backend that starts cycles ahead,
+        one that directly follows another."""
+        options = Options(ignore_eos=True, sampler=Sampler(suppress=self._suppress))
+        target, work = self._target, []
+        for s, last in sequences:
+            s.ids[s.n_read + 1 :] = []
+            s.drafting = count > 0
+            s.pending = [last] if count and last is not None else []
+            chooser = RequestChooser(options, PROMPT, target.config.n_vocab, target.backend)
+            work.append(Work(s, count, chooser))
+        runner = next(r for r in self._runners if r.can_run(work))
+        began = time.perf_counter()
+        runner.start(work)
+        for _ in range(runner.depth - 1):
+            runner.start(work)
+            runner.result()
+            began = time.perf_counter()
+        proposal = runner.result()[0].draft_seconds
+        step = time.perf_counter() - began - proposal
+        for s, _ in sequences:
+            s.pending = []
+        return proposal, step
 
 
 def _padded_counts(texts: int, most: int, one_pass: bool) -> list[int]:
@@ -126,72 +175,3 @@ def padded_costs(found: Mapping[tuple[int, int], Parts], most: int) -> dict[tupl
                 out[texts, count] = interpolate(count, [*seconds], seconds.__getitem__)
                 out[texts, count] += interpolate(rows, sorted(steps), steps.__getitem__)
     return out
-
-
-def run_plain_cycles(
-    target: Target, pool: Pool, runners: Seq[Runner], suppress: tuple[int, ...] = ()
-) -> None:
-    """Run a cycle of 1, 2, 4, ... requests without a draft, so that its graph is not recorded when
-    other requests wait for it. All slots and pages must be free."""
-    for texts in _batches(pool):
-        sequences = [Sequence(pool.free_slots.pop(), PROMPT[:2], 1, 1) for _ in range(texts)]
-        for s in sequences:
-            pool.grow(s, MAX_STEP_ROWS)
-        _time_cycle(target, [(s, None) for s in sequences], 0, runners, suppress)
-        for s in sequences:
-            pool.free_sequence(s)
-
-
-def _batches(pool: Pool) -> list[int]:
-    """Return the numbers of requests that are measured: powers of two, and the most."""
-    most = min(len(pool.free_slots), pool.n_free)
-    return [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most]
-
-
-def _start_sequences(
-    target: Target, draft: Draft, pool: Pool, count: int
-) -> list[tuple[Sequence, PendingRows]]:
-    """Create sequences that have read PROMPT, each with its last row, which the draft has not been
-    given."""
-    sequences = []
-    for _ in range(count):
-        s = Sequence(pool.free_slots.pop(), [*PROMPT, PROMPT[0]], len(PROMPT), len(PROMPT))
-        pool.grow(s, len(PROMPT) + 1)
-        draft.begin(s.slot)
-        sequences.append(s)
-    rows = target.forward(batch_of(target.ops, [(s.slot, 0, PROMPT) for s in sequences]))
-    n = len(PROMPT)
-    heads = [rows.rows(i * n, i * n + n - 1, (n - 1,)) for i in range(count)]
-    draft.commit(concat_steps(heads), rows.batch.ids.new_tensor([n - 2] * count))
-    return [(s, PendingRows(rows, i * n + n - 1, 1)) for i, s in enumerate(sequences)]
-
-
-def _time_cycle(
-    target: Target,
-    sequences: Seq[tuple[Sequence, PendingRows | None]],
-    count: int,
-    runners: Seq[Runner],
-    suppress: tuple[int, ...],
-) -> Parts:
-    """Measure a cycle of `count` drafted tokens each; on a backend that starts cycles ahead, one
-    that directly follows another."""
-    options = Options(ignore_eos=True, sampler=Sampler(suppress=suppress))
-    work = []
-    for s, last in sequences:
-        s.ids[s.n_read + 1 :] = []
-        s.drafting = count > 0
-        s.pending = [last] if count and last is not None else []
-        chooser = RequestChooser(options, PROMPT, target.config.n_vocab, target.backend)
-        work.append(Work(s, count, chooser))
-    runner = next(r for r in runners if r.can_run(work))
-    began = time.perf_counter()
-    runner.start(work)
-    for _ in range(runner.depth - 1):
-        runner.start(work)
-        runner.result()
-        began = time.perf_counter()
-    proposal = runner.result()[0].draft_seconds
-    step = time.perf_counter() - began - proposal
-    for s, _ in sequences:
-        s.pending = []
-    return proposal, step

@@ -30,7 +30,7 @@ from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, Backend, Draft, Runner, Seq
 from g4spec.errors import InputError
 from g4spec.ops.kv_size import pages_of
 from g4spec.runtime import pending_rows, prefill
-from g4spec.runtime.cycle_timing import measure_costs, run_plain_cycles
+from g4spec.runtime.cycle_timing import CycleMeter
 from g4spec.runtime.draft_decision import DraftDecision
 from g4spec.runtime.draft_length import DraftLengthPolicy
 from g4spec.runtime.pool import Pool
@@ -135,13 +135,13 @@ class Scheduler:
     def _prepare(self) -> None:
         """Measure costs if `auto` needs them. Before the first request, run what would make others
         wait later."""
-        target, pool, runners = self.target, self.pool, self.runners
         suppress = self.waiting[0].request.options.sampler.suppress
+        meter = CycleMeter(self.target, self.draft, self.pool, self.runners, suppress)
         if self.length.wants_costs and any(t.draft_state.auto for t in self.waiting):
             self.prefix.clear()  # the measurement needs the pages
-            self.length.set_costs(*measure_costs(target, self.draft, pool, runners, suppress))
-        elif not self._prepared and self.backend.padded and len(pool.free_slots) > 1:
-            run_plain_cycles(target, pool, runners, suppress)
+            self.length.set_costs(*meter.costs())
+        elif not self._prepared and self.backend.padded and len(self.pool.free_slots) > 1:
+            meter.run_plain()
         if not self._prepared and self.backend.padded:
             gc.collect()
             gc.freeze()  # a full collection of what a model consists of takes 0.1 s

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from g4spec.core import MAX_DRAFT
 from g4spec.runtime import draft_length
 from g4spec.runtime.cycle_costs import CycleCosts
-from g4spec.runtime.cycle_timing import measure_costs, padded_costs
+from g4spec.runtime.cycle_timing import CycleMeter, padded_costs
 from g4spec.runtime.draft_length import CREDIT, PROBE, DraftLengthPolicy, PolicyState
 from g4spec.runtime.request import Options
 from tests.support import memory_engine
@@ -490,7 +490,7 @@ def test_costs_depend_on_the_contexts_of_a_batch() -> None:
 def test_an_engine_measures_and_counts_contexts() -> None:
     engine = memory_engine.engine(DRAFTS["dflash"], n_ctx=1400, parallel=2, pool=2800)
     cold = engine.scheduler
-    table, seconds = measure_costs(engine.target, engine.draft, engine.pool, cold.runners)
+    table, seconds = CycleMeter(engine.target, engine.draft, engine.pool, cold.runners).costs()
     assert {texts for texts, _ in table} == {1, 2} and 0 <= seconds < 1e-3
     assert len(engine.pool.free_slots) == 2 and engine.pool.n_free == engine.pool.n_pages
     options = Options(n_predict=4, ignore_eos=True, draft_max=0)
