@@ -9,6 +9,7 @@ with `auto` are planned around them.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -168,6 +169,7 @@ class DraftLengthPolicy:
         self.credit = TimeCredit()
         self.since_draft = 0
         self._plan: dict[PolicyState, int] = {}  # of the cycles that have not been observed yet
+        self._contexts: deque[float] = deque()  # of each of them
         self._newest = 0.0, 1  # seconds of the base and number of requests of the last one observed
         self._reason = "unmeasured"  # of the newest plan
 
@@ -196,14 +198,18 @@ class DraftLengthPolicy:
         """
         for state in states:
             state.start()
-        if self.costs is not None:
-            self.costs.context = context
+        self._contexts.clear()
+        self._set_context(context)
         counts = self._choose(states, max_counts, 0.0)
-        self._commit(states, counts)
+        self._commit(states, counts, context)
         return counts
 
     def plan_ahead(
-        self, states: Sequence[PolicyState], counts: Sequence[int], max_counts: Sequence[int]
+        self,
+        states: Sequence[PolicyState],
+        counts: Sequence[int],
+        max_counts: Sequence[int],
+        context: float = 0.0,
     ) -> bool:
         """Plan a second cycle while one with the same requests and counts is running.
 
@@ -211,14 +217,16 @@ class DraftLengthPolicy:
         at least `max_counts` room; it is then planned, and `plan` is not called.
 
         This is certain if `counts` are the choice now even if the whole running cycle is wasted.
-        Anything that would change the choice then takes effect one cycle later.
+        Anything that would change the choice then takes effect one cycle later. `context`: see
+        `plan`, at the start of the second cycle.
         """
+        self._set_context(context)
         lost = 0.0
         if self.costs is not None:  # if nothing is accepted
             lost = self.costs(counts) - (1 + MARGIN) * self.costs(_without_auto(states, counts))
         if self._choose(states, max_counts, lost) != list(counts):
             return False
-        self._commit(states, counts)
+        self._commit(states, counts, context)
         return True
 
     def decisions(
@@ -258,6 +266,8 @@ class DraftLengthPolicy:
         for state, count, held in zip(states, counts, accepted, strict=True):
             state.acceptance.observe(count, held)
             self.acceptance.observe(count, held)
+        if self._contexts:
+            self._set_context(self._contexts.popleft())
         if self.costs is None:
             return
         planned = list(self._plan.values())
@@ -286,7 +296,12 @@ class DraftLengthPolicy:
         state.credit.deduct((1 + MARGIN) * tokens * base, CREDIT * base)
         self.credit.deduct((1 + MARGIN) * tokens * base / n_requests, CREDIT * base)
 
-    def _commit(self, states: Sequence[PolicyState], counts: Sequence[int]) -> None:
+    def _set_context(self, context: float) -> None:
+        if self.costs is not None:
+            self.costs.context = context
+
+    def _commit(self, states: Sequence[PolicyState], counts: Sequence[int], context: float) -> None:
+        self._contexts.append(context)
         self._plan = dict(zip(states, counts, strict=True))
         self.since_draft = 0 if any(counts) else self.since_draft + 1
         for state, count in self._plan.items():

@@ -76,7 +76,7 @@ class Scheduler:
         self.running: list[Task] = []
         self._started: deque[StartedCycle] = deque()
         self._prepared = False  # see `_prepare`
-        self._ended = 0.0  # when the newest result was fetched
+        self._ended = self._left = 0.0  # when the newest result was fetched, and distributed
         self.n_steps = self.n_step_texts = 0
 
     def submit(self, task: Task) -> None:
@@ -90,6 +90,8 @@ class Scheduler:
 
     def step(self) -> bool:
         """Run one step; return False if there was nothing to do."""
+        now = time.perf_counter()  # the caller's time since the newest step is not a cycle's
+        self._ended, self._left = self._ended + now - self._left, now
         self._free_cancelled()
         if self.idle:
             return False
@@ -100,10 +102,12 @@ class Scheduler:
     def abandon(self, error: BaseException) -> None:
         """End all requests after a step failed, because the state of the caches is unknown."""
         problem = error if isinstance(error, Exception) else None
-        for task in [*self.running, *self.waiting]:  # first: what follows may fail like the step
+        tasks = [*self.running, *self.waiting]
+        for task in tasks:  # first: what follows may fail like the step
             task.request.finish("interrupted", problem)
-        for queue in (self.running, self.waiting, self._started):
-            queue.clear()
+        for task in tasks:  # a listener may have submitted others
+            (self.running if task in self.running else self.waiting).remove(task)
+        self._started.clear()
         for runner in self.runners:  # also cycles that were not noted yet, or of a measurement
             runner.drop()
         self.prefix.clear()
@@ -329,15 +333,21 @@ class Scheduler:
 
     def _plan(self, running: list[Task]) -> list[int]:
         """Return the number of tokens to draft for each request."""
-        context = sum(self.target.context_bytes(t.seq.position) for t in running)
         counts = self.length.plan(
-            [t.draft_state for t in running], [self._max_draft(t) for t in running], context
+            [t.draft_state for t in running],
+            [self._max_draft(t) for t in running],
+            self._context_bytes(running, [0] * len(running)),
         )
         most = pending_rows.max_steps([t.seq for t in running])
         for task, count in zip(running, counts, strict=True):
             if not count and len(task.seq.pending) > most:
-                self._stop_drafting(task, "a proposal takes more time than may be risked")
+                task.stop_drafting("a proposal takes more time than may be risked")
         return counts
+
+    def _context_bytes(self, tasks: list[Task], ahead: list[int]) -> float:
+        """Return the bytes of KV cache of the requests, each with `ahead` more tokens."""
+        of = self.target.context_bytes
+        return sum(of(t.seq.position + n) for t, n in zip(tasks, ahead, strict=True))
 
     def _max_draft(self, task: Task, ahead: int = 0) -> int:
         """Return the maximum draft length of a request once it has `ahead` more tokens."""
@@ -380,9 +390,10 @@ class Scheduler:
             position = task.seq.position + 1 + count
             if task.tokens_left <= 1 + count or position >= self.target.n_ctx or room < count:
                 return False
-        return all(map(self._grow, tasks)) and self.length.plan_ahead(
-            [t.draft_state for t in tasks], oldest.counts, most
-        )
+        if not all(map(self._grow, tasks)):
+            return False
+        context = self._context_bytes(tasks, [1 + n for n in oldest.counts])
+        return self.length.plan_ahead([t.draft_state for t in tasks], oldest.counts, most, context)
 
     def _finish_cycle(self, after_prefill: bool) -> None:
         """Wait for the oldest cycle and give each request its result."""
@@ -408,6 +419,7 @@ class Scheduler:
             )
         for i in alive:
             self._append(oldest.tasks[i], cycles[i])
+        self._left = time.perf_counter()
 
     def _append(self, task: Task, cycle: Any) -> None:
         if cycle.error is not None and not cycle.tokens:
@@ -416,21 +428,12 @@ class Scheduler:
         task.ids += cycle.tokens
         task.seq.n_read += len(cycle.tokens)
         if cycle.draft_failed:
-            cycle.draft_failed = self._stop_drafting(task, cycle.draft_failed)
+            cycle.draft_failed = task.stop_drafting(cycle.draft_failed)
         chosen = len(cycle.tokens)
         task.draft_state.discard(chosen - task.request.append(cycle))
         self._finish_if_done(task)
         if cycle.error is not None and not task.request.done:
             self._finish(task, "error", cycle.error)
-
-    def _stop_drafting(self, task: Task, why: str) -> str:
-        """Stop drafting for a request and drop the rows that its draft has not seen."""
-        task.drafting = task.seq.drafting = False
-        task.seq.pending.clear()
-        note = f"the draft cannot be used, going on without it: {why}"
-        if note not in task.request.notes:
-            task.request.notes.append(note)
-        return note
 
     def _finish_if_done(self, task: Task) -> None:
         """End a request that has reached its stop condition."""

@@ -46,6 +46,15 @@ class Task:
         assert self.sequence is not None
         return self.sequence
 
+    def stop_drafting(self, why: str) -> str:
+        """Stop drafting and drop the rows that the draft has not seen. Return the note about it."""
+        self.drafting = self.seq.drafting = False
+        self.seq.pending.clear()
+        note = f"the draft cannot be used, going on without it: {why}"
+        if note not in self.request.notes:
+            self.request.notes.append(note)
+        return note
+
     @property
     def recomputes(self) -> bool:
         """True if the next tokens to compute were generated before a preemption."""

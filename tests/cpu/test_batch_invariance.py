@@ -122,6 +122,37 @@ def test_the_time_of_a_cycle_is_its_own(monkeypatch: pytest.MonkeyPatch, ahead: 
     assert sum(t > seconds for t in times) >= 12, "beside a prompt it is the runner's own"
 
 
+def test_the_callers_time_is_no_cycles() -> None:
+    """A cycle that was started ahead runs while the caller does something else."""
+    engine = memory_engine.engine(None, n_ctx=512)
+    engine.scheduler.runners = [StartsAhead(engine.target, None)]
+    request, inside, more = engine.submit([2, 9], Options(8, ignore_eos=True)), 0.0, True
+    while more:
+        time.sleep(0.25)
+        began = time.perf_counter()
+        more = engine.step()
+        inside += time.perf_counter() - began
+    times = [cycle.step_seconds for cycle in list(request.drain())[1:]]
+    assert len(times) == 7 and sum(times) <= inside
+
+
+def test_the_policy_knows_contexts_of_cycles_started_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = memory_engine.engine(None, n_ctx=512)
+    engine.scheduler.runners = [StartsAhead(engine.target, None)]
+    found, plan_ahead = [], engine.lengths.plan_ahead
+
+    def noted(states: Any, counts: Any, most: Any, context: float = 0.0) -> bool:
+        found.append(context)
+        return plan_ahead(states, counts, most, context)
+
+    monkeypatch.setattr(engine.lengths, "plan_ahead", noted)
+    list(engine.generate([2, 9], Options(30, ignore_eos=True)))
+    assert found == [engine.target.context_bytes(3 + i) for i in range(len(found))]
+    assert len(found) > 20
+
+
 @pytest.mark.parametrize("suppress", [(), (3, 5)])
 def test_batches_of_all_sizes_run_before_the_first_request(
     monkeypatch: pytest.MonkeyPatch, suppress: tuple[int, ...]

@@ -487,6 +487,19 @@ def test_costs_depend_on_the_contexts_of_a_batch() -> None:
     assert costs([0]) == pytest.approx(2.0) and costs([1]) == pytest.approx(1.5)
 
 
+def test_cycles_that_are_planned_ahead_have_their_own_contexts() -> None:
+    """The time that a growing context takes is not taken for a slower machine."""
+    lengths = DraftLengthPolicy()
+    lengths.set_costs(table(), per_byte=1e-9)
+    text, plain = lengths.new_state(0), table()[1, 0]
+    lengths.plan([text], [0], context=0.0)
+    for i in range(200):
+        assert lengths.plan_ahead([text], [0], [0], context=1e7 * (i + 1))
+        lengths.observe([text], [0], [0], plain + 1e-9 * 1e7 * i)
+    lengths.plan([text], [0], context=0.0)
+    assert lengths.costs is not None and lengths.costs([0]) == pytest.approx(plain)
+
+
 def test_an_engine_measures_and_counts_contexts() -> None:
     engine = memory_engine.engine(DRAFTS["dflash"], n_ctx=1400, parallel=2, pool=2800)
     cold = engine.scheduler
