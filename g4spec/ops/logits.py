@@ -168,22 +168,33 @@ def choose_rows(
 def _masked(
     row: torch.Tensor, sampler: Sampler, history: History | None, mask: Mask | None
 ) -> torch.Tensor:
-    """Set the logits [V] of forbidden tokens to -inf."""
+    """Set the logits [V] of forbidden tokens to -inf.
+
+    Raises:
+        InputError: the mask, a function of the caller, fails or allows nothing.
+    """
     if mask is None:
         return row
     assert history is not None, "masks need a history"
-    allowed = mask(history.output)
+    name = getattr(mask, "__name__", type(mask).__name__)
+    what = f"mask {name} after {len(history.output)} output tokens"
+    try:
+        allowed = mask(history.output)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(what, found=repr(error)) from error
     if allowed is None:
         return row
-    assert allowed.dtype == torch.bool, allowed.dtype
-    assert allowed.shape == row.shape, (allowed.shape, row.shape)
+    if allowed.dtype != torch.bool or allowed.shape != row.shape:
+        found = f"{allowed.dtype} {list(allowed.shape)}"
+        raise InputError(what, expected=f"torch.bool {list(row.shape)}", found=found)
     usable = allowed.clone()  # on the CPU, as masks are: a GPU would be waited for
     usable[[*sampler.suppress, *(i for i, bias in sampler.logit_bias if bias == -math.inf)]] = False
     if not bool(usable.any()):
-        name = getattr(mask, "__name__", type(mask).__name__)
         found = "only suppressed or banned ones" if bool(allowed.any()) else "none"
         raise InputError(
-            f"mask {name} after {len(history.output)} output tokens",
+            what,
             expected="at least one allowed token",
             found=found,
             fix="allow a stop token where the grammar is complete",

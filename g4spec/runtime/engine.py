@@ -166,11 +166,17 @@ class Engine:
                 )
             if self.scheduler.idle:
                 self.last_step = time.monotonic()
-            for i in range(options.n):
-                seed = (options.sampler.seed + i) % 2**64
-                sampler = replace(options.sampler, seed=seed, suppress=self.tokenizer.suppress_ids)
-                requests.append(self._enqueue(prompt, replace(options, sampler=sampler)))
-            self._condition.notify_all()
+            try:
+                for i in range(options.n):
+                    seed = (options.sampler.seed + i) % 2**64
+                    own = replace(options.sampler, seed=seed, suppress=self.tokenizer.suppress_ids)
+                    requests.append(self._enqueue(prompt, replace(options, sampler=own)))
+            except BaseException:
+                for request in requests:  # nobody gets them
+                    request.cancel()
+                raise
+            finally:
+                self._condition.notify_all()
         for request in requests:
             request.choices = requests
         return requests[0]
@@ -268,7 +274,12 @@ class Engine:
         """Run steps, or wait for the engine's thread, until the request has news or is done."""
         while not request.has_news:
             if self._thread is None:
-                self.step()
+                with self._condition:
+                    while self._lock_waiters:
+                        self._condition.wait(1.0)
+                with self.step_lock():
+                    if not request.has_news:
+                        self.step()
                 continue
             request.updated.clear()
             if not request.has_news:

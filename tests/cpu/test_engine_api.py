@@ -7,6 +7,7 @@ import asyncio
 import gc
 import random
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -20,6 +21,7 @@ from g4spec.core import Batch, Cycle, Work
 from g4spec.errors import EnvironmentProblem, InputError, UsageError
 from g4spec.models import ngram
 from g4spec.ops.sampling import NotFinite, Sampler
+from g4spec.runtime import engine as engine_module
 from g4spec.runtime import prefix, scheduler
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Request
@@ -323,6 +325,43 @@ class AllowsNothing:
         return torch.full((mm.V,), len(output) < self.after)
 
 
+class Fails:
+    """A mask with a defect after the first few tokens."""
+
+    def __init__(self, after: int, result: Any = None) -> None:
+        self.after, self.result = after, result
+
+    def __call__(self, output: Sequence[int]) -> torch.Tensor | None:
+        if len(output) < self.after:
+            return None
+        if self.result is None:
+            raise ValueError("a bug in a grammar")
+        return self.result  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("after", [0, 5])
+@pytest.mark.parametrize(
+    ("result", "found"),
+    [
+        (None, "a bug in a grammar"),
+        (torch.ones(3, dtype=torch.bool), "3"),
+        (torch.ones(mm.V), "float32"),
+    ],
+)
+def test_a_mask_with_a_defect_ends_only_its_request(
+    after: int, result: Any, found: str, texts: list[str]
+) -> None:
+    on = engine(2)
+    good, bad = (
+        on.submit(PROMPTS[0], OPTIONS),
+        on.submit(PROMPTS[2], Options(24, mask=Fails(after, result))),
+    )
+    with pytest.raises(InputError, match=f"mask Fails after {after} output tokens.*{found}"):
+        list(bad)
+    list(good)
+    assert good.text == texts[0] and nothing_left(on)
+
+
 @pytest.mark.parametrize("after", [0, 1, 7])
 @pytest.mark.parametrize("own_thread", [False, True])
 def test_a_mask_that_allows_nothing_ends_only_its_request(
@@ -452,6 +491,65 @@ def test_requests_end_even_if_the_gpu_no_longer_answers(monkeypatch: pytest.Monk
     for request in requests:
         with pytest.raises(RuntimeError, match="illegal"):
             list(request)
+
+
+def test_a_request_from_a_listener_of_one_that_failed_runs(
+    texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on, more = engine(1), list[Request]()
+    first = on.submit(PROMPTS[0], OPTIONS)
+    on.step()
+
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("out of luck")
+
+    def submit_next() -> None:
+        if first.done and not more:
+            more.append(on.submit(PROMPTS[1], OPTIONS))
+
+    first.listen(submit_next)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="luck"):
+        patch.setattr(on.target, "step", broken)
+        on.step()
+    assert len(more) == 1 and not more[0].done
+    list(more[0])
+    assert more[0].text == texts[1] and nothing_left(on)
+
+
+def test_choices_end_if_not_all_can_be_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    on, made = engine(4), [0]
+    chooser = engine_module.RequestChooser
+
+    def third_fails(*args: Any) -> Any:
+        made[0] += 1
+        if made[0] == 3:
+            raise MemoryError
+        return chooser(*args)
+
+    monkeypatch.setattr(engine_module, "RequestChooser", third_fails)
+    with pytest.raises(MemoryError):
+        on.submit(PROMPTS[0], replace(OPTIONS, n=4))
+    assert not on.step() and nothing_left(on)
+
+
+def test_no_thread_waits_for_many_steps_of_another() -> None:
+    """Without a thread of the engine, the threads that iterate over requests run its steps."""
+    on = engine(2, n_ctx=1280, pool=2560)
+    first = on.submit(PROMPTS[0], replace(OPTIONS, n_predict=1200, draft_max=0))
+    thread = threading.Thread(target=lambda: list(first))
+    thread.start()
+    waited = []
+    while not first.done and len(waited) < 40:
+        before = len(first.ids)
+        with on.step_lock():
+            waited.append(len(first.ids) - before)
+        time.sleep(0.005)
+    second = on.submit(PROMPTS[1], replace(OPTIONS, n_predict=8))
+    list(second)
+    assert not first.done or len(waited) < 40
+    first.cancel()
+    thread.join()
+    assert len(waited) > 10 and max(waited) <= 2
 
 
 @pytest.mark.parametrize("where", ["measurement", "admission"])
