@@ -102,12 +102,12 @@ class Scheduler:
     def abandon(self, error: BaseException) -> None:
         """End all requests after a step failed, because the state of the caches is unknown."""
         problem = error if isinstance(error, Exception) else None
-        tasks = [*self.running, *self.waiting]
-        for task in tasks:  # first: what follows may fail like the step
+        for task in [*self.running, *self.waiting]:  # first: what follows may fail like the step
             task.request.finish("interrupted", problem)
-        for task in tasks:  # a listener may have submitted others
-            (self.running if task in self.running else self.waiting).remove(task)
+        self.running.clear()
         self._started.clear()
+        # A listener may have submitted others.
+        self.waiting = deque(t for t in self.waiting if not t.request.done)
         for runner in self.runners:  # also cycles that were not noted yet, or of a measurement
             runner.drop()
         self.prefix.clear()
