@@ -22,6 +22,10 @@ Mask = Callable[[Sequence[int]], torch.Tensor | None]
 or None if all are allowed. Must depend on the tokens only; their list is valid only during the
 call. Applied after penalties and before filters."""
 
+FAULTS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""Errors of a mask that end its request alone, besides G4Error. Others end the step: they may come
+from the device."""
+
 
 class RowSampler(Protocol):
     """Chooses tokens from raw logits, like `Sampler`."""
@@ -180,9 +184,7 @@ def _masked(
     what = f"mask {name} after {len(history.output)} output tokens"
     try:
         allowed = mask(history.output)
-    except InputError:
-        raise
-    except Exception as error:
+    except FAULTS as error:
         raise InputError(what, found=repr(error)) from error
     if allowed is None:
         return row
