@@ -368,7 +368,8 @@ def _requantize(
 ) -> Result:
     """Rewrite a GGUF. `change`: refuse to replace an existing file by a copy of the source."""
     start = time.perf_counter()
-    _check_output(output, [part.path for part in file.parts])
+    read = [importance.path] if importance and importance.path else []
+    _check_output(output, [*(part.path for part in file.parts), *read])
     choice = Policy(mix, file.shapes(), importance is not None)
     rows = tuple(_requantized(file, name, choice, allow) for name in file.tensors)
     if change:
@@ -397,7 +398,7 @@ def _weights(file: GGUF, plan: Plan, importance: Imatrix, notes: list[str]) -> d
     out, without = {}, []
     for row in plan.tensors:
         name = row.name or ""
-        if not quant.get(row.type).weighted or file.tensors[name].format.quantized:
+        if not quant.get(row.type).weighted or row.type == file.tensors[name].format.name:
             continue
         found = importance.weights(name, row.shape)
         if found is not None:
@@ -412,7 +413,9 @@ def _weights(file: GGUF, plan: Plan, importance: Imatrix, notes: list[str]) -> d
             fix="use an imatrix of this model",
         )
     if not without and not out:
-        notes.append(f"{importance.name} changes nothing: no matrix gets a type that uses weights")
+        notes.append(
+            f"{importance.name} changes nothing: no matrix is quantized to a type that uses weights"
+        )
     if without:
         notes.append(
             f"{importance.name} has no entry for {', '.join(without[:4])}"

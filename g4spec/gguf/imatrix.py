@@ -51,6 +51,7 @@ class Imatrix:
         chunk_size: tokens per chunk.
         datasets: names of the text files.
         name: name of the imatrix file.
+        path: the file that it was read from, or None.
     """
 
     entries: Mapping[str, Entry]
@@ -58,6 +59,7 @@ class Imatrix:
     chunk_size: int
     datasets: Sequence[str] = ()
     name: str = field(default="", compare=False)
+    path: Path | None = field(default=None, compare=False)
 
     def weights(self, name: str, shape: Sequence[int]) -> NDArray[np.float32] | None:
         """Return weights of a matrix's columns with mean 1, float32 [1 or experts, columns]; None
@@ -108,7 +110,7 @@ def read(path: Path) -> Imatrix:
         if not isinstance(chunks, int) or not isinstance(size, int):
             raise InputError(f"{path}: {CHUNKS} or {CHUNK_SIZE} is missing or not a number")
         names = [str(x) for x in datasets] if isinstance(datasets, list) else []
-        return Imatrix(entries, chunks, size, names, path.name)
+        return Imatrix(entries, chunks, size, names, path.name, path)
 
 
 def _entry(file: GGUF, name: str) -> Entry:

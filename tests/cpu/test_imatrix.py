@@ -255,6 +255,42 @@ def test_an_imatrix_of_another_model_is_refused(source: Path, tmp_path: Path) ->
         assert "quantize.imatrix.file" not in g
 
 
+@pytest.mark.parametrize("type", ["q4_k", "q4_0"])
+def test_matrices_that_are_quantized_again_are_weighted(
+    type: str, source: Path, tmp_path: Path
+) -> None:
+    middle, found = tmp_path / "middle.gguf", imatrix_of(source)
+    quantize(source, middle, "q8_0")
+    made = {}
+    for name, importance in (("with", found), ("without", None)):
+        out = tmp_path / f"{name}.gguf"
+        notes = quantize(middle, out, type, allow_requantize=True, importance=importance).notes
+        assert not any("changes nothing" in note for note in notes)
+        made[name] = out
+    name = "blk.0.attn_q.weight"
+    with GGUF(middle) as f, GGUF(made["with"]) as a, GGUF(made["without"]) as b:
+        form, x = a.tensors[name].format, f.array(name)
+        w = found.weights(name, x.shape)
+        assert w is not None and form.weighted and f.tensors[name].format.name == "q8_0"
+        assert np.array_equal(form.quantize(x, w[0]).reshape(-1), a.raw(name))
+        assert not np.array_equal(a.raw(name), b.raw(name))
+    other = Imatrix({f"x.{n}": e for n, e in found.entries.items()}, 1, 512, [], "other.gguf")
+    with pytest.raises(InputError, match=r"other.gguf: no entry"):
+        quantize(middle, tmp_path / "x.gguf", type, allow_requantize=True, importance=other)
+    again = quantize(made["with"], tmp_path / "y.gguf", "q8_0", allow_requantize=True)
+    assert not any("imatrix" in note for note in again.notes)
+
+
+def test_the_output_is_not_the_imatrix(source: Path, tmp_path: Path) -> None:
+    """It takes long to compute, and the output would replace it."""
+    path = tmp_path / "i.gguf"
+    imatrix.save(path, imatrix_of(source))
+    before = path.read_bytes()
+    line = ["quantize", str(source), str(path), "--type", "q4_0", "--imatrix", str(path)]
+    assert cli.run(line) == 2
+    assert path.read_bytes() == before
+
+
 def test_on_the_command_line(source: Path, tmp_path: Path) -> None:
     path, out = tmp_path / "i.gguf", tmp_path / "o.gguf"
     imatrix.save(path, imatrix_of(source))
