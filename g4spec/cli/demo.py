@@ -89,6 +89,8 @@ def _verify(name: str, files: dict[str, Path], out: Output) -> VerifyResult:
         verdict = verify.verify(
             engine, verify.cases(texts, CASES, engine.draft.max_tokens), 32, progress=progress
         )
+    if verdict.interrupted:
+        raise KeyboardInterrupt
     if not verdict.ok:
         raise CheckFailed(f"{name} changed the text: {verdict.mismatch}")
     share = verdict.accepted / verdict.drafted
@@ -123,6 +125,8 @@ def _sweep(
             idle=idle,
             progress=progress,
         )
+    if result.interrupted:
+        raise KeyboardInterrupt
     advice = recommendation.recommend(result.rows, bench.longest_proposal(engine))
     origin = run_record.describe(
         files["target"], files["dflash"], engine.backend, ["g4spec", *sys.argv[1:]]

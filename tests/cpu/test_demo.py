@@ -14,7 +14,7 @@ import pytest
 from g4spec import cli, convert
 from g4spec.cli import _demo_family, _demo_text, demo
 from g4spec.errors import UsageError
-from g4spec.measure import verify
+from g4spec.measure import bench, verify
 from g4spec.measure.bench_compare import read_result
 from g4spec.runtime import chooser
 from g4spec.runtime.request import Options, Request
@@ -40,6 +40,33 @@ def files(family: Path) -> list[str]:
     convert.convert(family / "target", family / "t.gguf")
     convert.convert(family / "dflash", family / "d.gguf", target=family / "t.gguf")
     return ["-m", str(family / "t.gguf"), "-md", str(family / "d.gguf")]
+
+
+@pytest.mark.parametrize("step", ["verify", "sweep"])
+def test_an_interrupted_demo_ends(
+    step: str,
+    family: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Ctrl-C while texts are compared or measured; what was compared before is not the result."""
+    for name, value in (("LONG", 100), ("CASES", 3), ("PROMPTS", 1)):
+        monkeypatch.setattr(demo, name, value)
+    monkeypatch.setattr(_demo_text, "N_CTX", 1024)
+    module = verify if step == "verify" else bench
+    run = getattr(module, step)
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        result = run(*args, **options)
+        result.interrupted = True
+        return result
+
+    monkeypatch.setattr(module, step, interrupted)
+    command = ["demo", "--family", str(family), "-o", str(tmp_path / "demo"), "-n", "4"]
+    assert cli.run(command) == 130
+    output = capsys.readouterr().out
+    assert ("identical" in output) == (step == "sweep") and "6  Serve" not in output
 
 
 def test_demo_does_the_whole_job(
