@@ -77,9 +77,8 @@ def command(
     }
     conflicting = ", ".join(name for name, value in checks.items() if value)
     if conflicting and (list_rules or upstream):
-        raise UsageError(
-            "--list-rules and --upstream run no checks", fix=f"leave out {conflicting}"
-        )
+        given = "--list-rules" if list_rules else "--upstream"
+        raise UsageError(f"{given} runs no checks", fix=f"leave out {conflicting}")
     if path is None and not list_rules:
         raise UsageError("no file given", fix="run `g4spec validate FILE.gguf`")
     if path is None:

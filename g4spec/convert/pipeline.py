@@ -212,6 +212,11 @@ def quantize(
     mix = check_arguments(out, type, dry_run, tensor_types)
     unchanged = UnchangedCheck(Path(source))
     with GGUF(source) as file:
+        if file.get("general.type") == "imatrix":
+            raise InputError(
+                f"{source}: an importance matrix, not a model",
+                fix="name the model instead",
+            )
         output = Output(Path(out), split_max_size, dry_run, progress, unchanged)
         return _requantize(file, output, mix, allow_requantize, [], importance, change=True)
 

@@ -145,7 +145,8 @@ class Prompter:
         if thinking and not (features.thinking and self.marks):
             raise RequestError(
                 400,
-                "the model's chat template has no thinking; leave out reasoning_effort",
+                "the model's chat template has no thinking; do not ask for it (reasoning_effort, "
+                "or thinking)",
                 param="reasoning_effort",
             )
         if (tools and not (features.tools and self.marks)) or (calls and features.results is None):

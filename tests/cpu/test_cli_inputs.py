@@ -158,7 +158,7 @@ def test_invalid_draft_window(g4spec: Cli) -> None:
 
 def test_validate_refuses_ignored_options(g4spec: Cli) -> None:
     stderr = g4spec.refused("validate", "draft.gguf", "--upstream", "--target", "target.gguf")
-    assert "--upstream run no checks. Leave out --target" in stderr
+    assert "--upstream runs no checks. Leave out --target" in stderr
     assert "Leave out FILE" in g4spec.refused("validate", "draft.gguf", "--list-rules")
     assert "a target: expected a draft" in g4spec.refused("validate", "target.gguf", "--upstream")
     stderr = g4spec.refused("validate", "draft.gguf", "--rule", "G4-PAIR-001")

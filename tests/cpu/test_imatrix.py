@@ -289,6 +289,8 @@ def test_the_output_is_not_the_imatrix(source: Path, tmp_path: Path) -> None:
     line = ["quantize", str(source), str(path), "--type", "q4_0", "--imatrix", str(path)]
     assert cli.run(line) == 2
     assert path.read_bytes() == before
+    with pytest.raises(InputError, match="not a model"):
+        quantize(path, tmp_path / "x.gguf", "q4_0")
 
 
 def test_on_the_command_line(source: Path, tmp_path: Path) -> None:
