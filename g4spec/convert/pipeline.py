@@ -212,11 +212,7 @@ def quantize(
     mix = check_arguments(out, type, dry_run, tensor_types)
     unchanged = UnchangedCheck(Path(source))
     with GGUF(source) as file:
-        if file.get("general.type") == "imatrix":
-            raise InputError(
-                f"{source}: an importance matrix, not a model",
-                fix="name the model instead",
-            )
+        output_checks.refuse_imatrix(file)
         output = Output(Path(out), split_max_size, dry_run, progress, unchanged)
         return _requantize(file, output, mix, allow_requantize, [], importance, change=True)
 
@@ -418,15 +414,11 @@ def _weights(file: GGUF, plan: Plan, importance: Imatrix, notes: list[str]) -> d
             fix="use an imatrix of this model",
         )
     if not without and not out:
-        notes.append(
-            f"{importance.name} changes nothing: no matrix is quantized to a type that uses weights"
-        )
+        notes.append(f"{importance.name} changes nothing: no matrix is quantized with weights")
     if without:
-        notes.append(
-            f"{importance.name} has no entry for {', '.join(without[:4])}"
-            f"{f' and {len(without) - 4} more' if len(without) > 4 else ''}: quantized "
-            "without weights"
-        )
+        more = f" and {len(without) - 4} more" if len(without) > 4 else ""
+        some = ", ".join(without[:4]) + more
+        notes.append(f"{importance.name} has no entry for {some}: quantized without weights")
     return out
 
 
