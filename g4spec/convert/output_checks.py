@@ -1,5 +1,5 @@
-"""Checks of the files that `convert` and `quantize` read and write, for arguments in the wrong order
-or place."""
+"""Checks of the files that `convert` and `quantize` read and write, for arguments in the wrong
+order or place."""
 
 from __future__ import annotations
 
