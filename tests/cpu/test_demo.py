@@ -42,6 +42,15 @@ def files(family: Path) -> list[str]:
     return ["-m", str(family / "t.gguf"), "-md", str(family / "d.gguf")]
 
 
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the demo use few and short texts."""
+    for name, value in (("LONG", 100), ("CASES", 3), ("PROMPTS", 1)):
+        monkeypatch.setattr(demo, name, value)
+    monkeypatch.setattr(_demo_text, "N_CTX", 1024)
+
+
+@pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("step", ["verify", "sweep"])
 def test_an_interrupted_demo_ends(
     step: str,
@@ -51,9 +60,6 @@ def test_an_interrupted_demo_ends(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Ctrl-C while texts are compared or measured; what was compared before is not the result."""
-    for name, value in (("LONG", 100), ("CASES", 3), ("PROMPTS", 1)):
-        monkeypatch.setattr(demo, name, value)
-    monkeypatch.setattr(_demo_text, "N_CTX", 1024)
     module = verify if step == "verify" else bench
     run = getattr(module, step)
 
@@ -69,15 +75,13 @@ def test_an_interrupted_demo_ends(
     assert ("identical" in output) == (step == "sweep") and "6  Serve" not in output
 
 
+@pytest.mark.usefixtures("short")
 def test_demo_does_the_whole_job(
     family: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for name, value in (("LONG", 100), ("CASES", 3), ("PROMPTS", 1)):
-        monkeypatch.setattr(demo, name, value)
-    monkeypatch.setattr(_demo_text, "N_CTX", 1024)
     out = tmp_path / "demo"
     command = ["demo", "--family", str(family), "-o", str(out), "-n", "6"]
     monkeypatch.setattr(sys, "argv", ["g4spec", *command])
