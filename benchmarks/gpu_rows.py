@@ -27,10 +27,10 @@ from g4spec.core import PAGE, Sequence  # noqa: E402
 from g4spec.measure import run_record, synthetic  # noqa: E402
 from g4spec.measure import synthetic_bench as steps  # noqa: E402
 from g4spec.runtime import devices  # noqa: E402
+from g4spec.runtime.batches import batch_of  # noqa: E402
 from g4spec.runtime.cuda.build import launch, units  # noqa: E402
 from g4spec.runtime.cuda.step import linear, linear_wide  # noqa: E402
 from g4spec.runtime.pool import Pool  # noqa: E402
-from g4spec.runtime.target import batch_of  # noqa: E402
 
 
 def compile_first(rows: list[int]) -> None:

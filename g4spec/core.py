@@ -88,7 +88,8 @@ class Sequence:
         n_read: number of tokens of `ids` whose keys and values are in the cache.
         pages: ids of its pages in the pool, in order of position.
         drafting: whether the draft is kept up to date for it.
-        pending: rows that the target has computed and the draft has not been given yet.
+        pending: numbers of its rows that the draft has not been given yet
+            (`g4spec.runtime.pending_rows`). They end at position n_read - 1.
     """
 
     slot: int
@@ -97,7 +98,7 @@ class Sequence:
     n_read: int = 0
     pages: list[int] = field(default_factory=list)
     drafting: bool = False
-    pending: list[PendingRows] = field(default_factory=list)
+    pending: list[int] = field(default_factory=list)
 
     @property
     def anchor(self) -> int:
@@ -181,14 +182,6 @@ class StepRows:
         b = self.batch
         batch = Batch(b.ids.clone(), b.positions.clone(), b.slots.clone(), b.sizes)
         return StepRows(batch, self.hidden.clone(), self.taps.clone())
-
-
-class PendingRows(NamedTuple):
-    """Rows first .. first + size - 1 of a step, all of one sequence."""
-
-    step: StepRows
-    first: int
-    size: int
 
 
 Pick = Callable[["torch.Tensor", int], "torch.Tensor"]

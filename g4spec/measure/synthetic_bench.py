@@ -25,13 +25,14 @@ from g4spec.errors import UsageError
 from g4spec.measure import run_record as provenance
 from g4spec.measure import synthetic
 from g4spec.quant import policy
+from g4spec.runtime.batches import batch_of
 from g4spec.runtime.chooser import RequestChooser
 from g4spec.runtime.cuda.backend import CudaBackend
 from g4spec.runtime.cuda.step import graphs
 from g4spec.runtime.cuda.step.graph_runner import GraphRunner
 from g4spec.runtime.pool import Pool
 from g4spec.runtime.request import Options
-from g4spec.runtime.target import Target, batch_of
+from g4spec.runtime.target import Target
 
 SCHEMA = "g4spec.synthetic/2"
 ROWS = (1, 2, 4, 8, 16)

@@ -20,8 +20,9 @@ from g4spec.ops.reference import Ops
 from g4spec.ops.sampling import Sampler
 from g4spec.quant.format import Format
 from g4spec.runtime import memory
+from g4spec.runtime.batches import batch_of
 from g4spec.runtime.eager_runner import EagerRunner
-from g4spec.runtime.target import Target, batch_of
+from g4spec.runtime.target import Target
 
 
 class HostBudget:

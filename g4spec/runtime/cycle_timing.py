@@ -6,14 +6,14 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
-from g4spec.core import MAX_STEP_ROWS, PAGE, Draft, PendingRows, Runner, Sequence, Work
+from g4spec.core import MAX_STEP_ROWS, PAGE, Draft, Runner, Sequence, Work
 from g4spec.ops.sampling import Sampler
+from g4spec.runtime.batches import batch_of, concat_steps
 from g4spec.runtime.chooser import RequestChooser
 from g4spec.runtime.cycle_costs import bucket, interpolate
-from g4spec.runtime.pending_rows import concat_steps
 from g4spec.runtime.pool import Pool
 from g4spec.runtime.request import Options
-from g4spec.runtime.target import Target, batch_of
+from g4spec.runtime.target import Target
 
 Parts = tuple[float, float]
 """Seconds of a cycle's proposal, and of the rest."""
@@ -109,9 +109,9 @@ class CycleMeter:
         most = min(len(self._pool.free_slots), self._pool.n_free)
         return [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most]
 
-    def _start_sequences(self, draft: Draft, count: int) -> list[tuple[Sequence, PendingRows]]:
-        """Create sequences that have read PROMPT, each with its last row, which the draft has not
-        been given."""
+    def _start_sequences(self, draft: Draft, count: int) -> list[tuple[Sequence, int]]:
+        """Create sequences that have read PROMPT, each with the number of its last row, which the
+        draft has not been given."""
         target, sequences, n = self._target, [], len(PROMPT)
         for _ in range(count):
             s = Sequence(self._pool.free_slots.pop(), [*PROMPT, PROMPT[0]], n, n)
@@ -121,9 +121,12 @@ class CycleMeter:
         rows = target.forward(batch_of(target.ops, [(s.slot, 0, PROMPT) for s in sequences]))
         heads = [rows.rows(i * n, i * n + n - 1, (n - 1,)) for i in range(count)]
         draft.commit(concat_steps(heads), rows.batch.ids.new_tensor([n - 2] * count))
-        return [(s, PendingRows(rows, i * n + n - 1, 1)) for i, s in enumerate(sequences)]
+        ends = slice(n - 1, None, n)
+        return list(
+            zip(sequences, target.pending.put(rows.hidden[ends], rows.taps[ends]), strict=True)
+        )
 
-    def _time(self, sequences: Seq[tuple[Sequence, PendingRows | None]], count: int) -> Parts:
+    def _time(self, sequences: Seq[tuple[Sequence, int | None]], count: int) -> Parts:
         """Measure a cycle of `count` drafted tokens each; on a backend that starts cycles ahead,
         one that directly follows another."""
         options = Options(ignore_eos=True, sampler=Sampler(suppress=self._suppress))

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from g4spec.core import Cycle, Draft, PendingRows, StepRows, Work
+from g4spec.core import Cycle, Draft, StepRows, Work
 from g4spec.errors import InputError
 from g4spec.ops.sampling import NotFinite
-from g4spec.runtime.pending_rows import flush
-from g4spec.runtime.target import Part, Target, batch_of
+from g4spec.runtime.batches import Part, batch_of
+from g4spec.runtime.target import Target
 
 Step = Callable[[Seq[Part]], tuple[StepRows, torch.Tensor]]
 """Computes rows of sequences; the batch that it returns may have more, as padding."""
@@ -86,9 +86,8 @@ class EagerRunner:
         for w, p, first in zip(work, proposals, rows.batch.starts, strict=False):
             cycle = _chosen(w, p, logits[first : first + 1 + len(p.tokens)])
             if w.sequence.drafting and cycle.tokens:
-                n = len(cycle.tokens)
-                own = rows.rows(first, first + n, (n,)).clone()
-                w.sequence.pending.append(PendingRows(own, 0, n))
+                own = slice(first, first + len(cycle.tokens))
+                w.sequence.pending += self._target.pending.put(rows.hidden[own], rows.taps[own])
             self._done.append(cycle)
         ended = time.perf_counter()
         for cycle in self._done:
@@ -111,7 +110,7 @@ class EagerRunner:
         drafting = [p for p in picks if p.work.count]
         draft, ops = self._draft, self._target.ops
         assert draft is not None
-        flush(draft, [p.work.sequence for p in drafting])
+        self._target.pending.flush(draft, [p.work.sequence for p in drafting])
         batch = batch_of(
             ops,
             [

@@ -9,7 +9,8 @@ import torch
 
 from g4spec.core import MAX_STEP_ROWS, Draft, StepRows
 from g4spec.errors import EnvironmentProblem
-from g4spec.runtime.target import Target, batch_of
+from g4spec.runtime.batches import batch_of
+from g4spec.runtime.target import Target
 from g4spec.runtime.task import Task
 
 

@@ -29,7 +29,7 @@ import torch
 from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, Backend, Draft, Runner, Sequence, Work
 from g4spec.errors import InputError
 from g4spec.ops.kv_size import pages_of
-from g4spec.runtime import pending_rows, prefill
+from g4spec.runtime import prefill
 from g4spec.runtime.cycle_timing import CycleMeter
 from g4spec.runtime.draft_decision import DraftDecision
 from g4spec.runtime.draft_length import DraftLengthPolicy
@@ -338,10 +338,9 @@ class Scheduler:
             [self._max_draft(t) for t in running],
             self._context_bytes(running, [0] * len(running)),
         )
-        most = pending_rows.max_steps([t.seq for t in running])
         for task, count in zip(running, counts, strict=True):
-            if not count and len(task.seq.pending) > most:
-                task.stop_drafting("a proposal takes more time than may be risked")
+            if not count and self.target.pending.overrun(task.seq, len(counts) + sum(counts)):
+                task.stop_drafting("for many tokens no proposal was worth its time")
         return counts
 
     def _context_bytes(self, tasks: list[Task], ahead: list[int]) -> float:
@@ -390,7 +389,8 @@ class Scheduler:
             position = task.seq.position + 1 + count
             if task.tokens_left <= 1 + count or position >= self.target.n_ctx or room < count:
                 return False
-        if not all(map(self._grow, tasks)):
+        rows = len(tasks) + sum(oldest.counts)
+        if not all(self._grow(t) and not self.target.pending.overrun(t.seq, rows) for t in tasks):
             return False
         context = self._context_bytes(tasks, [1 + n for n in oldest.counts])
         return self.length.plan_ahead([t.draft_state for t in tasks], oldest.counts, most, context)

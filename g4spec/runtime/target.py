@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from g4spec.core import PAGE, Backend, Batch, StepRows
 from g4spec.models import gemma4
 from g4spec.ops.reference import Ops
+from g4spec.runtime.pending_rows import PendingRows
 
 
 class Target:
@@ -21,6 +22,7 @@ class Target:
 
     Attributes:
         taps: layers whose inputs a step returns (`StepRows.taps`).
+        pending: rows that its draft has not been given yet.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Target:
         shapes = gemma4.caches(config)
         self.caches = [backend.cache(shape, space, ring_slack) for shape in shapes]
         self.taps: tuple[int, ...] = ()
+        self.pending = PendingRows(self.ops, space.n_slots)
         self._per_position = backend.budget.page(shapes) / PAGE
         self._windows = backend.budget.slot(shapes, space.n_ctx, 0)
         self._window = max((s.window for s in shapes if s.window is not None), default=1)
@@ -93,21 +96,3 @@ class Target:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute softcapped logits of final-norm rows [T, H] -> [T, V]."""
         return self.model.logits(hidden)
-
-
-Part = tuple[int, int, Sequence[int]]
-"""Rows of one sequence in a batch: slot, position of the first row, tokens."""
-
-
-def batch_of(ops: Ops, parts: Iterable[Part]) -> Batch:
-    """Create a batch from the rows of each sequence."""
-    ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    sizes = []
-    for slot, start, tokens in parts:
-        ids += tokens
-        positions += range(start, start + len(tokens))
-        slots += [slot] * len(tokens)
-        sizes.append(len(tokens))
-    return Batch(ops.ids(ids), ops.ids(positions), ops.ids(slots), tuple(sizes))

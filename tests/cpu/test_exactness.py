@@ -19,7 +19,6 @@ from g4spec.ops.reference import BLOCK, TILE, Ops
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.eager_runner import EagerRunner
 from g4spec.runtime.engine import Engine
-from g4spec.runtime.pending_rows import flush
 from g4spec.runtime.request import Options, Request
 from tests.support import memory_engine
 from tests.support import memory_models as mm
@@ -192,14 +191,14 @@ def test_late_catch_up_does_not_change_proposals(
     late, start, flushed = proposals(), EagerRunner.start, []
 
     def at_once(self: EagerRunner, work: Seq[Work]) -> None:
-        start(self, work)
         assert self._draft is not None
-        flushed.append(sum(rows.size for rows in work[0].sequence.pending))
-        flush(self._draft, [w.sequence for w in work])
+        flushed.append(len(work[0].sequence.pending))
+        self._target.pending.flush(self._draft, [w.sequence for w in work])
+        start(self, work)
 
     monkeypatch.setattr(EagerRunner, "start", at_once)
     assert late == proposals()
-    assert flushed and max(flushed) <= 6, "committed after every step"
+    assert flushed and max(flushed) <= 6, "committed before every step"
     assert late or name in ("ngram", "dspark-cut")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from g4spec.core import MAX_STEP_ROWS, Batch, Pick, StepRows
+from g4spec.runtime.pending_rows import PendingRows
 
 VOCAB, CODES, ROOM = 48, 97, 512
 """Number of tokens; number of distinct contexts; positions of a cache."""
@@ -46,7 +47,10 @@ class FakeTarget:
 
     def __init__(self, n_slots: int, device: str) -> None:
         self.config = SimpleNamespace(n_vocab=VOCAB, softcap=30.0)
-        self.ops = SimpleNamespace(device=torch.device(device))
+        self.ops: Any = SimpleNamespace(
+            device=torch.device(device), ids=lambda values: torch.tensor(values, device=device)
+        )
+        self.pending = PendingRows(self.ops, n_slots)
         self.space = SimpleNamespace(n_slots=n_slots, table=torch.zeros(n_slots + 1, 4))
         self.memory = Memory(n_slots + 1, device)
         self.poison = torch.zeros(n_slots + 1, device=device)

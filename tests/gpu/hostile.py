@@ -206,7 +206,7 @@ def wrong_text(
 
 def first_logits(engine: Engine) -> torch.Tensor:
     """Return the logits of the token after the prompt, [V]."""
-    from g4spec.runtime.pending_rows import concat_steps
+    from g4spec.runtime.batches import concat_steps
     from tests.support.one_sequence import single_sequence
 
     with single_sequence(engine) as one:

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from g4spec.core import Batch, Cycle, Sequence, Work
+from g4spec.core import Batch, Cycle, Sequence, StepRows, Work
 from g4spec.ops.sampling import NotFinite, Sampler
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.step import graphs
 from g4spec.runtime.cuda.step.graph_runner import GraphRunner
-from g4spec.runtime.pending_rows import gather_rows
 from tests.gpu.cycle_fakes import KINDS, VOCAB, Chain, FakeTarget
 from tests.gpu.device import DEVICE, EMULATED
 
@@ -191,13 +190,18 @@ def test_plain_steps(kind: str | None, n: int) -> None:
         assert all(map(same, did, run_in_python(None, i, MIXED[i], i, [0] * 6)))
         pending = texts[i].sequence.pending
         assert len(pending) == (6 if kind and i != 1 else 0)
-        at = len(prompt(i))
-        for k, kept in enumerate(pending):
-            rows = gather_rows([[kept]])
-            b = rows.batch
-            assert (b.positions.tolist(), b.slots.tolist(), b.sizes) == ([at + k], [i], (1,))
-            assert b.ids.tolist() == texts[i].sequence.ids[at + k : at + k + 1]
-            assert rows.taps.tolist() == (2.0 * rows.hidden).tolist() and len(rows.hidden) == 1
+        if not pending:
+            continue
+        given: list[StepRows] = []
+        reader: Any = SimpleNamespace(commit_rows=6, commit=lambda *of, to=given: to.append(of[0]))
+        target.pending.flush(reader, [texts[i].sequence])
+        (rows,), at = given, len(prompt(i))
+        b = rows.batch
+        assert b.positions.tolist() == [at + k for k in range(6)]
+        assert (b.slots.tolist(), b.sizes) == ([i] * 6, (6,))
+        assert b.ids.tolist() == texts[i].sequence.ids[at : at + 6]
+        assert rows.hidden[:, 0].tolist() == target.memory.codes(b).tolist()
+        assert rows.taps.tolist() == (2.0 * rows.hidden).tolist()
 
 
 def test_sequences_come_and_go() -> None:
@@ -314,7 +318,7 @@ def test_a_start_that_failed_leaves_nothing_behind(monkeypatch: pytest.MonkeyPat
         raise torch.OutOfMemoryError("no memory for copies")
 
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-        patch.setattr(runner, "_kept", full)
+        patch.setattr(target.pending, "put", full)
         runner.start([other.work(0)])
     found += run_cycles(runner, [text], [[0]] * 2)[0]
     assert all(map(same, found, run_in_python(None, 0, GREEDY, 0, [0] * 4)))

@@ -13,9 +13,9 @@ import torch
 from g4spec import convert
 from g4spec.measure import prompts, verify
 from g4spec.ops.sampling import Sampler
+from g4spec.runtime.batches import concat_steps
 from g4spec.runtime.cuda.cache.cache_types import KINDS
 from g4spec.runtime.engine import Engine
-from g4spec.runtime.pending_rows import concat_steps
 from g4spec.runtime.request import Options
 from tests.gpu import family
 from tests.gpu.device import needs_gpu

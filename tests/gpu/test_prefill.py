@@ -16,6 +16,7 @@ from g4spec.errors import InputError
 from g4spec.models.gemma4_config import shared_kv
 from g4spec.models.spec import LayerSpec
 from g4spec.ops.kv import Space
+from g4spec.runtime.batches import batch_of
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.cache.cache_types import KINDS
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV, Kind
@@ -25,7 +26,6 @@ from g4spec.runtime.cuda.prefill.prefill_experts import Experts, Stacks
 from g4spec.runtime.cuda.step.recorded import RUNS_BEFORE_RECORDING
 from g4spec.runtime.cuda.weights import held, packing
 from g4spec.runtime.cuda.weights.dequant import Products, Weight, dequantize
-from g4spec.runtime.target import batch_of
 from tests.gpu.device import DEVICE, EMULATED, needs_gpu
 from tests.gpu.parity import quantized
 from tests.gpu.prefill_models import SLOT, Small, dense, small

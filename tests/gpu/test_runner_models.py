@@ -19,7 +19,6 @@ from g4spec.runtime.cuda.step.graph_runner import GraphRunner
 from g4spec.runtime.cuda.step.recorded import RUNS_BEFORE_RECORDING, Recorded
 from g4spec.runtime.eager_runner import EagerRunner
 from g4spec.runtime.engine import Engine
-from g4spec.runtime.pending_rows import flush
 from g4spec.runtime.request import Options, Request
 from tests.emulator import capture_guard
 from tests.gpu import family
@@ -160,7 +159,7 @@ class RunningTexts:
         """Return the draft's state of each text."""
         draft, out = self.engine.draft, list[float]()
         assert draft is not None
-        flush(draft, self.sequences)
+        self.engine.target.pending.flush(draft, self.sequences)
         for s in self.sequences:
             last = s.position - 2  # the newest row that a chain has read
             for kv in draft.caches:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from g4spec.core import Batch, StepRows
-from g4spec.runtime.target import batch_of
+from g4spec.runtime.batches import batch_of
 from tests.oracle import build, package
 from tests.support import tiny
 

@@ -16,8 +16,8 @@ import pytest
 
 from g4spec import convert
 from g4spec.core import StepRows
+from g4spec.runtime.batches import merge_steps
 from g4spec.runtime.engine import Engine
-from g4spec.runtime.pending_rows import merge_steps
 from tests.support.one_sequence import single_sequence_with_draft
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"

@@ -14,8 +14,9 @@ from g4spec.core import Draft, Sequence, StepRows
 from g4spec.ops.kv import Space
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.backend import TorchBackend
+from g4spec.runtime.batches import batch_of
 from g4spec.runtime.engine import Engine
-from g4spec.runtime.target import Target, batch_of
+from g4spec.runtime.target import Target
 
 
 def make_target(

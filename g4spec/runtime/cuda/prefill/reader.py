@@ -13,6 +13,7 @@ from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, Batch, Draft, StepRows
 from g4spec.errors import InputError
 from g4spec.models.drafter import WeightedDrafter
 from g4spec.models.gemma4 import Model
+from g4spec.runtime.batches import merge_steps
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.cache.cuda_kv_size import SLACK
 from g4spec.runtime.cuda.cache.heads import HEAD_DIMS
@@ -24,7 +25,6 @@ from g4spec.runtime.cuda.prefill.prefill_experts import MAX_EXPERTS, MAX_USED
 from g4spec.runtime.cuda.step import graphs, packed_rows
 from g4spec.runtime.cuda.step.recorded import PADDING, Recorded
 from g4spec.runtime.cuda.weights.matrix import Matrix
-from g4spec.runtime.pending_rows import merge_steps
 
 if TYPE_CHECKING:
     from g4spec.core import Backend

@@ -23,12 +23,9 @@ import torch
 from g4spec.core import (
     MAX_DRAFT,
     MAX_STEP_ROWS,
-    Batch,
     Cycle,
     Draft,
-    PendingRows,
     Sequence,
-    StepRows,
     Work,
 )
 from g4spec.ops.sampling import NotFinite
@@ -38,7 +35,6 @@ from g4spec.runtime.cuda.step.cycle_state import CycleResult, CycleState, Sequen
 from g4spec.runtime.cuda.step.picks import Picks
 from g4spec.runtime.cycle_costs import bucket
 from g4spec.runtime.eager_runner import Proposal
-from g4spec.runtime.pending_rows import flush
 
 if TYPE_CHECKING:
     from g4spec.runtime.target import Target
@@ -91,14 +87,14 @@ class Started:
     Attributes:
         turn: entry of the host's ring buffer that gets its result.
         sequences, counts: sequences of its work, and drafted tokens of each.
-        kept: copies of its rows for a draft that takes no part, or None.
+        kept: numbers of its rows, one of each sequence (`PendingRows`), or none.
     """
 
     turn: int
     marks: Marks
     sequences: tuple[Sequence, ...]
     counts: tuple[int, ...]
-    kept: StepRows | None
+    kept: Seq[int]
 
 
 class GraphRunner:
@@ -174,9 +170,10 @@ class GraphRunner:
         marks.proposed.record()
         graph = self._recorded(step, self._step)
         graph.replay()
-        kept = None
+        kept: Seq[int] = ()
         if not most and any(w.sequence.drafting for w in work):
-            kept = self._kept(step, len(work), *graph.outputs)
+            hidden, taps = (x[: len(work)] for x in graph.outputs)
+            kept = self._target.pending.put(hidden, taps)
         marks.ended.record()
         sequences = tuple(w.sequence for w in work)
         self._waiting.append(Started(turn, marks, sequences, counts, kept))
@@ -197,10 +194,9 @@ class GraphRunner:
             for begin, end in ((marks.begun, marks.proposed), (marks.proposed, marks.ended))
         ]
         cycles = [_cycle(*of, *seconds) for of in zip(results, started.counts, strict=True)]
-        if started.kept is not None:
-            for i, (sequence, cycle) in enumerate(zip(sequences, cycles, strict=True)):
-                if sequence.drafting and cycle.error is None:
-                    sequence.pending.append(PendingRows(started.kept, i, 1))
+        for sequence, cycle, row in zip(sequences, cycles, started.kept, strict=False):
+            if sequence.drafting and cycle.error is None:
+                sequence.pending.append(row)
         return cycles
 
     def drop(self) -> None:
@@ -261,9 +257,9 @@ class GraphRunner:
         """Give the draft its pending rows, and start a proposal; return its shape."""
         draft = self._draft
         assert draft is not None and most <= draft.max_tokens, most
-        assert all(s.kept is None for s in self._waiting), "a running cycle keeps rows"
+        assert not any(s.kept for s in self._waiting), "a running cycle keeps rows"
         if pending := [w.sequence for w in work if w.sequence.pending]:
-            flush(draft, pending)
+            self._target.pending.flush(draft, pending)
         drafts = min(draft.max_tokens, MAX_DRAFT) if draft.one_pass else most
         # With one sequence, step and proposal share memory, whatever their rows.
         shape = self._shape("proposal", len(work), most if len(work) > 1 else MAX_DRAFT, drafts)
@@ -325,16 +321,6 @@ class GraphRunner:
         assert self._draft is not None
         self._draft.commit(read, state.accepted(n))
         return ()
-
-    def _kept(
-        self, shape: GraphKey, count: int, hidden: torch.Tensor, taps: torch.Tensor
-    ) -> StepRows:
-        """Return copies of the rows of `count` sequences in a plain step, before the next one
-        overwrites them. Rows of padding are not kept."""
-        assert shape.rows == 1, shape
-        ids, positions, slots = self._state.rows(shape.sequences, 1)[:, :count].clone()
-        batch = Batch(ids, positions, slots, (1,) * count)
-        return StepRows(batch, hidden[:count].clone(), taps[:count].clone())
 
 
 def _cycle(seen: CycleResult, count: int, draft_seconds: float, step_seconds: float) -> Cycle:

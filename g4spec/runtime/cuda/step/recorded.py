@@ -16,7 +16,8 @@ from g4spec.runtime.cuda.step.graph_runner import SPARE_POSITION, STEPS
 from g4spec.runtime.cycle_costs import bucket
 
 if TYPE_CHECKING:
-    from g4spec.runtime.target import Part, Target
+    from g4spec.runtime.batches import Part
+    from g4spec.runtime.target import Target
 
 RUNS_BEFORE_RECORDING = 2
 """Number of times that a shape is computed op by op before it is recorded: the first runs pack
