@@ -26,8 +26,8 @@ draft turns bad. With 4 steps `auto` is nearly as fast as without a limit, with 
 (`benchmarks/auto_lengths.py`)."""
 
 RISK = 0.5
-"""Fraction of the credit that one cycle may risk, so that a second failure does not end
-drafting."""
+"""Fraction of the credit that a cycle of one request may risk, so that a second failure does not
+end drafting. For n requests, which seldom all fail at once, it is RISK ** (1 / n)."""
 
 SPIKE = 1.5
 """Limit of a cycle's time, as a multiple of its predicted time. Beyond that the machine was busy
@@ -139,8 +139,8 @@ class DraftLengthPolicy:
     The plan is the one with the most expected tokens per second (`BatchPlanner.best`) among those
     whose complete loss is affordable. All requests wait for the drafts of each. So the extra time
     of a cycle, compared with a cycle in which no `auto` request drafts (its *base*), must be
-    covered by the credit of the engine and by that of every request in the batch (by `RISK` of it,
-    for more than one token per request). Credit starts at 0, earns `MARGIN` of all time without
+    covered by the credit of the engine and by that of every request in the batch (by a part of it,
+    `RISK`, for more than one token per request). Credit starts at 0, earns `MARGIN` of all time without
     such drafts and all time that drafts save, and pays for what they lose; the credit of a request
     starts with the value of the engine's. So after every cycle decoding has taken at most 1 +
     `MARGIN` times the time without `auto`: for the engine, and, beyond its initial credit, for
@@ -401,7 +401,8 @@ class BatchPlanner:
         seconds = self._costs(counts)
         expected = sum([t[n] for t, n in zip(self._tokens, counts, strict=True)])
         extra = seconds - (1 + MARGIN) * self._base
-        risked = extra / RISK if any(counts[i] > 1 for i in self._auto) else extra
+        several = any(counts[i] > 1 for i in self._auto)
+        risked = extra / RISK ** (1 / len(self._auto)) if several else extra
         return BatchPlan(counts, seconds, expected / seconds, risked)
 
     def _slowed_requests(self, plan: BatchPlan) -> list[int]:

@@ -273,6 +273,21 @@ def test_a_plan_that_is_never_affordable_is_not_saved_for(padded: bool) -> None:
     assert count and lengths.costs([count + 1, 0]) - 1.02 > 0.5 * CREDIT
 
 
+def test_drafts_of_many_texts_that_cost_three_steps_are_used() -> None:
+    """Times of 16 texts of a 31B on an H200, at about 700 tokens; 5 drafted tokens are accepted."""
+    costs = {0: 7.0, 1: 14.3, 2: 22.8, 3: 22.8, 4: 34.0, 7: 34.0, 8: 55.0, 15: 55.0}
+    run = Simulation({(16, count): seconds for count, seconds in costs.items()}, padded=True)
+    for _ in range(50):
+        run.lengths.acceptance.observe(15, 5)
+    for _ in range(16):
+        run.join(lambda count: min(count, 5))
+    run.run(400)
+    before = run.seconds, run.tokens
+    run.run(100)
+    assert run.tokens - before[1] == 16 * 4 * 100
+    assert run.seconds - before[0] == pytest.approx(22.8 * 100)
+
+
 @BACKENDS
 @RUNS
 @pytest.mark.parametrize("asked", [0, 1, 8])
