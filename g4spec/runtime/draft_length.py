@@ -140,10 +140,10 @@ class DraftLengthPolicy:
     whose complete loss is affordable. All requests wait for the drafts of each. So the extra time
     of a cycle, compared with a cycle in which no `auto` request drafts (its *base*), must be
     covered by the credit of the engine and by that of every request in the batch (by a part of it,
-    `RISK`, for more than one token per request). Credit starts at 0, earns `MARGIN` of all time without
-    such drafts and all time that drafts save, and pays for what they lose; the credit of a request
-    starts with the value of the engine's. So after every cycle decoding has taken at most 1 +
-    `MARGIN` times the time without `auto`: for the engine, and, beyond its initial credit, for
+    `RISK`, for more than one token per request). Credit starts at 0, earns `MARGIN` of all time
+    without such drafts and all time that drafts save, and pays for what they lose; the credit of a
+    request starts with the value of the engine's. So after every cycle decoding has taken at most 1
+    + `MARGIN` times the time without `auto`: for the engine, and, beyond its initial credit, for
     every request, whatever the drafts do, as far as times are predictable. A cycle that took longer
     is paid back before the next draft. Credit never exceeds `CREDIT` steps, so any part of a text
     loses at most `MARGIN` and that credit.
