@@ -8,6 +8,7 @@ import secrets
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
+from g4spec.cli import render
 from g4spec.cli._chat_input import HELP, ctrl_c_cancels, read_message
 from g4spec.cli._text_stream import LEGEND, answer_stats_line
 from g4spec.cli.render import Output
@@ -25,6 +26,9 @@ class Conversation:
     Args:
         seed: random seed of the first answer, increased by 1 per answer. None: random ones.
         show: mark accepted and rejected draft tokens.
+
+    Attributes:
+        exit_code: that of the last answer that failed; 0 if none did.
     """
 
     def __init__(
@@ -33,6 +37,7 @@ class Conversation:
         self._voice, self._out, self._system, self._seed = voice, out, system, seed
         self._messages: list[dict[str, str]] = []
         self._part = ""
+        self.exit_code = 0
         if show:
             out.legend(LEGEND)
 
@@ -81,7 +86,7 @@ class Conversation:
                 answer.finish = "Ctrl-C"
             except G4Error as error:  # the conversation goes on with the next message
                 self._messages.pop()
-                self._out.log(str(error))
+                self.exit_code = render.error(str(error), error.exit_code)
                 return
         if answer.content:
             self._messages.append({"role": "assistant", "content": answer.content})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -93,7 +94,10 @@ def command(
                 show_origins=show_draft,
             )
         stack.callback(lambda: loop.run_until_complete(voice.close()))
-        Conversation(voice, out, system=system, seed=seed, show=show_draft).run(loop)
+        conversation = Conversation(voice, out, system=system, seed=seed, show=show_draft)
+        conversation.run(loop)
+    if conversation.exit_code and not sys.stdin.isatty():
+        raise typer.Exit(conversation.exit_code)
 
 
 @contextmanager

@@ -486,8 +486,39 @@ def test_an_invalid_response_ends_only_the_answer(
     Path("live.sse").write_text(f"data: {{}}\n\nevent: end\ndata: {json.dumps(pieces)}\n\n")
     with stand_ins.installed():
         line = ["chat", "--url", "http://127.0.0.1:9", *(["--show-draft"] if live else [])]
-        assert cli.run(line) == 0
-    assert len(re.findall(r"the server sent an|^5$", capsys.readouterr().err, re.M)) == 2
+        assert cli.run(line) == InputError.exit_code
+    assert len(re.findall(r"the server sent an|^error: 5$", capsys.readouterr().err, re.M)) == 2
+
+
+@pytest.mark.parametrize(
+    ("typed", "code"),
+    [
+        ("hi\n", 3),
+        ("hi\n\n/system x\n", 3),  # commands do not answer
+        ("hi\n/exit\n", 3),
+        ("/nonsense\n/regen\n", 0),
+    ],
+)
+def test_a_script_sees_that_an_answer_failed(
+    typed: str,
+    code: int,
+    family: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+    line = ["chat", "-m", str(family / "target.gguf"), "-c", "4", "--quiet"]
+    assert cli.run(line) == code
+    assert ("error: the prompt does not fit" in capsys.readouterr().err) == bool(code)
+
+
+def test_a_failed_answer_in_a_terminal(family: Path, screens: Callable[..., Screen]) -> None:
+    screen = screens("-m", family / "target.gguf", "-c", "4")
+    screen.until(PROMPT)
+    screen.type("hi\n")
+    screen.until(f"error:.*the prompt does not fit.*{PROMPT}")
+    screen.type("\x04")
+    assert screen.end() == 0
 
 
 def test_an_empty_live_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
