@@ -70,7 +70,7 @@ class PromptOptions:
             return Prompt(self, messages=messages, tools=tools)
         text = _inputs.read_text(self.file) if self.file is not None else self.text or ""
         if not text:
-            raise UsageError(
+            raise InputError(
                 "the prompt is empty",
                 fix="give a text, or the id of BOS with --tokens-file to start from nothing",
             )

@@ -337,18 +337,22 @@ def test_a_temperature_limits_the_compared_settings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "code", "message"),
     [
-        (["-p", ""], "empty"),
-        (["-p", "a", "-f", "b"], "exactly one"),
-        (["--draft-max", "0"], "0 drafts"),
-        (["--draft-max", "99"], "--draft-max"),
-        (["--temp", "-1"], "--temp"),
-        (["-p", "a", "--long-tokens", "9"], "built-in"),
+        (["-p", ""], 3, "empty"),
+        (["-p", "a", "-f", "b"], 2, "exactly one"),
+        (["--draft-max", "0"], 2, "0 drafts"),
+        (["--draft-max", "99"], 2, "--draft-max"),
+        (["--temp", "-1"], 2, "--temp"),
+        (["-p", "a", "--long-tokens", "9"], 2, "built-in"),
     ],
 )
 def test_verify_wrong_use(
-    files: list[str], options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    files: list[str],
+    options: list[str],
+    code: int,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert cli.run(["verify", *files, *options]) == 2
+    assert cli.run(["verify", *files, *options]) == code
     assert message in capsys.readouterr().err

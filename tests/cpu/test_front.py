@@ -130,7 +130,7 @@ def test_empty_prompts_are_refused(files: tuple[str, str], g4spec: Cli, tmp_path
     (tmp_path / "empty").write_text("\n")
     for prompt_option in [("-p", ""), ("-p", "", "--chat"), ("-f", tmp_path / "empty")]:
         assert (
-            "the prompt is empty" in g4spec("generate", "-m", files[0], *prompt_option, code=2)[1]
+            "the prompt is empty" in g4spec("generate", "-m", files[0], *prompt_option, code=3)[1]
         )
     (tmp_path / "bos").write_text("2")
     words = ("generate", "-m", files[0], "--tokens-file", tmp_path / "bos", "-n", 1)
