@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from g4spec.cli._likely_options import OTHER_NAMES, is_argument, meant, quoted
-from g4spec.errors import UsageError, did_you_mean
+from g4spec.errors import G4Error, InputError, UsageError, did_you_mean
 
 _PLAIN = {
     "a valid integer": "a whole number",
@@ -108,13 +108,18 @@ def missing_value(context: Any, typed: str, following: str | None) -> UsageError
     return UsageError(f"{typed} needs a value", found=found, fix=fix)
 
 
-def from_click(error: Any, context: Any, values: Mapping[str, tuple[str, str]]) -> UsageError:
-    """Return an error of click for one parameter as a UsageError with the value that was found.
+def from_click(error: Any, context: Any, values: Mapping[str, tuple[str, str]]) -> G4Error:
+    """Return an error of click for one parameter as a UsageError with the value that was found, or
+    as an InputError for a file that may not be read.
 
     Args:
         values: name of a parameter -> its option as typed, and its value.
     """
     text = error.format_message().rstrip(".")
+    if locked := re.search(r"('.*') is not readable$", text):
+        return InputError(
+            f"cannot open {locked[1]}: permission denied", fix="check its permissions"
+        )
     name = getattr(getattr(error, "param", None), "name", None)
     flag, value = values.get(name or "", (None, None))
     if flag is None:

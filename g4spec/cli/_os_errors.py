@@ -12,7 +12,14 @@ import typer
 
 from g4spec.errors import EnvironmentProblem, G4Error, InputError, UsageError
 
-_INPUT_ERRNOS = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
+_INPUT_FIXES = {
+    errno.ENOENT: "check the path",
+    errno.ENOTDIR: "check the path",
+    errno.EISDIR: "check the path",
+    errno.ENAMETOOLONG: "check the path",
+    errno.ELOOP: "check the path",
+    errno.EACCES: "check its permissions",  # writers of files say "cannot write"
+}
 
 INSTALL = "install it: pip install 'g4spec[run]' (README: a smaller build for CPUs)"
 """How to install torch."""
@@ -78,11 +85,11 @@ def _from_os_error(problem: OSError) -> G4Error | None:
         return None
     where = f" {os.fspath(problem.filename)!r}" if problem.filename else ""
     reason = (problem.strerror or os.strerror(problem.errno)).lower()
-    if problem.errno in _INPUT_ERRNOS:
-        return InputError(f"cannot open{where}: {reason}", fix="check the path")
+    if problem.errno in _INPUT_FIXES:
+        return InputError(f"cannot open{where}: {reason}", fix=_INPUT_FIXES[problem.errno])
     if problem.errno == errno.EBADF:  # see `cli._open_closed_streams`
         return EnvironmentProblem("cannot write: stdout is closed", fix="redirect it to a file")
     if problem.errno in (errno.ENOSPC, errno.EDQUOT):
         return EnvironmentProblem(f"cannot write{where}: {reason}", fix="free disk space")
-    fix = "check its permissions" if problem.errno in (errno.EACCES, errno.EPERM) else None
+    fix = "check its permissions" if problem.errno == errno.EPERM else None
     return EnvironmentProblem(f"cannot access{where}: {reason}", fix=fix)

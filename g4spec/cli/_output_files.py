@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from g4spec.cli.render import Output
@@ -23,29 +25,47 @@ def prepare(*paths: Path | None) -> None:
         raise UsageError(f"{written[0]} would be written twice", fix="choose different names")
     for path in paths:
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.is_dir():
-                raise UsageError(f"{path} is a folder", expected="a file name")
-            if path.is_file() and path.stat().st_size and not _is_result(path):
-                raise UsageError(
-                    f"{path} exists and is not a result of g4spec",
-                    fix="choose another name, or remove it",
-                )
-            if not os.access(path if path.exists() else path.parent, os.W_OK):
-                raise EnvironmentProblem(
-                    f"cannot write {path}: permission denied", fix="choose another folder"
-                )
+            with _permitted(path):
+                _check_file(path)
 
 
 def check_folder(folder: Path) -> None:
-    """Raise UsageError if the folder for results, or a folder above it, is a file."""
-    for path in (folder, *folder.parents):
-        if path.exists() and not path.is_dir():
+    """Raise UsageError if the folder for results, or a folder above it, is a file, and
+    EnvironmentProblem if it cannot be written to, or created."""
+    with _permitted(folder):
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        if not existing.is_dir():
             raise UsageError(
-                f"-o {folder}: {path} is a file",
+                f"-o {folder}: {existing} is a file",
                 expected="a folder, which may be new",
                 fix="choose another folder",
             )
+        if not os.access(existing, os.W_OK):
+            raise PermissionError
+
+
+@contextmanager
+def _permitted(path: Path) -> Iterator[None]:
+    """Turn a PermissionError in this block into one that says that `path` cannot be written."""
+    try:
+        yield
+    except PermissionError as error:
+        raise EnvironmentProblem(
+            f"cannot write {path}: permission denied", fix="choose another folder"
+        ) from error
+
+
+def _check_file(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder", expected="a file name")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PermissionError
+    if path.is_file() and path.stat().st_size and not _is_result(path):
+        raise UsageError(
+            f"{path} exists and is not a result of g4spec",
+            fix="choose another name, or remove it",
+        )
 
 
 def _is_result(path: Path) -> bool:

@@ -30,6 +30,15 @@ except ImportError:  # Windows: no locks, and no removal of stale files
 def check_writable(path: Path) -> None:
     """Raise InputError or EnvironmentProblem if no file can be written to `path`. Call it before
     expensive work."""
+    try:
+        _check_place(path)
+    except PermissionError as error:
+        raise EnvironmentProblem(
+            f"cannot write {path}: permission denied", fix="choose another folder"
+        ) from error
+
+
+def _check_place(path: Path) -> None:
     if path.is_dir():
         raise InputError(f"{path} is a folder", expected="the name of a file to write")
     if path.exists() and not path.is_file():

@@ -270,7 +270,7 @@ class GGUF(Mapping[str, Any]):
             fix = fix or "convert a checkpoint with `g4spec convert FOLDER -o NAME.gguf`"
             raise InputError(f"{self.path}: a folder", expected="a GGUF file", fix=fix) from None
         except PermissionError as e:
-            raise InputError(f"{self.path}: {e.strerror}") from e
+            raise InputError(f"{self.path}: {e.strerror}", fix="check its permissions") from e
         except OSError as e:
             raise EnvironmentProblem(f"{self.path}: {e.strerror}") from e
         self._view = memoryview(self._map)

@@ -5,6 +5,8 @@ The error comes before anything is downloaded or converted.
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import shutil
@@ -292,6 +294,63 @@ def test_a_file_in_place_of_a_folder_for_results(
     assert run([*argv, "-o", str(file / below)]) == 2
     captured = capsys.readouterr()
     assert f"{file} is a file" in captured.err and "folder" in captured.err and not captured.out
+
+
+LOCKED = [
+    "inspect locked",
+    "generate -m locked -p x",
+    "generate -m target.gguf -md locked -p x",
+    "generate -m target.gguf -f locked",
+    "generate -m target.gguf --messages locked",
+    "doctor -m target.gguf -md locked",
+    "doctor --log locked",
+    "validate draft.gguf --target locked",
+    "perplexity -m target.gguf locked",
+]
+
+
+@pytest.mark.parametrize("line", LOCKED)
+def test_an_input_that_may_not_be_read(
+    line: str, g4spec: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Simulated: root may read every file."""
+    locked = tmp_path / "locked"
+    locked.write_text("x")
+
+    def refuse(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if str(path) == str(locked):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return io.open(path, *args, **kwargs)  # noqa: UP020 (`open` may be this function)
+
+    monkeypatch.setattr("os.access", lambda path, mode, **_: str(path) != str(locked))
+    monkeypatch.setattr("pathlib.Path.open", refuse)
+    monkeypatch.setattr("g4spec.gguf.regular_files.open", refuse, raising=False)
+    stderr = g4spec.refused(*line.replace("locked", str(locked)).split(), codes=(3,))
+    assert str(locked) in stderr and "permission denied" in stderr.lower(), stderr
+    assert "Check its permissions" in stderr
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "quantize draft.gguf locked/o.gguf",
+        "bench -m target.gguf -md draft.gguf -o locked/o.json",
+        "demo -o locked/o",
+    ],
+)
+def test_an_output_that_may_not_be_written(
+    line: str, g4spec: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stat = Path.stat
+
+    def refuse(path: Path, **kwargs: Any) -> Any:
+        if path.parent == tmp_path / "locked":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, **kwargs)
+
+    monkeypatch.setattr("pathlib.Path.stat", refuse)
+    stderr = g4spec.refused(*line.replace("locked", str(tmp_path / "locked")).split(), codes=(4,))
+    assert "cannot write" in stderr and "permission denied" in stderr
 
 
 def test_a_folder_given_to_validate(g4spec: Cli) -> None:
