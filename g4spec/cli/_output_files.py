@@ -33,14 +33,7 @@ def check_folder(folder: Path) -> None:
     """Raise UsageError if the folder for results, or a folder above it, is a file, and
     EnvironmentProblem if it cannot be written to, or created."""
     with _permitted(folder):
-        existing = next(path for path in (folder, *folder.parents) if path.exists())
-        if not existing.is_dir():
-            raise UsageError(
-                f"-o {folder}: {existing} is a file",
-                expected="a folder, which may be new",
-                fix="choose another folder",
-            )
-        if not os.access(existing, os.W_OK):
+        if not os.access(_existing(folder), os.W_OK):
             raise PermissionError
 
 
@@ -55,7 +48,20 @@ def _permitted(path: Path) -> Iterator[None]:
         ) from error
 
 
+def _existing(folder: Path) -> Path:
+    """Return the folder, or the nearest one above it that exists; raise UsageError for a file."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir():
+        raise UsageError(
+            f"{existing} is a file",
+            expected="a folder, which may be new",
+            fix="choose another folder",
+        )
+    return existing
+
+
 def _check_file(path: Path) -> None:
+    _existing(path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
         raise UsageError(f"{path} is a folder", expected="a file name")

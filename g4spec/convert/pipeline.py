@@ -220,8 +220,8 @@ def quantize(
 def check_arguments(
     out: Path, type: str, dry_run: bool = False, tensor_types: Sequence[str] = ()
 ) -> Mix:
-    """Return the mix named `type`. Raises UsageError if it is unknown or `out` is the name of a
-    type, InputError if `out` cannot be written."""
+    """Return the mix named `type`. Raises UsageError if it is unknown, or if `out` is the name of a
+    type or cannot be a file."""
     output_checks.refuse_type(out)
     if not dry_run:
         gguf.check_writable(Path(out))

@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from g4spec.errors import EnvironmentProblem, InputError
+from g4spec.errors import EnvironmentProblem, InputError, UsageError
 
 try:
     import fcntl
@@ -28,17 +28,25 @@ except ImportError:  # Windows: no locks, and no removal of stale files
 
 
 def check_writable(path: Path) -> None:
-    """Raise InputError or EnvironmentProblem if no file can be written to `path`. Call it before
-    expensive work."""
+    """Raise UsageError or EnvironmentProblem if no file can be written to `path`, which the caller
+    was given. Call it before expensive work."""
     try:
         _check_place(path)
+    except InputError as error:
+        raise UsageError(error.what, expected=error.expected, fix=error.fix) from None
+
+
+def _check_place(path: Path) -> None:
+    """Raise InputError or EnvironmentProblem if no file can be written to `path`."""
+    try:
+        _check_kind(path)
     except PermissionError as error:
         raise EnvironmentProblem(
             f"cannot write {path}: permission denied", fix="choose another folder"
         ) from error
 
 
-def _check_place(path: Path) -> None:
+def _check_kind(path: Path) -> None:
     if path.is_dir():
         raise InputError(f"{path} is a folder", expected="the name of a file to write")
     if path.exists() and not path.is_file():
@@ -60,7 +68,7 @@ def atomic_write(path: Path, size: int) -> Iterator[IO[bytes]]:
     Args:
         size: bytes that will be written; raises EnvironmentProblem if the disk has less room.
     """
-    check_writable(path)
+    _check_place(path)
     path = path.resolve()
     remove_stale(path)
     free = shutil.disk_usage(path.parent).free

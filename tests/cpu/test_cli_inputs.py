@@ -296,6 +296,21 @@ def test_a_file_in_place_of_a_folder_for_results(
     assert f"{file} is a file" in captured.err and "folder" in captured.err and not captured.out
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("convert target -o no-model", "no-model is a folder"),
+        ("convert target -o nowhere/o.gguf", "nowhere: no such folder"),
+        ("quantize draft.gguf no-model", "no-model is a folder"),
+        ("imatrix -m target.gguf -o no-model text.gguf", "no-model is a folder"),
+        ("bench -m target.gguf -o no-model", "no-model is a folder"),
+        ("bench -m target.gguf --report text.gguf/o/p", "text.gguf is a file"),
+    ],
+)
+def test_a_place_where_no_result_can_be(g4spec: Cli, line: str, says: str) -> None:
+    assert says in g4spec.refused(*line.split(), codes=(2,))
+
+
 LOCKED = [
     "inspect locked",
     "generate -m locked -p x",
