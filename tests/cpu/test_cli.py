@@ -187,6 +187,16 @@ def test_without_arguments_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Usage: g4spec" in capsys.readouterr().out
 
 
+def test_every_exit_code_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    kinds = (CheckFailed, UsageError, InputError, EnvironmentProblem)
+    codes = [0, *(kind.exit_code for kind in kinds), 130, render.CLOSED_PIPE]
+    table = (ROOT / "docs" / "overview.md").read_text().partition("| exit code |")[2]
+    cli.run(["--help"])
+    shown = " ".join(capsys.readouterr().out.partition("Exit codes:")[2].split())
+    for code in codes:
+        assert f"\n| {code}" in table and f" {code} " in f" {shown}"
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["--version"]) == 0
     assert capsys.readouterr().out == f"g4spec {__version__}\n"
