@@ -21,5 +21,5 @@ class Needs(IntEnum):
 NO_TARGET, NO_SOURCE = "no target was given", "no source was given"
 OTHER_SOURCE = "the source is of another model (see G4-CMP-001)"
 NOT_GIVEN = (NO_TARGET, NO_SOURCE)
-"""Reasons to skip a rule because an optional input was not given; any other reason is a defect of
-the file."""
+"""Reasons to skip a rule because an optional input was not given; any other reason but
+OTHER_SOURCE is a defect of the file."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from g4spec.validate.needs import NO_SOURCE, NO_TARGET, NOT_GIVEN
+from g4spec.validate.needs import NO_SOURCE, NO_TARGET, NOT_GIVEN, OTHER_SOURCE
 from g4spec.validate.rule import Finding, Out, Rule, Severity
 
 GIVE = {NO_TARGET: "--target", NO_SOURCE: "--against"}
@@ -53,7 +53,8 @@ class Report:
 
     @property
     def unable(self) -> dict[str, str]:
-        """Rules that could not run because of a defect of the file, with the reason."""
+        """Rules that could not run because of a defect of the file, or because the source is of
+        another model, with the reason."""
         return {i: why for i, why in self.skipped.items() if why not in NOT_GIVEN}
 
     def count(self, severity: Severity) -> int:
@@ -88,8 +89,13 @@ class Report:
         """Return one line with the number of rules and findings."""
         counts = [f"{self.count(s)} {s}{'s' * (self.count(s) != 1)}" for s in Severity]
         left = f", {len(self.skipped)} rules not checked" if self.skipped else ""
-        if self.unable:
-            left += f" ({len(self.unable)} because of a defect of the file)"
+        other = list(self.unable.values()).count(OTHER_SOURCE)
+        reasons = {
+            "of a defect of the file": len(self.unable) - other,
+            "the source is of another model": other,
+        }
+        why = ", ".join(f"{n} because {reason}" for reason, n in reasons.items() if n)
+        left += f" ({why})" if why else ""
         return f"{self.path}: {len(self.checked)} rules, {', '.join(counts)}{left}"
 
     def strict_fix(self) -> str | None:

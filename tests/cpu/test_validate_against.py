@@ -167,6 +167,8 @@ def test_another_model_of_the_same_kind_is_one_finding(tmp_path: Path, recorded:
     assert {i for i, why in report.skipped.items() if why == OTHER_SOURCE} == {
         f"G4-CMP-{n:03}" for n in (2, 3, 4, 5, 6, 8, 9, 10)
     }
+    assert "8 rules not checked (8 because the source is of another model)" in report.summary()
+    assert "a defect of the file" not in report.summary()
 
 
 def test_a_wrong_scale_everywhere_is_not_another_model(tmp_path: Path) -> None:
