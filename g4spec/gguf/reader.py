@@ -328,10 +328,13 @@ class GGUF(Mapping[str, Any]):
             raise Unsupported(f"{self.path}: GGUF version", expected="2 or 3", found=self.version)
         n_tensors, at = self._take("q", at, "the tensor count")
         n_kv, at = self._take("q", at, "the metadata count")
-        # The smallest entry of either kind takes 13 and 24 bytes.
-        for what, count, least in (("metadata", n_kv, 13), ("tensor", n_tensors, 24)):
-            if not 0 <= count <= (self.size - at) // least:
-                raise self._bad(f"impossible {what} count", "a count that fits the file", count)
+        for what, count in (("metadata", n_kv), ("tensor", n_tensors)):
+            if not 0 <= count <= MAX_COUNT:
+                raise self._bad(f"impossible {what} count", f"0 to {MAX_COUNT}", count)
+        least = at + n_kv * 13 + n_tensors * 24  # bytes of the smallest entry of either kind
+        if least > self.size:
+            expected = f"{least} bytes or more, for {n_kv} metadata keys and {n_tensors} tensors"
+            raise self._bad("truncated, or its header is damaged", expected, self.size)
         for _ in range(n_kv):
             at = self._scan_kv(at)
         self.alignment = self._alignment()

@@ -171,6 +171,8 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
     "negative tensors": ({"n_tensors": -1}, "tensor count"),
     "many tensors": ({"n_tensors": 1 << 60}, "tensor count"),
     "many keys": ({"n_kv": 1 << 60}, "metadata count"),
+    "no tensor entries": ({"n_tensors": 85}, "truncated.* bytes or more, for .* and 85 tensors"),
+    "no keys": ({"n_kv": 47}, "truncated.* bytes or more, for 47 metadata keys"),
     "key beyond end": ({"kv": (struct.pack("<Q", 1 << 63) + bytes(8),)}, "ends inside"),
     "empty key": ({"kv": (pair(b"", 4, bytes(4)),)}, "empty"),
     "key twice": ({"kv": (pair(b"k", 4, bytes(4)),) * 2}, "repeated"),
