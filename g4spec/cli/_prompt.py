@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from g4spec.cli import _inputs
+from g4spec.cli import _inputs, _json_messages
 from g4spec.errors import InputError, UsageError
 
 if TYPE_CHECKING:
     from g4spec.runtime.tokenizer import Tokenizer
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles of messages, as in `POST /v1/chat/completions`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +56,12 @@ class PromptOptions:
 
     def read(self) -> Prompt:
         """Read the prompt; needs no model."""
-        tools = _objects(self.tools, "type") if self.tools is not None else None
+        tools = _json_messages.read_tools(self.tools) if self.tools is not None else None
         if self.tokens_file is not None:
             ids = _inputs.parse_ids(_inputs.read_text(self.tokens_file), str(self.tokens_file))
             return Prompt(self, ids=ids)
         if self.messages is not None:
-            messages = _objects(self.messages, "role")
-            _check_roles(self.messages, messages)
+            messages = _json_messages.read_messages(self.messages)
             return Prompt(self, messages=messages, tools=tools)
         text = _inputs.read_text(self.file) if self.file is not None else self.text or ""
         if not text:
@@ -117,31 +112,3 @@ class Prompt:
             "this is a chat model, and it continues the prompt as plain text; "
             "to ask it a question, add --chat"
         )
-
-
-def _check_roles(path: Path, messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raise InputError for a role that `serve` refuses too: a template may drop its message."""
-    for message in messages:
-        if message["role"] not in ROLES:
-            raise InputError(
-                f"{path}: role", expected=f"one of {', '.join(ROLES)}", found=message["role"]
-            )
-
-
-def _objects(path: Path, key: str) -> list[dict[str, Any]]:
-    """Read a JSON list of objects that all have the text field `key`."""
-    try:
-        found = json.loads(_inputs.read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not JSON: {str(error)[:80]}") from None
-    if (
-        not isinstance(found, list)
-        or not found
-        or not all(isinstance(x, dict) and isinstance(x.get(key), str) for x in found)
-    ):
-        raise InputError(
-            f"{path}: not a list of JSON objects",
-            expected=f'objects with a text field "{key}"',
-            found=f"{found!r:.80}",
-        )
-    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,4 +94,34 @@ def test_invalid_conversations(tmp_path: Path, content: str) -> None:
     path = tmp_path / "m.json"
     path.write_text(content)
     with pytest.raises(InputError):
+        PromptOptions(messages=path).read()
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        (None, 'list is empty: expected one or more objects with a text field "role"'),
+        ({}, "message 2, of the role user, has no text"),
+        ({"content": None}, "has no text"),
+        ({"content": 5}, "has no text"),
+        ({"content": []}, "has no text"),
+        ({"content": ["hi"]}, "has no text"),
+        ({"content": [{"type": "text"}]}, "has no text"),
+        ({"content": [{"type": "image_url", "image_url": "x"}]}, "has no text"),
+        ({"tool_calls": [{"function": {"name": "f"}}]}, "has no text"),
+        ({"role": "assistant"}, "of the role assistant, has no text"),
+        ({"role": "assistant", "tool_calls": []}, "has no text"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, None),
+        ({"role": "tool", "content": ""}, None),
+        ({"content": [{"type": "text", "text": "hi"}]}, None),
+    ],
+)
+def test_messages_without_text(tmp_path: Path, message: Any, says: str | None) -> None:
+    first = {"role": "user", "content": "hi"}
+    path = tmp_path / "m.json"
+    path.write_text(json.dumps([] if message is None else [first, {"role": "user", **message}]))
+    if says is None:
+        assert len(PromptOptions(messages=path).read().messages or ()) == 2
+        return
+    with pytest.raises(InputError, match=says):
         PromptOptions(messages=path).read()

@@ -1,0 +1,65 @@
+"""Reads the JSON files of `--messages` and `--tools`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from g4spec.cli import _inputs
+from g4spec.errors import InputError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles of messages, as in `POST /v1/chat/completions`."""
+
+
+def read_messages(path: Path) -> list[dict[str, Any]]:
+    """Read a conversation; raise InputError for a message that `serve` refuses too."""
+    messages = _objects(path, "role")
+    for i, message in enumerate(messages):
+        if message["role"] not in ROLES:  # a template may drop its message
+            raise InputError(
+                f"{path}: role", expected=f"one of {', '.join(ROLES)}", found=message["role"]
+            )
+        if not _has_text(message):
+            raise InputError(
+                f"{path}: message {i + 1}, of the role {message['role']}, has no text",
+                expected='a text field "content"',
+                found=f"{message!r:.80}",
+            )
+    return messages
+
+
+def read_tools(path: Path) -> list[dict[str, Any]]:
+    """Read functions that the model may call."""
+    return _objects(path, "type")
+
+
+def _has_text(message: Mapping[str, Any]) -> bool:
+    """Return True if the content is text or text parts, or only tool calls of an assistant."""
+    content = message.get("content")
+    if content is None:
+        return message["role"] == "assistant" and bool(message.get("tool_calls"))
+    if not isinstance(content, list):
+        return isinstance(content, str)
+    texts = [p.get("text") for p in content if isinstance(p, dict) and p.get("type") == "text"]
+    return 0 < len(texts) == len(content) and all(isinstance(text, str) for text in texts)
+
+
+def _objects(path: Path, key: str) -> list[dict[str, Any]]:
+    """Read a JSON list of objects that all have the text field `key`."""
+    try:
+        found = json.loads(_inputs.read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not JSON: {str(error)[:80]}") from None
+    expected = f'objects with a text field "{key}"'
+    if found == []:
+        raise InputError(f"{path}: the list is empty", expected=f"one or more {expected}")
+    if not isinstance(found, list) or not all(
+        isinstance(x, dict) and isinstance(x.get(key), str) for x in found
+    ):
+        raise InputError(
+            f"{path}: not a list of JSON objects", expected=expected, found=f"{found!r:.80}"
+        )
+    return found
