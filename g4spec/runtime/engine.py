@@ -373,9 +373,9 @@ def _context(requested: int | None, trained: int) -> int:
     if requested == 0:
         return trained
     if not 1 <= requested <= trained:
-        raise UsageError(
-            "`n_ctx`", expected=f"1 to {trained}, what the model was trained on", found=requested
-        )
+        whole = ", or 0 for all of it" if requested < 0 else ""
+        expected = f"1 to {trained}, what the model was trained on{whole}"
+        raise UsageError("`n_ctx`", expected=expected, found=requested)
     return requested
 
 

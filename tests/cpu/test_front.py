@@ -111,6 +111,8 @@ def test_generate_until_the_context_is_full(files: tuple[str, str], g4spec: Cli)
     assert run["prompt_tokens"] + run["tokens"] in (32, 33) and run["stop_reason"] == "context"
     trained = g4spec("generate", "-m", files[0], "-p", "x", "-c", 9999999, code=2)[1]
     assert "expected 1 to" in trained
+    negative = g4spec("generate", "-m", files[0], "-p", "x", "-c", -1, code=2)[1]
+    assert "what the model was trained on, or 0 for all of it, found -1" in negative
     assert g4spec.json("generate", "-m", files[0], "-p", "hello", "-n", 2, "-c", 0)["ids"]
     assert "-n" in g4spec("generate", "-m", files[0], "-p", "hello", "-n", -2, code=2)[1]
 
