@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from g4spec.cli._output_files import prepare
 from g4spec.errors import UsageError
+
+if TYPE_CHECKING:
+    from g4spec.measure.prompts import BenchPrompt
 
 MT_BENCH = "mt-bench"
 
@@ -74,3 +78,20 @@ def require_target(
         )
     prepare(*writes)
     return model
+
+
+def read_questions(
+    dataset: Path | None, categories: str | None, count: int | None, preset: bool, thinking: bool
+) -> tuple[Sequence[str], list[BenchPrompt]]:
+    """Return the categories, and the prompts of the preset ([] without one).
+
+    Raises an error if a category or the number of prompts does not exist.
+    """
+    from g4spec.measure import prompts
+
+    names = prompts.parse_categories(categories)
+    if preset:
+        path = dataset or Path("question.jsonl")
+        return names, prompts.mt_bench(path, count, thinking=thinking)
+    prompts.check_categories(names, count)
+    return names, []

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from g4spec.cli import _bench_results
+from g4spec.cli import _bench_results, _signals
 from g4spec.cli._output_files import write
 from g4spec.cli.render import Output
 from g4spec.errors import UsageError
@@ -51,7 +51,7 @@ def run(
     """Measure, write and show; raise CheckFailed if a draft changed a text."""
     from g4spec.measure import bench_streams
 
-    with out.progress("measuring") as progress:
+    with _signals.noted(out, "nothing was measured"), out.progress("measuring") as progress:
         result = bench_streams.sweep(engine, texts, config, streams, progress=progress)
     data = result.json(origin)
     show(data, out)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from g4spec.cli import _signals
 from g4spec.cli._output_files import write
 from g4spec.cli.render import Output
 from g4spec.errors import CheckFailed
@@ -119,7 +120,7 @@ def run(
     """Measure, write and show; raise CheckFailed if a draft changed a text."""
     from g4spec.measure import bench, recommendation
 
-    with out.progress("measuring") as progress:
+    with _signals.noted(out, "nothing was measured"), out.progress("measuring") as progress:
         result = bench.sweep(engine, texts, config, idle=idle, progress=progress)
     advice = recommendation.recommend(result.rows, bench.longest_proposal(engine))
     data = result.json(origin, advice.json())

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from g4spec.cli import _bench_results, _engine, _inputs
+from g4spec.cli import _bench_results, _engine, _inputs, _signals
 from g4spec.cli._output_files import prepare
 from g4spec.cli.render import Output
 from g4spec.errors import EnvironmentProblem, UsageError
@@ -88,7 +88,8 @@ def run(
         raise EnvironmentProblem(
             f"--synthetic needs an NVIDIA GPU: {missing.reason}", fix="see `g4spec doctor`"
         ) from None
-    data = synthetic_bench.measure(name, backend, config)
+    with _signals.noted(out, "nothing was measured"):
+        data = synthetic_bench.measure(name, backend, config)
     _bench_results.write_files(data, out, save, None)
     _show(data, out)
     out.result(data)

@@ -1,6 +1,6 @@
-"""Signal handling: Ctrl-C and SIGTERM unwind a command silently; SIGBUS is reported as bad input.
+"""Signal handling: Ctrl-C and SIGTERM unwind a command, silently unless it is `noted`.
 
-SIGBUS occurs if a file is truncated while it is mapped.
+SIGBUS is reported as bad input. It occurs if a file is truncated while it is mapped.
 """
 
 from __future__ import annotations
@@ -50,6 +50,16 @@ def handled() -> Iterator[None]:
 def received() -> bool:
     """Return whether a signal is unwinding the command."""
     return bool(_received)
+
+
+@contextmanager
+def noted(out: render.Output, left: str) -> Iterator[None]:
+    """Say what is left if Ctrl-C ends the command in this block: "nothing was measured"."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        out.note(f"interrupted: {left}")
+        raise
 
 
 def _truncated(number: int) -> None:

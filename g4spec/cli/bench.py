@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
@@ -22,12 +19,10 @@ from g4spec.cli import (
     _measured_prompt,
     _options,
     _prompt_options,
+    _signals,
 )
 from g4spec.cli._notes import thinking_note
 from g4spec.cli.render import Json, Output, Quiet
-
-if TYPE_CHECKING:
-    from g4spec.measure.prompts import BenchPrompt
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -97,50 +92,37 @@ def measure(
     own = prompt_options.read_own(
         preset=preset, categories=categories, prompts=count, long_tokens=long_tokens
     )
-    names, questions = _questions(dataset, categories, count, preset is not None, thinking)
+    names, questions = _bench_options.read_questions(
+        dataset, categories, count, preset is not None, thinking
+    )
     _inputs.check_exists(model, draft)
-    from g4spec.measure import bench, draft_lengths, prompts, run_record
-    from g4spec.ops.sampling import Sampler
+    with _signals.noted(out, "nothing was measured"):
+        from g4spec.measure import bench, draft_lengths, prompts, run_record
+        from g4spec.ops.sampling import Sampler
 
-    wanted = ("8" if preset else "sweep") if draft_max is None else draft_max
-    most, sampler = n_predict or (2048 if preset else 128), Sampler(temp, top_k, top_p, min_p, seed)
-    config = bench.BenchConfig(
-        draft_lengths.parse_lengths(wanted, 15), most, repeats, sampler, ignore_eos
-    )
-    model, draft_file = _engine.files(model, draft, setup, out)
-    idle = bench.memory_in_use()
-    engine = _engine.load(model, draft_file, setup, out)
-    config = replace(
-        config, lengths=draft_lengths.parse_lengths(wanted, bench.longest_proposal(engine))
-    )
-    if own is not None:
-        texts = [_measured_prompt.bench_prompt(own, engine, out)]
-    elif not (texts := questions):
-        room = prompts.long_prompt_tokens(long_tokens, engine.n_ctx, config.n_predict, 2048)
-        texts = prompts.prompts(engine.tokenizer, names, count, room, thinking=thinking)
-    if thinking:
-        out.note(thinking_note(engine.tokenizer))
-    origin = run_record.describe(model, draft_file, engine.backend, ["g4spec", *sys.argv[1:]])
+        wanted = ("8" if preset else "sweep") if draft_max is None else draft_max
+        most = n_predict or (2048 if preset else 128)
+        sampler = Sampler(temp, top_k, top_p, min_p, seed)
+        config = bench.BenchConfig(
+            draft_lengths.parse_lengths(wanted, 15), most, repeats, sampler, ignore_eos
+        )
+        model, draft_file = _engine.files(model, draft, setup, out)
+        idle = bench.memory_in_use()
+        engine = _engine.load(model, draft_file, setup, out)
+        config = replace(
+            config, lengths=draft_lengths.parse_lengths(wanted, bench.longest_proposal(engine))
+        )
+        if own is not None:
+            texts = [_measured_prompt.bench_prompt(own, engine, out)]
+        elif not (texts := questions):
+            room = prompts.long_prompt_tokens(long_tokens, engine.n_ctx, config.n_predict, 2048)
+            texts = prompts.prompts(engine.tokenizer, names, count, room, thinking=thinking)
+        if thinking:
+            out.note(thinking_note(engine.tokenizer))
+        origin = run_record.describe(model, draft_file, engine.backend, ["g4spec", *sys.argv[1:]])
     if parallel > 1:
         return _bench_parallel.run(engine, texts, config, parallel, origin, out, save)
     _bench_results.run(engine, texts, config, idle, origin, out, save, report, preset is not None)
-
-
-def _questions(
-    dataset: Path | None, categories: str | None, count: int | None, preset: bool, thinking: bool
-) -> tuple[Sequence[str], list[BenchPrompt]]:
-    """Return the categories, and the prompts of the preset ([] without one).
-
-    Raises an error if a category or the number of prompts does not exist.
-    """
-    from g4spec.measure import prompts
-
-    names = prompts.parse_categories(categories)
-    if preset:
-        path = dataset or Path("question.jsonl")
-        return names, prompts.mt_bench(path, count, thinking=thinking)
-    prompts.check_categories(names, count)
-    return names, []
 
 
 app.command(cls=_command_classes.Command)(_bench_compare.compare)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from g4spec.cli import _engine, _inputs, _options
+from g4spec.cli import _engine, _inputs, _options, _signals
 from g4spec.cli.render import Json, Output, Quiet
 
 
@@ -31,19 +31,20 @@ def command(
     """
     output, text = Output(json, quiet), _inputs.read_text(file)
     _inputs.check_exists(model)
-    from g4spec.gguf import imatrix
-    from g4spec.measure import importance
-    from g4spec.measure import text_chunks as chunking
+    with _signals.noted(output, f"{out} was not written"):
+        from g4spec.gguf import imatrix
+        from g4spec.measure import importance
+        from g4spec.measure import text_chunks as chunking
 
-    imatrix.check_output(out)
-    chunking.check_size(ctx_size, chunks)
-    setup = _engine.Setup(ctx_size, None, None, "cpu", None)
-    model = _engine.target_file(model, setup, output)
-    engine = _engine.load(model, None, setup, output)
-    parts = chunking.split_text(engine.tokenizer, text, ctx_size, chunks)
-    with output.progress(f"reading {file.name}") as progress:
-        matrix = importance.collect(engine, parts, file.name, progress)
-    imatrix.save(out, matrix)
+        imatrix.check_output(out)
+        chunking.check_size(ctx_size, chunks)
+        setup = _engine.Setup(ctx_size, None, None, "cpu", None)
+        model = _engine.target_file(model, setup, output)
+        engine = _engine.load(model, None, setup, output)
+        parts = chunking.split_text(engine.tokenizer, text, ctx_size, chunks)
+        with output.progress(f"reading {file.name}") as progress:
+            matrix = importance.collect(engine, parts, file.name, progress)
+        imatrix.save(out, matrix)
     unused_experts = sum(int((e.counts == 0).sum()) for e in matrix.entries.values())
     if unused_experts:
         output.note(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from g4spec.cli import _engine, _inputs, _options
+from g4spec.cli import _engine, _inputs, _options, _signals
 from g4spec.cli.render import Json, Output, Quiet
 
 if TYPE_CHECKING:
@@ -42,21 +42,22 @@ def command(
     """
     output, text = Output(json, quiet), _inputs.read_text(file)
     _inputs.check_exists(model, against)
-    from g4spec.measure import perplexity
-    from g4spec.measure import text_chunks as chunking
+    with _signals.noted(output, "nothing was measured"):
+        from g4spec.measure import perplexity
+        from g4spec.measure import text_chunks as chunking
 
-    chunking.check_size(ctx_size, chunks)
-    setups = [_engine.Setup(ctx_size, None, None, device, kind) for kind in (cache_type, None)]
-    model = _engine.target_file(model, setups[0], output)
-    base = None
-    if against is not None:
-        against = _engine.target_file(against, setups[1], output)
-    engine = _engine.load(model, None, setups[0], output)
-    if against is not None:
-        base = _engine.load(against, None, setups[1], output)
-    parts = chunking.split_text(engine.tokenizer, text, ctx_size, chunks)
-    with output.progress(f"reading {file.name}") as progress:
-        result = perplexity.measure(engine, parts, base, progress)
+        chunking.check_size(ctx_size, chunks)
+        setups = [_engine.Setup(ctx_size, None, None, device, kind) for kind in (cache_type, None)]
+        model = _engine.target_file(model, setups[0], output)
+        base = None
+        if against is not None:
+            against = _engine.target_file(against, setups[1], output)
+        engine = _engine.load(model, None, setups[0], output)
+        if against is not None:
+            base = _engine.load(against, None, setups[1], output)
+        parts = chunking.split_text(engine.tokenizer, text, ctx_size, chunks)
+        with output.progress(f"reading {file.name}") as progress:
+            result = perplexity.measure(engine, parts, base, progress)
     _engine.note_ops_without_kernel(engine, output)
     output.line(
         f"perplexity {_with_error(result.perplexity)}: {result.tokens:,} tokens, the second halves "

@@ -13,6 +13,7 @@ from g4spec.cli import (
     _measured_prompt,
     _options,
     _prompt_options,
+    _signals,
 )
 from g4spec.cli._notes import low_acceptance_note, thinking_note
 from g4spec.cli.render import Json, Output, Quiet
@@ -90,27 +91,28 @@ def command(
     if length == 0:
         raise UsageError("--draft-max 0 drafts no tokens to verify", fix="pass 1 or more, or auto")
     _inputs.check_exists(model, draft)
-    from g4spec.measure import prompts, verify
-
     out = Output(json, quiet)
-    setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type, parallel)
-    model, draft_file = _engine.files(model, draft, setup, out)
-    engine = _engine.load(model, draft_file, setup, out)
-    assert engine.draft is not None
-    if own is not None:
-        texts = [_measured_prompt.bench_prompt(own, engine, out)]
-    else:
-        room = prompts.long_prompt_tokens(long_tokens, engine.n_ctx, n_predict, 1024)
-        texts = prompts.prompts(engine.tokenizer, long_tokens=room, thinking=thinking)
-    if thinking:
-        out.note(thinking_note(engine.tokenizer))
-    cases_to_run = verify.cases(
-        texts, cases, engine.draft.max_tokens, seed, length=length, temperature=temp
-    )
-    with out.progress("verifying") as progress:
-        verdict = verify.verify(
-            engine, cases_to_run, n_predict, parallel=parallel, progress=progress
+    with _signals.noted(out, "nothing was compared"):
+        from g4spec.measure import prompts, verify
+
+        setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type, parallel)
+        model, draft_file = _engine.files(model, draft, setup, out)
+        engine = _engine.load(model, draft_file, setup, out)
+        assert engine.draft is not None
+        if own is not None:
+            texts = [_measured_prompt.bench_prompt(own, engine, out)]
+        else:
+            room = prompts.long_prompt_tokens(long_tokens, engine.n_ctx, n_predict, 1024)
+            texts = prompts.prompts(engine.tokenizer, long_tokens=room, thinking=thinking)
+        if thinking:
+            out.note(thinking_note(engine.tokenizer))
+        cases_to_run = verify.cases(
+            texts, cases, engine.draft.max_tokens, seed, length=length, temperature=temp
         )
+        with out.progress("verifying") as progress:
+            verdict = verify.verify(
+                engine, cases_to_run, n_predict, parallel=parallel, progress=progress
+            )
     _engine.note_ops_without_kernel(engine, out)
     _show(verdict, out)
 

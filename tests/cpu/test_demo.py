@@ -291,7 +291,40 @@ def test_interrupted_bench_without_rows_prints_nothing(
     monkeypatch.setattr(Request, "__iter__", pressed(1))
     name, *options = words
     assert cli.run([name, *files, "-c", "512", "--long-tokens", "100", *options]) == 130
-    assert capsys.readouterr().out == ""
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    done = "compared" if name == "verify" else "measured"
+    assert captured.err.endswith(f"interrupted: nothing was {done}\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "step", "says"),
+    [
+        ("perplexity text", "g4spec.measure.perplexity.measure", "nothing was measured"),
+        ("imatrix text -o i.gguf", "g4spec.measure.importance.collect", "i.gguf was not written"),
+        ("bench", "g4spec.cli._engine.load", "nothing was measured"),
+        ("bench -np 2", "g4spec.measure.bench_streams.sweep", "nothing was measured"),
+        ("verify -md ngram", "g4spec.cli._engine.load", "nothing was compared"),
+    ],
+)
+def test_an_interrupted_command_says_that_nothing_is_left(
+    line: str,
+    step: str,
+    says: str,
+    files: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def press(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    Path("text").write_text("words " * 999)
+    monkeypatch.setattr(step, press)
+    assert cli.run([*line.split(), *files[:2]]) == 130
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.endswith(f"interrupted: {says}\n")
 
 
 def test_interrupted_verify_keeps_compared_cases(
