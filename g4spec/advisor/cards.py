@@ -158,10 +158,15 @@ def _card(facts: Facts, name: str, text: str) -> Gpu:
     arch = _SM.search(bare)
     if arch is not None and size is not None:
         cc = (int(arch[1][:-1]), int(arch[1][-1]))
-        known = {c for row in facts.all(CapabilityFact) for c in row.cc}
-        if f"{cc[0]}.{cc[1]}" in known:
+        if f"sm_{cc[0]}{cc[1]}" in _architectures(facts):
             return Gpu(f"a GPU of capability {cc[0]}.{cc[1]}", cc, int(size * GIB))
     raise _unknown(facts, bare, size, text)
+
+
+def _architectures(facts: Facts) -> list[str]:
+    """Return the known compute capabilities in order, written as sm_86."""
+    known = {c for row in facts.all(CapabilityFact) for c in row.cc}
+    return [f"sm_{cc.replace('.', '')}" for cc in sorted(known, key=parse)]
 
 
 def _unknown(facts: Facts, bare: str, size: float | None, text: str) -> UsageError:
@@ -174,6 +179,12 @@ def _unknown(facts: Facts, bare: str, size: float | None, text: str) -> UsageErr
             fix=f'{elsewhere.fix}; what fits into its memory: --assume "CPU {memory}GB"',
         )
     cards = facts.all(CardFact)
+    if _SM.search(bare):
+        return UsageError(
+            f"--assume {text!r}: unknown compute capability, or no memory size",
+            expected=f"one of {', '.join(_architectures(facts))}, with a size",
+            fix='write it as "sm_86 24GB"; `g4spec doctor --cards` lists the known GPUs',
+        )
     if size is not None and not words(bare):
         same = [c.name for c in cards if any(abs(m - size) <= 0.5 for m in c.memory)]
         return UsageError(

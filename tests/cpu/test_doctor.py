@@ -281,13 +281,26 @@ def test_unknown_capability() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["RTX 9999", "", "2x", "0x RTX 3090", "banana", "sm_99 24GB", "V100 80GB", "999x RTX 3090"],
+    [
+        "RTX 9999",
+        "",
+        "2x",
+        "0x RTX 3090",
+        "banana",
+        "sm_99 24GB",
+        "sm_20 4GB",
+        "sm_86",
+        "V100 80GB",
+        "999x RTX 3090",
+    ],
 )
 def test_wrong_assume(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         assume(FACTS, text)
     if text in ("RTX 9999", "banana", "sm_99 24GB", ""):
         assert 'as "sm_86 24GB"' in str(caught.value) and "doctor --cards" in str(caught.value)
+    if text.startswith("sm_"):
+        assert re.search(r"expected one of sm_[67]\d, .*sm_90, .*sm_120", str(caught.value))
 
 
 @pytest.mark.parametrize(
