@@ -110,3 +110,11 @@ def scan(facts: Facts, path: Path) -> list[LogMatch]:
         with suppress(ValueError):
             return _scan(facts, file)
         return []
+
+
+def is_binary(path: Path) -> bool:
+    """Return True for a file with a zero byte near its beginning, which no text has in UTF-8."""
+    if not path.is_file():  # a pipe cannot be read twice
+        return False
+    with path.open("rb") as file:
+        return b"\0" in file.read(1 << 12)

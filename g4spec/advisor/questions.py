@@ -15,7 +15,7 @@ from g4spec.advisor.layer_split import LayerSplit
 from g4spec.advisor.machine import Machine
 from g4spec.advisor.memory_needs import BITS
 from g4spec.advisor.schema import CardFact, Conditions, Fact
-from g4spec.errors import CheckFailed, UsageError
+from g4spec.errors import CheckFailed, InputError, UsageError
 
 ALIASES = {"llamacpp": "llama.cpp", "llama-cpp": "llama.cpp", "llama_cpp": "llama.cpp"}
 
@@ -179,10 +179,19 @@ def _fields(row: Fact) -> list[tuple[str, str]]:
 
 
 def explain_log(facts: Facts, path: Path, out: TableOutput) -> None:
-    """Print the known error messages in a log, each with cause and fix."""
+    """Print the known error messages in a log, each with cause and fix.
+
+    Raises InputError for a binary file without any.
+    """
     from g4spec.advisor import logs
 
     found = logs.scan(facts, path)
+    if not found and logs.is_binary(path):
+        raise InputError(
+            f"{path}: not a log",
+            expected="text in UTF-8",
+            found="a binary file without errors",
+        )
     for hit in found:
         mark = "·" if hit.error.harmless else "✗"
         out.line(f"{mark} line {hit.line}: {hit.text}", None if hit.error.harmless else "bad")

@@ -176,6 +176,15 @@ def test_an_error_is_found_between_garbage(tmp_path: Path) -> None:
     assert hit.error.id == "err-only-sm120" and hit.line == 2
 
 
+def test_a_binary_file_is_not_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "x.log"
+    log.write_bytes(b"GGUF\x03\0\0\0")
+    assert run(["doctor", "--log", str(log)]) == 3
+    assert "x.log: not a log: expected text in UTF-8" in capsys.readouterr().err
+    log.write_bytes(b"\0\0\nThis kernel only supports sm120\n")
+    assert run(["doctor", "--log", str(log)]) == 0
+
+
 def test_shown_text_is_short_and_printable(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
     log.write_bytes(b"\x1b[31m" + b"x" * 9000 + b" CUDA out of memory \x07" + b"y" * 9000)
