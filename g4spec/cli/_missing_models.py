@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from g4spec.errors import InputError, similar_files
@@ -10,11 +11,17 @@ CHECK = "check the path, or give a hub id such as org/name:Q4_K_M to download a 
 
 
 def error(path: Path) -> InputError:
-    """Return the error for a path that does not exist.
+    """Return the error for a path that does not exist, or is a link to nothing or in a circle.
 
     Names a similar file of the same folder, or the hub id of a size or draft that `doctor` and
     `recipe` know by this name.
     """
+    if path.is_symlink():
+        return InputError(
+            f"{path}: a symbolic link that leads to no file",
+            found=f"a link to {os.readlink(path)}",
+            fix="correct the link",
+        )
     similar = similar_files(path)
     if path.name.lower().replace("-", "").replace("_", "") == "ngram":
         similar = "for n-gram lookup write -md ngram"

@@ -395,6 +395,15 @@ def test_quantize_in_the_wrong_order(g4spec: Cli, home: Path, tmp_path: Path) ->
     g4spec("quantize", str(small), str(tmp_path / "copy.gguf"), "--type", "q4_0")
 
 
+def test_links_that_lead_nowhere(g4spec: Cli, tmp_path: Path) -> None:
+    """A link to itself did not exist, and the suggestion was its own name."""
+    for name, to in (("circle", "circle"), ("broken", "gone.gguf")):
+        (tmp_path / name).symlink_to(to)
+        for line in (("inspect",), ("validate",), ("generate", "-p", "x", "-m")):
+            stderr = g4spec.refused(*line, tmp_path / name, codes=(3,))
+            assert "a symbolic link that leads to no file" in stderr and f"link to {to}" in stderr
+
+
 def test_suggestions_for_missing_models(g4spec: Cli) -> None:
     """Two names are not similar because both end in .gguf."""
     assert "Did you mean target.gguf?" in g4spec("inspect", "targt.gguf", code=3)[1]
