@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from g4spec.errors import EnvironmentProblem, UsageError
+from g4spec.errors import EnvironmentProblem, InputError, UsageError
 
 Models = Annotated[
     Path | None,
@@ -113,13 +113,20 @@ def check_models(
     alias: list[str] | None,
     tags: list[str] | None,
 ) -> None:
-    """Raise UsageError unless the options name either one model or a folder."""
+    """Raise UsageError unless the options name either one model or a folder, and InputError if the
+    folder does not exist."""
     if (model is None) == (models is None):
         raise UsageError(
             "expected either -m or --models", fix="name a model with -m, or a folder with --models"
         )
     if models is not None and (draft is not None or alias or tags):
         raise UsageError("-md, -a and --tags need -m", fix="leave them out with --models")
+    if models is not None and not models.exists():
+        raise InputError(
+            f"{models}: no such file or folder",
+            expected="a folder of GGUF files",
+            fix="check the path of --models",
+        )
 
 
 def split_commas(values: list[str] | None) -> tuple[str, ...]:

@@ -95,7 +95,7 @@ def command(
     if daemon or stream_fd is not None:
         fd = _daemon.check(daemon, stream_fd, _inputs.given_flags(context))
         return _daemon.run(model, draft, setup, out, fd, sampling, **engine_options)
-    _inputs.check_exists(model, draft, models)
+    _inputs.check_exists(model, draft)
     _serve_options.require_packages()
     engine_options["hang_limit"] = hang_timeout
     loader = _serve_http.ModelLoader(

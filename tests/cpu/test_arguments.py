@@ -159,6 +159,7 @@ WRONG = {
     "serve -m MODEL --api-key-file MODEL": "no API key",
     "chat --url foo": "--url: expected an address such as http://127.0.0.1:8080, found foo",
     "serve --models no/such/dir": "no/such/dir: no such file or folder",
+    "serve --models no-dir": "no-dir: no such file or folder: expected a folder of GGUF files",
     "imatrix -m no.gguf MODEL": "no.gguf: no such file or folder",
 }
 """Command line -> part of its error."""
