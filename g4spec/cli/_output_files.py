@@ -61,6 +61,8 @@ def _existing(folder: Path) -> Path:
 
 
 def _check_file(path: Path) -> None:
+    if str(path) == "-":
+        raise UsageError("the output cannot be standard output", expected="a file name")
     _existing(path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():

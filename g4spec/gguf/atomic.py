@@ -30,6 +30,10 @@ except ImportError:  # Windows: no locks, and no removal of stale files
 def check_writable(path: Path) -> None:
     """Raise UsageError or EnvironmentProblem if no file can be written to `path`, which the caller
     was given. Call it before expensive work."""
+    if str(path) == "-":
+        raise UsageError(
+            "the output cannot be standard output", expected="the name of a file to write"
+        )
     try:
         _check_place(path)
     except InputError as error:
