@@ -49,8 +49,10 @@ def parse_ids(text: str, where: str) -> list[int]:
 
 def cache_folder() -> Path:
     """Return the folder of the cache of converted drafts."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "g4spec" / "drafts"
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():  # to be ignored, says the XDG specification
+        base = Path.home() / ".cache"
+    return base / "g4spec" / "drafts"
 
 
 def check_exists(*models: Path | str | None) -> None:

@@ -18,6 +18,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from g4spec import cli
+from g4spec.cli import _inputs
 from g4spec.convert import convert_cached
 from g4spec.errors import InputError, UsageError
 from g4spec.measure import bench_compare, prompts
@@ -231,6 +232,14 @@ def test_temporary_files_of_killed_runs_are_removed(kernels: Path, tmp_path: Pat
         path.touch()
     assert convert_cached(draft, target, tmp_path / "drafts")[0] == entry
     assert not any(path.exists() for path in both)
+
+
+@pytest.mark.parametrize("base", ["", "cache", "./cache"])
+def test_caches_are_not_in_the_current_folder(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative XDG_CACHE_HOME made a cache in every folder that a command ran in."""
+    monkeypatch.setenv("XDG_CACHE_HOME", base)
+    for folder in (_inputs.cache_folder(), disk_cache.folder()):
+        assert folder.parent == Path.home() / ".cache" / "g4spec"
 
 
 # ---- signals

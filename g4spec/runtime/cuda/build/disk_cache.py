@@ -27,8 +27,10 @@ STARTS = (b"\x7fELF", b"//")
 
 def folder() -> Path:
     """Return the folder of compiled kernels."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "g4spec" / "kernels"
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():  # to be ignored, says the XDG specification
+        base = Path.home() / ".cache"
+    return base / "g4spec" / "kernels"
 
 
 def encode(cubin: Cubin) -> bytes:
