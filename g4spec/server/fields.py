@@ -18,7 +18,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, from_json
 
 from g4spec.core import MAX_DRAFT
-from g4spec.errors import did_you_mean
+from g4spec.server import field_errors
+from g4spec.server.field_errors import spelled
 from g4spec.server.request_errors import RequestError
 
 Text = Annotated[str, Field(max_length=1 << 26)]
@@ -26,7 +27,11 @@ Json = dict[str, Any]
 
 
 def _blocks(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise PydanticCustomError("content", "expected a string or a list of content blocks")
+    return content
 
 
 Content = Annotated[
@@ -63,7 +68,7 @@ def variant(models: Mapping[str, type[Body]], value: Any, where: str, default: s
     """
     if not isinstance(value, dict):
         raise RequestError(
-            400, f"{where}: expected a JSON object, found {value!r:.60}", param=where
+            400, f"{where}: expected a JSON object, found {spelled(value)}", param=where
         )
     kind = value.get("type") or default
     model = models.get(kind) if isinstance(kind, str) else None
@@ -99,15 +104,7 @@ def check(model: type[Model], value: Json, where: str = "") -> Model:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-    for part in first["loc"]:
-        where += f"[{part}]" if isinstance(part, int) else f"{'.' if where else ''}{part}"
-    if first["type"] == "extra_forbidden":
-        known = model.model_fields if len(first["loc"]) == 1 else ()
-        fix = did_you_mean(first["loc"][-1], known) or "remove it"
-        raise RequestError(400, f"unknown field {where}; {fix}", param=where, code="unknown_field")
-    found = "" if first["type"] == "missing" else f", found {first['input']!r:.60}"
-    raise RequestError(400, f"{where}: {first['msg']}{found}", param=where or None)
+        raise field_errors.refused(error, value, where, tuple(model.model_fields)) from None
 
 
 def _draft_max(value: object, check: ValidatorFunctionWrapHandler) -> int | str | None:

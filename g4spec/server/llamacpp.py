@@ -11,7 +11,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from g4spec.server import chat, completions, fields, grammar, options, response_parts
 from g4spec.server.fields import Body, ChatRequest, Json, LlamaCpp, Sampling
@@ -78,6 +78,9 @@ class CompletionBody(Sampling, LlamaCpp):
     cache_prompt: bool | None = None
     model: str | None = None
     logit_bias: dict[str, Any] | list[list[Any]] | None = None  # type: ignore[assignment]
+    draft_max: fields.DraftMax = Field(
+        None, validation_alias=AliasChoices("draft_max", "speculative.n_max")
+    )
 
 
 def drop_disabled_samplers(value: Json) -> Json:
@@ -90,8 +93,6 @@ def drop_disabled_samplers(value: Json) -> Json:
                 raise RequestError(
                     400, f"{key}: only {wanted} (off) is supported; leave it out", param=key
                 )
-        elif key == "speculative.n_max":
-            out["draft_max"] = found
         elif key not in IGNORED_FIELDS:
             out[key] = found
     return out

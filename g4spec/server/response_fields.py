@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
-from pydantic_core import from_json
+from pydantic_core import PydanticCustomError, from_json
 
 from g4spec.server import fields
 from g4spec.server.fields import Body, ChatRequest, Content, Effort, Hints, Json, Sampling
@@ -171,7 +171,11 @@ class Reasoning(Body):
 
 
 def _items(value: Any) -> Any:
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise PydanticCustomError("input", "expected a string or a list of items")
+    return value
 
 
 class InputRequest(Body):
