@@ -28,6 +28,9 @@ EXPECTED = {
 }
 """What is allowed, by the type of an error, or by the branch of a union if its value is no list."""
 
+MAX_ERRORS = 20_000
+"""Maximum number of errors to read: pydantic reads all or none, and each takes microseconds."""
+
 
 def spelled(value: object) -> str:
     """Return the first characters of a value, for messages."""
@@ -51,10 +54,14 @@ def refused(error: ValidationError, value: Any, where: str, known: Sequence[str]
         where: path of the value.
         known: names of its fields, for suggestions.
     """
+    if (n := error.error_count()) > MAX_ERRORS:
+        what = f"{where}: found" if where else "the request has"
+        message = f"{what} {n} errors in fields; send fewer values to see the first"
+        return RequestError(400, message, param=where or None)
     path, errors = _first_invalid(error.errors(include_url=False), value)
     first, where = errors[0], spelled_path(path, where)
     if first["type"] == "extra_forbidden":
-        fix = did_you_mean(path[-1], known if len(path) == 1 else ()) or "remove it"
+        fix = did_you_mean(f"{path[-1]:.60}", known if len(path) == 1 else ()) or "remove it"
         name = where or "''"
         return RequestError(400, f"unknown field {name}; {fix}", param=where, code="unknown_field")
     if first["type"] == "missing":
