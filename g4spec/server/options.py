@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import secrets
 from typing import Any
 
@@ -26,10 +27,10 @@ def sampler(service: Service, fields: Sampling, *, banned: tuple[int, ...] = ())
     n_vocab = service.engine.config.n_vocab
     bias: dict[int, float] = {}
     for key, value in (fields.logit_bias or {}).items():
-        if not key.isdecimal() or int(key) >= n_vocab:
+        if not re.fullmatch("[0-9]{1,12}", key) or int(key) >= n_vocab:
             raise RequestError(
                 400,
-                f"logit_bias: expected token ids from 0 to {n_vocab - 1}, found {key!r}",
+                f"logit_bias: expected token ids from 0 to {n_vocab - 1}, found {key!r:.60}",
                 param="logit_bias",
             )
         bias[int(key)] = value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -175,7 +176,7 @@ class ResponseStore:
                     code="unknown_field",
                 )
         limit, order = query.get("limit", "20"), query.get("order", "desc")
-        if not limit.isdecimal() or not 1 <= int(limit[:4]) <= 100:
+        if not re.fullmatch("[0-9]{1,4}", limit) or not 1 <= int(limit) <= 100:
             raise RequestError(400, "limit: expected 1 to 100", param="limit")
         if order not in ("asc", "desc"):
             raise RequestError(400, "order: expected asc or desc", param="order")

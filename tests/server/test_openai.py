@@ -293,6 +293,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"logit_bias": {"99999": 1}},
         "logit_bias: expected token ids from 0 to 4095, found '99999'",
     ),
+    "bias of many digits": ({"logit_bias": {"1" * 5000: 1}}, "logit_bias: expected token ids"),
     "top": ({"top_logprobs": 2}, "top_logprobs: set"),
     "many": ({"n": 999}, "n: at most 128 texts"),
     "stops": ({"stop": ["a"] * 17}, "stop: expected at most 16 texts"),

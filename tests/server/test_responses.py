@@ -432,6 +432,8 @@ def test_unsupported_storage_options_are_refused(client: openai.OpenAI, busy: Se
     for path in (
         f"{name}?stream=true",
         f"{name}/input_items?limit=0",
+        f"{name}/input_items?limit=0050123",
+        f"{name}/input_items?limit=0001{'0' * 5000}",
         f"{name}/input_items?fo=1",
         f"{name}/input_items?order=x",
         f"{name}/input_items?after=x",
