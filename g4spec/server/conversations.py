@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Mapping
 from starlette.types import Scope
 
 from g4spec.server.model_folder import Model
-from g4spec.server.replay import not_found
+from g4spec.server.replay import check_named, not_found
 from g4spec.server.request_errors import RequestError
 
 MAX_CONVERSATIONS = 10_000
@@ -72,8 +72,10 @@ class Conversations:
         """Return the model of a stream.
 
         Raises:
-            RequestError: its model is loading (503), or there is no such stream (404).
+            RequestError: its model is loading (503), there is no such stream (404), or the request
+                names none (400).
         """
+        check_named(conversation)
         key = _key(scope, conversation)
         if key in self._waiting:
             raise RequestError(

@@ -125,7 +125,8 @@ class ModelRouter:
                     self.events(), media_type="text/event-stream", headers=HEADERS
                 )(scope, receive, send)
                 return
-            if scope["path"] == "/v1/stream" and name is None:
+            resumes = scope["path"] == "/v1/stream" and scope["method"] != "POST"
+            if resumes and name is None:
                 if scope["method"] == "DELETE" and self._conversations.cancel(scope, conversation):
                     await Response(status_code=204)(scope, receive, send)
                     return

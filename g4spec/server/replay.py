@@ -27,6 +27,16 @@ MAX_BYTES = 64 << 20
 """Maximum total size of kept streams, in bytes; the oldest ended ones are dropped first."""
 
 
+def check_named(name: str) -> None:
+    """Raise RequestError unless a request names a stream."""
+    if not name:
+        raise RequestError(
+            400,
+            "conv_id: missing; send the X-Conversation-Id of the stream, /v1/stream?conv_id=ID",
+            param="conv_id",
+        )
+
+
 def not_found(name: str) -> RequestError:
     """Return the error for a stream that does not exist."""
     return RequestError(
@@ -152,12 +162,13 @@ class ReplayStore:
                     param=name,
                     code="unknown_field",
                 )
+        check_named(name := query.get("conv_id", ""))
         at = query.get("from", request.headers.get("last-event-id", "0"))
         if not re.fullmatch("[0-9]{1,9}", at):
             raise RequestError(
                 400, "from: expected the id of the last event received, or 0 for all", param="from"
             )
-        return self.get(owner, query.get("conv_id", "")), int(at)
+        return self.get(owner, name), int(at)
 
     async def delete(self, owner: str | None, name: str) -> None:
         """Stop and remove a stream."""

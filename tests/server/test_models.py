@@ -351,6 +351,9 @@ def test_a_stream_that_waits_for_its_model(folder: Path) -> None:
         wait(lambda: served.status()["first"] == "loading")
         wait(lambda: stream().status_code == 503)
         assert stream(of="other").status_code == 404
+        for method in ("GET", "DELETE"):
+            assert stream(method, of="").json()["error"]["param"] == "conv_id"
+            assert stream(method, of="").status_code == 400
         assert stream("DELETE").status_code == 204
         thread.join()
         assert errors[0].status_code == 400 and "cancelled" in errors[0].text

@@ -115,10 +115,14 @@ def test_a_stream_is_ended_by_delete_or_its_id(busy: Served) -> None:
     wait(busy.idle)
     for query, status in (
         ("conv_id=long", 404),
-        ("", 404),
+        ("", 400),
+        ("conv_id=", 400),
         ("conv_id=long&from=x", 400),
         ("conv_id=long&to=1", 400),
     ):
         assert busy.http.get(f"/v1/stream?{query}").status_code == status
+    for method in ("GET", "DELETE"):
+        error = busy.http.request(method, "/v1/stream?from=0").json()["error"]
+        assert error["message"].startswith("conv_id: missing") and error["param"] == "conv_id"
     response = busy.http.post("/v1/completions", json=long, headers={"X-Conversation-Id": ""})
     assert response.status_code == 400
