@@ -35,6 +35,9 @@ from g4spec.server.response_store import Record, ResponseStore
 from g4spec.server.service import Generation, Job, Service
 from g4spec.server.sse import PING, Events, EventStream, cancel_on_disconnect, event
 
+MODEL = "name of the model"
+"""Description of a query parameter."""
+
 
 def create_app(
     service: Service,
@@ -239,10 +242,12 @@ class Endpoints:
     @described(
         "text/event-stream",
         conv_id="X-Conversation-Id of the stream",
+        model=MODEL,
         **{"from": "id of the last event"},  # type: ignore[arg-type]
     )
     async def stream(self, request: Request) -> Response:
         """Answer GET and DELETE /v1/stream: resume a dropped stream, or cancel it."""
+        self._check_model(request)
         replay, at = self._replays.requested(request, _owner(request))
         if request.method == "DELETE":
             await self._replays.delete(_owner(request), replay.id)
@@ -286,6 +291,10 @@ class Endpoints:
 
     # ---- the server
 
+    def _check_model(self, request: Request) -> None:
+        """Raise RequestError (404) if the query names another model."""
+        self._service.check_model(request.query_params.get("model") or None)
+
     @described("text/html")
     async def page(self, request: Request) -> Response:
         """Answer GET /: a self-contained chat page."""
@@ -295,9 +304,12 @@ class Endpoints:
         """Answer GET /openapi.json: this description of all paths."""
         return JsonResponse(document(routes(Endpoints)))
 
-    @described("text/event-stream", of="`live` field of the requests whose text is shown")
+    @described(
+        "text/event-stream", of="`live` field of the requests whose text is shown", model=MODEL
+    )
     async def live(self, request: Request) -> Response:
         """Answer GET /v1/live: texts as events while they are generated."""
+        self._check_model(request)
         service, word = self._service, request.query_params.get("of")
         if word is not None and not 16 <= len(word) <= 64:
             raise RequestError(
@@ -337,22 +349,26 @@ class Endpoints:
         )
         return JsonResponse({"status": "error", **RequestError(503, why).json()}, 503)
 
-    @described("text/plain")
+    @described("text/plain", model=MODEL)
     async def metrics(self, request: Request) -> Response:
         """Answer GET /metrics."""
+        self._check_model(request)
         response = Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4")
         # The header is spelled as in llama.cpp; Starlette would write it in lower case.
         began = str(self._service.started).encode()
         response.raw_headers.append((b"Process-Start-Time-Unix", began))
         return response
 
+    @described(model=MODEL)
     async def props(self, request: Request) -> Response:
         """Answer GET /props."""
+        self._check_model(request)
         return JsonResponse(server_info.props(self._service))
 
-    @described(fail_on_no_slot="answer 503 if no slot is free")
+    @described(fail_on_no_slot="answer 503 if no slot is free", model=MODEL)
     async def slots(self, request: Request) -> Response:
         """Answer GET /slots."""
+        self._check_model(request)
         found = server_info.slots(self._service)
         if "fail_on_no_slot" in request.query_params and all(s["is_processing"] for s in found):
             raise RequestError(503, "no slot is free; retry later")

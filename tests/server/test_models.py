@@ -130,6 +130,7 @@ def test_requests_choose_a_model(several: ModelServer, room: ModelLoader, plain:
     for method, path, body in (
         ("POST", "/v1/completions", {**ASK, "model": "third"}),
         ("GET", "/v1/models/third", None),
+        ("GET", "/props?model=third", None),
         ("POST", "/models/load", {"model": "third"}),
     ):
         refused = http.request(method, path, json=body)

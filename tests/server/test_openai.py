@@ -383,6 +383,15 @@ def test_another_model_is_not_found(busy: Served) -> None:
     assert busy.refused("/v1/chat/completions", body, 404)["code"] == "model_not_found"
 
 
+def test_the_query_of_a_get_may_name_the_model(busy: Served) -> None:
+    for path in ("/props", "/slots", "/metrics", "/v1/live", "/v1/stream"):
+        response = busy.http.get(path, params={"model": "gpt-4", "conv_id": "x"})
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (404, "model_not_found"), path
+    for name in ("tiny", "small", ""):
+        assert busy.http.get("/props", params={"model": name}).status_code == 200
+
+
 def test_unsupported_completions_are_refused(busy: Served) -> None:
     for more, message in (
         ({"best_of": 2}, "best_of"),
