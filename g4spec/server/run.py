@@ -14,13 +14,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from g4spec.errors import EnvironmentProblem, InputError, UsageError
 from g4spec.server import model_router
 from g4spec.server.app import create_app
+from g4spec.server.json_response import JsonResponse
 from g4spec.server.middleware import JsonLogFormatter
+from g4spec.server.request_errors import RequestError
 from g4spec.server.service import Service
 
 HEADER_LIMIT = 64 << 10
@@ -54,6 +58,23 @@ def check_certificate(address: ServerAddress) -> None:
             found=error,
             expected="PEM files of a matching certificate and key, without a password",
         ) from None
+
+
+class JsonErrors(H11Protocol):
+    """HTTP/1.1 that answers what is not HTTP with an error in JSON, too."""
+
+    def send_400_response(self, msg: str) -> None:
+        """See `H11Protocol`, which calls this for an error of h11 that it has caught."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # the application must not answer after this
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            why = str(sys.exc_info()[1] or msg).partition(": bytearray")[0]
+            refused = RequestError(400, f"the request is not valid HTTP: {why}")
+            response = JsonResponse(refused.json(), 400, {"connection": "close"})
+            head = h11.Response(status_code=400, headers=response.raw_headers, reason="Bad Request")
+            for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
 
 class Drainable(Protocol):
@@ -156,7 +177,7 @@ def create_server(
         ssl_keyfile=address.key,
         server_header=False,
         h11_max_incomplete_event_size=HEADER_LIMIT,
-        http="h11",
+        http=JsonErrors,
         ws="none",
         lifespan="on",
         timeout_keep_alive=30,

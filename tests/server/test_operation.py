@@ -179,6 +179,42 @@ def test_paths_and_methods(busy: Served) -> None:
         assert response.json()["error"]["message"] and "x-request-id" in response.headers
 
 
+def exchange(served: Served, sent: bytes) -> bytes:
+    """Send bytes; return the answer until the server closes the connection."""
+    with socket.create_connection(("127.0.0.1", served.listeners[0].getsockname()[1])) as client:
+        client.settimeout(20)
+        client.sendall(sent)
+        return b"".join(iter(lambda: client.recv(65536), b""))
+
+
+POST = b"POST /tokenize HTTP/1.1\r\nHost: x\r\n"
+GET = b"GET /health HTTP/1.1\r\n"
+
+
+@pytest.mark.parametrize(
+    "sent,why",
+    [
+        (b"garbage\r\n\r\n", "illegal request line"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", "illegal request line"),
+        (POST + b"Content-Length: abc\r\n\r\n", "bad Content-Length"),
+        (POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}", "conflicting Content-Length"),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", "illegal chunk header"),
+        (GET + b"Host: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "illegal chunk header"),
+        (GET + b"\r\n", "Missing mandatory Host: header"),
+    ],
+)
+def test_what_is_not_http_gets_an_error_in_json(
+    busy: Served, caplog: pytest.LogCaptureFixture, sent: bytes, why: str
+) -> None:
+    head, body = exchange(busy, sent).split(b"\r\n\r\n", 1)
+    assert head.startswith(b"HTTP/1.1 400 ") and b"content-type: application/json" in head
+    error = json.loads(body)["error"]
+    assert error["message"].startswith(f"the request is not valid HTTP: {why}")
+    assert "bytearray" not in error["message"] and error["type"] == "invalid_request_error"
+    assert busy.http.get("/health").status_code == 200
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 def test_bodies_and_headers_have_a_limit(engines: Callable[..., Engine]) -> None:
     served = Served(engines(None, parallel=2), body_limit=1000)
     try:
