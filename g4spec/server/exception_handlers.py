@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from g4spec.errors import G4Error
@@ -54,6 +54,7 @@ EXCEPTION_HANDLERS: dict[Any, Any] = {
     G4Error: _error,
     HTTPException: _http,
     ClientDisconnected: _disconnected,
+    ClientDisconnect: _disconnected,
     500: _unexpected,
 }
 """Handlers by exception type or status, for Starlette."""

@@ -30,7 +30,7 @@ from g4spec.server import run
 from g4spec.server.app import create_app
 from g4spec.server.middleware import JsonLogFormatter
 from g4spec.server.service import Service, Settings
-from tests.server.running_server import Served
+from tests.server.running_server import Served, wait
 
 ROOT = Path(__file__).resolve().parents[2]
 POSTS = [
@@ -213,6 +213,18 @@ def test_what_is_not_http_gets_an_error_in_json(
     assert "bytearray" not in error["message"] and error["type"] == "invalid_request_error"
     assert busy.http.get("/health").status_code == 200
     assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_client_that_leaves_before_its_body_ends_is_no_error(
+    busy: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("g4spec.server").setLevel(logging.INFO)
+    with socket.create_connection(("127.0.0.1", busy.listeners[0].getsockname()[1])) as client:
+        client.sendall(POST + b"Content-Length: 50\r\n\r\n{}")
+        wait(lambda: len(busy.server.server_state.tasks))
+    wait(lambda: not busy.server.server_state.tasks)
+    lines = [json.loads(JsonLogFormatter().format(record)) for record in caplog.records]
+    assert [line["status"] for line in lines] == [499]
 
 
 def test_bodies_and_headers_have_a_limit(engines: Callable[..., Engine]) -> None:
