@@ -28,6 +28,7 @@ from g4spec.errors import EnvironmentProblem, G4Error
 from g4spec.server import app as single_model
 from g4spec.server import bodies, fields, page, server_info
 from g4spec.server.conversations import Conversations
+from g4spec.server.exception_handlers import EXCEPTION_HANDLERS
 from g4spec.server.json_response import JsonResponse
 from g4spec.server.middleware import create_middleware, error_response
 from g4spec.server.model_folder import Model
@@ -166,12 +167,12 @@ class ModelRouter:
 
     async def _answer(self, method: str, path: str, name: str | None) -> Any:
         """Return the response of a router endpoint, or None if a model must answer."""
+        route = next((each for each in ROUTER_ROUTES if path == each.path), None)
+        if route is not None and method not in (route.methods or ()):
+            raise RequestError(405, f"{path} does not accept {method}; see GET /openapi.json")
         if method == "GET":
             return self._answer_get(path, name)
-        route = next(
-            (each for each in ROUTER_ROUTES if path == each.path and method == "POST"), None
-        )
-        if route is None:
+        if route is None or method != "POST":
             return None
         if name is None:
             raise RequestError(400, "model: name the model to load or unload", param="model")
@@ -444,4 +445,5 @@ def create_app(found: ModelRouter, **more: Any) -> Starlette:
         routes=[Mount("/", found)],
         middleware=create_middleware(**more),
         lifespan=lifespan,
+        exception_handlers={500: EXCEPTION_HANDLERS[500]},
     )

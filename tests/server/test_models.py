@@ -63,7 +63,7 @@ class ModelLoader:
 class ModelServer:
     """A folder of models behind HTTP."""
 
-    def __init__(self, folder: Path, room: ModelLoader, **more: Any) -> None:
+    def __init__(self, folder: Path, room: model_router.Load, **more: Any) -> None:
         self.models = model_router.ModelRouter(find_models(folder), room, **more)
         address, ready = run.ServerAddress(port=0), threading.Event()
         listeners = run.listen(address)
@@ -328,6 +328,30 @@ def test_a_request_can_follow_one_that_gave_up_at_once(folder: Path) -> None:
 
     asyncio.run(work())
     assert room.opened == ["first", "second"]
+
+
+def test_wrong_methods_and_unexpected_errors(folder: Path) -> None:
+    """Both get an error in JSON, as from a server of one model."""
+
+    def broken(*_: Any) -> Service:
+        raise RuntimeError("SECRET")
+
+    served = ModelServer(folder, broken, max_loaded=1)
+    try:
+        for method, path in (
+            ("POST", "/models/events"),
+            ("GET", "/models/load"),
+            ("DELETE", "/models/unload"),
+        ):
+            response = served.http.request(method, path, params={"model": "first"})
+            assert response.status_code == 405, response.text
+            assert f"{path} does not accept {method}" in response.json()["error"]["message"]
+        response = served.http.post("/v1/completions", json=ASK)
+        error = response.json()["error"]
+        assert response.status_code == 500 and error["type"] == "server_error"
+        assert "see the server's log" in error["message"] and "SECRET" not in response.text
+    finally:
+        served.stop()
 
 
 def test_a_stream_that_waits_for_its_model(folder: Path) -> None:
