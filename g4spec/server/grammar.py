@@ -78,12 +78,12 @@ class Vocabulary:
         failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(text, self._tokens)
         if failed:
             raise InputError(
-                "the grammar or JSON schema cannot be used", found=_first_line(messages[0])
+                "the grammar or JSON schema cannot be used", found=_reason(messages[0])
             )
         matcher = llguidance.LLMatcher(self._tokens, text, log_level=0)
         if matcher.is_error():
             raise InputError(
-                "the grammar or JSON schema cannot be used", found=_first_line(matcher.get_error())
+                "the grammar or JSON schema cannot be used", found=_reason(matcher.get_error())
             )
         with self._lock:
             self._cache[text] = matcher
@@ -216,7 +216,7 @@ class Mask:
         return allowed
 
     def _matcher_error(self, matcher: llguidance.LLMatcher) -> InputError:
-        return InputError("the grammar parser failed", found=_first_line(matcher.get_error()))
+        return InputError("the grammar parser failed", found=_reason(matcher.get_error()))
 
 
 class ThinkingBudget:
@@ -283,8 +283,11 @@ def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return next(i for i in range(start, n) if a[i] != b[i])
 
 
-def _first_line(message: str) -> str:
-    return message.strip().splitlines()[0][:300] if message.strip() else "no reason given"
+def _reason(message: str) -> str:
+    """Return the first line of a message; of an invalid regex, also what is wrong with it."""
+    first, *others = message.strip().splitlines() or ["no reason given"]
+    why = [line.removeprefix("error:") for line in others if line.startswith("error: ")]
+    return "".join([first, *why])[:300]
 
 
 # ---- grammars of requests
@@ -312,7 +315,7 @@ def to_lark(grammar: str) -> str:
         if type(error) in (Exception, gbnf_to_lark.GbnfToLarkError, ValueError, RecursionError):
             fix = "correct it, or begin it with `%llguidance {}` if it is Lark"
             raise InputError(
-                "the grammar is not valid GBNF", found=_first_line(str(error)), fix=fix
+                "the grammar is not valid GBNF", found=_reason(str(error)), fix=fix
             ) from None
         raise
 

@@ -333,6 +333,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "not cannot be enforced",
     ),
     "grammar": ({"grammar": "root ::= x\n"}, "not valid GBNF"),
+    "pattern": (
+        {"json_schema": {"type": "string", "pattern": "["}},
+        "regex parse error: unclosed character class$",
+    ),
     "both": (
         {"grammar": 'root ::= "x"\n', "response_format": {"type": "json_object"}},
         "exclude each other",
