@@ -201,10 +201,10 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class Part(Loose):
-    """A part of a message's content."""
+    """A part of a message's content; one of type text must have `text`."""
 
     type: str
-    text: str = ""
+    text: str | None = None
 
 
 class CalledFunction(Body):

@@ -199,11 +199,15 @@ def _text(content: Any, where: str) -> str:
     """Return the content of a message; join text parts with line breaks."""
     if content is None or isinstance(content, str):
         return content or ""
-    for part in content:
+    for i, part in enumerate(content):
         if part["type"] not in ("text", "input_text", "output_text"):
+            kind = f"{part['type']:.60}"
             raise RequestError(
-                400, f"{where}: {part['type']} is not supported, only text", param=where
+                400, f"{where}[{i}]: {kind} is not supported, only text", param=f"{where}[{i}]"
             )
+        if part.get("text") is None:
+            name = f"{where}[{i}].text"
+            raise RequestError(400, f"{name}: missing; it is required", param=name)
     return "\n".join(part["text"] for part in content)
 
 

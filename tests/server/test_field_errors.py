@@ -48,6 +48,13 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
         "messages[0].content[0].text",
         "expected a string, found 5",
     ),
+    (CHAT, user([{"type": "text"}]), "messages[0].content[0].text", "missing; it is required"),
+    (
+        CHAT,
+        user([{"type": "image_url", "image_url": {"url": "x"}}]),
+        "messages[0].content[0]",
+        "image_url is not supported, only text",
+    ),
     (
         CHAT,
         called(3),
