@@ -30,9 +30,10 @@ async def _error(request: Request, error: Exception) -> Response:
 
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    path = f"{request.url.path:.200}"
     what = {
-        404: f"no endpoint at {request.url.path}; GET /openapi.json lists all",
-        405: f"{request.url.path} does not accept {request.method}; see GET /openapi.json",
+        404: f"no endpoint at {path}; GET /openapi.json lists all",
+        405: f"{path} does not accept {request.method}; see GET /openapi.json",
     }
     return await _refused(
         request, RequestError(error.status_code, what.get(error.status_code, error.detail))

@@ -235,7 +235,7 @@ class ModelRouter:
         if name not in self.all:
             raise RequestError(
                 404,
-                f"the model {name!r} is not served here, only {', '.join(self.all)}",
+                f"the model {name!r:.80} is not served here, only {', '.join(self.all)}",
                 param="model",
                 code="model_not_found",
             )

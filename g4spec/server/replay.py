@@ -158,7 +158,7 @@ class ReplayStore:
             if name not in ("conv_id", "from", "model"):
                 raise RequestError(
                     400,
-                    f"unknown query parameter {name}; remove it",
+                    f"unknown query parameter {name:.80}; remove it",
                     param=name,
                     code="unknown_field",
                 )

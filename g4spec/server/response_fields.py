@@ -240,7 +240,10 @@ def followed(query: Mapping[str, str], streamed: bool) -> int | None:
     for name, value in query.items():
         if name not in known:
             raise RequestError(
-                400, f"unknown query parameter {name}; remove it", param=name, code="unknown_field"
+                400,
+                f"unknown query parameter {name:.80}; remove it",
+                param=name,
+                code="unknown_field",
             )
         if known[name] and value not in known[name]:
             raise RequestError(

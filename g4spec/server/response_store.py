@@ -110,7 +110,7 @@ class ResponseStore:
         if record is None or record.owner != owner:
             raise RequestError(
                 404,
-                f"there is no response {name!r}: it was not stored, was deleted, or was "
+                f"there is no response {name!r:.80}: it was not stored, was deleted, or was "
                 "evicted for newer ones",
                 code="response_not_found",
             )
@@ -157,7 +157,9 @@ class ResponseStore:
                 if item["id"] == name:
                     return item
         raise RequestError(
-            400, f"item_reference: there is no item {name!r} in the stored responses", param="input"
+            400,
+            f"item_reference: there is no item {name!r:.80} in the stored responses",
+            param="input",
         )
 
     def list_items(self, record: Record, query: Any) -> Json:
@@ -171,7 +173,7 @@ class ResponseStore:
             if name not in known:
                 raise RequestError(
                     400,
-                    f"unknown query parameter {name}; remove it",
+                    f"unknown query parameter {name:.80}; remove it",
                     param=name,
                     code="unknown_field",
                 )
@@ -184,7 +186,7 @@ class ResponseStore:
         if (after := query.get("after")) is not None:
             at = next((i for i, item in enumerate(found) if item["id"] == after), None)
             if at is None:
-                raise RequestError(400, f"after: there is no item {after!r}", param="after")
+                raise RequestError(400, f"after: there is no item {after!r:.80}", param="after")
             found = found[at + 1 :]
         page = found[: int(limit)]
         return {

@@ -169,7 +169,7 @@ class Service:
         if name is not None and name not in known:
             raise RequestError(
                 404,
-                f"the model {name!r} is not served here, only {', '.join(known)}",
+                f"the model {name!r:.80} is not served here, only {', '.join(known)}",
                 param="model",
                 code="model_not_found",
             )

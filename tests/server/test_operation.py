@@ -179,6 +179,17 @@ def test_paths_and_methods(busy: Served) -> None:
         assert response.json()["error"]["message"] and "x-request-id" in response.headers
 
 
+def test_messages_repeat_only_the_beginning_of_long_names(busy: Served) -> None:
+    long = "x" * 5000
+    for path in (f"{long}", f"v1/models/{long}", f"v1/responses/{long}", f"v1/stream?{long}=1"):
+        response = busy.http.get(f"/{path}")
+        assert response.status_code in (400, 404)
+        assert "xxx" in response.json()["error"]["message"]
+        assert len(response.json()["error"]["message"]) < 300, path
+    error = busy.refused("/tokenize", {"content": "x", "model": "x" * 10**6}, 404)
+    assert len(error["message"]) < 200
+
+
 def exchange(served: Served, sent: bytes) -> bytes:
     """Send bytes; return the answer until the server closes the connection."""
     with socket.create_connection(("127.0.0.1", served.listeners[0].getsockname()[1])) as client:
