@@ -396,6 +396,24 @@ def test_the_query_of_a_get_may_name_the_model(busy: Served) -> None:
         assert busy.http.get("/props", params={"model": name}).status_code == 200
 
 
+def test_empty_stop_strings_are_ignored(busy: Served) -> None:
+    """They are in every text, so they would end all of them at once."""
+    body = {"prompt": "import os\n", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    (plain,) = busy.post("/v1/completions", **body)["choices"]
+    assert plain["finish_reason"] == "length" and len(plain["text"]) > 3
+    stop = plain["text"][3]
+    for empty in ("", [""], ["", ""]):
+        assert busy.post("/v1/completions", **body, stop=empty)["choices"] == [plain]
+    (cut,) = busy.post("/v1/completions", **body, stop=["", stop])["choices"]
+    assert cut["finish_reason"] == "stop"
+    assert cut["text"] == plain["text"][: plain["text"].index(stop)]
+    native = busy.post("/completion", **body, stop=["", stop])
+    assert (native["stopping_word"], native["generation_settings"]["stop"]) == (stop, [stop])
+    ask = {"max_tokens": 5, "temperature": 0, "ignore_eos": True, "messages": HELLO}
+    answer = busy.post("/v1/messages", **ask, stop_sequences=[""])
+    assert answer["stop_reason"] == "max_tokens" and answer["usage"]["output_tokens"] == 5
+
+
 def test_unsupported_completions_are_refused(busy: Served) -> None:
     for more, message in (
         ({"best_of": 2}, "best_of"),
