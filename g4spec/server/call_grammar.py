@@ -35,6 +35,9 @@ any_array: "[" (any ("," any)*)? "]"
 MAX_RULES = 20_000
 """Maximum number of rules per request; expanding self-referencing schemas could be endless."""
 
+MAX_DEPTH = 100
+"""Maximum nesting of values: a schema that contains itself without a rule of its own is endless."""
+
 MAX_UNORDERED_KEYS = 64
 """Maximum number of keys in any order; llguidance rule parameters have this many bits."""
 
@@ -93,6 +96,7 @@ class _Rules:
         self._delimiter = f"<[{delimiter}]>"
         self._count = 0
         self._resolver = Resolver({}, strict=False, where="")
+        self._depth = 0
         self._reference_rules: dict[str, str] = {}  # rules by $ref pointer
 
     def arguments(self, function: Function) -> str:
@@ -130,6 +134,15 @@ class _Rules:
 
     def _value(self, schema: Schema | bool) -> str:
         """Add the rule of a value; return its name."""
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise self._resolver.error(f"more than {MAX_DEPTH} levels deep, or endless")
+        try:
+            return self._rule(schema)
+        finally:
+            self._depth -= 1
+
+    def _rule(self, schema: Schema | bool) -> str:
         if (pointer := self._resolver.pointer(schema)) is not None:
             return self._reference(pointer)
         if (branches := self._resolver.branches(schema)) is not None:

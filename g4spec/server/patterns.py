@@ -59,7 +59,7 @@ def within_bounds(value: Any, schema: Mapping[str, Any]) -> bool:
         "maximum": operator.le,
         "exclusiveMinimum": operator.gt,
         "exclusiveMaximum": operator.lt,
-        "multipleOf": lambda a, b: a % b == 0,
+        "multipleOf": lambda a, b: b != 0 and a % b == 0,
     }
     return all(check(value, schema[k]) for k, check in checks.items() if schema.get(k) is not None)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from itertools import combinations
 from typing import Any
 
 from g4spec.errors import InputError, Unsupported
@@ -19,6 +18,9 @@ TYPES = ("string", "object", "array", "number", "integer", "boolean", "null")
 
 DEPTH = 64
 """Maximum nesting of a schema; protects against accidental and malicious recursion."""
+
+STEPS = 50_000
+"""Maximum number of schemas and pairs of schemas to look at: alternatives can multiply."""
 
 _TYPE_KEYWORDS = {  # keywords that apply to one type
     "string": ("minLength", "maxLength", "pattern", "format"),
@@ -35,6 +37,15 @@ _TYPE_KEYWORDS = {  # keywords that apply to one type
 }
 _LOWER_BOUNDS = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
 _UPPER_BOUNDS = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
+_VALUE_TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
+    **dict.fromkeys((*_LOWER_BOUNDS, *_UPPER_BOUNDS), ((int, float), "a number")),
+    **dict.fromkeys(("properties", "patternProperties"), (Mapping, "an object")),
+    "multipleOf": ((int, float), "a number"),
+    "enum": (list, "a list"),
+    "prefixItems": (list, "a list of schemas"),
+    "format": (str, "a string"),
+}
+"""Types of the values of keywords, with their names for errors; null is as if left out."""
 _ANNOTATIONS = (
     "title",
     "description",
@@ -76,6 +87,7 @@ class Resolver:
 
     def __init__(self, root: Schema, *, strict: bool, where: str) -> None:
         self._root, self._strict, self.where = root, strict, where
+        self._steps = 0
 
     # ---- errors
 
@@ -107,11 +119,11 @@ class Resolver:
     def branches(self, schema: Any) -> list[Any] | None:
         """Return the alternatives of a schema that consists only of anyOf or oneOf; else None."""
         keywords = _keywords(schema)
-        if keywords not in (["anyOf"], ["oneOf"]) and (
-            keywords != ["allOf"] or len(schema["allOf"]) != 1
-        ):
+        if keywords not in (["anyOf"], ["oneOf"], ["allOf"]):
             return None
         branches = self._list(schema, keywords[0])
+        if keywords == ["allOf"] and len(branches) != 1:
+            return None
         if keywords == ["oneOf"] and not _disjoint([self.options(b) for b in branches]):
             self.unsupported("oneOf with overlapping schemas", schema)
         return branches
@@ -140,6 +152,7 @@ class Resolver:
     def options(self, schema: Schema | bool, depth: int = 0) -> list[Schema]:
         """Expand a schema into plain alternatives, at least one of which a value must match."""
         schema = self._checked(schema)
+        self._count(1)
         if isinstance(schema, bool):
             return [{}] if schema else []
         if depth > DEPTH:
@@ -147,9 +160,6 @@ class Resolver:
         self.refuse(schema, "not", "if", "then", "else")
         own = {k: v for k, v in schema.items() if k not in ("$ref", "allOf", "anyOf", "oneOf")}
         own = {k: v for k, v in own.items() if k not in _ANNOTATIONS}
-        if "const" in own:
-            own["enum"] = [v for v in own.get("enum", [own["const"]]) if v == own["const"]]
-            del own["const"]
         options: list[Schema] = [self._typed(own)]
         parts = [self.target(self._pointer(schema))] if "$ref" in schema else []
         for part in (*parts, *self._list(schema, "allOf")):
@@ -167,7 +177,18 @@ class Resolver:
         options = self.options(schema)
         return options[0] if len(options) == 1 else {}
 
+    def _count(self, steps: int) -> None:
+        self._steps += steps
+        if self._steps > STEPS:
+            raise self.error("too many alternatives", expected=f"at most {STEPS} in all")
+
     def _typed(self, schema: dict[str, Any]) -> Schema:
+        for keyword in schema.keys() & _VALUE_TYPES:
+            types, expected = _VALUE_TYPES[keyword]
+            if schema[keyword] is None:
+                del schema[keyword]
+            elif not isinstance(schema[keyword], types):
+                raise self.error(keyword, expected=expected, found=f"{schema[keyword]!r:.80}")
         named = schema.get("type")
         names = named if isinstance(named, list) else [] if named is None else [named]
         wrong = [t for t in names if t not in TYPES]
@@ -175,8 +196,9 @@ class Resolver:
             if self._strict:
                 raise self.error("type", expected=" or ".join(TYPES), found=repr(wrong[0]))
             del schema["type"]
-        if "enum" in schema and not isinstance(schema["enum"], list):
-            raise self.error("enum", expected="a list", found=repr(schema["enum"]))
+        if "const" in schema:
+            value = schema.pop("const")
+            schema["enum"] = [v for v in schema.get("enum", [value]) if v == value]
         return schema
 
     def _list(self, schema: Schema, keyword: str) -> list[Any]:
@@ -196,6 +218,7 @@ class Resolver:
 
     def _intersect(self, left: list[Schema], right: list[Schema]) -> list[Schema]:
         """Intersect alternatives: values must match one of `left` and one of `right`."""
+        self._count(len(left) * len(right))
         return [both for a in left for b in right if (both := self._merge(a, b)) is not None]
 
     def _merge(self, a: Schema, b: Schema) -> Schema | None:
@@ -218,6 +241,7 @@ class Resolver:
         if keyword in (*_LOWER_BOUNDS, *_UPPER_BOUNDS):
             return max(x, y) if keyword in _LOWER_BOUNDS else min(x, y)
         if keyword == "required":
+            x, y = (names if isinstance(names, list) else [] for names in (x, y))
             return [*x, *(name for name in y if name not in x)]
         if keyword == "enum":
             return [value for value in x if value in y]
@@ -289,8 +313,16 @@ def _allows(types: list[str], t: str) -> bool:
 
 def _disjoint(branches: list[list[Schema]]) -> bool:
     """Return True if types and enum values show that no value matches two branches."""
-    tags = [{tag for option in branch for tag in _tags(option)} for branch in branches]
-    return not any(_overlap(x, y) for a, b in combinations(tags, 2) for x in a for y in b)
+    seen: set[tuple[str, ...]] = set()
+    types: set[str] = set()  # of all branches before
+    for branch in branches:
+        own = {tag for option in branch for tag in _tags(option)}
+        for kind, *value in own:
+            if (kind, *value) in seen or (kind,) in seen or (not value and kind in types):
+                return False
+        seen |= own
+        types |= {kind for kind, *_ in own}
+    return True
 
 
 def _tags(schema: Schema) -> list[tuple[str, ...]]:
@@ -298,7 +330,3 @@ def _tags(schema: Schema) -> list[tuple[str, ...]]:
     types = ["number" if t == "integer" else t for t in types_of(schema)]
     values = [json.dumps(v, sort_keys=True) for v in schema.get("enum", ())]
     return [(t, v) for t in types for v in values] if "enum" in schema else [(t,) for t in types]
-
-
-def _overlap(x: tuple[str, ...], y: tuple[str, ...]) -> bool:
-    return x[0] == y[0] and (len(x) == 1 or len(y) == 1 or x == y)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -277,12 +278,36 @@ def test_unenforceable_schemas_are_refused_when_strict(
         {**objects(), "required": ["a"], "additionalProperties": False},
         objects(a={"type": "array", "minItems": 3, "maxItems": 1}),
         objects(a={"type": "array", "minItems": -1}),
+        objects(a={"allOf": 3}),
+        objects(a={"allOf": [{"minLength": "x"}, {"minLength": 3}]}),
+        objects(a={"allOf": [{"properties": 3}, {"properties": {}}]}),
+        objects(a={"const": 1, "enum": 3}),
+        objects(a={"type": "string", "format": ["date"]}),
+        {**objects(a={"enum": [1], "multipleOf": 0}), "required": ["a"]},
+        objects(a={"enum": [1], "multipleOf": "x"}),
+        {"type": "object", "patternProperties": []},
+        {"$defs": {"a": objects(b={"$ref": "#/$defs/a", "maxItems": 1})}, "$ref": "#/$defs/a"},
+        objects(a={"allOf": [{"anyOf": [{"minimum": i} for i in range(9)]}] * 12}),
         {"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, {}]}}, "$ref": "#/$defs/a"},
     ],
 )
 def test_invalid_schemas_are_refused(schema: Any) -> None:
     with pytest.raises(InputError, match="f"):
         grammar.whole_text(MARKS, calls=[Function("f", parameters=schema)])
+
+
+def test_alternatives_that_multiply_are_refused_at_once() -> None:
+    """The server answers nothing else meanwhile."""
+    chain: dict[str, Any] = {
+        f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 8} for i in range(12)
+    }
+    schema = {"$defs": {**chain, "a12": {"type": "string"}}, "$ref": "#/$defs/a0"}
+    began = time.perf_counter()
+    with pytest.raises(InputError, match="too many alternatives"):
+        grammar.whole_text(MARKS, calls=[Function("f", parameters=schema)])
+    constants = objects(a={"oneOf": [{"const": f"{i}"} for i in range(3000)]})
+    grammar.whole_text(MARKS, calls=[Function("f", parameters=constants, strict=True)])
+    assert time.perf_counter() - began < 5, "3,000 constants take 12 seconds if compared pairwise"
 
 
 def test_invalid_function_names_are_refused(vocabulary: Vocabulary) -> None:
