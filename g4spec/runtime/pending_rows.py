@@ -21,7 +21,7 @@ MAX_LAG = 1024
 more than the draft can gain."""
 
 MAX_BYTES = 512 << 20
-"""Maximum memory of the rows of all sequences, in float32."""
+"""Maximum memory of the rows of all sequences, in float32, unless those of one step need more."""
 
 MAX_ROWS_AT_ONCE = 512
 """Maximum number of rows of all sequences with which the draft is updated at a time, if each has
@@ -56,6 +56,10 @@ class PendingRows:
                 kept[: n - first] = new[first:]
         self._next += n
         return range(self._next - n, self._next)
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._rows = ()
 
     def overrun(self, sequence: Sequence, more: int) -> bool:
         """Return True if the draft of a sequence lags too far behind, or would lose rows if `more`

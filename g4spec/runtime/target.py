@@ -62,9 +62,10 @@ class Target:
         return self._per_position * position + rings
 
     def close(self) -> None:
-        """Free weights and caches."""
+        """Free weights, caches and pending rows."""
         self.caches = []
         self.model.w = {}
+        self.pending.close()
 
     def embed(self, ids: torch.Tensor, scale: float | None = None) -> torch.Tensor:
         """Return token embeddings [T] -> [T, H], times `scale` (default: sqrt(H))."""

@@ -257,9 +257,11 @@ def test_close_ends_everything_and_frees_the_weights(texts: list[str]) -> None:
     done, half = on.submit(PROMPTS[0], OPTIONS), on.submit(PROMPTS[1], OPTIONS)
     list(done)
     draft: Any = on.draft
-    held = [weakref.ref(x) for x in (*on.target.model.w.values(), *draft.w.values())]
+    weights, rows = (*on.target.model.w.values(), *draft.w.values()), on.target.pending._rows
+    held = [weakref.ref(x) for x in (*weights, *rows)]
+    assert len(rows) == 2
     held += [weakref.ref(kv._rows) for kv in (*on.target.caches, *draft.caches)]
-    del draft
+    del draft, weights, rows
     with on:
         pass
     gc.collect()
