@@ -25,9 +25,9 @@ CREDIT = 4
 draft turns bad. With 4 steps `auto` is nearly as fast as without a limit, with 2 it is not
 (`benchmarks/auto_lengths.py`)."""
 
-RISK = 0.5
-"""Fraction of the credit that a cycle of one request may risk, so that a second failure does not
-end drafting. For n requests, which seldom all fail at once, it is RISK ** (1 / n)."""
+RISK, FULL = 0.5, 0.9
+"""Fraction of the credit that a cycle may risk, so that a second failure does not end drafting; and
+fraction of the maximum credit from which it may risk all, as many drafts take several steps."""
 
 SPIKE = 1.5
 """Limit of a cycle's time, as a multiple of its predicted time. Beyond that the machine was busy
@@ -139,8 +139,8 @@ class DraftLengthPolicy:
     The plan is the one with the most expected tokens per second (`BatchPlanner.best`) among those
     whose complete loss is affordable. All requests wait for the drafts of each. So the extra time
     of a cycle, compared with a cycle in which no `auto` request drafts (its *base*), must be
-    covered by the credit of the engine and by that of every request in the batch (by a part of it,
-    `RISK`, for more than one token per request). Credit starts at 0, earns `MARGIN` of all time
+    covered by the credit of the engine and by that of every request in the batch (by `RISK` of it,
+    or a `FULL` one, for more than one token each). Credit starts at 0, earns `MARGIN` of all time
     without such drafts and all time that drafts save, and pays for what they lose; the credit of a
     request starts with the value of the engine's. So after every cycle decoding has taken at most 1
     + `MARGIN` times the time without `auto`: for the engine, and, beyond its initial credit, for
@@ -150,9 +150,8 @@ class DraftLengthPolicy:
 
     The bound has a price. If a draft of one token costs 1.2 steps, a new engine drafts for the
     first time after 9 tokens. A request whose draft is never accepted, or that drafts a fixed
-    number,
-    gains nothing from the drafts of others: while it runs they continue only at the rate that
-    `MARGIN` of its time pays for. No rule with this bound can do better.
+    number, gains nothing from the drafts of others: while it runs they continue only at the rate
+    that `MARGIN` of its time pays for. No rule with this bound can do better.
 
     Args:
         padded: see `CycleCosts`.
@@ -367,7 +366,7 @@ class BatchPlanner:
         If some requests gain much from their drafts, others may lose by waiting for them. If the
         best plan is not affordable, the next candidate is the best one in which no request is
         expected to lose: other plans, however cheap, would spend the credit that is being saved for
-            the best.
+        the best.
         """
         plain = self.plan(self._fixed)
         equal = self._costs.padded or len(self._auto) == 1
@@ -402,7 +401,7 @@ class BatchPlanner:
         expected = sum([t[n] for t, n in zip(self._tokens, counts, strict=True)])
         extra = seconds - (1 + MARGIN) * self._base
         several = any(counts[i] > 1 for i in self._auto)
-        risked = extra / RISK ** (1 / len(self._auto)) if several else extra
+        risked = min(extra / RISK, max(extra, FULL * CREDIT * self._base)) if several else extra
         return BatchPlan(counts, seconds, expected / seconds, risked)
 
     def _slowed_requests(self, plan: BatchPlan) -> list[int]:

@@ -276,7 +276,12 @@ def test_a_plan_that_is_never_affordable_is_not_saved_for(padded: bool) -> None:
 def test_drafts_of_many_texts_that_cost_three_steps_are_used() -> None:
     """Times of 16 texts of a 31B on an H200, at about 700 tokens; 5 drafted tokens are accepted."""
     costs = {0: 7.0, 1: 14.3, 2: 22.8, 3: 22.8, 4: 34.0, 7: 34.0, 8: 55.0, 15: 55.0}
-    run = Simulation({(16, count): seconds for count, seconds in costs.items()}, padded=True)
+    noise = random.Random(1)
+    run = Simulation(
+        {(16, count): seconds for count, seconds in costs.items()},
+        padded=True,
+        slower=lambda: noise.uniform(0.95, 1.05),
+    )
     for _ in range(50):
         run.lengths.acceptance.observe(15, 5)
     for _ in range(16):
@@ -284,8 +289,7 @@ def test_drafts_of_many_texts_that_cost_three_steps_are_used() -> None:
     run.run(400)
     before = run.seconds, run.tokens
     run.run(100)
-    assert run.tokens - before[1] == 16 * 4 * 100
-    assert run.seconds - before[0] == pytest.approx(22.8 * 100)
+    assert (run.tokens - before[1]) / (run.seconds - before[0]) > 1.2 * 16 / 7.0
 
 
 @BACKENDS
