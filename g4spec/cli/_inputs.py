@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from contextlib import nullcontext
@@ -49,10 +48,9 @@ def parse_ids(text: str, where: str) -> list[int]:
 
 def cache_folder() -> Path:
     """Return the folder of the cache of converted drafts."""
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not base.is_absolute():  # to be ignored, says the XDG specification
-        base = Path.home() / ".cache"
-    return base / "g4spec" / "drafts"
+    from g4spec.gguf import user_cache
+
+    return user_cache.folder("drafts")
 
 
 def check_exists(*models: Path | str | None) -> None:

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from g4spec.errors import G4Error, InputError
-from g4spec.gguf import regular_files
+from g4spec.gguf import regular_files, user_cache
 from g4spec.gguf.atomic import atomic_write, remove_stale
 from g4spec.runtime.cuda.build.nvrtc import Cubin, Resources
 
@@ -27,10 +27,7 @@ STARTS = (b"\x7fELF", b"//")
 
 def folder() -> Path:
     """Return the folder of compiled kernels."""
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not base.is_absolute():  # to be ignored, says the XDG specification
-        base = Path.home() / ".cache"
-    return base / "g4spec" / "kernels"
+    return user_cache.folder("kernels")
 
 
 def encode(cubin: Cubin) -> bytes:
