@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +165,14 @@ def _unpickled(kind: type[G4Error], text: str, attributes: dict[str, Any]) -> G4
     error = kind.__new__(kind, text)
     vars(error).update(attributes)
     return error
+
+
+@contextmanager
+def permitted(path: Path) -> Iterator[None]:
+    """Turn a PermissionError in this block into an EnvironmentProblem: `path` cannot be written."""
+    try:
+        yield
+    except PermissionError as error:
+        raise EnvironmentProblem(
+            f"cannot write {path}: permission denied", fix="choose another folder"
+        ) from error

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from g4spec.cli.render import Output
-from g4spec.errors import EnvironmentProblem, UsageError
+from g4spec.errors import UsageError, permitted
 
 RESULT_MARKS = (b'"schema": "g4spec.', b"<title>Draft lengths: ")
 """Bytes near the beginning of result files: JSON, HTML."""
@@ -25,27 +23,16 @@ def prepare(*paths: Path | None) -> None:
         raise UsageError(f"{written[0]} would be written twice", fix="choose different names")
     for path in paths:
         if path is not None:
-            with _permitted(path):
+            with permitted(path):
                 _check_file(path)
 
 
 def check_folder(folder: Path) -> None:
     """Raise UsageError if the folder for results, or a folder above it, is a file, and
     EnvironmentProblem if it cannot be written to, or created."""
-    with _permitted(folder):
+    with permitted(folder):
         if not os.access(_existing(folder), os.W_OK):
             raise PermissionError
-
-
-@contextmanager
-def _permitted(path: Path) -> Iterator[None]:
-    """Turn a PermissionError in this block into one that says that `path` cannot be written."""
-    try:
-        yield
-    except PermissionError as error:
-        raise EnvironmentProblem(
-            f"cannot write {path}: permission denied", fix="choose another folder"
-        ) from error
 
 
 def _existing(folder: Path) -> Path:

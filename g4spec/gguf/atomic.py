@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from g4spec.errors import EnvironmentProblem, InputError, UsageError
+from g4spec.errors import EnvironmentProblem, InputError, UsageError, permitted
 
 try:
     import fcntl
@@ -42,25 +42,18 @@ def check_writable(path: Path) -> None:
 
 def _check_place(path: Path) -> None:
     """Raise InputError or EnvironmentProblem if no file can be written to `path`."""
-    try:
-        _check_kind(path)
-    except PermissionError as error:
-        raise EnvironmentProblem(
-            f"cannot write {path}: permission denied", fix="choose another folder"
-        ) from error
-
-
-def _check_kind(path: Path) -> None:
-    if path.is_dir():
-        raise InputError(f"{path} is a folder", expected="the name of a file to write")
-    if path.exists() and not path.is_file():
-        raise InputError(f"{path} is a device or pipe", expected="the name of a file to write")
-    if path.exists() and not path.stat().st_mode & 0o222:
-        raise EnvironmentProblem(
-            f"cannot write {path}: it is read-only", fix="choose another name, or make it writable"
-        )
-    if not path.parent.is_dir():
-        raise InputError(f"{path.parent}: no such folder", fix="create it first")
+    with permitted(path):
+        if path.is_dir():
+            raise InputError(f"{path} is a folder", expected="the name of a file to write")
+        if path.exists() and not path.is_file():
+            raise InputError(f"{path} is a device or pipe", expected="the name of a file to write")
+        if path.exists() and not path.stat().st_mode & 0o222:
+            raise EnvironmentProblem(
+                f"cannot write {path}: it is read-only",
+                fix="choose another name, or make it writable",
+            )
+        if not path.parent.is_dir():
+            raise InputError(f"{path.parent}: no such folder", fix="create it first")
 
 
 @contextmanager
