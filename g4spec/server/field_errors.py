@@ -26,7 +26,7 @@ EXPECTED = {
     "list[int]": "a list of integers",
     "list[list[int]]": "a list of lists of integers",
 }
-"""What is allowed, by the type of an error, or by the branch of a union if its value is no list."""
+"""Allowed values, by the type of an error, or by the branch of a union if its value is no list."""
 
 MAX_ERRORS = 20_000
 """Maximum number of errors to read: pydantic reads all or none, and each takes microseconds."""
