@@ -49,7 +49,7 @@ class Layer:
             buffer.fill_(torch.nan)
         for hidden in (b.hidden, b.dense_hidden):
             hidden.fill_(0xFF)
-        self.gpu(x, *(rows.rms_norm_rows(x, w, EPS, fragments=True) for w in self.before))
+        self.gpu(x, *(rows.rms_norm_rows(x, w, EPS, single=True) for w in self.before))
         assert not torch.equal(b.arrived, torch.zeros_like(b.arrived))
         out, normed = torch.empty_like(x), rows.empty(len(x), x.shape[1], x.device)
         self.gpu.finish(x, self.following, out, normed)
@@ -347,7 +347,7 @@ def test_in_a_graph(layer: Layer, count: int) -> None:
     def step() -> torch.Tensor:
         y = x
         for _ in range(3):
-            layer.gpu(y, *(rows.rms_norm_rows(y, w, EPS, fragments=True) for w in layer.before))
+            layer.gpu(y, *(rows.rms_norm_rows(y, w, EPS, single=True) for w in layer.before))
             out, to = torch.empty_like(y), rows.empty(len(y), y.shape[1], y.device)
             layer.gpu.finish(y, layer.following, out, to)
             y = out

@@ -299,11 +299,11 @@ class CudaOps(Ops):
         end, out = Residual(e.post_attention, e.eps), torch.empty_like(x)
         to = None if next_norm is None else rows.empty(len(x), x.shape[1], x.device)
         norms = [e.ffn_norm, e.expert_norm]
-        y, (dense, routed) = end.rows(h, x, norms, fragments=True)
+        y, (dense, routed) = end.rows(h, x, norms, single=True)
         for at in range(0, len(x), layer.capacity):
             part, end_at = slice(at, at + layer.capacity), min(at + layer.capacity, len(x))
-            groups = at // GROUP_ROWS, rows.groups(end_at)
-            layer(y[part], dense.part(*groups), routed.part(*groups))
+            tiles, groups = (at // 8, -(-end_at // 8)), (at // GROUP_ROWS, rows.groups(end_at))
+            layer(y[part], dense.part(*tiles), routed.part(*tiles))
             layer.finish(y[part], next_norm, out[part], to and to.part(*groups))
         return out, to
 

@@ -61,8 +61,8 @@ Q4_K_SCRATCH, Q6_K_SCRATCH, Q6_K_UPPER_SCRATCH = 1664, 1152, 2048
 """Bytes of shared memory that a warp needs for the scales of a unit; Q4_K's are also Q5_K's."""
 MOE_TEAM_WARPS = 4
 """Warps of a team, which multiplies 128 weight rows."""
-MOE_COPY_WARPS = 2
-"""Warps of a CTA that copy: one weights, one activations."""
+MOE_COPY_WARPS = 3
+"""Warps of a CTA that copy: one weights, two activations."""
 MOE_MAX_ROWS = 128
 """Maximum rows for which a launch computes a layer with experts."""
 MOE_COUNTERS = 1 + MOE_MAX_ROWS // 8 + MOE_MAX_ROWS // 4

@@ -7,7 +7,7 @@
 // Arguments of a step. Matrices are packed in groups of 128 rows, each expert separately; gate and
 // up matrices are interleaved in blocks of 16 rows.
 struct MoeStep {
-  const u8 *dense_rows, *rows;  // packed activations in groups of 8 NT rows: dense branch, experts
+  const u8 *dense_rows, *rows;  // packed activations in groups of 8 rows: dense branch, experts
   const float *x, *gate, *norm, *gains;
   const u8 *dense_up, *dense_down, *up, *down;
   u8 *dense_hidden, *hidden;  // [tile or visit][channels / 64][ACT_BYTES]
@@ -41,14 +41,13 @@ struct MoeConfig {
   using DenseUp = DenseUp_;
   using DenseDown = DenseDown_;
   static constexpr int EXPERTS = EXPERTS_, K = K_, ROWS = ROWS_, TEAMS = TEAMS_;
-  static constexpr int NT = ROWS <= TILE_ROWS ? 1 : 2;
   static constexpr bool MANY = ROWS > GROUP_ROWS;  // several groups of rows
   static_assert(ROWS <= MOE_MAX_ROWS, "counters and buffers are for at most so many rows");
   static constexpr int CONSUMERS = MOE_TEAM_WARPS * TEAMS, THREADS = 32 * (CONSUMERS + MOE_COPY_WARPS);
   using Router = RouterScores<EXPERTS, CONSUMERS, LOADS>;
   using Visits = Routing<EXPERTS, K, ROWS>;
   // Row tiles of the dense branch.
-  static DEVICE int tiles(int tokens) { return MANY ? (tokens + TILE_ROWS - 1) / TILE_ROWS : NT; }
+  static DEVICE int tiles(int tokens) { return (tokens + TILE_ROWS - 1) / TILE_ROWS; }
 
   template <class F>
   static constexpr int BLOCKS = F::UNIT / 64 * ACT_BYTES;  // bytes of a unit's rows x

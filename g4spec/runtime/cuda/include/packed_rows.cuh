@@ -4,7 +4,7 @@
 //
 // Up to 16 rows use the fragment layout: per block of 64 columns, the B fragments of mma.m16n8k16,
 // then the block's sums. More rows form groups of 16 in the swizzled layout (ldmatrix, wgmma): see
-// `swizzled_word_offset`.
+// `swizzled_word_offset`. The input of experts.cu is in groups of 8 in the fragment layout.
 #pragma once
 #include "ptx.cuh"
 
@@ -23,27 +23,26 @@ DEVICE int tiles_of(int rows) { return rows <= 8 ? 1 : 2; }
 
 // Position of row m of `rows` rows: row `row` of group `index`, which has `count` rows in `tiles`
 // tiles of 8. With more than 16 rows, groups of 16 follow each other, each of two tiles, in the
-// swizzled layout unless the caller asks for the fragment layout (the input of experts.cu).
+// swizzled layout. `single`: groups of one tile, in the fragment layout (the input of experts.cu).
 struct RowGroup {
   int index, row, count, tiles;
   bool swizzled;
 
-  DEVICE RowGroup(int m, int rows) : RowGroup(m, rows, rows > GROUP_ROWS) {}
-  DEVICE RowGroup(int m, int rows, bool swizzled) : swizzled(swizzled) {
-    index = m / GROUP_ROWS, row = m % GROUP_ROWS;
-    const int left = rows - index * GROUP_ROWS;
-    count = left < GROUP_ROWS ? left : GROUP_ROWS;
-    tiles = tiles_of(rows);
+  DEVICE RowGroup(int m, int rows, bool single = false) : swizzled(rows > GROUP_ROWS && !single) {
+    const int each = single ? 8 : GROUP_ROWS;
+    index = m / each, row = m % each;
+    const int left = rows - index * each;
+    count = left < each ? left : each;
+    tiles = single ? 1 : tiles_of(rows);
   }
   DEVICE RowGroup with_row(int other) const {
     RowGroup g = *this;
     g.row = other;
     return g;
   }
-  // Start of the group. `blocks`: blocks of 64 columns per row. All preceding groups have two
-  // tiles.
+  // Start of the group. `blocks`: blocks of 64 columns per row.
   DEVICE u8* start_of(u8* rows, int blocks) const {
-    return rows + (i64)index * blocks * (2 * ACT_BYTES);
+    return rows + (i64)index * blocks * tiles * ACT_BYTES;
   }
 };
 
@@ -125,7 +124,7 @@ struct QuadOffsets {
   // Row `own` of `width` values; offsets from the start of all rows.
   DEVICE QuadOffsets(const RowGroup& own, u32 width, u32 i)
       : QuadOffsets(own.tiles, own.row, i, own.swizzled ? width / 64 : 0) {
-    block = materialize(block + own.index * (width / 64 * (2 * ACT_BYTES)));
+    block = materialize(block + own.index * (width / 64 * (own.tiles * ACT_BYTES)));
   }
   // Offsets from the start of the row's group. `blocks`: blocks of a row in the swizzled layout,
   // else 0.

@@ -6,7 +6,8 @@
 // by one CTA (no sum crosses CTAs). The list depends on the routing only; each CTA takes every
 // gridDim-th product. Three warp roles walk through a CTA's list independently:
 //   WeightProducer      one warp copies weights into a ring of slots as soon as slots are free
-//   ActivationProducer  one warp copies the rows x of each tile, gathered by expert, once they exist
+//   ActivationProducer  two warps copy the rows x of each tile, gathered by expert, once they exist:
+//                       one to slots of even index, one to the others
 //   MathWarps           teams of four warps multiply, taking turns with slots, and add their sums
 //
 // Dependencies between products (up before down) are counters in global memory on which the producers
@@ -84,20 +85,23 @@ struct WeightProducer {
 template <class S>
 struct ActivationProducer {
   using C = typename S::Base;
+  static_assert(S::STAGES % 2 == 0, "a slot always belongs to the same warp");
   const MoeStep& w;
   RingCursor<S> at;
-  int lane;
+  int lane, parity;
 
-  // Fill slots with n tiles of rows: store(slot, unit, tile) for the units of each slot. The first
-  // tile follows the weights, the others fill a slot of their own.
+  // Fill this warp's slots with n tiles of rows: store(slot, unit, tile) for the units of each slot. The
+  // first tile follows the weights, the others fill a slot of their own.
   template <class F, class Store>
   DEVICE void fill(int units, int n, Store store) {
     constexpr int UNITS = C::template UNITS<F>, TILE = UNITS * C::template BLOCKS<F>;
     const auto fill_slot = [&](int offset, int unit, int first, int last) {
-      u8* to = at.slot() + offset;
-      mbarrier_wait(at.empty(), at.phase ^ 1);
-      for (int tile = first; tile < last; ++tile, to += TILE) store(to, unit, tile);
-      cp_async_mbarrier_arrive(at.full());
+      if (at.stage % 2 == parity) {
+        u8* to = at.slot() + offset;
+        mbarrier_wait(at.empty(), at.phase ^ 1);
+        for (int tile = first; tile < last; ++tile, to += TILE) store(to, unit, tile);
+        cp_async_mbarrier_arrive(at.full());
+      }
       at.next();
     };
     if (S::TILES > 1 && n > 1) {
@@ -127,48 +131,31 @@ struct ActivationProducer {
     });
   }
 
-  // Gather rows row(tile, 0) .. row(tile, count(tile) - 1) of an input in groups of 8 NT rows into n
-  // tiles of 8. A tile's other rows keep old data; their results are not used.
+  // Gather rows row(tile, 0) .. row(tile, count(tile) - 1) of an input in groups of 8 into n tiles of
+  // 8. A tile's other rows keep old data; their results are not used.
   template <class F, class Count, class Row>
   DEVICE void gather(const u8* rows, int n, Count count, Row row) {
-    constexpr int UNITS = C::template UNITS<F>, NT = C::NT, BLOCKS = UNITS * F::UNIT / 64;
-    constexpr int HALVES = (BLOCKS * 8 * NT + 31) / 32, SUMS = (BLOCKS * 8 + 31) / 32;
-    int from[HALVES], to[HALVES], sum_from[SUMS], sum_to[SUMS];  // offsets for row and column 0
-    const int word = lane % 8;                                   // which word of a row's sums
-    const int pitch = sum_word_offset(1, 1, word) - sum_word_offset(1, 0, word);
-#pragma unroll
-    for (int j = 0; j < HALVES; ++j) {  // halves: 16 or 8 bytes of a row
-      const int i = j * 32 + lane, block = i / (8 * NT), k16 = i / 4 % 4, t = i % 4;
-      const int pair = NT == 1 ? i / 4 % 2 : k16 / 2;
-      from[j] = block * ACT_BYTES * NT + ((NT == 1 ? pair : k16) * 32 + t) * 16;
-      to[j] = block * ACT_BYTES + (pair * 32 + t) * 16 + (NT == 1 ? 0 : k16 % 2 * 8);
-    }
-#pragma unroll
-    for (int j = 0; j < SUMS; ++j) {  // sums of 16 and of 32
-      const int block = j * 4 + lane / 8;
-      sum_from[j] = block * ACT_BYTES * NT + sum_word_offset(NT, 0, word);
-      sum_to[j] = block * ACT_BYTES + sum_word_offset(1, 0, word);
-    }
-    const int all = w.width / 64;
+    constexpr int BLOCKS = C::template UNITS<F> * F::UNIT / 64, PIECES = (BLOCKS * 8 + 31) / 32;
+    static_assert(S::TILES * TILE_ROWS <= 32, "a lane knows one row");
+    // A row has 8 pieces of 16 bytes and 8 words of sums in a block: offsets for row 0.
+    const int piece = lane % 8, pitch = sum_word_offset(1, 1, piece) - sum_word_offset(1, 0, piece);
+    const int halves = (piece / 4 * 32 + piece % 4) * 16, sums = sum_word_offset(1, 0, piece);
+    const int all = w.width / 64, of_tile = lane / TILE_ROWS, of_column = lane % TILE_ROWS;
+    const int own = of_tile < n && of_column < count(of_tile) ? row(of_tile, of_column) : 0;
     fill<F>(w.width / F::UNIT, n, [&](u8* to_tile, int unit, int tile) {
       const int first = unit * (F::UNIT / 64), columns = count(tile);
-      const u8* x = rows + first * ACT_BYTES * NT;
-      for (int column = 0; column < columns; ++column) {
-        int m = row(tile, column);
-        const u8* from_group = x;
-        if constexpr (C::MANY) {
-          from_group += m / GROUP_ROWS * (all * ACT_BYTES * NT);
-          m %= GROUP_ROWS;
+#pragma unroll
+      for (int column = 0; column < TILE_ROWS; ++column) {
+        if (column >= columns) break;
+        const int m = __shfl_sync(FULL_MASK, own, tile * TILE_ROWS + column);
+        const u8* from = rows + (m / TILE_ROWS * all + first) * ACT_BYTES;
+#pragma unroll
+        for (int j = 0; j < PIECES; ++j) {
+          const int block = j * 4 + lane / 8, at_block = block * ACT_BYTES;
+          if (block >= BLOCKS || first + block >= all) continue;
+          cp_async<16>(to_tile + at_block + halves + column * 64, from + at_block + halves + m % 8 * 64);
+          cp_async<4>(to_tile + at_block + sums + column * pitch, from + at_block + sums + m % 8 * pitch);
         }
-        const int m_at = m % 8 * 64 + m / 8 * 8;
-#pragma unroll
-        for (int j = 0; j < HALVES; ++j)
-          if (first + (j * 32 + lane) / (8 * NT) < all && j * 32 + lane < BLOCKS * 8 * NT)
-            cp_async<16 / NT>(to_tile + to[j] + column * 64, from_group + from[j] + m_at);
-#pragma unroll
-        for (int j = 0; j < SUMS; ++j)
-          if (first + j * 4 + lane / 8 < all && j * 4 + lane / 8 < BLOCKS)
-            cp_async<4>(to_tile + sum_to[j] + column * pitch, from_group + sum_from[j] + m * pitch);
       }
     });
   }
@@ -516,7 +503,7 @@ __global__ __launch_bounds__(32 * (MOE_TEAM_WARPS * TEAMS + MOE_COPY_WARPS)) voi
     if (ARCH < 900 || lane == 0) for_each_product(w, s, role);
   } else if (warp > C::CONSUMERS) {
     griddep_wait();
-    ActivationProducer<S> role = {w, {s}, lane};
+    ActivationProducer<S> role = {w, {s}, lane, (warp - C::CONSUMERS) % 2};
     for_each_product(w, s, role);
   } else {
     MathWarps<S> role = {w, {s}, warp, lane};

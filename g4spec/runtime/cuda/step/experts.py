@@ -207,13 +207,13 @@ class Experts:
         Args:
             x: the residual, input of the router, float32 [T, H], at most `capacity` rows.
             dense_rows, expert_rows: its norms, inputs of the two branches, in the layout of
-                `packed_rows.empty(.., fragments=True)`.
+                `packed_rows.empty(.., single=True)`.
         """
         s, b, index = self.shape, self.buffers, x.device.index
         assert x.shape == (len(dense_rows), s.width) and x.shape == (len(expert_rows), s.width)
-        assert not (dense_rows.swizzled or expert_rows.swizzled)
-        arch, most = launch.arch(index), 8 if dense_rows.tiles == 1 else GROUP_ROWS
-        most = self.capacity if dense_rows.groups > 1 else most
+        assert dense_rows.tiles == expert_rows.tiles == 1
+        arch = launch.arch(index)
+        most = next((n for n in (8, GROUP_ROWS) if len(x) <= n), self.capacity)
         assert len(x) <= most, (len(x), most)
         launch.kernel("experts.cu", instance(self.types, s, most, arch))(
             torch.cuda.get_device_properties(index).multi_processor_count,

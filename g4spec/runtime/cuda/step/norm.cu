@@ -99,13 +99,13 @@ DEVICE void write_outputs(float4 normed, const float4 (&weights)[N][OWN], int q,
 }
 
 // x' = (x + rms_norm(h) * weight) * scale, and its norms by N weights. `h` [SLICES][rows][width];
-// `x` [rows][x_stride]; `out` [rows, width], not `x`. `swizzled`: layout of packed rows. Grid [rows,
-// V if SPLIT].
+// `x` [rows][x_stride]; `out` [rows, width], not `x`. `single`: packed rows are in groups of one tile.
+// Grid [rows, V if SPLIT].
 template <int WARPS, int V, int SLICES, int ENTER, int NEXT, int N, bool SPLIT, bool WHOLE>
 __global__ __launch_bounds__(32 * WARPS, SPLIT ? 1 : 0) void norm_rows(
     const float* h, const float* x, i64 x_stride, const float* weight, const float* scale,
     const float* next_a, const float* next_b, const float* next_c, void* to_a, void* to_b,
-    void* to_c, float* row_scale, float* out, int rows, int width, int swizzled, float eps) {
+    void* to_c, float* row_scale, float* out, int rows, int width, int single, float eps) {
   griddep_launch_dependents();
   // Split-K slices come from linear.cu, whose dependents start only after everything before it has
   // ended.
@@ -116,7 +116,7 @@ __global__ __launch_bounds__(32 * WARPS, SPLIT ? 1 : 0) void norm_rows(
   const float* next[3] = {next_a, next_b, next_c};
   void* const to[3] = {to_a, to_b, to_c};
   const int row = blockIdx.x, part = blockIdx.y, n4 = width / 4;
-  const RowGroup own(row, rows, swizzled != 0);
+  const RowGroup own(row, rows, single != 0);
   R w, parts[SLICES], v;
   float4 nw[N][OWN];
   QuadOffsets place[OWN];

@@ -24,8 +24,8 @@ chunk p of row r at position p ^ r; then the sums of 16 of all blocks, the float
 shorter. Columns 16 i + 4 t and 16 i + 4 t + 1 of a block are halves 2 t and 2 t + 1 of chunk 2 i;
 columns 16 i + 4 t + 2 and + 3 are those of chunk 2 i + 1. Values, and a unit's sums of 32, lie as
 `wgmma` reads an operand in shared memory, and `ldmatrix` reads the values as well. A row has the
-same bits in any group and at any index. The input of `experts.cu` has the fragment layout in each
-group (`fragments`), because experts gather rows one by one.
+same bits in any group and at any index. The input of `experts.cu` consists of groups of one tile in
+the fragment layout (`single`), because experts gather rows one by one.
 
 Kernels here are launched with programmatic dependent launch: they may start before their
 predecessor has ended, and load weights meanwhile. Kernels that add partial sums also load the
@@ -67,8 +67,7 @@ class PackedRows:
     """Packed activations [T, K].
 
     Attributes:
-        data: uint8 [K / 64, ACT_BYTES * tiles], or [groups, K / 64, ACT_BYTES * 2] for more than 16
-            rows.
+        data: uint8 [K / 64, ACT_BYTES * tiles], or [groups, K / 64, ACT_BYTES * tiles].
         count, width: T and K.
         scale: float32 [16 * groups], by which the matmul multiplies each row, or None.
         swizzled: the groups have the swizzled layout, otherwise the fragment layout.
@@ -86,12 +85,13 @@ class PackedRows:
     @property
     def tiles(self) -> int:
         """Number of tiles of 8 rows in each group."""
-        return 2 if self.data.shape[-1] == 2 * ACT_BYTES else tiles(self.count)
+        size = self.data.shape[-1]
+        return tiles(self.count) if size % ACT_BYTES else size // ACT_BYTES
 
     @property
     def groups(self) -> int:
-        """Number of groups of 16 rows."""
-        return groups(self.count)
+        """Number of groups of 8 * `tiles` rows."""
+        return -(-self.count // (8 * self.tiles))
 
     @property
     def padded(self) -> int:
@@ -103,8 +103,9 @@ class PackedRows:
         if self.groups == 1:
             return self
         data = self.data[first] if last == first + 1 else self.data[first:last]
-        scale = None if self.scale is None else self.scale[first * GROUP_ROWS : last * GROUP_ROWS]
-        count = min(self.count, last * GROUP_ROWS) - first * GROUP_ROWS
+        each = 8 * self.tiles
+        scale = None if self.scale is None else self.scale[first * each : last * each]
+        count = min(self.count, last * each) - first * each
         return PackedRows(data, count, self.width, scale, self.swizzled)
 
 
@@ -119,16 +120,16 @@ def groups(count: int) -> int:
 
 
 def empty(
-    count: int, width: int, device: torch.device, *, scaled: bool = False, fragments: bool = False
+    count: int, width: int, device: torch.device, *, scaled: bool = False, single: bool = False
 ) -> PackedRows:
-    """Allocate packed rows [count, width], uninitialized. `fragments`: the fragment layout for any
-    number of rows."""
+    """Allocate packed rows [count, width], uninitialized. `single`: groups of one tile in the
+    fragment layout."""
     assert count >= 1 and width % ACT_COLUMNS == 0, (count, width)
-    n = groups(count)
-    sizes = (*([n] if n > 1 else []), width // ACT_COLUMNS, ACT_BYTES * tiles(count))
+    n, each = (-(-count // 8), 1) if single else (groups(count), tiles(count))
+    sizes = (*([n] if n > 1 else []), width // ACT_COLUMNS, ACT_BYTES * each)
     data = torch.empty(sizes, dtype=torch.uint8, device=device)
     scale = torch.empty(GROUP_ROWS * n, dtype=torch.float32, device=device) if scaled else None
-    return PackedRows(data, count, width, scale, n > 1 and not fragments)
+    return PackedRows(data, count, width, scale, n > 1 and not single)
 
 
 def fits(width: int) -> bool:
@@ -169,11 +170,11 @@ def pack_rows(x: torch.Tensor) -> PackedRows:
 
 
 def rms_norm_rows(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float, *, fragments: bool = False
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, *, single: bool = False
 ) -> PackedRows:
-    """Return rms_norm of x float32 [T, H] as packed rows. `fragments`: as in `empty`."""
-    to = empty(len(x), x.shape[1], x.device, fragments=fragments)
-    _run(x, eps=eps, leave=ROWS, following=[weight], outputs=[to.data], swizzled=to.swizzled)
+    """Return rms_norm of x float32 [T, H] as packed rows. `single`: as in `empty`."""
+    to = empty(len(x), x.shape[1], x.device, single=single)
+    _run(x, eps=eps, leave=ROWS, following=[weight], outputs=[to.data], single=single)
     return to
 
 
@@ -215,12 +216,12 @@ class Residual:
         x: torch.Tensor,
         following: Sequence[torch.Tensor | None],
         *,
-        fragments: bool = False,
+        single: bool = False,
     ) -> tuple[torch.Tensor, list[PackedRows]]:
         """Return x', and rms_norm(x') with each of the 1 to 3 weights in `following` as packed
-        rows. `fragments`: as in `empty`."""
+        rows. `single`: as in `empty`."""
         out = torch.empty_like(x)
-        to = [empty(len(x), x.shape[1], x.device, fragments=fragments) for _ in following]
+        to = [empty(len(x), x.shape[1], x.device, single=single) for _ in following]
         _run(
             x,
             h,
@@ -230,7 +231,7 @@ class Residual:
             eps=self.eps,
             following=following,
             outputs=[r.data for r in to],
-            swizzled=any(r.swizzled for r in to),
+            single=single,
         )
         return out, to
 
@@ -263,9 +264,9 @@ def _run(
     outputs: Sequence[torch.Tensor] = (),
     out: torch.Tensor | None = None,
     row_scale: torch.Tensor | None = None,
-    swizzled: bool | None = None,
+    single: bool = False,
 ) -> None:
-    """Launch `norm_rows`; see norm.cu. `swizzled`: by default for more than 16 rows."""
+    """Launch `norm_rows`; see norm.cu."""
     (count, width), slices, enter = x.shape, 1, PLAIN
     weight = scale = None
     if h is not None and residual is not None:
@@ -298,7 +299,7 @@ def _run(
         out=out,
         rows=count,
         width=width,
-        swizzled=count > GROUP_ROWS if swizzled is None else swizzled,
+        single=single,
         eps=eps,
     )
 
