@@ -65,9 +65,9 @@ MOE_COPY_WARPS = 3
 """Warps of a CTA that copy: one weights, two activations."""
 MOE_MAX_ROWS = 128
 """Maximum rows for which a launch computes a layer with experts."""
-MOE_COUNTERS = 1 + MOE_MAX_ROWS // 8 + MOE_MAX_ROWS // 4
-"""Counters before those of the visits: router jobs, GEMM tiles of each tile of 8 rows, and router
-jobs of each group of four rows."""
+MOE_COUNTERS = 1 + MOE_MAX_ROWS // 8 + MOE_MAX_ROWS // 4 + 1
+"""Counters before those of the visits: router jobs, GEMM tiles of each tile of 8 rows, router jobs
+of each group of four rows, and products taken."""
 
 # ---- attention of a step
 

@@ -53,7 +53,7 @@ DEVICE float warp_reduce4(const float (&s)[4], int lane) {
 // on.
 template <int EXPERTS, int WARPS, int LOADS>
 struct RouterScores {
-  static constexpr int BLOCKS = (EXPERTS + 3) / 4, THREADS = 32 * WARPS;
+  static constexpr int BLOCKS = (EXPERTS + 3) / 4, THREADS = 32 * WARPS, PARTS = WARPS * 20;
   const float *x, *gate, *norm;
   float* scores;  // [rows, EXPERTS]
   float eps;
@@ -82,7 +82,7 @@ struct RouterScores {
     }
   }
 
-  // `parts`: [WARPS][4 rows][4 experts, squares] in shared memory.
+  // `parts`: [WARPS][4 rows][4 experts, squares] in shared memory, PARTS floats.
   DEVICE void run(int job, float* parts) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = job / BLOCKS * 4;
     float4 v[4][LOADS];
@@ -110,9 +110,9 @@ struct RouterScores {
     }
   }
 
-  // Called by warp 0 after all warps have called `run`.
-  DEVICE void finish(int job, const float* parts) const {
-    const int lane = threadIdx.x, r = lane / 4, e = lane % 4;
+  // Called by one warp after all warps have called `run`.
+  DEVICE void finish(int job, const float* parts, int lane) const {
+    const int r = lane / 4, e = lane % 4;
     const int row = job / BLOCKS * 4 + r, expert = job % BLOCKS * 4 + e;
     if (r < 4 && row < rows && expert < EXPERTS) {
       float dot = 0, squares = 0;

@@ -14,8 +14,8 @@ struct MoeStep {
   float* scores;
   u32* arrived;        // counters: router jobs done (with more than 16 rows: groups of four rows whose
                        // experts are chosen) [1], finished GEMM tiles of each row tile of
-                       // `dense_hidden`, router jobs done of each group of four rows, finished GEMM
-                       // tiles of each visit
+                       // `dense_hidden`, router jobs done of each group of four rows, products taken
+                       // [1], finished GEMM tiles of each visit
   float *y, *dense_y;  // [tokens, K, width] weighted, and [tokens, width]
   i32* chosen;         // [tokens, K], and their weights
   float* weights;
@@ -29,6 +29,7 @@ struct MoeStep {
   DEVICE u32* scored(int row_group) const {
     return arrived + 1 + MOE_MAX_ROWS / TILE_ROWS + row_group;
   }
+  DEVICE u32* taken() const { return arrived + MOE_COUNTERS - 1; }
   DEVICE u32* visit_arrived(int visit) const { return arrived + MOE_COUNTERS + visit; }
 };
 
@@ -71,16 +72,42 @@ struct MoeConfig {
                                         max_of(DenseUp::SCRATCH, DenseDown::SCRATCH));
 };
 
+// Indices of the products that a CTA takes from the list after its first. The weight producer pushes them,
+// all other warps read them.
+struct ProductQueue {
+  static constexpr u32 SIZE = 4;
+  int index[SIZE];
+  u64 full[SIZE], empty[SIZE];
+
+  DEVICE void init(int readers) {
+    for (u32 i = 0; i < SIZE; ++i) mbarrier_init(full + i, 1), mbarrier_init(empty + i, readers);
+  }
+  DEVICE void push(u32 n, int i) {  // n: the number of entries before this one
+    mbarrier_wait(empty + n % SIZE, n / SIZE % 2 ^ 1);
+    index[n % SIZE] = i;
+    mbarrier_arrive(full + n % SIZE);
+  }
+  DEVICE int get(u32 n, int lane) {  // called by a warp
+    int i = 0;
+    if (lane == 0) {
+      mbarrier_wait(full + n % SIZE, n / SIZE % 2);
+      i = index[n % SIZE];
+      mbarrier_arrive(empty + n % SIZE);
+    }
+    return __shfl_sync(FULL_MASK, i, 0);
+  }
+};
+
 // Shared memory other than the ring.
 template <class C>
 struct MoeFixedStorage {
   u8 scratch[C::CONSUMERS][C::SCRATCH];
   float sums[2][C::TEAMS - 1][MOE_TEAM_WARPS][8][32];  // partial sums of teams, double-buffered
   float channel_sums[MOE_TEAM_WARPS][8];
-  float scores[C::CONSUMERS * 20];
   typename C::Visits visits;
-  u32 scored;  // router jobs done before the latest one, for the same four rows
+  u32 scored[C::CONSUMERS];  // router jobs done before each of the latest ones, for the same four rows
   u64 routed;
+  ProductQueue order;
 };
 
 // Shared memory of BYTES bytes, with as many slots as fit, rounded down to a multiple of TEAMS:
@@ -95,22 +122,27 @@ struct MoeStorage : MoeFixedStorage<C> {
   // Maximum tiles of a product: a team holds two slots when there are several.
   static constexpr int TILES = STAGES >= 2 * C::TEAMS ? C::TILES : 1;
   static_assert(C::SLOT % 16 == 0, "bulk copies need 16-byte aligned slots");
-  alignas(16) u8 slots[STAGES][C::SLOT];
+  alignas(128) u8 slots[STAGES][C::SLOT];  // bulk copies to other addresses are slower
   u64 full[STAGES], empty[STAGES];
 };
 
-// Position in the ring.
+// Position in the ring and in the list of products.
 template <class S>
 struct RingCursor {
   S& s;
   int stage = 0;
   u32 phase = 0;
+  u32 taken = 0;  // products after the first one
 
   DEVICE u8* slot() const { return s.slots[stage]; }
   DEVICE u64* full() const { return s.full + stage; }
   DEVICE u64* empty() const { return s.empty + stage; }
   DEVICE void next() {
     if (++stage == S::STAGES) stage = 0, phase ^= 1;
+  }
+  // Index of the product after product `i`, for all warps but the weight producer.
+  DEVICE int next_product(int i, int lane) {
+    return S::Base::MANY ? s.order.get(taken++, lane) : i + (int)gridDim.x;
   }
 };
 
@@ -121,13 +153,13 @@ DEVICE int dense_tiles(int groups, int tiles) {
   return min(max(groups * tiles / (int)gridDim.x, 1), S::TILES);
 }
 
-// Call `role` for each product of this CTA, in order: the CTA takes every gridDim-th entry of the
-// list dense up, (routing), expert up, dense down, expert down. A product is 128 rows of a matrix
-// times 1 to TILES tiles of rows x: (first row tile or visit, their number, group of 128 rows).
+// Call `role` for each product of this CTA, in order: entry blockIdx.x of the list dense up, (routing),
+// expert up, dense down, expert down, then those that `role.next` returns. A product is 128 rows of a
+// matrix times 1 to TILES tiles of rows x: (first row tile or visit, their number, group of 128 rows).
 template <class S, class Role>
 DEVICE void for_each_product(const MoeStep& w, const S& s, Role& role) {
   using C = typename S::Base;
-  const int grid = gridDim.x, tiles = C::tiles(w.tokens), outs = w.out_groups();
+  const int tiles = C::tiles(w.tokens), outs = w.out_groups();
   const auto dense_product = [&](auto call, int i, int groups) {
     const int each = dense_tiles<S>(groups, tiles), parts = (tiles + each - 1) / each;
     const int first = i % parts * each;
@@ -139,7 +171,7 @@ DEVICE void for_each_product(const MoeStep& w, const S& s, Role& role) {
   };
   const int dense = products(w.dense_groups());
   int i = blockIdx.x;
-  for (; i < dense; i += grid)
+  for (; i < dense; i = role.next(i))
     dense_product([&](int first, int n, int group) { role.dense_up(first, n, group); }, i,
                   w.dense_groups());
   role.route();
@@ -148,15 +180,15 @@ DEVICE void for_each_product(const MoeStep& w, const S& s, Role& role) {
     return S::TILES > 1 ? s.visits.runs[i] : VisitRun{(u16)i, 1};
   };
   const int ups = dense + runs * w.groups(), dense_downs = ups + products(outs);
-  for (; i < ups; i += grid) {
+  for (; i < ups; i = role.next(i)) {
     const VisitRun r = run((i - dense) / w.groups());
     role.up(r.first, r.count, (i - dense) % w.groups());
   }
-  for (; i < dense_downs; i += grid)
+  for (; i < dense_downs; i = role.next(i))
     dense_product([&](int first, int n, int group) { role.dense_down(first, n, group); }, i - ups,
                   outs);
-  for (i -= dense_downs; i < runs * outs; i += grid) {
-    const VisitRun r = run(i / outs);
-    role.down(r.first, r.count, i % outs);
+  for (; i < dense_downs + runs * outs; i = role.next(i)) {
+    const VisitRun r = run((i - dense_downs) / outs);
+    role.down(r.first, r.count, (i - dense_downs) % outs);
   }
 }

@@ -3,9 +3,11 @@
 // two tiles of an expert share a read of the expert's weights.
 //
 // The work is a list of products: 128 rows of a matrix times tiles of 8 rows x, over all of K, computed
-// by one CTA (no sum crosses CTAs). The list depends on the routing only; each CTA takes every
-// gridDim-th product. Three warp roles walk through a CTA's list independently:
-//   WeightProducer      one warp copies weights into a ring of slots as soon as slots are free
+// by one CTA (no sum crosses CTAs). The list depends on the routing only; a CTA takes every gridDim-th
+// product, or with more than 16 rows, whose products take longer, the next one when it has room for
+// it. Three warp roles walk through a CTA's products independently:
+//   WeightProducer      one warp takes products and copies their weights into a ring of slots as soon as
+//                       slots are free
 //   ActivationProducer  two warps copy the rows x of each tile, gathered by expert, once they exist:
 //                       one to slots of even index, one to the others
 //   MathWarps           teams of four warps multiply, taking turns with slots, and add their sums
@@ -28,6 +30,30 @@ struct WeightProducer {
   const MoeStep& w;
   RingCursor<S> at;
   int lane;
+  int ahead = 0;  // index of the product after the next one
+
+  // Take the next product from the list; the latest was `i`. Takes one ahead, to hide the latency of
+  // the atomic.
+  DEVICE int next(int i) {
+    if constexpr (!C::MANY) return i + gridDim.x;
+    if (at.taken == 0) {
+      griddep_wait();  // the preceding layer's last kernel zeroes the counter
+      ahead = take();
+    }
+    i = ahead;
+    ahead = take();
+    if (ARCH >= 900 || lane == 0) at.s.order.push(at.taken, i);
+    ++at.taken;
+    return i;
+  }
+  DEVICE int take() const {
+    int i = 0;
+    if (ARCH >= 900 || lane == 0) i = gridDim.x + atomicAdd(w.taken(), 1u);
+#if ARCH < 900
+    i = __shfl_sync(FULL_MASK, i, 0);
+#endif
+    return i;
+  }
 
   // Fill the next slot with `bytes` bytes; none: it is for activations only, or padding.
   DEVICE void fill(const u8* from, int bytes) {
@@ -89,6 +115,8 @@ struct ActivationProducer {
   const MoeStep& w;
   RingCursor<S> at;
   int lane, parity;
+
+  DEVICE int next(int i) { return at.next_product(i, lane); }
 
   // Fill this warp's slots with n tiles of rows: store(slot, unit, tile) for the units of each slot. The
   // first tile follows the weights, the others fill a slot of their own.
@@ -190,6 +218,7 @@ struct MathWarps {
   RingCursor<S> at;
   int warp, lane, turn = 0;
 
+  DEVICE int next(int i) { return at.next_product(i, lane); }
   static DEVICE void sync() { named_barrier_sync<1, 32 * C::CONSUMERS>(); }
   static DEVICE void team_sync() { named_barrier_sync<2, 32 * MOE_TEAM_WARPS>(); }
   DEVICE bool owner() const { return warp < MOE_TEAM_WARPS; }
@@ -360,38 +389,45 @@ struct MathWarps {
     const int begin = grid - 1 - blockIdx.x;
     if (begin < stride) router.load(begin);
     griddep_wait();
+    static_assert(sizeof at.s.sums >= C::CONSUMERS * Router::PARTS * 4, "no sums are added yet");
+    float* parts = (float*)at.s.sums;
     for (int first = begin; first < stride; first += grid) {
       if (first != begin) router.load(first);
-      for (int job = first; job < Router::jobs(w.tokens); job += stride) {
-        router.run(job, at.s.scores);
+      for (int job = first; job < Router::jobs(w.tokens); job += C::CONSUMERS * stride) {
+        int n = 0;  // jobs at once, each finished by a warp of its own
+        for (; n < C::CONSUMERS && job + n * stride < Router::jobs(w.tokens); ++n)
+          router.run(job + n * stride, parts + n * Router::PARTS);
         sync();
-        if (warp == 0) finish_scores(router, job);
+        if (warp < n) finish_scores(router, job + warp * stride, parts + warp * Router::PARTS);
         sync();
-        if (C::MANY && at.s.scored == Router::BLOCKS - 1) choose_group(job / Router::BLOCKS);
+        if (C::MANY) choose_complete(n, job, stride);
       }
     }
   }
 
-  DEVICE void finish_scores(const typename C::Router& router, int job) {
-    router.finish(job, at.s.scores);
+  DEVICE void finish_scores(const typename C::Router& router, int job, const float* parts) {
+    router.finish(job, parts, lane);
     if (lane) return;
     if constexpr (C::MANY)
-      at.s.scored = atomic_add_acq_rel(w.scored(job / C::Router::BLOCKS), 1);
+      at.s.scored[warp] = atomic_add_acq_rel(w.scored(job / C::Router::BLOCKS), 1);
     else
       atomic_add_release(w.arrived, 1);
   }
 
-  // Choose the experts of four rows, all of whose scores are computed.
-  DEVICE void choose_group(int row_group) {
-    const int row = row_group * ROUTER_ROWS + warp;
-    if (warp < ROUTER_ROWS && row < w.tokens) {
+  // Choose the experts of the rows of `n` jobs, job, job + stride .., whose scores are all computed.
+  DEVICE void choose_complete(int n, int job, int stride) {
+    const auto complete = [&](int i) { return at.s.scored[i] == C::Router::BLOCKS - 1; };
+    for (int i = warp; i < n * ROUTER_ROWS; i += C::CONSUMERS) {
+      const int of = i / ROUTER_ROWS, group = (job + of * stride) / C::Router::BLOCKS;
+      const int row = group * ROUTER_ROWS + i % ROUTER_ROWS;
+      if (!complete(of) || row >= w.tokens) continue;
       int expert = 0;
       float weight;
       choose(row, expert, weight);
       if (lane < C::K) publish(row * C::K + lane, expert, weight);
     }
     sync();
-    if (threadIdx.x == 0) atomic_add_release(w.arrived, 1);
+    if (threadIdx.x < n && complete(threadIdx.x)) atomic_add_release(w.arrived, 1);
   }
 
   DEVICE void choose(int row, int& expert, float& weight) const {
@@ -492,6 +528,7 @@ __global__ __launch_bounds__(32 * (MOE_TEAM_WARPS * TEAMS + MOE_COPY_WARPS)) voi
       mbarrier_init(s.empty + i, MOE_TEAM_WARPS);
     }
     mbarrier_init(&s.routed, 32 * C::CONSUMERS);
+    s.order.init(C::CONSUMERS + MOE_COPY_WARPS - 1);
     mbarrier_init_fence();
   }
   constexpr int WORDS = C::Visits::WORDS;

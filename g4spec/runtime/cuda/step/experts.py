@@ -48,8 +48,8 @@ CAPACITIES = (MOE_MAX_ROWS, 64, 32, GROUP_ROWS)
 MAX_EXPERTS, MAX_USED = 1024, 16
 """Experts of a layer, and of a row, that the kernel has registers for."""
 
-ALIGNMENT = 128
-"""Upper bound of the padding in the kernel's shared memory."""
+ALIGNMENT = 256
+"""Upper bound of the padding, counters and queue in the kernel's shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +340,7 @@ def shared_bytes(
     slot = max(unit_bytes(*t) + t[1] // ACT_COLUMNS * ACT_BYTES for t in types)
     warps = MOE_TEAM_WARPS * TEAMS
     scratch = warps * max(256, *(scratch_of(*t) for t in types))
-    sums = 4 * (2 * (TEAMS - 1) * MOE_TEAM_WARPS * 8 * 32 + MOE_TEAM_WARPS * 8 + warps * 20)
+    sums = 4 * (2 * (TEAMS - 1) * MOE_TEAM_WARPS * 8 * 32 + MOE_TEAM_WARPS * 8)
     pairs, words = count * shape.k, -(-count // 32)
     visits = (
         (24 if count > GROUP_ROWS else 20) * shape.visits(count)
