@@ -192,8 +192,9 @@ constexpr int format_sum_bytes() {
 template <int NT, int ROWS>
 constexpr int PARTIAL_BYTES = ROWS * 8 * NT * 4;
 
-// Layout of a pipeline stage in shared memory. G == 1: weights, activations. G > 1: halves of
-// activations [tiles of all token groups][blocks of 64 k], weights, activation sums [G][blocks].
+// Layout of a pipeline stage in shared memory. G == 1: weights, activations, on 128 bytes, because bulk
+// copies to other addresses are slower. G > 1: halves of activations [tiles of all token groups][blocks
+// of 64 k], weights, activation sums [G][blocks].
 template <class F, int NT, int ROWS, int G = 1>
 struct Stage {
   static constexpr int WEIGHTS = F::UNIT_BYTES * (ROWS / PACK_ROWS);
@@ -203,7 +204,7 @@ struct Stage {
   static constexpr int COPIED = G > 1 ? HALVES * NT + GROUP_SUM_BYTES : ROWS_BYTES;  // of a group
   static constexpr int WEIGHTS_AT = G > 1 ? HALVES * NT * G : 0;
   static constexpr int SUMS_AT = WEIGHTS_AT + WEIGHTS;
-  static constexpr int FILL = WEIGHTS + COPIED * G, ALIGN = G > 1 ? 1024 : 16;
+  static constexpr int FILL = WEIGHTS + COPIED * G, ALIGN = G > 1 ? 1024 : 128;
   static constexpr int BYTES =
       ((FILL > PARTIAL_BYTES<NT, ROWS> ? FILL : PARTIAL_BYTES<NT, ROWS>)+ALIGN - 1) / ALIGN * ALIGN;
   static_assert(FILL % 16 == 0 && WEIGHTS % 16 == 0, "bulk copies need multiples of 16 bytes");

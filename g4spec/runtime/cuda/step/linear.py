@@ -124,10 +124,10 @@ class GemmConfig:
     def stage(self) -> int:
         """Bytes of a stage: weights and activations of a unit."""
         rows = BYTE_ROWS if self.upper else self.unit // ACT_COLUMNS * ACT_BYTES
-        if self.groups > 1:  # on 1024 bytes
+        if self.groups > 1:
             rows = self.unit // ACT_COLUMNS * (TILE_BYTES + SUMS.get(self.type, 64))
-            return -(-(self.weights + rows * self.tiles * self.groups) // 1024) * 1024
-        return self.weights + rows * self.tiles * self.groups
+        align = 1024 if self.groups > 1 else 128
+        return -(-(self.weights + rows * self.tiles * self.groups) // align) * align
 
     @property
     def weights(self) -> int:
