@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -77,12 +78,21 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-class _TooLarge(Exception):
-    pass
+class _RefusedBody(Exception):
+    """Passes through the application, unlike a RequestError, which it would answer itself."""
+
+    def __init__(self, status: int, message: str, code: str) -> None:
+        super().__init__(message)
+        self.answer = RequestError(status, message, code=code)
+
+
+BODY_SECONDS = 30.0
+"""Maximum time between two parts of a request body."""
 
 
 class BodyLimitMiddleware:
-    """Rejects bodies of more than `limit` bytes (413) before reading them completely."""
+    """Rejects bodies of more than `limit` bytes (413) before reading them completely, and those
+    that stop before their end for BODY_SECONDS (408)."""
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
         self._app, self._limit = app, limit
@@ -92,15 +102,22 @@ class BodyLimitMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        size, started = 0, False
+        size, complete, started = 0, False, False
         length = Headers(scope=scope).get("content-length", "0")
 
         async def limited_receive() -> Message:
-            nonlocal size
-            message = await receive()
+            nonlocal size, complete
+            if complete:  # what follows is the disconnect
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), BODY_SECONDS)
+            except asyncio.TimeoutError:
+                what = f"nothing of the request body arrived for {BODY_SECONDS:g} seconds"
+                raise _RefusedBody(408, what, "timeout") from None
             size += len(message.get("body", b""))
             if size > self._limit:
-                raise _TooLarge
+                raise self._too_large()
+            complete = not message.get("more_body", False)
             return message
 
         async def tracked_send(message: Message) -> None:
@@ -110,19 +127,18 @@ class BodyLimitMiddleware:
 
         try:
             if length.isdecimal() and int(length[:20]) > self._limit:
-                raise _TooLarge
+                raise self._too_large()
             await self._app(scope, limited_receive, tracked_send)
-        except _TooLarge:
+        except _RefusedBody as refused:
             if started:
                 raise
-            refused = RequestError(
-                413,
-                f"the request body has more than {self._limit} bytes; send a smaller one",
-                code="too_large",
-            )
-            response = error_response(refused, scope)
+            response = error_response(refused.answer, scope)
             response.headers["connection"] = "close"
             await response(scope, receive, send)
+
+    def _too_large(self) -> _RefusedBody:
+        what = f"the request body has more than {self._limit} bytes; send a smaller one"
+        return _RefusedBody(413, what, "too_large")
 
 
 LOOPBACK_ORIGIN = re.compile(r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?")

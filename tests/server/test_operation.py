@@ -26,7 +26,7 @@ from g4spec.cli import _http_options, _template_options
 from g4spec.cli._serve_options import split_commas
 from g4spec.errors import EnvironmentProblem, InputError, UsageError
 from g4spec.runtime.engine import Engine
-from g4spec.server import run
+from g4spec.server import middleware, run
 from g4spec.server.app import create_app
 from g4spec.server.middleware import JsonLogFormatter
 from g4spec.server.service import Service, Settings
@@ -254,6 +254,30 @@ def test_bodies_and_headers_have_a_limit(engines: Callable[..., Engine]) -> None
         with contextlib.suppress(httpx.TransportError):  # disconnected, before or after the answer
             assert served.http.get("/health", headers=flood).status_code in (400, 431)
         assert served.http.get("/health").status_code == 200
+    finally:
+        served.stop()
+
+
+def test_a_body_that_stops_is_refused(
+    engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that sends half a body and waits is answered and disconnected, one that sends it
+    slowly is served."""
+    monkeypatch.setattr(middleware, "BODY_SECONDS", 0.5)
+    served = Served(engines(None, parallel=2))
+    head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 40\r\n\r\n"
+    try:
+        with socket.create_connection(served.listeners[0].getsockname()[:2], timeout=20) as client:
+            client.sendall(head + b'{"content":')
+            answer = b"".join(iter(lambda: client.recv(4096), b""))  # until the server closes
+        assert answer.startswith(b"HTTP/1.1 408") and b"of the request body arrived" in answer
+
+        def slowly() -> Any:
+            for part in (b'{"content"', b': "abc"', b"}"):
+                time.sleep(0.3)
+                yield part
+
+        assert served.http.post("/tokenize", content=slowly()).status_code == 200
     finally:
         served.stop()
 
