@@ -107,7 +107,7 @@ struct MoeFixedStorage {
   typename C::Visits visits;
   u32 scored[C::CONSUMERS];  // router jobs done before each of the latest ones, for the same four rows
   u64 routed;
-  ProductQueue order;
+  ProductQueue queue;
 };
 
 // Shared memory of BYTES bytes, with as many slots as fit, rounded down to a multiple of TEAMS:
@@ -142,7 +142,7 @@ struct RingCursor {
   }
   // Index of the product after product `i`, for all warps but the weight producer.
   DEVICE int next_product(int i, int lane) {
-    return S::Base::MANY ? s.order.get(taken++, lane) : i + (int)gridDim.x;
+    return S::Base::MANY ? s.queue.get(taken++, lane) : i + (int)gridDim.x;
   }
 };
 

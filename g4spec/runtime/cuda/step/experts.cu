@@ -42,7 +42,7 @@ struct WeightProducer {
     }
     i = ahead;
     ahead = take();
-    if (ARCH >= 900 || lane == 0) at.s.order.push(at.taken, i);
+    if (ARCH >= 900 || lane == 0) at.s.queue.push(at.taken, i);
     ++at.taken;
     return i;
   }
@@ -528,7 +528,7 @@ __global__ __launch_bounds__(32 * (MOE_TEAM_WARPS * TEAMS + MOE_COPY_WARPS)) voi
       mbarrier_init(s.empty + i, MOE_TEAM_WARPS);
     }
     mbarrier_init(&s.routed, 32 * C::CONSUMERS);
-    s.order.init(C::CONSUMERS + MOE_COPY_WARPS - 1);
+    s.queue.init(C::CONSUMERS + MOE_COPY_WARPS - 1);
     mbarrier_init_fence();
   }
   constexpr int WORDS = C::Visits::WORDS;
