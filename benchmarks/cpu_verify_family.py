@@ -2,8 +2,9 @@
 
     python benchmarks/cpu_verify_family.py [--family examples/tiny] [--cases 240] [--drafts dflash]
 
-Cases cover all shipped prompts, draft lengths 1 to 15 and `auto`, and eight sampler settings, each
-with its own seed. The result is written as dated JSON. The exit code is 1 at the first difference.
+Cases cover all shipped prompts, nine draft lengths from 1 to 15 and `auto`, and eight sampler
+settings, each with its own seed. The result is written as dated JSON. The exit code is 1 at the
+first difference.
 """
 
 import argparse

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from g4spec.gguf.reader import TensorInfo
 
 MAX_STEP_ROWS = 16
-"""Maximum number of rows of one sequence in a step, including the anchor (design decision 4)."""
+"""Maximum number of rows of one sequence in a step, including the anchor."""
 
 MAX_DRAFT = MAX_STEP_ROWS - 1
 """Maximum number of drafted tokens per sequence and step."""
@@ -37,7 +37,7 @@ PAGE = 128
 PROMPT_BLOCK = 512
 """Number of rows in an aligned prompt block. Prefill computes whole blocks and pads the last one
 where the backend needs it. So the bits of a row depend only on the tokens up to the end of its
-block, and the prefix cache reuses whole blocks (design decision 9)."""
+block, and the prefix cache reuses whole blocks."""
 
 
 class Reach(NamedTuple):

@@ -68,7 +68,8 @@ DraftPMin = Annotated[
         "--spec-draft-p-min",
         metavar="P",
         help="End a proposal before the first token with a confidence below P, 0 to 1. Needs a "
-        "DSpark draft with a confidence head. Default: 0, which keeps all.",
+        "DSpark draft with a confidence head. Default: the value in the draft's file, else 0, "
+        "which keeps all.",
     ),
 ]
 Device = Annotated[

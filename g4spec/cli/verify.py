@@ -31,7 +31,7 @@ DraftMax = Annotated[
         "--draft-max",
         "--spec-draft-n-max",
         metavar="N|auto",
-        help="Test only this draft length. Default: 1 to 15, and auto.",
+        help="Test only this draft length. Default: nine lengths from 1 to 15, and auto.",
     ),
 ]
 Cases = Annotated[

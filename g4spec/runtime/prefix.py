@@ -1,11 +1,11 @@
 """The prefix cache: shared prefixes of prompts are computed once.
 
 Prefill computes aligned blocks of PROMPT_BLOCK rows whose bits depend only on the tokens up to the
-end of the block, so a prefix hit gives the same bits as computing the prefix again (design decision
-9). A *snapshot* is the state of a sequence at a block boundary: its pages of the pool, shared by
-reference count, and copies in host memory of the ring buffers and of the draft's state. Snapshots
-are taken at the last boundary of a prompt and at branch points, where a prompt diverges from an
-earlier one. They are found by a chain of hashes over the blocks.
+end of the block, so a prefix hit gives the same bits as computing the prefix again. A *snapshot* is
+the state of a sequence at a block boundary: its pages of the pool, shared by reference count, and
+copies in host memory of the ring buffers and of the draft's state. Snapshots are taken at the last
+boundary of a prompt and at branch points, where a prompt diverges from an earlier one. They are
+found by a chain of hashes over the blocks.
 """
 
 from __future__ import annotations

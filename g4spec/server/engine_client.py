@@ -68,7 +68,7 @@ class EngineClient:
         target: GGUF of the target; its tokenizer is read in this process, too.
         draft, options: see `Engine.load`.
         make: function that loads the engine in the subprocess; must be importable.
-        progress: called with the number of tensors read and the total number.
+        progress: called with the bytes of weights loaded so far, and in total.
         hang_limit: seconds without a finished step, while there are requests, after which the
             process is killed and restarted; 0: never. Default: 300; on a CPU 0.
 

@@ -6,7 +6,7 @@ of norms stay float32. Values that could exceed half precision are divided by a 
 is exact: projections by 16 (norms and GELU compensate), the inner values of the feed-forward by 64,
 and residuals that are inputs of matmuls (per-layer embeddings) by one factor per row.
 
-The bits of a row depend only on the tokens up to the end of its block (design decision 9): matrices
+The bits of a row depend only on the tokens up to the end of its block: matrices
 are dequantized once per chunk but multiplied block by block (`Products`), attention is aligned by
 absolute position (`prefill_attention`), and experts give a row the same result in any batch
 (`prefill_experts`).
