@@ -76,7 +76,7 @@ def write(r: Recipe, machine: Machine, folder: Path) -> list[Path]:
         texts["compose.yaml"] = compose(r, machine)
     paths = []
     for name, text in texts.items():
-        path, data = folder / name, text.encode()
+        path, data = folder / name, text.encode(errors="surrogateescape")
         with atomic_write(path, len(data)) as f:
             f.write(data)
         paths.append(path)

@@ -54,9 +54,9 @@ def run(
     with _signals.noted(out, "nothing was measured"), out.progress("measuring") as progress:
         result = bench_streams.sweep(engine, texts, config, streams, progress=progress)
     data = result.json(origin)
-    show(data, out)
-    if save is not None:
+    if save is not None:  # first: showing fails if the reader of stdout has gone
         write(save, json.dumps(data, indent=1) + "\n", out)
+    show(data, out)
     out.result(data)
     _bench_results.raise_failures(data)
 

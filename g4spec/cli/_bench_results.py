@@ -124,12 +124,12 @@ def run(
         result = bench.sweep(engine, texts, config, idle=idle, progress=progress)
     advice = recommendation.recommend(result.rows, bench.longest_proposal(engine))
     data = result.json(origin, advice.json())
+    write_files(data, out, save, report)  # first: showing fails if the reader of stdout has gone
     show(data, out)
     if names := data["provenance"]["ops_without_kernel"]:
         out.note(f"ran as torch ops on the GPU, slower than a kernel: {', '.join(names)}")
     if with_averages:
         show_averages(data["rows"], out)
-    write_files(data, out, save, report)
     out.result(data)
     raise_failures(data)
 

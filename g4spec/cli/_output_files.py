@@ -74,7 +74,7 @@ def write(path: Path, text: str, out: Output) -> None:
     """Write a result: replace regular files atomically, write devices and pipes directly."""
     from g4spec.gguf.atomic import atomic_write
 
-    data = text.encode()
+    data = text.encode(errors="surrogateescape")  # names of files may not be UTF-8
     if path.exists() and not path.is_file():
         path.write_bytes(data)
     else:

@@ -79,13 +79,13 @@ def command(
     assert question is not None
     questions.engine_for(question, name)
     result = recipe.make(all_facts, machine, question, name)
+    if result.works and out_dir is not None:
+        for path in scripts.write(result, machine, out_dir):
+            out.note(f"wrote {path}")
     if result.works and compose:
         out.stream(scripts.compose(result, machine))
     else:
         _show(out, result)
-    if result.works and out_dir is not None:
-        for path in scripts.write(result, machine, out_dir):
-            out.note(f"wrote {path}")
     out.result(result.json())
     if not result.works:
         what, why, fix = result.blocked[0]
