@@ -28,8 +28,11 @@ def read_message(out: Output) -> str | None:
         if not text.startswith(BLOCK):
             return text
         lines = [text.removeprefix(BLOCK)]
-        while not lines[-1].endswith(BLOCK):
-            lines.append(out.read_line("... "))
+        try:
+            while not lines[-1].endswith(BLOCK):
+                lines.append(out.read_line("... "))
+        except EOFError:  # the end of the input ends the block
+            pass
         return "\n".join(lines).removesuffix(BLOCK).strip("\n")
     except EOFError:
         return None

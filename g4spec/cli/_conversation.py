@@ -47,9 +47,10 @@ class Conversation:
             import readline  # noqa: F401  (enables line editing)
         while (text := read_message(self._out)) is not None:
             if text.startswith("/") and "\n" not in text:
-                if not self._command(*text[1:].strip().partition(" ")[::2]):
+                name, _, argument = text[1:].strip().partition(" ")
+                if not self._command(name, argument):
                     return
-                if text.strip() != "/regen" or not self._messages:
+                if name != "regen" or not self._messages:
                     continue
             elif text.strip():
                 self._messages.append({"role": "user", "content": text})

@@ -44,7 +44,7 @@ def serve_and_ask(
         ready.wait()
         url = f"{run.url(address, listeners)}/v1/completions"
         body = {"model": "tiny", "prompt": PROMPT, "max_tokens": n_predict, "temperature": 0}
-        response = httpx.post(url, json=body, timeout=120)
+        response = httpx.post(url, json=body, timeout=120, trust_env=False)  # no proxy
         server.should_exit = True
         thread.join()
     response.raise_for_status()

@@ -96,7 +96,11 @@ class RemoteChat:
         if key and not (key.isascii() and key.isprintable()):
             raise UsageError("`key`", expected="printable ASCII", found=repr(key))
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._http = httpx.AsyncClient(headers=headers, timeout=httpx.Timeout(None, connect=10))
+        # A proxy set in the environment cannot reach this machine's own addresses.
+        proxies = httpx.URL(self.url).host not in ("localhost", "127.0.0.1", "::1")
+        self._http = httpx.AsyncClient(
+            headers=headers, timeout=httpx.Timeout(None, connect=10), trust_env=proxies
+        )
 
     async def model(self) -> str:
         """Return the id of the first model that the server lists."""
