@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,8 +30,8 @@ ApiKey = Annotated[
     list[str] | None,
     typer.Option(
         "--api-key",
-        envvar="G4SPEC_API_KEY",
-        help="API key that requests must send; may be repeated. Default: no key is needed.",
+        help="API key that requests must send; may be repeated. Default: that of the environment "
+        "variable G4SPEC_API_KEY; if it is not set, no key is needed.",
     ),
 ]
 KeyFile = Annotated[Path | None, typer.Option("--api-key-file", help="API keys, one per line.")]
@@ -121,12 +122,16 @@ def keys(given: list[str] | None, file: Path | None) -> list[str]:
 
     Raises an error if keys are asked for and there is none: a server without keys is open.
     """
-    lines = _inputs.read_text(file).split("\n") if file is not None else []
-    found = [key.strip() for key in [*(given or []), *lines] if key.strip()]
+    # Not by click, which would split the variable at spaces.
+    given = given or [key for key in [os.environ.get("G4SPEC_API_KEY")] if key]
+    lines = _inputs.read_text(file).lstrip("\ufeff").split("\n") if file is not None else []
+    found = [key.strip() for key in [*given, *lines] if key.strip()]
     if file is not None and not any(line.strip() for line in lines):
         raise InputError(f"{file}: no API key", expected="at least one line with a key")
     if given and not found:
         raise UsageError("`api_key`", expected="a key", found="only spaces")
+    if not all(key.isascii() and key.isprintable() for key in found):
+        raise UsageError("`api_key`", expected="printable ASCII: clients can send nothing else")
     return found
 
 

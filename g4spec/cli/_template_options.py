@@ -42,7 +42,8 @@ def template(file: Path | None) -> str | None:
     from g4spec.runtime.template import syntax_error
 
     text = _inputs.read_text(file)
-    if why := syntax_error(text):
+    why = syntax_error(text) if text.strip() else "an empty file"
+    if why:
         raise InputError(
             f"{file}: not a chat template", found=why, fix="correct it, or leave the option out"
         )

@@ -258,6 +258,27 @@ def test_bodies_and_headers_have_a_limit(engines: Callable[..., Engine]) -> None
         served.stop()
 
 
+def test_api_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No key that was asked for is lost: a server without keys is open."""
+    file = tmp_path / "keys"
+    file.write_bytes("\ufeffone\r\n\ntwo\n".encode())
+    monkeypatch.delenv("G4SPEC_API_KEY", raising=False)
+    assert _http_options.keys(None, None) == []
+    assert _http_options.keys(["a b"], file) == ["a b", "one", "two"]
+    monkeypatch.setenv("G4SPEC_API_KEY", "a b")
+    assert _http_options.keys(None, None) == ["a b"]
+    assert _http_options.keys(["c"], None) == ["c"]
+    monkeypatch.setenv("G4SPEC_API_KEY", "  ")
+    for typed in (None, [" "], ["schlüssel"], ["a\nb"]):
+        with pytest.raises(UsageError):
+            _http_options.keys(typed, None)
+    file.write_text("\n")
+    with pytest.raises(InputError):
+        _http_options.keys(None, file)
+    with pytest.raises(InputError, match="an empty file"):
+        _template_options.template(file)
+
+
 def test_a_body_that_stops_is_refused(
     engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -480,6 +501,7 @@ def test_options_with_commas() -> None:
         _http_options.hosts(" , ")
     assert split_commas(["a,b", "c", ""]) == ("a", "b", "c") and split_commas(None) == ()
     assert _http_options.disabled_paths(slots=True, metrics=True, page=True) == {}
+    assert _template_options.template(None) is None
     off = _http_options.disabled_paths(slots=False, metrics=False, page=False)
     assert off == {"/slots": "--no-slots", "/metrics": "--no-metrics", "/": "--no-ui"}
 
