@@ -10,6 +10,7 @@ Nothing here, and nothing at the top of a command's file, may import torch or nu
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import pkgutil
@@ -100,6 +101,8 @@ def run(argv: Sequence[str]) -> int:
         error = None if _signals.received() else as_error(problem)
         if error is None:
             raise
+        if isinstance(problem, OSError) and problem.errno == errno.EBADF:
+            render.discard(sys.stdout)
         return render.error(str(error), error.exit_code, json=json)
 
 

@@ -116,7 +116,7 @@ def from_click(error: Any, context: Any, values: Mapping[str, tuple[str, str]]) 
         values: name of a parameter -> its option as typed, and its value.
     """
     text = error.format_message().rstrip(".")
-    if locked := re.search(r"('.*') is not readable$", text):
+    if locked := re.search(r"('[^']*') is not readable$", text):
         return InputError(
             f"cannot open {locked[1]}: permission denied", fix="check its permissions"
         )

@@ -106,10 +106,15 @@ def _print(text: str, file: TextIO, end: str = "\n") -> None:
     try:
         print(text, file=file, end=end, flush=True)
     except OSError as problem:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+        discard(file)
         if isinstance(problem, BrokenPipeError):
             raise typer.Exit(CLOSED_PIPE) from None
         raise
+
+
+def discard(file: TextIO) -> None:
+    """Send what was and will be written to `file` to the null device."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
 
 def _json_value(value: Any) -> Any:

@@ -6,6 +6,7 @@ import datetime
 import hashlib
 import os
 import platform
+import re
 import shlex
 import subprocess
 from collections import Counter
@@ -50,15 +51,27 @@ def describe(
     }
 
 
+TEXTS = ("-p", "--prompt", "--system", "--stop")
+"""Options whose values are texts, in which a slash separates no folders."""
+
+
 def without_folders(command: Sequence[str]) -> list[str]:
     """Remove the folders from paths in arguments: results are shared, and folders may identify the
     user, the machine or other work. Hub ids are kept."""
     shown = []
-    for argument in command:
-        flag, equals, value = argument.partition("=") if argument[:1] == "-" else ("", "", argument)
+    for before, argument in zip(["", *command], command, strict=False):
+        flag, value = "", argument
+        if before in TEXTS:
+            value = ""
+        elif argument[:2] == "--":
+            flag, equals, value = argument.partition("=")
+            flag += equals
+        elif attached := re.match(r"-\w+?(?=[/~.])|-\w", argument):  # -m/models/t.gguf
+            flag = attached[0]
+            value = argument[len(flag) :]
         path = Path(value)
         away = path.is_absolute() or value[:1] in ("~", ".") or path.exists()
-        shown.append(flag + equals + path.name if "/" in value and away else argument)
+        shown.append(flag + path.name if "/" in value and away else argument)
     return shown
 
 

@@ -160,6 +160,14 @@ def test_full_disk_on_stdout(options: list[str]) -> None:
     one_error_line(done.stderr)
 
 
+def test_files_are_written_before_stdout_fails(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m g4spec recipe llama.cpp -m 31b -md zlab-dflash"
+    more = f"--assume 'A100 80GB' -o {tmp_path}/r >&-"
+    done = subprocess.run(["sh", "-c", f"exec {command} {more}"], capture_output=True, check=False)
+    assert done.returncode == 4, done.stderr
+    assert "start.sh" in os.listdir(tmp_path / "r")
+
+
 CLOSED = "error: cannot write: stdout is closed. Redirect it to a file"
 
 
@@ -167,6 +175,7 @@ CLOSED = "error: cannot write: stdout is closed. Redirect it to a file"
     ("argv", "closed", "code", "lines"),
     [
         ("--version", ">&-", 4, ["", CLOSED]),
+        ("--help", ">&-", 4, ["", CLOSED]),
         ("--version", "2>&-", 0, [f"g4spec {__version__}", ""]),
         ("inspect missing.gguf", "2>&-", 3, ["", ""]),
         ("doctor --log -", "<&-", 0, ["The log contains no error message", ""]),

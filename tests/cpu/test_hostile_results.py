@@ -136,6 +136,10 @@ def test_recorded_commands_contain_no_folders(
         "somebody/t.gguf",
         "--draft-max",
         "1,2",
+        f"-m{home}/t.gguf",
+        f"-qo{home}/r.json",
+        "-p",
+        "/summarize 1/2 of this",
     ]
     assert without_folders(typed) == [
         "g4spec",
@@ -151,6 +155,10 @@ def test_recorded_commands_contain_no_folders(
         "t.gguf",
         "--draft-max",
         "1,2",
+        "-mt.gguf",
+        "-qor.json",
+        "-p",
+        "/summarize 1/2 of this",
     ]
     assert "somebody" not in " ".join(without_folders(typed))
 
