@@ -134,11 +134,13 @@ def check_target(path: Path, n_ctx: int | None, alone: bool = False) -> None:
 def given_flags(context: typer.Context) -> dict[str, str]:
     """Return the options of the command line: parameter name -> flag, in the command's order."""
     sources = {o: context.get_parameter_source(o.name or "") for o in context.command.params}
-    return {
-        o.name or "": next((flag for flag in o.opts if flag[:2] == "--"), o.opts[0])
-        for o, source in sources.items()
-        if source is not None and source.name == "COMMANDLINE"
-    }
+    given = [o for o, source in sources.items() if source and source.name == "COMMANDLINE"]
+    flags = {}
+    for o in given:
+        off = context.params.get(o.name or "") is False and o.secondary_opts
+        names = o.secondary_opts if off else o.opts
+        flags[o.name or ""] = next((name for name in names if name[:2] == "--"), names[0])
+    return flags
 
 
 def require_draft(draft: str | None, **options: object) -> None:

@@ -34,7 +34,7 @@ def command(
         Path, typer.Option("-o", "--out", help="Folder for the files that are written.")
     ] = Path("demo"),
     n_predict: Annotated[
-        int, typer.Option("-n", "--n-predict", min=1, help="Tokens per text.")
+        int, typer.Option("-n", "--n-predict", min=1, max=1920, help="Tokens per text.")
     ] = 48,
     json: Json = False,
     quiet: Quiet = False,

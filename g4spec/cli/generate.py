@@ -58,7 +58,8 @@ def command(
     )
     marking: Marking = "all" if show_rejected else "first" if show_draft else ""
     if marking and json:
-        raise UsageError("--show-draft has no effect with --json", fix="leave one of them out")
+        option = "--show-rejected" if show_rejected else "--show-draft"
+        raise UsageError(f"{option} has no effect with --json", fix="leave one of them out")
     _inputs.require_draft(
         draft,
         draft_max=draft_max not in ("auto", "0"),
