@@ -89,22 +89,31 @@ class Prompt:
         if self.ids is not None:
             return self.ids
         if self.messages is not None:
-            return tokenizer.chat(
-                self.messages,
-                system=self.options.system,
-                tools=self.tools,
-                thinking=self.options.thinking,
-                n_ctx=n_ctx,
-                special=bool(self.options.special),
-            )
+            return self._chat(tokenizer, self.tools, n_ctx)
         return tokenizer.encode(self.text, n_ctx=n_ctx, special=self.options.special is not False)
 
+    def _chat(
+        self, tokenizer: Tokenizer, tools: list[dict[str, Any]] | None, n_ctx: int | None = None
+    ) -> list[int]:
+        assert self.messages is not None
+        return tokenizer.chat(
+            self.messages,
+            system=self.options.system,
+            tools=tools,
+            thinking=self.options.thinking,
+            n_ctx=n_ctx,
+            special=bool(self.options.special),
+        )
+
     def chat_note(self, tokenizer: Tokenizer, ids: Sequence[int]) -> str | None:
-        """Return a note if this is plain text for a chat model, else None.
+        """Return a note if this is plain text for a chat model, or if the chat template ignores
+        the tools, else None.
 
         Args:
             ids: tokens of the prompt. Control tokens among them mean that it is formatted already.
         """
+        if self.messages is not None and self.tools and self._chat(tokenizer, None) == list(ids):
+            return "--tools has no effect: this model's chat template does not know it"
         plain = self.ids is None and self.messages is None
         if not plain or not tokenizer.template or tokenizer.control_ids & set(ids[1:]):
             return None

@@ -53,6 +53,16 @@ def test_turns_tools_and_thinking_reach_the_template(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("template", [TEMPLATE, TEMPLATE.replace("tools or []", "[]")])
+def test_tools_that_the_template_ignores_are_noted(tmp_path: Path, template: str) -> None:
+    known = tokenizer()
+    known.template = template
+    tools = saved(tmp_path / "t.json", [{"type": "function"}])
+    prompt = PromptOptions("a", chat=True, tools=tools).read()
+    note = prompt.chat_note(known, prompt.encode(known, 4096))
+    assert (note is None) == (template == TEMPLATE) and "--tools" in (note or "--tools")
+
+
 @pytest.mark.parametrize(
     ("options", "turns"),
     [
