@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -23,12 +24,18 @@ def compose(r: Recipe, machine: Machine) -> str:
         )
     if machine.nodes > 1:
         raise UsageError("a compose file is for one node", fix="use the commands, one a node")
+    if path := _outside(r):
+        raise UsageError(
+            "a compose file mounts the current folder only",
+            found=path,
+            fix="run this in the folder that holds the files, or use the commands",
+        )
     start = {
         "vllm": [r.model],
         "sglang": ["python3", "-m", "sglang.launch_server", "--model-path", r.model],
         "llama.cpp": ["-hf" if hub.is_remote(r.model) else "-m", r.model],
     }[r.engine]
-    words = start + [w for raw in r.arguments[0] for w in shlex.split(raw)]
+    words = start + _arguments(r)
     if r.engine in ("llama.cpp", "sglang"):
         words += ["--host", "0.0.0.0"]
     port = PORTS[r.engine]
@@ -46,7 +53,8 @@ def compose(r: Recipe, machine: Machine) -> str:
     ]
     if r.engine == "llama.cpp":
         lines += ["      - ${HOME}/.cache/llama.cpp:/root/.cache/llama.cpp"]
-        lines += ["    working_dir: /models"]
+    lines += ["    working_dir: /models"]
+    if r.engine == "llama.cpp":
         words += ["--port", str(port)]
     if r.env:
         lines += ["    environment:"] + [f"      {k}: {json.dumps(v)}" for k, v in r.env.items()]
@@ -64,15 +72,25 @@ def compose(r: Recipe, machine: Machine) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _arguments(r: Recipe) -> list[str]:
+    return [word for raw in r.arguments[0] for word in shlex.split(raw)]
+
+
+def _outside(r: Recipe) -> str | None:
+    """Return an argument that names a file outside the current folder, or None."""
+    outside = re.compile(r"""(^|["'=])(/|~|\.\.(/|$))""")
+    return next((word for word in [r.model, *_arguments(r)] if outside.search(word)), None)
+
+
 def write(r: Recipe, machine: Machine, folder: Path) -> list[Path]:
     """Write prepare.sh, one start script per node, bench.sh, and a compose file if an image is
-    known; return their paths."""
+    known and all files are in the current folder; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = {"prepare.sh": _script(r.prepare), "bench.sh": _script(r.bench)}
     for rank, command in enumerate(r.commands):
         name = "start.sh" if len(r.commands) == 1 else f"start-node{rank}.sh"
         texts[name] = _script([command])
-    if r.image and machine.nodes == 1:
+    if r.image and machine.nodes == 1 and not _outside(r):
         texts["compose.yaml"] = compose(r, machine)
     paths = []
     for name, text in texts.items():

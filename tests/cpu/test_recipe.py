@@ -540,6 +540,21 @@ def test_compose_keeps_dollars_of_names(
     assert code == 0 and "m$$HOME" in out and "m$HOME" not in out.replace("$$", "")
 
 
+def test_compose_finds_files_in_the_current_folder_only(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.target(tmp_path / "in" / "m")
+    monkeypatch.chdir(tmp_path / "in")
+    args = ("vllm", "--assume", "h200", "-m")
+    code, out = run_recipe(capsys, *args, "m", "--compose")
+    assert code == 0 and "working_dir: /models" in out
+    for path in (str(tmp_path / "in" / "m"), "../in/m"):
+        assert cli.run(["recipe", *args, path, "--compose"]) == UsageError.exit_code
+        assert "the current folder only" in capsys.readouterr().err
+        code, _ = run_recipe(capsys, *args, path, "-o", str(tmp_path / "out"))
+        assert code == 0 and not (tmp_path / "out" / "compose.yaml").exists()
+
+
 def test_compose_without_a_known_image() -> None:
     m = questions.build_machine(FACTS, "V100", ())
     q = questions.build_question(FACTS, "12b:q8_0", "mtp", 8192, None, None, None)
