@@ -17,6 +17,8 @@ from g4spec.errors import UsageError
 HELP = ("-h", "--help")
 MAY_BE_EMPTY = ("prompt", "system", "stop")
 """Parameters of which an empty text is a value, or has an error of its own."""
+PATHS = ("out", "save", "report", "folder", "out_dir")
+"""Parameters that are files or folders to write."""
 
 
 @dataclass(slots=True)
@@ -105,7 +107,8 @@ class CommandLine:
             return True
         if not equals:
             following = rest[0] if rest else None
-            if following is None or (following[:2] == "--" and following in own_flags):
+            path = option.name in PATHS  # a file named as an option is written `./-q`
+            if following is None or (following in own_flags and (path or following[:2] == "--")):
                 raise _argument_errors.missing_value(context, typed, following)
             value = rest.pop(0)
         if not value and option.name not in MAY_BE_EMPTY:

@@ -107,7 +107,7 @@ def hosts(text: str) -> tuple[str, ...]:
     found = split_commas([text])
     if not found:
         raise UsageError("--host", expected="at least one address", found=repr(text))
-    return found
+    return tuple(host.strip("[]") for host in found)  # [::1]: as in an address
 
 
 def disabled_paths(*, slots: bool, metrics: bool, page: bool) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -112,13 +113,17 @@ def check_models(
     draft: str | None,
     alias: list[str] | None,
     tags: list[str] | None,
+    given_flags: Mapping[str, str],
 ) -> None:
-    """Raise UsageError unless the options name either one model or a folder, and InputError if the
-    folder does not exist."""
+    """Raise UsageError unless the options name either one model or a folder and fit it, and
+    InputError if the folder does not exist."""
     if (model is None) == (models is None):
         raise UsageError(
             "expected either -m or --models", fix="name a model with -m, or a folder with --models"
         )
+    several = [given_flags[o] for o in ("models_max", "models_autoload") if o in given_flags]
+    if models is None and several:
+        raise UsageError(f"{', '.join(several)}: no effect without --models", fix="leave it out")
     if models is not None and (draft is not None or alias or tags):
         raise UsageError("-md, -a and --tags need -m", fix="leave them out with --models")
     if models is not None and not models.exists():

@@ -55,6 +55,8 @@ def command(
         raise UsageError(
             f"{', '.join(local)}: no effect with --url, the server decides", fix="leave it out"
         )
+    if url is None and "api_key" in flags:
+        raise UsageError("--api-key: no effect without --url", fix="leave it out")
     length = _options.draft_max(draft_max)
     if url is None:
         _inputs.require_draft(

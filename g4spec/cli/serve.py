@@ -73,7 +73,8 @@ def command(
     Includes a web page to chat. A draft makes answers faster and never changes them. The first
     SIGTERM or Ctrl-C lets running requests finish; a second one stops at once.
     """
-    _serve_options.check_models(model, models, draft, alias, tags)
+    flags = _inputs.given_flags(context)
+    _serve_options.check_models(model, models, draft, alias, tags, flags)
     length = _options.draft_max(draft_max)
     ranges.check(draft_max=length)
     if models is None:
@@ -93,7 +94,7 @@ def command(
         "prefix_cache": _serve_limits.check_prefix_cache(prefix_cache),
     }
     if daemon or stream_fd is not None:
-        fd = _daemon.check(daemon, stream_fd, _inputs.given_flags(context))
+        fd = _daemon.check(daemon, stream_fd, flags)
         return _daemon.run(model, draft, setup, out, fd, sampling, **engine_options)
     _inputs.check_exists(model, draft)
     _serve_options.require_packages()

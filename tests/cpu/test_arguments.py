@@ -82,6 +82,7 @@ def test_every_spelling_of_the_number_of_tokens(
         ("generate -m x -p y --cache-type q8", "found q8. Did you mean q8_0?"),
         ("generate -m x -p y --device gpu", "found gpu. Use cuda for the first GPU"),
         ("serve -a", "-a needs a value: found the end of the command. Write `-a VALUE`. See `g4"),
+        ("bench -m x.gguf -o -q", "-o needs a value: found the option -q. Write `-o VALUE`, or"),
         ("serve -a --port 80", "-a needs a value: found the option --port. Write `-a VALUE`, or"),
         ("serve -m x --port 99999", "--port: expected at most 65535, found '99999'. See `g4spec s"),
         ("generate -m x -p y -n many", "-n: expected a whole number, found 'many'. See `g4spec g"),

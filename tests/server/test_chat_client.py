@@ -415,6 +415,7 @@ def test_the_daemon_ends_when_its_output_is_closed(
         (("--daemon",), "need each other"),
         (("--stream-fd", "1"), "need each other"),
         (("--daemon", "--stream-fd", "1", "--port", "80"), "--port: no effect with --daemon"),
+        (("--models-max", "2"), "--models-max: no effect without --models"),
         (("--daemon", "--stream-fd", "1", "--no-ui"), "--no-ui: no effect with --daemon"),
         (("--daemon", "--stream-fd", "999"), "an open file descriptor"),
     ],

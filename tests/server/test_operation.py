@@ -497,6 +497,7 @@ def test_a_template_that_does_not_compile_is_refused_at_the_start(tmp_path: Path
 def test_options_with_commas() -> None:
     """Hosts, names and tags may be separated by commas; disabled paths have their option."""
     assert _http_options.hosts("127.0.0.1, ::1") == ("127.0.0.1", "::1")
+    assert _http_options.hosts("[::1]") == ("::1",)
     with pytest.raises(UsageError, match="--host"):
         _http_options.hosts(" , ")
     assert split_commas(["a,b", "c", ""]) == ("a", "b", "c") and split_commas(None) == ()
