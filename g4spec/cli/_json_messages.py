@@ -51,6 +51,7 @@ def _objects(path: Path, key: str) -> list[dict[str, Any]]:
     """Read a JSON list of objects that all have the text field `key`."""
     try:
         found = json.loads(_inputs.read_text(path))
+        json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate pair is no text
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not JSON: {str(error)[:80]}") from None
     expected = f'objects with a text field "{key}"'

@@ -65,6 +65,11 @@ def _missing_resource(problem: Exception) -> EnvironmentProblem | None:
         return EnvironmentProblem(
             "out of memory", fix="use a shorter context (-c) or smaller files"
         )
+    if "socksio" in str(problem):  # httpx
+        return EnvironmentProblem(
+            "the environment sets a SOCKS proxy, which needs the package socksio",
+            fix="install it, or unset ALL_PROXY",
+        )
     if problem.name != "torch" or not isinstance(problem, ModuleNotFoundError):
         return None
     return EnvironmentProblem(

@@ -220,8 +220,10 @@ def encode_prompts(
                 fix="remove one: a prompt may count only once",
             )
         if len(ids) + n_predict > engine.n_ctx:
+            own = prompt.category == "own"
+            name = prompt.name if own else f"prompt {prompt.name}"
             raise UsageError(
-                f"prompt {prompt.name} and `n_predict` {n_predict} do not fit",
+                f"{name} and `n_predict` {n_predict} do not fit",
                 expected=f"at most {engine.n_ctx} tokens",
                 found=len(ids) + n_predict,
                 fix="raise `n_ctx` or lower `n_predict`",

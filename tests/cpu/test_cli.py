@@ -16,6 +16,7 @@ import pytest
 
 from g4spec import __version__, cli
 from g4spec.cli import render
+from g4spec.cli._os_errors import as_error
 from g4spec.errors import CheckFailed, EnvironmentProblem, InputError, UsageError
 from tests.support import tokens
 
@@ -158,6 +159,11 @@ def test_full_disk_on_stdout(options: list[str]) -> None:
         )
     assert done.returncode == 4
     one_error_line(done.stderr)
+
+
+def test_a_socks_proxy_without_its_package() -> None:
+    error = as_error(ImportError("Using SOCKS proxy, but the 'socksio' package is not installed."))
+    assert isinstance(error, EnvironmentProblem) and "ALL_PROXY" in str(error)
 
 
 def test_files_are_written_before_stdout_fails(tmp_path: Path) -> None:

@@ -98,7 +98,15 @@ def test_contradicting_options(options: dict[str, object]) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ["{", "[]", "{}", '[{"content": "a"}]', "[1]", '[{"role": "pirate", "content": "a"}]'],
+    [
+        "{",
+        "[]",
+        "{}",
+        '[{"content": "a"}]',
+        "[1]",
+        '[{"role": "pirate", "content": "a"}]',
+        '[{"role": "user", "content": "\\ud800"}]',
+    ],
 )
 def test_invalid_conversations(tmp_path: Path, content: str) -> None:
     path = tmp_path / "m.json"
