@@ -87,7 +87,7 @@ def read_result(path: Path) -> dict[str, Any]:
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema != SCHEMA:
         raise InputError(
-            f"{path}: not a result of `g4spec bench` (with --parallel there is no comparison)",
+            f"{path}: not a result of `g4spec bench` for one request at a time",
             expected=f"schema {SCHEMA}",
             found=f"{schema!r:.80}",
         )
