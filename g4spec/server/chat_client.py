@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import httpx
 
 from g4spec.errors import EnvironmentProblem, G4Error, InputError, UsageError
+from g4spec.server.addresses import is_loopback
 
 Message = Mapping[str, str]
 
@@ -97,7 +98,7 @@ class RemoteChat:
             raise UsageError("`key`", expected="printable ASCII", found=repr(key))
         headers = {"authorization": f"Bearer {key}"} if key else {}
         # A proxy set in the environment cannot reach this machine's own addresses.
-        proxies = httpx.URL(self.url).host not in ("localhost", "127.0.0.1", "::1")
+        proxies = not is_loopback(httpx.URL(self.url).host)
         self._http = httpx.AsyncClient(
             headers=headers, timeout=httpx.Timeout(None, connect=10), trust_env=proxies
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import socket
 import ssl
@@ -21,6 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from g4spec.errors import EnvironmentProblem, InputError, UsageError
 from g4spec.server import model_router
+from g4spec.server.addresses import is_loopback
 from g4spec.server.app import create_app
 from g4spec.server.json_response import JsonResponse
 from g4spec.server.middleware import JsonLogFormatter
@@ -220,16 +220,7 @@ def serve_models(
 
 def is_exposed(address: ServerAddress) -> bool:
     """Return True unless all hosts are loopback addresses."""
-    return not all(map(_is_loopback, address.hosts))
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return not all(map(is_loopback, address.hosts))
 
 
 def url(address: ServerAddress, listeners: list[socket.socket]) -> str:
