@@ -4,17 +4,15 @@
 
 A graph of four layers, each after its attention, with random Q4_K weights, down matrices in Q8_0
 and Q5_0 in turn. Prints for each number of rows: microseconds a layer, a digest of the results (two
-versions of the kernels with the same bits print the same), and microseconds by kernel, whose starts
-overlap. Writes `results/<date>-gpu-experts.json`.
+versions of the kernels with the same bits print the same), and the microseconds that each kernel
+adds. Writes `results/<date>-gpu-experts.json`.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import statistics
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +21,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import watch
+from benchmarks.gpu_steps import kernels
 from g4spec import quant
 from g4spec.measure import synthetic
+from g4spec.measure import synthetic_bench as steps
 from g4spec.ops.weights import ExpertLayer
 from g4spec.runtime.cuda.build import launch, units
 from g4spec.runtime.cuda.ops import CudaOps
@@ -83,27 +83,13 @@ def timed(layers: list[ExpertLayer], h: torch.Tensor, x: torch.Tensor, ops: Cuda
     graph.replay()
     assert all(bool(y.isfinite().all()) for y in out)
     digest = hashlib.sha256(b"".join(y.cpu().numpy().tobytes() for y in out)).hexdigest()[:8]
-    seconds = []
-    for _ in range(7):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(10):
-            graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        seconds.append(begin.elapsed_time(end) * 1e3 / (10 * LAYERS))
-    kernels = Counter[str]()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        graph.replay()
-        torch.cuda.synchronize()
-    for event in profile.key_averages():
-        kernels[event.key.split("<")[0]] += event.device_time_total / LAYERS
-    by_kernel = {name: round(us, 1) for name, us in kernels.most_common(3)}
     return {
         "rows": len(x),
-        "us": round(statistics.median(seconds), 1),
+        "us": round(steps.milliseconds(graph.replay) * 1e3 / LAYERS, 1),
         "digest": digest,
-        "kernels_us": by_kernel,
+        "kernels_us": {
+            name: round(ms * 1e3 / LAYERS, 1) for name, ms in kernels(graph.replay).items()
+        },
     }
 
 
