@@ -46,6 +46,7 @@ def compose(r: Recipe, machine: Machine) -> str:
         f"  {r.engine.replace('.', '')}:",
         f"    image: {r.image}",
         "    ipc: host",
+        "    working_dir: /models",
         f'    ports: ["{port}:{port}"]',
         "    volumes:",
         "      - ${HOME}/.cache/huggingface:/root/.cache/huggingface",
@@ -53,8 +54,6 @@ def compose(r: Recipe, machine: Machine) -> str:
     ]
     if r.engine == "llama.cpp":
         lines += ["      - ${HOME}/.cache/llama.cpp:/root/.cache/llama.cpp"]
-    lines += ["    working_dir: /models"]
-    if r.engine == "llama.cpp":
         words += ["--port", str(port)]
     if r.env:
         lines += ["    environment:"] + [f"      {k}: {json.dumps(v)}" for k, v in r.env.items()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from g4spec.cli.render import Output
@@ -28,11 +28,9 @@ def read_message(out: Output) -> str | None:
         if not text.startswith(BLOCK):
             return text
         lines = [text.removeprefix(BLOCK)]
-        try:
+        with suppress(EOFError):  # the end of the input ends the block
             while not lines[-1].endswith(BLOCK):
                 lines.append(out.read_line("... "))
-        except EOFError:  # the end of the input ends the block
-            pass
         return "\n".join(lines).removesuffix(BLOCK).strip("\n")
     except EOFError:
         return None

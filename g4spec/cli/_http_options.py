@@ -123,7 +123,8 @@ def keys(given: list[str] | None, file: Path | None) -> list[str]:
     Raises an error if keys are asked for and there is none: a server without keys is open.
     """
     # Not by click, which would split the variable at spaces.
-    given = given or [key for key in [os.environ.get("G4SPEC_API_KEY")] if key]
+    variable = os.environ.get("G4SPEC_API_KEY")
+    given = given or ([variable] if variable else [])
     lines = _inputs.read_text(file).lstrip("\ufeff").split("\n") if file is not None else []
     found = [key.strip() for key in [*given, *lines] if key.strip()]
     if file is not None and not any(line.strip() for line in lines):
