@@ -97,8 +97,12 @@ class RemoteChat:
         if key and not (key.isascii() and key.isprintable()):
             raise UsageError("`key`", expected="printable ASCII", found=repr(key))
         headers = {"authorization": f"Bearer {key}"} if key else {}
+        try:
+            host = httpx.URL(self.url).host
+        except httpx.InvalidURL as error:
+            raise self._no_answer(error) from None
         # A proxy set in the environment cannot reach this machine's own addresses.
-        proxies = not is_loopback(httpx.URL(self.url).host)
+        proxies = not is_loopback(host)
         self._http = httpx.AsyncClient(
             headers=headers, timeout=httpx.Timeout(None, connect=10), trust_env=proxies
         )

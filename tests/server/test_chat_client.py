@@ -87,6 +87,8 @@ def test_refusals_show_the_servers_message(busy: Served) -> None:
             answered(RemoteChat(busy.url, None, {"nonsense": 9}, show_origins=show_origins))
     with pytest.raises(EnvironmentProblem, match="no answer from"):
         answered(RemoteChat("http://127.0.0.1:9", None, {}))
+    with pytest.raises(EnvironmentProblem, match="Invalid port"):
+        RemoteChat("http://[::1", None, {})
     with pytest.raises(InputError, match="context"):
         answered(LocalChat(busy.engine, Sampler()), [{"role": "user", "content": "x" * 100_000}])
 
