@@ -8,7 +8,6 @@
 
 constexpr int TILE_ROWS = 8;    // rows per MMA
 constexpr int ROUTER_ROWS = 4;  // rows of a job that computes router scores
-constexpr int MOE_MAX_TILES = 2;  // maximum tiles that share a read of weights; 4 need too many registers
 
 // Up to TILE_ROWS rows that use the same expert.
 struct Visit {

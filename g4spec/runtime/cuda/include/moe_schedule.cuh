@@ -60,14 +60,11 @@ struct MoeConfig {
   template <class F>
   static constexpr int UNITS =
       SLOT / UNIT_AND_ROWS<F>;  // in a slot: their weights, then their rows
-  // Tiles of 8 rows that can be multiplied by the weights of one slot: the first tile's rows are in
-  // the same slot, those of the others in a slot of their own. Only for more than 16 rows.
+  // Maximum tiles of 8 rows that are multiplied by the weights of one slot. Two have a slot of their own.
+  static constexpr int TILES = MANY ? 2 : 1;
   template <class F>
-  static constexpr int SLOT_TILES = 1 + SLOT / (UNITS<F> * BLOCKS<F>);
-  static constexpr int min_of(int a, int b) { return a < b ? a : b; }
-  static constexpr int TILES = !MANY ? 1 : min_of(MOE_MAX_TILES,
-      min_of(min_of(SLOT_TILES<Up>, SLOT_TILES<Down>),
-             min_of(SLOT_TILES<DenseUp>, SLOT_TILES<DenseDown>)));
+  static constexpr bool TWO_FIT = 2 * UNITS<F> * BLOCKS<F> <= SLOT;
+  static_assert(TWO_FIT<Up> && TWO_FIT<Down> && TWO_FIT<DenseUp> && TWO_FIT<DenseDown>);
   static constexpr int SCRATCH = max_of(max_of(max_of(Up::SCRATCH, Down::SCRATCH), 256),
                                         max_of(DenseUp::SCRATCH, DenseDown::SCRATCH));
 };
@@ -146,13 +143,6 @@ struct RingCursor {
   }
 };
 
-// Row tiles that share a read of the dense branch's weights: as many as leave work for every CTA.
-template <class S>
-DEVICE int dense_tiles(int groups, int tiles) {
-  if (S::TILES == 1) return 1;
-  return min(max(groups * tiles / (int)gridDim.x, 1), S::TILES);
-}
-
 // Call `role` for each product of this CTA, in order: entry blockIdx.x of the list dense up, (routing),
 // expert up, dense down, expert down, then those that `role.next` returns. A product is 128 rows of a
 // matrix times 1 to TILES tiles of rows x: (first row tile or visit, their number, group of 128 rows).
@@ -160,33 +150,27 @@ template <class S, class Role>
 DEVICE void for_each_product(const MoeStep& w, const S& s, Role& role) {
   using C = typename S::Base;
   const int tiles = C::tiles(w.tokens), outs = w.out_groups();
-  const auto dense_product = [&](auto call, int i, int groups) {
-    const int each = dense_tiles<S>(groups, tiles), parts = (tiles + each - 1) / each;
-    const int first = i % parts * each;
-    call(first, min(each, tiles - first), i / parts);
+  const int parts = (tiles + S::TILES - 1) / S::TILES;  // of the dense branch's rows
+  const auto dense_product = [&](auto call, int i) {
+    const int first = i % parts * S::TILES;
+    call(first, min(S::TILES, tiles - first), i / parts);
   };
-  const auto products = [&](int groups) {
-    const int each = dense_tiles<S>(groups, tiles);
-    return groups * ((tiles + each - 1) / each);
-  };
-  const int dense = products(w.dense_groups());
+  const int dense = parts * w.dense_groups();
   int i = blockIdx.x;
   for (; i < dense; i = role.next(i))
-    dense_product([&](int first, int n, int group) { role.dense_up(first, n, group); }, i,
-                  w.dense_groups());
+    dense_product([&](int first, int n, int group) { role.dense_up(first, n, group); }, i);
   role.route();
   const int runs = S::TILES > 1 ? s.visits.n_runs : s.visits.count;
   const auto run = [&](int i) {
     return S::TILES > 1 ? s.visits.runs[i] : VisitRun{(u16)i, 1};
   };
-  const int ups = dense + runs * w.groups(), dense_downs = ups + products(outs);
+  const int ups = dense + runs * w.groups(), dense_downs = ups + parts * outs;
   for (; i < ups; i = role.next(i)) {
     const VisitRun r = run((i - dense) / w.groups());
     role.up(r.first, r.count, (i - dense) % w.groups());
   }
   for (; i < dense_downs; i = role.next(i))
-    dense_product([&](int first, int n, int group) { role.dense_down(first, n, group); }, i - ups,
-                  outs);
+    dense_product([&](int first, int n, int group) { role.dense_down(first, n, group); }, i - ups);
   for (; i < dense_downs + runs * outs; i = role.next(i)) {
     const VisitRun r = run((i - dense_downs) / outs);
     role.down(r.first, r.count, (i - dense_downs) % outs);

@@ -73,7 +73,7 @@ struct WeightProducer {
     at.next();
   }
 
-  // `n`: tiles of rows. Several take two slots per team and turn, see `MathWarps::multiply_tiles`.
+  // `n`: tiles of rows. Two take two slots per team and turn, see `MathWarps::multiply_two_tiles`.
   template <class F>
   DEVICE void stream(const u8* matrix, i64 group, int k, int n) {
     constexpr int UNITS = C::template UNITS<F>;
@@ -118,82 +118,115 @@ struct ActivationProducer {
 
   DEVICE int next(int i) { return at.next_product(i, lane); }
 
-  // Fill this warp's slots with n tiles of rows: store(slot, unit, tile) for the units of each slot. The
-  // first tile follows the weights, the others fill a slot of their own.
+  // Fill this warp's slots with n tiles of rows: store(slot, unit) for the units of each slot. The rows
+  // of one tile follow the weights, those of two have a slot of their own.
   template <class F, class Store>
   DEVICE void fill(int units, int n, Store store) {
-    constexpr int UNITS = C::template UNITS<F>, TILE = UNITS * C::template BLOCKS<F>;
-    const auto fill_slot = [&](int offset, int unit, int first, int last) {
+    constexpr int UNITS = C::template UNITS<F>;
+    const auto fill_slot = [&](int offset, int unit, bool stores) {
       if (at.stage % 2 == parity) {
-        u8* to = at.slot() + offset;
         mbarrier_wait(at.empty(), at.phase ^ 1);
-        for (int tile = first; tile < last; ++tile, to += TILE) store(to, unit, tile);
+        if (stores) store(at.slot() + offset, unit);
         cp_async_mbarrier_arrive(at.full());
       }
       at.next();
     };
     if (S::TILES > 1 && n > 1) {
-      for (int u = 0; u < units; u += UNITS * C::TEAMS) {
-        for (int i = 0; i < C::TEAMS; ++i) fill_slot(UNITS * F::UNIT_BYTES, u + i * UNITS, 0, 1);
-        for (int i = 0; i < C::TEAMS; ++i) fill_slot(0, u + i * UNITS, 1, n);
-      }
+      for (int u = 0; u < units; u += UNITS * C::TEAMS)
+        for (int i = 0; i < 2 * C::TEAMS; ++i) fill_slot(0, u + i % C::TEAMS * UNITS, i >= C::TEAMS);
       return;
     }
-    for (int u = 0; u < units; u += UNITS) fill_slot(UNITS * F::UNIT_BYTES, u, 0, 1);
+    for (int u = 0; u < units; u += UNITS) fill_slot(UNITS * F::UNIT_BYTES, u, true);
   }
 
-  // Copy n tiles of packed rows unchanged, each once `needed` products have computed it.
+  // Copy n tiles of packed rows as a group, each tile once `needed` products have computed it.
   template <class F>
   DEVICE void copy(const u8* rows, const u32* arrived, int n, u32 needed, int k) {
     constexpr int UNITS = C::template UNITS<F>, BLOCKS = C::template BLOCKS<F>;
     const int units = k / F::UNIT;
-    if (lane == 0)
+    if (needed && lane == 0)
       for (int tile = 0; tile < n; ++tile)
         while (load_acquire(arrived + tile) < needed) {
         }
     __syncwarp();
-    fill<F>(units, n, [&](u8* to, int unit, int tile) {
+    const TilePlaces at_tile(lane);
+    fill<F>(units, n, [&](u8* to, int unit) {
       const int bytes = min(UNITS, units - unit) * BLOCKS;
-      const u8* from = rows + (tile * units + unit) * BLOCKS;
-      for (int b = lane * 16; b < bytes; b += 512) cp_async16(to + b, from + b);
+      const u8* from = rows + unit * BLOCKS;
+      if (S::TILES == 1 || n == 1) {
+        for (int b = lane * 16; b < bytes; b += 512) cp_async16(to + b, from + b);
+        return;
+      }
+      for (int tile = 0; tile < 2; ++tile, from += units * BLOCKS)
+        for (int b = 0; b < bytes; b += ACT_BYTES) at_tile.copy(to + 2 * b, from + b, tile);
     });
   }
+  // Where a lane puts the parts of 8 bytes that it copies from a block of one tile to a block of two.
+  struct TilePlaces {
+    int from, halves, sums, sums_of_tile;
 
-  // Gather rows row(tile, 0) .. row(tile, count(tile) - 1) of an input in groups of 8 into n tiles of
-  // 8. A tile's other rows keep old data; their results are not used.
+    DEVICE TilePlaces(int lane) : from(lane * 8), halves(lane % 2 * 512 + lane / 2 * 16) {
+      const bool floats = lane / 8 == 2;  // SUMS32: two rows in 8 bytes
+      const int row = floats ? lane % 4 * 2 : lane % 8, word = floats ? 4 + lane / 4 % 2 : lane / 8 * 2;
+      sums = sum_word_offset(2, row, word);
+      sums_of_tile = sum_word_offset(2, TILE_ROWS + row, word) - sums;
+    }
+    DEVICE void copy(u8* to, const u8* block, int tile) const {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        cp_async<8>(to + halves + tile * 8 + (i / 2 * 1024 + i % 2 * 256), block + from + i * 256);
+      cp_async<8>(to + sums + tile * sums_of_tile, block + from + SPLIT16);
+    }
+  };
+
+  // Gather rows row(tile, 0) .. row(tile, count(tile) - 1) of an input in groups of 8 into a group of n
+  // tiles of 8. A tile's other rows keep old data; their results are not used.
   template <class F, class Count, class Row>
   DEVICE void gather(const u8* rows, int n, Count count, Row row) {
     constexpr int BLOCKS = C::template UNITS<F> * F::UNIT / 64, PIECES = (BLOCKS * 8 + 31) / 32;
     static_assert(S::TILES * TILE_ROWS <= 32, "a lane knows one row");
-    // A row has 8 pieces of 16 bytes and 8 words of sums in a block: offsets for row 0.
+    // A row has 8 pieces of 16 bytes, two k16 steps, and 8 words of sums in a block: offsets for row 0.
     const int piece = lane % 8, pitch = sum_word_offset(1, 1, piece) - sum_word_offset(1, 0, piece);
     const int halves = (piece / 4 * 32 + piece % 4) * 16, sums = sum_word_offset(1, 0, piece);
+    const int sums_to = sum_word_offset(n, 0, piece);
     const int all = w.width / 64, of_tile = lane / TILE_ROWS, of_column = lane % TILE_ROWS;
     const int own = of_tile < n && of_column < count(of_tile) ? row(of_tile, of_column) : 0;
-    fill<F>(w.width / F::UNIT, n, [&](u8* to_tile, int unit, int tile) {
-      const int first = unit * (F::UNIT / 64), columns = count(tile);
+    fill<F>(w.width / F::UNIT, n, [&](u8* to, int unit) {
+      const int first = unit * (F::UNIT / 64);
+      for (int tile = 0; tile < n; ++tile) {
+        const int columns = count(tile);
 #pragma unroll
-      for (int column = 0; column < TILE_ROWS; ++column) {
-        if (column >= columns) break;
-        const int m = __shfl_sync(FULL_MASK, own, tile * TILE_ROWS + column);
-        const u8* from = rows + (m / TILE_ROWS * all + first) * ACT_BYTES;
+        for (int column = 0; column < TILE_ROWS; ++column) {
+          if (column >= columns) break;
+          const int m = __shfl_sync(FULL_MASK, own, tile * TILE_ROWS + column);
+          const u8* from = rows + (m / TILE_ROWS * all + first) * ACT_BYTES;
 #pragma unroll
-        for (int j = 0; j < PIECES; ++j) {
-          const int block = j * 4 + lane / 8, at_block = block * ACT_BYTES;
-          if (block >= BLOCKS || first + block >= all) continue;
-          cp_async<16>(to_tile + at_block + halves + column * 64, from + at_block + halves + m % 8 * 64);
-          cp_async<4>(to_tile + at_block + sums + column * pitch, from + at_block + sums + m % 8 * pitch);
+          for (int j = 0; j < PIECES; ++j) {
+            const int block = j * 4 + lane / 8;
+            if (block >= BLOCKS || first + block >= all) continue;
+            const u8* of = from + block * ACT_BYTES;
+            u8* to_block = to + block * (n * ACT_BYTES);
+            copy_piece(to_block + column * 64, of + halves + m % 8 * 64, piece, tile, n);
+            cp_async<4>(to_block + sums_to + (tile * TILE_ROWS + column) * pitch, of + sums + m % 8 * pitch);
+          }
         }
       }
     });
   }
 
+  // Copy a row's piece into a block of n tiles in the fragment layout; `to`: its row 0 at this column.
+  static DEVICE void copy_piece(u8* to, const u8* from, int piece, int tile, int n) {
+    if (S::TILES == 1 || n == 1) {
+      cp_async<16>(to + (piece / 4 * 32 + piece % 4) * 16, from);
+    } else {
+      to += (piece / 4 * 64 + piece % 4) * 16 + tile * 8;
+      cp_async<8>(to, from), cp_async<8>(to + 32 * 16, from + 8);
+    }
+  }
+
   DEVICE void route() { mbarrier_wait(&at.s.routed, 0); }
   DEVICE void dense_up(int first, int n, int) {
-    gather<typename C::DenseUp>(
-        w.dense_rows, n,
-        [=](int tile) { return min(w.tokens - (first + tile) * TILE_ROWS, TILE_ROWS); },
-        [=](int tile, int i) { return (first + tile) * TILE_ROWS + i; });
+    copy<typename C::DenseUp>(w.dense_rows + first * (w.width / 64) * ACT_BYTES, nullptr, n, 0, w.width);
   }
   DEVICE void up(int visit, int n, int) {
     const Visit* v = at.s.visits.visits + visit;
@@ -227,23 +260,26 @@ struct MathWarps {
   template <class F>
   DEVICE void multiply(Acc<1> (&acc)[S::TILES], int k, int n) {
     const int team = warp / MOE_TEAM_WARPS, part = warp % MOE_TEAM_WARPS;
-    const typename F::template Lane<1> of(at.s.scratch[warp], part, lane);
-    if (S::TILES > 1 && n > 1)
-      multiply_tiles<F>(acc, of, k / F::UNIT, team, n);
-    else
-      multiply_tile<F>(acc[0], of, k / F::UNIT, team);
+    if (S::TILES > 1 && n > 1) {
+      Acc<2> both = {};
+      multiply_two_tiles<F>(both, k / F::UNIT, team, part);
+#pragma unroll
+      for (int i = 0; i < 8 * S::TILES; ++i) acc[i / 8][i / 4 % 2][0][i % 4] = both[i / 4 % 2][i / 8][i % 4];
+    } else {
+      multiply_tile<F>(acc[0], k / F::UNIT, team, part);
+    }
 #pragma unroll
     for (int tile = 0; tile < S::TILES; ++tile)
       if (tile < n) add_teams(acc[tile], team, part);
   }
 
-  // Several tiles: in each turn, a team takes a slot of weights with the first tile's rows, and,
-  // TEAMS slots later, one with the rows of the other tiles. The units of a tile are added in the
-  // order of `multiply_tile`. A team without units left in the last turn takes empty slots.
+  // Two tiles, with the same dequantized weights: in each turn, a team takes a slot of weights and, TEAMS
+  // slots later, one with the rows of both. The units of a tile are added in the order of
+  // `multiply_tile`. A team without units left in the last turn takes empty slots.
   template <class F>
-  DEVICE void multiply_tiles(Acc<1> (&acc)[S::TILES], const typename F::template Lane<1>& of,
-                             int units, int team, int n) {
+  DEVICE void multiply_two_tiles(Acc<2>& acc, int units, int team, int part) {
     constexpr int UNITS = C::template UNITS<F>, BLOCKS = C::template BLOCKS<F>;
+    const typename F::template Lane<2> of(at.s.scratch[warp], part, lane);
     for (int turn = 0; turn < units; turn += UNITS * C::TEAMS) {
       int stages[2];
 #pragma unroll
@@ -254,19 +290,13 @@ struct MathWarps {
           stages[slot] = at.stage;
           mbarrier_wait(at.full(), at.phase);
         }
-      const u8 *weights = at.s.slots[stages[0]], *others = at.s.slots[stages[1]];
-      const u8* rows = weights + UNITS * F::UNIT_BYTES;
+      const u8 *weights = at.s.slots[stages[0]], *rows = at.s.slots[stages[1]];
 #pragma unroll
-      for (int i = 0; i < UNITS; ++i) {
-        if (turn + team * UNITS + i >= units) continue;
-#pragma unroll
-        for (int tile = 0; tile < S::TILES; ++tile) {
-          if (tile >= n) continue;
-          const u8* x = tile ? others + (tile - 1) * UNITS * BLOCKS : rows;
-          of.multiply(acc[tile], weights + i * F::UNIT_BYTES, x + i * BLOCKS);
+      for (int i = 0; i < UNITS; ++i)
+        if (turn + team * UNITS + i < units) {
+          of.multiply(acc, weights + i * F::UNIT_BYTES, rows + i * (2 * BLOCKS));
           __syncwarp();
         }
-      }
       if (lane) continue;
       mbarrier_arrive(at.s.empty + stages[0]);
       mbarrier_arrive(at.s.empty + stages[1]);
@@ -275,9 +305,9 @@ struct MathWarps {
 
   // One tile: each team takes every TEAMS-th slot.
   template <class F>
-  DEVICE void multiply_tile(Acc<1>& acc, const typename F::template Lane<1>& of, int units,
-                            int team) {
+  DEVICE void multiply_tile(Acc<1>& acc, int units, int team, int part) {
     constexpr int UNITS = C::template UNITS<F>, BLOCKS = C::template BLOCKS<F>;
+    const typename F::template Lane<1> of(at.s.scratch[warp], part, lane);
     int next = 0;
     for (int u = 0; u < units; u += UNITS, at.next()) {
       const bool mine = next == team;
