@@ -99,7 +99,7 @@ struct ProductQueue {
 template <class C>
 struct MoeFixedStorage {
   u8 scratch[C::CONSUMERS][C::SCRATCH];
-  float sums[2][C::TEAMS - 1][MOE_TEAM_WARPS][8][32];  // partial sums of teams, double-buffered
+  float sums[2][MOE_TEAM_WARPS][8][32];  // partial sums of the other team, double-buffered
   float channel_sums[MOE_TEAM_WARPS][8];
   typename C::Visits visits;
   u32 scored[C::CONSUMERS];  // router jobs done before each of the latest ones, for the same four rows

@@ -254,32 +254,34 @@ struct MathWarps {
   DEVICE int next(int i) { return at.next_product(i, lane); }
   static DEVICE void sync() { named_barrier_sync<1, 32 * C::CONSUMERS>(); }
   static DEVICE void team_sync() { named_barrier_sync<2, 32 * MOE_TEAM_WARPS>(); }
-  DEVICE bool owner() const { return warp < MOE_TEAM_WARPS; }
+  // Whether this warp stores results. The last team does, which never has more units than the others.
+  DEVICE bool owner() const { return warp >= C::CONSUMERS - MOE_TEAM_WARPS; }
+  DEVICE int part() const { return warp % MOE_TEAM_WARPS; }  // of the product's 128 rows
 
   // Accumulate over all units of a product of n tiles, and add the sums of all teams.
   template <class F>
   DEVICE void multiply(Acc<1> (&acc)[S::TILES], int k, int n) {
-    const int team = warp / MOE_TEAM_WARPS, part = warp % MOE_TEAM_WARPS;
+    const int team = warp / MOE_TEAM_WARPS;
     if (S::TILES > 1 && n > 1) {
       Acc<2> both = {};
-      multiply_two_tiles<F>(both, k / F::UNIT, team, part);
+      multiply_two_tiles<F>(both, k / F::UNIT, team);
 #pragma unroll
       for (int i = 0; i < 8 * S::TILES; ++i) acc[i / 8][i / 4 % 2][0][i % 4] = both[i / 4 % 2][i / 8][i % 4];
     } else {
-      multiply_tile<F>(acc[0], k / F::UNIT, team, part);
+      multiply_tile<F>(acc[0], k / F::UNIT, team);
     }
 #pragma unroll
     for (int tile = 0; tile < S::TILES; ++tile)
-      if (tile < n) add_teams(acc[tile], team, part);
+      if (tile < n) add_teams(acc[tile], team);
   }
 
   // Two tiles, with the same dequantized weights: in each turn, a team takes a slot of weights and, TEAMS
   // slots later, one with the rows of both. The units of a tile are added in the order of
   // `multiply_tile`. A team without units left in the last turn takes empty slots.
   template <class F>
-  DEVICE void multiply_two_tiles(Acc<2>& acc, int units, int team, int part) {
+  DEVICE void multiply_two_tiles(Acc<2>& acc, int units, int team) {
     constexpr int UNITS = C::template UNITS<F>, BLOCKS = C::template BLOCKS<F>;
-    const typename F::template Lane<2> of(at.s.scratch[warp], part, lane);
+    const typename F::template Lane<2> of(at.s.scratch[warp], part(), lane);
     for (int turn = 0; turn < units; turn += UNITS * C::TEAMS) {
       int stages[2];
 #pragma unroll
@@ -305,9 +307,9 @@ struct MathWarps {
 
   // One tile: each team takes every TEAMS-th slot.
   template <class F>
-  DEVICE void multiply_tile(Acc<1>& acc, int units, int team, int part) {
+  DEVICE void multiply_tile(Acc<1>& acc, int units, int team) {
     constexpr int UNITS = C::template UNITS<F>, BLOCKS = C::template BLOCKS<F>;
-    const typename F::template Lane<1> of(at.s.scratch[warp], part, lane);
+    const typename F::template Lane<1> of(at.s.scratch[warp], part(), lane);
     int next = 0;
     for (int u = 0; u < units; u += UNITS, at.next()) {
       const bool mine = next == team;
@@ -325,19 +327,18 @@ struct MathWarps {
     }
   }
 
-  DEVICE void add_teams(Acc<1>& acc, int team, int part) {
+  DEVICE void add_teams(Acc<1>& acc, int team) {
+    static_assert(C::TEAMS <= 2, "the order in which more are added would depend on the owner");
     if constexpr (C::TEAMS > 1) {
-      auto& sums = at.s.sums[turn];
+      auto& sums = at.s.sums[turn][part()];
       turn ^= 1;
-      if (team)
+      if (!owner())
 #pragma unroll
-        for (int i = 0; i < 8; ++i) sums[team - 1][part][i][lane] = acc[i / 4][0][i % 4];
+        for (int i = 0; i < 8; ++i) sums[i][lane] = acc[i / 4][0][i % 4];
       sync();
-      if (team) return;
+      if (!owner()) return;
 #pragma unroll
-      for (int other = 0; other < C::TEAMS - 1; ++other)
-#pragma unroll
-        for (int i = 0; i < 8; ++i) acc[i / 4][0][i % 4] += sums[other][part][i][lane];
+      for (int i = 0; i < 8; ++i) acc[i / 4][0][i % 4] += sums[i][lane];
     }
   }
 
@@ -353,12 +354,12 @@ struct MathWarps {
     for (int tile = 0; tile < S::TILES; ++tile)
       if (tile < n)
         store_gated(acc[tile], hidden + (tile * groups + group) * ACT_BYTES, count(tile));
-    if (threadIdx.x == 0)
+    if (part() == 0 && lane == 0)
       for (int tile = 0; tile < n; ++tile) atomic_add_release(arrived + tile, 1);
   }
 
   DEVICE void store_gated(const Acc<1>& acc, u8* block, int count) {
-    const int g = lane / 4, t = lane % 4;
+    const int g = lane / 4, t = lane % 4, k16 = part();
     u16* halves = (u16*)at.s.scratch[warp];  // [column][channel]
     __syncwarp();
 #pragma unroll
@@ -372,13 +373,13 @@ struct MathWarps {
     float sum = from_half(v.x) + from_half(v.x >> 16) + from_half(v.y) + from_half(v.y >> 16);
     sum += __shfl_xor_sync(FULL_MASK, sum, 1);
     sum += __shfl_xor_sync(FULL_MASK, sum, 2);
-    ((uint2*)block)[(warp / 2 * 32 + lane) * 2 + warp % 2] = v;
+    ((uint2*)block)[(k16 / 2 * 32 + lane) * 2 + k16 % 2] = v;
     auto& of = at.s.channel_sums;
-    if (t == 0) of[warp][g] = sum;
+    if (t == 0) of[k16][g] = sum;
     team_sync();
-    if (warp < 2 && lane < 8)
-      SumOffsets(1, lane, warp).store32(block, of[warp * 2][lane], of[warp * 2 + 1][lane]);
-    if (warp == 2 && lane < 8)
+    if (k16 < 2 && lane < 8)
+      SumOffsets(1, lane, k16).store32(block, of[k16 * 2][lane], of[k16 * 2 + 1][lane]);
+    if (k16 == 2 && lane < 8)
       SumOffsets(1, lane, 0).store64(block, of[0][lane] + of[1][lane], of[2][lane] + of[3][lane]);
     team_sync();
   }
@@ -402,7 +403,7 @@ struct MathWarps {
         float* to = y + (i64)place(tile, m) * w.width;
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
-          const int n = group * PACK_ROWS + warp * 32 + q * 8 + lane / 4;
+          const int n = group * PACK_ROWS + part() * 32 + q * 8 + lane / 4;
           if (n < w.width) to[n] = s * acc[tile][q / 2][0][q % 2 * 2 + j];
         }
       }

@@ -340,7 +340,7 @@ def shared_bytes(
     slot = max(unit_bytes(*t) + t[1] // ACT_COLUMNS * ACT_BYTES for t in types)
     warps = MOE_TEAM_WARPS * TEAMS
     scratch = warps * max(256, *(scratch_of(*t) for t in types))
-    sums = 4 * (2 * (TEAMS - 1) * MOE_TEAM_WARPS * 8 * 32 + MOE_TEAM_WARPS * 8)
+    sums = 4 * (2 * MOE_TEAM_WARPS * 8 * 32 + MOE_TEAM_WARPS * 8)
     pairs, words = count * shape.k, -(-count // 32)
     visits = (
         (24 if count > GROUP_ROWS else 20) * shape.visits(count)
