@@ -139,7 +139,7 @@ struct ActivationProducer {
     for (int u = 0; u < units; u += UNITS) fill_slot(UNITS * F::UNIT_BYTES, u, true);
   }
 
-  // Copy n tiles of packed rows as a group, each tile once `needed` products have computed it.
+  // Copy n tiles of packed rows as a group, each tile once `needed` products have computed it (0: all exist).
   template <class F>
   DEVICE void copy(const u8* rows, const u32* arrived, int n, u32 needed, int k) {
     constexpr int UNITS = C::template UNITS<F>, BLOCKS = C::template BLOCKS<F>;
@@ -161,6 +161,7 @@ struct ActivationProducer {
         for (int b = 0; b < bytes; b += ACT_BYTES) at_tile.copy(to + 2 * b, from + b, tile);
     });
   }
+
   // Where a lane puts the parts of 8 bytes that it copies from a block of one tile to a block of two.
   struct TilePlaces {
     int from, halves, sums, sums_of_tile;
@@ -272,7 +273,7 @@ struct MathWarps {
     }
 #pragma unroll
     for (int tile = 0; tile < S::TILES; ++tile)
-      if (tile < n) add_teams(acc[tile], team);
+      if (tile < n) add_teams(acc[tile]);
   }
 
   // Two tiles, with the same dequantized weights: in each turn, a team takes a slot of weights and, TEAMS
@@ -327,7 +328,7 @@ struct MathWarps {
     }
   }
 
-  DEVICE void add_teams(Acc<1>& acc, int team) {
+  DEVICE void add_teams(Acc<1>& acc) {
     static_assert(C::TEAMS <= 2, "the order in which more are added would depend on the owner");
     if constexpr (C::TEAMS > 1) {
       auto& sums = at.s.sums[turn][part()];
