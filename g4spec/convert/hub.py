@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from g4spec.convert import safetensors
+from g4spec.convert import hub_settings, safetensors
 from g4spec.convert.provenance import SMALL
 from g4spec.convert.transfer import TransferGuard
 from g4spec.errors import EnvironmentProblem, G4Error, InputError
@@ -37,7 +37,6 @@ _REVISION, _PART = r"[A-Za-z0-9][A-Za-z0-9._/-]*", r"[^:\\]+\.gguf|[A-Za-z0-9_]+
 _ID = re.compile(rf"({_WORD}/{_WORD})(?:@({_REVISION}))?(?::({_PART}))?")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]*")
 PART_SUFFIX = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
-HOME = "https://huggingface.co"
 INDEX = ".safetensors.index.json"
 MAX_LISTING_BYTES = 16 << 20
 """Maximum size of the list of a repository's files in bytes."""
@@ -84,7 +83,8 @@ def resolve(text: str | Path, purpose: Purpose = "any") -> tuple[Path, list[str]
 
     An existing path has precedence over a hub id. Text that is neither is returned unchanged.
 
-    Raises InputError or EnvironmentProblem if the download fails.
+    Raises InputError or EnvironmentProblem if the download fails, UsageError for a malformed
+    setting of huggingface_hub in the environment.
     """
     name = str(text)
     found, path = HubId.parse(name), Path(name)
@@ -103,6 +103,7 @@ def fetch(id: HubId, purpose: Purpose = "any") -> Path:
 
 class _Hub:
     def __init__(self, id: HubId) -> None:
+        hub_settings.check_settings()
         import huggingface_hub as hf
         from huggingface_hub import constants, errors
         from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -134,7 +135,7 @@ class _Hub:
 
     def _list(self) -> tuple[str, list[str]]:
         """Return the commit of the revision and the names of its files."""
-        api = self.hf.HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+        api = self.hf.HfApi(endpoint=hub_settings.endpoint())
         timeout = float(self.constants.HF_HUB_ETAG_TIMEOUT)
         try:
             info = self._call(
@@ -222,7 +223,7 @@ class _Hub:
         path = Path(
             self._call(
                 lambda: self.hf.hf_hub_download(
-                    self.id.repo, name, endpoint=os.environ.get("HF_ENDPOINT"), **options
+                    self.id.repo, name, endpoint=hub_settings.endpoint(), **options
                 ),
                 guarded,
             )
@@ -240,7 +241,7 @@ class _Hub:
         existing = next(p for p in (self.cache, *self.cache.parents) if p.exists())
         limit = regular_files.MAX_READ_BYTES if whole else shutil.disk_usage(existing).free
         # The Xet client ignores these limits, so it is only allowed for the official hub.
-        official = os.environ.get("HF_ENDPOINT", HOME).rstrip("/") == HOME
+        official = hub_settings.endpoint() == hub_settings.HOME
         return TransferGuard(
             f"{self.id}: {name}", limit, disk=not whole, commit=revision, xet=official
         )

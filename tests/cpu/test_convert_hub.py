@@ -16,7 +16,7 @@ import pytest
 
 from g4spec import cli
 from g4spec.convert import convert, hub, transfer
-from g4spec.errors import EnvironmentProblem, G4Error, InputError, Unsupported
+from g4spec.errors import EnvironmentProblem, G4Error, InputError, Unsupported, UsageError
 from g4spec.gguf import GGUF
 from tests.support import tiny
 from tests.support.hub_server import (
@@ -274,6 +274,44 @@ def test_a_type_offline(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_network(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     refused("org/draft", EnvironmentProblem, "no such file or folder here.*cannot be reached")
+
+
+@pytest.mark.parametrize(
+    "name,value",
+    [
+        ("HF_ENDPOINT", "notaurl"),
+        ("HF_ENDPOINT", ""),
+        ("HF_ENDPOINT", "ftp://127.0.0.1"),
+        ("HF_ENDPOINT", "http://[::1"),
+        ("HF_ENDPOINT", "http://127.0.0.1:port"),
+        ("HF_HUB_DOWNLOAD_TIMEOUT", "abc"),
+        ("HF_HUB_DOWNLOAD_TIMEOUT", "0"),
+        ("HF_HUB_ETAG_TIMEOUT", "1.5"),
+        ("HF_HOME", "/dev/null"),
+        ("HF_HUB_CACHE", "/dev/null/cache"),
+        ("HF_TOKEN", "hf_\u00e4"),
+        ("HF_TOKEN", "hf_a\x1bb"),
+        ("HTTPS_PROXY", "http://127.0.0.1:port"),
+        ("ALL_PROXY", "ftp://127.0.0.1"),
+    ],
+)
+def test_malformed_settings(
+    name: str, value: str, served: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    says = refused("org/one", UsageError, f"the environment variable {name}: expected .*unset it")
+    assert name != "HF_TOKEN" or value not in says
+    assert not served.seen
+
+
+def test_settings_that_work(served: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    served.gated.add("org/one")
+    monkeypatch.setenv("HF_ENDPOINT", f"{served.url}/")
+    monkeypatch.setenv("HF_TOKEN", "hf_good\n")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "new" / "folder"))
+    monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "7")
+    assert get("org/one").is_file()
+    assert not any("//" in request for request in served.seen)
 
 
 # ---- what passes
