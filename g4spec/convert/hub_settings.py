@@ -38,6 +38,8 @@ def check_settings() -> None:
     for name in FOLDERS:
         if value := os.environ.get(name, ""):
             _check_folder(name, Path(os.path.expandvars(value)).expanduser())
+    if (path := os.environ.get("SSL_CERT_FILE")) and not os.path.isfile(path):
+        raise _malformed("SSL_CERT_FILE", "a file of certificates", path)
     # huggingface_hub removes line breaks at any position of a token.
     token = re.sub(r"[\r\n]", "", os.environ.get("HF_TOKEN", "")).strip()
     if not (token.isascii() and token.isprintable()):

@@ -102,10 +102,21 @@ class RemoteChat:
         except httpx.InvalidURL as error:
             raise self._no_answer(error) from None
         # A proxy set in the environment cannot reach this machine's own addresses.
-        proxies = not is_loopback(host)
-        self._http = httpx.AsyncClient(
-            headers=headers, timeout=httpx.Timeout(None, connect=10), trust_env=proxies
-        )
+        proxies, timeout = not is_loopback(host), httpx.Timeout(None, connect=10)
+        try:
+            self._http = httpx.AsyncClient(headers=headers, timeout=timeout, trust_env=proxies)
+        except (httpx.InvalidURL, ValueError) as error:
+            raise UsageError(
+                "the environment sets a proxy with a malformed address",
+                found=str(error),
+                fix="correct or unset HTTP_PROXY, HTTPS_PROXY and ALL_PROXY",
+            ) from None
+        except OSError as error:
+            raise UsageError(
+                "cannot read the certificates that SSL_CERT_FILE or SSL_CERT_DIR names",
+                found=error.strerror,
+                fix="correct or unset the variable",
+            ) from None
 
     async def model(self) -> str:
         """Return the id of the first model that the server lists."""

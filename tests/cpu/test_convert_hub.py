@@ -293,13 +293,14 @@ def test_no_network(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         ("HF_TOKEN", "hf_a\x1bb"),
         ("HTTPS_PROXY", "http://127.0.0.1:port"),
         ("ALL_PROXY", "ftp://127.0.0.1"),
+        ("SSL_CERT_FILE", "missing.pem"),
     ],
 )
 def test_malformed_settings(
     name: str, value: str, served: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
-    says = refused("org/one", UsageError, f"the environment variable {name}: expected .*unset it")
+    says = refused("org/one", UsageError, rf"the environment variable {name}: expected .*unset it")
     assert name != "HF_TOKEN" or value not in says
     assert not served.seen
 

@@ -537,6 +537,19 @@ def test_an_empty_live_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         )
 
 
+@pytest.mark.parametrize("proxy", ["http://127.0.0.1:port", "ftp://127.0.0.1"])
+def test_a_malformed_proxy(proxy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", proxy)
+    with pytest.raises(UsageError, match=r"proxy with a malformed address.*HTTPS_PROXY"):
+        RemoteChat("https://example.org", None, {})
+
+
+def test_missing_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", "missing.pem")
+    with pytest.raises(UsageError, match="SSL_CERT_FILE"):
+        RemoteChat("https://example.org", None, {})
+
+
 def test_a_key_that_is_not_ascii() -> None:
     with pytest.raises(UsageError, match="`key`"):
         RemoteChat("http://127.0.0.1:9", "schl\u00fcssel", {})
