@@ -33,9 +33,13 @@ def greedy_note(**options: float) -> str | None:
     return text if names else None
 
 
-def thinking_note(tokenizer: Tokenizer) -> str | None:
-    """Return a note if the chat template writes the same with and without thinking, else None."""
+def thinking_note(tokenizer: Tokenizer, option: str = "--thinking") -> str | None:
+    """Return a note if the chat template writes the same with and without thinking, else None.
+
+    Args:
+        option: the option that enables thinking.
+    """
     turns = [{"role": "user", "content": "a"}]
     if tokenizer.template and tokenizer.chat(turns) != tokenizer.chat(turns, thinking=True):
         return None
-    return "--thinking has no effect: this model's chat template does not know it"
+    return f"{option} has no effect: this model's chat template does not know it"

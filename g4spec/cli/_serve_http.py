@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4spec.cli import _engine, _http_options, _sampling_defaults
+from g4spec.cli._notes import thinking_note
 from g4spec.cli.render import Output
 
 if TYPE_CHECKING:
@@ -58,6 +59,9 @@ class ModelLoader:
             )
         _engine.note_device(engine.title, engine.on_cpu, self.setup, self.out)
         engine.tokenizer.template = self.template or engine.tokenizer.template
+        if settings.reasoning and (why := thinking_note(engine.tokenizer, "--reasoning on")):
+            self.out.note(why)
+            settings = replace(settings, reasoning=False)
         return Service(engine, replace(settings, sampler=sampler))
 
 

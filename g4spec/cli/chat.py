@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from g4spec.cli import _chat_options, _engine, _inputs, _options, _sampling_defaults
+from g4spec.cli._notes import thinking_note
 from g4spec.cli.render import Output, Quiet
 from g4spec.errors import UsageError
 
@@ -87,6 +88,9 @@ def command(
             sampler = _sampling_defaults.sampler(path, out, **sampling)
             engine = _engine.load(path, file, setup, out, prefix_cache=256 << 20)
             stack.enter_context(engine)
+            if think and (why := thinking_note(engine.tokenizer, "--think")):
+                out.note(why)
+                think = False
             voice = LocalChat(
                 engine,
                 sampler,

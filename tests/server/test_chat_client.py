@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from g4spec import cli
-from g4spec.cli import _sampling_defaults, chat
+from g4spec.cli import _engine, _sampling_defaults, _serve_http, chat
 from g4spec.cli.render import Output
 from g4spec.errors import EnvironmentProblem, InputError, UsageError
 from g4spec.gguf import Value, ValueType, string, write
@@ -33,8 +33,9 @@ from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options
 from g4spec.server.chat_client import RemoteChat, Reply, TextPiece
 from g4spec.server.local_chat import LocalChat
+from g4spec.server.service import Settings
 from tests.fuzz import stand_ins
-from tests.server.running_server import Served
+from tests.server.running_server import TEMPLATE, Served
 
 ROOT = Path(__file__).resolve().parents[2]
 HELLO = [{"role": "user", "content": "Tell me about numbers."}]
@@ -284,6 +285,31 @@ def test_with_a_model_in_this_process(
         request = engine.submit(ids, Options(12, Sampler(1.0, 64, 0.95, seed=5)))
         assert list(request)
         assert plain.startswith(request.text)
+
+
+NO_EFFECT = "{} has no effect: this model's chat template does not know it"
+
+
+def test_thinking_without_a_template_for_it(
+    family: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Tell me about numbers.\n"))
+    line = ["chat", "-m", str(family / "target.gguf"), "-n", "4", "--seed", "5"]
+    assert cli.run([*line, "--think"]) == 0
+    out, err = capsys.readouterr()
+    assert out.strip() and NO_EFFECT.format("--think") in err
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE])
+def test_a_server_that_thinks(
+    template: str | None, family: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup = _engine.Setup(512, None, None, "cpu", None)
+    loader = _serve_http.ModelLoader(setup, Output(), template, {}, {})
+    service = loader.service(Settings("tiny", reasoning=True), family / "target.gguf", None)
+    service.engine.close()
+    assert service.settings.reasoning == (template is not None)
+    assert (NO_EFFECT.format("--reasoning on") in capsys.readouterr().err) == (template is None)
 
 
 @pytest.mark.parametrize(
