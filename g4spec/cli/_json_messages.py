@@ -26,14 +26,40 @@ def read_messages(path: Path) -> list[dict[str, Any]]:
             raise InputError(
                 f"{path}: message {i + 1}, of the role {message['role']}, has no text",
                 expected='a text field "content"',
-                found=f"{message!r:.80}",
+                found=_shown(message),
             )
     return messages
 
 
 def read_tools(path: Path) -> list[dict[str, Any]]:
-    """Read functions that the model may call."""
-    return _objects(path, "type")
+    """Read functions that the model may call; raise InputError for a tool that `serve` refuses too.
+
+    A missing description becomes an empty one, which templates require.
+    """
+    tools = _objects(path, "type")
+    for i, tool in enumerate(tools):
+        where, function = f"{path}: tool {i + 1}", tool.get("function")
+        if tool["type"] != "function":
+            raise InputError(f'{where}: "type"', expected="function", found=f"{tool['type']:.80}")
+        if not isinstance(function, dict):
+            raise InputError(
+                f'{where}: "function"',
+                expected='an object with the fields "name", "description" and "parameters"',
+                found=_shown(function),
+            )
+        for name, kind, expected in (
+            ("name", str, "a text"),
+            ("description", str, "a text"),
+            ("parameters", dict, "a JSON schema, which is an object"),
+        ):
+            value = function.get(name)
+            if not isinstance(value, kind) and (value is not None or name == "name"):
+                raise InputError(
+                    f'{where}: "function.{name}"', expected=expected, found=_shown(value)
+                )
+        if function.get("description") is None:
+            function["description"] = ""
+    return tools
 
 
 def _has_text(message: Mapping[str, Any]) -> bool:
@@ -57,10 +83,18 @@ def _objects(path: Path, key: str) -> list[dict[str, Any]]:
     expected = f'objects with a text field "{key}"'
     if found == []:
         raise InputError(f"{path}: the list is empty", expected=f"one or more {expected}")
-    if not isinstance(found, list) or not all(
-        isinstance(x, dict) and isinstance(x.get(key), str) for x in found
-    ):
-        raise InputError(
-            f"{path}: not a list of JSON objects", expected=expected, found=f"{found!r:.80}"
-        )
+    if not isinstance(found, list):
+        raise InputError(f"{path}: not a list of {expected}", found=_shown(found))
+    for i, entry in enumerate(found):
+        if not isinstance(entry, dict) or not isinstance(entry.get(key), str):
+            raise InputError(
+                f"{path}: entry {i + 1} of the list",
+                expected=f'an object with a text field "{key}"',
+                found=_shown(entry),
+            )
     return found
+
+
+def _shown(value: object) -> str:
+    """Return the first 80 characters of a value of a JSON file, in JSON."""
+    return "nothing" if value is None else f"{json.dumps(value, ensure_ascii=False):.80}"

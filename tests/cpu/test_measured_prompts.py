@@ -20,7 +20,7 @@ TURNS = [
     {"role": "assistant", "content": "b"},
     {"role": "user", "content": "c"},
 ]
-TOOLS = [{"type": "function"}]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
 @pytest.fixture(scope="module")

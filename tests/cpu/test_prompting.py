@@ -19,6 +19,8 @@ TEMPLATE = (
     "{% endfor %}"
 )
 
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
 
 def tokenizer() -> Tokenizer:
     tokens, types, merges = tiny.vocabulary()
@@ -45,7 +47,7 @@ def test_turns_tools_and_thinking_reach_the_template(tmp_path: Path) -> None:
         messages=saved(tmp_path / "m.json", turns),
         system="s",
         thinking=True,
-        tools=saved(tmp_path / "t.json", [{"type": "function"}]),
+        tools=saved(tmp_path / "t.json", TOOLS),
     )
     assert text(options) == (
         "<|channel>function<|turn>system s<turn|><|turn>user a<turn|>"
@@ -57,7 +59,7 @@ def test_turns_tools_and_thinking_reach_the_template(tmp_path: Path) -> None:
 def test_tools_that_the_template_ignores_are_noted(tmp_path: Path, template: str) -> None:
     known = tokenizer()
     known.template = template
-    tools = saved(tmp_path / "t.json", [{"type": "function"}])
+    tools = saved(tmp_path / "t.json", TOOLS)
     prompt = PromptOptions("a", chat=True, tools=tools).read()
     note = prompt.chat_note(known, prompt.encode(known, 4096))
     assert (note is None) == (template == TEMPLATE) and "--tools" in (note or "--tools")
@@ -143,3 +145,37 @@ def test_messages_without_text(tmp_path: Path, message: Any, says: str | None) -
         return
     with pytest.raises(InputError, match=says):
         PromptOptions(messages=path).read()
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("{", "not JSON"),
+        ('{"tools": []}', 'not a list of objects .*"type": found {"tools'),
+        (
+            '[{"name": "f"}]',
+            'entry 1 of the list: expected an object .*"type", found {"name": "f"}',
+        ),
+        ("[1]", "entry 1 of the list: .*found 1$"),
+        ([{"type": "web_search"}], 'tool 2: "type": expected function, found web_search'),
+        ([{"type": "function"}], 'tool 2: "function": expected an object .*found nothing'),
+        ([{"type": "function", "function": "f"}], 'tool 2: "function".*found "f"'),
+        ([{"type": "function", "function": {}}], r'tool 2: "function\.name".*text, found nothing'),
+        ({"name": 5}, r'tool 2: "function\.name": expected a text, found 5'),
+        ({"name": "f", "description": []}, r'"function\.description": expected a text, found \[\]'),
+        ({"name": "f", "parameters": []}, r'"function\.parameters": .*an object, found \[\]'),
+        ({"name": "f", "description": None, "parameters": None}, None),
+    ],
+)
+def test_tools(tmp_path: Path, content: Any, says: str | None) -> None:
+    path = tmp_path / "t.json"
+    if isinstance(content, dict):
+        content = [{"type": "function", "function": content}]
+    path.write_text(content if isinstance(content, str) else json.dumps(TOOLS + content))
+    options = PromptOptions("a", chat=True, tools=path)
+    if says is None:
+        tools = options.read().tools
+        assert tools and [tool["function"]["description"] for tool in tools] == ["", ""]
+        return
+    with pytest.raises(InputError, match=f"t.json: {says}|t.json: tool 2: {says}"):
+        options.read()
