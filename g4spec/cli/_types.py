@@ -96,10 +96,22 @@ def show(result: Result, out: Output, **more: Any) -> None:
                 )
     types = ", ".join(f"{n} {t}" for t, n in result.plan.type_counts().items())
     if result.written:
-        out.line(f"wrote {result.out}: {size(result.nbytes)}, {types}, {result.seconds:.1f} s")
+        out.line(f"wrote {_files(result)}, {types}, {result.seconds:.1f} s")
     else:
-        out.line(f"would write {result.out}: {size(result.nbytes)} of tensors, {types}")
+        out.line(f"would write {_files(result)}, {types}")
     out.result({**as_json(result), **more})
+
+
+def _files(result: Result) -> str:
+    """Return the name and size of the file, or the names and sizes of the parts."""
+    first, *others = result.files
+    if not others:
+        return f"{first}: {size(result.nbytes)}"
+    most = size(max(result.files.values()))
+    return (
+        f"{first} to {others[-1].name}: {size(result.nbytes)} in {len(result.files)} files of at "
+        f"most {most}"
+    )
 
 
 def as_json(result: Result) -> dict[str, Any]:
@@ -109,6 +121,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "out": str(result.out),
         "written": result.written,
         "bytes": result.nbytes,
+        "files": [{"path": str(path), "bytes": n} for path, n in result.files.items()],
         "seconds": result.seconds,
         "types": result.plan.type_counts(),
         "notes": result.notes,

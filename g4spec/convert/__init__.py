@@ -1,7 +1,8 @@
 """Convert published checkpoints to GGUF, and requantize GGUF files."""
 
 from g4spec.convert.cache import convert_cached
-from g4spec.convert.pipeline import Result, check_arguments, convert, quantize
+from g4spec.convert.output import Result
+from g4spec.convert.pipeline import check_arguments, convert, quantize
 from g4spec.convert.plan import Plan, PlannedTensor
 from g4spec.convert.sources import CheckpointFolder, DetectedSource, conversion_command, detect
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +15,7 @@ from g4spec import gguf, quant
 from g4spec.convert import derived, output_checks, provenance, sources, target_info
 from g4spec.convert import plan as planning
 from g4spec.convert import rewrite as rewriting
+from g4spec.convert.output import Output, Result
 from g4spec.convert.plan import Plan, PlannedTensor
 from g4spec.convert.sources import CheckpointFolder, DetectedSource
 from g4spec.convert.target_info import TargetInfo
@@ -33,55 +32,6 @@ from g4spec.quant.mix import Mix
 from g4spec.quant.policy import Policy
 
 QUANTIZATION_VERSION = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """Result of a conversion or of a dry run.
-
-    Attributes:
-        plan: what was done with every tensor.
-        notes: remarks for the user.
-        out: the file, or the first part of a split model.
-        seconds: duration.
-        nbytes: size of the file; in a dry run, size of its tensors.
-        written: false after a dry run.
-    """
-
-    plan: Plan
-    notes: list[str]
-    out: Path
-    seconds: float
-    nbytes: int
-    written: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """Destination of a conversion.
-
-    Attributes:
-        path: the file to write.
-        max_size: split the model into parts of at most this many bytes; None for one file.
-        dry_run: make the plan only.
-        progress: called with bytes done and bytes in total.
-        unchanged: called before the file appears; raises if a source has changed.
-    """
-
-    path: Path
-    max_size: int | None = None
-    dry_run: bool = False
-    progress: Progress | None = None
-    unchanged: Callable[[], None] | None = None
-
-    def write(self, kv: KV, data: list[TensorData]) -> tuple[Path, int]:
-        """Write the model; return the path of the file or first part, and the total size."""
-        if self.max_size is None:
-            return self.path, gguf.write(self.path, kv, data, self.progress, self.unchanged)
-        paths, size = gguf.write_split(
-            self.path, kv, data, self.max_size, self.progress, self.unchanged
-        )
-        return paths[0], size
 
 
 def convert(
@@ -144,15 +94,13 @@ def _convert(found: DetectedSource, output: Output, mix: Mix, target: Path | Non
     computed = _computed_values(plan, tensors, config)
     kv = _metadata(found, config, mix, info, computed, plan, output.path, target)
     notes = [*found.notes, *info.notes, *notes]
+    rows = [r for r in plan.tensors if r.action in ("copy", "make")]
     if output.dry_run:
-        return Result(plan, notes, output.path, time.perf_counter() - start, plan.nbytes, False)
-    with worker_pool() as pool:
-        rows = plan.with_action("copy") + plan.with_action("make")
-        order = {r.name: i for i, r in enumerate(plan.tensors)}
-        rows.sort(key=lambda r: order[r.name])
-        data = [_tensor_data(r, tensors, computed, pool) for r in rows]
-        out, size = output.write(kv, data)
-    return Result(plan, notes, out, time.perf_counter() - start, size, True)
+        files = output.planned(kv, rows)
+    else:
+        with worker_pool() as pool:
+            files = output.write(kv, [_tensor_data(r, tensors, computed, pool) for r in rows])
+    return Result(plan, notes, files, time.perf_counter() - start, not output.dry_run)
 
 
 def read(
@@ -377,20 +325,20 @@ def _requantize(
         output_checks.refuse_copy(file, output.path, rows)
     plan = Plan(rows)
     weights = _weights(file, plan, importance, notes) if importance else {}
-    if output.dry_run:
-        return Result(plan, notes, output.path, time.perf_counter() - start, plan.nbytes, False)
     file_type = _file_type(plan, mix)
     kv = {
         key: file.value(key) for key in file if file_type or key != "general.file_type"
     } | file_type
     kv["general.quantization_version"] = u32(QUANTIZATION_VERSION)
     kv |= imatrix.keys(importance) if importance and weights else {}
-    with ExitStack() as stack:
-        pool = stack.enter_context(worker_pool())
-        stored = {name: rewriting.stored_tensor(file, name) for name in file.tensors}
-        data = [_tensor_data(r, stored, {}, pool, weights.get(r.name or "")) for r in rows]
-        out, size = output.write(kv, data)
-    return Result(plan, notes, out, time.perf_counter() - start, size, True)
+    if output.dry_run:
+        files = output.planned(kv, rows)
+    else:
+        with worker_pool() as pool:
+            stored = {name: rewriting.stored_tensor(file, name) for name in file.tensors}
+            data = [_tensor_data(r, stored, {}, pool, weights.get(r.name or "")) for r in rows]
+            files = output.write(kv, data)
+    return Result(plan, notes, files, time.perf_counter() - start, not output.dry_run)
 
 
 def _weights(file: GGUF, plan: Plan, importance: Imatrix, notes: list[str]) -> dict[str, Floats]:

@@ -55,11 +55,6 @@ class Plan:
 
     tensors: tuple[PlannedTensor, ...]
 
-    @property
-    def nbytes(self) -> int:
-        """Size of all tensors of the result in bytes."""
-        return sum(r.nbytes for r in self.tensors)
-
     def with_action(self, action: str) -> list[PlannedTensor]:
         """Return the tensors with this action."""
         return [r for r in self.tensors if r.action == action]

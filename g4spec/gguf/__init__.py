@@ -6,7 +6,7 @@ from g4spec.gguf.atomic import check_writable
 from g4spec.gguf.parts import folder_hint
 from g4spec.gguf.reader import GGUF, TensorInfo, is_gguf
 from g4spec.gguf.values import KV, Value, ValueType, array, boolean, f32, string, u32
-from g4spec.gguf.writer import TensorData, write, write_split
+from g4spec.gguf.writer import TensorData, planned_sizes, write, write_split
 
 __all__ = [
     "GGUF",
@@ -21,6 +21,7 @@ __all__ = [
     "f32",
     "folder_hint",
     "is_gguf",
+    "planned_sizes",
     "regular_files",
     "string",
     "u32",

@@ -92,11 +92,26 @@ def write_split(
     All parts appear when the last one is complete. Raises InputError if a tensor does not fit into
     a part.
     """
-    path, tensors = Path(path), list(tensors)
+    files = _split(Path(path), kv, list(tensors), max_size)
+    return [path for path, _, _ in files], _write(files, progress, check)
+
+
+def planned_sizes(
+    path: Path, kv: KV, tensors: list[TensorData], max_size: int | None = None
+) -> dict[Path, int]:
+    """Return the files that `write_split`, or without `max_size` `write`, would write, with their
+    sizes in bytes. Reads no tensor data."""
+    files = [(path, kv, tensors)] if max_size is None else _split(path, kv, tensors, max_size)
+    return {path: _size(kv, tensors) for path, kv, tensors in files}
+
+
+def _split(
+    path: Path, kv: KV, tensors: list[TensorData], max_size: int
+) -> list[tuple[Path, KV, list[TensorData]]]:
+    """Return the files of `write_split`, each with its metadata and tensors."""
     kv = {key: value for key, value in kv.items() if key not in parts.KEYS}
-    first = len(header(kv, tensors, alignment(kv)))
-    if first + sum(pad(t.nbytes, alignment(kv)) for t in tensors) <= max_size:
-        return [path], write(path, kv, tensors, progress, check)
+    if _size(kv, tensors) <= max_size:
+        return [(path, kv, tensors)]
     groups = _groups(kv, tensors, max_size)
     count = len(groups)
     if count > parts.MAX_PARTS:
@@ -110,10 +125,15 @@ def write_split(
         path.with_name(parts.part_name(path.name.removesuffix(".gguf"), no, count))
         for no in range(count)
     ]
-    files = [
+    return [
         (paths[no], _part(kv, no, count, len(tensors)), group) for no, group in enumerate(groups)
     ]
-    return paths, _write(files, progress, check)
+
+
+def _size(kv: KV, tensors: list[TensorData]) -> int:
+    """Return the size of a file in bytes."""
+    align = alignment(kv)
+    return len(header(kv, tensors, align)) + sum(pad(t.nbytes, align) for t in tensors)
 
 
 def _groups(kv: KV, tensors: list[TensorData], max_size: int) -> list[list[TensorData]]:

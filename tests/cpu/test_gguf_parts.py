@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from g4spec import cli
+from g4spec.cli import _types
+from g4spec.cli.render import Output
 from g4spec.convert import convert, detect, provenance, quantize
 from g4spec.errors import InputError, UsageError
 from g4spec.gguf import GGUF, TensorData, Value, parts, write, write_split
@@ -171,6 +173,25 @@ def test_parts_that_cannot_be_written(tmp_path: Path) -> None:
     with GGUF(paths[0]) as g:
         assert list(g.tensors) == ["t0", "t1", "t2", "t3"] and g["a"] == list(range(300))
     assert write_split(tmp_path / "b.gguf", kv, tensors(), 10**6)[0] == [tmp_path / "b.gguf"]
+
+
+@pytest.mark.parametrize("limit", [None, LIMIT, 10**9])
+def test_a_dry_run_shows_the_files(
+    whole: Path, limit: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned, written = (
+        quantize(whole, tmp_path / "t.gguf", "q8_0", split_max_size=limit, dry_run=dry)
+        for dry in (True, False)
+    )
+    assert planned.files == written.files == {p: p.stat().st_size for p in tmp_path.iterdir()}
+    assert (len(planned.files) > 1) == (limit == LIMIT)
+    for result in (planned, written):
+        _types.show(result, Output())
+        shown = capsys.readouterr().out
+        assert shown.splitlines()[-1].startswith(f"{'wrote' if result.written else 'would write'} ")
+        assert (f"in {len(planned.files)} files of at most" in shown) == (limit == LIMIT)
+    with pytest.raises(InputError, match="not fit into a part"):
+        quantize(whole, tmp_path / "u.gguf", "q8_0", split_max_size=1000, dry_run=True)
 
 
 def test_command_line(
