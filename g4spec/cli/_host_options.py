@@ -103,9 +103,15 @@ def question_from_options(
         raise UsageError(
             "--gpus", expected=f"at most {machine.total_gpus}, the number of GPUs", found=gpus
         )
-    return questions.build_question(
+    question = questions.build_question(
         facts, model, draft, context, kv, backend, gpus, n_gpu_layers, n_cpu_moe
     )
+    if question is not None and question.split and not machine.gpus:
+        raise UsageError(
+            f"{question.split.flags.strip()}: no NVIDIA GPU, so all layers are in RAM anyway",
+            fix="leave it out, or name a GPU with --assume",
+        )
+    return question
 
 
 def selected_machine(facts: Facts, assume: str | None, versions: list[str] | None) -> Machine:

@@ -92,6 +92,18 @@ def test_layers_in_ram_for_llama_cpp(capsys: pytest.CaptureFixture[str]) -> None
     assert "-ncmoe 12" in command and "-ngl 99" in command
     assert run([*ask, "-ngl", "12"]) == 0
     assert "-ngl 12" in json.loads(capsys.readouterr().out)["commands"][0]
+
+
+@pytest.mark.parametrize("command", [["recipe", "llama.cpp"], ["doctor"]])
+@pytest.mark.parametrize("option", ["-ngl", "-ncmoe"])
+def test_layers_in_ram_need_a_gpu(
+    command: list[str], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = [*command, "-m", "26b", "--assume", "CPU 64GB"]
+    assert run(line) == 0
+    capsys.readouterr()
+    assert run([*line, option, "12"]) == 2
+    assert f"{option} 12: no NVIDIA GPU" in capsys.readouterr().err
     assert run(["recipe", "vllm", "-m", "26b", "--assume", "H100", "-ncmoe", "1"]) == 2
     assert run(["recipe", "llama.cpp", "-m", "12b", "--assume", "H100", "-ncmoe", "1"]) == 2
     assert run(["doctor", "-m", "26b", "--assume", "RTX 4070", "-ncmoe", "12"]) == 0
