@@ -18,7 +18,11 @@ VARIANTS = frozenset({"ti", "super", "laptop", "mobile", "max", "d", "s", "m", "
 """Suffixes that distinguish products, as the Ti in RTX 3090 Ti."""
 
 _NUMBERS = {"dual": 2, "two": 2, "three": 3, "quad": 4, "four": 4}
-_FIRST = re.compile(r"^(\d{1,3})\s*[x×*]\s*(.+)$", re.IGNORECASE)
+_FIRST = re.compile(
+    # Four digits may be a product: 3090 x2, 7900 XTX.
+    r"^(-?\d{1,3}\s*|-?\d{4,9}(?=[x×*]\s+[a-z]))[x×*]\s*(.+)$",
+    re.IGNORECASE,
+)
 _LAST = re.compile(r"^(.+[\d\s)])\s*[x×*]\s*(\d{1,3})$", re.IGNORECASE)
 _WORD = re.compile(rf"^({'|'.join(_NUMBERS)})\s+(.+?)s?$", re.IGNORECASE)
 _SIZE = re.compile(r"\b(\d+(?:\.\d+)?)\s*(?:gb|gib|g)\b", re.IGNORECASE)
@@ -103,8 +107,9 @@ def assume(facts: Facts, text: str, tools: Mapping[str, str] | None = None) -> M
         return _without_gpu(bare, text, tools)
     for part in re.split(r"[+,&]|\band\b", bare, flags=re.IGNORECASE):
         n, name = _counted(part.strip())
-        if not 1 <= n <= MOST:
-            raise UsageError(f"--assume {text!r}", expected=f"1 to {MOST} GPUs", found=n)
+        total = n if n < 1 else len(gpus) + n
+        if not 1 <= total <= MOST:
+            raise UsageError(f"--assume {text!r}", expected=f"1 to {MOST} GPUs", found=total)
         gpus += [_card(facts, name, text)] * n
     nodes = 1
     if gpus[0].unified and len(gpus) > 1:

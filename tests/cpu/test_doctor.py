@@ -351,6 +351,9 @@ def test_assumed_machines(text: str, cc: tuple[int, int], n: int, gib: int) -> N
         ("24GB", "RTX 4090"),
         ("24GB", "sm_86 24GB"),
         ("CPU", "CPU 64GB"),
+        ("1000x RTX 3090", "expected 1 to 64 GPUs, found 1000"),
+        ("-1x RTX 3090", "expected 1 to 64 GPUs, found -1"),
+        ("40x RTX 3090 + 40x RTX 4090", "expected 1 to 64 GPUs, found 80"),
     ],
 )
 def test_unknown_cards_get_suggestions(text: str, says: str) -> None:
