@@ -55,6 +55,17 @@ RANGES = {
 """Parameter -> its valid values. NaN is in none of them."""
 
 
+def is_header_text(text: str) -> bool:
+    """Return True if an HTTP header can hold a text, such as an API key: it is printable ASCII."""
+    return text.isascii() and text.isprintable()
+
+
+def check_key(key: str) -> None:
+    """Raise UsageError, which does not contain the key, for an API key that no client can send."""
+    if not is_header_text(key):
+        raise UsageError("`api_key`", expected="printable ASCII, all that requests can contain")
+
+
 def check(**values: Any) -> None:
     """Raise UsageError for the first parameter whose value is not in RANGES; None is skipped."""
     for name, value in values.items():

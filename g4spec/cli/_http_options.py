@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from g4spec import ranges
 from g4spec.cli import _inputs
 from g4spec.cli._serve_options import split_commas
 from g4spec.cli.render import Output
@@ -131,8 +132,8 @@ def keys(given: list[str] | None, file: Path | None) -> list[str]:
         raise InputError(f"{file}: no API key", expected="at least one line with a key")
     if given and not found:
         raise UsageError("`api_key`", expected="a key", found="only spaces")
-    if not all(key.isascii() and key.isprintable() for key in found):
-        raise UsageError("`api_key`", expected="printable ASCII: clients can send nothing else")
+    for key in found:
+        ranges.check_key(key)
     return found
 
 

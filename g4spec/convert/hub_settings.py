@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from g4spec.errors import UsageError
+from g4spec.ranges import is_header_text
 
 HOME = "https://huggingface.co"
 FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
@@ -42,7 +43,7 @@ def check_settings() -> None:
         raise _malformed("SSL_CERT_FILE", "a file of certificates", path)
     # huggingface_hub removes line breaks at any position of a token.
     token = re.sub(r"[\r\n]", "", os.environ.get("HF_TOKEN", "")).strip()
-    if not (token.isascii() and token.isprintable()):
+    if not is_header_text(token):
         raise _malformed("HF_TOKEN", "printable ASCII", "other characters")
 
 

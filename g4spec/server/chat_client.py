@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import httpx
 
 from g4spec.errors import EnvironmentProblem, G4Error, InputError, UsageError
+from g4spec.ranges import check_key
 from g4spec.server.addresses import is_loopback
 
 Message = Mapping[str, str]
@@ -94,8 +95,8 @@ class RemoteChat:
     ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._fields, self._show_origins = dict(fields), show_origins
-        if key and not (key.isascii() and key.isprintable()):
-            raise UsageError("`key`", expected="printable ASCII", found=repr(key))
+        if key:
+            check_key(key)
         headers = {"authorization": f"Bearer {key}"} if key else {}
         try:
             host = httpx.URL(self.url).host
