@@ -48,19 +48,25 @@ def _existing(folder: Path) -> Path:
 
 
 def _check_file(path: Path) -> None:
-    if str(path) == "-":
-        raise UsageError("the output cannot be standard output", expected="a file name")
+    from g4spec.gguf import check_writable
+
     _existing(path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir():
-        raise UsageError(f"{path} is a folder", expected="a file name")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise PermissionError
+    if _is_device(path):
+        if not os.access(path, os.W_OK):
+            raise PermissionError
+        return
+    check_writable(path)
     if path.is_file() and path.stat().st_size and not _is_result(path):
         raise UsageError(
             f"{path} exists and is not a result of g4spec",
             fix="choose another name, or remove it",
         )
+
+
+def _is_device(path: Path) -> bool:
+    """Return True for a device or pipe, which is written directly."""
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def _is_result(path: Path) -> bool:
@@ -75,7 +81,7 @@ def write(path: Path, text: str, out: Output) -> None:
     from g4spec.gguf.atomic import atomic_write
 
     data = text.encode(errors="surrogateescape")  # names of files may not be UTF-8
-    if path.exists() and not path.is_file():
+    if _is_device(path):
         path.write_bytes(data)
     else:
         with atomic_write(path, len(data)) as f:

@@ -52,8 +52,12 @@ def _check_place(path: Path) -> None:
                 f"cannot write {path}: it is read-only",
                 fix="choose another name, or make it writable",
             )
-        if not path.parent.is_dir():
-            raise InputError(f"{path.parent}: no such folder", fix="create it first")
+        folder = path.resolve().parent
+        if not folder.is_dir():
+            shown = folder if path.is_symlink() else path.parent
+            raise InputError(f"{shown}: no such folder", fix="create it first")
+        if not os.access(folder, os.W_OK):
+            raise PermissionError
 
 
 @contextmanager

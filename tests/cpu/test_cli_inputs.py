@@ -305,7 +305,7 @@ def test_a_file_in_place_of_a_folder_for_results(
         ("convert target -o -", "cannot be standard output: expected the name of a file"),
         ("quantize draft.gguf -", "cannot be standard output"),
         ("imatrix -m target.gguf -o - text.gguf", "cannot be standard output"),
-        ("bench -m target.gguf -o -", "cannot be standard output: expected a file name"),
+        ("bench -m target.gguf -o -", "cannot be standard output: expected the name of a file"),
         ("imatrix -m target.gguf -o no-model text.gguf", "no-model is a folder"),
         ("bench -m target.gguf -o no-model", "no-model is a folder"),
         ("bench -m target.gguf --report text.gguf/o/p", "text.gguf is a file"),
@@ -370,6 +370,27 @@ def test_an_output_that_may_not_be_written(
     monkeypatch.setattr("pathlib.Path.stat", refuse)
     stderr = g4spec.refused(*line.replace("locked", str(tmp_path / "locked")).split(), codes=(4,))
     assert "cannot write" in stderr and "permission denied" in stderr
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "convert draft --target target.gguf -o locked/o.gguf",
+        "quantize draft.gguf locked/o.gguf",
+        "imatrix -m target.gguf text.txt -o locked/o.gguf",
+        "bench -m target.gguf -md draft.gguf -o locked/o.json",
+    ],
+)
+def test_a_folder_that_may_not_be_written(
+    line: str, g4spec: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found before any work. Simulated: root may write every folder."""
+    locked = tmp_path / "locked"
+    locked.mkdir()
+    Path("text.txt").write_text("some words")
+    monkeypatch.setattr("os.access", lambda path, mode, **_: path != locked or mode != os.W_OK)
+    stderr = g4spec.refused(*line.replace("locked", str(locked)).split(), codes=(4,))
+    assert f"cannot write {locked}" in stderr and "permission denied" in stderr
 
 
 def test_a_folder_given_to_validate(g4spec: Cli) -> None:
