@@ -11,7 +11,10 @@ from g4spec.advisor.machine import Machine
 from g4spec.advisor.recipe import PORTS, Recipe
 from g4spec.convert import hub
 from g4spec.errors import UsageError
-from g4spec.gguf.atomic import atomic_write
+from g4spec.gguf.atomic import atomic_write, check_replaceable
+
+MARK = "# written by g4spec recipe"
+"""Line of files that may be replaced."""
 
 
 def compose(r: Recipe, machine: Machine) -> str:
@@ -83,14 +86,17 @@ def _outside(r: Recipe) -> str | None:
 
 def write(r: Recipe, machine: Machine, folder: Path) -> list[Path]:
     """Write prepare.sh, one start script per node, bench.sh, and a compose file if an image is
-    known and all files are in the current folder; return their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
+    known and all files are in the current folder; return their paths. Raises UsageError for an
+    existing file of such a name that g4spec did not write."""
     texts = {"prepare.sh": _script(r.prepare), "bench.sh": _script(r.bench)}
     for rank, command in enumerate(r.commands):
         name = "start.sh" if len(r.commands) == 1 else f"start-node{rank}.sh"
         texts[name] = _script([command])
     if r.image and machine.nodes == 1 and not _outside(r):
-        texts["compose.yaml"] = compose(r, machine)
+        texts["compose.yaml"] = f"{MARK}\n{compose(r, machine)}"
+    for name in texts:
+        check_replaceable(folder / name, [MARK.encode()], "a script of g4spec")
+    folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, text in texts.items():
         path, data = folder / name, text.encode(errors="surrogateescape")
@@ -101,4 +107,4 @@ def write(r: Recipe, machine: Machine, folder: Path) -> list[Path]:
 
 
 def _script(commands: list[str]) -> str:
-    return "#!/bin/sh\nset -e\n" + "".join(f"{c}\n" for c in commands)
+    return f"#!/bin/sh\n{MARK}\nset -e\n" + "".join(f"{c}\n" for c in commands)

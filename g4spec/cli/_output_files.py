@@ -48,7 +48,7 @@ def _existing(folder: Path) -> Path:
 
 
 def _check_file(path: Path) -> None:
-    from g4spec.gguf import check_writable
+    from g4spec.gguf.atomic import check_replaceable, check_writable
 
     _existing(path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,23 +57,12 @@ def _check_file(path: Path) -> None:
             raise PermissionError
         return
     check_writable(path)
-    if path.is_file() and path.stat().st_size and not _is_result(path):
-        raise UsageError(
-            f"{path} exists and is not a result of g4spec",
-            fix="choose another name, or remove it",
-        )
+    check_replaceable(path, RESULT_MARKS, "a result of g4spec")
 
 
 def _is_device(path: Path) -> bool:
     """Return True for a device or pipe, which is written directly."""
     return path.exists() and not path.is_file() and not path.is_dir()
-
-
-def _is_result(path: Path) -> bool:
-    """Return True for a JSON file or HTML page that `bench` wrote."""
-    with path.open("rb") as file:
-        head = file.read(4096)
-    return any(mark in head for mark in RESULT_MARKS)
 
 
 def write(path: Path, text: str, out: Output) -> None:

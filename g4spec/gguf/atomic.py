@@ -14,7 +14,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -58,6 +58,24 @@ def _check_place(path: Path) -> None:
             raise InputError(f"{shown}: no such folder", fix="create it first")
         if not os.access(folder, os.W_OK):
             raise PermissionError
+
+
+def check_replaceable(path: Path, marks: Sequence[bytes], what: str) -> None:
+    """Raise UsageError if `path` is a file that g4spec did not write.
+
+    Args:
+        marks: bytes of which one is near the beginning of such a file; an empty file may be
+            replaced, too.
+        what: what the file should be, for the message.
+    """
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        head = file.read(4096)
+    if head and not any(mark in head for mark in marks):
+        raise UsageError(
+            f"{path} exists and is not {what}", fix="choose another name, or remove it"
+        )
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from g4spec import cli
+from g4spec.advisor import scripts
 from g4spec.convert import convert, convert_cached, quantize, safetensors
 from g4spec.errors import EnvironmentProblem, InputError
 from g4spec.gguf import GGUF, ValueType, array, regular_files, u32
@@ -440,6 +441,7 @@ def test_a_recipe_is_never_half_written(tmp_path: Path, monkeypatch: pytest.Monk
     ask = ["recipe", "llama.cpp", "-m", "31B", "--assume", "h200", "-o", str(out), "-q"]
     assert cli.run(ask) == 0
     before = {p.name: p.read_bytes() for p in out.iterdir()}
+    older = f"{scripts.MARK}\nolder".encode()
     assert before
 
     def full(handle: int) -> None:
@@ -447,9 +449,9 @@ def test_a_recipe_is_never_half_written(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr("g4spec.gguf.atomic.os.fsync", full)
     for path in out.iterdir():
-        path.write_bytes(b"older")
+        path.write_bytes(older)
     assert cli.run(ask) == 4
-    assert {p.name: p.read_bytes() for p in out.iterdir()} == dict.fromkeys(before, b"older")
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == dict.fromkeys(before, older)
 
 
 def test_deep_json_is_an_error(family: Path, draft: Path, tmp_path: Path) -> None:

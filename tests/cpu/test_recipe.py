@@ -601,6 +601,24 @@ def test_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         subprocess.run(["sh", "-n", str(path)], check=True)
 
 
+@pytest.mark.parametrize("name", ["start.sh", "bench.sh", "compose.yaml"])
+def test_only_scripts_of_g4spec_are_replaced(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["vllm", "--assume", "H100", "-m", "31b", "-md", "mtp", "-o", str(tmp_path)]
+    assert run(["recipe", *line]) == 0 and run(["recipe", *line]) == 0
+    written = {path: path.read_text() for path in tmp_path.iterdir()}
+    capsys.readouterr()
+    for path in written:
+        path.write_text("#!/bin/sh\necho mine\n") if path.name == name else path.unlink()
+    assert run(["recipe", *line]) == 2
+    assert f"{name} exists and is not a script of g4spec" in capsys.readouterr().err
+    assert [p.read_text() for p in tmp_path.iterdir()] == ["#!/bin/sh\necho mine\n"]
+    (tmp_path / name).unlink()
+    assert run(["recipe", *line]) == 0
+    assert written == {path: path.read_text() for path in tmp_path.iterdir()}
+
+
 def test_our_own_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:
     """This version accepts every `g4spec ...` command of a recipe or a fix."""
     commands = typer.main.get_command(cli.app()).commands  # type: ignore[attr-defined]

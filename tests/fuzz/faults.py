@@ -63,6 +63,8 @@ def old(name: str) -> bytes:
         ".gguf": b"GGUF, an older file\n",
         ".json": b'{"schema": "g4spec.older"}\n',
         ".html": b"<title>Draft lengths: older\n",
+        ".sh": b"# written by g4spec recipe\n# older\n",
+        ".yaml": b"# written by g4spec recipe\n# older\n",
     }.get(Path(name).suffix, b"an older file\n")
 
 
