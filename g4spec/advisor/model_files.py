@@ -22,6 +22,7 @@ from g4spec.advisor.schema import DraftFact, SizeFact
 from g4spec.core import CacheShape
 from g4spec.errors import InputError
 from g4spec.gguf import GGUF, folder_hint, regular_files
+from g4spec.models import pairing
 from g4spec.models.fields import MAX_LAYERS
 from g4spec.models.spec import Checkpoint
 from g4spec.models.upstream import REFUSED_SUFFIX
@@ -173,6 +174,9 @@ def _row(facts: Facts, kind: str, maker: str, size: str) -> DraftFact | None:
 
 def _gguf_draft(facts: Facts, path: Path, given: str, of: TargetModel) -> DraftModel:
     with GGUF(path) as file:
+        size = next((s for s in facts.all(SizeFact) if s.id == of.size), None)
+        if size is not None:
+            pairing.check_sizes(file, size.sliding + size.full, size.hidden)
         kv, arch = file.kv, str(file.get("general.architecture"))
         nbytes = sum(t.nbytes for t in file.tensors.values())
         own_head = "output.weight" in file.tensors

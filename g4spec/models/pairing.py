@@ -13,12 +13,12 @@ TOKENS = "tokenizer.ggml.tokens"
 FIX = "use the target this draft was made for, or convert the draft again for this one"
 
 
-def check(target: GGUF, config: Any, draft: GGUF) -> None:
-    """Raise InputError if the draft was converted with a target of another depth, hidden size or
-    token list: its token ids would mean other tokens. `config`: of the target."""
+def check_sizes(draft: GGUF, n_layer: int, n_embd: int) -> None:
+    """Raise InputError if the draft was converted with a target of another depth or hidden size
+    than `n_layer` and `n_embd`."""
     for key, what, found in (
-        (TARGET_LAYERS, "number of layers", len(config.layers)),
-        (TARGET_HIDDEN, "hidden size", config.n_embd),
+        (TARGET_LAYERS, "number of layers", n_layer),
+        (TARGET_HIDDEN, "hidden size", n_embd),
     ):
         recorded = draft.get(key)
         if isinstance(recorded, int) and recorded != found:
@@ -28,6 +28,12 @@ def check(target: GGUF, config: Any, draft: GGUF) -> None:
                 found=found,
                 fix=FIX,
             )
+
+
+def check(target: GGUF, config: Any, draft: GGUF) -> None:
+    """Raise InputError if the draft was converted with a target of another depth, hidden size or
+    token list: its token ids would mean other tokens. `config`: of the target."""
+    check_sizes(draft, len(config.layers), config.n_embd)
     if (
         draft.array_type(TOKENS) is not ValueType.STRING
         or target.array_type(TOKENS) is not ValueType.STRING

@@ -103,6 +103,12 @@ def test_every_kind_is_recognised(name: str, family: dict[str, Path], tmp_path: 
     )
 
 
+def test_a_draft_of_another_target_is_refused(family: dict[str, Path]) -> None:
+    target = lookup.find_target(FACTS, "31b")
+    with pytest.raises(InputError, match="converted with a target of another number of layers"):
+        lookup.find_draft(FACTS, str(family["zlab.gguf"]), target)
+
+
 def test_a_draft_that_only_g4spec_runs(family: dict[str, Path], tmp_path: Path) -> None:
     """A DSpark draft with a recurrent Markov head, which llama.cpp would ignore."""
     folder = tiny_drafts.deepspec_dspark(tmp_path / "draft", family["target"], head="rnn")
