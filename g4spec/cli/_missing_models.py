@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from g4spec.errors import InputError, similar_files
 
 CHECK = "check the path, or give a hub id such as org/name:Q4_K_M to download a model"
+
+_PAGE = re.compile(  # a path has one slash where an address has two
+    r"(?:https?:/+(?:www\.)?(?:huggingface\.co|hf\.co)/|hf:/+)([^/?#@:]+/[^/?#@:]+)"
+    r"(?:/(?:tree|blob|resolve)/([^/?#]+)(?:/([^?#]+\.gguf))?)?"
+)
 
 
 def error(path: Path) -> InputError:
@@ -22,6 +28,8 @@ def error(path: Path) -> InputError:
             found=f"a link to {os.readlink(path)}",
             fix="correct the link",
         )
+    if re.match("(https?|hf):/", str(path)):
+        return _address(str(path))
     similar = similar_files(path)
     if path.name.lower().replace("-", "").replace("_", "") == "ngram":
         similar = "for n-gram lookup write -md ngram"
@@ -30,6 +38,15 @@ def error(path: Path) -> InputError:
         expected="a GGUF file, a checkpoint folder, or a hub id such as org/name",
         fix=similar or _published(str(path)) or CHECK,
     )
+
+
+def _address(text: str) -> InputError:
+    """Return the error for an address; the fix is the hub id, if it is one of a page of the hub."""
+    page, fix = _PAGE.match(text), "download the file, and give its path"
+    if page is not None:
+        revision = f"@{page[2]}" if page[2] not in (None, "main") else ""
+        fix = f"give the hub id: {page[1]}{revision}{f':{page[3]}' if page[3] else ''}"
+    return InputError("an address is not a model", expected="a path or a hub id", fix=fix)
 
 
 def _published(name: str) -> str | None:

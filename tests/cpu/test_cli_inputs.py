@@ -437,6 +437,22 @@ def test_suggestions_for_missing_models(g4spec: Cli) -> None:
     assert "write -md ngram" in g4spec(*words, code=3)[1]
 
 
+@pytest.mark.parametrize(
+    ("address", "fix"),
+    [
+        ("https://huggingface.co/org/name", "Give the hub id: org/name\n"),
+        ("https://huggingface.co/org/name/tree/main", "Give the hub id: org/name\n"),
+        ("hf://org/name@v1/", "Give the hub id: org/name\n"),
+        ("https://hf.co/o/n/blob/v1/a/b.gguf?x=1", "Give the hub id: o/n@v1:a/b.gguf\n"),
+        ("https://example.org/name/file.gguf", "Download the file"),
+    ],
+)
+def test_addresses_of_pages(address: str, fix: str, g4spec: Cli) -> None:
+    for line in (("inspect",), ("generate", "-p", "x", "-m")):
+        stderr = g4spec.refused(*line, address, codes=(3,))
+        assert "an address is not a model" in stderr and fix in stderr
+
+
 def test_serve_refuses_impossible_numbers(g4spec: Cli) -> None:
     words = ("serve", "-m", "target.gguf")
     assert "the RAM of this machine" in g4spec(*words, "--prefix-cache", 99999999, code=2)[1]
