@@ -9,7 +9,7 @@ SAME = {
     "accept_length": ("accepted",),
     "certificate": ("ssl_cert_file",),
     "count": ("cases",),
-    "key": ("ssl_key_file", "api_key"),
+    "key": ("ssl_key_file",),
     "lengths": ("draft_max",),
     "n_ctx": ("ctx_size",),
     "repetition_penalty": ("repeat_penalty",),

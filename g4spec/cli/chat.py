@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -138,7 +139,7 @@ def _remote(
 ) -> ChatBackend:
     from g4spec.server.chat_client import RemoteChat
 
-    if not url.startswith(("http://", "https://")):
+    if not re.match(r"https?://[^/\s]", url):
         raise UsageError("--url", expected="an address such as http://127.0.0.1:8080", found=url)
     fields |= {"max_tokens": max_tokens, "reasoning_effort": "high" if think else None}
     voice = RemoteChat(

@@ -282,5 +282,10 @@ async def _raise_for_status(response: httpx.Response) -> None:
         message = str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, LookupError, TypeError, RecursionError):
         message = ""
-    fix = "pass the server's key with `key`" if response.status_code == 401 else None
-    raise InputError(f"{response.url.path}: {message or response.status_code}", fix=fix)
+    fix = None
+    if response.status_code == 401:
+        fix = "pass the server's key with `api_key`"
+    elif not message:
+        fix = "check the address, and that a server with OpenAI's API runs there"
+    message = message or f"{response.status_code} from {response.url}"
+    raise InputError(f"{response.url.path}: {message}", fix=fix)

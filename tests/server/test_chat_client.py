@@ -217,6 +217,8 @@ class Hostile(http.server.BaseHTTPRequestHandler):
         self._send(json.dumps({"data": [{"id": "evil\x1b]0;PWN\x07"}]}).encode())
 
     def do_POST(self) -> None:
+        if self.path.startswith("/page"):
+            return self.send_error(404)
         bad = "x\x1b]0;PWN\x07\x1b[8m\x9b31m\x7f\rY"
         deltas = [{"reasoning_content": "hm " + bad}, {"content": "so " + bad}]
         chunks = [{"choices": [{"delta": d, "finish_reason": None}]} for d in deltas]
@@ -245,6 +247,11 @@ def hostile() -> Iterator[str]:
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+def test_a_server_without_the_api(hostile: str) -> None:
+    with pytest.raises(InputError, match=rf"404 from {hostile}/page/v1/.*Check the address"):
+        answered(RemoteChat(f"{hostile}/page/", None, {}))
 
 
 def test_no_control_character_of_a_model_reaches_the_terminal(
@@ -316,6 +323,7 @@ def test_a_server_that_thinks(
     ("argv", "message"),
     [
         ((), "either -m or --url"),
+        (("--url", "http://"), "--url: expected an address such as http://127.0.0.1:8080"),
         (("-m", "x", "--url", "http://127.0.0.1:9"), "either -m or --url"),
         (("--url", "http://127.0.0.1:9", "-c", "100"), "--ctx-size: no effect with --url"),
         (("-m", "x", "--show-draft"), "needs a draft"),
