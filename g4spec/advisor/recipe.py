@@ -161,8 +161,8 @@ def _nodes(r: Recipe, machine: Machine, q: Question, engine: str) -> None:
     """Block several nodes for every engine except vLLM and SGLang."""
     if machine.nodes > 1 and engine in GGUF:
         why = {
-            "llama.cpp": "its own project calls its RPC between hosts fragile and insecure",
-            "g4spec": "it runs on one machine",
+            "llama.cpp": "Its own project calls its RPC between hosts fragile and insecure",
+            "g4spec": "It runs on one machine",
         }[engine]
         r.blocked.append(
             (
