@@ -51,8 +51,8 @@ def command(
             f"{unused_experts} experts were never chosen and get equal weights: use a longer text"
         )
     output.line(
-        f"wrote {out}: {len(matrix.entries)} matrices, {matrix.chunks} chunks of "
-        f"{matrix.chunk_size} tokens"
+        f"wrote {out}: {len(matrix.entries)} matrices, {matrix.chunks} "
+        f"chunk{'s' * (matrix.chunks != 1)} of {matrix.chunk_size} tokens"
     )
     output.result(
         {

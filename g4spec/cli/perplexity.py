@@ -60,8 +60,8 @@ def command(
             result = perplexity.measure(engine, parts, base, progress)
     _engine.note_ops_without_kernel(engine, output)
     output.line(
-        f"perplexity {_with_error(result.perplexity)}: {result.tokens:,} tokens, the second halves "
-        f"of {result.chunks} chunks of {result.size}"
+        f"perplexity {_with_error(result.perplexity)}: {result.tokens:,} tokens, the second half "
+        f"of each of {result.chunks} chunk{'s' * (result.chunks != 1)} of {result.size}"
     )
     if result.against is not None:
         _show_comparison(result.against, output)
