@@ -1,4 +1,5 @@
-"""Definition and registry of rules. A rule is one function in `rules/<family>.py`:
+"""Definition and registry of rules. A rule is one function in `rules/<topic>.py`; a new
+file there needs no registration:
 
     @rule("G4-D2T-004", ERROR, "d2t must stay inside the target's vocabulary", on=DFLASH)
     def in_range(s: Subject) -> Findings:
@@ -6,7 +7,8 @@
         if <wrong>:
             yield Finding("d2t", expected=..., found=..., fix=...)
 
-Ids are stable: the id of a removed rule is not reused.
+The word after "G4" is the family, a heading of `docs/rules.md`; one family may be in several files.
+Ids are stable: the id of a removed rule is not reused. CONTRIBUTING.md lists the steps to add one.
 """
 
 from __future__ import annotations
@@ -91,6 +93,8 @@ class Rule:
     """A check with its id. `title` states what must be true; `why` is the docstring of the check.
 
     Attributes:
+        needs: inputs without which the rule is skipped. Rules that read only keys need FILE: with
+            CONFIG they would not run for a file whose metadata cannot be parsed.
         on: architectures that it applies to; empty: all.
         fallback: whether it runs only if no other error was found (it repeats a parser's error).
     """
@@ -135,7 +139,7 @@ def rule(
 
 @cache
 def all_rules() -> dict[str, Rule]:
-    """Return every rule by id, sorted; importing the family modules registers them."""
+    """Return every rule by id, sorted; importing the modules of `rules/` registers them."""
     package = importlib.import_module("g4spec.validate.rules")
     for info in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{info.name}")

@@ -1,4 +1,7 @@
-"""For each rule of `validate`: a healthy file, and a single change that makes the rule fail."""
+"""For each rule of `validate`: a healthy file, and a single change that makes the rule fail.
+
+Rules about plausible values (`rules/plausible.py`, `outliers.py`, `prompts.py`) are in
+`plausible_breakage.py`."""
 
 from __future__ import annotations
 
