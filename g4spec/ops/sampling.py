@@ -22,8 +22,8 @@ from g4spec.errors import InputError, Unsupported, UsageError
 Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 EDITS = ("logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty")
-"""Fields of `Sampler` that edit logits before they are filtered.
-`g4spec.ops.logits.edit_logits` applies them."""
+"""Fields of `Sampler` that edit logits before they are filtered. All but the bias depend on earlier
+tokens and have a range in `ranges.RANGES`. `g4spec.ops.logits.edit_logits` applies them."""
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -83,7 +83,8 @@ class Sampler:
         top_k: number of candidates to keep; 0 keeps all.
         top_p: keep the smallest set of most likely candidates with at least this mass; 1 keeps all.
         min_p: keep candidates at least this likely relative to the best; 0 keeps all.
-        suppress: tokens that are never chosen, whatever their logits.
+        suppress: tokens that are never chosen, whatever their logits. `Engine.submit` replaces them
+            by those that the target's file names; ban others with -inf in `logit_bias`.
         logit_bias: (token id, value) pairs, each id once. The value, -100 to 100, is added to the
             logit: -100 puts a token below all others, but a high temperature may still choose it.
             -inf bans the token.
@@ -125,7 +126,7 @@ class Sampler:
 
     @property
     def uses_history(self) -> bool:
-        """True if a choice depends on earlier tokens, because a penalty is enabled."""
+        """True if a choice depends on earlier tokens: an edit other than a bias is enabled."""
         return any(name != "logit_bias" for name in self._edits())
 
     @property

@@ -143,7 +143,7 @@ def test_edits_at_their_limits_are_accepted() -> None:
 def test_every_field_is_used_everywhere() -> None:
     """A field that a device does not read would be ignored there without an error."""
     names = {f.name for f in fields(Sampler)} - {"suppress"}
-    assert names == {*choose.NUMBERS, *EDITS}, "kernels read a field, or the host edits logits"
+    assert names == {*choose.NUMBERS, *EDITS}, "choose.NUMBERS (kernels) or sampling.EDITS (host)"
     assert names - {"logit_bias"} <= RANGES.keys()
     spelt = {"temperature": "temp", "repetition_penalty": "repeat_penalty"}
     options = inspect.signature(generate.command).parameters
