@@ -8,15 +8,20 @@
 // V) to shared memory with cp.async. Row r of the 8-wide MMA operand is token r / group, query head
 // r % group of the KV head. Blocks are distributed among sequences by the number of keys each sees
 // (`assign_block`).
+//
+// Grid: one-dimensional, at least one block per sequence, KV head and row block (S::ROWS rows);
+// attention.py launches as many as run at once. Results do not depend on the number. Dynamic shared
+// memory: S::SHARED bytes.
 #include "attention_tiles.cuh"
 
 #if ARCH >= 800
+// Named barriers (0 is __syncthreads()) of the score warps, of the value warps, and of both.
 enum Barrier { SCORE = 1, GATHER, WEIGHED };
 
 struct Args {    // arguments of one sequence
   const u16* q;  // [tokens, n_kv * group, D]
   const i64 *first, *last;
-  float* sums;  // [chunks, n_kv, rows, D]
+  float* sums;  // [chunks, n_kv, rows, D]; chunk 0 is the first that a row of the sequence sees
   float* tops;  // [chunks, n_kv, rows, 2]: maximum score (base 2), sum of weights
   KvPlane k, v;
   int tokens, n_kv, group, capacity;
@@ -24,7 +29,8 @@ struct Args {    // arguments of one sequence
 };
 
 // Fill the ring of stages. Tiles that end before position `settled` were written by earlier steps,
-// so their copies start before griddep_wait(). `between` runs right after it; its copies belong to
+// so their copies start before griddep_wait(), in a first pass over the ring; a second pass copies
+// the others. `between` runs right after the wait; its copies and those of the first pass belong to
 // the first group.
 template <int PARTS, int RING, class S, class Load, class Between>
 DEVICE TileCursor<S, PARTS> fill_ring(const AttentionWork<S::KEYS>& work, int settled, Load load,
@@ -48,7 +54,7 @@ DEVICE TileCursor<S, PARTS> fill_ring(const AttentionWork<S::KEYS>& work, int se
   }
 }
 
-// Wait for piece `i`, then refill the stage of piece i - 1.
+// Wait for piece `i`, counted over all tiles of the block, then refill the stage of piece i - 1.
 template <int RING, class S, int PARTS, class Load>
 DEVICE void advance_ring(int i, TileCursor<S, PARTS>& ahead, const AttentionWork<S::KEYS>& work,
                          int barrier, int threads, Load load) {
@@ -105,11 +111,12 @@ DEVICE int partial_row(const Args& args, const WorkItem& item) {
   return (item.chunk * args.n_kv + item.head) * args.tokens * args.group;
 }
 
-// Update the running maximum of two rows with this tile's; `rescale` is the factor for sums so far.
+// Update the maxima of two rows, at `place` in `running`, with those of this tile; `rescale` is the
+// factor for sums so far. One lane per pair of rows has `keep` and stores the maxima.
 template <class S>
-DEVICE float2 update_running_max(float2& rescale, const float* tops, float* last, int place,
+DEVICE float2 update_running_max(float2& rescale, const float* tops, float* running, int place,
                                  bool keep) {
-  const float2 before = *(const float2*)(last + place);
+  const float2 before = *(const float2*)(running + place);
   float2 top = before;
 #pragma unroll
   for (int w = 0; w < S::SCORE_WARPS; ++w) {
@@ -117,7 +124,7 @@ DEVICE float2 update_running_max(float2& rescale, const float* tops, float* last
     top = {fmaxf(top.x, x.x), fmaxf(top.y, x.y)};
   }
   __syncwarp();
-  if (keep) *(float2*)(last + place) = top;
+  if (keep) *(float2*)(running + place) = top;
   top = {top.x == NEG_INF ? 0.0f : top.x, top.y == NEG_INF ? 0.0f : top.y};
   rescale = {exp2_approx(__fsub_rn(before.x, top.x)), exp2_approx(__fsub_rn(before.y, top.y))};
   return top;
@@ -129,13 +136,13 @@ DEVICE void compute_weights(const float (&scores)[S::WARP_KEY_TILES][S::ROW_TILE
                             int buffer, int warp) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const float* tops = (const float*)(shared + S::TILE_MAX_AT + buffer * S::TILE_MAX_SIZE);
-  float* last = (float*)(shared + S::RUNNING_MAX_AT) + warp * S::ROWS;
+  float* running = (float*)(shared + S::RUNNING_MAX_AT) + warp * S::ROWS;
   float* rescales = (float*)(shared + S::RESCALE_AT + buffer * S::RESCALE_SIZE);
   u32* p = (u32*)(shared + S::P_AT + buffer * S::P_SIZE);
 #pragma unroll
   for (int n = 0; n < S::ROW_TILES; ++n) {
     float2 rescale;
-    const float2 top = update_running_max<S>(rescale, tops, last, n * 8 + t * 2, g == 0);
+    const float2 top = update_running_max<S>(rescale, tops, running, n * 8 + t * 2, g == 0);
     if (warp == 0 && g == 0) *(float2*)(rescales + n * 8 + t * 2) = rescale;
 #pragma unroll
     for (int w = 0; w < S::WARP_KEY_TILES; ++w)
@@ -185,7 +192,7 @@ DEVICE void run_score_warps(char* shared, const AttentionWork<S::KEYS>& work, co
   auto ahead = fill_ring<S::K_PARTS, S::K_STAGES, S>(work, settled, load, [&] {
     if (work.count) load_queries<S>(shared, args, row, warp);
   });
-  float* last = (float*)(shared + S::RUNNING_MAX_AT) + warp * S::ROWS;  // one copy per warp
+  float* running = (float*)(shared + S::RUNNING_MAX_AT) + warp * S::ROWS;  // one copy per warp
   int tile = 0;  // tiles so far, over all items
 #pragma unroll 1
   for (int round = 0; round < work.count; ++round) {
@@ -195,7 +202,7 @@ DEVICE void run_score_warps(char* shared, const AttentionWork<S::KEYS>& work, co
       cp_async_commit();
       cp_async_wait_group<0>();
     }
-    for (int i = lane; i < S::ROWS; i += 32) last[i] = NEG_INF;
+    for (int i = lane; i < S::ROWS; i += 32) running[i] = NEG_INF;
 #pragma unroll 1
     for (int at = work.items[round].tile; at < work.items[round].end; ++at, ++tile) {
       float scores[S::WARP_KEY_TILES][S::ROW_TILES][4] = {};
@@ -207,7 +214,7 @@ DEVICE void run_score_warps(char* shared, const AttentionWork<S::KEYS>& work, co
       named_barrier_sync(WEIGHED, ALL);
     }
     __syncwarp();
-    if (warp == 0) store_row_max<S>(last, args, work.items[round]);
+    if (warp == 0) store_row_max<S>(running, args, work.items[round]);
   }
 }
 
@@ -312,10 +319,10 @@ DEVICE void run_value_warps(char* shared, const AttentionWork<S::KEYS>& work, co
 #endif
 
 // `sequences` sequences of `tokens` rows each. Planes are [units, n_kv, capacity, columns]
-// (kv_storage.cuh). `width`: pages per row of the table. `room`: chunks of partial results
-// allocated per sequence. This step writes keys and values from the sequence's first position on.
-// first, last, positions, slots and older keys and values were written before the preceding kernel
-// started, so they are read before griddep_wait().
+// (kv_storage.cuh). `width`: pages per row of the table. `shift`, `growing`: see `Chunks`. `room`:
+// chunks of partial results allocated per sequence. This step writes keys and values from the
+// sequence's first position on. first, last, positions, slots and older keys and values were
+// written before the preceding kernel started, so they are read before griddep_wait().
 template <int D, int Q8, int ROW_TILES, int SCORE_WARPS, int VALUE_WARPS, int K_PARTS, int V_PARTS,
           int K_STAGES, int V_STAGES, int ROTARY_PAIRS>
 __global__ __launch_bounds__(32 * (SCORE_WARPS + VALUE_WARPS), 1) void attend_chunks(
@@ -339,7 +346,7 @@ __global__ __launch_bounds__(32 * (SCORE_WARPS + VALUE_WARPS), 1) void attend_ch
     work.build_items(chunks, span_of(first + row, last + row, tokens),
                      {table, width, (int)__ldcg(slots + row)}, capacity, n_kv, row_blocks, own);
   }
-  const int only = sequences == 1 ? (int)__ldcg(positions) : 0;
+  const int only = sequences == 1 ? (int)__ldcg(positions) : 0;  // does not need `work.sequence`
   __syncthreads();
   const int row = work.sequence * tokens;
   const int settled = sequences == 1 ? only : (int)__ldcg(positions + row);

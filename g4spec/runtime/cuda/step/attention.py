@@ -46,7 +46,8 @@ _RING = {64: 65536, 128: 65536, 256: 196608, 512: 196608}
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """One instance of `attend_chunks`; see its template in attention_tiles.cuh."""
+    """One instance of `attend_chunks`: arguments of the template of the same name in
+    attention_tiles.cuh, which explains them. The rings are K_STAGES and V_STAGES there."""
 
     head_dim: int
     kind: Kind
@@ -80,7 +81,7 @@ class AttentionConfig:
         return f"attend_chunks<{', '.join(map(str, numbers))}>"
 
     @property
-    def stages(self) -> tuple[int, int]:
+    def stage_bytes(self) -> tuple[int, int]:
         """Bytes of a part of a tile, of keys and of values."""
         dims, keys = self.head_dim // self.key_parts, self.keys // self.value_parts
         type = TYPES[self.kind]
@@ -99,7 +100,7 @@ class AttentionConfig:
     @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory."""
-        keys, values = self.stages
+        keys, values = self.stage_bytes
         return self.key_ring * keys + self.value_ring * values + self.fixed
 
 
@@ -137,7 +138,7 @@ def _with_parts(head_dim: int, kind: Kind, tiles: int, arch: str) -> AttentionCo
             continue
         shape = AttentionConfig(head_dim, kind, tiles, parts, parts)
         room = min(nvrtc.SHARED_LIMIT[arch] - _STATIC - shape.fixed, _RING[head_dim])
-        count = room // max(shape.stages)
+        count = room // max(shape.stage_bytes)
         if count >= 4:
             return AttentionConfig(
                 head_dim, kind, tiles, parts, parts, count // 2, (count + 1) // 2
