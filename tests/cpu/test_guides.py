@@ -197,7 +197,8 @@ def test_the_page_of_quality_is_generated(monkeypatch: pytest.MonkeyPatch) -> No
     text = cpu_quality.PAGE.read_text(encoding="utf-8")
     (name,) = re.findall(r"results/(\S+)\.json", text)
     result = (ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8")
-    assert cpu_quality.page(json.loads(result)) == text
+    written = cpu_quality.page(json.loads(result))
+    assert written == text, "change `page` of benchmarks/cpu_quality.py and the page alike"
 
 
 def test_acceptance_has_one_word() -> None:
