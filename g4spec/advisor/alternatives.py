@@ -119,7 +119,7 @@ def _with_type(target: TargetModel, option: WeightFormat) -> TargetModel:
 
 def _whole(facts: Facts, q: Question, engine: str) -> TargetModel | None:
     """Return the target's size with all file types, if the engine loads some of them."""
-    size = next((s for s in facts.all(SizeFact) if s.id == q.target.size), None)
+    size = facts.find(SizeFact, q.target.size)
     if size is None or q.target.is_local:
         return None
     whole = named_target(facts, size, size.id)
@@ -130,7 +130,7 @@ def _whole(facts: Facts, q: Question, engine: str) -> TargetModel | None:
 def _smaller_types(facts: Facts, machine: Machine, q: Question, engine: str) -> list[TargetModel]:
     """Return the published file types that are smaller than those of the question, best quality
     first."""
-    size = next((s for s in facts.all(SizeFact) if s.id == q.target.size), None)
+    size = facts.find(SizeFact, q.target.size)
     if size is None or q.target.is_local:
         return []
     given = q.target.given.partition(":")[0]
@@ -185,8 +185,9 @@ def mtp_assistant(facts: Facts, size: SizeFact) -> DraftModel | None:
 def _text(facts: Facts, machine: Machine, asked: Question, q: Question, v: EngineVerdict) -> str:
     """Describe a run that fits in place of `asked`: model, draft, context, speed."""
     assert v.plan is not None and v.option is not None
-    size = next((s.name for s in facts.all(SizeFact) if s.id == q.target.size), q.target.title)
-    text = f"{size} in {v.plan.format}, {v.option.nbytes / 1e9:.1f} GB"
+    size = facts.find(SizeFact, q.target.size)
+    name = size.name if size else q.target.title
+    text = f"{name} in {v.plan.format}, {v.option.nbytes / 1e9:.1f} GB"
     if q.draft is not None:
         text += f", with {q.draft.given}{' (needs no file)' * (q.draft.kind == NGRAM)}"
     elif asked.draft is not None:

@@ -112,11 +112,6 @@ def engine_fact(facts: Facts, name: str) -> EngineFact:
     return row
 
 
-def _size(facts: Facts, target: TargetModel) -> SizeFact | None:
-    """Return the row of a target's size, or None."""
-    return next((s for s in facts.all(SizeFact) if s.id == target.size), None)
-
-
 def version_of(facts: Facts, machine: Machine, name: str) -> tuple[str, bool]:
     """Return the installed or else newest known version, and whether it is installed."""
     if name == "g4spec":
@@ -245,7 +240,7 @@ def _refusal(
     plan: CardMemoryPlan | None,
 ) -> tuple[str, str]:
     """Return why an engine cannot run a question, other than by a known problem, and the fix."""
-    name, size = row.name, _size(facts, q.target)
+    name, size = row.name, facts.find(SizeFact, q.target.size)
     why = unsupported_reason(size) if size is not None and name == "g4spec" else ""
     if q.kv is not None and q.kv not in row.kv_all:
         refusal, fix = f"it has no {q.kv} cache", f"--kv with one of {', '.join(row.kv_all)}"
@@ -385,7 +380,7 @@ def _own_bytes(q: Question, size: SizeFact | None, context: int) -> int:
 def _own(facts: Facts, machine: Machine, q: Question) -> EngineVerdict:
     """Return g4spec's verdict without a supported GPU: the float32 reference on the CPU."""
     row = engine_fact(facts, "g4spec")
-    size = _size(facts, q.target)
+    size = facts.find(SizeFact, q.target.size)
     refusal, fix = "", ""
     why = unsupported_reason(size) if size is not None else ""
     need = _own_bytes(q, None if why else size, q.context or USUAL_CONTEXT)

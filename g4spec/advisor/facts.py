@@ -94,6 +94,11 @@ class Facts:
         assert isinstance(row, kind), id
         return row
 
+    def find(self, kind: type[R], id: str) -> R | None:
+        """Return the row `id` of class `kind`, or None."""
+        row = self.by_id.get(id)
+        return row if isinstance(row, kind) else None
+
     def __iter__(self) -> Iterator[Fact]:
         return iter(self.by_id.values())
 

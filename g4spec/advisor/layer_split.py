@@ -31,7 +31,7 @@ class LayerSizes:
 def layer_sizes(facts: Facts, target: TargetModel, option: WeightFormat) -> LayerSizes | None:
     """Return the sizes of a target's layers in a weight format; None if its size is not known.
     Embedding tables are not part of a layer."""
-    size = next((s for s in facts.all(SizeFact) if s.id == target.size), None)
+    size = facts.find(SizeFact, target.size)
     if size is None:
         return None
     layers = size.sliding + size.full

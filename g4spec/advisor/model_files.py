@@ -174,7 +174,7 @@ def _row(facts: Facts, kind: str, maker: str, size: str) -> DraftFact | None:
 
 def _gguf_draft(facts: Facts, path: Path, given: str, of: TargetModel) -> DraftModel:
     with GGUF(path) as file:
-        size = next((s for s in facts.all(SizeFact) if s.id == of.size), None)
+        size = facts.find(SizeFact, of.size)
         if size is not None:
             pairing.check_sizes(file, size.sliding + size.full, size.hidden)
         kv, arch = file.kv, str(file.get("general.architecture"))
@@ -399,8 +399,7 @@ def _folder_draft(facts: Facts, folder: Path, given: str, of: TargetModel) -> Dr
     draft = replace(draft, kind=kind, causal=kind == "eagle3")
     if kind == "eagle3":
         draft = replace(draft, llamacpp_n=EAGLE3_LENGTH)
-    sizes = [s for s in facts.all(SizeFact) if s.id == of.size]
-    target = Path(of.given) if of.is_local else sizes[0] if sizes else None
+    target = Path(of.given) if of.is_local else facts.find(SizeFact, of.size)
     if target is not None and runtime_support.refused_upstream(folder, target):
         draft = replace(draft, engines=("vllm", "sglang", "g4spec"))
     return _with_row(draft, _row(facts, kind, "redhat" if nested else "zlab", of.size))
