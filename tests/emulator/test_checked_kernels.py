@@ -45,17 +45,23 @@ def test_attention_of_sequences() -> None:
     """27 rows including a sequence in the spare slot: more than a group of 16."""
     sizes = (9, 9)
     test_attention.test_sequences_in_any_slots_and_pages("f16", "tensor", 128, None, 0, sizes)
-    test_attention_window.test_sequences_in_any_slots(2, 300, 2, sizes)
+    test_attention_window.test_sequences_in_any_slots(2, 300, 2, sizes, few_warps=4)
 
 
 @pytest.mark.parametrize(
     ("n_kv", "window", "start", "count", "at_once"),
-    [(2, 300, 250, 13, None), (2, 300, 400, 3, 1), (4, 1024, 600, 1, 1)],
+    [
+        (2, 300, 250, 13, None),
+        (2, 300, 400, 3, 1),
+        (4, 1024, 600, 1, 1),
+        (3, 300, 400, 3, 1),
+        (4, 1024, 600, 1, 2),
+    ],
 )
 def test_attention_of_a_layer_with_a_window(
     n_kv: int, window: int, start: int, count: int, at_once: int | None
 ) -> None:
-    """Chunks of one tile and of two; with one block at once, blocks have few warps."""
+    """Chunks of 128 keys and of 256; with few multiprocessors, blocks have few warps."""
     layer = test_attention_window.Layer(n_kv, window, 4, start)
     assert layer.attend(layer.product(count), at_once=at_once).isfinite().all()
 

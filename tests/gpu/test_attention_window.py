@@ -26,9 +26,10 @@ from tests.gpu.test_attention import cache, copy, expected, fill, unpacked_rows
 
 pytestmark = pytest.mark.gpu
 DIM, SCALE = 256, 256**-0.5
-LAYERS = [(2, 300, 4), (4 if EMULATED else 16, 1024, 2)]
+LAYERS = [(3, 300, 4), (4 if EMULATED else 16, 1024, 2)]
 """KV heads, window, split-K parts of the projection: chunks of 128 keys, and with 16 KV heads of
-256, for which the emulator takes long."""
+256, for which the emulator takes long. With one multiprocessor, blocks of at most four tokens have
+4 warps; with half as many as there are blocks, 8."""
 STARTS = [250, 0, 7, 1020, 4090, 1279]
 
 
@@ -46,7 +47,7 @@ def _seed() -> Iterator[None]:
 
 def skip_without_room(kv: CudaKV) -> None:
     """Skip the test where the kernel needs more shared memory than the GPU has."""
-    if launch.arch() not in attention_window._archs(attention_window._tiles(kv)):
+    if launch.arch() not in attention_window._archs(attention_window._chunk(kv)):
         pytest.skip(f"no room on {launch.arch()}")
 
 
@@ -137,9 +138,10 @@ def test_bits_do_not_depend_on_the_chunks_of_a_block(
     n_kv: int, window: int, slices: int, start: int, count: int
 ) -> None:
     layer = Layer(n_kv, window, slices, start)
-    y, others = layer.product(count), [layer.copy(), layer.copy()]
+    y, others = layer.product(count), [layer.copy(), layer.copy(), layer.copy()]
     want = layer.attend(y, at_once=1 << 20)  # one
-    for other, at_once in zip(others, (1, 2 * n_kv * -(-count // 4)), strict=True):
+    blocks = n_kv * -(-count // 4)
+    for other, at_once in zip(others, (1, -(-blocks // 2), 2 * blocks), strict=True):
         assert torch.equal(other.attend(y, at_once=at_once), want)
         for mine, theirs in zip(other.kv.planes, layer.kv.planes, strict=True):
             assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
@@ -162,12 +164,11 @@ def test_rows_that_see_each_other(n_kv: int, window: int, slices: int, start: in
     assert (got - want).abs().max() < 4e-3
 
 
-@pytest.mark.parametrize("at_once", [None, 1])
+@pytest.mark.parametrize("at_once", [None, 2, 1])
 @pytest.mark.parametrize(("n_kv", "window", "slices"), LAYERS)
 def test_a_row_with_nan_does_not_change_others(
     n_kv: int, window: int, slices: int, at_once: int | None
 ) -> None:
-    """With one block at once, blocks have few warps."""
     layer = Layer(n_kv, window, slices, 1500)
     y = layer.product(4)
     good = layer.copy().attend(y, at_once=at_once)
@@ -194,8 +195,9 @@ def test_unsupported_layers(kind: Kind, window: int | None, group: int, dim: int
 
 @pytest.mark.parametrize(("n_kv", "window", "slices"), LAYERS)
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (5,) * 8, (16, 16), (3,)])
+@pytest.mark.parametrize("few_warps", [4, 8])
 def test_sequences_in_any_slots(
-    n_kv: int, window: int, slices: int, sizes: tuple[int, ...]
+    n_kv: int, window: int, slices: int, sizes: tuple[int, ...], few_warps: int
 ) -> None:
     """Rows, and the cache after them, are bit-identical to those of a single sequence in slot 0.
     One more sequence is in the slot after the others."""
@@ -221,7 +223,11 @@ def test_sequences_in_any_slots(
         assert not arrived.any()
         return unpacked_rows(out)
 
-    together = attend(y, kv, batch, 6)
+    if few_warps == 4:
+        at_once = 1
+    else:
+        at_once = -(-n_kv * len(parts) * -(-size // 4) // 2)
+    together = attend(y, kv, batch, at_once)
     for i, (slot, start, _) in enumerate(parts[:-1]):
         rows = slice(i * size, (i + 1) * size)
         alone = attend(y[:, rows].contiguous(), lone[i], one(start, size), 132)

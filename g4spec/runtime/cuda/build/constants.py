@@ -88,10 +88,10 @@ PLAIN_THREADS, PLAIN_ROWS = 128, 8
 WINDOW_HEAD_DIM, WINDOW_GROUP, WINDOW_TOKENS = 256, 2, 4
 """Attention of a layer with a window in one kernel: head size, query heads per KV head, and tokens
 of a tile of 8 rows."""
-WINDOW_WARPS, WINDOW_FEW_WARPS = 16, 8
-"""Warps of a block there; with few, a multiprocessor runs two blocks."""
-WINDOW_MAX_CHUNKS_1, WINDOW_MAX_CHUNKS_2 = 10, 6
-"""Maximum chunks that a row may see there, with chunks of one tile and of two."""
+WINDOW_WARPS = 16
+"""Maximum warps of a block there; a multiprocessor runs so many in all."""
+WINDOW_MAX_CHUNKS_128, WINDOW_MAX_CHUNKS_256 = 10, 6
+"""Maximum chunks that a row may see there, with chunks of 128 positions and of 256."""
 
 # ---- choice of tokens, and the state between cycles
 

@@ -21,16 +21,16 @@
 //   K_STAGES, V_STAGES        pieces that fit in shared memory
 //   ROTARY_PAIRS              K = V layers: the plane of keys stores only the first ROTARY_PAIRS columns
 //                             of each half of a head, the others are those of V (cuda_kv.py); 0: all
+//   KEYS                      of a tile
 // Results depend on D, Q8 and ROTARY_PAIRS only.
 template <int D_, int Q8_, int ROW_TILES_, int SCORE_WARPS_, int VALUE_WARPS_, int K_PARTS_,
-          int V_PARTS_, int K_STAGES_, int V_STAGES_, int ROTARY_PAIRS_>
+          int V_PARTS_, int K_STAGES_, int V_STAGES_, int ROTARY_PAIRS_, int KEYS_ = D_ >= 256 ? 128 : 64>
 struct AttentionConfig {
   static constexpr int D = D_, Q8 = Q8_, ROW_TILES = ROW_TILES_, SCORE_WARPS = SCORE_WARPS_,
                        VALUE_WARPS = VALUE_WARPS_, ROTARY_PAIRS = ROTARY_PAIRS_;
   static constexpr int K_PARTS = K_PARTS_, V_PARTS = V_PARTS_, K_STAGES = K_STAGES_,
                        V_STAGES = V_STAGES_;
-  static constexpr int KEYS = D >= 256 ? 128 : 64;  // per tile
-  static constexpr int KEY_TILES = KEYS / 16,
+  static constexpr int KEYS = KEYS_, KEY_TILES = KEYS / 16,
                        WARP_KEY_TILES = KEY_TILES / SCORE_WARPS;  // 16-key tiles; of one warp
   static constexpr int PART_DIMS = D / K_PARTS, PART_KEYS = KEYS / V_PARTS,
                        WARP_DIMS = D / VALUE_WARPS, ROWS = 8 * ROW_TILES;

@@ -5,36 +5,55 @@
 #include "window_tiles.cuh"
 
 #if ARCH >= 800
-// Store the weighted sum of a tile's values to shared memory, over its keys, and the sums of
-// weights.
+// Weighted sums of values: WARP_DIMS columns of all rows.
+template <class W>
+using ValueSums = float[W::WARP_DIMS / 16][W::ROW_TILES][4];
+
+// Four columns of row 8 n + 2 t + c in lane 4 g + t: columns 4 g .. 4 g + 3 of each 32.
+template <class W>
+DEVICE float4 quad_of(const ValueSums<W>& x, int block, int n, int c) {
+  return {x[2 * block][n][c], x[2 * block][n][c + 2], x[2 * block + 1][n][c],
+          x[2 * block + 1][n][c + 2]};
+}
+
+// Add the values of a tile, weighted, and store the sums of the weights to shared memory.
 template <class W, int ROW_TILES>
-DEVICE void sum_values(char* shared, const BlockWork& p, int tile, int warp) {
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  float out[2][W::ROW_TILES][4] = {}, sums[W::ROW_TILES] = {};
+DEVICE void add_values(ValueSums<W>& out, char* shared, const BlockWork& p, int tile, int warp) {
+  const int lane = threadIdx.x % 32;
+  float sums[W::ROW_TILES] = {};
   accumulate_values<W, ROW_TILES>(out, sums, tile_at<W>(shared, p, false, tile),
                                   (const uint2*)(shared + W::P_AT + tile * W::P_SIZE), 0, warp);
-  float* to = tile_sums<W>(shared, tile) + warp * 32 + g * 4;
-  float* weights = (float*)(shared + W::SUMS_AT) + (tile * 8 + warp) * W::ROWS;
+  float* weights = (float*)(shared + W::SUMS_AT) + (tile * W::TILE_WARPS + warp) * W::ROWS;
 #pragma unroll
   for (int n = 0; n < ROW_TILES; ++n) {
     float x = __fadd_rn(sums[n], __shfl_xor_sync(FULL_MASK, sums[n], 1));
     x = __fadd_rn(x, __shfl_xor_sync(FULL_MASK, x, 2));
-    if (t == 0) weights[n * 8 + g] = x;
-#pragma unroll
-    for (int c = 0; c < 2; ++c)
-      *(float4*)(to + (n * 8 + t * 2 + c) * SUM_PITCH) = {out[0][n][c], out[0][n][c + 2],
-                                                          out[1][n][c], out[1][n][c + 2]};
+    if (lane % 4 == 0) weights[n * 8 + lane / 4] = x;
   }
 }
 
-// Four output values of a row before normalization, summed over tiles; and the row's sum of
-// weights.
+// Store the weighted sums of a tile's values to shared memory, over its keys.
+template <class W, int ROW_TILES>
+DEVICE void sum_values(char* shared, const BlockWork& p, int tile, int warp) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  ValueSums<W> out = {};
+  add_values<W, ROW_TILES>(out, shared, p, tile, warp);
+  float* to = tile_sums<W>(shared, tile) + warp * 32 + g * 4;
+#pragma unroll
+  for (int n = 0; n < ROW_TILES; ++n)
+#pragma unroll
+    for (int c = 0; c < 2; ++c)
+      *(float4*)(to + (n * 8 + t * 2 + c) * SUM_PITCH) = quad_of<W>(out, 0, n, c);
+}
+
+// Four output values of a row before normalization, summed over tiles (with two slots as
+// `store_chunk` stored them); and the row's sum of weights.
 template <class W>
 DEVICE float4 row_values(char* shared, const BlockWork& p, int row, int quad) {
   float4 v = {0, 0, 0, 0};
 #pragma unroll
-  for (int tile = 0; tile < W::TILES; ++tile)
-    if (p.tile_visible(tile))
+  for (int tile = 0; tile < (W::TWO_SLOTS ? 1 : W::TILES); ++tile)
+    if (W::TWO_SLOTS || p.tile_visible(tile))
       v = add4(v, *(const float4*)(tile_sums<W>(shared, tile) + row * SUM_PITCH + quad * 4));
   return v;
 }
@@ -82,6 +101,7 @@ struct Columns {
   int row = threadIdx.x / (D / 4), quad = threadIdx.x % (D / 4);
 };
 
+// Store the current chunk's partial results, which `sum_values` left in shared memory.
 template <class W>
 DEVICE void store_partial(char* shared, const Args& a, const BlockWork& p) {
   const Columns<W> c;
@@ -92,9 +112,38 @@ DEVICE void store_partial(char* shared, const Args& a, const BlockWork& p) {
     __stcg((float4*)a.sums + place * (D / 4) + c.quad,
            row_values<W>(shared, p, row, c.quad));
     if (c.quad == 0)
-      __stcg((float2*)a.tops + place,
-             float2{((const float*)(shared + W::RESCALE_AT))[row], weight});
+      __stcg((float2*)a.tops + place, float2{((const float*)(shared + W::TOP_AT))[row], weight});
   }
+}
+
+// The same with two slots, from the registers of all warps; or if there is only one chunk, for
+// `row_values`.
+template <class W>
+DEVICE void store_chunk(char* shared, const Args& a, const BlockWork& p, const ValueSums<W>& sums) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const i64 place = p.place(p.slot);
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    const int row = lane % 4 * 2 + c;
+    if (row >= 2 * p.n_tokens) continue;
+#pragma unroll
+    for (int block = 0; block < W::WARP_DIMS / 32; ++block) {
+      const int column = warp * W::WARP_DIMS + block * 32 + lane / 4 * 4;
+      const float4 v = quad_of<W>(sums, block, 0, c);
+      if (p.chunks > 1)
+        __stcg((float4*)(a.sums + (place + row) * D + column), v);
+      else
+        *(float4*)(tile_sums<W>(shared, 0) + row * SUM_PITCH + column) = v;
+    }
+  }
+  if (p.chunks == 1) __syncthreads();
+  else
+    for (int row = warp; row < 2 * p.n_tokens; row += W::WARPS) {
+      const float weight = row_weight_sum<W>(shared, p, row);
+      if (lane == 0)
+        __stcg((float2*)a.tops + place + row,
+               float2{((const float*)(shared + W::TOP_AT))[row], weight});
+    }
 }
 
 // True in the block that arrives last among those with the same tokens and head.

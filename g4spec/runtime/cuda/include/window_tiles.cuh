@@ -9,25 +9,40 @@ static_assert(WINDOW_GROUP == 2 && WINDOW_TOKENS == 4, "a tile of 8 rows is 4 to
 // Floats between rows of sums in shared memory, padded against bank conflicts.
 constexpr int SUM_PITCH = D + 4;
 
-// TILES: tiles per chunk; eight warps share a tile, or compute all of them one after the other.
-// TOKEN_GROUPS: maximum number of groups of four tokens per block.
-template <int TILES_, int TOKEN_GROUPS_, int WARPS_,
-          int STAGES = WARPS_ == WINDOW_FEW_WARPS ? 1 : TILES_>
-struct Window : AttentionConfig<D, 1, TOKEN_GROUPS_, 8, 8, 1, 1, STAGES, STAGES, 0> {
-  static constexpr int TILES = TILES_, TOKEN_GROUPS = TOKEN_GROUPS_, WARPS = WARPS_;
-  static constexpr int THREADS = 32 * WARPS, TILE_WARPS = 8;  // TILE_WARPS: that share a tile
-  static constexpr bool TWO_SLOTS = WARPS == WINDOW_FEW_WARPS;  // shared memory holds two tiles
-  static constexpr int CHUNK = Window::KEYS * TILES, SUMS_AT = Window::RUNNING_MAX_AT;
-  static constexpr int MAX_CHUNKS = TILES == 1 ? WINDOW_MAX_CHUNKS_1 : WINDOW_MAX_CHUNKS_2;  // that a row sees
+// A warp multiplies with 16 keys of a tile. TWO_SLOTS: shared memory holds two tiles, through which all
+// warps go one after the other; else a whole chunk, whose tiles are divided among the warps.
+constexpr int window_keys(int warps) { return warps < 8 ? 16 * warps : 128; }
+
+// CHUNK: positions of a chunk. TOKEN_GROUPS: maximum number of groups of four tokens per block.
+template <int CHUNK_, int TOKEN_GROUPS_, int WARPS_, int KEYS_ = window_keys(WARPS_),
+          int STAGES = WARPS_ < WINDOW_WARPS ? 1 : CHUNK_ / KEYS_>
+struct Window
+    : AttentionConfig<D, 1, TOKEN_GROUPS_, KEYS_ / 16, KEYS_ / 16, 1, 1, STAGES, STAGES, 0, KEYS_> {
+  static constexpr int CHUNK = CHUNK_, TOKEN_GROUPS = TOKEN_GROUPS_, WARPS = WARPS_;
+  static constexpr int TILES = CHUNK / Window::KEYS, THREADS = 32 * WARPS;
+  static constexpr int TILE_WARPS = Window::KEYS / 16;  // that share a tile
+  static constexpr bool TWO_SLOTS = WARPS < WINDOW_WARPS;
+  // Loops over tiles are not unrolled. A launch finds the instruction cache cold, and blocks at different
+  // places of 150 KB of code evict what others need.
+  static constexpr bool SHORT_CODE = Window::KEYS < 128;
+  static constexpr int MAX_CHUNKS = CHUNK == 128 ? WINDOW_MAX_CHUNKS_128 : WINDOW_MAX_CHUNKS_256;  // that a row sees
   static constexpr int MAX_TOKENS = TWO_SLOTS ? WINDOW_TOKENS : MAX_STEP_ROWS;  // of a sequence
-  static constexpr int ANGLES_AT = Window::SHARED, WEIGHTS_AT = ANGLES_AT + MAX_TOKENS * (D / 2) * 8;
-  static constexpr int TILE_SUMS_AT = WEIGHTS_AT + 2 * D * 4;  // with two slots
+  // Offsets in shared memory, in bytes. For each tile of a chunk attention weights, and for each 16 keys
+  // of one the largest score and the sum of weights of each row; the largest score in the chunk.
+  static constexpr int PER_ROW = TILES * TILE_WARPS * Window::ROWS * 4;
+  static constexpr int TOPS_AT = Window::P_AT + TILES * Window::P_SIZE, SUMS_AT = TOPS_AT + PER_ROW;
+  static constexpr int TOP_AT = SUMS_AT + PER_ROW, VISIBLE_AT = TOP_AT + Window::ROWS * 4;
+  static constexpr int ANGLES_AT = VISIBLE_AT + Window::ROWS * 8;
+  static constexpr int WEIGHTS_AT = ANGLES_AT + MAX_TOKENS * (D / 2) * 8;
+  // With two slots: keys and values of the step's tokens whose tile has no slot yet.
+  static constexpr int OWN_AT = WEIGHTS_AT + 2 * D * 4, OWN_ROW = D + D / 16;
   static constexpr int TILE_SUMS_BYTES = Window::ROWS * SUM_PITCH * 4;
   static_assert(Window::K_STAGE_BYTES == Window::V_STAGE_BYTES && Window::K_ROW == Window::V_ROW,
                 "row_codes() and row_scales_at() address tiles of K and of V alike");
+  static_assert(MAX_TOKENS * (OWN_ROW / 16) <= THREADS || !TWO_SLOTS, "a thread copies 16 bytes of OWN_AT");
   static_assert(TILE_SUMS_BYTES <= Window::K_STAGE_BYTES,
                 "the sums of a tile overwrite its keys in shared memory");
-  static_assert(!TWO_SLOTS || TOKEN_GROUPS == 1 && TILES <= 2, "two slots; one group of tokens");
+  static_assert(!TWO_SLOTS || TOKEN_GROUPS == 1, "two slots; one group of tokens");
 };
 
 struct Args {  // arguments of one sequence
@@ -47,7 +62,8 @@ struct Chunk {
   int first_tile, end_tile;  // tiles that some token sees
 
   DEVICE int tiles() const { return end_tile - first_tile; }
-  DEVICE bool one_tile() const { return tiles() == 1; }
+  // Number of this chunk's tiles that take a slot before this one, where there are two slots.
+  DEVICE int turn(bool is_key, int tile) const { return tile - first_tile + (is_key ? 0 : tiles()); }
   DEVICE bool tile_visible(int tile) const { return tile >= first_tile && tile < end_tile; }
 };
 
@@ -113,19 +129,12 @@ struct BlockWork : Chunk {
 // Keys or values of tile `tile` of the chunk in shared memory, and the sums over its keys.
 template <class W>
 DEVICE char* tile_at(char* shared, const Chunk& p, bool is_key, int tile) {
-  const int slot = W::TWO_SLOTS && p.one_tile() ? !is_key : tile;
-  const int plane = W::TWO_SLOTS || is_key ? W::K_AT : W::V_AT;
-  return shared + plane + slot * W::K_STAGE_BYTES;
+  return shared + (W::TWO_SLOTS ? p.turn(is_key, tile) % 2 * W::K_STAGE_BYTES
+                                : (is_key ? W::K_AT : W::V_AT) + tile * W::K_STAGE_BYTES);
 }
 template <class W>
 DEVICE float* tile_sums(char* shared, int tile) {
-  return (float*)(shared + (W::TWO_SLOTS ? W::TILE_SUMS_AT + tile * W::TILE_SUMS_BYTES
-                                         : W::K_AT + tile * W::K_STAGE_BYTES));
-}
-// True if values take the place of keys.
-template <class W>
-DEVICE bool values_after_keys(const Chunk& p) {
-  return W::TWO_SLOTS && !p.one_tile();
+  return (float*)(shared + W::K_AT + tile * W::K_STAGE_BYTES);
 }
 
 // Q8_0 codes and scales of a row of the chunk in shared memory.
@@ -182,8 +191,35 @@ DEVICE void load_chunk(char* shared, const Args& a, const BlockWork& p) {
   cp_async_commit();
 }
 
+// True if a tile has its slot when the chunk begins, so that rows of the step's tokens can be stored to
+// it at once. Others are stored to `own_row` first: the key or value of token `t`.
+template <class W>
+DEVICE bool has_slot(const Chunk& p, bool is_key, int tile) {
+  return !W::TWO_SLOTS || p.turn(is_key, tile) < 2;
+}
+template <class W>
+DEVICE char* own_row(char* shared, bool is_key, int t) {
+  return shared + W::OWN_AT + (t * 2 + !is_key) * W::OWN_ROW;
+}
+
+// Copy the rows of the step's tokens that lie in a visible tile to its slot.
+template <class W>
+DEVICE void add_own_rows(char* shared, const Args& a, const BlockWork& p, bool is_key, int tile) {
+  if (has_slot<W>(p, is_key, tile)) return;
+  const int first = p.start + tile * W::KEYS;  // position of the first row of the tile
+  const int last = min_of(min_of(p.settled + a.tokens - 1, p.span.hi), first + W::KEYS - 1);
+  if (last < p.settled) return;  // all of them are settled
+  const int position = max_of(first, p.settled) + threadIdx.x / (W::OWN_ROW / 16);
+  const int piece = threadIdx.x % (W::OWN_ROW / 16) * 16, row = position - p.start;
+  if (position <= last)
+    *(uint4*)(piece < D ? row_codes<W>(shared, p, is_key, row) + piece
+                        : row_scales_at<W>(shared, p, is_key, row)) =
+        *(const uint4*)(own_row<W>(shared, is_key, position - p.settled) + piece);
+  __syncthreads();
+}
+
 // The tiles of a block's chunks in the order in which two slots take them: of each chunk the keys of
-// its visible tiles, then their values. A chunk has two or four, so the slots take turns.
+// its visible tiles, then their values, so always an even number.
 template <class W>
 struct TileLoads {
   Chunk chunk;   // of the next tile

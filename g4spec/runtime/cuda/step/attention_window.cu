@@ -1,8 +1,8 @@
 // Sliding-window attention of a decode step in one kernel, from the QKV projection to the packed
 // input of the output projection. Heads of 256, two query heads per KV head, Q8_0 cache.
 //
-// Thread mapping: a block has WINDOW_WARPS or WINDOW_FEW_WARPS warps, one KV head, four or eight tokens
-// of a sequence, and some of the chunks (CHUNK positions) that they see, the newest first. Steps:
+// Thread mapping: a block has WINDOW_WARPS warps or fewer, one KV head, four or eight tokens of a
+// sequence, and some of the chunks (CHUNK positions) that they see, the newest first. Steps:
 //   1. copy keys and values of earlier steps to shared memory, those of the first chunk before the
 //      preceding kernel has ended;
 //   2. one warp per vector: norm and rotation (head_vector.cuh). Queries go to shared memory. So do the
@@ -11,10 +11,10 @@
 //      memory, and the last block to arrive combines them in the order of the chunks.
 // Row r of the 8-wide MMA operand is token r / 2 of the block, query head r % 2.
 //
-// With WINDOW_FEW_WARPS a block takes half of the registers and of the shared memory, so that a
-// multiprocessor runs two: where there are more blocks than multiprocessors, one computes while the
-// other waits. Its shared memory has two slots, through which the tiles pass in the order in which they
-// are needed: of each chunk the keys of the tiles that the tokens see, one or two, then their values.
+// With a half or a quarter of WINDOW_WARPS a block takes as much less of registers and shared memory, so
+// that a multiprocessor runs two or four: where there are more blocks than multiprocessors, some compute
+// while others wait. Its shared memory has two slots, through which tiles pass in the order in which they
+// are needed: of each chunk the keys of the tiles that the tokens see, then their values.
 #include "head_vector.cuh"
 #include "window_sums.cuh"
 
@@ -45,17 +45,21 @@ DEVICE void finish(Vector& x, int kind, int t, char* shared, const Args& a, cons
   const bool own = t >= p.first_token && t < p.first_token + p.n_tokens;
   char* cache = own ? (is_key ? a.keys : a.values) + at * D : nullptr;
   char* cache_scales = (is_key ? a.key_scales : a.value_scales) + at * (D / 16);
-  x.store<0>((u8*)row_codes<W>(shared, p, is_key, row), (u16*)row_scales_at<W>(shared, p, is_key, row),
-             (u8*)cache, (u16*)cache_scales);
+  char *codes = own_row<W>(shared, is_key, t), *scales = codes + D;
+  if (has_slot<W>(p, is_key, row / W::KEYS))
+    codes = row_codes<W>(shared, p, is_key, row), scales = row_scales_at<W>(shared, p, is_key, row);
+  x.store<0>((u8*)codes, (u16*)scales, (u8*)cache, (u16*)cache_scales);
 }
 
 // Vectors of this step, one per warp: with the block's first chunk the queries of its tokens (first
 // warps), and with every chunk the keys and values of this step that lie in it and are visible.
 template <class W, int SLICES>
 struct StepVectors {
-  static constexpr int ROUNDS = W::TWO_SLOTS ? 2 : 3, WEIGHTS = 2 * D / W::THREADS;
+  static constexpr int WEIGHTS = 2 * D / W::THREADS;
+  static constexpr int MAX_VECTORS = 2 * (WINDOW_TOKENS * W::TOKEN_GROUPS + W::MAX_TOKENS);
+  // Rounds, of a vector for each warp, that are loaded at once.
+  static constexpr int ROUNDS = W::SHORT_CODE ? 1 : (MAX_VECTORS + W::WARPS - 1) / W::WARPS;
   float freq, weight[WEIGHTS];  // frequency of pair threadIdx.x % 128; norm weights (queries, then keys)
-  Vector x[ROUNDS];             // this warp's vectors
 
   DEVICE StepVectors(const float* q_norm, const float* k_norm, const float* freqs) {
     freq = __ldcg(freqs + threadIdx.x % (D / 2));
@@ -78,41 +82,38 @@ struct StepVectors {
   }
   // {token, kind} of this warp's vector; token -1: none.
   DEVICE int2 vector(int round, bool queries, const Args& a, const BlockWork& p) const {
-    const int warp = threadIdx.x / 32, i = round * W::WARPS + warp - 2 * p.n_tokens;
-    if (i < 0) return {queries ? p.first_token + warp / 2 : -1, warp % 2};
+    const int n = round * W::WARPS + threadIdx.x / 32, i = n - 2 * p.n_tokens;
+    if (i < 0) return {queries ? p.first_token + n / 2 : -1, n % 2};
     const int t = i / 2;
     const bool stored = (u32)(p.settled + t - p.start) < W::CHUNK && p.settled + t <= p.span.hi;
     return {t < a.tokens && stored ? t : -1, 2 + i % 2};
   }
-  // All but the values if these take the place of keys.
   DEVICE void finish_all(char* shared, bool queries, const Args& a, const BlockWork& p) {
     if (!queries && p.start + W::CHUNK <= p.settled) return;  // all of the chunk is settled
+    int round = 0;
+    do finish_from(round, shared, queries, a, p);
+    while (W::SHORT_CODE && ++round * W::WARPS < 2 * (p.n_tokens + a.tokens));
+  }
+  // Load and finish the vectors of ROUNDS rounds from `first` on.
+  DEVICE void finish_from(int first, char* shared, bool queries, const Args& a, const BlockWork& p) {
     int from[ROUNDS];  // computed before griddep_wait(): integer work of all warps
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
-      const int2 v = vector(i, queries, a, p);
+      const int2 v = vector(first + i, queries, a, p);
       const int head = v.y < 2 ? 2 * p.head + v.y : v.y * a.n_kv + p.head;
       from[i] = materialize(v.x < 0 ? -1 : (v.x * 4 * a.n_kv + head) * D);
     }
     const int apart = SLICES > 1 ? materialize(a.count * 4 * a.n_kv * D) : 0;
     griddep_wait();
+    Vector x[ROUNDS];
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i)
       if (from[i] >= 0) x[i].template load<SLICES>(a.y + from[i], apart);
     __syncthreads();  // orders `prepare` and the zeroed scales before `finish`
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
-      const int2 v = vector(i, queries, a, p);
-      if (v.x >= 0 && !(v.y == 3 && values_after_keys<W>(p)))
-        finish<W>(x[i], v.y, v.x, shared, a, p);
-    }
-  }
-  // The values that `finish_all` left.
-  DEVICE void finish_values(char* shared, bool queries, const Args& a, const BlockWork& p) {
-#pragma unroll
-    for (int i = 0; i < ROUNDS; ++i) {
-      const int2 v = vector(i, queries, a, p);
-      if (v.x >= 0 && v.y == 3) finish<W>(x[i], v.y, v.x, shared, a, p);
+      const int2 v = vector(first + i, queries, a, p);
+      if (v.x >= 0) finish<W>(x[i], v.y, v.x, shared, a, p);
     }
   }
 };
@@ -177,8 +178,8 @@ DEVICE void store_tile_weights(char* shared, const float* top,
 template <class W, int ROW_TILES>
 DEVICE void attend(char* shared, const Args& a, const BlockWork& p) {
   const int warp = threadIdx.x / 32, part = warp % W::TILE_WARPS, tile = warp / W::TILE_WARPS;
-  float* tops = (float*)(shared + W::TILE_MAX_AT);
-  float* top = (float*)(shared + W::RESCALE_AT);
+  float* tops = (float*)(shared + W::TOPS_AT);
+  float* top = (float*)(shared + W::TOP_AT);
   float scores[1][W::ROW_TILES][4] = {};
   const bool visible = p.tile_visible(tile);
   if (visible) score_tile<W, ROW_TILES>(scores, tops, shared, a, p, tile, part);
@@ -192,37 +193,57 @@ DEVICE void attend(char* shared, const Args& a, const BlockWork& p) {
 }
 
 // The same with two slots: all warps use one tile after the other, while the next one is copied.
-template <class W, class V>
-DEVICE void attend_in_turns(char* shared, const Args& a, const BlockWork& p, TileLoads<W>& loads,
-                            V& own, bool queries) {
+template <class W>
+DEVICE void attend_in_turns(char* shared, const Args& a, const BlockWork& p, TileLoads<W>& loads) {
+  constexpr int UNROLL = W::SHORT_CODE ? 1 : W::TILES;
   const int part = threadIdx.x / 32;
-  float* tops = (float*)(shared + W::TILE_MAX_AT);
-  float* top = (float*)(shared + W::RESCALE_AT);
-  float scores[W::TILES][1][W::ROW_TILES][4] = {};
-#pragma unroll
+  float* tops = (float*)(shared + W::TOPS_AT);
+  float* top = (float*)(shared + W::TOP_AT);
+  float scores[W::TILES][1][1][4] = {};  // those of the next tile are shifted to the last place
+#pragma unroll UNROLL
   for (int tile = 0; tile < W::TILES; ++tile) {
+#pragma unroll
+    for (int i = 0; i < 4 * W::TILES; ++i)
+      scores[i / 4][0][0][i % 4] = i / 4 + 1 < W::TILES ? scores[i / 4 + 1][0][0][i % 4] : 0.0f;
     if (!p.tile_visible(tile)) continue;
     loads.wait();
-    score_tile<W, 1>(scores[tile], tops, shared, a, p, tile, part);
+    add_own_rows<W>(shared, a, p, true, tile);
+    score_tile<W, 1>(scores[W::TILES - 1], tops, shared, a, p, tile, part);
     loads.next(shared, a, p);
   }
   chunk_row_max<W>(top, tops, p);
   __syncthreads();
-  if (values_after_keys<W>(p)) own.finish_values(shared, queries, a, p);
+#pragma unroll UNROLL
+  for (int tile = W::TILES - 1; tile >= 0; --tile) {
+    if (p.tile_visible(tile))
+      store_tile_weights<W, 1>(shared, top, scores[W::TILES - 1], tile, part);
 #pragma unroll
-  for (int tile = 0; tile < W::TILES; ++tile)
-    if (p.tile_visible(tile)) store_tile_weights<W, 1>(shared, top, scores[tile], tile, part);
-#pragma unroll
-  for (int tile = 0; tile < W::TILES; ++tile) {
-    if (!p.tile_visible(tile)) continue;
-    loads.wait();
-    if (!p.tile_visible_to_all<W>(tile)) {
-      zero_nonfinite_scales<W>(shared, p, tile, tile + 1);
-      __syncthreads();
-    }
-    sum_values<W, 1>(shared, p, tile, part);
-    loads.next(shared, a, p);
+    for (int i = 4 * W::TILES - 1; i >= 4; --i)
+      scores[i / 4][0][0][i % 4] = scores[i / 4 - 1][0][0][i % 4];
   }
+  // Values are summed over 128 keys at a time, as by blocks of WINDOW_WARPS, which have the same bits.
+  ValueSums<W> total = {}, sums = {};
+#pragma unroll UNROLL
+  for (int tile = 0; tile < W::TILES; ++tile) {
+    if (p.tile_visible(tile)) {
+      loads.wait();
+      add_own_rows<W>(shared, a, p, false, tile);
+      if (!p.tile_visible_to_all<W>(tile)) {
+        zero_nonfinite_scales<W>(shared, p, tile, tile + 1);
+        __syncthreads();
+      }
+      add_values<W, 1>(sums, shared, p, tile, part);
+      loads.next(shared, a, p);
+    }
+    if ((tile + 1) * W::KEYS % 128) continue;
+#pragma unroll
+    for (int i = 0; i < W::WARP_DIMS / 16 * 4; ++i) {
+      float& x = sums[i / 4][0][i % 4];
+      total[i / 4][0][i % 4] = __fadd_rn(total[i / 4][0][i % 4], x);
+      x = 0;
+    }
+  }
+  store_chunk<W>(shared, a, p, total);
 }
 #endif
 
@@ -230,17 +251,17 @@ DEVICE void attend_in_turns(char* shared, const Args& a, const BlockWork& p, Til
 // key heads, n_kv value heads; SLICES split-K slices to be added. Rows see positions `first` ..
 // `last` (both non-decreasing); `positions` are consecutive. These and `slots` were written before
 // the preceding kernel started. Grid: [n_kv, sequences * ceil(tokens / 4), blocks per token group].
-// The third dimension, TOKEN_GROUPS (2 for more than four tokens) and WARPS (WINDOW_FEW_WARPS for
-// at most four tokens; WINDOW_WARPS) do not change the result. `room`: rows of partial results per
+// The third dimension, TOKEN_GROUPS (2 for more than four tokens) and WARPS (fewer than WINDOW_WARPS
+// for at most four tokens) do not change the result. `room`: rows of partial results per
 // sequence.
-template <int TILES, int SLICES, int TOKEN_GROUPS, int WARPS>
+template <int CHUNK, int SLICES, int TOKEN_GROUPS, int WARPS>
 __global__ __launch_bounds__(32 * WARPS, WINDOW_WARPS / WARPS) void attend_window(
     const float* y, const float* q_norm, const float* k_norm, const float* freqs,
     const i64* positions, const i64* slots, const i64* first, const i64* last, char* keys,
     char* values, char* key_scales, char* value_scales, float* sums, float* tops, u32* arrived,
     u8* rows, int tokens, int room, int flags, int capacity, float eps, float scale) {
 #if ARCH >= 800
-  using W = Window<TILES, TOKEN_GROUPS, WARPS>;
+  using W = Window<CHUNK, TOKEN_GROUPS, WARPS>;
   extern __shared__ __align__(128) char shared[];
   griddep_launch_dependents();
   const int n_kv = gridDim.x, blocks = (tokens + WINDOW_TOKENS - 1) / WINDOW_TOKENS;
@@ -265,10 +286,12 @@ __global__ __launch_bounds__(32 * WARPS, WINDOW_WARPS / WARPS) void attend_windo
   if (p.first_slot >= p.chunks) return;
   p.at<W>(p.chunks - 1 - p.first_slot);
   TileLoads<W> loads = {p};
-  if constexpr (W::TWO_SLOTS)
-    loads.request(shared, a, p), loads.request(shared, a, p);
-  else
+  if constexpr (W::TWO_SLOTS) {
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) loads.request(shared, a, p);
+  } else {
     load_chunk<W>(shared, a, p);
+  }
   if ((int)threadIdx.x >= p.n_tokens * 2) sees = {0, -1};
   if (threadIdx.x < W::ROWS) ((int2*)(shared + W::VISIBLE_AT))[threadIdx.x] = sees;
   own.prepare(shared, a, p);
@@ -278,7 +301,7 @@ __global__ __launch_bounds__(32 * WARPS, WINDOW_WARPS / WARPS) void attend_windo
         const u8*)shared);  // addresses are recomputed per chunk instead of being kept in registers
     own.finish_all(here, first, a, p);
     if constexpr (W::TWO_SLOTS) {
-      attend_in_turns<W>(here, a, p, loads, own, first);
+      attend_in_turns<W>(here, a, p, loads);
     } else {
       cp_async_wait_group<0>();
       __syncthreads();
@@ -287,8 +310,8 @@ __global__ __launch_bounds__(32 * WARPS, WINDOW_WARPS / WARPS) void attend_windo
         attend<W, 1>(here, a, p);
       else
         attend<W, TOKEN_GROUPS>(here, a, p);
+      if (p.chunks > 1) store_partial<W>(here, a, p);
     }
-    if (p.chunks > 1) store_partial<W>(here, a, p);
     if (p.slot < p.slot_stride) break;
     p.at<W>(p.slot - p.slot_stride);
     if constexpr (!W::TWO_SLOTS) {

@@ -15,19 +15,18 @@ from g4spec.runtime.cuda.build import launch, nvrtc
 from g4spec.runtime.cuda.build.constants import (
     GROUP_ROWS,
     NORM_V,
-    WINDOW_FEW_WARPS,
     WINDOW_GROUP,
     WINDOW_HEAD_DIM,
-    WINDOW_MAX_CHUNKS_1,
-    WINDOW_MAX_CHUNKS_2,
+    WINDOW_MAX_CHUNKS_128,
+    WINDOW_MAX_CHUNKS_256,
     WINDOW_TOKENS,
     WINDOW_WARPS,
 )
 from g4spec.runtime.cuda.build.units import Unit
+from g4spec.runtime.cuda.cache.cache_types import TYPES
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
-from g4spec.runtime.cuda.cache.cuda_kv_size import TILE
 from g4spec.runtime.cuda.cache.heads import Heads
-from g4spec.runtime.cuda.step.attention import TENSOR_ARCHS, AttentionConfig, Chunks
+from g4spec.runtime.cuda.step.attention import TENSOR_ARCHS, Chunks
 from g4spec.runtime.cuda.step.packed_rows import PackedRows, empty
 
 TOKEN_GROUPS = (1, 2)
@@ -35,8 +34,10 @@ TOKEN_GROUPS = (1, 2)
 MAX_KV_HEADS = 16
 """Maximum number of KV heads, the largest of Gemma: there are counters for so many of 256
 sequences."""
-MAX_CHUNKS = {1: WINDOW_MAX_CHUNKS_1, 2: WINDOW_MAX_CHUNKS_2}
-"""Maximum chunks that a step may see, by tiles of a chunk."""
+MAX_CHUNKS = {128: WINDOW_MAX_CHUNKS_128, 256: WINDOW_MAX_CHUNKS_256}
+"""Maximum chunks that a step may see, by positions of a chunk."""
+FEW_WARPS = (WINDOW_WARPS // 2, WINDOW_WARPS // 4)
+"""Warps of a block where there are more blocks than multiprocessors."""
 
 _STATIC = 1024 + 128  # bytes of shared memory that the GPU reserves, and that the kernel declares
 _RESERVED = 1024  # bytes of a multiprocessor's shared memory beyond the limit of a block
@@ -71,8 +72,8 @@ def takes(heads: Heads, kv: CudaKV | None) -> bool:
     )
     if not shape or heads.n_kv > MAX_KV_HEADS or heads.pairs or heads.v_from_k:
         return False
-    tiles = _tiles(kv)
-    return _chunks(kv) <= MAX_CHUNKS.get(tiles, 0) and arch in _archs(tiles)
+    chunk = _chunk(kv)
+    return _chunks(kv) <= MAX_CHUNKS.get(chunk, 0) and arch in _archs(chunk)
 
 
 def attend(
@@ -95,14 +96,14 @@ def attend(
             row's own position and not after the last one of its sequence; written like positions.
         arrived: int32 counters, at least 4 n_kv for each sequence, zero; they are zero again
             afterwards.
-        at_once: number of blocks that run at once; it does not change the result.
+        at_once: number of multiprocessors; it does not change the result.
     """
     h, count, tokens, sequences = q.heads, len(batch), batch.rows_per_sequence, len(batch.sizes)
     slices = q.y.shape[0] if q.y.dim() == 3 else 1
     assert q.y.shape[-2:] == (count, (h.n_q + 2 * h.n_kv) * WINDOW_HEAD_DIM), (q.y.shape, count)
     launch.assert_lengths(WINDOW_HEAD_DIM, h.q_norm, h.k_norm)
     assert 1 <= tokens <= GROUP_ROWS and not kv.paged, batch.sizes
-    tiles, chunks, blocks = _tiles(kv), _chunks(kv), -(-tokens // WINDOW_TOKENS)
+    chunk, chunks, blocks = _chunk(kv), _chunks(kv), -(-tokens // WINDOW_TOKENS)
     assert len(arrived) >= sequences * blocks * h.n_kv
     y = empty(count, h.n_q * WINDOW_HEAD_DIM, q.y.device)
     token_groups = min(blocks, max(TOKEN_GROUPS))
@@ -111,11 +112,11 @@ def attend(
     )
     sums = torch.empty(sequences, room, WINDOW_HEAD_DIM, device=q.y.device)
     tops = torch.empty(sequences, room, 2, device=q.y.device)
-    turns = max(1, min(chunks, at_once // (h.n_kv * blocks * sequences)))
-    arch = launch.arch(q.y.device.index)
-    few = tokens <= WINDOW_TOKENS and h.n_kv * sequences > at_once and _two_fit(tiles, arch)
-    warps = WINDOW_FEW_WARPS if few else WINDOW_WARPS
-    name = instance(tiles, slices, token_groups, warps)
+    in_all = h.n_kv * blocks * sequences
+    turns = max(1, min(chunks, at_once // in_all))
+    few = tokens <= WINDOW_TOKENS and launch.arch(q.y.device.index) in _archs(chunk, few=True)
+    warps = _warps(in_all / at_once) if few else WINDOW_WARPS
+    name = instance(chunk, slices, token_groups, warps)
     launch.kernel("attention_window.cu", name, q.y.device.index)(
         (h.n_kv, blocks * sequences, turns),
         32 * warps,
@@ -141,19 +142,25 @@ def attend(
         capacity=kv.capacity,
         eps=h.eps,
         scale=scale,
-        shared=_shared(tiles, token_groups, warps),
+        shared=_shared(chunk, token_groups, warps),
     )
     return y
 
 
-def instance(tiles: int, slices: int, token_groups: int, warps: int = WINDOW_WARPS) -> str:
+def instance(chunk: int, slices: int, token_groups: int, warps: int = WINDOW_WARPS) -> str:
     """Return the name of a kernel of attention_window.cu."""
-    return f"attend_window<{tiles}, {slices}, {token_groups}, {warps}>"
+    return f"attend_window<{chunk}, {slices}, {token_groups}, {warps}>"
 
 
-def _tiles(kv: CudaKV) -> int:
-    """Return the tiles of a chunk."""
-    return (1 << Chunks.of(kv, kv.positions).shift) // TILE
+def _warps(blocks: float) -> int:
+    """Return the warps of a block: with more blocks for each multiprocessor fewer, so that it runs
+    up to four at once."""
+    return WINDOW_WARPS if blocks <= 1 else FEW_WARPS[blocks > 2]
+
+
+def _chunk(kv: CudaKV) -> int:
+    """Return the positions of a chunk."""
+    return 1 << Chunks.of(kv, kv.positions).shift
 
 
 def _chunks(kv: CudaKV) -> int:
@@ -163,28 +170,26 @@ def _chunks(kv: CudaKV) -> int:
     return Chunks.of(kv, kv.positions).most(min(kv.window + GROUP_ROWS, kv.positions), kv.positions)
 
 
-def _shared(tiles: int, token_groups: int, warps: int = WINDOW_WARPS) -> int:
-    """Return the bytes of dynamic shared memory: tiles of keys and values, a step's rotation
-    angles, weights of two norms; with few warps one tile of each, and the sums of all tiles."""
-    few = warps == WINDOW_FEW_WARPS
-    stages = 1 if few else tiles
-    shape = AttentionConfig(
-        WINDOW_HEAD_DIM, "q8_0", token_groups, key_ring=stages, value_ring=stages
-    )
-    angles = (WINDOW_TOKENS if few else GROUP_ROWS) * WINDOW_HEAD_DIM // 2 * 8
-    sums = tiles * 8 * token_groups * (WINDOW_HEAD_DIM + 4) * 4 if few else 0
-    return shape.shared + angles + 2 * WINDOW_HEAD_DIM * 4 + sums
+def _shared(chunk: int, token_groups: int, warps: int = WINDOW_WARPS) -> int:
+    """Return the bytes of dynamic shared memory: keys and values of a chunk, or of 16 positions a
+    warp; queries; for each position and row an attention weight and for each 16 positions two
+    numbers; for each row two more, and what it sees; a step's rotation angles; weights of two
+    norms; with few warps the step's own keys and values."""
+    few, row = warps < WINDOW_WARPS, TYPES["q8_0"].row_bytes(WINDOW_HEAD_DIM)
+    tile, rows = 16 * warps if few else chunk, WINDOW_GROUP * WINDOW_TOKENS * token_groups
+    tokens = WINDOW_TOKENS if few else GROUP_ROWS
+    per_row = 2 * WINDOW_HEAD_DIM + 2 * chunk + 2 * 4 * chunk // 16 + 4 + 8
+    per_token = WINDOW_HEAD_DIM // 2 * 8 + 2 * row * few
+    return 2 * tile * (row + 32) + rows * per_row + tokens * per_token + 2 * WINDOW_HEAD_DIM * 4
 
 
-def _two_fit(tiles: int, arch: str) -> bool:
-    """Return whether two blocks of few warps fit into the shared memory of a multiprocessor."""
-    each = _shared(tiles, 1, WINDOW_FEW_WARPS) + _STATIC
-    return 2 * each <= nvrtc.SHARED_LIMIT[arch] + _RESERVED
-
-
-def _archs(tiles: int) -> tuple[str, ...]:
-    """Return the architectures on which chunks of so many tiles fit."""
-    most = _shared(tiles, max(TOKEN_GROUPS)) + _STATIC
+def _archs(chunk: int, few: bool = False) -> tuple[str, ...]:
+    """Return the architectures on which a block with chunks of so many positions fits; or several
+    blocks of few warps, `WINDOW_WARPS` in all."""
+    most = _shared(chunk, max(TOKEN_GROUPS)) + _STATIC
+    if few:
+        each = [WINDOW_WARPS // n * (_shared(chunk, 1, n) + _STATIC) for n in FEW_WARPS]
+        most = max(most, max(each) - _RESERVED)
     return tuple(a for a in TENSOR_ARCHS if most <= nvrtc.SHARED_LIMIT[a])
 
 
@@ -192,13 +197,14 @@ def list_units() -> list[Unit]:
     """Return the instances that tests compile: layers of the 31B and of the 26B-A4B, for each
     number of split-K slices of the projection."""
     out = []
-    for tiles, slices in ((2, (1, 2)), (1, (1, 2, 4))):
-        archs = _archs(tiles)
-        names = tuple(instance(tiles, n, f) for n in slices for f in TOKEN_GROUPS)
-        few = tuple(instance(tiles, n, 1, WINDOW_FEW_WARPS) for n in slices)
-        two = tuple(arch for arch in archs if _two_fit(tiles, arch))
-        out += [
-            Unit("attention_window.cu", names, archs, 128, _shared(tiles, max(TOKEN_GROUPS))),
-            Unit("attention_window.cu", few, two, 128, _shared(tiles, 1, WINDOW_FEW_WARPS)),
-        ]
+    for chunk, slices in ((256, (1, 2)), (128, (1, 2, 4))):
+        archs = _archs(chunk)
+        names = tuple(instance(chunk, n, f) for n in slices for f in TOKEN_GROUPS)
+        out.append(
+            Unit("attention_window.cu", names, archs, 128, _shared(chunk, max(TOKEN_GROUPS)))
+        )
+        for warps in FEW_WARPS:
+            few = tuple(instance(chunk, n, 1, warps) for n in slices)
+            size = _shared(chunk, 1, warps)
+            out.append(Unit("attention_window.cu", few, _archs(chunk, few=True), 128, size))
     return out
