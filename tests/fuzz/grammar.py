@@ -129,6 +129,8 @@ SOURCE = _file(*FOLDERS, *FOLDERS, "T", *GGUFS, *DIALECTS)
 INT, FLOAT, STR = _one(*WHOLE), _one(*REAL), _one(*TEXTS)
 NONE: Value = lambda make: ""  # noqa: E731  a flag
 OUT, RESULT = _one(*OUTPUTS), _one(*(o for o in OUTPUTS if o != "pipe"))
+THREADS = _one("1", "1", "1", "0", "-1", "x", "", "1.5")
+LAYERS = _one("0", "1", "99", "all", "auto", "-1", "x", "")
 SMALL = {
     "-c": _one("64", "64", "96", "17", *WHOLE[1:]),  # 0 is all that the model has
     "-n": _one("1", "2", "3", *WHOLE),
@@ -137,6 +139,7 @@ SMALL = {
     "--device": _one("cpu", "cuda", "auto", "x"),
     "--cache-type": _one("f16", "q8_0", "x"),
     "--seed": INT,
+    "-t": THREADS,
     "--json": NONE,
     "-q": NONE,
 }
@@ -145,7 +148,11 @@ BRIEF = {**SMALL, "-n": _one("1", "2", "3", "7", "0", "x", "", "1.5", "0x10")}
 CONVERSATION = {
     "--messages": _file("m.json", "tools.json", "p.txt"),
     "--tools": _file("tools.json", "m.json"),
+    "--chat": NONE,
+    "--no-chat": NONE,
+    "--system": STR,
     "--thinking": NONE,
+    "--no-thinking": NONE,
     "--parse-special": NONE,
     "--no-parse-special": NONE,
 }
@@ -195,7 +202,11 @@ TALK = (
 BENCH = ("bench", "-m", TARGET)
 RULES = _one("G4-TNS-002", "G4-KEY-001", "x", "")
 COMMANDS: dict[str, Grammar] = {
-    "inspect": Grammar(9, (("inspect", SOURCE),), {"--tensors": NONE, "--json": NONE}),
+    "inspect": Grammar(
+        9,
+        (("inspect", SOURCE),),
+        {"--tensors": NONE, "--no-tensors": NONE, "--json": NONE, "-q": NONE},
+    ),
     "validate": Grammar(
         9,
         (
@@ -229,6 +240,7 @@ COMMANDS: dict[str, Grammar] = {
             "--split-max-size": _one("1M", "0M", "1G", "x", "-1M"),
             "--dry-run": NONE,
             "--json": NONE,
+            "-q": NONE,
         },
     ),
     "quantize": Grammar(
@@ -241,6 +253,8 @@ COMMANDS: dict[str, Grammar] = {
             "--json": NONE,
             "--tensor-type": _one("ffn=q4_0", "(=f16", "x"),
             "--split-max-size": _one("1M", "x"),
+            "--imatrix": _file("t.gguf", "p.txt", "Z", "nowhere"),
+            "-q": NONE,
         },
     ),
     "generate": Grammar(
@@ -266,8 +280,6 @@ COMMANDS: dict[str, Grammar] = {
             "--show-draft": NONE,
             "--show-rejected": NONE,
             "--stop": STR,
-            "--chat": NONE,
-            "--system": STR,
             "--logit-bias": _one(*BIAS),
             "--repeat-penalty": FLOAT,
             "--presence-penalty": FLOAT,
@@ -290,7 +302,14 @@ COMMANDS: dict[str, Grammar] = {
             ),
             ("tokenize", "-m", TARGET, "--file", "-"),
         ),
-        {"--csv": NONE, "--no-bos": NONE, "--json": NONE, "-q": NONE, "--ids-to-text": NONE},
+        {
+            "--csv": NONE,
+            "--bos": NONE,
+            "--no-bos": NONE,
+            "--json": NONE,
+            "-q": NONE,
+            "--ids-to-text": NONE,
+        },
     ),
     "verify": Grammar(
         1,
@@ -307,6 +326,8 @@ COMMANDS: dict[str, Grammar] = {
             "-np": _one("1", "2", "0", "x"),
             "--long-tokens": INT,
             "-p": STR,
+            "-f": _file("p.txt", "ids.txt"),
+            "--tokens-file": _file("ids.txt", "p.txt"),
             "--temp": FLOAT,
             "--draft-max": LENGTH,
         },
@@ -371,6 +392,12 @@ COMMANDS: dict[str, Grammar] = {
         {
             **BRIEF,
             **SAMPLING,
+            **CONVERSATION,
+            "-p": STR,
+            "-f": _file("p.txt", "ids.txt"),
+            "--tokens-file": _file("ids.txt", "p.txt"),
+            "--long-tokens": INT,
+            "--type": _one(*TYPES),
             "--draft-max": LENGTH,
             "--categories": _one("code", "x", "", "code,x"),
             "--repeats": _one("1", "2", "0", "-1", "x"),
@@ -402,6 +429,10 @@ COMMANDS: dict[str, Grammar] = {
             "--json": NONE,
             "--log": anything,
             "--attention-backend": _one("TRITON_ATTN", "x", ""),
+            "-ngl": LAYERS,
+            "-ncmoe": LAYERS,
+            "--cards": NONE,
+            "-q": NONE,
         },
     ),
     "recipe": Grammar(
@@ -428,6 +459,9 @@ COMMANDS: dict[str, Grammar] = {
             "-o": _one("rec", "rec", "Z", "t.gguf", "", "pipe"),
             "--json": NONE,
             "--with": _one("vllm=0.19.2", "x=1"),
+            "-ngl": LAYERS,
+            "-ncmoe": LAYERS,
+            "-q": NONE,
         },
     ),
     "compare": Grammar(
@@ -443,7 +477,7 @@ COMMANDS: dict[str, Grammar] = {
     "imatrix": Grammar(
         3,
         (("imatrix", _file("p.txt"), "-m", TARGET, "-o", OUT, "-c", "16", "--chunks", "1"),),
-        {"-c": INT, "--chunks": CHUNKS, "-o": OUT, "--json": NONE, "-q": NONE},
+        {"-c": INT, "--chunks": CHUNKS, "-o": OUT, "-t": THREADS, "--json": NONE, "-q": NONE},
     ),
     "perplexity": Grammar(
         3,
@@ -454,7 +488,16 @@ COMMANDS: dict[str, Grammar] = {
                 *("-c", "16", "--chunks", "1"),
             ),
         ),
-        {"-c": INT, "--chunks": CHUNKS, "--against": anything, "--cache-type": STR, "--json": NONE},
+        {
+            "-c": INT,
+            "--chunks": CHUNKS,
+            "--against": anything,
+            "--cache-type": STR,
+            "--device": SMALL["--device"],
+            "-t": THREADS,
+            "--json": NONE,
+            "-q": NONE,
+        },
     ),
     "chat": Grammar(
         3,
@@ -526,6 +569,20 @@ COMMANDS: dict[str, Grammar] = {
             "-n": INT,
             "--chat-template-file": _file("p.txt", "T/chat_template.jinja", "template.jinja"),
             "--daemon": NONE,
+            "--models-autoload": NONE,
+            "--no-models-autoload": NONE,
+            "--tags": STR,
+            "--slots": NONE,
+            "--no-slots": NONE,
+            "--metrics": NONE,
+            "--no-metrics": NONE,
+            "--ui": NONE,
+            "--no-ui": NONE,
+            "--hang-timeout": FLOAT,
+            "--sleep-idle-seconds": FLOAT,
+            "--reasoning": _one("on", "off", "auto", "x", ""),
+            "--prefill-assistant": NONE,
+            "--no-prefill-assistant": NONE,
         },
         reads=("t.gguf", "z.gguf"),
     ),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
+from g4spec import cli
 from tests.fuzz import campaign, watching
 from tests.fuzz.campaign import Commands, Requests
 from tests.fuzz.cases import COMMANDS, mutated
@@ -57,10 +61,23 @@ def test_no_request_violates_the_security_rules(commands: Commands) -> None:
 
 
 def test_every_command_is_in_the_grammar() -> None:
-    from g4spec import cli
-
     found = {*cli.names(), "compare", "chat --url", "serve --daemon"} - {"demo"}
     assert found == {*COMMANDS} - {"words"}  # `demo` reads no file, "words" is no command
+
+
+NOT_FUZZED = {"--network", "--self-test", "--probe"}
+"""A request to the hub, kernels of a GPU, and minutes of decoding."""
+
+
+def test_every_option_is_in_the_grammar() -> None:
+    """With at least one of its names, which may also be in one of the command's lines."""
+    made: Any = typer.main.get_command(cli.app())
+    for command, click in made.commands.items():
+        fuzzed = [g for name, g in COMMANDS.items() if name.split()[0] == command]
+        words = {word for g in fuzzed for word in (*g.options, *itertools.chain(*g.lines))}
+        names = [n for p in click.params for n in (p.opts, p.secondary_opts) if n]
+        missing = [n for n in names if n[0].startswith("-") and not {*n} & (words | NOT_FUZZED)]
+        assert not fuzzed or missing == [], command
 
 
 def test_equal_numbers_give_equal_cases(commands: Commands) -> None:

@@ -23,6 +23,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
 
+from tests.fuzz.grammar import COMMANDS, NONE
+
 SECONDS, WALL, GROWTH, WRITTEN = 10, 100, 200 << 20, 200 << 20
 """Limits: CPU seconds; elapsed seconds; bytes of memory; bytes of output."""
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -227,25 +229,10 @@ def run(
 
 
 FLAGS = {
-    "--json",
-    "-q",
-    "-v",
-    "--compose",
-    "--chat",
-    "--ignore-eos",
-    "--show-draft",
-    "--dry-run",
-    "--show-rejected",
-    "--report",
-    "--allow-requantize",
-    "--csv",
-    "--no-bos",
-    "--upstream",
-    "--strict",
-    "--force",
-    "--tensors",
-    "--list-rules",
-    "--ids-to-text",
+    option
+    for command in COMMANDS.values()
+    for option, value in command.options.items()
+    if value is NONE
 }
 """Options without a value; a `--json` after any other option is that option's value."""
 
