@@ -23,6 +23,8 @@ def check(values: Mapping[str, Any]) -> None:
         raise UsageError("--stop: an empty text would stop everything", fix="leave it out")
     if "categories" in values:
         _check_prompts(values)
+    if "chunks" in values:
+        _check_chunks(values)
     n_ctx, n_predict = values.get("ctx_size"), values.get("n_predict")
     if ("categories" in values or "cases" in values) and n_ctx and (n_predict or 0) >= n_ctx > 0:
         raise UsageError(
@@ -60,6 +62,12 @@ def _check_load_options(values: Mapping[str, Any]) -> None:
     load_options.parse_device(values.get("device", "auto"))
     has_file = values.get("draft") not in (None, _inputs.NGRAM)
     load_options.check_draft(values.get("draft_p_min"), values.get("draft_window"), has_file)
+
+
+def _check_chunks(values: Mapping[str, Any]) -> None:
+    from g4spec.measure import text_chunks
+
+    text_chunks.check_size(values["ctx_size"], values["chunks"])
 
 
 def _check_prompts(values: Mapping[str, Any]) -> None:

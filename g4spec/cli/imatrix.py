@@ -37,7 +37,6 @@ def command(
         from g4spec.measure import text_chunks as chunking
 
         imatrix.check_output(out)
-        chunking.check_size(ctx_size, chunks)
         setup = _engine.Setup(ctx_size, None, None, "cpu", None)
         model = _engine.target_file(model, setup, output)
         engine = _engine.load(model, None, setup, output)

@@ -46,7 +46,6 @@ def command(
         from g4spec.measure import perplexity
         from g4spec.measure import text_chunks as chunking
 
-        chunking.check_size(ctx_size, chunks)
         setups = [_engine.Setup(ctx_size, None, None, device, kind) for kind in (cache_type, None)]
         model = _engine.target_file(model, setups[0], output)
         base = None

@@ -1,4 +1,7 @@
-"""Splits a text into chunks as llama-perplexity and llama-imatrix do, and reads a chunk."""
+"""Splits a text into chunks as llama-perplexity and llama-imatrix do, and reads a chunk.
+
+This module does not import torch, so that a wrong size is reported at once.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,12 @@ from typing import TYPE_CHECKING
 
 from g4spec.core import PROMPT_BLOCK, Sequence
 from g4spec.errors import InputError, UsageError
-from g4spec.runtime.engine import Engine
-from g4spec.runtime.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import torch
+
+    from g4spec.runtime.engine import Engine
+    from g4spec.runtime.tokenizer import Tokenizer
 
 SIZE = PROMPT_BLOCK
 """Default tokens per chunk, as in llama.cpp."""
