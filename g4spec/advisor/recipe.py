@@ -269,9 +269,7 @@ def _values(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> di
         "target_hub": target.given if target.is_local else target.hub,
         "tokenizer": shlex.quote(target.hub if hub else model),
         "type": mix if mix in policy.names() else "q8_0",
-        "draft_source": shlex.quote(draft.given)
-        if draft is not None and draft.is_local
-        else "draft",
+        "draft_source": shlex.quote(draft.given if draft and draft.is_local else "draft"),
         "port": str(PORTS[v.engine.name]),
         "served": shlex.quote((gguf and target.hub) or model),
         **_cache_values(q, v, ctx),
@@ -367,6 +365,7 @@ def _skip(flag: FlagFact, q: Question, v: EngineVerdict) -> bool:
         "flag-g4-target": q.target.is_local or published,
         "flag-lc-make-target": q.target.is_gguf or not q.target.is_local,
         "flag-g4-make-target": q.target.is_gguf or not q.target.is_local,
+        "flag-lc-fa-cpu": v.situation.cc is not None,
         "flag-lc-ncmoe": not q.split.n_cpu_moe,
         "flag-g4-install-cpu": (v.situation.cc or ()) >= (7, 0),
         "flag-lc-build": v.installed,

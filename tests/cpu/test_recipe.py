@@ -109,6 +109,24 @@ def test_layers_in_ram_need_a_gpu(
     assert run(["doctor", "-m", "26b", "--assume", "RTX 4070", "-ncmoe", "12"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("machine", "kv", "flag", "gpu"),
+    [
+        ("RTX 3090", None, True, True),
+        ("RTX 3090", "q8_0", True, True),
+        ("CPU 64GB", None, False, False),
+        ("CPU 64GB", "bf16", False, False),
+        ("CPU 64GB", "q8_0", True, False),
+    ],
+)
+def test_flash_attention_of_llama_cpp(machine: str, kv: str | None, flag: bool, gpu: bool) -> None:
+    """Recipes for a CPU gave the compute capability that GPUs need as the reason of -fa on."""
+    r = make("llama.cpp", machine, "12b:q4_0", kv=kv)
+    assert r.commands[0].count("-fa on") == flag
+    (text,) = [line for line in r.reasons() if line.startswith("-fa on")] or [""]
+    assert ("7.0" in text) == gpu and ("quantized" in text) == flag
+
+
 def test_one_drafted_token_with_experts_in_ram(capsys: pytest.CaptureFixture[str]) -> None:
     """The recipe wrote 2, and doctor's own list of problems says 1."""
     on = ["-m", "26b", "-md", "mtp", "--assume", "RTX 4060 Ti 16GB", "-ncmoe", "1", "--json"]
