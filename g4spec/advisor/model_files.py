@@ -172,11 +172,19 @@ def _row(facts: Facts, kind: str, maker: str, size: str) -> DraftFact | None:
     return next((d for d in rows if d.maker == maker), None)
 
 
+def _check_sizes(
+    facts: Facts, path: Path, sizes: tuple[Any, Any], of: TargetModel, *, trained: bool = False
+) -> None:
+    """Raise InputError if a draft was made for a target of another size than `of`. A target of no
+    published size is not compared. Arguments: see `pairing.check_sizes`."""
+    size = facts.find(SizeFact, of.size)
+    if size is not None:
+        pairing.check_sizes(path, sizes, size.sliding + size.full, size.hidden, trained=trained)
+
+
 def _gguf_draft(facts: Facts, path: Path, given: str, of: TargetModel) -> DraftModel:
     with GGUF(path) as file:
-        size = facts.find(SizeFact, of.size)
-        if size is not None:
-            pairing.check_sizes(file, size.sliding + size.full, size.hidden)
+        _check_sizes(facts, path, pairing.recorded_sizes(file), of)
         kv, arch = file.kv, str(file.get("general.architecture"))
         nbytes = sum(t.nbytes for t in file.tensors.values())
         own_head = "output.weight" in file.tensors
@@ -373,16 +381,17 @@ def _folder_draft(facts: Facts, folder: Path, given: str, of: TargetModel) -> Dr
     claimed = [name for name, m in models.kinds().items() if m.claims(Checkpoint(raw, {}))]
     if "gemma4" in claimed:
         raise models.wrong_role(folder, models.kinds()["gemma4"])
-    if "gemma4-assistant" in claimed:
-        return _with_row(
-            replace(draft, kind="mtp", head=512), _row(facts, "mtp", "google", of.size)
-        )
     if not claimed:
         found = raw.get("speculators_model_type") or raw.get("architectures")
         raise InputError(
             f"{folder}: not a draft that g4spec knows",
             found=found,
             expected="a DFlash, DFlash2, DSpark or EAGLE-3 draft or a Gemma 4 assistant",
+        )
+    _check_sizes(facts, folder, pairing.checkpoint_sizes(raw), of, trained=True)
+    if "gemma4-assistant" in claimed:
+        return _with_row(
+            replace(draft, kind="mtp", head=512), _row(facts, "mtp", "google", of.size)
         )
     kind, nested = claimed[0], "speculators_model_type" in raw
     inner = {} if nested else raw.get("dflash_config") or {}

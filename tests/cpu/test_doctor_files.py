@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from g4spec import convert
+from g4spec import cli, convert
 from g4spec.advisor import lookup, model_files, named_models, questions, runtime_support
 from g4spec.advisor import memory_needs as memory
 from g4spec.advisor.cards import assume
@@ -107,6 +107,34 @@ def test_a_draft_of_another_target_is_refused(family: dict[str, Path]) -> None:
     target = lookup.find_target(FACTS, "31b")
     with pytest.raises(InputError, match="converted with a target of another number of layers"):
         lookup.find_draft(FACTS, str(family["zlab.gguf"]), target)
+
+
+@pytest.mark.parametrize("name", ["dflash", "speculators-dflash", "assistant", *KINDS])
+def test_a_folder_of_another_target_is_refused(
+    name: str, family: dict[str, Path], tmp_path: Path
+) -> None:
+    """doctor described them as drafts of the target that was asked about."""
+    folders = {"dflash": "zlab", "speculators-dflash": "redhat", "assistant": "mtp"}
+    made = family[folders[name]] if name in folders else KINDS[name][1](tmp_path, family["target"])
+    for target in ("31b", "26b"):
+        with pytest.raises(InputError, match=r"trained for a target of another .* made for$"):
+            lookup.find_draft(FACTS, str(made), lookup.find_target(FACTS, target))
+
+
+def test_a_26b_draft_in_a_folder_is_not_taken_for_the_31b(
+    family: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((family["redhat"] / "config.json").read_text())
+    config["transformer_layer_config"]["hidden_size"] = FACTS.get(SizeFact, "26b").hidden
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ask = ["doctor", "-md", str(tmp_path), "--assume", "H100", "-m"]
+    assert cli.run([*ask, "31b"]) == 3
+    error = capsys.readouterr().err
+    assert "trained for a target of another hidden size: expected 2816, found 5376" in error
+    assert cli.run([*ask, "26b"]) == 0
+    config["target_hidden_size"] = FACTS.get(SizeFact, "31b").hidden
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert cli.run([*ask, "26b"]) == 3 and cli.run([*ask, "31b"]) == 0
 
 
 def test_a_draft_that_only_g4spec_runs(family: dict[str, Path], tmp_path: Path) -> None:
