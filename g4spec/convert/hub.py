@@ -84,7 +84,7 @@ def resolve(text: str | Path, purpose: Purpose = "any") -> tuple[Path, list[str]
     An existing path has precedence over a hub id. Text that is neither is returned unchanged.
 
     Raises InputError or EnvironmentProblem if the download fails, UsageError for a malformed
-    setting of huggingface_hub in the environment.
+    setting or token of huggingface_hub.
     """
     name = str(text)
     found, path = HubId.parse(name), Path(name)
@@ -108,6 +108,8 @@ class _Hub:
         from huggingface_hub import constants, errors
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
+        if not constants.HF_HUB_DISABLE_IMPLICIT_TOKEN:
+            hub_settings.check_token(Path(constants.HF_TOKEN_PATH))
         self.id, self.hf, self.errors, self.constants = id, hf, errors, constants
         self.cache = Path(os.path.abspath(constants.HF_HUB_CACHE))
         # Base class of the transport's errors; it differs between versions of huggingface_hub.

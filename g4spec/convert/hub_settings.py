@@ -1,4 +1,4 @@
-"""Checks the environment variables that huggingface_hub and its transport read.
+"""Checks the environment variables that huggingface_hub and its transport read, and its token.
 
 A malformed value otherwise ends in an exception of a library, or in an error that blames the hub.
 """
@@ -11,12 +11,14 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from g4spec.errors import UsageError
-from g4spec.ranges import is_header_text
+from g4spec.errors import EnvironmentProblem, UsageError
 
 HOME = "https://huggingface.co"
 FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
 SECONDS = ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT")
+TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+TOKEN_FORM = "a token of printable ASCII"
+TOKEN_FIX = "write the token again with `hf auth login`, or remove the file"
 PROXY_SCHEMES = ("http", "https", "socks5", "socks5h")
 
 
@@ -41,10 +43,45 @@ def check_settings() -> None:
             _check_folder(name, Path(os.path.expandvars(value)).expanduser())
     if (path := os.environ.get("SSL_CERT_FILE")) and not os.path.isfile(path):
         raise _malformed("SSL_CERT_FILE", "a file of certificates", path)
-    # huggingface_hub removes line breaks at any position of a token.
-    token = re.sub(r"[\r\n]", "", os.environ.get("HF_TOKEN", "")).strip()
-    if not is_header_text(token):
-        raise _malformed("HF_TOKEN", "printable ASCII", "other characters")
+
+
+def check_token(file: Path) -> None:
+    """Raise UsageError, without the token, if no request can contain the hub's token.
+
+    huggingface_hub sends the first of the environment's variables and `file` that is not empty. It
+    removes line breaks at any position, so that two lines become a token that does not exist.
+
+    Raises EnvironmentProblem if `file` cannot be read.
+    """
+    for name in TOKENS:
+        token = os.environ.get(name, "").strip()
+        if fault := _token_fault(token):
+            raise _malformed(name, TOKEN_FORM, fault)
+        if token:
+            return
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError:
+        return
+    except OSError as problem:
+        raise EnvironmentProblem(
+            f"{file}, the token file of the hub, cannot be read: {problem.strerror}",
+            fix=TOKEN_FIX,
+        ) from problem
+    if fault := _token_fault(content.decode(errors="replace").strip()):
+        raise UsageError(
+            f"{file}, the token file of the hub", expected=TOKEN_FORM, found=fault, fix=TOKEN_FIX
+        )
+
+
+def _token_fault(token: str) -> str:
+    """Return what a token contains that it must not, or ""."""
+    wrong = re.search(r"[^!-~]", token)
+    if wrong is None:
+        return ""
+    if wrong[0] in "\r\n":
+        return "a line break in it"
+    return "a space in it" if wrong[0] in " \t" else "other characters"
 
 
 def _check_url(name: str, url: str, schemes: tuple[str, ...]) -> None:

@@ -291,6 +291,9 @@ def test_no_network(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         ("HF_HUB_CACHE", "/dev/null/cache"),
         ("HF_TOKEN", "hf_\u00e4"),
         ("HF_TOKEN", "hf_a\x1bb"),
+        ("HF_TOKEN", "hf_a\nhf_b"),
+        ("HF_TOKEN", "hf_a b"),
+        ("HUGGING_FACE_HUB_TOKEN", "hf_\udcff"),
         ("HTTPS_PROXY", "http://127.0.0.1:port"),
         ("ALL_PROXY", "ftp://127.0.0.1"),
         ("SSL_CERT_FILE", "missing.pem"),
@@ -301,8 +304,69 @@ def test_malformed_settings(
 ) -> None:
     monkeypatch.setenv(name, value)
     says = refused("org/one", UsageError, rf"the environment variable {name}: expected .*unset it")
-    assert name != "HF_TOKEN" or value not in says
+    assert "TOKEN" not in name or value not in says
     assert not served.seen
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b"hf_secret\nhf_other\n", "a line break in it"),
+        (b"hf_secret other", "a space in it"),
+        (b"hf_secret\xe4\xff", "other characters"),
+        ("hf_secret\u00e4".encode(), "other characters"),
+        ("\ufeffhf_secret".encode(), "other characters"),
+        ("hf_secret".encode("utf-16"), "other characters"),
+    ],
+)
+def test_malformed_token_files(
+    content: bytes,
+    found: str,
+    served: Hub,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """They ended in "malformed answer of the hub", or the hub said that there is no repository."""
+    file = token_file(tmp_path / "token", monkeypatch)
+    file.write_bytes(content)
+    says = refused("org/one", UsageError, rf"/token, the token file of the hub: .*found {found}\.")
+    assert "secret" not in says and "other." not in says and not served.seen
+    assert cli.run(["inspect", "org/one"]) == 2
+    assert str(file) in capsys.readouterr().err
+    monkeypatch.setenv("HF_TOKEN", "hf_good")  # has precedence
+    assert get("org/one").is_file()
+
+
+def test_token_files_that_work(
+    served: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    served.gated.add("org/one")
+    file = token_file(tmp_path / "token", monkeypatch)
+    file.mkdir()
+    refused("org/one", EnvironmentProblem, "/token, the token file of the hub, cannot be read: Is")
+    file.rmdir()
+    refused("org/one", InputError, "gated")
+    file.write_bytes(b" hf_good\r\n")
+    assert get("org/one").is_file()
+
+
+def test_a_token_that_is_not_sent_is_not_checked(
+    served: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from huggingface_hub import constants
+
+    token_file(tmp_path / "token", monkeypatch).write_bytes(b"\xff")
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", True)
+    assert get("org/one").is_file()
+
+
+def token_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make `file` the token file of huggingface_hub; return it."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(file))
+    return file
 
 
 def test_settings_that_work(served: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
