@@ -25,6 +25,11 @@ _FIRST = re.compile(
 )
 _LAST = re.compile(r"^(.+[\d\s)])\s*[x×*]\s*(\d{1,3})$", re.IGNORECASE)
 _WORD = re.compile(rf"^({'|'.join(_NUMBERS)})\s+(.+?)s?$", re.IGNORECASE)
+_MANY = (
+    re.compile(r"^(?P<n>-?\d{1,18})\s*[x×*]\s*(?P<name>.+)$", re.IGNORECASE),
+    re.compile(r"^(?P<name>.+[\d\s)])\s*[x×*]\s*(?P<n>-?\d{1,18})$", re.IGNORECASE),
+)
+"""Counts of any length, which may also be products: only beside the name of a known GPU."""
 _SIZE = re.compile(r"\b(\d+(?:\.\d+)?)\s*(?:gb|gib|g)\b", re.IGNORECASE)
 _OTHER_UNIT = re.compile(r"\b\d+(?:\.\d+)?\s*(?:[kmt]b|[kmt]ib)\b", re.IGNORECASE)
 _SM = re.compile(r"\bsm_?(\d{2,3})[af]?\b", re.IGNORECASE)
@@ -106,7 +111,7 @@ def assume(facts: Facts, text: str, tools: Mapping[str, str] | None = None) -> M
     if _CPU.match(_SIZE.sub("", bare).strip()):
         return _without_gpu(bare, text, tools)
     for part in re.split(r"[+,&]|\band\b", bare, flags=re.IGNORECASE):
-        n, name = _counted(part.strip())
+        n, name = _counted(facts, part.strip())
         total = n if n < 1 else len(gpus) + n
         if not 1 <= total <= MOST:
             raise UsageError(f"--assume {text!r}", expected=f"1 to {MOST} GPUs", found=total)
@@ -126,15 +131,24 @@ def assume(facts: Facts, text: str, tools: Mapping[str, str] | None = None) -> M
     return Machine(tuple(gpus), nodes, nvlink=nvlink, tools=dict(tools or {}), assumed=True)
 
 
-def _counted(part: str) -> tuple[int, str]:
-    """Split `2x RTX 3090`, `3090 x2` or `dual 3090` into a number and a name."""
+def _counted(facts: Facts, part: str) -> tuple[int, str]:
+    """Split `2x RTX 3090`, `3090 x2` or `dual 3090` into a number and a name. The number may be one
+    that no machine has, such as that of `3090 x1000`."""
     if found := _FIRST.match(part):
         return int(found[1]), found[2].strip()
     if found := _LAST.match(part):
         return int(found[2]), found[1].strip()
     if found := _WORD.match(part):
         return _NUMBERS[found[1].lower()], found[2].strip()
+    for form in _MANY:
+        if (found := form.match(part)) and _is_known(facts, found["name"]):
+            return int(found["n"]), found["name"].strip()
     return 1, part
+
+
+def _is_known(facts: Facts, name: str) -> bool:
+    """Return True if a name is that of a known card or contains a compute capability."""
+    return find_card(facts, name) is not None or _SM.search(name) is not None
 
 
 def _size(name: str) -> float | None:

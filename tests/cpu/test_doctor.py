@@ -354,6 +354,15 @@ def test_assumed_machines(text: str, cc: tuple[int, int], n: int, gib: int) -> N
         ("1000x RTX 3090", "expected 1 to 64 GPUs, found 1000"),
         ("-1x RTX 3090", "expected 1 to 64 GPUs, found -1"),
         ("40x RTX 3090 + 40x RTX 4090", "expected 1 to 64 GPUs, found 80"),
+        ("RTX 3090 x1000", "expected 1 to 64 GPUs, found 1000"),
+        ("RTX 3090 x0", "expected 1 to 64 GPUs, found 0"),
+        ("RTX 3090 x-1", "expected 1 to 64 GPUs, found -1"),
+        ("3090x1000", "expected 1 to 64 GPUs, found 1000"),
+        ("1000 x 3090", "expected 1 to 64 GPUs, found 1000"),
+        ("H100 + RTX 3090 24GB x 1000", "expected 1 to 64 GPUs, found 1001"),
+        ("sm_86 24GB x1000", "expected 1 to 64 GPUs, found 1000"),
+        ("99999999999x H100", "expected 1 to 64 GPUs, found 99999999999"),
+        ("TITAN X 2016", "unknown GPU"),
     ],
 )
 def test_unknown_cards_get_suggestions(text: str, says: str) -> None:
