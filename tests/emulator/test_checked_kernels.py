@@ -45,7 +45,12 @@ def test_attention_of_sequences() -> None:
     """27 rows including a sequence in the spare slot: more than a group of 16."""
     sizes = (9, 9)
     test_attention.test_sequences_in_any_slots_and_pages("f16", "tensor", 128, None, 0, sizes)
-    test_attention_window.test_sequences_in_any_slots(2, 300, 2, sizes, few_warps=4)
+    test_attention_window.test_sequences_in_any_slots(2, 300, 2, sizes, warps=16)
+    for warps in (4, 8):
+        test_attention_window.test_sequences_in_any_slots(2, 300, 2, (3, 3), warps)
+
+
+WIDE = 6000
 
 
 @pytest.mark.parametrize(
@@ -53,15 +58,19 @@ def test_attention_of_sequences() -> None:
     [
         (2, 300, 250, 13, None),
         (2, 300, 400, 3, 1),
-        (4, 1024, 600, 1, 1),
-        (3, 300, 400, 3, 1),
-        (4, 1024, 600, 1, 2),
+        (3, 300, 190, 4, 1),
+        (3, 300, 254, 4, 2),
+        (3, 300, 382, 4, 1),
+        (3, WIDE, 254, 4, 1),
+        (3, WIDE, 700, 1, 1),
+        (3, WIDE, 600, 2, 2),
     ],
 )
 def test_attention_of_a_layer_with_a_window(
     n_kv: int, window: int, start: int, count: int, at_once: int | None
 ) -> None:
-    """Chunks of 128 keys and of 256; with few multiprocessors, blocks have few warps."""
+    """Chunks of 128 keys and, with a wide window, of 256; with one multiprocessor blocks of 3 heads
+    have 4 warps, with two 8."""
     layer = test_attention_window.Layer(n_kv, window, 4, start)
     assert layer.attend(layer.product(count), at_once=at_once).isfinite().all()
 

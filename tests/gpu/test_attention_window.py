@@ -28,8 +28,7 @@ pytestmark = pytest.mark.gpu
 DIM, SCALE = 256, 256**-0.5
 LAYERS = [(3, 300, 4), (4 if EMULATED else 16, 1024, 2)]
 """KV heads, window, split-K parts of the projection: chunks of 128 keys, and with 16 KV heads of
-256, for which the emulator takes long. With one multiprocessor, blocks of at most four tokens have
-4 warps; with half as many as there are blocks, 8."""
+256, for which the emulator takes long."""
 STARTS = [250, 0, 7, 1020, 4090, 1279]
 
 
@@ -43,6 +42,12 @@ def _seed() -> Iterator[None]:
     torch.manual_seed(5)
     with torch.device(DEVICE):
         yield
+
+
+def multiprocessors(blocks: int, warps: int) -> int:
+    """Return for how many multiprocessors so many blocks have `warps` warps (4: at least three
+    blocks of at most four tokens)."""
+    return {16: blocks, 8: -(-blocks // 2), 4: 1}[warps]
 
 
 def skip_without_room(kv: CudaKV) -> None:
@@ -131,17 +136,19 @@ def test_a_row_is_bit_identical_in_any_batch(
             assert torch.equal(some, together[skip : skip + step]), (step, skip)
 
 
-@pytest.mark.parametrize("start", [1500, 0, 250, 1020, 4090])
-@pytest.mark.parametrize("count", [16, 3, 11, 1, 4])
+@pytest.mark.parametrize("start", [1500, 0, 190, 254, 382, 1020, 4090])
+@pytest.mark.parametrize("count", [4, 16, 3, 11, 1])
 @pytest.mark.parametrize(("n_kv", "window", "slices"), LAYERS)
 def test_bits_do_not_depend_on_the_chunks_of_a_block(
     n_kv: int, window: int, slices: int, start: int, count: int
 ) -> None:
+    """Steps also cross the border of a tile of 64 keys, of a chunk, and of the ring."""
     layer = Layer(n_kv, window, slices, start)
     y, others = layer.product(count), [layer.copy(), layer.copy(), layer.copy()]
     want = layer.attend(y, at_once=1 << 20)  # one
     blocks = n_kv * -(-count // 4)
-    for other, at_once in zip(others, (1, -(-blocks // 2), 2 * blocks), strict=True):
+    sizes = [multiprocessors(blocks, 4), multiprocessors(blocks, 8), 2 * blocks]
+    for other, at_once in zip(others, sizes, strict=True):
         assert torch.equal(other.attend(y, at_once=at_once), want)
         for mine, theirs in zip(other.kv.planes, layer.kv.planes, strict=True):
             assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
@@ -164,11 +171,12 @@ def test_rows_that_see_each_other(n_kv: int, window: int, slices: int, start: in
     assert (got - want).abs().max() < 4e-3
 
 
-@pytest.mark.parametrize("at_once", [None, 2, 1])
+@pytest.mark.parametrize("warps", [16, 8, 4])
 @pytest.mark.parametrize(("n_kv", "window", "slices"), LAYERS)
 def test_a_row_with_nan_does_not_change_others(
-    n_kv: int, window: int, slices: int, at_once: int | None
+    n_kv: int, window: int, slices: int, warps: int
 ) -> None:
+    at_once = multiprocessors(n_kv, warps)
     layer = Layer(n_kv, window, slices, 1500)
     y = layer.product(4)
     good = layer.copy().attend(y, at_once=at_once)
@@ -194,10 +202,12 @@ def test_unsupported_layers(kind: Kind, window: int | None, group: int, dim: int
 
 
 @pytest.mark.parametrize(("n_kv", "window", "slices"), LAYERS)
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (5,) * 8, (16, 16), (3,)])
-@pytest.mark.parametrize("few_warps", [4, 8])
+@pytest.mark.parametrize(
+    ("sizes", "warps"),
+    [((1, 1, 1), 4), ((1, 1, 1), 8), ((3,), 4), ((3,), 8), ((5,) * 8, 16), ((16, 16), 16)],
+)
 def test_sequences_in_any_slots(
-    n_kv: int, window: int, slices: int, sizes: tuple[int, ...], few_warps: int
+    n_kv: int, window: int, slices: int, sizes: tuple[int, ...], warps: int
 ) -> None:
     """Rows, and the cache after them, are bit-identical to those of a single sequence in slot 0.
     One more sequence is in the slot after the others."""
@@ -223,11 +233,7 @@ def test_sequences_in_any_slots(
         assert not arrived.any()
         return unpacked_rows(out)
 
-    if few_warps == 4:
-        at_once = 1
-    else:
-        at_once = -(-n_kv * len(parts) * -(-size // 4) // 2)
-    together = attend(y, kv, batch, at_once)
+    together = attend(y, kv, batch, multiprocessors(n_kv * len(parts), warps))
     for i, (slot, start, _) in enumerate(parts[:-1]):
         rows = slice(i * size, (i + 1) * size)
         alone = attend(y[:, rows].contiguous(), lone[i], one(start, size), 132)

@@ -89,7 +89,7 @@ WINDOW_HEAD_DIM, WINDOW_GROUP, WINDOW_TOKENS = 256, 2, 4
 """Attention of a layer with a window in one kernel: head size, query heads per KV head, and tokens
 of a tile of 8 rows."""
 WINDOW_WARPS = 16
-"""Maximum warps of a block there; a multiprocessor runs so many in all."""
+"""Maximum warps of a block there, and of all blocks of a multiprocessor."""
 WINDOW_MAX_CHUNKS_128, WINDOW_MAX_CHUNKS_256 = 10, 6
 """Maximum chunks that a row may see there, with chunks of 128 positions and of 256."""
 

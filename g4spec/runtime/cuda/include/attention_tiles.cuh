@@ -22,7 +22,7 @@
 //   ROTARY_PAIRS              K = V layers: the plane of keys stores only the first ROTARY_PAIRS columns
 //                             of each half of a head, the others are those of V (cuda_kv.py); 0: all
 //   KEYS                      of a tile
-// Results depend on D, Q8 and ROTARY_PAIRS only.
+// Results depend on D, Q8 and ROTARY_PAIRS only; in attention.cu, KEYS follows from D.
 template <int D_, int Q8_, int ROW_TILES_, int SCORE_WARPS_, int VALUE_WARPS_, int K_PARTS_,
           int V_PARTS_, int K_STAGES_, int V_STAGES_, int ROTARY_PAIRS_, int KEYS_ = D_ >= 256 ? 128 : 64>
 struct AttentionConfig {

@@ -116,8 +116,8 @@ DEVICE void store_partial(char* shared, const Args& a, const BlockWork& p) {
   }
 }
 
-// The same with two slots, from the registers of all warps; or if there is only one chunk, for
-// `row_values`.
+// With two slots: store the chunk's sums, which all warps have in registers, to the partial results, or to
+// slot 0 for `row_values` if it is the only chunk (all copies have arrived).
 template <class W>
 DEVICE void store_chunk(char* shared, const Args& a, const BlockWork& p, const ValueSums<W>& sums) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -136,14 +136,15 @@ DEVICE void store_chunk(char* shared, const Args& a, const BlockWork& p, const V
         *(float4*)(tile_sums<W>(shared, 0) + row * SUM_PITCH + column) = v;
     }
   }
-  if (p.chunks == 1) __syncthreads();
-  else
-    for (int row = warp; row < 2 * p.n_tokens; row += W::WARPS) {
-      const float weight = row_weight_sum<W>(shared, p, row);
-      if (lane == 0)
-        __stcg((float2*)a.tops + place + row,
-               float2{((const float*)(shared + W::TOP_AT))[row], weight});
-    }
+  if (p.chunks == 1) {
+    __syncthreads();
+    return;
+  }
+  for (int row = warp; row < 2 * p.n_tokens; row += W::WARPS) {
+    const float weight = row_weight_sum<W>(shared, p, row);
+    if (lane == 0)
+      __stcg((float2*)a.tops + place + row, float2{((const float*)(shared + W::TOP_AT))[row], weight});
+  }
 }
 
 // True in the block that arrives last among those with the same tokens and head.

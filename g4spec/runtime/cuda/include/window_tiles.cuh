@@ -9,8 +9,8 @@ static_assert(WINDOW_GROUP == 2 && WINDOW_TOKENS == 4, "a tile of 8 rows is 4 to
 // Floats between rows of sums in shared memory, padded against bank conflicts.
 constexpr int SUM_PITCH = D + 4;
 
-// A warp multiplies with 16 keys of a tile. TWO_SLOTS: shared memory holds two tiles, through which all
-// warps go one after the other; else a whole chunk, whose tiles are divided among the warps.
+// Scores: 16 keys of a tile per warp. TWO_SLOTS: shared memory holds two tiles, through which all warps go
+// one after the other; else a whole chunk, whose tiles are divided among the warps.
 constexpr int window_keys(int warps) { return warps < 8 ? 16 * warps : 128; }
 
 // CHUNK: positions of a chunk. TOKEN_GROUPS: maximum number of groups of four tokens per block.
@@ -22,8 +22,8 @@ struct Window
   static constexpr int TILES = CHUNK / Window::KEYS, THREADS = 32 * WARPS;
   static constexpr int TILE_WARPS = Window::KEYS / 16;  // that share a tile
   static constexpr bool TWO_SLOTS = WARPS < WINDOW_WARPS;
-  // Loops over tiles are not unrolled. A launch finds the instruction cache cold, and blocks at different
-  // places of 150 KB of code evict what others need.
+  // True: loops over tiles are not unrolled, and vectors are loaded one round at a time. A launch finds the
+  // instruction cache cold, and blocks at different places of 150 KB of code evict what others need.
   static constexpr bool SHORT_CODE = Window::KEYS < 128;
   static constexpr int MAX_CHUNKS = CHUNK == 128 ? WINDOW_MAX_CHUNKS_128 : WINDOW_MAX_CHUNKS_256;  // that a row sees
   static constexpr int MAX_TOKENS = TWO_SLOTS ? WINDOW_TOKENS : MAX_STEP_ROWS;  // of a sequence
@@ -62,7 +62,7 @@ struct Chunk {
   int first_tile, end_tile;  // tiles that some token sees
 
   DEVICE int tiles() const { return end_tile - first_tile; }
-  // Number of this chunk's tiles that take a slot before this one, where there are two slots.
+  // Place of a tile of keys or of values in the order in which this chunk's tiles take two slots.
   DEVICE int turn(bool is_key, int tile) const { return tile - first_tile + (is_key ? 0 : tiles()); }
   DEVICE bool tile_visible(int tile) const { return tile >= first_tile && tile < end_tile; }
 };
@@ -202,7 +202,8 @@ DEVICE char* own_row(char* shared, bool is_key, int t) {
   return shared + W::OWN_AT + (t * 2 + !is_key) * W::OWN_ROW;
 }
 
-// Copy the rows of the step's tokens that lie in a visible tile to its slot.
+// Copy the rows of the step's tokens that lie in a visible tile to its slot, if `finish` could not store
+// them there (`has_slot`). All threads call it.
 template <class W>
 DEVICE void add_own_rows(char* shared, const Args& a, const BlockWork& p, bool is_key, int tile) {
   if (has_slot<W>(p, is_key, tile)) return;

@@ -11,10 +11,10 @@
 //      memory, and the last block to arrive combines them in the order of the chunks.
 // Row r of the 8-wide MMA operand is token r / 2 of the block, query head r % 2.
 //
-// With a half or a quarter of WINDOW_WARPS a block takes as much less of registers and shared memory, so
-// that a multiprocessor runs two or four: where there are more blocks than multiprocessors, some compute
-// while others wait. Its shared memory has two slots, through which tiles pass in the order in which they
-// are needed: of each chunk the keys of the tiles that the tokens see, then their values.
+// With half or a quarter of WINDOW_WARPS, a block needs about that fraction of the registers and the shared
+// memory, so that a multiprocessor runs two or four: where there are more blocks than multiprocessors, some
+// compute while others wait. Its shared memory then has two slots, through which tiles pass in the order in
+// which they are needed: of each chunk the keys of the tiles that the tokens see, then their values.
 #include "head_vector.cuh"
 #include "window_sums.cuh"
 
@@ -174,7 +174,7 @@ DEVICE void store_tile_weights(char* shared, const float* top,
   }
 }
 
-// Attention over the current chunk, all tiles of which are in shared memory: eight warps for each.
+// Attention over the current chunk, all tiles of which are in shared memory: TILE_WARPS warps for each.
 template <class W, int ROW_TILES>
 DEVICE void attend(char* shared, const Args& a, const BlockWork& p) {
   const int warp = threadIdx.x / 32, part = warp % W::TILE_WARPS, tile = warp / W::TILE_WARPS;
@@ -199,7 +199,8 @@ DEVICE void attend_in_turns(char* shared, const Args& a, const BlockWork& p, Til
   const int part = threadIdx.x / 32;
   float* tops = (float*)(shared + W::TOPS_AT);
   float* top = (float*)(shared + W::TOP_AT);
-  float scores[W::TILES][1][1][4] = {};  // those of the next tile are shifted to the last place
+  // A queue, the newest tile's last: indices are constants although loops may not be unrolled.
+  float scores[W::TILES][1][1][4] = {};
 #pragma unroll UNROLL
   for (int tile = 0; tile < W::TILES; ++tile) {
 #pragma unroll
@@ -213,6 +214,7 @@ DEVICE void attend_in_turns(char* shared, const Args& a, const BlockWork& p, Til
   }
   chunk_row_max<W>(top, tops, p);
   __syncthreads();
+  // Taken from the end of the queue.
 #pragma unroll UNROLL
   for (int tile = W::TILES - 1; tile >= 0; --tile) {
     if (p.tile_visible(tile))

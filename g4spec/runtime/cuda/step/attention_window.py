@@ -112,10 +112,10 @@ def attend(
     )
     sums = torch.empty(sequences, room, WINDOW_HEAD_DIM, device=q.y.device)
     tops = torch.empty(sequences, room, 2, device=q.y.device)
-    in_all = h.n_kv * blocks * sequences
-    turns = max(1, min(chunks, at_once // in_all))
+    total = h.n_kv * blocks * sequences
+    turns = max(1, min(chunks, at_once // total))
     few = tokens <= WINDOW_TOKENS and launch.arch(q.y.device.index) in _archs(chunk, few=True)
-    warps = _warps(in_all / at_once) if few else WINDOW_WARPS
+    warps = _warps(total / at_once) if few else WINDOW_WARPS
     name = instance(chunk, slices, token_groups, warps)
     launch.kernel("attention_window.cu", name, q.y.device.index)(
         (h.n_kv, blocks * sequences, turns),
@@ -153,9 +153,11 @@ def instance(chunk: int, slices: int, token_groups: int, warps: int = WINDOW_WAR
 
 
 def _warps(blocks: float) -> int:
-    """Return the warps of a block: with more blocks for each multiprocessor fewer, so that it runs
-    up to four at once."""
-    return WINDOW_WARPS if blocks <= 1 else FEW_WARPS[blocks > 2]
+    """Return the warps of a block. With more `blocks` for each multiprocessor they are fewer, so
+    that it runs up to four at once."""
+    if blocks <= 1:
+        return WINDOW_WARPS
+    return FEW_WARPS[0] if blocks <= 2 else FEW_WARPS[1]
 
 
 def _chunk(kv: CudaKV) -> int:
@@ -171,10 +173,10 @@ def _chunks(kv: CudaKV) -> int:
 
 
 def _shared(chunk: int, token_groups: int, warps: int = WINDOW_WARPS) -> int:
-    """Return the bytes of dynamic shared memory: keys and values of a chunk, or of 16 positions a
-    warp; queries; for each position and row an attention weight and for each 16 positions two
-    numbers; for each row two more, and what it sees; a step's rotation angles; weights of two
-    norms; with few warps the step's own keys and values."""
+    """Return the bytes of dynamic shared memory: keys and values of a chunk, or with few warps of
+    16 positions for each; queries; for each position and row an attention weight and for each 16
+    positions two numbers; for each row two more, and what it sees; a step's rotation angles;
+    weights of two norms; with few warps the step's own keys and values."""
     few, row = warps < WINDOW_WARPS, TYPES["q8_0"].row_bytes(WINDOW_HEAD_DIM)
     tile, rows = 16 * warps if few else chunk, WINDOW_GROUP * WINDOW_TOKENS * token_groups
     tokens = WINDOW_TOKENS if few else GROUP_ROWS
