@@ -11,7 +11,6 @@ adds. Writes `results/<date>-gpu-experts.json`.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from g4spec.measure import synthetic_bench as steps
 from g4spec.ops.weights import ExpertLayer
 from g4spec.runtime.cuda.build import launch, units
 from g4spec.runtime.cuda.ops import CudaOps
-from g4spec.runtime.cuda.step import experts
+from g4spec.runtime.cuda.step import experts, graphs
 
 LAYERS, DOWN, EPS = 4, ("q8_0", "q5_0"), 1e-6
 NORMS = ("post_attention", "ffn_norm", "post", "post_dense", "router_norm", "expert_norm")
@@ -72,21 +71,17 @@ def layer(down: str, ops: CudaOps) -> ExpertLayer:
 def timed(layers: list[ExpertLayer], h: torch.Tensor, x: torch.Tensor, ops: CudaOps) -> Any:
     """Return the times of layers that all have the same input rows h and x [T, H]."""
 
-    def step() -> list[torch.Tensor]:
-        return [ops.expert_layer(h, x, e, e.post, None)[0] for e in layers]
+    def step() -> tuple[torch.Tensor, ...]:
+        return tuple(ops.expert_layer(h, x, e, e.post, None)[0] for e in layers)
 
     step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
+    graph = graphs.Capture(step, None)
     graph.replay()
-    assert all(bool(y.isfinite().all()) for y in out)
-    digest = hashlib.sha256(b"".join(y.cpu().numpy().tobytes() for y in out)).hexdigest()[:8]
+    assert all(bool(y.isfinite().all()) for y in graph.outputs)
     return {
         "rows": len(x),
         "us": round(steps.milliseconds(graph.replay) * 1e3 / LAYERS, 1),
-        "digest": digest,
+        "digest": watch.digest(graph.outputs),
         "kernels_us": {
             name: round(ms * 1e3 / LAYERS, 1) for name, ms in kernels(graph.replay).items()
         },

@@ -12,7 +12,6 @@ the results (two versions of the kernels with the same bits print the same). Wri
 from __future__ import annotations
 
 import argparse
-import hashlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from g4spec.ops.kv import Space
 from g4spec.ops.reference import Ops
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
 from g4spec.runtime.cuda.cache.heads import Heads
-from g4spec.runtime.cuda.step import attention_window
+from g4spec.runtime.cuda.step import attention_window, graphs
 from g4spec.runtime.cuda.step.attention_window import ProjectedQkv
 
 LAYERS, DIM, WINDOW = 6, 256, 1024
@@ -45,37 +44,32 @@ def layer(texts: int, n_kv: int) -> CudaKV:
     return kv
 
 
-def timed(caches: list[CudaKV], heads: Heads, tokens: list[int], gb_per_s: float) -> Any:
-    """Return the times of a row of each text, after so many tokens."""
-    n_kv, count = heads.n_kv, len(tokens)
-    positions, slots = torch.tensor([tokens, range(count)], device="cuda") - torch.tensor(
-        [[1], [0]], device="cuda"
-    )
-    batch = Batch(torch.zeros_like(slots), positions, slots, (1,) * count)
+def timed(caches: list[CudaKV], heads: Heads, texts: int, tokens: int, gb_per_s: float) -> Any:
+    """Return the times of the last row of each of `texts` texts of `tokens` tokens."""
+    n_kv = heads.n_kv
+    slots = torch.arange(texts, device="cuda")
+    positions = torch.full_like(slots, tokens - 1)
+    batch = Batch(torch.zeros_like(slots), positions, slots, (1,) * texts)
     first = (positions - WINDOW + 1).clamp(min=0)
-    arrived = torch.zeros(n_kv * count, dtype=torch.int32, device="cuda")
+    arrived = torch.zeros(n_kv * texts, dtype=torch.int32, device="cuda")
     blocks = torch.cuda.get_device_properties("cuda").multi_processor_count
-    y = torch.randn(count, 4 * n_kv * DIM, device="cuda", generator=torch.Generator("cuda"))
+    y = torch.randn(texts, 4 * n_kv * DIM, device="cuda", generator=torch.Generator("cuda"))
 
-    def step() -> list[torch.Tensor]:
+    def step() -> tuple[torch.Tensor, ...]:
         q = ProjectedQkv(heads, y)
-        return [
+        return tuple(
             attention_window.attend(q, kv, batch, first, positions, DIM**-0.5, arrived, blocks).data
             for kv in caches
-        ]
+        )
 
     step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
+    graph = graphs.Capture(step, None)
     graph.replay()
-    digest = hashlib.sha256(b"".join(x.cpu().numpy().tobytes() for x in out)).hexdigest()[:8]
-    read = sum(min(n, WINDOW) for n in tokens) * n_kv * 2 * (DIM + DIM // 16)
+    read = texts * min(tokens, WINDOW) * n_kv * 2 * (DIM + DIM // 16)
     return {
         "us": round(steps.milliseconds(graph.replay) * 1e3 / len(caches), 2),
         "memory_us": round(read / gb_per_s / 1e3, 1),
-        "digest": digest,
+        "digest": watch.digest(graph.outputs),
     }
 
 
@@ -94,7 +88,7 @@ def main() -> None:
     caches = [layer(max(texts for texts, _ in cases), args.kv_heads) for _ in range(LAYERS)]
     found = []
     for texts, tokens in cases:
-        times = timed(caches, heads, [tokens] * texts, args.gb_per_s)
+        times = timed(caches, heads, texts, tokens, args.gb_per_s)
         found.append({"texts": texts, "tokens": tokens, **times})
         print(
             "{texts:3} x {tokens:4}: {us:7.2f} us, memory {memory_us}  {digest}".format(**found[-1])

@@ -1,12 +1,14 @@
 """Measure time and memory of processes, and write results as dated JSON."""
 
 import datetime
+import hashlib
 import json
 import resource
 import statistics
 import subprocess
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,12 @@ RESULTS = Path(__file__).parent / "results"
 def today() -> str:
     """Return the date in UTC, as 2026-12-31."""
     return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """Return eight hexadecimal digits that are equal for tensors with the same bytes."""
+    data = b"".join(x.cpu().numpy().tobytes() for x in tensors)
+    return hashlib.sha256(data).hexdigest()[:8]
 
 
 def write_result(out: Path | None, name: str, found: dict[str, Any]) -> dict[str, Any]:
