@@ -51,6 +51,7 @@ def test_attention_of_sequences() -> None:
 
 
 WIDE = 6000
+"""Window of which a layer with three KV heads has chunks of 256 positions."""
 
 
 @pytest.mark.parametrize(

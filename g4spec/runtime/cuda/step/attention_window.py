@@ -26,7 +26,7 @@ from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.cache.cache_types import TYPES
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
 from g4spec.runtime.cuda.cache.heads import Heads
-from g4spec.runtime.cuda.step.attention import TENSOR_ARCHS, Chunks
+from g4spec.runtime.cuda.step.attention import TENSOR_ARCHS, AttentionConfig, Chunks
 from g4spec.runtime.cuda.step.packed_rows import PackedRows, empty
 
 TOKEN_GROUPS = (1, 2)
@@ -178,11 +178,13 @@ def _shared(chunk: int, token_groups: int, warps: int = WINDOW_WARPS) -> int:
     positions two numbers; for each row two more, and what it sees; a step's rotation angles;
     weights of two norms; with few warps the step's own keys and values."""
     few, row = warps < WINDOW_WARPS, TYPES["q8_0"].row_bytes(WINDOW_HEAD_DIM)
+    shape = AttentionConfig(WINDOW_HEAD_DIM, "q8_0", token_groups)
+    padded = shape.stage_bytes[0] // shape.keys
     tile, rows = 16 * warps if few else chunk, WINDOW_GROUP * WINDOW_TOKENS * token_groups
     tokens = WINDOW_TOKENS if few else GROUP_ROWS
     per_row = 2 * WINDOW_HEAD_DIM + 2 * chunk + 2 * 4 * chunk // 16 + 4 + 8
     per_token = WINDOW_HEAD_DIM // 2 * 8 + 2 * row * few
-    return 2 * tile * (row + 32) + rows * per_row + tokens * per_token + 2 * WINDOW_HEAD_DIM * 4
+    return 2 * tile * padded + rows * per_row + tokens * per_token + 2 * WINDOW_HEAD_DIM * 4
 
 
 def _archs(chunk: int, few: bool = False) -> tuple[str, ...]:
