@@ -30,9 +30,11 @@ from tests.emulator import capture_guard, runtime
 
 HERE = Path(__file__).parent
 CPU = torch.device("cpu")
-HEADERS = ("check.h", "machine.h", "scheduler.h", "cuda.h", "ptx.cuh", "wgmma.cuh")
+HEADERS = ("check.h", "machine.h", "scheduler.h", "cuda.h", "products.h", "ptx.cuh", "wgmma.cuh")
 CHECKER = ("check.cpp", "check.h", "sanitizer.h")
+PRODUCTS = ("products.cpp", "products.h")
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-fno-gnu-unique", "-ffp-contract=off", "-w"]
+OPTIMIZED = ["-std=c++17", "-O3", "-fPIC", "-fno-gnu-unique", "-ffp-contract=off", "-w"]
 CHECKED = ["-DCHECKED", "-g1", "-fsanitize=thread", "-fno-threadsafe-statics"]
 
 _MAIN = """
@@ -107,11 +109,11 @@ def _build(sources: dict[str, str], commands: Sequence[Sequence[str]], what: str
 
 
 @functools.cache
-def _checker() -> str:
-    sources = {name: (HERE / name).read_text() for name in CHECKER}
-    flags = ["-std=c++17", "-O3", "-fPIC", "-fno-gnu-unique", "-w"]
-    command = ["g++", *flags, "-c", "check.cpp", "-o", "check.o"]
-    return str(_build(sources, [command], "check.cpp") / "check.o")
+def _optimized(files: tuple[str, ...]) -> str:
+    """Return the object of a part that does not depend on the kernel: its source, its headers."""
+    sources = {name: (HERE / name).read_text() for name in files}
+    command = ["g++", *OPTIMIZED, "-c", files[0], "-o", "part.o"]
+    return str(_build(sources, [command], files[0]) / "part.o")
 
 
 @functools.cache
@@ -138,7 +140,8 @@ def _library(file: str, name: str, arch: str, checked: bool) -> ctypes.CDLL:
     flags = _flags(arch, checked)
     compile, runner = _compile(flags), _runner(tuple(flags))
     link = ["g++", "-shared", "-Wl,--no-undefined,-Bsymbolic", "main.o", runner]
-    link += [*([_checker()] if checked else ()), "-o", "kernel.so"]
+    parts = (PRODUCTS, CHECKER) if checked else (PRODUCTS,)
+    link += [*map(_optimized, parts), "-o", "kernel.so"]
     commands = [[*compile, "main.cpp"], link]
     made = _build(_sources(file, name), commands, f"{file}: {name}") / "kernel.so"
     library = ctypes.CDLL(str(made))

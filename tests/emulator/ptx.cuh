@@ -1,6 +1,7 @@
 // Replacement of cuda/include/ptx.cuh: the same functions, implemented on machine.h.
 #pragma once
 #include "cuda.h"
+#include "products.h"
 #include "g4spec_constants.cuh"
 
 using u8 = unsigned char;
@@ -16,7 +17,7 @@ using i64 = int64_t;
 constexpr u32 FULL_MASK = 0xffffffffu;
 
 inline u16 to_half(float x) { return same_bits<u16>((_Float16)x); }
-inline float from_half(u16 h) { return (float)same_bits<_Float16>(h); }
+using products::from_half;
 inline u32 pack_half2(float low, float high) {
   return (u32)to_half(low) | (u32)to_half(high) << 16;
 }
@@ -137,59 +138,16 @@ inline u32 atomic_add_acq_rel(u32* p, u32 v) {
   return before;
 }
 
-struct Mma {
-  const u32* a;
-  u32 b[2];
-  const float* c;
-  float* d;
-};
 inline void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const float (&c)[4]) {
   float sum[4];
-  Mma mine{a, {b0, b1}, c, sum};
-  machine::warp_collective("mma", mine, [](Mma** all) {
-    float A[16][16], B[16][8];
-    for (int lane = 0; lane < 32; ++lane) {
-      const int g = lane / 4, t = lane % 4;
-      for (int i = 0; i < 8; ++i)
-        A[g + i / 2 % 2 * 8][2 * t + i % 2 + i / 4 * 8] =
-            from_half(u16(all[lane]->a[i / 2] >> i % 2 * 16));
-      for (int i = 0; i < 4; ++i)
-        B[2 * t + i % 2 + i / 2 * 8][g] = from_half(u16(all[lane]->b[i / 2] >> i % 2 * 16));
-    }
-    for (int lane = 0; lane < 32; ++lane)
-      for (int i = 0; i < 4; ++i) {
-        const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-        double x = all[lane]->c[i];
-        for (int k = 0; k < 16; ++k) x += (double)A[row][k] * B[k][column];
-        all[lane]->d[i] = (float)x;
-      }
-  });
+  products::Mma mine{a, {b0, b1}, c, sum};
+  machine::warp_collective("mma", mine, products::mma_f16);
   std::copy(sum, sum + 4, d);
 }
-
-struct IntegerMma {
-  const u32* a;
-  u32 b[2];
-  u32* d;
-};
 inline void mma_s8(u32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   u32 sum[4] = {d[0], d[1], d[2], d[3]};
-  IntegerMma mine{a, {b0, b1}, sum};
-  machine::warp_collective("mma", mine, [](IntegerMma** all) {
-    i8 A[16][32], B[32][8];
-    for (int lane = 0; lane < 32; ++lane) {
-      const int g = lane / 4, t = lane % 4;
-      for (int i = 0; i < 16; ++i)
-        A[g + i / 4 % 2 * 8][4 * t + i % 4 + i / 8 * 16] = i8(all[lane]->a[i / 4] >> i % 4 * 8);
-      for (int i = 0; i < 8; ++i)
-        B[4 * t + i % 4 + i / 4 * 16][g] = i8(all[lane]->b[i / 4] >> i % 4 * 8);
-    }
-    for (int lane = 0; lane < 32; ++lane)
-      for (int i = 0; i < 4; ++i) {
-        const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-        for (int k = 0; k < 32; ++k) all[lane]->d[i] += (u32)(A[row][k] * B[k][column]);
-      }
-  });
+  products::IntegerMma mine{a, {b0, b1}, sum};
+  machine::warp_collective("mma", mine, products::mma_s8);
   std::copy(sum, sum + 4, d);
 }
 

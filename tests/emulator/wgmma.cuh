@@ -1,4 +1,5 @@
-// Replacement of cuda/include/wgmma.cuh. A wgmma executes when it is issued, which hardware may do.
+// Replacement of cuda/include/wgmma.cuh. A wgmma executes when the last lane of a warp issues it,
+// which hardware may do.
 #pragma once
 #include "ptx.cuh"
 
@@ -44,17 +45,38 @@ inline float by_column(u64 operand, int row, int column) {
   return swizzled((u32)(operand & 0x3fff) * 16 + column / 64 * block + row * 128 + column % 64 * 2);
 }
 
-// Accumulate one warp's 16 rows of D; `a` and `b` return operand values at (row, k) and (k,
-// column).
+struct WgmmaLane {
+  const u32* a;  // registers, or null: A is in shared memory
+  float* d;
+};
+// Accumulate one warp's 16 rows of D, when its last lane arrives. `a` and `b` return operand values
+// of shared memory at (row, k) and (k, column).
 template <int N, class A, class B>
-void wgmma_accumulate(float (&d)[N], int add, A a, B b) {
-  const int lane = machine::self->lane, warp = threadIdx.x / 32 % 4;
-  for (int i = 0; i < N; ++i) {
-    const int row = lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-    double x = add ? d[i] : 0.0;
-    for (int k = 0; k < 16; ++k) x += (double)a(warp * 16, row, k) * b(k, column);
-    d[i] = (float)x;
-  }
+void wgmma_accumulate(float (&d)[N], const u32* registers, int add, A a, B b) {
+  using namespace products;
+  WgmmaLane mine{registers, d};
+  machine::warp_collective("wgmma", mine, [=](WgmmaLane** lanes) {
+    double left[16][16];
+    Row right[16], sum[16];
+    const int first = threadIdx.x / 32 % 4 * 16;
+    for (int lane = 0; lane < 32; ++lane)
+      for (int i = 0; i < 8; ++i) {
+        const int row = row_of_a(lane, i), k = column_of_a(lane, i);
+        const u32* own = lanes[lane]->a;
+        left[row][k] = own ? from_half(u16(own[i / 2] >> i % 2 * 16)) : a(first + row, k);
+      }
+    for (int from = 0; from < 2 * N; from += 8) {
+      const auto out = [=](int row, int i) -> float& {
+        return lanes[row % 8 * 4 + i / 2]->d[from / 2 + row / 8 * 2 + i % 2];
+      };
+      for (int i = 0; i < 128; ++i) {
+        elements(right)[i] = b(i / 8, from + i % 8);
+        elements(sum)[i] = add ? out(i / 8, i % 8) : 0;
+      }
+      add_product(sum, left, right);
+      for (int i = 0; i < 128; ++i) out(i / 8, i % 8) = (float)elements(sum)[i];
+    }
+  });
 }
 // Report to the race checker what a wgmma reads: 16 columns of up to 64 rows, or 16 rows of 256
 // columns. Lane 0 of each warp reports all of it, since the ISA does not say which warp reads which
@@ -79,47 +101,29 @@ inline void wgmma_m64n64_ss(float (&d)[32], u64 a, u64 b, int add) {
   check::Quiet quiet;
   record_read_by_row(a), record_read_by_row(b);
   wgmma_accumulate(
-      d, add, [=](int first, int row, int k) { return by_row(a, first + row, k); },
+      d, nullptr, add, [=](int row, int k) { return by_row(a, row, k); },
       [=](int k, int column) { return by_row(b, column, k); });
 }
 inline void wgmma_m64n256_ss_mn(float (&d)[128], u64 a, u64 b, int add) {
   check::Quiet quiet;
   record_read_by_row(a), record_read_by_column(b);
   wgmma_accumulate(
-      d, add, [=](int first, int row, int k) { return by_row(a, first + row, k); },
+      d, nullptr, add, [=](int row, int k) { return by_row(a, row, k); },
       [=](int k, int column) { return by_column(b, k, column); });
 }
-// A operand of one warp's 16 rows, collected from the registers of its lanes.
-struct AFragment {
-  const u32* mine;
-  float all[16][16];
-
-  explicit AFragment(const u32 (&a)[4]) : mine(a), all{} {
-    machine::warp_collective("wgmma", *this, [](AFragment** lanes) {
-      for (int to = 0; to < 32; ++to)
-        for (int lane = 0; lane < 32; ++lane)
-          for (int i = 0; i < 8; ++i)
-            lanes[to]->all[lane / 4 + i / 2 % 2 * 8][2 * (lane % 4) + i % 2 + i / 4 * 8] =
-                from_half(u16(lanes[lane]->mine[i / 2] >> i % 2 * 16));
-    });
-  }
-};
+inline float no_shared_a(int, int) { return 0; }
 inline void wgmma_m64n256_rs_mn(float (&d)[128], const u32 (&a)[4], u64 b, int add) {
   check::Quiet quiet;
   record_read_by_column(b);
-  const AFragment f(a);
   wgmma_accumulate(
-      d, add, [&](int, int row, int k) { return f.all[row][k]; },
-      [=](int k, int column) { return by_column(b, k, column); });
+      d, a, add, no_shared_a, [=](int k, int column) { return by_column(b, k, column); });
 }
 template <int N>  // B has 2 N rows
 void wgmma_rs(float (&d)[N], const u32 (&a)[4], u64 b, int add) {
   check::Quiet quiet;
   if (b >> 62 && (b & 0x3fff) * 16 % 1024 >= 128) machine::fail("an operand that is not on 1024 bytes");
   record_read_by_row(b, 2 * N);
-  const AFragment f(a);
   wgmma_accumulate(
-      d, add, [&](int, int row, int k) { return f.all[row][k]; },
-      [=](int k, int column) { return by_row(b, column, k); });
+      d, a, add, no_shared_a, [=](int k, int column) { return by_row(b, column, k); });
 }
 #endif
