@@ -19,18 +19,34 @@ void enter() {
   _longjmp(scheduler, 1);
 }
 
+// Lanes use their stacks in step. At equal offsets, these would share a few lines of the caches: the
+// stack of each next lane begins 13 lines lower.
+constexpr size_t COLOR = 13 * 64;
+
+// Run `enter` on the stack that ends at `top`; it never returns.
+[[noreturn]] void begin(char* top) {
+#ifdef __x86_64__  // without the system calls that contexts make
+  asm volatile("mov %0, %%rsp\n\txor %%ebp, %%ebp\n\tcall *%1" ::"r"(top), "r"(&enter)
+               : "memory");
+  __builtin_unreachable();
+#else
+  ucontext_t context;
+  getcontext(&context);
+  context.uc_stack = {top - STACK / 2, 0, STACK / 2};
+  context.uc_link = nullptr;
+  makecontext(&context, enter, 0);
+  setcontext(&context);
+  std::abort();
+#endif
+}
+
 void resume(Thread& t, char* stack) {
   self = &t;
   check::current(t.block->id, t.number);
   if (_setjmp(scheduler)) return;
   if (t.started) _longjmp(t.here, 1);
   t.started = true;
-  ucontext_t context;
-  getcontext(&context);
-  context.uc_stack = {stack, 0, STACK};
-  context.uc_link = nullptr;
-  makecontext(&context, enter, 0);
-  setcontext(&context);
+  begin(stack + STACK - t.number % 32 * COLOR);
 }
 
 void prepare(Block& b, unsigned id, Index index, size_t dynamic) {
