@@ -1,6 +1,7 @@
 """Attention over the GPU's KV cache, compared with float64 and with the reference backend."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -366,7 +367,7 @@ def causal_attention(
     last = batch.positions
     first = (last - (window or 1 << 20) + 1).clamp(min=0)
     if kernel == "torch":
-        got = torch_attention.attend(q, kv, batch, first, last, 0.1)
+        got = torch_attention.attend(q.float(), kv, batch, first, last, 0.1)
         return got, got
     found = attend(q, kv, batch, first, last, 0.1, plain=kernel == "plain")
     return found.values, unpacked(found, len(q))
@@ -378,25 +379,58 @@ def causal_attention(
 def test_sequences_in_any_slots_and_pages(
     kind: Kind, kernel: str, dim: int, window: int | None, rotary_pairs: int, sizes: tuple[int, ...]
 ) -> None:
-    """Rows are bit-identical to those of a single sequence in slot 0 with pages in order. One
-    sequence is in a slot without pages, as in padded batches of a recorded graph."""
-    n_kv, n_ctx, count = 2, 700, len(sizes)
+    shape = CacheShape(2, dim, window, rotary_pairs)
+    check_sequences(shape, kind, sizes, 700, functools.partial(causal_attention, kernel))
+
+
+@pytest.mark.parametrize("sizes", [(1,) * 20, (16, 16, 16)])
+@pytest.mark.parametrize("n_ctx", [700, pytest.param(20000, marks=needs_gpu)])
+def test_blocks_with_several_heads(
+    n_ctx: int, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With few blocks, each takes as many heads as its list has room for: 3 with 20,000 tokens."""
+
+    def by_few_blocks(
+        q: torch.Tensor, kv: CudaKV, batch: Batch, window: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with monkeypatch.context() as patch:
+            if len(batch.sizes) > 1:
+                patch.setattr(attention, "_processors", lambda kernel: 1)
+            return causal_attention("tensor", q, kv, batch, window)
+
+    check_sequences(CacheShape(4, 64, None, 0), "q8_0", sizes, n_ctx, by_few_blocks)
+
+
+def check_sequences(
+    shape: CacheShape,
+    kind: Kind,
+    sizes: tuple[int, ...],
+    n_ctx: int,
+    attention_of: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+) -> None:
+    """Check that rows are bit-identical to those of a single sequence in slot 0 with pages in
+    order. One sequence is in a slot without pages, as in padded batches of a recorded graph."""
+    n_kv, dim, window, rotary_pairs, count = (
+        shape.n_kv,
+        shape.head_dim,
+        shape.window,
+        shape.rotary_pairs,
+        len(sizes),
+    )
     space = spread(count, n_ctx)
-    kv = CudaKV(CacheShape(n_kv, dim, window, rotary_pairs), space, 16, kind)
+    kv = CudaKV(shape, space, 16, kind)
     starts = torch.randint(0, n_ctx - 20, (count,), device="cpu").tolist()
     starts[0], slots = 127, torch.randperm(count, device="cpu").tolist()
     for slot, start, size in zip(slots, starts, sizes, strict=True):
         fill(kv, slot, 0, start + size)
     parts = [*zip(slots, starts, sizes, strict=True), (count, 1, sizes[0])]
-    batch = rows_of(parts)
-    q = torch.randn(len(batch), 2 * n_kv, dim)
-    q = q if kernel == "torch" else q.half()
-    values, halves = causal_attention(kernel, q, kv, batch, window)
+    q = torch.randn(sum(size for _, _, size in parts), 2 * n_kv, dim).half()
+    values, halves = attention_of(q, kv, rows_of(parts), window)
     begin = 0
     for slot, start, size in parts[:-1]:
         rows, lone = slice(begin, begin + size), cache(n_kv, dim, n_ctx, kind, window, rotary_pairs)
         copy(kv, slot, lone, start + size)
-        alone = causal_attention(kernel, q[rows].contiguous(), lone, one(start, size), window)
+        alone = attention_of(q[rows].contiguous(), lone, one(start, size), window)
         assert torch.equal(values[rows], alone[0]), (slot, start)
         assert torch.equal(halves[rows], alone[1])
         begin += size

@@ -81,6 +81,8 @@ GROWTH_START = 2 << GROWTH_SHIFT
 """Position from which on chunks double in size with every octave."""
 MAX_ROW_CHUNKS = 256
 """Maximum chunks that a row sees."""
+MAX_ITEMS = MAX_ROW_CHUNKS + 8
+"""Maximum work items of a block: chunks of keys of one KV head and block of rows."""
 COMBINE_WARPS = 8
 """Warps of a block that combines chunks."""
 PLAIN_THREADS, PLAIN_ROWS = 128, 8

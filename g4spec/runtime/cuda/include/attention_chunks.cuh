@@ -67,7 +67,6 @@ struct __align__(8) WorkItem {
   u8 head, row_block;
 };
 static_assert(sizeof(WorkItem) == 8, "items are read in one load");
-constexpr int MAX_ITEMS = MAX_ROW_CHUNKS + 8;  // per block
 
 // `blocks` blocks of the launch work on `sequence`; this block is number `own` of them.
 struct BlockShare {
@@ -100,8 +99,8 @@ struct AttentionWork {
   };
 
   // Assign the blocks of the launch to sequences so that the largest cost of a block is minimal
-  // (binary search over that cost); leftover blocks get no work. A grid of one block per (sequence,
-  // pair) is always enough. Called by one warp.
+  // (binary search over that cost); leftover blocks get no work. The grid is enough for blocks whose
+  // lists are full. Called by one warp.
   DEVICE BlockShare assign_block(const Chunks& chunks, const i64* first, const i64* last,
                                  int sequences, int tokens, int pairs) {
     if (sequences == 1) return {0, (int)blockIdx.x, (int)gridDim.x};
@@ -126,7 +125,9 @@ struct AttentionWork {
     }
     __syncwarp();
     longest = ~__reduce_min_sync(FULL_MASK, ~longest);
-    u32 low = total(all) * pairs / gridDim.x, time = longest;  // lower and upper bound
+    // Lower and upper bound: one block for each pair, if the launch has so many, or for all.
+    u32 low = total(all) * pairs / gridDim.x;
+    u32 time = sequences * pairs <= (int)gridDim.x ? longest : longest * pairs;
     for (int step = 0; step < 12 && low + 1 < time; ++step) {
       const u32 middle = (low + time) / 2;
       u32 blocks = 0;

@@ -9,9 +9,9 @@
 // r % group of the KV head. Blocks are distributed among sequences by the number of keys each sees
 // (`assign_block`).
 //
-// Grid: one-dimensional, at least one block per sequence, KV head and row block (S::ROWS rows);
-// attention.py launches as many as run at once. Results do not depend on the number. Dynamic shared
-// memory: S::SHARED bytes.
+// Grid: one-dimensional, enough blocks for lists of all chunks of each sequence, KV head and row block
+// (S::ROWS rows); attention.py launches as many as run at once. Results do not depend on the number.
+// Dynamic shared memory: S::SHARED bytes.
 #include "attention_tiles.cuh"
 
 #if ARCH >= 800

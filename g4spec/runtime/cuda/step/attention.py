@@ -23,6 +23,7 @@ from g4spec.runtime.cuda.build.constants import (
     COMBINE_WARPS,
     GROWTH_SHIFT,
     GROWTH_START,
+    MAX_ITEMS,
     MAX_ROW_CHUNKS,
     MAX_STEP_ROWS,
     PLAIN_ROWS,
@@ -299,8 +300,8 @@ def _grid(
     batch: Batch,
 ) -> int:
     """Return the number of blocks of `attend_chunks`: as many as run at once, but no more than
-    there is work, and at least one for each (head, rows) pair of each sequence. The kernel
-    distributes the work among them."""
+    there is work, and enough for lists of all of it. The kernel distributes the work among them.
+    """
     span = kv.positions
     if kv.window is not None:
         span = min(kv.window + batch.rows_per_sequence - 1, kv.positions)
@@ -309,9 +310,10 @@ def _grid(
     limit = nvrtc.SHARED_LIMIT[launch.arch(kernel.device)] + 1024
     registers = -(-kernel.resources.registers // 8) * 8 * threads
     each = min(limit // (shape.shared + _STATIC + 1024), 65536 // registers, 1536 // threads)
-    pairs = kv.n_kv * blocks  # no block needs a longer list than all chunks of one pair
+    pairs, fitting = kv.n_kv * blocks, MAX_ITEMS // chunks.most(span, kv.positions)  # in a list
+    lists = -(-pairs // min(fitting, pairs))  # of a sequence
     sequences, at_once = len(batch.sizes), _processors(kernel) * max(1, each)
-    return min(work * sequences, max(pairs * sequences, at_once))
+    return min(work * sequences, max(lists * sequences, at_once))
 
 
 def _processors(kernel: launch.Kernel) -> int:
