@@ -89,12 +89,18 @@ struct RowChunks {
     __syncwarp();
     return sum;
   }
-  DEVICE float2 run(float* weights, float2* shares, float& total) const {
+  // The result: the sum of all chunks, divided by that of their weights.
+  DEVICE float2 run(float* weights, float2* shares) const {
+    if (WARPS == 1 && from == to) {  // the only chunk has weight 1; the sum of zeros is not negative
+      const float2 x = __ldcg((const float2*)sums + threadIdx.x % 32);
+      const float total = __ldcg(tops + 1);
+      return {__fdiv_rn(__fadd_rn(x.x, 0.0f), total), __fdiv_rn(__fadd_rn(x.y, 0.0f), total)};
+    }
     constexpr int STEP = WARPS == 1 ? 8 : 64;
     float2 part[8], sum[SUMS_PER_WARP] = {};
     int base = from & ~7;
     read(part, base);  // these loads overlap with those of chunk_weights()
-    total = chunk_weights(weights);
+    const float total = chunk_weights(weights);
     while (true) {
       add(sum, part, weights, base);
       base += STEP;
@@ -115,7 +121,7 @@ struct RowChunks {
         sum[0] = {__fadd_rn(sum[0].x, x.x), __fadd_rn(sum[0].y, x.y)};
       }
     }
-    return sum[0];
+    return {__fdiv_rn(sum[0].x, total), __fdiv_rn(sum[0].y, total)};
   }
 };
 
@@ -137,7 +143,8 @@ __global__ __launch_bounds__(32 * COMBINE_WARPS) void combine_chunks(
   const int first_seen = (int)__ldcg(first + start + token);
   const int last_seen = (int)__ldcg(last + start + token);
   const Chunks chunks = {shift, growing};
-  const int low = chunks.chunk_of(span_of(first + start, last + start, tokens).lo);
+  const int lowest = tokens == 1 ? first_seen : span_of(first + start, last + start, tokens).lo;
+  const int low = chunks.chunk_of(lowest);
   const int from = chunks.chunk_of(first_seen), to = chunks.chunk_of(last_seen);
   griddep_wait();
   if (row >= count) return;
@@ -147,10 +154,8 @@ __global__ __launch_bounds__(32 * COMBINE_WARPS) void combine_chunks(
                     token * group + head % group;
   const RowChunks<D, WARPS> parts = {
       tops + place * 2, sums + place * D + block * 64 % D, stride, from, to, warp};
-  float total;
-  float2 x = parts.run(weights[warp], shares, total);
+  const float2 x = parts.run(weights[warp], shares);
   if (warp % WARPS) return;
-  x = {__fdiv_rn(x.x, total), __fdiv_rn(x.y, total)};
   *(float2*)(out + ((i64)row * width + block) * 64 + lane * 2) = x;
   const RowGroup own(row, count);
   u8* mine = own.start_of(rows, width);
