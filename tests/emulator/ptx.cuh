@@ -93,7 +93,8 @@ inline float small_uint_to_float(u32 v) { return (float)v; }
 inline u32 materialize(u32 x) { return x; }
 inline int materialize(int x) { return x; }
 inline float materialize(float x) { return x; }
-inline const float* materialize(const float* p) { return p; }
+template <class T>
+inline const T* materialize(const T* p) { return p; }
 inline u8* materialize_shared(const u8* p) { return (u8*)p; }
 inline u32 clock_cycles() {  // advances fast, so that pacing loops end
   static u32 n = 0;

@@ -189,7 +189,8 @@ DEVICE float materialize(float x) {
   asm volatile("" : "+f"(x));
   return x;
 }
-DEVICE const float* materialize(const float* p) {
+template <class T>
+DEVICE const T* materialize(const T* p) {
   asm volatile("" : "+l"(p));
   return p;
 }

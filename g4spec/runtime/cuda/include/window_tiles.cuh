@@ -27,6 +27,10 @@ struct Window
   static constexpr bool SHORT_CODE = Window::KEYS < 128;
   static constexpr int MAX_CHUNKS = CHUNK == 128 ? WINDOW_MAX_CHUNKS_128 : WINDOW_MAX_CHUNKS_256;  // that a row sees
   static constexpr int MAX_TOKENS = TWO_SLOTS ? WINDOW_TOKENS : MAX_STEP_ROWS;  // of a sequence
+  // Blocks of WINDOW_TOKENS tokens of a sequence.
+  static DEVICE int token_blocks(int tokens) {
+    return TWO_SLOTS ? 1 : (tokens + WINDOW_TOKENS - 1) / WINDOW_TOKENS;
+  }
   // Offsets in shared memory, in bytes. For each tile of a chunk attention weights, and for each 16 keys
   // of one the largest score and the sum of weights of each row; the largest score in the chunk.
   static constexpr int PER_ROW = TILES * TILE_WARPS * Window::ROWS * 4;
@@ -86,7 +90,7 @@ struct BlockWork : Chunk {
     auto of = [](int x, int lane) { return __shfl_sync(FULL_MASK, x, lane); };
     const int most = of(last, tokens - 1) / W::CHUNK - of(first, 0) / W::CHUNK + 1;
     token_groups = W::TOKEN_GROUPS > 1 && most > gridDim.z ? 2 : 1;
-    head = blockIdx.x, blocks = (tokens + WINDOW_TOKENS - 1) / WINDOW_TOKENS, own = place;
+    head = blockIdx.x, blocks = W::token_blocks(tokens), own = place;
     first_token = group() * WINDOW_TOKENS * token_groups;
     n_tokens = min_of(tokens - first_token, WINDOW_TOKENS * token_groups);
     const int sharing = min_of(token_groups, blocks - group() * token_groups),
@@ -157,10 +161,13 @@ struct SettledRows {
   DEVICE SettledRows(const Args& a, const BlockWork& p, const Chunk& c, bool is_key, int tile) {
     const int first = c.start + tile * W::KEYS;
     begin = max_of(0, p.span.lo - first), end = min_of(W::KEYS, p.settled - first);
-    const i64 row = (i64)p.head * a.capacity + (u32)first % (u32)a.capacity;
+    int place = p.ring + first - p.settled;
+    while (place < 0) place += a.capacity;
+    const i64 row = (i64)p.head * a.capacity + place;
     codes = (is_key ? a.keys : a.values) + row * D;
     scales = (is_key ? a.key_scales : a.value_scales) + row * 16;
   }
+  DEVICE bool has(int row) const { return (u32)(row - begin) < (u32)max_of(end - begin, 0); }
 };
 
 // Copy the settled rows of a visible tile: keys or values. Scales of V are set to zero for the other rows.
@@ -170,14 +177,15 @@ DEVICE void load_tile(char* shared, const Args& a, const BlockWork& p, const Chu
   const SettledRows<W> rows(a, p, c, is_key, tile);
   char* to = tile_at<W>(shared, c, is_key, tile);
   const int thread = threadIdx.x, first = thread / 16, piece = thread % 16 * 16;
-  const char* from = rows.codes + first * D + piece;
+  // Addresses are materialized: otherwise they are computed again for each copy.
+  const u32 at = materialize(shared_address(to) + first * W::K_ROW + piece);
+  const char* from = materialize(rows.codes + first * D + piece);
 #pragma unroll
   for (int i = 0; i < W::KEYS; i += W::THREADS / 16)
-    if (i + first >= rows.begin && i + first < rows.end)
-      cp_async16(to + first * W::K_ROW + piece + i * W::K_ROW, from + i * D);
+    if (rows.has(i + first)) cp_async<16>(at + i * W::K_ROW, from + i * D);
   if (thread >= W::KEYS) return;
   char* own = to + W::KEYS * W::K_ROW + thread * 16;
-  if (thread >= rows.begin && thread < rows.end)
+  if (rows.has(thread))
     cp_async16(own, rows.scales + thread * 16);
   else if (!is_key) *(uint4*)own = {0, 0, 0, 0};
 }

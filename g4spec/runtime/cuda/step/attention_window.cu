@@ -65,7 +65,7 @@ struct StepVectors {
     freq = __ldcg(freqs + threadIdx.x % (D / 2));
 #pragma unroll
     for (int i = 0; i < WEIGHTS; ++i) {
-      const int at = i * W::THREADS + threadIdx.x;
+      const u32 at = i * W::THREADS + threadIdx.x;
       const float* norm = at < D ? q_norm : k_norm;
       weight[i] = norm ? __ldcg(norm + at % D) : 1.0f;
     }
@@ -266,7 +266,7 @@ __global__ __launch_bounds__(32 * WARPS, WINDOW_WARPS / WARPS) void attend_windo
   using W = Window<CHUNK, TOKEN_GROUPS, WARPS>;
   extern __shared__ __align__(128) char shared[];
   griddep_launch_dependents();
-  const int n_kv = gridDim.x, blocks = (tokens + WINDOW_TOKENS - 1) / WINDOW_TOKENS;
+  const int n_kv = gridDim.x, blocks = W::token_blocks(tokens);
   const int sequence = blockIdx.y / (u32)blocks, sequences = gridDim.y / (u32)blocks;
   const int row = sequence * tokens;
   first += row, last += row, positions += row;
@@ -283,7 +283,7 @@ __global__ __launch_bounds__(32 * WARPS, WINDOW_WARPS / WARPS) void attend_windo
   p.settled = (int)__ldcg(positions), p.ring = (u32)p.settled % (u32)capacity;
   StepVectors<W, SLICES> own(q_norm, k_norm, freqs);
   p.set<W>(from, to, tokens, blockIdx.y - sequence * blocks);
-  const int token = p.first_token + lane / 2 % p.n_tokens;
+  const int token = p.first_token + min_of(lane / 2, p.n_tokens - 1);
   int2 sees = {__shfl_sync(FULL_MASK, from, token), __shfl_sync(FULL_MASK, to, token)};
   if (p.first_slot >= p.chunks) return;
   p.at<W>(p.chunks - 1 - p.first_slot);
