@@ -260,9 +260,12 @@ class Experts:
             to: output, its norm; None without `following`.
         """
         b, (count, width) = self.buffers, x.shape
-        launch.kernel("experts_finish.cu", finish_instance(self.shape))(
-            count if to is None else to.padded,
-            32 * rows.block_shape(width)[0],
+        padded = count if to is None else to.padded
+        warps, loads = rows.block_shape(width)
+        split = rows.splits(padded, width, x.device)
+        launch.kernel("experts_finish.cu", finish_instance(self.shape, split))(
+            (padded, loads if split else 1),
+            32 * warps,
             y=b.y,
             dense=b.dense,
             x=x,
@@ -299,10 +302,10 @@ def instance(types: Sequence[tuple[str, int]], shape: ExpertShape, most: int, ar
     return f"experts<{', '.join([*(format_name(*t) for t in types), *map(str, numbers)])}>"
 
 
-def finish_instance(shape: ExpertShape) -> str:
-    """Return the name of a kernel of experts_finish.cu."""
+def finish_instance(shape: ExpertShape, split: bool) -> str:
+    """Return the name of a kernel of experts_finish.cu. `split`: see `packed_rows.splits`."""
     warps, loads = rows.block_shape(shape.width)
-    return f"finish<{warps}, {loads}, {shape.k}>"
+    return f"finish<{warps}, {loads}, {shape.k}, {str(split).lower()}>"
 
 
 def _bytes(arch: str) -> int:
@@ -379,5 +382,6 @@ def _unit(arch: str) -> Unit:
 
 def list_units() -> list[Unit]:
     """Return the instances that tests compile."""
-    finish = Unit("experts_finish.cu", (finish_instance(SHAPE),), max_registers=128)
+    finishes = tuple(finish_instance(SHAPE, split) for split in (False, True))
+    finish = Unit("experts_finish.cu", finishes, max_registers=128)
     return [*(_unit(arch) for arch in ARCHS), finish]

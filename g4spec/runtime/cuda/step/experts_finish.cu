@@ -1,5 +1,6 @@
 // End of an MoE layer: x' = (x + norm(norm(sum of experts) + norm(dense))) * scale, then the next
-// layer's first norm as packed activations. One block per row, which is held in registers.
+// layer's first norm as packed activations. A row is held in the registers of a block. For the few rows
+// of a step V blocks compute the same row and each writes 1 / V of it (SPLIT), as in norm.cu.
 #include "packed_rows.cuh"
 #include "reduce.cuh"
 
@@ -22,6 +23,13 @@ struct Part {
 #pragma unroll
     for (int j = 0; j < V; ++j) v[j] = mul4(mul4(v[j], s), weight.v[j]);
   }
+  DEVICE float4 select(int part) const {  // v[part] without dynamic indexing
+    float4 own = v[0];
+#pragma unroll
+    for (int j = 1; j < V; ++j)
+      if (part == j) own = v[j];
+    return own;
+  }
   DEVICE float squares() const {
     float s = 0;
 #pragma unroll
@@ -37,9 +45,9 @@ struct Part {
 // y [rows, K, width]: weighted expert outputs; dense [rows, width]. Norm weights [width]:
 // experts_norm of the experts' sum, dense_norm of the dense branch, norm of both together,
 // next_norm of the next layer (null: `to` is not written). `out` [rows, width]: new residual.
-// Zeroes `arrived` [counters]. Grid: rows, including the padding rows of each group of `tiles` tiles.
-// `swizzled`: layout of `to`, for more than 16 rows.
-template <int WARPS, int V, int K>
+// Zeroes `arrived` [counters]. Grid: [rows, V if SPLIT], including the padding rows of each group of
+// `tiles` tiles. `swizzled`: layout of `to`, for more than 16 rows.
+template <int WARPS, int V, int K, bool SPLIT>
 __global__ __launch_bounds__(32 * WARPS) void finish(
     const float* y, const float* dense, const float* x, const float* experts_norm,
     const float* dense_norm, const float* norm, const float* next_norm, const float* scale,
@@ -48,7 +56,8 @@ __global__ __launch_bounds__(32 * WARPS) void finish(
   using P = Part<WARPS, V>;
   griddep_launch_dependents();
   __shared__ float slots[4][WARPS];
-  const int row = blockIdx.x, n4 = width / 4;
+  constexpr int OWN = SPLIT ? 1 : V;  // groups of four values that a thread writes
+  const int row = blockIdx.x, part = blockIdx.y, n4 = width / 4;
   P experts_weight, dense_weight, weight, next, sum, other, parts[K];
   experts_weight.load(experts_norm, n4);
   dense_weight.load(dense_norm, n4);
@@ -56,7 +65,7 @@ __global__ __launch_bounds__(32 * WARPS) void finish(
   if (next_norm) next.load(next_norm, n4);
   const float factor = scale ? *scale : 1.0f;
   griddep_wait();
-  if (row == 0)
+  if (row == 0 && part == 0)
     for (int i = threadIdx.x; i < counters; i += 32 * WARPS) arrived[i] = 0;
   float r = 0;
   P result = {};
@@ -76,10 +85,11 @@ __global__ __launch_bounds__(32 * WARPS) void finish(
     other.scale(other.inverse_rms(slots[2], width, eps), weight);
     result.add(other);
 #pragma unroll
-    for (int j = 0; j < V; ++j) {
-      result.v[j] = mul4(result.v[j], factor);
-      if (P::at(j) >= n4) continue;
-      ((float4*)(out + at))[P::at(j)] = result.v[j];
+    for (int j = 0; j < V; ++j) result.v[j] = mul4(result.v[j], factor);
+#pragma unroll
+    for (int q = 0; q < OWN; ++q) {
+      const int j = SPLIT ? part : q;
+      if (P::at(j) < n4) ((float4*)(out + at))[P::at(j)] = SPLIT ? result.select(part) : result.v[q];
     }
     r = result.inverse_rms(slots[3], width, eps);
   }
@@ -87,7 +97,11 @@ __global__ __launch_bounds__(32 * WARPS) void finish(
   const int blocks = width / 64, group = row / (8 * tiles), m = row % (8 * tiles);
   to += (i64)group * blocks * tiles * ACT_BYTES;
 #pragma unroll
-  for (int j = 0; j < V; ++j)
-    QuadOffsets(tiles, m, P::at(j), swizzled ? blocks : 0)
-        .store(to, mul4(mul4(result.v[j], r), next.v[j]), P::at(j) < n4, swizzled);
+  for (int q = 0; q < OWN; ++q) {
+    const int i = P::at(SPLIT ? part : q);
+    const float4 value = SPLIT ? result.select(part) : result.v[q];
+    const float4 by = SPLIT ? next.select(part) : next.v[q];
+    QuadOffsets(tiles, m, i, swizzled ? blocks : 0)
+        .store(to, mul4(mul4(value, r), by), i < n4, swizzled);
+  }
 }

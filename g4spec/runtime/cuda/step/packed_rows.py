@@ -54,10 +54,6 @@ MAX_WIDTH = 32 * 32 * 8 * 4
 """Maximum columns of a row that a CTA holds in registers: 32 warps of 32 threads, each with 8 loads
 of 4 floats (`block_shape`)."""
 
-SPLIT = 40
-"""Maximum number of rows for which several CTAs compute the same row and each writes a part of it.
-With more rows the GPU is busy enough, and one CTA writes the whole row."""
-
 PLAIN, ADD, NORM = NormInput
 NOTHING, FLOATS, ROWS, SCALED = NormOutput
 
@@ -150,11 +146,19 @@ def block_shape(width: int) -> tuple[int, int]:
     raise AssertionError(f"a row of {width} values does not fit into a CTA's registers")
 
 
+def splits(count: int, width: int, device: torch.device) -> bool:
+    """Return whether several CTAs compute each of `count` rows and each writes a part of it: if all
+    can run at once."""
+    processors = torch.cuda.get_device_properties(device.index).multi_processor_count
+    return count * block_shape(width)[1] <= processors
+
+
 def instance(
     width: int, slices: int, enter: int, leave: int, outputs: int = 1, *, split: bool = True
 ) -> str:
     """Return the name of an instance of `norm_rows` that reads `slices` split-K partial sums and
-    writes `outputs` normed copies. `enter`: NormInput; `leave`: NormOutput; `split`: see SPLIT."""
+    writes `outputs` normed copies. `enter`: NormInput; `leave`: NormOutput; `split`: see `splits`.
+    """
     warps, loads = block_shape(width)
     flags = (split, width == 128 * warps * loads)
     numbers = (warps, loads, slices, int(enter), int(leave), outputs)
@@ -276,9 +280,9 @@ def _run(
         enter = ADD if weight is None else NORM
     assert width % (4 if leave in (NOTHING, FLOATS) else ACT_COLUMNS) == 0, width
     launch.assert_lengths(width, weight, *following)
-    split = count <= SPLIT
-    name = instance(width, slices, enter, leave, max(1, len(outputs)), split=split)
     warps, loads = block_shape(width)
+    split = splits(count, width, x.device)
+    name = instance(width, slices, enter, leave, max(1, len(outputs)), split=split)
     weights = [*following, None, None, None][:3]
     places = [*outputs, None, None, None][:3]
     launch.kernel("norm.cu", name)(
