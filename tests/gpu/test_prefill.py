@@ -324,10 +324,10 @@ def test_bits_do_not_depend_on_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     )
     model, ids = small(layers, {"": "q4_k"}), [(11 * i * i) % 150 + 5 for i in range(40)]
     found = []
-    for rows in (16, 32, 48):
+    for rows in (16, 48) if EMULATED else (16, 32, 48):
         monkeypatch.setattr(plan, "rows_at_once", lambda *_, rows=rows: rows)
         found.append(read(model, ids, [8], "q8_0")[0])
-    assert same(found[0], found[1]) and same(found[0], found[2])
+    assert all(same(found[0], other) for other in found[1:])
 
 
 def test_which_last_blocks_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
