@@ -189,6 +189,34 @@ def check(layer: Layer, x: torch.Tensor) -> None:
     assert not values[n:].any()
 
 
+@pytest.mark.parametrize("count", [1, 9, 33])
+def test_the_end_of_a_layer_split_among_blocks(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a width that does not fill the block."""
+    layer = make(ExpertShape(4, 2, 2368, 64, 64), ("q8_0",) * 4)
+    b, x = layer.gpu.buffers, randn(count, 2368).to(DEVICE)
+    for values in (b.y, b.dense):
+        values.copy_(torch.randn(values.shape))
+    found = []
+    for split in (False, True):
+        monkeypatch.setattr(rows, "splits", lambda *_, split=split: split)
+        out, normed = torch.full_like(x, torch.nan), rows.empty(count, 2368, x.device)
+        normed.data.fill_(0xFF)
+        b.arrived.fill_(1)
+        layer.gpu.finish(x, layer.following, out, normed)
+        last = torch.full_like(x, torch.nan)
+        layer.gpu.finish(x, None, last, None)
+        assert torch.equal(last, out) and not b.arrived.any()
+        found.append((out, *packed_layout.unpack(normed)))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    c, summed = layer.cpu, b.y[:count].cpu().sum(1)
+    dense = REF.rms_norm(b.dense[:count].cpu(), c["norm_dense"], EPS)
+    both, _ = REF.norm_residual_norm(summed, dense, c["norm_experts"], EPS, None)
+    want = REF.norm_residual_norm(both, x.cpu(), c["norm"], EPS, layer.following.cpu(), c["scale"])
+    close(found[0][0], want[0], 1e-5)
+    close(found[0][1][:count], want[1], 2e-3)
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 9, 13, 16, 17, 31, 33, 64, 97, 128])
 def test_steps(layer: Layer, count: int) -> None:
     check(layer, randn(count, MANY.width, count))
