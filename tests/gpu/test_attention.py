@@ -401,6 +401,45 @@ def test_blocks_with_several_heads(
     check_sequences(CacheShape(4, 64, None, 0), "q8_0", sizes, n_ctx, by_few_blocks)
 
 
+@pytest.mark.parametrize("window", [None, 1076])
+def test_blocks_whose_lists_have_no_room_for_all_heads(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 (head, rows) pairs of 18 chunks. With a window 14 of 19: all rows of a draft's block see
+    the window before its first row, one position more than other rows see."""
+    if window is None:
+        rows, n_ctx, starts = 16, 1120, [1070 + i for i in range(12)]
+    else:
+        rows, n_ctx, starts = 14, 1 << 15, [window + 63 + 64 * i for i in range(12)]
+    kv = CudaKV(CacheShape(2, 64, window), spread(len(starts), n_ctx), 16, "q8_0")
+    assert window is None or window + rows <= kv.positions
+    for slot, start in enumerate(starts):
+        fill(kv, slot, 0, start + rows)
+    batch = rows_of([(slot, start, rows) for slot, start in enumerate(starts)])
+    first, last = batch.positions * 0, batch.positions
+    if window is not None:
+        anchors = torch.tensor(starts).repeat_interleave(rows)
+        first, last = anchors - window, anchors + rows - 1
+    q = torch.randn(len(last), 32, 64).half()
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "_processors", lambda kernel: 1)
+        got = attend(q, kv, batch, first, last, 0.1).values
+    for slot in (0, 6, 11):
+        at, lone = slice(slot * rows, (slot + 1) * rows), cache(2, 64, n_ctx, "q8_0", window)
+        copy(kv, slot, lone, starts[slot] + rows)
+        alone = attend(q[at].contiguous(), lone, one(starts[slot], rows), first[at], last[at], 0.1)
+        assert torch.equal(got[at], alone.values), slot
+
+
+def test_the_only_chunk_of_a_row_adds_to_zero() -> None:
+    """As among several chunks, where the sum of a negative zero and zeros is zero."""
+    chunks, at = attention.Chunks(7, True), torch.arange(5)
+    sums = torch.full((5, 1, 1, 1, 64), -0.0)
+    tops = torch.tensor([3.0, 1.0]).expand(5, 1, 1, 1, 2).contiguous()
+    five = attention._combine(sums, tops, at, at, 1, chunks).values
+    assert not five.view(torch.int32).any()
+
+
 def check_sequences(
     shape: CacheShape,
     kind: Kind,

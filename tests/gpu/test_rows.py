@@ -155,6 +155,20 @@ def test_residual_of_partial_sums(slices: int) -> None:
     check_rows(packed, norm(want, None), HALF * 1.01)
 
 
+@pytest.mark.parametrize("count", [5, 20])
+def test_rows_in_parts_have_the_bits_of_whole_ones(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a width that does not fill the block, with padding rows."""
+    h, x, weight, next_weight = randn(count, 4672), randn(count, 4672), randn(4672), randn(4672)
+    found = []
+    for split in (False, True):
+        monkeypatch.setattr(rows, "splits", lambda *_, split=split: split)
+        out, (packed,) = rows.Residual(weight, EPS).rows(h, x, [next_weight])
+        found.append((out, *packed_layout.unpack(packed)))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("width", [1536, 5376])
 def test_a_row_does_not_depend_on_the_batch(width: int) -> None:
     h, x, weight, next_weight = randn(16, width), randn(16, width), randn(width), randn(width)

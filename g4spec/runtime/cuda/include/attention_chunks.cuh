@@ -128,7 +128,7 @@ struct AttentionWork {
     // Lower and upper bound: one block for each pair, if the launch has so many, or for all.
     u32 low = total(all) * pairs / gridDim.x;
     u32 time = sequences * pairs <= (int)gridDim.x ? longest : longest * pairs;
-    for (int step = 0; step < 12 && low + 1 < time; ++step) {
+    for (int step = 0; step < 16 && low + 1 < time; ++step) {
       const u32 middle = (low + time) / 2;
       u32 blocks = 0;
       for (int s = lane; s < sequences; s += 32) blocks += costs[s].blocks(middle, pairs);

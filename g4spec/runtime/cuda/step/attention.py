@@ -310,7 +310,8 @@ def _grid(
     limit = nvrtc.SHARED_LIMIT[launch.arch(kernel.device)] + 1024
     registers = -(-kernel.resources.registers // 8) * 8 * threads
     each = min(limit // (shape.shared + _STATIC + 1024), 65536 // registers, 1536 // threads)
-    pairs, fitting = kv.n_kv * blocks, MAX_ITEMS // chunks.most(span, kv.positions)  # in a list
+    pairs = kv.n_kv * blocks
+    fitting = MAX_ITEMS // chunks.most(kv.positions, kv.positions)  # pairs in a list, however long
     lists = -(-pairs // min(fitting, pairs))  # of a sequence
     sequences, at_once = len(batch.sizes), _processors(kernel) * max(1, each)
     return min(work * sequences, max(lists * sequences, at_once))
