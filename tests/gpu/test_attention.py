@@ -432,7 +432,7 @@ def test_blocks_whose_lists_have_no_room_for_all_heads(
 
 
 def test_the_only_chunk_of_a_row_adds_to_zero() -> None:
-    """As among several chunks, where the sum of a negative zero and zeros is zero."""
+    """Compare with several chunks, where the sum of a negative zero and zeros is zero."""
     chunks, at = attention.Chunks(7, True), torch.arange(5)
     sums = torch.full((5, 1, 1, 1, 64), -0.0)
     tops = torch.tensor([3.0, 1.0]).expand(5, 1, 1, 1, 2).contiguous()

@@ -191,7 +191,7 @@ def check(layer: Layer, x: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("count", [1, 9, 33])
 def test_the_end_of_a_layer_split_among_blocks(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a width that does not fill the block."""
+    """Compare both forms of a width that does not fill the block."""
     layer = make(ExpertShape(4, 2, 2368, 64, 64), ("q8_0",) * 4)
     b, x = layer.gpu.buffers, randn(count, 2368).to(DEVICE)
     for values in (b.y, b.dense):

@@ -159,7 +159,7 @@ def test_residual_of_partial_sums(slices: int) -> None:
 def test_rows_in_parts_have_the_bits_of_whole_ones(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a width that does not fill the block, with padding rows."""
+    """Compare both forms of a width that does not fill the block, with padding rows."""
     h, x, weight, next_weight = randn(count, 4672), randn(count, 4672), randn(4672), randn(4672)
     found = []
     for split in (False, True):

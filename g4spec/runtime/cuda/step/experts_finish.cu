@@ -2,19 +2,12 @@
 // layer's first norm as packed activations. A row is held in the registers of a block. For the few rows
 // of a step V blocks compute the same row and each writes 1 / V of it (SPLIT), as in norm.cu.
 #include "packed_rows.cuh"
-#include "reduce.cuh"
+#include "row_registers.cuh"
 
-// A row in the registers of a block: element e of v[j] is value 4 at(j) + e.
 template <int WARPS, int V>
-struct Part {
-  float4 v[V];
+struct Part : RowRegisters<WARPS, V, false> {
+  using RowRegisters<WARPS, V, false>::v, RowRegisters<WARPS, V, false>::squares;
 
-  static DEVICE int at(int j) { return j * 32 * WARPS + threadIdx.x; }
-  DEVICE void load(const float* p, int n4) {
-#pragma unroll
-    for (int j = 0; j < V; ++j)
-      v[j] = at(j) < n4 ? __ldcg((const float4*)p + at(j)) : float4{0, 0, 0, 0};
-  }
   DEVICE void add(const Part& other) {
 #pragma unroll
     for (int j = 0; j < V; ++j) v[j] = add4(v[j], other.v[j]);
@@ -22,19 +15,6 @@ struct Part {
   DEVICE void scale(float s, const Part& weight) {
 #pragma unroll
     for (int j = 0; j < V; ++j) v[j] = mul4(mul4(v[j], s), weight.v[j]);
-  }
-  DEVICE float4 select(int part) const {  // v[part] without dynamic indexing
-    float4 own = v[0];
-#pragma unroll
-    for (int j = 1; j < V; ++j)
-      if (part == j) own = v[j];
-    return own;
-  }
-  DEVICE float squares() const {
-    float s = 0;
-#pragma unroll
-    for (int j = 0; j < V; ++j) s += square4(v[j]);
-    return s;
   }
   // 1 / root mean square
   DEVICE float inverse_rms(float* slots, int width, float eps) const {

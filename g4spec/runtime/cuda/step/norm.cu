@@ -5,35 +5,12 @@
 // addresses computed before the preceding kernel has ended (EARLY: the residual too), and for the
 // few rows of a step V blocks compute the same row and each writes 1 / V of it (SPLIT).
 #include "packed_rows.cuh"
-#include "reduce.cuh"
+#include "row_registers.cuh"
 
-// A row in the registers of a block: element e of v[j] is value 4 at(j) + e. WHOLE: the row has
-// exactly as many values as the block holds, so there are no bounds checks.
 template <int WARPS, int V, bool WHOLE>
-struct Row {
-  float4 v[V];
+struct Row : RowRegisters<WARPS, V, WHOLE> {
+  using RowRegisters<WARPS, V, WHOLE>::v, RowRegisters<WARPS, V, WHOLE>::squares;
 
-  static DEVICE int at(int j) { return j * 32 * WARPS + threadIdx.x; }
-  static DEVICE bool valid(int j, int n4) { return WHOLE || at(j) < n4; }
-  DEVICE void load(const float* p, int n4) {
-#pragma unroll
-    for (int j = 0; j < V; ++j)
-      v[j] = valid(j, n4) ? __ldcg((const float4*)p + at(j)) : float4{0, 0, 0, 0};
-  }
-  DEVICE float4
-  select(int part) const {  // v[part] without dynamic indexing, which would need local memory
-    float4 own = v[0];
-#pragma unroll
-    for (int j = 1; j < V; ++j)
-      if (part == j) own = v[j];
-    return own;
-  }
-  DEVICE float squares() const {
-    float s = 0;
-#pragma unroll
-    for (int j = 0; j < V; ++j) s += square4(v[j]);
-    return s;
-  }
   DEVICE float largest() const {
     float most = 0;
 #pragma unroll
