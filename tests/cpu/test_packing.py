@@ -62,6 +62,16 @@ def test_types_and_shapes_without_a_packing_are_refused() -> None:
         packing.unit_of("q8_0", 96)
 
 
+FIVES = (
+    ((0, 0, 0), (0, 0, 1), (0, 1, 0)),
+    ((1, 0, 0), (1, 0, 1), (1, 1, 0)),
+    ((2, 0, 0), (2, 0, 1), (2, 1, 0)),
+    ((3, 0, 0), (3, 0, 1), (3, 1, 1)),
+    ((3, 1, 0), (0, 1, 1), (1, 1, 1)),
+)
+"""The codes of each of a lane's words of 5-bit codes; the upper bits are those of (2, 1, 1)."""
+
+
 class Unit:
     """A packed unit, read value by value as the layout is specified. It shares only the order of
     the parts with the code under test."""
@@ -86,16 +96,16 @@ class Unit:
             k32, k16 = k // 32, k // 16 % 2
             word = (((tile * (self.unit // 32) + k32) * 32 + lane) * 2 + k16) * 2 + e // 2
             return self.data[4 * word + 2 * h + e % 2] - 128
+        if self.name[1] == "5":
+            return self.five_bit_code(
+                (tile * count + k64) * 32 + lane, (j, e // 2, h), 16 * (e % 2)
+            )
         word = self.u32(4 * (((tile * count + k64) * 32 + lane) * 4 + j))
         low = word >> {0: 0, 1: 16, 2: 8, 3: 24}[e] + 4 * h & 15
         return low | self.upper((tile * count + k64) * 32 + lane, j, h, e) << 4
 
     def upper(self, at: int, j: int, h: int, e: int) -> int:
         high = 16 * (e % 2)
-        if self.name[1] == "5":
-            word = self.u32(self.sizes["q"] + 4 * at)
-            first = {(0, 0): 4, (1, 0): 8, (0, 1): 0, (1, 1): 12}[h, e // 2]
-            return word >> first + j + high & 1
         if self.name == "q6_k":
             word = self.u32(self.sizes["q"] + 4 * (2 * at + j // 2))
             fields = {
@@ -104,6 +114,18 @@ class Unit:
             }
             return word >> fields[j % 2][h, e // 2] + high & 3
         return 0
+
+    def five_bit_code(self, lane: int, code: tuple[int, int, int], half: int) -> int:
+        """Return a code of a lane's five words. `code`: k16 step, pair of columns, half of the
+        tile; `half`: first bit of its column's half of a word."""
+        words = [self.u32(4 * (4 * lane + i)) for i in range(4)]
+        words.append(self.u32(self.sizes["q"] + 4 * lane))
+        if code == (2, 1, 1):
+            return sum((word >> 15 + half & 1) << i for i, word in enumerate(words))
+        for word, codes in zip(words, FIVES, strict=True):
+            if code in codes:
+                return word >> 5 * codes.index(code) + half & 31
+        raise AssertionError(code)
 
     def plane(self, row: int, k: int, which: int = 0) -> np.float32:
         warp, q, g = row // 32, row // 8 % 4, row % 8

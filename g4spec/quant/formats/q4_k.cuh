@@ -25,7 +25,7 @@ struct Affine {
     float scales[8], dmin;
     u32 mins[4];  // pairs of codes
 
-    // Fragments hold the codes of rows g + 8 times 16, so `share` divides their scales by 16. It
+    // Fragments hold the codes of rows g + 8 times 16 or 32, so `share` divides their scales by it. It
     // also contains 2^24, because codes are subnormal halves.
     DEVICE Factors(uint4 h, float share) {
       const float d = from_half(h.x) * share;
@@ -56,7 +56,7 @@ struct Affine {
   struct Lane {
     static constexpr int MINS = 1024, DMINS = 1536;  // in scratch
     using Operands = KOperands<NT, u32, BITS == 5>;
-    float share;  // factor of d: 2^24, and 1/16 for rows g + 8
+    float share;  // factor of d: 2^24, and less for rows g + 8
     u32 codes, upper, header, rows, sums, place, tiled_sums;  // offsets
     u8 *put, *put_mins;                    // in scratch
     const u8 *scales, *mins;
@@ -64,7 +64,7 @@ struct Affine {
     DEVICE Lane(u8* scratch, int warp, int lane) {
       const int g = lane / 4, t = lane % 4, unit = warp / 4 * UNIT_BYTES;
       const int at = warp % 4 * 256 + lane;
-      share = materialize(SUBNORMAL_SCALE * (lane & 8 ? 0.0625f : 1.0f));
+      share = materialize(SUBNORMAL_SCALE / (lane & 8 ? (float)upper_factor(BITS) : 1.0f));
       codes = materialize(unit + at * 16);
       upper = materialize(unit + UPPER + at * 4);
       header = materialize(unit + HEADER + (warp % 4 * 32 + lane) * 16);
@@ -119,12 +119,8 @@ struct Affine {
         for (int h = 0; h < 2; ++h) {
           u32 a[2][2][4];  // [step][tile]
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int step = i / 2, tile = i % 2;
-            const uint4 v = own.w[tile];
-            subnormal_nibbles(a[step][tile], step ? (h ? v.w : v.y) : (h ? v.z : v.x));
-            if constexpr (BITS == 5) add_fifth_bits(a[step][tile], own.upper[tile], h * 2 + step);
-          }
+          for (int i = 0; i < 4; ++i)
+            subnormal_codes<BITS>(a[i / 2][i % 2], own.w[i % 2], own.upper[i % 2], h * 2 + i / 2);
           const float4 s = ((const float4*)scales)[(j * 2 + h) * 8];
 #pragma unroll
           for (int g = 0; g < G; ++g) {
@@ -164,14 +160,9 @@ struct Affine {
           s = ((const float4*)scales)[(j * 2 + h) * 8];
 #pragma unroll
           for (int tile = 0; tile < 2; ++tile) {
-            const uint4 v = own.w[tile];
             u32 a[2][4];  // [step]
-            subnormal_nibbles(a[0], h ? v.z : v.x);
-            subnormal_nibbles(a[1], h ? v.w : v.y);
-            if constexpr (BITS == 5) {
-              add_fifth_bits(a[0], own.upper[tile], h * 2);
-              add_fifth_bits(a[1], own.upper[tile], h * 2 + 1);
-            }
+            subnormal_codes<BITS>(a[0], own.w[tile], own.upper[tile], h * 2);
+            subnormal_codes<BITS>(a[1], own.w[tile], own.upper[tile], h * 2 + 1);
             issue_wgmmas<G>(c[tile], a, b, j * 4 + h * 2);
             if (tile)
               finish(0, 1, s);
@@ -230,8 +221,7 @@ struct Affine {
         for (int i = 0; i < 4; ++i) {
           const int h = i / 2, tile = i % 2;
           u32 a[4];
-          subnormal_nibbles(a, step ? (h ? w[tile].w : w[tile].y) : (h ? w[tile].z : w[tile].x));
-          if constexpr (BITS == 5) add_fifth_bits(a, of.upper[tile], h * 2 + step);
+          subnormal_codes<BITS>(a, w[tile], of.upper[tile], h * 2 + step);
 #pragma unroll
           for (int nt = 0; nt < NT; ++nt) {
             const auto& frag = of.b[h][step][nt];
@@ -345,7 +335,7 @@ struct Affine {
     factors(f, from_half((u16)h.x), from_half((u16)(h.x >> 16)), six_bits<0>(h, p.k / 32),
             six_bits<1>(h, p.k / 32));
 #pragma unroll
-    for (int e = 0; e < 4; ++e) f.code[e] = p.nibble(e) | (BITS == 5 ? p.fifth_bit(e) : 0);
+    for (int e = 0; e < 4; ++e) f.code[e] = BITS == 5 ? p.five_bits(e) : p.nibble(e);
     return f.values();
   }
 };
@@ -368,8 +358,8 @@ struct Affine {
   }
   DEVICE void values(int k64, Values& v) const {
     const uint4 q = load_streaming((const uint4*)unit + (tile * 4 + k64) * 32 + lane);
-    const u32 words[4] = {q.x, q.y, q.z, q.w};
-    const u32 bits = BITS == 5 ? ((const u32*)(unit + 16384))[(tile * 4 + k64) * 32 + lane] : 0;
+    const u32 last = BITS == 5 ? ((const u32*)(unit + 16384))[(tile * 4 + k64) * 32 + lane] : 0;
+    const u32 words[5] = {q.x, q.y, q.z, q.w, last};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const uint4 h = header[r];
@@ -382,9 +372,7 @@ struct Affine {
         for (int j = 2 * k32; j < 2 * k32 + 2; ++j)
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            u32 code = words[j] >> nibble_shift(r, e) & 15;
-            if (BITS == 5) code |= (bits >> fifth_bit_shift(r, e, j) & 1) << 4;
-            v[r][j][e] = fmaf(s, bits_to_float(code, 31, 0), m);
+            v[r][j][e] = fmaf(s, bits_to_float(code_bits<BITS>(words, r, e, j), 31, 0), m);
           }
       }
     }

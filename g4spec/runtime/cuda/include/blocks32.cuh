@@ -12,10 +12,10 @@ struct Blocks32 {
   static constexpr int CODES = K * 64, UPPER = BITS == 5 ? K * 16 : 0, PLANE = K * 8;
   static constexpr int UNIT = K, UNIT_BYTES = CODES + UPPER + PLANE * (MINIMUM ? 2 : 1);
   static constexpr int SCRATCH = 0, SUMS = SUMS32, SUMS_BYTES = 64;  // of 8 rows of a block
-  // A fragments hold 1024 + code in rows g and 1024 + 16 * code in rows g + 8. LOW, HIGH: their
-  // bias relative to code - ZERO, in units of 1024.
-  static constexpr float ZERO = MINIMUM ? 0.0f : (1 << (BITS - 1)) / 1024.0f;
-  static constexpr float LOW = 1.0f + ZERO, HIGH = 1.0f + 16.0f * ZERO;
+  // Codes are subnormals, multiplied by RISE in rows g + 8. LOW, HIGH: the zero point as a code of rows
+  // g and g + 8, divided by 1024 as sums of activations are multiplied by -1024.
+  static constexpr float RISE = upper_factor(BITS), ZERO = MINIMUM ? 0 : 1 << (BITS - 1);
+  static constexpr float LOW = ZERO / 1024 / SUBNORMAL_SCALE, HIGH = LOW * RISE;
 
   template <int NT>
   using Lane = StatelessLane<Blocks32, NT>;
@@ -31,8 +31,8 @@ struct Blocks32 {
     for (int k32 = 0; k32 < K / 32; ++k32) {
       const int k64 = k32 / 2, h = k32 % 2;
       const uint4 w[2] = {codes[k64 * 32], codes[K / 2 + k64 * 32]};
-      u32 fifths[2];
-      if constexpr (BITS == 5) fifths[0] = upper[k64 * 32], fifths[1] = upper[K / 2 + k64 * 32];
+      u32 last[2] = {};
+      if constexpr (BITS == 5) last[0] = upper[k64 * 32], last[1] = upper[K / 2 + k64 * 32];
       const auto rows = activations<NT>(act, k64);
       u32 b[2][NT][2];
       rows.fragments(b, h, lane);
@@ -41,23 +41,19 @@ struct Blocks32 {
       if constexpr (MINIMUM) least = m[k32 * 32];
 #pragma unroll
       for (int tile = 0; tile < 2; ++tile) {
-        u32 a0[4], a1[4];
-        biased_nibbles(a0, h ? w[tile].z : w[tile].x);
-        biased_nibbles(a1, h ? w[tile].w : w[tile].y);
-        if constexpr (BITS == 5) {
-          add_fifth_bits(a0, fifths[tile], h * 2);
-          add_fifth_bits(a1, fifths[tile], h * 2 + 1);
-        }
-        const float2 s = halves(tile ? scales.y : scales.x, 1.0f, 0.0625f);
+        u32 a[2][4];
+        subnormal_codes<BITS>(a[0], w[tile], last[tile], h * 2);
+        subnormal_codes<BITS>(a[1], w[tile], last[tile], h * 2 + 1);
+        const float2 s = factors(tile ? scales.y : scales.x);
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt) {
           const float2 n = rows.sums32(h, nt, t);
           float c[4] = {n.x * LOW, n.y * LOW, n.x * HIGH, n.y * HIGH};
-          mma_f16(c, a0, b[0][nt][0], b[0][nt][1], c);
-          mma_f16(c, a1, b[1][nt][0], b[1][nt][1], c);
+          mma_f16(c, a[0], b[0][nt][0], b[0][nt][1], c);
+          mma_f16(c, a[1], b[1][nt][0], b[1][nt][1], c);
           scale_add(acc[tile][nt], c, s.x, s.y);
           if constexpr (MINIMUM) {  // m * sum of activations; n is -1024 times the sum
-            const float2 low = halves(tile ? least.y : least.x, -1.0f / 1024, -1.0f / 1024);
+            const float2 low = minima(tile ? least.y : least.x);
             scale_add(acc[tile][nt], {n.x, n.y, n.x, n.y}, low.x, low.y);
           }
         }
@@ -86,16 +82,11 @@ struct Blocks32 {
 #pragma unroll
       for (int tile = 0; tile < 2; ++tile) {
         const uint4 w = codes[tile * (K / 2) + k64 * 32];
-        biased_nibbles(a[tile][0], h ? w.z : w.x);
-        biased_nibbles(a[tile][1], h ? w.w : w.y);
-        if constexpr (BITS == 5) {
-          const u32 fifths = upper[tile * (K / 2) + k64 * 32];
-          add_fifth_bits(a[tile][0], fifths, h * 2);
-          add_fifth_bits(a[tile][1], fifths, h * 2 + 1);
-        }
-        s[tile] = halves(tile ? scales.y : scales.x, 1.0f, 0.0625f);
-        if constexpr (MINIMUM)
-          low[tile] = halves(tile ? least.y : least.x, -1.0f / 1024, -1.0f / 1024);
+        const u32 last = BITS == 5 ? upper[tile * (K / 2) + k64 * 32] : 0;
+        subnormal_codes<BITS>(a[tile][0], w, last, h * 2);
+        subnormal_codes<BITS>(a[tile][1], w, last, h * 2 + 1);
+        s[tile] = factors(tile ? scales.y : scales.x);
+        if constexpr (MINIMUM) low[tile] = minima(tile ? least.y : least.x);
       }
 #pragma unroll
       for (int g = 0; g < G; ++g) {
@@ -140,13 +131,9 @@ struct Blocks32 {
       for (int tile = 0; tile < 2; ++tile) {
         const uint4 w = codes[tile * (K / 2) + k64 * 32];
         u32 a[2][4];
-        biased_nibbles(a[0], h ? w.z : w.x);
-        biased_nibbles(a[1], h ? w.w : w.y);
-        if constexpr (BITS == 5) {
-          const u32 fifths = upper[tile * (K / 2) + k64 * 32];
-          add_fifth_bits(a[0], fifths, h * 2);
-          add_fifth_bits(a[1], fifths, h * 2 + 1);
-        }
+        const u32 last = BITS == 5 ? upper[tile * (K / 2) + k64 * 32] : 0;
+        subnormal_codes<BITS>(a[0], w, last, h * 2);
+        subnormal_codes<BITS>(a[1], w, last, h * 2 + 1);
         WgmmaAcc<G> c;
 #pragma unroll
         for (int i = 0; i < 2 * G; ++i) {
@@ -156,10 +143,10 @@ struct Blocks32 {
         }
         issue_wgmmas<G>(c, a, b, k32 * 2, true);
         wait_wgmmas<G>(c, 0);
-        const float2 s = halves(tile ? scales.y : scales.x, 1.0f, 0.0625f);
+        const float2 s = factors(tile ? scales.y : scales.x);
         scale_add_tiles<G>(acc[tile], c, s.x, s.y);
         if constexpr (MINIMUM) {
-          const float2 low = halves(tile ? least.y : least.x, -1.0f / 1024, -1.0f / 1024);
+          const float2 low = minima(tile ? least.y : least.x);
 #pragma unroll
           for (int i = 0; i < 2 * G; ++i) {
             const float2 n = grouped_sums32(act.sums + i / 2 * GROUP_SUM_BYTES, k32, i % 2, t);
@@ -171,8 +158,13 @@ struct Blocks32 {
   }
 #endif
 
-  static DEVICE float2 halves(u32 pair, float low, float high) {
-    return {low * from_half((u16)pair), high * from_half((u16)(pair >> 16))};
+  // Factors of rows g and g + 8, for their fragments.
+  static DEVICE float2 factors(u32 pair) {
+    return {from_half((u16)pair) * SUBNORMAL_SCALE,
+            from_half((u16)(pair >> 16)) * (SUBNORMAL_SCALE / RISE)};
+  }
+  static DEVICE float2 minima(u32 pair) {
+    return {from_half((u16)pair) * (-1.0f / 1024), from_half((u16)(pair >> 16)) * (-1.0f / 1024)};
   }
 };
 
@@ -224,7 +216,7 @@ struct Blocks32 {
     CodeQuad f;
     f.scale = p.plane(planes, 0), f.offset = MINIMUM ? p.plane(planes, 1) : 0.0f;
 #pragma unroll
-    for (int e = 0; e < 4; ++e) f.code[e] = (p.nibble(e) | (BITS == 5 ? p.fifth_bit(e) : 0)) - BIAS;
+    for (int e = 0; e < 4; ++e) f.code[e] = (BITS == 5 ? p.five_bits(e) : p.nibble(e)) - BIAS;
     return f.values();
   }
 };
@@ -244,8 +236,8 @@ struct Blocks32 {
   DEVICE void values(int k64, Values& v) const {
     const int at = (tile * (K / 64) + k64) * 32 + lane;
     const uint4 q = load_streaming((const uint4*)unit + at);
-    const u32 words[4] = {q.x, q.y, q.z, q.w};
-    const u32 bits = BITS == 5 ? ((const u32*)(unit + CODES))[at] : 0;
+    const u32 last = BITS == 5 ? ((const u32*)(unit + CODES))[at] : 0;
+    const u32 words[5] = {q.x, q.y, q.z, q.w, last};
     const float bias = MINS ? 0 : BITS == 5 ? 16 : 8;
 #pragma unroll
     for (int k32 = 0; k32 < 2; ++k32) {
@@ -259,9 +251,7 @@ struct Blocks32 {
         for (int j = 2 * k32; j < 2 * k32 + 2; ++j)
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            u32 code = words[j] >> nibble_shift(r, e) & 15;
-            if (BITS == 5) code |= (bits >> fifth_bit_shift(r, e, j) & 1) << 4;
-            const float x = s * bits_to_float(code, 31, bias);
+            const float x = s * bits_to_float(code_bits<BITS>(words, r, e, j), 31, bias);
             v[r][j][e] = MINS ? x + least : x;
           }
       }

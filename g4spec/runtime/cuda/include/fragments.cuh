@@ -4,6 +4,7 @@
 // view of table-coded types; the others are in g4spec/quant/formats/.
 #pragma once
 #include "codebook.cuh"
+#include "five_bits.cuh"
 
 // The integer x & mask (below 2^23) minus `bias`, as float.
 DEVICE float bits_to_float(u32 x, u32 mask, float bias) {
@@ -12,13 +13,16 @@ DEVICE float bits_to_float(u32 x, u32 mask, float bias) {
 
 // Bit offset of value e of row r (0: g, 1: g + 8) in a word of 4-bit codes.
 DEVICE constexpr int nibble_shift(int r, int e) { return e % 2 * 16 + e / 2 * 8 + r * 4; }
-// Bit offset of its fifth bit, for k16 step j.
-DEVICE constexpr int fifth_bit_shift(int r, int e, int j) {
-  return e % 2 * 16 + (r ? 8 + e / 2 * 4 : 4 - e / 2 * 4) + j;
-}
 // Bit offset of its two upper bits; a word serves two k16 steps.
 DEVICE constexpr int upper_bits_shift(int r, int e, int j) {
   return e % 2 * 16 + e / 2 * 8 + (r ? 2 - j % 2 * 2 : 4 + j % 2 * 2);
+}
+
+// Code of BITS bits (4 or 5) of value e of row g + 8 r in k16 step j, from the lane's words.
+template <int BITS>
+DEVICE u32 code_bits(const u32 (&words)[5], int r, int e, int j) {
+  if (BITS == 4) return words[j] >> nibble_shift(r, e) & 15;
+  return five_bit_code([&](int i) { return words[i]; }, r, e, j);
 }
 
 using Values = float[2][4][4];  // [row][k16][e]

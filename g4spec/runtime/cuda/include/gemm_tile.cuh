@@ -18,13 +18,14 @@
 // Factors of a unit that need unpacking go through F::SCRATCH bytes of shared memory per warp, while the
 // first operands are loaded. The warp synchronizes between two units.
 //
-// Integer codes enter the tensor cores as bit patterns of halves, without conversion. Q4_K and Q5_K use
-// subnormals, code * 2^-24, which tensor cores multiply exactly; the scales contain 2^24, and minima are
-// subtracted by MMAs of their own. Q8_0, Q4_0, Q4_1, Q5_0 and Q5_1 use 1024 + code, and accumulators
-// start at minus this bias and the zero point, times the sum of the activations. Q6_K and some others
-// multiply codes by their scales first: gemm_scaled.cuh. Other formats look up their values:
+// Integer codes enter the tensor cores as bit patterns of halves, without conversion. Codes of 4 and 5
+// bits are subnormals, code * 2^-24, which tensor cores multiply exactly; the scales contain 2^24. Q4_K
+// and Q5_K subtract minima by MMAs of their own. Q8_0 uses 1024 + code. Its accumulators, and those of
+// Q4_0 and Q5_0, start at minus this bias and the zero point, times the sum of the activations. Q6_K and
+// some others multiply codes by their scales first: gemm_scaled.cuh. Other formats look up their values:
 // gemm_codebook.cuh.
 #pragma once
+#include "five_bits.cuh"
 #include "packed_rows.cuh"
 #include "wgmma.cuh"
 
@@ -217,16 +218,11 @@ DEVICE void scale_add_tiles(float (&acc)[2 * G][4], const WgmmaAcc<G>& c, float 
 }
 #endif
 
-// A fragment from 4-bit codes q: rows g as 1024 + q, rows g + 8 as 1024 + 16 q.
-DEVICE void biased_nibbles(u32 (&a)[4], u32 w) {
-  a[0] = and_or(w, 0x000f000fu, HALF2_1024);
-  a[1] = and_or(w, 0x00f000f0u, HALF2_1024);
-  w >>= 8;
-  a[2] = and_or(w, 0x000f000fu, HALF2_1024);
-  a[3] = and_or(w, 0x00f000f0u, HALF2_1024);
-}
+// Codes of rows g + 8 are multiplied by this in the fragments below.
+constexpr int upper_factor(int bits) { return 1 << bits; }
 
-// The same as subnormals: rows g as q, rows g + 8 as 16 q, both divided by SUBNORMAL_SCALE.
+// A fragment of 4-bit codes q as subnormals: rows g as q, rows g + 8 as 16 q, both divided by
+// SUBNORMAL_SCALE.
 DEVICE void subnormal_nibbles(u32 (&a)[4], u32 w) {
   a[0] = w & 0x000f000fu;
   a[1] = w & 0x00f000f0u;
@@ -235,12 +231,13 @@ DEVICE void subnormal_nibbles(u32 (&a)[4], u32 w) {
   a[3] = w & 0x00f000f0u;
 }
 
-// Add the fifth bits of the codes of k16 step j to a fragment of either function above.
-DEVICE void add_fifth_bits(u32 (&a)[4], u32 bits, int j) {
-  a[0] = and_or(bits >> j, 0x00100010u, a[0]);
-  a[1] = and_or(bits >> j, 0x01000100u, a[1]);
-  a[2] = and_or(bits << (4 - j), 0x00100010u, a[2]);
-  a[3] = and_or(bits >> (4 + j), 0x01000100u, a[3]);
+// A fragment of codes of BITS bits (4 or 5) for k16 step j of a k64 block.
+template <int BITS>
+DEVICE void subnormal_codes(u32 (&a)[4], const uint4& w, u32 last, int j) {
+  if constexpr (BITS == 5)
+    subnormal_fives(a, w, last, j);
+  else
+    subnormal_nibbles(a, j == 0 ? w.x : j == 1 ? w.y : j == 2 ? w.z : w.w);
 }
 
 // acc += scale * c; `low` and `high` scale rows g and g + 8.

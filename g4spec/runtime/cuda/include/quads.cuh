@@ -6,6 +6,7 @@
 // g4spec/quant/formats/.
 #pragma once
 #include "codebook.cuh"
+#include "five_bits.cuh"
 
 struct CodeQuad {  // four values code * scale + offset
   int code[4];
@@ -39,9 +40,10 @@ struct PackedQuad {
   DEVICE int nibble(int e) const {
     return ((const u32*)unit)[lane64() * 4 + j()] >> (e % 2 * 16 + e / 2 * 8 + h() * 4) & 15;
   }
-  DEVICE int fifth_bit(int e) const {
-    const int low = h() ? 8 + e / 2 * 4 : 4 - e / 2 * 4;
-    return (((const u32*)(unit + columns * 64))[lane64()] >> (e % 2 * 16 + low + j()) & 1) << 4;
+  DEVICE int five_bits(int e) const {
+    const u32 *codes = (const u32*)unit, at = lane64();
+    const auto word = [&](int i) { return codes[i < 4 ? at * 4 + i : columns * 16 + at]; };
+    return five_bit_code(word, h(), e, j());
   }
   DEVICE int upper_bits(int e) const {
     const int low = (h() ? 2 - j() % 2 * 2 : 4 + j() % 2 * 2) + e / 2 * 8;

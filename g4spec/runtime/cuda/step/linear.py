@@ -422,7 +422,8 @@ def list_units() -> list[Unit]:
             for types in (("q4_k", "q6_k"), ("q8_0", "q8_0")):
                 a, b = (gemm_config(type, 256, 2, tiles, arch) for type in types)
                 names[two_matrix_instance(a, b)] = max(a.shared, b.shared)
-        spill = 36 if arch == "sm_120" else 16  # there gate_up<Q4K, 2, 128, 2> needs as much
+        # What gate_up<Q4K, 2, 128, 2> needs there.
+        spill = 36 if arch in ("sm_120", "sm_121") else 16
         out.append(
             Unit(
                 "linear.cu",

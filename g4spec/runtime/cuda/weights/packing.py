@@ -34,20 +34,19 @@ from g4spec import quant
 from g4spec.errors import Unsupported
 from g4spec.quant import block_dtype
 from g4spec.runtime.cuda.build.constants import PACK_ROWS
-from g4spec.runtime.cuda.weights import held_size
+from g4spec.runtime.cuda.weights import bit_places, held_size
+from g4spec.runtime.cuda.weights.bit_places import Index
 
 CHUNK = 1 << 27
 """Values that are rearranged at a time, which bounds the memory needed besides the result."""
 
 _ROWS = {"w": 4, "p": 2, "h": 2, "g": 8}
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-Index = tuple[int, ...]
 Places = dict[int, Callable[[int, int, int], tuple[int, int]]]
 
 PLACE: Places = {
     4: lambda j, h, e1: (j, 8 * e1 + 4 * h),
     2: lambda j, h, e1: (j // 2, (2 - 2 * (j % 2) if h else 4 + 2 * (j % 2)) + 8 * e1),
-    1: lambda j, h, e1: (0, (4, 8, 0, 12)[2 * e1 + h] + j),
 }
 """Bits of a code -> word among the lane's words of 64 columns, and lowest bit in it (for e0 = 0).
 """
@@ -172,21 +171,18 @@ def _numbers(name: str, bits: int, run: int, order: Index = IN_ORDER) -> Part:
 
 
 def _dense(words: range) -> Part:
-    """Return the part for these of a lane's three words of 3-bit codes (`Order::DENSE` in
-    codebook.cuh). The file has the two low bits of the codes apart from the third."""
-
-    def places() -> Iterator[tuple[Index, int, Index, int]]:
-        for k, h, bit in product(range(256), range(2), range(3)):
-            c, j, t, e1, e0 = k // 64, k // 16 % 4, k // 4 % 4, k // 2 % 2, k % 2
-            code = 4 * j + 2 * e1 + h
-            slot, low = (code // 5, code // 5 + 1 + code % 5 * 3) if code < 15 else (bit, 0)
-            if t == 0 and slot in words:  # the other lanes find their bits at the same places
-                x, at = (4 + k % 32 // 16, k // 32) if bit == 2 else (k // 128 * 2 + j % 2, bit)
-                at += 8 * (2 * e0 + e1) + (bit < 2) * (k % 128 // 32 * 2)
-                yield (h, x), at, (c, slot - words.start), (16 * e0 + low + bit) % 32
-
-    sizes, moves = {"x": 6, "t": 4, "k": 4, "s": len(words)}, _moves(places())
+    """Return the part for these of a lane's three words of 3-bit codes."""
+    sizes, moves = {"x": 6, "t": 4, "k": 4, "s": len(words)}, _moves(bit_places.three_bits(words))
     return Part("low", "high", 4, 256, "c x t", "w p c k g t s", sizes, moves, swapped=True)
+
+
+def _fives(words: range, span: int) -> Part:
+    """Return the part for these of a lane's five words of 5-bit codes."""
+    lanes = span == 256  # as in `_codes`
+    sizes = {"x": 10, "t": 4, "k": span // 64, "s": len(words)}
+    moves = _moves(bit_places.five_bits(words, span))
+    source = "c x t" if lanes else "c x"
+    return Part("high", "q", 4, span, source, "w p c k g t s", sizes, moves, swapped=True)
 
 
 def _by_row(first: str, last: str, count: int, word: int = 4) -> Part:
@@ -222,55 +218,24 @@ def _plane(name: str) -> Part:
     return Part(name, name, 2, 32, "c", "c w g p h")
 
 
-def _six_bits() -> Iterator[tuple[Index, int, Index, int]]:
-    """Yield the moves of the header of Q4_K and Q5_K. Packed, it is: both factors; then three words
-    with pairs of scales and of minima, numbers 2 p and 2 p + 1 in the halves of word p: a scale at
-    bit 0, a minimum at bit 6. The remaining 4 bits of each half hold numbers 6 and 7: the lower
-    four bits of the scale in word 0, of the minimum in word 1, the upper two of both in word 2."""
-    for bit in range(32):
-        yield (0,), bit, (0,), bit
-    for minimum, i, bit in product(range(2), range(8), range(6)):
-        if i < 4:
-            byte, low = 4 * minimum + i, bit
-        elif bit < 4:
-            byte, low = 8 + i - 4, 4 * minimum + bit
-        else:
-            byte, low = 4 * minimum + i - 4, 6 + bit - 4
-        pair, half = i // 2, 16 * (i % 2)
-        if pair < 3:
-            target = (1 + pair, half + 6 * minimum + bit)
-        elif bit < 4:
-            target = (1 + minimum, half + 12 + bit)
-        else:
-            target = (3, half + 12 + 2 * minimum + bit - 4)
-        yield (1 + byte // 4,), 8 * (byte % 4) + low, (target[0],), target[1]
-
-
-def _six_in_two() -> Iterator[tuple[Index, int, Index, int]]:
-    """Yield the moves of the header of IQ4_XS (`factor` in iq4_xs.cuh)."""
-    yield from (((0,), bit, (0,), bit) for bit in range(16))
-    for i, bit in product(range(8), range(6)):
-        source = bit + (32 + 4 * i if bit < 4 else 12 + 2 * i)
-        target = bit + 6 * i + (32 if i < 5 else 16 if i == 7 and bit > 3 else -14)
-        yield (source // 32,), source % 32, (target // 32,), target % 32
-
-
-_AFFINE = Part("d", "scales", 4, 256, "c x", "c w p h g y", {"x": 4, "y": 4}, _moves(_six_bits()))
-_SIX = Part("d", "low", 4, 256, "c x", "c w p h g y", {"x": 2, "y": 2}, _moves(_six_in_two()))
+_AFFINE = Part(
+    "d", "scales", 4, 256, "c x", "c w p h g y", {"x": 4, "y": 4}, _moves(bit_places.six_bits())
+)
+_SIX = Part(
+    "d", "low", 4, 256, "c x", "c w p h g y", {"x": 2, "y": 2}, _moves(bit_places.six_in_two())
+)
+_FIVES = _fives(range(4), 64), _fives(range(4, 5), 64)
 _TERNARY = _numbers("q", 2, 32), _factors("d", 2, 256)
 _BYTES = Part("q", "q", 2, 32, "c k t e", "w p c g t k e h", {"k": 2, "t": 4, "e": 2}, flip=0x8080)
 
 PARTS: dict[str, tuple[np.dtype[np.void], tuple[Part, ...]]] = {
     "q4_0": (block_dtype("q4_0"), (_codes("q", 4, 16), _plane("d"))),
     "q4_1": (block_dtype("q4_1"), (_codes("q", 4, 16), _plane("d"), _plane("m"))),
-    "q5_0": (block_dtype("q5_0"), (_codes("q", 4, 16), _codes("high", 1, 1), _plane("d"))),
-    "q5_1": (
-        block_dtype("q5_1"),
-        (_codes("q", 4, 16), _codes("high", 1, 1), _plane("d"), _plane("m")),
-    ),
+    "q5_0": (block_dtype("q5_0"), (*_FIVES, _plane("d"))),
+    "q5_1": (block_dtype("q5_1"), (*_FIVES, _plane("d"), _plane("m"))),
     "q8_0": (block_dtype("q8_0"), (_BYTES, _plane("d"))),
     "q4_k": (block_dtype("q4_k"), (_codes("q", 4, 32), _AFFINE)),
-    "q5_k": (block_dtype("q5_k"), (_codes("q", 4, 32), _codes("high", 1, 32), _AFFINE)),
+    "q5_k": (block_dtype("q5_k"), (_fives(range(4), 256), _fives(range(4, 5), 256), _AFFINE)),
     "q6_k": (
         block_dtype("q6_k"),
         (
