@@ -16,7 +16,7 @@ from g4spec.runtime.cuda.cache.cuda_kv import CudaKV, Kind
 from g4spec.runtime.cuda.cache.heads import Heads
 from g4spec.runtime.cuda.portable import torch_attention
 from g4spec.runtime.cuda.step import attention
-from g4spec.runtime.cuda.step.attention import AttentionOutput, attend
+from g4spec.runtime.cuda.step.attention import AttentionOutput
 from g4spec.runtime.cuda.step.packed_layout import concat_rows, unpack
 from g4spec.runtime.cuda.step.packed_rows import PackedRows
 from tests.gpu.batches import one, rows_of, spread
@@ -101,6 +101,9 @@ def expected(
     scores = torch.einsum("thgd,nhd->thgn", rows, keys) * scale
     weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
     return torch.einsum("thgn,nhd->thgd", weights, values).flatten(1)
+
+
+attend = functools.partial(attention.attend, values=True)
 
 
 def run(
@@ -395,7 +398,7 @@ def test_blocks_with_several_heads(
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with monkeypatch.context() as patch:
             if len(batch.sizes) > 1:
-                patch.setattr(attention, "_processors", lambda kernel: 1)
+                patch.setattr(attention, "_processors", lambda device: 1)
             return causal_attention("tensor", q, kv, batch, window)
 
     check_sequences(CacheShape(4, 64, None, 0), "q8_0", sizes, n_ctx, by_few_blocks)
@@ -422,7 +425,7 @@ def test_blocks_whose_lists_have_no_room_for_all_heads(
         first, last = anchors - window, anchors + rows - 1
     q = torch.randn(len(last), 32, 64).half()
     with monkeypatch.context() as patch:
-        patch.setattr(attention, "_processors", lambda kernel: 1)
+        patch.setattr(attention, "_processors", lambda device: 1)
         got = attend(q, kv, batch, first, last, 0.1).values
     for slot in (0, 5):
         at, lone = slice(slot * rows, (slot + 1) * rows), cache(2, 64, n_ctx, "q8_0", window)
@@ -436,8 +439,29 @@ def test_the_only_chunk_of_a_row_adds_to_zero() -> None:
     chunks, at = attention.Chunks(7, True), torch.arange(5)
     sums = torch.full((5, 1, 1, 1, 64), -0.0)
     tops = torch.tensor([3.0, 1.0]).expand(5, 1, 1, 1, 2).contiguous()
-    five = attention._combine(sums, tops, at, at, 1, chunks).values
+    five = attention._combine(sums, tops, at, at, 1, chunks, values=True).values
     assert not five.view(torch.int32).any()
+
+
+@pytest.mark.parametrize("dim", [128, 256, 512])
+def test_blocks_that_a_warp_combines_do_not_change_the_result(
+    dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of three sequences see one chunk, several, and other first chunks."""
+    chunks, tokens, n_kv, group, room = attention.Chunks(7, False), 3, 2, 3, 11
+    first = torch.tensor([0, 0, 0, 500, 520, 700, 10, 300, 600])
+    last = torch.tensor([126, 127, 128, 501, 1600, 1700, 1000, 1001, 1002])
+    sums = torch.randn(3, room, n_kv, tokens * group, dim)
+    tops = torch.rand(3, room, n_kv, tokens * group, 2) + 0.5
+    found = []
+    for processors in (1 << 20, 1):
+        monkeypatch.setattr(attention, "_processors", lambda device, n=processors: n)
+        found.append(attention._combine(sums, tops, first, last, tokens, chunks, values=True))
+    assert attention._combined_blocks(dim, 1 << 9, sums.device) == min(4, dim // 64)
+    one, several = found
+    assert torch.equal(one.values, several.values) and one.values.isfinite().all()
+    assert torch.equal(one.rows.data, several.rows.data)
+    assert torch.equal(unpacked(several, 9), several.values.half())
 
 
 def check_sequences(
@@ -493,7 +517,9 @@ def test_rows_are_bit_identical_in_other_groups(sizes: tuple[int, ...]) -> None:
     q = torch.randn(n, 4, 64).half()
     batch = rows_of([(0, 150, 1)] * n)
     last = batch.positions
-    whole = attend(q, kv, batch, last * 0, last, 0.1).rows
+    found = attention.attend(q, kv, batch, last * 0, last, 0.1)
+    assert found.values is None
+    whole = found.rows
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     parts = [
         attend(

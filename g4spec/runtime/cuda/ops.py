@@ -197,8 +197,11 @@ class CudaOps(Ops):
             by = self._exchange
             return attention_window.attend(q, kv, batch, first, last, scale, by.arrived, by.count)
         if q.dtype is torch.float16:
-            out = attention.attend(q, kv, batch, first, last, scale, plain=self.portable)
-            return out.values if self.portable else out.rows
+            portable = self.portable
+            out = attention.attend(
+                q, kv, batch, first, last, scale, plain=portable, values=portable
+            )
+            return out.values if portable else out.rows
         self.without_kernel.add("attend")
         return torch_attention.attend(q, kv, batch, first, last, scale)
 

@@ -45,6 +45,10 @@ _RING = {64: 65536, 128: 65536, 256: 196608, 512: 196608}
 """Maximum bytes of tiles in flight in a block, by head_dim."""
 
 
+COMBINED_BLOCKS = (4, 2, 1)
+"""Blocks of 64 values that a warp of the second phase may combine."""
+
+
 @dataclass(frozen=True)
 class AttentionConfig:
     """One instance of `attend_chunks`: arguments of the template of the same name in
@@ -200,11 +204,10 @@ def _log2(n: int) -> int:
 
 @dataclass(frozen=True)
 class AttentionOutput:
-    """Result of attention. `values`: [T, n_head * D] float32; `rows`: the same as packed
-    activations."""
+    """Result of attention: [T, n_head * D] as packed activations, and in float32 if asked for."""
 
-    values: torch.Tensor
     rows: PackedRows
+    values: torch.Tensor | None
 
 
 def attend(
@@ -216,6 +219,7 @@ def attend(
     scale: float,
     *,
     plain: bool | None = None,
+    values: bool = False,
 ) -> AttentionOutput:
     """Compute softmax(scale * q k) v over positions first[t] .. last[t] of each row's slot.
 
@@ -230,6 +234,7 @@ def attend(
         first, last: [T] int64, inclusive, first <= last; a sequence spans at most `kv.positions`
             positions from its smallest `first` to its largest `last`.
         plain: use the kernel without tensor cores; by default on GPUs before sm_80.
+        values: return the result in float32 as well.
     """
     _, n_head, head_dim = q.shape
     sequences, tokens = len(batch.sizes), batch.rows_per_sequence
@@ -260,7 +265,9 @@ def attend(
     if plain:
         name = plain_instance(head_dim, kv.kind, kv.rotary_pairs)
         kernel = launch.kernel("attention_plain.cu", name, q.device.index)
-        grid = min(room * kv.n_kv * -(-tokens * group // PLAIN_ROWS), 8 * _processors(kernel))
+        grid = min(
+            room * kv.n_kv * -(-tokens * group // PLAIN_ROWS), 8 * _processors(q.device.index)
+        )
         kernel((grid, sequences), PLAIN_THREADS, **common)
     else:
         arch = launch.arch(q.device.index)
@@ -274,7 +281,7 @@ def attend(
             sequences=sequences,
             shared=shape.shared,
         )
-    return _combine(sums, tops, first, last, tokens, chunks)
+    return _combine(sums, tops, first, last, tokens, chunks, values)
 
 
 def _cache_arguments(kv: CudaKV) -> dict[str, Any]:
@@ -313,12 +320,12 @@ def _grid(
     pairs = kv.n_kv * blocks
     fitting = MAX_ITEMS // chunks.most(kv.positions, kv.positions)  # pairs in a list, however long
     lists = -(-pairs // min(fitting, pairs))  # of a sequence
-    sequences, at_once = len(batch.sizes), _processors(kernel) * max(1, each)
+    sequences, at_once = len(batch.sizes), _processors(kernel.device) * max(1, each)
     return min(work * sequences, max(lists * sequences, at_once))
 
 
-def _processors(kernel: launch.Kernel) -> int:
-    return int(torch.cuda.get_device_properties(kernel.device).multi_processor_count)
+def _processors(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _combine(
@@ -328,19 +335,22 @@ def _combine(
     last: torch.Tensor,
     tokens: int,
     chunks: Chunks,
+    values: bool,
 ) -> AttentionOutput:
     """Launch the second phase: sums [S, chunks, n_kv, rows, D], tops [S, chunks, n_kv, rows, 2]."""
     _, room, n_kv, rows, head_dim = sums.shape
     count, group = len(first), rows // tokens
     width = n_kv * group * head_dim
-    out = torch.empty(count, width, device=sums.device)
+    out = torch.empty(count, width, device=sums.device) if values else None
     packed = empty(count, width, sums.device)
     warps = COMBINE_WARPS if chunks.growing and count <= 4 else 1
+    all_blocks = width // ACT_COLUMNS * count
+    blocks = _combined_blocks(head_dim, all_blocks, sums.device) if warps == 1 else 1
     kernel = launch.kernel(
-        "attention_combine.cu", f"combine_chunks<{head_dim}, {warps}>", sums.device.index
+        "attention_combine.cu", f"combine_chunks<{head_dim}, {warps}, {blocks}>", sums.device.index
     )
     kernel(
-        -(-width // ACT_COLUMNS * count * warps // COMBINE_WARPS),
+        -(-all_blocks // blocks * warps // COMBINE_WARPS),
         32 * COMBINE_WARPS,
         sums=sums,
         tops=tops,
@@ -356,7 +366,18 @@ def _combine(
         shift=chunks.shift,
         growing=chunks.growing,
     )
-    return AttentionOutput(out, packed)
+    return AttentionOutput(packed, out)
+
+
+def _combined_blocks(head_dim: int, all_blocks: int, device: torch.device) -> int:
+    """Return how many blocks of a head each warp combines: the most with which there are still
+    three thread blocks for each multiprocessor."""
+    enough = 3 * _processors(device.index) * COMBINE_WARPS
+    return next(
+        n
+        for n in COMBINED_BLOCKS
+        if n == 1 or (head_dim % (ACT_COLUMNS * n) == 0 and all_blocks >= n * enough)
+    )
 
 
 def plain_instance(head_dim: int, kind: Kind, rotary_pairs: int) -> str:
@@ -366,10 +387,15 @@ def plain_instance(head_dim: int, kind: Kind, rotary_pairs: int) -> str:
 def list_units() -> list[Unit]:
     """Return every instance that `choose` can return, by architecture, and those of the second
     phase."""
-    combine = tuple(f"combine_chunks<{d}, {w}>" for d in HEAD_DIMS for w in (1, COMBINE_WARPS))
+    combine = tuple(
+        f"combine_chunks<{d}, {warps}, {blocks}>"
+        for d in HEAD_DIMS
+        for warps, blocks in ((COMBINE_WARPS, 1), *((1, n) for n in COMBINED_BLOCKS))
+        if d % (ACT_COLUMNS * blocks) == 0
+    )
     ways = [(d, t) for d in HEAD_DIMS for t in (0, CACHE_ROTARY_PAIRS) if not t or shares(d, t)]
     plain = tuple(plain_instance(d, kind, t) for d, t in ways for kind in KINDS)
-    units = [Unit("attention_combine.cu", combine, max_registers=64)]
+    units = [Unit("attention_combine.cu", combine, max_registers=80)]
     units.append(Unit("attention_plain.cu", plain, max_registers=128))
     for arch in TENSOR_ARCHS:
         for (head_dim, rotary_pairs), kind in itertools.product(ways, KINDS):

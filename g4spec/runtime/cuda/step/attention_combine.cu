@@ -1,6 +1,7 @@
 // Decode attention, phase 2: combine the partial results of a row's chunks (attention.cu) in their
-// order, and store the result as float32 and as packed activations for the output projection. A
-// warp (or 8 warps, where a row has many chunks) combines 64 values of a row; each lane holds two.
+// order, and store the result as packed activations for the output projection. A warp combines 64
+// values of a row, in large steps 128 or 256; each lane holds two of each 64. Where few rows have many
+// chunks, 8 warps combine 64 values.
 #include "attention_chunks.cuh"
 #include "packed_rows.cuh"
 
@@ -89,18 +90,11 @@ struct RowChunks {
     __syncwarp();
     return sum;
   }
-  // The result: the sum of all chunks, divided by that of their weights.
-  DEVICE float2 run(float* weights, float2* shares) const {
-    if (WARPS == 1 && from == to) {  // the only chunk has weight 1; the sum of zeros is not negative
-      const float2 x = __ldcg((const float2*)sums + threadIdx.x % 32);
-      const float total = __ldcg(tops + 1);
-      return {__fdiv_rn(__fadd_rn(x.x, 0.0f), total), __fdiv_rn(__fadd_rn(x.y, 0.0f), total)};
-    }
+  // The sum of all chunks, divided by `total`, that of their weights. `part`: the first batch.
+  DEVICE float2 quotient(float2 (&part)[8], const float* weights, float total, float2* shares) const {
     constexpr int STEP = WARPS == 1 ? 8 : 64;
-    float2 part[8], sum[SUMS_PER_WARP] = {};
+    float2 sum[SUMS_PER_WARP] = {};
     int base = from & ~7;
-    read(part, base);  // these loads overlap with those of chunk_weights()
-    const float total = chunk_weights(weights);
     while (true) {
       add(sum, part, weights, base);
       base += STEP;
@@ -123,21 +117,46 @@ struct RowChunks {
     }
     return {__fdiv_rn(sum[0].x, total), __fdiv_rn(sum[0].y, total)};
   }
+  // Call `store` with each of BLOCKS adjacent blocks of 64 values, the first at `sums`.
+  template <int BLOCKS, class Store>
+  DEVICE void combine(float* weights, float2* shares, Store store) {
+    if (WARPS == 1 && from == to) {  // the only chunk has weight 1; the sum of zeros is not negative
+      const float total = __ldcg(tops + 1);
+      float2 x[BLOCKS];
+#pragma unroll
+      for (int i = 0; i < BLOCKS; ++i) x[i] = __ldcg((const float2*)sums + i * 32 + threadIdx.x % 32);
+#pragma unroll
+      for (int i = 0; i < BLOCKS; ++i)
+        store(i, float2{__fdiv_rn(__fadd_rn(x[i].x, 0.0f), total),
+                        __fdiv_rn(__fadd_rn(x[i].y, 0.0f), total)});
+      return;
+    }
+    float2 part[8];
+    read(part, from & ~7);  // these loads overlap with those of chunk_weights()
+    const float total = chunk_weights(weights);
+#pragma unroll 1
+    for (int i = 0; i < BLOCKS; ++i) {
+      if (i) sums += 64, read(part, from & ~7);
+      store(i, quotient(part, weights, total, shares));
+    }
+  }
 };
 
 // `count` rows of sequences of `tokens` rows each; also zeroes the padding rows of the last tile.
-// WARPS: warps per block of 64 values. `room`: as in attention.cu.
-template <int D, int WARPS>
-__global__ __launch_bounds__(32 * COMBINE_WARPS) void combine_chunks(
+// WARPS: warps for each block of 64 values; BLOCKS: blocks of a warp. `out`: gets the values in float32,
+// or null. `room`: as in attention.cu.
+template <int D, int WARPS, int BLOCKS>
+__global__ __launch_bounds__(32 * COMBINE_WARPS, ARCH < 1000 ? 4 : 3) void combine_chunks(
     const float* sums, const float* tops, const i64* first, const i64* last, float* out, u8* rows,
     int count, int tokens, int n_kv, int group, int room, int shift, int growing) {
+  static_assert(D % (64 * BLOCKS) == 0 && (WARPS == 1 || BLOCKS == 1), "blocks are of one head");
   griddep_launch_dependents();
   __shared__ float weights[COMBINE_WARPS][MAX_ROW_CHUNKS];
   __shared__ float2 shares[COMBINE_WARPS * 32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int width = n_kv * group * D / 64;  // blocks of 64 of a row
   const int index = blockIdx.x * (COMBINE_WARPS / WARPS) + warp / WARPS;
-  const int row = (u32)index / (u32)width, block = index - row * width;
+  const int row = (u32)index / (u32)(width / BLOCKS), block = index * BLOCKS - row * width;
   const int sequence = (u32)min_of(row, count - 1) / (u32)tokens, start = sequence * tokens;
   const int token = min_of(row, count - 1) - start;
   const int first_seen = (int)__ldcg(first + start + token);
@@ -152,14 +171,17 @@ __global__ __launch_bounds__(32 * COMBINE_WARPS) void combine_chunks(
   const i64 stride = (i64)n_kv * pairs;
   const i64 place = ((i64)sequence * room + from - low) * stride + (i64)(head / group) * pairs +
                     token * group + head % group;
-  const RowChunks<D, WARPS> parts = {
+  RowChunks<D, WARPS> parts = {
       tops + place * 2, sums + place * D + block * 64 % D, stride, from, to, warp};
-  const float2 x = parts.run(weights[warp], shares);
-  if (warp % WARPS) return;
-  *(float2*)(out + ((i64)row * width + block) * 64 + lane * 2) = x;
   const RowGroup own(row, count);
   u8* mine = own.start_of(rows, width);
-  store_packed_block(mine, own, own.row, width, block, x.x, x.y);
-  for (int padding_row = own.row + own.count; padding_row < 8 * own.tiles; padding_row += own.count)
-    store_packed_block(mine, own, padding_row, width, block, 0, 0);
+  parts.template combine<BLOCKS>(weights[warp], shares, [&](int i, float2 x) {
+    if (warp % WARPS) return;
+    if (out) *(float2*)(out + ((i64)row * width + block + i) * 64 + lane * 2) = x;
+    store_packed_block(mine, own, own.row, width, block + i, x.x, x.y);
+  });
+  if (warp % WARPS) return;
+  for (int padding = own.row + own.count; padding < 8 * own.tiles; padding += own.count)
+#pragma unroll 1
+    for (int i = 0; i < BLOCKS; ++i) store_packed_block(mine, own, padding, width, block + i, 0, 0);
 }

@@ -12,7 +12,7 @@ g + 8 of a tile and columns 4 t .. 4 t + 3 of each 16. So codes are ordered [til
 then, in 32-bit words, the lane's codes of h, j, e1, e0 at the bits that :data:`PLACE` names. e0
 always selects the half of the word, because both halves become operands in one instruction. Codes
 that are indices into a table are ordered as :data:`CHOOSING` says: in nibbles that one instruction
-reads. `codebook.cuh` (`Order`) describes types whose codes differ from both.
+reads. `codebook.cuh` (`Order`) and `five_bits.cuh` describe types whose codes differ from both.
 
 Each part of a unit is described by its dimensions on both sides and by moves, i.e. which bits of a
 word go to which bits of another. Dimensions of both sides are permuted; moves index the others.
