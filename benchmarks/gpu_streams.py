@@ -97,8 +97,15 @@ class Streams:
         """Submit requests and return when all are decoding."""
         requests = [self.submit(tokens, drafted) for _ in range(texts)]
         while not all(len(r.ids) > 8 for r in requests):
-            self.engine.step()
+            self.step(requests)
         return requests
+
+    def step(self, requests: list[Request]) -> None:
+        """Run a step of the engine and read what is new, as clients do."""
+        self.engine.step()
+        for request in requests:
+            for _ in request.drain():
+                pass
 
     def stop(self, requests: list[Request]) -> None:
         """Cancel the requests."""
@@ -113,7 +120,7 @@ class Streams:
             requests = self.running(texts, tokens, drafted)
             before, began = sum(len(r.ids) for r in requests), time.perf_counter()
             while time.perf_counter() - began < seconds:
-                self.engine.step()
+                self.step(requests)
             rate = (sum(len(r.ids) for r in requests) - before) / (time.perf_counter() - began)
             assert not any(r.done for r in requests), "a request ended: the context is too short"
             self.stop(requests)
