@@ -246,8 +246,8 @@ def attend(
     assert room <= MAX_ROW_CHUNKS, (room, kv.positions)
     sums = torch.empty(sequences, room, kv.n_kv, tokens * group, head_dim, device=q.device)
     tops = torch.empty(sequences, room, kv.n_kv, tokens * group, 2, device=q.device)
-    if plain is None:
-        plain = launch.arch(q.device.index) not in TENSOR_ARCHS
+    arch = launch.arch(q.device.index)
+    plain = arch not in TENSOR_ARCHS if plain is None else plain
     common = _cache_arguments(kv) | {
         "q": q,
         "first": first,
@@ -270,7 +270,6 @@ def attend(
         )
         kernel((grid, sequences), PLAIN_THREADS, **common)
     else:
-        arch = launch.arch(q.device.index)
         shape, blocks = choose(head_dim, kv.kind, tokens * group, arch, kv.rotary_pairs)
         kernel = launch.kernel("attention.cu", shape.name, q.device.index)
         kernel(
