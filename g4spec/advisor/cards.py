@@ -31,6 +31,7 @@ _MANY = (
 )
 """Counts of any length, which may also be products: only beside the name of a known GPU."""
 _SIZE = re.compile(r"\b(\d+(?:\.\d+)?)\s*(?:gb|gib|g)\b", re.IGNORECASE)
+_BETWEEN = re.compile(rf"^(.+[\d\s)])\s*([x×*]\s*\d{{1,18}})\s+({_SIZE.pattern})$", re.IGNORECASE)
 _OTHER_UNIT = re.compile(r"\b\d+(?:\.\d+)?\s*(?:[kmt]b|[kmt]ib)\b", re.IGNORECASE)
 _SM = re.compile(r"\bsm_?(\d{2,3})[af]?\b", re.IGNORECASE)
 _CPU = re.compile(r"^(cpu( only)?|no (nvidia )?gpu|ram)$", re.IGNORECASE)
@@ -134,6 +135,8 @@ def assume(facts: Facts, text: str, tools: Mapping[str, str] | None = None) -> M
 def _counted(facts: Facts, part: str) -> tuple[int, str]:
     """Split `2x RTX 3090`, `3090 x2` or `dual 3090` into a number and a name. The number may be one
     that no machine has, such as that of `3090 x1000`."""
+    if found := _BETWEEN.match(part):  # 3090 x2 24GB
+        part = f"{found[1]} {found[3]} {found[2]}"
     if found := _FIRST.match(part):
         return int(found[1]), found[2].strip()
     if found := _LAST.match(part):
