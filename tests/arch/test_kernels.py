@@ -4,16 +4,20 @@ spill bounds. No GPU is needed."""
 from __future__ import annotations
 
 import ast
+import multiprocessing
 import os
 import re
 import tempfile
 from collections import defaultdict
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from g4spec.runtime.cuda.build import constants, nvrtc, signature, units
+from g4spec.runtime.cuda.build import constants, disk_cache, nvrtc, signature, units
 
 REGISTERED = units.registered()
 
@@ -30,9 +34,17 @@ kernel file are compiled for them, of sm_80 those of each unit, or all with G4SP
 shared-memory limit; those for the other siblings are compiled in full for sm_86, sm_90a or sm_120
 (`test_instances_of_siblings_are_compiled_elsewhere`)."""
 
+GROUP = 16
+"""Instances that are compiled as one program, which parses the headers once."""
 
-PROCESSES = 1 if "PYTEST_XDIST_WORKER" in os.environ else None
-"""Number of compiling processes: 1 if others keep the cores busy, else one per core."""
+
+@dataclass(frozen=True)
+class Group:
+    """Instances of one kernel file that are compiled as one program for an architecture."""
+
+    file: str
+    names: tuple[str, ...]
+    arch: str
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +55,44 @@ def own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Path(tempfile.gettempdir()) / f"g4spec-kernels-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+
+
+@pytest.fixture(scope="module")
+def in_parallel() -> Iterator[Callable[..., Iterable[Any]]]:
+    """Return a function like `map`: `map` itself if other tests keep the cores busy, else one with
+    a process per core."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        yield map
+        return
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("fork")) as pool:
+        yield pool.map
+
+
+def _groups(declared: list[units.Unit], arch: str) -> list[Group]:
+    """Return the instances of each file in groups of at most `GROUP`."""
+    names: dict[str, list[str]] = defaultdict(list)
+    for job in units.jobs_for(declared, arch):
+        names[job.file].append(job.name)
+    return [
+        Group(file, tuple(found[i : i + GROUP]), arch)
+        for file, found in names.items()
+        for i in range(0, len(found), GROUP)
+    ]
+
+
+def _compiled(group: Group) -> dict[units.Job, nvrtc.Cubin]:
+    """Return the cubins of a group, from the cache if all are there. The cache has only the first
+    bytes of their code, by which it knows the kind: all instances have the same code."""
+    sources = nvrtc.closure(group.file)
+    keys = [nvrtc.key(sources, name, group.arch) for name in group.names]
+    cubins = [cubin for key in keys if (cubin := disk_cache.load(key, group.arch))]
+    if len(cubins) < len(keys):
+        found = nvrtc.compile_together(sources, group.names, group.arch)
+        cubins = [replace(cubin, code=cubin.code[:4]) for cubin in found]
+        for key, cubin in zip(keys, cubins, strict=True):
+            disk_cache.store(key, cubin)
+    jobs = [units.Job(group.file, name, group.arch) for name in group.names]
+    return dict(zip(jobs, cubins, strict=True))
 
 
 def _instances(unit: units.Unit, wanted: str) -> tuple[str, ...]:
@@ -64,7 +114,9 @@ def _ends(declared: list[units.Unit], *, of_files: bool) -> list[units.Unit]:
 
 @pytest.mark.parametrize("arch", nvrtc.ARCHS)
 @pytest.mark.parametrize("module", REGISTERED)
-def test_compiles_within_its_bounds(module: str, arch: str) -> None:
+def test_compiles_within_its_bounds(
+    module: str, arch: str, in_parallel: Callable[..., Iterable[Any]]
+) -> None:
     if arch == "sm_70" and nvrtc.version() >= (13, 0):
         pytest.skip("NVRTC 13 has no sm_70; 12.9 (nvidia-cuda-nvrtc-cu12) does")
     declared = _of(REGISTERED[module], arch)
@@ -74,10 +126,12 @@ def test_compiles_within_its_bounds(module: str, arch: str) -> None:
         declared = _ends(declared, of_files=arch != "sm_80")
     jobs = units.jobs_for(declared, arch)
     bounds = [unit for unit in declared for _ in unit.names]
-    compiled = units.compile_all(jobs, PROCESSES)
+    compiled: dict[units.Job, nvrtc.Cubin] = {}
+    for cubins in in_parallel(_compiled, _groups(declared, arch)):
+        compiled |= cubins
     problems = []
-    for job, unit, cubin in zip(jobs, bounds, compiled, strict=True):
-        took = cubin.resources
+    for job, unit in zip(jobs, bounds, strict=True):
+        took = compiled[job].resources
         shared = took.shared + unit.shared_on(arch)
         problems += [
             f"{job.file} {job.name}: {what}"
@@ -87,7 +141,7 @@ def test_compiles_within_its_bounds(module: str, arch: str) -> None:
                 (f"{took.registers} registers", took.registers > unit.max_registers),
                 (f"{took.shared} bytes of static shared memory", took.shared > nvrtc.STATIC_SHARED),
                 (f"{shared} bytes of shared memory", shared > nvrtc.SHARED_LIMIT[arch]),
-                ("products of warp groups that wait for each other", "wgmma" in cubin.log),
+                ("products of warp groups that wait for each other", "wgmma" in compiled[job].log),
             )
             if wrong
         ]

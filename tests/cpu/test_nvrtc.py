@@ -74,6 +74,14 @@ def test_cubin_of_one_architecture(kernel: Path) -> None:
     assert "sm_80" in cubin.log
 
 
+def test_instances_compiled_together_are_those_compiled_alone(kernel: Path) -> None:
+    sources, names = nvrtc.closure(str(kernel)), ["scale<96>", "scale<8>"]
+    together = nvrtc.compile_together(sources, names, "sm_80")
+    alone = [nvrtc.compile(sources, name, "sm_80") for name in names]
+    assert [(c.symbol, c.resources) for c in together] == [(c.symbol, c.resources) for c in alone]
+    assert all(c.symbol in together[0].log and c.symbol.encode() in c.code for c in together)
+
+
 def test_ptx_for_newer_gpus(kernel: Path, compiled: list[str]) -> None:
     """The driver of a newer GPU compiles this PTX to machine code; it is cached on disk, too."""
     job = units.Job(str(kernel), "scale<96>", nvrtc.virtual("sm_86"))

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -278,6 +279,13 @@ def compile(sources: dict[str, str], name: str, arch: str) -> Cubin:
         KernelCompileError: the compiler failed, or the file has no such kernel.
         EnvironmentProblem: NVRTC is missing, or cannot compile for the architecture.
     """
+    return compile_together(sources, [name], arch)[0]
+
+
+def compile_together(sources: dict[str, str], names: Sequence[str], arch: str) -> list[Cubin]:
+    """Compile several instances of a kernel file as one program: the headers are parsed once, and
+    the machine code is that of `compile`. The cubins, in the order of the names, have the log and
+    the code in common. Otherwise like `compile`."""
     check_arch(arch)
     nvrtc, (file, text), *headers = _library(), *sources.items()
     status, program = nvrtc.nvrtcCreateProgram(
@@ -289,13 +297,14 @@ def compile(sources: dict[str, str], name: str, arch: str) -> Cubin:
     )
     _check(status, "nvrtcCreateProgram")
     try:
-        return _compile(nvrtc, program, file, name, arch)
+        return _compile(nvrtc, program, file, names, arch)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def _compile(nvrtc: Any, program: Any, file: str, name: str, arch: str) -> Cubin:
-    _check(nvrtc.nvrtcAddNameExpression(program, name.encode())[0], f"{file}: {name}")
+def _compile(nvrtc: Any, program: Any, file: str, names: Sequence[str], arch: str) -> list[Cubin]:
+    for name in names:
+        _check(nvrtc.nvrtcAddNameExpression(program, name.encode())[0], f"{file}: {name}")
     flags = options(arch)
     (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
     log = bytes(nvrtc.nvrtcGetProgramLogSize(program)[1])  # nvrtcGetProgramLog writes into it
@@ -303,21 +312,24 @@ def _compile(nvrtc: Any, program: Any, file: str, name: str, arch: str) -> Cubin
     message = log.rstrip(b"\0").decode("utf-8", "replace")
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise KernelCompileError(
-            f"{source_path(file)}: {name}",
+            f"{source_path(file)}: {'; '.join(names)}",
             flags,
             message or status.name,
             fix="correct the kernel, or report this with the lines above",
         )
-    status, symbol = nvrtc.nvrtcGetLoweredName(program, name.encode())
-    _check(status, f"{file}: {name}")
+    symbols = []
+    for name in names:
+        status, symbol = nvrtc.nvrtcGetLoweredName(program, name.encode())
+        _check(status, f"{file}: {name}")
+        symbols.append(symbol.decode())
     form = "PTX" if arch.startswith("compute") else "CUBIN"
     status, size = getattr(nvrtc, f"nvrtcGet{form}Size")(program)
     _check(status, f"nvrtcGet{form}Size")
     code = bytes(size)
     _check(getattr(nvrtc, f"nvrtcGet{form}")(program, code)[0], f"nvrtcGet{form}")
-    ptx = form == "PTX"
-    used = Resources(0, 0, 0, 0) if ptx else resources(message)[symbol.decode()]
-    return Cubin(arch, symbol.decode(), used, message, code)
+    nothing = dict.fromkeys(symbols, Resources(0, 0, 0, 0))
+    used = nothing if form == "PTX" else resources(message)
+    return [Cubin(arch, symbol, used[symbol], message, code) for symbol in symbols]
 
 
 def _check(status: Any, what: str) -> None:
