@@ -31,6 +31,7 @@ from tests.emulator import capture_guard, runtime
 HERE = Path(__file__).parent
 CPU = torch.device("cpu")
 HEADERS = ("check.h", "machine.h", "scheduler.h", "cuda.h", "products.h", "ptx.cuh", "wgmma.cuh")
+MACHINE = ("machine.cpp", "scheduler.cpp")
 CHECKER = ("check.cpp", "check.h", "sanitizer.h")
 PRODUCTS = ("products.cpp", "products.h")
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-fno-gnu-unique", "-ffp-contract=off", "-w"]
@@ -129,17 +130,18 @@ def _compile(flags: Sequence[str]) -> list[str]:
 
 
 @functools.cache
-def _runner(flags: tuple[str, ...]) -> str:
-    sources = {"scheduler.cpp": (HERE / "scheduler.cpp").read_text()}
-    command = [*_compile(flags), "scheduler.cpp", "-o", "scheduler.o"]
-    return str(_build(sources, [command], "scheduler.cpp") / "scheduler.o")
+def _machine(flags: tuple[str, ...]) -> list[str]:
+    """Return the objects that every kernel needs."""
+    sources = {name: (HERE / name).read_text() for name in (*MACHINE, "state.h")}
+    folder = _build(sources, [[*_compile(flags), *MACHINE]], "the machine")
+    return [str(folder / name.replace(".cpp", ".o")) for name in MACHINE]
 
 
 @functools.cache
 def _library(file: str, name: str, arch: str, checked: bool) -> ctypes.CDLL:
     flags = _flags(arch, checked)
-    compile, runner = _compile(flags), _runner(tuple(flags))
-    link = ["g++", "-shared", "-Wl,--no-undefined,-Bsymbolic", "main.o", runner]
+    compile, machine = _compile(flags), _machine(tuple(flags))
+    link = ["g++", "-shared", "-Wl,--no-undefined,-Bsymbolic", "main.o", *machine]
     parts = (PRODUCTS, CHECKER) if checked else (PRODUCTS,)
     link += [*map(_optimized, parts), "-o", "kernel.so"]
     commands = [[*compile, "main.cpp"], link]
@@ -165,7 +167,7 @@ def symbolized(text: str, library: str) -> str:
         elif not function:
             function = re.sub(r"^(?:\w+ )?(\w+).*", r"\1", line) or "?"
         else:
-            if line.split(":")[0] not in (*HEADERS, "main.cpp", "??"):
+            if line.split(":")[0] not in (*HEADERS, *MACHINE, "main.cpp", "??"):
                 found.append(f"{function} {line.split(' ')[0]}")
             function = ""
 

@@ -109,7 +109,7 @@ void named_barrier_sync() {
 inline u32 shared_address(const void* p) { return machine::address(p); }
 inline u32 load_shared_constant(u32 address) { return *(const u32*)machine::at(address); }
 inline void aligned(const void* p, unsigned to) {
-  if ((uintptr_t)p % to) machine::fail("an address that is not a multiple of " + std::to_string(to));
+  if ((uintptr_t)p % to) machine::fail("an address that is not a multiple of %u", to);
 }
 inline uint4 load_streaming(const void* p) {
   aligned(p, 16);
@@ -196,8 +196,7 @@ inline void ldmatrix_x4_trans(u32 (&r)[4], const void* row) { ldmatrix(r, row, t
 inline void mbarrier_init(u64* bar, u32 arrivals) {
   shared_address(bar);
   check::write(bar, sizeof *bar);
-  check::Quiet quiet;
-  machine::self->block->barriers[bar] = {0, 0, (int)arrivals, (int)arrivals};
+  machine::init(bar, arrivals);
 }
 inline void mbarrier_init_fence() {}
 inline void mbarrier_arrive(u64* bar) { machine::arrive(bar); }
@@ -210,7 +209,7 @@ inline void fence_proxy_async_shared() { check::proxy_fence(); }
 inline void mbarrier_arrive_expect_tx(u64* bar, u32 bytes) { machine::arrive(bar, bytes); }
 inline void cp_async_bulk(void* to, const void* from, u32 bytes, u64* bar) {
   aligned(to, 16), aligned(from, 16);
-  if (bytes % 16) machine::fail("a bulk copy of " + std::to_string(bytes) + " bytes");
+  if (bytes % 16) machine::fail("a bulk copy of %u bytes", bytes);
   shared_address(to);
   machine::cp_async_bulk(to, from, bytes, bar);
 }

@@ -1,6 +1,7 @@
 // Scheduler: runs the blocks of a launch, up to RESIDENT concurrently, resuming warps in random
 // order.
 #include "scheduler.h"
+#include "state.h"
 #include <algorithm>
 #include <sys/mman.h>
 
