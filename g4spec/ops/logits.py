@@ -183,7 +183,8 @@ def _masked(
     name = getattr(mask, "__name__", type(mask).__name__)
     what = f"mask {name} after {len(history.output)} output tokens"
     try:
-        allowed = mask(history.output)
+        with torch.inference_mode(False):  # tensors that it keeps can be changed anywhere
+            allowed = mask(history.output)
     except FAULTS as error:
         raise InputError(what, found=repr(error)) from error
     if allowed is None:

@@ -19,6 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from g4spec import models, ranges
 from g4spec.core import MAX_STEP_ROWS, Backend, Draft
 from g4spec.errors import EnvironmentProblem, InputError, PromptTooLong, UsageError
@@ -260,7 +262,8 @@ class Engine:
 
     def step(self) -> bool:
         """Run one step of all running requests; return False if there is nothing to do."""
-        with self._condition:
+        # In this mode, operations on small tensors take a fifth less time on a CPU.
+        with self._condition, torch.inference_mode(self.backend.name == "torch"):
             self.backend.enter()
             try:
                 return self.scheduler.step()

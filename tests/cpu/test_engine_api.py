@@ -382,6 +382,19 @@ def test_a_mask_that_allows_nothing_ends_only_its_request(
         assert [r.text for r in good] == texts[:2] and nothing_left(on)
 
 
+def test_a_mask_can_change_its_tensor_between_steps() -> None:
+    kept: list[torch.Tensor] = []
+
+    def mask(output: Sequence[int]) -> torch.Tensor:
+        kept[:] = kept or [torch.ones(mm.V, dtype=torch.bool)]
+        return kept[0]
+
+    request = engine(1).submit(PROMPTS[0], Options(24, mask=mask, ignore_eos=True))
+    for cycle in request:
+        kept[0][cycle.tokens] = False
+    assert len(set(request.ids)) > 12
+
+
 @pytest.mark.parametrize("when", ["first token", "later"])
 def test_non_finite_logits_end_only_their_request(
     when: str, texts: list[str], monkeypatch: pytest.MonkeyPatch
