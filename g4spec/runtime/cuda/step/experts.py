@@ -377,7 +377,8 @@ def _unit(arch: str) -> Unit:
     ]
     chosen = tuple(of[i] for of, rows in zip(names, _ROWS, strict=True) for i in rows)
     more = tuple(name for of in names for name in of if name not in chosen)
-    return Unit("experts.cu", chosen, (arch,), 168, _bytes(arch), more=more)
+    spill = 28 if arch == "sm_100" else 0
+    return Unit("experts.cu", chosen, (arch,), 168, _bytes(arch), spill, more)
 
 
 def list_units() -> list[Unit]:
