@@ -216,7 +216,10 @@ struct Affine {
       float c[2][2][NT][4];  // [half][tile]: independent chains of two MMAs
       float zero[4] = {0, 0, 0, 0};
 #pragma unroll
-      for (int step = 0; step < 2; ++step)
+      for (int step = 0; step < 2; ++step) {
+#if ARCH >= 1200
+        if (BITS == 5 && step) __syncwarp();  // operands of both steps at once would spill
+#endif
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int h = i / 2, tile = i % 2;
@@ -228,6 +231,7 @@ struct Affine {
             mma_f16(c[h][tile][nt], a, frag[0], frag[1], step ? c[h][tile][nt] : zero);
           }
         }
+      }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float4 s = ((const float4*)scales)[(j * 2 + h) * 8];
