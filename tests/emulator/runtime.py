@@ -119,6 +119,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     }.items():
         patch.setattr(torch.cuda, name, value)
     patch.setattr(torch.Tensor, "pin_memory", lambda x: x)
+    patch.setattr(launch, "processors", lambda device=None: PROCESSORS)
     patch.setattr(gpu_memory, "join_free", lambda index: None)
     patch.setattr(graphs, "Capture", Capture)
     patch.setattr(devices, "select", select)

@@ -398,7 +398,7 @@ def test_blocks_with_several_heads(
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with monkeypatch.context() as patch:
             if len(batch.sizes) > 1:
-                patch.setattr(attention, "_processors", lambda device: 1)
+                patch.setattr(launch, "processors", lambda device: 1)
             return causal_attention("tensor", q, kv, batch, window)
 
     check_sequences(CacheShape(4, 64, None, 0), "q8_0", sizes, n_ctx, by_few_blocks)
@@ -425,7 +425,7 @@ def test_blocks_whose_lists_have_no_room_for_all_heads(
         first, last = anchors - window, anchors + rows - 1
     q = torch.randn(len(last), 32, 64).half()
     with monkeypatch.context() as patch:
-        patch.setattr(attention, "_processors", lambda device: 1)
+        patch.setattr(launch, "processors", lambda device: 1)
         got = attend(q, kv, batch, first, last, 0.1).values
     for slot in (0, 5):
         at, lone = slice(slot * rows, (slot + 1) * rows), cache(2, 64, n_ctx, "q8_0", window)
@@ -455,7 +455,7 @@ def test_blocks_that_a_warp_combines_do_not_change_the_result(
     tops = torch.rand(3, room, n_kv, tokens * group, 2) + 0.5
     found = []
     for processors in (1 << 20, 1):
-        monkeypatch.setattr(attention, "_processors", lambda device, n=processors: n)
+        monkeypatch.setattr(launch, "processors", lambda device, n=processors: n)
         found.append(attention._combine(sums, tops, first, last, tokens, chunks, values=True))
     assert attention._combined_blocks(dim, 1 << 9, sums.device) == min(4, dim // 64)
     one, several = found

@@ -200,6 +200,16 @@ def _arch_of(device: int) -> str:
     return nvrtc.arch_of(*torch.cuda.get_device_capability(device))
 
 
+def processors(device: int | None = None) -> int:
+    """Return the number of multiprocessors of a device."""
+    return _processors_of(torch.cuda.current_device() if device is None else device)
+
+
+@functools.cache
+def _processors_of(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def warm(units: Iterable[Unit], device: int | None = None) -> None:
     """Compile every instance of these units, in parallel, and load it."""
     index = torch.cuda.current_device() if device is None else device

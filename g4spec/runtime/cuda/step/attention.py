@@ -265,9 +265,8 @@ def attend(
     if plain:
         name = plain_instance(head_dim, kv.kind, kv.rotary_pairs)
         kernel = launch.kernel("attention_plain.cu", name, q.device.index)
-        grid = min(
-            room * kv.n_kv * -(-tokens * group // PLAIN_ROWS), 8 * _processors(q.device.index)
-        )
+        most = 8 * launch.processors(q.device.index)
+        grid = min(room * kv.n_kv * -(-tokens * group // PLAIN_ROWS), most)
         kernel((grid, sequences), PLAIN_THREADS, **common)
     else:
         shape, blocks = choose(head_dim, kv.kind, tokens * group, arch, kv.rotary_pairs)
@@ -319,12 +318,8 @@ def _grid(
     pairs = kv.n_kv * blocks
     fitting = MAX_ITEMS // chunks.most(kv.positions, kv.positions)  # pairs in a list, however long
     lists = -(-pairs // min(fitting, pairs))  # of a sequence
-    sequences, at_once = len(batch.sizes), _processors(kernel.device) * max(1, each)
+    sequences, at_once = len(batch.sizes), launch.processors(kernel.device) * max(1, each)
     return min(work * sequences, max(lists * sequences, at_once))
-
-
-def _processors(device: int) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _combine(
@@ -371,7 +366,7 @@ def _combine(
 def _combined_blocks(head_dim: int, all_blocks: int, device: torch.device) -> int:
     """Return how many blocks of a head each warp combines: the most with which there are still
     three thread blocks for each multiprocessor."""
-    enough = 3 * _processors(device.index) * COMBINE_WARPS
+    enough = 3 * launch.processors(device.index) * COMBINE_WARPS
     return next(
         n
         for n in COMBINED_BLOCKS

@@ -216,7 +216,7 @@ class Experts:
         most = next((n for n in (8, GROUP_ROWS) if len(x) <= n), self.capacity)
         assert len(x) <= most, (len(x), most)
         launch.kernel("experts.cu", instance(self.types, s, most, arch))(
-            torch.cuda.get_device_properties(index).multi_processor_count,
+            launch.processors(index),
             THREADS,
             dense_rows=dense_rows.data,
             rows=expert_rows.data,

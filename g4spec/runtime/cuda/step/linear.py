@@ -192,7 +192,7 @@ class SplitKWorkspace:
     """
 
     def __init__(self, device: torch.device, groups: int = MAX_ROW_GROUPS) -> None:
-        self.count = torch.cuda.get_device_properties(device).multi_processor_count
+        self.count = launch.processors(device.index)
         room = self.count * groups * GROUP_ROWS * 256
         self.partial = torch.empty(room, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(1 << 14, dtype=torch.int32, device=device)

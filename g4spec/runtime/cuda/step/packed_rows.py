@@ -149,8 +149,7 @@ def block_shape(width: int) -> tuple[int, int]:
 def splits(count: int, width: int, device: torch.device) -> bool:
     """Return whether several CTAs compute each of `count` rows and each writes a part of it: if all
     can run at once."""
-    processors = torch.cuda.get_device_properties(device.index).multi_processor_count
-    return count * block_shape(width)[1] <= processors
+    return count * block_shape(width)[1] <= launch.processors(device.index)
 
 
 def instance(
