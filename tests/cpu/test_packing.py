@@ -170,7 +170,7 @@ class NumberUnit(Unit):
         lane, place = (tile * (self.unit // 64) + k64) * 32 + r % 8 * 4 + t, [0, 4, 16, 20][e]
         place += r // 8 * 8
         if self.name == "q3_k":
-            return self.dense_code(lane, 4 * j + e // 2 * 2 + r // 8, e % 2 * 16)
+            return self.dense_code(lane, 2 * j + r // 8, e // 2, e % 2 * 16)
         if self.bits == 4:
             word = self.u32(4 * (4 * lane + j))
             if self.name == "iq3_s":
@@ -183,12 +183,12 @@ class NumberUnit(Unit):
         high = self.u32(32 * self.unit + 4 * lane) >> place + j & 1 if self.bits == 3 else 0
         return low | high << 2
 
-    def dense_code(self, lane: int, i: int, half: int) -> int:
+    def dense_code(self, lane: int, i: int, e1: int, half: int) -> int:
         words = [self.u32(8 * lane), self.u32(8 * lane + 4), self.u32(32 * self.unit + 4 * lane)]
-        if i == 15:
+        if i + e1 == 0:
             return sum(word >> half & 1 << bit for bit, word in enumerate(words))
-        word = words[i // 5]
-        return (word << 32 | word) >> half + 1 + i // 5 + i % 5 * 3 & 7
+        word = words[(i - 1 if e1 == 0 else i + 1) % 3]
+        return (word << 32 | word) >> half + i + 8 * e1 & 7
 
     def value(self, row: int, k: int) -> np.float32:
         code = np.float32(self.table[self.code(row, k)])

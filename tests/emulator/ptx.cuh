@@ -31,9 +31,6 @@ u32 halves(u32 a, u32 b, u32 c, Op op) {
 inline u32 mul_half2(u32 a, u32 b) {
   return halves(a, b, 0, [](float x, float y, float) { return x * y; });
 }
-inline u32 mul_half2_by(u32 a, u32 s, int half) {
-  return mul_half2(a, (half ? s >> 16 : s & 0xffff) * 0x10001u);
-}
 inline u32 copy_upper_half(u32 x) { return mul_half2(x >> 16 | (x & 0xffff0000u), 0x3c003c00u); }
 inline u32 dot_bytes(u32 a, u32 b, u32 c) {
   for (int i = 0; i < 32; i += 8) c += (a >> i & 255) * (b >> i & 255);

@@ -30,7 +30,7 @@ DEVICE float bits_in_place(u32 word, int at, u32 mask, float bias) {
 //   SIGNED  a sign and three bits i of 4-bit codes, for values +-(2 i + 1). From bit 0 of each half of
 //           a word on, [h, e1]: i of [1, 0] and [0, 0], signs of [1, 1] and [0, 1], i of [1, 1] and
 //           [0, 1], signs of [1, 0] and [0, 0]
-//   DENSE   3-bit codes of evenly spaced values; five codes in each half of a word (`dense_bit`)
+//   DENSE   3-bit codes of evenly spaced values; five codes in each half of a word (`dense_word`)
 enum class Order { CODES, PAIRED, SIGNED, DENSE };
 
 // Layout of the codes in a block. LOW: offset of the low 4 bits (BITS 4) or low 2 bits (BITS 2, 3);
@@ -60,6 +60,12 @@ struct Codes {
   }
 };
 
+// DENSE: fragments hold code * 2^(2 j + h - 24), subnormals, for k16 step j and rows g + 8 h. Their scales are
+// multiplied by 2^(5 - 2 j - h), so that all products are code * scale / DENSE_UNIT.
+constexpr float DENSE_UNIT = 1 << 19;
+// The exponents of these factors of steps 0 and 1 and rows g; and of -1152 times the factors.
+constexpr u32 DENSE_SCALES = 0x48005000u, DENSE_SCALES_BIAS = 0xf080f880u;
+
 // Types with 3-bit codes, an int8 scale per GROUP values and a half-precision factor per 256 values,
 // times 1 / SHARE. Block: codes, scales, factor. Packed unit: scales of 128 rows, then their factors.
 template <int GROUP, int SHARE, Order ORDER = Order::CODES>
@@ -70,14 +76,18 @@ struct Scaled : Codes<3, GROUP, 256, 96 + 256 / GROUP + 2, 0, ORDER> {
     return __fmul_rn(d, (float)scale) * (1.0f / SHARE);
   }
   static DEVICE float common_factor(const u8* header, int row) {
-    return half_of(header + SCALES * 128 + row * 2) * (1.0f / SHARE);
+    const float unit = ORDER == Order::DENSE ? DENSE_UNIT : 1.0f;
+    return half_of(header + SCALES * 128 + row * 2) * (unit / SHARE);
   }
   static DEVICE void scale_pairs(u32 (&s)[SCALES / 2], const u8* header, int row) {
     const u32* four = (const u32*)(header + row * SCALES);
 #pragma unroll
-    for (int i = 0; i < SCALES / 2; ++i)
-      s[i] = sub_half2(permute(four[i / 2] ^ 0x80808080u, 0x64646464u, i % 2 ? 0x4342 : 0x4140),
-                       0x64806480u);  // 1024 + 128
+    for (int i = 0; i < SCALES / 2; ++i) {
+      const u32 x = permute(four[i / 2] ^ 0x80808080u, 0x64646464u, i % 2 ? 0x4342 : 0x4140);
+      const u32 less = (row & 8) * 0x00800080u + i % 2 * 0x10001000u;  // 2^h, 16 in steps 2 and 3
+      s[i] = ORDER == Order::DENSE ? fma_half2(x, DENSE_SCALES - less, DENSE_SCALES_BIAS - less)
+                                   : sub_half2(x, 0x64806480u);  // 1024 + 128
+    }
   }
   static DEVICE float raw_factor(const u8* b, int i) {
     return times(half_of(b + AT + SCALES), (i8)b[AT + i]);
@@ -165,10 +175,10 @@ DEVICE u32 looked_up(u32 codes) {
                           and_or(codes >> 1, 0x4444u, 0x3210u));
 }
 
-// Position of code q = 4 j + 2 e1 + h in a half of the lane's three words (DENSE), for q < 15: word
-// q / 5, from this bit on. Bits that exceed the half are the lowest of the other half. Code 15 has
-// bit i of word i.
-DEVICE constexpr int dense_bit(int q) { return q / 5 + 1 + q % 5 * 3; }
+// Which of the lane's three words has the code of k16 step j, rows g + 8 h and columns 4 t + 2 e1, with
+// i = 2 j + h (DENSE). It begins at bit i + 8 e1 of each half; bits that exceed the half are the lowest
+// of the other half. Code i = e1 = 0 has bit n of word n instead.
+DEVICE constexpr int dense_word(int i, int e1) { return (i + 2 - e1) % 3; }
 
 DEVICE u32 rotated_right(u32 x, int bits) { return __funnelshift_r(x, x, bits); }
 
@@ -191,12 +201,12 @@ DEVICE u32 eight_codes(const u32* low, u32 high, int j) {
   if constexpr (T::ORDER == Order::DENSE) {
     u32 codes = 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {  // 2 e1 + h
-      const int q = j * 4 + i;
+    for (int e = 0; e < 4; ++e) {  // 2 e1 + h
+      const int i = 2 * j + e % 2, e1 = e / 2, word = dense_word(i, e1);
       u32 two;  // e0 = 0 and e0 = 1 at bits 0 and 16
-      if (q == 15) two = (low[0] & 0x10001u) | (low[1] & 0x20002u) | (high & 0x40004u);
-      else two = rotated_right(q < 5 ? low[0] : q < 10 ? low[1] : high, dense_bit(q));
-      codes |= ((two & 7) | (two >> 16 & 7) << 4) << (i * 8);
+      if (i + e1 == 0) two = (low[0] & 0x10001u) | (low[1] & 0x20002u) | (high & 0x40004u);
+      else two = rotated_right(word < 2 ? low[word] : high, i + 8 * e1);
+      codes |= ((two & 7) | (two >> 16 & 7) << 4) << (e * 8);
     }
     return codes;
   }
@@ -218,31 +228,24 @@ DEVICE u32 two_entries(u32 bytes, u32 which) {
 }
 constexpr u32 MINUS_BIAS = 0xe480e480u;  // -1152, what BIASED entries have to lose
 
-// Whether fragments are looked up as bytes.
-template <class T>
-constexpr bool LOOKED_UP = T::ORDER != Order::DENSE && T::ORDER != Order::SIGNED;
-
-// code - BIAS for two codes, from codes * 2 ** SHIFT at the bits of `mask`: the mantissa of 1024.
-// Exact for BIAS < 1024 >> SHIFT.
-template <int SHIFT, int BIAS>
-DEVICE u32 two_integers(u32 codes, u32 mask) {
-  constexpr u32 ZERO = (u32)(25 - SHIFT) << 10 | (u32)BIAS << SHIFT;  // (1024 >> SHIFT) + BIAS
-  const u32 x = and_or(codes, mask, 0x64006400u);
-  if constexpr (SHIFT == 0) return sub_half2(x, ZERO * 0x10001u);
-  return fma_half2(x, (u32)(15 - SHIFT) << 10 | (u32)(15 - SHIFT) << 26,
-                   (ZERO | 0x8000u) * 0x10001u);
+// Two codes (`dense_word`) as subnormal halves, times 2^I.
+template <int I, int E1>
+DEVICE u32 two_dense(const u32* low, u32 high) {
+  if constexpr (I + E1 == 0) {
+    return and_or(high, 0x40004u, and_or(low[1], 0x20002u, low[0] & 0x10001u));
+  } else {
+    constexpr int WORD = dense_word(I, E1);
+    const u32 word = WORD < 2 ? low[WORD] : high;
+    return (E1 ? rotated_right(word, 8) : word) & 0x70007u << I;
+  }
 }
 
-template <int Q>
-DEVICE u32 two_dense(const u32* low, u32 high) {
-  if constexpr (Q == 15) {
-    const u32 x = and_or(low[0], 0x10001u, and_or(low[1], 0x20002u, 0x64006400u));
-    return sub_half2(and_or(high, 0x40004u, x), 0x64046404u);
-  } else {
-    constexpr int AT = dense_bit(Q), SHIFT = AT > 7 ? AT - 8 : AT;
-    const u32 word = Q < 5 ? low[0] : Q < 10 ? low[1] : high;
-    return two_integers<SHIFT, 4>(AT > 7 ? rotated_right(word, 8) : word, 0x70007u << SHIFT);
-  }
+// What BIASED fragments of rows g + 8 h times `scales` have to lose, for k16 steps 2 `pair` and 2 `pair` + 1.
+// `scales`: of these, from `Scaled::scale_pairs`. DENSE: 4 scale / DENSE_UNIT.
+template <class T>
+DEVICE u32 minus_zero(u32 scales, int h, int pair) {
+  const u32 of_dense = 0x80008000u | 0x00100004u << (4 * pair + h);
+  return mul_half2(scales, T::ORDER == Order::DENSE ? of_dense : MINUS_BIAS);
 }
 
 // Two words each: entries that codes look up without their highest bits, and steps that are then added
@@ -268,13 +271,13 @@ DEVICE u32 four_entries(u32 three, u32 codes, u32 entries = entry_word<T>(0),
   return T::ORDER == Order::PAIRED ? entry - step : entry + step;
 }
 
-// Entries of a lane's eight codes of k16 step J as halves: an A fragment. BIASED: 1152 more, if they
-// are LOOKED_UP.
+// Entries of a lane's eight codes of k16 step J as halves: an A fragment. BIASED: 1152 more; DENSE, always:
+// codes as subnormals, of rows g times 4^J and of rows g + 8 twice as much.
 template <class T, int J, bool BIASED = false>
 DEVICE void fragment(u32 (&a)[4], const u32* low, u32 high) {
   if constexpr (T::ORDER == Order::DENSE) {
-    a[0] = two_dense<4 * J>(low, high), a[1] = two_dense<4 * J + 1>(low, high);
-    a[2] = two_dense<4 * J + 2>(low, high), a[3] = two_dense<4 * J + 3>(low, high);
+    a[0] = two_dense<2 * J, 0>(low, high), a[1] = two_dense<2 * J + 1, 0>(low, high);
+    a[2] = two_dense<2 * J, 1>(low, high), a[3] = two_dense<2 * J + 1, 1>(low, high);
     return;
   }
   if constexpr (T::ORDER == Order::SIGNED) {  // subnormals: values times 4 (rows g) or 1 (rows g + 8)

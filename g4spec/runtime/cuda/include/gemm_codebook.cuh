@@ -242,7 +242,7 @@ struct ScaledCodebook {
     struct Weights {
       u32 low[2], high;
     };
-    struct Scales {  // of rows g and g + 8, and MINUS_BIAS times as much
+    struct Scales {  // of rows g and g + 8; zero: `codebook::minus_zero`
       u32 of[2][PAIRS], zero[2][PAIRS];
     };
     u32 low, high, header, row;  // offsets; row: an index
@@ -292,27 +292,20 @@ struct ScaledCodebook {
         const uint2 v = ((const uint2*)own_scales)[j * 16 + tile];
         s.of[0][0] = v.x, s.of[1][0] = v.y;
       }
-      if constexpr (codebook::LOOKED_UP<T>)
 #pragma unroll
-        for (int i = 0; i < 2 * PAIRS; ++i)
-          s.zero[i % 2][i / 2] = mul_half2(s.of[i % 2][i / 2], codebook::MINUS_BIAS);
+      for (int i = 0; i < 2 * PAIRS; ++i)
+        s.zero[i % 2][i / 2] = codebook::minus_zero<T>(s.of[i % 2][i / 2], i % 2, i / 2);
       return s;
     }
     DEVICE void fragment(u32 (&a)[4], const Weights& w, const Scales& s, int k) const {
-      constexpr bool BIASED = codebook::LOOKED_UP<T>;
-      if (k == 0) codebook::fragment<T, 0, BIASED>(a, w.low, w.high);
-      if (k == 1) codebook::fragment<T, 1, BIASED>(a, w.low, w.high);
-      if (k == 2) codebook::fragment<T, 2, BIASED>(a, w.low, w.high);
-      if (k == 3) codebook::fragment<T, 3, BIASED>(a, w.low, w.high);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) a[i] = scaled<BIASED>(a[i], s, i % 2, k);
-    }
-    // Two entries of rows g (side 0) or g + 8 times the scale of k16 step k.
-    template <bool BIASED>
-    static DEVICE u32 scaled(u32 two, const Scales& s, int side, int k) {
+      if (k == 0) codebook::fragment<T, 0, true>(a, w.low, w.high);
+      if (k == 1) codebook::fragment<T, 1, true>(a, w.low, w.high);
+      if (k == 2) codebook::fragment<T, 2, true>(a, w.low, w.high);
+      if (k == 3) codebook::fragment<T, 3, true>(a, w.low, w.high);
       const int pair = PAIRS == 2 ? k / 2 : 0, half = PAIRS == 2 ? k % 2 : k / 2;
-      if constexpr (BIASED) return fma_half2_by(two, s.of[side][pair], s.zero[side][pair], half);
-      return mul_half2_by(two, s.of[side][pair], half);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        a[i] = fma_half2_by(a[i], s.of[i % 2][pair], s.zero[i % 2][pair], half);
     }
   };
 };

@@ -42,19 +42,6 @@ DEVICE u32 mul_half2(u32 a, u32 b) {
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
-// Both halves of a times half number `half` (0 or 1) of s.
-DEVICE u32 mul_half2_by(u32 a, u32 s, int half) {
-  u32 d;
-  if (half)
-    asm("{\n.reg .b16 low, high;\n.reg .b32 twice;\nmov.b32 {low, high}, %2;\n"
-        "mov.b32 twice, {high, high};\nmul.rn.f16x2 %0, %1, twice;\n}"
-        : "=r"(d) : "r"(a), "r"(s));
-  else
-    asm("{\n.reg .b16 low, high;\n.reg .b32 twice;\nmov.b32 {low, high}, %2;\n"
-        "mov.b32 twice, {low, low};\nmul.rn.f16x2 %0, %1, twice;\n}"
-        : "=r"(d) : "r"(a), "r"(s));
-  return d;
-}
 // Both halves of a times half number `half` (0 or 1) of s, plus that of c.
 DEVICE u32 fma_half2_by(u32 a, u32 s, u32 c, int half) {
   u32 d;

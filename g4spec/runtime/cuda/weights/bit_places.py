@@ -18,12 +18,12 @@ SWAPPED = (0, 2, 1, 3)
 
 
 def three_bits(words: range) -> Bits:
-    """Yield the bits of these of a lane's three words of 3-bit codes (`Order::DENSE` in
+    """Yield the bits of these of a lane's three words of 3-bit codes (`dense_word` in
     codebook.cuh). The file has the two low bits of the codes apart from the third."""
     for k, h, bit in product(range(256), range(2), range(3)):
         c, j, t, e1, e0 = k // 64, k // 16 % 4, k // 4 % 4, k // 2 % 2, k % 2
-        code = 4 * j + 2 * e1 + h
-        slot, low = (code // 5, code // 5 + 1 + code % 5 * 3) if code < 15 else (bit, 0)
+        i = 2 * j + h
+        slot, low = ((i + 2 - e1) % 3, i + 8 * e1) if i + e1 else (bit, 0)
         if t == 0 and slot in words:  # the other lanes find their bits at the same places
             x, at = (4 + k % 32 // 16, k // 32) if bit == 2 else (k // 128 * 2 + j % 2, bit)
             at += 8 * SWAPPED[2 * e1 + e0] + (bit < 2) * (k % 128 // 32 * 2)
