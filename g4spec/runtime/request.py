@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -308,12 +309,23 @@ class Request:
         return needed
 
     def finish(self, reason: str = "", error: Exception | None = None) -> None:
-        """Mark the request as done."""
-        if not self.stats.stop_reason:
-            self.text += self._stream.finish()
-            self.stats.stop_reason = reason
-        self.error, self.done = error, True
-        self._notify()
+        """Mark the request as done, also if its stream fails."""
+        try:
+            if not self.stats.stop_reason:
+                self.stats.stop_reason = reason
+                self.text += self._stream.finish()
+        except Exception as fault:
+            error = error or fault
+            raise
+        finally:
+            self.error, self.done = error, True
+            self._notify()
+
+    def abandon(self, error: Exception | None) -> None:
+        """Mark the request as done after a failed step, which may have been its stream's or a
+        listener's failure; another failure must not keep other requests from ending."""
+        with suppress(Exception):
+            self.finish("interrupted", error)
 
     def _append_text(self, cycle: Cycle) -> int:
         """Extend `text` and set `stop_reason`; return how many of the cycle's tokens are

@@ -103,7 +103,7 @@ class Scheduler:
         """End all requests after a step failed, because the state of the caches is unknown."""
         problem = error if isinstance(error, Exception) else None
         for task in [*self.running, *self.waiting]:  # first: what follows may fail like the step
-            task.request.finish("interrupted", problem)
+            task.request.abandon(problem)
         self.running.clear()
         self._started.clear()
         # A listener may have submitted others.

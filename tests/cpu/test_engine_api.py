@@ -9,7 +9,7 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -506,6 +506,39 @@ def test_requests_end_even_if_the_gpu_no_longer_answers(monkeypatch: pytest.Monk
     for request in requests:
         with pytest.raises(RuntimeError, match="illegal"):
             list(request)
+
+
+class BrokenStream:
+    """A text decoder that fails."""
+
+    def push(self, ids: Iterable[int]) -> str:
+        raise ValueError("cannot push")
+
+    def finish(self) -> str:
+        raise ValueError("cannot finish")
+
+
+class FailsAtTheEnd(BrokenStream):
+    def push(self, ids: Iterable[int]) -> str:
+        return "x"
+
+
+@pytest.mark.parametrize("stream", [BrokenStream, FailsAtTheEnd])
+def test_all_requests_end_if_the_stream_of_one_fails(
+    stream: type[BrokenStream], texts: list[str]
+) -> None:
+    """It fails again when the failed step ends its request."""
+    on = engine(3)
+    broken = replace(OPTIONS, n_predict=4, stream=stream)
+    requests = [on.submit(p, o) for p, o in zip(PROMPTS, (OPTIONS, broken, OPTIONS), strict=False)]
+    with pytest.raises(ValueError, match="cannot"):
+        while on.step():
+            pass
+    assert all(isinstance(request.error, ValueError) for request in requests)
+    assert all(request.done for request in requests) and nothing_left(on)
+    again = on.generate(PROMPTS[1], OPTIONS)
+    list(again)
+    assert again.text == texts[1]
 
 
 def test_a_request_from_a_listener_of_one_that_failed_runs(
