@@ -264,10 +264,12 @@ class Engine:
         """Run one step of all running requests; return False if there is nothing to do."""
         # In this mode, operations on small tensors take a fifth less time on a CPU.
         with self._condition, torch.inference_mode(self.backend.name == "torch"):
-            self.backend.enter()
             try:
+                self.backend.enter()
                 return self.scheduler.step()
             except BaseException as error:
+                if threading.current_thread() is self._thread:  # which ends: refuse new requests
+                    self.failed = error
                 self.scheduler.abandon(error)
                 raise
             finally:
@@ -304,11 +306,7 @@ class Engine:
                     self._condition.wait(1.0 if self._lock_waiters else None)
                 if self._closed:
                     return
-                try:
-                    self.step()
-                except BaseException as error:
-                    self.failed = error
-                    raise
+                self.step()
 
     def close(self) -> None:
         """End all requests and free the engine's memory. Generated text stays readable."""

@@ -564,6 +564,33 @@ def test_a_request_from_a_listener_of_one_that_failed_runs(
     assert more[0].text == texts[1] and nothing_left(on)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("part", ["target.step", "backend.enter"])
+def test_no_request_is_left_when_the_thread_ends(
+    part: str, threaded: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even one from a listener of a request that failed: nobody would run it."""
+    refused = threading.Event()
+
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("out of luck")
+
+    def submit_next() -> None:
+        if first.done:
+            with pytest.raises(EnvironmentProblem, match="has stopped: found out of luck"):
+                threaded.submit(PROMPTS[1], OPTIONS)
+            refused.set()
+
+    first = threaded.submit(PROMPTS[0], OPTIONS)
+    first.listen(submit_next)
+    holder, name = part.split(".")
+    monkeypatch.setattr(getattr(threaded, holder), name, broken)
+    threaded.start()
+    assert refused.wait(10) and threaded.stats().idle
+    with pytest.raises(RuntimeError, match="luck"):
+        list(first)
+
+
 def test_choices_end_if_not_all_can_be_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
     on, made = engine(4), [0]
     chooser = engine_module.RequestChooser
