@@ -128,8 +128,8 @@ class ReplayStore:
         failed: Callable[[RequestError], str],
     ) -> RecordedStream:
         """Record a stream; stop an earlier one with the same id. See `RecordedStream`."""
-        if (before := self._kept.pop((owner, name), None)) is not None:
-            await before.stop()
+        while (before := self._kept.pop((owner, name), None)) is not None:
+            await before.stop()  # meanwhile another with the same id may begin
         self._drop()
         replay = self._kept[owner, name] = RecordedStream(name, source, events, failed)
         return replay

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from g4spec.server.replay import RecordedStream
+from g4spec.server.replay import RecordedStream, ReplayStore
 from g4spec.server.request_errors import RequestError
 from tests.server.running_server import Served, wait
 
@@ -102,6 +102,42 @@ def test_a_failure_is_the_last_event(error: Exception, message: str) -> None:
     first, last = asyncio.run(main())
     assert first == "id: 1\ndata: 1\n\n" and last.startswith("id: 2\n") and message in last
     assert "secret" not in last
+
+
+def test_streams_that_begin_together_replace_each_other() -> None:
+    """While the first is stopped, another with the same id begins; only one stream is left."""
+    running = set[int]()
+
+    class Source:
+        def __init__(self, number: int) -> None:
+            self.id = str(number)
+            running.add(number)
+
+        def close(self) -> None:
+            running.discard(int(self.id))
+
+    async def events() -> AsyncGenerator[str, None]:
+        try:
+            while True:
+                yield "data: 1\n\n"
+                await asyncio.sleep(0.01)
+        finally:
+            await asyncio.sleep(0.01)
+
+    async def main() -> None:
+        store = ReplayStore()
+
+        async def begin(number: int) -> None:
+            await store.begin(None, "x", Source(number), events(), str)
+
+        await begin(0)
+        await asyncio.sleep(0.05)  # it has to end its events
+        await asyncio.gather(begin(1), begin(2))
+        assert len(running) == 1 and store.get(None, "x").id == "x"
+        await store.close()
+        assert not running
+
+    asyncio.run(main())
 
 
 def test_a_stream_is_ended_by_delete_or_its_id(busy: Served) -> None:
