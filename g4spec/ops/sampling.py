@@ -25,6 +25,10 @@ EDITS = ("logit_bias", "repetition_penalty", "presence_penalty", "frequency_pena
 """Fields of `Sampler` that edit logits before they are filtered. All but the bias depend on earlier
 tokens and have a range in `ranges.RANGES`. `g4spec.ops.logits.edit_logits` applies them."""
 
+MIN_TEMPERATURE = 1e-30
+"""Lower temperatures are 0: logits divided by them would overflow, and no noise changes the
+largest one."""
+
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW = np.uint64(0xFFFFFFFF)
@@ -79,7 +83,8 @@ class Sampler:
     `choose` and the GPU kernels read raw logits and accept only a `plain` sampler.
 
     Attributes:
-        temperature: 0 takes the largest logit (lowest id on a tie).
+        temperature: 0 takes the largest logit (lowest id on a tie), and so does any below
+            `MIN_TEMPERATURE`, which becomes 0.
         top_k: number of candidates to keep; 0 keeps all.
         top_p: keep the smallest set of most likely candidates with at least this mass; 1 keeps all.
         min_p: keep candidates at least this likely relative to the best; 0 keeps all.
@@ -110,6 +115,8 @@ class Sampler:
         names = ("temperature", "top_k", "top_p", "min_p", "seed", *EDITS[1:])
         ranges.check(**{name: getattr(self, name) for name in names})
         self._check_bias()
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
 
     def _check_bias(self) -> None:
         seen: set[int] = set()

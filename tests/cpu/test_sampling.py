@@ -50,6 +50,15 @@ def test_philox_known_answers(counter: str, key: str, want: str) -> None:
     assert got[0].tolist() == words[2]
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 1e-38, 1e-45, 1e-300])
+def test_a_tiny_temperature_takes_the_largest_logit(temperature: float) -> None:
+    logits = torch.tensor([5.0, 30.0, 29.0, -1.0])
+    for more in ({}, {"top_p": 0.9}, {"top_k": 3, "min_p": 0.01}):
+        sampler = Sampler(temperature, **more)  # type: ignore[arg-type]
+        assert [sampler.choose(logits, at) for at in range(20)] == [1] * 20
+        assert sampler.sampled_logits(logits).softmax(0).tolist() == [0, 1, 0, 0]
+
+
 def test_noise_depends_on_seed_position_and_token_only() -> None:
     assert torch.equal(gumbel(1, 5, 100), gumbel(1, 5, 1000)[:100])
     assert not torch.equal(gumbel(1, 5, 100), gumbel(2, 5, 100))
