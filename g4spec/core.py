@@ -320,11 +320,13 @@ class Chooser(Protocol):
 @dataclass(frozen=True, slots=True)
 class Work:
     """The part of one sequence in a cycle: draft `count` tokens and choose tokens with `chooser`.
-    The sequence must already have pages for all rows of the step."""
+    The sequence must already have pages for all rows of the step. `whole`: step over `count` tokens
+    also if the draft proposes fewer (for measurements)."""
 
     sequence: Sequence
     count: int
     chooser: Chooser
+    whole: bool = False
 
 
 class Runner(Protocol):

@@ -136,7 +136,7 @@ class CycleMeter:
             s.drafting = count > 0
             s.pending = [last] if count and last is not None else []
             chooser = RequestChooser(options, PROMPT, target.config.n_vocab, target.backend)
-            work.append(Work(s, count, chooser))
+            work.append(Work(s, count, chooser, whole=True))
         runner = next(r for r in self._runners if r.can_run(work))
         began = time.perf_counter()
         runner.start(work)

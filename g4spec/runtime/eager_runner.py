@@ -37,6 +37,10 @@ class Proposal:
             return cls([], failed)
         return cls(ids[: ids.index(-1)] if -1 in ids else ids)
 
+    def extended(self, count: int) -> Proposal:
+        """Return a proposal of `count` tokens, whatever the added ones are."""
+        return Proposal(self.tokens + [0] * (count - len(self.tokens)), self.failed)
+
 
 Propose = Callable[[Seq[Work]], Seq[Proposal] | None]
 """Drafts tokens for each sequence, or returns None if it cannot for such work."""
@@ -74,7 +78,10 @@ class EagerRunner:
     def start(self, work: Seq[Work]) -> None:
         """Propose, step and accept; keep the rows for the draft's next update."""
         started = time.perf_counter()
-        proposals = self._proposals(work)
+        proposals = [
+            p.extended(w.count) if w.whole else p
+            for w, p in zip(work, self._proposals(work), strict=True)
+        ]
         proposed = time.perf_counter()
         rows, logits = self._step(
             [

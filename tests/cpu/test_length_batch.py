@@ -11,18 +11,19 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from g4spec.core import MAX_DRAFT
+from g4spec.core import MAX_DRAFT, Work
 from g4spec.runtime import draft_length
 from g4spec.runtime.cycle_costs import CycleCosts
 from g4spec.runtime.cycle_timing import CycleMeter, padded_costs
 from g4spec.runtime.draft_length import CREDIT, PROBE, DraftLengthPolicy, PolicyState
 from g4spec.runtime.request import Options
-from tests.support import memory_engine
+from tests.support import memory_drafts, memory_engine
 from tests.support.memory_engine import DRAFTS
 
 Table = dict[tuple[int, int], float]
@@ -533,6 +534,26 @@ def test_an_engine_measures_and_counts_contexts() -> None:
         shares.append(cycles[1].decision.plain_seconds)
     more = engine.target.context_bytes(1301) - engine.target.context_bytes(3)
     assert shares[1] - shares[0] == pytest.approx(1e-9 * more, rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["ngram", "dspark-unsure", "eagle3"])
+def test_measured_steps_have_all_rows_of_their_length(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the draft proposes fewer tokens after the measured prompt: the n-gram lookup finds
+    two, and a draft that is never confident none."""
+    unsure = partial(memory_drafts.dspark_draft, head="gated", p_min=0.999)
+    engine = memory_engine.engine(unsure if kind == "dspark-unsure" else DRAFTS[kind], parallel=2)
+    (runner,), rows = engine.scheduler.runners, set[tuple[int, int]]()
+    start = runner.start
+
+    def watched(work: Sequence[Work]) -> None:
+        start(work)
+        rows.update((w.count, len(c.drafted)) for w, c in zip(work, runner._done, strict=True))
+
+    monkeypatch.setattr(runner, "start", watched)
+    CycleMeter(engine.target, engine.draft, engine.pool, [runner]).costs()
+    assert len(rows) == 3 and all(count == drafted for count, drafted in rows), rows
 
 
 def test_costs_are_measured_while_the_prefix_cache_holds_most_pages() -> None:
