@@ -46,6 +46,7 @@ RANGES = {
     "n": _POSITIVE,
     "count": _COUNT,
     "parallel": Range(lambda x: 1 <= x <= MAX_PARALLEL, f"1 to {MAX_PARALLEL}"),
+    "chunk": _POSITIVE,
     "repeats": _COUNT,
     "logprobs": Range(lambda x: x >= 0, ">= 0"),
     "accept_length": Range(

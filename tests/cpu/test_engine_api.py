@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -459,6 +460,13 @@ def test_a_bias_outside_the_vocabulary_is_refused_at_once(texts: list[str]) -> N
         on.submit(PROMPTS[1], Options(4, Sampler(logit_bias=((mm.V, 1.0),))))
     list(good)
     assert good.text == texts[0]
+
+
+@pytest.mark.parametrize("chunk", [-5, 0])
+def test_a_chunk_without_rows_is_refused(chunk: int) -> None:
+    """No prompt would ever be read."""
+    with pytest.raises(UsageError, match=f"`chunk`: expected >= 1, found {chunk}"):
+        Engine.load(Path("no.gguf"), chunk=chunk)
 
 
 def test_text_instead_of_ids_is_refused() -> None:
