@@ -82,7 +82,7 @@ class Engine:
         self._lock_waiters, self._waiters_lock = 0, threading.Lock()  # how many want the other lock
         self._thread: threading.Thread | None = None
         self._submitted = 0
-        self._closed = False
+        self._closed = self._stepping = False
         self.last_step = time.monotonic()
         self.failed: BaseException | None = None
 
@@ -264,6 +264,7 @@ class Engine:
         """Run one step of all running requests; return False if there is nothing to do."""
         # In this mode, operations on small tensors take a fifth less time on a CPU.
         with self._condition, torch.inference_mode(self.backend.name == "torch"):
+            self._stepping = True
             try:
                 self.backend.enter()
                 return self.scheduler.step()
@@ -273,7 +274,9 @@ class Engine:
                 self.scheduler.abandon(error)
                 raise
             finally:
-                self.last_step = time.monotonic()
+                self._stepping, self.last_step = False, time.monotonic()
+                if self._closed:
+                    self._free()
 
     def advance(self, request: Request) -> None:
         """Run steps, or wait for the engine's thread, until the request has news or is done."""
@@ -309,13 +312,18 @@ class Engine:
                 self.step()
 
     def close(self) -> None:
-        """End all requests and free the engine's memory. Generated text stays readable."""
+        """End all requests and free the engine's memory. Generated text stays readable. A listener
+        may call it: the step that produced its news ends first."""
         with self.step_lock():
             self._closed = True
-            self.scheduler.close()
-            self._condition.notify_all()
+            if self._stepping:
+                return
+            self._free()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+
+    def _free(self) -> None:
+        self.scheduler.close()
         self.target.close()
         self.backend.close()
         self.draft = None

@@ -274,6 +274,28 @@ def test_close_ends_everything_and_frees_the_weights(texts: list[str]) -> None:
     on.close()
 
 
+@pytest.mark.parametrize("own_thread", [False, True])
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+def test_a_listener_can_close_the_engine(tokens: int, own_thread: bool, texts: list[str]) -> None:
+    """While a prompt is read, after its first token, or after a cycle."""
+    on = engine(2)
+    requests = [on.submit(prompt, replace(OPTIONS, progress=True)) for prompt in PROMPTS[:4]]
+    first = requests[0]
+
+    def close() -> None:
+        if len(first.ids) >= tokens:
+            on.close()
+
+    first.listen(close)
+    if own_thread:
+        on.start()
+    for request in requests:
+        list(request)
+    assert {request.stats.stop_reason for request in requests} == {"closed"}
+    assert first.text and texts[0].startswith(first.text) and on.failed is None
+    assert not on.step() and nothing_left(on) and not on.target.model.w
+
+
 def test_a_request_that_has_to_wait_keeps_its_prefix_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is restored or evicted for it while others use the pages that it needs, and its
     tokens are hashed once."""
