@@ -213,17 +213,23 @@ def _parts(texts: Sequence[str]) -> list[Json]:
 def _messages(messages: Sequence[MessageParam]) -> list[Json]:
     """Convert messages; merge adjacent messages of one role and put tool results first."""
     out: list[Json] = []
+    called: set[str] = set()  # ids of the calls that results may belong to
     for i, message in enumerate(messages):
         for j, value in enumerate(message.content):
             where = f"messages[{i}].content[{j}]"
             block = fields.variant(BLOCKS[message.role], value, where)
             if isinstance(block, ToolResultBlock):
                 at = len(out) - (bool(out) and out[-1]["role"] == "user")
-                out.insert(at, _result(block, out[:at], where))
+                out.insert(at, _result(block, called, where))
                 continue
             if not out or out[-1]["role"] != message.role:
                 out.append({"role": message.role, "content": []})
+                called = called if message.role == "user" else set()
             _add(out[-1], block)
+            called |= {block.id} if isinstance(block, ToolUseBlock) else set()
+    for turn in out:
+        if thoughts := turn.pop("thoughts", None):
+            turn["reasoning_content"] = "\n".join(thoughts)
     found = [m for m in out if m["content"] or m["role"] == "tool" or m.get("tool_calls")]
     if not found:
         raise RequestError(
@@ -235,22 +241,24 @@ def _messages(messages: Sequence[MessageParam]) -> list[Json]:
 
 
 def _add(message: Json, block: Body) -> None:
-    """Append a block to a chat message."""
+    """Append a block to a chat message; `_messages` joins its `thoughts`."""
     if isinstance(block, TextBlock):
         message["content"] += _parts([block.text])
     elif isinstance(block, ThinkingBlock) and block.thinking:
-        before = message.get("reasoning_content")
-        message["reasoning_content"] = f"{before}\n{block.thinking}" if before else block.thinking
+        message.setdefault("thoughts", []).append(block.thinking)
     elif isinstance(block, ToolUseBlock):
         function = {"name": block.name, "arguments": block.input}
         call = {"id": block.id, "type": "function", "function": function}
         message.setdefault("tool_calls", []).append(call)
 
 
-def _result(block: ToolResultBlock, before: Sequence[Json], where: str) -> Json:
-    """Convert a tool result to a message with the role tool."""
-    last = next((m for m in reversed(before) if m["role"] != "tool"), {})
-    if all(call["id"] != block.tool_use_id for call in last.get("tool_calls", [])):
+def _result(block: ToolResultBlock, called: set[str], where: str) -> Json:
+    """Convert a tool result to a message with the role tool.
+
+    Args:
+        called: ids of the calls in the turn before it.
+    """
+    if block.tool_use_id not in called:
         raise RequestError(
             400,
             f"{where}: there is no tool_use {block.tool_use_id!r} in the turn before it",

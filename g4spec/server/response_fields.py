@@ -409,6 +409,9 @@ def _messages(context: Sequence[Json]) -> list[Json]:
         elif kind != "function_call" or item["status"] != "incomplete":
             _add(_turn(out, kind), item)
             called |= {item["call_id"]} if kind == "function_call" else set()
+    for message in out:
+        if thoughts := message.pop("thoughts", None):
+            message["reasoning_content"] = "\n".join(thoughts)
     return [m for m in out if m["role"] != "assistant" or m["content"] or m.get("tool_calls")]
 
 
@@ -426,7 +429,7 @@ def _plain(parts: Sequence[Json]) -> list[Json]:
 
 
 def _add(message: Json, item: Json) -> None:
-    """Add an item to its assistant message."""
+    """Add an item to its assistant message; `_messages` joins its `thoughts`."""
     if item["type"] == "message":
         message["content"] = _plain(item["content"])
     elif item["type"] == "function_call":
@@ -435,5 +438,4 @@ def _add(message: Json, item: Json) -> None:
         message.setdefault("tool_calls", []).append(call)
     else:
         texts = [part["text"] for part in item.get("content") or item["summary"]]
-        before = [message["reasoning_content"]] if message.get("reasoning_content") else []
-        message["reasoning_content"] = "\n".join([*before, *texts])
+        message.setdefault("thoughts", []).extend(text for text in texts if text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -352,6 +353,24 @@ def test_unsupported_requests_get_one_sentence(busy: Served, name: str) -> None:
         assert answer["request_id"] == response.headers["request-id"]
         assert re.search(message, answer["error"]["message"]), answer
     assert busy.idle()
+
+
+def test_the_time_for_blocks_is_linear_in_their_number() -> None:
+    n = 30_000  # while a request is converted, the server does nothing else
+    thoughts = [{"type": "thinking", "thinking": "x" * 400}] * n
+    calls = [{"type": "tool_use", "id": f"t{i}", "name": "f", "input": {}} for i in range(n)]
+    results = [{"type": "tool_result", "tool_use_id": f"t{i}"} for i in range(n)]
+    turns = [
+        *HELLO,
+        {"role": "assistant", "content": thoughts + calls},
+        {"role": "user", "content": results},
+    ]
+    request = MessagesRequest.model_validate({"messages": turns, "max_tokens": 1})
+    began = time.process_time()
+    converted = chat_request(request).messages
+    assert time.process_time() - began < 10
+    assert converted[1].reasoning_content == "\n".join(["x" * 400] * n)
+    assert [m.tool_call_id for m in converted[2:]] == [f"t{i}" for i in range(n)]
 
 
 def test_errors_have_anthropics_form(

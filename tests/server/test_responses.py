@@ -258,6 +258,17 @@ def test_the_conversation_as_the_model_reads_it(client: openai.OpenAI, busy: Ser
     assert counted == len(busy.service.tokenizer.encode(prompt))
 
 
+def test_the_time_for_reasoning_is_linear_in_its_items() -> None:
+    n = 30_000  # while a request is converted, the server does nothing else
+    thought = {"type": "reasoning", "content": "x" * 400}
+    turns = [thought] * n + [{"role": "assistant", "content": "Hi"}]
+    request = ResponsesRequest.model_validate({"input": turns})
+    began = time.process_time()
+    converted = chat_request(request, items(request)).messages
+    assert time.process_time() - began < 10
+    assert converted[0].reasoning_content == "\n".join(["x" * 400] * n)
+
+
 def test_a_stored_response_can_be_continued(client: openai.OpenAI) -> None:
     first = client.responses.create(**given(instructions="Be kind.", metadata={"a": "b"}))
     assert flat(client.responses.retrieve(first.id)) == flat(first)
