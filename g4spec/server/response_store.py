@@ -149,18 +149,35 @@ class ResponseStore:
 
     def find(self, items: Sequence[Json], owner: str | None) -> list[Json]:
         """Replace item references by the items of stored responses."""
-        return [self._found(i["id"], owner) if i["type"] == "item_reference" else i for i in items]
+        names = [item["id"] for item in items if item["type"] == "item_reference"]
+        if len(distinct := set(names)) < len(names):
+            raise RequestError(
+                400,
+                "item_reference: two have the same id; refer to each item once",
+                param="input",
+            )
+        found = self._named(distinct, owner) if names else {}
+        if missing := [name for name in names if name not in found]:
+            raise RequestError(
+                400,
+                f"item_reference: there is no item {missing[0]!r:.80} in the stored responses",
+                param="input",
+            )
+        return [found[i["id"]] if i["type"] == "item_reference" else i for i in items]
 
-    def _found(self, name: str, owner: str | None) -> Json:
+    def _named(self, names: set[str], owner: str | None) -> dict[str, Json]:
+        """Return the stored items with these ids, of the most recently used response each.
+
+        All responses are read once, whatever the number of ids: the server waits for it.
+        """
+        found: dict[str, Json] = {}
         for record in reversed(self._records.values()):
             for item in record.context if record.owner == owner else ():
-                if item["id"] == name:
-                    return item
-        raise RequestError(
-            400,
-            f"item_reference: there is no item {name!r:.80} in the stored responses",
-            param="input",
-        )
+                if item["id"] in names:
+                    found.setdefault(item["id"], item)
+            if len(found) == len(names):
+                break
+        return found
 
     def list_items(self, record: Record, query: Any) -> Json:
         """Return a page of the input items of a response.

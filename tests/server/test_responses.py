@@ -394,6 +394,19 @@ def test_stored_responses_are_bounded_and_private() -> None:
     assert store.find(refer, "a")[0]["id"] == "m6"
     with pytest.raises(RequestError):
         store.find(refer, "b")
+    with pytest.raises(RequestError, match="refer to each item once"):  # the text could be long
+        store.find([*refer, *refer], "a")
+
+
+def test_all_references_are_found_in_one_pass() -> None:
+    n = 10_000  # while they are found, the server does nothing else
+    listed = [{"id": f"m{i}", "type": "message"} for i in range(n)]
+    store = ResponseStore()
+    store.put(Record(None, {"id": "r", "output": [], "background": False}, listed))
+    began = time.process_time()
+    refer = [{"type": "item_reference", "id": f"m{i}"} for i in range(n)]
+    assert store.find(refer, None) == listed
+    assert time.process_time() - began < 1
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
