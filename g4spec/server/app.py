@@ -286,8 +286,7 @@ class Endpoints:
     @takes(fields.ChatRequest)
     async def chat_tokens(self, request: Request, body: fields.ChatRequest) -> Response:
         """Answer POST /v1/chat/completions/input_tokens (llama.cpp's API)."""
-        prompt = await chat.build_prompt(self._service, body, generates=False)
-        return JsonResponse({"object": "response.input_tokens", "input_tokens": len(prompt.ids)})
+        return JsonResponse(await llamacpp.chat_tokens(self._service, body))
 
     # ---- the server
 

@@ -396,6 +396,13 @@ def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
     return {"tokens": out}
 
 
+async def chat_tokens(service: Service, body: ChatRequest) -> dict[str, Any]:
+    """Answer /chat/completions/input_tokens."""
+    service.check_model(body.model)
+    prompt = await chat.build_prompt(service, body, generates=False)
+    return {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}
+
+
 def detokenize(service: Service, body: DetokenizeBody) -> dict[str, Any]:
     """Answer /detokenize."""
     service.check_model(body.model)
@@ -404,4 +411,5 @@ def detokenize(service: Service, body: DetokenizeBody) -> dict[str, Any]:
 
 async def apply_template(service: Service, body: ChatRequest) -> dict[str, Any]:
     """Answer /apply-template."""
+    service.check_model(body.model)
     return {"prompt": (await chat.build_prompt(service, body, generates=False)).text}

@@ -128,6 +128,9 @@ def test_texts_and_tokens(busy: Served) -> None:
     assert busy.post("/detokenize", tokens=ids[1:], model="tiny")["content"] == text
     other = {"content": "x", "model": "other"}
     assert busy.refused("/tokenize", other, 404)["code"] == "model_not_found"
+    other = {"messages": [{"role": "user", "content": "x"}], "model": "other"}
+    for path in ("/apply-template", "/v1/chat/completions/input_tokens"):
+        assert busy.refused(path, other, 404)["code"] == "model_not_found"
     pieces = busy.post("/tokenize", content="é😀", with_pieces=True)["tokens"]
     raw = b"".join(
         p["piece"].encode() if isinstance(p["piece"], str) else bytes(p["piece"]) for p in pieces
