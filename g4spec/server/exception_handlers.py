@@ -35,9 +35,11 @@ async def _http(request: Request, error: Exception) -> Response:
         404: f"no endpoint at {path}; GET /openapi.json lists all",
         405: f"{path} does not accept {request.method}; see GET /openapi.json",
     }
-    return await _refused(
+    response = await _refused(
         request, RequestError(error.status_code, what.get(error.status_code, error.detail))
     )
+    response.headers.update(error.headers or {})  # `Allow` of 405, which HTTP requires
+    return response
 
 
 async def _disconnected(request: Request, error: Exception) -> Response:

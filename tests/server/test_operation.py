@@ -177,6 +177,8 @@ def test_paths_and_methods(busy: Served) -> None:
         response = busy.http.request(method, path)
         assert response.status_code == status
         assert response.json()["error"]["message"] and "x-request-id" in response.headers
+        assert ("allow" in response.headers) == (status == 405)
+    assert busy.http.options("/v1/completions").headers["allow"] == "POST"
 
 
 def test_messages_repeat_only_the_beginning_of_long_names(busy: Served) -> None:
