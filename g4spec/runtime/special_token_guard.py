@@ -64,18 +64,25 @@ def guard_messages(
 
 
 def encode_guarded(
-    encoder: tokenizers.Tokenizer, text: str, read: Iterable[str], guard: str
+    encoder: tokenizers.Tokenizer,
+    plain_encoder: tokenizers.Tokenizer,
+    text: str,
+    read: Iterable[str],
+    guard: str,
 ) -> list[int]:
     """Tokenize a text in which only the special tokens in `read` count, and none that contains
-    `guard`; all others are tokenized as plain text."""
+    `guard`; all others are tokenized as plain text.
+
+    Args:
+        encoder: tokenizer with the special tokens.
+        plain_encoder: the same without them. Two, because the server tokenizes several texts at
+            once, in threads: `encode_special_tokens` of one would be in force for all of them.
+    """
     texts = sorted(read, key=len, reverse=True)
     pieces = re.split(f"({'|'.join(map(re.escape, texts))})", text) if texts else [text]
     ids: list[int] = []
-    try:
-        for at, piece in enumerate(pieces):
-            encoder.encode_special_tokens = at % 2 == 0  # True: as ordinary text
-            plain = piece.replace(guard, "") if guard else piece
-            ids += encoder.encode(plain, add_special_tokens=False).ids
-    finally:
-        encoder.encode_special_tokens = False
+    for at, piece in enumerate(pieces):
+        plain = piece.replace(guard, "") if guard else piece
+        chosen = encoder if at % 2 else plain_encoder
+        ids += chosen.encode(plain, add_special_tokens=False).ids
     return ids

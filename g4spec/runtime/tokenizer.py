@@ -77,7 +77,8 @@ class Tokenizer:
         self._longest = max(map(len, tokens), default=0)
         added = sorted(self._special, key=lambda i: (-len(tokens[i]), i))
         with _panic_as_error(source):
-            self._encoder = _encoder(tokens, merges, source)
+            self._plain_encoder = _encoder(tokens, merges, source)
+            self._encoder = _like(self._plain_encoder)
             self._encoder.add_special_tokens(
                 [tokenizers.AddedToken(tokens[i], special=True, normalized=False) for i in added]
             )
@@ -142,7 +143,9 @@ class Tokenizer:
             else:
                 read = self._special if special else self._special - self._marks
                 texts = [self._tokens[i] for i in read]
-                ids = special_token_guard.encode_guarded(self._encoder, text, texts, guard)
+                ids = special_token_guard.encode_guarded(
+                    self._encoder, self._plain_encoder, text, texts, guard
+                )
         return [self.bos, *ids] if bos and ids[:1] != [self.bos] else ids
 
     @property
@@ -373,6 +376,13 @@ def _encoder(tokens: Sequence[str], merges: Sequence[str], source: str) -> token
     newlines = tokenizers.Regex(r"\n+")
     encoder.pre_tokenizer = pre_tokenizers.Split(newlines, behavior="isolated")
     return encoder
+
+
+def _like(encoder: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """Return an encoder without special tokens that shares the model of another: no copy."""
+    out = tokenizers.Tokenizer(encoder.model)
+    out.normalizer, out.pre_tokenizer = encoder.normalizer, encoder.pre_tokenizer
+    return out
 
 
 class _MergePairs(Sequence[tuple[str, str]]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -260,3 +261,16 @@ def test_arguments_are_objects_of_json(tokenizer: Tokenizer) -> None:
         }
         with pytest.raises(RequestError, match="expected a JSON object"):
             run(tokenizer, TEMPLATE, lambda p, m=called: p.chat([USER, m]))
+
+
+def test_texts_with_and_without_marks_are_tokenized_at_once(tokenizer: Tokenizer) -> None:
+    """Threads of the server share the tokenizer: what one text must not read, others must."""
+    marked, words = "<|turn>user\n", "the quick brown fox " * 20
+    cases = [(marked + words + "<\ufdd0|turn>" * 9, "\ufdd0"), (marked + words, "")]
+    alone = [tokenizer.encode(text, guard=guard) for text, guard in cases]
+    assert all(tokenizer.encode("<|turn>", bos=False)[0] in ids for ids in alone)
+    with ThreadPoolExecutor(4) as threads:
+        together = list(
+            threads.map(lambda case: tokenizer.encode(case[0], guard=case[1]), cases * 4000)
+        )
+    assert together == alone * 4000
