@@ -20,6 +20,9 @@ from g4spec.errors import InputError
 NONCHARACTERS = range(0xFDD0, 0xFDF0)
 """Code points that are never characters, so no text contains them."""
 
+LONG = 10_000
+"""Characters from which a text is encoded without Python's lock; fewer take milliseconds."""
+
 TRUSTED = ("system", "developer")
 """Roles of the operator: marks in their messages are control tokens."""
 
@@ -84,5 +87,12 @@ def encode_guarded(
     for at, piece in enumerate(pieces):
         plain = piece.replace(guard, "") if guard else piece
         chosen = encoder if at % 2 else plain_encoder
-        ids += chosen.encode(plain, add_special_tokens=False).ids
+        ids += encode(chosen, plain)
     return ids
+
+
+def encode(encoder: tokenizers.Tokenizer, text: str) -> list[int]:
+    """Tokenize a text; a long one without Python's lock, so that other threads continue."""
+    if len(text) < LONG:
+        return list(encoder.encode(text, add_special_tokens=False).ids)
+    return list(encoder.encode_batch([text], add_special_tokens=False)[0].ids)

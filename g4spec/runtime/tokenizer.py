@@ -139,7 +139,7 @@ class Tokenizer:
             raise InputError("the text is not valid Unicode", found=error.reason) from None
         with _panic_as_error(self.source):
             if special and not guard:
-                ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
+                ids = special_token_guard.encode(self._encoder, text)
             else:
                 read = self._special if special else self._special - self._marks
                 texts = [self._tokens[i] for i in read]

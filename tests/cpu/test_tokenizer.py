@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +257,20 @@ def test_a_text_that_cannot_fit_is_not_encoded() -> None:
     assert len(TOKENIZER.encode(text, bos=False, n_ctx=8)) >= 8
     with pytest.raises(InputError, match=r"does not fit into the context.*at most 8 tokens"):
         TOKENIZER.encode(text + "a", n_ctx=8)
+
+
+def test_other_threads_continue_while_a_long_text_is_encoded() -> None:
+    text = "ab cd\n" * 200_000
+    with ThreadPoolExecutor(1) as threads:
+        times = [time.perf_counter()]
+        work = threads.submit(TOKENIZER.encode, text)
+        while not work.done():
+            times.append(time.perf_counter())
+            time.sleep(0.001)
+        times.append(time.perf_counter())
+    assert max(b - a for a, b in pairwise(times)) < (times[-1] - times[0]) / 2
+    short = [i for part in text.splitlines() for i in TOKENIZER.encode(part + "\n", bos=False)]
+    assert work.result() == [TOKENIZER.bos, *short]
 
 
 def test_keyboard_interrupt_is_passed_on() -> None:
