@@ -271,12 +271,14 @@ class Endpoints:
     @takes(llamacpp.TokenizeBody)
     async def tokenize(self, request: Request, body: llamacpp.TokenizeBody) -> Response:
         """Answer POST /tokenize."""
-        return JsonResponse(llamacpp.tokenize(self._service, body))
+        # In a thread: a text as large as a body may be takes seconds.
+        return JsonResponse(await asyncio.to_thread(llamacpp.tokenize, self._service, body))
 
     @takes(llamacpp.DetokenizeBody)
     async def detokenize(self, request: Request, body: llamacpp.DetokenizeBody) -> Response:
         """Answer POST /detokenize."""
-        return JsonResponse(llamacpp.detokenize(self._service, body))
+        # In a thread: a text as large as a body may be takes seconds.
+        return JsonResponse(await asyncio.to_thread(llamacpp.detokenize, self._service, body))
 
     @takes(fields.ChatRequest)
     async def apply_template(self, request: Request, body: fields.ChatRequest) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -89,7 +90,8 @@ async def build_job(service: Service, request: ChatRequest) -> Job:
     if request.top_logprobs is not None and not request.logprobs:
         raise RequestError(400, "top_logprobs: set `logprobs: true` too", param="top_logprobs")
     prompt = await build_prompt(service, request)
-    wanted = _grammar(service, request, choice, prompt)
+    # In a thread: large schemas and grammars take seconds.
+    wanted = await asyncio.to_thread(_grammar, service, request, choice, prompt)
     if wanted is not None and request.ignore_eos:
         raise RequestError(
             400,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -40,7 +41,8 @@ async def build_job(service: Service, request: CompletionRequest) -> Job:
                 "ignore_eos cannot be combined with a grammar; leave it out",
                 param="ignore_eos",
             )
-        constraint = grammar.whole_text(None, user=grammar.to_lark(request.grammar))
+        lark = await asyncio.to_thread(grammar.to_lark, request.grammar)
+        constraint = grammar.whole_text(None, user=lark)
     n_predict = request.max_tokens or request.n_predict or DEFAULT_TOKENS
     engine_options = options.options(service, request, n_predict, logprobs=request.logprobs)
     engine_options = replace(

@@ -5,6 +5,7 @@ Unsupported samplers are rejected unless their value turns them off.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 from contextlib import aclosing
@@ -139,7 +140,8 @@ async def build_job(service: Service, body: CompletionBody) -> Job:
         answer = grammar.json_answer(body.json_schema, strict=True)
         wanted = grammar.whole_text(None, answer=answer)
     elif body.grammar:
-        wanted = grammar.whole_text(None, user=grammar.to_lark(body.grammar))
+        lark = await asyncio.to_thread(grammar.to_lark, body.grammar)
+        wanted = grammar.whole_text(None, user=lark)
     if wanted is not None and body.ignore_eos:
         raise RequestError(
             400, "ignore_eos cannot be combined with a grammar; leave it out", param="ignore_eos"
@@ -152,7 +154,7 @@ async def build_job(service: Service, body: CompletionBody) -> Job:
             400, "n_predict: expected 1 or more, or -1 for no limit, found 0", param="n_predict"
         )
     room = max(options.room(service, ids) for ids in (first, *others))
-    bias, banned = _bias(service, body.logit_bias or {})
+    bias, banned = await asyncio.to_thread(_bias, service, body.logit_bias or {})
     if body.ignore_eos:  # in llama.cpp: stop tokens are never sampled
         banned += sorted(service.engine.stop_ids)
     changed = {
@@ -228,7 +230,9 @@ async def _prompt(service: Service, prompt: str | TextPrompt | list[Any]) -> lis
         if isinstance(part, int):
             ids.append(part)
         else:
-            ids += service.tokenizer.encode(part, bos=not ids, n_ctx=service.engine.n_ctx)
+            ids += await asyncio.to_thread(
+                service.tokenizer.encode, part, bos=not ids, n_ctx=service.engine.n_ctx
+            )
     return ids
 
 

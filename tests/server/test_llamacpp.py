@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -119,6 +121,19 @@ def test_probabilities_after_the_filters(busy: Served, plain: Served) -> None:
     constrained = busy.post("/completion", **ask, grammar='root ::= "a" | "b"')
     words = {top["token"] for top in constrained["completion_probabilities"][0]["top_probs"]}
     assert words <= {"a", "b"}
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+def test_long_texts_and_tokens_stop_no_other_request(busy: Served, path: str) -> None:
+    body = {"content": "ab cd\n" * 250_000} if path == "/tokenize" else {"tokens": [300] * 500_000}
+    with ThreadPoolExecutor(1) as threads:
+        times = [time.perf_counter()]
+        work = threads.submit(busy.http.post, path, json=body)
+        while not work.done():
+            assert busy.http.get("/health").status_code == 200
+            times.append(time.perf_counter())
+    assert work.result().status_code == 200
+    assert max(b - a for a, b in pairwise(times)) < (times[-1] - times[0]) * 0.6
 
 
 def test_texts_and_tokens(busy: Served) -> None:
