@@ -92,6 +92,8 @@ class Endpoints:
 
     def __init__(self, service: Service, store: ResponseStore, replays: ReplayStore) -> None:
         self._service, self._store, self._replays = service, store, replays
+        # One at a time: a text as large as a body may be takes seconds and gigabytes.
+        self._long_work = asyncio.Lock()
 
     # ---- generation
 
@@ -271,14 +273,14 @@ class Endpoints:
     @takes(llamacpp.TokenizeBody)
     async def tokenize(self, request: Request, body: llamacpp.TokenizeBody) -> Response:
         """Answer POST /tokenize."""
-        # In a thread: a text as large as a body may be takes seconds.
-        return JsonResponse(await asyncio.to_thread(llamacpp.tokenize, self._service, body))
+        async with self._long_work:
+            return JsonResponse(await asyncio.to_thread(llamacpp.tokenize, self._service, body))
 
     @takes(llamacpp.DetokenizeBody)
     async def detokenize(self, request: Request, body: llamacpp.DetokenizeBody) -> Response:
         """Answer POST /detokenize."""
-        # In a thread: a text as large as a body may be takes seconds.
-        return JsonResponse(await asyncio.to_thread(llamacpp.detokenize, self._service, body))
+        async with self._long_work:
+            return JsonResponse(await asyncio.to_thread(llamacpp.detokenize, self._service, body))
 
     @takes(fields.ChatRequest)
     async def apply_template(self, request: Request, body: fields.ChatRequest) -> Response:
