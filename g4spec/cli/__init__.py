@@ -48,7 +48,7 @@ def _top(
     """Convert, validate, verify and run speculative-decoding drafts for Gemma 4.
 
     Exit codes: 0 ok, 1 a check failed, 2 wrong usage, 3 bad input, 4 problem of this machine,
-    130 Ctrl-C, 143 SIGTERM, 141 closed pipe (`| head`).
+    130 Ctrl-C, 143 SIGTERM, 129 closed terminal, 141 closed pipe (`| head`).
     `g4spec help COMMAND` is the same as `g4spec COMMAND --help`.
     """
     if context.invoked_subcommand is None:

@@ -1,4 +1,5 @@
-"""Signal handling: Ctrl-C and SIGTERM unwind a command, silently unless it is `noted`.
+"""Signal handling: Ctrl-C, SIGTERM and the end of the terminal (SIGHUP) unwind a command, silently
+unless it is `noted`.
 
 SIGBUS is reported as bad input. It occurs if a file is truncated while it is mapped.
 """
@@ -18,7 +19,7 @@ from typing import NoReturn
 from g4spec.cli import render
 from g4spec.errors import InputError
 
-NUMBERS = (signal.SIGINT, signal.SIGTERM)
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _received: list[int] = []
 """The signal that is unwinding the command, if any."""
 _REPORTED = threading.Lock()
@@ -32,7 +33,7 @@ def handled() -> Iterator[None]:
     Rust became a TypeError); it is replaced back.
     """
     _received.clear()
-    for number in NUMBERS:
+    for number in _caught():
         signal.signal(number, _unwind)
     sys.unraisablehook = _unraisable
     if hasattr(signal, "SIGBUS"):
@@ -97,15 +98,21 @@ def _unwind(number: int, frame: object) -> NoReturn:
 
 
 def _raise(number: int) -> NoReturn:
-    if number == signal.SIGTERM:
+    if number != signal.SIGINT:
         raise SystemExit(128 + number) from None
     raise KeyboardInterrupt from None
 
 
 def _end_at_once() -> None:
     """Let the next signal end the process silently."""
-    for number in NUMBERS:
+    for number in _caught():
         signal.signal(number, signal.SIG_DFL)
+
+
+def _caught() -> list[signal.Signals]:
+    """Return the signals that unwind: all, but not SIGHUP under `nohup`, which ignores it."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [n for n in NUMBERS if n != signal.SIGHUP or not ignored]
 
 
 def _unraisable(event: sys.UnraisableHookArgs) -> None:

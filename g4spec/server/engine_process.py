@@ -223,7 +223,7 @@ def end_with_parent() -> None:
 
 def main() -> None:
     """Run a worker; arguments: file descriptor of the socket, process id of the parent."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the server stops this process
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the server stops this process
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()
     if os.getppid() != int(sys.argv[2]):

@@ -350,8 +350,8 @@ def test_a_source_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Monkey
         convert(target, tmp_path / "o.gguf")
 
 
-def started(folder: Path, out: Path) -> subprocess.Popen[bytes]:
-    arguments = ["convert", str(folder), "-o", str(out), "--quiet"]
+def started(folder: Path, out: Path, *options: str) -> subprocess.Popen[bytes]:
+    arguments = ["convert", str(folder), "-o", str(out), "--quiet", *options]
     return subprocess.Popen([sys.executable, "-c", RUN, *arguments], stderr=subprocess.DEVNULL)
 
 
@@ -372,6 +372,22 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*.tmp"))
     with GGUF(out) as a, GGUF(tmp_path / "want.gguf") as b:
         assert all(a.raw(n).tobytes() == b.raw(n).tobytes() for n in b.tensors)
+
+
+@pytest.mark.parametrize("nohup", [False, True])
+def test_closed_terminal(nohup: bool, tmp_path: Path) -> None:
+    """SIGHUP ends a command like SIGTERM, without an incomplete file, but not under nohup."""
+    folder = tiny.target(tmp_path / "t", layers=24, hidden=256, inter=768)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+    try:
+        process = started(folder, tmp_path / "o.gguf", "--type", "q3_k")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    while process.poll() is None and not list(tmp_path.glob(".*.tmp")):
+        time.sleep(0.001)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(60) == (0 if nohup else 129)
+    assert {p.name for p in tmp_path.iterdir()} == ({"t", "o.gguf"} if nohup else {"t"})
 
 
 def test_two_runs_to_one_output(tmp_path: Path) -> None:

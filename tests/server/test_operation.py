@@ -569,7 +569,8 @@ def start(family: Path, *more: str) -> tuple[subprocess.Popen[str], str]:
     raise AssertionError(process.wait())
 
 
-def test_the_first_signal_drains_and_the_second_stops(family: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_first_signal_drains_and_the_second_stops(number: int, family: Path) -> None:
     process, url = start(family, "-a", "target")
     body = {"prompt": "x", "max_tokens": 60, "ignore_eos": True, "stream": True, "draft_max": 0}
     try:
@@ -579,7 +580,7 @@ def test_the_first_signal_drains_and_the_second_stops(family: Path) -> None:
             with client.stream("POST", "/v1/completions", json=body) as response:
                 lines = response.iter_lines()
                 assert next(lines).startswith("data:")
-                process.send_signal(signal.SIGTERM)
+                process.send_signal(number)
                 rest = [line for line in lines if line]
                 assert rest[-1] == "data: [DONE]"  # running requests are finished
             with pytest.raises(httpx.TransportError):
@@ -596,11 +597,11 @@ def test_the_first_signal_drains_and_the_second_stops(family: Path) -> None:
             with client.stream("POST", "/v1/completions", json=long) as response:
                 lines = response.iter_lines()
                 next(lines)
-                process.send_signal(signal.SIGTERM)
+                process.send_signal(number)
                 with pytest.raises(httpx.TransportError):
                     while True:  # until connections are refused
                         httpx.get(f"{url}/health")
-                process.send_signal(signal.SIGTERM)
+                process.send_signal(number)
                 with pytest.raises(httpx.TransportError):
                     list(lines)
         assert process.wait(20) == 0
