@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from pathlib import Path
@@ -17,8 +18,12 @@ MARK = "# written by g4spec recipe"
 """Line of files that may be replaced."""
 
 
-def compose(r: Recipe, machine: Machine) -> str:
-    """Return a compose file for one node; raise UsageError without an image or for more nodes."""
+def compose(r: Recipe, machine: Machine, home: str = ".") -> str:
+    """Return a compose file for one node; raise UsageError without an image or for more nodes.
+
+    Args:
+        home: folder with the recipe's files, as seen from that of the compose file.
+    """
     if not r.image:
         raise UsageError(
             f"no published image of {r.title} is known for this GPU",
@@ -44,7 +49,14 @@ def compose(r: Recipe, machine: Machine) -> str:
     port = PORTS[r.engine]
     first = [line for line in r.prepare if not line.startswith(("#", "pip "))]  # no installation
     lines = [
-        *(["# First, in this folder:", *(f"#   {line}" for line in first)] if first else []),
+        *(
+            [
+                f"# First, in {'this folder' if home == '.' else home}:",
+                *(f"#   {line}" for line in first),
+            ]
+            if first
+            else []
+        ),
         "services:",
         f"  {r.engine.replace('.', '')}:",
         f"    image: {r.image}",
@@ -53,15 +65,14 @@ def compose(r: Recipe, machine: Machine) -> str:
         f'    ports: ["{port}:{port}"]',
         "    volumes:",
         "      - ${HOME}/.cache/huggingface:/root/.cache/huggingface",
-        "      - .:/models",
+        f"      - {_literal(home)}:/models",
     ]
     if r.engine == "llama.cpp":
         lines += ["      - ${HOME}/.cache/llama.cpp:/root/.cache/llama.cpp"]
         words += ["--port", str(port)]
     if r.env:
         lines += ["    environment:"] + [f"      {k}: {json.dumps(v)}" for k, v in r.env.items()]
-    literal = [w.replace("$", "$$") for w in words]  # compose replaces $NAME by a variable
-    lines += ["    command:"] + [f"      - {json.dumps(w)}" for w in literal]
+    lines += ["    command:"] + [f"      - {json.dumps(_literal(w))}" for w in words]
     lines += [
         "    deploy:",
         "      resources:",
@@ -72,6 +83,11 @@ def compose(r: Recipe, machine: Machine) -> str:
         "              capabilities: [gpu]",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _literal(text: str) -> str:
+    """Return a text for a compose file, where $NAME would be replaced by a variable."""
+    return text.replace("$", "$$")
 
 
 def _arguments(r: Recipe) -> list[str]:
@@ -88,12 +104,13 @@ def write(r: Recipe, machine: Machine, folder: Path) -> list[Path]:
     """Write prepare.sh, one start script per node, bench.sh, and a compose file if an image is
     known and all files are in the current folder; return their paths. Raises UsageError for an
     existing file of such a name that g4spec did not write."""
-    texts = {"prepare.sh": _script(r.prepare), "bench.sh": _script(r.bench)}
+    home = _home(r, folder)
+    texts = {"prepare.sh": _script(r.prepare, home), "bench.sh": _script(r.bench, home)}
     for rank, command in enumerate(r.commands):
         name = "start.sh" if len(r.commands) == 1 else f"start-node{rank}.sh"
-        texts[name] = _script([command])
+        texts[name] = _script([command], home)
     if r.image and machine.nodes == 1 and not _outside(r):
-        texts["compose.yaml"] = f"{MARK}\n{compose(r, machine)}"
+        texts["compose.yaml"] = f"{MARK}\n{compose(r, machine, home)}"
     for name in texts:
         check_replaceable(folder / name, [MARK.encode()], "a script of g4spec")
     folder.mkdir(parents=True, exist_ok=True)
@@ -106,5 +123,16 @@ def write(r: Recipe, machine: Machine, folder: Path) -> list[Path]:
     return paths
 
 
-def _script(commands: list[str]) -> str:
-    return f"#!/bin/sh\n{MARK}\nset -e\n" + "".join(f"{c}\n" for c in commands)
+def _home(r: Recipe, folder: Path) -> str:
+    """Return the path from `folder` to the current folder if the recipe names files there, by
+    relative paths, else "."."""
+    lines = [line for line in r.prepare if not line.startswith("#")]
+    words = [r.model, *_arguments(r), *(word for line in lines for word in shlex.split(line))]
+    words += [name for word in words for name in re.findall('"([^"]+)"', word)]  # in JSON
+    named = any(not os.path.isabs(word) and os.path.exists(word) for word in words)
+    return os.path.relpath(os.getcwd(), folder.resolve()) if named else "."
+
+
+def _script(commands: list[str], home: str) -> str:
+    go = "" if home == "." else f'cd "$(dirname "$0")"/{shlex.quote(home)}\n'
+    return f"#!/bin/sh\n{MARK}\nset -e\n{go}" + "".join(f"{c}\n" for c in commands)

@@ -79,11 +79,12 @@ def command(
     assert question is not None
     questions.engine_for(question, name)
     result = recipe.make(all_facts, machine, question, name)
+    text = scripts.compose(result, machine) if result.works and compose else None
     if result.works and out_dir is not None:
         for path in scripts.write(result, machine, out_dir):
             out.note(f"wrote {path}")
-    if result.works and compose:
-        out.stream(scripts.compose(result, machine))
+    if text is not None:
+        out.stream(text)
     else:
         _show(out, result)
     out.result(result.json())

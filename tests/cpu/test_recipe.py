@@ -585,6 +585,38 @@ def test_compose_finds_files_in_the_current_folder_only(
         assert code == 0 and not (tmp_path / "out" / "compose.yaml").exists()
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_written_files_find_the_models(
+    inside: bool,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The files' paths are those of the current folder, and compose's those of its own."""
+    here = tmp_path / "here"
+    tiny.target(here / "m")
+    monkeypatch.chdir(here)
+    out = here / "a" / "b" if inside else tmp_path / "out"
+    code, _ = run_recipe(capsys, "vllm", "--assume", "h200", "-m", "m", "-o", str(out))
+    text = (out / "compose.yaml").read_text()
+    mounted = next(line for line in text.splitlines() if line.endswith(":/models"))
+    assert code == 0 and (out / mounted.split()[1].split(":")[0]).samefile(here)
+    monkeypatch.chdir("/")
+    script = (out / "start.sh").read_text().replace("vllm serve", "ls -d").partition(" \\\n")[0]
+    done = subprocess.run(
+        ["sh", "-c", script, str(out / "start.sh")], check=True, capture_output=True
+    )
+    assert done.stdout == b"m\n"
+
+
+def test_a_refused_compose_file_writes_no_scripts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    args = ("g4spec", "--assume", "h200", "-m", "31b", "--compose", "-o", str(tmp_path / "out"))
+    assert run_recipe(capsys, *args)[0] == UsageError.exit_code
+    assert not (tmp_path / "out").exists()
+
+
 def test_compose_without_a_known_image() -> None:
     m = questions.build_machine(FACTS, "V100", ())
     q = questions.build_question(FACTS, "12b:q8_0", "mtp", 8192, None, None, None)
