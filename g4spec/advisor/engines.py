@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from dataclasses import dataclass, replace
 
 from g4spec import __version__
@@ -230,6 +231,17 @@ def judge(facts: Facts, machine: Machine, q: Question, name: str) -> EngineVerdi
     )
 
 
+def _other_source(target: TargetModel, size: SizeFact | None, name: str) -> tuple[str, str]:
+    """Return what an engine loads that cannot load this file or folder, and the fix."""
+    kind = "GGUF files of the usual types" if name in GGUF else "checkpoint folders and hub ids"
+    named = f"as {size.id} or " if size is not None else ""
+    fix = f"name the model {named}by one of these"
+    if name in GGUF and target.is_local and not target.is_gguf:
+        source = shlex.quote(target.given or "")
+        fix = f"g4spec convert {source} -o target.gguf, then -m target.gguf"
+    return f"it loads {kind}", fix
+
+
 def _refusal(
     facts: Facts,
     machine: Machine,
@@ -249,9 +261,7 @@ def _refusal(
     elif not machine.gpus and name != "llama.cpp":
         refusal, fix = "it needs an NVIDIA GPU here", 'ask about one with --assume "RTX 3090"'
     elif not [o for o in q.target.formats if name in o.engines]:
-        kind = "GGUF files of the usual types" if name in GGUF else "checkpoint folders and hub ids"
-        named = f"as {size.id} or " if size is not None else ""
-        refusal, fix = f"it loads {kind}", f"name the model {named}by one of these"
+        refusal, fix = _other_source(q.target, size, name)
     elif machine.gpus and machine.memory is None:
         refusal, fix = "the GPU's memory could not be read", "ask with --assume"
     elif plan is None or not plan.fits:

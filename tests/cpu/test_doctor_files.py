@@ -58,6 +58,16 @@ def test_folder_and_file_agree(family: dict[str, Path]) -> None:
     assert 0 < file.formats[0].nbytes <= family["target.gguf"].stat().st_size
 
 
+@pytest.mark.parametrize("engine", ["llama.cpp", "g4spec"])
+def test_a_folder_is_converted_for_an_engine_of_files(
+    engine: str, family: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(family["target"])
+    line = ["doctor", "-m", folder, "--assume", "RTX 3090", "--engine", engine]
+    assert cli.run(line) == 1
+    assert f"g4spec convert {folder} -o target.gguf, then -m target.gguf" in capsys.readouterr().out
+
+
 def test_drafts_in_files(family: dict[str, Path]) -> None:
     target = lookup.find_target(FACTS, str(family["target"]))
     for name, kind in (("zlab", "dflash"), ("redhat", "dflash"), ("mtp", "mtp")):
