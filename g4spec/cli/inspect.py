@@ -57,9 +57,12 @@ def _gguf(file: GGUF) -> dict[str, Any]:
     ]
     arch = str(file.get("general.architecture"))
     kind = find_kind(arch, file.tensors)
+    title = kind.TITLE if kind else f"unknown here ({arch})"
+    if file.get("general.type") == "imatrix":
+        title = "importance matrix"
     return {
         "path": str(file.path),
-        "kind": kind.TITLE if kind else f"unknown here ({arch})",
+        "kind": title,
         "container": f"GGUF version {file.version}, alignment {file.alignment}"
         + (f", {len(file.parts)} parts" if len(file.parts) > 1 else ""),
         "bytes": sum(part.size for part in file.parts),

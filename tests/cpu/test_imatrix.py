@@ -301,3 +301,16 @@ def test_on_the_command_line(source: Path, tmp_path: Path) -> None:
     with GGUF(out) as g:
         assert g["quantize.imatrix.file"] == "i.gguf"
     assert cli.run([*line, "--imatrix", str(source)]) == 3
+
+
+def test_inspect_and_validate_recognise_it(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "i.gguf"
+    imatrix.save(path, imatrix_of(source))
+    assert cli.run(["inspect", str(path)]) == 0
+    assert "i.gguf: importance matrix\n" in capsys.readouterr().out
+    assert cli.run(["validate", str(path)]) == 1
+    assert (
+        "fix: none: this is an importance matrix; name a model instead" in capsys.readouterr().out
+    )

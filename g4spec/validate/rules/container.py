@@ -187,6 +187,8 @@ def architecture(s: Subject) -> Findings:
             if dialect
             else "convert from the original checkpoint with g4spec convert"
         )
+        if s.text("general.type") == "imatrix":
+            fix = "none: this is an importance matrix; name a model instead"
         yield Finding(
             "general.architecture",
             ", ".join(models.architectures()),
