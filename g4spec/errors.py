@@ -18,6 +18,7 @@ names (options of the command line, fields of a request) replace them with `spel
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -60,6 +61,14 @@ def similar_files(path: Path) -> str | None:
     """Return `did_you_mean` with the files of a folder for one that does not exist there."""
     folder = path.parent if path.parent.is_dir() else Path()
     return did_you_mean(path.name, (entry.name for entry in folder.iterdir()))
+
+
+def unexpanded(path: Path) -> str | None:
+    """Return the fix for a path with a ~ that the shell left unchanged; None for another path."""
+    text = str(path)
+    if not text.startswith("~"):
+        return None
+    return f"write {os.path.expanduser(text)}: the shell leaves ~ unchanged in quotes and after ="
 
 
 class G4Error(Exception):

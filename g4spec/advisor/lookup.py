@@ -28,7 +28,7 @@ def find_target(facts: Facts, text: str) -> TargetModel:
     """Return the target that -m names; raise UsageError for an unknown name."""
     path = Path(os.path.expanduser(text))  # accepts unknown user names
     if path.exists():
-        return model_files.read_target(facts, path, text)
+        return model_files.read_target(facts, path, os.path.expanduser(text))
     id = hub.HubId.parse(text)
     if text.lower().endswith(".gguf") and (id is None or id.file is None):
         raise _missing(path, "a size such as 31b or 31b:q4_k_m")
@@ -135,7 +135,7 @@ def find_draft(facts: Facts, text: str, of: TargetModel) -> DraftModel:
     """Return the draft that -md names for a target; raise UsageError for an unknown name."""
     path = Path(os.path.expanduser(text))  # accepts unknown user names
     if path.exists():
-        return model_files.read_draft(facts, path, text, of)
+        return model_files.read_draft(facts, path, os.path.expanduser(text), of)
     if text.lower() == NGRAM:
         return ngram_lookup(of)
     if text.lower().endswith(".gguf"):

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from g4spec.errors import InputError, similar_files
+from g4spec.errors import InputError, similar_files, unexpanded
 
 CHECK = "check the path, or give a hub id such as org/name:Q4_K_M to download a model"
 
@@ -36,7 +36,7 @@ def error(path: Path) -> InputError:
     return InputError(
         f"{path}: no such file or folder",
         expected="a GGUF file, a checkpoint folder, or a hub id such as org/name",
-        fix=similar or _published(str(path)) or CHECK,
+        fix=unexpanded(path) or similar or _published(str(path)) or CHECK,
     )
 
 

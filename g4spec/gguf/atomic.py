@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from g4spec.errors import EnvironmentProblem, InputError, UsageError, permitted
+from g4spec.errors import EnvironmentProblem, InputError, UsageError, permitted, unexpanded
 
 try:
     import fcntl
@@ -55,7 +55,7 @@ def _check_place(path: Path) -> None:
         folder = path.resolve().parent
         if not folder.is_dir():
             shown = folder if path.is_symlink() else path.parent
-            raise InputError(f"{shown}: no such folder", fix="create it first")
+            raise InputError(f"{shown}: no such folder", fix=unexpanded(path) or "create it first")
         if not os.access(folder, os.W_OK):
             raise PermissionError
 

@@ -437,6 +437,16 @@ def test_suggestions_for_missing_models(g4spec: Cli) -> None:
     assert "write -md ngram" in g4spec(*words, code=3)[1]
 
 
+def test_a_tilde_that_the_shell_left(
+    g4spec: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--model=~/m.gguf` and `--out=~/o.gguf`: creating a folder named ~ would be no fix."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    fix = f"Write {tmp_path}/m.gguf: the shell leaves ~ unchanged in quotes and after ="
+    assert fix in g4spec("inspect", "~/m.gguf", code=3)[1]
+    assert fix in g4spec("quantize", "target.gguf", "~/m.gguf", code=2)[1]
+
+
 @pytest.mark.parametrize(
     ("address", "fix"),
     [

@@ -585,6 +585,16 @@ def test_compose_finds_files_in_the_current_folder_only(
         assert code == 0 and not (tmp_path / "out" / "compose.yaml").exists()
 
 
+def test_a_tilde_is_expanded_in_commands(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quoted ~ means nothing to the programs that the recipe runs."""
+    tiny.target(tmp_path / "m")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    code, out = run_recipe(capsys, "vllm", "--assume", "h200", "-m", "~/m")
+    assert code == 0 and f"vllm serve {tmp_path}/m" in out and "~" not in out
+
+
 @pytest.mark.parametrize("inside", [True, False])
 def test_written_files_find_the_models(
     inside: bool,
