@@ -137,7 +137,8 @@ def _show(verdict: VerifyResult, out: Output) -> None:
         f"{verdict.tokens} tokens, {verdict.same_logits} of them with the same logit",
         style="good",
     )
-    out.line(f"{verdict.drafted} tokens were drafted, {share:.1%} of them accepted")
+    drafted = "1 token was" if verdict.drafted == 1 else f"{verdict.drafted} tokens were"
+    out.line(f"{drafted} drafted, {share:.1%} of them accepted")
     if strange := low_acceptance_note(verdict.first_drafted, verdict.first_accepted):
         out.line(strange, style="warn")
     if verdict.interrupted:

@@ -88,7 +88,7 @@ class Report:
     def summary(self) -> str:
         """Return one line with the number of rules and findings."""
         counts = [f"{self.count(s)} {s}{'s' * (self.count(s) != 1)}" for s in Severity]
-        left = f", {len(self.skipped)} rules not checked" if self.skipped else ""
+        left = f", {_rules(len(self.skipped))} not checked" if self.skipped else ""
         other = list(self.unable.values()).count(OTHER_SOURCE)
         reasons = {
             "of a defect of the file": len(self.unable) - other,
@@ -96,7 +96,7 @@ class Report:
         }
         why = ", ".join(f"{n} because {reason}" for reason, n in reasons.items() if n)
         left += f" ({why})" if why else ""
-        return f"{self.path}: {len(self.checked)} rules, {', '.join(counts)}{left}"
+        return f"{self.path}: {_rules(len(self.checked))}, {', '.join(counts)}{left}"
 
     def strict_fix(self) -> str | None:
         """Return what to do about warnings and rules without a target; None if there are none."""
@@ -113,4 +113,8 @@ class Report:
             f.show(out)
         for reason, n in Counter(self.skipped.values()).items():
             how = f"; pass {GIVE[reason]}" if reason in GIVE else ""
-            out.line(f"NOT CHECKED: {n} rules, as {reason}{how}", "warn")
+            out.line(f"NOT CHECKED: {_rules(n)}, as {reason}{how}", "warn")
+
+
+def _rules(n: int) -> str:
+    return "1 rule" if n == 1 else f"{n} rules"

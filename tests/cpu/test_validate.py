@@ -173,6 +173,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     out, err = capsys.readouterr()
     assert out.count(f"{warned}: ") + err.count(f"{warned}: ") == 1, "the summary, once"
     assert run(["validate", warned, "--strict", "--rule", "G4-MASK-001"]) == 0
+    assert "warned.gguf: 1 rule, 0 errors" in capsys.readouterr().out
     BREAK["G4-MASK-004"][1](file, file)
     broken = str(file.write(tmp_path / "broken.gguf"))
     capsys.readouterr()
