@@ -311,6 +311,4 @@ def test_inspect_and_validate_recognise_it(
     assert cli.run(["inspect", str(path)]) == 0
     assert "i.gguf: importance matrix\n" in capsys.readouterr().out
     assert cli.run(["validate", str(path)]) == 1
-    assert (
-        "fix: none: this is an importance matrix; name a model instead" in capsys.readouterr().out
-    )
+    assert "fix: name a model: this is an importance matrix" in capsys.readouterr().out

@@ -188,7 +188,7 @@ def architecture(s: Subject) -> Findings:
             else "convert from the original checkpoint with g4spec convert"
         )
         if s.text("general.type") == "imatrix":
-            fix = "none: this is an importance matrix; name a model instead"
+            fix = "name a model: this is an importance matrix"
         yield Finding(
             "general.architecture",
             ", ".join(models.architectures()),
