@@ -24,20 +24,7 @@ def compose(r: Recipe, machine: Machine, home: str = ".") -> str:
     Args:
         home: folder with the recipe's files, as seen from that of the compose file.
     """
-    if not r.image:
-        raise UsageError(
-            f"no published image of {r.title} is known for this GPU",
-            fix="use the commands: the same without --compose"
-            + ("; docs/guides/container.md builds an image" if r.engine == "g4spec" else ""),
-        )
-    if machine.nodes > 1:
-        raise UsageError("a compose file is for one node", fix="use the commands, one a node")
-    if path := _outside(r):
-        raise UsageError(
-            "a compose file mounts the current folder only",
-            found=path,
-            fix="run this in the folder that holds the files, or use the commands",
-        )
+    _check_compose(r, machine)
     start = {
         "vllm": [r.model],
         "sglang": ["python3", "-m", "sglang.launch_server", "--model-path", r.model],
@@ -83,6 +70,23 @@ def compose(r: Recipe, machine: Machine, home: str = ".") -> str:
         "              capabilities: [gpu]",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _check_compose(r: Recipe, machine: Machine) -> None:
+    if not r.image:
+        raise UsageError(
+            f"no published image of {r.title} is known for this GPU",
+            fix="use the commands: the same without --compose"
+            + ("; docs/guides/container.md builds an image" if r.engine == "g4spec" else ""),
+        )
+    if machine.nodes > 1:
+        raise UsageError("a compose file is for one node", fix="use the commands, one a node")
+    if path := _outside(r):
+        raise UsageError(
+            "a compose file mounts the current folder only",
+            found=path,
+            fix="run this in the folder that holds the files, or use the commands",
+        )
 
 
 def _literal(text: str) -> str:
