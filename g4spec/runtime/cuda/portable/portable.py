@@ -126,6 +126,7 @@ def list_units() -> list[Unit]:
             "portable.cu",
             (*_all([f for f in FORMATS if f not in _MORE]), _SAMPLE),
             max_registers=168,
+            max_spill=24,  # IQ3_S and IQ3_XXS with 8 rows on sm_120 and sm_121
             more=tuple(name for name in _all(_MORE) if name != _SAMPLE),
         )
     ]
