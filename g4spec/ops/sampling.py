@@ -29,6 +29,13 @@ MIN_TEMPERATURE = 1e-30
 """Lower temperatures are 0: logits divided by them would overflow, and no noise changes the
 largest one."""
 
+MAX_TEMPERATURE = 1e30
+"""Higher temperatures become this one: float32 does not hold them all, and the noise alone already
+decides."""
+
+MOST_TOKENS = 2**31 - 1
+"""A top-k above this becomes 0, which keeps all tokens as well: kernels read 32 bits."""
+
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW = np.uint64(0xFFFFFFFF)
@@ -84,8 +91,8 @@ class Sampler:
 
     Attributes:
         temperature: 0 takes the largest logit (lowest id on a tie), and so does any below
-            `MIN_TEMPERATURE`, which becomes 0.
-        top_k: number of candidates to keep; 0 keeps all.
+            `MIN_TEMPERATURE`, which becomes 0. Any above `MAX_TEMPERATURE` becomes that.
+        top_k: number of candidates to keep; 0 keeps all. Any above `MOST_TOKENS` becomes 0.
         top_p: keep the smallest set of most likely candidates with at least this mass; 1 keeps all.
         min_p: keep candidates at least this likely relative to the best; 0 keeps all.
         suppress: tokens that are never chosen, whatever their logits. `Engine.submit` replaces them
@@ -117,6 +124,10 @@ class Sampler:
         self._check_bias()
         if 0 < self.temperature < MIN_TEMPERATURE:
             object.__setattr__(self, "temperature", 0.0)
+        if self.temperature > MAX_TEMPERATURE:
+            object.__setattr__(self, "temperature", MAX_TEMPERATURE)
+        if self.top_k > MOST_TOKENS:
+            object.__setattr__(self, "top_k", 0)
 
     def _check_bias(self) -> None:
         seen: set[int] = set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import random
+import struct
 from dataclasses import fields, replace
 
 import numpy as np
@@ -57,6 +58,20 @@ def test_a_tiny_temperature_takes_the_largest_logit(temperature: float) -> None:
         sampler = Sampler(temperature, **more)  # type: ignore[arg-type]
         assert [sampler.choose(logits, at) for at in range(20)] == [1] * 20
         assert sampler.sampled_logits(logits).softmax(0).tolist() == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("temperature", [1e30, 1e38, 1e39, 1e300])
+def test_a_huge_temperature_chooses_no_suppressed_token(temperature: float) -> None:
+    sampler = Sampler(temperature, suppress=(1,))
+    logits = torch.tensor([5.0, 30.0, 29.0, -1.0])
+    assert {sampler.choose(logits, at) for at in range(100)} == {0, 2, 3}
+
+
+@pytest.mark.parametrize("top_k", [2**31 - 1, 2**31, 2**80])
+def test_kernels_hold_the_largest_parameters(top_k: int) -> None:
+    sampler = Sampler(1e300, top_k, 1.0, 1.0, 2**64 - 1)
+    form = "<" + "".join(choose.NUMBERS.values())
+    struct.pack(form, *(getattr(sampler, name) for name in choose.NUMBERS))
 
 
 def test_noise_depends_on_seed_position_and_token_only() -> None:

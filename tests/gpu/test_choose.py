@@ -24,6 +24,7 @@ SAMPLERS = {
     "min-p": Sampler(temperature=1.3, min_p=0.05, seed=6),
     "top-p": Sampler(temperature=1.1, top_p=0.8, seed=8),
     "wide top-k": Sampler(temperature=1.1, top_k=1000, seed=8),
+    "largest": Sampler(temperature=1e300, top_k=2**40, seed=9),
 }
 
 
