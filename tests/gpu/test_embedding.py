@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from g4spec import quant
+from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.weights import held, packing
 from g4spec.runtime.cuda.weights.embedding import embed
 from tests.gpu.device import DEVICE
@@ -65,3 +68,16 @@ def test_many_rows() -> None:
     got = embed(packing.pack("q4_k", raw, 256), "q4_k", ids, 512, 1.0)
     assert torch.equal(got, embed(raw, "q4_k", ids, 512, 1.0))
     assert torch.equal(got[:256], got[256:512])
+
+
+def test_more_rows_than_a_grid_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second dimension of a CUDA grid is at most 65,535. A prompt's chunk may be longer."""
+
+    def kernel(grid: tuple[int, int], block: int, **arguments: Any) -> None:
+        assert grid[1] == len(arguments["ids"]) <= 65_535
+        arguments["out"].copy_(arguments["ids"][:, None])
+
+    monkeypatch.setattr(launch, "kernel", lambda file, name: kernel)
+    raw, ids = torch.from_numpy(table("q8_0", 2, 64)).to(DEVICE), torch.arange(140_000)
+    got = embed(raw, "q8_0", ids.to(DEVICE), 64, 1.0).cpu()
+    assert torch.equal(got, ids[:, None].expand(-1, 64).float())

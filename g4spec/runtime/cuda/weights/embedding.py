@@ -14,6 +14,7 @@ import torch
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.weights import held_size, packing, samples
+from g4spec.runtime.cuda.weights.dequant import MAX_GRID_Y
 
 THREADS = 128
 """Threads of a block; four values each."""
@@ -31,6 +32,17 @@ def embed(
     """
     assert table.dtype is torch.uint8 and ids.dtype is torch.int64, (table.dtype, ids.dtype)
     out = torch.empty(len(ids), width, dtype=torch.float32, device=table.device)
+    for at in range(0, len(ids), MAX_GRID_Y):
+        rows = slice(at, at + MAX_GRID_Y)
+        _launch(table, name, ids[rows], out[rows], scale)
+    return out
+
+
+def _launch(
+    table: torch.Tensor, name: str, ids: torch.Tensor, out: torch.Tensor, scale: float
+) -> None:
+    """Write the rows of at most `MAX_GRID_Y` ids to `out`."""
+    width = out.shape[1]
     grid = (-(-width // (4 * THREADS)), len(ids))
     common: dict[str, Any] = {
         "table": table,
@@ -42,13 +54,12 @@ def embed(
     if table.dim() == 2:
         assert table.shape[1] == held_size.row_bytes(name, width), (table.shape, name, width)
         launch.kernel("embed.cu", f"embed<quad::{packing.spelt(name)}>")(grid, THREADS, **common)
-        return out
+        return
     columns = width // table.shape[1]
     assert table.shape[2] == packing.unit_bytes(name, columns), (table.shape, name, width)
     launch.kernel("embed.cu", f"embed_packed<quad::{packing.spelt(name)}>")(
         grid, THREADS, **common, columns=columns, unit_bytes=table.shape[2]
     )
-    return out
 
 
 def _all(types: Iterable[str]) -> tuple[str, ...]:
