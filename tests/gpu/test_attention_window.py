@@ -9,16 +9,20 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from g4spec.core import Batch, CacheShape
+from g4spec.core import MAX_STEP_ROWS, Batch, CacheShape
 from g4spec.ops.kv import LayerKV, Space
 from g4spec.ops.reference import Ops
 from g4spec.ops.weights import Attention
+from g4spec.ranges import MAX_PARALLEL
 from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build.constants import WINDOW_TOKENS
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV, Kind
 from g4spec.runtime.cuda.cache.heads import Heads
 from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.cuda.step import attention_window
 from g4spec.runtime.cuda.step.attention_window import ProjectedQkv, takes
+from g4spec.runtime.cuda.step.linear import SplitKWorkspace
+from g4spec.runtime.cycle_costs import bucket
 from tests.gpu import parity
 from tests.gpu.batches import one, rows_of, spread
 from tests.gpu.device import DEVICE, EMULATED
@@ -241,6 +245,11 @@ def test_sequences_in_any_slots(
         seen = max(0, start + size - window), start + size - 1
         for mine, its in zip(kv.read(slot, *seen), lone[i].read(0, *seen), strict=True):
             assert torch.equal(mine, its)
+
+
+def test_counters_for_the_most_sequences() -> None:
+    each = attention_window.MAX_KV_HEADS * -(-MAX_STEP_ROWS // WINDOW_TOKENS)
+    assert len(SplitKWorkspace(torch.device(DEVICE)).arrived) >= bucket(MAX_PARALLEL) * each
 
 
 def test_through_the_operations() -> None:

@@ -32,8 +32,8 @@ from g4spec.runtime.cuda.step.packed_rows import PackedRows, empty
 TOKEN_GROUPS = (1, 2)
 """Groups of `WINDOW_TOKENS` tokens that a block may have; two where a step has more tokens."""
 MAX_KV_HEADS = 16
-"""Maximum number of KV heads, the largest of Gemma: there are counters for so many of 256
-sequences."""
+"""Maximum number of KV heads, the largest of Gemma: there are counters for so many of
+`ranges.MAX_PARALLEL` sequences."""
 MAX_CHUNKS = {128: WINDOW_MAX_CHUNKS_128, 256: WINDOW_MAX_CHUNKS_256}
 """Maximum chunks that a step may see, by positions of a chunk."""
 FEW_WARPS = (WINDOW_WARPS // 2, WINDOW_WARPS // 4)

@@ -71,6 +71,9 @@ MAX_ROW_GROUPS = 8
 """Maximum groups of 16 activation rows per read of the weights."""
 MANY_GROUPS = 1024
 """Number of 128-row groups from which stages of Q6_K hold 256 rows."""
+COUNTERS = 1 << 16
+"""Counters of a workspace: those of `attention_window` for `ranges.MAX_PARALLEL` sequences of 16
+rows, the most. A matrix has up to 4,096 groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +198,7 @@ class SplitKWorkspace:
         self.count = launch.processors(device.index)
         room = self.count * groups * GROUP_ROWS * 256
         self.partial = torch.empty(room, dtype=torch.float32, device=device)
-        self.arrived = torch.zeros(1 << 14, dtype=torch.int32, device=device)
+        self.arrived = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 
 def gemm_arguments(
