@@ -174,9 +174,7 @@ class NumberUnit(Unit):
         if self.bits == 4:
             word = self.u32(4 * (4 * lane + j))
             if self.name == "iq3_s":
-                half, h, e1 = word >> e % 2 * 16, r // 8, e // 2
-                low, sign = (3 - 3 * h) + 8 * e1, (15 - h) - 8 * e1
-                return half >> low & 7 | (half >> sign & 1) << 3
+                return word >> e % 2 * 16 + e // 2 * 8 + r // 8 * 4 & 15
             code = word >> place & 15
             return code % 8 * 2 + code // 8 if self.name.startswith("iq4") else code
         low = self.u32(4 * (2 * lane + j // 2)) >> place + j % 2 * 2 & 3
@@ -210,7 +208,9 @@ class NumberUnit(Unit):
             least = self.half(d + 2) * np.float32(scale >> 4)
             return self.half(d) * np.float32(scale & 15) * code - least
         size = packing.PARTS[self.name][0]["scale"].itemsize
-        if self.name.startswith("iq3"):
+        if self.name == "iq3_s":
+            scale = 2 * (self.u32(at + row * size) >> k // 32 % 2 * 16 + k // 64 * 4 & 15) + 1
+        elif self.name == "iq3_xxs":
             scale = 2 * (self.data[at + row * size + k // 64] >> k // 32 % 2 * 4 & 15) + 1
         else:
             scale = np.int8(np.uint8(self.data[at + row * size + k * size // 256]))
@@ -231,7 +231,7 @@ TABLES: dict[str, tuple[int, Sequence[float], int]] = {
     "iq4_xs": (4, codebook.LINEAR_4.tolist(), 1),
     "mxfp4": (4, codebook.E2M1.tolist(), 1),
     "nvfp4": (4, codebook.E2M1.tolist(), 1),
-    "iq3_s": (4, [*range(1, 16, 2), *range(-1, -16, -2)], 1),
+    "iq3_s": (4, [*range(-15, 16, 2)], 1),
     "iq3_xxs": (4, _SIGNED["iq3_xxs"], 4),
     "q3_k": (3, range(-4, 4), 1),
     "q2_k": (2, range(4), 1),

@@ -1,5 +1,5 @@
-// Q4_K: a value is d * scale * q - dmin * min. Q5_K is the same with a fifth bit. Views:
-// formats.cuh.
+// Q4_K: a value is d * scale * q - dmin * min. Q5_K is the same with a fifth bit, IQ3_S with other
+// scales. Views: formats.cuh.
 #pragma once
 #include "fragments.cuh"
 #include "gemm_tile.cuh"
@@ -14,60 +14,72 @@ DEVICE u32 six_bits(const uint4& h, int i) {
   return ((MINIMUM ? h.z : h.y) >> (half + 12) & 15) | (h.w >> (half + 12 + 2 * MINIMUM) & 3) << 4;
 }
 
-template <int BITS>
+// The factors of one row's eight groups of 32 columns; one lane per row.
+struct AffineFactors {
+  float scales[8], dmin;
+  u32 mins[4];  // pairs of codes
+
+  // d * scale, rounded once: d * (bias + scale) - d * bias, where the scale's lowest bit is 1 in the
+  // mantissa of `bias`.
+  static DEVICE float scaled(float d, u32 bits, u32 mask, float bias) {
+    return fmaf(d, __uint_as_float(and_or(bits, mask, __float_as_uint(bias))), -bias * d);
+  }
+};
+
+// Where a lane finds a row's scales and minima of 6 bits. `share`: a factor of scales. Fragments hold the
+// codes of rows g + 8 times 16 or 32, so it divides their scales by it. It also contains 2^24, because codes are
+// subnormal halves.
+struct SixBits {
+  static constexpr int BYTES = 16;  // of a row
+  u32 at;
+
+  DEVICE SixBits(int headers, int row) : at(materialize(headers + row * 16)) {}
+  DEVICE AffineFactors factors(const u8* unit, float share) const {
+    const uint4 h = *(const uint4*)(unit + at);
+    AffineFactors f;
+    const float d = from_half(h.x) * share;
+    f.dmin = from_half(h.x >> 16) * SUBNORMAL_SCALE;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const u32 two = pair<0>(h, i);  // in the lower and in the upper half
+      f.scales[2 * i] = f.scaled(d, two, 63, 8388608.0f);
+      f.scales[2 * i + 1] = f.scaled(d, two, 63 << 16, 128.0f);
+      f.mins[i] = pair<1>(h, i) & 0x3f003fu;
+    }
+    return f;
+  }
+  // `six_bits` of 2 i and 2 i + 1 in the lower six bits of both halves, whose upper bits are anything.
+  template <int MINIMUM>
+  static DEVICE u32 pair(const uint4& h, int i) {
+    if (i < 3) return (i == 0 ? h.y : i == 1 ? h.z : h.w) >> (6 * MINIMUM);
+    const u32 low = (MINIMUM ? h.z : h.y) >> 12 & 0xf000fu;
+    return and_or(h.w >> (8 + 2 * MINIMUM), 0x300030u, low);
+  }
+};
+
+template <int BITS, class Header = SixBits>
 struct Affine {
   static constexpr int UPPER = 16384, HEADER = UPPER + (BITS - 4) * 4096;
-  static constexpr int UNIT = 256, UNIT_BYTES = HEADER + 2048, SCRATCH = Q4_K_SCRATCH;
+  static constexpr int UNIT = 256, UNIT_BYTES = HEADER + 128 * Header::BYTES, SCRATCH = Q4_K_SCRATCH;
   static constexpr int SUMS = SPLIT32, SUMS_BYTES = 64;  // of 8 rows of a block
-
-  // The factors of one row's eight groups of 32; one lane per row.
-  struct Factors {
-    float scales[8], dmin;
-    u32 mins[4];  // pairs of codes
-
-    // Fragments hold the codes of rows g + 8 times 16 or 32, so `share` divides their scales by it. It
-    // also contains 2^24, because codes are subnormal halves.
-    DEVICE Factors(uint4 h, float share) {
-      const float d = from_half(h.x) * share;
-      dmin = from_half(h.x >> 16) * SUBNORMAL_SCALE;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const u32 two = pair<0>(h, i);  // in the lower and in the upper half
-        scales[2 * i] = scaled(d, two, 63, 8388608.0f);
-        scales[2 * i + 1] = scaled(d, two, 63 << 16, 128.0f);
-        mins[i] = pair<1>(h, i) & 0x3f003fu;
-      }
-    }
-    // d * scale, rounded once: d * (bias + scale) - d * bias, where the scale's lowest bit is 1 in the
-    // mantissa of `bias`.
-    static DEVICE float scaled(float d, u32 bits, u32 mask, float bias) {
-      return fmaf(d, __uint_as_float(and_or(bits, mask, __float_as_uint(bias))), -bias * d);
-    }
-    // `six_bits` of 2 i and 2 i + 1 in the lower six bits of both halves, whose upper bits are anything.
-    template <int MINIMUM>
-    static DEVICE u32 pair(const uint4& h, int i) {
-      if (i < 3) return (i == 0 ? h.y : i == 1 ? h.z : h.w) >> (6 * MINIMUM);
-      const u32 low = (MINIMUM ? h.z : h.y) >> 12 & 0xf000fu;
-      return and_or(h.w >> (8 + 2 * MINIMUM), 0x300030u, low);
-    }
-  };
 
   template <int NT>
   struct Lane {
     static constexpr int MINS = 1024, DMINS = 1536;  // in scratch
     using Operands = KOperands<NT, u32, BITS == 5>;
-    float share;  // factor of d: 2^24, and less for rows g + 8
-    u32 codes, upper, header, rows, sums, place, tiled_sums;  // offsets
+    float share;  // factor of scales: 2^24, and less for rows g + 8
+    Header header;
+    u32 codes, upper, rows, sums, place, tiled_sums;  // offsets
     u8 *put, *put_mins;                    // in scratch
     const u8 *scales, *mins;
 
-    DEVICE Lane(u8* scratch, int warp, int lane) {
+    DEVICE Lane(u8* scratch, int warp, int lane)
+        : header(warp / 4 * UNIT_BYTES + HEADER, warp % 4 * 32 + lane) {
       const int g = lane / 4, t = lane % 4, unit = warp / 4 * UNIT_BYTES;
       const int at = warp % 4 * 256 + lane;
       share = materialize(SUBNORMAL_SCALE / (lane & 8 ? (float)upper_factor(BITS) : 1.0f));
       codes = materialize(unit + at * 16);
       upper = materialize(unit + UPPER + at * 4);
-      header = materialize(unit + HEADER + (warp % 4 * 32 + lane) * 16);
       rows = materialize(lane * 16);
       sums = materialize(t * ACT_BYTES * NT + SPLIT32 * NT + g * 8);
       place = materialize(ldmatrix_offset<4>(lane));
@@ -78,7 +90,7 @@ struct Affine {
       mins = materialize_shared(scratch + MINS + (g * 4 + t) * 4);
     }
 
-    DEVICE void store(const Factors& f) const {
+    DEVICE void store(const AffineFactors& f) const {
 #pragma unroll
       for (int i = 0; i < 8; ++i) ((float*)put)[i * 32] = f.scales[i];
       *(uint4*)put_mins = {f.mins[0], f.mins[1], f.mins[2], f.mins[3]};
@@ -87,7 +99,7 @@ struct Affine {
 
     DEVICE void multiply(Acc<NT>& acc, const u8* unit, const u8* act) const {
       const u8 *w = unit + codes, *u = unit + upper, *x = act + rows;
-      const Factors factors(*(const uint4*)(unit + header), share);
+      const AffineFactors factors = header.factors(unit, share);
       Operands next(w, u, x, 0);
       store(factors);
       __syncwarp();
@@ -107,7 +119,7 @@ struct Affine {
     DEVICE void multiply_row_groups(Acc<NT * G>& acc, const u8* unit,
                                     const GroupedActivations& act) const {
       const u8 *w = unit + codes, *u = unit + upper;
-      const Factors factors(*(const uint4*)(unit + header), share);
+      const AffineFactors factors = header.factors(unit, share);
       KWeights<u32, BITS == 5> next(w, u, 0);
       store(factors);
       __syncwarp();
@@ -140,7 +152,7 @@ struct Affine {
                                const GroupedActivations& act) const {
       const u8 *w = unit + codes, *u = unit + upper;
       const ActivationDescriptors<4> b(act.halves);
-      const Factors factors(*(const uint4*)(unit + header), share);
+      const AffineFactors factors = header.factors(unit, share);
       KWeights<u32, BITS == 5> next(w, u, 0);
       store(factors);
       __syncwarp();

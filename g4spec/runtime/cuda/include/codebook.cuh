@@ -27,11 +27,9 @@ DEVICE float bits_in_place(u32 word, int at, u32 mask, float bias) {
 // that `fragment` needs few instructions:
 //   CODES   a code in each nibble: table lookups
 //   PAIRED  the lowest bit of a 4-bit code is the highest bit of its nibble
-//   SIGNED  a sign and three bits i of 4-bit codes, for values +-(2 i + 1). From bit 0 of each half of
-//           a word on, [h, e1]: i of [1, 0] and [0, 0], signs of [1, 1] and [0, 1], i of [1, 1] and
-//           [0, 1], signs of [1, 0] and [0, 0]
+//   EVEN    4-bit codes of evenly spaced values, as in Q4_K (`subnormal_nibbles`)
 //   DENSE   3-bit codes of evenly spaced values; five codes in each half of a word (`dense_word`)
-enum class Order { CODES, PAIRED, SIGNED, DENSE };
+enum class Order { CODES, PAIRED, EVEN, DENSE };
 
 // Layout of the codes in a block. LOW: offset of the low 4 bits (BITS 4) or low 2 bits (BITS 2, 3);
 // HIGH: offset of the third bits. RUN: bytes whose lowest bits belong to RUN consecutive values;
@@ -97,7 +95,8 @@ struct Scaled : Codes<3, GROUP, 256, 96 + 256 / GROUP + 2, 0, ORDER> {
   }
 };
 
-// The same with 4-bit codes and, for each 32 values, a scale of 4 bits, which stands for 2 scale + 1.
+// The same with 4-bit codes and, for each 32 values, a scale of 4 bits, which stands for 2 scale + 1. EVEN: packed
+// scales 2 i and 2 i + 1 are at bit 4 i of the halves of a word.
 template <int SHARE, Order ORDER = Order::CODES>
 struct OddScaled : Codes<4, 32, 256, 128 + 4 + 2, 0, ORDER> {
   static constexpr int AT = 128, HEADER = 4 + 2;
@@ -109,12 +108,12 @@ struct OddScaled : Codes<4, 32, 256, 128 + 4 + 2, 0, ORDER> {
     return times(half_of(b + AT + 4), b[AT + i / 2] >> (i % 2 * 4));
   }
   static DEVICE float factor(const u8* header, int row, int i) {
-    return times(half_of(header + 4 * 128 + row * 2), ((const u32*)header)[row] >> (4 * i));
+    const int at = ORDER == Order::EVEN ? i % 2 * 16 + i / 2 * 4 : 4 * i;
+    return times(half_of(header + 4 * 128 + row * 2), ((const u32*)header)[row] >> at);
   }
   template <int N>
   static DEVICE void factors(float (&f)[N], const u8* header, int row) {
-    float d = half_of(header + 4 * 128 + row * 2) * (2.0f / SHARE);
-    if constexpr (ORDER == Order::SIGNED) d *= row & 8 ? 0x1p24f : 0x1p22f;  // see `fragment`
+    const float d = half_of(header + 4 * 128 + row * 2) * (2.0f / SHARE);
     const u32 scales = ((const u32*)header)[row], upper = scales >> 20;
 #pragma unroll
     for (int i = 0; i < N; ++i)
@@ -175,6 +174,14 @@ DEVICE u32 looked_up(u32 codes) {
                           and_or(codes >> 1, 0x4444u, 0x3210u));
 }
 
+// The same for codes in the bytes of a word.
+template <class T>
+DEVICE u32 looked_up_bytes(u32 codes) {
+  if constexpr (T::ORDER == Order::EVEN) return codes * 2 + bytes(113, 113, 113, 113);  // 2 code - 15
+  const u32 pairs = (codes | codes >> 4) & 0x00ff00ffu;
+  return looked_up<T>((pairs | pairs >> 8) & 0xffffu);
+}
+
 // Which of the lane's three words has the code of k16 step j, rows g + 8 h and columns 4 t + 2 e1, with
 // i = 2 j + h (DENSE). It begins at bit i + 8 e1 of each half; bits that exceed the half are the lowest
 // of the other half. Code i = e1 = 0 has bit n of word n instead.
@@ -188,13 +195,12 @@ template <class T>
 DEVICE u32 eight_codes(const u32* low, u32 high, int j) {
   if constexpr (T::ORDER == Order::PAIRED)
     return (low[j] & 0x77777777u) << 1 | (low[j] >> 3 & 0x11111111u);
-  if constexpr (T::ORDER == Order::SIGNED) {
+  if constexpr (T::ORDER == Order::EVEN) {
     u32 codes = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {  // 2 e1 + h; e0 = 0 and e0 = 1 at bits 0 and 16
-      const u32 two = (low[j] >> (i / 2 * 8 + (i % 2 ? 0 : 3)) & 0x70007u) |
-                      (low[j] >> ((i / 2 ? 7 : 15) - i % 2) & 0x10001u) << 3;
-      codes |= ((two & 15) | (two >> 16) << 4) << (i * 8);
+      const u32 two = low[j] >> (i * 4) & 0x000f000fu;
+      codes |= ((two & 15) | two >> 12) << (i * 8);
     }
     return codes;
   }
@@ -278,13 +284,6 @@ DEVICE void fragment(u32 (&a)[4], const u32* low, u32 high) {
   if constexpr (T::ORDER == Order::DENSE) {
     a[0] = two_dense<2 * J, 0>(low, high), a[1] = two_dense<2 * J + 1, 0>(low, high);
     a[2] = two_dense<2 * J, 1>(low, high), a[3] = two_dense<2 * J + 1, 1>(low, high);
-    return;
-  }
-  if constexpr (T::ORDER == Order::SIGNED) {  // subnormals: values times 4 (rows g) or 1 (rows g + 8)
-    const u32 w = low[J], swapped = permute(w, 0, 0x2301);
-    a[0] = and_or(w, 0x80388038u, 0x00040004u), a[1] = and_or(w << 1, 0x800e800eu, 0x00010001u);
-    a[2] = and_or(swapped, 0x80388038u, 0x00040004u);
-    a[3] = and_or(swapped << 1, 0x800e800eu, 0x00010001u);
     return;
   }
   u32 first, second;

@@ -78,11 +78,9 @@ struct Codebook {
     return {v[0], v[1], v[2], v[3]};
   }
   static DEVICE float4 raw(const u8* b, int k) {
-    const u32 codes = T::four(b, k), pairs = (codes | codes >> 4) & 0x00ff00ffu;
     float least = 0.0f;
     if constexpr (T::MINIMUM) least = T::raw_minimum(b, k / T::GROUP);
-    return values(codebook::looked_up<T>((pairs | pairs >> 8) & 0xffffu),
-                  T::raw_factor(b, k / T::GROUP), least);
+    return values(codebook::looked_up_bytes<T>(T::four(b, k)), T::raw_factor(b, k / T::GROUP), least);
   }
   static DEVICE float4 packed(const PackedQuad& p) {
     const int low_bytes = codebook::low_bytes<T>(p.columns);

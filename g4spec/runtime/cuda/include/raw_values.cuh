@@ -44,8 +44,7 @@ struct Codebook {
     if constexpr (T::MINIMUM) least = T::raw_minimum(block, group);
 #pragma unroll
     for (int half = 0; half < 8; half += 4) {
-      const u32 codes = T::four(block, at + half), pairs = (codes | codes >> 4) & 0x00ff00ffu;
-      const u32 entries = codebook::looked_up<T>((pairs | pairs >> 8) & 0xffffu);
+      const u32 entries = codebook::looked_up_bytes<T>(T::four(block, at + half));
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const u32 bits = permute(entries, 0x4b000000u, 0x7540 + i);

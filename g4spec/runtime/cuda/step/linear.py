@@ -39,11 +39,11 @@ from g4spec.runtime.cuda.weights.dequant import Weight
 ARCHS = tuple(a for a in nvrtc.ARCHS if a not in ("sm_70", "sm_75"))
 """Architectures with the tensor-core and copy instructions that the kernels use."""
 
-SCRATCH = {"q4_k": Q4_K_SCRATCH, "q5_k": Q4_K_SCRATCH, "q6_k": Q6_K_SCRATCH}
+SCRATCH = dict.fromkeys(("q4_k", "q5_k", "iq3_s"), Q4_K_SCRATCH) | {"q6_k": Q6_K_SCRATCH}
 """Maximum bytes of shared memory that a warp uses for the scales of a unit."""
 
 CODEBOOKS = dict.fromkeys(
-    ("iq4_nl", "iq4_xs", "mxfp4", "iq3_s", "iq3_xxs", "iq2_xxs", "iq1_s", "tq1_0", "tq2_0"), 32
+    ("iq4_nl", "iq4_xs", "mxfp4", "iq3_xxs", "iq2_xxs", "iq1_s", "tq1_0", "tq2_0"), 32
 )
 CODEBOOKS |= dict.fromkeys(("nvfp4", "q3_k", "q2_k", "iq2_s", "iq2_xs", "iq1_m"), 16)
 """Types whose codes are indices into a table (gemm_codebook.cuh) -> values that share a scale."""
@@ -59,7 +59,7 @@ SUMS = dict.fromkeys((*CODEBOOKS, "q6_k"), 0) | {"q2_k": 128}
 """Bytes of the sums of 8 activation rows of a 64-column block that warp groups need (64 for types
 not listed)."""
 
-WIDE = {"q4_k", "q5_k", *CODEBOOKS} - {"iq4_nl", "mxfp4", "nvfp4"}
+WIDE = {"q4_k", "q5_k", "iq3_s", *CODEBOOKS} - {"iq4_nl", "mxfp4", "nvfp4"}
 """Types whose stages hold 256 weight rows if shared memory allows."""
 
 MAX_STAGES = {128: 8, 256: 5}

@@ -87,6 +87,12 @@ def six_bits() -> Bits:
         yield (1 + byte // 4,), 8 * (byte % 4) + low, (target[0],), target[1]
 
 
+def nibbles() -> Bits:
+    """Yield the moves of the scales of IQ3_S: numbers 2 p and 2 p + 1 to bit 4 p of the halves."""
+    for i, bit in product(range(8), range(4)):
+        yield (0,), 4 * i + bit, (0,), i % 2 * 16 + i // 2 * 4 + bit
+
+
 def six_in_two() -> Bits:
     """Yield the moves of the header of IQ4_XS (`factor` in iq4_xs.cuh)."""
     yield from (((0,), bit, (0,), bit) for bit in range(16))

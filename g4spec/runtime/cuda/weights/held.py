@@ -150,7 +150,7 @@ def _q3_k(f: Fields) -> list[torch.Tensor]:
 
 def _iq3_s(f: Fields) -> list[torch.Tensor]:
     index = f("q").long() | _bits(f("high"), 8).flatten(1).long() << 8
-    codes = _codes("iq3_s", index, _bits(f("signs"), 8), 8)
+    codes = _codes("iq3_s", index, _bits(f("signs"), 8), 15) ^ 8  # in the order of the values
     return [_four(codes), f("scales"), f("d")]
 
 

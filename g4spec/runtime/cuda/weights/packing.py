@@ -59,7 +59,6 @@ CHOOSING: Places = {
 """The same for codes that are table indices; those with e0 = 1 are 4 bits higher."""
 
 IN_ORDER, PAIRED = (0,), (3, 0, 1, 2)
-SIGNED = (3, 4, 5, 15, 0, 1, 2, 14, 11, 12, 13, 7, 8, 9, 10, 6)
 """Where the bits of each field of a word go: see `Order` in codebook.cuh."""
 
 
@@ -203,11 +202,12 @@ def _rewritten(name: str) -> tuple[np.dtype[np.void], tuple[Part, ...]]:
         return dtype, _TERNARY
     fields = dtype.fields
     assert fields is not None
-    four = _codes("q", 4, 16, order=SIGNED) if name == "iq3_s" else _numbers("q", 4, 16)
+    if name == "iq3_s":
+        return dtype, (_codes("q", 4, 16), _NIBBLES, _factors("d", 2, 256))
     three = _numbers("low", 2, 32), _numbers("high", 1, 32)
     if name == "q3_k":
         three = _dense(range(2)), _dense(range(2, 3))
-    codes = (four,) if "q" in fields else three
+    codes = (_numbers("q", 4, 16),) if "q" in fields else three
     scales = _by_row("scale", "scale", fields["scale"][0].itemsize // 4)
     return dtype, (*codes, scales, _factors("d", 2, 256))
 
@@ -223,6 +223,9 @@ _AFFINE = Part(
 )
 _SIX = Part(
     "d", "low", 4, 256, "c x", "c w p h g y", {"x": 2, "y": 2}, _moves(bit_places.six_in_two())
+)
+_NIBBLES = Part(
+    "scale", "scale", 4, 256, "c x", "c w p h g y", {"x": 1, "y": 1}, _moves(bit_places.nibbles())
 )
 _FIVES = _fives(range(4), 64), _fives(range(4, 5), 64)
 _TERNARY = _numbers("q", 2, 32), _factors("d", 2, 256)
