@@ -318,7 +318,7 @@ def _block(
     count, (n, k) = prod(scale.shape), shape
     if count == 1:
         return n, k
-    if count == n:
+    if scale.shape in ((n,), (n, 1)):  # blocks of k values have as many scales as rows, too
         return 1, k
     _matrices(scale)
     sizes = settings.get("weight_block_size")

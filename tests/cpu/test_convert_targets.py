@@ -136,6 +136,8 @@ QUANTIZED: dict[str, tuple[Make, str, str]] = {
     "fp8 rows": (Q.fp8, "f32", "FP8"),
     "fp8 tensors": (lambda f: Q.fp8(f, per_tensor=True), "f32", "FP8"),
     "fp8 blocks": (lambda f: Q.fp8(f, block=(48, 48)), "f32", "FP8"),
+    # Rows of 64: as many blocks as rows. With blocks of 128 x 128, rows of 16,384 have as many.
+    "fp8, a block per row": (lambda f: Q.fp8(f, block=(8, 8)), "f32", "FP8"),
 }
 
 
