@@ -202,6 +202,8 @@ def recode(
     def block(first: int) -> Bytes:
         raw = tensor.rows(first, min(first + step, rows))
         if source is to:
+            if (bad := to.first_not_finite(raw.reshape(-1))) is not None:
+                raise _unrepresentable(tensor, to, first * width + bad.index, width, bad)
             return raw.reshape(-1)
         try:
             of = None if weights is None else weights[np.arange(first, first + len(raw)) // each]

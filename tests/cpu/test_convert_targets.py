@@ -195,6 +195,20 @@ def test_a_loss_is_reported(tmp_path: Path) -> None:
     assert 0 < float(notes_by_name["blk.1.attn_q.weight"].split()[-1].rstrip("%")) < 1
 
 
+@pytest.mark.parametrize("type", ["f32", "q8_0"])
+def test_a_nan_in_one_of_the_experts_is_refused(tmp_path: Path, type: str) -> None:
+    """Experts that are only stacked, without a change of type, were not checked."""
+    folder = source(tmp_path / "t", experts=4, expert_inter=32)
+    Q.one_by_one(folder)
+    tensors = load_file(folder / "model.safetensors")
+    name = next(n for n in tensors if n.endswith("experts.1.down_proj.weight"))
+    tensors[name][2, 3] = np.nan
+    tiny.save(folder / "model.safetensors", {n: (x, "F32") for n, x in tensors.items()})
+    with pytest.raises(InputError, match=r"experts.down_proj cannot be stored as .* column 3"):
+        convert(folder, tmp_path / "t.gguf", type=type)
+    assert not (tmp_path / "t.gguf").exists()
+
+
 @pytest.mark.parametrize("quantized", [False, True])
 def test_experts_one_by_one(tmp_path: Path, quantized: bool) -> None:
     whole = source(tmp_path / "a", experts=4, expert_inter=32)
