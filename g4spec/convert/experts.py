@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from math import prod
 
 import numpy as np
@@ -19,7 +19,7 @@ from g4spec.convert.tensors import LazyTensor, StoredTensor
 from g4spec.errors import InputError
 from g4spec.quant.format import Bytes
 
-EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+EXPERT = re.compile(r"(.*\.experts)\.(\d{1,9})\.(gate|up|down)_proj\.weight")
 
 
 def stacked(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -33,11 +33,13 @@ def stacked(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     for base, names in found.items():
         count = 1 + max(i for i, _ in names)
         for result, halves in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
-            wanted = [(i, half) for i in range(count) for half in halves]
-            missing = [f"{base}.{i}.{half}_proj" for i, half in wanted if (i, half) not in names]
+            # A hostile name may have a number of billions: stop at the first that are missing.
+            wanted = ((i, half) for i in range(count) for half in halves)
+            absent = (key for key in wanted if key not in names)
+            missing = [f"{base}.{i}.{half}_proj" for i, half in islice(absent, 8)]
             if missing:
-                raise InputError(f"{base}: experts are missing", found=missing[:8])
-            parts = [out.pop(names[key]) for key in wanted]
+                raise InputError(f"{base}: experts are missing", found=missing)
+            parts = [out.pop(names[i, half]) for i in range(count) for half in halves]
             out[f"{base}.{result}"] = _joined(f"{base}.{result}", parts, count)
     return out
 

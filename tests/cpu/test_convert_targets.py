@@ -209,6 +209,18 @@ def test_a_nan_in_one_of_the_experts_is_refused(tmp_path: Path, type: str) -> No
     assert not (tmp_path / "t.gguf").exists()
 
 
+@pytest.mark.parametrize("number", ["999999999", "9" * 5000])
+def test_a_huge_number_of_an_expert_costs_nothing(tmp_path: Path, number: str) -> None:
+    """A checkpoint of 1 KB with expert 999,999,999 took all memory, to list the missing ones."""
+    folder = source(tmp_path / "t")
+    path = folder / "model.safetensors"
+    tensors = {n: (x, "F32") for n, x in load_file(path).items()}
+    name = f"model.language_model.layers.0.experts.{number}.gate_proj.weight"
+    tiny.save(path, tensors | {name: (np.zeros((4, 32), np.float32), "F32")})
+    with pytest.raises(InputError, match=r"experts are missing|no rule for it"):
+        convert(folder, tmp_path / "t.gguf")
+
+
 @pytest.mark.parametrize("quantized", [False, True])
 def test_experts_one_by_one(tmp_path: Path, quantized: bool) -> None:
     whole = source(tmp_path / "a", experts=4, expert_inter=32)
