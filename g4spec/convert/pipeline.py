@@ -347,7 +347,8 @@ def _weights(file: GGUF, plan: Plan, importance: Imatrix, notes: list[str]) -> d
     out, without = {}, []
     for row in plan.tensors:
         name = row.name or ""
-        if not quant.get(row.type).weighted or row.type == file.tensors[name].format.name:
+        form = quant.get(row.type)
+        if not form.weighted or form is file.tensors[name].format:
             continue
         found = importance.weights(name, row.shape)
         if found is not None:

@@ -281,6 +281,16 @@ def test_matrices_that_are_quantized_again_are_weighted(
     assert not any("imatrix" in note for note in again.notes)
 
 
+def test_matrices_that_keep_their_type_are_not_weighted(source: Path, tmp_path: Path) -> None:
+    """A copy of a quantized file named the second imatrix, which it was not made with."""
+    once, twice, found = tmp_path / "once.gguf", tmp_path / "twice.gguf", imatrix_of(source)
+    quantize(source, once, "q4_0", importance=found)
+    later = Imatrix(found.entries, 9, 512, ["later.txt"], "later.gguf")
+    result = quantize(once, twice, "q4_0", importance=later)
+    assert any("later.gguf changes nothing" in note for note in result.notes)
+    assert once.read_bytes() == twice.read_bytes()
+
+
 def test_the_output_is_not_the_imatrix(source: Path, tmp_path: Path) -> None:
     """It takes long to compute, and the output would replace it."""
     path = tmp_path / "i.gguf"
