@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from g4spec import quant
 from g4spec.convert import derived, provenance, sources
 from g4spec.convert.plan import canonical_name
-from g4spec.convert.tensors import StoredTensor, worker_pool
+from g4spec.convert.tensors import StoredTensor, same_bytes, worker_pool
 from g4spec.errors import InputError
 from g4spec.gguf import GGUF
 from g4spec.models.spec import TensorSpec
@@ -242,8 +242,13 @@ class _Compare:
             yield key, mine.format, mine.raw, source
 
     def _dropped(self, name: str) -> bool:
-        drops = getattr(self.s.kind, "DROPS", ())
-        return not self.same_names and any(re.fullmatch(d.pattern, name) for d in drops)
+        """True if a conversion drops this source tensor; it refuses a copy that differs."""
+        drops = () if self.same_names else getattr(self.s.kind, "DROPS", ())
+        drop = next((d for d in drops if re.fullmatch(d.pattern, name)), None)
+        if drop is None:
+            return False
+        original = self.source.get(drop.same_as or "")
+        return original is None or same_bytes(self.source[name], original)
 
     def _differences(self, jobs: list[tuple[str, Format, NDArray[np.uint8], StoredTensor]]) -> None:
         total, done = sum(raw.size for _, _, raw, _ in jobs), 0

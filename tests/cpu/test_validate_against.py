@@ -144,6 +144,18 @@ def test_each_rule_reports_its_fault(tmp_path: Path, rule_id: str) -> None:
     assert [f.where for f in findings] == [where], [(f.rule.id, f.finding) for f in report.failures]
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_that_is_missing_in_the_file_is_found(tmp_path: Path, tied: bool) -> None:
+    """`convert` drops a head only if it is the token table; any head passed as dropped here."""
+    config, tensors = checkpoint("target")
+    x, dtype = tensors["embed_tokens.weight"]
+    tensors["lm_head.weight"] = (x if tied else x[::-1].copy(), dtype)
+    path = fx.KINDS["target"]().write(tmp_path / "x.gguf")
+    report = validate(path, against=folder(tmp_path / "source", config, tensors), only=TENSOR_RULES)
+    found = [(f.rule.id, f.finding.where) for f in report.failures if f.rule.family == "CMP"]
+    assert found == ([] if tied else [("G4-CMP-002", "lm_head.weight")])
+
+
 def test_a_folder_of_another_kind_is_one_finding(tmp_path: Path) -> None:
     source = folder(tmp_path / "source", *checkpoint("target"))
     report = validate(fx.zlab().write(tmp_path / "x.gguf"), against=source)
