@@ -10,7 +10,7 @@ import pytest
 
 from g4spec.cli import run
 from g4spec.convert import convert
-from g4spec.gguf import ValueType
+from g4spec.gguf import GGUF, ValueType
 from g4spec.validate import Report, validate
 from tests.support import faults, tiny, tiny_drafts
 
@@ -71,6 +71,20 @@ def test_each_single_change_is_an_error(family: Path, tmp_path: Path, change: st
     found = {f.rule.id for f in report.failures if f.finding.where.startswith(key)}
     assert "G4-CMP-009" in found
     assert not report.ok
+
+
+@pytest.mark.parametrize("text", ["<0x94>\0", "a" * (20 << 20)])
+def test_a_changed_token_is_found_in_little_memory(family: Path, tmp_path: Path, text: str) -> None:
+    """A NUL at the end of a token was lost in the comparison; a token of 20 MB took 40 GiB."""
+    file = faults.read(family / "target.gguf")
+    with GGUF(family / "target.gguf") as g:
+        tokens = list(g["tokenizer.ggml.tokens"])
+    at = tokens.index("<0x94>")
+    tokens[at] = text
+    file.set("tokenizer.ggml.tokens", ValueType.ARRAY, tokens, ValueType.STRING)
+    report = _validate(family, "target", file.write(tmp_path / "x.gguf"))
+    found = [f.finding.where for f in report.failures if f.rule.id == "G4-CMP-009"]
+    assert found == [f"tokenizer.ggml.tokens[{at}]"]
 
 
 def test_a_tensor_that_is_computed_must_be_there(tmp_path: Path) -> None:

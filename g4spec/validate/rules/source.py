@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from g4spec.convert import expected_metadata, provenance
 from g4spec.errors import UsageError
@@ -177,12 +178,19 @@ def _plain(data: Any) -> Any:
     """A text, or an array of numbers (floats in 32 bits) or texts."""
     if isinstance(data, str):
         return data
-    values = np.asarray(data)
+    values = _array(data)
     return values.astype(np.float32) if values.dtype.kind == "f" else values
+
+
+def _array(data: Any) -> NDArray[Any]:
+    """Return an array of numbers, or of texts as objects: numpy's own texts all take the memory of
+    the longest one, and lose NULs at their end."""
+    texts = isinstance(data, list) and len(data) > 0 and isinstance(data[0], str)
+    return np.array(data, dtype=object) if texts else np.asarray(data)
 
 
 def _shown(data: Any) -> str:
     if isinstance(data, str):
         return f"{data!r:.60}"
-    values = np.asarray(data)
+    values = _array(data)
     return str(values.tolist()) if values.size <= SHOWN else f"{values.size} entries"
