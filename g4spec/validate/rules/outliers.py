@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Iterator
-from itertools import combinations
 
 import numpy as np
 
@@ -34,12 +34,14 @@ def scaled(s: Subject) -> Findings:
     by more than a factor of 1.5."""
     for names in like(s).values():
         sizes = {name: x for name in names if (x := _size(s, name)) is not None}
+        ranked, total = sorted(sizes.values()), sum(sizes.values())
         for name, mine in sizes.items():
-            others = [x for other, x in sizes.items() if other != name]
-            spread = max(others) - min(others) if len(others) > 1 else math.inf
-            off = min((abs(mine - x) for x in others), default=0.0)
-            if off > OFF and spread <= min(SPREAD * (len(others) - 1), WIDEST):
-                times = 2.0 ** (mine - float(np.mean(others)))
+            at, n = bisect_left(ranked, mine), len(ranked) - 1
+            nearest = [*ranked[max(at - 1, 0) : at], *ranked[at + 1 : at + 2]]
+            off = min((abs(mine - x) for x in nearest), default=0.0)
+            spread = ranked[n - (at == n)] - ranked[at == 0] if n > 1 else math.inf  # of others
+            if off > OFF and spread <= min(SPREAD * (n - 1), WIDEST):
+                times = 2.0 ** (mine - (total - mine) / n)
                 yield Finding(
                     name,
                     "weights as large as in other layers",
@@ -53,10 +55,12 @@ def repeated(s: Subject) -> Findings:
     """A loop over layers that reads layer 0 each time. Norms show it even if matrices are
     quantized. Norms that were never trained, all ones, are ignored."""
     for names in _same_shape(s):
-        vectors = {name: s.open_file.raw(name).tobytes() for name in names}
-        for a, b in combinations(names, 2):
-            if vectors[a] == vectors[b] and len(set(np.frombuffer(vectors[a], "<u4"))) > 2:
-                yield Finding(b, "a norm of its own", f"a copy of {a}", COMPARE)
+        seen: dict[bytes, str] = {}
+        for name in names:
+            raw = s.open_file.raw(name)
+            first = seen.setdefault(raw.tobytes(), name)
+            if first != name and len(np.unique(raw.view("<u4"))) > 2:
+                yield Finding(name, "a norm of its own", f"a copy of {first}", COMPARE)
                 break
 
 

@@ -121,9 +121,10 @@ def suppressed(s: Subject) -> Findings:
     """The 12B must not choose the marks of images and sound. A list that holds a stop token makes
     it generate forever; ids of another tokenizer silence words."""
     found, n = s.numbers(SUPPRESS), s.count("tokenizer.ggml.tokens") or 0
-    stops = s.numbers(STOP_IDS)
+    ends = s.numbers(STOP_IDS)
+    stops = set() if ends is None else set(ends.tolist())
     for i in () if found is None else found.tolist():
         if not 0 <= i < n:
             yield Finding(SUPPRESS, f"0 to {n - 1}", i, CONVERT)
-        elif stops is not None and i in stops:
+        elif i in stops:
             yield Finding(SUPPRESS, "no stop token", i, "remove it from the list")
