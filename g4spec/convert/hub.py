@@ -27,6 +27,7 @@ from g4spec.convert.transfer import TransferGuard
 from g4spec.errors import EnvironmentProblem, G4Error, InputError
 from g4spec.gguf import regular_files
 from g4spec.gguf.atomic import atomic_write
+from g4spec.gguf.parts import first_parts
 
 Purpose = Literal["any", "tokenizer", "gguf"]
 """Files needed: a checkpoint or GGUF, a target's tokenizer and configuration, or a GGUF to run."""
@@ -127,9 +128,10 @@ class _Hub:
                     f"{self.id} has no file {self.id.file}",
                     found=_shown(n for n in names if n.endswith(".gguf")),
                 )
-            path = self._get(self.id.file, revision)
-            self._remember(path, revision)
-            return path
+            parts = [n for n in names if _model(n) == _model(self.id.file)]
+            found = {name: self._get(name, revision) for name in parts}
+            self._remember(found[self.id.file], revision)
+            return found[self.id.file]
         chosen = self._choose(names, purpose, revision)
         paths = [self._get(name, revision) for name in chosen]
         self._remember(paths[0], revision)
@@ -164,7 +166,7 @@ class _Hub:
         if purpose == "gguf" or not (
             tensors or (purpose == "tokenizer" and "tokenizer.json" in top)
         ):
-            if len(ggufs) == 1:
+            if len({_model(name) for name in ggufs}) == 1:
                 return ggufs
             self._no_gguf(ggufs, names, bool(tensors))
         if "config.json" not in small:
@@ -287,7 +289,7 @@ class _Hub:
         if self.id.type:
             names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*.gguf"))
             return folder / self._of_type(names)[0]
-        ggufs = sorted(folder.glob("*.gguf"))
+        ggufs = first_parts(sorted(folder.glob("*.gguf")))
         only_gguf = len(ggufs) == 1 and not any(folder.glob("*.safetensors"))
         return ggufs[0] if only_gguf else folder
 
@@ -381,6 +383,11 @@ class _Hub:
 def _status(error: BaseException) -> int | None:
     status = getattr(getattr(error, "response", None), "status_code", None)
     return status if isinstance(status, int) and status >= 400 else None
+
+
+def _model(name: str) -> str:
+    """Return a name that all parts of a split GGUF have in common; of other files their own."""
+    return re.sub(r"-\d{5}(-of-\d{5}\.gguf)$", r"\1", name)
 
 
 def _safe(name: str) -> bool:

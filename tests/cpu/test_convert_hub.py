@@ -17,7 +17,7 @@ import pytest
 from g4spec import cli
 from g4spec.convert import convert, hub, transfer
 from g4spec.errors import EnvironmentProblem, G4Error, InputError, Unsupported, UsageError
-from g4spec.gguf import GGUF
+from g4spec.gguf import GGUF, TensorData, write_split
 from tests.support import tiny
 from tests.support.hub_server import (
     SHA,
@@ -260,6 +260,29 @@ def test_offline(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     refused("org/one", EnvironmentProblem, "not in the cache.*HF_HUB_OFFLINE")
     refused("org/one:x.gguf", EnvironmentProblem, "not in the cache.*HF_HUB_OFFLINE")
     assert not served.seen
+
+
+def test_a_split_gguf_is_fetched_whole(
+    family: Path, served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A repository with one split GGUF was refused with the advice to name its first part, of which
+    nothing else was fetched."""
+    with GGUF(family / "target.gguf") as g:
+        kv, raw = {k: g.value(k) for k in g}, {n: [g.raw(n)] for n in g.tensors}
+        data = [TensorData(n, t.shape, t.type, raw[n]) for n, t in g.tensors.items()]
+        paths, _ = write_split(tmp_path / "m.gguf", kv, data, 200_000)
+    parts = {p.name: p.read_bytes() for p in paths}
+    served.repos["org/split"] = parts
+    served.repos["org/more"] = {f"sub/{n}": b for n, b in parts.items()} | {"m.gguf": b"x"}
+    ids = ("org/split", f"org/split:{paths[0].name}", f"org/more:sub/{paths[0].name}")
+    for offline in (False, True):
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+        for text in ids:
+            path = get(text, "gguf")
+            assert path.name == paths[0].name, text
+            with GGUF(path) as g:
+                assert g.tensors.keys() == raw.keys() and len(g.parts) == len(paths) > 2
+    assert "m.gguf" not in served.downloads()
 
 
 def test_a_type_offline(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
