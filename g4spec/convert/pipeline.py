@@ -195,7 +195,8 @@ def _check_output(output: Output, inputs: list[Path]) -> None:
     existing file that is no GGUF, such as a checkpoint's config.json."""
     out = output.path
     for path in inputs:
-        if output.max_size and parts.unsplit_path(path.absolute()) == out.absolute():
+        whole = parts.unsplit_path(path) if output.max_size else None
+        if whole and _without_suffix(whole) == _without_suffix(out):
             raise UsageError(
                 f"parts of the output may overwrite the input {path.name}",
                 fix="choose another name",
@@ -206,6 +207,11 @@ def _check_output(output: Output, inputs: list[Path]) -> None:
         raise UsageError(
             f"{out} exists and is not a GGUF file", fix="choose another name, or remove it"
         )
+
+
+def _without_suffix(path: Path) -> Path:
+    """Return the path in its real folder without `.gguf`, which parts of an output get anyway."""
+    return path.parent.resolve() / path.name.removesuffix(".gguf")
 
 
 def _computed_values(

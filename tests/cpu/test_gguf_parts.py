@@ -209,8 +209,12 @@ def test_command_line(
     assert "a number and M or G" in capsys.readouterr().err
 
 
-def test_parts_are_not_written_onto_the_parts_they_are_made_of(split: list[Path]) -> None:
+@pytest.mark.parametrize("name", ["t.gguf", "t", "sub/../t.gguf"])
+def test_parts_are_not_written_onto_the_parts_they_are_made_of(
+    split: list[Path], name: str
+) -> None:
+    (split[0].parent / "sub").mkdir(exist_ok=True)
     before = [p.read_bytes() for p in split]
     with pytest.raises(UsageError, match=r"parts of the output may overwrite the input t-00001"):
-        quantize(split[0], split[0].with_name("t.gguf"), "q8_0", split_max_size=LIMIT)
+        quantize(split[0], split[0].parent / name, "q8_0", split_max_size=LIMIT)
     assert [p.read_bytes() for p in split] == before
