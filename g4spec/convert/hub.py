@@ -254,8 +254,8 @@ class _Hub:
         """Record the commit of a branch or tag in the cache, so that it can be used offline."""
         name = self.id.revision or "main"
         if name != revision:
-            storage = next(p for p in path.parents if p.name == "snapshots").parent
-            reference = storage / "refs" / name
+            storage = path.relative_to(self.cache).parts[0]  # of this repository
+            reference = self.cache / storage / "refs" / name
             reference.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(reference, len(revision)) as file:
                 file.write(revision.encode())

@@ -262,6 +262,16 @@ def test_offline(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not served.seen
 
 
+def test_a_folder_named_snapshots_offline(
+    family: Path, served: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit of the branch was recorded in the folder above it, so it was not found."""
+    served.repos["org/s"] = {"snapshots/t.gguf": (family / "target.gguf").read_bytes()}
+    path = get("org/s:snapshots/t.gguf")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert get("org/s:snapshots/t.gguf") == path
+
+
 def test_a_split_gguf_is_fetched_whole(
     family: Path, served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
