@@ -69,11 +69,13 @@ class IntegerCodes:
     def blocks(self, form: Format, a: int, b: int) -> Bytes:
         """Pack rows a .. b - 1 into blocks of `form`, which holds them exactly."""
         n, count = b - a, self.shape[1] // BLOCK
-        scales = np.repeat(self.scales(a, b), self.group // BLOCK, axis=1)
+        spread = self.group // BLOCK  # the last group may be shorter
+        scales = np.repeat(self.scales(a, b), spread, axis=1)[:, :count]
         codes = self.codes(a, b).reshape(n, count, BLOCK)
         heads = [scales]
         if form.name == "q4_1":
-            heads.append(np.repeat(-self.zeros(a, b), self.group // BLOCK, axis=1) * scales)
+            zeros = np.repeat(self.zeros(a, b), spread, axis=1)[:, :count]
+            heads.append(-zeros * scales)
         if form.name == "q8_0":
             body = (codes ^ 0x80).astype(np.uint8)
         else:

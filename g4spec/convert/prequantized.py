@@ -8,8 +8,8 @@ Such a weight is stored as several tensors (codes, scales, zero points). They be
 - Everything else, mainly FP8, is dequantized to F32 and then stored in the requested type. The plan
   says so and reports the error.
 
-Code widths and group sizes are derived from the shapes of the tensors, not from config.json, so
-checkpoints that mix them can be read.
+Code widths and group sizes are derived from the shapes of the tensors, so checkpoints that mix them
+can be read. Sizes in config.json count where they fit: the last group of a row may be shorter.
 
 Sources: llama.cpp `conversion/base.py` (dequant_model), compressed-tensors `pack_quantized`,
 AutoRound's `auto_gptq` packing.
@@ -17,6 +17,7 @@ AutoRound's `auto_gptq` packing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
@@ -180,7 +181,7 @@ def _compressed(base: str, out: dict[str, StoredTensor], settings: Mapping[str, 
         rows = _unpacked(_plain_values(zero, slice(a // per, -(-b // per))), bits, 0)
         return rows[a % per : a % per + b - a].astype(np.float32)
 
-    group = -(-k // groups)
+    group, order = _groups(base, index, k, groups, settings)
     label = f"INT{bits} in groups of {group}"
     out[base + ".weight"] = IntegerCodes(
         (n, k),
@@ -190,7 +191,7 @@ def _compressed(base: str, out: dict[str, StoredTensor], settings: Mapping[str, 
         lambda a, b: _unpacked(_plain_values(words, slice(a, b)), bits, 1)[:, :k],
         lambda a, b: _plain_values(scale, slice(a, b)),
         zeros,
-        _order(index, k, groups),
+        order,
     ).to_tensor(base + ".weight", size)
 
 
@@ -212,21 +213,58 @@ def _matrices(*tensors: StoredTensor) -> None:
             raise InputError(f"{t.name}: shape", expected="rows and columns", found=list(t.shape))
 
 
-def _order(index: StoredTensor | None, k: int, groups: int) -> NDArray[np.int64] | None:
-    """Return the group of each of `k` columns, or None if the columns of a group are
-    consecutive."""
-    if index is None:
-        return None
-    order = _plain_values(index, ...).astype(np.int64)
-    if order.shape == (k,) and (order < 0).all():
-        return None  # compressed-tensors marks an unused index so
-    if order.shape != (k,) or order.min() < 0 or order.max() >= groups:
+def _groups(
+    base: str, index: StoredTensor | None, k: int, count: int, settings: Mapping[str, Any]
+) -> tuple[int, NDArray[np.int64] | None]:
+    """Return the number of columns of a group, and the group of each of `k` columns, or None if the
+    columns of a group are consecutive."""
+    order = None if index is None else _plain_values(index, ...).astype(np.int64)
+    if index is None or order is None or (order.shape == (k,) and (order < 0).all()):
+        # compressed-tensors marks an unused index by negative numbers
+        return _span(base, k, count, {wide for _, wide in _sizes(settings)}), None
+    if order.shape != (k,) or order.min() < 0 or order.max() >= count:
         raise InputError(
             f"{index.name}: group of each column",
-            expected=f"{k} numbers below {groups}",
+            expected=f"{k} numbers below {count}",
             found=list(order.shape),
         )
-    return None if (order == np.arange(k) // -(-k // groups)).all() else order
+    group = max(int((order == 0).sum()), 1)
+    return group, None if (order == np.arange(k) // group).all() else order
+
+
+def _sizes(settings: Mapping[str, Any]) -> set[tuple[int, int]]:
+    """Return the sizes of groups that the configuration names, as rows and columns."""
+    groups, layers = (settings.get(key) for key in ("config_groups", "extra_config"))
+    found = [settings, *(layers.values() if isinstance(layers, dict) else ())]
+    for group in groups.values() if isinstance(groups, dict) else ():
+        found.append(group.get("weights") if isinstance(group, dict) else None)
+    out = set()
+    for entry in (e for e in found if isinstance(e, dict)):
+        block = entry.get("block_structure")
+        if isinstance(block, str) and re.fullmatch("[0-9]{1,6}x[0-9]{1,6}", block):
+            block = [int(x) for x in block.split("x")]
+        for pair in ([1, entry.get("group_size")], block):
+            match pair:
+                case [int(rows), int(columns)] if rows > 0 and columns > 0:
+                    out.add((rows, columns))
+    return out
+
+
+def _span(base: str, size: int, count: int, named: set[int]) -> int:
+    """Return how many of `size` rows or columns share one of `count` scales.
+
+    The last group may be shorter: 704 columns have 6 groups of 128. So the sizes `named` in the
+    configuration precede an even division. Raises Unsupported if neither fits."""
+    fitting = {x for x in named if -(-size // x) == count}
+    if size % count == 0 and (not fitting or size // count in fitting):
+        return size // count
+    if len(fitting) != 1:
+        raise Unsupported(
+            f"{base}: size of its groups",
+            expected="one that quantization_config names",
+            found=f"{count} groups of {size} values",
+        )
+    return fitting.pop()
 
 
 def _gptq(base: str, out: dict[str, StoredTensor], settings: Mapping[str, Any]) -> None:
@@ -254,7 +292,7 @@ def _gptq(base: str, out: dict[str, StoredTensor], settings: Mapping[str, Any]) 
         out: Floats = columns[:, a % per : a % per + b - a].T.astype(np.float32)
         return np.add(out, one, dtype=np.float32)
 
-    group = -(-k // groups)
+    group, order = _groups(base, index, k, groups, settings)
     out[base + ".weight"] = IntegerCodes(
         (n, k),
         bits,
@@ -263,7 +301,7 @@ def _gptq(base: str, out: dict[str, StoredTensor], settings: Mapping[str, Any]) 
         lambda a, b: _unpacked(_plain_values(words, (slice(None), slice(a, b))), bits, 0).T,
         lambda a, b: _plain_values(scale, (slice(None), slice(a, b))).T,
         zeros,
-        _order(index, k, groups),
+        order,
     ).to_tensor(base + ".weight", size)
 
 
@@ -325,7 +363,9 @@ def _block(
     if isinstance(sizes, list) and len(sizes) == 2 and all(type(x) is int for x in sizes):
         tall, wide = (max(x, 1) for x in sizes)
     else:
-        tall, wide = (-(-size // max(m, 1)) for size, m in zip(shape, scale.shape, strict=True))
+        named = _sizes(settings)
+        tall = _span(base, n, scale.shape[0], {rows for rows, _ in named})
+        wide = _span(base, k, scale.shape[1], {columns for _, columns in named})
     _check(base, "shape of the scales", [-(-n // tall), -(-k // wide)], list(scale.shape))
     return tall, wide
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from g4spec.convert import convert
+from g4spec import quant
+from g4spec.convert import convert, prequantized, safetensors
 from g4spec.convert import tensors as stored
 from g4spec.convert.pipeline import Result
 from g4spec.errors import InputError, Unsupported
@@ -170,6 +171,67 @@ def test_quantized_weights_keep_every_bit(
     check(tmp_path / "t.gguf", meant, form)
     assert note in notes(result)["blk.1.attn_q.weight"]
     assert validate(tmp_path / "t.gguf", against=tmp_path / "t").ok
+
+
+@pytest.mark.parametrize("k,group", [(96, 64), (704, 128)])
+@pytest.mark.parametrize("packing", ["compressed-tensors", "auto-round", "with g_idx"])
+def test_the_last_group_of_a_row_may_be_shorter(
+    tmp_path: Path, packing: str, k: int, group: int
+) -> None:
+    """704 columns, as of the 26B-A4B's experts, in groups of 128 were read as groups of 118."""
+    rng, n, count = np.random.default_rng(0), 16, -(-k // group)
+    codes = rng.integers(0, 16, (n, k)).astype(np.uint8)
+    scale = np.exp2(rng.integers(-6, 0, (n, count))).astype(np.float32)
+    settings: dict[str, Any] = {"quant_method": "auto-round", "group_size": group}
+    tensors = {
+        "a.qweight": (Q._words(codes.T, 4, 0), "I32"),
+        "a.qzeros": (Q._words(np.full((count, n), 7), 4, 1), "I32"),
+        "a.scales": (scale.T, "F16"),
+    }
+    if packing == "with g_idx":
+        tensors["a.g_idx"] = (np.arange(k) // group, "I32")
+    if packing == "compressed-tensors":
+        weights = {"weights": {"group_size": group}}
+        settings = {"quant_method": packing, "format": "pack-quantized"}
+        settings["config_groups"] = {"group_0": weights}
+        tensors = {
+            "a.weight_packed": (Q._words(codes, 4, 1), "I32"),
+            "a.weight_scale": (scale, "BF16"),
+            "a.weight_shape": (np.array([n, k]), "I64"),
+        }
+    found = unpack(tmp_path, tensors, settings)
+    assert found.format is quant.get("q4_0")
+    spread = np.repeat(scale, group, axis=1)[:, :k]
+    assert np.array_equal(found.array(), spread * (codes.astype(np.float32) - 8))
+    if packing != "with g_idx":
+        settings["group_size"] = settings["config_groups"] = None
+        if k % count:
+            with pytest.raises(Unsupported, match=f"{count} groups of {k} values"):
+                unpack(tmp_path, tensors, settings)
+
+
+@pytest.mark.parametrize("named", [[8, 16], "8x16"])
+def test_the_last_fp8_block_may_be_smaller(tmp_path: Path, named: object) -> None:
+    """compressed-tensors names the size of blocks in its groups; it was divided from the shapes."""
+    codes = np.random.default_rng(0).integers(1, 127, (20, 24))
+    scale = np.arange(1, 7, dtype=np.float32).reshape(3, 2)
+    tensors = {"a.weight": (codes, "F8_E4M3"), "a.weight_scale": (scale, "F32")}
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": {"weights": {"block_structure": named}}},
+    }
+    spread = np.repeat(np.repeat(scale, 8, axis=0), 16, axis=1)[:20, :24]
+    assert np.array_equal(unpack(tmp_path, tensors, settings).array(), Q.E4M3[codes] * spread)
+
+
+def unpack(
+    folder: Path, tensors: dict[str, tuple[np.ndarray, str]], settings: dict[str, Any]
+) -> stored.StoredTensor:
+    """Return the weight `a.weight` that these tensors stand for."""
+    path = tiny.save(folder / "a.safetensors", tensors)
+    config = {"quantization_config": settings}
+    return prequantized.unpack(config, safetensors.read_all([path]))["a.weight"]
 
 
 def test_zero_points(tmp_path: Path) -> None:
