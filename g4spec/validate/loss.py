@@ -55,9 +55,14 @@ class Total:
 def losses(
     source: Path, out: Path, progress: Callable[[int, int], None] | None = None
 ) -> list[Loss]:
-    """Compare each tensor of GGUF `out` whose type changed with GGUF `source`."""
+    """Compare each tensor of GGUF `out` that has values and whose type changed with GGUF
+    `source`."""
     with GGUF(source) as old, GGUF(out) as new, worker_pool() as pool:
-        changed = [n for n, t in new.tensors.items() if old.tensors[n].format is not t.format]
+        changed = [
+            name
+            for name, tensor in new.tensors.items()
+            if old.tensors[name].format is not tensor.format and prod(tensor.shape) > 0
+        ]
 
         def measure(name: str) -> Difference:
             was, now = old.tensors[name], new.tensors[name]

@@ -357,6 +357,19 @@ def test_losses(full: Path, tmp_path: Path) -> None:
     assert losses(full, full) == [] and total([]) is None
 
 
+@pytest.mark.parametrize("shape", [(0, 32), (32, 0), (2, 0, 32), (0,)])
+def test_a_report_leaves_out_tensors_without_values(shape: tuple[int, ...], tmp_path: Path) -> None:
+    source, out = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    values = np.ones((2, 32), np.float16)
+    data = [
+        TensorData("x.weight", values.shape, quant.get("f16").type, [values]),
+        TensorData("empty.weight", shape, quant.get("f16").type, []),
+    ]
+    write(source, {}, data)
+    quantize(source, out, "q8_0")
+    assert [r.difference.name for r in losses(source, out)] == ["x.weight"]
+
+
 def test_report_on_the_command_line(
     full: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
