@@ -119,7 +119,13 @@ def serve_folder(
             sleep_seconds=sleep_seconds,
         )
         n = len(registry.all)
-        note = (
+        served = (
             f"{n} {'model is' if n == 1 else 'models are'} served at {run.url(address, listeners)}"
         )
-        run.serve_models(registry, address, listeners, lambda: loader.out.note(note), **http.access)
+        notes = [model.draft_note() for model in registry.all.values()]
+
+        def ready() -> None:
+            for note in (*notes, served):
+                loader.out.note(note)
+
+        run.serve_models(registry, address, listeners, ready, **http.access)

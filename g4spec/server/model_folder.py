@@ -23,7 +23,7 @@ class Model:
     Attributes:
         name: id of the model.
         target: GGUF of the target.
-        drafts: candidate drafts, best first; those that fail validation are removed.
+        drafts: drafts that fit, best first; those that fail validation are removed.
         draft: the draft it was loaded with, or None.
         status: "unloaded", "loading" or "loaded".
         read: (bytes loaded, total bytes) while loading.
@@ -69,6 +69,18 @@ class Model:
         """True while it must not be unloaded."""
         return self.n_requests > 0 or self.n_promised > 0
 
+    def draft_note(self) -> str:
+        """Return which draft the model uses, which others fit too, and how to choose one."""
+        if not self.drafts:
+            return f"{self.name}: no draft in the folder fits"
+        first, *others = (path.name for path in self.drafts)
+        if not others:
+            return f"{self.name}: draft {first}"
+        return (
+            f"{self.name}: draft {first}; {', '.join(others)} {_verb(others)} too (to choose, keep "
+            "only one of them in the folder, or use -m and -md)"
+        )
+
     def json(self) -> dict[str, Any]:
         """Return its entry of /v1/models."""
         draft = self.draft or (self.drafts[0] if self.drafts else None)
@@ -84,6 +96,7 @@ class Model:
             "created": int(self.target.stat().st_mtime),
             "owned_by": "g4spec",
             "draft": draft.name if draft else None,
+            "other_drafts": [path.name for path in self.drafts if path != draft],
             "status": {"value": status, **details},
         }
         if self.service is not None:
@@ -97,11 +110,16 @@ class Model:
         return out
 
 
+def _verb(drafts: list[str]) -> str:
+    return "fits" if len(drafts) == 1 else "fit"
+
+
 def find_models(folder: Path | None) -> list[Model]:
     """Return the targets in a folder and its subfolders, each with its matching drafts.
 
     A draft matches if the pair rules of `validate` find no error. Drafts with the fewest warnings
-    come first; one converted for this very target has none.
+    come first, in the order of their names if several have as few; one converted for this very
+    target has none.
 
     Raises:
         InputError: the folder does not exist or has no target.

@@ -109,6 +109,29 @@ def test_each_target_finds_its_draft(folder: Path, family: Path) -> None:
             find_models(wrong)
 
 
+def test_drafts_that_fit_equally_are_named(family: Path, tmp_path: Path, room: ModelLoader) -> None:
+    """The rules cannot tell the draft of a target from one of another target of the same shape."""
+    for name in ("target.gguf", "dflash.gguf"):
+        shutil.copy(family / name, tmp_path)
+    target = family / "target.gguf"
+    convert.convert(TINY / "dflash-other", tmp_path / "dflash-other.gguf", target=target)
+    served = ModelServer(tmp_path, room, max_loaded=2)
+    try:
+        model = served.http.get("/v1/models").json()["data"][0]
+        assert model["draft"] == "dflash-other.gguf"
+        assert model["other_drafts"] == ["dflash.gguf"]
+        note = served.models.all["target"].draft_note()
+        assert note.startswith("target: draft dflash-other.gguf; dflash.gguf fits too (to choose")
+    finally:
+        served.stop()
+    (tmp_path / "dflash-other.gguf").unlink()
+    (model,) = find_models(tmp_path)
+    assert model.json()["other_drafts"] == []
+    assert model.draft_note() == "target: draft dflash.gguf"
+    (tmp_path / "dflash.gguf").unlink()
+    assert find_models(tmp_path)[0].draft_note() == "target: no draft in the folder fits"
+
+
 def test_requests_choose_a_model(several: ModelServer, room: ModelLoader, plain: Served) -> None:
     http = several.http
     assert several.status() == {"first": "unloaded", "second": "unloaded"}
