@@ -24,6 +24,7 @@ class Model:
         name: id of the model.
         target: GGUF of the target.
         drafts: drafts that fit, best first; those that fail validation are removed.
+        created: modification time of the target when the folder was scanned.
         draft: the draft it was loaded with, or None.
         status: "unloaded", "loading" or "loaded".
         read: (bytes loaded, total bytes) while loading.
@@ -43,6 +44,7 @@ class Model:
     name: str
     target: Path
     drafts: list[Path] = field(default_factory=list)
+    created: int = 0
     draft: Path | None = None
     status: str = "unloaded"
     read: tuple[int, int] | None = None
@@ -93,7 +95,7 @@ class Model:
         out: dict[str, Any] = {
             "id": self.name,
             "object": "model",
-            "created": int(self.target.stat().st_mtime),
+            "created": self.created,
             "owned_by": "g4spec",
             "draft": draft.name if draft else None,
             "other_drafts": [path.name for path in self.drafts if path != draft],
@@ -149,5 +151,6 @@ def find_models(folder: Path | None) -> list[Model]:
         reports = [validate.validate(draft, path, only=pairs) for draft in drafts]
         fitting = [report for report in reports if report.ok]
         fitting.sort(key=lambda report: (len(report.failures), report.path.name))
-        out.append(Model(name, path, [report.path for report in fitting]))
+        created = int(path.stat().st_mtime)
+        out.append(Model(name, path, [report.path for report in fitting], created))
     return out

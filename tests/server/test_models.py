@@ -132,6 +132,23 @@ def test_drafts_that_fit_equally_are_named(family: Path, tmp_path: Path, room: M
     assert find_models(tmp_path)[0].draft_note() == "target: no draft in the folder fits"
 
 
+def test_a_deleted_file_fails_only_its_own_requests(
+    folder: Path, tmp_path: Path, room: ModelLoader
+) -> None:
+    for name in ("kept", "deleted"):
+        shutil.copy(folder / "first.gguf", tmp_path / f"{name}.gguf")
+    served = ModelServer(tmp_path, room, max_loaded=2)
+    try:
+        before = served.http.get("/v1/models").json()
+        assert before["data"][0]["created"] == int((tmp_path / "kept.gguf").stat().st_mtime)
+        (tmp_path / "deleted.gguf").unlink()
+        assert served.http.get("/v1/models").json() == before
+        answer = served.http.post("/v1/completions", json={**ASK, "model": "kept"})
+        assert answer.status_code == 200
+    finally:
+        served.stop()
+
+
 def test_requests_choose_a_model(several: ModelServer, room: ModelLoader, plain: Served) -> None:
     http = several.http
     assert several.status() == {"first": "unloaded", "second": "unloaded"}
