@@ -203,7 +203,7 @@ class Slow:
 
 def slow_down_router() -> None:
     """Delay loads and requests behind a router, as llama-server does in these tests."""
-    create, open_model = app.create_app, model_router.ModelRouter._open
+    create, open_model = app.create_app, model_router.open_model
 
     def slow_app(service: Any, **more: Any) -> Any:
         made = create(service, **more)
@@ -211,12 +211,12 @@ def slow_down_router() -> None:
             made.add_middleware(Slow)
         return made
 
-    def slow_open(self: Any, model: Any) -> Any:
+    def slow_open(model: Any, load: Any) -> Any:
         time.sleep(FAKE_SECONDS)
-        return open_model(self, model)
+        return open_model(model, load)
 
     app.create_app = slow_app
-    model_router.ModelRouter._open = slow_open  # type: ignore[method-assign]
+    model_router.open_model = slow_open
 
 
 class Child:

@@ -38,7 +38,7 @@ class ModelLoader:
         draft: Path | str | None,
         report_progress: Callable[[int, int], None] = lambda read, whole: None,
     ) -> Service:
-        """Load a target in a process of its own; `report_progress`: see `model_router.Progress`."""
+        """Load a target in a process of its own; `report_progress`: see `model_folder.Progress`."""
         from g4spec.server.engine_client import EngineClient
         from g4spec.server.service import Service
 
@@ -98,12 +98,10 @@ def serve_folder(
 ) -> None:
     """Serve all targets in a folder, at most `max_loaded` of them loaded at once."""
     from g4spec.server import model_router, run
-    from g4spec.server.model_folder import find_models
+    from g4spec.server.model_folder import Progress, find_models
     from g4spec.server.service import Settings
 
-    def load(
-        names: Sequence[str], target: Path, draft: Path | None, tell: model_router.Progress
-    ) -> Service:
+    def load(names: Sequence[str], target: Path, draft: Path | None, tell: Progress) -> Service:
         return loader.service(Settings(names[0], tuple(names[1:]), **limits), target, draft, tell)
 
     sleep_seconds = limits.pop("sleep_seconds")  # the router unloads idle models

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,9 +13,18 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from g4spec import models, validate
-from g4spec.errors import InputError
+from g4spec.errors import EnvironmentProblem, InputError
 from g4spec.gguf import GGUF
+from g4spec.server.remote_request import EngineLost
 from g4spec.server.service import Service
+
+log = logging.getLogger("g4spec.server")
+
+Progress = Callable[[int, int], None]
+"""Callback with bytes loaded and total bytes."""
+
+Load = Callable[[list[str], Path, "Path | None", Progress], Service]
+"""Loader of (names, target, draft). Raises EnvironmentProblem if memory is insufficient."""
 
 
 @dataclass(slots=True)
@@ -154,3 +165,30 @@ def find_models(folder: Path | None) -> list[Model]:
         created = int(path.stat().st_mtime)
         out.append(Model(name, path, [report.path for report in fitting], created))
     return out
+
+
+def open_model(model: Model, load: Load) -> Service:
+    """Load a target with its first draft that passes all rules.
+
+    Raises:
+        G4Error: it cannot be loaded, or its process ended in the first step.
+    """
+    while model.drafts and not validate.validate(model.drafts[0], model.target).ok:
+        log.warning(
+            "a draft does not validate",
+            extra={"facts": {"model": model.name, "draft": model.drafts.pop(0).name}},
+        )
+    model.draft = model.drafts[0] if model.drafts else None
+
+    def progress(read: int, whole: int) -> None:
+        model.read = read, whole
+
+    service = load([model.name], model.target, model.draft, progress)
+    try:
+        service.warm_up()
+    except BaseException as error:
+        service.engine.close()  # otherwise it would keep its memory until the server ends
+        if isinstance(error, EngineLost):
+            raise EnvironmentProblem("the engine failed in its first step", found=error) from None
+        raise
+    return service

@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -23,7 +22,6 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from g4spec import validate
 from g4spec.errors import EnvironmentProblem, G4Error
 from g4spec.server import app as single_model
 from g4spec.server import bodies, fields, page, server_info
@@ -31,20 +29,13 @@ from g4spec.server.conversations import Conversations
 from g4spec.server.exception_handlers import EXCEPTION_HANDLERS
 from g4spec.server.json_response import JsonResponse
 from g4spec.server.middleware import create_middleware, error_response
-from g4spec.server.model_folder import Model
+from g4spec.server.model_folder import Load, Model, open_model
 from g4spec.server.openapi import described, document
 from g4spec.server.request_errors import RequestError
 from g4spec.server.response_parts import SYSTEM_FINGERPRINT
-from g4spec.server.service import Service
 from g4spec.server.sse import HEADERS, ClientDisconnected, cancel_on_disconnect, event
 
 log = logging.getLogger("g4spec.server")
-
-Progress = Callable[[int, int], None]
-"""Callback with bytes loaded and total bytes."""
-
-Load = Callable[[list[str], Path, "Path | None", Progress], Service]
-"""Loader of (names, target, draft). Raises EnvironmentProblem if memory is insufficient."""
 
 Wait = Callable[[Awaitable[None]], Awaitable[None]]
 """Waits for the load of a model; raises if the request ends before."""
@@ -58,7 +49,7 @@ class ModelRouter:
 
     Args:
         found: models, from `model_folder.find_models`.
-        load: see `Load`.
+        load: see `model_folder.Load`.
         max_loaded: maximum number of loaded models.
         max_wait: seconds that a request waits for a busy model to be unloaded.
         autoload: load a model when a request names it, not only with /models/load.
@@ -318,7 +309,7 @@ class ModelRouter:
             model.opening = True
             while True:
                 try:
-                    service = await asyncio.to_thread(self._open, model)
+                    service = await asyncio.to_thread(open_model, model, self._load_service)
                     break
                 except EnvironmentProblem:
                     if not await self._make_room():
@@ -347,22 +338,6 @@ class ModelRouter:
                     }
                 },
             )
-
-    def _open(self, model: Model) -> Service:
-        """Load a target with its first draft that passes all rules."""
-        while model.drafts and not validate.validate(model.drafts[0], model.target).ok:
-            log.warning(
-                "a draft does not validate",
-                extra={"facts": {"model": model.name, "draft": model.drafts.pop(0).name}},
-            )
-        model.draft = model.drafts[0] if model.drafts else None
-
-        def progress(read: int, whole: int) -> None:
-            model.read = read, whole
-
-        service = self._load_service([model.name], model.target, model.draft, progress)
-        service.warm_up()
-        return service
 
     async def _make_room(self) -> bool:
         """Unload the least recently used model; return False if none is loaded."""

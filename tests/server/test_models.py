@@ -18,7 +18,7 @@ from g4spec import convert
 from g4spec.errors import EnvironmentProblem, InputError
 from g4spec.runtime.engine import Engine
 from g4spec.server import model_router, run
-from g4spec.server.model_folder import find_models
+from g4spec.server.model_folder import Load, Progress, find_models
 from g4spec.server.service import Service, Settings
 from tests.server.conftest import TINY
 from tests.server.running_server import Served, wait
@@ -48,7 +48,7 @@ class ModelLoader:
         self.live: list[Engine] = []
 
     def __call__(
-        self, names: list[str], target: Path, draft: Path | None, tell: model_router.Progress
+        self, names: list[str], target: Path, draft: Path | None, tell: Progress
     ) -> Service:
         assert self.gate.wait(30)
         self.live = [engine for engine in self.live if not engine._closed]
@@ -63,7 +63,7 @@ class ModelLoader:
 class ModelServer:
     """A folder of models behind HTTP."""
 
-    def __init__(self, folder: Path, room: model_router.Load, **more: Any) -> None:
+    def __init__(self, folder: Path, room: Load, **more: Any) -> None:
         self.models = model_router.ModelRouter(find_models(folder), room, **more)
         address, ready = run.ServerAddress(port=0), threading.Event()
         listeners = run.listen(address)
@@ -107,46 +107,6 @@ def test_each_target_finds_its_draft(folder: Path, family: Path) -> None:
     ):
         with pytest.raises(InputError, match=message):
             find_models(wrong)
-
-
-def test_drafts_that_fit_equally_are_named(family: Path, tmp_path: Path, room: ModelLoader) -> None:
-    """The rules cannot tell the draft of a target from one of another target of the same shape."""
-    for name in ("target.gguf", "dflash.gguf"):
-        shutil.copy(family / name, tmp_path)
-    target = family / "target.gguf"
-    convert.convert(TINY / "dflash-other", tmp_path / "dflash-other.gguf", target=target)
-    served = ModelServer(tmp_path, room, max_loaded=2)
-    try:
-        model = served.http.get("/v1/models").json()["data"][0]
-        assert model["draft"] == "dflash-other.gguf"
-        assert model["other_drafts"] == ["dflash.gguf"]
-        note = served.models.all["target"].draft_note()
-        assert note.startswith("target: draft dflash-other.gguf; dflash.gguf fits too (to choose")
-    finally:
-        served.stop()
-    (tmp_path / "dflash-other.gguf").unlink()
-    (model,) = find_models(tmp_path)
-    assert model.json()["other_drafts"] == []
-    assert model.draft_note() == "target: draft dflash.gguf"
-    (tmp_path / "dflash.gguf").unlink()
-    assert find_models(tmp_path)[0].draft_note() == "target: no draft in the folder fits"
-
-
-def test_a_deleted_file_fails_only_its_own_requests(
-    folder: Path, tmp_path: Path, room: ModelLoader
-) -> None:
-    for name in ("kept", "deleted"):
-        shutil.copy(folder / "first.gguf", tmp_path / f"{name}.gguf")
-    served = ModelServer(tmp_path, room, max_loaded=2)
-    try:
-        before = served.http.get("/v1/models").json()
-        assert before["data"][0]["created"] == int((tmp_path / "kept.gguf").stat().st_mtime)
-        (tmp_path / "deleted.gguf").unlink()
-        assert served.http.get("/v1/models").json() == before
-        answer = served.http.post("/v1/completions", json={**ASK, "model": "kept"})
-        assert answer.status_code == 200
-    finally:
-        served.stop()
 
 
 def test_requests_choose_a_model(several: ModelServer, room: ModelLoader, plain: Served) -> None:

@@ -1,0 +1,95 @@
+"""A folder of models: the choice of drafts, and models that fail or rest."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from g4spec import convert
+from g4spec.server.model_folder import find_models
+from g4spec.server.remote_request import EngineLost
+from g4spec.server.service import Service
+from tests.server.conftest import TINY
+from tests.server.test_models import ASK, ModelLoader, ModelServer
+
+
+@pytest.fixture(scope="module")
+def folder(family: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two targets and a draft."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("first", "second"):
+        shutil.copy(family / "target.gguf", folder / f"{name}.gguf")
+    shutil.copy(family / "dflash.gguf", folder)
+    return folder
+
+
+@pytest.fixture
+def room() -> ModelLoader:
+    return ModelLoader()
+
+
+def test_drafts_that_fit_equally_are_named(family: Path, tmp_path: Path, room: ModelLoader) -> None:
+    """The rules cannot tell the draft of a target from one of another target of the same shape."""
+    for name in ("target.gguf", "dflash.gguf"):
+        shutil.copy(family / name, tmp_path)
+    target = family / "target.gguf"
+    convert.convert(TINY / "dflash-other", tmp_path / "dflash-other.gguf", target=target)
+    served = ModelServer(tmp_path, room, max_loaded=2)
+    try:
+        model = served.http.get("/v1/models").json()["data"][0]
+        assert model["draft"] == "dflash-other.gguf"
+        assert model["other_drafts"] == ["dflash.gguf"]
+        note = served.models.all["target"].draft_note()
+        assert note.startswith("target: draft dflash-other.gguf; dflash.gguf fits too (to choose")
+    finally:
+        served.stop()
+    (tmp_path / "dflash-other.gguf").unlink()
+    (model,) = find_models(tmp_path)
+    assert model.json()["other_drafts"] == []
+    assert model.draft_note() == "target: draft dflash.gguf"
+    (tmp_path / "dflash.gguf").unlink()
+    assert find_models(tmp_path)[0].draft_note() == "target: no draft in the folder fits"
+
+
+def test_a_deleted_file_fails_only_its_own_requests(
+    folder: Path, tmp_path: Path, room: ModelLoader
+) -> None:
+    for name in ("kept", "deleted"):
+        shutil.copy(folder / "first.gguf", tmp_path / f"{name}.gguf")
+    served = ModelServer(tmp_path, room, max_loaded=2)
+    try:
+        before = served.http.get("/v1/models").json()
+        assert before["data"][0]["created"] == int((tmp_path / "kept.gguf").stat().st_mtime)
+        (tmp_path / "deleted.gguf").unlink()
+        assert served.http.get("/v1/models").json() == before
+        answer = served.http.post("/v1/completions", json={**ASK, "model": "kept"})
+        assert answer.status_code == 200
+    finally:
+        served.stop()
+
+
+@pytest.mark.parametrize("error", [EngineLost("the engine failed: SIGKILL"), ValueError("x")])
+def test_a_model_that_fails_in_its_first_step_is_closed(folder: Path, error: Exception) -> None:
+    class FailingLoader(ModelLoader):
+        def __call__(self, *arguments: Any) -> Service:
+            service = super().__call__(*arguments)
+
+            def fail() -> None:
+                raise error
+
+            service.warm_up = fail  # type: ignore[method-assign]
+            return service
+
+    room = FailingLoader()
+    served = ModelServer(folder, room, max_loaded=2)
+    try:
+        refused = served.http.post("/v1/completions", json={**ASK, "model": "first"})
+        known = isinstance(error, EngineLost)
+        assert refused.status_code == (503 if known else 500)
+        assert known == ("SIGKILL" in refused.json()["error"]["message"])
+        assert all(engine._closed for engine in room.live)
+    finally:
+        served.stop()
