@@ -373,11 +373,16 @@ class ModelRouter:
         while True:
             await asyncio.sleep(min(limit / 4, 1))
             for model in self.all.values():
-                if model.is_used or (model.service is not None and model.service.open):
-                    model.used = time.monotonic()
-                elif model.is_ready and time.monotonic() - model.used >= limit:
+                if self._is_idle(model, limit):
                     async with self._lock:
-                        await self._unload_when_idle(model)
+                        if self._is_idle(model, limit):  # it may have been used in the meantime
+                            await self._unload(model)
+
+    def _is_idle(self, model: Model, limit: float) -> bool:
+        """Return True if a loaded model had no request for `limit` seconds."""
+        if model.is_used or (model.service is not None and model.service.open):
+            model.used = time.monotonic()
+        return model.is_ready and time.monotonic() - model.used >= limit
 
     async def _unload(self, model: Model) -> None:
         if model.service is None:

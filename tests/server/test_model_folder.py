@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from g4spec.server.model_folder import find_models
 from g4spec.server.remote_request import EngineLost
 from g4spec.server.service import Service
 from tests.server.conftest import TINY
+from tests.server.running_server import wait
 from tests.server.test_models import ASK, ModelLoader, ModelServer
 
 
@@ -67,6 +70,28 @@ def test_a_deleted_file_fails_only_its_own_requests(
         assert served.http.get("/v1/models").json() == before
         answer = served.http.post("/v1/completions", json={**ASK, "model": "kept"})
         assert answer.status_code == 200
+    finally:
+        served.stop()
+
+
+def test_a_model_that_is_used_again_is_not_unloaded(folder: Path) -> None:
+    """It was idle, but a request came while another model was being loaded."""
+    room = ModelLoader()
+    served = ModelServer(folder, room, max_loaded=2, max_wait=0.2, sleep_seconds=0.4)
+    try:
+        assert served.http.post("/models/load", json={"model": "first"}).status_code == 200
+        first = served.models.all["first"]
+        room.gate.clear()
+        load = threading.Thread(target=served.http.post, args=("/models/load?model=second",))
+        load.start()
+        wait(lambda: time.monotonic() - first.used > 0.7)  # the next step is to unload it
+        first.n_requests += 1
+        room.gate.set()
+        load.join()
+        time.sleep(0.5)
+        assert served.status()["first"] == "loaded" and not first.unloading
+        first.n_requests -= 1
+        wait(lambda: set(served.status().values()) == {"unloaded"})
     finally:
         served.stop()
 
