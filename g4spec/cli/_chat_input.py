@@ -21,17 +21,20 @@ Ctrl-C          stop the answer; at the prompt, quit"""
 BLOCK = '"""'
 
 
-def read_message(out: Output) -> str | None:
-    """Read a message; return None at the end of input."""
+def read_message(out: Output) -> tuple[str, bool] | None:
+    """Read a message; return it and whether it is a command, or None at the end of input.
+
+    A message between \"\"\" is no command, whatever it begins with.
+    """
     try:
         text = out.read_line("> ")
         if not text.startswith(BLOCK):
-            return text
+            return text, text.startswith("/")
         lines = [text.removeprefix(BLOCK)]
         with suppress(EOFError):  # the end of the input ends the block
             while not lines[-1].endswith(BLOCK):
                 lines.append(out.read_line("... "))
-        return "\n".join(lines).removesuffix(BLOCK).strip("\n")
+        return "\n".join(lines).removesuffix(BLOCK).strip("\n"), False
     except EOFError:
         return None
 

@@ -45,8 +45,9 @@ class Conversation:
         """Run the conversation; answers are generated in `loop`."""
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (enables line editing)
-        while (text := read_message(self._out)) is not None:
-            if text.startswith("/") and "\n" not in text:
+        while (message := read_message(self._out)) is not None:
+            text, is_command = message
+            if is_command:
                 name, _, argument = text[1:].strip().partition(" ")
                 if not self._command(name, argument):
                     return

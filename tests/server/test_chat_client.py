@@ -535,6 +535,7 @@ def test_an_invalid_response_ends_only_the_answer(
         ("hi\n\n/system x\n", 3),  # commands do not answer
         ("hi\n/exit\n", 3),
         ("/nonsense\n/regen\n", 0),
+        ('"""\n/usr/bin: what is it?\n"""\n', 3),  # no command
         ('/system x\n"""hi\n', 3),  # the end of the input ends a message of several lines
     ],
 )
