@@ -37,6 +37,7 @@ class Conversation:
         self._voice, self._out, self._system, self._seed = voice, out, system, seed
         self._messages: list[dict[str, str]] = []
         self._part = ""
+        self._failed = False  # the last message has no answer because of an error
         self.exit_code = 0
         if show:
             out.legend(LEGEND)
@@ -54,6 +55,8 @@ class Conversation:
                 if name != "regen" or not self._messages:
                     continue
             elif text.strip():
+                if self._failed:
+                    self._messages.pop()
                 self._messages.append({"role": "user", "content": text})
             else:
                 continue
@@ -63,6 +66,7 @@ class Conversation:
         """Run a command such as /clear; return False to end the conversation."""
         if name == "clear":
             self._messages.clear()
+            self._failed = False
         elif name == "system":
             self._system = argument.strip() or None
         elif name == "regen":
@@ -79,15 +83,16 @@ class Conversation:
     def _reply(self, loop: asyncio.AbstractEventLoop) -> None:
         from g4spec.server.chat_client import Reply
 
-        answer = Reply()
+        answer, self._failed = Reply(), False
         task = loop.create_task(self._stream_answer(answer))
         with ctrl_c_cancels(loop, task):
             try:
                 loop.run_until_complete(task)
             except asyncio.CancelledError:
                 answer.finish = "Ctrl-C"
-            except G4Error as error:  # the conversation goes on with the next message
-                self._messages.pop()
+            except G4Error as error:  # /regen tries again; the next message replaces this one
+                self._failed = True
+                self._out.stream("\n" if self._part else "")
                 self.exit_code = render.error(str(error), error.exit_code)
                 return
         if answer.content:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,14 @@ import pytest
 
 from g4spec import cli
 from g4spec.cli import _engine, _sampling_defaults, _serve_http, chat
+from g4spec.cli._conversation import Conversation
 from g4spec.cli.render import Output
 from g4spec.errors import EnvironmentProblem, InputError, UsageError
 from g4spec.gguf import Value, ValueType, string, write
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options
-from g4spec.server.chat_client import RemoteChat, Reply, TextPiece
+from g4spec.server.chat_client import Message, RemoteChat, Reply, TextPiece
 from g4spec.server.local_chat import LocalChat
 from g4spec.server.service import Settings
 from tests.fuzz import stand_ins
@@ -623,3 +624,37 @@ def test_no_task_is_left_when_the_chat_ends() -> None:
     with chat._loop() as loop:
         task = loop.create_task(asyncio.sleep(60))
     assert task.cancelled()
+
+
+def test_regen_repeats_a_message_whose_answer_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It repeated the message before, and dropped the answer to that."""
+    asked: list[list[str]] = []
+
+    class Backend:
+        async def answer(
+            self, messages: Sequence[Message], seed: int, reply: Reply
+        ) -> AsyncGenerator[TextPiece, None]:
+            asked.append([message["content"] for message in messages])
+            reply.content = f"answer {len(asked)}"
+            yield TextPiece(reply.content)
+            if len(asked) in (2, 4):
+                raise InputError("the server ended")
+
+        async def close(self) -> None: ...
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\n/regen\nc\nd\n/clear\ne\n"))
+    loop = asyncio.new_event_loop()
+    talk = Conversation(Backend(), Output(), system=None, seed=1, show=False)
+    talk.run(loop)
+    loop.close()
+    assert asked == [
+        ["a"],
+        ["a", "answer 1", "b"],
+        ["a", "answer 1", "b"],
+        ["a", "answer 1", "b", "answer 3", "c"],
+        ["a", "answer 1", "b", "answer 3", "d"],  # replaces the message without an answer
+        ["e"],
+    ]
+    assert capsys.readouterr().out == "".join(f"answer {i + 1}\n" for i in range(6))
