@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 from g4spec import models, validate
 from g4spec.errors import EnvironmentProblem, InputError
 from g4spec.gguf import GGUF
+from g4spec.gguf.parts import first_parts
 from g4spec.server.remote_request import EngineLost
 from g4spec.server.service import Service
 
@@ -140,7 +141,7 @@ def find_models(folder: Path | None) -> list[Model]:
     if folder is None or not folder.is_dir():
         raise InputError(f"{folder}: not a folder", expected="a folder of GGUF files")
     targets, drafts = [], []
-    for path in sorted([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")]):
+    for path in first_parts(sorted([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")])):
         with GGUF(path) as file:
             arch = file.kv.get("general.architecture")
             if arch in models.TARGETS:

@@ -57,6 +57,23 @@ def test_drafts_that_fit_equally_are_named(family: Path, tmp_path: Path, room: M
     assert find_models(tmp_path)[0].draft_note() == "target: no draft in the folder fits"
 
 
+def test_split_models_are_served(family: Path, tmp_path: Path, room: ModelLoader) -> None:
+    """Only their first parts are models."""
+    for name, size in (("target", 3_000_000), ("dflash", 1_000_000)):
+        source = family / f"{name}.gguf"
+        convert.quantize(source, tmp_path / f"{name}.gguf", "q8_0", split_max_size=size)
+    assert len(list(tmp_path.glob("*.gguf"))) >= 4
+    served = ModelServer(tmp_path, room, max_loaded=1)
+    try:
+        (model,) = served.http.get("/v1/models").json()["data"]
+        assert model["id"].startswith("target-00001-of-")
+        assert model["draft"].startswith("dflash-00001-of-") and model["other_drafts"] == []
+        answer = served.http.post("/v1/completions", json=ASK).json()
+        assert answer["timings"]["draft_n"] > 0
+    finally:
+        served.stop()
+
+
 def test_a_deleted_file_fails_only_its_own_requests(
     folder: Path, tmp_path: Path, room: ModelLoader
 ) -> None:
