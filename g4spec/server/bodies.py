@@ -33,11 +33,14 @@ def replay_body(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-def model_name(body: bytes) -> str | None:
-    """Return the `model` field of a body, or None; its handler reports an invalid body."""
+def model_and_stream(body: bytes) -> tuple[str | None, bool]:
+    """Return the fields `model` (or None) and `stream` of a body; its handler reports an invalid
+    body."""
     try:
         value = from_json(body)
     except ValueError:
-        return None
-    name = value.get("model") if isinstance(value, dict) else None
-    return name if isinstance(name, str) else None
+        return None, False
+    if not isinstance(value, dict):
+        return None, False
+    name = value.get("model")
+    return (name if isinstance(name, str) else None), value.get("stream") is True

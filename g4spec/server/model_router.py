@@ -31,6 +31,7 @@ from g4spec.server.json_response import JsonResponse
 from g4spec.server.middleware import create_middleware, error_response
 from g4spec.server.model_folder import Load, Model, open_model
 from g4spec.server.openapi import described, document
+from g4spec.server.replay import is_valid_name
 from g4spec.server.request_errors import RequestError
 from g4spec.server.response_parts import SYSTEM_FINGERPRINT
 from g4spec.server.sse import HEADERS, ClientDisconnected, cancel_on_disconnect, event
@@ -100,11 +101,12 @@ class ModelRouter:
         query = parse_qs(scope["query_string"].decode("latin-1"))
         name = query["model"][-1] if query.get("model") else None
         conversation = query["conv_id"][-1] if query.get("conv_id") else ""
-        client = receive
+        client, streams = receive, False
         try:
             if scope["method"] == "POST":
                 body, receive = await bodies.read_body(receive)
-                name = bodies.model_name(body) or name
+                named, streams = bodies.model_and_stream(body)
+                name = named or name
             answer = await self._answer(scope["method"], scope["path"], name)
             if answer is not None:
                 await JsonResponse(answer)(scope, receive, send)
@@ -124,7 +126,7 @@ class ModelRouter:
                     return
                 name = self._conversations.model_name(scope, conversation, self.all)
             model = self._select(name)
-            await self._wait_until_loaded(model, self._way_to_wait(model, scope, client))
+            await self._wait_until_loaded(model, self._way_to_wait(model, scope, client, streams))
             # A watcher does not keep a model loaded; its stream ends when the model is unloaded.
             watching = scope["path"] == "/v1/live"
             with nullcontext(model.app) if watching else self._using(model) as app:
@@ -135,7 +137,7 @@ class ModelRouter:
         except RequestError as refused:
             await error_response(refused, scope)(scope, receive, send)
 
-    def _way_to_wait(self, model: Model, scope: Scope, client: Receive) -> Wait:
+    def _way_to_wait(self, model: Model, scope: Scope, client: Receive, streams: bool) -> Wait:
         """Return how a request waits for its model.
 
         A client that disconnects ends the wait, unless its stream can be resumed.
@@ -150,8 +152,8 @@ class ModelRouter:
                 param="model",
                 code="not_loaded",
             )
-        conversation = Headers(scope=scope).get("x-conversation-id")
-        if scope["method"] == "POST" and conversation is not None:
+        conversation = Headers(scope=scope).get("x-conversation-id", "")
+        if streams and is_valid_name(conversation):
             self._conversations.begin(scope, conversation, model.name)
             return partial(self._conversations.wait, scope, conversation)
         return partial(cancel_on_disconnect, client)

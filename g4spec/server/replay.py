@@ -27,6 +27,11 @@ MAX_BYTES = 64 << 20
 """Maximum total size of kept streams, in bytes; the oldest ended ones are dropped first."""
 
 
+def is_valid_name(name: str) -> bool:
+    """Return True for 1 to 256 characters, which an X-Conversation-Id may have."""
+    return 1 <= len(name) <= 256
+
+
 def check_named(name: str) -> None:
     """Raise RequestError unless a request names a stream."""
     if not name:
@@ -145,7 +150,7 @@ class ReplayStore:
     def name(request: Request) -> str | None:
         """Return the X-Conversation-Id header of a request, or None."""
         name = request.headers.get("x-conversation-id")
-        if name is not None and not 1 <= len(name) <= 256:
+        if name is not None and not is_valid_name(name):
             raise RequestError(
                 400, "X-Conversation-Id: expected 1 to 256 characters", param="X-Conversation-Id"
             )

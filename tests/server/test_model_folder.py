@@ -113,6 +113,25 @@ def test_a_model_that_is_used_again_is_not_unloaded(folder: Path) -> None:
         served.stop()
 
 
+def test_only_streams_have_a_conversation(folder: Path, room: ModelLoader) -> None:
+    """A request that is no stream, or is refused, must not hide the stream with its id."""
+    served = ModelServer(folder, room, max_loaded=2)
+    head, path = {"X-Conversation-Id": "chat"}, "/v1/completions"
+    try:
+        streamed = served.http.post(
+            path, json={**ASK, "model": "first", "stream": True}, headers=head
+        )
+        assert streamed.status_code == 200
+        for stream, name, status in ((False, "chat", 200), (True, "x" * 257, 400)):
+            ask = {**ASK, "model": "second", "stream": stream}
+            answer = served.http.post(path, json=ask, headers={"X-Conversation-Id": name})
+            assert answer.status_code == status
+        assert "[DONE]" in served.http.get("/v1/stream?conv_id=chat").text
+        assert list(served.models._conversations._models) == [(None, "chat")]
+    finally:
+        served.stop()
+
+
 @pytest.mark.parametrize("error", [EngineLost("the engine failed: SIGKILL"), ValueError("x")])
 def test_a_model_that_fails_in_its_first_step_is_closed(folder: Path, error: Exception) -> None:
     class FailingLoader(ModelLoader):
