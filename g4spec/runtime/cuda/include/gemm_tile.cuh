@@ -19,8 +19,8 @@
 // first operands are loaded. The warp synchronizes between two units.
 //
 // Integer codes enter the tensor cores as bit patterns of halves, without conversion. Codes of 4 and 5
-// bits are subnormals, code * 2^-24, which tensor cores multiply exactly; the scales contain 2^24. Q4_K
-// and Q5_K subtract minima by MMAs of their own. Q8_0 uses 1024 + code. Its accumulators, and those of
+// bits are subnormals, code * 2^-24, which tensor cores multiply exactly; the scales contain 2^24. Q4_K,
+// Q5_K and IQ3_S subtract minima by MMAs of their own. Q8_0 uses 1024 + code. Its accumulators, and those of
 // Q4_0 and Q5_0, start at minus this bias and the zero point, times the sum of the activations. Q6_K and
 // some others multiply codes by their scales first: gemm_scaled.cuh. Other formats look up their values:
 // gemm_codebook.cuh.

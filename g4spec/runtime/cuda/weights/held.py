@@ -4,7 +4,8 @@ Most types keep the blocks of the file. If codes are indices of a codebook's ent
 scales are spread, blocks are rewritten once, on the device, so that kernels read one code per value
 and one number per scale. No value changes. Such a block of 256 values has
 
-- `q` [8, 16]: codes of 4 bits in the order of IQ4_NL, for up to 8 magnitudes and a sign; or
+- `q` [8, 16]: codes of 4 bits in the order of IQ4_NL, for up to 8 magnitudes and a sign (IQ3_S: for
+  its 16 values in order); or
 - `low` [2, 32] and `high` [32]: codes of 3 bits in the order of Q3_K, for fewer magnitudes;
 - `scale`: a signed byte for each 32 or 16 values, or beside `q` 4 bits for each 32, which stand for
   2 scale + 1; `d`: the file's factor.
