@@ -3,9 +3,9 @@ multiplies group by group. Uses bf16 (see `dequant`), or half precision on GPUs 
 
 The result of a row does not depend on other rows. Torch's grouped matmul reads the group sizes from
 device memory, so its choice of kernel and tiles can only follow from the shapes, and these are
-always those of FULL rows, or of a larger chunk, whatever follows the last group. Within a tile, rows are independent and
-K is summed in order. Where torch has no grouped matmul, each matmul has RUN rows, which may reach
-into the next group.
+always those of FULL rows, or of a larger chunk, whatever follows the last group. Within a tile,
+rows are independent and K is summed in order. Where torch has no grouped matmul, each matmul has
+RUN rows, which may reach into the next group.
 """
 
 from __future__ import annotations
