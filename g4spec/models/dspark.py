@@ -36,7 +36,7 @@ from g4spec.models.dflash_backbone import (
     token_ids,
 )
 from g4spec.models.fields import Fields
-from g4spec.models.spec import Checkpoint, TensorSpec
+from g4spec.models.spec import Checkpoint, LayerSpec, TensorSpec
 from g4spec.models.upstream import Limit, architecture
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def _parse_deepspec(checkpoint: Checkpoint, target: Any) -> backbone.Config:
             inner.require(key, (f.raw.get(key),), None)
     where = inner if inner.has("target_layer_ids") else f
     names = dflash.stripped(checkpoint)
-    layers = gemma4.layers_hf(f)
+    layers = _deepspec_layers(f)
     f.require("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
     f.require("draft_vocab_size", (None, f.positive("vocab_size")), None)
     if any(s.window is not None for s in layers):
@@ -204,6 +204,22 @@ def _parse_deepspec(checkpoint: Checkpoint, target: Any) -> backbone.Config:
         from_anchor=f.get(bool, backbone.FROM_ANCHOR, True),
         gemma=True,
     )
+
+
+def _deepspec_layers(f: Fields) -> tuple[LayerSpec, ...]:
+    """Return the layers of a DeepSpec configuration, which all have their own KV cache.
+
+    `num_kv_shared_layers` is copied from the target (20 in E2B), and the draft has fewer layers.
+    DeepSpec's model reads it only to find the layers that `use_double_wide_mlp` widens.
+    """
+    layers = gemma4.layers_hf(Fields({**f.raw, "num_kv_shared_layers": 0}, f.where))
+    n_shared = f.get(int, "num_kv_shared_layers", 0)
+    if 0 < n_shared < len(layers) and f.get(bool, "use_double_wide_mlp", False):
+        raise Unsupported(
+            f"config.json: a DeepSpec draft whose last layers are wider "
+            f"(use_double_wide_mlp, num_kv_shared_layers {n_shared})"
+        )
+    return layers
 
 
 def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> Config:

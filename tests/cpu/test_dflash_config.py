@@ -171,6 +171,7 @@ def test_a_pickled_mask_row_is_named(target: Path, tmp_path: Path) -> None:
     [
         ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding layers"),
         ({"dflash_config": {"markov_rank": 4}}, "markov_rank"),
+        ({"num_kv_shared_layers": 1, "use_double_wide_mlp": True}, "use_double_wide_mlp"),
     ],
 )
 def test_deepspec_drafts_of_other_layers_are_refused(
@@ -179,6 +180,26 @@ def test_deepspec_drafts_of_other_layers_are_refused(
     draft = edit(tiny_drafts.deepspec_dspark(tmp_path / "draft", target), **values)
     with pytest.raises(InputError, match=message):
         convert(draft, tmp_path / "x.gguf", target=target, dry_run=True)
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        {"num_kv_shared_layers": 20, "use_double_wide_mlp": True},
+        {"num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+        {"num_kv_shared_layers": 1},
+    ],
+)
+@pytest.mark.parametrize("own_values", [False, True])
+def test_deepspec_drafts_of_targets_with_shared_layers_have_their_own_keys(
+    target: Path, tmp_path: Path, own_values: bool, copied: dict[str, Any]
+) -> None:
+    draft = tiny_drafts.deepspec_dspark(tmp_path / "draft", target, own_values=own_values)
+    convert(draft, tmp_path / "plain.gguf", target=target)
+    convert(edit(draft, **copied), tmp_path / "draft.gguf", target=target)
+    with GGUF(tmp_path / "draft.gguf") as file, GGUF(tmp_path / "plain.gguf") as plain:
+        config, wanted = (dspark.parse_gguf(x.kv, x.shapes()) for x in (file, plain))
+        assert config == wanted and all(s.kv_from is None for s in config.layers)
 
 
 def test_deepspec_drafts_have_the_settings_of_dflash(target: Path, tmp_path: Path) -> None:
