@@ -137,7 +137,7 @@ class EagerRunner:
 
         drafted = iter(draft.propose(batch, max(p.work.count for p in drafting), pick).tolist())
         return [
-            Proposal.of(next(drafted)[: p.work.count], p.failed) if p.work.count else Proposal()
+            Proposal.of(next(drafted)[: p.length], p.failed) if p.work.count else Proposal()
             for p in picks
         ]
 
@@ -146,21 +146,26 @@ class _Picks:
     """Chooses the drafted tokens of one sequence.
 
     Attributes:
+        length: number of tokens to draft: less than asked for once all tokens of a draft that
+            scores only some are banned.
         failed: why the draft cannot be used, or None.
     """
 
     def __init__(self, work: Work) -> None:
-        self.work = work
+        self.work, self.length = work, work.count
         self.failed: str | None = None
 
     def pick(self, logits: torch.Tensor, i: int) -> int:
         """Choose drafted token i from logits [V]; return 0 if it will not be used."""
-        if i >= self.work.count or self.failed:
+        if i >= self.length or self.failed:
             return 0
         try:
             return self.work.chooser.pick(logits, self.work.sequence.position + 1 + i)
         except NotFinite as error:
-            self.failed = str(error)
+            if bool(torch.isfinite(logits.max())):
+                self.length = i
+            else:
+                self.failed = str(error)
             return 0
 
 

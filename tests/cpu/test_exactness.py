@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import nullcontext
@@ -200,6 +201,18 @@ def test_late_catch_up_does_not_change_proposals(
     assert late == proposals()
     assert flushed and max(flushed) <= 6, "committed before every step"
     assert late or name in ("ngram", "dspark-cut")
+
+
+def test_a_draft_whose_candidates_are_all_banned_ends_its_proposal_only() -> None:
+    banned = tuple((token, -math.inf) for token in range(10, 140))
+    options = Options(n_predict=40, sampler=Sampler(0.8, logit_bias=banned), ignore_eos=True)
+    plain = memory_engine.engine().generate(PROMPT, options)
+    list(plain)
+    with memory_engine.engine(DRAFTS["dflash2-from-anchor"]) as engine:
+        request = engine.submit(PROMPT, replace(options, draft_max=4))
+        lengths = {len(cycle.drafted) for cycle in list(request)[1:-4]}
+    assert request.ids == plain.ids and not request.notes
+    assert 0 in lengths and max(lengths) > 1 and request.stats.accepted
 
 
 def test_adversarial_drafts_change_nothing() -> None:
