@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from g4spec.core import MAX_STEP_ROWS, Batch, CacheShape, Pick, Reach, StepRows
-from g4spec.errors import InputError
+from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import GGUF, KV, u32
 from g4spec.models import gemma4
 from g4spec.models.drafter import WeightedDrafter, accepted_rows, first_rows
@@ -112,7 +112,10 @@ def parse_hf(checkpoint: Checkpoint, target: Any) -> Config:
 
 
 def check_pair(config: Config, target: Any) -> None:
-    """Raise InputError unless the shapes match this target's KV cache and hidden size."""
+    """Raise InputError unless the shapes match this target's KV cache and hidden size, or
+    Unsupported if layers have parts that assistants do not have, as transformers does."""
+    if any(s.n_ple or s.n_expert for s in config.layers):
+        raise Unsupported("an assistant with per-layer embeddings or experts")
     if config.backbone != target.n_embd:
         raise InputError(
             "the assistant's backbone hidden size must equal its target's hidden size",

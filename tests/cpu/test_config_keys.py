@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from g4spec.convert import convert
-from g4spec.errors import G4Error, InputError
+from g4spec.errors import G4Error, InputError, Unsupported
 from g4spec.gguf import GGUF
 from tests.support import tiny
 
@@ -91,6 +91,27 @@ def test_rope_parameters_of_a_draft_that_are_not_read_are_refused(
     target = tiny.target(tmp_path / "target")
     draft = edit(tiny.zlab_dflash(tmp_path / "draft", target), **values)
     with pytest.raises(G4Error):
+        convert(draft, tmp_path / "x.gguf", target=target, dry_run=True)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": tiny.VOCAB},
+        {
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 8,
+        },
+    ],
+)
+def test_assistants_with_parts_that_are_not_computed_are_refused(
+    tmp_path: Path, values: dict[str, Any]
+) -> None:
+    target = tiny.target(tmp_path / "target")
+    draft = edit(tiny.assistant(tmp_path / "draft", target), **values)
+    with pytest.raises(Unsupported, match="per-layer embeddings or experts"):
         convert(draft, tmp_path / "x.gguf", target=target, dry_run=True)
 
 
