@@ -52,12 +52,15 @@ def target_config(size: SizeFact) -> gemma4.Config:
         "num_hidden_layers": n,
         "num_key_value_heads": size.kv_sliding,
         "num_global_key_value_heads": size.kv_full,
+        # Global layers with heads of their own have values equal to their keys.
+        "attention_k_eq_v": size.kv_full != size.kv_sliding,
         "global_head_dim": 512,
         "layer_types": [
             "sliding_attention" if (i + 1) % every else "full_attention" for i in range(n)
         ],
         "sliding_window": size.window,
         "intermediate_size": size.ff,
+        "use_double_wide_mlp": size.double_wide,
         "enable_moe_block": size.moe,
         "num_kv_shared_layers": n - size.own_sliding - size.own_full,
         "hidden_size_per_layer_input": 256 if size.own_sliding < size.sliding else 0,

@@ -171,6 +171,7 @@ class SizeFact(Fact):
         params: parameters in billions. `active`: those that one token reads.
         sliding, full: number of layers of each kind; `own_*`: those with a cache of their own.
         kv_sliding, kv_full: KV heads of each kind of layer.
+        double_wide: True if layers without a cache of their own have twice the feed-forward width.
     """
 
     name: str
@@ -190,6 +191,7 @@ class SizeFact(Fact):
     window: int
     context: int
     moe: bool = False
+    double_wide: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -274,3 +274,28 @@ def test_prose_says_gpu_not_card(known: Facts) -> None:
         if prose.search(str(getattr(row, name, "")).replace("model cards", ""))
     ]
     assert found == []
+
+
+@pytest.mark.parametrize("id", ["31b", "26b", "12b", "e4b", "e2b"])
+def test_sizes_have_the_tensors_of_the_published_models(known: Facts, id: str) -> None:
+    from g4spec.advisor import runtime_support
+    from g4spec.measure import synthetic
+    from g4spec.models import gemma4
+    from g4spec.models.spec import Checkpoint
+
+    name = next(name for name in synthetic.TARGETS if name.split("-")[0] == id)
+    whole = gemma4.parse_hf(Checkpoint(synthetic.TARGETS[name], {}))
+    config = runtime_support.target_config(known.get(SizeFact, id))
+    assert config.layers == whole.layers
+    assert [(t.name, t.shape) for t in gemma4.tensors(config)] == [
+        (t.name, t.shape) for t in gemma4.tensors(whole)
+    ]
+
+
+@pytest.mark.parametrize("id", ["31b", "26b", "12b", "e4b", "e2b"])
+def test_quantize_sizes_are_those_of_published_files(known: Facts, id: str) -> None:
+    from g4spec.advisor import runtime_support
+
+    published = next(w for w in known.all(rows.WeightsFact) if (w.model, w.format) == (id, "Q8_0"))
+    made = runtime_support.file_bytes(known.get(SizeFact, id), "q8_0") / 1e9
+    assert made == pytest.approx(published.gb, rel=0.02)
