@@ -12,12 +12,17 @@ from g4spec.advisor.schema import Fact
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedCostFact(Fact):
-    """A fixed memory cost in GiB, independent of the model's shape."""
+    """A memory cost in GiB that is known without the model's shape.
+
+    Attributes:
+        token: bytes more for each token of the context beyond 8,192.
+    """
 
     engine: str
     what: str
     gib: float
     per: str = ""
+    token: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -275,12 +275,13 @@ class Calculator:
             return self._gguf(engine, option, kv, context)
         return self._vllm(option, kv, context)
 
-    def _work(self) -> tuple[int, str]:
+    def _work(self, context: int) -> tuple[int, str]:
         """Return the bytes of g4spec's working buffers, and a note on the prefill chunk size."""
         large = (self.machine.memory or 0) >= LARGE
         size = self.target.size if self.target.size in OWN_SIZES else OWN_SIZES[0]
         how = f"prompts in chunks of up to {4096 if large else 1024}"
-        return fixed_cost(self.facts, f"fixed-g4spec-{size}{'-large' * large}"), how
+        row = self.facts.get(FixedCostFact, f"fixed-g4spec-{size}{'-large' * large}")
+        return int(row.gib * GIB) + row.token * max(context - 8192, 0), how
 
     def _in_ram(self, engine: str, option: WeightFormat) -> tuple[int, int, int]:
         """Return the bytes of weights that llama.cpp keeps in RAM, the number of layers whose cache
@@ -342,7 +343,9 @@ class Calculator:
             ),
         ]
         work, how = (
-            self._work() if own else (fixed_cost(self.facts, "fixed-llamacpp-compute"), FITTED)
+            self._work(context)
+            if own
+            else (fixed_cost(self.facts, "fixed-llamacpp-compute"), FITTED)
         )
         if self.draft is not None and self.draft.kind != NGRAM and not own:
             kind = "mtp" if self.draft.kind == "mtp" else "dflash"

@@ -205,6 +205,11 @@ def test_doctor_counts_prefill_memory(gib: int, arch: str, monkeypatch: pytest.M
         row = facts().get(FixedCostFact, f"fixed-g4spec-{size.split('-')[0]}{'-large' * large}")
         assert needed <= row.gib * 2**30
         assert large or needed > 0.8 * row.gib * 2**30
+        for context in (32_768, 131_072, config.n_ctx):
+            needed = card.workspace(config, context, memory.chunk(gib << 30), 1)
+            counted = row.gib * 2**30 + row.token * (context - 8192)
+            assert needed <= counted + (64 << 20)
+            assert large or needed > 0.8 * counted
 
 
 @pytest.mark.parametrize(("head_dim", "n_kv"), [(64, 1), (128, 2), (128, 4), (256, 2), (512, 4)])
