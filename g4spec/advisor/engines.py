@@ -29,9 +29,11 @@ from g4spec.core import PROMPT_BLOCK
 from g4spec.errors import InputError, Unsupported
 from g4spec.models import gemma4
 from g4spec.ops.kv_size import capacity, pool_positions
+from g4spec.runtime.memory import workspace_bytes
 
 OWN_WORK = 512 << 20
-"""Bytes that g4spec's CPU runtime needs beside weights and caches, for up to 8,192 tokens."""
+"""Bytes that g4spec's CPU runtime needs beside weights and caches, for a model that it does not
+know."""
 NAMES = ("vllm", "sglang", "llama.cpp", "g4spec")
 OLDEST = (7, 0)
 """Lowest compute capability that g4spec's kernels support."""
@@ -372,19 +374,19 @@ def _unrun(q: Question) -> str:
 def _own_bytes(q: Question, size: SizeFact | None, context: int) -> int:
     """Return the bytes that the CPU reference needs: float32 weights, plus two copies of the
     largest tensor while loading (see `runtime.memory`)."""
-    numbers = q.target.formats[0].nbytes / 0.56
+    numbers, work = q.target.formats[0].nbytes / 0.56, OWN_WORK
     if size is not None:
-        counts = [
-            math.prod(spec.shape) for spec in gemma4.tensors(runtime_support.target_config(size))
-        ]
+        config = runtime_support.target_config(size)
+        counts = [math.prod(spec.shape) for spec in gemma4.tensors(config)]
         numbers = sum(counts) + 2 * max(counts)
+        work = workspace_bytes(config, context, PROMPT_BLOCK, 1)
     caches = q.target.caches
     rows = capacity(context, window_of(caches), PROMPT_BLOCK)
     cache = token_bytes(caches, "f32") * pool_positions(context) + slot_bytes(caches, "f32") * rows
     draft = 0
     if q.draft is not None:  # a file is mostly Q8_0, a checkpoint in 16 bits
         draft = (4 if q.draft.is_gguf else 2) * q.draft.nbytes
-    return int(4 * numbers + cache + draft + OWN_WORK)
+    return int(4 * numbers + cache + draft + work)
 
 
 def _own(facts: Facts, machine: Machine, q: Question) -> EngineVerdict:

@@ -173,6 +173,13 @@ class Device:
         return self.ring
 
 
+@dataclass
+class Shape:
+    """A tensor of which only the shape is known."""
+
+    shape: tuple[int, ...]
+
+
 @pytest.mark.parametrize("size", synthetic.TARGETS)
 @pytest.mark.parametrize("context", [300, 512, 4096, 32_768])
 def test_cache_bytes_equal_those_of_the_engine(size: str, context: int) -> None:
@@ -196,6 +203,19 @@ def test_cache_bytes_equal_those_of_the_engine(size: str, context: int) -> None:
     estimated = engines._own_bytes(Question(known), None, context)
     numbers = int(4 * known.formats[0].nbytes / 0.56) + engines.OWN_WORK
     assert abs(estimated - numbers - planned(cpu, cpu.chunk)) <= 4
+
+
+@pytest.mark.parametrize("size", synthetic.TARGETS)
+@pytest.mark.parametrize("context", [2048, 32_768, 131_072])
+def test_bytes_on_a_cpu_equal_those_of_the_engine(size: str, context: int) -> None:
+    config, cpu = gemma4.parse_hf(Checkpoint(synthetic.TARGETS[size], {})), TorchBackend()
+    tensors: Any = [Shape(t.shape) for t in gemma4.tensors(config)]
+    asked = runtime_memory.Size.of(context)
+    shapes = gemma4.caches(config)
+    planned = runtime_memory.plan(cpu, asked, cpu.chunk, config, tensors, shapes).total
+    known = target(size.partition("-")[0])
+    row = FACTS.get(SizeFact, known.size)
+    assert engines._own_bytes(Question(known), row, context) == planned
 
 
 def test_steps_add_up_and_name_everything() -> None:
