@@ -110,12 +110,21 @@ class Round:
 
 @dataclass(slots=True)
 class ActiveRequest:
-    """A request in flight. `submitted`, `arrived`: times of submission and of the last tokens."""
+    """A request in flight. `submitted`, `arrived`: times of submission and of the last tokens.
+    `times`: when each cycle that was not taken yet arrived."""
 
     request: Request
     cycles: Iterator[Cycle]
     submitted: float
+    times: deque[float]
     arrived: float | None = None
+
+    @classmethod
+    def of(cls, request: Request, submitted: float) -> ActiveRequest:
+        """Record when each cycle arrives: a step of the engine may bring several."""
+        times = deque[float]()
+        request.listen(lambda: times.append(time.perf_counter()))
+        return cls(request, iter(request), submitted, times)
 
 
 def sweep(
@@ -181,21 +190,20 @@ def answer_prompts(
             name, ids = waiting.popleft()
             now, request = time.perf_counter(), engine.submit(ids, options)
             result.answers[name] = request
-            live.append(ActiveRequest(request, iter(request), now))
+            live.append(ActiveRequest.of(request, now))
         engine.step()
-        now = time.perf_counter()
-        live = [stream for stream in live if _take(stream, now, result)]
+        live = [stream for stream in live if _take(stream, result)]
     result.seconds = time.perf_counter() - began
     return result
 
 
-def _take(stream: ActiveRequest, now: float, result: Round) -> bool:
+def _take(stream: ActiveRequest, result: Round) -> bool:
     """Record the arrived tokens; return False if the request is done."""
     while stream.request.has_news:
         cycle = next(stream.cycles, None)
         if cycle is None:
             return False
-        n = len(cycle.tokens)
+        n, now = len(cycle.tokens), stream.times.popleft()
         if stream.arrived is None:
             result.first.append(now - stream.submitted)
         else:

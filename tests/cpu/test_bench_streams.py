@@ -79,6 +79,15 @@ def test_the_time_of_a_cycle_is_shared_by_its_tokens(monkeypatch: pytest.MonkeyP
     assert min(made.between) < 1 == max(made.between)
 
 
+def test_tokens_of_the_step_after_prefill_arrive_after_the_first() -> None:
+    """The engine's step that ends prefill also runs the first cycle."""
+    on = bench_engine.engine(parallel=3)
+    prompts = {str(i): [2, *range(20 + i, 30)] for i in range(3)}
+    options = bench.BenchConfig((0, 4), 8, ignore_eos=True).options(4)
+    made = bench_streams.answer_prompts(on, prompts, options, 3)
+    assert len(made.between) == 3 * 7 and min(made.between) > 0
+
+
 def test_percentiles() -> None:
     values = [float(i) for i in range(100, 0, -1)]
     assert [percentile(values, p) for p in (1, 50, 95, 100)] == [1, 50, 95, 100]
