@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -130,6 +130,13 @@ class Sampler:
             object.__setattr__(self, "top_k", 0)
 
     def _check_bias(self) -> None:
+        if isinstance(self.logit_bias, Mapping):
+            raise UsageError(
+                "`logit_bias`",
+                expected="a tuple of pairs (token id, bias)",
+                found="a mapping",
+                fix="pass tuple(logit_bias.items())",
+            )
         seen: set[int] = set()
         for token, value in self.logit_bias:
             if token < 0:

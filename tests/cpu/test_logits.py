@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -357,3 +358,9 @@ def accept(logits: torch.Tensor, drafted: list[int], position: int, sampler: Sam
         if i == len(drafted) or chosen[-1] != drafted[i]:
             break
     return chosen
+
+
+def test_a_bias_given_as_a_mapping_is_refused() -> None:
+    bias: Any = {5: 1.0}
+    with pytest.raises(UsageError, match=r"pairs.*Pass tuple\(logit_bias.items\(\)\)"):
+        Sampler(logit_bias=bias)
