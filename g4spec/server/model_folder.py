@@ -46,7 +46,7 @@ class Model:
         n_promised: number of requests that waited for its load and have not begun. They begin
             even if it is to be unloaded.
         used: time of the last request (`time.monotonic`).
-        unloading: True while it waits to be unloaded.
+        n_unloads: how many callers wait to unload it, during which no request begins.
         problem: error of the last attempt to load it.
         loading: the task that loads it, or waits for room, or None.
         opening: True while it is being loaded, which cannot be cancelled.
@@ -67,11 +67,16 @@ class Model:
     n_loads: int = 0
     n_promised: int = 0
     used: float = 0.0
-    unloading: bool = False
+    n_unloads: int = 0
     problem: str | None = None
     loading: asyncio.Task[None] | None = None
     opening: bool = False
     exit_stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    @property
+    def unloading(self) -> bool:
+        """True while it waits to be unloaded."""
+        return self.n_unloads > 0
 
     @property
     def is_ready(self) -> bool:

@@ -221,8 +221,14 @@ class ModelRouter:
     @described(body=fields.ModelRequest)
     async def unload(self, model: Model) -> None:
         """Answer POST /models/unload: unload a model once its requests have ended."""
-        async with self._lock:
-            await self._unload_when_idle(model)
+        end = time.monotonic() + self._max_wait
+        with self._no_new_requests(model):
+            while True:
+                await self._wait_until_idle(model, end, f"{model.name} is in use; retry later")
+                async with self._lock:
+                    if not model.is_used:  # else it was loaded for requests that begin now
+                        await self._unload(model)
+                        return
 
     def _named(self, name: str) -> Model:
         if name not in self.all:
@@ -291,6 +297,7 @@ class ModelRouter:
     async def _load_in_turn(self, model: Model) -> None:
         """Load a model when the loads before it have ended."""
         try:
+            await self._wait_until(lambda: not model.unloading)
             async with self._lock:
                 if model.status != "loaded":
                     await self._load(model)
@@ -346,27 +353,39 @@ class ModelRouter:
         loaded = [m for m in self.all.values() if m.status == "loaded"]
         if not loaded:
             return False
-        await self._unload_when_idle(min(loaded, key=lambda m: (m.is_used, m.used)))
+        model = min(loaded, key=lambda m: (m.is_used, not m.unloading, m.used))
+        end = time.monotonic() + self._max_wait
+        with self._no_new_requests(model):
+            await self._wait_until_idle(
+                model, end, f"no memory for another model while {model.name} is in use; retry later"
+            )
+            await self._unload(model)
         return True
 
-    async def _unload_when_idle(self, model: Model) -> None:
-        """Unload a model once its requests have ended."""
-        model.unloading = True
-        end = time.monotonic() + self._max_wait
+    @contextmanager
+    def _no_new_requests(self, model: Model) -> Iterator[None]:
+        """Let requests of a model wait until it is unloaded."""
+        model.n_unloads += 1
         try:
-            while model.is_used:
-                self._changed.clear()
-                try:
-                    await asyncio.wait_for(self._changed.wait(), end - time.monotonic())
-                except asyncio.TimeoutError:
-                    raise RequestError(
-                        503,
-                        f"no memory for another model while {model.name} is in use; retry later",
-                        retry_after=10,
-                    ) from None
-            await self._unload(model)
+            yield
         finally:
-            model.unloading = False
+            model.n_unloads -= 1
+            self._changed.set()
+
+    async def _wait_until_idle(self, model: Model, end: float, message: str) -> None:
+        """Wait until a model's requests have ended; raise RequestError (503) at the time `end`."""
+        if model.is_used:
+            idle = self._wait_until(lambda: not model.is_used)
+            try:
+                await asyncio.wait_for(idle, end - time.monotonic())
+            except asyncio.TimeoutError:
+                raise RequestError(503, message, retry_after=10) from None
+
+    async def _wait_until(self, done: Callable[[], bool]) -> None:
+        """Wait until a condition holds, which is tested whenever `_changed` is set."""
+        while not done():
+            self._changed.clear()
+            await self._changed.wait()
 
     async def unload_idle_models(self) -> None:
         """Unload models that had no request for `sleep_seconds`; runs until it is cancelled."""

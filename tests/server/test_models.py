@@ -19,6 +19,7 @@ from g4spec.errors import EnvironmentProblem, InputError
 from g4spec.runtime.engine import Engine
 from g4spec.server import model_router, run
 from g4spec.server.model_folder import Load, Progress, find_models
+from g4spec.server.request_errors import RequestError
 from g4spec.server.service import Service, Settings
 from tests.server.conftest import TINY
 from tests.server.running_server import Served, wait
@@ -328,6 +329,46 @@ def test_a_request_can_follow_one_that_gave_up_at_once(folder: Path) -> None:
 
     asyncio.run(work())
     assert room.opened == ["first", "second"]
+
+
+def test_an_unload_that_waits_delays_no_other_model(folder: Path) -> None:
+    """Requests of the model itself wait without polling, until it is unloaded or stays loaded."""
+    room = ModelLoader()
+
+    async def work() -> None:
+        router = model_router.ModelRouter(find_models(folder), room, max_loaded=2, max_wait=1.5)
+        first, second = router.all["first"], router.all["second"]
+        await router.load(first)
+        first.n_requests += 1
+        unload = asyncio.ensure_future(router.unload(first))
+        await asyncio.sleep(0.05)
+        await asyncio.wait_for(router.load(second), 1.3)
+        assert second.is_ready and first.service is not None and not unload.done()
+        again, turns = asyncio.ensure_future(router.load(first)), 0
+        waited = router._load_in_turn
+
+        async def counted(model: Any) -> None:
+            nonlocal turns
+            turns += 1
+            await waited(model)
+
+        router._load_in_turn = counted  # type: ignore[method-assign]
+        with pytest.raises(RequestError, match="first is in use"):
+            await unload
+        await asyncio.wait_for(again, 5)
+        assert turns == 1 and first.is_ready and room.opened == ["first", "second"]
+        unload, unload_2 = (asyncio.ensure_future(router.unload(first)) for _ in range(2))
+        await asyncio.sleep(0.05)
+        again = asyncio.ensure_future(router.load(first))
+        await asyncio.sleep(0.05)
+        assert not again.done() and first.service is not None
+        first.n_requests -= 1
+        router._changed.set()
+        await asyncio.wait_for(asyncio.gather(unload, unload_2, again), 30)
+        assert first.is_ready and room.opened == ["first", "second", "first"]
+        await router.close()
+
+    asyncio.run(work())
 
 
 def test_wrong_methods_and_unexpected_errors(folder: Path) -> None:
