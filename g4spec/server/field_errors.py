@@ -36,6 +36,8 @@ def spelled(value: object) -> str:
     """Return the first characters of a value, for messages."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
+    if isinstance(value, (str, list)):
+        value = value[:60]  # the rest may take seconds to spell
     return f"{value!r:.60}"
 
 

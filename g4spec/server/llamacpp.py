@@ -54,6 +54,15 @@ IGNORED_FIELDS = (
 )
 """Ignored fields: parameters of unsupported samplers, and hints."""
 
+MAX_CHARACTERS = 4 << 20
+"""Maximum length of a text for /tokenize: the library needs 120 bytes per character."""
+
+MAX_TOKENS = 1 << 20
+"""Maximum number of tokens for /detokenize."""
+
+MAX_BIAS_CHARACTERS = 1 << 16
+"""Maximum length of all texts in `logit_bias` together."""
+
 
 class TextPrompt(Body):
     """A prompt as an object."""
@@ -107,7 +116,7 @@ def read(model: type[CompletionBody], body: bytes) -> CompletionBody:
 class TokenizeBody(Body):
     """A body of /tokenize."""
 
-    content: str
+    content: str = Field(max_length=MAX_CHARACTERS)
     add_special: bool = False
     parse_special: bool = True
     with_pieces: bool = False
@@ -117,7 +126,7 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """A body of /detokenize."""
 
-    tokens: list[int]
+    tokens: list[int] = Field(max_length=MAX_TOKENS)
     model: str | None = None
 
 
@@ -188,10 +197,18 @@ def _bias(
     """
     bias: dict[str, float] = {}
     banned: list[int] = []
+    n_characters = 0
     for pair in requested.items() if isinstance(requested, dict) else requested:
         where, value = pair if len(pair) == 2 else (None, None)
         if isinstance(where, str):
             an_id = re.fullmatch(r"-?[0-9]{1,12}", where)
+            n_characters += 0 if an_id else len(where)
+            if n_characters > MAX_BIAS_CHARACTERS:
+                raise RequestError(
+                    400,
+                    f"logit_bias: expected at most {MAX_BIAS_CHARACTERS} characters in all texts",
+                    param="logit_bias",
+                )
             ids = [int(where)] if an_id else service.tokenizer.encode(where, bos=False)
         else:
             ids = [where] if type(where) is int else [-1]

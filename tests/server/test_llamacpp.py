@@ -136,6 +136,28 @@ def test_long_texts_and_tokens_stop_no_other_request(busy: Served, path: str) ->
     assert max(b - a for a, b in pairwise(times)) < (times[-1] - times[0]) * 0.6
 
 
+def test_texts_and_tokens_have_a_maximum_length(busy: Served) -> None:
+    """The tokenizer needs more than a hundred bytes per character."""
+    for path, body, limit in (
+        ("/tokenize", {"content": "a" * (1 + (4 << 20))}, "content: expected at most 4194304 char"),
+        (
+            "/detokenize",
+            {"tokens": [5] * (1 + (1 << 20))},
+            "tokens: expected at most 1048576 items",
+        ),
+    ):
+        error = busy.refused(path, body)
+        assert limit in error["message"] and len(error["message"]) < 200
+        assert error["param"] == next(iter(body))
+    ask = {"prompt": "x", "n_predict": 1}
+    busy.post(
+        "/completion", **ask, logit_bias=[["ab " * 20_000, -1], ["c" * 5536, False], ["777", 1]]
+    )
+    for texts in ({"a" * 65_537: 1}, [["b" * 32_769, 1], ["c" * 32_768, False]]):
+        error = busy.refused("/completion", {**ask, "logit_bias": texts})
+        assert "logit_bias: expected at most 65536 characters in all texts" in error["message"]
+
+
 def test_texts_and_tokens(busy: Served) -> None:
     text = "Hé <|turn>user 😀\n"
     ids = busy.post("/tokenize", content=text, add_special=True)["tokens"]
