@@ -83,7 +83,7 @@ def create_app(
         lifespan=lifespan,
         exception_handlers=EXCEPTION_HANDLERS,
     )
-    app.state.service = service
+    app.state.service, app.state.replays = service, replays
     return app
 
 

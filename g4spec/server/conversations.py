@@ -26,10 +26,19 @@ class Conversations:
         self._models: OrderedDict[Key, str] = OrderedDict()
         self._waiting: dict[Key, asyncio.Future[None]] = {}
 
-    def begin(self, scope: Scope, conversation: str, model: str) -> None:
-        """Note the model of a stream; an earlier one with the same id stops waiting."""
+    def begin(
+        self, scope: Scope, conversation: str, model: str, models: Mapping[str, Model]
+    ) -> None:
+        """Note the model of a stream; cancel an earlier one with the same id.
+
+        One that the same model is writing is cancelled by that model (`replay.ReplayStore.begin`).
+        """
+        key = _key(scope, conversation)
         self.cancel(scope, conversation)
-        self._models[_key(scope, conversation)] = model
+        before = self._models.pop(key, model)
+        if before != model and (app := models[before].app) is not None:
+            app.state.replays.discard(*key)
+        self._models[key] = model
         while len(self._models) > MAX_CONVERSATIONS:
             self._models.popitem(last=False)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from starlette.types import ASGIApp
+from starlette.applications import Starlette
 
 from g4spec import models, validate
 from g4spec.errors import EnvironmentProblem, InputError
@@ -61,7 +61,7 @@ class Model:
     status: str = "unloaded"
     read: tuple[int, int] | None = None
     service: Service | None = None
-    app: ASGIApp | None = None
+    app: Starlette | None = None
     n_requests: int = 0
     n_waiting: int = 0
     n_loads: int = 0

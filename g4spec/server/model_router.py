@@ -154,7 +154,7 @@ class ModelRouter:
             )
         conversation = Headers(scope=scope).get("x-conversation-id", "")
         if streams and is_valid_name(conversation):
-            self._conversations.begin(scope, conversation, model.name)
+            self._conversations.begin(scope, conversation, model.name, self.all)
             return partial(self._conversations.wait, scope, conversation)
         return partial(cancel_on_disconnect, client)
 

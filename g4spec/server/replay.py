@@ -103,9 +103,13 @@ class RecordedStream:
         self._arrived.set()
         self._arrived = asyncio.Event()
 
-    async def stop(self) -> None:
+    def cancel(self) -> None:
         """Cancel the task that records the events."""
         self._task.cancel()
+
+    async def stop(self) -> None:
+        """Cancel the task that records the events, and wait for its end."""
+        self.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def follow(self, at: int) -> AsyncGenerator[str, None]:
@@ -179,6 +183,11 @@ class ReplayStore:
         """Stop and remove a stream."""
         await self.get(owner, name).stop()
         self._kept.pop((owner, name), None)
+
+    def discard(self, owner: str | None, name: str) -> None:
+        """Stop and remove a stream if it exists, without waiting for its end."""
+        if (found := self._kept.pop((owner, name), None)) is not None:
+            found.cancel()
 
     def _drop(self) -> None:
         """Remove ended streams that are too old or exceed MAX_BYTES in total."""

@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -435,6 +436,41 @@ def test_a_stream_that_waits_for_its_model(folder: Path) -> None:
         assert served.status()["second"] == "unloaded", "no stream loads a model"
     finally:
         room.gate.set()
+        served.stop()
+
+
+def test_a_stream_of_another_model_cancels_one_with_its_id(folder: Path) -> None:
+    """It waits for the old one neither if both models are loaded, nor if there is room for one."""
+    served = ModelServer(folder, ModelLoader(), max_loaded=1)
+    first, second = served.models.all["first"], served.models.all["second"]
+    head = {"X-Conversation-Id": "chat"}
+    ask = {**ASK, "max_tokens": 400, "ignore_eos": True, "stream": True}
+
+    def begin(model: str, key: str = "chat") -> Any:
+        return served.http.stream(
+            "POST",
+            "/v1/completions",
+            json={**ask, "model": model},
+            headers={"X-Conversation-Id": key},
+        )
+
+    try:
+        for places in (1, 2):
+            served.models._max_loaded = places
+            with begin("first") as old, begin("first", "other") if places == 2 else nullcontext():
+                lines = old.iter_lines()
+                next(lines)
+                short = {**ask, "model": "second", "max_tokens": 4}
+                answer = served.http.post("/v1/completions", json=short, headers=head)
+                assert "data: [DONE]" in answer.text
+                assert not any("[DONE]" in line for line in lines), "the old one was cancelled"
+                assert served.http.get("/v1/stream?conv_id=chat").text == answer.text
+                if places == 2:
+                    query = "/v1/stream?conv_id=chat&model=first"
+                    assert served.http.get(query).status_code == 404
+                    assert "[DONE]" in served.http.get("/v1/stream?conv_id=other").text
+            wait(lambda: not first.is_used and not second.is_used)
+    finally:
         served.stop()
 
 
