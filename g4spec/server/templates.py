@@ -28,6 +28,9 @@ _WORKER_PROGRAM = (
 START_SECONDS = 120
 """Maximum time for starting the process, in seconds."""
 
+MAX_ANSWER_BYTES = 1 << 28
+"""Maximum size of a result of the process."""
+
 
 class Renderer:
     """The template process. Used from one event loop only.
@@ -49,9 +52,11 @@ class Renderer:
         line = json.dumps(job).encode() + b"\n"
         async with self._lock:
             try:
-                with anyio.fail_after(START_SECONDS):  # imports take long on a busy machine
+                is_new = await self._ensure_started()
+                answer = await self._exchange(line)
+                if answer is None and not is_new:  # it may have been killed before this job
+                    await self.close()
                     await self._ensure_started()
-                with anyio.fail_after(runtime_template.TIMEOUT_SECONDS):
                     answer = await self._exchange(line)
             except TimeoutError:
                 await self.close()
@@ -66,24 +71,33 @@ class Renderer:
             raise _template_error(answer["error"])
         return str(answer["text"])
 
-    async def _ensure_started(self) -> None:
-        """Start the process if none runs, and wait until it accepts jobs."""
+    async def _ensure_started(self) -> bool:
+        """Start the process if none runs, and wait until it accepts jobs; return True if it is
+        new."""
         process = self._process
-        if process is None or process.returncode is not None:
+        if process is not None and process.returncode is None:
+            return False
+        with anyio.fail_after(START_SECONDS):  # imports take long on a busy machine
             process = self._process = await self._start()
             assert process.stdout is not None
             await process.stdout.readline()
+        return True
 
     async def _exchange(self, line: bytes) -> dict[str, Any] | None:
+        """Return the result of a job, or None if the process has ended."""
         process = self._process
         assert process is not None
         assert process.stdin is not None and process.stdout is not None
         try:
-            process.stdin.write(line)
-            await process.stdin.drain()
-            answer = await process.stdout.readline()
-        except (ConnectionError, ValueError):  # it has exited, or its answer exceeds the limit
+            with anyio.fail_after(runtime_template.TIMEOUT_SECONDS):
+                process.stdin.write(line)
+                await process.stdin.drain()
+                answer = await process.stdout.readline()
+        except ConnectionError:
             return None
+        except ValueError:
+            await self.close()
+            raise _template_error(f"its text has more than {MAX_ANSWER_BYTES} bytes") from None
         return dict(json.loads(answer)) if answer.endswith(b"\n") else None
 
     async def _start(self) -> asyncio.subprocess.Process:
@@ -96,7 +110,7 @@ class Renderer:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
-            limit=1 << 28,
+            limit=MAX_ANSWER_BYTES,
             env={k: os.environ[k] for k in names if k in os.environ},
         )
         assert process.stdin is not None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -163,6 +165,40 @@ def test_a_template_that_does_not_end_is_replaced(
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert await renderer.render([{"role": "user", "content": "y"}]) == "ok"
+        await renderer.close()
+
+    asyncio.run(work())
+
+
+def test_an_idle_template_process_that_was_killed_is_replaced(tokenizer: Tokenizer) -> None:
+    """A text is rendered again once, and only if the process had rendered others before."""
+
+    async def work() -> None:
+        renderer = Renderer("{{ messages[0].content }}", bos="", eos="")
+        starts, start = 0, renderer._start
+
+        async def counted() -> asyncio.subprocess.Process:
+            nonlocal starts
+            starts += 1
+            return await start()
+
+        renderer._start = counted  # type: ignore[method-assign]
+        for i in range(3):
+            assert await renderer.render([{"role": "user", "content": f"{i}"}]) == f"{i}"
+            process = renderer._process
+            assert process is not None and starts == i + 1
+            os.kill(process.pid, signal.SIGKILL)
+        kills = renderer._exchange
+
+        async def killed(line: bytes) -> dict[str, Any] | None:
+            assert renderer._process is not None
+            renderer._process.kill()
+            return await kills(line)
+
+        renderer._exchange = killed  # type: ignore[method-assign]
+        with pytest.raises(InputError, match="its process was killed"):
+            await renderer.render([{"role": "user", "content": "x"}])
+        assert starts == 4
         await renderer.close()
 
     asyncio.run(work())
