@@ -26,6 +26,7 @@ from g4spec.runtime.tokenizer import Tokenizer
 from g4spec.server import call_grammar
 from g4spec.server.call_grammar import Function
 from g4spec.server.output_parser import Marks
+from g4spec.server.schemas import without_draft_4
 
 COMPACT = {"whitespace_flexible": False}
 """JSON without white space: a model could emit it until the token limit."""
@@ -298,11 +299,15 @@ def json_answer(schema: Mapping[str, Any] | bool, *, strict: bool) -> str:
 
     Args:
         strict: reject keywords that cannot be enforced; otherwise ignore them.
+
+    Raises:
+        Unsupported: the schema is strict and has such a keyword that the library would ignore.
     """
     if isinstance(schema, bool):
         schema = {}
+    converted = without_draft_4(schema, strict=strict, where="the answer")
     options = {**COMPACT, "lenient": not strict}
-    return "answer: %json " + json.dumps({**schema, "x-guidance": options})
+    return "answer: %json " + json.dumps({**converted, "x-guidance": options})
 
 
 def to_lark(grammar: str) -> str:

@@ -65,13 +65,9 @@ def within_bounds(value: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def bounds(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the range keywords of a number schema, in the form of JSON Schema draft 6."""
+    """Return the range keywords of a number schema."""
     names = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-    found = {k: schema[k] for k in names if schema.get(k) is not None}
-    for edge, limit in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
-        if isinstance(found.get(edge), bool) and found.pop(edge) and limit in found:
-            found[edge] = found.pop(limit)  # draft 4: a boolean modifier of the limit
-    return found
+    return {k: schema[k] for k in names if schema.get(k) is not None}
 
 
 def terminal(schema: Mapping[str, Any]) -> tuple[str | None, list[str]]:

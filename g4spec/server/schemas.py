@@ -37,6 +37,7 @@ _TYPE_KEYWORDS = {  # keywords that apply to one type
 }
 _LOWER_BOUNDS = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
 _UPPER_BOUNDS = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
+_EXCLUSIVE = {"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}
 _VALUE_TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
     **dict.fromkeys((*_LOWER_BOUNDS, *_UPPER_BOUNDS), ((int, float), "a number")),
     **dict.fromkeys(("properties", "patternProperties"), (Mapping, "an object")),
@@ -64,6 +65,65 @@ _ANNOTATIONS = (
     "$anchor",
     "strict",
 )
+
+
+_PARTS = (
+    *("items", "prefixItems", "additionalItems", "contains", "additionalProperties"),
+    *("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "propertyNames"),
+)
+"""Keywords whose value is a schema or a list of schemas."""
+_NAMED_PARTS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+"""Keywords whose value is an object of schemas."""
+
+
+def unsupported(where: str, keyword: str, schema: Schema) -> Unsupported:
+    """Return the error for a keyword of a strict schema that cannot be enforced."""
+    return Unsupported(
+        f"schema of {where}: {keyword} cannot be enforced",
+        found=json.dumps(schema, default=str)[:120],
+        fix="remove the keyword, or `strict: true`",
+    )
+
+
+def without_draft_4(schema: Any, *, strict: bool, where: str) -> Any:
+    """Return a schema, or a list of schemas, in which no exclusive bound is a boolean.
+
+    Raises:
+        Unsupported: the schema is strict, and such a boolean has no `minimum` or `maximum`.
+    """
+
+    def convert(part: Any) -> Any:
+        if isinstance(part, list):
+            return [convert(each) for each in part]
+        if not isinstance(part, Mapping):
+            return part
+        out = dict(part)
+        for keyword, value in part.items():
+            if keyword in _PARTS:
+                out[keyword] = convert(value)
+            elif keyword in _NAMED_PARTS and isinstance(value, Mapping):
+                out[keyword] = {name: convert(each) for name, each in value.items()}
+        convert_bounds(out, strict=strict, where=where)
+        return out
+
+    return convert(schema)
+
+
+def convert_bounds(schema: dict[str, Any], *, strict: bool, where: str) -> None:
+    """Replace exclusive bounds of draft 4, which are booleans, by those of draft 6.
+
+    Raises:
+        Unsupported: the schema is strict, and the boolean has no `minimum` or `maximum`.
+    """
+    for exclusive, limit in _EXCLUSIVE.items():
+        if not isinstance(schema.get(exclusive), bool):
+            continue
+        if schema[exclusive] and schema.get(limit) is not None:
+            schema[exclusive] = schema.pop(limit)
+        elif schema[exclusive] and strict:
+            raise unsupported(where, f"{exclusive} without {limit}", schema)
+        else:
+            del schema[exclusive]
 
 
 def types_of(schema: Schema) -> list[str]:
@@ -98,11 +158,7 @@ class Resolver:
     def unsupported(self, keyword: str, schema: Schema) -> None:
         """Raise Unsupported in a strict schema; otherwise do nothing."""
         if self._strict:
-            raise Unsupported(
-                f"schema of {self.where}: {keyword} cannot be enforced",
-                found=json.dumps(schema, default=str)[:120],
-                fix="remove the keyword, or `strict: true`",
-            )
+            raise unsupported(self.where, keyword, schema)
 
     def refuse(self, schema: Schema, *keywords: str) -> None:
         """Call `unsupported` for each of the keywords that the schema has."""
@@ -189,6 +245,7 @@ class Resolver:
                 del schema[keyword]
             elif not isinstance(schema[keyword], types):
                 raise self.error(keyword, expected=expected, found=f"{schema[keyword]!r:.80}")
+        convert_bounds(schema, strict=self._strict, where=self.where)
         named = schema.get("type")
         names = named if isinstance(named, list) else [] if named is None else [named]
         wrong = [t for t in names if t not in TYPES]

@@ -101,6 +101,13 @@ SCHEMAS: dict[str, Any] = {
         ),
         "required": ["u", "v", "w"],
     },
+    "exclusive": {
+        **objects(
+            e={"enum": [1, 2, 3, 4, 5], "minimum": 1, "exclusiveMinimum": 1.5},
+            a={"allOf": [{"type": "integer", "minimum": 4}, {"exclusiveMaximum": 7}]},
+        ),
+        "required": ["e", "a"],
+    },
     "lengths": {
         **objects(
             s={"type": "string", "minLength": 3, "maxLength": 5},
@@ -240,6 +247,8 @@ REFUSED = {
     "pattern": objects(a={"type": "string", "pattern": "a(?=b)"}),
     "oneOf": objects(a={"oneOf": [{"type": "string"}, {"maxLength": 3}]}),
     "format": objects(a={"type": "string", "format": "iri"}),
+    "exclusiveMinimum": objects(a={"type": "integer", "exclusiveMinimum": True}),
+    "exclusiveMaximum": objects(a={"enum": [1, 2], "exclusiveMaximum": True}),
 }
 
 
@@ -329,6 +338,47 @@ def test_json_is_compact_and_valid(
         jsonschema.validate(value, SCHEMAS[name])
         assert not any(c.isspace() for c in text.replace(" ", "")) or "\\n" not in text
         assert len(text.encode()) <= len(json.dumps(value, separators=(",", ":"), indent=None)) + 64
+
+
+def test_exclusive_bounds_of_draft_4(vocabulary: Vocabulary, tokenizer: Tokenizer) -> None:
+    """They are booleans, which the library would ignore in answers."""
+    schema = {
+        "type": "array",
+        "items": {
+            "anyOf": [
+                {"type": "integer", "minimum": 3, "exclusiveMinimum": True, "maximum": 5},
+                {"enum": [3, 7], "exclusiveMaximum": False},
+            ]
+        },
+    }
+    numbers = objects(
+        a={
+            "allOf": [
+                {"type": "integer", "minimum": 3, "exclusiveMinimum": True},
+                {"maximum": 5, "exclusiveMaximum": True},
+            ]
+        },
+        b={"enum": [1, 3, 5], "maximum": 5, "exclusiveMaximum": True},
+    )
+    numbers["required"] = ["a", "b"]
+    for strict in (False, True):
+        answer = grammar.json_answer(schema, strict=strict)
+        for text, valid in (("[4]", True), ("[5,4]", True), ("[7]", True), ("[6]", False)):
+            matcher = vocabulary.compile(grammar.whole_text(None, answer=answer).text)
+            ids = tokenizer.encode(text, bos=False)
+            assert (matcher.try_consume_tokens(ids) == len(ids)) is valid, text
+        calls = [Function("f", parameters=numbers, strict=strict)]
+        for text, valid in (("a:4,b:3", True), ("a:3,b:3", False), ("a:4,b:5", False)):
+            ids = [48, *tokenizer.encode("call:f{" + text + "}", bos=False), 49]
+            matcher = vocabulary.compile(grammar.whole_text(MARKS, calls=calls).text)
+            assert (matcher.try_consume_tokens(ids) == len(ids)) is valid, text
+    for keyword in ("exclusiveMinimum", "exclusiveMaximum"):
+        alone = objects(a={"type": "integer", keyword: True}, **{keyword: {"const": True}})
+        with pytest.raises(Unsupported, match=f"{keyword} without .* cannot be enforced"):
+            grammar.json_answer(alone, strict=True)
+        answer = grammar.json_answer(alone, strict=False)
+        vocabulary.compile(grammar.whole_text(None, answer=answer).text)
+        assert '"const": true' in answer and f'"{keyword}": true' not in answer
 
 
 def test_user_grammars(vocabulary: Vocabulary, tokenizer: Tokenizer, ends: list[int]) -> None:
