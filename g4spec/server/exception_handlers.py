@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -10,11 +9,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from g4spec.errors import G4Error
-from g4spec.server.middleware import error_response
+from g4spec.server.middleware import error_response, internal_error
 from g4spec.server.request_errors import RequestError
 from g4spec.server.sse import ClientDisconnected
-
-log = logging.getLogger("g4spec.server")
 
 
 async def _refused(request: Request, refused: Exception) -> Response:
@@ -46,18 +43,12 @@ async def _disconnected(request: Request, error: Exception) -> Response:
     return Response(status_code=499)
 
 
-async def _unexpected(request: Request, error: Exception) -> Response:
-    log.error("internal server error", exc_info=error)
-    refused = RequestError(500, "internal server error; see the server's log")
-    return error_response(refused, request.scope)
-
-
 EXCEPTION_HANDLERS: dict[Any, Any] = {
     RequestError: _refused,
     G4Error: _error,
     HTTPException: _http,
     ClientDisconnected: _disconnected,
     ClientDisconnect: _disconnected,
-    500: _unexpected,
+    500: internal_error,
 }
 """Handlers by exception type or status, for Starlette."""

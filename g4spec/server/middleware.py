@@ -1,4 +1,4 @@
-"""ASGI middleware: API keys, body size limit, panics of Rust libraries, request log."""
+"""ASGI middleware: API keys, origins, body size limit, panics of Rust libraries, request log."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.errors import ServerErrorMiddleware
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -207,6 +209,18 @@ class WakeMiddleware:
         await self._app(scope, receive, send)
 
 
+async def internal_error(request: Request, error: Exception) -> Response:
+    """Log an unexpected error and return its response (500)."""
+    state = request.scope.setdefault("state", {})
+    if "failed" not in state:  # Starlette raises the error again, and handles it again outside
+        state["failed"] = True
+        log.error("internal server error", exc_info=error)
+    refused = RequestError(500, "internal server error; see the server's log")
+    response = error_response(refused, request.scope)
+    response.headers["connection"] = "close"  # as uvicorn does after an error
+    return response
+
+
 class PanicMiddleware:
     """Converts a panic of a Rust library into a RuntimeError, which is answered with 500.
 
@@ -280,9 +294,12 @@ def create_middleware(
 ) -> list[Middleware]:
     """Return the middleware of an application, outermost first; arguments as in
     `g4spec.server.app.create_app`."""
-    out = [Middleware(RequestLogMiddleware), Middleware(BodyLimitMiddleware, limit=body_limit)]
+    out = [Middleware(RequestLogMiddleware)]
     if origins:
         out.append(Middleware(OriginMiddleware, origins=origins))
+    # Starlette's own is outermost: its responses lack the headers of the middleware above.
+    out.append(Middleware(ServerErrorMiddleware, handler=internal_error))
+    out.append(Middleware(BodyLimitMiddleware, limit=body_limit))
     out.append(Middleware(ApiKeyMiddleware, keys=keys))
     if disabled:
         out.append(Middleware(DisabledPathsMiddleware, paths=disabled))

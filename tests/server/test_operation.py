@@ -26,7 +26,7 @@ from g4spec.cli import _http_options, _template_options
 from g4spec.cli._serve_options import split_commas
 from g4spec.errors import EnvironmentProblem, InputError, UsageError
 from g4spec.runtime.engine import Engine
-from g4spec.server import middleware, run
+from g4spec.server import llamacpp, middleware, run
 from g4spec.server.app import create_app
 from g4spec.server.middleware import JsonLogFormatter
 from g4spec.server.service import Service, Settings
@@ -341,6 +341,58 @@ def test_keys_origins_and_the_log(
     assert last["status"] == 200 and last["completion_tokens"] == 2 and last["prompt_tokens"] > 1
     assert re.fullmatch("[0-9a-f]{8}", last["key"]) and last["finish"] == ["length"]
     assert not any(word in line for line in lines for word in ("SECRET", "secret-one", 'two"'))
+
+
+def test_all_errors_have_the_headers_of_other_responses(
+    engines: Callable[..., Engine],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Pages of other origins can read them, and each has the number of its line in the log."""
+
+    class PanicException(BaseException):
+        """As in Rust libraries."""
+
+    raised: list[type[BaseException]] = [ValueError, PanicException]
+
+    def broken(*_: Any) -> Any:
+        raise raised.pop()("SECRET")
+
+    monkeypatch.setattr(middleware, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(llamacpp, "tokenize", broken)
+    logging.getLogger("g4spec.server").setLevel(logging.INFO)
+    served = Served(engines(None, parallel=2), origins=["http://page.example"], body_limit=1000)
+
+    def stops() -> Any:
+        yield b'{"content":'
+        time.sleep(1.5)
+
+    def chunks() -> Any:
+        yield from [b" " * 100] * 50
+
+    try:
+        seen = {}
+        for status, content in (
+            (500, b'{"content": "x"}'),
+            (500, b'{"content": "x"}'),
+            (413, b" " * 2000),
+            (413, chunks()),
+            (408, stops()),
+            (400, b"{"),
+        ):
+            response = served.http.post(
+                "/tokenize", content=content, headers={"origin": "http://page.example"}
+            )
+            assert response.status_code == status and "SECRET" not in response.text
+            assert response.headers["access-control-allow-origin"] == "http://page.example"
+            seen[response.headers["x-request-id"]] = status
+    finally:
+        served.stop()
+    lines = [json.loads(JsonLogFormatter().format(record)) for record in caplog.records]
+    logged = {line["id"]: line["status"] for line in lines if line["event"] == "request"}
+    assert logged == seen and len(seen) == 6
+    errors = [line["error"] for line in lines if line["event"] == "internal server error"]
+    assert len(errors) == 2 and all("SECRET" in error for error in errors)
 
 
 def test_cross_origin_requests_are_refused_by_default(busy: Served) -> None:
