@@ -47,6 +47,8 @@ RANGES = {
     "count": _COUNT,
     "parallel": Range(lambda x: 1 <= x <= MAX_PARALLEL, f"1 to {MAX_PARALLEL}"),
     "chunk": _POSITIVE,
+    "pool": _POSITIVE,
+    "prefix_cache": Range(lambda x: x >= 0, ">= 0 (0 disables it)"),
     "repeats": _COUNT,
     "logprobs": Range(lambda x: x >= 0, ">= 0"),
     "accept_length": Range(

@@ -127,7 +127,7 @@ class Engine:
             UsageError: an option is out of range, or the draft does not support it.
             EnvironmentProblem: there is not enough memory.
         """
-        ranges.check(parallel=parallel, chunk=chunk)
+        ranges.check(parallel=parallel, chunk=chunk, pool=pool, prefix_cache=prefix_cache)
         backend = devices.select(device, cache_type)
         chunk = -(-(chunk or backend.chunk) // backend.block) * backend.block
         with GGUF(target) as file:

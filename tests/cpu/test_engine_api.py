@@ -491,6 +491,15 @@ def test_a_chunk_without_rows_is_refused(chunk: int) -> None:
         Engine.load(Path("no.gguf"), chunk=chunk)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "valid"),
+    [("pool", -5, ">= 1"), ("prefix_cache", -5, r">= 0 \(0 disables it\)")],
+)
+def test_sizes_below_zero_are_refused(name: str, value: int, valid: str) -> None:
+    with pytest.raises(UsageError, match=f"`{name}`: expected {valid}, found {value}"):
+        Engine.load(Path("no.gguf"), **{name: value})  # type: ignore[arg-type]
+
+
 def test_text_instead_of_ids_is_refused() -> None:
     with pytest.raises(UsageError, match=r"engine\.tokenizer\.encode"):
         memory_engine.engine().submit("def area(r):")  # type: ignore[arg-type]
