@@ -26,9 +26,10 @@ from g4spec.quant import policy
 
 def find_target(facts: Facts, text: str) -> TargetModel:
     """Return the target that -m names; raise UsageError for an unknown name."""
-    path = Path(os.path.expanduser(text))  # accepts unknown user names
+    given = os.path.expanduser(text)  # accepts unknown user names
+    path = Path(given)
     if path.exists():
-        return model_files.read_target(facts, path, os.path.expanduser(text))
+        return model_files.read_target(facts, path, given)
     id = hub.HubId.parse(text)
     if text.lower().endswith(".gguf") and (id is None or id.file is None):
         raise _missing(path, "a size such as 31b or 31b:q4_k_m")
@@ -133,9 +134,10 @@ def _missing(path: Path, instead: str) -> InputError:
 
 def find_draft(facts: Facts, text: str, of: TargetModel) -> DraftModel:
     """Return the draft that -md names for a target; raise UsageError for an unknown name."""
-    path = Path(os.path.expanduser(text))  # accepts unknown user names
+    given = os.path.expanduser(text)  # accepts unknown user names
+    path = Path(given)
     if path.exists():
-        return model_files.read_draft(facts, path, os.path.expanduser(text), of)
+        return model_files.read_draft(facts, path, given, of)
     if text.lower() == NGRAM:
         return ngram_lookup(of)
     if text.lower().endswith(".gguf"):

@@ -188,9 +188,10 @@ def vllm_cache(
     return int(token_bytes(mine, kv) * context), int(slot_bytes(mine, kv) * slots)
 
 
-def fixed_cost(facts: Facts, id: str) -> int:
-    """Return a fixed cost in bytes."""
-    return int(facts.get(FixedCostFact, id).gib * GIB)
+def fixed_cost(facts: Facts, id: str, context: int = 0) -> int:
+    """Return a cost in bytes; `context`: see `FixedCostFact.token`."""
+    row = facts.get(FixedCostFact, id)
+    return int(row.gib * GIB) + row.token * max(context - 8192, 0)
 
 
 def _how(n: float, unit: str, count: int, what: str) -> str:
@@ -280,8 +281,7 @@ class Calculator:
         large = (self.machine.memory or 0) >= LARGE
         size = self.target.size if self.target.size in OWN_SIZES else OWN_SIZES[0]
         how = f"prompts in chunks of up to {4096 if large else 1024}"
-        row = self.facts.get(FixedCostFact, f"fixed-g4spec-{size}{'-large' * large}")
-        return int(row.gib * GIB) + row.token * max(context - 8192, 0), how
+        return fixed_cost(self.facts, f"fixed-g4spec-{size}{'-large' * large}", context), how
 
     def _in_ram(self, engine: str, option: WeightFormat) -> tuple[int, int, int]:
         """Return the bytes of weights that llama.cpp keeps in RAM, the number of layers whose cache

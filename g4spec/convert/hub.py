@@ -27,7 +27,7 @@ from g4spec.convert.transfer import TransferGuard
 from g4spec.errors import EnvironmentProblem, G4Error, InputError
 from g4spec.gguf import regular_files
 from g4spec.gguf.atomic import atomic_write
-from g4spec.gguf.parts import first_parts
+from g4spec.gguf.parts import first_parts, model_name
 
 Purpose = Literal["any", "tokenizer", "gguf"]
 """Files needed: a checkpoint or GGUF, a target's tokenizer and configuration, or a GGUF to run."""
@@ -128,7 +128,7 @@ class _Hub:
                     f"{self.id} has no file {self.id.file}",
                     found=_shown(n for n in names if n.endswith(".gguf")),
                 )
-            parts = [n for n in names if _model(n) == _model(self.id.file)]
+            parts = [n for n in names if model_name(n) == model_name(self.id.file)]
             found = {name: self._get(name, revision) for name in parts}
             self._remember(found[self.id.file], revision)
             return found[self.id.file]
@@ -166,7 +166,7 @@ class _Hub:
         if purpose == "gguf" or not (
             tensors or (purpose == "tokenizer" and "tokenizer.json" in top)
         ):
-            if len({_model(name) for name in ggufs}) == 1:
+            if len({model_name(name) for name in ggufs}) == 1:
                 return ggufs
             self._no_gguf(ggufs, names, bool(tensors))
         if "config.json" not in small:
@@ -383,11 +383,6 @@ class _Hub:
 def _status(error: BaseException) -> int | None:
     status = getattr(getattr(error, "response", None), "status_code", None)
     return status if isinstance(status, int) and status >= 400 else None
-
-
-def _model(name: str) -> str:
-    """Return a name that all parts of a split GGUF have in common; of other files their own."""
-    return re.sub(r"-\d{5}(-of-\d{5}\.gguf)$", r"\1", name)
 
 
 def _safe(name: str) -> bool:

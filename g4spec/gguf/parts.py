@@ -41,6 +41,12 @@ def unsplit_path(path: Path) -> Path | None:
     return path.with_name(f"{found[1]}.gguf") if found else None
 
 
+def model_name(name: str) -> str:
+    """Return a name that all parts of a split model have in common; of another file its own."""
+    found = _NAME.fullmatch(name)
+    return f"{found[1]}-of-{found[3]}.gguf" if found else name
+
+
 def siblings(path: Path) -> list[Path]:
     """Return the other existing parts of the split model of `path`, judged by its name."""
     found = _NAME.fullmatch(path.name)

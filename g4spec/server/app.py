@@ -92,7 +92,7 @@ class Endpoints:
 
     def __init__(self, service: Service, store: ResponseStore, replays: ReplayStore) -> None:
         self._service, self._store, self._replays = service, store, replays
-        # One at a time: a text as large as a body may be takes seconds and gigabytes.
+        # One at a time: the longest text takes seconds and half a gigabyte.
         self._long_work = asyncio.Lock()
 
     # ---- generation

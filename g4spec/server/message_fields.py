@@ -227,9 +227,7 @@ def _messages(messages: Sequence[MessageParam]) -> list[Json]:
                 called = called if message.role == "user" else set()
             _add(out[-1], block)
             called |= {block.id} if isinstance(block, ToolUseBlock) else set()
-    for turn in out:
-        if thoughts := turn.pop("thoughts", None):
-            turn["reasoning_content"] = "\n".join(thoughts)
+    join_thoughts(out)
     found = [m for m in out if m["content"] or m["role"] == "tool" or m.get("tool_calls")]
     if not found:
         raise RequestError(
@@ -240,8 +238,16 @@ def _messages(messages: Sequence[MessageParam]) -> list[Json]:
     return found
 
 
+def join_thoughts(messages: Sequence[Json]) -> None:
+    """Replace the list `thoughts` of each message by its `reasoning_content`, once: there may be
+    many."""
+    for message in messages:
+        if thoughts := message.pop("thoughts", None):
+            message["reasoning_content"] = "\n".join(thoughts)
+
+
 def _add(message: Json, block: Body) -> None:
-    """Append a block to a chat message; `_messages` joins its `thoughts`."""
+    """Append a block to a chat message; see `join_thoughts`."""
     if isinstance(block, TextBlock):
         message["content"] += _parts([block.text])
     elif isinstance(block, ThinkingBlock) and block.thinking:

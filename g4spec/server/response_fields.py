@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError, from_json
 
 from g4spec.server import fields
 from g4spec.server.fields import Body, ChatRequest, Content, Effort, Hints, Json, Sampling
-from g4spec.server.message_fields import Caller
+from g4spec.server.message_fields import Caller, join_thoughts
 from g4spec.server.request_errors import RequestError
 
 LOGPROBS = "message.output_text.logprobs"
@@ -409,9 +409,7 @@ def _messages(context: Sequence[Json]) -> list[Json]:
         elif kind != "function_call" or item["status"] != "incomplete":
             _add(_turn(out, kind), item)
             called |= {item["call_id"]} if kind == "function_call" else set()
-    for message in out:
-        if thoughts := message.pop("thoughts", None):
-            message["reasoning_content"] = "\n".join(thoughts)
+    join_thoughts(out)
     return [m for m in out if m["role"] != "assistant" or m["content"] or m.get("tool_calls")]
 
 
@@ -429,7 +427,7 @@ def _plain(parts: Sequence[Json]) -> list[Json]:
 
 
 def _add(message: Json, item: Json) -> None:
-    """Add an item to its assistant message; `_messages` joins its `thoughts`."""
+    """Add an item to its assistant message; see `join_thoughts`."""
     if item["type"] == "message":
         message["content"] = _plain(item["content"])
     elif item["type"] == "function_call":

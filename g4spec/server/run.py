@@ -116,17 +116,16 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """See `uvicorn.Server`; the end of the terminal counts too, but not under `nohup`."""
         before = signal.getsignal(signal.SIGHUP)
-        main = threading.current_thread() is threading.main_thread()
-        if not main or before is signal.SIG_IGN:
-            with super().capture_signals():
-                yield
-            return
-        signal.signal(signal.SIGHUP, self.handle_exit)
+        is_main = threading.current_thread() is threading.main_thread()
+        captured = is_main and before is not signal.SIG_IGN
+        if captured:
+            signal.signal(signal.SIGHUP, self.handle_exit)
         try:
             with super().capture_signals():
                 yield
         finally:
-            signal.signal(signal.SIGHUP, before)
+            if captured:
+                signal.signal(signal.SIGHUP, before)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """See `uvicorn.Server`."""

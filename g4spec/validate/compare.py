@@ -242,7 +242,7 @@ class _Compare:
             yield key, mine.format, mine.raw, source
 
     def _dropped(self, name: str) -> bool:
-        """True if a conversion drops this source tensor; it refuses a copy that differs."""
+        """Return True if a conversion drops this source tensor; it refuses a copy that differs."""
         drops = () if self.same_names else getattr(self.s.kind, "DROPS", ())
         drop = next((d for d in drops if re.fullmatch(d.pattern, name)), None)
         if drop is None:

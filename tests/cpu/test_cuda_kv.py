@@ -10,7 +10,7 @@ from g4spec import quant
 from g4spec.advisor import memory_needs
 from g4spec.advisor.facts import facts
 from g4spec.advisor.figures import FixedCostFact
-from g4spec.advisor.memory_needs import LARGE
+from g4spec.advisor.memory_needs import LARGE, fixed_cost
 from g4spec.core import MAX_STEP_ROWS, PAGE, CacheShape
 from g4spec.gguf.reader import TensorInfo
 from g4spec.measure import synthetic
@@ -202,12 +202,13 @@ def test_doctor_counts_prefill_memory(gib: int, arch: str, monkeypatch: pytest.M
         config = gemma4.parse_hf(Checkpoint(shape, {}))
         needed = card.workspace(config, 8192, memory.chunk(gib << 30), 1)
         large = gib << 30 >= LARGE
-        row = facts().get(FixedCostFact, f"fixed-g4spec-{size.split('-')[0]}{'-large' * large}")
+        cost = f"fixed-g4spec-{size.split('-')[0]}{'-large' * large}"
+        row = facts().get(FixedCostFact, cost)
         assert needed <= row.gib * 2**30
         assert large or needed > 0.8 * row.gib * 2**30
         for context in (32_768, 131_072, config.n_ctx):
             needed = card.workspace(config, context, memory.chunk(gib << 30), 1)
-            counted = row.gib * 2**30 + row.token * (context - 8192)
+            counted = fixed_cost(facts(), cost, context)
             assert needed <= counted + (64 << 20)
             assert large or needed > 0.8 * counted
 

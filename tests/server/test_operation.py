@@ -351,7 +351,7 @@ def test_all_errors_have_the_headers_of_other_responses(
     """Pages of other origins can read them, and each has the number of its line in the log."""
 
     class PanicException(BaseException):
-        """As in Rust libraries."""
+        """Stand for the panic of a Rust library."""
 
     raised: list[type[BaseException]] = [ValueError, PanicException]
 

@@ -18,12 +18,6 @@ DEVICE u32 six_bits(const uint4& h, int i) {
 struct AffineFactors {
   float scales[8], dmin;
   u32 mins[4];  // pairs of codes
-
-  // d * scale, rounded once: d * (bias + scale) - d * bias, where the scale's lowest bit is 1 in the
-  // mantissa of `bias`.
-  static DEVICE float scaled(float d, u32 bits, u32 mask, float bias) {
-    return fmaf(d, __uint_as_float(and_or(bits, mask, __float_as_uint(bias))), -bias * d);
-  }
 };
 
 // Where a lane finds a row's scales and minima of 6 bits. `share`: a factor of scales. Fragments hold the
@@ -42,11 +36,16 @@ struct SixBits {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const u32 two = pair<0>(h, i);  // in the lower and in the upper half
-      f.scales[2 * i] = f.scaled(d, two, 63, 8388608.0f);
-      f.scales[2 * i + 1] = f.scaled(d, two, 63 << 16, 128.0f);
+      f.scales[2 * i] = scaled(d, two, 63, 8388608.0f);
+      f.scales[2 * i + 1] = scaled(d, two, 63 << 16, 128.0f);
       f.mins[i] = pair<1>(h, i) & 0x3f003fu;
     }
     return f;
+  }
+  // d * scale, rounded once: d * (bias + scale) - d * bias, where the scale's lowest bit is 1 in the
+  // mantissa of `bias`.
+  static DEVICE float scaled(float d, u32 bits, u32 mask, float bias) {
+    return fmaf(d, __uint_as_float(and_or(bits, mask, __float_as_uint(bias))), -bias * d);
   }
   // `six_bits` of 2 i and 2 i + 1 in the lower six bits of both halves, whose upper bits are anything.
   template <int MINIMUM>
