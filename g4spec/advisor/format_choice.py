@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from g4spec.advisor.layer_split import NO_SPLIT, LayerSplit
@@ -145,6 +146,11 @@ def gguf_repository(target: TargetModel, option: WeightFormat | None) -> str:
 def has_few_bits(option: WeightFormat) -> bool:
     """Return True if a format of about 3 bits or less costs much quality."""
     return any(part in option.format for part in FEW_BITS)
+
+
+def by_preference(formats: Iterable[WeightFormat], machine: Machine) -> list[WeightFormat]:
+    """Return formats by size, the largest first; those too large for the card's bandwidth last."""
+    return sorted(formats, key=lambda f: (_slow(f, machine), -f.nbytes))
 
 
 def _slow(option: WeightFormat, machine: Machine) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from g4spec.cli import _inputs
+from g4spec.cli import _option_checks
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import CheckFailed, UsageError
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def reject_bench_options(context: typer.Context) -> None:
     """Raise UsageError for options of `bench` before `compare`, which has its own options."""
-    for flag in _inputs.given_flags(context).values():
+    for flag in _option_checks.given_flags(context).values():
         raise UsageError(
             f"{flag} has no effect before `compare`",
             fix="leave it out; options of `compare` come after it",

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from g4spec.cli import _bench_results, _engine, _inputs, _signals
+from g4spec.cli import _bench_results, _engine, _option_checks, _signals
 from g4spec.cli._output_files import prepare
 from g4spec.cli.render import Output
 from g4spec.errors import EnvironmentProblem, UsageError
@@ -51,7 +51,7 @@ def check_options(context: typer.Context, synthetic: str | None) -> str | None:
     Raises:
         UsageError: for options of `bench` that --synthetic ignores, or that need --synthetic.
     """
-    for name, flag in _inputs.given_flags(context).items():
+    for name, flag in _option_checks.given_flags(context).items():
         if synthetic and name not in ALLOWED:
             raise UsageError(f"{flag} has no effect with --synthetic", fix="leave one of them out")
         if not synthetic and name in SYNTHETIC_ONLY:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from g4spec.cli import _inputs, _threads
 from g4spec.cli.render import Output
 
 if TYPE_CHECKING:
+    from g4spec.convert import hub
     from g4spec.runtime.engine import Engine
 
 
@@ -46,7 +48,7 @@ def files(
         path = _inputs.resolve(draft_path, out)
         _inputs.check_draft(path, confident=bool(setup.draft_p_min))
     if remote:
-        model = _target(model, setup, out)
+        model = _target(model, setup, out, path)
     return model, _inputs.open_draft(path, model, out) if path else draft
 
 
@@ -59,8 +61,29 @@ def target_file(model: Path, setup: Setup, out: Output) -> Path:
     return _target(model, setup, out, alone=True)
 
 
-def _target(model: Path, setup: Setup, out: Output, alone: bool = False) -> Path:
-    path = _inputs.resolve(model, out, "gguf")
+def _target(
+    model: Path, setup: Setup, out: Output, draft: Path | None = None, alone: bool = False
+) -> Path:
+    def best_type(id: hub.HubId, sizes: Mapping[str, int]) -> str | None:
+        from g4spec.advisor import hub_choice
+        from g4spec.advisor.facts import facts
+        from g4spec.advisor.machine_probe import probe
+        from g4spec.runtime import devices
+
+        machine = probe(facts())
+        gpu = devices.check(setup.device, setup.cache_type)
+        machine = replace(machine, gpus=() if gpu is None else machine.gpus[gpu[0] :][:1])
+        file = hub_choice.best_file(
+            facts(), machine, id.repo, sizes, setup.n_ctx, setup.cache_type, draft
+        )
+        if file is not None:
+            out.note(
+                f"{id}: {file} is the best of {len(sizes)} files for {machine.title}; "
+                f"another one: {id}:TYPE"
+            )
+        return file
+
+    path = _inputs.resolve(model, out, "gguf", best_type)
     _inputs.check_target(path, setup.n_ctx, alone)
     return path
 

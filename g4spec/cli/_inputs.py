@@ -6,12 +6,13 @@ import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Literal
-
-import typer
+from typing import TYPE_CHECKING, Literal
 
 from g4spec.cli.render import Output
-from g4spec.errors import InputError, UsageError
+from g4spec.errors import InputError
+
+if TYPE_CHECKING:
+    from g4spec.convert import hub
 
 NGRAM = "ngram"
 
@@ -69,12 +70,18 @@ def check_exists(*models: Path | str | None) -> None:
             raise _missing_models.error(path)
 
 
-def resolve(name: Path, out: Output, want: Literal["any", "tokenizer", "gguf"] = "any") -> Path:
-    """Return the path of a file or folder; download it into the hub's cache if it is a hub id."""
+def resolve(
+    name: Path,
+    out: Output,
+    want: Literal["any", "tokenizer", "gguf"] = "any",
+    choose: hub.Choose | None = None,
+) -> Path:
+    """Return the path of a file or folder; download it into the hub's cache if it is a hub id.
+    `choose`: see `hub.resolve`."""
     check_exists(name)
     from g4spec.convert import hub
 
-    path, notes = hub.resolve(name, want)
+    path, notes = hub.resolve(name, want, choose)
     for note in notes:
         out.note(note)
     return path
@@ -129,22 +136,3 @@ def check_target(path: Path, n_ctx: int | None, alone: bool = False) -> None:
         else:
             fix = f"convert it first: {convert.conversion_command(path)}"
     raise InputError(f"{path}: a folder", expected="a target's GGUF file", fix=fix)
-
-
-def given_flags(context: typer.Context) -> dict[str, str]:
-    """Return the options of the command line: parameter name -> flag, in the command's order."""
-    sources = {o: context.get_parameter_source(o.name or "") for o in context.command.params}
-    given = [o for o, source in sources.items() if source and source.name == "COMMANDLINE"]
-    flags = {}
-    for o in given:
-        off = context.params.get(o.name or "") is False and o.secondary_opts
-        names = o.secondary_opts if off else o.opts
-        flags[o.name or ""] = next((name for name in names if name[:2] == "--"), names[0])
-    return flags
-
-
-def require_draft(draft: str | None, **options: object) -> None:
-    """Raise UsageError if one of `options` is set and there is no draft."""
-    for name, value in options.items():
-        if draft is None and value:
-            raise UsageError(f"--{name.replace('_', '-')} needs a draft", fix="pass one with -md")

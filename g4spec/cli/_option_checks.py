@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import typer
+
 from g4spec import ranges
 from g4spec.cli import _field_names, _inputs, _options
 from g4spec.errors import UsageError
@@ -75,3 +77,22 @@ def _check_prompts(values: Mapping[str, Any]) -> None:
 
     names = prompts.parse_categories(values["categories"])
     prompts.check_categories(names, None if values.get("preset") else values["count"])
+
+
+def given_flags(context: typer.Context) -> dict[str, str]:
+    """Return the options of the command line: parameter name -> flag, in the command's order."""
+    sources = {o: context.get_parameter_source(o.name or "") for o in context.command.params}
+    given = [o for o, source in sources.items() if source and source.name == "COMMANDLINE"]
+    flags = {}
+    for o in given:
+        off = context.params.get(o.name or "") is False and o.secondary_opts
+        names = o.secondary_opts if off else o.opts
+        flags[o.name or ""] = next((name for name in names if name[:2] == "--"), names[0])
+    return flags
+
+
+def require_draft(draft: str | None, **options: object) -> None:
+    """Raise UsageError if one of `options` is set and there is no draft."""
+    for name, value in options.items():
+        if draft is None and value:
+            raise UsageError(f"--{name.replace('_', '-')} needs a draft", fix="pass one with -md")

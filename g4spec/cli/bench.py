@@ -17,6 +17,7 @@ from g4spec.cli import (
     _engine,
     _inputs,
     _measured_prompt,
+    _option_checks,
     _options,
     _prompt_options,
     _signals,
@@ -82,7 +83,7 @@ def measure(
     if size := _bench_synthetic.check_options(context, synthetic):
         return _bench_synthetic.run(size, mix, draft, accepted, setup, out, save)
     _bench_parallel.check(parallel, report)
-    _inputs.require_draft(draft, draft_max=draft_max not in (None, "0"))
+    _option_checks.require_draft(draft, draft_max=draft_max not in (None, "0"))
     model = _bench_options.require_target(
         model, preset, dataset, bool(temp or categories), save, report
     )

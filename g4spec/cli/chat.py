@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from g4spec.cli import _chat_options, _engine, _inputs, _options, _sampling_defaults
+from g4spec.cli import _chat_options, _engine, _option_checks, _options, _sampling_defaults
 from g4spec.cli._notes import thinking_note
 from g4spec.cli.render import Output, Quiet
 from g4spec.errors import UsageError
@@ -46,7 +46,7 @@ def command(
     quiet: Quiet = False,
 ) -> None:
     """Chat with a model in the terminal; /help lists the commands."""
-    flags, out = _inputs.given_flags(context), Output(quiet=quiet)
+    flags, out = _option_checks.given_flags(context), Output(quiet=quiet)
     if (model is None) == (url is None):
         raise UsageError(
             "expected either -m or --url", fix="name a model with -m, or a server with --url"
@@ -61,7 +61,7 @@ def command(
         raise UsageError("--api-key: no effect without --url", fix="leave it out")
     length = _options.draft_max(draft_max)
     if url is None:
-        _inputs.require_draft(
+        _option_checks.require_draft(
             draft, draft_max=draft_max not in ("auto", "0"), show_draft=show_draft
         )
     sampling: dict[str, Any] = {"temperature": temp, "top_k": top_k, "top_p": top_p, "min_p": min_p}

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from g4spec.cli import _engine, _inputs, _logit_options, _options, _prompt, _prompt_options
+from g4spec.cli import (
+    _engine,
+    _inputs,
+    _logit_options,
+    _option_checks,
+    _options,
+    _prompt,
+    _prompt_options,
+)
 from g4spec.cli._notes import greedy_note, low_acceptance_note, thinking_note
 from g4spec.cli._text_stream import Marking, Writer, auto_note, stats_line
 from g4spec.cli.render import Json, Output, Quiet
@@ -60,7 +68,7 @@ def command(
     if marking and json:
         option = "--show-rejected" if show_rejected else "--show-draft"
         raise UsageError(f"{option} has no effect with --json", fix="leave one of them out")
-    _inputs.require_draft(
+    _option_checks.require_draft(
         draft,
         draft_max=draft_max not in ("auto", "0"),
         show_draft=show_draft,

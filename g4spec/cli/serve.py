@@ -13,6 +13,7 @@ from g4spec.cli import (
     _engine,
     _http_options,
     _inputs,
+    _option_checks,
     _options,
     _serve_http,
     _serve_limits,
@@ -73,12 +74,12 @@ def command(
     Includes a web page to chat. A draft makes answers faster and never changes them. The first
     SIGTERM or Ctrl-C lets running requests finish; a second one stops at once.
     """
-    flags = _inputs.given_flags(context)
+    flags = _option_checks.given_flags(context)
     _serve_options.check_models(model, models, draft, alias, tags, flags)
     length = _options.draft_max(draft_max)
     ranges.check(draft_max=length)
     if models is None:
-        _inputs.require_draft(draft, draft_max=draft_max not in ("auto", "0"))
+        _option_checks.require_draft(draft, draft_max=draft_max not in ("auto", "0"))
     out = Output(quiet=quiet)
     setup = _engine.Setup(
         ctx_size, draft_window, draft_p_min, device, cache_type, 1 if daemon else parallel

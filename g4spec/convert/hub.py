@@ -16,10 +16,10 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 from g4spec.convert import hub_settings, safetensors
 from g4spec.convert.provenance import SMALL
@@ -27,7 +27,7 @@ from g4spec.convert.transfer import TransferGuard
 from g4spec.errors import EnvironmentProblem, G4Error, InputError
 from g4spec.gguf import regular_files
 from g4spec.gguf.atomic import atomic_write
-from g4spec.gguf.parts import first_parts, model_name
+from g4spec.gguf.parts import model_name
 
 Purpose = Literal["any", "tokenizer", "gguf"]
 """Files needed: a checkpoint or GGUF, a target's tokenizer and configuration, or a GGUF to run."""
@@ -37,7 +37,6 @@ _WORD = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _REVISION, _PART = r"[A-Za-z0-9][A-Za-z0-9._/-]*", r"[^:\\]+\.gguf|[A-Za-z0-9_]+"
 _ID = re.compile(rf"({_WORD}/{_WORD})(?:@({_REVISION}))?(?::({_PART}))?")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]*")
-PART_SUFFIX = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
 INDEX = ".safetensors.index.json"
 MAX_LISTING_BYTES = 16 << 20
 """Maximum size of the list of a repository's files in bytes."""
@@ -74,15 +73,23 @@ class HubId:
         return self.repo + (f"@{self.revision}" if self.revision else "")
 
 
+Choose = Callable[[HubId, Mapping[str, int]], str | None]
+"""Returns one of the GGUF files of a repository, given as name -> bytes (of a split model the first
+part and the bytes of all parts), or None if it cannot tell."""
+
+
 def is_remote(text: str | Path) -> bool:
     """True if `text` is a hub id and not an existing path, so that the hub is needed."""
     return HubId.parse(str(text)) is not None and not Path(text).exists()
 
 
-def resolve(text: str | Path, purpose: Purpose = "any") -> tuple[Path, list[str]]:
+def resolve(
+    text: str | Path, purpose: Purpose = "any", choose: Choose | None = None
+) -> tuple[Path, list[str]]:
     """Return the local path of a path or hub id, and notes for the user.
 
     An existing path has precedence over a hub id. Text that is neither is returned unchanged.
+    `choose`: chooses one of several GGUF files; without it they are an error.
 
     Raises InputError or EnvironmentProblem if the download fails, UsageError for a malformed
     setting or token of huggingface_hub.
@@ -93,17 +100,17 @@ def resolve(text: str | Path, purpose: Purpose = "any") -> tuple[Path, list[str]
         return path, []
     if path.exists():
         return path, [f"{name} is a local path; the hub was not asked"]
-    downloaded = fetch(found, purpose)
+    downloaded = fetch(found, purpose, choose)
     return downloaded, [f"{name}: took {downloaded} from the hub"]
 
 
-def fetch(id: HubId, purpose: Purpose = "any") -> Path:
+def fetch(id: HubId, purpose: Purpose = "any", choose: Choose | None = None) -> Path:
     """Download the files needed for `purpose`; return the file or the folder of the snapshot."""
-    return _Hub(id).fetch(purpose)
+    return _Hub(id, choose).fetch(purpose)
 
 
 class _Hub:
-    def __init__(self, id: HubId) -> None:
+    def __init__(self, id: HubId, choose: Choose | None) -> None:
         hub_settings.check_settings()
         import huggingface_hub as hf
         from huggingface_hub import constants, errors
@@ -112,6 +119,7 @@ class _Hub:
         if not constants.HF_HUB_DISABLE_IMPLICIT_TOKEN:
             hub_settings.check_token(Path(constants.HF_TOKEN_PATH))
         self.id, self.hf, self.errors, self.constants = id, hf, errors, constants
+        self.choose = choose
         self.cache = Path(os.path.abspath(constants.HF_HUB_CACHE))
         # Base class of the transport's errors; it differs between versions of huggingface_hub.
         self.transport: type[Exception] = errors.HfHubHTTPError.__mro__[1]
@@ -132,30 +140,39 @@ class _Hub:
             found = {name: self._get(name, revision) for name in parts}
             self._remember(found[self.id.file], revision)
             return found[self.id.file]
-        chosen = self._choose(names, purpose, revision)
+        chosen = self._needed(names, purpose, revision)
         paths = [self._get(name, revision) for name in chosen]
         self._remember(paths[0], revision)
         return paths[0] if chosen[0].endswith(".gguf") else paths[0].parent
 
-    def _list(self) -> tuple[str, list[str]]:
-        """Return the commit of the revision and the names of its files."""
+    def _list(self) -> tuple[str, dict[str, int]]:
+        """Return the commit of the revision, and its files: name -> bytes, 0 if not given."""
         api = self.hf.HfApi(endpoint=hub_settings.endpoint())
         timeout = float(self.constants.HF_HUB_ETAG_TIMEOUT)
         try:
             info = self._call(
-                lambda: api.model_info(self.id.repo, revision=self.id.revision, timeout=timeout),
+                lambda: api.model_info(
+                    self.id.repo,
+                    revision=self.id.revision,
+                    timeout=timeout,
+                    files_metadata=self.choose is not None,
+                ),
                 lambda: TransferGuard(self._what, MAX_LISTING_BYTES),
             )
-            names = [s.rfilename for s in info.siblings or []]
+            files = {s.rfilename: s.size for s in info.siblings or []}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             raise InputError(
                 f"{self.id}: malformed answer of the hub", found=f"{type(e).__name__}: {e}"
             ) from e
         if not re.fullmatch(r"[0-9a-f]{40}", str(info.sha)):
             raise InputError(f"{self.id}: no commit in the hub's answer", found=f"{info.sha!r:.80}")
-        return str(info.sha), [n for n in names if isinstance(n, str) and _safe(n)]
+        return str(info.sha), {
+            name: size if isinstance(size, int) else 0
+            for name, size in files.items()
+            if isinstance(name, str) and _safe(name)
+        }
 
-    def _choose(self, names: list[str], purpose: Purpose, revision: str) -> list[str]:
+    def _needed(self, names: Mapping[str, int], purpose: Purpose, revision: str) -> list[str]:
         """Return the files to download; the first one is the model or is in its folder."""
         top = [n for n in names if "/" not in n]
         small = [n for n in SMALL if n in top]
@@ -166,9 +183,8 @@ class _Hub:
         if purpose == "gguf" or not (
             tensors or (purpose == "tokenizer" and "tokenizer.json" in top)
         ):
-            if len({model_name(name) for name in ggufs}) == 1:
-                return ggufs
-            self._no_gguf(ggufs, names, bool(tensors))
+            parts = self._one_model({name: names[name] for name in ggufs})
+            return parts or self._no_gguf(ggufs, names, bool(tensors))
         if "config.json" not in small:
             raise InputError(f"{self.id} has no config.json", found=_shown(names))
         if purpose == "tokenizer":
@@ -185,11 +201,23 @@ class _Hub:
             return [*small, indexes[0], *shards]
         return [*small, *(["model.safetensors"] if "model.safetensors" in tensors else tensors)]
 
-    def _of_type(self, ggufs: list[str]) -> list[str]:
+    def _one_model(self, ggufs: Mapping[str, int]) -> list[str]:
+        """Return all parts of the only model among files (name -> bytes), or of the chosen one; []
+        if there are several and none was chosen."""
+        models: dict[str, list[str]] = {}
+        for name in sorted(ggufs):
+            models.setdefault(model_name(name), []).append(name)
+        if len(models) == 1:
+            return next(iter(models.values()))
+        sizes = {parts[0]: sum(ggufs[p] for p in parts) for parts in models.values()}
+        chosen = self.choose(self.id, sizes) if self.choose is not None and models else None
+        return models[model_name(chosen)] if chosen is not None else []
+
+    def _of_type(self, ggufs: Iterable[str]) -> list[str]:
         """Return the only file of the requested type, or all parts of it."""
         found = self.id.of_type(ggufs)
-        if len({PART_SUFFIX.sub("", name) for name in found}) != 1:
-            named = found or ggufs or ["FILE.gguf"]
+        if len({model_name(name) for name in found}) != 1:
+            named = found or list(ggufs) or ["FILE.gguf"]
             raise InputError(
                 f"{self._what}: no single GGUF file has that type in its name",
                 found=_shown(found or ggufs),
@@ -197,7 +225,7 @@ class _Hub:
             )
         return found
 
-    def _no_gguf(self, ggufs: list[str], names: list[str], tensors: bool) -> None:
+    def _no_gguf(self, ggufs: list[str], names: Iterable[str], tensors: bool) -> NoReturn:
         if ggufs:
             raise InputError(
                 f"{self.id} has {len(ggufs)} GGUF files",
@@ -289,9 +317,10 @@ class _Hub:
         if self.id.type:
             names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*.gguf"))
             return folder / self._of_type(names)[0]
-        ggufs = first_parts(sorted(folder.glob("*.gguf")))
-        only_gguf = len(ggufs) == 1 and not any(folder.glob("*.safetensors"))
-        return ggufs[0] if only_gguf else folder
+        if any(folder.glob("*.safetensors")):
+            return folder
+        parts = self._one_model({p.name: p.stat().st_size for p in folder.glob("*.gguf")})
+        return folder / parts[0] if parts else folder
 
     @property
     def _what(self) -> str:

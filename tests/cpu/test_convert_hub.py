@@ -8,13 +8,14 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from g4spec import cli
+from g4spec.advisor.machine import Machine
 from g4spec.convert import convert, hub, transfer
 from g4spec.errors import EnvironmentProblem, G4Error, InputError, Unsupported, UsageError
 from g4spec.gguf import GGUF, TensorData, write_split
@@ -196,6 +197,62 @@ def test_a_gguf_is_named_or_the_only_one(served: Hub) -> None:
     refused("org/draft", InputError, "Convert it first", "gguf")
     assert get("org/two:Q8_0").name == "draft-q8_0.gguf"
     assert "org/two:draft-q8_0.gguf" in refused("org/two:q4_k", InputError, "no single GGUF file")
+
+
+def test_one_of_several_ggufs_is_chosen(
+    family: Path, served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with GGUF(family / "target.gguf") as g:
+        kv, raw = {k: g.value(k) for k in g}, {n: [g.raw(n)] for n in g.tensors}
+        data = [TensorData(n, t.shape, t.type, raw[n]) for n, t in g.tensors.items()]
+        paths, _ = write_split(tmp_path / "m-Q8_0.gguf", kv, data, 200_000)
+    whole = (family / "target.gguf").read_bytes()
+    parts = {p.name: p.read_bytes() for p in paths}
+    served.repos["org/types"] = parts | {"m-Q4_0.gguf": whole, "README.md": b""}
+    asked: list[tuple[str, dict[str, int]]] = []
+
+    def choose(id: hub.HubId, sizes: Mapping[str, int]) -> str | None:
+        asked.append((str(id), dict(sizes)))
+        return paths[0].name
+
+    path, _ = hub.resolve("org/types", "gguf", choose)
+    sizes = {paths[0].name: sum(map(len, parts.values())), "m-Q4_0.gguf": len(whole)}
+    assert asked == [("org/types", sizes)]
+    assert path.name == paths[0].name and sorted(served.downloads()) == sorted(parts)
+    with pytest.raises(InputError, match=r"\d GGUF files"):
+        hub.resolve("org/types", "gguf", lambda id, sizes: None)
+    hub.resolve("org/types:m-Q4_0.gguf")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert hub.resolve("org/types", "gguf", choose)[0] == path
+    assert asked[1] == asked[0] and len(asked) == 2
+
+
+def test_a_run_takes_the_best_type_that_fits_and_says_so(
+    family: Path, served: Hub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A repository with several types was refused."""
+    whole = (family / "target.gguf").read_bytes()
+    sizes = {"e2b-it-BF16.gguf": 9_300_000_000, "e2b-it-Q6_K.gguf": 3_900_000_000}
+    served.repos["org/gemma-4-E2B-it-GGUF"] = dict.fromkeys(sizes, whole)
+
+    def listed(answer: dict[str, Any]) -> dict[str, Any]:
+        for file in answer["siblings"]:
+            file["size"] = sizes[file["rfilename"]]
+        return answer
+
+    served.listing = listed
+    machine = Machine((), ram=64 << 30, ram_free=64 << 30)
+    monkeypatch.setattr("g4spec.advisor.machine_probe.probe", lambda facts: machine)
+    run = ["generate", "-m", "org/gemma-4-E2B-it-GGUF", "-p", "a", "-n", "2", "-c", "64"]
+    run += ["--device", "cpu"]
+    assert cli.run(run) == 0
+    assert "e2b-it-Q6_K.gguf is the best of 2 files for a machine" in capsys.readouterr().err
+    assert served.downloads() == ["e2b-it-Q6_K.gguf"]
+    machine = Machine((), ram=1 << 30, ram_free=1 << 30)
+    assert cli.run(run) != 0
+    assert "none of its 2 types can run here" in " ".join(capsys.readouterr().err.split())
+    assert cli.run(["inspect", "org/gemma-4-E2B-it-GGUF"]) != 0
+    assert "2 GGUF files" in capsys.readouterr().err
 
 
 def test_every_command_takes_ids(

@@ -119,7 +119,10 @@ class _Handler(BaseHTTPRequestHandler):
         if revision and revision not in ("main", SHA, "v1"):
             self.send(404, b"", {"X-Error-Code": "RevisionNotFound"})
             return
-        files = [{"rfilename": name} for name in self.hub.repos[repo]]
+        files: list[dict[str, Any]] = [{"rfilename": name} for name in self.hub.repos[repo]]
+        if "blobs=" in self.path:
+            for file in files:
+                file["size"] = len(self.hub.repos[repo][file["rfilename"]])
         answer = {
             "_id": "1",
             "id": repo,
