@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 from g4spec.core import MAX_DRAFT
@@ -14,10 +15,18 @@ from g4spec.errors import UsageError
 
 
 class Range(NamedTuple):
-    """The valid values of a parameter, and their description in errors."""
+    """The valid values of a parameter.
+
+    Attributes:
+        contains: whether it contains a number. `text`: its description in errors.
+        type: `Integral`, or `Real` for parameters that may have a fraction; never bool.
+        word: a valid value that is not a number, or "".
+    """
 
     contains: Callable[[Any], bool]
     text: str
+    type: type[Any] = Integral
+    word: str = ""
 
 
 MAX_COUNT = 100_000
@@ -27,22 +36,19 @@ MAX_PARALLEL = 1024
 
 _COUNT = Range(lambda x: 1 <= x <= MAX_COUNT, f"1 to {MAX_COUNT}")
 _POSITIVE = Range(lambda x: x >= 1, ">= 1")
-_OPENAI_PENALTY = Range(lambda x: -2 <= x <= 2, "in [-2, 2]")
+_OPENAI_PENALTY = Range(lambda x: -2 <= x <= 2, "in [-2, 2]", Real)
 
 RANGES = {
-    "temperature": Range(lambda x: math.isfinite(x) and x >= 0, "a finite number >= 0"),
+    "temperature": Range(lambda x: math.isfinite(x) and x >= 0, "a finite number >= 0", Real),
     "top_k": Range(lambda x: x >= 0, ">= 0 (0 keeps all)"),
-    "top_p": Range(lambda x: 0 < x <= 1, "in (0, 1]"),
-    "min_p": Range(lambda x: 0 <= x <= 1, "in [0, 1]"),
+    "top_p": Range(lambda x: 0 < x <= 1, "in (0, 1]", Real),
+    "min_p": Range(lambda x: 0 <= x <= 1, "in [0, 1]", Real),
     "seed": Range(lambda x: 0 <= x < 2**64, "in [0, 2^64)"),
-    "repetition_penalty": Range(lambda x: 0.01 <= x <= 100, "in [0.01, 100] (1 is off)"),
+    "repetition_penalty": Range(lambda x: 0.01 <= x <= 100, "in [0.01, 100] (1 is off)", Real),
     "presence_penalty": _OPENAI_PENALTY,
     "frequency_penalty": _OPENAI_PENALTY,
     "n_predict": _POSITIVE,
-    "draft_max": Range(
-        lambda x: x == "auto" or (isinstance(x, int) and 0 <= x <= MAX_DRAFT),
-        f"0 to {MAX_DRAFT}, or auto",
-    ),
+    "draft_max": Range(lambda x: 0 <= x <= MAX_DRAFT, f"0 to {MAX_DRAFT}, or auto", word="auto"),
     "n": _POSITIVE,
     "count": _COUNT,
     "parallel": Range(lambda x: 1 <= x <= MAX_PARALLEL, f"1 to {MAX_PARALLEL}"),
@@ -52,7 +58,9 @@ RANGES = {
     "repeats": _COUNT,
     "logprobs": Range(lambda x: x >= 0, ">= 0"),
     "accept_length": Range(
-        lambda x: 1 <= x <= MAX_DRAFT + 1, f"1 to {MAX_DRAFT + 1}, the target's own token included"
+        lambda x: 1 <= x <= MAX_DRAFT + 1,
+        f"1 to {MAX_DRAFT + 1}, the target's own token included",
+        Real,
     ),
 }
 """Parameter -> its valid values. NaN is in none of them."""
@@ -69,8 +77,19 @@ def check_key(key: str) -> None:
         raise UsageError("`api_key`", expected="printable ASCII, all that requests can contain")
 
 
+def is_token_id(value: Any, n_vocab: float = math.inf) -> bool:
+    """Return True for an integer from 0 to `n_vocab` - 1."""
+    return isinstance(value, int | Integral) and 0 <= int(value) < n_vocab
+
+
 def check(**values: Any) -> None:
-    """Raise UsageError for the first parameter whose value is not in RANGES; None is skipped."""
+    """Raise UsageError for the first value of another type or outside RANGES; None is skipped."""
     for name, value in values.items():
-        if value is not None and not RANGES[name].contains(value):
-            raise UsageError(f"`{name}`", expected=RANGES[name].text, found=value)
+        valid = RANGES[name]
+        if value is None or (valid.word and value == valid.word):
+            continue
+        if isinstance(value, bool) or not isinstance(value, valid.type):
+            what = "an integer" if valid.type is Integral else "a number"
+            raise UsageError(f"`{name}`", expected=f"{what}, {valid.text}", found=repr(value))
+        if not valid.contains(value):
+            raise UsageError(f"`{name}`", expected=valid.text, found=value)

@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -139,11 +140,12 @@ class Sampler:
             )
         seen: set[int] = set()
         for token, value in self.logit_bias:
-            if token < 0:
+            if not ranges.is_token_id(token):
                 raise UsageError("`logit_bias`", expected="a token id >= 0", found=token)
             if token in seen:
                 raise UsageError("`logit_bias`", expected="each token id once", found=token)
-            if not (-100 <= value <= 100 or value == -math.inf):
+            number = isinstance(value, Real)
+            if not (number and (-100 <= value <= 100 or value == -math.inf)):
                 raise UsageError(
                     f"`logit_bias` of token {token}", expected="-100 to 100, or -inf", found=value
                 )

@@ -341,9 +341,9 @@ def check_request(prompt: Sequence[int], options: Options, config: Any, n_ctx: i
         raise UsageError(
             "the prompt is text", expected="token ids", fix="use engine.tokenizer.encode(text)"
         )
-    if not prompt:
+    if len(prompt) == 0:
         raise InputError("the prompt is empty", expected="at least one token")
-    if bad := [t for t in prompt if not 0 <= t < config.n_vocab]:
+    if bad := [t for t in prompt if not ranges.is_token_id(t, config.n_vocab)]:
         raise InputError(
             "a prompt token is outside the vocabulary",
             expected=f"0..{config.n_vocab - 1}",

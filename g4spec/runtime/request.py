@@ -69,8 +69,8 @@ class Options:
     def __post_init__(self) -> None:
         names = ("n_predict", "draft_max", "logprobs", "n")
         ranges.check(**{name: getattr(self, name) for name in names})
-        if isinstance(self.stop, str):
-            raise UsageError("`stop`", expected="a tuple of texts", found=f"the text {self.stop!r}")
+        if isinstance(self.stop, str) or not all(isinstance(text, str) for text in self.stop):
+            raise UsageError("`stop`", expected="a tuple of texts", found=repr(self.stop))
         if "" in self.stop:
             raise UsageError("`stop`: an empty text would stop everything")
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -498,6 +499,37 @@ def test_a_chunk_without_rows_is_refused(chunk: int) -> None:
 def test_sizes_below_zero_are_refused(name: str, value: int, valid: str) -> None:
     with pytest.raises(UsageError, match=f"`{name}`: expected {valid}, found {value}"):
         Engine.load(Path("no.gguf"), **{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("token", [2.0, "2", None, torch.tensor(2)])
+def test_a_prompt_of_other_things_than_ids_is_refused(token: Any) -> None:
+    """Numbers with a fraction were rounded."""
+    with pytest.raises(InputError, match="a prompt token is outside the vocabulary"):
+        engine().submit([1, token], OPTIONS)
+
+
+def test_ids_of_numpy_are_taken(texts: list[str]) -> None:
+    request = engine().submit(np.array(PROMPTS[0]), OPTIONS)  # type: ignore[arg-type]
+    list(request)
+    assert request.text == texts[0]
+
+
+@pytest.mark.parametrize(
+    "kw",
+    [
+        {"n_predict": 2.5},
+        {"n_predict": True},
+        {"draft_max": True},
+        {"draft_max": "Auto"},
+        {"logprobs": 1.5},
+        {"n": "2"},
+        {"stop": (3,)},
+    ],
+)
+def test_options_of_other_types_are_refused(kw: dict[str, Any]) -> None:
+    """They ended steps, or were taken for other numbers."""
+    with pytest.raises(UsageError, match=f"`{next(iter(kw))}`: expected"):
+        Options(**kw)
 
 
 def test_text_instead_of_ids_is_refused() -> None:

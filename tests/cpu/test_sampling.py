@@ -128,6 +128,10 @@ def test_logits_without_a_largest_one_are_refused(bad: list[float]) -> None:
         {"min_p": -0.1},
         {"seed": -1},
         {"seed": 2**64},
+        {"seed": 1.5},
+        {"top_k": 2.5},
+        {"top_k": True},
+        {"temperature": "1"},
     ],
 )
 def test_settings_out_of_range_are_usage_errors(kw: dict[str, float]) -> None:
@@ -144,6 +148,8 @@ def test_settings_out_of_range_are_usage_errors(kw: dict[str, float]) -> None:
         ("`presence_penalty`: expected", {"presence_penalty": math.nan}),
         ("`frequency_penalty`: expected", {"frequency_penalty": -2.1}),
         ("`logit_bias`: expected a token id", {"logit_bias": ((-1, 0.0),)}),
+        ("`logit_bias`: expected a token id", {"logit_bias": ((1.5, 0.0),)}),
+        ("`logit_bias` of token 7", {"logit_bias": ((7, "1"),)}),
         ("`logit_bias`: expected each token id once", {"logit_bias": ((1, 0.0), (1, 2.0))}),
         ("`logit_bias` of token 7", {"logit_bias": ((7, 100.5),)}),
         ("`logit_bias` of token 7", {"logit_bias": ((7, math.inf),)}),
