@@ -117,7 +117,7 @@ class Policy:
             head, and on whether the output shares the token table.
         imatrix: an importance matrix is used.
 
-    Raises UsageError for a `tensor_types` pattern that matches no tensor.
+    Raises UsageError for a `tensor_types` pattern that matches no tensor whose type can be chosen.
     """
 
     def __init__(
@@ -131,10 +131,17 @@ class Policy:
         q, k = (shapes.get(f"blk.0.attn_{x}.weight") for x in "qk")
         self.gqa = q[0] // k[0] if q and k and k[0] else 1
         for pattern, _ in mix.tensor_types:
-            if not any(map(pattern.search, shapes)):
+            named = {n: s for n, s in shapes.items() if pattern.search(n)}
+            if not named:
                 raise UsageError(
                     f"`tensor_types` {pattern.pattern}: no tensor has such a name",
                     fix="`g4spec inspect FILE` lists them",
+                )
+            if not any(_has_choice(n, s) for n, s in named.items()):
+                raise UsageError(
+                    f"`tensor_types` {pattern.pattern}: matches only tensors that are never "
+                    "quantized",
+                    found=", ".join(sorted(named)[:3]),
                 )
 
     def choose(self, name: str, shape: Sequence[int], role: Role) -> tuple[Format, str]:
@@ -183,6 +190,11 @@ class Policy:
         if name in self.values:
             return TensorPosition(self.values[name], len(self.values), self.gqa, self.imatrix)
         return TensorPosition(_layer(name), self.n_layer, self.gqa, self.imatrix)
+
+
+def _has_choice(name: str, shape: Sequence[int]) -> bool:
+    """Return True if the type of a tensor can be chosen: it is a matrix, and not of a router."""
+    return len(shape) > 1 and not name.endswith(ROUTER_WEIGHT) and not never_quantized(name)
 
 
 def never_quantized(name: str) -> bool:

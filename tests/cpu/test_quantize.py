@@ -194,6 +194,7 @@ def test_types_chosen_by_tensor_name(full: Path, tmp_path: Path) -> None:
         ("ffn=iq2_xs", "iq2_xs"),
         ("(=q8_0", "regular"),
         ("mlp=q8_0", "no tensor"),
+        ("attn_norm=q8_0", "only tensors that are never quantized"),
     ):
         with pytest.raises(UsageError, match=says):
             quantize(full, tmp_path / "b.gguf", "q8_0", tensor_types=[wrong])
