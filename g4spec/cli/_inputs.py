@@ -123,9 +123,9 @@ def check_target(path: Path, n_ctx: int | None, alone: bool = False) -> None:
     `alone`: the command runs no drafts, so the error must not offer -md."""
     fix = "this is a draft, and this command runs only targets: name its target" if alone else None
     if not path.is_dir():
-        from g4spec.runtime import engine
+        from g4spec.runtime import target_file
 
-        return engine.check(path, n_ctx, fix)
+        return target_file.check(path, n_ctx, fix)
     from g4spec import convert, models
 
     with convert.detect(path, prefer_gguf=True) as found:

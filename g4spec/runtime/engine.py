@@ -21,13 +21,12 @@ from typing import Any
 
 import torch
 
-from g4spec import models, ranges
+from g4spec import ranges
 from g4spec.core import MAX_STEP_ROWS, Backend, Draft
 from g4spec.errors import EnvironmentProblem, InputError, PromptTooLong, UsageError
 from g4spec.gguf import GGUF
-from g4spec.models import gemma4, ngram, pairing
-from g4spec.models.spec import check_heads
-from g4spec.runtime import devices, loading, memory, pending_rows
+from g4spec.models import gemma4, ngram
+from g4spec.runtime import devices, loading, memory, target_file
 from g4spec.runtime.chooser import RequestChooser
 from g4spec.runtime.draft_file import DraftFile
 from g4spec.runtime.draft_length import DraftLengthPolicy
@@ -39,9 +38,6 @@ from g4spec.runtime.scheduler import Scheduler
 from g4spec.runtime.target import Target
 from g4spec.runtime.task import Task
 from g4spec.runtime.tokenizer import Tokenizer
-
-DEFAULT_CTX = 8192
-"""Default context length in tokens, if the model was trained on more."""
 
 
 class Engine:
@@ -131,15 +127,15 @@ class Engine:
         backend = devices.select(device, cache_type)
         chunk = -(-(chunk or backend.chunk) // backend.block) * backend.block
         with GGUF(target) as file:
-            config = _target_config(file)
-            context = _context(n_ctx, config.n_ctx)
+            config = target_file.parse_config(file)
+            context = target_file.context_length(n_ctx, config.n_ctx)
             size = memory.Size.of(context, parallel, pool)
             with DraftFile(draft, draft_p_min, draft_window) as other:
                 present = loading.check_weights(file, gemma4.tensors(config))
-                plan = _plan(file, config, other, size, chunk, backend)
+                plan = target_file.plan_memory(file, config, other, size, chunk, backend)
                 space = backend.space(parallel, context, size.pages)
                 weights = loading.load_weights(file, present, backend, progress)
-                tokenizer = _tokenizer(file, config)
+                tokenizer = target_file.load_tokenizer(file, config)
                 loaded = Target(config, weights, backend, space, chunk)
                 drafter: Draft | None = ngram.Drafter() if draft == "ngram" else None
                 if other.file is not None:
@@ -361,90 +357,3 @@ def check_request(prompt: Sequence[int], options: Options, config: Any, n_ctx: i
         raise UsageError(
             "`logit_bias`", expected=f"token ids 0 to {config.n_vocab - 1}", found=bad[0]
         )
-
-
-def read_tokenizer(target: Path) -> Tokenizer:
-    """Read only the tokenizer, in the same way as `Engine.load`."""
-    with GGUF(target) as file:
-        return _tokenizer(file, _target_config(file))
-
-
-def check(target: Path, n_ctx: int | None = None, fix: str | None = None) -> None:
-    """Raise the errors that `Engine.load` would raise for a target, as far as its header shows
-    them. `fix`: see `models.wrong_role`."""
-    with GGUF(target) as file:
-        _context(n_ctx, _target_config(file, fix).n_ctx)
-
-
-def _context(requested: int | None, trained: int) -> int:
-    if requested is None:
-        return min(trained, DEFAULT_CTX)
-    if requested == 0:
-        return trained
-    if not 1 <= requested <= trained:
-        whole = ", or 0 for all of it" if requested < 0 else ""
-        expected = f"1 to {trained}, what the model was trained on{whole}"
-        raise UsageError("`n_ctx`", expected=expected, found=requested)
-    return requested
-
-
-def _target_config(file: GGUF, fix: str | None = None) -> Any:
-    arch = file.kv.get("general.architecture")
-    if arch not in models.TARGETS:
-        if (kind := models.find_kind(arch, file.tensors)) is not None:
-            raise models.wrong_role(file.path, kind, fix)
-        raise InputError(
-            f"{file.path}: not a target",
-            expected=" or ".join(models.TARGETS),
-            found=f"architecture {arch!r}",
-        )
-    config = gemma4.parse_gguf(file.kv, file.shapes())
-    check_heads(config.layers)
-    return config
-
-
-def _tokenizer(file: GGUF, config: Any) -> Tokenizer:
-    """Read the file's tokenizer. Raise InputError if the target has no embedding for some token."""
-    tokenizer = Tokenizer.from_gguf(file)
-    if tokenizer.n_vocab > config.n_vocab:
-        raise InputError(
-            f"{file.path}: the token table has fewer rows than there are tokens",
-            expected=f"at least {tokenizer.n_vocab}",
-            found=config.n_vocab,
-            fix="convert the target again",
-        )
-    return tokenizer
-
-
-def _plan(
-    file: GGUF, config: Any, draft: DraftFile, size: memory.Size, chunk: int, backend: Backend
-) -> memory.MemoryPlan:
-    """Check the draft and the pair, and compute the memory plan.
-
-    Raises:
-        InputError: the draft or the pair cannot be used. EnvironmentProblem: too little memory.
-    """
-    drafted: list[Any] = []
-    if draft.file is not None and draft.kind is not None:
-        draft.kind.check_pair(draft.config, config)
-        pairing.check(file, config, draft.file)
-        draft.check(config.n_vocab)
-        drafted = list(draft.file.tensors.values())
-
-    def plan(size: memory.Size) -> memory.MemoryPlan:
-        return memory.plan(
-            backend,
-            size,
-            chunk,
-            config,
-            file.tensors.values(),
-            gemma4.caches(config),
-            drafted,
-            draft.shapes(),
-            pending_rows.max_bytes(config.n_embd, draft.n_taps, size.slots) if draft.drafts else 0,
-        )
-
-    requested = plan(size)
-    shorter = {n: plan(size.smaller(n)) for n in (*range(256, size.n_ctx, 256), size.n_ctx)}
-    memory.require_fits(requested, shorter, backend.budget.available())
-    return requested

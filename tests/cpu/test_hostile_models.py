@@ -16,8 +16,9 @@ from g4spec.gguf import GGUF, ValueType, array, u32
 from g4spec.models.assistant import CENTROIDS, ORDERING, TOP_K
 from g4spec.runtime.backend import TorchBackend
 from g4spec.runtime.draft_file import DraftFile
-from g4spec.runtime.engine import Engine, read_tokenizer
+from g4spec.runtime.engine import Engine
 from g4spec.runtime.target import Target
+from g4spec.runtime.target_file import read_tokenizer
 from g4spec.runtime.tokenizer import SUPPRESS
 from g4spec.server.model_folder import find_models
 from tests.support import kinds, malformed, tiny
