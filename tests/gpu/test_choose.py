@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from g4spec.ops.sampling import NotFinite, Sampler, gumbel
+from g4spec.runtime.cuda.build.constants import RowFault
 from g4spec.runtime.cuda.step.choose import Choice, Chosen, mode_of
 from tests.gpu.device import DEVICE, EMULATED, needs_gpu
 
@@ -125,6 +126,18 @@ def test_non_finite_values_are_reported(name: str) -> None:
     for t in range(3):
         with pytest.raises(NotFinite):
             SAMPLERS[name].choose(raw[t].cpu(), t + 1)
+
+
+@pytest.mark.parametrize("name", [n for n, s in SAMPLERS.items() if mode_of(s, 5000) != "sorted"])
+def test_rows_whose_tokens_are_all_suppressed_are_told_apart(name: str) -> None:
+    raw = torch.full((3, 5000), -torch.inf, device=DEVICE)
+    raw[:, [7, 4998]] = 1.0
+    raw[1, 4000], raw[2, 4000] = torch.nan, 0.5
+    choice = Choice(5000, DEVICE, suppress=(7, 4998))
+    choice.set(SAMPLERS[name])
+    got = choice(raw, torch.arange(3, device=DEVICE))
+    assert got.bad.tolist() == [RowFault.SUPPRESSED, RowFault.NOT_FINITE, RowFault.NONE]
+    assert int(got.ids[2]) == 4000
 
 
 @needs_gpu

@@ -291,6 +291,34 @@ def test_only_requested_drafted_tokens_can_fail(kind: str) -> None:
     assert [c.draft_failed is not None for c in runner.result()] == [False, True, False]
 
 
+@pytest.mark.parametrize("kind", ["chain", "block"])
+@pytest.mark.parametrize("sampler", [GREEDY, HOT, NARROW])
+def test_suppressed_candidates_end_a_proposal_only(kind: str, sampler: Sampler) -> None:
+    """As on the CPU: some drafts score only a few tokens, and all of them may be suppressed."""
+    runner, target, draft = make_runner(kind)
+    honest, tokens = draft._logits, torch.arange(VOCAB, device=DEVICE)
+    others = (tokens != 1) & (tokens != 2)
+
+    def few(rows: Batch, seen: torch.Tensor, j: int) -> torch.Tensor:
+        logits: torch.Tensor = honest(rows, seen, j)
+        if j == 2:
+            return logits.masked_fill(others, -torch.inf)
+        return logits if j < 2 else logits * torch.nan  # nobody reads it
+
+    draft._logits = few
+    texts = [Text(i, sampler, i) for i in range(3)]
+    for text in texts:
+        text.begin(target, draft)
+    work = [t.work(n) for t, n in zip(texts, (6, 2, 1), strict=True)]
+    wanted = [run_in_python(kind, i, sampler, i, [n])[0] for i, n in enumerate((2, 2, 1))]
+    runner.start(work)
+    cycles = runner.result()
+    assert all(map(same, cycles, wanted)) and not any(c.draft_failed for c in cycles)
+    proposals = GraphRunner(target, draft).propose(work)
+    assert proposals is not None and not any(p.failed for p in proposals)
+    assert [len(p.tokens) for p in proposals] == [2, 2, 1]
+
+
 def test_a_cycle_that_was_dropped_is_run_again() -> None:
     runner, target, _ = make_runner(None)
     text = Text(0, HOT, 0, drafting=False)

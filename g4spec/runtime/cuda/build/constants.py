@@ -105,14 +105,14 @@ SCREEN_KEYS = 4
 """Keys of a thread in the kernel that picks the candidates of `screen`."""
 SAMPLER_BYTES = 32
 """Size of a sequence's sampler in device memory."""
-RESULT_IDS = 6
+RESULT_IDS = 7
 """Words of a cycle's result before its token ids; a word is an int64."""
 RESULT_CHOSEN = RESULT_IDS + MAX_STEP_ROWS
 """Word at which the chosen tokens begin."""
 RESULT_LOGITS = RESULT_CHOSEN + MAX_STEP_ROWS
 """Word at which the logits begin, two float32 in each."""
-RESULT_WORDS = RESULT_LOGITS + MAX_STEP_ROWS // 2 + 2
-"""Words of a cycle's result for a sequence, two of them unused."""
+RESULT_WORDS = RESULT_LOGITS + MAX_STEP_ROWS // 2 + 1
+"""Words of a cycle's result for a sequence, one of them unused."""
 
 
 class CycleField(IntEnum):
@@ -138,6 +138,17 @@ class SampleMode(IntEnum):
     GREEDY = 0
     SAMPLED = 1
     TOP = 2
+
+
+class RowFault(IntEnum):
+    """Why no token is chosen from a row of logits."""
+
+    NONE = 0
+    """One is chosen."""
+    NOT_FINITE = 1
+    """There is NaN or inf, or nothing but -inf."""
+    SUPPRESSED = 2
+    """Only suppressed tokens may have a finite logit."""
 
 
 # ---- kernels between GEMMs

@@ -9,7 +9,8 @@
 // Result of a cycle for a sequence, written to pinned host memory.
 struct CycleResult {
   i64 position, anchor, accepted, turn;
-  i64 bad, unfit;  // bit masks: rows without a valid choice; drafted tokens without one
+  i64 bad, unfit;  // bit masks: rows without a valid choice; drafted tokens of logits not finite
+  i64 usable;      // drafted tokens before the first for which all tokens are suppressed
   i64 ids[MAX_STEP_ROWS], chosen[MAX_STEP_ROWS];
   float logits[MAX_STEP_ROWS];
   i64 unused[RESULT_WORDS - RESULT_LOGITS - MAX_STEP_ROWS / 2];
@@ -20,8 +21,8 @@ static_assert(sizeof(CycleResult) == RESULT_WORDS * 8, "cycle_state.py reads ent
 // tokens), up to and including the first choice that differs from the drafted token; that one is
 // the next anchor.
 //
-// logits, bad: [S, rows], of the choices. unfit: [S, pitch], `bad` of the draft, or null. forced:
-// null, or the number of drafted tokens to accept regardless of their values (for measurements).
+// logits, bad: [S, rows], of the choices. unfit: [S, pitch], `bad` of the draft, or null; a proposal
+// ends before a token for which all are suppressed, unless `forced`. forced: null, or the number of drafted tokens to accept regardless of their values (for measurements).
 // seen: pinned host memory [turns, room].
 __global__ __launch_bounds__(32) void accept(const i64* chosen, const float* logits, const int* bad,
                                              const i64* ids, int rows, i64* state, int room,
@@ -33,14 +34,17 @@ __global__ __launch_bounds__(32) void accept(const i64* chosen, const float* log
   auto field = [&](CycleField::Value f) -> i64& { return state[f * room + s]; };
   const bool is_row = i < rows;
   const i64 choice = is_row ? chosen[at] : 0, id = is_row ? ids[at] : 0;
-  const int used = (int)min((i64)rows, field(CycleField::ROWS));
+  const int fault = unfit && i < pitch ? unfit[s * pitch + i] : RowFault::NONE;
+  const u32 undrafted = __ballot_sync(FULL_MASK, fault == RowFault::NOT_FINITE);
+  const u32 emptied = __ballot_sync(FULL_MASK, !forced && fault == RowFault::SUPPRESSED);
+  int used = (int)min((i64)rows, field(CycleField::ROWS));
+  if (emptied) used = min(used, __ffs(emptied));
   const i64 following = __shfl_down_sync(FULL_MASK, id, 1);
   const bool held = i < used - 1 && (forced ? i < *forced : choice == following);
   const int n = __ffs(~__ballot_sync(FULL_MASK, held)) - 1;
   const i64 next = __shfl_sync(FULL_MASK, choice, n), turn = field(CycleField::TURN);
   const i64 position = field(CycleField::POSITION) + (used ? n + 1 : 0), anchor = used ? next : field(CycleField::ANCHOR);
   const u32 without = __ballot_sync(FULL_MASK, is_row && bad[at]);
-  const u32 undrafted = __ballot_sync(FULL_MASK, unfit && i < pitch && unfit[s * pitch + i]);
   CycleResult& result = seen[turn * room + s];
   if (i < MAX_STEP_ROWS) {
     result.ids[i] = id, result.chosen[i] = choice;
@@ -49,7 +53,7 @@ __global__ __launch_bounds__(32) void accept(const i64* chosen, const float* log
   __syncwarp();
   if (i) return;
   result.position = position, result.anchor = anchor, result.accepted = n, result.turn = turn;
-  result.bad = without, result.unfit = undrafted;
+  result.bad = without, result.unfit = undrafted, result.usable = max(used - 1, 0);
   field(CycleField::POSITION) = position, field(CycleField::ANCHOR) = anchor, field(CycleField::ACCEPTED) = n;
   field(CycleField::TURN) = turn + 1 < turns ? turn + 1 : 0;
 }

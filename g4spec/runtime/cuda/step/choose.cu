@@ -129,7 +129,7 @@ __global__ __launch_bounds__(LOGIT_THREADS, MODE == SampleMode::SAMPLED ? 4 : 8)
 struct ChoiceOutput {
   i64* ids;     // [rows]
   float* values;  // [rows], the logit of each choice
-  int* bad;  // at `Logits::row_index` of each row; 1: no largest logit (NaN, inf or all suppressed)
+  int* bad;  // `RowFault` of each row, at its `Logits::row_index`
 
   DEVICE void write(const Logits& logits, int row, u64 key, bool sampled) const {
     const bool good = finite(key);
@@ -137,7 +137,10 @@ struct ChoiceOutput {
     ids[row] = column;
     values[row] = sampled && good ? logits.value(logits.z[(i64)row * logits.columns + column])
                                   : value_of(key);
-    bad[logits.row_index(row)] = !good;
+    const bool none = !key || value_of(key) == Logits::lowest();
+    bad[logits.row_index(row)] = good                         ? RowFault::NONE
+                                 : none && logits.suppressed ? RowFault::SUPPRESSED
+                                                             : RowFault::NOT_FINITE;
   }
 };
 

@@ -74,8 +74,8 @@ class Chosen:
     Attributes:
         ids: int64 [T].
         values: the logit of each, float32 [T].
-        bad: int32 [T], 1 if a row has no largest logit: NaN, or nothing but -inf. With a pitch (see
-            `Choice.__call__`) [S, pitch].
+        bad: int32 [T], the `RowFault` of each row. With a pitch (see `Choice.__call__`) [S,
+            pitch].
     """
 
     ids: torch.Tensor

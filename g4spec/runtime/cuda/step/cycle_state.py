@@ -44,8 +44,10 @@ class CycleResult(NamedTuple):
         position, anchor: state at the beginning of the next cycle.
         accepted: number of accepted drafted tokens.
         turn: entry of the host's ring buffer that it was written to.
-        bad, unfit: bit masks of rows of the step, and of drafted tokens, with logits that are not
-            finite.
+        bad, unfit: bit masks of rows of the step without a valid choice, and of drafted tokens
+            with logits that are not finite.
+        usable: number of drafted tokens, those before the first one for which all tokens with a
+            logit are suppressed.
         ids: input tokens of the step, anchor first.
         chosen, logits: choice of each row, and its logit.
     """
@@ -56,6 +58,7 @@ class CycleResult(NamedTuple):
     turn: int
     bad: int
     unfit: int
+    usable: int
     ids: list[int]
     chosen: list[int]
     logits: list[float]
@@ -190,7 +193,7 @@ class CycleState:
 
     def drafted(self, sequences: int, rows: int) -> tuple[list[list[int]], list[list[int]]]:
         """Wait for a proposal whose step has `rows` rows per sequence. Return the drafted tokens of
-        each sequence, and for each of them whether its logits are not finite (1)."""
+        each sequence, and the `RowFault` of each of them."""
         ids = self.rows(sequences, rows)[0].view(sequences, rows)[:, 1:]
         unfit = self.unfit[: sequences * self.width].view(sequences, self.width)[:, : rows - 1]
         return ids.tolist(), unfit.tolist()
@@ -202,11 +205,10 @@ class CycleState:
         logits = words.contiguous().view(torch.float32).tolist()
         out = []
         for row, values in zip(at.tolist(), logits, strict=True):
-            position, anchor, accepted, turn, bad, unfit = row[:RESULT_IDS]
             ids, chosen = row[RESULT_IDS:RESULT_CHOSEN], row[RESULT_CHOSEN:RESULT_LOGITS]
-            out.append(
-                CycleResult(position, anchor, accepted, turn, bad, unfit, ids, chosen, values)
-            )
+            position, anchor, accepted, turn, bad, unfit, usable = row[:RESULT_IDS]
+            state = position, anchor, accepted, turn
+            out.append(CycleResult(*state, bad, unfit, usable, ids, chosen, values))
         return out
 
 

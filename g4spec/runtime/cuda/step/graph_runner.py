@@ -29,6 +29,7 @@ from g4spec.core import (
     Work,
 )
 from g4spec.ops.sampling import NotFinite
+from g4spec.runtime.cuda.build.constants import RowFault
 from g4spec.runtime.cuda.step import graphs
 from g4spec.runtime.cuda.step.choose import Choice, mode_of
 from g4spec.runtime.cuda.step.cycle_state import CycleResult, CycleState, SequenceState
@@ -154,7 +155,7 @@ class GraphRunner:
         self._states = []  # the host decides how many tokens are accepted
         shape = self._propose(work, most)
         drafted = zip(*self._state.drafted(shape.sequences, shape.rows), counts, strict=False)
-        return [Proposal.of(ids[:n], _draft_failed(any(unfit[:n]))) for ids, unfit, n in drafted]
+        return [_proposal(ids[:n], faults[:n]) for ids, faults, n in drafted]
 
     def start(self, work: Seq[Work]) -> None:
         """See `g4spec.core.Runner`."""
@@ -325,14 +326,21 @@ class GraphRunner:
 
 def _cycle(seen: CycleResult, count: int, draft_seconds: float, step_seconds: float) -> Cycle:
     """Return the result of a cycle of `count` drafted tokens for a sequence."""
-    used, drafted = 1 + seen.accepted, seen.ids[1 : 1 + count]
-    cycle = Cycle([], [], drafted, 0, draft_seconds, step_seconds)
+    count, used = min(count, seen.usable), 1 + seen.accepted
+    cycle = Cycle([], [], seen.ids[1 : 1 + count], 0, draft_seconds, step_seconds)
     cycle.draft_failed = _draft_failed(bool(seen.unfit & ((1 << count) - 1)))
     if bad := seen.bad & ((1 << used) - 1):
         used, cycle.error = (bad & -bad).bit_length() - 1, NotFinite.of_logits()
     cycle.tokens, cycle.logits = seen.chosen[:used], seen.logits[:used]
     cycle.accepted = max(0, used - 1)
     return cycle
+
+
+def _proposal(ids: list[int], faults: list[int]) -> Proposal:
+    """Return drafted `ids` up to the first for which all tokens with a logit are suppressed."""
+    if RowFault.SUPPRESSED in faults:
+        ids = ids[: faults.index(RowFault.SUPPRESSED)]
+    return Proposal.of(ids, _draft_failed(RowFault.NOT_FINITE in faults[: len(ids)]))
 
 
 def _draft_failed(unfit: bool) -> str | None:

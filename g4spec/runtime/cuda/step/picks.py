@@ -21,7 +21,7 @@ class Picks:
             + i].
         ids: int64: drafted token i of a single sequence is written to ids[i]. Tokens of several
             sequences go to new memory, because a draft reads them as consecutive rows.
-        bad: int32 [S * W]: 1 if the logits of a drafted token are not finite.
+        bad: int32 [S * W]: `RowFault` of the logits of a drafted token.
         sequences: S.
     """
 
