@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +75,36 @@ def test_no_matrix_is_stored_twice(case: str, type: str, monkeypatch: pytest.Mon
     assert inside == [size], "what is packed, and nothing beside it"
     assert live() - before == size, "the file's bytes are gone"
     del packed
+
+
+@pytest.mark.parametrize("step", ["cat", "stack", "pack"])
+@pytest.mark.parametrize("case", CASES)
+def test_packing_that_runs_out_of_memory_can_be_repeated(
+    case: str, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that memory ends in fails; the engine and its weights live on."""
+    count, matrices, pack = CASES[case]
+
+    def make() -> list[Matrix]:
+        torch.manual_seed(1)
+        return [matrix("q4_k", matrices) for _ in range(count)]
+
+    def full(*args: object, **more: object) -> None:
+        raise torch.OutOfMemoryError
+
+    all_of, packed = make(), None
+    with monkeypatch.context() as patch:
+        patch.setattr(packing if step == "pack" else torch, step, full)
+        with contextlib.suppress(torch.OutOfMemoryError):  # not all of them concatenate and stack
+            packed = pack(all_of)
+    assert weights(packed or pack(all_of)) == weights(pack(make()))
+
+
+def weights(packed: Any) -> list[list[int]]:
+    """Return the bytes of what a `Pack` returns."""
+    if isinstance(packed, tuple):  # of `join` and `concat_rows`
+        packed = packed[1]
+    return [w.data.flatten().tolist() for w in (packed if isinstance(packed, list) else [packed])]
 
 
 def test_a_matrix_of_a_pair_cannot_be_read_by_itself() -> None:

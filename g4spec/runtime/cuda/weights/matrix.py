@@ -2,13 +2,15 @@
 
 A matrix is loaded as the file's bytes, possibly rewritten (`held`). It is packed at first use,
 alone or together with the matrices that are multiplied with the same rows; the unpacked bytes are
-then freed. For kernels that read blocks in the file's order (portable.cu), matrices are only
-concatenated.
+then freed. If memory ends meanwhile, they stay, and the next use packs them. For kernels that read
+blocks in the file's order (portable.cu), matrices are only concatenated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -78,7 +80,8 @@ class Matrix:
     def weight(self) -> Weight:
         """This matrix by itself; packed at first use."""
         if not self.packed:
-            self.place(_pack(self, self.release_raw(), self.rows), 0)
+            with _released([self]) as raws:
+                self.place(_pack(self, raws[0], self.rows), 0)
         assert len(self.table) == self.groups, "part of a pair"
         return Weight(self.type, self.table, self.rows, self.columns, self.matrices)
 
@@ -86,9 +89,13 @@ class Matrix:
         """Return the file's bytes and drop the reference to them, so that the caller can free
         them."""
         assert self._raw is not None, "already packed, for another matmul"
-        raw, self._raw = self._raw, None
+        raw, self._raw = self._raw.reshape(self.matrices * self.rows, -1), None
         self.place(raw.new_empty(0), 0)
         return raw
+
+    def give_back(self, raw: torch.Tensor) -> None:
+        """Invert `release_raw`. `raw` may be a view of any strides and shape."""
+        self._raw = raw
 
     def place(self, whole: torch.Tensor, first: int) -> None:
         """Make this matrix the part of `whole` from group `first` on."""
@@ -115,6 +122,23 @@ def weight_of(w: Matrix | torch.Tensor) -> Weight:
     return Weight("", w.flatten(0, 1), w.shape[1], w.shape[2], len(w))
 
 
+@contextmanager
+def _released(matrices: Sequence[Matrix]) -> Iterator[list[torch.Tensor]]:
+    """Yield the released bytes of matrices. The block may replace them by equal ones in other
+    memory; if memory ends in it, the matrices get them back."""
+    raws: list[torch.Tensor] = []
+    try:
+        for m in matrices:
+            raws.append(m.release_raw())
+        yield raws
+    except torch.OutOfMemoryError:
+        for m, raw in zip(matrices, raws, strict=False):  # those released so far
+            m.give_back(raw)
+        raise
+    finally:
+        raws.clear()
+
+
 def join(matrices: Sequence[Matrix]) -> None:
     """Pack matrices with the same columns, those of one type one after the other."""
     if any(m.packed for m in matrices):
@@ -125,15 +149,19 @@ def join(matrices: Sequence[Matrix]) -> None:
         if any(m.grouped and m.rows % PACK_ROWS for m in same[:-1]):
             continue
         groups = [m.groups for m in same]
-        whole = _pack(same[0], _all_of(same), sum(m.rows for m in same))
-        for i, m in enumerate(same):
-            m.place(whole, sum(groups[:i]))
+        with _released(same) as raws:
+            whole = _pack(same[0], _joined(raws), sum(m.rows for m in same))
+            for i, m in enumerate(same):
+                m.place(whole, sum(groups[:i]))
 
 
-def _all_of(matrices: Sequence[Matrix]) -> torch.Tensor:
-    """Concatenate and release their bytes."""
-    raw = [m.release_raw() for m in matrices]
-    return torch.cat(raw) if len(raw) > 1 else raw[0]
+def _joined(raws: list[torch.Tensor]) -> torch.Tensor:
+    """Concatenate bytes; `raws` become parts of the result."""
+    if len(raws) == 1:
+        return raws[0]
+    whole = torch.cat(raws)
+    raws[:] = whole.tensor_split(list(itertools.accumulate(map(len, raws)))[:-1])
+    return whole
 
 
 def concat_rows(matrices: Sequence[Matrix]) -> list[Weight]:
@@ -156,10 +184,8 @@ def interleave_gate_up(gate: Matrix, up: Matrix) -> list[Weight]:
     differ."""
     if gate.packed or up.packed or gate.type != up.type or gate.rows % INTERLEAVE_ROWS:
         return [gate.weight, up.weight]
-    raws = [m.release_raw() for m in (gate, up)]
-    pair = torch.stack([x.view(-1, INTERLEAVE_ROWS, x.shape[1]) for x in raws], dim=1)
-    del raws
-    data = _pack(gate, pair.view(2 * gate.rows, -1), gate.rows * 2)
+    with _released([gate, up]) as raws:
+        data = _pack(gate, _interleaved(raws, 1), gate.rows * 2)
     return [Weight(gate.type, data, 2 * gate.rows, gate.columns)]
 
 
@@ -200,20 +226,31 @@ def interleave_experts(gate: Matrix, up: Matrix | None) -> Weight | None:
         return None
     if any(m.packed or m.file_order for m in both):
         return None
+    with _released(both) as raws:
+        data = _pack(gate, _interleaved(raws, gate.matrices), 2 * channels)
+        for m in both:
+            m.place(data, 0)
+    gate.interleaved, gate.rows = True, 2 * channels
+    return gate.weight
+
+
+def _interleaved(raws: list[torch.Tensor], matrices: int) -> torch.Tensor:
+    """Interleave gate and up rows by 16; `raws` become views of the result.
+
+    Args:
+        raws: bytes [matrices * rows, bytes] of gates and of ups, or of both, in each matrix gates
+            first.
+    """
+    each = 2 // len(raws)
     halves = [
         half
-        for m in both
-        for half in m.release_raw()
-        .view(m.matrices, 2 // len(both), channels // INTERLEAVE_ROWS, INTERLEAVE_ROWS, -1)
-        .unbind(1)
+        for raw in raws
+        for half in raw.view(matrices, each, -1, INTERLEAVE_ROWS, raw.shape[1]).unbind(1)
     ]
-    interleaved, rows = torch.stack(halves, dim=2).flatten(0, 3), 2 * channels
-    del halves
-    data = _pack(gate, interleaved, rows)
-    for m in both:
-        m.place(data, 0)
-    gate.interleaved, gate.rows = True, rows
-    return gate.weight
+    pairs = torch.stack(halves, dim=2)
+    by_half = pairs.transpose(1, 2)
+    raws[:] = by_half.unbind(1) if each == 1 else [by_half]
+    return pairs.flatten(0, 3)
 
 
 def _pack(like: Matrix, raw: torch.Tensor, rows: int) -> torch.Tensor:
