@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from g4spec.gguf import GGUF
-    from g4spec.gguf.reader import TensorInfo
+    from g4spec.gguf.header import TensorInfo
 
 MAX_STEP_ROWS = 16
 """Maximum number of rows of one sequence in a step, including the anchor."""

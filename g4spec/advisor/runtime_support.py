@@ -13,7 +13,7 @@ from g4spec.advisor.schema import SizeFact
 from g4spec.convert import sources
 from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import GGUF
-from g4spec.gguf.reader import TensorInfo
+from g4spec.gguf.header import TensorInfo
 from g4spec.models import gemma4, ngram
 from g4spec.models.spec import Checkpoint
 from g4spec.models.upstream import REFUSED_SUFFIX

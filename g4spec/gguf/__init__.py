@@ -3,8 +3,9 @@ replacement."""
 
 from g4spec.gguf import regular_files
 from g4spec.gguf.atomic import check_writable
+from g4spec.gguf.header import TensorInfo
 from g4spec.gguf.parts import folder_hint
-from g4spec.gguf.reader import GGUF, TensorInfo, is_gguf
+from g4spec.gguf.reader import GGUF, is_gguf
 from g4spec.gguf.values import KV, Value, ValueType, array, boolean, f32, string, u32
 from g4spec.gguf.writer import TensorData, planned_sizes, write, write_split
 

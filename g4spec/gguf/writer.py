@@ -15,7 +15,7 @@ from g4spec import quant
 from g4spec.errors import InputError
 from g4spec.gguf import parts
 from g4spec.gguf.atomic import atomic_write
-from g4spec.gguf.reader import DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, MAX_NAME, NUMBERS, pad
+from g4spec.gguf.header import DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, MAX_NAME, NUMBERS, pad
 from g4spec.gguf.values import KV, Value, ValueType
 
 VERSION = 3

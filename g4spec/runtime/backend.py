@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from g4spec import quant
 from g4spec.core import MAX_STEP_ROWS, PAGE, PROMPT_BLOCK, CacheShape, Draft, Runner, StepRows
 from g4spec.gguf import GGUF
-from g4spec.gguf.reader import TensorInfo
+from g4spec.gguf.header import TensorInfo
 from g4spec.ops.kv import LayerKV, Space
 from g4spec.ops.kv_size import capacity
 from g4spec.ops.reference import Ops

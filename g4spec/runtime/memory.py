@@ -10,7 +10,7 @@ from typing import Any
 
 from g4spec.core import MAX_STEP_ROWS, Backend, CacheShape
 from g4spec.errors import EnvironmentProblem
-from g4spec.gguf.reader import TensorInfo
+from g4spec.gguf.header import TensorInfo
 from g4spec.models.spec import LayerSpec
 from g4spec.ops.kv_size import PADDING_POSITIONS, pages_of
 

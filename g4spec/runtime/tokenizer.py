@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from tokenizers import models, normalizers, pre_tokenizers
 
 from g4spec.errors import InputError, PromptTooLong, Unsupported
-from g4spec.gguf.reader import NUMBERS
+from g4spec.gguf.header import NUMBERS
 from g4spec.gguf.string_arrays import BLOCK
 from g4spec.gguf.values import ValueType
 from g4spec.models.spec import stop_ids

@@ -12,7 +12,7 @@ from g4spec.advisor.facts import facts
 from g4spec.advisor.figures import FixedCostFact
 from g4spec.advisor.memory_needs import LARGE, fixed_cost
 from g4spec.core import MAX_STEP_ROWS, PAGE, CacheShape
-from g4spec.gguf.reader import TensorInfo
+from g4spec.gguf.header import TensorInfo
 from g4spec.measure import synthetic
 from g4spec.models import gemma4
 from g4spec.models.spec import Checkpoint, LayerSpec

@@ -14,7 +14,7 @@ import torch
 from g4spec import quant
 from g4spec.convert import convert, quantize
 from g4spec.gguf import GGUF, TensorData, write
-from g4spec.gguf.reader import TensorInfo
+from g4spec.gguf.header import TensorInfo
 from g4spec.measure import text_chunks
 from g4spec.runtime.engine import Engine
 from g4spec.validate import validate

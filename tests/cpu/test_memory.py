@@ -18,7 +18,7 @@ from g4spec import quant
 from g4spec.convert import convert
 from g4spec.core import CacheShape
 from g4spec.errors import EnvironmentProblem, InputError, UsageError
-from g4spec.gguf.reader import TensorInfo
+from g4spec.gguf.header import TensorInfo
 from g4spec.models import gemma4
 from g4spec.models.spec import LayerSpec
 from g4spec.ops.kv import LayerKV, Space

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from g4spec.core import MAX_STEP_ROWS, CacheShape
-from g4spec.gguf.reader import TensorInfo
+from g4spec.gguf.header import TensorInfo
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.cache.cache_types import Kind
 from g4spec.runtime.cuda.cache.cuda_kv_size import page_bytes, slot_bytes, spare_slots

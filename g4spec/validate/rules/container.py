@@ -10,7 +10,7 @@ from collections import Counter
 from g4spec import models
 from g4spec.convert import dialects
 from g4spec.gguf import ValueType, regular_files
-from g4spec.gguf.reader import MAX_ALIGNMENT
+from g4spec.gguf.header import MAX_ALIGNMENT
 from g4spec.validate.header import MAX_NAME, Header
 from g4spec.validate.needs import Needs
 from g4spec.validate.rule import ERROR, WARNING, Finding, Findings, rule

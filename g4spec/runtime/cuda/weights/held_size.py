@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from g4spec import quant
-from g4spec.gguf.reader import TensorInfo
+from g4spec.gguf.header import TensorInfo
 from g4spec.quant import formats
 
 FLOAT = 4
