@@ -38,7 +38,11 @@ def as_error(problem: Exception) -> G4Error | None:
         path = context.command_path if context is not None else "g4spec"
         text = problem.format_message().rstrip(".")  # type: ignore[attr-defined]
         return UsageError(text, fix=f"see `{path} --help`")
-    if isinstance(problem, ImportError | MemoryError) or _is_out_of_memory(problem):
+    if (
+        isinstance(problem, ImportError | MemoryError)
+        or _is_out_of_memory(problem)
+        or _is_unloadable(problem)
+    ):
         return _missing_resource(problem)
     if isinstance(problem, RecursionError):  # only nested file content causes deep recursion
         return InputError("a file is nested too deeply", expected="JSON of a few levels")
@@ -60,7 +64,13 @@ def _from_path_error(problem: RuntimeError) -> G4Error | None:
 
 
 def _missing_resource(problem: Exception) -> EnvironmentProblem | None:
-    """Return an error for missing memory or torch; None for another missing module, a bug."""
+    """Return an error for missing memory, torch or shared libraries; None for a missing module."""
+    if _is_unloadable(problem):
+        return EnvironmentProblem(
+            "a package cannot be loaded",
+            found=str(problem),
+            fix="install the missing library, or the package again; it also needs enough memory",
+        )
     if not isinstance(problem, ImportError):
         return EnvironmentProblem(
             "out of memory", fix="use a shorter context (-c) or smaller files"
@@ -75,6 +85,17 @@ def _missing_resource(problem: Exception) -> EnvironmentProblem | None:
     return EnvironmentProblem(
         "running a model needs the package torch, which is not installed", fix=INSTALL
     )
+
+
+def _is_unloadable(problem: Exception) -> bool:
+    """Return True if a package is installed, but the linker cannot load a library of it.
+
+    The import of an extension reports this as `ImportError` with its path; torch, which loads some
+    libraries with ctypes first, as `OSError` without a number.
+    """
+    if isinstance(problem, ImportError):
+        return str(problem.path).endswith((".so", ".pyd"))
+    return isinstance(problem, OSError) and problem.errno is None and ".so" in str(problem)
 
 
 def _is_out_of_memory(problem: Exception) -> bool:

@@ -57,6 +57,16 @@ def one_error_line(err: str) -> str:
     ("error", "code", "text"),
     [
         (CheckFailed("texts differ"), 1, "texts differ"),
+        (
+            ImportError("libcudnn.so.9: cannot open shared object file", path="/torch/_C.so"),
+            4,
+            "a package cannot be loaded: found libcudnn.so.9: cannot open",
+        ),
+        (
+            OSError("libcudart.so.13: cannot open shared object file: No such file or directory"),
+            4,
+            "a package cannot be loaded: found libcudart.so.13: cannot open",
+        ),
         (UsageError("--top-p", expected="in (0, 1]", found=2), 2, "--top-p: expected in (0, 1]"),
         (InputError("a.gguf: bad", fix="convert it"), 3, "a.gguf: bad. Convert it"),
         (EnvironmentProblem("no memory"), 4, "no memory"),
