@@ -174,6 +174,8 @@ def _card(facts: Facts, name: str, text: str) -> Gpu:
     size, bare = _size(name), _SIZE.sub("", name).strip()
     if unit := _OTHER_UNIT.search(bare):
         raise UsageError(f"--assume {text!r}", expected="memory in GB, as 24GB", found=unit[0])
+    if size == 0:
+        raise UsageError(f"--assume {text!r}", expected="more than 0 GB", found="0 GB")
     card = find_card(facts, bare)
     if card is not None:
         return card_gpu(card, card.name, size)

@@ -350,6 +350,8 @@ def test_assumed_machines(text: str, cc: tuple[int, int], n: int, gib: int) -> N
         ("RTX 6000", "RTX 6000 Ada"),
         ("RTX 4060 Tii", "RTX 4060 Ti"),
         ("RTX 4060 Ti 16MB", "memory in GB, as 24GB, found 16MB"),
+        ("sm_86 0GB", "expected more than 0 GB, found 0 GB"),
+        ("RTX 3090 0.0GB", "expected more than 0 GB, found 0 GB"),
         ("24GB", "RTX 4090"),
         ("24GB", "sm_86 24GB"),
         ("CPU", "CPU 64GB"),
