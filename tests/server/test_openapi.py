@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -15,6 +16,8 @@ from g4spec.server.model_router import ROUTER_ROUTES
 from g4spec.server.openapi import document
 from tests.server.mixed_requests import draw
 from tests.server.running_server import Served
+
+SERVING = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +51,20 @@ def test_every_route_is_listed(api_document: Any) -> None:
     several = document([*one.routes(one.Endpoints), *ROUTER_ROUTES])
     own = {"/models/events", "/models/load", "/models/unload"}
     assert set(several["paths"]) - set(api_document["paths"]) == own
+
+
+def test_every_path_and_field_is_on_the_page_about_serving(api_document: Any) -> None:
+    page = SERVING.read_text(encoding="utf-8")
+    known = set(re.findall(r"[\w./{}-]+", page)) | set(re.findall(r"\w+", page))
+    schemas = api_document["components"]["schemas"]
+    for path, _, operation in operations(api_document):
+        assert {path, f"/v1{path}"} & known, path
+        names = {parameter["name"] for parameter in operation.get("parameters", ())}
+        if "requestBody" in operation:
+            schema = operation["requestBody"]["content"]["application/json"]["schema"]
+            reference = schema.get("$ref", "").rsplit("/", 1)[-1]
+            names |= set(schemas.get(reference, schema)["properties"])
+        assert names <= known, (path, names - known)
 
 
 def test_the_document_is_valid(api_document: Any) -> None:
