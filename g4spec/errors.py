@@ -57,10 +57,17 @@ def did_you_mean(found: object, choices: Iterable[str]) -> str | None:
     return f"did you mean {' or '.join(filter(None, (', '.join(names[:-1]), names[-1])))}?"
 
 
+_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
+
+
 def similar_files(path: Path) -> str | None:
-    """Return `did_you_mean` with the files of a folder for one that does not exist there."""
+    """Return `did_you_mean` with the files of a folder for one that does not exist there.
+
+    Of a split model it names the first part only, by which such a model is opened.
+    """
     folder = path.parent if path.parent.is_dir() else Path()
-    return did_you_mean(path.name, (entry.name for entry in folder.iterdir()))
+    names = [entry.name for entry in folder.iterdir()]
+    return did_you_mean(path.name, (name for name in names if not _LATER_PART.search(name)))
 
 
 def unexpanded(path: Path) -> str | None:

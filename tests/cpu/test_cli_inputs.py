@@ -473,3 +473,12 @@ def test_serve_refuses_impossible_numbers(g4spec: Cli) -> None:
 def test_short_files_are_not_empty(g4spec: Cli, tmp_path: Path) -> None:
     (tmp_path / "short.gguf").write_text("hi\n")
     assert "found a file of 3 bytes" in g4spec("validate", str(tmp_path / "short.gguf"), code=1)[0]
+
+
+def test_only_the_first_part_of_a_split_model_is_suggested(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for part in (1, 2, 3):
+        (tmp_path / f"model-0000{part}-of-00003.gguf").touch()
+    assert run(["inspect", str(tmp_path / "model.gguf")]) == 3
+    assert "Did you mean model-00001-of-00003.gguf?" in capsys.readouterr().err
