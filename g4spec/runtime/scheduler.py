@@ -170,7 +170,6 @@ class Scheduler:
             except torch.OutOfMemoryError:  # treat it as a cache miss
                 self.pool.free_sequence(sequence)
                 self.pool.free_slots.remove(sequence.slot)
-                sequence.n_read = 0
         while self.pool.n_free < self.pool.pages_needed(sequence, positions) + spare:
             if not self.prefix.evict():
                 if self.running:

@@ -332,6 +332,51 @@ def test_a_request_that_has_to_wait_keeps_its_prefix_hit(monkeypatch: pytest.Mon
     assert list(alone) and waiting.ids == alone.ids
 
 
+def test_snapshots_stay_within_their_memory() -> None:
+    """The least recently used one goes first. One that is larger than the budget is not kept."""
+    prompts = [[2, *batch_invariance.tokens(random.Random(i), 540)] for i in range(3)]
+
+    def cached(on: Engine, order: Sequence[int]) -> list[int]:
+        requests = [on.generate(prompts[i], Options(2, draft_max=2)) for i in order]
+        for request in requests:
+            list(request)
+        return [request.stats.cached_tokens for request in requests]
+
+    def limited(nbytes: int) -> Engine:
+        return engine(1, n_ctx=640, pool=4000, prefix_bytes=nbytes)
+
+    free = limited(1 << 30)
+    assert cached(free, [0, 0]) == [0, 512] and len(free.prefix) == 1
+    size = free.prefix.nbytes
+    two = limited(2 * size)
+    assert cached(two, [0, 1, 0, 2, 0, 1]) == [0, 0, 512, 0, 512, 0]
+    assert len(two.prefix) == 2 and two.prefix.nbytes == 2 * size
+    none = limited(size - 1)
+    assert cached(none, [0, 0]) == [0, 0] and nothing_left(none)
+    two.prefix.clear()
+    assert not two.prefix.nbytes and nothing_left(two)
+
+
+def test_without_memory_to_restore_a_prefix_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = [2, *batch_invariance.tokens(random.Random(3), 600)]
+    on = memory_engine.engine(mm.dflash_draft, parallel=2, n_ctx=640, prefix_bytes=1 << 20)
+    asked = Options(12, draft_max=3, ignore_eos=True)
+    list(first := on.generate(prompt, asked))
+
+    def short(*args: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    kept = next(kv for kv in on.target.caches if not kv.paged)
+    with monkeypatch.context() as patch:
+        patch.setattr(kept, "restore", short)
+        list(second := on.generate(prompt, asked))
+    list(third := on.generate(prompt, asked))
+    assert first.ids == second.ids == third.ids
+    assert [r.stats.cached_tokens for r in (first, second, third)] == [0, 0, 512]
+    on.prefix.clear()
+    assert nothing_left(on)
+
+
 def test_the_rows_of_a_chunk_are_freed_after_its_prompt() -> None:
     on = engine(1)
     list(on.generate(PROMPTS[5], Options(2, draft_max=0)))
