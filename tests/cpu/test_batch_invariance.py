@@ -90,6 +90,29 @@ def test_cycles_started_ahead_have_their_pages(plain: ReferenceRuns, kind: str |
         assert not batch_invariance.output_difference(got, plain(spec))
 
 
+@pytest.mark.parametrize(
+    ("n_predict", "reason", "cycles"), [(30, "length", 29), (600, "context", 12)]
+)
+def test_no_cycle_is_started_after_the_end_of_a_text(
+    n_predict: int, reason: str, cycles: int
+) -> None:
+    engine = memory_engine.engine(None, n_ctx=512)
+    runner = StartsAhead(engine.target, None)
+    engine.scheduler.runners = [runner]
+    start, started = runner.start, []
+
+    def noted(work: Sequence[Work]) -> None:
+        started.append(len(runner.under_way))
+        start(work)
+
+    runner.start = noted  # type: ignore[method-assign]
+    prompt = [2, *batch_invariance.tokens(random.Random(6), 499 if reason == "context" else 9)]
+    request = engine.generate(prompt, Options(n_predict, ignore_eos=True))
+    list(request)
+    assert request.stats.stop_reason == reason and request.stats.cycles == cycles
+    assert started == [0, *[1] * (cycles - 1)]
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_the_time_of_a_cycle_is_its_own(monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
     """It includes neither the cycle before it nor the prompts that are computed meanwhile."""

@@ -23,6 +23,7 @@ from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Request
 from tests.support import memory_engine
 from tests.support import memory_models as mm
+from tests.support.batch_invariance import leaked_resources
 from tests.support.bench_engine import ConstantDraft
 from tests.support.memory_engine import DRAFTS
 from tests.support.one_sequence import SequenceTarget
@@ -225,6 +226,33 @@ def test_adversarial_drafts_change_nothing() -> None:
         for count in (1, 4, 15):
             engine = memory_engine.engine(lambda target, d=draft: d)  # type: ignore[misc]
             assert decode(engine, Sampler(), count) == want, draft.name
+
+
+class FailingDraft(ConstantDraft):
+    """A draft whose logits in slot 1 are not finite."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def propose(self, batch: Batch, count: int, pick: Pick) -> torch.Tensor:
+        self.asked += batch.slots.tolist()
+        logits = torch.zeros(len(batch), count, mm.V)
+        logits[batch.slots == 1] = math.nan
+        return pick(logits.flatten(0, 1), 0).view(-1, count)
+
+
+def test_a_request_goes_on_without_a_draft_that_fails() -> None:
+    """Others keep theirs."""
+    draft = FailingDraft()
+    with memory_engine.engine(lambda target: draft, parallel=2) as engine:
+        well, ill = (generate(engine, Sampler(), 4) for _ in range(2))
+        failed = [cycle.draft_failed for cycle in ill if cycle.draft_failed]
+        list(well)
+        assert not any(leaked_resources(engine).values())
+    assert well.ids == ill.ids == [token for token, _ in undrafted(Sampler(), 60)]
+    assert draft.asked.count(1) == 1 and draft.asked.count(0) > 10
+    assert well.stats.drafted > 10 and not ill.stats.drafted
+    assert failed == ill.notes and "going on without it: " in ill.notes[0] and not well.notes
 
 
 @pytest.mark.parametrize("stops", [True, False])
