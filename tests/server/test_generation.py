@@ -113,6 +113,36 @@ def test_each_token_of_the_text_has_its_log_probability(tokenizer: Tokenizer) ->
     assert run(tokenizer, ids, [], (), True, told=False)[2] == []
 
 
+def test_text_is_held_back_only_while_it_may_become_a_stop(tokenizer: Tokenizer) -> None:
+    stops, full = ("STOP", "Tor"), "SSaS STO To é TXSTOPb"
+    assembler = Assembler(PlainReader(tokenizer), stops)
+    shown, read, tokens = "", "", list[int]()
+    stream = tokenizer.stream()
+    for token in tokenizer.encode(full, bos=False):
+        read += stream.push([token])
+        delta = assembler.cycle(Cycle([token], [0.0], logprobs=[logprobs(token)]))
+        assert all(isinstance(event, TextEvent) and event.text for event in delta.events)
+        shown, tokens = shown + answer(delta.events), tokens + [t.id for t in delta.tokens]
+        if "STOP" in read:
+            break
+        held = max(n for n in range(4) for s in stops if n < len(s) and read.endswith(s[:n]))
+        assert shown == read[: len(read) - held]
+        assert len(tokenizer.decode(tokens)) <= len(shown) + 1
+    assert shown == "SSaS STO To é TX"
+    assert tokens == tokenizer.encode(full, bos=False)[: len(tokens)]
+    assert tokenizer.decode(tokens).rstrip() == shown
+
+
+def test_reasoning_tokens_are_counted(tokenizer: Tokenizer) -> None:
+    """Those of its header and its end mark too."""
+    ids = tokenizer.encode("So <|channel>thought\nhm, é\n<channel|>Hi", bos=False)
+    for size in (1, 3, len(ids)):
+        assembler = Assembler(Parser(tokenizer, MARKS), (), tokenizer.control_ids)
+        for start in range(0, len(ids), size):
+            assembler.cycle(Cycle(ids[start : start + size], []))
+        assert assembler.thoughts == ids.index(101) - ids.index(100)
+
+
 def test_finish_reasons(tokenizer: Tokenizer) -> None:
     def reason(text: str, stops: tuple[str, ...] = (), end: str = "length") -> tuple[Any, Any]:
         delta = run(tokenizer, tokenizer.encode(text, bos=False), [], stops, True, end=end)[1]
