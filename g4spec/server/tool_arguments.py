@@ -205,7 +205,6 @@ class Arguments:
         while self._open[-1] != opener:
             self._pop()
         self._pop()
-        self._state = _State.NEXT if self._open else _State.END
 
     def _pop(self) -> None:
         self._out.append("}" if self._open.pop() == "{" else "]")

@@ -87,6 +87,7 @@ CASES: dict[str, list[Event]] = {
     '<|tool_call>:f{a:<|"|>x<|"|>}<tool_call|>': F_CALLED,
     '<|tool_call>f{a:<|"|>x<|"|>}<tool_call|>': F_CALLED,
     '<|tool_call>call:f(a:<|"|>x<|"|>)<tool_call|>': F_CALLED,
+    "<|tool_call>call:f(a:[1,g(x)],b:2)<tool_call|>": called(0, "f", {"a": [1, "g(x)"], "b": 2}),
     '<|tool_call>call:f{a:<|"|>x<|"|>}': F_CALLED,
     '<|tool_call>call:f{a:<|"|>x<|"|>}}<tool_call|>': F_CALLED,
     '<|tool_call>call:f{a:<|"|>x<|"|><tool_call|>': F_CALLED,
@@ -98,6 +99,7 @@ CASES: dict[str, list[Event]] = {
     "<|tool_call>call:f<tool_call|>": called(0, "f", {}),
     "<|tool_call><tool_call|>": [],
     "<|tool_call>I will {": [TextEvent("I will {")],
+    "<|tool_call>" + "so" * 200: [TextEvent("so" * 200)],
     'say <|"|>so<|"|>': [TextEvent('say "so"')],
 }
 
