@@ -320,11 +320,12 @@ def test_blocks_hold_every_string_once(count: int, odd: str, tmp_path: Path) -> 
 
 
 def test_a_string_that_is_not_text_is_named_far_into_an_array(tmp_path: Path) -> None:
-    words = [b"ok"] * (BLOCK + 9)
-    words[BLOCK + 7] = b"\xff"
+    bad = 2 * WINDOW  # behind several blocks
+    words = [b"ok"] * (bad + 9)
+    words[bad] = b"\xff"
     packed = struct.pack("<iQ", 8, len(words)) + b"".join(map(text, words))
     path = file(tmp_path / "a.gguf", kv=(pair(b"k", 9, packed),))
-    with GGUF(path) as g, pytest.raises(InputError, match=f"'k', entry {BLOCK + 7}: not UTF-8"):
+    with GGUF(path) as g, pytest.raises(InputError, match=f"'k', entry {bad}: not UTF-8"):
         g["k"]
 
 
