@@ -11,6 +11,7 @@ Sources: z-lab/dflash `model.py`, speculators 0.9.0 `models/dflash`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +51,7 @@ __all__ = [
 ]
 
 TITLE = "DFlash draft"
+SLIDING = "sliding_attention"
 
 SCALE = "input_embedding_scale"
 SETTINGS = (
@@ -195,13 +197,12 @@ def parse_speculators(
     names = stripped(checkpoint)
     n_vocab = inner.positive("vocab_size", target.n_vocab)
     n_draft = f.positive("draft_vocab_size", n_vocab)
-    n_layer = inner.layers("num_hidden_layers")
     f.require("target_hidden_size", (None, inner.positive("hidden_size")), None)
     ids = f.list(int, "aux_hidden_state_layer_ids", default_taps(len(target.layers)))
     mask = f.get(int, "mask_token_id", None)
     if mask is None:
         raise InputError("config.json: mask_token_id is missing; a DFlash block is filled with it")
-    sliding = "sliding_attention" in (inner.raw.get("layer_types") or ["full_attention"] * n_layer)
+    types = layer_types(inner, inner.layers("num_hidden_layers"))
     causal = False if f.get(bool, "sliding_window_non_causal", non_causal) else None
     return Config(
         n_vocab=n_vocab,
@@ -209,7 +210,7 @@ def parse_speculators(
         n_ctx=inner.positive("max_position_embeddings", target.n_ctx),
         eps=inner.get(float, "rms_norm_eps", 1e-6),
         softcap=0.0,
-        layers=_layers(inner, inner.positive("sliding_window") if sliding else None, causal),
+        layers=_layers(inner, sliding_window(inner, types), causal),
         target_layers=tuple(ids),
         block_size=f.positive("block_size", 8),
         mask_token=mask,
@@ -243,11 +244,8 @@ def _layers(
             vLLM's rule; drafts with `use_swa` are trained with full attention inside the block.
         all_sliding: give every layer the window, whatever `layer_types` says.
     """
-    n_layer = f.layers("num_hidden_layers")
-    types = f.list(str, "layer_types", ["full_attention"] * n_layer)
-    if len(types) != n_layer:
-        raise InputError(f"{f.where}: layer_types", expected=n_layer, found=len(types))
-    sliding = [window is not None and t == "sliding_attention" for t in types]
+    types = layer_types(f, f.layers("num_hidden_layers"))
+    sliding = [window is not None and t == SLIDING for t in types]
     template = qwen_layer(f)
     return tuple(
         replace(
@@ -258,6 +256,35 @@ def _layers(
         )
         for i, s in enumerate(sliding)
     )
+
+
+def _is_qwen3(f: Fields) -> bool:
+    """Return whether transformers reads the configuration with its Qwen3 class, which is
+    speculators' default. SpecForge's drafts have Llama in the name of their architecture."""
+    llama = "Llama" in str(f.raw.get("architectures"))
+    return f.get(str, "model_type", "llama" if llama else "qwen3") == "qwen3"
+
+
+def layer_types(f: Fields, n_layer: int) -> list[str]:
+    """Return `layer_types` of a Llama- or Qwen-style configuration. If the key is missing, all
+    layers are full, but in Qwen3's class of transformers those from `max_window_layers` on slide if
+    `use_sliding_window` is set."""
+    slides = _is_qwen3(f) and f.get(bool, "use_sliding_window", False)
+    first = f.get(int, "max_window_layers", 28) if slides else n_layer
+    default = [SLIDING if i >= first else "full_attention" for i in range(n_layer)]
+    types = f.list(str, "layer_types", default)
+    if len(types) != n_layer:
+        raise InputError(f"{f.where}: layer_types", expected=n_layer, found=len(types))
+    return types
+
+
+def sliding_window(f: Fields, types: Sequence[str]) -> int | None:
+    """Return the window of the layers that slide by `types`. None: they attend to everything, as
+    full layers do. Qwen3's class of transformers drops the window unless `use_sliding_window` is
+    set, and speculators trains what it reads from there."""
+    if SLIDING not in types or (_is_qwen3(f) and not f.get(bool, "use_sliding_window", False)):
+        return None
+    return f.positive("sliding_window")
 
 
 def qwen_layer(f: Fields) -> LayerSpec:

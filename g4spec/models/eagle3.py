@@ -145,16 +145,14 @@ def _depths(f: Fields) -> int:
 
 
 def _layers(f: Fields) -> tuple[LayerSpec, ...]:
-    n_layer = f.layers("num_hidden_layers")
-    types = f.list(str, "layer_types", ["full_attention"] * n_layer)
-    if len(types) != n_layer:
-        raise InputError(f"{f.where}: layer_types", expected=n_layer, found=len(types))
+    types = dflash.layer_types(f, f.layers("num_hidden_layers"))
+    window = dflash.sliding_window(f, types)
     template = dflash.qwen_layer(f)
     return tuple(
         replace(
             template,
             index=i,
-            window=f.positive("sliding_window") if t == "sliding_attention" else None,
+            window=window if t == dflash.SLIDING else None,
         )
         for i, t in enumerate(types)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,64 @@ def test_either_key_gives_the_window(
     """Take `swa_window_size`, else `sliding_window`, as llama.cpp does."""
     with converted(target, tmp_path, **values) as file:
         assert file.get(WINDOW) == window
+
+
+def nested(folder: Path, **values: Any) -> Path:
+    """Set keys of `transformer_layer_config`; None removes one."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    inner = config["transformer_layer_config"] | values
+    config["transformer_layer_config"] = {k: v for k, v in inner.items() if v is not None}
+    path.write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("used", [None, False])
+@pytest.mark.parametrize("model_type", [None, "qwen3", "llama"])
+def test_a_window_that_qwen3_does_not_use_is_dropped(
+    target: Path, tmp_path: Path, model_type: str | None, used: bool | None
+) -> None:
+    """Qwen3Config of transformers, which speculators uses without a `model_type` as well, has no
+    window unless `use_sliding_window` is set. Such layers are trained as full ones: they see the
+    whole context, and all of the block. LlamaConfig does not know the key."""
+    draft = nested(
+        tiny.speculators_dflash(tmp_path / "draft", target, window=24),
+        use_sliding_window=used,
+        model_type=model_type,
+    )
+    convert(draft, tmp_path / "draft.gguf", target=target)
+    with GGUF(tmp_path / "draft.gguf") as file:
+        assert file.get(WINDOW) == (24 if model_type == "llama" else None)
+        slides = [True, False] if model_type == "llama" else [False, False]
+        assert file.get(CAUSAL, [False, False]) == slides
+    draft = nested(
+        tiny_drafts.eagle3(tmp_path / "eagle", target, window=24),
+        use_sliding_window=used,
+        model_type=model_type,
+    )
+    convert(draft, tmp_path / "eagle.gguf", target=target)
+    with GGUF(tmp_path / "eagle.gguf") as file:
+        window = file.get("eagle3.attention.sliding_window")
+        assert window == (24 if model_type == "llama" else None)
+
+
+@pytest.mark.parametrize(
+    ("values", "pattern"),
+    [
+        ({"max_window_layers": 1}, [False, True]),
+        ({"max_window_layers": 0}, [True, True]),
+        ({}, None),
+        ({"max_window_layers": 1, "use_sliding_window": False}, None),
+    ],
+)
+def test_without_layer_types_the_last_layers_slide(
+    target: Path, tmp_path: Path, values: dict[str, Any], pattern: list[bool] | None
+) -> None:
+    """Qwen3Config of transformers fills in `layer_types`: layers from `max_window_layers` (28) on
+    slide."""
+    with converted(target, tmp_path, layer_types=None, **values) as file:
+        found = file.get(PATTERN)
+        assert found == pattern or (pattern is None and not any(found or ()))
 
 
 def test_doctor_counts_the_window_of_use_swa(target: Path, tmp_path: Path) -> None:
