@@ -288,7 +288,8 @@ def sliding_window(f: Fields, types: Sequence[str]) -> int | None:
 
 
 def qwen_layer(f: Fields) -> LayerSpec:
-    """Return the fields shared by all layers of a Llama- or Qwen-style configuration."""
+    """Return the fields shared by all layers of a Llama- or Qwen-style configuration, with the
+    defaults of its class in transformers."""
     f.require("hidden_act", ("silu",), "silu")
     f.require("attention_bias", (False,), False)
     f.require("rope_scaling", (None,), None)
@@ -301,12 +302,13 @@ def qwen_layer(f: Fields) -> LayerSpec:
         raise Unsupported(f"{f.where}: rope_type {rope.raw['rope_type']!r} in a draft")
     theta = rope.get(float, "rope_theta", f.get(float, "rope_theta", 10000.0))
     n_head = f.positive("num_attention_heads")
+    head_dim = 128 if _is_qwen3(f) else f.positive("hidden_size") // n_head
     return LayerSpec(
         index=0,
         window=None,
         n_head=n_head,
         n_kv=f.positive("num_key_value_heads", n_head),
-        head_dim=f.positive("head_dim", f.positive("hidden_size") // n_head),
+        head_dim=f.positive("head_dim", head_dim),
         n_ff=f.positive("intermediate_size"),
         rope_base=theta,
     )

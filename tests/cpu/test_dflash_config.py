@@ -153,6 +153,33 @@ def test_without_layer_types_the_last_layers_slide(
         assert found == pattern or (pattern is None and not any(found or ()))
 
 
+@pytest.mark.parametrize("kind", ["z-lab", "speculators", "eagle3"])
+def test_heads_of_qwen3_have_128_values_by_default(target: Path, tmp_path: Path, kind: str) -> None:
+    """The default of Qwen3Config in transformers, and of `doctor`; in LlamaConfig it is the hidden
+    size per head."""
+    if kind == "z-lab":
+        draft = edit(tiny.zlab_dflash(tmp_path / "x", target, head_dim=128), head_dim=None)
+    elif kind == "speculators":
+        draft = tiny.speculators_dflash(tmp_path / "x", target, head_dim=128)
+        nested(draft, head_dim=None)
+    else:
+        draft = nested(
+            tiny_drafts.eagle3(tmp_path / "x", target, head_dim=128, qwen=True), head_dim=None
+        )
+    convert(draft, tmp_path / "x.gguf", target=target)
+    with GGUF(tmp_path / "x.gguf") as file:
+        assert file[f"{file['general.architecture']}.attention.key_length"] == 128
+
+
+def test_heads_of_specforge_drafts_share_the_hidden_size(target: Path, tmp_path: Path) -> None:
+    """Their class is LlamaConfig, also without a `model_type`."""
+    draft = tiny_drafts.eagle3(tmp_path / "x", target, layout="specforge", head_dim=16)
+    edit(draft, head_dim=None, model_type=None)
+    convert(draft, tmp_path / "x.gguf", target=target)
+    with GGUF(tmp_path / "x.gguf") as file:
+        assert file["eagle3.attention.key_length"] == 16
+
+
 def test_doctor_counts_the_window_of_use_swa(target: Path, tmp_path: Path) -> None:
     draft = edit(tiny.zlab_dflash(tmp_path / "draft", target), **SWA, **FULL)
     of = model_files.read_target(facts(), target, str(target))
