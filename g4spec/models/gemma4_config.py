@@ -20,6 +20,8 @@ from g4spec.models.spec import Checkpoint, LayerSpec
 
 GEMMA4 = "gemma4"
 SLIDING, FULL = "sliding_attention", "full_attention"
+HEAD_DIM_FULL = 512
+"""Default head size of full layers, if the configuration does not give one."""
 PERIOD = 6
 """Default period of global layers, if the configuration does not give one."""
 MAX_EXPERTS_USED = 1024
@@ -132,7 +134,8 @@ def _layer_hf(
     head_dim = text.positive("head_dim", 256)
     n_kv = text.positive("num_key_value_heads")
     if full:
-        head_dim = text.positive("global_head_dim", head_dim)
+        default = head_dim if text.has("per_layer_config") else HEAD_DIM_FULL
+        head_dim = text.positive("global_head_dim", default)
     if k_eq_v:
         n_kv = text.positive("num_global_key_value_heads", n_kv)
     base, partial = _rope(text.sub("rope_parameters"), kind)

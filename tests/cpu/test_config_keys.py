@@ -77,6 +77,15 @@ def test_partial_rotary_factor_defaults_to_one(tmp_path: Path) -> None:
         assert (file.array("rope_freqs.weight") == 1).sum() == 4
 
 
+def test_heads_of_full_layers_have_512_values_by_default(tmp_path: Path) -> None:
+    """The default of Gemma4TextConfig in transformers, and of `doctor`."""
+    folder = tiny.target(tmp_path / "target", layers=4, period=2, global_head_dim=512)
+    convert(edit(folder, global_head_dim=None), tmp_path / "x.gguf")
+    with GGUF(tmp_path / "x.gguf") as file:
+        assert file.get("gemma4.attention.key_length") == 512
+        assert file.get("gemma4.attention.key_length_swa") == 16
+
+
 @pytest.mark.parametrize(
     "values",
     [
