@@ -75,7 +75,7 @@ def from_folder(folder: Path, config: Mapping[str, Any], generation: Mapping[str
         "tokenizer.ggml.tokens": array(ValueType.STRING, tokens),
         "tokenizer.ggml.scores": array(ValueType.F32, np.full(len(tokens), -1000, np.float32)),
         "tokenizer.ggml.token_type": array(
-            ValueType.I32, _types(tokens, settings, len(model["vocab"]))
+            ValueType.I32, _types(tokens, settings, len(model["vocab"]), set(ids))
         ),
         "tokenizer.ggml.merges": array(ValueType.STRING, _merges(model.get("merges"), folder)),
     }
@@ -108,7 +108,12 @@ def _tokens(vocab: Any, added: dict[str, Any], folder: Path) -> list[str]:
     return [by_id[i] for i in range(len(by_id))]
 
 
-def _types(tokens: list[str], settings: Mapping[str, Any], n_base: int) -> list[int]:
+def _types(
+    tokens: list[str], settings: Mapping[str, Any], n_base: int, added: set[str]
+) -> list[int]:
+    """Return the GGUF type of each token. `n_base`: size of the vocabulary. `added`: texts that are
+    recognised as a whole; unlike llama.cpp's converter, also those that the vocabulary has, as an
+    unused token that a fine-tuned model uses."""
     special = _control_tokens(settings)
 
     def kind(number: int, text: str) -> int:
@@ -118,7 +123,7 @@ def _types(tokens: list[str], settings: Mapping[str, Any], n_base: int) -> list[
             return BYTE
         if text in special:
             return CONTROL
-        return NORMAL if number < n_base else USER_DEFINED
+        return USER_DEFINED if number >= n_base or text in added else NORMAL
 
     return [kind(i, text) for i, text in enumerate(tokens)]
 

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from g4spec.convert import convert, tokenizer
 from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import GGUF
+from g4spec.runtime.tokenizer import Tokenizer
 from tests.support import tiny
 
 
@@ -80,6 +82,24 @@ def test_added_tokens_beyond_the_vocabulary_are_user_defined(folder: Path) -> No
     (folder / "tokenizer.json").write_text(json.dumps(raw))
     got = kv(folder)
     assert got["tokens"][512] == "<extra>" and got["token_type"][512] == 4
+
+
+def test_added_tokens_of_the_vocabulary_are_recognised_as_a_whole(folder: Path) -> None:
+    """A fine-tuned model may use an unused token, `tokenizer.add_tokens(["<unused61>"])`."""
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    raw["added_tokens"].append(
+        raw["added_tokens"][0] | {"id": 61, "content": "<unused61>", "special": False}
+    )
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    assert kv(folder)["token_type"][60:63] == [1, 4, 1]
+    tiny.target(folder / "target", layers=2, period=2)
+    (folder / "target" / "tokenizer.json").write_text(json.dumps(raw))
+    convert(folder / "target", folder / "x.gguf")
+    text = "the<unused61> fox<unused62>"
+    theirs = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+    with GGUF(folder / "x.gguf") as file:
+        ours = Tokenizer.from_gguf(file)
+    assert ours.encode(text, bos=False) == theirs and theirs.count(61) == 1 and 62 not in theirs
 
 
 def test_missing_special_tokens_are_read_from_the_model_configuration(folder: Path) -> None:
