@@ -118,6 +118,7 @@ def render_in_process(
         "eos_token": eos,
         "enable_thinking": False,
         "tools": None,
+        "documents": None,
         **more,
     }
     parts: list[str] = []
@@ -203,5 +204,14 @@ def _refuse(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return `value` as JSON. The parameters and their order are transformers'."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

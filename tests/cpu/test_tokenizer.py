@@ -324,6 +324,11 @@ def render(text: str) -> str:
 
 def test_templates_get_the_expected_variables() -> None:
     assert render("{{ messages | tojson }}") == '[{"role": "user", "content": "<b>"}]'
+    compact = "{{ {'b': 1, 'a': '\u00e9'} | tojson(separators=(',', ':'), sort_keys=true) }}"
+    assert render(compact) == '{"a":"\u00e9","b":1}'
+    assert render("{{ '\u00e9' | tojson(true) }}") == '"\\u00e9"'
+    assert render("{{ {'a': 1} | tojson(indent=2) }}") == '{\n  "a": 1\n}'
+    assert render("{{ documents is none }}") == "True"
     assert len(render("{{ strftime_now('%Y') }}")) == 4
     assert (
         render("{% for i in range(3) %}{% if i == 1 %}{% break %}{% endif %}x{% endfor %}") == "x"
