@@ -73,7 +73,7 @@ def record(target: Path, draft: Path | str, count: int, n_predict: int) -> dict[
     engine = Engine.load(target, draft, n_ctx=N_CTX)
     assert engine.draft is not None
     texts = prompts.prompts(engine.tokenizer, count=count, long_tokens=LONG_TOKENS)
-    meter = CycleMeter(engine.target, engine.draft, engine.pool, engine.scheduler.runners)
+    meter = CycleMeter(engine.target, engine.draft, engine.pool, engine.scheduler.cycles.runners)
     measured = []
     for _ in range(MEASURED):
         found = meter.cycles()

@@ -85,8 +85,8 @@ class Streams:
     def accept(self, tokens: int) -> None:
         """Accept this many tokens of each proposal from now on, whatever they are."""
         engine = self.engine
-        engine.scheduler.runners = (GraphRunner(self.target, engine.draft, forced=tokens),)
-        engine.lengths = engine.scheduler.length = DraftLengthPolicy(engine.backend.padded)
+        engine.scheduler.cycles.runners = (GraphRunner(self.target, engine.draft, forced=tokens),)
+        engine.lengths = engine.scheduler.cycles.length = DraftLengthPolicy(engine.backend.padded)
 
     def submit(self, tokens: int, drafted: Drafted = 0) -> Request:
         """Submit a random prompt whose output does not end."""

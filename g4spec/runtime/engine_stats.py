@@ -83,6 +83,6 @@ def collect_stats(scheduler: Scheduler, pool: Pool, last_step: float) -> EngineS
         pool.n_free,
         tuple(slots),
         last_step,
-        scheduler.n_steps,
-        scheduler.n_step_texts,
+        scheduler.cycles.n_steps,
+        scheduler.cycles.n_step_texts,
     )

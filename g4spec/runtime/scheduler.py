@@ -21,17 +21,16 @@ import gc
 import time
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, Backend, Draft, Runner, Sequence, Work
+from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, Backend, Draft, Sequence
 from g4spec.errors import InputError
 from g4spec.ops.kv_size import pages_of
 from g4spec.runtime import prefill
 from g4spec.runtime.cycle_timing import CycleMeter
-from g4spec.runtime.draft_decision import DraftDecision
+from g4spec.runtime.cycles import Cycles
 from g4spec.runtime.draft_length import DraftLengthPolicy
 from g4spec.runtime.pool import Pool
 from g4spec.runtime.prefix import PrefixCache
@@ -40,17 +39,6 @@ from g4spec.runtime.task import Task
 
 INTERLEAVED_ROWS = PROMPT_BLOCK
 """Maximum number of prompt rows computed in a step while requests are running."""
-
-
-@dataclass(frozen=True, slots=True)
-class StartedCycle:
-    """A cycle that was started and whose result has not been fetched."""
-
-    runner: Runner
-    tasks: list[Task]
-    counts: list[int]
-    decisions: list[DraftDecision]
-    began: float
 
 
 class Scheduler:
@@ -70,14 +58,11 @@ class Scheduler:
         length: DraftLengthPolicy,
     ) -> None:
         self.target, self.draft, self.backend = target, draft, backend
-        self.pool, self.prefix, self.length = pool, prefix, length
-        self.runners = backend.runners(target, draft)
+        self.pool, self.prefix = pool, prefix
+        self.cycles = Cycles(target, draft, backend, pool, length)
         self.waiting: deque[Task] = deque()
         self.running: list[Task] = []
-        self._started: deque[StartedCycle] = deque()
         self._prepared = False  # see `_prepare`
-        self._ended = self._left = 0.0  # when the newest result was fetched, and distributed
-        self.n_steps = self.n_step_texts = 0
 
     def submit(self, task: Task) -> None:
         """Add a request to the queue."""
@@ -90,8 +75,7 @@ class Scheduler:
 
     def step(self) -> bool:
         """Run one step; return False if there was nothing to do."""
-        now = time.perf_counter()  # the caller's time since the newest step is not a cycle's
-        self._ended, self._left = self._ended + now - self._left, now
+        self.cycles.resume()
         self._free_cancelled()
         if self.idle:
             return False
@@ -105,22 +89,21 @@ class Scheduler:
         for task in [*self.running, *self.waiting]:  # first: what follows may fail like the step
             task.request.abandon(problem)
         self.running.clear()
-        self._started.clear()
         # A listener may have submitted others.
         self.waiting = deque(t for t in self.waiting if not t.request.done)
-        for runner in self.runners:  # also cycles that were not noted yet, or of a measurement
-            runner.drop()
+        self.cycles.abandon()
         self.prefix.clear()
         self.pool.reset()
 
     def close(self) -> None:
         """End all requests and drop the references to the models."""
-        self._discard_started()
+        self.cycles.discard()
         for task in [*self.running, *self.waiting]:
             self._finish(task, "closed")
         self.prefix.close()
         gc.unfreeze()
-        self.draft, self.runners = None, ()
+        self.draft = None
+        self.cycles.close()
 
     # ---- admission and memory
 
@@ -140,10 +123,10 @@ class Scheduler:
         """Measure costs if `auto` needs them. Before the first request, run what would make others
         wait later."""
         suppress = self.waiting[0].request.options.sampler.suppress
-        meter = CycleMeter(self.target, self.draft, self.pool, self.runners, suppress)
-        if self.length.wants_costs and any(t.draft_state.auto for t in self.waiting):
+        meter = CycleMeter(self.target, self.draft, self.pool, self.cycles.runners, suppress)
+        if self.cycles.length.wants_costs and any(t.draft_state.auto for t in self.waiting):
             self.prefix.clear()  # the measurement needs the pages
-            self.length.set_costs(*meter.costs())
+            self.cycles.length.set_costs(*meter.costs())
         elif not self._prepared and self.backend.padded and len(self.pool.free_slots) > 1:
             meter.run_plain()
         if not self._prepared and self.backend.padded:
@@ -193,27 +176,10 @@ class Scheduler:
         """Allocate the pages of the next cycles, oldest request first, preempting the newest if
         there are none. Return the requests that keep running."""
         for task in running:
-            while task.sequence is not None and not self._grow(task):
+            while task.sequence is not None and not self.cycles.grow(task):
                 if not self.prefix.evict():
                     self._preempt(self.running[-1])
         return [t for t in running if t.sequence is not None]
-
-    def _grow(self, task: Task) -> bool:
-        """Allocate the pages of this cycle and of those that may be started ahead of its result.
-        Return False if the pool does not have them."""
-        if self._pages_missing([task]) > self.pool.n_free:
-            return False
-        self.pool.grow(task.seq, task.seq.position + self._rows_ahead)
-        return True
-
-    @property
-    def _rows_ahead(self) -> int:
-        """Rows of a request in this cycle and in those that may be started ahead of its result."""
-        return MAX_STEP_ROWS * max(runner.depth for runner in self.runners)
-
-    def _pages_missing(self, tasks: list[Task]) -> int:
-        """Return the number of pages that the next cycles of `tasks` need and that they lack."""
-        return sum(self.pool.pages_needed(t.seq, t.seq.position + self._rows_ahead) for t in tasks)
 
     def _preempt(self, task: Task) -> None:
         """Free the memory of a task and put it back into the queue."""
@@ -234,8 +200,7 @@ class Scheduler:
         elif task in self.waiting:
             self.waiting.remove(task)
         task.request.finish(reason, error)
-        if all(t.request.done for s in self._started for t in s.tasks):
-            self._discard_started()
+        self.cycles.discard_ended()
 
     # ---- prompts
 
@@ -308,7 +273,7 @@ class Scheduler:
         """Run a cycle in the middle of a prompt's rows, if there are pages for it: preemption could
         free those of the prompt."""
         decoding = [t for t in self.running if not t.in_prefill]
-        if self._pages_missing(decoding) > self.pool.n_free:
+        if self.cycles.pages_missing(decoding) > self.pool.n_free:
             return
         try:
             self._cycle(after_prefill=True)
@@ -319,106 +284,17 @@ class Scheduler:
         """Run one cycle of all running requests. If possible, start the next one before waiting for
         this one."""
         began = time.perf_counter()
-        if not self._started:
+        if self.cycles.oldest is None:
             running = self._make_room([t for t in self.running if not t.in_prefill])
             if not running:
                 return
-            counts = self._plan(running)
-            self._start(running, counts, began)
-        oldest = self._started[0]
-        if len(self._started) < oldest.runner.depth and self._next_is_certain(oldest):
-            self._start(oldest.tasks, oldest.counts, began, oldest.runner)
-        self._finish_cycle(after_prefill)
-
-    def _plan(self, running: list[Task]) -> list[int]:
-        """Return the number of tokens to draft for each request."""
-        counts = self.length.plan(
-            [t.draft_state for t in running],
-            [self._max_draft(t) for t in running],
-            self._context_bytes(running, [0] * len(running)),
-        )
-        for task, count in zip(running, counts, strict=True):
-            if not count and self.target.pending.overrun(task.seq, len(counts) + sum(counts)):
-                task.stop_drafting("for many tokens no proposal was worth its time")
-        return counts
-
-    def _context_bytes(self, tasks: list[Task], ahead: list[int]) -> float:
-        """Return the bytes of KV cache of the requests, each with `ahead` more tokens."""
-        of = self.target.context_bytes
-        return sum(of(t.seq.position + n) for t, n in zip(tasks, ahead, strict=True))
-
-    def _max_draft(self, task: Task, ahead: int = 0) -> int:
-        """Return the maximum draft length of a request once it has `ahead` more tokens."""
-        if self.draft is None or not task.seq.drafting:
-            return 0
-        position = task.seq.position + ahead
-        room = min(task.tokens_left - ahead - 1, self.target.n_ctx - 1 - position)
-        return max(0, min(room, self.draft.max_tokens))
-
-    def _start(
-        self, tasks: list[Task], counts: list[int], began: float, runner: Runner | None = None
-    ) -> None:
-        work = [Work(t.seq, n, t.chooser) for t, n in zip(tasks, counts, strict=True)]
-        rows = MAX_STEP_ROWS * (1 + len(self._started))
-        assert not any(self.pool.pages_needed(t.seq, t.seq.position + rows) for t in tasks)
-        runner = runner or next(r for r in self.runners if r.can_run(work))
-        runner.start(work)
-        self.n_steps += 1
-        self.n_step_texts += len(tasks)
-        decisions = self.length.decisions(
-            self.n_steps,
-            [t.draft_state for t in tasks],
-            counts,
-            [self._max_draft(t) for t in tasks],
-        )
-        self._started.append(StartedCycle(runner, tasks, counts, decisions, began))
-
-    def _next_is_certain(self, oldest: StartedCycle) -> bool:
-        """Return True if the next cycle is certain to have the same requests and draft lengths,
-        whatever the result of this one, and has pages, so that it can be started now."""
-        tasks = oldest.tasks
-        if (
-            self.waiting
-            or tasks != [t for t in self.running if not t.in_prefill]
-            or len(tasks) < len(self.running)
-        ):
-            return False
-        most = [self._max_draft(t, ahead=1 + n) for t, n in zip(tasks, oldest.counts, strict=True)]
-        for task, count, room in zip(tasks, oldest.counts, most, strict=True):
-            position = task.seq.position + 1 + count
-            if task.tokens_left <= 1 + count or position >= self.target.n_ctx or room < count:
-                return False
-        rows = len(tasks) + sum(oldest.counts)
-        if not all(self._grow(t) and not self.target.pending.overrun(t.seq, rows) for t in tasks):
-            return False
-        context = self._context_bytes(tasks, [1 + n for n in oldest.counts])
-        return self.length.plan_ahead([t.draft_state for t in tasks], oldest.counts, most, context)
-
-    def _finish_cycle(self, after_prefill: bool) -> None:
-        """Wait for the oldest cycle and give each request its result."""
-        oldest = self._started.popleft()
-        cycles = oldest.runner.result()
-        # A cycle that was started ahead runs from the end of the one before it. If a prompt was
-        # computed meanwhile, its time is not the cycle's.
-        began, self._ended = max(oldest.began, self._ended), time.perf_counter()
-        waited = 0.0 if after_prefill else self._ended - began
-        alive = [i for i, t in enumerate(oldest.tasks) if not t.request.done]
-        for i in alive:
-            cycle = cycles[i]
-            # Take the longer time: the cycle may have run before this wait, or waited for the host.
-            cycle.step_seconds = max(waited - cycle.draft_seconds, cycle.step_seconds)
-            cycle.decision = oldest.decisions[i]
-        if alive:
-            seconds = cycles[alive[0]].draft_seconds + cycles[alive[0]].step_seconds
-            self.length.observe(
-                [oldest.tasks[i].draft_state for i in alive],
-                [len(cycles[i].drafted) for i in alive],
-                [cycles[i].accepted for i in alive],
-                seconds,
-            )
-        for i in alive:
-            self._append(oldest.tasks[i], cycles[i])
-        self._left = time.perf_counter()
+            self.cycles.start(running, began)
+        tasks = [t for t in self.running if not t.in_prefill]
+        if not self.waiting and len(tasks) == len(self.running):
+            self.cycles.start_ahead(tasks, began)
+        for task, cycle in self.cycles.finish(after_prefill):
+            self._append(task, cycle)
+        self.cycles.pause()
 
     def _append(self, task: Task, cycle: Any) -> None:
         if cycle.error is not None and not cycle.tokens:
@@ -442,8 +318,3 @@ class Scheduler:
             self._finish(task, "length")
         elif task.seq.position >= self.target.n_ctx:
             self._finish(task, "context")
-
-    def _discard_started(self) -> None:
-        """Discard started cycles whose results are no longer needed."""
-        while self._started:
-            self._started.popleft().runner.drop()

@@ -84,7 +84,7 @@ def test_cycles_started_ahead_have_their_pages(plain: ReferenceRuns, kind: str |
         [[2, *batch_invariance.tokens(rng, 100 + i)] for i in range(2)], n_predict=200, draft_max=2
     )
     engine = memory_engine.engine(DRAFTS[kind] if kind else None, n_ctx=512, parallel=2, pool=2000)
-    engine.scheduler.runners = [StartsAhead(engine.target, engine.draft)]
+    engine.scheduler.cycles.runners = [StartsAhead(engine.target, engine.draft)]
     run = batch_invariance.run_batched(engine, todo)
     for spec, (got,) in zip(todo, run.answers, strict=True):
         assert not batch_invariance.output_difference(got, plain(spec))
@@ -98,7 +98,7 @@ def test_no_cycle_is_started_after_the_end_of_a_text(
 ) -> None:
     engine = memory_engine.engine(None, n_ctx=512)
     runner = StartsAhead(engine.target, None)
-    engine.scheduler.runners = [runner]
+    engine.scheduler.cycles.runners = [runner]
     start, started = runner.start, []
 
     def noted(work: Sequence[Work]) -> None:
@@ -119,7 +119,7 @@ def test_the_time_of_a_cycle_is_its_own(monkeypatch: pytest.MonkeyPatch, ahead: 
     engine = memory_engine.engine(None, n_ctx=512, parallel=2)
     kind = StartsAhead if ahead else EagerRunner
     runner = kind(engine.target, None)
-    engine.scheduler.runners = [runner]
+    engine.scheduler.cycles.runners = [runner]
     fetch, read, seconds = runner.result, engine.backend.read, 0.05
 
     def result() -> list[Cycle]:
@@ -148,7 +148,7 @@ def test_the_time_of_a_cycle_is_its_own(monkeypatch: pytest.MonkeyPatch, ahead: 
 def test_the_callers_time_is_no_cycles() -> None:
     """A cycle that was started ahead runs while the caller does something else."""
     engine = memory_engine.engine(None, n_ctx=512)
-    engine.scheduler.runners = [StartsAhead(engine.target, None)]
+    engine.scheduler.cycles.runners = [StartsAhead(engine.target, None)]
     request, inside, more = engine.submit([2, 9], Options(8, ignore_eos=True)), 0.0, True
     while more:
         time.sleep(0.25)
@@ -163,7 +163,7 @@ def test_the_policy_knows_contexts_of_cycles_started_ahead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = memory_engine.engine(None, n_ctx=512)
-    engine.scheduler.runners = [StartsAhead(engine.target, None)]
+    engine.scheduler.cycles.runners = [StartsAhead(engine.target, None)]
     found, plan_ahead = [], engine.lengths.plan_ahead
 
     def noted(states: Any, counts: Any, most: Any, context: float = 0.0) -> bool:
@@ -184,13 +184,13 @@ def test_batches_of_all_sizes_run_before_the_first_request(
     monkeypatch.setattr(TorchBackend, "padded", True)
     engine = memory_engine.engine(None, n_ctx=512, parallel=6, pool=2048)
     engine.tokenizer.suppress_ids = suppress
-    started, start = [], engine.scheduler.runners[0].start
+    started, start = [], engine.scheduler.cycles.runners[0].start
 
     def record(work: Sequence[Work]) -> None:
         started.append((len(work), work[0].chooser.sampler.suppress))
         start(work)
 
-    monkeypatch.setattr(engine.scheduler.runners[0], "start", record)
+    monkeypatch.setattr(engine.scheduler.cycles.runners[0], "start", record)
     for _ in range(2):
         list(engine.generate([2, 9], Options(3, ignore_eos=True)))
     batches = {*(1 << i for i in range(3)), min(6, engine.pool.n_pages)}
@@ -240,7 +240,7 @@ def test_how_a_draft_catches_up_does_not_change_proposals(
             commit(rows, accepted)
 
         def rest(states: Any, room: list[int], lost: float) -> list[int]:
-            step = engine.scheduler.n_steps  # noqa: B023
+            step = engine.scheduler.cycles.n_steps  # noqa: B023
             return [min(n, 4 * (step % 60 == 59)) for n in room]
 
         monkeypatch.setattr(engine.lengths, "_choose", rest)
@@ -265,7 +265,7 @@ def test_no_cycle_in_a_block_preempts_its_request() -> None:
     engine.scheduler._admit()
     taken = [engine.pool._free.pop() for _ in range(engine.pool.n_free)]
     before, task = first.stats.cycles, engine.scheduler.running[-1]
-    while engine.scheduler._pages_missing(engine.scheduler.running[:1]) == 0:
+    while engine.scheduler.cycles.pages_missing(engine.scheduler.running[:1]) == 0:
         engine.scheduler._cycle(after_prefill=False)
         before = first.stats.cycles
     assert engine.scheduler._prefill() and task.seq.n_read == PROMPT_BLOCK

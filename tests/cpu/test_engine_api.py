@@ -503,7 +503,7 @@ def test_tokens_before_an_error_belong_to_the_text(
 ) -> None:
     """The error counts only if the text goes on after them."""
     on = engine(1)
-    (runner,) = on.scheduler.runners
+    (runner,) = on.scheduler.cycles.runners
     result, honest = runner.result, []
 
     def failing() -> list[Cycle]:
@@ -754,7 +754,7 @@ def test_an_interruption_before_the_first_step_leaves_nothing_behind(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        of: Any = on.scheduler.runners[0] if where == "measurement" else on.draft
+        of: Any = on.scheduler.cycles.runners[0] if where == "measurement" else on.draft
         patch.setattr(of, "result" if where == "measurement" else "begin", interrupted)
         list(on.generate(PROMPTS[0], Options(24)))
     assert nothing_left(on)
@@ -769,7 +769,7 @@ def test_no_cycle_is_left_after_an_interruption(
 ) -> None:
     """Ctrl-C after a runner has started a cycle that the scheduler has not noted yet."""
     on = engine(1)
-    (runner,) = on.scheduler.runners
+    (runner,) = on.scheduler.cycles.runners
     dropped: list[int] = []
     monkeypatch.setattr(runner, "drop", lambda: dropped.append(1))
 
@@ -861,14 +861,14 @@ def test_a_long_prompt_does_not_hold_up_running_texts(
         return read(target, slot, ids, start, pause)
 
     monkeypatch.setattr(on.backend, "read", counted)
-    start = type(on.scheduler.runners[0]).start
+    start = type(on.scheduler.cycles.runners[0]).start
 
     def started(self: Any, work: Sequence[Work]) -> None:
         rows.append(sum(events))
         events.clear()
         start(self, work)
 
-    monkeypatch.setattr(type(on.scheduler.runners[0]), "start", started)
+    monkeypatch.setattr(type(on.scheduler.cycles.runners[0]), "start", started)
     long = [
         on.submit([2, *batch_invariance.tokens(random.Random(9), 300)], Options(4))
         for _ in range(2)

@@ -187,7 +187,7 @@ def test_late_catch_up_does_not_change_proposals(
 ) -> None:
     def proposals() -> list[list[int]]:
         engine = memory_engine.engine(DRAFTS[name])
-        engine.scheduler.length = DraftsRarely(engine.lengths)  # type: ignore[assignment]
+        engine.scheduler.cycles.length = DraftsRarely(engine.lengths)  # type: ignore[assignment]
         return [c.drafted for c in generate(engine, Sampler(), 5, 80) if c.drafted]
 
     late, start, flushed = proposals(), EagerRunner.start, []

@@ -522,7 +522,7 @@ def test_cycles_that_are_planned_ahead_have_their_own_contexts() -> None:
 
 def test_an_engine_measures_and_counts_contexts() -> None:
     engine = memory_engine.engine(DRAFTS["dflash"], n_ctx=1400, parallel=2, pool=2800)
-    cold = engine.scheduler
+    cold = engine.scheduler.cycles
     table, seconds = CycleMeter(engine.target, engine.draft, engine.pool, cold.runners).costs()
     assert {texts for texts, _ in table} == {1, 2} and 0 <= seconds < 1e-3
     assert len(engine.pool.free_slots) == 2 and engine.pool.n_free == engine.pool.n_pages
@@ -544,7 +544,7 @@ def test_measured_steps_have_all_rows_of_their_length(
     two, and a draft that is never confident none."""
     unsure = partial(memory_drafts.dspark_draft, head="gated", p_min=0.999)
     engine = memory_engine.engine(unsure if kind == "dspark-unsure" else DRAFTS[kind], parallel=2)
-    (runner,), rows = engine.scheduler.runners, set[tuple[int, int]]()
+    (runner,), rows = engine.scheduler.cycles.runners, set[tuple[int, int]]()
     start = runner.start
 
     def watched(work: Sequence[Work]) -> None:

@@ -111,7 +111,7 @@ def test_every_kind_in_the_engine(folder: Path, draft: str) -> None:
         engine = load(folder, draft)
         help_out(engine.draft, plain)
         if recorded:
-            engine.scheduler.runners = [GraphRunner(engine.target, engine.draft)]
+            engine.scheduler.cycles.runners = [GraphRunner(engine.target, engine.draft)]
         found.append(texts(engine, (3, 0, 5, 2)))
     for eager, graph, (ids, _, _) in zip(*found, plain, strict=True):
         assert graph[:2] == eager[:2] and graph[0] == ids

@@ -115,7 +115,7 @@ def help_out(engine: Engine, truth: list[int], right: Callable[[int], int]) -> N
     """Replace the first `right(i)` tokens of the draft's i-th proposal by those of `truth`. Cycles
     then run in the eager runner."""
     made: Any = engine.draft
-    engine.scheduler.runners = [EagerRunner(engine.target, made)]
+    engine.scheduler.cycles.runners = [EagerRunner(engine.target, made)]
     propose, turn = type(made).propose, iter(range(10**6))
 
     def better(batch: Batch, count: int, pick: Pick) -> torch.Tensor:

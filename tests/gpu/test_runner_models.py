@@ -94,11 +94,13 @@ def cycles(
     engine: Engine, options: Options, *, eager: bool = False, prompt: list[int] = PROMPT
 ) -> tuple[Request, Did]:
     """Return a finished request, and the drafted and accepted tokens of its cycles."""
-    runners = engine.scheduler.runners
-    engine.scheduler.runners = [r for r in runners if not (eager and isinstance(r, GraphRunner))]
+    runners = engine.scheduler.cycles.runners
+    engine.scheduler.cycles.runners = [
+        r for r in runners if not (eager and isinstance(r, GraphRunner))
+    ]
     request = engine.submit(prompt, options)
     did = [summary(cycle) for cycle in request]
-    engine.scheduler.runners = runners
+    engine.scheduler.cycles.runners = runners
     return request, did[1:]
 
 
@@ -181,7 +183,9 @@ def test_every_kind_equals_the_eager_runner(
         engine = load(folder, name, pool=SLOTS * CTX)
         help_out(engine, begin + plain.ids, 3)
         party = RunningTexts(engine, [HOT, NARROW, GREEDY][:n])
-        runner = next(r for r in engine.scheduler.runners if isinstance(r, GraphRunner) == recorded)
+        runner = next(
+            r for r in engine.scheduler.cycles.runners if isinstance(r, GraphRunner) == recorded
+        )
         most = engine.draft.max_tokens if engine.draft else 0
         did = party.run(runner, [[min(c, most) for c in counts[:n]] for counts in turns])
         found.append((did, party.kept()))
@@ -200,7 +204,7 @@ def test_rows_of_many_steps_at_a_time_have_the_bits_of_few(folder: Path) -> None
         assert draft.commit_rows > 2 * MAX_STEP_ROWS
         draft.commit_rows = rows or draft.commit_rows
         party = RunningTexts(engine, [GREEDY, HOT])
-        did = party.run(engine.scheduler.runners[0], [[0, 0]] * 37 + [[4, 4]])
+        did = party.run(engine.scheduler.cycles.runners[0], [[0, 0]] * 37 + [[4, 4]])
         found.append((did, party.kept()))
     assert found[0] == found[1]
 
@@ -391,10 +395,10 @@ def test_recorded_parts_of_host_choices_have_the_bits_of_others(
     found = []
     for recorded in (False, True):
         engine = load(folder)
-        graph, host = engine.scheduler.runners
+        graph, host = engine.scheduler.cycles.runners
         if not recorded:
             host = EagerRunner(engine.target, engine.draft)
-        engine.scheduler.runners = [host]
+        engine.scheduler.cycles.runners = [host]
         requests = [
             engine.submit(PROMPT[: 20 * i + 9], options(count, 8 + i, **choice))
             for i in range(SLOTS)

@@ -34,17 +34,17 @@ def load(**options: Any) -> Engine:
     call fails too, as after a CUDA error. It has one thread."""
     torch.set_num_threads(1)
     engine = Engine.load(**options)
-    read, collect = engine.backend.read, engine.scheduler._finish_cycle
-    drop = engine.scheduler._discard_started
+    read, collect = engine.backend.read, engine.scheduler._cycle
+    drop = engine.scheduler.cycles.discard
 
     def failing() -> None:
         raise RuntimeError("CUDA error: it stays")
 
     def reading(target: Any, slot: int, ids: Sequence[int], start: int, pause: Any) -> StepRows:
         if list(ids[-2:-1]) == [READING]:
-            engine.scheduler._discard_started = failing  # type: ignore[method-assign]
+            engine.scheduler.cycles.discard = failing  # type: ignore[method-assign]
             _fail(ids[-1])
-            engine.scheduler._discard_started = drop  # type: ignore[method-assign]
+            engine.scheduler.cycles.discard = drop  # type: ignore[method-assign]
         return read(target, slot, ids, start, pause)
 
     def collecting(after_prefill: bool) -> None:
@@ -54,7 +54,7 @@ def load(**options: Any) -> Engine:
                 _fail(task.request.prompt[-1])
 
     engine.backend.read = reading  # type: ignore[method-assign]
-    engine.scheduler._finish_cycle = collecting  # type: ignore[method-assign]
+    engine.scheduler._cycle = collecting  # type: ignore[method-assign]
     return engine
 
 
