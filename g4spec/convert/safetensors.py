@@ -55,12 +55,13 @@ def load_json(path: Path, what: str = "a JSON object") -> dict[str, Any]:
         what: description of the file for the error.
     """
     try:
-        value = parse_json(regular_files.read_regular(regular_files.check_link(path)), str(path))
+        raw = regular_files.read_regular(regular_files.check_link(path))
     except FileNotFoundError:
         raise InputError(f"{path}: no such file", expected=what) from None
     except OSError as e:
         raise InputError(f"{path}: {e.strerror}") from e
-    return value
+    regular_files.refuse_lfs_pointer(path, raw)
+    return parse_json(raw, str(path))
 
 
 def parse_json(raw: bytes, where: str) -> dict[str, Any]:

@@ -265,13 +265,24 @@ def test_a_target_folder_that_also_contains_a_gguf(family: Path, tmp_path: Path)
     assert result.written
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "x.gguf"])
+LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "x.gguf", "config.json"])
 def test_an_lfs_pointer_is_named(family: Path, tmp_path: Path, name: str) -> None:
     draft = copy(family, "zlab", tmp_path)
     path = draft / name
-    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    path.write_text(LFS_POINTER)
     with pytest.raises(InputError, match="git lfs pull"):
         detect(path if name.endswith(".gguf") else draft)
+
+
+def test_an_lfs_pointer_of_a_tokenizer_is_named(family: Path, tmp_path: Path) -> None:
+    """Published tokenizer.json files are in Git LFS, as weights are."""
+    target = copy(family, "target", tmp_path)
+    (target / "tokenizer.json").write_text(LFS_POINTER)
+    with pytest.raises(InputError, match=r"tokenizer\.json: a Git LFS pointer.*git lfs pull"):
+        convert(family / "zlab", tmp_path / "o.gguf", target=target)
 
 
 def test_a_single_safetensors_file_may_be_named(family: Path, tmp_path: Path) -> None:
