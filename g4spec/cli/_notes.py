@@ -9,14 +9,23 @@ if TYPE_CHECKING:
 
 MIN_PROPOSALS, LOW_ACCEPTANCE = 16, 0.04
 """Proposals needed for a statement, and acceptance of their first tokens that counts as low."""
+MIN_SUSPECTED = 6
+"""Proposals needed for a suspicion if none of their first tokens was accepted."""
 
 
-def low_acceptance_note(drafted: int, accepted: int) -> str | None:
+def low_acceptance_note(drafted: int, accepted: int, auto: bool = False) -> str | None:
     """Return a note if almost no first token of the proposals was accepted, else None.
 
     Args:
         drafted, accepted: number of drafted and of accepted first tokens of proposals.
+        auto: whether the draft length was chosen by `auto`, which makes few proposals if none is
+            accepted. Then the note says how to find out more.
     """
+    if auto and MIN_SUSPECTED <= drafted < MIN_PROPOSALS and accepted == 0:
+        return (
+            f"no drafted token was accepted: 0 of {drafted} first tokens, too few to be sure. "
+            "Perhaps the draft was not trained for this target: --draft-max 3 drafts in every step"
+        )
     if drafted < MIN_PROPOSALS or accepted >= LOW_ACCEPTANCE * drafted:
         return None
     return (

@@ -138,10 +138,10 @@ def _write(run: Request, writer: Writer, drafting: bool) -> None:
         run.stats.stop_reason, pressed = "Ctrl-C", keys
     writer.finish(run.text)
     out.note(stats_line(run.stats, drafting))
-    if drafting and run.options.draft_max == "auto":
-        out.note(auto_note(run.stats))
+    auto = drafting and run.options.draft_max == "auto"
     first = run.stats.drafted_by_position[0], run.stats.accepted_by_position[0]
-    out.note(low_acceptance_note(*first))
+    low = low_acceptance_note(*first, auto)
+    out.note(low or (auto_note(run.stats) if auto else None))
     stats = {**asdict(run.stats), "tokens_per_second": run.stats.tokens_per_second}
     out.result({"text": run.text, "ids": run.ids, "notes": run.notes, "stats": stats})
     if pressed:

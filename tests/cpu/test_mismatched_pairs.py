@@ -87,3 +87,22 @@ def test_a_draft_for_another_target_is_reported_by_its_acceptance(
 )
 def test_few_proposals_give_no_warning(drafted: int, accepted: int, strange: bool) -> None:
     assert (low_acceptance_note(drafted, accepted) is not None) == strange
+
+
+@pytest.mark.parametrize(
+    ("drafted", "accepted", "says"),
+    [
+        (5, 0, None),
+        (6, 0, "0 of 6 first tokens, too few to be sure"),
+        (15, 0, "--draft-max 3"),
+        (15, 1, None),
+        (16, 0, "probably not trained"),
+    ],
+)
+def test_few_proposals_of_auto_raise_a_suspicion(
+    drafted: int, accepted: int, says: str | None
+) -> None:
+    """`auto` stops drafting when nothing is accepted, so that a text of usual length has too few
+    proposals for a statement."""
+    note = low_acceptance_note(drafted, accepted, auto=True)
+    assert note is None if says is None else says in str(note)
