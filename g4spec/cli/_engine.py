@@ -84,8 +84,7 @@ def _target(
         return file
 
     path = _inputs.resolve(model, out, "gguf", best_type)
-    _inputs.check_target(path, setup.n_ctx, alone)
-    return path
+    return _inputs.open_target(path, setup.n_ctx, out, alone)
 
 
 def load(

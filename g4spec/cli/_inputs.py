@@ -118,21 +118,33 @@ def check_draft(path: Path, confident: bool = False) -> None:
             models.require_confidence(path, found.kind, found.source.tensors)
 
 
-def check_target(path: Path, n_ctx: int | None, alone: bool = False) -> None:
-    """Raise InputError unless `path` is a target's GGUF, UsageError for a too long context.
-    `alone`: the command runs no drafts, so the error must not offer -md."""
-    fix = "this is a draft, and this command runs only targets: name its target" if alone else None
-    if not path.is_dir():
-        from g4spec.runtime import target_file
+def open_target(path: Path, n_ctx: int | None, out: Output, alone: bool = False) -> Path:
+    """Return the GGUF of a target; of a folder, the GGUF in it, which a note says.
 
-        return target_file.check(path, n_ctx, fix)
+    Raises InputError unless it is a target's, UsageError for a too long context. `alone`: the
+    command runs no drafts, so the error must not offer -md.
+    """
+    fix = "this is a draft, and this command runs only targets: name its target" if alone else None
+    file = _gguf_in_folder(path, fix) if path.is_dir() else path
+    from g4spec.runtime import target_file
+
+    target_file.check(file, n_ctx, fix)
+    if file != path:
+        out.note(f"{path} holds a GGUF: took {file.name}")
+    return file
+
+
+def _gguf_in_folder(folder: Path, fix: str | None) -> Path:
+    """Return the GGUF in a folder; raise InputError if there is none, or not a target's."""
     from g4spec import convert, models
 
-    with convert.detect(path, prefer_gguf=True) as found:
+    with convert.detect(folder, prefer_gguf=True) as found:
         if not found.is_target:
-            raise models.wrong_role(path, found.kind, fix)
-        if found.path != path:
-            fix = f"name the file in it: {found.path}"
-        else:
-            fix = f"convert it first: {convert.conversion_command(path)}"
-    raise InputError(f"{path}: a folder", expected="a target's GGUF file", fix=fix)
+            raise models.wrong_role(folder, found.kind, fix)
+        if found.path != folder:
+            return found.path
+    raise InputError(
+        f"{folder}: a checkpoint folder",
+        expected="a target's GGUF file",
+        fix=f"convert it first: {convert.conversion_command(folder)}",
+    )

@@ -78,8 +78,20 @@ def test_a_draft_given_as_target(g4spec: Cli, command: str, name: str) -> None:
 def test_a_folder_given_as_target(g4spec: Cli, command: str) -> None:
     stderr = g4spec.refused(command, "-m", "target", "-md", "draft", *RUNS[command])
     assert "Convert it first: g4spec convert target -o target.gguf" in stderr
-    stderr = g4spec.refused(command, "-m", "target-gguf", "-md", "draft", *RUNS[command])
-    assert "Name the file in it: target-gguf/m.gguf" in stderr
+
+
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_a_folder_with_a_targets_gguf_runs_it(
+    g4spec: Cli, home: Path, tmp_path: Path, checkpoint: bool
+) -> None:
+    """As with -md, also beside a checkpoint; a note says so."""
+    folder = tmp_path / "target"
+    shutil.copytree(home / "target", folder) if checkpoint else folder.mkdir()
+    shutil.copy(home / "target.gguf", folder / "m.gguf")
+    options = ("-p", "x", "-n", 2, "-c", 128)
+    out, err = g4spec("generate", "-m", folder, *options)
+    assert f"{folder} holds a GGUF: took m.gguf" in err
+    assert out == g4spec("generate", "-m", "target.gguf", *options)[0]
 
 
 def test_a_folder_with_several_files(g4spec: Cli, home: Path, tmp_path: Path) -> None:
