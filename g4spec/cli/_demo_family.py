@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,14 +15,15 @@ from g4spec.errors import CheckFailed, InputError, UsageError
 DRAFTS = ("dflash", "dflash-speculators", "assistant", "dflash-other")
 """Folders of the drafts; the last draft was trained for another target."""
 
+PACKAGE = "g4spec_family"
+"""The family as an installed package (packaging/family)."""
 MARKS = {"bench.json": b'"command": "g4spec demo', "report.html": b"<code>g4spec demo"}
 """Result files of `demo` -> bytes in them that show that `demo` wrote them."""
 
 
 def find(folder: Path | None) -> Path:
-    """Return the folder of the checkpoints: `folder`, or examples/tiny here or in the clone."""
-    tree = Path(g4spec.__file__).parent.parent
-    places = [folder] if folder else [base / "examples" / "tiny" for base in (Path(), tree)]
+    """Return the folder of the checkpoints: `folder`, or else that of the clone or the package."""
+    places = [folder] if folder else _places()
     needed = ("target", *DRAFTS)
     for place in places:
         if all((place / name / "config.json").is_file() for name in needed):
@@ -38,9 +40,16 @@ def find(folder: Path | None) -> Path:
     raise InputError(
         "the demo's model family is not part of the installed package",
         expected=f"{expected}, in examples/tiny here or with --family",
-        fix="get the repository (clone it, or unpack its source archive), then run "
-        "`g4spec demo --family REPOSITORY/examples/tiny`",
+        fix="install it: `pip install` with the file g4spec_family-*.whl of the release, or with "
+        "packaging/family of a clone; or run `g4spec demo --family REPOSITORY/examples/tiny`",
     )
+
+
+def _places() -> list[Path]:
+    spec = importlib.util.find_spec(PACKAGE)
+    installed = map(Path, (spec and spec.submodule_search_locations) or ())
+    trees = (Path(), Path(g4spec.__file__).parent.parent)
+    return [*(tree / "examples" / "tiny" for tree in trees), *installed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,26 +68,18 @@ class Converted:
 
     def show(self, out: Output) -> None:
         """Show and explain steps 1 and 2."""
-        out.line(
-            "1  Convert: write checkpoints as GGUF files, which g4spec and llama.cpp load.",
-            "bold",
-            gap=True,
-        )
+        title = "1  Convert: write checkpoints as GGUF files, which g4spec and llama.cpp load."
+        out.line(title, "bold", gap=True)
         columns = ("checkpoint", "copied", "made", "kept in keys", "dropped", "file")
         out.table("", columns, self.rows)
         out.line(
             "Every tensor is either used once or dropped with a reason; nothing is guessed from "
             "file names."
         )
-        out.line(
-            "2  Quantize: the same draft with 16 bits per weight, then with 8.",
-            "bold",
-            gap=True,
-        )
-        out.line(
-            f"BF16 takes {self.bf16 / 2**20:.1f} MiB and Q8_0 {self.q8_0 / 2**20:.1f} MiB: "
-            "about half the memory to read per drafted token."
-        )
+        quantized = "2  Quantize: the same draft with 16 bits per weight, then with 8."
+        out.line(quantized, "bold", gap=True)
+        sizes = f"BF16 takes {self.bf16 / 2**20:.1f} MiB and Q8_0 {self.q8_0 / 2**20:.1f} MiB"
+        out.line(f"{sizes}: about half the memory to read per drafted token.")
 
 
 def convert_all(source: Path, folder: Path) -> Converted:

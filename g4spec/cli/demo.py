@@ -26,8 +26,8 @@ def command(
     family: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of the model family. Default: examples/tiny of the clone. Needed with an "
-            "installed package, which does not contain it."
+            help="Folder of the model family. Default: examples/tiny of the clone, or the "
+            "package g4spec_family if it is installed.",
         ),
     ] = None,
     folder: Annotated[

@@ -154,6 +154,26 @@ def test_demo_without_the_family(
     output = capsys.readouterr().err
     assert "not part of the installed package" in output
     assert "run `g4spec demo --family REPOSITORY/examples/tiny`" in output
+    assert "g4spec_family-*.whl of the release" in output
+
+
+def test_demo_finds_the_installed_package_of_the_family(
+    family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The family is a wheel of its own, so that `demo` works from the wheel of g4spec."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / _demo_family.PACKAGE).symlink_to(family)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(_demo_family.g4spec, "__file__", str(tmp_path / "lib/g4spec/__init__.py"))
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    found = _demo_family.find(None)
+    assert (found / "target" / "config.json").samefile(family / "target" / "config.json")
+
+
+def test_the_package_of_the_family_has_every_checkpoint() -> None:
+    project = (Path(__file__).parents[2] / "packaging/family/pyproject.toml").read_text()
+    for name in ("target", *_demo_family.DRAFTS):
+        assert f'"{_demo_family.PACKAGE}.{name}",' in project
 
 
 def test_bench_and_compare(
