@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from g4spec.cli import _argument_errors
-from g4spec.cli._llama_flags import REFUSED, SAME
+from g4spec.cli._llama_flags import IMPLIED, REFUSED, SAME
 from g4spec.errors import UsageError
 
 HELP = ("-h", "--help")
@@ -94,6 +94,8 @@ class CommandLine:
         typed, equals, value = argument.partition("=")
         flag = typed if typed in own_flags else SAME.get(typed, typed)
         option = own_flags.get(flag)
+        if option is None and typed in IMPLIED.get(context.info_name, ()):
+            return True
         if option is None:
             why = REFUSED.get(typed, f"this command has no option {flag}" * (typed in SAME))
             if why:

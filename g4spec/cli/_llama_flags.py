@@ -110,3 +110,5 @@ _REFUSED = {
 }
 REFUSED = {flag: why for flags, why in _REFUSED.items() for flag in flags.split()}
 """Flag of llama.cpp -> why it does not exist here, or what to use instead."""
+IMPLIED = {"chat": ("-cnv", "--conversation", "-i", "--interactive", "--jinja")}
+"""Command -> flags of llama.cpp that say what the command does anyway."""

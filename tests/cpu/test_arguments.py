@@ -284,3 +284,14 @@ def test_help_names_values_in_the_words_of_errors(
     assert re.findall(r"^  --?[a-z].*<\w+", text, re.MULTILINE) == []
     if command == "quantize":
         assert "{SOURCE} {OUT}" in text or "SOURCE OUT" in text
+
+
+def test_flags_that_say_what_chat_does_anyway_are_accepted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error for -cnv was to use `g4spec chat`, also in `chat`."""
+    missing = str(tmp_path / "m.gguf")
+    assert cli.run(["chat", "-m", missing, "-cnv", "--jinja", "-sys", "hello"]) == 3
+    assert "no such file" in capsys.readouterr().err
+    assert cli.run(["generate", "-m", missing, "-cnv", "-p", "x"]) == 2
+    assert "use `g4spec chat`" in capsys.readouterr().err
