@@ -1,4 +1,4 @@
-"""Prometheus metrics, under the names of vLLM and llama.cpp."""
+"""Prometheus metrics, under the names of vLLM and llama.cpp, and g4spec's own."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from prometheus_client import (
     generate_latest,
 )
 
+from g4spec.core import MAX_DRAFT
 from g4spec.runtime.request import Stats
 from g4spec.server.engine_client import EngineLike
 from g4spec.server.llamacpp_metrics import LlamaCppMetrics
@@ -98,9 +99,6 @@ class Metrics:
         self.finished_texts = counter(
             "request_success", "Finished texts by finish reason.", "finished_reason"
         )
-        self.errors = counter(
-            "request_refused", "Requests answered with an error, by status.", "status"
-        )
         self.time_to_first_token = histogram(
             "time_to_first_token_seconds", "Seconds until the first token.", LATENCY_BUCKETS
         )
@@ -113,7 +111,8 @@ class Metrics:
         self.queue_time = histogram(
             "request_queue_time_seconds", "Seconds spent waiting for a slot.", LATENCY_BUCKETS
         )
-        for i in range(15):
+        self._register_own(names)
+        for i in range(MAX_DRAFT):
             self.accepted_at.labels(*self._label, str(i))
         for each in (
             self.drafts,
@@ -127,6 +126,28 @@ class Metrics:
         ):
             each.labels(*self._label)
         self._llama = self._register_others(engine, names)
+
+    def _register_own(self, names: tuple[str, ...]) -> None:
+        """Register what neither vLLM nor llama.cpp has a name for."""
+
+        def counter(name: str, text: str, *more: str) -> Counter:
+            return Counter(f"g4spec:{name}", text, (*names, *more), registry=self.registry)
+
+        self.errors = counter(
+            "request_refused", "Requests answered with an error, by status.", "status"
+        )
+        self.drafted_at = counter(
+            "spec_decode_num_draft_tokens_per_pos", "Drafted tokens by position.", "position"
+        )
+        self.steps = counter("decode_steps", "Steps of texts after their prefill.")
+        self.draft_seconds = counter("draft_seconds", "Seconds of these steps spent on drafting.")
+        self.step_seconds = counter(
+            "verify_seconds", "Seconds of these steps spent on verification."
+        )
+        for each in (self.steps, self.draft_seconds, self.step_seconds):
+            each.labels(*self._label)
+        for i in range(MAX_DRAFT):
+            self.drafted_at.labels(*self._label, str(i))
 
     def _register_others(self, engine: EngineLike, names: tuple[str, ...]) -> LlamaCppMetrics:
         """Register the gauges and llama.cpp's metrics; return the latter."""
@@ -166,10 +187,14 @@ class Metrics:
             (self.queries, stats.prompt_tokens),
             (self.hits, stats.cached_tokens),
             (self.preempted, stats.preempted),
+            (self.steps, stats.cycles),
+            (self.draft_seconds, stats.draft_seconds),
+            (self.step_seconds, stats.step_seconds),
         ):
             counter.labels(*label).inc(count)
-        for i, count in enumerate(stats.accepted_by_position):
-            self.accepted_at.labels(*label, str(i)).inc(count)
+        for i in range(MAX_DRAFT):
+            self.drafted_at.labels(*label, str(i)).inc(stats.drafted_by_position[i])
+            self.accepted_at.labels(*label, str(i)).inc(stats.accepted_by_position[i])
 
     def observe_first_token(self, seconds: float) -> None:
         """Observe the time to the first token of a text."""

@@ -456,6 +456,14 @@ def test_metrics(busy: Served) -> None:
     name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     by = [grown(f'{name}{{model_name="tiny",position="{i}"}}') for i in range(15)]
     assert sum(by) == accepted
+    name = "g4spec:spec_decode_num_draft_tokens_per_pos_total"
+    by = [grown(f'{name}{{model_name="tiny",position="{i}"}}') for i in range(15)]
+    assert by[:3] == timings["draft_n_per_pos"] and not any(by[3:])
+    draft_seconds = grown(f"g4spec:draft_seconds_total{label}")
+    assert draft_seconds == pytest.approx(timings["draft_ms"] / 1e3)
+    seconds = draft_seconds + grown(f"g4spec:verify_seconds_total{label}")
+    assert seconds == pytest.approx(timings["predicted_ms"] / 1e3)
+    assert 0 < grown(f"g4spec:decode_steps_total{label}") < 20
     assert grown(f"vllm:generation_tokens_total{label}") == 20
     assert grown(f"vllm:time_to_first_token_seconds_count{label}") == 1
     assert grown(f"vllm:inter_token_latency_seconds_count{label}") == 19
@@ -486,7 +494,7 @@ def test_metrics(busy: Served) -> None:
     )
     assert grown("llamacpp:spec_decode_num_accepted_tokens_total") == accepted
     assert after["llamacpp:requests_processing"] == 0
-    refused = 'vllm:request_refused_total{model_name="tiny",status="400"}'
+    refused = 'g4spec:request_refused_total{model_name="tiny",status="400"}'
     before = after
     busy.refused("/v1/completions", {"fo": 1})
     after = read()
