@@ -31,6 +31,7 @@ from g4spec.server.middleware import BODY_LIMIT, WakeMiddleware, create_middlewa
 from g4spec.server.openapi import described, document, takes
 from g4spec.server.replay import ReplayStore
 from g4spec.server.request_errors import RequestError
+from g4spec.server.response_parts import speculation_header
 from g4spec.server.response_store import Record, ResponseStore
 from g4spec.server.service import Generation, Job, Service
 from g4spec.server.sse import PING, Events, EventStream, cancel_on_disconnect, event
@@ -231,15 +232,16 @@ class Endpoints:
             replay = await self._replays.begin(_owner(request), kept, generation, events, failed)
             return EventStream(replay, replay.follow(0), failed, service.settings, ping=ping)
 
-        async def whole() -> Any:
+        async def whole() -> Response:
             generation = await service.submit(await build_job())
             try:
-                return await answer(generation)
+                content = await answer(generation)
+                return JsonResponse(content, headers=speculation_header(generation))
             finally:
                 generation.close()
                 _log_generation(request, generation)
 
-        return JsonResponse(await cancel_on_disconnect(request.receive, whole()))
+        return await cancel_on_disconnect(request.receive, whole())
 
     @described(
         "text/event-stream",

@@ -370,8 +370,7 @@ class _Chunks:
         ]
         if self.usage:
             out["usage"] = None
-        single, per_token = len(self._generation.texts) == 1, self._request.timings_per_token
-        if single and (finish or (per_token and "role" not in delta)):
+        if finish or (self._request.timings_per_token and "role" not in delta):
             out["timings"] = response_parts.timings(text)
         return event(out | (more or {}))
 

@@ -149,7 +149,7 @@ async def stream_response(generation: Generation, request: CompletionRequest) ->
         ]
         if include_usage:
             out["usage"] = None
-        if len(offsets) == 1 and (finish or request.timings_per_token):
+        if finish or request.timings_per_token:
             out["timings"] = response_parts.timings(text)
         if progress is not None:
             out["prompt_progress"] = response_parts.progress(text, progress)
@@ -162,5 +162,8 @@ async def stream_response(generation: Generation, request: CompletionRequest) ->
         async for text, delta in deltas:
             yield chunk(text, _words(delta), delta.tokens, delta.finish, delta.progress)
     if include_usage:
-        yield event({**_head(generation), "choices": [], "usage": response_parts.usage(generation)})
+        last = {**_head(generation), "choices": [], "usage": response_parts.usage(generation)}
+        if len(offsets) == 1:
+            last["timings"] = response_parts.timings(generation.texts[0])
+        yield event(last)
     yield event("[DONE]")

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic_core import from_json
 from starlette.requests import Request
 
-from g4spec.server import chat
+from g4spec.server import chat, response_parts
 from g4spec.server.fields import Json
 from g4spec.server.generation import Delta
 from g4spec.server.message_fields import CountRequest, MessagesRequest, chat_request
@@ -64,7 +64,7 @@ async def full_response(generation: Generation, request: MessagesRequest) -> Jso
             name = delta["type"].removesuffix("_delta")
             message["content"][each["index"]][name] += delta[name]
         elif kind == "message_delta":
-            message |= {**delta, "usage": each["usage"]}
+            message |= {**delta, "usage": each["usage"], "timings": each["timings"]}
     for index, text in arguments.items():
         # Truncated arguments: keep the complete part, as clients of streams do.
         message["content"][index]["input"] = from_json(text, allow_partial=True)
@@ -91,7 +91,8 @@ async def _events(generation: Generation, request: MessagesRequest) -> AsyncGene
                 yield each
             if delta.finish:
                 reason = {"stop_reason": _stop_reason(text, delta), "stop_sequence": delta.stop}
-                yield {"type": "message_delta", "delta": reason, "usage": _usage(text)}
+                figures = {"usage": _usage(text), "timings": response_parts.timings(text)}
+                yield {"type": "message_delta", "delta": reason, **figures}
                 yield {"type": "message_stop"}
 
 

@@ -50,15 +50,42 @@ def timings(text: Text, read: int | None = None) -> dict[str, Any]:
             f"{name}_per_token_ms": seconds * 1000 / timed if timed > 0 else 0.0,
             f"{name}_per_second": timed / seconds if timed > 0 and seconds else 0.0,
         }
-    used = max((i + 1 for i, n in enumerate(stats.drafted_by_position) if n), default=0)
     out |= {
         "draft_n": stats.drafted,
         "draft_n_accepted": stats.accepted,
+        "draft_ms": stats.draft_seconds * 1000,
         "queue_ms": stats.queue_seconds * 1000,
     }
-    if used:
-        out["draft_n_accepted_per_pos"] = stats.accepted_by_position[:used]
+    drafted, accepted = _by_position([text])
+    if drafted:
+        out |= {"draft_n_per_pos": drafted, "draft_n_accepted_per_pos": accepted}
     return out | ({"notes": text.request.notes} if text.request.notes else {})
+
+
+def _by_position(texts: Sequence[Text]) -> tuple[list[int], list[int]]:
+    """Return how many tokens were drafted and accepted at each position, over all texts; without
+    the positions after the longest draft."""
+    stats = [text.request.stats for text in texts]
+    drafted = [sum(n) for n in zip(*(s.drafted_by_position for s in stats), strict=True)]
+    accepted = [sum(n) for n in zip(*(s.accepted_by_position for s in stats), strict=True)]
+    used = len(drafted) - drafted.count(0)  # a draft has no gaps
+    return drafted[:used], accepted[:used]
+
+
+def speculation_header(generation: Generation) -> dict[str, str]:
+    """Return the header `x-speculation` of a complete response: the drafting figures of all its
+    texts, as a dictionary of RFC 9651. Streams, whose headers are sent first, have `timings`."""
+    drafted, accepted = _by_position(generation.texts)
+    stats = [text.request.stats for text in generation.texts]
+    figures = {
+        "drafted": sum(drafted),
+        "accepted": sum(accepted),
+        "drafted_per_pos": f"({' '.join(map(str, drafted))})",
+        "accepted_per_pos": f"({' '.join(map(str, accepted))})",
+        "draft_ms": f"{sum(s.draft_seconds for s in stats) * 1000:.3f}",
+        "predicted_ms": f"{sum(s.seconds for s in stats) * 1000:.3f}",
+    }
+    return {"x-speculation": ", ".join(f"{name}={value}" for name, value in figures.items())}
 
 
 def progress(text: Text, read: int) -> dict[str, Any]:

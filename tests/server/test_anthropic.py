@@ -88,7 +88,7 @@ def given(**more: Any) -> Any:
 
 def flat(message: Any) -> dict[str, Any]:
     """Return a message without the ids that differ between answers."""
-    out: dict[str, Any] = message.model_dump(exclude={"id", "usage"})
+    out: dict[str, Any] = message.model_dump(exclude={"id", "usage", "timings"})
     for block in out["content"]:
         block.pop("id", None)
     return out

@@ -162,6 +162,59 @@ def test_drafts_are_counted(client: openai.OpenAI) -> None:
     assert "timings" not in ask(client, n=2).model_extra
 
 
+def speculation(header: str) -> dict[str, list[float]]:
+    """Parse an x-speculation header: numbers, and lists of numbers in parentheses."""
+    pairs = [each.split("=") for each in header.split(", ")]
+    return {name: [float(x) for x in value.strip("()").split()] for name, value in pairs}
+
+
+CHAT: Any = {"messages": [{"role": "user", "content": "Write a function."}], "max_tokens": 20}
+SPECULATION: Any = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": {"prompt": "def main():", "max_tokens": 20},
+    "/completion": {"prompt": "def main():", "n_predict": 20},
+    "/v1/responses": {"input": "Write a function.", "max_output_tokens": 20},
+    "/v1/messages": {"model": "tiny", **CHAT},
+}
+
+
+@pytest.mark.parametrize("path", SPECULATION)
+def test_each_api_tells_what_was_drafted(busy: Served, path: str) -> None:
+    body = {**SPECULATION[path], "temperature": 0, "draft_max": 3, "ignore_eos": True}
+    response = busy.http.post(path, json=body)
+    timings = response.json()["timings"]
+    drafted, accepted = timings["draft_n_per_pos"], timings["draft_n_accepted_per_pos"]
+    assert 1 <= len(drafted) == len(accepted) <= 3
+    assert sum(drafted) == timings["draft_n"] > 0 and sum(accepted) == timings["draft_n_accepted"]
+    assert 0 < timings["draft_ms"] < timings["predicted_ms"]
+    header = speculation(response.headers["x-speculation"])
+    assert header.pop("draft_ms") == [pytest.approx(timings["draft_ms"], abs=1e-3)]
+    assert header.pop("predicted_ms") == [pytest.approx(timings["predicted_ms"], abs=1e-3)]
+    assert header == {
+        "drafted": [sum(drafted)],
+        "accepted": [sum(accepted)],
+        "drafted_per_pos": drafted,
+        "accepted_per_pos": accepted,
+    }
+    last = [each for each in busy.stream(path, **body) if "timings" in each][-1]["timings"]
+    assert last["draft_n_per_pos"] == drafted and last["draft_n_accepted_per_pos"] == accepted
+    plain = speculation(
+        busy.http.post(path, json={**body, "draft_max": 0}).headers["x-speculation"]
+    )
+    assert plain["drafted"] == [0] and plain["drafted_per_pos"] == []
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_several_texts_tell_what_was_drafted(busy: Served, path: str) -> None:
+    body = {**SPECULATION[path], "temperature": 0, "draft_max": 3, "n": 2}
+    header = speculation(busy.http.post(path, json=body).headers["x-speculation"])
+    events = busy.stream(path, **body)
+    ends = [e for e in events if e["choices"] and e["choices"][0]["finish_reason"]]
+    drafted = [e["timings"]["draft_n_per_pos"] for e in ends]
+    assert len(drafted) == 2
+    assert header["drafted_per_pos"] == [sum(each) for each in zip(*drafted, strict=True)]
+
+
 def test_only_a_seed_repeats_a_text(client: openai.OpenAI) -> None:
     def text(**more: Any) -> str:
         answer = ask(client, temperature=2.0, max_tokens=8, **more)
