@@ -201,10 +201,16 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class Part(Loose):
-    """A part of a message's content; one of type text must have `text`."""
+    """A part of a message's content; one of type text must have `text`, and no unknown fields.
+
+    cache_control and annotations have no effect: every prefix is cached, and annotations are not
+    part of the text.
+    """
 
     type: str
     text: str | None = None
+    cache_control: Json | None = None
+    annotations: list[Any] | None = None
 
 
 class CalledFunction(Body):

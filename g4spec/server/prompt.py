@@ -13,6 +13,8 @@ from pydantic_core import from_json
 from g4spec.errors import InputError
 from g4spec.runtime import special_token_guard
 from g4spec.runtime.tokenizer import Tokenizer
+from g4spec.server.field_errors import spelled_path
+from g4spec.server.fields import Part
 from g4spec.server.output_parser import Marks
 from g4spec.server.request_errors import RequestError
 from g4spec.server.templates import Renderer, TemplateFeatures, features
@@ -208,6 +210,10 @@ def _text(content: Any, where: str) -> str:
         if part.get("text") is None:
             name = f"{where}[{i}].text"
             raise RequestError(400, f"{name}: missing; it is required", param=name)
+        if unknown := part.keys() - Part.model_fields.keys():
+            name = spelled_path([min(unknown)], f"{where}[{i}]")
+            what = f"unknown field {name}; remove it"
+            raise RequestError(400, what, param=name, code="unknown_field")
     return "\n".join(part["text"] for part in content)
 
 

@@ -329,6 +329,20 @@ def test_models(client: openai.OpenAI) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"fo": 1}, "unknown field fo; remove it"),
+    "unknown in a part": (
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}},
+                        {"type": "text", "text": "x", "fo": 1},
+                    ],
+                }
+            ]
+        },
+        r"unknown field messages\[0\].content\[1\].fo; remove it",
+    ),
     "misspelled": ({"temprature": 1}, r"unknown field temprature; did you mean temperature\?"),
     "unknown inside": (
         {"messages": [{"role": "user", "content": "x", "fo": 1}]},
