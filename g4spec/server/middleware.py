@@ -1,4 +1,4 @@
-"""ASGI middleware: API keys, origins, body size limit, panics of Rust libraries, request log."""
+"""ASGI middleware: API keys, origins, limits of bodies and streams, panics, request log."""
 
 from __future__ import annotations
 
@@ -141,6 +141,43 @@ class BodyLimitMiddleware:
     def _too_large(self) -> _RefusedBody:
         what = f"the request body has more than {self._limit} bytes; send a smaller one"
         return _RefusedBody(413, what, "too_large")
+
+
+MAX_FOLLOWERS = 256
+"""Maximum number of open streams of GET requests."""
+
+
+class StreamLimitMiddleware:
+    """Rejects a GET request of a stream (429) while `limit` of them are open. The number of streams
+    of POST requests is limited by the request queue."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self._app, self._limit, self._open = app, limit, 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http" or not _opens_stream(scope):
+            await self._app(scope, receive, send)
+            return
+        if self._open >= self._limit:
+            what = f"{self._limit} streams of GET requests are open; retry later"
+            refused = RequestError(429, what, code="too_many_streams", retry_after=5)
+            await error_response(refused, scope)(scope, receive, send)
+            return
+        self._open += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._open -= 1
+
+
+def _opens_stream(scope: Scope) -> bool:
+    """Return True if the response to a request is a stream that does not generate anything."""
+    path = scope["path"]
+    stored = path.startswith("/v1/responses/") and b"stream=true" in scope["query_string"]
+    return scope["method"] == "GET" and (
+        stored or path in ("/v1/live", "/v1/stream", "/models/events")
+    )
 
 
 LOOPBACK_ORIGIN = re.compile(r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?")
@@ -301,6 +338,7 @@ def create_middleware(
     out.append(Middleware(ServerErrorMiddleware, handler=internal_error))
     out.append(Middleware(BodyLimitMiddleware, limit=body_limit))
     out.append(Middleware(ApiKeyMiddleware, keys=keys))
+    out.append(Middleware(StreamLimitMiddleware, limit=MAX_FOLLOWERS))
     if disabled:
         out.append(Middleware(DisabledPathsMiddleware, paths=disabled))
     return [*out, Middleware(PanicMiddleware)]

@@ -18,7 +18,7 @@ from urllib.parse import parse_qs
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -34,7 +34,7 @@ from g4spec.server.openapi import described, document
 from g4spec.server.replay import is_valid_name
 from g4spec.server.request_errors import RequestError
 from g4spec.server.response_parts import SYSTEM_FINGERPRINT
-from g4spec.server.sse import HEADERS, ClientDisconnected, cancel_on_disconnect, event
+from g4spec.server.sse import ClientDisconnected, cancel_on_disconnect, event, unowned_stream
 
 log = logging.getLogger("g4spec.server")
 
@@ -115,9 +115,7 @@ class ModelRouter:
                 await page.response()(scope, receive, send)
                 return
             if (scope["method"], scope["path"]) == ("GET", "/models/events"):
-                await StreamingResponse(
-                    self.events(), media_type="text/event-stream", headers=HEADERS
-                )(scope, receive, send)
+                await unowned_stream("models", self.events())(scope, receive, send)
                 return
             resumes = scope["path"] == "/v1/stream" and scope["method"] != "POST"
             if resumes and name is None:

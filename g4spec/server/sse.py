@@ -145,3 +145,18 @@ class EventStream(Response):
             return
         except RequestError as refused:
             await text(self._failed(refused))
+
+
+class _Unowned:
+    """The source of a stream that has nothing to release; `id`: its name in the log."""
+
+    def __init__(self, id: str) -> None:
+        self.id = id
+
+    def close(self) -> None:
+        """See `StreamSource`."""
+
+
+def unowned_stream(id: str, events: Events) -> EventStream:
+    """Return a stream of no model, with the default limits; `id`: its name in the log."""
+    return EventStream(_Unowned(id), events, lambda refused: event(refused.json()), Settings(""))

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 from g4spec import convert
 from g4spec.errors import EnvironmentProblem, InputError
 from g4spec.runtime.engine import Engine
-from g4spec.server import model_router, run
+from g4spec.server import middleware, model_router, run, sse
 from g4spec.server.model_folder import Load, Progress, find_models
 from g4spec.server.request_errors import RequestError
 from g4spec.server.service import Service, Settings
@@ -165,6 +166,33 @@ def test_events_report_loading(several: ModelServer) -> None:
     read = [(s["bytes_read"], s["bytes"]) for s in first if "bytes" in s]
     assert read == sorted(read) and all(0 < n <= most for n, most in read)
     assert "loading" in {s["value"] for s in first}
+
+
+def test_open_streams_have_a_limit_and_pings(
+    folder: Path, room: ModelLoader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(middleware, "MAX_FOLLOWERS", 2)
+    monkeypatch.setattr(sse, "Settings", partial(Settings, ping=0.05))
+    served = ModelServer(folder, room, max_loaded=2)
+    try:
+        events = partial(served.http.stream, "GET", "/models/events")
+        with events() as first, events() as second:
+            assert (first.status_code, second.status_code) == (200, 200)
+            lines = first.iter_lines()  # its end would close the stream
+            assert ": ping" in lines
+            for path in ("/models/events", "/v1/stream?conv_id=x", "/v1/live"):
+                refused = served.http.get(path)
+                assert refused.status_code == 429 and refused.headers["retry-after"] == "5"
+                assert refused.json()["error"]["code"] == "too_many_streams"
+            assert served.http.get("/v1/models").status_code == 200
+
+        def is_free() -> bool:
+            with events() as stream:
+                return stream.status_code == 200
+
+        wait(is_free)
+    finally:
+        served.stop()
 
 
 @pytest.mark.parametrize("by", ["count", "memory"])
