@@ -33,11 +33,19 @@ def checks() -> Iterator[Check]:
 def kernel_checks() -> Iterator[Check]:
     """Yield the checks of the kernels. Raises EnvironmentProblem if they cannot run."""
     backend = devices.select("cuda")
-    from g4spec.runtime.cuda import kernel_selftest
+    from g4spec.runtime.cuda import kernel_selftest, model_selftest
     from g4spec.runtime.cuda.backend import CudaBackend
 
     assert isinstance(backend, CudaBackend)
     yield from kernel_selftest.checks(backend.ops)
+    yield from model_selftest.checks(backend)
+    for rows in (1, MAX_STEP_ROWS):
+        seconds, nbytes = kernel_selftest.step_seconds(backend.ops, rows)
+        yield (
+            None,
+            f"step time measured here: {seconds * 1e6:.0f} us for the feed-forward of a 31B layer "
+            f"in Q4_K, {rows} row{'s' * (rows > 1)}: {nbytes / seconds / 1e9:.0f} GB/s",
+        )
 
 
 def reference_checks() -> Iterator[Check]:

@@ -27,7 +27,7 @@ from g4spec.advisor.summary import estimate
 from g4spec.cli import run
 from g4spec.errors import UsageError
 from g4spec.runtime import devices, selftest
-from g4spec.runtime.cuda import kernel_selftest
+from g4spec.runtime.cuda import kernel_selftest, model_selftest
 from g4spec.runtime.cuda.backend import CudaBackend
 
 FACTS = facts()
@@ -627,7 +627,13 @@ def test_self_test_checks_the_kernels_of_the_gpu(monkeypatch: pytest.MonkeyPatch
     backend = mock.Mock(spec=CudaBackend, ops="the GPU's operations")
     monkeypatch.setattr(devices, "select", lambda device: backend)
     monkeypatch.setattr(kernel_selftest, "checks", lambda ops: [(True, f"kernel: {ops}")])
-    assert (True, "kernel: the GPU's operations") in list(selftest.checks())
+    monkeypatch.setattr(model_selftest, "checks", lambda found: [(found is backend, "models")])
+    monkeypatch.setattr(kernel_selftest, "step_seconds", lambda ops, rows: (1e-4 * rows, 2 * 10**8))
+    found = list(selftest.checks())
+    assert {(True, "kernel: the GPU's operations"), (True, "models")} <= {*found}
+    times = [text for ok, text in found if ok is None and text.startswith("step time measured")]
+    assert "100 us" in times[0] and "1 row: 2000 GB/s" in times[0]
+    assert "16 rows: 125 GB/s" in times[1]
 
 
 def test_speed_without_a_published_acceptance(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,18 +7,21 @@ from typing import Any
 import pytest
 import torch
 
-from g4spec import quant
 from g4spec.advisor.selftest import run
 from g4spec.runtime.cuda import kernel_selftest as selftest
+from g4spec.runtime.cuda import model_selftest
+from g4spec.runtime.cuda.backend import CudaBackend
 from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.cuda.weights import packing, samples
 from tests.gpu.device import DEVICE, EMULATED, needs_gpu
 
 pytestmark = pytest.mark.gpu
 
+TITLES = [f"kernels of a {title}" for title in model_selftest.MODELS]
+
 
 def test_the_kernels_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    types = [n for n in packing.PARTS if quant.get(n).encode]
+    types = [*packing.PARTS]
     if EMULATED:
         types = [*samples.COMPILED]
         monkeypatch.setattr(packing, "PARTS", {n: packing.PARTS[n] for n in types})
@@ -30,7 +33,25 @@ def test_the_kernels_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_doctor_checks_the_kernels() -> None:
     found = run()
     assert all(check.ok is not False for check in found), found
-    assert any(check.ok and check.text.startswith("kernel: ") for check in found)
+    for text in ("kernel: Q4_K matmul", "kernel: IQ2_XXS matmul", *TITLES):
+        assert any(check.ok and check.text.startswith(text) for check in found), text
+    assert sum(check.text.startswith("step time measured here: ") for check in found) == 2
+
+
+@needs_gpu
+def test_wrong_kernels_of_models_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = CudaOps.logits
+
+    def depends_on_batch(self: CudaOps, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return logits(self, x, *rest) * (1 + len(x) * 2.0**-20)
+
+    def wrong(self: CudaOps, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return logits(self, x, *rest) * 1.1
+
+    for broken in (depends_on_batch, wrong):
+        monkeypatch.setattr(CudaOps, "logits", broken)
+        ok, text = next(model_selftest.checks(CudaBackend()))
+        assert not ok, text
 
 
 def test_wrong_kernels_fail(monkeypatch: pytest.MonkeyPatch) -> None:

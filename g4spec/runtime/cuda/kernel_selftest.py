@@ -6,7 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from g4spec import quant
 from g4spec.core import MAX_STEP_ROWS, Batch, CacheShape
@@ -16,6 +18,7 @@ from g4spec.runtime.cuda.build.constants import CACHE_ROTARY_PAIRS
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
 from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.cuda.portable import products
+from g4spec.runtime.cuda.step import graphs
 from g4spec.runtime.cuda.weights import packing
 from g4spec.runtime.cuda.weights.matrix import Matrix
 
@@ -25,6 +28,11 @@ MANY, OTHER_SUM_ORDER = 40, ("q4_k", "q8_0")
 """Number of rows for the matmul of many rows, and types that it is checked for: their sums start at
 zero and at another number. Whether both add to the same bits is a property of the GPU
 (benchmarks/gpu_wgmma_bits.py)."""
+HIDDEN, FF = 5376, 21504
+"""Width of rows and of the feed-forward part in a 31B."""
+STEP_TYPE, STEP_TIMES = "q4_k", 20
+BLOCKS, MIN_LARGEST, MAX_LARGEST = 1 << 14, 0.01, 1.0
+"""Number of random blocks to choose from, and bounds of the largest value of a chosen one."""
 TOLERANCE = 2.0**-8
 """Maximum error, relative to a row's largest value; rows, keys and values are in half precision."""
 
@@ -32,7 +40,7 @@ TOLERANCE = 2.0**-8
 def checks(ops: CudaOps) -> Iterator[tuple[bool, str]]:
     """Yield whether each check passed, and its description."""
     seed = torch.Generator().manual_seed(1)
-    for type in (name for name in packing.PARTS if quant.get(name).encode):
+    for type in packing.PARTS:
         same, error = _product(ops, type, seed)
         most = MANY if type in OTHER_SUM_ORDER else MAX_STEP_ROWS
         yield same and error < TOLERANCE, _describe(f"{type.upper()} matmul", same, error, most)
@@ -47,8 +55,7 @@ def _describe(what: str, same: bool, error: float, most: int = MAX_STEP_ROWS) ->
 
 
 def _product(ops: CudaOps, type: str, seed: torch.Generator) -> tuple[bool, float]:
-    values = torch.randn(ROWS, COLUMNS, generator=seed) * COLUMNS**-0.5
-    raw = quant.get(type).quantize(values.numpy())
+    raw = _weights(quant.get(type), ROWS, COLUMNS, seed)
     x = torch.randn(MAX_STEP_ROWS, COLUMNS, generator=seed)
     want = x.double() @ torch.from_numpy(quant.get(type).dequantize(raw)).double().T
     matrix = Matrix(type, torch.from_numpy(raw).to(ops.device), ROWS, COLUMNS)
@@ -59,6 +66,58 @@ def _product(ops: CudaOps, type: str, seed: torch.Generator) -> tuple[bool, floa
         repeated = torch.arange(MANY, device=on_gpu.device) % len(x)
         same = same and torch.equal(ops.linear(on_gpu[repeated], matrix), whole[repeated])
     return same, _error(whole, want)
+
+
+def step_seconds(ops: CudaOps, rows: int) -> tuple[float, int]:
+    """Measure the feed-forward part of a 31B layer in Q4_K, with its norm, as in a step.
+
+    Returns seconds, and the bytes of weights in the file that it reads.
+    """
+    seed, form = torch.Generator().manual_seed(1), quant.get(STEP_TYPE)
+    few = torch.from_numpy(_weights(form, 64, HIDDEN, seed)).to(ops.device)
+    block = few.view(-1, form.block_bytes)
+
+    def matrix(n: int, k: int) -> Matrix:
+        count = n * k // form.block
+        raw = block.repeat(-(-count // len(block)), 1)[:count]
+        return Matrix(STEP_TYPE, raw.view(n, -1), n, k, file_order=ops.portable)
+
+    gate, up, down = matrix(FF, HIDDEN), matrix(FF, HIDDEN), matrix(HIDDEN, FF)
+    x = torch.randn(rows, HIDDEN, generator=seed).to(ops.device)
+    ones = torch.ones(HIDDEN, device=ops.device)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        normed = ops.norm_rows(x, ones, 1e-6)
+        return (ops.gated(normed, gate, up, down, ops.gelu_tanh, partial_sums=True),)
+
+    run()  # compiles and packs
+    graph = graphs.Capture(run, None)
+    graph.replay()
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    for _ in range(STEP_TIMES):
+        graph.replay()
+    stop.record()
+    torch.cuda.synchronize(ops.device)
+    return start.elapsed_time(
+        stop
+    ) / 1e3 / STEP_TIMES, 3 * FF * HIDDEN // form.block * form.block_bytes
+
+
+def _weights(form: quant.Format, n: int, columns: int, seed: torch.Generator) -> NDArray[np.uint8]:
+    """Return random weights [n, row bytes] in a type: quantized from values, or, if the type is
+    only read, made of random blocks whose values are neither tiny nor huge."""
+    if form.encode is not None:
+        values = torch.randn(n, columns, generator=seed) * columns**-0.5
+        return form.quantize(values.numpy())
+    drawn = torch.randint(0, 256, (BLOCKS, form.block_bytes), generator=seed, dtype=torch.uint8)
+    with np.errstate(all="ignore"):  # some random scales are infinite or NaN
+        values = torch.from_numpy(form.dequantize(drawn.numpy()))
+    largest = values.abs().amax(-1)
+    usable = drawn[(largest > MIN_LARGEST) & (largest < MAX_LARGEST)]
+    picked = torch.randint(0, len(usable), (n * columns // form.block,), generator=seed)
+    raw: NDArray[np.uint8] = usable[picked].view(n, -1).numpy()
+    return raw
 
 
 def _attention(
