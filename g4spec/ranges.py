@@ -6,7 +6,7 @@ This module does not import torch, so that a wrong option is reported at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -93,3 +93,18 @@ def check(**values: Any) -> None:
             raise UsageError(f"`{name}`", expected=f"{what}, {valid.text}", found=repr(value))
         if not valid.contains(value):
             raise UsageError(f"`{name}`", expected=valid.text, found=value)
+
+
+def check_fields(record: Any, names: Iterable[str]) -> None:
+    """Check the fields `names` of a dataclass as `check` does. Numbers of numpy, which overflow,
+    and fractions, which tensors cannot be multiplied with, become int or float."""
+    values = {name: getattr(record, name) for name in names}
+    check(**values)
+    for name, value in values.items():
+        if isinstance(value, Real):
+            object.__setattr__(record, name, plain_number(value))
+
+
+def plain_number(value: Any) -> int | float:
+    """Return a number as an int if it is an integer of any type, else as a float."""
+    return int(value) if isinstance(value, Integral) else float(value)

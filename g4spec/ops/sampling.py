@@ -121,7 +121,7 @@ class Sampler:
 
     def __post_init__(self) -> None:
         names = ("temperature", "top_k", "top_p", "min_p", "seed", *EDITS[1:])
-        ranges.check(**{name: getattr(self, name) for name in names})
+        ranges.check_fields(self, names)
         self._check_bias()
         if 0 < self.temperature < MIN_TEMPERATURE:
             object.__setattr__(self, "temperature", 0.0)
@@ -150,6 +150,8 @@ class Sampler:
                     f"`logit_bias` of token {token}", expected="-100 to 100, or -inf", found=value
                 )
             seen.add(token)
+        pairs = tuple((int(token), ranges.plain_number(v)) for token, v in self.logit_bias)
+        object.__setattr__(self, "logit_bias", pairs)
 
     @property
     def uses_history(self) -> bool:

@@ -154,7 +154,7 @@ class Engine:
         """
         options = options or Options()
         check_request(prompt, options, self.config, self.n_ctx)
-        requests = []
+        ids, requests = [int(token) for token in prompt], []
         with self.step_lock():
             if self._closed:
                 raise UsageError("the engine is closed")
@@ -168,7 +168,7 @@ class Engine:
                 for i in range(options.n):
                     seed = (options.sampler.seed + i) % 2**64
                     own = replace(options.sampler, seed=seed, suppress=self.tokenizer.suppress_ids)
-                    requests.append(self._enqueue(prompt, replace(options, sampler=own)))
+                    requests.append(self._enqueue(ids, replace(options, sampler=own)))
             except BaseException:
                 for request in requests:  # nobody gets them
                     request.cancel()

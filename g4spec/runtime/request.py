@@ -67,8 +67,7 @@ class Options:
     progress: bool = False
 
     def __post_init__(self) -> None:
-        names = ("n_predict", "draft_max", "logprobs", "n")
-        ranges.check(**{name: getattr(self, name) for name in names})
+        ranges.check_fields(self, ("n_predict", "draft_max", "logprobs", "n"))
         if isinstance(self.stop, str) or not all(isinstance(text, str) for text in self.stop):
             raise UsageError("`stop`", expected="a tuple of texts", found=repr(self.stop))
         if "" in self.stop:

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -553,10 +554,42 @@ def test_a_prompt_of_other_things_than_ids_is_refused(token: Any) -> None:
         engine().submit([1, token], OPTIONS)
 
 
-def test_ids_of_numpy_are_taken(texts: list[str]) -> None:
-    request = engine().submit(np.array(PROMPTS[0]), OPTIONS)  # type: ignore[arg-type]
-    list(request)
-    assert request.text == texts[0]
+@pytest.mark.parametrize("more", [0, 600])
+def test_ids_of_numpy_are_taken(more: int) -> None:
+    """Those of prompts with whole blocks for the prefix cache ended the step of all requests."""
+    on = memory_engine.engine(mm.dflash_draft, n_ctx=700, prefix_bytes=1 << 20)
+    prompt = [*PROMPTS[0], *batch_invariance.tokens(random.Random(4), more)]
+    own, numpy = (
+        on.submit(ids, Options(8, ignore_eos=True))  # type: ignore[arg-type]
+        for ids in (prompt, np.array(prompt, np.uint16))
+    )
+    list(own), list(numpy)
+    assert own.ids == numpy.ids and all(type(token) is int for token in numpy.prompt)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint64, np.uint8])
+def test_options_may_be_numbers_of_numpy(kind: type[Any]) -> None:
+    """Their differences overflow, also with integers of Python."""
+    on = memory_engine.engine(mm.dflash_draft)
+
+    def answer(of: Callable[[int], Any]) -> Request:
+        bias = (of(3), of(5)), (of(7), of(1))
+        sampler = Sampler(of(1), of(40), seed=of(6), logit_bias=bias)
+        options = Options(of(7), draft_max=of(4), logprobs=of(1), sampler=sampler, ignore_eos=True)
+        list(request := on.generate(PROMPTS[0], options))
+        return request
+
+    want, got = answer(int), answer(kind)
+    assert got.ids == want.ids and got.stats.cycles == want.stats.cycles
+    assert got.options == want.options and repr(got.options) == repr(want.options)
+
+
+def test_options_may_be_fractions() -> None:
+    """They ended the step of all requests."""
+    half = Fraction(1, 2)
+    sampler = Sampler(half, top_p=half, min_p=half, repetition_penalty=half, presence_penalty=half)
+    assert sampler == Sampler(0.5, 0, 0.5, 0.5, repetition_penalty=0.5, presence_penalty=0.5)
+    assert isinstance(sampler.temperature, float) and isinstance(sampler.presence_penalty, float)
 
 
 @pytest.mark.parametrize(
