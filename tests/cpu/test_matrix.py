@@ -77,12 +77,14 @@ def test_no_matrix_is_stored_twice(case: str, type: str, monkeypatch: pytest.Mon
     del packed
 
 
+@pytest.mark.parametrize("problem", [torch.OutOfMemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("step", ["cat", "stack", "pack"])
 @pytest.mark.parametrize("case", CASES)
-def test_packing_that_runs_out_of_memory_can_be_repeated(
-    case: str, step: str, monkeypatch: pytest.MonkeyPatch
+def test_packing_that_fails_can_be_repeated(
+    case: str, step: str, problem: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request that memory ends in fails; the engine and its weights live on."""
+    """A request fails that memory ends in, or that Ctrl-C ends; the engine and its weights live
+    on."""
     count, matrices, pack = CASES[case]
 
     def make() -> list[Matrix]:
@@ -90,12 +92,12 @@ def test_packing_that_runs_out_of_memory_can_be_repeated(
         return [matrix("q4_k", matrices) for _ in range(count)]
 
     def full(*args: object, **more: object) -> None:
-        raise torch.OutOfMemoryError
+        raise problem
 
     all_of, packed = make(), None
     with monkeypatch.context() as patch:
         patch.setattr(packing if step == "pack" else torch, step, full)
-        with contextlib.suppress(torch.OutOfMemoryError):  # not all of them concatenate and stack
+        with contextlib.suppress(problem):  # not all of them concatenate and stack
             packed = pack(all_of)
     assert weights(packed or pack(all_of)) == weights(pack(make()))
 

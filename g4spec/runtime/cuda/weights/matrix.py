@@ -2,8 +2,9 @@
 
 A matrix is loaded as the file's bytes, possibly rewritten (`held`). It is packed at first use,
 alone or together with the matrices that are multiplied with the same rows; the unpacked bytes are
-then freed. If memory ends meanwhile, they stay, and the next use packs them. For kernels that read
-blocks in the file's order (portable.cu), matrices are only concatenated.
+then freed. If memory ends meanwhile, or the user interrupts it, they stay, and the next use packs
+them. For kernels that read blocks in the file's order (portable.cu), matrices are only
+concatenated.
 """
 
 from __future__ import annotations
@@ -125,13 +126,13 @@ def weight_of(w: Matrix | torch.Tensor) -> Weight:
 @contextmanager
 def _released(matrices: Sequence[Matrix]) -> Iterator[list[torch.Tensor]]:
     """Yield the released bytes of matrices. The block may replace them by equal ones in other
-    memory; if memory ends in it, the matrices get them back."""
+    memory; if memory ends in it, or Ctrl-C is pressed, the matrices get them back."""
     raws: list[torch.Tensor] = []
     try:
         for m in matrices:
             raws.append(m.release_raw())
         yield raws
-    except torch.OutOfMemoryError:
+    except BaseException:
         for m, raw in zip(matrices, raws, strict=False):  # those released so far
             m.give_back(raw)
         raise
