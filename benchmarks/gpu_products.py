@@ -27,12 +27,19 @@ from g4spec.measure import synthetic
 from g4spec.measure.synthetic_bench import milliseconds
 from g4spec.runtime.cuda.build import launch, units
 from g4spec.runtime.cuda.ops import CudaOps
-from g4spec.runtime.cuda.step import graphs, linear, linear_wide, packed_layout, packed_rows
+from g4spec.runtime.cuda.step import (
+    gemm_tiles,
+    graphs,
+    linear,
+    linear_wide,
+    packed_layout,
+    packed_rows,
+)
 from g4spec.runtime.cuda.step.packed_rows import GROUP_ROWS, PackedRows
 from g4spec.runtime.cuda.weights.dequant import Weight
 
 SHAPES = {"qkv": (16384, 5376), "o": (5376, 8192), "gate_up": (43008, 5376), "down": (5376, 21504)}
-STAGES = dict(linear.MAX_STAGES)
+STAGES = dict(gemm_tiles.MAX_STAGES)
 BEGAN = time.perf_counter()
 
 
@@ -59,7 +66,7 @@ class Form:
         """Use this form for all GEMMs from now on."""
         linear_wide.WGMMA, linear_wide.MAX_ROW_GROUPS = self.wgmma, self.groups
         for rows, most in STAGES.items():
-            linear.MAX_STAGES[rows] = min(most, self.stages)
+            gemm_tiles.MAX_STAGES[rows] = min(most, self.stages)
         linear_wide.for_row_groups.cache_clear()
 
     def jobs(self, type: str, rows: list[int], arch: str) -> set[units.Job]:
@@ -71,7 +78,7 @@ class Form:
             while left:
                 most = min(left, self.groups)
                 for narrow in (False, True):
-                    how = linear.gemm_config(type, 256, 2, 2, arch, narrow)
+                    how = gemm_tiles.gemm_config(type, 256, 2, 2, arch, narrow)
                     (own,) = linear_wide.for_row_groups((how,), most, arch, self.wgmma)
                     names |= {own.name("linear"), own.name("gate_up")}
                 left -= most

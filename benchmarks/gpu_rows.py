@@ -29,7 +29,7 @@ from g4spec.measure import synthetic_bench as steps  # noqa: E402
 from g4spec.runtime import devices  # noqa: E402
 from g4spec.runtime.batches import batch_of  # noqa: E402
 from g4spec.runtime.cuda.build import launch, units  # noqa: E402
-from g4spec.runtime.cuda.step import linear, linear_wide  # noqa: E402
+from g4spec.runtime.cuda.step import gemm_tiles, linear, linear_wide  # noqa: E402
 from g4spec.runtime.pool import Pool  # noqa: E402
 
 
@@ -39,11 +39,11 @@ def compile_first(rows: list[int]) -> None:
     wgmma = linear_wide.WGMMA and arch == linear_wide.WGMMA_ARCH
     for groups in {min(-(-count // 16), linear.MAX_ROW_GROUPS) for count in rows if count > 16}:
         cuts = [
-            linear.gemm_config(type, 256, 2, 2, arch, narrow)
+            gemm_tiles.gemm_config(type, 256, 2, 2, arch, narrow)
             for type in ("q4_k", "q6_k")
             for narrow in (False, True)
         ]
-        cuts.append(linear.gemm_config("q6_k", 256, linear.MANY_GROUPS, 2, arch))
+        cuts.append(gemm_tiles.gemm_config("q6_k", 256, gemm_tiles.MANY_GROUPS, 2, arch))
         for how in cuts:
             (own,) = linear_wide.for_row_groups((how,), groups, arch, wgmma)
             names |= {own.name("linear"), own.name("gate_up")}

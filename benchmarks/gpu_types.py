@@ -35,7 +35,13 @@ from g4spec.measure.synthetic_bench import milliseconds  # noqa: E402
 from g4spec.runtime.cuda.build import launch, units  # noqa: E402
 from g4spec.runtime.cuda.build.constants import GROUP_ROWS, PACK_ROWS  # noqa: E402
 from g4spec.runtime.cuda.ops import CudaOps  # noqa: E402
-from g4spec.runtime.cuda.step import graphs, linear, linear_wide, packed_rows  # noqa: E402
+from g4spec.runtime.cuda.step import (  # noqa: E402
+    gemm_tiles,
+    graphs,
+    linear,
+    linear_wide,
+    packed_rows,
+)
 from g4spec.runtime.cuda.weights import dequant, held, packing  # noqa: E402
 from g4spec.runtime.cuda.weights.dequant import Weight, plain  # noqa: E402
 
@@ -57,7 +63,7 @@ def compile_first(types: list[str], rows: list[int], arch: str) -> None:
         for tiles, few in product({1, *map(packed_rows.tiles, rows)}, (False, True)):
             if kind == "gate_up" and few:
                 continue
-            config = linear.gemm_config(type, unit, n // PACK_ROWS, tiles, arch, few)
+            config = gemm_tiles.gemm_config(type, unit, n // PACK_ROWS, tiles, arch, few)
             jobs.add(units.Job("linear.cu", config.name(kind), arch))
             if tiles == 2:
                 wide = wide_configs(config, rows, arch, wgmma)
@@ -66,8 +72,8 @@ def compile_first(types: list[str], rows: list[int], arch: str) -> None:
 
 
 def wide_configs(
-    config: linear.GemmConfig, rows: list[int], arch: str, wgmma: bool
-) -> Iterator[linear.GemmConfig]:
+    config: gemm_tiles.GemmConfig, rows: list[int], arch: str, wgmma: bool
+) -> Iterator[gemm_tiles.GemmConfig]:
     """Yield the configs of linear_wide.cu for all numbers of rows above 16."""
     for count in rows:
         left = packed_rows.groups(count) if count > GROUP_ROWS else 0

@@ -15,7 +15,7 @@ from g4spec.measure import synthetic
 from g4spec.quant import codebook
 from g4spec.quant.formats import mxfp4, nvfp4
 from g4spec.runtime.cuda.build import nvrtc
-from g4spec.runtime.cuda.step import linear
+from g4spec.runtime.cuda.step import gemm_tiles
 from g4spec.runtime.cuda.weights import held, held_size, packing
 from tests.support.quant_blocks import random_blocks
 
@@ -301,7 +301,7 @@ def test_views_of_a_type_have_its_sizes(name: str) -> None:
         expected = {
             f"{struct}::UNIT": unit,
             f"{struct}::UNIT_BYTES": packing.unit_bytes(name, unit),
-            f"{struct}::SCRATCH": linear.scratch_of(name, unit),
+            f"{struct}::SCRATCH": gemm_tiles.scratch_of(name, unit),
             f"fragment::{struct}::UNIT": unit,
             f"fragment::{struct}::BYTES": packing.unit_bytes(name, unit),
             f"raw::{spelt}::VALUES": form.block,
@@ -310,6 +310,6 @@ def test_views_of_a_type_have_its_sizes(name: str) -> None:
             f"quad::{spelt}::BYTES": block,
         }
         if name == "q6_k":
-            expected["Q6KUpper::SCRATCH"] = linear.scratch_of(name, unit, upper=True)
+            expected["Q6KUpper::SCRATCH"] = gemm_tiles.scratch_of(name, unit, upper=True)
         built = nvrtc.compile(sources, f"sizes<{', '.join(expected)}>", "sm_80")
         assert "".join(f"Li{number}E" for number in expected.values()) in built.symbol

@@ -14,7 +14,7 @@ from g4spec.runtime.cuda.cache.cuda_kv import CudaKV, Kind
 from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.cuda.prefill import prefill_attention
 from g4spec.runtime.cuda.prefill.prefill_attention import Chunk, HeadWeights
-from g4spec.runtime.cuda.step import linear, screen
+from g4spec.runtime.cuda.step import gemm_tiles, linear, screen
 from g4spec.runtime.cuda.step import packed_rows as rows
 from g4spec.runtime.cuda.step.choose import Choice, Chosen
 from tests.emulator import kernels
@@ -102,7 +102,7 @@ def test_alternating_warp_groups_with_an_odd_number_of_stages() -> None:
     g, by = torch.Generator().manual_seed(0), linear.SplitKWorkspace(torch.device("cpu"))
     by.count = 1  # a CTA has all units of K
     matrix, _ = parity.matrix(g, "q6_k", 128, 24 * 256)
-    how = linear.gemm_config("q6_k", 256, 1, 2, launch.arch())
+    how = gemm_tiles.gemm_config("q6_k", 256, 1, 2, launch.arch())
     assert how.stages % 2 and how.rows == 128, how
     x = rows.pack_rows(torch.randn(12, 24 * 256, generator=g))
     first, *more = (linear.linear(x, matrix.weight, by) for _ in range(8))

@@ -10,7 +10,7 @@ import torch
 from g4spec import quant
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.cuda.build.constants import LOGIT_SPAN
-from g4spec.runtime.cuda.step import linear, screen
+from g4spec.runtime.cuda.step import gemm_tiles, linear, screen
 from g4spec.runtime.cuda.step.choose import Choice, Chosen
 from g4spec.runtime.cuda.step.picks import Picks
 from g4spec.runtime.cuda.weights.matrix import Matrix
@@ -45,10 +45,10 @@ def chosen(count: int) -> Chosen:
 @pytest.fixture
 def huge(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Treat small matrices as large ones."""
-    monkeypatch.setattr(linear, "MANY_GROUPS", 2)
-    linear.gemm_config.cache_clear()
+    monkeypatch.setattr(gemm_tiles, "MANY_GROUPS", 2)
+    gemm_tiles.gemm_config.cache_clear()
     yield
-    linear.gemm_config.cache_clear()
+    gemm_tiles.gemm_config.cache_clear()
 
 
 @pytest.mark.parametrize("n,k", [(200, 256), (1280, 512), (512, 1280)])

@@ -27,7 +27,7 @@ from g4spec.runtime.cuda.build.constants import (
 )
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.step import packed_rows as rows
-from g4spec.runtime.cuda.step.linear import scratch_of
+from g4spec.runtime.cuda.step.gemm_tiles import scratch_of
 from g4spec.runtime.cuda.step.packed_rows import PackedRows
 from g4spec.runtime.cuda.weights.dequant import Weight
 from g4spec.runtime.cuda.weights.matrix import GateUpPairs, Matrix, interleave_experts

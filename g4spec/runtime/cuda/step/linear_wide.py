@@ -19,15 +19,14 @@ from g4spec.runtime.cuda.build.constants import GEMM_CONSUMERS, GEMM_PRODUCER_WA
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.step import linear as narrow
 from g4spec.runtime.cuda.step.elementwise import gated_scale
-from g4spec.runtime.cuda.step.linear import (
+from g4spec.runtime.cuda.step.gemm_tiles import (
     ARCHS,
-    MAX_ROW_GROUPS,
     MAX_STAGES,
     SCALED_CODEBOOKS,
     GemmConfig,
-    SplitKWorkspace,
-    ceil_div,
+    gemm_config,
 )
+from g4spec.runtime.cuda.step.linear import MAX_ROW_GROUPS, SplitKWorkspace, ceil_div
 from g4spec.runtime.cuda.step.packed_rows import PackedRows, empty
 from g4spec.runtime.cuda.weights import packing, samples
 from g4spec.runtime.cuda.weights.dequant import Weight
@@ -202,13 +201,13 @@ def list_units() -> list[Unit]:
     out = []
     for arch in ARCHS:
         q4, q5k, q6, q8, q5, q40 = (
-            narrow.gemm_config(type, 256, 2, 2, arch)
+            gemm_config(type, 256, 2, 2, arch)
             for type in ("q4_k", "q5_k", "q6_k", "q8_0", "q5_1", "q4_0")
         )
         few = {"sm_86": (q4, q8), "sm_120": (q4, q6)}.get(arch, (q4,))
         wgmma = WGMMA and arch == WGMMA_ARCH
         first_ctas = [
-            narrow.gemm_config(type, packing.units_of(type)[-1], 2, 2, arch)
+            gemm_config(type, packing.units_of(type)[-1], 2, 2, arch)
             for type in (*samples.SAMPLES, *samples.ALIKE)
         ]
         more = _singles(tuple(first_ctas), arch, wgmma, "linear", "gate_up")
