@@ -8,7 +8,7 @@ Source: ggml `block_q4_K`; search for scales: `g4spec.quant.affine`.
 
 import numpy as np
 
-from g4spec.quant import affine
+from g4spec.quant import affine, affine_blocks
 from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, encode_in_batches, half_factors
 
 LAYOUT = affine.Layout(top=15, rounds=2)
@@ -20,14 +20,14 @@ def encode(x: Floats, weights: Floats | None = None) -> Bytes:
 
 
 def _encode(x: Floats, weights: Floats | None = None) -> Bytes:
-    out, _ = affine.blocks(x, DTYPE, LAYOUT, weights)
+    out, _ = affine_blocks.blocks(x, DTYPE, LAYOUT, weights)
     return out.view(np.uint8)
 
 
 def decode(raw: Bytes) -> Floats:
     blocks = raw.view(DTYPE)
-    codes = affine.low_bits(blocks["q"])
-    return affine.values(blocks["d"], blocks["dmin"], blocks["scales"], codes)
+    codes = affine_blocks.low_bits(blocks["q"])
+    return affine_blocks.values(blocks["d"], blocks["dmin"], blocks["scales"], codes)
 
 
 def bound(x: Floats) -> Floats:

@@ -8,7 +8,7 @@ Source: ggml `block_q5_K`; search for scales: `g4spec.quant.affine`.
 
 import numpy as np
 
-from g4spec.quant import affine
+from g4spec.quant import affine, affine_blocks
 from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, encode_in_batches, half_factors
 
 LAYOUT = affine.Layout(top=31, rounds=1)
@@ -23,7 +23,7 @@ def encode(x: Floats, weights: Floats | None = None) -> Bytes:
 
 
 def _encode(x: Floats, weights: Floats | None = None) -> Bytes:
-    out, codes = affine.blocks(x, DTYPE, LAYOUT, weights)
+    out, codes = affine_blocks.blocks(x, DTYPE, LAYOUT, weights)
     high = codes >> 4 << _GROUP[:, None]
     out["high"] = np.bitwise_or.reduce(high, axis=1).T
     return out.view(np.uint8)
@@ -31,9 +31,9 @@ def _encode(x: Floats, weights: Floats | None = None) -> Bytes:
 
 def decode(raw: Bytes) -> Floats:
     blocks = raw.view(DTYPE)
-    codes = affine.low_bits(blocks["q"])
+    codes = affine_blocks.low_bits(blocks["q"])
     codes |= (blocks["high"][:, None] >> _GROUP[:, None] & np.uint8(1)) << np.uint8(4)
-    return affine.values(blocks["d"], blocks["dmin"], blocks["scales"], codes)
+    return affine_blocks.values(blocks["d"], blocks["dmin"], blocks["scales"], codes)
 
 
 def bound(x: Floats) -> Floats:
