@@ -11,31 +11,27 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import chain, islice
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
-from tokenizers import models, normalizers, pre_tokenizers
 
 from g4spec.errors import InputError, PromptTooLong, Unsupported
 from g4spec.gguf.header import NUMBERS
-from g4spec.gguf.string_arrays import BLOCK
 from g4spec.gguf.values import ValueType
 from g4spec.models.spec import stop_ids
 from g4spec.runtime import special_token_guard
+from g4spec.runtime.bpe_encoder import MERGES, SPACE, make_encoder, panic_as_error, share_model
 
 if TYPE_CHECKING:
     from g4spec.gguf import GGUF
 
-SPACE = "\u2581"
 CONTROL, UNKNOWN, USER_DEFINED, BYTE = 3, 2, 4, 6
 """Token types of GGUF (llama.h, `enum llama_token_type`)."""
 
 _KEY = "tokenizer.ggml."
-_MERGES = "tokenizer.ggml.merges"
 SUPPRESS = "tokenizer.ggml.suppress_tokens"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -76,9 +72,9 @@ class Tokenizer:
         self._bytes = _where(kinds, BYTE)
         self._longest = max(map(len, tokens), default=0)
         added = sorted(self._special, key=lambda i: (-len(tokens[i]), i))
-        with _panic_as_error(source):
-            self._plain_encoder = _encoder(tokens, merges, source)
-            self._encoder = _like(self._plain_encoder)
+        with panic_as_error(source):
+            self._plain_encoder = make_encoder(tokens, merges, source)
+            self._encoder = share_model(self._plain_encoder)
             self._encoder.add_special_tokens(
                 [tokenizers.AddedToken(tokens[i], special=True, normalized=False) for i in added]
             )
@@ -137,7 +133,7 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise InputError("the text is not valid Unicode", found=error.reason) from None
-        with _panic_as_error(self.source):
+        with panic_as_error(self.source):
             if special and not guard:
                 ids = special_token_guard.encode(self._encoder, text)
             else:
@@ -255,20 +251,6 @@ class Stream:
         return text
 
 
-@contextmanager
-def _panic_as_error(source: str) -> Iterator[None]:
-    """Turn a panic of the Rust library, which is not an Exception, into an InputError."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ == "PanicException":
-            raise InputError(
-                f"{source}: the tokenizers library cannot hold this vocabulary",
-                found=str(error)[:200],
-            ) from None
-        raise
-
-
 def _where(kinds: NDArray[Any], *wanted: int) -> set[int]:
     return set(np.flatnonzero(np.isin(kinds, wanted)).tolist())
 
@@ -280,13 +262,13 @@ class _Merges(Sequence[str]):
         self._file = file
 
     def __len__(self) -> int:
-        return self._file.length(_MERGES)
+        return self._file.length(MERGES)
 
     def __iter__(self) -> Iterator[str]:
-        return chain.from_iterable(self._file.string_blocks(_MERGES))
+        return chain.from_iterable(self._file.string_blocks(MERGES))
 
     def __getitem__(self, i: Any) -> Any:
-        return self._file[_MERGES][i]
+        return self._file[MERGES][i]
 
 
 def _read(file: GGUF) -> Tokenizer:
@@ -359,91 +341,3 @@ def _check_list(file: GGUF, name: str, kind: type[str] | type[int]) -> None:
         found=type(value).__name__ if value else "nothing",
         fix="convert the target again",
     )
-
-
-def _encoder(tokens: Sequence[str], merges: Sequence[str], source: str) -> tokenizers.Tokenizer:
-    vocab = dict(zip(tokens, range(len(tokens)), strict=True))
-    if len(vocab) != len(tokens):
-        twice = next(t for i, t in enumerate(tokens) if vocab[t] != i)
-        raise InputError(
-            f"{source}: {_KEY}tokens", expected="different texts", found=f"{twice!r} twice"
-        )
-    pairs = _MergePairs(vocab, merges, source)
-    with pairs.explained():
-        model = models.BPE(vocab, pairs, byte_fallback=True, fuse_unk=True)
-    encoder = tokenizers.Tokenizer(model)
-    encoder.normalizer = normalizers.Replace(" ", SPACE)
-    newlines = tokenizers.Regex(r"\n+")
-    encoder.pre_tokenizer = pre_tokenizers.Split(newlines, behavior="isolated")
-    return encoder
-
-
-def _like(encoder: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """Return an encoder without special tokens that shares the model of another: no copy."""
-    out = tokenizers.Tokenizer(encoder.model)
-    out.normalizer, out.pre_tokenizer = encoder.normalizer, encoder.pre_tokenizer
-    return out
-
-
-class _MergePairs(Sequence[tuple[str, str]]):
-    """Merges in the form that the library asks for, one after the other.
-
-    The library copies each pair, so none is kept here: half a million tuples and a million strings
-    would take 130 MB, and more time to allocate than to create again.
-    """
-
-    def __init__(self, vocab: Mapping[str, int], merges: Sequence[str], source: str) -> None:
-        self._vocab, self._merges, self._source = vocab, merges, source
-        self._error: BaseException | None = None
-        self._longest = max((len(t.encode()) for t in vocab), default=0)
-
-    def __len__(self) -> int:
-        return len(self._merges)
-
-    def __iter__(self) -> Iterator[tuple[str, str]]:
-        halves = chain.from_iterable(self._halves())
-        return zip(halves, halves, strict=True)
-
-    def __getitem__(self, i: Any) -> Any:
-        return tuple(self._merges[i].split(" "))
-
-    def _halves(self) -> Iterator[list[str]]:
-        """Yield both halves of each merge; works in blocks, which is faster."""
-        entries = iter(self._merges)
-        try:
-            while block := list(islice(entries, BLOCK)):
-                halves = " ".join(block).split(" ")
-                if len(halves) != 2 * len(block) or self._too_long(block):
-                    self._blame()
-                yield halves
-        except (Exception, KeyboardInterrupt) as error:
-            self._error = error  # the library would raise a TypeError in its place
-            raise
-
-    def _too_long(self, block: Sequence[str]) -> bool:
-        """Return True if a merge is longer than every token, which makes the library panic."""
-        if 4 * max(map(len, block)) <= self._longest:
-            return False
-        return max(len(m.encode()) for m in block) > self._longest + 1
-
-    @contextmanager
-    def explained(self) -> Iterator[None]:
-        """Name the merge that the library refuses, because its exception does not."""
-        try:
-            yield
-        except Exception as error:
-            if self._error:
-                raise self._error from None
-            if type(error) is Exception:
-                self._blame()
-            raise
-
-    def _blame(self) -> None:
-        for i, merge in enumerate(self._merges):
-            two = merge.split(" ")
-            if len(two) != 2 or not all(t in self._vocab for t in (*two, "".join(two))):
-                raise InputError(
-                    f"{self._source}: {_MERGES}, entry {i}",
-                    expected="two tokens, a space between them, that make a token together",
-                    found=repr(merge),
-                ) from None

@@ -243,7 +243,7 @@ def test_a_panic_of_the_library_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
     def panic(*args: object, **kwargs: object) -> None:
         raise PanicException("range end index 32 out of range")
 
-    monkeypatch.setattr("g4spec.runtime.tokenizer._encoder", panic)
+    monkeypatch.setattr("g4spec.runtime.tokenizer.make_encoder", panic)
     with pytest.raises(InputError, match=r"cannot hold this vocabulary.*range end index"):
         Tokenizer(*tiny.vocabulary(), bos=2)
     broken = Tokenizer.__new__(Tokenizer)
