@@ -159,6 +159,7 @@ RUNTIME = (
     "scheduler",
     "eager_runner",
     "draft_length",
+    "draft_history",
     "cycle_costs",
     "pending_rows",
     "chooser",
