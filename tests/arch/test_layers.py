@@ -157,6 +157,7 @@ def model_kind_words() -> set[str]:
 
 RUNTIME = (
     "scheduler",
+    "cycles",
     "eager_runner",
     "draft_length",
     "draft_history",
