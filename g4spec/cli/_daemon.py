@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from g4spec.cli import _engine
+from g4spec.cli import _engine, _signals
 from g4spec.cli.render import Output
 from g4spec.errors import UsageError
 
@@ -75,6 +75,7 @@ def check(daemon: bool, stream_fd: int | None, given_flags: dict[str, str]) -> i
     return stream_fd
 
 
+@_signals.repeated()
 def run(
     model: Path | None,
     draft: str | None,

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from g4spec.cli import _engine, _http_options, _sampling_defaults
+from g4spec.cli import _engine, _http_options, _sampling_defaults, _signals
 from g4spec.cli._notes import thinking_note
 from g4spec.cli.render import Output
 
@@ -65,6 +65,7 @@ class ModelLoader:
         return Service(engine, replace(settings, sampler=sampler))
 
 
+@_signals.repeated()
 def serve_one(
     loader: ModelLoader,
     http: _http_options.HttpOptions,
@@ -87,6 +88,7 @@ def serve_one(
             run.serve(service, address, listeners, lambda: loader.out.note(note), **http.access)
 
 
+@_signals.repeated()
 def serve_folder(
     loader: ModelLoader,
     http: _http_options.HttpOptions,

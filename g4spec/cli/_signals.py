@@ -1,7 +1,5 @@
 """Signal handling: Ctrl-C, SIGTERM and the end of the terminal (SIGHUP) unwind a command, silently
-unless it is `noted`.
-
-SIGBUS is reported as bad input. It occurs if a file is truncated while it is mapped.
+unless it is `noted`. SIGBUS, of a file truncated while it is mapped, is reported as bad input.
 """
 
 from __future__ import annotations
@@ -54,6 +52,20 @@ def received() -> bool:
 
 
 @contextmanager
+def repeated() -> Iterator[None]:
+    """Unwind again, once a second, if an extension module discarded the exception of a signal.
+
+    Only for commands that do not catch that exception themselves.
+    """
+    before = signal.signal(signal.SIGALRM, _unwind_again)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
 def noted(out: render.Output, left: str) -> Iterator[None]:
     """Say what is left if Ctrl-C ends the command in this block: "nothing was measured"."""
     try:
@@ -94,7 +106,18 @@ def _unwind(number: int, frame: object) -> NoReturn:
     """
     _end_at_once()
     _received.append(number)
+    if signal.getsignal(signal.SIGALRM) is _unwind_again:
+        signal.setitimer(signal.ITIMER_REAL, 1, 1)
     _raise(number)
+
+
+def _unwind_again(number: int, frame: object) -> None:
+    """Raise the exception again, or give the signal to a server that has replaced the handlers."""
+    if sys.exc_info()[1] is None:  # otherwise the command is unwinding
+        if signal.getsignal(_received[0]) is signal.SIG_DFL:
+            _raise(_received[0])
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.raise_signal(_received[0])
 
 
 def _raise(number: int) -> NoReturn:

@@ -100,6 +100,15 @@ class Server(uvicorn.Server):
         self._service, self._ready = service, ready
         self._loop: asyncio.AbstractEventLoop | None = None
 
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """See `uvicorn.Server`; signals are captured before the event loop starts.
+
+        An exception of the caller's handler in the first steps of the loop could end a step before
+        it began, and the loop would wait for that step for ever.
+        """
+        with self._signals_captured():
+            super().run(sockets)
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """See `uvicorn.Server`."""
         await super().startup(sockets)
@@ -114,7 +123,13 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """See `uvicorn.Server`; the end of the terminal counts too, but not under `nohup`."""
+        """Do nothing: `run` has captured the signals."""
+        yield
+
+    @contextmanager
+    def _signals_captured(self) -> Iterator[None]:
+        """See `uvicorn.Server.capture_signals`; the end of the terminal counts too, but not under
+        `nohup`."""
         before = signal.getsignal(signal.SIGHUP)
         is_main = threading.current_thread() is threading.main_thread()
         captured = is_main and before is not signal.SIG_IGN

@@ -347,6 +347,39 @@ def test_simultaneous_signals_are_silent(how: str) -> None:
     assert done.returncode in (130, 143, -signal.SIGINT) and done.stderr == b"", done
 
 
+LOST = """
+import signal, sys, time
+from g4spec import cli
+from g4spec.cli import _signals
+@_signals.repeated()
+def waiting(argv):
+    try:
+        try:
+            signal.raise_signal(int(argv[0]))
+        except BaseException:
+            pass
+        time.sleep(30)
+    finally:
+        time.sleep(2.5)
+        print("cleared away", flush=True)
+cli.run = waiting
+cli.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_discarded_signal_is_repeated_until_the_command_unwinds(number: int, code: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOST, str(int(number))],
+        capture_output=True,
+        check=False,
+        timeout=20,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (code, b"cleared away\n", b"")
+
+
 STARTING = """
 import os, signal, sys
 class Ctrl:
