@@ -184,6 +184,16 @@ LOOPBACK_ORIGIN = re.compile(r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+
 """Origins that `localhost` stands for in `--cors-origin`."""
 
 
+READABLE_HEADERS = (
+    "x-speculation",
+    "x-request-id",
+    "request-id",
+    "retry-after",
+    "process-start-time-unix",
+)
+"""Headers of responses that pages of allowed origins can read, in addition to those of CORS."""
+
+
 class OriginMiddleware(CORSMiddleware):
     """Allows cross-origin requests (CORS) of some origins.
 
@@ -201,6 +211,7 @@ class OriginMiddleware(CORSMiddleware):
             allow_origin_regex=LOOPBACK_ORIGIN.pattern if "localhost" in origins else None,
             allow_methods=["*"],
             allow_headers=["*"],
+            expose_headers=READABLE_HEADERS,
         )
 
     def preflight_response(self, request_headers: Headers) -> Response:

@@ -329,7 +329,11 @@ def test_keys_origins_and_the_log(
         for headers in ({"authorization": "Bearer secret-one"}, {"x-api-key": "two"}):
             assert get("/v1/models", headers=headers).status_code == 200
         body = {"prompt": "SECRET TEXT", "max_tokens": 2}
-        served.http.post("/v1/completions", json=body, headers={"x-api-key": "two"})
+        own = {"x-api-key": "two", "origin": "http://page.example"}
+        answer = served.http.post("/v1/completions", json=body, headers=own)
+        readable = set(answer.headers["access-control-expose-headers"].split(", "))
+        assert readable >= {"x-speculation", "x-request-id"}, "pages cannot read other headers"
+        assert readable - {"retry-after", "process-start-time-unix"} <= set(answer.headers)
         asked = {"origin": "http://page.example", "access-control-request-method": "POST"}
         allowed = served.http.options("/v1/models", headers=asked)
         assert allowed.headers["access-control-allow-origin"] == "http://page.example"
