@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 from pathlib import Path
@@ -67,11 +68,17 @@ def check(daemon: bool, stream_fd: int | None, given_flags: dict[str, str]) -> i
     if refused := [flag for name, flag in given_flags.items() if name in HTTP_ONLY]:
         raise UsageError(f"{', '.join(refused)}: no effect with --daemon", fix="leave it out")
     try:
-        os.fstat(stream_fd)
+        mode = fcntl.fcntl(stream_fd, fcntl.F_GETFL) & os.O_ACCMODE
     except OSError:
         raise UsageError(
             "--stream-fd", expected="an open file descriptor", found=stream_fd
         ) from None
+    if mode == os.O_RDONLY:
+        raise UsageError(
+            "--stream-fd",
+            expected="a file descriptor that is open for writing",
+            found=f"{stream_fd}, which can only be read",
+        )
     return stream_fd
 
 

@@ -464,6 +464,18 @@ def test_options_that_the_daemon_refuses(
     assert message in capsys.readouterr().err
 
 
+def test_the_stream_of_the_daemon_must_be_writable(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first answer failed with "stdout is closed"."""
+    read, write = os.pipe()
+    argv = ["serve", "-m", "x", "--daemon", "--stream-fd", str(read)]
+    try:
+        assert cli.run(argv) == UsageError.exit_code
+    finally:
+        os.close(read)
+        os.close(write)
+    assert "which can only be read" in capsys.readouterr().err
+
+
 def test_files_name_their_sampling(
     family: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
