@@ -24,6 +24,7 @@ from g4spec.server import (
     response_fields,
     responses,
     server_info,
+    tokenization,
 )
 from g4spec.server.exception_handlers import EXCEPTION_HANDLERS
 from g4spec.server.json_response import JsonResponse
@@ -272,27 +273,29 @@ class Endpoints:
 
     # ---- tokens and templates
 
-    @takes(llamacpp.TokenizeBody)
-    async def tokenize(self, request: Request, body: llamacpp.TokenizeBody) -> Response:
+    @takes(tokenization.TokenizeBody)
+    async def tokenize(self, request: Request, body: tokenization.TokenizeBody) -> Response:
         """Answer POST /tokenize."""
         async with self._long_work:
-            return JsonResponse(await asyncio.to_thread(llamacpp.tokenize, self._service, body))
+            return JsonResponse(await asyncio.to_thread(tokenization.tokenize, self._service, body))
 
-    @takes(llamacpp.DetokenizeBody)
-    async def detokenize(self, request: Request, body: llamacpp.DetokenizeBody) -> Response:
+    @takes(tokenization.DetokenizeBody)
+    async def detokenize(self, request: Request, body: tokenization.DetokenizeBody) -> Response:
         """Answer POST /detokenize."""
         async with self._long_work:
-            return JsonResponse(await asyncio.to_thread(llamacpp.detokenize, self._service, body))
+            return JsonResponse(
+                await asyncio.to_thread(tokenization.detokenize, self._service, body)
+            )
 
     @takes(fields.ChatRequest)
     async def apply_template(self, request: Request, body: fields.ChatRequest) -> Response:
         """Answer POST /apply-template."""
-        return JsonResponse(await llamacpp.apply_template(self._service, body))
+        return JsonResponse(await tokenization.apply_template(self._service, body))
 
     @takes(fields.ChatRequest)
     async def chat_tokens(self, request: Request, body: fields.ChatRequest) -> Response:
         """Answer POST /v1/chat/completions/input_tokens (llama.cpp's API)."""
-        return JsonResponse(await llamacpp.chat_tokens(self._service, body))
+        return JsonResponse(await tokenization.chat_tokens(self._service, body))
 
     # ---- the server
 

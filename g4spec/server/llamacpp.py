@@ -1,4 +1,4 @@
-"""The endpoints of llama.cpp's server: /completion, /tokenize, /apply-template and others.
+"""The endpoint /completion of llama.cpp's server.
 
 Unsupported samplers are rejected unless their value turns them off.
 """
@@ -14,8 +14,8 @@ from typing import Any
 
 from pydantic import AliasChoices, Field
 
-from g4spec.server import chat, completions, fields, grammar, options, response_parts
-from g4spec.server.fields import Body, ChatRequest, Json, LlamaCpp, Sampling
+from g4spec.server import completions, fields, grammar, options, response_parts
+from g4spec.server.fields import Body, Json, LlamaCpp, Sampling
 from g4spec.server.generation import Token
 from g4spec.server.output_parser import TextEvent
 from g4spec.server.request_errors import RequestError
@@ -53,12 +53,6 @@ IGNORED_FIELDS = (
     "speculative.p_min",
 )
 """Ignored fields: parameters of unsupported samplers, and hints."""
-
-MAX_CHARACTERS = 4 << 20
-"""Maximum length of a text for /tokenize: the library needs 120 bytes per character."""
-
-MAX_TOKENS = 1 << 20
-"""Maximum number of tokens for /detokenize."""
 
 MAX_BIAS_CHARACTERS = 1 << 16
 """Maximum length of all texts in `logit_bias` together."""
@@ -111,23 +105,6 @@ def drop_disabled_samplers(value: Json) -> Json:
 def read(model: type[CompletionBody], body: bytes) -> CompletionBody:
     """Parse and validate a body like `fields.read`; accept unsupported samplers that are off."""
     return fields.check(model, drop_disabled_samplers(fields.parse(body)))
-
-
-class TokenizeBody(Body):
-    """A body of /tokenize."""
-
-    content: str = Field(max_length=MAX_CHARACTERS)
-    add_special: bool = False
-    parse_special: bool = True
-    with_pieces: bool = False
-    model: str | None = None
-
-
-class DetokenizeBody(Body):
-    """A body of /detokenize."""
-
-    tokens: list[int] = Field(max_length=MAX_TOKENS)
-    model: str | None = None
 
 
 async def build_job(service: Service, body: CompletionBody) -> Job:
@@ -390,47 +367,3 @@ async def stream_response(generation: Generation, body: CompletionBody) -> Event
             if delta.finish:
                 piece |= _last(generation, text, stream=True)
             yield event(_selected(piece, body.response_fields))
-
-
-# ---- tokens and templates
-
-
-def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
-    """Answer /tokenize."""
-    service.check_model(body.model)
-    if not body.parse_special:
-        raise RequestError(
-            400,
-            "parse_special: only true is supported; leave it out",
-            param="parse_special",
-        )
-    ids = service.tokenizer.encode(body.content, bos=body.add_special)
-    if not body.with_pieces:
-        return {"tokens": ids}
-    out = []
-    for i in ids:
-        piece = service.tokenizer.piece(i, special=True)
-        try:
-            out.append({"id": i, "piece": piece.decode()})
-        except UnicodeDecodeError:
-            out.append({"id": i, "piece": list(piece)})
-    return {"tokens": out}
-
-
-async def chat_tokens(service: Service, body: ChatRequest) -> dict[str, Any]:
-    """Answer /chat/completions/input_tokens."""
-    service.check_model(body.model)
-    prompt = await chat.build_prompt(service, body, generates=False)
-    return {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}
-
-
-def detokenize(service: Service, body: DetokenizeBody) -> dict[str, Any]:
-    """Answer /detokenize."""
-    service.check_model(body.model)
-    return {"content": service.tokenizer.decode(body.tokens, special=True)}
-
-
-async def apply_template(service: Service, body: ChatRequest) -> dict[str, Any]:
-    """Answer /apply-template."""
-    service.check_model(body.model)
-    return {"prompt": (await chat.build_prompt(service, body, generates=False)).text}

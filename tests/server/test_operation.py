@@ -26,7 +26,7 @@ from g4spec.cli import _http_options, _template_options
 from g4spec.cli._serve_options import split_commas
 from g4spec.errors import EnvironmentProblem, InputError, UsageError
 from g4spec.runtime.engine import Engine
-from g4spec.server import llamacpp, middleware, run
+from g4spec.server import middleware, run, tokenization
 from g4spec.server.app import create_app
 from g4spec.server.middleware import JsonLogFormatter
 from g4spec.server.service import Service, Settings
@@ -363,7 +363,7 @@ def test_all_errors_have_the_headers_of_other_responses(
         raise raised.pop()("SECRET")
 
     monkeypatch.setattr(middleware, "BODY_SECONDS", 0.3)
-    monkeypatch.setattr(llamacpp, "tokenize", broken)
+    monkeypatch.setattr(tokenization, "tokenize", broken)
     logging.getLogger("g4spec.server").setLevel(logging.INFO)
     served = Served(engines(None, parallel=2), origins=["http://page.example"], body_limit=1000)
 
