@@ -92,7 +92,7 @@ def _convert(found: DetectedSource, output: Output, mix: Mix, target: Path | Non
     plan = planning.build(found.kind, config, tensors, mix, info.n_tokens, canonical_names)
     plan = Plan((*plan.tensors, *dropped))
     computed = _computed_values(plan, tensors, config)
-    kv = _metadata(found, config, mix, info, computed, plan, output.path, target)
+    kv = _metadata(found, config, mix, info, computed, plan, output, target)
     notes = [*found.notes, *info.notes, *notes]
     rows = [r for r in plan.tensors if r.action in ("copy", "make")]
     if output.dry_run:
@@ -260,7 +260,7 @@ def _metadata(
     info: TargetInfo,
     computed: Mapping[str, Any],
     plan: Plan,
-    out: Path,
+    output: Output,
     target: Path | None,
 ) -> KV:
     """Return all keys of the file: general, those of the kind, tokenizer, provenance."""
@@ -284,8 +284,11 @@ def _metadata(
     if found.is_target and info.weights:
         kv[provenance.WEIGHTS] = string(info.weights)
     with_target = f" --target {provenance.checkpoint_name(Path(target))}" if target else ""
-    command = f"g4spec convert {found.path.name}{with_target} -o {out.name} --type {mix.name}"
+    command = f"g4spec convert {found.path.name}{with_target} -o {output.path.name}"
+    command += f" --type {mix.name}"
     command += "".join(f" --tensor-type {p.pattern}={f.name}" for p, f in mix.tensor_types)
+    if output.max_size:
+        command += f" --split-max-size {output.max_size / 10**6:.12g}M"
     return kv | provenance.source_keys(found.source, command)
 
 

@@ -50,6 +50,22 @@ def test_target(target: Path, tmp_path: Path) -> None:
         assert set(g.shapes()) == {s.name for s in models.kinds()["gemma4"].tensors(config)}
 
 
+def test_command_in_the_file(target: Path, tmp_path: Path) -> None:
+    """The command that the file names writes the same parts again."""
+    result = convert(
+        target,
+        tmp_path / "t.gguf",
+        type="q8_0",
+        tensor_types=["ffn=bf16"],
+        split_max_size=1_500_000,
+    )
+    with GGUF(result.out) as g:
+        assert g["g4spec.command"] == (
+            f"g4spec convert {target.name} -o t.gguf --type q8_0 --tensor-type ffn=bf16 "
+            "--split-max-size 1.5M"
+        )
+
+
 def test_values_arrive_under_their_names(target: Path, tmp_path: Path) -> None:
     """BF16 to F32 is exact, so each tensor must equal the checkpoint's, read by safetensors."""
     from safetensors import safe_open
