@@ -162,11 +162,19 @@ def configure_logging() -> None:
     """Send the server's log to stderr, one line of JSON per record."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLogFormatter())
+    handler.addFilter(_is_no_cancellation)
     for name, level in (("g4spec.server", logging.INFO), ("uvicorn", logging.ERROR)):
         log = logging.getLogger(name)
         log.handlers[:] = [handler]
         log.setLevel(level)
         log.propagate = False
+
+
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    """Return False for uvicorn's report of a request that was cancelled: the second signal cancels
+    all, which is no error of the application."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, asyncio.CancelledError)
 
 
 def listen(address: ServerAddress) -> list[socket.socket]:

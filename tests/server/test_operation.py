@@ -668,7 +668,9 @@ def test_the_first_signal_drains_and_the_second_stops(number: int, family: Path)
                 process.send_signal(number)
                 with pytest.raises(httpx.TransportError):
                     list(lines)
-        assert process.wait(20) == 0
+        _, log = process.communicate(timeout=20)
+        assert process.returncode == 0
+        assert {json.loads(line)["level"] for line in log.splitlines()} == {"info"}
     finally:
         process.kill()
         process.communicate()
