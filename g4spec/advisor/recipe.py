@@ -86,13 +86,13 @@ class Recipe:
         """Return one line per part: text, reason, versions and id."""
         out = []
         for p in self.parts:
+            limit = f" ({self.title} {p.versions})" if p.versions else ""
             if p.part in ("prepare", "bench"):
                 # "# when and where: command" is for the reader to run
                 text = p.text.partition(": ")[2] if p.text.startswith("#") else p.text
-                out.append(f"{text.split(' -')[0]}: {p.reason}  [{p.fact}]")
+                out.append(f"{text.split(' -')[0]}: {p.reason}{limit}  [{p.fact}]")
             elif p.part != "image":
                 text = p.text.replace("{rank}", "RANK")
-                limit = f" ({self.title} {p.versions})" if p.versions else ""
                 out.append(f"{text}: {p.reason}{limit}  [{p.fact}]")
         return out
 

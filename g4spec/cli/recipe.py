@@ -110,7 +110,8 @@ def _show(out: render.Output, r: Recipe) -> None:
             if i == 0 or node:
                 out.line(f"# {title}{node}", "bold", gap=True)
             out.script(text)
-    out.line("# Why", "bold", gap=True)
+    holds = f"for {r.title} {r.version}; a range in parentheses is where the flag applies"
+    out.line(f"# Why ({holds})", "bold", gap=True)
     for text in r.reasons():
         out.line(f"#   {text}")
     for text in r.unknown:

@@ -495,6 +495,20 @@ def test_output_is_commands_with_comments(
     assert "[flag-spec-n]" in out and "(vLLM >=0.24)" in out
 
 
+def test_output_says_for_which_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    """A flag holds for the version of the recipe, and its range is shown where it is limited."""
+    pair = ("vllm", "-m", "31b", "-md", "zlab-dflash", "--assume", "2x RTX 3090")
+    _, text = run_recipe(capsys, *pair, "--with", "vllm=0.33.0")
+    assert "\n# Why (for vLLM 0.33.0; " in text
+    _, limited = run_recipe(capsys, *pair, "--with", "vllm=0.33.0", "--json")
+    assert "(vLLM >=0.33)" in text  # of transformers, which is installed first
+    for flag in json.loads(limited)["flags"]:
+        if flag["part"] == "image":
+            continue
+        line = next(s for s in text.splitlines() if s.endswith(f" [{flag['fact']}]"))
+        assert (f" (vLLM {flag['versions']}) " in line) == bool(flag["versions"])
+
+
 def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     pair = ("-m", "31b", "-md", "mtp")
     assert run_recipe(capsys, "vllm", "--assume", "2x V100", *pair)[0] == 1
