@@ -329,6 +329,18 @@ def test_wrong_assume(text: str) -> None:
         ("RTX 2060 Super", (7, 5), 1, 8),
         ("a5000", (8, 6), 1, 24),
         ("RTX 6000 Ada", (8, 9), 1, 48),
+        ("NVIDIA H100 NVL", (9, 0), 1, 94),
+        ("H100 80GB HBM3", (9, 0), 1, 80),
+        ("Quadro RTX 8000", (7, 5), 1, 48),
+        ("NVIDIA RTX 4500 Ada Generation", (8, 9), 1, 24),
+        ("NVIDIA RTX 5000 Ada Generation Laptop GPU", (8, 9), 1, 16),
+        ("NVIDIA GeForce RTX 2070 Super with Max-Q Design", (7, 5), 1, 8),
+        ("RTX 2070 SUPER Laptop", (7, 5), 1, 8),
+        ("RTX PRO 6000 Blackwell Max-Q Workstation Edition", (12, 0), 1, 96),
+        ("A6000 Ada", (8, 9), 1, 48),
+        ("Tesla P100-PCIE-16GB", (6, 0), 1, 16),
+        ("NVIDIA B300 SXM6 AC", (10, 3), 1, 288),
+        ("L40G", (8, 9), 1, 24),
     ],
 )
 def test_assumed_machines(text: str, cc: tuple[int, int], n: int, gib: int) -> None:
@@ -387,6 +399,7 @@ def test_similar_product_names_are_not_mistaken_for_known_cards() -> None:
     with pytest.raises(UsageError):
         assume(FACTS, "RTX 5090 D")
     assert assume(FACTS, "RTX 3090 Ti").gpus[0].card == "rtx-3090-ti"
+    assert assume(FACTS, "RTX PRO 4000 Blackwell SFF Edition").gpus[0].bandwidth == 432
 
 
 # ---- the command
