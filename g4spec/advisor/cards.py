@@ -113,6 +113,8 @@ def assume(facts: Facts, text: str, tools: Mapping[str, str] | None = None) -> M
         return _without_gpu(bare, text, tools)
     for part in re.split(r"[+,&]|\band\b", bare, flags=re.IGNORECASE):
         n, name = _counted(facts, part.strip())
+        if _counted(facts, name)[1] != name:
+            raise UsageError(f"--assume {text!r}: two counts", expected="one, as 4x H100")
         total = n if n < 1 else len(gpus) + n
         if not 1 <= total <= MOST:
             raise UsageError(f"--assume {text!r}", expected=f"1 to {MOST} GPUs", found=total)

@@ -378,6 +378,10 @@ def test_assumed_machines(text: str, cc: tuple[int, int], n: int, gib: int) -> N
         ("H100 + RTX 3090 24GB x 1000", "expected 1 to 64 GPUs, found 1001"),
         ("sm_86 24GB x1000", "expected 1 to 64 GPUs, found 1000"),
         ("99999999999x H100", "expected 1 to 64 GPUs, found 99999999999"),
+        ("4x 4x H100", "two counts: expected one, as 4x H100"),
+        ("2x dual 3090", "two counts"),
+        ("quad 2x RTX 3090 24GB", "two counts"),
+        ("RTX 4090 + 2x 3090 x2", "two counts"),
         ("TITAN X 2016", "unknown GPU"),
     ],
 )
