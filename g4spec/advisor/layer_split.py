@@ -77,5 +77,16 @@ class LayerSplit:
         return whole * sizes.layer + only_experts * sizes.experts
 
 
+def split_of(
+    facts: Facts, target: TargetModel, n_gpu_layers: int | None, n_cpu_moe: int | None
+) -> LayerSplit:
+    """Build a split of a target. As in llama.cpp, `n_cpu_moe` may exceed the number of layers to
+    mean all of them; the split then has their number."""
+    size = facts.find(SizeFact, target.size)
+    if n_cpu_moe is not None and size is not None:
+        n_cpu_moe = min(n_cpu_moe, size.sliding + size.full)
+    return LayerSplit(n_gpu_layers, n_cpu_moe)
+
+
 NO_SPLIT = LayerSplit()
 """The whole model on the GPU."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from g4spec.advisor import backends, cards, engines, lookup, versions
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.format_choice import Question
-from g4spec.advisor.layer_split import LayerSplit
+from g4spec.advisor.layer_split import split_of
 from g4spec.advisor.machine import Machine
 from g4spec.advisor.memory_needs import BITS
 from g4spec.advisor.schema import CardFact, Conditions, Fact
@@ -94,7 +94,7 @@ def build_question(
             )
     if n_cpu_moe is not None and not target.moe:
         raise UsageError(f"-ncmoe: {target.title} has no experts", fix="use -ngl")
-    split = LayerSplit(n_gpu_layers, n_cpu_moe)
+    split = split_of(facts, target, n_gpu_layers, n_cpu_moe)
     return Question(target, pair, context, kv, backend, gpus, split=split)
 
 

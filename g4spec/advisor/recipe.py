@@ -18,7 +18,7 @@ from g4spec.advisor.format_choice import Question
 from g4spec.advisor.machine import Machine, upgraded
 from g4spec.advisor.memory_needs import GGUF, NGRAM
 from g4spec.advisor.named_models import DraftModel, TargetModel, WeightFormat
-from g4spec.advisor.schema import FlagFact
+from g4spec.advisor.schema import FlagFact, SizeFact
 from g4spec.quant import policy
 
 PORTS = {"vllm": 8000, "sglang": 30000, "llama.cpp": 8080, "g4spec": 8080}
@@ -273,7 +273,7 @@ def _values(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> di
         "port": str(PORTS[v.engine.name]),
         "served": shlex.quote((gguf and target.hub) or model),
         **_cache_values(q, v, ctx),
-        **_split_values(q),
+        **_split_values(facts, q),
     }
 
 
@@ -299,14 +299,15 @@ def _cache_values(q: Question, v: EngineVerdict, ctx: int) -> dict[str, str]:
     }
 
 
-def _split_values(q: Question) -> dict[str, str]:
+def _split_values(facts: Facts, q: Question) -> dict[str, str]:
     """Return the values for llama.cpp's split between GPU and RAM."""
-    layers = q.split.n_gpu_layers
+    size = facts.find(SizeFact, q.target.size)
+    layers = size.sliding + size.full if size is not None else q.split.n_gpu_layers or 0
     return {
-        "ngl": str(layers or 99),
+        "ngl": str(q.split.n_gpu_layers or 99),
         "ngl_reason": (
             "the layers on the GPU, output included; the first others stay in RAM"
-            if layers
+            if q.split.layers_in_ram(layers)
             else "all layers on the GPU"
         ),
         "ncmoe": str(q.split.n_cpu_moe or 0),

@@ -94,6 +94,18 @@ def test_layers_in_ram_for_llama_cpp(capsys: pytest.CaptureFixture[str]) -> None
     assert "-ngl 12" in json.loads(capsys.readouterr().out)["commands"][0]
 
 
+def test_more_layers_than_the_model_has_are_all_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    """The 26b has 30 layers; llama.cpp takes larger numbers for all of them."""
+    ask = ["recipe", "llama.cpp", "-m", "26b", "--assume", "RTX 4070"]
+    assert run([*ask, "-ncmoe", "1200"]) == 0
+    text = capsys.readouterr().out
+    assert "-ncmoe 30" in text and "1200" not in text
+    assert run([*ask[:-1], "H100", "-ngl", "99"]) == 0
+    assert "-ngl 99: all layers on the GPU" in capsys.readouterr().out
+    assert run([*ask, "-ngl", "12"]) == 0
+    assert "the first others stay in RAM" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("command", [["recipe", "llama.cpp"], ["doctor"]])
 @pytest.mark.parametrize("option", ["-ngl", "-ncmoe"])
 def test_layers_in_ram_need_a_gpu(
