@@ -13,6 +13,6 @@ checks behind `doctor` and `recipe`.
     speed          estimates tokens per second
     backends       decides which attention backends of an engine can be used
     doctor         combines these into a diagnosis
-    recipe         builds commands
+    recipe         builds commands; recipe_values fills their placeholders
     logs           recognizes error messages
 """

@@ -9,7 +9,8 @@ import shlex
 from pathlib import Path
 
 from g4spec.advisor.machine import Machine
-from g4spec.advisor.recipe import PORTS, Recipe
+from g4spec.advisor.recipe import Recipe
+from g4spec.advisor.recipe_values import PORTS
 from g4spec.convert import hub
 from g4spec.errors import UsageError
 from g4spec.gguf.atomic import atomic_write, check_replaceable
