@@ -9,7 +9,7 @@ checks behind `doctor` and `recipe`.
                    suits the machine best
     questions      builds a question from command-line options
     engines        judges whether an engine can run a pair on a machine
-    memory_needs   computes memory
+    memory_needs   computes memory; cache_sizes the part of the KV cache
     speed          estimates tokens per second
     backends       decides which attention backends of an engine can be used
     doctor         combines these into a diagnosis

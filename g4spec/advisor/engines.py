@@ -8,20 +8,12 @@ from dataclasses import dataclass, replace
 
 from g4spec import __version__
 from g4spec.advisor import runtime_support
+from g4spec.advisor.cache_sizes import slot_bytes, token_bytes, window_of
 from g4spec.advisor.conditions import Situation, matches
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.format_choice import LEAST_CONTEXT, USUAL_CONTEXT, Question, choose_format
 from g4spec.advisor.machine import GIB, Machine
-from g4spec.advisor.memory_needs import (
-    GGUF,
-    NGRAM,
-    UNKNOWN_SIZE,
-    Calculator,
-    CardMemoryPlan,
-    slot_bytes,
-    token_bytes,
-    window_of,
-)
+from g4spec.advisor.memory_needs import GGUF, NGRAM, UNKNOWN_SIZE, Calculator, CardMemoryPlan
 from g4spec.advisor.named_models import TargetModel, WeightFormat
 from g4spec.advisor.schema import EngineFact, ProblemFact, SizeFact
 from g4spec.advisor.versions import holds

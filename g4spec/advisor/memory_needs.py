@@ -10,33 +10,26 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
+from g4spec.advisor.cache_sizes import (
+    g4spec_slots,
+    g4spec_token_bytes,
+    llamacpp_slots,
+    shapes_per_card,
+    slot_bytes,
+    token_bytes,
+    vllm_cache,
+    vllm_slots,
+    window_of,
+)
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.figures import FixedCostFact
 from g4spec.advisor.layer_split import NO_SPLIT, LayerSplit, layer_sizes
 from g4spec.advisor.machine import GIB, Machine
 from g4spec.advisor.named_models import DraftModel, TargetModel, WeightFormat
-from g4spec.core import CacheShape
 from g4spec.ops.kv_size import pool_positions
-from g4spec.runtime.cuda.build.constants import CACHE_ROTARY_PAIRS
-from g4spec.runtime.cuda.cache.cache_types import TYPES
-from g4spec.runtime.cuda.cache.cuda_kv_size import SLACK, capacity, row_columns
-
-BITS: dict[str, float] = {
-    "f32": 32.0,
-    **{name: type.bits for name, type in TYPES.items()},
-    "bf16": 16.0,
-    "q5_1": 6.0,
-    "q5_0": 5.5,
-    "q4_1": 5.0,
-    "q4_0": 4.5,
-    "fp8": 8.0,
-    "int8": 8.1,
-    "nvfp4": 4.5,
-}
-"""Bits per cached value, block scales included."""
 
 NGRAM = "ngram"
 """Kind of draft that needs no memory."""
@@ -44,16 +37,12 @@ GGUF = ("llama.cpp", "g4spec")
 """Engines that load GGUF files."""
 LLAMACPP_KV = ("f16", "q8_0", "q4_0")
 VLLM_KV = ("bf16", "fp8")
-BLOCK = 16
-"""Tokens per vLLM cache block."""
 UNKNOWN_SIZE = "its size is not known"
 """`how` of an item that counts 0 bytes because the size is unknown."""
 FITTED = "fitted to published readings"
 OWN_SIZES = ("26b", "31b", "12b", "e4b", "e2b")  # the first takes most
 LARGE = 36 << 30
 """Card memory in bytes from which g4spec prefills in chunks of more than 1,024 rows."""
-UBATCH = 512
-"""llama.cpp's default micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,86 +95,6 @@ class CardMemoryPlan:
     @property
     def fits(self) -> bool:
         return self.total <= self.available
-
-
-def token_bytes(caches: Sequence[CacheShape], kv: str, kv_v: str | None = None) -> float:
-    """Return the cache bytes per token of the global layers. `kv_v`: cache type of the values."""
-    bits = BITS[kv] + BITS[kv_v or kv]
-    return sum(c.n_kv * c.head_dim for c in caches if c.window is None) * bits / 8
-
-
-def g4spec_token_bytes(caches: Sequence[CacheShape], kv: str) -> float:
-    """Return the cache bytes per token of the global layers in g4spec's GPU runtime. Global layers
-    whose number of KV heads differs from that of sliding layers have values equal to their keys
-    (`attention_k_eq_v`); of their keys only the rotated dimensions are stored."""
-    others = {c.n_kv for c in caches if c.window is not None}
-    pairs = [
-        replace(c, rotary_pairs=0 if c.n_kv in others else CACHE_ROTARY_PAIRS)
-        for c in caches
-        if c.window is None
-    ]
-    return sum(map(row_columns, pairs)) * BITS[kv] / 8
-
-
-def slot_bytes(caches: Sequence[CacheShape], kv: str, kv_v: str | None = None) -> float:
-    """Return the cache bytes per position of all sliding layers."""
-    bits = BITS[kv] + BITS[kv_v or kv]
-    return sum(c.n_kv * c.head_dim for c in caches if c.window is not None) * bits / 8
-
-
-def window_of(caches: Sequence[CacheShape]) -> int:
-    return max((c.window for c in caches if c.window is not None), default=0)
-
-
-def llamacpp_slots(caches: Sequence[CacheShape], context: int, sequences: int = 1) -> int:
-    """Return the positions that llama.cpp stores per sliding layer, padded to 256."""
-    wanted = min(context, window_of(caches) * sequences + UBATCH)
-    return -(-wanted // 256) * 256
-
-
-def g4spec_slots(caches: Sequence[CacheShape], context: int) -> int:
-    """Return the positions that g4spec's GPU runtime stores per sliding layer (ring size)."""
-    return capacity(context, window_of(caches), SLACK)
-
-
-def vllm_slots(window: int, batched: int, context: int, batches: int = 2) -> int:
-    """Return the positions that vLLM stores per sliding layer for one sequence of at most `context`
-    tokens, with `batches` batches in flight (2 with asynchronous scheduling)."""
-    blocks = math.ceil((window - 1 + batches * batched) / BLOCK) + 1
-    return min(blocks, math.ceil(context / BLOCK)) * BLOCK
-
-
-def vllm_pages(caches: Sequence[CacheShape], context: int, batched: int) -> int:
-    """Return the pages of one sequence. vLLM groups as many layers as there are global layers; a
-    page holds 16 tokens of sliding layers, or as many of global layers as take the same bytes."""
-    groups = sum(c.window is not None for c in caches) / sum(c.window is None for c in caches)
-    sliding = next(c for c in caches if c.window is not None)
-    full = next(c for c in caches if c.window is None)
-    ratio = sliding.n_kv * sliding.head_dim / (full.n_kv * full.head_dim)
-    per_page = int(BLOCK * ratio)
-    blocks = vllm_slots(window_of(caches), batched, context) // BLOCK
-    return math.ceil(context / per_page) + int(groups) * blocks
-
-
-def heads_per_card(n_kv: int, tp: int) -> float:
-    """Return the KV heads per card with tensor parallelism: n_kv / tp, at least 1."""
-    return max(n_kv / tp, 1.0)
-
-
-def shapes_per_card(caches: Sequence[CacheShape], tp: int) -> tuple[CacheShape, ...]:
-    """Return the cache shapes on one card of a tensor-parallel group."""
-    return tuple(
-        CacheShape(math.ceil(heads_per_card(c.n_kv, tp)), c.head_dim, c.window) for c in caches
-    )
-
-
-def vllm_cache(
-    caches: Sequence[CacheShape], context: int, kv: str, tp: int, batched: int
-) -> tuple[int, int]:
-    """Return vLLM's cache bytes per card for one sequence: (global layers, sliding layers)."""
-    mine = shapes_per_card(caches, tp)
-    slots = vllm_slots(window_of(caches), batched, context)
-    return int(token_bytes(mine, kv) * context), int(slot_bytes(mine, kv) * slots)
 
 
 def fixed_cost(facts: Facts, id: str, context: int = 0) -> int:

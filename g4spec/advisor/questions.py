@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from g4spec.advisor import backends, cards, engines, lookup, versions
+from g4spec.advisor.cache_sizes import BITS
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.format_choice import Question
 from g4spec.advisor.layer_split import split_of
 from g4spec.advisor.machine import Machine
-from g4spec.advisor.memory_needs import BITS
 from g4spec.advisor.schema import CardFact, Conditions, Fact
 from g4spec.errors import CheckFailed, InputError, UsageError
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from g4spec.advisor.cache_sizes import slot_bytes, token_bytes, window_of
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.figures import EfficiencyFact, SpeedFact
 from g4spec.advisor.machine import Machine
-from g4spec.advisor.memory_needs import slot_bytes, token_bytes, window_of
 from g4spec.advisor.named_models import DraftModel, TargetModel, WeightFormat
 from g4spec.advisor.versions import holds, parse
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from g4spec import quant
-from g4spec.advisor import memory_needs
+from g4spec.advisor import cache_sizes
 from g4spec.advisor.facts import facts
 from g4spec.advisor.figures import FixedCostFact
 from g4spec.advisor.memory_needs import LARGE, fixed_cost
@@ -249,5 +249,5 @@ def test_a_cache_type_is_known_everywhere(kind: kv.Kind) -> None:
     header = nvrtc.CUDA / "include" / "cache_types.cuh"
     assert quant.readable()[kind].decode is not None
     assert f"struct {TYPES[kind].struct} {{" in header.read_text()
-    assert memory_needs.BITS[kind] == TYPES[kind].bits
+    assert cache_sizes.BITS[kind] == TYPES[kind].bits
     assert len({type.number for type in TYPES.values()}) == len(KINDS) == len(TYPES)

@@ -15,7 +15,14 @@ import pytest
 import torch
 
 from g4spec import cli, convert
-from g4spec.advisor import lookup, model_files, named_models, questions, runtime_support
+from g4spec.advisor import (
+    cache_sizes,
+    lookup,
+    model_files,
+    named_models,
+    questions,
+    runtime_support,
+)
 from g4spec.advisor import memory_needs as memory
 from g4spec.advisor.cards import assume
 from g4spec.advisor.doctor import diagnose
@@ -414,11 +421,11 @@ def test_too_long_a_context() -> None:
 
 def test_windows_and_slots() -> None:
     caches = named_models.caches_of(FACTS.get(SizeFact, "31b"))
-    assert memory.llamacpp_slots(caches, 1 << 17) == 1536
-    assert memory.llamacpp_slots(caches, 1 << 17, sequences=4) == 4608
-    assert memory.llamacpp_slots(caches, 600) == 768
-    assert memory.vllm_slots(1024, 2048, 1 << 17) == 5136
-    assert memory.vllm_slots(1024, 8192, 1 << 17) == 17424
+    assert cache_sizes.llamacpp_slots(caches, 1 << 17) == 1536
+    assert cache_sizes.llamacpp_slots(caches, 1 << 17, sequences=4) == 4608
+    assert cache_sizes.llamacpp_slots(caches, 600) == 768
+    assert cache_sizes.vllm_slots(1024, 2048, 1 << 17) == 5136
+    assert cache_sizes.vllm_slots(1024, 8192, 1 << 17) == 17424
 
 
 def test_only_active_experts_and_no_token_tables_are_read() -> None:

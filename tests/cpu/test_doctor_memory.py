@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from g4spec.advisor import engines, speed
-from g4spec.advisor import memory_needs as memory
+from g4spec.advisor import cache_sizes, engines, speed
 from g4spec.advisor.cards import assume
 from g4spec.advisor.facts import facts
 from g4spec.advisor.figures import CacheTableFact, ContextFitFact, MemoryReadingFact
@@ -54,18 +53,18 @@ READINGS = [r for r in FACTS.all(MemoryReadingFact) if r.check]
 def computed(r: MemoryReadingFact) -> float:
     """Return the estimate for a reading, in its unit."""
     caches = target(r.model).caches
-    mine = memory.shapes_per_card(caches, r.tp)
+    mine = cache_sizes.shapes_per_card(caches, r.tp)
     kv = r.kv or "bf16"
     context = r.context or 1 << 18
-    one = sum(memory.vllm_cache(caches, context, kv, r.tp, r.batched))
-    every = memory.token_bytes(caches, kv) + memory.slot_bytes(caches, kv)
+    one = sum(cache_sizes.vllm_cache(caches, context, kv, r.tp, r.batched))
+    every = cache_sizes.token_bytes(caches, kv) + cache_sizes.slot_bytes(caches, kv)
     ways: dict[str, Callable[[], float]] = {
         "total": lambda: llamacpp_total(r),
-        "slope": lambda: memory.token_bytes(mine, kv) * (r.context_to - r.context) / GIB,
+        "slope": lambda: cache_sizes.token_bytes(mine, kv) * (r.context_to - r.context) / GIB,
         "pool": lambda: one / GIB,
         "token": lambda: one / context,
         "tokens": lambda: r.pool_gib * GIB / (one / context),
-        "pages": lambda: memory.vllm_pages(caches, context, r.batched),
+        "pages": lambda: cache_sizes.vllm_pages(caches, context, r.batched),
         "unwindowed": lambda: every / r.tp,
         "unwindowed-tokens": lambda: r.pool_gib * GIB / every,
         "full-sliding": lambda: every * context / GIB,
@@ -83,8 +82,10 @@ def llamacpp_total(r: MemoryReadingFact) -> float:
     steps = calc.plan("llama.cpp", option, r.kv, r.context).items
     rest = sum(s.nbytes for s in steps if s.name not in ("global cache", "sliding cache"))
     caches = target(r.model).caches
-    cache = memory.token_bytes(caches, r.kv, r.kv_v) * r.context
-    ring = memory.slot_bytes(caches, r.kv, r.kv_v) * memory.llamacpp_slots(caches, r.context)
+    cache = cache_sizes.token_bytes(caches, r.kv, r.kv_v) * r.context
+    ring = cache_sizes.slot_bytes(caches, r.kv, r.kv_v) * cache_sizes.llamacpp_slots(
+        caches, r.context
+    )
     return (rest + cache + ring) / GIB
 
 
@@ -92,7 +93,7 @@ def vllm_card(r: MemoryReadingFact) -> float:
     """Sum weights, draft, the pool that vLLM reported, and 0.5 + utilization + 0.3 GB for each
     further card."""
     caches = target(r.model).caches
-    whole, ring = memory.vllm_cache(caches, r.context, r.kv, r.tp, r.batched)
+    whole, ring = cache_sizes.vllm_cache(caches, r.context, r.kv, r.tp, r.batched)
     pool = r.tokens * (whole + ring) / r.context
     extra = draft(r.draft).nbytes / r.tp if r.draft else 0
     overhead = (0.5 + r.util + 0.3 * (r.tp - 1)) * 1e9
@@ -115,20 +116,20 @@ def test_readings_of_both_engines_are_covered() -> None:
 def test_cache_tables(row: CacheTableFact) -> None:
     caches = target(row.model).caches
     if row.global_token:
-        assert memory.token_bytes(caches, row.kv) == row.global_token
+        assert cache_sizes.token_bytes(caches, row.kv) == row.global_token
     if row.sliding_slot:
-        assert memory.slot_bytes(caches, row.kv) == row.sliding_slot
+        assert cache_sizes.slot_bytes(caches, row.kv) == row.sliding_slot
     if row.unwindowed:
-        every = memory.token_bytes(caches, row.kv) + memory.slot_bytes(caches, row.kv)
+        every = cache_sizes.token_bytes(caches, row.kv) + cache_sizes.slot_bytes(caches, row.kv)
         assert every == row.unwindowed
     for context, gib in zip(row.contexts, row.gib, strict=True):
         if row.engine == "vllm":
-            got = sum(memory.vllm_cache(caches, context, row.kv, row.tp, row.batched))
+            got = sum(cache_sizes.vllm_cache(caches, context, row.kv, row.tp, row.batched))
         else:
-            slots = memory.llamacpp_slots(caches, context)
+            slots = cache_sizes.llamacpp_slots(caches, context)
             got = int(
-                memory.token_bytes(caches, row.kv) * context
-                + memory.slot_bytes(caches, row.kv) * slots
+                cache_sizes.token_bytes(caches, row.kv) * context
+                + cache_sizes.slot_bytes(caches, row.kv) * slots
             )
         assert got / GIB == pytest.approx(gib, rel=0.01, abs=0.006), context
 
@@ -244,8 +245,11 @@ def test_the_largest_context_fits_and_the_next_does_not() -> None:
 
 def test_one_global_head_is_repeated_on_every_card() -> None:
     caches = target("12b").caches
-    assert memory.token_bytes(memory.shapes_per_card(caches, 2), "bf16") == 16384
-    assert memory.token_bytes(memory.shapes_per_card(target("31b").caches, 2), "bf16") == 40960
+    assert cache_sizes.token_bytes(cache_sizes.shapes_per_card(caches, 2), "bf16") == 16384
+    assert (
+        cache_sizes.token_bytes(cache_sizes.shapes_per_card(target("31b").caches, 2), "bf16")
+        == 40960
+    )
 
 
 # ---- speed
