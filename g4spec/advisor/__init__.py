@@ -8,7 +8,7 @@ checks behind `doctor` and `recipe`.
     format_choice  defines a question (a pair, and how to run it); chooses the weight format that
                    suits the machine best
     questions      builds a question from command-line options
-    engines        judges whether an engine can run a pair on a machine
+    engines        judges whether an engine can run a pair on a machine: an engine_verdict
     memory_needs   computes memory; cache_sizes the part of the KV cache
     speed          estimates tokens per second
     backends       decides which attention backends of an engine can be used

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from g4spec.advisor import engines, lookup, summary
 from g4spec.advisor.diagnosis import Alternative
-from g4spec.advisor.engines import EngineVerdict
+from g4spec.advisor.engine_verdict import EngineVerdict
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.format_choice import (
     LEAST_CONTEXT,

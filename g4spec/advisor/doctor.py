@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from g4spec.advisor import alternatives, backends, engines, summary
 from g4spec.advisor.diagnosis import Alternative, Diagnosis, split_step
-from g4spec.advisor.engines import EngineVerdict, best_verdict, verdicts_asked
+from g4spec.advisor.engine_verdict import EngineVerdict, best_verdict, verdicts_asked
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.format_choice import Question, has_few_bits
 from g4spec.advisor.lengths import advice_text

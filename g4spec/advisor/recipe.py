@@ -12,7 +12,7 @@ from typing import Any
 
 from g4spec.advisor import alternatives, engines, format_choice
 from g4spec.advisor.conditions import Situation, matches
-from g4spec.advisor.engines import EngineVerdict
+from g4spec.advisor.engine_verdict import EngineVerdict
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.format_choice import Question
 from g4spec.advisor.machine import Machine, upgraded

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 from g4spec.advisor import backends, format_choice, lengths
-from g4spec.advisor.engines import EngineVerdict
+from g4spec.advisor.engine_verdict import EngineVerdict
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.format_choice import Question
 from g4spec.advisor.machine import Machine

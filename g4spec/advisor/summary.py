@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from g4spec.advisor import format_choice, speed
 from g4spec.advisor.diagnosis import Alternative, Brief
-from g4spec.advisor.engines import EngineVerdict
+from g4spec.advisor.engine_verdict import EngineVerdict
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.figures import SpeedFact
 from g4spec.advisor.format_choice import Question

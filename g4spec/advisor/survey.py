@@ -6,7 +6,7 @@ from g4spec.advisor import alternatives, engines
 from g4spec.advisor.alternatives import mtp_assistant
 from g4spec.advisor.conditions import Situation, matches
 from g4spec.advisor.diagnosis import Diagnosis, Section
-from g4spec.advisor.engines import EngineVerdict
+from g4spec.advisor.engine_verdict import EngineVerdict, best_verdict, verdicts_asked
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.format_choice import Question
 from g4spec.advisor.lengths import start_length
@@ -69,8 +69,8 @@ def survey_sizes(facts: Facts, d: Diagnosis) -> None:
 
 def _mark(d: Diagnosis, verdicts: list[EngineVerdict]) -> tuple[Mark, str, str]:
     """Return the mark of a size, its condition and its fix if it has one."""
-    requested = engines.verdicts_asked(verdicts, d.machine)
-    best = engines.best_verdict(verdicts, requested)
+    requested = verdicts_asked(verdicts, d.machine)
+    best = best_verdict(verdicts, requested)
     if best is None or not best.works or all(v.refused for v in requested):
         return "bad", "", ""
     if not best.open_conditions:
