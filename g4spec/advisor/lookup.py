@@ -19,7 +19,7 @@ from g4spec.advisor.named_models import (
     named_target,
 )
 from g4spec.advisor.schema import DraftFact, SizeFact, WeightsFact
-from g4spec.convert import hub
+from g4spec.convert.hub_id import HubId
 from g4spec.errors import InputError, UsageError, did_you_mean, similar_files
 from g4spec.quant import policy
 
@@ -30,7 +30,7 @@ def find_target(facts: Facts, text: str) -> TargetModel:
     path = Path(given)
     if path.exists():
         return model_files.read_target(facts, path, given)
-    id = hub.HubId.parse(text)
+    id = HubId.parse(text)
     if text.lower().endswith(".gguf") and (id is None or id.file is None):
         raise _missing(path, "a size such as 31b or 31b:q4_k_m")
     name, _, wanted = text.partition(":")

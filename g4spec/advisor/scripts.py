@@ -11,7 +11,7 @@ from pathlib import Path
 from g4spec.advisor.machine import Machine
 from g4spec.advisor.recipe import Recipe
 from g4spec.advisor.recipe_values import PORTS
-from g4spec.convert import hub
+from g4spec.convert import hub_id
 from g4spec.errors import UsageError
 from g4spec.gguf.atomic import atomic_write, check_replaceable
 
@@ -29,7 +29,7 @@ def compose(r: Recipe, machine: Machine, home: str = ".") -> str:
     start = {
         "vllm": [r.model],
         "sglang": ["python3", "-m", "sglang.launch_server", "--model-path", r.model],
-        "llama.cpp": ["-hf" if hub.is_remote(r.model) else "-m", r.model],
+        "llama.cpp": ["-hf" if hub_id.is_remote(r.model) else "-m", r.model],
     }[r.engine]
     words = start + _arguments(r)
     if r.engine in ("llama.cpp", "sglang"):

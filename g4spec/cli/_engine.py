@@ -11,7 +11,7 @@ from g4spec.cli import _inputs, _threads
 from g4spec.cli.render import Output
 
 if TYPE_CHECKING:
-    from g4spec.convert import hub
+    from g4spec.convert.hub_id import HubId
     from g4spec.runtime.engine import Engine
 
 
@@ -36,12 +36,12 @@ def files(
     is smaller than a target, so it is downloaded first.
     """
     _inputs.check_exists(model, draft)
-    from g4spec.convert import hub
+    from g4spec.convert import hub_id
     from g4spec.runtime import devices
 
     draft_path = None if draft in (None, _inputs.NGRAM) else Path(str(draft))
     devices.check(setup.device, setup.cache_type)
-    remote, path = hub.is_remote(model), None
+    remote, path = hub_id.is_remote(model), None
     if not remote:
         model = _target(model, setup, out)
     if draft_path is not None:
@@ -64,7 +64,7 @@ def target_file(model: Path, setup: Setup, out: Output) -> Path:
 def _target(
     model: Path, setup: Setup, out: Output, draft: Path | None = None, alone: bool = False
 ) -> Path:
-    def best_type(id: hub.HubId, sizes: Mapping[str, int]) -> str | None:
+    def best_type(id: HubId, sizes: Mapping[str, int]) -> str | None:
         from g4spec.advisor import hub_choice
         from g4spec.advisor.facts import facts
         from g4spec.advisor.machine_probe import probe

@@ -62,9 +62,9 @@ def check_exists(*models: Path | str | None) -> None:
     for path in (Path(m) for m in models if m is not None and m != NGRAM):
         if path.exists():
             continue
-        from g4spec.convert import hub
+        from g4spec.convert import hub_id
 
-        if not hub.is_remote(path):
+        if not hub_id.is_remote(path):
             from g4spec.cli import _missing_models
 
             raise _missing_models.error(path)

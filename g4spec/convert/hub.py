@@ -1,5 +1,4 @@
-"""Download models from the Hugging Face hub by id: `org/name[@revision][:file.gguf]`, or with the
-type of a GGUF `org/name:Q4_K_M`, as in llama.cpp.
+"""Download models from the Hugging Face hub by id (`hub_id`).
 
 Downloads use huggingface_hub with its cache, token, resumption and settings (HF_HUB_OFFLINE,
 HF_ENDPOINT, HF_HUB_DOWNLOAD_TIMEOUT). Only the files that are needed are downloaded.
@@ -10,18 +9,18 @@ before anything is written, and each downloaded file is checked against its dige
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import re
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
 from g4spec.convert import hub_settings, safetensors
+from g4spec.convert.hub_digest import check_digest
+from g4spec.convert.hub_id import HubId, is_safe
 from g4spec.convert.provenance import SMALL
 from g4spec.convert.transfer import TransferGuard
 from g4spec.errors import EnvironmentProblem, G4Error, InputError
@@ -33,54 +32,15 @@ Purpose = Literal["any", "tokenizer", "gguf"]
 """Files needed: a checkpoint or GGUF, a target's tokenizer and configuration, or a GGUF to run."""
 
 T = TypeVar("T")
-_WORD = r"[A-Za-z0-9][A-Za-z0-9._-]*"
-_REVISION, _PART = r"[A-Za-z0-9][A-Za-z0-9._/-]*", r"[^:\\]+\.gguf|[A-Za-z0-9_]+"
-_ID = re.compile(rf"({_WORD}/{_WORD})(?:@({_REVISION}))?(?::({_PART}))?")
-_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]*")
 INDEX = ".safetensors.index.json"
 MAX_LISTING_BYTES = 16 << 20
 """Maximum size of the list of a repository's files in bytes."""
 TRIES = 3
 TRANSIENT = {408, 429, 500, 502, 503, 504}
 
-
-@dataclass(frozen=True, slots=True)
-class HubId:
-    """A repository on the hub, with an optional revision and an optional file name or type."""
-
-    repo: str
-    revision: str | None = None
-    file: str | None = None
-    type: str | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> HubId | None:
-        """Parse an id; None if `text` can only be a path, such as `folder/model.gguf`."""
-        found = _ID.fullmatch(text)
-        if found is None or found[1].endswith((".gguf", ".safetensors")):
-            return None
-        if (found[2] and ".." in found[2]) or (found[3] and not _safe(found[3])):
-            return None
-        named = found[3] is None or found[3].endswith(".gguf")
-        return cls(found[1], found[2], *((found[3], None) if named else (None, found[3])))
-
-    def of_type(self, names: Iterable[str]) -> list[str]:
-        """Return the GGUF files with this type in their name, as in `-Q4_K_M.` or `/Q4_K_M-`."""
-        word = re.compile(rf"(?<![A-Za-z0-9_]){re.escape(self.type or '')}(?![A-Za-z0-9_])", re.I)
-        return [name for name in names if name.endswith(".gguf") and word.search(name)]
-
-    def __str__(self) -> str:
-        return self.repo + (f"@{self.revision}" if self.revision else "")
-
-
 Choose = Callable[[HubId, Mapping[str, int]], str | None]
 """Returns one of the GGUF files of a repository, given as name -> bytes (of a split model the first
 part and the bytes of all parts), or None if it cannot tell."""
-
-
-def is_remote(text: str | Path) -> bool:
-    """True if `text` is a hub id and not an existing path, so that the hub is needed."""
-    return HubId.parse(str(text)) is not None and not Path(text).exists()
 
 
 def resolve(
@@ -169,7 +129,7 @@ class _Hub:
         return str(info.sha), {
             name: size if isinstance(size, int) else 0
             for name, size in files.items()
-            if isinstance(name, str) and _safe(name)
+            if isinstance(name, str) and is_safe(name)
         }
 
     def _needed(self, names: Mapping[str, int], purpose: Purpose, revision: str) -> list[str]:
@@ -263,7 +223,7 @@ class _Hub:
         if self.cache.resolve() not in path.resolve().parents:
             raise InputError(f"{self.id}: {name} is outside the cache", found=path.resolve())
         if not isinstance(cached, str):
-            _check_digest(path, guards[-1].digest, f"{self.id}: {name}")
+            check_digest(path, guards[-1].digest, f"{self.id}: {name}")
         return path
 
     def _guard(self, name: str, revision: str) -> TransferGuard:
@@ -414,36 +374,6 @@ def _status(error: BaseException) -> int | None:
     return status if isinstance(status, int) and status >= 400 else None
 
 
-def _safe(name: str) -> bool:
-    """True if a file name from the hub stays inside its folder on every operating system."""
-    return all(_FILE.fullmatch(part) for part in name.split("/"))
-
-
 def _shown(names: Iterable[str]) -> str:
     listed = list(names)
     return ", ".join(listed[:8]) + (", ..." if len(listed) > 8 else "") or "nothing"
-
-
-def _check_digest(path: Path, digest: str | None, what: str) -> None:
-    """Compare a download with the digest from the hub's headers, or else with the name of its blob
-    in the cache: sha256 for large files, git's sha1 for small ones. Removes a damaged file and
-    raises InputError."""
-    blob = Path(os.path.join(path.parent, os.readlink(path))) if path.is_symlink() else path
-    expected = digest or blob.name
-    if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", expected):
-        raise InputError(f"{what}: no digest to compare with", found=expected)
-    found = hashlib.sha256() if len(expected) == 64 else hashlib.sha1(usedforsecurity=False)
-    with open(blob, "rb") as f:
-        if len(expected) == 40:
-            found.update(f"blob {os.fstat(f.fileno()).st_size}\0".encode())
-        while chunk := f.read(1 << 22):
-            found.update(chunk)
-    if found.hexdigest() != expected:
-        path.unlink()
-        blob.unlink(missing_ok=True)
-        raise InputError(
-            f"{what}: damaged download, removed",
-            expected=f"{found.name} {expected}",
-            found=found.hexdigest(),
-            fix="run the command again",
-        )

@@ -17,6 +17,7 @@ import pytest
 from g4spec import cli
 from g4spec.advisor.machine import Machine
 from g4spec.convert import convert, hub, transfer
+from g4spec.convert.hub_id import HubId
 from g4spec.errors import EnvironmentProblem, G4Error, InputError, Unsupported, UsageError
 from g4spec.gguf import GGUF, TensorData, write_split
 from tests.support import tiny
@@ -103,12 +104,12 @@ def refused(text: str, error: type[G4Error], says: str, want: hub.Purpose = "any
     ],
 )
 def test_ids(text: str, repo: str, revision: str | None, file: str | None) -> None:
-    assert hub.HubId.parse(text) == hub.HubId(repo, revision, file)
+    assert HubId.parse(text) == HubId(repo, revision, file)
 
 
 def test_types_as_llama_cpp_names_them() -> None:
-    asked = hub.HubId.parse("org/name:q4_k_m")
-    assert asked == hub.HubId("org/name", None, None, "q4_k_m")
+    asked = HubId.parse("org/name:q4_k_m")
+    assert asked == HubId("org/name", None, None, "q4_k_m")
     names = [
         "a-Q4_K_M.gguf",
         "Q4_K_M/a-00001-of-00002.gguf",
@@ -146,7 +147,7 @@ def test_types_as_llama_cpp_names_them() -> None:
     ],
 )
 def test_other_strings_are_paths(text: str) -> None:
-    assert hub.HubId.parse(text) is None
+    assert HubId.parse(text) is None
     assert hub.resolve(text) == (Path(text), [])
 
 
@@ -211,7 +212,7 @@ def test_one_of_several_ggufs_is_chosen(
     served.repos["org/types"] = parts | {"m-Q4_0.gguf": whole, "README.md": b""}
     asked: list[tuple[str, dict[str, int]]] = []
 
-    def choose(id: hub.HubId, sizes: Mapping[str, int]) -> str | None:
+    def choose(id: HubId, sizes: Mapping[str, int]) -> str | None:
         asked.append((str(id), dict(sizes)))
         return paths[0].name
 

@@ -1,0 +1,53 @@
+"""Ids of models on the Hugging Face hub: `org/name[@revision][:file.gguf]`, or with the type of a
+GGUF `org/name:Q4_K_M`, as in llama.cpp."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+_WORD = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_REVISION, _PART = r"[A-Za-z0-9][A-Za-z0-9._/-]*", r"[^:\\]+\.gguf|[A-Za-z0-9_]+"
+_ID = re.compile(rf"({_WORD}/{_WORD})(?:@({_REVISION}))?(?::({_PART}))?")
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]*")
+
+
+@dataclass(frozen=True, slots=True)
+class HubId:
+    """A repository on the hub, with an optional revision and an optional file name or type."""
+
+    repo: str
+    revision: str | None = None
+    file: str | None = None
+    type: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> HubId | None:
+        """Parse an id; None if `text` can only be a path, such as `folder/model.gguf`."""
+        found = _ID.fullmatch(text)
+        if found is None or found[1].endswith((".gguf", ".safetensors")):
+            return None
+        if (found[2] and ".." in found[2]) or (found[3] and not is_safe(found[3])):
+            return None
+        named = found[3] is None or found[3].endswith(".gguf")
+        return cls(found[1], found[2], *((found[3], None) if named else (None, found[3])))
+
+    def of_type(self, names: Iterable[str]) -> list[str]:
+        """Return the GGUF files with this type in their name, as in `-Q4_K_M.` or `/Q4_K_M-`."""
+        word = re.compile(rf"(?<![A-Za-z0-9_]){re.escape(self.type or '')}(?![A-Za-z0-9_])", re.I)
+        return [name for name in names if name.endswith(".gguf") and word.search(name)]
+
+    def __str__(self) -> str:
+        return self.repo + (f"@{self.revision}" if self.revision else "")
+
+
+def is_remote(text: str | Path) -> bool:
+    """True if `text` is a hub id and not an existing path, so that the hub is needed."""
+    return HubId.parse(str(text)) is not None and not Path(text).exists()
+
+
+def is_safe(name: str) -> bool:
+    """True if a file name from the hub stays inside its folder on every operating system."""
+    return all(_FILE.fullmatch(part) for part in name.split("/"))
