@@ -4,7 +4,8 @@ checks behind `doctor` and `recipe`.
     facts          loads the data; schema and figures define its rows, each with source and date
     machine        a machine: probed (machine_probe) or assumed (cards), of the same class
     named_models   the target and draft of a question; lookup finds them by name, model_files reads
-                   their files, runtime_support asks g4spec's own runtime about them
+                   their files (gguf_models, checkpoint_folders; like_published has what they lack),
+                   runtime_support asks g4spec's own runtime about them
     format_choice  defines a question (a pair, and how to run it); chooses the weight format that
                    suits the machine best
     questions      builds a question from command-line options

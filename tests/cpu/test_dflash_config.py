@@ -11,6 +11,7 @@ import pytest
 
 from g4spec.advisor import model_files
 from g4spec.advisor.facts import facts
+from g4spec.advisor.like_published import SHORT
 from g4spec.convert import convert
 from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import GGUF
@@ -185,7 +186,7 @@ def test_doctor_counts_the_window_of_use_swa(target: Path, tmp_path: Path) -> No
     of = model_files.read_target(facts(), target, str(target))
     found = model_files.read_draft(facts(), draft, str(draft), of)
     assert found.kv_token == 0
-    layer = 2 * model_files.SHORT * 2 * 16
+    layer = 2 * SHORT * 2 * 16
     assert found.kv_fixed == 2 * 24 * layer
 
 

@@ -17,8 +17,9 @@ import torch
 from g4spec import cli, convert
 from g4spec.advisor import (
     cache_sizes,
+    checkpoint_folders,
+    gguf_models,
     lookup,
-    model_files,
     named_models,
     questions,
     runtime_support,
@@ -312,7 +313,7 @@ def gemma_config(size: SizeFact, per_layer: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("size", FACTS.all(SizeFact), ids=lambda s: s.id)
 @pytest.mark.parametrize("per_layer", [False, True])
 def test_real_configurations_give_the_sizes_of_the_facts(size: SizeFact, per_layer: bool) -> None:
-    got = model_files.folder_caches(gemma_config(size, per_layer))
+    got = checkpoint_folders.folder_caches(gemma_config(size, per_layer))
     assert sorted(got, key=str) == sorted(named_models.caches_of(size), key=str)
 
 
@@ -327,11 +328,11 @@ def test_gguf_metadata_of_shared_layers() -> None:
         "gemma4.attention.shared_kv_layers": 2,
     }
     expected = (CacheShape(2, 256, 512), CacheShape(1, 512, None))
-    assert model_files.gguf_caches(kv, "gemma4") == expected
+    assert gguf_models.gguf_caches(kv, "gemma4") == expected
     with pytest.raises(InputError):
-        model_files.gguf_caches({**kv, "gemma4.block_count": "many"}, "gemma4")
+        gguf_models.gguf_caches({**kv, "gemma4.block_count": "many"}, "gemma4")
     with pytest.raises(InputError):
-        model_files.gguf_caches({**kv, "gemma4.attention.head_count_kv": [2]}, "gemma4")
+        gguf_models.gguf_caches({**kv, "gemma4.attention.head_count_kv": [2]}, "gemma4")
 
 
 # ---- names
@@ -437,10 +438,10 @@ def test_only_active_experts_and_no_token_tables_are_read() -> None:
 
     moe = file(blk__0__ffn_up_exps__weight=1280, token_embd__weight=120)
     kv = {"gemma4.expert_count": 128, "gemma4.expert_used_count": 8}
-    assert model_files._read_once(moe, kv, "gemma4") == pytest.approx((80 + 120) / 1400)
+    assert gguf_models.read_once(moe, kv, "gemma4") == pytest.approx((80 + 120) / 1400)
     small = file(per_layer_token_embd__weight=300, token_embd__weight=100)
-    assert model_files._read_once(small, {}, "gemma4") == pytest.approx(0.25)
-    assert model_files._read_once(file(), {}, "gemma4") == 1.0
+    assert gguf_models.read_once(small, {}, "gemma4") == pytest.approx(0.25)
+    assert gguf_models.read_once(file(), {}, "gemma4") == 1.0
 
 
 def test_weights_are_counted_as_the_runtime_holds_them(family: dict[str, Path]) -> None:
