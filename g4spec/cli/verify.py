@@ -11,6 +11,7 @@ from g4spec.cli import (
     _engine,
     _inputs,
     _measured_prompt,
+    _option_checks,
     _options,
     _prompt_options,
     _signals,
@@ -78,11 +79,14 @@ def command(
 
     Generates texts without and with the draft, over draft lengths, seeds, temperatures and the
     built-in prompts, or for one prompt of your own.
-    With --parallel, the texts with the draft are generated several at once. Exits with 1 at the
+    With --parallel, the texts with the draft are generated several at once; without a draft,
+    it checks that a batch changes no text. Exits with 1 at the
     first token that differs. Ctrl-C ends the run and shows the result so far.
     """
-    if draft is None:
-        raise UsageError("no draft given: there is nothing to verify", fix="pass one with -md")
+    if draft is None and parallel == 1:
+        fix = "pass one with -md, or --parallel 2 to compare texts alone and in a batch"
+        raise UsageError("no draft given: there is nothing to verify", fix=fix)
+    _option_checks.require_draft(draft, draft_max=draft_max)
     prompt_options = _measured_prompt.MeasuredPromptOptions(
         prompt, file, tokens_file, messages, chat, system, tools, thinking, parse_special
     )
@@ -98,7 +102,6 @@ def command(
         setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type, parallel)
         model, draft_file = _engine.files(model, draft, setup, out)
         engine = _engine.load(model, draft_file, setup, out)
-        assert engine.draft is not None
         if own is not None:
             texts = [_measured_prompt.bench_prompt(own, engine, out)]
         else:
@@ -106,9 +109,8 @@ def command(
             texts = prompts.prompts(engine.tokenizer, long_tokens=room, thinking=thinking)
         if thinking:
             out.note(thinking_note(engine.tokenizer))
-        cases_to_run = verify.cases(
-            texts, cases, engine.draft.max_tokens, seed, length=length, temperature=temp
-        )
+        most = engine.draft.max_tokens if engine.draft is not None else 0
+        cases_to_run = verify.cases(texts, cases, most, seed, length=length, temperature=temp)
         with out.progress("verifying") as progress:
             verdict = verify.verify(
                 engine, cases_to_run, n_predict, parallel=parallel, progress=progress
@@ -123,22 +125,19 @@ def _show(verdict: VerifyResult, out: Output) -> None:
         out.note(note)
     out.result(verdict.json())
     if verdict.mismatch is not None:
-        raise CheckFailed(f"the draft changed the text: {verdict.mismatch}")
-    if not verdict.drafted:
+        what = "the draft" if verdict.draft else "a batch with other texts"
+        raise CheckFailed(f"{what} changed the text: {verdict.mismatch}")
+    if not verdict.ok:
         raise CheckFailed(
             "the draft proposed no tokens, so nothing was verified",
             fix="pass a larger -n; `g4spec validate` checks the file of a draft, and n-gram lookup "
             "proposes only in texts that repeat themselves",
         )
-    share = verdict.accepted / verdict.drafted
-    out.line(
-        f"{verdict.cases} of {verdict.cases} texts are the same with and without the draft"
-        f"{f', {verdict.parallel} at once' * (verdict.parallel > 1)}: "
-        f"{verdict.tokens} tokens, {verdict.same_logits} of them with the same logit",
-        style="good",
-    )
-    drafted = "1 token was" if verdict.drafted == 1 else f"{verdict.drafted} tokens were"
-    out.line(f"{drafted} drafted, {share:.1%} of them accepted")
+    out.line(verdict.summary(), style="good")
+    if verdict.drafted:
+        drafted = "1 token was" if verdict.drafted == 1 else f"{verdict.drafted} tokens were"
+        share = verdict.accepted / verdict.drafted
+        out.line(f"{drafted} drafted, {share:.1%} of them accepted")
     if strange := low_acceptance_note(verdict.first_drafted, verdict.first_accepted):
         out.line(strange, style="warn")
     if verdict.interrupted:

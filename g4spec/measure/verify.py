@@ -1,9 +1,9 @@
-"""Verifies by comparison that a draft does not change the text.
+"""Verifies by comparison that neither a draft nor other texts in a batch change a text.
 
-Every case generates twice from the same prompt and sampler, alone without the draft and with it,
-and the two texts must have the same tokens. With the draft several cases may run in one batch,
-which must not change a text either. It stops at the first difference. Drafted and accepted tokens
-are reported too, because a draft that proposes nothing would also pass.
+Every case generates twice from the same prompt and sampler: alone without the draft, and with it
+and, with `parallel`, in a batch with other cases. The two texts must have the same tokens. It stops
+at the first difference. Drafted and accepted tokens are reported too, because a draft that proposes
+nothing would also pass. Without a draft, only the batch is verified.
 """
 
 from __future__ import annotations
@@ -71,12 +71,15 @@ class Mismatch:
         def side(token: MismatchToken) -> str:
             return f"{token.id} {token.text!r} (logit {token.logit})"
 
-        s = self.case.sampler
+        s, length = self.case.sampler, self.case.length
+        drafted, runs = f"draft length {length}, ", ("without the draft", "with it")
+        if length == 0:
+            drafted, runs = "", ("alone", "with other texts")
         return (
-            f"{self.case.prompt.name}, draft length {self.case.length}, temperature "
+            f"{self.case.prompt.name}, {drafted}temperature "
             f"{s.temperature:g}, top-k {s.top_k}, top-p {s.top_p:g}, min-p {s.min_p:g}, seed "
-            f"{s.seed}: token {self.index} is {side(self.plain)} without the draft, "
-            f"{side(self.speculative)} with it"
+            f"{s.seed}: token {self.index} is {side(self.plain)} {runs[0]}, "
+            f"{side(self.speculative)} {runs[1]}"
         )
 
     def json(self) -> dict[str, Any]:
@@ -90,10 +93,11 @@ class VerifyResult:
     Attributes:
         cases, tokens: number compared before the first difference, or in total.
         same_logits: number of tokens whose logit was the same float in both runs.
-        cycles, drafted, accepted: totals of the runs with the draft.
-        parallel: number of cases per batch with the draft.
+        cycles, drafted, accepted: totals of the second runs, those with the draft.
+        parallel: number of cases per batch in these runs.
         first_drafted, first_accepted: counts of the first tokens of proposals.
         interrupted: True if Ctrl-C stopped it before all cases were compared.
+        draft: False if there was none.
     """
 
     cases: int
@@ -108,11 +112,21 @@ class VerifyResult:
     first_drafted: int = 0
     first_accepted: int = 0
     interrupted: bool = False
+    draft: bool = True
 
     @property
     def ok(self) -> bool:
-        """True if all texts were the same and the draft proposed tokens."""
-        return self.mismatch is None and self.drafted > 0
+        """True if all texts were the same and a draft, if there was one, proposed tokens."""
+        return self.mismatch is None and (self.drafted > 0 or not self.draft)
+
+    def summary(self) -> str:
+        """Return a sentence on what was the same."""
+        how = "with and without the draft" if self.draft else "alone and with others"
+        return (
+            f"{self.cases} of {self.cases} texts are the same {how}"
+            f"{f', {self.parallel} at once' * (self.parallel > 1)}: "
+            f"{self.tokens} tokens, {self.same_logits} of them with the same logit"
+        )
 
     def json(self) -> dict[str, Any]:
         found = self.mismatch.json() if self.mismatch else None
@@ -136,13 +150,13 @@ def cases(
     """Return `count` cases that cover all prompts, draft lengths and sampler settings evenly.
 
     Args:
-        most: maximum draft length.
+        most: maximum draft length; 0 without a draft.
         seed: seed of the order; case i samples with seed + i.
         length: use only this draft length, capped at `most`; None: LENGTHS.
         temperature: use only this temperature; None: those of SETTINGS.
     """
     check_counts(count)
-    lengths = [n for n in LENGTHS if n == "auto" or n <= most]
+    lengths = [n for n in LENGTHS if n == "auto" or n <= most] if most else [0]
     if length is not None:
         lengths = [length if length == "auto" else min(length, most)]
     order = random.Random(seed)
@@ -178,16 +192,20 @@ def verify(
     parallel: int = 1,
     progress: Progress = lambda done, total: None,
 ) -> VerifyResult:
-    """Compare until the first difference or Ctrl-C, with `parallel` cases per batch with the draft.
+    """Compare until the first difference or Ctrl-C, with `parallel` cases per batch in the runs
+    with the draft.
 
-    Raises UsageError if the engine has no draft or `n_predict` exceeds the context, and
-    KeyboardInterrupt if it comes before the first
-    comparison.
+    Raises UsageError if there is neither a draft nor a batch or `n_predict` exceeds the context,
+    and KeyboardInterrupt if it comes before the first comparison.
     """
-    if engine.draft is None:
-        raise UsageError("nothing to verify without a draft", fix="pass one with `draft`")
+    if engine.draft is None and parallel == 1:
+        raise UsageError(
+            "nothing to verify: one text at a time without a draft",
+            fix="pass one with `draft`, or `parallel` 2 to compare texts alone and in a batch",
+        )
     check_n_predict(n_predict, engine.n_ctx)
-    verdict = VerifyResult(0, 0, 0, 0, 0, 0, None, [], parallel)
+    draft = engine.draft is not None
+    verdict = VerifyResult(0, 0, 0, 0, 0, 0, None, [], parallel, draft=draft)
     try:
         _compare(engine, todo, n_predict, verdict, progress)
     except KeyboardInterrupt:

@@ -381,6 +381,21 @@ def test_verify_takes_a_prompt_and_settings(
     assert {case.length for case in seen} == {2}
 
 
+def test_verify_without_a_draft_compares_a_batch(
+    files: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["verify", *files[:2], "-c", "128", "-n", "6", "--cases", "4"]
+    words += ["-p", "a text of one's own"]
+    assert cli.run([*words, "--parallel", "2"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "4 of 4 texts are the same alone and with others, 2 at once: 24 tokens" in said
+    assert "drafted" not in said
+    assert cli.run(words) == 2
+    assert "--parallel 2 to compare texts" in " ".join(capsys.readouterr().err.split())
+    assert cli.run([*words, "--parallel", "2", "--draft-max", "2"]) == 2
+    assert "--draft-max needs a draft" in capsys.readouterr().err
+
+
 def test_a_temperature_limits_the_compared_settings() -> None:
     assert verify._settings(0) == [{}]
     assert verify._settings(None) == list(verify.SETTINGS)

@@ -159,9 +159,13 @@ def test_cases_in_a_batch_do_not_change_texts(parallel: int) -> None:
         assert live.count(case), "plain ones ran alone, the last group is smaller"
 
 
-def test_a_text_that_depends_on_its_batch_is_found() -> None:
-    """Single texts are right; only several at once show the fault."""
-    engine = memory_engine.engine(memory_models.dflash_draft, parallel=3, pool=2000)
+@pytest.mark.parametrize("draft", [True, False])
+def test_a_text_that_depends_on_its_batch_is_found(draft: bool) -> None:
+    """Single texts are right; only several at once show the fault, also without a draft."""
+    make = memory_models.dflash_draft if draft else None
+    engine = memory_engine.engine(make, parallel=3, pool=2000)
+    cases = verify.cases(bench_engine.prompts(), 6, 15 if draft else 0)
+    assert verify.verify(engine, cases, 12, parallel=3).ok
     honest = engine.target.step
 
     def run(batch: Batch) -> Any:
@@ -172,6 +176,8 @@ def test_a_text_that_depends_on_its_batch_is_found() -> None:
         return rows, logits
 
     engine.target.step = run  # type: ignore[method-assign]
-    assert verify.verify(engine, todo(6), 12).ok
-    verdict = verify.verify(engine, todo(6), 12, parallel=3)
+    if draft:
+        assert verify.verify(engine, cases, 12).ok
+    verdict = verify.verify(engine, cases, 12, parallel=3)
     assert not verdict.ok and verdict.mismatch is not None
+    assert ("with other texts" in str(verdict.mismatch)) == (not draft)
