@@ -328,6 +328,7 @@ class EngineClient:
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=sys.__stderr__,
+                    start_new_session=True,  # Ctrl-C in the terminal is for the server
                 )
             except OSError as error:
                 return str(error)

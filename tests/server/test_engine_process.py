@@ -334,6 +334,11 @@ def test_errors_survive_pickling(error: G4Error) -> None:
     assert vars(again) == vars(error) and again.args == error.args
 
 
+def test_ctrl_c_in_the_terminal_does_not_reach_it(client: EngineClient) -> None:
+    """While it imported torch, it printed a traceback."""
+    assert os.getsid(client.process) == client.process != os.getsid(0)
+
+
 def test_it_ends_with_the_server(family: Path) -> None:
     """Also when the server is killed, and when a step hangs."""
     program = (
