@@ -117,7 +117,8 @@ class Policy:
             head, and on whether the output shares the token table.
         imatrix: an importance matrix is used.
 
-    Raises UsageError for a `tensor_types` pattern that matches no tensor whose type can be chosen.
+    Raises UsageError for a `tensor_types` pattern that matches no tensor, or, unless its type is
+    F32, none whose type can be chosen.
     """
 
     def __init__(
@@ -130,14 +131,14 @@ class Policy:
         self.values = {name: i for i, name in enumerate(values)}
         q, k = (shapes.get(f"blk.0.attn_{x}.weight") for x in "qk")
         self.gqa = q[0] // k[0] if q and k and k[0] else 1
-        for pattern, _ in mix.tensor_types:
+        for pattern, form in mix.tensor_types:
             named = {n: s for n, s in shapes.items() if pattern.search(n)}
             if not named:
                 raise UsageError(
                     f"`tensor_types` {pattern.pattern}: no tensor has such a name",
                     fix="`g4spec inspect FILE` lists them",
                 )
-            if not any(_has_choice(n, s) for n, s in named.items()):
+            if form.name != "f32" and not any(_has_choice(n, s) for n, s in named.items()):
                 raise UsageError(
                     f"`tensor_types` {pattern.pattern}: matches only tensors that are never "
                     "quantized",

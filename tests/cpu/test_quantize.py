@@ -200,6 +200,13 @@ def test_types_chosen_by_tensor_name(full: Path, tmp_path: Path) -> None:
             quantize(full, tmp_path / "b.gguf", "q8_0", tensor_types=[wrong])
 
 
+def test_norms_may_be_asked_for_as_f32(full: Path, tmp_path: Path) -> None:
+    """They are F32 anyway; `validate --probe` asks for the type that each tensor has."""
+    quantize(full, tmp_path / "a.gguf", "q8_0", tensor_types=["attn_norm=f32"])
+    with GGUF(tmp_path / "a.gguf") as file:
+        assert file.tensors["blk.0.attn_norm.weight"].format.name == "f32"
+
+
 def test_which_layers_get_more_bits() -> None:
     """For 30, 35, 48 and 60 layers: the first and last eighth, and layers between."""
     assert [i for i in range(30) if policy.TensorPosition(i, 30, 1).more_bits] == [
