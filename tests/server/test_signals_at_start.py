@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import asyncio, signal, sys
 from g4spec import cli
-from g4spec.runtime import tokenizer
+from g4spec.runtime import bpe_encoder
 from g4spec.server import grammar
 where, number = sys.argv[1], int(sys.argv[2])
 sent = []
@@ -25,7 +25,7 @@ def signalled(function):
         return function(*args)
     return call
 for name, owner, method in [
-    ("merges", tokenizer._MergePairs, "__len__"),  # its exceptions are discarded by tokenizers
+    ("merges", bpe_encoder._MergePairs, "__len__"),  # its exceptions are discarded by tokenizers
     ("vocabulary", grammar._TokenizerAdapter, "__call__"),  # by llguidance
     ("event loop", asyncio.Handle, "_run"),  # one before the first step ended no step
 ]:
