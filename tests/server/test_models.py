@@ -365,13 +365,13 @@ def test_an_unload_that_waits_delays_no_other_model(folder: Path) -> None:
     room = ModelLoader()
 
     async def work() -> None:
-        router = model_router.ModelRouter(find_models(folder), room, max_loaded=2, max_wait=1.5)
+        router = model_router.ModelRouter(find_models(folder), room, max_loaded=2, max_wait=6.0)
         first, second = router.all["first"], router.all["second"]
         await router.load(first)
         first.n_requests += 1
         unload = asyncio.ensure_future(router.unload(first))
         await asyncio.sleep(0.05)
-        await asyncio.wait_for(router.load(second), 1.3)
+        await asyncio.wait_for(router.load(second), 5.5)
         assert second.is_ready and first.service is not None and not unload.done()
         again, turns = asyncio.ensure_future(router.load(first)), 0
         waited = router._load_in_turn
@@ -384,7 +384,7 @@ def test_an_unload_that_waits_delays_no_other_model(folder: Path) -> None:
         router._load_in_turn = counted  # type: ignore[method-assign]
         with pytest.raises(RequestError, match="first is in use"):
             await unload
-        await asyncio.wait_for(again, 5)
+        await asyncio.wait_for(again, 30)
         assert turns == 1 and first.is_ready and room.opened == ["first", "second"]
         unload, unload_2 = (asyncio.ensure_future(router.unload(first)) for _ in range(2))
         await asyncio.sleep(0.05)
