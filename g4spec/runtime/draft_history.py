@@ -1,5 +1,5 @@
-"""What the policy of draft lengths keeps of past cycles, of one request and of all: the acceptance
-of each draft position, and the credit of time that drafting may lose."""
+"""Keeps what the policy of draft lengths knows of past cycles, of one request and of all: the
+acceptance of each draft position, and the credit of time that drafting may lose."""
 
 from __future__ import annotations
 

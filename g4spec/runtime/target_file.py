@@ -1,5 +1,5 @@
-"""What an engine reads from the header of a target's GGUF before it loads weights: configuration,
-tokenizer, context length, and the memory plan of target and draft."""
+"""Reads the header of a target's GGUF before weights are loaded: configuration, tokenizer, context
+length, and the memory plan of target and draft."""
 
 from __future__ import annotations
 

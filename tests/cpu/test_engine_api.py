@@ -556,7 +556,7 @@ def test_a_prompt_of_other_things_than_ids_is_refused(token: Any) -> None:
 
 @pytest.mark.parametrize("more", [0, 600])
 def test_ids_of_numpy_are_taken(more: int) -> None:
-    """Those of prompts with whole blocks for the prefix cache ended the step of all requests."""
+    """Take prompts with whole blocks for the prefix cache too, which ended the step of all."""
     on = memory_engine.engine(mm.dflash_draft, n_ctx=700, prefix_bytes=1 << 20)
     prompt = [*PROMPTS[0], *batch_invariance.tokens(random.Random(4), more)]
     own, numpy = (

@@ -294,7 +294,7 @@ def test_only_requested_drafted_tokens_can_fail(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["chain", "block"])
 @pytest.mark.parametrize("sampler", [GREEDY, HOT, NARROW])
 def test_suppressed_candidates_end_a_proposal_only(kind: str, sampler: Sampler) -> None:
-    """As on the CPU: some drafts score only a few tokens, and all of them may be suppressed."""
+    """Do as on the CPU: some drafts score only a few tokens, and all may be suppressed."""
     runner, target, draft = make_runner(kind)
     honest, tokens = draft._logits, torch.arange(VOCAB, device=DEVICE)
     others = (tokens != 1) & (tokens != 2)

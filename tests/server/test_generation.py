@@ -134,7 +134,7 @@ def test_text_is_held_back_only_while_it_may_become_a_stop(tokenizer: Tokenizer)
 
 
 def test_reasoning_tokens_are_counted(tokenizer: Tokenizer) -> None:
-    """Those of its header and its end mark too."""
+    """Count those of its header and its end mark too."""
     ids = tokenizer.encode("So <|channel>thought\nhm, é\n<channel|>Hi", bos=False)
     for size in (1, 3, len(ids)):
         assembler = Assembler(Parser(tokenizer, MARKS), (), tokenizer.control_ids)

@@ -22,7 +22,8 @@ static_assert(sizeof(CycleResult) == RESULT_WORDS * 8, "cycle_state.py reads ent
 // the next anchor.
 //
 // logits, bad: [S, rows], of the choices. unfit: [S, pitch], `bad` of the draft, or null; a proposal
-// ends before a token for which all are suppressed, unless `forced`. forced: null, or the number of drafted tokens to accept regardless of their values (for measurements).
+// ends before a token for which all are suppressed, unless `forced`. forced: null, or the number of
+// drafted tokens to accept regardless of their values (for measurements).
 // seen: pinned host memory [turns, room].
 __global__ __launch_bounds__(32) void accept(const i64* chosen, const float* logits, const int* bad,
                                              const i64* ids, int rows, i64* state, int room,
