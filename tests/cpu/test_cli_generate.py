@@ -157,7 +157,7 @@ def test_errors_of_bad_input_are_one_line(
     files: tuple[str, str], g4spec: Cli, argv: tuple[str, ...], text: str
 ) -> None:
     code = 2 if argv[-2:] == ("-c", "9999999") else 3
-    out, err = g4spec("generate", "-m", files[0], *argv, code=code)
+    out, err = g4spec("generate", "--device", "cpu", "-m", files[0], *argv, code=code)
     assert out == "" and text in err and len(err.splitlines()) == 1
 
 
