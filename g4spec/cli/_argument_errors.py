@@ -130,7 +130,7 @@ def from_click(error: Any, context: Any, values: Mapping[str, tuple[str, str]]) 
     if choices := re.search(r"is not one of (.*)", reason):
         expected = f"one of {choices[1].replace(chr(39), '')}"
         return UsageError(flag, expected=expected, found=f"{value!r:.80}", fix=see_help(context))
-    if not reason.startswith("Input should be "):  # click, in older versions of typer
+    if not reason.startswith("Input should be "):  # such as a folder in place of a file
         return UsageError(f"{flag}: {reason}", fix=see_help(context))
     # "Input should be a valid integer, unable to parse string as an integer"
     wanted = reason.removeprefix("Input should be ").split(",")[0]
