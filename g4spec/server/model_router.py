@@ -26,6 +26,7 @@ from g4spec.errors import EnvironmentProblem, G4Error
 from g4spec.server import app as single_model
 from g4spec.server import bodies, fields, page, server_info
 from g4spec.server.conversations import Conversations
+from g4spec.server.endpoints import Endpoints, routes
 from g4spec.server.exception_handlers import EXCEPTION_HANDLERS
 from g4spec.server.json_response import JsonResponse
 from g4spec.server.middleware import create_middleware, error_response
@@ -181,7 +182,7 @@ class ModelRouter:
         if path == "/props" and name is None:
             return self._props()
         if path == "/openapi.json":
-            return document([*single_model.routes(single_model.Endpoints), *ROUTER_ROUTES])
+            return document([*routes(Endpoints), *ROUTER_ROUTES])
         return None
 
     def _props(self) -> dict[str, Any]:

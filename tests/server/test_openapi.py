@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from g4spec.server import app as one
+from g4spec.server.endpoints import Endpoints, routes
 from g4spec.server.model_router import ROUTER_ROUTES
 from g4spec.server.openapi import document
 from tests.server.mixed_requests import draw
@@ -40,15 +40,15 @@ def body(api_document: Any, path: str) -> jsonschema.Draft202012Validator:
 
 
 def test_every_route_is_listed(api_document: Any) -> None:
-    routes = {
+    expected = {
         (re.sub(r":\w+}", "}", route.path), method.lower())
-        for route in one.routes(one.Endpoints)
+        for route in routes(Endpoints)
         for method in route.methods or ()
         if method != "HEAD"
     }
-    assert {(path, method) for path, method, _ in operations(api_document)} == routes
-    assert ("/openapi.json", "get") in routes and ("/v1/responses/{id}", "delete") in routes
-    several = document([*one.routes(one.Endpoints), *ROUTER_ROUTES])
+    assert {(path, method) for path, method, _ in operations(api_document)} == expected
+    assert ("/openapi.json", "get") in expected and ("/v1/responses/{id}", "delete") in expected
+    several = document([*routes(Endpoints), *ROUTER_ROUTES])
     own = {"/models/events", "/models/load", "/models/unload"}
     assert set(several["paths"]) - set(api_document["paths"]) == own
 
