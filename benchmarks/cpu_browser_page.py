@@ -38,7 +38,8 @@ from g4spec import convert
 from g4spec.runtime.engine import Engine
 from g4spec.server import run as serving
 from g4spec.server.app import create_app
-from g4spec.server.service import Service, Settings
+from g4spec.server.service import Service
+from g4spec.server.settings import Settings
 
 TINY = Path(__file__).parent.parent / "examples" / "tiny"
 WINDOWS = {"wide": (1280, 860), "phone": (390, 780)}

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from g4spec import convert
 from g4spec.runtime.engine import Engine
-from g4spec.server.service import Settings
+from g4spec.server.settings import Settings
 from tests.server.mixed_requests import CHAT, RAW, TOOLS, Answer, RandomRequest, ask
 from tests.server.running_server import Served
 

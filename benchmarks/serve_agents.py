@@ -35,7 +35,8 @@ from g4spec import convert
 from g4spec.runtime.engine import Engine
 from g4spec.server import bodies, run
 from g4spec.server.app import create_app
-from g4spec.server.service import Service, Settings
+from g4spec.server.service import Service
+from g4spec.server.settings import Settings
 from tests.server.running_server import TEMPLATE
 
 TINY = Path(__file__).resolve().parents[1] / "examples" / "tiny"

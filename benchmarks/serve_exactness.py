@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from g4spec import convert
 from g4spec.runtime.engine import Engine
 from g4spec.server.engine_client import EngineClient
-from g4spec.server.service import Settings
+from g4spec.server.settings import Settings
 from tests.server.mixed_requests import Answer, RandomRequest, ask, draw, hang_up
 from tests.server.running_server import Served
 

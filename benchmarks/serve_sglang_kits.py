@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from g4spec import convert
 from g4spec.runtime.engine import Engine
-from g4spec.server.service import Settings
+from g4spec.server.settings import Settings
 from tests.server.running_server import Served
 
 TINY = Path(__file__).resolve().parents[1] / "examples" / "tiny"

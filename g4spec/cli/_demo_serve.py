@@ -33,7 +33,8 @@ def serve_and_ask(
     from g4spec.runtime.engine import Engine
     from g4spec.server import run
     from g4spec.server.app import create_app
-    from g4spec.server.service import Service, Settings
+    from g4spec.server.service import Service
+    from g4spec.server.settings import Settings
 
     with Engine.load(target, draft, n_ctx=n_ctx, parallel=2) as engine:
         service, address = Service(engine, Settings("tiny")), run.ServerAddress(port=0)

@@ -12,7 +12,8 @@ from g4spec.cli._notes import thinking_note
 from g4spec.cli.render import Output
 
 if TYPE_CHECKING:
-    from g4spec.server.service import Service, Settings
+    from g4spec.server.service import Service
+    from g4spec.server.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def serve_one(
 ) -> None:
     """Serve one target, named after its file or `alias`; `limits`: fields of `Settings`."""
     from g4spec.server import run
-    from g4spec.server.service import Settings
+    from g4spec.server.settings import Settings
 
     address = http.address(loader.out)
     with _http_options.listening(address) as listeners:
@@ -101,7 +102,7 @@ def serve_folder(
     """Serve all targets in a folder, at most `max_loaded` of them loaded at once."""
     from g4spec.server import model_router, run
     from g4spec.server.model_folder import Progress, find_models
-    from g4spec.server.service import Settings
+    from g4spec.server.settings import Settings
 
     def load(names: Sequence[str], target: Path, draft: Path | None, tell: Progress) -> Service:
         return loader.service(Settings(names[0], tuple(names[1:]), **limits), target, draft, tell)

@@ -9,13 +9,11 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Literal
 
 from g4spec.errors import G4Error
 from g4spec.ops.logits import Mask
-from g4spec.ops.sampling import Sampler
 from g4spec.runtime.request import Options, Progress, Request
 from g4spec.server.engine_client import EngineClient, EngineLike
 from g4spec.server.generation import Assembler, Delta, PlainReader, Reader
@@ -26,49 +24,9 @@ from g4spec.server.output_parser import AnswerStream, Parser
 from g4spec.server.prompt import Prompter
 from g4spec.server.remote_request import EngineLost
 from g4spec.server.request_errors import RequestError
+from g4spec.server.settings import Settings
 
 log = logging.getLogger("g4spec.server")
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Limits and defaults of a server.
-
-    Attributes:
-        model: name of the model.
-        aliases: other names that requests may use for it.
-        tags: tags of the model, shown by /v1/models.
-        queue: maximum number of waiting texts; more are rejected with 429.
-        max_texts: maximum number of texts per request (`n` times prompts).
-        time_limit: seconds after which a request is aborted.
-        stall_limit: seconds without a finished step after which /health is 503.
-        ping: seconds between SSE comments on an idle stream.
-        send_limit: seconds that a client may take to accept a chunk of a stream.
-        sampler: default sampling parameters.
-        seed: default seed; None: random for each request.
-        n_predict: default limit of new tokens; None: the rest of the context.
-        draft_max: default of the maximum draft length.
-        reasoning: default of reasoning; None: on if the chat template has it.
-        prefill_assistant: continue the last message of a chat if it is the assistant's.
-        sleep_seconds: seconds without requests after which the engine sleeps; None: never.
-    """
-
-    model: str
-    aliases: tuple[str, ...] = ()
-    tags: tuple[str, ...] = ()
-    queue: int = 64
-    max_texts: int = 128
-    time_limit: float = 600.0
-    stall_limit: float = 60.0
-    ping: float = 15.0
-    send_limit: float = 60.0
-    sampler: Sampler = field(default_factory=lambda: Sampler(temperature=1.0))
-    seed: int | None = None
-    n_predict: int | None = None
-    draft_max: int | Literal["auto"] = "auto"
-    reasoning: bool | None = False
-    prefill_assistant: bool = False
-    sleep_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

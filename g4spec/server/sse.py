@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from g4spec.server.json_response import dumps
 from g4spec.server.request_errors import RequestError
-from g4spec.server.service import Settings
+from g4spec.server.settings import Settings
 
 log = logging.getLogger("g4spec.server")
 

@@ -414,7 +414,7 @@ def test_a_panic_of_a_library_gets_a_response() -> None:
     import httpx
 
     from g4spec.server.app import create_app
-    from g4spec.server.service import Settings
+    from g4spec.server.settings import Settings
 
     class PanicException(BaseException):
         pass

@@ -13,7 +13,8 @@ from typing import Any
 
 from g4spec.runtime.engine import Engine
 from g4spec.server.app import create_app
-from g4spec.server.service import Service, Settings
+from g4spec.server.service import Service
+from g4spec.server.settings import Settings
 from tests.fuzz.coverage import Lines
 from tests.fuzz.mutation import ODD, mutate_bytes, mutate_json
 from tests.fuzz.watching import CONTROL, Outcome, watched

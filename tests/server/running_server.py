@@ -14,7 +14,8 @@ import httpx
 from g4spec.server import run
 from g4spec.server.app import create_app
 from g4spec.server.engine_client import EngineLike
-from g4spec.server.service import Service, Settings
+from g4spec.server.service import Service
+from g4spec.server.settings import Settings
 
 TEMPLATE = (Path(__file__).parent / "template.jinja").read_text()
 

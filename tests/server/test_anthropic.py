@@ -19,7 +19,7 @@ from g4spec.server.generation import Delta
 from g4spec.server.message_fields import MessagesRequest, chat_request
 from g4spec.server.output_parser import ArgumentEvent, CallEvent, Event, ThoughtEvent
 from g4spec.server.output_parser import TextEvent as Words
-from g4spec.server.service import Settings
+from g4spec.server.settings import Settings
 from tests.server.running_server import Served
 from tests.server.test_openai import SCHEMAS, WEATHER
 

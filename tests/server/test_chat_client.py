@@ -34,7 +34,7 @@ from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options
 from g4spec.server.chat_client import Message, RemoteChat, Reply, TextPiece
 from g4spec.server.local_chat import LocalChat
-from g4spec.server.service import Settings
+from g4spec.server.settings import Settings
 from tests.fuzz import stand_ins
 from tests.server.running_server import TEMPLATE, Served
 

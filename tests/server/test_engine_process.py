@@ -33,7 +33,7 @@ from g4spec.server import engine_client
 from g4spec.server.engine_client import EngineClient
 from g4spec.server.model_folder import Model
 from g4spec.server.remote_request import EngineLost
-from g4spec.server.service import Settings
+from g4spec.server.settings import Settings
 from tests.server import faulty_engines as faulty
 from tests.server.conftest import TINY
 from tests.server.running_server import Served, wait

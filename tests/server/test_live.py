@@ -25,7 +25,7 @@ from g4spec.runtime.engine import Engine
 from g4spec.server import live as live_module
 from g4spec.server import page
 from g4spec.server.live import Live
-from g4spec.server.service import Settings
+from g4spec.server.settings import Settings
 from tests.server.running_server import Served
 
 WORD, OTHER = "w" * 16, "v" * 16

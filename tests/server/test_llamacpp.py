@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from g4spec.runtime.engine import Engine
-from g4spec.server.service import Settings
+from g4spec.server.settings import Settings
 from tests.server.running_server import TEMPLATE, Served
 
 

@@ -22,7 +22,8 @@ from g4spec.runtime.engine import Engine
 from g4spec.server import middleware, model_router, run, sse
 from g4spec.server.model_folder import Load, Progress, find_models
 from g4spec.server.request_errors import RequestError
-from g4spec.server.service import Service, Settings
+from g4spec.server.service import Service
+from g4spec.server.settings import Settings
 from tests.server.conftest import TINY
 from tests.server.running_server import Served, wait
 

@@ -29,7 +29,8 @@ from g4spec.runtime.engine import Engine
 from g4spec.server import middleware, run, tokenization
 from g4spec.server.app import create_app
 from g4spec.server.middleware import JsonLogFormatter
-from g4spec.server.service import Service, Settings
+from g4spec.server.service import Service
+from g4spec.server.settings import Settings
 from tests.server.running_server import Served, wait
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,7 +20,7 @@ from g4spec.server.request_errors import RequestError
 from g4spec.server.response_fields import ResponsesRequest, chat_request, items
 from g4spec.server.response_store import Record, ResponseStore
 from g4spec.server.responses import Writer
-from g4spec.server.service import Settings
+from g4spec.server.settings import Settings
 from tests.server.running_server import Served
 from tests.server.test_openai import SCHEMAS, WEATHER
 
