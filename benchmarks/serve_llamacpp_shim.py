@@ -36,7 +36,7 @@ from g4spec.cli import _engine
 from g4spec.gguf import GGUF
 from g4spec.runtime.template import render_in_process
 from g4spec.runtime.tokenizer import Tokenizer
-from g4spec.server import app, model_router, run  # noqa: F401
+from g4spec.server import app, loaded_models, run  # noqa: F401
 
 FAMILY = Path(os.environ["G4SPEC_FAMILY"])
 ANY_NAME = (
@@ -203,7 +203,7 @@ class Slow:
 
 def slow_down_router() -> None:
     """Delay loads and requests behind a router, as llama-server does in these tests."""
-    create, open_model = app.create_app, model_router.open_model
+    create, open_model = app.create_app, loaded_models.open_model
 
     def slow_app(service: Any, **more: Any) -> Any:
         made = create(service, **more)
@@ -216,7 +216,7 @@ def slow_down_router() -> None:
         return open_model(model, load)
 
     app.create_app = slow_app
-    model_router.open_model = slow_open
+    loaded_models.open_model = slow_open
 
 
 class Child:

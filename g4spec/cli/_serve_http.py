@@ -100,8 +100,10 @@ def serve_folder(
     autoload: bool,
 ) -> None:
     """Serve all targets in a folder, at most `max_loaded` of them loaded at once."""
-    from g4spec.server import model_router, run
+    from g4spec.server import run
+    from g4spec.server.loaded_models import LoadedModels
     from g4spec.server.model_folder import Progress, find_models
+    from g4spec.server.model_router import ModelRouter
     from g4spec.server.settings import Settings
 
     def load(names: Sequence[str], target: Path, draft: Path | None, tell: Progress) -> Service:
@@ -111,22 +113,19 @@ def serve_folder(
     assert folder is not None  # see `_serve_options.check_models`
     address = http.address(loader.out)
     with _http_options.listening(address) as listeners:
-        registry = model_router.ModelRouter(
-            find_models(folder),
-            load,
-            max_loaded,
-            limits["time_limit"],
-            autoload=autoload,
-            sleep_seconds=sleep_seconds,
+        found = LoadedModels(
+            find_models(folder), load, max_loaded, limits["time_limit"], sleep_seconds
         )
-        n = len(registry.all)
+        n = len(found.all)
         served = (
             f"{n} {'model is' if n == 1 else 'models are'} served at {run.url(address, listeners)}"
         )
-        notes = [model.draft_note() for model in registry.all.values()]
+        notes = [model.draft_note() for model in found.all.values()]
 
         def ready() -> None:
             for note in (*notes, served):
                 loader.out.note(note)
 
-        run.serve_models(registry, address, listeners, ready, **http.access)
+        run.serve_models(
+            ModelRouter(found, autoload=autoload), address, listeners, ready, **http.access
+        )

@@ -254,9 +254,8 @@ def serve_models(
 ) -> None:
     """Serve several models until a signal; see `serve`."""
     configure_logging()
-    create_server(model_router.create_app(router, **more), router, address, ready).run(
-        sockets=listeners
-    )
+    application = model_router.create_app(router, **more)
+    create_server(application, router.models, address, ready).run(sockets=listeners)
 
 
 def is_exposed(address: ServerAddress) -> bool:

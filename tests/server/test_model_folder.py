@@ -127,7 +127,7 @@ def test_only_streams_have_a_conversation(folder: Path, room: ModelLoader) -> No
             answer = served.http.post(path, json=ask, headers={"X-Conversation-Id": name})
             assert answer.status_code == status
         assert "[DONE]" in served.http.get("/v1/stream?conv_id=chat").text
-        assert list(served.models._conversations._models) == [(None, "chat")]
+        assert list(served.router._conversations._models) == [(None, "chat")]
     finally:
         served.stop()
 

@@ -19,8 +19,10 @@ import pytest
 from g4spec import convert
 from g4spec.errors import EnvironmentProblem, InputError
 from g4spec.runtime.engine import Engine
-from g4spec.server import middleware, model_router, run, sse
+from g4spec.server import middleware, run, sse
+from g4spec.server.loaded_models import LoadedModels
 from g4spec.server.model_folder import Load, Progress, find_models
+from g4spec.server.model_router import ModelRouter, create_app
 from g4spec.server.request_errors import RequestError
 from g4spec.server.service import Service
 from g4spec.server.settings import Settings
@@ -67,12 +69,12 @@ class ModelLoader:
 class ModelServer:
     """A folder of models behind HTTP."""
 
-    def __init__(self, folder: Path, room: Load, **more: Any) -> None:
-        self.models = model_router.ModelRouter(find_models(folder), room, **more)
+    def __init__(self, folder: Path, room: Load, *, autoload: bool = True, **more: Any) -> None:
+        self.models = LoadedModels(find_models(folder), room, **more)
         address, ready = run.ServerAddress(port=0), threading.Event()
         listeners = run.listen(address)
-        application = model_router.create_app(self.models)
-        self.server = run.create_server(application, self.models, address, ready.set)
+        self.router = ModelRouter(self.models, autoload=autoload)
+        self.server = run.create_server(create_app(self.router), self.models, address, ready.set)
         self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": listeners})
         self._thread.start()
         assert ready.wait(20)
@@ -342,20 +344,20 @@ def test_a_request_can_follow_one_that_gave_up_at_once(folder: Path) -> None:
     room = ModelLoader()
 
     async def work() -> None:
-        router = model_router.ModelRouter(find_models(folder), room, max_loaded=1)
-        first, second = router.all["first"], router.all["second"]
-        await router.load(first)
+        models = LoadedModels(find_models(folder), room, max_loaded=1)
+        first, second = models.all["first"], models.all["second"]
+        await models.load(first)
         first.n_requests += 1
-        gives_up = asyncio.ensure_future(router.load(second))
+        gives_up = asyncio.ensure_future(models.load(second))
         await asyncio.sleep(0.05)
         gives_up.cancel()
-        follows = asyncio.ensure_future(router.load(second))
+        follows = asyncio.ensure_future(models.load(second))
         await asyncio.sleep(0.05)
         first.n_requests -= 1
-        router._changed.set()
+        models._changed.set()
         await asyncio.wait_for(follows, 30)
         assert gives_up.cancelled() and second.is_ready and not second.is_used
-        await router.close()
+        await models.close()
 
     asyncio.run(work())
     assert room.opened == ["first", "second"]
@@ -366,37 +368,37 @@ def test_an_unload_that_waits_delays_no_other_model(folder: Path) -> None:
     room = ModelLoader()
 
     async def work() -> None:
-        router = model_router.ModelRouter(find_models(folder), room, max_loaded=2, max_wait=6.0)
-        first, second = router.all["first"], router.all["second"]
-        await router.load(first)
+        models = LoadedModels(find_models(folder), room, max_loaded=2, max_wait=6.0)
+        first, second = models.all["first"], models.all["second"]
+        await models.load(first)
         first.n_requests += 1
-        unload = asyncio.ensure_future(router.unload(first))
+        unload = asyncio.ensure_future(models.unload(first))
         await asyncio.sleep(0.05)
-        await asyncio.wait_for(router.load(second), 5.5)
+        await asyncio.wait_for(models.load(second), 5.5)
         assert second.is_ready and first.service is not None and not unload.done()
-        again, turns = asyncio.ensure_future(router.load(first)), 0
-        waited = router._load_in_turn
+        again, turns = asyncio.ensure_future(models.load(first)), 0
+        waited = models._load_in_turn
 
         async def counted(model: Any) -> None:
             nonlocal turns
             turns += 1
             await waited(model)
 
-        router._load_in_turn = counted  # type: ignore[method-assign]
+        models._load_in_turn = counted  # type: ignore[method-assign]
         with pytest.raises(RequestError, match="first is in use"):
             await unload
         await asyncio.wait_for(again, 30)
         assert turns == 1 and first.is_ready and room.opened == ["first", "second"]
-        unload, unload_2 = (asyncio.ensure_future(router.unload(first)) for _ in range(2))
+        unload, unload_2 = (asyncio.ensure_future(models.unload(first)) for _ in range(2))
         await asyncio.sleep(0.05)
-        again = asyncio.ensure_future(router.load(first))
+        again = asyncio.ensure_future(models.load(first))
         await asyncio.sleep(0.05)
         assert not again.done() and first.service is not None
         first.n_requests -= 1
-        router._changed.set()
+        models._changed.set()
         await asyncio.wait_for(asyncio.gather(unload, unload_2, again), 30)
         assert first.is_ready and room.opened == ["first", "second", "first"]
-        await router.close()
+        await models.close()
 
     asyncio.run(work())
 
@@ -485,7 +487,7 @@ def test_a_stream_of_another_model_cancels_one_with_its_id(folder: Path) -> None
 
     try:
         for places in (1, 2):
-            served.models._max_loaded = places
+            served.models.max_loaded = places
             with begin("first") as old, begin("first", "other") if places == 2 else nullcontext():
                 lines = old.iter_lines()
                 next(lines)
