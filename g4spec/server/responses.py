@@ -14,13 +14,8 @@ from g4spec.server.fields import Json
 from g4spec.server.generation import Delta, Token
 from g4spec.server.output_parser import ArgumentEvent, CallEvent, Event, TextEvent, ThoughtEvent
 from g4spec.server.request_errors import RequestError
-from g4spec.server.response_fields import (
-    InputRequest,
-    ResponsesRequest,
-    chat_request,
-    items,
-    new_id,
-)
+from g4spec.server.response_fields import InputRequest, ResponsesRequest
+from g4spec.server.response_items import chat_request, items, new_id
 from g4spec.server.response_store import Record, ResponseStore
 from g4spec.server.service import Generation, Job, Service, Text
 from g4spec.server.sse import Events, event

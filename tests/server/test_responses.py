@@ -17,7 +17,8 @@ from g4spec.server.generation import Delta
 from g4spec.server.output_parser import ArgumentEvent, CallEvent, Event, ThoughtEvent
 from g4spec.server.output_parser import TextEvent as Words
 from g4spec.server.request_errors import RequestError
-from g4spec.server.response_fields import ResponsesRequest, chat_request, items
+from g4spec.server.response_fields import ResponsesRequest
+from g4spec.server.response_items import chat_request, items
 from g4spec.server.response_store import Record, ResponseStore
 from g4spec.server.responses import Writer
 from g4spec.server.settings import Settings
