@@ -6,21 +6,14 @@ process: the text depends only on the request, so the result is the same.
 
 from __future__ import annotations
 
-import io
 import itertools
-import json
 import logging
-import os
-import pickle
 import signal
-import socket
 import subprocess
-import sys
 import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,10 +22,8 @@ from g4spec.runtime.engine import Engine, check_request
 from g4spec.runtime.engine_stats import EngineStats
 from g4spec.runtime.request import Options, Request
 from g4spec.runtime.target_file import read_tokenizer
-from g4spec.runtime.tokenizer import Tokenizer
 from g4spec.server.channel import Channel
-from g4spec.server.engine_process import EngineInfo
-from g4spec.server.grammar import Vocabulary
+from g4spec.server.engine_process import EngineInfo, pickle_options, start_process
 from g4spec.server.remote_request import EngineLost, PendingRequest, RemoteRequest
 
 log = logging.getLogger("g4spec.server")
@@ -43,23 +34,9 @@ MAX_FAILURES = 5
 MAX_TRIES = 3
 """Maximum number of processes to which a request is submitted before its prefill begins."""
 
-_PROGRAM = """import json, sys
-sys.path[:] = json.loads(sys.argv.pop(1))
-from g4spec.server.engine_process import main
-main()
-"""
-
 EngineLike: TypeAlias = "Engine | EngineClient"
 
 NO_STATS = EngineStats(0, 0, 1, 1, (), 0.0)
-
-
-class _Pickler(pickle.Pickler):
-    """A pickler that writes the tokenizer and vocabulary as names; the process has its own."""
-
-    def persistent_id(self, value: Any) -> str | None:
-        known = {Tokenizer: "tokenizer", Vocabulary: "vocabulary"}
-        return known.get(type(value))
 
 
 class EngineClient:
@@ -131,9 +108,7 @@ class EngineClient:
         options = options or Options()
         assert options.n == 1, options.n
         check_request(prompt, options, self.config, self.n_ctx)
-        data = io.BytesIO()
-        _Pickler(data).dump(options)
-        request = RemoteRequest(prompt, options, self)
+        request, data = RemoteRequest(prompt, options, self), pickle_options(options)
         with self._lock:
             if self._closing.is_set():
                 raise UsageError("the engine is closed")
@@ -146,7 +121,7 @@ class EngineClient:
             number = next(self._ids)
             if not self._pending:
                 self._last_activity = time.monotonic()
-            self._pending[number] = PendingRequest(request, data.getvalue())
+            self._pending[number] = PendingRequest(request, data)
             self.wake()
             if self._channel is not None:
                 self._send_request(number)
@@ -311,28 +286,11 @@ class EngineClient:
 
     def _run_process(self) -> str:
         """Run one process until it ends; return the reason."""
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            command = [
-                sys.executable,
-                "-I",
-                "-c",
-                _PROGRAM,
-                json.dumps(sys.path),
-                str(theirs.fileno()),
-                str(os.getpid()),
-            ]
-            try:
-                process = self._process = subprocess.Popen(
-                    command,
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=sys.__stderr__,
-                    start_new_session=True,  # Ctrl-C in the terminal is for the server
-                )
-            except OSError as error:
-                return str(error)
-            channel = Channel(Connection(ours.detach()))
+        try:
+            process, channel = start_process()
+        except OSError as error:
+            return str(error)
+        self._process = process
         channel.send("load", self._make, self._arguments)
         reason = None
         try:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import io
+import json
 import os
 import pickle
 import signal
+import socket
+import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -22,6 +25,7 @@ from g4spec.errors import EnvironmentProblem, G4Error
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.engine_stats import EngineStats
 from g4spec.runtime.request import Options, Progress, Request, Stats
+from g4spec.runtime.tokenizer import Tokenizer
 from g4spec.server.channel import Channel, Message
 from g4spec.server.grammar import Vocabulary
 
@@ -74,8 +78,23 @@ def describe_error(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {error}" if error is not None else "interrupted"
 
 
+class _Pickler(pickle.Pickler):
+    """A pickler that writes the tokenizer and vocabulary as names; the process has its own."""
+
+    def persistent_id(self, value: Any) -> str | None:
+        known = {Tokenizer: "tokenizer", Vocabulary: "vocabulary"}
+        return known.get(type(value))
+
+
+def pickle_options(options: Options) -> bytes:
+    """Return the options of a request for "submit"."""
+    data = io.BytesIO()
+    _Pickler(data).dump(options)
+    return data.getvalue()
+
+
 class _Unpickler(pickle.Unpickler):
-    """An unpickler that resolves the names of `engine_client._Pickler` to local objects."""
+    """An unpickler that resolves the names of `_Pickler` to local objects."""
 
     def __init__(self, data: bytes, shared: dict[str, Any]) -> None:
         super().__init__(io.BytesIO(data))
@@ -229,3 +248,36 @@ def main() -> None:
     if os.getppid() != int(sys.argv[2]):
         os._exit(0)  # the parent has already ended
     os._exit(Worker(Connection(int(sys.argv[1]))).run())
+
+
+_PROGRAM = """import json, sys
+sys.path[:] = json.loads(sys.argv.pop(1))
+from g4spec.server.engine_process import main
+main()
+"""
+
+
+def start_process() -> tuple[subprocess.Popen[bytes], Channel]:
+    """Start a process that runs `main`; return it and the channel to it.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-I",
+                "-c",
+                _PROGRAM,
+                json.dumps(sys.path),
+                str(theirs.fileno()),
+                str(os.getpid()),
+            ],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.__stderr__,
+            start_new_session=True,  # Ctrl-C in the terminal is for the server
+        )
+        return process, Channel(Connection(ours.detach()))
