@@ -6,7 +6,7 @@
 #include "quads.cuh"
 #include "raw_values.cuh"
 
-// Scale (MINIMUM 0) or minimum (1) number i of a packed header (`_six_bits` in packing.py).
+// Scale (MINIMUM 0) or minimum (1) number i of a packed header (`six_bits` in bit_places.py).
 template <int MINIMUM>
 DEVICE u32 six_bits(const uint4& h, int i) {
   const int half = i % 2 * 16;

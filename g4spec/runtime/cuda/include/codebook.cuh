@@ -23,7 +23,7 @@ DEVICE float bits_in_place(u32 word, int at, u32 mask, float bias) {
   return __uint_as_float(bits) - ((float)(1 << (23 - at)) + bias);
 }
 
-// Order of the bits of codes in packed words (g4spec/runtime/cuda/weights/packing.py), chosen such
+// Order of the bits of codes in packed words (g4spec/runtime/cuda/weights/parts.py), chosen such
 // that `fragment` needs few instructions:
 //   CODES   a code in each nibble: table lookups
 //   PAIRED  the lowest bit of a 4-bit code is the highest bit of its nibble

@@ -1,7 +1,7 @@
 """Where single bits of a matrix go when it is packed, for codes and headers in another order.
 
 Each function yields bits as (word, bit) in the file and (word, bit) in the packed unit. Words are
-indices of the dimensions between which `packing.Part` moves them; parts of a column have the names
+indices of the dimensions between which `parts.Part` moves them; parts of a column have the names
 of `packing`.
 """
 
