@@ -25,7 +25,7 @@ from g4spec.runtime.cuda.cache import cuda_kv as kv
 from g4spec.runtime.cuda.cache import cuda_kv_size as kv_size
 from g4spec.runtime.cuda.cache.cache_types import KINDS, TYPES
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
-from g4spec.runtime.cuda.step import attention
+from g4spec.runtime.cuda.step.attention_chunks import Chunks
 from tests.gpu.batches import rows_of, spread
 
 
@@ -218,7 +218,7 @@ def test_no_cache_has_more_chunks_than_are_added(head_dim: int, n_kv: int) -> No
     for n_ctx in (4096, 131_072, 262_144):
         cache = CudaKV(CacheShape(n_kv, head_dim, None), Space(1, n_ctx, 0))
         assert cache.positions == pages_of(n_ctx + 2 * MAX_STEP_ROWS) * PAGE
-        chunks = attention.Chunks.of(cache, cache.positions)
+        chunks = Chunks.of(cache, cache.positions)
         assert chunks.most(cache.positions, cache.positions) <= 256
         narrow = head_dim <= 128 and n_kv < 4
         assert chunks.shift == (6 if narrow and n_ctx < 262_144 else 7)

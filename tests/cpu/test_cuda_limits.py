@@ -22,7 +22,7 @@ from g4spec.runtime.cuda.build import constants
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
 from g4spec.runtime.cuda.prefill.long_ops import STILL, rotating_freqs
 from g4spec.runtime.cuda.prefill.reader import fits
-from g4spec.runtime.cuda.step import attention, packed_rows
+from g4spec.runtime.cuda.step import attention_chunks, packed_rows
 from g4spec.runtime.cuda.step.experts import ExpertShape, capacity
 from g4spec.runtime.cuda.step.experts import fits as fits_experts
 from g4spec.runtime.cuda.weights import dequant, packing
@@ -190,7 +190,7 @@ def test_the_number_of_chunks_is_bounded_for_any_context(
     for head_dim in (64, 512):
         held = pages_of(min(n_ctx, (window or n_ctx) + 64)) * 64
         cache: Any = SimpleNamespace(head_dim=head_dim, n_kv=n_kv, window=window, positions=held)
-        chunks = attention.Chunks.of(cache, cache.positions)
+        chunks = attention_chunks.Chunks.of(cache, cache.positions)
         assert chunks.most(cache.positions, cache.positions) <= constants.MAX_ROW_CHUNKS
         assert not chunks.growing or chunks.shift <= constants.GROWTH_SHIFT
 
@@ -200,9 +200,11 @@ def test_chunks_of_published_contexts_are_unchanged() -> None:
     for n_ctx in (4096, 131072, 262144):
         for n_kv in (1, 4, 16, 64):
             cache: Any = SimpleNamespace(head_dim=512, n_kv=n_kv, window=None, positions=n_ctx)
-            first = max(attention.tile_keys(512), 32 * n_kv).bit_length() - 1
-            many = attention.Chunks(first, True).most(n_ctx, n_ctx) > constants.MAX_ROW_CHUNKS
-            assert attention.Chunks.of(cache, cache.positions).shift == first + many
+            first = max(attention_chunks.tile_keys(512), 32 * n_kv).bit_length() - 1
+            many = (
+                attention_chunks.Chunks(first, True).most(n_ctx, n_ctx) > constants.MAX_ROW_CHUNKS
+            )
+            assert attention_chunks.Chunks.of(cache, cache.positions).shift == first + many
 
 
 @pytest.mark.parametrize(

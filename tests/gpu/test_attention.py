@@ -17,6 +17,7 @@ from g4spec.runtime.cuda.cache.heads import Heads
 from g4spec.runtime.cuda.portable import torch_attention
 from g4spec.runtime.cuda.step import attention
 from g4spec.runtime.cuda.step.attention import AttentionOutput
+from g4spec.runtime.cuda.step.attention_chunks import Chunks
 from g4spec.runtime.cuda.step.packed_layout import concat_rows, unpack
 from g4spec.runtime.cuda.step.packed_rows import PackedRows
 from tests.gpu.batches import one, rows_of, spread
@@ -436,7 +437,7 @@ def test_blocks_whose_lists_have_no_room_for_all_heads(
 
 def test_the_only_chunk_of_a_row_adds_to_zero() -> None:
     """Compare with several chunks, where the sum of a negative zero and zeros is zero."""
-    chunks, at = attention.Chunks(7, True), torch.arange(5)
+    chunks, at = Chunks(7, True), torch.arange(5)
     sums = torch.full((5, 1, 1, 1, 64), -0.0)
     tops = torch.tensor([3.0, 1.0]).expand(5, 1, 1, 1, 2).contiguous()
     five = attention._combine(sums, tops, at, at, 1, chunks, values=True).values
@@ -448,7 +449,7 @@ def test_blocks_that_a_warp_combines_do_not_change_the_result(
     dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of three sequences see one chunk, several, and other first chunks."""
-    chunks, tokens, n_kv, group, room = attention.Chunks(7, False), 3, 2, 3, 11
+    chunks, tokens, n_kv, group, room = Chunks(7, False), 3, 2, 3, 11
     first = torch.tensor([0, 0, 0, 500, 520, 700, 10, 300, 600])
     last = torch.tensor([126, 127, 128, 501, 1600, 1700, 1000, 1001, 1002])
     sums = torch.randn(3, room, n_kv, tokens * group, dim)

@@ -10,7 +10,7 @@ import torch
 
 from g4spec.core import CacheShape
 from g4spec.runtime.cuda.build import launch
-from g4spec.runtime.cuda.step.attention import Chunks
+from g4spec.runtime.cuda.step.attention_chunks import Chunks
 from tests.gpu.device import DEVICE
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ from g4spec.runtime.cuda.prefill import prefill_attention
 from g4spec.runtime.cuda.prefill.buffers import Shapes, nbytes
 from g4spec.runtime.cuda.prefill.prefill_attention import padded
 from g4spec.runtime.cuda.prefill.prefill_experts import Experts
-from g4spec.runtime.cuda.step import attention
+from g4spec.runtime.cuda.step.attention_chunks import partial_bytes
 from g4spec.runtime.cuda.weights.held_size import PACKING
 
 Kind = tuple[int, ...]
@@ -72,9 +72,7 @@ def partial_results(config: Config, n_ctx: int, sequences: int) -> int:
     shapes = [
         (CacheShape(s.n_kv, s.head_dim, None), s.n_head) for s in config.layers if s.window is None
     ]
-    return max(
-        (attention.partial_bytes(shape, n, positions, sequences) for shape, n in shapes), default=0
-    )
+    return max((partial_bytes(shape, n, positions, sequences) for shape, n in shapes), default=0)
 
 
 def rows_at_once(config: Config, n_ctx: int) -> int:

@@ -1,9 +1,9 @@
 """Attention of the rows of a step over a cache, in two kernels: chunks of keys, then their sum.
 
-Chunks are ranges of absolute positions, and each is summed by itself, in order. So a row's result
-depends neither on the other rows and sequences of the batch, nor on its slot and pages, nor on the
-length of its sequence. It does not depend on which rows share a block, how tiles are copied to
-shared memory, or how many blocks run either.
+Each chunk (`attention_chunks`) is summed by itself, in order. So a row's result depends neither on
+the other rows and sequences of the batch, nor on its slot and pages, nor on the length of its
+sequence. It does not depend on which rows share a block, how tiles are copied to shared memory, or
+how many blocks run either.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ from typing import Any
 
 import torch
 
-from g4spec.core import Batch, CacheShape
+from g4spec.core import Batch
 from g4spec.runtime.cuda.build import launch, nvrtc
 from g4spec.runtime.cuda.build.constants import (
     ACT_COLUMNS,
     CACHE_ROTARY_PAIRS,
     COMBINE_WARPS,
-    GROWTH_SHIFT,
-    GROWTH_START,
     MAX_ITEMS,
     MAX_ROW_CHUNKS,
     MAX_STEP_ROWS,
@@ -34,6 +32,7 @@ from g4spec.runtime.cuda.cache.cache_types import KINDS, TYPES, Kind
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
 from g4spec.runtime.cuda.cache.cuda_kv_size import shares
 from g4spec.runtime.cuda.cache.heads import HEAD_DIMS
+from g4spec.runtime.cuda.step.attention_chunks import Chunks, tile_keys
 from g4spec.runtime.cuda.step.packed_rows import PackedRows, empty
 
 TENSOR_ARCHS = tuple(a for a in nvrtc.ARCHS if a not in ("sm_70", "sm_75"))
@@ -109,11 +108,6 @@ class AttentionConfig:
         return self.key_ring * keys + self.value_ring * values + self.fixed
 
 
-def tile_keys(head_dim: int) -> int:
-    """Return the number of keys of a tile."""
-    return 128 if head_dim >= 256 else 64
-
-
 @functools.cache
 def choose(
     head_dim: int, kind: Kind, rows: int, arch: str, rotary_pairs: int = 0
@@ -149,57 +143,6 @@ def _with_parts(head_dim: int, kind: Kind, tiles: int, arch: str) -> AttentionCo
                 head_dim, kind, tiles, parts, parts, count // 2, (count + 1) // 2
             )
     return None
-
-
-@dataclass(frozen=True)
-class Chunks:
-    """Ranges of positions that are summed by themselves; see attention_chunks.cuh.
-
-    With a window all have 2^shift positions. Without, they grow with their position, so that a long
-    context is not cut into many more chunks than there are blocks.
-    """
-
-    shift: int
-    growing: bool
-
-    @classmethod
-    def of(cls, kv: CudaKV | CacheShape, positions: int) -> Chunks:
-        """Return the chunks of a layer for so many positions. They decide the order of sums, so
-        they are constant for a layer."""
-        tile = tile_keys(kv.head_dim)
-        if kv.window is None:
-            chunks = cls(min(_log2(max(tile, 32 * kv.n_kv)), GROWTH_SHIFT), True)
-            while chunks.most(positions, positions) > MAX_ROW_CHUNKS:
-                chunks = cls(chunks.shift + 1, True)
-            return chunks
-        each = max(1, 128 // kv.n_kv - 1)  # about 128 parts in all
-        return cls(_log2(max(tile, -(-(kv.window + MAX_STEP_ROWS - 1) // each))), False)
-
-    def index(self, position: int) -> int:
-        """Return the chunk of a position."""
-        if not self.growing or position < GROWTH_START:
-            return position >> self.shift
-        octave = position.bit_length() - GROWTH_START.bit_length()
-        inside = (position - (GROWTH_START << octave)) >> (self.shift + octave + 1)
-        return ((2 + octave) << (GROWTH_SHIFT - self.shift)) + inside
-
-    def most(self, span: int, positions: int) -> int:
-        """Return the maximum number of chunks that `span` consecutive ones of `positions` touch."""
-        if self.growing:
-            return self.index(positions - 1) + 1
-        return (span - 1 + (1 << self.shift) - 1 >> self.shift) + 1
-
-
-def partial_bytes(shape: CacheShape, n_head: int, positions: int, sequences: int) -> int:
-    """Return the bytes of the partial results (`attend`) in the largest step of so many sequences,
-    each with up to so many positions."""
-    chunks = Chunks.of(shape, positions).most(positions, positions)
-    return sequences * MAX_STEP_ROWS * n_head * chunks * (shape.head_dim + 2) * 4
-
-
-def _log2(n: int) -> int:
-    """Return the exponent of the smallest power of two that is at least n."""
-    return (n - 1).bit_length()
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.cache.cache_types import TYPES
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
 from g4spec.runtime.cuda.cache.heads import Heads
-from g4spec.runtime.cuda.step.attention import TENSOR_ARCHS, AttentionConfig, Chunks
+from g4spec.runtime.cuda.step.attention import TENSOR_ARCHS, AttentionConfig
+from g4spec.runtime.cuda.step.attention_chunks import Chunks
 from g4spec.runtime.cuda.step.packed_rows import PackedRows, empty
 
 TOKEN_GROUPS = (1, 2)
