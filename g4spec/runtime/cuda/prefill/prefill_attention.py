@@ -229,15 +229,15 @@ class Flash(Attention):
     """Keeps scores in registers: heads of 256 on sm_90 (prefill_flash.cu)."""
 
     layouts = "SwizzledTiles", "SwizzledTiles"
+    kernel, block_rows, shared = "flash", FLASH_ROWS, FLASH_SHARED
 
     def attend(self, out: torch.Tensor, start: int) -> None:
         count = len(out)
-        launch.kernel("prefill_flash.cu", "flash")(
-            (-(-count * self.group // FLASH_ROWS), self.n_kv),
+        launch.kernel(f"prefill_{self.kernel}.cu", self.kernel)(
+            (-(-count * self.group // self.block_rows), self.n_kv),
             FLASH_THREADS,
             queries=self.queries,
-            keys=self.keys,
-            values=self.values,
+            **self.tiles(),
             out=out,
             tokens=count,
             group=self.group,
@@ -245,36 +245,26 @@ class Flash(Attention):
             key_rows=self.rows,
             offset=start - self.first(start),
             window=self.window,
-            shared=FLASH_SHARED,
+            shared=self.shared,
             pdl=False,
         )
 
+    def tiles(self) -> dict[str, torch.Tensor]:
+        """Return the keys and values as arguments of the kernel."""
+        return {"keys": self.keys, "values": self.values}
 
-class Wide(Attention):
+
+class Wide(Flash):
     """Keeps scores in registers: heads of 512 of K=V layers (prefill_flash_wide.cu). A row has the
     values, and of the keys only the rotated part."""
 
     layouts = "SwizzledTiles", "SharedKvTiles"
+    kernel, block_rows, shared = "flash_wide", FLASH_WIDE_ROWS, FLASH_WIDE_SHARED
     fold = True
     extra = 2 * CACHE_ROTARY_PAIRS
 
-    def attend(self, out: torch.Tensor, start: int) -> None:
-        count = len(out)
-        launch.kernel("prefill_flash_wide.cu", "flash_wide")(
-            (-(-count * self.group // FLASH_WIDE_ROWS), self.n_kv),
-            FLASH_THREADS,
-            queries=self.queries,
-            tiles=self.keys,
-            out=out,
-            tokens=count,
-            group=self.group,
-            query_rows=self.queries.shape[1],
-            key_rows=self.rows,
-            offset=start - self.first(start),
-            window=self.window,
-            shared=FLASH_WIDE_SHARED,
-            pdl=False,
-        )
+    def tiles(self) -> dict[str, torch.Tensor]:
+        return {"tiles": self.keys}
 
 
 class Scores(Attention):
