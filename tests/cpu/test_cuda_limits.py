@@ -20,8 +20,8 @@ from g4spec.models.spec import LayerSpec
 from g4spec.ops.kv_size import pages_of
 from g4spec.runtime.cuda.build import constants
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
-from g4spec.runtime.cuda.prefill.long_ops import STILL, rotating_freqs
 from g4spec.runtime.cuda.prefill.reader import fits
+from g4spec.runtime.cuda.prefill.rotary import STILL, rotating_freqs
 from g4spec.runtime.cuda.step import attention_chunks, packed_rows
 from g4spec.runtime.cuda.step.experts import ExpertShape, capacity
 from g4spec.runtime.cuda.step.experts import fits as fits_experts

@@ -113,7 +113,7 @@ class CudaOps(Ops):
 
     def linear(self, x: Any, weight: Any, *, partial_sums: bool = False) -> torch.Tensor:
         if isinstance(weight, torch.Tensor) and self.portable:
-            return self._product(x, Weight("", weight, *weight.shape))
+            return self._product(x, weight_of(weight))
         if isinstance(weight, torch.Tensor):
             self.without_kernel.add("linear (float32)")
             return in_tiles(lambda part: products.dense(part, weight), products.numbers(x))

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from g4spec.core import PROMPT_BLOCK, Batch, Reach
-from g4spec.errors import InputError
 from g4spec.models.gemma4_config import Config
 from g4spec.ops import weights as op
 from g4spec.ops.reference import Spans
@@ -34,19 +33,22 @@ from g4spec.runtime.cuda.prefill.buffers import allocate
 from g4spec.runtime.cuda.prefill.plan import kind_of, most_rows, shared, ways
 from g4spec.runtime.cuda.prefill.prefill_attention import Chunk, HeadWeights
 from g4spec.runtime.cuda.prefill.prefill_experts import Experts, Stacks
+from g4spec.runtime.cuda.prefill.rotary import RotaryTables
 from g4spec.runtime.cuda.step import packed_rows
 from g4spec.runtime.cuda.weights.dequant import Products, Weight
-from g4spec.runtime.cuda.weights.matrix import Matrix, concat_rows, interleave_experts, join
+from g4spec.runtime.cuda.weights.matrix import (
+    Matrix,
+    concat_rows,
+    interleave_experts,
+    join,
+    weight_of,
+)
 
 PROJECTED = 2.0**-4
 """Factor of projections, to stay within half precision."""
 
 HIDDEN = 2.0**-6
 """Factor of gelu(gate) * up, to stay within half precision."""
-
-STILL = 1e-20
-"""Angle per position, in radians, up to which a pair counts as not rotated."""
-
 
 NORM_WEIGHTS = ("weight", "next", "dense", "experts", "router", "post")
 """Arguments of kernels for rows [H] that are vectors [H]."""
@@ -112,16 +114,15 @@ class LongOps(CudaOps):
             setattr(self, name, buffer)
         self.products = Products(self._scratch, PROMPT_BLOCK)
         self._freqs: dict[tuple[float, int, torch.Tensor | None], torch.Tensor] = {}
-        self._rotating_freqs: dict[torch.Tensor, torch.Tensor] = {}
-        self._turned: tuple[Chunk, dict[torch.Tensor, torch.Tensor]] | None = None
+        self._rotary = RotaryTables()
 
     # ---- around layers
 
     def rope_freqs(
         self, base: float, head_dim: int, divisors: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See `Ops.rope_freqs`. Equal layers share one tensor, which is the key of the cosines in
-        `_turns`."""
+        """See `Ops.rope_freqs`. Equal layers share one tensor, which is the key in
+        `RotaryTables`."""
         key = base, head_dim, divisors
         if key not in self._freqs:
             self._freqs[key] = super().rope_freqs(*key)
@@ -147,7 +148,7 @@ class LongOps(CudaOps):
             return self._down(x, weight)
         rows, powers = self._halves(x)
         out = torch.empty(len(x), weight.shape[0], device=self.device)
-        self.products.floats(rows, [_weight(weight)], out)
+        self.products.floats(rows, [weight_of(weight)], out)
         return out.mul_(powers[:, None])
 
     # ---- sublayers
@@ -156,14 +157,7 @@ class LongOps(CudaOps):
         return packed_rows.rms_norm(x, weight, eps)
 
     def norm_rows(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> Scaled:
-        self._kernel(
-            "norm",
-            len(x),
-            x=x,
-            weight=weight,
-            to=self._normed,
-            eps=eps,
-        )
+        self._kernel("norm", len(x), x=x, weight=weight, to=self._normed, eps=eps)
         return Scaled(self._normed[: len(x)])
 
     def norm_residual_norm(
@@ -207,7 +201,7 @@ class LongOps(CudaOps):
         norms = HeadWeights(
             a.q_norm, a.k_norm if a.k is not None else None, a.v is not None, a.eps * PROJECTED**2
         )
-        on.prepare(x, norms, self._turns(a.freqs, batch), kv, batch)
+        on.prepare(x, norms, self._rotary(a.freqs, batch), kv, batch)
         return Queries(on, n_head)
 
     def attend(
@@ -264,7 +258,7 @@ class LongOps(CudaOps):
         rows, powers = self._halves(x)
         n, width = len(x), gate.shape[0]
         gates = x.new_empty(n, width)
-        self.products.floats(rows, [_weight(gate)], gates)
+        self.products.floats(rows, [weight_of(gate)], gates)
         inner = self._view(self._inner, n, width)
         launch.kernel("prefill.cu", "modulated")(
             (n, -(-width // GATED_THREADS)),
@@ -334,39 +328,21 @@ class LongOps(CudaOps):
     def _down(self, x: Scaled, weight: Any) -> Scaled:
         """Multiply rows with a matrix [H, N]; return the result of a sublayer."""
         out = self._sums[: len(x)]
-        self.products.floats(x.values, [_weight(weight)], out)
+        self.products.floats(x.values, [weight_of(weight)], out)
         return Scaled(out, x.factor)
 
     def _halves(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Convert the residual [T, H] to the input of a matmul; return it and the factor [T] of its
         result."""
         powers = x.new_empty(len(x))
-        self._kernel(
-            "convert",
-            len(x),
-            x=x,
-            to=self._normed,
-            powers=powers,
-        )
+        self._kernel("convert", len(x), x=x, to=self._normed, powers=powers)
         return self._normed[: len(x)], powers
 
     def _pair(self, gate: Any, up: Any) -> Sequence[Weight]:
         """Return gate and up projections as one matrix, interleaved by 16 rows, or as two."""
         if isinstance(gate, Matrix) and isinstance(up, Matrix):
             return self.pairs(gate, up)
-        return [_weight(gate), _weight(up)]
-
-    def _turns(self, freqs: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-        """Return cosines and sines [T, pairs, 2] of the pairs that rotate."""
-        if self._turned is None or self._turned[0] is not chunk:
-            self._turned = chunk, {}
-        turns = self._turned[1]
-        if freqs not in turns:
-            if freqs not in self._rotating_freqs:
-                self._rotating_freqs[freqs] = rotating_freqs(freqs)
-            angle = chunk.positions.to(torch.float32)[:, None] * self._rotating_freqs[freqs]
-            turns[freqs] = torch.stack((angle.cos(), angle.sin()), dim=-1)
-        return turns[freqs]
+        return [weight_of(gate), weight_of(up)]
 
     def _kernel(self, name: str, count: int, **arguments: Any) -> None:
         """Launch a kernel of prefill.cu that processes one row per block."""
@@ -380,17 +356,10 @@ class LongOps(CudaOps):
         return buffer[: count * width].view(count, width)
 
 
-def _weight(x: Any) -> Weight:
-    """Return the packed data of a matrix or a stack of matrices."""
-    if isinstance(x, Matrix):
-        return x.weight
-    return Weight("", x, x.shape[-2], x.shape[-1], x.shape[0] if x.dim() == 3 else 1)
-
-
 def _concat_rows(matrices: Sequence[Any]) -> list[Weight]:
     """Concatenate matrices along rows, into as few as their layout allows."""
     if not all(isinstance(m, Matrix) for m in matrices):
-        return [_weight(m) for m in matrices]
+        return [weight_of(m) for m in matrices]
     join(matrices)
     return concat_rows(matrices)
 
@@ -401,8 +370,8 @@ def _stacks(e: op.ExpertLayer) -> Stacks:
     turned = None
     if all(isinstance(stack, Matrix) for stack in stacks):
         turned = interleave_experts(e.gate_exps, e.up_exps)
-    parts = [_weight(stack) for stack in stacks] if turned is None else [turned]
-    return Stacks(parts, _weight(e.down_exps), interleaved=turned is not None)
+    parts = [weight_of(stack) for stack in stacks] if turned is None else [turned]
+    return Stacks(parts, weight_of(e.down_exps), interleaved=turned is not None)
 
 
 def row_kernel(name: str, width: int) -> tuple[str, int]:
@@ -415,19 +384,6 @@ def row_kernel(name: str, width: int) -> tuple[str, int]:
         (s for s in shapes if s[1] <= 8), key=lambda s: (s[0] * s[1] * 32 - quads, abs(s[0] - 6))
     )
     return f"{name}<{width}, {warps}>", 32 * warps
-
-
-def rotating_freqs(freqs: torch.Tensor) -> torch.Tensor:
-    """Return the frequencies of the leading pairs that rotate. Raise InputError if a pair without
-    rotation lies between them."""
-    count = int((freqs > STILL).sum())
-    if not bool((freqs[:count] > STILL).all()):
-        raise InputError(
-            "rope_freqs.weight",
-            expected="pairs that rotate before pairs that do not",
-            fix="use `device` cpu",
-        )
-    return freqs[:count].contiguous()
 
 
 def list_units() -> list[Unit]:

@@ -19,9 +19,10 @@ from g4spec.runtime.cuda.cache.cuda_kv_size import SLACK
 from g4spec.runtime.cuda.cache.heads import HEAD_DIMS
 from g4spec.runtime.cuda.prefill import plan
 from g4spec.runtime.cuda.prefill.draft_ops import DraftOps
-from g4spec.runtime.cuda.prefill.long_ops import STILL, LongOps, rotating_freqs
+from g4spec.runtime.cuda.prefill.long_ops import LongOps
 from g4spec.runtime.cuda.prefill.prefill_attention import Chunk, padded
 from g4spec.runtime.cuda.prefill.prefill_experts import MAX_EXPERTS, MAX_USED
+from g4spec.runtime.cuda.prefill.rotary import STILL, rotating_freqs
 from g4spec.runtime.cuda.step import graphs, packed_rows
 from g4spec.runtime.cuda.step.recorded import PADDING, Recorded
 from g4spec.runtime.cuda.weights.matrix import Matrix

@@ -117,10 +117,11 @@ class Matrix:
 
 
 def weight_of(w: Matrix | torch.Tensor) -> Weight:
-    """Return the weight of a matrix, or of numbers [matrices, rows, columns]."""
+    """Return the weight of a matrix, or of numbers [rows, columns] or [matrices, rows, columns]."""
     if isinstance(w, Matrix):
         return w.weight
-    return Weight("", w.flatten(0, 1), w.shape[1], w.shape[2], len(w))
+    rows, columns = w.shape[-2:]
+    return Weight("", w.flatten(0, -2), rows, columns, len(w) if w.dim() == 3 else 1)
 
 
 @contextmanager
