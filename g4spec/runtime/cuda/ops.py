@@ -180,13 +180,7 @@ class CudaOps(Ops):
         together(h, batch.positions, batch.slots, self._exchange)
 
     def attend(
-        self,
-        q: Any,
-        kv: Any,
-        batch: Batch,
-        first: torch.Tensor,
-        last: torch.Tensor,
-        scale: float,
+        self, q: Any, kv: Any, batch: Batch, first: torch.Tensor, last: torch.Tensor, scale: float
     ) -> Any:
         if batch.rows_per_sequence > GROUP_ROWS:
             assert not isinstance(q, ProjectedQkv), "keys of the batch are not in the cache yet"
@@ -206,13 +200,7 @@ class CudaOps(Ops):
         return torch_attention.attend(q, kv, batch, first, last, scale)
 
     def _attend_each(
-        self,
-        q: Any,
-        kv: Any,
-        batch: Batch,
-        first: torch.Tensor,
-        last: torch.Tensor,
-        scale: float,
+        self, q: Any, kv: Any, batch: Batch, first: torch.Tensor, last: torch.Tensor, scale: float
     ) -> Value:
         """Compute `attend` for one sequence after the other, if they have different numbers of
         rows."""
@@ -244,12 +232,7 @@ class CudaOps(Ops):
         return self.linear(self._activated(self.linear(x, gate), by, activation), down)
 
     def per_layer_inputs(
-        self,
-        tokens: torch.Tensor,
-        x: torch.Tensor,
-        proj: Any,
-        norm: torch.Tensor,
-        eps: float,
+        self, tokens: torch.Tensor, x: torch.Tensor, proj: Any, norm: torch.Tensor, eps: float
     ) -> torch.Tensor:
         return elementwise.per_layer_inputs(self.linear(x, proj), tokens, norm, x.shape[1], eps)
 
