@@ -22,7 +22,7 @@ from g4spec.convert.target_info import TargetInfo
 from g4spec.convert.tensors import StoredTensor, recode, worker_pool
 from g4spec.convert.unchanged import UnchangedCheck
 from g4spec.errors import InputError, UsageError
-from g4spec.gguf import GGUF, KV, TensorData, ValueType, array, imatrix, parts, string, u32
+from g4spec.gguf import GGUF, KV, TensorData, ValueType, array, imatrix, string, u32
 from g4spec.gguf.imatrix import Imatrix
 from g4spec.gguf.writer import Progress
 from g4spec.models.spec import check_heads
@@ -80,7 +80,7 @@ def convert(
             if isinstance(found.source, CheckpointFolder)
             else [part.path for part in found.source.parts]
         )
-        _check_output(output, [*files, *([target] if target else [])])
+        output_checks.refuse_overwrite(output, [*files, *([target] if target else [])])
         return _convert(found, output, mix, target)
 
 
@@ -188,30 +188,6 @@ def _target_of(found: DetectedSource, target: Path | None) -> TargetInfo:
         "tokenizer and to check shapes",
         fix=f"pass a folder or GGUF file with `target`{f' (made for {name})' if name else ''}",
     )
-
-
-def _check_output(output: Output, inputs: list[Path]) -> None:
-    """Raise UsageError if the output is an input, which would be destroyed while it is read, or an
-    existing file that is no GGUF, such as a checkpoint's config.json."""
-    out = output.path
-    for path in inputs:
-        whole = parts.unsplit_path(path) if output.max_size else None
-        if whole and _without_suffix(whole) == _without_suffix(out):
-            raise UsageError(
-                f"parts of the output may overwrite the input {path.name}",
-                fix="choose another name",
-            )
-        if out.exists() and path.exists() and out.samefile(path):
-            raise UsageError(f"the output is one of the inputs: {out}", fix="choose another name")
-    if out.is_file() and out.stat().st_size and not gguf.is_gguf(out):
-        raise UsageError(
-            f"{out} exists and is not a GGUF file", fix="choose another name, or remove it"
-        )
-
-
-def _without_suffix(path: Path) -> Path:
-    """Return the path in its real folder without `.gguf`, which parts of an output get anyway."""
-    return path.parent.resolve() / path.name.removesuffix(".gguf")
 
 
 def _computed_values(
@@ -327,7 +303,7 @@ def _requantize(
     """Rewrite a GGUF. `change`: refuse to replace an existing file by a copy of the source."""
     start = time.perf_counter()
     read = [importance.path] if importance and importance.path else []
-    _check_output(output, [*(part.path for part in file.parts), *read])
+    output_checks.refuse_overwrite(output, [*(part.path for part in file.parts), *read])
     choice = Policy(mix, file.shapes(), importance is not None)
     rows = tuple(_requantized(file, name, choice, allow) for name in file.tensors)
     if change:
