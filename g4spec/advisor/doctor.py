@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from g4spec.advisor import alternatives, backends, engines, summary
+from g4spec.advisor import alternatives, engines, summary
+from g4spec.advisor.backend_section import backend_section
 from g4spec.advisor.diagnosis import Alternative, Diagnosis, split_step
 from g4spec.advisor.engine_verdict import EngineVerdict, best_verdict, verdicts_asked
 from g4spec.advisor.facts import Facts
@@ -70,7 +71,7 @@ def diagnose(
         if best.works and best.plan is not None:
             _speed(facts, d, question, best)
     _lengths(facts, d, question, verdicts)
-    _backends(facts, d, question, requested, best)
+    backend_section(facts, d, question, requested, best)
     _problems(d, verdicts, best)
     _notes(d, question, best)
     _conditions(d, best)
@@ -285,60 +286,6 @@ def _lengths(facts: Facts, d: Diagnosis, q: Question, verdicts: list[EngineVerdi
             continue
         text, ids = advice_text(facts, q.draft, v.situation)
         s.add("note", f"{v.engine.title}: {text}", facts=ids, detail=not v.works)
-
-
-def _backends(
-    facts: Facts,
-    d: Diagnosis,
-    q: Question,
-    asked: list[EngineVerdict],
-    best: EngineVerdict | None,
-) -> None:
-    """Add the table of attention backends: vLLM's if it was asked about, else that of `best`."""
-    cc = d.machine.cc
-    v = next((a for a in asked if a.engine.name == "vllm"), best)
-    if v is None or cc is None:
-        return
-    name = v.engine.name
-    asks = q.draft is not None and not q.draft.causal
-    s = d.section(
-        f"Attention backends: {v.engine.title} {v.version}, capability {cc[0]}.{cc[1]} (the target "
-        "needs head sizes 256 and 512 and sliding windows"
-        + (", the draft non-causal attention)" if asks else ")")
-    )
-    rows = backends.judge_backends(facts, name, v.version, cc)
-    if not rows:
-        s.add("note", "nothing is known for this version and GPU")
-        return
-    for row in rows:
-        heads = "/".join(str(h) for h in row.heads) or "none"
-        draft = {True: "yes", False: "no", None: "unknown"}[row.draft]
-        text = (
-            f"{row.name}: head sizes {heads}, non-causal {draft}, sliding {row.sliding}, "
-            f"cache {', '.join(row.kv) or 'none'}"
-        )
-        whole = row.target and (row.draft is True or not asks)
-        half = row.target or (row.draft is True and asks)
-        mark: Mark = "good" if whole else "warn" if half else "bad"
-        use = (
-            ""
-            if whole or not asks
-            else " (target only)"
-            if row.target
-            else " (draft only)"
-            if half
-            else ""
-        )
-        # Unsuitable backends are shown if the run fails, or with --verbose.
-        s.add(mark, text + use, row.why, row.fix, (row.fact,), not half and d.works)
-    if name == "vllm":
-        target, draft_backend = backends.default_backends(facts, v.version, cc, q.draft)
-        if target and not any(p.when.cc and p.rank <= 2 for p in v.blockers):
-            # If the card is unsupported, vLLM does not get to choose a backend.
-            text = f"default choice: target {target}"
-            if q.draft is not None:
-                text += f", draft {draft_backend or 'none that can (it inherits the target)'}"
-            s.add("note", text, facts=("vllm-selection", "vllm-needs"))
 
 
 def _problems(d: Diagnosis, verdicts: list[EngineVerdict], best: EngineVerdict | None) -> None:
