@@ -18,7 +18,7 @@ import torch
 
 import g4spec
 from g4spec import quant
-from g4spec.core import Backend
+from g4spec.backend import Backend
 from g4spec.gguf import GGUF
 from g4spec.ops.reference import Ops
 

@@ -26,7 +26,7 @@ from g4spec.runtime.target import Target
 
 
 class HostBudget:
-    """Computes the memory of a run on the CPU (`g4spec.core.Budget`), where everything is
+    """Computes the memory of a run on the CPU (`g4spec.backend.Budget`), where everything is
     float32."""
 
     def weights(self, tensors: Iterable[TensorInfo]) -> int:
@@ -71,7 +71,7 @@ def round_to_type(form: Format, rows: torch.Tensor) -> torch.Tensor:
 
 
 class TorchBackend:
-    """Plain torch (`g4spec.core.Backend`). A row has the same bits in every batch.
+    """Plain torch (`g4spec.backend.Backend`). A row has the same bits in every batch.
 
     Args:
         cache_type: rounds keys and values as this type stores them, "f16" or "q8_0", while they
@@ -116,7 +116,7 @@ class TorchBackend:
         start: int,
         pause: Callable[[], None] | None = None,
     ) -> StepRows:
-        """Compute prompt rows; see `g4spec.core.Backend`."""
+        """Compute prompt rows; see `g4spec.backend.Backend`."""
         return target.forward(batch_of(self.ops, [(slot, start, ids)]), pause)
 
     def prefill_rows(self, count: int) -> int:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from g4spec.core import Backend, Cycle
+from g4spec.backend import Backend
+from g4spec.core import Cycle
 from g4spec.ops.logits import History, choose_rows, edit_logits, logprobs, sampled_logprobs
 from g4spec.runtime.request import Options
 

@@ -7,7 +7,8 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from g4spec.core import MAX_STEP_ROWS, Backend, Cycle, Draft, Runner, Work
+from g4spec.backend import Backend
+from g4spec.core import MAX_STEP_ROWS, Cycle, Draft, Runner, Work
 from g4spec.runtime.draft_decision import DraftDecision
 from g4spec.runtime.draft_length import DraftLengthPolicy
 from g4spec.runtime.pool import Pool

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from g4spec.core import Backend
+from g4spec.backend import Backend
 from g4spec.errors import EnvironmentProblem, UsageError
 from g4spec.runtime import load_options
 from g4spec.runtime.backend import TorchBackend

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from g4spec import models
-from g4spec.core import Backend, CacheShape, Draft
+from g4spec.backend import Backend
+from g4spec.core import CacheShape, Draft
 from g4spec.errors import InputError, UsageError
 from g4spec.gguf import GGUF
 from g4spec.models.spec import TensorSpec, check_heads

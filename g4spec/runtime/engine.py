@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from g4spec import ranges
-from g4spec.core import MAX_STEP_ROWS, Backend, Draft
+from g4spec.backend import Backend
+from g4spec.core import MAX_STEP_ROWS, Draft
 from g4spec.errors import EnvironmentProblem, InputError, PromptTooLong, UsageError
 from g4spec.gguf import GGUF
 from g4spec.models import gemma4, ngram

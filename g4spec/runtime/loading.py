@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from g4spec.core import Backend
+from g4spec.backend import Backend
 from g4spec.errors import InputError
 from g4spec.gguf import GGUF
 from g4spec.models.spec import TensorSpec

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from g4spec.core import MAX_STEP_ROWS, Backend, CacheShape
+from g4spec.backend import Backend
+from g4spec.core import MAX_STEP_ROWS, CacheShape
 from g4spec.errors import EnvironmentProblem
 from g4spec.gguf.header import TensorInfo
 from g4spec.models.spec import LayerSpec

@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 
-from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, Backend, Draft, Sequence
+from g4spec.backend import Backend
+from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, Draft, Sequence
 from g4spec.errors import InputError
 from g4spec.ops.kv_size import pages_of
 from g4spec.runtime import prefill

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from g4spec.core import PAGE, Backend, Batch, StepRows
+from g4spec.backend import Backend
+from g4spec.core import PAGE, Batch, StepRows
 from g4spec.models import gemma4
 from g4spec.ops.reference import Ops
 from g4spec.runtime.pending_rows import PendingRows

@@ -114,7 +114,7 @@ def test_no_blanket_except(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "package", ["convert", "gguf", "quant", "models", "errors", "cli", "core", "advisor"]
+    "package", ["convert", "gguf", "quant", "models", "errors", "cli", "core", "backend", "advisor"]
 )
 def test_light_packages_do_not_import_torch(package: str) -> None:
     python(

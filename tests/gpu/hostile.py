@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from g4spec.backend import Backend
 from g4spec.convert import convert
-from g4spec.core import PROMPT_BLOCK, Backend
+from g4spec.core import PROMPT_BLOCK
 from g4spec.errors import G4Error, InputError
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.draft_file import DraftFile

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class CudaBackend:
-    """An NVIDIA GPU (`g4spec.core.Backend`).
+    """An NVIDIA GPU (`g4spec.backend.Backend`).
 
     Args:
         device: number of the GPU, or its name.
@@ -119,7 +119,7 @@ class CudaBackend:
         start: int,
         pause: Callable[[], None] | None = None,
     ) -> StepRows:
-        """Run prompt tokens; see `g4spec.core.Backend`."""
+        """Run prompt tokens; see `g4spec.backend.Backend`."""
         if self._reader is None or self._reader.target is not target:
             self._reader = Reader(self, target)
         return self._reader.read(slot, ids, start, pause)
@@ -147,6 +147,6 @@ class CudaBackend:
         return [graph, EagerRunner(target, draft, RecordedStep(target, pool), graph.propose)]
 
     def close(self) -> None:
-        """See `g4spec.core.Backend`."""
+        """See `g4spec.backend.Backend`."""
         self._reader = None
         drop_weights(self.ops)

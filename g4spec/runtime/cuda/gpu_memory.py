@@ -49,7 +49,7 @@ def join_free(index: int) -> None:
 
 
 class Card:
-    """Memory of a GPU (`g4spec.core.Budget`). `portable`: as in `CudaOps`."""
+    """Memory of a GPU (`g4spec.backend.Budget`). `portable`: as in `CudaOps`."""
 
     def __init__(self, device: torch.device, cache_type: Kind, portable: bool = False) -> None:
         self.device, self.cache_type, self.portable = device, cache_type, portable

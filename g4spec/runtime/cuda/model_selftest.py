@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from g4spec import quant
-from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, Backend
+from g4spec.backend import Backend
+from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK
 from g4spec.models import gemma4
 from g4spec.models.spec import Checkpoint, TensorSpec
 from g4spec.ops.kv import Space

@@ -28,7 +28,7 @@ from g4spec.runtime.cuda.step.recorded import PADDING, Recorded
 from g4spec.runtime.cuda.weights.matrix import Matrix
 
 if TYPE_CHECKING:
-    from g4spec.core import Backend
+    from g4spec.backend import Backend
     from g4spec.models.gemma4_config import Config
     from g4spec.runtime.cuda.ops import CudaOps
     from g4spec.runtime.target import Target
