@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.named_models import DraftModel
-from g4spec.advisor.schema import BackendFact, CapabilityFact, ReleaseFact
+from g4spec.advisor.schema import CapabilityFact
+from g4spec.advisor.software_facts import BackendFact, ReleaseFact
 from g4spec.advisor.versions import holds, parse
 
 KIB = 1024

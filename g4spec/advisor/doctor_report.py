@@ -6,7 +6,8 @@ from g4spec.advisor import engines
 from g4spec.advisor.diagnosis import Diagnosis, Section
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.machine import GIB, Gpu, Machine
-from g4spec.advisor.schema import CapabilityFact, Mark, OtherGpuFact, SupportFact, WheelFact
+from g4spec.advisor.schema import CapabilityFact, Mark, OtherGpuFact, SupportFact
+from g4spec.advisor.software_facts import WheelFact
 from g4spec.advisor.versions import holds, parse
 from g4spec.runtime.cuda.build.nvrtc import INSTALL
 

@@ -14,11 +14,11 @@ from g4spec.advisor.schema import (
     ErrorFact,
     OtherGpuFact,
     ProblemFact,
-    ReleaseFact,
     SizeFact,
     SourceFact,
     SupportFact,
 )
+from g4spec.advisor.software_facts import ReleaseFact
 
 INTRO = """\
 # Hardware

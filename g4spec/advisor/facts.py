@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from g4spec.advisor import figures, versions
+from g4spec.advisor import figures, software_facts, versions
 from g4spec.advisor import schema as rows
 from g4spec.advisor.schema import Conditions, Fact, SourceFact
 from g4spec.errors import G4Error
@@ -31,8 +31,8 @@ KINDS: dict[str, type[Fact]] = {
     "size": rows.SizeFact,
     "weights": rows.WeightsFact,
     "draft": rows.DraftFact,
-    "backend": rows.BackendFact,
-    "release": rows.ReleaseFact,
+    "backend": software_facts.BackendFact,
+    "release": software_facts.ReleaseFact,
     "problem": rows.ProblemFact,
     "error": rows.ErrorFact,
     "fixed": figures.FixedCostFact,
@@ -42,8 +42,8 @@ KINDS: dict[str, type[Fact]] = {
     "speed": figures.SpeedFact,
     "efficiency": figures.EfficiencyFact,
     "length": figures.DraftLengthFact,
-    "wheel": rows.WheelFact,
-    "toolkit": rows.ToolkitFact,
+    "wheel": software_facts.WheelFact,
+    "toolkit": software_facts.ToolkitFact,
     "engine": rows.EngineFact,
     "flag": rows.FlagFact,
 }

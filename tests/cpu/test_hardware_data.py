@@ -24,6 +24,7 @@ from g4spec.advisor.schema import (
     SizeFact,
     SourceFact,
 )
+from g4spec.advisor.software_facts import BackendFact
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def test_every_row_has_content(known: Facts) -> None:
         rows.SupportFact,
         rows.SizeFact,
         rows.WeightsFact,
-        rows.BackendFact,
+        BackendFact,
         FlagFact,
         ErrorFact,
         CacheTableFact,
