@@ -241,30 +241,15 @@ def metadata(config: Config) -> KV:
     causal = [s.causal for s in config.layers]
     kv: KV = {
         "general.architecture": string(config.arch),
-        f"{a}context_length": u32(config.n_ctx),
-        f"{a}embedding_length": u32(config.n_embd),
-        f"{a}block_count": u32(len(config.layers)),
-        f"{a}feed_forward_length": u32(layer.n_ff),
-        f"{a}attention.head_count": u32(layer.n_head),
-        f"{a}attention.head_count_kv": u32(layer.n_kv),
-        f"{a}attention.key_length": u32(layer.head_dim),
-        f"{a}attention.value_length": u32(layer.head_dim),
-        f"{a}attention.layer_norm_rms_epsilon": f32(config.eps),
-        f"{a}rope.freq_base": f32(layer.rope_base),
-        f"{a}rope.dimension_count": u32(layer.head_dim),
+        **size_keys(config),
         f"{a}block_size": u32(config.block_size),
         f"{a}target_layers": array(ValueType.I32, list(config.target_layers)),
         f"{a}attention.causal": boolean(shared_causality(causal)),
         "tokenizer.ggml.mask_token_id": u32(config.mask_token),
         "g4spec.dflash.layer_causal": array(ValueType.BOOL, causal),
         "g4spec.dflash.window_from_anchor": boolean(config.window_from_anchor),
+        **window_keys(config),
     }
-    window = next((s.window for s in config.layers if s.window), None)
-    if window:
-        kv[f"{a}attention.sliding_window"] = u32(window)
-        kv[f"{a}attention.sliding_window_pattern"] = array(
-            ValueType.BOOL, [s.window is not None for s in config.layers]
-        )
     if config.embed_scale != 1.0:
         kv[f"{a}embedding_scale"] = f32(config.embed_scale)
     usual = 1.0 if config.window_from_anchor else math.sqrt(config.n_embd)
@@ -282,6 +267,34 @@ def metadata(config: Config) -> KV:
         if layer.rope_partial not in (0.25, 1.0):
             kv[ROPE_PARTIAL] = f32(layer.rope_partial)
     return kv
+
+
+def size_keys(config: Any) -> KV:
+    """Return the keys with the sizes of a draft whose layers have the same."""
+    layer, a = config.layers[0], f"{config.arch}."
+    return {
+        f"{a}context_length": u32(config.n_ctx),
+        f"{a}embedding_length": u32(config.n_embd),
+        f"{a}block_count": u32(len(config.layers)),
+        f"{a}feed_forward_length": u32(layer.n_ff),
+        f"{a}attention.head_count": u32(layer.n_head),
+        f"{a}attention.head_count_kv": u32(layer.n_kv),
+        f"{a}attention.key_length": u32(layer.head_dim),
+        f"{a}attention.value_length": u32(layer.head_dim),
+        f"{a}attention.layer_norm_rms_epsilon": f32(config.eps),
+        f"{a}rope.freq_base": f32(layer.rope_base),
+        f"{a}rope.dimension_count": u32(layer.head_dim),
+    }
+
+
+def window_keys(config: Any) -> KV:
+    """Return the keys of sliding windows, if a layer has one."""
+    window = next((s.window for s in config.layers if s.window), None)
+    if not window:
+        return {}
+    pattern = array(ValueType.BOOL, [s.window is not None for s in config.layers])
+    a = f"{config.arch}.attention."
+    return {f"{a}sliding_window": u32(window), f"{a}sliding_window_pattern": pattern}
 
 
 def tensors(config: Config) -> list[TensorSpec]:

@@ -20,9 +20,18 @@ from typing import Any
 
 from g4spec.core import MAX_DRAFT
 from g4spec.errors import InputError, Unsupported
-from g4spec.gguf import GGUF, KV, ValueType, array, boolean, f32, string, u32
+from g4spec.gguf import GGUF, KV, ValueType, array, boolean, string, u32
 from g4spec.models import dflash
-from g4spec.models.dflash_backbone import DROPS, PREFIXES, caches, check_taps, require_head, tables
+from g4spec.models.dflash_backbone import (
+    DROPS,
+    PREFIXES,
+    caches,
+    check_taps,
+    require_head,
+    size_keys,
+    tables,
+    window_keys,
+)
 from g4spec.models.eagle3_config import ARCH, Config
 from g4spec.models.eagle3_drafter import Drafter
 from g4spec.models.fields import Fields
@@ -239,32 +248,17 @@ def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) ->
 
 def metadata(config: Config) -> KV:
     """Return upstream's keys, and `g4spec.` keys where upstream has none."""
-    layer, a = config.layers[0], f"{config.arch}."
+    a = f"{config.arch}."
     kv: KV = {
         "general.architecture": string(config.arch),
         f"{a}vocab_size": u32(config.n_vocab),
-        f"{a}context_length": u32(config.n_ctx),
-        f"{a}embedding_length": u32(config.n_embd),
-        f"{a}block_count": u32(len(config.layers)),
-        f"{a}feed_forward_length": u32(layer.n_ff),
-        f"{a}attention.head_count": u32(layer.n_head),
-        f"{a}attention.head_count_kv": u32(layer.n_kv),
-        f"{a}attention.key_length": u32(layer.head_dim),
-        f"{a}attention.value_length": u32(layer.head_dim),
-        f"{a}attention.layer_norm_rms_epsilon": f32(config.eps),
-        f"{a}rope.freq_base": f32(layer.rope_base),
-        f"{a}rope.dimension_count": u32(layer.head_dim),
+        **size_keys(config),
         f"{a}target_layers": array(ValueType.I32, list(config.target_layers)),
         f"{a}target_hidden_size": u32(config.n_target),
         f"{a}norm_before_residual": boolean(config.norm_before_residual),
         f"{a}norm_before_fc": boolean(config.norm_before_fc),
+        **window_keys(config),
     }
-    window = next((s.window for s in config.layers if s.window), None)
-    if window:
-        kv[f"{a}attention.sliding_window"] = u32(window)
-        kv[f"{a}attention.sliding_window_pattern"] = array(
-            ValueType.BOOL, [s.window is not None for s in config.layers]
-        )
     if config.norm_output:
         kv[NORM_OUTPUT] = boolean(True)
     if config.depths:
