@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import resource
 import shlex
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from g4spec.advisor import alternatives, backends, engines, questions
 from g4spec.advisor.cards import assume
@@ -29,6 +32,7 @@ from g4spec.errors import UsageError
 from g4spec.runtime import devices, selftest
 from g4spec.runtime.cuda import kernel_selftest, model_selftest
 from g4spec.runtime.cuda.backend import CudaBackend
+from g4spec.runtime.cuda.step import graphs
 
 FACTS = facts()
 ROOT = Path(__file__).resolve().parents[2]
@@ -645,12 +649,33 @@ def test_self_test_checks_the_kernels_of_the_gpu(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(devices, "select", lambda device: backend)
     monkeypatch.setattr(kernel_selftest, "checks", lambda ops: [(True, f"kernel: {ops}")])
     monkeypatch.setattr(model_selftest, "checks", lambda found: [(found is backend, "models")])
-    monkeypatch.setattr(kernel_selftest, "step_seconds", lambda ops, rows: (1e-4 * rows, 2 * 10**8))
+    monkeypatch.setattr(kernel_selftest, "step_graph", lambda ops, rows: (rows, 2 * 10**8))
+    monkeypatch.setattr(selftest, "gpu_seconds", lambda launch, times: 1e-4 * launch)
     found = list(selftest.checks())
     assert {(True, "kernel: the GPU's operations"), (True, "models")} <= {*found}
     times = [text for ok, text in found if ok is None and text.startswith("step time measured")]
     assert "100 us" in times[0] and "1 row: 2000 GB/s" in times[0]
     assert "16 rows: 125 GB/s" in times[1]
+
+
+def test_the_step_of_the_self_test_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph reads the addresses of its inputs, and does not keep them."""
+    inputs: list[weakref.ref[Any]] = []
+
+    def gated(*read: Any, **options: Any) -> torch.Tensor:
+        inputs.extend(weakref.ref(x) for x in read[:4])
+        return torch.zeros(1)
+
+    launched = mock.Mock()
+    monkeypatch.setattr(kernel_selftest, "HIDDEN", 256)
+    monkeypatch.setattr(kernel_selftest, "FF", 512)
+    monkeypatch.setattr(graphs, "Capture", lambda run, pool: launched)
+    ops = mock.Mock(device="cpu", portable=True, gated=gated, norm_rows=lambda x, *_: x)
+    launch, nbytes = kernel_selftest.step_graph(ops, 2)
+    gc.collect()
+    assert len(inputs) == 4 and all(x() is not None for x in inputs)
+    launch()
+    assert launched.replay.call_count == 1 and nbytes == 3 * 512 * 144
 
 
 def test_speed_without_a_published_acceptance(capsys: pytest.CaptureFixture[str]) -> None:
