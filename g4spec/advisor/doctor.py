@@ -238,7 +238,8 @@ def _memory(d: Diagnosis, v: EngineVerdict) -> None:
 def _speed(facts: Facts, d: Diagnosis, q: Question, v: EngineVerdict) -> None:
     assert v.plan is not None
     estimate = summary.estimate(facts, d.machine, q, v)
-    s = d.section(f"Speed at {v.plan.context:,} tokens, one request (computed, not measured)")
+    source = f" ({estimate.source})" if estimate is not None else ""
+    s = d.section(f"Speed at {v.plan.context:,} tokens, one request{source}")
     if estimate is None:
         s.add("note", summary.NO_SPEED_IN_RAM if v.plan.ram else summary.NO_SPEED)
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from g4spec.advisor import engines
+from g4spec.advisor import engines, measured
 from g4spec.advisor.diagnosis import Diagnosis, Section
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.machine import GIB, Gpu, Machine
@@ -28,6 +28,12 @@ def machine_section(facts: Facts, d: Diagnosis) -> None:
     if len(m.gpus) > 1:
         link = {True: "NVLink", False: "no NVLink", None: "links unknown"}[m.nvlink]
         s.add("note", f"{len(m.gpus)} GPUs on one node, {link}", facts=("pcie",))
+    if m.measured is not None:
+        which = ", the slowest GPU" if len(m.gpus) > 1 else ""
+        text = (
+            f"read bandwidth measured here ({m.measured.date}): {m.measured.read:.0f} GB/s{which}"
+        )
+        s.add("note", text, facts=(measured.ID,))
     if m.driver:
         s.add(
             "note",

@@ -111,13 +111,20 @@ class SpeedFact(Fact):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EfficiencyFact(Fact):
-    """Fraction of the bandwidth ceiling that plain decoding reaches (`low` to `high`), and the cost
-    of a cycle with a draft in plain steps (`cycle_*`; 0 = not published)."""
+    """Speed of plain decoding, as fractions of the GPU's nominal bandwidth (`low` to `high`), and
+    the cost of a cycle with a draft in plain steps (`cycle_*`; 0 = not published).
+
+    Attributes:
+        bandwidth: range of nominal bandwidths, in GB/s, that it is for.
+        read: fraction of the nominal bandwidth that a sum over memory reads on these GPUs; `low`
+            and `high` divided by it are fractions of a measured bandwidth.
+    """
 
     moe: bool
     bandwidth: str
     low: float
     high: float
+    read: float
     cycle_low: float = 0.0
     cycle_high: float = 0.0
 

@@ -14,15 +14,24 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
+class Measurement:
+    """What a card reads from its memory. `read`: GB/s. `date`: as 2026-11-29."""
+
+    read: float
+    date: str
+
+
+@dataclass(frozen=True, slots=True)
 class Gpu:
     """One card.
 
     Attributes:
         cc: compute capability, as (8, 6); None if unknown.
-        memory, free: bytes; None if unknown. `bandwidth`: GB/s or None.
+        memory, free: bytes; None if unknown. `bandwidth`: nominal, in GB/s, or None.
         card: id of its row, or None if the facts do not have the card.
         unified: True if it shares memory with the CPU.
         processes: other processes that use it, as `name (MiB)`.
+        measured: what the self-test measured, or None. It differs a little between equal cards.
     """
 
     name: str
@@ -33,6 +42,7 @@ class Gpu:
     card: str | None = None
     unified: bool = False
     processes: tuple[str, ...] = ()
+    measured: Measurement | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +110,16 @@ class Machine:
 
     @property
     def bandwidth(self) -> float | None:
-        """Memory bandwidth of the slowest card in GB/s; None unless all are known."""
+        """Nominal bandwidth of the slowest card in GB/s; None unless all are known."""
         known = [g.bandwidth for g in self.gpus if g.bandwidth]
         return min(known) if known and len(known) == len(self.gpus) else None
+
+    @property
+    def measured(self) -> Measurement | None:
+        """Measurement of the slowest card; None unless all were measured."""
+        known = [g.measured for g in self.gpus if g.measured is not None]
+        all_known = bool(known) and len(known) == len(self.gpus)
+        return min(known, key=lambda m: m.read) if all_known else None
 
     @property
     def total_gpus(self) -> int:

@@ -13,14 +13,15 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from g4spec.advisor import measured
 from g4spec.advisor.cards import find_card
 from g4spec.advisor.facts import Facts
-from g4spec.advisor.machine import Gpu, Machine
+from g4spec.advisor.machine import Gpu, Machine, Measurement
 from g4spec.advisor.schema import OtherGpuFact
 
 PACKAGES = (
@@ -245,6 +246,10 @@ def _gpus(
         if len(handles) < every:
             notes.append(f"CUDA_VISIBLE_DEVICES={visible}: {len(handles)} of {every} GPUs are used")
         gpus = [_gpu(facts, ask, handle, memory, notes) for handle in handles]
+        gpus = [
+            replace(gpu, measured=_measured(ask, handle, notes))
+            for gpu, handle in zip(gpus, handles, strict=True)
+        ]
         linked = (
             any(ask("nvmlDeviceGetNvLinkState", handles[0], link) == 1 for link in range(4))
             if len(handles) > 1
@@ -253,6 +258,18 @@ def _gpus(
         if not gpus:
             notes.append("the NVIDIA driver is loaded, but no GPU is visible to this process")
         return gpus, driver, cuda, linked
+
+
+def _measured(ask: _NvmlCalls, handle: Any, notes: list[str]) -> Measurement | None:
+    """Return what the self-test measured on a card, or None."""
+    uuid, driver = ask.text("nvmlDeviceGetUUID", handle), ask.text("nvmlSystemGetDriverVersion")
+    return measured.load(uuid, driver, notes) if uuid is not None else None
+
+
+def driver_version() -> str | None:
+    """Return the version of NVIDIA's driver, or None without one."""
+    with _nvml() as nvml:
+        return _NvmlCalls(nvml).text("nvmlSystemGetDriverVersion") if nvml is not None else None
 
 
 class _NvmlCalls:

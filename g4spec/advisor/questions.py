@@ -8,13 +8,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from g4spec.advisor import backends, cards, engines, lookup, versions
+from g4spec.advisor import backends, cards, engines, lookup, measured, versions
 from g4spec.advisor.cache_sizes import BITS
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.format_choice import Question
 from g4spec.advisor.layer_split import split_of
 from g4spec.advisor.machine import Machine
-from g4spec.advisor.schema import CardFact, Conditions, Fact
+from g4spec.advisor.schema import CardFact, Conditions, Fact, NoteFact
 from g4spec.errors import CheckFailed, InputError, UsageError
 
 ALIASES = {"llamacpp": "llama.cpp", "llama-cpp": "llama.cpp", "llama_cpp": "llama.cpp"}
@@ -140,7 +140,7 @@ def build_machine(facts: Facts, assume: str | None, given: Iterable[str]) -> Mac
 
 def explain(facts: Facts, id: str, out: TableOutput) -> None:
     """Print the fact with this id, its source and date; raise UsageError for an unknown id."""
-    row = facts.by_id.get(id)
+    row = _measured(facts) if id == measured.ID else facts.by_id.get(id)
     if row is None:
         near = [k for k in facts.by_id if id.lower() in k][:8]
         raise UsageError(
@@ -155,6 +155,28 @@ def explain(facts: Facts, id: str, out: TableOutput) -> None:
         out.line(f"  source: {link}")
     out.line(f"  date: {row.date}")
     out.result({**asdict(row), "links": facts.cite(row)})
+
+
+def _measured(facts: Facts) -> Fact:
+    """Return what the self-test measured on this machine; raise UsageError without it."""
+    from g4spec.advisor.machine_probe import probe
+
+    machine = probe(facts)
+    here = machine.measured
+    if here is None:
+        raise UsageError(
+            "no bandwidth was measured on this machine",
+            fix="run `g4spec doctor --self-test` on a GPU; `g4spec doctor --verbose` says why a "
+            "measurement is not used",
+        )
+    says = "; ".join(f"{g.name}: {g.measured.read:.0f} GB/s" for g in machine.gpus if g.measured)
+    return NoteFact(
+        id=measured.ID,
+        source=(str(measured.folder()),),
+        date=here.date,
+        topic="read bandwidth measured here by the self-test",
+        says=says,
+    )
 
 
 def _fields(row: Fact) -> list[tuple[str, str]]:

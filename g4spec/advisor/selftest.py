@@ -10,12 +10,15 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
+from g4spec.advisor import measured
+from g4spec.advisor.machine_probe import driver_version
+
 TIMEOUT = 300
 
 MARK = "RESULT "
 CHILD = (
-    "import json; from g4spec.runtime.selftest import checks; "
-    f"print({MARK!r} + json.dumps(list(checks())))"
+    "import json; from g4spec.runtime.selftest import bandwidths, checks; "
+    f"print({MARK!r} + json.dumps([list(bandwidths()), list(checks())]))"
 )
 
 
@@ -28,7 +31,7 @@ class CheckResult:
 
 
 def run() -> list[CheckResult]:
-    """Run all checks."""
+    """Run all checks, and store the bandwidth of each GPU for later estimates."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", CHILD],
@@ -45,4 +48,17 @@ def run() -> list[CheckResult]:
         if last == "ModuleNotFoundError: No module named 'torch'":
             last = "no torch here, which running a model needs: pip install 'g4spec[run]'"
         return [CheckResult(False, f"failed in a child process: {last}")]
-    return [CheckResult(ok, text) for ok, text in json.loads(line.removeprefix(MARK))]
+    read, checks = json.loads(line.removeprefix(MARK))
+    driver = driver_version() if read else None
+    stored = [_store(name, uuid, driver, speed) for name, uuid, speed in read]
+    return [CheckResult(ok, text) for ok, text in checks] + stored
+
+
+def _store(name: str, uuid: str, driver: str | None, read: float | None) -> CheckResult:
+    """Store the bandwidth of a GPU, in GB/s, and report it. The check does not fail if it cannot
+    be stored."""
+    if read is None:
+        return CheckResult(None, f"read bandwidth not measured: too little memory is free ({name})")
+    why = measured.store(name, uuid, driver, read)
+    text = f"read bandwidth measured here: {read:.0f} GB/s ({name})"
+    return CheckResult(None, f"{text}, not stored: {why}" if why else text)

@@ -80,7 +80,7 @@ def summarize(
     made = estimate(facts, machine, q, v)
     in_ram = v.plan is not None and v.plan.ram > 0
     unknown = NO_SPEED_IN_RAM if in_ram else NO_SPEED
-    expected = f"{speed_text(made, q.draft)} (computed, not measured)" if made else unknown
+    expected = f"{speed_text(made, q.draft)} ({made.source})" if made else unknown
     lines = [*([("why", reason)] if reason else []), *_plan(v), ("speed", expected)]
     then, engine = upgraded(machine, v.engine.name) if newer else machine, v.engine.name
     command = f"g4spec recipe {engine} {format_choice.command_options(q, then, engine)}"

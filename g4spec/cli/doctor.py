@@ -55,7 +55,9 @@ def command(
     self_test: Annotated[
         bool,
         typer.Option(
-            "--self-test", help="Check g4spec's kernels against the reference on this machine."
+            "--self-test",
+            help="Check g4spec's kernels against the reference on this machine, and measure its "
+            "bandwidth, which later speeds are computed from.",
         ),
     ] = False,
     network: Annotated[

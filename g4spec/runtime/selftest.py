@@ -12,6 +12,7 @@ from g4spec.ops.reference import Ops
 from g4spec.runtime import devices
 
 READ_TIMES, STEP_TIMES = 5, 20
+MIN_READ = 1 << 30
 
 Check = tuple[bool | None, str]
 """Whether a check passed (None for information, as a measured bandwidth), and its description."""
@@ -20,11 +21,8 @@ Check = tuple[bool | None, str]
 def checks() -> Iterator[Check]:
     """Yield all checks of this machine."""
     yield from reference_checks()
-    available = torch.cuda.is_available()
-    yield None, f"torch {torch.__version__}, CUDA {'' if available else 'not '}available"
-    if available:
-        name = torch.cuda.get_device_name()
-        yield None, f"read bandwidth measured here: {bandwidth():.0f} GB/s ({name})"
+    available = "" if torch.cuda.is_available() else "not "
+    yield None, f"torch {torch.__version__}, CUDA {available}available"
     try:
         yield from kernel_checks()
     except EnvironmentProblem as missing:
@@ -63,10 +61,22 @@ def reference_checks() -> Iterator[Check]:
     yield error < 1e-3, f"reference runtime: largest error against 64-bit floats {error:.1e}"
 
 
-def bandwidth() -> float:
-    """Measure how fast the GPU reads its memory, in GB/s."""
-    n = min(torch.cuda.mem_get_info()[0] // 2, 4 << 30) // 4
-    data = torch.zeros(n, device="cuda")
+def bandwidths() -> Iterator[tuple[str, str, float | None]]:
+    """Yield the name of each GPU, its UUID as NVML writes it, and its read bandwidth in GB/s; None
+    if it has too little free memory to measure it."""
+    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        found = torch.cuda.get_device_properties(i)
+        with torch.cuda.device(i):
+            yield found.name, f"GPU-{str(found.uuid).removeprefix('GPU-')}", bandwidth()
+
+
+def bandwidth() -> float | None:
+    """Measure how fast the current GPU reads its memory, in GB/s; None if half of what is free is
+    so small that a cache could hold part of it."""
+    size = min(torch.cuda.mem_get_info()[0] // 2, 4 << 30)
+    if size < MIN_READ:
+        return None
+    data = torch.zeros(size // 4, device="cuda")
     return data.nbytes / gpu_seconds(data.sum, READ_TIMES) / 1e9
 
 
