@@ -268,7 +268,7 @@ def test_published_ceilings(card: CardFact) -> None:
 
 def test_measured_speeds_are_in_the_estimated_range() -> None:
     """RTX 3090, 31B: 35 to 37 tokens/s were reported; GB10, 31B FP8: 5.53, and 15.44 with
-    DFlash."""
+    DFlash; H100, 31B BF16: 40.3, and 196."""
     t = target("31b")
     card = assume(FACTS, "RTX 3090")
     estimate = speed.estimate(FACTS, card, t, None, fit_option(t, "Q4_K_M"), "q8_0", 2048, 1)
@@ -280,6 +280,10 @@ def test_measured_speeds_are_in_the_estimated_range() -> None:
     assert estimate.low * 0.95 <= 5.53 <= estimate.high
     assert estimate.draft_low <= 15.44 <= estimate.draft_high
     assert [r.best for r in estimate.reports] == [(15.44,)]
+    card = assume(FACTS, "H100")
+    estimate = speed.estimate(FACTS, card, t, pair, fit_option(t, "BF16"), "bf16", 256, 1)
+    assert estimate is not None and estimate.low <= 40.3 <= estimate.high
+    assert estimate.draft_low <= 196 <= estimate.draft_high
 
 
 def test_without_a_bandwidth_there_is_no_estimate() -> None:
