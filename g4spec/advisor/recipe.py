@@ -33,7 +33,7 @@ class RecipePart:
     """One flag, environment variable or command, with its reason and the id of its row.
 
     Attributes:
-        part: as `FlagFact.part`. `versions`: the engine versions it applies to; "": all.
+        part: as `FlagFact.part`. `versions`: as `FlagFact.versions`.
     """
 
     part: str
@@ -82,7 +82,7 @@ class Recipe:
         """Return one line per part: text, reason, versions and id."""
         out = []
         for p in self.parts:
-            limit = f" ({self.title} {p.versions})" if p.versions else ""
+            limit = f" ({self._versions(p)})"
             if p.part in ("prepare", "bench"):
                 # "# when and where: command" is for the reader to run
                 text = p.text.partition(": ")[2] if p.text.startswith("#") else p.text
@@ -91,6 +91,12 @@ class Recipe:
                 text = p.text.replace("{rank}", "RANK")
                 out.append(f"{text}: {p.reason}{limit}  [{p.fact}]")
         return out
+
+    def _versions(self, p: RecipePart) -> str:
+        """Return the versions that a part holds for, as text."""
+        if p.versions in ("any", "unknown"):
+            return "any version" if p.versions == "any" else "versions unknown"
+        return f"{self.title} {p.versions}"
 
     def json(self) -> dict[str, Any]:
         return {
@@ -233,7 +239,7 @@ def _take(r: Recipe, flag: FlagFact, values: dict[str, str], q: Question, v: Eng
         return
     text = flag.text.format_map(values | {"rank": "{rank}"})
     reason = flag.reason.format_map(values)
-    r.parts.append(RecipePart(flag.part, text, reason, flag.when.versions or "", flag.id))
+    r.parts.append(RecipePart(flag.part, text, reason, flag.versions, flag.id))
     if flag.part == "prepare":
         r.prepare.append(text)
     elif flag.part == "bench":
@@ -270,7 +276,7 @@ def _assemble(r: Recipe, machine: Machine, values: dict[str, str], engine: str) 
                 f"{HEAD}: the address of the first node; every other node "
                 "adds --headless and its own rank",
                 "the same rank twice hangs",
-                "",
+                next(p.versions for p in r.parts if p.fact == "flag-vllm-nodes"),
                 "flag-vllm-nodes",
             )
         )

@@ -319,6 +319,10 @@ class FlagFact(Fact):
             bench (a command before or after), image (container image), note.
         text: the text, with placeholders {model}, {draft}, {n}, {ctx}, {tp}, {nodes}, {kv}, ...
         order: position in the command, lowest first.
+        holds: versions of the engine that it was read or reported for, as a range: from the first
+            one to the newest that the facts know, if it has no end. "any": it does not depend on
+            the engine; "unknown": no source says. Left out if `when` has a range, outside of which
+            the flag is not needed.
     """
 
     engine: str
@@ -327,3 +331,9 @@ class FlagFact(Fact):
     reason: str
     order: int = 50
     when: Conditions = Conditions()
+    holds: str = ""
+
+    @property
+    def versions(self) -> str:
+        """The versions of the engine that it holds for: a range, "any" or "unknown"."""
+        return self.when.versions or self.holds

@@ -110,7 +110,7 @@ def _show(out: render.Output, r: Recipe) -> None:
             if i == 0 or node:
                 out.line(f"# {title}{node}", "bold", gap=True)
             out.script(text)
-    holds = f"for {r.title} {r.version}; a range in parentheses is where the flag applies"
+    holds = f"for {r.title} {r.version}; versions in parentheses are those that a flag holds for"
     out.line(f"# Why ({holds})", "bold", gap=True)
     for text in r.reasons():
         out.line(f"#   {text}")

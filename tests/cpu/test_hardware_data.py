@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from g4spec import quant
+from g4spec import __version__, quant
 from g4spec.advisor import facts as loader
 from g4spec.advisor import schema as rows
 from g4spec.advisor import versions
@@ -90,6 +90,22 @@ def test_ids_that_rows_mention_exist(known: Facts) -> None:
         assert [
             d for d in p.when.drafts if not isinstance(known.by_id.get(d), rows.DraftFact)
         ] == []
+
+
+def test_every_flag_says_for_which_versions_it_holds(known: Facts) -> None:
+    """A range, or that the engine does not matter, or that it is unknown. Flags that do not depend
+    on the version hold in the newest one that the facts know, for which recipes are written."""
+    newest = {e.name: e.newest for e in known.all(rows.EngineFact)} | {"g4spec": __version__}
+    for flag in known.all(FlagFact):
+        assert bool(flag.holds) != bool(flag.when.versions), flag.id
+        if flag.versions in ("any", "unknown"):
+            continue
+        versions.check(flag.versions)
+        if flag.holds:
+            assert versions.holds(flag.holds, versions.parse(newest[flag.engine])), (
+                flag.id,
+                flag.holds,
+            )
 
 
 def test_bad_problems_have_a_fix(known: Facts) -> None:
