@@ -16,6 +16,7 @@ from g4spec import models, validate
 from g4spec.errors import EnvironmentProblem, InputError
 from g4spec.gguf import GGUF
 from g4spec.gguf.parts import first_parts
+from g4spec.server import server_info
 from g4spec.server.remote_request import EngineLost
 from g4spec.server.service import Service
 
@@ -36,6 +37,7 @@ class Model:
         name: id of the model.
         target: GGUF of the target.
         drafts: drafts that fit, best first; those that fail validation are removed.
+        header: sizes of the target that its file names, for `meta` of /v1/models.
         created: modification time of the target when the folder was scanned.
         draft: the draft it was loaded with, or None.
         status: "unloaded", "loading" or "loaded".
@@ -57,6 +59,7 @@ class Model:
     target: Path
     drafts: list[Path] = field(default_factory=list)
     created: int = 0
+    header: dict[str, int] = field(default_factory=dict)
     draft: Path | None = None
     status: str = "unloaded"
     read: tuple[int, int] | None = None
@@ -117,6 +120,8 @@ class Model:
             "draft": draft.name if draft else None,
             "other_drafts": [path.name for path in self.drafts if path != draft],
             "status": {"value": status, **details},
+            "architecture": server_info.ARCHITECTURE,
+            "meta": self.header,
         }
         if self.service is not None:
             engine = self.service.engine
@@ -133,6 +138,18 @@ def _verb(drafts: list[str]) -> str:
     return "fits" if len(drafts) == 1 else "fit"
 
 
+def _header(file: GGUF, arch: str) -> dict[str, int]:
+    """Return the sizes in a target's header that /v1/models shows; without those that are missing
+    or not numbers, which loading it reports."""
+    table = file.tensors.get("token_embd.weight")
+    found = {
+        "n_ctx_train": file.kv.get(f"{arch}.context_length"),
+        "n_vocab": table.shape[0] if table is not None and table.shape else None,
+        "n_embd": file.kv.get(f"{arch}.embedding_length"),
+    }
+    return {name: n for name, n in found.items() if type(n) is int}
+
+
 def find_models(folder: Path | None) -> list[Model]:
     """Return the targets in a folder and its subfolders, each with its matching drafts.
 
@@ -145,12 +162,13 @@ def find_models(folder: Path | None) -> list[Model]:
     """
     if folder is None or not folder.is_dir():
         raise InputError(f"{folder}: not a folder", expected="a folder of GGUF files")
-    targets, drafts = [], []
+    targets: dict[Path, dict[str, int]] = {}
+    drafts = []
     for path in first_parts(sorted([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")])):
         with GGUF(path) as file:
             arch = file.kv.get("general.architecture")
             if arch in models.TARGETS:
-                targets.append(path)
+                targets[path] = _header(file, str(arch))
             elif models.find_kind(arch, file.tensors) is not None:
                 drafts.append(path)
     if not targets:
@@ -162,14 +180,14 @@ def find_models(folder: Path | None) -> list[Model]:
     pairs = [name for name in validate.all_rules() if name.startswith("G4-PAIR-")]
     names: set[str] = set()
     out = []
-    for path in targets:
+    for path, header in targets.items():
         name = path.stem if path.stem not in names else f"{path.parent.name}/{path.stem}"
         names.add(name)
         reports = [validate.validate(draft, path, only=pairs) for draft in drafts]
         fitting = [report for report in reports if report.ok]
         fitting.sort(key=lambda report: (len(report.failures), report.path.name))
         created = int(path.stat().st_mtime)
-        out.append(Model(name, path, [report.path for report in fitting], created))
+        out.append(Model(name, path, [report.path for report in fitting], created, header))
     return out
 
 

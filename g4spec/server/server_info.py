@@ -8,6 +8,9 @@ from typing import Any
 from g4spec.server import response_parts
 from g4spec.server.service import Service
 
+ARCHITECTURE = {"input_modalities": ["text"], "output_modalities": ["text"]}
+"""The `architecture` of models in llama.cpp's list of several."""
+
 
 def model(service: Service) -> dict[str, Any]:
     """Return the entry of /v1/models."""

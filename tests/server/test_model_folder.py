@@ -6,11 +6,13 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from g4spec import convert
+from g4spec.server import model_folder
 from g4spec.server.model_folder import find_models
 from g4spec.server.remote_request import EngineLost
 from g4spec.server.service import Service
@@ -55,6 +57,14 @@ def test_drafts_that_fit_equally_are_named(family: Path, tmp_path: Path, room: M
     assert model.draft_note() == "target: draft dflash.gguf"
     (tmp_path / "dflash.gguf").unlink()
     assert find_models(tmp_path)[0].draft_note() == "target: no draft in the folder fits"
+
+
+@pytest.mark.parametrize(("shape", "width"), [((), "wide"), ((4096, 8), True), (None, None)])
+def test_sizes_of_broken_headers_are_not_shown(shape: Any, width: Any) -> None:
+    """Loading the model reports what is wrong with it; the list of models has what is there."""
+    tensors = {} if shape is None else {"token_embd.weight": SimpleNamespace(shape=shape)}
+    file: Any = SimpleNamespace(kv={"gemma4.embedding_length": width}, tensors=tensors)
+    assert model_folder._header(file, "gemma4") == ({"n_vocab": 4096} if shape else {})
 
 
 def test_split_models_are_served(family: Path, tmp_path: Path, room: ModelLoader) -> None:

@@ -118,6 +118,8 @@ def test_each_target_finds_its_draft(folder: Path, family: Path) -> None:
 def test_requests_choose_a_model(several: ModelServer, room: ModelLoader, plain: Served) -> None:
     http = several.http
     assert several.status() == {"first": "unloaded", "second": "unloaded"}
+    before = http.get("/v1/models/second").json()
+    assert before["architecture"] == {"input_modalities": ["text"], "output_modalities": ["text"]}
     assert http.get("/health").status_code == 200
     assert "/models/load" in http.get("/openapi.json").json()["paths"]
     assert several.status() == {"first": "unloaded", "second": "unloaded"}
@@ -131,6 +133,7 @@ def test_requests_choose_a_model(several: ModelServer, room: ModelLoader, plain:
     assert room.opened == ["first", "second"]
     data = http.get("/v1/models/second").json()
     assert data["draft"] == "dflash.gguf" and data["meta"]["n_ctx"] == 512
+    assert data["meta"] == {"n_ctx": 512, **before["meta"]} and len(before["meta"]) == 3
     assert http.get("/props?model=first").json()["model_alias"] == "first"
     assert "vllm:" in http.get("/metrics?model=second").text
     for method, path, body in (
