@@ -44,6 +44,10 @@ from g4spec.server.settings import Settings
 TINY = Path(__file__).parent.parent / "examples" / "tiny"
 WINDOWS = {"wide": (1280, 860), "phone": (390, 780)}
 BAD = "<img src=x onerror=pwned=1><script>pwned=1</script><b>bold</b> [x](javascript:pwned=1)"
+RECORD = (
+    "Turn this record into JSON:\nname: Clara\ncity: Lisbon\nage: 41\njob: painter\n"
+    "email: clara52@example.com"
+)
 
 LAUNCH = """
 import fcntl, os, sys
@@ -290,6 +294,16 @@ def conversation(server: Page, page: Browser, pictures: Path | None, name: str) 
     return wrong
 
 
+def live(server: Page, page: Browser, path: Path) -> None:
+    """Take the picture of the guides: an answer that is being generated, and the live view."""
+    page.open(server.url)
+    page.run("$('new').click()")
+    ask(page, RECORD, temperature=0, max_tokens="", draft_max="")
+    page.until("chat.messages.length === 2 && chat.messages[1].pieces.length > 40")
+    page.picture(path)
+    page.until("!running")
+
+
 def stopped(server: Page, page: Browser) -> list[str]:
     """Stop an answer."""
     ask(page, "Tell me more", max_tokens=1500, temperature=5)
@@ -367,6 +381,8 @@ def main() -> int:
                     page = Browser(str(folder / view), window, scheme)
                     found[view] = conversation(server, page, args.pictures, view)
                     found[view] += page.complaints(server.url)
+                    if args.pictures and view == "wide-light":
+                        live(server, page, args.pictures / "live.png")
                     if view == "wide-dark":
                         found["hostile"] = hostile(server, page) + page.complaints(server.url)
                     page.close()

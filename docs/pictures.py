@@ -1,8 +1,8 @@
 """Draw docs/colours.png from a real run: `pictures.py TARGET DRAFT`, on a machine with Chromium.
 
 The terminal's own output of `generate --show-draft` is turned into HTML by rich and photographed.
-docs/live.png is taken by benchmarks/cpu_browser_page.py, docs/sweep.png is the top of a report of
-`g4spec bench`.
+docs/live.png is written by benchmarks/cpu_browser_page.py --pictures DIR, docs/sweep.png is the top
+of a report of `g4spec bench`.
 """
 
 from __future__ import annotations
