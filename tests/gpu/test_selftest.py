@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from g4spec.advisor import machine_probe, measured
+from g4spec.advisor.facts import facts
 from g4spec.advisor.selftest import run
 from g4spec.runtime.cuda import kernel_selftest as selftest
 from g4spec.runtime.cuda import model_selftest
@@ -30,8 +33,13 @@ def test_the_kernels_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_gpu
-def test_doctor_checks_the_kernels() -> None:
+def test_doctor_checks_the_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It also finds the bandwidth again that it stored under the GPU's UUID."""
+    monkeypatch.setattr(measured, "folder", lambda: tmp_path)
     found = run()
+    here = machine_probe.probe(facts()).measured
+    assert here is not None and here.read > 100
+    assert f"read bandwidth measured here: {here.read:.0f} GB/s" in str(found)
     assert all(check.ok is not False for check in found), found
     for text in ("kernel: Q4_K matmul", "kernel: IQ2_XXS matmul", *TITLES):
         assert any(check.ok and check.text.startswith(text) for check in found), text
