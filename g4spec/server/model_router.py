@@ -30,7 +30,7 @@ from g4spec.server.middleware import create_middleware, error_response
 from g4spec.server.model_folder import Model
 from g4spec.server.openapi import described, document
 from g4spec.server.replay import is_valid_name
-from g4spec.server.request_errors import RequestError
+from g4spec.server.request_errors import RequestError, unknown_model
 from g4spec.server.response_parts import SYSTEM_FINGERPRINT
 from g4spec.server.sse import ClientDisconnected, cancel_on_disconnect, event, unowned_stream
 
@@ -177,12 +177,7 @@ class ModelRouter:
 
     def _named(self, name: str) -> Model:
         if name not in self.models.all:
-            raise RequestError(
-                404,
-                f"the model {name!r:.80} is not served here, only {', '.join(self.models.all)}",
-                param="model",
-                code="model_not_found",
-            )
+            raise unknown_model(name, self.models.all)
         return self.models.all[name]
 
     def _select(self, name: str | None) -> Model:

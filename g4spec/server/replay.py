@@ -15,7 +15,7 @@ from contextlib import aclosing
 
 from starlette.requests import Request
 
-from g4spec.server.request_errors import RequestError
+from g4spec.server.request_errors import RequestError, check_query
 from g4spec.server.sse import Events, StreamSource
 
 log = logging.getLogger("g4spec.server")
@@ -163,14 +163,7 @@ class ReplayStore:
     def requested(self, request: Request, owner: str | None) -> tuple[RecordedStream, int]:
         """Return the stream that a request resumes, and how many events the client has."""
         query = request.query_params
-        for name in query:
-            if name not in ("conv_id", "from", "model"):
-                raise RequestError(
-                    400,
-                    f"unknown query parameter {name:.80}; remove it",
-                    param=name,
-                    code="unknown_field",
-                )
+        check_query(query, ("conv_id", "from", "model"))
         check_named(name := query.get("conv_id", ""))
         at = query.get("from", request.headers.get("last-event-id", "0"))
         if not re.fullmatch("[0-9]{1,9}", at):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container, Iterable
 from typing import Any
 
 from g4spec.errors import EnvironmentProblem, G4Error, PromptTooLong, spell
@@ -98,3 +99,25 @@ class RequestError(Exception):
         """Return the response body in Anthropic's format."""
         kind = ANTHROPIC.get(self.status, "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+
+def unknown_model(name: str, known: Iterable[str]) -> RequestError:
+    """Return the error for a request that names none of the served models."""
+    return RequestError(
+        404,
+        f"the model {name!r:.80} is not served here, only {', '.join(known)}",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def check_query(query: Iterable[str], known: Container[str]) -> None:
+    """Raise RequestError (400) for a query parameter that is not known."""
+    for name in query:
+        if name not in known:
+            raise RequestError(
+                400,
+                f"unknown query parameter {name:.80}; remove it",
+                param=name,
+                code="unknown_field",
+            )

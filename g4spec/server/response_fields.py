@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from g4spec.server.fields import Body, Content, Effort, Hints, Json, Sampling
 from g4spec.server.message_fields import Caller
-from g4spec.server.request_errors import RequestError
+from g4spec.server.request_errors import RequestError, check_query
 
 
 class TextPart(Body):
@@ -233,14 +233,8 @@ def followed(query: Mapping[str, str], streamed: bool) -> int | None:
         streamed: True if the response has recorded events.
     """
     known = {"stream": ("true", "false"), "include_obfuscation": ("false",), "starting_after": ()}
+    check_query(query, known)
     for name, value in query.items():
-        if name not in known:
-            raise RequestError(
-                400,
-                f"unknown query parameter {name:.80}; remove it",
-                param=name,
-                code="unknown_field",
-            )
         if known[name] and value not in known[name]:
             raise RequestError(
                 400, f"{name}: expected {' or '.join(known[name])}, found {value!r:.60}", param=name

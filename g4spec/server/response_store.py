@@ -11,7 +11,7 @@ from typing import Any
 
 from g4spec.server.fields import Json
 from g4spec.server.json_response import dumps
-from g4spec.server.request_errors import RequestError
+from g4spec.server.request_errors import RequestError, check_query
 from g4spec.server.service import Generation
 
 MAX_RESPONSES = 1000
@@ -185,15 +185,7 @@ class ResponseStore:
         Args:
             query: parameters `limit` (1 to 100), `order` ("asc" or "desc"), `after` (an id).
         """
-        known = {"limit", "order", "after"}
-        for name in query:
-            if name not in known:
-                raise RequestError(
-                    400,
-                    f"unknown query parameter {name:.80}; remove it",
-                    param=name,
-                    code="unknown_field",
-                )
+        check_query(query, {"limit", "order", "after"})
         limit, order = query.get("limit", "20"), query.get("order", "desc")
         if not re.fullmatch("[0-9]{1,4}", limit) or not 1 <= int(limit) <= 100:
             raise RequestError(400, "limit: expected 1 to 100", param="limit")

@@ -23,7 +23,7 @@ from g4spec.server.metrics import Metrics
 from g4spec.server.output_parser import AnswerStream, Parser
 from g4spec.server.prompt import Prompter
 from g4spec.server.remote_request import EngineLost
-from g4spec.server.request_errors import RequestError
+from g4spec.server.request_errors import RequestError, unknown_model
 from g4spec.server.settings import Settings
 
 log = logging.getLogger("g4spec.server")
@@ -125,12 +125,7 @@ class Service:
         """Raise RequestError (404) for the name of another model."""
         known = (self.settings.model, *self.settings.aliases)
         if name is not None and name not in known:
-            raise RequestError(
-                404,
-                f"the model {name!r:.80} is not served here, only {', '.join(known)}",
-                param="model",
-                code="model_not_found",
-            )
+            raise unknown_model(name, known)
 
     async def submit(self, job: Job) -> Generation:
         """Queue a job; raise RequestError if the queue is full (429) or the server stops (503)."""
