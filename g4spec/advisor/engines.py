@@ -84,32 +84,38 @@ def situation(
     gpus: int,
 ) -> Situation:
     """Collect the values that the conditions of facts are matched against."""
-    memory = machine.memory
     quant = (option.format if option is not None else "") + " " + (option.hub if option else "")
     if name == "vllm" and option is not None and option.format == "FP8" and not q.target.is_local:
         quant += " fp8-runtime"
-    return Situation(
-        engine=name,
-        version=version,
-        cc=machine.cc,
-        gpus=max(gpus // machine.nodes, 1),
-        nodes=machine.nodes,
-        memory=memory / GIB if memory is not None else None,
+    return replace(
+        machine_situation(machine, name, version, max(gpus // machine.nodes, 1)),
         context=context,
-        driver=machine.driver,
-        unified=machine.unified if machine.gpus else None,
-        wsl=machine.wsl,
-        mixed=machine.mixed,
-        nvlink=machine.nvlink,
         moe=q.target.moe,
         experts_in_ram=bool(q.split.n_cpu_moe),
-        cards=tuple(g.card for g in machine.gpus if g.card),
         model=q.target.size,
         quant=quant,
         draft=q.draft.kind if q.draft is not None else "none",
         drafts=q.draft.ids if q.draft is not None else (),
         kv=kv,
         backend=q.backend,
+    )
+
+
+def machine_situation(machine: Machine, name: str, version: str, gpus: int) -> Situation:
+    """Collect the values that do not depend on a question. `gpus`: cards of one node."""
+    return Situation(
+        engine=name,
+        version=version,
+        cc=machine.cc,
+        gpus=gpus,
+        nodes=machine.nodes,
+        memory=machine.memory / GIB if machine.memory is not None else None,
+        driver=machine.driver,
+        unified=machine.unified if machine.gpus else None,
+        wsl=machine.wsl,
+        mixed=machine.mixed,
+        nvlink=machine.nvlink,
+        cards=tuple(g.card for g in machine.gpus if g.card),
         env=machine.env,
         versions=dict(machine.tools),
     )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from g4spec.advisor import alternatives, engines
 from g4spec.advisor.alternatives import mtp_assistant
-from g4spec.advisor.conditions import Situation, matches
+from g4spec.advisor.conditions import matches
 from g4spec.advisor.diagnosis import Diagnosis, Section
 from g4spec.advisor.engine_verdict import EngineVerdict, best_verdict, verdicts_asked
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.format_choice import Question
 from g4spec.advisor.lengths import start_length
-from g4spec.advisor.machine import GIB, assume_options
+from g4spec.advisor.machine import assume_options
 from g4spec.advisor.named_models import DraftModel, from_row, named_target
 from g4spec.advisor.schema import DraftFact, Mark, ProblemFact, SizeFact
 from g4spec.advisor.summary import estimate
@@ -142,22 +142,7 @@ def general_problems(facts: Facts, d: Diagnosis) -> None:
     seen: set[str] = set()
     for name in ("vllm", "llama.cpp"):
         version, installed = engines.version_of(facts, m, name)
-        base = Situation(
-            engine=name,
-            version=version,
-            cc=m.cc,
-            gpus=len(m.gpus),
-            nodes=m.nodes,
-            memory=m.memory / GIB if m.memory else None,
-            driver=m.driver,
-            unified=m.unified,
-            wsl=m.wsl,
-            mixed=m.mixed,
-            nvlink=m.nvlink,
-            env=m.env,
-            versions=dict(m.tools),
-            cards=tuple(g.card for g in m.gpus if g.card),
-        )
+        base = engines.machine_situation(m, name, version, len(m.gpus))
         for p in sorted(facts.all(ProblemFact), key=lambda p: p.rank):
             if p.id not in seen and matches(p.when, base):
                 seen.add(p.id)
