@@ -32,6 +32,7 @@ _MANY = (
 """Counts of any length, which may also be products: only beside the name of a known GPU."""
 _SIZE = re.compile(r"\b(\d+(?:\.\d+)?)\s*(?:gb|gib|g)\b", re.IGNORECASE)
 _BETWEEN = re.compile(rf"^(.+[\d\s)])\s*([x×*]\s*\d{{1,18}})\s+({_SIZE.pattern})$", re.IGNORECASE)
+_MIG = re.compile(r"\b\d+g\.(\d+)gb\b", re.IGNORECASE)
 _OTHER_UNIT = re.compile(r"\b\d+(?:\.\d+)?\s*(?:[kmt]b|[kmt]ib)\b", re.IGNORECASE)
 _SM = re.compile(r"\bsm_?(\d{2,3})[af]?\b", re.IGNORECASE)
 _CPU = re.compile(r"^(cpu( only)?|no (nvidia )?gpu|ram)$", re.IGNORECASE)
@@ -72,23 +73,27 @@ def other(facts: Facts, name: str) -> OtherGpuFact | None:
     return next((o for o in facts.all(OtherGpuFact) if re.search(o.pattern, name.lower())), None)
 
 
-def card_gpu(card: CardFact, name: str, size: float | None) -> Gpu:
+def card_gpu(facts: Facts, card: CardFact, size: float | None) -> Gpu:
     """Build a GPU from its row. `size` in GB selects the memory version; default: the largest."""
     sizes = card.memory
     gb = max(sizes) if size is None else min(sizes, key=lambda s: abs(s - size))
-    if size is not None and abs(gb - size) > max(1.5, 0.05 * gb):
+    if size is not None and not _is_memory(gb, size):
+        series = words(card.name)[:2]
+        like = [c for c in facts.all(CardFact) if words(c.name)[:2] == series and c is not card]
+        named = [f'"{card.name} {sizes[0]}GB"']
+        named += [f'"{c.name} {s}GB"' for c in like for s in c.memory if _is_memory(s, size)]
         raise UsageError(
             f"{card.name} with {size:g} GB",
             expected=" or ".join(f"{s} GB" for s in sizes),
             found=f"{size:g} GB",
-            fix=f'write "{card.name} {sizes[0]}GB", or "sm_{card.cc.replace(".", "")} {size:g}GB" '
+            fix=f'write {", ".join(named)}, or "sm_{card.cc.replace(".", "")} {size:g}GB" '
             "for a GPU that is not in the list",
         )
     index = sizes.index(gb) if len(card.bandwidth) == len(sizes) else -1
     memory = int((card.visible or gb) * GIB)
     major, minor = parse(card.cc)
     return Gpu(
-        name or card.name,
+        card.name,
         (major, minor),
         memory,
         None,
@@ -96,6 +101,11 @@ def card_gpu(card: CardFact, name: str, size: float | None) -> Gpu:
         card.id,
         card.unified,
     )
+
+
+def _is_memory(listed: float, given: float) -> bool:
+    """Return True if a given size in GB may mean a listed one."""
+    return abs(listed - given) <= max(1.5, 0.05 * listed)
 
 
 def assume(facts: Facts, text: str, tools: Mapping[str, str] | None = None) -> Machine:
@@ -173,6 +183,14 @@ def _without_gpu(bare: str, text: str, tools: Mapping[str, str] | None) -> Machi
 
 def _card(facts: Facts, name: str, text: str) -> Gpu:
     """Find one card by name, or by capability and size; raise UsageError if there is none."""
+    if instance := _MIG.search(name):
+        whole = find_card(facts, _SIZE.sub("", name[: instance.start()]))
+        arch = f"sm_{whole.cc.replace('.', '')}" if whole else "sm_80"
+        raise UsageError(
+            f"--assume {text!r}: a MIG instance, which is a part of a GPU",
+            expected="the compute capability of the GPU and the memory of the instance",
+            fix=f'write {"" if whole else "them as "}"{arch} {instance[1]}GB"',
+        )
     size, bare = _size(name), _SIZE.sub("", name).strip()
     if unit := _OTHER_UNIT.search(bare):
         raise UsageError(f"--assume {text!r}", expected="memory in GB, as 24GB", found=unit[0])
@@ -180,10 +198,12 @@ def _card(facts: Facts, name: str, text: str) -> Gpu:
         raise UsageError(f"--assume {text!r}", expected="more than 0 GB", found="0 GB")
     card = find_card(facts, bare)
     if card is not None:
-        return card_gpu(card, card.name, size)
-    arch = _SM.search(bare)
-    if arch is not None and size is not None:
-        cc = (int(arch[1][:-1]), int(arch[1][-1]))
+        if size in map(_size, card.aliases):
+            size = None  # in NVIDIA's name, where it may be the memory of the CPU
+        return card_gpu(facts, card, size)
+    named = _SM.search(bare)
+    if named is not None and size is not None:
+        cc = (int(named[1][:-1]), int(named[1][-1]))
         if f"sm_{cc[0]}{cc[1]}" in _architectures(facts):
             return Gpu(f"a GPU of capability {cc[0]}.{cc[1]}", cc, int(size * GIB))
     raise _unknown(facts, bare, size, text)

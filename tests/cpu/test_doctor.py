@@ -345,6 +345,8 @@ def test_wrong_assume(text: str) -> None:
         ("Tesla P100-PCIE-16GB", (6, 0), 1, 16),
         ("NVIDIA B300 SXM6 AC", (10, 3), 1, 288),
         ("L40G", (8, 9), 1, 24),
+        ("NVIDIA GH200 480GB", (9, 0), 1, 96),
+        ("2x GH200 120GB", (9, 0), 2, 96),
     ],
 )
 def test_assumed_machines(text: str, cc: tuple[int, int], n: int, gib: int) -> None:
@@ -382,6 +384,10 @@ def test_assumed_machines(text: str, cc: tuple[int, int], n: int, gib: int) -> N
         ("H100 + RTX 3090 24GB x 1000", "expected 1 to 64 GPUs, found 1001"),
         ("sm_86 24GB x1000", "expected 1 to 64 GPUs, found 1000"),
         ("99999999999x H100", "expected 1 to 64 GPUs, found 99999999999"),
+        ("H100 94GB", 'Write "H100 SXM 80GB", "H100 NVL 94GB", or "sm_90 94GB"'),
+        ("MIG 1g.5gb", 'Write them as "sm_80 5GB"'),
+        ("A100-SXM4-40GB MIG 2g.10gb", 'Write "sm_80 10GB"'),
+        ("2x H100 1g.10gb", 'Write "sm_90 10GB"'),
         ("4x 4x H100", "two counts: expected one, as 4x H100"),
         ("2x dual 3090", "two counts"),
         ("quad 2x RTX 3090 24GB", "two counts"),
