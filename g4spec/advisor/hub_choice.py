@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from g4spec import quant
 from g4spec.advisor import lookup, runtime_support
 from g4spec.advisor.engines import judge
 from g4spec.advisor.facts import Facts
@@ -16,7 +15,6 @@ from g4spec.advisor.machine import Machine
 from g4spec.advisor.named_models import TargetModel, WeightFormat, find_size, named_target
 from g4spec.advisor.schema import SizeFact
 from g4spec.errors import EnvironmentProblem
-from g4spec.quant import policy
 
 LEAST_SHARE = 0.5
 """A file with less than this share of the bytes that a target of its type has is something else,
@@ -70,8 +68,7 @@ def best_file(
 
 def type_of(name: str) -> str:
     """Return the quant type that a file name contains, as Q4_K_M or Q4_K_XL; "" if none."""
-    known = {*quant.readable(), *policy.names()}
-    words = [w for w in re.split(r"[-./]", name.lower()) if {w, w.rpartition("_")[0]} & known]
+    words = [w for w in re.split(r"[-./]", name) if runtime_support.base_type(w)]
     return words[-1].upper() if words else ""
 
 

@@ -83,17 +83,17 @@ def estimated(size: SizeFact, wanted: str, whole: TargetModel) -> WeightFormat:
     it, or from its bits per weight. Raise UsageError for a type that the runtime does not know
     either."""
     low = wanted.lower().removeprefix("ud-")
-    forms = quant.readable()
-    form = next((forms[n] for n in (low, low.rsplit("_", 1)[0]) if n in forms), None)
-    if form is None:
+    base = runtime_support.base_type(low)
+    if not base:
         known = [o.format.lower().replace(" ", "-") for o in whole.formats]
-        types = dict.fromkeys([*known, *policy.names(), *forms])
+        types = dict.fromkeys([*known, *policy.names(), *quant.readable()])
         similar = [f"{size.id}:{name}" for name in known if low in name][:3]
         raise UsageError(
             f"-m {size.id}:{wanted}: unknown quant type {wanted}",
             expected=f"one of {', '.join(types)}",
             fix=f"did you mean {' or '.join(similar)}?" if similar else did_you_mean(low, types),
         )
+    form = quant.get(base)
     nbytes = int(size.params * 1e9 * form.block_bytes / form.block)
     if low in policy.names():
         nbytes = runtime_support.file_bytes(size, low) or nbytes

@@ -24,6 +24,10 @@ from g4spec.runtime.cuda.weights.held_size import block_bytes, tensor_bytes, unp
 VOCABULARY = 262144
 """Tokens of every Gemma 4."""
 
+OTHER_MIXES = {"iq2_m": "iq2_s", "iq3_xs": "iq3_s", "iq3_m": "iq3_s", "q8_k": "q8_0"}
+"""Names of published mixes that `quantize` does not write and whose name is not that of a type ->
+the type of most of their matrices. Three are llama.cpp's; unsloth's Q8_K_XL is mostly Q8_0."""
+
 
 def refusal(file: GGUF, kind: ModuleType) -> str:
     """Return why the runtime cannot run a GGUF of this kind, or "": a tensor type without a
@@ -147,11 +151,20 @@ def _sizes_text(tensors: list[TensorInfo], how: str) -> str:
     return f"on a GPU g4spec holds {types} tensors in {held:.2f} GB instead of {stored:.2f}: {how}"
 
 
+def base_type(name: str) -> str:
+    """Return the type of most matrices in files with a name: that of `Q4_K_XL` is q4_k, that of
+    `IQ3_M` iq3_s; "" for an unknown name."""
+    low = name.lower()
+    for part in (low, low.rsplit("_", 1)[0]):
+        if (type := OTHER_MIXES.get(part, part)) in readable():
+            return type
+    return ""
+
+
 def gpu_bytes(type: str, nbytes: int) -> int:
     """Convert bytes in a file of a weight format (`IQ3_S`, `Q3_K_M`) to bytes in GPU memory."""
-    low = type.lower().split("-")[-1]
-    name = next((n for n in (low, low.rsplit("_", 1)[0]) if n in readable()), None)
-    return nbytes if name is None else nbytes * block_bytes(name) // get(name).block_bytes
+    name = base_type(type.rsplit("-", 1)[-1])
+    return nbytes * block_bytes(name) // get(name).block_bytes if name else nbytes
 
 
 def mix_note(file: GGUF) -> str:

@@ -37,6 +37,16 @@ def test_the_best_type_that_leaves_room_for_a_context() -> None:
     assert chosen("RTX 3090", 8192) == "gemma-4-31B-it-Q4_K_M.gguf"
 
 
+def test_mixes_that_quantize_does_not_write() -> None:
+    """IQ3_M and Q8_K_XL were skipped, as if they were no models."""
+    sizes = {name: n for name, n in SIZES.items() if "IQ3_M" in name}
+    machine = cards.assume(facts(), "RTX 4090")
+    assert hub_choice.best_file(facts(), machine, REPOSITORY, sizes, 2048) == next(iter(sizes))
+    best = {"gemma-4-31B-it-UD-Q8_K_XL.gguf": 35 * GB, **SIZES}
+    machine = cards.assume(facts(), "RTX PRO 6000")
+    assert hub_choice.best_file(facts(), machine, REPOSITORY, best) == next(iter(best))
+
+
 def test_without_a_gpu_not_the_largest_download() -> None:
     machine = Machine((), ram=256 << 30, ram_free=256 << 30)
     assert hub_choice.best_file(facts(), machine, REPOSITORY, SIZES) == (
@@ -45,7 +55,7 @@ def test_without_a_gpu_not_the_largest_download() -> None:
 
 
 def test_nothing_fits() -> None:
-    with pytest.raises(EnvironmentProblem, match=r"none of its 6 types.*31B-it-Q3_K_M\.gguf"):
+    with pytest.raises(EnvironmentProblem, match=r"none of its 7 types.*31B-it-IQ3_M\.gguf"):
         chosen("RTX 3060 12GB")
 
 
@@ -67,6 +77,10 @@ def test_files_without_a_known_type_are_not_taken() -> None:
         ("gemma-4-31B-it-Q4_K_M.gguf", "Q4_K_M"),
         ("gemma-4-31b-it.q8_0.gguf", "Q8_0"),
         ("UD-Q4_K_XL/gemma-UD-Q4_K_XL-00001-of-00002.gguf", "Q4_K_XL"),
+        ("gemma-4-31B-it-UD-IQ2_M.gguf", "IQ2_M"),
+        ("gemma-4-31B-it-IQ3_XS.gguf", "IQ3_XS"),
+        ("gemma-4-31B-it-UD-Q8_K_XL.gguf", "Q8_K_XL"),
+        ("gemma-4-31B-it-UD-IQ4_NL_XL.gguf", "IQ4_NL_XL"),
         ("gemma-mxfp4_moe.gguf", "MXFP4_MOE"),
         ("gemma-4-31B-it.gguf", ""),
         ("imatrix.gguf", ""),
