@@ -118,7 +118,6 @@ def write(r: Recipe, machine: Machine, folder: Path) -> list[Path]:
         texts["compose.yaml"] = f"{MARK}\n{compose(r, machine, home)}"
     for name in texts:
         check_replaceable(folder / name, [MARK.encode()], "a script of g4spec")
-    folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, text in texts.items():
         path, data = folder / name, text.encode(errors="surrogateescape")

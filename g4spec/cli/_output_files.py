@@ -13,7 +13,7 @@ RESULT_MARKS = (b'"schema": "g4spec.', b"<title>Draft lengths: ")
 
 
 def prepare(*paths: Path | None) -> None:
-    """Check that all `paths` can be written, and create their folders.
+    """Check that all `paths` can be written.
 
     Raises UsageError for a file that exists and is not a result that a run before this one wrote.
     Call it before measuring: after hours of work it is too late to find out.
@@ -27,31 +27,9 @@ def prepare(*paths: Path | None) -> None:
                 _check_file(path)
 
 
-def check_folder(folder: Path) -> None:
-    """Raise UsageError if the folder for results, or a folder above it, is a file, and
-    EnvironmentProblem if it cannot be written to, or created."""
-    with permitted(folder):
-        if not os.access(_existing(folder), os.W_OK):
-            raise PermissionError
-
-
-def _existing(folder: Path) -> Path:
-    """Return the folder, or the nearest one above it that exists; raise UsageError for a file."""
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    if not existing.is_dir():
-        raise UsageError(
-            f"{existing} is a file",
-            expected="a folder, which may be new",
-            fix="choose another folder",
-        )
-    return existing
-
-
 def _check_file(path: Path) -> None:
     from g4spec.gguf.atomic import check_replaceable, check_writable
 
-    _existing(path.parent)
-    path.parent.mkdir(parents=True, exist_ok=True)
     if _is_device(path):
         if not os.access(path, os.W_OK):
             raise PermissionError

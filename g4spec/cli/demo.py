@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from g4spec.cli import _bench_results, _demo_family, _demo_serve, _demo_text, _output_files
+from g4spec.cli import _bench_results, _demo_family, _demo_serve, _demo_text
 from g4spec.cli._demo_family import DRAFTS
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import CheckFailed
@@ -43,10 +43,10 @@ def command(
     began = time.perf_counter()
     out = Output(json, quiet)
     source = _demo_family.find(family)
-    _output_files.check_folder(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    from g4spec.gguf import atomic
     from g4spec.measure import bench
 
+    atomic.check_folder(folder)
     idle = bench.memory_in_use()
     converted = _demo_family.convert_all(source, folder)
     files = converted.files

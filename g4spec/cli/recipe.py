@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from g4spec.cli import _output_files, render
+from g4spec.cli import render
 from g4spec.cli._host_options import (
     Assume,
     Context,
@@ -67,12 +67,13 @@ def command(
     from g4spec.advisor.facts import facts
     from g4spec.advisor.machine import on_nodes
     from g4spec.errors import CheckFailed
+    from g4spec.gguf import atomic
 
     out, all_facts = render.Output(json, quiet), facts()
     name = questions.engine_name(engine) or engine
     machine = on_nodes(selected_machine(all_facts, assume, versions), nodes)
     if out_dir is not None:
-        _output_files.check_folder(out_dir)
+        atomic.check_folder(out_dir)
     question = question_from_options(
         all_facts, machine, model, draft, ctx_size, kv, None, gpus, n_gpu_layers, n_cpu_moe
     )

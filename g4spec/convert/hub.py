@@ -244,7 +244,6 @@ class _Hub:
         if name != revision:
             storage = path.relative_to(self.cache).parts[0]  # of this repository
             reference = self.cache / storage / "refs" / name
-            reference.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(reference, len(revision)) as file:
                 file.write(revision.encode())
 

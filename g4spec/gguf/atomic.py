@@ -1,9 +1,9 @@
 """Replace files atomically, and remove temporary files of killed processes.
 
-A file is written under a temporary name in the same folder, synced to disk and renamed. Only
-SIGKILL or a power failure leave the temporary file behind. Its writer holds a lock on it, which the
-system releases when the process ends. The next write to the same output removes the temporary files
-that are not locked.
+A file is written under a temporary name in the same folder, which is created if necessary, synced
+to disk and renamed. Only SIGKILL or a power failure leave the temporary file behind. Its writer
+holds a lock on it, which the system releases when the process ends. The next write to the same
+output removes the temporary files that are not locked.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def check_writable(path: Path) -> None:
 
 
 def _check_place(path: Path) -> None:
-    """Raise InputError or EnvironmentProblem if no file can be written to `path`."""
+    """Raise InputError, UsageError or EnvironmentProblem if no file can be written to `path`."""
     with permitted(path):
         if path.is_dir():
             raise InputError(f"{path} is a folder", expected="the name of a file to write")
@@ -53,10 +53,24 @@ def _check_place(path: Path) -> None:
                 fix="choose another name, or make it writable",
             )
         folder = path.resolve().parent
-        if not folder.is_dir():
+        if not folder.is_dir() and (path.is_symlink() or unexpanded(path)):
             shown = folder if path.is_symlink() else path.parent
             raise InputError(f"{shown}: no such folder", fix=unexpanded(path) or "create it first")
-        if not os.access(folder, os.W_OK):
+    check_folder(folder if path.is_symlink() else path.parent)
+
+
+def check_folder(folder: Path) -> None:
+    """Raise UsageError if a folder for outputs, or a folder above it, is a file, and
+    EnvironmentProblem if it cannot be written to, or created."""
+    with permitted(folder):
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        if not existing.is_dir():
+            raise UsageError(
+                f"{existing} is a file",
+                expected="a folder, which may be new",
+                fix="choose another folder",
+            )
+        if not os.access(existing, os.W_OK):
             raise PermissionError
 
 
@@ -89,16 +103,11 @@ def atomic_write(path: Path, size: int) -> Iterator[IO[bytes]]:
     """
     _check_place(path)
     path = path.resolve()
-    remove_stale(path)
-    free = shutil.disk_usage(path.parent).free
-    if free < size:
-        raise EnvironmentProblem(
-            f"not enough room on the disk of {path.parent}",
-            expected=f"{size:,} bytes",
-            found=f"{free:,} bytes",
-        )
     temporary = _name(path)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove_stale(path)
+        _check_room(path.parent, size)
         with ExitStack() as stack:
             f = stack.enter_context(open(temporary, "xb", buffering=1 << 20))
             # Another process may have removed it before it was locked.
@@ -129,6 +138,17 @@ def atomic_write(path: Path, size: int) -> Iterator[IO[bytes]]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _check_room(folder: Path, size: int) -> None:
+    """Raise EnvironmentProblem if the disk of a folder has less than `size` bytes of room."""
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise EnvironmentProblem(
+            f"not enough room on the disk of {folder}",
+            expected=f"{size:,} bytes",
+            found=f"{free:,} bytes",
+        )
 
 
 def _sync(folder: Path) -> None:

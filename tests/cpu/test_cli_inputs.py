@@ -234,7 +234,7 @@ def test_local_files_are_checked_before_downloads(
     run = RUNS["generate"]
     assert "not a draft" in g4spec.refused("generate", "-m", "a/b", "-md", "target", *run)
     assert "not a target" in g4spec.refused("generate", "-m", "draft", "-md", "a/b", *run)
-    assert "no such folder" in g4spec.refused("convert", "a/b", "-o", "nowhere/o.gguf")
+    assert "is a file" in g4spec.refused("convert", "a/b", "-o", "target.gguf/o.gguf")
     assert "q3_x" in g4spec.refused("convert", "a/b", "-o", "o.gguf", "--type", "q3_x")
     assert "is a folder" in g4spec.refused("quantize", "a/b:x.gguf", "no-model")
 
@@ -312,7 +312,8 @@ def test_a_file_in_place_of_a_folder_for_results(
     ("line", "says"),
     [
         ("convert target -o no-model", "no-model is a folder"),
-        ("convert target -o nowhere/o.gguf", "nowhere: no such folder"),
+        ("convert target -o text.gguf/o/p.gguf", "text.gguf is a file"),
+        ("convert target -o ~/o.gguf", "~: no such folder. Write"),
         ("quantize draft.gguf no-model", "no-model is a folder"),
         ("convert target -o -", "cannot be standard output: expected the name of a file"),
         ("quantize draft.gguf -", "cannot be standard output"),

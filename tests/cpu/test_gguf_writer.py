@@ -12,7 +12,19 @@ import numpy as np
 import pytest
 
 from g4spec.errors import EnvironmentProblem, InputError
-from g4spec.gguf import GGUF, TensorData, Value, ValueType, array, f32, string, u32, write
+from g4spec.gguf import (
+    GGUF,
+    TensorData,
+    Value,
+    ValueType,
+    array,
+    check_writable,
+    f32,
+    is_gguf,
+    string,
+    u32,
+    write,
+)
 
 ROW = np.ones(8, np.float32)
 
@@ -119,5 +131,16 @@ def test_names_and_places_that_cannot_be_written(tmp_path: Path) -> None:
         write(tmp_path / "a.gguf", {}, [TensorData("n", (1,), 0, [])] * 2)
     with pytest.raises(InputError, match="is a folder"):
         write(tmp_path, {}, [])
+    link = tmp_path / "link.gguf"
+    link.symlink_to(tmp_path / "absent" / "a.gguf")
     with pytest.raises(InputError, match="no such folder"):
-        write(tmp_path / "absent" / "a.gguf", {"a": f32(1), "b": string("x")}, [])
+        write(link, {"a": f32(1), "b": string("x")}, [])
+
+
+def test_new_folders_are_created(tmp_path: Path) -> None:
+    """Only bench and recipe created them."""
+    path = tmp_path / "new" / "folder" / "a.gguf"
+    check_writable(path)
+    assert not path.parent.exists()
+    write(path, {"a": f32(1)}, [])
+    assert is_gguf(path)
