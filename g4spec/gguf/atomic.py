@@ -105,15 +105,21 @@ def atomic_write(path: Path, size: int) -> Iterator[IO[bytes]]:
     path = path.resolve()
     temporary = _name(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        remove_stale(path)
-        _check_room(path.parent, size)
         with ExitStack() as stack:
-            f = stack.enter_context(open(temporary, "xb", buffering=1 << 20))
-            # Another process may have removed it before it was locked.
-            while _lock(f.fileno()) is False or not temporary.exists():
-                temporary = _name(path)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                remove_stale(path)
                 f = stack.enter_context(open(temporary, "xb", buffering=1 << 20))
+                # Another process may have removed it before it was locked.
+                while _lock(f.fileno()) is False or not temporary.exists():
+                    temporary = _name(path)
+                    f = stack.enter_context(open(temporary, "xb", buffering=1 << 20))
+            except (FileNotFoundError, PermissionError) as e:  # also of root in /proc
+                why = (e.strerror or str(e)).lower()
+                raise EnvironmentProblem(
+                    f"cannot create {path}: {why}", fix="choose another folder"
+                ) from e
+            _check_room(path.parent, size)
             if path.exists():
                 os.chmod(temporary, stat.S_IMODE(path.stat().st_mode))
             yield f

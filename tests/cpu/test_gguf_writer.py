@@ -137,6 +137,13 @@ def test_names_and_places_that_cannot_be_written(tmp_path: Path) -> None:
         write(link, {"a": f32(1), "b": string("x")}, [])
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
+def test_a_place_where_nobody_can_create_a_file() -> None:
+    """It said that there is not enough room."""
+    with pytest.raises(EnvironmentProblem, match=r"cannot (create|write) /proc"):
+        write(Path("/proc/a.gguf"), {"a": f32(1)}, [])
+
+
 def test_new_folders_are_created(tmp_path: Path) -> None:
     """Only bench and recipe created them."""
     path = tmp_path / "new" / "folder" / "a.gguf"
