@@ -107,17 +107,18 @@ def parse_hf(checkpoint: Checkpoint, target: Any) -> Config:
     nested = "speculators_model_type" in checkpoint.config
     inner = f.sub("transformer_layer_config") if nested else f
     names = {name.replace("midlayer.", "layers.0.") for name in dflash.stripped(checkpoint)}
+    n_embd = inner.positive("hidden_size")
     n_vocab = inner.positive("vocab_size", target.n_vocab)
     n_draft = f.positive("draft_vocab_size", n_vocab)
     parallel = checkpoint.config.get("speculators_model_type") == "peagle"
     config = Config(
         n_vocab=n_vocab,
-        n_embd=inner.positive("hidden_size"),
+        n_embd=n_embd,
         n_ctx=inner.positive("max_position_embeddings", target.n_ctx),
         eps=inner.get(float, "rms_norm_eps", 1e-6),
         layers=_layers(inner),
         target_layers=_taps(f, target),
-        n_target=f.get(int, "target_hidden_size", target.n_embd),
+        n_target=f.get(int, "target_hidden_size", n_embd),
         own_embed="embed_tokens.weight" in names,
         own_head="lm_head.weight" in names,
         n_draft=n_draft if "d2t" in names else None,

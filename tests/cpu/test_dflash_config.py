@@ -181,6 +181,15 @@ def test_heads_of_specforge_drafts_share_the_hidden_size(target: Path, tmp_path:
         assert file["eagle3.attention.key_length"] == 16
 
 
+def test_an_eagle3_draft_is_for_a_target_of_its_own_hidden_size(
+    target: Path, tmp_path: Path
+) -> None:
+    """Unless it says target_hidden_size, as for doctor; convert took it for any target's draft."""
+    draft = nested(tiny_drafts.eagle3(tmp_path / "x", target), hidden_size=128)
+    with pytest.raises(InputError, match="target's hidden size must equal its target's"):
+        convert(draft, tmp_path / "x.gguf", target=target)
+
+
 def test_doctor_counts_the_window_of_use_swa(target: Path, tmp_path: Path) -> None:
     draft = edit(tiny.zlab_dflash(tmp_path / "draft", target), **SWA, **FULL)
     of = model_files.read_target(facts(), target, str(target))
