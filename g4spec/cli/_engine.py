@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from g4spec.cli import _inputs, _threads
+from g4spec.cli import _inputs, _signals, _threads
 from g4spec.cli.render import Output
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def load(
     model: Path, draft: Path | str | None, setup: Setup, out: Output, **options: Any
 ) -> Engine:
     """Load an engine with a progress bar; `options`: further arguments of `Engine.load`."""
-    with out.progress(f"loading {model.name}") as progress:
+    with _signals.repeated(), out.progress(f"loading {model.name}") as progress:
         engine = load_with_threads(
             target=model, draft=draft, **asdict(setup), **options, progress=progress
         )

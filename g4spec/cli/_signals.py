@@ -53,16 +53,16 @@ def received() -> bool:
 
 @contextmanager
 def repeated() -> Iterator[None]:
-    """Unwind again, once a second, if an extension module discarded the exception of a signal.
-
-    Only for commands that do not catch that exception themselves.
-    """
+    """Unwind again, once a second and at the end of the block, if an extension module discarded the
+    exception of a signal. Only for code that does not catch that exception itself."""
     before = signal.signal(signal.SIGALRM, _unwind_again)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+    if received():
+        _raise(_received[0])
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""One signal during the start of `serve` ends it, also if a library discards its exception."""
+"""One signal during the start of `serve`, or while other commands load a model, ends the command,
+also if a library discards its exception."""
 
 from __future__ import annotations
 
@@ -64,3 +65,24 @@ def test_one_signal_ends_the_server(
             assert process.wait(40) in codes
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "command", [("generate", "-p", "a"), ("verify", "-md", "ngram", "-p", "a"), ("chat",)]
+)
+def test_one_signal_ends_a_command_that_loads_a_model(
+    command: tuple[str, ...], number: int, family: Path
+) -> None:
+    """The exception was lost, and the command went on."""
+    argv = [*command, "-m", str(family / "target.gguf"), "--device", "cpu"]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, "merges", str(int(number)), *argv],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+        timeout=40,
+    )
+    assert (done.returncode, done.stdout) == (128 + number, b"")
+    assert b"Traceback" not in done.stderr
