@@ -78,8 +78,9 @@ def check_key(key: str) -> None:
 
 
 def is_token_id(value: Any, n_vocab: float = math.inf) -> bool:
-    """Return True for an integer from 0 to `n_vocab` - 1."""
-    return isinstance(value, int | Integral) and 0 <= int(value) < n_vocab
+    """Return True for an integer from 0 to `n_vocab` - 1, not for a bool."""
+    integer = isinstance(value, int | Integral) and type(value) is not bool
+    return integer and 0 <= int(value) < n_vocab
 
 
 def check(**values: Any) -> None:

@@ -547,7 +547,7 @@ def test_sizes_below_zero_are_refused(name: str, value: int, valid: str) -> None
         Engine.load(Path("no.gguf"), **{name: value})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("token", [2.0, "2", None, torch.tensor(2)])
+@pytest.mark.parametrize("token", [2.0, "2", None, True, torch.tensor(2)])
 def test_a_prompt_of_other_things_than_ids_is_refused(token: Any) -> None:
     """Numbers with a fraction were rounded."""
     with pytest.raises(InputError, match="a prompt token is outside the vocabulary"):
