@@ -137,16 +137,19 @@ def _pop_parts(out: dict[str, StoredTensor], base: str, *endings: str) -> list[S
     return [out.pop(base + e) for e in endings]
 
 
-def _unpacked(words: NDArray[np.int32], bits: int, axis: int) -> NDArray[np.uint8]:
-    """Unpack codes from 32-bit words [n, m] along `axis`, lowest bits first."""
+def _unpacked(words: NDArray[np.int32], bits: int, axis: int, plus: int = 0) -> NDArray[np.uint8]:
+    """Unpack codes from 32-bit words [n, m] along `axis`, lowest bits first. `plus`: added to each
+    word before, modulo 2^32."""
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
-    words = words.astype(np.uint32)
+    unsigned = words.astype(np.uint32) + np.uint32(plus)
     if axis == 1:
         return (
-            (words[:, :, None] >> shifts & (1 << bits) - 1).astype(np.uint8).reshape(len(words), -1)
+            (unsigned[:, :, None] >> shifts & (1 << bits) - 1)
+            .astype(np.uint8)
+            .reshape(len(words), -1)
         )
     return (
-        (words[:, None, :] >> shifts[:, None] & (1 << bits) - 1)
+        (unsigned[:, None, :] >> shifts[:, None] & (1 << bits) - 1)
         .astype(np.uint8)
         .reshape(-1, words.shape[1])
     )
@@ -282,15 +285,16 @@ def _gptq(base: str, out: dict[str, StoredTensor], settings: Mapping[str, Any]) 
         (n, groups),
         (words.shape[1], zero.shape[0]),
     )
-    one = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
+    # GPTQModel subtracts 1 from each zero point of a word with borrow, so that 0 is not lost.
+    one = sum(1 << i for i in range(0, 32, bits))
+    less = 0 if settings.get("checkpoint_format") == "gptq_v2" else one
 
     def zeros(a: int, b: int) -> Floats:
         per = 32 // bits
-        columns = _unpacked(
-            _plain_values(zero, (slice(None), slice(a // per, -(-b // per)))), bits, 1
-        )
+        packed = _plain_values(zero, (slice(None), slice(a // per, -(-b // per))))
+        columns = _unpacked(packed, bits, 1, plus=less)
         out: Floats = columns[:, a % per : a % per + b - a].T.astype(np.float32)
-        return np.add(out, one, dtype=np.float32)
+        return out
 
     group, order = _groups(base, index, k, groups, settings)
     out[base + ".weight"] = IntegerCodes(

@@ -131,6 +131,7 @@ QUANTIZED: dict[str, tuple[Make, str, str]] = {
     "autoround": (Q.autoround, "q4_0", "exact"),
     "autoround, wide groups": (lambda f: Q.autoround(f, group=64), "q4_0", "exact"),
     # No block type can store these values; with --type F32 they must still be right.
+    "autoround, zero points": (lambda f: Q.autoround(f, symmetric=False), "f32", "no type holds"),
     "small scales": (lambda f: Q.compressed(f, tiny_scale=True), "f32", "no type holds"),
     "small groups": (lambda f: Q.compressed(f, group=16), "f32", "no type holds"),
     "shuffled": (lambda f: Q.autoround(f, shuffled=True), "f32", "no type holds"),

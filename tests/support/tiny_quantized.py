@@ -146,11 +146,12 @@ def autoround(
         base, k = name.removesuffix(".weight"), x.shape[1]
         order = rng.permutation(k) if shuffled else np.arange(k)
         codes, scale, zero = _codes(x[:, order], 4, group, symmetric, half=True)
-        zero = np.maximum(zero, 1)
+        if not symmetric:
+            zero[::3] = 0  # stored as -1: a borrow from the next zero point
         back = np.argsort(order)
         meant[name] = _value(codes, scale, zero, group)[:, back]
         out[base + ".qweight"] = (_words(codes[:, back].T, 4, 0), "I32")
-        out[base + ".qzeros"] = (_words(zero.T - 1, 4, 1), "I32")
+        out[base + ".qzeros"] = (_words(zero.T, 4, 1) - 0x11111111, "I32")
         out[base + ".scales"] = (scale.T, "F16")
         out[base + ".g_idx"] = ((np.arange(k) // group)[back], "I32")
     _close(
