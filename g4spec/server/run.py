@@ -218,6 +218,7 @@ def create_server(
         ssl_keyfile=address.key,
         server_header=False,
         h11_max_incomplete_event_size=HEADER_LIMIT,
+        loop="asyncio",  # also where uvloop is installed, which the tests do not have
         http=JsonErrors,
         ws="none",
         lifespan="on",

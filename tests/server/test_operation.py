@@ -253,7 +253,7 @@ def test_bodies_and_headers_have_a_limit(engines: Callable[..., Engine]) -> None
 
         assert served.http.post("/tokenize", content=chunks()).status_code == 413
         assert served.post("/tokenize", content="x" * 900)
-        flood = {f"x-{i}": "y" * 900 for i in range(100)}
+        flood = {f"x-{i}": "y" * 900 for i in range(1000)}  # more than one read takes
         with contextlib.suppress(httpx.TransportError):  # disconnected, before or after the answer
             assert served.http.get("/health", headers=flood).status_code in (400, 431)
         assert served.http.get("/health").status_code == 200
