@@ -633,7 +633,8 @@ def test_torch_is_not_imported() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
 
 
-def test_self_test(capsys: pytest.CaptureFixture[str]) -> None:
+def test_self_test(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     code, out = doctor(capsys, "--self-test", "--json")
     checks = json.loads(out)["checks"]
     assert code == 0
