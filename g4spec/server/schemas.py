@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import unquote
 
 from g4spec.errors import InputError, Unsupported
 
@@ -186,7 +187,7 @@ class Resolver:
 
     def _pointer(self, schema: Schema) -> str:
         pointer = schema["$ref"]
-        if not isinstance(pointer, str) or not pointer.startswith("#"):
+        if not isinstance(pointer, str) or (pointer != "#" and not pointer.startswith("#/")):
             raise self.error(
                 "$ref", expected="a reference into the same schema, #/...", found=repr(pointer)
             )
@@ -196,7 +197,7 @@ class Resolver:
         """Return the schema that a `$ref` points to."""
         at: Any = self._root
         for part in pointer[1:].split("/")[1:]:
-            name = part.replace("~1", "/").replace("~0", "~")
+            name = unquote(part).replace("~1", "/").replace("~0", "~")
             if isinstance(at, list) and name.isdecimal() and int(name) < len(at):
                 at = at[int(name)]
             elif isinstance(at, Mapping) and name in at:

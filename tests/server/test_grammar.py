@@ -75,6 +75,16 @@ SCHEMAS: dict[str, Any] = {
     "nothing": objects(),
     "free": {"type": "object"},
     "text": {**objects(city={"type": "string"}), "required": ["city"]},
+    "references": {
+        **objects(
+            a={"$ref": "#/components/X"},
+            b={"$ref": "#/definitions/List%3Cnumber%3E"},
+            c={"$ref": "#/definitions/x~1y"},
+        ),
+        "required": ["a", "b", "c"],
+        "components": {"X": {"type": "integer"}},
+        "definitions": {"List<number>": {"enum": [[], [1]]}, "x/y": {"type": "boolean"}},
+    },
     "many": {
         **objects(
             a={"type": "string"},
@@ -281,6 +291,7 @@ def test_unenforceable_schemas_are_refused_when_strict(
         {"$ref": "#/nowhere"},
         objects(a=3),
         objects(a={"$ref": "http://x/y"}),
+        {**objects(a={"$ref": "#X"}), "$defs": {"X": {"$anchor": "X", "type": "integer"}}},
         objects(a={"anyOf": []}),
         objects(a={"enum": 3}),
         {**objects(a=False), "required": ["a"]},
