@@ -30,6 +30,8 @@ from tests.fuzz import readers as fuzzing  # noqa: E402
 
 RUNS = {
     "gguf": 12000,
+    "validate": 6000,
+    "parts": 6000,
     "dialect": 3000,
     "safetensors": 26000,
     "config": 20000,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import errno
+import importlib
 import json
 import os
 import pickle
@@ -68,6 +69,14 @@ def test_kept_corpus_and_fresh_mutations(
 
 def test_every_surface_is_tested(surfaces: dict[str, fuzzing.Surface]) -> None:
     assert list(surfaces) == NAMES
+
+
+def test_the_benchmark_fuzzes_every_surface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`cpu_fuzz.py` ended with a KeyError at the first reader that it had no number for."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    runs = importlib.import_module("cpu_fuzz").RUNS
+    assert list(runs) == NAMES
+    assert sum(runs.values()) >= 100_000
 
 
 def test_seeds_have_every_type_in_whole_and_split_files(

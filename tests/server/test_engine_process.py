@@ -227,7 +227,7 @@ def test_a_failure_ends_only_running_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Requests in the three slots end with an error, waiting ones run as usual.
-    `benchmarks/serve_faults.py` tests every phase, many times."""
+    `benchmarks/serve_process.py` tests every phase, many times."""
     plain, options = engines(None, n_ctx=2048), Options(n_predict=6, ignore_eos=True)
     before, prompts = client.process, [[2, i] for i in range(20, 26)]
     long = Options(n_predict=1500, ignore_eos=True)
