@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import watch
 from g4spec.core import PAGE, PROMPT_BLOCK, Draft, Sequence, Work
-from g4spec.measure import synthetic
+from g4spec.measure import run_record, synthetic
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.chooser import RequestChooser
 from g4spec.runtime.cuda.backend import CudaBackend
@@ -92,7 +92,8 @@ def main() -> int:
             result = cycles(target, draft, runner, options, tokens, args.cycles)
             print(name, *(f"{k} {v}" for k, v in result.items()), flush=True)
             found.append({"choice": name} | result)
-    watch.write_result(args.out, "gpu-host-choice", {"model": args.model, "results": found})
+    head = {"model": args.model, "overridden_ops": run_record.overridden(target.ops)}
+    watch.write_result(args.out, "gpu-host-choice", {**head, "results": found})
     return 0
 
 

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks import gpu_first_token, synthetic, watch
 from g4spec.convert import convert
 from g4spec.errors import EnvironmentProblem
+from g4spec.measure import run_record
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.cuda import gpu_memory as memory
 from g4spec.runtime.cuda.cache.cache_types import KINDS
@@ -71,6 +72,7 @@ def measure(target: Path, draft: Path, device: str, cache_type: str, gib: float)
             pass
     plan = engine.memory
     return {
+        "overridden_ops": run_record.overridden(engine.target.ops),
         "cache_type": cache_type,
         "n_ctx": engine.n_ctx,
         "computed": plan.total,

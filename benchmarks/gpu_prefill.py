@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import watch
 from g4spec.core import PROMPT_BLOCK, Draft
-from g4spec.measure import synthetic
+from g4spec.measure import run_record, synthetic
 from g4spec.runtime.cuda.backend import CudaBackend
 from g4spec.runtime.cuda.cache.cache_types import KINDS
 from g4spec.runtime.cuda.prefill.long_ops import LongOps
@@ -196,6 +196,7 @@ def main() -> int:
             flush=True,
         )
         short_block = p.reader.max_short_block
+        overridden = run_record.overridden(p.target.ops)
         del p
         torch.cuda.empty_cache()
     if args.json:
@@ -204,6 +205,7 @@ def main() -> int:
             "gpu-prefill",
             {
                 "weights": "random, made on the GPU",
+                "overridden_ops": overridden,
                 "kv": args.kv,
                 "chunk": args.chunk,
                 "short_block": short_block,

@@ -10,18 +10,15 @@ pause for one second, with power and clock, and the time by kernel. Weights are 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import sys
 from pathlib import Path
 from typing import Any
-
-import torch
 
 ROOT = Path(__file__).parent
 sys.path[:0] = [str(ROOT.parent), str(ROOT)]
 
 from gpu_steps import kernels, sustained  # noqa: E402
+from watch import write_result  # noqa: E402
 
 from g4spec.core import PAGE, Sequence  # noqa: E402
 from g4spec.measure import run_record, synthetic  # noqa: E402
@@ -102,26 +99,18 @@ def main() -> None:
             "rows:",
             *(f"{name.split('void ')[-1][:60]} {ms:g};" for name, ms in longest),
         )
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"{datetime.date.today()}-gpu-rows.json"
-    path.write_text(
-        json.dumps(
-            {
-                "model": args.model,
-                "type": args.type,
-                "context": args.context,
-                "machine": run_record.describe_machine(),
-                "device": backend.title,
-                "torch": torch.__version__,
-                "commit": run_record.commit(),
-                "read_bytes_per_second": steps.bandwidth(),
-                "rows": found,
-            },
-            indent=1,
-        )
-        + "\n"
+    write_result(
+        args.out,
+        "gpu-rows",
+        {
+            "model": args.model,
+            "type": args.type,
+            "context": args.context,
+            "overridden_ops": run_record.overridden(target.ops),
+            "read_bytes_per_second": steps.bandwidth(),
+            "rows": found,
+        },
     )
-    print(f"wrote {path}")
 
 
 if __name__ == "__main__":

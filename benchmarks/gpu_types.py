@@ -14,7 +14,6 @@ Writes `results/<date>-gpu-types.json`.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import sys
 import time
@@ -27,7 +26,9 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parent
-sys.path.insert(0, str(ROOT.parent))
+sys.path[:0] = [str(ROOT.parent), str(ROOT)]
+
+from watch import write_result  # noqa: E402
 
 from g4spec import quant  # noqa: E402
 from g4spec.measure import run_record, synthetic  # noqa: E402
@@ -202,22 +203,16 @@ def main() -> None:
     compile_first([*dict.fromkeys([BASE, *args.types])], args.rows, launch.arch())
     base = copies(make_layer(BASE, ops), args.layers)
     result = {
-        "machine": run_record.describe_machine(),
-        "device": ops.title,
-        "torch": torch.__version__,
-        "commit": run_record.commit(),
+        "overridden_ops": run_record.overridden(ops),
         "layers": args.layers,
         "shapes": SHAPES,
         "rows": [],
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"{datetime.date.today()}-gpu-types.json"
     for type in args.types:
         figures = measure(type, ops, base, args.rows, workspace)
         print(json.dumps(figures), flush=True)
         result["rows"].append(figures)
-        path.write_text(json.dumps(result, indent=1) + "\n")  # kept if the time runs out
-    print(f"wrote {path}")
+        write_result(args.out, "gpu-types", result)  # kept if the time runs out
 
 
 if __name__ == "__main__":

@@ -54,6 +54,13 @@ def names_in(file: Path) -> set[str]:
     return found
 
 
+def test_results_of_gpus_have_the_same_head() -> None:
+    """gpu_rows.py and gpu_types.py wrote results without date and driver."""
+    scripts = {f.name: f.read_text() for f in (ROOT / "benchmarks").glob("gpu_*.py")}
+    own = [name for name, text in scripts.items() if "describe_machine(" in text]
+    assert own == [], "write results with `watch.write_result`"
+
+
 def test_scripts_import_only_names_that_exist() -> None:
     """A benchmark that no test runs imported two functions under their old names."""
     missing = []
