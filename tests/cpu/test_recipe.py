@@ -360,8 +360,8 @@ def test_a_folder_is_converted_first() -> None:
     assert q is not None
     r = recipe.make(FACTS, Machine((), ram=16 << 30), q, "g4spec")
     assert r.prepare[1:3] == [
-        f"g4spec convert {tiny}/target -o target.gguf",
-        f"g4spec convert {tiny}/dflash --target target.gguf -o draft.gguf",
+        f"g4spec convert {shlex.quote(f'{tiny}/target')} -o target.gguf",
+        f"g4spec convert {shlex.quote(f'{tiny}/dflash')} --target target.gguf -o draft.gguf",
     ]
 
 

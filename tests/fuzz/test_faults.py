@@ -40,11 +40,14 @@ def test_a_writer_that_is_not_atomic_is_detected(tmp_path: Path) -> None:
     """`recipe -o` once wrote in place: a limit or a full disk left half a script."""
     (tmp_path / "sitecustomize.py").write_text(
         "import contextlib, sys\n"
+        "def in_place(path, size):\n"
+        "    path.parent.mkdir(exist_ok=True)\n"
+        "    return open(path, 'wb')\n"
         "class Late:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         "        if name == 'g4spec.cli.recipe':\n"
         "            import g4spec.gguf.atomic as r\n"
-        "            r.atomic_write = lambda path, size: open(path, 'wb')\n"
+        "            r.atomic_write = in_place\n"
         "sys.meta_path.insert(0, Late())\n"
     )
     options = ("--cases", "12", "--seed", "6", "--only", "recipe")
