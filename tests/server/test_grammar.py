@@ -322,12 +322,12 @@ def test_alternatives_that_multiply_are_refused_at_once() -> None:
         f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 8} for i in range(12)
     }
     schema = {"$defs": {**chain, "a12": {"type": "string"}}, "$ref": "#/$defs/a0"}
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(InputError, match="too many alternatives"):
         grammar.whole_text(MARKS, calls=[Function("f", parameters=schema)])
     constants = objects(a={"oneOf": [{"const": f"{i}"} for i in range(3000)]})
     grammar.whole_text(MARKS, calls=[Function("f", parameters=constants, strict=True)])
-    assert time.perf_counter() - began < 5, "3,000 constants take 12 seconds if compared pairwise"
+    assert time.process_time() - began < 5, "3,000 constants take 12 seconds if compared pairwise"
 
 
 def test_invalid_function_names_are_refused(vocabulary: Vocabulary) -> None:
