@@ -15,7 +15,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a card reads from its memory. `read`: GB/s. `date`: as 2026-11-29."""
+    """State how fast a card reads its memory. `read`: GB/s. `date`: as 2026-11-29."""
 
     read: float
     date: str

@@ -245,10 +245,12 @@ def _gpus(
         handles = _visible(ask, handles, visible)
         if len(handles) < every:
             notes.append(f"CUDA_VISIBLE_DEVICES={visible}: {len(handles)} of {every} GPUs are used")
-        gpus = [_gpu(facts, ask, handle, memory, notes) for handle in handles]
         gpus = [
-            replace(gpu, measured=_measured(ask, handle, notes))
-            for gpu, handle in zip(gpus, handles, strict=True)
+            replace(
+                _gpu(facts, ask, handle, memory, notes),
+                measured=_measured(ask, handle, driver, notes),
+            )
+            for handle in handles
         ]
         linked = (
             any(ask("nvmlDeviceGetNvLinkState", handles[0], link) == 1 for link in range(4))
@@ -260,9 +262,11 @@ def _gpus(
         return gpus, driver, cuda, linked
 
 
-def _measured(ask: _NvmlCalls, handle: Any, notes: list[str]) -> Measurement | None:
-    """Return what the self-test measured on a card, or None."""
-    uuid, driver = ask.text("nvmlDeviceGetUUID", handle), ask.text("nvmlSystemGetDriverVersion")
+def _measured(
+    ask: _NvmlCalls, handle: Any, driver: str | None, notes: list[str]
+) -> Measurement | None:
+    """Return what the self-test measured on a card with this driver, or None."""
+    uuid = ask.text("nvmlDeviceGetUUID", handle)
     return measured.load(uuid, driver, notes) if uuid is not None else None
 
 

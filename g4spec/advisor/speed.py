@@ -47,7 +47,7 @@ class Estimate:
 
     @property
     def source(self) -> str:
-        """Where the bandwidth is from, as text in brackets."""
+        """Say where the bandwidth is from, as text in brackets."""
         if self.measured:
             return f"computed from the bandwidth measured here, {self.measured}"
         return "computed, not measured"
