@@ -130,7 +130,8 @@ class LayerKV:
         positions = begin[:, None] + torch.arange(count * size, device=begin.device)
         inside = (positions >= first[:, None]) & (positions <= last[:, None])
         at = self.row_indices(slots[:, None], positions.clamp(max=int(last.max())))
-        kv = self._rows[:, at.flatten()].masked_fill(~inside.flatten()[:, None, None], 0.0)
+        kv = self._rows.index_select(1, at.flatten())
+        kv.index_fill_(1, (~inside).flatten().nonzero().flatten(), 0.0)
         kv = kv.view(2, len(slots) * count, size, self.n_kv, self.head_dim)
         keys, values = kv.transpose(2, 3).contiguous()
         return positions, keys, values

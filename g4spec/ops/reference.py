@@ -225,7 +225,7 @@ class Ops(SimpleOps):
         # [N, TILE, n_kv, group, D] -> [N * B, n_kv, TILE * group, D]
         x = q[rows].view(count, TILE, kv.n_kv, group, dim).transpose(1, 2)
         x = x.reshape(count, 1, kv.n_kv, TILE * group, dim).expand(-1, blocks, -1, -1, -1)
-        scores = torch.matmul(x.flatten(0, 1), keys.transpose(-1, -2)) * scale
+        scores = torch.matmul(x.flatten(0, 1), keys.transpose(-1, -2)).mul_(scale)
 
         seen = (position[:, None] >= first[rows][..., None]) & (
             position[:, None] <= last[rows][..., None]
@@ -233,9 +233,9 @@ class Ops(SimpleOps):
         seen = seen.view(count, TILE, 1, blocks, BLOCK).expand(-1, -1, group, -1, -1)
         seen = seen.reshape(count, TILE * group, blocks, BLOCK).transpose(1, 2).unsqueeze(2)
         scores = scores.view(count, blocks, kv.n_kv, TILE * group, BLOCK)
-        scores = scores.masked_fill(~seen, -math.inf)
+        scores.masked_fill_(~seen, -math.inf)
 
-        weights = torch.exp(scores - scores.amax(dim=(1, 4), keepdim=True))
+        weights = scores.sub_(scores.amax(dim=(1, 4), keepdim=True)).exp_()
         parts = torch.matmul(weights.flatten(0, 1), values)
         parts = parts.view(count, blocks, kv.n_kv, TILE * group, dim)
         y = sum_in_order(parts) / sum_in_order(
