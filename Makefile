@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 VENV   ?= .venv
+WORKERS ?= 2
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
@@ -9,11 +10,13 @@ PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constr
 # other cost more than they bring, and ten times as much on a busy machine (benchmarks/LOG.md).
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test check docs bench-cpu clean
+.PHONY: help demo test test-all test-kernels check docs bench-cpu clean
 
 help:
 	@echo "make demo       set up, then do the whole job on the bundled model family"
 	@echo "make test       set up, then format, linters, types, import layers and all tests"
+	@echo "make test-all   the same with the cases that are marked as slow"
+	@echo "make test-kernels  compile every kernel for every architecture (40 minutes of one core)"
 	@echo "make check      format, linters, types and import layers only"
 	@echo "make docs       the documentation site, in site/, with every link checked"
 	@echo "make bench-cpu  the long comparisons (an hour); results go to benchmarks/results"
@@ -23,7 +26,13 @@ demo: $(VENV)/.package
 	$(BIN)/g4spec demo
 
 test: check
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=25 $(PYTEST)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=25 $(PYTEST)
+
+test-all:
+	$(MAKE) test PYTEST="-m '' $(PYTEST)"
+
+test-kernels: $(VENV)/.tests
+	G4SPEC_COMPILE=all $(BIN)/python -m pytest tests/arch/test_kernels.py
 
 check: $(VENV)/.tests
 	$(BIN)/ruff check g4spec tests benchmarks packaging docs

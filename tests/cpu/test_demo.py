@@ -45,7 +45,7 @@ def files(family: Path) -> list[str]:
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the demo use few and short texts."""
-    for name, value in (("LONG", 100), ("CASES", 3), ("PROMPTS", 1)):
+    for name, value in (("LONG", 100), ("CASES", 3), ("PROMPTS", 1), ("LENGTHS", "2,auto")):
         monkeypatch.setattr(demo, name, value)
     monkeypatch.setattr(_demo_text, "N_CTX", 1024)
 
@@ -60,6 +60,7 @@ def test_an_interrupted_demo_ends(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Ctrl-C while texts are compared or measured; what was compared before is not the result."""
+    monkeypatch.setattr(demo, "CASES", 1)
     module = verify if step == "verify" else bench
     run = getattr(module, step)
 

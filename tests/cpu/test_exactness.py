@@ -27,6 +27,7 @@ from tests.support.batch_invariance import leaked_resources
 from tests.support.bench_engine import ConstantDraft
 from tests.support.memory_engine import DRAFTS
 from tests.support.one_sequence import SequenceTarget
+from tests.support.selection import sample
 
 PROMPT = [2, *((i * 37) % 150 + 5 for i in range(3 * mm.WINDOW + 1))]
 
@@ -144,7 +145,7 @@ SAMPLERS = [
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("name", sample(DRAFTS, 8))
 def test_text_with_a_draft_equals_text_without(name: str, sampler: Sampler) -> None:
     """Each kind with each sampler, and with each number of drafted tokens."""
     # With 60 tokens, a text reaches the second page of the pool; all overwrite each ring once.
@@ -181,7 +182,7 @@ class DraftsRarely:
         return [None] * len(states)
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("name", sample(DRAFTS, 8))
 def test_late_catch_up_does_not_change_proposals(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

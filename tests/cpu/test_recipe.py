@@ -445,11 +445,18 @@ def test_fp8_cache_with_a_draft_gets_its_key() -> None:
 
 # ---- every pair on every card
 
+some_cards = pytest.mark.parametrize(
+    "cards", [CARDS[::4], pytest.param(CARDS, marks=pytest.mark.slow)], ids=["a quarter", "all"]
+)
 
+
+@some_cards
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_the_checkpoint_has_the_format_of_the_memory_estimate(engine: str) -> None:
+def test_the_checkpoint_has_the_format_of_the_memory_estimate(
+    engine: str, cards: list[CardFact]
+) -> None:
     """A BF16 checkpoint must not be served if the memory estimate assumed a smaller format."""
-    for card in CARDS:
+    for card in cards:
         for size in FACTS.all(SizeFact):
             for n in ("", "2x "):
                 r = make(engine, n + card.name, size.id, None)
@@ -470,9 +477,10 @@ def test_an_unnamed_checkpoint_is_requested() -> None:
     assert "vllm serve someone/gemma-4-31B-it-AWQ" in r.commands[0]
 
 
+@some_cards
 @pytest.mark.parametrize("engine", engines.NAMES)
-def test_every_flag_has_a_reason(engine: str) -> None:
-    for card in CARDS:
+def test_every_flag_has_a_reason(engine: str, cards: list[CardFact]) -> None:
+    for card in cards:
         for size in FACTS.all(SizeFact):
             draft = next((d.id for d in FACTS.all(DraftFact) if d.model == size.id), None)
             r = make(engine, card.name, size.id, draft)

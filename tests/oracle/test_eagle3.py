@@ -26,6 +26,7 @@ from g4spec.runtime.engine import Engine
 from tests.oracle import build, drafts
 from tests.support import tiny, tiny_drafts
 from tests.support.one_sequence import claim_slot
+from tests.support.selection import sample
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 
@@ -175,7 +176,7 @@ class Opened(drafts.Pair):
         return parallel(model) if "mask_token_id" in build.config(self.folder) else chain(model)
 
 
-@pytest.mark.parametrize("name", [*CASES, *PARALLEL])
+@pytest.mark.parametrize("name", sample([*CASES, *PARALLEL], 6))
 def test_every_anchor(tmp_path: Path, name: str) -> None:
     """The text is three and a half windows long: rings have wrapped, and its beginning is outside
     of all windows."""
@@ -185,7 +186,7 @@ def test_every_anchor(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["redhat", "window-qwen-two-layers", "p-eagle-window"])
-@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("chunk", sample([1, 7, 64], 2))
 def test_after_partial_rejection(tmp_path: Path, name: str, chunk: int) -> None:
     pair = Opened(tmp_path, chunk, **(CASES | PARALLEL)[name])
     ids = build.prompt(5 * WINDOW, VOCAB, 3)

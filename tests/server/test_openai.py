@@ -11,6 +11,7 @@ import pytest
 
 from tests.server.mixed_requests import TOOLS, WEATHER
 from tests.server.running_server import Served
+from tests.support.selection import sample
 
 CLOCK = {"type": "object", "properties": {}}
 SCHEMAS = {"weather": WEATHER, "clock": CLOCK}
@@ -108,7 +109,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", sample(VARIANTS, 9))
 def test_chat_whole_streamed_and_undrafted(client: openai.OpenAI, plain: Served, name: str) -> None:
     more = VARIANTS[name]
     whole = ask(client, **more)

@@ -32,6 +32,7 @@ from g4spec.server.middleware import JsonLogFormatter
 from g4spec.server.service import Service
 from g4spec.server.settings import Settings
 from tests.server.running_server import Served, wait
+from tests.support.selection import sample
 
 ROOT = Path(__file__).resolve().parents[2]
 POSTS = [
@@ -634,7 +635,7 @@ def start(family: Path, *more: str) -> tuple[subprocess.Popen[str], str]:
     raise AssertionError(process.wait())
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", sample([signal.SIGTERM, signal.SIGHUP], 1))
 def test_the_first_signal_drains_and_the_second_stops(number: int, family: Path) -> None:
     process, url = start(family, "-a", "target")
     body = {"prompt": "x", "max_tokens": 60, "ignore_eos": True, "stream": True, "draft_max": 0}

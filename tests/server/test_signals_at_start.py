@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.selection import sample
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import asyncio, signal, sys
@@ -67,7 +69,7 @@ def test_one_signal_ends_the_server(
             process.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", sample([signal.SIGINT, signal.SIGTERM], 1))
 @pytest.mark.parametrize(
     "command", [("generate", "-p", "a"), ("verify", "-md", "ngram", "-p", "a"), ("chat",)]
 )
