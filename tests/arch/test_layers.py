@@ -218,7 +218,7 @@ def test_help_is_fast_and_imports_little(tmp_path: Path, monkeypatch: pytest.Mon
         seconds, output = processor_time(help_command)
         helps.append(seconds)
         imports.append(processor_time([sys.executable, "-c", "import typer"])[0])
-    assert min(helps) < max(0.3, 3 * min(imports)), (helps, imports)
+    assert min(helps) < max(0.3, 4 * min(imports)), (helps, imports)
     assert all(name in output for name in cli.names())
     loaded = (
         python(

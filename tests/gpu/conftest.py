@@ -1,6 +1,7 @@
 """Run kernel tests on the GPU, or in the emulator if there is none.
 
-The emulator is slow: it runs the last case of each test, or all with G4SPEC_EMULATE=all.
+The emulator is slow: it runs the last case of each test, or all with G4SPEC_EMULATE=all. Without
+that, LONG files are skipped and SLOW files are left to `make test-all`.
 G4SPEC_EMULATE=checked also detects races and accesses out of bounds, and takes ten times as long.
 Uninitialized memory contains NaN there.
 """
@@ -17,6 +18,7 @@ from tests.emulator import kernels
 from tests.gpu.device import EMULATED
 
 LONG = {"test_engine.py", "test_odd_files.py", "test_portable_engine.py", "test_synthetic.py"}
+SLOW = {"test_experts.py", "test_prefill.py", "test_runner_models.py"}
 SKIP = pytest.mark.skip(reason="takes long on a machine without a GPU (G4SPEC_EMULATE=all)")
 
 
@@ -25,6 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are deselected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not EMULATED or os.environ.get("G4SPEC_EMULATE") == "all":
         return
@@ -33,10 +36,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if Path(item.path).parent == Path(__file__).parent:
             tests[item.nodeid.split("[")[0]].append(item)
     for cases in tests.values():
-        kept = [] if Path(cases[0].path).name in LONG else cases[-1:]
+        file = Path(cases[0].path).name
+        kept = [] if file in LONG else cases[-1:]
         for item in cases:
             if item not in kept:
                 item.add_marker(SKIP)
+            elif file in SLOW:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True, scope="module")

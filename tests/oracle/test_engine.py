@@ -96,7 +96,7 @@ def help_out(engine: Engine, truth: list[int], right: Callable[[int], int]) -> N
     draft.propose = better
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sample(KINDS, 3))
 @pytest.mark.parametrize("sampler", sample(SAMPLERS, 3), ids=str)
 def test_every_setting(family: Path, kind: str, sampler: Sampler) -> None:
     """Each kind and window with each sampler: drafts of 15 tokens, of which 0 to 15 are right.
@@ -118,7 +118,7 @@ def test_every_setting(family: Path, kind: str, sampler: Sampler) -> None:
         assert run.stats.accepted > 5
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sample(KINDS, 3))
 def test_auto_and_no_draft(family: Path, kind: str) -> None:
     plain, engine = undrafted(family), load(family, kind)
     for count in (0, "auto", 0, "auto"):
@@ -150,7 +150,7 @@ def test_the_end_of_the_context(family: Path, kind: str) -> None:
             assert (run.ids, run.stats.stop_reason) == (long[: room + 1], "context"), (room, right)
 
 
-@pytest.mark.parametrize("kind", ["zlab", "assistant"])
+@pytest.mark.parametrize("kind", sample(["zlab", "assistant"], 1))
 def test_stop_tokens_that_were_drafted_and_accepted(family: Path, kind: str) -> None:
     long = undrafted(family).ids
     for at in (0, 1, 7):
@@ -166,7 +166,7 @@ def test_stop_tokens_that_were_drafted_and_accepted(family: Path, kind: str) -> 
             assert generate(engine, n_predict=more).ids == long[:more], "ignore_eos"
 
 
-@pytest.mark.parametrize("kind", ["zlab", "assistant"])
+@pytest.mark.parametrize("kind", sample(["zlab", "assistant"], 1))
 def test_stop_texts_across_drafted_tokens(family: Path, kind: str) -> None:
     whole = undrafted(family)
     text = whole.text
@@ -278,7 +278,7 @@ def test_late_catch_up_across_the_end_of_the_buffer(
     test_late_catch_up_does_not_change_proposals(family, "zlab")
 
 
-@pytest.mark.parametrize("kind", ["zlab", "assistant"])
+@pytest.mark.parametrize("kind", sample(["zlab", "assistant"], 1))
 def test_a_draft_that_missed_tokens_differs(
     family: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

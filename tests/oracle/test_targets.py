@@ -13,6 +13,7 @@ from tests.oracle import build, hf
 from tests.oracle.test_assistant import CleanCaches, differences, oracle
 from tests.oracle.test_target import SHAPE, VOCAB, WINDOW, check_logits, greedy, make
 from tests.support import tiny
+from tests.support.selection import sample
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 
@@ -38,7 +39,7 @@ def test_logits(tmp_path: Path, name: str) -> None:
     check_logits(make(tmp_path, CASES[name]))
 
 
-@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("name", sample(TEXTS, 2))
 def test_greedy_text(tmp_path: Path, name: str) -> None:
     ids = build.prompt(3 * WINDOW + 5, VOCAB, 1)
     text, generated = greedy(make(tmp_path, CASES[name]), ids, N_NEW)
@@ -112,7 +113,7 @@ ASSISTANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ASSISTANTS)
+@pytest.mark.parametrize("name", sample(ASSISTANTS, 2))
 def test_assistants(tmp_path: Path, name: str) -> None:
     """Proposals of every round, inside the window and three windows after the start."""
     shape, head = ASSISTANTS[name]

@@ -22,6 +22,7 @@ from g4spec.server.output_parser import TextEvent as Words
 from g4spec.server.settings import Settings
 from tests.server.running_server import Served
 from tests.server.test_openai import SCHEMAS, WEATHER
+from tests.support.selection import sample
 
 TOOLS: Any = [
     {"name": "weather", "input_schema": WEATHER, "strict": True},
@@ -126,7 +127,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", sample(VARIANTS, 6))
 def test_messages_whole_streamed_and_undrafted(
     client: anthropic.Anthropic, undrafted_client: anthropic.Anthropic, name: str
 ) -> None:

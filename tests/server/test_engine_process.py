@@ -37,6 +37,7 @@ from g4spec.server.settings import Settings
 from tests.server import faulty_engines as faulty
 from tests.server.conftest import TINY
 from tests.server.running_server import Served, wait
+from tests.support.selection import sample
 
 ROOT = TINY.parents[1]
 SETUP: dict[str, Any] = {"n_ctx": 2048, "parallel": 3, "prefix_cache": 64 << 20}
@@ -218,7 +219,7 @@ PHASES = {
 }
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", sample(PHASES, 2))
 def test_a_failure_ends_only_running_requests(
     phase: str,
     remote: Served,

@@ -284,7 +284,7 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", COMPLETIONS)
+@pytest.mark.parametrize("name", sample(COMPLETIONS, 4))
 def test_completions_whole_streamed_and_undrafted(
     client: openai.OpenAI, plain: Served, name: str
 ) -> None:

@@ -24,6 +24,7 @@ from g4spec.server.responses import Writer
 from g4spec.server.settings import Settings
 from tests.server.running_server import Served
 from tests.server.test_openai import SCHEMAS, WEATHER
+from tests.support.selection import sample
 
 TOOLS: Any = [
     {"type": "function", "name": "weather", "parameters": WEATHER, "strict": True},
@@ -131,7 +132,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", sample(VARIANTS, 4))
 def test_responses_whole_streamed_and_undrafted(
     client: openai.OpenAI, undrafted_client: openai.OpenAI, name: str
 ) -> None:
