@@ -13,14 +13,14 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help demo test test-all test-kernels check docs bench-cpu clean
 
 help:
-	@echo "make demo       set up, then do the whole job on the bundled model family"
-	@echo "make test       set up, then format, linters, types, import layers and all tests"
-	@echo "make test-all   the same with the cases that are marked as slow"
-	@echo "make test-kernels  compile every kernel for every architecture (40 minutes of one core)"
-	@echo "make check      format, linters, types and import layers only"
-	@echo "make docs       the documentation site, in site/, with every link checked"
-	@echo "make bench-cpu  the long comparisons (an hour); results go to benchmarks/results"
-	@echo "make clean      remove $(VENV)"
+	@echo "make demo         set up, then do the whole job on the bundled model family"
+	@echo "make test         set up, then format, linters, types, import layers and the tests"
+	@echo "make test-all     the same with the cases that are marked as slow"
+	@echo "make test-kernels compile every kernel for every architecture (40 minutes of one core)"
+	@echo "make check        format, linters, types and import layers only"
+	@echo "make docs         the documentation site, in site/, with every link checked"
+	@echo "make bench-cpu    the long comparisons (an hour); results go to benchmarks/results"
+	@echo "make clean        remove $(VENV)"
 
 demo: $(VENV)/.package
 	$(BIN)/g4spec demo
@@ -37,8 +37,7 @@ test-kernels: $(VENV)/.tests
 check: $(VENV)/.tests
 	$(BIN)/ruff check g4spec tests benchmarks packaging docs
 	$(BIN)/ruff format --check --quiet g4spec tests benchmarks packaging docs examples
-	$(BIN)/mypy
-	$(BIN)/mypy --config-file=benchmarks/mypy.ini
+	$(BIN)/mypy & package=$$!; $(BIN)/mypy --config-file=benchmarks/mypy.ini && wait $$package
 	$(BIN)/lint-imports --no-logo
 
 docs: $(VENV)/.docs

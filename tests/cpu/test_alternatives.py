@@ -15,6 +15,7 @@ from g4spec.advisor.doctor import diagnose
 from g4spec.advisor.facts import facts
 from g4spec.advisor.schema import DraftFact, FlagFact, ProblemFact, SizeFact, WeightsFact
 from g4spec.cli import run
+from tests.support.selection import sample
 
 FACTS = facts()
 CARDS = ("RTX 4060", "RTX 3060 12GB", "RTX 4060 Ti 16GB", "RTX 4090", "A40")
@@ -51,7 +52,7 @@ def follow(command: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("machine", CARDS)
-@pytest.mark.parametrize("model", ["31b", "26b", "12b", "e4b"])
+@pytest.mark.parametrize("model", sample(["31b", "26b", "12b", "e4b"], 2))
 def test_every_offered_command_fits(
     machine: str, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

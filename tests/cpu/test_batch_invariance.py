@@ -35,11 +35,9 @@ def plain() -> ReferenceRuns:
     return ReferenceRuns()
 
 
-@pytest.mark.parametrize("number,kind", enumerate(batch_invariance.KINDS), ids=str)
-def test_batched_outputs_equal_single_runs(
-    plain: ReferenceRuns, number: int, kind: str | None
-) -> None:
-    parallel = batch_invariance.PARALLEL[number % 4]
+@pytest.mark.parametrize("kind", sample(batch_invariance.KINDS, 9))
+def test_batched_outputs_equal_single_runs(plain: ReferenceRuns, kind: str | None) -> None:
+    parallel = batch_invariance.PARALLEL[batch_invariance.KINDS.index(kind) // 2 % 4]
     verdict = batch_invariance.compare_with_reference(
         kind, parallel, f"suite {kind}", 4, 24, plain=plain
     )
@@ -84,7 +82,7 @@ class StartsAhead(EagerRunner):
         self.under_way.clear()
 
 
-@pytest.mark.parametrize("kind", [None, "dflash"])
+@pytest.mark.parametrize("kind", sample([None, "dflash"], 1))
 def test_cycles_started_ahead_have_their_pages(plain: ReferenceRuns, kind: str | None) -> None:
     """Every cycle is started while the previous one is running."""
     rng = random.Random(6)

@@ -97,6 +97,7 @@ def test_never_costs_more_when_the_draft_turns_bad(name: str, good: int, ahead: 
         assert bill.seconds <= 1.02 * bill.tokens * costs[0] * (1 + 1e-12)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     plain=st.floats(0.002, 0.1),

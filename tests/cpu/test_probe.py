@@ -134,6 +134,7 @@ def test_a_gguf_source_is_the_reference(family: Path, tmp_path: Path) -> None:
     assert same == family / "dflash.gguf"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "named"),
     [

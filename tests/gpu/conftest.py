@@ -18,7 +18,16 @@ from tests.emulator import kernels
 from tests.gpu.device import EMULATED
 
 LONG = {"test_engine.py", "test_odd_files.py", "test_portable_engine.py", "test_synthetic.py"}
-SLOW = {"test_experts.py", "test_prefill.py", "test_runner_models.py"}
+SLOW = {
+    "test_attention.py",
+    "test_attention_window.py",
+    "test_experts.py",
+    "test_linear_wide.py",
+    "test_prefill.py",
+    "test_rows.py",
+    "test_runner_models.py",
+    "test_selftest.py",
+}
 SKIP = pytest.mark.skip(reason="takes long on a machine without a GPU (G4SPEC_EMULATE=all)")
 
 

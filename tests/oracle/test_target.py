@@ -12,6 +12,7 @@ import torch
 from g4spec.runtime.target import Target
 from tests.oracle import build, hf
 from tests.support import tiny
+from tests.support.selection import sample
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 
@@ -68,7 +69,7 @@ def test_logits(tmp_path: Path, name: str) -> None:
     check_logits(make(tmp_path, CASES[name]))
 
 
-@pytest.mark.parametrize("name", ["k-is-v", "own-v"])
+@pytest.mark.parametrize("name", sample(["k-is-v", "own-v"], 1))
 def test_greedy_text(tmp_path: Path, name: str) -> None:
     """256 tokens; at the first difference, the oracle's two best logits must be a tie."""
     folder, ids = make(tmp_path, CASES[name]), build.prompt(3 * WINDOW + 5, VOCAB, 1)

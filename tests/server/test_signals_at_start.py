@@ -44,7 +44,7 @@ cli.main()
     [
         ("one model", "merges", signal.SIGTERM, (143,)),
         ("one model", "vocabulary", signal.SIGINT, (130, 0)),
-        ("one model", "event loop", signal.SIGHUP, (0,)),
+        pytest.param("one model", "event loop", signal.SIGHUP, (0,), marks=pytest.mark.slow),
         ("folder", "event loop", signal.SIGINT, (0,)),
         ("daemon", "merges", signal.SIGINT, (130,)),
     ],
