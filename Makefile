@@ -16,7 +16,7 @@ help:
 	@echo "make demo         set up, then do the whole job on the bundled model family"
 	@echo "make test         set up, then format, linters, types, import layers and the tests"
 	@echo "make test-all     the same with the cases that are marked as slow"
-	@echo "make test-kernels compile every kernel for every architecture (40 minutes of one core)"
+	@echo "make test-kernels compile every instance of every kernel for every architecture"
 	@echo "make check        format, linters, types and import layers only"
 	@echo "make docs         the documentation site, in site/, with every link checked"
 	@echo "make bench-cpu    the long comparisons (an hour); results go to benchmarks/results"

@@ -1,7 +1,7 @@
 """Run kernel tests on the GPU, or in the emulator if there is none.
 
 The emulator is slow: it runs the last case of each test, or all with G4SPEC_EMULATE=all. Without
-that, LONG files are skipped and SLOW files are left to `make test-all`.
+that, LONG files are skipped; without G4SPEC_EMULATE, SLOW files are left to `make test-all`.
 G4SPEC_EMULATE=checked also detects races and accesses out of bounds, and takes ten times as long.
 Uninitialized memory contains NaN there.
 """
@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in cases:
             if item not in kept:
                 item.add_marker(SKIP)
-            elif file in SLOW:
+            elif file in SLOW and "G4SPEC_EMULATE" not in os.environ:
                 item.add_marker(pytest.mark.slow)
 
 
