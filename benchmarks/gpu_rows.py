@@ -57,6 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="31b", choices=[*synthetic.TARGETS])
     parser.add_argument("--type", default="q4_k_m")
+    parser.add_argument("--tensor-type", nargs="*", default=[], metavar="PATTERN=TYPE")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 16, 32, 64, 128])
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--out", type=Path, default=ROOT / "results")
@@ -66,7 +67,7 @@ def main() -> None:
     backend.enter()
     n_ctx, texts = args.context + 2 * PAGE, max(args.rows)
     target = synthetic.make_target(
-        args.model, args.type, backend, n_ctx, texts, texts * (n_ctx + PAGE)
+        args.model, args.type, backend, n_ctx, texts, texts * (n_ctx + PAGE), args.tensor_type
     )
     pool = Pool(target.space)
     sequences = [Sequence(pool.free_slots.pop(), [], 0) for _ in range(texts)]
@@ -105,6 +106,7 @@ def main() -> None:
         {
             "model": args.model,
             "type": args.type,
+            "tensor_types": args.tensor_type,
             "context": args.context,
             "overridden_ops": run_record.overridden(target.ops),
             "read_bytes_per_second": steps.bandwidth(),

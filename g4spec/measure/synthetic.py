@@ -96,14 +96,20 @@ CENTROIDS = 2048
 
 
 def make_target(
-    name: str, type: str, backend: CudaBackend, n_ctx: int, n_slots: int = 1, pool: int = 0
+    name: str,
+    type: str,
+    backend: CudaBackend,
+    n_ctx: int,
+    n_slots: int = 1,
+    pool: int = 0,
+    tensor_types: Sequence[str] = (),
 ) -> Target:
-    """Build a target of a size in TARGETS, quantized as `g4spec convert --type` does. Its KV cache
-    has `n_slots` sequences of up to `n_ctx` tokens, and `pool` tokens in total."""
+    """Build a target of a size in TARGETS, quantized as `g4spec convert --type --tensor-type` does.
+    Its KV cache has `n_slots` sequences of up to `n_ctx` tokens, and `pool` tokens in total."""
     config = gemma4.parse_hf(Checkpoint({"text_config": TARGETS[name]}, {}))
     size = Size.of(n_ctx, n_slots, pool)
     space = backend.space(size.slots, size.n_ctx, size.pages)
-    weights = _weights_with_rope(gemma4.tensors(config), type, backend.ops)
+    weights = _weights_with_rope(gemma4.tensors(config), type, backend.ops, tensor_types)
     return Target(config, weights, backend, space, backend.chunk)
 
 
@@ -199,17 +205,22 @@ def _dflash(name: str, type: str, target: Target) -> dflash.Drafter:
     return drafter
 
 
-def _weights_with_rope(specs: Sequence[TensorSpec], type: str, ops: CudaOps) -> dict[str, Any]:
+def _weights_with_rope(
+    specs: Sequence[TensorSpec], type: str, ops: CudaOps, tensor_types: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return `_weights` and the RoPE frequency divisors of the global layers: of 256 pairs, the
     first 64 rotate."""
     divisors = torch.tensor([1.0] * 64 + [1e30] * (256 - 64), device=ops.device)
-    return _weights(specs, type, ops) | {"rope_freqs.weight": divisors}
+    return _weights(specs, type, ops, tensor_types) | {"rope_freqs.weight": divisors}
 
 
-def _weights(specs: Sequence[TensorSpec], type: str, ops: CudaOps) -> dict[str, Any]:
+def _weights(
+    specs: Sequence[TensorSpec], type: str, ops: CudaOps, tensor_types: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return random weights, in the form in which `CudaBackend.load` returns those of a file."""
     choice = policy.Policy(
-        policy.readable_mix(type), {s.name: s.shape for s in specs if not s.optional}
+        policy.readable_mix(type, tensor_types),
+        {s.name: s.shape for s in specs if not s.optional},
     )
     out: dict[str, Any] = {}
     for spec in specs:

@@ -70,10 +70,11 @@ def parse_type(name: str, tensor_types: Iterable[str] = ()) -> Mix:
     return replace(found, tensor_types=tuple(map(_tensor_type, tensor_types)))
 
 
-def readable_mix(name: str) -> Mix:
+def readable_mix(name: str, tensor_types: Iterable[str] = ()) -> Mix:
     """Return the type or mix with this name, as `parse_type` does, or a type that files have and
     that cannot be written."""
-    return _readable().get(name.lower()) or parse_type(name)
+    found = _readable().get(name.lower()) or parse_type(name)
+    return replace(found, tensor_types=tuple(map(_tensor_type, tensor_types)))
 
 
 def _tensor_type(text: str) -> tuple[re.Pattern[str], Format]:

@@ -249,6 +249,8 @@ def test_names_of_types_and_mixes() -> None:
 def test_types_that_are_only_read_can_be_timed() -> None:
     assert policy.readable_mix("IQ3_S").base is quant.get("iq3_s")
     assert policy.readable_mix("q3_k") == policy.parse_type("q3_k")
+    ((pattern, form),) = policy.readable_mix("iq3_s", ["attn_v=q4_k"]).tensor_types
+    assert pattern.search("blk.0.attn_v.weight") and form is quant.get("q4_k")
     with pytest.raises(UsageError, match="q4_k_m"):
         policy.readable_mix("q4_k_l")
 
