@@ -35,9 +35,9 @@ def plain() -> ReferenceRuns:
     return ReferenceRuns()
 
 
-@pytest.mark.parametrize("kind", sample(batch_invariance.KINDS, 9))
+@pytest.mark.parametrize("kind", sample(batch_invariance.KINDS, 5))
 def test_batched_outputs_equal_single_runs(plain: ReferenceRuns, kind: str | None) -> None:
-    number = batch_invariance.KINDS.index(kind) // 2  # every second kind is marked as slow
+    number = batch_invariance.KINDS.index(kind) // 4  # most kinds are marked as slow
     parallel = batch_invariance.PARALLEL[number % 4]
     verdict = batch_invariance.compare_with_reference(
         kind, parallel, f"suite {kind}", 4, 24, plain=plain
@@ -46,7 +46,7 @@ def test_batched_outputs_equal_single_runs(plain: ReferenceRuns, kind: str | Non
     assert verdict.tokens and (verdict.most_live > 1 or parallel == 1)
 
 
-@pytest.mark.parametrize("kind", sample([None, "dflash", "eagle3"], 2))
+@pytest.mark.parametrize("kind", sample(["eagle3", None, "dflash"], 1))
 def test_a_pool_that_is_too_small(plain: ReferenceRuns, kind: str | None) -> None:
     """Preempted requests are recomputed and continue with the same output."""
     rng = random.Random(1)
@@ -88,7 +88,7 @@ def test_cycles_started_ahead_have_their_pages(plain: ReferenceRuns, kind: str |
     """Every cycle is started while the previous one is running."""
     rng = random.Random(6)
     todo = specs(
-        [[2, *batch_invariance.tokens(rng, 100 + i)] for i in range(2)], n_predict=200, draft_max=2
+        [[2, *batch_invariance.tokens(rng, 100 + i)] for i in range(2)], n_predict=60, draft_max=2
     )
     engine = memory_engine.engine(DRAFTS[kind] if kind else None, n_ctx=512, parallel=2, pool=2000)
     engine.scheduler.cycles.runners = [StartsAhead(engine.target, engine.draft)]
@@ -208,7 +208,7 @@ def test_batches_of_all_sizes_run_before_the_first_request(
     assert not gc.get_freeze_count()
 
 
-@pytest.mark.parametrize("kind", sample([None, "dflash", "eagle3"], 2))
+@pytest.mark.parametrize("kind", sample(["dflash", None, "eagle3"], 1))
 def test_a_cycle_runs_in_the_middle_of_a_block(plain: ReferenceRuns, kind: str | None) -> None:
     rng = random.Random(8)
     long, short = ([2, *batch_invariance.tokens(rng, n)] for n in (2 * PROMPT_BLOCK, 20))
@@ -228,7 +228,7 @@ def test_a_cycle_runs_in_the_middle_of_a_block(plain: ReferenceRuns, kind: str |
 
 
 @pytest.mark.parametrize(
-    "kind", sample(["dflash", "dflash-window", "dspark", "dflash2", "eagle3"], 2)
+    "kind", sample(["dflash", "dflash-window", "dspark", "dflash2", "eagle3"], 1)
 )
 def test_how_a_draft_catches_up_does_not_change_proposals(
     monkeypatch: pytest.MonkeyPatch, kind: str
@@ -267,7 +267,7 @@ def test_how_a_draft_catches_up_does_not_change_proposals(
 def test_no_cycle_in_a_block_preempts_its_request() -> None:
     """The newest request would lose its pages while they are written."""
     engine = memory_engine.engine(None, n_ctx=1200, parallel=2, pool=1200)
-    first = engine.submit([2, 9], Options(600, ignore_eos=True))
+    first = engine.submit([2, 9], Options(200, ignore_eos=True))
     while len(first.ids) < PAGE - 2 * MAX_STEP_ROWS - 4:
         engine.step()
     second = engine.submit([2] * PROMPT_BLOCK, Options(4, ignore_eos=True))
@@ -282,7 +282,7 @@ def test_no_cycle_in_a_block_preempts_its_request() -> None:
     engine.pool._free += taken
     while engine.step():
         pass
-    assert len(first.ids) == 600 and len(second.ids) == 4 and not second.stats.preempted
+    assert len(first.ids) == 200 and len(second.ids) == 4 and not second.stats.preempted
 
 
 def specs(prompts: list[list[int]], **options: object) -> list[RequestSpec]:
@@ -291,7 +291,7 @@ def specs(prompts: list[list[int]], **options: object) -> list[RequestSpec]:
     return [RequestSpec(prompt, merged, 0, None) for prompt in prompts]
 
 
-@pytest.mark.parametrize("kind", sample(["dflash", "eagle3", "eagle3-two-layers", "p-eagle"], 2))
+@pytest.mark.parametrize("kind", sample(["eagle3", "dflash", "eagle3-two-layers", "p-eagle"], 1))
 def test_shared_pages_do_not_change_proposals(kind: str) -> None:
     """A draft must not write into pages that another request shares."""
     rng = random.Random(3)
@@ -313,7 +313,7 @@ def test_shared_pages_do_not_change_proposals(kind: str) -> None:
 
 
 @pytest.mark.parametrize("n_ctx", [20, 128])
-@pytest.mark.parametrize("kind", sample(DRAFTS, 8))
+@pytest.mark.parametrize("kind", sample(DRAFTS, 3))
 def test_proposals_at_the_end_of_the_context(kind: str, n_ctx: int) -> None:
     """Rows of a draft block after the end of the context do not change the proposal."""
     rng = random.Random(5)

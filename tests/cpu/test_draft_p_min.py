@@ -44,7 +44,7 @@ def g4spec(
     return in_folder(home, tmp_path / "cache", monkeypatch, capsys)
 
 
-@pytest.mark.parametrize("draft", ["dspark.gguf", "deepspec.gguf"])
+@pytest.mark.parametrize("draft", sample(["dspark.gguf", "deepspec.gguf"], 1))
 @pytest.mark.parametrize("sampling", sample([(), ("--temp", 1, "--seed", 7)], 1))
 def test_the_same_text_and_fewer_drafted_tokens(
     g4spec: Cli, draft: str, sampling: tuple[object, ...]

@@ -33,6 +33,7 @@ from tests.cpu import gguf_fixtures as fixtures
 from tests.fuzz import mutation
 from tests.fuzz import readers as fuzzing
 from tests.support import tiny
+from tests.support.selection import sample
 
 NAMES = [
     "gguf",
@@ -55,7 +56,7 @@ def surfaces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, fuzzing.Surf
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sample(NAMES, 6))
 def test_kept_corpus_and_fresh_mutations(
     name: str, surfaces: dict[str, fuzzing.Surface], tmp_path: Path
 ) -> None:

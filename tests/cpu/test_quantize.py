@@ -22,6 +22,7 @@ from g4spec.validate import scan, validate
 from g4spec.validate.loss import losses, total
 from tests.support import faults, tiny
 from tests.support.quant_blocks import random_blocks
+from tests.support.selection import sample
 
 ROOT = Path(__file__).parents[2]
 DEEP = {"layers": 12, "hidden": 256, "inter": 512}
@@ -297,7 +298,7 @@ def test_routers_keep_their_type(tmp_path: Path) -> None:
         assert all(before.tensors[n].type == after.tensors[n].type for n in routers)
 
 
-@pytest.mark.parametrize("type", ["q4_0", "q5_1", "q4_k_m", "q5_k_m", "q6_k"])
+@pytest.mark.parametrize("type", sample(["q4_0", "q5_1", "q4_k_m", "q5_k_m", "q6_k"], 2))
 def test_quantized_drafts_do_not_change_the_text(type: str, deep: Path, tmp_path: Path) -> None:
     """The text of a quantized target with a quantized draft is that of plain decoding."""
     convert(deep, tmp_path / "t.gguf", type=type)

@@ -18,6 +18,7 @@ from g4spec.cli.render import Output, error
 from g4spec.convert import convert
 from tests.cpu.test_terminal import OWN, Terminal
 from tests.support import bench_result, tiny
+from tests.support.selection import sample
 
 WIDTHS = (60, 80, 120)
 LONG = "A draft that was trained for another target changes no text either, it only gains nothing."
@@ -95,7 +96,7 @@ def check(
     assert not whole or words(pipe) <= words(narrow)
 
 
-@pytest.mark.parametrize("columns", WIDTHS)
+@pytest.mark.parametrize("columns", sample(WIDTHS, 2))
 @pytest.mark.parametrize("name", COMMANDS)
 def test_commands(
     name: str, columns: int, target: Path, shown: Callable[..., str], tmp_path: Path

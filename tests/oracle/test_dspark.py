@@ -142,7 +142,7 @@ def make(folder: Path, name: str, **more: Any) -> tuple[Path, Path]:
     return target, tiny_drafts.speculators_dspark(folder / "draft", target, **options)
 
 
-@pytest.mark.parametrize("name", sample(CASES, 3))
+@pytest.mark.parametrize("name", sample(CASES, 2))
 @pytest.mark.parametrize("window", sample([None, 10], 1))
 def test_every_anchor(tmp_path: Path, name: str, window: int | None) -> None:
     """The text is five windows long: every ring wraps twice."""

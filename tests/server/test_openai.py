@@ -109,7 +109,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", sample(VARIANTS, 9))
+@pytest.mark.parametrize("name", sample(VARIANTS, 5))
 def test_chat_whole_streamed_and_undrafted(client: openai.OpenAI, plain: Served, name: str) -> None:
     more = VARIANTS[name]
     whole = ask(client, **more)

@@ -43,7 +43,7 @@ cli.main()
     ("how", "where", "number", "codes"),
     [
         ("one model", "merges", signal.SIGTERM, (143,)),
-        ("one model", "vocabulary", signal.SIGINT, (130, 0)),
+        pytest.param("one model", "vocabulary", signal.SIGINT, (130, 0), marks=pytest.mark.slow),
         pytest.param("one model", "event loop", signal.SIGHUP, (0,), marks=pytest.mark.slow),
         ("folder", "event loop", signal.SIGINT, (0,)),
         ("daemon", "merges", signal.SIGINT, (130,)),
@@ -71,7 +71,8 @@ def test_one_signal_ends_the_server(
 
 @pytest.mark.parametrize("number", sample([signal.SIGINT, signal.SIGTERM], 1))
 @pytest.mark.parametrize(
-    "command", [("generate", "-p", "a"), ("verify", "-md", "ngram", "-p", "a"), ("chat",)]
+    "command",
+    sample([("generate", "-p", "a"), ("verify", "-md", "ngram", "-p", "a"), ("chat",)], 1),
 )
 def test_one_signal_ends_a_command_that_loads_a_model(
     command: tuple[str, ...], number: int, family: Path
