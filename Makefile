@@ -4,7 +4,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 WORKERS ?= 2
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+# Most modules are never imported, so they are compiled when they are, not when they are installed.
+PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile -c constraints.txt
+unexport PYTHONDONTWRITEBYTECODE
 
 # Two pytest workers share the machine, and the demo's models are small: threads that wait for each
 # other cost more than they bring, and ten times as much on a busy machine (benchmarks/LOG.md).

@@ -278,16 +278,16 @@ class Drafter(WeightedDrafter):
         x = ops.linear(ops.concat_columns([e, hidden]), w["nextn.pre_projection.weight"])
         norms = [w[f"blk.{s.index}.attn_norm.weight"] for s in layers]
         h = ops.norm_rows(x, norms[0], eps)
-        spans = ops.spans(batch, {Reach.causal(s.window) for s in layers})
         last = batch.positions - 1  # the anchor is not in the target's cache yet
+        spans = ops.spans(batch, {Reach.causal(s.window) for s in layers})
+        spans = {reach: replace(span, last=last) for reach, span in spans.items()}
         next_norms = [*norms[1:], w["output_norm.weight"]]
         for spec, freqs, next_norm in zip(layers, self._freqs, next_norms, strict=True):
             b = f"blk.{spec.index}."
             cache = self.target.kv(self.target.config.kv_source(spec.window is not None))
             q = ops.qkv(h, gemma4.attention(w, spec, eps, freqs, own_kv=False), batch, cache)
-            first, _ = spans[Reach.causal(spec.window)]
             h = ops.linear(
-                ops.attend(q, cache, batch, first, last, 1.0),
+                ops.attend(q, cache, spans[Reach.causal(spec.window)], 1.0),
                 w[b + "attn_output.weight"],
                 partial_sums=True,
             )

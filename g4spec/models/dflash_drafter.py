@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from g4spec.models.dflash_backbone import Config
+    from g4spec.ops.spans import Span
 
 
 MAX_COMMIT_ROWS = 128
@@ -130,7 +131,7 @@ class Drafter(WeightedDrafter):
         h = (ops.rms_norm if self.unpacked else ops.norm_rows)(x, norms[0], c.eps)
         next_norms = [*norms[1:], w["output_norm.weight"]]
         for spec, reach, next_norm in zip(c.layers, reaches, next_norms, strict=True):
-            x, h = self._layer(spec, x, h, batch, spans[reach], next_norm)
+            x, h = self._layer(spec, x, h, spans[reach], next_norm)
         return h.view(len(batch.sizes), c.block_size, -1)
 
     def _attention(self, spec: LayerSpec) -> Attention:
@@ -152,8 +153,7 @@ class Drafter(WeightedDrafter):
         spec: LayerSpec,
         x: torch.Tensor,
         h: Any,
-        batch: Batch,
-        span: tuple[torch.Tensor, torch.Tensor],
+        span: Span,
         next_norm: torch.Tensor,
     ) -> tuple[torch.Tensor, Any]:
         """Compute one layer of the block.
@@ -166,11 +166,11 @@ class Drafter(WeightedDrafter):
             Residual and norm for the next layer; the norm is float32 after the last layer.
         """
         ops, w, b, c = self.ops, self.w, f"blk.{spec.index}.", self.config
-        h, saved = self.before_sublayer(b + "attn", h, batch)
-        q = ops.qkv(h, self._attention(spec), batch, self.caches[spec.index])
+        h, saved = self.before_sublayer(b + "attn", h, span.batch)
+        q = ops.qkv(h, self._attention(spec), span.batch, self.caches[spec.index])
         scale = 1.0 if c.gemma else spec.head_dim**-0.5
         h = ops.linear(
-            ops.attend(q, self.caches[spec.index], batch, *span, scale),
+            ops.attend(q, self.caches[spec.index], span, scale),
             w[b + "attn_output.weight"],
             partial_sums=not self.unpacked,
         )
@@ -181,7 +181,7 @@ class Drafter(WeightedDrafter):
         x, h = ops.norm_residual_norm(
             h, x, None, c.eps, w[b + "ffn_norm.weight"], unpacked=self.unpacked
         )
-        h, saved = self.before_sublayer(b + "ffn", h, batch)
+        h, saved = self.before_sublayer(b + "ffn", h, span.batch)
         h = self.after_sublayer(b + "ffn", self.gated(b, h, partial_sums=not self.unpacked), saved)
         return ops.norm_residual_norm(h, x, None, c.eps, next_norm, unpacked=unpacked)
 

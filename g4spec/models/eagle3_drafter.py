@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -145,8 +146,10 @@ class Drafter(WeightedDrafter):
         )
         x, last = features, len(c.layers) - 1
         reaches = [Reach.causal(s.window or self.window) for s in c.layers]
-        spans = ops.spans(batch.with_positions(window_position), set(reaches))
-        own = batch.positions
+        own, spans = batch.positions, {}
+        for reach, span in ops.spans(batch.with_positions(window_position), set(reaches)).items():
+            first = span.first.clamp(min=1).minimum(own)  # row 0 attends to itself only
+            spans[reach] = replace(span, batch=batch, first=first, last=own)
         for spec in c.layers:
             b = f"blk.{spec.index}."
             if spec.index == 0:
@@ -157,10 +160,8 @@ class Drafter(WeightedDrafter):
             q = ops.qkv(h, self._attention(spec), batch, self.caches[spec.index], queries=not done)
             if done:
                 break
-            first = (
-                spans[reaches[spec.index]][0].clamp(min=1).minimum(own)
-            )  # row 0 attends to itself only
-            h = ops.attend(q, self.caches[spec.index], batch, first, own, spec.head_dim**-0.5)
+            span = spans[reaches[spec.index]]
+            h = ops.attend(q, self.caches[spec.index], span, spec.head_dim**-0.5)
             h = ops.linear(h, w[b + "attn_output.weight"], partial_sums=True)
             x, h = ops.norm_residual_norm(h, x, None, c.eps, w[b + "ffn_norm.weight"])
             next_norm = w[f"blk.{spec.index + 1}.attn_norm.weight"] if spec.index < last else None

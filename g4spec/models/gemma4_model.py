@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from g4spec.core import Batch
     from g4spec.ops.reference import Ops
+    from g4spec.ops.spans import Span
 
 
 class Model:
@@ -70,7 +71,7 @@ class Model:
                 pause()
             if spec.index in taps:
                 tapped[spec.index] = ops.copy_residual(x)
-            h = self._attention(spec, h, batch, spans[Reach.causal(spec.window)], kv)
+            h = self._attention(spec, h, spans[Reach.causal(spec.window)], kv)
             ple = per_layer[:, spec.index] if per_layer is not None else None
             x, h = finish_layer(
                 ops,
@@ -111,18 +112,18 @@ class Model:
         self,
         spec: LayerSpec,
         h: Any,
-        batch: Batch,
-        span: tuple[torch.Tensor, torch.Tensor],
+        span: Span,
         caches: Sequence[Any],
     ) -> torch.Tensor:
-        """Compute the attention sublayer of rows `h` -> [T, H]. `span`: positions each row attends
-        to."""
+        """Compute the attention sublayer of rows `h` -> [T, H]. `span`: the batch, and positions
+        each row attends to."""
         ops, w, b = self.ops, self.w, f"blk.{spec.index}."
         own = spec.kv_from is None
         kv = caches[spec.index if spec.kv_from is None else spec.kv_from]
-        q = ops.qkv(h, attention(w, spec, self.config.eps, self.freqs[spec.index], own), batch, kv)
+        weights = attention(w, spec, self.config.eps, self.freqs[spec.index], own)
+        q = ops.qkv(h, weights, span.batch, kv)
         out = w[b + "attn_output.weight"]
-        return ops.linear(ops.attend(q, kv, batch, *span, 1.0), out, partial_sums=True)
+        return ops.linear(ops.attend(q, kv, span, 1.0), out, partial_sums=True)
 
 
 def attention(

@@ -12,11 +12,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from g4spec.core import PAGE, CacheShape
 from g4spec.ops.kv_size import PADDING_POSITIONS, capacity, pages_of
+
+if TYPE_CHECKING:
+    from g4spec.ops.spans import TileGroup
 
 Rounded = Callable[[torch.Tensor], torch.Tensor]
 
@@ -112,29 +116,15 @@ class LayerKV:
         at = self.row_indices(torch.full_like(positions, slot), positions)
         return self._rows[0, at], self._rows[1, at]
 
-    def blocks(
-        self, slots: torch.Tensor, first: torch.Tensor, last: torch.Tensor, size: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the keys and values of positions first[n] .. last[n] of slots[n], in blocks
-        aligned to multiples of `size`.
-
-        Args:
-            slots, first, last: int64 [N].
-
-        Returns:
-            The absolute positions [N, blocks * size], and keys and values, each
-            [N * blocks, n_kv, size, head_dim], zero outside of the requested range.
-        """
-        begin = first // size * size
-        count = int(((last - begin) // size).max()) + 1
-        positions = begin[:, None] + torch.arange(count * size, device=begin.device)
-        inside = (positions >= first[:, None]) & (positions <= last[:, None])
-        at = self.row_indices(slots[:, None], positions.clamp(max=int(last.max())))
+    def blocks(self, tiles: TileGroup, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of the positions of each tile, in blocks of `size`:
+        [N * blocks, n_kv, size, head_dim] each, zero at positions that the tile does not read."""
+        at = self.row_indices(tiles.slots[:, None], tiles.positions)
         kv = self._rows.index_select(1, at.flatten())
-        kv.index_fill_(1, (~inside).flatten().nonzero().flatten(), 0.0)
-        kv = kv.view(2, len(slots) * count, size, self.n_kv, self.head_dim)
+        kv.index_fill_(1, tiles.outside, 0.0)
+        kv = kv.view(2, -1, size, self.n_kv, self.head_dim)
         keys, values = kv.transpose(2, 3).contiguous()
-        return positions, keys, values
+        return keys, values
 
     def snapshot(self, slot: int, end: int) -> torch.Tensor:
         """Copy the rows of a ring buffer before position `end`, for `restore`: [2, n, n_kv, D]."""

@@ -9,8 +9,8 @@ matmuls: a backend may store them in another layout and precision, so models pas
 looking inside. In this class both are the same. `linear`, `gated` and the other matmuls accept
 either.
 
-Attention sums over blocks of :data:`BLOCK` keys, aligned by absolute position and in order of
-position, for tiles of 16 rows. A block that is masked for a row contributes exact zeros.
+Attention sums over blocks of `BLOCK` keys, aligned by absolute position and in order of position,
+for tiles of 16 rows (`g4spec.ops.spans`). A block that is masked for a row contributes exact zeros.
 """
 
 from __future__ import annotations
@@ -24,20 +24,14 @@ import torch
 from g4spec.core import Batch, Pick, Reach
 from g4spec.ops.kv import LayerKV
 from g4spec.ops.simple import TILE, SimpleOps, sum_in_order
+from g4spec.ops.spans import BLOCK, Span, TileGroup
 
 if TYPE_CHECKING:
     from g4spec.ops.weights import Attention, ExpertLayer
 
 __all__ = ["BLOCK", "TILE", "Ops"]
 
-Spans = dict[Reach, tuple[torch.Tensor, torch.Tensor]]
-"""First and last position that each row attends to, int64 [T] each."""
-
-BLOCK = 64
-"""Number of keys per attention block; block b has absolute positions [64 b, 64 b + 64)."""
-
-MAX_BLOCKS_PER_CALL = 64
-"""Maximum number of key blocks, over all tiles, in one call."""
+Spans = dict[Reach, Span]
 
 
 class Ops(SimpleOps):
@@ -53,7 +47,7 @@ class Ops(SimpleOps):
             begin = own[starts].repeat_interleave(sizes) if reach.from_first else own
             ends = own[starts + sizes - 1].repeat_interleave(sizes) if reach.to_last else own
             first = begin * 0 if reach.back is None else (begin - reach.back).clamp(min=0)
-            out[reach] = first, ends
+            out[reach] = Span(batch, first, ends)
         return out
 
     def norm_rows(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
@@ -176,65 +170,35 @@ class Ops(SimpleOps):
         for a, kv in zip(layers, kvs, strict=True):
             self.qkv(h, a, batch, kv, queries=False)
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        kv: LayerKV,
-        batch: Batch,
-        first: torch.Tensor,
-        last: torch.Tensor,
-        scale: float,
-    ) -> torch.Tensor:
-        """Compute softmax(scale * q k) v over the keys of absolute positions first[t] .. last[t] in
-        the slot of each row.
+    def attend(self, q: torch.Tensor, kv: LayerKV, span: Span, scale: float) -> torch.Tensor:
+        """Compute softmax(scale * q k) v over the keys of the positions of `span` in the slot of
+        each row.
 
         Args:
             q: [T, n_head, D]; head h reads KV head h // (n_head / n_kv).
-            batch: the rows; tiles of TILE rows never span two sequences.
-            first, last: [T] int64, both inclusive, first <= last.
 
         Returns:
             [T, n_head * D].
         """
-        rows, real = tile_rows(batch.sizes, self.device)  # [N, TILE] and its rows in order
-        lo, hi = first[rows].amin(1), last[rows].amax(1)
-        out = [
-            self._attend_tiles(
-                q, kv, batch.slots[rows[n, 0]], (first, last, lo[n], hi[n]), rows[n], scale
-            )
-            for n in similar_tiles(lo, hi)
-        ]
-        return (out[0] if len(out) == 1 else torch.cat(out)).flatten(0, 1)[real]
+        out = [self._attend_tiles(q, kv, tiles, scale) for tiles in span.tiles.groups]
+        return (out[0] if len(out) == 1 else torch.cat(out)).flatten(0, 1)[span.tiles.real]
 
     def _attend_tiles(
-        self,
-        q: torch.Tensor,
-        kv: LayerKV,
-        slots: torch.Tensor,
-        spans: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-        rows: torch.Tensor,
-        scale: float,
+        self, q: torch.Tensor, kv: LayerKV, tiles: TileGroup, scale: float
     ) -> torch.Tensor:
-        """Compute attention of rows [N, TILE] of q, one sequence per tile -> [N, TILE, n_head *
-        D]."""
-        (count, _), (n_head, dim) = rows.shape, q.shape[1:]
+        """Compute attention of the rows of N tiles -> [N, TILE, n_head * D]."""
+        count, (n_head, dim) = len(tiles.rows), q.shape[1:]
         group = n_head // kv.n_kv
-        first, last, lo, hi = spans
-        position, keys, values = kv.blocks(slots, lo, hi, BLOCK)  # [N * B, n_kv, BLOCK, D]
+        keys, values = kv.blocks(tiles, BLOCK)  # [N * B, n_kv, BLOCK, D]
         blocks = len(keys) // count
         # [N, TILE, n_kv, group, D] -> [N * B, n_kv, TILE * group, D]
-        x = q[rows].view(count, TILE, kv.n_kv, group, dim).transpose(1, 2)
+        x = q[tiles.rows].view(count, TILE, kv.n_kv, group, dim).transpose(1, 2)
         x = x.reshape(count, 1, kv.n_kv, TILE * group, dim).expand(-1, blocks, -1, -1, -1)
         scores = torch.matmul(x.flatten(0, 1), keys.transpose(-1, -2)).mul_(scale)
-
-        seen = (position[:, None] >= first[rows][..., None]) & (
-            position[:, None] <= last[rows][..., None]
-        )  # [N, TILE, B * BLOCK]
-        seen = seen.view(count, TILE, 1, blocks, BLOCK).expand(-1, -1, group, -1, -1)
-        seen = seen.reshape(count, TILE * group, blocks, BLOCK).transpose(1, 2).unsqueeze(2)
+        scores.view(count, blocks, kv.n_kv, TILE, group, BLOCK).masked_fill_(
+            tiles.hidden, -math.inf
+        )
         scores = scores.view(count, blocks, kv.n_kv, TILE * group, BLOCK)
-        scores.masked_fill_(~seen, -math.inf)
-
         weights = scores.sub_(scores.amax(dim=(1, 4), keepdim=True)).exp_()
         parts = torch.matmul(weights.flatten(0, 1), values)
         parts = parts.view(count, blocks, kv.n_kv, TILE * group, dim)
@@ -342,35 +306,3 @@ class Ops(SimpleOps):
             rows, place = (ids == e).nonzero(as_tuple=True)
             out[rows, place] = self.gated(x[rows], gate[e], up[e], down[e], activation)
         return sum_in_order(out * weights[..., None])
-
-
-def tile_rows(sizes: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cut the rows of each sequence into tiles of TILE, repeating its last row as padding.
-
-    Returns:
-        Row indices [N, TILE], and the index of each row of the batch in them, [T].
-    """
-    rows: list[int] = []
-    real: list[int] = []
-    start = 0
-    for size in sizes:
-        for begin in range(0, size, TILE):
-            n = min(TILE, size - begin)
-            real += range(len(rows), len(rows) + n)
-            rows += range(start + begin, start + begin + n)
-            rows += [start + begin + n - 1] * (TILE - n)
-        start += size
-    return (torch.tensor(rows, device=device).view(-1, TILE), torch.tensor(real, device=device))
-
-
-def similar_tiles(lo: torch.Tensor, hi: torch.Tensor) -> list[slice]:
-    """Group consecutive tiles whose spans lo[n] .. hi[n] have few blocks in total, to be computed
-    together."""
-    blocks = ((hi - lo // BLOCK * BLOCK) // BLOCK + 1).tolist()
-    out, begin, most = [], 0, 0
-    for n, count in enumerate(blocks):
-        most = max(most, count)
-        if n > begin and most * (n + 1 - begin) > MAX_BLOCKS_PER_CALL:
-            out.append(slice(begin, n))
-            begin, most = n, count
-    return [*out, slice(begin, len(blocks))]

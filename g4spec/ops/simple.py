@@ -82,8 +82,9 @@ class SimpleOps:
         """
         n = x.shape[0]
         if n <= TILE:
-            return F.linear(pad_rows(x).contiguous(), weight)[:n]
-        return torch.cat([F.linear(t, weight) for t in _tiles(x)])[:n]
+            return F.linear(_tile(x), weight)[:n]
+        tiles = (_tile(x[i : i + TILE]) for i in range(0, n, TILE))
+        return torch.cat([F.linear(t, weight) for t in tiles])[:n]
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         """Compute x [..., H] times (mean(x^2) + eps)^-1/2, times `weight` [H] if given."""
@@ -175,14 +176,6 @@ def sum_in_order(x: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def pad_rows(x: torch.Tensor) -> torch.Tensor:
-    """Repeat the last row of x [n, ...] until there are TILE rows: padding of finite values."""
-    missing = TILE - len(x)
-    return x if missing == 0 else torch.cat([x, x[-1:].expand(missing, *x.shape[1:])])
-
-
-def _tiles(x: torch.Tensor) -> list[torch.Tensor]:
-    """Cut x [T, K] into contiguous tiles [TILE, K], the last one padded."""
-    tiles = [x[i : i + TILE] for i in range(0, len(x), TILE)]
-    tiles[-1] = pad_rows(tiles[-1])
-    return [t.contiguous() for t in tiles]
+def _tile(x: torch.Tensor) -> torch.Tensor:
+    """Return x [n, K] contiguous, with rows of zeros appended until there are TILE rows."""
+    return x.contiguous() if x.shape[0] == TILE else F.pad(x, (0, 0, 0, TILE - x.shape[0]))

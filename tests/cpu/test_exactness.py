@@ -16,8 +16,9 @@ import torch
 from g4spec.core import Batch, CacheShape, Cycle, Pick, Work
 from g4spec.errors import InputError
 from g4spec.ops.kv import LayerKV, Space
-from g4spec.ops.reference import BLOCK, TILE, Ops
+from g4spec.ops.reference import TILE, Ops
 from g4spec.ops.sampling import Sampler
+from g4spec.ops.spans import BLOCK, Span
 from g4spec.runtime.eager_runner import EagerRunner
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Request
@@ -75,7 +76,7 @@ def test_attention_row_is_independent_of_row_count_place_and_length(window: int 
 
     def attend(at: slice) -> torch.Tensor:
         part = Batch(positions[at], positions[at], slots[at], (len(positions[at]),))
-        return ops.attend(q[at], kv, part, first[at], positions[at], 1.0)
+        return ops.attend(q[at], kv, Span(part, first[at], positions[at]), 1.0)
 
     want = attend(slice(0, total))
     for begin in (0, 1, 15, 40, 63, 64, 65, total - TILE):

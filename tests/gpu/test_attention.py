@@ -10,6 +10,7 @@ import torch
 from g4spec.core import Batch, CacheShape
 from g4spec.ops.kv import LayerKV, Space
 from g4spec.ops.reference import Ops
+from g4spec.ops.spans import Span
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.cache.cache_types import KINDS
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV, Kind
@@ -257,7 +258,7 @@ def test_against_the_reference_backend(kind: Kind) -> None:
     q, batch = torch.randn(6, 8, 256).half(), one(144, 6)
     last = batch.positions
     got = attend(q, kv, batch, last - 99, last, 0.1).values
-    want = Ops(DEVICE).attend(q.float(), reference, batch, last - 99, last, 0.1)
+    want = Ops(DEVICE).attend(q.float(), reference, Span(batch, last - 99, last), 0.1)
     assert torch.allclose(got, want, atol=2e-3)
 
 
@@ -286,7 +287,8 @@ def test_shared_keys_and_values_against_the_reference_backend(kind: Kind, plain:
     for a, b in zip(kv.read(0, 0, n - 1), reference.read(0, 0, n - 1), strict=True):
         assert (a.cpu() - b).abs().max() < tolerance
     rows = slice(n - 16, n)
-    want = ref.attend(q[rows], reference, one(n - 16, 16, "cpu"), at[rows] * 0, at[rows], 1.0)
+    span = Span(one(n - 16, 16, "cpu"), at[rows] * 0, at[rows])
+    want = ref.attend(q[rows], reference, span, 1.0)
     last, batch = at[rows].to(DEVICE), one(n - 16, 16)
     got = attend(queries[rows], kv, batch, last * 0, last, 1.0, plain=plain).values
     assert (got.cpu() - want).abs().max() < 2 * tolerance

@@ -12,6 +12,7 @@ import torch
 from g4spec.core import MAX_STEP_ROWS, Batch, CacheShape
 from g4spec.ops.kv import LayerKV, Space
 from g4spec.ops.reference import Ops
+from g4spec.ops.spans import Span
 from g4spec.ops.weights import Attention
 from g4spec.ranges import MAX_PARALLEL
 from g4spec.runtime.cuda.build import launch
@@ -279,16 +280,16 @@ def test_through_the_operations() -> None:
             x, here, batch = parity.randn(g, 16, hidden), one(start, 16, "cpu"), one(start, 16)
             first = (here.positions - 299).clamp(min=0)
             q = ref.qkv(x, other, here, reference)
-            want = ref.attend(q, reference, here, first, here.positions, SCALE)
+            want = ref.attend(q, reference, Span(here, first, here.positions), SCALE)
             x, first, last = x.to(DEVICE), first.to(DEVICE), batch.positions
             for plane, its in zip(theirs.planes, mine.planes, strict=True):
                 plane.copy_(its)
             q = cuda.qkv(x, ours, batch, mine)
             assert isinstance(q, ProjectedQkv)
-            got = parity.numbers(cuda.attend(q, mine, batch, first, last, SCALE))
+            got = parity.numbers(cuda.attend(q, mine, Span(batch, first, last), SCALE))
             assert (got.cpu() - want).abs().max() < 0.02 * want.abs().max()  # of Q8_0
             for i in range(16) if start in (112, 336) else ():
                 row, own = slice(i, i + 1), one(start + i, 1)
                 q = cuda.qkv(x[row], ours, own, theirs)
-                alone = cuda.attend(q, theirs, own, first[row], last[row], SCALE)
+                alone = cuda.attend(q, theirs, Span(own, first[row], last[row]), SCALE)
                 assert torch.equal(parity.numbers(alone)[0], got[i]), start + i

@@ -15,6 +15,7 @@ from g4spec import quant
 from g4spec.core import MAX_STEP_ROWS, Batch, CacheShape
 from g4spec.ops.kv import LayerKV, Space
 from g4spec.ops.reference import Ops
+from g4spec.ops.spans import Span
 from g4spec.runtime.cuda.build.constants import CACHE_ROTARY_PAIRS
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
 from g4spec.runtime.cuda.ops import CudaOps
@@ -138,15 +139,13 @@ def _attention(
     q = (torch.randn(16, 4, head_dim, generator=seed) * head_dim**-0.5).half()
     last = on_cpu.positions
     first = (last - (window or POSITIONS) + 1).clamp(min=0)
-    want = Ops().attend(q.float(), reference, on_cpu, first, last, 1.0)
+    want = Ops().attend(q.float(), reference, Span(on_cpu, first, last), 1.0)
 
     def run(n: int) -> torch.Tensor:
         result = ops.attend(
             q[:n].to(ops.device),
             cache,
-            on_gpu.columns(0, n),
-            first[:n].to(ops.device),
-            last[:n].to(ops.device),
+            Span(on_gpu.columns(0, n), first[:n].to(ops.device), last[:n].to(ops.device)),
             1.0,
         )
         return products.numbers(result)

@@ -23,6 +23,7 @@ import torch
 from g4spec.core import Batch
 from g4spec.ops.reference import Ops, Spans
 from g4spec.ops.simple import sum_in_order
+from g4spec.ops.spans import Span
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.constants import ACT_COLUMNS, GROUP_ROWS
 from g4spec.runtime.cuda.cache.heads import HEAD_DIMS, Heads
@@ -179,14 +180,13 @@ class CudaOps(Ops):
             return
         together(h, batch.positions, batch.slots, self._exchange)
 
-    def attend(
-        self, q: Any, kv: Any, batch: Batch, first: torch.Tensor, last: torch.Tensor, scale: float
-    ) -> Any:
+    def attend(self, q: Any, kv: Any, span: Span, scale: float) -> Any:
+        batch, first, last = span.batch, span.first, span.last
         if batch.rows_per_sequence > GROUP_ROWS:
             assert not isinstance(q, ProjectedQkv), "keys of the batch are not in the cache yet"
             batch = _in_groups(batch)
         if not batch.rows_per_sequence:
-            return self._attend_each(q, kv, batch, first, last, scale)
+            return self._attend_each(q, kv, span, scale)
         if isinstance(q, ProjectedQkv):
             by = self._exchange
             return attention_window.attend(q, kv, batch, first, last, scale, by.arrived, by.count)
@@ -199,17 +199,15 @@ class CudaOps(Ops):
         self.without_kernel.add("attend")
         return torch_attention.attend(q, kv, batch, first, last, scale)
 
-    def _attend_each(
-        self, q: Any, kv: Any, batch: Batch, first: torch.Tensor, last: torch.Tensor, scale: float
-    ) -> Value:
+    def _attend_each(self, q: Any, kv: Any, span: Span, scale: float) -> Value:
         """Compute `attend` for one sequence after the other, if they have different numbers of
         rows."""
-        out = []
+        out, batch = [], span.batch
         for begin, size in zip(batch.starts, batch.sizes, strict=True):
             at = slice(begin, begin + size)
             one = Batch(batch.ids[at], batch.positions[at], batch.slots[at], (size,))
             own = q.rows(begin, begin + size) if isinstance(q, ProjectedQkv) else q[at]
-            out.append(self.attend(own, kv, one, first[at], last[at], scale))
+            out.append(self.attend(own, kv, Span(one, span.first[at], span.last[at]), scale))
         return packed_layout.concat_rows(out) if isinstance(out[0], PackedRows) else torch.cat(out)
 
     def gated(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from g4spec.ops.simple import pad_rows
 from g4spec.runtime.cuda.build.constants import GROUP_ROWS
 from g4spec.runtime.cuda.step import packed_layout
 from g4spec.runtime.cuda.step.packed_rows import PackedRows
@@ -16,6 +15,12 @@ from g4spec.runtime.cuda.weights.dequant import Weight, plain
 
 LARGEST = 512.0
 """Rows in half precision are divided by a power of two that brings their values below this."""
+
+
+def pad_rows(x: torch.Tensor) -> torch.Tensor:
+    """Repeat the last row of x [n, ...] until there are 16 rows: padding of finite values."""
+    missing = GROUP_ROWS - len(x)
+    return x if missing == 0 else torch.cat([x, x[-1:].expand(missing, *x.shape[1:])])
 
 
 def numbers(x: torch.Tensor | PackedRows) -> torch.Tensor:

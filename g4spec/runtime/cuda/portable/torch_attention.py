@@ -12,8 +12,9 @@ import math
 import torch
 
 from g4spec.core import Batch
-from g4spec.ops.simple import TILE, pad_rows
+from g4spec.ops.simple import TILE
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
+from g4spec.runtime.cuda.portable.products import pad_rows
 
 
 def attend(

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from g4spec.ops.simple import pad_rows
 from g4spec.runtime.cuda.build.constants import GROUP_ROWS, INTERLEAVE_ROWS
+from g4spec.runtime.cuda.portable.products import pad_rows
 from g4spec.runtime.cuda.weights.dequant import plain
 from g4spec.runtime.cuda.weights.matrix import Matrix
 

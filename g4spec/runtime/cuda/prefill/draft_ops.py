@@ -14,6 +14,7 @@ import torch
 
 from g4spec.core import PROMPT_BLOCK, Batch
 from g4spec.ops.reference import Ops
+from g4spec.ops.spans import Span
 from g4spec.ops.weights import Attention
 from g4spec.runtime.cuda.build.constants import GROUP_ROWS
 from g4spec.runtime.cuda.cache.heads import Heads
@@ -94,23 +95,16 @@ class DraftOps(CudaOps):
         self._context(layers, kvs)
         Ops.keys_values(self, h, layers, batch, kvs)
 
-    def attend(
-        self,
-        q: Any,
-        kv: Any,
-        batch: Batch,
-        first: torch.Tensor,
-        last: torch.Tensor,
-        scale: float,
-    ) -> torch.Tensor:
+    def attend(self, q: Any, kv: Any, span: Span, scale: float) -> torch.Tensor:
         """See `Ops.attend`; computes 16 rows at a time, as in a step."""
         assert isinstance(q, ProjectedQkv)
-        out = []
+        out, batch = [], span.batch
         for at in range(0, len(batch), GROUP_ROWS):
             rows = slice(at, at + GROUP_ROWS)
             tile = _part(batch, rows)
             turned = q.heads(q.y[rows], tile, kv)
-            out.append(numbers(super().attend(turned, kv, tile, first[rows], last[rows], scale)))
+            part = Span(tile, span.first[rows], span.last[rows])
+            out.append(numbers(super().attend(turned, kv, part, scale)))
         return torch.cat(out)
 
     def gated(

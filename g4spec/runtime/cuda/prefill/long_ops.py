@@ -24,6 +24,7 @@ from g4spec.core import PROMPT_BLOCK, Batch, Reach
 from g4spec.models.gemma4_config import Config
 from g4spec.ops import weights as op
 from g4spec.ops.reference import Spans
+from g4spec.ops.spans import Span
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.constants import GATED_CHANNELS, GATED_THREADS
 from g4spec.runtime.cuda.build.units import Unit
@@ -134,7 +135,7 @@ class LongOps(CudaOps):
         for reach in reaches:
             assert not (reach.from_first or reach.to_last), reach
             first = own * 0 if reach.back is None else (own - reach.back).clamp(min=0)
-            out[reach] = first, own
+            out[reach] = Span(batch, first, own)
         return out
 
     def copy_residual(self, x: torch.Tensor) -> torch.Tensor:
@@ -204,15 +205,8 @@ class LongOps(CudaOps):
         on.prepare(x, norms, self._rotary(a.freqs, batch), kv, batch)
         return Queries(on, n_head)
 
-    def attend(
-        self,
-        q: Any,
-        kv: Any,
-        batch: Batch,
-        first: torch.Tensor,
-        last: torch.Tensor,
-        scale: float,
-    ) -> Any:
+    def attend(self, q: Any, kv: Any, span: Span, scale: float) -> Any:
+        batch = span.batch
         assert isinstance(q, Queries) and isinstance(batch, Chunk) and scale == 1.0, scale
         out = self._view(self._inner, len(batch), q.heads * kv.head_dim)
         q.on.attend(out, batch.start)

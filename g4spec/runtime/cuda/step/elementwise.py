@@ -12,6 +12,7 @@ import torch
 
 from g4spec.core import Batch, Reach
 from g4spec.ops.reference import Spans
+from g4spec.ops.spans import Span
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.constants import GATED_SCALE, GROUP_ROWS
 from g4spec.runtime.cuda.build.constants import Activation as KernelActivation
@@ -149,7 +150,7 @@ def spans(batch: Batch, reaches: Sequence[Reach]) -> Spans:
         flags=flags,
         pdl=False,
     )
-    return {reach: (first, last) for reach, (first, last) in zip(reaches, out, strict=True)}
+    return {reach: Span(batch, *ends) for reach, ends in zip(reaches, out, strict=True)}
 
 
 def list_units() -> list[Unit]:
