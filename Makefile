@@ -12,14 +12,14 @@ unexport PYTHONDONTWRITEBYTECODE
 # other cost more than they bring, and ten times as much on a busy machine (benchmarks/LOG.md).
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-all test-kernels check docs bench-cpu clean
+.PHONY: help demo test test-all test-kernels check package-check docs bench-cpu clean
 
 help:
 	@echo "make demo         set up, then do the whole job on the bundled model family"
 	@echo "make test         set up, then format, linters, types, import layers and the tests"
-	@echo "make test-all     the same with the cases that are marked as slow"
+	@echo "make test-all     make check, and the tests with the cases that are marked as slow"
 	@echo "make test-kernels compile every instance of every kernel for every architecture"
-	@echo "make check        format, linters, types and import layers only"
+	@echo "make check        format, linters, types (of benchmarks, too) and import layers only"
 	@echo "make docs         the documentation site, in site/, with every link checked"
 	@echo "make bench-cpu    the long comparisons (an hour); results go to benchmarks/results"
 	@echo "make clean        remove $(VENV)"
@@ -27,19 +27,22 @@ help:
 demo: $(VENV)/.package
 	$(BIN)/g4spec demo
 
-test: check
+test: package-check
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=25 $(PYTEST)
 
-test-all:
+test-all: check
 	$(MAKE) test PYTEST="-m '' $(PYTEST)"
 
 test-kernels: $(VENV)/.tests
 	G4SPEC_COMPILE=all $(BIN)/python -m pytest tests/arch/test_kernels.py
 
-check: $(VENV)/.tests
+check: package-check
+	$(BIN)/mypy --num-workers=2 --config-file=benchmarks/mypy.ini
+
+package-check: $(VENV)/.tests
 	$(BIN)/ruff check g4spec tests benchmarks packaging docs
 	$(BIN)/ruff format --check --quiet g4spec tests benchmarks packaging docs examples
-	$(BIN)/mypy & package=$$!; $(BIN)/mypy --config-file=benchmarks/mypy.ini && wait $$package
+	$(BIN)/mypy --num-workers=2
 	$(BIN)/lint-imports --no-logo
 
 docs: $(VENV)/.docs
