@@ -22,7 +22,7 @@ from g4spec.runtime.cuda.build import constants, disk_cache, nvrtc, signature, u
 
 REGISTERED = units.registered()
 
-SAMPLED = 24
+SAMPLED = 48
 """One of so many pairs of an instance and an architecture is compiled without G4SPEC_COMPILE."""
 
 GROUP = 16

@@ -56,7 +56,7 @@ def surfaces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, fuzzing.Surf
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("name", sample(NAMES, 6))
+@pytest.mark.parametrize("name", sample(NAMES, 3))
 def test_kept_corpus_and_fresh_mutations(
     name: str, surfaces: dict[str, fuzzing.Surface], tmp_path: Path
 ) -> None:

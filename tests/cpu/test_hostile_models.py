@@ -58,7 +58,7 @@ def target(home: Path) -> Target:
     return Engine.load(home / "target.gguf", n_ctx=64).target
 
 
-@pytest.mark.parametrize("how", malformed.HOWS)
+@pytest.mark.parametrize("how", sample(malformed.HOWS, 2))
 @pytest.mark.parametrize("kind", kinds.HOSTILE)
 def test_every_tensor_of_a_draft(
     home: Path, target: Target, tmp_path: Path, kind: str, how: Change

@@ -25,6 +25,7 @@ from g4spec.runtime.draft_length import CREDIT, PROBE, DraftLengthPolicy, Policy
 from g4spec.runtime.request import Options
 from tests.support import memory_drafts, memory_engine
 from tests.support.memory_engine import DRAFTS
+from tests.support.selection import sample
 
 Table = dict[tuple[int, int], float]
 Held = Callable[[int], int]
@@ -199,7 +200,7 @@ RUNS = pytest.mark.parametrize("ahead", [False, True])
 
 @BACKENDS
 @RUNS
-@pytest.mark.parametrize("costs", TABLES)
+@pytest.mark.parametrize("costs", sample(TABLES, 2))
 def test_a_text_without_acceptance_loses_at_most_the_margin(
     costs: str, padded: bool, ahead: bool
 ) -> None:
