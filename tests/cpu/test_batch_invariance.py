@@ -120,6 +120,23 @@ def test_no_cycle_is_started_after_the_end_of_a_text(
     assert started == [0, *[1] * (cycles - 1)]
 
 
+def test_a_cycle_that_was_started_ahead_is_dropped_with_its_requests(plain: ReferenceRuns) -> None:
+    engine = memory_engine.engine(None, n_ctx=512, parallel=2)
+    runner = StartsAhead(engine.target, None)
+    engine.scheduler.cycles.runners = [runner]
+    first, second = specs([[2, 9, 5], [2, 30, 7, 11]], n_predict=30)
+    request = engine.submit(first.prompt, first.options)
+    while len(request.ids) < 5:
+        engine.step()
+    assert len(runner.under_way) == 1
+    request.cancel()
+    follower = engine.submit(second.prompt, second.options)
+    while engine.step():
+        assert runner.under_way or follower.done
+    assert batch_invariance.Output.of(follower).ids == plain(second).ids
+    assert engine.pool.n_free == engine.pool.n_pages and not runner.under_way
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_the_time_of_a_cycle_is_its_own(monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
     """It includes neither the cycle before it nor the prompts that are computed meanwhile."""
@@ -150,6 +167,19 @@ def test_the_time_of_a_cycle_is_its_own(monkeypatch: pytest.MonkeyPatch, ahead: 
     assert second.stats.prefill_seconds > 4 * seconds and len(times) == 14
     assert sum(times) <= passed - second.stats.prefill_seconds
     assert sum(t > seconds for t in times) >= 12, "beside a prompt it is the runner's own"
+
+
+def test_the_time_of_a_step_is_without_its_proposal() -> None:
+    engine = memory_engine.engine(DRAFTS["dflash"], n_ctx=512)
+    request = engine.submit([2, 9, 5], Options(60, ignore_eos=True, draft_max=5))
+    began = time.perf_counter()
+    while engine.step():
+        pass
+    passed = time.perf_counter() - began
+    cycles = list(request.drain())
+    drafted = sum(cycle.draft_seconds for cycle in cycles)
+    assert 0 < drafted < passed
+    assert sum(cycle.step_seconds for cycle in cycles) <= passed - drafted
 
 
 def test_the_callers_time_is_no_cycles() -> None:

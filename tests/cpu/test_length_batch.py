@@ -261,6 +261,20 @@ def test_tokens_after_the_end_of_a_text_are_not_a_gain(padded: bool) -> None:
 
 
 @BACKENDS
+def test_costs_follow_what_cycles_take(padded: bool) -> None:
+    """A GPU that becomes slower after it was measured, as when it gets warm."""
+    lengths = DraftLengthPolicy(padded)
+    lengths.set_costs(TABLES["usual"])
+    texts = [lengths.new_state(0), lengths.new_state(0)]
+    assert lengths.costs is not None
+    before = lengths.costs([0, 0])
+    for _ in range(50):
+        lengths.plan(texts, [0, 0])
+        lengths.observe(texts, [0, 0], [0, 0], 1.5 * before)
+    assert lengths.costs([0, 0]) == pytest.approx(1.5 * before, rel=0.05)
+
+
+@BACKENDS
 def test_a_plan_that_is_never_affordable_is_not_saved_for(padded: bool) -> None:
     """The other text gains nothing; 15 tokens would be the best length."""
     lengths = DraftLengthPolicy(padded)

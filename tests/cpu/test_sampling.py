@@ -72,6 +72,14 @@ def test_kernels_hold_the_largest_parameters(top_k: int) -> None:
     sampler = Sampler(1e300, top_k, 1.0, 1.0, 2**64 - 1)
     form = "<" + "".join(choose.NUMBERS.values())
     struct.pack(form, *(getattr(sampler, name) for name in choose.NUMBERS))
+    assert sampler.top_k == (top_k if top_k < 2**31 else 0)
+
+
+def test_suppressed_tokens_have_no_probability() -> None:
+    logits = torch.tensor([5.0, 30.0, 29.0, -1.0])
+    for temperature in (0.0, 0.5):
+        shares = Sampler(temperature, suppress=(1,)).sampled_logits(logits).softmax(0)
+        assert shares[1] == 0 and int(shares.argmax()) == 2
 
 
 def test_noise_depends_on_seed_position_and_token_only() -> None:
@@ -80,6 +88,16 @@ def test_noise_depends_on_seed_position_and_token_only() -> None:
     assert not torch.equal(gumbel(1, 5, 100), gumbel(1, 6, 100))
     assert torch.equal(gumbel(7, 2**40, 64), gumbel(7, 2**40, 64))
     assert not torch.equal(gumbel(7, 2**40, 64), gumbel(7, 0, 64))
+    seeds = (7, 7 + 2**32, 7 + 2**33, 7 + 2**63)
+    noise = {tuple(gumbel(seed, 5, 8).tolist()) for seed in seeds}
+    assert len(noise) == len(seeds), "all 64 bits of a seed matter"
+
+
+def test_noise_is_that_of_gumbel_and_each_token_has_its_own() -> None:
+    noise = gumbel(3, 9, 200_000)
+    assert abs(float(noise.mean()) - 0.5772) < 0.01
+    assert abs(float(noise.var()) - math.pi**2 / 6) < 0.03
+    assert len(noise.unique()) > 197_000  # of 2^24 values, 1,200 are expected to be repeated
 
 
 def test_samples_follow_the_distribution() -> None:
@@ -152,6 +170,7 @@ def test_settings_out_of_range_are_usage_errors(kw: dict[str, float]) -> None:
         ("`logit_bias` of token 7", {"logit_bias": ((7, "1"),)}),
         ("`logit_bias`: expected each token id once", {"logit_bias": ((1, 0.0), (1, 2.0))}),
         ("`logit_bias` of token 7", {"logit_bias": ((7, 100.5),)}),
+        ("`logit_bias` of token 7", {"logit_bias": ((7, -100.5),)}),
         ("`logit_bias` of token 7", {"logit_bias": ((7, math.inf),)}),
         ("`logit_bias` of token 7", {"logit_bias": ((7, math.nan),)}),
     ],

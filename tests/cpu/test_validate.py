@@ -18,13 +18,13 @@ from g4spec.gguf import TensorData, ValueType, array, write
 from g4spec.validate import all_rules, validate
 from g4spec.validate.document import document
 from g4spec.validate.rule import Severity
-from tests.cpu.gguf_breakage import BREAK as NAMED
+from tests.cpu import gguf_breakage
 from tests.cpu.gguf_fixtures import KINDS, TARGETS
 from tests.cpu.plausible_breakage import PLAUSIBLE
 
 EXPECTED_NOTES = {"zlab": {"G4-BLK-009"}}
 """Notes about a healthy file: mixed causality is valid, but worth a note."""
-BREAK = {**NAMED, **PLAUSIBLE}
+BREAK = {**gguf_breakage.BREAK, **PLAUSIBLE}
 ROOT = Path(__file__).parents[2]
 
 
@@ -66,6 +66,15 @@ def test_each_rule_reports_its_fault(tmp_path: Path, rule_id: str) -> None:
         assert str(failure.finding.expected) != str(failure.finding.found)
         assert len(failure.finding.fix) > 8
     assert report.ok == (report.count(Severity.ERROR) == 0)
+
+
+@pytest.mark.parametrize("number", [4, 5, 6])
+def test_file_types_that_llama_cpp_removed_are_named(tmp_path: Path, number: int) -> None:
+    file, target = KINDS["zlab"](), KINDS["target"]()
+    gguf_breakage.number("general.file_type", number)(file, target)
+    report = validate(file.write(tmp_path / "x.gguf"), target.write(tmp_path / "target.gguf"))
+    (found,) = (f for f in report.failures if f.rule.id not in EXPECTED_NOTES["zlab"])
+    assert found.rule.id == "G4-KEY-008" and found.finding.found == number
 
 
 @pytest.mark.parametrize("rule_id", BREAK)
