@@ -1,6 +1,7 @@
 """Time steps with one row each of many sequences, with the published shapes on a GPU.
 
     python benchmarks/gpu_rows.py [--model 31b] [--rows 1 16 32 64 128] [--context 64]
+        [--type iq3_s --tensor-type attn_v=q4_k ...]
 
 Prints for each number of rows: milliseconds per step after half a second of rest, then without a
 pause for one second, with power and clock, and the time by kernel. Weights are random
