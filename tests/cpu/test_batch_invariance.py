@@ -321,7 +321,7 @@ def specs(prompts: list[list[int]], **options: object) -> list[RequestSpec]:
     return [RequestSpec(prompt, merged, 0, None) for prompt in prompts]
 
 
-@pytest.mark.parametrize("kind", sample(["eagle3", "dflash", "eagle3-two-layers", "p-eagle"], 1))
+@pytest.mark.parametrize("kind", sample(["dflash", "eagle3", "eagle3-two-layers", "p-eagle"], 2))
 def test_shared_pages_do_not_change_proposals(kind: str) -> None:
     """A draft must not write into pages that another request shares."""
     rng = random.Random(3)
