@@ -342,6 +342,18 @@ def test_shared_pages_do_not_change_proposals(kind: str) -> None:
         assert not batch_invariance.proposal_difference(got, want)
 
 
+def test_a_repeated_prompt_of_whole_blocks_leaves_a_token_to_compute(plain: ReferenceRuns) -> None:
+    prompt = [2, *batch_invariance.tokens(random.Random(4), PROMPT_BLOCK - 1)]
+    engine = memory_engine.engine(
+        None, n_ctx=768, parallel=2, pool=2000, prefix_bytes=batch_invariance.PREFIX_BYTES
+    )
+    (spec,) = specs([prompt], n_predict=5)
+    for _ in range(2):
+        run = batch_invariance.run_batched(engine, [spec])
+        assert run.requests[0].stats.cached_tokens == 0
+        assert not batch_invariance.output_difference(run.answers[0][0], plain(spec))
+
+
 @pytest.mark.parametrize("n_ctx", [20, 128])
 @pytest.mark.parametrize("kind", sample(DRAFTS, 3))
 def test_proposals_at_the_end_of_the_context(kind: str, n_ctx: int) -> None:
