@@ -27,11 +27,13 @@ help:
 demo: $(VENV)/.package
 	$(BIN)/g4spec demo
 
+RUN_TESTS := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=25
+
 test: package-check
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=25 $(PYTEST)
+	$(RUN_TESTS) $(PYTEST)
 
 test-all: check
-	$(MAKE) test PYTEST="-m '' $(PYTEST)"
+	$(RUN_TESTS) -m '' $(PYTEST)
 
 test-kernels: $(VENV)/.tests
 	G4SPEC_COMPILE=all $(BIN)/python -m pytest tests/arch/test_kernels.py

@@ -146,6 +146,11 @@ class Batch:
         """Return the same rows with other tokens [T]."""
         return replace(self, ids=ids)
 
+    def part(self, rows: slice) -> Batch:
+        """Return these rows, which belong to one sequence."""
+        ids = self.ids[rows]
+        return Batch(ids, self.positions[rows], self.slots[rows], (ids.size(0),))
+
     def columns(self, first: int, last: int) -> Batch:
         """Return rows first .. last - 1 of every sequence; all have the same number."""
         n, count = self.rows_per_sequence, len(self.sizes)

@@ -146,10 +146,8 @@ class Drafter(WeightedDrafter):
         )
         x, last = features, len(c.layers) - 1
         reaches = [Reach.causal(s.window or self.window) for s in c.layers]
-        own, spans = batch.positions, {}
-        for reach, span in ops.spans(batch.with_positions(window_position), set(reaches)).items():
-            first = span.first.clamp(min=1).minimum(own)  # row 0 attends to itself only
-            spans[reach] = replace(span, batch=batch, first=first, last=own)
+        spans = ops.spans(batch.with_positions(window_position), set(reaches))
+        own = batch.positions
         for spec in c.layers:
             b = f"blk.{spec.index}."
             if spec.index == 0:
@@ -161,6 +159,8 @@ class Drafter(WeightedDrafter):
             if done:
                 break
             span = spans[reaches[spec.index]]
+            first = span.first.clamp(min=1).minimum(own)  # row 0 attends to itself only
+            span = replace(span, batch=batch, first=first, last=own)
             h = ops.attend(q, self.caches[spec.index], span, spec.head_dim**-0.5)
             h = ops.linear(h, w[b + "attn_output.weight"], partial_sums=True)
             x, h = ops.norm_residual_norm(h, x, None, c.eps, w[b + "ffn_norm.weight"])

@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from g4spec.core import PAGE, CacheShape
 from g4spec.ops.kv_size import PADDING_POSITIONS, capacity, pages_of
-
-if TYPE_CHECKING:
-    from g4spec.ops.spans import TileGroup
+from g4spec.ops.spans import BLOCK, TileGroup
 
 Rounded = Callable[[torch.Tensor], torch.Tensor]
 
@@ -116,13 +113,13 @@ class LayerKV:
         at = self.row_indices(torch.full_like(positions, slot), positions)
         return self._rows[0, at], self._rows[1, at]
 
-    def blocks(self, tiles: TileGroup, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of the positions of each tile, in blocks of `size`:
-        [N * blocks, n_kv, size, head_dim] each, zero at positions that the tile does not read."""
+    def blocks(self, tiles: TileGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of the positions of each tile: [N * blocks, n_kv, BLOCK,
+        head_dim] each, zero at positions that the tile does not read."""
         at = self.row_indices(tiles.slots[:, None], tiles.positions)
         kv = self._rows.index_select(1, at.flatten())
         kv.index_fill_(1, tiles.outside, 0.0)
-        kv = kv.view(2, -1, size, self.n_kv, self.head_dim)
+        kv = kv.view(2, -1, BLOCK, self.n_kv, self.head_dim)
         keys, values = kv.transpose(2, 3).contiguous()
         return keys, values
 

@@ -29,9 +29,10 @@ from g4spec.ops.spans import BLOCK, Span, TileGroup
 if TYPE_CHECKING:
     from g4spec.ops.weights import Attention, ExpertLayer
 
-__all__ = ["BLOCK", "TILE", "Ops"]
+__all__ = ["TILE", "Ops"]
 
 Spans = dict[Reach, Span]
+"""The positions that rows attend to, by reach."""
 
 
 class Ops(SimpleOps):
@@ -189,7 +190,7 @@ class Ops(SimpleOps):
         """Compute attention of the rows of N tiles -> [N, TILE, n_head * D]."""
         count, (n_head, dim) = len(tiles.rows), q.shape[1:]
         group = n_head // kv.n_kv
-        keys, values = kv.blocks(tiles, BLOCK)  # [N * B, n_kv, BLOCK, D]
+        keys, values = kv.blocks(tiles)  # [N * B, n_kv, BLOCK, D]
         blocks = len(keys) // count
         # [N, TILE, n_kv, group, D] -> [N * B, n_kv, TILE * group, D]
         x = q[tiles.rows].view(count, TILE, kv.n_kv, group, dim).transpose(1, 2)

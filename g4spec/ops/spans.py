@@ -32,6 +32,10 @@ class Span:
     first: torch.Tensor
     last: torch.Tensor
 
+    def part(self, rows: slice) -> Span:
+        """Return these rows, which belong to one sequence."""
+        return Span(self.batch.part(rows), self.first[rows], self.last[rows])
+
     @cached_property
     def tiles(self) -> Tiles:
         """The tiles of these rows, which all layers with this span share."""

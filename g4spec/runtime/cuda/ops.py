@@ -205,9 +205,8 @@ class CudaOps(Ops):
         out, batch = [], span.batch
         for begin, size in zip(batch.starts, batch.sizes, strict=True):
             at = slice(begin, begin + size)
-            one = Batch(batch.ids[at], batch.positions[at], batch.slots[at], (size,))
             own = q.rows(begin, begin + size) if isinstance(q, ProjectedQkv) else q[at]
-            out.append(self.attend(own, kv, Span(one, span.first[at], span.last[at]), scale))
+            out.append(self.attend(own, kv, span.part(at), scale))
         return packed_layout.concat_rows(out) if isinstance(out[0], PackedRows) else torch.cat(out)
 
     def gated(

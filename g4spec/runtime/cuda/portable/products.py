@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from g4spec.ops.simple import TILE
 from g4spec.runtime.cuda.build.constants import GROUP_ROWS
 from g4spec.runtime.cuda.step import packed_layout
 from g4spec.runtime.cuda.step.packed_rows import PackedRows
@@ -18,8 +19,8 @@ LARGEST = 512.0
 
 
 def pad_rows(x: torch.Tensor) -> torch.Tensor:
-    """Repeat the last row of x [n, ...] until there are 16 rows: padding of finite values."""
-    missing = GROUP_ROWS - len(x)
+    """Repeat the last row of x [n, ...] until there are TILE rows: padding of finite values."""
+    missing = TILE - len(x)
     return x if missing == 0 else torch.cat([x, x[-1:].expand(missing, *x.shape[1:])])
 
 

@@ -87,7 +87,7 @@ class DraftOps(CudaOps):
         if queries:
             return ProjectedQkv(Heads.of(a), y)
         rows = slice(0 if kv.paged else max(0, len(batch) - kv.capacity), len(batch))
-        return Heads.of(a, queries=False)(y[rows], _part(batch, rows), kv)
+        return Heads.of(a, queries=False)(y[rows], batch.part(rows), kv)
 
     def keys_values(
         self, h: Any, layers: Sequence[Attention], batch: Batch, kvs: Sequence[Any]
@@ -98,12 +98,11 @@ class DraftOps(CudaOps):
     def attend(self, q: Any, kv: Any, span: Span, scale: float) -> torch.Tensor:
         """See `Ops.attend`; computes 16 rows at a time, as in a step."""
         assert isinstance(q, ProjectedQkv)
-        out, batch = [], span.batch
-        for at in range(0, len(batch), GROUP_ROWS):
+        out = []
+        for at in range(0, len(span.batch), GROUP_ROWS):
             rows = slice(at, at + GROUP_ROWS)
-            tile = _part(batch, rows)
-            turned = q.heads(q.y[rows], tile, kv)
-            part = Span(tile, span.first[rows], span.last[rows])
+            part = span.part(rows)
+            turned = q.heads(q.y[rows], part.batch, kv)
             out.append(numbers(super().attend(turned, kv, part, scale)))
         return torch.cat(out)
 
@@ -118,12 +117,6 @@ class DraftOps(CudaOps):
         partial_sums: bool = False,
     ) -> torch.Tensor:
         return Ops.gated(self, x, gate, up, down, activation, partial_sums=partial_sums)
-
-
-def _part(batch: Batch, rows: slice) -> Batch:
-    """Return a batch with these rows of one sequence."""
-    ids = batch.ids[rows]
-    return Batch(ids, batch.positions[rows], batch.slots[rows], (len(ids),))
 
 
 def _block(x: torch.Tensor) -> torch.Tensor:
