@@ -2,10 +2,10 @@
 
     python benchmarks/gpu_wgmma_overlap.py [--out FILE]
 
-A chain multiplies 64 weight rows, 32 columns and N rows of activations, as `linear_wide` does for a
-quant group; tensor cores need N cycles for it. Prints cycles a chain on a multiprocessor with two
-warp groups: beside integer adds, float adds, and multiply-adds on other registers; and with its sums
-scaled and added, from weights that are constant, dequantized from 4 bits, or in shared memory.
+A chain multiplies 64 weight rows, 32 columns and N rows of activations, as `linear_wide` does for
+a quant group; tensor cores need N cycles for it. Prints the cycles of a chain on a multiprocessor
+with two warp groups: beside integer adds, float adds, and multiply-adds on other registers; and
+with its sums scaled and added, from weights that are constant, dequantized, or in shared memory.
 """
 
 from __future__ import annotations
