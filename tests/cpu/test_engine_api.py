@@ -27,7 +27,7 @@ from g4spec.ops.sampling import NotFinite, Sampler
 from g4spec.runtime import engine as engine_module
 from g4spec.runtime import prefix, scheduler
 from g4spec.runtime.engine import Engine
-from g4spec.runtime.request import Options, Request
+from g4spec.runtime.request import Options, Progress, Request
 from tests.support import batch_invariance, memory_engine
 from tests.support import memory_models as mm
 
@@ -964,8 +964,9 @@ def test_whole_blocks_and_short_ends_share_the_room_between_cycles(
 def test_recomputed_tokens_do_not_hold_up_running_texts(
     block: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU a step of recomputed tokens counts as a block of a prompt."""
-    on, asked = engine(), Options(120, draft_max=3, ignore_eos=True)
+    """On a GPU a step of recomputed tokens counts as a block of a prompt. They are no progress of
+    their prompt."""
+    on, asked = engine(), Options(120, draft_max=3, ignore_eos=True, progress=True)
     monkeypatch.setattr(scheduler, "INTERLEAVED_ROWS", 64)
     monkeypatch.setattr(on.backend, "block", block)
     first, second = (on.submit(p, asked) for p in PROMPTS[:2])
@@ -985,3 +986,5 @@ def test_recomputed_tokens_do_not_hold_up_running_texts(
         counts.append(0)
         on.step()
     assert max(counts) == most and sum(counts) >= 70 // 16 and first.done, counts
+    read = [cycle.read for cycle in second if isinstance(cycle, Progress)]
+    assert read == sorted(set(read)) and read[-1] == second.stats.read_tokens == len(PROMPTS[1])
