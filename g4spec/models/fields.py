@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, TypeVar, overload
 
@@ -40,7 +41,8 @@ class Fields:
     def get(self, kind: type[Any], key: str, default: Any = _MISSING) -> Any:
         """Return the value of `key` as `kind` (int, float, bool, str, dict); ints become floats.
 
-        Raise InputError if it is missing without a default, or has another type.
+        Raise InputError if it is missing without a default, has another type, or is a float that
+        is not finite.
         """
         value = self.raw.get(self.prefix + key)
         if value is None:
@@ -57,6 +59,10 @@ class Fields:
                 f"{self.where}: key {self.prefix + key!r}",
                 expected=kind.__name__,
                 found=f"{value!r:.80}",
+            )
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InputError(
+                f"{self.where}: key {self.prefix + key!r}", expected="a finite number", found=value
             )
         return value
 

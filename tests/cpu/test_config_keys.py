@@ -4,6 +4,7 @@ written."""
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from g4spec.convert import convert
 from g4spec.errors import G4Error, InputError, Unsupported
 from g4spec.gguf import GGUF
+from g4spec.models.fields import Fields
 from tests.support import tiny
 
 
@@ -130,3 +132,11 @@ def test_logit_softcapping_is_always_written(tmp_path: Path, cap: float | None) 
     convert(tiny.target(tmp_path / "target", softcap=cap), tmp_path / "x.gguf")
     with GGUF(tmp_path / "x.gguf") as file:
         assert file.get("gemma4.final_logit_softcapping") == (cap or 0.0)
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_number_that_is_not_finite_is_refused(value: float) -> None:
+    """A draft whose `logit_scale` is NaN proposes nothing, and passed `validate`."""
+    fields = Fields({"dflash.logit_scale": value}, "GGUF metadata", "dflash.")
+    with pytest.raises(InputError, match=r"'dflash\.logit_scale': expected a finite number, found"):
+        fields.get(float, "logit_scale", 1.0)
