@@ -14,6 +14,8 @@ from g4spec.models import gemma4, ngram
 from g4spec.models.spec import DraftConfig, DraftKind
 from g4spec.quant import readable
 from g4spec.quant.sizes import FORMATS
+from g4spec.validate import rule
+from g4spec.validate.rules.keys import KEYS
 from tests.oracle import build
 from tests.support import kinds, memory_engine, tiny
 
@@ -54,20 +56,29 @@ def test_tables_of_checkpoints_have_every_kind(table: str, target: Path, tmp_pat
             config = kind.parse_hf(read, on)
             assert all(hasattr(config, member) for member in members(DraftConfig)), name
             assert config.arch in models.architectures(), "ARCH or ARCHS of its kind"
+            assert config.arch in rule.DRAFTS, "add it to DFLASH, EAGLE or ASSISTANT there"
+            own = [key for key in kind.metadata(config) if key.startswith(f"{config.arch}.")]
+            untyped = {key.removeprefix(config.arch) for key in own} - KEYS.keys()
+            assert not untyped, "add them to KEYS of validate/rules/keys.py"
+            names = {tensor.name for tensor in kind.tensors(config)}
+            marked = [n for n, k in DRAFTS.items() if names & {*getattr(k, "UNIQUE_TENSORS", ())}]
+            assert marked in ([], [name]), "UNIQUE_TENSORS that another kind has, too"
     assert not missing, f"kinds.{table} makes no checkpoint of {list(missing)}"
 
 
 def test_readme_counts_the_kinds() -> None:
     page = (Path(__file__).resolve().parents[2] / "README.md").read_text()
-    words = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight")
-    assert f"[{words[len(DRAFTS)]} kinds of drafts](docs/kinds.md)" in page
-    assert f"A {words[len(DRAFTS) + 1]}th kind,\nn-gram lookup, needs no file" in page
+    number = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+    nth = ("sixth", "seventh", "eighth", "ninth", "tenth")[len(DRAFTS) - 5]
+    assert f"[{number[len(DRAFTS)]} kinds of drafts](docs/kinds.md)" in page
+    assert f"A {nth} kind, n-gram lookup, needs no file" in " ".join(page.split())
 
 
 def test_engines_in_memory_have_every_kind() -> None:
     on = memory_engine.target()
     types = {type(make(on)) for make in memory_engine.DRAFTS.values()}
-    assert types == {kind.Drafter for kind in DRAFTS.values()} | {ngram.Drafter}
+    wanted = {kind.Drafter for kind in DRAFTS.values()} | {ngram.Drafter}
+    assert types == wanted, "add one to DRAFTS of tests/support/memory_engine.py"
 
 
 def test_a_quant_type_is_described_once() -> None:

@@ -50,6 +50,7 @@ KEYS = {
     ".embedding_length_out": Want((ValueType.U32,), on=("gemma4-assistant",)),
     ".nextn_predict_layers": Want((ValueType.U32,), on=("gemma4-assistant",)),
     ".embedding_length_per_layer_input": Want((ValueType.U32,), on=("gemma4",)),
+    ".vocab_size": Want((ValueType.U32,)),
     ".feed_forward_length": Want((ValueType.U32,), INTS, ALL),
     ".attention.head_count": Want((ValueType.U32,), INTS, ALL),
     ".attention.head_count_kv": Want((ValueType.U32,), INTS, ALL),
