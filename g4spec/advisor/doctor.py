@@ -42,7 +42,7 @@ def diagnose(
         for name in ([engine] if engine else engines.NAMES)
     ]
     requested = verdicts_asked(verdicts, machine, engine)
-    d.asked, d.works = True, not all(v.refused for v in requested)
+    d.asked, d.works = True, any(v.works for v in requested)
     best = best_verdict(verdicts, requested)
     after = None
     if not d.works:
@@ -347,10 +347,14 @@ def _steps(
         shown = [best, *(v for v in asked if v is not best)]
         possible = [v for v in shown if v.on_gpu or v.engine.name in GGUF]
         for v in possible:
-            text = v.blockers[0].fix if v.blockers else fixes.get(v.engine.name, "")
-            d.steps.append(_step(v, text))
+            reasons = [*v.blockers, *(p for p in v.conditions if p.unknown)]
+            text = reasons[0].fix if reasons else fixes.get(v.engine.name)
+            if text:
+                d.steps.append(_step(v, text))
 
 
 def _step(v: EngineVerdict, fix: str) -> str:
     """Return the fix of an engine as a step, which names the engine unless it has a command."""
+    if fix.lower().startswith(tuple(name for name in engines.NAMES if name != v.engine.name)):
+        return f"{fix} instead of {v.engine.title}"
     return fix if split_step(fix)[1] else f"{v.engine.title}: {fix}"

@@ -256,6 +256,24 @@ def test_every_failure_has_a_fix(
     assert words in " ".join(d.steps) + texts(d, "Engines")
 
 
+@pytest.mark.parametrize(
+    "machine, model, draft, engine, step",
+    [
+        ("H100", "31b", "redhat-eagle3", "sglang", "vLLM instead of SGLang"),
+        ("RTX 3090", "12b", "deepseek-eagle3", "vllm", None),
+        ("RTX 3090", "12b", "deepseek-eagle3", "llama.cpp", None),
+        ("H100", "12b", "deepseek-dspark", "sglang", None),
+    ],
+)
+def test_a_run_of_which_nothing_is_known_does_not_count_as_possible(
+    machine: str, model: str, draft: str, engine: str, step: str | None
+) -> None:
+    """Doctor marked it with a cross, exited with 0, and its step was empty."""
+    d = ask(machine, model, draft, engine=engine)
+    assert not d.works and d.steps and all(text.split(": ")[-1].strip() for text in d.steps)
+    assert step is None or step in d.steps
+
+
 def test_nccl_typo_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(
         (Gpu("RTX 3090", (8, 6), 24 << 30, card="rtx-3090"),) * 2,
