@@ -17,6 +17,8 @@ from g4spec.gguf.atomic import atomic_write, check_replaceable
 
 MARK = "# written by g4spec recipe"
 """Line of files that may be replaced."""
+STARTING = ("start.sh", "start-node*.sh", "compose.yaml")
+"""Files that start an engine."""
 
 
 def compose(r: Recipe, machine: Machine, home: str = ".") -> str:
@@ -107,8 +109,9 @@ def _outside(r: Recipe) -> str | None:
 
 def write(r: Recipe, machine: Machine, folder: Path) -> list[Path]:
     """Write prepare.sh, one start script per node, bench.sh, and a compose file if an image is
-    known and all files are in the current folder; return their paths. Raises UsageError for an
-    existing file of such a name that g4spec did not write."""
+    known and all files are in the current folder; return their paths. Start scripts and a compose
+    file of an earlier recipe in this folder are removed. Raises UsageError for an existing file of
+    such a name that g4spec did not write."""
     home = _home(r, folder)
     texts = {"prepare.sh": _script(r.prepare, home), "bench.sh": _script(r.bench, home)}
     for rank, command in enumerate(r.commands):
@@ -118,6 +121,9 @@ def write(r: Recipe, machine: Machine, folder: Path) -> list[Path]:
         texts["compose.yaml"] = f"{MARK}\n{compose(r, machine, home)}"
     for name in texts:
         check_replaceable(folder / name, [MARK.encode()], "a script of g4spec")
+    for path in (path for pattern in STARTING for path in folder.glob(pattern)):
+        if path.name not in texts and path.is_file() and MARK.encode() in path.read_bytes():
+            path.unlink()
     paths = []
     for name, text in texts.items():
         path, data = folder / name, text.encode(errors="surrogateescape")

@@ -664,6 +664,24 @@ def test_a_refused_compose_file_writes_no_scripts(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_has_the_scripts_of_one_recipe(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Files of an earlier one would start another engine. Files of others stay."""
+    asked = ("-m", "31b", "--assume", "2x GB10", "-o", str(tmp_path))
+    (tmp_path / "start-here.sh").write_text("mine")
+    (tmp_path / "compose.yaml").write_text("mine")
+    assert run_recipe(capsys, "vllm", *asked, "--nodes", "2")[0] == 0
+    assert run_recipe(capsys, "llama.cpp", "-m", "31b", "--assume", "h200", "-o", str(tmp_path))[0]
+    (tmp_path / "compose.yaml").unlink()
+    for engine in ("llama.cpp", "g4spec"):
+        args = ("-m", "31b:q4_k_m", "--assume", "h200", "-o", str(tmp_path))
+        assert run_recipe(capsys, engine, *args)[0] == 0
+        assert (tmp_path / "compose.yaml").exists() == (engine == "llama.cpp")
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"prepare.sh", "start.sh", "bench.sh", "start-here.sh"}
+
+
 def test_compose_without_a_known_image() -> None:
     m = questions.build_machine(FACTS, "V100", ())
     q = questions.build_question(FACTS, "12b:q8_0", "mtp", 8192, None, None, None)
