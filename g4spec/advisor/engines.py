@@ -228,7 +228,7 @@ def _refusal(
 
 def _engines_for(facts: Facts, kind: str) -> list[str]:
     """Return the titles of the engines that run a kind of draft."""
-    return [e.title for e in facts.all(EngineFact) if kind in e.drafts]
+    return [e.title for e in facts.all(EngineFact) if kind in engine_fact(facts, e.name).drafts]
 
 
 def _too_large(

@@ -31,7 +31,7 @@ def show_upstream(out: Output, path: Path) -> None:
     verdict = upstream.of(path)
     rows = [(limit.case, limit.what, limit.does) for limit in verdict.reasons]
     out.table(
-        f"Upstream llama.cpp: {upstream.CASES[verdict.case]}",
+        f"Upstream llama.cpp: {upstream.headline(verdict)}",
         ("case", "this draft has", "upstream"),
         rows,
     )

@@ -56,6 +56,13 @@ def of(path: Path) -> Verdict:
         return judge(getattr(kind, "LIMITS", ()), kind.parse_gguf(file.kv, file.shapes()))
 
 
+def headline(verdict: Verdict) -> str:
+    """Return what upstream does with a file, as a verb phrase."""
+    if verdict.reasons == (UNKNOWN,):
+        return "refuses the file, because it does not know the architecture"
+    return CASES[verdict.case]
+
+
 def document() -> str:
     """Return the page, with a row for each limit of each kind."""
     rows = []

@@ -268,8 +268,13 @@ def test_facts_about_g4spec_match_the_code(known: Facts) -> None:
     from g4spec.advisor import engines, runtime_support
 
     row, fact = engines.engine_fact(known, "g4spec"), known.get(rows.EngineFact, "engine-g4spec")
-    assert set(fact.drafts) == set(row.drafts) == set(runtime_support.draft_kinds())
+    kinds = set(runtime_support.draft_kinds())
+    assert set(fact.drafts) == set(row.drafts) == kinds, "`drafts` of engine-g4spec, problems.toml"
     assert set(fact.kv_all) == set(row.kv_all) == set(runtime_support.cache_types())
+    for flag in known.all(rows.FlagFact):
+        if flag.engine == "g4spec" and flag.when.draft:  # else a recipe leaves out the draft
+            assert kinds - {"ngram"} <= set(flag.when.draft), f"`draft` of {flag.id}, recipes.toml"
+    assert all("g4spec" in engines._engines_for(known, kind) for kind in kinds)
 
 
 def test_the_page_is_up_to_date() -> None:
