@@ -84,7 +84,8 @@ def test_a_plan_for_a_gpu_counts_weights_as_it_holds_them(portable: bool) -> Non
             there = Matrix(
                 name, raw, shape[-2], shape[-1], len(raw) // shape[-2], file_order=portable
             )
-            assert card.weights([info]) == there.table.nbytes, name
+            same = card.weights([info]) == there.table.nbytes
+            assert same, f"{name}: write its .cuh and PARTS (CONTRIBUTING, a quant type, step 3)"
 
 
 def test_a_plan_equals_the_engines_allocations(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from importlib.resources import files
 
@@ -272,12 +273,15 @@ def test_matrices_without_a_kernel_are_named() -> None:
 
 
 def test_every_type_that_is_read_is_packed() -> None:
-    assert {n for n, f in quant.readable().items() if f.quantized} == set(packing.PARTS)
+    quantized = {n for n, f in quant.readable().items() if f.quantized}
+    assert quantized == set(packing.PARTS), "add it to PARTS of weights/packing.py"
 
 
 @pytest.mark.parametrize("name", packing.PARTS)
 def test_random_weights_of_synthetic_models_preserve_magnitudes(name: str) -> None:
     """A type without an entry in `_FACTORS` or `_BYTES` would have scales of random bits."""
+    known = {*synthetic._FACTORS, *synthetic._BYTES}
+    assert name in known, "add it to _FACTORS or _BYTES of measure/synthetic.py"
     torch.manual_seed(0)
     raw = synthetic.random_rows(quant.get(name), 16, 5120, torch.device("cpu"))
     rows = quant.get(name).dequantize(raw.numpy())
@@ -312,4 +316,5 @@ def test_views_of_a_type_have_its_sizes(name: str) -> None:
         if name == "q6_k":
             expected["Q6KUpper::SCRATCH"] = gemm_tiles.scratch_of(name, unit, upper=True)
         built = nvrtc.compile(sources, f"sizes<{', '.join(expected)}>", "sm_80")
-        assert "".join(f"Li{number}E" for number in expected.values()) in built.symbol
+        found = map(int, re.findall(r"Li(\d+)E", built.symbol))
+        assert dict(zip(expected, found, strict=True)) == expected, "or sizes in gemm_tiles.py"

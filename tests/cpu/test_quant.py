@@ -24,6 +24,8 @@ from tests.support.quant_blocks import (
     tensors,
 )
 
+UNKNOWN = {f.type for f in quant.readable().values()} - {*map(int, oracle.GGMLQuantizationType)}
+assert not UNKNOWN, f"the installed gguf package has no types {UNKNOWN}: require a newer version"
 TYPES = {name: oracle.GGMLQuantizationType(f.type) for name, f in quant.readable().items()}
 BLOCKS_OF = [name for name, f in quant.readable().items() if f.quantized]
 PLAIN = ["f32", "f16", "q8_0", "bf16"]
@@ -106,7 +108,8 @@ def test_discovery() -> None:
         "mxfp4": None,
         "nvfp4": 39,
     }
-    assert {n: f.file_type for n, f in quant.readable().items()} == types
+    found = {n: f.file_type for n, f in quant.readable().items()}
+    assert found == types, "add the type and its file type above"
     only_read = {
         "iq2_xxs",
         "iq2_xs",
@@ -120,13 +123,14 @@ def test_discovery() -> None:
         "mxfp4",
         "nvfp4",
     }
-    assert quant.writable_names() == [n for n in types if n not in only_read]
+    assert quant.writable_names() == [n for n in types if n not in only_read], "add to only_read"
     assert quant.get("Q8_0") is quant.get("q8_0") is quant.by_type(8)
 
 
 def test_every_type_that_is_written_is_compared_with_the_c_code() -> None:
     written = {name for name in quant.writable_names() if quant.get(name).quantized}
-    assert written == {*GOLDEN, *REFERENCE_ERROR}
+    compared = {*GOLDEN, *REFERENCE_ERROR}
+    assert written == compared, "add it to GOLDEN or REFERENCE_ERROR of support/quant_blocks.py"
 
 
 @pytest.mark.parametrize("name", PLAIN)
