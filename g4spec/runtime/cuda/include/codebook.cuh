@@ -262,9 +262,22 @@ DEVICE constexpr u32 entry_word(int i) {
   else return T::TABLE[2 + i];
 }
 template <class T>
+DEVICE constexpr bool second_half_is_below() {
+  for (int i = 0; i < 8; ++i) {
+    const int at = i % 4 * 8;
+    const int step = (int)(T::TABLE[i / 4] >> at & 255) - (int)(T::TABLE[2 + i / 4] >> at & 255);
+    if (step < 0 || step > 127) return false;
+  }
+  return true;
+}
+template <class T>
 DEVICE constexpr u32 step_word(int i) {
-  if constexpr (T::ORDER == Order::PAIRED) return T::STEPS[i];
-  else return T::TABLE[i] - T::TABLE[2 + i];
+  if constexpr (T::ORDER == Order::PAIRED) {
+    return T::STEPS[i];
+  } else {
+    static_assert(second_half_is_below<T>(), "tables that ascend need Order::PAIRED");
+    return T::TABLE[i] - T::TABLE[2 + i];
+  }
 }
 
 // Table lookup of four 4-bit codes, as bytes with 128 added. Codes whose highest bit is 0 look up a step,
