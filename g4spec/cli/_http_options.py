@@ -126,7 +126,7 @@ def keys(given: list[str] | None, file: Path | None) -> list[str]:
     # Not by click, which would split the variable at spaces.
     variable = os.environ.get("G4SPEC_API_KEY")
     given = given or ([variable] if variable else [])
-    lines = _inputs.read_text(file).lstrip("\ufeff").split("\n") if file is not None else []
+    lines = _inputs.read_text(file).split("\n") if file is not None else []
     found = [key.strip() for key in [*given, *lines] if key.strip()]
     if file is not None and not any(line.strip() for line in lines):
         raise InputError(f"{file}: no API key", expected="at least one line with a key")

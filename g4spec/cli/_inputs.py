@@ -20,7 +20,7 @@ NGRAM = "ngram"
 def read_text(path: Path) -> str:
     """Read UTF-8 text of at most 64 MiB from a file, pipe, or stdin for `-`.
 
-    One newline at the end is removed.
+    A byte order mark at the start and one newline at the end are removed.
     """
     from g4spec.gguf.regular_files import MAX_READ_BYTES
 
@@ -29,7 +29,7 @@ def read_text(path: Path) -> str:
     if len(data) > MAX_READ_BYTES:
         raise InputError(f"{path}: too large", expected=f"at most {MAX_READ_BYTES:,} bytes")
     try:
-        return data.decode().removesuffix("\n")
+        return data.decode().removeprefix("\ufeff").removesuffix("\n")
     except UnicodeDecodeError as error:
         raise InputError(
             f"{path}: not a text file",

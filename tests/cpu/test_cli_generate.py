@@ -193,6 +193,22 @@ def test_files_that_are_not_text(tmp_path: Path) -> None:
         _inputs.read_text(tmp_path / "b")
 
 
+def test_a_byte_order_mark_begins_no_text(tmp_path: Path) -> None:
+    """Editors on Windows write it; in the middle it is a character of the text."""
+    file = tmp_path / "b.txt"
+    for data, text in (
+        (b"\xef\xbb\xbfHello world\n", "Hello world"),
+        (b"\xef\xbb\xbf", ""),
+        (b"a\xef\xbb\xbfb", "a\ufeffb"),
+        (b"\xef\xbb\xbf\xef\xbb\xbfa", "\ufeffa"),
+    ):
+        file.write_bytes(data)
+        assert _inputs.read_text(file) == text
+    file.write_bytes(b"\xef\xbb\xbfok\xff")
+    with pytest.raises(InputError, match="byte 5"):
+        _inputs.read_text(file)
+
+
 def test_ids_in_brackets() -> None:
     assert _inputs.parse_ids("[1, 2,\n3]", "x") == [1, 2, 3]
 

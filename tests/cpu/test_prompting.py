@@ -55,6 +55,23 @@ def test_turns_tools_and_thinking_reach_the_template(tmp_path: Path) -> None:
     )
 
 
+def test_files_with_a_byte_order_mark(tmp_path: Path) -> None:
+    """A file with only the mark was a prompt that is not empty."""
+
+    def marked(name: str, content: str) -> Path:
+        (tmp_path / name).write_text(content, encoding="utf-8-sig")
+        return tmp_path / name
+
+    messages = marked("m.json", json.dumps([{"role": "user", "content": "a"}]))
+    assert text(PromptOptions(messages=messages, tools=marked("t.json", json.dumps(TOOLS)))) == (
+        "function<|turn>user a<turn|>"
+    )
+    assert PromptOptions(tokens_file=marked("ids", "2 5")).read().ids == [2, 5]
+    assert PromptOptions(file=marked("p", "a")).read().text == "a"
+    with pytest.raises(InputError, match="the prompt is empty"):
+        PromptOptions(file=marked("none", "")).read()
+
+
 @pytest.mark.parametrize("template", [TEMPLATE, TEMPLATE.replace("tools or []", "[]")])
 def test_tools_that_the_template_ignores_are_noted(tmp_path: Path, template: str) -> None:
     known = tokenizer()
