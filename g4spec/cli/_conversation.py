@@ -24,7 +24,7 @@ class Conversation:
     """A conversation that reads messages and prints answers until end of input or /exit.
 
     Args:
-        seed: random seed of the first answer, increased by 1 per answer. None: random ones.
+        seed: random seed of the first answer, plus 1 (modulo 2^64) per answer. None: random ones.
         show: mark accepted and rejected draft tokens.
 
     Attributes:
@@ -104,7 +104,7 @@ class Conversation:
     async def _stream_answer(self, answer: Reply) -> None:
         first = [{"role": "system", "content": self._system}] if self._system else []
         seed = secrets.randbits(63) if self._seed is None else self._seed
-        self._seed = None if self._seed is None else self._seed + 1
+        self._seed = None if self._seed is None else (self._seed + 1) % 2**64
         self._part = ""
         async with aclosing(self._voice.answer([*first, *self._messages], seed, answer)) as pieces:
             async for piece in pieces:

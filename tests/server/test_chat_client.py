@@ -670,3 +670,23 @@ def test_regen_repeats_a_message_whose_answer_failed(
         ["e"],
     ]
     assert capsys.readouterr().out == "".join(f"answer {i + 1}\n" for i in range(6))
+
+
+def test_seeds_go_on_at_0_after_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every message after the first answer was refused."""
+    seeds: list[int] = []
+
+    class Backend:
+        async def answer(
+            self, messages: Sequence[Message], seed: int, reply: Reply
+        ) -> AsyncGenerator[TextPiece, None]:
+            seeds.append(seed)
+            yield TextPiece("x")
+
+        async def close(self) -> None: ...
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\nc\n"))
+    loop = asyncio.new_event_loop()
+    Conversation(Backend(), Output(), system=None, seed=2**64 - 1, show=False).run(loop)
+    loop.close()
+    assert seeds == [2**64 - 1, 0, 1]
