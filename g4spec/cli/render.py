@@ -295,7 +295,7 @@ class Output:
             ]
             shown_cells = [[row[i] for i in kept] for row in cells]
             _print_grid(one_line(title), [columns[i] for i in kept], shown_cells, widths, right)
-        if len(kept) < len(columns):
+        if widths is not None and len(kept) < len(columns):  # records show every column
             hidden = ", ".join(name for i, name in enumerate(columns) if i not in kept)
             self.note(f"columns not shown (output too narrow): {hidden}; --json has all")
         if len(rows) > MAX_ROWS:

@@ -284,6 +284,23 @@ def test_tables_do_not_interpret_or_cut_their_cells(capsys: pytest.CaptureFixtur
     assert "\x1b" not in text
 
 
+@pytest.mark.parametrize(("columns", "hidden"), [(80, ""), (30, "c"), (20, "")])
+def test_notes_name_only_columns_that_are_not_shown(
+    columns: int,
+    hidden: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where no table fits, rows become lists with every column."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    render.Output().table("T", ["a", "b", "c"], [["1" * 12, "2" * 12, "3" * 12]], ["c"])
+    out, err = capsys.readouterr()
+    assert ("3" * 12 in out) == (not hidden)
+    assert err == (
+        f"columns not shown (output too narrow): {hidden}; --json has all\n" if hidden else ""
+    )
+
+
 @pytest.mark.parametrize(
     ("env", "tty", "wanted"),
     [
