@@ -55,13 +55,22 @@ class PromptOptions:
         return self.chat or self.messages is not None
 
     def read(self) -> Prompt:
-        """Read the prompt; needs no model."""
+        """Read the prompt; needs no model.
+
+        Raises UsageError if both `system` and the conversation have a system message.
+        """
         tools = _json_messages.read_tools(self.tools) if self.tools is not None else None
         if self.tokens_file is not None:
             ids = _inputs.parse_ids(_inputs.read_text(self.tokens_file), str(self.tokens_file))
             return Prompt(self, ids=ids)
         if self.messages is not None:
             messages = _json_messages.read_messages(self.messages)
+            own = {message["role"] for message in messages} & {"system", "developer"}
+            if self.system and own:
+                raise UsageError(
+                    f"--system: {self.messages} has a message of the role {min(own)}",
+                    fix="leave out --system, or remove that message",
+                )
             return Prompt(self, messages=messages, tools=tools)
         text = _inputs.read_text(self.file) if self.file is not None else self.text or ""
         if not text:

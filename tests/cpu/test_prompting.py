@@ -55,6 +55,17 @@ def test_turns_tools_and_thinking_reach_the_template(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_system_message_in_the_file_and_in_the_options(role: str, tmp_path: Path) -> None:
+    """The template got both, and may read only the first."""
+    turns = [{"role": role, "content": "own"}, {"role": "user", "content": "a"}]
+    path = saved(tmp_path / "m.json", turns)
+    with pytest.raises(UsageError, match=f"message of the role {role}"):
+        PromptOptions(messages=path, system="s").read()
+    for alone in (PromptOptions(messages=path), PromptOptions(messages=path, system="")):
+        assert text(alone) == f"<|turn>{role} own<turn|><|turn>user a<turn|>"
+
+
 def test_files_with_a_byte_order_mark(tmp_path: Path) -> None:
     """A file with only the mark was a prompt that is not empty."""
 
