@@ -187,6 +187,20 @@ def test_invalid_ids(files: tuple[str, str], g4spec: Cli, text: str) -> None:
     assert "not a token id" in g4spec(*argv, code=3)[1]
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--ids-to-text", "--csv"), "--csv has no effect with --ids-to-text"),
+        (("--ids-to-text", "--no-bos"), "--no-bos has no effect with --ids-to-text"),
+        (("--csv", "--json"), "--csv has no effect with --json"),
+    ],
+)
+def test_options_without_effect(
+    files: tuple[str, str], g4spec: Cli, options: tuple[str, ...], says: str
+) -> None:
+    assert says in g4spec("tokenize", "-m", files[0], "2 5", *options, code=2)[1]
+
+
 def test_files_that_are_not_text(tmp_path: Path) -> None:
     (tmp_path / "b").write_bytes(b"ok\xff\xfe")
     with pytest.raises(InputError, match=r"expected UTF-8.*byte 2"):
