@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from g4spec import models
 from g4spec.errors import InputError, UsageError, did_you_mean
 from g4spec.validate.needs import Needs
 from g4spec.validate.report import Report
@@ -34,7 +35,7 @@ def validate(
         progress: called with bytes read and total bytes while tensor data is read.
 
     Return a report, even for a file that cannot be parsed. Raise InputError if the file is missing
-    or unreadable, or if `target` is not a valid target.
+    or unreadable, or if `target` is not a valid target, UsageError if the file needs no `target`.
     """
     chosen = _chosen(only)
     other = _open_target(Path(target)) if target is not None else None
@@ -46,6 +47,11 @@ def validate(
     )
     report = Report(subject.path, subject.arch)
     try:
+        if other is not None and subject.arch in models.TARGETS:
+            raise UsageError(
+                f"{path} is a target; `target` is for drafts",
+                fix="omit `target`, or give the draft first",
+            )
         _examine(subject, chosen, report)
     finally:
         subject.close()

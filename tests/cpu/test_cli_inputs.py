@@ -179,6 +179,16 @@ def test_validate_refuses_ignored_options(g4spec: Cli) -> None:
     assert "rule G4-PAIR-001 was not checked" in stderr
 
 
+@pytest.mark.parametrize("option", ["--target", "-m"])
+def test_validate_refuses_a_target_with_a_target(g4spec: Cli, option: str) -> None:
+    """It checked no pair, and nothing said so."""
+    line = ("validate", "target.gguf", option)
+    stderr = g4spec.refused(*line, "target.gguf", codes=(2,))
+    assert f"target.gguf is a target; {option} is for drafts. Omit {option}, or give the" in stderr
+    stderr = g4spec.refused(*line, "draft.gguf")
+    assert "draft.gguf is not a target" in stderr and "Give the draft first" in stderr
+
+
 @pytest.mark.parametrize("command", RUNS)
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_and_missing_files(g4spec: Cli, command: str, name: str) -> None:
