@@ -25,6 +25,7 @@ from g4spec.ops import logits
 from g4spec.runtime.tokenizer import Tokenizer
 from g4spec.server import call_grammar
 from g4spec.server.call_grammar import Function
+from g4spec.server.exact_numbers import refuse_rounded
 from g4spec.server.output_parser import Marks
 from g4spec.server.schemas import without_draft_4
 
@@ -301,11 +302,13 @@ def json_answer(schema: Mapping[str, Any] | bool, *, strict: bool) -> str:
         strict: reject keywords that cannot be enforced; otherwise ignore them.
 
     Raises:
-        Unsupported: the schema is strict and has such a keyword that the library would ignore.
+        Unsupported: the schema is strict and has such a keyword that the library would ignore, or
+            it has numbers that the library would replace by others.
     """
     if isinstance(schema, bool):
         schema = {}
     converted = without_draft_4(schema, strict=strict, where="the answer")
+    refuse_rounded(converted, "the answer")
     options = {**COMPACT, "lenient": not strict}
     return "answer: %json " + json.dumps({**converted, "x-guidance": options})
 

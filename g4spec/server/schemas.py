@@ -73,7 +73,7 @@ _PARTS = (
     *("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "propertyNames"),
 )
 """Keywords whose value is a schema or a list of schemas."""
-_NAMED_PARTS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+NAMED_PARTS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 """Keywords whose value is an object of schemas."""
 
 
@@ -102,7 +102,7 @@ def without_draft_4(schema: Any, *, strict: bool, where: str) -> Any:
         for keyword, value in part.items():
             if keyword in _PARTS:
                 out[keyword] = convert(value)
-            elif keyword in _NAMED_PARTS and isinstance(value, Mapping):
+            elif keyword in NAMED_PARTS and isinstance(value, Mapping):
                 out[keyword] = {name: convert(each) for name, each in value.items()}
         convert_bounds(out, strict=strict, where=where)
         return out
