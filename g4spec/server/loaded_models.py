@@ -112,7 +112,7 @@ class LoadedModels:
                 model.loading = None
 
     async def unload(self, model: Model) -> None:
-        """Unload a model once its requests have ended.
+        """Unload a model once its requests and texts without a client have ended.
 
         Raises:
             RequestError: they have not ended after `max_wait` seconds.
@@ -164,6 +164,7 @@ class LoadedModels:
             app = single_model.create_app(service, mounted=True)
             await model.exit_stack.enter_async_context(app.router.lifespan_context(app))
             model.service, model.app = service, app
+            service.on_idle = self._changed.set
             model.n_promised, model.n_loads = model.n_waiting, model.n_loads + 1
             model.used = time.monotonic()
         except G4Error as error:
@@ -211,7 +212,7 @@ class LoadedModels:
             self._changed.set()
 
     async def _wait_until_idle(self, model: Model, end: float, message: str) -> None:
-        """Wait until a model's requests have ended; raise RequestError (503) at the time `end`."""
+        """Wait until a model is no longer used; raise RequestError (503) at the time `end`."""
         if model.is_used:
             idle = self._wait_until(lambda: not model.is_used)
             try:

@@ -88,8 +88,9 @@ class Model:
 
     @property
     def is_used(self) -> bool:
-        """True while it must not be unloaded."""
-        return self.n_requests > 0 or self.n_promised > 0
+        """True while it must not be unloaded: texts without a client count, too."""
+        n_open = self.service.open if self.service is not None else 0
+        return self.n_requests > 0 or self.n_promised > 0 or n_open > 0
 
     def draft_note(self) -> str:
         """Return which draft the model uses, which others fit too, and how to choose one."""

@@ -78,7 +78,9 @@ class ModelRouter:
                     return
                 name = self._conversations.model_name(scope, conversation, self.models.all)
             model = self._select(name)
-            await self.models.load(model, self._way_to_wait(model, scope, client, streams))
+            # A model that waits to be unloaded may be waiting for the very stream.
+            if not resumes or model.app is None:
+                await self.models.load(model, self._way_to_wait(model, scope, client, streams))
             # A watcher does not keep a model loaded; its stream ends when the model is unloaded.
             watching = scope["path"] == "/v1/live"
             with nullcontext(model.app) if watching else self.models.use(model) as app:

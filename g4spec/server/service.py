@@ -69,7 +69,12 @@ class Job:
 
 
 class Service:
-    """An engine with its tokenizer, prompts, metrics and queue. Used from one event loop only."""
+    """An engine with its tokenizer, prompts, metrics and queue. Used from one event loop only.
+
+    Attributes:
+        open: number of waiting and running texts, whether or not a client waits for them.
+        on_idle: called when `open` becomes 0.
+    """
 
     def __init__(self, engine: EngineLike, settings: Settings) -> None:
         self.engine, self.settings = engine, settings
@@ -80,6 +85,7 @@ class Service:
         self.started = int(time.time())
         self.draining = False
         self.open = 0
+        self.on_idle: Callable[[], object] = lambda: None
         self._last_request = time.monotonic()
 
     @cached_property
@@ -142,12 +148,18 @@ class Service:
             texts = await asyncio.shield(work)
         except asyncio.CancelledError:
             work.add_done_callback(_cancel)
-            self.open -= job.count
+            self.ended(job.count)
             raise
         except BaseException:
-            self.open -= job.count
+            self.ended(job.count)
             raise
         return Generation(self, job, texts)
+
+    def ended(self, count: int) -> None:
+        """Count texts that have ended or failed to start."""
+        self.open -= count
+        if not self.open:
+            self.on_idle()
 
     def _submit(self, job: Job) -> list[Text]:
         """Submit each text. Runs in a thread, since it waits for the engine's lock and compiles
@@ -257,7 +269,7 @@ class Generation:
         if not self._closed:
             self._closed = True
             self._timer.cancel()
-            self.service.open -= self.job.count
+            self.service.ended(self.job.count)
             for text in self.texts:
                 if text.finish is None:
                     text.request.cancel()

@@ -508,6 +508,53 @@ def test_a_stream_of_another_model_cancels_one_with_its_id(folder: Path) -> None
         served.stop()
 
 
+def test_what_has_no_client_keeps_a_model_loaded(folder: Path) -> None:
+    """A background response and a stream whose client has left end before their model is unloaded,
+    and meanwhile the stream can be resumed and cancelled."""
+    served = ModelServer(folder, ModelLoader(), max_loaded=1)
+    first = served.models.all["first"]
+    head = {"X-Conversation-Id": "chat"}
+    long = {"model": "first", "temperature": 0, "ignore_eos": True, "draft_max": 0}
+    answers: list[httpx.Response] = []
+
+    def begin(path: str, **body: Any) -> threading.Thread:
+        def ask() -> None:
+            answers.append(httpx.post(f"{served.http.base_url}{path}", json=body, timeout=60))
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        wait(lambda: first.unloading)
+        return thread
+
+    def open_texts() -> int:
+        return first.service.open if first.service is not None else 0
+
+    try:
+        ask = {**long, "input": "x", "background": True, "max_output_tokens": 400}
+        assert served.http.post("/v1/responses", json=ask).json()["status"] == "in_progress"
+        engine = served.models.all["first"].service.engine  # type: ignore[union-attr]
+        thread = begin("/models/unload", model="first")
+        assert open_texts() == 1 and first.service is not None
+        thread.join()
+        assert answers.pop().json()["success"] and engine._closed
+        assert served.status()["first"] == "unloaded"
+
+        stream = {**ASK, **long, "max_tokens": 400, "stream": True}
+        with served.http.stream("POST", "/v1/completions", json=stream, headers=head) as response:
+            next(response.iter_lines())
+        wait(lambda: first.n_requests == 0)
+        thread = begin("/v1/completions", **{**ASK, "model": "second"})
+        with served.http.stream("GET", "/v1/stream?conv_id=chat") as resumed:
+            assert resumed.status_code == 200 and next(resumed.iter_lines()) == "id: 1"
+        assert open_texts() == 1 and not answers
+        assert served.http.delete("/v1/stream?conv_id=chat").status_code == 204
+        thread.join()
+        assert answers.pop().json()["model"] == "second"
+        assert served.status() == {"first": "unloaded", "second": "loaded"}
+    finally:
+        served.stop()
+
+
 def test_a_model_that_cannot_be_loaded_reports_the_reason(folder: Path) -> None:
     served = ModelServer(folder, ModelLoader(0), max_loaded=2)
     try:
