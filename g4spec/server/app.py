@@ -25,6 +25,7 @@ def create_app(
     body_limit: int = BODY_LIMIT,
     disabled: Mapping[str, str] | None = None,
     mounted: bool = False,
+    store: ResponseStore | None = None,
 ) -> Starlette:
     """Create the ASGI application of a service.
 
@@ -34,9 +35,10 @@ def create_app(
         body_limit: maximum size of a request body, in bytes.
         disabled: see `DisabledPathsMiddleware`.
         mounted: True if an outer application already applies the middleware.
+        store: stored responses, shared with other applications; None: of this one alone.
     """
 
-    store, replays = ResponseStore(), ReplayStore()
+    responses, replays = store or ResponseStore(), ReplayStore()
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
@@ -48,7 +50,7 @@ def create_app(
         service.draining = True
         if sleeper is not None:
             sleeper.cancel()
-        await store.close()
+        await responses.close(service)
         await replays.close()
         await service.close()
 
@@ -56,7 +58,7 @@ def create_app(
     if service.settings.sleep_seconds is not None:
         middleware.append(Middleware(WakeMiddleware, wake=service.wake))
     app = Starlette(
-        routes=routes(Endpoints(service, store, replays)),
+        routes=routes(Endpoints(service, responses, replays)),
         middleware=middleware,
         lifespan=lifespan,
         exception_handlers=EXCEPTION_HANDLERS,

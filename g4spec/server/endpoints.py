@@ -29,19 +29,18 @@ from g4spec.server.openapi import described, document, takes
 from g4spec.server.replay import ReplayStore
 from g4spec.server.request_errors import RequestError
 from g4spec.server.response_parts import speculation_header
-from g4spec.server.response_store import Record, ResponseStore
+from g4spec.server.response_store import ResponseStore
 from g4spec.server.service import Generation, Job, Service
 from g4spec.server.sse import PING, Events, EventStream, cancel_on_disconnect, event
-
-MODEL = "name of the model"
-"""Description of a query parameter."""
+from g4spec.server.stored_responses import MODEL, StoredResponses, owner, stored_routes
 
 
-class Endpoints:
+class Endpoints(StoredResponses):
     """The handlers of all routes. The first lines of their docstrings are the OpenAPI summaries."""
 
     def __init__(self, service: Service, store: ResponseStore, replays: ReplayStore) -> None:
-        self._service, self._store, self._replays = service, store, replays
+        super().__init__(store, service.settings, service.check_model)
+        self._service, self._replays = service, replays
         # One at a time: the longest text takes seconds and half a gigabyte.
         self._long_work = asyncio.Lock()
 
@@ -103,7 +102,7 @@ class Endpoints:
     @takes(response_fields.ResponsesRequest)
     async def responses(self, request: Request, body: response_fields.ResponsesRequest) -> Response:
         """Answer POST /v1/responses."""
-        writer = responses.Writer(self._service, self._store, body, _owner(request))
+        writer = responses.Writer(self._service, self._store, body, owner(request))
         if body.background:
             record = await writer.start()
             return self._follow(record, -1) if body.stream else JsonResponse(record.response)
@@ -119,40 +118,7 @@ class Endpoints:
     @takes(response_fields.InputRequest)
     async def input_tokens(self, request: Request, body: response_fields.InputRequest) -> Response:
         """Answer POST /v1/responses/input_tokens."""
-        return JsonResponse(
-            await responses.count(self._service, self._store, body, _owner(request))
-        )
-
-    @described(
-        stream="true: as events", starting_after="sequence_number of the last event received"
-    )
-    async def response(self, request: Request) -> Response:
-        """Answer GET and DELETE /v1/responses/{id}."""
-        name, owner = request.path_params["id"], _owner(request)
-        if request.method == "DELETE":
-            return JsonResponse(self._store.delete(name, owner))
-        record = self._store.get(name, owner)
-        after = response_fields.followed(request.query_params, record.events is not None)
-        return JsonResponse(record.response) if after is None else self._follow(record, after)
-
-    def _follow(self, record: Record, after: int) -> Response:
-        return EventStream(
-            record,
-            record.follow(after),
-            lambda refused: event(refused.json()),
-            self._service.settings,
-        )
-
-    async def cancel(self, request: Request) -> Response:
-        """Answer POST /v1/responses/{id}/cancel."""
-        found = await self._store.cancel(request.path_params["id"], _owner(request))
-        return JsonResponse(found)
-
-    @described(limit="1 to 100, default 20", order="asc or desc", after="id of an item")
-    async def input_items(self, request: Request) -> Response:
-        """Answer GET /v1/responses/{id}/input_items."""
-        record = self._store.get(request.path_params["id"], _owner(request))
-        return JsonResponse(self._store.list_items(record, request.query_params))
+        return JsonResponse(await responses.count(self._service, self._store, body, owner(request)))
 
     async def _generate(
         self,
@@ -178,7 +144,7 @@ class Endpoints:
             events = self._log_when_done(request, generation, chunks(generation))
             if kept is None:
                 return EventStream(generation, events, failed, service.settings, ping=ping)
-            replay = await self._replays.begin(_owner(request), kept, generation, events, failed)
+            replay = await self._replays.begin(owner(request), kept, generation, events, failed)
             return EventStream(replay, replay.follow(0), failed, service.settings, ping=ping)
 
         async def whole() -> Response:
@@ -201,9 +167,9 @@ class Endpoints:
     async def stream(self, request: Request) -> Response:
         """Answer GET and DELETE /v1/stream: resume a dropped stream, or cancel it."""
         self._check_model(request)
-        replay, at = self._replays.requested(request, _owner(request))
+        replay, at = self._replays.requested(request, owner(request))
         if request.method == "DELETE":
-            await self._replays.delete(_owner(request), replay.id)
+            await self._replays.delete(owner(request), replay.id)
             return Response(status_code=204)
         return EventStream(replay, replay.follow(at), str, self._service.settings)
 
@@ -246,10 +212,6 @@ class Endpoints:
         return JsonResponse(await tokenization.chat_tokens(self._service, body))
 
     # ---- the server
-
-    def _check_model(self, request: Request) -> None:
-        """Raise RequestError (404) if the query names another model."""
-        self._service.check_model(request.query_params.get("model") or None)
 
     @described("text/html")
     async def page(self, request: Request) -> Response:
@@ -350,7 +312,6 @@ def routes(handlers: Endpoints | type[Endpoints]) -> list[Route]:
         "/v1/responses": handlers.responses,
         "/responses": handlers.responses,
         "/v1/responses/input_tokens": handlers.input_tokens,
-        "/v1/responses/{id}/cancel": handlers.cancel,
     }
     gets = {
         "/": handlers.page,
@@ -364,21 +325,13 @@ def routes(handlers: Endpoints | type[Endpoints]) -> list[Route]:
         "/metrics": handlers.metrics,
         "/props": handlers.props,
         "/slots": handlers.slots,
-        "/v1/responses/{id}/input_items": handlers.input_items,
     }
     return [
         *(Route(path, run, methods=["POST"]) for path, run in posts.items()),
         *(Route(path, run, methods=["GET"]) for path, run in gets.items()),
         Route("/v1/stream", handlers.stream, methods=["GET", "DELETE"]),
-        Route("/v1/responses/{id}", handlers.response, methods=["GET", "DELETE"]),
+        *stored_routes(handlers),
     ]
-
-
-def _owner(request: Request) -> str | None:
-    """Return the first digits of the hash of the request's API key, or None if the server has no
-    keys."""
-    key: str | None = request.scope.get("state", {}).get("key")
-    return key
 
 
 def _log_generation(request: Request, generation: Generation) -> None:

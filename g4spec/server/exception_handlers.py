@@ -16,7 +16,9 @@ from g4spec.server.sse import ClientDisconnected
 
 async def _refused(request: Request, refused: Exception) -> Response:
     assert isinstance(refused, RequestError)
-    request.app.state.service.metrics.count_error(refused.status)
+    service = getattr(request.app.state, "service", None)  # several models share no metrics
+    if service is not None:
+        service.metrics.count_error(refused.status)
     return error_response(refused, request.scope)
 
 

@@ -17,6 +17,7 @@ from g4spec.errors import EnvironmentProblem, G4Error
 from g4spec.server import app as single_model
 from g4spec.server.model_folder import Load, Model, open_model
 from g4spec.server.request_errors import RequestError
+from g4spec.server.response_store import ResponseStore
 
 log = logging.getLogger("g4spec.server")
 
@@ -33,6 +34,9 @@ class LoadedModels:
         max_loaded: maximum number of loaded models.
         max_wait: seconds that a request waits for a busy model to be unloaded.
         sleep_seconds: seconds without requests after which a model is unloaded; None: never.
+
+    Attributes:
+        responses: stored responses of all models; they outlive the model that wrote them.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class LoadedModels:
         self.all = {model.name: model for model in found}
         self.max_loaded, self.sleep_seconds = max_loaded, sleep_seconds
         self._load_service, self._max_wait = load, max_wait
+        self.responses = ResponseStore()
         self._draining = False
         self._lock = asyncio.Lock()
         self._changed = asyncio.Event()
@@ -161,7 +166,7 @@ class LoadedModels:
                 except EnvironmentProblem:
                     if not await self._make_room():
                         raise
-            app = single_model.create_app(service, mounted=True)
+            app = single_model.create_app(service, mounted=True, store=self.responses)
             await model.exit_stack.enter_async_context(app.router.lifespan_context(app))
             model.service, model.app = service, app
             service.on_idle = self._changed.set

@@ -2,7 +2,7 @@
 
 A request selects a model by `model`, in its body or query; without it, the most recently used
 model answers. Each loaded model has its own application (`app.create_app`), to which requests are
-forwarded.
+forwarded. Stored responses belong to no model.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from g4spec.server.openapi import described, document
 from g4spec.server.replay import is_valid_name
 from g4spec.server.request_errors import RequestError, unknown_model
 from g4spec.server.response_parts import SYSTEM_FINGERPRINT
+from g4spec.server.settings import Settings
 from g4spec.server.sse import ClientDisconnected, cancel_on_disconnect, event, unowned_stream
+from g4spec.server.stored_responses import StoredResponses, stored_routes
 
 EVENT_POLL_SECONDS = 0.2
 """Seconds between two polls of `ModelRouter.events`."""
@@ -177,6 +179,11 @@ class ModelRouter:
         """Answer POST /models/unload: unload a model once its requests have ended."""
         await self.models.unload(model)
 
+    def check_model(self, name: str | None) -> None:
+        """Raise RequestError (404) for the name of a model that is not served."""
+        if name is not None:
+            self._named(name)
+
     def _named(self, name: str) -> Model:
         if name not in self.models.all:
             raise unknown_model(name, self.models.all)
@@ -216,9 +223,10 @@ def create_app(router: ModelRouter, **more: Any) -> Starlette:
         models.draining = True
         await models.close()
 
+    stored = StoredResponses(models.responses, Settings(""), router.check_model)
     return Starlette(
-        routes=[Mount("/", router)],
+        routes=[*stored_routes(stored), Mount("/", router)],
         middleware=create_middleware(**more),
         lifespan=lifespan,
-        exception_handlers={500: EXCEPTION_HANDLERS[500]},
+        exception_handlers=EXCEPTION_HANDLERS,
     )

@@ -232,7 +232,12 @@ def followed(query: Mapping[str, str], streamed: bool) -> int | None:
         query: query parameters.
         streamed: True if the response has recorded events.
     """
-    known = {"stream": ("true", "false"), "include_obfuscation": ("false",), "starting_after": ()}
+    known = {
+        "stream": ("true", "false"),
+        "include_obfuscation": ("false",),
+        "starting_after": (),
+        "model": (),
+    }
     check_query(query, known)
     for name, value in query.items():
         if known[name] and value not in known[name]:

@@ -12,7 +12,7 @@ from typing import Any
 from g4spec.server.fields import Json
 from g4spec.server.json_response import dumps
 from g4spec.server.request_errors import RequestError, check_query
-from g4spec.server.service import Generation
+from g4spec.server.service import Generation, Service
 
 MAX_RESPONSES = 1000
 """Maximum number of stored responses."""
@@ -84,13 +84,13 @@ class ResponseStore:
         self._most, self._most_bytes = most, most_bytes
         self._records: OrderedDict[str, Record] = OrderedDict()
         self._size = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], Service] = {}
 
-    def run(self, record: Record, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work`, which generates a response, in the background."""
+    def run(self, record: Record, service: Service, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work`, which generates a response with `service`, in the background."""
         record.work = asyncio.create_task(work)
-        self._tasks.add(record.work)
-        record.work.add_done_callback(self._tasks.discard)
+        self._tasks[record.work] = service
+        record.work.add_done_callback(self._tasks.pop)
 
     def put(self, record: Record) -> None:
         """Store a response, or replace it by its new state."""
@@ -185,7 +185,7 @@ class ResponseStore:
         Args:
             query: parameters `limit` (1 to 100), `order` ("asc" or "desc"), `after` (an id).
         """
-        check_query(query, {"limit", "order", "after"})
+        check_query(query, {"limit", "order", "after", "model"})
         limit, order = query.get("limit", "20"), query.get("order", "desc")
         if not re.fullmatch("[0-9]{1,4}", limit) or not 1 <= int(limit) <= 100:
             raise RequestError(400, "limit: expected 1 to 100", param="limit")
@@ -206,8 +206,9 @@ class ResponseStore:
             "last_id": page[-1]["id"] if page else "",
         }
 
-    async def close(self) -> None:
-        """Cancel all background responses."""
-        for task in self._tasks:
+    async def close(self, service: Service) -> None:
+        """Cancel the background responses that a service generates."""
+        tasks = [task for task, user in self._tasks.items() if user is service]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)

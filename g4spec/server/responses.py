@@ -102,7 +102,7 @@ class Writer:
         self._record.generation = generation
         self._record.events = [] if self._request.stream else None
         self._store.put(self._record)
-        self._store.run(self._record, self._work(generation))
+        self._store.run(self._record, self._service, self._work(generation))
         return self._record
 
     async def _work(self, generation: Generation) -> None:
@@ -112,12 +112,12 @@ class Writer:
                 async for each in events:
                     record.add_event(each)
         except RequestError as refused:
-            if record.cancelled:
-                self._end("cancelled", {})
-            else:
+            if not record.cancelled:
                 record.add_event(self.failed(refused))
         finally:
             generation.close()
+            if record.cancelled and record.generation is not None:
+                self._end("cancelled", {})  # its model may be unloaded since it was closed
             if record.generation is not None:  # shutdown or a bug
                 record.add_event(
                     self.failed(RequestError(500, "internal server error; see the server's log"))

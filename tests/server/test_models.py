@@ -555,6 +555,60 @@ def test_what_has_no_client_keeps_a_model_loaded(folder: Path) -> None:
         served.stop()
 
 
+def test_stored_responses_belong_to_no_model(folder: Path, room: ModelLoader) -> None:
+    """They are found without a model's name, load none, and outlive the one that wrote them."""
+    served = ModelServer(folder, room, max_loaded=1)
+    http, first = served.http, served.models.all["first"]
+    ask = {"input": "x", "temperature": 0, "max_output_tokens": 400, "draft_max": 0}
+    body = {**ask, "model": "first", "background": True, "ignore_eos": True}
+
+    def begin() -> str:
+        return str(http.post("/v1/responses", json=body).json()["id"])
+
+    def get(path: str, method: str = "GET") -> Any:
+        response = http.request(method, f"/v1/responses/{path}")
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    try:
+        name = begin()
+        other = threading.Thread(
+            target=http.post, args=("/v1/completions",), kwargs={"json": {**ASK, "model": "second"}}
+        )
+        other.start()
+        wait(lambda: first.unloading)
+        assert get(name)["status"] == "in_progress"  # its model takes no requests now
+        assert get(f"{name}/cancel", "POST")["status"] == "cancelled"
+        other.join()
+        assert served.status() == {"first": "unloaded", "second": "loaded"}
+        assert get(name)["model"] == "first" and get(f"{name}?model=second") == get(name)
+        for path in (f"{name}/input_items", f"{name}/input_items?model=first&limit=1"):
+            assert get(path)["data"][0]["content"][0]["text"] == "x"
+        for method, path in (("GET", name), ("DELETE", name), ("POST", f"{name}/cancel")):
+            refused = http.request(method, f"/v1/responses/{path}?model=third")
+            assert refused.json()["error"]["code"] == "model_not_found"
+        refused = http.get(f"/v1/responses/{name}?models=first")
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "models"
+        for more in ({}, {"model": "second"}):
+            again = {**ask, "max_output_tokens": 4, "previous_response_id": name, **more}
+            next_one = http.post("/v1/responses", json=again).json()
+            assert next_one["model"] == "second"
+            assert len(get(f"{next_one['id']}/input_items")["data"]) >= 2
+        assert get(name, "DELETE")["deleted"]
+        missing = http.get(f"/v1/responses/{name}")
+        assert missing.json()["error"]["code"] == "response_not_found"
+        assert http.put(f"/v1/responses/{name}").status_code == 405
+        assert room.opened == ["first", "second"]
+
+        name = begin()
+        loop = served.server._loop
+        assert loop is not None
+        asyncio.run_coroutine_threadsafe(served.models._unload(first), loop).result(20)
+        assert get(name)["status"] == "failed", "nobody writes it any more"
+    finally:
+        served.stop()
+
+
 def test_a_model_that_cannot_be_loaded_reports_the_reason(folder: Path) -> None:
     served = ModelServer(folder, ModelLoader(0), max_loaded=2)
     try:

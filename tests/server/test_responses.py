@@ -310,6 +310,11 @@ def test_a_stored_response_can_be_continued(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="there is no response"):
         client.responses.create(**given(previous_response_id=first.id))
     assert client.responses.retrieve(second.id).id == second.id
+    for name in ("tiny", "small"):
+        kept = client.responses.retrieve(second.id, extra_query={"model": name})
+        assert kept.id == second.id
+    with pytest.raises(openai.NotFoundError, match="is not served here"):
+        client.responses.retrieve(second.id, extra_query={"model": "other"})
 
 
 def test_in_the_background(client: openai.OpenAI, busy: Served) -> None:
