@@ -37,6 +37,8 @@ def error_response(refused: RequestError, scope: Scope) -> JsonResponse:
     headers = {}
     if refused.retry_after is not None:
         headers["retry-after"] = str(refused.retry_after)
+    if refused.code == "timeout":  # SDKs repeat 408 otherwise, with all of its computation
+        headers["x-should-retry"] = "false"
     if scope["path"].startswith("/v1/messages"):
         body = {**refused.anthropic(), "request_id": scope.get("state", {}).get("id")}
     else:
@@ -189,6 +191,7 @@ READABLE_HEADERS = (
     "x-request-id",
     "request-id",
     "retry-after",
+    "x-should-retry",
     "process-start-time-unix",
 )
 """Headers of responses that pages of allowed origins can read, in addition to those of CORS."""

@@ -6,10 +6,17 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
+import anthropic
 import httpx
+import openai
+import pytest
 
+from g4spec.runtime.engine import Engine
+from g4spec.server.service import Generation, Job
+from g4spec.server.settings import Settings
 from tests.server.mixed_requests import KINDS, Answer, RandomRequest, ask, draw, hang_up
 from tests.server.running_server import Served, wait
 
@@ -134,3 +141,34 @@ def test_a_request_that_takes_too_long_ends(busy: Served) -> None:
     finally:
         object.__setattr__(settings, "time_limit", 600.0)
     wait(busy.idle)
+
+
+def test_the_sdks_do_not_repeat_a_request_that_takes_too_long(
+    engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default they repeat 408 twice, and every generation would end in the same error."""
+    served = Served(engines(None, parallel=2), Settings("tiny", time_limit=0.1))
+    n_jobs, submit = 0, served.service.submit
+
+    async def counted(job: Job) -> Generation:
+        nonlocal n_jobs
+        n_jobs += 1
+        return await submit(job)
+
+    monkeypatch.setattr(served.service, "submit", counted)
+    body: Any = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
+    body |= {"max_tokens": 1500, "extra_body": {"ignore_eos": True}}
+    try:
+        with (
+            openai.OpenAI(base_url=f"{served.url}/v1", api_key="none") as client,
+            pytest.raises(openai.APIStatusError, match="took more than"),
+        ):
+            client.chat.completions.create(**body)
+        with (
+            anthropic.Anthropic(base_url=served.url, api_key="none") as other,
+            pytest.raises(anthropic.APIStatusError, match="took more than"),
+        ):
+            other.messages.create(**body)
+    finally:
+        served.stop()
+    assert n_jobs == 2
