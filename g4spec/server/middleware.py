@@ -29,7 +29,8 @@ BODY_LIMIT = 32 << 20
 """Default of the maximum size of a request body, in bytes."""
 
 PATHS_WITHOUT_KEY = ("/", "/health", "/v1/health", "/openapi.json")
-"""Paths that require no API key; the chat page asks for the key that its requests need."""
+"""Paths that require no API key for GET and HEAD; the chat page asks for the key that its requests
+need."""
 
 
 def error_response(refused: RequestError, scope: Scope) -> JsonResponse:
@@ -55,7 +56,7 @@ class ApiKeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["type"] == "http" and self._key_digests and scope["path"] not in PATHS_WITHOUT_KEY:
+        if scope["type"] == "http" and self._key_digests and not _is_open(scope):
             digest_sent = _digest(_key(Headers(scope=scope)))
             # Compare with every key, in constant time: response times must not leak a match.
             matches = [
@@ -71,6 +72,10 @@ class ApiKeyMiddleware:
                 return
             scope.setdefault("state", {})["key"] = digest_sent.hex()[:8]
         await self._app(scope, receive, send)
+
+
+def _is_open(scope: Scope) -> bool:
+    return scope["path"] in PATHS_WITHOUT_KEY and scope["method"] in ("GET", "HEAD")
 
 
 def _key(headers: Headers) -> str:

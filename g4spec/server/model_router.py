@@ -1,8 +1,8 @@
 """Serve several models on one port.
 
 A request selects a model by `model`, in its body or query; without it, the most recently used
-model answers. Each loaded model has its own application (`app.create_app`), to which requests are
-forwarded. Stored responses belong to no model.
+model answers, and only POST loads one. Each loaded model has its own application
+(`app.create_app`), to which requests are forwarded. Stored responses belong to no model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from urllib.parse import parse_qs
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.responses import Response
-from starlette.routing import Mount, Route
+from starlette.routing import Match, Mount, Route
 from starlette.types import Receive, Scope, Send
 
 from g4spec.server import bodies, fields, page, server_info
@@ -51,9 +51,15 @@ class ModelRouter:
     def __init__(self, models: LoadedModels, *, autoload: bool = True) -> None:
         self.models, self._autoload = models, autoload
         self._conversations = Conversations()
+        self._routes = [*ROUTER_ROUTES, *routes(Endpoints)]
+        # Answers requests that match no route, as the application of a model would.
+        self._wrong_paths = Starlette(routes=self._routes, exception_handlers=EXCEPTION_HANDLERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
+        if not any(route.matches(scope)[0] is Match.FULL for route in self._routes):
+            await self._wrong_paths(scope, receive, send)
+            return
         query = parse_qs(scope["query_string"].decode("latin-1"))
         name = query["model"][-1] if query.get("model") else None
         conversation = query["conv_id"][-1] if query.get("conv_id") else ""
@@ -70,8 +76,10 @@ class ModelRouter:
             if scope["path"] == "/":
                 await page.response()(scope, receive, send)
                 return
-            if (scope["method"], scope["path"]) == ("GET", "/models/events"):
-                await unowned_stream("models", self.events())(scope, receive, send)
+            if scope["path"] == "/models/events":
+                stream = unowned_stream("models", self.events())
+                head = Response(media_type="text/event-stream")
+                await (head if scope["method"] == "HEAD" else stream)(scope, receive, send)
                 return
             resumes = scope["path"] == "/v1/stream" and scope["method"] != "POST"
             if resumes and name is None:
@@ -79,7 +87,7 @@ class ModelRouter:
                     await Response(status_code=204)(scope, receive, send)
                     return
                 name = self._conversations.model_name(scope, conversation, self.models.all)
-            model = self._select(name)
+            model = self._select(name, loads=scope["method"] == "POST")
             # A model that waits to be unloaded may be waiting for the very stream.
             if not resumes or model.app is None:
                 await self.models.load(model, self._way_to_wait(model, scope, client, streams))
@@ -117,9 +125,7 @@ class ModelRouter:
     async def _answer(self, method: str, path: str, name: str | None) -> Any:
         """Return the response of a router endpoint, or None if a model must answer."""
         route = next((each for each in ROUTER_ROUTES if path == each.path), None)
-        if route is not None and method not in (route.methods or ()):
-            raise RequestError(405, f"{path} does not accept {method}; see GET /openapi.json")
-        if method == "GET":
+        if method in ("GET", "HEAD"):
             return self._answer_get(path, name)
         if route is None or method != "POST":
             return None
@@ -134,8 +140,10 @@ class ModelRouter:
             return {"object": "list", "data": [model.json() for model in self.models.all.values()]}
         if path.startswith("/v1/models/"):
             return self._named(path.removeprefix("/v1/models/")).json()
-        if path in ("/health", "/v1/health") and self.models.current() is None:
-            return {"status": "ok"}
+        if path in ("/health", "/v1/health"):
+            model = self._named(name) if name is not None else self.models.current()
+            if model is None or not model.is_ready:
+                return {"status": "ok"}
         if path == "/props" and name is None:
             return self._props()
         if path == "/openapi.json":
@@ -189,10 +197,22 @@ class ModelRouter:
             raise unknown_model(name, self.models.all)
         return self.models.all[name]
 
-    def _select(self, name: str | None) -> Model:
+    def _select(self, name: str | None, *, loads: bool) -> Model:
+        """Return the model of a request.
+
+        Args:
+            loads: the request may load a model that it does not name.
+        """
         if name is not None:
             return self._named(name)
-        return self.models.current() or next(iter(self.models.all.values()))
+        current = self.models.current()
+        if not loads and (current is None or not current.is_ready):
+            raise RequestError(
+                503,
+                "no model is loaded; name one with ?model=NAME, or load one with POST /models/load",
+                code="not_loaded",
+            )
+        return current or next(iter(self.models.all.values()))
 
 
 ROUTER_ROUTES = [

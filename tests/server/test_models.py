@@ -7,7 +7,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -69,12 +69,21 @@ class ModelLoader:
 class ModelServer:
     """A folder of models behind HTTP."""
 
-    def __init__(self, folder: Path, room: Load, *, autoload: bool = True, **more: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        room: Load,
+        *,
+        autoload: bool = True,
+        keys: Sequence[str] = (),
+        **more: Any,
+    ) -> None:
         self.models = LoadedModels(find_models(folder), room, **more)
         address, ready = run.ServerAddress(port=0), threading.Event()
         listeners = run.listen(address)
         self.router = ModelRouter(self.models, autoload=autoload)
-        self.server = run.create_server(create_app(self.router), self.models, address, ready.set)
+        app = create_app(self.router, keys=keys)
+        self.server = run.create_server(app, self.models, address, ready.set)
         self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": listeners})
         self._thread.start()
         assert ready.wait(20)
@@ -271,6 +280,74 @@ def test_models_can_be_loaded_by_request_only_if_wanted(folder: Path) -> None:
         assert served.http.post("/models/load", json={"model": "first"}).json()["success"]
         assert served.http.post("/v1/completions", json=ASK).json()["model"] == "first"
         assert served.http.get("/props").json()["model_alias"] == "first"
+    finally:
+        served.stop()
+
+
+WITHOUT_MODEL = (
+    ("GET", "/nope", 404),
+    ("GET", "/favicon.ico", 404),
+    ("POST", "/v1/nope", 404),
+    ("POST", "/v1/nope?model=first", 404),
+    ("POST", "/health", 405),
+    ("POST", "/", 405),
+    ("DELETE", "/v1/models/first", 405),
+    ("OPTIONS", "/v1/chat/completions", 405),
+    ("GET", "/v1/chat/completions", 405),
+    ("HEAD", "/", 200),
+    ("HEAD", "/health", 200),
+    ("HEAD", "/props", 200),
+    ("HEAD", "/openapi.json", 200),
+    ("HEAD", "/v1/models", 200),
+    ("HEAD", "/v1/models/first", 200),
+    ("HEAD", "/models/events", 200),
+    ("GET", "/health/", 307),
+    ("GET", "/metrics", 503),
+    ("HEAD", "/metrics", 503),
+    ("GET", "/slots", 503),
+    ("GET", "/v1/live", 503),
+    ("GET", "/v1/responses/resp_x", 503),
+    ("DELETE", "/v1/responses/resp_x", 503),
+)
+"""Requests that need no model, or one that is loaded: method, path, status."""
+
+
+@pytest.mark.parametrize("autoload", [True, False])
+def test_only_posts_and_names_load_a_model(folder: Path, autoload: bool) -> None:
+    """Probes, scrapes, wrong paths and wrong methods loaded one."""
+    room = ModelLoader()
+    served = ModelServer(folder, room, max_loaded=2, autoload=autoload)
+    try:
+        for method, path, status in WITHOUT_MODEL:
+            response = served.http.request(method, path)
+            assert response.status_code == status, (method, path, response.text)
+            assert ("allow" in response.headers) == (status == 405)
+            if status > 400 and method != "HEAD":
+                assert response.json()["error"]["message"], (method, path)
+        assert "no model is loaded" in served.http.get("/metrics").json()["error"]["message"]
+        assert served.http.get("/v1/messages").json()["type"] == "error"
+        assert room.opened == [] and "loading" not in served.status().values()
+        served.http.post("/models/load", json={"model": "first"})
+        for path in ("/metrics", "/slots", "/health", "/health?model=second"):
+            for method in ("GET", "HEAD"):
+                assert served.http.request(method, path).status_code == 200
+        assert served.http.get("/v1/responses/resp_x").status_code == 404
+        assert room.opened == ["first"]
+    finally:
+        served.stop()
+
+
+def test_no_request_without_a_key_loads_a_model(folder: Path) -> None:
+    room = ModelLoader()
+    served = ModelServer(folder, room, max_loaded=2, keys=["k1"])
+    try:
+        for query in ("", "?model=first"):
+            for path in ("/", "/health", "/v1/health", "/openapi.json"):
+                for method in ("GET", "HEAD"):
+                    assert served.http.request(method, path + query).status_code == 200
+                for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+                    assert served.http.request(method, path + query).status_code == 401
+        assert room.opened == []
     finally:
         served.stop()
 
