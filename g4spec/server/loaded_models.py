@@ -80,16 +80,22 @@ class LoadedModels:
         return max(loaded, key=lambda m: m.used, default=None)
 
     @contextmanager
-    def use(self, model: Model) -> Iterator[ASGIApp]:
-        """Return the application of a loaded model, which is not unloaded until the block ends."""
+    def use(self, model: Model, *, keeps_loaded: bool = True) -> Iterator[ASGIApp]:
+        """Return the application of a loaded model, which is not unloaded until the block ends.
+
+        Args:
+            keeps_loaded: the request counts as use of the model after the block, too.
+        """
         assert model.app is not None
         model.n_requests += 1
-        model.used = time.monotonic()
+        if keeps_loaded:
+            model.used = time.monotonic()
         try:
             yield model.app
         finally:
             model.n_requests -= 1
-            model.used = time.monotonic()
+            if keeps_loaded:
+                model.used = time.monotonic()
             self._changed.set()
 
     async def load(self, model: Model, wait: Wait | None = None) -> None:
@@ -245,9 +251,10 @@ class LoadedModels:
 
     def _is_idle(self, model: Model, limit: float) -> bool:
         """Return True if a loaded model had no request for `limit` seconds."""
-        if model.is_used or (model.service is not None and model.service.open):
+        if model.service is not None and model.service.open:
             model.used = time.monotonic()
-        return model.is_ready and time.monotonic() - model.used >= limit
+        idle = time.monotonic() - model.used >= limit
+        return idle and model.is_ready and not model.is_used
 
     async def _unload(self, model: Model) -> None:
         if model.service is None:

@@ -47,7 +47,7 @@ class Model:
         n_loads: how often it was loaded.
         n_promised: number of requests that waited for its load and have not begun. They begin
             even if it is to be unloaded.
-        used: time of the last request (`time.monotonic`).
+        used: time of the last POST request (`time.monotonic`).
         n_unloads: how many callers wait to unload it, during which no request begins.
         problem: error of the last attempt to load it.
         loading: the task that loads it, or waits for room, or None.

@@ -87,13 +87,15 @@ class ModelRouter:
                     await Response(status_code=204)(scope, receive, send)
                     return
                 name = self._conversations.model_name(scope, conversation, self.models.all)
-            model = self._select(name, loads=scope["method"] == "POST")
+            posts = scope["method"] == "POST"
+            model = self._select(name, loads=posts)
             # A model that waits to be unloaded may be waiting for the very stream.
             if not resumes or model.app is None:
                 await self.models.load(model, self._way_to_wait(model, scope, client, streams))
             # A watcher does not keep a model loaded; its stream ends when the model is unloaded.
             watching = scope["path"] == "/v1/live"
-            with nullcontext(model.app) if watching else self.models.use(model) as app:
+            uses = self.models.use(model, keeps_loaded=posts)
+            with nullcontext(model.app) if watching else uses as app:
                 assert app is not None
                 await app(scope, receive, send)
         except ClientDisconnected:

@@ -363,6 +363,41 @@ def test_an_idle_model_is_unloaded(folder: Path) -> None:
         served.stop()
 
 
+def test_probes_and_scrapes_do_not_keep_a_model_loaded(folder: Path) -> None:
+    """Only POST counts as use, as in a server of one model."""
+    served = ModelServer(folder, ModelLoader(), max_loaded=2, sleep_seconds=0.4)
+    try:
+        http = served.http
+        http.post("/models/load", json={"model": "first"})
+        end = time.monotonic() + 10
+        while http.get("/metrics").status_code == 200:
+            assert http.get("/health").status_code == 200
+            assert time.monotonic() < end
+        assert served.status() == {"first": "unloaded", "second": "unloaded"}
+    finally:
+        served.stop()
+
+
+def test_a_get_request_holds_its_model(folder: Path) -> None:
+    """An idle model is not unloaded before the request ends, and then without another delay."""
+
+    async def work() -> None:
+        models = LoadedModels(find_models(folder), ModelLoader(), max_loaded=1, sleep_seconds=0.1)
+        first = models.all["first"]
+        await models.load(first)
+        idle = asyncio.ensure_future(models.unload_idle_models())
+        with models.use(first, keeps_loaded=False):
+            used = first.used
+            await asyncio.sleep(0.5)
+            assert first.status == "loaded"
+        assert first.used == used
+        while first.status == "loaded":
+            await asyncio.sleep(0.01)
+        idle.cancel()
+
+    asyncio.run(asyncio.wait_for(work(), 30))
+
+
 def test_a_client_that_gives_up_unloads_no_model(folder: Path) -> None:
     """It waited for room, which is no longer needed: the model in use stays loaded."""
     room = ModelLoader()
