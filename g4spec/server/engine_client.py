@@ -80,6 +80,7 @@ class EngineClient:
         self._request_finished, self._hang_reason = False, ""
         self._put_to_sleep, self._awake = False, threading.Event()
         self._awake.set()
+        self._is_waking = False  # from `wake` until the process is ready, or has failed
         self._stats, self._last_activity = NO_STATS, time.monotonic()
         self.failed: Exception | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -171,11 +172,14 @@ class EngineClient:
         return self._stats
 
     def is_healthy(self, limit: float) -> bool:
-        """See `Engine.is_healthy`; False while no process is ready, unless the engine sleeps."""
+        """See `Engine.is_healthy`; False while no process is ready, unless the engine sleeps or
+        wakes."""
         if self.is_sleeping:
             return True
-        if self.failed is not None or self._channel is None:
+        if self.failed is not None:
             return False
+        if self._channel is None:
+            return self._is_waking
         since = max(self._stats.last_step, self._last_activity)
         return not self._pending or time.monotonic() - since <= limit
 
@@ -206,6 +210,8 @@ class EngineClient:
 
     def wake(self) -> None:
         """Start a process if the engine sleeps; return at once."""
+        if self.is_sleeping:
+            self._is_waking = True
         self._awake.set()
 
     def close(self) -> None:
@@ -328,7 +334,7 @@ class EngineClient:
             if self.is_sleeping:
                 channel.send("close")
                 return
-            self._put_to_sleep = False
+            self._put_to_sleep = self._is_waking = False
             self._channel = channel
             self._last_activity = time.monotonic()
             for number in list(self._pending):
@@ -363,6 +369,7 @@ class EngineClient:
         )
         self._stats = NO_STATS
         with self._lock:
+            self._is_waking = False
             if last:
                 self.failed = EnvironmentProblem(
                     f"the engine failed {MAX_FAILURES} times in a row", found=reason

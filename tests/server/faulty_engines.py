@@ -66,6 +66,14 @@ def load_once(flag: Path, **options: Any) -> Engine:
     return load(**options)
 
 
+def load_slowly(broken: Path, **options: Any) -> Engine:
+    """Load as `load` after a second; exit the process instead if `broken` exists."""
+    time.sleep(1)
+    if broken.exists():
+        os._exit(9)
+    return load(**options)
+
+
 def end(**options: Any) -> Engine:
     """Exit the process."""
     os._exit(9)

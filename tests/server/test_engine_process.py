@@ -110,6 +110,36 @@ def test_an_idle_engine_sleeps_and_wakes(family: Path, busy: Served) -> None:
     assert not engine.sleep(), "it is closed"
 
 
+def test_health_stays_green_while_a_sleeping_engine_wakes(family: Path, tmp_path: Path) -> None:
+    """Else a probe ends the server at the first request. A failure of that start is reported."""
+    make = partial(faulty.load_slowly, tmp_path / "broken")
+    with EngineClient(family / "target.gguf", None, make=make, n_ctx=256) as engine:
+        served = Served(engine, Settings("tiny"))
+
+        def health() -> int:
+            return served.http.get("/health").status_code
+
+        def wake() -> set[int]:
+            """Return the statuses until the engine runs, or one that is not 200."""
+            seen: list[int] = []
+            assert engine.sleep() and health() == 200
+            engine.wake()
+            until(lambda: seen.append(health()) or engine._channel or seen[-1] != 200)
+            return set(seen)
+
+        try:
+            assert wake() == {200} and engine._channel is not None and health() == 200
+            (tmp_path / "broken").write_text("")
+            assert wake() == {200, 503}
+            (tmp_path / "broken").unlink()
+            until(lambda: health() == 200)
+            assert engine.process is not None
+            os.kill(engine.process, signal.SIGKILL)
+            until(lambda: health() == 503)
+        finally:
+            served.stop()
+
+
 def test_requests_give_the_same_answers(remote: Served, local: Served) -> None:
     """With draft lengths, seeds, stop strings, log-probabilities, grammars, thoughts and tool
     calls."""
