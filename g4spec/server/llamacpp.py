@@ -144,7 +144,6 @@ async def build_job(service: Service, body: CompletionBody) -> Job:
     if body.ignore_eos:  # in llama.cpp: stop tokens are never sampled
         banned += sorted(service.engine.stop_ids)
     changed = {
-        "seed": None if body.seed == -1 else body.seed,
         "logit_bias": bias,
         "repetition_penalty": None if last == 0 else penalty,
     }

@@ -18,7 +18,8 @@ MAX_STOPS = 16
 
 
 def sampler(service: Service, fields: Sampling, *, banned: tuple[int, ...] = ()) -> Sampler:
-    """Return the sampler of a request; missing fields take the server's defaults.
+    """Return the sampler of a request; missing fields take the server's defaults, as does the
+    seed -1.
 
     Args:
         banned: token ids that are never sampled.
@@ -35,7 +36,7 @@ def sampler(service: Service, fields: Sampling, *, banned: tuple[int, ...] = ())
             )
         bias[int(key)] = value
     bias |= dict.fromkeys(banned, -math.inf)
-    seed = fields.seed if fields.seed is not None else service.settings.seed
+    seed = service.settings.seed if fields.seed in (None, -1) else fields.seed
     top_k = _or(fields.top_k, default.top_k)
     return Sampler(
         temperature=_or(fields.temperature, default.temperature),

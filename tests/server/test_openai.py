@@ -482,6 +482,18 @@ def test_empty_stop_strings_are_ignored(busy: Served) -> None:
     assert answer["stop_reason"] == "max_tokens" and answer["usage"]["output_tokens"] == 5
 
 
+@pytest.mark.parametrize("path", SPECULATION)
+def test_the_seed_minus_one_is_random(busy: Served, path: str) -> None:
+    """As in llama.cpp and vLLM."""
+    body = {**SPECULATION[path], "temperature": 2, "seed": -1, "ignore_eos": True}
+    answers = [busy.post(path, **body) for _ in range(3)]
+    texts = [
+        a.get("choices") or a.get("content") or [item["content"] for item in a["output"]]
+        for a in answers
+    ]
+    assert all(texts[i] != texts[i - 1] for i in range(3))
+
+
 def test_unsupported_completions_are_refused(busy: Served) -> None:
     for more, message in (
         ({"best_of": 2}, "best_of"),
