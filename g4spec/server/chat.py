@@ -187,7 +187,7 @@ def _answer(request: ChatRequest) -> tuple[str | None, str | None]:
     """Return (Lark rule of the answer, grammar of the user); at most one is not None."""
     form = request.response_format
     if request.json_schema is not None:
-        if request.grammar is not None or form is not None:
+        if request.grammar or form is not None:
             raise RequestError(
                 400,
                 "json_schema, grammar and response_format exclude each other; set only one",
@@ -195,8 +195,8 @@ def _answer(request: ChatRequest) -> tuple[str | None, str | None]:
             )
         return grammar.json_answer(request.json_schema, strict=False), None
     if form is None or form.type == "text":
-        return None, grammar.to_lark(request.grammar) if request.grammar is not None else None
-    if request.grammar is not None:
+        return None, grammar.to_lark(request.grammar) if request.grammar else None
+    if request.grammar:
         raise RequestError(
             400, "grammar and response_format exclude each other; set only one", param="grammar"
         )

@@ -34,7 +34,7 @@ async def build_job(service: Service, request: CompletionRequest) -> Job:
             param="echo",
         )
     constraint = None
-    if request.grammar is not None:
+    if request.grammar:
         if request.ignore_eos:
             raise RequestError(
                 400,

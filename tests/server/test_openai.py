@@ -464,6 +464,28 @@ def test_the_query_of_a_get_may_name_the_model(busy: Served) -> None:
         assert busy.http.get("/props", params={"model": name}).status_code == 200
 
 
+def test_an_empty_grammar_is_none(busy: Served) -> None:
+    """As in llama.cpp; front ends send it."""
+    chat = {"messages": HELLO, "max_tokens": 6, "temperature": 0}
+    raw = {"prompt": "x", "max_tokens": 6, "temperature": 0}
+    for path, body in (
+        ("/v1/chat/completions", chat),
+        ("/v1/completions", raw),
+        ("/completion", raw),
+    ):
+        plain, empty = busy.post(path, **body), busy.post(path, **body, grammar="")
+        assert empty.get("choices", empty.get("content")) == plain.get(
+            "choices", plain.get("content")
+        )
+    form = {"type": "json_object", "schema": {"const": 1}}
+    answer = busy.post("/v1/chat/completions", **chat, grammar="", response_format=form)
+    assert answer["choices"][0]["message"]["content"] == "1"
+    answer = busy.post("/v1/chat/completions", **chat, grammar="", json_schema={"const": 1})
+    assert answer["choices"][0]["message"]["content"] == "1"
+    answer = busy.post("/v1/completions", **raw, grammar="", ignore_eos=True)
+    assert answer["usage"]["completion_tokens"] == 6
+
+
 def test_empty_stop_strings_are_ignored(busy: Served) -> None:
     """They are in every text, so they would end all of them at once."""
     body = {"prompt": "import os\n", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
