@@ -16,7 +16,7 @@ from g4spec.server.service import Generation, Job, Service, Text
 from g4spec.server.sse import Events, event
 
 DEFAULT_TOKENS = 16
-"""Default of `max_tokens`, as in OpenAI's API."""
+"""Default of `max_tokens` if the server has none, as in OpenAI's API."""
 
 
 async def build_job(service: Service, request: CompletionRequest) -> Job:
@@ -43,7 +43,9 @@ async def build_job(service: Service, request: CompletionRequest) -> Job:
             )
         lark = await asyncio.to_thread(grammar.to_lark, request.grammar)
         constraint = grammar.whole_text(None, user=lark)
-    n_predict = request.max_tokens or request.n_predict or DEFAULT_TOKENS
+    n_predict = (
+        request.max_tokens or request.n_predict or service.settings.n_predict or DEFAULT_TOKENS
+    )
     engine_options = options.options(service, request, n_predict, logprobs=request.logprobs)
     engine_options = replace(
         engine_options, progress=bool(request.stream and request.return_progress)

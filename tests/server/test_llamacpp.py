@@ -202,6 +202,27 @@ def test_the_server_has_a_default_draft_length(engines: Callable[..., Engine]) -
         served.stop()
 
 
+def test_the_default_of_new_tokens_applies_to_every_api(engines: Callable[..., Engine]) -> None:
+    """`serve -n` applies to requests without `max_tokens`."""
+    served = Served(engines(None, parallel=2), Settings("tiny", n_predict=20))
+    try:
+        hello = [{"role": "user", "content": "Hi"}]
+        for path, body in (
+            ("/v1/completions", {"prompt": "x"}),
+            ("/completion", {"prompt": "x"}),
+            ("/v1/chat/completions", {"messages": hello}),
+            ("/v1/responses", {"input": "Hi"}),
+        ):
+            answer = served.post(path, **body, ignore_eos=True)
+            usage = answer.get("usage", answer)
+            names = ("completion_tokens", "output_tokens", "tokens_predicted")
+            assert [usage[name] for name in names if name in usage] == [20], path
+        answer = served.post("/v1/completions", prompt="x", max_tokens=3, ignore_eos=True)
+        assert answer["usage"]["completion_tokens"] == 3
+    finally:
+        served.stop()
+
+
 def test_defaults_of_chats_can_be_those_of_llama_cpp(engines: Callable[..., Engine]) -> None:
     """Options of `serve` turn reasoning on, and continue a last message of the assistant."""
     served = Served(
