@@ -42,7 +42,7 @@ def props(service: Service) -> dict[str, Any]:
                 "top_k": sampler.top_k,
                 "top_p": sampler.top_p,
                 "min_p": sampler.min_p,
-                "n_predict": -1,
+                "n_predict": service.settings.n_predict or -1,
                 "seed": -1 if service.settings.seed is None else service.settings.seed,
             },
         },

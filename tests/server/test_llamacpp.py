@@ -303,6 +303,16 @@ def test_several_prompts_in_one_request(busy: Served) -> None:
     assert listed["usage"]["prompt_tokens"] == one["tokens_evaluated"] + len(ids)
 
 
+def test_props_show_the_default_of_new_tokens(busy: Served, engines: Callable[..., Engine]) -> None:
+    served = Served(engines(None, parallel=2), Settings("tiny", n_predict=20))
+    try:
+        for each, expected in ((busy, -1), (served, 20)):
+            settings = each.http.get("/props").json()["default_generation_settings"]
+            assert settings["params"]["n_predict"] == expected
+    finally:
+        served.stop()
+
+
 def test_settings_and_fields_of_an_answer(busy: Served) -> None:
     body = {"prompt": "x", "n_predict": 4, "seed": 9, "top_k": 7, "ignore_eos": True}
     whole = busy.post("/completion", **body)
