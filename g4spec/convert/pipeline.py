@@ -75,12 +75,7 @@ def convert(
                 f"{found.path} is a target; `target` is for drafts",
                 fix="omit `target`, or name the draft as the source",
             )
-        files = (
-            found.source.files
-            if isinstance(found.source, CheckpointFolder)
-            else [part.path for part in found.source.parts]
-        )
-        output_checks.refuse_overwrite(output, [*files, *([target] if target else [])])
+        output_checks.refuse_overwrite(output, found.files)
         return _convert(found, output, mix, target)
 
 
@@ -88,6 +83,7 @@ def _convert(found: DetectedSource, output: Output, mix: Mix, target: Path | Non
     """Convert a checkpoint folder, or a GGUF in another program's dialect."""
     start = time.perf_counter()
     info = target_info.from_source(found) if found.is_target else _target_of(found, target)
+    output_checks.refuse_overwrite(output, info.files)
     config, tensors, canonical_names, notes, dropped = read(found, info)
     plan = planning.build(found.kind, config, tensors, mix, info.n_tokens, canonical_names)
     plan = Plan((*plan.tensors, *dropped))

@@ -85,6 +85,13 @@ class DetectedSource:
         return self.source.path
 
     @property
+    def files(self) -> list[Path]:
+        """Return the files with tensors: safetensors files, or all parts of the GGUF."""
+        if isinstance(self.source, CheckpointFolder):
+            return self.source.files
+        return [part.path for part in self.source.parts]
+
+    @property
     def is_target(self) -> bool:
         return self.kind.ARCH in models.TARGETS
 

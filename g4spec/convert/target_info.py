@@ -24,6 +24,7 @@ class TargetInfo:
         pairing: keys by which a draft recognizes its target.
         sampling: recommended sampling settings; llama.cpp takes them as defaults.
         notes: remarks for the user.
+        files: the target's files with tensors.
         weights: digest of the weights, None unless the target is a checkpoint that has them.
     """
 
@@ -32,6 +33,7 @@ class TargetInfo:
     pairing: KV
     sampling: KV
     notes: list[str]
+    files: list[Path]
     weights: str | None = None
 
     @property
@@ -75,7 +77,7 @@ def from_source(found: DetectedSource) -> TargetInfo:
         weights = provenance.weights_digest(found.kind, config, source.tensors)
     pairing = provenance.pairing_keys(kv, config.n_embd, len(config.layers))
     pairing |= provenance.target_source_keys(source, weights)
-    return TargetInfo(config, kv, pairing, _sampling(generation), found.notes, weights)
+    return TargetInfo(config, kv, pairing, _sampling(generation), found.notes, found.files, weights)
 
 
 def _sampling(generation: Mapping[str, Any]) -> KV:

@@ -197,6 +197,26 @@ def test_output_must_not_be_an_input(family: Path, tmp_path: Path) -> None:
         convert(draft, tmp_path / "t.gguf", target=tmp_path / "t.gguf")
 
 
+def test_output_must_not_be_a_file_of_the_target(family: Path, tmp_path: Path) -> None:
+    """The target is a folder with a GGUF, or a split GGUF that is named by its first part."""
+    folder, split = tmp_path / "folder", tmp_path / "split"
+    convert(family / "target", folder / "t.gguf", type="bf16")
+    made = convert(family / "target", split / "t.gguf", type="bf16", split_max_size=100_000)
+    first, *_, last = made.files
+    assert first != last
+    for target, out in ((folder, folder / "t.gguf"), (first, last), (split, last)):
+        before = out.read_bytes()
+        with pytest.raises(UsageError, match="one of the inputs"):
+            convert(family / "zlab", out, target=target)
+        assert out.read_bytes() == before
+    with pytest.raises(UsageError, match="parts of the output may overwrite the input"):
+        convert(family / "zlab", split / "t.gguf", target=split, split_max_size=100_000)
+    convert(family / "zlab", folder / "d.gguf", target=folder)
+    checkpoint = copy(family, "target", tmp_path)
+    for _ in range(2):  # a draft beside the target's checkpoint may be converted again
+        convert(family / "zlab", checkpoint / "d.gguf", target=checkpoint)
+
+
 def test_requantizing_must_be_asked_for(family: Path, tmp_path: Path) -> None:
     convert(family / "target", tmp_path / "q.gguf")
     with pytest.raises(InputError, match="quantized already"):
