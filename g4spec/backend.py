@@ -43,6 +43,7 @@ class Backend(Protocol):
         block: `read` takes multiples of so many tokens, except at the end of a prompt.
         padded: whether every sequence of a step costs as much as the one with the most rows.
         budget: computes memory on this device.
+        cache_type: how keys and values are stored, None: as F32.
     """
 
     ops: Any
@@ -54,6 +55,9 @@ class Backend(Protocol):
 
     @property
     def budget(self) -> Budget: ...
+
+    @property
+    def cache_type(self) -> str | None: ...
 
     def enter(self) -> None:
         """Make this the current device of the calling thread."""

@@ -26,6 +26,7 @@ from g4spec.core import MAX_DRAFT
 from g4spec.errors import InputError, UsageError
 from g4spec.measure.bench_summary import ALL, SCHEMA, DraftLength, Sample, SweepRow, summarize
 from g4spec.measure.prompts import BenchPrompt
+from g4spec.models.drafter import WeightedDrafter
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Stats
@@ -62,6 +63,18 @@ def longest_proposal(engine: Engine) -> int | None:
     return engine.draft.max_tokens if engine.draft else None
 
 
+def engine_options(engine: Engine) -> dict[str, Any]:
+    """Return the settings of an engine that change speed, acceptance or texts, by parameter of
+    `Engine.load`."""
+    draft = engine.draft if isinstance(engine.draft, WeightedDrafter) else None
+    return {
+        "n_ctx": engine.n_ctx,
+        "cache_type": engine.backend.cache_type or "f32",
+        "draft_window": draft.window if draft else None,
+        "draft_p_min": getattr(draft.config, "p_min", 0.0) if draft else 0.0,
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class TextDifference:
     """A text that differs from the plain one. `index`: of the first differing token; `plain` and
@@ -82,6 +95,7 @@ class SweepResult:
         texts: prompt name -> digests of the ids of the prompt and of the plain output.
         interrupted: True if Ctrl-C stopped it. Only whole repeats count, or, within the first
             repeat, prompts that were measured with every draft length.
+        engine: settings of the engine (see `engine_options`).
     """
 
     config: BenchConfig
@@ -91,6 +105,7 @@ class SweepResult:
     notes: list[str]
     memory: dict[str, int | None]
     interrupted: bool = False
+    engine: dict[str, Any] = field(default_factory=dict)
 
     def row(self, category: str, length: DraftLength) -> SweepRow | None:
         """Return one row, or None if it was not measured."""
@@ -102,7 +117,7 @@ class SweepResult:
         return {
             "schema": SCHEMA,
             "provenance": provenance,
-            "options": asdict(self.config),
+            "options": asdict(self.config) | self.engine,
             "recommendation": advice,
             "identical": not self.differences,
             "interrupted": self.interrupted,
@@ -131,7 +146,7 @@ def sweep(
     prompt is measured.
     """
     ids_of = encode_prompts(engine, prompts, config.n_predict)
-    result = SweepResult(config, [], [], {}, list(engine.notes), {})
+    result = SweepResult(config, [], [], {}, list(engine.notes), {}, engine=engine_options(engine))
     peak, turns = 0, list[PromptRuns]()
     total = config.repeats * len(prompts) * len(config.lengths)
     try:

@@ -31,6 +31,14 @@ _FIELDS: dict[str, type] = {
     "notes": list,
 }
 
+_ENGINE = {
+    "n_ctx": "context length",
+    "cache_type": "cache type",
+    "draft_window": "draft window",
+    "draft_p_min": "minimum draft confidence",
+}
+"""Settings of the engine, and what they are called. Older files do not have them."""
+
 _ROW: dict[str, type | tuple[type, ...]] = {
     "category": str,
     "length": (int, str),
@@ -218,6 +226,10 @@ def _unlike(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         a, b = old["options"].get(name), new["options"].get(name)
         if a != b:
             found.append(f"{name} {a} and {b}")
+    for name, title in _ENGINE.items():
+        pair = [side["options"][name] for side in (old, new) if name in side["options"]]
+        if len(pair) == 2 and pair[0] != pair[1]:
+            found.append(f"{title} " + " and ".join("none" if x is None else str(x) for x in pair))
     prompts = [{n: t.get("prompt") for n, t in side["texts"].items()} for side in (old, new)]
     if prompts[0] != prompts[1]:
         found.append("other prompts")

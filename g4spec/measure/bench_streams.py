@@ -27,6 +27,7 @@ from g4spec.measure.bench import (
     TextDifference,
     differences,
     encode_prompts,
+    engine_options,
     rotate,
 )
 from g4spec.measure.bench_summary import DraftLength
@@ -68,20 +69,21 @@ class StreamsRow:
 @dataclass(slots=True)
 class StreamsResult:
     """The result of a sweep. `interrupted`: True if Ctrl-C stopped it; then only whole repeats
-    count, or the draft lengths that were measured once."""
+    count, or the draft lengths that were measured once. `engine`: see `engine_options`."""
 
     config: BenchConfig
     rows: list[StreamsRow]
     differences: list[TextDifference]
     notes: list[str]
     interrupted: bool = False
+    engine: dict[str, Any] = field(default_factory=dict)
 
     def json(self, provenance: dict[str, Any]) -> dict[str, Any]:
         """Return the contents of the result file."""
         return {
             "schema": SCHEMA,
             "provenance": provenance,
-            "options": asdict(self.config),
+            "options": asdict(self.config) | self.engine,
             "identical": not self.differences,
             "interrupted": self.interrupted,
             "rows": [asdict(row) for row in self.rows],
@@ -142,7 +144,7 @@ def sweep(
     """
     assert streams <= engine.pool.space.n_slots, streams
     ids_of = encode_prompts(engine, prompts, config.n_predict)
-    result = StreamsResult(config, [], [], list(engine.notes))
+    result = StreamsResult(config, [], [], list(engine.notes), engine=engine_options(engine))
     rounds: dict[DraftLength, list[Round]] = {length: [] for length in config.lengths}
     try:
         _warm_up(engine, config, streams)

@@ -87,6 +87,7 @@ class TorchBackend:
     def __init__(self, cache_type: str | None = None) -> None:
         self.ops = Ops()
         self.budget = HostBudget()
+        self.cache_type = cache_type
         self._rounded = partial(round_to_type, quant.get(cache_type)) if cache_type else None
 
     def enter(self) -> None:

@@ -77,6 +77,10 @@ def test_failed_new_result(pair: tuple[Data, Data]) -> None:
         (lambda d: d["provenance"].update(ops="CudaOps"), "ops"),
         (lambda d: d["options"].update(n_predict=9), "n_predict"),
         (lambda d: d["options"]["sampler"].update(temperature=1.0), "sampler"),
+        (lambda d: d["options"].update(n_ctx=512), "context length 4096 and 512"),
+        (lambda d: d["options"].update(cache_type="q8_0"), "cache type f32 and q8_0"),
+        (lambda d: d["options"].update(draft_window=1), "draft window none and 1"),
+        (lambda d: d["options"].update(draft_p_min=0.5), "minimum draft confidence 0.0 and 0.5"),
         (lambda d: d["texts"].pop("code-0"), "other prompts"),
     ],
 )
@@ -85,6 +89,14 @@ def test_incomparable_files_are_rejected(pair: tuple[Data, Data], change: Any, w
     with pytest.raises(InputError, match=f"cannot be compared.*{words}.*`force`"):
         compare(*pair)
     assert any(words in w for w in compare(*pair, force=True).warnings)
+
+
+def test_older_files_do_not_say_how_the_engine_was_loaded(pair: tuple[Data, Data]) -> None:
+    for name in ("n_ctx", "cache_type", "draft_window", "draft_p_min"):
+        del pair[0]["options"][name]
+    pair[1]["options"].update(cache_type="q8_0", draft_window=1)
+    for old, new in (pair, pair[::-1]):
+        assert not compare(old, new).warnings
 
 
 def test_missing_settings_are_reported(pair: tuple[Data, Data]) -> None:

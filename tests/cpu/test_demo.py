@@ -13,7 +13,7 @@ import pytest
 
 from g4spec import cli, convert
 from g4spec.cli import _demo_family, _demo_text, demo
-from g4spec.errors import UsageError
+from g4spec.errors import InputError, UsageError
 from g4spec.measure import bench, verify
 from g4spec.measure.bench_compare import read_result
 from g4spec.runtime import chooser
@@ -197,6 +197,28 @@ def test_bench_and_compare(
     (tmp_path / "b.json").write_text(json.dumps(better))
     assert cli.run(["bench", "compare", str(tmp_path / "b.json"), str(a)]) == 1
     assert "acceptance fell" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["--cache-type", "f16"], "cache type f32 and f16"),
+        (["--draft-window", "1"], "draft window none and 1"),
+        (["-c", "200"], "context length 256 and 200"),
+    ],
+)
+def test_compare_refuses_engines_that_were_loaded_in_other_ways(
+    files: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    found: str,
+) -> None:
+    run = ["bench", *files, "-c", "256", "-p", "a", "-n", "6", "--draft-max", "2", "--repeats", "1"]
+    pair = [str(tmp_path / "a.json"), str(tmp_path / "b.json")]
+    assert cli.run([*run, "-o", pair[0]]) == cli.run([*run, *words, "-o", pair[1]]) == 0
+    assert cli.run(["bench", "compare", *pair]) == InputError.exit_code
+    assert f"cannot be compared: {found}. " in capsys.readouterr().err
 
 
 def test_mt_bench_preset(

@@ -73,6 +73,7 @@ def result() -> dict[str, Any]:
     }
     texts = {f"{c}-{i}": {"prompt": f"p{c}{i}", "text": f"t{c}{i}"} for c in HOLDS for i in (0, 1)}
     done = SweepResult(BenchConfig(lengths), rows, [], texts, ["a <b>note</b>"], memory)
+    done.engine = {"n_ctx": 4096, "cache_type": "f32", "draft_window": None, "draft_p_min": 0.0}
     file = {
         "name": "target.gguf",
         "bytes": 30_000_000,
