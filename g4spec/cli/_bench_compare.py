@@ -45,8 +45,9 @@ def compare(
     _show(comparison, out)
     out.result(comparison.json())
     if comparison.regressions:
+        count = len(comparison.regressions)
         raise CheckFailed(
-            f"{len(comparison.regressions)} regressions", found=comparison.regressions[0]
+            f"{count} regression{'' if count == 1 else 's'}", found=comparison.regressions[0]
         )
 
 

@@ -96,10 +96,12 @@ def show_averages(rows: Sequence[Mapping[str, Any]], out: Output) -> None:
 def require_identical(data: Mapping[str, Any]) -> None:
     """Raise CheckFailed if a draft length changed a text."""
     if data["differences"]:
-        d = data["differences"][0]
+        from g4spec.measure.prompts import title
+
+        d, count = data["differences"][0], len(data["differences"])
         raise CheckFailed(
-            f"{len(data['differences'])} texts differ from plain decoding; first: prompt "
-            f"{d['prompt']}, draft length {d['length']}, token {d['index']}",
+            f"{count} text{' differs' if count == 1 else 's differ'} from plain decoding; first: "
+            f"{title(d['prompt'])}, draft length {d['length']}, token {d['index']}",
             expected=d["plain"],
             found=d["speculative"],
             fix="run `g4spec verify` for details",

@@ -61,8 +61,8 @@ class MeasuredPromptOptions(PromptOptions):
 
 def bench_prompt(prompt: Prompt, engine: Engine, out: Output) -> BenchPrompt:
     """Return the user's prompt in the form of the built-in ones."""
-    from g4spec.measure.prompts import BenchPrompt
+    from g4spec.measure.prompts import OWN, BenchPrompt
 
     ids = prompt.encode(engine.tokenizer, engine.n_ctx)
     out.note(prompt.chat_note(engine.tokenizer, ids))
-    return BenchPrompt("the prompt", "own", "ids", prompt.text, ids=tuple(ids))
+    return BenchPrompt(OWN, "own", "ids", prompt.text, ids=tuple(ids))

@@ -25,7 +25,7 @@ from g4spec import ranges
 from g4spec.core import MAX_DRAFT
 from g4spec.errors import InputError, UsageError
 from g4spec.measure.bench_summary import ALL, SCHEMA, DraftLength, Sample, SweepRow, summarize
-from g4spec.measure.prompts import BenchPrompt
+from g4spec.measure.prompts import BenchPrompt, title
 from g4spec.models.drafter import WeightedDrafter
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
@@ -235,10 +235,8 @@ def encode_prompts(
                 fix="remove one: a prompt may count only once",
             )
         if len(ids) + n_predict > engine.n_ctx:
-            own = prompt.category == "own"
-            name = prompt.name if own else f"prompt {prompt.name}"
             raise UsageError(
-                f"{name} and `n_predict` {n_predict} do not fit",
+                f"{title(prompt.name)} and `n_predict` {n_predict} do not fit",
                 expected=f"at most {engine.n_ctx} tokens",
                 found=len(ids) + n_predict,
                 fix="raise `n_ctx` or lower `n_predict`",

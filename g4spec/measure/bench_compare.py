@@ -12,6 +12,7 @@ from typing import Any
 from g4spec.errors import InputError, UsageError
 from g4spec.gguf import regular_files
 from g4spec.measure.bench_summary import SCHEMA
+from g4spec.measure.prompts import title
 
 ACCEPTANCE = 0.001
 """Largest drop in acceptance of a fixed length that is not a regression: acceptance is
@@ -176,14 +177,19 @@ def compare(
     if not changes:
         raise InputError("the two results have no (category, draft length) pair to compare")
     if untimed := len(both) - len(timed):
-        unlike.append(f"{untimed} pairs were not timed: their texts have one token")
-    regressions = [f"{c.category}, length {c.length}: {c.worse}" for c in changes if c.worse]
+        pairs = "1 pair was" if untimed == 1 else f"{untimed} pairs were"
+        unlike.append(f"{pairs} not timed: texts of one token")
+    regressions = [
+        f"{c.category}, {f'length {c.length}' if c.length else 'plain'}: {c.worse}"
+        for c in changes
+        if c.worse
+    ]
     if missing := len(ours.keys() - theirs.keys()):
         unlike.append(f"{missing} of {len(ours)} settings are only in the old file")
     for name in old["texts"].keys() & new["texts"].keys():
         before, after = old["texts"][name], new["texts"][name]
         if before.get("prompt") == after.get("prompt") and before != after:
-            regressions.append(f"the text of prompt {name} changed")
+            regressions.append(f"the text of {title(name)} changed")
     if not new["identical"]:
         regressions.append("the new result's own texts differ between draft lengths")
     return BenchComparison(changes, sorted(regressions), sorted(unlike + retyped))
@@ -226,10 +232,10 @@ def _unlike(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         a, b = old["options"].get(name), new["options"].get(name)
         if a != b:
             found.append(f"{name} {a} and {b}")
-    for name, title in _ENGINE.items():
+    for name, shown in _ENGINE.items():
         pair = [side["options"][name] for side in (old, new) if name in side["options"]]
         if len(pair) == 2 and pair[0] != pair[1]:
-            found.append(f"{title} " + " and ".join("none" if x is None else str(x) for x in pair))
+            found.append(f"{shown} " + " and ".join("none" if x is None else str(x) for x in pair))
     prompts = [{n: t.get("prompt") for n, t in side["texts"].items()} for side in (old, new)]
     if prompts[0] != prompts[1]:
         found.append("other prompts")

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from g4spec import cli
 from g4spec.errors import InputError, UsageError
 from g4spec.measure.bench_compare import compare, read_result, tolerance
+from g4spec.measure.prompts import OWN
 from tests.support import bench_result
 
 Data = dict[str, Any]
@@ -61,6 +63,26 @@ def test_acceptance_of_auto_depends_on_timing(pair: tuple[Data, Data]) -> None:
 def test_changed_text(pair: tuple[Data, Data]) -> None:
     pair[1]["texts"]["code-0"]["text"] = "other"
     assert compare(*pair).regressions == ["the text of prompt code-0 changed"]
+
+
+def test_messages_name_prompts_and_lengths_as_the_table_does(
+    pair: tuple[Data, Data], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = pair
+    for side in pair:
+        side["texts"][OWN] = {"prompt": "p", "text": "t"}
+    new["texts"][OWN]["text"] = "other"
+    assert compare(old, new).regressions == ["the text of your prompt changed"]
+    plain = next(row for row in new["rows"] if row["length"] == 0)
+    slower(plain, 0.5)
+    assert compare(old, new).regressions[0].startswith(f"{plain['category']}, plain: 50.0% slower")
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for count, found in ((2, "error: 2 regressions: found "), (1, "error: 1 regression: found ")):
+        for path, side in zip(files, pair, strict=True):
+            path.write_text(json.dumps(side))
+        assert cli.run(["bench", "compare", *map(str, files)]) == 1
+        assert found in capsys.readouterr().err, count
+        new["texts"] = old["texts"]
 
 
 def test_failed_new_result(pair: tuple[Data, Data]) -> None:

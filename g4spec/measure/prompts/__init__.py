@@ -32,6 +32,9 @@ LONGEST_TOKEN = 64
 
 MT_BENCH_QUESTIONS = 80
 
+OWN = "the prompt"
+"""Name of the user's own prompt in results."""
+
 
 @dataclass(frozen=True, slots=True)
 class BenchPrompt:
@@ -59,6 +62,11 @@ class BenchPrompt:
             message = {"role": "user", "content": self.text}
             return tokenizer.chat([message], thinking=self.thinking)
         return tokenizer.encode(self.text)
+
+
+def title(name: str) -> str:
+    """Return what messages call the prompt with this name: "prompt code-0", "your prompt"."""
+    return TITLES["own"] if name == OWN else f"prompt {name}"
 
 
 def prompts(
