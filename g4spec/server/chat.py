@@ -174,6 +174,13 @@ def _grammar(
     if choice == "required":
         return grammar.whole_text(marks, calls=calls, most=most, thinking=thinking)
     if answer is not None or user is not None:
+        if prompt.begun:
+            raise RequestError(
+                400,
+                "an answer that continues the last message cannot follow a schema or grammar, "
+                "which are those of whole answers; leave out one of them",
+                param="messages",
+            )
         return grammar.whole_text(
             marks, answer=answer, user=user, calls=calls, most=most, thinking=thinking
         )

@@ -31,11 +31,13 @@ class Prompt:
         ids: token ids.
         thinking: "no": the output has no reasoning; "may": it may begin with reasoning; "open":
             the prompt ends inside reasoning, which the output continues.
+        begun: the prompt ends with the beginning of the answer's text.
     """
 
     text: str
     ids: list[int]
     thinking: str = "no"
+    begun: bool = False
 
 
 class Prompter:
@@ -137,7 +139,7 @@ class Prompter:
         state = "may" if thinks else "no"
         if self.marks is not None and self.marks.thinking(ids):
             state = "open"
-        return Prompt(text.replace(guard, "") if guard else text, ids, state)
+        return Prompt(text.replace(guard, "") if guard else text, ids, state, bool(beginning))
 
     def _check_features(
         self, features: TemplateFeatures, *, thinking: bool, tools: bool, calls: bool

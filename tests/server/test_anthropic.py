@@ -336,6 +336,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "budget": ({"thinking": {"type": "adaptive", "budget_tokens": 9}}, "budget_tokens: only with"),
     "begun": ({"messages": [{"role": "assistant", "content": "x"}]}, "can be continued only"),
+    "begun-schema": (
+        {
+            "messages": [*HELLO, {"role": "assistant", "content": '{"a":'}],
+            "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}},
+        },
+        "cannot follow a schema or grammar",
+    ),
     "max": ({"max_tokens": 0}, "max_tokens: .*greater"),
     "stops": ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
     "long": ({"system": "word " * 4000}, "does not fit"),

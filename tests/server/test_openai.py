@@ -410,6 +410,21 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "exclude each other",
     ),
     "eos": ({"grammar": 'root ::= "x"\n', "ignore_eos": True}, "cannot be combined with a grammar"),
+    **{
+        f"begun-{name}": (
+            {
+                "messages": [*HELLO, {"role": "assistant", "content": '{"a":'}],
+                "continue_final_message": True,
+                name: value,
+            },
+            "cannot follow a schema or grammar",
+        )
+        for name, value in (
+            ("response_format", {"type": "json_object"}),
+            ("json_schema", {"type": "object"}),
+            ("grammar", 'root ::= "x"\n'),
+        )
+    },
     "budget": ({"thinking_budget_tokens": 9}, "thinking is off"),
     "continued": ({"continue_final_message": True}, "can be continued only"),
     "thinking": (
@@ -484,6 +499,13 @@ def test_an_empty_grammar_is_none(busy: Served) -> None:
     assert answer["choices"][0]["message"]["content"] == "1"
     answer = busy.post("/v1/completions", **raw, grammar="", ignore_eos=True)
     assert answer["usage"]["completion_tokens"] == 6
+
+
+def test_an_empty_beginning_can_have_a_schema(busy: Served) -> None:
+    begun = [*HELLO, {"role": "assistant", "content": ""}]
+    body = {"messages": begun, "continue_final_message": True, "max_tokens": 6}
+    answer = busy.post("/v1/chat/completions", **body, json_schema={"const": 1})
+    assert answer["choices"][0]["message"]["content"] == "1"
 
 
 def test_empty_stop_strings_are_ignored(busy: Served) -> None:
