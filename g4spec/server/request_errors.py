@@ -96,9 +96,15 @@ class RequestError(Exception):
         }
 
     def anthropic(self) -> dict[str, Any]:
-        """Return the response body in Anthropic's format."""
-        kind = ANTHROPIC.get(self.status, "api_error")
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        """Return the response body in Anthropic's format, which has no error codes: clients know
+        by Anthropic's message that a prompt is too long."""
+        kind, message = ANTHROPIC.get(self.status, "api_error"), self.message
+        if self.code == "context_length_exceeded":
+            sizes = self.more
+            message = (
+                f"prompt is too long: {sizes['n_prompt_tokens']} tokens > {sizes['n_ctx']} maximum"
+            )
+        return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def unknown_model(name: str, known: Iterable[str]) -> RequestError:

@@ -345,7 +345,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "max": ({"max_tokens": 0}, "max_tokens: .*greater"),
     "stops": ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
-    "long": ({"system": "word " * 4000}, "does not fit"),
+    "long": ({"system": "word " * 4000}, r"^prompt is too long: \d{4,} tokens > 2048 maximum$"),
 }
 
 
