@@ -96,7 +96,8 @@ class Prompter:
             messages: messages in OpenAI's format.
             tools: tools in OpenAI's format.
             thinking: enable reasoning; None: if the template supports it.
-            continue_final_message: the last message is the beginning of the answer.
+            continue_final_message: the last message is the beginning of the answer; its reasoning
+                precedes it, if reasoning is enabled.
             add_generation_prompt: end the prompt with the start of the assistant's turn; always
                 true with `continue_final_message`.
             generates: the output will be parsed, so tools and reasoning must use Gemma 4's tokens.
@@ -114,7 +115,7 @@ class Prompter:
             self._mark_texts,
             renderer.template,
         )
-        beginning = _pop_beginning(plain) if continue_final_message else ""
+        thought, beginning = _pop_beginning(plain) if continue_final_message else ("", "")
         call_texts: dict[str, str] = {}
         calls = any(m.get("tool_calls") or m["role"] == "tool" for m in plain)
         thinks = bool(thinking)
@@ -134,12 +135,15 @@ class Prompter:
             enable_thinking=thinks,
             add_generation_prompt=add_generation_prompt or continue_final_message,
         )
+        begun = bool(beginning)
+        if thought and thinks:
+            beginning = f"<|channel>thought\n{thought}\n<channel|>{beginning}"
         text = _restore_call_texts(text, call_texts) + beginning
         ids = await self._encode(text, guard)
         state = "may" if thinks else "no"
         if self.marks is not None and self.marks.thinking(ids):
             state = "open"
-        return Prompt(text.replace(guard, "") if guard else text, ids, state, bool(beginning))
+        return Prompt(text.replace(guard, "") if guard else text, ids, state, begun)
 
     def _check_features(
         self, features: TemplateFeatures, *, thinking: bool, tools: bool, calls: bool
@@ -186,8 +190,8 @@ def _template_message(message: Message, index: int) -> dict[str, Any]:
     return plain
 
 
-def _pop_beginning(messages: list[dict[str, Any]]) -> str:
-    """Remove the last message, the beginning of the answer, and return its text."""
+def _pop_beginning(messages: list[dict[str, Any]]) -> tuple[str, str]:
+    """Remove the last message, the beginning of the answer; return its reasoning and its text."""
     last = messages.pop()
     if last["role"] != "assistant" or last.get("tool_calls") or not messages:
         raise RequestError(
@@ -196,7 +200,8 @@ def _pop_beginning(messages: list[dict[str, Any]]) -> str:
             "role assistant and no tool calls",
             param="messages",
         )
-    return str(last["content"])
+    thought = last.get("reasoning_content") or last.get("reasoning") or ""
+    return thought, str(last["content"])
 
 
 def _text(content: Any, where: str) -> str:
