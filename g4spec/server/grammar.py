@@ -27,7 +27,7 @@ from g4spec.server import call_grammar
 from g4spec.server.call_grammar import Function
 from g4spec.server.exact_numbers import refuse_rounded
 from g4spec.server.output_parser import Marks
-from g4spec.server.schemas import without_draft_4
+from g4spec.server.schemas import Resolver, without_draft_4
 
 COMPACT = {"whitespace_flexible": False}
 """JSON without white space: a model could emit it until the token limit."""
@@ -302,6 +302,7 @@ def json_answer(schema: Mapping[str, Any] | bool, *, strict: bool) -> str:
         strict: reject keywords that cannot be enforced; otherwise ignore them.
 
     Raises:
+        InputError: the schema consists only of references that lead back to it.
         Unsupported: the schema is strict and has such a keyword that the library would ignore, or
             it has numbers that the library would replace by others.
     """
@@ -309,8 +310,24 @@ def json_answer(schema: Mapping[str, Any] | bool, *, strict: bool) -> str:
         schema = {}
     converted = without_draft_4(schema, strict=strict, where="the answer")
     refuse_rounded(converted, "the answer")
+    _refuse_endless(converted)
     options = {**COMPACT, "lenient": not strict}
     return "answer: %json " + json.dumps({**converted, "x-guidance": options})
+
+
+def _refuse_endless(schema: Mapping[str, Any]) -> None:
+    resolver, seen = Resolver(schema, strict=False, where="the answer"), set[str]()
+    part: Any = schema
+    while isinstance(part, Mapping) and re.match("#(/|$)", str(part.get("$ref"))):
+        if (pointer := resolver.pointer(part)) is None:
+            return
+        if pointer in seen:
+            fix = "let it refer to a schema with keywords such as `type`"
+            raise resolver.error(
+                "it refers to itself", expected="content", found=f"only $ref {pointer}", fix=fix
+            )
+        seen.add(pointer)
+        part = resolver.target(pointer)
 
 
 def to_lark(grammar: str) -> str:

@@ -392,6 +392,22 @@ def test_exclusive_bounds_of_draft_4(vocabulary: Vocabulary, tokenizer: Tokenize
         assert '"const": true' in answer and f'"{keyword}": true' not in answer
 
 
+def test_a_schema_of_references_to_itself_is_refused(vocabulary: Vocabulary) -> None:
+    loop = {"a": {"$ref": "#/$defs/b"}, "b": {"title": "b", "$ref": "#/$defs/a"}}
+    for schema in (
+        {"$ref": "#"},
+        {"$ref": "#", "title": "x"},
+        {"$ref": "#/$defs/a", "$defs": loop},
+    ):
+        with pytest.raises(
+            InputError, match=r"refers to itself: expected content, found only \$ref"
+        ):
+            grammar.json_answer(schema, strict=True)
+    tree = {"$ref": "#/$defs/t", "$defs": {"t": {"type": "array", "items": {"$ref": "#/$defs/t"}}}}
+    answer = grammar.json_answer(tree, strict=True)
+    assert vocabulary.mask(grammar.whole_text(MARKS, answer=answer))([]) is not None
+
+
 def test_user_grammars(vocabulary: Vocabulary, tokenizer: Tokenizer, ends: list[int]) -> None:
     for text in ('root ::= "yes" | "no" [0-9]\n', '%llguidance {}\nstart: "yes" | "no" /[0-9]/'):
         wanted = grammar.whole_text(MARKS, user=grammar.to_lark(text), thinking="may")
