@@ -86,6 +86,8 @@ def _convert(found: DetectedSource, output: Output, mix: Mix, target: Path | Non
     output_checks.refuse_overwrite(output, info.files)
     config, tensors, canonical_names, notes, dropped = read(found, info)
     plan = planning.build(found.kind, config, tensors, mix, info.n_tokens, canonical_names)
+    shapes = {r.name: r.shape for r in plan.tensors if r.name and r.action in ("copy", "make")}
+    notes = [*notes, *planning.replaced_types(plan, Policy(mix, shapes))]
     plan = Plan((*plan.tensors, *dropped))
     computed = _computed_values(plan, tensors, config)
     kv = _metadata(found, config, mix, info, computed, plan, output, target)
@@ -305,6 +307,7 @@ def _requantize(
     if change:
         output_checks.refuse_copy(file, output.path, rows)
     plan = Plan(rows)
+    notes = [*notes, *planning.replaced_types(plan, choice)]
     weights = _weights(file, plan, importance, notes) if importance else {}
     file_type = _file_type(plan, mix)
     kv = {

@@ -7,6 +7,7 @@ unexpected shapes are reported together in one error.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -244,6 +245,19 @@ class _Builder:
             + "; ".join(shown)
             + (f"; and {more} more" if more else "")
         )
+
+
+def replaced_types(plan: Plan, choice: policy.Policy) -> list[str]:
+    """Return a note for each type that was asked for and that tensors do not have, because their
+    rows do not divide into its blocks."""
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for row in plan.with_action("copy"):
+        if found := choice.replaced(row.name or "", row.shape, row.type):
+            counts[found[0], row.type, found[1]] += 1
+    return [
+        f"{asker}: {f'{n} tensors are' if n > 1 else '1 tensor is'} {type}, not {asked}"
+        for (asker, type, asked), n in counts.items()
+    ]
 
 
 def canonical_name(name: str, kind: ModuleType) -> str:

@@ -160,18 +160,30 @@ class Policy:
             return quant.get("f32"), "vectors stay F32" if base.name != "f32" else ""
         if name.endswith(ROUTER_WEIGHT):
             return quant.get("f32"), "routing depends on it" if base.name != "f32" else ""
-        named = next((f for p, f in self.mix.tensor_types if p.search(name)), None)
+        named = self._named(name)
         if not base.quantized and (named is None or never_quantized(name)):
             return base, ""
         if never_quantized(name):
             return quant.get("f32"), "never quantized"
-        form, note = self._preferred(name, shape[-1]) if named is None else (named, "asked for")
+        form, note = self._preferred(name, shape[-1]) if named is None else (named[1], "asked for")
         if shape[-1] % form.block:
-            note = f"rows of {shape[-1]} do not divide into blocks of {form.block}"
-            form = quant.get(form.fallback or "f16")
-            if shape[-1] % form.block:
-                form = quant.get("f16")
+            form, note = _fallback(form, shape[-1]), _why_not(form, shape[-1])
         return form, note
+
+    def replaced(self, name: str, shape: Sequence[int], chosen: str) -> tuple[str, str] | None:
+        """Return who asked for another type than `chosen`, a pattern of `tensor_types` or the mix,
+        and which type was asked for and why it is not used; None if `chosen` is no fallback."""
+        named = self._named(name)
+        if not _has_choice(name, shape) or (named is None and not self.mix.base.quantized):
+            return None
+        asker, form = named or (self.mix.name, self._preferred(name, shape[-1])[0])
+        if shape[-1] % form.block == 0 or _fallback(form, shape[-1]).name != chosen.lower():
+            return None
+        return asker, f"{form.name.upper()}: {_why_not(form, shape[-1])}"
+
+    def _named(self, name: str) -> tuple[str, Format] | None:
+        """Return the first pattern of `tensor_types` that matches and its type, or None."""
+        return next(((p.pattern, f) for p, f in self.mix.tensor_types if p.search(name)), None)
 
     def _preferred(self, name: str, row: int) -> tuple[Format, str]:
         """Return type and reason under the assumption that rows divide into blocks."""
@@ -192,6 +204,17 @@ class Policy:
         if name in self.values:
             return TensorPosition(self.values[name], len(self.values), self.gqa, self.imatrix)
         return TensorPosition(_layer(name), self.n_layer, self.gqa, self.imatrix)
+
+
+def _fallback(form: Format, row: int) -> Format:
+    """Return the type of a matrix whose rows, of `row` values, do not divide into blocks of
+    `form`."""
+    other = quant.get(form.fallback or "f16")
+    return quant.get("f16") if row % other.block else other
+
+
+def _why_not(form: Format, row: int) -> str:
+    return f"rows of {row} do not divide into blocks of {form.block}"
 
 
 def _has_choice(name: str, shape: Sequence[int]) -> bool:

@@ -201,6 +201,25 @@ def test_types_chosen_by_tensor_name(full: Path, tmp_path: Path) -> None:
             quantize(full, tmp_path / "b.gguf", "q8_0", tensor_types=[wrong])
 
 
+def test_types_that_rows_do_not_divide_into_are_noted(full: Path, tmp_path: Path) -> None:
+    """Both for `tensor_types` and for `type`. Tensors that have the type asked for are not."""
+    asked = ["attn_output=q6_k", "blk.1.attn_q=q3_k"]
+    noted = quantize(full, tmp_path / "a.gguf", "q8_0", tensor_types=asked).notes
+    assert noted == [
+        "attn_output: 10 tensors are Q8_0, not Q6_K: rows of 64 do not divide into blocks of 256",
+        "attn_output: 2 tensors are Q8_0, not Q6_K: rows of 128 do not divide into blocks of 256",
+    ]
+    source = tiny.target(tmp_path / "t", layers=2, hidden=256, inter=96)
+    why = "rows of 96 do not divide into blocks of 256"
+    made = convert(source, tmp_path / "t.gguf", type="q3_k_s", tensor_types=["blk.0.ffn_down=q5_k"])
+    downs = [note for note in made.notes if "rows of 96" in note]
+    assert downs == [
+        f"blk.0.ffn_down: 1 tensor is Q5_1, not Q5_K: {why}",
+        f"q3_k_s: 1 tensor is Q4_0, not Q3_K: {why}",
+    ]
+    assert not convert(source, tmp_path / "b.gguf", type="bf16").notes
+
+
 def test_norms_may_be_asked_for_as_f32(full: Path, tmp_path: Path) -> None:
     """They are F32 anyway; `validate --probe` asks for the type that each tensor has."""
     quantize(full, tmp_path / "a.gguf", "q8_0", tensor_types=["attn_norm=f32"])
