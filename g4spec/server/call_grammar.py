@@ -18,6 +18,7 @@ from typing import Any
 
 from g4spec.errors import InputError
 from g4spec.server import patterns
+from g4spec.server.exact_numbers import bound_is_enforced
 from g4spec.server.schemas import Resolver, Schema, types_of
 
 FREE = r"""
@@ -207,6 +208,10 @@ class _Rules:
 
     def _number(self, schema: Schema) -> str:
         bounds = patterns.bounds(schema)
+        for keyword, value in [*bounds.items()]:
+            if not bound_is_enforced(keyword, value, schema["type"]):
+                self._resolver.unsupported(keyword, schema)
+                del bounds[keyword]
         if not bounds:
             return "INT" if schema["type"] == "integer" else "NUM"
         return f"%json {json.dumps({'type': schema['type'], **bounds})}"

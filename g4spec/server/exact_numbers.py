@@ -25,6 +25,10 @@ _WHOLE = 2**53
 _INT64 = 2**63
 """From here on llguidance writes only the leading digits, or limits bounds of integers."""
 
+_LARGEST_STEP = 2**18
+"""Largest `multipleOf`. llguidance compiles a state for each remainder: 2^18 in 0.1 s, 2^22 in
+19 s, 2^31 not within minutes."""
+
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _VALUES = ("const", "enum")
 _ANY_VALUE = (*_VALUES, "default", "examples", "example")
@@ -47,16 +51,19 @@ def refuse_rounded(schema: Any, where: str) -> None:
         for keyword, value in part.items():
             if keyword in _VALUES:
                 if changed := _changed(value):
-                    raise rounded(where, keyword, changed[0])
-            elif keyword in _BOUNDS and not bound_is_exact(keyword, value, part.get("type")):
-                raise rounded(where, keyword, value)
+                    raise _rounded(where, keyword, changed[0])
+            elif keyword in _BOUNDS:
+                if not _is_exact(keyword, value, part.get("type")):
+                    raise _rounded(where, keyword, value)
+                if _is_long(keyword, value):
+                    raise _too_long(where, value)
             elif keyword in NAMED_PARTS and isinstance(value, Mapping):
                 stack += value.values()
             elif keyword not in _ANY_VALUE:
                 stack.append(value)
 
 
-def rounded(where: str, keyword: str, value: float) -> Unsupported:
+def _rounded(where: str, keyword: str, value: float) -> Unsupported:
     """Return the error for a keyword with a number that llguidance would change."""
     fix = "make it a string, or let the model call a function: its constants are exact"
     return Unsupported(
@@ -67,7 +74,25 @@ def rounded(where: str, keyword: str, value: float) -> Unsupported:
     )
 
 
-def bound_is_exact(keyword: str, value: Any, kind: Any) -> bool:
+def bound_is_enforced(keyword: str, value: Any, kind: Any) -> bool:
+    """Return True if a bound is exact (see `_is_exact`) and compiled in time."""
+    return _is_exact(keyword, value, kind) and not _is_long(keyword, value)
+
+
+def _is_long(keyword: str, value: Any) -> bool:
+    return keyword == "multipleOf" and _is_number(value) and abs(value) > _LARGEST_STEP
+
+
+def _too_long(where: str, value: float) -> Unsupported:
+    return Unsupported(
+        f"schema of {where}: multipleOf takes too long to compile",
+        expected=f"at most {_LARGEST_STEP:,}",
+        found=json.dumps(value)[:120],
+        fix="use a smaller one, or remove it",
+    )
+
+
+def _is_exact(keyword: str, value: Any, kind: Any) -> bool:
     """Return True if llguidance accepts only numbers within a bound, or the bound is no number.
 
     Args:

@@ -12,6 +12,8 @@ import pytest
 
 from g4spec.errors import Unsupported
 from g4spec.server import grammar
+from g4spec.server.call_grammar import Function
+from tests.server.test_grammar import MARKS
 
 INT64 = 2**63
 BYTES = llguidance.LLTokenizer("byte")
@@ -148,3 +150,24 @@ def test_bounds_that_would_change_are_refused(keyword: str, limit: float, kind: 
     message = str(refused.value)
     assert message.startswith(f"schema of the answer: {keyword} has a number that cannot be")
     assert json.dumps(limit) in message and "fewer digits" in message
+
+
+@pytest.mark.parametrize("step", [2**18 + 1, 2**31, 1e9, 300000.5])
+def test_steps_that_would_not_compile_in_time_are_refused(step: float) -> None:
+    """2^31 stopped the server for minutes."""
+    with pytest.raises(Unsupported, match="multipleOf takes too long to compile"):
+        grammar.json_answer({"type": "integer", "multipleOf": step}, strict=False)
+    assert accepts({"type": "integer", "multipleOf": 2**10}, "2048")
+
+
+@pytest.mark.parametrize(
+    "bounds", [{"multipleOf": 2**31}, {"exclusiveMinimum": 2**53}, {"minimum": -(2**64)}]
+)
+def test_bounds_of_arguments_are_exact_or_ignored(bounds: dict[str, int]) -> None:
+    """The last one, with a maximum of -2^63, ended the process."""
+    number = {"type": "integer", "maximum": -(2**63), **bounds}
+    schema = {"type": "object", "properties": {"a": number}, "required": ["a"]}
+    text = grammar.whole_text(MARKS, calls=[Function("f", parameters=schema)]).text
+    assert not any(f'"{keyword}"' in text for keyword in number if keyword != "type")
+    with pytest.raises(Unsupported, match="cannot be enforced"):
+        grammar.whole_text(MARKS, calls=[Function("f", parameters=schema, strict=True)])
