@@ -306,8 +306,9 @@ WITHOUT_MODEL = (
     ("HEAD", "/metrics", 503),
     ("GET", "/slots", 503),
     ("GET", "/v1/live", 503),
-    ("GET", "/v1/responses/resp_x", 503),
-    ("DELETE", "/v1/responses/resp_x", 503),
+    ("GET", "/v1/responses/resp_x", 404),
+    ("DELETE", "/v1/responses/resp_x", 404),
+    ("POST", "/v1/responses/resp_x/cancel", 404),
 )
 """Requests that need no model, or one that is loaded: method, path, status."""
 
