@@ -348,9 +348,9 @@ def _steps(
         possible = [v for v in shown if v.on_gpu or v.engine.name in GGUF]
         for v in possible:
             reasons = [*v.blockers, *(p for p in v.conditions if p.unknown)]
-            text = reasons[0].fix if reasons else fixes.get(v.engine.name)
-            if text:
-                d.steps.append(_step(v, text))
+            how = reasons[0].fix if reasons else fixes.get(v.engine.name)
+            if how:
+                d.steps.append(_step(v, how))
 
 
 def _step(v: EngineVerdict, fix: str) -> str:
