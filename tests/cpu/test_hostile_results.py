@@ -434,6 +434,9 @@ def test_a_panic_of_a_library_gets_a_response() -> None:
             raised.append(True)
             raise PanicException("range end index 32 out of range")
 
+        def check_model(self, name: str | None) -> None:
+            pass
+
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(create_app(Service()), raise_app_exceptions=False)  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
