@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -86,9 +87,8 @@ def _convert(found: DetectedSource, output: Output, mix: Mix, target: Path | Non
     output_checks.refuse_overwrite(output, info.files)
     config, tensors, canonical_names, notes, dropped = read(found, info)
     plan = planning.build(found.kind, config, tensors, mix, info.n_tokens, canonical_names)
-    shapes = {r.name: r.shape for r in plan.tensors if r.name and r.action in ("copy", "make")}
-    notes = [*notes, *planning.replaced_types(plan, Policy(mix, shapes))]
-    plan = Plan((*plan.tensors, *dropped))
+    notes = [*notes, *plan.replaced_types()]
+    plan = replace(plan, tensors=(*plan.tensors, *dropped))
     computed = _computed_values(plan, tensors, config)
     kv = _metadata(found, config, mix, info, computed, plan, output, target)
     notes = [*found.notes, *info.notes, *notes]
@@ -306,8 +306,8 @@ def _requantize(
     rows = tuple(_requantized(file, name, choice, allow) for name in file.tensors)
     if change:
         output_checks.refuse_copy(file, output.path, rows)
-    plan = Plan(rows)
-    notes = [*notes, *planning.replaced_types(plan, choice)]
+    plan = Plan(rows, choice)
+    notes = [*notes, *plan.replaced_types()]
     weights = _weights(file, plan, importance, notes) if importance else {}
     file_type = _file_type(plan, mix)
     kv = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from types import ModuleType
 from typing import Any, Literal
@@ -52,9 +52,11 @@ class PlannedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All planned tensors, in the order of the result, dropped ones last."""
+    """All planned tensors, in the order of the result, dropped ones last, and what chose their
+    types."""
 
     tensors: tuple[PlannedTensor, ...]
+    chooser: policy.Policy = field(compare=False, repr=False)
 
     def with_action(self, action: str) -> list[PlannedTensor]:
         """Return the tensors with this action."""
@@ -64,6 +66,18 @@ class Plan:
         """Return type -> number of tensors of the result that have it."""
         kept = [r.type for r in self.tensors if r.action in ("copy", "make")]
         return {t: kept.count(t) for t in sorted(set(kept))}
+
+    def replaced_types(self) -> list[str]:
+        """Return a note for each type that was asked for and that tensors do not have, because
+        their rows do not divide into its blocks."""
+        counts: Counter[tuple[str, str, str]] = Counter()
+        for row in self.with_action("copy"):
+            if found := self.chooser.replaced(row.name or "", row.shape, row.type):
+                counts[found[0], row.type, found[1]] += 1
+        return [
+            f"{asker}: {f'{n} tensors are' if n > 1 else '1 tensor is'} {type}, not {asked}"
+            for (asker, type, asked), n in counts.items()
+        ]
 
 
 def build(
@@ -129,7 +143,7 @@ class _Builder:
             self._plan_unused(short, name)
         if self.problems:
             self._fail()
-        return Plan(tuple(self.rows))
+        return Plan(tuple(self.rows), self.policy)
 
     def _metadata(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
         rule = getattr(self.kind, "metadata_tensors", None)
@@ -245,19 +259,6 @@ class _Builder:
             + "; ".join(shown)
             + (f"; and {more} more" if more else "")
         )
-
-
-def replaced_types(plan: Plan, choice: policy.Policy) -> list[str]:
-    """Return a note for each type that was asked for and that tensors do not have, because their
-    rows do not divide into its blocks."""
-    counts: Counter[tuple[str, str, str]] = Counter()
-    for row in plan.with_action("copy"):
-        if found := choice.replaced(row.name or "", row.shape, row.type):
-            counts[found[0], row.type, found[1]] += 1
-    return [
-        f"{asker}: {f'{n} tensors are' if n > 1 else '1 tensor is'} {type}, not {asked}"
-        for (asker, type, asked), n in counts.items()
-    ]
 
 
 def canonical_name(name: str, kind: ModuleType) -> str:
