@@ -13,7 +13,7 @@ from g4spec.advisor.recipe import Recipe
 from g4spec.advisor.recipe_values import PORTS
 from g4spec.convert import hub_id
 from g4spec.errors import UsageError
-from g4spec.gguf.atomic import atomic_write, check_replaceable
+from g4spec.gguf.atomic import atomic_write, check_replaceable, has_mark
 
 MARK = "# written by g4spec recipe"
 """Line of files that may be replaced."""
@@ -122,7 +122,7 @@ def write(r: Recipe, machine: Machine, folder: Path) -> list[Path]:
     for name in texts:
         check_replaceable(folder / name, [MARK.encode()], "a script of g4spec")
     for path in (path for pattern in STARTING for path in folder.glob(pattern)):
-        if path.name not in texts and path.is_file() and MARK.encode() in path.read_bytes():
+        if path.name not in texts and path.is_file() and has_mark(path, [MARK.encode()]):
             path.unlink()
     paths = []
     for name, text in texts.items():

@@ -47,7 +47,7 @@ def compare(
     if comparison.regressions:
         count = len(comparison.regressions)
         raise CheckFailed(
-            f"{count} regression{'' if count == 1 else 's'}", found=comparison.regressions[0]
+            f"{count} regression{'s' * (count != 1)}", found=comparison.regressions[0]
         )
 
 

@@ -74,6 +74,13 @@ def check_folder(folder: Path) -> None:
             raise PermissionError
 
 
+def has_mark(path: Path, marks: Sequence[bytes]) -> bool:
+    """Return True if one of `marks` is near the beginning of a file."""
+    with path.open("rb") as file:
+        head = file.read(4096)
+    return any(mark in head for mark in marks)
+
+
 def check_replaceable(path: Path, marks: Sequence[bytes], what: str) -> None:
     """Raise UsageError if `path` is a file that g4spec did not write.
 
@@ -82,11 +89,7 @@ def check_replaceable(path: Path, marks: Sequence[bytes], what: str) -> None:
             replaced, too.
         what: what the file should be, for the message.
     """
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        head = file.read(4096)
-    if head and not any(mark in head for mark in marks):
+    if path.is_file() and path.stat().st_size and not has_mark(path, marks):
         raise UsageError(
             f"{path} exists and is not {what}", fix="choose another name, or remove it"
         )

@@ -17,19 +17,18 @@ from typing import Any
 import llguidance
 
 from g4spec.errors import Unsupported
-from g4spec.server.schemas import NAMED_PARTS
+from g4spec.server.schemas import BOUNDS, NAMED_PARTS
 
 _WHOLE = 2**53
 """All integers up to here are exact as floats."""
 
 _INT64 = 2**63
-"""From here on llguidance writes only the leading digits, or limits bounds of integers."""
+"""Limit from which llguidance writes only the leading digits, or limits bounds of integers."""
 
 _LARGEST_STEP = 2**18
 """Largest `multipleOf`. llguidance compiles a state for each remainder: 2^18 in 0.1 s, 2^22 in
 19 s, 2^31 not within minutes."""
 
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _VALUES = ("const", "enum")
 _ANY_VALUE = (*_VALUES, "default", "examples", "example")
 """Keywords whose value contains no schemas."""
@@ -52,7 +51,7 @@ def refuse_rounded(schema: Any, where: str) -> None:
             if keyword in _VALUES:
                 if changed := _changed(value):
                     raise _rounded(where, keyword, changed[0])
-            elif keyword in _BOUNDS:
+            elif keyword in BOUNDS:
                 if not _is_exact(keyword, value, part.get("type")):
                     raise _rounded(where, keyword, value)
                 if _is_long(keyword, value):
@@ -70,7 +69,7 @@ def _rounded(where: str, keyword: str, value: float) -> Unsupported:
         f"schema of {where}: {keyword} has a number that cannot be enforced exactly",
         expected="integers up to 2^53, numbers of at most 15 digits",
         found=json.dumps(value)[:120],
-        fix="use a bound with fewer digits, or remove it" if keyword in _BOUNDS else fix,
+        fix="use a bound with fewer digits, or remove it" if keyword in BOUNDS else fix,
     )
 
 

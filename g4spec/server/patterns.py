@@ -9,6 +9,8 @@ from typing import Any
 
 import llguidance
 
+from g4spec.server.schemas import BOUNDS
+
 _DAY = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
 _CLOCK = r"([01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = rf"{_CLOCK}:[0-5][0-9](\.[0-9]{{1,9}})?(Z|[+-]{_CLOCK})"
@@ -66,8 +68,7 @@ def within_bounds(value: Any, schema: Mapping[str, Any]) -> bool:
 
 def bounds(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return the range keywords of a number schema."""
-    names = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-    return {k: schema[k] for k in names if schema.get(k) is not None}
+    return {k: schema[k] for k in BOUNDS if schema.get(k) is not None}
 
 
 def terminal(schema: Mapping[str, Any]) -> tuple[str | None, list[str]]:

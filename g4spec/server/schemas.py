@@ -23,6 +23,9 @@ DEPTH = 64
 STEPS = 50_000
 """Maximum number of schemas and pairs of schemas to look at: alternatives can multiply."""
 
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+"""Keywords that restrict the value of a number."""
+
 _TYPE_KEYWORDS = {  # keywords that apply to one type
     "string": ("minLength", "maxLength", "pattern", "format"),
     "object": (
@@ -34,7 +37,7 @@ _TYPE_KEYWORDS = {  # keywords that apply to one type
         "maxProperties",
     ),
     "array": ("items", "prefixItems", "additionalItems", "minItems", "maxItems"),
-    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    "number": BOUNDS,
 }
 _LOWER_BOUNDS = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
 _UPPER_BOUNDS = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")

@@ -480,7 +480,7 @@ def test_the_query_of_a_get_may_name_the_model(busy: Served) -> None:
 
 
 def test_an_empty_grammar_is_none(busy: Served) -> None:
-    """As in llama.cpp; front ends send it."""
+    """Test what llama.cpp does, too: front ends send it."""
     chat = {"messages": HELLO, "max_tokens": 6, "temperature": 0}
     raw = {"prompt": "x", "max_tokens": 6, "temperature": 0}
     for path, body in (
@@ -528,7 +528,7 @@ def test_empty_stop_strings_are_ignored(busy: Served) -> None:
 
 @pytest.mark.parametrize("path", SPECULATION)
 def test_the_seed_minus_one_is_random(busy: Served, path: str) -> None:
-    """As in llama.cpp and vLLM."""
+    """Test that it is in every API what it is in llama.cpp and vLLM."""
     body = {**SPECULATION[path], "temperature": 2, "seed": -1, "ignore_eos": True}
     answers = [busy.post(path, **body) for _ in range(3)]
     texts = [
