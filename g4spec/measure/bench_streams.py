@@ -1,8 +1,9 @@
 """Benchmarks concurrent streams: total throughput, and the latency of each stream.
 
 Each of N streams has one request in flight and submits the next when it is done, until every
-prompt was answered once. Draft lengths alternate as in `bench`, after a warm-up that is not
-counted. The text of every answer must equal the plain one.
+prompt was answered once; fewer prompts than streams are repeated, so that none is idle from the
+start. Draft lengths alternate as in `bench`, after a warm-up that is not counted. The text of every
+answer must equal the plain one.
 
 - *First token*: time from submitting a request to its first token. A stream never waits for a
   slot, but it waits for the prefill of other streams.
@@ -94,20 +95,21 @@ class StreamsResult:
 
 @dataclass(slots=True)
 class Round:
-    """Measurements of answering all prompts once. `first`, `between`: latencies in seconds."""
+    """Measurements of answering all prompts once. `first`, `between`: latencies in seconds.
+    `answers`: names of the prompts and their requests, in order of submission."""
 
     seconds: float = 0.0
     first: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
-    answers: dict[str, Request] = field(default_factory=dict)
+    answers: list[tuple[str, Request]] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
-        return sum(len(request.ids) for request in self.answers.values())
+        return sum(len(request.ids) for _, request in self.answers)
 
     def total(self, name: str) -> int:
         """Return the sum of a `Stats` field over all requests."""
-        return sum(getattr(request.stats, name) for request in self.answers.values())
+        return sum(getattr(request.stats, name) for _, request in self.answers)
 
 
 @dataclass(slots=True)
@@ -143,7 +145,8 @@ def sweep(
     decoding is measured.
     """
     assert streams <= engine.pool.space.n_slots, streams
-    ids_of = encode_prompts(engine, prompts, config.n_predict)
+    texts = list(encode_prompts(engine, prompts, config.n_predict).items())
+    texts *= max(1, -(-streams // len(texts)))
     result = StreamsResult(config, [], [], list(engine.notes), engine=engine_options(engine))
     rounds: dict[DraftLength, list[Round]] = {length: [] for length in config.lengths}
     try:
@@ -151,7 +154,7 @@ def sweep(
         for repeat in range(config.repeats):
             for done, length in enumerate(rotate(config.lengths, repeat)):
                 rounds[length].append(
-                    answer_prompts(engine, ids_of, config.options(length), streams)
+                    answer_prompts(engine, texts, config.options(length), streams)
                 )
                 progress(repeat * len(rounds) + done + 1, config.repeats * len(rounds))
     except KeyboardInterrupt:
@@ -165,9 +168,9 @@ def sweep(
             f"{len(rounds)} of {len(config.lengths)} settings"
         )
     for repeat in range(len(rounds[0])):
-        for name in ids_of:
-            texts = {length: made[repeat].answers[name].ids for length, made in rounds.items()}
-            result.differences += differences(name, texts)
+        for i, (name, _) in enumerate(texts):
+            ids = {length: made[repeat].answers[i][1].ids for length, made in rounds.items()}
+            result.differences += differences(name, ids)
     result.rows = [_row(length, streams, made, rounds[0]) for length, made in rounds.items()]
     result.notes += _remarks(result, rounds, engine, streams)
     return result
@@ -178,20 +181,20 @@ def _warm_up(engine: Engine, config: BenchConfig, streams: int) -> None:
     warm = engine.tokenizer.encode(WARM_UP)
     for length in config.lengths:
         few = config.options(length, min(16, config.n_predict))
-        answer_prompts(engine, {str(i): warm for i in range(streams)}, few, streams)
+        answer_prompts(engine, [("warm-up", warm)] * streams, few, streams)
 
 
 def answer_prompts(
-    engine: Engine, prompts: dict[str, list[int]], options: Options, streams: int
+    engine: Engine, prompts: Sequence[tuple[str, list[int]]], options: Options, streams: int
 ) -> Round:
-    """Answer each prompt once, `streams` at a time."""
-    result, waiting, live = Round(), deque(prompts.items()), list[ActiveRequest]()
+    """Answer each of the named prompts once, `streams` at a time."""
+    result, waiting, live = Round(), deque(prompts), list[ActiveRequest]()
     began = time.perf_counter()
     while waiting or live:
         while waiting and len(live) < streams:
             name, ids = waiting.popleft()
             now, request = time.perf_counter(), engine.submit(ids, options)
-            result.answers[name] = request
+            result.answers.append((name, request))
             live.append(ActiveRequest.of(request, now))
         engine.step()
         live = [stream for stream in live if _take(stream, result)]
@@ -255,7 +258,7 @@ def _remarks(
         note
         for made in rounds.values()
         for r in made
-        for request in r.answers.values()
+        for _, request in r.answers
         for note in request.notes
     ]
     if any(row.preempted for row in result.rows):
@@ -263,11 +266,14 @@ def _remarks(
             "texts were preempted: all streams share a cache of one context, "
             f"{engine.n_ctx} tokens; raise -c"
         )
-    if result.rows[0].requests < 2 * streams:
+    requests, prompts = result.rows[0].requests, len({name for name, _ in rounds[0][0].answers})
+    if prompts < streams:
         notes.append(
-            f"{result.rows[0].requests} prompts for {streams} streams: fewer were busy "
-            "most of the time"
+            f"fewer prompts than streams: each was answered {requests // prompts} times a repeat, "
+            "and equal texts read the same experts"
         )
+    elif requests < 2 * streams:
+        notes.append(f"{requests} prompts for {streams} streams: fewer were busy most of the time")
     if result.config.repeats == 1:
         notes.append("one repeat: the spread of the timing is unknown")
     return [note for note in dict.fromkeys(notes) if note not in result.notes]

@@ -49,10 +49,10 @@ def test_each_stream_has_one_request_under_way() -> None:
         return step()
 
     on.scheduler.step = watched  # type: ignore[method-assign]
-    prompts = {str(i): [2, *range(20 + i, 30)] for i in range(5)}
+    prompts = [(str(i), [2, *range(20 + i, 30)]) for i in range(5)]
     options = bench.BenchConfig((0,), 8, ignore_eos=True).options(0)
     made = bench_streams.answer_prompts(on, prompts, options, 2)
-    assert set(live) == {1, 2} and list(made.answers) == list(prompts)
+    assert set(live) == {1, 2} and [name for name, _ in made.answers] == list("01234")
     assert len(made.first) == 5 and len(made.between) == 5 * 7 and made.tokens == 40
     spent = sum(made.first) + sum(made.between)
     assert spent <= 2 * made.seconds, "two streams wait at a time"
@@ -71,8 +71,8 @@ def test_the_time_of_a_cycle_is_shared_by_its_tokens(monkeypatch: pytest.MonkeyP
     on.scheduler.step = tick  # type: ignore[method-assign]
     monkeypatch.setattr(bench_streams.time, "perf_counter", lambda: clock[0])
     options = bench.BenchConfig((0, 4), 12, ignore_eos=True).options(4)
-    made = bench_streams.answer_prompts(on, {"a": [2, *[30, 31, 32] * 6]}, options, 1)
-    stats = made.answers["a"].stats
+    made = bench_streams.answer_prompts(on, [("a", [2, *[30, 31, 32] * 6])], options, 1)
+    stats = made.answers[0][1].stats
     assert stats.accepted and made.seconds == clock[0]
     assert made.first == [1] and len(made.between) == 11
     assert sum(made.between) == pytest.approx(made.seconds - 1)
@@ -82,7 +82,7 @@ def test_the_time_of_a_cycle_is_shared_by_its_tokens(monkeypatch: pytest.MonkeyP
 def test_tokens_of_the_step_after_prefill_arrive_after_the_first() -> None:
     """The engine's step that ends prefill also runs the first cycle."""
     on = bench_engine.engine(parallel=3)
-    prompts = {str(i): [2, *range(20 + i, 30)] for i in range(3)}
+    prompts = [(str(i), [2, *range(20 + i, 30)]) for i in range(3)]
     options = bench.BenchConfig((0, 4), 8, ignore_eos=True).options(4)
     made = bench_streams.answer_prompts(on, prompts, options, 3)
     assert len(made.between) == 3 * 7 and min(made.between) > 0
@@ -152,6 +152,16 @@ def test_bench_parallel(
     explained = output[output.index("drafted: draft length") :]
     assert "first token ms: time from a request" in explained and "p95" in explained
     assert "draft ms" not in explained and "by prompt" not in explained, "no such columns"
+
+
+def test_own_prompt_is_answered_by_every_stream(
+    files: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["bench", *files, "-p", "abc", "-n", "6", "--repeats", "1", "--draft-max", "2"]
+    assert cli.run([*argv, "-np", "3", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["identical"] and [row["requests"] for row in data["rows"]] == [3, 3]
+    assert any("each was answered 3 times" in note for note in data["notes"])
 
 
 def test_verify_parallel(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
