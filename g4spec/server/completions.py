@@ -111,9 +111,8 @@ async def full_response(generation: Generation, request: CompletionRequest) -> d
     for text in generation.texts:
         logprobs = None
         if request.logprobs is not None:
-            logprobs = response_parts.completion_logprobs(
-                generation.service.tokenizer, tokens[text.index], 0
-            )
+            found = response_parts.CompletionLogprobs(generation.service.tokenizer)
+            logprobs = found.of(tokens[text.index])
         choices.append(
             {
                 "index": text.index,
@@ -131,8 +130,9 @@ async def full_response(generation: Generation, request: CompletionRequest) -> d
 async def stream_response(generation: Generation, request: CompletionRequest) -> Events:
     """Yield the response as events."""
     include_usage = bool(request.stream_options and request.stream_options.include_usage)
-    tokenizer = generation.service.tokenizer
-    offsets = [0] * len(generation.texts)
+    found = [
+        response_parts.CompletionLogprobs(generation.service.tokenizer) for _ in generation.texts
+    ]
 
     def chunk(
         text: Text,
@@ -141,10 +141,7 @@ async def stream_response(generation: Generation, request: CompletionRequest) ->
         finish: str | None = None,
         progress: int | None = None,
     ) -> str:
-        logprobs = None
-        if tokens:
-            logprobs = response_parts.completion_logprobs(tokenizer, tokens, offsets[text.index])
-            offsets[text.index] += sum(map(len, logprobs["tokens"]))
+        logprobs = found[text.index].of(tokens) if tokens else None
         out = _head(generation)
         out["choices"] = [
             {"index": text.index, "text": words, "logprobs": logprobs, "finish_reason": finish}
@@ -165,7 +162,7 @@ async def stream_response(generation: Generation, request: CompletionRequest) ->
             yield chunk(text, _words(delta), delta.tokens, delta.finish, delta.progress)
     if include_usage:
         last = {**_head(generation), "choices": [], "usage": response_parts.usage(generation)}
-        if len(offsets) == 1:
+        if len(found) == 1:
             last["timings"] = response_parts.timings(generation.texts[0])
         yield event(last)
     yield event("[DONE]")

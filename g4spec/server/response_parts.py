@@ -129,26 +129,33 @@ def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else -9999.0
 
 
-def completion_logprobs(
-    tokenizer: Tokenizer, tokens: Sequence[Token], offset: int
-) -> dict[str, Any]:
-    """Return the `logprobs` object of /v1/completions.
+class CompletionLogprobs:
+    """Builds the `logprobs` objects of /v1/completions for one text, part by part."""
 
-    Args:
-        offset: number of characters before the first token.
-    """
-    words = [tokenizer.piece(t.id, special=True).decode(errors="replace") for t in tokens]
-    starts = [offset + sum(map(len, words[:i])) for i in range(len(words))]
-    tops = []
-    for t in tokens:
-        top: dict[str, float] = {}
-        for i, value in t.top:
-            name = tokenizer.piece(i, special=True).decode(errors="replace")
-            top.setdefault(name, finite(value))
-        tops.append(top)
-    return {
-        "tokens": words,
-        "token_logprobs": [finite(t.logprob) for t in tokens],
-        "top_logprobs": tops,
-        "text_offset": starts,
-    }
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._text, self._offset = tokenizer, tokenizer.stream(), 0
+
+    def of(self, tokens: Sequence[Token]) -> dict[str, Any]:
+        """Return the object of the next tokens.
+
+        `text_offset` is the number of characters that are complete before each token.
+        """
+        starts = []
+        for t in tokens:
+            starts.append(self._offset)
+            self._offset += len(self._text.push([t.id]))
+        return {
+            "tokens": [self._name(t.id) for t in tokens],
+            "token_logprobs": [finite(t.logprob) for t in tokens],
+            "top_logprobs": [{self._name(i): finite(value) for i, value in t.top} for t in tokens],
+            "text_offset": starts,
+        }
+
+    def _name(self, id: int) -> str:
+        """Return the text of a token; for a part of a character, its bytes as OpenAI writes them:
+        `bytes:\\xf0\\x9f`."""
+        piece = self._tokenizer.piece(id, special=True)
+        try:
+            return piece.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)

@@ -14,6 +14,7 @@ from g4spec.runtime.request import Options, Request
 from g4spec.runtime.tokenizer import Tokenizer
 from g4spec.server.generation import Assembler, Delta, PlainReader, Token
 from g4spec.server.output_parser import AnswerStream, Event, Marks, Parser, TextEvent, merge_events
+from g4spec.server.response_parts import CompletionLogprobs
 
 MARKS = Marks(105, 106, 100, 101, 48, 49, 50, 52)
 
@@ -156,3 +157,28 @@ def test_finish_reasons(tokenizer: Tokenizer) -> None:
     assert reason(call + "<turn|>") == ("tool_calls", None)
     assert reason(call) == ("length", None)
     assert reason(call + "Hi", ("Hi",)) == ("stop", "Hi")
+
+
+def test_logprobs_of_completions_count_whole_characters(tokenizer: Tokenizer) -> None:
+    """A character of several tokens counts once, wherever a stream is cut, and tokens that the
+    text does not show not at all. Parts of it have names as in OpenAI's API, one for each."""
+    text = "a\U0001f642b"
+    ids = [*tokenizer.encode(text)[1:], min(tokenizer.control_ids)]
+    parts = [tokenizer.piece(i, special=True) for i in ids]
+    assert len(ids) == 7 and [len(part) for part in parts[1:5]] == [1] * 4
+    tokens = [Token(i, -1.0, [(i, -1.0) for i in ids]) for i in ids]
+    whole = CompletionLogprobs(tokenizer).of(tokens)
+    assert whole["text_offset"] == [0, 1, 1, 1, 1, 2, 3]
+    assert whole["tokens"][:6] == [
+        "a",
+        "bytes:\\xf0",
+        "bytes:\\x9f",
+        "bytes:\\x99",
+        "bytes:\\x82",
+        "b",
+    ]
+    assert all(list(top) == whole["tokens"] for top in whole["top_logprobs"])
+    for cut in range(1, len(tokens)):
+        streamed = CompletionLogprobs(tokenizer)
+        first, second = streamed.of(tokens[:cut]), streamed.of(tokens[cut:])
+        assert {key: first[key] + second[key] for key in whole} == whole
