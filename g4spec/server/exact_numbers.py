@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from decimal import Decimal
 from functools import cache
 from typing import Any
@@ -60,6 +62,14 @@ def refuse_rounded(schema: Any, where: str) -> None:
                 stack += value.values()
             elif keyword not in _ANY_VALUE:
                 stack.append(value)
+
+
+def refuse_rounded_in_lark(grammar: str, where: str) -> None:
+    """Do the same for the schemas after `%json`; llguidance reports those that are no JSON."""
+    decoder = json.JSONDecoder()
+    for found in re.finditer(r"%json\s*", grammar):
+        with suppress(ValueError, RecursionError):
+            refuse_rounded(decoder.raw_decode(grammar, found.end())[0], where)
 
 
 def _rounded(where: str, keyword: str, value: float) -> Unsupported:

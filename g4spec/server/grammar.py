@@ -25,7 +25,7 @@ from g4spec.ops import logits
 from g4spec.runtime.tokenizer import Tokenizer
 from g4spec.server import call_grammar
 from g4spec.server.call_grammar import Function
-from g4spec.server.exact_numbers import refuse_rounded
+from g4spec.server.exact_numbers import refuse_rounded, refuse_rounded_in_lark
 from g4spec.server.output_parser import Marks
 from g4spec.server.schemas import Resolver, without_draft_4
 
@@ -331,8 +331,10 @@ def _refuse_endless(schema: Mapping[str, Any]) -> None:
 
 
 def to_lark(grammar: str) -> str:
-    """Convert a user's grammar to Lark: GBNF, or Lark that begins with `%llguidance`."""
+    """Convert a user's grammar to Lark: GBNF, or Lark that begins with `%llguidance`. Raises
+    InputError for invalid GBNF, and Unsupported for schemas in Lark that llguidance changes."""
     if grammar.lstrip().startswith("%llguidance"):
+        refuse_rounded_in_lark(grammar, "the grammar")
         return grammar
     try:
         return gbnf_to_lark.gbnf_to_lark(grammar)

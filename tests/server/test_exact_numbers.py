@@ -171,3 +171,15 @@ def test_bounds_of_arguments_are_exact_or_ignored(bounds: dict[str, int]) -> Non
     assert not any(f'"{keyword}"' in text for keyword in number if keyword != "type")
     with pytest.raises(Unsupported, match="cannot be enforced"):
         grammar.whole_text(MARKS, calls=[Function("f", parameters=schema, strict=True)])
+
+
+@pytest.mark.parametrize(
+    "schema", ['{"const": -9223372036854775808}', '{"type": "integer", "multipleOf": 2147483648}']
+)
+def test_schemas_in_grammars_of_users_are_checked(schema: str) -> None:
+    """They ended or stopped the process that compiled them."""
+    for lark in (f"start: %json {schema}", f'start: "a" b\nb: %json  {{}} | %json\n{schema}'):
+        with pytest.raises(Unsupported, match=r"schema of the grammar: (const|multipleOf) "):
+            grammar.to_lark("%llguidance {}\n" + lark)
+    for lark in ("start: %json {", "start: %json", "start: %json 1" + "[" * 9999, "start: /a/"):
+        assert grammar.to_lark("%llguidance {}\n" + lark).endswith(lark)
