@@ -107,11 +107,11 @@ def _outside(r: Recipe) -> str | None:
     return next((word for word in [r.model, *_arguments(r)] if outside.search(word)), None)
 
 
-def write(r: Recipe, machine: Machine, folder: Path) -> list[Path]:
+def write(r: Recipe, machine: Machine, folder: Path) -> tuple[list[Path], list[Path]]:
     """Write prepare.sh, one start script per node, bench.sh, and a compose file if an image is
-    known and all files are in the current folder; return their paths. Start scripts and a compose
-    file of an earlier recipe in this folder are removed. Raises UsageError for an existing file of
-    such a name that g4spec did not write."""
+    known and all files are in the current folder. Start scripts and a compose file of an earlier
+    recipe in this folder are removed. Return the paths of written and of removed files. Raises
+    UsageError for an existing file of such a name that g4spec did not write."""
     home = _home(r, folder)
     texts = {"prepare.sh": _script(r.prepare, home), "bench.sh": _script(r.bench, home)}
     for rank, command in enumerate(r.commands):
@@ -121,16 +121,21 @@ def write(r: Recipe, machine: Machine, folder: Path) -> list[Path]:
         texts["compose.yaml"] = f"{MARK}\n{compose(r, machine, home)}"
     for name in texts:
         check_replaceable(folder / name, [MARK.encode()], "a script of g4spec")
-    for path in (path for pattern in STARTING for path in folder.glob(pattern)):
-        if path.name not in texts and path.is_file() and has_mark(path, [MARK.encode()]):
-            path.unlink()
+    stale = [
+        path
+        for pattern in STARTING
+        for path in folder.glob(pattern)
+        if path.name not in texts and path.is_file() and has_mark(path, [MARK.encode()])
+    ]
+    for path in stale:
+        path.unlink()
     paths = []
     for name, text in texts.items():
         path, data = folder / name, text.encode(errors="surrogateescape")
         with atomic_write(path, len(data)) as f:
             f.write(data)
         paths.append(path)
-    return paths
+    return paths, stale
 
 
 def _home(r: Recipe, folder: Path) -> str:

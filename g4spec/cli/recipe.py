@@ -82,7 +82,10 @@ def command(
     result = recipe.make(all_facts, machine, question, name)
     text = scripts.compose(result, machine) if result.works and compose else None
     if result.works and out_dir is not None:
-        for path in scripts.write(result, machine, out_dir):
+        written, stale = scripts.write(result, machine, out_dir)
+        for path in stale:
+            out.note(f"removed {path}, of an earlier recipe")
+        for path in written:
             out.note(f"wrote {path}")
     if text is not None:
         out.stream(text)

@@ -674,9 +674,15 @@ def test_a_folder_has_the_scripts_of_one_recipe(
     assert run_recipe(capsys, "vllm", *asked, "--nodes", "2")[0] == 0
     assert run_recipe(capsys, "llama.cpp", "-m", "31b", "--assume", "h200", "-o", str(tmp_path))[0]
     (tmp_path / "compose.yaml").unlink()
-    for engine in ("llama.cpp", "g4spec"):
+    for engine, stale in (
+        ("llama.cpp", ["start-node0.sh", "start-node1.sh"]),
+        ("g4spec", ["compose.yaml"]),
+    ):
         args = ("-m", "31b:q4_k_m", "--assume", "h200", "-o", str(tmp_path))
-        assert run_recipe(capsys, engine, *args)[0] == 0
+        assert run(["recipe", engine, *args]) == 0
+        notes = "".join(capsys.readouterr().err.split())
+        assert notes.count("removed") == len(stale)
+        assert all(f"removed{tmp_path / name}," in notes for name in stale)
         assert (tmp_path / "compose.yaml").exists() == (engine == "llama.cpp")
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"prepare.sh", "start.sh", "bench.sh", "start-here.sh"}
