@@ -38,7 +38,7 @@ def error_response(refused: RequestError, scope: Scope) -> JsonResponse:
     headers = {}
     if refused.retry_after is not None:
         headers["retry-after"] = str(refused.retry_after)
-    if refused.code == "timeout":  # SDKs repeat 408 otherwise, with all of its computation
+    if refused.code == "timeout":  # SDKs would repeat it, with all of its computation
         headers["x-should-retry"] = "false"
     if scope["path"].startswith("/v1/messages"):
         body = {**refused.anthropic(), "request_id": scope.get("state", {}).get("id")}
@@ -122,7 +122,7 @@ class BodyLimitMiddleware:
                 message = await asyncio.wait_for(receive(), BODY_SECONDS)
             except asyncio.TimeoutError:
                 what = f"nothing of the request body arrived for {BODY_SECONDS:g} seconds"
-                raise _RefusedBody(408, what, "timeout") from None
+                raise _RefusedBody(408, what, "body_timeout") from None
             size += len(message.get("body", b""))
             if size > self._limit:
                 raise self._too_large()

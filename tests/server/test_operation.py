@@ -296,6 +296,7 @@ def test_a_body_that_stops_is_refused(
             client.sendall(head + b'{"content":')
             answer = b"".join(iter(lambda: client.recv(4096), b""))  # until the server closes
         assert answer.startswith(b"HTTP/1.1 408") and b"of the request body arrived" in answer
+        assert b"x-should-retry" not in answer, "it cost nothing: clients may send it again"
 
         def slowly() -> Any:
             for part in (b'{"content"', b': "abc"', b"}"):
