@@ -331,13 +331,9 @@ def test_all_of_128_rows_use_the_same_experts() -> None:
     check(layer, x)
 
 
-@pytest.mark.parametrize("capacities", [(128, 64, 32, 16), (32, 16), (16,)])
-def test_a_step_of_several_launches(
-    capacities: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An expert layer of 70 rows, where shared memory has room for as few as 16."""
-    monkeypatch.setattr(experts, "CAPACITIES", capacities)
-    g, h = torch.Generator().manual_seed(8), SMALL.width
+def expert_layer(g: torch.Generator) -> ExpertLayer:
+    """Return the weights of a layer of shape SMALL as a model has them."""
+    h = SMALL.width
     matrices = {
         "gate": ("q8_0", SMALL.dense, h),
         "up": ("q8_0", SMALL.dense, h),
@@ -346,7 +342,7 @@ def test_a_step_of_several_launches(
         "down_exps": ("q8_0", SMALL.experts, h, SMALL.expert),
     }
     norms = ("post_attention", "ffn_norm", "post", "post_dense", "router_norm", "expert_norm")
-    e = ExpertLayer(
+    return ExpertLayer(
         n_used=SMALL.k,
         up_exps=None,
         eps=EPS,
@@ -355,6 +351,16 @@ def test_a_step_of_several_launches(
         **{name: matrix(g, *of)[0] for name, of in matrices.items()},
         **{n: torch.rand(h, generator=g).to(DEVICE) for n in (*norms, "post_experts")},
     )
+
+
+@pytest.mark.parametrize("capacities", [(128, 64, 32, 16), (32, 16), (16,)])
+def test_a_step_of_several_launches(
+    capacities: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An expert layer of 70 rows, where shared memory has room for as few as 16."""
+    monkeypatch.setattr(experts, "CAPACITIES", capacities)
+    g, h = torch.Generator().manual_seed(8), SMALL.width
+    e = expert_layer(g)
     ops, count = CudaOps(str(DEVICE)), 70
     attended, x = (torch.randn(count, h, generator=g).to(DEVICE) for _ in "ax")
     together = ops.expert_layer(attended, x, e, e.post, None)
@@ -364,6 +370,26 @@ def test_a_step_of_several_launches(
         alone = ops.expert_layer(attended[at], x[at], e, e.post, None)
         assert torch.equal(together[0][at], alone[0]), row
         assert torch.equal(numbers(together[1])[at], numbers(alone[1])[:1]), row
+
+
+@pytest.mark.parametrize("count", [40, 6])
+def test_after_an_interrupted_step(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C between the two kernels, for instance while the second one is compiled."""
+    g, h = torch.Generator().manual_seed(8), SMALL.width
+    e, ops = expert_layer(g), CudaOps(str(DEVICE))
+    attended, x = (torch.randn(count, h, generator=g).to(DEVICE) for _ in "ax")
+    want = ops.expert_layer(attended, x, e, e.post, None)
+    with monkeypatch.context() as patch:
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(Experts, "finish", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ops.expert_layer(-attended, -x, e, e.post, None)
+    after = ops.expert_layer(attended, x, e, e.post, None)
+    assert torch.equal(after[0], want[0])
+    assert torch.equal(numbers(after[1]), numbers(want[1]))
 
 
 @needs_gpu

@@ -286,8 +286,12 @@ class CudaOps(Ops):
         for at in range(0, len(x), layer.capacity):
             part, end_at = slice(at, at + layer.capacity), min(at + layer.capacity, len(x))
             tiles, groups = (at // 8, -(-end_at // 8)), (at // GROUP_ROWS, rows.groups(end_at))
-            layer(y[part], dense.part(*tiles), routed.part(*tiles))
-            layer.finish(y[part], next_norm, out[part], to and to.part(*groups))
+            try:
+                layer(y[part], dense.part(*tiles), routed.part(*tiles))
+                layer.finish(y[part], next_norm, out[part], to and to.part(*groups))
+            except BaseException:  # Ctrl-C while `finish` is compiled: it would zero the counters
+                layer.buffers.arrived.zero_()
+                raise
         return out, to
 
     # ---- inside
