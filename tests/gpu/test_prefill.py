@@ -435,6 +435,31 @@ def test_long_attention(dim: int, group: int, window: int | None, first: int, se
         assert same(a, b)
 
 
+@pytest.mark.parametrize("dim", [256, 512])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_that_is_not_finite_is_not_hidden(kind: Kind, dim: int) -> None:
+    """Its keys and values are NaN in the cache, and so is what later rows read of it."""
+    own, pairs, broken = dim == 256, 0 if dim == 256 else 64, 5
+    spec = LayerSpec(0, None, 4, 2, dim, 64, 1e4, v_from_k=not own)
+    way = prefill_attention.kind(dim, pairs, launch.arch())(
+        spec, BLOCK, BLOCK, torch.device(DEVICE)
+    )
+    cache = CudaKV(CacheShape(2, dim, None, pairs), Space.single(BLOCK, DEVICE), 16, kind)
+    qkv = torch.randn(BLOCK, dim * (6 + 2 * own), generator=torch.Generator().manual_seed(0))
+    qkv[broken] = torch.inf
+    turns = torch.tensor([1.0, 0.0], device=DEVICE).repeat(BLOCK, 64, 1)
+    rows = torch.zeros(BLOCK, dtype=torch.int64, device=DEVICE)
+    chunk = Chunk(rows, rows, rows, (BLOCK,), 0, 0, BLOCK)
+    norms = HeadWeights(*torch.ones(2, dim, device=DEVICE), own, 1e-6)
+    way.prepare(qkv.half().to(DEVICE), norms, turns, cache, chunk)
+    for read in cache.read(0, 0, BLOCK - 1):
+        assert read[broken].isnan().all()
+        assert read[:broken].isfinite().all() and read[broken + 1 :].isfinite().all()
+    out = torch.zeros(BLOCK, 4 * dim, dtype=torch.float16, device=DEVICE)
+    way.attend(out, 0)
+    assert out[broken:].isnan().all()
+
+
 def test_more_rotated_pairs_than_the_cache_stores() -> None:
     model = small(published(24, 2), {"": "q8_0"})
     model.reference["rope_freqs.weight"][64:71] = 1.0

@@ -88,13 +88,16 @@ struct Q8Cache {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       most[h] = 0;
+      float all = 0;  // fmaxf ignores NaN, a sum does not; MaxNan for each value takes registers
 #pragma unroll
-      for (int e = 0; e < V; ++e) most[h] = fmaxf(most[h], fabsf(x.x[h][e]));
+      for (int e = 0; e < V; ++e)
+        most[h] = fmaxf(most[h], fabsf(x.x[h][e])), all += fabsf(x.x[h][e]);
+      if (all != all) most[h] = all;
 #pragma unroll
       for (int step = 1; step * V < (D >= 64 ? 32 : D / 2); step *= 2)
-        most[h] = fmaxf(most[h], __shfl_xor_sync(FULL_MASK, most[h], step));
+        most[h] = MaxNan()(most[h], __shfl_xor_sync(FULL_MASK, most[h], step));
     }
-    if (D < 64) most[0] = most[1] = fmaxf(most[0], most[1]);  // one Q8_0 block covers both halves
+    if (D < 64) most[0] = most[1] = MaxNan()(most[0], most[1]);  // one Q8_0 block covers both halves
     if (!x.template stored<ROTARY_PAIRS>()) return;
     constexpr int WIDTH = ROTARY_PAIRS ? 2 * ROTARY_PAIRS : D;
 #pragma unroll

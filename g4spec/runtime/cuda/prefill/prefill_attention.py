@@ -20,7 +20,7 @@ import torch
 
 from g4spec.core import PROMPT_BLOCK, Batch
 from g4spec.models.spec import LayerSpec
-from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build import launch, nvrtc
 from g4spec.runtime.cuda.build.constants import (
     CACHE_ROTARY_PAIRS,
     FLASH_ROWS,
@@ -370,22 +370,23 @@ def softmax(dim: int) -> str:
 
 def list_units() -> list[Unit]:
     """Return the instances that tests compile."""
+    kinds = (256, 0), (512, 0), (512, CACHE_ROTARY_PAIRS)
+    scores = tuple((dim, Scores.layouts, pairs) for dim, pairs in kinds)
+    flash = ((256, Flash.layouts, 0), (512, Wide.layouts, CACHE_ROTARY_PAIRS))
     return [
-        Unit(
-            "prefill_heads.cu",
-            tuple(
-                name(dim, *layouts, cache, rotary_pairs)
-                for name in (heads, earlier)
-                for cache in (type.struct for type in TYPES.values())
-                for dim, layouts, rotary_pairs in (
-                    (256, Scores.layouts, 0),
-                    (512, Scores.layouts, 0),
-                    (512, Scores.layouts, CACHE_ROTARY_PAIRS),
-                    (256, Flash.layouts, 0),
-                    (512, Wide.layouts, CACHE_ROTARY_PAIRS),
-                )
-            ),
-            max_registers=128,
+        *(
+            Unit(
+                "prefill_heads.cu",
+                tuple(
+                    name(dim, *layouts, cache, rotary_pairs)
+                    for name in (heads, earlier)
+                    for cache in (type.struct for type in TYPES.values())
+                    for dim, layouts, rotary_pairs in ways
+                ),
+                archs,
+                max_registers=128,
+            )
+            for ways, archs in ((scores, nvrtc.ARCHS), (flash, ("sm_90a",)))
         ),
         Unit(
             "prefill_softmax.cu",
