@@ -205,6 +205,25 @@ def test_padding_rows_use_an_existing_mode() -> None:
     assert bool((new >= 0).all())
 
 
+def test_an_interrupted_upload_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C during `set`, then the same request again: its seed and temperature are used."""
+    raw, positions = logits(1, 1003)[0], torch.tensor([1000], device=DEVICE)
+    sampler, choice, fresh = SAMPLERS["hot"], Choice(1003, DEVICE), Choice(1003, DEVICE)
+    choice.set(SAMPLERS["temperature"])
+    with monkeypatch.context() as patch:
+
+        def interrupt(_: torch.Tensor) -> torch.Tensor:
+            raise KeyboardInterrupt
+
+        patch.setattr(torch.Tensor, "pin_memory", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            choice.set(sampler)
+    choice.set(sampler)
+    fresh.set(sampler)
+    assert torch.equal(choice._sampling, fresh._sampling)
+    assert torch.equal(choice(raw, positions).ids, fresh(raw, positions).ids)
+
+
 def test_sorted_filters_are_not_batched_with_others() -> None:
     choice = Choice(500, DEVICE, room=2)
     raw, capped = logits(4, 500)

@@ -116,8 +116,7 @@ class Choice:
         if samplers == self.samplers:
             return
         assert 1 <= len(samplers) <= self.room, (len(samplers), self.room)
-        self.samplers = samplers
-        self.modes = tuple(sorted({mode_of(s, self.columns) for s in samplers}))
+        self.samplers = ()  # until all of this is done, in case Ctrl-C ends it
         data = b"".join(
             struct.pack(
                 f"<{''.join(NUMBERS.values())}ii",
@@ -129,6 +128,8 @@ class Choice:
         )
         packed = torch.frombuffer(bytearray(data), dtype=torch.uint8).view_as(self._sampling)
         self._sampling.copy_(packed.pin_memory(), non_blocking=True)
+        self.modes = tuple(sorted({mode_of(s, self.columns) for s in samplers}))
+        self.samplers = samplers
 
     def __call__(
         self,
