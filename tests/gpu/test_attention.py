@@ -250,6 +250,22 @@ def test_a_row_with_nan_does_not_change_others(kind: Kind, dim: int, rotary_pair
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("window", [100, None])
+def test_a_row_with_nan_in_torch(kind: Kind, window: int | None) -> None:
+    """The same for heads without a kernel. Places that were never written are NaN as well."""
+    kv, q, batch = filled(200, 2, 96, kind, window), torch.randn(4, 4, 96), one(196, 4)
+    last = batch.positions
+    first = (last - (window or 200) + 1).clamp(min=0)
+    good = torch_attention.attend(q, kv, batch, first, last, 1.0)
+    assert bool(good.isfinite().all())
+    broken = one(198, 1)
+    kv.append(broken.slots, broken.positions, *torch.full((2, 1, 2, 96), torch.nan))
+    bad = torch_attention.attend(q, kv, batch, first, last, 1.0)
+    assert torch.equal(bad[:2], good[:2])
+    assert bool(bad[2:].isnan().all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_against_the_reference_backend(kind: Kind) -> None:
     kv = filled(150, 4, 256, kind, window=100)
     keys, values = kv.read(0, 40, 149)

@@ -28,8 +28,7 @@ def attend(
     """Compute `Ops.attend`; q [T, n_head, D] of any float type -> float32 [T, n_head * D]."""
     out = []
     for start, size in zip(batch.starts, batch.sizes, strict=True):
-        # Rows that were never written are zero.
-        keys, values = (x.nan_to_num_(0.0).transpose(0, 1) for x in kv.whole(batch.slots[start]))
+        keys, values = (x.transpose(0, 1) for x in kv.whole(batch.slots[start]))
         for begin in range(start, start + size, TILE):
             at = slice(begin, min(begin + TILE, start + size))
             out.append(_tile(q[at], keys, values, first[at], last[at], scale))
@@ -54,6 +53,8 @@ def _tile(
     place = torch.arange(places, device=q.device)
     seen = last - (last - place) % places >= first.clamp(min=0)  # [TILE, places]
     scores = scores.view(n_kv, TILE, group, places).masked_fill(~seen[None, :, None], -math.inf)
+    # Weight 0 times NaN is NaN: in places that were never written, and those of later rows.
+    values = values.where(values.isfinite() | seen.all(0)[:, None], 0.0)
     weights = scores.softmax(-1).view(n_kv, TILE * group, places)
     y = torch.bmm(weights, values).view(n_kv, TILE, group, dim).permute(1, 0, 2, 3)
     return y.reshape(TILE, n_head * dim)[:n]
