@@ -6,15 +6,19 @@ before the first kernel sees it: a bad file is an InputError at load, never a cr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from g4spec.backend import Backend
-from g4spec.errors import InputError
+from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import GGUF
 from g4spec.models.spec import TensorSpec
+
+INPUT_SCALE = "input_scale"
+"""Ending of a tensor with which llama.cpp rounds the input of NVFP4 weights. It may be ignored:
+inputs are not rounded here."""
 
 
 def load_weights(
@@ -39,9 +43,24 @@ def load_weights(
     return out
 
 
-def check_weights(file: GGUF, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """Return those of a kind's tensors that the file has. Raise InputError if one that is required
-    is missing, or if one has another shape or type or is a vector with NaN or infinite values."""
+def check_weights(file: GGUF, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+    """Return those of a kind's tensors that the file has.
+
+    Raises:
+        InputError: a tensor that is required is missing, or one has another shape or type or is a
+            vector with NaN or infinite values.
+        Unsupported: the file has a scale or bias for one of the weights that the kind does not
+            have, such as the `.scale` by which llama.cpp multiplies NVFP4 weights.
+    """
+    known = {spec.name for spec in specs}
+    for name in file.tensors:
+        weight, _, ending = name.rpartition(".")
+        if name not in known and f"{weight}.weight" in known and ending != INPUT_SCALE:
+            raise Unsupported(
+                f"{file.path}: tensor {name} changes what {weight}.weight computes; this version "
+                "has no code for it",
+                fix="use a file of another type: published NVFP4 weights have such scales",
+            )
     return [spec for spec in specs if _usable(file, spec)]
 
 

@@ -7,12 +7,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from g4spec import cli
 from g4spec.convert import convert
-from g4spec.errors import InputError
-from g4spec.gguf import GGUF, ValueType, array, u32
+from g4spec.errors import InputError, Unsupported
+from g4spec.gguf import GGUF, TensorData, ValueType, array, u32
 from g4spec.models.assistant import CENTROIDS, ORDERING, TOP_K
 from g4spec.runtime.backend import TorchBackend
 from g4spec.runtime.draft_file import DraftFile
@@ -21,6 +22,7 @@ from g4spec.runtime.target import Target
 from g4spec.runtime.target_file import read_tokenizer
 from g4spec.runtime.tokenizer import SUPPRESS
 from g4spec.server.model_folder import find_models
+from g4spec.validate import validate
 from tests.support import kinds, malformed, tiny
 from tests.support.malformed import MASK, Change, changed, missing, not_finite, pointing, shorter
 from tests.support.selection import sample
@@ -94,6 +96,27 @@ def test_every_tensor_of_a_target(home: Path, tmp_path: Path, kind: str, how: Ch
     for _, write in malformed.tensors(home / f"{kind}.gguf", how):
         with pytest.raises(InputError):
             Engine.load(write(tmp_path / "broken.gguf"), n_ctx=64)
+
+
+@pytest.mark.parametrize("ending", ["scale", "bias", "input_scale"])
+def test_tensors_that_change_a_target_are_not_ignored(
+    home: Path, tmp_path: Path, ending: str
+) -> None:
+    """llama.cpp multiplies NVFP4 weights by `.scale`; its `.input_scale` only rounds inputs."""
+
+    def add(t: TensorData) -> list[TensorData]:
+        half = np.full(1, 0.5, np.float32)
+        return [t, TensorData(f"blk.0.attn_q.{ending}", (1,), malformed.F32, [half.tobytes()])]
+
+    name = "blk.0.attn_q.weight"
+    path = changed(home / "target.gguf", tmp_path / "scaled.gguf", name, add)
+    if ending == "input_scale":
+        Engine.load(path, n_ctx=64)
+        return
+    with pytest.raises(Unsupported, match=rf"scaled.gguf: tensor blk.0.attn_q.{ending} changes"):
+        Engine.load(path, n_ctx=64)
+    fixes = [f.finding.fix for f in validate(path).failures if f.rule.id == "G4-TNS-002"]
+    assert ["NVFP4" in str(fix) for fix in fixes] == [ending == "scale"]
 
 
 def test_more_experts_per_token_than_a_grid_has_rows(home: Path, tmp_path: Path) -> None:

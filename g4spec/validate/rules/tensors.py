@@ -25,6 +25,10 @@ KNOWN_EXTRAS = (
     (r"output\.weight", "the head of this model is tied to token_embd.weight"),
     (r"verifier_.*", "drop it: it is a copy of the target's tensor"),
     (r"dflash[._].*", "the file is in a fork's dialect; convert from the original checkpoint"),
+    (
+        r"blk\..*\.(input_)?scale",
+        "llama.cpp multiplies NVFP4 weights by it, g4spec does not: use a file of another type",
+    ),
     (r"(v|a|mm)\..*", "vision and audio belong into a separate mmproj file"),
 )
 """Extra tensors that published files contain, and the fix for each."""
