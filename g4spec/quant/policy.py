@@ -156,7 +156,7 @@ class Policy:
         base = self.mix.base
         if role == "index":
             return quant.get("i64"), "token ids"
-        if role == "vector" or len(shape) <= 1:
+        if role == "vector" or _is_vector(shape):
             return quant.get("f32"), "vectors stay F32" if base.name != "f32" else ""
         if name.endswith(ROUTER_WEIGHT):
             return quant.get("f32"), "routing depends on it" if base.name != "f32" else ""
@@ -217,9 +217,15 @@ def _why_not(form: Format, row: int) -> str:
     return f"rows of {row} do not divide into blocks of {form.block}"
 
 
+def _is_vector(shape: Sequence[int]) -> bool:
+    """Return True for one row of values, which llama.cpp never quantizes, even if it is stored with
+    more dimensions, as confidence heads are."""
+    return all(n == 1 for n in shape[:-1])
+
+
 def _has_choice(name: str, shape: Sequence[int]) -> bool:
     """Return True if the type of a tensor can be chosen: it is a matrix, and not of a router."""
-    return len(shape) > 1 and not name.endswith(ROUTER_WEIGHT) and not never_quantized(name)
+    return not _is_vector(shape) and not name.endswith(ROUTER_WEIGHT) and not never_quantized(name)
 
 
 def never_quantized(name: str) -> bool:

@@ -21,6 +21,7 @@ from g4spec.runtime.engine import Engine, Options
 from g4spec.validate import scan, validate
 from g4spec.validate.loss import losses, total
 from tests.support import faults, tiny
+from tests.support.kinds import CONVERSION
 from tests.support.quant_blocks import random_blocks
 from tests.support.selection import sample
 
@@ -151,6 +152,7 @@ def test_every_mix_chooses_as_upstream(deep: Path, tmp_path: Path) -> None:
         ("q8_0", "blk.0.x.weight", (64, 64), "matrix", "q8_0", ""),
         ("q8_0", "blk.0.x.weight", (64,), "vector", "f32", "stay F32"),
         ("q8_0", "blk.0.x.weight", (64,), "matrix", "f32", "stay F32"),
+        ("q8_0", "conf_proj.weight", (1, 64), "matrix", "f32", "stay F32"),
         ("q8_0", "blk.0.x.weight", (64, 48), "matrix", "f16", "48"),
         ("q8_0", "d2t", (64,), "index", "i64", "ids"),
         ("q8_0", "token_embd.weight", (512, 64), "embed", "q8_0", ""),
@@ -218,6 +220,17 @@ def test_types_that_rows_do_not_divide_into_are_noted(full: Path, tmp_path: Path
         f"q3_k_s: 1 tensor is Q4_0, not Q3_K: {why}",
     ]
     assert not convert(source, tmp_path / "b.gguf", type="bf16").notes
+
+
+@pytest.mark.parametrize("kind", ["dspark", "dspark rnn", "p-eagle"])
+def test_quantize_and_convert_choose_the_same_types(kind: str, deep: Path, tmp_path: Path) -> None:
+    """A confidence head and a mask are vectors that are stored as matrices of one row."""
+    make, options = CONVERSION[kind]
+    draft, out = make(tmp_path / "draft", deep, **options), tmp_path / "bf16.gguf"
+    convert(draft, out, target=deep, type="bf16")
+    quantize(out, tmp_path / "a.gguf", "q4_k_m")
+    convert(draft, tmp_path / "b.gguf", target=deep, type="q4_k_m")
+    assert types(tmp_path / "a.gguf") == types(tmp_path / "b.gguf")
 
 
 def test_norms_may_be_asked_for_as_f32(full: Path, tmp_path: Path) -> None:
