@@ -74,16 +74,18 @@ class Imatrix:
         entry = self.entries.get(name)
         if entry is None:
             return None
-        experts = shape[0] if len(shape) > 2 else 1
-        if entry.sums.shape[1] != shape[-1] or len(entry.counts) not in (1, experts):
+        experts, sums = shape[0] if len(shape) > 2 else 1, entry.sums
+        if len(sums) == 1 and sums.size == experts * shape[-1]:
+            sums = sums.reshape(experts, -1)  # from the older format, which has one count for all
+        if sums.shape[1] != shape[-1] or len(entry.counts) not in (1, experts):
             raise InputError(
                 f"{self.name}: {name}{SUMS}: shape",
                 expected=[experts, shape[-1]],
                 found=list(entry.sums.shape),
                 fix="use an imatrix of this model",
             )
-        mean = entry.sums / np.maximum(entry.counts, 1)[:, None].astype(np.float32)
-        mean[entry.counts == 0] = 1
+        mean = sums / np.maximum(entry.counts, 1)[:, None].astype(np.float32)
+        mean[np.broadcast_to(entry.counts == 0, len(mean))] = 1
         level = mean.mean(axis=1, keepdims=True, dtype=np.float64)
         level[level == 0] = 1
         out: NDArray[np.float32] = np.maximum(mean / level, MIN_WEIGHT).astype(np.float32)

@@ -76,6 +76,17 @@ def test_weights_are_means_of_each_expert() -> None:
         made.weights("w", (2, 5, 2))
 
 
+def test_experts_of_an_older_imatrix_share_a_count(tmp_path: Path) -> None:
+    """llama-imatrix converts its old format to one row with the sums of all experts, one count."""
+    sums, path = np.float32([[2, 6, 5, 5, 0, 0]]), tmp_path / "i.gguf"
+    imatrix.save(path, Imatrix({"w": Entry(sums, np.array([2]))}, 1, 512))
+    got = imatrix.read(path).weights("w", (3, 4, 2))
+    assert got is not None
+    assert got.tolist() == [[0.5, 1.5], [1, 1], [np.float32(imatrix.MIN_WEIGHT)] * 2]
+    with pytest.raises(InputError, match=r"expected \[2, 2\].*found \[1, 6\]"):
+        imatrix.read(path).weights("w", (2, 4, 2))
+
+
 @pytest.mark.parametrize("fault", ["text", "model", "negative", "nan", "counts", "f16", "chunks"])
 def test_other_files_are_refused_as_imatrix(fault: str, tmp_path: Path, source: Path) -> None:
     path = tmp_path / "x.gguf"
