@@ -177,7 +177,7 @@ class _Builder:
                 self.problems.append(f"{spec.source} {list(spec.shape)} is missing")
             return
         rows, source_shape = self._source_shape(spec)
-        if self._is_usable(name, source_shape):
+        if self._is_usable(name, source_shape, recoded=not spec.make):
             if rows:
                 note = f"first {self.n_tokens} of {rows} rows, one per token; {note}".rstrip("; ")
             action: Literal["copy", "make"] = "copy"
@@ -207,11 +207,15 @@ class _Builder:
         rows = self.config.n_vocab if cut and self.n_tokens < self.config.n_vocab else 0
         return rows, (rows or spec.shape[0], *spec.shape[1:]) if spec.shape else ()
 
-    def _is_usable(self, name: str, shape: Sequence[int]) -> bool:
+    def _is_usable(self, name: str, shape: Sequence[int], recoded: bool = False) -> bool:
+        """Return whether a source tensor has this shape and a type that can be read; note the
+        problem otherwise. `recoded`: its values are converted to another type, unless they are
+        quantized already."""
         tensor = self.tensors[name]
+        form = tensor.format
         if tensor.shape != tuple(shape):
             self.problems.append(f"{name}: expected {list(shape)}, found {list(tensor.shape)}")
-        elif tensor.format is None:
+        elif form is None or (recoded and form.decode is None and not form.quantized):
             self.problems.append(f"{name}: type {tensor.dtype} cannot be read")
         else:
             return True

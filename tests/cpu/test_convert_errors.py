@@ -85,6 +85,18 @@ def test_all_problems_in_one_error(family: Path, tmp_path: Path) -> None:
         assert part in text
 
 
+@pytest.mark.parametrize("dtype", ["F64", "I64"])
+def test_types_without_a_decoder_are_named_before_anything_is_written(
+    dtype: str, family: Path, tmp_path: Path
+) -> None:
+    draft = copy(family, "zlab", tmp_path)
+    name, says = "layers.1.mlp.up_proj.weight", f"type {dtype} cannot be read"
+    retensor(draft, lambda t: t.update({name: (t[name][0], dtype)}))
+    for dry_run in (True, False):
+        out = tmp_path / "o.gguf"
+        refused(draft, out, family / "target", InputError, rf"{name}: {says}", dry_run=dry_run)
+
+
 D2T = {
     "absolute": (lambda d, i: d + i, "absolute ids"),
     "outside": (lambda d, i: np.where(i == 63, 460, d), "outside the vocabulary"),

@@ -34,6 +34,7 @@ def store(x: np.ndarray, dtype: str) -> bytes:
     """Return `x` as bytes of a safetensors type; BF16 is rounded to nearest even."""
     if dtype != "BF16":
         kinds = {
+            "F64": "<f8",
             "F32": "<f4",
             "F16": "<f2",
             "I64": "<i8",
