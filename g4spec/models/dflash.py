@@ -54,6 +54,7 @@ TITLE = "DFlash draft"
 SLIDING = "sliding_attention"
 
 SCALE = "input_embedding_scale"
+MULTIPLIER = "output_multiplier"
 SETTINGS = (
     "target_layer_ids",
     "mask_token_id",
@@ -108,6 +109,8 @@ def parse_zlab(checkpoint: Checkpoint, target: Any, *extra: str) -> Config:
     inner = settings(f, target, *extra)
     ids = inner.list(int, "target_layer_ids")
     names = stripped(checkpoint)
+    if MULTIPLIER not in extra:
+        f.require(MULTIPLIER, (None, 1, 1.0), None)
     all_sliding = inner.get(bool, "use_swa", False)
     slides = all_sliding or f.get(bool, "use_sliding_window", False)
     return Config(
@@ -123,7 +126,7 @@ def parse_zlab(checkpoint: Checkpoint, target: Any, *extra: str) -> Config:
         block_size=inner.get(int, "block_size", f.get(int, "block_size", 16)),
         mask_token=inner.get(int, "mask_token_id"),
         embed_scale=embedding_scale(f, inner, target),
-        own_embed="embed_tokens.weight" in names,
+        own_embed="embed_tokens.weight" in names and f.get(bool, "has_embed_tokens", True),
         own_head="lm_head.weight" in names,
         n_draft=None,
         window_from_anchor=False,
@@ -293,6 +296,7 @@ def qwen_layer(f: Fields) -> LayerSpec:
     f.require("hidden_act", ("silu",), "silu")
     f.require("attention_bias", (False,), False)
     f.require("rope_scaling", (None,), None)
+    f.require("rope_is_neox_style", (None, True), None)  # otherwise pairs are neighbours
     rope = f.sub("rope_parameters")
     rope.reject_unknown("rope_type", "rope_theta", "partial_rotary_factor", "factor")
     rope.require("factor", (None, 1, 1.0), None)

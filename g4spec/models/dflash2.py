@@ -86,8 +86,8 @@ def parse_hf(checkpoint: Checkpoint, target: Any) -> Config:
         where, scale = f, 1.0
     else:
         where = f.sub("dflash_config")
-        base = dflash.parse_zlab(checkpoint, target, *KEYS, "output_multiplier")
-        scale = where.get(float, "output_multiplier", f.get(float, "output_multiplier", 1.0))
+        base = dflash.parse_zlab(checkpoint, target, *KEYS, dflash.MULTIPLIER)
+        scale = where.get(float, dflash.MULTIPLIER, f.get(float, dflash.MULTIPLIER, 1.0))
     kernel, group, rank, top_k = (
         where.positive(key, default) for key, default in zip(KEYS, (2, 16, 256, 16), strict=True)
     )

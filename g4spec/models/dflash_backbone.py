@@ -29,6 +29,7 @@ DROPS = (
     QUANTIZED_ACTIVATIONS,
     Drop(r"t2d", "a mask with the same information as d2t; its digest is kept"),
     Drop(r"verifier_(norm|lm_head)\..*", "a copy of the target's own tensor"),
+    Drop(r"embed_tokens\.weight", "not used, by has_embed_tokens: the target's is"),
 )
 ROPE_PARTIAL = "g4spec.rope_partial"
 FROM_ANCHOR = "sample_from_anchor"

@@ -245,6 +245,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "contradiction": ({"dflash_config__causal_head": True, "is_causal": False}, "causal_head"),
     "no window": ({"dflash_config__use_swa": True, "sliding_window": None}, "sliding_window"),
     "multiplier": ({"dflash_config__output_multiplier": 0.5}, "output_multiplier"),
+    "outer multiplier": ({"output_multiplier": 0.5}, "output_multiplier"),
+    "pairs": ({"rope_is_neox_style": False}, "rope_is_neox_style"),
 }
 
 
@@ -253,6 +255,19 @@ def test_unsupported_settings_are_refused_by_name(target: Path, tmp_path: Path, 
     values, message = REFUSED[name]
     with pytest.raises(InputError, match=message):
         converted(target, tmp_path, **values)
+
+
+@pytest.mark.parametrize("own", [None, True, False])
+def test_a_token_table_that_the_draft_does_not_use_is_dropped(
+    target: Path, tmp_path: Path, own: bool | None
+) -> None:
+    weights = tiny.Weights(3, "BF16")
+    weights.matrix("embed_tokens.weight", tiny.VOCAB, 64)
+    draft = tiny.zlab_dflash(tmp_path / "draft", target)
+    tiny_drafts.extend(draft, weights, has_embed_tokens=own)
+    convert(draft, tmp_path / "x.gguf", target=target)
+    with GGUF(tmp_path / "x.gguf") as file:
+        assert ("token_embd.weight" in file.tensors) == (own is not False)
 
 
 def test_a_pickled_mask_row_is_named(target: Path, tmp_path: Path) -> None:
