@@ -181,6 +181,8 @@ def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) ->
     own = Fields(kv, "GGUF metadata", "g4spec.dflash.")
     d2t = tensors.get("d2t")
     require_head(tensors)
+    f.require_plain_positions()
+    f.require("attention.value_scale", (None, 0, 1), None)
     return Config(
         n_vocab=f.vocabulary(),
         n_embd=f.positive("embedding_length"),

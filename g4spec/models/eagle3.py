@@ -197,6 +197,7 @@ def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) ->
     """Parse GGUF metadata and tensor shapes (PyTorch order)."""
     arch = str(kv.get("general.architecture", ARCH))
     f, own = Fields(kv, "GGUF metadata", f"{arch}."), Fields(kv, "GGUF metadata")
+    f.require_plain_positions()
     n_layer = f.layers("block_count")
     window = f.get(int, "attention.sliding_window", 0)
     sliding = f.list(bool, "attention.sliding_window_pattern", [bool(window)] * n_layer)

@@ -101,6 +101,13 @@ class Fields:
         tokens = Fields(self.raw, self.where).list(str, "tokenizer.ggml.tokens", [])
         return self.get(int, "vocab_size", len(tokens))
 
+    def require_plain_positions(self) -> None:
+        """Raise InputError if a GGUF file scales the positions of RoPE. llama.cpp does so for a
+        factor other than 0 and 1, unless the type of scaling is "none"."""
+        if self.raw.get(f"{self.prefix}rope.scaling.type") != "none":
+            for key in ("rope.scaling.factor", "rope.scale_linear"):
+                self.require(key, (None, 0, 1), None)
+
     def sub(self, key: str) -> Fields:
         """Return the nested mapping under `key`, empty if absent."""
         return Fields(self.get(dict, key, {}), f"{self.where}: {key}")

@@ -207,6 +207,7 @@ def parse_gguf(
 ) -> Config:
     """Parse hyperparameters from GGUF metadata and tensor shapes (PyTorch order)."""
     f = Fields(kv, "GGUF metadata", f"{arch}.")
+    f.require_plain_positions()
     n_layer = f.layers("block_count")
     sliding = f.list(bool, "attention.sliding_window_pattern")
     if len(sliding) != n_layer:

@@ -13,7 +13,7 @@ import pytest
 from g4spec import cli
 from g4spec.convert import convert
 from g4spec.errors import InputError, Unsupported
-from g4spec.gguf import GGUF, TensorData, ValueType, array, u32
+from g4spec.gguf import GGUF, TensorData, ValueType, array, f32, string, u32
 from g4spec.models.assistant import CENTROIDS, ORDERING, TOP_K
 from g4spec.runtime.backend import TorchBackend
 from g4spec.runtime.draft_file import DraftFile
@@ -117,6 +117,44 @@ def test_tensors_that_change_a_target_are_not_ignored(
         Engine.load(path, n_ctx=64)
     fixes = [f.finding.fix for f in validate(path).failures if f.rule.id == "G4-TNS-002"]
     assert ["NVFP4" in str(fix) for fix in fixes] == [ending == "scale"]
+
+
+SCALED = {"rope.scaling.type": string("yarn"), "rope.scaling.factor": f32(4)}
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        (SCALED, "rope.scaling.factor"),
+        ({"rope.scaling.factor": f32(2)}, "rope.scaling.factor"),
+        ({"rope.scale_linear": f32(2)}, "rope.scale_linear"),
+        (SCALED | {"rope.scaling.type": string("none")}, ""),
+        (SCALED | {"rope.scaling.factor": f32(1)}, ""),
+        ({"rope.scaling.factor": f32(0)}, ""),
+    ],
+)
+@pytest.mark.parametrize("kind", ["target", "dflash", "eagle3", "assistant"])
+def test_scaled_positions_are_refused(
+    home: Path, tmp_path: Path, kind: str, keys: dict[str, Any], says: str
+) -> None:
+    """llama.cpp divides positions by the factor of the file."""
+    source = home / f"{kind}.gguf"
+    arch = GGUF(source).kv["general.architecture"]
+    path = changed(source, tmp_path / "x.gguf", **{f"{arch}.{k}": v for k, v in keys.items()})
+    pair = (path, None) if kind == "target" else (home / "target.gguf", path)
+    if not says:
+        Engine.load(*pair, n_ctx=64)
+        return
+    with pytest.raises(InputError, match=rf"{arch}.{says}"):
+        Engine.load(*pair, n_ctx=64)
+    assert [f for f in validate(path).failures if says in str(f.finding)]
+
+
+def test_scaled_values_of_a_draft_are_refused(home: Path, tmp_path: Path) -> None:
+    keys = {"dflash.attention.value_scale": f32(0.5)}
+    path = changed(home / "dflash.gguf", tmp_path / "x.gguf", **keys)
+    with pytest.raises(InputError, match="value_scale: expected one of"):
+        Engine.load(home / "target.gguf", path, n_ctx=64)
 
 
 def test_more_experts_per_token_than_a_grid_has_rows(home: Path, tmp_path: Path) -> None:
