@@ -22,9 +22,12 @@ Mask = Callable[[Sequence[int]], torch.Tensor | None]
 or None if all are allowed. Must depend on the tokens only; their list is valid only during the
 call. Applied after penalties and before filters."""
 
-FAULTS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""Errors of a mask that end its request alone, besides G4Error. Others end the step: they may come
-from the device."""
+DEVICE_FAULTS = (
+    MemoryError,
+    torch.OutOfMemoryError,
+    getattr(torch, "AcceleratorError", MemoryError),  # since torch 2.8
+)
+"""Errors of a mask that end the step of all requests. Any other ends its request alone."""
 
 
 class RowSampler(Protocol):
@@ -185,10 +188,15 @@ def _masked(
     try:
         with torch.inference_mode(False):  # tensors that it keeps can be changed anywhere
             allowed = mask(history.output)
-    except FAULTS as error:
-        raise InputError(what, found=repr(error)) from error
+    except Exception as error:
+        if not isinstance(error, (InputError, *DEVICE_FAULTS)):
+            raise InputError(what, found=repr(error)) from error
+        raise
     if allowed is None:
         return row
+    if not isinstance(allowed, torch.Tensor):
+        found = type(allowed).__name__
+        raise InputError(what, expected=f"torch.bool {list(row.shape)}", found=found)
     if allowed.dtype != torch.bool or allowed.shape != row.shape:
         found = f"{allowed.dtype} {list(allowed.shape)}"
         raise InputError(what, expected=f"torch.bool {list(row.shape)}", found=found)

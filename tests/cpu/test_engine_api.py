@@ -400,14 +400,14 @@ class AllowsNothing:
 class Fails:
     """A mask with a defect after the first few tokens."""
 
-    def __init__(self, after: int, result: Any = None) -> None:
+    def __init__(self, after: int, result: Any) -> None:
         self.after, self.result = after, result
 
     def __call__(self, output: Sequence[int]) -> torch.Tensor | None:
         if len(output) < self.after:
             return None
-        if self.result is None:
-            raise ValueError("a bug in a grammar")
+        if isinstance(self.result, Exception):
+            raise self.result
         return self.result  # type: ignore[no-any-return]
 
 
@@ -415,7 +415,12 @@ class Fails:
 @pytest.mark.parametrize(
     ("result", "found"),
     [
-        (None, "a bug in a grammar"),
+        (ValueError("a bug in a grammar"), "a bug in a grammar"),
+        (RuntimeError("sizes differ"), "sizes differ"),  # torch's own
+        (UsageError("a bug in a grammar"), "a bug in a grammar"),
+        (StopIteration("a bug in a grammar"), "a bug in a grammar"),
+        (AssertionError("a bug in a grammar"), "a bug in a grammar"),
+        ([True] * mm.V, "list"),
         (torch.ones(3, dtype=torch.bool), "3"),
         (torch.ones(mm.V), "float32"),
     ],
@@ -432,6 +437,15 @@ def test_a_mask_with_a_defect_ends_only_its_request(
         list(bad)
     list(good)
     assert good.text == texts[0] and nothing_left(on)
+
+
+def test_a_mask_without_memory_ends_the_step() -> None:
+    on = engine(2)
+    good = on.submit(PROMPTS[0], OPTIONS)
+    bad = on.submit(PROMPTS[2], Options(24, mask=Fails(5, torch.OutOfMemoryError("CUDA"))))
+    with pytest.raises(torch.OutOfMemoryError):
+        list(bad)
+    assert good.stats.stop_reason == "interrupted" and nothing_left(on)
 
 
 @pytest.mark.parametrize("after", [0, 1, 7])
