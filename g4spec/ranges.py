@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -86,22 +87,31 @@ def is_token_id(value: Any, n_vocab: float = math.inf) -> bool:
 def check(**values: Any) -> None:
     """Raise UsageError for the first value of another type or outside RANGES; None is skipped."""
     for name, value in values.items():
-        valid = RANGES[name]
-        if value is None or (valid.word and value == valid.word):
-            continue
-        if isinstance(value, bool) or not isinstance(value, valid.type):
-            what = "an integer" if valid.type is Integral else "a number"
-            raise UsageError(f"`{name}`", expected=f"{what}, {valid.text}", found=repr(value))
-        if not valid.contains(value):
-            raise UsageError(f"`{name}`", expected=valid.text, found=value)
+        if value is not None:
+            _check(name, value)
+
+
+def _check(name: str, value: Any) -> None:
+    valid = RANGES[name]
+    if valid.word and value == valid.word:
+        return
+    if isinstance(value, bool) or not isinstance(value, valid.type):
+        what = "an integer" if valid.type is Integral else "a number"
+        raise UsageError(f"`{name}`", expected=f"{what}, {valid.text}", found=repr(value))
+    if not valid.contains(value):
+        raise UsageError(f"`{name}`", expected=valid.text, found=value)
 
 
 def check_fields(record: Any, names: Iterable[str]) -> None:
-    """Check the fields `names` of a dataclass as `check` does. Numbers of numpy, which overflow,
-    and fractions, which tensors cannot be multiplied with, become int or float."""
-    values = {name: getattr(record, name) for name in names}
-    check(**values)
-    for name, value in values.items():
+    """Check the fields `names` of a dataclass as `check` does, but take None only where it is the
+    default. Numbers of numpy, which overflow, and fractions, which tensors cannot be multiplied
+    with, become int or float."""
+    defaults = {field.name: field.default for field in fields(record)}
+    for name in names:
+        value = getattr(record, name)
+        if value is None and defaults[name] is None:
+            continue
+        _check(name, value)
         if isinstance(value, Real):
             object.__setattr__(record, name, plain_number(value))
 

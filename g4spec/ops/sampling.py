@@ -138,8 +138,16 @@ class Sampler:
                 found="a mapping",
                 fix="pass tuple(logit_bias.items())",
             )
+        try:  # an iterator can be read only once
+            pairs = [(token, value) for token, value in self.logit_bias]
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                "`logit_bias`",
+                expected="a tuple of pairs (token id, bias)",
+                found=f"{self.logit_bias!r:.80}",
+            ) from error
         seen: set[int] = set()
-        for token, value in self.logit_bias:
+        for token, value in pairs:
             if not ranges.is_token_id(token):
                 raise UsageError("`logit_bias`", expected="a token id >= 0", found=token)
             if token in seen:
@@ -150,8 +158,8 @@ class Sampler:
                     f"`logit_bias` of token {token}", expected="-100 to 100, or -inf", found=value
                 )
             seen.add(token)
-        pairs = tuple((int(token), ranges.plain_number(v)) for token, v in self.logit_bias)
-        object.__setattr__(self, "logit_bias", pairs)
+        plain = tuple((int(token), ranges.plain_number(value)) for token, value in pairs)
+        object.__setattr__(self, "logit_bias", plain)
 
     @property
     def uses_history(self) -> bool:

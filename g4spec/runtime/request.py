@@ -68,9 +68,14 @@ class Options:
 
     def __post_init__(self) -> None:
         ranges.check_fields(self, ("n_predict", "draft_max", "logprobs", "n"))
-        if isinstance(self.stop, str) or not all(isinstance(text, str) for text in self.stop):
+        if not isinstance(self.sampler, Sampler):
+            raise UsageError("`sampler`", expected="a Sampler", found=repr(self.sampler))
+        several = isinstance(self.stop, Iterable) and not isinstance(self.stop, str)
+        texts = tuple(self.stop) if several else ()  # an iterator can be read only once
+        if not several or not all(isinstance(text, str) for text in texts):
             raise UsageError("`stop`", expected="a tuple of texts", found=repr(self.stop))
-        if "" in self.stop:
+        object.__setattr__(self, "stop", texts)
+        if "" in texts:
             raise UsageError("`stop`: an empty text would stop everything")
 
 

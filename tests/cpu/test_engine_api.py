@@ -615,13 +615,27 @@ def test_options_may_be_fractions() -> None:
         {"draft_max": "Auto"},
         {"logprobs": 1.5},
         {"n": "2"},
+        {"n_predict": None},
+        {"draft_max": None},
+        {"n": None},
         {"stop": (3,)},
+        {"stop": None},
+        {"stop": b"x"},
+        {"sampler": {"temperature": 1.0}},
+        {"sampler": None},
     ],
 )
 def test_options_of_other_types_are_refused(kw: dict[str, Any]) -> None:
     """They ended steps, or were taken for other numbers."""
     with pytest.raises(UsageError, match=f"`{next(iter(kw))}`: expected"):
         Options(**kw)
+
+
+def test_options_may_be_iterators() -> None:
+    """The checks consumed them, after which they had no effect."""
+    options = Options(stop=iter(["a", "b"]))  # type: ignore[arg-type]
+    sampler = Sampler(logit_bias=zip([3, 5], [1.0, 2.0], strict=True))  # type: ignore[arg-type]
+    assert options.stop == ("a", "b") and sampler.logit_bias == ((3, 1.0), (5, 2.0))
 
 
 def test_text_instead_of_ids_is_refused() -> None:

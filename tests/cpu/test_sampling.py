@@ -150,6 +150,11 @@ def test_logits_without_a_largest_one_are_refused(bad: list[float]) -> None:
         {"top_k": 2.5},
         {"top_k": True},
         {"temperature": "1"},
+        {"temperature": None},
+        {"top_k": None},
+        {"top_p": None},
+        {"seed": None},
+        {"repetition_penalty": None},
     ],
 )
 def test_settings_out_of_range_are_usage_errors(kw: dict[str, float]) -> None:
@@ -165,6 +170,9 @@ def test_settings_out_of_range_are_usage_errors(kw: dict[str, float]) -> None:
         ("`presence_penalty`: expected", {"presence_penalty": 2.1}),
         ("`presence_penalty`: expected", {"presence_penalty": math.nan}),
         ("`frequency_penalty`: expected", {"frequency_penalty": -2.1}),
+        ("`logit_bias`: expected a tuple of pairs", {"logit_bias": (1, 2)}),
+        ("`logit_bias`: expected a tuple of pairs", {"logit_bias": ((1, 2.0, 3),)}),
+        ("`logit_bias`: expected a tuple of pairs", {"logit_bias": None}),
         ("`logit_bias`: expected a token id", {"logit_bias": ((-1, 0.0),)}),
         ("`logit_bias`: expected a token id", {"logit_bias": ((1.5, 0.0),)}),
         ("`logit_bias` of token 7", {"logit_bias": ((7, "1"),)}),
