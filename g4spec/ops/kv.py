@@ -79,7 +79,10 @@ class LayerKV:
         self.capacity = capacity(space.n_ctx, shape.window, ring_slack)
         rows = (space.n_pages + 1) * PAGE if self.paged else space.n_slots * self.capacity
         self._rows = torch.full(
-            (2, rows, self.n_kv, self.head_dim), math.nan, device=space.table.device
+            (2, rows, self.n_kv, self.head_dim),
+            math.nan,
+            dtype=torch.float32,
+            device=space.table.device,
         )
 
     @property

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -28,7 +28,7 @@ from g4spec.runtime import engine as engine_module
 from g4spec.runtime import prefix, scheduler
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Progress, Request
-from tests.support import batch_invariance, memory_engine
+from tests.support import batch_invariance, memory_engine, tokens
 from tests.support import memory_models as mm
 
 PROMPTS = [[2, *batch_invariance.tokens(random.Random(i), 20 + 7 * i)] for i in range(6)]
@@ -629,6 +629,38 @@ def test_options_of_other_types_are_refused(kw: dict[str, Any]) -> None:
     """They ended steps, or were taken for other numbers."""
     with pytest.raises(UsageError, match=f"`{next(iter(kw))}`: expected"):
         Options(**kw)
+
+
+@pytest.mark.parametrize("made", ["inside", "outside"])
+@pytest.mark.parametrize("setting", ["autocast", "device", "dtype"])
+def test_settings_of_torch_of_the_caller_change_nothing(
+    setting: str, made: str, tmp_path: Path
+) -> None:
+    """A notebook that trains or uses a GPU by default ended every request."""
+
+    @contextmanager
+    def changed() -> Iterator[None]:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+    settings: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+        "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        "device": lambda: torch.device("meta"),
+        "dtype": changed,
+    }
+    path = tokens.target_file(tmp_path / "t.gguf")
+    options = Options(8, ignore_eos=True)
+    with Engine.load(path, "ngram", n_ctx=64) as plain:
+        list(want := plain.submit([2, 10, 11, 12], options))
+    with settings[setting]() if made == "inside" else nullcontext():
+        on = Engine.load(path, "ngram", n_ctx=64)
+    with on, settings[setting]():
+        list(got := on.submit([2, 10, 11, 12], options))
+    assert got.ids == want.ids
 
 
 def test_options_may_be_iterators() -> None:
