@@ -36,10 +36,10 @@ QUANTIZATION_VERSION = 2
 
 
 def convert(
-    source: Path,
-    out: Path,
+    source: str | Path,
+    out: str | Path,
     *,
-    target: Path | None = None,
+    target: str | Path | None = None,
     type: str = "q8_0",
     tensor_types: Sequence[str] = (),
     split_max_size: int | None = None,
@@ -61,11 +61,11 @@ def convert(
     Raises:
         InputError: the source cannot be converted. Raised before anything is written.
     """
+    source, out = Path(source), Path(out)
+    target = None if target is None else Path(target)
     mix = check_arguments(out, type, dry_run, tensor_types)
-    output = Output(
-        Path(out), split_max_size, dry_run, progress, UnchangedCheck(Path(source), target)
-    )
-    found = sources.detect(Path(source))
+    output = Output(out, split_max_size, dry_run, progress, UnchangedCheck(source, target))
+    found = sources.detect(source)
     with found:
         if isinstance(found.source, GGUF) and found.dialect is None:
             note = f"{found.path} is a GGUF already; only its types are changed"
@@ -134,8 +134,8 @@ def read(
 
 
 def quantize(
-    source: Path,
-    out: Path,
+    source: str | Path,
+    out: str | Path,
     type: str,
     *,
     allow_requantize: bool = False,
@@ -155,11 +155,12 @@ def quantize(
 
     The other arguments are those of `convert`.
     """
+    source, out = Path(source), Path(out)
     mix = check_arguments(out, type, dry_run, tensor_types)
-    unchanged = UnchangedCheck(Path(source))
+    unchanged = UnchangedCheck(source)
     with GGUF(source) as file:
         output_checks.refuse_imatrix(file)
-        output = Output(Path(out), split_max_size, dry_run, progress, unchanged)
+        output = Output(out, split_max_size, dry_run, progress, unchanged)
         return _requantize(file, output, mix, allow_requantize, [], importance, change=True)
 
 
@@ -170,13 +171,13 @@ def check_arguments(
     type or cannot be a file."""
     output_checks.refuse_type(out)
     if not dry_run:
-        gguf.check_writable(Path(out))
+        gguf.check_writable(out)
     return policy.parse_type(type, tensor_types)
 
 
 def _target_of(found: DetectedSource, target: Path | None) -> TargetInfo:
     if target is not None:
-        return target_info.load(Path(target))
+        return target_info.load(target)
     config = found.source.config if isinstance(found.source, CheckpointFolder) else {}
     spec = config.get("speculators_config")
     verifier = spec.get("verifier") if isinstance(spec, dict) else None
@@ -257,7 +258,7 @@ def _metadata(
     kv |= info.pairing if target else info.sampling
     if found.is_target and info.weights:
         kv[provenance.WEIGHTS] = string(info.weights)
-    with_target = f" --target {provenance.checkpoint_name(Path(target))}" if target else ""
+    with_target = f" --target {provenance.checkpoint_name(target)}" if target else ""
     command = f"g4spec convert {found.path.name}{with_target} -o {output.path.name}"
     command += f" --type {mix.name}"
     command += "".join(f" --tensor-type {p.pattern}={f.name}" for p, f in mix.tensor_types)

@@ -87,7 +87,7 @@ class Engine:
     @classmethod
     def load(
         cls,
-        target: Path,
+        target: str | Path,
         draft: Path | str | None = None,
         *,
         n_ctx: int | None = None,

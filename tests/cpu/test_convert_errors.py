@@ -241,6 +241,17 @@ def test_requantizing_must_be_asked_for(family: Path, tmp_path: Path) -> None:
 
 # ---- what a path is
 
+
+def test_paths_may_be_text(family: Path, tmp_path: Path) -> None:
+    """`target` as text ended in a traceback."""
+    target = str(family / "target")
+    made = convert(str(family / "zlab"), str(tmp_path / "d.gguf"), target=target, type="bf16")
+    other = convert(family / "zlab", tmp_path / "o.gguf", target=family / "target", type="bf16")
+    assert made.out == tmp_path / "d.gguf"
+    assert [t.name for t in made.plan.tensors] == [t.name for t in other.plan.tensors]
+    assert quantize(str(made.out), str(tmp_path / "q.gguf"), "q8_0").out == tmp_path / "q.gguf"
+
+
 UNKNOWN: dict[str, tuple[dict[str, Any], type[G4Error], str]] = {
     "mtp": ({"speculators_model_type": "mtp"}, Unsupported, "MTP"),
     "other": ({"architectures": ["LlamaForCausalLM"]}, InputError, "LlamaForCausalLM.*fc.weight"),
