@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
@@ -39,6 +40,12 @@ def test_signatures_match_the_code(name: str, arguments: str) -> None:
     ]
     signature = inspect.Signature(plain)
     assert str(signature) == f"({arguments})", f"{name}{signature}"
+
+
+def test_type_checkers_know_the_names_of_the_package() -> None:
+    """A `__getattr__` that they see makes an Any of every misspelt name."""
+    top = ast.parse((ROOT / "g4spec" / "__init__.py").read_text()).body
+    assert "__getattr__" not in [getattr(node, "name", "") for node in top]
 
 
 def test_named_files_exist() -> None:
