@@ -154,6 +154,7 @@ class Engine:
             InputError: the prompt is empty, too long for the context, or has ids outside the
             vocabulary. UsageError: `logit_bias` names a token outside the vocabulary.
         """
+        self._check_thread()
         options = options or Options()
         check_request(prompt, options, self.config, self.n_ctx)
         ids, requests = [int(token) for token in prompt], []
@@ -288,6 +289,7 @@ class Engine:
                     if not request.has_news:
                         self.step()
                 continue
+            self._check_thread()
             request.updated.clear()
             if not request.has_news:
                 request.updated.wait(timeout=1.0)
@@ -300,6 +302,16 @@ class Engine:
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._run_steps, name="g4spec", daemon=True)
                 self._thread.start()
+
+    def _check_thread(self) -> None:
+        """Raise EnvironmentProblem after a fork, which copies the engine without its thread."""
+        thread = self._thread
+        if thread is None or thread.is_alive() or self._closed or self.failed is not None:
+            return
+        raise EnvironmentProblem(
+            "the engine's thread does not run in this process",
+            fix="load an engine after the fork, or do not call `start` before it",
+        )
 
     def _run_steps(self) -> None:
         while True:

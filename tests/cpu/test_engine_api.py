@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import random
+import signal
 import threading
 import time
 import weakref
@@ -180,6 +182,35 @@ def test_a_closed_event_loop_does_not_affect_other_requests(
 
 
 # ---- the end of a request
+
+
+@pytest.mark.parametrize("submitted", ["before", "after"])
+def test_a_forked_process_is_told_that_no_thread_runs_its_steps(
+    submitted: str, threaded: Engine
+) -> None:
+    """Its requests never ended: a fork copies the engine, not its thread."""
+    threaded.start()
+    with threaded.step_lock():  # or it could be held for good in the other process
+        early = threaded.submit(PROMPTS[0], OPTIONS)
+        process = os.fork()
+        if process == 0:
+            code = 1
+            try:
+                next(iter(early if submitted == "before" else threaded.submit(PROMPTS[1])))
+            except EnvironmentProblem:
+                code = 0
+            finally:
+                os._exit(code)
+    list(early)
+    for _ in range(100):
+        found, status = os.waitpid(process, os.WNOHANG)
+        if found:
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(process, signal.SIGKILL)
+        found, status = os.waitpid(process, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
 def test_cancelled_requests_end_within_two_steps(texts: list[str]) -> None:
