@@ -95,11 +95,20 @@ def _check(name: str, value: Any) -> None:
     valid = RANGES[name]
     if valid.word and value == valid.word:
         return
-    if isinstance(value, bool) or not isinstance(value, valid.type):
-        what = "an integer" if valid.type is Integral else "a number"
-        raise UsageError(f"`{name}`", expected=f"{what}, {valid.text}", found=repr(value))
+    check_type(name, value, valid.text, valid.type)
     if not valid.contains(value):
         raise UsageError(f"`{name}`", expected=valid.text, found=value)
+
+
+def check_type(name: str, value: Any, valid: str, type: type[Any] = Integral) -> None:
+    """Raise UsageError for a bool or a value of another type than `type`, Integral or Real.
+
+    Args:
+        valid: description of the valid values.
+    """
+    if isinstance(value, bool) or not isinstance(value, type):
+        what = "an integer" if type is Integral else "a number"
+        raise UsageError(f"`{name}`", expected=f"{what}, {valid}", found=repr(value))
 
 
 def check_fields(record: Any, names: Iterable[str]) -> None:

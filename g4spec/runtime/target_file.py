@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from g4spec import models
+from g4spec import models, ranges
 from g4spec.backend import Backend
 from g4spec.errors import InputError, UsageError
 from g4spec.gguf import GGUF
@@ -38,13 +38,14 @@ def context_length(requested: int | None, trained: int) -> int:
     UsageError if the model was not trained on as many."""
     if requested is None:
         return min(trained, DEFAULT_CTX)
+    valid = f"1 to {trained}, what the model was trained on"
+    ranges.check_type("n_ctx", requested, valid)
     if requested == 0:
         return trained
     if not 1 <= requested <= trained:
         whole = ", or 0 for all of it" if requested < 0 else ""
-        expected = f"1 to {trained}, what the model was trained on{whole}"
-        raise UsageError("`n_ctx`", expected=expected, found=requested)
-    return requested
+        raise UsageError("`n_ctx`", expected=f"{valid}{whole}", found=requested)
+    return int(requested)
 
 
 def parse_config(file: GGUF, fix: str | None = None) -> Any:

@@ -592,6 +592,32 @@ def test_sizes_below_zero_are_refused(name: str, value: int, valid: str) -> None
         Engine.load(Path("no.gguf"), **{name: value})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "kw",
+    [
+        {"n_ctx": "64"},
+        {"n_ctx": 64.0},
+        {"n_ctx": True},
+        {"draft_window": "8"},
+        {"draft_window": True},
+        {"draft_p_min": "0.5"},
+        {"draft_p_min": True},
+        {"device": None},
+        {"device": torch.device("cpu")},
+    ],
+)
+def test_settings_of_other_types_are_refused(kw: dict[str, Any], tmp_path: Path) -> None:
+    """They ended in tracebacks, a window of True only in the first step."""
+    path = tokens.target_file(tmp_path / "t.gguf")
+    with pytest.raises(UsageError, match=f"`{next(iter(kw))}`: expected"):
+        Engine.load(path, "draft.gguf" if "draft" in str(kw) else None, **kw)
+
+
+def test_the_context_may_be_a_number_of_numpy(tmp_path: Path) -> None:
+    with Engine.load(tokens.target_file(tmp_path / "t.gguf"), n_ctx=np.int64(64)) as on:  # type: ignore[arg-type]
+        assert type(on.n_ctx) is int
+
+
 @pytest.mark.parametrize("token", [2.0, "2", None, True, torch.tensor(2)])
 def test_a_prompt_of_other_things_than_ids_is_refused(token: Any) -> None:
     """Numbers with a fraction were rounded."""
