@@ -390,8 +390,3 @@ def _arch_list(path: Path) -> list[str]:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             found = _ARCHES.search(data)
             return re.findall(r"sm_(\d{2,3})", found[0].decode()) if found else []
-
-
-def system_line() -> str:
-    """Return operating system and Python version, for reports."""
-    return f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"

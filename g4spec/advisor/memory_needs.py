@@ -35,8 +35,6 @@ NGRAM = "ngram"
 """Kind of draft that needs no memory."""
 GGUF = ("llama.cpp", "g4spec")
 """Engines that load GGUF files."""
-LLAMACPP_KV = ("f16", "q8_0", "q4_0")
-VLLM_KV = ("bf16", "fp8")
 UNKNOWN_SIZE = "its size is not known"
 """`how` of an item that counts 0 bytes because the size is unknown."""
 FITTED = "fitted to published readings"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -374,11 +374,3 @@ def _requantized(file: GGUF, name: str, choice: Policy, allow: bool) -> PlannedT
     return PlannedTensor(
         "copy", name, name, info.shape, form.name.upper(), note, form.nbytes(info.shape, name)
     )
-
-
-def tensors_of(found: DetectedSource) -> Iterator[StoredTensor]:
-    """Yield every tensor of a source, for inspection."""
-    if isinstance(found.source, GGUF):
-        yield from (rewriting.stored_tensor(found.source, name) for name in found.source.tensors)
-    else:
-        yield from found.source.tensors.values()

@@ -30,8 +30,6 @@ LONG_PROMPTS = 8
 LONGEST_TOKEN = 64
 """Upper bound on the characters per token of a long prompt."""
 
-MT_BENCH_QUESTIONS = 80
-
 OWN = "the prompt"
 """Name of the user's own prompt in results."""
 
