@@ -66,7 +66,7 @@ def _chosen(only: Collection[str]) -> list[Rule]:
         if name not in known:
             raise UsageError(
                 "unknown rule",
-                expected="an id from --list-rules",
+                expected="an id of `g4spec validate --list-rules`",
                 found=name,
                 fix=did_you_mean(name, known),
             )
@@ -89,7 +89,7 @@ def _open_target(path: Path) -> Subject:
             f"{path} is not a target",
             expected="a Gemma 4 target",
             found=f"architecture {target.arch}",
-            fix="give the draft first and its target after --target",
+            fix="give the draft first and its target with `target`",
         )
     return target
 
