@@ -29,7 +29,7 @@ from typing import Any
 def _joined(value: object) -> object:
     if isinstance(value, list) and all(isinstance(x, str) for x in value):
         return ", ".join(value)
-    return "an empty text" if value == "" else value
+    return "an empty text" if isinstance(value, str) and value == "" else value
 
 
 def spell(text: str, names: Mapping[str, str]) -> str:

@@ -618,7 +618,7 @@ def test_the_context_may_be_a_number_of_numpy(tmp_path: Path) -> None:
         assert type(on.n_ctx) is int
 
 
-@pytest.mark.parametrize("token", [2.0, "2", None, True, torch.tensor(2)])
+@pytest.mark.parametrize("token", [2.0, "2", None, True, torch.tensor(2), np.array([2, 3])])
 def test_a_prompt_of_other_things_than_ids_is_refused(token: Any) -> None:
     """Numbers with a fraction were rounded."""
     with pytest.raises(InputError, match="a prompt token is outside the vocabulary"):
