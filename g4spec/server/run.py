@@ -33,6 +33,9 @@ from g4spec.server.service import Service
 HEADER_LIMIT = 64 << 10
 """Maximum size of the request line and headers, in bytes."""
 
+UNREAD_SECONDS = 60
+"""Time after which a connection ends whose client accepts nothing of a response (Linux only)."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
@@ -188,6 +191,9 @@ def listen(address: ServerAddress) -> list[socket.socket]:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             listeners.append(socket.create_server((host, port), family=family, backlog=2048))
+            if sys.platform == "linux":  # accepted connections inherit it
+                milliseconds = UNREAD_SECONDS * 1000
+                listeners[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         except (OSError, OverflowError) as error:
             for listener in listeners:
                 listener.close()
