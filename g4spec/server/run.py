@@ -36,6 +36,9 @@ HEADER_LIMIT = 64 << 10
 UNREAD_SECONDS = 60
 """Time after which a connection ends whose client accepts nothing of a response (Linux only)."""
 
+IDLE_SECONDS = 30
+"""Time after which a connection ends that has no complete head of a request."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
@@ -66,8 +69,36 @@ def check_certificate(address: ServerAddress) -> None:
         ) from None
 
 
-class JsonErrors(H11Protocol):
-    """HTTP/1.1 that answers what is not HTTP with an error in JSON, too."""
+class HttpProtocol(H11Protocol):
+    """HTTP/1.1 that answers what is not HTTP with an error in JSON, too, and ends connections whose
+    next request does not begin, or stops within its head."""
+
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See `asyncio.Protocol`."""
+        super().connection_made(transport)
+        self._limit_head()
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        super().data_received(data)
+        self._limit_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        super().connection_lost(exc)
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+
+    def _limit_head(self) -> None:
+        """Start the timer of an incomplete head, or stop it: a request has its own limits."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
+        elif self._head_timer is None:
+            self._head_timer = self.loop.call_later(IDLE_SECONDS, self.timeout_keep_alive_handler)
 
     def send_400_response(self, msg: str) -> None:
         """See `H11Protocol`, which calls this for an error of h11 that it has caught."""
@@ -225,10 +256,10 @@ def create_server(
         server_header=False,
         h11_max_incomplete_event_size=HEADER_LIMIT,
         loop="asyncio",  # also where uvloop is installed, which the tests do not have
-        http=JsonErrors,
+        http=HttpProtocol,
         ws="none",
         lifespan="on",
-        timeout_keep_alive=30,
+        timeout_keep_alive=IDLE_SECONDS,
     )
     return Server(config, service, ready)
 

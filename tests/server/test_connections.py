@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
@@ -44,3 +45,41 @@ def test_a_client_that_does_not_read_delays_no_shutdown(served: Served) -> None:
         began = time.monotonic()
         served.stop()
         assert time.monotonic() - began < 10 and not state.connections
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        [],
+        [b"GET /health HT", b"TP/1.1\r\n", *[b"x: y\r\n"] * 20],
+        [b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", b"G", *[b"E"] * 20],
+    ],
+)
+def test_a_connection_without_a_request_ends(served: Served, sent: list[bytes]) -> None:
+    """Its client may send nothing, or the head of a request too slowly."""
+    began = time.monotonic()
+    with connect(served) as client, contextlib.suppress(ConnectionError):
+        for part in sent:
+            client.sendall(part)
+            time.sleep(0.2)
+        while client.recv(4096):
+            pass
+    assert time.monotonic() - began < 10
+    wait(lambda: not served.server.server_state.connections, seconds=2)
+
+
+def test_a_request_may_take_longer_than_its_head(served: Served) -> None:
+    body = b'{"content": "abc"}'
+    head = f"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    with connect(served) as client:
+        for _ in range(2):
+            client.sendall(head[:30])
+            time.sleep(0.3)
+            client.sendall(head[30:])
+            for i in range(0, len(body), 3):
+                time.sleep(0.3)
+                client.sendall(body[i : i + 3])
+            answer = b""
+            while not answer.endswith(b"]}"):
+                answer += client.recv(4096)
+            assert answer.startswith(b"HTTP/1.1 200")
