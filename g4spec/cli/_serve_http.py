@@ -114,7 +114,11 @@ def serve_folder(
     address = http.address(loader.out)
     with _http_options.listening(address) as listeners:
         found = LoadedModels(
-            find_models(folder), load, max_loaded, limits["time_limit"], sleep_seconds
+            find_models(folder, loader.out.note),
+            load,
+            max_loaded,
+            limits["time_limit"],
+            sleep_seconds,
         )
         n = len(found.all)
         served = (

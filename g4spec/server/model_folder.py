@@ -13,7 +13,7 @@ from typing import Any
 from starlette.applications import Starlette
 
 from g4spec import models, validate
-from g4spec.errors import EnvironmentProblem, InputError
+from g4spec.errors import EnvironmentProblem, G4Error, InputError
 from g4spec.gguf import GGUF
 from g4spec.gguf.parts import first_parts
 from g4spec.server import server_info
@@ -151,27 +151,41 @@ def _header(file: GGUF, arch: str) -> dict[str, int]:
     return {name: n for name, n in found.items() if type(n) is int}
 
 
-def find_models(folder: Path | None) -> list[Model]:
+def find_models(
+    folder: Path | None, note: Callable[[str], object] = lambda text: None
+) -> list[Model]:
     """Return the targets in a folder and its subfolders, each with its matching drafts.
 
     A draft matches if the pair rules of `validate` find no error. Drafts with the fewest warnings
     come first, in the order of their names if several have as few; one converted for this very
     target has none.
 
+    Args:
+        note: called with a sentence about each file that cannot be read, as while it is being
+            written, and is left out.
+
     Raises:
         InputError: the folder does not exist or has no target.
+        G4Error: it has none, and a file that cannot be read.
     """
     if folder is None or not folder.is_dir():
         raise InputError(f"{folder}: not a folder", expected="a folder of GGUF files")
     targets: dict[Path, dict[str, int]] = {}
-    drafts = []
+    drafts, unreadable = [], list[G4Error]()
     for path in first_parts(sorted([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")])):
-        with GGUF(path) as file:
-            arch = file.kv.get("general.architecture")
-            if arch in models.TARGETS:
-                targets[path] = _header(file, str(arch))
-            elif models.find_kind(arch, file.tensors) is not None:
-                drafts.append(path)
+        try:
+            with GGUF(path) as file:
+                arch = file.kv.get("general.architecture")
+                if arch in models.TARGETS:
+                    targets[path] = _header(file, str(arch))
+                elif models.find_kind(arch, file.tensors) is not None:
+                    drafts.append(path)
+        except G4Error as error:
+            unreadable.append(error)
+    if unreadable and not targets:
+        raise unreadable[0]
+    for error in unreadable:
+        note(f"{error}; the file is left out")
     if not targets:
         raise InputError(
             f"{folder}: no target model in this folder",

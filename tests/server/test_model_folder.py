@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from g4spec import convert
+from g4spec.errors import InputError
 from g4spec.server import model_folder
 from g4spec.server.model_folder import find_models
 from g4spec.server.remote_request import EngineLost
@@ -164,3 +165,21 @@ def test_a_model_that_fails_in_its_first_step_is_closed(folder: Path, error: Exc
         assert all(engine._closed for engine in room.live)
     finally:
         served.stop()
+
+
+@pytest.mark.parametrize("share", [0, 2, 3])
+def test_a_file_that_is_being_written_is_left_out(
+    family: Path, folder: Path, tmp_path: Path, share: int
+) -> None:
+    """A download into the folder must not keep the server from starting."""
+    shutil.copy(folder / "first.gguf", tmp_path)
+    whole = (family / "target.gguf").read_bytes()
+    (tmp_path / "written.gguf").write_bytes(whole[: len(whole) * share // 4])
+    notes: list[str] = []
+    (model,) = find_models(tmp_path, notes.append)
+    assert model.name == "first"
+    (note,) = notes
+    assert "written.gguf" in note and note.endswith("; the file is left out")
+    (tmp_path / "first.gguf").unlink()
+    with pytest.raises(InputError, match=r"written\.gguf: "):
+        find_models(tmp_path, notes.append)
