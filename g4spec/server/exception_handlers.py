@@ -16,9 +16,6 @@ from g4spec.server.sse import ClientDisconnected
 
 async def _refused(request: Request, refused: Exception) -> Response:
     assert isinstance(refused, RequestError)
-    service = getattr(request.app.state, "service", None)  # `ModelRouter` has no metrics of its own
-    if service is not None:
-        service.metrics.count_error(refused.status)
     return error_response(refused, request.scope)
 
 

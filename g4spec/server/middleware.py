@@ -34,7 +34,13 @@ need."""
 
 
 def error_response(refused: RequestError, scope: Scope) -> JsonResponse:
-    """Return the response for an error, in Anthropic's format under /v1/messages, else OpenAI's."""
+    """Count an error and return its response, in Anthropic's format under /v1/messages, else
+    OpenAI's."""
+    service = getattr(
+        scope["app"].state, "service", None
+    )  # `ModelRouter` has no metrics of its own
+    if service is not None and "failed" not in scope.get("state", {}):
+        service.metrics.count_error(refused.status)
     headers = {}
     if refused.retry_after is not None:
         headers["retry-after"] = str(refused.retry_after)
@@ -268,11 +274,11 @@ class WakeMiddleware:
 async def internal_error(request: Request, error: Exception) -> Response:
     """Log an unexpected error and return its response (500)."""
     state = request.scope.setdefault("state", {})
+    refused = RequestError(500, "internal server error; see the server's log")
+    response = error_response(refused, request.scope)
     if "failed" not in state:  # Starlette raises the error again, and handles it again outside
         state["failed"] = True
         log.error("internal server error", exc_info=error)
-    refused = RequestError(500, "internal server error; see the server's log")
-    response = error_response(refused, request.scope)
     response.headers["connection"] = "close"  # as uvicorn does after an error
     return response
 

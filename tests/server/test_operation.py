@@ -509,6 +509,34 @@ def test_metrics(busy: Served) -> None:
     assert grown(refused) == 1
 
 
+def test_every_error_is_counted_once(
+    engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the middleware too: wrong keys, large bodies, too many streams, broken handlers."""
+
+    def broken(*_: Any) -> Any:
+        raise ValueError
+
+    monkeypatch.setattr(tokenization, "tokenize", broken)
+    monkeypatch.setattr(middleware, "MAX_FOLLOWERS", 0)
+    served = Served(
+        engines(None, parallel=2), keys=["k"], body_limit=1000, disabled={"/slots": "--no-slots"}
+    )
+    key = {"x-api-key": "k"}
+    try:
+        assert served.http.get("/v1/models").status_code == 401
+        for path, status in (("/v1/live", 429), ("/slots", 501), ("/none", 404)):
+            assert served.http.get(path, headers=key).status_code == status
+        for content, status in ((b"{", 400), (b" " * 2000, 413), (b'{"content": "x"}', 500)):
+            answer = served.http.post("/tokenize", content=content, headers=key)
+            assert answer.status_code == status
+        metrics = served.service.metrics
+        for status in (400, 401, 404, 413, 429, 500, 501):
+            assert metrics.value(metrics.errors, str(status)) == 1, status
+    finally:
+        served.stop()
+
+
 def test_health_is_green_only_while_steps_make_progress(
     engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
