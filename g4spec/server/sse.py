@@ -97,7 +97,13 @@ class EventStream(Response):
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events and pings until the stream ends or the client disconnects."""
+        """Send events and pings until the stream ends or the client disconnects; to HEAD, nothing
+        but the headers."""
+        if scope["method"] == "HEAD":
+            self._source.close()
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": b""})
+            return
         watch = asyncio.ensure_future(_wait_for_disconnect(receive))
         work = asyncio.ensure_future(self._stream(send))
         try:

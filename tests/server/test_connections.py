@@ -83,3 +83,21 @@ def test_a_request_may_take_longer_than_its_head(served: Served) -> None:
             while not answer.endswith(b"]}"):
                 answer += client.recv(4096)
             assert answer.startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("path", ["/v1/live", "/v1/stream?conv_id=x"])
+def test_head_of_a_stream_has_an_end(served: Served, path: str) -> None:
+    """A probe gets the headers, and keeps no watcher."""
+    body = {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "stream": True}
+    kept = {"x-conversation-id": "x"}
+    with served.http.stream("POST", "/v1/completions", json=body, headers=kept) as response:
+        next(response.iter_lines())
+    head = f"HEAD {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode()
+    with connect(served) as client:
+        client.sendall(head)
+        client.settimeout(5)
+        answer = b"".join(iter(lambda: client.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 200") and b"text/event-stream" in answer
+    assert not served.service.live._watchers
+    assert served.service.open == 1, "the stream goes on"
+    assert served.http.delete("/v1/stream?conv_id=x").status_code == 204
