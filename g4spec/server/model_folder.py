@@ -184,8 +184,8 @@ def find_models(
             unreadable.append(error)
     if unreadable and not targets:
         raise unreadable[0]
-    for error in unreadable:
-        note(f"{error}; the file is left out")
+    for each in unreadable:
+        note(f"{each}; the file is left out")
     if not targets:
         raise InputError(
             f"{folder}: no target model in this folder",
