@@ -256,13 +256,7 @@ def _cycle_data(decision: DraftDecision, cycle: Cycle) -> dict[str, Any]:
 
 
 class Watcher:
-    """One client of /v1/live.
-
-    Attributes:
-        id: name in the log.
-    """
-
-    id = "live"
+    """One client of /v1/live."""
 
     def __init__(self, live: Live, live_key: str | None) -> None:
         self._live, self._live_key = live, (live_key or "").encode()

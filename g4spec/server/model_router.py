@@ -77,7 +77,7 @@ class ModelRouter:
                 await page.response()(scope, receive, send)
                 return
             if scope["path"] == "/models/events":
-                await unowned_stream("models", self.events())(scope, receive, send)
+                await unowned_stream(self.events())(scope, receive, send)
                 return
             resumes = scope["path"] == "/v1/stream" and scope["method"] != "POST"
             if resumes and name is None:

@@ -44,11 +44,6 @@ class Record:
     _ended: bool = field(default=False, init=False)
     _news: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
-    @property
-    def id(self) -> str:
-        """Return the id of the response."""
-        return str(self.response["id"])
-
     def close(self) -> None:
         """Do nothing: the client may reconnect. See `sse.StreamSource`."""
 

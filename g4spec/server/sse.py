@@ -62,9 +62,6 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 class StreamSource(Protocol):
     """The producer of a stream: a generation, or a watcher of `g4spec.server.live`."""
 
-    @property
-    def id(self) -> str: ...
-
     def close(self) -> None:
         """Release all resources."""
 
@@ -105,7 +102,7 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b""})
             return
         watch = asyncio.ensure_future(_wait_for_disconnect(receive))
-        work = asyncio.ensure_future(self._stream(send))
+        work = asyncio.ensure_future(self._stream(send, scope["state"]["id"]))
         try:
             await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
@@ -116,7 +113,7 @@ class EventStream(Response):
             await asyncio.gather(work, watch, return_exceptions=True)
             self._source.close()
 
-    async def _stream(self, send: Send) -> None:
+    async def _stream(self, send: Send, number: str) -> None:
         async def put(message: Message) -> None:
             # Not asyncio.wait_for: before Python 3.12 it may swallow the cancellation.
             with anyio.fail_after(self._settings.send_limit):
@@ -131,7 +128,7 @@ class EventStream(Response):
                 await self._pump(events, text)
             await put({"type": "http.response.body", "body": b"", "more_body": False})
         except (TimeoutError, OSError):
-            log.warning("client does not read its stream", extra={"id": self._source.id})
+            log.warning("client does not read its stream", extra={"facts": {"id": number}})
 
     async def _pump(self, events: Events, text: Callable[[str], Awaitable[None]]) -> None:
         try:
@@ -154,15 +151,12 @@ class EventStream(Response):
 
 
 class _Unowned:
-    """The source of a stream that has nothing to release; `id`: its name in the log."""
-
-    def __init__(self, id: str) -> None:
-        self.id = id
+    """The source of a stream that has nothing to release."""
 
     def close(self) -> None:
         """See `StreamSource`."""
 
 
-def unowned_stream(id: str, events: Events) -> EventStream:
-    """Return a stream of no model, with the default limits; `id`: its name in the log."""
-    return EventStream(_Unowned(id), events, lambda refused: event(refused.json()), Settings(""))
+def unowned_stream(events: Events) -> EventStream:
+    """Return a stream of no model, with the default limits."""
+    return EventStream(_Unowned(), events, lambda refused: event(refused.json()), Settings(""))

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from g4spec.runtime.engine import Engine
-from g4spec.server import run
+from g4spec.server import run, sse
+from g4spec.server.middleware import JsonLogFormatter
+from g4spec.server.settings import Settings
 from tests.server.running_server import Served, wait
 
 
@@ -101,3 +106,22 @@ def test_head_of_a_stream_has_an_end(served: Served, path: str) -> None:
     assert not served.service.live._watchers
     assert served.service.open == 1, "the stream goes on"
     assert served.http.delete("/v1/stream?conv_id=x").status_code == 204
+
+
+def test_the_log_names_the_request_of_an_unread_stream(caplog: pytest.LogCaptureFixture) -> None:
+    async def events() -> sse.Events:
+        yield "data: x\n\n"
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.sleep(20)
+
+    async def receive() -> Any:
+        await asyncio.sleep(20)
+
+    source = SimpleNamespace(id="words of a client", close=lambda: None)
+    stream = sse.EventStream(source, events(), str, Settings("", send_limit=0.05))
+    asyncio.run(stream({"method": "GET", "state": {"id": "abc"}}, receive, send))
+    (line,) = [json.loads(JsonLogFormatter().format(record)) for record in caplog.records]
+    assert line["event"] == "client does not read its stream" and line["id"] == "abc"
+    assert "words of a client" not in str(line)
