@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from g4spec.core import CacheShape, Draft, Runner, StepRows
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from g4spec.gguf import GGUF
     from g4spec.gguf.header import TensorInfo
 
@@ -62,8 +65,12 @@ class Backend(Protocol):
     def enter(self) -> None:
         """Make this the current device of the calling thread."""
 
-    def load(self, file: GGUF, name: str) -> Any:
-        """Load tensor `name` in the form that the ops use."""
+    def load(self, file: GGUF, name: str, factors: NDArray[np.float32] | None = None) -> Any:
+        """Load tensor `name` in the form that the ops use.
+
+        Args:
+            factors: [M], by what the values of each of its M matrices are multiplied.
+        """
 
     def space(self, n_slots: int, n_ctx: int, n_pages: int) -> Any:
         """Create the table of slots and pages (`g4spec.ops.kv.Space`)."""

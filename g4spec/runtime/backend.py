@@ -22,6 +22,7 @@ from g4spec.quant.format import Format
 from g4spec.runtime import memory
 from g4spec.runtime.batches import batch_of
 from g4spec.runtime.eager_runner import EagerRunner
+from g4spec.runtime.loading import scaled_array
 from g4spec.runtime.target import Target
 
 
@@ -93,9 +94,10 @@ class TorchBackend:
     def enter(self) -> None:
         """Do nothing: any thread can compute."""
 
-    def load(self, file: GGUF, name: str) -> Any:
-        """Load tensor `name` as float32, or as int64 if it is an index tensor."""
-        return self.ops.array(file.array(name))
+    def load(self, file: GGUF, name: str, factors: NDArray[np.float32] | None = None) -> Any:
+        """Load tensor `name` as float32, or as int64 if it is an index tensor; `factors`: see
+        `g4spec.backend.Backend`."""
+        return self.ops.array(scaled_array(file, name, factors))
 
     def space(self, n_slots: int, n_ctx: int, n_pages: int) -> Space:
         """Create the table of slots and pages."""

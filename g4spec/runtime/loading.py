@@ -6,10 +6,11 @@ before the first kernel sees it: a bad file is an InputError at load, never a cr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from g4spec.backend import Backend
 from g4spec.errors import InputError, Unsupported
@@ -19,6 +20,37 @@ from g4spec.models.spec import TensorSpec
 INPUT_SCALE = "input_scale"
 """Ending of a tensor with which llama.cpp rounds the input of NVFP4 weights. It may be ignored:
 inputs are not rounded here."""
+
+
+def nvfp4_factors(file: GGUF, names: Collection[str]) -> dict[str, TensorSpec]:
+    """Return the tensors by which llama.cpp multiplies NVFP4 weights, a factor for each matrix, by
+    the names of these weights.
+
+    Args:
+        names: those of a kind's own tensors. Some have such factors in all files, of any type.
+    """
+    found = {}
+    for weight in names:
+        info, name = file.tensors.get(weight), f"{weight.removesuffix('weight')}scale"
+        if info and info.format.name == "nvfp4" and name in file.tensors and name not in names:
+            found[weight] = TensorSpec(name, info.shape[:-2] or (1,), "vector", None)
+    return found
+
+
+def unknown_tensors(file: GGUF, names: Collection[str]) -> list[str]:
+    """Return the names of tensors that are neither a kind's own nor belong to its NVFP4 weights."""
+    known = {*names, *(spec.name for spec in nvfp4_factors(file, names).values())}
+    known |= {f"{name.removesuffix('weight')}{INPUT_SCALE}" for name in names}
+    return [name for name in file.tensors if name not in known]
+
+
+def scaled_array(file: GGUF, name: str, factors: NDArray[np.float32] | None = None) -> NDArray[Any]:
+    """Return a tensor as numbers; the values of matrix i of several are multiplied by `factors`
+    [i]."""
+    array = file.array(name)
+    if factors is None:
+        return array
+    return array * factors.reshape(-1, *[1] * (array.ndim - 1))
 
 
 def load_weights(
@@ -34,9 +66,11 @@ def load_weights(
         progress: called with the bytes loaded so far, and in total.
     """
     out, done = {}, 0
+    factors = nvfp4_factors(file, {spec.name for spec in present})
     total = sum(file.tensors[spec.name].nbytes for spec in present)
     for spec in present:
-        out[spec.name] = backend.load(file, spec.name)
+        by = factors.get(spec.name)
+        out[spec.name] = backend.load(file, spec.name, None if by is None else file.array(by.name))
         done += file.tensors[spec.name].nbytes
         if progress is not None:
             progress(done, total)
@@ -49,18 +83,20 @@ def check_weights(file: GGUF, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
     Raises:
         InputError: a tensor that is required is missing, or one has another shape or type or is a
             vector with NaN or infinite values.
-        Unsupported: the file has a scale or bias for one of the weights that the kind does not
-            have, such as the `.scale` by which llama.cpp multiplies NVFP4 weights.
+        Unsupported: the file has a bias, or a factor of a type other than NVFP4, for one of the
+            weights.
     """
     known = {spec.name for spec in specs}
-    for name in file.tensors:
-        weight, _, ending = name.rpartition(".")
-        if name not in known and f"{weight}.weight" in known and ending != INPUT_SCALE:
+    for name in unknown_tensors(file, known):
+        weight = f"{name.rpartition('.')[0]}.weight"
+        if weight in known:
             raise Unsupported(
-                f"{file.path}: tensor {name} changes what {weight}.weight computes; this version "
-                "has no code for it",
-                fix="use a file of another type: published NVFP4 weights have such scales",
+                f"{file.path}: tensor {name} changes what {weight} computes; this version has no "
+                "code for it",
+                fix="use a file without it: only weights of type NVFP4 may have a scale",
             )
+    for spec in nvfp4_factors(file, known).values():
+        _usable(file, spec)
     return [spec for spec in specs if _usable(file, spec)]
 
 
@@ -124,7 +160,7 @@ def check_draft_weights(file: GGUF, specs: Sequence[TensorSpec], n_vocab: int) -
             so it belongs to another kind whose metadata is missing.
     """
     known = {spec.name for spec in specs}
-    if unknown := [name for name in file.tensors if name not in known]:
+    if unknown := unknown_tensors(file, known):
         raise InputError(
             f"{file.path}: tensor {unknown[0]} is not part of such a draft",
             expected=f"{len(known)} tensors",

@@ -18,6 +18,7 @@ from g4spec.models.assistant import CENTROIDS, ORDERING, TOP_K
 from g4spec.runtime.backend import TorchBackend
 from g4spec.runtime.draft_file import DraftFile
 from g4spec.runtime.engine import Engine
+from g4spec.runtime.request import Options
 from g4spec.runtime.target import Target
 from g4spec.runtime.target_file import read_tokenizer
 from g4spec.runtime.tokenizer import SUPPRESS
@@ -25,6 +26,7 @@ from g4spec.server.model_folder import find_models
 from g4spec.validate import validate
 from tests.support import kinds, malformed, tiny
 from tests.support.malformed import MASK, Change, changed, missing, not_finite, pointing, shorter
+from tests.support.nvfp4_files import with_nvfp4
 from tests.support.selection import sample
 
 TARGETS: dict[str, dict[str, Any]] = {
@@ -102,7 +104,8 @@ def test_every_tensor_of_a_target(home: Path, tmp_path: Path, kind: str, how: Ch
 def test_tensors_that_change_a_target_are_not_ignored(
     home: Path, tmp_path: Path, ending: str
 ) -> None:
-    """llama.cpp multiplies NVFP4 weights by `.scale`; its `.input_scale` only rounds inputs."""
+    """llama.cpp multiplies weights by `.scale`, here only if they are NVFP4; its `.input_scale`
+    only rounds inputs."""
 
     def add(t: TensorData) -> list[TensorData]:
         half = np.full(1, 0.5, np.float32)
@@ -117,6 +120,34 @@ def test_tensors_that_change_a_target_are_not_ignored(
         Engine.load(path, n_ctx=64)
     fixes = [f.finding.fix for f in validate(path).failures if f.rule.id == "G4-TNS-002"]
     assert ["NVFP4" in str(fix) for fix in fixes] == [ending == "scale"]
+
+
+@pytest.mark.parametrize("kind", ["target", "experts"])
+def test_nvfp4_weights_are_multiplied_by_their_factors(
+    home: Path, tmp_path: Path, kind: str
+) -> None:
+    """A target with NVFP4 weights computes what one with the products computes."""
+    paths = [
+        with_nvfp4(home / f"{kind}.gguf", tmp_path / f"{i}.gguf", dequantized=bool(i))
+        for i in range(2)
+    ]
+    texts = []
+    for path in paths:
+        assert not [f for f in validate(path).failures if f.rule.id.startswith("G4-TNS")]
+        with Engine.load(path, n_ctx=64) as engine:
+            request = engine.generate([2, *range(20, 40)], Options(16, logprobs=4))
+            texts.append([(cycle.tokens, cycle.logprobs) for cycle in request])
+    assert texts[0] == texts[1]
+
+
+def test_factors_of_another_shape_are_refused(home: Path, tmp_path: Path) -> None:
+    path = with_nvfp4(home / "target.gguf", tmp_path / "t.gguf")
+    name = "blk.1.ffn_up.scale"
+    for wrong in (np.ones(2, np.float32), np.full(1, np.nan, np.float32)):
+        other = [TensorData(name, wrong.shape, malformed.F32, [wrong.tobytes()])]
+        made = changed(path, tmp_path / "wrong.gguf", name, lambda _, other=other: other)
+        with pytest.raises(InputError, match=name):
+            Engine.load(made, n_ctx=64)
 
 
 SCALED = {"rope.scaling.type": string("yarn"), "rope.scaling.factor": f32(4)}

@@ -197,7 +197,9 @@ class NumberUnit(Unit):
         if self.name == "mxfp4":
             return code * mxfp4.power(np.uint8([self.data[at + k // 32 * 128 + row]]))[0]
         if self.name == "nvfp4":
-            return code * nvfp4.HALF_SCALES[self.data[at + (k // 64 * 128 + row) * 4 + k // 16 % 4]]
+            own = at + (k // 64 * 128 + row) * 8
+            factor = np.frombuffer(self.data, np.float32, 1, own + 4)[0]
+            return code * nvfp4.HALF_SCALES[self.data[own + k // 16 % 4]] * factor
         if self.name == "iq4_xs":
             first, second = self.u32(at + row * 8), self.u32(at + row * 8 + 4)
             scales = [*(second >> 6 * i for i in range(5)), first >> 16, first >> 22]
@@ -252,7 +254,10 @@ def test_values_are_where_the_layout_specifies(name: str, unit: int) -> None:
     rows, columns = 200, 3 * unit
     raw = random_blocks(name, rows, columns)
     expected = quant.get(name).dequantize(raw)
-    packed = packing.pack(name, held.held(name, torch.from_numpy(raw)), unit).numpy()
+    factors = torch.tensor([0.375]) if name == "nvfp4" else None
+    if factors is not None:
+        expected *= 0.375
+    packed = packing.pack(name, held.held(name, torch.from_numpy(raw), factors), unit).numpy()
     for group, u in ((0, 0), (0, 2), (1, 1)):
         kind = NumberUnit if name in TABLES else Unit
         read = kind(name, unit, packed[group, u].tobytes())

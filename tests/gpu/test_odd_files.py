@@ -10,6 +10,7 @@ import torch
 from tests.gpu import family, hostile
 from tests.gpu.device import EMULATED
 from tests.support import malformed
+from tests.support.nvfp4_files import with_nvfp4
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +38,15 @@ def test_an_unusual_target(tmp_path: Path, kind: str) -> None:
         )
         is None
     )
+
+
+@pytest.mark.parametrize("shape", [{}, {"experts": 5, "top_k": 2, "expert_inter": 64}])
+def test_nvfp4_weights_with_factors(tmp_path: Path, shape: dict[str, int]) -> None:
+    plain = hostile.write_target(tmp_path, {"hidden": 128, "inter": 192, **shape}, "f32")
+    target = with_nvfp4(plain, tmp_path / "nvfp4.gguf")
+    assert hostile.wrong_text(target, None) is None
+    draft = hostile.write_draft(tmp_path, family.DRAFTS["zlab"])
+    assert hostile.wrong_text(target, draft) is None
 
 
 @pytest.mark.parametrize("kind", hostile.ODD_DRAFTS)

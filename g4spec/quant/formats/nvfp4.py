@@ -3,7 +3,8 @@
 
 Layout: 4 bytes of scales, 8 bytes of codes per group: value j in the lower half of byte j, value
 j + 8 in the upper. A value is scale / 2 * E2M1[code], where E2M1 holds twice the floats. The scale
-code of NaN counts as 0. Scales per tensor, which other programs have, are not part of the format.
+code of NaN counts as 0. The scale of a whole matrix, which published files have, is a tensor of its
+own (g4spec/runtime/loading.py).
 Source: ggml `block_nvfp4`, `ggml_ue4m3_to_fp32`.
 """
 

@@ -23,8 +23,12 @@ from g4spec.runtime.cuda.weights import held_size
 from g4spec.runtime.cuda.weights.loading import Uploader
 from g4spec.runtime.cuda.weights.matrix import Matrix
 from g4spec.runtime.eager_runner import EagerRunner
+from g4spec.runtime.loading import scaled_array
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from g4spec.core import Draft, Runner, StepRows
     from g4spec.gguf import GGUF
     from g4spec.ops.sampling import Sampler
@@ -70,9 +74,9 @@ class CudaBackend:
         """Make the GPU the current device of the calling thread, for kernels, graphs and events."""
         torch.cuda.set_device(self.device)
 
-    def load(self, file: GGUF, name: str) -> Any:
+    def load(self, file: GGUF, name: str, factors: NDArray[np.float32] | None = None) -> Any:
         """Load a tensor: vectors, F32 and index tensors as torch tensors, other matrices as
-        `Matrix`."""
+        `Matrix`; `factors`, which NVFP4 matrices may have: see `g4spec.backend.Backend`."""
         info, ops = file.tensors[name], self.ops
         form = info.format
         if len(info.shape) < 2 or form.integer or form.name in ("f32", "f64"):
@@ -82,7 +86,7 @@ class CudaBackend:
         why = held_size.unpackable(form.name, columns, n_rows, ops.portable)
         if plain is None and why:
             ops.without_kernel.add(why)
-            return ops.array(file.array(name))
+            return ops.array(scaled_array(file, name, factors))
         self._upload = self._upload or Uploader(self.device)
         width = columns * 2 if plain else form.row_bytes(columns)
         raw = self._upload(file.raw(name)).view(-1, width)
@@ -93,6 +97,7 @@ class CudaBackend:
             columns,
             len(raw) // n_rows,
             file_order=ops.portable,
+            factors=None if factors is None else ops.array(factors),
         )
 
     def space(self, n_slots: int, n_ctx: int, n_pages: int) -> Space:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from g4spec.models.fields import MAX_LAYERS
+from g4spec.runtime.loading import unknown_tensors
 from g4spec.validate.needs import Needs
 from g4spec.validate.rule import ERROR, Finding, Findings, rule
 from g4spec.validate.subject import Subject
@@ -24,11 +25,8 @@ KNOWN_EXTRAS = (
     ),
     (r"output\.weight", "the head of this model is tied to token_embd.weight"),
     (r"verifier_.*", "drop it: it is a copy of the target's tensor"),
+    (r".*\.scale", "only weights of type NVFP4 may have a scale: use a file without it"),
     (r"dflash[._].*", "the file is in a fork's dialect; convert from the original checkpoint"),
-    (
-        r"blk\..*\.(input_)?scale",
-        "llama.cpp multiplies NVFP4 weights by it, g4spec does not: use a file of another type",
-    ),
     (r"(v|a|mm)\..*", "vision and audio belong into a separate mmproj file"),
 )
 """Extra tensors that published files contain, and the fix for each."""
@@ -48,10 +46,9 @@ def missing(s: Subject) -> Findings:
 def extra(s: Subject) -> Findings:
     """Upstream refuses a file with a single tensor too many ("wrong number of tensors"); an
     assistant's centroid tensors even crash it."""
-    for name in s.open_file.tensors:
-        if name not in s.specs:
-            fix = next((f for pattern, f in KNOWN_EXTRAS if re.fullmatch(pattern, name)), "drop it")
-            yield Finding(name, "no such tensor", list(s.shape(name) or ()), fix)
+    for name in unknown_tensors(s.open_file, s.specs):
+        fix = next((f for pattern, f in KNOWN_EXTRAS if re.fullmatch(pattern, name)), "drop it")
+        yield Finding(name, "no such tensor", list(s.shape(name) or ()), fix)
 
 
 @rule("G4-TNS-003", ERROR, "shapes must be those of the configuration")

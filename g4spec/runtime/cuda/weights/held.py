@@ -10,7 +10,9 @@ and one number per scale. No value changes. Such a block of 256 values has
 - `scale`: a signed byte for each 32 or 16 values, or beside `q` 4 bits for each 32, which stand for
   2 scale + 1; `d`: the file's factor.
 
-TQ1_0, whose bytes have five digits of base 3, is rewritten to blocks of TQ2_0.
+TQ1_0, whose bytes have five digits of base 3, is rewritten to blocks of TQ2_0. A block of NVFP4
+gets the factor of its matrix (`d`, float32), which files have in a tensor of its own: kernels know
+only blocks.
 
 Bits per weight in the file, and in memory:
 
@@ -24,6 +26,7 @@ IQ2_XXS   2.0625  3.3125
 IQ1_M     1.75    3.5625
 IQ1_S     1.5625  3.3125
 TQ1_0     1.6875  2.0625
+NVFP4     4.5     5.0
 ========  ======  ======
 
 Without rewriting, kernels would look entries up in shared memory, once for four values. Its banks
@@ -50,9 +53,14 @@ STEP = 1 << 24
 Fields = Callable[..., torch.Tensor]
 
 
-def held(name: str, raw: torch.Tensor) -> torch.Tensor:
+def held(name: str, raw: torch.Tensor, factors: torch.Tensor | None = None) -> torch.Tensor:
     """Return the file's bytes, uint8 [N, bytes of a row], as memory holds them, on the same
-    device."""
+    device.
+
+    Args:
+        factors: float32 [M], of NVFP4: by what the values of each of M matrices of N / M rows are
+            multiplied. None: 1.
+    """
     if name not in BLOCKS or not raw.numel():
         return raw
     size = quant.get(name).block_bytes
@@ -61,6 +69,9 @@ def held(name: str, raw: torch.Tensor) -> torch.Tensor:
     for at in range(0, len(blocks), STEP // 256):
         part = blocks[at : at + STEP // 256]
         out[at : at + len(part)] = _rewritten(name, part)
+    if factors is not None:
+        place = out.view(len(factors), -1, out.shape[1])[..., 4:8]
+        place.copy_(factors.view(torch.uint8).view(-1, 1, 4).expand_as(place))
     return out.view(len(raw), -1)
 
 
@@ -198,6 +209,11 @@ def _iq1_m(f: Fields) -> list[torch.Tensor]:
     return [*_three(codes), _odd(_bits(word, 4, 3)), bits]
 
 
+def _nvfp4(f: Fields) -> list[torch.Tensor]:
+    one = torch.ones(len(f("scale")), 1, device=f("scale").device)
+    return [f("scale"), one, f("q")]
+
+
 def _tq1_0(f: Fields) -> list[torch.Tensor]:
     powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8, device=f("q").device)
     parts = [f("q")[:, None] * powers[:, None], f("rest")[:, None] * powers[:, None]]
@@ -217,4 +233,5 @@ _OF: dict[str, Callable[[Fields], list[torch.Tensor]]] = {
     "iq1_s": _iq1_s,
     "iq1_m": _iq1_m,
     "tq1_0": _tq1_0,
+    "nvfp4": _nvfp4,
 }

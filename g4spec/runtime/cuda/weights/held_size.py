@@ -39,6 +39,7 @@ BLOCKS: dict[str, np.dtype[np.void]] = {
     "iq1_m": _dtype(3, 16),
     "iq1_s": _dtype(3, 8),
     "tq1_0": quant.block_dtype("tq2_0"),
+    "nvfp4": np.dtype([("scale", "u1", 4), ("d", "<f4"), ("q", "u1", (4, 8))]),
 }
 """Blocks of the types that are rewritten."""
 

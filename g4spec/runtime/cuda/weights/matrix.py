@@ -29,6 +29,7 @@ class Matrix:
             [matrices * rows, columns].
         file_order: keep rows as in the file: bytes are not packed, gate and up rows are not
             interleaved.
+        factors: see `held`.
 
     Attributes:
         grouped: it is packed in groups of rows.
@@ -44,10 +45,11 @@ class Matrix:
         matrices: int = 1,
         *,
         file_order: bool = False,
+        factors: torch.Tensor | None = None,
     ) -> None:
         self.file_order, self.grouped = file_order, bool(type) and not file_order
         self.type, self.rows, self.columns, self.matrices = type, rows, columns, matrices
-        raw = held.held(type, raw) if type else raw
+        raw = held.held(type, raw, factors) if type else raw
         self._raw: torch.Tensor | None = raw
         self._whole, self._first = raw, 0
         self.interleaved = False

@@ -46,6 +46,8 @@ def _rewritten(name: str) -> tuple[np.dtype[np.void], tuple[Part, ...]]:
     dtype = held_size.BLOCKS[name]
     if name == "tq1_0":
         return dtype, _TERNARY
+    if name == "nvfp4":
+        return dtype, (numbers("q", 4, 8), by_row("scale", "d", 2, span=64))
     fields = dtype.fields
     assert fields is not None
     if name == "iq3_s":
@@ -98,7 +100,6 @@ PARTS: dict[str, tuple[np.dtype[np.void], tuple[Part, ...]]] = {
     "iq4_nl": (block_dtype("iq4_nl"), (numbers("q", 4, 16, PAIRED), factors("d", 2, 32))),
     "iq4_xs": (block_dtype("iq4_xs"), (numbers("q", 4, 16, PAIRED), _SIX)),
     "mxfp4": (block_dtype("mxfp4"), (numbers("q", 4, 16), factors("e", 1, 32))),
-    "nvfp4": (block_dtype("nvfp4"), (numbers("q", 4, 8), factors("scale", 4, 64))),
     "q2_k": (
         block_dtype("q2_k"),
         (numbers("q", 2, 32), by_row("scales", "scales", 4), by_row("d", "dmin", 1)),
