@@ -22,7 +22,7 @@ from g4spec.convert.sources import CheckpointFolder, DetectedSource
 from g4spec.convert.target_info import TargetInfo
 from g4spec.convert.tensors import StoredTensor, recode, worker_pool
 from g4spec.convert.unchanged import UnchangedCheck
-from g4spec.errors import InputError, UsageError
+from g4spec.errors import InputError, Unsupported, UsageError
 from g4spec.gguf import GGUF, KV, TensorData, ValueType, array, imatrix, string, u32
 from g4spec.gguf.imatrix import Imatrix
 from g4spec.gguf.writer import Progress
@@ -369,6 +369,14 @@ def _requantized(file: GGUF, name: str, choice: Policy, allow: bool) -> PlannedT
                 raise InputError(
                     f"{file.path}: tensor {name} is quantized already, as {form.name.upper()}",
                     fix="start from a BF16 file, or quantize it with `allow_requantize`",
+                )
+            factors = f"{name.removesuffix('weight')}scale"
+            gains = factors.endswith("ffn_down_exps.scale")  # every file with experts has them
+            if form.name == "nvfp4" and factors in file.tensors and not gains:
+                raise Unsupported(
+                    f"{file.path}: tensor {name} is multiplied by {factors}; this version cannot "
+                    f"write such a matrix as {new_form.name.upper()}",
+                    fix="start from the original checkpoint",
                 )
         form = new_form
     return PlannedTensor(

@@ -14,7 +14,7 @@ from g4spec import cli, quant
 from g4spec.cli import _types
 from g4spec.convert import convert, quantize
 from g4spec.errors import InputError, Unsupported, UsageError
-from g4spec.gguf import GGUF, TensorData, write
+from g4spec.gguf import GGUF, TensorData, string, write
 from g4spec.quant import policy, sizes
 from g4spec.quant.policy import Policy
 from g4spec.runtime.engine import Engine, Options
@@ -22,6 +22,7 @@ from g4spec.validate import scan, validate
 from g4spec.validate.loss import losses, total
 from tests.support import faults, tiny
 from tests.support.kinds import CONVERSION
+from tests.support.nvfp4_files import with_nvfp4
 from tests.support.quant_blocks import random_blocks
 from tests.support.selection import sample
 
@@ -439,3 +440,16 @@ def test_lost_scales_are_counted(type: str) -> None:
     stats = scan.Stats()
     scan._blocks(quant.get(type).quantize(x).reshape(-1), quant.get(type), stats)
     assert stats.lost_blocks == 2 and not stats.zero
+
+
+def test_nvfp4_weights_with_factors_keep_their_type(full: Path, tmp_path: Path) -> None:
+    """With another type g4spec would refuse the factors; weights without them are quantized."""
+    path = with_nvfp4(full, tmp_path / "nvfp4.gguf")
+    with pytest.raises(Unsupported, match=r"attn_q.weight is multiplied by .*attn_q.scale"):
+        quantize(path, tmp_path / "out.gguf", "q8_0", allow_requantize=True)
+    plain = TensorData("blk.0.ffn_down_exps.weight", (2, 1, 64), 40, [bytes(72)])
+    gains = TensorData("blk.0.ffn_down_exps.scale", (2,), 0, [bytes(8)])
+    write(tmp_path / "experts.gguf", {"general.architecture": string("gemma4")}, [plain, gains])
+    quantize(tmp_path / "experts.gguf", tmp_path / "q8.gguf", "q8_0", allow_requantize=True)
+    with GGUF(tmp_path / "q8.gguf") as file:
+        assert file.tensors[plain.name].format.name == "q8_0"
