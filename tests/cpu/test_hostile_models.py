@@ -25,7 +25,16 @@ from g4spec.runtime.tokenizer import SUPPRESS
 from g4spec.server.model_folder import find_models
 from g4spec.validate import validate
 from tests.support import kinds, malformed, tiny
-from tests.support.malformed import MASK, Change, changed, missing, not_finite, pointing, shorter
+from tests.support.malformed import (
+    MASK,
+    Change,
+    bfloat16,
+    changed,
+    missing,
+    not_finite,
+    pointing,
+    shorter,
+)
 from tests.support.nvfp4_files import with_nvfp4
 from tests.support.selection import sample
 
@@ -138,6 +147,15 @@ def test_nvfp4_weights_are_multiplied_by_their_factors(
             request = engine.generate([2, *range(20, 40)], Options(16, logprobs=4))
             texts.append([(cycle.tokens, cycle.logprobs) for cycle in request])
     assert texts[0] == texts[1]
+
+
+def test_a_confidence_head_in_16_bits(home: Path, tmp_path: Path) -> None:
+    """llama.cpp's converter writes it so."""
+    path = changed(home / "dspark.gguf", tmp_path / "d.gguf", "conf_proj.weight", bfloat16)
+    assert not [f for f in validate(path).failures if f.rule.id == "G4-TNS-004"]
+    with Engine.load(home / "target.gguf", path, n_ctx=64, draft_p_min=0.5) as engine:
+        texts = [engine.generate([2, 20, 21], Options(16, draft_max=n)) for n in (0, 3)]
+        assert len({tuple(token for c in text for token in c.tokens) for text in texts}) == 1
 
 
 def test_factors_of_another_shape_are_refused(home: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from g4spec.runtime.engine import Engine
 from tests.gpu import family, hostile
 from tests.gpu.device import EMULATED
 from tests.support import malformed
@@ -47,6 +48,15 @@ def test_nvfp4_weights_with_factors(tmp_path: Path, shape: dict[str, int]) -> No
     assert hostile.wrong_text(target, None) is None
     draft = hostile.write_draft(tmp_path, family.DRAFTS["zlab"])
     assert hostile.wrong_text(target, draft) is None
+
+
+def test_a_confidence_head_in_16_bits(tmp_path: Path) -> None:
+    target = hostile.write_target(tmp_path, {})
+    source = hostile.write_draft(tmp_path, family.DRAFTS["dspark"])
+    name = "conf_proj.weight"
+    path = malformed.changed(source, tmp_path / "bf16.gguf", name, malformed.bfloat16)
+    with Engine.load(target, path, n_ctx=hostile.CTX, device="cuda", draft_p_min=0.5) as engine:
+        assert hostile.text(engine, 3) == hostile.text(engine, 0)
 
 
 @pytest.mark.parametrize("kind", hostile.ODD_DRAFTS)

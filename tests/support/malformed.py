@@ -43,6 +43,12 @@ def raw(t: TensorData) -> bytes:
     return bytes(next(iter(t.chunks)))
 
 
+def bfloat16(t: TensorData) -> list[TensorData]:
+    """Write a float32 tensor in BF16, its values cut off."""
+    upper = np.frombuffer(raw(t), "<u2")[1::2]
+    return [TensorData(t.name, t.shape, quant.get("bf16").type, [upper.tobytes()])]
+
+
 def missing(t: TensorData) -> list[TensorData]:
     return []
 
