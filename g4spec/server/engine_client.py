@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from g4spec.convert.unchanged import file_stamps
 from g4spec.errors import EnvironmentProblem, UsageError
 from g4spec.runtime.engine import Engine, check_request
 from g4spec.runtime.engine_stats import EngineStats
@@ -33,6 +34,9 @@ MAX_FAILURES = 5
 
 MAX_TRIES = 3
 """Maximum number of processes to which a request is submitted before its prefill begins."""
+
+RESTART = "restart the server, or unload and load the model"
+"""The fix once the engine is no longer restarted."""
 
 EngineLike: TypeAlias = "Engine | EngineClient"
 
@@ -84,6 +88,7 @@ class EngineClient:
         self._stats, self._last_activity = NO_STATS, time.monotonic()
         self.failed: Exception | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._stamps = file_stamps(target)
         self._thread = threading.Thread(target=self._supervise, name="g4spec engine", daemon=True)
         self._thread.start()
         try:
@@ -114,11 +119,7 @@ class EngineClient:
             if self._closing.is_set():
                 raise UsageError("the engine is closed")
             if self.failed is not None:
-                raise EnvironmentProblem(
-                    "the engine has stopped",
-                    found=self.failed,
-                    fix="restart the server, or unload and load the model",
-                )
+                raise EnvironmentProblem("the engine has stopped", found=self.failed)
             number = next(self._ids)
             if not self._pending:
                 self._last_activity = time.monotonic()
@@ -246,7 +247,7 @@ class EngineClient:
         finally:
             with self._lock:
                 if self.failed is None and not self._closing.is_set():
-                    self.failed = EnvironmentProblem("the engine's process has ended")
+                    self.failed = EnvironmentProblem("the engine's process has ended", fix=RESTART)
             if not self._loaded.is_set():  # a bug; its traceback follows
                 self._set_load_result(
                     EnvironmentProblem("the engine's process could not be started")
@@ -258,22 +259,34 @@ class EngineClient:
         failures = 0
         while not self._closing.is_set():
             self._request_finished, self._hang_reason = False, ""
-            reason = self._run_process()
+            reason = "not started" if self._changed_file() else self._run_process()
             if self._put_to_sleep:
                 self._put_to_sleep, failures = False, 0
                 self._awake.wait()
                 continue
             failures = 1 if self._request_finished else failures + 1
             if not self._loaded.is_set():
+                found = self._changed_file() or reason
                 self._set_load_result(
-                    EnvironmentProblem("the engine's process ended while it loaded", found=reason)
+                    EnvironmentProblem("the engine's process ended while it loaded", found=found)
                 )
             if self._closing.is_set() or isinstance(self._load_result[0], BaseException):
                 break
-            last = failures >= MAX_FAILURES
-            self._on_process_end(reason, last)
-            if last or self._closing.wait(min(2 ** (failures - 2), 30) if failures > 1 else 0):
+            failed = self._changed_file()
+            if failed is None and failures >= MAX_FAILURES:
+                what = f"the engine failed {MAX_FAILURES} times in a row"
+                failed = EnvironmentProblem(what, found=reason, fix=RESTART)
+            self._on_process_end(reason, failed)
+            if failed or self._closing.wait(min(2 ** (failures - 2), 30) if failures > 1 else 0):
                 break
+
+    def _changed_file(self) -> EnvironmentProblem | None:
+        """Return an error if the target's file is not the first one, of which this process has the
+        tokenizer, configuration and context length."""
+        target = self._arguments["target"]
+        what = f"{target} was changed or removed after it was loaded"
+        unchanged = file_stamps(target) == self._stamps
+        return None if unchanged else EnvironmentProblem(what, fix=RESTART)
 
     def _watch(self) -> None:
         """Kill a process that hangs; `_run_process` notices its end."""
@@ -296,16 +309,15 @@ class EngineClient:
             process, channel = start_process()
         except OSError as error:
             return str(error)
-        self._process = process
+        self._process, reason = process, None
         channel.send("load", self._make, self._arguments)
-        reason = None
         try:
             for name, *more in channel.messages():
                 if name in ("lost", "refused"):
                     reason = str(more[0])
                 if name == "refused" and not self._loaded.is_set():
                     self._set_load_result(more[0])
-                if name == "lost":
+                if name == "lost" or (name == "ready" and self._changed_file()):
                     break
                 self._on_message(channel, name, more)
         finally:
@@ -361,28 +373,24 @@ class EngineClient:
             self._request_finished = True
             pending.request.end(*more)
 
-    def _on_process_end(self, reason: str, last: bool) -> None:
-        """End running requests with EngineLost; if `last`, end all requests and set `failed`."""
-        log.error(
-            "the engine's process ended",
-            extra={"facts": {"why": reason, "texts": len(self._pending), "again": not last}},
-        )
+    def _on_process_end(self, reason: str, failed: EnvironmentProblem | None) -> None:
+        """End running requests with EngineLost; if `failed`, set it and end all requests."""
+        facts = {"why": reason, "texts": len(self._pending), "again": not failed, "failed": failed}
+        log.error("the engine's process ended", extra={"facts": facts})
         self._stats = NO_STATS
         with self._lock:
             self._is_waking = False
-            if last:
-                self.failed = EnvironmentProblem(
-                    f"the engine failed {MAX_FAILURES} times in a row", found=reason
-                )
+            self.failed = failed
             lost = {
                 n: t
                 for n, t in self._pending.items()
-                if last or t.begun or t.tries >= MAX_TRIES or t.request.cancelled
+                if failed or t.begun or t.tries >= MAX_TRIES or t.request.cancelled
             }
             for number in lost:
                 del self._pending[number]
         for pending in lost.values():
-            pending.request.finish("interrupted", EngineLost(f"the engine failed: {reason}"))
+            ended = EngineLost(f"the engine failed: {reason}")
+            pending.request.finish("interrupted", ended if pending.begun else failed or ended)
 
     def _finish_all(self, reason: str) -> None:
         with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -333,6 +334,40 @@ def test_repeated_failures_end_the_engine(
             described["status"]["value"] == "failed" and "is gone" in described["status"]["error"]
         )
         served.stop()
+
+
+@pytest.mark.parametrize("ends", ["sleeps", "crashes", "loads"])
+def test_another_file_in_place_of_the_target_ends_the_engine(
+    ends: str, family: Path, tmp_path: Path
+) -> None:
+    """A new process loaded it, while this one kept the tokenizer and context of the old file."""
+    target, other = tmp_path / "target.gguf", tmp_path / "other.gguf"
+    for path in (target, other):
+        shutil.copy(family / "target.gguf", path)
+    make = partial(faulty.load_slowly, tmp_path / "broken")
+    with EngineClient(target, None, make=make, n_ctx=256) as engine:
+        served = Served(engine, Settings("tiny"))
+        try:
+            first = engine.process
+            if ends == "crashes":
+                other.replace(target)
+                os.kill(first or 0, signal.SIGKILL)
+                until(lambda: engine.failed is not None)
+            else:
+                assert engine.sleep()
+            if ends == "loads":
+                engine.wake()
+                until(lambda: engine.process != first)
+            if ends != "crashes":
+                other.replace(target)
+            for _ in range(2):
+                error = served.refused("/v1/completions", {"prompt": "x", "max_tokens": 2}, 503)
+                assert "target.gguf was changed or removed after it was loaded" in error["message"]
+                assert error["message"].count("Restart the server") == 1
+            assert served.http.get("/health").status_code == 503
+            assert (engine.process != first) == (ends == "loads"), "no other file is loaded"
+        finally:
+            served.stop()
 
 
 def test_loading_fails_as_it_does_in_one_process(family: Path, tmp_path: Path) -> None:
