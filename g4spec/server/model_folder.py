@@ -36,7 +36,8 @@ class Model:
     Attributes:
         name: id of the model.
         target: GGUF of the target.
-        drafts: drafts that fit, best first; those that fail validation are removed.
+        drafts: drafts that fit, best first; those that fail validation are removed, those that
+            cannot be read are kept.
         header: sizes of the target that its file names, for `meta` of /v1/models.
         created: modification time of the target when the folder was scanned.
         draft: the draft it was loaded with, or None.
@@ -106,7 +107,9 @@ class Model:
 
     def json(self) -> dict[str, Any]:
         """Return its entry of /v1/models."""
-        draft = self.draft or (self.drafts[0] if self.drafts else None)
+        draft = self.draft
+        if self.service is None and draft is None and self.drafts:
+            draft = self.drafts[0]
         failed = self.service.engine.failed if self.service is not None else None
         status = "failed" if failed is not None else self.status
         problem = self.problem if failed is None else str(failed)
@@ -206,18 +209,28 @@ def find_models(
     return out
 
 
+def _is_valid(model: Model, draft: Path) -> bool:
+    """Return whether a draft passes all rules; if not, remove it from those of its model, unless it
+    cannot be read: it may come back."""
+    facts = {"model": model.name, "draft": draft.name}
+    try:
+        if validate.validate(draft, model.target).ok:
+            return True
+    except InputError as error:
+        log.warning("a draft cannot be read", extra={"facts": {**facts, "why": str(error)}})
+        return False
+    model.drafts.remove(draft)
+    log.warning("a draft does not validate", extra={"facts": facts})
+    return False
+
+
 def open_model(model: Model, load: Load) -> Service:
     """Load a target with its first draft that passes all rules.
 
     Raises:
         G4Error: it cannot be loaded, or its process ended in the first step.
     """
-    while model.drafts and not validate.validate(model.drafts[0], model.target).ok:
-        log.warning(
-            "a draft does not validate",
-            extra={"facts": {"model": model.name, "draft": model.drafts.pop(0).name}},
-        )
-    model.draft = model.drafts[0] if model.drafts else None
+    model.draft = next((draft for draft in [*model.drafts] if _is_valid(model, draft)), None)
 
     def progress(read: int, whole: int) -> None:
         model.read = read, whole

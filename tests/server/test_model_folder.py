@@ -102,6 +102,31 @@ def test_a_deleted_file_fails_only_its_own_requests(
         served.stop()
 
 
+def test_a_missing_draft_is_passed_over_until_it_is_back(
+    family: Path, tmp_path: Path, room: ModelLoader
+) -> None:
+    """Its model answered 503, although there was another draft."""
+    shutil.copy(family / "target.gguf", tmp_path / "first.gguf")
+    for name in ("a", "b"):
+        shutil.copy(family / "dflash.gguf", tmp_path / f"{name}.gguf")
+    served = ModelServer(tmp_path, room, max_loaded=1)
+    try:
+        for missing, used in ((["a"], "b.gguf"), (["a", "b"], None), ([], "a.gguf")):
+            for name in missing:
+                (tmp_path / f"{name}.gguf").rename(tmp_path / f"{name}.away")
+            answer = served.http.post("/v1/completions", json=ASK)
+            assert answer.status_code == 200, answer.text
+            assert (answer.json()["timings"]["draft_n"] > 0) == (used is not None)
+            (model,) = served.http.get("/v1/models").json()["data"]
+            assert model["draft"] == used
+            assert {model["draft"], *model["other_drafts"]} - {None} == {"a.gguf", "b.gguf"}
+            assert served.http.post("/models/unload", json={"model": "first"}).json()["success"]
+            for name in missing:
+                (tmp_path / f"{name}.away").rename(tmp_path / f"{name}.gguf")
+    finally:
+        served.stop()
+
+
 def test_a_model_that_is_used_again_is_not_unloaded(folder: Path) -> None:
     """It was idle, but a request came while another model was being loaded."""
     room = ModelLoader()
