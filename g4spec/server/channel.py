@@ -22,7 +22,7 @@ Message = tuple[Any, ...]
 Sent by it:
 
 - "loading", tensors read, total tensors. "ready", `EngineInfo`. "refused", G4Error: load failed.
-- "begun", number: the request has a slot, and its prefill has begun.
+- "begun", number, stats: the request has a slot, and its prefill has begun.
 - "cycle", number, Cycle, Stats, length, text: `text` replaces what follows
   the first `length` characters.
 - "done", number, Stats, notes, error, length, text.

@@ -366,7 +366,7 @@ class EngineClient:
             if name == "done":
                 del self._pending[number]
         if name == "begun":
-            pending.begun = True
+            pending.begun, pending.request.stats = True, more[0]
         elif name == "cycle":
             pending.request.add(*more)
         else:

@@ -120,9 +120,8 @@ class RequestRelay:
         for cycle in request.drain():
             if not self._begun:
                 self._begun = True
-                channel.send_now(
-                    "begun", self._number
-                )  # unqueued: the next step may crash the process
+                # Unqueued: the next step may crash the process.
+                channel.send_now("begun", self._number, copy_stats(request.stats))
             if self._progress or not isinstance(cycle, Progress):
                 send("cycle", self._number, cycle, copy_stats(request.stats), *self._new_text())
         if request.done:

@@ -172,11 +172,13 @@ class Metrics:
             self.inter_token_latency.labels(*self._label).observe(seconds / count)
 
     def observe_end(self, stats: Stats, seconds: float, reason: str) -> None:
-        """Count a text that has ended."""
+        """Count a text that has ended after `seconds`; if its prefill never began, it waited for as
+        long and looked nothing up in the prefix cache."""
+        begun = reason != "abort" or stats.queue_seconds > 0
         self._llama.observe_end(stats)
         label = self._label
         self.request_latency.labels(*label).observe(seconds)
-        self.queue_time.labels(*label).observe(stats.queue_seconds)
+        self.queue_time.labels(*label).observe(stats.queue_seconds if begun else seconds)
         self.finished_texts.labels(*label, reason).inc()
         for counter, count in (
             (self.drafts, stats.drafted_by_position[0]),
@@ -184,7 +186,7 @@ class Metrics:
             (self.accepted, stats.accepted),
             (self.prompt, stats.prompt_tokens),
             (self.generated, stats.tokens),
-            (self.queries, stats.prompt_tokens),
+            (self.queries, stats.prompt_tokens if begun else 0),
             (self.hits, stats.cached_tokens),
             (self.preempted, stats.preempted),
             (self.steps, stats.cycles),

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -308,6 +309,34 @@ def test_a_failure_ends_only_running_requests(
     assert red == 503 and remote.http.get("/health").status_code == 200
     assert remote.post("/v1/completions", prompt="x", max_tokens=2)
     thread.join()
+
+
+def test_the_wait_of_texts_that_never_begin_is_observed(
+    remote: Served, client: EngineClient
+) -> None:
+    """Clients that gave up under load made the time in the queue look short."""
+    metrics = remote.service.metrics
+
+    def waited() -> float:
+        (found,) = metrics.queue_time.collect()
+        return sum(sample.value for sample in found.samples if sample.name.endswith("_sum"))
+
+    until(lambda: client.stats().idle)
+    long = Options(n_predict=1500, ignore_eos=True)
+    running = [client.submit([2, i], long) for i in (30, 31, 32)]
+    until(lambda: client.stats().running == 3)
+    before, queries = waited(), metrics.value(metrics.queries)
+    with pytest.raises(httpx.ReadTimeout):
+        remote.http.post("/v1/completions", json={"prompt": "The cat"}, timeout=1)
+    until(lambda: remote.service.open == 0)
+    assert waited() - before > 0.9
+    assert metrics.value(metrics.queries) == queries
+    for request in running:
+        request.cancel()
+    read = client.submit([2, *range(100, 1600)], long)
+    until(lambda: read.stats.queue_seconds)
+    assert not read.ids, "known from the beginning of prefill on"
+    read.cancel()
 
 
 def test_repeated_failures_end_the_engine(
