@@ -5,14 +5,17 @@ from __future__ import annotations
 from pydantic_core import from_json
 from starlette.types import Message, Receive
 
+from g4spec.server.sse import ClientDisconnected
+
 
 async def read_body(receive: Receive) -> tuple[bytes, Receive]:
-    """Read a request body; return it and a `receive` that delivers it again."""
+    """Read a request body; return it and a `receive` that delivers it again. Raise
+    ClientDisconnected if the client leaves before its end."""
     parts, more = [], True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            break
+            raise ClientDisconnected
         parts.append(message.get("body", b""))
         more = message.get("more_body", False)
     body = b"".join(parts)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -311,6 +313,30 @@ WITHOUT_MODEL = (
     ("POST", "/v1/responses/resp_x/cancel", 404),
 )
 """Requests that need no model, or one that is loaded: method, path, status."""
+
+
+def test_a_body_that_ends_too_early_is_not_handed_on(
+    folder: Path, room: ModelLoader, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its client had left; what had arrived was handed on as if it were all of it."""
+    served = ModelServer(folder, room, max_loaded=2)
+    try:
+        assert served.http.post("/models/load?model=first").status_code == 200
+        caplog.set_level(logging.INFO, "g4spec.server")
+        url = served.http.base_url
+        with socket.create_connection((url.host, url.port)) as client:
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n"
+            client.sendall(head + b'{"prompt": ')
+            time.sleep(0.2)
+
+        def found() -> list[int]:
+            facts = [getattr(record, "facts", {}) for record in caplog.records]
+            return [each["status"] for each in facts if each.get("method") == "POST"]
+
+        wait(found)
+        assert found() == [499]
+    finally:
+        served.stop()
 
 
 @pytest.mark.parametrize("autoload", [True, False])
