@@ -106,8 +106,8 @@ BODY_SECONDS = 30.0
 
 
 class BodyLimitMiddleware:
-    """Rejects bodies of more than `limit` bytes (413) before reading them completely, and those
-    that stop before their end for BODY_SECONDS (408)."""
+    """Rejects bodies of more than `limit` bytes (413) before reading them completely, those that
+    stop before their end for BODY_SECONDS (408), and compressed ones (415)."""
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
         self._app, self._limit = app, limit
@@ -118,7 +118,8 @@ class BodyLimitMiddleware:
             await self._app(scope, receive, send)
             return
         size, complete, started = 0, False, False
-        length = Headers(scope=scope).get("content-length", "0")
+        headers = Headers(scope=scope)
+        length, encoding = (headers.get(f"content-{what}", "") for what in ("length", "encoding"))
 
         async def limited_receive() -> Message:
             nonlocal size, complete
@@ -133,6 +134,10 @@ class BodyLimitMiddleware:
             if size > self._limit:
                 raise self._too_large()
             complete = not message.get("more_body", False)
+            # At the end: a client that still sends may not read the response.
+            if complete and size and encoding.lower() not in ("", "identity"):
+                what = f"Content-Encoding: {encoding!r:.80} is not supported; send the body without"
+                raise _RefusedBody(415, f"{what} compression", "unsupported_encoding")
             return message
 
         async def tracked_send(message: Message) -> None:
@@ -149,6 +154,8 @@ class BodyLimitMiddleware:
                 raise
             response = error_response(refused.answer, scope)
             response.headers["connection"] = "close"
+            if refused.answer.status == 415:
+                response.headers["accept-encoding"] = "identity"  # RFC 7694
             await response(scope, receive, send)
 
     def _too_large(self) -> _RefusedBody:

@@ -16,6 +16,7 @@ TYPES = {
     405: "invalid_request_error",
     408: "timeout_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     501: "not_supported_error",
     503: "overloaded_error",

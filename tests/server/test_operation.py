@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import logging
 import os
@@ -507,6 +508,22 @@ def test_metrics(busy: Served) -> None:
     busy.refused("/v1/completions", {"fo": 1})
     after = read()
     assert grown(refused) == 1
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "identity, gzip"])
+def test_compressed_bodies_are_refused_by_name(busy: Served, encoding: str) -> None:
+    """They were "not valid JSON"."""
+    head = {"content-encoding": encoding}
+    content = gzip.compress(b'{"content": "x"}')
+    for path in ("/tokenize", "/v1/messages"):
+        answer = busy.http.post(path, content=content, headers=head)
+        assert answer.status_code == 415 and answer.headers["accept-encoding"] == "identity"
+        message = answer.json()["error"]["message"]
+        assert message.startswith(f"Content-Encoding: {encoding!r} is not supported"), message
+        assert answer.json()["error"]["type"] == "invalid_request_error" or "messages" in path
+    plain = {"content-encoding": "Identity"}
+    answer = busy.http.post("/tokenize", content=b'{"content": "x"}', headers=plain)
+    assert answer.status_code == 200
 
 
 def test_every_error_is_counted_once(
