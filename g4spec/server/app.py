@@ -63,5 +63,6 @@ def create_app(
         lifespan=lifespan,
         exception_handlers=EXCEPTION_HANDLERS,
     )
+    app.router.redirect_slashes = False  # behind a proxy, its address would be wrong
     app.state.service, app.state.replays = service, replays
     return app

@@ -54,6 +54,7 @@ class ModelRouter:
         self._routes = [*ROUTER_ROUTES, *routes(Endpoints)]
         # Answers requests that match no route, as the application of a model would.
         self._wrong_paths = Starlette(routes=self._routes, exception_handlers=EXCEPTION_HANDLERS)
+        self._wrong_paths.router.redirect_slashes = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""

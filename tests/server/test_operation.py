@@ -510,6 +510,14 @@ def test_metrics(busy: Served) -> None:
     assert grown(refused) == 1
 
 
+def test_a_slash_at_the_end_of_a_path_redirects_nowhere(busy: Served) -> None:
+    """The address of the redirection lacked the prefix and the https of a proxy."""
+    for path in ("/health/", "/v1/live/"):
+        answer = busy.http.get(path)
+        assert answer.status_code == 404 and "location" not in answer.headers
+        assert f"no endpoint at {path}; GET /openapi.json" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("encoding", ["gzip", "br", "identity, gzip"])
 def test_compressed_bodies_are_refused_by_name(busy: Served, encoding: str) -> None:
     """They were "not valid JSON"."""
