@@ -176,10 +176,14 @@ class Endpoints(StoredResponses):
     async def _log_when_done(
         self, request: Request, generation: Generation, events: Events
     ) -> Events:
-        """Yield `events`; at the end, close the generation and add its figures to the log."""
+        """Yield `events`; at the end, close the generation, count its error and add its figures to
+        the log."""
         try:
             async for each in events:
                 yield each
+        except RequestError as refused:
+            self._service.metrics.count_error(refused.status)
+            raise
         finally:
             await events.aclose()
             generation.close()

@@ -134,7 +134,9 @@ class Metrics:
             return Counter(f"g4spec:{name}", text, (*names, *more), registry=self.registry)
 
         self.errors = counter(
-            "request_refused", "Requests answered with an error, by status.", "status"
+            "request_refused",
+            "Requests answered with an error, by status; streams may end with one.",
+            "status",
         )
         self.drafted_at = counter(
             "spec_decode_num_draft_tokens_per_pos", "Drafted tokens by position.", "position"
@@ -203,7 +205,7 @@ class Metrics:
         self.time_to_first_token.labels(*self._label).observe(seconds)
 
     def count_error(self, status: int) -> None:
-        """Count a refused request."""
+        """Count a request that is refused, or that fails after its stream has begun."""
         self.errors.labels(*self._label, str(status)).inc()
 
     def value(self, counter: Counter, *more: str) -> float:

@@ -113,6 +113,7 @@ class Writer:
                     record.add_event(each)
         except RequestError as refused:
             if not record.cancelled:
+                self._service.metrics.count_error(refused.status)
                 record.add_event(self.failed(refused))
         finally:
             generation.close()

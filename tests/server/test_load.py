@@ -4,6 +4,7 @@ request."""
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from collections.abc import Callable
@@ -136,8 +137,14 @@ def test_a_request_that_takes_too_long_ends(busy: Served) -> None:
     try:
         error = busy.refused("/v1/completions", body, 408)
         assert error["code"] == "timeout" and "0.1 seconds" in error["message"]
-        last = busy.stream("/v1/completions", **body)[-1]
-        assert last["error"]["code"] == "timeout"
+        metrics = busy.service.metrics
+        before = metrics.value(metrics.errors, "408")
+        for head in ({}, {"x-conversation-id": "slow"}):
+            sent = {**body, "stream": True}
+            text = busy.http.post("/v1/completions", json=sent, headers=head).text
+            assert json.loads(text.split("data: ")[-1])["error"]["code"] == "timeout"
+        assert "timeout" in busy.http.get("/v1/stream?conv_id=slow").text
+        assert metrics.value(metrics.errors, "408") - before == 2
     finally:
         object.__setattr__(settings, "time_limit", 600.0)
     wait(busy.idle)

@@ -22,7 +22,7 @@ from g4spec.server.response_items import chat_request, items
 from g4spec.server.response_store import Record, ResponseStore
 from g4spec.server.responses import Writer
 from g4spec.server.settings import Settings
-from tests.server.running_server import Served
+from tests.server.running_server import Served, wait
 from tests.server.test_openai import SCHEMAS, WEATHER
 from tests.support.selection import sample
 
@@ -478,7 +478,11 @@ def test_an_error_in_a_stream_is_an_event(engines: Callable[..., Engine]) -> Non
         body = given(max_output_tokens=4000, extra_body={"ignore_eos": True, "draft_max": 0})
         with connect(served) as client:
             last: Any = list(client.responses.create(**body, stream=True))[-1]
+            slow = client.responses.create(**body, background=True)
+            wait(lambda: client.responses.retrieve(slow.id).status == "failed")
         assert last.type == "response.failed" and last.response.status == "failed"
         assert "more than 0.2 seconds" in last.response.error.message
+        metrics = served.service.metrics
+        assert metrics.value(metrics.errors, "408") == 2
     finally:
         served.stop()
