@@ -96,9 +96,9 @@ class Layer(nn.Module):
 class Target(nn.Module):
     """Gemma 4 target: embedding, layers, final norm and tied head."""
 
-    def __init__(self, c: TargetConfig = TargetConfig()) -> None:
+    def __init__(self, c: TargetConfig | None = None) -> None:
         super().__init__()
-        self.c = c
+        self.c = c = c or TargetConfig()
         self.embed = nn.Embedding(c.vocab, c.hidden)
         self.layers = nn.ModuleList(Layer(c, kind) for kind in c.layers)
         self.norm = nn.Parameter(torch.ones(c.hidden))
