@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -146,18 +146,19 @@ class Engine:
 
     # ---- requests
 
-    def submit(self, prompt: Sequence[int], options: Options | None = None) -> Request:
+    def submit(self, prompt: Iterable[int], options: Options | None = None) -> Request:
         """Queue a prompt and return its request immediately. With `Options.n` > 1 the other
         requests are in its `choices`.
 
         Raises:
             InputError: the prompt is empty, too long for the context, or has ids outside the
-            vocabulary. UsageError: `logit_bias` names a token outside the vocabulary.
+            vocabulary. UsageError: `logit_bias` names a token outside the vocabulary, or an
+            argument has another type.
         """
         self._check_thread()
-        options = options or Options()
-        check_request(prompt, options, self.config, self.n_ctx)
-        ids, requests = [int(token) for token in prompt], []
+        options = Options() if options is None else options
+        ids = check_request(prompt, options, self.config, self.n_ctx)
+        requests = list[Request]()
         with self.step_lock():
             if self._closed:
                 raise UsageError("the engine is closed")
@@ -182,7 +183,7 @@ class Engine:
             request.choices = requests
         return requests[0]
 
-    def generate(self, prompt: Sequence[int], options: Options | None = None) -> Request:
+    def generate(self, prompt: Iterable[int], options: Options | None = None) -> Request:
         """Submit one prompt; short form: `for cycle in engine.generate(ids, options)`."""
         return self.submit(prompt, options)
 
@@ -346,29 +347,40 @@ class Engine:
         self.close()
 
 
-def check_request(prompt: Sequence[int], options: Options, config: Any, n_ctx: int) -> None:
-    """Raise the errors that `Engine.submit` would raise for a request with this target."""
+def check_request(prompt: Iterable[int], options: Options, config: Any, n_ctx: int) -> list[int]:
+    """Raise the errors that `Engine.submit` would raise for a request with this target. Return the
+    prompt, which may be an iterator, as a list."""
     if isinstance(prompt, str | bytes):
         raise UsageError(
             "the prompt is text", expected="token ids", fix="use engine.tokenizer.encode(text)"
         )
-    if len(prompt) == 0:
+    if not isinstance(options, Options):
+        raise UsageError("`options`", expected="Options", found=f"{options!r:.80}")
+    try:
+        tokens = iter(prompt)
+    except TypeError as e:
+        raise UsageError(
+            "`prompt`", expected="a sequence of token ids", found=f"{prompt!r:.80}"
+        ) from e
+    ids = list(tokens)
+    if not ids:
         raise InputError("the prompt is empty", expected="at least one token")
-    if bad := [t for t in prompt if not ranges.is_token_id(t, config.n_vocab)]:
+    if bad := [t for t in ids if not ranges.is_token_id(t, config.n_vocab)]:
         raise InputError(
             "a prompt token is outside the vocabulary",
             expected=f"0..{config.n_vocab - 1}",
             found=bad[0],
         )
-    if len(prompt) > n_ctx:
-        needed, trained = len(prompt) + options.n_predict, config.n_ctx
+    if len(ids) > n_ctx:
+        needed, trained = len(ids) + options.n_predict, config.n_ctx
         fix = (
             f"use `n_ctx` {needed}"
             if needed <= trained
             else (f"use a shorter one: the model was trained on {trained} tokens")
         )
-        raise PromptTooLong(len(prompt), n_ctx, len(prompt), fix)
+        raise PromptTooLong(len(ids), n_ctx, len(ids), fix)
     if bad := [t for t, _ in options.sampler.logit_bias if t >= config.n_vocab]:
         raise UsageError(
             "`logit_bias`", expected=f"token ids 0 to {config.n_vocab - 1}", found=bad[0]
         )
+    return [int(token) for token in ids]

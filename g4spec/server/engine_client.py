@@ -13,7 +13,7 @@ import subprocess
 import threading
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -109,12 +109,12 @@ class EngineClient:
 
     # ---- requests
 
-    def submit(self, prompt: Sequence[int], options: Options | None = None) -> Request:
+    def submit(self, prompt: Iterable[int], options: Options | None = None) -> Request:
         """See `Engine.submit`; `Options.n` must be 1."""
-        options = options or Options()
+        options = Options() if options is None else options
+        ids = check_request(prompt, options, self.config, self.n_ctx)
         assert options.n == 1, options.n
-        check_request(prompt, options, self.config, self.n_ctx)
-        request, data = RemoteRequest(prompt, options, self), pickle_options(options)
+        request, data = RemoteRequest(ids, options, self), pickle_options(options)
         with self._lock:
             if self._closing.is_set():
                 raise UsageError("the engine is closed")

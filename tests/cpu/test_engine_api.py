@@ -631,8 +631,7 @@ def test_ids_of_numpy_are_taken(more: int) -> None:
     on = memory_engine.engine(mm.dflash_draft, n_ctx=700, prefix_bytes=1 << 20)
     prompt = [*PROMPTS[0], *batch_invariance.tokens(random.Random(4), more)]
     own, numpy = (
-        on.submit(ids, Options(8, ignore_eos=True))  # type: ignore[arg-type]
-        for ids in (prompt, np.array(prompt, np.uint16))
+        on.submit(ids, Options(8, ignore_eos=True)) for ids in (prompt, np.array(prompt, np.uint16))
     )
     list(own), list(numpy)
     assert own.ids == numpy.ids and all(type(token) is int for token in numpy.prompt)
@@ -730,6 +729,28 @@ def test_options_may_be_iterators() -> None:
 def test_text_instead_of_ids_is_refused() -> None:
     with pytest.raises(UsageError, match=r"engine\.tokenizer\.encode"):
         memory_engine.engine().submit("def area(r):")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prompt", [None, 5, np.array(5), torch.tensor(5)])
+def test_other_things_than_prompts_are_refused(prompt: Any) -> None:
+    with pytest.raises(UsageError, match="`prompt`: expected a sequence of token ids"):
+        memory_engine.engine().submit(prompt)
+
+
+@pytest.mark.parametrize("options", [{"n_predict": 2}, {}, 24])
+def test_other_things_than_options_are_refused(options: Any) -> None:
+    """An empty dict was taken for the defaults."""
+    with pytest.raises(UsageError, match="`options`: expected Options"):
+        memory_engine.engine().submit(PROMPTS[0], options)
+
+
+def test_a_prompt_may_be_an_iterator(texts: list[str]) -> None:
+    on = engine()
+    request = on.submit(iter(PROMPTS[0]), OPTIONS)
+    list(request)
+    assert request.prompt == PROMPTS[0] and request.text == texts[0]
+    with pytest.raises(InputError, match="the prompt is empty"):
+        on.submit(iter([]))
 
 
 def test_a_failing_step_ends_all_requests_and_the_engine_continues(
