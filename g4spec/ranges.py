@@ -33,9 +33,11 @@ class Range(NamedTuple):
 MAX_COUNT = 100_000
 """Largest number of comparisons or repeats in one run."""
 MAX_PARALLEL = 1024
-"""Largest number of running requests of an engine, each of which has memory from the start."""
+"""Largest number of running requests of an engine, each of which has memory from the start, and of
+completions of one prompt."""
 
 _COUNT = Range(lambda x: 1 <= x <= MAX_COUNT, f"1 to {MAX_COUNT}")
+_PARALLEL = Range(lambda x: 1 <= x <= MAX_PARALLEL, f"1 to {MAX_PARALLEL}")
 _POSITIVE = Range(lambda x: x >= 1, ">= 1")
 _OPENAI_PENALTY = Range(lambda x: -2 <= x <= 2, "in [-2, 2]", Real)
 
@@ -50,9 +52,9 @@ RANGES = {
     "frequency_penalty": _OPENAI_PENALTY,
     "n_predict": _POSITIVE,
     "draft_max": Range(lambda x: 0 <= x <= MAX_DRAFT, f"0 to {MAX_DRAFT}, or auto", word="auto"),
-    "n": _POSITIVE,
+    "n": _PARALLEL,
     "count": _COUNT,
-    "parallel": Range(lambda x: 1 <= x <= MAX_PARALLEL, f"1 to {MAX_PARALLEL}"),
+    "parallel": _PARALLEL,
     "chunk": _POSITIVE,
     "pool": _POSITIVE,
     "prefix_cache": Range(lambda x: x >= 0, ">= 0 (0 disables it)"),

@@ -46,7 +46,7 @@ class Options:
             token, None: none. They belong to the unfiltered distribution at temperature 1.
         sampled_logprobs: `logprobs` belong to the distribution that tokens are sampled from: after
             bias, penalties, mask, filters and temperature.
-        n: number of completions; completion i uses the sampler's seed + i.
+        n: number of completions, 1 to 1024; completion i uses the sampler's seed + i.
         mask: function from the tokens so far to the allowed next tokens (bool [V], or None for
             all), for grammars.
         stream: creates the text decoder; default: `Tokenizer.stream`. It may skip tokens; `stop` is

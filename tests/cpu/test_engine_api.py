@@ -719,6 +719,13 @@ def test_settings_of_torch_of_the_caller_change_nothing(
     assert got.ids == want.ids
 
 
+@pytest.mark.parametrize("n", [1025, 10**8])
+def test_the_number_of_texts_is_limited(n: int) -> None:
+    """All were made at once, while no request could run."""
+    with pytest.raises(UsageError, match=f"`n`: expected 1 to 1024, found {n}"):
+        Options(n=n)
+
+
 def test_options_may_be_iterators() -> None:
     """The checks consumed them, after which they had no effect."""
     options = Options(stop=iter(["a", "b"]))  # type: ignore[arg-type]
