@@ -87,10 +87,14 @@ def is_token_id(value: Any, n_vocab: float = math.inf) -> bool:
 
 
 def check(**values: Any) -> None:
-    """Raise UsageError for the first value of another type or outside RANGES; None is skipped."""
+    """Raise UsageError for the first value of another type or outside RANGES."""
     for name, value in values.items():
-        if value is not None:
-            _check(name, value)
+        _check(name, value)
+
+
+def check_given(**values: Any) -> None:
+    """Check values as `check` does, but skip None, the default of such parameters."""
+    check(**{name: value for name, value in values.items() if value is not None})
 
 
 def _check(name: str, value: Any) -> None:

@@ -42,7 +42,7 @@ def check(values: Mapping[str, Any]) -> None:
                 expected = "1 or more, or -1 to continue until the context is full"
                 raise UsageError("`n_predict`", expected=expected, found=value)
         elif field in ranges.RANGES:
-            ranges.check(**{field: value})
+            ranges.check_given(**{field: value})
     if "cache_type" in values or "device" in values:
         _check_load_options(values)
 

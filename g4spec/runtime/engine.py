@@ -125,7 +125,8 @@ class Engine:
             UsageError: an option is out of range, or the draft does not support it.
             EnvironmentProblem: there is not enough memory.
         """
-        ranges.check(parallel=parallel, chunk=chunk, pool=pool, prefix_cache=prefix_cache)
+        ranges.check(parallel=parallel, prefix_cache=prefix_cache)
+        ranges.check_given(chunk=chunk, pool=pool)
         backend = devices.select(device, cache_type)
         chunk = -(-(chunk or backend.chunk) // backend.block) * backend.block
         with own_settings(backend.ops.device), GGUF(target) as file:

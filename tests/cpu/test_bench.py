@@ -115,6 +115,12 @@ def test_the_same_prompt_twice_is_refused() -> None:
         bench.sweep(bench_engine.engine(), twice, bench.BenchConfig((0,), 8, 1))
 
 
+@pytest.mark.parametrize("kw", [{"n_predict": None}, {"repeats": None}])
+def test_settings_of_none_are_refused(kw: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"`{next(iter(kw))}`: expected an integer"):
+        bench.BenchConfig((0,), **kw)
+
+
 def test_a_prompt_without_room_is_refused() -> None:
     with pytest.raises(UsageError, match="do not fit"):
         bench.sweep(

@@ -604,10 +604,13 @@ def test_sizes_below_zero_are_refused(name: str, value: int, valid: str) -> None
         {"draft_p_min": True},
         {"device": None},
         {"device": torch.device("cpu")},
+        {"parallel": None},
+        {"prefix_cache": None},
     ],
 )
 def test_settings_of_other_types_are_refused(kw: dict[str, Any], tmp_path: Path) -> None:
-    """They ended in tracebacks, a window of True only in the first step."""
+    """They ended in tracebacks, a window of True only in the first step, `parallel` None after the
+    files had been read."""
     path = tokens.target_file(tmp_path / "t.gguf")
     with pytest.raises(UsageError, match=f"`{next(iter(kw))}`: expected"):
         Engine.load(path, "draft.gguf" if "draft" in str(kw) else None, **kw)
