@@ -298,22 +298,30 @@ class Engine:
 
     def start(self) -> None:
         """Run steps in a thread of the engine from now on, until `close`."""
+        self._check_thread()
         if self._thread is not None:  # without the lock: nobody waits for a step here
             return
         with self.step_lock():
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._run_steps, name="g4spec", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run_steps, name="g4spec", daemon=True)
+                thread.start()  # it waits for the lock; `_is_copy` must not see one that never ran
+                self._thread = thread
 
     def _check_thread(self) -> None:
         """Raise EnvironmentProblem after a fork, which copies the engine without its thread."""
+        if self._is_copy:
+            raise EnvironmentProblem(
+                "the engine's thread does not run in this process",
+                fix="load an engine after the fork, or do not call `start` before it",
+            )
+
+    @property
+    def _is_copy(self) -> bool:
+        """True in a process that was forked while the engine had a thread."""
         thread = self._thread
-        if thread is None or thread.is_alive() or self._closed or self.failed is not None:
-            return
-        raise EnvironmentProblem(
-            "the engine's thread does not run in this process",
-            fix="load an engine after the fork, or do not call `start` before it",
-        )
+        if thread is None or thread.is_alive() or self._closed:
+            return False
+        return self.failed is None
 
     def _run_steps(self) -> None:
         while True:
@@ -326,7 +334,10 @@ class Engine:
 
     def close(self) -> None:
         """End all requests and free the engine's memory. Generated text stays readable. A listener
-        may call it: the step that produced its news ends first."""
+        may call it: the step that produced its news ends first. It does nothing in a process that
+        was forked after `start`: the engine is that of the other one."""
+        if self._is_copy:  # its lock may be held for good
+            return
         with self.step_lock():
             self._closed = True
             if self._stepping:

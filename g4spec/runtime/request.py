@@ -247,8 +247,8 @@ class Request:
             except RuntimeError:  # the loop was closed under its reader
                 self.cancel()
 
-        self.listen(wake)
         self._driver.start()
+        self.listen(wake)
         try:
             while True:
                 arrived.clear()

@@ -184,11 +184,14 @@ def test_a_closed_event_loop_does_not_affect_other_requests(
 # ---- the end of a request
 
 
-@pytest.mark.parametrize("submitted", ["before", "after"])
-def test_a_forked_process_is_told_that_no_thread_runs_its_steps(
-    submitted: str, threaded: Engine
-) -> None:
+@pytest.mark.parametrize("use", ["read", "submit", "read later", "start"])
+def test_a_forked_process_is_told_that_no_thread_runs_its_steps(use: str, threaded: Engine) -> None:
     """Its requests never ended: a fork copies the engine, not its thread."""
+
+    async def read(request: Request) -> None:
+        async for _ in request:
+            pass
+
     threaded.start()
     with threaded.step_lock():  # or it could be held for good in the other process
         early = threaded.submit(PROMPTS[0], OPTIONS)
@@ -196,12 +199,24 @@ def test_a_forked_process_is_told_that_no_thread_runs_its_steps(
         if process == 0:
             code = 1
             try:
-                next(iter(early if submitted == "before" else threaded.submit(PROMPTS[1])))
+                if use == "read":
+                    next(iter(early))
+                elif use == "submit":
+                    threaded.submit(PROMPTS[1])
+                elif use == "read later":
+                    asyncio.run(read(early))
+                else:
+                    threaded.start()
             except EnvironmentProblem:
                 code = 0
             finally:
                 os._exit(code)
     list(early)
+    assert exit_code(process) == 0
+
+
+def exit_code(process: int) -> int:
+    """Return the exit code of a process, which is killed after 10 seconds."""
     for _ in range(100):
         found, status = os.waitpid(process, os.WNOHANG)
         if found:
@@ -210,7 +225,32 @@ def test_a_forked_process_is_told_that_no_thread_runs_its_steps(
     else:
         os.kill(process, signal.SIGKILL)
         found, status = os.waitpid(process, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+    return os.waitstatus_to_exitcode(status)
+
+
+def test_close_in_a_forked_process_does_not_wait(threaded: Engine, texts: list[str]) -> None:
+    """It waited for good for the lock, which the engine's thread has during a step."""
+    threaded.start()
+    held, left = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with threaded.step_lock():
+            held.set()
+            left.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait(60)
+    process = os.fork()
+    if process == 0:
+        threaded.close()
+        os._exit(0)
+    code = exit_code(process)
+    left.set()
+    holder.join()
+    assert code == 0
+    list(request := threaded.submit(PROMPTS[0], OPTIONS))
+    assert request.text == texts[0]
 
 
 def test_cancelled_requests_end_within_two_steps(texts: list[str]) -> None:
