@@ -24,6 +24,7 @@ from g4spec.convert.target_info import TargetInfo
 from g4spec.convert.tensors import StoredTensor
 from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import GGUF
+from g4spec.models.fields import Fields
 
 TOKENS = "tokenizer.ggml.tokens"
 CENTROIDS, ORDERING = "masked_embedding.centroids.weight", "masked_embedding.token_ordering"
@@ -106,7 +107,8 @@ class _Rewriter:
         return RewrittenDraft(config, tensors, canonical_names, self.dropped, self.notes)
 
     def _refuse(self) -> None:
-        """Raise Unsupported if the file uses a feature that has no code here."""
+        """Raise Unsupported if the file uses a feature that has no code here, InputError if it
+        scales positions."""
         used_keys = [key for key, full in self.own_keys.items() if self._value(full)]
         for pattern, feature in self.family.unsupported:
             found = next(
@@ -121,6 +123,8 @@ class _Rewriter:
                 raise Unsupported(
                     f"{self.file.path}: {feature} ({found}); this version has no code for it"
                 )
+        arch = f"{self.file.get('general.architecture')}."
+        Fields(self.file.kv, str(self.file.path), arch).require_plain_positions()
 
     def _value(self, key: str) -> Any:
         """Return a metadata value; of an array with over 1024 entries, its length."""

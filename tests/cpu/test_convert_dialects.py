@@ -13,7 +13,7 @@ from g4spec import validate
 from g4spec.convert import convert, convert_cached, detect, dialects
 from g4spec.convert.dialects import DIALECTS
 from g4spec.errors import InputError, Unsupported, UsageError
-from g4spec.gguf import GGUF, ValueType, array, boolean, string, u32
+from g4spec.gguf import GGUF, ValueType, array, boolean, f32, string, u32
 from g4spec.models.assistant import ORDERING
 from tests.cpu.test_convert_kinds import content
 from tests.support import tiny
@@ -205,6 +205,11 @@ WRONG: dict[str, tuple[Callable[[Parts], Any], str]] = {
     "width": (lambda p: p.kv.update({f"{p.arch}.embedding_length": u32(96)}), "hidden size"),
     "tokens": (lambda p: p.kv["tokenizer.ggml.tokens"].data.__setitem__(9, "other"), "tokens are"),
     "layers": (lambda p: p.kv.update({f"{p.arch}.block_count": u32(1 << 30)}), "at most 512"),
+    "positions": (
+        lambda p: p.more({"rope.scaling.type": string("yarn"), "rope.scaling.factor": f32(4)}),
+        r"rope\.scaling\.factor: expected one of .*found 4",
+    ),
+    "scale": (lambda p: p.more({"rope.scale_linear": f32(2)}), r"rope\.scale_linear"),
 }
 
 
@@ -216,6 +221,17 @@ def test_files_that_do_not_fit_are_refused(name: str, family: Path, tmp_path: Pa
     change(parts)
     with pytest.raises(InputError, match=says):
         convert(parts.write(tmp_path / "old.gguf"), tmp_path / "n.gguf", target=family / "target")
+
+
+def test_scaling_by_nothing_is_taken(family: Path, tmp_path: Path) -> None:
+    """As llama.cpp writes it for a model without scaling."""
+    parts = Parts.of(family / "dflash-bf16.gguf")
+    DFLASH["ik"](parts)
+    parts.more({"rope.scaling.type": string("none"), "rope.scaling.factor": f32(4)})
+    made = convert(
+        parts.write(tmp_path / "old.gguf"), tmp_path / "n.gguf", target=family / "target"
+    )
+    assert any("rope.scaling.factor" in note for note in made.notes)
 
 
 def test_the_target_is_needed(family: Path, tmp_path: Path) -> None:
