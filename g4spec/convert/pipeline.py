@@ -362,9 +362,12 @@ def _requantized(file: GGUF, name: str, choice: Policy, allow: bool) -> PlannedT
     kept = len(info.shape) > 1 and not form.quantized and policy.never_quantized(name)
     if not (form.integer or kept):
         new_form, note = choice.choose(name, info.shape, "matrix")
+        if form.decode is None and new_form is not form:
+            raise Unsupported(
+                f"{file.path}: tensor {name}: type {form.name.upper()} has no dequantizer here",
+                fix="use a file of another type: F16, BF16 and Q8_0 are always read",
+            )
         if form.quantized and new_form is not form:
-            if form.decode is None:
-                file.array(name)  # raises Unsupported
             if not allow:
                 raise InputError(
                     f"{file.path}: tensor {name} is quantized already, as {form.name.upper()}",

@@ -308,6 +308,20 @@ def test_types_without_a_dequantizer_are_named_with_a_way_out(
     assert "use a file of another type" in said.lower() and "requantize" not in said
 
 
+@pytest.mark.parametrize("dry_run", [False, True])
+@pytest.mark.parametrize("ending", ["attn_q.weight", "attn_norm.weight"])
+def test_f64_is_named_before_anything_is_written(
+    ending: str, dry_run: bool, full: Path, tmp_path: Path
+) -> None:
+    file = faults.read(full)
+    name = next(n for n in file.tensors if n.endswith(ending))
+    data, f64 = bytes(8 * np.prod(file.tensors[name].shape)), quant.get("f64").type
+    file.tensors[name] = replace(file.tensors[name], type=f64, data=data)
+    path = file.write(tmp_path / "x.gguf")
+    with pytest.raises(Unsupported, match=f"tensor {name}: type F64 has no dequantizer"):
+        quantize(path, tmp_path / "y.gguf", "q8_0", dry_run=dry_run)
+
+
 @pytest.mark.parametrize("type", ["q8_0", "q4_0", "q4_k_m"])
 def test_quantized_files_need_permission(type: str, full: Path, tmp_path: Path) -> None:
     once, twice = tmp_path / "once.gguf", tmp_path / "twice.gguf"
