@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 
 from g4spec import quant
+from g4spec.runtime.cuda.weights import matrix as matrix_module
 from g4spec.runtime.cuda.weights import packing
 from g4spec.runtime.cuda.weights.matrix import (
     GateUpPairs,
@@ -100,6 +103,44 @@ def test_packing_that_fails_can_be_repeated(
         with contextlib.suppress(problem):  # not all of them concatenate and stack
             packed = pack(all_of)
     assert weights(packed or pack(all_of)) == weights(pack(make()))
+
+
+@pytest.mark.parametrize("case", ["a pair", "experts", "experts, gates and ups apart"])
+def test_ctrl_c_at_any_line_loses_no_weights(case: str) -> None:
+    """Those of a pair were lost between the last line that could give them back and the next."""
+    count, matrices, _ = CASES[case]
+    pairs = GateUpPairs()
+
+    def pack(of: list[Matrix]) -> Any:
+        return pairs(*of) if case == "a pair" else interleave_experts(of[0], (*of, None)[1])
+
+    def make() -> list[Matrix]:
+        torch.manual_seed(1)
+        return [matrix("q4_k", matrices) for _ in range(count)]
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != matrix_module.__file__:
+            return None
+        left -= event == "line"
+        if event == "line" and left < 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    want, lines, before = weights(pack(make())), 0, sys.gettrace()
+    while True:
+        all_of, left = make(), lines
+        try:
+            sys.settrace(trace)
+            pack(all_of)
+            break
+        except KeyboardInterrupt:
+            assert weights(pack(all_of)) == want, lines
+        finally:
+            sys.settrace(before)
+        lines += 1
+    assert lines > 20
 
 
 def weights(packed: Any) -> list[list[int]]:

@@ -88,16 +88,21 @@ class Matrix:
         assert len(self.table) == self.groups, "part of a pair"
         return Weight(self.type, self.table, self.rows, self.columns, self.matrices)
 
-    def release_raw(self) -> torch.Tensor:
-        """Return the file's bytes and drop the reference to them, so that the caller can free
-        them."""
+    @property
+    def raw(self) -> torch.Tensor:
+        """The file's bytes [matrices * rows, bytes]."""
         assert self._raw is not None, "already packed, for another matmul"
-        raw, self._raw = self._raw.reshape(self.matrices * self.rows, -1), None
-        self.place(raw.new_empty(0), 0)
-        return raw
+        return self._raw.reshape(self.matrices * self.rows, -1)
+
+    def release_raw(self) -> None:
+        """Drop the reference to the file's bytes, so that the caller can free them."""
+        self.place(self.raw.new_empty(0), 0)
+        self._raw = None
 
     def give_back(self, raw: torch.Tensor) -> None:
-        """Invert `release_raw`. `raw` may be a view of any strides and shape."""
+        """Invert `release_raw`, and `interleave_experts`. `raw` may be a view [..., bytes] of any
+        strides."""
+        self.interleaved, self.rows = False, raw.shape[:-1].numel() // self.matrices
         self._raw = raw
 
     def place(self, whole: torch.Tensor, first: int) -> None:
@@ -129,11 +134,13 @@ def weight_of(w: Matrix | torch.Tensor) -> Weight:
 @contextmanager
 def _released(matrices: Sequence[Matrix]) -> Iterator[list[torch.Tensor]]:
     """Yield the released bytes of matrices. The block may replace them by equal ones in other
-    memory; if memory ends in it, or Ctrl-C is pressed, the matrices get them back."""
+    memory; if memory ends in it, or Ctrl-C is pressed, the matrices get them back. So it stores
+    what it makes of them: after it, Ctrl-C would lose them."""
     raws: list[torch.Tensor] = []
     try:
         for m in matrices:
-            raws.append(m.release_raw())
+            raws.append(m.raw)
+            m.release_raw()
         yield raws
     except BaseException:
         for m, raw in zip(matrices, raws, strict=False):  # those released so far
@@ -183,16 +190,6 @@ def concat_rows(matrices: Sequence[Matrix]) -> list[Weight]:
     return out
 
 
-def interleave_gate_up(gate: Matrix, up: Matrix) -> list[Weight]:
-    """Return gate and up interleaved by 16 rows as one weight; two weights if their types
-    differ."""
-    if gate.packed or up.packed or gate.type != up.type or gate.rows % INTERLEAVE_ROWS:
-        return [gate.weight, up.weight]
-    with _released([gate, up]) as raws:
-        data = _pack(gate, _interleaved(raws, 1), gate.rows * 2)
-    return [Weight(gate.type, data, 2 * gate.rows, gate.columns)]
-
-
 class GateUpPairs:
     """Gate and up projections as steps read them: interleaved by 16 rows as one matrix, or two
     matrices (in the file's order, one after the other)."""
@@ -210,8 +207,18 @@ class GateUpPairs:
             join([gate, up])
             return [gate.weight, up.weight]
         if (gate, up) not in self._pairs:
-            self._pairs[gate, up] = interleave_gate_up(gate, up)
+            self._store(gate, up)
         return self._pairs[gate, up]
+
+    def _store(self, gate: Matrix, up: Matrix) -> None:
+        """Store gate and up interleaved by 16 rows as one weight; two weights if their types
+        differ."""
+        if gate.packed or up.packed or gate.type != up.type or gate.rows % INTERLEAVE_ROWS:
+            self._pairs[gate, up] = [gate.weight, up.weight]
+            return
+        with _released([gate, up]) as raws:
+            data = _pack(gate, _interleaved(raws, 1), gate.rows * 2)
+            self._pairs[gate, up] = [Weight(gate.type, data, 2 * gate.rows, gate.columns)]
 
 
 def interleave_experts(gate: Matrix, up: Matrix | None) -> Weight | None:
@@ -234,7 +241,7 @@ def interleave_experts(gate: Matrix, up: Matrix | None) -> Weight | None:
         data = _pack(gate, _interleaved(raws, gate.matrices), 2 * channels)
         for m in both:
             m.place(data, 0)
-    gate.interleaved, gate.rows = True, 2 * channels
+        gate.interleaved, gate.rows = True, 2 * channels
     return gate.weight
 
 
