@@ -91,7 +91,7 @@ def _convert(found: DetectedSource, output: Output, mix: Mix, target: Path | Non
     plan = replace(plan, tensors=(*plan.tensors, *dropped))
     computed = _computed_values(plan, tensors, config)
     kv = _metadata(found, config, mix, info, computed, plan, output, target)
-    notes = [*found.notes, *info.notes, *notes]
+    notes = [*dict.fromkeys((*found.notes, *info.notes)), *notes]  # those of a target are in both
     rows = [r for r in plan.tensors if r.action in ("copy", "make")]
     if output.dry_run:
         files = output.planned(kv, rows)

@@ -64,7 +64,7 @@ def _detect(path: Path) -> DetectedSource:
 
 def from_source(found: DetectedSource) -> TargetInfo:
     """Read the target in a detected source."""
-    source = found.source
+    source, notes = found.source, found.notes
     if isinstance(source, GGUF):
         config = found.kind.parse_gguf(source.kv, source.shapes())
         kv, generation = tokenizer.from_gguf(source), dict[str, Any]()
@@ -72,12 +72,13 @@ def from_source(found: DetectedSource) -> TargetInfo:
         generation = dict(source.generation)
         config = found.kind.parse_hf(source.checkpoint)
         kv = tokenizer.from_folder(source.path, source.config, source.generation)
+        notes = [*notes, *tokenizer.notes(source.path)]
     weights = None
     if not isinstance(source, GGUF):
         weights = provenance.weights_digest(found.kind, config, source.tensors)
     pairing = provenance.pairing_keys(kv, config.n_embd, len(config.layers))
     pairing |= provenance.target_source_keys(source, weights)
-    return TargetInfo(config, kv, pairing, _sampling(generation), found.notes, found.files, weights)
+    return TargetInfo(config, kv, pairing, _sampling(generation), notes, found.files, weights)
 
 
 def _sampling(generation: Mapping[str, Any]) -> KV:

@@ -55,8 +55,7 @@ def from_folder(folder: Path, config: Mapping[str, Any], generation: Mapping[str
         config, generation: parsed config.json and generation_config.json.
     """
     raw = load_json(folder / "tokenizer.json", "the target's tokenizer.json")
-    settings_path = folder / "tokenizer_config.json"
-    settings = load_json(settings_path) if settings_path.is_file() else {}
+    settings = _settings(folder)
     model = raw.get("model")
     if not isinstance(model, dict) or model.get("type") != "BPE" or not model.get("byte_fallback"):
         raise Unsupported(
@@ -86,13 +85,29 @@ def from_folder(folder: Path, config: Mapping[str, Any], generation: Mapping[str
     for name in ("eos", "sep"):
         if isinstance(settings.get(f"add_{name}_token"), bool):
             kv[f"tokenizer.ggml.add_{name}_token"] = boolean(settings[f"add_{name}_token"])
-    template = _template(folder, settings)
+    template, _ = _templates(folder, settings)
     if template:
         kv["tokenizer.chat_template"] = string(template)
     if suppressed := generation.get("suppress_tokens"):
         kv[SUPPRESS] = array(ValueType.I32, _ids(suppressed, len(tokens), folder))
     kv[STOP_IDS] = array(ValueType.I32, _stop_ids(config, generation))
     return kv
+
+
+def notes(folder: Path) -> list[str]:
+    """Return a note for the user if a checkpoint has chat templates that `from_folder` leaves out:
+    a GGUF file has one without a name."""
+    template, others = _templates(folder, _settings(folder))
+    if not others:
+        return []
+    missing = "" if template else "; none is called default, so the file has no chat template"
+    return [f"chat templates that are not written: {', '.join(others)}{missing}"]
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """Return tokenizer_config.json, empty if the checkpoint has none."""
+    path = folder / "tokenizer_config.json"
+    return load_json(path) if path.is_file() else {}
 
 
 def _tokens(vocab: Any, added: dict[str, Any], folder: Path) -> list[str]:
@@ -175,8 +190,8 @@ def _special_ids(
     return out
 
 
-def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """Return the chat template, or None.
+def _templates(folder: Path, settings: Mapping[str, Any]) -> tuple[str | None, list[str]]:
+    """Return the chat template, or None, and the names of others.
 
     As in transformers, chat_template.jinja precedes tokenizer_config.json, whose template may be
     outdated. chat_template.json is the old form of processors.
@@ -185,15 +200,17 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     got: Any = settings.get("chat_template")
     if path.exists():
         try:
-            return regular_files.read_regular(regular_files.check_link(path)).decode()
+            got = regular_files.read_regular(regular_files.check_link(path)).decode()
         except UnicodeDecodeError as e:
             raise InputError(f"{path}: not UTF-8") from e
-    if got is None and old.exists():
+    elif got is None and old.exists():
         got = load_json(old).get("chat_template")
+    others = sorted(p.stem for p in (folder / "additional_chat_templates").glob("*.jinja"))
     if isinstance(got, list):
-        named = {t.get("name"): t.get("template") for t in got if isinstance(t, dict)}
-        got = named.get("default")
-    return got if isinstance(got, str) else None
+        named = {str(t.get("name")): t.get("template") for t in got if isinstance(t, dict)}
+        got = named.pop("default", None)
+        others += named
+    return got if isinstance(got, str) else None, others
 
 
 def _ids(found: Any, n_tokens: int, folder: Path) -> list[int]:

@@ -161,3 +161,28 @@ def test_newer_files_of_the_template_take_precedence(tmp_path: Path) -> None:
     assert template() == "stale"
     (folder / "chat_template.jinja").write_text("newest")
     assert template() == "newest"
+
+
+def test_chat_templates_that_are_not_written_are_noted(tmp_path: Path) -> None:
+    """A model with several, none of which was called default, had no template without a word."""
+    folder = tiny.target(tmp_path / "target")
+
+    def converted(*names: str) -> tuple[object, str]:
+        templates = [{"name": name, "template": f"of {name}"} for name in names]
+        edit(folder / "tokenizer_config.json", chat_template=templates)
+        made = convert(folder, tmp_path / "x.gguf")
+        with GGUF(tmp_path / "x.gguf") as file:
+            template = file.get("tokenizer.chat_template")
+        return template, "; ".join(note for note in made.notes if "template" in note)
+
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    assert converted("default") == ("of default", "")
+    template, note = converted("default", "rag", "tool_use")
+    assert template == "of default" and "not written: rag, tool_use" in note
+    template, note = converted("rag")
+    assert template is None and "not written: rag" in note and "no chat template" in note
+    (folder / "chat_template.jinja").write_text("main")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("other")
+    template, note = converted("default", "rag")
+    assert template == "main" and "not written: tool_use" in note and note.count("tool_use") == 1
