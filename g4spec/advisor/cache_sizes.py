@@ -81,18 +81,6 @@ def vllm_slots(window: int, batched: int, context: int, batches: int = 2) -> int
     return min(blocks, math.ceil(context / BLOCK)) * BLOCK
 
 
-def vllm_pages(caches: Sequence[CacheShape], context: int, batched: int) -> int:
-    """Return the pages of one sequence. vLLM groups as many layers as there are global layers; a
-    page holds 16 tokens of sliding layers, or as many of global layers as take the same bytes."""
-    groups = sum(c.window is not None for c in caches) / sum(c.window is None for c in caches)
-    sliding = next(c for c in caches if c.window is not None)
-    full = next(c for c in caches if c.window is None)
-    ratio = sliding.n_kv * sliding.head_dim / (full.n_kv * full.head_dim)
-    per_page = int(BLOCK * ratio)
-    blocks = vllm_slots(window_of(caches), batched, context) // BLOCK
-    return math.ceil(context / per_page) + int(groups) * blocks
-
-
 def heads_per_card(n_kv: int, tp: int) -> float:
     """Return the KV heads per card with tensor parallelism: n_kv / tp, at least 1."""
     return max(n_kv / tp, 1.0)

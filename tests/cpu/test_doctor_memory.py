@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from g4spec.advisor.named_models import (
     named_target,
 )
 from g4spec.advisor.schema import CardFact, DraftFact, SizeFact
-from g4spec.core import MAX_STEP_ROWS
+from g4spec.core import MAX_STEP_ROWS, CacheShape
 from g4spec.measure import synthetic
 from g4spec.models import gemma4
 from g4spec.models.spec import Checkpoint
@@ -64,13 +65,26 @@ def computed(r: MemoryReadingFact) -> float:
         "pool": lambda: one / GIB,
         "token": lambda: one / context,
         "tokens": lambda: r.pool_gib * GIB / (one / context),
-        "pages": lambda: cache_sizes.vllm_pages(caches, context, r.batched),
+        "pages": lambda: vllm_pages(caches, context, r.batched),
         "unwindowed": lambda: every / r.tp,
         "unwindowed-tokens": lambda: r.pool_gib * GIB / every,
         "full-sliding": lambda: every * context / GIB,
         "card": lambda: vllm_card(r),
     }
     return ways[r.check]()
+
+
+def vllm_pages(caches: Sequence[CacheShape], context: int, batched: int) -> int:
+    """Return the pages of one sequence. vLLM groups as many layers as there are global layers; a
+    page holds 16 tokens of sliding layers, or as many of global layers as take the same bytes."""
+    groups = sum(c.window is not None for c in caches) / sum(c.window is None for c in caches)
+    sliding = next(c for c in caches if c.window is not None)
+    full = next(c for c in caches if c.window is None)
+    ratio = sliding.n_kv * sliding.head_dim / (full.n_kv * full.head_dim)
+    per_page = int(cache_sizes.BLOCK * ratio)
+    window = cache_sizes.window_of(caches)
+    blocks = cache_sizes.vllm_slots(window, batched, context) // cache_sizes.BLOCK
+    return math.ceil(context / per_page) + int(groups) * blocks
 
 
 def llamacpp_total(r: MemoryReadingFact) -> float:
